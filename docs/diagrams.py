@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import Circle, Rectangle
+from matplotlib.patches import Circle, Polygon, Rectangle
 
 import jaxpar
 
@@ -155,6 +155,50 @@ def experts(path: Path) -> None:
                     "", end, start, arrowprops={"arrowstyle": "->", "color": SHARD_COLOURS[token], "lw": 1.8}
                 )
     write(figure, panel, path, (0.0, 8.0), (-0.1, 4.6))
+
+
+def context(path: Path) -> None:
+    """Which chunks of a row each of four devices has by shard_batch, and for which pairs of positions it computes attention."""
+    devices, chunks = 4, 8
+    mesh = jaxpar.make_mesh(context=devices)
+    row = jaxpar.shard_batch({"chunk": np.arange(chunks)[None]}, mesh)["chunk"]
+    held = {shard.device.id: shard.data[0].tolist() for shard in row.addressable_shards}
+    owner = {chunk: device for device, own in held.items() for chunk in own}
+    figure, panel = _sheet(8.0, 4.6)
+    panel.text(2.0, 4.5, f"a row, cut into {chunks} chunks", ha="center", color=INK)
+    for chunk in range(chunks):
+        _box(panel, (0.5 * chunk, 3.95), (0.45, 0.4), SHARD_COLOURS[owner[chunk]], str(chunk))
+    for device, own in held.items():
+        y = 2.9 - 0.8 * device
+        panel.text(0.0, y + 0.2, f"device {device}", va="center", fontsize=9.5)
+        for at, chunk in enumerate(own):
+            _box(panel, (1.0 + 0.5 * at, y), (0.45, 0.4), SHARD_COLOURS[device], str(chunk))
+        _arrow(panel, (2.0, y + 0.2), (2.6, y + 0.2))
+        _arrow(panel, (3.1, y + 0.2), (3.9, y + 0.2))
+    _box(panel, (2.65, 0.35), (0.4, 3.1), "0.9", "")
+    panel.text(2.85, 1.9, "all-gather of K, V", rotation=90, ha="center", va="center")
+    side, corner = 0.42, (4.5, 0.35)
+    panel.text(
+        corner[0] + 4 * side,
+        4.5,
+        "each device: its own queries,\nall keys up to them, equal areas",
+        ha="center",
+        va="top",
+    )
+    for query in range(chunks):
+        y = corner[1] + side * (chunks - 1 - query)
+        for key in range(query + 1):
+            x = corner[0] + side * key
+            whole = [(x, y), (x + side, y), (x + side, y + side), (x, y + side)]
+            corners = whole if key < query else [whole[0], whole[1], whole[3]]
+            panel.add_patch(Polygon(corners, facecolor=SHARD_COLOURS[owner[query]], edgecolor="white"))
+        panel.text(corner[0] - 0.12, y + side / 2, str(query), ha="right", va="center", fontsize=9)
+        panel.text(corner[0] + side * (query + 0.5), corner[1] - 0.08, str(query), ha="center", va="top", fontsize=9)
+    panel.text(corner[0] + 4 * side, -0.1, "keys", ha="center", va="top", color=INK, fontsize=9.5)
+    panel.text(
+        corner[0] - 0.4, corner[1] + 4 * side, "queries", rotation=90, ha="center", va="center", color=INK, fontsize=9.5
+    )
+    write(figure, panel, path, (-0.1, 8.0), (-0.45, 4.8))
 
 
 def _vector(panel: Any, corner: tuple[float, float], name: str, *, is_whole: bool) -> None:

@@ -15,7 +15,19 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "recipes"), str(ROOT / "docs")]
 
 import pictures_zh  # noqa: E402
-from diagrams import INK, SHARD_COLOURS, experts, houses, neuron, plot, replicas, server_and_ring, weights, write  # noqa: E402
+from diagrams import (  # noqa: E402
+    INK,
+    SHARD_COLOURS,
+    context,
+    experts,
+    houses,
+    neuron,
+    plot,
+    replicas,
+    server_and_ring,
+    weights,
+    write,
+)
 from matplotlib.figure import Figure  # noqa: E402
 from PIL import Image  # noqa: E402
 
@@ -152,6 +164,32 @@ def same_loss(path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def recall(path: Path) -> None:
+    """The losses of gpt.py on `--data recall`, over context=4: with attention to whole rows, and with a window."""
+    import gpt
+
+    from jaxpar.metrics.log import read_metrics
+
+    seq, window = 1024, 256
+    always = ("--data", "recall", "--model", "llama-tiny", "--mesh.data", "2", "--mesh.context", "4", "--seq", str(seq))
+    always += ("--batch-size", "4", "--optimizer", "muon", "--lr", "0.02", "--steps", "150", "--eval-rows", "4")
+
+    def train(*flags: str) -> list[float]:
+        with tempfile.TemporaryDirectory() as folder:
+            recipe.run(gpt.main, gpt.Config, (*always, "--out-dir", folder, *flags))
+            return [line["loss"] for line in read_metrics(Path(folder) / "metrics.jsonl")]
+
+    figure, panel = plot(8.0, 3.6)
+    panel.axhline(np.log(26), color=INK, linestyle=":", linewidth=1)
+    panel.text(149, np.log(26) + 0.08, "ln 26: a guess", ha="right", va="bottom", color=INK)
+    panel.plot(train("--window", str(window)), color="#d95f02", linewidth=2, label=f"a window of {window} tokens")
+    panel.plot(train(), color="#1b6ca8", linewidth=2, label="the whole row")
+    panel.set(xlabel="steps", ylabel="loss", ylim=(0, 6), title=f"The answers lie {seq // 2} tokens back, or more")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(loc="best", frameon=False, title="attention to")
+    figure.savefig(path, dpi=130)
+
+
 def held(path: Path) -> None:
     """What one of 8 GPUs holds of a 7B model at rest, from the shapes and shardings of its state."""
     import math
@@ -232,6 +270,8 @@ PICTURES: dict[str, Callable[[Path], None]] = {
         timelines,
         weights,
         experts,
+        context,
+        recall,
         deepspeed,
         bloom,
         held,
@@ -241,7 +281,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     )
 }
 ENGLISH = ("architecture",)  # on pages that are in English alone
-SLOW = ("fitting", "resumed", "same-loss")  # half a minute of training
+SLOW = ("fitting", "recall", "resumed", "same-loss")  # half a minute of training
 
 
 def draw(name: str, folder: Path) -> Path:

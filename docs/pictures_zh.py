@@ -35,6 +35,22 @@ LABELS: tuple[tuple[str, str], ...] = (
     # experts
     ("experts", "各 expert"),
     ("by weight,\nadded up", "按权重\n相加"),
+    # a row over context
+    (r"a row, cut into (\d) chunks", r"一行，切成 \1 块"),
+    (r"device (\d)", r"设备 \1"),
+    ("all-gather of K, V", "all-gather：K、V"),
+    (
+        "each device: its own queries,\nall keys up to them, equal areas",
+        "每块设备：自己的 query 与\n在此之前的 key，面积相同",
+    ),
+    ("keys", "key"),
+    ("queries", "query"),
+    # recall
+    ("ln 26: a guess", "ln 26：什么也没学"),
+    (r"a window of (\d+) tokens", r"\1 个 token"),
+    ("the whole row", "完整的一行"),
+    ("attention to", "每次读"),
+    (r"The answers lie (\d+) tokens back, or more", r"要读的在 \1 个 token 之前"),
     # timelines
     (r"stage (\d+)", r"阶段 \1"),
     (

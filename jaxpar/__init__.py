@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from jaxpar import _first_line  # noqa: F401, before JAX is imported, to print a line
 from jaxpar._near_names import no_attribute, public_names
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from jaxpar import __version__
 from jaxpar.commands.cli import named, program
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.printable import printable_lines, tell
+from jaxpar.runtime.output import printable_lines, tell
 
 COMMANDS = {
     "train": "train a recipe: a GPT, house prices, digits, and others; train --help lists them",

@@ -3,6 +3,7 @@
 jaxprs          equations of a traced function: read, bind, rewrite, evaluate
 coordination    the client of a run of several processes; devices for the compiler alone
 memory          the order of dims in memory; arrays without initial values
+kernels         cuDNN's attention with what merges its parts
 known faults    of the installed version
 """
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed as _distributed
 from jax._src import xla_bridge
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
@@ -81,6 +83,64 @@ def empty(shape: Sequence[int], dtype: Any, number: int) -> jax.Array:
     """
     sink = jax.ffi.ffi_call("dce_sink", jax.ShapeDtypeStruct(shape, dtype))
     return jax.lax.platform_dependent(cpu=lambda: sink(np.int32(number)), default=lambda: jnp.zeros(shape, dtype))
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------------
+
+
+def cudnn_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, lengths: tuple | None, bias: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns cuDNN's attention and, in float32, the logarithm of the sum of exponentials of each query's scores.
+
+    ``jax.nn.dot_product_attention`` rounds the latter to 16 bits, and its derivative ignores the cotangent.
+
+    Args:
+        q: Queries ``[rows, seq, heads, head_dim]``, in 16-bit floats.
+        k: Keys ``[rows, keys, kv_heads, head_dim]``.
+        v: Values, likewise.
+        scale: Factor of the scores.
+        lengths: None: causal; else how many queries, the first of each row, see how many of its keys: two arrays [rows].
+        bias: Added to the scores, ``[rows or 1, heads or 1, seq, keys]``; None: nothing.
+    """
+    operands, settings = _cudnn_call(q, scale, lengths, bias)
+    out, lse = _cudnn._dot_product_attention_fwd_p_wrapper.bind(q, k, v, *operands, **settings, is_training=True)
+    return out, lse
+
+
+def cudnn_attention_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    ct: jax.Array,
+    scale: float,
+    lengths: tuple | None,
+    bias: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradients of q, k and v; ``out`` and ``lse`` may be those of a softmax over more keys than these."""
+    operands, settings = _cudnn_call(q, scale, lengths, bias)
+    dq, dk, dv = _cudnn._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *operands, lse, out, ct, **settings)
+    return dq, dk, dv
+
+
+def _cudnn_call(
+    q: jax.Array, scale: float, lengths: tuple | None, bias: jax.Array | None
+) -> tuple[list, dict[str, Any]]:
+    """Returns the operands of both primitives after q, k and v, those of offsets and pages empty, and their parameters."""
+    none = jnp.zeros(0, q.dtype)
+    masks = _cudnn.MaskType
+    settings = {
+        "scale": float(scale),
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (bias is not None, False),  # there is a bias, and its gradient is asked for
+        "mask_type": masks.CAUSAL if lengths is None else masks.PADDING,
+        "layout": _cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+    }
+    return [none if bias is None else bias, *(lengths or (none, none)), none, none, none, none], settings
 
 
 # Jaxprs ---------------------------------------------------------------------------------------------------------------------

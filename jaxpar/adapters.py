@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import check_unpacked
-from jaxpar.runtime.extras import needing_extra
+from jaxpar.runtime.output import needing_extra
 from jaxpar.sharding import path_string
 
 Call = Callable[[Any, PyTree], PyTree]

@@ -8,7 +8,6 @@ The compiled program is the one that those GPUs would run: its memory, copies, c
 choice of kernels differs, which XLA makes by measurement on a real GPU. It cannot be run here.
 """
 
-import importlib.metadata
 import os
 import warnings
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ import jax
 from jax.experimental import topologies
 
 from jaxpar._compat import has_started
+from jaxpar.fields import arg
 from jaxpar.gpus import GPUS, Gpu
 from jaxpar.runtime.distributed import with_gpu_flags
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.output import install_extra, version_of
 
 # Kernels cannot be measured without a GPU.
 NO_MEASUREMENT = "--xla_gpu_autotune_level=0"
@@ -100,10 +100,12 @@ def compile_only_devices(gpu: str, *, num_nodes: int = 1, devices_per_node: int 
         ValueError: There is no such GPU, or a number is not a positive integer.
     """
     if gpu not in TARGETS:
-        raise ValueError(f"gpu must be one of {', '.join(TARGETS)}; got {gpu!r}. Choose the nearest one.")
+        raise ValueError(f"{arg('gpu')} must be one of {', '.join(TARGETS)}; got {gpu!r}. Choose the nearest one.")
     for name, number in (("num_nodes", num_nodes), ("devices_per_node", devices_per_node)):
         if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be an integer of 1 or more; got {number!r}. Choose {name}=1 or more.")
+            raise ValueError(
+                f"{arg(name)} must be an integer of 1 or more; got {number!r}. Choose {arg(**{name: 1})} or more."
+            )
     _check_plugin()
     set_compiler_flags()
     shape = f"1x{num_nodes}x{devices_per_node}"
@@ -150,7 +152,7 @@ def with_compiler_flags(flags: str) -> str:
 
 
 def _check_plugin() -> None:
-    found = {name: version for name in PLUGINS if (version := _version(name))}
+    found = {name: version for name in PLUGINS if (version := version_of(name))}
     if jax.__version__ not in found.values():
         got = ", ".join(f"{name} {version}" for name, version in found.items()) or "none"
         raise ImportError(
@@ -161,15 +163,8 @@ def _check_plugin() -> None:
 
 def check_cudnn() -> None:
     """Raises ImportError unless cuDNN is installed, which compiling ``flash_attention`` for NVIDIA GPUs needs."""
-    if not any(map(_version, CUDNN)):
+    if not any(map(version_of, CUDNN)):
         raise ImportError(
             "compiling flash attention needs cuDNN; got none. Install nvidia-cudnn-cu12, or choose --dtype float32, which has "
             "XLA's attention."
         )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,4 +1,4 @@
-"""Data parallelism: batches split over ``replica`` and ``data``, gradients summed over microbatches and then over replicas.
+"""Data parallelism: batches split over the mesh, gradients summed over microbatches and then over replicas.
 
     batch [16, ...] on data=2, two microbatches          replica 0: rows 0-7:  microbatch 0 = rows 0-3,  1 = rows 4-7
                                                          replica 1: rows 8-15: microbatch 0 = rows 8-11, 1 = rows 12-15
@@ -6,6 +6,9 @@
 A replica splits its own rows, so no row moves. It adds gradients over its microbatches, and only the sum is reduced over the
 replicas: one all-reduce per step, together with the loss. With ``replica`` there are as many groups of ``data`` replicas, the
 first rows in the first group. The total weight of the batch, a single number, is reduced before it.
+
+With ``context`` the sequences of a batch are split too, dim 1 of every array that has one (``context_parallel.py``). Gradients
+are then summed over all devices that share a row, in the same all-reduce.
 
 Losses, weights and gradients are added and reduced in float32 or wider, whatever the dtype of the params.
 """
@@ -16,35 +19,59 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.context_parallel import zig_zag
 from jaxpar.dtypes import from_floats, is_key, to_floats, wide_dtype, widen
-from jaxpar.mesh import DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
+from jaxpar.fields import arg
+from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
 from jaxpar.sharding import path_string, shard
 
 _PAD = ' (jaxpar.data.batches.pad_rows adds rows, and a column "weight", 0 for these, by which the loss must multiply)'
 
 
 def shard_batch(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None) -> PyTree:
-    """Returns a host batch as global arrays with rows sharded over ``replica`` and ``data``.
+    """Returns a host batch as global arrays with rows sharded over ``replica`` and ``data``, and sequences over ``context``.
+
+    With a ``context`` axis the positions of each row are in the order of the devices (``context_parallel.py``), of every array
+    of two or more dims: the second is the sequence. A dict gets ``positions`` [rows, seq], int32, if it has none: 0, 1, ... in
+    each row, or in each document if there are ``segments`` [rows, seq]; segments, runs of equal numbers, are numbered from 0 in
+    each row. The same batch on one device then gives the same numbers, to a model that goes by positions and segments.
 
     Args:
         batch: Arrays with a common leading dim, the rows: all of them, the same on every process, or with ``num_rows`` those of
-            ``local_rows(num_rows, mesh)`` alone, in that order.
+            ``local_rows(num_rows, mesh)`` alone, in that order. Sequences are whole and in their own order.
         mesh: A mesh from ``make_mesh``.
         num_rows: The number of rows of the whole batch, for a batch of which each process has its own rows; None: the batch is
             whole.
 
     Raises:
         ValueError: A leaf without rows, unequal numbers of rows, a number of rows that the replicas do not divide, or rows that
-            are not as many as this process holds.
+            are not as many as this process holds; with ``context`` unequal lengths, a length that twice the axis does not
+            divide, or positions that do not count up by one in each document.
     """
     check_mesh(mesh)
-    sharding = NamedSharding(mesh, spec_of_rows(mesh))
+    batch = _in_order_of_devices(batch, mesh)
+    return _placed(batch, batch_specs(batch, mesh), mesh, num_rows)
+
+
+def shard_rows(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None) -> PyTree:
+    """Returns a host batch with rows sharded over ``replica`` and ``data``, each row whole, for passes over whole sequences.
+
+    Args:
+        batch: As for ``shard_batch``.
+        mesh: As for ``shard_batch``.
+        num_rows: As for ``shard_batch``.
+    """
+    return _placed(batch, jax.tree.map(lambda _: spec_of_rows(mesh), batch), mesh, num_rows)
+
+
+def _placed(batch: PyTree, specs: PyTree, mesh: Mesh, num_rows: int | None) -> PyTree:
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     if num_rows is None:
         check_batch(batch, mesh.shape[DATA], replica=mesh.shape[REPLICA])
-        return shard(batch, sharding)
+        return shard(batch, shardings)
     local = local_rows(num_rows, mesh)
     if (count := check_batch(batch, 1)) != len(local):
         raise ValueError(
@@ -52,7 +79,7 @@ def shard_batch(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None) -> Py
             f"{count} rows, and {len(local)} of num_rows={num_rows} are held here. Give those of "
             "jaxpar.local_rows(num_rows, mesh), or the whole batch without num_rows."
         )
-    return jax.tree.map(lambda leaf: _from_local_rows(leaf, local, num_rows, sharding), batch)
+    return jax.tree.map(lambda leaf, to: _from_local_rows(leaf, local, num_rows, to), batch, shardings)
 
 
 def _from_local_rows(leaf: Any, local: np.ndarray, num_rows: int, sharding: NamedSharding) -> jax.Array:
@@ -64,13 +91,88 @@ def _from_local_rows(leaf: Any, local: np.ndarray, num_rows: int, sharding: Name
     def of_shard(index: Any) -> np.ndarray:
         start, stop, _ = index[0].indices(num_rows)
         first = int(np.searchsorted(local, start))
-        return host[first : first + stop - start]
+        return host[(slice(first, first + stop - start), *index[1:])]
 
     return jax.make_array_from_callback((num_rows, *host.shape[1:]), sharding, of_shard)
 
 
+# -- sequences ---------------------------------------------------------------------------------------------------------
+
+
+def batch_specs(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Returns the spec of each leaf of a batch: rows over the replicas, and sequences, if they are split, over ``context``."""
+    rows = spec_of_rows(mesh)
+    splits = lambda leaf: mesh.shape[CONTEXT] > 1 and jnp.ndim(leaf) > 1
+    return jax.tree.map(lambda leaf: PartitionSpec(*rows, CONTEXT) if splits(leaf) else rows, batch)
+
+
+def one_microbatch(batch: PyTree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> PyTree:
+    """Returns the shapes of a device's part of a microbatch."""
+    sizes = num_replicas(mesh) * num_microbatches, mesh.shape[CONTEXT]
+
+    def part(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = [size // parts for size, parts in zip(leaf.shape, sizes, strict=False)]
+        return jax.ShapeDtypeStruct((*shape, *leaf.shape[2:]), leaf.dtype)
+
+    return jax.tree.map(part, jax.eval_shape(lambda batch: batch, batch))
+
+
+def check_sequences(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
+    """Raises where a ``context`` axis cannot split the sequences of a batch."""
+    if (context := mesh.shape[CONTEXT]) == 1:
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    lengths = {path_string(path) or "batch": jnp.shape(leaf)[1] for path, leaf in leaves if jnp.ndim(leaf) > 1}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(
+            "the context axis splits dim 1, the sequence, of every array of two or more dims, so all must have the same; got "
+            f"{lengths or 'no such array'} and {arg(context=context)}. Give what belongs to a row as an array [rows], and "
+            f"features as [rows, seq, features], or use {arg(context=1)}."
+        )
+    seq, chunks = next(iter(lengths.values())), 2 * context
+    if seq == 0 or seq % chunks:
+        raise ValueError(
+            "a sequence must be divisible by twice the context axis, since each device has two chunks of it; got a sequence of "
+            f"{seq}, {arg(context=context)}. Use a sequence of {max(-(-seq // chunks), 1) * chunks}, or another context."
+        )
+
+
+def _in_order_of_devices(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Returns a host batch with the positions of each row in the order of the devices, and a dict with ``positions``."""
+    check_sequences(batch, mesh)
+    if mesh.shape[CONTEXT] == 1:
+        return batch
+    batch = _with_positions(batch)
+    seq = next(leaf.shape[1] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 1)
+    order = zig_zag(seq, mesh.shape[CONTEXT])
+    on_host = lambda leaf: leaf if is_key(leaf) else np.asarray(leaf)
+    return jax.tree.map(lambda leaf: on_host(leaf)[:, order] if jnp.ndim(leaf) > 1 else leaf, batch)
+
+
+def _with_positions(batch: PyTree) -> PyTree:
+    """Returns a dict with the position of each token in its document, and its documents numbered from 0."""
+    if not isinstance(batch, dict):
+        return batch
+    rows, seq = next(leaf.shape[:2] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 1)
+    segments = np.asarray(batch["segments"]) if "segments" in batch else np.zeros((rows, seq), np.int32)
+    is_next = segments[:, 1:] == segments[:, :-1]
+    starts = np.pad(~is_next, ((0, 0), (1, 0)))
+    if "segments" in batch:
+        batch = batch | {"segments": np.cumsum(starts, axis=1, dtype=np.int32)}
+    if "positions" not in batch:
+        index = np.broadcast_to(np.arange(seq, dtype=np.int32), (rows, seq))
+        return batch | {"positions": index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)}
+    positions = np.asarray(batch["positions"])
+    if positions.shape != (rows, seq) or np.any((np.diff(positions, axis=1) != 1) & is_next):
+        raise ValueError(
+            "positions must count up by one in each document, a run of equal numbers in segments or else a row; got positions "
+            f"of shape {positions.shape} that do not. Leave them out, and they are added."
+        )
+    return batch
+
+
 def local_rows(num_rows: int, mesh: Mesh, *, devices: Collection[Any] | None = None) -> np.ndarray:
-    """Returns the rows of a batch that this process must read, ascending: those of its devices' replicas.
+    """Returns the rows of a batch that this process must read, ascending: those of its devices' replicas, all their columns.
 
     Args:
         num_rows: The number of rows of the whole batch.
@@ -107,16 +209,22 @@ def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """
     check_mesh(mesh)
     check_batch(batch, mesh.shape[DATA], replica=mesh.shape[REPLICA])
-    rows = NamedSharding(mesh, spec_of_rows(mesh))
-    as_sharded = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=rows)
-    return jax.tree.map(as_sharded, jax.eval_shape(lambda batch: batch, batch))
+    check_sequences(batch, mesh)
+    shapes = jax.eval_shape(lambda batch: batch, batch)
+    if mesh.shape[CONTEXT] > 1 and isinstance(shapes, dict):
+        position = jax.ShapeDtypeStruct(
+            next(leaf.shape[:2] for leaf in jax.tree.leaves(shapes) if leaf.ndim > 1), jnp.int32
+        )
+        shapes = {"positions": position} | shapes | {name: position for name in ("segments",) if name in shapes}
+    as_sharded = lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+    return jax.tree.map(as_sharded, shapes, batch_specs(shapes, mesh))
 
 
 def _axes_of_rows(data: int, replica: int) -> tuple[str, str]:
     """The axes over which rows are split, and their sizes, for messages."""
     if replica == 1:
-        return "data axis", f"data={data}"
-    return "replica axis times the data axis", f"replica={replica}, data={data}"
+        return "data axis", arg(data=data)
+    return "replica axis times the data axis", arg(replica=replica, data=data)
 
 
 def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None, *, replica: int = 1) -> int:
@@ -139,7 +247,7 @@ def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None, *
     if num_rows == 0 or num_rows % parts:
         axes, axis_sizes = _axes_of_rows(data, replica)
         up = max(-(-num_rows // parts), 1) * parts
-        times, parts_of, of = " times num_microbatches", f", num_microbatches={num_microbatches}", ""
+        times, parts_of, of = " times num_microbatches", f", {arg(num_microbatches=num_microbatches)}", ""
         if num_microbatches is None:
             times, parts_of, of = "", "", ", or the next multiple of data times num_microbatches"
         raise ValueError(

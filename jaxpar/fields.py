@@ -5,15 +5,20 @@
 
 Values are never converted: "8", 8.0 and True are no integers. pydantic is imported by the first check, so that it costs no time
 where nothing is checked.
+
+Messages name an argument by ``arg``: as the library calls it, or, while a command runs, by the flag that gives it.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, TypeVar, get_args, get_type_hints
 
 Kind = TypeVar("Kind")
+_flags: ContextVar[Mapping[str, str]] = ContextVar("_flags", default={})  # noqa: B039, it is never changed
 MAX_SHOWN = 60  # letters of a wrong value
 # What a value must be, by the type of pydantic's error, in which braces are filled in from its context.
 _RULES = {
@@ -42,6 +47,30 @@ _RULES = {
     "string_pattern_mismatch": "match {pattern}",
     "json_invalid": "be JSON: {error}",
 }
+
+
+@contextmanager
+def given_by(flags: Mapping[str, str]) -> Iterator[None]:
+    """Names these flags for arguments of the library in the messages of the ``with`` block, where a command calls it."""
+    before = _flags.set(flags)
+    try:
+        yield
+    finally:
+        _flags.reset(before)
+
+
+def arg(*names: str, **values: Any) -> str:
+    """Returns arguments for a message, by name and with values; in ``given_by`` they are flags.
+
+    >>> arg("zero"), arg(stage=2, tensor=4)
+    ('zero', 'stage=2, tensor=4')
+    >>> with given_by({"zero": "--zero", "tensor": "--mesh.tensor"}):
+    ...     arg("zero"), arg(stage=2, tensor=4)
+    ('--zero', 'stage=2, --mesh.tensor 4')
+    """
+    flags = _flags.get()
+    flag = lambda name, value: f"{flags[name]} {value}" if name in flags else f"{name}={value}"
+    return ", ".join([flags.get(name, name) for name in names] + [flag(*each) for each in values.items()])
 
 
 def read(kind: type[Kind], value: Any, whole: str, remedy: str) -> Kind:
@@ -85,7 +114,7 @@ def check(settings: Any, remedy: str, names: Mapping[str, str] | None = None, *,
         try:
             _adapter(kind).validate_python(getattr(settings, name), strict=True)
         except pydantic.ValidationError as error:
-            message, _ = explain(error.errors()[0] | {"loc": (names.get(name, name),)}, "")
+            message, _ = explain(error.errors()[0] | {"loc": (arg(names.get(name, name)),)}, "")
             default = getattr(type(settings), name, None)
             is_example = gives_default and isinstance(default, int | float) and default > 0
             raise ValueError(f"{message}. {f'For example: {default:g}.' if is_example else remedy}") from error

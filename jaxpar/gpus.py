@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-_GB, _TERA = 1e9, 1e12
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
     """A GPU by its datasheet, with its share of a node's network.
 
@@ -28,22 +26,7 @@ class Gpu:
     network_bandwidth: float
 
 
-def _gpu(
-    name: str, driver_name: str, tflops: float, memory_bytes: int, terabytes: float, nvlink: float, network: float
-) -> Gpu:
-    """A GPU from TFLOP/s, bytes of memory, its TB/s, NVLink GB/s each way and network Gb/s."""
-    return Gpu(
-        name=name,
-        driver_name=driver_name,
-        peak_flops=tflops * _TERA,
-        memory_bytes=memory_bytes,
-        memory_bandwidth=terabytes * _TERA,
-        node_bandwidth=nvlink * _GB,
-        network_bandwidth=network / 8 * _GB,
-    )
-
-
-# Dense bf16 TFLOP/s, bytes of memory, its TB/s, NVLink GB/s each way, network Gb/s a device.
+# Dense bf16 operations a second, bytes of memory, its bytes a second, those of NVLink each way and of the network a device.
 #   A100: NVIDIA A100 datasheet (June 2021): 312 TFLOP/s, 1.555 or 2.039 TB/s, NVLink 3 of 600 GB/s both ways.
 #     Network: Jean Zay, where BLOOM was trained, has four Omni-Path cards of 100 Gb/s a node of eight (arXiv 2211.05100,
 #     section 3.3); a DGX A100 has eight of InfiniBand 200 Gb/s, and 2104.04473, section 5, reports the same for Selene.
@@ -55,11 +38,11 @@ def _gpu(
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 312, 42331013120, 1.555, 300, 200),
-        _gpu("a100-80gb", "NVIDIA A100-SXM4-80GB", 312, 85100068864, 2.039, 300, 200),
-        _gpu("a100-80gb-jeanzay", "NVIDIA A100-SXM4-80GB", 312, 85100068864, 2.039, 300, 50),
-        _gpu("h100", "NVIDIA H100 80GB HBM3", 989, 84942979072, 3.35, 450, 400),
-        _gpu("h200", "NVIDIA H200", 989, 151397597184, 4.8, 450, 400),
-        _gpu("b200", "NVIDIA B200", 2250, 191514411008, 8.0, 900, 400),
+        Gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", 312e12, 42331013120, 1.555e12, 300e9, 25e9),
+        Gpu("a100-80gb", "NVIDIA A100-SXM4-80GB", 312e12, 85100068864, 2.039e12, 300e9, 25e9),
+        Gpu("a100-80gb-jeanzay", "NVIDIA A100-SXM4-80GB", 312e12, 85100068864, 2.039e12, 300e9, 6.25e9),
+        Gpu("h100", "NVIDIA H100 80GB HBM3", 989e12, 84942979072, 3.35e12, 450e9, 50e9),
+        Gpu("h200", "NVIDIA H200", 989e12, 151397597184, 4.8e12, 450e9, 50e9),
+        Gpu("b200", "NVIDIA B200", 2250e12, 191514411008, 8.0e12, 900e9, 50e9),
     )
 }

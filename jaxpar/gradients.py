@@ -12,11 +12,11 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.remat import apply_remat, forward_with_remat
-from jaxpar.data_parallel import accumulate, check_batch, reduce_gradients, split_microbatches
+from jaxpar.data_parallel import accumulate, check_batch, check_sequences, reduce_gradients, split_microbatches
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
-from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_sums_of_loss
+from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_positions, check_sums_of_loss
 from jaxpar.loss_sums import sums_of, with_float_sums
-from jaxpar.mesh import DATA, REPLICA, REPLICAS, STAGE, TENSOR, num_replicas
+from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, STAGE, TENSOR, num_replicas
 from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_settings
 from jaxpar.pipeline import (
     LayerLayout,
@@ -114,9 +114,10 @@ def value_and_grad(
 
     **Collectives**: over the replicas one all-reduce a step, of gradients and sums together, for any number of microbatches
     (apart with ``grad_reduce_dtype``; one a stage with the mpmd executor; with ZeRO reduce-scatters over ``data``, and then one
-    over ``replica``), and before it one of the weight, a single number; over ``tensor`` what XLA inserts for the shardings of
-    the params; over ``stage`` one activation and one gradient for each boundary and microbatch, and the reduction of the
-    gradients of ``outer``, a reduce-scatter if they are sharded over ``stage``.
+    over ``replica`` and ``context``), and before it one of the weight, a single number; over ``tensor`` what XLA inserts for
+    the shardings of the params; over ``context`` what the layers send (``context_parallel.py``); over ``stage`` one activation
+    and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a reduce-scatter if they
+    are sharded over ``stage``.
     """
     if pipeline is not None:
         raise TypeError(f"pipeline must be a jaxpar.Pipeline; got {pipeline!r}. Write jaxpar.Pipeline({pipeline!r}).")
@@ -217,6 +218,7 @@ def _checks(
     @once_for_shapes
     def check(params: PyTree, batch: PyTree) -> None:
         check_batch(batch, mesh.shape[DATA], pipeline.num_microbatches, replica=mesh.shape[REPLICA])
+        check_sequences(batch, mesh)
         check_params(params)
         if isinstance(model, LayeredModel):
             num_layers(params)
@@ -225,6 +227,7 @@ def _checks(
         traced_loss(params, batch)
         check_leaves_of_x(model, of_floats, params, batch, num_parts)
         check_sums_of_loss(forward, loss, params, batch, num_parts)
+        check_positions(model, loss, params, batch, mesh.shape[CONTEXT])
         check_owned(forward, params, batch, shardings, mesh)
 
     return check, traced_loss

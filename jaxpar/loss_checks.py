@@ -13,6 +13,8 @@ A leaf of ``x`` without rows is another in each microbatch, if it is made of row
     x = {"h": [rows, ...], "aux": []}     aux, a mean over rows, is one of the rows of a microbatch: refused
                                           aux, a sum over rows, is added up by a loss that adds it: accepted
 
+Where ``context`` splits sequences, both sums are added over the parts of positions too.
+
 ``row_dependence.py`` finds how values depend on rows.
 """
 
@@ -25,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxpar._compat import equations
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
 from jaxpar.row_dependence import CONSTANT, ROWS, Dependence, Kind, trace_dependences
 
@@ -122,10 +125,7 @@ def check_sums_of_loss(forward: Callable, loss: Callable, params: PyTree, batch:
     if num_parts == 1:
         return
     batches = of_two_sizes(forward, loss, params, jax.eval_shape(lambda batch: batch, batch), num_parts)
-    ratio = num_rows(batches[1]) / num_rows(batches[0])
-    outputs, found = _outputs(forward, params, batches, ratio)
-    (returned, _), of_loss = trace_dependences(loss, (outputs[0], batches[0]), (outputs[1], batches[1]), ratio)
-    loss_sum, weight_sum, *sums = of_loss([*found, *[ROWS] * len(jax.tree.leaves(batches[0]))])
+    (_, returned), (loss_sum, weight_sum, *sums) = _sums(forward, loss, params, batches)
     if loss_sum.wrong:
         raise ValueError(
             "an output without rows must not be added once to a sum over rows, since each microbatch of each replica would add "
@@ -148,6 +148,72 @@ def check_sums_of_loss(forward: Callable, loss: Callable, params: PyTree, batch:
             )
 
 
+def check_positions(
+    model: LayeredModel | Callable, loss: Callable, params: PyTree, batch: PyTree, num_parts: int
+) -> None:
+    """Raises if the loss would depend on how sequences are split: it is no sum over positions, or it pairs neighbours.
+
+    Args:
+        model: The model.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with a dict of further sums.
+        params: Arrays or ShapeDtypeStructs.
+        batch: Likewise.
+        num_parts: The number of parts of a sequence; with one nothing is refused, nor is a model of one length alone.
+    """
+    if num_parts == 1:
+        return
+    forward, shapes = (
+        model.apply if isinstance(model, LayeredModel) else model,
+        jax.eval_shape(lambda batch: batch, batch),
+    )
+    few, many = of_two_sizes(forward, loss, params, shapes, num_parts, dim=1)
+    try:
+        (outputs, _), (loss_sum, weight_sum, *_) = _sums(forward, loss, params, (few, many), dim=1)
+    except Exception:  # a model of one length alone
+        return
+    if _disagree(loss_sum, weight_sum):
+        loss_is, weight_is = (_described(each).replace("row", "position") for each in (loss_sum, weight_sum))
+        raise ValueError(
+            "loss_sum and weight_sum must be sums over the positions that the loss is given, since both are added over the "
+            f"devices that share a sequence; got loss_sum {loss_is} and weight_sum {weight_is}. Return jnp.sum of the losses "
+            "of positions, and jnp.sum of their weights or their number."
+        )
+    functions = {"loss": (loss, outputs[0], few)}
+    functions |= {"embed": (model.embed, params[OUTER], few)} if isinstance(model, LayeredModel) else {}
+    for name, (function, *args) in functions.items():
+        if size := _cut_positions(function, args, _size(few, 1)):
+            raise ValueError(
+                f"{name} must treat each position on its own, since a device has some of a sequence; got a slice of {size} of "
+                f"{_size(few, 1)} positions. Shift targets before jaxpar.shard_batch, and give positions that do not count a "
+                "weight of 0."
+            )
+
+
+def _cut_positions(function: Callable, args: list, seq: int) -> int | None:
+    """Returns the size of a slice that a function takes of dim 1 of an array ``[rows, seq, ...]``; None if it takes none."""
+    for equation in equations(jax.make_jaxpr(function)(*args)):
+        if equation.primitive.name in ("slice", "dynamic_slice"):
+            given, made = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            if given[1:2] == (seq,) != made[1:2] and given[0] == num_rows(args[1]):
+                return made[1]
+    return None
+
+
+def _sums(
+    forward: Callable, loss: Callable, params: PyTree, batches: tuple[PyTree, PyTree], dim: int = 0
+) -> tuple[tuple[PyTree, PyTree], list[Dependence]]:
+    """Returns the outputs for both batches beside what the loss returns, and how its sums depend on the dim that differs."""
+    ratio = _size(batches[1], dim) / _size(batches[0], dim)
+    outputs, found = _outputs(forward, params, batches, ratio)
+    (returned, _), of_loss = trace_dependences(loss, (outputs[0], batches[0]), (outputs[1], batches[1]), ratio)
+    return (outputs, returned), of_loss([*found, *_split(batches)])
+
+
+def _split(batches: tuple[PyTree, PyTree]) -> list[Dependence]:
+    pairs = zip(*map(jax.tree.leaves, batches), strict=True)
+    return [CONSTANT if few.shape == many.shape else ROWS for few, many in pairs]
+
+
 def _outputs(
     forward: Callable, params: PyTree, batches: tuple[PyTree, PyTree], ratio: float
 ) -> tuple[tuple[PyTree, PyTree], list[Dependence]]:
@@ -157,7 +223,7 @@ def _outputs(
     if all(with_rows):
         return (few, many), [ROWS] * len(with_rows)
     _, read = trace_dependences(forward, (params, batches[0]), (params, batches[1]), ratio)
-    found = read([*[CONSTANT] * len(jax.tree.leaves(params)), *[ROWS] * len(jax.tree.leaves(batches[0]))])
+    found = read([*[CONSTANT] * len(jax.tree.leaves(params)), *_split(batches)])
     leaves = jax.tree_util.tree_leaves_with_path(few)
     named = lambda path, leaf, each: replace(each, constants=frozenset({_name(path, leaf)}))
     return (few, many), [
@@ -230,24 +296,35 @@ def _has_rows_alone(embed: Callable[[PyTree], PyTree], batch: PyTree) -> bool:
 
 
 def of_two_sizes(
-    forward: Callable, loss: Callable, params: PyTree, batch: PyTree, num_parts: int
+    forward: Callable, loss: Callable, params: PyTree, batch: PyTree, num_parts: int, dim: int = 0
 ) -> tuple[PyTree, PyTree]:
-    """Returns the shapes of a batch and of one of twice the rows; if the model takes no such batch, of a microbatch and it."""
-    twice = _resized(batch, 2 * num_rows(batch))
+    """Returns the shapes of a batch and of one of twice the rows; if the model takes no such batch, of a microbatch and it.
+
+    With ``dim`` 1 positions take the place of rows.
+    """
+    twice = _resized(batch, 2 * _size(batch, dim), dim)
     try:
         jax.eval_shape(lambda params, batch: loss(forward(params, batch), batch), params, twice)
     except Exception:  # as above
-        return _resized(batch, num_rows(batch) // num_parts), batch
+        return _resized(batch, _size(batch, dim) // num_parts, dim), batch
     return batch, twice
 
 
 def num_rows(batch: PyTree) -> int:
     """Returns the number of rows of a batch."""
-    return jax.tree.leaves(batch)[0].shape[0]
+    return _size(batch, 0)
 
 
-def _resized(batch: PyTree, num_rows: int) -> PyTree:
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), batch)
+def _size(batch: PyTree, dim: int) -> int:
+    return next(leaf.shape[dim] for leaf in jax.tree.leaves(batch) if leaf.ndim > dim)
+
+
+def _resized(batch: PyTree, size: int, dim: int = 0) -> PyTree:
+    def resized(leaf: Any) -> jax.ShapeDtypeStruct:
+        sizes = (size if at == dim else own for at, own in enumerate(leaf.shape))
+        return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
+
+    return jax.tree.map(resized, batch)
 
 
 def _wrong_leaves(

@@ -27,6 +27,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxpar._compat import is_compile_only
+from jaxpar.fields import arg
 
 REPLICA, DATA, CONTEXT, STAGE, TENSOR = "replica", "data", "context", "stage", "tensor"
 AXES = (REPLICA, DATA, CONTEXT, STAGE, TENSOR)
@@ -85,7 +86,7 @@ def make_mesh(
         replica: Number of groups of ``data`` replicas each, such as one a node. The batch is split over all replicas; ZeRO
             shards inside a group, and over the groups gradients alone are summed.
         data: Number of replicas that the batch is split over. At most one axis may be -1, for the remaining devices.
-        context: Number of parts that each sequence is split into.
+        context: Number of devices that share each sequence (``context_parallel.py``).
         stage: Number of pipeline stages that the layers are split over.
         tensor: Number of shards that each weight is split into.
         devices: The devices to use, by default all of this run. If the axes need fewer, the first ones are used.
@@ -144,13 +145,16 @@ def _unknown_axes(given: Mapping[str, object], known: Iterable[str]) -> str:
 
 def resolve_sizes(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     """Returns the axis sizes with -1 replaced by the remaining devices; raises if they do not fit."""
-    got = sizes_text(sizes)
+    got = arg(**shown_sizes(sizes))
     for axis, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"mesh axis sizes must be integers; got {axis}={size!r}. Write {axis}=2, or {axis}=-1.")
+            raise TypeError(
+                f"mesh axis sizes must be integers; got {arg(**{axis: repr(size)})}. Write {arg(**{axis: 2})}, or "
+                f"{arg(**{axis: -1})}."
+            )
         if size < 1 and size != -1:
             raise ValueError(
-                f"mesh axis sizes must be positive, or -1 for the rest; got {got}. Choose {axis}=1 or more."
+                f"mesh axis sizes must be positive, or -1 for the rest; got {got}. Choose {arg(**{axis: 1})} or more."
             )
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
@@ -221,7 +225,7 @@ def _check_tensor_inside_node(used: Sequence[jax.Device], tensor: int) -> None:
         nodes = sorted({str(node_of(d)) for d in used[start : start + tensor]})
         if len(nodes) > 1:
             raise ValueError(
-                f"the tensor axis must stay inside a node, whose links are the fast ones; got tensor={tensor}, which puts "
+                f"the tensor axis must stay inside a node, whose links are the fast ones; got {arg(tensor=tensor)}, which puts "
                 f"devices {start} to {start + tensor - 1} on nodes {', '.join(nodes)}. Choose a tensor that divides the "
                 "devices of a node, or pass tensor_across_nodes=True."
             )

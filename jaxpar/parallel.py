@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar.backward.remat import REMAT
+from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, STAGE, TENSOR, check_mesh, entry_axes, shown_sizes
 from jaxpar.pipeline import LayerLayout, masks_idle_ops
@@ -85,11 +86,13 @@ class Parallel:
         check_mesh(self.mesh)
         self._check_shardings()
         if self.zero not in (0, 1, 2, 3):
-            raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {self.zero!r}. Write zero=0 for none.")
+            raise ValueError(
+                f"{arg('zero')} must be a ZeRO level, 0 to 3; got {self.zero!r}. Write {arg(zero=0)} for none."
+            )
         if self.zero and self.mesh.shape[TENSOR] > 1 and self.shardings is None:
             raise ValueError(
                 "ZeRO must know which dims the tensor axis cuts; got "
-                f"zero={self.zero}, tensor={self.mesh.shape[TENSOR]} and no shardings. Pass shardings=, from "
+                f"{arg(zero=self.zero, tensor=self.mesh.shape[TENSOR])} and no shardings. Pass shardings=, from "
                 "jaxpar.shardings_from_paths."
             )
         check_trainable(self.trainable)
@@ -285,10 +288,6 @@ def check_settings(model: Any, parallel: Parallel, pipeline: Pipeline) -> None:
             f"model must be a LayeredModel or a function of (params, batch); got {type(model).__name__}. "
             "Wrap a module of another library with jaxpar.adapters."
         )
-    if (context := parallel.mesh.shape[CONTEXT]) > 1:
-        raise ValueError(
-            f"the context axis splits sequences, which is not built yet; got context={context}. Use context=1."
-        )
     num_stages, overlap = parallel.mesh.shape[STAGE], parallel.overlap_grad_reduce
     if overlap and not isinstance(model, LayeredModel):
         raise ValueError(
@@ -298,7 +297,7 @@ def check_settings(model: Any, parallel: Parallel, pipeline: Pipeline) -> None:
         return
     if not isinstance(model, LayeredModel):
         raise ValueError(
-            f"a pipeline needs to know a model's layers; got stage={num_stages} and a plain function. Write the model as "
+            f"a pipeline needs to know a model's layers; got {arg(stage=num_stages)} and a plain function. Write the model as "
             "jaxpar.LayeredModel(embed, layer, head), with jaxpar.adapters for a block of Flax or Equinox, or use stage=1."
         )
     if pipeline.executor == "spmd" and not callable(model.layer):
@@ -306,6 +305,11 @@ def check_settings(model: Any, parallel: Parallel, pipeline: Pipeline) -> None:
     if pipeline.executor == "mpmd" and parallel.zero:
         raise ValueError(
             f'executor="mpmd" replicates params and gradients over data; got zero={parallel.zero}. Use executor="spmd".'
+        )
+    if pipeline.executor == "mpmd" and (context := parallel.mesh.shape[CONTEXT]) > 1:
+        raise ValueError(
+            f"{arg(executor='mpmd')} splits no sequences; got {arg(context=context, stage=num_stages)}. Use "
+            f"{arg(executor='spmd')}, or {arg(context=1)}."
         )
     if pipeline.executor == "mpmd" and (owned := _owned(parallel.shardings)):
         raise ValueError(

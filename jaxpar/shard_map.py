@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.mesh import DATA, MANUAL, TENSOR
@@ -44,7 +44,7 @@ NO_MESH = Mesh(np.empty((), dtype=object), ())
 
 
 @contextmanager
-def as_manual_over(axes: frozenset[str], mesh: Mesh) -> Iterator[None]:
+def as_manual_over(axes: frozenset[str], mesh: Mesh | AbstractMesh) -> Iterator[None]:
     """Sets the context in which ``manual_over_data_and_stage`` traces a function, to trace one before it runs there."""
     kinds = tuple(AxisType.Manual if name in axes else AxisType.Auto for name in mesh.axis_names)
     with jax.set_mesh(NO_MESH), jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(axis_types=kinds)):

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.dtypes import is_key, unwrap_key
+from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, outer_stage_dim
 from jaxpar.mesh import STAGE, check_mesh, shown_sizes
 from jaxpar.params import abstract_params, specs_from_dims
@@ -153,10 +154,10 @@ def _check_layers_divide(path: str, shape: Sequence[int], mesh: Mesh | AbstractM
     if count % stage and count > stage:
         raise ValueError(
             f"layers in the model's order must be divisible by the stage axis; got {count} layers in {path} of shape "
-            f"{tuple(shape)}, stage={stage}. Pack them, which adds padding: layout = jaxpar.LayerLayout({count}, {stage}), "
-            "with num_chunks and placement of the schedule; params = layout.pack_params(params), or of shapes alone "
+            f"{tuple(shape)}, {arg(stage=stage)}. Pack them, which adds padding: layout = jaxpar.LayerLayout({count}, "
+            f"{stage}), with num_chunks and placement of the schedule; params = layout.pack_params(params), or of shapes alone "
             "jax.eval_shape(layout.pack_params, params); and value_and_grad(..., layout=layout). "
-            f"Or choose stage from {_divisors(count, mesh.size)}."
+            f"Or choose {arg('stage')} from {_divisors(count, mesh.size)}."
         )
 
 
@@ -188,11 +189,11 @@ def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh 
             if name == STAGE and dim == 0 and shape[dim] < size:
                 raise ValueError(
                     f"a pipeline needs a layer for each stage; got {shape[dim]} layers in {path} of shape {tuple(shape)}, "
-                    f"stage={size}. Choose stage from {_divisors(shape[dim], mesh.size)}, or add layers."
+                    f"{arg(stage=size)}. Choose {arg('stage')} from {_divisors(shape[dim], mesh.size)}, or add layers."
                 )
             raise ValueError(
                 f"dim {dim} of {path} must be divisible by the {name} axis; got {shape[dim]} of shape {tuple(shape)}, "
-                f"{name}={size}. Choose {name} from {_divisors(shape[dim], mesh.size)}."
+                f"{arg(**{name: size})}. Choose {arg(name)} from {_divisors(shape[dim], mesh.size)}."
             )
 
 

@@ -9,9 +9,9 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar.backward.partition import ParamShards
-from jaxpar.data_parallel import reduce_gradients
+from jaxpar.data_parallel import batch_specs, reduce_gradients
 from jaxpar.layered_model import LAYERS, OUTER, is_stacked
-from jaxpar.mesh import STAGE, TENSOR, spec_of_rows
+from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.pipeline import stage_specs
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.traced_loss import TracedLoss
@@ -105,7 +105,7 @@ def run_on_shards(
         value = traced.value(totals, total_weight)
         return value, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
 
-    in_specs, out_specs = (sharding.params, spec_of_rows(mesh)), (PartitionSpec(), sharding.grads)
+    in_specs, out_specs = (sharding.params, batch_specs(batch, mesh)), (PartitionSpec(), sharding.grads)
     run = manual_over_data_and_stage(one_shard, mesh, in_specs=in_specs, out_specs=out_specs, axes=traced.manual_axes)
     return run(params, batch)
 

@@ -34,7 +34,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxpar.mesh import TENSOR
+from jaxpar._compat import cudnn_attention, cudnn_attention_gradients
+from jaxpar.fields import arg
+from jaxpar.mesh import DATA, TENSOR
 from jaxpar.shard_map import each_on_its_tensor_shard
 
 # Dims of a transformer's params to axes (models/transformer/params.py): attention by heads, column then row; the MLP by its
@@ -60,6 +62,8 @@ EXPERT_RULES: dict[str, dict[str, str | None]] = {
     "experts": {"experts": TENSOR, "expert_mlp": None},
     "expert_mlp": {"experts": None, "expert_mlp": TENSOR},
 }
+# Or replicas own them, whatever ``expert_split`` is; ``tensor`` then splits the hidden width.
+EXPERTS_OVER_DATA: dict[str, str | None] = {"experts": DATA, "expert_mlp": TENSOR}
 
 
 def column_parallel(*, ndim: int = 2) -> PartitionSpec:
@@ -136,6 +140,9 @@ def flash_attention(
     return each_on_its_tensor_shard(kernel, in_specs=specs, out_specs=heads)(q, k, v, bias)
 
 
+# For keys and values that are gathered over ``context`` (models/transformer/flash_chunks.py).
+flash_attention.kernel_of_chunks = cudnn_attention, cudnn_attention_gradients  # pyright: ignore[reportFunctionMemberAccess]
+
 # The axis over which the sequence of an activation is split, and that of its gradient.
 _PLACES = {
     "stream": (TENSOR, TENSOR),
@@ -173,8 +180,8 @@ def sequence_parallel(x: Float[Array, "..."], where: str) -> Float[Array, "..."]
     if x.shape[1] % mesh.shape[TENSOR]:
         raise ValueError(
             "sequence parallelism splits the sequence over the tensor axis, which must divide it; got a sequence of "
-            f"{x.shape[1]}, tensor={mesh.shape[TENSOR]}. Choose a sequence of {-(-x.shape[1] // mesh.shape[TENSOR])} times "
-            f"{mesh.shape[TENSOR]}, or leave sequence parallelism off."
+            f"{x.shape[1]}, {arg(tensor=mesh.shape[TENSOR])}. Choose a sequence of {-(-x.shape[1] // mesh.shape[TENSOR])} "
+            f"times {mesh.shape[TENSOR]}, or leave sequence parallelism off."
         )
     return _lie(x, forward, backward)
 

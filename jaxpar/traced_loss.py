@@ -7,6 +7,7 @@ linear in its cotangent, because it clips or rounds gradients, returns the same 
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,10 +17,12 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import equations, has_reference_effects
 from jaxpar.backward.graph import trace
-from jaxpar.data_parallel import accumulate
+from jaxpar.data_parallel import accumulate, one_microbatch
+from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
 from jaxpar.loss_sums import value_of
-from jaxpar.mesh import MANUAL, TENSOR, num_replicas, shown_sizes
+from jaxpar.mesh import CONTEXT, MANUAL, TENSOR, shown_sizes
+from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.trainable import only_trained, with_trained
 
 Loss = Callable[[PyTree, PyTree], tuple]
@@ -88,9 +91,26 @@ def trace_loss(
     Raises:
         ValueError: The weight depends on the outputs, or an operation cannot run on the mesh.
     """
-    parts = num_replicas(mesh) * num_microbatches
-    one_part = lambda a: jax.ShapeDtypeStruct((a.shape[0] // parts, *a.shape[1:]), a.dtype)
-    microbatch = jax.tree.map(one_part, jax.eval_shape(lambda batch: batch, batch))
+    microbatch = one_microbatch(batch, mesh, num_microbatches)
+    shapes = jax.eval_shape(lambda params: params, params)
+    of_part = partial(_trace_part, model, loss, mesh, num_microbatches, executor, shapes, microbatch)
+    if mesh.shape[CONTEXT] == 1:
+        return of_part()
+    found = []  # where sequences are split a model may ask for the axis
+    on_shards = manual_over_data_and_stage(lambda: found.append(of_part()), mesh, in_specs=(), out_specs=None)
+    jax.eval_shape(on_shards)
+    return found[0]
+
+
+def _trace_part(
+    model: LayeredModel | Callable[[PyTree, PyTree], PyTree],
+    loss: Loss,
+    mesh: Mesh,
+    num_microbatches: int,
+    executor: str,
+    params: PyTree,
+    microbatch: PyTree,
+) -> TracedLoss:
     forward = model.apply if isinstance(model, LayeredModel) else model
     traced, outputs = jax.make_jaxpr(forward, return_shape=True)(params, microbatch)
     of_loss, _ = jax.make_jaxpr(loss, return_shape=True)(outputs, microbatch)
@@ -152,7 +172,8 @@ def _check_operations(operations: Collection[Any], mesh: Mesh, executor: str) ->
         if mesh.shape[TENSOR] > 1:
             raise ValueError(
                 f"JAX calls the host only where no mesh axis is automatic, as the tensor axis is here; got jax.{callbacks[0]} "
-                f"and tensor={mesh.shape[TENSOR]}. Use a mesh with tensor=1, or write the function with JAX's operations."
+                f"and {arg(tensor=mesh.shape[TENSOR])}. Use a mesh with {arg(tensor=1)}, or write the function with JAX's "
+                "operations."
             )
         manual |= {TENSOR}
     _check_constraints(

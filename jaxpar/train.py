@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import PIPELINED_ALL_GATHER, Tracer
 from jaxpar.dtypes import widen
+from jaxpar.fields import arg
 from jaxpar.mesh import DATA, STAGE, TENSOR
 from jaxpar.metrics.log import check_further
 from jaxpar.optimizer_state import Optimizer, call_update, check_packed, no_value_fn, optimizer_shardings, value_fn_of
@@ -165,7 +166,7 @@ def make_train_step(
     **Collectives**: those of ``value_and_grad``, and one all-reduce of scalars over the axes that shard the params.
     """
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be positive; got {max_grad_norm}. Leave it out to clip nothing.")
+        raise ValueError(f"{arg('max_grad_norm')} must be positive; got {max_grad_norm}. Leave it out to clip nothing.")
 
     def update(
         state: TrainState, value: PyTree, grads: PyTree, value_fn: Callable[[PyTree], jax.Array]

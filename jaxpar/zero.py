@@ -9,9 +9,10 @@
 A param is sharded along its largest dim that no other axis shards and that ``data`` divides; a param without one is replicated.
 With a ``replica`` axis (HSDP) all this happens inside each group of ``data`` replicas, and at the end of the step one
 all-reduce over ``replica`` adds up the shards of the groups: 1 / ``data`` of the gradients' bytes leave a group, and no param.
+With ``context``, over which sequences are split, it is over ``replica`` and ``context``.
 
 A param whose own sharding names ``data`` is owned: each replica has its part for good, as of experts, to which layers send
-rows. It is neither gathered nor reduced over ``data`` at any level; its gradients are summed over ``replica`` alone.
+rows. It is neither gathered nor reduced over ``data`` at any level; its gradients are summed over ``replica`` and ``context``.
 
 Each param has a ``ZeroShard``, which says this of it, in a tree like the params. ``gather`` and ``scatter`` follow it.
 
@@ -39,10 +40,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import equations
-from jaxpar.data_parallel import reduce_gradients
+from jaxpar.data_parallel import batch_specs, reduce_gradients
 from jaxpar.dtypes import from_floats, to_floats, widen
+from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
-from jaxpar.mesh import DATA, REPLICAS, TENSOR, entry_axes, spec_of_rows
+from jaxpar.mesh import CONTEXT, DATA, REPLICAS, TENSOR, entry_axes
 from jaxpar.shard_map import manual_over_data_and_stage, on_tensor_shards, tensor_part
 from jaxpar.sharding import path_string
 from jaxpar.trainable import is_frozen
@@ -129,34 +131,45 @@ def over_data(spec: PartitionSpec) -> int | None:
 def check_owned(
     forward: Callable[[PyTree, PyTree], PyTree], params: PyTree, batch: PyTree, shardings: PyTree, mesh: Mesh
 ) -> None:
-    """Raises for owned params of a model that sends nothing over ``data``. Traces, computes nothing.
+    """Raises for a model that sends nothing over ``data`` where it owns params, or over ``context``. Computes nothing.
 
     Args:
         forward: The model, ``(params, batch) -> outputs``.
         params: The params, in the model's order or packed.
         batch: The batch.
-        shardings: The NamedShardings of the params.
+        shardings: The NamedShardings of the params, if they are known.
         mesh: The mesh.
     """
     found = jax.tree_util.tree_leaves_with_path(shardings)
     owned = [(path, leaf.spec) for path, leaf in found if over_data(leaf.spec) is not None]
-    if not owned or mesh.shape[DATA] == 1:
+    needed = {DATA} if owned and mesh.shape[DATA] > 1 else set()
+    needed |= {CONTEXT} if mesh.shape[CONTEXT] > 1 else set()
+    if not needed:
         return
     shapes = jax.eval_shape(lambda *trees: trees, params, batch)
     as_owned = lambda leaf: PartitionSpec(*(DATA if DATA in entry_axes(entry) else None for entry in leaf.spec))
-    in_specs = jax.tree.map(as_owned, shardings), spec_of_rows(mesh)
+    of_params = PartitionSpec() if shardings is None else jax.tree.map(as_owned, shardings)
+    in_specs = of_params, batch_specs(shapes[1], mesh)
     traced = lambda params, batch: (forward(params, batch), ())[1]
     on_shards = manual_over_data_and_stage(traced, mesh, in_specs=in_specs, out_specs=())
     for equation in equations(jax.make_jaxpr(on_shards)(*shapes)):
         over = [equation.params.get(name) or () for name in ("axis_name", "axes")]
-        if any(DATA in ((each,) if isinstance(each, str) else each) for each in over):
-            return
-    path, spec = owned[0]
-    raise ValueError(
-        "layers must send rows to the owner of a param that is sharded over data for good; got "
-        f"{path_string(path)} of {spec} and no collective over data in the model. Write one, such as "
-        'jax.lax.all_to_all(rows, "data", 0, 0), or leave data out of the rule: zero=3 shards params over it, and gathers them.'
-    )
+        if equation.primitive.name != "axis_index":
+            needed -= {axis for each in over for axis in ((each,) if isinstance(each, str) else each)}
+    if CONTEXT in needed:
+        raise ValueError(
+            "each device has a part of every sequence, so layers must gather what they read of other positions; got "
+            f"{arg(context=mesh.shape[CONTEXT])} and no collective over context in the model. Give attention the keys and "
+            f"values of jaxpar.context_parallel.gather_sequence, or use {arg(context=1)}."
+        )
+    if DATA in needed:
+        path, spec = owned[0]
+        raise ValueError(
+            "layers must send rows to the owner of a param that is sharded over data for good; got "
+            f"{path_string(path)} of {spec} and no collective over data in the model. Write one, such as "
+            'jax.lax.all_to_all(rows, "data", 0, 0), or leave data out of the rule: zero=3 shards params over it, and gathers '
+            "them."
+        )
 
 
 def _dim_to_shard(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int | None:
@@ -289,7 +302,7 @@ def reduce_and_shard(loss_sums: PyTree, grads: PyTree, shards: PyTree) -> tuple[
 
     **Collectives**: one all-reduce over the replicas of the loss and the replicated gradients (two with a ``reduce_dtype``),
     and a reduce-scatter over ``data`` for each gradient that is sharded and not yet reduced. If any is sharded, the all-reduce
-    is over ``data`` alone, and one over ``replica`` of the loss and all gradients follows.
+    is over ``data`` alone, and one over ``replica`` and ``context`` of the loss and all gradients follows.
     """
     leaves, treedef = jax.tree.flatten(grads)
     each = jax.tree.leaves(shards)

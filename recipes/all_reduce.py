@@ -11,8 +11,6 @@ devices are fake, so the time is that of copies in memory. At the end, asynchron
 gradients and of waiting.
 """
 
-import jaxpar  # isort: skip, before JAX, to print a line
-
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+import jaxpar
 from jaxpar import collectives
 from jaxpar.commands import recipe
 from jaxpar.data.digits import NUM_CLASSES, NUM_PIXELS, read_digits

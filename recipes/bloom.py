@@ -11,14 +11,13 @@ prints figures of that program and its shardings: the memory of each device, the
 stages, and then the planner's estimates for GPUs. It draws the placement on nodes. Nothing is trained.
 """
 
-import jaxpar  # isort: skip, before JAX, to print a line
-
 import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import jaxpar
 from jaxpar.commands import recipe
 from jaxpar.compile_only import start_on_cpu
 from jaxpar.plot import render_placement

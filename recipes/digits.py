@@ -13,8 +13,6 @@ In a pipeline:             python recipes/digits.py --fake-devices 8 --mesh.data
 The results are those of one device, for every mesh and split.
 """
 
-import jaxpar  # isort: skip, before JAX, to print a line
-
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +24,10 @@ import numpy as np
 import optax
 from tyro.conf import OmitArgPrefixes
 
+import jaxpar
 from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags, RecipeFlags
-from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch
+from jaxpar.data.batches import Columns, pad_rows, round_up
 from jaxpar.data.digits import NUM_CLASSES, NUM_PIXELS, Rows, read_digits
 from jaxpar.mesh import num_replicas, sizes_text
 from jaxpar.metrics.log import read_metrics
@@ -39,7 +38,7 @@ from jaxpar.pipeline import masks_idle_ops
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.report import classification
 from jaxpar.run import Run, checks, make_mesh, say
-from jaxpar.run.batches import check_microbatches
+from jaxpar.run.batches import Batches, check_microbatches, check_no_sequences
 from jaxpar.run.flags import CommonFlags
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 
@@ -103,7 +102,8 @@ def main(config: Config) -> None:
         mesh, common, own = make_mesh(config), config.common, config.recipe
         train, test = read_digits(common.seed, own.test_fraction)
         check_model(config, mesh)
-        schedule = make_pipeline(config, len(train["label"]), mesh)
+        check_no_sequences(mesh)
+        rows, schedule = Columns(train), make_pipeline(config, len(train["label"]), mesh)
         table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=own.width, num_hidden=own.hidden_layers)
         shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, SPLITS[own.split])
         optimizer, count = optax.adam(common.learning_rate), schedule.num_microbatches
@@ -116,7 +116,7 @@ def main(config: Config) -> None:
             items="digits",
             items_per_step=common.batch_size,
             schedule=schedule,
-            samples=lambda step: samples_before(len(train["label"]), common.batch_size, step, run.origin),
+            samples=lambda step: rows.samples_before(common.batch_size, step, run.origin),
             remedy=f"Choose a smaller one than --learning-rate {common.learning_rate:g}.",
             draw=lambda: draw_course(config, run),
         )
@@ -127,29 +127,27 @@ def main(config: Config) -> None:
         + sizes_text(mesh.shape)
     )
 
-    def rows_of(step: int) -> Rows:
-        where = {"seed": common.seed, "step": step, "origin": run.origin}
-        return take_batch(train, common.batch_size, **where, multiple=num_replicas(mesh) * count)
+    batch_of = Batches(run, rows, common.batch_size, count)
 
     def whole_batch(rows: Rows) -> dict[str, jax.Array]:  # with rows of weight 0, a multiple of the data axis
         return jaxpar.shard_batch(pad_rows(rows, round_up(len(rows["label"]), num_replicas(mesh))), mesh)
 
     with run:
         train_step = jaxpar.make_train_step(value_and_grad, optimizer)
-        train_step = run.compile(train_step, jaxpar.abstract_batch(rows_of(run.first_step), mesh))
+        train_step = run.compile(train_step, batch_of.abstract())
         if run.is_dry:
             return run.say_cost()
         state, test_rows = run.begin(), whole_batch(test)
         for step in run.steps():
-            state, metrics = train_step(state, jaxpar.shard_batch(rows_of(step), mesh))
+            state, metrics = train_step(state, batch_of(step))
             if run.is_due(step, own.eval_every):
                 with run.evaluation(metrics):
                     test_loss, test_accuracy = jaxpar.fetch(evaluate(state.params, test_rows))
                 metrics |= {"test_loss": test_loss, "test_accuracy": test_accuracy}
             run.log(step, state, metrics)
 
-        for name, rows in (("learned from", whole_batch(train)), ("held out", test_rows)):
-            row_loss, accuracy = jaxpar.fetch(evaluate(state.params, rows))
+        for name, each in (("learned from", whole_batch(train)), ("held out", test_rows)):
+            row_loss, accuracy = jaxpar.fetch(evaluate(state.params, each))
             say(f"digits {name:>12}: loss {row_loss:.4f}, {accuracy:.1%} read right")
         read = jaxpar.fetch(jax.jit(predict)(state.params, test_rows))[: len(test["label"])]
         if jax.process_index() == 0:

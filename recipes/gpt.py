@@ -17,8 +17,6 @@ LoRA on such weights:      python recipes/gpt.py --init-from tinyllama/ --data c
 The results are those of one device, for every mesh and schedule.
 """
 
-import jaxpar  # isort: skip, before JAX, to print a line
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +27,7 @@ import tyro
 from jax.sharding import Mesh
 from tyro.conf import OmitArgPrefixes
 
+import jaxpar
 from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags
 from jaxpar.data.batches import round_up
@@ -37,7 +36,7 @@ from jaxpar.models import lora, transformer
 from jaxpar.pipeline import masks_idle_ops
 from jaxpar.plot.charts import plot_loss
 from jaxpar.plot.figure import check_matplotlib
-from jaxpar.run import Run, batches, checks, language_data, language_model, make_mesh, optimizers, say
+from jaxpar.run import Run, batches, checks, evaluation, language_data, language_model, make_mesh, optimizers, say
 from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, check_at_least
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.run import saved_settings
@@ -103,8 +102,10 @@ def main(config: Config) -> None:
         train, test = language_data.make_rows(config.data, text, shape.vocab_size)
         schedule = make_pipeline(config, mesh, len(train))
         layout = language_model.make_layout(shape, schedule, own.layers_per_virtual_stage)
-        init, shardings = language_model.make_params(config.lora, shape, layout, mesh)
+        init, shardings = language_model.make_params(config.lora, shape, layout, mesh, own.experts)
         optimizer, num_tokens = optimizers.make_optimizer(config), common.batch_size * config.data.seq
+        if own.router_bias_rate is not None:
+            optimizer = transformer.balance_experts(optimizer, own.router_bias_rate)
         num_factors = language_model.num_factor_params(jax.eval_shape(init, jax.random.key(0)))
         trainable = lora.ADAPTERS if num_factors else None
         parallel = jaxpar.Parallel(mesh, shardings, zero=own.zero, trainable=trainable, layout=layout)
@@ -122,7 +123,8 @@ def main(config: Config) -> None:
             flops_per_step=num_tokens * language_model.flops_per_token(shape, config.data.seq, num_factors),
             schedule=schedule,
             samples=lambda step: train.samples_before(common.batch_size, step, run.origin),
-            remedy=f"Choose a smaller one than --learning-rate {common.learning_rate:g}.",
+            remedy=f"Choose a smaller one than --learning-rate {common.learning_rate:g}"
+            + (f", or a larger --expert-buffer than {own.expert_buffer:g}." if own.expert_buffer else "."),
             draw=lambda: draw(run, text),
         )
         run.restore(init, jax.random.key(common.seed), optimizer, parallel)
@@ -144,7 +146,7 @@ def main(config: Config) -> None:
             state = dataclasses.replace(state, params=lora.with_weights(state.params, weights))
         jaxpar.huggingface.write_description(run.out_dir / "model", shape, source=own.init_from)
         held_out = batches.held_out_batches(common.batch_size, own.eval_rows, test, mesh)
-        evaluate = language_model.Evaluation(loss, shape, layout, held_out)
+        evaluate = evaluation.Evaluation(loss, shape, layout, held_out)
         for step in run.steps():
             state, metrics = train_step(state, batch_of(step))
             if run.is_due(step, own.eval_every):
@@ -178,8 +180,8 @@ def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
 
 def conclude(config: Config, run: Run, shape: Any, text: Data, params: dict, test_loss: float) -> None:
     """Prints the loss on the text held out and a sample of text, and draws the run."""
-    say(language_model.describe_loss(test_loss, text))
-    sample = language_model.write_sample(config, config.recipe, shape, text, params)
+    say(evaluation.describe_loss(test_loss, text))
+    sample = evaluation.write_sample(config, config.recipe, shape, text, params)
     say(f"the model writes:\n{sample}\n")
     if jax.process_index() == 0:
         (run.out_dir / "sample.txt").write_text(sample + "\n")
@@ -208,6 +210,10 @@ def check_flags(config: Config, mesh: Mesh) -> None:
             f"--mesh.tensor {mesh.shape['tensor']}. Choose --seq {round_up(data.seq, mesh.shape['tensor'])}."
         )
     if own.save_hf is not None:
+        if own.router_bias_rate is not None:
+            raise ValueError(
+                "a model of transformers has no biases of --router-bias-rate; got it with --save-hf. Leave out one of the two."
+            )
         jaxpar.huggingface.check_no_model(own.save_hf)
 
 
@@ -228,8 +234,12 @@ def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:
     """Returns the settings that a resumed run must share with the saved one, which excludes mesh, schedule, ZeRO and remat."""
     flags = config.as_json()
     found = {name: flags[name] for name in ("seed", "steps", "model", "seq", "batch_size", "dtype")}
+    if config.recipe.window is not None:
+        found["window"] = config.recipe.window
     if config.recipe.init_from is not None:
         found["init_from"] = f"crc32 {language_model.checksum_of_model(config.recipe.init_from)}"
+    if config.recipe.router_bias_rate is not None:
+        found["router_bias_rate"] = config.recipe.router_bias_rate
     return found | optimizers.settings(config) | config.lora.settings | text.settings(config.data)
 
 

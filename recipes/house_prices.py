@@ -13,8 +13,6 @@ A price, once trained:    python recipes/house_prices.py --predict 1650 3
 Another table:            python recipes/house_prices.py --csv flats.csv --features size floor --target rent
 """
 
-import jaxpar  # isort: skip, before JAX, to print a line
-
 import math
 import zlib
 from collections.abc import Iterator
@@ -26,9 +24,10 @@ import numpy as np
 import optax
 from tyro.conf import OmitArgPrefixes
 
+import jaxpar
 from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags, RecipeFlags
-from jaxpar.data.batches import pad_rows, round_up, samples_before, take_batch
+from jaxpar.data.batches import Columns, pad_rows, round_up
 from jaxpar.mesh import num_replicas
 from jaxpar.models import linear
 from jaxpar.models.least_squares import Line, Standard, Table, check_folds, curvature, least_squares, read_table
@@ -37,7 +36,7 @@ from jaxpar.params import abstract_params, init_params
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.report import regression
 from jaxpar.run import Run, checks, make_mesh, say
-from jaxpar.run.batches import check_replicas
+from jaxpar.run.batches import Batches, check_replicas
 from jaxpar.run.flags import CommonFlags
 
 HOUSES = Path(__file__).parent / "data" / "portland_houses.csv"
@@ -95,7 +94,7 @@ def main(config: Config) -> None:
         table = read_table(config.recipe.csv, config.recipe.features, config.recipe.target)
         scale = Standard.of(table)
         rows = {name: column.astype(np.float32) for name, column in scale(table).items()}
-        mesh, common = make_mesh(config), config.common
+        mesh, common, source = make_mesh(config), config.common, Columns(rows)
         batch_size = check_replicas(config, common.batch_size, table.num_rows, mesh)
         safe = 1 / curvature(rows["features"], batch_size)
         rate = float(f"{safe:.3g}") if common.learning_rate is None else common.learning_rate
@@ -110,7 +109,7 @@ def main(config: Config) -> None:
             mesh,
             numbers_depend_on(config, rows),
             items_per_step=batch_size,
-            samples=lambda step: samples_before(table.num_rows, batch_size, step, run.origin),
+            samples=lambda step: source.samples_before(batch_size, step, run.origin),
             remedy=f"--learning-rate {rate:g} is too large, {safe:.3g} is safe.",
             draw=lambda: draw_descent(config, table, mesh),
         )
@@ -118,19 +117,16 @@ def main(config: Config) -> None:
     say(f"{table.num_rows} rows of {config.recipe.csv.name}: {table.target_name} from {', '.join(table.names)}")
     say(regression.how_rows_are_split(batch_size, mesh.shape["data"], mesh.shape["replica"]))
 
-    def rows_of(step: int) -> dict[str, np.ndarray]:
-        where = {"seed": config.common.seed, "step": step, "origin": run.origin}
-        return take_batch(rows, batch_size, **where, multiple=num_replicas(mesh))
-
+    batch_of = Batches(run, source, batch_size, num_microbatches=1)
     with run:
-        train_step = run.compile(fit.train_step, jaxpar.abstract_batch(rows_of(run.first_step), mesh))
+        train_step = run.compile(fit.train_step, batch_of.abstract())
         if run.is_dry:
             return run.say_cost()
         state = run.begin()
         if jax.process_index() == 0:  # --predict would use that of an earlier run as if it were of this one
             (run.out_dir / MODEL).unlink(missing_ok=True)
         for step in run.steps():
-            state, metrics = train_step(state, jaxpar.shard_batch(rows_of(step), mesh))
+            state, metrics = train_step(state, batch_of(step))
             run.log(step, state, {**metrics, **regression.in_units(scale.line(jaxpar.fetch(state.params)), table)})
 
         say(f"{config.common.steps - run.first_step} steps in {run.seconds:.1f} s, learning rate {rate:g}")

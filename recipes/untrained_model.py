@@ -5,13 +5,29 @@ python recipes/untrained_model.py --out-dir small
 The folder has the files of a published chat model: config.json, model.safetensors, tokenizer.json and a chat template.
 """
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from jaxpar.commands import recipe
-from jaxpar.huggingface import check_no_model
-from jaxpar.huggingface.untrained import contents, train_tokenizer, write_untrained
+from jaxpar.data.examples import check_messages
+from jaxpar.data.readers import read_records
+from jaxpar.huggingface import check_no_model, write_model
+from jaxpar.models import transformer
+from jaxpar.params import count_params, init_params
 from jaxpar.run import checks, say
+from jaxpar.runtime.output import install_extra
+
+SIZES = {"num_layers": 2, "embed_dim": 128, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 384, "max_positions": 512}
+START, END = "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    f"{{% for message in messages %}}{START}{{{{ message['role'] }}}}\n{{{{ message['content'] }}}}{END}\n{{% endfor %}}"
+    f"{{% if add_generation_prompt %}}{START}assistant\n{{% endif %}}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +48,61 @@ def main(config: Config) -> None:
         tokenizer = train_tokenizer(list(contents(config.data)), config.vocab_size)
     num_params = write_untrained(config.out_dir, tokenizer, config.seed)
     say(f"written: {config.out_dir}/, a Qwen2 of {num_params:,} random parameters, for --init-from")
+
+
+def write_untrained(folder: Path, tokenizer: Any, seed: int) -> int:
+    """Writes a Qwen2 with random weights for a tokenizer, with a chat template; returns its number of parameters."""
+    shape = transformer.preset("qwen2.5-0.5b", **SIZES, vocab_size=tokenizer.get_vocab_size())
+    params = init_params(transformer.param_table(shape), jax.random.key(seed))
+    write_model(folder, shape, params)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": END, "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    ends = {"eos_token_id": tokenizer.token_to_id(END)}
+    (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+    return count_params(params)
+
+
+def contents(file: Path) -> Iterator[str]:
+    """Yields what is said in a file of messages.
+
+    Raises:
+        ValueError: There is no such file, or it has other records.
+    """
+    if not file.is_file():
+        raise ValueError(f"--data must be a file of messages; got {file}, which is none. Name one that is there.")
+    for _, example in read_records(file):
+        yield from (message["content"] for message in check_messages(example["messages"]))
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
+    """Returns a byte-level BPE of the tokenizers library that is trained on texts.
+
+    Args:
+        texts: The texts.
+        vocab_size: The number of tokens, the flag --vocab-size.
+
+    Raises:
+        ImportError: The library is not installed.
+        ValueError: The tokens cannot be fewer than the bytes and the two marks.
+    """
+    if vocab_size < 258:
+        raise ValueError(f"--vocab-size must be at least 258; got {vocab_size}. Choose 1024, say.")
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise ImportError(
+            f"making a tokenizer needs the tokenizers library; got no such package. {install_extra('hf')}."
+        ) from error
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[START, END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 if __name__ == "__main__":

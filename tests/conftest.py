@@ -27,6 +27,10 @@ OWN_FLAGS = f"{XLA_WAITS} --xla_backend_optimization_level=0 --xla_cpu_parallel_
 if jax.__version_info__ < (0, 11):
     OWN_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OWN_FLAGS}".strip()
+# Programs do not say which lines of Python they come from, which would take a tenth of the time to trace and compile them;
+# the fixture source_lines is for tests of what shows these lines.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+jax.config.update("jax_traceback_in_locations_limit", 0)
 # Sources are compiled once, and not again by each process that a test starts.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -43,29 +47,11 @@ settings.load_profile("jaxpar")
 
 # The files that take longest, in order. They are started first, so that no worker has one left when the others are done.
 LONGEST = (
-    *(
-        "fine_tuning_page",
-        "pipeline",
-        "transformer_meshes",
-        "benchmarks",
-        "lora",
-        "launch",
-        "zero",
-        "docs",
-        "stopped_runs",
-    ),
-    *("recipes_bloom", "frozen", "mpmd_executor", "overlap_pipeline", "run_folder", "one_run", "packaging", "gpu_day"),
-    *(
-        "executor",
-        "faults",
-        "checkpointing",
-        "recipes_all_reduce",
-        "fuzz",
-        "recipes_gpt",
-        "planner_exact",
-        "ends_of_runs",
-    ),
-    *("recipes_digits", "planner", "overlap", "orphans", "recipes", "serve", "recipes_gpt_data", "packing", "parity"),
+    *("docs", "recipes_gpt", "experts", "context", "fine_tuning_page", "experts_over_data", "pipeline", "benchmarks"),
+    *("overlap_pipeline", "transformer_meshes", "owned", "launch", "zero", "stopped_runs", "recipes_bloom", "one_run"),
+    *("faults", "checkpointing", "planner", "mpmd_executor", "executor", "recipes_digits", "full_disk", "serve"),
+    *("run_folder", "packaging", "gpu_day", "fuzz", "planner_exact", "ends_of_runs", "recipes_all_reduce", "overlap"),
+    *("lora", "frozen", "orphans", "recipes", "traced_loss", "transformer", "recipes_gpt_data", "packing", "parity"),
 )
 ORDER = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
 
@@ -127,6 +113,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 20, 100)
+
+
+@pytest.fixture
+def source_lines():
+    """Lets the programs of one test say which lines of Python they come from, as those of users do."""
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 @pytest.fixture

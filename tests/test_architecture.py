@@ -54,8 +54,8 @@ SATELLITES = (
     "serve",
 )
 LONE = ("adapters", "losses")  # modules that are public names, the others are packages
-CHEAP = {"jaxpar.__main__", "jaxpar._first_line", "jaxpar._near_names", "jaxpar.commands", "jaxpar.commands.cli"}
-CHEAP |= {"jaxpar.runtime", "jaxpar.runtime.exit_codes", "jaxpar.runtime.printable"}
+CHEAP = {"jaxpar.__main__", "jaxpar._near_names", "jaxpar.commands", "jaxpar.commands.cli", "jaxpar.fields"}
+CHEAP |= {"jaxpar.runtime", "jaxpar.runtime.exit_codes", "jaxpar.runtime.output"}
 MACHINE_PATH = re.compile(r"(?<![\w.$})~-])/(?:home|root|Users|work|tmp|opt|scratch|data|private)/\w|\b[A-Z]:\\\w")
 
 

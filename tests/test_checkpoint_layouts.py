@@ -96,7 +96,7 @@ def saved(tmp_path_factory):
     "where",
     [
         {"data": 4, "tensor": 2},
-        {"tensor": 8},
+        pytest.param({"tensor": 8}, marks=pytest.mark.slow),
         {"stage": 8},
         {},
         pytest.param({"data": 2, "stage": 4, "schedule": "zb-v", "num_chunks": 2}, marks=pytest.mark.slow),

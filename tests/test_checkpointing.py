@@ -16,7 +16,7 @@ import pytest
 from jaxpar.commands import recipe as cli
 from jaxpar.metrics.log import MetricsLog
 from jaxpar.run import Run
-from tests.support.waiting import WAIT_SECONDS, XLA_WAITS
+from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 
@@ -143,7 +143,7 @@ def script():
     def start(recipe, folder, *flags, launch=()):
         own = [f"recipes/{recipe}.py", *arguments(recipe, folder), "--out-dir", str(folder / "out"), *flags]
         clean = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
-        environment = clean | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "XLA_FLAGS": XLA_WAITS}
+        environment = clean | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(subprocess.Popen([sys.executable, *launch, *own], cwd=ROOT, env=environment, **pipes))
         return started[-1]

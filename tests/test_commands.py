@@ -41,7 +41,7 @@ def test_plot_names_runs_apart(tmp_path, capsys):
         (["nowhere"], "a run must be a folder with a metrics.jsonl; got nowhere, which has none."),
         (["a", "--metric", "accuracy"], "got 'accuracy'. It has grad_norm, loss."),
         ([], "plot must get one run or more; got none."),
-        (["a", "--out", "loss.jpg"], "a plot's suffix must be one of svg, png, pdf; got path='loss.jpg'."),
+        (["a", "--out", "loss.jpg"], "a plot's suffix must be one of svg, png, pdf; got --out 'loss.jpg'."),
     ],
 )
 def test_plot_refuses(tmp_path, capsys, monkeypatch, args, message):

@@ -141,6 +141,36 @@ def test_an_empty_array_is_written_on_devices_other_than_cpus_only():
     assert jax.jit(lambda: _compat.empty((1 << 20,), np.float32, 0).at[7].set(3)[7])() == 3, "XLA:CPU does not know it"
 
 
+@pytest.mark.parametrize("mask", ["CAUSAL", "PADDING"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_cudnns_attention_gives_and_takes_the_logarithm_of_the_sum_of_exponentials(mask, has_bias):
+    q, k, bias = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 128, 4, 64), (2, 128, 2, 64), (2, 1, 128, 128))
+    )
+    lse, number = jax.ShapeDtypeStruct((2, 4, 128), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    others = None if mask == "CAUSAL" else (number, number), bias if has_bias else None
+    forward = lambda *arrays: _compat.cudnn_attention(*arrays[:-2], 0.5, *arrays[-2:])
+    backward = lambda *arrays: _compat.cudnn_attention_gradients(*arrays[:-2], 0.5, *arrays[-2:])
+    like = lambda made: [(each.shape, each.dtype) for each in made]
+    assert like(jax.eval_shape(forward, q, k, k, *others)) == like([q, lse]), "output and lse"
+    assert like(jax.eval_shape(backward, q, k, k, q, lse, q, *others)) == like([q, k, k]), "gradients of q, k and v"
+
+    def kernel(function, *arrays):
+        text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+        (line,) = (line for line in text.splitlines() if "custom_call @" in line)
+        found = re.search(r"mask_type\\22: \\22(\w+)\\22", line)[1]
+        return re.search(r"@([\w$]+)\(", line)[1], found, re.findall(r"tensor<([\dx]*)x\w+>", line.rpartition(" : ")[2])
+
+    name = "__cudnn$fmhaScaleBiasSoftmax" if has_bias else "__cudnn$fmhaSoftmax"
+    lengths, added = [] if mask == "CAUSAL" else ["2", "2"], ["2x1x128x128"] if has_bias else []
+    of_q, of_k, of_out, of_lse = "2x128x4x64", "2x128x2x64", "2x4x128x64", "2x4x128"
+    operands, results = [of_q, of_k, of_k, *added, *lengths], [of_out, of_lse, "0"]
+    assert kernel(forward, q, k, k, *others) == (name, mask, [*operands, *results])
+    operands = [of_q, of_k, of_k, of_lse, of_q, *added, of_q, *lengths]
+    results = [of_out, "2x2x128x64", "2x2x128x64", "0"]
+    assert kernel(backward, q, k, k, q, lse, q, *others) == (f"{name}Backward", mask, [*operands, *results])
+
+
 def test_a_primitive_of_ones_own_is_traced_by_its_shapes():
     halve = _compat.Primitive("halve_for_a_test")
     halve.def_abstract_eval(lambda x: x.update(shape=(x.shape[0] // 2,)))

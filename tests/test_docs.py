@@ -28,9 +28,9 @@ import jaxpar
 from jaxpar.__main__ import COMMANDS
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
-from jaxpar.commands.flag_names import flag_names
+from jaxpar.commands.cli import flag_names
 from jaxpar.models import sweep as digits_sweep
-from jaxpar.run import language_model
+from jaxpar.run import evaluation
 from tests.support import doc_pages
 from tests.support.waiting import WAIT_SECONDS
 
@@ -61,10 +61,14 @@ CUT_SHORT = {
 }
 # Commands that another test runs.
 RUN_BY = {
+    "python recipes/gpt.py --data recall --model llama-tiny --fake-devices 8 --mesh.data 2 --mesh.context 4 --seq 4096 "
+    "--batch-size 4 --optimizer muon --lr 0.02 --steps 150 --eval-rows 8 --out-dir runs/recall": "test_recall.py",
     "python recipes/all_reduce.py": "test_recipes_all_reduce.py",
     "python recipes/bloom.py": "test_recipes_bloom.py",  # which holds what pages quote of it
     "python -m jaxpar launch -n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 "
     "--out-dir runs/launched": "test_launch.py",
+    "python recipes/gpt.py --model moe-bytes --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --out-dir "
+    "runs/moe": "test_recipes_gpt.py",
     "python -m jaxpar serve runs/house_prices": "test_serve.py",  # which sends what the page sends
     "python -m jaxpar serve runs/job": "test_serve.py",
     "python -m jaxpar serve exported --port 8001": "test_serve.py",
@@ -96,7 +100,7 @@ def test_page_shows_what_its_programs_print(page):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys, _devices_are_here):
+def run(tmp_path, monkeypatch, capsys, _devices_are_here, source_lines):
     """Runs a command in an empty folder beside recipes/, in this process, which has 8 devices; returns what it prints."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
@@ -111,14 +115,14 @@ def run(tmp_path, monkeypatch, capsys, _devices_are_here):
         return swept[model]
 
     monkeypatch.setattr(digits, "sweep", sweep_once)
-    write_sample, written = language_model.write_sample, []
+    write_sample, written = evaluation.write_sample, []
 
     def write_once(*args):
         if not written:
             written.append(write_sample(*args))
         return written[0]
 
-    monkeypatch.setattr(language_model, "write_sample", write_once)
+    monkeypatch.setattr(evaluation, "write_sample", write_once)
 
     def run(command):
         capsys.readouterr()
@@ -323,7 +327,7 @@ def test_a_label_is_translated_with_its_numbers(label, chinese):
 def test_the_cheat_sheet_has_flags_that_the_recipe_takes():
     text = (DOCS / "cheatsheet.md").read_text()
     flags = re.findall(r"^\| `(--[\w.-]+)", text, flags=re.MULTILINE)
-    taken = {flag for names in flag_names(gpt.Config).values() for flag in names}
+    taken = set(flag_names(gpt.Config).values())
     assert set(flags) <= taken
     assert len(flags) > 20
     assert set(re.findall(r"python -m jaxpar (\w+)", text)) == set(COMMANDS)

@@ -16,6 +16,7 @@ from jaxpar.params import abstract_params
 from jaxpar.pipeline import LayerLayout, spmd_program
 from jaxpar.schedule import make_schedule
 from tests.support import tiny, tiny_gpt
+from tests.support.covering import covering
 
 WIDTH, ROWS = 8, 2  # rows of a microbatch on a device
 CHUNKS = {"interleaved": 2, "zb-v": 2}
@@ -58,8 +59,13 @@ def compiled(name, mesh, *, num_layers=8, num_microbatches=8, remat=False, form=
 ACTIVATION_BYTES = 4 * ROWS * WIDTH
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v"])
-@pytest.mark.parametrize("remat", [False, True])
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")
+
+
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    covering([*((name, False) for name in SCHEDULES), ("1f1b", True), ("zb-v", True)], SCHEDULES, (False, True)),
+)
 def test_a_link_between_stages_carries_one_activation_and_one_gradient_a_microbatch_and_chunk(name, remat):
     _, report, program, _ = compiled(name, (1, 4, 2), remat=remat)
     permutes = report.select("collective-permute", "stage")

@@ -14,7 +14,7 @@ from tests.support import tiny
 from tests.support.killed_save import COMMITTED, PHASES
 from tests.support.oracle import assert_same_bits
 from tests.support.real_runs import ROOT, RUN, end_of, finish, launched, run, start, steps_of, wait_for, wait_for_a_step
-from tests.support.tiny_state import at_step, make_state
+from tests.support.tiny_state import at_step, make_state, newest_verified
 from tests.support.waiting import WAIT_SECONDS, wait_until
 
 
@@ -51,7 +51,7 @@ def test_a_save_killed_at_any_phase_leaves_a_whole_step(tmp_path, phase):
     manager.save(at_step(want, 3))
     assert sorted(path.name for path in folder.iterdir() if path.name.startswith("saving-")) == []
     assert [line.split(":")[0] for line in said] == [f"discarded {name}" for name in sorted(left)]
-    assert manager.latest_verified() == 3
+    assert newest_verified(manager) == 3
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_20_runs_killed_at_random_times_lose_no_committed_step(tmp_path):
         killed_saving += any(name.startswith("saving-") for name in names)
         manager = jaxpar.CheckpointManager(folder / "checkpoints", mesh)
         newest = max((int(name) for name in names if name.isdigit()), default=0)
-        assert (manager.latest_verified() or 0) == newest, f"kill {number}: {names}"
+        assert (newest_verified(manager) or 0) == newest, f"kill {number}: {names}"
         assert newest >= committed, f"kill {number}: step {committed} was lost"
         committed = newest
     assert committed > 0, "it went on between the kills"
@@ -159,7 +159,7 @@ def test_a_disk_that_is_full_stops_no_training_and_fails_loudly_at_the_end(tmp_p
     assert err.splitlines()[-1].startswith("error: the final state was not saved: ")
     assert "Traceback" not in err, "each failure is one line"
     manager = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh())
-    assert manager.latest_verified() == 7
+    assert newest_verified(manager) == 7
     assert steps_of(folder) == [5, 7]
 
 
@@ -232,7 +232,7 @@ def test_a_real_disk_that_is_full_or_read_only_ends_a_run_with_74_soon_after_its
     assert "NOT SAVED: checkpoint of step 30: " in err
     assert str(ROOT / "jaxpar") not in err, "each failure is one line, but for what TensorStore's own threads print"
     manager = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh())
-    assert manager.latest_verified() == manager.latest(), "what was saved before is whole"
+    assert newest_verified(manager) == manager.latest(), "what was saved before is whole"
 
 
 def end_lines(folder):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpar.checkpoint.export import export_safetensors
-from jaxpar.runtime.files import write_atomically, write_whole
+from jaxpar.runtime.output import write_atomically, write_whole
 
 
 def test_a_file_is_replaced_by_the_new_text(tmp_path):

@@ -23,7 +23,6 @@ from jaxpar import huggingface
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.checkpoint.restore import open_stored_params
 from jaxpar.commands import recipe as cli
-from jaxpar.huggingface import untrained
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Adapted, Lora
 from jaxpar.params import abstract_params, count_params
@@ -98,7 +97,7 @@ def rehearsed(tmp_path_factory):
 def make_qwen(folder):
     """What the page downloads: qwen/, here tiny, with random weights."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(untrained, "SIZES", TINY)
+        patch.setattr(untrained_model, "SIZES", TINY)
         follow(folder, MAKE, "--out-dir", "qwen")
 
 
@@ -107,7 +106,7 @@ def trained(tmp_path_factory):
     """The folder after the training of the published model, and what it printed."""
     folder = tmp_path_factory.mktemp("page")
     make_qwen(folder)
-    return folder, train(folder, TUNE, *FEW)
+    return folder, follow(folder, TUNE, *FEW)
 
 
 @pytest.fixture(scope="module")
@@ -264,13 +263,16 @@ def test_a_run_that_was_killed_and_goes_on_writes_the_same_bytes(folder, tmp_pat
         (tmp_path / name).symlink_to(folder / name)
     kept = Path("runs/chat/checkpoints") / str(STEPS - EVERY)
     shutil.copytree(folder / kept, tmp_path / kept)  # as a kill after that step leaves it
-    train(tmp_path, TUNE, *FEW, "--resume")
+    follow(tmp_path, TUNE, *FEW, "--resume")
     assert written(tmp_path) == written(folder)
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_and_started_again_writes_the_same_bytes(folder, tmp_path):
-    make_qwen(tmp_path)
+def test_a_process_that_is_killed_and_started_again_writes_the_same_bytes(tmp_path_factory, tmp_path):
+    whole = tmp_path_factory.mktemp("whole")
+    for folder in (whole, tmp_path):
+        make_qwen(folder)
+    train(whole, TUNE, *FEW)
     command = [sys.executable, str(ROOT / TUNE.words[1]), *TUNE.words[2:], *FEW]
     kept = tmp_path / "runs/chat/checkpoints" / str(EVERY)
     options = {"cwd": tmp_path, "env": optimized(tmp_path), "stdout": subprocess.DEVNULL}
@@ -280,7 +282,7 @@ def test_a_process_that_is_killed_and_started_again_writes_the_same_bytes(folder
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "tuned").exists()
     subprocess.run([*command, "--resume"], **options, check=True, timeout=WAIT_SECONDS)
-    assert written(tmp_path) == written(folder)
+    assert written(tmp_path) == written(whole)
 
 
 def test_the_tuned_model_is_served_under_the_name_of_its_folder(folder):

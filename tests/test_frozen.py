@@ -25,10 +25,12 @@ def reference(params, batch, trainable=TRAINABLE):
         pytest.param({"data": 2, "tensor": 2}, {}, marks=pytest.mark.slow),
         ({"data": 2, "tensor": 2}, {"remat": True, "zero": 1}),
         ({"data": 2}, {"zero": 3}),
-        ({"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1", "zero": 1}),
+        pytest.param(
+            {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1", "zero": 1}, marks=pytest.mark.slow
+        ),  # test_lora.py has it
         ({"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1", "mask_idle_ops": True}),
         ({"data": 2, "stage": 2}, {"schedule": "1f1b", "zero": 3}),
-        ({"stage": 2}, {"schedule": "zb-v", "remat": True}),
+        pytest.param({"stage": 2}, {"schedule": "zb-v", "remat": True}, marks=pytest.mark.slow),
         ({"stage": 2, "data": 2}, {"schedule": "interleaved", "zero": 2}),
         ({"stage": 2, "data": 2}, {"schedule": "zb-h1", "executor": "mpmd"}),
         pytest.param({"stage": 2, "tensor": 2}, {"schedule": "1f1b", "executor": "mpmd"}, marks=pytest.mark.slow),

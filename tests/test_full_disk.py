@@ -90,11 +90,11 @@ def test_pictures_that_cannot_be_drawn_leave_the_exit_code_of_a_run_that_saved(t
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 512 KiB, where this process may mount one."""
+    """A disk of 160 KiB, where this process may mount one."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", place],
+        ["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", place],
         capture_output=True,
         text=True,
         timeout=WAIT_SECONDS,
@@ -106,7 +106,7 @@ def small_disk(tmp_path):
 
 
 def test_a_recipe_that_fills_its_disk_ends_with_74_and_resumes_to_the_same_end_once_there_is_room(tmp_path, small_disk):
-    flags = ("--steps", 2000, "--checkpoint-every", 500)
+    flags = ("--steps", 600, "--checkpoint-every", 150)
     code, err = run(RECIPE, "--out-dir", tmp_path / "whole", *flags)
     assert code == 0, err
     out = small_disk / "out"
@@ -114,7 +114,7 @@ def test_a_recipe_that_fills_its_disk_ends_with_74_and_resumes_to_the_same_end_o
     assert code == 74, err
     error = error_of(err)
     assert error.startswith("error: the final state was not saved: ")
-    assert "NOT SAVED: checkpoint of step 2000" in err
+    assert "NOT SAVED: checkpoint of step 600" in err
     assert "its lines wait in memory" in err
     assert "metrics.jsonl must have a line for each step; got No space left on device" in err
     assert os.listdir(out / "checkpoints")

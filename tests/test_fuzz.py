@@ -53,6 +53,14 @@ def test_many_random_models_give_the_numbers_of_one_device():
     check_many()
 
 
+@pytest.mark.parametrize("mesh", [(2, 2, 1), (2, 1, 2)])
+def test_replicas_own_the_experts_of_a_drawn_case(mesh):
+    layer = ("mixture", "w0", "e0", 3), ("mixture", "w0", "e1", 2), ("scan", 2, (("experts", "w1", "e1"),))
+    case = Case(model=Model(layers=(layer,), embed="dense"), mesh=mesh, cuts=1, num_microbatches=2, zero=2, masks=True)
+    assert fuzz_run.owned_of(case) == {"e0"}
+    check(case)
+
+
 # --- mutations: a fault that must be found ----------------------------------------------------------------------------
 
 PIPELINE = Case(

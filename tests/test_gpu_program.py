@@ -24,11 +24,13 @@ import pytest
 import jaxpar
 from jaxpar.models import transformer
 from jaxpar.models.grouped_product import TILE
+from jaxpar.models.transformer.flash_chunks import chunked_causal_attention
 from jaxpar.params import abstract_params
 from jaxpar.planner import Choice, cluster, price, transformer_shape
 from jaxpar.planner.compiled import compile_choice
+from jaxpar.shard_map import each_on_its_tensor_shard, manual_over_data_and_stage
 from jaxpar.sharding import shardings_from_dims
-from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES
+from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
 from tests.support.gpu_steps import (
     NUM_LAYERS,
     NUM_MICROBATCHES,
@@ -290,24 +292,96 @@ def rings(found, layers):
     return [each for each in found.copies if each.times > 1 and {layers, NUM_ROWS} <= dims(each)]
 
 
+TOKENS, EXPERTS, WIDTH = 4 * 256, 16, 256  # tokens of a microbatch on a device, experts and their rows' width
+
+
+def step_with_experts(mesh, rules, num_microbatches, **changes):
+    """A compiled step of a small Mixtral, and the most elements of an array of bfloat16 in it, rings aside."""
+    sizes = {"embed_dim": WIDTH, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "mlp_dim": 128, "expert_dim": None}
+    more = {"vocab_size": 512, "num_experts": EXPERTS, "experts_per_token": 2, "compute_dtype": "bfloat16"}
+    config = config_of("mixtral", **sizes | more | changes)
+    table = transformer.param_table(config)
+    shardings = shardings_from_dims(table, mesh, TRANSFORMER_RULES | rules)
+    run = jaxpar.value_and_grad(
+        transformer.make_model(config),
+        loss_of(config),
+        mesh,
+        schedule="1f1b",
+        num_microbatches=num_microbatches,
+        shardings=shardings,
+    )
+    rows = 4 * mesh.shape["data"] * num_microbatches
+    tokens, weight = (jax.ShapeDtypeStruct((rows, 256), dtype) for dtype in (jnp.int32, jnp.float32))
+    batch = jaxpar.abstract_batch({"tokens": tokens, "targets": tokens, "weight": weight}, mesh)
+    shaped = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+    compiled = jax.jit(run).lower(jax.tree.map(shaped, abstract_params(table), shardings), batch).compile()
+    dims = re.findall(r"bf16\[([\d,]+)\]", compiled.as_text())
+    return compiled, max(math.prod(map(int, each.split(",")[-3:])) for each in dims)
+
+
+def num_kernels(compiled):
+    return len(re.findall(r'custom_call_target="__gpu\$xla.gpu.triton"', compiled.as_text()))
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # by JAX 0.11; it has all that is needed
 @pytest.mark.parametrize("split", EXPERT_RULES)
 def test_compiled_for_gpus_each_product_is_the_kernel_and_no_row_meets_another_expert(gpus, split):
-    sizes = {"embed_dim": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "mlp_dim": 128, "expert_dim": None}
-    more = {"vocab_size": 512, "num_experts": 16, "experts_per_token": 2, "compute_dtype": "bfloat16"}
-    config = config_of("mixtral", expert_split=split, **sizes, **more)
     mesh = jaxpar.make_mesh(data=4, tensor=2, devices=list(gpus))
-    shardings = shardings_from_dims(transformer.param_table(config), mesh, TRANSFORMER_RULES | EXPERT_RULES[split])
-    run = jaxpar.value_and_grad(transformer.make_model(config), loss_of(config), mesh, shardings=shardings)
-    tokens, weight = (jax.ShapeDtypeStruct((16, 256), dtype) for dtype in (jnp.int32, jnp.float32))
-    batch = jaxpar.abstract_batch({"tokens": tokens, "targets": tokens, "weight": weight}, mesh)
-    shapes = abstract_params(transformer.param_table(config))
-    params = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
-    text = jax.jit(run).lower(params, batch).compile().as_text()
-    kernels = re.findall(r'custom_call_target="__gpu\$xla.gpu.triton"', text)
-    assert len(kernels) == 9, "gate, up and down; their input gradients; their weight gradients"
-    tokens_of_device, pairs = 4 * 256, 2 * 4 * 256
-    rows = pairs + (8 if split == "experts" else 16) * TILE
-    largest = max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"bf16\[([\d,]+)\]", text))
-    assert largest < tokens_of_device * 16 * 256, "no buffer of tokens times experts times width"
+    compiled, largest = step_with_experts(mesh, EXPERT_RULES[split], 1, expert_split=split)
+    assert num_kernels(compiled) == 9, "gate, up and down; their input gradients; their weight gradients"
+    rows = 2 * TOKENS + (8 if split == "experts" else 16) * TILE
+    assert largest < TOKENS * EXPERTS * WIDTH, "no buffer of tokens times experts times width"
+    text = compiled.as_text()
     assert f"bf16[{rows},256]" in text or f"bf16[1,{rows},256]" in text, "rows in groups of whole tiles"
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_rows_of_f_travel_to_their_experts_beside_products_of_b_and_those_of_b_beside_products_of_f(gpus):
+    mesh = jaxpar.make_mesh(data=4, stage=2, devices=list(gpus))
+    compiled, largest = step_with_experts(mesh, EXPERTS_OVER_DATA, 4, num_layers=4, expert_buffer=1.5)
+    found = jaxpar.inspect_step(compiled, mesh=mesh, large_bytes=1 << 19)
+    assert found.gpu.host_waits == 0, found.render()
+    steady = [e for e in found.gpu.transfers if e.kind == "all-to-all" and "/FB/while/" in e.op_name]
+    of_b = [each for each in steady if "transpose(" in each.op_name]
+    assert (len(steady), len(of_b)) == (6, 3), found.render()
+    beside = lambda sent: [each for each in sent if each.flops_meanwhile > 0]
+    of_f = [each for each in steady if each not in of_b]
+    assert beside(of_f), found.render()
+    assert len(beside(of_b)) >= 2, found.render()
+    assert num_kernels(compiled) == 2 * 3 + 9 + 6, "in two loops of F, in that of F and B, and in that of B"
+    assert largest < TOKENS * EXPERTS * WIDTH
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
+def test_attention_over_a_gathered_sequence_is_flash_kernels_alone_and_stores_no_scores(gpus, packed):
+    mesh, seq = jaxpar.make_mesh(context=4, tensor=2, devices=list(gpus)), 1 << 15
+    rows, heads = (jax.sharding.PartitionSpec(None, *axes) for axes in (("context",), (None, "tensor")))
+
+    def on_shard(q, k, v, segments):
+        gather = lambda x: jax.lax.all_gather(x, "context", axis=1, tiled=True)
+        numbers = (segments, gather(segments)) if packed else None
+        settings = {"chunk_of_context": (jax.lax.axis_index("context"), 4), "segments": numbers}
+        return chunked_causal_attention(q, (k, v), (gather(k), gather(v)), **settings)
+
+    def run(q, k, v, segments, ct):
+        whole = jax.sharding.PartitionSpec()
+        split = each_on_its_tensor_shard(on_shard, in_specs=(heads, heads, heads, whole), out_specs=heads)
+        out, backward = jax.vjp(lambda *qkv: split(*qkv, segments), q, k, v)
+        return out, *backward(ct)
+
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "context", "tensor"))
+    q, k = (jax.ShapeDtypeStruct((2, seq, n, 128), jnp.bfloat16, sharding=sharding) for n in (8, 2))
+    segments = jax.ShapeDtypeStruct((2, seq), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, rows))
+    run_on_mesh = jax.jit(manual_over_data_and_stage(run, mesh, in_specs=rows, out_specs=rows))
+    compiled = run_on_mesh.lower(q, k, k, segments, q).compile()
+    text = compiled.as_text()
+    own = "ScaleBias" if packed else ""
+    names = [f"__cudnn$fmha{part}Softmax{way}" for part in (own, "", "") for way in ("", "Backward")]
+    assert sorted(re.findall(r'custom_call_target="(__cudnn\$\w+)"', text)) == sorted(names)
+    found = jaxpar.inspect_step(compiled, mesh=mesh)
+    assert found.gpu.host_waits == 0, "the device knows how many keys each chunk sees"
+    keys, chunk = 2 * seq * 128, seq // 8  # of the whole sequence, or queries of a device
+    largest = max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b(?:bf16|f32|pred)\[([\d,]+)\]", text))
+    assert largest == (2 * 2 * chunk**2 if packed else keys), "scores of a chunk by a chunk are 16 times the keys"
+    bias = 2 * 2 * 2 * chunk**2 if packed else 0
+    assert found.memory.temp_bytes < 8 * 2 * keys + 2.1 * bias, found.render()

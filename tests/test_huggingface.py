@@ -180,7 +180,7 @@ def test_writing_is_checked_before_anything_is_written(tmp_path):
         write_model(new, dataclasses.replace(FAMILIES["gpt2"], num_kv_heads=4), params)
     with pytest.raises(ValueError, match=r"must be a bloom .*; got mlp_dim=24"):
         write_model(new, FAMILIES["bloom"], params)
-    with pytest.raises(ValueError, match=r"params must be float32, bfloat16 or float16, .*; got int8"):
+    with pytest.raises(ValueError, match=r"dtype must be float32, bfloat16 or float16, .*; got int8"):
         write_model(new, config, params, dtype="int8")
     with pytest.raises(ValueError, match="max_file_bytes must be positive; got 0"):
         write_model(new, config, params, max_file_bytes=0)

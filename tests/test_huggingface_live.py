@@ -13,6 +13,7 @@ import jaxpar
 from jaxpar.huggingface import read_config, read_params, stop_tokens, write_model
 from jaxpar.huggingface.config import config_json
 from jaxpar.models import transformer
+from jaxpar.models.transformer.rope import frequencies
 from jaxpar.params import count_params, init_params
 from jaxpar.sharding import shardings_from_dims
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
@@ -180,6 +181,30 @@ def test_their_model_has_our_logits_where_dynamic_positions_begin_below_the_long
     np.testing.assert_allclose(
         transformer.make_model(config).apply(params, {"tokens": tokens}), want, rtol=0, atol=1e-5
     )
+
+
+LONG = {"hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 131_072}
+EXTENDED = {
+    "llama3": LLAMA_3 | {"rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192},  # Llama 3.1
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32_768,
+    },  # Qwen2.5
+}
+
+
+@pytest.mark.parametrize("kind", EXTENDED)
+def test_a_model_extended_to_131072_tokens_has_their_frequencies(kind, tmp_path):
+    theirs = transformers.LlamaConfig(**LLAMA | LONG | {"rope_parameters": EXTENDED[kind]})
+    theirs.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    wanted, attention_factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](theirs, "cpu")
+    found = frequencies(config.head_dim, config.rope_theta, config.rope_scaling, config.max_positions)
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-6)
+    assert config.rope_scaling.attention_factor == attention_factor
+    assert config.max_positions == 131_072
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ def manual(fn, mesh, in_specs, out_specs):
 # What compiled programs of ours and of others show. Each count is reasoned in the test.
 
 
+@pytest.mark.usefixtures("source_lines")
 def test_psum_over_one_of_two_axes_moves_its_ring_bytes():
     mesh = make_mesh(data=2, tensor=4)
     psum = manual(lambda x: jax.lax.psum(x, "tensor"), mesh, P("data", "tensor"), P("data"))

@@ -286,18 +286,22 @@ def test_flops_of_fused_attention_by_cudnn():
     assert flops_of([query, keys, keys], f"({query}, {keys}, {keys})", call) == (5 * one_product, frozenset())
 
 
-def test_a_causal_mask_halves_fused_attention():
+# A chunk of 128 of a context axis has 0 and 384 keys before it on one device, and 128 and 256 on the other.
+@pytest.mark.parametrize(
+    ("mask", "num_keys", "scores"),
+    [("CAUSAL", 128, 128 * 129 // 2), ("PADDING", 512, 128 * 384 // 2), ("PADDING", 128, 128 * 128)],
+)
+def test_a_mask_takes_its_part_off_fused_attention(mask, num_keys, scores):
     """The form in which XLA prints the call for a GPU: spaces in its JSON, and integers as strings."""
-    heads, keys = "bf16[2,128,8,64]", "bf16[2,128,4,64]"
+    heads, keys = "bf16[2,128,8,64]", f"bf16[2,{num_keys},4,64]"
     dims = '"lhs_contracting_dimensions": ["3"], "rhs_contracting_dimensions": ["3"]'
     dims += ', "lhs_batch_dimensions": ["0", "2"], "rhs_batch_dimensions": ["0", "2"]'
     for target, name, products in (
         ("__cudnn$fmhaSoftmax", "bmm1_dot_dimension_numbers", 2),
         ("__cudnn$fmhaSoftmaxBackward", "bmm2_grad_gemm2_dot_dimension_numbers", 5),
     ):
-        config = f'{{"cudnn_fmha_backend_config": {{"mask_type": "CAUSAL", "{name}": {{{dims}}}}}}}'
+        config = f'{{"cudnn_fmha_backend_config": {{"mask_type": "{mask}", "{name}": {{{dims}}}}}}}'
         call = f'custom_call_target="{target}", backend_config={config}'
-        scores = 128 * 129 // 2
         assert flops_of([heads, keys, keys], f"({heads}, u8[0])", call) == (2 * products * 2 * 8 * 64 * scores, set())
 
 

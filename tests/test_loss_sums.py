@@ -92,7 +92,7 @@ UNEVEN = jaxpar.LayerLayout(NUM_LAYERS, 2, 1, "loop", (3, 1))
         ({}, {"is_plain": True, "num_microbatches": 1}),
         ({"data": 2, "tensor": 2}, {"zero": 3, "remat": True}),
         ({"data": 2}, {"overlap_grad_reduce": True, "zero": 1, "num_microbatches": 2}),
-        (CUBE, {"schedule": "1f1b", "zero": 1}),
+        pytest.param(CUBE, {"schedule": "1f1b", "zero": 1}, marks=pytest.mark.slow),
         (CUBE, {"schedule": "zb-h1", "mask_idle_ops": True, "overlap_grad_reduce": True, "zero": 2}),
         ({"stage": 2}, {"schedule": "1f1b", "layout": UNEVEN, "mask_idle_ops": True, "remat": True}),
         (CUBE, {"schedule": "zb-v", "executor": "mpmd"}),

@@ -21,6 +21,7 @@ OPS = {
     "reverse": lambda a, b: jax.lax.rev(a, (0,)),
     "product": lambda a, b: jax.lax.dot(a.astype(jnp.float32), b.astype(jnp.float32)),
     "spread": lambda a, b: jnp.broadcast_to(a[:1], a.shape),
+    "rows": lambda a, b: jnp.take(a, np.array([2, 0, 3, 0]), axis=0, mode="clip"),
     "constant": lambda a, b: jax.lax.mul(a.astype(jnp.float32), np.float32(2)),
 }
 
@@ -42,10 +43,11 @@ def num_bytes(graph, values):
 
 
 def can_be_had(graph, stored, free):
-    """All values that elementwise operations give from what is stored."""
+    """All values that elementwise operations, and lookups of rows, give from what is stored."""
     had = {*stored, *free, *graph.constants}
     for node in graph.nodes:
-        if node.name in ELEMENTWISE and had.issuperset(node.inputs):
+        is_lookup = node.name == "gather" and node.inputs[0] not in free
+        if (node.name in ELEMENTWISE or is_lookup) and had.issuperset(node.inputs):
             had.update(node.outputs)
     return had
 
@@ -110,3 +112,14 @@ def test_activations_and_their_derivatives_are_elementwise_with_this_jax(name):
     assert not unknown, (
         f"JAX {jax.__version__} computes jax.nn.{name} by {unknown}: add what is elementwise to ELEMENTWISE"
     )
+
+
+def test_rows_of_an_activation_are_looked_up_again_and_rows_of_params_are_not():
+    rows, table = jax.ShapeDtypeStruct((4, 4), jnp.float32), jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    twice = lambda table, x, i: (jnp.take(x, i, 0, mode="clip"), jnp.take(table, i, 0, mode="clip"))
+    graph = trace(twice, table, rows, jax.ShapeDtypeStruct((9,), jnp.int32))
+    of_table, of_x, _ = graph.inputs
+    stored = cheapest_to_store(graph, graph.outputs, set(graph.avals) - {of_table, *graph.constants}, {of_table})
+    assert of_x in stored
+    assert graph.outputs[0] not in stored
+    assert graph.outputs[1] in stored

@@ -35,11 +35,11 @@ def lie_like(grads, params):
     ("sizes", "schedule", "num_chunks", "num_layers", "remat"),
     [
         ((1, 8, 1), "zb-h1", 1, 8, False),
-        ((2, 4, 1), "1f1b", 1, 4, True),
+        pytest.param((2, 4, 1), "1f1b", 1, 4, True, marks=pytest.mark.slow),
         ((1, 4, 2), "interleaved", 2, 9, True),
         ((4, 2, 1), "zb-v", 2, 5, False),
         ((2, 2, 2), "gpipe", 1, 2, jax.checkpoint_policies.dots_saveable),
-        ((1, 2, 4), "zb-h1", 1, 3, True),
+        pytest.param((1, 2, 4), "zb-h1", 1, 3, True, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -13,7 +13,8 @@ import pytest
 from optax import contrib
 
 import jaxpar
-from jaxpar.planner.job import Choice, ModelShape
+from jaxpar.planner.job import Choice
+from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.state import AtRest
 from tests.support import oracle, tiny_gpt
 

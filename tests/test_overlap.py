@@ -11,6 +11,7 @@ import pytest
 import jaxpar
 from jaxpar.inspect import inspect_step
 from tests.support import tiny
+from tests.support.covering import covering
 from tests.support.oracle import assert_same
 
 
@@ -27,8 +28,9 @@ def is_cut(array):
     return "data" in jax.tree.leaves(tuple(array.sharding.spec))
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
-@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+@pytest.mark.parametrize(
+    ("num_microbatches", "remat"), covering([(1, False), (2, False), (4, True)], (1, 2, 4), (False, True))
+)
 def test_gradients_reduced_layer_by_layer_equal_one_device(x64, num_microbatches, remat):
     mesh = jaxpar.make_mesh(data=4, tensor=2)
     params, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
@@ -37,9 +39,10 @@ def test_gradients_reduced_layer_by_layer_equal_one_device(x64, num_microbatches
     assert_same(got, tiny.reference(params, batch))
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("num_microbatches", [1, 4])
-@pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
+@pytest.mark.parametrize(
+    ("zero", "num_microbatches", "remat"),
+    covering([(1, 1, True), (1, 4, False), (2, 1, False), (2, 4, True)], (1, 2), (1, 4), (False, True)),
+)
 def test_sharded_gradients_and_params_after_steps_equal_one_device(x64, zero, num_microbatches, remat):
     mesh, optimizer = jaxpar.make_mesh(data=4, tensor=2), optax.adam(1e-2)
     params = tiny.make_params()
@@ -54,15 +57,22 @@ def test_sharded_gradients_and_params_after_steps_equal_one_device(x64, zero, nu
         "b_up is over tensor"
     )
     step, opt_state = jaxpar.make_train_step(by_layer, optimizer), optimizer.init(params)
+    update = jax.jit(optimizer.update)
     for batch in batches:
         state, _ = step(state, jaxpar.shard_batch(batch, mesh))
-        updates, opt_state = optimizer.update(tiny.reference(params, batch)[1], opt_state, params)
+        updates, opt_state = update(tiny.reference(params, batch)[1], opt_state, params)
         params = optax.apply_updates(params, updates)
     assert_same(state.params, params, within=1e-10)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("zero", "dtype"),
+    covering(
+        [(0, jnp.bfloat16), (1, jnp.bfloat16), (2, jnp.bfloat16), (2, jnp.float32)],
+        (0, 1, 2),
+        (jnp.float32, jnp.bfloat16),
+    ),
+)
 def test_gradients_keep_the_dtype_of_their_params_and_are_added_in_float32(zero, dtype):
     mesh = jaxpar.make_mesh(data=4)
     params, batch = jax.tree.map(lambda a: a.astype(dtype), tiny.make_params()), tiny.make_batch()
@@ -84,8 +94,9 @@ def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(x64, zero):
         assert_same(got["layers"], want["layers"], within=1e-12)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize("is_listed", [False, True], ids=["stacked", "list"])
+@pytest.mark.parametrize(
+    ("zero", "is_listed"), covering([(0, False), (1, True), (2, False), (2, True)], (0, 1, 2), (False, True))
+)
 def test_tied_embeddings_are_reduced_with_outer(x64, zero, is_listed):
     """A lookup and a head of one table, and layers of an odd vector too, which no axis divides."""
     mesh, rng = jaxpar.make_mesh(data=4), np.random.default_rng(0)
@@ -102,11 +113,10 @@ def test_tied_embeddings_are_reduced_with_outer(x64, zero, is_listed):
     loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
     of_mesh = jaxpar.value_and_grad(model, loss, mesh, zero=zero, num_microbatches=2, overlap_grad_reduce=True)
     mean = lambda params: jnp.divide(*loss(model.apply(params, batch), batch))
-    assert_same(of_mesh(params, jaxpar.shard_batch(batch, mesh)), jax.value_and_grad(mean)(params))
+    assert_same(of_mesh(params, jaxpar.shard_batch(batch, mesh)), jax.jit(jax.value_and_grad(mean))(params))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(("zero", "num_microbatches"), covering([(0, 1), (1, 2), (2, 1), (2, 2)], (0, 1, 2), (1, 2)))
 def test_layers_of_a_list_are_reduced_too(x64, zero, num_microbatches):
     mesh = jaxpar.make_mesh(data=2)
     stacked, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
@@ -123,8 +133,7 @@ def test_layers_of_a_list_are_reduced_too(x64, zero, num_microbatches):
     assert all(is_cut(grad) for grad in jax.tree.leaves(got[1]["layers"])) == (zero > 0)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4])
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize(("zero", "num_microbatches"), covering([(1, 4), (2, 1), (2, 4)], (1, 2), (1, 4)))
 def test_as_many_bytes_travel_in_a_reduce_scatter_for_each_leaf_of_a_layer(zero, num_microbatches):
     mesh = jaxpar.make_mesh(data=8)
     params, batch = tiny.make_params(), jaxpar.shard_batch(tiny.make_batch(), mesh)

@@ -16,6 +16,7 @@ from tests.support import tiny
 from tests.support.oracle import assert_same
 
 NUM_LAYERS = 8
+LEVELS = [0, pytest.param(1, marks=pytest.mark.slow), 2]  # where a test beside it has level 1
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 UNEVEN = jaxpar.LayerLayout(8, 2, layers_per_virtual_stage=(5, 3))
 WITH_NONE = jaxpar.LayerLayout(4, 2, layers_per_virtual_stage=(4, 0))
@@ -99,26 +100,33 @@ def test_gradients_in_every_schedule_and_level_equal_one_device(x64, schedule, s
     ("schedule", "layout", "zero"),
     [
         ("1f1b", UNEVEN, 0),
-        ("1f1b", UNEVEN, 1),
+        pytest.param("1f1b", UNEVEN, 1, marks=pytest.mark.slow),
         ("1f1b", UNEVEN, 2),
         ("1f1b", WITH_NONE, 1),
         ("interleaved", CHUNKS, 1),
-        ("interleaved", CHUNKS, 2),
+        pytest.param("interleaved", CHUNKS, 2, marks=pytest.mark.slow),
     ],
 )
 def test_layers_that_some_stages_lack_are_reduced_too(x64, schedule, layout, zero):
     check_parity((2, 2, 2), layout, schedule=schedule, zero=zero)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", LEVELS)
 def test_a_backward_pass_that_is_not_split_reduces_in_b(x64, zero):
     schedule = join_backward(make_schedule("1f1b", 2, 4, form="fused"))
     assert spmd_program(schedule, masks=True, overlaps=True).segments[-1].reduces == "B"
     check_parity((2, 2, 2), schedule=schedule, zero=zero)
 
 
-@pytest.mark.parametrize("zero", [1, 2])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    ("schedule", "zero"),
+    [
+        ("1f1b", 1),
+        ("interleaved", 2),
+        pytest.param("1f1b", 2, marks=pytest.mark.slow),
+        pytest.param("interleaved", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_params_after_steps_of_adam_equal_one_device(x64, schedule, zero):
     mesh, optimizer = jaxpar.make_mesh(data=2, stage=2, tensor=2), optax.adam(1e-2)
     params = make_params()
@@ -126,15 +134,16 @@ def test_params_after_steps_of_adam_equal_one_device(x64, schedule, zero):
     state = jaxpar.init_state(lambda _: params, jax.random.key(0), optimizer, mesh, shardings, zero=zero)
     overlapping, _ = both(mesh, params, schedule=schedule, zero=zero)
     step, opt_state = jaxpar.make_train_step(overlapping, optimizer), optimizer.init(params)
+    update = jax.jit(optimizer.update)
     for seed in range(3):
         batch = tiny.make_batch(seed, np.float64)
         state, _ = step(state, jaxpar.shard_batch(batch, mesh))
-        updates, opt_state = optimizer.update(tiny.reference(params, batch)[1], opt_state, params)
+        updates, opt_state = update(tiny.reference(params, batch)[1], opt_state, params)
         params = optax.apply_updates(params, updates)
     assert_same(state.params, params, within=1e-10)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", LEVELS)
 def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(x64, zero):
     mesh, params = jaxpar.make_mesh(data=4, stage=2), make_params()
     batch = tiny.make_batch(dtype=np.float64)
@@ -145,7 +154,7 @@ def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(x64, zero):
         assert_same(got["layers"], want["layers"], within=1e-12)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), *LEVELS[1:]])
 def test_gradients_in_bfloat16_are_added_in_float32_and_rounded_once(zero):
     mesh, params = jaxpar.make_mesh(data=4, stage=2), make_params(dtype=jnp.bfloat16)
     rows = jaxpar.shard_batch(tiny.make_batch(), mesh)
@@ -155,7 +164,16 @@ def test_gradients_in_bfloat16_are_added_in_float32_and_rounded_once(zero):
 
 
 # At level 2 the trips of the layers that one stage has alone are not known, so that the bytes cannot be counted.
-@pytest.mark.parametrize(("layout", "zero"), [(None, 0), (None, 1), (None, 2), (UNEVEN, 0), (UNEVEN, 1)])
+@pytest.mark.parametrize(
+    ("layout", "zero"),
+    [
+        (None, 0),
+        pytest.param(None, 1, marks=pytest.mark.slow),
+        (None, 2),
+        pytest.param(UNEVEN, 0, marks=pytest.mark.slow),
+        (UNEVEN, 1),
+    ],
+)
 def test_as_many_bytes_travel_and_a_layer_of_each_stage_at_a_time(layout, zero):
     mesh = jaxpar.make_mesh(data=4, stage=2)
     params = make_params(layout.num_layers if layout else NUM_LAYERS, np.float32)

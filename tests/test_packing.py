@@ -1,6 +1,7 @@
 """Packed documents: each target once, and the loss and gradients of documents in rows of their own, on every mesh."""
 
 import dataclasses
+import tracemalloc
 from functools import partial
 
 import jax
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxpar
 from jaxpar.data.batches import pad_rows
-from jaxpar.data.packing import IGNORED, PackedRows, fit, pack
+from jaxpar.data.packing import IGNORED, Documents, PackedRows, fit, pack
 from jaxpar.models import transformer
 from jaxpar.models.transformer.attention import positions_in
 from jaxpar.models.transformer.layers import Stream
@@ -77,6 +78,45 @@ def test_segments_are_documents_and_what_is_left_is_one_of_its_own():
     np.testing.assert_array_equal(rows["tokens"][0, :5], [*documents.tokens[:3], *documents.tokens[4:6]])
     np.testing.assert_array_equal(rows["targets"][0, :3], documents.tokens[1:4])
     assert rows["targets"][0, 5] == IGNORED
+
+
+def test_rows_say_how_full_they_are_and_what_was_cut():
+    documents = make_documents(np.random.default_rng(0), [4, 3, 3])
+    assert PackedRows(documents, 6, vocab_size=VOCAB).describe() == "3 documents in 2 rows of 6 tokens, 58.3% filled"
+    documents = make_documents(np.random.default_rng(0), [14, 7, 3])
+    cut = "3 documents in 4 rows of 6 tokens, 87.5% filled; 1 are longer than a row and cut into pieces, each read without "
+    assert PackedRows(documents, 6, vocab_size=VOCAB).describe() == cut + "those before it"
+
+
+SEQ_OF_LONG_ROWS = 2**17
+
+
+def peak_of_long_rows(path, num_tokens):
+    """The most memory that is allocated at once for some batches of rows of 131,072 tokens, of a cache on disk, in bytes."""
+    with path.open("wb") as file:
+        file.truncate(2 * num_tokens)
+    tokens = np.memmap(path, "<u2", mode="r")
+    ends = np.unique(
+        np.random.default_rng(0).integers(1, num_tokens, num_tokens // 2**16)
+    )  # half a row, some much longer
+    starts = np.concatenate([[0], ends[:-1]])
+    tracemalloc.start()
+    try:
+        rows = PackedRows(Documents(tokens, starts, ends), SEQ_OF_LONG_ROWS, vocab_size=VOCAB)
+        rows.check()
+        assert "are longer than a row and cut" in rows.describe()
+        for step in range(3):
+            rows.batch(2, seed=0, step=step)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_of_the_host_does_not_grow_with_a_cache_of_long_documents(tmp_path):
+    small, large = (peak_of_long_rows(tmp_path / f"{num}.bin", num * 2**20) for num in (4, 64))
+    batch = 2 * 4 * 3 * SEQ_OF_LONG_ROWS
+    assert large < 1.05 * small, f"{small:,} bytes for 4 million tokens, {large:,} for 64 million"
+    assert large < 8 * batch, f"{large:,} bytes for batches of {batch:,}"
 
 
 def test_a_batch_of_packed_rows_depends_on_seed_and_step_alone():

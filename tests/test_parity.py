@@ -8,6 +8,7 @@ import pytest
 
 import jaxpar
 from tests.support import tiny
+from tests.support.covering import covering
 from tests.support.oracle import assert_same
 
 MESHES = [(data, tensor) for data in (1, 2, 4, 8) for tensor in (1, 2, 4, 8) if data * tensor <= 8]
@@ -45,15 +46,14 @@ def three_steps(mesh, optimizer, params, batches, *, num_microbatches=2):
     return state, losses, params, reference_losses
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(1e-2)],
-    ids=["sgd", "momentum", "adam"],
-)
-@pytest.mark.parametrize(("data", "tensor"), LARGEST)
-def test_parameters_after_three_steps_equal_one_device_in_float64(x64, data, tensor, optimizer):
-    seed = tiny.fresh_seed()
-    mesh = jaxpar.make_mesh(data=data, tensor=tensor)
+OPTIMIZERS = {"sgd": optax.sgd(0.1), "momentum": optax.sgd(0.1, momentum=0.9), "adam": optax.adam(1e-2)}
+EACH_ONCE = zip(("adam", "sgd", "momentum", "adam"), LARGEST, strict=True)
+
+
+@pytest.mark.parametrize(("name", "sizes"), covering(EACH_ONCE, OPTIMIZERS, LARGEST))
+def test_parameters_after_three_steps_equal_one_device_in_float64(x64, name, sizes):
+    seed, optimizer = tiny.fresh_seed(), OPTIMIZERS[name]
+    mesh = jaxpar.make_mesh(data=sizes[0], tensor=sizes[1])
     batches = [tiny.make_batch(seed + step, np.float64) for step in range(3)]
     state, losses, params, want = three_steps(mesh, optimizer, tiny.make_params(seed), batches)
     assert_same(state.params, params, within=1e-10, message=f"seed {seed}")

@@ -14,7 +14,8 @@ import jaxpar
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
 from jaxpar.planner.compiled import compile_choice
-from jaxpar.planner.job import Choice, ModelShape, transformer_shape
+from jaxpar.planner.job import Choice
+from jaxpar.planner.model_shape import ModelShape, transformer_shape
 from jaxpar.planner.ops import Analysis
 from jaxpar.planner.state import AtRest, step_memory
 from jaxpar.planner.traffic import bytes_by_axis, step_traffic
@@ -84,7 +85,7 @@ def draw(model, data, stage, tensor, schedule, num_microbatches, zero, remat=Fal
 
 def predicted(model, choice):
     shape = shape_of(model)
-    rows = ROWS // choice.data // choice.num_microbatches
+    rows = ROWS // choice.num_replicas // choice.num_microbatches
     return Analysis(shape, rows, choice.tensor), AtRest(shape, OPTIMIZER, choice)
 
 
@@ -92,7 +93,7 @@ def predicted(model, choice):
 def compiled(model, choice):
     """The training step on real devices, its state packed, and its report."""
     shape = shape_of(model)
-    mesh = jaxpar.make_mesh(data=choice.data, stage=choice.stage, tensor=choice.tensor)
+    mesh = jaxpar.make_mesh(**choice.sizes)
     return compile_choice(shape, choice, mesh, OPTIMIZER, ROWS)
 
 
@@ -148,6 +149,21 @@ def test_bytes_at_rest_and_traffic_are_the_compiled_steps(
     assert at_rest.bytes["optimizer"] == on_device((state.opt_state, state.step, state.num_skipped))
     moved = {"data": 0, "stage": 0, "tensor": 0} | {"+".join(axes): n for axes, n in report.bytes_by_axes().items()}
     assert bytes_by_axis(step_traffic(choice, analysis, at_rest)) == moved, report.render()
+
+
+@pytest.mark.parametrize(
+    ("model", "stage", "zero"), [("gpt2", 1, 1), pytest.param("gpt2", 2, 3, marks=pytest.mark.slow)]
+)
+def test_groups_of_replicas_sum_the_shards_of_their_gradients(model, stage, zero):
+    choice = Choice(replica=2, data=4 // stage, stage=stage, num_microbatches=4, zero=zero)
+    analysis, at_rest = predicted(model, choice)
+    _, report = compiled(model, choice)
+    both = {"+".join(axes): n for axes, n in report.bytes_by_axes().items()}
+    found = bytes_by_axis(step_traffic(choice, analysis, at_rest))
+    assert both.pop("replica+data") < 64, "the weight of the batch is summed over both"
+    few = pytest.approx({axis: both.get(axis, 0) for axis in found}, abs=64)
+    assert found == few, report.render()
+    assert found["replica"] < 1.1 * at_rest.reduced_bytes
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from jaxpar.checkpoint.restore import check_arrays_match, check_config
 from jaxpar.commands.runs import read_curve
 from jaxpar.models import trained_linear
 from jaxpar.run.messages import say, stop
-from jaxpar.runtime.printable import printable, printable_lines
+from jaxpar.runtime.output import printable, printable_lines
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 

@@ -68,6 +68,7 @@ def test_each_launcher_is_understood(environ, place):
             "from 0 to one less than their count; got JAX_PROCESS_ID=4, JAX_NUM_PROCESSES=4",
         ),
         ({**OWN, "JAX_PROCESS_ID": "two"}, "JAX_PROCESS_ID must be a number; got 'two'"),
+        ({**SLURM, "SLURM_JOB_ID": "seven"}, "SLURM_JOB_ID must be a number; got 'seven'"),
         ({**OWN, "JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, "JAX_COORDINATOR_ADDRESS must be host:port; got '10.0.0.1'"),
         ({**OWN, "JAX_COORDINATOR_ADDRESS": "a:99999"}, "must be host:port; got 'a:99999'"),
         ({**OWN, "JAX_LOCAL_DEVICE_IDS": "a"}, "JAX_LOCAL_DEVICE_IDS must be numbers; got 'a'"),

@@ -1,17 +1,20 @@
 """The planner against published step times, with one set of assumptions: `published.py` and `data/published.json`."""
 
+import math
 import statistics
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
+from jaxpar.mesh import AXES
 from tests.support import published
 from tests.support.published import (
     PUBLISHED,
     ROWS,
     SECTION,
     SOURCES,
+    error,
     errors,
     machines_of,
     planned,
@@ -38,8 +41,8 @@ def test_there_are_enough_rows_and_each_names_its_source():
     for row in ROWS:
         assert {"source", "model", "gpu", "gpus", "batch", "microbatch", "unit", "value", "software"} <= set(row)
         assert row["source"] in SOURCES
-        assert row["data"] * row["stage"] * row["tensor"] == row["gpus"]
-        assert row["batch"] % (row["data"] * row["microbatch"]) == 0
+        assert math.prod(row.get(axis, 1) for axis in AXES) == row["gpus"]
+        assert row["batch"] % (row.get("replica", 1) * row["data"] * row["microbatch"]) == 0
 
 
 def test_no_row_has_assumptions_of_its_own():
@@ -69,6 +72,24 @@ def test_errors_stay_as_small_as_they_are():
     assert median < MEDIAN
     assert most < MOST
     assert largest < LARGEST
+
+
+@pytest.mark.slow
+def test_experts_are_planned_as_near():
+    found = [error(index) for index, row in enumerate(ROWS) if "experts" in row]
+    assert len(found) >= 7
+    median, _, largest = summary(found)
+    assert median < 0.08
+    assert largest < 0.2
+
+
+@pytest.mark.slow
+def test_long_sequences_cut_over_context_are_planned_as_near():
+    found = [error(index) for index, row in enumerate(ROWS) if row.get("context", 1) > 1]
+    assert len(found) >= 9
+    median, _, largest = summary(found)
+    assert median < 0.08
+    assert largest < 0.1
 
 
 def columns_of_qi():

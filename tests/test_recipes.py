@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxpar.commands import recipe as cli
-from jaxpar.commands.flag_names import flag_names
+from jaxpar.commands.cli import flag_names
 from jaxpar.run import Run
 from tests.support.oracle import assert_same
 from tests.support.waiting import WAIT_SECONDS, XLA_WAITS
@@ -111,7 +111,7 @@ def test_each_of_47_rows_counts_once_on_any_mesh(trained, mesh):
 def test_the_folder_of_a_run_holds_config_metrics_and_pictures(trained):
     folder = trained["data=8"]
     config = json.loads((folder / "config.json").read_text())
-    flags = {flag for names in flag_names(house_prices.Config).values() for flag in names}
+    flags = set(flag_names(house_prices.Config).values())
     names = {flag.removeprefix("--").partition(".")[0].replace("-", "_") for flag in flags}
     assert names | {"budget"} == set(config), "all of them, and whole groups of those with a prefix"
     resolved = {"mesh": {"data": 8, "stage": 1, "tensor": 1}, "batch_size": 47, "learning_rate": 0.321, "steps": 300}
@@ -387,7 +387,7 @@ def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
     assert "a CSV file must be UTF-8 text; got " in refused(capsys, tmp_path / "out", "--csv", str(table), *flags)
     missing = refused(capsys, tmp_path / "out", "--csv", str(tmp_path / "none.csv"), *flags)
     assert (
-        missing == f"a CSV must be a file; got {tmp_path / 'none.csv'}, which does not exist. Name one that is there."
+        missing == f"--csv must be a file; got {tmp_path / 'none.csv'}, which does not exist. Name one that is there."
     )
 
 

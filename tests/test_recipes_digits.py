@@ -154,6 +154,7 @@ def refused(capsys, out_dir, *flags):
             "--split data --mesh.tensor 2",
             "--split data leaves the tensor axis nothing to share out; got --mesh.tensor 2, whose devices would all do the",
         ),
+        ("--mesh.context 2", "splits sequences, which these rows are not; got --mesh.context 2. Use --mesh.context 1."),
         (
             "--mesh.data 16",
             "must be at most the number of devices; got --mesh.data 16, --mesh.stage 1, --mesh.tensor 1, which needs 16",

@@ -24,12 +24,13 @@ from jaxpar.data.text import Windows, load_text
 from jaxpar.metrics.exporters import PrometheusExporter
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params, init_params, stack_layers
-from jaxpar.run import language_data, language_model, optimizers
+from jaxpar.run import evaluation, language_data, language_model, optimizers
+from jaxpar.run.evaluation import Evaluation
 from jaxpar.run.folder import own_files
-from jaxpar.run.language_model import Evaluation, ModelFlags
+from jaxpar.run.language_model import ModelFlags
 from jaxpar.runtime.launch import free_port
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from tests.support import oracle
+from tests.support import doc_pages, oracle
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.real_runs import curve, read_lines
 from tests.support.waiting import WAIT_SECONDS
@@ -130,6 +131,19 @@ def test_layers_that_stages_do_not_divide_train_and_go_on_on_one_device(run, tmp
     assert_same(curve(tmp_path / "again"), one_device[FEW_STEPS // 2 :], within=1e-4)
 
 
+def test_a_run_with_split_sequences_goes_on_on_one_device_and_back(run, tmp_path, one_device):
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    half, late = str(FEW_STEPS // 2), str(FEW_STEPS * 3 // 4)
+    run(first, "--mesh.context", "4", "--mesh.stage", "2", "--checkpoint-every", half)
+    assert_same(curve(first), one_device, within=1e-4)
+    shutil.copytree(first / "checkpoints" / half, second / "checkpoints" / half)
+    run(second, "--resume", "--checkpoint-every", str(FEW_STEPS // 4))
+    assert_same(curve(second), one_device[FEW_STEPS // 2 :], within=1e-4)
+    shutil.copytree(second / "checkpoints" / late, third / "checkpoints" / late)
+    run(third, "--mesh.context", "4", "--mesh.data", "2", "--resume")
+    assert_same(curve(third), one_device[FEW_STEPS * 3 // 4 :], within=1e-4)
+
+
 def check_exported(out_dir):
     """--save-hf and `export` of the last checkpoint write one model, and that of half time is another."""
     for name, flags in (("exported", []), ("half", ["--step", str(FEW_STEPS // 2)])):
@@ -181,7 +195,7 @@ def test_the_folder_of_a_run_holds_config_metrics_pictures_and_a_sample(trained)
     assert "<svg" in (trained / "timeline.svg").read_text()
 
 
-def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path):
+def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path, capsys):
     flags = "--model", "moe-bytes", *IN_THREE_DIMENSIONS, "--schedule", "1f1b", "--metrics-port", str(free_port())
     exported = {}
     read = lambda url: urllib.request.urlopen(url, timeout=WAIT_SECONDS).read().decode()
@@ -190,6 +204,10 @@ def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path):
         keep = lambda own: exported.update(text=read(f"http://127.0.0.1:{own.port}/metrics")) or close(own)
         patch.setattr(PrometheusExporter, "close", keep)
         run(tmp_path, *flags)
+    [of_page] = [each for each in doc_pages.commands(doc_pages.ROOT / "docs/experts.md") if "moe-bytes" in each.words]
+    assert {"recipes/gpt.py", *IN_THREE_DIMENSIONS} <= set(of_page.words), "the page trains what is trained here"
+    [sizes] = re.findall("^moe-bytes: .*, tensor=2, ", of_page.quoted, re.MULTILINE)
+    assert f"\n{sizes}1f1b\n" in capsys.readouterr().out
     lines = read_lines(tmp_path)
     assert lines[-1]["test_loss"] < lines[7]["test_loss"] < np.log(256)
     for name, lowest in (("balance_loss", 0.9), ("expert_imbalance", 1.0), ("router_z_loss", 0.0)):
@@ -201,6 +219,51 @@ def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path):
     np.testing.assert_allclose(np.mean(found["loads"], 1), 1, atol=1e-3)
     assert 'id="chart-experts"><figure' in (tmp_path / "report.html").read_text()
     assert tmp_path / "expert_loads.json" in set(own_files(tmp_path)), "--overwrite deletes it"
+
+
+def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_path):
+    of_numbers = "--model", "moe-bytes", "--router-bias-rate", "0.01", "--learning-rate-schedule", "constant"
+    over_data = "--experts", "data", "--expert-buffer", "1.9", *IN_THREE_DIMENSIONS
+    run(tmp_path, *of_numbers, *over_data, "--steps", "8", "--checkpoint-every", "8")
+    run(tmp_path, *of_numbers, "--mesh.tensor", "8", "--expert-split", "expert_mlp", "--resume")
+    losses = [line["loss"] for line in read_lines(tmp_path)]
+    assert len(losses) == FEW_STEPS
+    assert losses[-1] < losses[8] < losses[0]
+    found = huggingface.export.open_run(tmp_path)
+    biases = np.asarray(found.params["layers"]["router"]["bias"][:])
+    assert found.config.router_bias
+    assert 0.01 < np.abs(biases).max() < 0.17
+    with pytest.raises(ValueError, match="must be a mixtral to be read or written; got router_bias=True"):
+        huggingface.write_model(tmp_path / "theirs", found.config, found.params)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"experts": "data"}, "--experts data is for a model with experts; got --model llama-bytes. Leave it out"),
+        ({"router_bias_rate": 0.1}, "--router-bias-rate is for a model with experts; got --model llama-bytes."),
+        (
+            {"model": "moe-bytes", "expert_buffer": 2.0},
+            "--expert-buffer applies to --experts data; got 2 with --experts",
+        ),
+        (
+            {"model": "moe-bytes", "router_bias_rate": -1.0},
+            "--router-bias-rate must be 0 or more; got -1. Choose 0.001",
+        ),
+    ],
+)
+def test_flags_of_experts_that_do_not_fit_are_refused(flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        language_model.check_model(ModelFlags(**flags), 16, needs_weights=False)
+
+
+def test_no_model_of_transformers_gets_biases_of_routers(run, tmp_path, capsys):
+    flags = "--model", "moe-bytes", "--router-bias-rate", "0.1", "--save-hf", str(tmp_path / "theirs")
+    with pytest.raises(SystemExit):
+        run(tmp_path / "run", *flags)
+    assert (
+        "a model of transformers has no biases of --router-bias-rate; got it with --save-hf" in capsys.readouterr().err
+    )
 
 
 def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(run, tmp_path, capsys):
@@ -280,7 +343,7 @@ def test_a_model_whose_scores_are_not_finite_ends_with_code_86_in_place_of_a_sam
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan), abstract_params(transformer.param_table(shape)))
     data = language_data.load_data(language_data.DataFlags(data=(text,)))
     with pytest.raises(SystemExit) as stop:
-        language_model.write_sample(gpt.Config.of(seq=8), ModelFlags(), shape, data, params)
+        evaluation.write_sample(gpt.Config.of(seq=8), ModelFlags(), shape, data, params)
     assert stop.value.code == 86
     assert "scores must be finite" in capsys.readouterr().err
 
@@ -371,6 +434,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
             "must be known and modelled, .*; got attn_pdrop=0.1, .*--ignore-config-keys attn_pdrop embd_pdrop resid_pdrop",
         ),
         (
+            ["--mesh.context", "4", "--seq", "20"],
+            "divisible by twice the context axis.*; got a sequence of 20, --mesh.context 4. Use a sequence of 24",
+        ),
+        (
             ["--ignore-config-keys", "attn_pdrop"],
             "of the config.json in --init-from; got attn_pdrop without a folder. Leave",
         ),
@@ -402,6 +469,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (["--temperature", "-1"], "--temperature must be 0 or more; got -1"),
         (["--prompt", ""], "--prompt must not be empty"),
+        (["--window", "0"], "window must be positive; got 0. Choose 1 or more"),
         (["--batch-size", "0"], "--batch-size must be from 1 to the number of rows to learn from; got 0"),
         (["--num-microbatches", "0"], "--num-microbatches must be at least 1; got 0"),
         (
@@ -429,7 +497,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
             ["--mesh.tensor", "2", "--sequence-parallel", "--seq", "15"],
             "must divide it; got --seq 15, --mesh.tensor 2. Choose --seq 16",
         ),
-        (["--data", "nowhere"], "must come from a file or a folder; got nowhere, which does not exist"),
+        (["--data", "nowhere"], "--data must be a file or a folder; got nowhere, which does not exist"),
         (["--schedule", "best"], "best"),
         (["--resume"], "--resume needs a checkpoint; got none"),
     ],

@@ -18,7 +18,7 @@ from jaxpar import huggingface
 from jaxpar.commands import recipe as cli
 from jaxpar.data.packing import IGNORED
 from jaxpar.models import transformer
-from jaxpar.run import Run, language_data, language_model
+from jaxpar.run import Run, evaluation, language_data
 from tests.support.gpt_data import SEQ, make_folder
 from tests.support.oracle import assert_same
 from tests.support.real_runs import curve, read_lines
@@ -143,7 +143,7 @@ def test_tokens_of_a_step_and_of_a_microbatch_are_rows():
         ('{"text": "a"}\n{"txt": "b"}', [], r'must have "text", .*; got the fields txt. .* It is in .*a.jsonl:2\.'),
         ('{"prompt": "a", "completion": "%s"}' % ("b " * 60), [], r"must fit in a row of seq \+ 1 tokens; got --seq 48 and 1"),
         ('{"text": "a"}', ["--data-weights", "1", "2"], "--data-weights must have one for each --data; got 2 for 1. Leave"),
-        ('{"text": "a"}', ["--tokenizer", "nowhere"], r"read from tokenizer.json; got none in nowhere"),
+        ('{"text": "a"}', ["--tokenizer", "nowhere"], "--tokenizer must be a folder with a tokenizer.json; got none in n"),
         ('{"text": "a"}', ["--long-examples", "shorten"], "shorten"),
         (
             '{"text": "a"}',
@@ -228,7 +228,7 @@ def test_the_sample_ends_where_the_model_ends_a_text(folder, tmp_path):
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [int(row[at]), 10**6]}))
     data = language_data.load_data(flags.data, source)
     assert data.ends == (row[at], 10**6, end), "a token outside the vocabulary ends nothing"
-    assert language_model.write_sample(flags, flags.recipe, shape, data, params) == data.tokenizer.decode(row[:at])
+    assert evaluation.write_sample(flags, flags.recipe, shape, data, params) == data.tokenizer.decode(row[:at])
     as_numbers = dataclasses.replace(data, tokenizer=None).decode(row, len(prompt))
     assert as_numbers.split() == [str(token) for token in row[:at]]
 

@@ -28,7 +28,7 @@ from jaxpar.data.text import load_text
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner import Choice, price
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.output import install_extra
 from jaxpar.runtime.process_env import read_process_env
 from jaxpar.schedule import make_schedule
 from tests.support import tiny

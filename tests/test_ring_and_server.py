@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec
 
 from jaxpar import collectives
 from jaxpar.inspect import inspect_step, line_bytes, link_bytes
+from tests.support.covering import covering
 from tests.support.one_axis import mesh_of, numbers, on_devices
 from tests.support.oracle import assert_same
 
-SIZES = [2, 3, 4, 5, 6, 7, 8]
+SIZES = [2, 3, 8, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5, 6, 7))]
 ARCHITECTURES = {
     "ring": partial(collectives.ring_all_reduce, axis="data"),
     "ring both ways": partial(collectives.ring_all_reduce, axis="data", bidirectional=True),
@@ -34,8 +35,10 @@ def check_against_native(name, size, check_vma=False):
     assert_same((y, back(cotangents)), (expected, native_back(cotangents)))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    covering([(2, "ring"), (2, "2 servers"), *((4, name) for name in ARCHITECTURES)], (2, 4, 8), ARCHITECTURES),
+)
 def test_architecture_and_its_gradient_are_the_native_ones(x64, name, size):
     check_against_native(name, size)
 

@@ -1,5 +1,6 @@
 """What a run prints where there is no terminal: its phase, step, loss, rate and the time left, as text and as JSON."""
 
+import contextlib
 import io
 import json
 import math
@@ -7,16 +8,14 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import gpt
 import house_prices
 import pytest
 
-from jaxpar import _first_line
+from jaxpar.__main__ import main
 from jaxpar.commands import recipe as cli
-from jaxpar.commands import train
-from jaxpar.commands.flag_names import flag_names
+from jaxpar.commands.cli import flag_names
 from jaxpar.metrics import exporters
 from jaxpar.metrics.log import MetricsLog
 from jaxpar.metrics.status import JsonStream, StatusLines, render_status
@@ -179,32 +178,6 @@ def test_a_recipe_off_a_terminal_prints_json_from_its_start_to_its_end(tmp_path,
     assert not messages.status_watchers()
 
 
-def before_jax(recipe, *flags, **env):
-    """Returns what a recipe prints before it imports JAX, which is not there."""
-    script = Path(__file__).parents[1] / "recipes" / f"{recipe}.py"
-    program = "import sys, runpy; sys.modules['jax'] = None; sys.path.insert(0, sys.argv[1]); sys.argv[:2] = []; "
-    program += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", program, str(script.parent), str(script), *flags]
-    done = subprocess.run(
-        command, env=os.environ | env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
-    )
-    assert "import of jax halted" in done.stderr, done.stderr
-    return done.stderr.partition("Traceback")[0]
-
-
-@pytest.mark.parametrize("recipe", [name.replace("-", "_") for name in train.RECIPES])
-def test_a_recipe_prints_its_first_line_before_it_imports_jax(recipe):
-    assert before_jax(recipe, JAXPAR_LOG_SECONDS="15") == "[0 s] starting\n"
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [("--log-seconds", "0"), ("--log_seconds=0",), ("--help",), ("--log-seconds", "x"), ("--predict", "1650", "3")],
-)
-def test_no_first_line_is_printed_where_none_is_asked_for(flags):
-    assert before_jax("house_prices", *flags, JAXPAR_LOG_SECONDS="15") == ""
-
-
 def test_a_prediction_is_all_that_is_printed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(house_prices, "describe_prediction", lambda *_: "a price")
     monkeypatch.setenv("JAXPAR_LOG_SECONDS", "15")
@@ -212,77 +185,22 @@ def test_a_prediction_is_all_that_is_printed(tmp_path, capsys, monkeypatch):
     assert tuple(capsys.readouterr()) == ("a price\n", "")
 
 
-def test_the_first_line_is_of_json_like_the_others():
-    line = json.loads(before_jax("house_prices", "--log-json", JAXPAR_LOG_SECONDS="15"))
+def test_the_first_line_is_of_json_like_the_others(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAXPAR_LOG_SECONDS", "900")
+    cli.run(house_prices.main, house_prices.Config, ["--log-json", "--dry-run", "--out-dir", str(tmp_path)])
+    line = json.loads(capsys.readouterr().err.splitlines()[0])
     assert list(line) == ["time", "level", "phase", "elapsed_seconds", "phase_seconds"]
+    assert line["phase"] == "starting"
     assert line["time"].endswith("Z")
 
 
-def test_the_first_line_is_printed_once_and_times_count_from_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("JAXPAR_LOG_SECONDS", "15")
-    monkeypatch.setattr(sys, "argv", ["house_prices.py"])
-    _first_line.say([])
-    flags = house_prices.Config.of(out_dir=tmp_path)
-    with messages.status_lines(flags):
-        (lines,) = messages.status_watchers()
-        lines._say(lines.values())
-    assert capsys.readouterr().err == "[0 s] starting\n" * 2, "one before JAX is imported, one by this test"
-    assert _first_line.when_said() is None
-
-
-def test_an_installed_recipe_prints_it_before_the_recipe_is_imported(monkeypatch, capsys):
-    def refuse(script):
-        assert capsys.readouterr().err == "[0 s] starting\n"
-        raise ImportError(script)
-
+@pytest.mark.parametrize("words", [("train",), ("train", "gpt", "--help"), ("train", "nothing")])
+def test_no_first_line_is_printed_without_a_run(words, capsys, monkeypatch):
     monkeypatch.setenv("JAXPAR_LOG_SECONDS", "15")
     monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", sys.path)
-    monkeypatch.setattr(train, "load", refuse)
-    with pytest.raises(ImportError, match="house_prices"):
-        train.main(["house-prices"])
-    _first_line.when_said()
-
-
-def command_before_jax(folder, *words, script=None):
-    """Returns what a command prints before it imports JAX, in whose place is a package that cannot be imported."""
-    (folder / "jax").mkdir()
-    (folder / "jax" / "__init__.py").write_text("raise ImportError('no jax here')")
-    if script is not None:
-        own = "import sys\nfrom jaxpar.__main__ import main\nsys.exit(main())\n"
-        (folder / script).write_text(own if script == "jaxpar" else "import jaxpar\njaxpar.make_mesh()\n")
-    program = ["-m", "jaxpar"] if script is None else [str(folder / script)]
-    env = {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parents[1])]), "JAXPAR_LOG_SECONDS": "15"}
-    done = subprocess.run(
-        [sys.executable, *program, *words],
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        check=False,
-    )
-    return done.stdout + done.stderr.partition("Traceback")[0]
-
-
-@pytest.mark.parametrize("script", [None, "jaxpar"], ids=["module", "script"])
-@pytest.mark.parametrize("recipe", ["gpt", "house-prices"])
-def test_the_command_prints_its_first_line_before_it_imports_jax(tmp_path, recipe, script):
-    assert command_before_jax(tmp_path, "train", recipe, "--steps", "3", script=script).startswith("[0 s] starting\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "script"),
-    [
-        (("train",), None),
-        (("train", "--help"), None),
-        (("train", "gpt", "--help"), None),
-        (("train", "nothing"), "jaxpar"),
-        (("plan", "--model", "gpt2"), "jaxpar"),
-        (("train", "gpt"), "mine"),  # a program of the user's own that imports jaxpar
-    ],
-)
-def test_other_commands_and_programs_print_no_first_line(tmp_path, words, script):
-    assert "starting" not in command_before_jax(tmp_path, *words, script=script)
+    with contextlib.suppress(SystemExit):
+        main(list(words))
+    assert "starting" not in capsys.readouterr().err
 
 
 def test_the_command_prints_its_first_line_once(tmp_path):
@@ -383,12 +301,17 @@ def test_a_flag_that_a_recipe_lacks_is_not_suggested(given, capsys):
     assert f"{given}: " not in refusal(capsys, house_prices, given, "3")
 
 
+@pytest.mark.parametrize("flags", [("--dtype", "bfloat"), ("--dtype=bfloat",)])
+def test_a_choice_that_there_is_not_is_answered_with_the_nearest(flags, capsys):
+    assert refusal(capsys, gpt, *flags).endswith("--dtype: did you mean bfloat16?\n")
+
+
 def test_a_value_is_not_taken_for_a_flag(capsys):
     assert "lr: " not in refusal(capsys, gpt, "--out-dir", "lr", "--nothing")
 
 
 def test_suggestions_name_flags_that_recipes_have():
-    own = {flag for flags in flag_names(gpt.Config).values() for flag in flags}
+    own = set(flag_names(gpt.Config).values())
     assert set(cli.OTHER_NAMES) <= own
     assert {flag for flag, _ in cli.ADVICE.values()} <= own
     others = [other for names in (*cli.OTHER_NAMES.values(), *cli.ADVICE) for other in names.split()]

@@ -162,6 +162,9 @@ def test_targets_are_the_tokens_that_come_next_and_windows_do_not_overlap():
     assert rows["tokens"].dtype == np.int32
     assert len(np.unique(rows["tokens"])) == rows["tokens"].size
     np.testing.assert_array_equal(rows["tokens"][12], np.arange(100, 104), "windows do not reach from part to part")
+    assert (
+        windows.describe() == "19 rows of 4 tokens, one after another: a document that a row cuts goes on in the next"
+    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 7, 19])

@@ -108,9 +108,9 @@ def test_data_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"a\0b")
     with pytest.raises(ValueError, match=r"text must have no zero bytes; got some in .*b.txt"):
         tokenise([tmp_path / "b.txt"], WordTokenizer(), tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"data must have an example to learn from; got none in .*c.jsonl"):
+    with pytest.raises(ValueError, match=r"data files must have an example to learn from; got none in .*c.jsonl"):
         tokenise([write_lines(tmp_path / "c.jsonl", "")], WordTokenizer(), tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"data must come from plain files; got /dev/zero, which is none\."):
+    with pytest.raises(ValueError, match=r"data files must come from plain files; got /dev/zero, which is none\."):
         tokenise([*map(type(tmp_path), ["/dev/zero"])], WordTokenizer(), tmp_path / "cache")
     file = write_lines(tmp_path / "d.jsonl", {"messages": [{"role": "assistant", "content": "a"}]})
     with pytest.raises(

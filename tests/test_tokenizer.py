@@ -196,7 +196,7 @@ def test_messages_with_the_marks_of_answers_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda f: (f / "tokenizer.json").unlink(), r"read from tokenizer.json; got none in .*save_pretrained"),
+        (lambda f: (f / "tokenizer.json").unlink(), r"a folder with a tokenizer.json; got none in .*save_pretrained"),
         (lambda f: (f / "tokenizer.json").write_text("{}"), r"must be a tokenizer of the tokenizers library; got .*again"),
         (lambda f: (f / "tokenizer_config.json").write_text("[]"), "JSON of a model must be an object; got a list"),
         (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "<s>"}'), r"must be a token of .*; got '<s>' in"),

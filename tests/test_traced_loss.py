@@ -44,9 +44,10 @@ RUNS = {
 }
 
 
-def mean_of(model, loss, params, batch):
-    """The loss of one device."""
-    return jnp.divide(*loss(model.apply(params, batch), batch))
+@partial(jax.jit, static_argnums=(0, 1))
+def reference(model, loss, params, batch):
+    """The loss and gradients of one device."""
+    return jax.value_and_grad(lambda params: jnp.divide(*loss(model.apply(params, batch), batch)))(params)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -55,7 +56,7 @@ def test_a_backward_pass_that_clips_cotangents_gives_the_gradients_of_one_device
     mesh, params, batch = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor), tiny.make_params(3), batch_of(3)
     value_and_grad = jaxpar.value_and_grad(CLIPPING, tiny.loss, mesh, **settings)
     got = value_and_grad(tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
-    want = jax.jit(jax.value_and_grad(partial(mean_of, CLIPPING, tiny.loss)))(params, batch)
+    want = reference(CLIPPING, tiny.loss, params, batch)
     assert_same(got, want)
     assert distance(want[1], tiny.reference(params, batch)[1]) > 0.1, "the bound must clip, or nothing is tested"
 
@@ -81,14 +82,14 @@ def loss_of_carried(outputs, batch):
 def test_a_weight_may_travel_through_the_model(x64, model):
     mesh, params, batch = jaxpar.make_mesh(data=2), tiny.make_params(1), batch_of(1)
     value_and_grad = jaxpar.value_and_grad(model, loss_of_carried, mesh, num_microbatches=2)
-    want = jax.value_and_grad(partial(mean_of, CARRYING, loss_of_carried))(params, batch)
+    want = reference(CARRYING, loss_of_carried, params, batch)
     assert_same(value_and_grad(params, batch), want)
 
 
 def test_a_weight_travels_through_a_pipeline_of_packed_layers(x64):
     mesh, params, batch = jaxpar.make_mesh(stage=2), tiny.make_params(1), batch_of(1)
     value_and_grad = jaxpar.value_and_grad(CARRYING, loss_of_carried, mesh, num_microbatches=4)
-    want = jax.value_and_grad(partial(mean_of, CARRYING, loss_of_carried))(params, batch)
+    want = reference(CARRYING, loss_of_carried, params, batch)
     assert_same(value_and_grad(params, batch), want)
 
 
@@ -166,7 +167,7 @@ def test_a_total_weight_that_16_bits_cannot_hold_leaves_the_gradients_right(run,
     assert jax.tree.map(lambda g: g.dtype, grads) == jax.tree.map(lambda p: p.dtype, params), (
         "gradients are like params"
     )
-    want = jax.value_and_grad(partial(mean_of, tiny.MODEL, loss))(wide(params), wide(batch))
+    want = reference(tiny.MODEL, loss, wide(params), wide(batch))
     within = 0.1 if dtype == jnp.bfloat16 else 0.02
     assert_same(wide((value, grads)), wide(jaxpar.fetch(want)), within=within)
 
@@ -214,9 +215,9 @@ def test_no_step_reduces_in_16_bits(mesh, zero, settings):
     found = list(reductions(jax.make_jaxpr(step)(params, batch).jaxpr))
     assert len(found) > 2, "gradients are reduced"
     assert {dtype.itemsize for dtype, _ in found} == {4}, found
-    value, grads = step(params, batch)  # XLA's CPU backend aborts the process on a reduction in 16 bits
-    text = jax.jit(step).lower(params, batch).compile().as_text()
-    assert not re.search(r"= \(?(bf16|f16)\[[^=]*(all-reduce|reduce-scatter)(-start)?\(", text)
+    compiled = jax.jit(step).lower(params, batch).compile()
+    value, grads = compiled(params, batch)  # XLA's CPU backend aborts the process on a reduction in 16 bits
+    assert not re.search(r"= \(?(bf16|f16)\[[^=]*(all-reduce|reduce-scatter)(-start)?\(", compiled.as_text())
     assert np.isfinite(np.float32(value)), grads
 
 

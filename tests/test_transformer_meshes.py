@@ -59,10 +59,10 @@ def check_parity(family, mesh_sizes, *, constrain=None, num_microbatches=2, sche
     [
         ("gpt2", (8, 1, 1), None),
         ("bloom", (2, 1, 4), sequence_parallel),
-        ("llama-tied", (1, 1, 4), None),
+        pytest.param("llama-tied", (1, 1, 4), None, marks=pytest.mark.slow),
         ("llama", (2, 2, 2), None),
         ("gpt2", (1, 2, 4), sequence_parallel),
-        ("bloom", (2, 4, 1), None),
+        pytest.param("bloom", (2, 4, 1), None, marks=pytest.mark.slow),
     ],
 )
 def test_loss_and_gradients_equal_one_device_in_float64(x64, family, mesh_sizes, constrain):

@@ -28,7 +28,7 @@ ELEMENTWISE = frozenset({
 # fmt: on
 
 # Operations that move elements and compute no products or sums of them.
-_MOVES = ELEMENTWISE | {"concatenate", "dynamic_slice", "pad", "split"}
+MOVES = ELEMENTWISE | {"concatenate", "dynamic_slice", "pad", "rev", "split"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Graph:
             if not reached.isdisjoint(node.outputs):
                 if node.name == "transpose":
                     return True
-                reached.update(node.inputs if node.name in _MOVES else ())
+                reached.update(node.inputs if node.name in MOVES else ())
         return False
 
     def needed(self, targets: Iterable[int], available: Collection[int], effects: Collection[Node] = ()) -> list[Node]:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from jaxpar._compat import constraint_of
-from jaxpar.backward.graph import ELEMENTWISE, Graph, Node
+from jaxpar._compat import constraint_of, with_inner
+from jaxpar.backward.graph import ELEMENTWISE, MOVES, Graph, Node
+from jaxpar.context_parallel import CONTEXT
 
 _SOURCE, _SINK = 0, 1
 
@@ -33,7 +34,7 @@ def cheapest_to_store(
         among: Values that are available now but not later.
         free: Values that are available both now and later.
         num_bytes: The bytes of a value on a device, where they are not those of the whole array.
-        gathers: Whether a sharding constraint, which may gather, counts as an elementwise operation.
+        gathers: Whether what may gather counts as an elementwise operation: a sharding constraint, and ``gather_sequence``.
     """
     sizes = {value: (num_bytes or graph.num_bytes)(value) for value in among}
     unit = max(1, sum(sizes.values()) >> 24)  # SciPy's maximum flow takes capacities in int32
@@ -44,10 +45,14 @@ def cheapest_to_store(
     exit_ = {value: vertex + 1 for value, vertex in entry.items()}
     edges = {(entry[value], exit_[value]): price[value] for value in among}
     edges |= {(exit_[value], _SINK): infinite for value in needed if value in exit_}
-    recomputable = set()
+    recomputable, gathered = set(), set()
     for node in graph.nodes:
         inputs = [i for i in node.inputs if i not in free and i not in graph.constants]
-        if _is_recomputable(node, gathers) and all(i in entry for i in (*inputs, *node.outputs)):
+        if _gathers_sequence(node) or (node.name in MOVES and not gathered.isdisjoint(node.inputs)):
+            gathered.update(node.outputs)
+        is_gathered = gathers and not gathered.isdisjoint(node.outputs)
+        may_repeat = is_gathered or _is_recomputable(node, entry, gathers)
+        if may_repeat and all(i in entry for i in (*inputs, *node.outputs)):
             recomputable.update(node.outputs)
             edges |= {(exit_[i], entry[o]): infinite for i in inputs for o in node.outputs}
     edges |= {(_SOURCE, entry[value]): infinite for value in among if value not in recomputable}
@@ -55,13 +60,28 @@ def cheapest_to_store(
     return {value for value in among if entry[value] not in later and exit_[value] in later}
 
 
-def _is_recomputable(node: Node, gathers: bool) -> bool:
-    """Whether the outputs of an operation may be recomputed: elementwise ones, and with ``gathers`` sharding constraints.
+def _is_recomputable(node: Node, among: Collection[int], gathers: bool) -> bool:
+    """Whether the outputs of an operation may be recomputed: elementwise ones, lookups, and with ``gathers`` constraints.
 
-    With sequence parallelism a device then stores only its shard of an activation, and the backward pass gathers it again
+    A lookup in activations moves as many bytes as it returns: the rows of experts are then stored once a token, and not once an
+    expert of it. One in params, whose rows may be sharded, is not repeated.
+
+    With sequence parallelism a device stores only its shard of an activation, and the backward pass gathers it again
     (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
     """
-    return node.name in ELEMENTWISE or (gathers and constraint_of(node.equation) is not None)
+    is_lookup = node.name == "gather" and node.inputs[0] in among
+    return node.name in ELEMENTWISE or is_lookup or (gathers and constraint_of(node.equation) is not None)
+
+
+def _gathers_sequence(node: Node) -> bool:
+    """Whether a node gathers over ``context`` and does nothing else, also on each shard over ``tensor``.
+
+    A device then stores its own keys and values alone, and gathers those of all others again in the backward pass.
+    """
+    own = [equation for equation in with_inner(node.equation) if equation.primitive.name != "shard_map"]
+    return bool(own) and all(
+        equation.primitive.name == "all_gather" and CONTEXT in equation.params["axis_name"] for equation in own
+    )
 
 
 def peak_bytes(graph: Graph, nodes: Sequence[Node], inputs: Sequence[int], outputs: Sequence[int]) -> int:

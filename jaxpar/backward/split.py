@@ -28,7 +28,7 @@ from jaxtyping import PyTree
 from jaxpar.backward.graph import Graph, Node, trace
 from jaxpar.backward.min_cut import cheapest_to_store
 from jaxpar.backward.partition import ParamShards
-from jaxpar.dtypes import float_indices, merge
+from jaxpar.dtypes import float_indices, is_float, merge
 from jaxpar.trainable import trained_indices
 
 Arrays = Sequence[Any]
@@ -230,7 +230,9 @@ def _choose_stored(layer: TracedLayer, parts: _Parts, num_bytes: Callable[[int],
     w_nodes = graph.needed(dp, parts.of_params | parts.forward | b_values, parts.effects_w)
 
     cotangents_w = _read(w_nodes, dp) & b_values
-    free = parts.of_params | (_read(w_nodes, dp) & parts.forward)
+    # W may look up rows where B does: integers that B reads are stored in any case.
+    integers = {i for i in _read(b_nodes, dx) & parts.forward if not is_float(graph.avals[i])}
+    free = parts.of_params | (_read(w_nodes, dp) & parts.forward) | integers
     # W does not gather again what B has gathered: that would add to the traffic of one device's backward pass.
     cotangents_w = cheapest_to_store(graph, cotangents_w, b_values, free, num_bytes, gathers=False)
     w_nodes = graph.needed(dp, parts.of_params | parts.forward | cotangents_w, parts.effects_w)

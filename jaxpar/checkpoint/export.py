@@ -19,8 +19,7 @@ from jaxpar.checkpoint.folder import fsync
 from jaxpar.layered_model import is_layered
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import exchange
-from jaxpar.runtime.extras import needing_extra
-from jaxpar.runtime.files import write_atomically
+from jaxpar.runtime.output import needing_extra, write_atomically
 from jaxpar.sharding import fetch, path_string
 
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxpar.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, read_manifest
-from jaxpar.runtime.printable import printable
+from jaxpar.fields import arg
+from jaxpar.runtime.output import printable
 
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 SET_ASIDE = re.compile(r"(0|[1-9][0-9]*)\.(bad|abandoned)(-[0-9]+)?")
@@ -44,9 +45,13 @@ class Keep:
 
     def __post_init__(self) -> None:
         if self.last < 1:
-            raise ValueError(f"keep must be at least 1; got {self.last}. Give the number of checkpoints to keep.")
+            raise ValueError(
+                f"{arg('keep')} must be at least 1; got {self.last}. Give the number of checkpoints to keep."
+            )
         if self.every < 0:
-            raise ValueError(f"keep_every must be 0 or more; got {self.every}. Give a number of steps, or 0 for none.")
+            raise ValueError(
+                f"{arg('keep_every')} must be 0 or more; got {self.every}. Give a number of steps, or 0 for none."
+            )
 
     def choose(self, manifests: Sequence[Manifest]) -> set[int]:
         """Returns the steps to keep."""

@@ -15,6 +15,7 @@ from jaxpar.checkpoint.restore import (
     BadCheckpointError,
     check_arrays_match,
     check_config,
+    load,
     newest_first,
     newest_whole,
     plain_json,
@@ -34,7 +35,7 @@ from jaxpar.parallel import Parallel, accepts_settings
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import check_agreement, exchange
 from jaxpar.runtime.lease import HeldError, Lease
-from jaxpar.runtime.printable import printable_lines, tell
+from jaxpar.runtime.output import printable_lines, tell
 from jaxpar.sharding import fetch
 from jaxpar.train import TrainState
 
@@ -201,10 +202,6 @@ class CheckpointManager(Saver):
         """Returns the newest committed step; None if there is none."""
         return max(self.steps(), default=None)
 
-    def latest_verified(self) -> int | None:
-        """Returns the newest step whose files are all as they were saved; None if there is none. Every process must call it."""
-        return next((step for step in reversed(self._folder.numbered()) if not self.verify(step)), None)
-
     def manifest(self, step: int) -> Manifest:
         """Returns the manifest of a checkpoint.
 
@@ -261,15 +258,19 @@ class CheckpointManager(Saver):
             raise FileNotFoundError(
                 f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to."
             )
-        candidates = newest_first(saved, step, "restoring")
         wanted = as_numbers(target)
         canonical = target_in_canonical_order(wanted, self.mesh)
 
-        def fits(manifest: Manifest) -> TrainState:
+        def read(manifest: Manifest) -> tuple[TrainState, list[str]]:
             where = f"step {manifest.step} in {self.directory}"
             check_config(config, manifest.config, where, allow)
-            return check_arrays_match(manifest.arrays, canonical, where, cast=cast)
+            stored = check_arrays_match(manifest.arrays, canonical, where, cast=cast)
+            return load(self._folder, manifest, stored, self.mesh)
 
-        state = newest_whole(self._folder, candidates, self.mesh, fits, self._pass_over)
+        remedy, candidates = (
+            "Restore a backup, or start a run in another folder.",
+            newest_first(saved, step, "restoring"),
+        )
+        state = newest_whole(self._folder, candidates, read, self._pass_over, action="restoring", remedy=remedy)
         self._resume_from(int(fetch(state.step)))
         return as_keys(from_canonical(state, wanted), target)

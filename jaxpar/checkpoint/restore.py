@@ -8,7 +8,7 @@ import json
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,13 @@ from jaxpar.checkpoint import orbax_tree
 from jaxpar.checkpoint.folder import Folder, damaged, differences, share
 from jaxpar.checkpoint.manifest import FILE_NAME, ArrayRecord, Manifest
 from jaxpar.checkpoint.state import check_arrays
+from jaxpar.fields import arg
 from jaxpar.params import is_spec
 from jaxpar.runtime.coordination import exchange
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import printable
 from jaxpar.sharding import path_string
 
+Result = TypeVar("Result")
 MOST_NAMED = 5  # problems of one step in a message
 PARAMS = "params/"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -57,7 +59,7 @@ def newest_first(saved: Sequence[int], step: int | None, action: str) -> list[in
         return sorted(saved, reverse=True)
     if step not in saved:
         raise ValueError(
-            f"{action} needs a saved step; got step={step}, saved {', '.join(map(str, saved))}. Choose one of these."
+            f"{action} needs a saved step; got {arg(step=step)}, saved {', '.join(map(str, saved))}. Choose one of these."
         )
     return [step]
 
@@ -65,41 +67,42 @@ def newest_first(saved: Sequence[int], step: int | None, action: str) -> list[in
 def newest_whole(
     folder: Folder,
     candidates: Sequence[int],
-    mesh: Mesh,
-    fits: Callable[[Manifest], PyTree],
-    passed_over: Callable[[int, str], None],
-) -> PyTree:
-    """Returns the state of the first intact step; every process must call it.
+    read: Callable[[Manifest], tuple[Result, list[str]]],
+    passed_over: Callable[[int, str], None] = lambda step, problem: None,
+    *,
+    action: str,
+    remedy: str,
+) -> Result:
+    """Returns what is read of the first intact step; every process must call it.
 
     Args:
         folder: The folder of the checkpoints.
         candidates: The steps to try, in order.
-        mesh: The mesh to restore to.
-        fits: Returns ShapeDtypeStructs of the arrays to read from a step, or raises if the step is of another run.
+        read: Returns what a step holds, and its problems; or raises if the step is of another run.
         passed_over: Called with each step that is not intact, and the reason.
+        action: What is done, for the message.
+        remedy: What to do where no step is intact.
 
     Raises:
         BadCheckpointError: No step is intact.
     """
     wrong = []
     for step in candidates:
-        problems = verify(folder, step)
-        if not problems:
-            manifest = folder.look(step)
-            assert isinstance(manifest, Manifest), manifest
-            state, problems = _load(folder, manifest, fits(manifest), mesh)
+        problems, manifest = verify(folder, step), folder.look(step)
+        if not problems and isinstance(manifest, Manifest):
+            found, problems = read(manifest)
             if not problems:
-                return state
+                return found
         shown = "; ".join(problems[:MOST_NAMED]) + ("; ..." if len(problems) > MOST_NAMED else "")
         passed_over(step, shown)
         wrong.append(f"step {step}: {shown}")
     raise BadCheckpointError(
-        f"restoring needs an intact checkpoint; got {len(wrong)} in {folder.path}, none of which is: "
-        f"{' | '.join(wrong)}. Restore a backup, or start a run in another folder."
+        f"{action} needs an intact checkpoint; got {len(wrong)} in {folder.path}, none of which is: "
+        f"{' | '.join(wrong)}. {remedy}"
     )
 
 
-def _load(folder: Folder, manifest: Manifest, abstract: PyTree, mesh: Mesh) -> tuple[PyTree, list[str]]:
+def load(folder: Folder, manifest: Manifest, abstract: PyTree, mesh: Mesh) -> tuple[PyTree, list[str]]:
     """Returns a step's state and its problems: its arrays must have the checksums that they were saved with."""
     state, problem = None, None
     try:
@@ -221,20 +224,17 @@ def open_stored_params(
             f"a run's model is read from its checkpoints; got none in {directory}. Train it with --checkpoint-every 100, say, "
             f"which also saves the last step{otherwise}."
         )
-    wrong = []
-    for each in newest_first(saved, step, "reading params"):
-        problems, manifest = verify(folder, each), folder.look(each)
-        if not problems and isinstance(manifest, Manifest):
-            arrays = {path: record for path, record in manifest.arrays.items() if path.startswith(PARAMS)}
-            at = folder.of(each)
-            return {
-                path.removeprefix(PARAMS): StoredArray(at, path, record) for path, record in arrays.items()
-            }, manifest
-        wrong.append(f"step {each}: {'; '.join(problems[:3])}")
-    raise BadCheckpointError(
-        f"reading params needs an intact checkpoint; got {len(wrong)} in {directory}, none of which is: "
-        f"{' | '.join(wrong)}. Restore a backup."
-    )
+
+    def read(manifest: Manifest) -> tuple[tuple[dict[str, StoredArray], Manifest], list[str]]:
+        arrays = {path: record for path, record in manifest.arrays.items() if path.startswith(PARAMS)}
+        at = folder.of(manifest.step)
+        return (
+            {path.removeprefix(PARAMS): StoredArray(at, path, record) for path, record in arrays.items()},
+            manifest,
+        ), []
+
+    action = "reading params"
+    return newest_whole(folder, newest_first(saved, step, action), read, action=action, remedy="Restore a backup.")
 
 
 def as_tree(stored: Mapping[str, Any], table: PyTree) -> PyTree:

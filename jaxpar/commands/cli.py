@@ -3,6 +3,7 @@
 Text fits the terminal's width, or 100 columns where there is no terminal. tyro is imported by the first command that has flags.
 """
 
+import dataclasses
 import inspect
 import io
 import json
@@ -14,16 +15,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
+from jaxpar.fields import given_by
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.printable import printable_lines, tell
+from jaxpar.runtime.output import printable_lines, tell
 
 Result = TypeVar("Result")
 MAX_FILE_BYTES = 16 * 2**20  # far more than the list of plans for the largest cluster
 MAX_DEPTH, MAX_VALUES = 64, 200_000  # of JSON and YAML
 LEAST_WIDTH = 40
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# What messages of the library name, by the flags that give it, where the two have other names.
+OTHER_NAMES = {
+    "gpu": "compile_for",
+    "num_nodes": "nodes",
+    "devices_per_node": "gpus_per_node",
+    "num_hidden": "hidden_layers",
+    "compute": "compute_efficiency",
+    "network": "network_efficiency",
+    "path": "out",
+    "data files": "data",
+    "a CSV": "csv",
+    "a tokenizer": "tokenizer",
+}
 
 
 def call(function: Callable[..., Result], args: Sequence[str], command: str, *, example: str = "") -> Result:
@@ -39,17 +54,48 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str, *, 
     """
     import tyro
 
-    from jaxpar.commands.flag_names import errors_in_flags
-
     about = wrapped((inspect.getdoc(function) or "").partition("\n\nArgs:")[0])
     config = (tyro.conf.FlagCreatePairsOff,)
     asks_for_help = {"-h", "--help"} & set(args)
     with (
         wrapped_usage() if asks_for_help else nullcontext(),
-        errors_in_flags(function),
+        given_by(flag_names(function)),
         with_example(args, f"{command} {example}" if example else ""),
     ):
         return tyro.cli(function, args=args, prog=f"{program()} {command}", description=about, config=config)
+
+
+def flag_names(flags: Callable[..., Any]) -> dict[str, str]:
+    """Returns the flag that tyro makes of each name, of two an axis of the mesh; none for positional arguments.
+
+    Args:
+        flags: A function, whose parameters are flags, or a dataclass, whose fields are.
+    """
+    found, of_mesh = {}, {}
+    for name, flag, _ in list_flags(flags):
+        (of_mesh if flag.startswith("--mesh.") else found)[name] = flag
+    for other, name in OTHER_NAMES.items():
+        if name in found and found.pop(other, None) is None:  # else a message may mean either
+            found[other] = found[name]
+    return found | of_mesh
+
+
+def list_flags(of: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yields the name, the flag and the type of each parameter of a function, or field of a dataclass, that is a flag."""
+    import tyro
+
+    hints = get_type_hints(of, include_extras=True)
+    is_class = dataclasses.is_dataclass(of)
+    for name in [field.name for field in dataclasses.fields(of)] if is_class else inspect.signature(of).parameters:
+        kind, *more = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+        named = next((each.name for each in more if getattr(each, "name", None) is not None), None)
+        part = name.rstrip("_").replace("_", "-") if named is None else named
+        if dataclasses.is_dataclass(kind):
+            is_flat = part == "" or tyro.conf.OmitArgPrefixes in more
+            if is_flat or part == "mesh":  # the checks of other groups name their flags themselves
+                yield from list_flags(kind, prefix if is_flat else f"{part}.")  # pyright: ignore[reportArgumentType]
+        elif tyro.conf.Positional not in more:
+            yield name.rstrip("_"), f"--{prefix}{part}", kind
 
 
 def call_with_checkpoint(

@@ -3,7 +3,6 @@
 It shows only the environment variables that are listed here, none of which is a secret.
 """
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from jaxpar.commands.cli import call
 from jaxpar.runtime.distributed import GPU_FLAGS
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import printable, version_of
 
 PACKAGES = (
     "jaxpar", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
@@ -54,31 +53,29 @@ def report(environment: Mapping[str, str]) -> str:
     Args:
         environment: The environment variables to read.
     """
+    import jax
+
+    try:
+        backend, (devices, local) = jax.default_backend(), _devices()
+    except RuntimeError as error:  # a driver that is too old, a GPU in use
+        backend, devices, local = "none", [f"none: {error}"], 0
     sections = {
         "versions": _versions(),
         "machine": _machine(),
-        "devices": _devices(),
+        "devices": devices + _driver(),
         "collectives": _collectives(),
         "set": [f"{name}={printable(environment[name])}" for name in SETTINGS if name in environment]
         or ["none of the relevant variables"],
-        "to look at": advice(environment, *_backend()) or ["nothing"],
+        "to look at": advice(environment, backend, local) or ["nothing"],
         "disk": _disk(),
         "cluster": _cluster(environment),
     }
     return "\n".join(f"{name}\n" + "\n".join(f"  {line}" for line in lines) for name, lines in sections.items())
 
 
-def _version(package: str) -> str | None:
-    """Returns the version of an installed package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _versions() -> list[str]:
-    found = [f"{package} {version}" for package in PACKAGES if (version := _version(package))]
-    if _version("jaxpar") is None:
+    found = [f"{package} {version}" for package in PACKAGES if (version := version_of(package))]
+    if version_of("jaxpar") is None:
         import jaxpar
 
         found.insert(0, f"jaxpar {jaxpar.__version__} (not installed: run from its folder)")
@@ -102,19 +99,17 @@ def _machine() -> list[str]:
     return lines
 
 
-def _devices() -> list[str]:
+def _devices() -> tuple[list[str], int]:
+    """Returns lines about the devices, and the number of those in this process."""
     import jax
 
-    try:
-        local = jax.local_devices()
-    except RuntimeError as error:  # a driver that is too old, a GPU in use
-        return [f"none: {error}", *_driver()]
+    local = jax.local_devices()
     kinds = ", ".join(sorted({device.device_kind for device in local}))
     lines = [f"backend {jax.default_backend()}: {len(local)} of {jax.device_count()} devices are here, each a {kinds}"]
     lines.append(f"process {jax.process_index()} of {jax.process_count()}")
     limits = {(device.memory_stats() or {}).get("bytes_limit", 0) for device in local} - {0}
     lines += [f"memory that JAX may use on a device: {limit / GIB:.1f} GiB" for limit in sorted(limits)]
-    return lines + _driver()
+    return lines, len(local)
 
 
 def _driver() -> list[str]:
@@ -131,21 +126,11 @@ def _collectives() -> list[str]:
     import jax
 
     cpu = getattr(jax.config, "jax_cpu_collectives_implementation", "unknown")
-    nccl = [p for p in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if _version(p)]
+    nccl = [p for p in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if version_of(p)]
     return [
         f"between processes on CPUs: {cpu}",
         f"between GPUs: NCCL of {', '.join(nccl)}" if nccl else "between GPUs: no NCCL package found",
     ]
-
-
-def _backend() -> tuple[str, int]:
-    """Returns the backend and the number of its devices in this process."""
-    import jax
-
-    try:
-        return jax.default_backend(), jax.local_device_count()
-    except RuntimeError:
-        return "none", 0
 
 
 def advice(environment: Mapping[str, str], backend: str, num_devices: int) -> list[str]:

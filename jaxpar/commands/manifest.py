@@ -2,21 +2,21 @@
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
+from tyro.conf import OmitArgPrefixes
 
-from jaxpar.commands.cli import check_size, parse_json, program, read_file, wrapped
-from jaxpar.commands.flag_names import errors_in_flags
+from jaxpar.commands.cli import check_size, flag_names, parse_json, program, read_file, wrapped
+from jaxpar.fields import given_by
 from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.flags import OF_SERVICE, first_plan, lost_results, plan_flags, slow_network, unused_flags
-from jaxpar.jobs.job import AXES, JobSettings, is_recipe
+from jaxpar.jobs.job import AXES, CommonSettings, JobSettings, KubernetesSettings, SlurmSettings, is_recipe
 from jaxpar.jobs.service import ServiceSettings
-from jaxpar.runtime.extras import needing_extra
 from jaxpar.runtime.launch import split_command
-from jaxpar.runtime.printable import printable, printable_lines, tell
+from jaxpar.runtime.output import needing_extra, printable, printable_lines, tell
 
 MAX_YAML_LETTERS = 2**20  # Kubernetes accepts no more, and parsing is slow
 
@@ -39,24 +39,36 @@ class Mesh:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(JobSettings):
+class Flags:
     """The options.
 
     Attributes:
         kind: A Kubernetes JobSet, a Kubeflow TrainJob, or a SLURM batch script; the PodMonitor that finds its --metrics-port;
             or a Deployment and a Service of `jaxpar serve`.
-        service: The pods of --kind service.
         plan: The output of `python -m jaxpar plan --json`, whose first plan is used; - for standard input.
         check: A manifest to check, instead of printing one.
         schema: The API's schema, as JSON, to check against.
+        mesh: The mesh, if no plan is given.
+        job: What every cluster is told.
+        kubernetes: What Kubernetes is told.
+        slurm: What SLURM is told.
+        service: The pods of --kind service.
     """
 
     kind: Literal["jobset", "trainjob", "sbatch", "podmonitor", "service"] = "jobset"
-    service: ServiceSettings = field(default_factory=ServiceSettings)
     plan: Path | None = None
-    mesh: Mesh = field(default_factory=Mesh)
     check: Path | None = None
     schema: Path | None = None
+    mesh: Mesh = Mesh()
+    job: OmitArgPrefixes[CommonSettings] = field(default_factory=CommonSettings)
+    kubernetes: OmitArgPrefixes[KubernetesSettings] = field(default_factory=KubernetesSettings)
+    slurm: OmitArgPrefixes[SlurmSettings] = field(default_factory=SlurmSettings)
+    service: ServiceSettings = field(default_factory=ServiceSettings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of a job, by name."""
+        return vars(self.job) | vars(self.kubernetes) | vars(self.slurm)
 
 
 def main(args: Sequence[str]) -> None:
@@ -75,7 +87,7 @@ def main(args: Sequence[str]) -> None:
         description=wrapped((inspect.getdoc(main) or "").partition("\n\nArgs:")[0]),
         config=(tyro.conf.UseAppendAction,),
     )
-    with errors_in_flags(Flags):
+    with given_by(flag_names(Flags)):
         _print(flags, command)
 
 
@@ -91,7 +103,7 @@ def _print(flags: Flags, command: tuple[str, ...]) -> None:
         return
     if flags.kind == "podmonitor":
         # All flags of the job are taken, and checked if the command is there; its name and port alone are needed.
-        _write([to_podmonitor(make_job(flags, command) if command else flags)], schema)
+        _write([to_podmonitor(make_job(flags, command) if command else JobSettings(**flags.settings))], schema)
         return
     job = make_job(flags, command)
     if flags.kind == "sbatch":
@@ -108,8 +120,9 @@ def _write(manifests: Sequence[dict[str, Any]], schema: Any) -> None:
 
 
 def _given(flags: Flags) -> list[str]:
-    defaults = Flags()
-    return [each.name for each in fields(flags) if getattr(flags, each.name) != getattr(defaults, each.name)]
+    values = lambda flags: flags.settings | {name: getattr(flags, name) for name in ("service", "mesh", "plan")}
+    defaults = values(Flags())
+    return [name for name, value in values(flags).items() if value != defaults[name]]
 
 
 def _tell(remarks: Sequence[str]) -> None:
@@ -119,9 +132,8 @@ def _tell(remarks: Sequence[str]) -> None:
 
 def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
     """Returns the job that the flags describe, with the mesh and the settings of the plan if one is given."""
-    shared = {f.name: getattr(flags, f.name) for f in fields(JobSettings)}
     if flags.plan is None:
-        return Job(command=command, **{axis: getattr(flags.mesh, axis) for axis in AXES}, **shared)
+        return Job(command=command, **vars(flags.mesh), **flags.settings)
     if flags.mesh != Mesh():
         raise ValueError(f"a plan has its own mesh; got --plan {flags.plan} and --mesh too. Leave one out.")
     plan = first_plan(parse_json(read_file(flags.plan, "--plan"), "--plan"))
@@ -134,16 +146,13 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
     return Job(
         command=(*command, *plan_flags(plan, command)) if of_recipe else command,
         **{axis: getattr(plan, axis) for axis in AXES},
-        **shared,
+        **flags.settings,
     )
 
 
 def make_serving(flags: Flags, command: tuple[str, ...]) -> Serving:
     """Returns the Deployment and Service that the flags describe."""
-    shared = {name: getattr(flags, name) for name in OF_SERVICE}
-    return Serving(
-        command=command, **shared, **{f.name: getattr(flags.service, f.name) for f in fields(ServiceSettings)}
-    )
+    return Serving(command=command, **{name: flags.settings[name] for name in OF_SERVICE}, **vars(flags.service))
 
 
 def read_yaml(text: str, flag: str) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from jaxpar.commands.cli import call, make_folder
+from jaxpar.fields import arg
 from jaxpar.inspect.text import bytes_text
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ class PlanFlags:
         gpu: a100-40gb, a100-80gb, a100-80gb-jeanzay, h100, h200 or b200.
         batch_size: Rows per step, over all replicas; by default 4 million tokens.
         seq: Tokens per row; by default the model's longest.
-        data: Fixes the number of replicas.
+        replica: Fixes the number of groups of replicas, inside which ZeRO shards.
+        data: Fixes the number of replicas of a group.
+        context: Fixes the number of parts of each sequence.
         stage: Fixes the number of pipeline stages.
         tensor: Fixes the number of shards of each weight.
         schedule: Fixes the schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v.
@@ -40,12 +43,14 @@ class PlanFlags:
         num_chunks: Fixes the number of chunks per stage.
         zero: Fixes the ZeRO level.
         remat: Fixes what is recomputed: complete layers (yes), attention scores (dots) or no matrix product (no).
+        experts: Fixes the axis over which the experts of layers are.
         executor: Rank by lock-step time (spmd) or by free-running time (mpmd).
         top: Number of plans to print.
         compute_efficiency: Fraction of the peak FLOPs that a layer reaches; by default each kernel's time is told by its shape.
         network_efficiency: Fraction of a link's bandwidth that collectives reach.
         memory_headroom: Fraction of a GPU's memory that a plan leaves free, since CUDA, NCCL and fragmentation take it.
         attention: Attention by XLA, which stores scores, or by a fused kernel, which does not (flash).
+        sequence_parallel: Shard activations between pairs of splits over tensor, as the recipes' --sequence-parallel.
         lora_rank: Trains factors of this rank beside the weights of layers and nothing else, as the recipes' --lora-rank.
         compile_: Number of the best plans to compile for these GPUs, which need not be there; plans that do not fit by the
             compiler's account are dropped. It needs the extra gpu-compile, and about a minute for each.
@@ -60,7 +65,9 @@ class PlanFlags:
     gpu: str = "h100"
     batch_size: int | None = None
     seq: int | None = None
+    replica: int | None = None
     data: int | None = None
+    context: int | None = None
     stage: int | None = None
     tensor: int | None = None
     schedule: str | None = None
@@ -68,12 +75,14 @@ class PlanFlags:
     num_chunks: int | None = None
     zero: int | None = None
     remat: Literal["yes", "no", "dots"] | None = None
+    experts: Literal["tensor", "data"] | None = None
     executor: Literal["spmd", "mpmd"] = "spmd"
     top: int = 10
     compute_efficiency: float | None = None
     network_efficiency: float = 0.7
     memory_headroom: float = 0.1
     attention: Literal["xla", "flash"] = "xla"
+    sequence_parallel: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     lora_rank: int | None = None
     compile_: Annotated[int, tyro.conf.arg(name="compile")] = 0
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
@@ -94,8 +103,8 @@ def plan(flags: Annotated[PlanFlags, tyro.conf.arg(name="")]) -> None:
         make_folder(flags.out_dir)
     if flags.report is not None:
         make_folder(flags.report.absolute().parent, "--report's folder")
-    lora, attention = _lora(flags.lora_rank), _attention(flags.attention)
-    shape = transformer_shape(flags.model, seq=flags.seq, lora=lora, **attention)
+    given = {"seq": flags.seq, "lora": _lora(flags.lora_rank), "sequence_parallel": flags.sequence_parallel}
+    shape = transformer_shape(flags.model, **given, **_attention(flags.attention))
     machines = cluster(flags.gpu, flags.nodes, flags.gpus_per_node)
     plans, compiled = _search(flags, shape, machines)
     for path in (flags.report, flags.out_dir and flags.out_dir / "report.html"):
@@ -130,7 +139,9 @@ def _search(flags: PlanFlags, shape: "ModelShape", machines: "Cluster") -> "tupl
     """Returns the plans that fit, the best first, and the bytes of those that were compiled."""
     from jaxpar.planner import Assumptions
     from jaxpar.planner import plan as search
+    from jaxpar.planner.plans import SETTINGS
 
+    remat = {None: None, "yes": True, "no": False}.get(flags.remat, flags.remat)
     plans = search(
         shape,
         machines,
@@ -139,22 +150,16 @@ def _search(flags: PlanFlags, shape: "ModelShape", machines: "Cluster") -> "tupl
         assumed=Assumptions(flags.compute_efficiency, flags.network_efficiency),
         memory_headroom=flags.memory_headroom,
         top=flags.top,
-        data=flags.data,
-        stage=flags.stage,
-        tensor=flags.tensor,
-        schedule=flags.schedule,
-        num_microbatches=flags.num_microbatches,
-        num_chunks=flags.num_chunks,
-        zero=flags.zero,
-        remat={None: None, "yes": True, "no": False}.get(flags.remat, flags.remat),
+        **{name: getattr(flags, name) for name in SETTINGS} | {"remat": remat},
     )
     compiled = _compile(plans[: flags.compile_], shape, machines) if flags.compile_ else {}
     limit = machines.memory_bytes * (1 - flags.memory_headroom)
     best, plans = plans[0], [each for each in plans if compiled.get(each.choice, 0) <= limit]
     if not plans:
         raise ValueError(
-            f"a plan must fit the memory of a {flags.gpu} by the compiler's account too; got {best.choice.axes()}, which needs "
-            f"{compiled[best.choice] / 2**30:.1f} GiB, and no better one. Choose more --nodes, another --gpu, or --remat yes."
+            f"a plan must fit the memory of a {flags.gpu} by the compiler's account too; got {arg(**best.choice.sizes)}, "
+            f"which needs {compiled[best.choice] / 2**30:.1f} GiB, and no better one. Choose more --nodes, another --gpu, or "
+            "--remat yes."
         )
     return plans, compiled
 
@@ -162,7 +167,7 @@ def _search(flags: PlanFlags, shape: "ModelShape", machines: "Cluster") -> "tupl
 def _json(flags: PlanFlags, plans: "Sequence[Plan]", shape: "ModelShape", compiled: "Mapping[Choice, int]") -> str:
     # Presets are planned for bfloat16.
     run = {"model": flags.model, "batch_size": _rows(plans, shape), "seq": shape.tokens_per_row, "dtype": "bfloat16"}
-    run |= {} if flags.lora_rank is None else {"lora_rank": flags.lora_rank}
+    run |= {name: getattr(flags, name) for name in ("lora_rank", "sequence_parallel") if getattr(flags, name)}
     sizes = [compiled.get(each.choice) for each in plans]
     figures = [{} if size is None else {"compiled_memory_bytes": size} for size in sizes]
     return json.dumps([run | each.as_json() | more for each, more in zip(plans, figures, strict=True)], indent=1)
@@ -189,7 +194,7 @@ def _print(flags: PlanFlags, plans: "Sequence[Plan]", shape: "ModelShape", machi
 
 def _attention(kernel: str) -> dict[str, Any]:
     """Returns the change of a preset for planning with a kernel."""
-    from jaxpar.planner.kernels import planned_attention
+    from jaxpar.planner.fused import planned_attention
 
     return {"attention": planned_attention} if kernel == "flash" else {}
 
@@ -207,7 +212,7 @@ def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster") 
     import optax
 
     from jaxpar.compile_only import compile_only_devices
-    from jaxpar.mesh import make_mesh
+    from jaxpar.mesh import AXES, make_mesh
     from jaxpar.planner.compiled import compile_choice
 
     gpu = machines.name.removesuffix("-jeanzay")
@@ -215,8 +220,8 @@ def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster") 
     found = {}
     for plan in plans:
         began, choice = time.perf_counter(), plan.choice
-        mesh = make_mesh(data=choice.data, stage=choice.stage, tensor=choice.tensor, devices=devices)
-        _, report = compile_choice(shape, choice, mesh, optax.adam(1e-4), _rows(plans, shape))
+        mesh = make_mesh(devices=devices, **{axis: getattr(choice, axis) for axis in AXES})
+        _, report = compile_choice(shape.placed(choice.experts), choice, mesh, optax.adam(1e-4), _rows(plans, shape))
         found[choice] = report.memory.total_bytes
         fits = "" if found[choice] <= machines.memory_bytes else f": more than a {gpu} has, dropped"
         print(
@@ -240,8 +245,7 @@ def _draw(plans: "Sequence[Plan]", machines: "Cluster", out_dir: Path, model: st
     from jaxpar.plot import plot_memory, plot_placement, plot_step_time
 
     best = plans[0]
-    axes = {"data": best.choice.data, "stage": best.choice.stage, "tensor": best.choice.tensor}
-    plot_placement(axes, machines.devices_per_node, path=out_dir / "placement.svg", title=model)
+    plot_placement(best.choice.sizes, machines.devices_per_node, path=out_dir / "placement.svg", title=model)
     plot_memory(
         best.bytes_by_stage, machines.memory_bytes, path=out_dir / "memory.svg", title=f"{model}, {best.choice.axes()}"
     )

@@ -20,8 +20,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import jax
 import tyro
@@ -29,9 +30,9 @@ from tyro.conf import OmitArgPrefixes
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, has_steps
-from jaxpar.commands.cli import wrapped
-from jaxpar.commands.flag_names import flag_names, in_flags
+from jaxpar.commands.cli import flag_names, list_flags, wrapped
 from jaxpar.compile_only import start_on_cpu
+from jaxpar.fields import given_by
 from jaxpar.run.flags import (
     CheckpointFlags,
     CommonFlags,
@@ -47,8 +48,8 @@ from jaxpar.run.run import is_restarted
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import released_at_end
+from jaxpar.runtime.output import tell
 from jaxpar.runtime.preemption import StopSignals
-from jaxpar.runtime.printable import tell
 from jaxpar.runtime.process_env import read_process_env
 from jaxpar.runtime.watchdog import Budgets
 
@@ -61,6 +62,7 @@ OTHER_NAMES = {
     "--num-microbatches": "--microbatches --gradient-accumulation-steps --grad-accum",
     "--seq": "--seq-len --seq-length --block-size --max-seq-length --context-length",
     "--mesh.replica": "--data-parallel-replicate-degree --num-distributed-optimizer-instances --dcn-data-parallelism",
+    "--mesh.context": "--cp --context-parallel --context-parallel-size --context-parallel-degree",
     "--mesh.data": "--dp --data-parallel --data-parallel-size --data-parallel-shard-degree --replicas",
     "--mesh.stage": "--pp --pipe --pipeline --pipeline-parallel-size --pipeline-parallel-degree "
     "--pipeline-model-parallel-size --stages",
@@ -132,7 +134,7 @@ def run(
     about: Any = {"prog": program, "description": _about(main, program), "config": config_of_help}
     with _end_with_reader(), _other_names(sys.argv[1:] if args is None else args, config):
         flags = tyro.cli(config, args=args, **about)
-    with status_lines(flags):
+    with status_lines(flags), given_by(flag_names(config)):
         _run(main, flags)
 
 
@@ -157,11 +159,16 @@ def _other_names(args: Sequence[str], config: type) -> Iterator[None]:
         yield
     except SystemExit as end:
         if end.code == ExitCode.BAD_CONFIG:
-            own = {flag for flags in flag_names(config).values() for flag in flags}
-            for name in (word.split("=")[0] for word in args if word.startswith("--")):
-                for flag, text in _meant(name.replace("_", "-")):
+            own = {flag: get_args(kind) for _, flag, kind in list_flags(config)}
+            for word, after in zip(args, [*args[1:], ""], strict=True):
+                name, _, value = word.partition("=")
+                for flag, text in _meant(name.replace("_", "-")) if word.startswith("--") else ():
                     if flag in own:
                         tell(f"{name}: {text}")
+                choices = [each for each in own.get(name, ()) if isinstance(each, str)]
+                near = get_close_matches(value or after, choices, 1)
+                if near and near[0] != (value or after):
+                    tell(f"{name}: did you mean {near[0]}?")
         raise
 
 
@@ -190,7 +197,7 @@ def _run(main: Callable[[Flags], None], flags: Flags) -> None:
         with released_at_end(), stop_signals(flags):
             main(flags)
     except ConfigError as error:
-        stop(ExitCode.BAD_CONFIG, in_flags(str(error), flag_names(type(flags))))
+        stop(ExitCode.BAD_CONFIG, str(error))
     except BadCheckpointError as error:
         stop(ExitCode.BAD_DATA, str(error))
     except OSError as error:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from jaxpar.commands.cli import call, call_with_checkpoint, make_folder, program, with_example, wrapped
-from jaxpar.runtime.extras import needing_extra
 from jaxpar.runtime.host_names import allowed_hosts
-from jaxpar.runtime.printable import printable, printable_lines, tell
+from jaxpar.runtime.output import needing_extra, printable, printable_lines, tell
 
 if TYPE_CHECKING:
     from jaxpar.plot.charts import Curve
@@ -209,22 +208,17 @@ def read_curve(run: Path, metric: str) -> "Curve":
     Raises:
         ValueError: The file or the metric does not exist.
     """
-    from jaxpar.metrics.log import read_metrics
+    from jaxpar.metrics.log import figures_of, read_metrics
 
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not path.is_file():
         raise ValueError(
             f"a run must be a folder with a metrics.jsonl; got {run}, which has none. Name a recipe's --out-dir."
         )
-    try:
+    with figures_of(path):
         found = read_metrics(path)
         lines = [line for line in found if metric in line]
         curve = [int(line["step"]) for line in lines], [float(line[metric]) for line in lines]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"a metrics.jsonl must hold a line a step, each an object of numbers; got {path}, which does not "
-            f"({type(error).__name__}). Name one that a recipe has written."
-        ) from error
     if not lines:
         columns = sorted({printable(name) for line in found for name in line} - {"step"})
         raise ValueError(f"--metric must be in {path}; got {metric!r}. It has {', '.join(columns) or 'no lines yet'}.")

@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
-from jaxpar import _first_line
 from jaxpar.commands.cli import named, program
 
 RECIPES = ("gpt", "house-prices", "digits", "all-reduce", "bloom")
@@ -30,7 +29,6 @@ def main(args: Sequence[str]) -> None:
     script = path_of(name)
     called = f"{program()} train {name}"
     sys.argv = [str(script), *rest]
-    _first_line.say(rest)
     module = load(script)
     from jaxpar.commands import recipe  # with tyro, which only a recipe needs
 
@@ -47,7 +45,14 @@ def path_of(name: str) -> Path:
         near = get_close_matches(name.replace("_", "-").removesuffix(".py"), RECIPES, 1)
         meant = f"Did you mean {near[0]}?" if near else "Choose one of these."
         raise ValueError(f"the recipe must be one of {', '.join(RECIPES)}; got {name!r}. {meant}")
-    return _first_line.recipes() / f"{name.replace('-', '_')}.py"
+    return recipes() / f"{name.replace('-', '_')}.py"
+
+
+def recipes() -> Path:
+    """Returns the folder of the recipes: inside an installed package, or beside the package in a checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.parent / "recipes"
 
 
 def load(script: Path) -> ModuleType:
@@ -64,7 +69,7 @@ def load(script: Path) -> ModuleType:
 def usage() -> str:
     """Returns the list of recipes, each with the first sentence of its docstring."""
     listed = named({name: _about(path_of(name)) for name in RECIPES})
-    return f"usage: {program()} train <recipe> [--help] ...\n\n{listed}\n\nscripts: {_first_line.recipes()}"
+    return f"usage: {program()} train <recipe> [--help] ...\n\n{listed}\n\nscripts: {recipes()}"
 
 
 def _about(script: Path) -> str:

@@ -1,8 +1,9 @@
 """Training data: rows in an order determined by a seed, and text as tokens.
 
 `batches.py` determines the rows of a step, also of a mixture of sources. They come from `text.py` (windows of one long text;
-tokenizers), from `packing.py` (documents packed into rows) or from `records.py` (rows read from disk by number). `corpus.py`
-gives documents: examples (`examples.py`) of files (`readers.py`), as tokens that are stored once.
+tokenizers), from `packing.py` (documents packed into rows), from `records.py` (rows read from disk by number) or from
+`recall.py` (rows made for a test of the far past). `corpus.py` gives documents: examples (`examples.py`) of files
+(`readers.py`), as tokens that are stored once.
 
 `csv_columns.py` reads columns of numbers, `digits.py` the handwritten digits of scikit-learn.
 """

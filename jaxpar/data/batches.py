@@ -9,9 +9,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from jaxpar.fields import arg
 
 WEIGHT = "weight"
 MOST_PERMUTED = 2**24  # more rows than these are permuted by a cipher, which needs no table of all rows
@@ -23,7 +25,7 @@ def num_batches(num_rows: int, batch_size: int) -> int:
     """Returns the number of batches in an epoch; the last one may be short."""
     if not 1 <= batch_size <= num_rows:
         raise ValueError(
-            f"batch_size must be from 1 to the number of rows; got batch_size={batch_size}, {num_rows} rows. "
+            f"{arg('batch_size')} must be from 1 to the number of rows; got {arg(batch_size=batch_size)}, {num_rows} rows. "
             f"Choose {min(max(batch_size, 1), num_rows)}, or give more data."
         )
     return -(-num_rows // batch_size)
@@ -114,9 +116,12 @@ class RowSource(ABC):
     def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the columns of these rows, of any number of them."""
 
-    @abstractmethod
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027, rows without tokens have none to check
         """Raises ValueError if a token is outside the model's vocabulary, as far as that can be known before training."""
+
+    def describe(self) -> str:
+        """Returns a line about the rows, and what becomes of a document longer than one; "" if there is nothing to say."""
+        return ""
 
     def rows(self, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING) -> np.ndarray:
         """Returns the numbers of the rows of a step, in a form that ``take`` understands."""
@@ -171,28 +176,27 @@ def locate(ends: np.ndarray, index: int) -> tuple[int, int]:
     return part, index - (int(ends[part - 1]) if part else 0)
 
 
-def take_batch(
-    data: Mapping[str, np.ndarray],
-    batch_size: int,
-    *,
-    seed: int,
-    step: int,
-    multiple: int = 1,
-    origin: Origin = BEGINNING,
-) -> dict[str, np.ndarray]:
-    """Returns the batch of ``step`` with a column "weight", padded to one shape for all steps.
+class Columns(RowSource):
+    """Rows in memory.
 
     Args:
         data: Columns with a common leading dim, the rows.
-        batch_size: Rows per step.
-        seed: The seed of the order of rows.
-        step: Counted from 0 over all epochs.
-        multiple: Rows are padded to a multiple of this: the data axis times the number of microbatches.
-        origin: Where ``batch_size`` starts to apply.
     """
-    num_rows = len(next(iter(data.values())))
-    rows = batch_rows(num_rows, batch_size, seed=seed, step=step, origin=origin)
-    return pad_rows({name: column[rows] for name, column in data.items()}, round_up(batch_size, multiple))
+
+    def __init__(self, data: Mapping[str, np.ndarray]) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(next(iter(self._data.values())))
+
+    def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the columns of these rows."""
+        return {name: column[rows] for name, column in self._data.items()}
+
+
+def take_batch(data: Mapping[str, np.ndarray], batch_size: int, **where: Any) -> dict[str, np.ndarray]:
+    """Returns the batch of a step, of columns with a common leading dim; takes the arguments of ``RowSource.batch``."""
+    return Columns(data).batch(batch_size, **where)
 
 
 def pad_rows(batch: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:

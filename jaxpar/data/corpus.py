@@ -17,7 +17,6 @@ it, and others on the machine wait for it; without file locks each makes its own
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -34,12 +33,13 @@ from jaxpar.data.examples import Examples, Passage, place_text
 from jaxpar.data.packing import Documents
 from jaxpar.data.readers import SNIFFED, is_records
 from jaxpar.data.text import Tokenizer, check_test_fraction, is_held_out
-from jaxpar.runtime.printable import printable
+from jaxpar.fields import arg
+from jaxpar.runtime.output import printable
 
 FORMAT = "jaxpar tokens 1"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
-PASSAGES_AT_ONCE = 1000
+PASSAGES_AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**23  # that are tokenised at once, whichever is fewer
 BLOCK_BYTES = 2**22
 
 
@@ -165,7 +165,8 @@ def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:
     for file in files:
         if not file.is_file():
             raise ValueError(
-                f"data must come from plain files; got {printable(str(file))}, which is none. Copy it to a file first."
+                f"{arg('data files')} must come from plain files; got {printable(str(file))}, which is none. Copy it to a "
+                "file first."
             )
         with file.open("rb") as content:
             form = " examples" if file.suffix in SNIFFED and is_records(file) else ""  # else text
@@ -214,7 +215,9 @@ def _write(part: Path, examples: Examples, tokenizer: Tokenizer, digest: str) ->
         (part / LEARNED).unlink()
     if len(documents) == 0:
         names = ", ".join(printable(str(file)) for file in examples.files[:3])
-        raise ValueError(f"data must have an example to learn from; got none in {names}. Name other files.")
+        raise ValueError(
+            f"{arg('data files')} must have an example to learn from; got none in {names}. Name other files."
+        )
     np.save(part / DOCUMENTS, documents)
     names = [name for name in (TOKENS, LEARNED, DOCUMENTS) if (part / name).exists()]
     manifest = {
@@ -248,8 +251,14 @@ def _write_tokens(
 
 
 def _in_batches(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
-    passages = iter(passages)
-    while batch := list(itertools.islice(passages, PASSAGES_AT_ONCE)):
+    batch, characters = [], 0
+    for passage in passages:
+        batch.append(passage)
+        characters += len(passage.text)
+        if len(batch) == PASSAGES_AT_ONCE or characters >= CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
         yield batch
 
 

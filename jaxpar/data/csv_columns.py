@@ -9,6 +9,8 @@ from typing import TextIO
 
 import numpy as np
 
+from jaxpar.fields import arg
+
 MOST_NAMED = 20  # columns in a message
 MOST_LETTERS = 60  # of a name or a cell in a message
 MOST_IN_A_LINE = 2**20
@@ -35,8 +37,8 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     if not path.is_file():
         raise ValueError(
-            f"a CSV must be a file; got {path}, {'a folder' if path.is_dir() else 'which does not exist'}. Name one that is "
-            "there."
+            f"{arg('a CSV')} must be a file; got {path}, {'a folder' if path.is_dir() else 'which does not exist'}. Name one "
+            "that is there."
         )
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader("\n" if line.startswith("#") else line for line in _short_lines(file, path))

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from jaxpar.runtime.extras import install_extra
+from jaxpar.runtime.output import install_extra
 
 NUM_PIXELS, NUM_CLASSES = 64, 10
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jaxpar import fields
 from jaxpar.data.readers import as_learned, is_of_lines, is_records, kind_of, read_records
 from jaxpar.data.text import Tokenizer
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import printable
 
 TEXT_BLOCK = 2**20  # characters of a text file that are tokenised at once, up to the end of a line
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxpar.data.batches import RowSource, check_vocabulary
+from jaxpar.fields import arg
 
 IGNORED = -100  # the label that jaxpar.losses.softmax_cross_entropy ignores
 
@@ -87,7 +88,7 @@ class PackedRows(RowSource):
 
     def __init__(self, documents: Documents, seq: int, *, vocab_size: int) -> None:
         if seq < 1:
-            raise ValueError(f"seq must be positive; got {seq}. Choose 1 or more.")
+            raise ValueError(f"{arg('seq')} must be positive; got {seq}. Choose 1 or more.")
         self._documents, self._seq, self._vocab_size = documents, seq, vocab_size
         starts, counts = _pieces(documents, seq)
         if len(starts) == 0:
@@ -129,6 +130,15 @@ class PackedRows(RowSource):
     def check(self) -> None:
         """Raises ValueError if a token is outside the model's vocabulary. Reads every token, one block at a time."""
         check_vocabulary([self._documents.tokens], self._vocab_size)
+
+    def describe(self) -> str:
+        """Returns how full the rows are, and how many documents were cut to fit into them."""
+        filled = self._counts.sum() / (len(self) * self._seq)
+        line = f"{len(self._documents):,} documents in {len(self):,} rows of {self._seq:,} tokens, {filled:.1%} filled"
+        cut = int((self._documents.ends - self._documents.starts > self._seq + 1).sum())
+        return line + (
+            f"; {cut:,} are longer than a row and cut into pieces, each read without those before it" if cut else ""
+        )
 
 
 def empty_rows(num_rows: int, seq: int) -> dict[str, np.ndarray]:
@@ -195,7 +205,7 @@ def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, 
     """
     if long_examples not in ("refuse", "drop", "cut"):
         raise ValueError(
-            f'long_examples must be "refuse", "drop" or "cut"; got {long_examples!r}. Choose one of these.'
+            f'{arg("long_examples")} must be "refuse", "drop" or "cut"; got {long_examples!r}. Choose one of these.'
         )
     if documents.learned is None or long_examples == "cut":
         return documents, 0
@@ -209,6 +219,7 @@ def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, 
     first, longest = int(too_long[0]), int(sizes.max())
     place = f" in {documents.place(first)}" if documents.place(first) else ""
     raise ValueError(
-        f"an example with a prompt must fit in a row of seq + 1 tokens; got seq={seq} and {len(too_long)} longer examples, the "
-        f"first of {int(sizes[0])} tokens{place}. Choose --seq {longest - 1}, or --long-examples drop to leave them out."
+        f"an example with a prompt must fit in a row of seq + 1 tokens; got {arg(seq=seq)} and {len(too_long)} longer "
+        f"examples, the first of {int(sizes[0])} tokens{place}. Choose --seq {longest - 1}, or --long-examples drop to leave "
+        "them out."
     )

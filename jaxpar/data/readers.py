@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jaxpar import fields
-from jaxpar.runtime.extras import needing_extra
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import needing_extra, printable
 
 KINDS = (("text",), ("prompt", "completion"), ("messages",))
 OTHER_KINDS = (("instruction", "output"), ("conversations",))  # looked for where there is none of the above

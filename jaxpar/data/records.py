@@ -12,6 +12,7 @@ access (``grain.sources``). Of a Parquet file the row group of a row is read, so
 process reads the rows that it is asked for and no others.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,8 @@ import numpy as np
 from jaxpar.data.batches import RowSource, check_vocabulary, locate
 from jaxpar.data.packing import IGNORED, empty_rows
 from jaxpar.data.readers import import_parquet, is_records, open_array_record, parse_json, read_records
-from jaxpar.runtime.printable import printable
+from jaxpar.fields import arg
+from jaxpar.runtime.output import printable
 
 NUM_CHECKED = 64  # records that are read before a run begins
 ROW_GROUP = 64  # rows of a group that write_rows writes
@@ -93,8 +95,9 @@ class RecordRows(RowSource):
         least, most = (1, self._seq) if last == "targets" else (2, self._seq + 1)
         if not least <= len(columns[0]) <= most or len({len(column) for column in columns}) > 1:
             raise ValueError(
-                f"a record of seq={self._seq} must have from {least} to {most} input_ids, and as many {last} and segment_ids; "
-                f"got {', '.join(str(len(column)) for column in columns)}. Choose another --seq, or write the records again."
+                f"a record of {arg(seq=self._seq)} must have from {least} to {most} input_ids, and as many {last} and "
+                f"segment_ids; got {', '.join(str(len(column)) for column in columns)}. Choose another --seq, or write the "
+                "records again."
             )
         check_vocabulary([columns[0], columns[1][columns[1] != IGNORED]], self._vocab_size)
         if last == "targets":
@@ -135,6 +138,12 @@ def open_records(files: Sequence[Path]) -> "Records":
         ValueError: A file is damaged or of another format.
     """
     return Records([_open(file) for file in files])
+
+
+def digest_of_records(records: "Records", files: Sequence[Path]) -> str:
+    """Returns a digest of the number of records, the first and the last of them, and the sizes of the files."""
+    told = [len(records), records[0], records[len(records) - 1], [file.stat().st_size for file in files]]
+    return f"sha256 {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"
 
 
 def _open(file: Path) -> RandomAccess:

@@ -23,7 +23,8 @@ import numpy as np
 
 from jaxpar.data.batches import BLOCK, RowSource, check_vocabulary, locate
 from jaxpar.data.readers import find_files
-from jaxpar.runtime.printable import printable
+from jaxpar.fields import arg
+from jaxpar.runtime.output import printable
 
 BYTES = 256
 CHECKED_TOKENS = 2**20  # at each end of a part
@@ -93,7 +94,9 @@ def load_text(path: Path | None = None, *, test_fraction: float = 0.1) -> Text:
 def check_test_fraction(test_fraction: float) -> None:
     """Raises ValueError unless a share of the text can be held out."""
     if not 0 < test_fraction < 1:
-        raise ValueError(f"test_fraction must be between 0 and 1; got {test_fraction:g}. Choose one such as 0.1.")
+        raise ValueError(
+            f"{arg('test_fraction')} must be between 0 and 1; got {test_fraction:g}. Choose one such as 0.1."
+        )
 
 
 def is_held_out(file: Path) -> bool:
@@ -217,13 +220,13 @@ class Windows(RowSource):
 
     def __init__(self, parts: Sequence[np.ndarray], seq: int, *, vocab_size: int) -> None:
         if seq < 1:
-            raise ValueError(f"seq must be positive; got {seq}. Choose 1 or more.")
+            raise ValueError(f"{arg('seq')} must be positive; got {seq}. Choose 1 or more.")
         self._parts, self._seq, self._vocab_size = parts, seq, vocab_size
         self._ends = np.cumsum([max(len(part) - 1, 0) // seq for part in parts])
         if len(self) == 0:
             raise ValueError(
-                f"a text must have a window of seq + 1 tokens; got seq={seq} and parts of {[len(part) for part in parts]} "
-                "tokens. Choose a smaller seq, or give more text."
+                f"a text must have a window of seq + 1 tokens; got {arg(seq=seq)} and parts of {[len(part) for part in parts]} "
+                f"tokens. Choose a smaller {arg('seq')}, or give more text."
             )
 
     def __len__(self) -> int:
@@ -245,6 +248,10 @@ class Windows(RowSource):
     def check(self) -> None:
         """Raises ValueError if a token is outside the model's vocabulary. Reads every token, one block at a time."""
         check_vocabulary(self._parts, self._vocab_size)
+
+    def describe(self) -> str:
+        """Returns how many rows there are, and where a document goes on that is longer than one."""
+        return f"{len(self):,} rows of {self._seq:,} tokens, one after another: a document that a row cuts goes on in the next"
 
     def _window(self, row: int) -> np.ndarray:
         part, window = locate(self._ends, row)

@@ -15,7 +15,6 @@ read a model with settings that jaxpar does not support, such as GPT-2's dropout
 Read in this order: `folder.py` (untrusted JSON, paths and tensors), `config_keys.py` (the keys of each family as plain data),
 `config.py` (config.json) with `rope_keys.py`, `params.py` (the tensors of each param, and reading them), `export.py` (writing a
 model, the model of a run), `peft.py` (writing adapters), `tokenizer.py` (text to tokens and back, chat templates).
-`untrained.py` writes a small chat model with random weights.
 """
 
 from jaxpar.huggingface.config import read_config

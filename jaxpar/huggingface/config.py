@@ -17,6 +17,7 @@ from jaxpar.huggingface.config_keys import (
     NEUTRAL,
     ONLY,
     REFUSED,
+    ROUTER_BIAS,
     ROUTER_KEYS,
     SLICED_SUMS,
     TOKENS,
@@ -25,7 +26,7 @@ from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, 
 from jaxpar.huggingface.rope_keys import read_rope, scaling_json
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.models.transformer.config import EXPERT_FIELDS
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import printable
 
 MAX_NAMED = 32  # keys that a message names
 _BIASES: dict[tuple[bool, bool], Any] = {
@@ -35,7 +36,10 @@ _BIASES: dict[tuple[bool, bool], Any] = {
     (False, True): "mlp",
 }
 # Fields of models with experts that change no number of a forward pass in transformers, which have no key there.
-NOT_IN_FOLDERS = ("balance_coefficient", "z_coefficient", "capacity_factor", "expert_split", "expert_products")
+NOT_IN_FOLDERS = (
+    *("balance_coefficient", "z_coefficient", "capacity_factor"),
+    *("expert_split", "expert_products", "expert_exchange", "expert_buffer"),
+)
 DEFAULTS_OF_EXPERTS = {each.name: each.default for each in fields(TransformerConfig) if each.name in EXPERT_FIELDS}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -74,6 +78,7 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
     fields |= family.fixed
     fields |= {"tied": read.flag("tie_word_embeddings"), "norm_epsilon": read.positive(family.epsilon)}
     fields |= {"tokens": given.get(TOKENS), "ignored": _kept(kind, given, ignore)}
+    fields |= {"router_bias": True} if given.get(ROUTER_BIAS) else {}
     if is_relative(kind):
         fields |= read_relative(kind, read, fields, ignore)
     return replace(TransformerConfig(**fields), **changes)

@@ -57,6 +57,8 @@ NEUTRAL = _words(
     "unsloth_fixed unsloth_version"
 )
 TOKENS = "jaxpar_tokens"  # jaxpar's own key: transformers stores the kind of tokens with its tokenizers
+# Another, of a run's own description: transformers has no bias of a router in these families.
+ROUTER_BIAS = "jaxpar_router_bias"
 # Another: max_positions, if max_position_embeddings is the length from which transformers stretches "dynamic" RoPE.
 MAX_POSITIONS = "jaxpar_max_positions"
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -69,6 +71,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "use_bfloat16": (False, True),
     "use_mrope": (False,),
     TOKENS: ("bytes",),
+    ROUTER_BIAS: (True,),
 }
 
 # Of families with experts: the key of each field of the router, and its default in transformers.

@@ -22,7 +22,9 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxpar.fields import arg
 from jaxpar.huggingface.config import config_json, family_of, read_config, unmodelled_keys
+from jaxpar.huggingface.config_keys import ROUTER_BIAS
 from jaxpar.huggingface.folder import CONFIG, FLOATS, INDEX, ONE_FILE, file_inside, read_json, shorten, write_json
 from jaxpar.huggingface.params import ParamSlice, check_dtype, family_of_names, specs_of, tensors_of
 from jaxpar.huggingface.peft import merge_factors
@@ -30,7 +32,7 @@ from jaxpar.layered_model import LAYERS, is_packed
 from jaxpar.models.transformer import TransformerConfig, param_table
 from jaxpar.params import ParamSpec
 from jaxpar.runtime.coordination import exchange
-from jaxpar.runtime.files import write_atomically
+from jaxpar.runtime.output import write_atomically
 from jaxpar.shard_map import take_layer
 from jaxpar.sharding import fetch, path_string
 
@@ -81,7 +83,7 @@ def write_model(
     save_file, (leaves, at) = load_save_file(), _check_params(config, params)
     dtype = _check_one_dtype(leaves, dtype_of(source) if dtype is None and source is not None else dtype)
     if max_file_bytes < 1:
-        raise ValueError(f"max_file_bytes must be positive; got {max_file_bytes}. Leave it out for 5 GB.")
+        raise ValueError(f"{arg('max_file_bytes')} must be positive; got {max_file_bytes}. Leave it out for 5 GB.")
     check_no_model(folder)
     files = _share_out(config, specs, dtype, max_file_bytes)
     is_first = jax.process_index() == 0
@@ -129,9 +131,9 @@ def _check_one_dtype(leaves: dict[str, Any], dtype: Any) -> np.dtype:
     own = {np.dtype(leaf.dtype) for leaf in leaves.values()}
     if dtype is None and len(own) > 1:
         raise ValueError(
-            f"params must be of one dtype, or be written as one; got {', '.join(sorted(map(str, own)))}. Give dtype."
+            f"params must be of one dtype, or be written as one; got {', '.join(sorted(map(str, own)))}. Give {arg('dtype')}."
         )
-    return check_dtype(own.pop() if dtype is None else dtype)
+    return check_dtype(own.pop()) if dtype is None else check_dtype(dtype, arg("dtype"))
 
 
 Files = dict[str, dict[str, ParamSlice]]
@@ -187,7 +189,10 @@ def write_description(folder: Path | str, config: TransformerConfig, *, source: 
         config: The model.
         source: The folder that the model was read from, whose config.json and tokenizer it keeps; None: a new model.
     """
-    about = make_about(config, source, np.dtype("float32") if source is None else dtype_of(source))
+    # A run's own model may have a bias that no family has; it cannot be written with its weights.
+    own = {ROUTER_BIAS: True} if config.router_bias else {}
+    without = replace(config, router_bias=False)
+    about = make_about(without, source, np.dtype("float32") if source is None else dtype_of(source)) | own
     if jax.process_index() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if source is not None:

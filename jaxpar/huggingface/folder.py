@@ -26,9 +26,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.runtime.extras import needing_extra
-from jaxpar.runtime.files import write_whole
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import needing_extra, printable, write_whole
 
 # The largest header or index of a published model, Llama 3.1 405B's in one piece, would have about 0.2 MB.
 MAX_JSON_BYTES = 4 * 2**20

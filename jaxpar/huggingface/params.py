@@ -22,6 +22,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,43 +117,38 @@ def _layer_norm(path: str, name: str) -> dict[str, Piece]:
     return {f"{path}/scale": Piece(f"{name}.weight", "embed"), f"{path}/shift": Piece(f"{name}.bias", "embed")}
 
 
+def _linear(path: str, tensor: str, dims: str, out: str) -> dict[str, Piece]:
+    """Returns the pieces of a weight, w_*, whose dims are ``dims``, and of its bias, b_*, whose dims are ``out``."""
+    return {path.format("w"): Piece(f"{tensor}.weight", dims), path.format("b"): Piece(f"{tensor}.bias", out)}
+
+
 def _gpt2(config: TransformerConfig) -> dict[str, Any]:
     del config
-    layer = "transformer.h.{}."
+    layer, qkv = "transformer.h.{}.", "(qkv kv_heads head_dim)"
     return {
         "outer/positions": Piece("transformer.wpe.weight", "positions embed"),
         **_layer_norm("outer/norm_out", "transformer.ln_f"),
         **_layer_norm("layers/norm_1", f"{layer}ln_1"),
-        "layers/attention/w_qkv": Piece(f"{layer}attn.c_attn.weight", "embed (qkv kv_heads head_dim)"),
-        "layers/attention/b_qkv": Piece(f"{layer}attn.c_attn.bias", "(qkv kv_heads head_dim)"),
-        "layers/attention/w_out": Piece(f"{layer}attn.c_proj.weight", "(heads head_dim) embed"),
-        "layers/attention/b_out": Piece(f"{layer}attn.c_proj.bias", "embed"),
+        **_linear("layers/attention/{}_qkv", f"{layer}attn.c_attn", f"embed {qkv}", qkv),
+        **_linear("layers/attention/{}_out", f"{layer}attn.c_proj", "(heads head_dim) embed", "embed"),
         **_layer_norm("layers/norm_2", f"{layer}ln_2"),
-        "layers/mlp/w_up": Piece(f"{layer}mlp.c_fc.weight", "embed (gate mlp)"),
-        "layers/mlp/b_up": Piece(f"{layer}mlp.c_fc.bias", "(gate mlp)"),
-        "layers/mlp/w_down": Piece(f"{layer}mlp.c_proj.weight", "mlp embed"),
-        "layers/mlp/b_down": Piece(f"{layer}mlp.c_proj.bias", "embed"),
+        **_linear("layers/mlp/{}_up", f"{layer}mlp.c_fc", "embed (gate mlp)", "(gate mlp)"),
+        **_linear("layers/mlp/{}_down", f"{layer}mlp.c_proj", "mlp embed", "embed"),
     }
 
 
 def _bloom(config: TransformerConfig) -> dict[str, Any]:
     del config
-    layer = "transformer.h.{}."
+    layer, qkv = "transformer.h.{}.", "(kv_heads qkv head_dim)"
     return {
         **_layer_norm("outer/norm_in", "transformer.word_embeddings_layernorm"),
         **_layer_norm("outer/norm_out", "transformer.ln_f"),
         **_layer_norm("layers/norm_1", f"{layer}input_layernorm"),
-        "layers/attention/w_qkv": Piece(
-            f"{layer}self_attention.query_key_value.weight", "(kv_heads qkv head_dim) embed"
-        ),
-        "layers/attention/b_qkv": Piece(f"{layer}self_attention.query_key_value.bias", "(kv_heads qkv head_dim)"),
-        "layers/attention/w_out": Piece(f"{layer}self_attention.dense.weight", "embed (heads head_dim)"),
-        "layers/attention/b_out": Piece(f"{layer}self_attention.dense.bias", "embed"),
+        **_linear("layers/attention/{}_qkv", f"{layer}self_attention.query_key_value", f"{qkv} embed", qkv),
+        **_linear("layers/attention/{}_out", f"{layer}self_attention.dense", "embed (heads head_dim)", "embed"),
         **_layer_norm("layers/norm_2", f"{layer}post_attention_layernorm"),
-        "layers/mlp/w_up": Piece(f"{layer}mlp.dense_h_to_4h.weight", "(gate mlp) embed"),
-        "layers/mlp/b_up": Piece(f"{layer}mlp.dense_h_to_4h.bias", "(gate mlp)"),
-        "layers/mlp/w_down": Piece(f"{layer}mlp.dense_4h_to_h.weight", "embed mlp"),
-        "layers/mlp/b_down": Piece(f"{layer}mlp.dense_4h_to_h.bias", "embed"),
+        **_linear("layers/mlp/{}_up", f"{layer}mlp.dense_h_to_4h", "(gate mlp) embed", "(gate mlp)"),
+        **_linear("layers/mlp/{}_down", f"{layer}mlp.dense_4h_to_h", "embed mlp", "embed"),
     }
 
 
@@ -380,12 +376,13 @@ def _check_same(tokens: np.ndarray, head: np.ndarray, folder: Path) -> None:
         )
 
 
-def check_dtype(dtype: Any) -> np.dtype:
+def check_dtype(dtype: Any, what: str = "params") -> np.dtype:
     """Returns the dtype of params; raises ValueError if safetensors, or JAX as configured, does not support it."""
-    dtype = np.dtype(dtype)
+    with suppress(TypeError):  # of a name that is no dtype
+        dtype = np.dtype(dtype)
     if dtype not in FLOATS.values() or jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
-            f"params must be float32, bfloat16 or float16, or float64 where jax_enable_x64 is set; got {dtype}. Choose "
+            f"{what} must be float32, bfloat16 or float16, or float64 where jax_enable_x64 is set; got {dtype}. Choose "
             "float32."
         )
     return dtype

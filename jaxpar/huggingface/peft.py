@@ -22,7 +22,7 @@ from jaxpar.models.lora import FIELDS, Adapted, is_adapted
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
 from jaxpar.params import ParamSpec
 from jaxpar.runtime.coordination import exchange
-from jaxpar.runtime.files import write_atomically
+from jaxpar.runtime.output import write_atomically
 from jaxpar.sharding import fetch, path_string
 
 ADAPTER_MODEL = "adapter_model.safetensors"

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.fields import arg
 from jaxpar.huggingface.folder import brief, check_size, file_inside, read_json
-from jaxpar.runtime.extras import needing_extra
+from jaxpar.runtime.output import needing_extra
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -58,8 +59,8 @@ class FolderTokenizer:
     def __init__(self, folder: Path) -> None:
         if not has_tokenizer(folder):
             raise FileNotFoundError(
-                f"a tokenizer is read from {TOKENIZER}; got none in {folder}. Name the folder of a model that has one, or make "
-                "it there by AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers."
+                f"{arg('a tokenizer')} must be a folder with a {TOKENIZER}; got none in {folder}. Name the folder of a model "
+                "that has one, or make it there by AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers."
             )
         path = file_inside(folder, TOKENIZER)
         settings = _optional_json(folder, SETTINGS)

@@ -26,7 +26,7 @@ _CONVOLUTIONS = {
     "__cudnn$convBackwardInput": (2, 1, 0),
     "__cudnn$convBackwardFilter": (0, 2, 1),
 }
-_CAUSAL = re.compile(r'"mask_type":\s*"(PADDING_)?CAUSAL"')
+_MASK = re.compile(r'"mask_type":\s*"(\w+)"')
 _LIBRARY = re.compile(r"gemm|matmul|\bdot|conv|fmha|attention|flash|onednn|triton|mosaic|pallas", re.IGNORECASE)
 _FREE = {
     "parameter",
@@ -213,7 +213,9 @@ def _custom_call_flops(computation: Computation, instruction: Instruction) -> Am
 def _attention_flops(target: str, instruction: Instruction, operands: Sequence[Shape]) -> Amount:
     """Fused attention: queries by keys and weights by values forward; backward five products of that size, one recomputed.
 
-    With a causal mask the kernel skips the scores above the diagonal, of n x n all but n (n + 1) / 2.
+    With a causal mask the kernel skips the scores above the diagonal, of n x n all but n (n + 1) / 2. With a padding mask only
+    the running program knows how many keys a query sees. If queries are fewer than keys, they are one of two chunks that
+    together see all keys but a chunk of them (``models/transformer/flash_chunks.py``).
     """
     backward = "Backward" in target
     dims = _dot_dims(instruction, "bmm2_grad_gemm2_dot_dimension_numbers" if backward else "bmm1_dot_dimension_numbers")
@@ -221,10 +223,13 @@ def _attention_flops(target: str, instruction: Instruction, operands: Sequence[S
         return Amount(uncounted=frozenset({target}))
     # The backward pass's operands also begin with queries and keys; all its products are as large as theirs.
     whole = (5 if backward else 2) * _product_flops(operands, dims)
-    if not _CAUSAL.search(instruction.attributes.replace('\\"', '"')):
-        return _exactly(whole)
     (rows,), (columns,) = _free_dims(operands[0], dims, "lhs"), _free_dims(operands[1], dims, "rhs")
-    return _exactly(whole * sum(min(row + 1, columns) for row in range(rows)) // (rows * columns))
+    mask = _MASK.search(instruction.attributes.replace('\\"', '"'))
+    if mask and mask[1].endswith("CAUSAL"):
+        return _exactly(whole * sum(min(row + 1, columns) for row in range(rows)) // (rows * columns))
+    if mask and mask[1] == "PADDING" and rows < columns:
+        return _exactly(whole * (columns - rows) // (2 * columns))
+    return _exactly(whole)
 
 
 def _dot_dims(instruction: Instruction, key: str) -> dict[str, list[int]] | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpar.jobs.job import DNS_LABEL, MAX_NAME
 from jaxpar.jobs.manifests import INDEX
-from jaxpar.runtime.extras import needing_extra
+from jaxpar.runtime.output import needing_extra
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 API_VERSIONS = {  # of the kinds that `manifest` writes

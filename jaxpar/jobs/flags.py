@@ -13,7 +13,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxpar import fields
-from jaxpar.jobs.job import AXES, CHECKPOINTS, Count, CountOrZero, Job, JobSettings, flag_value, form
+from jaxpar.jobs.job import (
+    AXES,
+    CHECKPOINTS,
+    Count,
+    CountOrZero,
+    Job,
+    JobSettings,
+    KubernetesSettings,
+    SlurmSettings,
+    flag_value,
+    form,
+)
 
 # The settings of a plan that are also flags of a recipe. A plan without the first four is of a model that is not a preset.
 FLAGS = ("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero", "lora_rank")
@@ -21,19 +32,7 @@ MAX_PARTS = 2**16
 Word = Annotated[
     str, form(r"[A-Za-z0-9][A-Za-z0-9._-]*", "one word of letters, digits, ., _ and -")
 ]  # which is no flag
-_SLURM = ("hours", "partition", "account")
-_KUBERNETES = (
-    "image",
-    "namespace",
-    "queue",
-    "topology",
-    "replica_topology",
-    "toleration",
-    "rdma",
-    "checkpoint_claim",
-    "cache_claim",
-    "shm_gib",
-)
+_SLURM, _KUBERNETES = ([each.name for each in dataclasses.fields(of)] for of in (SlurmSettings, KubernetesSettings))
 OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim", "toleration", "env")
 _GROUPS = ("service", "mesh")  # of flags
 # A PodMonitor takes all flags of its job, so that one command line writes both.
@@ -67,6 +66,7 @@ class PlannedSettings:
     num_microbatches: Count | None = None
     num_chunks: Count | None = None
     lora_rank: Count | None = None
+    sequence_parallel: bool = False
     zero: CountOrZero | None = None
     layers_per_virtual_stage: Annotated[list[CountOrZero], Field(max_length=MAX_PARTS)] | None = None
     remat: Literal[True, False, "dots"] = False
@@ -95,6 +95,8 @@ def plan_flags(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
         flags["--layers-per-virtual-stage"] = list(parts)
     if plan.remat:  # True in a plan: the forward passes of complete layers are recomputed
         flags["--remat"] = ["full" if plan.remat is True else plan.remat]
+    if plan.sequence_parallel:
+        flags["--sequence-parallel"] = []
     given = {word.split("=")[0] for word in command}
     return [str(word) for flag, values in flags.items() if flag not in given for word in (flag, *values)]
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from jaxpar import fields
+from jaxpar.fields import arg
 from jaxpar.runtime.launch import fake_devices
 from jaxpar.runtime.process_env import NAMES
 
@@ -82,8 +83,8 @@ Token = Annotated[str, _optional(r"[A-Za-z0-9]*", "letters and digits")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSettings:
-    """The settings of a job, which are also the flags of `python -m jaxpar manifest`.
+class CommonSettings:
+    """What every cluster is told.
 
     Attributes:
         name: Name of the job: lower-case letters, digits and -.
@@ -92,8 +93,32 @@ class JobSettings:
         cpus: CPU cores that a node's process is guaranteed; 0: not stated, and a pod without GPUs may get almost none.
         memory_gib: Memory of a node's process in GiB, with what it has in shared memory, beyond which it is ended; 0: not
             stated.
-        image: The container image, for Kubernetes.
-        namespace: The Kubernetes namespace.
+        env: A variable for each process, NAME=VALUE, such as NCCL_IB_HCA=mlx5. Give it once for each.
+        metrics_port: Port at which a recipe serves its metrics to Prometheus, with the annotations of a scrape; 0: none.
+        save_seconds: How long a checkpoint takes to save, as measured: a drained node waits twice that plus 30 s.
+        max_restarts: Number of restarts after failures; a drained node does not count.
+        start_seconds: How long processes wait for one another to connect, which includes pulling images.
+    """
+
+    name: str = "jaxpar"
+    gpus_per_node: Count = 8
+    fake_devices_per_node: CountOrZero = 0
+    cpus: CountOrZero = 0
+    memory_gib: CountOrZero = 0
+    env: tuple[Variable, ...] = ()
+    metrics_port: int = 0
+    save_seconds: Positive = 60.0
+    max_restarts: CountOrZero = 10
+    start_seconds: Count = 1800
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesSettings:
+    """What Kubernetes is told, and SLURM is not.
+
+    Attributes:
+        image: The container image.
+        namespace: The namespace.
         queue: Kueue's LocalQueue, which admits all nodes or none.
         topology: A node label, such as a block's: all nodes are placed in as few of these as possible.
         replica_topology: A node label, such as a rack's: the nodes of each data replica, which communicate most, are placed in
@@ -102,25 +127,12 @@ class JobSettings:
             it once for each taint.
         rdma: The resource of InfiniBand or RoCE that a device plugin offers, and how many of it a node has, as in rdma/ib=8.
             Without it NCCL uses TCP between nodes.
-        env: A variable for each process, NAME=VALUE, such as NCCL_IB_HCA=mlx5. Give it once for each.
         checkpoint_claim: A PersistentVolumeClaim that all nodes can write to, mounted at /checkpoints.
         cache_claim: Another one, mounted at /compiled, for compiled programs, which the next start runs: let nothing else write
             to it.
-        metrics_port: Port at which a recipe serves its metrics to Prometheus, with the annotations of a scrape; 0: none.
         shm_gib: Shared memory of a node in GiB, which NCCL needs.
-        save_seconds: How long a checkpoint takes to save, as measured: a drained node waits twice that plus 30 s.
-        max_restarts: Number of restarts after failures; a drained node does not count.
-        start_seconds: How long processes wait for one another to connect, which includes pulling images.
-        hours: SLURM's time limit.
-        partition: SLURM's partition.
-        account: SLURM's account.
     """
 
-    name: str = "jaxpar"
-    gpus_per_node: Count = 8
-    fake_devices_per_node: CountOrZero = 0
-    cpus: CountOrZero = 0
-    memory_gib: CountOrZero = 0
     image: Image = ""
     namespace: Namespace = ""
     queue: HostName = ""
@@ -128,17 +140,29 @@ class JobSettings:
     replica_topology: NodeLabel = ""
     toleration: tuple[Taint, ...] = ()
     rdma: Resource = ""
-    env: tuple[Variable, ...] = ()
     checkpoint_claim: HostName = ""
     cache_claim: HostName = ""
-    metrics_port: int = 0
     shm_gib: Count = 64
-    save_seconds: Positive = 60.0
-    max_restarts: CountOrZero = 10
-    start_seconds: Count = 1800
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSettings:
+    """What SLURM is told, and Kubernetes is not.
+
+    Attributes:
+        hours: The time limit.
+        partition: The partition.
+        account: The account.
+    """
+
     hours: Positive = 24.0
     partition: Partition = ""
     account: Account = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings(CommonSettings, KubernetesSettings, SlurmSettings):
+    """The settings of a job, which are also the flags of `python -m jaxpar manifest`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,17 +267,17 @@ def check_settings(settings: JobSettings) -> None:
     port, cache = settings.metrics_port, settings.cache_claim
     if not 0 <= port < 2**16 or port == PORT:
         raise ValueError(
-            f"metrics_port must be from 1 to 65535 and not {PORT}, process 0's own; got {port}. Choose 9090, say."
+            f"{arg('metrics_port')} must be from 1 to 65535 and not {PORT}, process 0's own; got {port}. Choose 9090, say."
         )
     if cache and cache == settings.checkpoint_claim:
         raise ValueError(
-            f"cache_claim holds programs that the next start runs, and must not be shared; got {cache} for both claims. Name "
-            "another one, or leave it out."
+            f"{arg('cache_claim')} holds programs that the next start runs, and must not be shared; got {cache} for both "
+            "claims. Name another one, or leave it out."
         )
     if settings.rdma.partition("=")[0] == GPUS:
         raise ValueError(
-            f"rdma names a resource beside the GPUs; got {settings.rdma}. Name that of the RDMA plugin; gpus_per_node is the "
-            "number of GPUs."
+            f"{arg('rdma')} names a resource beside the GPUs; got {settings.rdma}. Name that of the RDMA plugin; "
+            f"{arg('gpus_per_node')} is the number of GPUs."
         )
     check_environment(settings.env)
     check_name(settings.name)
@@ -278,8 +302,8 @@ def _check_given_once(job: Job) -> None:
         ours, own = str(getattr(job, axis)), flag_value(job.command, f"--mesh.{axis}")
         if own not in (None, ours, "-1"):  # -1: all devices of the job
             raise ValueError(
-                f"the recipe's mesh must be that of the job; got {axis}={ours}, and --mesh.{axis} {own} for the recipe. Give "
-                "the mesh once, before the recipe, which gets it from the job."
+                f"the recipe's mesh must be that of the job; got {arg(**{axis: ours})}, and --mesh.{axis} {own} for the "
+                "recipe. Give the mesh once, before the recipe, which gets it from the job."
             )
     own = flag_value(job.command, "--metrics-port")
     if job.metrics_port and own not in (None, str(job.metrics_port)):
@@ -290,7 +314,7 @@ def _check_given_once(job: Job) -> None:
 
 
 def _check_nodes(job: Job) -> None:
-    got = ", ".join(f"{axis}={size}" for axis, size in job.mesh.items())
+    got = arg(**job.mesh)
     devices, of_node = job.num_devices, job.devices_per_node
     kind, flag = (
         ("fake devices", "--fake-devices-per-node") if job.fake_devices_per_node else ("GPUs", "--gpus-per-node")
@@ -298,8 +322,8 @@ def _check_nodes(job: Job) -> None:
     if of_node % job.tensor:
         fits = ", ".join(str(n) for n in range(1, of_node + 1) if of_node % n == 0)
         raise ValueError(
-            f"the tensor axis must stay inside a node; got tensor={job.tensor}, {of_node} {kind} a node. Choose tensor from "
-            f"{fits}."
+            f"the tensor axis must stay inside a node; got {arg(tensor=job.tensor)}, {of_node} {kind} a node. Choose "
+            f"{arg('tensor')} from {fits}."
         )
     if devices % of_node:
         raise ValueError(
@@ -308,8 +332,8 @@ def _check_nodes(job: Job) -> None:
         )
     if job.replica_topology and job.nodes_per_replica is None:
         raise ValueError(
-            f"replica_topology needs replicas of whole nodes; got {got}: {job.stage * job.tensor} {kind} each on nodes of "
-            f"{of_node}. Leave it out: such replicas share a node, and are close already."
+            f"{arg('replica_topology')} needs replicas of whole nodes; got {got}: {job.stage * job.tensor} {kind} each on "
+            f"nodes of {of_node}. Leave it out: such replicas share a node, and are close already."
         )
 
 
@@ -318,9 +342,11 @@ def check_environment(env: Sequence[str]) -> None:
     names = [each.partition("=")[0] for each in env]
     for name in names:
         if name in OWN_VARIABLES or name.startswith("JAXPAR_"):
-            raise ValueError(f"env may not have the variables that a job sets itself; got {name}. Leave it out.")
+            raise ValueError(
+                f"{arg('env')} may not have the variables that a job sets itself; got {name}. Leave it out."
+            )
         if names.count(name) > 1:
-            raise ValueError(f"env must have each variable once; got {name} twice. Leave one out.")
+            raise ValueError(f"{arg('env')} must have each variable once; got {name} twice. Leave one out.")
 
 
 def check_name(name: str) -> None:

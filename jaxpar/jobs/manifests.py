@@ -24,6 +24,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxpar.fields import arg
 from jaxpar.jobs.job import CHECKPOINTS, COMPILED, GPUS, PORT, Job, JobSettings, check_settings
 from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
@@ -309,8 +310,9 @@ def resources(job: Job) -> dict[str, Any]:
     """
     if 0 < job.memory_gib <= job.shm_gib:
         raise ValueError(
-            f"memory_gib must be more than the shared memory, which counts towards it; got memory_gib={job.memory_gib}, "
-            f"shm_gib={job.shm_gib}. Choose a larger memory_gib, or a smaller shm_gib."
+            f"{arg('memory_gib')} must be more than the shared memory, which counts towards it; got "
+            f"{arg(memory_gib=job.memory_gib, shm_gib=job.shm_gib)}. Choose a larger {arg('memory_gib')}, or a smaller "
+            f"{arg('shm_gib')}."
         )
     limits: dict[str, Any] = {} if job.fake_devices_per_node else {GPUS: job.gpus_per_node}
     if job.rdma:

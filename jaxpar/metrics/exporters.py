@@ -15,18 +15,17 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxpar.runtime.extras import needing_extra
-from jaxpar.runtime.printable import tell
+from jaxpar.gpus import GPUS
+from jaxpar.runtime.output import needing_extra, tell
 
 Number = int | float
 SECONDS_TO_FLUSH = 60.0  # after which TensorBoard sees new values
-# Dense bfloat16 operations a second, from NVIDIA's datasheets: A100 (2021), H100 and H200 SXM (2023, 2024).
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 COUNTED = {"skipped": "Steps that changed nothing, since their loss or gradients were not finite."}
 
 
@@ -44,6 +43,19 @@ class Watcher:
 
     def close(self) -> None:
         """Called once, after the last step or when the run is interrupted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Totals:
+    """Counters for Prometheus that others count: ``read`` returns the value of each by its name and what it is."""
+
+    read: Callable[[], Mapping[tuple[str, str], float]]
+
+    def collect(self) -> list[Any]:
+        """Returns the counters as they are now."""
+        from prometheus_client.core import CounterMetricFamily
+
+        return [CounterMetricFamily(*about, value=value) for about, value in self.read().items()]
 
 
 class PrometheusExporter(Watcher):
@@ -84,8 +96,8 @@ class PrometheusExporter(Watcher):
         self._began, self._seconds = time.monotonic() if began is None else began, []
         self._steps = prometheus.Counter("jaxpar_steps", "Steps done by this process.", registry=self._registry)
         self._skipped = prometheus.Counter("jaxpar_skipped_steps", COUNTED["skipped"], registry=self._registry)
-        saves = prometheus.Gauge("jaxpar_saves_total", "Checkpoints saved by this process.", registry=self._registry)
-        saves.set_function(num_saves or (lambda: 0))
+        about, count = ("jaxpar_saves", "Checkpoints saved by this process."), num_saves or (lambda: 0)
+        self._registry.register(Totals(lambda: {about: count()}))
         self._gauge("goodput", "Steps at their median pace, over the time since the run began.").set_function(
             self._goodput
         )
@@ -133,7 +145,7 @@ class PrometheusExporter(Watcher):
 
 def _peak_flops() -> float | None:
     kind = jax.devices()[0].device_kind
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
+    peak = next((gpu.peak_flops for gpu in GPUS.values() if gpu.name.partition("-")[0].upper() in kind), None)
     return None if peak is None else peak * jax.device_count()
 
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxpar.metrics.exporters import Watcher
-from jaxpar.runtime.printable import tell
+from jaxpar.runtime.output import tell
 
 Number = int | float
 # Names that further metrics must not have: those that a training step and the log set.
@@ -247,6 +247,18 @@ def read_metrics(path: Path, *, before: int | None = None) -> list[dict[str, Num
     with path.open("rb") as file:
         lines = [line for text in file if (line := _parse(text))]
     return [line for line in lines if before is None or line["step"] < before]
+
+
+@contextlib.contextmanager
+def figures_of(path: Path) -> Iterator[None]:
+    """Raises ValueError in place of the errors of lines that are not those of a run, whose figures the ``with`` block uses."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"a metrics.jsonl must hold a line a step, each an object of numbers; got {path}, which does not "
+            f"({type(error).__name__}). Name one that a recipe has written."
+        ) from error
 
 
 def check_further(metrics: Any) -> None:

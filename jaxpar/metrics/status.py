@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from jaxpar.metrics.exporters import Watcher
-from jaxpar.runtime.printable import tell
+from jaxpar.runtime.output import tell
 
 Number = int | float
 STARTING, TRAINING, FINISHING = "starting", "training", "finishing"
@@ -38,7 +38,6 @@ class StatusLines(Watcher):
         say: Receives the values of each line by name, as ``values`` returns them; by default they are printed as text on
             standard error.
         clock: Returns seconds; replaces ``time.monotonic`` in tests.
-        began: The time by this clock at which the run began, if its first line was printed then. None: now, with a line.
     """
 
     def __init__(
@@ -48,13 +47,11 @@ class StatusLines(Watcher):
         seconds: float = 15.0,
         say: Callable[[Mapping[str, Any]], None] = lambda values: tell(render_status(values)),
         clock: Callable[[], float] = time.monotonic,
-        began: float | None = None,
     ) -> None:
         if not 0 < seconds < math.inf:
             raise ValueError(f"the seconds between two lines must be positive; got {seconds:g}. Choose such as 15.")
         self._num_steps, self._seconds, self._say, self._clock = num_steps, seconds, say, clock
-        self._is_first_said = began is not None
-        self._began = self._training_began = clock() if began is None else began
+        self._began = self._training_began = clock()
         self._phases = [(STARTING, self._began)]
         self._line: Mapping[str, Number] = {}
         self._first_step, self._written_at = 0, self._began
@@ -62,8 +59,7 @@ class StatusLines(Watcher):
         self._thread = threading.Thread(target=self._repeat, name="jaxpar-status", daemon=True)
 
     def __enter__(self) -> "StatusLines":
-        if not self._is_first_said:
-            self._say(self.values())
+        self._say(self.values())
         self._thread.start()
         return self
 

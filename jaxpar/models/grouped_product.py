@@ -68,7 +68,8 @@ def _multiply(rows: Array, weights: Array, sizes: Array, *, transposed: bool) ->
     depth, width = reversed(widths) if transposed else widths
     num_tiles, step, columns = rows.shape[1] // TILE, _block(depth, _DEPTH), _block(width, _COLUMNS)
     # The group of each tile; for those after the last group there is none.
-    owner = jnp.searchsorted(jnp.cumsum(sizes[0]) // TILE, jnp.arange(num_tiles), side="right").astype(jnp.int32)
+    ends, tiles = jnp.cumsum(sizes[0]) // TILE, jnp.arange(num_tiles)
+    owner = jnp.sum(ends[:, None] <= tiles[None], 0, dtype=jnp.int32)
 
     def kernel(owner_ref: Any, rows_ref: Any, weights_ref: Any, out_ref: Any) -> None:
         tile, column = pl.program_id(0) * TILE, pl.program_id(1) * columns

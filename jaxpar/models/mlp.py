@@ -11,6 +11,7 @@ import jax
 from jaxtyping import Array, Float, PyTree
 
 from jaxpar.data.batches import round_up
+from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
 from jaxpar.params import ParamSpec, he_normal, lecun_normal, stack_layers, zeros
 
@@ -19,7 +20,7 @@ def param_table(num_features: int, num_classes: int, *, width: int, num_hidden: 
     """Returns the table of an MLP with ``num_hidden`` hidden layers (an even number) of ``width`` units."""
     if num_hidden < 2 or num_hidden % 2:
         raise ValueError(
-            f"num_hidden must be even, since hidden layers come in pairs; got {num_hidden}. Choose 2, 4, 6, 8."
+            f"{arg('num_hidden')} must be even, since hidden layers come in pairs; got {num_hidden}. Choose 2, 4, 6, 8."
         )
     layer = {
         "w_up": ParamSpec((width, width), ("embed", "mlp"), he_normal),

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from pydantic import FiniteFloat
 
-from jaxpar.runtime.printable import printable
+from jaxpar import fields
+from jaxpar.runtime.output import printable
 
 MODEL = "model.json"
 
@@ -42,27 +44,27 @@ class TrainedLinear:
         ]
 
 
+@dataclass(frozen=True)
+class _Written:
+    features: tuple[str, ...]
+    target: str
+    weights: tuple[FiniteFloat, ...]
+    intercept: FiniteFloat
+    seen: tuple[tuple[float, float], ...]
+
+
 def read_linear(path: Path) -> TrainedLinear:
     """Returns the model in a file; raises ValueError if it is damaged."""
     try:
-        model = json.loads(path.read_text())
-        names = tuple(map(printable, model["features"]))
-        weights, seen = (
-            np.array(model["weights"], float),
-            tuple((float(low), float(high)) for low, high in model["seen"]),
-        )
-        linear = TrainedLinear(names, printable(model["target"]), weights, float(model["intercept"]), seen)
-        if not (
-            0 < len(names) == len(seen)
-            and weights.shape == (len(names),)
-            and np.isfinite([*weights, linear.intercept]).all()
-        ):
+        model = fields.read_json(_Written, path.read_bytes(), MODEL, "Train again.")
+        if not 0 < len(model.features) == len(model.weights) == len(model.seen):
             raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, OSError) as error:
         raise ValueError(
             f"{MODEL} must be one that a run has written; got {path}, which is not. Train again, in another --out-dir."
         ) from error
-    return linear
+    names = tuple(map(printable, model.features))
+    return TrainedLinear(names, printable(model.target), np.array(model.weights), model.intercept, model.seen)
 
 
 def write_linear(path: Path, linear: TrainedLinear) -> None:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, PackedLayers, check_unpacked, is_layered, is_packed, is_stacked
 from jaxpar.schedule import Schedule, check_placement, check_sizes, stage_and_chunk
 
@@ -56,8 +57,8 @@ class LayerLayout:
         if self.num_layers < count and self.layers_per_virtual_stage is None:
             raise ValueError(
                 f"a pipeline needs at least one layer for each chunk of each stage; got {self.num_layers} layers for "
-                f"stage={self.num_stages}, num_chunks={self.num_chunks}. Choose a product of at most {self.num_layers}, or "
-                "give layers_per_virtual_stage, with 0 where a chunk has no layer."
+                f"{arg(stage=self.num_stages, num_chunks=self.num_chunks)}. Choose a product of at most {self.num_layers}, "
+                f"or give layers_per_virtual_stage, with 0 where a chunk has no layer."
             )
         given = (
             _spread(self.num_layers, count, self.end_layers)
@@ -67,9 +68,9 @@ class LayerLayout:
         object.__setattr__(self, "layers_per_virtual_stage", tuple(given))
         if len(given) != count or sum(given) != self.num_layers or min(given) < 0:
             raise ValueError(
-                "layers_per_virtual_stage must have one count a virtual stage, and they must add up to num_layers; got "
-                f"{tuple(given)} for {count} virtual stages and {self.num_layers} layers. Give {count} counts that add up to "
-                f"{self.num_layers}."
+                f"{arg('layers_per_virtual_stage')} must have one count a virtual stage, and they must add up to num_layers; "
+                f"got {tuple(given)} for {count} virtual stages and {self.num_layers} layers. Give {count} counts that add up "
+                f"to {self.num_layers}."
             )
 
     @property

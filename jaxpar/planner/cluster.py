@@ -13,9 +13,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxpar.fields import arg
 from jaxpar.gpus import GPUS as DATASHEETS
 from jaxpar.inspect.collectives import ring_bytes
-from jaxpar.mesh import FROM_SLOWEST
+from jaxpar.mesh import FROM_SLOWEST, STAGE
 
 GPUS = tuple(DATASHEETS)
 # Multiprocessors (datasheets), and the shares of the peak that kernels reach. That of large products is calibrated on the
@@ -101,7 +102,9 @@ def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
         devices_per_node: GPUs of a node.
     """
     if gpu not in DATASHEETS:
-        raise ValueError(f"gpu must be one of {', '.join(GPUS)}; got {gpu!r}. Or describe yours as a Cluster(...).")
+        raise ValueError(
+            f"{arg('gpu')} must be one of {', '.join(GPUS)}; got {gpu!r}. Or describe yours as a Cluster(...)."
+        )
     datasheet = DATASHEETS[gpu]
     return Cluster(
         num_nodes=num_nodes,
@@ -124,15 +127,20 @@ class Links:
         cluster: The machines.
         sizes: The size of each mesh axis.
         share: The share of a link's bandwidth that collectives reach.
+        stages_on_nodes: As in ``Software``.
+        copies: Rows of each token in an all-to-all, if those for one device or node are sent once; None: each is sent.
     """
 
     cluster: Cluster
     sizes: Mapping[str, int]
     share: int | float
+    stages_on_nodes: bool = False
+    copies: int | None = None
 
     def together(self, axis: str) -> int:
         """Returns how many members of a group along an axis share a node."""
-        inner = math.prod(self.sizes.get(faster, 1) for faster in FROM_SLOWEST[FROM_SLOWEST.index(axis) + 1 :])
+        order: list[str] = sorted(FROM_SLOWEST, key=lambda each: self.stages_on_nodes and each != STAGE)
+        inner = math.prod(self.sizes.get(faster, 1) for faster in order[order.index(axis) + 1 :])
         return max(1, (self.cluster.fast_devices or self.cluster.devices_per_node) // inner)
 
     def crosses(self, axis: str) -> bool:
@@ -183,10 +191,25 @@ def collective_seconds(links: Links, axis: str, kind: str, payload_bytes: int) -
         return links.message(payload_bytes, axis)
     if size == 1:
         return 0.0
+    if kind == "all-to-all":
+        return _exchange_seconds(links, axis, payload_bytes)
     moved = ring_bytes(kind, payload_bytes, size) / links.rate(axis)
     if kind != "all-reduce":
         return moved + _round_seconds(links, axis)
     return min(moved + 2 * _round_seconds(links, axis), moved / _TREE_SHARE + links.latency(axis))
+
+
+def _exchange_seconds(links: Links, axis: str, payload_bytes: float) -> float:
+    """Returns the seconds of an all-to-all: what leaves a node takes the device's own card.
+
+    With ``links.copies`` of a token, a token goes once to each device that it is for, and once to each other node.
+    """
+    size, inside, copies = links.sizes[axis], min(links.sizes[axis], links.together(axis)), links.copies
+    reached = lambda count: 1 / count if copies is None else (1 - (1 - 1 / count) ** copies) / copies
+    near = (inside - 1) * reached(size) * payload_bytes / links.cluster.node_bandwidth
+    apart = (size - inside) / size if copies is None else (size / inside - 1) * reached(size / inside)
+    far = apart * payload_bytes / links.cluster.network_bandwidth
+    return max(near, far) / links.share + links.cluster.latency(crosses_nodes=links.crosses(axis))
 
 
 def _round_seconds(links: Links, axis: str) -> float:

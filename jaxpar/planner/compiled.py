@@ -27,7 +27,8 @@ from jaxpar.layered_model import LAYERS
 from jaxpar.mesh import AXES
 from jaxpar.pipeline import masks_idle_ops, spmd_program
 from jaxpar.planner.cluster import Cluster, Links
-from jaxpar.planner.job import Choice, ModelShape
+from jaxpar.planner.job import Choice
+from jaxpar.planner.model_shape import ModelShape
 from jaxpar.schedule import lockstep_form
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.train import Optimizer, TrainState, abstract_state, make_train_step

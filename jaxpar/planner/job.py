@@ -1,6 +1,5 @@
-"""The inputs of an estimate, the cluster excepted.
+"""The inputs of an estimate, the model and the cluster excepted.
 
-    shape     ModelShape: a model's functions and shapes, without values; a preset by name, or a model of your own
     choice    Choice: the mesh axes, the settings of ``value_and_grad``, and the schedule that results from them
     software  Software: what other training software does differently, to compare a plan with what others report
     assumed   Assumptions: efficiencies that no datasheet states
@@ -10,143 +9,21 @@ Memory and traffic are those of jaxpar's step with any ``Software``; only times 
     price(model, machines, choice, batch_size=1536, executor="mpmd", software=Software(name="Megatron-LM", ...))
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import AbstractMesh, PartitionSpec
-from jaxtyping import PyTree
+from jax.sharding import AbstractMesh
 
-from jaxpar.layered_model import LAYERS, LayeredModel, num_layers
-from jaxpar.losses import softmax_cross_entropy
-from jaxpar.mesh import OF_MODELS, abstract_mesh
-from jaxpar.models import transformer
-from jaxpar.models.lora import ADAPTERS, Lora
-from jaxpar.params import abstract_params, specs_from_dims
+from jaxpar.fields import arg
+from jaxpar.mesh import AXES, abstract_mesh, shown_sizes
 from jaxpar.pipeline import LayerLayout, Program, spmd_program
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 from jaxpar.schedule.simulate import Structure, structure_of
-from jaxpar.sharding import path_string, shardings_from_paths
-from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained
 
+EXPERTS = "experts"
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))  # with default chunks
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A model's functions, shapes and sharding rules.
-
-    Attributes:
-        name: For messages.
-        model: The functions; they are traced, never run.
-        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
-        params: ShapeDtypeStructs, in canonical order.
-        rules: As for ``shardings_from_paths``.
-        row: One row of a batch, ShapeDtypeStructs with a leading dim of 1.
-        tokens_per_row: Tokens of a row, for rates.
-        trainable: Patterns of the paths of the params that are trained, as for ``value_and_grad``; None: all.
-        cache: The traced ops, by number of rows.
-    """
-
-    name: str
-    model: LayeredModel
-    loss: Callable
-    params: PyTree
-    rules: Mapping[str, PartitionSpec]
-    row: PyTree
-    tokens_per_row: int = 1
-    trainable: Trainable = None
-    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    @cached_property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return num_layers(self.params)
-
-    @cached_property
-    def num_params(self) -> int:
-        """Parameters of the model."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
-
-    @cached_property
-    def num_trained(self) -> int:
-        """Parameters that are trained."""
-        return sum(leaf.size for leaf in jax.tree.leaves(only_trained(self.frozen(self.params))))
-
-    @property
-    def model_of_frozen(self) -> LayeredModel:
-        """The model as a function of params of which some are ``Frozen``."""
-        model = accept_frozen(self.model, self.trainable)
-        assert isinstance(model, LayeredModel)
-        return model
-
-    def frozen(self, tree: PyTree) -> PyTree:
-        """Returns a tree of the structure of the params, in which those that are not trained are ``Frozen``."""
-        return freeze(tree, self.trainable)
-
-    def batch(self, num_rows: int) -> PyTree:
-        """Returns the shapes of a batch of ``num_rows`` rows."""
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), self.row)
-
-    def with_positions(self, num_positions: int) -> PyTree:
-        """Returns the params with layers padded to ``num_positions``, as in a packed layout."""
-        stack = lambda p: jax.ShapeDtypeStruct((num_positions, *p.shape[1:]), p.dtype)
-        return self.params | {LAYERS: jax.tree.map(stack, self.params[LAYERS])}
-
-
-def transformer_shape(
-    config: str | transformer.TransformerConfig,
-    *,
-    seq: int | None = None,
-    param_dtype: Any = jnp.float32,
-    lora: Lora | None = None,
-    **changes: Any,
-) -> ModelShape:
-    """Returns the shapes of a transformer that learns to predict the next token.
-
-    Args:
-        config: A preset's name, or a configuration.
-        seq: Tokens of a row; by default the model's ``max_positions``.
-        param_dtype: Dtype of the params between steps.
-        lora: The factors that are trained in place of the params; None: the params are trained.
-        **changes: Fields of the configuration to change. Unless they are among these, a preset's ``compute_dtype`` is bfloat16
-            and its vocabulary is padded to a multiple of 128 (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
-    """
-    name = config if isinstance(config, str) else "transformer"
-    if isinstance(config, str):
-        config = transformer.preset(config, **({"compute_dtype": jnp.bfloat16, "vocab_multiple": 128} | changes))
-    table = transformer.param_table(config)
-    specs = jax.tree_util.tree_leaves_with_path(
-        specs_from_dims(table, TRANSFORMER_RULES), is_leaf=lambda spec: isinstance(spec, PartitionSpec)
-    )
-    seq = seq or config.max_positions
-    tokens = jax.ShapeDtypeStruct((1, seq), jnp.int32)
-    shape = ModelShape(
-        name=name,
-        model=transformer.make_model(config),
-        loss=transformer.add_routing_losses(
-            config, lambda logits, batch: softmax_cross_entropy(logits, batch["targets"])
-        ),
-        params=abstract_params(table, param_dtype),
-        rules={path_string(path): spec for path, spec in specs},
-        row={"tokens": tokens, "targets": tokens},
-        tokens_per_row=seq,
-    )
-    return shape if lora is None else _with_factors(shape, lora)
-
-
-def _with_factors(shape: ModelShape, lora: Lora) -> ModelShape:
-    """Returns a model with the factors of LoRA, of which nothing else is trained."""
-    shardings = lora.shardings(shardings_from_paths(shape.params, abstract_mesh(), shape.rules))
-    specs = [(path_string(path), each.spec) for path, each in jax.tree_util.tree_leaves_with_path(shardings)]
-    # A rule describes one layer, without the leading dim.
-    rules = {path: PartitionSpec(*spec[1:]) if path.startswith(f"{LAYERS}/") else spec for path, spec in specs}
-    params = jax.eval_shape(lora.init, jax.random.key(0), shape.params)
-    return replace(shape, params=params, rules=rules, trainable=ADAPTERS, cache={})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,19 +31,24 @@ class Choice:
     """The arguments of ``make_mesh`` and ``value_and_grad`` for one way to run a model.
 
     Attributes:
-        data: Replicas.
+        replica: Groups of replicas, over which gradients alone are summed (HSDP).
+        data: Replicas of a group, over which ZeRO shards.
+        context: Parts of each sequence.
         stage: Pipeline stages.
         tensor: Shards of each weight.
         schedule: The pipeline's schedule, by name; ignored where there is one stage.
         num_microbatches: Microbatches of each replica.
         num_chunks: Chunks of each stage.
         zero: The ZeRO level.
+        experts: The axis over which the experts of layers are, "tensor" or "data"; None: as ``ModelShape`` says.
         remat: What the backward pass recomputes: False: elementwise operations where that stores fewer bytes. "dots": attention
             scores too, with ``jaxpar.backward.remat.keep_products``. True: complete layers.
         layers_per_virtual_stage: Layers of each virtual stage; None: spread evenly.
     """
 
+    replica: int = 1
     data: int = 1
+    context: int = 1
     stage: int = 1
     tensor: int = 1
     schedule: str = "1f1b"
@@ -174,12 +56,18 @@ class Choice:
     num_chunks: int = 1
     zero: int = 0
     remat: bool | str = False
+    experts: str | None = None
     layers_per_virtual_stage: tuple[int, ...] | None = None
 
     @cached_property
     def mesh(self) -> AbstractMesh:
         """The mesh, without devices."""
-        return abstract_mesh(data=self.data, stage=self.stage, tensor=self.tensor)
+        return abstract_mesh(**{axis: getattr(self, axis) for axis in AXES})
+
+    @property
+    def num_replicas(self) -> int:
+        """The parts into which the rows of a batch are split."""
+        return self.replica * self.data
 
     @property
     def num_simulated(self) -> int:
@@ -200,6 +88,11 @@ class Choice:
     def form(self) -> str:
         """The form of its schedule's table on GPUs, where stages run in lock-step."""
         return lockstep_form(self.schedule, masks=True)
+
+    @property
+    def merges(self) -> bool:
+        """Whether GPUs run F of a microbatch and the backward pass of another in one loop over the layers."""
+        return self.runs_pipeline and (self.stage == 1 or self.form == "merged")
 
     def table(self, num_microbatches: int, form: str | None = None) -> Schedule:
         """Returns the schedule's table for a number of microbatches, by default in the form for lock-step on GPUs."""
@@ -227,7 +120,7 @@ class Choice:
     @property
     def may_share_head(self) -> bool:
         """Whether the stages share a head that is a sum over rows or positions, as ``pipeline/executor.py`` says."""
-        return self.num_chunks < self.stage and self.schedule != "zb-v"
+        return self.num_chunks < self.stage and not self.splits_backward
 
     @cached_property
     def num_slots(self) -> dict[str, int]:
@@ -257,9 +150,14 @@ class Choice:
         placement = "v" if self.schedule == "zb-v" else "loop"
         return LayerLayout(num_layers, self.stage, self.num_chunks, placement, self.layers_per_virtual_stage)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes."""
+        return dict(reversed(shown_sizes(self.mesh.shape).items()))
+
     def axes(self) -> str:
         """Returns the axes as text."""
-        return f"tensor={self.tensor}, stage={self.stage}, data={self.data}"
+        return ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
 
 
 def fixed_or(fixed: Mapping[str, Any], name: str, otherwise: Sequence) -> Sequence:
@@ -303,7 +201,8 @@ class Software:
         name: For display.
         sequence_parallel: Whether activations between pairs of column and row splits are sharded over ``tensor`` (Korthikanti
             et al. 2022, arXiv 2205.05198).
-        overlaps: The mesh axes whose collectives run beside computation, as far as there is enough of it.
+        overlaps: The mesh axes whose collectives run beside computation, as far as there is enough of it; and "experts", the
+            all-to-alls over ``data`` of rows to experts and back.
         gradient_bytes: Bytes of each number of a gradient that is reduced over replicas; None: as jaxpar accumulates them.
         param_bytes: Bytes of each number of a param that is gathered from replicas; None: as jaxpar stores them.
         splits_messages: Whether each device of ``tensor`` sends its share of a message between stages, which is then gathered.
@@ -321,6 +220,12 @@ class Software:
         products_alone_in_w: Whether W, where a schedule has it, computes matrix products alone and B the rest, since what W
             reads is stored. In jaxpar W recomputes elementwise operations.
         recompute: The share of a layer's forward products that is recomputed besides what ``Choice.remat`` says.
+        stages_on_nodes: Whether the devices of a stage are numbered one after another, so that replicas of it share nodes;
+            in jaxpar the stages of a replica do.
+        folds_experts: Whether each device of ``tensor`` has experts of its own (parallel folding, Liu et al. 2025, arXiv
+            2504.14960), so that it receives whole rows.
+        sends_tokens_once: Whether a token of which several experts are on one device, or node, is sent there once.
+        expert_imbalance: Rows of the busiest expert over the mean.
         product_rate: Rate of products with weights over that in 16 bits, 2 for FP8 on a GPU that has it.
     """
 
@@ -339,11 +244,15 @@ class Software:
     fused_accumulation: bool = False
     products_alone_in_w: bool = False
     recompute: float = 0.0
+    stages_on_nodes: bool = False
+    folds_experts: bool = False
+    sends_tokens_once: bool = False
+    expert_imbalance: float = 1.0
     product_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        if unknown := sorted(set(self.overlaps) - set(OF_MODELS)):
-            raise ValueError(f"overlaps must be mesh axes, {', '.join(OF_MODELS)}; got {unknown}. Leave them out.")
+        if unknown := sorted(set(self.overlaps) - {*AXES, EXPERTS}):
+            raise ValueError(f"overlaps must be mesh axes, {', '.join(AXES)}; got {unknown}. Leave them out.")
         for name in ("gradient_bytes", "param_bytes"):
             if getattr(self, name) not in (None, 1, 2, 4, 8):
                 raise ValueError(
@@ -353,6 +262,8 @@ class Software:
             raise ValueError(f"recompute must be a share, 0 to 1; got {self.recompute}. Choose 0.")
         if self.message_seconds < 0:
             raise ValueError(f"message_seconds must be 0 or more; got {self.message_seconds}. Choose 0.")
+        if self.expert_imbalance < 1:
+            raise ValueError(f"expert_imbalance must be 1 or more; got {self.expert_imbalance}. Choose 1 for none.")
         if self.product_rate <= 0:
             raise ValueError(f"product_rate must be positive; got {self.product_rate}. Choose 1 for 16-bit products.")
 
@@ -376,4 +287,6 @@ class Assumptions:
     def __post_init__(self) -> None:
         for name, share in vars(self).items():
             if share is not None and not 0 < share <= 1:
-                raise ValueError(f"an efficiency must be a share of the datasheet's figure; got {name}={share}.")
+                raise ValueError(
+                    f"an efficiency must be a share of the datasheet's figure; got {arg(**{name: share})}."
+                )

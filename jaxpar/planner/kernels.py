@@ -12,13 +12,6 @@ A product is computed in tiles, of which each multiprocessor computes one at a t
 The fastest of the usual tiles is taken, also with the depth divided over several multiprocessors. A product takes at least as
 long as its bytes take to read and write (roofline: Williams, Waterman and Patterson 2009, doi 10.1145/1498765.1498785), and
 each kernel has a cost of launching. NVIDIA's "Matrix Multiplication Background User's Guide" describes tiles and waves.
-
-``planned_attention`` stands in for a fused kernel of causal attention on a machine that has none:
-
-    config = dataclasses.replace(config, attention=planned_attention)
-
-It is traced, never run. Like cuDNN's kernel it stores queries, keys, values, the result and a number per row of scores for the
-backward pass, and no scores (Dao et al. 2022, arXiv 2205.14135, section 3).
 """
 
 import math
@@ -26,21 +19,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array
-
-from jaxpar._compat import Primitive
+from jaxpar._compat import constraint_of
 from jaxpar.backward.graph import Graph, Node
-from jaxpar.backward.partition import Cut, Found
 from jaxpar.planner.cluster import Cluster
+from jaxpar.planner.fused import BACKWARD, FORWARD, Grouped, attention_flops, grouped_of
 from jaxpar.planner.job import JAXPAR, Software
 
-FORWARD, BACKWARD = "planned_attention", "planned_attention_backward"
-_forward, _backward = Primitive(FORWARD), Primitive(BACKWARD)
-_forward.multiple_results = _backward.multiple_results = True
 _VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "split", "slice"})
 _OF_THEIR_OWN = frozenset(
     {"dot_general", "gather", "scatter-add", "sort", "cumsum", "conv_general_dilated", FORWARD, BACKWARD}
@@ -55,64 +40,6 @@ UNFUSED = 2.5
 # Scores in 16 bits, with a kernel for scale, mask and softmax and one for dropout, which together read and write 20 bytes a
 # score forward and backward; XLA's, in float32, 34.
 FUSED_SOFTMAX = 20 / 34
-
-
-@_forward.def_abstract_eval
-def _(q: Any, k: Any, v: Any, *bias: Any) -> list[Any]:
-    del k, v, bias
-    batch, seq, heads, _ = q.shape
-    return [q, q.update(shape=(batch, heads, seq), dtype=jnp.dtype(jnp.float32))]
-
-
-@_backward.def_abstract_eval
-def _(q: Any, k: Any, v: Any, *others: Any) -> list[Any]:
-    del others
-    return [q, k, v]
-
-
-@jax.custom_vjp
-def planned_attention(q: Array, k: Array, v: Array, bias: Array | None = None) -> Array:
-    """Returns what stands for causal attention in a traced function: ``TransformerConfig.attention`` for the planner.
-
-    Args:
-        q: Queries ``[batch, seq, heads, head_dim]``.
-        k: Keys ``[batch, seq, kv_heads, head_dim]``.
-        v: Values, likewise.
-        bias: Added to the scores; no gradient is computed for it.
-    """
-    return _forward.bind(q, k, v, *([] if bias is None else [bias]))[0]
-
-
-def _run(q: Array, k: Array, v: Array, bias: Array | None = None) -> tuple[Array, tuple]:
-    mixed, sums = _forward.bind(q, k, v, *([] if bias is None else [bias]))
-    return mixed, (q, k, v, bias, mixed, sums)
-
-
-def _run_backward(kept: tuple, ct: Array) -> tuple:
-    q, k, v, bias, mixed, sums = kept
-    grads = _backward.bind(q, k, v, *([] if bias is None else [bias]), mixed, sums, ct)
-    return (*grads, None if bias is None else jnp.zeros_like(bias))
-
-
-planned_attention.defvjp(_run, _run_backward)
-
-
-def attention_flops(graph: Graph, node: Node) -> int:
-    """Returns the operations of the two products of scores and values below the diagonal; twice as many backward."""
-    q, k = (graph.avals[i].shape for i in node.inputs[:2])
-    batch, seq, heads, head_dim = q
-    return (2 if node.name == BACKWARD else 1) * 2 * batch * heads * seq * k[1] * head_dim
-
-
-def shard_attention(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
-    """The rule of ``backward.partition`` for both kernels: each device computes its own heads."""
-    del graph
-    if cuts[0] != 2:
-        return None
-    return Found([2, 1] if node.name == FORWARD else [2, 2, 2])
-
-
-RULES = {FORWARD: shard_attention, BACKWARD: shard_attention}
 
 
 @dataclass(frozen=True, order=True)
@@ -145,6 +72,7 @@ class Kernels:
 
     Attributes:
         products: Matrix products, each with its number.
+        grouped: Products of rows with the weights of their experts.
         attention: Operations of fused attention, without those above the diagonal: of forward and of backward passes.
         attention_bytes: Bytes that fused attention reads and writes.
         num_bytes: Bytes that all other kernels read and write, those of ``replicated_bytes`` among them.
@@ -155,6 +83,7 @@ class Kernels:
     """
 
     products: tuple[tuple[Product, int], ...] = ()
+    grouped: tuple[Grouped, ...] = ()
     attention: tuple[int, int] = (0, 0)
     attention_bytes: int = 0
     num_bytes: int = 0
@@ -176,7 +105,8 @@ def kernels_of(graph: Graph, nodes: Iterable[Node], results: Collection[int], sh
         sharded: The values that are sharded over ``tensor``.
     """
     nodes, counted = list(nodes), _Counted(graph, frozenset(sharded))
-    wanted = {i for node in nodes if node.name in _OF_THEIR_OWN for i in node.inputs} | set(results)
+    alone = [node for node in nodes if node.name in _OF_THEIR_OWN or counted.is_sent(node) or grouped_of(node)]
+    wanted = {i for node in alone for i in node.inputs} | set(results)
     products: Counter[Product] = Counter()
     attention, attention_bytes = [0, 0], 0
     for node in nodes:
@@ -191,6 +121,7 @@ def kernels_of(graph: Graph, nodes: Iterable[Node], results: Collection[int], sh
             attention_bytes += sum(map(graph.num_bytes, (*node.inputs, *node.outputs)))
     return Kernels(
         tuple(sorted(products.items())),
+        tuple(each for node in nodes if (each := grouped_of(node))),
         (attention[0], attention[1]),
         attention_bytes,
         counted.num_bytes,
@@ -228,10 +159,19 @@ class _Counted:
             self._reads[value] = frozenset() if value in self.graph.constants or is_scalar else frozenset([value])
         return self._reads[value]
 
+    def is_sent(self, node: Node) -> bool:
+        """Whether a collective makes the result of a sharding constraint."""
+        sides = [not self._sharded.isdisjoint(values) for values in (node.inputs, node.outputs)]
+        return constraint_of(node.equation) is not None and sides[0] != sides[1]
+
     def add(self, node: Node) -> None:
+        if self.is_sent(node) or grouped_of(node):
+            return
         if node.name in _OF_THEIR_OWN:
             if node.name not in ("dot_general", FORWARD, BACKWARD):
-                self._count([*node.inputs[1:], *node.outputs, *node.outputs])  # reads the rows that it needs
+                # A lookup reads the rows that it needs, and a sum into rows reads and writes those.
+                rows = node.inputs[-1:] if node.name == "scatter-add" else node.outputs
+                self._count([*node.inputs[1:], *rows, *rows])
             return
         reads = frozenset().union(*map(self.reads, node.inputs))
         for output in node.outputs:
@@ -312,7 +252,9 @@ def _stored(
     return sources, last_read
 
 
-def seconds_of(kernels: Kernels, cluster: Cluster, tensor: int = 1, software: Software = JAXPAR) -> float:
+def seconds_of(
+    kernels: Kernels, cluster: Cluster, tensor: int = 1, software: Software = JAXPAR, own_share: float = 1.0
+) -> float:
     """Returns the seconds of the kernels of an op.
 
     Args:
@@ -320,6 +262,7 @@ def seconds_of(kernels: Kernels, cluster: Cluster, tensor: int = 1, software: So
         cluster: The machines.
         tensor: Size of the ``tensor`` axis.
         software: What runs them.
+        own_share: The share of the slots for rows of experts that a device's own experts fill.
     """
     of_scores = kernels.score_bytes * (FUSED_SOFTMAX if software.fused_softmax else 1.0)
     others = kernels.num_bytes - kernels.score_bytes
@@ -329,9 +272,11 @@ def seconds_of(kernels: Kernels, cluster: Cluster, tensor: int = 1, software: So
     # Backward recomputes the scores: five products for the four that count.
     attention = (forward + 1.25 * backward) / (cluster.attention_share * cluster.peak_flops)
     launches = kernels.num_others + bool(forward) + bool(backward)
-    products = sum(count * product_seconds(each, cluster, software.product_rate) for each, count in kernels.products)
+    of_experts = [(Product(*each.as_batch(software.expert_imbalance, own_share)), 1) for each in kernels.grouped]
+    products = [*kernels.products, *of_experts]
+    of_products = sum(count * product_seconds(each, cluster, software.product_rate) for each, count in products)
     return (
-        products
+        of_products
         + max(attention, kernels.attention_bytes / memory_rate(cluster))
         + num_bytes / memory_rate(cluster)
         + launches * cluster.launch_seconds

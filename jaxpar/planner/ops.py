@@ -1,31 +1,36 @@
-"""The ops of a layer, and of the head, for one microbatch on one device: their work, traced once, and their seconds."""
+"""The ops of a layer, and of the head, for one microbatch on one device: their work."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import PyTree
 
-from jaxpar.backward.graph import Node, trace
+from jaxpar._compat import constraint_of
+from jaxpar.backward.graph import Graph, Node
 from jaxpar.backward.min_cut import peak_bytes
-from jaxpar.backward.partition import Collective, ParamShards, Partition, cut_of, partition
-from jaxpar.backward.remat import keep_products
-from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
-from jaxpar.dtypes import num_bytes, wide_dtype
+from jaxpar.backward.partition import ParamShards, Partition, cut_of, partition, shard_shape
+from jaxpar.dtypes import num_bytes
+from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.mesh import TENSOR, abstract_mesh
-from jaxpar.pipeline.embed_and_head import Ends, split_ends
-from jaxpar.planner.cluster import Links, collective_seconds
-from jaxpar.planner.job import Assumptions, Choice, ModelShape, Software
-from jaxpar.planner.kernels import NO_KERNELS, RULES, Kernels, kernels_of, memory_rate, peak_of_kernels, seconds_of
+from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh
+from jaxpar.planner.fused import BACKWARD, FORWARD, RULES, Grouped, grouped_of
+from jaxpar.planner.job import Choice
+from jaxpar.planner.kernels import NO_KERNELS, Kernels, kernels_of, peak_of_kernels
+from jaxpar.planner.model_shape import ModelShape, Traced
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.trainable import trained_indices
 
-# Collectives take multiprocessors and memory bandwidth from the computation beside which they run: by this share of their time
-# they lengthen it.
-INTERFERENCE = 0.25
+
+class Sent(NamedTuple):
+    """A collective of an op over an axis, as ``Collective``; ``of_rows`` if it gathers rows that each shard has a part of."""
+
+    axis: str
+    kind: str
+    payload_bytes: int
+    of_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,19 +39,15 @@ class Work:
 
     Attributes:
         flops: Floating-point operations of matrix products.
-        collectives: Collectives over ``tensor``.
+        sent: Its collectives.
         reads: Indices of the params of one layer that the op reads.
         kernels: What runs on the device.
     """
 
     flops: int = 0
-    collectives: tuple[Collective, ...] = ()
+    sent: tuple[Sent, ...] = ()
     reads: frozenset[int] = frozenset()
     kernels: Kernels = NO_KERNELS
-
-    def payload_bytes(self) -> int:
-        """Returns the payload bytes of all its collectives together."""
-        return sum(each.payload_bytes for each in self.collectives)
 
 
 class Analysis:
@@ -57,27 +58,61 @@ class Analysis:
         num_rows: Rows of one replica's microbatch.
         tensor: Size of the ``tensor`` axis.
         remat: As in ``Choice``.
+        data: Size of the ``data`` axis, where experts are over it.
+        context: Size of the ``context`` axis. The model is traced for one part of the sequences; what attention to all of
+            them adds is computed from shapes (``_over_context``).
+
+    Raises:
+        ValueError: An axis does not divide the model, or attention over ``context`` is not fused.
     """
 
-    def __init__(self, shape: ModelShape, num_rows: int, tensor: int, remat: bool | str = False) -> None:
-        self.shape, self.num_rows, self.tensor = shape, num_rows, tensor
+    def __init__(
+        self,
+        shape: ModelShape,
+        num_rows: int,
+        tensor: int,
+        remat: bool | str = False,
+        *,
+        data: int = 1,
+        context: int = 1,
+    ) -> None:
+        self.shape, self.num_rows, self.tensor, self.context = shape, num_rows, tensor, context
+        self.data = 1 if shape.over_data is None else data
+        if (shape.experts or 1) % self.data:
+            raise ValueError(
+                f"data must divide the experts; got data={data} and {shape.experts} experts. Choose another."
+            )
         self.times: dict[Any, Any] = {}  # of `op_times`
+        self._parts: dict[int, Work] = {}  # of the head, by the number of stages
         shardings = shardings_from_paths(shape.params, abstract_mesh(tensor=tensor), shape.rules)
         cuts = jax.tree.map(lambda s: cut_of(s.spec, TENSOR), shardings)
         self._outer_cuts = jax.tree.leaves(cuts[OUTER], is_leaf=lambda cut: cut is None)
         specs = [sharding.spec for sharding in jax.tree.leaves(shardings[LAYERS])]
         shards = ParamShards.of_layers(specs, tensor)
-        traced: _Ends = _cached(shape, ("ends", num_rows), lambda: _trace_ends(shape, num_rows))
-        self.x: list[Any] = jax.tree.leaves(traced.x)
-        self.ends, self._end_graphs = traced.ends, traced.graphs
-        self.split = _split(shape, num_rows, remat == "dots", traced.x, shards)
+        self._traced = Traced(shape, num_rows, abstract_mesh(data=self.data, context=context, tensor=tensor))
+        self.ends, self._end_graphs = self._traced.ends.ends, self._traced.ends.graphs
+        self.split = self._traced.split(remat == "dots", shards)
         self.layer: Partition = shards.partition(self.split.graph, self.split.values["params"], rules=RULES)
+        # An activation between two layers, on a device.
+        cuts, y = self.layer.cuts, zip(jax.tree.leaves(self._traced.ends.x), self.split.values["y"], strict=True)
+        self.x: list[Any] = [shard_shape(leaf, cuts.get(value), tensor) for leaf, value in y]
+        if context > 1 and not any(node.name == FORWARD for node in self.layer.graph.nodes):
+            raise ValueError(
+                f"sequences over context are planned with fused attention; got {arg(context=context)} and attention that "
+                "stores scores. Choose planned_attention, by flag --attention flash."
+            )
 
     @property
     def trained_params(self) -> list[Any]:
         """The shapes of the params of one layer on a device that are trained."""
         in_use, shape = self.layer.shapes(self.split.values["params"]), self.shape
         return [in_use[i] for i in trained_indices(shape.frozen(shape.params)[LAYERS])]
+
+    @property
+    def head_grads(self) -> list[Any]:
+        """The shapes of the gradients of the head's params on a device."""
+        part, _ = self._head
+        return part.shapes(part.graph.outputs[1 : len(self.ends.head_trains) + 1])
 
     def work(self, plan: str) -> Work:
         """Returns the work of one layer in one of ``SplitLayer.plans``."""
@@ -91,17 +126,17 @@ class Analysis:
     def one_layer_bytes(self) -> int:
         """Peak bytes of live values while an op of a pipeline runs one layer."""
         plans = (self.split.plans[name] for name in ("forward_and_store", "backward_input", "backward_weights"))
-        return max(peak_bytes(self.layer.graph, *plan) for plan in plans)
+        return max(peak_bytes(self.layer.graph, *plan) for plan in plans) + self._gathered_bytes
 
     @cached_property
     def forward_bytes(self) -> int:
         """The same while F runs one layer."""
-        return peak_bytes(self.layer.graph, *self.split.plans["forward_and_store"])
+        return peak_bytes(self.layer.graph, *self.split.plans["forward_and_store"]) + self._gathered_bytes
 
     @cached_property
     def again_bytes(self) -> int:
         """The same while one layer runs forward again and then backward, and stores nothing between the two."""
-        return peak_of_kernels(self.layer.graph, *self.split.plans["again"])
+        return peak_of_kernels(self.layer.graph, *self.split.plans["again"]) + self._gathered_bytes
 
     @cached_property
     def kept_by_jax(self) -> list[int]:
@@ -115,34 +150,107 @@ class Analysis:
         reads = {i for node in plan.nodes if not backward.isdisjoint(node.outputs) for i in node.inputs}
         return sorted(reads - backward - params - set(graph.constants))
 
+    @property
+    def _gathered_bytes(self) -> int:
+        """Bytes of the keys and values of complete sequences, or of all that an all-to-all receives, while a layer runs."""
+        sent = self._over_context([node for node in self.layer.graph.nodes if node.name == FORWARD])
+        return sum(each.payload_bytes for each in sent)
+
+    @cached_property
+    def _grouped(self) -> Grouped | None:
+        return next((each for node in self.layer.graph.nodes if (each := grouped_of(node))), None)
+
+    @property
+    def own_share(self) -> float:
+        """The share of the pairs of tokens and experts that a device's own experts have, of those that it has room for.
+
+        Over ``tensor`` every device has room for all pairs; over ``data`` it receives as many as it sends.
+        """
+        return self._grouped.experts * self.data / (self.shape.experts or 1) if self._grouped else 1.0
+
+    @property
+    def _stream(self) -> Any:
+        """The shape of the activations that layers read and write, on a device that has all of ``tensor``."""
+        return max(jax.tree.leaves(self._traced.ends.x), key=lambda leaf: leaf.size * leaf.dtype.itemsize)
+
+    @property
+    def rows_per_token(self) -> int:
+        """The number of experts that a token uses."""
+        return self._grouped.pairs * self._stream.shape[-1] // self._stream.size if self._grouped else 1
+
+    def _over_data(self, grouped: Sequence[Grouped]) -> Iterator[Sent]:
+        """Yields the all-to-alls of experts over ``data``, of rows to them and back, once for F and once for B.
+
+        Each shard over ``tensor`` sends a part of a row, which is then gathered.
+        """
+        passes = round(sum(not each.is_gradient for each in grouped) / 3)
+        payload = grouped[0].pairs * self._stream.shape[-1] * self._stream.dtype.itemsize
+        for _ in range(2 * passes if self.data > 1 else 0):
+            yield Sent(DATA, "all-to-all", payload // self.tensor)
+            if self.tensor > 1:
+                yield Sent(TENSOR, "all-gather", payload, of_rows=True)
+
+    def _over_context(self, nodes: Iterable[Node]) -> Iterator[Sent]:
+        """Yields the collectives over ``context`` of attention, in the form that sends fewer bytes.
+
+        Either keys and values are gathered in F and again in B, and their gradients scattered; or queries, keys, values and the
+        result are exchanged for those of fewer heads and complete sequences.
+        """
+        kernels = [node for node in nodes if node.name in (FORWARD, BACKWARD)]
+        for at, node in enumerate(kernels if self.context > 1 else ()):
+            of_q, of_kv = (sum(map(self.layer.graph.num_bytes, node.inputs[a:b])) for a, b in ((0, 1), (1, 3)))
+            heads, kv_heads = (self.layer.graph.avals[i].shape[2] for i in node.inputs[:2])
+            exchanged = 2 * of_q + of_kv * (self.context // math.gcd(self.context, kv_heads))  # with copies of kv heads
+            if heads % self.context == 0 and 2 * exchanged <= 3 * self.context * of_kv:
+                yield Sent(CONTEXT, "all-to-all", exchanged)
+                continue
+            if at == 0:  # what is gathered for a recomputed F is there for B
+                yield Sent(CONTEXT, "all-gather", self.context * of_kv)
+            if node.name == BACKWARD:
+                yield Sent(CONTEXT, "reduce-scatter", self.context * of_kv)
+
     def _work(self, part: Partition, nodes: Iterable[Node], makes: Iterable[int]) -> Work:
-        work = _work_of(part, list(nodes), makes)
+        nodes = list(nodes)
+        work = _work_of(part, nodes, makes)
+        if work.kernels.grouped:
+            rows = sum(2 * each.pairs * each.depth * each.columns for each in work.kernels.grouped)
+            sent = (*work.sent, *self._over_data(work.kernels.grouped))
+            work = replace(work, flops=work.flops + round(rows * self.own_share), sent=sent)
+        if self.context > 1:  # to the keys of complete sequences
+            forward, backward = work.kernels.attention
+            kernels = replace(work.kernels, attention=(self.context * forward, self.context * backward))
+            flops = work.flops + 2 * (self.context - 1) * (forward + backward)
+            work = replace(work, flops=flops, sent=(*work.sent, *self._over_context(nodes)), kernels=kernels)
         read = {i for node in nodes for i in node.inputs}
         return replace(work, reads=frozenset(n for n, i in enumerate(self.split.values["params"]) if i in read))
 
     @cached_property
     def end_works(self) -> dict[str, Work]:
         """The work of "embed", "embed_back" and "head"; that of the head includes the loss, forward and backward."""
-        return {name: _work_of(part, nodes, part.graph.outputs) for name, (part, nodes) in self._ends.items()}
+        return {name: self._work_of_end(*each) for name, each in self._end_graphs.items()}
+
+    def _work_of_end(self, graph: Graph, reads: Sequence[int]) -> Work:
+        part, nodes = self._end(graph, reads)
+        return _work_of(part, nodes, graph.outputs)
+
+    def _end(self, graph: Graph, reads: Sequence[int]) -> tuple[Partition, list[Node]]:
+        given = {graph.inputs[n]: self._outer_cuts[i] for n, i in enumerate(reads)}
+        return partition(graph, given, self.tensor, RULES), graph.needed(graph.outputs, graph.inputs)
 
     @cached_property
-    def _ends(self) -> dict[str, tuple[Partition, list[Node]]]:
-        ends = {}
-        for name, (graph, reads) in self._end_graphs.items():
-            given = {graph.inputs[n]: self._outer_cuts[i] for n, i in enumerate(reads)}
-            ends[name] = partition(graph, given, self.tensor, RULES), graph.needed(graph.outputs, graph.inputs)
-        return ends
+    def _head(self) -> tuple[Partition, list[Node]]:
+        return self._end(*self._end_graphs["head"])
 
     @cached_property
     def head_bytes(self) -> int:
         """Peak bytes of live values while the head and the loss run; mostly logits, or in their place their gradient."""
-        part, nodes = self._ends["head"]
+        part, nodes = self._head
         return self._head_bytes(nodes, part.graph.outputs)
 
     @cached_property
     def head_bytes_of_op(self) -> int:
         """The same in an op of a pipeline: gradients of params come last, and are widened only as they are added to sums."""
-        part, _ = self._ends["head"]
+        part, _ = self._head
         own, outputs = self._added_in_op
         first = part.graph.needed([i for i in outputs if i not in own], part.graph.inputs)
         last = [node for node in part.graph.needed(outputs, part.graph.inputs) if node not in first]
@@ -152,28 +260,30 @@ class Analysis:
     def head_bytes_of_branch(self) -> int:
         """The same where a branch skips the op, in which XLA keeps the order of the trace: params are read to the end."""
         _, outputs = self._added_in_op
-        graph = self._ends["head"][0].graph
+        graph = self._head[0].graph
         return self._head_bytes(graph.needed(outputs, graph.inputs), outputs)
 
-    def shares_head(self, choice: Choice) -> bool:
-        """Whether the stages of a choice share the head, since it is a sum over rows or positions (``head_parts.py``)."""
+    def part_of_head(self, choice: Choice) -> Work | None:
+        """The work of a stage that shares the head, if it is a sum over rows or positions (``head_parts.py``); else None."""
         if not choice.may_share_head:
-            return False
+            return None
         is_split = any(self.layer.cuts.get(value) == 1 for value in self.split.values["y"])
-        sizes = self.num_rows, choice.stage, self.tensor if is_split else 1
-        return _cached(self.shape, ("shares head", *sizes), lambda: _shares_head(self.shape, *sizes))
+        part = self._traced.part_of_head(choice.stage, self.tensor if is_split else 1)
+        if part and choice.stage not in self._parts:
+            self._parts[choice.stage] = self._work_of_end(*part)
+        return self._parts[choice.stage] if part else None
 
     @property
     def _added_in_op(self) -> tuple[list[int], list[int]]:
         """The gradients of the head's params before they are widened, and all values that the op writes, these among them."""
-        part, nodes = self._ends["head"]
+        part, nodes = self._head
         loss, *grads = part.graph.outputs
         widened = {n.outputs[0]: n.inputs[0] for n in nodes if n.name == "convert_element_type"}
         own = [widened.get(grad, grad) for grad in grads[: len(self.ends.head_trains)]]
         return own, [loss, *own, *grads[len(own) :]]
 
     def _head_bytes(self, nodes: list[Node], outputs: Sequence[int]) -> int:
-        graph = self._ends["head"][0].graph
+        graph = self._head[0].graph
         return peak_of_kernels(graph, nodes, graph.inputs[len(self.ends.head_reads) :], outputs)
 
     @property
@@ -187,131 +297,34 @@ class Analysis:
         return self.layer.unknown
 
 
-@dataclass(frozen=True)
-class _Ends:
-    x: PyTree
-    ends: Ends
-    graphs: Mapping[str, tuple[Any, list[int]]]
-
-
 def _work_of(part: Partition, nodes: list[Node], makes: Iterable[int]) -> Work:
     sharded = {value for value, cut in part.cuts.items() if cut is not None}
     summed = {i for node in nodes if node.outputs[0] in part.collectives for i in node.outputs}
     kernels = kernels_of(part.graph, nodes, {*makes, *summed}, sharded)
     # Rates are published as if the scores above the diagonal were computed.
-    return Work(part.flops_of(nodes) + 2 * sum(kernels.attention), tuple(part.collectives_of(nodes)), kernels=kernels)
+    return Work(part.flops_of(nodes) + 2 * sum(kernels.attention), tuple(_over_tensor(part, nodes)), kernels=kernels)
 
 
-def _cached(shape: ModelShape, key: tuple, make: Callable[[], Any]) -> Any:
-    """Returns the result of ``make``, cached in the model."""
-    if key not in shape.cache:
-        shape.cache[key] = make()
-    return shape.cache[key]
-
-
-def _split(shape: ModelShape, num_rows: int, keeps_products: bool, x: PyTree, shards: ParamShards) -> SplitLayer:
-    of_layer = num_rows, keeps_products
-    traced: TracedLayer = _cached(shape, ("layer", *of_layer), lambda: _trace_layer(shape, keeps_products, x))
-    return _cached(shape, ("split", *of_layer, shards), lambda: traced.split(shards))
-
-
-def _trace_layer(shape: ModelShape, keeps_products: bool, x: PyTree) -> TracedLayer:
-    params = shape.frozen(shape.params)[LAYERS]
-    one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
-    layer = shape.model_of_frozen.layers(1)[0]
-    return trace_layer(jax.checkpoint(layer, policy=keep_products) if keeps_products else layer, one_layer, x)
-
-
-def _trace_ends(shape: ModelShape, num_rows: int) -> _Ends:
-    outer, batch = shape.frozen(shape.params)[OUTER], shape.batch(num_rows)
-    model = shape.model_of_frozen
-    x: PyTree = jax.eval_shape(model.embed, outer, batch)
-    ends = split_ends(model, shape.loss, outer, x, batch)
-    leaves, x_leaves = jax.tree.leaves(outer), jax.tree.leaves(x)
-    embed, head = ([leaves[i] for i in indices] for indices in (ends.embed_reads, ends.head_reads))
-    floats = [leaf for leaf in x_leaves if jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)]
-    graphs = {
-        "embed": (trace(ends.embed, embed, batch), ends.embed_reads),
-        "embed_back": (trace(ends.embed_backward, embed, batch, floats), ends.embed_reads),
-        "head": (trace(ends.head, head, x_leaves, batch, jax.ShapeDtypeStruct((), jax.numpy.float32)), ends.head_reads),
+def _over_tensor(part: Partition, nodes: Iterable[Node]) -> Iterator[Sent]:
+    """Yields the collectives over ``tensor`` of some nodes; a sum that is read only to be sharded is scattered at once."""
+    sharded = {
+        i
+        for node in part.graph.nodes
+        if constraint_of(node.equation) and part.cuts.get(node.outputs[0]) is not None
+        for i in node.inputs
     }
-    return _Ends(x, ends, graphs)
-
-
-def _shares_head(shape: ModelShape, num_rows: int, num_stages: int, num_shards: int) -> bool:
-    outer, batch, model = shape.frozen(shape.params)[OUTER], shape.batch(num_rows), shape.model_of_frozen
-    x: PyTree = jax.eval_shape(model.embed, outer, batch)
-    ends = split_ends(model, shape.loss, outer, x, batch, num_stages=num_stages, num_shards=num_shards)
-    return ends.parts is not None
+    for node in nodes:
+        if each := part.collectives.get(node.outputs[0]):
+            is_scattered = each.kind == "all-reduce" and node.outputs[0] in sharded
+            yield Sent(TENSOR, "reduce-scatter" if is_scattered else each.kind, each.payload_bytes)
 
 
 def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:
     """Returns the work of a layer in each op."""
-    if choice.stage == 1:
-        return {"F": analysis.work("forward"), "B": analysis.work("again" if choice.remat is True else "backward")}
-    works = {"F": analysis.work("forward" if choice.remat is True else "forward_and_store")}
-    if choice.remat is True:
+    recomputes, one_stage = choice.remat is True, choice.stage == 1
+    works = {"F": analysis.work("forward" if recomputes or one_stage else "forward_and_store")}
+    if recomputes and not one_stage:
         works["R"] = analysis.work("forward_and_store")
+    if not choice.splits_backward:
+        return works | {"B": analysis.work("again" if recomputes and one_stage else "backward")}
     return works | {"B": analysis.work("backward_input"), "W": analysis.work("backward_weights")}
-
-
-@dataclass(frozen=True)
-class OpTimes:
-    """Seconds for one microbatch.
-
-    Attributes:
-        computing: Those of the kernels of each op of one layer. The last op of the backward pass adds its gradients to those of
-            earlier microbatches.
-        sending: Those of the collectives over ``tensor`` of each op.
-        again: The part of ``computing`` that is recomputed.
-        head_computing: Those of the kernels of the head and the loss, forward and backward.
-        head_sending: Those of their collectives.
-    """
-
-    computing: dict[str, float]
-    sending: dict[str, float]
-    again: float
-    head_computing: float
-    head_sending: float
-
-
-def op_times(choice: Choice, analysis: Analysis, links: Links, assumed: Assumptions, software: Software) -> OpTimes:
-    """Returns the seconds of the ops of a choice, cached in its analysis."""
-    pipelined, accumulates = choice.stage > 1, choice.num_microbatches > 1
-    key = pipelined, accumulates, choice.remat, links.cluster, assumed, software
-    if key not in analysis.times:
-        analysis.times[key] = _op_times(choice, analysis, links, assumed, software)
-    return analysis.times[key]
-
-
-def _op_times(choice: Choice, analysis: Analysis, links: Links, assumed: Assumptions, software: Software) -> OpTimes:
-    computes = lambda work: _compute(work, choice, links, assumed, software)
-    sends = lambda work: _send(work, links, computes(work) if TENSOR in software.overlaps else 0.0)
-    works, head = layer_works(choice, analysis), analysis.end_works["head"]
-    computing = {op: computes(work) for op, work in works.items()}
-    if "W" in works and software.products_alone_in_w:
-        alone = computes(replace(works["W"], kernels=Kernels(works["W"].kernels.products)))
-        computing |= {"B": computing["B"] + computing["W"] - alone, "W": alone}
-    forward = computes(analysis.work("forward"))
-    again = computing.get("R", forward if choice.remat is True else 0.0) + software.recompute * forward
-    computing["B"] += software.recompute * forward
-    if choice.num_microbatches > 1 and assumed.compute is None and not software.fused_accumulation:
-        params = analysis.trained_params
-        sums = sum(2 * each.size * wide_dtype(each.dtype).itemsize for each in params)
-        computing["W" if "W" in works else "B"] += sums / memory_rate(links.cluster)
-    sending = {op: sends(work) for op, work in works.items()}
-    return OpTimes(computing, sending, again, computes(head), sends(head))
-
-
-def _compute(work: Work, choice: Choice, links: Links, assumed: Assumptions, software: Software) -> float:
-    """Returns the seconds of the kernels of ``work``."""
-    if assumed.compute is not None:
-        return work.flops / (links.cluster.peak_flops * assumed.compute)
-    return seconds_of(work.kernels, links.cluster, choice.tensor, software)
-
-
-def _send(work: Work, links: Links, beside: float) -> float:
-    """Returns the seconds of the collectives of ``work`` over ``tensor`` that ``beside`` seconds of computation do not hide."""
-    seconds = sum(collective_seconds(links, TENSOR, each.kind, each.payload_bytes) for each in work.collectives)
-    hidden = min(seconds, beside)
-    return seconds - hidden + INTERFERENCE * hidden

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.inspect.text import bytes_text, seconds_text, table
+from jaxpar.mesh import AXES
 from jaxpar.planner.job import Choice
 from jaxpar.planner.step_time import StepTime
 from jaxpar.schedule import simulate
@@ -20,7 +21,19 @@ PARTS = {
     "ends": ("embedding and head over stage", "sends more of embedding and head over stage"),
     "update": ("update", "updates longer"),
 }
-SETTINGS = ("data", "stage", "tensor", "schedule", "num_microbatches", "num_chunks", "zero", "remat")
+SETTINGS = (
+    "replica",
+    "data",
+    "context",
+    "stage",
+    "tensor",
+    "schedule",
+    "num_microbatches",
+    "num_chunks",
+    "zero",
+    "remat",
+    "experts",
+)
 _LABEL = 10  # columns
 COLUMNS = ("", "data", "stage", "tensor", "schedule", "microbatches", "zero", "remat", "memory", "step", "bubble")
 _HEADER = (*COLUMNS, "TFLOP/s")
@@ -238,7 +251,10 @@ def render(plans: Sequence[Plan], *, width: int | None = None) -> str:
         width: The columns of the terminal: reasons that do not fit beside the figures are put below them, and columns of lesser
             importance are left out, which ``details`` has. None: as wide as it gets.
     """
-    rows = [[*_HEADER], *(_figures(rank, plan) for rank, plan in enumerate(plans, 1))]
+    axes = [axis for axis in AXES if axis in _HEADER or any(plan.choice.mesh.shape[axis] > 1 for plan in plans)]
+    axes += ["experts"] if any(plan.choice.experts for plan in plans) else []
+    header = ["", *axes, *(name for name in _HEADER[1:] if name not in AXES)]
+    rows = [header, *(_figures(rank, plan, axes) for rank, plan in enumerate(plans, 1))]
     reasons = ["why", *(plan.why for plan in plans)]
     whole = table([[*row, why] for row, why in zip(rows, reasons, strict=True)])
     if width is None or max(map(len, whole.splitlines())) <= width:
@@ -255,12 +271,12 @@ def render(plans: Sequence[Plan], *, width: int | None = None) -> str:
     )
 
 
-def _figures(rank: int, plan: Plan) -> list[str]:
+def _figures(rank: int, plan: Plan, axes: Sequence[str]) -> list[str]:
     choice = plan.choice
     chunks = f" x{choice.num_chunks}" if choice.num_chunks > 1 else ""
     return [
         str(rank),
-        *(str(size) for size in (choice.data, choice.stage, choice.tensor)),
+        *(str(getattr(choice, axis) or "-") for axis in axes),
         f"{choice.schedule}{chunks}" if choice.stage > 1 else "-",
         str(choice.num_microbatches),
         str(choice.zero),

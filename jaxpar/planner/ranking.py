@@ -10,21 +10,13 @@ from typing import Any
 
 import optax
 
-from jaxpar.mesh import DATA, OF_MODELS, TENSOR
+from jaxpar.fields import arg
+from jaxpar.mesh import AXES, OF_MODELS
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.cluster import Cluster, Links
-from jaxpar.planner.job import (
-    JAXPAR,
-    SCHEDULES,
-    Assumptions,
-    Choice,
-    ModelShape,
-    Software,
-    divisors,
-    fixed_or,
-    transformer_shape,
-)
+from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, Software, divisors, fixed_or
+from jaxpar.planner.model_shape import ModelShape, transformer_shape
 from jaxpar.planner.plans import Gain, Plan, remat_text, why_best, why_not
 from jaxpar.planner.search import Estimator, best_plans, check_fixed
 
@@ -55,7 +47,8 @@ def plan(
         assumed: Assumed efficiencies.
         memory_headroom: The share of a device's memory that a plan leaves free, since CUDA, NCCL and fragmentation take it.
         top: The largest number of plans to return.
-        **fixed: Settings to fix: data, stage, tensor, schedule, num_chunks, num_microbatches, zero, remat.
+        **fixed: Settings to fix: replica, data, context, stage, tensor, schedule, num_chunks, num_microbatches, zero, remat,
+            experts.
 
     Raises:
         ValueError: A setting is unknown or out of range; or nothing fits: the message states the memory that is needed and
@@ -71,7 +64,8 @@ def plan(
     batch_size = batch_size or max(1, DEFAULT_TOKENS // shape.tokens_per_row)
     if not 0 <= memory_headroom < 1:
         raise ValueError(
-            f"memory_headroom must be a share of the memory, at least 0 and less than 1; got {memory_headroom}. Choose 0.1."
+            f"{arg('memory_headroom')} must be a share of the memory, at least 0 and less than 1; got {memory_headroom}. "
+            "Choose 0.1."
         )
     estimator = Estimator(
         shape, cluster, batch_size, optimizer or optax.adam(1e-4), executor, assumed, memory_headroom=memory_headroom
@@ -112,16 +106,17 @@ def price(
         ValueError: The choice does not divide the model or the batch.
     """
     shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
-    count = choice.data * choice.num_microbatches
+    count = choice.num_replicas * choice.num_microbatches
     if batch_size % count:
         raise ValueError(
-            f"data times num_microbatches must divide batch_size; got {choice.data} times {choice.num_microbatches} and "
-            f"batch_size={batch_size}. Choose a batch_size of {max(1, batch_size // count) * count}."
+            f"data times num_microbatches must divide batch_size; got {choice.num_replicas} times "
+            f"{choice.num_microbatches} and batch_size={batch_size}. Choose a batch_size of "
+            f"{max(1, batch_size // count) * count}."
         )
     everything = replace(cluster, memory_bytes=float("inf"))
     estimator = Estimator(shape, everything, batch_size, optimizer or optax.adam(1e-4), executor, assumed, software)
     if estimator.analysis(choice) is None:
-        raise ValueError(why_nothing(estimator, {}))
+        raise ValueError(next(iter(estimator.refused.values())))
     priced = estimator.price(choice)
     assert priced is not None
     return priced
@@ -148,7 +143,7 @@ def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estima
     for remat, name in ((False, "no recomputation"), ("dots", "recomputing attention scores alone")):
         if remat != choice.remat and choice.remat is not False:
             yield name, estimator, replace(choice, remat=remat)
-    rows = estimator.batch_size // choice.data
+    rows = estimator.batch_size // choice.num_replicas
     for factor in (2, 0.5):
         count = int(choice.num_microbatches * factor)
         if count and rows % count == 0:
@@ -164,7 +159,7 @@ def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estima
     larger = replace(estimator, batch_size=2 * estimator.batch_size)
     yield "twice the batch", larger, replace(choice, num_microbatches=2 * choice.num_microbatches)
     links = Links(estimator.cluster, choice.mesh.shape, estimator.assumed.network)
-    crossing = {links.crosses(axis) for axis in (TENSOR, DATA) if choice.mesh.shape[axis] > 1}
+    crossing = {links.crosses(axis) for axis in AXES if choice.mesh.shape[axis] > 1}
     for crosses in sorted(crossing):
         field = "network_bandwidth" if crosses else "node_bandwidth"
         faster = replace(estimator.cluster, **{field: 2 * getattr(estimator.cluster, field)})
@@ -187,7 +182,7 @@ def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
     free = f", since {estimator.memory_headroom:.0%} of {gib(estimator.cluster.memory_bytes)} stays free"
     free = free if estimator.memory_headroom else ""
     return (
-        f"{name} needs {gib(num_bytes)} GiB a device at {choice.axes()}; have {gib(limit)}{free}. "
+        f"{name} needs {gib(num_bytes)} GiB a device at {arg(**choice.sizes)}; have {gib(limit)}{free}. "
         f"{_nearest(estimator, fixed, choice)}"
     )
 
@@ -201,13 +196,13 @@ def _of_model(estimator: Estimator, fixed: dict[str, Any], refused: str) -> str:
 def _undivided(estimator: Estimator, fixed: dict[str, Any]) -> str:
     """Returns why no mesh has the fixed settings."""
     count, rows = estimator.cluster.num_devices, estimator.batch_size
-    held = ", ".join(f"{name}={value}" for name, value in fixed.items() if value is not None) or "any setting"
+    held = arg(**{name: value for name, value in fixed.items() if value is not None}) or "any setting"
     inner = (fixed.get("tensor") or 1) * (fixed.get("stage") or 1)
     data = fixed.get("data") or (count // inner if count % inner == 0 else 0)
     if data and count % (data * inner) == 0 and rows % data:
         return (
-            f"data must divide the batch; got data={data}, the rest of {count} devices with {held}, and {rows} rows. Choose "
-            f"batch_size={-(-rows // data) * data}, or another mesh."
+            f"{arg('data')} must divide the batch; got {arg(data=data)}, the rest of {count} devices with {held}, and {rows} "
+            f"rows. Choose {arg(batch_size=-(-rows // data) * data)}, or another mesh."
         )
     return (
         f"the axes must multiply to the devices, stages be at most the layers, and microbatches divide a replica's rows; "
@@ -225,21 +220,21 @@ def _remedy(estimator: Estimator, fixed: dict[str, Any]) -> str:
         "num_microbatches": divisors(estimator.batch_size),
     }
     if "num_chunks" in held and _is_possible(estimator, fixed | {"num_chunks": None}):
-        return "Leave num_chunks out."
+        return f"Leave {arg('num_chunks')} out."
     for name in filter(held.__contains__, values):
         if fitting := [value for value in values[name] if _is_possible(estimator, fixed | {name: value})]:
-            return f"Choose {name} from {', '.join(map(str, fitting))}."
+            return f"Choose {arg(name)} from {', '.join(map(str, fitting))}."
     for name in reversed(held):
         if _is_possible(estimator, fixed | {name: None}):
-            return f"Leave {name} out."
-    return "Choose another batch_size, or fix fewer settings."
+            return f"Leave {arg(name)} out."
+    return f"Choose another {arg('batch_size')}, or fix fewer settings."
 
 
 def _is_possible(estimator: Estimator, fixed: dict[str, Any]) -> bool:
     choice = next(estimator.candidates(fixed), None)
     if choice is None:
         return False
-    of_one_row = replace(choice, num_microbatches=estimator.batch_size // choice.data)
+    of_one_row = replace(choice, num_microbatches=estimator.batch_size // choice.num_replicas)
     return estimator.analysis(of_one_row) is not None
 
 
@@ -270,11 +265,11 @@ def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str
         if free == "remat":
             return f"Nearest: remat={nearest.remat}, by flag --remat {remat_text(nearest.remat)}."
         if free in OF_MODELS and fixed.get("data"):
-            return f"Nearest: {nearest.axes()}."
-        return f"Nearest: {free}={getattr(nearest, free)}."
-    anywhere = {name: value for name, value in fixed.items() if name not in OF_MODELS}
+            return f"Nearest: {arg(**nearest.sizes)}."
+        return f"Nearest: {arg(**{free: getattr(nearest, free)})}."
+    anywhere = {name: value for name, value in fixed.items() if name not in AXES}
     if any(fixed.get(axis) for axis in OF_MODELS) and (found := best_plans(estimator, anywhere, 1)):
-        return f"Nearest: {found[0].choice.axes()}."
+        return f"Nearest: {arg(**found[0].choice.sizes)}."
     for more in (2, 4, 8, 16, 32):
         num_nodes = more * estimator.cluster.num_nodes
         larger = replace(estimator, cluster=replace(estimator.cluster, num_nodes=num_nodes))

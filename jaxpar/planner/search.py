@@ -15,61 +15,64 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count, product
 from typing import Any
 
+from jaxpar.fields import arg
+from jaxpar.mesh import AXES, DATA, TENSOR
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner.cluster import Cluster
-from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, ModelShape, Software, divisors, fixed_or
+from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, Software, divisors, fixed_or
+from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
-from jaxpar.planner.plans import Plan
+from jaxpar.planner.plans import SETTINGS, Plan
 from jaxpar.planner.state import AtRest, step_memory
 from jaxpar.planner.step_time import Prices, step_time
 from jaxpar.planner.traffic import Transfer, bytes_by_axis, step_traffic
 
 ROWS = (1, 2, 4, 8)  # of a microbatch
+LONG, CONTEXTS = 2**14, (2, 4, 8, 16, 32, 64)  # tokens below which no sequence is cut; into how many parts
 SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
 SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced
 
 
 def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int) -> None:
     """Raises for an unknown setting, or a value out of its range."""
-    names = ("data", "stage", "tensor", "schedule", "num_chunks", "num_microbatches", "zero", "remat")
-    unknown = sorted(set(fixed) - set(names))
-    if unknown:
-        raise ValueError(f"a fixed setting must be one of {', '.join(names)}; got {unknown}.")
+    if unknown := sorted(set(fixed) - set(SETTINGS)):
+        raise ValueError(f"a fixed setting must be one of {', '.join(SETTINGS)}; got {unknown}.")
     if executor not in ("spmd", "mpmd"):
-        raise ValueError(f'executor must be "spmd" or "mpmd"; got {executor!r}.')
-    counts = {name: fixed.get(name) for name in ("data", "stage", "tensor", "num_chunks", "num_microbatches")}
+        raise ValueError(f'{arg("executor")} must be "spmd" or "mpmd"; got {executor!r}.')
+    counts = {name: fixed.get(name) for name in (*AXES, "num_chunks", "num_microbatches")}
     for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be 1 or more; got {value}. For example: 1.")
+            raise ValueError(f"{arg(name)} must be 1 or more; got {value}. For example: 1.")
+    if fixed.get("experts") not in (None, TENSOR, DATA):
+        raise ValueError(f'{arg("experts")} must be over "tensor" or "data"; got {fixed["experts"]!r}.')
     if fixed.get("zero") not in (None, 0, 1, 2, 3):
-        raise ValueError(f"zero must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
+        raise ValueError(f"{arg('zero')} must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
     schedules = [name for name, _ in SCHEDULES]
     if fixed.get("schedule") is not None and fixed["schedule"] not in schedules:
-        raise ValueError(f"schedule must be one of {', '.join(schedules)}; got {fixed['schedule']!r}.")
+        raise ValueError(f"{arg('schedule')} must be one of {', '.join(schedules)}; got {fixed['schedule']!r}.")
 
 
-def candidates(cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[str, Any]) -> Iterator[Choice]:
+def candidates(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict[str, Any]) -> Iterator[Choice]:
     """Yields the choices that use all devices, divide the batch and have a layer for each virtual stage, at ZeRO level 0.
 
-    Unless they are fixed, microbatches have 1, 2, 4 or 8 rows, and gpipe is left out.
+    Unless they are fixed, microbatches have 1, 2, 4 or 8 rows, sequences are whole unless they are long, and gpipe is left out.
 
     Args:
         cluster: The machines.
         batch_size: Rows of a step, over all replicas.
-        num_layers: Layers of the model.
+        shape: The model.
         fixed: Fixed settings, by name.
     """
-    for data, stage, tensor in _meshes(cluster, batch_size, num_layers, fixed):
-        of_mesh = partial(Choice, data=data, stage=stage, tensor=tensor)
-        microbatches, schedules = _microbatches(batch_size // data, fixed), list(_schedules(stage, num_layers, fixed))
+    for mesh in _meshes(cluster, batch_size, shape, fixed):
+        schedules = list(_schedules(mesh.stage, shape.num_layers, fixed))
+        microbatches = _microbatches(batch_size // mesh.num_replicas, fixed)
         remats = fixed_or(fixed, "remat", (False, "dots", True))
         for number, remat, (name, chunks) in product(microbatches, remats, schedules):
-            yield of_mesh(schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat)
+            yield replace(mesh, schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat)
 
 
 def spreads(num_layers: int, num_virtual_stages: int) -> list[tuple[int, ...]]:
@@ -84,17 +87,30 @@ def spreads(num_layers: int, num_virtual_stages: int) -> list[tuple[int, ...]]:
     return [tuple(spread or ()) for spread in spreads if min(spread or (0,)) > 0]
 
 
-def _meshes(
-    cluster: Cluster, batch_size: int, num_layers: int, fixed: dict[str, Any]
-) -> Iterator[tuple[int, int, int]]:
-    """Yields each (data, stage, tensor) that uses all devices, with tensor inside a node and no more stages than layers."""
-    count = cluster.num_devices
-    for tensor in fixed_or(fixed, "tensor", divisors(cluster.devices_per_node)):
+def _meshes(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict[str, Any]) -> Iterator[Choice]:
+    """Yields each mesh of all devices, with ``tensor`` inside a node and no more stages than layers.
+
+    Replicas on several nodes are one group, or a group a node (HSDP).
+    """
+    count, contexts = cluster.num_devices, [each for each in CONTEXTS if each * LONG <= shape.tokens_per_row]
+    tensors = fixed_or(fixed, "tensor", divisors(cluster.devices_per_node))
+    for tensor, context in product(tensors, fixed_or(fixed, "context", [1, *contexts])):
         for stage in fixed_or(fixed, "stage", divisors(count // tensor)):
-            data = count // (tensor * stage)
-            fits = stage <= num_layers and batch_size % max(1, data) == 0
-            if data * stage * tensor == count and fits and data == (fixed.get("data") or data):
-                yield data, stage, tensor
+            inner = tensor * context * stage
+            replicas, fits = count // inner, count % inner == 0 and stage <= shape.num_layers
+            if not fits or batch_size % replicas or shape.tokens_per_row % context:
+                continue
+            in_node = max(1, (cluster.fast_devices or cluster.devices_per_node) // inner)
+            groups = {1: replicas} | ({replicas // in_node: in_node} if replicas % in_node == 0 and in_node > 1 else {})
+            if held := fixed.get("replica"):
+                groups = {held: replicas // held} if replicas % held == 0 else {}
+            for replica, data in groups.items():
+                for experts in fixed_or(fixed, "experts", list(shape.placements) or [None]):
+                    fits = experts != DATA or (data > 1 and shape.experts is not None and shape.experts % data == 0)
+                    if fits and data == (fixed.get("data") or data):
+                        yield Choice(
+                            replica=replica, data=data, context=context, stage=stage, tensor=tensor, experts=experts
+                        )
 
 
 def _schedules(stage: int, num_layers: int, fixed: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -141,7 +157,7 @@ class Estimator:
 
     def candidates(self, fixed: dict[str, Any]) -> Iterator[Choice]:
         """Returns all candidates at ZeRO level 0, with layers spread evenly."""
-        return candidates(self.cluster, self.batch_size, self.shape.num_layers, fixed)
+        return candidates(self.cluster, self.batch_size, self.shape, fixed)
 
     def balanced(self, choice: Choice) -> Choice:
         """Returns the choice with the spread of layers whose busiest stage, the head included, takes the least time."""
@@ -153,11 +169,15 @@ class Estimator:
 
     def analysis(self, choice: Choice) -> Analysis | None:
         """Returns the work of a choice's ops; None where ``tensor`` does not divide the model."""
-        rows = self.batch_size // choice.data // choice.num_microbatches
-        key = rows, choice.tensor, choice.remat == "dots"
+        rows = self.batch_size // choice.num_replicas // choice.num_microbatches
+        shape = self.shape.placed(choice.experts)
+        over = choice.context, choice.data if shape.over_data else 1
+        key = rows, choice.tensor, choice.remat == "dots", choice.experts, *over
         if key not in self._analyses:
             try:
-                self._analyses[key] = Analysis(self.shape, rows, choice.tensor, choice.remat)
+                self._analyses[key] = Analysis(
+                    shape, rows, choice.tensor, choice.remat, data=choice.data, context=choice.context
+                )
             except ValueError as error:
                 self._analyses[key] = None
                 self.refused[f"tensor={choice.tensor}"] = str(error)
@@ -171,9 +191,15 @@ class Estimator:
 
     def at_rest(self, choice: Choice) -> AtRest:
         """Returns a choice's state between steps."""
-        key = (*choice.mesh.shape.values(), choice.zero, choice.num_chunks, choice.layers_per_virtual_stage)
+        key = (
+            *choice.mesh.shape.values(),
+            choice.zero,
+            choice.num_chunks,
+            choice.layers_per_virtual_stage,
+            choice.experts,
+        )
         if key not in self._states:
-            self._states[key] = AtRest(self.shape, self.optimizer, choice)
+            self._states[key] = AtRest(self.shape.placed(choice.experts), self.optimizer, choice)
         return self._states[key]
 
     def memory(self, choice: Choice, *, quick: bool = False) -> dict[str, int]:
@@ -188,13 +214,14 @@ class Estimator:
         """Returns the collectives of a choice; without ``messages``, those that need no compiled schedule."""
         return step_traffic(choice, self._analysis(choice), self.at_rest(choice), messages=messages)
 
-    def prices(self, choice: Choice) -> Prices:
-        """Returns the seconds of a choice's ops, messages and collectives."""
-        return Prices(choice, self._analysis(choice), self.cluster, self.assumed, self.software)
+    def prices(self, choice: Choice, *, ranked: bool = True) -> Prices:
+        """Returns the seconds of a choice's ops and collectives, with the executor that ranks it or with the other."""
+        ideal = (self.executor == "mpmd") == ranked
+        return Prices(choice, self._analysis(choice), self.cluster, self.assumed, self.software, ideal=ideal)
 
     def seconds_alone(self, choice: Choice) -> int | float:
         """Returns an estimate of the seconds of a step without collectives over ``data``, which needs no state."""
-        return self.prices(choice).likely(ideal=self.executor == "mpmd")
+        return self.prices(choice).likely()
 
     def seconds_of_data(self, choice: Choice) -> int | float:
         """Returns the exposed seconds of the collectives over ``data``."""
@@ -221,12 +248,12 @@ class Estimator:
         if sum(memory.values()) > self.memory_limit:
             return None
         transfers = [] if quick else self.traffic(choice)
-        sent, prices = transfers or self.traffic(choice, messages=False), self.prices(choice)
+        sent = transfers or self.traffic(choice, messages=False)
         shards = choice.data if choice.zero in (1, 2) else 1  # which update a share of the params
         state = memory["optimizer"] + (self.at_rest(choice).trained_bytes + memory["gradients"]) // shards
         is_ideal = self.executor == "mpmd"
-        ranked = step_time(choice, prices, sent, state, ideal=is_ideal)
-        other = ranked if quick else step_time(choice, prices, sent, state, ideal=not is_ideal)
+        ranked = step_time(choice, self.prices(choice), sent, state)
+        other = ranked if quick else step_time(choice, self.prices(choice, ranked=False), sent, state)
         useful, again = self._flops(choice)
         return Plan(
             choice=choice,

@@ -19,7 +19,8 @@ from jaxpar.optimizer_state import Optimizer
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline import LayerLayout, spmd_program
 from jaxpar.pipeline.memory import buffers_of
-from jaxpar.planner.job import Choice, ModelShape
+from jaxpar.planner.job import Choice
+from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
 from jaxpar.schedule import lockstep_form
 from jaxpar.sharding import shardings_from_paths
@@ -84,6 +85,11 @@ class AtRest:
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
         """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
         return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.replica_grads))
+
+    @cached_property
+    def reduced_bytes(self) -> int:
+        """Bytes on one device of the gradients that are reduced over ``replica``: in float32 or wider, after ``data``."""
+        return _totals(map(self._shard, jax.tree.leaves(self._trained), self.grad_specs))
 
     def _shard(self, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return _local(leaf, NamedSharding(self._mesh, spec))
@@ -167,11 +173,11 @@ def _pipelined(
         rings -= {name for name in rings if slots[name] * layout.positions_per_chunk == 1}
         if rings.isdisjoint(("residuals_b", "residuals_w")) and choice.schedule != "zb-v":
             one_layer = analysis.again_bytes
-    if masks and (choice.form == "merged" or choice.stage == 1):
+    if masks and choice.merges:
         one_layer += analysis.forward_bytes  # F of a microbatch runs beside B of another
     # Two messages travel while W or the head runs: what is sent and what arrives.
     messages = 4 * num_bytes(analysis.x) if masks and choice.stage > 1 else 0
-    if masks and choice.schedule != "zb-h1" and analysis.shares_head(choice):
+    if masks and analysis.part_of_head(choice):
         head = analysis.head_bytes_of_op // choice.stage
     else:
         head = analysis.head_bytes_of_branch if _skips_head(choice, layout) else analysis.head_bytes_of_op
@@ -209,8 +215,9 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
     one_layer = max(one_layer, bytes_of(analysis.kept_by_jax) if choice.remat is True else 0)
     sums = _summed_layers(choice, at_rest, layers) + _summed_outer(at_rest)
     many = choice.num_microbatches > 1
-    # The gradients of a microbatch are made after the head has run.
-    working = max(one_layer, analysis.head_bytes - (sums if many else 0)) + _gathered(at_rest)
+    # The gradients of a microbatch are made after the head has run, which alone reads gathered params; the next one's does too.
+    gathered = _gathered(at_rest)
+    working = max(one_layer + (gathered if many else 0), analysis.head_bytes + gathered - sums)
     # Gradients are reduced over replicas after the last use of an activation.
     over_replicas = max(0, sums - working - layers * kept) if many and choice.data > 1 else 0
     return {

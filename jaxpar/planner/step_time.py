@@ -3,22 +3,34 @@
     step = pipeline (or accumulation) + gradients over data + embedding and head over stage + the optimizer's update
 
 An op takes as long as its kernels (``kernels.py``) and its collectives (``cluster.py``), one after the other. What overlaps
-in jaxpar: in the fused form of lock-step, messages between stages and the computation of the same tick. ``Software`` says what
-others overlap.
+in jaxpar's program for GPUs:
+
+    F beside B     where the two run in one loop over layers, the collectives over ``tensor`` of each run beside the kernels of
+                   the other
+    the head       which the stages share, each with its part: messages between stages run beside it
+    W              where it is an op of its own: messages run beside it
+    ZeRO 3         gathers and scatters of a layer run beside the kernels of the next one
+
+``Software`` says what others overlap.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.dtypes import num_bytes, wide_dtype
+from jaxpar.mesh import DATA, REPLICAS, STAGE, TENSOR
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
-from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software
-from jaxpar.planner.kernels import memory_rate
-from jaxpar.planner.ops import INTERFERENCE, Analysis, OpTimes, op_times
+from jaxpar.planner.job import EXPERTS, JAXPAR, Assumptions, Choice, Software
+from jaxpar.planner.kernels import Kernels, memory_rate, seconds_of
+from jaxpar.planner.ops import Analysis, Work, layer_works
 from jaxpar.planner.traffic import Transfer
-from jaxpar.schedule import Costs, Op, Schedule, lockstep_form, stage_and_chunk
-from jaxpar.schedule.simulate import Messages, makespan
+from jaxpar.schedule import Costs, stage_and_chunk
+from jaxpar.schedule.simulate import Messages, Row, makespan
+
+# Collectives take multiprocessors and memory bandwidth from the computation beside which they run: by this share of their time
+# they lengthen it.
+INTERFERENCE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +40,9 @@ class StepTime:
     Attributes:
         compute: Matrix products of the busiest device, without recomputed ones.
         again: Recomputed matrix products of the forward pass.
-        tensor: Collectives over ``tensor``.
+        tensor: Collectives inside layers and the head: over ``tensor``, and over ``context``.
         bubble: Waiting for other stages, and messages to them.
-        data: Collectives over ``data``.
+        data: Reductions of gradients and gathers of params over ``data``, ``replica`` and ``context``.
         ends: Collectives over ``stage`` for params and gradients of embedding and head.
         update: The optimizer's update.
     """
@@ -49,6 +61,101 @@ class StepTime:
         return sum(vars(self).values())
 
 
+@dataclass(frozen=True)
+class OpTimes:
+    """Seconds for one microbatch.
+
+    Attributes:
+        computing: Those of the kernels of each op of one layer. The last op of the backward pass adds its gradients to those of
+            earlier microbatches.
+        sending: Those of the collectives over ``tensor`` of each op.
+        beside: The part of ``sending`` that runs beside computation where F of a layer runs beside B of another (``merges``).
+        again: The part of ``computing`` that is recomputed.
+        head_computing: Those of the kernels of the head and the loss, forward and backward, and of the sums of its gradients.
+        head_sending: Those of their collectives.
+        embed: Those of the embedding.
+        embed_back: Those of its backward pass.
+    """
+
+    computing: dict[str, float]
+    sending: dict[str, float]
+    beside: float
+    again: float
+    head_computing: float
+    head_sending: float
+    embed: float
+    embed_back: float
+
+
+def op_times(
+    choice: Choice, analysis: Analysis, links: Links, assumed: Assumptions, software: Software, *, ideal: bool
+) -> OpTimes:
+    """Returns the seconds of the ops of a choice, ``ideal`` for stages that run freely; cached in its analysis."""
+    part, joins = (None if ideal else analysis.part_of_head(choice)), not choice.splits_backward
+    kind = choice.stage > 1, choice.num_microbatches > 1, joins, choice.remat, choice.runs_pipeline and not ideal
+    key = kind, part, links.cluster, assumed, software
+    if key not in analysis.times:
+        analysis.times[key] = _op_times(choice, analysis, links, assumed, software, part, slices=kind[-1])
+    return analysis.times[key]
+
+
+def _op_times(
+    choice: Choice,
+    analysis: Analysis,
+    links: Links,
+    assumed: Assumptions,
+    software: Software,
+    part: Work | None,
+    *,
+    slices: bool,
+) -> OpTimes:
+    computes = lambda work: _compute(work, choice, links, assumed, software, analysis.own_share)
+    sends = lambda work: _send(work, links, software, computes(work))
+    head = part or analysis.end_works["head"]
+    works = layer_works(choice, analysis)
+    computing = {op: computes(work) for op, work in works.items()}
+    if "W" in works and software.products_alone_in_w:
+        alone = computes(replace(works["W"], kernels=Kernels(works["W"].kernels.products)))
+        computing |= {"B": computing["B"] + computing["W"] - alone, "W": alone}
+    forward = computes(analysis.work("forward"))
+    again = computing.get("R", forward if choice.remat is True else 0.0) + software.recompute * forward
+    computing["B"] += software.recompute * forward
+    if slices and assumed.compute is None:  # the params of a layer are copied out of their stacks
+        params = analysis.layer.shapes(analysis.split.values["params"])
+        copied = lambda work: 2 * num_bytes(params[i] for i in work.reads) / memory_rate(links.cluster)
+        computing = {op: seconds + copied(works[op]) for op, seconds in computing.items()}
+    of_head = computes(head)
+    if choice.num_microbatches > 1 and assumed.compute is None and not software.fused_accumulation:
+        sums = lambda grads: sum(2 * each.size * wide_dtype(each.dtype).itemsize for each in grads)
+        computing["W" if "W" in works else "B"] += sums(analysis.trained_params) / memory_rate(links.cluster)
+        of_head += sums(analysis.head_grads) / memory_rate(links.cluster)
+    embed, embed_back = (computes(each) + sends(each) for each in map(analysis.end_works.get, ("embed", "embed_back")))
+    sending = {op: sends(work) for op, work in works.items()}
+    # The collectives of F run beside the kernels of the backward pass, and the other way around.
+    of_backward = lambda seconds: sum(each for op, each in seconds.items() if op != "F")
+    beside = min(sending["F"], of_backward(computing)) + min(of_backward(sending), computing["F"])
+    beside *= 1 - INTERFERENCE
+    return OpTimes(computing, sending, beside, again, of_head, sends(head), embed, embed_back)
+
+
+def _compute(
+    work: Work, choice: Choice, links: Links, assumed: Assumptions, software: Software, own_share: float
+) -> float:
+    """Returns the seconds of the kernels of ``work``."""
+    if assumed.compute is not None:
+        return work.flops / (links.cluster.peak_flops * assumed.compute)
+    return seconds_of(work.kernels, links.cluster, choice.tensor, software, own_share)
+
+
+def _send(work: Work, links: Links, software: Software, beside: float) -> float:
+    """Returns the seconds of the collectives of ``work``, of which those over some axes run beside computation."""
+    sent = [each for each in work.sent if not (each.of_rows and software.folds_experts)]
+    seconds = [(each.axis, collective_seconds(links, *each[:3])) for each in sent]
+    hides = lambda axis: (EXPERTS if axis == DATA else axis) in software.overlaps
+    hidden = min(sum(each for axis, each in seconds if hides(axis)), beside)
+    return sum(each for _, each in seconds) - (1 - INTERFERENCE) * hidden
+
+
 class Prices:
     """Seconds of the ops, messages and collectives of a choice.
 
@@ -58,15 +165,26 @@ class Prices:
         cluster: The machines.
         assumed: Assumed efficiencies.
         software: What runs it.
+        ideal: Whether stages are free-running, as with ``executor="mpmd"`` and in other frameworks; otherwise they run in
+            lock-step, as with ``executor="spmd"``.
     """
 
     def __init__(
-        self, choice: Choice, analysis: Analysis, cluster: Cluster, assumed: Assumptions, software: Software = JAXPAR
+        self,
+        choice: Choice,
+        analysis: Analysis,
+        cluster: Cluster,
+        assumed: Assumptions,
+        software: Software = JAXPAR,
+        *,
+        ideal: bool = False,
     ) -> None:
-        self.choice, self.cluster, self.software = choice, cluster, software
-        self.links = Links(cluster, choice.mesh.shape, assumed.network)
+        self.choice, self.cluster, self.software, self.ideal = choice, cluster, software, ideal
+        copies = analysis.rows_per_token if software.sends_tokens_once else None
+        self.links = Links(cluster, choice.mesh.shape, assumed.network, software.stages_on_nodes, copies)
         self.counts = choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ()
-        self.times: OpTimes = op_times(choice, analysis, self.links, assumed, software)
+        self.times: OpTimes = op_times(choice, analysis, self.links, assumed, software, ideal=ideal)
+        self.shares_head = not ideal and analysis.part_of_head(choice) is not None
         self._message = analysis.activation_bytes
 
     def op(self, name: str) -> int | float:
@@ -79,9 +197,16 @@ class Prices:
         return sum(map(self.op, self.times.computing))
 
     @property
+    def beside(self) -> int | float:
+        """The seconds of the collectives of one layer, for one microbatch, that run beside the kernels of another."""
+        return self.times.beside if self.choice.merges and not self.ideal else 0.0
+
+    @property
     def head_seconds(self) -> int | float:
-        """The seconds of the head and the loss for one microbatch, forward and backward."""
-        return self.times.head_computing + self.times.head_sending
+        """The seconds of the head and the loss for one microbatch, forward and backward, on the stage with the head."""
+        exchanged = ("reduce-scatter", "all-gather") if self.shares_head else ()  # y, and the gradient of y
+        exchange = sum(collective_seconds(self.links, STAGE, kind, self._message) for kind in exchanged)
+        return self.times.head_computing + self.times.head_sending + exchange
 
     @property
     def message(self) -> int | float:
@@ -99,12 +224,15 @@ class Prices:
         one = {crosses: self.links.message(num_bytes, STAGE, crosses=crosses) + gathered for crosses in (False, True)}
         return [one[crosses] for crosses in self.links.crossings(STAGE)]
 
-    @property
-    def exposed_message(self) -> int | float:
-        """The part of it in a tick of lock-step during which nothing is computed."""
-        if lockstep_form(self.choice.schedule) != "fused":
-            return self.message
-        meanwhile = max(self.counts) * min(self.op("B"), self.op("W"))
+    def exposed_message(self, kinds: Collection[str]) -> int | float:
+        """The part of a message during which nothing is computed, in a tick of lock-step that runs some kinds of op."""
+        if self.choice.stage == 1:
+            return 0.0
+        meanwhile = 0.0
+        if self.shares_head and "F" in kinds:
+            meanwhile = self.times.head_computing
+        elif self.choice.form == "fused" and "W" in kinds:
+            meanwhile = max(self.counts) * self.op("W")
         return max(self.message - meanwhile, self.cluster.latency(crosses_nodes=self.links.crosses(STAGE)))
 
     def collectives(self, transfers: Iterable[Transfer], axis: str) -> int | float:
@@ -129,22 +257,25 @@ class Prices:
         return 1.0 if width is None or "norm" in transfer.what else width / 4
 
     def exposed_data(self, transfers: Iterable[Transfer]) -> int | float:
-        """Returns the seconds of a step's collectives over ``data`` during which nothing is computed."""
-        seconds = self.collectives(transfers, DATA)
-        choice, layers = self.choice, max(self.by_stage())
+        """Returns the seconds in which gradients and params are sent between replicas, and nothing is computed."""
+        transfers, choice, layers = list(transfers), self.choice, max(self.by_stage())
+        reduced = [each for each in transfers if not each.what.startswith("a layer's")]
+        seconds = beside = sum(self.collectives(reduced, axis) for axis in REPLICAS)
         if DATA not in self.software.overlaps:
-            return seconds
+            beside = self.collectives([each for each in transfers if "of a layer" in each.what], DATA)
+            beside *= choice.zero == 3
         microbatches = choice.num_microbatches if choice.zero == 3 else 1
         backward = self.one_layer if choice.zero == 3 else self.one_layer - self.op("F")
-        hidden = min(seconds * (1 - 1 / layers), microbatches * layers * backward)
+        hidden = min(beside * (1 - 1 / layers), microbatches * layers * backward)
         return seconds - hidden + INTERFERENCE * hidden
 
     def busiest(self) -> int | float:
         """Returns the seconds of work of the busiest stage for one microbatch."""
-        one, counts = self.one_layer, self.by_stage()
-        return max(max(counts) * one, counts[-1] * one + self.head_seconds)
+        one, counts = self.one_layer - self.beside, self.by_stage()
+        most = max(counts[:-1] or counts) if self.shares_head else counts[-1]
+        return max(max(counts) * one, max(most, counts[-1]) * one + self.head_seconds)
 
-    def likely(self, *, ideal: bool) -> int | float:
+    def likely(self) -> int | float:
         """Returns an estimate of the seconds of the layers and the head in a step, without a schedule.
 
         Once the pipeline is full, free-running stages never wait, and those in lock-step wait for the busiest one.
@@ -153,12 +284,14 @@ class Prices:
         if choice.stage == 1:
             return choice.num_microbatches * self.busiest()
         ops = {name: max(counts) * self.op(name) for name in self.times.computing}
-        waits = {"zb-h1": sum(ops.values()) - 2 * ops["W"], "zb-v": (sum(ops.values()) - 2 * ops["W"]) / 2}
+        w = ops.get("W", 0)
+        waits = {"zb-h1": sum(ops.values()) - 2 * w, "zb-v": (sum(ops.values()) - 2 * w) / 2}
         fill = (choice.stage - 1) * waits.get(choice.schedule, sum(ops.values()) / choice.num_chunks)
-        if ideal:
+        if self.ideal:
             return choice.num_microbatches * self.busiest() + fill
-        ticks = choice.num_chunks * (1 if lockstep_form(choice.schedule) == "fused" else len(ops))
-        return choice.num_microbatches * (self.busiest() + ticks * self.exposed_message) + fill
+        ticks = choice.num_chunks * (len(ops) if choice.form == "unit" else 1)
+        steady = self.busiest() + ticks * self.exposed_message(ops)
+        return choice.num_microbatches * steady + fill + self.shares_head * (choice.stage - 1) * self.head_seconds
 
     def by_stage(self) -> list[int]:
         """Returns the layers of each stage, the stage of the head last."""
@@ -173,20 +306,7 @@ class Prices:
         return [*counts[:last], *counts[last + 1 :], counts[last]]
 
 
-@dataclass(frozen=True)
-class _SpmdCosts(Costs):
-    """The spmd executor runs the complete head, forward and backward, in F."""
-
-    whole_head: int | float = 0
-
-    def of(self, schedule: Schedule, stage: int, op: Op) -> int | float:
-        is_last = schedule.virtual_stage(stage, op.chunk) == schedule.num_virtual_stages - 1
-        return super().of(schedule, stage, op) + (self.whole_head if is_last and op.kind == "F" else 0)
-
-
-def step_time(
-    choice: Choice, prices: Prices, transfers: list[Transfer], state_bytes: int, *, ideal: bool = False
-) -> StepTime:
+def step_time(choice: Choice, prices: Prices, transfers: list[Transfer], state_bytes: int) -> StepTime:
     """Returns the seconds of a step.
 
     Args:
@@ -194,17 +314,17 @@ def step_time(
         prices: Seconds of its ops and collectives.
         transfers: Its collectives.
         state_bytes: Bytes of params, optimizer state and gradients that a device updates; it reads and writes them.
-        ideal: Whether stages are free-running, as with ``executor="mpmd"`` and in other frameworks; otherwise they run in
-            lock-step, as with ``executor="spmd"``.
     """
-    layers = prices.by_stage()
+    layers, of = prices.by_stage(), prices.times
     busiest = max(range(len(layers)), key=lambda i: layers[i] * 1000 + (i == len(layers) - 1))
     times = choice.num_microbatches * layers[busiest]
-    ends = choice.num_microbatches if busiest == len(layers) - 1 else 0
-    of = prices.times
-    compute = times * sum(of.computing.values()) + ends * of.head_computing
-    tensor = times * sum(of.sending.values()) + ends * of.head_sending
-    pipeline = _pipeline(choice, prices, ideal) if choice.stage > 1 else compute + tensor
+    heads = choice.num_microbatches if busiest == len(layers) - 1 or prices.shares_head else 0
+    ends = 0.0 if prices.ideal else choice.num_microbatches * (of.embed + of.embed_back)  # every stage computes them
+    compute = times * sum(of.computing.values()) + heads * of.head_computing + ends
+    # The first F and the last B have nothing beside them.
+    beside = (choice.num_microbatches - 1) * layers[busiest] * prices.beside
+    tensor = times * sum(of.sending.values()) + heads * of.head_sending - beside
+    pipeline = _pipeline(choice, prices) if choice.stage > 1 else compute + tensor
     return StepTime(
         compute=compute - times * of.again,
         again=times * of.again,
@@ -216,31 +336,49 @@ def step_time(
     )
 
 
-def _pipeline(choice: Choice, prices: Prices, ideal: bool) -> int | float:
+def _pipeline(choice: Choice, prices: Prices) -> int | float:
     """Returns the makespan of the schedule; for many microbatches extrapolated, since the steady state repeats.
 
     It repeats after as many microbatches as there are stages, which is how long messages take to return to a stage, and no
     microbatch takes less time than its work on the busiest stage.
     """
+    of_count = _makespan if prices.ideal else _ticks
     simulated, fewer = choice.num_simulated, choice.num_simulated - choice.stage
     if simulated == choice.num_microbatches:
-        return _makespan(choice, prices, simulated, ideal)
-    before, after = (_makespan(choice, prices, count, ideal) for count in (fewer, simulated))
+        return of_count(choice, prices, simulated)
+    before, after = (of_count(choice, prices, count) for count in (fewer, simulated))
     return after + (choice.num_microbatches - simulated) * max((after - before) / choice.stage, prices.busiest())
 
 
-def _makespan(choice: Choice, prices: Prices, num_microbatches: int, ideal: bool) -> int | float:
+def _ticks(choice: Choice, prices: Prices, num_microbatches: int) -> int | float:
+    """Returns the seconds of lock-step: a tick takes as long as the stage with the most to do, and its messages."""
+    last, is_cheap = len(prices.counts) - 1, choice.num_chunks == 1 and len(set(prices.counts)) == 1
+    everywhere = prices.head_seconds if prices.shares_head or is_cheap else 0.0  # idle stages run it too
+    on_last = 0.0 if everywhere else prices.head_seconds
+
+    def of_row(row: Row) -> int | float:
+        seconds = sum(prices.counts[v] * prices.op(kind) + on_last * ((v, kind) == (last, "F")) for v, kind in row)
+        common = min((prices.counts[v] for v, _ in row), default=0)
+        return seconds - common * prices.beside * ({"F", "B"} <= {kind for _, kind in row})
+
+    def of_tick(tick: frozenset[Row]) -> int | float:
+        kinds = {kind for row in tick for _, kind in row}
+        ends = ("F" in kinds) * (everywhere + prices.times.embed) + ("B" in kinds) * prices.times.embed_back
+        return max(map(of_row, tick)) + ends + prices.exposed_message(kinds)
+
+    return sum(count * of_tick(tick) for tick, count in choice.structure(num_microbatches).ticks)
+
+
+def _makespan(choice: Choice, prices: Prices, num_microbatches: int) -> int | float:
+    """Returns the seconds of stages that run freely."""
     most = max(prices.counts)
     scale = tuple(count / most for count in prices.counts)
     ops: dict[str, Any] = {name.lower(): most * prices.op(name) for name in "FBWR"} | {"stage_scale": scale}
-    head, software = prices.head_seconds, prices.software
-    if not ideal:
-        costs = _SpmdCosts(whole_head=head, p2p=prices.exposed_message, **ops)
-        return makespan(choice.structure(num_microbatches), costs, is_free=False)
+    software = prices.software
     in_pairs = software.exchanges_in_pairs and choice.schedule == "interleaved"
     return makespan(
         choice.structure(num_microbatches, "fused" if in_pairs else "published", by_tick=in_pairs),
-        Costs(head=head / 3, **ops),
+        Costs(head=prices.head_seconds / 3, **ops),
         is_free=True,
         messages=Messages(tuple(prices.messages), blocks=software.blocks_on_messages or in_pairs),
         waits_for_all=software.waits_between_steps,

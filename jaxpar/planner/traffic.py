@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.mesh import CONTEXT, DATA, OF_MODELS, REPLICA, REPLICAS, STAGE
 from jaxpar.planner.job import Choice
 from jaxpar.planner.ops import Analysis, layer_works
 from jaxpar.planner.state import AtRest
@@ -60,13 +60,13 @@ def step_traffic(choice: Choice, analysis: Analysis, at_rest: AtRest, *, message
     """
     transfers = [*_over_data(choice, analysis, at_rest), *_over_stage(choice, at_rest)]
     transfers += _messages(choice, analysis) if messages else []
-    transfers += [*_over_tensor(choice, analysis), *_of_norm(choice, at_rest)]
+    transfers += [*_of_ops(choice, analysis), *_of_norm(choice, at_rest)]
     return [each for each in transfers if each.group_size > 1 and each.payload_bytes and each.times]
 
 
 def bytes_by_axis(transfers: list[Transfer]) -> dict[str, int]:
     """Returns the bytes that a device sends in a step, by axis."""
-    total: Counter[str] = Counter({DATA: 0, STAGE: 0, TENSOR: 0})
+    total: Counter[str] = Counter(dict.fromkeys(OF_MODELS, 0))
     for each in transfers:
         total[each.axis] += each.bytes_moved
     return dict(total)
@@ -82,9 +82,14 @@ def _over_data(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[
     every = choice.num_microbatches * layers_of_a_stage(choice, analysis.shape.num_layers)
     shards = jax.tree.leaves(at_rest.step.zero_of_grads)
     grads = [num_bytes([leaf]) for leaf in at_rest.local_grads]
-    whole = sum(size for size, shard in zip(grads, shards, strict=True) if shard.dim is None)
-    yield Transfer(DATA, "all-reduce", SCALAR, 1, data, "weight")
+    whole = sum(size for size, shard in zip(grads, shards, strict=True) if shard.is_replicated)
+    for axis in REPLICAS:
+        yield Transfer(axis, "all-reduce", SCALAR, 1, choice.mesh.shape[axis], "weight")
     yield Transfer(DATA, "all-reduce", whole + SCALAR, 1, data, "gradients")
+    # Groups of replicas, and parts of sequences, sum what each member has after its own group.
+    for axis in (REPLICA, CONTEXT):
+        payload = at_rest.reduced_bytes + SCALAR
+        yield Transfer(axis, "all-reduce", payload, 1, choice.mesh.shape[axis], "gradients")
     for size, shard in zip(grads, shards, strict=True):
         if shard.dim is not None and not shard.is_early:
             yield Transfer(DATA, "reduce-scatter", size, 1, data, "gradients")
@@ -150,12 +155,12 @@ def _of_norm(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
         yield Transfer(axis, "all-reduce", cut * 2 * SCALAR, 1, size, "gradient norm")
 
 
-def _over_tensor(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
+def _of_ops(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
     count, layers = choice.num_microbatches, layers_of_a_stage(choice, analysis.shape.num_layers)
     works = [(work, count * layers, f"a layer's {op}") for op, work in layer_works(choice, analysis).items()]
     ends = analysis.end_works
     works += [(ends["embed"], count * (2 if choice.stage > 1 and choice.remat is True else 1), "embedding")]
     works += [(ends["embed_back"], count if choice.stage > 1 else 0, "embedding back"), (ends["head"], count, "head")]
     for work, times, what in works:
-        for each in work.collectives:
-            yield Transfer(TENSOR, each.kind, each.payload_bytes, times, choice.tensor, what)
+        for each in work.sent:
+            yield Transfer(each.axis, each.kind, each.payload_bytes, times, choice.mesh.shape[each.axis], what)

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.runtime.extras import install_extra, needing_extra
+from jaxpar.fields import arg
+from jaxpar.runtime.output import install_extra, needing_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,7 +19,7 @@ def check_format(path: str | PathLike[str]) -> str:
     """Returns the suffix of a picture's path; raises if it is not a known format."""
     suffix = fspath(path).rpartition(".")[2].lower()
     if suffix not in FORMATS:
-        raise ValueError(f"a plot's suffix must be one of {', '.join(FORMATS)}; got path={fspath(path)!r}.")
+        raise ValueError(f"a plot's suffix must be one of {', '.join(FORMATS)}; got {arg(path=repr(fspath(path)))}.")
     return suffix
 
 

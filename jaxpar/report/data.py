@@ -16,7 +16,7 @@ import optax
 
 from jaxpar.inspect import StepReport, inspect_step
 from jaxpar.mesh import sizes_text
-from jaxpar.metrics.log import read_metrics
+from jaxpar.metrics.log import figures_of, read_metrics
 from jaxpar.pipeline import masks_idle_ops, spmd_program
 from jaxpar.planner import Cluster, ModelShape, Plan
 from jaxpar.planner.plans import SETTINGS
@@ -119,13 +119,8 @@ def read_run(folder: Path) -> dict[str, Any]:
             "recipe's --out-dir."
         )
     found = _read_object(folder / FILE)
-    try:
+    with figures_of(folder / "metrics.jsonl"):
         lines = metrics(read_metrics(folder / "metrics.jsonl"))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"a metrics.jsonl must hold a line a step, each an object of numbers; got {folder / 'metrics.jsonl'}, which does "
-            f"not ({type(error).__name__}). Name one that a recipe has written."
-        ) from error
     loads = _read_object(folder / LOADS)
     return {
         **found,

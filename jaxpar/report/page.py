@@ -17,7 +17,7 @@ from jaxpar.inspect.text import bytes_text, seconds_text
 from jaxpar.metrics.status import duration
 from jaxpar.planner.plans import COLUMNS, remat_text
 from jaxpar.report.charts import make_charts, metric_charts
-from jaxpar.runtime.files import write_whole
+from jaxpar.runtime.output import write_whole
 
 HERE = Path(__file__).parent
 # For each section its title, the tables before its charts, the names of its charts, and the tables after them.

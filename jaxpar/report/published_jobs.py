@@ -17,10 +17,11 @@ from jaxpar.inspect import inspect_step
 from jaxpar.inspect.text import bytes_text, table
 from jaxpar.mesh import make_mesh
 from jaxpar.models import transformer
+from jaxpar.parallel import Parallel, Pipeline
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout, masks_idle_ops, spmd_program
 from jaxpar.planner import Choice, Cluster, Plan, cluster, price, roofline
-from jaxpar.planner.job import transformer_shape
+from jaxpar.planner.model_shape import transformer_shape
 from jaxpar.plot import plot_placement
 from jaxpar.report import sections
 from jaxpar.report.data import plan_data
@@ -163,23 +164,13 @@ def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, A
     params = transformer.param_table(job.model)
     packed = params | {"layers": layout.as_packed(stack_layers(params["layers"], layout.num_positions))}
     shardings = shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
-    gradients = value_and_grad(
-        transformer.make_model(job.model),
-        loss,
-        mesh,
-        schedule=schedule,
-        num_microbatches=count,
-        remat=flags.remat == "full",
-        zero=flags.zero,
-        layout=layout if schedule.num_stages > 1 else None,
-        shardings=shardings,
-    )
+    own_layout = layout if schedule.num_stages > 1 else None
+    parallel = Parallel(mesh, shardings, zero=flags.zero, layout=own_layout)
+    pipeline = Pipeline(schedule, num_microbatches=count, remat=remat)
+    gradients = value_and_grad(transformer.make_model(job.model), loss, parallel, pipeline)
     optimizer = optax.adamw(1e-4)
-
-    def init(key: jax.Array) -> dict:
-        return layout.pack_params(init_params(params, key))
-
-    state = abstract_state(init, jax.random.key(0), optimizer, mesh, shardings, zero=flags.zero)
+    init = lambda key: layout.pack_params(init_params(params, key))
+    state = abstract_state(init, jax.random.key(0), optimizer, parallel)
     rows = NamedSharding(mesh, PartitionSpec("data"))
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weight": jnp.float32}
     shape = (job.batch_size, job.seq)
@@ -191,7 +182,9 @@ def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, A
 def plan_of(job: Job, flags: Any, layout: LayerLayout) -> Plan:
     """Returns the planner's estimate of the same step on GPUs, whether it fits or not."""
     choice = Choice(
-        **job.mesh,
+        data=job.mesh["data"],
+        stage=job.mesh["stage"],
+        tensor=job.mesh["tensor"],
         schedule=flags.schedule,
         num_microbatches=job.num_microbatches,
         num_chunks=layout.num_chunks,

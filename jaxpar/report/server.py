@@ -22,9 +22,8 @@ import numpy as np
 from jaxpar.metrics.exporters import Watcher
 from jaxpar.report.data import FILE, LOADS, read_run, readable
 from jaxpar.report.page import live_data, render_page, write_page
-from jaxpar.runtime.files import write_whole
 from jaxpar.runtime.host_names import allowed_hosts, is_allowed
-from jaxpar.runtime.printable import tell
+from jaxpar.runtime.output import tell, write_whole
 
 PAGE = "report.html"
 

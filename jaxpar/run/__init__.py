@@ -13,7 +13,7 @@ Ten lines, with checkpoints, --resume, metrics.jsonl, report.html, a lease of th
 
 `flags.py` has the flags of a run, of which a script composes its own; `jaxpar.commands.recipe` reads them from a command line.
 `folder.py` has the files of a run, `messages.py` what it prints. `batches.py`, `optimizers.py`, `language_data.py` and
-`language_model.py` have flags of several scripts, and what they stand for.
+`language_model.py` have flags of several scripts, and what they stand for; `evaluation.py` says what a model has learned.
 """
 
 from jaxpar.run.flags import BasicFlags, CheckpointFlags, CommonFlags, GpuFlags, MeshFlags, MonitoringFlags, RunFlags

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from jaxpar.data.batches import RowSource, round_up
-from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
-from jaxpar.mesh import ROWS, num_replicas, sizes_text
+from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch, shard_rows
+from jaxpar.fields import arg
+from jaxpar.mesh import ROWS, num_replicas, shown_sizes
 from jaxpar.run.flags import RunFlags
 from jaxpar.run.messages import stop
 from jaxpar.run.run import Run
@@ -88,6 +89,7 @@ def check_replicas(flags: RunFlags, batch_size: int | None, num_rows: int, mesh:
         mesh: The run's mesh.
     """
     batch_size, data = num_rows if batch_size is None else batch_size, num_replicas(mesh)
+    check_no_sequences(mesh)
     if mesh.shape["stage"] > 1:
         raise ValueError(
             f"linear regression is one layer and so one stage; got --mesh.stage {mesh.shape['stage']}. Use --mesh.stage 1."
@@ -101,12 +103,20 @@ def check_replicas(flags: RunFlags, batch_size: int | None, num_rows: int, mesh:
         larger = f"--batch-size {data} or more, or " if data <= num_rows and flags.may_change("batch_size") else ""
         fewer = f"--mesh.data {batch_size}" + (" or less" if batch_size > 1 else "")
         fewer = fewer if mesh.shape["replica"] == 1 else f"--mesh.replica 1 {fewer}"
-        sizes = sizes_text({axis: mesh.shape[axis] for axis in ROWS})
+        sizes = arg(**shown_sizes({axis: mesh.shape[axis] for axis in ROWS}))
         raise ValueError(
             f"each replica must have a row of every step; got {batch_size} row{'s' * (batch_size != 1)} a step, {sizes}. "
             f"Choose {larger}{fewer}."
         )
     return batch_size
+
+
+def check_no_sequences(mesh: Any) -> None:
+    """Raises for a mesh that would split the sequences of a model that has none."""
+    if (context := mesh.shape["context"]) > 1:
+        raise ValueError(
+            f"--mesh.context splits sequences, which these rows are not; got --mesh.context {context}. Use --mesh.context 1."
+        )
 
 
 class Batches:
@@ -141,13 +151,13 @@ class Batches:
 
 
 def held_out_batches(batch_size: int, num_rows: int, test: RowSource, mesh: Any) -> list[dict[str, jax.Array]]:
-    """Returns some rows of the text held out, the same for every mesh."""
+    """Returns some rows of the text held out, whole and the same for every mesh."""
     size = min(batch_size, len(test))
     count, padded = -(-min(num_rows, len(test)) // size), round_up(size, num_replicas(mesh))
     read = {"seed": 0, "multiple": num_replicas(mesh), "only": local_rows(padded, mesh)}
     with bad_data():
         batches = [test.batch(size, step=step, **read) for step in range(count)]
-    return [shard_batch(batch, mesh, num_rows=padded) for batch in batches]
+    return [shard_rows(batch, mesh, num_rows=padded) for batch in batches]
 
 
 @contextmanager

@@ -35,6 +35,9 @@ class MeshFlags:
     leave."""
     data: int = 1
     """Replicas, each with a part of the rows of a batch; -1: the devices that the other axes leave."""
+    context: int = 1
+    """Devices that share each sequence, for long ones: twice this must divide --seq; -1: the devices that the other axes
+    leave."""
     stage: int = 1
     """Pipeline stages, each with a part of the layers; -1: the devices that the other axes leave."""
     tensor: int = 1
@@ -192,25 +195,13 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any]:
 def check_run_flags(flags: RunFlags) -> None:
     """Raises ValueError where a flag is out of range; the mesh is checked when it is created."""
     common, checkpoint = flags.common, flags.checkpoint
-    for name, value, least, remedy in (
-        (
-            "fake-devices",
-            common.fake_devices,
-            0,
-            "Give the number of CPU devices to simulate, or leave it out for the real ones.",
-        ),
-        ("steps", common.steps, 1, "Choose 1 or more."),
-        ("checkpoint-every", common.checkpoint_every, 0, "Give a number of steps, or leave it out for no checkpoints."),
-        (
-            "checkpoint-minutes",
-            checkpoint.checkpoint_minutes,
-            0,
-            "Give a number of minutes, or leave it out for no checkpoints.",
-        ),
-        ("max-skipped", checkpoint.max_skipped, 0, "Choose 10, say, or 0 for any number."),
-    ):
-        if not least <= value < float("inf"):
-            raise ValueError(f"--{name} must be at least {least}; got {value}. {remedy}")
+    no_saves = "or leave it out for no checkpoints."
+    devices = "Give the number of CPU devices to simulate, or leave it out for the real ones."
+    check_at_least(0, devices, fake_devices=common.fake_devices)
+    check_at_least(1, steps=common.steps)
+    check_at_least(0, f"Give a number of steps, {no_saves}", checkpoint_every=common.checkpoint_every)
+    check_at_least(0, f"Give a number of minutes, {no_saves}", checkpoint_minutes=checkpoint.checkpoint_minutes)
+    check_at_least(0, "Choose 10, say, or 0 for any number.", max_skipped=checkpoint.max_skipped)
     port = flags.monitoring.metrics_port
     if not 0 <= port < 2**16:
         raise ValueError(f"--metrics-port must be from 1 to 65535; got {port}. Choose 9090, say.")
@@ -223,13 +214,12 @@ def check_run_flags(flags: RunFlags) -> None:
     check_out_dir(common.out_dir)
 
 
-def check_at_least(least: float, **values: float) -> None:
-    """Raises ValueError where the value of a flag, under its name, is less than it may be."""
+def check_at_least(least: float, remedy: str = "", **values: float) -> None:
+    """Raises ValueError, with the remedy, for a flag below the smallest value that it may have, or infinite."""
     for name, value in values.items():
-        if value < least:
-            raise ValueError(
-                f"--{name.replace('_', '-')} must be at least {least}; got {value}. Choose {least} or more."
-            )
+        if not least <= value < float("inf"):
+            flag, remedy = f"--{name.replace('_', '-')}", remedy or f"Choose {least} or more."
+            raise ValueError(f"{flag} must be at least {least}; got {value}. {remedy}")
 
 
 def log_seconds(given: float | None) -> float:

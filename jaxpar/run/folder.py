@@ -17,18 +17,10 @@ from jaxpar.run.flags import own_values
 CHECKPOINTS = "checkpoints"
 PICTURES = ("loss.png", "surface.png", "errors.png", "predictions.png", "timeline.png", "timeline.svg")
 PICTURES += ("traffic.png", "staleness.png", "*-nodes.png", "*-timeline.png")
+_OF_RECIPES = "config.json metrics.jsonl report.json expert_loads.json report.html *-report.html model.json sample.txt"
 OWN_FILES = (
-    *(
-        "config.json",
-        "metrics.jsonl",
-        "report.json",
-        "expert_loads.json",
-        "report.html",
-        "*-report.html",
-        "model.json",
-        "sample.txt",
-        *PICTURES,
-    ),
+    *_OF_RECIPES.split(),
+    *PICTURES,
     *(f"model/{name}" for name in (CONFIG, *CARRIED)),
     *("adapter/adapter_config.json", "adapter/adapter_model.safetensors"),
     "tensorboard/events.out.tfevents.*",

@@ -1,7 +1,6 @@
 """The data of a language model: its flags, the tokens to learn from and held out that they name, the tokenizer, and rows."""
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from jaxpar.data.corpus import Corpus, default_cache, load_corpus
 from jaxpar.data.examples import check_examples
 from jaxpar.data.packing import PackedRows, fit
 from jaxpar.data.readers import SNIFFED, find_files, is_records
-from jaxpar.data.records import RecordRows, Records, holds_tokens, open_records
+from jaxpar.data.recall import NUM_VALUES, Recall
+from jaxpar.data.records import RecordRows, digest_of_records, holds_tokens, open_records
 from jaxpar.data.text import ByteTokenizer, Text, Tokenizer, Windows, check_inside, load_text, unigram_entropy
 from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.config_keys import TOKENS
@@ -28,7 +28,9 @@ from jaxpar.run.batches import check_microbatches, flags_of_replicas
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
 
+RECALL = Path("recall")  # of --data
 MOST_HELD_OUT = 4096  # records
+MOST_PROMPTED = 128  # tokens that the sample begins with, where no prompt is given
 MOST_CHECKED_BYTES = 2**24  # of data that are read although the mesh cannot be made
 MOST_TOKENS = 2**31  # of a vocabulary that is not known yet
 TEST_FRACTION = 0.1
@@ -40,7 +42,8 @@ class DataFlags:
 
     data: tuple[Path, ...] = ()
     """Files or folders of text, .jsonl or .parquet (text; prompt and completion; or messages), .parquet or .arrayrecord of rows
-    of tokens, or .bin files of nanoGPT or llm.c. Without it: the source of Python's standard library."""
+    of tokens, or .bin files of nanoGPT or llm.c; or "recall", a test of the far past. Without it: the source of Python's
+    standard library."""
     data_weights: tuple[float, ...] = ()
     """Share of the rows from each --data, in any unit. Without it: shares by their numbers of rows."""
     tokenizer: Path | None = None
@@ -156,7 +159,7 @@ class Data:
     def prompt(self, flags: DataFlags) -> np.ndarray:
         """Returns the tokens that the sample begins with."""
         if flags.prompt is None and not self.is_bytes:
-            return self.parts[0].held_out[: flags.seq // 2]
+            return self.parts[0].held_out[: min(flags.seq // 2, MOST_PROMPTED)]
         text = "def " if flags.prompt is None else flags.prompt
         if isinstance(self.tokenizer, FolderTokenizer) and any(part.is_chat for part in self.parts):
             text, _ = self.tokenizer.render([{"role": "user", "content": text}], ask=True)
@@ -222,16 +225,13 @@ def in_rows(flags: Flags, mesh: Any) -> Flags:
 
 
 def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
-    """Returns the data that the flags name.
-
-    Args:
-        flags: The flags.
-        init_from: The folder of the model, which may have a tokenizer.
+    """Returns the data that the flags name; ``init_from``, the folder of the model, may have a tokenizer.
 
     Raises:
         OSError, ValueError, ImportError: A file cannot be used; the message names it, and the line.
     """
-    tokenizer = _tokenizer(flags, init_from)
+    folder = init_from if flags.tokenizer is None and init_from and has_tokenizer(init_from) else flags.tokenizer
+    tokenizer = None if folder is None else read_tokenizer(folder)
     if not flags.data:
         _check_reads_bytes(init_from, tokenizer, "no --data, for which the source of Python's standard library is read")
         text = load_text()
@@ -258,12 +258,14 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
     for train, test, num_left_out in rows:
         train.check()
         test.check()
+        if told := train.describe():
+            say(told)
         if num_left_out:
             say(f"{num_left_out} examples longer than --seq {flags.seq} are left out")
     if len(rows) == 1:
         return rows[0][0], rows[0][1]
-    weights = flags.data_weights or None
-    train, test = (Mixture(each, weights) for each in ([row[0] for row in rows], [row[1] for row in rows]))
+    trains, tests, _ = zip(*rows, strict=True)
+    train, test = (Mixture(each, flags.data_weights or None) for each in (trains, tests))
     shares = ", ".join(f"{path} {share:.1%}" for path, share in zip(flags.data, train.shares, strict=True))
     say(f"rows from {shares}")
     return train, test
@@ -296,14 +298,6 @@ def check_rows(flags: LanguageFlags, num_rows: int, mesh: Any) -> int:
     return check_microbatches(flags, flags.data.num_microbatches, num_rows, mesh, of=f" of --seq {flags.data.seq}")
 
 
-def _tokenizer(flags: DataFlags, init_from: Path | None) -> FolderTokenizer | None:
-    if flags.tokenizer is not None:
-        return read_tokenizer(flags.tokenizer)
-    if init_from is not None and has_tokenizer(init_from):
-        return read_tokenizer(init_from)
-    return None
-
-
 def _ends(tokenizer: Tokenizer | None, init_from: Path | None) -> tuple[int, ...]:
     own = () if init_from is None or not (init_from / CONFIG).exists() else stop_tokens(init_from)
     of_tokenizer = () if tokenizer is None or tokenizer.end is None else (tokenizer.end,)
@@ -319,9 +313,11 @@ def _check_reads_bytes(init_from: Path | None, tokenizer: FolderTokenizer | None
 
 
 def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_from: Path | None) -> Part:
+    if path == RECALL and not path.exists():
+        return _of_recall()
     if not path.exists():
         raise FileNotFoundError(
-            f"text must come from a file or a folder; got {path}, which does not exist. Name one that is there."
+            f"--data must be a file or a folder; got {path}, which does not exist. Name one that is there."
         )
     files = find_files(path)
     is_tokens = path.suffix == ".bin" or (path.is_dir() and any(path.glob("*.bin")))
@@ -371,6 +367,12 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
     )
 
 
+def _of_recall() -> Part:
+    rows = lambda seq, size: (Recall(seq, vocab_size=size), Recall(seq, vocab_size=size, is_test=True), 0)
+    some = Recall(160, vocab_size=MOST_TOKENS, is_test=True).take(np.arange(1))["tokens"][0, :121]  # with one question
+    return Part(rows, None, [np.arange(NUM_VALUES)], some, "recall", is_bytes=False)
+
+
 def _of_records(files: Sequence[Path]) -> Part:
     records = open_records(files)
     count = len(records)
@@ -384,10 +386,4 @@ def _of_records(files: Sequence[Path]) -> Part:
 
     sample = [np.asarray(records[i]["input_ids"]) for i in range(min(count, 64))]
     held_out = np.asarray(records[count - num_test]["input_ids"])
-    return Part(rows, None, sample, held_out, _digest_of_records(records, files), is_bytes=False)
-
-
-def _digest_of_records(records: Records, files: Sequence[Path]) -> str:
-    """Returns a digest of the number of records, the first and the last of them, and the sizes of the files."""
-    told = [len(records), records[0], records[len(records) - 1], [file.stat().st_size for file in files]]
-    return f"sha256 {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"
+    return Part(rows, None, sample, held_out, digest_of_records(records, files), is_bytes=False)

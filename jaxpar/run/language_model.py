@@ -1,4 +1,4 @@
-"""The language model of a run: size, layout over stages, weights to begin from, LoRA, evaluation, and a sample of its text."""
+"""The language model of a run: size, layout over stages, weights to begin from, and LoRA."""
 
 import dataclasses
 import math
@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -18,19 +17,18 @@ import jaxpar
 from jaxpar.checkpoint.export import load_save_file
 from jaxpar.compile_only import check_cudnn
 from jaxpar.data.text import BYTES
+from jaxpar.data_parallel import check_sequences
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
 from jaxpar.params import count_params, init_params, stack_layers
 from jaxpar.pipeline import LayerLayout
-from jaxpar.report import write_loads
 from jaxpar.run.flags import GpuFlags
-from jaxpar.run.language_data import Data, LanguageFlags
-from jaxpar.run.messages import phase, say, stop
+from jaxpar.run.language_data import Data
+from jaxpar.run.messages import say
 from jaxpar.run.optimizers import OptimizerFlags
-from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.schedule import Schedule
-from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES
+from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
 
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 CHECKED_BYTES = 2**20  # at each end of a file
@@ -43,17 +41,28 @@ class ModelFlags:
     """The model and where it begins; its base in a script has the script's own flags too."""
 
     model: str = "llama-bytes"
-    """A model by its name: llama-bytes, gpt2-bytes, bloom-bytes and moe-bytes are small and read bytes; gpt2, llama-7b,
-    mixtral-8x7b and others are the published models, for tokens in --data."""
+    """A model by its name: llama-bytes, gpt2-bytes, bloom-bytes, moe-bytes and the tiny llama-tiny are small and read bytes;
+    gpt2, llama-7b, mixtral-8x7b and others are the published models, for tokens in --data."""
     init_from: Path | None = None
     """A folder with a model as saved by transformers, to train further instead of --model: GPT-2, Llama, Mistral, Qwen2, Qwen3,
     SmolLM2, OLMo 2, BLOOM, Mixtral, Qwen3-MoE or OLMoE; text in --data goes through its tokenizer.json."""
+    window: int | None = None
+    """Each position attends to this many, itself included. None: as many as in the model named above."""
     ignore_config_keys: tuple[str, ...] = ()
     """Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of products and activations. Parameters, their updates, norms and the loss are float32."""
     expert_split: Literal["experts", "expert_mlp"] = "experts"
     """What --mesh.tensor splits in a model with experts: their number, or the hidden width of each."""
+    experts: Literal["tensor", "data"] = "tensor"
+    """The axis over which the experts of a model are divided: --mesh.tensor, as --expert-split says; or --mesh.data, whose
+    replicas send each other rows, and --mesh.tensor splits their hidden width."""
+    expert_buffer: float | None = None
+    """With --experts data, a replica has room for this many times the rows of its own tokens, and a step in which one gets more
+    is skipped. None: for all rows that it can get."""
+    router_bias_rate: float | None = None
+    """After each step the bias of an expert with fewer tokens than the mean rises by this, and that of one with more falls;
+    0.001, say. None: no biases."""
     temperature: float = 0.8
     """Temperature of the sample; 0 takes the likeliest token each time."""
     top_k: int = 40
@@ -103,8 +112,33 @@ def check_model(flags: ModelFlags, seq: int, *, needs_weights: bool) -> None:
             f"--ignore-config-keys are of the config.json in --init-from; got {' '.join(flags.ignore_config_keys)} without a "
             "folder. Leave them out, or give --init-from."
         )
+    _check_experts(flags, seq)
     if not 0 <= flags.temperature < math.inf:
         raise ValueError(f"--temperature must be 0 or more; got {flags.temperature:g}. 0 takes the likeliest token.")
+
+
+def _check_experts(flags: ModelFlags, seq: int) -> None:
+    """Raises where a flag of experts has no effect, or does not fit another."""
+    if flags.experts == "data" or flags.router_bias_rate is not None:
+        config, named = config_of_flags(flags, seq)
+        if config.num_experts is None:
+            given = "--experts data" if flags.experts == "data" else "--router-bias-rate"
+            raise ValueError(
+                f"{given} is for a model with experts; got {named}. Leave it out, or choose --model moe-bytes."
+            )
+    if flags.expert_buffer is not None and flags.experts != "data":
+        raise ValueError(
+            f"--expert-buffer applies to --experts data; got {flags.expert_buffer:g} with --experts {flags.experts}. Add "
+            "--experts data, or leave it out."
+        )
+    if flags.router_bias_rate is None:
+        return
+    if flags.init_from is not None:
+        raise ValueError(
+            "a model of transformers has no biases for --router-bias-rate; got it with --init-from. Leave out one of the two."
+        )
+    if not 0 <= flags.router_bias_rate < math.inf:
+        raise ValueError(f"--router-bias-rate must be 0 or more; got {flags.router_bias_rate:g}. Choose 0.001, say.")
 
 
 def check_lora(flags: LoraFlags, optimizer: OptimizerFlags) -> None:
@@ -139,6 +173,7 @@ def check_lora(flags: LoraFlags, optimizer: OptimizerFlags) -> None:
 def config_of_flags(flags: ModelFlags, seq: int) -> tuple[transformer.TransformerConfig, str]:
     """Returns the model that the flags ask for, before its data are known, and the flag that names it."""
     changes = {"vocab_multiple": VOCAB_MULTIPLE, "compute_dtype": flags.dtype}
+    changes |= {} if flags.window is None else {"window": flags.window}
     if flags.init_from is None:
         config, named = transformer.preset(flags.model, **changes), f"--model {flags.model}"
         if config.positions == "learned":
@@ -158,6 +193,7 @@ def model_config(
     flags: ModelFlags, seq: int, text: Data, mesh: jax.sharding.Mesh, gpu: GpuFlags | None = None
 ) -> transformer.TransformerConfig:
     """Returns the model that the flags ask for, for these data and this mesh."""
+    check_sequences({"tokens": jax.ShapeDtypeStruct((1, seq), jnp.int32)}, mesh)
     config, named = config_of_flags(flags, seq)
     if text.is_bytes and (config.tokens != "bytes" or config.vocab_size < BYTES):
         other = (
@@ -171,7 +207,8 @@ def model_config(
         )
     config = config.for_tensor(mesh.shape["tensor"])
     if config.num_experts is not None:
-        config = dataclasses.replace(config, expert_split=flags.expert_split)
+        own = {"expert_split": flags.expert_split, "expert_buffer": flags.expert_buffer}
+        config = dataclasses.replace(config, router_bias=flags.router_bias_rate is not None, **own)
     if mesh.devices.flat[0].platform == "gpu" and flags.dtype == "bfloat16":
         if gpu is not None and gpu.compile_for:
             check_cudnn()
@@ -195,12 +232,17 @@ def make_layout(
 
 
 def make_params(
-    flags: LoraFlags, config: transformer.TransformerConfig, layout: LayerLayout, mesh: jax.sharding.Mesh
+    flags: LoraFlags,
+    config: transformer.TransformerConfig,
+    layout: LayerLayout,
+    mesh: jax.sharding.Mesh,
+    experts: Literal["tensor", "data"] = "tensor",
 ) -> tuple[Callable[[jax.Array], PyTree], PyTree]:
     """Returns the function that makes the params, in the order of the layout and with factors of LoRA, and their shardings."""
     table, factors = transformer.param_table(config), make_lora(flags)
     packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
-    shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES | EXPERT_RULES[config.expert_split])
+    of_experts = EXPERTS_OVER_DATA if experts == "data" else EXPERT_RULES[config.expert_split]
+    shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES | of_experts)
     init = lambda key: layout.pack_params(with_factors(factors, key, init_params(table, key)))
     return init, shardings if factors is None else factors.shardings(shardings)
 
@@ -273,77 +315,6 @@ def merged(params: PyTree) -> PyTree:
     return jax.jit(lora.merge, out_shardings=shardings)(params)
 
 
-# -- what it has learned -----------------------------------------------------------------------------------------------
-
-
-class Evaluation:
-    """The mean loss of params on rows held out, and the loads of a model's experts.
-
-    Args:
-        loss: ``loss(logits, batch) -> (loss_sum, weight_sum)``.
-        config: The model.
-        layout: The order of the layers in the params.
-        batches: The rows held out, on the mesh.
-
-    Attributes:
-        loads: The tokens that used each expert of each layer in the last evaluation; None without such a model.
-    """
-
-    def __init__(
-        self,
-        loss: Callable[..., tuple[jax.Array, jax.Array]],
-        config: transformer.TransformerConfig,
-        layout: LayerLayout,
-        batches: Sequence[dict[str, jax.Array]],
-    ) -> None:
-        model = transformer.make_model(config)
-
-        def of_batch(packed: PyTree, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-            outputs = model.apply(layout.unpack_params(packed), batch)
-            return *loss(transformer.logits_of(outputs), batch), transformer.loads_of(outputs, batch["weight"])
-
-        self._of_batch, self._batches = jax.jit(of_batch), batches
-        self.loads: jax.Array | None = None
-
-    def __call__(self, params: PyTree) -> jax.Array:
-        """Returns the mean loss."""
-        found = [self._of_batch(params, batch) for batch in self._batches]
-        loss_sum, weight_sum, self.loads = jax.tree.map(lambda *each: jnp.stack(each).sum(0), *found)
-        return loss_sum / weight_sum
-
-    def metrics(self, params: PyTree, out_dir: Path, step: int) -> dict[str, Any]:
-        """Returns the mean loss as ``test_loss``, and writes the loads into the folder of a run, after this step of it."""
-        found = {"test_loss": jaxpar.fetch(self(params))}
-        if self.loads is not None:
-            write_loads(out_dir, jaxpar.fetch(self.loads), step)
-        return found
-
-
-def write_sample(
-    flags: LanguageFlags, model: ModelFlags, config: transformer.TransformerConfig, text: Data, params: dict
-) -> str:
-    """Returns the prompt and its continuation up to the end of a text; without a tokenizer, the prompt is text held out."""
-    seq = flags.data.seq
-    prompt = np.asarray(text.prompt(flags.data)[-(seq - 1) :], np.int32)
-    drawn = {"temperature": model.temperature, "top_k": model.top_k, "key": jax.random.key(flags.common.seed)}
-    drawn["eos"] = [token for token in text.ends if token < config.vocab_size]
-    try:
-        with phase("sampling"):
-            tokens = transformer.generate(config, params, prompt[None], seq - len(prompt), **drawn)
-            written = jaxpar.fetch(tokens)[0]
-    except FloatingPointError as error:
-        stop(ExitCode.NOT_FINITE, str(error))
-    return text.decode(written, len(prompt))
-
-
-def describe_loss(test_loss: float, text: Data) -> str:
-    """Returns the loss on the text held out in several units, as text."""
-    return (
-        f"text held out: loss {test_loss:.4f} nats a {text.unit}, {test_loss / math.log(2):.3f} bits, perplexity "
-        f"{math.exp(min(test_loss, 700)):.4g}; knowing the {text.unit}s' frequencies alone gives {text.entropy:.4f}"
-    )
-
-
 # -- text and files ----------------------------------------------------------------------------------------------------
 
 
@@ -367,7 +338,7 @@ def describe(
         of_pipeline: What to add where the mesh has stages.
     """
     lines = [
-        f"{flags.init_from or flags.model}: {config.num_layers} layers, {config.embed_dim} wide, "
+        f"{flags.init_from or flags.model}: {config.num_layers} layer{'s' * (config.num_layers > 1)}, {config.embed_dim} wide, "
         f"{count_params(transformer.param_table(config)):,} parameters; "
         f"{sizes_text(mesh.shape)}" + (of_pipeline if mesh.shape["stage"] > 1 else "")
     ]

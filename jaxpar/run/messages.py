@@ -12,11 +12,10 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxpar import _first_line
 from jaxpar.metrics.status import JsonStream, StatusLines, render_status
 from jaxpar.run.flags import MonitoringFlags, RunFlags, log_seconds
 from jaxpar.runtime.distributed import leave
-from jaxpar.runtime.printable import printable_lines, tell
+from jaxpar.runtime.output import printable_lines, tell
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 DISK_FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # and of one that has become read-only or unavailable
@@ -67,7 +66,6 @@ def status_lines(flags: Any) -> Iterator[None]:
     Args:
         flags: Its flags; those of a script without monitoring flags may have ``steps``.
     """
-    began = _first_line.when_said()
     is_run = isinstance(flags, RunFlags)
     monitoring = flags.monitoring if is_run else MonitoringFlags()
     seconds = _seconds(monitoring) if not is_run or flags.trains else 0.0
@@ -76,7 +74,7 @@ def status_lines(flags: Any) -> Iterator[None]:
             resources.enter_context(json_output())
         if seconds and not sys.stderr.isatty():
             num_steps = flags.common.steps if is_run else getattr(flags, "steps", 0)
-            lines = StatusLines(num_steps, seconds=seconds, say=_say_values, began=began)
+            lines = StatusLines(num_steps, seconds=seconds, say=_say_values)
             _shown.append(lines)
             resources.callback(_shown.clear)
             resources.enter_context(lines)

@@ -1,6 +1,5 @@
 """Flags of an optimizer and its learning rate, and the optimizer that they ask for."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -122,11 +121,8 @@ def learning_rate(flags: OptimizedFlags) -> optax.Schedule:
 
 def warmup_steps_of(flags: OptimizedFlags) -> int:
     """Returns the steps in which the learning rate rises."""
-    return (
-        min(MOST_WARMUP, flags.common.steps // 10)
-        if flags.optimizer.warmup_steps is None
-        else flags.optimizer.warmup_steps
-    )
+    given = flags.optimizer.warmup_steps
+    return min(MOST_WARMUP, flags.common.steps // 10) if given is None else given
 
 
 def decay_steps_of(flags: OptimizedFlags) -> int:
@@ -137,11 +133,8 @@ def decay_steps_of(flags: OptimizedFlags) -> int:
 
 def momentum_of(flags: OptimizedFlags) -> float:
     """Returns the momentum of SGD or Muon."""
-    return (
-        {"muon": 0.95}.get(flags.optimizer.optimizer, 0.9)
-        if flags.optimizer.momentum is None
-        else flags.optimizer.momentum
-    )
+    given = flags.optimizer.momentum
+    return given if given is not None else 0.95 if flags.optimizer.optimizer == "muon" else 0.9
 
 
 def is_weight(params: dict) -> dict:
@@ -182,9 +175,8 @@ def check_optimizer(flags: OptimizedFlags) -> None:
             f"{_chosen(flags, 'warmup_steps', flags.common.steps // 10)}, or --steps {warmup + 1} or more."
         )
     _check_values(flags)
-    defaults = {field.name: field.default for field in dataclasses.fields(OptimizerFlags)}
     for name, optimizers in USED_BY.items():
-        if flags.optimizer.optimizer not in optimizers and getattr(flags.optimizer, name) != defaults[name]:
+        if flags.optimizer.optimizer not in optimizers and _is_given(flags, name):
             raise ValueError(
                 f"--{name.replace('_', '-')} applies to --optimizer {' and '.join(optimizers)}; got --optimizer "
                 f"{flags.optimizer.optimizer}. Leave it out, or choose --optimizer {optimizers[0]}."
@@ -193,26 +185,19 @@ def check_optimizer(flags: OptimizedFlags) -> None:
 
 
 def _check_values(flags: OptimizedFlags) -> None:
-    if not 0 < flags.common.learning_rate < math.inf:
-        raise ValueError(f"--learning-rate must be positive; got {flags.common.learning_rate:g}. Choose such as 0.003.")
-    if not 0 < flags.optimizer.max_grad_norm < math.inf:
-        raise ValueError(
-            f"--max-grad-norm must be positive; got {flags.optimizer.max_grad_norm:g}. Choose 1, say, or 1e9 to "
-            "scale nothing down."
-        )
-    if not 0 <= momentum_of(flags) < 1:
-        raise ValueError(f"--momentum must be from 0 to less than 1; got {flags.optimizer.momentum:g}. 0 is plain SGD.")
-    for name, usual in (("beta1", 0.9), ("beta2", 0.95)):
-        if not 0 <= getattr(flags.optimizer, name) < 1:
-            raise ValueError(
-                f"--{name} must be from 0 to less than 1; got {getattr(flags.optimizer, name):g}. Choose {usual}, say."
-            )
-    if not 0 < flags.optimizer.epsilon < math.inf:
-        raise ValueError(f"--epsilon must be positive; got {flags.optimizer.epsilon:g}. Choose 1e-8, say.")
-    if not 0 <= flags.optimizer.weight_decay < math.inf:
-        raise ValueError(
-            f"--weight-decay must be 0 or more; got {flags.optimizer.weight_decay:g}. Choose 0.1, say, or 0 for none."
-        )
+    is_share, is_positive = (lambda value: 0 <= value < 1), (lambda value: 0 < value < math.inf)
+    for name, is_right, rule, remedy in (
+        ("learning_rate", is_positive, "positive", "Choose such as 0.003."),
+        ("max_grad_norm", is_positive, "positive", "Choose 1, say, or 1e9 to scale nothing down."),
+        ("momentum", is_share, "from 0 to less than 1", "0 is plain SGD."),
+        ("beta1", is_share, "from 0 to less than 1", "Choose 0.9, say."),
+        ("beta2", is_share, "from 0 to less than 1", "Choose 0.95, say."),
+        ("epsilon", is_positive, "positive", "Choose 1e-8, say."),
+        ("weight_decay", lambda value: 0 <= value < math.inf, "0 or more", "Choose 0.1, say, or 0 for none."),
+    ):
+        value = getattr(flags.common if name == "learning_rate" else flags.optimizer, name)
+        if value is not None and not is_right(value):
+            raise ValueError(f"--{name.replace('_', '-')} must be {rule}; got {value:g}. {remedy}")
 
 
 def _check_schedule(flags: OptimizedFlags) -> None:
@@ -244,11 +229,8 @@ def _check_schedule(flags: OptimizedFlags) -> None:
 def _chosen(flags: OptimizedFlags, name: str, value: int) -> str:
     """Returns the flags that set a setting, which a run to resume takes only where --allow-change names it."""
     chosen = f"--{name.replace('_', '-')} {value}"
-    return (
-        chosen
-        if flags.may_change(name)
-        else f"{chosen} --allow-change {' '.join((*flags.checkpoint.allow_change, name))}"
-    )
+    allowed = "" if flags.may_change(name) else f" --allow-change {' '.join((*flags.checkpoint.allow_change, name))}"
+    return f"{chosen}{allowed}"
 
 
 def settings(flags: OptimizedFlags) -> dict[str, Any]:
@@ -258,12 +240,11 @@ def settings(flags: OptimizedFlags) -> dict[str, Any]:
     found["warmup_steps"] = warmup_steps_of(flags)
     if flags.optimizer.optimizer in USED_BY["momentum"]:
         found["momentum"] = momentum_of(flags)
-    defaults = {field.name: field.default for field in dataclasses.fields(OptimizerFlags)}
-    return found | {
-        name: getattr(flags.optimizer, name)
-        for name in CHANGE_NUMBERS
-        if getattr(flags.optimizer, name) != defaults[name]
-    }
+    return found | {name: getattr(flags.optimizer, name) for name in CHANGE_NUMBERS if _is_given(flags, name)}
+
+
+def _is_given(flags: OptimizedFlags, name: str) -> bool:
+    return getattr(flags.optimizer, name) != getattr(OptimizerFlags, name)
 
 
 def with_saved_warmup(flags: Flags, saved: Mapping[str, Any]) -> Flags:

@@ -27,10 +27,11 @@ from jaxpar.report import ReportWriter, step_data
 from jaxpar.report.data import inspect_pipeline
 from jaxpar.run import folder
 from jaxpar.run.flags import MeshFlags, RunFlags
-from jaxpar.run.messages import FULL, ConfigError, checks, phase, say, spared, status_watchers
+from jaxpar.run.messages import FULL, ConfigError, checks, phase, say, spared, status_watchers, stop
 from jaxpar.runtime.coordination import check_agreement
-from jaxpar.runtime.files import write_whole
+from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import Lease
+from jaxpar.runtime.output import write_whole
 from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule
@@ -41,18 +42,10 @@ BEGAN = time.monotonic()
 class Run:
     """A run in ``--out-dir``, which it owns from its construction to the end of the ``with`` block.
 
-        run = Run(flags, mesh)
-        with run:
-            run.restore(init, key, optimizer, parallel)
-            train_step = run.compile(jaxpar.make_train_step(value_and_grad, optimizer), batch_of(run.first_step))
-            state = run.begin()
-            for step in run.steps():
-                state, metrics = train_step(state, batch_of(step))
-                run.log(step, state, metrics)
-
-    In this order: ``restore`` and ``compile`` write nothing, and ``begin`` deletes an earlier run with --overwrite. When
-    the loop ends, the last save is committed and metrics.jsonl and report.html are complete. Where the loop must end early,
-    ``run.log`` raises SystemExit with a code of ``jaxpar.runtime.exit_codes``, as ``jaxpar.guard.Guard`` says.
+    Its methods are called in the order of the loop in ``jaxpar.run``: ``restore`` and ``compile`` write nothing, and ``begin``
+    deletes an earlier run with --overwrite. When the loop ends, the last save is committed and metrics.jsonl and report.html
+    are complete. Where the loop must end early, ``run.log`` raises SystemExit with a code of ``jaxpar.runtime.exit_codes``, as
+    ``jaxpar.guard.Guard`` says.
 
     Args:
         flags: The run's flags, such as ``BasicFlags.of(out_dir=Path("runs/mine"), steps=1000, checkpoint_every=100)``.
@@ -101,6 +94,8 @@ class Run:
         self._samples, self._remedy, self._draw, self._say = samples, remedy, draw, say
         self._watchers: list[exporters.Watcher] = []
         self._state: jaxpar.TrainState | None = None
+        self._compiled: jax.stages.Compiled | None = None
+        self._has_evaluated = False
         self._resources = ExitStack()
         self.checkpoints = open_checkpoints(flags, mesh)
 
@@ -145,6 +140,8 @@ class Run:
             train_step: What ``jaxpar.make_train_step`` returns.
             batch: A batch on the mesh, or its shapes from ``jaxpar.abstract_batch``.
         """
+        if self.target is None:
+            raise RuntimeError("a run must restore before it compiles; got no state. Call run.restore first.")
         self._open_watchers()
         start = time.perf_counter()
         with (
@@ -157,15 +154,15 @@ class Run:
                 program = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
                 with checks():
                     check_agreement("train", {"flags": self.flags.as_json(), "program": program})
-            self._compiled = lowered.compile()
+            compiled = self._compiled = lowered.compile()
             with checks():
-                check_permutes(self._compiled)
+                check_permutes(compiled)
         self._say(f"compiled in {time.perf_counter() - start:.1f} s")
-        return self._compiled
+        return compiled
 
     def say_cost(self) -> None:
         """Prints the cost of the step on each device: collectives by mesh axis, memory, FLOPs; for GPUs also its roofline."""
-        report = inspect_pipeline(self._compiled, self.mesh, self.schedule)
+        report = inspect_pipeline(self._step(), self.mesh, self.schedule)
         self._say(report.render())
         if self.flags.gpu.compile_for:
             self._say("\n" + roofline(report, cluster(self.flags.gpu.compile_for, *self.flags.gpu.shape)).render())
@@ -176,10 +173,8 @@ class Run:
         Raises:
             LostError: Another run has taken the folder.
         """
-        data = lambda: step_data(
-            self._compiled, self.target, self.mesh, schedule=self.schedule, num_steps=self.flags.common.steps
-        )
-        self._watchers.append(ReportWriter(self.out_dir, data))
+        compiled, shared = self._step(), {"schedule": self.schedule, "num_steps": self.flags.common.steps}
+        self._watchers.append(ReportWriter(self.out_dir, lambda: step_data(compiled, self.target, self.mesh, **shared)))
         state = self._init() if self._state is None else self._state
         self._state = None  # the first step donates it
         if self.flags.common.overwrite and jax.process_index() == 0 and folder.has_run(self.out_dir):
@@ -188,6 +183,11 @@ class Run:
             self._say(f"deleted: the earlier run in {self.out_dir}")
         write_config(self.flags, self.mesh)
         return state
+
+    def _step(self) -> jax.stages.Compiled:
+        if self._compiled is None:
+            raise RuntimeError("a run must compile its step before it begins; got none. Call run.compile first.")
+        return self._compiled
 
     def steps(self) -> Iterator[int]:
         """Yields the steps that are left, guarded and logged."""
@@ -222,6 +222,10 @@ class Run:
             state: The state after it, before it is donated.
             metrics: What the train step returned, and others.
         """
+        best = (self.flags.checkpoint.keep_best or "").removeprefix("-")
+        if self._has_evaluated and best and best not in metrics:
+            message = f"--keep-best must name a metric of the run; got {best}. Choose from {', '.join(metrics)}."
+            stop(ExitCode.BAD_CONFIG, message)
         self._log.log(step, metrics)
         self._guard.after_step(step + 1, state, metrics)
 
@@ -238,6 +242,7 @@ class Run:
         """
         with self._log.pause(metrics), self._guard.phase("evaluation"):
             yield
+        self._has_evaluated = True
 
     @property
     def median_seconds(self) -> float | None:

@@ -8,6 +8,5 @@ Connecting: `process_env.py` reads the environment that a launcher or cluster se
 folder.
 
 Monitoring and stopping: `watchdog.py` ends a process that is stuck and finds silent ones, `preemption.py` handles SIGTERM and
-Ctrl-C. `printable.py` escapes text before it is printed on a terminal, `extras.py` says how a missing package is installed,
-`files.py` writes files atomically, `host_names.py` checks the names by which a server is asked for.
+Ctrl-C. `output.py` prints and writes safely, `host_names.py` checks the names by which a server is asked for.
 """

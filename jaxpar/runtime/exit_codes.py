@@ -14,40 +14,35 @@
 
 import signal
 from enum import IntEnum
+from typing import Self
 
 
 class ExitCode(IntEnum):
-    """The exit code of a process of a run."""
+    """The exit code of a process of a run.
 
-    DONE = 0
-    BAD_CONFIG = 2
-    BAD_DATA = 65
-    PEER_LOST = 70
-    NOT_SAVED = 74
-    PREEMPTED = 75
-    NOT_FINITE = 86
-    STUCK = 124
+    Attributes:
+        meaning: A short description of it.
+    """
 
-    @property
-    def meaning(self) -> str:
-        """A short description of the exit code."""
-        return _MEANINGS[self]
+    meaning: str
+    DONE = 0, "done"
+    BAD_CONFIG = 2, "bad configuration"
+    BAD_DATA = 65, "a bad checkpoint or bad data"
+    PEER_LOST = 70, "another process was lost"
+    NOT_SAVED = 74, "the newest state could not be saved"
+    PREEMPTED = 75, "asked to stop; saved"
+    NOT_FINITE = 86, "the loss or gradients were not finite"
+    STUCK = 124, "stuck longer than its budget"
+
+    def __new__(cls, code: int, meaning: str) -> Self:  # noqa: D102
+        member = int.__new__(cls, code)
+        member._value_, member.meaning = code, meaning
+        return member
 
 
 SHELL_SIGNAL = 128
 # A restarted run would end the same way, or needs inspection first.
 FINAL_CODES = (ExitCode.BAD_CONFIG, ExitCode.BAD_DATA, ExitCode.NOT_SAVED, ExitCode.NOT_FINITE)
-
-_MEANINGS = {
-    ExitCode.DONE: "done",
-    ExitCode.BAD_CONFIG: "bad configuration",
-    ExitCode.BAD_DATA: "a bad checkpoint or bad data",
-    ExitCode.PEER_LOST: "another process was lost",
-    ExitCode.NOT_SAVED: "the newest state could not be saved",
-    ExitCode.PREEMPTED: "asked to stop; saved",
-    ExitCode.NOT_FINITE: "the loss or gradients were not finite",
-    ExitCode.STUCK: "stuck longer than its budget",
-}
 
 
 def describe_exit(code: int) -> str:
@@ -62,7 +57,7 @@ def describe_exit(code: int) -> str:
         return f"ended by {_signal_name(-code)}"
     if code - SHELL_SIGNAL in set(signal.Signals):
         return f"exit code {code}: ended by {_signal_name(code - SHELL_SIGNAL)}"
-    meaning = _MEANINGS[ExitCode(code)] if code in set(ExitCode) else "an error"
+    meaning = next((each.meaning for each in ExitCode if each == code), "an error")
     return f"exit code {code}: {meaning}"
 
 

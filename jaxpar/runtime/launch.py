@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxpar.runtime.exit_codes import ExitCode, describe_exit
-from jaxpar.runtime.printable import tell
+from jaxpar.runtime.output import tell
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
 
 POLL_SECONDS = 0.02

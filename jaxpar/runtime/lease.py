@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
-from jaxpar.runtime.printable import tell
+from jaxpar.runtime.output import tell
 
 NAME = ".lease"
 BEAT_SECONDS = 5.0

@@ -120,7 +120,7 @@ def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     host = first_host(environ["SLURM_STEP_NODELIST"])
     given = {
-        "JAX_COORDINATOR_ADDRESS": f"{host}:{_port(environ, int(environ['SLURM_JOB_ID']))}",
+        "JAX_COORDINATOR_ADDRESS": f"{host}:{_port(environ, _number('SLURM_JOB_ID', environ))}",
         "JAX_NUM_PROCESSES": environ["SLURM_NTASKS"],
         "JAX_PROCESS_ID": environ["SLURM_PROCID"],
         "hosts": environ.get("SLURM_STEP_NUM_NODES", "1"),

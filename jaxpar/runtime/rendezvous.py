@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxpar.runtime.printable import printable
+from jaxpar.runtime.output import printable
 from jaxpar.runtime.process_env import TOKEN_VARIABLE, ProcessEnv, split_address
 
 MAX_LINE_BYTES = 4096

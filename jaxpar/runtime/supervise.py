@@ -19,7 +19,7 @@ from pathlib import Path
 
 from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode, describe_exit
 from jaxpar.runtime.launch import Gang, Launch, run_gang, shell_code
-from jaxpar.runtime.printable import tell
+from jaxpar.runtime.output import tell
 
 VARIABLE = "JAXPAR_PROGRESS"
 RESUME_VARIABLE, RESUME_IF_ANY = "JAXPAR_RESUME", "if-any"  # a restarted run resumes if there is a checkpoint

@@ -37,6 +37,7 @@ import difflib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
+from jaxpar.fields import arg
 from jaxpar.schedule.table import Op, Schedule, check_sizes
 
 FORMS = ("published", "unit", "fused", "merged")
@@ -116,10 +117,12 @@ def _check_name(what: str, name: object, names: tuple[str, ...]) -> None:
 
 def _check_chunks(name: str, num_chunks: int) -> None:
     if name == "zb-v" and num_chunks != 2:
-        raise ValueError(f"zb-v must have 2 chunks a stage; got num_chunks={num_chunks}. Choose num_chunks=2.")
+        raise ValueError(
+            f"zb-v must have 2 chunks a stage; got {arg(num_chunks=num_chunks)}. Choose {arg(num_chunks=2)}."
+        )
     if name not in ("interleaved", "zb-v") and num_chunks != 1:
         raise ValueError(
-            f"{name} must have 1 chunk a stage; got num_chunks={num_chunks}. Choose num_chunks=1, or "
+            f"{name} must have 1 chunk a stage; got {arg(num_chunks=num_chunks)}. Choose {arg(num_chunks=1)}, or "
             f"{'zb-v' if name == 'zb-h1' and num_chunks == 2 else 'interleaved'}, which runs {num_chunks} chunks."
         )
 

@@ -23,6 +23,7 @@ from pydantic import Field, create_model
 from jaxpar import fields, huggingface
 from jaxpar.data.text import ByteTokenizer, Tokenizer
 from jaxpar.huggingface.config import unmodelled_keys
+from jaxpar.huggingface.export import RunModel, open_run
 from jaxpar.huggingface.folder import CONFIG, check_no_adapters, download_remedy, file_inside, read_json
 from jaxpar.huggingface.tokenizer import has_tokenizer
 from jaxpar.models import mlp
@@ -113,47 +114,36 @@ def _digits(folder: Path, config: dict[str, Any], step: int | None) -> PyTree:
 
 
 def _gpt_run(folder: Path, name: str, settings: ModelSettings) -> Served:
-    from jaxpar.huggingface.export import open_run
-
     run = open_run(folder, settings.step)
-    flags = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    named = flags.get("tokenizer")
-    places = [Path(named)] if isinstance(named, str) else [run.source]
-    params = _on_device(run.params, param_table(run.config), settings.dtype)
-    return _language_model(run.config, params, places, run.source, name, f"step {run.step} of {folder.name}", settings)
+    named = read_json(folder / CONFIG).get("tokenizer") if (folder / CONFIG).is_file() else None
+    run = replace(run, params=_on_device(run.params, param_table(run.config), settings.dtype))
+    place = Path(named) if isinstance(named, str) else run.source
+    return _language_model(run, place, name, f"step {run.step} of {folder.name}", settings)
 
 
 def _pretrained(folder: Path, name: str, settings: ModelSettings) -> Served:
     config = huggingface.read_config(folder, ignore=unmodelled_keys(folder))
-    params = huggingface.read_params(folder, config, dtype=settings.dtype)
-    return _language_model(config, params, [folder], folder, name, f"the language model in {folder.name}", settings)
+    read = RunModel(config, huggingface.read_params(folder, config, dtype=settings.dtype), folder, 0)
+    return _language_model(read, folder, name, f"the language model in {folder.name}", settings)
 
 
-def _language_model(
-    config: TransformerConfig,
-    params: PyTree,
-    places: Sequence[Path],
-    source: Path,
-    name: str,
-    about: str,
-    settings: ModelSettings,
-) -> Served:
-    tokenizer = _tokenizer(config, [settings.tokenizer] if settings.tokenizer else places)
-    eos = huggingface.stop_tokens(source) or (() if tokenizer.end is None else (tokenizer.end,))
-    config = replace(config, compute_dtype=settings.dtype)
-    model = LanguageModel(config, params, tokenizer, eos, settings.max_context_tokens)
+def _language_model(run: RunModel, place: Path, name: str, about: str, settings: ModelSettings) -> Served:
+    tokenizer = _tokenizer(run.config, settings.tokenizer or place)
+    eos = huggingface.stop_tokens(run.source) or (() if tokenizer.end is None else (tokenizer.end,))
+    config = replace(run.config, compute_dtype=settings.dtype)
+    model = LanguageModel(config, run.params, tokenizer, eos, settings.max_context_tokens)
     return language_model(model, name, about, settings.max_tokens)
 
 
-def _tokenizer(config: TransformerConfig, places: Sequence[Path]) -> Tokenizer:
-    """Returns the tokenizer in the first folder that has one; for a model of bytes, that of bytes."""
-    if found := [place for place in places if has_tokenizer(place)]:
-        return huggingface.read_tokenizer(found[0])
+def _tokenizer(config: TransformerConfig, folder: Path) -> Tokenizer:
+    """Returns the tokenizer in a folder; for a model of bytes without one, that of bytes."""
+    if has_tokenizer(folder):
+        return huggingface.read_tokenizer(folder)
     if config.tokens == "bytes":
         return ByteTokenizer()
     raise FileNotFoundError(
-        f"a language model is served with its tokenizer; got no tokenizer.json in {', '.join(map(str, places))}. Name a folder "
-        "that has it by --tokenizer."
+        f"a language model is served with its tokenizer; got no tokenizer.json in {folder}. Name a folder that "
+        "has it by --tokenizer."
     )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import prometheus_client
 
+from jaxpar.metrics.exporters import Totals
+
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 20, 60, 120)  # seconds
 OPENAPI = {"/openapi.json": {"get": {"summary": "This interface as OpenAPI 3.1."}}}  # which does not describe itself
 STYLE = """
@@ -43,9 +45,8 @@ class ServerMetrics:
         gauge = lambda name, about: prometheus_client.Gauge(f"jaxpar_serve_{name}", about, **where)
         gauge("waiting_requests", "Requests that wait for their turn.").set_function(num_waiting)
         gauge("running_requests", "Requests that are computed, 0 or 1.").set_function(num_running)
-        for kind in usage:
-            total = gauge(f"{kind}_total", f"The {kind.replace('_', ' ')} so far.")
-            total.set_function(lambda kind=kind: usage[kind])
+        about = lambda kind: (f"jaxpar_serve_{kind}", f"The {kind.replace('_', ' ')} so far.")
+        self._registry.register(Totals(lambda: {about(kind): count for kind, count in usage.items()}))
         prometheus_client.ProcessCollector(**where)
 
     def answered(self, path: str, code: int, seconds: float) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import uvicorn
 
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.printable import printable_lines, tell
+from jaxpar.runtime.output import printable_lines, tell
 from jaxpar.serve.app import App
 from jaxpar.serve.requests import Served, Settings
 

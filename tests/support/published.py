@@ -14,9 +14,11 @@ from pathlib import Path
 import jax.numpy as jnp
 import optax
 
+from jaxpar.mesh import AXES
 from jaxpar.models.transformer import TransformerConfig, preset
+from jaxpar.models.transformer.params import num_active_params
 from jaxpar.planner import Assumptions, Choice, Plan, Software, cluster, transformer_shape
-from jaxpar.planner.kernels import planned_attention
+from jaxpar.planner.fused import planned_attention
 from jaxpar.planner.search import Estimator
 from jaxpar.schedule import Op, Schedule
 from jaxpar.schedule.simulate import structure_of
@@ -33,9 +35,14 @@ def config_of(model):
     return replace(config, compute_dtype=jnp.bfloat16)
 
 
+def shape_of(row):
+    return _shape_of(row["model"], row.get("attention", "xla"), row.get("seq"), row.get("experts", "tensor"))
+
+
 @functools.cache
-def shape_of(model, attention):
-    return transformer_shape(replace(config_of(model), attention=planned_attention if attention == "flash" else "xla"))
+def _shape_of(model, attention, seq, experts):
+    config = replace(config_of(model), attention=planned_attention if attention == "flash" else "xla")
+    return transformer_shape(config, seq=seq, experts=experts)
 
 
 class TwiceTheMicrobatches(Choice):
@@ -66,16 +73,22 @@ def _zb_h2(stage, num_stages, num_microbatches):
     return order
 
 
+def microbatches_of(row):
+    return row["batch"] // row.get("replica", 1) // row["data"] // row["microbatch"]
+
+
 def choice_of(row):
     kind = TwiceTheMicrobatches if row.get("schedule") == "zb-h2" else Choice
     schedule = row.get("schedule", "1f1b")
     return kind(
+        replica=row.get("replica", 1),
         data=row["data"],
+        context=row.get("context", 1),
         stage=row["stage"],
         tensor=row["tensor"],
         schedule="zb-h1" if schedule == "zb-h2" else schedule,
         num_chunks=row.get("num_chunks", 1),
-        num_microbatches=row["batch"] // row["data"] // row["microbatch"],
+        num_microbatches=microbatches_of(row),
         zero=row.get("zero", 0),
         remat=row.get("remat", False),
         layers_per_virtual_stage=tuple(row["layers"]) if "layers" in row else None,
@@ -84,18 +97,21 @@ def choice_of(row):
 
 def seconds_of(row):
     """The published seconds of a step, from the figure in the unit in which it was published."""
-    shape, config, value = shape_of(row["model"], row.get("attention", "xla")), config_of(row["model"]), row["value"]
+    shape, config, value = shape_of(row), config_of(row["model"]), row["value"]
     layers, width, seq = config.num_layers, config.embed_dim, shape.tokens_per_row
     tokens = row["batch"] * seq
     # arXiv 2104.04473, section 5.1
     recomputing = 96 * tokens * layers * width**2 * (1 + seq / (6 * width) + config.vocab_size / (16 * layers * width))
-    useful = (6 * shape.num_params + 12 * layers * width * seq) * tokens
+    of = lambda params: (6 * params + 12 * layers * width * seq) * tokens
     return {
         "seconds": value,
         "tokens/s/GPU": tokens / value / row["gpus"],
         "samples/s/GPU": row["batch"] / value / row["gpus"],
         "TFLOP/s with recompute": recomputing / (value * 1e12 * row["gpus"]),
-        "TFLOP/s of 6N and attention": useful / (value * 1e12 * row["gpus"]),
+        "TFLOP/s of 6N and attention": of(shape.num_params) / (value * 1e12 * row["gpus"]),
+        # Without the lookup of embeddings.
+        "TFLOP/s of active 6N and attention": of(num_active_params(config) - config.vocab_rows * width)
+        / (value * 1e12 * row["gpus"]),
     }[row["unit"]]
 
 
@@ -107,8 +123,7 @@ def planned(row, machines=None) -> Plan:
     if row.get("precision") == "fp8":
         software = replace(software, product_rate=machines.fp8_rate)
     unlimited = replace(machines, memory_bytes=float("inf"))
-    shape = shape_of(row["model"], row.get("attention", "xla"))
-    estimator = Estimator(shape, unlimited, row["batch"], optax.adam(1e-4), "mpmd", Assumptions(), software)
+    estimator = Estimator(shape_of(row), unlimited, row["batch"], optax.adam(1e-4), "mpmd", Assumptions(), software)
     plan = estimator.price(
         choice_of(row), quick=True
     )  # without the traffic of messages, for which schedules are compiled
@@ -149,13 +164,12 @@ def line(index):
     chunks = f" x{row['num_chunks']}" if row.get("num_chunks", 1) > 1 else ""
     schedule = f"{row.get('schedule', '1f1b')}{chunks}" if row["stage"] > 1 else "-"
     found, seconds = planned_seconds(index), seconds_of(row)
-    microbatches = row["batch"] // row["data"] // row["microbatch"]
     cells = [
-        row["model"],
+        row["model"] + (f", {row['seq']:,} tokens" if "seq" in row else ""),
         f"{row['gpus']} {row['gpu'].removesuffix('-jeanzay')}" + (" FP8" if row.get("precision") == "fp8" else ""),
-        f"{row['data']}, {row['stage']}, {row['tensor']}",
+        ", ".join(str(row.get(axis, 1)) for axis in AXES),
         schedule,
-        f"{microbatches} x {row['microbatch']}",
+        f"{microbatches_of(row)} x {row['microbatch']}",
         recompute,
         f"{row['value']:g} {row['unit']}",
         f"{seconds:.3g} s",
@@ -174,8 +188,8 @@ def render():
     for source, name in SOURCES.items():
         text += f"\n{name[0].upper()}{name[1:]}:\n\n"
         text += (
-            "| model | GPUs | data, stage, tensor | schedule | microbatches x rows | recomputed | published | as seconds | "
-            "planned | difference |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+            "| model | GPUs | replica, data, context, stage, tensor | schedule | microbatches x rows | recomputed | "
+            "published | as seconds | planned | difference |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
         )
         text += "\n".join(line(index) for index, row in enumerate(ROWS) if row["source"] == source) + "\n"
     return text

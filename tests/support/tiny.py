@@ -5,6 +5,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import config as jaxtyping_config
 
 import jaxpar
@@ -66,8 +67,16 @@ def shardings(mesh, params):
     return jaxpar.shardings_from_paths(params, mesh, RULES)
 
 
-def on_mesh(mesh, params):
-    return jaxpar.shard(params, shardings(mesh, params))
+def on_mesh(mesh, params, rules=RULES):
+    """Params sharded by rules; layers that the stages do not divide are replicated on each stage."""
+    num_stages = mesh.shape["stage"]
+    if len(jax.tree.leaves(params["layers"])[0]) % num_stages == 0:
+        return jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, rules))
+    one_each = lambda leaf: jax.ShapeDtypeStruct((num_stages, *leaf.shape[1:]), leaf.dtype)
+    even = params | {"layers": jax.tree.map(one_each, params["layers"])}
+    where = jaxpar.shardings_from_paths(even, mesh, rules)
+    off_stage = lambda sharding: NamedSharding(mesh, PartitionSpec(None, *sharding.spec[1:]))
+    return jaxpar.shard(params, where | {"layers": jax.tree.map(off_stage, where["layers"])})
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Small transformers with experts, shaped like the published ones, and the loss of their outputs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,6 +8,9 @@ import numpy as np
 
 import jaxpar
 from jaxpar.models import transformer
+from jaxpar.pipeline import check_permutes
+from jaxpar.sharding import shardings_from_dims
+from tests.support.oracle import assert_same
 from tests.support.tiny_transformer import LLAMA, SHAPE, jit, make_batch, make_params
 
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_dim": 16}
@@ -61,3 +65,33 @@ def _reference_of(config):
 def reference(config, params, batch):
     """The loss and gradients of one device."""
     return _reference_of(config)(params, batch)
+
+
+def placed(config, mesh, rules, params, batch):
+    """Params and batch on a mesh, and the shardings of the params."""
+    shardings = shardings_from_dims(transformer.param_table(config), mesh, rules)
+    return jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh), shardings
+
+
+def check_step(config, mesh, rules, *, seed, masks=None, constrain=None, num_microbatches=2, **how):
+    """Holds the loss and gradients of a step on a mesh against those of one device."""
+    params, batch = job(config, seed=seed)
+    *args, shardings = placed(config, mesh, rules, params, batch)
+    value_and_grad = jaxpar.value_and_grad(
+        transformer.make_model(config, **({} if constrain is None else {"constrain": constrain})),
+        loss_of(config),
+        mesh,
+        num_microbatches=num_microbatches,
+        shardings=shardings,
+        **({} if masks is None else {"mask_idle_ops": masks}),
+        **how,
+    )
+    if how.get("executor") == "mpmd":
+        got = value_and_grad(*args)
+    else:
+        compiled = jit(value_and_grad).lower(*args).compile()
+        check_permutes(compiled)
+        got = compiled(*args)
+    of_mesh = ("expert_split", "expert_products", "expert_exchange", "expert_buffer")
+    of_one = {each.name: each.default for each in dataclasses.fields(config) if each.name in of_mesh}
+    assert_same(got, reference(dataclasses.replace(config, **of_one), params, batch), message=f"seed {seed}")

@@ -9,9 +9,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
+from tests.support import tiny
 
 RULES = {
     "layers/w_qkv": jaxpar.column_parallel(ndim=3),
@@ -119,11 +119,4 @@ def reference(params, batch, model=MODEL):
 
 
 def on_mesh(mesh, params):
-    """Params sharded by ``RULES``; layers that the stages do not divide are replicated on each stage."""
-    num_stages = mesh.shape["stage"]
-    if len(jax.tree.leaves(params["layers"])[0]) % num_stages == 0:
-        return jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, RULES))
-    even = jax.eval_shape(lambda: make_params(num_layers=num_stages))
-    shardings = jaxpar.shardings_from_paths(even, mesh, RULES)
-    off_stage = lambda sharding: NamedSharding(mesh, PartitionSpec(None, *sharding.spec[1:]))
-    return jaxpar.shard(params, shardings | {"layers": jax.tree.map(off_stage, shardings["layers"])})
+    return tiny.on_mesh(mesh, params, RULES)

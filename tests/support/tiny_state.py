@@ -29,3 +29,8 @@ def make_state(mesh, *, width=8, optimizer=ADAM, seed=0):
 
 def at_step(state, step):
     return dataclasses.replace(state, step=state.step + step)
+
+
+def newest_verified(manager):
+    """The newest step whose files are all as they were saved; None if there is none."""
+    return next((step for step in reversed(manager.steps()) if not manager.verify(step)), None)

@@ -3,22 +3,27 @@
     x [b, t, d] --w_qkv--> q [b, t, heads, head_dim], k and v [b, s, kv_heads, head_dim] --softmax--> --w_out--> [b, t, d]
 
 With a cache, the keys and values of earlier positions are read from it, and those of x are added to it. A row may hold several
-documents, its segments: no position attends to another segment, and positions begin anew in each.
+documents, its segments: no position attends to another segment, and positions begin anew in each. Where a mesh splits sequences
+over ``context``, keys and values are gathered, or heads exchanged for positions (``context_parallel.py``).
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jaxpar import context_parallel
+from jaxpar.context_parallel import gather_sequence, heads_to_sequence, sequence_to_heads
+from jaxpar.fields import arg
 from jaxpar.models.lora import Adapted, einsum
 from jaxpar.models.transformer import rope
 from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.flash_chunks import CUDNN, Kernel, chunked_causal_attention
 from jaxpar.models.transformer.norms import rms_norm
 
 Cache = tuple[Array, Array]
@@ -39,12 +44,14 @@ class Span(NamedTuple):
         lengths: The length of the row or document of each token, these included; one for a row, or for all.
         is_start: Whether these are the first tokens of each row; if not, there is one token a row, after those in a cache.
         segments: The segment of each token; None: each row is one.
+        is_in_order: Whether the tokens are in the order of their row; if not, attention goes by positions.
     """
 
     positions: Int[Array, "rows seq"]
     lengths: Int[Array, "batch seq"] | Int[Array, "batch 1"] | int
     is_start: bool = True
     segments: Int[Array, "batch seq"] | None = None
+    is_in_order: bool = True
 
     @classmethod
     def first(cls, seq: int) -> "Span":
@@ -55,6 +62,21 @@ class Span(NamedTuple):
     def packed(cls, segments: Int[Array, "batch seq"]) -> "Span":
         """Returns the span of whole rows of several segments, in each of which positions begin anew."""
         return cls(positions_in(segments), lengths_in(segments), segments=segments)
+
+    @classmethod
+    def given(cls, positions: Int[Array, "batch seq"], segments: Int[Array, "batch seq"] | None) -> "Span":
+        """Returns the span of the tokens of whole rows in any order, and over ``context`` of a device's part of them.
+
+        Args:
+            positions: The position of each token in its segment, or row.
+            segments: The segment of each token, a number below the tokens of a row.
+        """
+        numbers = jnp.zeros_like(positions) if segments is None else segments
+        rows, parts = jnp.arange(len(positions))[:, None], context_parallel.num_parts()
+        ends = jnp.zeros((len(positions), parts * positions.shape[1]), positions.dtype)
+        ends = ends.at[rows, numbers].max(positions + 1)
+        ends = ends if parts == 1 else jax.lax.pmax(ends, context_parallel.CONTEXT)
+        return cls(positions, jnp.take_along_axis(ends, numbers, 1), segments=segments, is_in_order=False)
 
 
 def runs_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
@@ -114,9 +136,14 @@ def attention(
     if cache is not None:
         cache = _write(cache, (k, v), span)
         config = replace(config, attention="xla")
-    seen_k, seen_v = (k, v) if cache is None or span.is_start else cache
-    in_rows = span.positions if span.segments is None else jnp.arange(x.shape[1])[None]
-    mixed = attend(config, q, seen_k, seen_v, in_rows, span.segments)
+    if context_parallel.num_parts() > 1:
+        mixed = _attend_over_context(config, q, k, v, span.segments)
+    elif not span.is_in_order:
+        mixed = attend(config, q, k, v, span.positions, span.segments, places=span.positions)
+    else:
+        seen_k, seen_v = (k, v) if cache is None or span.is_start else cache
+        in_rows = span.positions if span.segments is None else jnp.arange(x.shape[1])[None]
+        mixed = attend(config, q, seen_k, seen_v, in_rows, span.segments)
     out = einsum("bthk,hkd->btd", mixed, params["w_out"].astype(x.dtype))
     return _plus(out, params.get("b_out")), cache
 
@@ -181,6 +208,85 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     return np.concatenate([slopes, between])[:num_heads]
 
 
+def _attend_over_context(
+    config: TransformerConfig, q: Array, k: Array, v: Array, segments: Int[Array, "batch seq"] | None
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Returns what ``attend`` does, where a device has the queries, keys and values of its part of each sequence."""
+    parts = context_parallel.num_parts()
+    segments_of_all = None if segments is None else gather_sequence(segments)
+    if over_context(config, parts, segments) == "ulysses":
+        copies = parts // math.gcd(parts, k.shape[2] // context_parallel.num_shards_of_heads(k.shape[2]))
+        k, v = (each if copies == 1 else jnp.repeat(each, copies, 2) for each in (k, v))
+        q, k, v = (sequence_to_heads(each) for each in (q, k, v))
+        slopes = _own_slopes(config, parts) if config.positions == "alibi" else None
+        mixed = attend(config, q, k, v, jnp.arange(q.shape[1])[None], segments_of_all, slopes=slopes)
+        return heads_to_sequence(mixed)
+    own = jnp.concatenate([k, v], axis=3)  # one collective, and one array to store
+    half = lambda both, at: jax.lax.slice_in_dim(both, at * k.shape[3], (at + 1) * k.shape[3], axis=3)
+    own, whole = ((half(both, 0), half(both, 1)) for both in (own, gather_sequence(own)))
+    kernel = _kernel_of_chunks(config, q.dtype)
+    if kernel is None or not _is_plain(config):
+        places = context_parallel.places(q.shape[1])[None]
+        return attend(config, q, whole[0], whole[1], places, segments, of_keys=segments_of_all)
+
+    def on_shard(q: Array, k: Array, v: Array, all_k: Array, all_v: Array, *numbers: Array) -> Array:
+        at = jax.lax.axis_index(context_parallel.CONTEXT), parts
+        pair = (numbers[0], numbers[1]) if numbers else None
+        return chunked_causal_attention(q, (k, v), (all_k, all_v), chunk_of_context=at, segments=pair, kernel=kernel)
+
+    numbers = () if segments is None or segments_of_all is None else (segments, segments_of_all)
+    return context_parallel.on_shards_of_heads(on_shard, q, *own, *whole, *numbers)
+
+
+def _kernel_of_chunks(config: TransformerConfig, dtype: jnp.dtype) -> Kernel | None:
+    """The kernel for gathered keys and values that belongs to a model's attention, if there is one."""
+    if dtype == jnp.float64 or config.attention == "xla":
+        return None
+    if config.attention == "cudnn":
+        return CUDNN
+    own = getattr(config.attention, "kernel_of_chunks", None)
+    return None if own is None else Kernel(forward=own[0], backward=own[1])
+
+
+def _is_plain(config: TransformerConfig) -> bool:
+    """Whether all keys of a document up to a query count alike, as a kernel for gathered keys takes them."""
+    return config.window is None and config.positions != "alibi"
+
+
+def over_context(config: TransformerConfig, parts: int, segments: Any = None) -> Literal["gather", "ulysses"]:
+    """Returns how attention exchanges keys and values where ``parts`` devices share a sequence: as asked, or by bytes.
+
+    Args:
+        config: The model.
+        parts: The size of the ``context`` axis.
+        segments: Those of the rows, if they have any.
+
+    Raises:
+        ValueError: The axis does not divide the heads that are to be exchanged.
+    """
+    shards = context_parallel.num_shards_of_heads(config.kv_heads * config.kv_copies)
+    heads, kv_heads = config.num_heads // shards, config.kv_heads * config.kv_copies // shards
+    copies = parts // math.gcd(parts, kv_heads)
+    fits = heads % parts == 0 and heads // kv_heads % copies == 0
+    fits = fits and shards == context_parallel.num_shards_of_heads(config.num_heads)
+    if config.attention_over_context == "ulysses" and not fits:
+        raise ValueError(
+            "the context axis must divide the heads of a device, and the copies of each key and value head its query heads, to "
+            f"exchange them; got {arg(context=parts)}, {heads} heads and {kv_heads} key and value heads on a device. Use "
+            'attention_over_context="gather", or a context that divides them.'
+        )
+    if config.attention_over_context is not None:
+        return config.attention_over_context
+    # Per position a gather moves keys and values 3 times, and Ulysses queries, keys, values and outputs twice.
+    moves_less = 3 * parts * kv_heads < 2 * (heads + kv_heads * copies)
+    has_kernel = _kernel_of_chunks(config, jnp.dtype(config.compute_dtype)) is not None and _is_plain(config)
+    if not fits or (
+        has_kernel and segments is not None
+    ):  # a kernel of whole rows takes documents by a bias of all pairs
+        return "gather"
+    return "gather" if moves_less and (has_kernel or config.attention == "xla") else "ulysses"
+
+
 def attend(
     config: TransformerConfig,
     q: Array,
@@ -188,23 +294,34 @@ def attend(
     v: Array,
     positions: Int[Array, "rows seq"],
     segments: Int[Array, "batch seq"] | None = None,
+    *,
+    places: Int[Array, "rows length"] | None = None,
+    of_keys: Int[Array, "batch length"] | None = None,
+    slopes: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Returns for each query the mean of the values up to its position, weighted by the softmax of its scores.
 
     Args:
         config: The model.
         q: Queries ``[batch, seq, heads, head_dim]``.
-        k: Keys ``[batch, length, kv_heads, head_dim]`` from position 0; those after the last query are masked.
+        k: Keys ``[batch, length, kv_heads, head_dim]``; those after the last query are masked.
         v: Values, likewise.
         positions: The positions of the queries in their rows.
-        segments: The segment of each query and key, of which there are as many; those of other segments are masked.
+        segments: The segment of each query; keys of other segments are masked.
+        places: The positions of the keys in their rows; None: from 0.
+        of_keys: The segment of each key; None: keys are of the same tokens as queries.
+        slopes: The penalties of the heads; None: those of all heads (``alibi_slopes``).
     """
-    ahead = jnp.arange(k.shape[1])[None, None, :] - positions[:, :, None]
-    bias = _alibi(config, ahead, q.dtype) if config.positions == "alibi" else None
-    is_whole = q.shape[1] == k.shape[1]  # no cache: with is_causal a flash kernel skips later positions
+    in_order = jnp.arange(k.shape[1])[None] if places is None else places
+    ahead = in_order[:, None, :] - positions[:, :, None]
+    bias = _alibi(config, ahead, q.dtype, slopes) if config.positions == "alibi" else None
+    is_whole = (
+        q.shape[1] == k.shape[1] and places is None
+    )  # no cache: with is_causal a flash kernel skips later positions
     window = None if config.window is None or config.window >= k.shape[1] else config.window
     kernel = config.attention if is_whole and q.dtype != jnp.float64 else "xla"
-    together = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
+    of_keys = segments if of_keys is None else of_keys
+    together = None if segments is None or of_keys is None else (segments[:, :, None] == of_keys[:, None, :])[:, None]
     if callable(kernel):
         bias = bias if together is None else _masked(bias, together, q.dtype)
         return kernel(q, k, v, bias) if window is None else kernel(q, k, v, bias, window=window)
@@ -234,10 +351,20 @@ def _check_can_be_split() -> None:
         )
 
 
-def _alibi(config: TransformerConfig, ahead: Int[Array, "rows seq length"], dtype: jnp.dtype) -> Array:
+def _alibi(
+    config: TransformerConfig, ahead: Int[Array, "rows seq length"], dtype: jnp.dtype, slopes: Array | None
+) -> Array:
     wide = dtype if config.attention != "xla" else jnp.promote_types(dtype, jnp.float32)
-    slopes = jnp.asarray(alibi_slopes(config.num_heads), jnp.promote_types(dtype, jnp.float32))
+    of_heads = alibi_slopes(config.num_heads) if slopes is None else slopes
+    slopes = jnp.asarray(of_heads, jnp.promote_types(dtype, jnp.float32))
     return (slopes[None, :, None, None] * ahead[:, None].astype(slopes.dtype)).astype(wide)
+
+
+def _own_slopes(config: TransformerConfig, parts: int) -> Float[Array, " heads"]:
+    """Returns the penalties of the heads that a device gets by ``sequence_to_heads``."""
+    shards = context_parallel.num_shards_of_heads(config.num_heads)
+    by_part = jnp.asarray(alibi_slopes(config.num_heads).reshape(shards, parts, -1))
+    return by_part[:, jax.lax.axis_index(context_parallel.CONTEXT)].reshape(-1)
 
 
 def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "rows 1 seq length"]) -> Array:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from jaxpar.fields import arg
 from jaxpar.models.transformer.rope import RopeScaling
 
 BIASES = (True, False, "qkv", "attention", "mlp")
@@ -15,10 +16,11 @@ EXPERT_CHOICES = {
     "router_score": ("softmax", "sigmoid"),
     "expert_split": ("experts", "expert_mlp"),
     "expert_products": ("auto", "ragged", "tiles"),
+    "expert_exchange": ("auto", "all_to_all", "gather"),
 }
 EXPERT_FIELDS = (  # which have no effect without experts
     *(*EXPERT_COUNTS[1:], *EXPERT_CHOICES, "num_shared_experts", "normalized_routing", "routed_scaling_factor"),
-    *("router_bias", "balance_coefficient", "z_coefficient", "capacity_factor"),
+    *("router_bias", "balance_coefficient", "z_coefficient", "capacity_factor", "expert_buffer"),
 )
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -62,8 +64,12 @@ class TransformerConfig:
             softmax and norms are computed in float32 or wider.
         attention: "xla" runs anywhere; "cudnn" is flash attention on one NVIDIA GPU, for 16-bit ``compute_dtype``. Or a
             function ``(q, k, v, bias) -> mixed`` of causal attention, such as ``jaxpar.flash_attention``, which
-            runs cuDNN's on any mesh; it also gets ``window=`` where a window is shorter than the sequence. With a cache or in
-            float64 "xla" is always used.
+            runs cuDNN's on any mesh; it also gets ``window=`` where a window is shorter than the sequence. A function may have
+            the attribute ``kernel_of_chunks``, a ``flash_chunks.Kernel``, for gathered keys. With a cache or in float64 "xla"
+            is always used.
+        attention_over_context: How attention reads other positions where a mesh splits sequences over ``context``. "gather":
+            keys and values are gathered. "ulysses": heads are exchanged for positions, which needs as many heads. None: what
+            moves fewer bytes (``attention.over_context``).
         num_experts: The number of experts of each layer, small MLPs of which each token uses a few (Shazeer et al. 2017, arXiv
             1701.06538; ``experts.py``); None: one MLP for all tokens.
         experts_per_token: The number of experts that a token uses.
@@ -88,6 +94,11 @@ class TransformerConfig:
             anywhere, and on GPUs costs ``num_experts`` times the operations. "tiles": a kernel for GPUs
             (``grouped_product.py``). "auto": "tiles" on GPUs where it can be used, else "ragged". Or a function
             ``(rows, weights, sizes) -> rows``, as ``jax.lax.ragged_dot`` is.
+        expert_exchange: How tokens get to experts that a sharding puts over ``data``. "all_to_all": each to the owners of its
+            experts. "gather": all to all owners. "auto": "gather" where a token has as many experts as there are owners.
+            It changes traffic, not numbers.
+        expert_buffer: A replica that owns experts has room for this many times the rows of its own tokens; in a step in which
+            it gets more the loss is NaN. None: for all rows that it can get. Without such a sharding it has no effect.
         tokens: "bytes": the tokens are the bytes of a text, as ``jaxpar.data.text`` reads it. None: those of a tokenizer.
         ignored: For a model that was read from a ``config.json``, the keys that the caller chose to ignore, and their values.
             They have no effect and are written back on export; configs that differ only in them are equal.
@@ -117,6 +128,7 @@ class TransformerConfig:
     vocab_multiple: int = 1
     compute_dtype: Any = jnp.float32
     attention: Literal["xla", "cudnn"] | Callable[..., Any] = "xla"
+    attention_over_context: Literal["gather", "ulysses"] | None = None
     num_experts: int | None = None
     experts_per_token: int = 2
     expert_dim: int | None = None
@@ -132,6 +144,8 @@ class TransformerConfig:
     capacity_factor: float | None = None
     expert_split: str = "experts"
     expert_products: str | Callable[..., Any] = "auto"
+    expert_exchange: str = "auto"
+    expert_buffer: float | None = None
     tokens: Literal["bytes"] | None = None
     ignored: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -165,6 +179,11 @@ class TransformerConfig:
         if not any(self.biases is one or self.biases == one for one in BIASES):
             raise ValueError(
                 f"biases must be one of {', '.join(map(repr, BIASES))}; got {self.biases!r}. Choose one of them."
+            )
+        if self.attention_over_context not in (None, "gather", "ulysses"):
+            raise ValueError(
+                f'attention_over_context must be "gather", "ulysses" or None; got {self.attention_over_context!r}. Leave it '
+                "out for what moves fewer bytes."
             )
         self._check_compute_dtype()
         self._check_experts()
@@ -215,6 +234,11 @@ class TransformerConfig:
                 '"qkv" or "attention".'
             )
         self._check_choice_of_experts(self.num_experts)
+        if self.expert_buffer is not None and not 1 <= self.expert_buffer < math.inf:
+            raise ValueError(
+                "replicas get as many rows as their tokens have on average, so expert_buffer must be 1 or more; got "
+                f"{self.expert_buffer}. Choose such as 1.5, or None for room for all rows."
+            )
         if self.capacity_factor is None:
             return
         if not 0 < self.capacity_factor < math.inf:
@@ -222,11 +246,12 @@ class TransformerConfig:
                 f"an expert must have room for a token; got capacity_factor={self.capacity_factor}. Choose such as 1.25, or "
                 "None to drop nothing."
             )
-        if self.expert_products != "auto":
-            raise ValueError(
-                "with a capacity the experts are one batched product, so expert_products has no effect; got "
-                f"capacity_factor={self.capacity_factor}, expert_products={self.expert_products!r}. Leave one of them out."
-            )
+        for name, default in (("expert_products", "auto"), ("expert_buffer", None)):
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"with a capacity the experts are one batched product, so {name} has no effect; got "
+                    f"capacity_factor={self.capacity_factor}, {name}={getattr(self, name)!r}. Leave one of them out."
+                )
 
     def _check_choice_of_experts(self, num_experts: int) -> None:
         if num_experts % self.num_expert_groups:
@@ -306,7 +331,7 @@ class TransformerConfig:
             fits = [n for n in range(1, self.num_heads + 1) if self._fits(n)]
             raise ValueError(
                 f"the tensor axis must divide the heads, and the copies of each key and value head its query heads; got "
-                f"tensor={tensor}, num_heads={self.num_heads}, num_kv_heads={self.kv_heads}. Choose tensor from "
+                f"{arg(tensor=tensor)}, num_heads={self.num_heads}, num_kv_heads={self.kv_heads}. Choose {arg('tensor')} from "
                 f"{', '.join(map(str, fits))}."
             )
         return replace(self, kv_copies=copies)

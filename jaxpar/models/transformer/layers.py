@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Integer, PyTree
+from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
+from jaxpar import context_parallel
+from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
 from jaxpar.models.transformer.attention import Cache, Constrain, Span, attention, runs_in, unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
@@ -28,11 +30,12 @@ from jaxpar.models.transformer.router import RoutedLogits, RouterSums, route
 
 
 class Stream(NamedTuple):
-    """What travels between blocks, where it is more than ``h``: the segment of each token, and the sums of routers."""
+    """What travels between blocks, where it is more than ``h``: segments and positions of tokens, and the sums of routers."""
 
     h: Float[Array, "batch seq embed"]
     segments: Int[Array, "batch seq"] | None
     sums: RouterSums | None
+    positions: Int[Array, "batch seq"] | None = None
 
 
 Activations = Array | Stream
@@ -45,6 +48,10 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
     of equal numbers, to another, and positions begin anew in each: a segment's logits are those of the same tokens in a row of
     their own.
 
+    If it has ``positions`` [batch, seq], which ``jaxpar.shard_batch`` adds for a ``context`` axis, tokens of a row may be in
+    another order, and each document of a row has a segment of its own number, below seq. Over ``context`` a batch must have
+    them; one that is not in the order of ``shard_batch`` gives NaN, as far as its positions show it.
+
     Where routers have losses or drop tokens (``config.has_routing_losses``), outputs are ``RoutedLogits``, for
     ``add_routing_losses``.
 
@@ -55,21 +62,27 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
 
     def embed(outer: PyTree, batch: PyTree) -> Activations:
         tokens = jnp.asarray(batch["tokens"])
-        segments = runs_in(jnp.asarray(batch["segments"])) if "segments" in batch else None
+        segments = jnp.asarray(batch["segments"]) if "segments" in batch else None
+        positions = jnp.asarray(batch["positions"]) if "positions" in batch else None
+        segments = segments if segments is None or positions is not None else runs_in(segments)
         if segments is not None and config.capacity_factor is not None:
             raise ValueError(
                 "an expert has room for some tokens of a row, which its documents would share; got segments in the batch and "
                 f"capacity_factor={config.capacity_factor}. Leave capacity_factor out, or the segments."
             )
-        h = embed_tokens(config, outer, tokens, _span(tokens, segments), constrain)
+        _check_context(config, positions)
+        h = embed_tokens(config, outer, tokens, _span(tokens, segments, positions), constrain)
+        if context_parallel.num_parts() > 1 and positions is not None:
+            # Added, so that the backward pass is that of a lookup alone (``pipeline/embed_and_head.py``).
+            h = h + jnp.where(_are_in_place(positions, segments), 0, jnp.nan).astype(h.dtype)[:, None, None]
         sums = RouterSums.zeros(config, h) if config.has_routing_losses else None
-        return h if segments is None and sums is None else Stream(h, segments, sums)
+        return h if segments is None and sums is None and positions is None else Stream(h, segments, sums, positions)
 
     def layer(params: PyTree, x: Activations) -> Activations:
         stream = x if isinstance(x, Stream) else Stream(x, None, None)
-        span = _span(stream.h, stream.segments)
+        span = _span(stream.h, stream.segments, stream.positions)
         h, _, sums = block(config, params, stream.h, span, constrain, sums=stream.sums)
-        return Stream(h, stream.segments, sums) if isinstance(x, Stream) else h
+        return stream._replace(h=h, sums=sums) if isinstance(x, Stream) else h
 
     def head(outer: PyTree, x: Activations) -> Float[Array, "batch seq vocab"] | RoutedLogits:
         stream = x if isinstance(x, Stream) else Stream(x, None, None)
@@ -79,8 +92,35 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
     return LayeredModel(embed, layer, head)
 
 
-def _span(tokens: Array, segments: Int[Array, "batch seq"] | None) -> Span:
+def _span(tokens: Array, segments: Array | None, positions: Array | None) -> Span:
+    if positions is not None:
+        return Span.given(positions, segments)
     return Span.first(tokens.shape[1]) if segments is None else Span.packed(segments)
+
+
+def _check_context(config: TransformerConfig, positions: Array | None) -> None:
+    """Raises for a batch or a model that a device cannot take a part of each sequence of."""
+    parts = context_parallel.num_parts()
+    if parts > 1 and positions is None:
+        raise ValueError(
+            f"a batch whose sequences are split must have positions; got {arg(context=parts)} and none. Make it with "
+            "jaxpar.shard_batch, which adds them."
+        )
+    if parts > 1 and config.capacity_factor is not None:
+        raise ValueError(
+            "an expert has room for some tokens of a whole row, which context splits; got "
+            f"capacity_factor={config.capacity_factor}, {arg(context=parts)}. Leave capacity_factor out, or use "
+            f"{arg(context=1)}."
+        )
+
+
+def _are_in_place(
+    positions: Int[Array, "batch seq"], segments: Int[Array, "batch seq"] | None
+) -> Bool[Array, " batch"]:
+    """Returns whether the first token of each segment is where the order of ``shard_batch`` says, by each of its tokens."""
+    starts = context_parallel.places(positions.shape[1])[None] - positions
+    goes_on = starts[:, 1:] == starts[:, :-1]
+    return jnp.all(goes_on if segments is None else goes_on | (segments[:, 1:] != segments[:, :-1]), axis=1)
 
 
 def embed_tokens(
@@ -96,12 +136,12 @@ def embed_tokens(
     rows = jnp.where((tokens >= 0) & (tokens < config.vocab_size), tokens, config.vocab_rows)
     h = _look_up(jnp.asarray(outer["tokens"]), rows, config.compute_dtype)
     if config.positions == "learned":
-        if tokens.shape[1] > config.max_positions:
+        if (seq := tokens.shape[1] * context_parallel.num_parts()) > config.max_positions:
             raise ValueError(
                 "a sequence must not be longer than a learned table of positions; got a sequence of "
-                f"{tokens.shape[1]}, max_positions={config.max_positions}. Cut it, or choose a larger max_positions."
+                f"{seq}, max_positions={config.max_positions}. Cut it, or choose a larger max_positions."
             )
-        is_table = span.is_start and span.segments is None
+        is_table = span.is_start and span.is_in_order and span.segments is None
         first = outer["positions"][None, : tokens.shape[1]]
         rows = first if is_table else jnp.take(outer["positions"], span.positions, axis=0, mode="clip")
         h = h + rows.astype(h.dtype)

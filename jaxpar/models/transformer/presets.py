@@ -139,6 +139,7 @@ PRESETS = {
     "gpt3-6.7b": _gpt2(32, 4096, 32, max_positions=2048),  # Brown et al. 2020, arXiv 2005.14165, table 2.1
     # Small models of bytes, for a laptop.
     "gpt2-bytes": _gpt2(4, 128, 4, **_BYTES),
+    "llama-tiny": _llama(1, 64, 1, 128, rope_theta=500_000.0, **_BYTES),
     "llama-bytes": _llama(4, 128, 8, 384, num_kv_heads=4, **_BYTES),
     "bloom-bytes": _bloom(4, 128, 4, **_BYTES),
     "moe-bytes": _llama(4, 128, 8, 48, num_kv_heads=4, num_experts=8, balance_coefficient=0.01, **_BYTES),

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxpar.context_parallel import gather_sequence, num_parts, sum_over_sequence
 from jaxpar.models.transformer.config import TransformerConfig
 
 # The gradient of a router's bias is the load of each expert times this power of two: far below the rounding of a gradient norm,
@@ -55,7 +56,8 @@ class RouterSums(NamedTuple):
         balance: The balance losses of a token's document, summed over layers.
         z: The square of the logarithm of the router's normalizer for a token, summed over layers.
         tally: 0. Its gradients by the biases are the loads of the row, times ``LOAD_SCALE``.
-        loads: The tokens of a row that use each expert of each layer: a layer drops the first entry and appends its own.
+        loads: The tokens of a row that use each expert of each layer: a layer drops the first entry and appends its own. Over
+            ``context`` this and ``tally`` are of the positions of a device.
         dropped: The pairs of a token of the row and an expert that were dropped, over all layers.
     """
 
@@ -141,14 +143,19 @@ def balance_loss(
     scores, count = routing.scores, routing.scores.shape[-1]
     shares = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdims=True)
     uses = _one_hot(routing.experts, count).any(2).astype(scores.dtype) * (count / config.experts_per_token)
+    both = jnp.stack([uses, shares], 2)
     if segments is None:
-        losses = (uses.mean(1) * shares.mean(1)).sum(-1)
-        return jnp.broadcast_to(losses[:, None], scores.shape[:2])
-    together = (segments[:, :, None] == segments[:, None, :]).astype(scores.dtype)
-    mean = lambda each: jnp.einsum(
-        "bts,bse->bte", together / together.sum(-1, keepdims=True), each, precision="highest"
-    )
-    return (mean(uses) * mean(shares)).sum(-1)
+        means = sum_over_sequence(both.mean(1)) / num_parts()
+        return jnp.broadcast_to((means[:, 0] * means[:, 1]).sum(-1)[:, None], scores.shape[:2])
+    together = (segments[:, :, None] == gather_sequence(segments)[:, None, :]).astype(scores.dtype)
+    together = together / together.sum(-1, keepdims=True)
+    means = jnp.einsum("bts,bsie->btie", together, _gathered(both), precision="highest")
+    return (means[:, :, 0] * means[:, :, 1]).sum(-1)
+
+
+def _gathered(both: Float[Array, "batch seq two experts"]) -> Array:
+    """The whole sequence. Experts are no heads, which a tensor axis may split."""
+    return gather_sequence(both.reshape(*both.shape[:2], 1, -1)).reshape(len(both), -1, *both.shape[2:])
 
 
 class RoutedLogits(NamedTuple):
@@ -203,15 +210,16 @@ def add_routing_losses(
         logits, sums = outputs
         total, weight, *further = loss(logits, batch)
         per_token = _per_token(weights(batch), sums.balance)
-        counts = jnp.any(per_token != 0, -1)
+        counts = sum_over_sequence(jnp.any(per_token != 0, -1).astype(jnp.int32)) > 0
         of_layers = lambda each: jnp.sum(jnp.where(per_token != 0, each * per_token, 0))
         balance, z = of_layers(sums.balance), of_layers(sums.z)
         tally = jnp.sum(jnp.where(counts, sums.tally, 0))
         total = total + config.balance_coefficient * balance + config.z_coefficient * z + tally
         if not metrics:
             return total, weight, *further
-        busiest = sums.loads.max(-1).mean(-1) / (sums.balance.shape[1] * config.experts_per_token)
-        dropped = sums.dropped / (sums.balance.shape[1] * config.experts_per_token * config.num_layers)
+        num_chosen = num_parts() * sums.balance.shape[1] * config.experts_per_token
+        busiest = sum_over_sequence(sums.loads).max(-1).mean(-1) / num_chosen
+        dropped = sums.dropped / (num_chosen * config.num_layers)
         of_rows = lambda each: jnp.sum(jnp.where(counts, each.astype(per_token.dtype) * per_token.sum(-1), 0))
         own = {
             "balance_loss": balance / config.num_layers,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
+from jaxpar.fields import arg
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.prompts import NO_TOKEN
 
@@ -65,9 +66,9 @@ def make_sampling(
 ) -> Sampling:
     """Returns the arguments of ``generate`` that say how tokens are drawn; raises ValueError if one is out of range."""
     if not temperature >= 0:
-        raise ValueError(f"temperature must be 0 or more; got {temperature}. 0 takes the likeliest token.")
+        raise ValueError(f"{arg('temperature')} must be 0 or more; got {temperature}. 0 takes the likeliest token.")
     if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be positive; got {top_k}. Leave it out to draw from all tokens.")
+        raise ValueError(f"{arg('top_k')} must be positive; got {top_k}. Leave it out to draw from all tokens.")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be from above 0 to 1; got {top_p}. Leave it out to draw from all tokens.")
     if temperature > 0 and key is None:

@@ -1,14 +1,14 @@
 """Random models and random ways to run them, as values that can be printed, read back, and made smaller."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import hypothesis.strategies as st
 
-import tests.support.fuzz.blocks_of_effects
 import tests.support.fuzz.blocks_of_h
 import tests.support.fuzz.blocks_of_loops  # noqa: F401
 from tests.support.fuzz.block import BLOCKS, LOW_DTYPES, POLICIES, SHAPES, needs_of, walk
+from tests.support.fuzz.blocks_of_effects import ASKING
 from tests.support.fuzz.blocks_of_x import LEAKS, WITHOUT_ROWS
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v")
@@ -42,7 +42,8 @@ class Model:
         structure: Of x and of the params: dict, or tuple.
         embed: "lookup", "dense" or "plain", which reads no params.
         head: "tied", "dense" or "none", which reads no params.
-        loss: "cross entropy", "squared", "linear"; "unweighted", or "by mask", whose weight passes through the model.
+        loss: "cross entropy", "squared", "linear"; "unweighted", "by mask", whose weight passes through the model, or "by
+            position", where each position has a weight.
         unread: Whether there are params that nothing reads.
         changes: Whether x has another structure, shape and dtype before every second layer of a list.
         closes_over: Which of its functions, "layer", "embed", "head" or "loss", closes over an array; "" for none.
@@ -91,6 +92,7 @@ class Case:
         is_traced: Whether what the model closes over is traced.
         masks: Whether idle stages compute ops and discard the results.
         trains: Whether an optimizer that draws noise takes a step.
+        context: The devices that share each sequence.
     """
 
     model: Model = Model()
@@ -111,6 +113,7 @@ class Case:
     is_traced: bool = False
     masks: bool = False
     trains: bool = False
+    context: int = 1
 
 
 def _args(letters, exact, depth):
@@ -221,10 +224,14 @@ def cases(draw):
     remat = draw(st.sampled_from([False, True, *POLICIES]))
     if remat == "everything" and not COMPLEX.isdisjoint(words_of(model.layers)):
         remat = False
+    context = draw(st.sampled_from([1, 2])) if cuts in (0, 1, 2, 3) and can_be_over_context(model, mesh, staged) else 1
+    if context > 1:
+        model = replace(model, loss="by position", has_aux=False)
     return Case(
         model=model,
         seed=draw(st.integers(0, 2**16)),
         mesh=mesh,
+        context=context,
         num_microbatches=draw(st.sampled_from([2, 1, 3, 4])),
         rows=draw(st.sampled_from([2, 1, 4])),
         remat=remat,
@@ -235,6 +242,21 @@ def cases(draw):
         is_traced=not trains and model.closes_over != "" and staged.get("executor") != "mpmd" and draw(st.booleans()),
         **staged,
     )
+
+
+def can_be_over_context(model, mesh, staged):
+    """Whether the sequences of a model can be split: nothing that travels in x is of several positions together.
+
+    Whole sequences are computed on each device, whose cotangents add up: a backward pass must be linear in them.
+    """
+    words, leaves = words_of((model.before, *model.layers, model.after)), {"raw", "aux"}.intersection(model.extras)
+    alone = (
+        words.isdisjoint({*LEAKS, *ASKING, "clipped_cotangent", "rounded_cotangent"})
+        and not leaves
+        and not model.changes
+        and not staged.get("is_plain")
+    )
+    return alone and staged.get("executor") != "mpmd" and mesh[0] * mesh[1] * mesh[2] <= 4
 
 
 def highest_zero(staged):

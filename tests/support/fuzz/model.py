@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpar
+from jaxpar.context_parallel import gather_sequence, num_parts, places
 from tests.support.fuzz.block import SHAPES, D, T, draw_param, params_of, run
 
 VOCAB = 16
@@ -44,6 +45,21 @@ def make_model(model, closed_over=CLOSED_OVER):
         return jaxpar.LayeredModel(embed, layer_of(model.layers[0], 0), head)
     layers = [layer_of(model.layers[i % len(model.layers)], i) for i in range(model.num_layers)]
     return jaxpar.LayeredModel(embed, layers, head)
+
+
+def over_context(model):
+    """A model whose functions compute on whole sequences and keep the positions of their device."""
+
+    def whole(tree):
+        size = T // num_parts()
+        return jax.tree.map(lambda a: gather_sequence(a) if a.ndim > 1 and a.shape[1] == size else a, tree)
+
+    def own(tree):
+        at = places(T // num_parts())
+        return jax.tree.map(lambda a: a[:, at] if a.ndim > 1 and a.shape[1] == T else a, tree)
+
+    wrap = lambda function: lambda params, given: own(function(params, whole(given)))
+    return jaxpar.LayeredModel(wrap(model.embed), model.wrap_layers(wrap).layer, wrap(model.head))
 
 
 def to_x(model, number, state):
@@ -123,6 +139,8 @@ def loss_of(model, closed_over=CLOSED_OVER):
         y = batch["y" if model.head != "none" else "small_y"].astype(out.dtype)
         if model.loss == "by mask":
             weight = weight * (1 + outputs["mask"].sum(axis=1))
+        if model.loss == "by position":
+            return jnp.sum(out * y * weight[:, None, None]), jnp.sum(weight[:, None] * jnp.ones_like(out[..., 0]))
         if model.loss in ("linear", "by mask"):
             return jnp.sum(out * y * weight[:, None, None]), jnp.sum(weight)
         if model.loss == "squared":

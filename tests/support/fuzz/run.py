@@ -15,11 +15,11 @@ from jaxpar.dtypes import wide_dtype
 from jaxpar.pipeline import check_permutes
 from jaxpar.schedule import make_schedule
 from tests.support import oracle
-from tests.support.fuzz.block import LOW_DTYPES, POLICIES, seed_of
+from tests.support.fuzz.block import EXPERTS, LOW_DTYPES, POLICIES, seed_of
 from tests.support.fuzz.blocks_of_effects import ASKING, of_no_microbatch
 from tests.support.fuzz.blocks_of_x import LEAKS
 from tests.support.fuzz.grammar import Model, words_of
-from tests.support.fuzz.model import CLOSED_OVER, loss_of, make_batch, make_model, make_params
+from tests.support.fuzz.model import CLOSED_OVER, loss_of, make_batch, make_model, make_params, over_context
 from tests.support.schedules import random_schedule, sends_twice_one_way
 
 LEAKS_OF_X = frozenset(LEAKS)
@@ -135,8 +135,10 @@ def run_case(case):
     data, stage, tensor = case.mesh
     names = words_of((case.model.before, *case.model.layers, case.model.after))
     leave_out(tensor > 1 and not ASKING.isdisjoint(names), "values from the host beside tensor, which are refused")
-    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
+    mesh = jaxpar.make_mesh(data=data, context=case.context, stage=stage, tensor=tensor)
     params, batch, want = reference(case.model, case.seed, data * case.num_microbatches * case.rows)
+    if case.context > 1:
+        batch = {name: leaf for name, leaf in batch.items() if name != "raw"}
     options, layout = {}, layout_of(case)
     if layout is not None:
         options["layout"] = layout
@@ -151,6 +153,7 @@ def run_case(case):
 
     def on_mesh(closed_over):
         model = make_model(case.model, closed_over)
+        model = over_context(model) if case.context > 1 else model
         return jaxpar.value_and_grad(
             model.apply if case.is_plain else model,
             loss_of(case.model, closed_over),
@@ -216,15 +219,33 @@ def layout_of(case):
     return jaxpar.LayerLayout(case.model.num_layers, case.mesh[1], case.num_chunks, placement, case.parts)
 
 
+def owned_of(case):
+    """The names of the weights of experts that replicas own: of layers that use them in nothing else, in every microbatch.
+
+    Inside a body a replica might skip the layer that others send rows to.
+    """
+    layers = [nodes for nodes in case.model.layers if nodes]
+    mixtures = {node[2] for nodes in layers for node in nodes if node[0] == "mixture"}
+    inside = [[arg for arg in node[1:] if isinstance(arg, tuple)] for nodes in layers for node in nodes]
+    others = {word for bodies in inside for word in words_of(bodies)}
+    others |= {
+        word for nodes in layers for node in nodes if node[0] != "mixture" for word in node if isinstance(word, str)
+    }
+    return mixtures - others if case.mesh[0] == EXPERTS and case.cuts % 2 and case.executor == "spmd" else set()
+
+
 def rules_of(params, case):
-    """A spec for each leaf, some cut over ``tensor``."""
-    tensor, rules = case.mesh[2], {}
+    """A spec for each leaf, some cut over ``tensor``, and over ``data`` those of experts that replicas own."""
+    tensor, rules, owned = case.mesh[2], {}, owned_of(case)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jaxpar.sharding.path_string(path)
         shape = leaf.shape[1:] if name.startswith("layers/") and not case.model.is_listed else leaf.shape
         fitting = [None, *(dim for dim, size in enumerate(shape) if size % tensor == 0)]
         dim = fitting[seed_of(case.cuts, name) % len(fitting)] if case.cuts else None
-        rules[name] = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, "tensor")
+        entries = [None] * len(shape) if dim is None else [*(None,) * dim, "tensor"]
+        if name.startswith("layers/") and name.rpartition("/")[2] in owned:
+            entries = ["data", *entries[1:]]
+        rules[name] = PartitionSpec(*entries)
     return rules
 
 

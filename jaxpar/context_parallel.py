@@ -1,0 +1,146 @@
+"""Context parallelism: each sequence is split over the ``context`` axis, and layers exchange what they read of other positions.
+
+A sequence is cut into 2C chunks for C devices, and device c has two of them, so that all have the same work where each position
+reads earlier ones. ``shard_batch`` orders the positions of a batch so; here C = 2:
+
+    chunks of the sequence     0 1 2 3
+    device 0                   0     3
+    device 1                     1 2
+
+A layer reads other positions by one of these functions; outside ``value_and_grad``, or without the axis, a device has all
+positions, and they return what they are given.
+
+    gather_sequence      the whole sequence in its order: the keys and values of attention (Grattafiori et al. 2024, arXiv
+                         2407.21783, section 3.3.2)
+    sequence_to_heads    the whole sequence of a part of the heads, and heads_to_sequence back (DeepSpeed-Ulysses, Jacobs et
+                         al. 2023, arXiv 2309.14509)
+    sum_over_sequence    a sum over the positions of all devices
+
+``places`` says which positions of the sequence a device has. All else of a layer treats each position on its own. An embedding
+or a loss that pairs neighbours, such as by ``tokens[:, 1:]``, does not: shift targets before ``shard_batch``.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int, Shaped
+
+CONTEXT = "context"
+
+
+def num_parts() -> int:
+    """Returns the number of devices that share each sequence, where this is traced: 1 outside ``value_and_grad``."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[CONTEXT] if CONTEXT in mesh.manual_axes else 1
+
+
+def zig_zag(seq: int, parts: int) -> np.ndarray:
+    """Returns the positions of a sequence in the order of the devices ``[seq]``: chunks 0 and 2C - 1, 1 and 2C - 2, ..."""
+    chunks = np.arange(seq).reshape(2, parts, -1)
+    return np.stack([chunks[0], chunks[1, ::-1]], axis=1).reshape(seq)
+
+
+def places(length: int) -> Int[Array, " length"]:
+    """Returns the places in the sequence of the ``length`` positions that this device has."""
+    parts = num_parts()
+    if parts == 1:
+        return jnp.arange(length)
+    own = jnp.asarray(zig_zag(parts * length, parts).reshape(parts, length), jnp.int32)
+    return jax.lax.dynamic_index_in_dim(own, jax.lax.axis_index(CONTEXT), keepdims=False)
+
+
+def gather_sequence(x: Shaped[Array, "batch seq *dims"]) -> Shaped[Array, "batch all *dims"]:
+    """Returns the whole sequence in its order from the part of each device; to its gradient all devices contribute.
+
+    Args:
+        x: An array ``[batch, seq, ...]``; a third dim is that of the heads, which automatic axes (``tensor``) may split.
+
+    **Collectives**: over ``context`` an all-gather, and a reduce-scatter of the gradient. ``value_and_grad`` does not store
+    the whole: the backward pass gathers again.
+    """
+    parts = num_parts()
+    if parts == 1:
+        return x
+    gather = lambda x: jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True)
+    return _in_order(_on_shards(gather, x.astype(_reduced_in(x.dtype))).astype(x.dtype), parts)
+
+
+def sequence_to_heads(x: Shaped[Array, "batch seq heads *dims"]) -> Shaped[Array, "batch all part *dims"]:
+    """Returns the whole sequence in its order of this device's part of the heads, from a part of it of all heads.
+
+    **Collectives**: an all-to-all over ``context``, and one of the gradient.
+    """
+    parts = num_parts()
+    if parts == 1:
+        return x
+    exchange = lambda x: jax.lax.all_to_all(x, CONTEXT, 2, 1, tiled=True)
+    return _in_order(_on_shards(exchange, x), parts)
+
+
+def heads_to_sequence(x: Shaped[Array, "batch all part *dims"]) -> Shaped[Array, "batch seq heads *dims"]:
+    """Returns what ``sequence_to_heads`` was given.
+
+    **Collectives**: an all-to-all over ``context``, and one of the gradient.
+    """
+    parts = num_parts()
+    if parts == 1:
+        return x
+    first, second = jnp.split(x.reshape(x.shape[0], 2, parts, -1, *x.shape[2:]), 2, axis=1)
+    by_device = jnp.concatenate([first, second[:, :, ::-1]], axis=1).swapaxes(1, 2).reshape(x.shape)
+    return _on_shards(lambda x: jax.lax.all_to_all(x, CONTEXT, 1, 2, tiled=True), by_device)
+
+
+def sum_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
+    """Returns the sum over the devices that share each sequence.
+
+    **Collectives**: an all-reduce over ``context``, and one of the gradient.
+    """
+    return x if num_parts() == 1 else jax.lax.psum(x.astype(_reduced_in(x.dtype)), CONTEXT).astype(x.dtype)
+
+
+def _reduced_in(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which arrays, or their gradients, are sent and added: XLA's CPU compiler ends the process on 16-bit sums."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = getattr(device, "platform", None) or jax.default_backend()
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(jnp.float32) if is_narrow and platform == "cpu" else dtype
+
+
+def num_shards_of_heads(num_heads: int) -> int:
+    """Returns over how many devices automatic axes split heads: 1 if they do not divide them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    count = math.prod(mesh.shape[axis] for axis in mesh.auto_axes)
+    return 1 if num_heads % count else count
+
+
+def _in_order(by_device: Array, parts: int) -> Array:
+    """Returns chunks 0 to 2C - 1 along dim 1, of an array with chunks c and 2C - 1 - c of each device c."""
+    pairs = by_device.reshape(by_device.shape[0], parts, 2, -1, *by_device.shape[2:])
+    return jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1).reshape(by_device.shape)
+
+
+def on_shards_of_heads(function: Callable[..., Array], *arrays: Array) -> Array:
+    """Returns ``function(*arrays)`` on each shard of the heads over automatic axes, if those divide them.
+
+    Args:
+        function: A function of arrays ``[batch, seq, heads, ...]`` that treats heads on their own, and of ``[batch, seq]``.
+        *arrays: The arrays.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(mesh.auto_axes)
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    if not axes or any(x.shape[2] % count for x in arrays if x.ndim > 2):
+        return function(*arrays)
+    spec = PartitionSpec(None, None, axes)
+    specs = tuple(spec if x.ndim > 2 else PartitionSpec() for x in arrays)
+    return jax.shard_map(function, in_specs=specs, out_specs=spec, axis_names=set(axes), check_vma=False)(*arrays)
+
+
+def _on_shards(function: Callable[[Array], Array], x: Array) -> Array:
+    """Returns ``function(x)`` on each shard of the heads, if there are several: XLA would gather all heads before it."""
+    split = x.ndim > 2 and num_shards_of_heads(x.shape[2]) > 1
+    return on_shards_of_heads(function, x) if split else function(x)

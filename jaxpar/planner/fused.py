@@ -1,0 +1,150 @@
+"""Kernels that are more than a product: fused attention, and products of rows with the weights of their experts.
+
+Rows of experts are multiplied by ``models/grouped_product.py``, whose kernel is planned as a batch of products. Each expert's
+rows fill whole tiles, and all experts have as many, times ``Software.expert_imbalance`` for the busiest.
+
+``planned_attention`` stands in for a fused kernel of causal attention on a machine that has none:
+
+    config = dataclasses.replace(config, attention=planned_attention)
+
+It is traced, never run. Like cuDNN's kernel it stores queries, keys, values, the result and a number per row of scores for the
+backward pass, and no scores (Dao et al. 2022, arXiv 2205.14135, section 3).
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxpar._compat import Primitive, with_inner
+from jaxpar.backward.graph import Graph, Node
+from jaxpar.backward.partition import RULES as BUILT_IN
+from jaxpar.backward.partition import Cut, Found
+from jaxpar.models.grouped_product import TILE
+
+FORWARD, BACKWARD = "planned_attention", "planned_attention_backward"
+_forward, _backward = Primitive(FORWARD), Primitive(BACKWARD)
+_forward.multiple_results = _backward.multiple_results = True
+
+
+@_forward.def_abstract_eval
+def _(q: Any, k: Any, v: Any, *bias: Any) -> list[Any]:
+    del k, v, bias
+    batch, seq, heads, _ = q.shape
+    return [q, q.update(shape=(batch, heads, seq), dtype=jnp.dtype(jnp.float32))]
+
+
+@_backward.def_abstract_eval
+def _(q: Any, k: Any, v: Any, *others: Any) -> list[Any]:
+    del others
+    return [q, k, v]
+
+
+@jax.custom_vjp
+def planned_attention(q: Array, k: Array, v: Array, bias: Array | None = None) -> Array:
+    """Returns what stands for causal attention in a traced function: ``TransformerConfig.attention`` for the planner.
+
+    Args:
+        q: Queries ``[batch, seq, heads, head_dim]``.
+        k: Keys ``[batch, seq, kv_heads, head_dim]``.
+        v: Values, likewise.
+        bias: Added to the scores; no gradient is computed for it.
+    """
+    return _forward.bind(q, k, v, *([] if bias is None else [bias]))[0]
+
+
+def _run(q: Array, k: Array, v: Array, bias: Array | None = None) -> tuple[Array, tuple]:
+    mixed, sums = _forward.bind(q, k, v, *([] if bias is None else [bias]))
+    return mixed, (q, k, v, bias, mixed, sums)
+
+
+def _run_backward(kept: tuple, ct: Array) -> tuple:
+    q, k, v, bias, mixed, sums = kept
+    grads = _backward.bind(q, k, v, *([] if bias is None else [bias]), mixed, sums, ct)
+    return (*grads, None if bias is None else jnp.zeros_like(bias))
+
+
+planned_attention.defvjp(_run, _run_backward)
+
+
+def attention_flops(graph: Graph, node: Node) -> int:
+    """Returns the operations of the two products of scores and values below the diagonal; twice as many backward."""
+    q, k = (graph.avals[i].shape for i in node.inputs[:2])
+    batch, seq, heads, head_dim = q
+    return (2 if node.name == BACKWARD else 1) * 2 * batch * heads * seq * k[1] * head_dim
+
+
+def shard_attention(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
+    """The rule of ``backward.partition`` for both kernels: each device computes its own heads."""
+    del graph
+    if cuts[0] != 2:
+        return None
+    return Found([2, 1] if node.name == FORWARD else [2, 2, 2])
+
+
+def shard_rows(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
+    """The rule for what carries rows to experts and back, or multiplies them: the shards are the leading dim of all arrays."""
+    shapes = [graph.avals[i].shape for i in (*node.inputs, *node.outputs)]
+    if all(cut in (None, 0) for cut in cuts) and len({shape[0] for shape in shapes if len(shape) > 1}) == 1:
+        return Found([0] * len(node.outputs))
+    return BUILT_IN["custom_vjp_call"](graph, node, cuts)
+
+
+RULES = {FORWARD: shard_attention, BACKWARD: shard_attention, "custom_vjp_call": shard_rows}
+
+
+class Grouped(NamedTuple):
+    """A product of rows with the weights of their experts on a device, or one that gives the gradient of the weights.
+
+    Attributes:
+        slots: Rows, of which each expert's end at a multiple of ``TILE``.
+        experts: Weights.
+        depth: The dim over which is summed, for the gradient that of a weight.
+        columns: Columns of a weight.
+        num_bytes: Bytes of operands and result.
+        is_gradient: Whether it gives the gradient of the weights.
+    """
+
+    slots: int
+    experts: int
+    depth: int
+    columns: int
+    num_bytes: int
+    is_gradient: bool
+
+    @property
+    def pairs(self) -> int:
+        """The pairs of a token and an expert for which there are slots."""
+        return self.slots - self.experts * TILE
+
+    def as_batch(self, imbalance: float, own_share: float) -> tuple[int, int, int, int, int]:
+        """Returns it as a batch of products: batch, rows, columns, depth and bytes.
+
+        Args:
+            imbalance: Rows of the busiest expert over the mean.
+            own_share: The share of the pairs that the device's own experts have.
+        """
+        rows = -(-round(self.pairs * own_share * imbalance) // (self.experts * TILE)) * TILE
+        if self.is_gradient:
+            return self.experts, self.depth, self.columns, rows, self.num_bytes
+        return self.experts, rows, self.columns, self.depth, self.num_bytes
+
+
+@lru_cache(maxsize=4096)
+def grouped_of(node: Node) -> Grouped | None:
+    """Returns the grouped product that a node is, if it is one."""
+    if node.name not in ("shard_map", "custom_vjp_call", "pallas_call"):
+        return None
+    kernel = next((each for each in with_inner(node.equation) if each.primitive.name == "pallas_call"), None)
+    if kernel is None:
+        return None
+    *_, left, right = (each.aval.shape for each in kernel.invars)
+    num_bytes = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in (*kernel.invars, *kernel.outvars))
+    if len(kernel.invars) == 4:  # rows and the gradients of their products
+        return Grouped(left[1], kernel.outvars[0].aval.shape[1], left[2], right[2], num_bytes, is_gradient=True)
+    columns = kernel.outvars[0].aval.shape[2]
+    return Grouped(left[1], right[1], left[2], columns, num_bytes, is_gradient=False)

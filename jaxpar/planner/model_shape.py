@@ -1,0 +1,281 @@
+"""A model for the planner: its functions and shapes, and both traced as graphs for a microbatch on one device.
+
+A layer is split into ops (`jaxpar/backward/split.py`), and embedding, head and loss are ends (`pipeline/embed_and_head.py`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
+from jaxtyping import PyTree
+
+from jaxpar.backward.graph import Graph, trace
+from jaxpar.backward.partition import ParamShards, cut_of, shard_shape
+from jaxpar.backward.remat import keep_products
+from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, num_layers
+from jaxpar.losses import softmax_cross_entropy
+from jaxpar.mesh import CONTEXT, DATA, MANUAL, TENSOR, abstract_mesh
+from jaxpar.models import transformer
+from jaxpar.models.lora import ADAPTERS, Lora
+from jaxpar.params import abstract_params, specs_from_dims
+from jaxpar.pipeline.embed_and_head import Ends, split_ends
+from jaxpar.shard_map import as_manual_over
+from jaxpar.sharding import path_string, shardings_from_paths
+from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES, split_copied_heads
+from jaxpar.tensor_parallel import sequence_parallel as constrain_sequence
+from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's functions, shapes and sharding rules.
+
+    Attributes:
+        name: For messages.
+        model: The functions; they are traced, never run.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
+        params: ShapeDtypeStructs, in canonical order.
+        rules: As for ``shardings_from_paths``.
+        row: One row of a batch, ShapeDtypeStructs with a leading dim of 1.
+        tokens_per_row: Tokens of a row, for rates.
+        trainable: Patterns of the paths of the params that are trained, as for ``value_and_grad``; None: all.
+        experts: The experts of a layer, if it has some.
+        placements: The same model with its experts over each axis over which they may be.
+        over_data: The functions of a device that has one of so many parts of the experts, which are over ``data``; None: no
+            experts are.
+        depends_on: The mesh axes for whose sizes the functions ask, so that they are traced anew for each.
+        cache: The traced ops, by number of rows and by the sizes of these axes.
+    """
+
+    name: str
+    model: LayeredModel
+    loss: Callable
+    params: PyTree
+    rules: Mapping[str, PartitionSpec]
+    row: PyTree
+    tokens_per_row: int = 1
+    trainable: Trainable = None
+    experts: int | None = None
+    placements: Mapping[str, "ModelShape"] = field(default_factory=dict)
+    over_data: Callable[[int], LayeredModel] | None = None
+    depends_on: tuple[str, ...] = ()
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return num_layers(self.params)
+
+    @cached_property
+    def num_params(self) -> int:
+        """Parameters of the model."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Parameters that are trained."""
+        return sum(leaf.size for leaf in jax.tree.leaves(only_trained(self.frozen(self.params))))
+
+    def model_of_frozen(self, data: int = 1) -> LayeredModel:
+        """Returns the model as a function of params of which some are ``Frozen``, for one of ``data`` parts of the experts."""
+        own = self.model if self.over_data is None else self.over_data(data)
+        model = accept_frozen(own, self.trainable)
+        assert isinstance(model, LayeredModel)
+        return model
+
+    def frozen(self, tree: PyTree) -> PyTree:
+        """Returns a tree of the structure of the params, in which those that are not trained are ``Frozen``."""
+        return freeze(tree, self.trainable)
+
+    def placed(self, experts: str | None) -> "ModelShape":
+        """Returns the model with its experts over an axis; None: as it is."""
+        return self.placements.get(experts or "", self)
+
+    def batch(self, num_rows: int, context: int = 1) -> PyTree:
+        """Returns the shapes of a batch of ``num_rows`` rows, of each of which a device has one of ``context`` parts."""
+        of = lambda shape: (num_rows, *(size // context for size in shape[1:2]), *shape[2:])
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(of(a.shape), a.dtype), self.row)
+
+    def with_positions(self, num_positions: int) -> PyTree:
+        """Returns the params with layers padded to ``num_positions``, as in a packed layout."""
+        stack = lambda p: jax.ShapeDtypeStruct((num_positions, *p.shape[1:]), p.dtype)
+        return self.params | {LAYERS: jax.tree.map(stack, self.params[LAYERS])}
+
+
+def transformer_shape(
+    config: str | transformer.TransformerConfig,
+    *,
+    seq: int | None = None,
+    param_dtype: Any = jnp.float32,
+    lora: Lora | None = None,
+    sequence_parallel: bool = False,
+    experts: str | None = None,
+    **changes: Any,
+) -> ModelShape:
+    """Returns the shapes of a transformer that learns to predict the next token.
+
+    Args:
+        config: A preset's name, or a configuration.
+        seq: Tokens of a row; by default the model's ``max_positions``.
+        param_dtype: Dtype of the params between steps.
+        lora: The factors that are trained in place of the params; None: the params are trained.
+        sequence_parallel: Whether activations between pairs of column and row splits are sharded over ``tensor``.
+        experts: The axis over which experts are: "tensor", as ``expert_split`` says, or "data". None: ``plan`` tries both.
+        **changes: Fields of the configuration to change. Unless they are among these, a preset's ``compute_dtype`` is bfloat16
+            and its vocabulary is padded to a multiple of 128 (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+    """
+    name = config if isinstance(config, str) else "transformer"
+    if isinstance(config, str):
+        config = transformer.preset(config, **({"compute_dtype": jnp.bfloat16, "vocab_multiple": 128} | changes))
+    if config.num_experts is not None and experts is None:
+        axes = (TENSOR, DATA)
+        given = {"seq": seq, "param_dtype": param_dtype, "lora": lora, "sequence_parallel": sequence_parallel}
+        placements = {axis: transformer_shape(config, experts=axis, **given) for axis in axes}
+        return replace(placements[TENSOR], name=name, placements=placements)
+    rules, constrain = TRANSFORMER_RULES, constrain_sequence if sequence_parallel else split_copied_heads
+    if config.num_experts is not None:
+        # On GPUs experts have a kernel of their own, which is traced here too.
+        if config.expert_products == "auto" and config.capacity_factor is None:
+            config = replace(config, expert_products="tiles")
+        if experts == DATA:  # without the routers' sums, which are small
+            config = replace(config, balance_coefficient=0.0, z_coefficient=0.0, router_bias=False)
+        over = {"experts": DATA, "expert_mlp": TENSOR} if experts == DATA else EXPERT_RULES[config.expert_split]
+        rules = rules | over
+    make = lambda config: transformer.make_model(config, constrain=constrain)
+    part = lambda data: make(_with_part_of_experts(config, data))
+    table = transformer.param_table(config)
+    specs = jax.tree_util.tree_leaves_with_path(
+        specs_from_dims(table, rules), is_leaf=lambda spec: isinstance(spec, PartitionSpec)
+    )
+    seq = seq or config.max_positions
+    tokens = jax.ShapeDtypeStruct((1, seq), jnp.int32)
+    shape = ModelShape(
+        name=name,
+        model=make(config),
+        loss=transformer.add_routing_losses(
+            config, lambda logits, batch: softmax_cross_entropy(logits, batch["targets"])
+        ),
+        params=abstract_params(table, param_dtype),
+        rules={path_string(path): spec for path, spec in specs},
+        row={"tokens": tokens, "targets": tokens},
+        tokens_per_row=seq,
+        experts=config.num_experts,
+        over_data=part if config.num_experts is not None and experts == DATA else None,
+        depends_on=(TENSOR,) if sequence_parallel or config.num_experts is not None else (),
+    )
+    return shape if lora is None else _with_factors(shape, lora)
+
+
+def _with_part_of_experts(config: transformer.TransformerConfig, data: int) -> transformer.TransformerConfig:
+    """Returns a model for shapes alone: a token may use more experts than a device has, which a configuration refuses."""
+    part = copy(replace(config, expert_split="expert_mlp"))
+    object.__setattr__(part, "num_experts", (config.num_experts or 0) // data)
+    return part
+
+
+def _with_factors(shape: ModelShape, lora: Lora) -> ModelShape:
+    """Returns a model with the factors of LoRA, of which nothing else is trained."""
+    shardings = lora.shardings(shardings_from_paths(shape.params, abstract_mesh(), shape.rules))
+    specs = [(path_string(path), each.spec) for path, each in jax.tree_util.tree_leaves_with_path(shardings)]
+    # A rule describes one layer, without the leading dim.
+    rules = {path: PartitionSpec(*spec[1:]) if path.startswith(f"{LAYERS}/") else spec for path, spec in specs}
+    params = jax.eval_shape(lora.init, jax.random.key(0), shape.params)
+    return replace(shape, params=params, rules=rules, trainable=ADAPTERS, cache={})
+
+
+def _with_owned(shape: ModelShape, mesh: AbstractMesh) -> PyTree:
+    """Returns the params of a model with the part of its experts that a device has."""
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings_from_paths(shape.params, mesh, shape.rules))
+
+    def of(leaf: Any, spec: PartitionSpec) -> Any:
+        return shard_shape(leaf, cut_of(spec, DATA), mesh.shape[DATA])
+
+    return shape.frozen(jax.tree.map(of, shape.params, specs))
+
+
+@dataclass(frozen=True)
+class TracedEnds:
+    """Embedding and head, with the outer params that each of their graphs reads, and the activations between them."""
+
+    x: PyTree
+    ends: Ends
+    graphs: Mapping[str, tuple[Any, list[int]]]
+
+
+class Traced:
+    """The functions of a model, traced for microbatches of ``num_rows`` rows on one device of a mesh; cached in the model."""
+
+    def __init__(self, shape: ModelShape, num_rows: int, mesh: AbstractMesh) -> None:
+        context, data = mesh.shape[CONTEXT], mesh.shape[DATA]
+        self._shape, self._mesh = shape, abstract_mesh(tensor=mesh.shape[TENSOR])
+        self._batch, self._model = shape.batch(num_rows, context), shape.model_of_frozen(data)
+        self._params = shape.frozen(shape.params) if data == 1 else _with_owned(shape, mesh)
+        self._key = num_rows, context, data, *(mesh.shape[axis] for axis in shape.depends_on)
+
+    @property
+    def ends(self) -> TracedEnds:
+        """Embedding, its backward pass, and the head with the loss."""
+        return self._cached("ends", self._trace_ends)
+
+    def split(self, keeps_products: bool, shards: ParamShards) -> SplitLayer:
+        """A layer, split into ops."""
+        traced: TracedLayer = self._cached(("layer", keeps_products), lambda: self._trace_layer(keeps_products))
+        return self._cached(("split", keeps_products, shards), lambda: traced.split(shards))
+
+    def part_of_head(self, num_stages: int, num_shards: int) -> tuple[Graph, list[int]] | None:
+        """The graph of a stage's part of the head and the outer params that it reads; None if the stages do not share it."""
+        parts = {"num_stages": num_stages, "num_shards": num_shards}
+        return self._cached(("part of head", *parts.values()), lambda: self._trace_part_of_head(**parts))
+
+    def _cached(self, what: Any, make: Callable[[], Any]) -> Any:
+        """Returns the result of ``make``, which is called where a step calls the model: over the shards of all axes."""
+        cache, key = self._shape.cache, (what, self._key)
+        if key not in cache:
+            with as_manual_over(frozenset(MANUAL), self._mesh) if self._shape.depends_on else nullcontext():
+                cache[key] = make()
+        return cache[key]
+
+    def _x(self) -> PyTree:
+        return jax.eval_shape(self._model.embed, self._params[OUTER], self._batch)
+
+    def _split_ends(self, **parts: int) -> Ends:
+        return split_ends(self._model, self._shape.loss, self._params[OUTER], self._x(), self._batch, **parts)
+
+    def _trace_layer(self, keeps_products: bool) -> TracedLayer:
+        one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), self._params[LAYERS])
+        layer = self._model.layers(1)[0]
+        layer = jax.checkpoint(layer, policy=keep_products) if keeps_products else layer
+        return trace_layer(layer, one_layer, self.ends.x)
+
+    def _trace_ends(self) -> TracedEnds:
+        ends, x, batch = self._split_ends(), self._x(), self._batch
+        embed = self._outer(ends.embed_reads)
+        floats = [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        graphs = {
+            "embed": (trace(ends.embed, embed, batch), ends.embed_reads),
+            "embed_back": (trace(ends.embed_backward, embed, batch, floats), ends.embed_reads),
+            "head": self._trace_head(ends, x, batch),
+        }
+        return TracedEnds(x, ends, graphs)
+
+    def _trace_part_of_head(self, **sizes: int) -> tuple[Graph, list[int]] | None:
+        ends = self._split_ends(**sizes)
+        if (parts := ends.parts) is None:
+            return None
+        of_stage = lambda a: jax.eval_shape(partial(parts.of_stage, stage=jnp.int32(0)), a)
+        return self._trace_head(ends, *jax.tree.map(of_stage, (self._x(), self._batch)))
+
+    def _trace_head(self, ends: Ends, x: PyTree, batch: PyTree) -> tuple[Graph, list[int]]:
+        weight = jax.ShapeDtypeStruct((), jnp.float32)
+        return trace(ends.head, self._outer(ends.head_reads), jax.tree.leaves(x), batch, weight), ends.head_reads
+
+    def _outer(self, indices: Sequence[int]) -> list[Any]:
+        leaves = jax.tree.leaves(self._params[OUTER])
+        return [leaves[i] for i in indices]

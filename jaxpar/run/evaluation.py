@@ -1,0 +1,91 @@
+"""What a language model has learned: its loss on text held out, the loads of its experts, and a sample of its text."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+import jaxpar
+from jaxpar.models import transformer
+from jaxpar.pipeline import LayerLayout
+from jaxpar.report import write_loads
+from jaxpar.run.language_data import Data, LanguageFlags
+from jaxpar.run.language_model import ModelFlags
+from jaxpar.run.messages import phase, stop
+from jaxpar.runtime.exit_codes import ExitCode
+
+MOST_WRITTEN = 256  # tokens of the sample after its prompt, each of which reads all before it
+
+
+class Evaluation:
+    """The mean loss of params on rows held out, and the loads of a model's experts.
+
+    Args:
+        loss: ``loss(logits, batch) -> (loss_sum, weight_sum)``.
+        config: The model.
+        layout: The order of the layers in the params.
+        batches: The rows held out, on the mesh.
+
+    Attributes:
+        loads: The tokens that used each expert of each layer in the last evaluation; None without such a model.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., tuple[jax.Array, jax.Array]],
+        config: transformer.TransformerConfig,
+        layout: LayerLayout,
+        batches: Sequence[dict[str, jax.Array]],
+    ) -> None:
+        model = transformer.make_model(config)
+
+        def of_batch(packed: PyTree, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+            outputs = model.apply(layout.unpack_params(packed), batch)
+            return *loss(transformer.logits_of(outputs), batch), transformer.loads_of(outputs, batch["weight"])
+
+        self._of_batch, self._batches = jax.jit(of_batch), batches
+        self.loads: jax.Array | None = None
+
+    def __call__(self, params: PyTree) -> jax.Array:
+        """Returns the mean loss."""
+        found = [self._of_batch(params, batch) for batch in self._batches]
+        loss_sum, weight_sum, self.loads = jax.tree.map(lambda *each: jnp.stack(each).sum(0), *found)
+        return loss_sum / weight_sum
+
+    def metrics(self, params: PyTree, out_dir: Path, step: int) -> dict[str, Any]:
+        """Returns the mean loss as ``test_loss``, and writes the loads into the folder of a run, after this step of it."""
+        found = {"test_loss": jaxpar.fetch(self(params))}
+        if self.loads is not None:
+            write_loads(out_dir, jaxpar.fetch(self.loads), step)
+        return found
+
+
+def write_sample(
+    flags: LanguageFlags, model: ModelFlags, config: transformer.TransformerConfig, text: Data, params: dict
+) -> str:
+    """Returns the prompt and its continuation up to the end of a text; without a tokenizer, the prompt is text held out."""
+    seq = flags.data.seq
+    prompt = np.asarray(text.prompt(flags.data)[-(seq - 1) :], np.int32)
+    drawn = {"temperature": model.temperature, "top_k": model.top_k, "key": jax.random.key(flags.common.seed)}
+    drawn["eos"] = [token for token in text.ends if token < config.vocab_size]
+    try:
+        with phase("sampling"):
+            num_tokens = min(seq - len(prompt), MOST_WRITTEN)
+            tokens = transformer.generate(config, params, prompt[None], num_tokens, **drawn)
+            written = jaxpar.fetch(tokens)[0]
+    except FloatingPointError as error:
+        stop(ExitCode.NOT_FINITE, str(error))
+    return text.decode(written, len(prompt))
+
+
+def describe_loss(test_loss: float, text: Data) -> str:
+    """Returns the loss on the text held out in several units, as text."""
+    return (
+        f"text held out: loss {test_loss:.4f} nats a {text.unit}, {test_loss / math.log(2):.3f} bits, perplexity "
+        f"{math.exp(min(test_loss, 700)):.4g}; knowing the {text.unit}s' frequencies alone gives {text.entropy:.4f}"
+    )

@@ -1,0 +1,101 @@
+"""What a program prints and writes: text of others is escaped, files appear whole, missing packages are named.
+
+Printing does not fail if standard error is on a full disk. Files are not synced to disk, so a power failure may lose them.
+jaxpar is on no package index, so an extra is installed from the clone.
+"""
+
+import io
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def printable(text: str) -> str:
+    r"""Returns text with each non-printable character escaped: control characters, line ends, bidirectional marks.
+
+    >>> printable("loss\x1b[2J\n")
+    'loss\\x1b[2J\\n'
+    """
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def printable_lines(text: str) -> str:
+    """Returns a message of several lines with each line escaped by ``printable``."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def tell(text: str) -> None:
+    """Prints a message on standard error; on a full disk the message is lost and the exit code does not change."""
+    try:
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write: standard output may share the file
+    except OSError:  # a stream with a buffer would fail again with that text, at its end or the process's
+        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), errors="backslashreplace", write_through=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes text to a file, as ``write_atomically`` does, in UTF-8."""
+    write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes a file under another name and renames it, so that readers see the old file or the new one.
+
+    If that fails, an existing file is unchanged and the part that was written is removed. The file has the permissions that the
+    umask gives to new files, also where a library creates it for its owner alone, as safetensors does.
+
+    Args:
+        path: The file.
+        write: Writes the file at the path that it is given, in the same folder.
+
+    Raises:
+        OSError: It cannot be written; or the error that ``write`` raises.
+    """
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.unlink(missing_ok=True)
+        part.touch()
+        mode = stat.S_IMODE(part.stat().st_mode)
+        write(part)
+        if stat.S_IMODE(part.stat().st_mode) != mode:
+            part.chmod(mode)
+        os.replace(part, path)
+    except Exception:  # not OSError alone: safetensors has errors of its own
+        part.unlink(missing_ok=True)
+        raise
+
+
+def version_of(package: str) -> str | None:
+    """Returns the version of an installed package; None if it is not installed."""
+    from importlib import metadata  # here, since its import takes time
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def install_extra(extra: str) -> str:
+    """Returns the remedy for a package that is missing, without a full stop.
+
+    >>> install_extra("hf")
+    "Install it: pip install '.[hf]' in the clone of jaxpar"
+    """
+    return f"Install it: pip install '.[{extra}]' in the clone of jaxpar"
+
+
+@contextmanager
+def needing_extra(rule: str, extra: str) -> Iterator[None]:
+    """Adds the rule and the remedy to the error of an import inside that fails.
+
+    Args:
+        rule: What needs which package.
+        extra: The extra that has it.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(f"{rule}; got {error}. {install_extra(extra)}.") from error

@@ -1,0 +1,392 @@
+"""Sequences split over `context`: the numbers of one device, the traffic, the memory, and what is refused."""
+
+import math
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from jaxpar import context_parallel
+from jaxpar.backward.split import split_layer
+from jaxpar.data_parallel import shard_rows
+from jaxpar.mesh import CONTEXT
+from jaxpar.models import transformer
+from jaxpar.models.transformer.flash_chunks import WRITTEN_OUT
+from jaxpar.params import abstract_params, init_params
+from jaxpar.pipeline import check_permutes
+from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES, sequence_parallel
+from tests.support.oracle import assert_same, assert_same_bits, cast
+from tests.support.tiny import signatures_unchecked
+
+ROWS, SEQ, VOCAB = 8, 16, 32
+SMALL = {"vocab_size": VOCAB, "num_layers": 4, "embed_dim": 32, "num_heads": 8, "num_kv_heads": 2, "mlp_dim": 16}
+LLAMA = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "biases": False, "tied": False}
+EXPERTS = LLAMA | {"num_experts": 4, "router_bias": True, "router_score": "sigmoid", "balance_coefficient": 0.1}
+
+
+def make_config(**changes):
+    return transformer.TransformerConfig(**SMALL | LLAMA | {"compute_dtype": "float64"} | changes)
+
+
+def make_batch(*, packed=False, seed=0, seq=SEQ):
+    """Tokens of uneven weight, in documents that begin anywhere."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCAB, (ROWS, seq + 1)).astype(np.int32)
+    mask = rng.uniform(0.5, 1.5, (ROWS, seq)) * (rng.random((ROWS, seq)) < 0.9)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": mask, "weight": rng.uniform(0.5, 1.5, ROWS)}
+    documents = np.cumsum(rng.random((ROWS, seq)) < 0.2, axis=1, dtype=np.int32) % 3  # numbers come again
+    return batch | {"segments": documents} if packed else batch
+
+
+def weights(batch):
+    return batch["mask"] * batch["weight"][:, None]
+
+
+def make_loss(config):
+    plain = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"], weights(batch))
+    return transformer.add_routing_losses(config, plain, weights=weights)
+
+
+@cache
+def make_params(config, dtype=jnp.float64):
+    params = init_params(transformer.param_table(config), jax.random.key(1), dtype)
+    return jax.tree.map(lambda p: 3 * p if p.ndim > 2 else p, params)  # so that attention is uneven
+
+
+def make_run(axes, config, **settings):
+    """The jitted step, and the shardings of its params."""
+    mesh = jaxpar.make_mesh(**axes)
+    config = config.for_tensor(mesh.shape["tensor"])
+    constrain = {"constrain": settings.pop("constrain")} if "constrain" in settings else {}
+    of_experts = settings.pop("experts", EXPERT_RULES[config.expert_split])
+    table, rules = transformer.param_table(config), TRANSFORMER_RULES | of_experts
+    shardings = jaxpar.shardings_from_dims(table, mesh, rules)
+    settings = {"num_microbatches": 2, "shardings": shardings} | settings
+    model, loss = transformer.make_model(config, **constrain), make_loss(config)
+    return jax.jit(jaxpar.value_and_grad(model, loss, mesh, **settings)), mesh, shardings
+
+
+def check_parity(axes, changes, packed=False, **settings):
+    config, batch = make_config(**changes), make_batch(packed=packed)
+    params, model, loss = make_params(config), transformer.make_model(config), make_loss(config)
+    want = jax.jit(jax.value_and_grad(lambda p: jnp.divide(*loss(model.apply(p, batch), batch)[:2])))(params)
+    step, mesh, shardings = make_run(axes, config, **settings)
+    compiled = step.lower(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)).compile()
+    if mesh.shape["stage"] > 1:
+        check_permutes(compiled)
+    assert_same(jaxpar.fetch(compiled(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))), want)
+
+
+GATHER, ULYSSES = {"attention_over_context": "gather"}, {"attention_over_context": "ulysses"}
+ALIBI = {"positions": "alibi", "window": 5}
+LEARNED = {"positions": "learned", "max_positions": SEQ, "norm": "layer", "mlp": "gelu"}
+DYNAMIC = {"rope_scaling": transformer.RopeScaling(kind="dynamic", factor=2.0, original_positions=4)}
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes", "packed", "settings"),
+    [
+        ({"context": 2, "stage": 2, "tensor": 2}, GATHER, True, {"schedule": "zb-h1"}),
+        ({"replica": 2, "context": 2, "tensor": 2}, ULYSSES | ALIBI, False, {"zero": 1}),
+        (
+            {"data": 2, "context": 2, "stage": 2},
+            GATHER | EXPERTS,
+            False,
+            {"zero": 3, "mask_idle_ops": True, "experts": EXPERTS_OVER_DATA},
+        ),
+    ],
+)
+def test_split_sequences_have_the_numbers_of_one_device(x64, axes, changes, packed, settings):
+    check_parity(axes, changes, packed, **settings)
+
+
+SWEEP = [
+    ({"context": 8}, GATHER, False, {}),
+    ({"context": 4, "tensor": 2}, ULYSSES, True, {"constrain": sequence_parallel}),
+    ({"context": 2, "tensor": 2, "data": 2}, GATHER | ALIBI, True, {"zero": 2, "constrain": sequence_parallel}),
+    ({"context": 4, "stage": 2}, GATHER | LEARNED, True, {"schedule": "gpipe"}),
+    ({"context": 2, "stage": 2, "data": 2}, ULYSSES | LEARNED, False, {"schedule": "1f1b", "zero": 1}),
+    ({"context": 2, "stage": 2, "tensor": 2}, GATHER, True, {"schedule": "interleaved", "mask_idle_ops": True}),
+    ({"context": 2, "stage": 2, "tensor": 2}, ULYSSES, True, {"schedule": "zb-v", "mask_idle_ops": True}),
+    ({"context": 2, "stage": 4}, GATHER, False, {"schedule": "zb-h1", "mask_idle_ops": True, "num_microbatches": 4}),
+    ({"context": 2, "stage": 2, "replica": 2}, GATHER, False, {"schedule": "zb-v", "zero": 1}),
+    ({"replica": 2, "data": 2, "context": 2}, GATHER | DYNAMIC, True, {"zero": 3, "remat": True}),
+    ({"data": 2, "context": 2, "tensor": 2}, ULYSSES, True, {"zero": 2, "overlap_grad_reduce": True}),
+    ({"data": 2, "context": 2, "stage": 2}, GATHER, True, {"schedule": "1f1b", "remat": "dots", "zero": 2}),
+    ({"context": 2, "stage": 2, "tensor": 2}, GATHER, False, {"schedule": "gpipe", "remat": True}),
+    ({"context": 2, "tensor": 2, "data": 2}, EXPERTS | GATHER, True, {"zero": 1}),
+    ({"context": 2, "stage": 2, "tensor": 2}, EXPERTS | ULYSSES, True, {"schedule": "zb-h1"}),
+    ({"data": 2, "context": 2, "stage": 2}, GATHER | EXPERTS, True, {"zero": 3, "mask_idle_ops": True}),
+    ({"replica": 2, "data": 2, "context": 2}, ULYSSES | EXPERTS, False, {"zero": 1, "experts": EXPERTS_OVER_DATA}),
+    ({"context": 2, "tensor": 4}, {"num_kv_heads": 1, "window": 6}, True, {}),
+    ({"context": 2, "stage": 2, "tensor": 2}, GATHER, True, {"mask_idle_ops": True, "constrain": sequence_parallel}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(len(SWEEP)))
+def test_split_sequences_have_the_numbers_of_one_device_on_every_mesh_and_schedule(x64, case):
+    axes, changes, packed, settings = SWEEP[case]
+    check_parity(axes, changes, packed, **settings)
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_device_has_a_chunk_from_the_beginning_and_one_from_the_end():
+    mesh = jaxpar.make_mesh(data=2, context=2, tensor=2)
+    batch = jaxpar.shard_batch({"x": np.arange(32).reshape(4, 8), "label": np.arange(4)}, mesh)
+    held = {shard.device.id: shard.data.tolist() for shard in batch["x"].addressable_shards}
+    assert held[0] == held[1] == [[0, 1, 6, 7], [8, 9, 14, 15]]
+    assert held[2] == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert held[4] == [[16, 17, 22, 23], [24, 25, 30, 31]]
+    assert batch["label"].sharding.spec == P("data"), "what belongs to a row is not split"
+    assert batch["positions"][0].tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+
+
+def test_positions_begin_anew_in_each_document():
+    mesh = jaxpar.make_mesh(context=2)
+    batch = jaxpar.shard_batch({"segments": np.array([[7, 7, 7, 4, 4, 7, 7, 7]])}, mesh)
+    assert batch["segments"].tolist() == [[0, 0, 2, 2, 0, 1, 1, 2]]
+    assert batch["positions"].tolist() == [[0, 1, 1, 2, 2, 0, 1, 0]]
+
+
+def test_rows_of_a_process_are_cut_like_whole_batches():
+    mesh, batch = jaxpar.make_mesh(data=2, context=2, stage=2), make_batch(packed=True)
+    whole = jaxpar.shard_batch(batch, mesh)
+    assert_same_bits(jaxpar.shard_batch(batch, mesh, num_rows=ROWS), whole)
+    like = jaxpar.abstract_batch(batch, mesh)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), whole) == jax.tree.map(
+        lambda a: (a.shape, a.dtype, a.sharding), like
+    )
+    assert jaxpar.local_rows(ROWS, mesh, devices=jax.devices()[4:6]).tolist() == [4, 5, 6, 7]
+    assert shard_rows(batch, mesh)["tokens"].sharding.shard_shape((ROWS, SEQ)) == (ROWS // 2, SEQ)
+
+
+def test_bfloat16_is_trained_on_cpu_devices():
+    runs = {
+        dtype: make_run({"context": 2}, make_config(compute_dtype=dtype, **GATHER)) for dtype in ("float32", "bfloat16")
+    }
+    params, batch = make_params(make_config(), jnp.float32), cast(make_batch(), np.float32)
+    args = jaxpar.shard(params, runs["float32"][2]), jaxpar.shard_batch(batch, runs["float32"][1])
+    losses = [jaxpar.fetch(step(*args)[0]) for step, *_ in runs.values()]
+    assert_same(*losses, within=2e-2)
+
+
+def test_the_batch_in_the_order_of_the_devices_is_the_same_batch_on_one_device(x64):
+    config, batch = make_config(), make_batch(packed=True)
+    params, model, loss = make_params(config), transformer.make_model(config), make_loss(config)
+    in_order = jaxpar.fetch(jaxpar.shard_batch(batch, jaxpar.make_mesh(context=4)))
+    of = jax.jit(lambda batch: jnp.divide(*loss(model.apply(params, batch), batch)[:2]))
+    assert_same(of(in_order), of(batch))
+
+
+def test_a_batch_that_is_not_in_the_order_of_the_devices_gives_nan(x64):
+    step, mesh, shardings = make_run({"context": 2}, make_config(num_layers=1), num_microbatches=1)
+    params, batch = jaxpar.shard(make_params(make_config(num_layers=1)), shardings), make_batch()
+    in_rows = batch | {"positions": np.broadcast_to(np.arange(SEQ, dtype=np.int32), (ROWS, SEQ))}
+    assert np.isfinite(step(params, jaxpar.shard_batch(batch, mesh))[0])
+    assert np.isnan(step(params, shard_rows(in_rows, mesh))[0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"x": np.ones((8, 12))},
+            "divisible by twice the context axis.*got a sequence of 12, context=4. Use a sequence of 16",
+        ),
+        (
+            {"x": np.ones((8, 16)), "y": np.ones((8, 3))},
+            r"got \{'x': 16, 'y': 3\} and context=4. Give what belongs to a row",
+        ),
+        ({"x": np.ones(8)}, "got no such array and context=4"),
+        (
+            {"x": np.ones((8, 16)), "positions": np.zeros((8, 16), int)},
+            "positions must count up by one in each document",
+        ),
+    ],
+)
+def test_a_batch_that_cannot_be_split_is_refused(batch, message):
+    mesh = jaxpar.make_mesh(context=4)
+    with pytest.raises(ValueError, match=message):
+        jaxpar.shard_batch(batch, mesh)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def trace(axes, config, batch, **settings):
+    step, *_ = make_run(axes, config, **settings)
+    return step.lower(abstract_params(transformer.param_table(config)), batch)
+
+
+def test_a_model_or_batch_that_context_cannot_split_is_refused():
+    config, batch = make_config(compute_dtype="float32"), make_batch()
+    with pytest.raises(
+        ValueError, match=r"must have positions; got context=2 and none\. Make it with jaxpar\.shard_batch"
+    ):
+        trace({"context": 2}, config, batch)
+    in_order, in_eight = (jaxpar.abstract_batch(batch, jaxpar.make_mesh(context=context)) for context in (2, 8))
+    experts = make_config(**EXPERTS, capacity_factor=1.0, compute_dtype="float32")
+    with pytest.raises(ValueError, match=r"capacity_factor=1\.0, context=2\. Leave capacity_factor out"):
+        trace({"context": 2}, experts, in_order)
+    few = make_config(**ULYSSES, compute_dtype="float32", num_heads=4, num_kv_heads=1)
+    with pytest.raises(
+        ValueError, match=r"got context=8, 4 heads and 1 key and value heads on a device\. Use attention"
+    ):
+        trace({"context": 8}, few, in_eight)
+    with pytest.raises(ValueError, match="executor=mpmd splits no sequences; got context=2, stage=2"):
+        trace({"context": 2, "stage": 2}, config, in_order, executor="mpmd")
+    with signatures_unchecked(), pytest.raises(ValueError, match='must be "gather", "ulysses" or None; got \'ring\''):
+        make_config(attention_over_context="ring")
+
+
+def test_a_model_that_sends_nothing_over_context_is_refused():
+    model = lambda params, batch: batch["x"] * params["w"]
+    loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["y"])
+    mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}
+    step = jaxpar.value_and_grad(model, loss, mesh)
+    with pytest.raises(ValueError, match=r"no collective over context in the model\. Give attention the keys"):
+        step({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (
+            lambda y, batch: (jnp.sum(y[:, 1:] - batch["x"][:, :-1]), jnp.float32(y.size)),
+            "loss must treat .* a slice of 7 of 8",
+        ),
+        (
+            lambda y, batch: (jnp.sum(y[:, -1]), jnp.float32(len(y))),
+            "got a slice of 1 of 8 positions. Shift targets before",
+        ),
+        (
+            lambda y, batch: (jnp.sum(y), jnp.float32(len(y))),
+            "got loss_sum a sum over positions and weight_sum the same for any",
+        ),
+        (lambda y, batch: (jnp.sum(jnp.mean(y, 1)), jnp.float32(len(y))), None),
+        (lambda y, batch: (jnp.sum(y), jnp.float32(y.size)), None),
+    ],
+)
+def test_a_loss_that_is_no_sum_over_positions_is_refused(loss, message):
+    mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 8), np.float32)}
+    model = lambda params, batch: (
+        params["w"] * context_parallel.gather_sequence(batch["x"]).sum(1)[:, None] * batch["x"]
+    )
+    step, args = jaxpar.value_and_grad(model, loss, mesh), ({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
+    if message is None:
+        whole = jax.tree.map(jnp.asarray, batch)
+        assert_same(step(*args)[0], jnp.divide(*loss(model(args[0], whole), whole)), within=1e-6)
+    else:
+        with pytest.raises(ValueError, match=message):
+            step(*args)
+
+
+# --- traffic and memory -----------------------------------------------------------------------------------------------
+
+
+def collectives(axes, changes, **settings):
+    """How often a step runs each kind of collective over context, and those that reduce gradients."""
+    config = make_config(compute_dtype="float32", **changes)
+    step, mesh, shardings = make_run(axes, config, **settings)
+    table = abstract_params(transformer.param_table(config))
+    params = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), table, shardings)
+    found, sizes = Counter(), {}
+    for each in jaxpar.inspect_step(step, params, jaxpar.abstract_batch(make_batch(), mesh)).collectives:
+        found[each.kind, "+".join(each.axes)] += each.known_times
+        sizes[each.kind, "+".join(each.axes)] = each.payload_bytes
+    return dict(found), sizes
+
+
+def test_a_layer_gathers_its_keys_and_values_once_in_each_pass_and_scatters_their_gradients_once():
+    found, sizes = collectives({"data": 2, "context": 2, "tensor": 2}, GATHER)
+    passes = SMALL["num_layers"] * 2  # of two microbatches
+    assert found["all-gather", CONTEXT] == 2 * passes, found
+    assert found["reduce-scatter", CONTEXT] == passes, found
+    assert found["all-reduce", "data+context"] == 2, "of the weight, and of loss and gradients"
+    assert not {key for key in found if CONTEXT in key[1]} - {
+        ("all-gather", CONTEXT),
+        ("reduce-scatter", CONTEXT),
+        ("all-reduce", "data+context"),
+    }
+    rows, heads, head_dim = ROWS // 4, SMALL["num_kv_heads"] // 2, SMALL["embed_dim"] // SMALL["num_heads"]
+    assert sizes["all-gather", CONTEXT] == 4 * rows * SEQ * heads * 2 * head_dim, "each shard of tensor gathers its own"
+
+
+def test_a_layer_exchanges_heads_by_four_all_to_alls_in_each_pass():
+    found, _ = collectives({"context": 2, "tensor": 2}, ULYSSES)
+    assert found["all-to-all", CONTEXT] == 8 * SMALL["num_layers"] * 2, found
+    assert set(found) & {("all-gather", CONTEXT), ("reduce-scatter", CONTEXT)} == set()
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_what_was_gathered_is_not_stored(tensor):
+    config, mesh = make_config(compute_dtype="float32"), jaxpar.make_mesh(context=4, tensor=tensor)
+    model, one = transformer.make_model(config), partial(jax.tree.map, lambda p: p.update(shape=p.shape[1:]))
+    params = abstract_params(transformer.param_table(config))
+    batch = {name: jax.ShapeDtypeStruct((2, SEQ // 4), jnp.int32) for name in ("tokens", "positions")}
+    stored, splits = [], []
+
+    def inside(x):
+        x_like = jax.eval_shape(model.embed, params["outer"], batch)
+        splits.append(split_layer(model.layer, one(params["layers"]), x_like))
+        stored.extend((*splits[0].residuals_b, *splits[0].residuals_w))
+        return x
+
+    manual = {"replica", "data", "context", "stage"} | ({"tensor"} if tensor == 1 else set())
+    jax.eval_shape(
+        jax.shard_map(inside, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=manual, check_vma=False), 1.0
+    )
+    assert all(SEQ not in leaf.shape[:2] for leaf in stored), [leaf.shape for leaf in stored]
+
+
+def memory(context, seq=512):
+    config = make_config(compute_dtype="float32", num_layers=2, attention_over_context="gather")
+    step, mesh, _ = make_run({"context": context}, config)
+    params = abstract_params(transformer.param_table(config))
+    compiled = step.lower(params, jaxpar.abstract_batch(make_batch(seq=seq), mesh)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
+
+
+def test_a_fourth_of_each_sequence_takes_less_than_a_third_of_the_memory():
+    whole, _ = memory(1)
+    part, text = memory(4)
+    assert part < 0.35 * whole, (part, whole)
+    sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"[a-z]\w*\[([\d,]+)\]", text)]
+    layers, rows = 2, ROWS // 2
+    assert max(sizes) <= layers * rows * SMALL["num_heads"] * 512 * 512 // 4, "scores of all pairs of positions"
+
+
+def test_the_form_that_moves_fewer_bytes_is_the_default():
+    over = lambda parts, **changes: transformer.attention.over_context(make_config(**changes), parts)
+    assert over(2, num_heads=8, num_kv_heads=2) == "gather"  # 2 < 2/3 (1 + 4)
+    assert over(4, num_heads=8, num_kv_heads=2) == "ulysses"
+    assert over(16, num_heads=8, num_kv_heads=2) == "gather", "16 does not divide the heads"
+    assert over(2, attention=jaxpar.flash_attention, compute_dtype="bfloat16", window=4) == "ulysses", (
+        "a kernel's window"
+    )
+    assert context_parallel.num_parts() == 1
+    assert context_parallel.CONTEXT == CONTEXT
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
+def test_a_kernel_of_chunks_takes_the_place_of_scores(x64, packed):
+    def never(*args, **options):
+        raise AssertionError("it is given whole sequences")
+
+    never.kernel_of_chunks = WRITTEN_OUT
+    config = make_config(compute_dtype="float32", **GATHER)
+    params, batch = make_params(config, jnp.float32), cast(make_batch(packed=packed), np.float32)
+    axes = {"context": 2, "stage": 2, "tensor": 2}
+    (want, mesh, shardings), (got, *_) = (make_run(axes, replace(config, attention=each)) for each in ("xla", never))
+    args = jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)
+    assert_same(jaxpar.fetch(got(*args)), jaxpar.fetch(want(*args)), within=1e-5)

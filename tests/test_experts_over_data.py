@@ -1,0 +1,304 @@
+"""Experts over `data`: rows travel to the replicas that own their experts, and the numbers are those of one device."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxpar
+from jaxpar.backward.split import split_layer
+from jaxpar.models import transformer
+from jaxpar.models.lora import ADAPTERS, Lora
+from jaxpar.shard_map import manual_over_data_and_stage
+from jaxpar.sharding import shardings_from_dims
+from jaxpar.tensor_parallel import EXPERTS_OVER_DATA, TRANSFORMER_RULES
+from tests.support import tiny
+from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.tiny_experts import MOE, check_step, config_of, job, loss_of, placed
+from tests.support.tiny_transformer import EMBED, ROWS, SEQ, jit
+
+RULES = TRANSFORMER_RULES | EXPERTS_OVER_DATA
+A2A = {"expert_exchange": "all_to_all"}  # also where tokens have as many experts as there are owners
+
+
+def mesh_of(**axes):
+    size = int(np.prod([*axes.values()]))
+    return jaxpar.make_mesh(**axes, devices=jax.devices()[:size])
+
+
+def check(name, axes, *, schedule="zb-h1", changes=None, **how):
+    check_step(
+        config_of(name, **changes or {}), mesh_of(**axes), RULES, seed=tiny.fresh_seed(), schedule=schedule, **how
+    )
+
+
+# The numbers.
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "how"),
+    [
+        ("mixtral", {"data": 2, "stage": 2, "tensor": 2}, {"changes": A2A, "masks": False}),
+        ("deepseek", {"replica": 2, "data": 2, "tensor": 2}, {"changes": A2A, "zero": 3}),
+        ("qwen3", {"data": 4, "stage": 2}, {"schedule": "1f1b", "masks": True, "zero": 2}),
+        ("capacity", {"data": 4, "tensor": 2}, {"remat": True, "zero": 1}),
+    ],
+)
+def test_loss_gradients_balance_and_loads_equal_one_device(x64, name, axes, how):
+    check(name, axes, **how)
+
+
+MESHES = [
+    {"data": 8},
+    {"data": 4, "tensor": 2},
+    {"data": 2, "tensor": 4},
+    {"replica": 2, "data": 4},
+    {"replica": 4, "data": 2},
+    {"data": 2, "stage": 4},
+    {"replica": 2, "data": 2, "stage": 2},
+    {"data": 2, "stage": 2, "tensor": 2},
+    {"data": 2, "context": 2, "stage": 2},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["all_to_all", "gather"])
+@pytest.mark.parametrize("at", range(len(MESHES)), ids=[str(axes) for axes in MESHES])
+def test_every_mesh_has_the_numbers_of_one_device(x64, at, exchange):
+    """With each of the models in turn; over ``context`` one without room by rows."""
+    names = [name for name in MOE if name != "capacity"] if "context" in MESHES[at] else [*MOE]
+    name = names[(at + (exchange == "gather")) % len(names)]
+    check(name, MESHES[at], changes={"expert_exchange": exchange}, zero=at % 4)
+
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("at", range(5), ids=SCHEDULES)
+def test_every_schedule_has_the_numbers_of_one_device(x64, at, masks):
+    """With each level of ZeRO, with recomputation and without it, and both exchanges."""
+    name = ["deepseek", "olmoe", "capacity", "mixtral", "qwen3"][at]
+    how = {"zero": (at + 2 * masks) % 4, "remat": (at + masks) % 2 == 1, "num_microbatches": 4}
+    changes = {"expert_exchange": ["all_to_all", "gather"][(at + masks) % 2]}
+    check(name, {"data": 2, "stage": 2, "tensor": 2}, schedule=SCHEDULES[at], masks=masks, changes=changes, **how)
+
+
+def test_an_idle_stage_may_get_too_many_rows(x64):
+    """It routes all its zeros to the same experts, and what it computes, NaN, is discarded."""
+    changes = {"expert_buffer": 3.0, "num_layers": 2}
+    check("mixtral", {"data": 4, "stage": 2}, schedule="1f1b", masks=True, changes=changes)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "gather"])
+def test_the_kernel_has_the_numbers_of_ragged_products(x64, exchange):
+    changes = {"expert_products": "tiles", "expert_exchange": exchange, "num_layers": 1, "expert_buffer": 2.0}
+    check("mixtral", {"data": 2, "tensor": 2}, changes=changes)
+
+
+def train(config, mesh, num_steps=3, *, zero=0, state=None, **how):
+    """Clipped steps of AdamW, with the balancing of biases; metrics are those of the last one."""
+    params, batch = job(config)
+    _, batch, shardings = placed(config, mesh, RULES, params, batch)
+    optimizer = transformer.balance_experts(optax.adamw(1e-2))
+    run = jaxpar.value_and_grad(
+        transformer.make_model(config),
+        loss_of(config, metrics=True),
+        mesh,
+        shardings=shardings,
+        has_aux=True,
+        zero=zero,
+        **how,
+    )
+    make = jaxpar.init_state if state is None else jaxpar.abstract_state
+    made = make(lambda key: params, jax.random.key(0), optimizer, mesh, shardings, zero=zero)
+    state = made if state is None else state(made)
+    step, losses = jaxpar.make_train_step(run, optimizer, max_grad_norm=0.5), []
+    for _ in range(num_steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, jaxpar.fetch(metrics), losses
+
+
+def test_params_after_three_steps_equal_one_device(x64):
+    config = config_of("deepseek", num_layers=2)
+    alone, want, _ = train(config, mesh_of())
+    state, metrics, _ = train(config, mesh_of(replica=2, data=2, stage=2), num_microbatches=2, zero=2)
+    assert_same(jaxpar.fetch(state.params), jaxpar.fetch(alone.params), within=1e-10)
+    assert_same(metrics, want, within=1e-6)
+    held = state.params["layers"]["experts"]["w_expert_up"].addressable_shards[0].data.shape
+    assert held == (1, 4, EMBED, 16)
+
+
+@pytest.fixture
+def x64_in_threads():
+    """Float64 in all threads, since checkpoints are read in some."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def test_a_run_goes_on_with_its_experts_on_fewer_devices(x64_in_threads, tmp_path):
+    config = config_of("mixtral", num_layers=2, balance_coefficient=0.1)
+    _, _, losses = train(config, mesh_of(), 3)
+    state, _, first = train(config, mesh_of(data=4), 2, zero=1)
+    assert_same(first, losses[:2])
+    manager = jaxpar.CheckpointManager(tmp_path, mesh_of(data=4))
+    manager.save(state)
+    manager.wait()
+    for axes, zero in (({"data": 2, "stage": 2}, 3), ({}, 0)):
+        restored = lambda target, axes=axes: jaxpar.CheckpointManager(tmp_path, mesh_of(**axes)).restore(target)
+        _, _, last = train(config, mesh_of(**axes), 1, zero=zero, state=restored)
+        assert_same(last, losses[2:], within=1e-10)
+
+
+def test_lora_adapts_attention_and_shared_experts_beside_frozen_experts(x64):
+    config, mesh = config_of("deepseek", num_layers=2), mesh_of(data=2, stage=2, tensor=2)
+    params, batch = job(config)
+    lora, rng = Lora(2, transformer.LAYER_WEIGHTS), np.random.default_rng(5)
+    adapted = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: rng.normal(size=leaf.shape) if "lora" in jax.tree_util.keystr(path) else leaf,
+        lora.init(jax.random.key(1), params),
+    )
+    shardings = lora.shardings(shardings_from_dims(transformer.param_table(config), mesh, RULES))
+    model, loss = transformer.make_model(config), loss_of(config)
+    run = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, trainable=ADAPTERS, shardings=shardings)
+    value, grads = jit(run)(jaxpar.shard(adapted, shardings), jaxpar.shard_batch(batch, mesh))
+    want = jit(jax.value_and_grad(lambda params: jnp.divide(*loss(model.apply(params, batch), batch))))(adapted)
+    trained = jax.tree.map(lambda g, w: None if g is None else w, grads, want[1], is_leaf=lambda g: g is None)
+    assert_same((value, grads), (want[0], trained))
+
+
+# Room for rows.
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "gather"])
+def test_a_step_with_too_many_rows_for_a_buffer_changes_nothing_and_is_counted(exchange):
+    changes = {"compute_dtype": "float32", "num_layers": 2, "balance_coefficient": 0.1}
+    config = config_of("mixtral", expert_buffer=1.0, expert_exchange=exchange, **changes)
+    state, metrics, _ = train(config, mesh_of(data=4), 2)
+    assert np.isnan(metrics["loss"])
+    assert (metrics["skipped"], int(state.num_skipped), int(state.step)) == (1, 2, 2)
+    assert_same_bits(jaxpar.fetch(state.params), job(config)[0])
+
+
+def test_with_a_buffer_less_is_sent():
+    sent = {}
+    for buffer in (None, 2.0):
+        config = config_of("mixtral", compute_dtype="float32", num_layers=1, expert_buffer=buffer)
+        report = report_of(config, mesh_of(data=4))
+        sent[buffer] = sum(each.payload_bytes for each in report.collectives if each.kind == "all-to-all")
+    assert sent[2.0] * 2 == sent[None], "room for half of each replica's pairs, not for all of them"
+
+
+# The program.
+
+
+def report_of(config, mesh):
+    *args, shardings = placed(config, mesh, RULES, *job(config))
+    run = jaxpar.value_and_grad(
+        transformer.make_model(config), loss_of(config), mesh, num_microbatches=2, shardings=shardings
+    )
+    return jaxpar.inspect_step(jit(run), *args)
+
+
+def test_a_layer_has_six_all_to_alls_and_no_byte_of_an_expert_is_reduced_over_data(x64):
+    config, mesh = config_of("mixtral", **A2A), mesh_of(replica=2, data=2, tensor=2)
+    report = report_of(config, mesh)
+    per_layer = [each for each in report.collectives if (each.times or 0) >= 2 * config.num_layers]
+    over = lambda axis, kind: sorted(e.payload_bytes for e in per_layer if e.axes == (axis,) and e.kind == kind)
+    num_pairs, width = ROWS // 8 * SEQ * 2, 8 * EMBED
+    marks, rows = 2 * num_pairs * 2 * 8, 2 * num_pairs * width  # a replica has room for all pairs of both
+    assert over("data", "all-to-all") == sorted([marks, *(2 * [rows // 2])] * 2), "each shard sends half of the width"
+    assert {each.kind for each in per_layer if each.axes == ("data",)} == {"all-to-all"}, report.render()
+    activation = num_pairs // 2 * width
+    reduced = over("tensor", "all-reduce")
+    assert reduced.count(activation) == 2, "those of attention"
+    assert len(reduced) == 4, "and of the rows that a replica computes, in F and in B"
+    params = jax.tree.leaves(job(config)[0])
+    of_experts = sum(leaf.nbytes for leaf in jax.tree.leaves(job(config)[0]["layers"]["experts"]))
+    dense = sum(leaf.nbytes for leaf in params) - of_experts
+    summed = [e for e in report.collectives if "data" in e.axes and e.kind in ("all-reduce", "reduce-scatter")]
+    assert sum(each.payload_bytes for each in summed) <= dense + 64, report.render()
+
+
+def test_tokens_with_many_experts_are_gathered(x64):
+    report = report_of(config_of("qwen3", num_layers=2), mesh_of(data=4))
+    kinds = {each.kind for each in report.collectives if "data" in each.axes}
+    assert kinds == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def split_of(config, data):
+    """A layer split in B and W, as one of some owners of its experts runs it."""
+    mesh, (params, batch) = mesh_of(data=data), job(config)
+    layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+    model, found = transformer.make_model(config), []
+    specs = jax.tree.map(lambda leaf: P(), layer) | {"experts": jax.tree.map(lambda leaf: P("data"), layer["experts"])}
+
+    def one_shard(params, x):
+        found.append(split_layer(model.layer, params, x))
+        return x
+
+    x = jax.eval_shape(model.embed, params["outer"], batch)
+    on_shards = manual_over_data_and_stage(one_shard, mesh, in_specs=(specs, P("data")), out_specs=P("data"))
+    jax.eval_shape(on_shards, layer, x)
+    return found[-1]
+
+
+def test_rows_are_stored_where_they_came_from_afar_and_looked_up_again_elsewhere(x64):
+    config = config_of("mixtral", expert_dim=24)
+    alone, over_data = split_of(config, 1), split_of(config, 4)
+    rows = (ROWS * SEQ * 2, EMBED)
+    num_rows = lambda split, name: [each.shape[-2:] for each in split.shapes(name)].count(rows)
+    for name in ("residuals_b", "residuals_w", "cotangents_w"):
+        assert not num_rows(alone, name), "each token is stored once, not once an expert"
+    for name in ("residuals_w", "cotangents_w"):
+        assert num_rows(over_data, name) == 1, "an all-to-all is not repeated"
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_buffer": 0.5}, "expert_buffer must be 1 or more; got 0.5. Choose such as 1.5, or None"),
+        ({"expert_buffer": 2.0, "capacity_factor": 1.0}, "so expert_buffer has no effect; got capacity_factor=1.0"),
+        ({"expert_exchange": "ring"}, "expert_exchange must be one of 'auto', 'all_to_all', 'gather'; got 'ring'"),
+        (
+            {"num_experts": None, "experts_per_token": 2, "expert_buffer": 2.0},
+            "expert_buffer is for a model with experts",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config_of("mixtral", **{"expert_dim": None} | changes)
+
+
+def test_experts_that_the_axis_does_not_divide_are_refused():
+    table = transformer.param_table(config_of("mixtral", num_experts=6))
+    with pytest.raises(ValueError, match="layers/experts/w_expert_down must be divisible by the data axis; got 6"):
+        shardings_from_dims(table, mesh_of(data=4), RULES)
+
+
+def test_weights_of_another_number_of_experts_are_refused():
+    config = config_of("mixtral", compute_dtype="float32")
+    params, batch = job(dataclasses.replace(config, num_experts=4))
+    with pytest.raises(ValueError, match=r"got those of 4 experts with num_experts=8, data=1. Make the params from"):
+        jax.eval_shape(transformer.make_model(config).apply, params, batch)
+
+
+def test_the_other_executor_refuses_them():
+    config, mesh = config_of("mixtral", compute_dtype="float32"), mesh_of(data=2, stage=2)
+    shardings = shardings_from_dims(transformer.param_table(config), mesh, RULES)
+    with pytest.raises(ValueError, match=r'replicates params over data; got layers/experts/.* Use executor="spmd"'):
+        jaxpar.value_and_grad(
+            transformer.make_model(config), loss_of(config), mesh, shardings=shardings, executor="mpmd"
+        )

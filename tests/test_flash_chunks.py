@@ -1,0 +1,210 @@
+"""Attention of two chunks to a whole sequence, by parts that are merged: the numbers of plain attention, and its gradients."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import jaxpar
+from jaxpar.models.transformer.flash_chunks import WRITTEN_OUT, Kernel, chunked_causal_attention
+from tests.support import tiny
+from tests.support.oracle import assert_same
+
+ROWS, CHUNK, KV_HEADS, HEAD_DIM = 2, 3, 2, 4
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(tiny.fresh_seed())
+
+
+def plain(q, k, v, scale, segments=None):
+    """Causal attention with all scores."""
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("bthgk,bshk->bhgts", grouped, k) * scale
+    seen = jnp.tril(jnp.ones((q.shape[1], q.shape[1]), bool))[None, None, None]
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])[:, None, None]
+    return jnp.einsum("bhgts,bshk->bthgk", jax.nn.softmax(scores, where=seen), v).reshape(q.shape)
+
+
+def arrays(rng, size, group, dtype=np.float64):
+    """Queries, keys, values of whole sequences, and a cotangent of the output."""
+    seq = 2 * size * CHUNK
+    heads = (KV_HEADS * group, KV_HEADS, KV_HEADS, KV_HEADS * group)
+    return [jnp.asarray(rng.normal(size=(ROWS, seq, number, HEAD_DIM)), dtype) for number in heads]
+
+
+def documents(rng, size, mean):
+    """The document of each position of rows, of ``mean`` positions each."""
+    return jnp.asarray(np.cumsum(rng.random((ROWS, 2 * size * CHUNK)) < 1 / mean, axis=1), jnp.int32)
+
+
+def chunks_of(whole, index, size):
+    """The chunks of one device of a context axis."""
+    chunks = jnp.split(whole, 2 * size, axis=1)
+    return jnp.concatenate([chunks[index], chunks[-1 - index]], axis=1)
+
+
+def in_order(by_device, size):
+    """The chunks of all devices, in the order of the sequence."""
+    chunks = jnp.split(by_device, 2 * size, axis=1)
+    return jnp.concatenate(chunks[::2] + chunks[:0:-2], axis=1)
+
+
+def expected(q, k, v, ct, scale, segments=None):
+    out, backward = jax.vjp(partial(plain, scale=scale, segments=segments), q, k, v)
+    return out, *backward(ct)
+
+
+def found(q, k, v, ct, *, size, scale, segments=None, kernel=WRITTEN_OUT):
+    """The output and gradients for whole sequences, of which each device computes a part, with its index traced."""
+
+    @jax.jit
+    def on_device(index, q, own, whole, ct, of_own):
+        numbers = None if segments is None else (of_own, segments)
+        attend = partial(
+            chunked_causal_attention, chunk_of_context=(index, size), segments=numbers, scale=scale, kernel=kernel
+        )
+        out, backward = jax.vjp(attend, q, own, whole)
+        return out, *backward(ct)
+
+    local = lambda whole: [None if whole is None else chunks_of(whole, index, size) for index in range(size)]
+    own = zip(local(k), local(v), strict=True)
+    each = [
+        on_device(index, q, own, (k, v), ct, of_own)
+        for index, q, own, ct, of_own in zip(range(size), local(q), own, local(ct), local(segments), strict=True)
+    ]
+    outs, dqs, d_own, d_whole = zip(*each, strict=True)
+    whole_of = lambda parts: in_order(jnp.concatenate(parts, axis=1), size)
+    by_array = zip(zip(*d_own, strict=True), zip(*d_whole, strict=True), strict=True)
+    return whole_of(outs), whole_of(dqs), *(whole_of(own) + sum(whole) for own, whole in by_array)
+
+
+def nan_where_it_may(kernel):
+    """A kernel that returns NaN wherever its contract leaves open what it returns, and everywhere if it is given no keys."""
+
+    def first(array, number):
+        return (jnp.arange(array.shape[1])[None] < number[:, None])[:, :, None, None]
+
+    def forward(q, k, v, scale, lengths, bias):
+        out, lse = kernel.forward(q, k, v, scale, lengths, bias)
+        if lengths is None:
+            return out, lse
+        known = first(q, lengths[0]) & jnp.all(jnp.asarray(lengths) > 0)
+        return jnp.where(known, out, jnp.nan), jnp.where(known[:, None, :, 0, 0], lse, jnp.nan)
+
+    def backward(q, k, v, out, lse, ct, scale, lengths, bias):
+        dq, dk, dv = kernel.backward(q, k, v, out, lse, ct, scale, lengths, bias)
+        if lengths is None:
+            return dq, dk, dv
+        seen = first(k, lengths[1])
+        return tuple(
+            jnp.where(known, each, jnp.nan) for known, each in ((first(q, lengths[0]), dq), (seen, dk), (seen, dv))
+        )
+
+    return Kernel(forward, backward)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("group", "scale"), [(1, 0.5), (3, 0.5), (1, 8.0)])
+def test_merged_parts_have_the_output_and_gradients_of_whole_attention(x64, rng, size, group, scale):
+    given = arrays(rng, size, group)
+    assert_same(found(*given, size=size, scale=scale), expected(*given, scale))
+
+
+# A mean of 1: each position is a document; of 100: most rows are one.
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("mean", [1, 2, 5, 100])
+def test_documents_in_a_row_do_not_see_one_another(x64, rng, size, mean):
+    given, segments = arrays(rng, size, 2), documents(rng, size, mean)
+    assert_same(found(*given, size=size, scale=0.5, segments=segments), expected(*given, 0.5, segments))
+
+
+@pytest.mark.parametrize("mean", [None, 4], ids=["whole rows", "documents"])
+def test_what_a_kernel_returns_for_what_sees_nothing_is_not_read(x64, rng, mean):
+    given, segments = arrays(rng, 2, 2), None if mean is None else documents(rng, 2, mean)
+    got = found(*given, size=2, scale=0.5, segments=segments, kernel=nan_where_it_may(WRITTEN_OUT))
+    assert_same(got, expected(*given, 0.5, segments))
+
+
+@pytest.mark.parametrize("mean", [None, 5], ids=["whole rows", "documents"])
+def test_devices_that_gather_keys_have_the_output_and_gradients_of_whole_attention(x64, rng, mean):
+    size = 4
+    given, segments = arrays(rng, size, 2), None if mean is None else documents(rng, size, mean)
+    mesh = jaxpar.make_mesh(context=size, devices=jax.devices()[:size])
+    spec = PartitionSpec(None, "context")
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    def on_device(q, k, v, ct, segments):
+        whole = lambda x: in_order(jax.lax.all_gather(x, "context", axis=1, tiled=True), size)
+
+        def attend(q, k, v):
+            chunk_of_context = jax.lax.axis_index("context"), size
+            numbers = None if segments is None else (segments, whole(segments))
+            settings = {"chunk_of_context": chunk_of_context, "segments": numbers, "kernel": WRITTEN_OUT}
+            return chunked_causal_attention(q, (k, v), (whole(k), whole(v)), scale=0.5, **settings)
+
+        out, backward = jax.vjp(attend, q, k, v)
+        return out, *backward(ct)
+
+    by_device = lambda x: None if x is None else jnp.concatenate([chunks_of(x, c, size) for c in range(size)], axis=1)
+    got = [in_order(x, size) for x in on_device(*map(by_device, (*given, segments)))]
+    assert_same(got, list(expected(*given, 0.5, segments)))
+
+
+def test_sums_of_16_bit_floats_are_in_float32(rng):
+    given = arrays(rng, 2, 2, jnp.bfloat16)
+    got = found(*given, size=2, scale=0.5)
+    assert {each.dtype for each in got} == {jnp.dtype(jnp.bfloat16)}
+    wide = [each.astype(jnp.float32) for each in given]
+    assert_same([each.astype(jnp.float32) for each in got], list(expected(*wide, 0.5)), within=2e-2)
+
+
+def test_the_scale_is_by_head_dim_unless_it_is_given(x64, rng):
+    q, k, v, _ = arrays(rng, 1, 1)
+    attend = partial(chunked_causal_attention, q, (k, v), (k, v), chunk_of_context=(0, 1), kernel=WRITTEN_OUT)
+    np.testing.assert_array_equal(attend(), attend(scale=HEAD_DIM**-0.5))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "dtype", "head_dim", "message"),
+    [
+        (6, 18, "bfloat16", 8, "got 6 queries of 18 positions, C=2. Gather the keys of all devices"),
+        (5, 10, "bfloat16", 8, "choose a sequence that 4 divides"),
+        (6, 12, "float32", 8, "got float32, head_dim=8. Use kernel=WRITTEN_OUT"),
+        (6, 12, "bfloat16", 12, "got bfloat16, head_dim=12"),
+        (6, 12, "float16", 264, "got float16, head_dim=264"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_refused(queries, keys, dtype, head_dim, message):
+    q, k = (jax.ShapeDtypeStruct((1, seq, 2, head_dim), dtype) for seq in (queries, keys))
+    attend = partial(chunked_causal_attention, chunk_of_context=(0, 2))
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(attend, q, (q, q), (k, k))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_on_gpus_all_parts_are_cudnns(dtype, packed):
+    array = lambda seq, *dims, dtype=dtype: jax.ShapeDtypeStruct((2, seq, *dims), dtype)
+    q, own, whole = array(256, 4, 64), array(256, 2, 64), array(512, 2, 64)
+    segments = (array(256, dtype="int32"), array(512, dtype="int32")) if packed else None
+
+    def run(index, q, own, whole, segments):
+        attend = partial(chunked_causal_attention, chunk_of_context=(index, 2), segments=segments)
+        out, backward = jax.vjp(attend, q, own, whole)
+        return backward(out)
+
+    traced = jax.jit(run).trace(jax.ShapeDtypeStruct((), jnp.int32), q, (own, own), (whole, whole), segments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = re.findall(r"custom_call @(__cudnn\$\w+)", text)
+    own_part = "__cudnn$fmhaScaleBiasSoftmax" if packed else "__cudnn$fmhaSoftmax"
+    names = [own_part, "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmax"]
+    assert kernels == [*names, *(f"{name}Backward" for name in names)]
+    assert "dot_general" not in text
