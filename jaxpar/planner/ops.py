@@ -80,7 +80,7 @@ class Analysis:
         self.data = 1 if shape.over_data is None else data
         if (shape.experts or 1) % self.data:
             raise ValueError(
-                f"data must divide the experts; got data={data} and {shape.experts} experts. Choose another."
+                f"{arg('data')} must divide the experts; got {arg(data=data)} and {shape.experts} experts. Choose another."
             )
         self.times: dict[Any, Any] = {}  # of `op_times`
         self._parts: dict[int, Work] = {}  # of the head, by the number of stages
@@ -172,11 +172,6 @@ class Analysis:
     def _stream(self) -> Any:
         """The shape of the activations that layers read and write, on a device that has all of ``tensor``."""
         return max(jax.tree.leaves(self._traced.ends.x), key=lambda leaf: leaf.size * leaf.dtype.itemsize)
-
-    @property
-    def rows_per_token(self) -> int:
-        """The number of experts that a token uses."""
-        return self._grouped.pairs * self._stream.shape[-1] // self._stream.size if self._grouped else 1
 
     def _over_data(self, grouped: Sequence[Grouped]) -> Iterator[Sent]:
         """Yields the all-to-alls of experts over ``data``, of rows to them and back, once for F and once for B.
