@@ -26,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import optax
 import report
 import tyro
@@ -34,9 +35,11 @@ import jaxpar
 from jaxpar.compile_only import check_cudnn, start_on_cpu
 from jaxpar.inspect import StepReport
 from jaxpar.inspect.gpu import KINDS
+from jaxpar.layered_model import LAYERS
 from jaxpar.models import transformer
 from jaxpar.planner import Choice, ModelShape, Plan, cluster, price, roofline, transformer_shape
 from jaxpar.planner.compiled import compile_choice
+from jaxpar.planner.fused import planned_attention
 from jaxpar.planner.ops import Analysis
 
 MIB, GIB = 2**20, 2**30
@@ -67,6 +70,7 @@ class Job:
     changes: tuple[tuple[str, Any], ...] = ()
 
 
+ROOM = (("expert_buffer", 1.25),)  # for rows of experts over data: published steps have the same number for each expert
 JOBS = {
     "8b, data 8, ZeRO 3": Job("llama3.1-8b", Choice(data=8, zero=3)),
     "8b, data 2, tensor 4": Job("llama3.1-8b", Choice(data=2, tensor=4, num_microbatches=8, zero=1)),
@@ -93,6 +97,33 @@ JOBS = {
         gpu="a100-80gb",
         flash=False,
     ),
+    "Mixtral 8x7B, replica 2, data 8, stage 4": Job(
+        "mixtral-8x7b",
+        Choice(
+            replica=2,
+            data=8,
+            stage=4,
+            schedule="interleaved",
+            num_chunks=2,
+            num_microbatches=16,
+            zero=1,
+            experts="data",
+        ),
+        nodes=8,
+        seq=4096,
+        changes=ROOM,
+    ),
+    "Qwen3 30B-A3B, data 8, stage 2": Job(
+        "qwen3-30b-a3b",
+        Choice(data=8, stage=2, num_microbatches=16, zero=1, experts="data"),
+        nodes=2,
+        seq=4096,
+        changes=ROOM,
+    ),
+    "8b of 131,072 tokens, context 4, tensor 2": Job(
+        "llama3.1-8b", Choice(context=4, tensor=2, remat=True), seq=131_072
+    ),
+    "8b of 131,072 tokens, context 8": Job("llama3.1-8b", Choice(context=8, remat=True), seq=131_072),
 }
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # with their chunks
 SMALL = [
@@ -239,8 +270,15 @@ def said(columns: dict[str, str], cells: tuple) -> dict[str, Any]:
 def compiled(job: Job) -> tuple[ModelShape, Plan, StepReport, float]:
     """Returns a job's shape, its plan, the report on its compiled step, and the seconds that it took to compile."""
     choice, optimizer = job.choice, optax.adamw(1e-4)
-    shape, num_rows = shape_of(job), choice.data * choice.num_microbatches * job.rows
-    plan = price(shape, cluster(job.gpu, num_nodes=job.nodes), choice, batch_size=num_rows, optimizer=optimizer)
+    shape, num_rows = shape_of(job), choice.num_replicas * choice.num_microbatches * job.rows
+    # Over context the planner has a kernel of its own, which stands for that of whole rows and for that of chunks.
+    plan = price(
+        shape_of(job, planned_attention) if choice.context > 1 else shape,
+        cluster(job.gpu, num_nodes=job.nodes),
+        choice,
+        batch_size=num_rows,
+        optimizer=optimizer,
+    )
     mesh = jaxpar.make_mesh(
         **dict(choice.mesh.shape), devices=jaxpar.compile_only_devices(job.gpu, num_nodes=job.nodes)
     )
@@ -249,25 +287,24 @@ def compiled(job: Job) -> tuple[ModelShape, Plan, StepReport, float]:
     return shape, plan, found, time.perf_counter() - began
 
 
-def shape_of(job: Job) -> ModelShape:
-    """Returns the shapes of a job's model."""
+def shape_of(job: Job, kernel: Callable = jaxpar.flash_attention) -> ModelShape:
+    """Returns the shapes of a job's model, with a kernel of attention."""
     config = transformer.preset(job.model, compute_dtype="bfloat16", vocab_multiple=128, **dict(job.changes))
     config = config.for_tensor(job.choice.tensor)
-    if not job.flash:
-        return transformer_shape(config, seq=job.seq)
-    config = dataclasses.replace(config, attention=jaxpar.flash_attention)
-    shape = transformer_shape(config, seq=job.seq)
-    if job.choice.tensor == 1:
-        return shape
-    return dataclasses.replace(shape, model=transformer.make_model(config, constrain=jaxpar.sequence_parallel))
+    if job.flash:
+        config = dataclasses.replace(config, attention=kernel)
+    of_tokens = job.flash and job.choice.tensor > 1
+    return transformer_shape(config, seq=job.seq, sequence_parallel=of_tokens, experts=job.choice.experts)
 
 
 def useful_flops(shape: ModelShape, job: Job) -> float:
-    """Returns the operations of a step that count, on each device."""
-    width = transformer.preset(job.model).embed_dim
-    choice = job.choice
-    tokens = job.seq * job.rows * choice.num_microbatches / (choice.stage * choice.tensor)
-    return (6 * shape.num_params + 6 * shape.num_layers * width * job.seq) * tokens
+    """Returns the operations of a step that count, on each device: of experts those to which a token is sent."""
+    config, choice = transformer.preset(job.model), job.choice
+    used = config.experts_per_token / config.num_experts if config.num_experts else 1
+    idle = (1 - used) * sum(leaf.size for leaf in jax.tree.leaves(shape.params[LAYERS].get("experts", {})))
+    width = config.num_heads * config.head_dim
+    tokens = job.seq * job.rows * choice.num_microbatches / (choice.context * choice.stage * choice.tensor)
+    return (6 * (shape.num_params - idle) + 6 * shape.num_layers * width * job.seq) * tokens
 
 
 def rings_of(shape: ModelShape, choice: Choice) -> Callable[[str], bool]:
