@@ -70,7 +70,8 @@ class Job:
     changes: tuple[tuple[str, Any], ...] = ()
 
 
-ROOM = (("expert_buffer", 1.25),)  # for rows of experts over data: published steps have the same number for each expert
+# Room for as many rows of experts over data as they have when tokens are spread evenly, as in the published steps.
+ROOM = (("expert_buffer", 1.0),)
 JOBS = {
     "8b, data 8, ZeRO 3": Job("llama3.1-8b", Choice(data=8, zero=3)),
     "8b, data 2, tensor 4": Job("llama3.1-8b", Choice(data=2, tensor=4, num_microbatches=8, zero=1)),
@@ -115,10 +116,19 @@ JOBS = {
     ),
     "Qwen3 30B-A3B, data 8, stage 2": Job(
         "qwen3-30b-a3b",
-        Choice(data=8, stage=2, num_microbatches=16, zero=1, experts="data"),
+        Choice(
+            data=8,
+            stage=2,
+            schedule="interleaved",
+            num_chunks=4,
+            num_microbatches=16,
+            zero=1,
+            experts="data",
+        ),
         nodes=2,
         seq=4096,
-        changes=ROOM,
+        # As many bytes as gathered tokens, of which each replica would add up eight outputs.
+        changes=(*ROOM, ("expert_exchange", "all_to_all")),
     ),
     "8b of 131,072 tokens, context 4, tensor 2": Job(
         "llama3.1-8b", Choice(context=4, tensor=2, remat=True), seq=131_072

@@ -46,7 +46,7 @@ def compile_choice(
         optimizer: The optimizer.
         batch_size: Rows of a step, over all replicas.
     """
-    layout = choice.layout(shape.num_layers)
+    shape, layout = shape.placed(choice.experts), choice.layout(shape.num_layers)
     packed = shape.with_positions(layout.num_positions)
     packed = packed | {LAYERS: layout.as_packed(packed[LAYERS])}
     shardings = shardings_from_paths(packed, mesh, shape.rules)
