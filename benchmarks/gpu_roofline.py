@@ -1,14 +1,21 @@
 """How close to the datasheet's peak can a step come on GPUs, in the order in which it is compiled?
 
-    python benchmarks/gpu_roofline.py                          all jobs, for GPUs that are not here (five minutes on 2 cores)
+    python benchmarks/gpu_roofline.py                          all jobs, for GPUs that are not here (ten minutes on 2 cores)
     python benchmarks/gpu_roofline.py --jobs "8b, tensor 8"    some of them
     python benchmarks/gpu_roofline.py --jobs                   none: the second table alone
 
-The first table has jobs that fill their GPUs: Llama 3.1 on H100 and BLOOM-176B on A100-80GB, in bfloat16 with AdamW. The
-Llamas have flash attention and, with a tensor axis, sequence parallelism. By the roofline each instruction takes as long as its
-products at the datasheet's peak or its bytes at the memory's bandwidth, whichever is longer, and a collective adds the part of
-its time during which nothing is computed (`jaxpar/planner/compiled.py`). Useful are 6 operations for each parameter and token,
-and causal attention; neither recomputed nor discarded ones. "By plan" is the memory over that of the planner.
+The first table has jobs that fill their GPUs: Llama 3.1, Mixtral 8x7B and Qwen3 30B-A3B on H100 and BLOOM-176B on A100-80GB,
+in bfloat16 with AdamW. All but BLOOM have flash attention and, with a tensor axis, sequence parallelism. Jobs of 131,072
+tokens recompute complete layers. Experts belong to replicas, and routing is even. By the roofline each instruction takes as
+long as its products at the datasheet's peak or its bytes at the memory's bandwidth, whichever is longer, and a collective adds
+the part of its time during which nothing is computed (`jaxpar/planner/compiled.py`). Useful are 6 operations for each token
+and each parameter, but of experts those that the token goes to, and causal attention; neither recomputed nor discarded ones.
+"By plan" is the memory over that of the planner.
+
+Published MFU is of the precision's peak. Mixtral 8x7B: 64 H100, 438 TFLOP/s (Megatron-LM, README of its experts at 0b4c4cf).
+Qwen3 30B-A3B: 8 H100, 277 TFLOP/s (NeMo Automodel, performance summary of October 2025); 16 H100, FP8, 203 TFLOP/s
+(Megatron-Bridge, performance summary, release 26.06). 131,072 tokens: Llama 3 405B, 16,384 H100 (Llama Team 2024, arXiv
+2407.21783, table 4); Llama 2 7B, 128 H100, FP8, 555 TFLOP/s (NeMo, page of long sequences at 9421f21).
 
 The second table counts what the device does beside products in each schedule: copies of 1 MiB and more in loops, those of whole
 rings of residuals over a step apart, waits of the host, and how many messages of the steady state have a product between their
@@ -58,6 +65,7 @@ class Job:
         gpu: The GPU.
         flash: Whether attention runs in cuDNN's kernel, and a tensor axis with sequence parallelism.
         changes: Fields of the model's configuration that differ from the preset.
+        published: The MFU that others publish for a job like it.
     """
 
     model: str
@@ -68,10 +76,12 @@ class Job:
     gpu: str = "h100"
     flash: bool = True
     changes: tuple[tuple[str, Any], ...] = ()
+    published: str = ""
 
 
 # Room for as many rows of experts over data as they have when tokens are spread evenly, as in the published steps.
 ROOM = (("expert_buffer", 1.0),)
+LONG = "38% (405B), 28.0% (7B, FP8)"
 JOBS = {
     "8b, data 8, ZeRO 3": Job("llama3.1-8b", Choice(data=8, zero=3)),
     "8b, data 2, tensor 4": Job("llama3.1-8b", Choice(data=2, tensor=4, num_microbatches=8, zero=1)),
@@ -113,6 +123,7 @@ JOBS = {
         nodes=8,
         seq=4096,
         changes=ROOM,
+        published="44.3% (Megatron-LM)",
     ),
     "Qwen3 30B-A3B, data 8, stage 2": Job(
         "qwen3-30b-a3b",
@@ -129,11 +140,12 @@ JOBS = {
         seq=4096,
         # As many bytes as gathered tokens, of which each replica would add up eight outputs.
         changes=(*ROOM, ("expert_exchange", "all_to_all")),
+        published="28.0% (8 GPUs), 10.3% (FP8)",
     ),
     "8b of 131,072 tokens, context 4, tensor 2": Job(
-        "llama3.1-8b", Choice(context=4, tensor=2, remat=True), seq=131_072
+        "llama3.1-8b", Choice(context=4, tensor=2, remat=True), seq=131_072, published=LONG
     ),
-    "8b of 131,072 tokens, context 8": Job("llama3.1-8b", Choice(context=8, remat=True), seq=131_072),
+    "8b of 131,072 tokens, context 8": Job("llama3.1-8b", Choice(context=8, remat=True), seq=131_072, published=LONG),
 }
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # with their chunks
 SMALL = [
@@ -161,6 +173,7 @@ OF_JOBS = {
     "as compiled ms": ",.0f",
     "collectives alone ms": ",.0f",
     "useful MFU at most": ".1%",
+    "published MFU": "",
     "peak GiB": ".1f",
     "by plan": ".2f",
     **{f"{kind} ms": ",.0f" for kind in KINDS},
@@ -231,6 +244,7 @@ def row_of_job(name: str) -> dict[str, Any]:
         1e3 * bounds.as_compiled,
         1e3 * bounds.exposed,
         bounds.mfu(useful_flops(shape, job)),
+        job.published,
         peak / GIB,
         peak / plan.memory_bytes,
         *by_kind,
