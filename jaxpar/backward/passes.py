@@ -120,6 +120,11 @@ class LayerPasses:
 
         return [known[i] for i in layer.values["dx"]], [known[i] for i in made], finish
 
+    @property
+    def has_waits(self) -> bool:
+        """Whether anything in the backward pass waits for an order, as under sequence parallelism."""
+        return self.orders and bool(self._waits)
+
     @cached_property
     def _for_dx(self) -> list[Node]:
         return self.layer.graph.needed(self.layer.values["dx"], self.layer.plans["backward"].known)

@@ -375,14 +375,13 @@ class Stage:
 
         def one_of_each(carry: tuple, position: Any, params: list) -> tuple[tuple, list]:
             ct, x, *rings = carry
-            ahead = num_common - 1 - position
+            # B's reads come before F's writes, or XLA copies the rings: here, or after B's products if they are in order.
+            ahead, read, ordered = num_common - 1 - position, residuals(rings, position), self.passes.has_waits
+            rings, read = (rings, read) if ordered else jax.lax.optimization_barrier((rings, read))
             of_forward = layers.params_at(forward.chunk, ahead), self.with_keys(x)
-            (y, *stored), (dx, made, finish) = run_passes(
-                self.passes.forward(*of_forward, store=stores),
-                self.passes.backward(params, *residuals(rings, position), *ct),
-            )
-            # All of B's reads come before F's writes: otherwise XLA copies the rings.
-            rings, dx, made = jax.lax.optimization_barrier((rings, dx, made))
+            passes = self.passes.forward(*of_forward, store=stores), self.passes.backward(params, *read, *ct)
+            (y, *stored), (dx, made, finish) = run_passes(*passes)
+            rings, dx, made = jax.lax.optimization_barrier((rings, dx, made)) if ordered else (rings, dx, made)
             rings, y = self.store_layer(rings, stored, forward, ahead), [unwrap_key(a) for a in y]
             return ((dx, self.passes.gathered(dx)), y, *rings), finish(made)
 
