@@ -294,9 +294,8 @@ def compiled(job: Job) -> tuple[ModelShape, Plan, StepReport, float]:
     """Returns a job's shape, its plan, the report on its compiled step, and the seconds that it took to compile."""
     choice, optimizer = job.choice, optax.adamw(1e-4)
     shape, num_rows = shape_of(job), choice.num_replicas * choice.num_microbatches * job.rows
-    # Over context the planner has a kernel of its own, which stands for that of whole rows and for that of chunks.
     plan = price(
-        shape_of(job, planned_attention) if choice.context > 1 else shape,
+        shape_of(job, planned_attention),
         cluster(job.gpu, num_nodes=job.nodes),
         choice,
         batch_size=num_rows,
