@@ -1,14 +1,21 @@
 """How close to the datasheet's peak can a step come on GPUs, in the order in which it is compiled?
 
-    python benchmarks/gpu_roofline.py                          all jobs, for GPUs that are not here (five minutes on 2 cores)
+    python benchmarks/gpu_roofline.py                          all jobs, for GPUs that are not here (ten minutes on 2 cores)
     python benchmarks/gpu_roofline.py --jobs "8b, tensor 8"    some of them
     python benchmarks/gpu_roofline.py --jobs                   none: the second table alone
 
-The first table has jobs that fill their GPUs: Llama 3.1 on H100 and BLOOM-176B on A100-80GB, in bfloat16 with AdamW. The
-Llamas have flash attention and, with a tensor axis, sequence parallelism. By the roofline each instruction takes as long as its
-products at the datasheet's peak or its bytes at the memory's bandwidth, whichever is longer, and a collective adds the part of
-its time during which nothing is computed (`jaxpar/planner/compiled.py`). Useful are 6 operations for each parameter and token,
-and causal attention; neither recomputed nor discarded ones. "By plan" is the memory over that of the planner.
+The first table has jobs that fill their GPUs: Llama 3.1, Mixtral 8x7B and Qwen3 30B-A3B on H100 and BLOOM-176B on A100-80GB,
+in bfloat16 with AdamW. All but BLOOM have flash attention and, with a tensor axis, sequence parallelism. Jobs of 131,072
+tokens recompute complete layers. Experts belong to replicas, and routing is even. By the roofline each instruction takes as
+long as its products at the datasheet's peak or its bytes at the memory's bandwidth, whichever is longer, and a collective adds
+the part of its time during which nothing is computed (`jaxpar/planner/compiled.py`). Useful are 6 operations for each token
+and each parameter, but of experts those that the token goes to, and causal attention; neither recomputed nor discarded ones.
+"By plan" is the memory over that of the planner.
+
+Published MFU is of the precision's peak. Mixtral 8x7B: 64 H100, 438 TFLOP/s (Megatron-LM, README of its experts at 0b4c4cf).
+Qwen3 30B-A3B: 8 H100, 277 TFLOP/s (NeMo Automodel, performance summary of October 2025); 16 H100, FP8, 203 TFLOP/s
+(Megatron-Bridge, performance summary, release 26.06). 131,072 tokens: Llama 3 405B, 16,384 H100 (Llama Team 2024, arXiv
+2407.21783, table 4); Llama 2 7B, 128 H100, FP8, 555 TFLOP/s (NeMo, page of long sequences at 9421f21).
 
 The second table counts what the device does beside products in each schedule: copies of 1 MiB and more in loops, those of whole
 rings of residuals over a step apart, waits of the host, and how many messages of the steady state have a product between their
@@ -26,6 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import optax
 import report
 import tyro
@@ -34,9 +42,11 @@ import jaxpar
 from jaxpar.compile_only import check_cudnn, start_on_cpu
 from jaxpar.inspect import StepReport
 from jaxpar.inspect.gpu import KINDS
+from jaxpar.layered_model import LAYERS
 from jaxpar.models import transformer
 from jaxpar.planner import Choice, ModelShape, Plan, cluster, price, roofline, transformer_shape
 from jaxpar.planner.compiled import compile_choice
+from jaxpar.planner.fused import planned_attention
 from jaxpar.planner.ops import Analysis
 
 MIB, GIB = 2**20, 2**30
@@ -55,6 +65,7 @@ class Job:
         gpu: The GPU.
         flash: Whether attention runs in cuDNN's kernel, and a tensor axis with sequence parallelism.
         changes: Fields of the model's configuration that differ from the preset.
+        published: The MFU that others publish for a job like it.
     """
 
     model: str
@@ -65,8 +76,12 @@ class Job:
     gpu: str = "h100"
     flash: bool = True
     changes: tuple[tuple[str, Any], ...] = ()
+    published: str = ""
 
 
+# Room for as many rows of experts over data as they have when tokens are spread evenly, as in the published steps.
+ROOM = (("expert_buffer", 1.0),)
+LONG = "38% (405B), 28.0% (7B, FP8)"
 JOBS = {
     "8b, data 8, ZeRO 3": Job("llama3.1-8b", Choice(data=8, zero=3)),
     "8b, data 2, tensor 4": Job("llama3.1-8b", Choice(data=2, tensor=4, num_microbatches=8, zero=1)),
@@ -93,6 +108,43 @@ JOBS = {
         gpu="a100-80gb",
         flash=False,
     ),
+    "Mixtral 8x7B, replica 2, data 8, stage 4": Job(
+        "mixtral-8x7b",
+        Choice(
+            replica=2,
+            data=8,
+            stage=4,
+            schedule="interleaved",
+            num_chunks=2,
+            num_microbatches=16,
+            zero=1,
+            experts="data",
+        ),
+        nodes=8,
+        seq=4096,
+        changes=ROOM,
+        published="44.3% (Megatron-LM)",
+    ),
+    "Qwen3 30B-A3B, data 8, stage 2": Job(
+        "qwen3-30b-a3b",
+        Choice(
+            data=8,
+            stage=2,
+            schedule="interleaved",
+            num_chunks=4,
+            num_microbatches=16,
+            zero=1,
+            experts="data",
+        ),
+        nodes=2,
+        seq=4096,
+        changes=ROOM,
+        published="28.0% (8 GPUs), 10.3% (FP8)",
+    ),
+    "8b of 131,072 tokens, context 4, tensor 2": Job(
+        "llama3.1-8b", Choice(context=4, tensor=2, remat=True), seq=131_072, published=LONG
+    ),
+    "8b of 131,072 tokens, context 8": Job("llama3.1-8b", Choice(context=8, remat=True), seq=131_072, published=LONG),
 }
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # with their chunks
 SMALL = [
@@ -120,6 +172,7 @@ OF_JOBS = {
     "as compiled ms": ",.0f",
     "collectives alone ms": ",.0f",
     "useful MFU at most": ".1%",
+    "published MFU": "",
     "peak GiB": ".1f",
     "by plan": ".2f",
     **{f"{kind} ms": ",.0f" for kind in KINDS},
@@ -190,6 +243,7 @@ def row_of_job(name: str) -> dict[str, Any]:
         1e3 * bounds.as_compiled,
         1e3 * bounds.exposed,
         bounds.mfu(useful_flops(shape, job)),
+        job.published,
         peak / GIB,
         peak / plan.memory_bytes,
         *by_kind,
@@ -239,8 +293,14 @@ def said(columns: dict[str, str], cells: tuple) -> dict[str, Any]:
 def compiled(job: Job) -> tuple[ModelShape, Plan, StepReport, float]:
     """Returns a job's shape, its plan, the report on its compiled step, and the seconds that it took to compile."""
     choice, optimizer = job.choice, optax.adamw(1e-4)
-    shape, num_rows = shape_of(job), choice.data * choice.num_microbatches * job.rows
-    plan = price(shape, cluster(job.gpu, num_nodes=job.nodes), choice, batch_size=num_rows, optimizer=optimizer)
+    shape, num_rows = shape_of(job), choice.num_replicas * choice.num_microbatches * job.rows
+    plan = price(
+        shape_of(job, planned_attention),
+        cluster(job.gpu, num_nodes=job.nodes),
+        choice,
+        batch_size=num_rows,
+        optimizer=optimizer,
+    )
     mesh = jaxpar.make_mesh(
         **dict(choice.mesh.shape), devices=jaxpar.compile_only_devices(job.gpu, num_nodes=job.nodes)
     )
@@ -249,25 +309,24 @@ def compiled(job: Job) -> tuple[ModelShape, Plan, StepReport, float]:
     return shape, plan, found, time.perf_counter() - began
 
 
-def shape_of(job: Job) -> ModelShape:
-    """Returns the shapes of a job's model."""
+def shape_of(job: Job, kernel: Callable = jaxpar.flash_attention) -> ModelShape:
+    """Returns the shapes of a job's model, with a kernel of attention."""
     config = transformer.preset(job.model, compute_dtype="bfloat16", vocab_multiple=128, **dict(job.changes))
     config = config.for_tensor(job.choice.tensor)
-    if not job.flash:
-        return transformer_shape(config, seq=job.seq)
-    config = dataclasses.replace(config, attention=jaxpar.flash_attention)
-    shape = transformer_shape(config, seq=job.seq)
-    if job.choice.tensor == 1:
-        return shape
-    return dataclasses.replace(shape, model=transformer.make_model(config, constrain=jaxpar.sequence_parallel))
+    if job.flash:
+        config = dataclasses.replace(config, attention=kernel)
+    of_tokens = job.flash and job.choice.tensor > 1
+    return transformer_shape(config, seq=job.seq, sequence_parallel=of_tokens, experts=job.choice.experts)
 
 
 def useful_flops(shape: ModelShape, job: Job) -> float:
-    """Returns the operations of a step that count, on each device."""
-    width = transformer.preset(job.model).embed_dim
-    choice = job.choice
-    tokens = job.seq * job.rows * choice.num_microbatches / (choice.stage * choice.tensor)
-    return (6 * shape.num_params + 6 * shape.num_layers * width * job.seq) * tokens
+    """Returns the operations of a step that count, on each device: of experts those to which a token is sent."""
+    config, choice = transformer.preset(job.model), job.choice
+    used = config.experts_per_token / config.num_experts if config.num_experts else 1
+    idle = (1 - used) * sum(leaf.size for leaf in jax.tree.leaves(shape.params[LAYERS].get("experts", {})))
+    width = config.num_heads * config.head_dim
+    tokens = job.seq * job.rows * choice.num_microbatches / (choice.context * choice.stage * choice.tensor)
+    return (6 * (shape.num_params - idle) + 6 * shape.num_layers * width * job.seq) * tokens
 
 
 def rings_of(shape: ModelShape, choice: Choice) -> Callable[[str], bool]:

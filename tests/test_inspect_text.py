@@ -305,6 +305,15 @@ def test_a_mask_takes_its_part_off_fused_attention(mask, num_keys, scores):
         assert flops_of([heads, keys, keys], f"({heads}, u8[0])", call) == (2 * products * 2 * 8 * 64 * scores, set())
 
 
+def test_flops_of_rows_times_the_weights_of_their_experts():
+    rows, weights, outputs = "bf16[1,256,32]", "bf16[1,4,32,64]", "bf16[1,256,64]"
+    call = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={grid_x = 2 : i32, name = "grouped_product"}'
+    of_all = (2 * 256 * 32 * 64, frozenset())
+    assert flops_of(["s32[2]", rows, weights], outputs, call) == of_all
+    assert flops_of(["s32[2]", outputs, weights], rows, call) == of_all
+    assert flops_of(["s32[4]", "s32[4]", rows, outputs], weights, call) == of_all
+
+
 def test_products_that_cannot_be_counted_are_named():
     unknown = 'custom_call_target="my_flash_attention"'
     assert flops_of(["f32[8]"], "f32[8]", unknown) == (0, frozenset({"my_flash_attention"}))

@@ -19,12 +19,14 @@ from tests.support.gpu_steps import needs_compiler
 NODES, GPUS_PER_NODE = 2, 4
 SEQ = 512
 LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "tied": False, "biases": False, "mlp_dim": 1536}
+EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_dim": 1024}
 MODELS = {
     "gpt": {},
     "bloom": {"positions": "alibi", "norm_embedding": True},
     "llama": LLAMA | {"num_kv_heads": 4},
     "vocabulary": {"vocab_size": 32768, "num_layers": 4},
-    "experts": LLAMA | {"num_experts": 8, "experts_per_token": 2, "expert_dim": 1024},
+    "experts": LLAMA | EXPERTS,
+    "experts with room": LLAMA | EXPERTS | {"expert_buffer": 1.0},
 }
 # model, rows of a microbatch, choice
 JOBS = [
@@ -47,6 +49,7 @@ JOBS = [
     ("gpt", 1, Choice(data=2, stage=4, num_microbatches=16, zero=3, remat=True)),
     ("gpt", 1, Choice(data=2, stage=4, schedule="interleaved", num_chunks=2, num_microbatches=16, zero=3, remat=True)),
     ("experts", 4, Choice(data=2, tensor=4, num_microbatches=4, zero=1)),
+    ("experts with room", 4, Choice(data=4, stage=2, num_microbatches=8, zero=1, experts="data")),
     ("llama, sequence parallel", 4, Choice(stage=2, tensor=4, num_microbatches=8)),
 ]
 

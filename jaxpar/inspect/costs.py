@@ -207,7 +207,19 @@ def _custom_call_flops(computation: Computation, instruction: Instruction) -> Am
         return _exactly(_conv_flops([arrays[index] for index in _CONVOLUTIONS[target]], instruction))
     if target.startswith("__cudnn$fmha"):
         return _attention_flops(target, instruction, operands)
+    if "triton" in target and 'name = "grouped_product"' in instruction.attributes:
+        return _exactly(_grouped_flops(computation, instruction))
     return Amount(uncounted=frozenset({target})) if _LIBRARY.search(target) else Amount()
+
+
+def _grouped_flops(computation: Computation, instruction: Instruction) -> int:
+    """The products of rows with a weight each (``models/grouped_product.py``), as if all rows for which there is room had one.
+
+    Of the arrays rows [1, r, in], results [1, r, out] and weights [1, e, in, out] any may be the result of the call.
+    """
+    arrays = [*(shapes[0] for shapes in computation.operand_shapes(instruction)), instruction.shapes[0]]
+    rows, others = (shape.dims for shape in arrays if len(shape.dims) == 3)
+    return 2 * math.prod(rows) * others[-1]
 
 
 def _attention_flops(target: str, instruction: Instruction, operands: Sequence[Shape]) -> Amount:

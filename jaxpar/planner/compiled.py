@@ -26,7 +26,7 @@ from jaxpar.inspect.text import device_seconds_text, table
 from jaxpar.layered_model import LAYERS
 from jaxpar.mesh import AXES
 from jaxpar.pipeline import masks_idle_ops, spmd_program
-from jaxpar.planner.cluster import Cluster, Links
+from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.schedule import lockstep_form
@@ -46,7 +46,7 @@ def compile_choice(
         optimizer: The optimizer.
         batch_size: Rows of a step, over all replicas.
     """
-    layout = choice.layout(shape.num_layers)
+    shape, layout = shape.placed(choice.experts), choice.layout(shape.num_layers)
     packed = shape.with_positions(layout.num_positions)
     packed = packed | {LAYERS: layout.as_packed(packed[LAYERS])}
     shardings = shardings_from_paths(packed, mesh, shape.rules)
@@ -192,4 +192,6 @@ def _seconds_of(each: Collective, links: Links) -> float:
     axes: Sequence[str] = each.axes or AXES
     if each.kind == "collective-permute":
         return max(links.message(each.bytes_per_run, axis) for axis in axes)
+    if each.kind == "all-to-all":  # what leaves a node takes the device's own card
+        return max(collective_seconds(links, axis, each.kind, each.payload_bytes) for axis in axes)
     return each.bytes_per_run / min(map(links.rate, axes)) + max(map(links.latency, axes))

@@ -154,7 +154,14 @@ class Analysis:
     def _gathered_bytes(self) -> int:
         """Bytes of the keys and values of complete sequences, or of all that an all-to-all receives, while a layer runs."""
         sent = self._over_context([node for node in self.layer.graph.nodes if node.name == FORWARD])
-        return sum(each.payload_bytes for each in sent)
+        return sum(each.payload_bytes for each in sent) + self.received_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the rows that a device's own experts receive over ``data``; the backward pass does not fetch them again."""
+        if self._grouped is None or self.data == 1:
+            return 0
+        return self._grouped.pairs * self._stream.shape[-1] * self._stream.dtype.itemsize
 
     @cached_property
     def _grouped(self) -> Grouped | None:
@@ -179,11 +186,10 @@ class Analysis:
         Each shard over ``tensor`` sends a part of a row, which is then gathered.
         """
         passes = round(sum(not each.is_gradient for each in grouped) / 3)
-        payload = grouped[0].pairs * self._stream.shape[-1] * self._stream.dtype.itemsize
         for _ in range(2 * passes if self.data > 1 else 0):
-            yield Sent(DATA, "all-to-all", payload // self.tensor)
+            yield Sent(DATA, "all-to-all", self.received_bytes // self.tensor)
             if self.tensor > 1:
-                yield Sent(TENSOR, "all-gather", payload, of_rows=True)
+                yield Sent(TENSOR, "all-gather", self.received_bytes, of_rows=True)
 
     def _over_context(self, nodes: Iterable[Node]) -> Iterator[Sent]:
         """Yields the collectives over ``context`` of attention, in the form that sends fewer bytes.
