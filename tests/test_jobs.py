@@ -261,6 +261,22 @@ def test_what_a_plan_recomputes_is_a_flag(remat, flag):
         first_plan(plan | {"remat": "some"})
 
 
+def test_a_mesh_that_splits_sequences_is_the_job_s_and_the_recipe_s():
+    planned = first_plan({"data": 2, "stage": 1, "tensor": 2, "context": 4})
+    assert plan_flags(planned, ()) == [
+        "--mesh.data",
+        "2",
+        "--mesh.context",
+        "4",
+        "--mesh.stage",
+        "1",
+        "--mesh.tensor",
+        "2",
+    ]
+    job = Job(command=("recipes/gpt.py",), image="a:1", data=2, context=4, tensor=2, gpus_per_node=8)
+    assert (job.num_nodes, job.nodes_per_replica) == (2, 1)
+
+
 def test_the_rank_of_a_plan_with_lora_is_a_flag():
     plan = {"data": 1, "stage": 1, "tensor": 1, "lora_rank": 8}
     assert plan_flags(first_plan(plan), ())[-2:] == ["--lora-rank", "8"]

@@ -28,12 +28,14 @@ class Mesh:
     Attributes:
         replica: Groups of replicas, such as nodes: ZeRO shards inside a group.
         data: Replicas, of each group.
+        context: Devices that share each sequence.
         stage: Pipeline stages.
         tensor: Shards of each weight.
     """
 
     replica: int = 1
     data: int = 1
+    context: int = 1
     stage: int = 1
     tensor: int = 1
 

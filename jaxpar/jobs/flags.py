@@ -14,7 +14,6 @@ from pydantic import Field
 
 from jaxpar import fields
 from jaxpar.jobs.job import (
-    AXES,
     CHECKPOINTS,
     Count,
     CountOrZero,
@@ -24,6 +23,7 @@ from jaxpar.jobs.job import (
     SlurmSettings,
     flag_value,
     form,
+    mesh_of,
 )
 
 # The settings of a plan that are also flags of a recipe. A plan without the first four is of a model that is not a preset.
@@ -57,6 +57,7 @@ class PlannedSettings:
     stage: Count
     tensor: Count
     replica: Count = 1
+    context: Count = 1
     model: Word | None = None
     dtype: Word | None = None
     schedule: Word | None = None
@@ -84,9 +85,7 @@ def first_plan(found: Any) -> PlannedSettings:
 
 def plan_flags(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
     """Returns a plan's settings as a recipe's flags, except those that the command already has."""
-    flags: dict[str, list[Any]] = {
-        f"--mesh.{axis}": [getattr(plan, axis)] for axis in AXES if axis != "replica" or plan.replica > 1
-    }
+    flags: dict[str, list[Any]] = {f"--mesh.{axis}": [size] for axis, size in mesh_of(plan).items()}
     told = {name: getattr(plan, name) for name in FLAGS}
     flags |= {f"--{name.replace('_', '-')}": [value] for name, value in told.items() if value is not None}
     if plan.num_chunks is not None and (plan.num_chunks > 1 or plan.schedule == "interleaved"):

@@ -18,7 +18,7 @@ from jaxpar.runtime.process_env import NAMES
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 MAX_NAME = 63  # the limit of a host name's label
 PORT = 6379
-AXES = ("replica", "data", "stage", "tensor")
+AXES = ("replica", "data", "context", "stage", "tensor")
 CHECKPOINTS = "/checkpoints"
 COMPILED = "/compiled"
 GPUS = "nvidia.com/gpu"  # the resource
@@ -173,6 +173,7 @@ class Job(JobSettings):
         command: A script (``*.py``) or program, with its arguments.
         replica: Groups of ``data`` replicas.
         data: Replicas.
+        context: Devices that share each sequence.
         stage: Pipeline stages.
         tensor: Shards of each weight.
         token: A secret that identifies the processes of the run, new for each job. Not used for SLURM, whose script generates
@@ -182,6 +183,7 @@ class Job(JobSettings):
     command: tuple[str, ...]
     replica: Count = 1
     data: Count = 1
+    context: Count = 1
     stage: Count = 1
     tensor: Count = 1
     token: Token = field(default_factory=lambda: secrets.token_hex(16), repr=False)
@@ -196,9 +198,8 @@ class Job(JobSettings):
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The sizes of the mesh, without a ``replica`` of 1."""
-        sizes = {axis: getattr(self, axis) for axis in AXES}
-        return {axis: size for axis, size in sizes.items() if axis != "replica" or size > 1}
+        """The sizes of the mesh, without a ``replica`` or ``context`` of 1."""
+        return mesh_of(self)
 
     @property
     def num_devices(self) -> int:
@@ -213,7 +214,7 @@ class Job(JobSettings):
     @property
     def nodes_per_replica(self) -> int | None:
         """The number of nodes of a data replica; None if replicas share nodes."""
-        gpus = self.stage * self.tensor
+        gpus = self.context * self.stage * self.tensor
         return None if gpus % self.devices_per_node else gpus // self.devices_per_node
 
     @property
@@ -331,10 +332,17 @@ def _check_nodes(job: Job) -> None:
             f"{math.ceil(devices / of_node) * of_node}, or give the actual {flag}."
         )
     if job.replica_topology and job.nodes_per_replica is None:
+        each = job.context * job.stage * job.tensor
         raise ValueError(
-            f"{arg('replica_topology')} needs replicas of whole nodes; got {got}: {job.stage * job.tensor} {kind} each on "
-            f"nodes of {of_node}. Leave it out: such replicas share a node, and are close already."
+            f"{arg('replica_topology')} needs replicas of whole nodes; got {got}: {each} {kind} each on nodes of "
+            f"{of_node}. Leave it out: such replicas share a node, and are close already."
         )
+
+
+def mesh_of(settings: Any) -> dict[str, int]:
+    """Returns the sizes of the mesh of a job or a plan, without a ``replica`` or ``context`` of 1."""
+    sizes = {axis: getattr(settings, axis) for axis in AXES}
+    return {axis: size for axis, size in sizes.items() if axis not in ("replica", "context") or size > 1}
 
 
 def check_environment(env: Sequence[str]) -> None:

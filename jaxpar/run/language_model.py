@@ -193,7 +193,7 @@ def model_config(
     flags: ModelFlags, seq: int, text: Data, mesh: jax.sharding.Mesh, gpu: GpuFlags | None = None
 ) -> transformer.TransformerConfig:
     """Returns the model that the flags ask for, for these data and this mesh."""
-    check_sequences({"tokens": jax.ShapeDtypeStruct((1, seq), jnp.int32)}, mesh)
+    check_sequences({"tokens": jax.ShapeDtypeStruct((1, seq), "int32")}, mesh)
     config, named = config_of_flags(flags, seq)
     if text.is_bytes and (config.tokens != "bytes" or config.vocab_size < BYTES):
         other = (
