@@ -204,7 +204,10 @@ def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path, capsys):
         keep = lambda own: exported.update(text=read(f"http://127.0.0.1:{own.port}/metrics")) or close(own)
         patch.setattr(PrometheusExporter, "close", keep)
         run(tmp_path, *flags)
-    [of_page] = [each for each in doc_pages.commands(doc_pages.ROOT / "docs/experts.md") if "moe-bytes" in each.words]
+    of_page, over_data = [
+        each for each in doc_pages.commands(doc_pages.ROOT / "docs/experts.md") if "moe-bytes" in each.words
+    ]
+    assert {"--experts", "data"} <= set(over_data.words), "as the next test does"
     assert {"recipes/gpt.py", *IN_THREE_DIMENSIONS} <= set(of_page.words), "the page trains what is trained here"
     [sizes] = re.findall("^moe-bytes: .*, tensor=2, ", of_page.quoted, re.MULTILINE)
     assert f"\n{sizes}1f1b\n" in capsys.readouterr().out
