@@ -24,6 +24,7 @@ MODELS = {
     "bloom": {"positions": "alibi", "norm_embedding": True},
     "llama": LLAMA | {"num_kv_heads": 4},
     "vocabulary": {"vocab_size": 32768, "num_layers": 4},
+    "experts": LLAMA | {"num_experts": 8, "experts_per_token": 2, "expert_dim": 1024},
 }
 # model, rows of a microbatch, choice
 JOBS = [
@@ -45,6 +46,8 @@ JOBS = [
     # Gradients that are reduced late, which with two chunks needs no more memory.
     ("gpt", 1, Choice(data=2, stage=4, num_microbatches=16, zero=3, remat=True)),
     ("gpt", 1, Choice(data=2, stage=4, schedule="interleaved", num_chunks=2, num_microbatches=16, zero=3, remat=True)),
+    ("experts", 4, Choice(data=2, tensor=4, num_microbatches=4, zero=1)),
+    ("llama, sequence parallel", 4, Choice(stage=2, tensor=4, num_microbatches=8)),
 ]
 
 
@@ -53,7 +56,9 @@ pytestmark = needs_compiler
 
 def shape_of(model):
     sizes = {"num_layers": 16, "embed_dim": 512, "num_heads": 8, "vocab_size": 4096, "max_positions": SEQ}
-    return transformer_shape(TransformerConfig(**sizes | MODELS[model], compute_dtype="bfloat16"))
+    name, _, parallel = model.partition(", ")
+    config = TransformerConfig(**sizes | MODELS[name], compute_dtype="bfloat16")
+    return transformer_shape(config, sequence_parallel=bool(parallel))
 
 
 def needed(model, rows, choice):

@@ -227,6 +227,15 @@ def test_small_all_reduces_take_a_tree_and_large_ones_a_ring():
     assert collective_seconds(many, "tensor", "all-reduce", 10**10) == 0
 
 
+def test_what_leaves_a_node_in_an_all_to_all_takes_the_card_of_its_device():
+    sizes = {"data": 16, "stage": 2, "tensor": 1}
+    one_node, apart = (Links(node(num_nodes=4), sizes, 1.0, stages_on_nodes=first) for first in (True, False))
+    assert collective_seconds(one_node, "data", "all-to-all", 10**10) == pytest.approx(0.5, rel=0.01), (
+        "8 of 16 on another"
+    )
+    assert collective_seconds(apart, "data", "all-to-all", 10**10) == pytest.approx(0.75, rel=0.01), "12 of 16"
+
+
 def test_fast_links_may_join_more_than_a_node():
     sizes = {"data": 9, "stage": 1, "tensor": 8}
     ordinary, wide = (Links(node(num_nodes=9, **given), sizes, 1.0) for given in ({}, {"fast_devices": 72}))
@@ -432,6 +441,7 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
         (lambda: Software(message_seconds=-1), r"message_seconds must be 0 or more; got -1\. Choose 0\."),
         (lambda: Software(recompute=2), r"recompute must be a share, 0 to 1; got 2\."),
         (lambda: Software(product_rate=0), r"product_rate must be positive; got 0\."),
+        (lambda: Software(expert_imbalance=0.5), r"expert_imbalance must be 1 or more; got 0\.5\."),
         (
             lambda: jaxpar.plan(SMALL, node(), batch_size=64, pipeline=2),
             r"a fixed setting must be one of .*; got \['pipeline'\]",

@@ -128,14 +128,12 @@ class Links:
         sizes: The size of each mesh axis.
         share: The share of a link's bandwidth that collectives reach.
         stages_on_nodes: As in ``Software``.
-        copies: Rows of each token in an all-to-all, if those for one device or node are sent once; None: each is sent.
     """
 
     cluster: Cluster
     sizes: Mapping[str, int]
     share: int | float
     stages_on_nodes: bool = False
-    copies: int | None = None
 
     def together(self, axis: str) -> int:
         """Returns how many members of a group along an axis share a node."""
@@ -200,15 +198,10 @@ def collective_seconds(links: Links, axis: str, kind: str, payload_bytes: int) -
 
 
 def _exchange_seconds(links: Links, axis: str, payload_bytes: float) -> float:
-    """Returns the seconds of an all-to-all: what leaves a node takes the device's own card.
-
-    With ``links.copies`` of a token, a token goes once to each device that it is for, and once to each other node.
-    """
-    size, inside, copies = links.sizes[axis], min(links.sizes[axis], links.together(axis)), links.copies
-    reached = lambda count: 1 / count if copies is None else (1 - (1 - 1 / count) ** copies) / copies
-    near = (inside - 1) * reached(size) * payload_bytes / links.cluster.node_bandwidth
-    apart = (size - inside) / size if copies is None else (size / inside - 1) * reached(size / inside)
-    far = apart * payload_bytes / links.cluster.network_bandwidth
+    """Returns the seconds of an all-to-all: what leaves a node takes the device's own card."""
+    size, inside = links.sizes[axis], min(links.sizes[axis], links.together(axis))
+    near = (inside - 1) / size * payload_bytes / links.cluster.node_bandwidth
+    far = (size - inside) / size * payload_bytes / links.cluster.network_bandwidth
     return max(near, far) / links.share + links.cluster.latency(crosses_nodes=links.crosses(axis))
 
 

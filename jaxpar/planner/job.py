@@ -224,7 +224,6 @@ class Software:
             in jaxpar the stages of a replica do.
         folds_experts: Whether each device of ``tensor`` has experts of its own (parallel folding, Liu et al. 2025, arXiv
             2504.14960), so that it receives whole rows.
-        sends_tokens_once: Whether a token of which several experts are on one device, or node, is sent there once.
         expert_imbalance: Rows of the busiest expert over the mean.
         product_rate: Rate of products with weights over that in 16 bits, 2 for FP8 on a GPU that has it.
     """
@@ -246,7 +245,6 @@ class Software:
     recompute: float = 0.0
     stages_on_nodes: bool = False
     folds_experts: bool = False
-    sends_tokens_once: bool = False
     expert_imbalance: float = 1.0
     product_rate: float = 1.0
 

@@ -60,11 +60,6 @@ class Product:
     depth: int
     num_bytes: int
 
-    @property
-    def flops(self) -> int:
-        """Floating-point operations, 2 for a multiplication and an addition."""
-        return 2 * self.batch * self.rows * self.columns * self.depth
-
 
 @dataclass(frozen=True)
 class Kernels:
@@ -152,6 +147,7 @@ class _Counted:
         self.num_bytes = self.replicated_bytes = self.score_bytes = self.num_others = 0
         self._reads: dict[int, frozenset[int]] = {}
         self._is_view: set[int] = set()
+        self._looked_up: set[int] = set()
 
     def reads(self, value: int) -> frozenset[int]:
         if value not in self._reads:
@@ -168,8 +164,10 @@ class _Counted:
         if self.is_sent(node) or grouped_of(node):
             return
         if node.name in _OF_THEIR_OWN:
-            if node.name not in ("dot_general", FORWARD, BACKWARD):
-                # A lookup reads the rows that it needs, and a sum into rows reads and writes those.
+            if node.name == "gather":  # reads the rows that it needs, in the chain that begins with it
+                self._looked_up.update(node.outputs)
+            elif node.name not in ("dot_general", FORWARD, BACKWARD):
+                # A sum into rows reads and writes those.
                 rows = node.inputs[-1:] if node.name == "scatter-add" else node.outputs
                 self._count([*node.inputs[1:], *rows, *rows])
             return
@@ -182,6 +180,8 @@ class _Counted:
 
     def write(self, value: int) -> None:
         reads = self.reads(value)
+        if value in self._looked_up:
+            self._count([value, value])
         if value in self._is_view or reads == {value} or not reads:
             return
         self._count([value, *reads])

@@ -173,11 +173,6 @@ class Analysis:
         """The shape of the activations that layers read and write, on a device that has all of ``tensor``."""
         return max(jax.tree.leaves(self._traced.ends.x), key=lambda leaf: leaf.size * leaf.dtype.itemsize)
 
-    @property
-    def rows_per_token(self) -> int:
-        """The number of experts that a token uses."""
-        return self._grouped.pairs * self._stream.shape[-1] // self._stream.size if self._grouped else 1
-
     def _over_data(self, grouped: Sequence[Grouped]) -> Iterator[Sent]:
         """Yields the all-to-alls of experts over ``data``, of rows to them and back, once for F and once for B.
 
