@@ -80,7 +80,7 @@ class Analysis:
         self.data = 1 if shape.over_data is None else data
         if (shape.experts or 1) % self.data:
             raise ValueError(
-                f"data must divide the experts; got data={data} and {shape.experts} experts. Choose another."
+                f"{arg('data')} must divide the experts; got {arg(data=data)} and {shape.experts} experts. Choose another."
             )
         self.times: dict[Any, Any] = {}  # of `op_times`
         self._parts: dict[int, Work] = {}  # of the head, by the number of stages
