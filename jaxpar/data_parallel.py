@@ -132,8 +132,8 @@ def check_sequences(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
     seq, chunks = next(iter(lengths.values())), 2 * context
     if seq == 0 or seq % chunks:
         raise ValueError(
-            "a sequence must be divisible by twice the context axis, since each device has two chunks of it; got a sequence of "
-            f"{seq}, {arg(context=context)}. Use a sequence of {max(-(-seq // chunks), 1) * chunks}, or another context."
+            "a sequence must be divisible by twice the context axis, since each device has two chunks of it; got "
+            f"{arg(seq=seq, context=context)}. Use {arg(seq=max(-(-seq // chunks), 1) * chunks)}, or another {arg('context')}."
         )
 
 

@@ -201,7 +201,7 @@ def test_a_batch_that_is_not_in_the_order_of_the_devices_gives_nan(x64):
     [
         (
             {"x": np.ones((8, 12))},
-            "divisible by twice the context axis.*got a sequence of 12, context=4. Use a sequence of 16",
+            "divisible by twice the context axis.*got seq=12, context=4. Use seq=16, or another context",
         ),
         (
             {"x": np.ones((8, 16)), "y": np.ones((8, 3))},
