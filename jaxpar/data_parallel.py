@@ -154,7 +154,14 @@ def _with_positions(batch: PyTree) -> PyTree:
     if not isinstance(batch, dict):
         return batch
     rows, seq = next(leaf.shape[:2] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 1)
-    segments = np.asarray(batch["segments"]) if "segments" in batch else np.zeros((rows, seq), np.int32)
+    segments, positions = (np.asarray(batch.get(name, 0)) for name in ("segments", "positions"))
+    for name, given in (("segments", segments), ("positions", positions)):
+        if name in batch and (given.shape != (rows, seq) or not np.issubdtype(given.dtype, np.integer)):
+            raise ValueError(
+                f"{name} must be integers [rows, seq]; got {given.dtype} of shape {given.shape}, where rows, seq are {rows}, "
+                f"{seq}. Give one for each token, or leave them out."
+            )
+    segments = np.broadcast_to(segments, (rows, seq))
     is_next = segments[:, 1:] == segments[:, :-1]
     starts = np.pad(~is_next, ((0, 0), (1, 0)))
     if "segments" in batch:
@@ -162,11 +169,10 @@ def _with_positions(batch: PyTree) -> PyTree:
     if "positions" not in batch:
         index = np.broadcast_to(np.arange(seq, dtype=np.int32), (rows, seq))
         return batch | {"positions": index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)}
-    positions = np.asarray(batch["positions"])
-    if positions.shape != (rows, seq) or np.any((np.diff(positions, axis=1) != 1) & is_next):
+    if np.any((np.diff(positions, axis=1) != 1) & is_next):
         raise ValueError(
-            "positions must count up by one in each document, a run of equal numbers in segments or else a row; got positions "
-            f"of shape {positions.shape} that do not. Leave them out, and they are added."
+            "positions must count up by one in each document, a run of equal numbers in segments or else a row; got others. "
+            "Leave them out, and they are added."
         )
     return batch
 
