@@ -119,8 +119,11 @@ def test_a_crafted_manifest_is_refused(changes, message):
         GOOD.render().replace(" ", "  ", 1).encode(),
         b'{"body": NaN}',
         b'{"step": 1' + b"0" * 5000 + b"}",
+        _render(
+            {"body": json.loads(GOOD.render())["body"] | {"step": 4}, "sha256": json.loads(GOOD.render())["sha256"]}
+        ).encode(),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_text_that_is_no_manifest_is_refused(raw):
     with pytest.raises(ValueError, match=r"manifest\.json is damaged"):

@@ -145,6 +145,7 @@ def test_a_head_takes_what_it_only_casts_already_cast(tied):
     own = [leaves[i] for i in ends.head_reads]
     cast = [leaf.astype(dtype) for leaf, dtype in zip(own, ends.head_dtypes, strict=True)]
     assert_same(ends.head(cast, [y], batch, 8.0), ends.head(own, [y], batch, 8.0), within=0)
+    assert ends.embed_is_lookup
     assert_same(ends.embed([leaves[i] for i in ends.embed_reads], batch), [model.embed(outer, batch)], within=0)
 
 

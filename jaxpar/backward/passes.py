@@ -15,7 +15,7 @@ parts:
 - What the backward pass gathers of ct before any product is an input (``gathered``): the trip before gathers it.
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -46,11 +46,6 @@ def run_passes(*passes: Steps) -> list[tuple]:
         if len(passes) > 1 and not returned:
             values = list(jax.lax.optimization_barrier(values))
     return [returned[i] for i in range(len(passes))]
-
-
-def alone(steps: Callable[..., Steps]) -> Callable[..., tuple]:
-    """Returns the function of a pass that waits for no other."""
-    return lambda *args: run_passes(steps(*args))[0]
 
 
 @dataclass(frozen=True)
@@ -87,10 +82,14 @@ class LayerPasses:
         return graph.run(nodes, dict(zip(self.layer.values["ct"], ct, strict=True)), makes)
 
     def backward(self, params: Arrays, residuals_b: Arrays, residuals_w: Arrays, ct: Arrays, gathered: Arrays) -> Steps:
-        """Returns (dx, dp), as ``SplitLayer.backward``; it yields a value before it scatters."""
+        """Returns (dx, values, finish) of which ``finish(values)`` makes dp of the products for it, and reads no residuals.
+
+        dx and dp are those of ``SplitLayer.backward``. It yields a value before it scatters.
+        """
         layer = self.layer
         if not self.orders:
-            return layer.backward(params, residuals_b, residuals_w, ct)
+            dx, dp = layer.backward(params, residuals_b, residuals_w, ct)
+            return dx, dp, lambda dp: dp
         plan = layer.plans["backward"]
         given = zip(plan.known, [*params, *residuals_b, *residuals_w, *ct], strict=True)
         known = layer.graph.constants | dict(given)
@@ -111,8 +110,20 @@ class LayerPasses:
                 run(layer.graph.needed(values, known))
                 together = [*node.outputs, *values]
                 known |= zip(together, jax.lax.optimization_barrier([known[i] for i in together]), strict=True)
-        run(plan.nodes)
-        return tuple([known[i] for i in layer.values[name]] for name in ("dx", "dp"))
+        made = self._before_dp
+        run(layer.graph.needed(made, known))
+
+        def finish(values: Arrays) -> list:
+            known.update(zip(made, values, strict=True))
+            run(plan.nodes)
+            return [known[i] for i in layer.values["dp"]]
+
+        return [known[i] for i in layer.values["dx"]], [known[i] for i in made], finish
+
+    @property
+    def has_waits(self) -> bool:
+        """Whether anything in the backward pass waits for an order, as under sequence parallelism."""
+        return self.orders and bool(self._waits)
 
     @cached_property
     def _for_dx(self) -> list[Node]:
@@ -170,6 +181,16 @@ class LayerPasses:
             node.outputs: made(own) + made(self._gathers_for(following or products))
             for (node, own), following in zip(shares, nexts, strict=False)
         }
+
+    @cached_property
+    def _before_dp(self) -> list[int]:
+        """The products that only dp needs, and what else is made of residuals of what dp is made of."""
+        nodes, dp = self.layer.plans["backward"].nodes, self.layer.values["dp"]
+        products = [node for node in nodes if _is_product(node) and node not in self._for_dx]
+        after = self.layer.graph.reached(i for each in products for i in each.outputs)
+        last = [node for node in nodes if not after.isdisjoint(node.inputs)]
+        given = {*self.layer.values["params"], *self.layer.graph.constants, *(i for each in last for i in each.outputs)}
+        return sorted({*dp, *(i for each in last for i in each.inputs)} - given)
 
     def _gathers_for(self, products: list[Node]) -> list[Node]:
         """The gathers of stored values for products."""

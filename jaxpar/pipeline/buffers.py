@@ -59,17 +59,9 @@ def put(ring: Arrays, values: Sequence[Any], *index: Any) -> Arrays:
     return [_write(array, unwrap_key(value), index) for array, value in zip(ring, values, strict=True)]
 
 
-def get(ring: Arrays, shapes: Sequence[Any], *index: Any, as_stored: bool = False) -> Arrays:
-    """Returns the values of a ring at an index of its leading dims, as arrays like ``shapes``.
-
-    Args:
-        ring: The ring.
-        shapes: What it stores.
-        index: The slot, and the position of a layer.
-        as_stored: Whether XLA must read the values as they are in memory. Otherwise it may transpose the whole ring first, for
-            the products that read it; it does so on GPUs.
-    """
-    return [rewrap_key(_read(array, index, as_stored), like) for array, like in zip(ring, shapes, strict=True)]
+def get(ring: Arrays, shapes: Sequence[Any], *index: Any) -> Arrays:
+    """Returns the values of a ring at an index of its leading dims (slot, position of a layer), as arrays like ``shapes``."""
+    return [rewrap_key(_read(array, index), like) for array, like in zip(ring, shapes, strict=True)]
 
 
 def add_at(totals: Arrays, values: Sequence[Any], index: Any) -> Arrays:
@@ -93,7 +85,14 @@ def add_to(totals: Arrays, indices: Sequence[int], values: Sequence[Any]) -> Arr
 
 
 def take(arrays: Sequence[Any], index: Any, *, as_stored: bool = False) -> Arrays:
-    """Returns the arrays at an index of their leading dim."""
+    """Returns the arrays at an index of their leading dim.
+
+    Args:
+        arrays: The arrays.
+        index: The index.
+        as_stored: Whether XLA must read the values as they are in memory. Otherwise it may transpose whole arrays for products
+            that read them; it does so on GPUs.
+    """
     return [_read(array, (index,), as_stored) for array in arrays]
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar._compat import opened
+from jaxpar._compat import opened, with_inner
 from jaxpar.backward.add_grads import nodes_of_grads
 from jaxpar.backward.graph import ELEMENTWISE, Graph, fold_transposes, trace
 from jaxpar.dtypes import float_indices, is_float, merge
@@ -30,6 +30,7 @@ from jaxpar.trainable import trained_indices
 
 Arrays = Sequence[Any]
 _IN_LOOKUPS = ELEMENTWISE | {"add_any", "gather", "pad", "reduce_sum", "reshard", "scatter-add", "sharding_constraint"}
+_CALLS = {"custom_jvp_call", "jit", "pjit"}  # whose operations count
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def split_ends(
     loss_sums = jax.eval_shape(head_all, shapes, y_leaves, microbatch)
     dx = [leaf for leaf in jax.eval_shape(embed_all, shapes, microbatch) if is_float(leaf)]
     embed_back = nodes_of_grads(trace(embed_backward, [shapes[i] for i in embed_reads], microbatch, dx), len(dx))
-    is_lookup = {node.name for node in embed_back} <= _IN_LOOKUPS
+    names = {inner.primitive.name for node in embed_back for inner in with_inner(node.equation)}
+    is_lookup = names <= _IN_LOOKUPS | _CALLS
     of_head = jax.make_jaxpr(head)([shapes[i] for i in head_reads], y_leaves, microbatch, loss_sums[0])
     operations = {
         "embed": [node.equation for node in embed_graph.nodes],

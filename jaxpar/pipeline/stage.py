@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.backward.add_grads import add_grads
-from jaxpar.backward.passes import LayerPasses, Steps, alone, run_passes
+from jaxpar.backward.passes import LayerPasses, run_passes
 from jaxpar.backward.split import SplitLayer
 from jaxpar.dtypes import float_indices, merge, rewrap_key, unwrap_key
 from jaxpar.mesh import TENSOR
@@ -199,8 +199,7 @@ class Stage:
 
     def stored(self, state: State, row: OpRow, name: str, position: Any) -> list:
         """The values of one layer in a buffer."""
-        at = (getattr(row, name), position)
-        values = buffers.get(getattr(state, name), self.layer.shapes(name), *at, as_stored=self.program.masks)
+        values = buffers.get(getattr(state, name), self.layer.shapes(name), getattr(row, name), position)
         return [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
 
     def with_keys(self, unwrapped: Sequence) -> list:
@@ -213,27 +212,28 @@ class Stage:
         """Runs the layers of a chunk on its input, and stores their residuals if asked."""
         rings = (state.residuals_b, state.residuals_w) if store else ([], [])
         carry = (self.input_of(state, row, embed), *rings)
-        one_forward = alone(self.layer_forward(row, store=store))
-        y, residuals_b, residuals_w = self.layers.over_layers(one_forward, row.chunk, carry)
+        y, residuals_b, residuals_w = self.layers.over_layers(self.layer_forward(row, store=store), row.chunk, carry)
         return (state._replace(residuals_b=residuals_b, residuals_w=residuals_w) if store else state), y
 
-    def layer_forward(self, row: OpRow, *, store: bool) -> Callable[[tuple, Any, list], Steps]:
-        """The pass of F of one layer in a loop, whose carry is x and the buffers of residuals."""
+    def layer_forward(self, row: OpRow, *, store: bool) -> Callable[[tuple, Any, list], tuple]:
+        """The body of a loop that runs layers; its carry is x and the buffers of residuals."""
 
-        def steps(carry: tuple, position: Any, params: list) -> Steps:
-            x, residuals_b, residuals_w = carry
-            y, *stored = yield from self.passes.forward(params, self.with_keys(x), store=store)
-            if store:
-                residuals_b = self.store(residuals_b, stored[0], row, "residuals_b", position)
-                residuals_w = self.store(residuals_w, stored[1], row, "residuals_w", position)
-            return [unwrap_key(a) for a in y], residuals_b, residuals_w
+        def body(carry: tuple, position: Any, params: list) -> tuple:
+            x, *rings = carry
+            ((y, *stored),) = run_passes(self.passes.forward(params, self.with_keys(x), store=store))
+            return [unwrap_key(a) for a in y], *self.store_layer(rings, stored, row, position)
 
-        return steps
+        return body
 
-    def layer_backward(self, carry: tuple, residuals: tuple[list, list], params: list) -> Steps:
-        """The complete backward pass of one layer in a loop, whose carry is ct and what the layer gathers of it."""
-        dx, grads = yield from self.passes.backward(params, *residuals, *carry)
-        return (dx, self.passes.gathered(dx)), grads
+    def store_layer(self, rings: list, stored: list, row: OpRow, position: Any) -> list:
+        """Writes what F of one layer stores, if it does, to the buffers of residuals."""
+        each = zip(rings, stored, ("residuals_b", "residuals_w"), strict=True) if stored else ()
+        return [self.store(ring, values, row, name, position) for ring, values, name in each] or rings
+
+    def layer_backward(self, carry: tuple, residuals: tuple[list, list], params: list) -> tuple[tuple, list]:
+        """Runs the complete backward pass of one layer in a loop, whose carry is ct and what the layer gathers of it."""
+        ((dx, made, finish),) = run_passes(self.passes.backward(params, *residuals, *carry))
+        return (dx, self.passes.gathered(dx)), finish(made)
 
     def forward(self, state: State, row: OpRow) -> tuple[State, list]:
         """F: returns the activation to send."""
@@ -305,7 +305,7 @@ class Stage:
             dx, ring = self.layers.over_layers(input_grads, row.chunk, (ct, state.cotangents_w), back=True)
             state = state._replace(cotangents_w=ring)
         else:
-            all_grads = lambda ct, position, params: alone(self.layer_backward)(ct, residuals(position), params)
+            all_grads = lambda ct, position, params: self.layer_backward(ct, residuals(position), params)
             carry = (ct, self.passes.gathered(ct))
             (dx, _), grads = self.layer_grads.add_over_layers(all_grads, row, carry, state.layer_grads, back=True)
             state = state._replace(layer_grads=grads)
@@ -359,30 +359,31 @@ class Stage:
             B         layer L-1    layer L-2           layer 0
 
         Neither reads what the other writes, so XLA can run the collectives over ``tensor`` of one beside the products of the
-        other. In loops of their own nothing could run beside them: the next product of a layer needs the result of the
-        collective. An op that is off runs on what its slots hold. Positions that do not hold a layer in every chunk have loops
-        of their own: those of B before, those of F after.
+        other (``backward/passes.py``). An op that is off runs on what its slots hold. Positions that do not hold a layer in
+        every chunk have loops of their own: those of B before, those of F after.
         """
         layers, num_common = self.layers, self.layers.layout.min_layers
-        one_forward = self.layer_forward(forward, store=not self.program.schedule.recomputes)
+        one_forward = self.layer_forward(forward, store=(stores := not self.program.schedule.recomputes))
         residuals = lambda rings, position: self.residuals(
             state._replace(residuals_b=rings[0], residuals_w=rings[1]), backward, position
         )
 
         def one_backward(carry: tuple, position: Any, params: list) -> tuple[tuple, list]:
             ct, x, *rings = carry
-            ct, grads = alone(self.layer_backward)(ct, residuals(rings, position), params)
+            ct, grads = self.layer_backward(ct, residuals(rings, position), params)
             return (ct, x, *rings), grads
 
         def one_of_each(carry: tuple, position: Any, params: list) -> tuple[tuple, list]:
             ct, x, *rings = carry
-            # All of B's reads come before F's writes, or XLA keeps the rings as they were for the reads: it copies them.
-            rings, (for_b, for_w) = jax.lax.optimization_barrier((rings, residuals(rings, position)))
-            ahead = num_common - 1 - position
-            of_forward = one_forward((x, *rings), ahead, layers.params_at(forward.chunk, ahead))
-            of_backward = self.layer_backward(ct, (for_b, for_w), params)
-            (x, *rings), (ct, grads) = run_passes(of_forward, of_backward)
-            return (ct, x, *rings), grads
+            # B's reads come before F's writes, or XLA copies the rings: here, or after B's products if they are in order.
+            ahead, read, ordered = num_common - 1 - position, residuals(rings, position), self.passes.has_waits
+            rings, read = (rings, read) if ordered else jax.lax.optimization_barrier((rings, read))
+            of_forward = layers.params_at(forward.chunk, ahead), self.with_keys(x)
+            passes = self.passes.forward(*of_forward, store=stores), self.passes.backward(params, *read, *ct)
+            (y, *stored), (dx, made, finish) = run_passes(*passes)
+            rings, dx, made = jax.lax.optimization_barrier((rings, dx, made)) if ordered else (rings, dx, made)
+            rings, y = self.store_layer(rings, stored, forward, ahead), [unwrap_key(a) for a in y]
+            return ((dx, self.passes.gathered(dx)), y, *rings), finish(made)
 
         ct, x = self.cotangent(state, backward), self.input_of(state, forward, self.ends.embed)
         carry = ((ct, self.passes.gathered(ct)), x, state.residuals_b, state.residuals_w)
@@ -391,10 +392,8 @@ class Stage:
                 one_backward, backward, carry, state.layer_grads, back=True, everywhere=one_of_each
             )
             of_some = (num_common, layers.num_layers(forward.chunk))
-            y, residuals_b, residuals_w = layers.over_positions(
-                *of_some, alone(one_forward), forward.chunk, tuple(carry)
-            )
-        state = state._replace(layer_grads=layer_grads, residuals_b=residuals_b, residuals_w=residuals_w)
+            y, *rings = layers.over_positions(*of_some, one_forward, forward.chunk, tuple(carry))
+        state = state._replace(layer_grads=layer_grads, residuals_b=rings[0], residuals_w=rings[1])
         state, y = self.after_layers(state, forward, y)
         state, dx = self.before_layers(state, backward, dx)
         return state, {"F": y, "B": dx}

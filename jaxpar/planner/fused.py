@@ -23,7 +23,7 @@ from jaxtyping import Array
 from jaxpar._compat import Primitive, with_inner
 from jaxpar.backward.graph import Graph, Node
 from jaxpar.backward.partition import RULES as BUILT_IN
-from jaxpar.backward.partition import Cut, Found
+from jaxpar.backward.partition import Cut, Found, elementwise
 from jaxpar.models.grouped_product import TILE
 
 FORWARD, BACKWARD = "planned_attention", "planned_attention_backward"
@@ -94,7 +94,19 @@ def shard_rows(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
     return BUILT_IN["custom_vjp_call"](graph, node, cuts)
 
 
-RULES = {FORWARD: shard_attention, BACKWARD: shard_attention, "custom_vjp_call": shard_rows}
+def shard_look_up(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
+    """The rule for a lookup with a derivative of its own: of a table whose rows are sharded the shards' finds are summed."""
+    if any(each.primitive.name == "gather" for each in with_inner(node.equation)) and set(cuts) <= {None, 0}:
+        return Found([None] * len(node.outputs), "all-reduce")
+    return elementwise(graph, node, cuts)
+
+
+RULES = {
+    FORWARD: shard_attention,
+    BACKWARD: shard_attention,
+    "custom_vjp_call": shard_rows,
+    "custom_jvp_call": shard_look_up,
+}
 
 
 class Grouped(NamedTuple):
