@@ -106,7 +106,7 @@ def batch_specs(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     return jax.tree.map(lambda leaf: PartitionSpec(*rows, CONTEXT) if splits(leaf) else rows, batch)
 
 
-def one_microbatch(batch: PyTree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> PyTree:
+def microbatch_shapes(batch: PyTree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> PyTree:
     """Returns the shapes of a device's part of a microbatch."""
     sizes = num_replicas(mesh) * num_microbatches, mesh.shape[CONTEXT]
 
