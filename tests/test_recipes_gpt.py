@@ -226,7 +226,7 @@ def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path, capsys):
 
 def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_path):
     of_numbers = "--model", "moe-bytes", "--router-bias-rate", "0.01", "--learning-rate-schedule", "constant"
-    over_data = "--experts", "data", "--expert-buffer", "1.9", *IN_THREE_DIMENSIONS
+    over_data = "--experts", "data", "--mesh.data", "4", "--mesh.stage", "2", "--expert-buffer", "3.9"
     run(tmp_path, *of_numbers, *over_data, "--steps", "8", "--checkpoint-every", "8")
     run(tmp_path, *of_numbers, "--mesh.tensor", "8", "--expert-split", "expert_mlp", "--resume")
     losses = [line["loss"] for line in read_lines(tmp_path)]
