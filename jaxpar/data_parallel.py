@@ -106,7 +106,7 @@ def batch_specs(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     return jax.tree.map(lambda leaf: PartitionSpec(*rows, CONTEXT) if splits(leaf) else rows, batch)
 
 
-def one_microbatch(batch: PyTree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> PyTree:
+def microbatch_shapes(batch: PyTree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> PyTree:
     """Returns the shapes of a device's part of a microbatch."""
     sizes = num_replicas(mesh) * num_microbatches, mesh.shape[CONTEXT]
 
@@ -132,8 +132,8 @@ def check_sequences(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
     seq, chunks = next(iter(lengths.values())), 2 * context
     if seq == 0 or seq % chunks:
         raise ValueError(
-            "a sequence must be divisible by twice the context axis, since each device has two chunks of it; got a sequence of "
-            f"{seq}, {arg(context=context)}. Use a sequence of {max(-(-seq // chunks), 1) * chunks}, or another context."
+            "a sequence must be divisible by twice the context axis, since each device has two chunks of it; got "
+            f"{arg(seq=seq, context=context)}. Use {arg(seq=max(-(-seq // chunks), 1) * chunks)}, or another {arg('context')}."
         )
 
 
@@ -154,7 +154,14 @@ def _with_positions(batch: PyTree) -> PyTree:
     if not isinstance(batch, dict):
         return batch
     rows, seq = next(leaf.shape[:2] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 1)
-    segments = np.asarray(batch["segments"]) if "segments" in batch else np.zeros((rows, seq), np.int32)
+    segments, positions = (np.asarray(batch.get(name, 0)) for name in ("segments", "positions"))
+    for name, given in (("segments", segments), ("positions", positions)):
+        if name in batch and (given.shape != (rows, seq) or not np.issubdtype(given.dtype, np.integer)):
+            raise ValueError(
+                f"{name} must be integers [rows, seq]; got {given.dtype} of shape {given.shape}, where rows, seq are {rows}, "
+                f"{seq}. Give one for each token, or leave them out."
+            )
+    segments = np.broadcast_to(segments, (rows, seq))
     is_next = segments[:, 1:] == segments[:, :-1]
     starts = np.pad(~is_next, ((0, 0), (1, 0)))
     if "segments" in batch:
@@ -162,11 +169,10 @@ def _with_positions(batch: PyTree) -> PyTree:
     if "positions" not in batch:
         index = np.broadcast_to(np.arange(seq, dtype=np.int32), (rows, seq))
         return batch | {"positions": index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)}
-    positions = np.asarray(batch["positions"])
-    if positions.shape != (rows, seq) or np.any((np.diff(positions, axis=1) != 1) & is_next):
+    if np.any((np.diff(positions, axis=1) != 1) & is_next):
         raise ValueError(
-            "positions must count up by one in each document, a run of equal numbers in segments or else a row; got positions "
-            f"of shape {positions.shape} that do not. Leave them out, and they are added."
+            "positions must count up by one in each document, a run of equal numbers in segments or else a row; got others. "
+            "Leave them out, and they are added."
         )
     return batch
 

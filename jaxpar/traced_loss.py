@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import equations, has_reference_effects
 from jaxpar.backward.graph import trace
-from jaxpar.data_parallel import accumulate, one_microbatch
+from jaxpar.data_parallel import accumulate, microbatch_shapes
 from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
 from jaxpar.loss_sums import value_of
@@ -91,7 +91,7 @@ def trace_loss(
     Raises:
         ValueError: The weight depends on the outputs, or an operation cannot run on the mesh.
     """
-    microbatch = one_microbatch(batch, mesh, num_microbatches)
+    microbatch = microbatch_shapes(batch, mesh, num_microbatches)
     shapes = jax.eval_shape(lambda params: params, params)
     of_part = partial(_trace_part, model, loss, mesh, num_microbatches, executor, shapes, microbatch)
     if mesh.shape[CONTEXT] == 1:

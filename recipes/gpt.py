@@ -31,6 +31,7 @@ import jaxpar
 from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags
 from jaxpar.data.batches import round_up
+from jaxpar.data_parallel import check_sequences
 from jaxpar.metrics.log import read_metrics
 from jaxpar.models import lora, transformer
 from jaxpar.pipeline import masks_idle_ops
@@ -204,6 +205,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
     language_model.check_lora(config.lora, config.optimizer)
     check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
     language_model.check_model(own, data.seq, needs_weights=not (config.common.resume or config.gpu.compile_for))
+    check_sequences({"tokens": jax.ShapeDtypeStruct((1, data.seq), "int32")}, mesh)
     if own.sequence_parallel and data.seq % mesh.shape["tensor"]:
         raise ValueError(
             f"--sequence-parallel splits a row over the tensor axis, which must divide it; got --seq {data.seq}, "

@@ -110,6 +110,7 @@ def test_an_equation_is_bound_to_other_inputs_under_the_mesh_that_is_set():
     np.testing.assert_array_equal(made, np.full((2, 4), 6.0))
 
 
+@pytest.mark.usefixtures("source_lines")
 def test_a_profile_names_the_line_of_the_user():
     traced = equation(lambda x: jnp.sin(x), 1.0, name="sin")
     again = jax.make_jaxpr(lambda x: _compat.bind(traced, [x])[0])(1.0)

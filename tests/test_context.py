@@ -201,7 +201,7 @@ def test_a_batch_that_is_not_in_the_order_of_the_devices_gives_nan(x64):
     [
         (
             {"x": np.ones((8, 12))},
-            "divisible by twice the context axis.*got a sequence of 12, context=4. Use a sequence of 16",
+            "divisible by twice the context axis.*got seq=12, context=4. Use seq=16, or another context",
         ),
         (
             {"x": np.ones((8, 16)), "y": np.ones((8, 3))},
@@ -211,6 +211,14 @@ def test_a_batch_that_is_not_in_the_order_of_the_devices_gives_nan(x64):
         (
             {"x": np.ones((8, 16)), "positions": np.zeros((8, 16), int)},
             "positions must count up by one in each document",
+        ),
+        (
+            {"x": np.ones((8, 16)), "positions": np.tile(np.arange(16.0), (8, 1))},
+            r"positions must be integers \[rows, seq\]; got float64 of shape \(8, 16\)",
+        ),
+        (
+            {"x": np.ones((8, 16)), "segments": np.zeros(8, int)},
+            r"segments must be integers \[rows, seq\]; got int64 of shape \(8,\), where rows, seq are 8, 16\. Give one",
         ),
     ],
 )

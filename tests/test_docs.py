@@ -69,6 +69,8 @@ RUN_BY = {
     "--out-dir runs/launched": "test_launch.py",
     "python recipes/gpt.py --model moe-bytes --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --out-dir "
     "runs/moe": "test_recipes_gpt.py",
+    "python recipes/gpt.py --model moe-bytes --experts data --fake-devices 8 --mesh.data 4 --mesh.stage 2 --out-dir "
+    "runs/moe-data": "test_recipes_gpt.py",
     "python -m jaxpar serve runs/house_prices": "test_serve.py",  # which sends what the page sends
     "python -m jaxpar serve runs/job": "test_serve.py",
     "python -m jaxpar serve exported --port 8001": "test_serve.py",

@@ -64,6 +64,7 @@ def test_products_are_direct_in_the_program_of_a_pipeline_too():
     assert text.count("transpose[") == 1, "in W; of the two products that make gradients of weights"
 
 
+@pytest.mark.usefixtures("source_lines")
 def test_what_a_graph_runs_is_said_to_stand_where_the_user_wrote_it():
     graph = trace(mlp_loss, *draw_mlp())
 

@@ -277,6 +277,12 @@ def test_a_mesh_that_splits_sequences_is_the_job_s_and_the_recipe_s():
     assert (job.num_nodes, job.nodes_per_replica) == (2, 1)
 
 
+def test_the_axis_of_a_plans_experts_is_a_flag():
+    plan = {"data": 4, "stage": 1, "tensor": 1, "experts": "data"}
+    assert plan_flags(first_plan(plan), ())[-2:] == ["--experts", "data"]
+    assert "--experts" not in plan_flags(first_plan(plan | {"experts": None}), ())
+
+
 def test_the_rank_of_a_plan_with_lora_is_a_flag():
     plan = {"data": 1, "stage": 1, "tensor": 1, "lora_rank": 8}
     assert plan_flags(first_plan(plan), ())[-2:] == ["--lora-rank", "8"]

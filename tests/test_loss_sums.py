@@ -134,7 +134,8 @@ def test_without_the_mask_the_sums_of_idle_stages_would_be_found(monkeypatch):
     monkeypatch.setattr("jaxpar.pipeline.stage.masked", lambda mask, arrays: list(arrays))
     value_and_grad, given = on_mesh({"stage": 2}, mask_idle_ops=True)
     (_, means), _ = value_and_grad(*given)
-    assert np.isnan(means["sign"])
+    (_, want), _ = reference()
+    assert all(abs(means[name] / want[name] - 1) > 0.1 for name in want)
 
 
 @pytest.mark.parametrize(

@@ -464,6 +464,14 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
             r"the axes must multiply to the devices.* got tensor=3",
         ),
         (
+            lambda: jaxpar.plan(SMALL, node(), batch_size=64, experts="data"),
+            r"experts is for a model with experts; got experts=data and ",
+        ),
+        (
+            lambda: jaxpar.plan(transformer_shape("gpt2", seq=60), node(), batch_size=64, context=4),
+            r"divisible by twice the context axis.*; got seq=60, context=4\. Use seq=64, or another context",
+        ),
+        (
             lambda: price(SMALL, node(), Choice(data=8, num_microbatches=3), batch_size=64),
             r"data times num_microbatches must divide batch_size; got 8 times 3 and batch_size=64. Choose a batch_size of 48\.",
         ),

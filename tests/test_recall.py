@@ -45,7 +45,7 @@ def test_rows_are_a_function_of_seed_and_step_and_those_held_out_are_others():
 
 
 def test_rows_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="a row of recall must have a fact, a gap and a question; got --seq 3"):
+    with pytest.raises(ValueError, match="a row of recall must have a fact, a gap and a question; got seq=3"):
         Recall(3, vocab_size=256)
     with pytest.raises(
         ValueError, match=f"recall has {recall.GAP + 1} tokens, .* got vocab_size=128. Choose --model llama"

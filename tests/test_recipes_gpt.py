@@ -226,7 +226,7 @@ def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path, capsys):
 
 def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_path):
     of_numbers = "--model", "moe-bytes", "--router-bias-rate", "0.01", "--learning-rate-schedule", "constant"
-    over_data = "--experts", "data", "--expert-buffer", "1.9", *IN_THREE_DIMENSIONS
+    over_data = "--experts", "data", "--mesh.data", "4", "--mesh.stage", "2", "--expert-buffer", "3.9"
     run(tmp_path, *of_numbers, *over_data, "--steps", "8", "--checkpoint-every", "8")
     run(tmp_path, *of_numbers, "--mesh.tensor", "8", "--expert-split", "expert_mlp", "--resume")
     losses = [line["loss"] for line in read_lines(tmp_path)]
@@ -249,6 +249,15 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_pat
             {"model": "moe-bytes", "expert_buffer": 2.0},
             "--expert-buffer applies to --experts data; got 2 with --experts",
         ),
+        (
+            {"expert_split": "expert_mlp"},
+            "--expert-split expert_mlp is for a model with experts; got --model llama-bytes",
+        ),
+        (
+            {"model": "moe-bytes", "experts": "data", "expert_buffer": 0.5},
+            "must be 1 or more; got 0.5. Choose such as 1.5",
+        ),
+        ({"window": 0}, "window must be positive; got 0"),
         (
             {"model": "moe-bytes", "router_bias_rate": -1.0},
             "--router-bias-rate must be 0 or more; got -1. Choose 0.001",
@@ -438,7 +447,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (
             ["--mesh.context", "4", "--seq", "20"],
-            "divisible by twice the context axis.*; got a sequence of 20, --mesh.context 4. Use a sequence of 24",
+            "divisible by twice the context axis.*; got --seq 20, --mesh.context 4. Use --seq 24, or",
         ),
         (
             ["--ignore-config-keys", "attn_pdrop"],
@@ -472,7 +481,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (["--temperature", "-1"], "--temperature must be 0 or more; got -1"),
         (["--prompt", ""], "--prompt must not be empty"),
-        (["--window", "0"], "window must be positive; got 0. Choose 1 or more"),
+        (["--window", "0"], "--window must be positive; got 0. Choose 1 or more"),
         (["--batch-size", "0"], "--batch-size must be from 1 to the number of rows to learn from; got 0"),
         (["--num-microbatches", "0"], "--num-microbatches must be at least 1; got 0"),
         (

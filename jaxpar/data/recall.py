@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxpar.data.batches import RowSource
 from jaxpar.data.packing import empty_rows
+from jaxpar.fields import arg
 
 NUM_NAMES, NUM_VALUES = 4, 26
 NUM_FACTS = NUM_NAMES * NUM_VALUES  # the tokens from 0: the first value of the first name, its second and so on
@@ -39,7 +40,7 @@ class Recall(RowSource):
     def __init__(self, seq: int, *, vocab_size: int, is_test: bool = False) -> None:
         if seq < 4:
             raise ValueError(
-                f"a row of recall must have a fact, a gap and a question; got --seq {seq}. Choose 4 or more."
+                f"a row of recall must have a fact, a gap and a question; got {arg(seq=seq)}. Choose 4 or more."
             )
         if vocab_size <= GAP:
             raise ValueError(
@@ -63,9 +64,6 @@ class Recall(RowSource):
             tokens[:count] = NUM_VALUES * named + values[named]
             tokens[-count:], targets[-count:] = QUESTION + asked, ANSWER + values[asked]
         return found
-
-    def check(self) -> None:
-        """Returns: rows that are made are right."""
 
     def describe(self) -> str:
         """Returns what a row consists of."""

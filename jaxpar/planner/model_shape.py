@@ -28,7 +28,7 @@ from jaxpar.params import abstract_params, specs_from_dims
 from jaxpar.pipeline.embed_and_head import Ends, split_ends
 from jaxpar.shard_map import as_manual_over
 from jaxpar.sharding import path_string, shardings_from_paths
-from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES, split_copied_heads
+from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES, split_copied_heads
 from jaxpar.tensor_parallel import sequence_parallel as constrain_sequence
 from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained
 
@@ -146,7 +146,7 @@ def transformer_shape(
             config = replace(config, expert_products="tiles")
         if experts == DATA:  # without the routers' sums, which are small
             config = replace(config, balance_coefficient=0.0, z_coefficient=0.0, router_bias=False)
-        over = {"experts": DATA, "expert_mlp": TENSOR} if experts == DATA else EXPERT_RULES[config.expert_split]
+        over = EXPERTS_OVER_DATA if experts == DATA else EXPERT_RULES[config.expert_split]
         rules = rules | over
     make = lambda config: transformer.make_model(config, constrain=constrain)
     part = lambda data: make(_with_part_of_experts(config, data))

@@ -15,7 +15,7 @@ from jaxpar.schedule import simulate
 PARTS = {
     "compute": ("computing", "computes longer"),
     "again": ("recomputing", "recomputes forward passes"),
-    "tensor": ("tensor", "sends more over tensor"),
+    "tensor": ("sending inside layers", "sends more inside layers"),
     "bubble": ("waiting for stages", "waits longer for other stages"),
     "data": ("data", "sends more over data"),
     "ends": ("embedding and head over stage", "sends more of embedding and head over stage"),

@@ -70,7 +70,7 @@ def plan(
     estimator = Estimator(
         shape, cluster, batch_size, optimizer or optax.adam(1e-4), executor, assumed, memory_headroom=memory_headroom
     )
-    check_fixed(fixed, executor, batch_size, top)
+    check_fixed(fixed, executor, batch_size, top, shape)
     plans = best_plans(estimator, fixed, top)
     if not plans:
         raise ValueError(why_nothing(estimator, fixed))

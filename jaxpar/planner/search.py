@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 from itertools import count, product
 from typing import Any
 
+from jaxpar.data_parallel import check_sequences
 from jaxpar.fields import arg
-from jaxpar.mesh import AXES, DATA, TENSOR
+from jaxpar.mesh import AXES, DATA, TENSOR, abstract_mesh
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner.cluster import Cluster
@@ -37,8 +38,8 @@ SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may 
 SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced
 
 
-def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int) -> None:
-    """Raises for an unknown setting, or a value out of its range."""
+def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int, shape: ModelShape) -> None:
+    """Raises for an unknown setting, a value out of its range, or one that the model cannot have."""
     if unknown := sorted(set(fixed) - set(SETTINGS)):
         raise ValueError(f"a fixed setting must be one of {', '.join(SETTINGS)}; got {unknown}.")
     if executor not in ("spmd", "mpmd"):
@@ -49,6 +50,11 @@ def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int)
             raise ValueError(f"{arg(name)} must be 1 or more; got {value}. For example: 1.")
     if fixed.get("experts") not in (None, TENSOR, DATA):
         raise ValueError(f'{arg("experts")} must be over "tensor" or "data"; got {fixed["experts"]!r}.')
+    if fixed.get("experts") is not None and shape.experts is None:
+        raise ValueError(
+            f"{arg('experts')} is for a model with experts; got {arg(experts=fixed['experts'])} and {shape.name}. Leave it out."
+        )
+    check_sequences(shape.row, abstract_mesh(context=fixed.get("context") or 1))
     if fixed.get("zero") not in (None, 0, 1, 2, 3):
         raise ValueError(f"{arg('zero')} must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
     schedules = [name for name, _ in SCHEDULES]
@@ -98,7 +104,7 @@ def _meshes(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict[st
         for stage in fixed_or(fixed, "stage", divisors(count // tensor)):
             inner = tensor * context * stage
             replicas, fits = count // inner, count % inner == 0 and stage <= shape.num_layers
-            if not fits or batch_size % replicas or shape.tokens_per_row % context:
+            if not fits or batch_size % replicas or (context > 1 and shape.tokens_per_row % (2 * context)):
                 continue
             in_node = max(1, (cluster.fast_devices or cluster.devices_per_node) // inner)
             groups = {1: replicas} | ({replicas // in_node: in_node} if replicas % in_node == 0 and in_node > 1 else {})

@@ -16,7 +16,6 @@ import jaxpar
 from jaxpar.checkpoint.export import load_save_file
 from jaxpar.compile_only import check_cudnn
 from jaxpar.data.text import BYTES
-from jaxpar.data_parallel import check_sequences
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
@@ -105,26 +104,27 @@ def check_model(flags: ModelFlags, seq: int, *, needs_weights: bool) -> None:
         )
     if flags.init_from is not None:
         check_model_folder(flags.init_from, "--init-from", needs_weights=needs_weights)
-        config_of_flags(flags, seq)  # a config that cannot be read is named before a tokenizer is missed
     if flags.init_from is None and flags.ignore_config_keys:
         raise ValueError(
             f"--ignore-config-keys are of the config.json in --init-from; got {' '.join(flags.ignore_config_keys)} without a "
             "folder. Leave them out, or give --init-from."
         )
-    _check_experts(flags, seq)
+    # A config that is wrong or cannot be read is named before text is read, and before a tokenizer is missed.
+    _check_experts(flags, *config_of_flags(flags, seq))
     if not 0 <= flags.temperature < math.inf:
         raise ValueError(f"--temperature must be 0 or more; got {flags.temperature:g}. 0 takes the likeliest token.")
 
 
-def _check_experts(flags: ModelFlags, seq: int) -> None:
+def _check_experts(flags: ModelFlags, config: transformer.TransformerConfig, named: str) -> None:
     """Raises where a flag of experts has no effect, or does not fit another."""
-    if flags.experts == "data" or flags.router_bias_rate is not None:
-        config, named = config_of_flags(flags, seq)
-        if config.num_experts is None:
-            given = "--experts data" if flags.experts == "data" else "--router-bias-rate"
-            raise ValueError(
-                f"{given} is for a model with experts; got {named}. Leave it out, or choose --model moe-bytes."
-            )
+    given = {
+        "--experts data": flags.experts == "data",
+        "--expert-split expert_mlp": flags.expert_split == "expert_mlp",
+        "--router-bias-rate": flags.router_bias_rate is not None,
+    }
+    if config.num_experts is None and any(given.values()):
+        flag = next(flag for flag, is_given in given.items() if is_given)
+        raise ValueError(f"{flag} is for a model with experts; got {named}. Leave it out, or choose --model moe-bytes.")
     if flags.expert_buffer is not None and flags.experts != "data":
         raise ValueError(
             f"--expert-buffer applies to --experts data; got {flags.expert_buffer:g} with --experts {flags.experts}. Add "
@@ -180,6 +180,9 @@ def config_of_flags(flags: ModelFlags, seq: int) -> tuple[transformer.Transforme
     else:
         config = jaxpar.huggingface.read_config(flags.init_from, ignore=flags.ignore_config_keys, **changes)
         named = f"--init-from {flags.init_from}"
+    if config.num_experts is not None:
+        own = {"expert_split": flags.expert_split, "expert_buffer": flags.expert_buffer}
+        config = dataclasses.replace(config, router_bias=flags.router_bias_rate is not None, **own)
     if config.positions == "learned" and seq > config.max_positions:
         raise ValueError(
             f"--seq must not be longer than a learned table of positions; got {seq}, and {config.max_positions} "
@@ -192,7 +195,6 @@ def model_config(
     flags: ModelFlags, seq: int, text: Data, mesh: jax.sharding.Mesh, gpu: GpuFlags | None = None
 ) -> transformer.TransformerConfig:
     """Returns the model that the flags ask for, for these data and this mesh."""
-    check_sequences({"tokens": jax.ShapeDtypeStruct((1, seq), "int32")}, mesh)
     config, named = config_of_flags(flags, seq)
     if text.is_bytes and (config.tokens != "bytes" or config.vocab_size < BYTES):
         other = (
@@ -205,9 +207,6 @@ def model_config(
             f".bin of its tokens by --data, its tokenizer.json by --tokenizer, or {other}."
         )
     config = config.for_tensor(mesh.shape["tensor"])
-    if config.num_experts is not None:
-        own = {"expert_split": flags.expert_split, "expert_buffer": flags.expert_buffer}
-        config = dataclasses.replace(config, router_bias=flags.router_bias_rate is not None, **own)
     if mesh.devices.flat[0].platform == "gpu" and flags.dtype == "bfloat16":
         if gpu is not None and gpu.compile_for:
             check_cudnn()

@@ -154,7 +154,7 @@ class TransformerConfig:
         optional = ("num_kv_heads", "mlp_dim", "explicit_head_dim", "window")
         for name in (*sizes, *(name for name in optional if getattr(self, name) is not None)):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive; got {getattr(self, name)}. Choose 1 or more.")
+                raise ValueError(f"{arg(name)} must be positive; got {getattr(self, name)}. Choose 1 or more.")
         for name, of in (("num_heads", "embed_dim"), ("kv_heads", "num_heads"), ("kv_copies", "group_size")):
             if name == "num_heads" and self.explicit_head_dim:
                 continue
@@ -236,8 +236,8 @@ class TransformerConfig:
         self._check_choice_of_experts(self.num_experts)
         if self.expert_buffer is not None and not 1 <= self.expert_buffer < math.inf:
             raise ValueError(
-                "replicas get as many rows as their tokens have on average, so expert_buffer must be 1 or more; got "
-                f"{self.expert_buffer}. Choose such as 1.5, or None for room for all rows."
+                f"replicas get as many rows as their tokens have on average, so {arg('expert_buffer')} must be 1 or more; got "
+                f"{self.expert_buffer}. Choose such as 1.5, or leave it out for room for all rows."
             )
         if self.capacity_factor is None:
             return

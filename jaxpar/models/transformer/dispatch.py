@@ -264,5 +264,9 @@ def _take(x: Float[Array, "shards from width"], index: Array, is_there: Bool[Arr
 
 _dispatch, _combine = (jax.custom_vjp(move, nondiff_argnums=(0,)) for move in (_to_slots, _to_tokens))
 # The gathers themselves, which a layer's backward pass may repeat: it does not look into a jax.custom_vjp.
-_dispatch.defvjp(lambda k, x, at: (_to_slots(k, x, at), at), lambda k, at, ct: (_to_tokens(k, ct, at), None))
-_combine.defvjp(lambda k, rows, at: (_to_tokens(k, rows, at), at), lambda k, at, ct: (_to_slots(k, ct, at), None))
+_dispatch.defvjp(
+    lambda k, x, slots: (_to_slots(k, x, slots), slots), lambda k, slots, ct: (_to_tokens(k, ct, slots), None)
+)
+_combine.defvjp(
+    lambda k, x, slots: (_to_tokens(k, x, slots), slots), lambda k, slots, ct: (_to_slots(k, ct, slots), None)
+)
