@@ -91,6 +91,23 @@ JOBS = {
     "70b, data 2, stage 4, tensor 8": Job(
         "llama3.1-70b", Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), nodes=8
     ),
+    "405b, data 512, ZeRO 3": Job("llama3.1-405b", Choice(data=512, zero=3, remat=True), nodes=64),
+    "405b, data 4, stage 16, tensor 8": Job(
+        "llama3.1-405b",
+        Choice(
+            data=4,
+            stage=16,
+            tensor=8,
+            schedule="interleaved",
+            num_chunks=2,
+            num_microbatches=128,
+            zero=1,
+            remat=True,
+            layers_per_virtual_stage=(*(4,) * 30, 3, 3),
+        ),
+        nodes=64,
+        published="43% (8,192 GPUs)",
+    ),
     "BLOOM, data 8, stage 12, tensor 4": Job(
         "bloom-176b",
         Choice(

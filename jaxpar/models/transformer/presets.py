@@ -114,6 +114,7 @@ PRESETS = {
     "llama3-70b": _llama(80, 8192, 64, 28_672, **_LLAMA_3),
     "llama3.1-8b": _llama(32, 4096, 32, 14_336, **_LLAMA_3_1),
     "llama3.1-70b": _llama(80, 8192, 64, 28_672, **_LLAMA_3_1),
+    "llama3.1-405b": _llama(126, 16_384, 128, 53_248, **_LLAMA_3_1),
     "llama3.2-1b": _llama(16, 2048, 32, 8192, **_LLAMA_3_2),
     "llama3.2-3b": _llama(28, 3072, 24, 8192, **_LLAMA_3_2),
     "mistral-7b": _llama(32, 4096, 32, 14_336, num_kv_heads=8, max_positions=32_768, window=4096),
