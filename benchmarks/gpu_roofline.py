@@ -12,10 +12,11 @@ the part of its time during which nothing is computed (`jaxpar/planner/compiled.
 and each parameter, but of experts those that the token goes to, and causal attention; neither recomputed nor discarded ones.
 "By plan" is the memory over that of the planner.
 
-Published MFU is of the precision's peak. Mixtral 8x7B: 64 H100, 438 TFLOP/s (Megatron-LM, README of its experts at 0b4c4cf).
-Qwen3 30B-A3B: 8 H100, 277 TFLOP/s (NeMo Automodel, performance summary of October 2025); 16 H100, FP8, 203 TFLOP/s
-(Megatron-Bridge, performance summary, release 26.06). 131,072 tokens: Llama 3 405B, 16,384 H100 (Llama Team 2024, arXiv
-2407.21783, table 4); Llama 2 7B, 128 H100, FP8, 555 TFLOP/s (NeMo, page of long sequences at 9421f21).
+Published MFU is of the precision's peak. Llama 3 405B: 8,192 H100 (Llama Team 2024, arXiv 2407.21783, table 4). Mixtral 8x7B:
+64 H100, 438 TFLOP/s (Megatron-LM, README of its experts at 0b4c4cf). Qwen3 30B-A3B: 8 H100, 277 TFLOP/s (NeMo Automodel,
+performance summary of October 2025); 16 H100, FP8, 203 TFLOP/s (Megatron-Bridge, performance summary, release 26.06). 131,072
+tokens: Llama 3 405B, 16,384 H100 (the same table); Llama 2 7B, 128 H100, FP8, 555 TFLOP/s (NeMo, page of long sequences at
+9421f21).
 
 The second table counts what the device does beside products in each schedule: copies of 1 MiB and more in loops, those of whole
 rings of residuals over a step apart, waits of the host, and how many messages of the steady state have a product between their
