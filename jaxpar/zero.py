@@ -6,7 +6,7 @@
     2       and gradients        layers: a reduce-scatter whenever gradients are computed, so sums are always sharded
     3       and params           layers: an all-gather before each use, a reduce-scatter in each backward pass; outer once
 
-A param is sharded along its largest dim that no other axis shards and that ``data`` divides; a param without one is replicated.
+A param is sharded along its first dim that no other axis shards and that ``data`` divides; a param without one is replicated.
 With a ``replica`` axis (HSDP) all this happens inside each group of ``data`` replicas, and at the end of the step one
 all-reduce over ``replica`` adds up the shards of the groups: 1 / ``data`` of the gradients' bytes leave a group, and no param.
 With ``context``, over which sequences are split, it is over ``replica`` and ``context``.
@@ -175,8 +175,9 @@ def check_owned(
 def _dim_to_shard(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int | None:
     free = {None} if mesh.shape[TENSOR] > 1 else {None, TENSOR}
     entries, data = (*spec, *(None,) * (len(shape) - len(spec))), mesh.shape[DATA]
-    fitting = [dim for dim, size in enumerate(shape) if entries[dim] in free and size and size % data == 0]
-    return max(fitting, key=lambda dim: shape[dim]) if fitting and data > 1 else None
+    fitting = (dim for dim, size in enumerate(shape) if entries[dim] in free and size and size % data == 0)
+    # Shards of a first dim lie one after another in memory; of another XLA transposes what it gathers and scatters.
+    return next(fitting, None) if data > 1 else None
 
 
 def shardings_over_data(params: PyTree, shardings: PyTree) -> PyTree:
