@@ -255,7 +255,7 @@ class Estimator:
             return None
         transfers = [] if quick else self.traffic(choice)
         sent = transfers or self.traffic(choice, messages=False)
-        shards = choice.data if choice.zero in (1, 2) else 1  # which update a share of the params
+        shards = choice.parts() if choice.zero in (1, 2) else 1  # which update a share of the params
         state = memory["optimizer"] + (self.at_rest(choice).trained_bytes + memory["gradients"]) // shards
         is_ideal = self.executor == "mpmd"
         ranked = step_time(choice, self.prices(choice), sent, state)
@@ -318,7 +318,7 @@ def likely_choices(
         if is_known:
             yield seconds, choice
         elif not is_done(seconds, choice):
-            levels = (1, 2, 3) if choice.data > 1 else (0,)  # level 0 sends as much as level 1 and needs more memory
+            levels = (1, 2, 3) if choice.parts() > 1 else (0,)  # level 0 sends as much as level 1 and needs more memory
             tried = [replace(choice, zero=zero) for zero in fixed_or(fixed, "zero", levels)]
             fits = next((each for each in tried if estimator.seems_to_fit(each, SURPLUS)), None)
             if fits:
