@@ -219,6 +219,6 @@ def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, 
     place = f" in {documents.place(first)}" if documents.place(first) else ""
     raise ValueError(
         f"an example with a prompt must fit in a row of seq + 1 tokens; got {arg(seq=seq)} and {len(too_long)} longer "
-        f"examples, the first of {int(sizes[0])} tokens{place}. Choose --seq {longest - 1}, or --long-examples drop to leave "
-        "them out."
+        f"examples, the first of {int(sizes[0])} tokens{place}. Choose {arg(seq=longest - 1)}, or {arg(long_examples='drop')} "
+        "to leave them out."
     )
