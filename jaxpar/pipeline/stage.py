@@ -347,7 +347,7 @@ class Stage:
 
         def weight_grads(nothing: tuple, position: Any, params: list) -> tuple[tuple, list]:
             values = (self.stored(state, row, name, position) for name in ("residuals_w", "cotangents_w"))
-            return nothing, self.layer.backward_weights(params, *values)
+            return nothing, self.passes.backward_weights(params, *values)
 
         _, grads = self.layer_grads.add_over_layers(weight_grads, row, (), state.layer_grads)
         return state._replace(layer_grads=grads), ()
