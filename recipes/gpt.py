@@ -140,8 +140,8 @@ def main(config: Config) -> None:
         if weights is not None:
             state = dataclasses.replace(state, params=lora.with_weights(state.params, weights))
         jaxpar.huggingface.write_description(run.out_dir / "model", shape, source=own.init_from)
-        held_out = batches.held_out_batches(common.batch_size, own.eval_rows, test, mesh)
-        evaluate = evaluation.Evaluation(loss, shape, layout, held_out)
+        held_out = batches.held_out_batches(common.batch_size, own.eval_rows, test, mesh, schedule.num_microbatches)
+        evaluate = evaluation.Evaluation(model, loss, parallel, pipeline, held_out)
         for step in run.steps():
             state, metrics = train_step(state, batch_of(step))
             if run.is_due(step, own.eval_every):

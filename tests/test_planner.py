@@ -228,11 +228,8 @@ def test_small_all_reduces_take_a_tree_and_large_ones_a_ring():
 
 
 def test_what_leaves_a_node_in_an_all_to_all_takes_the_card_of_its_device():
-    sizes = {"data": 16, "stage": 2, "tensor": 1}
-    one_node, apart = (Links(node(num_nodes=4), sizes, 1.0, stages_on_nodes=first) for first in (True, False))
-    assert collective_seconds(one_node, "data", "all-to-all", 10**10) == pytest.approx(0.5, rel=0.01), (
-        "8 of 16 on another"
-    )
+    near, apart = (Links(node(num_nodes=4), {"data": 16, "stage": 2, "tensor": size}, 1.0) for size in (1, 2))
+    assert collective_seconds(near, "data", "all-to-all", 10**10) == pytest.approx(0.5, rel=0.01), "8 of 16 on another"
     assert collective_seconds(apart, "data", "all-to-all", 10**10) == pytest.approx(0.75, rel=0.01), "12 of 16"
 
 

@@ -287,7 +287,7 @@ def topology(job: Job) -> dict[str, str]:
     if job.replica_topology:
         annotations |= {
             f"{kueue}-slice-required-topology": job.replica_topology,
-            f"{kueue}-slice-size": str(job.nodes_per_replica),
+            f"{kueue}-slice-size": str(job.devices_per_stage // job.devices_per_node),
         }
     return annotations
 

@@ -220,8 +220,6 @@ class Software:
         products_alone_in_w: Whether W, where a schedule has it, computes matrix products alone and B the rest, since what W
             reads is stored. In jaxpar W recomputes elementwise operations.
         recompute: The share of a layer's forward products that is recomputed besides what ``Choice.remat`` says.
-        stages_on_nodes: Whether the devices of a stage are numbered one after another, so that replicas of it share nodes;
-            in jaxpar the stages of a replica do.
         folds_experts: Whether each device of ``tensor`` has experts of its own (parallel folding, Liu et al. 2025, arXiv
             2504.14960), so that it receives whole rows.
         expert_imbalance: Rows of the busiest expert over the mean.
@@ -243,7 +241,6 @@ class Software:
     fused_accumulation: bool = False
     products_alone_in_w: bool = False
     recompute: float = 0.0
-    stages_on_nodes: bool = False
     folds_experts: bool = False
     expert_imbalance: float = 1.0
     product_rate: float = 1.0

@@ -180,7 +180,7 @@ class Prices:
         ideal: bool = False,
     ) -> None:
         self.choice, self.cluster, self.software, self.ideal = choice, cluster, software, ideal
-        self.links = Links(cluster, choice.mesh.shape, assumed.network, software.stages_on_nodes)
+        self.links = Links(cluster, choice.mesh.shape, assumed.network)
         self.counts = choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ()
         self.times: OpTimes = op_times(choice, analysis, self.links, assumed, software, ideal=ideal)
         self.shares_head = not ideal and analysis.part_of_head(choice) is not None
