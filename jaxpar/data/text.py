@@ -367,6 +367,9 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, *, special_tokens: Se
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": list(special_tokens)}
+    alphabet: dict[str, Any] = {
+        "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
+        "special_tokens": list(special_tokens),
+    }
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **alphabet, show_progress=False))
     return tokenizer

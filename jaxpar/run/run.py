@@ -125,9 +125,8 @@ class Run:
         with Watchdog(self.flags.budget) as watchdog, watchdog.phase("save"):
             self._state = self.checkpoints.restore(self.target, config=self._settings, allow=allowed)
         manifest = self.checkpoints.manifest(int(jaxpar.fetch(self._state.step)))
-        self._say(
-            f"resumed from step {manifest.step}, saved on {', '.join(f'{a}={n}' for a, n in manifest.mesh.items())}"
-        )
+        saved_on = ", ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
+        self._say(f"resumed from step {manifest.step}, saved on {saved_on}")
         self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
 
     def compile(self, train_step: Any, batch: Any) -> jax.stages.Compiled:
@@ -337,11 +336,8 @@ def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointMana
 def _check_new(flags: RunFlags, checkpoints: CheckpointManager, latest: int | None) -> None:
     """Raises ValueError if ``--out-dir`` has checkpoints, or results of a run other than this one before a restart."""
     if checkpoints.has_any():
-        of, go_on = (
-            ("one that is damaged", "Choose")
-            if latest is None
-            else (f"one of step {latest}", "Continue it with --resume, choose")
-        )
+        of = "one that is damaged" if latest is None else f"one of step {latest}"
+        go_on = "Choose" if latest is None else "Continue it with --resume, choose"
         raise ValueError(
             f"a new run needs a folder without checkpoints; got {of} in {checkpoints.directory}. {go_on} another --out-dir, or "
             "add --overwrite, which deletes the earlier run."
