@@ -3,12 +3,28 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from jaxpar.metrics.log import read_metrics
 from jaxpar.models.sweep import Errors
 from jaxpar.plot.figure import panels
+from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 
 ORANGE, GREEN, RED, GREY = "#d95f02", "#1b9e77", "#c1121f", "#808080"
+
+
+def plot_course(folder: Path, schedule: Schedule, name: str) -> None:
+    """Draws a run's losses so far, and the timelines of its pipeline's schedule, of this name, and others; on process 0."""
+    if jax.process_index() != 0:
+        return
+    if lines := read_metrics(folder / "metrics.jsonl"):
+        plot_loss(folder / "loss.png", lines)
+    if schedule.num_stages > 1:
+        names = dict.fromkeys(("gpipe", name, "zb-h1"))  # the bubble, and schedules that reduce it
+        sizes = schedule.num_stages, schedule.num_microbatches
+        schedules = [make_schedule(each, *sizes, form=lockstep_form(each)) for each in names]
+        plot_timeline(schedules, folder / "timeline.png", timing="lockstep")
 
 
 def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
