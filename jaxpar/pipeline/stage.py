@@ -273,10 +273,8 @@ class Stage:
         assert parts is not None, "a head that is shared has parts"
         on = last.on & (last.chunk == self.program.schedule.num_chunks - 1)
         with jax.named_scope("head"):
-            given = [
-                parts.scatter(jnp.where(stage_index() == stage, a, 0)) if parts.is_split(a) else a
-                for a in self.with_keys(y)
-            ]
+            of_last = lambda a: parts.scatter(jnp.where(stage_index() == stage, a, 0))
+            given = [of_last(a) if parts.is_split(a) else a for a in self.with_keys(y)]
             microbatch = jax.tree.map(lambda a: parts.of_stage(a, stage_index()), self.microbatch(last.microbatch))
             loss_sums, grads, ct = self.ends.head(self.head, given, microbatch, self.total_weight)
             return self.add_head(on, state, row, loss_sums, grads, [parts.gather(each) for each in ct])
