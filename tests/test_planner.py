@@ -353,7 +353,7 @@ def test_zero_3_gathers_layers_in_the_dtype_of_the_computation(stage):
 
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "num_microbatches", "most"),
-    [("1f1b", 1, 8, 1.0), ("1f1b", 1, 256, 0.9), ("interleaved", 2, 32, 1.0), ("zb-h1", 1, 32, 1.08)],
+    [("1f1b", 1, 8, 1.0), ("1f1b", 1, 256, 0.9), ("interleaved", 2, 32, 1.0), ("zb-h1", 1, 32, 1.09)],
 )
 def test_equal_stages_in_lock_step_take_no_longer_where_collectives_run_beside_products(
     schedule, num_chunks, num_microbatches, most

@@ -139,21 +139,24 @@ class Analysis:
         return peak_of_kernels(self.layer.graph, *self.split.plans["again"]) + self._gathered_bytes
 
     @cached_property
-    def remat_bytes(self) -> int:
-        """Peak bytes of live values while one layer runs forward again and then backward, where JAX splits the two passes.
+    def backward_bytes(self) -> int:
+        """Peak bytes of live values while one layer runs backward: its params too, but not their gradients."""
+        plan, graph, dx = self.split.plans["backward"], self.layer.graph, self.split.values["dx"]
+        forward = peak_bytes(graph, *self.split.plans["forward_and_store"])
+        return max(forward, peak_bytes(graph, graph.needed(dx, plan.known), plan.known, dx))
 
-        What the second reads of the first is then in memory at once, beside params and what the second makes.
-        """
+    @cached_property
+    def remat_bytes(self) -> int:
+        """The same where it first runs forward again, as JAX splits the two: what backward reads of that is in memory."""
         plan, graph, values = self.split.plans["again"], self.layer.graph, self.split.values
         params = set(values["params"])
         ct = [i for i in plan.known if i not in params][len(self.x) :]
         backward = graph.reached(ct)
-        nodes = [node for node in plan.nodes if not backward.isdisjoint(node.outputs)]
-        kept = {i for node in nodes for i in node.inputs} - backward - params - set(graph.constants)
+        reads = {i for node in plan.nodes if not backward.isdisjoint(node.outputs) for i in node.inputs}
+        kept = {_viewed(graph, i) for i in reads - backward} - params - set(graph.constants)
+        nodes = graph.needed(values["dx"], [*kept, *ct, *params])
         of_params = num_bytes(self.layer.shapes(values["params"]))
-        return max(
-            peak_bytes(graph, *plan), of_params + peak_of_kernels(graph, nodes, [*sorted(kept), *ct], plan.makes)
-        )
+        return of_params + peak_of_kernels(graph, nodes, [*kept, *ct], values["dx"])
 
     @property
     def _gathered_bytes(self) -> int:
@@ -268,10 +271,7 @@ class Analysis:
         made_by = {i: node for node in graph.nodes for i in node.outputs}
         total = 0
         for at, (index, grad) in enumerate(zip(self.ends.head_trains, own, strict=True)):
-            wide = num_bytes([self.head_grads[at]])
-            node = made_by.get(grad)
-            while node and node.name in VIEWS:
-                node = made_by.get(node.inputs[0]) if node.inputs else None
+            wide, node = num_bytes([self.head_grads[at]]), made_by.get(_viewed(graph, grad))
             factors = sum(map(graph.num_bytes, node.inputs)) if node and node.name == "dot_general" else wide
             total += factors if index in shared else min(wide, factors)
         return total
@@ -338,6 +338,14 @@ class Analysis:
     def unknown(self) -> frozenset[str]:
         """Primitives of a layer whose sharding over ``tensor`` is not known."""
         return self.layer.unknown
+
+
+def _viewed(graph: Graph, value: int) -> int:
+    """Returns the value in memory of which a value is a view."""
+    made_by = {i: node for node in graph.nodes for i in node.outputs if node.name in VIEWS and node.inputs}
+    while value in made_by:
+        value = made_by[value].inputs[0]
+    return value
 
 
 def _work_of(part: Partition, nodes: list[Node], makes: Iterable[int]) -> Work:

@@ -11,7 +11,6 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
-from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import REPLICAS, TENSOR
@@ -216,18 +215,20 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks:
     bytes_of = lambda numbers: num_bytes(analysis.layer.shapes(numbers))
     kept = bytes_of([*values["residuals_b"], *values["residuals_w"]]) + analysis.received_bytes
     kept = layers * (num_bytes(analysis.x) if choice.remat is True else kept)
-    plans = (analysis.split.plans[name] for name in ("forward_and_store", "backward"))
-    one_layer = max(peak_bytes(analysis.layer.graph, *plan) for plan in plans)
-    one_layer = analysis.remat_bytes if choice.remat is True else one_layer
+    one_layer = analysis.remat_bytes if choice.remat is True else analysis.backward_bytes
+    own = [_totals([at_rest.one_layer[i]]) for i in at_rest.trained_layers]
     outer, gathered = _summed_outer(at_rest), _gathered(at_rest)
     # A scan scatters gradients of params that it gathers; those of others are whole until it ends.
     of_layers = _summed_layers(choice, at_rest, layers, scattered="is_param")
-    late = _reduced_late(choice, at_rest) if masks else 0
-    many, sent = choice.num_microbatches > 1, _scattered_whole(choice, at_rest, layers)
+    # Under ZeRO 3 those of a layer are reduced while the next one computes its own, which take their place one by one.
+    late = masks and choice.zero == 3 and choice.parts() > 1
+    # Under ZeRO 1 and 2 the largest one of all layers is transposed to be scattered.
+    sent = layers * max(own, default=0) if choice.zero in (1, 2) and choice.parts() > 1 else 0
+    many = choice.num_microbatches > 1
     peak = max(
         kept + analysis.head_bytes + gathered,
-        kept + of_layers + analysis.head_waits_bytes + one_layer + late,
-        of_layers + outer + (late or (0 if many and choice.zero == 1 else sent)),
+        kept + of_layers + analysis.head_waits_bytes + one_layer + sum(own) + late * max(own, default=0),
+        of_layers + outer + late * sum(own) + analysis.embed_bytes + (0 if many and choice.zero == 1 else sent),
     )
     gradients = of_layers + outer
     if many:
@@ -236,12 +237,6 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks:
         # Sums are reduced over replicas after the last use of an activation; XLA for CPU devices does not do it in place.
         peak = max(sums + gathered + peak, sums + sent, 3 * sums if choice.parts(REPLICAS) > 1 and not masks else 0)
     return {"gradients": gradients, "activations": kept, "working": max(0, peak - gradients - kept)}
-
-
-def _scattered_whole(choice: Choice, at_rest: AtRest, layers: int) -> int:
-    """Under ZeRO 1 and 2 the largest gradient of all layers in the order of its dims in which a scatter reads it."""
-    trained = (_totals([at_rest.one_layer[i]]) for i in at_rest.trained_layers)
-    return layers * max(trained, default=0) if choice.zero in (1, 2) and choice.parts() > 1 else 0
 
 
 def _summed_layers(choice: Choice, at_rest: AtRest, positions: int, scattered: str = "is_early") -> int:
