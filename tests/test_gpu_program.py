@@ -206,7 +206,12 @@ def test_a_layer_that_one_stage_has_alone_makes_the_host_wait_for_it_and_not_for
     assert not rings(found, 11), found.render()
 
 
-@compiles(program("1f1b"), program("1f1b", remat=True), program("interleaved"), program("zb-h1"), program("zb-v"))
+# In microbatches of one row XLA also merges the dim of rows with others, and may then want another order of the rest.
+@compiles(
+    *(program("1f1b"), program("1f1b", remat=True), program("interleaved"), program("zb-h1")),
+    program("zb-v", rows=1),
+    slow=[program("zb-h1", rows=1), program("zb-v")],
+)
 def test_no_ring_is_copied(reports, program):
     found = reports(program).gpu
     chunks = 2 if program.schedule in ("interleaved", "zb-v") else 1
@@ -287,9 +292,10 @@ def test_sequence_parallelism_needs_less_memory_and_gathers_again_beside_product
 
 
 def rings(found, layers):
-    """The copies in ticks of arrays with a dim for the layers of a chunk and one for the rows of a microbatch."""
+    """The copies in ticks of arrays with a dim for the layers of a chunk and one for a microbatch's rows or all its tokens."""
     dims = lambda each: set(map(int, re.findall(r"\d+", each.array.partition("[")[2])))
-    return [each for each in found.copies if each.times > 1 and {layers, NUM_ROWS} <= dims(each)]
+    is_ring = lambda each: layers in dims(each) and not dims(each).isdisjoint({NUM_ROWS, NUM_ROWS * SEQ})
+    return [each for each in found.copies if each.times > 1 and is_ring(each)]
 
 
 TOKENS, EXPERTS, WIDTH = 4 * 256, 16, 256  # tokens of a microbatch on a device, experts and their rows' width

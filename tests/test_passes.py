@@ -78,3 +78,15 @@ def test_passes_of_unequal_lengths_wait_for_each_other_while_both_run():
 
     assert run_passes(steps("a", 1), steps("b", 3)) == [("a",), ("b",)]
     assert seen == [("a", 0, 0.0), ("b", 0, 0.0), ("b", 1, 1.0), ("b", 2, 2.0)]
+
+
+def test_gradients_of_weights_that_are_sums_are_made_before_they_are_added(x64):
+    layer, params = layer_of(None)
+    draw = lambda key: jax.random.normal(jax.random.key(key), (1, 8, 16), jnp.float64)
+    split, leaves = split_layer(layer, params, draw(1)), jax.tree.leaves(params)
+    _, b, w = split.forward_and_store(leaves, [draw(1)])
+    _, kept = split.backward_input(leaves, b, w, [draw(2)])
+    weights = {orders: jax.jit(LayerPasses(split, orders).backward_weights) for orders in (False, True)}
+    barriers = [f.lower(leaves, w, kept).as_text().count("optimization_barrier") for f in weights.values()]
+    assert barriers == [0, 2], "the scales of both norms"
+    assert_same(weights[True](leaves, w, kept), weights[False](leaves, w, kept), within=0)

@@ -90,6 +90,24 @@ def test_long_sequences_are_cut_over_context():
     assert best.choice.context > 1
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_zero_shards_over_context_as_over_data(zero):
+    config = TransformerConfig(
+        vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, max_positions=512, attention=planned_attention
+    )
+    shape = transformer_shape(config)
+
+    def of(**axes):
+        choice = Choice(**axes, zero=zero, num_microbatches=2)
+        analysis, at_rest = Analysis(shape, 1, 1, context=choice.context), AtRest(shape, optax.adam(1e-3), choice)
+        transfers = step_traffic(choice, analysis, at_rest)
+        sent = sum(each.bytes_moved for each in transfers if not each.what.startswith("a layer's"))
+        return at_rest.bytes | {"gradients": at_rest.gradient_bytes, "sent": sent}
+
+    assert of(context=8) == pytest.approx(of(data=8), abs=128)
+    assert of(data=2, context=4) == pytest.approx(of(data=8), abs=128)
+
+
 EXPERTS = TransformerConfig(
     vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, max_positions=512, norm="rms", mlp="swiglu", biases=False,
     num_experts=8, experts_per_token=2, expert_dim=512, compute_dtype="bfloat16",
@@ -260,11 +278,8 @@ def test_small_all_reduces_take_a_tree_and_large_ones_a_ring():
 
 
 def test_what_leaves_a_node_in_an_all_to_all_takes_the_card_of_its_device():
-    sizes = {"data": 16, "stage": 2, "tensor": 1}
-    one_node, apart = (Links(node(num_nodes=4), sizes, 1.0, stages_on_nodes=first) for first in (True, False))
-    assert collective_seconds(one_node, "data", "all-to-all", 10**10) == pytest.approx(0.5, rel=0.01), (
-        "8 of 16 on another"
-    )
+    near, apart = (Links(node(num_nodes=4), {"data": 16, "stage": 2, "tensor": size}, 1.0) for size in (1, 2))
+    assert collective_seconds(near, "data", "all-to-all", 10**10) == pytest.approx(0.5, rel=0.01), "8 of 16 on another"
     assert collective_seconds(apart, "data", "all-to-all", 10**10) == pytest.approx(0.75, rel=0.01), "12 of 16"
 
 

@@ -134,13 +134,13 @@ def test_layers_that_stages_do_not_divide_train_and_go_on_on_one_device(run, tmp
 def test_a_run_with_split_sequences_goes_on_on_one_device_and_back(run, tmp_path, one_device):
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     half, late = str(FEW_STEPS // 2), str(FEW_STEPS * 3 // 4)
-    run(first, "--mesh.context", "4", "--mesh.stage", "2", "--checkpoint-every", half)
+    run(first, "--mesh.context", "4", "--mesh.stage", "2", "--zero", "3", "--checkpoint-every", half)
     assert_same(curve(first), one_device, within=1e-4)
     shutil.copytree(first / "checkpoints" / half, second / "checkpoints" / half)
     run(second, "--resume", "--checkpoint-every", str(FEW_STEPS // 4))
     assert_same(curve(second), one_device[FEW_STEPS // 2 :], within=1e-4)
     shutil.copytree(second / "checkpoints" / late, third / "checkpoints" / late)
-    run(third, "--mesh.context", "4", "--mesh.data", "2", "--resume")
+    run(third, "--mesh.context", "4", "--mesh.data", "2", "--zero", "1", "--resume")
     assert_same(curve(third), one_device[FEW_STEPS * 3 // 4 :], within=1e-4)
 
 

@@ -120,6 +120,25 @@ class LayerPasses:
 
         return [known[i] for i in layer.values["dx"]], [known[i] for i in made], finish
 
+    def backward_weights(self, params: Arrays, residuals_w: Arrays, cotangents_w: Arrays) -> list:
+        """Returns dp, as ``SplitLayer.backward_weights``."""
+        dp = self.layer.backward_weights(params, residuals_w, cotangents_w)
+        if not self.orders:
+            return dp
+        # XLA would merge a sum with the leading dim that it gets where it is added, then want the summed dims of what is stored
+        # to be the minor ones in memory, and transpose all slots for that.
+        made = zip(self.layer.values["dp"], dp, strict=True)
+        return [jax.lax.optimization_barrier(a) if number in self._sums else a for number, a in made]
+
+    @cached_property
+    def _sums(self) -> set[int]:
+        """What W makes by a sum and unary operations on it, as the gradients of scales and biases."""
+        sums: set[int] = set()
+        for node in self.layer.plans["backward_weights"].nodes:
+            if node.name == "reduce_sum" or (len(node.inputs) == 1 and node.inputs[0] in sums):
+                sums.update(node.outputs)
+        return sums
+
     @property
     def has_waits(self) -> bool:
         """Whether anything in the backward pass waits for an order, as under sequence parallelism."""

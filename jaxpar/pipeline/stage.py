@@ -239,7 +239,8 @@ class Stage:
 
     def forward(self, state: State, row: OpRow) -> tuple[State, list]:
         """F: returns the activation to send."""
-        state, y = self.run_layers(state, row, self.ends.embed, store=not self.program.schedule.recomputes)
+        stores = not (self.program.schedule.recomputes or self.program.schedule.is_forward)
+        state, y = self.run_layers(state, row, self.ends.embed, store=stores)
         return self.after_layers(state, row, y)
 
     def after_layers(self, state: State, row: OpRow, y: list) -> tuple[State, list]:
@@ -285,7 +286,7 @@ class Stage:
         add = lambda total, own: total + masked(on, [own])[0].astype(total.dtype)
         return state._replace(
             # Where this is off, its slot is the spare one, which no op that is on reads.
-            inbox=buffers.put_cotangent(state.inbox, self.x, ct, row.out),
+            inbox=buffers.put_cotangent(state.inbox, self.x, ct, row.out) if ct else state.inbox,
             outer_grads=buffers.add_to(state.outer_grads, self.ends.head_trains, masked(on, grads)),
             loss=jax.tree.map(add, state.loss, loss_sums),
         )
@@ -348,7 +349,7 @@ class Stage:
 
         def weight_grads(nothing: tuple, position: Any, params: list) -> tuple[tuple, list]:
             values = (self.stored(state, row, name, position) for name in ("residuals_w", "cotangents_w"))
-            return nothing, self.layer.backward_weights(params, *values)
+            return nothing, self.passes.backward_weights(params, *values)
 
         _, grads = self.layer_grads.add_over_layers(weight_grads, row, (), state.layer_grads)
         return state._replace(layer_grads=grads), ()

@@ -89,6 +89,8 @@ def lives_of(timetable: Timetable, masked: Sequence[tuple[int, str]]) -> dict[st
         timetable: When each op runs.
         masked: The (tick, op) pairs in which stages where that op is off compute it too.
     """
+    if timetable.schedule.is_forward:
+        return {"inbox": _activations(timetable), "residuals_b": [], "residuals_w": [], "cotangents_w": []}
     writer = "R" if timetable.schedule.recomputes else "F"
     return {
         "inbox": _activations(timetable) + _cotangents(timetable),

@@ -248,7 +248,7 @@ class Traced:
     def _x(self) -> PyTree:
         return jax.eval_shape(self._model.embed, self._params[OUTER], self._batch)
 
-    def _split_ends(self, **parts: int) -> Ends:
+    def _split_ends(self, **parts: Any) -> Ends:
         return split_ends(self._model, self._shape.loss, self._params[OUTER], self._x(), self._batch, **parts)
 
     def _trace_layer(self, keeps_products: bool) -> TracedLayer:

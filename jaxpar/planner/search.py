@@ -107,17 +107,17 @@ def spreads(num_layers: int, num_virtual_stages: int, leading: int = 0) -> list[
 def _meshes(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict[str, Any]) -> Iterator[Choice]:
     """Yields each mesh of all devices, with ``tensor`` inside a node and no more stages than layers.
 
-    Replicas on several nodes are one group, or a group a node (HSDP).
+    Replicas of a stage on several nodes are one group, or a group a node (HSDP).
     """
     count, contexts = cluster.num_devices, [each for each in CONTEXTS if each * LONG <= shape.tokens_per_row]
     tensors = fixed_or(fixed, "tensor", divisors(cluster.devices_per_node))
     for tensor, context in product(tensors, fixed_or(fixed, "context", [1, *contexts])):
+        in_node = max(1, (cluster.fast_devices or cluster.devices_per_node) // (tensor * context))  # of a stage
         for stage in fixed_or(fixed, "stage", divisors(count // tensor)):
             inner = tensor * context * stage
             replicas, fits = count // inner, count % inner == 0 and stage <= shape.num_layers
             if not fits or batch_size % replicas or (context > 1 and shape.tokens_per_row % (2 * context)):
                 continue
-            in_node = max(1, (cluster.fast_devices or cluster.devices_per_node) // inner)
             groups = {1: replicas} | ({replicas // in_node: in_node} if replicas % in_node == 0 and in_node > 1 else {})
             if held := fixed.get("replica"):
                 groups = {held: replicas // held} if replicas % held == 0 else {}
@@ -273,7 +273,7 @@ class Estimator:
             return None
         transfers = [] if quick else self.traffic(choice)
         sent = transfers or self.traffic(choice, messages=False)
-        shards = choice.data if choice.zero in (1, 2) else 1  # which update a share of the params
+        shards = choice.parts() if choice.zero in (1, 2) else 1  # which update a share of the params
         state = memory["optimizer"] + (self.at_rest(choice).trained_bytes + memory["gradients"]) // shards
         is_ideal = self.executor == "mpmd"
         ranked = step_time(choice, self.prices(choice), sent, state)
@@ -340,7 +340,7 @@ def likely_choices(
             yield seconds, choice
         elif not is_done(seconds, choice):
             # Level 0 sends as much as level 1 and needs more memory.
-            levels = (0,) if choice.data == 1 or estimator.replicates(choice) else (1, 2, 3)
+            levels = (0,) if choice.parts() == 1 or estimator.replicates(choice) else (1, 2, 3)
             tried = [replace(choice, zero=zero) for zero in fixed_or(fixed, "zero", levels)]
             fits = next((each for each in tried if estimator.seems_to_fit(each, SURPLUS)), None)
             if fits:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpar.dtypes import num_bytes, wide_dtype
-from jaxpar.mesh import DATA, REPLICAS, STAGE, TENSOR
+from jaxpar.mesh import DATA, OF_ZERO, REPLICAS, STAGE, TENSOR
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import EXPERTS, JAXPAR, Assumptions, Choice, Software
 from jaxpar.planner.kernels import Kernels, memory_rate, seconds_of
@@ -180,7 +180,7 @@ class Prices:
         ideal: bool = False,
     ) -> None:
         self.choice, self.cluster, self.software, self.ideal = choice, cluster, software, ideal
-        self.links = Links(cluster, choice.mesh.shape, assumed.network, software.stages_on_nodes)
+        self.links = Links(cluster, choice.mesh.shape, assumed.network)
         self.counts: tuple[float, ...] = tuple(choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ())
         self.times: OpTimes = op_times(choice, analysis, self.links, assumed, software, ideal=ideal)
         self._leading = 0.0 if analysis.ends.embed_is_lookup else self.times.embed + self.times.embed_back
@@ -266,8 +266,8 @@ class Prices:
         reduced = [each for each in transfers if not each.what.startswith("a layer's")]
         seconds = beside = sum(self.collectives(reduced, axis) for axis in REPLICAS)
         if DATA not in self.software.overlaps:
-            beside = self.collectives([each for each in transfers if "of a layer" in each.what], DATA)
-            beside *= choice.zero == 3
+            of_layers = [each for each in transfers if "of a layer" in each.what]
+            beside = (choice.zero == 3) * sum(self.collectives(of_layers, axis) for axis in OF_ZERO)
         microbatches = choice.num_microbatches if choice.zero == 3 else 1
         backward = self.one_layer if choice.zero == 3 else self.one_layer - self.op("F")
         hidden = min(beside * (1 - 1 / layers), microbatches * layers * backward)

@@ -32,8 +32,13 @@ def shape(num_layers=NUM_LAYERS):
     return transformer.TransformerConfig(**vars(config) | sizes)
 
 
-def report(gpus, schedule, *, data=1, stage=4, tensor=2, num_layers=NUM_LAYERS, constrain=None, **settings):
-    """The report on a training step, in which a copy of half a slot of a ring of residuals counts."""
+def report(
+    gpus, schedule, *, data=1, stage=4, tensor=2, num_layers=NUM_LAYERS, rows=NUM_ROWS, constrain=None, **settings
+):
+    """The report on a training step, in which a copy of half a slot of a ring of residuals counts.
+
+    Microbatches of fewer ``rows`` have as many tokens, in longer rows.
+    """
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=list(gpus))
     config = shape(num_layers)
     made = make_schedule(schedule, stage, NUM_MICROBATCHES, form=lockstep_form(schedule, masks=True))
@@ -60,7 +65,7 @@ def report(gpus, schedule, *, data=1, stage=4, tensor=2, num_layers=NUM_LAYERS, 
         shardings,
         zero=settings.get("zero", 0),
     )
-    tokens = jax.ShapeDtypeStruct((NUM_ROWS * data * NUM_MICROBATCHES, SEQ), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((rows * data * NUM_MICROBATCHES, NUM_ROWS * SEQ // rows), jnp.int32)
     batch = jaxpar.abstract_batch({"tokens": tokens, "targets": tokens}, mesh)
     step = jaxpar.make_train_step(value_and_grad, optimizer)
     compiled = step.lower(state, batch).compile()

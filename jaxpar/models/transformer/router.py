@@ -179,7 +179,7 @@ def loads_of(outputs: PyTree, weights: Any) -> Int[Array, "layers experts"] | No
     """
     if not isinstance(outputs, RoutedLogits):
         return None
-    counts = jnp.any(_per_token(weights, outputs.sums.balance) != 0, -1)
+    counts = _counts(_per_token(weights, outputs.sums.balance))
     return jnp.sum(jnp.where(counts[:, None, None], outputs.sums.loads, 0), 0)
 
 
@@ -210,7 +210,7 @@ def add_routing_losses(
         logits, sums = outputs
         total, weight, *further = loss(logits, batch)
         per_token = _per_token(weights(batch), sums.balance)
-        counts = sum_over_sequence(jnp.any(per_token != 0, -1).astype(jnp.int32)) > 0
+        counts = _counts(per_token)
         of_layers = lambda each: jnp.sum(jnp.where(per_token != 0, each * per_token, 0))
         balance, z = of_layers(sums.balance), of_layers(sums.z)
         tally = jnp.sum(jnp.where(counts, sums.tally, 0))
@@ -230,6 +230,11 @@ def add_routing_losses(
         return total, weight, {**(further[0] if further else {}), **own}
 
     return with_routing
+
+
+def _counts(per_token: Float[Array, "batch seq"]) -> Array:
+    """Returns ``[batch]``, whether a row has a token of another weight than 0."""
+    return sum_over_sequence(jnp.any(per_token != 0, -1).astype(jnp.int32)) > 0
 
 
 def _per_token(weights: Any, like: Float[Array, "batch seq"]) -> Array:
