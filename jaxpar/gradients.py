@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar.backward.graph import fold_transposes
-from jaxpar.backward.remat import apply_remat, forward_with_remat
+from jaxpar.backward.remat import forward_with_remat, with_remat
 from jaxpar.data_parallel import accumulate, check_batch, check_sequences, reduce_gradients, split_microbatches
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
 from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_positions, check_sums_of_loss
@@ -269,7 +269,7 @@ def _one_stage(
 
         def sums_overlapping(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
             assert isinstance(model, LayeredModel), "its layers reduce their gradients"
-            rematerialised = model.wrap_layers(apply_remat(remat, sharding.layer_shards))
+            rematerialised = with_remat(model, remat, sharding.layer_shards)
             outputs = reducing_layers(rematerialised, of_grads, params).apply
 
             def zeros(earlier: PyTree | None) -> PyTree:

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar import context_parallel
 from jaxpar.backward.split import split_layer
-from jaxpar.data_parallel import shard_rows
 from jaxpar.mesh import CONTEXT
 from jaxpar.models import transformer
 from jaxpar.models.transformer.flash_chunks import WRITTEN_OUT
@@ -245,7 +245,51 @@ def test_rows_of_a_process_are_cut_like_whole_batches():
         lambda a: (a.shape, a.dtype, a.sharding), like
     )
     assert jaxpar.local_rows(ROWS, mesh, devices=jax.devices()[4:6]).tolist() == [4, 5, 6, 7]
-    assert shard_rows(batch, mesh)["tokens"].sharding.shard_shape((ROWS, SEQ)) == (ROWS // 2, SEQ)
+
+
+def test_a_process_reads_the_columns_of_its_devices():
+    mesh = jaxpar.make_mesh(data=2, context=2, tensor=2)
+    of = lambda *ids: jaxpar.local_rows(ROWS, mesh, seq=8, devices=[jax.devices()[i] for i in ids])
+    rows, columns = of(4, 5)
+    assert (rows.tolist(), columns.tolist()) == ([4, 5, 6, 7], [0, 1, 6, 7])
+    assert [each.tolist() for each in of(2)] == [[0, 1, 2, 3], [2, 3, 4, 5]]
+    assert of(0, 6)[1].tolist() == list(range(8)), "all columns of all rows that it has a part of"
+    without = jaxpar.local_rows(ROWS, jaxpar.make_mesh(data=8), seq=7, devices=[jax.devices()[3]])
+    assert [each.tolist() for each in without] == [[3], list(range(7))]
+    with pytest.raises(ValueError, match=r"divisible by twice the context axis.*got seq=6, context=2. Use seq=8"):
+        jaxpar.local_rows(ROWS, mesh, seq=6)
+
+
+def test_columns_of_a_process_are_placed_like_whole_sequences():
+    mesh, batch = jaxpar.make_mesh(data=2, context=2, stage=2), make_batch(packed=True)
+    whole = jaxpar.fetch(jaxpar.shard_batch(batch, mesh))
+    order = context_parallel.zig_zag(SEQ, 2)
+    positions = np.empty_like(batch["tokens"])
+    positions[:, order] = whole["positions"]
+    got = jaxpar.fetch(jaxpar.shard_batch(batch | {"positions": positions}, mesh, num_rows=ROWS, seq=SEQ))
+    begins = order - whole["positions"]
+    assert_same_bits(got, whole | {"segments": begins.astype(np.int32)})
+    del batch["segments"]
+    assert_same_bits(jaxpar.shard_batch(batch, mesh, seq=SEQ), jaxpar.shard_batch(batch, mesh))
+
+
+@pytest.mark.parametrize(
+    ("changes", "seq", "message"),
+    [
+        (
+            {},
+            32,
+            r"got 16 columns, and 32 of seq=32 are held here\. Give those of jaxpar\.local_rows\(num_rows, mesh, seq=seq\)",
+        ),
+        ({}, SEQ, "columns with segments must have positions; got none"),
+        ({"positions": np.full((ROWS, SEQ), 3)}, SEQ, "positions must count up by one in each document"),
+        ({"positions": np.tile(np.arange(SEQ) + 1, (ROWS, 1))}, SEQ, "positions must count up by one in each document"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(changes, seq, message):
+    batch = {"x": np.ones((ROWS, SEQ)), "segments": np.zeros((ROWS, SEQ), int)} | changes
+    with pytest.raises(ValueError, match=message):
+        jaxpar.shard_batch(batch, jaxpar.make_mesh(context=4), seq=seq)
 
 
 def test_bfloat16_is_trained_on_cpu_devices():
@@ -271,7 +315,8 @@ def test_a_batch_that_is_not_in_the_order_of_the_devices_gives_nan(x64):
     params, batch = jaxpar.shard(make_params(make_config(num_layers=1)), shardings), make_batch()
     in_rows = batch | {"positions": np.broadcast_to(np.arange(SEQ, dtype=np.int32), (ROWS, SEQ))}
     assert np.isfinite(step(params, jaxpar.shard_batch(batch, mesh))[0])
-    assert np.isnan(step(params, shard_rows(in_rows, mesh))[0])
+    in_rows = jaxpar.shard(in_rows, jax.tree.map(lambda _: NamedSharding(mesh, P("data")), in_rows))
+    assert np.isnan(step(params, in_rows)[0])
 
 
 @pytest.mark.parametrize(

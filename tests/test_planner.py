@@ -114,6 +114,38 @@ EXPERTS = TransformerConfig(
 )  # fmt: skip
 
 
+def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
+    long = dataclasses.replace(EXPERTS, positions="rope", max_positions=2**15, attention=planned_attention)
+    plans = jaxpar.plan(transformer_shape(long), cluster("h100"), batch_size=16, executor="mpmd", stage=2, top=9)
+    choices = [plan.choice for plan in plans]
+    assert len(choices) > 1
+    assert {(choice.zero, choice.context, choice.experts) for choice in choices} == {(0, 1, "tensor")}
+    for held in ({"zero": 1}, {"context": 2}, {"experts": "data"}):
+        (name,) = held
+        with pytest.raises(
+            ValueError, match=rf"hold all params and whole sequences; got .*stage=2, {name}=.* Leave {name} out"
+        ):
+            jaxpar.plan(transformer_shape(long), cluster("h100"), batch_size=16, executor="mpmd", stage=2, **held)
+
+
+def test_leading_dense_layers_are_further_layers_of_the_first_stage():
+    shape, machines, rows = transformer_shape(EXPERTS), cluster("h100"), 64
+    leading = transformer_shape(dataclasses.replace(EXPERTS, num_layers=6, num_dense_layers=2))
+    choice = Choice(stage=2, tensor=4, num_microbatches=16)
+    seconds = lambda shape, *layers: (
+        price(
+            shape, machines, dataclasses.replace(choice, layers_per_virtual_stage=layers or None), batch_size=rows
+        ).step_seconds
+    )
+    assert seconds(shape, 1, 3) < seconds(leading, 1, 3) < seconds(leading), (
+        "a stage with fewer layers has time for them"
+    )
+    best = jaxpar.plan(leading, machines, batch_size=rows, stage=2, tensor=4, schedule="1f1b")[0]
+    assert best.choice.layers_per_virtual_stage == (1, 3)
+    more = price(leading, machines, choice, batch_size=rows).useful_flops
+    assert more > price(shape, machines, choice, batch_size=rows).useful_flops * 1.2
+
+
 def test_experts_are_planned_over_tensor_and_over_data():
     shape, machines, rows = transformer_shape(EXPERTS), cluster("h100"), 64
     plain, over_tensor, over_data = (

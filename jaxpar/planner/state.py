@@ -188,7 +188,7 @@ def _pipelined(
         + _summed_outer(at_rest),
         "activations": sum(buffers[name] for name in rings),
         # The op of a layer and that of the head do not run at the same time.
-        "working": max(one_layer + messages, head)
+        "working": max(one_layer + messages, head, analysis.embed_bytes)
         + (_reduced_late(choice, at_rest) if masks else 0)
         + _cast_layers(choice, analysis, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _gathered(at_rest),
