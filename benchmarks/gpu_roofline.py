@@ -162,7 +162,12 @@ JOBS = {
     "8b of 131,072 tokens, context 4, tensor 2": Job(
         "llama3.1-8b", Choice(context=4, tensor=2, remat=True), seq=131_072, published=LONG
     ),
-    "8b of 131,072 tokens, context 8": Job("llama3.1-8b", Choice(context=8, remat=True), seq=131_072, published=LONG),
+    **{
+        f"8b of 131,072 tokens, context 8, ZeRO {zero}": Job(
+            "llama3.1-8b", Choice(context=8, remat=True, zero=zero), seq=131_072, published=LONG
+        )
+        for zero in (1, 3)
+    },
 }
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # with their chunks
 SMALL = [

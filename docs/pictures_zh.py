@@ -93,18 +93,18 @@ LABELS: tuple[tuple[str, str], ...] = (
     (r"GPUs (\d+)-(\d+), nodes (\d+)-(\d+)", r"GPU \1-\2，节点 \3-\4"),
     ("GPUs of one colour hold the same weights", "颜色相同的 GPU 存相同的权重"),
     ("dashed: from node to node; solid: inside a node", "虚线：跨节点；实线：节点内"),
-    ("data, across nodes: replicas add up gradients, once a step", "data，跨节点：各副本的梯度相加，每步一次"),
+    ("data, inside nodes: replicas add up gradients, once a step", "data，节点内：各副本的梯度相加，每步一次"),
+    (
+        r"data, (\d+) of (\d+) hops inside nodes, (\d+) across: replicas add up gradients, once a step",
+        r"data，\2 条链路中 \1 条在节点内，\3 条跨节点：各副本的梯度相加，每步一次",
+    ),
     (
         "tensor, inside nodes: shards of one stage add up activations, in every layer",
         "tensor，节点内：同一阶段的分片把激活相加，每层都要",
     ),
     (
-        "stage, inside nodes: a stage hands activations to the next, gradients back",
-        "stage，节点内：把激活传给下一阶段，把梯度传回来",
-    ),
-    (
-        r"stage, (\d+) of (\d+) hops inside nodes, (\d+) across: a stage hands activations to the next, gradients back",
-        r"stage，\2 条链路中 \1 条在节点内，\3 条跨节点：把激活传给下一阶段，把梯度传回来",
+        "stage, across nodes: a stage hands activations to the next, gradients back",
+        "stage，跨节点：把激活传给下一阶段，把梯度传回来",
     ),
     # replicas
     ("the batch,\ncut by rows", "批次，\n按行切分"),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxpar.runtime.distributed import initialize, use_fake_devices
     from jaxpar.sharding import fetch, replicated, shard, shardings_from_dims, shardings_from_paths
     from jaxpar.tensor_parallel import column_parallel, flash_attention, row_parallel, sequence_parallel, vocab_parallel
-    from jaxpar.train import TrainState, abstract_state, init_state, make_train_step
+    from jaxpar.train import TrainState, abstract_state, init_state, make_eval_step, make_train_step
 
 __version__ = "0.1.0"
 
@@ -56,6 +56,7 @@ __all__ = [
     "inspect_step",
     "local_rows",
     "losses",
+    "make_eval_step",
     "make_mesh",
     "make_train_step",
     "min_cut_remat",
@@ -91,7 +92,7 @@ _NAMES = {  # of __all__, by the module that has them; the others are modules th
     "runtime.distributed": "initialize use_fake_devices",
     "sharding": "fetch replicated shard shardings_from_dims shardings_from_paths",
     "tensor_parallel": "column_parallel flash_attention row_parallel sequence_parallel vocab_parallel",
-    "train": "TrainState abstract_state init_state make_train_step",
+    "train": "TrainState abstract_state init_state make_eval_step make_train_step",
 }
 _MODULE_OF = {name: f"jaxpar.{module}" for module, names in _NAMES.items() for name in names.split()}
 # Where a misspelt name is looked for too, the last one first.

@@ -165,6 +165,6 @@ def check_cudnn() -> None:
     """Raises ImportError unless cuDNN is installed, which compiling ``flash_attention`` for NVIDIA GPUs needs."""
     if not any(map(version_of, CUDNN)):
         raise ImportError(
-            "compiling flash attention needs cuDNN; got none. Install nvidia-cudnn-cu12, or choose --dtype float32, which has "
-            "XLA's attention."
+            "compiling flash attention needs cuDNN; got none. Install nvidia-cudnn-cu12, or choose "
+            f"{arg(dtype='float32')}, which has XLA's attention."
         )

@@ -10,7 +10,8 @@ Messages name an argument by ``arg``: as the library calls it, or, while a comma
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
@@ -71,6 +72,32 @@ def arg(*names: str, **values: Any) -> str:
     flags = _flags.get()
     flag = lambda name, value: f"{flags[name]} {value}" if name in flags else f"{name}={value}"
     return ", ".join([flags.get(name, name) for name in names] + [flag(*each) for each in values.items()])
+
+
+def check_at_least(least: float, remedy: str = "", **values: float | None) -> None:
+    """Raises ValueError, with the remedy, for an argument that is below the least or infinite; None is left out."""
+    _check_numbers(
+        f"at least {least}", lambda value: least <= value < math.inf, remedy or f"Choose {least} or more.", values
+    )
+
+
+def check_positive(remedy: str, **values: float | None) -> None:
+    """Raises ValueError, with the remedy, for an argument that is not above 0, or infinite; None is left out."""
+    _check_numbers("positive", lambda value: 0 < value < math.inf, remedy, values)
+
+
+def check_from(least: float, most: float, remedy: str, **values: float) -> None:
+    """Raises ValueError, with the remedy, for an argument that is not in a range, whose ends belong to it."""
+    _check_numbers(f"from {least} to {most}", lambda value: least <= value <= most, remedy, values)
+
+
+def _check_numbers(
+    rule: str, is_right: Callable[[float], bool], remedy: str, values: Mapping[str, float | None]
+) -> None:
+    for name, value in values.items():
+        if value is not None and not is_right(value):
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise ValueError(f"{arg(name)} must be {rule}; got {shown}. {remedy}")
 
 
 def read(kind: type[Kind], value: Any, whole: str, remedy: str) -> Kind:

@@ -1,6 +1,7 @@
 """The entry point: ``value_and_grad`` on a mesh, from data, pipeline and tensor parallelism."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -11,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar.backward.graph import fold_transposes
-from jaxpar.backward.remat import apply_remat, forward_with_remat
+from jaxpar.backward.remat import forward_with_remat, with_remat
 from jaxpar.data_parallel import accumulate, check_batch, check_sequences, reduce_gradients, split_microbatches
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
 from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_positions, check_sums_of_loss
@@ -34,7 +35,7 @@ from jaxpar.pipeline import (
 from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.step_sharding import StepSharding, run_on_shards, shard_step
 from jaxpar.traced_loss import TracedLoss, once_for_shapes, trace_loss
-from jaxpar.trainable import Trainable, accept_frozen, check_params, freeze, only_trained, with_trained
+from jaxpar.trainable import Frozen, Trainable, accept_frozen, check_params, freeze, only_trained, with_trained
 from jaxpar.zero import (
     ZeroShard,
     beside_sums,
@@ -113,11 +114,11 @@ def value_and_grad(
             compiled, params or a batch that do not fit.
 
     **Collectives**: over the replicas one all-reduce a step, of gradients and sums together, for any number of microbatches
-    (apart with ``grad_reduce_dtype``; one a stage with the mpmd executor; with ZeRO reduce-scatters over ``data``, and then one
-    over ``replica`` and ``context``), and before it one of the weight, a single number; over ``tensor`` what XLA inserts for
-    the shardings of the params; over ``context`` what the layers send (``context_parallel.py``); over ``stage`` one activation
-    and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a reduce-scatter if they
-    are sharded over ``stage``.
+    (apart with ``grad_reduce_dtype``; one a stage with the mpmd executor; with ZeRO reduce-scatters over ``data`` and
+    ``context``, and then one over ``replica``), and before it one of the weight, a single number; over ``tensor`` what XLA
+    inserts for the shardings of the params; over ``context`` what the layers send (``context_parallel.py``); over ``stage`` one
+    activation and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a
+    reduce-scatter if they are sharded over ``stage``.
     """
     if pipeline is not None:
         raise TypeError(f"pipeline must be a jaxpar.Pipeline; got {pipeline!r}. Write jaxpar.Pipeline({pipeline!r}).")
@@ -138,17 +139,19 @@ def value_and_grad(
         remat=remat,
         mask_idle_ops=mask_idle_ops,
     )
-    check_settings(model, parallel, pipeline)
-    return _with_settings(model, loss, parallel, pipeline, has_aux=has_aux)
+    return with_settings(model, loss, parallel, pipeline, has_aux=has_aux)
 
 
-def _with_settings(
-    model: LayeredModel | Callable, loss: Loss, parallel: Parallel, pipeline: Pipeline, *, has_aux: bool
+def with_settings(
+    model: LayeredModel | Callable, loss: Loss, parallel: Parallel, pipeline: Pipeline, *, has_aux: bool | None
 ) -> ValueAndGrad:
-    mesh, layout = parallel.mesh, parallel.layout
+    """Returns ``value_and_grad``; with ``has_aux=None`` it trains nothing, and its value is what ``loss`` returns."""
+    check_settings(model, parallel, pipeline)
+    mesh, layout, trains = parallel.mesh, parallel.layout, has_aux is not None
     assert isinstance(mesh, Mesh), "a step runs on devices"
     layered = isinstance(model, LayeredModel)
-    model, frozen = accept_frozen(model, parallel.trainable), partial(freeze, trainable=parallel.trainable)
+    model = accept_frozen(model, parallel.trainable if trains else ())
+    frozen = partial(freeze, trainable=parallel.trainable) if trains else partial(jax.tree.map, Frozen)
     shardings = None if parallel.shardings is None else frozen(open_params(parallel.shardings, layout))
     check, traced_loss = _checks(model, loss, mesh, pipeline, shardings, has_aux=has_aux)
     loss = with_float_sums(loss)
@@ -163,7 +166,7 @@ def _with_settings(
     masks, overlaps = pipeline.masks(mesh), parallel.overlap_grad_reduce and any(mesh.shape[a] > 1 for a in REPLICAS)
     if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
         run = _one_stage(model, loss, parallel, pipeline, shard, traced_loss)
-        if masks and mesh.shape[TENSOR] > 1 and pipeline.num_microbatches > 1 and isinstance(model, LayeredModel):
+        if trains and masks and mesh.shape[TENSOR] > 1 < pipeline.num_microbatches and isinstance(model, LayeredModel):
             run = _merging(model, loss, parallel, pipeline, overlaps, shard, traced_loss, run)
     else:
         schedule, remat = pipeline.table(mesh.shape[STAGE], masks=masks), pipeline.policy
@@ -204,7 +207,7 @@ def _checks(
     pipeline: Pipeline,
     shardings: PyTree | None,
     *,
-    has_aux: bool,
+    has_aux: bool | None,
 ) -> tuple[Callable[[PyTree, PyTree], None], TraceLoss]:
     """Returns the checks of params and a batch, and the traced loss for them. Both run once for each new set of shapes."""
     forward = model.apply if isinstance(model, LayeredModel) else model
@@ -213,7 +216,8 @@ def _checks(
 
     @once_for_shapes
     def traced_loss(params: PyTree, batch: PyTree) -> TracedLoss:
-        return trace_loss(model, of_floats, mesh, pipeline.num_microbatches, pipeline.executor, params, batch)
+        traced = trace_loss(model, of_floats, mesh, pipeline.num_microbatches, pipeline.executor, params, batch)
+        return replace(traced, is_mean=has_aux is not None)
 
     @once_for_shapes
     def check(params: PyTree, batch: PyTree) -> None:
@@ -265,7 +269,7 @@ def _one_stage(
 
         def sums_overlapping(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
             assert isinstance(model, LayeredModel), "its layers reduce their gradients"
-            rematerialised = model.wrap_layers(apply_remat(remat, sharding.layer_shards))
+            rematerialised = with_remat(model, remat, sharding.layer_shards)
             outputs = reducing_layers(rematerialised, of_grads, params).apply
 
             def zeros(earlier: PyTree | None) -> PyTree:

@@ -35,13 +35,13 @@ _SAME = "the same for any number of rows"
 _OF_ROWS = ("a sum over rows", "a mean over rows")
 
 
-def check_loss(loss: Callable, outputs: PyTree, batch: PyTree, *, has_aux: bool) -> None:
-    """Raises unless ``loss`` returns two real scalars, and with ``has_aux`` a dict of further ones."""
+def check_loss(loss: Callable, outputs: PyTree, batch: PyTree, *, has_aux: bool | None) -> None:
+    """Raises unless ``loss`` returns two real scalars, and with ``has_aux`` a dict of further ones; None takes arrays too."""
     found = []
     jax.eval_shape(lambda *given: found.append(jax.tree.map(_abstract, loss(*given))), outputs, batch)
     (given,) = found
     count = len(given) if isinstance(given, tuple) else 1
-    if count != 2 + has_aux or (count == 2 and isinstance(given[1], dict)):
+    if count not in ((2, 3) if has_aux is None else (2 + has_aux,)) or (count == 2 and isinstance(given[1], dict)):
         form = "(loss_sum, weight_sum, sums) with has_aux=True" if has_aux else "(loss_sum, weight_sum)"
         remedy = _remedy(given, count, has_aux)
         raise TypeError(f"loss must return the tuple {form}; got {jax.tree.map(_Told, given)}. {remedy}")
@@ -50,11 +50,11 @@ def check_loss(loss: Callable, outputs: PyTree, batch: PyTree, *, has_aux: bool)
         if shape != () or not jnp.issubdtype(dtype, jnp.floating):
             remedy = f"Sum it: jnp.sum({name})." if shape else f"Cast it: jnp.float32({name})."
             raise ValueError(f"loss must return floating-point scalars; got {name} {dtype}{list(shape)}. {remedy}")
-    if has_aux:
-        _check_sums(given[2])
+    if count == 3:
+        _check_sums(given[2], are_scalars=bool(has_aux))
 
 
-def _remedy(given: PyTree, count: int, has_aux: bool) -> str:
+def _remedy(given: PyTree, count: int, has_aux: bool | None) -> str:
     """What a loss should return in place of ``given``."""
     if count == 2 and isinstance(given[1], dict):
         sums = ", ".join(f'"{name}": {name}_sum' for name in given[1])
@@ -72,13 +72,13 @@ def _remedy(given: PyTree, count: int, has_aux: bool) -> str:
     )
 
 
-def _check_sums(sums: PyTree) -> None:
+def _check_sums(sums: PyTree, *, are_scalars: bool) -> None:
     if not isinstance(sums, dict) or not all(isinstance(name, str) for name in sums):
         raise TypeError(
             "with has_aux=True the third value of loss must be a dict of sums by name; got "
             f'{jax.tree.map(_Told, sums)}. Write such as {{"accuracy": jnp.sum(is_right)}}.'
         )
-    for name, value in sums.items():
+    for name, value in sums.items() if are_scalars else ():
         if getattr(value, "shape", ()) != ():
             raise ValueError(
                 f"each sum of a loss must be a scalar; got {name!r} {_Told(value)}. Sum it over the rows: jnp.sum({name}); "

@@ -81,9 +81,15 @@ def value_of(sums: tuple[jax.Array, list], total_weight: jax.Array, dtype: Any) 
     loss_sum, further = sums
     loss = (loss_sum / total_weight).astype(dtype)
 
-    def mean(total: jax.Array | IntegerSum) -> jax.Array:
+    def mean(total: jax.Array) -> jax.Array:
         with jax.numpy_dtype_promotion("standard"):
-            return jnp.divide(total.total() if isinstance(total, IntegerSum) else total, total_weight)
+            return jnp.divide(total, total_weight)
 
-    means = jax.tree.map(mean, further, is_leaf=lambda node: isinstance(node, IntegerSum))
+    means = jax.tree.map(mean, totals_of(further))
     return (loss, *means) if means else loss
+
+
+def totals_of(further: list) -> list:
+    """Returns the totals of further sums, those of integers as integers."""
+    is_integer = lambda node: isinstance(node, IntegerSum)
+    return jax.tree.map(lambda each: each.total() if is_integer(each) else each, further, is_leaf=is_integer)

@@ -2,17 +2,25 @@
 
     replica   groups of replicas, such as nodes: gradients are summed over them, nothing is sharded over them
     data      replicas of one group, over which ZeRO shards
-    context   parts of a sequence
+    context   parts of a sequence, over which ZeRO shards too
     stage     pipeline stages
     tensor    shards of each weight
 
 Every jaxpar mesh has all of them, in this order, even if their size is 1, so specs and collectives can name any of them. (With
-stage=1 there is no pipeline loop, and with data=1 gradients are not reduced over it.) The devices are numbered with ``replica``
-slowest, then ``data``, ``stage`` and ``context``. ``tensor`` is the fastest-varying axis, because its neighbours exchange the
-most bytes and should be neighbouring devices. A mesh of data=2, stage=2, tensor=2 over eight devices:
+stage=1 there is no pipeline loop, and with data=1 gradients are not reduced over it.) The devices are numbered in another
+order, by how much neighbours on an axis exchange, from the slowest axis to the fastest:
 
-    data 0:  stage 0: devices 0 1      data 1:  stage 0: devices 4 5
-             stage 1: devices 2 3               stage 1: devices 6 7
+    replica   one all-reduce of gradients a step, so that ZeRO's gathers inside a group never leave a node that holds the group
+    stage     one activation a microbatch, and its gradient
+    data      gathers and reductions of all params, and with experts over it rows of tokens in every layer
+    context   keys and values in every layer
+    tensor    activations several times in every layer
+
+So replicas of a stage lie next to one another, and stages may be on different nodes, as in Megatron-LM and DeepSpeed. A mesh of
+data=2, stage=2, tensor=2 over eight devices:
+
+    stage 0:  data 0: devices 0 1      stage 1:  data 0: devices 4 5
+              data 1: devices 2 3                data 1: devices 6 7
 """
 
 import functools
@@ -32,10 +40,11 @@ from jaxpar.fields import arg
 REPLICA, DATA, CONTEXT, STAGE, TENSOR = "replica", "data", "context", "stage", "tensor"
 AXES = (REPLICA, DATA, CONTEXT, STAGE, TENSOR)
 ROWS = (REPLICA, DATA)  # the axes over which the rows of a batch are split
-REPLICAS = (REPLICA, DATA, CONTEXT)  # those over which gradients, the loss and its weight are summed
+OF_ZERO = (DATA, CONTEXT)  # those over which ZeRO shards: its devices hold the same params
+REPLICAS = (REPLICA, *OF_ZERO)  # those over which gradients, the loss and its weight are summed
 MANUAL = (REPLICA, DATA, CONTEXT, STAGE)  # those over which a step is manual (``shard_map.py``)
 OF_MODELS = (DATA, STAGE, TENSOR)  # those that a mesh is described by in any case
-FROM_SLOWEST = (REPLICA, DATA, STAGE, CONTEXT, TENSOR)  # as devices are numbered
+FROM_SLOWEST = (REPLICA, STAGE, DATA, CONTEXT, TENSOR)  # as devices are numbered
 # What other libraries call the axes.
 OTHER_NAMES = {
     REPLICA: ("hsdp", "dp_replicate", "replicate", "node", "nodes"),

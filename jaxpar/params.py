@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar.fields import check_positive
 from jaxpar.layered_model import check_unpacked
 
 Init = Callable[[PyTree, tuple[int, ...], Any], PyTree]
@@ -61,8 +62,7 @@ def is_spec(node: object) -> bool:
 
 def stack_layers(table: PyTree, num_layers: int) -> PyTree:
     """Returns the table of ``num_layers`` layers, stacked along a leading dim, from that of one layer."""
-    if num_layers < 1:
-        raise ValueError(f"num_layers must be positive; got {num_layers}. Give a model at least one layer.")
+    check_positive("Give a model at least one layer.", num_layers=num_layers)
     return jax.tree.map(lambda s: ParamSpec(s.shape, s.dims, s.init, num_layers), table, is_leaf=is_spec)
 
 

@@ -20,7 +20,7 @@ from jaxpar.backward.graph import trace
 from jaxpar.data_parallel import accumulate, microbatch_shapes
 from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
-from jaxpar.loss_sums import value_of
+from jaxpar.loss_sums import totals_of, value_of
 from jaxpar.mesh import CONTEXT, MANUAL, TENSOR, shown_sizes
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.trainable import only_trained, with_trained
@@ -38,15 +38,20 @@ class TracedLoss:
         weight_of_rows: ``a replica's rows -> weight_sum``, the sum over its microbatches, in float32 or wider.
         dtype: The dtype of the loss on one device.
         manual_axes: The mesh axes over which a step is manual.
+        is_mean: Whether the value is that of ``value_and_grad``; otherwise it is that of an evaluation, the sums.
     """
 
     weight_of_rows: Callable[[PyTree], jax.Array]
     dtype: Any
     manual_axes: frozenset[str]
+    is_mean: bool = True
 
     def value(self, sums: PyTree, total_weight: jax.Array) -> PyTree:
         """Returns the loss, or with ``has_aux`` the loss and the means of the further sums (``loss_sums.py``)."""
-        return value_of(sums, total_weight, self.dtype)
+        if self.is_mean:
+            return value_of(sums, total_weight, self.dtype)
+        loss_sum, further = sums
+        return loss_sum, total_weight, *totals_of(further)
 
 
 def once_for_shapes(function: Callable[[PyTree, PyTree], Any]) -> Callable[[PyTree, PyTree], Any]:

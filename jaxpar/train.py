@@ -1,7 +1,7 @@
 """The training step and its sharded state. A step whose loss or gradients are not finite does not change the params."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,17 @@ from jaxtyping import PyTree
 from jaxpar._compat import PIPELINED_ALL_GATHER, Tracer
 from jaxpar.dtypes import widen
 from jaxpar.fields import arg
-from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.gradients import with_settings
+from jaxpar.layered_model import LayeredModel
+from jaxpar.mesh import OF_ZERO, STAGE, TENSOR
 from jaxpar.metrics.log import check_further
 from jaxpar.optimizer_state import Optimizer, call_update, check_packed, no_value_fn, optimizer_shardings, value_fn_of
-from jaxpar.parallel import Parallel, accepts_settings
+from jaxpar.parallel import Parallel, Pipeline, accepts_settings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
 from jaxpar.sharding import replicated
+from jaxpar.traced_loss import once_for_shapes
 from jaxpar.trainable import Trainable, only_trained, trained_part, update_trained, where_grads
-from jaxpar.zero import shardings_over_data
+from jaxpar.zero import shardings_at_rest
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +62,7 @@ def init_state(
         optimizer: An optax optimizer. Its state is sharded like the params (``optimizer_state.py``); counts are replicated.
         mesh: A mesh from ``make_mesh``, or the ``Parallel`` that ``value_and_grad`` has, which holds the settings below.
         shardings: A NamedSharding for each param, from ``shardings_from_paths``.
-        zero: The ZeRO level: at 1 and above the optimizer state is sharded over ``data``, at 3 the params too.
+        zero: The ZeRO level: at 1 and above the optimizer state is sharded, at 3 the params too (``zero.py``).
         trainable: As for ``value_and_grad``. The optimizer has no state for params that are not trained.
 
     Raises:
@@ -127,11 +130,11 @@ def abstract_state(
     trained = lambda tree: trained_part(tree, trainable)
     check_packed(optimizer, trained(shapes.params))
     on_each = NamedSharding(parallel.mesh, replicated())  # pyright: ignore[reportArgumentType]
-    over_data = shardings_over_data(shapes.params, shardings)
+    of_zero = shardings_at_rest(shapes.params, shardings)
     opt_shardings = optimizer_shardings(
-        optimizer, trained(shapes.params), trained(over_data if zero else shardings), on_each
+        optimizer, trained(shapes.params), trained(of_zero if zero else shardings), on_each
     )
-    shardings = over_data if zero == 3 else shardings
+    shardings = of_zero if zero == 3 else shardings
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -231,6 +234,52 @@ def clip(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
     return jax.tree.map(scaled, grads)
 
 
+def make_eval_step(
+    model: LayeredModel | Callable[[PyTree, PyTree], PyTree],
+    loss: Callable[[PyTree, PyTree], tuple],
+    parallel: Parallel | Mesh,
+    pipeline: Pipeline | None = None,
+) -> Callable[[PyTree, PyTree], tuple]:
+    """Returns ``(params, batch) -> (loss_sum, weight_sum)``: what ``loss`` returns of a whole batch, for rows held out.
+
+    It is computed as a step of training with these settings computes it, over the whole mesh and in microbatches, but without
+    gradients: in a pipeline by the forward passes of its schedule. The mean loss of several batches is the sum of their
+    loss_sum over that of their weight_sum.
+
+    Args:
+        model: As for ``value_and_grad``.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with a dict of further sums over the rows, arrays of any
+            shape, which are then returned too.
+        parallel: The Parallel of the run, or a mesh. Nothing is trained, whatever its ``trainable``.
+        pipeline: The Pipeline of the run, or one with other microbatches; None: one microbatch.
+
+    Raises:
+        TypeError: As for ``value_and_grad``.
+        ValueError: As for ``value_and_grad``, or several stages with the mpmd executor.
+
+    **Collectives**: those of ``value_and_grad`` in the forward pass, and one all-reduce over the replicas of the sums.
+    """
+    parallel, pipeline = parallel if isinstance(parallel, Parallel) else Parallel(parallel), pipeline or Pipeline()
+    num_stages = parallel.mesh.shape[STAGE]
+    if num_stages > 1 and pipeline.executor == "mpmd":
+        raise ValueError(
+            f'an evaluation is one program; got executor="mpmd" and {arg(stage=num_stages)}. Use executor="spmd", which takes '
+            "the same params; for layers that differ call model.apply."
+        )
+    schedule = pipeline.table(num_stages).forward() if num_stages > 1 else "1f1b"
+    pipeline = replace(pipeline, schedule=schedule, num_chunks=None, remat="none")
+    of_settings = with_settings(model, loss, replace(parallel, overlap_grad_reduce=False), pipeline, has_aux=None)
+    jitted = jax.jit(lambda params, batch: of_settings(params, batch)[0])
+    check = once_for_shapes(lambda params, batch: check_permutes(jitted.lower(params, batch).compile()))
+
+    def eval_step(params: PyTree, batch: PyTree) -> tuple:
+        if _has_stages_and_shards(params):
+            check(params, batch)
+        return jitted(params, batch)
+
+    return eval_step
+
+
 class TrainStep:
     """A jitted step whose new state keeps the shardings of the old one, so the next step neither recompiles nor moves anything.
 
@@ -281,8 +330,8 @@ class TrainStep:
         return self._jitted[treedef, shardings]
 
 
-def _has_stages_and_shards(state: TrainState) -> bool:
-    """Returns whether the mesh of a state has several stages and several tensor shards."""
+def _has_stages_and_shards(state: PyTree) -> bool:
+    """Returns whether the mesh of a state, or of its params, has several stages and several tensor shards."""
     sizes = (sharding.mesh.shape for sharding in _shardings(state))
     return any(each.get(STAGE, 1) > 1 and each.get(TENSOR, 1) > 1 for each in sizes)
 
@@ -312,14 +361,15 @@ def _is_of_gpus(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def _gathers_layers(state: TrainState) -> bool:
-    """Returns whether a step on GPUs gathers params over ``data`` (ZeRO 3), without ``tensor`` and ``stage``.
+    """Returns whether a step on GPUs gathers params (ZeRO 3), without ``tensor`` and ``stage``.
 
     XLA should then gather the params of the next layer while one computes. It would do the same with what sequence parallelism
     gathers over ``tensor``, for more than twice the temporary memory, and may take a fifth more in a pipeline.
     """
     alone = lambda mesh: mesh.shape.get(TENSOR, 1) * mesh.shape.get(STAGE, 1) == 1
     on_gpus = lambda mesh: alone(mesh) and _is_of_gpus(mesh)
-    return any(DATA in jax.tree.leaves(tuple(each.spec)) and on_gpus(each.mesh) for each in _shardings(state.params))
+    is_cut = lambda spec: not set(OF_ZERO).isdisjoint(jax.tree.leaves(tuple(spec)))
+    return any(is_cut(each.spec) and on_gpus(each.mesh) for each in _shardings(state.params))
 
 
 def _shardings(tree: PyTree) -> list[NamedSharding]:

@@ -1,8 +1,7 @@
 """Trains one digits model with gradients reduced by all-reduce, rings and parameter servers; counts traffic, times steps.
 
-All ways, 2 to 8 devices:  python recipes/all_reduce.py
-
-A few of them:             python recipes/all_reduce.py --devices 4 8 --steps 20
+    All ways, 2 to 8 devices:  python recipes/all_reduce.py
+    A few of them:             python recipes/all_reduce.py --devices 4 8 --steps 20
 
 All synchronous ways end with the same parameters. They are float64, since sums in another order round differently, and one
 ReLU input that rounds to the other side of zero would separate two runs for good. The ways differ in the bytes on each link,
@@ -27,13 +26,13 @@ import jaxpar
 from jaxpar import collectives
 from jaxpar.commands import recipe
 from jaxpar.data.digits import NUM_CLASSES, NUM_PIXELS, read_digits
+from jaxpar.fields import check_at_least
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.report import reductions
 from jaxpar.report.reductions import NUM_SERVERS, Measured
 from jaxpar.run import checks, folder, phase, say
-from jaxpar.run.flags import check_at_least, check_out_dir
 
 ZERO = "ZeRO-1"
 BOUNDS = (0, 4, None)
@@ -79,7 +78,6 @@ def optimizers(config: Config, size: int) -> dict[str, optax.GradientTransformat
 def main(config: Config) -> None:
     with checks():
         check_matplotlib()
-        check_out_dir(config.out_dir)
         folder.check_new(config.out_dir, overwrite=config.overwrite)
         sizes = recipe.numbers_of_devices(config.devices, usual=range(2, 9))
         train, _ = read_digits(config.seed)
@@ -103,9 +101,7 @@ def main(config: Config) -> None:
         given = {"num_pushes": config.pushes, "learning_rate": config.learning_rate, "seed": config.seed}
         curves = {bound: reductions.stale_curve(mean_loss, params, train, bound, **given) for bound in BOUNDS}
     if jax.process_index() == 0:
-        if config.overwrite:
-            folder.delete_run(config.out_dir)
-        config.out_dir.mkdir(parents=True, exist_ok=True)
+        folder.make_new(config.out_dir, overwrite=config.overwrite)
         reductions.write_report(config.out_dir, rows, gradient_bytes, curves, settings=dataclasses.asdict(config))
     say("\n" + "\n".join(reductions.describe_stale(curves)))
     say(f"written: {config.out_dir}/ with report.html, traffic.png, staleness.png")

@@ -1,10 +1,8 @@
 """Compiles two published layouts without their GPUs, from shapes alone: BLOOM's on 384 devices and DeepSpeed's on 32.
 
-Both:                            python recipes/bloom.py
-
-Another mesh for BLOOM:          python recipes/bloom.py --job bloom --mesh.tensor 8 --mesh.stage 6
-
-Another schedule, no recompute:  python recipes/bloom.py --schedule zb-h1 --remat none
+    Both:                            python recipes/bloom.py
+    Another mesh for BLOOM:          python recipes/bloom.py --job bloom --mesh.tensor 8 --mesh.stage 6
+    Another schedule, no recompute:  python recipes/bloom.py --schedule zb-h1 --remat none
 
 It compiles the training step that the GPUs would run, for fake devices and from shapes, so no weight is ever allocated. It
 prints figures of that program and its shardings: the memory of each device, the traffic over each axis and the idle time of
@@ -24,7 +22,6 @@ from jaxpar.plot import render_placement
 from jaxpar.report import published_jobs, write_page
 from jaxpar.report.published_jobs import JOBS, PublishedMesh, cluster_of
 from jaxpar.run import checks, folder, phase, say
-from jaxpar.run.flags import check_out_dir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +49,6 @@ class Config:
 
 def main(config: Config) -> None:
     with checks():
-        check_out_dir(config.out_dir)
         folder.check_new(config.out_dir, overwrite=config.overwrite)
         jobs = {
             name: published_jobs.with_mesh(job, config) for name, job in JOBS.items() if config.job in ("both", name)
@@ -63,9 +59,7 @@ def main(config: Config) -> None:
             jaxpar.use_fake_devices(max(job.num_devices for job in jobs.values()))
         parts = {name: published_jobs.make_step(job, config) for name, job in jobs.items()}
         plans = {name: published_jobs.plan_of(job, config, parts[name][1]) for name, job in jobs.items()}
-        if config.overwrite:
-            folder.delete_run(config.out_dir)
-        config.out_dir.mkdir(parents=True, exist_ok=True)
+        folder.make_new(config.out_dir, overwrite=config.overwrite)
 
     figures = {}
     for name, job in jobs.items():

@@ -1,19 +1,14 @@
 """Trains a multilayer perceptron of 8 hidden layers to read handwritten digits: 1,797 real images of 8x8 pixels.
 
-One device:                python recipes/digits.py
-
-Data parallel:             python recipes/digits.py --fake-devices 8 --mesh.data 8 --split data
-
-Column-row tensor split:   python recipes/digits.py --fake-devices 8 --mesh.data 4 --mesh.tensor 2
-
-All by column, or by row:  python recipes/digits.py --fake-devices 2 --mesh.tensor 2 --split column
-
-In a pipeline:             python recipes/digits.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2
+    One device:                python recipes/digits.py
+    Data parallel:             python recipes/digits.py --fake-devices 8 --mesh.data 8 --split data
+    Column-row tensor split:   python recipes/digits.py --fake-devices 8 --mesh.data 4 --mesh.tensor 2
+    All by column, or by row:  python recipes/digits.py --fake-devices 2 --mesh.tensor 2 --split column
+    In a pipeline:             python recipes/digits.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2
 
 The results are those of one device, for every mesh and split.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,8 +24,8 @@ from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags, RecipeFlags
 from jaxpar.data.batches import Columns, pad_rows, round_up
 from jaxpar.data.digits import NUM_CLASSES, NUM_PIXELS, Rows, read_digits
+from jaxpar.fields import check_at_least, check_positive
 from jaxpar.mesh import num_replicas, sizes_text
-from jaxpar.metrics.log import read_metrics
 from jaxpar.models import mlp
 from jaxpar.models.sweep import sweep
 from jaxpar.params import abstract_params, count_params, init_params
@@ -40,7 +35,7 @@ from jaxpar.report import classification
 from jaxpar.run import Run, checks, make_mesh, say
 from jaxpar.run.batches import Batches, check_microbatches, check_no_sequences
 from jaxpar.run.flags import CommonFlags
-from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
+from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 
 COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()
 COLUMN_BIAS = jaxpar.column_parallel(ndim=1)
@@ -68,8 +63,7 @@ class Common(CommonFlags):
 @dataclass(frozen=True, kw_only=True)
 class Recipe(OwnFlags):
     split: Literal["data", "column", "row", "mixed"] = "mixed"
-    """How the hidden layers are split over the tensor axis. data: not at all; column: by outputs; row: by inputs; mixed:
-    column, then row, which halves the traffic."""
+    """Hidden layers over the tensor axis. data: whole; column: by outputs; row: by inputs; mixed: in turn, half the traffic."""
     hidden_layers: int = 8
     """Hidden layers, an even number: a pipeline splits them over its stages in pairs."""
     width: int = 64
@@ -109,16 +103,17 @@ def main(config: Config) -> None:
         optimizer, count = optax.adam(common.learning_rate), schedule.num_microbatches
         parallel, pipeline = jaxpar.Parallel(mesh, shardings), jaxpar.Pipeline(schedule, num_microbatches=count)
         value_and_grad = jaxpar.value_and_grad(mlp.MODEL, loss, parallel, pipeline)
+        draw_course = lambda: classification.plot_course(common.out_dir, schedule, own.schedule)
         run = Run(
             config,
             mesh,
-            numbers_depend_on(config),
+            config.values("seed", "hidden_layers", "width", "batch_size", "learning_rate", "test_fraction"),
             items="digits",
             items_per_step=common.batch_size,
             schedule=schedule,
             samples=lambda step: rows.samples_before(common.batch_size, step, run.origin),
             remedy=f"Choose a smaller one than --learning-rate {common.learning_rate:g}.",
-            draw=lambda: draw_course(config, run),
+            draw=draw_course,
         )
         run.restore(lambda key: init_params(table, key), jax.random.key(common.seed), optimizer, parallel)
     say(f"{len(train['label'])} digits to learn from, {len(test['label'])} held out")
@@ -150,38 +145,23 @@ def main(config: Config) -> None:
             row_loss, accuracy = jaxpar.fetch(evaluate(state.params, each))
             say(f"digits {name:>12}: loss {row_loss:.4f}, {accuracy:.1%} read right")
         read = jaxpar.fetch(jax.jit(predict)(state.params, test_rows))[: len(test["label"])]
+        run.say_pace()
+        draw_course()
         if jax.process_index() == 0:
             draw(config, run, train, test, read)
         run.say_skipped(state)
 
 
 def draw(config: Config, run: Run, train: Rows, test: Rows, read: np.ndarray) -> None:
-    """Prints the speed; draws the losses, predictions, under- and overfitting, and the timeline of a pipeline."""
-    common, own = config.common, config.recipe
-    if median := run.median_seconds:
-        rate = common.batch_size / median
-        say(f"{common.steps - run.first_step} steps: {median * 1e3:.1f} ms each (median), {rate:,.0f} digits/s")
-    draw_course(config, run)
+    """Draws predictions, under- and overfitting."""
+    own = config.recipe
     classification.plot_predictions(run.out_dir / "predictions.png", test["features"], test["label"], read)
     if own.sweep:
-        sizes, rows = sweep(train, test, own.width, own.hidden_layers, common.learning_rate)
+        sizes, rows = sweep(train, test, own.width, own.hidden_layers, config.common.learning_rate)
         classification.plot_errors(run.out_dir / "errors.png", sizes, rows)
     pictures = "report.html, loss.png, predictions.png" + (", errors.png" if own.sweep else "")
     pictures += ", timeline.png" if run.mesh.shape["stage"] > 1 else ""
     say(f"written: {run.out_dir}/ with {pictures}, metrics.jsonl, config.json")
-
-
-def draw_course(config: Config, run: Run) -> None:
-    """Draws the losses so far, and the timeline of a pipeline."""
-    if jax.process_index() != 0:
-        return
-    if lines := read_metrics(run.out_dir / "metrics.jsonl"):
-        classification.plot_loss(run.out_dir / "loss.png", lines)
-    if (schedule := run.schedule) and schedule.num_stages > 1:
-        names = dict.fromkeys(("gpipe", config.recipe.schedule, "zb-h1"))  # the bubble, and schedules that reduce it
-        sizes = schedule.num_stages, schedule.num_microbatches
-        schedules = [make_schedule(name, *sizes, form=lockstep_form(name)) for name in names]
-        plot_timeline(schedules, run.out_dir / "timeline.png", timing="lockstep")
 
 
 def predict(params: dict, batch: dict[str, jax.Array]) -> jax.Array:
@@ -200,17 +180,15 @@ def evaluate(params: dict, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.
 
 def check_model(config: Config, mesh: jax.sharding.Mesh) -> None:
     """Raises where the model's flags are out of range, or do not fit the mesh."""
-    own, rate, tensor = config.recipe, config.common.learning_rate, mesh.shape["tensor"]
+    own, tensor = config.recipe, mesh.shape["tensor"]
     mlp.check_sizes(own.hidden_layers, own.width, stage=mesh.shape["stage"], tensor=tensor)
     if own.split == "data" and tensor > 1:
         raise ValueError(
             f"--split data leaves the tensor axis nothing to share out; got --mesh.tensor {tensor}, whose devices would all "
             f"do the same. Choose --mesh.tensor 1, or --split mixed."
         )
-    if not 0 < rate < math.inf:
-        raise ValueError(f"--learning-rate must be positive; got {rate:g}. Choose such as 0.001.")
-    if own.eval_every < 1:
-        raise ValueError(f"--eval-every must be at least 1; got {own.eval_every}. Choose such as 10.")
+    check_positive("Choose such as 0.001.", learning_rate=config.common.learning_rate)
+    check_at_least(1, "Choose such as 10.", eval_every=own.eval_every)
 
 
 def make_pipeline(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> Schedule:
@@ -228,12 +206,6 @@ def make_pipeline(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> Sch
             "--schedule 1f1b."
         )
     return schedule
-
-
-def numbers_depend_on(config: Config) -> dict[str, int | float]:
-    """Returns the flags that a resumed run must share with the saved one. The mesh and the split are not among them."""
-    names = ("seed", "hidden_layers", "width", "batch_size", "learning_rate", "test_fraction")
-    return {name: config.as_json()[name] for name in names}
 
 
 if __name__ == "__main__":

@@ -1,18 +1,12 @@
 """Trains a language model on real text with data, pipeline and tensor parallelism: GPT-2, Llama or BLOOM, by the byte or token.
 
-One device:                python recipes/gpt.py
-
-Three dimensions:          python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2
-
-Its cost, no training:     python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --dry-run
-
-Your own text:             python recipes/gpt.py --data novels/
-
-GPT-2 on its tokens:       python recipes/gpt.py --model gpt2 --data fineweb/ --seq 1024 --batch-size 512 --dtype bfloat16
-
-From published weights:    python recipes/gpt.py --init-from tinyllama/ --data chat.jsonl --lr 3e-5 --save-hf tuned/
-
-LoRA on such weights:      python recipes/gpt.py --init-from tinyllama/ --data chat.jsonl --lora-rank 8 --save-hf tuned/
+    One device:                python recipes/gpt.py
+    Three dimensions:          python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2
+    Its cost, no training:     python recipes/gpt.py --fake-devices 8 --mesh.data 2 --mesh.stage 2 --mesh.tensor 2 --dry-run
+    Your own text:             python recipes/gpt.py --data novels/
+    GPT-2 on its tokens:       python recipes/gpt.py --model gpt2 --data fineweb/ --seq 1024 --batch-size 512 --dtype bfloat16
+    From published weights:    python recipes/gpt.py --init-from tinyllama/ --data chat.jsonl --lr 3e-5 --save-hf tuned/
+    LoRA on such weights:      python recipes/gpt.py --init-from tinyllama/ --data chat.jsonl --lora-rank 8 --save-hf tuned/
 
 The results are those of one device, for every mesh and schedule.
 """
@@ -32,13 +26,14 @@ from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags
 from jaxpar.data.batches import round_up
 from jaxpar.data_parallel import check_sequences
+from jaxpar.fields import check_at_least
 from jaxpar.metrics.log import read_metrics
 from jaxpar.models import lora, transformer
 from jaxpar.pipeline import masks_idle_ops
 from jaxpar.plot.charts import plot_loss
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.run import Run, batches, checks, evaluation, language_data, language_model, make_mesh, optimizers, say
-from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, check_at_least
+from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.run import saved_settings
 from jaxpar.runtime.watchdog import Budgets
@@ -63,8 +58,7 @@ class Recipe(language_model.ModelFlags, OwnFlags):
     layers_per_virtual_stage: tuple[int, ...] | None = None
     """Layers of each virtual stage, in the model's order, such as 5 6 6 5. None: as equal as possible."""
     remat: Literal["none", "full", "dots"] = "none"
-    """What the backward pass recomputes. none: only elementwise operations; full: all activations of a layer; dots: all but
-    products with weights and fused attention."""
+    """What the backward pass recomputes. none: elementwise operations; dots: all but products and attention; full: all."""
     zero: Literal[0, 1, 2, 3] = 0
     """What is sharded over the replicas: 1 the optimizer's state, 2 gradients too, 3 parameters too."""
     sequence_parallel: bool = False
@@ -146,19 +140,15 @@ def main(config: Config) -> None:
         if weights is not None:
             state = dataclasses.replace(state, params=lora.with_weights(state.params, weights))
         jaxpar.huggingface.write_description(run.out_dir / "model", shape, source=own.init_from)
-        held_out = batches.held_out_batches(common.batch_size, own.eval_rows, test, mesh)
-        evaluate = evaluation.Evaluation(loss, shape, layout, held_out)
+        held_out = batches.held_out_batches(common.batch_size, own.eval_rows, test, mesh, schedule.num_microbatches)
+        evaluate = evaluation.Evaluation(model, loss, parallel, pipeline, held_out)
         for step in run.steps():
             state, metrics = train_step(state, batch_of(step))
             if run.is_due(step, own.eval_every):
                 with run.evaluation(metrics):
                     metrics |= evaluate.metrics(state.params, run.out_dir, step)
             run.log(step, state, metrics)
-        if median := run.median_seconds:
-            say(
-                f"{common.steps - run.first_step} steps in {run.seconds:.1f} s, evaluations included; a step takes "
-                f"{median * 1e3:.0f} ms (median), {num_tokens / median:,.0f} tokens/s"
-            )
+        run.say_pace()
         params = jax.jit(lambda packed: lora.merge(layout.unpack_params(packed)))(state.params)
         conclude(config, run, shape, text, params, float(evaluate(state.params)))
         run.say_skipped(state)
@@ -173,7 +163,9 @@ def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
     check_matplotlib()
     with language_data.rows_checked_too(config, config.recipe.init_from):
         mesh = make_mesh(config)
-    config = optimizers.with_saved_warmup(config, saved_settings(config))
+    saved = saved_settings(config)
+    config = optimizers.with_saved_warmup(config, saved)
+    language_model.check_biases(config.recipe, saved)
     check_flags(config, mesh)
     config = language_data.in_rows(config, mesh)
     return config, mesh, language_data.load_data(config.data, config.recipe.init_from)
@@ -202,7 +194,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
     own, data = config.recipe, config.data
     language_data.check_data_flags(data)
     optimizers.check_optimizer(config)
-    language_model.check_lora(config.lora, config.optimizer)
+    language_model.check_lora(config.lora, config.optimizer, own)
     check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
     language_model.check_model(own, data.seq, needs_weights=not (config.common.resume or config.gpu.compile_for))
     check_sequences({"tokens": jax.ShapeDtypeStruct((1, data.seq), "int32")}, mesh)
@@ -234,8 +226,7 @@ def make_pipeline(config: Config, mesh: Mesh, num_rows: int) -> Schedule:
 
 def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:
     """Returns the settings that a resumed run must share with the saved one, which excludes mesh, schedule, ZeRO and remat."""
-    flags = config.as_json()
-    found = {name: flags[name] for name in ("seed", "steps", "model", "seq", "batch_size", "dtype")}
+    found = config.values("seed", "steps", "model", "seq", "batch_size", "dtype")
     if config.recipe.window is not None:
         found["window"] = config.recipe.window
     if config.recipe.init_from is not None:

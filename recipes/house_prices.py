@@ -1,19 +1,14 @@
 """Learns house prices from real sales: price = w_area * area + w_bedrooms * bedrooms + b, by gradient descent.
 
-One device:               python recipes/house_prices.py
-
-Eight fake devices:       python recipes/house_prices.py --fake-devices 8 --mesh.data 8
-
-Stochastic descent:       python recipes/house_prices.py --batch-size 1
-
-Mini-batch descent:       python recipes/house_prices.py --batch-size 8
-
-A price, once trained:    python recipes/house_prices.py --predict 1650 3
+    One device:               python recipes/house_prices.py
+    Eight fake devices:       python recipes/house_prices.py --fake-devices 8 --mesh.data 8
+    Stochastic descent:       python recipes/house_prices.py --batch-size 1
+    Mini-batch descent:       python recipes/house_prices.py --batch-size 8
+    A price, once trained:    python recipes/house_prices.py --predict 1650 3
 
 Another table:            python recipes/house_prices.py --csv flats.csv --features size floor --target rent
 """
 
-import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +23,7 @@ import jaxpar
 from jaxpar.commands import recipe
 from jaxpar.commands.recipe import OwnFlags, RecipeFlags
 from jaxpar.data.batches import Columns, pad_rows, round_up
+from jaxpar.fields import check_positive
 from jaxpar.mesh import num_replicas
 from jaxpar.models import linear
 from jaxpar.models.least_squares import Line, Standard, Table, check_folds, curvature, least_squares, read_table
@@ -51,8 +47,7 @@ class Common(CommonFlags):
     batch_size: int | None = None
     """Rows of a step. None: all, which is batch descent; 1: stochastic descent; values between: mini-batch descent."""
     learning_rate: float | None = None
-    """Step size on standardised data. None: 1 over the curvature of the loss. With less than all rows a step it falls to 0
-    over the run, since the noise of the batches would otherwise remain."""
+    """Step size on standardised data; it falls to 0 unless a step takes all rows. None: 1 over the curvature of the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,17 +93,19 @@ def main(config: Config) -> None:
         batch_size = check_replicas(config, common.batch_size, table.num_rows, mesh)
         safe = 1 / curvature(rows["features"], batch_size)
         rate = float(f"{safe:.3g}") if common.learning_rate is None else common.learning_rate
-        if not 0 < rate < math.inf:
-            raise ValueError(f"--learning-rate must be positive; got {rate:g}. Choose {safe:.3g}, or leave it out.")
+        check_positive(f"Choose {safe:.3g}, or leave it out.", learning_rate=rate)
         check_folds(config.recipe.folds, table)
+        checksum = zlib.crc32(rows["features"].tobytes() + rows["target"].tobytes())
         config = config.replace(batch_size=batch_size, learning_rate=rate)
         falling = optax.linear_schedule(rate, 0.0, config.common.steps)
         fit = Fit(table, mesh, optax.sgd(rate if batch_size == table.num_rows else falling))
         run = Run(
             config,
             mesh,
-            numbers_depend_on(config, rows),
+            # The mesh and the number of steps may change.
+            config.values("features", "target", "batch_size", "learning_rate", "seed") | {"checksum_of_rows": checksum},
             items_per_step=batch_size,
+            has_evaluations=False,
             samples=lambda step: source.samples_before(batch_size, step, run.origin),
             remedy=f"--learning-rate {rate:g} is too large, {safe:.3g} is safe.",
             draw=lambda: draw_descent(config, table, mesh),
@@ -212,13 +209,6 @@ def descend(
             state, metrics = fit.train_step(state, on_mesh)
             losses.append(metrics["loss"])
         yield np.array(jaxpar.fetch(losses)), jaxpar.fetch(state.params)
-
-
-def numbers_depend_on(config: Config, rows: dict[str, np.ndarray]) -> dict:
-    """Returns the settings that a resumed run must share with the saved one. The mesh and the number of steps may change."""
-    flags = config.as_json()
-    kept = {name: flags[name] for name in ("features", "target", "batch_size", "learning_rate", "seed")}
-    return {**kept, "checksum_of_rows": zlib.crc32(rows["features"].tobytes() + rows["target"].tobytes())}
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ import jax
 from jaxpar.commands import recipe
 from jaxpar.data.examples import check_messages
 from jaxpar.data.readers import read_records
+from jaxpar.data.text import train_tokenizer
+from jaxpar.fields import check_at_least
 from jaxpar.huggingface import check_no_model, write_model
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params
 from jaxpar.run import checks, say
-from jaxpar.runtime.output import install_extra
 
 SIZES = {"num_layers": 2, "embed_dim": 128, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 384, "max_positions": 512}
 START, END = "<|im_start|>", "<|im_end|>"
@@ -45,7 +46,8 @@ class Config:
 def main(config: Config) -> None:
     with checks():
         check_no_model(config.out_dir)
-        tokenizer = train_tokenizer(list(contents(config.data)), config.vocab_size)
+        check_at_least(258, "Choose 1024, say.", vocab_size=config.vocab_size)
+        tokenizer = train_tokenizer(list(contents(config.data)), config.vocab_size, special_tokens=(START, END))
     num_params = write_untrained(config.out_dir, tokenizer, config.seed)
     say(f"written: {config.out_dir}/, a Qwen2 of {num_params:,} random parameters, for --init-from")
 
@@ -73,36 +75,6 @@ def contents(file: Path) -> Iterator[str]:
         raise ValueError(f"--data must be a file of messages; got {file}, which is none. Name one that is there.")
     for _, example in read_records(file):
         yield from (message["content"] for message in check_messages(example["messages"]))
-
-
-def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
-    """Returns a byte-level BPE of the tokenizers library that is trained on texts.
-
-    Args:
-        texts: The texts.
-        vocab_size: The number of tokens, the flag --vocab-size.
-
-    Raises:
-        ImportError: The library is not installed.
-        ValueError: The tokens cannot be fewer than the bytes and the two marks.
-    """
-    if vocab_size < 258:
-        raise ValueError(f"--vocab-size must be at least 258; got {vocab_size}. Choose 1024, say.")
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise ImportError(
-            f"making a tokenizer needs the tokenizers library; got no such package. {install_extra('hf')}."
-        ) from error
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[START, END], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
 
 
 if __name__ == "__main__":

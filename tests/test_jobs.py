@@ -130,13 +130,13 @@ def test_what_it_says_of_its_place_is_what_initialize_reads():
     assert (place.num_processes, place.process_id, place.bind) == (48, 7, "10.0.0.7:6379")
 
 
-def test_nodes_of_a_replica_are_kept_close_and_all_start_together():
+def test_nodes_of_a_stage_are_kept_close_and_all_start_together():
     manifest = to_jobset(BLOOM)
     assert pod(manifest)["metadata"]["annotations"] == {
         "kueue.x-k8s.io/podset-preferred-topology": "topology.example/block",
         "kueue.x-k8s.io/podset-slice-required-topology": "topology.example/rack",
-        "kueue.x-k8s.io/podset-slice-size": "6",
-    }, "12 stages of 4 shards are 6 nodes of 8"
+        "kueue.x-k8s.io/podset-slice-size": "4",
+    }, "a stage of 8 replicas of 4 shards has 4 nodes of 8"
     assert manifest["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "research"}
 
 
@@ -274,7 +274,7 @@ def test_a_mesh_that_splits_sequences_is_the_job_s_and_the_recipe_s():
         "2",
     ]
     job = Job(command=("recipes/gpt.py",), image="a:1", data=2, context=4, tensor=2, gpus_per_node=8)
-    assert (job.num_nodes, job.nodes_per_replica) == (2, 1)
+    assert (job.num_nodes, job.devices_per_stage) == (2, 16)
 
 
 def test_the_axis_of_a_plans_experts_is_a_flag():
@@ -478,8 +478,8 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
             "got data=1, stage=3, tensor=4, 12 GPUs on nodes of 8. Choose a mesh of 16",
         ),
         (
-            {"stage": 1, "tensor": 4},
-            "replica_topology needs replicas of whole nodes; got data=8, stage=1, tensor=4: 4 GPUs",
+            {"data": 1, "tensor": 4},
+            "replica_topology needs stages on whole nodes; got data=1, stage=12, tensor=4: 4 GPUs a stage on nodes of 8",
         ),
         (
             {"command": ("recipes/gpt.py", "--mesh.data", "16")},

@@ -35,14 +35,17 @@ def test_axes_are_replica_data_context_stage_tensor_of_auto_type_also_where_thei
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
-def test_tensor_is_fastest_then_stage_then_data():
+def test_tensor_is_fastest_then_data_then_stage():
     devices = ids(jaxpar.make_mesh(data=2, stage=2, tensor=2))
     assert devices.shape == (1, 2, 1, 2, 2), "as many axes as ever, of which two have size 1"
-    assert devices.squeeze().tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert devices.squeeze().tolist() == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], "[data, stage, tensor]"
 
 
 def test_replica_is_slowest_and_context_next_to_tensor():
     assert ids(jaxpar.make_mesh(replica=2, data=2, tensor=2)).squeeze().tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    grouped = ids(jaxpar.make_mesh(replica=2, data=2, stage=2)).squeeze()
+    assert grouped.tolist() == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]], "[replica, data, stage]"
+    assert ids(jaxpar.make_mesh(data=2, context=2, tensor=2)).ravel().tolist() == list(range(8))
     by_context = ids(jaxpar.make_mesh(context=2, stage=2, tensor=2)).squeeze()
     assert by_context.tolist() == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], "[context, stage, tensor]"
 

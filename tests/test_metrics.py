@@ -96,17 +96,19 @@ def test_the_rate_of_a_run_is_that_of_its_items_or_else_of_steps(tmp_path):
         assert [line[rate] for line in lines] == [pytest.approx((count or 1) / line["step_seconds"]) for line in lines]
 
 
-def test_a_run_refuses_steps_out_of_order_and_a_best_metric_that_it_does_not_have(tmp_path, capsys):
-    mesh = jaxpar.make_mesh()
-    with Run(BasicFlags.of(out_dir=tmp_path, keep_best="-test_loss"), mesh) as run:
+@pytest.mark.parametrize("has_evaluations", [True, False])
+def test_a_run_refuses_steps_out_of_order_and_a_best_metric_that_it_does_not_have(tmp_path, capsys, has_evaluations):
+    flags, mesh = BasicFlags.of(out_dir=tmp_path, keep_best="-test_loss"), jaxpar.make_mesh()
+    with Run(flags, mesh, has_evaluations=has_evaluations) as run:
         with pytest.raises(RuntimeError, match=r"must restore before it compiles; .* Call run\.restore first"):
             run.compile(None, None)
         with pytest.raises(RuntimeError, match=r"must compile its step before it begins; .* Call run\.compile first"):
             run.begin()
         run._log, run._guard = MetricsLog(tmp_path, 1, items_per_step=1), Guard(num_steps=1)
         metrics = {"loss": 1.0, "test_accuracy": 0.5}
-        with run.evaluation(metrics):
-            pass
+        if has_evaluations:
+            with run.evaluation(metrics):
+                pass
         with pytest.raises(SystemExit, match="2"):
             run.log(0, None, metrics)
     assert "--keep-best must name a metric of the run; got test_loss" in (said := capsys.readouterr().err)

@@ -10,6 +10,8 @@ from optax import contrib
 
 import jaxpar
 from jaxpar.commands import recipe as cli
+from jaxpar.commands.cli import flag_names
+from jaxpar.fields import given_by
 from jaxpar.run import optimizers
 from jaxpar.run.optimizers import check_optimizer, learning_rate, make_optimizer
 from jaxpar.train import TrainState
@@ -232,7 +234,7 @@ def test_lr_is_the_learning_rate(monkeypatch):
     ],
 )
 def test_flags_that_do_not_fit_or_have_no_effect_are_refused(flags, message):
-    with pytest.raises(ValueError) as refused:  # noqa: PT011, the message is compared below
+    with pytest.raises(ValueError) as refused, given_by(flag_names(gpt.Config)):  # noqa: PT011, it is compared below
         check_optimizer(gpt.Config.of(**flags))
     assert message in str(refused.value)
 

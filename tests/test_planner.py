@@ -90,10 +90,60 @@ def test_long_sequences_are_cut_over_context():
     assert best.choice.context > 1
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_zero_shards_over_context_as_over_data(zero):
+    config = TransformerConfig(
+        vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, max_positions=512, attention=planned_attention
+    )
+    shape = transformer_shape(config)
+
+    def of(**axes):
+        choice = Choice(**axes, zero=zero, num_microbatches=2)
+        analysis, at_rest = Analysis(shape, 1, 1, context=choice.context), AtRest(shape, optax.adam(1e-3), choice)
+        transfers = step_traffic(choice, analysis, at_rest)
+        sent = sum(each.bytes_moved for each in transfers if not each.what.startswith("a layer's"))
+        return at_rest.bytes | {"gradients": at_rest.gradient_bytes, "sent": sent}
+
+    assert of(context=8) == pytest.approx(of(data=8), abs=128)
+    assert of(data=2, context=4) == pytest.approx(of(data=8), abs=128)
+
+
 EXPERTS = TransformerConfig(
     vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, max_positions=512, norm="rms", mlp="swiglu", biases=False,
     num_experts=8, experts_per_token=2, expert_dim=512, compute_dtype="bfloat16",
 )  # fmt: skip
+
+
+def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
+    long = dataclasses.replace(EXPERTS, positions="rope", max_positions=2**15, attention=planned_attention)
+    plans = jaxpar.plan(transformer_shape(long), cluster("h100"), batch_size=16, executor="mpmd", stage=2, top=9)
+    choices = [plan.choice for plan in plans]
+    assert len(choices) > 1
+    assert {(choice.zero, choice.context, choice.experts) for choice in choices} == {(0, 1, "tensor")}
+    for held in ({"zero": 1}, {"context": 2}, {"experts": "data"}):
+        (name,) = held
+        with pytest.raises(
+            ValueError, match=rf"hold all params and whole sequences; got .*stage=2, {name}=.* Leave {name} out"
+        ):
+            jaxpar.plan(transformer_shape(long), cluster("h100"), batch_size=16, executor="mpmd", stage=2, **held)
+
+
+def test_leading_dense_layers_are_further_layers_of_the_first_stage():
+    shape, machines, rows = transformer_shape(EXPERTS), cluster("h100"), 64
+    leading = transformer_shape(dataclasses.replace(EXPERTS, num_layers=6, num_dense_layers=2))
+    choice = Choice(stage=2, tensor=4, num_microbatches=16)
+    seconds = lambda shape, *layers: (
+        price(
+            shape, machines, dataclasses.replace(choice, layers_per_virtual_stage=layers or None), batch_size=rows
+        ).step_seconds
+    )
+    assert seconds(shape, 1, 3) < seconds(leading, 1, 3) < seconds(leading), (
+        "a stage with fewer layers has time for them"
+    )
+    best = jaxpar.plan(leading, machines, batch_size=rows, stage=2, tensor=4, schedule="1f1b")[0]
+    assert best.choice.layers_per_virtual_stage == (1, 3)
+    more = price(leading, machines, choice, batch_size=rows).useful_flops
+    assert more > price(shape, machines, choice, batch_size=rows).useful_flops * 1.2
 
 
 def test_experts_are_planned_over_tensor_and_over_data():
@@ -228,11 +278,8 @@ def test_small_all_reduces_take_a_tree_and_large_ones_a_ring():
 
 
 def test_what_leaves_a_node_in_an_all_to_all_takes_the_card_of_its_device():
-    sizes = {"data": 16, "stage": 2, "tensor": 1}
-    one_node, apart = (Links(node(num_nodes=4), sizes, 1.0, stages_on_nodes=first) for first in (True, False))
-    assert collective_seconds(one_node, "data", "all-to-all", 10**10) == pytest.approx(0.5, rel=0.01), (
-        "8 of 16 on another"
-    )
+    near, apart = (Links(node(num_nodes=4), {"data": 16, "stage": 2, "tensor": size}, 1.0) for size in (1, 2))
+    assert collective_seconds(near, "data", "all-to-all", 10**10) == pytest.approx(0.5, rel=0.01), "8 of 16 on another"
     assert collective_seconds(apart, "data", "all-to-all", 10**10) == pytest.approx(0.75, rel=0.01), "12 of 16"
 
 

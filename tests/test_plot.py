@@ -17,20 +17,20 @@ from jaxpar.plot.placement import COLOURS
 from jaxpar.plot.topology import rectangles
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1), (1, 4, 2), (1, 1, 8)])
+@pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (1, 8, 1, 1), (1, 1, 4, 2), (1, 1, 1, 8), (2, 2, 2, 1), (2, 1, 2, 2)])
 def test_devices_are_numbered_as_make_mesh_orders_them(sizes):
-    mesh = jaxpar.make_mesh(**dict(zip(("data", "stage", "tensor"), sizes, strict=True)))
+    mesh = jaxpar.make_mesh(**dict(zip(("replica", "data", "stage", "tensor"), sizes, strict=True)))
     topology = Topology.of(mesh.shape, 4)
-    for at, device in np.ndenumerate(mesh.devices.reshape(sizes)):
+    for at, device in np.ndenumerate(mesh.devices.reshape(-1, *sizes[2:])):
         assert topology.device(*at) == device.id
 
 
-def test_bloom_has_two_stages_a_node_and_its_shards_together():
+def test_bloom_has_two_replicas_of_a_stage_on_a_node_and_their_shards_together():
     topology = Topology.of({"data": 8, "stage": 12, "tensor": 4}, 8)
     assert (topology.num_devices, topology.num_nodes) == (384, 48)
     assert topology.crossing("tensor") == (8 * 12 * 3, 0)
-    assert topology.crossing("stage") == (8 * 6 * 4, 8 * 5 * 4)
-    assert topology.crossing("data") == (0, 7 * 48)
+    assert topology.crossing("data") == (12 * 4 * 4, 12 * 3 * 4)
+    assert topology.crossing("stage") == (0, 11 * 32)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,8 @@ def test_text_names_each_node_once_where_nodes_hold_whole_parts():
     lines = text.splitlines()
     assert lines[0] == "data=8 x stage=12 x tensor=4: 384 GPUs on 48 nodes of 8"
     assert sum(line.startswith("node ") for line in lines) == 48
-    assert "node 47  replica 7  stage 10: GPUs 376-379  stage 11: GPUs 380-383" in lines
-    assert (
-        "stage   192 of 352 hops inside nodes, 160 across: a stage hands activations to the next, gradients back"
-        in lines
-    )
+    assert "node 47  stage 11  replica 6: GPUs 376-379  replica 7: GPUs 380-383" in lines
+    assert "data    192 of 336 hops inside nodes, 144 across: replicas add up gradients, once a step" in lines
 
 
 def test_text_leaves_out_the_middle_of_many_nodes():
@@ -68,7 +65,8 @@ def test_text_leaves_out_the_middle_of_many_nodes():
     [
         ({"data": 2, "stage": 2, "tensor": 2}, 8, 1),
         ({"data": 8}, 8, 1),
-        ({"data": 2, "stage": 3, "tensor": 4}, 8, 4),  # node 1 holds the end of one replica and the start of the next
+        ({"data": 2, "stage": 3, "tensor": 4}, 8, 3),
+        ({"data": 3, "stage": 2, "tensor": 4}, 8, 6),  # node 1 holds the end of one stage and the start of the next
     ],
 )
 def test_picture_has_a_cell_a_gpu_and_a_box_a_node(tmp_path, monkeypatch, axes, devices_per_node, boxes):
@@ -89,15 +87,16 @@ def test_picture_of_thousands_says_what_it_leaves_out(tmp_path, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib.figure")
     drawn = []
     monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    plot_placement({"data": 64, "stage": 16, "tensor": 8}, 8, path=tmp_path / "mesh.svg", title="Llama 3 405B")
+    plot_placement({"data": 16, "stage": 64, "tensor": 8}, 8, path=tmp_path / "mesh.svg", title="Llama 3 405B")
     large, small = drawn[0].axes
     names = [text.get_text() for text in small.texts]
-    assert "... 49 more\nreplicas, alike ..." in names
-    assert "GPUs 8064-8191, nodes 1008-1023" in names, "the last replica is drawn"
-    assert {str(i) for i in range(128)} <= {text.get_text() for text in large.texts}
+    assert "... 49 more\nstages, alike ..." in names
+    assert "GPUs 8064-8191, nodes 1008-1023" in names, "the last stage is drawn"
+    names = {text.get_text().removeprefix("GPU ") for text in large.texts}
+    assert {str(i) for i in range(128)} <= names
 
 
-def test_picture_of_hundreds_has_the_first_replica_large_and_all_of_them_small(tmp_path, monkeypatch):
+def test_picture_of_hundreds_has_the_first_stage_large_and_all_of_them_small(tmp_path, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib.figure")
     from matplotlib.patches import FancyBboxPatch, Rectangle
     from matplotlib.transforms import Bbox
@@ -107,19 +106,26 @@ def test_picture_of_hundreds_has_the_first_replica_large_and_all_of_them_small(t
     plot_placement({"data": 8, "stage": 12, "tensor": 4}, 8, path=tmp_path / "mesh.png")
     large, small = drawn[0].axes
     count = lambda panel, kind: sum(isinstance(patch, kind) for patch in panel.patches)
-    assert (count(large, Rectangle), count(large, FancyBboxPatch)) == (48, 6)
+    assert (count(large, Rectangle), count(large, FancyBboxPatch)) == (32, 4)
     assert count(small, Rectangle) == 384
-    assert {f"replica {i}" for i in range(8)} <= {text.get_text() for text in small.texts}
-    tints = {patch.get_facecolor() for patch in large.patches if isinstance(patch, Rectangle)}
+    assert {f"stage {i}" for i in range(12)} <= {text.get_text() for text in small.texts}
+    tints = {patch.get_facecolor() for patch in small.patches if isinstance(patch, Rectangle)}
     assert len(tints) == 12 * 4, "what holds unlike weights has unlike colours"
-    ring = [line.get_xydata() for line in small.lines]
-    assert len(ring) == 8, "closed"
+    assert {patch.get_facecolor() for patch in large.patches if isinstance(patch, Rectangle)} < tints
+    messages = [line.get_xydata() for line in small.lines]
     maps = [patch.get_bbox() for patch in small.patches]
-    maps = [Bbox.union(maps[at : at + 48]) for at in range(0, 384, 48)]
+    maps = [Bbox.union(maps[at : at + 32]) for at in range(0, 384, 32)]
     touched = [
-        {at for at, box in enumerate(maps) for end in line[[0, -1]] if box.padded(1e-6).contains(*end)} for line in ring
+        {at for at, box in enumerate(maps) for end in line[[0, -1]] if box.padded(1e-6).contains(*end)}
+        for line in messages
     ]
-    assert touched == [{at, (at + 1) % 8} for at in range(8)]
+    assert touched == [{at, at + 1} for at in range(11)]
+    assert all(line.is_dashed() for line in small.lines), "from node to node"
+    plot_placement({"replica": 2, "data": 4, "stage": 12, "tensor": 4}, 8, path=tmp_path / "mesh.png")
+    small = drawn[1].axes[1]
+    assert {"group 0, stage 11", "group 1, stage 11"} <= {text.get_text() for text in small.texts}
+    assert "GPUs 368-383, nodes 46-47" in {text.get_text() for text in small.texts}
+    assert len(small.lines) == 14, "messages stay in a group"
 
 
 def test_data_links_join_the_nodes_that_hold_the_same_weights(tmp_path, monkeypatch):
@@ -129,9 +135,9 @@ def test_data_links_join_the_nodes_that_hold_the_same_weights(tmp_path, monkeypa
     drawn = []
     monkeypatch.setattr(matplotlib.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     for axes, want in (
-        ({"data": 2, "stage": 2, "tensor": 4}, [(0, 1)]),
-        ({"data": 2, "stage": 4, "tensor": 4}, [(0, 2), (1, 3)]),
-        ({"data": 2, "stage": 3, "tensor": 4}, [(0, 1), (0, 2), (1, 2)]),  # node 1 holds parts of both replicas
+        ({"data": 2, "stage": 2, "tensor": 8}, [(0, 1), (2, 3)]),
+        ({"data": 2, "stage": 4, "tensor": 8}, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ({"data": 4, "stage": 2, "tensor": 4}, [(0, 1), (2, 3)]),
     ):
         plot_placement(axes, 8, path=tmp_path / "mesh.png")
         (panel,) = drawn[-1].axes
@@ -141,9 +147,9 @@ def test_data_links_join_the_nodes_that_hold_the_same_weights(tmp_path, monkeypa
             n for n, box in zip(names, boxes, strict=True) if box.contains(*end)
         }
         links = [line for line in panel.lines if line.get_color() == COLOURS["data"]]
-        joined = sorted((*at(line.get_xydata()[0]), *at(line.get_xydata()[-1])) for line in links)
-        assert joined == want
-        assert all(line.is_dashed() for line in links), "from node to node"
+        ends = {line: (*at(line.get_xydata()[0]), *at(line.get_xydata()[-1])) for line in links}
+        assert sorted(pair for pair in ends.values() if pair[0] != pair[1]) == want
+        assert all(line.is_dashed() == (a != b) for line, (a, b) in ends.items()), "dashed from node to node"
 
 
 def test_memory_has_a_bar_a_stage_whose_parts_add_up(tmp_path, monkeypatch):

@@ -446,6 +446,16 @@ def test_a_flag_out_of_range_is_refused(tmp_path, capsys, flags, message):
     assert message.replace("PATH", str(house_prices.HOUSES)) in said
 
 
+def test_a_best_metric_that_no_step_has_is_refused_at_the_first_one(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, "--keep-best", "test_loss", "--checkpoint-every", "2")
+    assert (
+        "--keep-best must name a metric of the run; got test_loss. Choose from grad_norm, loss"
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_an_out_dir_that_is_a_file_is_refused(tmp_path, capsys):
     file = tmp_path / "file"
     file.write_text("")

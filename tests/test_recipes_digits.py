@@ -112,7 +112,14 @@ def test_a_run_resumes_on_another_mesh_and_says_how_well_it_reads(trained, tmp_p
     got, said = read_lines(folder)[-1], capsys.readouterr().out
     assert_same(got["test_loss"], read_lines(trained)[-1]["test_loss"], within=1e-3)
     assert len(read_lines(folder)) == STEPS
-    for text in ("1438 digits to learn from, 359 held out", "compiled in", "50 steps", "ms each", "written: "):
+    for text in (
+        "1438 digits to learn from, 359 held out",
+        "compiled in",
+        "50 steps",
+        "a step takes",
+        "digits/s",
+        "written: ",
+    ):
         assert text in said, said
     assert "digits     held out: loss" in said
 

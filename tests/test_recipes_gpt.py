@@ -134,13 +134,13 @@ def test_layers_that_stages_do_not_divide_train_and_go_on_on_one_device(run, tmp
 def test_a_run_with_split_sequences_goes_on_on_one_device_and_back(run, tmp_path, one_device):
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     half, late = str(FEW_STEPS // 2), str(FEW_STEPS * 3 // 4)
-    run(first, "--mesh.context", "4", "--mesh.stage", "2", "--checkpoint-every", half)
+    run(first, "--mesh.context", "4", "--mesh.stage", "2", "--zero", "3", "--checkpoint-every", half)
     assert_same(curve(first), one_device, within=1e-4)
     shutil.copytree(first / "checkpoints" / half, second / "checkpoints" / half)
     run(second, "--resume", "--checkpoint-every", str(FEW_STEPS // 4))
     assert_same(curve(second), one_device[FEW_STEPS // 2 :], within=1e-4)
     shutil.copytree(second / "checkpoints" / late, third / "checkpoints" / late)
-    run(third, "--mesh.context", "4", "--mesh.data", "2", "--resume")
+    run(third, "--mesh.context", "4", "--mesh.data", "2", "--zero", "1", "--resume")
     assert_same(curve(third), one_device[FEW_STEPS * 3 // 4 :], within=1e-4)
 
 
@@ -224,7 +224,7 @@ def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path, capsys):
     assert tmp_path / "expert_loads.json" in set(own_files(tmp_path)), "--overwrite deletes it"
 
 
-def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_path):
+def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_path, capsys):
     of_numbers = "--model", "moe-bytes", "--router-bias-rate", "0.01", "--learning-rate-schedule", "constant"
     over_data = "--experts", "data", "--mesh.data", "4", "--mesh.stage", "2", "--expert-buffer", "3.9"
     run(tmp_path, *of_numbers, *over_data, "--steps", "8", "--checkpoint-every", "8")
@@ -232,6 +232,9 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_pat
     losses = [line["loss"] for line in read_lines(tmp_path)]
     assert len(losses) == FEW_STEPS
     assert losses[-1] < losses[8] < losses[0]
+    with pytest.raises(SystemExit):
+        run(tmp_path, *of_numbers[:2], *of_numbers[4:], "--resume")
+    assert "for a run saved with 0.01. Add --router-bias-rate 0.01, or start a run" in capsys.readouterr().err
     found = huggingface.export.open_run(tmp_path)
     biases = np.asarray(found.params["layers"]["router"]["bias"][:])
     assert found.config.router_bias
@@ -257,6 +260,10 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_pat
             {"model": "moe-bytes", "experts": "data", "expert_buffer": 0.5},
             "must be 1 or more; got 0.5. Choose such as 1.5",
         ),
+        (
+            {"model": "moe-bytes", "experts": "data", "expert_split": "expert_mlp"},
+            "--expert-split applies to --experts tensor; got expert_mlp with --experts data",
+        ),
         ({"window": 0}, "window must be positive; got 0"),
         (
             {"model": "moe-bytes", "router_bias_rate": -1.0},
@@ -267,6 +274,27 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_pat
 def test_flags_of_experts_that_do_not_fit_are_refused(flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         language_model.check_model(ModelFlags(**flags), 16, needs_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("rate", "saved", "message"),
+    [
+        (
+            None,
+            {"router_bias_rate": 0.01},
+            "got --router-bias-rate None for a run saved with 0.01. Add --router-bias-rate 0.01",
+        ),
+        (
+            0.1,
+            {"seed": 0},
+            "got --router-bias-rate 0.1 for a run saved with None. Leave it out, or start a run in another",
+        ),
+    ],
+)
+def test_a_run_goes_on_with_biases_of_routers_or_without_them(rate, saved, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        language_model.check_biases(ModelFlags(router_bias_rate=rate), saved)
+    language_model.check_biases(ModelFlags(router_bias_rate=rate), {})
 
 
 def test_no_model_of_transformers_gets_biases_of_routers(run, tmp_path, capsys):

@@ -196,7 +196,7 @@ def commands(capsys):
         ("manifest --image a --mesh.data 8 --mesh.tensor 3", ["--mesh.tensor 4"]),
         ("manifest --image a --mesh.data 8 --name Foo_Bar", ["--name gpt-1"]),
         ("manifest --image a --mesh.data 8 --save-seconds 0", ["--save-seconds 60"]),
-        ("manifest --image a --mesh.data 8 --replica-topology rack", ["--replica-topology out"]),
+        ("manifest --image a --mesh.data 4 --mesh.stage 2 --replica-topology rack", ["--replica-topology out"]),
         ("manifest --mesh.data 8", ["--image registry/name:tag"]),
     ],
 )

@@ -214,6 +214,44 @@ def flags_of(call):
     return set(re.findall(r"(?<![\w-])--[a-z][a-z.-]+", said.getvalue()))
 
 
+# Whose errors only users of a command line read; and what no argument stands for where it is named.
+OF_COMMANDS = ("commands", "jobs", "run", "serve", "runtime/launch", "runtime/supervise", "runtime/watchdog")
+OF_RECIPES = (
+    "report/published_jobs",
+    "report/reductions",
+    "models/least_squares",
+    "models/mlp",
+    "models/trained_linear",
+)
+FLAGS_BY_HAND = {
+    "checkpoint/restore": {"--allow-change", "--checkpoint-every"},
+    "data/recall": {"--model"},
+    "data/text": {"--init-from", "--tokenizer"},
+    "huggingface/export": {"--out-dir", "--source"},
+    "mesh": {"--fake-devices"},
+    "metrics/exporters": {"--metrics-port", "--profile", "--steps"},
+    "planner/ops": {"--attention"},
+    "report/data": {"--out-dir"},
+    "runtime/lease": {"--out-dir"},
+}
+
+
+def flags_by_hand(code):
+    """The flags that the errors of a module write out, which ``fields.arg`` would name only while a command runs."""
+    texts = (part for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Raise) for part in ast.walk(node))
+    strings = (part.value for part in texts if isinstance(part, ast.Constant) and isinstance(part.value, str))
+    return {flag for text in strings for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)}
+
+
+def test_errors_of_the_library_name_arguments_and_not_flags():
+    for path in sorted((ROOT / "jaxpar").rglob("*.py")):
+        module = path.relative_to(ROOT / "jaxpar").with_suffix("").as_posix()
+        if not module.startswith((*OF_COMMANDS, *OF_RECIPES)):
+            found = flags_by_hand(path.read_text()) - FLAGS_BY_HAND.get(module, set())
+            assert not found, f"{module} names {found}: write jaxpar.fields.arg, which is the flag while a command runs"
+    assert flags_by_hand('raise ValueError(f"--keep must be {least}; got {arg(keep=1)}.")') == {"--keep"}
+
+
 def test_every_flag_that_a_message_names_exists():
     programs = [digits, gpt, house_prices, all_reduce, bloom, untrained_model]
     known = {"--help"}.union(*(flags_of(lambda r=r: cli.run(r.main, r.Config, ["--help"])) for r in programs))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxpar.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, read_manifest
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_at_least
 from jaxpar.runtime.output import printable
 
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -44,10 +44,7 @@ class Keep:
     best: str | None = None
 
     def __post_init__(self) -> None:
-        if self.last < 1:
-            raise ValueError(
-                f"{arg('keep')} must be at least 1; got {self.last}. Give the number of checkpoints to keep."
-            )
+        check_at_least(1, "Give the number of checkpoints to keep.", keep=self.last)
         if self.every < 0:
             raise ValueError(
                 f"{arg('keep_every')} must be 0 or more; got {self.every}. Give a number of steps, or 0 for none."

@@ -26,6 +26,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import PyTree
 
 from jaxpar.collectives.primitives import all_reduce, group_size, rank, shift
+from jaxpar.fields import check_positive
 
 
 def ring_all_reduce(
@@ -45,8 +46,7 @@ def ring_all_reduce(
     **Collectives**: 2(N-1) collective-permutes of 1/N of a bucket each; if bidirectional, as many in each direction for its
     half. If N does not divide the vector, it is padded. The gradient takes as many.
     """
-    if bucket_bytes is not None and bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be positive; got {bucket_bytes}. Leave it out for one bucket.")
+    check_positive("Leave it out for one bucket.", bucket_bytes=bucket_bytes)
     size = group_size(axis)
     vector, restore = ravel_pytree(tree)
     if size == 1 or not vector.size:

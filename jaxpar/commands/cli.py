@@ -195,10 +195,11 @@ def width() -> int:
 def wrapped(text: str) -> str:
     """Returns text with each paragraph wrapped, except those with a command line, which a reader may copy.
 
-    Lines after the first are indented, or tyro would join them again.
+    Lines after the first are indented, or tyro would join them again; above an indented paragraph it adds a blank line itself.
     """
     fill = lambda part: textwrap.fill(part, width(), subsequent_indent="  ", break_on_hyphens=False)
-    return "\n\n".join(part if "python " in part else fill(part) for part in text.split("\n\n"))
+    parts = (part if "python " in part else fill(part) for part in text.split("\n\n"))
+    return "\n\n".join(parts).replace("\n\n ", "\n ")
 
 
 def named(rows: Mapping[str, str]) -> str:

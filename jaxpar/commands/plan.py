@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from jaxpar.commands.cli import call, make_folder
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_at_least
 from jaxpar.inspect.text import bytes_text
 
 if TYPE_CHECKING:
@@ -119,14 +119,9 @@ def plan(flags: Annotated[PlanFlags, tyro.conf.arg(name="")]) -> None:
 
 
 def _check(flags: PlanFlags) -> None:
-    for name in ("nodes", "gpus_per_node", "top", "batch_size", "seq", "lora_rank"):
-        count = getattr(flags, name)
-        if count is not None and count < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {count}. Choose 1 or more.")
-    if flags.compile_ < 0:
-        raise ValueError(
-            f"--compile must be at least 0; got {flags.compile_}. Choose the number of plans to compile, such as 3."
-        )
+    names = ("nodes", "gpus_per_node", "top", "batch_size", "seq", "lora_rank")
+    check_at_least(1, **{name: getattr(flags, name) for name in names})
+    check_at_least(0, "Choose the number of plans to compile, such as 3.", compile=flags.compile_)
     for is_wrong, rule, got in (
         (flags.attention == "flash", "attention by XLA", "--attention flash"),
         (flags.executor == "mpmd", "the one program of --executor spmd", "--executor mpmd"),

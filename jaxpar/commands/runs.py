@@ -3,14 +3,14 @@
 Each imports what it needs when it is called: `launch` nothing of JAX, and only `serve` the packages of its extra.
 """
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jaxpar.commands.cli import call, call_with_checkpoint, make_folder, program, with_example, wrapped
+from jaxpar.commands.cli import call, call_with_checkpoint, make_folder
+from jaxpar.fields import check_at_least, check_from
 from jaxpar.runtime.host_names import allowed_hosts
 from jaxpar.runtime.output import needing_extra, printable, printable_lines, tell
 
@@ -21,31 +21,34 @@ Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 
 def launch(args: Sequence[str]) -> int:
-    """Starts several processes of a program on this machine: launch -n 2 --devices-per-process 4 recipes/gpt.py --steps 9.
-
-    Args:
-        args: The command line after ``launch``: options, the program and its arguments.
-    """
+    """Starts a program's processes; ``args`` is the command line after ``launch``: options, the program and its arguments."""
     from jaxpar.runtime.launch import Launch, run, split_command
     from jaxpar.runtime.supervise import supervise
 
     options, command = split_command(args)
 
     def read(
-        num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"], help="Number of processes.")],
-        devices_per_process: Annotated[int, tyro.conf.arg(help="Fake CPU devices per process.")] = 1,
-        gpus_per_process: Annotated[int, tyro.conf.arg(help="GPUs per process, in place of CPU devices.")] = 0,
-        port: Annotated[int, tyro.conf.arg(help="Port on which process 0 listens; 0: a free one.")] = 0,
-        log_dir: Annotated[Path, tyro.conf.arg(help="Folder for the logs of the processes.")] = Path("runs/launch"),
-        max_restarts: Annotated[
-            int, tyro.conf.arg(help="Restart a failed run at most so often, from its last intact checkpoint.")
-        ] = 0,
+        num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])],
+        devices_per_process: int = 1,
+        gpus_per_process: int = 0,
+        port: int = 0,
+        log_dir: Path = Path("runs/launch"),
+        max_restarts: int = 0,
     ) -> tuple[Launch, int]:
+        """Starts several processes of a program on this machine: launch -n 2 --devices-per-process 4 recipes/gpt.py --steps 9.
+
+        Args:
+            num_processes: Number of processes.
+            devices_per_process: Fake CPU devices per process.
+            gpus_per_process: GPUs per process, in place of CPU devices.
+            port: Port on which process 0 listens; 0: a free one.
+            log_dir: Folder for the logs of the processes.
+            max_restarts: Restart a failed run at most so often, from its last intact checkpoint.
+        """
         return Launch(command, num_processes, devices_per_process, gpus_per_process, port, log_dir), max_restarts
 
-    about = wrapped((launch.__doc__ or "").partition("\n")[0])
-    with with_example(args, "launch -n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 8"):
-        started, max_restarts = tyro.cli(read, args=options, prog=f"{program()} launch", description=about)
+    example = "-n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 8"
+    started, max_restarts = call(read, options, "launch", example=example)
     make_folder(started.log_dir, "--log-dir")
     return supervise(started, max_restarts) if max_restarts else run(started)
 
@@ -101,16 +104,14 @@ def watch_run(
             can read the run's figures and settings.
         seconds: Time between two updates of an open page.
         out: File to write, such as report.html, instead of serving.
-        allowed_hosts: Names of this server that a request's Host may have, * for any. Without it: localhost, 127.0.0.1 and
-            [::1] at a loopback address, any at others.
+        allowed_hosts: Names of this server that a request's Host may have, * for any. Without it: any, at a loopback address
+            localhost, 127.0.0.1 and [::1].
     """
     from jaxpar.report import read_run, write_page
     from jaxpar.report.data import readable
 
-    if not 0 < port < 2**16:
-        raise ValueError(f"--port must be from 1 to 65535; got {port}. Choose 8765, say.")
-    if not 0.5 <= seconds < math.inf:
-        raise ValueError(f"--seconds must be at least 0.5; got {seconds:g}. Choose 5, say.")
+    check_from(1, 65535, "Choose 8765, say.", port=port)
+    check_at_least(0.5, "Choose 5, say.", seconds=seconds)
     if out is None:
         return _serve_report(run, port, address, seconds, allowed_hosts)
     with readable(run):

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from jaxpar.fields import arg
 from jaxpar.runtime.output import install_extra
 
 NUM_PIXELS, NUM_CLASSES = 64, 10
@@ -31,7 +32,7 @@ def read_digits(seed: int = 0, test_fraction: float = 0.2) -> tuple[Rows, Rows]:
     num_test = round(test_fraction * len(labels)) if math.isfinite(test_fraction) else 0
     if not 0 < num_test < len(labels):
         raise ValueError(
-            f"--test-fraction must leave digits to learn from and digits to test on; got {test_fraction:g}, which holds "
+            f"{arg('test_fraction')} must leave digits to learn from and digits to test on; got {test_fraction:g}, which holds "
             f"out {num_test} of {len(labels)}. Choose one such as 0.2."
         )
     columns = {"features": (images / 16).astype(np.float32), "label": labels.astype(np.int32)}

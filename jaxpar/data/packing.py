@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxpar.data.batches import RowSource, check_vocabulary
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_positive
 
 IGNORED = -100  # the label that jaxpar.losses.softmax_cross_entropy ignores
 
@@ -87,8 +87,7 @@ class PackedRows(RowSource):
     """
 
     def __init__(self, documents: Documents, seq: int, *, vocab_size: int) -> None:
-        if seq < 1:
-            raise ValueError(f"{arg('seq')} must be positive; got {seq}. Choose 1 or more.")
+        check_positive("Choose 1 or more.", seq=seq)
         self._documents, self._seq, self._vocab_size = documents, seq, vocab_size
         starts, counts = _pieces(documents, seq)
         if len(starts) == 0:
@@ -220,6 +219,6 @@ def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, 
     place = f" in {documents.place(first)}" if documents.place(first) else ""
     raise ValueError(
         f"an example with a prompt must fit in a row of seq + 1 tokens; got {arg(seq=seq)} and {len(too_long)} longer "
-        f"examples, the first of {int(sizes[0])} tokens{place}. Choose --seq {longest - 1}, or --long-examples drop to leave "
-        "them out."
+        f"examples, the first of {int(sizes[0])} tokens{place}. Choose {arg(seq=longest - 1)}, or {arg(long_examples='drop')} "
+        "to leave them out."
     )

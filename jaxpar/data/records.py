@@ -96,8 +96,8 @@ class RecordRows(RowSource):
         if not least <= len(columns[0]) <= most or len({len(column) for column in columns}) > 1:
             raise ValueError(
                 f"a record of {arg(seq=self._seq)} must have from {least} to {most} input_ids, and as many {last} and "
-                f"segment_ids; got {', '.join(str(len(column)) for column in columns)}. Choose another --seq, or write the "
-                "records again."
+                f"segment_ids; got {', '.join(str(len(column)) for column in columns)}. Choose another {arg('seq')}, or "
+                "write the records again."
             )
         check_vocabulary([columns[0], columns[1][columns[1] != IGNORED]], self._vocab_size)
         if last == "targets":

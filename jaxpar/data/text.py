@@ -7,7 +7,7 @@
 Tokens are split into windows of ``seq`` tokens and their targets. Windows do not overlap, so an epoch has every token once. The
 batch of a step depends on seed and step only.
 
-Tokenizers of published models are read by ``jaxpar.huggingface.read_tokenizer``.
+Tokenizers of published models are read by ``jaxpar.huggingface.read_tokenizer``; ``train_tokenizer`` makes one.
 """
 
 import math
@@ -23,8 +23,8 @@ import numpy as np
 
 from jaxpar.data.batches import BLOCK, RowSource, check_vocabulary, locate
 from jaxpar.data.readers import find_files
-from jaxpar.fields import arg
-from jaxpar.runtime.output import printable
+from jaxpar.fields import arg, check_positive
+from jaxpar.runtime.output import needing_extra, printable
 
 BYTES = 256
 CHECKED_TOKENS = 2**20  # at each end of a part
@@ -219,8 +219,7 @@ class Windows(RowSource):
     """
 
     def __init__(self, parts: Sequence[np.ndarray], seq: int, *, vocab_size: int) -> None:
-        if seq < 1:
-            raise ValueError(f"{arg('seq')} must be positive; got {seq}. Choose 1 or more.")
+        check_positive("Choose 1 or more.", seq=seq)
         self._parts, self._seq, self._vocab_size = parts, seq, vocab_size
         self._ends = np.cumsum([max(len(part) - 1, 0) // seq for part in parts])
         if len(self) == 0:
@@ -350,3 +349,27 @@ class ByteTokenizer:
             "messages need a tokenizer with a chat template; got a model of bytes. Give prompt and completion, or name a "
             "model's folder by --init-from or --tokenizer."
         )
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int, *, special_tokens: Sequence[str] = ()) -> Any:
+    """Returns a byte-level BPE of the tokenizers library that is trained on texts.
+
+    Args:
+        texts: The texts.
+        vocab_size: The number of tokens, at least 256 and the special ones.
+        special_tokens: Tokens that are no text, such as the marks of a chat template.
+
+    Raises:
+        ImportError: The library is not installed.
+    """
+    with needing_extra("making a tokenizer needs the tokenizers library", "hf"):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet: dict[str, Any] = {
+        "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
+        "special_tokens": list(special_tokens),
+    }
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **alphabet, show_progress=False))
+    return tokenizer

@@ -121,8 +121,8 @@ class KubernetesSettings:
         namespace: The namespace.
         queue: Kueue's LocalQueue, which admits all nodes or none.
         topology: A node label, such as a block's: all nodes are placed in as few of these as possible.
-        replica_topology: A node label, such as a rack's: the nodes of each data replica, which communicate most, are placed in
-            one of these.
+        replica_topology: A node label, such as a rack's: the nodes that hold the replicas of a stage (of each group of
+            replicas), which communicate most, are placed in one of these.
         toleration: A taint on which pods may run, KEY=VALUE:EFFECT; without =VALUE any value, without :EFFECT any effect. Give
             it once for each taint.
         rdma: The resource of InfiniBand or RoCE that a device plugin offers, and how many of it a node has, as in rdma/ib=8.
@@ -212,10 +212,9 @@ class Job(JobSettings):
         return self.fake_devices_per_node or self.gpus_per_node
 
     @property
-    def nodes_per_replica(self) -> int | None:
-        """The number of nodes of a data replica; None if replicas share nodes."""
-        gpus = self.context * self.stage * self.tensor
-        return None if gpus % self.devices_per_node else gpus // self.devices_per_node
+    def devices_per_stage(self) -> int:
+        """The number of devices that hold a stage in a group of replicas, one after another in the order of the mesh."""
+        return self.data * self.context * self.tensor
 
     @property
     def grace_seconds(self) -> int:
@@ -331,11 +330,10 @@ def _check_nodes(job: Job) -> None:
             f"the mesh must fill its nodes; got {got}, {devices} {kind} on nodes of {of_node}. Choose a mesh of "
             f"{math.ceil(devices / of_node) * of_node}, or give the actual {flag}."
         )
-    if job.replica_topology and job.nodes_per_replica is None:
-        each = job.context * job.stage * job.tensor
+    if job.replica_topology and job.devices_per_stage % of_node:
         raise ValueError(
-            f"{arg('replica_topology')} needs replicas of whole nodes; got {got}: {each} {kind} each on nodes of "
-            f"{of_node}. Leave it out: such replicas share a node, and are close already."
+            f"{arg('replica_topology')} needs stages on whole nodes; got {got}: {job.devices_per_stage} {kind} a stage on "
+            f"nodes of {of_node}. Leave it out: stages that share nodes have their replicas close to one another already."
         )
 
 

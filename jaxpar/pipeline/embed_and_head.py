@@ -79,6 +79,7 @@ def split_ends(
     *,
     num_stages: int = 1,
     num_shards: int = 1,
+    is_forward: bool = False,
 ) -> Ends:
     """Returns the ends of a model.
 
@@ -90,6 +91,7 @@ def split_ends(
         microbatch: A microbatch, likewise.
         num_stages: The number of stages that may share the head.
         num_shards: The number of shards over ``tensor`` of the positions of y, as under sequence parallelism.
+        is_forward: Whether no backward pass follows, so that the head returns no ct; all of outer is frozen then.
     """
     shapes, outer_tree = jax.tree.flatten(outer)
     y_leaves, y_tree = jax.tree.flatten(y)
@@ -126,10 +128,8 @@ def split_ends(
 
     @fold_transposes
     def head(read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
-        floats, read = (
-            float_indices(y),
-            [leaf.astype(shapes[i].dtype) for leaf, i in zip(read, head_reads, strict=True)],
-        )
+        floats = [] if is_forward else float_indices(y)
+        read = [leaf.astype(shapes[i].dtype) for leaf, i in zip(read, head_reads, strict=True)]
 
         def of_floats(own: Arrays, y_floats: Arrays) -> tuple[jax.Array, list]:
             return head_all(blank(merge(read, head_own, own), head_reads), merge(y, floats, y_floats), microbatch)

@@ -132,7 +132,8 @@ def build_stage(
     shares_head = program.masks and schedule.num_chunks < schedule.num_stages and schedule.placement == "loop"
     num_parts = schedule.num_stages if shares_head else 1
     num_shards = _num_shards_of_positions(layer, shards) if shares_head else 1
-    ends = split_ends(model, loss, params[OUTER], x, microbatch, num_stages=num_parts, num_shards=num_shards)
+    parts = {"num_stages": num_parts, "num_shards": num_shards, "is_forward": schedule.is_forward}
+    ends = split_ends(model, loss, params[OUTER], x, microbatch, **parts)
     if program.masks and (skips := ends.skips | _skips(layer, program)):
         program = spmd_program(program.schedule, masks=True, overlaps=program.overlaps, skips=skips)
     outer = jax.tree.leaves(params[OUTER])

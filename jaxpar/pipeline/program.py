@@ -300,7 +300,7 @@ def join_backward(schedule: Schedule) -> Schedule:
     of 1,540 ms, where two ops cost 120.
     """
     of = lambda kind, ops: {(op.microbatch, op.chunk) for op in ops if op.kind == kind}
-    if any(of("B", ops) != of("W", ops) for tick in schedule.ops for ops in tick):
+    if not schedule.splits_backward or any(of("B", ops) != of("W", ops) for tick in schedule.ops for ops in tick):
         return schedule
     without_w = lambda ops: tuple(op for op in ops if op.kind != "W")
     return replace(schedule, ops=tuple(tuple(map(without_w, tick)) for tick in schedule.ops))

@@ -92,6 +92,8 @@ def lives_of(
         masked: The (tick, op) pairs in which stages where that op is off compute it too.
         merged: The ticks in which B reads the residuals of one layer before F writes those of another.
     """
+    if timetable.schedule.is_forward:
+        return {"inbox": _activations(timetable), "residuals_b": [], "residuals_w": [], "cotangents_w": []}
     writer = "R" if timetable.schedule.recomputes else "F"
     stored = lambda buffer: _stored(timetable, buffer, merged) + _discarded(timetable, buffer, writer, masked)
     return {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from jaxpar.fields import arg
 from jaxpar.gpus import GPUS as DATASHEETS
 from jaxpar.inspect.collectives import ring_bytes
-from jaxpar.mesh import FROM_SLOWEST, STAGE
+from jaxpar.mesh import FROM_SLOWEST
 
 GPUS = tuple(DATASHEETS)
 # Multiprocessors (datasheets), and the shares of the peak that kernels reach. That of large products is calibrated on the
@@ -127,18 +127,15 @@ class Links:
         cluster: The machines.
         sizes: The size of each mesh axis.
         share: The share of a link's bandwidth that collectives reach.
-        stages_on_nodes: As in ``Software``.
     """
 
     cluster: Cluster
     sizes: Mapping[str, int]
     share: int | float
-    stages_on_nodes: bool = False
 
     def together(self, axis: str) -> int:
         """Returns how many members of a group along an axis share a node."""
-        order: list[str] = sorted(FROM_SLOWEST, key=lambda each: self.stages_on_nodes and each != STAGE)
-        inner = math.prod(self.sizes.get(faster, 1) for faster in order[order.index(axis) + 1 :])
+        inner = math.prod(self.sizes.get(faster, 1) for faster in FROM_SLOWEST[FROM_SLOWEST.index(axis) + 1 :])
         return max(1, (self.cluster.fast_devices or self.cluster.devices_per_node) // inner)
 
     def crosses(self, axis: str) -> bool:

@@ -48,6 +48,7 @@ class ModelShape:
         trainable: Patterns of the paths of the params that are trained, as for ``value_and_grad``; None: all.
         experts: The experts of a layer, if it has some.
         placements: The same model with its experts over each axis over which they may be.
+        num_leading: The layers that are part of the embedding.
         over_data: The functions of a device that has one of so many parts of the experts, which are over ``data``; None: no
             experts are.
         depends_on: The mesh axes for whose sizes the functions ask, so that they are traced anew for each.
@@ -64,6 +65,7 @@ class ModelShape:
     trainable: Trainable = None
     experts: int | None = None
     placements: Mapping[str, "ModelShape"] = field(default_factory=dict)
+    num_leading: int = 0
     over_data: Callable[[int], LayeredModel] | None = None
     depends_on: tuple[str, ...] = ()
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -167,6 +169,7 @@ def transformer_shape(
         row={"tokens": tokens, "targets": tokens},
         tokens_per_row=seq,
         experts=config.num_experts,
+        num_leading=config.num_dense_layers,
         over_data=part if config.num_experts is not None and experts == DATA else None,
         depends_on=(TENSOR,) if sequence_parallel or config.num_experts is not None else (),
     )
@@ -245,7 +248,7 @@ class Traced:
     def _x(self) -> PyTree:
         return jax.eval_shape(self._model.embed, self._params[OUTER], self._batch)
 
-    def _split_ends(self, **parts: int) -> Ends:
+    def _split_ends(self, **parts: Any) -> Ends:
         return split_ends(self._model, self._shape.loss, self._params[OUTER], self._x(), self._batch, **parts)
 
     def _trace_layer(self, keeps_products: bool) -> TracedLayer:

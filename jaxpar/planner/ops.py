@@ -274,6 +274,20 @@ class Analysis:
             self._parts[choice.stage] = self._work_of_end(*part)
         return self._parts[choice.stage] if part else None
 
+    @cached_property
+    def embed_bytes(self) -> int:
+        """Peak bytes of live values while an embedding with layers runs backward; 0 for one that only looks rows up."""
+        if self.ends.embed_is_lookup:
+            return 0
+        graph, reads = self._end_graphs["embed_back"]
+        part, nodes = self._end(graph, reads)
+        rows = {
+            node.outputs[0] for node in nodes if node.name == "scatter-add"
+        }  # added to sums, without a table of zeros
+        outputs = [number for number in part.graph.outputs if number not in rows]
+        nodes = part.graph.needed(outputs, part.graph.inputs)
+        return peak_of_kernels(part.graph, nodes, part.graph.inputs[len(reads) :], outputs)
+
     @property
     def _added_in_op(self) -> tuple[list[int], list[int]]:
         """The gradients of the head's params before they are widened, and all values that the op writes, these among them."""

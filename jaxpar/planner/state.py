@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.mesh import TENSOR
+from jaxpar.mesh import REPLICAS, TENSOR
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline import LayerLayout, spmd_program
@@ -78,7 +78,7 @@ class AtRest:
     @cached_property
     def grad_specs(self) -> list[PartitionSpec]:
         """The specs of the gradients that ``value_and_grad`` returns."""
-        specs = jax.tree.map(lambda spec, zero: zero.over_data(spec), self.step.replica_grads, self.step.zero_of_grads)
+        specs = jax.tree.map(lambda spec, zero: zero.at_rest(spec), self.step.replica_grads, self.step.zero_of_grads)
         return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
 
     @cached_property
@@ -88,7 +88,7 @@ class AtRest:
 
     @cached_property
     def reduced_bytes(self) -> int:
-        """Bytes on one device of the gradients that are reduced over ``replica``: in float32 or wider, after ``data``."""
+        """Bytes on one device of the gradients that are reduced over ``replica``: in float32 or wider, after its group's."""
         return _totals(map(self._shard, jax.tree.leaves(self._trained), self.grad_specs))
 
     def _shard(self, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -188,7 +188,7 @@ def _pipelined(
         + _summed_outer(at_rest),
         "activations": sum(buffers[name] for name in rings),
         # The op of a layer and that of the head do not run at the same time.
-        "working": max(one_layer + messages, head)
+        "working": max(one_layer + messages, head, analysis.embed_bytes)
         + (_reduced_late(choice, at_rest) if masks else 0)
         + _cast_layers(choice, analysis, at_rest, layout.num_chunks * layout.positions_per_chunk)
         + _gathered(at_rest),
@@ -197,7 +197,7 @@ def _pipelined(
 
 def _reduced_late(choice: Choice, at_rest: AtRest) -> int:
     """Under ZeRO 3 the gradients of the layer that is reduced while another runs; with several chunks XLA needs none."""
-    if choice.zero < 3 or choice.data == 1 or choice.num_chunks > 1:
+    if choice.zero < 3 or choice.parts() == 1 or choice.num_chunks > 1:
         return 0
     return num_bytes(at_rest.one_layer[i] for i in at_rest.trained_layers)
 
@@ -222,7 +222,7 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
     gathered = _gathered(at_rest)
     working = max(one_layer + (gathered if many else 0), analysis.head_bytes + gathered - sums)
     # Gradients are reduced over replicas after the last use of an activation.
-    over_replicas = max(0, sums - working - layers * kept) if many and choice.data > 1 else 0
+    over_replicas = max(0, sums - working - layers * kept) if many and choice.parts(REPLICAS) > 1 else 0
     return {
         "gradients": sums * (2 if many else 1) + over_replicas,  # the sums, and those of one microbatch
         "activations": layers * kept,
@@ -231,9 +231,9 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
 
 
 def _summed_layers(choice: Choice, at_rest: AtRest, positions: int) -> int:
-    """The sums of layers' gradients, float32 or wider; under ZeRO 2 and 3 a replica stores only its shard of sharded ones."""
+    """The sums of layers' gradients, float32 or wider; under ZeRO 2 and 3 a device stores only its shard of sharded ones."""
     shards = jax.tree.leaves(at_rest.step.zero_of_grads[LAYERS])
-    part = lambda shard: choice.data if shard.is_early else 1
+    part = lambda shard: choice.parts(shard.axes) if shard.is_early else 1
     trained = [at_rest.one_layer[i] for i in at_rest.trained_layers]
     return positions * sum(_totals([leaf]) // part(shard) for leaf, shard in zip(trained, shards, strict=True))
 
@@ -254,7 +254,7 @@ def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions:
     for own, new, shard in zip(at_rest.one_layer, in_use, shards, strict=True):
         is_shard = shard.is_param
         times = (positions if new.dtype != own.dtype else 0) + is_shard
-        total += times * num_bytes([new]) // (choice.data if is_shard else 1)
+        total += times * num_bytes([new]) // (choice.parts(shard.axes) if is_shard else 1)
     return total
 
 

@@ -1,13 +1,19 @@
 """A picture of the mesh on its nodes: a cell is a GPU, a box a node, a tile of cells a replica, lines are links of an axis.
 
-    replica 0    stage 0   stage 1
-               +----------------------+
-      shard 0  | GPU 0 -> GPU 2       |
-               |   |        |         |  node 0
-      shard 1  | GPU 1 -> GPU 3       |
-               +----------------------+
+    replica 0    stage 0      stage 1
+               +-------+    +-------+
+      shard 0  | GPU 0 | -> | GPU 4 |
+               |   |   |    |   |   |
+      shard 1  | GPU 1 | -> | GPU 5 |
+               |   |   |    |   |   |
+    replica 1  |   |   |    |   |   |
+      shard 0  | GPU 2 | -> | GPU 6 |
+               |   |   |    |   |   |
+      shard 1  | GPU 3 | -> | GPU 7 |
+               +-------+    +-------+
+               node 0       node 1
 
-Of many GPUs the first replica is large, and all replicas are small below it, joined by the ring over ``data``.
+Of many GPUs the first stage is large, and all stages are small below it, joined by their messages.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,9 +46,9 @@ if TYPE_CHECKING:
 
 COLOURS = {TENSOR: "#c0392b", STAGE: "#1f4e9c", DATA: "#2e7d32"}
 GREY, PAPER = "0.35", {"fc": "white", "lw": 0, "pad": 0.6}
-MANY_DEVICES, FEW_REPLICAS = 64, 4
+MANY_DEVICES = 64
 MAX_SMALL, COLUMNS = 16, 4
-GAP_X, GAP_Y, ABOVE, MARGIN = 0.16, 0.95, 0.35, 0.08  # in widths and heights of a small replica
+GAP_X, GAP_Y, ABOVE = 0.16, 0.95, 0.35  # in widths and heights of a small stage
 SMALL_WIDTH, SMALL_HEIGHT = 2.15, 0.56  # in inches
 
 
@@ -51,7 +57,7 @@ def plot_placement(
 ) -> None:
     """Draws which GPU of which node holds which replica, stage and tensor shard, and the links that each axis uses.
 
-    GPUs of one colour hold the same weights. Of many GPUs the first replica is drawn large, all replicas small below it.
+    GPUs of one colour hold the same weights. Of many GPUs the first stage is drawn large, all stages small below it.
 
     Args:
         axes: Sizes of ``data``, ``stage`` and ``tensor``: a dict, or a mesh's ``shape``.
@@ -136,7 +142,7 @@ def _draw_node(panel: "Axes", sheet: Sheet, node: int, box: tuple[float, float, 
 def _draw_links(panel: "Axes", sheet: Sheet) -> None:
     """Draws the hops of stages and shards between cells, and a link between replicas for each pair of nodes."""
     topology = sheet.topology
-    of_one = replace(topology, data=1)
+    of_one = replace(topology, data=1)  # for the coordinates, not the numbers
     for index, replica in enumerate(sheet.replicas):
         if replica is None:
             continue
@@ -165,11 +171,11 @@ def _between(sheet: Sheet, index: int, to: int) -> Iterator[tuple[tuple, tuple, 
     of the other replica, between stages (below) or shards (beside) that both of them hold.
     """
     topology, last = sheet.topology, (sheet.topology.stage - 1, sheet.topology.tensor - 1)
-    margin = 0.0 if sheet.is_plain else NODE_MARGIN
     (x, y), (to_x, to_y) = sheet.cell(index, *last), sheet.tile(to)
     is_beside = sheet.tile(index)[1] == to_y
     parts = (rectangles(topology, sheet.replicas[each] or 0) for each in (index, to))
     for (node, stages, shards), (to_node, to_stages, to_shards) in product(*parts):
+        margin = 0.0 if sheet.is_plain or node == to_node else NODE_MARGIN
         if is_beside and stages[-1] == last[0] and to_stages[0] == 0 and (both := _both(shards, to_shards)):
             middle = sum(sheet.cell(index, 0, shard)[1] for shard in (both[0], both[-1])) / 2 + CELL_HEIGHT / 2
             yield (x + 1 + margin, middle), (to_x - margin, middle), node != to_node
@@ -253,38 +259,36 @@ def colour_of(topology: Topology, stage: int, shard: int) -> tuple[float, float,
 
 def needs_overview(topology: Topology) -> bool:
     """Returns whether a mesh has too many GPUs to draw each of them with its links."""
-    return (
-        topology.num_devices > MANY_DEVICES and topology.data >= FEW_REPLICAS and topology.stage * topology.tensor > 1
-    )
+    return topology.num_devices > MANY_DEVICES and topology.stage > 1 and topology.data > 1
 
 
 @dataclass(frozen=True)
 class Overview:
-    """The size of the drawing, and the replicas that are drawn small."""
+    """The size of the drawing, and the stages that are drawn small."""
 
     topology: Topology
 
     @cached_property
     def first(self) -> Sheet:
-        """The sheet of the first replica."""
-        return Sheet(replace(self.topology, data=1))
+        """The sheet of the first stage of the first group of replicas."""
+        return Sheet(replace(self.topology, data=self.topology.in_group, stage=1, replica=1))
 
     @cached_property
-    def replicas(self) -> list[int | None]:
-        """The replicas that are drawn small, in order; None marks the place of those that are left out."""
-        count = self.topology.data
+    def stages(self) -> list[int | None]:
+        """The stages that are drawn small, group by group; None marks the place of those that are left out."""
+        count = self.topology.replica * self.topology.stage
         if count <= MAX_SMALL:
             return list(range(count))
         return [*range(MAX_SMALL - 2), None, count - 1]
 
     @cached_property
     def rows(self) -> int:
-        """The number of rows of small replicas."""
-        return -(-len(self.replicas) // COLUMNS)
+        """The number of rows of small stages."""
+        return -(-len(self.stages) // COLUMNS)
 
     @cached_property
     def heights(self) -> tuple[float, float]:
-        """The heights of the large replica and of the small ones, in inches."""
+        """The heights of the large stage and of the small ones, in inches."""
         return self.first.size[1] - LEGEND, self.rows * SMALL_HEIGHT * (1 + GAP_Y) + SMALL_HEIGHT * ABOVE
 
     @cached_property
@@ -294,63 +298,63 @@ class Overview:
 
 
 def draw_overview(figure: "Figure", paper: Overview) -> None:
-    """Draws the first replica with its links, and below it every replica as a map of its stages and shards."""
+    """Draws the first stage with its links, and below it every stage as a map of its replicas and shards."""
     large, small = figure.subplots(2, height_ratios=paper.heights)
     draw(large, paper.first)
     small.set_axis_off()
-    small.set_xlim(-MARGIN - 0.02, COLUMNS * (1 + GAP_X) - GAP_X + 0.02)
+    small.set_xlim(-0.02, COLUMNS * (1 + GAP_X) - GAP_X + 0.02)
     small.set_ylim(paper.rows * (1 + GAP_Y), -ABOVE)
-    corners = [_corner(index) for index in range(len(paper.replicas))]
-    for corner, number in zip(corners, paper.replicas, strict=True):
+    corners = [_corner(index) for index in range(len(paper.stages))]
+    for corner, number in zip(corners, paper.stages, strict=True):
         if number is None:
-            missing = paper.topology.data - len(paper.replicas) + 1
-            text = f"... {missing} more\nreplicas, alike ..."
+            missing = paper.topology.replica * paper.topology.stage - len(paper.stages) + 1
+            text = f"... {missing} more\nstages, alike ..."
             small.text(corner[0] + 0.5, corner[1] + 0.5, text, ha="center", va="center", color=GREY, fontsize=9)
         else:
             _draw_small(small, paper.topology, number, corner)
-    _draw_ring(small, corners)
+    _draw_messages(small, paper, corners)
 
 
 def _corner(index: int) -> tuple[float, float]:
-    """Returns the top left corner of a small replica; every other row runs from right to left, so that neighbours touch."""
+    """Returns the top left corner of a small stage; every other row runs from right to left, so that neighbours touch."""
     row, column = divmod(index, COLUMNS)
     return (COLUMNS - 1 - column if row % 2 else column) * (1 + GAP_X), row * (1 + GAP_Y)
 
 
-def _draw_small(panel: "Axes", topology: Topology, replica: int, corner: tuple[float, float]) -> None:
-    """Draws a replica as a map: a column a stage, a row a shard; its number above, those of its GPUs and nodes below."""
+def _draw_small(panel: "Axes", topology: Topology, index: int, corner: tuple[float, float]) -> None:
+    """Draws a stage as a map: a column a replica, a row a shard; its number above, those of its GPUs and nodes below."""
     from matplotlib.patches import Rectangle
 
-    x, y = corner
-    width, height = 1 / topology.stage, 1 / topology.tensor
-    for stage in range(topology.stage):
+    (x, y), (group, stage) = corner, divmod(index, topology.stage)
+    width, height = 1 / topology.in_group, 1 / topology.tensor
+    for replica in range(topology.in_group):
         for shard in range(topology.tensor):
-            at = x + stage * width, y + shard * height
+            at = x + replica * width, y + shard * height
             panel.add_patch(
                 Rectangle(at, width, height, fc=colour_of(topology, stage, shard), ec="white", lw=0.4, zorder=2)
             )
-    last = topology.stage - 1, topology.tensor - 1
-    devices = topology.device(replica, 0, 0), topology.device(replica, *last)
-    nodes = sorted({topology.node(replica, 0, 0), topology.node(replica, *last)})
+    first, last = (
+        (group * topology.in_group, stage, 0),
+        ((group + 1) * topology.in_group - 1, stage, topology.tensor - 1),
+    )
+    devices = topology.device(*first), topology.device(*last)
+    nodes = sorted({topology.node(*first), topology.node(*last)})
     where = f"node{'s' if len(nodes) > 1 else ''} {'-'.join(map(str, nodes))}"
-    panel.text(x, y - 0.06, f"replica {replica}", weight="bold", fontsize=8, va="bottom")
+    name = f"stage {stage}" if topology.replica == 1 else f"group {group}, stage {stage}"
+    panel.text(x, y - 0.06, name, weight="bold", fontsize=8, va="bottom")
     panel.text(x, y + 1.06, f"GPUs {devices[0]}-{devices[1]}, {where}", fontsize=8, va="top", color=GREY)
 
 
-def _draw_ring(panel: "Axes", corners: list[tuple[float, float]]) -> None:
-    """Draws the ring over ``data``: from each small replica to the next one, and from the last back to the first."""
-    style = {"color": COLOURS[DATA], "lw": 2.2, "linestyle": (0, (1.6, 0.9)), "zorder": 1}
-    line = lambda *points: panel.plot(*zip(*points, strict=True), **style)
-    for (x, y), (to_x, to_y) in pairwise(corners):
+def _draw_messages(panel: "Axes", paper: Overview, corners: list[tuple[float, float]]) -> None:
+    """Draws the way of the messages, from each small stage to the next one of its group."""
+    topology = paper.topology
+    for (index, (x, y)), (to, (to_x, to_y)) in pairwise(enumerate(corners)):
+        if to % topology.stage == 0:
+            continue
+        across = topology.node(0, index % topology.stage, 0) != topology.node(0, to % topology.stage, 0)
+        style = {"color": COLOURS[STAGE], "lw": 2.2, "linestyle": (0, (1.6, 0.9)) if across else "-", "zorder": 1}
         if y == to_y:
             left = min(x, to_x)
-            line((left + 1, y + 0.5), (left + 1 + GAP_X, y + 0.5))
+            panel.plot((left + 1, left + 1 + GAP_X), (y + 0.5, y + 0.5), **style)
         else:  # clear of the labels, which are on the left
-            line((x + 0.93, y + 1), (x + 0.93, to_y))
-    (first_x, first_y), (x, y) = corners[0], corners[-1]
-    back = [(-MARGIN, first_y + 0.5), (first_x, first_y + 0.5)]
-    under = y + 1 + 0.5 * GAP_Y
-    end = (
-        [(x, y + 0.5), (-MARGIN, y + 0.5)] if x == first_x else [(x + 0.93, y + 1), (x + 0.93, under), (-MARGIN, under)]
-    )
-    line(*end, *back)
+            panel.plot((x + 0.93, x + 0.93), (y + 1, to_y), **style)

@@ -3,12 +3,13 @@
 Devices are numbered as ``jaxpar.make_mesh`` orders them, ``tensor`` fastest, node by node. Eight of them on two nodes of four,
 data=2, stage=2, tensor=2:
 
-    node  replica  stage 0   stage 1
-    0     0        GPUs 0-1  GPUs 2-3
-    1     1        GPUs 4-5  GPUs 6-7
+    node  stage  replica 0  replica 1
+    0     0      GPUs 0-1   GPUs 2-3
+    1     1      GPUs 4-5   GPUs 6-7
 
-In a drawing (``Sheet``) a replica's stages run from left to right, the shards of a stage from top to bottom, replicas below and
-beside one another. Nothing here uses matplotlib.
+In a drawing (``Sheet``) a replica's stages run from left to right, the shards of a stage from top to bottom. Replicas are below
+one another, so that a node with parts of several is one box; with one stage also beside one another. Nothing here uses
+matplotlib.
 """
 
 import math
@@ -21,14 +22,15 @@ REPLICA, DATA, CONTEXT, STAGE, TENSOR = "replica", "data", "context", "stage", "
 MAX_LINES = 64
 MEANINGS = {
     TENSOR: "shards of one stage add up activations, in every layer",
-    STAGE: "a stage hands activations to the next, gradients back",
     DATA: "replicas add up gradients, once a step",
+    STAGE: "a stage hands activations to the next, gradients back",
 }
 LEGEND = 1.75  # of title and legend, in inches
 # Lengths are in widths of a cell.
 CELL_HEIGHT, CELL_GAP, NODE_GAP, NODE_MARGIN = 0.58, 0.2, 0.34, 0.1
 TILE_GAP_X, TILE_GAP_Y, LEFT, TOP = 1.2, 0.75, 1.2, 0.5
-RIGHT, MAX_CELLS, MAX_WIDTH, MAX_CELL, ASPECT = 0.25, 768, 10.5, 0.85, 1.25  # of the figure: inches, width / height
+RIGHT, MAX_CELLS, ASPECT = 0.25, 768, 1.25  # of the figure: width / height
+MAX_WIDTH, MAX_HEIGHT, MAX_CELL = 10.5, 14.0, 0.85  # in inches
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,11 @@ class Topology:
     """A mesh on its nodes.
 
     Attributes:
-        data: Replicas of the model.
+        data: Replicas of the model, of all groups.
         stage: Pipeline stages of a replica.
         tensor: Shards of a stage.
         devices_per_node: Devices of a node, which fast links join.
+        replica: Groups of replicas, each with devices one after another.
 
     Raises:
         ValueError: A size below 1.
@@ -49,6 +52,7 @@ class Topology:
     stage: int
     tensor: int
     devices_per_node: int
+    replica: int = 1
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
@@ -65,8 +69,13 @@ class Topology:
         unknown = sorted(axis for axis, size in axes.items() if axis not in drawn and (axis != CONTEXT or size > 1))
         if unknown:
             raise ValueError(f"a mesh has the axes data, stage and tensor; got {unknown}. Leave the others out.")
-        replicas = axes.get(REPLICA, 1) * axes.get(DATA, 1)
-        return cls(replicas, axes.get(STAGE, 1), axes.get(TENSOR, 1), devices_per_node)
+        groups = axes.get(REPLICA, 1)
+        return cls(groups * axes.get(DATA, 1), axes.get(STAGE, 1), axes.get(TENSOR, 1), devices_per_node, groups)
+
+    @property
+    def in_group(self) -> int:
+        """Replicas of a group."""
+        return self.data // self.replica
 
     @property
     def num_devices(self) -> int:
@@ -80,7 +89,8 @@ class Topology:
 
     def device(self, data: int, stage: int, tensor: int) -> int:
         """Returns the number of a device from its coordinates on the mesh."""
-        return (data * self.stage + stage) * self.tensor + tensor
+        group, replica = divmod(data, self.in_group)
+        return ((group * self.stage + stage) * self.in_group + replica) * self.tensor + tensor
 
     def node(self, data: int, stage: int, tensor: int) -> int:
         """Returns the node of a device."""
@@ -103,7 +113,8 @@ class Topology:
     def summary(self) -> str:
         """Returns the sizes in one line."""
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
-        axes = f"data={self.data} x stage={self.stage} x tensor={self.tensor}"
+        groups = f"replica={self.replica} x " if self.replica > 1 else ""
+        axes = f"{groups}data={self.in_group} x stage={self.stage} x tensor={self.tensor}"
         return f"{axes}: {self.num_devices} GPUs on {nodes} of {self.devices_per_node}"
 
     def links(self, axis: str) -> str:
@@ -127,12 +138,12 @@ def render_placement(axes: Mapping[str, int], devices_per_node: int = 8) -> str:
         >>> print(render_placement({"data": 2, "stage": 2, "tensor": 2}, 4))
         data=2 x stage=2 x tensor=2: 8 GPUs on 2 nodes of 4
         <BLANKLINE>
-        node 0  replica 0  stage 0: GPUs 0-1  stage 1: GPUs 2-3
-        node 1  replica 1  stage 0: GPUs 4-5  stage 1: GPUs 6-7
+        node 0  stage 0  replica 0: GPUs 0-1  replica 1: GPUs 2-3
+        node 1  stage 1  replica 0: GPUs 4-5  replica 1: GPUs 6-7
         <BLANKLINE>
         tensor  inside nodes: shards of one stage add up activations, in every layer
-        stage   inside nodes: a stage hands activations to the next, gradients back
-        data    across nodes: replicas add up gradients, once a step
+        data    inside nodes: replicas add up gradients, once a step
+        stage   across nodes: a stage hands activations to the next, gradients back
     """
     topology = Topology.of(axes, devices_per_node)
     lines = _elide(_lines(topology))
@@ -141,18 +152,19 @@ def render_placement(axes: Mapping[str, int], devices_per_node: int = 8) -> str:
 
 
 def _lines(topology: Topology) -> list[str]:
-    """Returns a line for each node and each replica with devices on it."""
+    """Returns a line for each node and each stage with devices on it."""
     width = len(str(topology.num_devices - 1))
-    node_width, replica_width = len(str(topology.num_nodes - 1)), len(str(topology.data - 1))
+    node_width, stage_width = len(str(topology.num_nodes - 1)), len(str(topology.stage - 1))
     coordinates = product(range(topology.data), range(topology.stage), range(topology.tensor))
+    in_order = sorted(coordinates, key=lambda at: topology.device(*at))
     lines = []
-    for (node, replica), held in groupby(coordinates, key=lambda at: (topology.node(*at), at[0])):
+    for (node, stage), held in groupby(in_order, key=lambda at: (topology.node(*at), at[1])):
         parts = []
-        for stage, shards in groupby(held, key=lambda at: at[1]):
+        for replica, shards in groupby(held, key=lambda at: at[0]):
             devices = [topology.device(*at) for at in shards]
             part = "" if len(devices) == topology.tensor else " (part)"
-            parts.append(f"stage {stage:>{len(str(topology.stage - 1))}}: {_range(devices, width)}{part}")
-        lines.append(f"node {node:>{node_width}}  replica {replica:>{replica_width}}  {'  '.join(parts)}")
+            parts.append(f"replica {replica:>{len(str(topology.data - 1))}}: {_range(devices, width)}{part}")
+        lines.append(f"node {node:>{node_width}}  stage {stage:>{stage_width}}  {'  '.join(parts)}")
     return lines
 
 
@@ -200,10 +212,12 @@ class Sheet:
 
     @cached_property
     def together(self) -> int:
-        """The number of complete replicas on a node."""
-        in_node = self.topology.devices_per_node // (self.topology.stage * self.topology.tensor)
-        aligned = in_node and self.topology.devices_per_node % (self.topology.stage * self.topology.tensor) == 0
-        return min(in_node, self.topology.data) if aligned else 1
+        """The number of replicas of a stage that share a node."""
+        topology = self.topology
+        data = topology.data if topology.stage == 1 else topology.in_group
+        in_node, rest = divmod(topology.devices_per_node, topology.tensor)
+        is_aligned = rest == 0 and (topology.stage == 1 or data % in_node == 0 or in_node % data == 0)
+        return min(in_node, data) if is_aligned else 1
 
     @cached_property
     def is_plain(self) -> bool:
@@ -212,8 +226,8 @@ class Sheet:
 
     @cached_property
     def columns(self) -> int:
-        """Number of tiles in a row, which keeps nodes together and the drawing near ``ASPECT``."""
-        count = len(self.replicas)
+        """Number of tiles in a row, which keeps nodes together and the drawing near ``ASPECT``; with stages 1."""
+        count = len(self.replicas) if self.topology.stage == 1 else 1
         fitting = [n for n in range(1, count + 1) if n % self.together == 0 or self.together % n == 0]
         return min(fitting, key=lambda n: abs(math.log(self._extent(n)[0] / self._extent(n)[1] / ASPECT)))
 
@@ -225,7 +239,7 @@ class Sheet:
     @cached_property
     def inches(self) -> float:
         """The width of a cell in inches."""
-        return min(MAX_CELL, MAX_WIDTH / self.extent[0])
+        return min(MAX_CELL, MAX_WIDTH / self.extent[0], MAX_HEIGHT / self.extent[1])
 
     @cached_property
     def size(self) -> tuple[float, float]:

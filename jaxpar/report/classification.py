@@ -3,12 +3,28 @@
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+from jaxpar.metrics.log import read_metrics
 from jaxpar.models.sweep import Errors
-from jaxpar.plot.figure import panels
+from jaxpar.plot.figure import panels, running_mean
+from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 
 ORANGE, GREEN, RED, GREY = "#d95f02", "#1b9e77", "#c1121f", "#808080"
+
+
+def plot_course(folder: Path, schedule: Schedule, name: str) -> None:
+    """Draws a run's losses so far, and the timelines of its pipeline's schedule, of this name, and others; on process 0."""
+    if jax.process_index() != 0:
+        return
+    if lines := read_metrics(folder / "metrics.jsonl"):
+        plot_loss(folder / "loss.png", lines)
+    if schedule.num_stages > 1:
+        names = dict.fromkeys(("gpipe", name, "zb-h1"))  # the bubble, and schedules that reduce it
+        sizes = schedule.num_stages, schedule.num_microbatches
+        schedules = [make_schedule(each, *sizes, form=lockstep_form(each)) for each in names]
+        plot_timeline(schedules, folder / "timeline.png", timing="lockstep")
 
 
 def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
@@ -18,7 +34,9 @@ def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     taken, tested_after = ([line["step"] + 1 for line in some] for some in (lines, tested))
     of_steps = np.array([line["loss"] for line in lines])
     losses.plot(taken, of_steps, color=GREEN, linewidth=1, alpha=0.35, label="digits learned from, one step")
-    losses.plot(taken, _mean_around(of_steps, 20), color=GREEN, linewidth=2, label="the same, mean of 20 steps around")
+    losses.plot(
+        taken, running_mean(of_steps, 10, 9), color=GREEN, linewidth=2, label="the same, mean of 20 steps around"
+    )
     losses.plot(
         tested_after, [line["test_loss"] for line in tested], color=ORANGE, linewidth=2, label="digits held out"
     )
@@ -35,14 +53,6 @@ def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     wrong.yaxis.set_major_formatter(_percent)
     wrong.legend(loc="best")
     figure.savefig(path, dpi=120)
-
-
-def _mean_around(values: np.ndarray, count: int) -> np.ndarray:
-    """Returns the mean of the ``count`` values around each, of fewer near the ends."""
-    half, sums = count // 2, np.concatenate([[0.0], np.cumsum(values)])
-    first = np.maximum(np.arange(len(values)) - half, 0)
-    last = np.minimum(np.arange(len(values)) + half, len(values))
-    return (sums[last] - sums[first]) / (last - first)
 
 
 def plot_errors(path: Path, sizes: Errors, rows: Errors) -> None:

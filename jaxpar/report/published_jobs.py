@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar import losses
 from jaxpar.compile_only import compile_only_devices
+from jaxpar.fields import check_at_least
 from jaxpar.gradients import value_and_grad
 from jaxpar.inspect import inspect_step
 from jaxpar.inspect.text import bytes_text, table
@@ -43,14 +44,17 @@ AXES = ("data", "stage", "tensor")
 
 @dataclass(frozen=True)
 class PublishedMesh:
-    """The flags of a mesh in place of the published one."""
+    """The flags of a mesh in place of the published one.
+
+    Attributes:
+        data: Replicas; None: as published.
+        stage: Pipeline stages; None: as published.
+        tensor: Shards of each weight; None: as published.
+    """
 
     data: int | None = None
-    """Replicas; None: as published."""
     stage: int | None = None
-    """Pipeline stages; None: as published."""
     tensor: int | None = None
-    """Shards of each weight; None: as published."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +114,8 @@ JOBS = {
 def with_mesh(job: Job, flags: Any) -> Job:
     """Returns the job on the mesh that the flags ask for; raises where it does not divide."""
     given = {axis: size for axis, size in dataclasses.asdict(flags.mesh).items() if size is not None}
-    for axis, size in given.items():
-        if size < 1:
-            raise ValueError(f"--mesh.{axis} must be at least 1; got {size}. Choose 1 or more.")
-    if flags.gpus_per_node < 1:
-        raise ValueError(f"--gpus-per-node must be at least 1; got {flags.gpus_per_node}. Choose such as 8.")
+    check_at_least(1, **given)
+    check_at_least(1, "Choose such as 8.", gpus_per_node=flags.gpus_per_node)
     job = dataclasses.replace(job, mesh=job.mesh | given)
     rows = job.mesh["data"] * job.microbatch_size
     if job.batch_size % rows:

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from jaxpar import collectives
 from jaxpar.inspect import inspect_step, line_bytes, link_bytes
-from jaxpar.plot.figure import panels
+from jaxpar.plot.figure import panels, running_mean
 from jaxpar.report.data import ways_data
 from jaxpar.report.page import write_page
 from jaxpar.sharding import fetch
@@ -261,20 +261,13 @@ def plot_staleness(path: Path, curves: Mapping[int | None, Curve]) -> None:
         label = f"{name}; {staleness:.1f} stale in the mean"
         for axes, x in ((by_count, np.arange(1, len(losses) + 1)), (by_time, seconds)):
             axes.plot(x, losses, color=color, linewidth=1, alpha=0.25)
-            axes.plot(x, _mean_before(losses, 20), color=color, linewidth=2, label=label)
+            axes.plot(x, running_mean(losses, 19), color=color, linewidth=2, label=label)
     by_count.set(title="As many gradients", xlabel="gradients applied", ylabel="loss on all digits (nats, log scale)")
     by_time.set(title="As much time: the synchronous ones wait for the slow worker", xlabel="simulated seconds")
     for axes in (by_count, by_time):
         axes.set_yscale("log")
         axes.legend(loc="best")
     figure.savefig(path, dpi=110)
-
-
-def _mean_before(values: np.ndarray, count: int) -> np.ndarray:
-    """Returns the mean of each value and up to ``count - 1`` before it."""
-    sums, last = np.concatenate([[0.0], np.cumsum(values)]), np.arange(1, len(values) + 1)
-    first = np.maximum(last - count, 0)
-    return (sums[last] - sums[first]) / (last - first)
 
 
 def _two_panels() -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxpar.data.batches import RowSource, round_up
-from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch, shard_rows
+from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
 from jaxpar.fields import arg
 from jaxpar.mesh import ROWS, num_replicas, shown_sizes
 from jaxpar.run.flags import RunFlags
@@ -150,14 +150,16 @@ class Batches:
             return self._rows.batch(self._batch_size, **where, multiple=self._multiple, only=self._local)
 
 
-def held_out_batches(batch_size: int, num_rows: int, test: RowSource, mesh: Any) -> list[dict[str, jax.Array]]:
-    """Returns some rows of the text held out, whole and the same for every mesh."""
-    size = min(batch_size, len(test))
-    count, padded = -(-min(num_rows, len(test)) // size), round_up(size, num_replicas(mesh))
-    read = {"seed": 0, "multiple": num_replicas(mesh), "only": local_rows(padded, mesh)}
+def held_out_batches(
+    batch_size: int, num_rows: int, test: RowSource, mesh: Any, num_microbatches: int
+) -> list[dict[str, jax.Array]]:
+    """Returns some rows of the text held out, the same for every mesh; rows of weight 0 make whole microbatches."""
+    size, multiple = min(batch_size, len(test)), num_replicas(mesh) * num_microbatches
+    count, padded = -(-min(num_rows, len(test)) // size), round_up(size, multiple)
+    read = {"seed": 0, "multiple": multiple, "only": local_rows(padded, mesh)}
     with bad_data():
         batches = [test.batch(size, step=step, **read) for step in range(count)]
-    return [shard_rows(batch, mesh, num_rows=padded) for batch in batches]
+    return [shard_batch(batch, mesh, num_rows=padded) for batch in batches]
 
 
 @contextmanager

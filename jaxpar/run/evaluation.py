@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 
 import jaxpar
 from jaxpar.models import transformer
-from jaxpar.pipeline import LayerLayout
 from jaxpar.report import write_loads
 from jaxpar.run.language_data import Data, LanguageFlags
 from jaxpar.run.language_model import ModelFlags
@@ -25,10 +24,13 @@ MOST_WRITTEN = 256  # tokens of the sample after its prompt, each of which reads
 class Evaluation:
     """The mean loss of params on rows held out, and the loads of a model's experts.
 
+    They are computed as a training step computes its loss (``jaxpar.make_eval_step``).
+
     Args:
+        model: The model.
         loss: ``loss(logits, batch) -> (loss_sum, weight_sum)``.
-        config: The model.
-        layout: The order of the layers in the params.
+        parallel: The Parallel of the run.
+        pipeline: Its Pipeline.
         batches: The rows held out, on the mesh.
 
     Attributes:
@@ -37,24 +39,24 @@ class Evaluation:
 
     def __init__(
         self,
+        model: jaxpar.LayeredModel,
         loss: Callable[..., tuple[jax.Array, jax.Array]],
-        config: transformer.TransformerConfig,
-        layout: LayerLayout,
+        parallel: jaxpar.Parallel,
+        pipeline: jaxpar.Pipeline,
         batches: Sequence[dict[str, jax.Array]],
     ) -> None:
-        model = transformer.make_model(config)
+        def sums(outputs: PyTree, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, dict]:
+            loads = transformer.loads_of(outputs, batch["weight"])
+            return *loss(transformer.logits_of(outputs), batch), {"loads": loads}
 
-        def of_batch(packed: PyTree, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-            outputs = model.apply(layout.unpack_params(packed), batch)
-            return *loss(transformer.logits_of(outputs), batch), transformer.loads_of(outputs, batch["weight"])
-
-        self._of_batch, self._batches = jax.jit(of_batch), batches
+        self._step, self._batches = jaxpar.make_eval_step(model, sums, parallel, pipeline), batches
         self.loads: jax.Array | None = None
 
     def __call__(self, params: PyTree) -> jax.Array:
         """Returns the mean loss."""
-        found = [self._of_batch(params, batch) for batch in self._batches]
-        loss_sum, weight_sum, self.loads = jax.tree.map(lambda *each: jnp.stack(each).sum(0), *found)
+        found = [self._step(params, batch) for batch in self._batches]
+        loss_sum, weight_sum, sums = jax.tree.map(lambda *each: jnp.stack(each).sum(0), *found)
+        self.loads = sums["loads"]
         return loss_sum / weight_sum
 
     def metrics(self, params: PyTree, out_dir: Path, step: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from jaxpar.fields import check_at_least, check_from
 from jaxpar.mesh import shown_sizes
 from jaxpar.metrics import exporters
 from jaxpar.runtime.watchdog import Budgets
@@ -28,92 +29,112 @@ PREFIXED = ("mesh", "budget")  # the groups whose name is part of their flags
 
 @dataclass(frozen=True)
 class MeshFlags:
-    """The sizes of the mesh."""
+    """The sizes of the mesh.
+
+    Attributes:
+        replica: Groups of --mesh.data replicas each, such as nodes: ZeRO shards inside a group; -1: the devices that the other
+            axes leave.
+        data: Replicas, each with a part of the rows of a batch; -1: the devices that the other axes leave.
+        context: Devices that share each sequence, for long ones: twice this must divide --seq; -1: the devices that the other
+            axes leave.
+        stage: Pipeline stages, each with a part of the layers; -1: the devices that the other axes leave.
+        tensor: Shards of each weight; -1: the devices that the other axes leave.
+    """
 
     replica: int = 1
-    """Groups of --mesh.data replicas each, such as nodes: ZeRO shards inside a group; -1: the devices that the other axes
-    leave."""
     data: int = 1
-    """Replicas, each with a part of the rows of a batch; -1: the devices that the other axes leave."""
     context: int = 1
-    """Devices that share each sequence, for long ones: twice this must divide --seq; -1: the devices that the other axes
-    leave."""
     stage: int = 1
-    """Pipeline stages, each with a part of the layers; -1: the devices that the other axes leave."""
     tensor: int = 1
-    """Shards of each weight; -1: the devices that the other axes leave."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonFlags:
-    """What most runs are given."""
+    """What most runs are given.
+
+    Attributes:
+        steps: Training steps of the complete run, including those before a --resume.
+        seed: Seed of the initial parameters and of the order of rows; 0 or more.
+        out_dir: Folder for config.json, metrics.jsonl, plots and checkpoints.
+        checkpoint_every: Steps between two checkpoints, with one more at the end; 0: only one, when Ctrl-C or SIGTERM asks the
+            run to stop.
+        resume: Resume from the newest undamaged checkpoint in --out-dir, on this or another mesh.
+        overwrite: Delete an earlier run in --out-dir once this one is compiled. Without it, a new run is refused where there
+            are results of another. A run that is restarted from its checkpoint ignores it.
+        fake_devices: CPU devices to simulate, to try a mesh on any machine; 0: the real devices.
+        dry_run: Check, compile and print the cost of a step; train and write nothing.
+    """
 
     steps: int = 300
-    """Training steps of the complete run, including those before a --resume."""
     seed: int = 0
-    """Seed of the initial parameters and of the order of rows; 0 or more."""
     out_dir: Path = Path("runs")
-    """Folder for config.json, metrics.jsonl, plots and checkpoints."""
     checkpoint_every: int = 0
-    """Steps between two checkpoints, with one more at the end; 0: only one, when Ctrl-C or SIGTERM asks the run to stop."""
     resume: bool = False
-    """Resume from the newest undamaged checkpoint in --out-dir, on this or another mesh."""
     overwrite: bool = False
-    """Delete an earlier run in --out-dir once this one is compiled. Without it, a new run is refused where there are results of
-    another. A run that is restarted from its checkpoint ignores it."""
     fake_devices: int = 0
-    """CPU devices to simulate, to try a mesh on any machine; 0: the real devices."""
     dry_run: bool = False
-    """Check, compile and print the cost of a step; train and write nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFlags:
-    """When to save, what to keep, and what a run that goes on may change."""
+    """When to save, what to keep, and what a run that goes on may change.
+
+    Attributes:
+        checkpoint_minutes: Minutes between two checkpoints, with one more at the end; 0: as for --checkpoint-every.
+        keep: Number of newest checkpoints to keep.
+        keep_every: Also keep each checkpoint whose step this divides; 0: none.
+        keep_best: Also keep the checkpoint with the smallest metric of this name, such as test_loss; with "-" before it, the
+            largest.
+        allow_change: Flags that may differ from the checkpoint's run on --resume, such as learning_rate or batch_size; errors
+            name them.
+        max_skipped: Consecutive skipped steps, whose gradients are not finite, before the run ends with exit code 86; 0: any
+            number.
+    """
 
     checkpoint_minutes: float = 0.0
-    """Minutes between two checkpoints, with one more at the end; 0: as for --checkpoint-every."""
     keep: int = 3
-    """Number of newest checkpoints to keep."""
     keep_every: int = 0
-    """Also keep each checkpoint whose step this divides; 0: none."""
     keep_best: str | None = None
-    """Also keep the checkpoint with the smallest metric of this name, such as test_loss; with "-" before it, the largest."""
     allow_change: tuple[str, ...] = ()
-    """Flags that may differ from the checkpoint's run on --resume, such as learning_rate or batch_size; errors name them."""
     max_skipped: int = 10
-    """Consecutive skipped steps, whose gradients are not finite, before the run ends with exit code 86; 0: any number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitoringFlags:
-    """What a run reports while it trains."""
+    """What a run reports while it trains.
+
+    Attributes:
+        log_seconds: Off a terminal, seconds between two lines about the run: its phase, step, loss, rate and time left; 0:
+            none. None: the environment's JAXPAR_LOG_SECONDS, or 15.
+        log_json: Print each message and each of these lines as a line of JSON.
+        metrics_port: Port at which to serve the run's metrics to Prometheus; 0: none.
+        metrics_address: Address at which to serve them; the default is reachable from this machine only, 0.0.0.0 from all.
+        profile: Steps to trace, such as 10:13 for 10, 11 and 12, into --out-dir/profile for Perfetto or xprof.
+        tensorboard: Also write the run's metrics for TensorBoard, into --out-dir/tensorboard.
+    """
 
     log_seconds: float | None = None
-    """Off a terminal, seconds between two lines about the run: its phase, step, loss, rate and time left; 0: none. None: the
-    environment's JAXPAR_LOG_SECONDS, or 15."""
     log_json: bool = False
-    """Print each message and each of these lines as a line of JSON."""
     metrics_port: int = 0
-    """Port at which to serve the run's metrics to Prometheus; 0: none."""
     metrics_address: str = "127.0.0.1"
-    """Address at which to serve them; the default is reachable from this machine only, 0.0.0.0 from all."""
     profile: str = ""
-    """Steps to trace, such as 10:13 for 10, 11 and 12, into --out-dir/profile for Perfetto or xprof."""
     tensorboard: bool = False
-    """Also write the run's metrics for TensorBoard, into --out-dir/tensorboard."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFlags:
-    """GPUs that are not here."""
+    """GPUs that are not here.
+
+    Attributes:
+        compile_for: A dry run for GPUs that are not here: a100-40gb, a100-80gb, h100, h200 or b200. It needs the extra
+            gpu-compile.
+        nodes: Nodes to --compile-for. None: 1.
+        gpus_per_node: GPUs of each node to --compile-for. None: 8.
+    """
 
     compile_for: str | None = None
-    """A dry run for GPUs that are not here: a100-40gb, a100-80gb, h100, h200 or b200. It needs the extra gpu-compile."""
     nodes: int | None = None
-    """Nodes to --compile-for. None: 1."""
     gpus_per_node: int | None = None
-    """GPUs of each node to --compile-for. None: 8."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -164,6 +185,11 @@ class RunFlags:
         """Whether the flags ask for a run, not for an answer that takes no time."""
         return True
 
+    def values(self, *names: str) -> dict[str, Any]:
+        """Returns some flags by name as plain JSON values, such as those that a resumed run must share with the saved one."""
+        flags = self.as_json()
+        return {name: flags[name] for name in names}
+
     def may_change(self, name: str) -> bool:
         """Returns whether a setting may differ from the saved one: in a new run, or where --allow-change names it."""
         return not self.common.resume or name in self.checkpoint.allow_change
@@ -202,24 +228,14 @@ def check_run_flags(flags: RunFlags) -> None:
     check_at_least(0, f"Give a number of steps, {no_saves}", checkpoint_every=common.checkpoint_every)
     check_at_least(0, f"Give a number of minutes, {no_saves}", checkpoint_minutes=checkpoint.checkpoint_minutes)
     check_at_least(0, "Choose 10, say, or 0 for any number.", max_skipped=checkpoint.max_skipped)
-    port = flags.monitoring.metrics_port
-    if not 0 <= port < 2**16:
-        raise ValueError(f"--metrics-port must be from 1 to 65535; got {port}. Choose 9090, say.")
+    if flags.monitoring.metrics_port:
+        check_from(1, 65535, "Choose 9090, say.", metrics_port=flags.monitoring.metrics_port)
     log_seconds(flags.monitoring.log_seconds)
     if flags.monitoring.profile:
         exporters.parse_steps(flags.monitoring.profile, common.steps)
-    if not 0 <= common.seed < 2**32:  # JAX would drop the higher bits
-        raise ValueError(f"--seed must be from 0 to {2**32 - 1}; got {common.seed}. Choose 0, say.")
+    check_from(0, 2**32 - 1, "Choose 0, say.", seed=common.seed)  # JAX would drop the higher bits
     _check_devices(flags)
     check_out_dir(common.out_dir)
-
-
-def check_at_least(least: float, remedy: str = "", **values: float) -> None:
-    """Raises ValueError, with the remedy, for a flag below the smallest value that it may have, or infinite."""
-    for name, value in values.items():
-        if not least <= value < float("inf"):
-            flag, remedy = f"--{name.replace('_', '-')}", remedy or f"Choose {least} or more."
-            raise ValueError(f"{flag} must be at least {least}; got {value}. {remedy}")
 
 
 def log_seconds(given: float | None) -> float:

@@ -12,7 +12,7 @@ from jaxpar.checkpoint import delete_steps, has_steps
 from jaxpar.huggingface.export import CARRIED
 from jaxpar.huggingface.folder import CONFIG
 from jaxpar.metrics.log import read_metrics
-from jaxpar.run.flags import own_values
+from jaxpar.run.flags import check_out_dir, own_values
 
 CHECKPOINTS = "checkpoints"
 PICTURES = ("loss.png", "surface.png", "errors.png", "predictions.png", "timeline.png", "timeline.svg")
@@ -45,7 +45,8 @@ def results(out_dir: Path) -> list[str]:
 
 
 def check_new(out_dir: Path, *, overwrite: bool) -> None:
-    """Raises ValueError if ``--out-dir`` has an earlier run, which the flag --overwrite would allow to be deleted."""
+    """Raises ValueError unless ``--out-dir`` can be written to and has no earlier run, or the flag --overwrite deletes it."""
+    check_out_dir(out_dir)
     found = [f"{CHECKPOINTS}/"] * has_steps(out_dir / CHECKPOINTS) + results(out_dir)
     if found and not overwrite:
         shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
@@ -75,6 +76,13 @@ def delete_run(out_dir: Path) -> None:
     for folder in sorted(inside, key=lambda path: len(path.parts), reverse=True):
         if not any(folder.iterdir()):
             folder.rmdir()
+
+
+def make_new(out_dir: Path, *, overwrite: bool) -> None:
+    """Makes ``--out-dir``, with ``overwrite`` without the files of an earlier run."""
+    if overwrite:
+        delete_run(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
 
 
 def has_run(out_dir: Path) -> bool:

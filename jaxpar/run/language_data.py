@@ -19,6 +19,7 @@ from jaxpar.data.readers import SNIFFED, find_files, is_records
 from jaxpar.data.recall import NUM_VALUES, Recall
 from jaxpar.data.records import RecordRows, digest_of_records, holds_tokens, open_records
 from jaxpar.data.text import ByteTokenizer, Text, Tokenizer, Windows, check_inside, load_text, unigram_entropy
+from jaxpar.fields import check_at_least
 from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.config_keys import TOKENS
 from jaxpar.huggingface.folder import CONFIG, file_inside, missing_tokenizer, read_json
@@ -38,39 +39,48 @@ TEST_FRACTION = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class DataFlags:
-    """The data of a language model."""
+    """The data of a language model.
+
+    Attributes:
+        data: Files or folders of text, .jsonl or .parquet (text; prompt and completion; or messages), .parquet or .arrayrecord
+            of rows of tokens, or .bin files of nanoGPT or llm.c; or "recall", a test of the far past. Without it: the source of
+            Python's standard library.
+        data_weights: Share of the rows from each --data, in any unit. Without it: shares by their numbers of rows.
+        tokenizer: A folder with the model's tokenizer.json. None: that in --init-from; without one, the tokens of text are its
+            bytes.
+        token_cache: Folder for the tokens of files, which are tokenised once. None: jaxpar/tokens in the user's cache folder.
+        long_examples: What to do with examples with a prompt that are longer than a row: refuse them, leave them out, or cut
+            them into rows.
+        seq: Tokens of a row.
+        batch_tokens: Tokens of a step, instead of --batch-size: a multiple of --seq.
+        num_microbatches: Microbatches of each replica in a step, whose gradients are added. None: 2 for each stage of a
+            pipeline, else 1.
+        microbatch_tokens: Tokens of a microbatch of a replica, instead of --num-microbatches: a multiple of --seq.
+        prompt: Beginning of the sample of text at the end of the run; for messages, what the user says. None: "def " for bytes,
+            else the beginning of text held out.
+    """
 
     data: tuple[Path, ...] = ()
-    """Files or folders of text, .jsonl or .parquet (text; prompt and completion; or messages), .parquet or .arrayrecord of rows
-    of tokens, or .bin files of nanoGPT or llm.c; or "recall", a test of the far past. Without it: the source of Python's
-    standard library."""
     data_weights: tuple[float, ...] = ()
-    """Share of the rows from each --data, in any unit. Without it: shares by their numbers of rows."""
     tokenizer: Path | None = None
-    """A folder with the model's tokenizer.json. None: that in --init-from; without one, the tokens of text are its bytes."""
     token_cache: Path | None = None
-    """Folder for the tokens of files, which are tokenised once. None: jaxpar/tokens in the user's cache folder."""
     long_examples: Literal["refuse", "drop", "cut"] = "refuse"
-    """What to do with examples with a prompt that are longer than a row: refuse them, leave them out, or cut them into rows."""
     seq: int = 128
-    """Tokens of a row."""
     batch_tokens: int | None = None
-    """Tokens of a step, instead of --batch-size: a multiple of --seq."""
     num_microbatches: int | None = None
-    """Microbatches of each replica in a step, whose gradients are added. None: 2 for each stage of a pipeline, else 1."""
     microbatch_tokens: int | None = None
-    """Tokens of a microbatch of a replica, instead of --num-microbatches: a multiple of --seq."""
     prompt: str | None = None
-    """Beginning of the sample of text at the end of the run; for messages, what the user says. None: "def " for bytes, else the
-    beginning of text held out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageCommon(CommonFlags):
-    """What most runs of a language model are given."""
+    """What most runs of a language model are given.
+
+    Attributes:
+        batch_size: Rows of a step.
+    """
 
     batch_size: int = 16
-    """Rows of a step."""
 
 
 class LanguageFlags(RunFlags):
@@ -180,8 +190,7 @@ Flags = TypeVar("Flags", bound=LanguageFlags)
 
 def check_data_flags(flags: DataFlags) -> None:
     """Raises where the flags of the data do not go together."""
-    if flags.seq < 2:
-        raise ValueError(f"--seq must be at least 2; got {flags.seq}. Choose 2 or more.")
+    check_at_least(2, seq=flags.seq)
     if flags.prompt == "":
         raise ValueError('--prompt must not be empty; got "". Give what the sample is to begin with.')
     if flags.data_weights and len(flags.data_weights) != len(flags.data):

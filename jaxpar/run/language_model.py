@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ import jaxpar
 from jaxpar.checkpoint.export import load_save_file
 from jaxpar.compile_only import check_cudnn
 from jaxpar.data.text import BYTES
+from jaxpar.fields import check_at_least, check_positive
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
@@ -36,47 +37,54 @@ Target = Literal["w_qkv", "w_out", "w_up", "w_down"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """The model and where it begins; its base in a script has the script's own flags too."""
+    """The model and where it begins; its base in a script has the script's own flags too.
+
+    Attributes:
+        model: A model by its name: llama-bytes, gpt2-bytes, bloom-bytes, moe-bytes and the tiny llama-tiny are small and read
+            bytes; gpt2, llama-7b, mixtral-8x7b and others are the published models, for tokens in --data.
+        init_from: A folder with a model as saved by transformers, to train further instead of --model: GPT-2, Llama, Mistral,
+            Qwen2, Qwen3, SmolLM2, OLMo 2, BLOOM, Mixtral, Qwen3-MoE or OLMoE; text in --data goes through its tokenizer.json.
+        window: Each position attends to this many, itself included. None: as many as in the model named above.
+        ignore_config_keys: Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout.
+        dtype: Dtype of products and activations. Parameters, their updates, norms and the loss are float32.
+        expert_split: What --mesh.tensor splits in a model with experts: their number, or the hidden width of each.
+        experts: The axis over which the experts of a model are divided: --mesh.tensor, as --expert-split says; or --mesh.data,
+            whose replicas send each other rows, and --mesh.tensor splits their hidden width.
+        expert_buffer: With --experts data, a replica has room for this many times the rows of its own tokens, and a step in
+            which one gets more is skipped. None: for all rows that it can get.
+        router_bias_rate: After each step the bias of an expert with fewer tokens than the mean rises by this, and that of one
+            with more falls; 0.001, say. None: no biases.
+        temperature: Temperature of the sample; 0 takes the likeliest token each time.
+        top_k: The sample draws from this many of the likeliest tokens.
+    """
 
     model: str = "llama-bytes"
-    """A model by its name: llama-bytes, gpt2-bytes, bloom-bytes, moe-bytes and the tiny llama-tiny are small and read bytes;
-    gpt2, llama-7b, mixtral-8x7b and others are the published models, for tokens in --data."""
     init_from: Path | None = None
-    """A folder with a model as saved by transformers, to train further instead of --model: GPT-2, Llama, Mistral, Qwen2, Qwen3,
-    SmolLM2, OLMo 2, BLOOM, Mixtral, Qwen3-MoE or OLMoE; text in --data goes through its tokenizer.json."""
     window: int | None = None
-    """Each position attends to this many, itself included. None: as many as in the model named above."""
     ignore_config_keys: tuple[str, ...] = ()
-    """Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of products and activations. Parameters, their updates, norms and the loss are float32."""
     expert_split: Literal["experts", "expert_mlp"] = "experts"
-    """What --mesh.tensor splits in a model with experts: their number, or the hidden width of each."""
     experts: Literal["tensor", "data"] = "tensor"
-    """The axis over which the experts of a model are divided: --mesh.tensor, as --expert-split says; or --mesh.data, whose
-    replicas send each other rows, and --mesh.tensor splits their hidden width."""
     expert_buffer: float | None = None
-    """With --experts data, a replica has room for this many times the rows of its own tokens, and a step in which one gets more
-    is skipped. None: for all rows that it can get."""
     router_bias_rate: float | None = None
-    """After each step the bias of an expert with fewer tokens than the mean rises by this, and that of one with more falls;
-    0.001, say. None: no biases."""
     temperature: float = 0.8
-    """Temperature of the sample; 0 takes the likeliest token each time."""
     top_k: int = 40
-    """The sample draws from this many of the likeliest tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraFlags:
-    """Low-rank factors of layer weights, trained instead of the weights."""
+    """Low-rank factors of layer weights, trained instead of the weights.
+
+    Attributes:
+        lora_rank: Train factors of this rank beside the weights of layers, and nothing else (LoRA); 8, say. None: train all
+            weights.
+        lora_targets: The weights that get factors: queries, keys and values, the output of attention, and the two of the MLP.
+        lora_alpha: Scales the product of the factors by --lora-alpha / --lora-rank. None: --lora-rank, a scale of 1.
+    """
 
     lora_rank: int | None = None
-    """Train factors of this rank beside the weights of layers, and nothing else (LoRA); 8, say. None: train all weights."""
     lora_targets: tuple[Target, ...] = ("w_qkv", "w_out", "w_up", "w_down")
-    """The weights that get factors: queries, keys and values, the output of attention, and the two of the MLP."""
     lora_alpha: float | None = None
-    """Scales the product of the factors by --lora-alpha / --lora-rank. None: --lora-rank, a scale of 1."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -130,6 +138,11 @@ def _check_experts(flags: ModelFlags, config: transformer.TransformerConfig, nam
             f"--expert-buffer applies to --experts data; got {flags.expert_buffer:g} with --experts {flags.experts}. Add "
             "--experts data, or leave it out."
         )
+    if flags.experts == "data" and given["--expert-split expert_mlp"]:
+        raise ValueError(
+            "--expert-split applies to --experts tensor; got expert_mlp with --experts data, under which --mesh.tensor splits "
+            "the hidden width of experts in any case. Leave it out."
+        )
     if flags.router_bias_rate is None:
         return
     if flags.init_from is not None:
@@ -140,7 +153,17 @@ def _check_experts(flags: ModelFlags, config: transformer.TransformerConfig, nam
         raise ValueError(f"--router-bias-rate must be 0 or more; got {flags.router_bias_rate:g}. Choose 0.001, say.")
 
 
-def check_lora(flags: LoraFlags, optimizer: OptimizerFlags) -> None:
+def check_biases(flags: ModelFlags, saved: Mapping[str, Any]) -> None:
+    """Raises where a run with ``saved`` settings cannot go on, since only one of its model and this has biases of routers."""
+    rate, had = flags.router_bias_rate, saved.get("router_bias_rate")
+    if saved and (rate is None) != (had is None):
+        raise ValueError(
+            f"a run has biases of its routers from its first step, or none; got --router-bias-rate {rate} for a run saved with "
+            f"{had}. {'Leave it out' if had is None else f'Add --router-bias-rate {had:g}'}, or start a run in another folder."
+        )
+
+
+def check_lora(flags: LoraFlags, optimizer: OptimizerFlags, model: ModelFlags) -> None:
     """Raises where a flag of LoRA is out of range, has no effect, or does not fit another; ImportError without the extra hf."""
     if flags.lora_rank is None:
         if flags.lora_targets != LoraFlags.lora_targets or flags.lora_alpha is not None:
@@ -149,19 +172,22 @@ def check_lora(flags: LoraFlags, optimizer: OptimizerFlags) -> None:
                 "it out."
             )
         return
-    if flags.lora_rank < 1:
-        raise ValueError(f"--lora-rank must be at least 1; got {flags.lora_rank}. Choose 8, say.")
+    check_at_least(1, "Choose 8, say.", lora_rank=flags.lora_rank)
     if not flags.lora_targets or len(set(flags.lora_targets)) < len(flags.lora_targets):
         raise ValueError(
             f"--lora-targets must name weights, each once; got {' '.join(flags.lora_targets) or 'none'}. Choose among "
             f"{' '.join(transformer.LAYER_WEIGHTS)}."
         )
-    if flags.lora_alpha is not None and not 0 < flags.lora_alpha < math.inf:
-        raise ValueError(f"--lora-alpha must be positive; got {flags.lora_alpha:g}. Choose {2 * flags.lora_rank}, say.")
+    check_positive(f"Choose {2 * flags.lora_rank}, say.", lora_alpha=flags.lora_alpha)
     if optimizer.optimizer == "muon":
         raise ValueError(
             "--optimizer muon makes the updates of whole weights orthogonal; got it with --lora-rank, which trains factors of "
             "them. Choose --optimizer adamw."
+        )
+    if model.router_bias_rate is not None:
+        raise ValueError(
+            "--router-bias-rate updates the biases of routers; got it with --lora-rank, which trains factors alone. Leave out "
+            "one of the two."
         )
     load_save_file()  # raises without the extra hf, before a run that must write adapters
 
@@ -222,11 +248,14 @@ def make_layout(
     Args:
         config: The model.
         schedule: The schedule of its pipeline.
-        layers: Layers of each virtual stage; None: as equal as possible.
+        layers: Layers of each virtual stage; None: equal, or where they cannot be, the leading dense ones count too.
     """
-    if schedule.num_stages == 1:
-        return LayerLayout(config.num_layers, 1)
-    return LayerLayout(config.num_layers, schedule.num_stages, schedule.num_chunks, schedule.placement, layers)
+    count, stages, chunks = config.num_stacked_layers, schedule.num_stages, schedule.num_chunks
+    if stages == 1:
+        return LayerLayout(count, 1)
+    share, rest = divmod(count, stages * chunks)
+    ends = min(config.num_dense_layers, share) if rest else 0, 0
+    return LayerLayout(count, stages, chunks, schedule.placement, layers, ends)
 
 
 def make_params(

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from optax import contrib
 
+from jaxpar.fields import check_at_least
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
 
@@ -29,40 +30,50 @@ CHANGE_NUMBERS = ("beta1", "beta2", "epsilon", "learning_rate_schedule", "final_
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
-    """The optimizer and its learning rate."""
+    """The optimizer and its learning rate.
+
+    Attributes:
+        optimizer: AdamW; SGD with --momentum; or Muon for the weights of layers, with AdamW for embeddings, head, biases and
+            norms.
+        learning_rate_schedule: After the warmup the learning rate falls along a cosine or a line to the end of the run, stays
+            constant, or stays and then falls along a line in the last --decay-steps (wsd: warmup, stable, decay).
+        final_learning_rate: Learning rate at the end of the run. None: a tenth of --learning-rate.
+        warmup_steps: Steps in which the learning rate rises from 0. None: 20, or a tenth of --steps if that is less; as many
+            as in the saved run with --resume.
+        decay_steps: Steps at the end of the run in which wsd falls. None: a fifth of --steps, or those after the warmup if they
+            are fewer.
+        beta1: Decay per step of AdamW's mean of gradients.
+        beta2: Decay per step of AdamW's mean of squared gradients.
+        epsilon: Added to the root of AdamW's mean of squared gradients, and to norms in Muon.
+        momentum: Momentum of SGD or Muon; 0: plain SGD, which stores nothing beside the parameters. None: 0.9 for SGD, 0.95 for
+            Muon.
+        weight_decay: Weight decay of AdamW and Muon, on weights and embeddings, not on biases, norms and positions.
+        max_grad_norm: Gradients with a larger norm are scaled down to this norm.
+    """
 
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
-    """AdamW; SGD with --momentum; or Muon for the weights of layers, with AdamW for embeddings, head, biases and norms."""
     learning_rate_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """After the warmup the learning rate falls along a cosine or a line to the end of the run, stays constant, or stays and
-    then falls along a line in the last --decay-steps (wsd: warmup, stable, decay)."""
     final_learning_rate: float | None = None
-    """Learning rate at the end of the run. None: a tenth of --learning-rate."""
     warmup_steps: int | None = None
-    """Steps in which the learning rate rises from 0. None: 20, or a tenth of --steps if that is less; with --resume, as many as
-    in the saved run."""
     decay_steps: int | None = None
-    """Steps at the end of the run in which wsd falls. None: a fifth of --steps, or those after the warmup if they are fewer."""
     beta1: float = 0.9
-    """Decay per step of AdamW's mean of gradients."""
     beta2: float = 0.95
-    """Decay per step of AdamW's mean of squared gradients."""
     epsilon: float = 1e-8
-    """Added to the root of AdamW's mean of squared gradients, and to norms in Muon."""
     momentum: float | None = None
-    """Momentum of SGD or Muon; 0: plain SGD, which stores nothing beside the parameters. None: 0.9 for SGD, 0.95 for Muon."""
     weight_decay: float = 0.1
-    """Weight decay of AdamW and Muon, on weights and embeddings, not on biases, norms and positions."""
     max_grad_norm: float = 1.0
-    """Gradients with a larger norm are scaled down to this norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizedCommon(CommonFlags):
-    """What most runs with such an optimizer are given."""
+    """What most runs with such an optimizer are given.
+
+    Attributes:
+        learning_rate: Highest learning rate, the factor of an update: it rises over the first steps, then follows the schedule
+            of --learning-rate-schedule.
+    """
 
     learning_rate: float = 3e-3
-    """Highest learning rate, the factor of an update: it rises over the first steps, then follows --learning-rate-schedule."""
 
 
 class OptimizedFlags(RunFlags):
@@ -167,8 +178,7 @@ def _name(path: tuple) -> str:
 def check_optimizer(flags: OptimizedFlags) -> None:
     """Raises where a flag of the optimizer is out of range, or has no effect."""
     warmup = warmup_steps_of(flags)
-    if warmup < 0:
-        raise ValueError(f"--warmup-steps must be at least 0; got {warmup}. Choose 0 or more.")
+    check_at_least(0, warmup_steps=warmup)
     if warmup >= flags.common.steps:
         raise ValueError(
             f"--warmup-steps must be less than --steps; got {warmup} and {flags.common.steps}. Choose "

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +31,7 @@ from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import Lease
 from jaxpar.runtime.output import write_whole
-from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
+from jaxpar.runtime.supervise import is_restarted
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule
 
@@ -56,6 +55,7 @@ class Run:
         items: Their name, as in ``rows_per_second``.
         flops_per_step: Useful operations of a step on all devices together, for the MFU.
         schedule: The schedule of its pipeline, if it has one.
+        has_evaluations: Whether evaluations add metrics, which --keep-best may name: it is checked at the first one.
         samples: ``samples(step)``: the position in the data after that many steps, which is ``origin.samples`` after a resume.
         remedy: What to choose if steps are not finite.
         draw: Draws the pictures of a run that is asked to stop.
@@ -77,6 +77,7 @@ class Run:
         items: str = "rows",
         flops_per_step: float | None = None,
         schedule: Schedule | None = None,
+        has_evaluations: bool = True,
         samples: Callable[[int], int] = lambda step: 0,
         remedy: str = "Choose a smaller learning rate.",
         draw: Callable[[], None] = lambda: None,
@@ -95,7 +96,7 @@ class Run:
         self._watchers: list[exporters.Watcher] = []
         self._state: jaxpar.TrainState | None = None
         self._compiled: jax.stages.Compiled | None = None
-        self._has_evaluated = False
+        self._has_all_metrics = not has_evaluations
         self._resources = ExitStack()
         self.checkpoints = open_checkpoints(flags, mesh)
 
@@ -124,9 +125,8 @@ class Run:
         with Watchdog(self.flags.budget) as watchdog, watchdog.phase("save"):
             self._state = self.checkpoints.restore(self.target, config=self._settings, allow=allowed)
         manifest = self.checkpoints.manifest(int(jaxpar.fetch(self._state.step)))
-        self._say(
-            f"resumed from step {manifest.step}, saved on {', '.join(f'{a}={n}' for a, n in manifest.mesh.items())}"
-        )
+        saved_on = ", ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
+        self._say(f"resumed from step {manifest.step}, saved on {saved_on}")
         self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
 
     def compile(self, train_step: Any, batch: Any) -> jax.stages.Compiled:
@@ -223,7 +223,7 @@ class Run:
             metrics: What the train step returned, and others.
         """
         best = (self.flags.checkpoint.keep_best or "").removeprefix("-")
-        if self._has_evaluated and best and best not in metrics:
+        if self._has_all_metrics and best and best not in metrics:
             message = f"--keep-best must name a metric of the run; got {best}. Choose from {', '.join(metrics)}."
             stop(ExitCode.BAD_CONFIG, message)
         self._log.log(step, metrics)
@@ -242,14 +242,17 @@ class Run:
         """
         with self._log.pause(metrics), self._guard.phase("evaluation"):
             yield
-        self._has_evaluated = True
+        self._has_all_metrics = True
 
-    @property
-    def median_seconds(self) -> float | None:
-        """The median time of this run's steps; None without any, and on other processes."""
+    def say_pace(self) -> None:
+        """Prints the time of this run's steps after the last one, if there were any."""
         lines = read_metrics(self.out_dir / "metrics.jsonl") if jax.process_index() == 0 else []
-        seconds = [line["step_seconds"] for line in lines if line["step"] >= self.first_step]
-        return statistics.median(seconds) if seconds else None
+        if seconds := [line["step_seconds"] for line in lines if line["step"] >= self.first_step]:
+            median, count = statistics.median(seconds), self.flags.common.steps - self.first_step
+            self._say(
+                f"{count} steps in {self.seconds:.1f} s, evaluations included; a step takes {median * 1e3:.0f} ms (median), "
+                f"{self._rate['items_per_step'] / median:,.0f} {self._rate['items']}/s"
+            )
 
     def say_skipped(self, state: jaxpar.TrainState) -> None:
         """Prints how many steps changed nothing, if any."""
@@ -333,32 +336,14 @@ def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointMana
 def _check_new(flags: RunFlags, checkpoints: CheckpointManager, latest: int | None) -> None:
     """Raises ValueError if ``--out-dir`` has checkpoints, or results of a run other than this one before a restart."""
     if checkpoints.has_any():
-        of, go_on = (
-            ("one that is damaged", "Choose")
-            if latest is None
-            else (f"one of step {latest}", "Continue it with --resume, choose")
-        )
+        of = "one that is damaged" if latest is None else f"one of step {latest}"
+        go_on = "Choose" if latest is None else "Continue it with --resume, choose"
         raise ValueError(
             f"a new run needs a folder without checkpoints; got {of} in {checkpoints.directory}. {go_on} another --out-dir, or "
             "add --overwrite, which deletes the earlier run."
         )
     if not (is_restarted() and folder.is_of(flags.common.out_dir, flags.as_json())):
         folder.check_new(flags.common.out_dir, overwrite=flags.common.overwrite)
-
-
-def is_restarted() -> bool:
-    """Returns whether the run may be one that a supervisor or a scheduler has started again.
-
-    Raises:
-        ValueError: The environment's JAXPAR_RESUME has another value than those that mean something.
-    """
-    told = os.environ.get(RESUME_VARIABLE, "")
-    if told not in ("", RESUME_IF_ANY):
-        raise ValueError(
-            f"{RESUME_VARIABLE} must be {RESUME_IF_ANY} or not set; got {told!r}. Set it to {RESUME_IF_ANY} for a run "
-            "that may be restarted, or unset it."
-        )
-    return told == RESUME_IF_ANY
 
 
 def saved_settings(flags: RunFlags) -> dict[str, Any]:

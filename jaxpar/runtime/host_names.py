@@ -7,6 +7,8 @@ this machine alone therefore answers only requests that name it.
 import ipaddress
 from collections.abc import Collection, Sequence
 
+from jaxpar.fields import arg
+
 LOCAL = ("localhost", "127.0.0.1", "[::1]")
 ANY = "*"
 
@@ -33,8 +35,8 @@ def allowed_hosts(address: str, given: Sequence[str] = ()) -> frozenset[str] | N
         bare = name.removeprefix("[").removesuffix("]")
         if not name or any(letter in bare for letter in "/ ,@") or (":" in bare and bare == name):
             raise ValueError(
-                f"--allowed-hosts must be names of hosts, without ports; got {name!r}. Give such as gpu-box.example, or {ANY} "
-                "for any."
+                f"{arg('allowed_hosts')} must be names of hosts, without ports; got {name!r}. Give such as gpu-box.example, or "
+                f"{ANY} for any."
             )
     if ANY in given or not (given or is_loopback(address)):
         return None

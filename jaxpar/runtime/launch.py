@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from jaxpar.fields import check_at_least
 from jaxpar.runtime.exit_codes import ExitCode, describe_exit
 from jaxpar.runtime.output import tell
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
@@ -67,11 +68,8 @@ class Launch:
     log_dir: Path = Path("runs/launch")
 
     def __post_init__(self) -> None:
-        for name, least in (("num_processes", 1), ("devices_per_process", 1), ("gpus_per_process", 0), ("port", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} must be at least {least}; got {getattr(self, name)}. Choose {least} or more."
-                )
+        check_at_least(1, num_processes=self.num_processes, devices_per_process=self.devices_per_process)
+        check_at_least(0, gpus_per_process=self.gpus_per_process, port=self.port)
         if self.port >= 2**16:
             raise ValueError(
                 f"--port must be under 65536; got {self.port}. Choose such as 6379; 0 takes one that is free."

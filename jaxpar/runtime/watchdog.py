@@ -34,16 +34,19 @@ SECONDS_OF_GRACE = 1.0  # for the fault handler, and for others to report before
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """The seconds that a phase of a run may take; 0: no limit."""
+    """The seconds that a phase of a run may take; 0: no limit.
+
+    Attributes:
+        compile: Compiling the training step.
+        step: A training step with its batch.
+        evaluation: An evaluation on held-out data.
+        save: A save, until the checkpoint is committed, after which it is given up; also a restore.
+    """
 
     compile: float = 3600.0
-    """Compiling the training step."""
     step: float = 600.0
-    """A training step with its batch."""
     evaluation: float = 3600.0
-    """An evaluation on held-out data."""
     save: float = 1800.0
-    """A save, until the checkpoint is committed, after which it is given up; also a restore."""
 
     def __post_init__(self) -> None:
         for name, seconds in asdict(self).items():

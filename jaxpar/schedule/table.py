@@ -130,6 +130,19 @@ class Schedule:
         """Whether R ops recompute the residuals that F did not store."""
         return "R" in self.kinds
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether it has forward passes alone."""
+        return self.kinds == {"F"}
+
+    def forward(self) -> "Schedule":
+        """Returns the forward passes alone, in the order of each stage, each in the first tick it can.
+
+        ``check`` refuses such a table if it is written by hand: as a schedule of training it would compute no gradients.
+        """
+        orders = [[(op,) for op in self.order(stage) if op.kind == "F"] for stage in range(self.num_stages)]
+        return replace(self, name=f"{self.name}, forward", ops=_assign_ticks(self, orders))._known_as_checked()
+
     def virtual_stage(self, stage: int, chunk: int) -> int:
         """Returns the virtual stage of a chunk of a stage, counted from the input of the model."""
         runs_back = self.placement == "v" and chunk % 2 == 1

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import uvicorn
 
+from jaxpar.fields import check_from
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import printable_lines, tell
 from jaxpar.serve.app import App
@@ -31,8 +32,7 @@ def listen(address: str, port: int) -> socket.socket:
         address: The address of this machine to listen on.
         port: The port; 0: any that is free.
     """
-    if not 0 <= port < 2**16:
-        raise ValueError(f"--port must be from 0 to 65535; got {port}. Choose such as 8000; 0 takes one that is free.")
+    check_from(0, 65535, "Choose such as 8000; 0 takes one that is free.", port=port)
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=128)

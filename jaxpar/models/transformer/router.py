@@ -72,7 +72,7 @@ class RouterSums(NamedTuple):
         """Returns those before the first layer."""
         wide = jnp.promote_types(h.dtype, jnp.float32)
         of_tokens = jnp.zeros(h.shape[:2], wide)
-        loads = jnp.zeros((len(h), config.num_layers, config.num_experts or 0), jnp.int32)
+        loads = jnp.zeros((len(h), config.num_stacked_layers, config.num_experts or 0), jnp.int32)
         return cls(of_tokens, of_tokens, jnp.zeros(len(h), wide), loads, jnp.zeros(len(h), jnp.int32))
 
     def plus(
@@ -179,7 +179,7 @@ def loads_of(outputs: PyTree, weights: Any) -> Int[Array, "layers experts"] | No
     """
     if not isinstance(outputs, RoutedLogits):
         return None
-    counts = jnp.any(_per_token(weights, outputs.sums.balance) != 0, -1)
+    counts = _counts(_per_token(weights, outputs.sums.balance))
     return jnp.sum(jnp.where(counts[:, None, None], outputs.sums.loads, 0), 0)
 
 
@@ -210,7 +210,7 @@ def add_routing_losses(
         logits, sums = outputs
         total, weight, *further = loss(logits, batch)
         per_token = _per_token(weights(batch), sums.balance)
-        counts = sum_over_sequence(jnp.any(per_token != 0, -1).astype(jnp.int32)) > 0
+        counts = _counts(per_token)
         of_layers = lambda each: jnp.sum(jnp.where(per_token != 0, each * per_token, 0))
         balance, z = of_layers(sums.balance), of_layers(sums.z)
         tally = jnp.sum(jnp.where(counts, sums.tally, 0))
@@ -219,17 +219,22 @@ def add_routing_losses(
             return total, weight, *further
         num_chosen = num_parts() * sums.balance.shape[1] * config.experts_per_token
         busiest = sum_over_sequence(sums.loads).max(-1).mean(-1) / num_chosen
-        dropped = sums.dropped / (num_chosen * config.num_layers)
+        dropped = sums.dropped / (num_chosen * config.num_stacked_layers)
         of_rows = lambda each: jnp.sum(jnp.where(counts, each.astype(per_token.dtype) * per_token.sum(-1), 0))
         own = {
-            "balance_loss": balance / config.num_layers,
-            "router_z_loss": z / config.num_layers,
+            "balance_loss": balance / config.num_stacked_layers,
+            "router_z_loss": z / config.num_stacked_layers,
             "expert_imbalance": of_rows(busiest * sums.loads.shape[-1]),
             "dropped_experts": of_rows(dropped),
         }
         return total, weight, {**(further[0] if further else {}), **own}
 
     return with_routing
+
+
+def _counts(per_token: Float[Array, "batch seq"]) -> Array:
+    """Returns ``[batch]``, whether a row has a token of another weight than 0."""
+    return sum_over_sequence(jnp.any(per_token != 0, -1).astype(jnp.int32)) > 0
 
 
 def _per_token(weights: Any, like: Float[Array, "batch seq"]) -> Array:
