@@ -6,7 +6,11 @@
 Values are never converted: "8", 8.0 and True are no integers. pydantic is imported by the first check, so that it costs no time
 where nothing is checked.
 
-Messages name an argument by ``arg``: as the library calls it, or, while a command runs, by the flag that gives it.
+Messages name an argument by ``arg``: as the library calls it, or, while a command runs, by the flag that gives it. Numbers and
+names that are arguments are checked by ``check_at_least``, ``check_positive``, ``check_from`` and ``check_one_of``:
+
+    fields.check_at_least(1, seq=seq)
+    ValueError: seq must be at least 1; got 0. Choose 1 or more.
 """
 
 import json
