@@ -38,7 +38,12 @@ PIPELINED_ALL_GATHER: dict[str, bool | str] = (
 )
 
 _REMAT = "remat2"  # the primitive of jax.checkpoint
-_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr", _REMAT: "jaxpr"}  # JAX 0.11: eval_jaxpr
+_CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    _REMAT: "jaxpr",
+}  # JAX 0.11: eval_jaxpr
 _HOLDS_JAXPRS = (*_CALLS, "cond", "scan", "shard_map", "while")
 _DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
 _REFERENCE_EFFECTS = ("InternalMutableArrayEffect", "ReadEffect", "WriteEffect", "AccumEffect")
