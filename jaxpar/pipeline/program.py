@@ -258,7 +258,8 @@ def compile_schedule(schedule: Schedule, *, masks: bool = False, skips: Collecti
 
 def _orders(tables: dict[str, np.ndarray], num_slots: int, merged: Collection[int]) -> dict[str, np.ndarray]:
     """The tables ``F_reversed`` and ``B_reversed``: in a merged tick F turns round the order of a slot that it takes from B."""
-    written, read = tables["F_residuals_w"], tables["B_residuals_w"]
+    written = tables["F_residuals_w"]
+    read = tables.get("B_residuals_w", np.full_like(written, NONE))  # forward passes alone have none
     of_f, of_b, every = np.zeros_like(written), np.zeros_like(read), np.arange(len(written))
     order = np.zeros((len(written), num_slots + 1), np.int32)  # of each slot, and one for NONE
     for tick, (f, b) in enumerate(zip(written.T, read.T, strict=True)):
