@@ -251,15 +251,14 @@ def compile_schedule(schedule: Schedule, *, masks: bool = False, skips: Collecti
     masked = [(tick, op) for each in segments for op in each.ops if each.masks(op) for tick in each.ticks]
     merged = {tick for each in segments if each.merges for tick in each.ticks}
     num_slots = {buffer: allot(lives, tables) for buffer, lives in lives_of(timetable, masked, merged).items()}
-    tables |= _orders(tables, num_slots["residuals_w"], merged)
+    tables |= _orders(tables, num_slots["residuals_w"], merged) if merged else {}
     tables |= {f"{name}_on": (tables[f"{name}_chunk"] != NONE).astype(np.int32) for name in timetable.names}
     return Program(schedule, timetable.names, tables, num_slots, sends, segments, masks, frozenset(skips))
 
 
 def _orders(tables: dict[str, np.ndarray], num_slots: int, merged: Collection[int]) -> dict[str, np.ndarray]:
     """The tables ``F_reversed`` and ``B_reversed``: in a merged tick F turns round the order of a slot that it takes from B."""
-    written = tables["F_residuals_w"]
-    read = tables.get("B_residuals_w", np.full_like(written, NONE))  # forward passes alone have none
+    written, read = tables["F_residuals_w"], tables["B_residuals_w"]
     of_f, of_b, every = np.zeros_like(written), np.zeros_like(read), np.arange(len(written))
     order = np.zeros((len(written), num_slots + 1), np.int32)  # of each slot, and one for NONE
     for tick, (f, b) in enumerate(zip(written.T, read.T, strict=True)):
