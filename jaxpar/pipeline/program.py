@@ -251,7 +251,7 @@ def compile_schedule(schedule: Schedule, *, masks: bool = False, skips: Collecti
     masked = [(tick, op) for each in segments for op in each.ops if each.masks(op) for tick in each.ticks]
     merged = {tick for each in segments if each.merges for tick in each.ticks}
     num_slots = {buffer: allot(lives, tables) for buffer, lives in lives_of(timetable, masked, merged).items()}
-    tables |= _orders(tables, num_slots["residuals_w"], merged)
+    tables |= _orders(tables, num_slots["residuals_w"], merged) if merged else {}
     tables |= {f"{name}_on": (tables[f"{name}_chunk"] != NONE).astype(np.int32) for name in timetable.names}
     return Program(schedule, timetable.names, tables, num_slots, sends, segments, masks, frozenset(skips))
 
