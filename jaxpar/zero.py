@@ -180,9 +180,7 @@ def _dim_to_shard(
     free = {None} if mesh.shape[TENSOR] > 1 else {None, TENSOR}
     entries, parts = (*spec, *(None,) * (len(shape) - len(spec))), math.prod(mesh.shape[axis] for axis in axes)
     fitting = (dim for dim, size in enumerate(shape) if entries[dim] in free and size and size % parts == 0)
-    return next(
-        fitting, None
-    )  # shards of a first dim are contiguous; of another XLA transposes what it gathers and scatters
+    return next(fitting, None)  # its shards are contiguous; of another dim XLA transposes what it gathers and scatters
 
 
 def shardings_at_rest(params: PyTree, shardings: PyTree) -> PyTree:

@@ -58,11 +58,11 @@ def test_compiled_afresh_neither_loads_nor_keeps(events, compiled_afresh):
 
 def test_the_oldest_half_is_removed_where_all_is_too_much(tmp_path, monkeypatch):
     for number in range(5):
-        (tmp_path / str(number)).write_bytes(bytes(10))
-        os.utime(tmp_path / str(number), (number, number))
+        (tmp_path / f"{number}-cache").write_bytes(bytes(10))
+        os.utime(tmp_path / f"{number}-cache", (number, number))
     monkeypatch.setattr(compiled_programs, "MOST_BYTES", 50)
     compiled_programs.prune(tmp_path)
     assert len(list(tmp_path.iterdir())) == 5
     monkeypatch.setattr(compiled_programs, "MOST_BYTES", 49)
     compiled_programs.prune(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3-cache", "4-cache"]

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import jaxpar
+from jaxpar.data.batches import Columns
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params
+from jaxpar.run.batches import held_out_batches
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES, sequence_parallel
 from tests.support import tiny
 from tests.support.oracle import assert_same
@@ -106,6 +108,19 @@ def test_microbatches_and_context_bound_the_memory_of_an_evaluation():
     of_pipeline = temp({"stage": 2})
     assert temp({"stage": 2}, rows=32, num_microbatches=8) < 1.05 * of_pipeline + 32 * 256 * 16
     assert 3 * of_pipeline < temp({"stage": 2}, train=True)
+
+
+@pytest.mark.parametrize(("axes", "num_microbatches"), [({}, 1), ({"data": 2, "context": 2}, 4), ({"data": 8}, 3)])
+def test_each_row_held_out_counts_once_on_every_mesh(axes, num_microbatches):
+    mesh, x = jaxpar.make_mesh(**axes, devices=jax.devices()[: int(np.prod([*axes.values()]))]), np.arange(26)
+    test = Columns({"x": x.reshape(13, 2).repeat(4, 1)})
+    of = lambda num_rows: held_out_batches(6, num_rows, test, mesh, num_microbatches)
+    found = [jaxpar.fetch(batch) for batch in of(6) + of(12)]
+    assert [len(each["x"]) % (num_microbatches * mesh.shape["data"]) for each in found] == [0, 0, 0]
+    rows = [each["x"][each["weight"] > 0].min(1).tolist() for each in found]
+    assert rows[0] == rows[1], "the same rows, however many follow"
+    assert rows[1:] == [test.batch(6, seed=0, step=step)["x"].min(1).tolist() for step in range(2)]
+    assert {each["weight"].sum() for each in found} == {6}
 
 
 def test_an_evaluation_is_one_program():

@@ -31,20 +31,20 @@ MODELS = {
     "experts after two layers": LLAMA | EXPERTS | {"num_layers": 18, "num_dense_layers": 2},
     "experts with room": LLAMA | EXPERTS | {"expert_buffer": 1.0},
 }
-# model, rows of a microbatch, choice, MiB of the step that jax 0.10.2 compiles
+# model, rows of a microbatch, choice, MiB of the step that jax 0.10.2 compiles; None: not since the program has changed
 JOBS = [
     ("gpt", 4, Choice(data=8), 1762),
     ("gpt", 4, Choice(data=8, num_microbatches=4, zero=1, remat=True), 789),
     ("llama", 2, Choice(data=8, num_microbatches=2, zero=3), 701),
-    ("llama", 4, Choice(data=2, tensor=4, num_microbatches=4, zero=2, remat="dots"), 465),
-    ("vocabulary", 2, Choice(data=4, tensor=2, num_microbatches=8, zero=1), 338),
-    ("llama", 4, Choice(stage=4, tensor=2, num_microbatches=16), 1173),
+    ("llama", 4, Choice(data=2, tensor=4, num_microbatches=4, zero=2, remat="dots"), 335),
+    ("vocabulary", 2, Choice(data=4, tensor=2, num_microbatches=8, zero=1), 282),
+    ("llama", 4, Choice(stage=4, tensor=2, num_microbatches=16), None),
     ("gpt", 4, Choice(stage=8, num_microbatches=32, remat=True), 409),
     ("bloom", 2, Choice(data=2, stage=2, tensor=2, schedule="zb-h1", num_microbatches=8, zero=1), 674),
-    ("llama", 2, Choice(data=2, stage=4, schedule="interleaved", num_chunks=2, num_microbatches=8, zero=1), 931),
+    ("llama", 2, Choice(data=2, stage=4, schedule="interleaved", num_chunks=2, num_microbatches=8, zero=1), None),
     ("gpt", 2, Choice(stage=4, tensor=2, schedule="zb-v", num_chunks=2, num_microbatches=8), 485),
     ("llama", 2, Choice(data=4, stage=2, schedule="gpipe", num_microbatches=4, zero=2, remat=True), 531),
-    ("vocabulary", 2, Choice(data=2, stage=4, num_microbatches=8, zero=3, remat="dots"), 373),
+    ("vocabulary", 2, Choice(data=2, stage=4, num_microbatches=8, zero=3, remat="dots"), None),
     # As many microbatches as stages: idle stages write to one slot more. Chunks of one layer: no ring under remat.
     ("gpt", 4, Choice(stage=8, num_microbatches=8), 1227),
     ("llama", 4, Choice(stage=8, schedule="interleaved", num_chunks=2, num_microbatches=8, remat=True), 331),
@@ -56,10 +56,10 @@ JOBS = [
         Choice(data=2, stage=4, schedule="interleaved", num_chunks=2, num_microbatches=16, zero=3, remat=True),
         219,
     ),
-    ("experts", 4, Choice(data=2, tensor=4, num_microbatches=4, zero=1), 1842),
-    ("experts with room", 4, Choice(data=4, stage=2, num_microbatches=8, zero=1, experts="data"), 2850),
-    ("experts after two layers", 4, Choice(stage=2, tensor=4, num_microbatches=8), 1668),
-    ("llama, sequence parallel", 4, Choice(stage=2, tensor=4, num_microbatches=8), 594),
+    ("experts", 4, Choice(data=2, tensor=4, num_microbatches=4, zero=1), None),
+    ("experts with room", 4, Choice(data=4, stage=2, num_microbatches=8, zero=1, experts="data"), None),
+    ("experts after two layers", 4, Choice(stage=2, tensor=4, num_microbatches=8), None),
+    ("llama, sequence parallel", 4, Choice(stage=2, tensor=4, num_microbatches=8), None),
     # Layers so wide that their gradients, which wait for their reduction, are a large part.
     ("wide", 1, Choice(data=8, zero=3, remat=True), 3456),
     ("wide", 1, Choice(data=8, num_microbatches=2, zero=3, remat=True), 4229),
@@ -90,12 +90,14 @@ def compiled(model, rows, choice):
     return report.memory
 
 
-of_jobs = pytest.mark.parametrize(
-    ("model", "rows", "choice", "recorded"), [pytest.param(*job, id=f"{i}-{job[0]}") for i, job in enumerate(JOBS)]
-)
+def of(jobs):
+    return pytest.mark.parametrize(
+        ("model", "rows", "choice", "recorded"),
+        [pytest.param(*job, id=f"{i}-{job[0]}") for i, job in enumerate(JOBS) if job in jobs],
+    )
 
 
-@of_jobs
+@of([job for job in JOBS if job[-1]])
 def test_a_plan_is_within_a_tenth_of_the_memory_that_was_recorded(model, rows, choice, recorded):
     plan = planned(model, rows, choice)
     assert 0.9 < plan.memory_bytes / 2**20 / recorded < 1.1, plan.bytes_per_device
@@ -103,7 +105,7 @@ def test_a_plan_is_within_a_tenth_of_the_memory_that_was_recorded(model, rows, c
 
 @needs_compiler
 @pytest.mark.slow
-@of_jobs
+@of(JOBS)
 def test_a_plan_is_within_a_tenth_of_the_compilers_memory(model, rows, choice, recorded):
     plan, memory = planned(model, rows, choice), compiled(model, rows, choice)
     assert 0.9 < plan.memory_bytes / memory.total_bytes < 1.1, (plan.bytes_per_device, memory, f"{recorded=}")

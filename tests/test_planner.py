@@ -373,11 +373,11 @@ def test_equal_stages_in_lock_step_take_no_longer_where_collectives_run_beside_p
 # The roofline of steps compiled for H100 with jax 0.10.2: milliseconds in the order in which they are compiled, and GiB.
 COMPILED = [
     ("llama3.1-8b", 1, 8192, Choice(data=8, zero=3), 562, 42.6),
-    ("llama3.1-8b", 1, 8192, Choice(data=2, tensor=4, num_microbatches=8, zero=1), 1166, 38.4),
-    ("llama3.1-8b", 1, 8192, Choice(tensor=8, num_microbatches=16), 1250, 23.1),
-    ("llama3.1-8b", 1, 8192, Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1), 1292, 53.6),
-    ("llama3.1-8b", 1, 4096, Choice(stage=8, num_microbatches=32), 1436, 47.7),
-    ("llama3.1-70b", 8, 8192, Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), 3034, 59.8),
+    ("llama3.1-8b", 1, 8192, Choice(data=2, tensor=4, num_microbatches=8, zero=1), 1164, 32.7),
+    ("llama3.1-8b", 1, 8192, Choice(tensor=8, num_microbatches=16), 1249, 20.2),
+    ("llama3.1-8b", 1, 8192, Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1), 1290, 47.8),
+    ("llama3.1-8b", 1, 4096, Choice(stage=8, num_microbatches=32), 1435, 46.3),
+    ("llama3.1-70b", 8, 8192, Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), 3033, 56.3),
 ]
 
 
@@ -614,7 +614,7 @@ def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     assert "Install it: pip install '.[gpu-compile]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 16)])
+@pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 15)])
 def test_a_plan_counts_the_slot_to_which_idle_stages_write(num_microbatches, slots):
     choice = Choice(stage=8, num_microbatches=num_microbatches)
     assert choice.num_slots["residuals_b"] == choice.num_slots["residuals_w"] == slots

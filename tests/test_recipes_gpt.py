@@ -33,6 +33,8 @@ from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support import doc_pages, oracle
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.real_runs import curve, read_lines
+from tests.support.tiny_transformer import LLAMA as LLAMA_BLOCK
+from tests.support.tiny_transformer import SHAPE, make_params
 from tests.support.waiting import WAIT_SECONDS
 
 FEW_STEPS = 16
@@ -274,6 +276,31 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_pat
 def test_flags_of_experts_that_do_not_fit_are_refused(flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         language_model.check_model(ModelFlags(**flags), 16, needs_weights=False)
+
+
+def test_a_mixture_after_a_dense_layer_is_tuned_goes_on_elsewhere_and_is_exported(run, tmp_path):
+    options = {"qk_norm": "head", "num_experts": 4, "expert_dim": 16, "num_dense_layers": 1, "num_layers": 4}
+    config = transformer.TransformerConfig(
+        **SHAPE | LLAMA_BLOCK | options | {"vocab_size": 256, "tokens": "bytes"}, tied=False
+    )
+    huggingface.write_model(tmp_path / "model", config, make_params(config, dtype=np.float32))
+    flags = "--init-from", str(tmp_path / "model"), "--seq", "8", "--lora-rank", "2", "--lora-targets", "w_qkv", "w_up"
+    flags = *flags, "--learning-rate-schedule", "constant", "--checkpoint-every", "8"
+    run(tmp_path / "run", *flags, *IN_THREE_DIMENSIONS, "--steps", "8")
+    run(tmp_path / "run", *flags, "--mesh.data", "8", "--resume", "--save-hf", str(tmp_path / "hf"))
+    factors = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    of = lambda name: f"base_model.model.model.layers.{name}.lora_B.weight"
+    assert of("0.mlp.up_proj") in factors, "the leading layer's MLP"
+    assert of("1.mlp.up_proj") not in factors, "experts have no factors"
+    assert all(np.abs(factors[of(f"{layer}.self_attn.q_proj")]).max() > 0 for layer in range(4))
+    assert jaxpar_main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
+    exported, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "hf"))
+    assert_same(exported, saved, within=1e-6)
+    moved = (
+        saved["model.layers.0.mlp.up_proj.weight"]
+        - load_file(tmp_path / "model/model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    )
+    assert np.abs(moved).max() > 1e-4
 
 
 @pytest.mark.parametrize(

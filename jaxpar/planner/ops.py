@@ -263,17 +263,15 @@ class Analysis:
     def head_waits_bytes(self) -> int:
         """Bytes that wait during the backward pass of layers for the reduction of the gradients of the head's params.
 
-        They are the gradients, or with fewer bytes what XLA computes them from later. Those that the embedding adds to are
-        computed when it has run.
+        XLA computes gradients that are a product when the layers have run, from what is stored for them, even if that is more.
         """
-        graph, shared = self._head[0].graph, set(self.ends.embed_trains)
-        own, _ = self._added_in_op
+        graph, (own, _) = self._head[0].graph, self._added_in_op
         made_by = {i: node for node in graph.nodes for i in node.outputs}
         total = 0
-        for at, (index, grad) in enumerate(zip(self.ends.head_trains, own, strict=True)):
-            wide, node = num_bytes([self.head_grads[at]]), made_by.get(_viewed(graph, grad))
-            factors = sum(map(graph.num_bytes, node.inputs)) if node and node.name == "dot_general" else wide
-            total += factors if index in shared else min(wide, factors)
+        for grad, like in zip(own, self.head_grads, strict=True):
+            node = made_by.get(_viewed(graph, grad))
+            is_product = node and node.name == "dot_general"
+            total += sum(map(graph.num_bytes, node.inputs)) if is_product else num_bytes([like])
         return total
 
     @cached_property

@@ -151,7 +151,7 @@ class Batches:
 
 
 def held_out_batches(
-    batch_size: int, num_rows: int, test: RowSource, mesh: Any, num_microbatches: int
+    batch_size: int, num_rows: int, test: RowSource, mesh: Any, num_microbatches: int = 1
 ) -> list[dict[str, jax.Array]]:
     """Returns some rows of the text held out, the same for every mesh; rows of weight 0 make whole microbatches."""
     size, multiple = min(batch_size, len(test)), num_replicas(mesh) * num_microbatches

@@ -8,6 +8,7 @@ compiler says while it works asks for the fixture compiled_afresh. `pytest --cac
 `-p no:cacheprovider` for one run.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -30,10 +31,11 @@ def put_whole(cache: lru_cache.LRUCache, key: str, value: bytes) -> None:
 
 def prune(folder: Path) -> None:
     """Removes the oldest half of the programs where all take more than MOST_BYTES."""
-    files = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
-    if sum(path.stat().st_size for path in files) > MOST_BYTES:
-        for path in files[: -(-len(files) // 2)]:
-            path.unlink()
+    with contextlib.suppress(FileNotFoundError):  # of another run of tests that prunes too
+        files = sorted(folder.glob("*-cache"), key=lambda path: path.stat().st_mtime)
+        if sum(path.stat().st_size for path in files) > MOST_BYTES:
+            for path in files[: -(-len(files) // 2)]:
+                path.unlink()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,6 +48,17 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # tests read names of operations and lines
     jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
+
+
+def environment() -> dict[str, str]:
+    """Variables by which a process keeps its programs too; for one that no test kills, since JAX writes entries in place."""
+    if (folder := jax.config.jax_compilation_cache_dir) is None:
+        return {}
+    return {
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "1",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(LEAST_SECONDS),
+    }
 
 
 @pytest.fixture
