@@ -163,8 +163,6 @@ def _pipelined(
         at_rest.one_layer,
         analysis.one_layer_bytes if splits else None,
     )
-    for name in ("residuals_w", *(("cotangents_w",) if splits else ())):
-        buffers[name] += slots[name] * layout.positions_per_chunk * analysis.received_bytes
     one_layer, rings = buffers["one_layer"], {"inbox", "residuals_b", "residuals_w", "cotangents_w"}
     if choice.stage == 1 and choice.remat is True:  # a layer stores its input, and runs again in B
         positions = layout.positions_per_chunk * slots["residuals_w"]
@@ -211,7 +209,7 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[s
     """One stage: a scan over layers, whose backward pass reads the residuals of each layer, or its input under remat."""
     layers, values = analysis.shape.num_layers, analysis.split.values
     bytes_of = lambda numbers: num_bytes(analysis.layer.shapes(numbers))
-    kept = bytes_of([*values["residuals_b"], *values["residuals_w"]]) + analysis.received_bytes
+    kept = bytes_of([*values["residuals_b"], *values["residuals_w"]])
     kept = num_bytes(analysis.x) if choice.remat is True else kept
     plans = ("again",) if choice.remat is True else ("forward_and_store", "backward")
     one_layer = max(peak_bytes(analysis.layer.graph, *analysis.split.plans[plan]) for plan in plans)
