@@ -14,7 +14,8 @@ Losses, weights and gradients are added and reduced in float32 or wider, whateve
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from jaxpar.sharding import path_string, shard
 _PAD = ' (jaxpar.data.batches.pad_rows adds rows, and a column "weight", 0 for these, by which the loss must multiply)'
 
 
-def shard_batch(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None) -> PyTree:
+def shard_batch(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None, seq: int | None = None) -> PyTree:
     """Returns a host batch as global arrays with rows sharded over ``replica`` and ``data``, and sequences over ``context``.
 
     With a ``context`` axis the positions of each row are in the order of the devices (``context_parallel.py``), of every array
@@ -41,59 +42,56 @@ def shard_batch(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None) -> Py
 
     Args:
         batch: Arrays with a common leading dim, the rows: all of them, the same on every process, or with ``num_rows`` those of
-            ``local_rows(num_rows, mesh)`` alone, in that order. Sequences are whole and in their own order.
+            ``local_rows(num_rows, mesh)`` alone, in that order. Sequences are in their own order: whole, or with ``seq`` the
+            columns alone that ``local_rows(num_rows, mesh, seq=seq)`` names. A dict of columns that has segments must have
+            positions too, from the beginning of each document, since it may lie in columns that are not here; segments are then
+            numbered by the columns where their documents begin.
         mesh: A mesh from ``make_mesh``.
         num_rows: The number of rows of the whole batch, for a batch of which each process has its own rows; None: the batch is
             whole.
+        seq: The length of whole sequences, for a batch of which each process has its own columns; None: sequences are whole.
 
     Raises:
-        ValueError: A leaf without rows, unequal numbers of rows, a number of rows that the replicas do not divide, or rows that
-            are not as many as this process holds; with ``context`` unequal lengths, a length that twice the axis does not
-            divide, or positions that do not count up by one in each document.
+        ValueError: A leaf without rows, unequal numbers of rows, a number of rows that the replicas do not divide, or rows or
+            columns that are not as many as this process holds; with ``context`` unequal lengths, a length that twice the axis
+            does not divide, or positions that do not count up by one in each document.
     """
     check_mesh(mesh)
-    batch = _in_order_of_devices(batch, mesh)
-    return _placed(batch, batch_specs(batch, mesh), mesh, num_rows)
-
-
-def shard_rows(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None) -> PyTree:
-    """Returns a host batch with rows sharded over ``replica`` and ``data``, each row whole, for passes over whole sequences.
-
-    Args:
-        batch: As for ``shard_batch``.
-        mesh: As for ``shard_batch``.
-        num_rows: As for ``shard_batch``.
-    """
-    return _placed(batch, jax.tree.map(lambda _: spec_of_rows(mesh), batch), mesh, num_rows)
-
-
-def _placed(batch: PyTree, specs: PyTree, mesh: Mesh, num_rows: int | None) -> PyTree:
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    batch, dims = _in_order_of_devices(batch, mesh, seq)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch, mesh))
     if num_rows is None:
-        check_batch(batch, mesh.shape[DATA], replica=mesh.shape[REPLICA])
-        return shard(batch, shardings)
-    local = local_rows(num_rows, mesh)
+        num_rows = check_batch(batch, mesh.shape[DATA], replica=mesh.shape[REPLICA])
+        if seq is None:
+            return shard(batch, shardings)
+        local = np.arange(num_rows)
+    else:
+        local = local_rows(num_rows, mesh)
     if (count := check_batch(batch, 1)) != len(local):
         raise ValueError(
             "a process must give the rows that its devices hold; got "
             f"{count} rows, and {len(local)} of num_rows={num_rows} are held here. Give those of "
             "jaxpar.local_rows(num_rows, mesh), or the whole batch without num_rows."
         )
-    return jax.tree.map(lambda leaf, to: _from_local_rows(leaf, local, num_rows, to), batch, shardings)
+    return jax.tree.map(partial(_from_local, [(local, num_rows), *dims]), batch, shardings)
 
 
-def _from_local_rows(leaf: Any, local: np.ndarray, num_rows: int, sharding: NamedSharding) -> jax.Array:
+def _from_local(dims: Sequence[tuple[np.ndarray, int]], leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """Returns a global array from a part of it: for its first dims the ascending places that are here, and the whole size."""
+    dims = dims[: leaf.ndim]
     if is_key(leaf):
-        words = _from_local_rows(jax.random.key_data(leaf), local, num_rows, sharding)
+        words = _from_local(dims, jax.random.key_data(leaf), sharding)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
 
     def of_shard(index: Any) -> np.ndarray:
-        start, stop, _ = index[0].indices(num_rows)
-        first = int(np.searchsorted(local, start))
-        return host[(slice(first, first + stop - start), *index[1:])]
+        here = []
+        for (local, size), at in zip(dims, index, strict=False):
+            start, stop, _ = at.indices(size)
+            first = int(np.searchsorted(local, start))
+            here.append(slice(first, first + stop - start))
+        return host[(*here, *index[len(dims) :])]
 
-    return jax.make_array_from_callback((num_rows, *host.shape[1:]), sharding, of_shard)
+    return jax.make_array_from_callback((*(size for _, size in dims), *host.shape[len(dims) :]), sharding, of_shard)
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------------
@@ -117,10 +115,16 @@ def microbatch_shapes(batch: PyTree, mesh: Mesh | AbstractMesh, num_microbatches
     return jax.tree.map(part, jax.eval_shape(lambda batch: batch, batch))
 
 
-def check_sequences(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
-    """Raises where a ``context`` axis cannot split the sequences of a batch."""
+def check_sequences(batch: PyTree, mesh: Mesh | AbstractMesh, seq: int | None = None) -> int:
+    """Returns how many columns a batch has; raises where a ``context`` axis cannot split its sequences, without one 0.
+
+    Args:
+        batch: Arrays or ShapeDtypeStructs.
+        mesh: The mesh.
+        seq: The length of whole sequences; None: that of the batch.
+    """
     if (context := mesh.shape[CONTEXT]) == 1:
-        return
+        return 0
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     lengths = {path_string(path) or "batch": jnp.shape(leaf)[1] for path, leaf in leaves if jnp.ndim(leaf) > 1}
     if len(set(lengths.values())) != 1:
@@ -129,28 +133,43 @@ def check_sequences(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
             f"{lengths or 'no such array'} and {arg(context=context)}. Give what belongs to a row as an array [rows], and "
             f"features as [rows, seq, features], or use {arg(context=1)}."
         )
-    seq, chunks = next(iter(lengths.values())), 2 * context
+    count, chunks = next(iter(lengths.values())), 2 * context
+    seq = count if seq is None else seq
     if seq == 0 or seq % chunks:
         raise ValueError(
             "a sequence must be divisible by twice the context axis, since each device has two chunks of it; got "
             f"{arg(seq=seq, context=context)}. Use {arg(seq=max(-(-seq // chunks), 1) * chunks)}, or another {arg('context')}."
         )
+    return count
 
 
-def _in_order_of_devices(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Returns a host batch with the positions of each row in the order of the devices, and a dict with ``positions``."""
-    check_sequences(batch, mesh)
+def _in_order_of_devices(batch: PyTree, mesh: Mesh, seq: int | None) -> tuple[PyTree, list[tuple[np.ndarray, int]]]:
+    """Returns a host batch with the positions of each row in the order of the devices, and a dict with ``positions``.
+
+    With a ``context`` axis there is one item beside it: which places in that order are here, and how many there are.
+    """
+    count, is_whole = check_sequences(batch, mesh, seq), seq is None
     if mesh.shape[CONTEXT] == 1:
-        return batch
-    batch = _with_positions(batch)
-    seq = next(leaf.shape[1] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 1)
+        return batch, []
+    seq = count if seq is None else seq
+    columns = np.arange(seq) if is_whole else local_rows(num_replicas(mesh), mesh, seq=seq)[1]
+    if count != len(columns):
+        raise ValueError(
+            "a process must give the columns that its devices hold; got "
+            f"{count} columns, and {len(columns)} of seq={seq} are held here. Give those of "
+            "jaxpar.local_rows(num_rows, mesh, seq=seq), or whole sequences without seq."
+        )
+    batch = _with_positions(batch, columns, is_whole=is_whole)
     order = zig_zag(seq, mesh.shape[CONTEXT])
+    is_here = np.isin(order, columns)
+    at = np.searchsorted(columns, order[is_here])
     on_host = lambda leaf: leaf if is_key(leaf) else np.asarray(leaf)
-    return jax.tree.map(lambda leaf: on_host(leaf)[:, order] if jnp.ndim(leaf) > 1 else leaf, batch)
+    batch = jax.tree.map(lambda leaf: on_host(leaf)[:, at] if jnp.ndim(leaf) > 1 else leaf, batch)
+    return batch, [(np.flatnonzero(is_here), seq)]
 
 
-def _with_positions(batch: PyTree) -> PyTree:
-    """Returns a dict with the position of each token in its document, and its documents numbered from 0."""
+def _with_positions(batch: PyTree, columns: np.ndarray, *, is_whole: bool) -> PyTree:
+    """Returns a dict of some columns with the position of each token in its document, and its documents numbered."""
     if not isinstance(batch, dict):
         return batch
     rows, seq = next(leaf.shape[:2] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 1)
@@ -161,32 +180,57 @@ def _with_positions(batch: PyTree) -> PyTree:
                 f"{name} must be integers [rows, seq]; got {given.dtype} of shape {given.shape}, where rows, seq are {rows}, "
                 f"{seq}. Give one for each token, or leave them out."
             )
+    packed, steps = "segments" in batch, np.diff(columns)
     segments = np.broadcast_to(segments, (rows, seq))
-    is_next = segments[:, 1:] == segments[:, :-1]
+    is_next = (segments[:, 1:] == segments[:, :-1]) & ((steps == 1) | (not packed))
     starts = np.pad(~is_next, ((0, 0), (1, 0)))
-    if "segments" in batch:
-        batch = batch | {"segments": np.cumsum(starts, axis=1, dtype=np.int32)}
+    numbers = np.cumsum(starts, axis=1, dtype=np.int32)
     if "positions" not in batch:
-        index = np.broadcast_to(np.arange(seq, dtype=np.int32), (rows, seq))
-        return batch | {"positions": index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)}
-    if np.any((np.diff(positions, axis=1) != 1) & is_next):
-        raise ValueError(
-            "positions must count up by one in each document, a run of equal numbers in segments or else a row; got others. "
-            "Leave them out, and they are added."
-        )
-    return batch
+        if packed and not is_whole:
+            raise ValueError(
+                "a document may begin in columns that are not here, so columns with segments must have positions; got none. "
+                "Give the place of each token in its document, from 0."
+            )
+        index = np.broadcast_to(columns.astype(np.int32), (rows, seq))
+        batch = batch | {"positions": index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)}
+    else:
+        are_wrong = np.any((np.diff(positions, axis=1) != steps) & is_next)
+        if packed and not is_whole:
+            numbers = (columns - positions).astype(np.int32)  # where the document begins, which all processes know
+            are_wrong |= np.any(np.diff(numbers, axis=1, prepend=0) < 0)
+        if are_wrong:
+            raise ValueError(
+                "positions must count up by one in each document, a run of equal numbers in segments or else a row; got "
+                "others. Leave them out, and they are added."
+            )
+    return batch | {"segments": numbers} if packed else batch
 
 
-def local_rows(num_rows: int, mesh: Mesh, *, devices: Collection[Any] | None = None) -> np.ndarray:
-    """Returns the rows of a batch that this process must read, ascending: those of its devices' replicas, all their columns.
+@overload
+def local_rows(
+    num_rows: int, mesh: Mesh, *, seq: None = None, devices: Collection[Any] | None = None
+) -> np.ndarray: ...
+@overload
+def local_rows(
+    num_rows: int, mesh: Mesh, *, seq: int, devices: Collection[Any] | None = None
+) -> tuple[np.ndarray, np.ndarray]: ...
+def local_rows(
+    num_rows: int, mesh: Mesh, *, seq: int | None = None, devices: Collection[Any] | None = None
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    """Returns the rows of a batch that this process must read, ascending: those of its devices' replicas.
+
+    With ``seq`` it returns ``(rows, columns)``: the columns that ``context`` gives to its devices, ascending too, which are two
+    chunks for each device of a sequence (``context_parallel.py``). So ``tokens[np.ix_(rows, columns)]`` is what
+    ``shard_batch(..., num_rows=num_rows, seq=seq)`` takes.
 
     Args:
         num_rows: The number of rows of the whole batch.
         mesh: A mesh from ``make_mesh``.
+        seq: The length of whole sequences; None: the process reads whole rows.
         devices: The devices that read; None: those of this process.
 
     Raises:
-        ValueError: The replicas do not divide the rows.
+        ValueError: The replicas do not divide the rows, or twice ``context`` does not divide the sequences.
     """
     check_mesh(mesh)
     count, (axes, sizes) = num_replicas(mesh), _axes_of_rows(mesh.shape[DATA], mesh.shape[REPLICA])
@@ -200,7 +244,15 @@ def local_rows(num_rows: int, mesh: Mesh, *, devices: Collection[Any] | None = N
     by_replica = mesh.devices.reshape(count, -1)  # replica and data are the first axes
     replicas = np.array([i for i in range(count) if not set(devices).isdisjoint(by_replica[i])], np.int64)
     size = num_rows // count
-    return (replicas[:, None] * size + np.arange(size)).reshape(-1)
+    rows = (replicas[:, None] * size + np.arange(size)).reshape(-1)
+    if seq is None:
+        return rows
+    check_sequences(jax.ShapeDtypeStruct((num_rows, seq), np.int32), mesh)
+    parts = mesh.shape[CONTEXT]
+    by_part = np.moveaxis(mesh.devices, mesh.axis_names.index(CONTEXT), 0).reshape(parts, -1)
+    are_here = [not set(devices).isdisjoint(each) for each in by_part]
+    order = zig_zag(seq, parts) if parts > 1 else np.arange(seq)
+    return rows, np.sort(order.reshape(parts, -1)[are_here].reshape(-1))
 
 
 def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar.backward.graph import fold_transposes
-from jaxpar.backward.remat import apply_remat, forward_with_remat
+from jaxpar.backward.remat import forward_with_remat, with_remat
 from jaxpar.data_parallel import accumulate, check_batch, check_sequences, reduce_gradients, split_microbatches
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
 from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_positions, check_sums_of_loss
@@ -114,11 +114,11 @@ def value_and_grad(
             compiled, params or a batch that do not fit.
 
     **Collectives**: over the replicas one all-reduce a step, of gradients and sums together, for any number of microbatches
-    (apart with ``grad_reduce_dtype``; one a stage with the mpmd executor; with ZeRO reduce-scatters over ``data``, and then one
-    over ``replica`` and ``context``), and before it one of the weight, a single number; over ``tensor`` what XLA inserts for
-    the shardings of the params; over ``context`` what the layers send (``context_parallel.py``); over ``stage`` one activation
-    and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a reduce-scatter if they
-    are sharded over ``stage``.
+    (apart with ``grad_reduce_dtype``; one a stage with the mpmd executor; with ZeRO reduce-scatters over ``data`` and
+    ``context``, and then one over ``replica``), and before it one of the weight, a single number; over ``tensor`` what XLA
+    inserts for the shardings of the params; over ``context`` what the layers send (``context_parallel.py``); over ``stage`` one
+    activation and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a
+    reduce-scatter if they are sharded over ``stage``.
     """
     if pipeline is not None:
         raise TypeError(f"pipeline must be a jaxpar.Pipeline; got {pipeline!r}. Write jaxpar.Pipeline({pipeline!r}).")
@@ -269,7 +269,7 @@ def _one_stage(
 
         def sums_overlapping(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
             assert isinstance(model, LayeredModel), "its layers reduce their gradients"
-            rematerialised = model.wrap_layers(apply_remat(remat, sharding.layer_shards))
+            rematerialised = with_remat(model, remat, sharding.layer_shards)
             outputs = reducing_layers(rematerialised, of_grads, params).apply
 
             def zeros(earlier: PyTree | None) -> PyTree:

@@ -2,7 +2,7 @@
 
     replica   groups of replicas, such as nodes: gradients are summed over them, nothing is sharded over them
     data      replicas of one group, over which ZeRO shards
-    context   parts of a sequence
+    context   parts of a sequence, over which ZeRO shards too
     stage     pipeline stages
     tensor    shards of each weight
 
@@ -40,7 +40,8 @@ from jaxpar.fields import arg
 REPLICA, DATA, CONTEXT, STAGE, TENSOR = "replica", "data", "context", "stage", "tensor"
 AXES = (REPLICA, DATA, CONTEXT, STAGE, TENSOR)
 ROWS = (REPLICA, DATA)  # the axes over which the rows of a batch are split
-REPLICAS = (REPLICA, DATA, CONTEXT)  # those over which gradients, the loss and its weight are summed
+OF_ZERO = (DATA, CONTEXT)  # those over which ZeRO shards: its devices hold the same params
+REPLICAS = (REPLICA, *OF_ZERO)  # those over which gradients, the loss and its weight are summed
 MANUAL = (REPLICA, DATA, CONTEXT, STAGE)  # those over which a step is manual (``shard_map.py``)
 OF_MODELS = (DATA, STAGE, TENSOR)  # those that a mesh is described by in any case
 FROM_SLOWEST = (REPLICA, STAGE, DATA, CONTEXT, TENSOR)  # as devices are numbered

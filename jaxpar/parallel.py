@@ -44,12 +44,12 @@ class Parallel:
         mesh: A mesh from ``make_mesh``. Params keep their shardings over ``tensor``; the rows of the batch are split over
             ``data``.
         shardings: The NamedShardings of the params, from ``shardings_from_paths`` or ``shardings_from_dims``. A state needs
-            them. Gradients need them with a ``tensor`` axis, to be sharded over ``data`` (ZeRO) and ``stage`` (those of outer)
+            them. Gradients need them with a ``tensor`` axis, to be sharded by ZeRO and over ``stage`` (those of outer)
             along dims not sharded over ``tensor``; without them outer's are replicated. A param whose sharding names ``data``
             is owned: layers compute with the replica's part, to which they send rows (``jax.lax.all_to_all`` over "data"), and
             it is neither gathered nor reduced over ``data`` (``zero.py``).
-        zero: The ZeRO level (``zero.py``). At 1 and above the optimizer state and the gradients are sharded over ``data``; at
-            3 params are too.
+        zero: The ZeRO level (``zero.py``). At 1 and above the optimizer state and the gradients are sharded over ``data`` and
+            ``context``; at 3 params are too.
         trainable: Patterns of the paths of the params that are trained, as in ``shardings_from_paths``; None: all. The others
             are frozen: in their place the gradients have None, none is computed, stored or reduced, and the optimizer has no
             state for them.

@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from jaxpar.dtypes import is_key, unwrap_key
 from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, outer_stage_dim
-from jaxpar.mesh import STAGE, check_mesh, shown_sizes
+from jaxpar.mesh import STAGE, check_mesh, entry_axes, shown_sizes
 from jaxpar.params import abstract_params, specs_from_dims
 
 
@@ -174,7 +174,7 @@ def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh 
         )
     seen: list[str] = []
     for dim, entry in enumerate(spec):
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        axes = entry_axes(entry)
         for axis in axes:
             if axis not in mesh.shape:
                 raise ValueError(

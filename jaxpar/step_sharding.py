@@ -26,7 +26,7 @@ class StepSharding:
     """The shardings of a step's params and gradients, for given shapes. Trees of gradients have None for frozen params.
 
     Attributes:
-        params: The PartitionSpecs over ``data`` and ``stage`` of the params that a step is given.
+        params: The PartitionSpecs over ``data``, ``context`` and ``stage`` of the params that a step is given.
         grads: Those of the gradients that it returns.
         replica_grads: The PartitionSpecs over ``stage`` and ``tensor`` of the gradients of one replica.
         zero: The ZeroShard of each param.
@@ -62,7 +62,7 @@ def shard_step(
         zero: The ZeRO level.
         shardings: The NamedShardings of the params, in a tree like theirs, if known.
         layered: Whether they are those of a LayeredModel.
-        reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 or wider.
+        reduce_dtype: The dtype in which gradients are reduced over the replicas; None: float32 or wider.
     """
     of_params = of_grads = jax.tree.map(lambda _: PartitionSpec(), params)
     if layered:
@@ -76,7 +76,7 @@ def shard_step(
     of_layers = [shard.tensor for shard in jax.tree.leaves(shards[LAYERS])] if stacked else None
     return StepSharding(
         params=jax.tree.map(lambda spec, z: z.in_step(spec), of_params, shards),
-        grads=only_trained(jax.tree.map(lambda spec, z: z.over_data(spec), of_grads, shards)),
+        grads=only_trained(jax.tree.map(lambda spec, z: z.at_rest(spec), of_grads, shards)),
         replica_grads=only_trained(with_tensor),
         zero=shards,
         layer_shards=None if of_layers is None else ParamShards.of_layers(of_layers, mesh.shape[TENSOR]),

@@ -14,7 +14,7 @@ from jaxpar.dtypes import widen
 from jaxpar.fields import arg
 from jaxpar.gradients import with_settings
 from jaxpar.layered_model import LayeredModel
-from jaxpar.mesh import DATA, STAGE, TENSOR
+from jaxpar.mesh import OF_ZERO, STAGE, TENSOR
 from jaxpar.metrics.log import check_further
 from jaxpar.optimizer_state import Optimizer, call_update, check_packed, no_value_fn, optimizer_shardings, value_fn_of
 from jaxpar.parallel import Parallel, Pipeline, accepts_settings
@@ -22,7 +22,7 @@ from jaxpar.pipeline import MpmdExecutor, check_permutes
 from jaxpar.sharding import replicated
 from jaxpar.traced_loss import once_for_shapes
 from jaxpar.trainable import Trainable, only_trained, trained_part, update_trained, where_grads
-from jaxpar.zero import shardings_over_data
+from jaxpar.zero import shardings_at_rest
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +62,7 @@ def init_state(
         optimizer: An optax optimizer. Its state is sharded like the params (``optimizer_state.py``); counts are replicated.
         mesh: A mesh from ``make_mesh``, or the ``Parallel`` that ``value_and_grad`` has, which holds the settings below.
         shardings: A NamedSharding for each param, from ``shardings_from_paths``.
-        zero: The ZeRO level: at 1 and above the optimizer state is sharded over ``data``, at 3 the params too.
+        zero: The ZeRO level: at 1 and above the optimizer state is sharded, at 3 the params too (``zero.py``).
         trainable: As for ``value_and_grad``. The optimizer has no state for params that are not trained.
 
     Raises:
@@ -130,11 +130,11 @@ def abstract_state(
     trained = lambda tree: trained_part(tree, trainable)
     check_packed(optimizer, trained(shapes.params))
     on_each = NamedSharding(parallel.mesh, replicated())  # pyright: ignore[reportArgumentType]
-    over_data = shardings_over_data(shapes.params, shardings)
+    of_zero = shardings_at_rest(shapes.params, shardings)
     opt_shardings = optimizer_shardings(
-        optimizer, trained(shapes.params), trained(over_data if zero else shardings), on_each
+        optimizer, trained(shapes.params), trained(of_zero if zero else shardings), on_each
     )
-    shardings = over_data if zero == 3 else shardings
+    shardings = of_zero if zero == 3 else shardings
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -361,14 +361,15 @@ def _is_of_gpus(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def _gathers_layers(state: TrainState) -> bool:
-    """Returns whether a step on GPUs gathers params over ``data`` (ZeRO 3), without ``tensor`` and ``stage``.
+    """Returns whether a step on GPUs gathers params (ZeRO 3), without ``tensor`` and ``stage``.
 
     XLA should then gather the params of the next layer while one computes. It would do the same with what sequence parallelism
     gathers over ``tensor``, for more than twice the temporary memory, and may take a fifth more in a pipeline.
     """
     alone = lambda mesh: mesh.shape.get(TENSOR, 1) * mesh.shape.get(STAGE, 1) == 1
     on_gpus = lambda mesh: alone(mesh) and _is_of_gpus(mesh)
-    return any(DATA in jax.tree.leaves(tuple(each.spec)) and on_gpus(each.mesh) for each in _shardings(state.params))
+    is_cut = lambda spec: not set(OF_ZERO).isdisjoint(jax.tree.leaves(tuple(spec)))
+    return any(is_cut(each.spec) and on_gpus(each.mesh) for each in _shardings(state.params))
 
 
 def _shardings(tree: PyTree) -> list[NamedSharding]:

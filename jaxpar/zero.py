@@ -1,18 +1,18 @@
-"""ZeRO: shards optimizer state, gradients and params over the ``data`` axis (Rajbhandari et al. 2020, arXiv 1910.02054).
+"""ZeRO: shards optimizer state, gradients and params over ``data`` and ``context`` (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-    level   sharded over data    collectives over data
+    level   sharded              collectives over data and context together
     0       nothing              gradients: one all-reduce per step
     1       optimizer state      gradients: one reduce-scatter per step; params: one all-gather, after the update
     2       and gradients        layers: a reduce-scatter whenever gradients are computed, so sums are always sharded
     3       and params           layers: an all-gather before each use, a reduce-scatter in each backward pass; outer once
 
-A param is sharded along its largest dim that no other axis shards and that ``data`` divides; a param without one is replicated.
-With a ``replica`` axis (HSDP) all this happens inside each group of ``data`` replicas, and at the end of the step one
-all-reduce over ``replica`` adds up the shards of the groups: 1 / ``data`` of the gradients' bytes leave a group, and no param.
-With ``context``, over which sequences are split, it is over ``replica`` and ``context``.
+The devices of both axes hold the same params and add up their gradients, whether they have other rows or other parts of the
+same rows. A param is sharded along its first dim that no other axis shards and that their number divides; a param without one
+is replicated. With a ``replica`` axis (HSDP) all this happens inside each group of N such devices, and at the end of the step
+one all-reduce over ``replica`` adds up the shards of the groups: 1 / N of the gradients' bytes leave a group, and no param.
 
 A param whose own sharding names ``data`` is owned: each replica has its part for good, as of experts, to which layers send
-rows. It is neither gathered nor reduced over ``data`` at any level; its gradients are summed over ``replica`` and ``context``.
+rows. It is neither gathered nor reduced over ``data`` at any level, and sharded over ``context`` alone.
 
 Each param has a ``ZeroShard``, which says this of it, in a tree like the params. ``gather`` and ``scatter`` follow it.
 
@@ -29,6 +29,7 @@ flags that ``jaxpar.initialize`` sets (Li et al. 2020, PyTorch Distributed: Expe
 VLDB, section 3.2). A pipeline does so in its last tick (``pipeline/layer_loop.py``).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,11 +41,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import equations
+from jaxpar.backward.partition import cut_of
 from jaxpar.data_parallel import batch_specs, reduce_gradients
 from jaxpar.dtypes import from_floats, to_floats, widen
 from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
-from jaxpar.mesh import CONTEXT, DATA, REPLICAS, TENSOR, entry_axes
+from jaxpar.mesh import CONTEXT, DATA, OF_ZERO, REPLICA, REPLICAS, TENSOR, entry_axes
 from jaxpar.shard_map import manual_over_data_and_stage, on_tensor_shards, tensor_part
 from jaxpar.sharding import path_string
 from jaxpar.trainable import is_frozen
@@ -52,20 +54,22 @@ from jaxpar.trainable import is_frozen
 
 @dataclass(frozen=True)
 class ZeroShard:
-    """How one param is sharded over ``data``.
+    """How one param is sharded over ``data`` and ``context``.
 
     Attributes:
         dim: The dim that is sharded; None: the param, its gradient and its optimizer state are replicated.
+        axes: The axes over which it is, those of one device left out; ``context`` alone for an owned param.
         tensor: Its PartitionSpec over ``tensor``.
         dtype: Its dtype.
         is_early: Whether its gradient is reduced whenever it is computed, not once a step: at levels 2 and 3 in stacked layers.
         is_param: Whether the param itself is sharded, and gathered where it is used: at level 3.
         reduce_dtype: The dtype in which its gradient is reduced; None: float32 or wider.
-        owned: The dim that its own sharding puts over ``data``; None: none. ``dim`` then is None. A replica computes with its
-            part, and has the complete gradient of it.
+        owned: The dim that its own sharding puts over ``data``; None: none. A replica computes with its part, whose gradient is
+            complete once it is summed over ``context``.
     """
 
     dim: int | None
+    axes: tuple[str, ...]
     tensor: PartitionSpec
     dtype: Any
     is_early: bool
@@ -75,21 +79,23 @@ class ZeroShard:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every replica of a group has its whole gradient."""
+        """Whether every device of a group has its whole gradient."""
         return self.dim is None and self.owned is None
 
-    def over_data(self, spec: PartitionSpec) -> PartitionSpec:
-        """Returns ``spec`` with ``data`` on the dim that is sharded or owned."""
-        dim = self.dim if self.owned is None else self.owned
-        if dim is None or over_data(spec) is not None:
-            return spec
-        entries = [*spec, *(None,) * (dim + 1 - len(spec))]
-        entries[dim] = DATA
-        return PartitionSpec(*entries)
+    def at_rest(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns ``spec`` with the axes on the dim that is sharded, and ``data`` on one that is owned."""
+        return self._with(self._with(spec, self.owned, (DATA,)), self.dim, self.axes)
 
     def in_step(self, spec: PartitionSpec) -> PartitionSpec:
-        """Returns ``spec`` with ``data`` where the param itself is sharded or owned, as a step is given it."""
-        return self.over_data(spec) if self.is_param or self.owned is not None else spec
+        """Returns ``spec`` as ``at_rest`` if the param itself is sharded, else with ``data`` on a dim that is owned."""
+        return self.at_rest(spec) if self.is_param else self._with(spec, self.owned, (DATA,))
+
+    def _with(self, spec: PartitionSpec, dim: int | None, axes: tuple[str, ...]) -> PartitionSpec:
+        if dim is None or set(axes) <= {axis for entry in spec for axis in entry_axes(entry)}:
+            return spec
+        entries = [*spec, *(None,) * (dim + 1 - len(spec))]
+        entries[dim] = axes[0] if len(axes) == 1 else axes
+        return PartitionSpec(*entries)
 
     def of_one_layer(self) -> "ZeroShard":
         """Returns that of one layer of a stack, without the leading dim."""
@@ -108,24 +114,20 @@ def zero_shards(
         specs: For each param a PartitionSpec; dims that it shards over other axes are not used.
         mesh: The mesh.
         stacked: Whether the params hold stacked layers, which are gathered and scattered one at a time.
-        reduce_dtype: The dtype in which gradients are reduced over ``data``; None: float32 or wider.
+        reduce_dtype: The dtype in which gradients are reduced; None: float32 or wider.
     """
 
     def shard(param: Any, spec: PartitionSpec, *, is_layer: bool = False) -> ZeroShard:
-        owned = over_data(spec)
-        dim = _dim_to_shard(param.shape, spec, mesh) if level and owned is None else None
+        owned = cut_of(spec, DATA)
+        axes = tuple(axis for axis in OF_ZERO if mesh.shape[axis] > 1 and (axis != DATA or owned is None))
+        dim = _dim_to_shard(param.shape, spec, mesh, axes) if level and axes else None
         is_early, is_param = is_layer and dim is not None and level >= 2, dim is not None and level == 3
-        return ZeroShard(dim, tensor_part(spec), param.dtype, is_early, is_param, reduce_dtype, owned)
+        return ZeroShard(dim, axes, tensor_part(spec), param.dtype, is_early, is_param, reduce_dtype, owned)
 
     if not stacked:
         return jax.tree.map(shard, params, specs)
     layers = jax.tree.map(partial(shard, is_layer=True), params[LAYERS], specs[LAYERS])
     return {OUTER: jax.tree.map(shard, params[OUTER], specs[OUTER]), LAYERS: layers}
-
-
-def over_data(spec: PartitionSpec) -> int | None:
-    """Returns the dim that a spec puts over ``data``; None for none."""
-    return next((dim for dim, entry in enumerate(spec) if DATA in entry_axes(entry)), None)
 
 
 def check_owned(
@@ -141,7 +143,7 @@ def check_owned(
         mesh: The mesh.
     """
     found = jax.tree_util.tree_leaves_with_path(shardings)
-    owned = [(path, leaf.spec) for path, leaf in found if over_data(leaf.spec) is not None]
+    owned = [(path, leaf.spec) for path, leaf in found if cut_of(leaf.spec, DATA) is not None]
     needed = {DATA} if owned and mesh.shape[DATA] > 1 else set()
     needed |= {CONTEXT} if mesh.shape[CONTEXT] > 1 else set()
     if not needed:
@@ -172,26 +174,30 @@ def check_owned(
         )
 
 
-def _dim_to_shard(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int | None:
+def _dim_to_shard(
+    shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axes: Sequence[str]
+) -> int | None:
     free = {None} if mesh.shape[TENSOR] > 1 else {None, TENSOR}
-    entries, data = (*spec, *(None,) * (len(shape) - len(spec))), mesh.shape[DATA]
-    fitting = [dim for dim, size in enumerate(shape) if entries[dim] in free and size and size % data == 0]
-    return max(fitting, key=lambda dim: shape[dim]) if fitting and data > 1 else None
+    entries, parts = (*spec, *(None,) * (len(shape) - len(spec))), math.prod(mesh.shape[axis] for axis in axes)
+    fitting = (dim for dim, size in enumerate(shape) if entries[dim] in free and size and size % parts == 0)
+    return next(
+        fitting, None
+    )  # shards of a first dim are contiguous; of another XLA transposes what it gathers and scatters
 
 
-def shardings_over_data(params: PyTree, shardings: PyTree) -> PyTree:
-    """Returns shardings of optimizer state (ZeRO 1 to 3) or of params (ZeRO 3): ``shardings`` with ``data`` on a dim of each.
+def shardings_at_rest(params: PyTree, shardings: PyTree) -> PyTree:
+    """Returns shardings of optimizer state (ZeRO 1 to 3) or of params (ZeRO 3): ``shardings`` with its axes on a dim of each.
 
     Args:
         params: Arrays or ShapeDtypeStructs.
         shardings: Their NamedShardings without ZeRO.
     """
 
-    def over_data(param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+    def at_rest(param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
         shard = zero_shards(1, param, sharding.spec, sharding.mesh, stacked=False)
-        return NamedSharding(sharding.mesh, shard.over_data(sharding.spec))
+        return NamedSharding(sharding.mesh, shard.at_rest(sharding.spec))
 
-    return jax.tree.map(over_data, params, shardings)
+    return jax.tree.map(at_rest, params, shardings)
 
 
 # -- one param ---------------------------------------------------------------------------------------------------------
@@ -200,7 +206,7 @@ def shardings_over_data(params: PyTree, shardings: PyTree) -> PyTree:
 def gather(shard: ZeroShard, param: jax.Array) -> jax.Array:
     """Returns the whole param in its dtype. A shard may be wider, so that its gradient is not rounded before it is added.
 
-    **Collectives**: an all-gather over ``data`` if the param is sharded, a reduce-scatter backward.
+    **Collectives**: an all-gather over ``shard.axes`` if the param is sharded, a reduce-scatter backward.
     """
     return _gather(shard, param) if shard.is_param else param
 
@@ -224,18 +230,18 @@ def gather_as_given(shard: ZeroShard, param: jax.Array) -> jax.Array:
     dim = shard.dim
     if dim is None or not shard.is_param:
         return param
-    return on_tensor_shards(lambda p: jax.lax.all_gather(p, DATA, axis=dim, tiled=True), param, shard.tensor)
+    return on_tensor_shards(lambda p: jax.lax.all_gather(p, shard.axes, axis=dim, tiled=True), param, shard.tensor)
 
 
 def scatter(shard: ZeroShard, grad: jax.Array) -> jax.Array:
-    """Returns this replica's shard of the sum of a gradient over the replicas; a gradient that is not sharded as it is.
+    """Returns this device's shard of the sum of a gradient over its group; a gradient that is not sharded as it is.
 
-    **Collectives**: a reduce-scatter over ``data`` if it is sharded.
+    **Collectives**: a reduce-scatter over ``shard.axes`` if it is sharded.
     """
     dim = shard.dim
     if dim is None:
         return grad
-    reduce = lambda g: jax.lax.psum_scatter(g, DATA, scatter_dimension=dim, tiled=True)
+    reduce = lambda g: jax.lax.psum_scatter(g, shard.axes, scatter_dimension=dim, tiled=True)
     if shard.reduce_dtype is None:
         return on_tensor_shards(reduce, widen(grad), shard.tensor)
     return from_floats(on_tensor_shards(reduce, to_floats(grad, shard.reduce_dtype), shard.tensor), grad)
@@ -301,31 +307,34 @@ def reduce_and_shard(loss_sums: PyTree, grads: PyTree, shards: PyTree) -> tuple[
         shards: Their ZeroShards.
 
     **Collectives**: one all-reduce over the replicas of the loss and the replicated gradients (two with a ``reduce_dtype``),
-    and a reduce-scatter over ``data`` for each gradient that is sharded and not yet reduced. If any is sharded, the all-reduce
-    is over ``data`` alone, and one over ``replica`` and ``context`` of the loss and all gradients follows.
+    and a reduce-scatter over ``data`` and ``context`` for each gradient that is sharded and not yet reduced. If any is sharded,
+    the all-reduce is over ``data`` and ``context``, and one over ``replica`` of the loss and all gradients follows. Those of
+    owned params are reduced over ``context`` in the same ways, in an all-reduce of their own where they are not sharded.
     """
     leaves, treedef = jax.tree.flatten(grads)
     each = jax.tree.leaves(shards)
-    replicated = [leaf for leaf, shard in zip(leaves, each, strict=True) if shard.is_replicated]
+    replicated = [shard.is_replicated for shard in each]
+    owned = [shard.dim is None and not shard.is_replicated for shard in each]
     dtype = each[0].reduce_dtype if each else None
-    in_one = len(replicated) == len(leaves)
-    loss_sums, replicated = _reduced(loss_sums, replicated, dtype, REPLICAS if in_one else (DATA,))
-    if in_one:
-        return loss_sums, jax.tree.unflatten(treedef, replicated)
-    reduced = iter(replicated)
-    sharded = [
-        next(reduced) if shard.is_replicated else leaf if shard.is_early else scatter(shard, leaf)
-        for leaf, shard in zip(leaves, each, strict=True)
-    ]
-    loss_sums, sharded = _reduced(loss_sums, sharded, dtype, [axis for axis in REPLICAS if axis != DATA])
-    return loss_sums, jax.tree.unflatten(treedef, sharded)
+    loss_sums, leaves = _reduced(loss_sums, leaves, replicated, dtype, REPLICAS if all(replicated) else OF_ZERO)
+    if not all(replicated):
+        _, leaves = _reduced(None, leaves, owned, dtype, (CONTEXT,))
+        leaves = [leaf if shard.is_early else scatter(shard, leaf) for leaf, shard in zip(leaves, each, strict=True)]
+        loss_sums, leaves = _reduced(loss_sums, leaves, [True] * len(leaves), dtype, (REPLICA,))
+    return loss_sums, jax.tree.unflatten(treedef, leaves)
 
 
-def _reduced(loss_sums: PyTree, grads: PyTree, dtype: Any, axes: Sequence[str]) -> tuple[PyTree, PyTree]:
-    """Returns the loss and gradients reduced over some axes: together, or apart if gradients are sent in another dtype."""
+def _reduced(
+    loss_sums: PyTree, grads: list, which: Sequence[bool], dtype: Any, axes: Sequence[str]
+) -> tuple[PyTree, list]:
+    """Returns the loss and some gradients reduced over some axes: together, or apart if gradients are sent in another dtype."""
+    some = [grad for grad, is_one in zip(grads, which, strict=True) if is_one]
     if dtype is None:
-        return reduce_gradients((loss_sums, grads), axes=axes)
-    return reduce_gradients(loss_sums, axes=axes), reduce_gradients(grads, dtype, axes)
+        loss_sums, some = reduce_gradients((loss_sums, some), axes=axes)
+    else:
+        loss_sums, some = reduce_gradients(loss_sums, axes=axes), reduce_gradients(some, dtype, axes)
+    reduced = iter(some)
+    return loss_sums, [next(reduced) if is_one else grad for grad, is_one in zip(grads, which, strict=True)]
 
 
 def reduce_rest(loss_sums: PyTree, grads: PyTree, shards: PyTree) -> tuple[PyTree, PyTree]:
@@ -365,8 +374,8 @@ def reduce_in_backward(layer: Callable[[PyTree, PyTree], PyTree], shards: PyTree
     microbatches, to which its own are added before the reduction, or None: they are then returned as they are added.
     ``total`` is not read; its cotangent is the result, which with ZeRO has other shapes than the params.
 
-    **Collectives**: in its backward pass one all-reduce over ``data``, with ZeRO also a reduce-scatter for each gradient that
-    is sharded.
+    **Collectives**: in its backward pass one all-reduce over the replicas, with ZeRO also a reduce-scatter for each gradient
+    that is sharded.
     """
 
     @jax.custom_vjp

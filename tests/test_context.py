@@ -9,17 +9,18 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar import context_parallel
 from jaxpar.backward.split import split_layer
-from jaxpar.data_parallel import shard_rows
 from jaxpar.mesh import CONTEXT
 from jaxpar.models import transformer
 from jaxpar.models.transformer.flash_chunks import WRITTEN_OUT
-from jaxpar.params import abstract_params, init_params
+from jaxpar.params import abstract_params, init_params, stack_layers
 from jaxpar.pipeline import check_permutes
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES, sequence_parallel
 from tests.support.oracle import assert_same, assert_same_bits, cast
@@ -93,7 +94,7 @@ DYNAMIC = {"rope_scaling": transformer.RopeScaling(kind="dynamic", factor=2.0, o
 @pytest.mark.parametrize(
     ("axes", "changes", "packed", "settings"),
     [
-        ({"context": 2, "stage": 2, "tensor": 2}, GATHER, True, {"schedule": "zb-h1"}),
+        ({"context": 2, "stage": 2, "tensor": 2}, GATHER, True, {"schedule": "zb-h1", "zero": 2}),
         ({"replica": 2, "context": 2, "tensor": 2}, ULYSSES | ALIBI, False, {"zero": 1}),
         (
             {"data": 2, "context": 2, "stage": 2},
@@ -108,13 +109,23 @@ def test_split_sequences_have_the_numbers_of_one_device(x64, axes, changes, pack
 
 
 SWEEP = [
-    ({"context": 8}, GATHER, False, {}),
-    ({"context": 4, "tensor": 2}, ULYSSES, True, {"constrain": sequence_parallel}),
+    ({"context": 8}, GATHER, False, {"zero": 3, "remat": True}),
+    ({"context": 4, "tensor": 2}, ULYSSES, True, {"zero": 1, "constrain": sequence_parallel}),
     ({"context": 2, "tensor": 2, "data": 2}, GATHER | ALIBI, True, {"zero": 2, "constrain": sequence_parallel}),
-    ({"context": 4, "stage": 2}, GATHER | LEARNED, True, {"schedule": "gpipe"}),
+    ({"context": 4, "stage": 2}, GATHER | LEARNED, True, {"schedule": "gpipe", "zero": 3}),
     ({"context": 2, "stage": 2, "data": 2}, ULYSSES | LEARNED, False, {"schedule": "1f1b", "zero": 1}),
-    ({"context": 2, "stage": 2, "tensor": 2}, GATHER, True, {"schedule": "interleaved", "mask_idle_ops": True}),
-    ({"context": 2, "stage": 2, "tensor": 2}, ULYSSES, True, {"schedule": "zb-v", "mask_idle_ops": True}),
+    (
+        {"context": 2, "stage": 2, "tensor": 2},
+        GATHER,
+        True,
+        {"schedule": "interleaved", "mask_idle_ops": True, "zero": 3},
+    ),
+    (
+        {"context": 2, "stage": 2, "tensor": 2},
+        ULYSSES,
+        True,
+        {"schedule": "zb-v", "mask_idle_ops": True, "zero": 2, "overlap_grad_reduce": True},
+    ),
     ({"context": 2, "stage": 4}, GATHER, False, {"schedule": "zb-h1", "mask_idle_ops": True, "num_microbatches": 4}),
     ({"context": 2, "stage": 2, "replica": 2}, GATHER, False, {"schedule": "zb-v", "zero": 1}),
     ({"replica": 2, "data": 2, "context": 2}, GATHER | DYNAMIC, True, {"zero": 3, "remat": True}),
@@ -122,7 +133,7 @@ SWEEP = [
     ({"data": 2, "context": 2, "stage": 2}, GATHER, True, {"schedule": "1f1b", "remat": "dots", "zero": 2}),
     ({"context": 2, "stage": 2, "tensor": 2}, GATHER, False, {"schedule": "gpipe", "remat": True}),
     ({"context": 2, "tensor": 2, "data": 2}, EXPERTS | GATHER, True, {"zero": 1}),
-    ({"context": 2, "stage": 2, "tensor": 2}, EXPERTS | ULYSSES, True, {"schedule": "zb-h1"}),
+    ({"context": 2, "stage": 2, "tensor": 2}, EXPERTS | ULYSSES, True, {"schedule": "zb-h1", "zero": 3}),
     ({"data": 2, "context": 2, "stage": 2}, GATHER | EXPERTS, True, {"zero": 3, "mask_idle_ops": True}),
     ({"replica": 2, "data": 2, "context": 2}, ULYSSES | EXPERTS, False, {"zero": 1, "experts": EXPERTS_OVER_DATA}),
     ({"context": 2, "tensor": 4}, {"num_kv_heads": 1, "window": 6}, True, {}),
@@ -135,6 +146,73 @@ SWEEP = [
 def test_split_sequences_have_the_numbers_of_one_device_on_every_mesh_and_schedule(x64, case):
     axes, changes, packed, settings = SWEEP[case]
     check_parity(axes, changes, packed, **settings)
+
+
+TRAINED = ("layers/attention/*", "layers/mlp/*", "outer/tokens", "outer/head")
+
+
+def trained_on_one_device(config, optimizer, num_steps):
+    """Params after clipped steps of plain JAX and optax, the last norm of the gradients included."""
+    params, model, loss = make_params(config), transformer.make_model(config), make_loss(config)
+    frozen = jax.tree_util.tree_map_with_path(lambda path, _: "norm" in jax.tree_util.keystr(path), params)
+
+    @jax.jit
+    def one_step(params, opt_state, batch):
+        grads = jax.grad(lambda p: jnp.divide(*loss(model.apply(p, batch), batch)[:2]))(params)
+        grads = jax.tree.map(lambda g, is_frozen: 0 * g if is_frozen else g, grads, frozen)
+        norm = optax.tree.norm(grads)
+        updates, opt_state = optimizer.update(
+            jax.tree.map(lambda g: g * jnp.minimum(1, 0.1 / norm), grads), opt_state, params
+        )
+        return optax.apply_updates(params, updates), opt_state, norm
+
+    opt_state, norm = optimizer.init(params), None
+    for step in range(num_steps):
+        params, opt_state, norm = one_step(params, opt_state, make_batch(seed=step))
+    return params, norm
+
+
+@pytest.mark.parametrize(
+    ("axes", "zero", "num_layers"),
+    [
+        ({"replica": 2, "data": 2, "context": 2}, 1, 4),
+        pytest.param({"replica": 2, "data": 2, "context": 2}, 2, 4, marks=pytest.mark.slow),
+        ({"data": 2, "context": 2, "stage": 2}, 3, 3),
+    ],
+)
+def test_zero_shards_over_data_and_context_in_one(x64, axes, zero, num_layers):
+    """Two updates, each of the mean of two clipped gradients, with frozen norms; in stages of uneven packed layers."""
+    config, optimizer = make_config(num_layers=num_layers, **GATHER), optax.MultiSteps(optax.adam(1e-2), 2)
+    mesh, table = jaxpar.make_mesh(**axes), transformer.param_table(config)
+    layout = jaxpar.LayerLayout(num_layers, mesh.shape["stage"])
+    packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
+    shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
+    parallel = jaxpar.Parallel(mesh, shardings, zero=zero, trainable=TRAINED, layout=layout)
+    step = jaxpar.make_train_step(
+        jaxpar.value_and_grad(transformer.make_model(config), make_loss(config), parallel, num_microbatches=2),
+        optimizer,
+        max_grad_norm=0.1,
+    )
+    values = layout.pack_params(make_params(config))
+    state = jaxpar.init_state(lambda key: values, jax.random.key(0), optimizer, parallel)
+    for tree in (state.opt_state.inner_opt_state[0].mu, *((state.params,) if zero == 3 else ())):
+        for leaf in jax.tree.leaves(tree["layers"]):
+            assert leaf.size == 4 * mesh.shape["stage"] * leaf.addressable_shards[0].data.size
+    compiled = step.lower(state, jaxpar.shard_batch(make_batch(), mesh)).compile()
+    found = counted(jaxpar.inspect_step(compiled, mesh=mesh))
+    assert {axes for kind, axes in found if kind in ("all-gather", "reduce-scatter")} <= {
+        "data+context",
+        CONTEXT,
+        "stage",
+    }
+    assert found["reduce-scatter", "data+context"]
+    assert found["all-gather", "data+context"]
+    assert found["all-reduce", "replica"] == (mesh.shape["replica"] > 1), "of the shards of gradients"
+    for number in range(4):
+        state, metrics = compiled(state, jaxpar.shard_batch(make_batch(seed=number), mesh))
+    params, norm = trained_on_one_device(config, optimizer, 4)
+    assert_same(jaxpar.fetch(layout.unpack_params(state.params)), params, within=1e-10)
+    assert_same(metrics["grad_norm"], np.float32(norm), within=1e-6)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -167,7 +245,51 @@ def test_rows_of_a_process_are_cut_like_whole_batches():
         lambda a: (a.shape, a.dtype, a.sharding), like
     )
     assert jaxpar.local_rows(ROWS, mesh, devices=jax.devices()[4:6]).tolist() == [4, 5, 6, 7]
-    assert shard_rows(batch, mesh)["tokens"].sharding.shard_shape((ROWS, SEQ)) == (ROWS // 2, SEQ)
+
+
+def test_a_process_reads_the_columns_of_its_devices():
+    mesh = jaxpar.make_mesh(data=2, context=2, tensor=2)
+    of = lambda *ids: jaxpar.local_rows(ROWS, mesh, seq=8, devices=[jax.devices()[i] for i in ids])
+    rows, columns = of(4, 5)
+    assert (rows.tolist(), columns.tolist()) == ([4, 5, 6, 7], [0, 1, 6, 7])
+    assert [each.tolist() for each in of(2)] == [[0, 1, 2, 3], [2, 3, 4, 5]]
+    assert of(0, 6)[1].tolist() == list(range(8)), "all columns of all rows that it has a part of"
+    without = jaxpar.local_rows(ROWS, jaxpar.make_mesh(data=8), seq=7, devices=[jax.devices()[3]])
+    assert [each.tolist() for each in without] == [[3], list(range(7))]
+    with pytest.raises(ValueError, match=r"divisible by twice the context axis.*got seq=6, context=2. Use seq=8"):
+        jaxpar.local_rows(ROWS, mesh, seq=6)
+
+
+def test_columns_of_a_process_are_placed_like_whole_sequences():
+    mesh, batch = jaxpar.make_mesh(data=2, context=2, stage=2), make_batch(packed=True)
+    whole = jaxpar.fetch(jaxpar.shard_batch(batch, mesh))
+    order = context_parallel.zig_zag(SEQ, 2)
+    positions = np.empty_like(batch["tokens"])
+    positions[:, order] = whole["positions"]
+    got = jaxpar.fetch(jaxpar.shard_batch(batch | {"positions": positions}, mesh, num_rows=ROWS, seq=SEQ))
+    begins = order - whole["positions"]
+    assert_same_bits(got, whole | {"segments": begins.astype(np.int32)})
+    del batch["segments"]
+    assert_same_bits(jaxpar.shard_batch(batch, mesh, seq=SEQ), jaxpar.shard_batch(batch, mesh))
+
+
+@pytest.mark.parametrize(
+    ("changes", "seq", "message"),
+    [
+        (
+            {},
+            32,
+            r"got 16 columns, and 32 of seq=32 are held here\. Give those of jaxpar\.local_rows\(num_rows, mesh, seq=seq\)",
+        ),
+        ({}, SEQ, "columns with segments must have positions; got none"),
+        ({"positions": np.full((ROWS, SEQ), 3)}, SEQ, "positions must count up by one in each document"),
+        ({"positions": np.tile(np.arange(SEQ) + 1, (ROWS, 1))}, SEQ, "positions must count up by one in each document"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(changes, seq, message):
+    batch = {"x": np.ones((ROWS, SEQ)), "segments": np.zeros((ROWS, SEQ), int)} | changes
+    with pytest.raises(ValueError, match=message):
+        jaxpar.shard_batch(batch, jaxpar.make_mesh(context=4), seq=seq)
 
 
 def test_bfloat16_is_trained_on_cpu_devices():
@@ -193,7 +315,8 @@ def test_a_batch_that_is_not_in_the_order_of_the_devices_gives_nan(x64):
     params, batch = jaxpar.shard(make_params(make_config(num_layers=1)), shardings), make_batch()
     in_rows = batch | {"positions": np.broadcast_to(np.arange(SEQ, dtype=np.int32), (ROWS, SEQ))}
     assert np.isfinite(step(params, jaxpar.shard_batch(batch, mesh))[0])
-    assert np.isnan(step(params, shard_rows(in_rows, mesh))[0])
+    in_rows = jaxpar.shard(in_rows, jax.tree.map(lambda _: NamedSharding(mesh, P("data")), in_rows))
+    assert np.isnan(step(params, in_rows)[0])
 
 
 @pytest.mark.parametrize(
@@ -308,11 +431,16 @@ def collectives(axes, changes, **settings):
     step, mesh, shardings = make_run(axes, config, **settings)
     table = abstract_params(transformer.param_table(config))
     params = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), table, shardings)
-    found, sizes = Counter(), {}
-    for each in jaxpar.inspect_step(step, params, jaxpar.abstract_batch(make_batch(), mesh)).collectives:
+    report = jaxpar.inspect_step(step, params, jaxpar.abstract_batch(make_batch(), mesh))
+    return dict(counted(report)), {(each.kind, "+".join(each.axes)): each.payload_bytes for each in report.collectives}
+
+
+def counted(report):
+    """How often a step runs each kind of collective, by its axes."""
+    found = Counter()
+    for each in report.collectives:
         found[each.kind, "+".join(each.axes)] += each.known_times
-        sizes[each.kind, "+".join(each.axes)] = each.payload_bytes
-    return dict(found), sizes
+    return found
 
 
 def test_a_layer_gathers_its_keys_and_values_once_in_each_pass_and_scatters_their_gradients_once():

@@ -115,6 +115,8 @@ def test_a_published_model_with_another_attention_is_refused_by_name():
         ({"experts_per_token": 9}, "as many experts as there are; got experts_per_token=9 of 8 experts. Choose"),
         ({"num_experts": 0}, "num_experts must be 1 or more; got 0. Choose 1 or more"),
         ({"num_shared_experts": -1}, "num_shared_experts must be 0 or more; got -1"),
+        ({"num_dense_layers": -1}, "num_dense_layers must be 0 or more; got -1"),
+        ({"num_dense_layers": 4}, "some layers must have experts; got num_dense_layers=4, num_layers=4. Choose"),
         ({"num_expert_groups": 3}, "num_expert_groups must divide num_experts; got num_expert_groups=3, num_experts=8"),
         ({"num_expert_groups": 2, "groups_per_token": 3}, "as many groups as there are; got groups_per_token=3"),
         ({"num_expert_groups": 8, "groups_per_token": 1}, "got experts_per_token=4 of 1 experts in 1 groups"),
@@ -137,6 +139,33 @@ def test_a_published_model_with_another_attention_is_refused_by_name():
 def test_experts_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         config_of("qwen3", **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("expert_buffer", "1.5", "expert_buffer must be a number; got '1.5'. Convert it."),
+        ("capacity_factor", "1", "capacity_factor must be a number; got '1'"),
+        ("num_experts", 8.0, "num_experts must be an integer; got 8.0"),
+        ("num_layers", None, "num_layers must be an integer; got None"),
+    ],
+)
+def test_a_size_of_another_type_is_refused(name, value, message):
+    config = dataclasses.replace(config_of("mixtral"))
+    object.__setattr__(config, name, value)  # the tests' own check of types would refuse it first
+    with pytest.raises(TypeError, match=re.escape(message)):
+        config.__post_init__()
+
+
+def test_leading_layers_have_one_mlp_and_count_as_parameters_that_each_token_uses():
+    config = config_of("deepseek", num_dense_layers=2)
+    table, without = (transformer.param_table(each) for each in (config, config_of("deepseek", num_dense_layers=0)))
+    assert [each["mlp"]["w_up"].shape for each in table["outer"]["dense_layers"]] == [(EMBED, 2, 24)] * 2
+    assert table["layers"]["experts"]["w_expert_up"].full_shape == (3, 8, EMBED, 16)
+    of_mlp, of_expert, router = (EMBED * 3 * 24, EMBED * 3 * 16, EMBED * 8 + 8)
+    assert count_params(without) - count_params(table) == 2 * (9 * of_expert + router - of_mlp)
+    active = transformer.num_active_params(config_of("deepseek", num_dense_layers=0))
+    assert active - transformer.num_active_params(config) == 2 * (3 * of_expert + router - of_mlp)
 
 
 def test_documents_of_a_row_do_not_share_the_room_of_an_expert():
@@ -288,9 +317,10 @@ def test_the_balance_loss_is_that_of_the_paper(x64):
         assert_same(got[row], np.full(SEQ, uses @ shares))
 
 
-def test_a_document_has_the_loss_of_a_row_of_its_own(x64):
+@pytest.mark.parametrize("name", ["olmoe", "deepseek"])
+def test_a_document_has_the_loss_of_a_row_of_its_own(x64, name):
     """Packed or not (Megatron-LM's issue 6115)."""
-    config = config_of("olmoe")
+    config = config_of(name)
     params, batch = job(config)
     segments = np.repeat([[0, 1]], [3, 5], axis=1).astype(np.int32)
     one_row = {name: column[:1] for name, column in batch.items()}
@@ -304,7 +334,7 @@ def test_a_document_has_the_loss_of_a_row_of_its_own(x64):
 
 def test_the_gradient_of_a_bias_is_the_load_of_each_expert(x64):
     """Padding rows do not count, nor does what is computed again (Megatron-LM's issue 6114, torchtitan's 1593)."""
-    config = config_of("deepseek", num_layers=2)
+    config = config_of("deepseek", num_layers=3)
     params, batch = job(config)
     sums = jit(transformer.make_model(config).apply)(params, batch).sums
     counts = (batch["weight"] != 0).any(-1)
@@ -381,6 +411,7 @@ def check_parity(name, split, mesh_sizes, *, schedule="zb-h1", **how):
         ("capacity", "experts", (2, 2, 2), {"schedule": "1f1b", "masks": True, "zero": 2}),
         ("gelu", "experts", (8, 1, 1), {"remat": True}),
         ("deepseek", "experts", (2, 2, 2), {"executor": "mpmd"}),
+        ("deepseek", "experts", (2, 2, 2), {"schedule": "interleaved", "masks": True, "remat": True, "zero": 1}),
     ],
 )
 def test_loss_gradients_and_loads_equal_one_device(x64, name, split, mesh_sizes, how):
@@ -401,6 +432,26 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 )
 def test_loss_gradients_and_loads_equal_one_device_on_every_mesh(x64, name, mesh_sizes, split):
     check_parity(name, split, mesh_sizes, **({"num_kv_heads": 8} if mesh_sizes[2] == 8 else {}))
+
+
+LEADING = [  # on one stage alone; beside parts of sequences; two of them; documents in rows
+    {"schedule": "1f1b", "masks": True, "layers": (1, 3)},
+    {"schedule": "zb-h1", "masks": True, "layers": (1, 3), "remat": True, "constrain": sequence_parallel, "tensor": 4},
+    {"schedule": "zb-v", "masks": True, "num_dense_layers": 2, "num_layers": 6, "zero": 3},
+    {"schedule": "interleaved", "layers": (0, 2, 1, 1), "num_dense_layers": 2, "num_layers": 6, "zero": 2},
+    {"schedule": "gpipe", "masks": True, "layers": (1, 3), "overlap_grad_reduce": True},
+]
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.slow] * (at > 0)) for at, how in enumerate(LEADING)], ids=str
+)
+def test_leading_dense_layers_are_those_of_one_device_wherever_the_others_are(x64, how):
+    tensor, counts, how = how.get("tensor", 2), how.get("layers"), dict(how)
+    changes = {key: how.pop(key) for key in ("num_dense_layers", "num_layers") if key in how}
+    how.pop("tensor", None)
+    mesh, config = jaxpar.make_mesh(data=4 // tensor, stage=2, tensor=tensor), config_of("deepseek", **changes)
+    check_step(config, mesh, BY["experts"], seed=tiny.fresh_seed(), **how | ({"layers": counts} if counts else {}))
 
 
 @pytest.mark.slow
@@ -436,17 +487,21 @@ def test_experts_cost_two_all_reduces_of_an_activation_a_layer_as_an_mlp_does(x6
         transformer.make_model(config), loss_of(config), mesh, num_microbatches=2, shardings=shardings
     )
     report = inspect_step(jit(run), jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
-    per_layer = [each for each in report.select(None, "tensor") if (each.times or 0) >= 2 * config.num_layers]
+    per_layer = [each for each in report.select(None, "tensor") if (each.times or 0) >= 2 * config.num_stacked_layers]
     activation = ROWS // 4 * SEQ * EMBED * 8
     weights = ROWS // 4 * SEQ * config.experts_per_token * 8
     of_attention = 2
     assert {each.kind for each in per_layer} == {"all-reduce"}, report.render()
     sizes = sorted(each.payload_bytes for each in per_layer)
     assert sizes == [activation] * (of_attention + 1) + [activation + weights], report.render()
+    others = [e.payload_bytes for e in report.select(None, "tensor") if e.times == 2 and len(e.shapes[0].dims) == 3]
+    assert others == [activation] * (2 + 2 * of_attention), (
+        "the look-up, the head, and two and two of the leading dense layer"
+    )
 
 
 def test_params_after_three_steps_equal_one_device(x64):
-    config = config_of("deepseek", num_layers=2)
+    config = config_of("deepseek", num_layers=3)
     params, batch = job(config)
 
     def train(mesh, **how):
@@ -500,7 +555,7 @@ def test_the_kernel_multiplies_rows_by_the_weights_of_their_groups():
 )
 def test_the_kernel_has_the_numbers_of_ragged_products_on_a_mesh(split, mesh_sizes):
     data, stage, tensor = mesh_sizes
-    config = config_of("deepseek", expert_split=split, num_layers=2, expert_dim=32, compute_dtype="float32")
+    config = config_of("deepseek", expert_split=split, num_layers=3, expert_dim=32, compute_dtype="float32")
     params, batch = job(config)
     batch["weight"] = batch["weight"].astype(np.float32)
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=jax.devices()[: data * stage * tensor])
@@ -553,6 +608,7 @@ def test_lora_adapts_attention_and_shared_experts_beside_frozen_experts(x64, mes
     params, batch = job(config)
     lora = Lora(2, transformer.LAYER_WEIGHTS)
     adapted = lora.init(jax.random.key(1), params)
+    assert adapted["outer"]["dense_layers"][0]["mlp"]["w_up"].lora_a.shape == (EMBED, 2), "of a leading layer too"
     rng = np.random.default_rng(5)
     adapted = jax.tree_util.tree_map_with_path(
         lambda path, leaf: rng.normal(size=leaf.shape) if "lora" in jax.tree_util.keystr(path) else leaf, adapted
@@ -594,7 +650,11 @@ def test_a_new_model_balances_its_experts():
 
 FOLDERS = {  # models as their families have them, and the names of a router and of an expert's weights
     "mixtral": ({"expert_dim": None, "mlp_dim": 16}, "block_sparse_moe", ("w1", "w3", "w2")),
-    "qwen3": ({"normalized_routing": True, "explicit_head_dim": 4}, "mlp", ("gate_proj", "up_proj", "down_proj")),
+    "qwen3": (
+        {"normalized_routing": True, "explicit_head_dim": 4, "num_layers": 5, "num_dense_layers": 1},
+        "mlp",
+        ("gate_proj", "up_proj", "down_proj"),
+    ),
     "olmoe": ({"expert_dim": None, "mlp_dim": 16, "z_coefficient": 0.0}, "mlp", ("gate_proj", "up_proj", "down_proj")),
 }
 
@@ -612,12 +672,17 @@ def test_a_folder_has_a_tensor_for_each_weight_of_each_expert(name, tmp_path):
     config, params, folder = folder_of(name, tmp_path)
     tensors, (_, block, names) = all_tensors(folder), FOLDERS[name]
     of_layer = lambda i, *path: functools.reduce(lambda tree, key: tree[key], path, params["layers"])[i]
-    for i in range(config.num_layers):
-        gate = tensors.pop(f"model.layers.{i}.{block}.gate.weight")
+    for i, layer in enumerate(params["outer"].get("dense_layers", ())):
+        for key, weight in zip(names, (*np.moveaxis(layer["mlp"]["w_up"], 1, 0), layer["mlp"]["w_down"]), strict=True):
+            np.testing.assert_array_equal(tensors.pop(f"model.layers.{i}.mlp.{key}.weight"), weight.T)
+        assert_same_bits(tensors[f"model.layers.{i}.input_layernorm.weight"], layer["norm_1"]["scale"])
+    for i in range(config.num_stacked_layers):
+        name = f"model.layers.{config.num_dense_layers + i}.{block}"
+        gate = tensors.pop(f"{name}.gate.weight")
         np.testing.assert_array_equal(gate, of_layer(i, "router", "w_router").T)
         for e in range(8):
             for key, weight in zip(names, ("w_expert_gate", "w_expert_up", "w_expert_down"), strict=True):
-                tensor = tensors.pop(f"model.layers.{i}.{block}.experts.{e}.{key}.weight")
+                tensor = tensors.pop(f"{name}.experts.{e}.{key}.weight")
                 np.testing.assert_array_equal(tensor, of_layer(i, "experts", weight)[e].T)
     assert not [left for left in tensors if "expert" in left or "mlp" in left or "moe" in left]
 
@@ -640,7 +705,14 @@ def test_a_folder_is_read_as_it_was_written(name, tmp_path):
     ("name", "changes", "message"),
     [
         ("qwen3", {"decoder_sparse_step": 2}, "decoder_sparse_step of a qwen3_moe must be 1; got 2"),
-        ("qwen3", {"mlp_only_layers": [0]}, r"mlp_only_layers of a qwen3_moe must be \[\]; got \[0\]"),
+        (
+            "qwen3",
+            {"mlp_only_layers": [0, 2]},
+            r"must be the first ones, .*; got mlp_only_layers=\[0, 2\] for 5 layers",
+        ),
+        ("qwen3", {"mlp_only_layers": [*range(5)]}, r"some must have experts; got mlp_only_layers=\[0, 1, 2, 3, 4\]"),
+        ("qwen3", {"mlp_only_layers": "0"}, r"got mlp_only_layers='0' for 5 layers"),
+        ("mixtral", {"mlp_only_layers": [0]}, r"got mlp_only_layers=\[0\]"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise of a mixtral must be"),
         ("olmoe", {"clip_qkv": 8.0}, "got clip_qkv=8.0"),
         ("mixtral", {"num_experts_per_tok": 9}, "as many experts as there are; got experts_per_token=9 of 8"),
@@ -662,7 +734,9 @@ def test_a_folder_that_claims_more_experts_than_it_has_tensors_is_refused(tmp_pa
         read_params(folder, read_config(folder))
 
 
-@pytest.mark.parametrize("changes", [{"router_score": "sigmoid"}, {"num_shared_experts": 1}, {"router_bias": True}])
+@pytest.mark.parametrize(
+    "changes", [{"router_score": "sigmoid"}, {"num_shared_experts": 1}, {"router_bias": True}, {"num_dense_layers": 1}]
+)
 def test_experts_that_no_family_has_are_not_written(changes, tmp_path):
     config = config_of("mixtral", **FOLDERS["mixtral"][0], **changes)
     (name,) = changes

@@ -127,7 +127,7 @@ def train(config, mesh, num_steps=3, *, zero=0, state=None, **how):
 
 
 def test_params_after_three_steps_equal_one_device(x64):
-    config = config_of("deepseek", num_layers=2)
+    config = config_of("deepseek", num_layers=3)
     alone, want, _ = train(config, mesh_of())
     state, metrics, _ = train(config, mesh_of(replica=2, data=2, stage=2), num_microbatches=2, zero=2)
     assert_same(jaxpar.fetch(state.params), jaxpar.fetch(alone.params), within=1e-10)
@@ -159,7 +159,7 @@ def test_a_run_goes_on_with_its_experts_on_fewer_devices(x64_in_threads, tmp_pat
 
 
 def test_lora_adapts_attention_and_shared_experts_beside_frozen_experts(x64):
-    config, mesh = config_of("deepseek", num_layers=2), mesh_of(data=2, stage=2, tensor=2)
+    config, mesh = config_of("deepseek", num_layers=3), mesh_of(data=2, stage=2, tensor=2)
     params, batch = job(config)
     lora, rng = Lora(2, transformer.LAYER_WEIGHTS), np.random.default_rng(5)
     adapted = jax.tree_util.tree_map_with_path(

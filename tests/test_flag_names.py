@@ -1,12 +1,18 @@
 """Errors of the library, which name its parameters, as the commands and the recipes tell them: with the flags of the user."""
 
+import dataclasses
+import re
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import all_reduce
 import bloom
+import digits
+import docstring_parser
 import gpt
+import house_prices
 import pytest
 import tyro
 
@@ -14,8 +20,11 @@ from jaxpar.__main__ import main
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names
 from jaxpar.commands.manifest import Flags
-from jaxpar.commands.plan import plan
+from jaxpar.commands.plan import PlanFlags, plan
+from jaxpar.commands.runs import export_model, watch_run
 from jaxpar.fields import arg, given_by
+from jaxpar.serve.open_run import ModelSettings
+from jaxpar.serve.requests import Settings
 
 GPT = flag_names(gpt.Config)
 
@@ -29,6 +38,26 @@ def test_flags_are_named_as_tyro_names_them():
     assert flag_names(plan)["gpu"] == "--gpu"
     assert flag_names(all_reduce.Config)["num_hidden"] == "--hidden-layers"
     assert "gpu" not in flag_names(bloom.Config), "--gpu, to plan for, or --compile-for"
+
+
+def flag_classes(of):
+    """A dataclass of flags, and those of its groups."""
+    yield of
+    for kind in typing.get_type_hints(of).values():
+        if dataclasses.is_dataclass(kind):
+            yield from flag_classes(kind)
+
+
+def test_the_help_of_a_flag_is_joined_to_whole_lines():
+    configs = (gpt.Config, digits.Config, house_prices.Config, all_reduce.Config, bloom.Config, Flags, PlanFlags)
+    documented = {each for config in (*configs, ModelSettings, Settings) for each in flag_classes(config)}
+    helps = [(each.__name__, docstring_parser.parse_from_object(each)) for each in documented]
+    for name, parsed in helps + [(f.__name__, docstring_parser.parse(f.__doc__)) for f in (watch_run, export_model)]:
+        for flag in parsed.params:
+            assert not re.search(r"\n[^A-Za-z]", flag.description), (
+                f"tyro breaks the line there: {name}.{flag.arg_name}"
+            )
+    assert len(helps) > 15
 
 
 def test_positional_arguments_and_inner_groups_with_checks_of_their_own_are_no_flags():

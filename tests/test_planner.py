@@ -90,10 +90,60 @@ def test_long_sequences_are_cut_over_context():
     assert best.choice.context > 1
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_zero_shards_over_context_as_over_data(zero):
+    config = TransformerConfig(
+        vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, max_positions=512, attention=planned_attention
+    )
+    shape = transformer_shape(config)
+
+    def of(**axes):
+        choice = Choice(**axes, zero=zero, num_microbatches=2)
+        analysis, at_rest = Analysis(shape, 1, 1, context=choice.context), AtRest(shape, optax.adam(1e-3), choice)
+        transfers = step_traffic(choice, analysis, at_rest)
+        sent = sum(each.bytes_moved for each in transfers if not each.what.startswith("a layer's"))
+        return at_rest.bytes | {"gradients": at_rest.gradient_bytes, "sent": sent}
+
+    assert of(context=8) == pytest.approx(of(data=8), abs=128)
+    assert of(data=2, context=4) == pytest.approx(of(data=8), abs=128)
+
+
 EXPERTS = TransformerConfig(
     vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, max_positions=512, norm="rms", mlp="swiglu", biases=False,
     num_experts=8, experts_per_token=2, expert_dim=512, compute_dtype="bfloat16",
 )  # fmt: skip
+
+
+def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
+    long = dataclasses.replace(EXPERTS, positions="rope", max_positions=2**15, attention=planned_attention)
+    plans = jaxpar.plan(transformer_shape(long), cluster("h100"), batch_size=16, executor="mpmd", stage=2, top=9)
+    choices = [plan.choice for plan in plans]
+    assert len(choices) > 1
+    assert {(choice.zero, choice.context, choice.experts) for choice in choices} == {(0, 1, "tensor")}
+    for held in ({"zero": 1}, {"context": 2}, {"experts": "data"}):
+        (name,) = held
+        with pytest.raises(
+            ValueError, match=rf"hold all params and whole sequences; got .*stage=2, {name}=.* Leave {name} out"
+        ):
+            jaxpar.plan(transformer_shape(long), cluster("h100"), batch_size=16, executor="mpmd", stage=2, **held)
+
+
+def test_leading_dense_layers_are_further_layers_of_the_first_stage():
+    shape, machines, rows = transformer_shape(EXPERTS), cluster("h100"), 64
+    leading = transformer_shape(dataclasses.replace(EXPERTS, num_layers=6, num_dense_layers=2))
+    choice = Choice(stage=2, tensor=4, num_microbatches=16)
+    seconds = lambda shape, *layers: (
+        price(
+            shape, machines, dataclasses.replace(choice, layers_per_virtual_stage=layers or None), batch_size=rows
+        ).step_seconds
+    )
+    assert seconds(shape, 1, 3) < seconds(leading, 1, 3) < seconds(leading), (
+        "a stage with fewer layers has time for them"
+    )
+    best = jaxpar.plan(leading, machines, batch_size=rows, stage=2, tensor=4, schedule="1f1b")[0]
+    assert best.choice.layers_per_virtual_stage == (1, 3)
+    more = price(leading, machines, choice, batch_size=rows).useful_flops
+    assert more > price(shape, machines, choice, batch_size=rows).useful_flops * 1.2
 
 
 def test_experts_are_planned_over_tensor_and_over_data():
@@ -314,12 +364,16 @@ def test_zero_3_gathers_layers_in_the_dtype_of_the_computation(stage):
 
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "num_microbatches", "most"),
-    [("1f1b", 1, 8, 1.0), ("1f1b", 1, 256, 0.9), ("interleaved", 2, 32, 1.0), ("zb-h1", 1, 32, 1.09)],
+    [("1f1b", 1, 8, 1.0), ("1f1b", 1, 256, 0.9), ("interleaved", 2, 32, 1.0), ("zb-h1", 1, 32, 1.08)],
 )
 def test_equal_stages_in_lock_step_take_no_longer_where_collectives_run_beside_products(
     schedule, num_chunks, num_microbatches, most
 ):
-    """zb-h1 runs F, B and W in loops of their own, and the head on all stages."""
+    """zb-h1 has nothing beside its collectives that makes up for what lock-step adds.
+
+    Copying the params of layers out of their stacks takes 5% of its time, embeddings in every tick 1.5%, and heads in those in
+    which the pipeline fills 1%.
+    """
     sizes = {"num_layers": 48, "embed_dim": 8192, "num_heads": 64, "vocab_size": 51_200, "max_positions": 2048}
     shape = transformer_shape(TransformerConfig(**sizes, compute_dtype="bfloat16"), sequence_parallel=True)
     choice = Choice(stage=8, tensor=8, schedule=schedule, num_chunks=num_chunks, num_microbatches=num_microbatches)
@@ -329,12 +383,12 @@ def test_equal_stages_in_lock_step_take_no_longer_where_collectives_run_beside_p
 
 # The roofline of steps compiled for H100 with jax 0.10.2: milliseconds in the order in which they are compiled, and GiB.
 COMPILED = [
-    ("llama3.1-8b", 1, 8192, Choice(data=8, zero=3), 575, 44.6),
-    ("llama3.1-8b", 1, 8192, Choice(data=2, tensor=4, num_microbatches=8, zero=1), 1166, 38.4),
-    ("llama3.1-8b", 1, 8192, Choice(tensor=8, num_microbatches=16), 1250, 23.1),
-    ("llama3.1-8b", 1, 8192, Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1), 1292, 53.6),
-    ("llama3.1-8b", 1, 4096, Choice(stage=8, num_microbatches=32), 1436, 47.7),
-    ("llama3.1-70b", 8, 8192, Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), 3034, 59.8),
+    ("llama3.1-8b", 1, 8192, Choice(data=8, zero=3), 562, 42.6),
+    ("llama3.1-8b", 1, 8192, Choice(data=2, tensor=4, num_microbatches=8, zero=1), 1164, 32.7),
+    ("llama3.1-8b", 1, 8192, Choice(tensor=8, num_microbatches=16), 1249, 20.2),
+    ("llama3.1-8b", 1, 8192, Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1), 1290, 47.8),
+    ("llama3.1-8b", 1, 4096, Choice(stage=8, num_microbatches=32), 1435, 46.3),
+    ("llama3.1-70b", 8, 8192, Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), 3033, 56.3),
 ]
 
 
@@ -571,7 +625,7 @@ def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     assert "Install it: pip install '.[gpu-compile]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 16)])
+@pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 15)])
 def test_a_plan_counts_the_slot_to_which_idle_stages_write(num_microbatches, slots):
     choice = Choice(stage=8, num_microbatches=num_microbatches)
     assert choice.num_slots["residuals_b"] == choice.num_slots["residuals_w"] == slots

@@ -202,7 +202,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, packag
         open_records([tmp_path / f"a.{suffix}"])
 
 
-def test_two_processes_read_their_own_records_and_go_on_with_the_batches_of_one(packed, tmp_path):
+def test_two_processes_read_their_own_records_and_columns_and_go_on_with_the_batches_of_one(packed, tmp_path):
     for number in range(2):
         write_rows(tmp_path / f"rows-{number}.parquet", packed)
     mesh = jaxpar.make_mesh(data=4, devices=jax.devices()[:4])
@@ -212,6 +212,12 @@ def test_two_processes_read_their_own_records_and_go_on_with_the_batches_of_one(
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=WAIT_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [json.loads((tmp_path / f"two-{process}.json").read_text()) for process in range(2)]
+    *columns, in_order = (parts[0][-1]["columns"], parts[1].pop()["columns"], parts[0].pop()["batch"])
+    assert columns == [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]], (
+        "two chunks of each of its two devices"
+    )
+    assert in_order == own_rows.read_columns(jaxpar.make_mesh(context=4, devices=jax.devices()[:4]))["batch"]
+    assert in_order["tokens"][0] == [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
     for want, *steps in zip(whole[9:], *parts, strict=True):
         for found in steps:
             assert found["batch"] == want["batch"], "the batch of one process, from the same step on"

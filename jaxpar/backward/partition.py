@@ -279,7 +279,7 @@ def _shard_map(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
 
 
 def _custom_vjp(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
-    """The rule for a param gathered over ``data`` (ZeRO 3): its ``shard_map`` over ``tensor`` gives the sharding."""
+    """The rule for a param that is gathered (ZeRO 3): its ``shard_map`` over ``tensor`` gives the sharding."""
     called = equations(node.equation.params["call_jaxpr"])
     manual = [equation for equation in called if equation.primitive.name == "shard_map"]
     if not manual:

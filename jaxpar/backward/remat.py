@@ -62,12 +62,22 @@ def apply_remat(remat: bool | Callable[..., Any], shards: ParamShards | None = N
     return lambda layer: _min_cut_remat(jax.checkpoint(layer, policy=remat), shards)
 
 
+def with_remat(
+    model: LayeredModel, remat: bool | Callable[..., Any], shards: ParamShards | None = None
+) -> LayeredModel:
+    """Returns the model with ``apply_remat`` for its layers, and a checkpoint around its embedding, which may have some too."""
+    layers = model.wrap_layers(apply_remat(remat, shards))
+    if remat is False:
+        return layers
+    return replace(layers, embed=jax.checkpoint(model.embed, policy=None if remat is True else remat))
+
+
 def forward_with_remat(
     model: LayeredModel | Callable[[PyTree, PyTree], PyTree],
     remat: bool | Callable[..., Any],
     shards: ParamShards | None,
 ) -> Callable[[PyTree, PyTree], PyTree]:
-    """Returns ``(params, batch) -> outputs`` of a model, with ``apply_remat`` for its layers, or one checkpoint around it.
+    """Returns ``(params, batch) -> outputs`` of a model, ``with_remat`` or, of a plain function, with one checkpoint around it.
 
     Args:
         model: A LayeredModel or a function.
@@ -75,7 +85,7 @@ def forward_with_remat(
         shards: As for ``apply_remat``.
     """
     if isinstance(model, LayeredModel):
-        return model.wrap_layers(apply_remat(remat, shards)).apply
+        return with_remat(model, remat, shards).apply
     if remat is False:
         return model
     return jax.checkpoint(model, policy=None if remat is True else remat)

@@ -44,13 +44,13 @@ from jaxpar.run.flags import (
 )
 from jaxpar.run.folder import CHECKPOINTS, has_run
 from jaxpar.run.messages import DISK_FAULTS, ConfigError, checks, only_on_first_process, phase, status_lines, stop
-from jaxpar.run.run import is_restarted
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import released_at_end
 from jaxpar.runtime.output import tell
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.process_env import read_process_env
+from jaxpar.runtime.supervise import is_restarted
 from jaxpar.runtime.watchdog import Budgets
 
 INTERRUPTED = 130  # the exit code of Ctrl-C, as in shells

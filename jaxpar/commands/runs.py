@@ -104,8 +104,8 @@ def watch_run(
             can read the run's figures and settings.
         seconds: Time between two updates of an open page.
         out: File to write, such as report.html, instead of serving.
-        allowed_hosts: Names of this server that a request's Host may have, * for any. Without it: localhost, 127.0.0.1 and
-            [::1] at a loopback address, any at others.
+        allowed_hosts: Names of this server that a request's Host may have, * for any. Without it: any, at a loopback address
+            localhost, 127.0.0.1 and [::1].
     """
     from jaxpar.report import read_run, write_page
     from jaxpar.report.data import readable

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.huggingface.config_keys import (
+    DENSE_LAYERS,
     KEYS,
     MAX_POSITIONS,
     NEUTRAL,
@@ -169,6 +170,7 @@ def family_of(config: TransformerConfig) -> str:
         wanted["window"] = None
     if config.num_experts is not None:
         own = {*KEYS[kind].sizes, *ROUTER_KEYS.get(kind, {}), *NOT_IN_FOLDERS}
+        own |= {"num_dense_layers"} if DENSE_LAYERS in KEYS[kind].more else set()
         wanted |= {name: default for name, default in DEFAULTS_OF_EXPERTS.items() if name not in own} | wanted
     wrong = {name: getattr(config, name) for name in wanted if getattr(config, name) != wanted[name]}
     if not is_relative(kind) and config.group_size > 1:
@@ -246,7 +248,21 @@ def read_relative(kind: str, read: Reader, fields: Mapping[str, Any], ignore: Se
         found[field] = (
             read.flag(key, default=default) if isinstance(default, bool) else read.share(key, default=default)
         )
+    if DENSE_LAYERS in KEYS[kind].more:
+        found["num_dense_layers"] = _num_dense_layers(read, fields["num_layers"])
     return found | read_rope(read, fields["max_positions"])
+
+
+def _num_dense_layers(read: Reader, num_layers: int) -> int:
+    given = read.given.get(DENSE_LAYERS) or []
+    is_read = isinstance(given, list) and all(type(each) is int for each in given)
+    found = sorted({each for each in given if 0 <= each < num_layers}) if is_read else [0]
+    if not is_read or found != [*range(len(found))] or len(found) == num_layers:
+        raise ValueError(
+            f"the layers without experts must be the first ones, and some must have experts; got {DENSE_LAYERS}={brief(given)} "
+            f"for {num_layers} layers in {read.path}. Others are not modelled."
+        )
+    return len(found)
 
 
 def _window(kind: str, read: Reader) -> int | None:
@@ -293,6 +309,8 @@ def write_relative(kind: str, config: TransformerConfig) -> dict[str, Any]:
     if "expert_dim" in KEYS[kind].sizes:
         found["moe_intermediate_size"] = config.expert_hidden_dim
     more = KEYS[kind].more
+    if DENSE_LAYERS in more:
+        found[DENSE_LAYERS] = [*range(config.num_dense_layers)]
     biases = {"attention_bias": config.has_biases("out"), "mlp_bias": config.has_biases("mlp")}
     found |= {key: value for key, value in biases.items() if key in more}
     if "sliding_window" in more:

@@ -86,6 +86,7 @@ ROUTER_KEYS: dict[str, dict[str, tuple[str, Any]]] = {
         "normalized_routing": ("norm_topk_prob", False),
     },
 }
+DENSE_LAYERS = "mlp_only_layers"  # the numbers of the layers without experts
 _NO_EXPERTS = {"num_experts": None}
 _LAYER_NORMS = {"norm": "layer", "norm_order": "pre", "qk_norm": None, "mlp": "gelu", "biases": True, **_NO_EXPERTS}
 _WINDOWS = "use_sliding_window sliding_window max_window_layers layer_types"
@@ -235,14 +236,14 @@ KEYS = {
             "moe_intermediate_size": 768,
         },
         {"qk_norm": "head"},
-        more=f"attention_bias {_WINDOWS} router_aux_loss_coef norm_topk_prob",
+        more=f"attention_bias {_WINDOWS} router_aux_loss_coef norm_topk_prob {DENSE_LAYERS}",
         biases=("attention",),
         experts={
             "num_experts": ("num_experts", "num_local_experts"),
             "experts_per_token": ("num_experts_per_tok",),
             "expert_dim": ("moe_intermediate_size",),
         },
-        only={"decoder_sparse_step": (1,), "mlp_only_layers": ([],), "output_router_logits": (False, True)},
+        only={"decoder_sparse_step": (1,), "output_router_logits": (False, True)},
     ),
     "olmoe": _relative(
         "OlmoeForCausalLM",

@@ -109,14 +109,14 @@ def write_model(
 def _check_params(config: TransformerConfig, params: PyTree) -> tuple[dict[str, Any], Sequence[int]]:
     """Returns the params by path, and where the leading dim of stacked ones holds each layer."""
     layers: Any = params.get(LAYERS) if isinstance(params, dict) else None
-    order = layers.layout.packed_order if is_packed(layers) else np.arange(config.num_layers)
+    order = layers.layout.packed_order if is_packed(layers) else np.arange(config.num_stacked_layers)
     found = {path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     shapes = {
         path: spec.shape if spec.num_layers is None else (len(order), *spec.shape)
         for path, spec in specs_of(config).items()
     }
     got = {path: np.shape(leaf) for path, leaf in found.items()}
-    if got != shapes or sum(order >= 0) != config.num_layers:
+    if got != shapes or sum(order >= 0) != config.num_stacked_layers:
         wrong = sorted(path for path in {**got, **shapes} if got.get(path) != shapes.get(path))
         path = wrong[0] if wrong else next(iter(shapes))
         raise ValueError(
@@ -124,7 +124,7 @@ def _check_params(config: TransformerConfig, params: PyTree) -> tuple[dict[str, 
             f"{shapes.get(path, 'none')}. Give the config that they were made with."
         )
     at = {int(layer): position for position, layer in enumerate(order) if layer >= 0}
-    return {path: found[path] for path in shapes}, [at[layer] for layer in range(config.num_layers)]
+    return {path: found[path] for path in shapes}, [at[layer] for layer in range(config.num_stacked_layers)]
 
 
 def _check_one_dtype(leaves: dict[str, Any], dtype: Any) -> np.dtype:

@@ -154,42 +154,50 @@ def _bloom(config: TransformerConfig) -> dict[str, Any]:
 
 def _llama(config: TransformerConfig) -> dict[str, Any]:
     """Returns the pieces of a Llama or of a relative: Mistral, Qwen2, Qwen3, OLMo 2, Mixtral, Qwen3-MoE, OLMoE."""
-    layer, group = "model.layers.{}.", config.group_size
+    layers = {"layers": _llama_layer(config, "model.layers.{}.", config.num_experts)}
+    for i in range(config.num_dense_layers):
+        layers[f"outer/dense_layers/{i}"] = _llama_layer(config, f"model.layers.{i}.", None)
+    of_layers = {f"{where}/{path}": piece for where, pieces in layers.items() for path, piece in pieces.items()}
+    return {"outer/norm_out/scale": Piece("model.norm.weight", "embed")} | of_layers
+
+
+def _llama_layer(config: TransformerConfig, layer: str, num_experts: int | None) -> dict[str, Any]:
+    """Returns the pieces of the layers whose tensors' names begin with ``layer``."""
+    group = config.group_size
     attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
     qkv = {"q": ("qkv", 0, group), "k": ("qkv", group, group + 1), "v": ("qkv", group + 1, group + 2)}
     gates = {"gate": ("gate", 0, 1), "up": ("gate", 1, 2)}
     after = "post_attention_layernorm"
     norms = ("input_layernorm", after) if config.norm_order == "pre" else (after, "post_feedforward_layernorm")
     pieces: dict[str, Any] = {
-        "outer/norm_out/scale": Piece("model.norm.weight", "embed"),
-        "layers/norm_1/scale": Piece(f"{layer}{norms[0]}.weight", "embed"),
-        "layers/attention/w_qkv": tuple(
+        "norm_1/scale": Piece(f"{layer}{norms[0]}.weight", "embed"),
+        "attention/w_qkv": tuple(
             Piece(f"{attention}{name}_proj.weight", "(kv_heads qkv head_dim) embed", part) for name, part in qkv.items()
         ),
-        "layers/attention/w_out": Piece(f"{attention}o_proj.weight", "embed (heads head_dim)"),
-        "layers/norm_2/scale": Piece(f"{layer}{norms[1]}.weight", "embed"),
+        "attention/w_out": Piece(f"{attention}o_proj.weight", "embed (heads head_dim)"),
+        "norm_2/scale": Piece(f"{layer}{norms[1]}.weight", "embed"),
     }
-    if config.num_experts is not None:
-        pieces |= _experts(config, config.num_experts, layer)
+    if num_experts is not None:
+        pieces |= _experts(config, num_experts, layer)
     else:
-        pieces["layers/mlp/w_up"] = tuple(
+        pieces["mlp/w_up"] = tuple(
             Piece(f"{mlp}{name}_proj.weight", "(gate mlp) embed", part) for name, part in gates.items()
         )
-        pieces["layers/mlp/w_down"] = Piece(f"{mlp}down_proj.weight", "embed mlp")
+        pieces["mlp/w_down"] = Piece(f"{mlp}down_proj.weight", "embed mlp")
     if config.qk_norm is not None:
         of = {"q": "(heads head_dim)", "k": "(kv_heads head_dim)"} if config.qk_norm == "width" else {}
         for name in ("q", "k"):
             piece = Piece(f"{attention}{name}_norm.weight", of.get(name, "head_dim"))
-            pieces[f"layers/attention/norm_{name}/scale"] = piece
+            pieces[f"attention/norm_{name}/scale"] = piece
     if config.has_biases("qkv"):
-        pieces["layers/attention/b_qkv"] = tuple(
+        pieces["attention/b_qkv"] = tuple(
             Piece(f"{attention}{name}_proj.bias", "(kv_heads qkv head_dim)", part) for name, part in qkv.items()
         )
     if config.has_biases("out"):
-        pieces["layers/attention/b_out"] = Piece(f"{attention}o_proj.bias", "embed")
+        pieces["attention/b_out"] = Piece(f"{attention}o_proj.bias", "embed")
     if config.has_biases("mlp"):
         gate_biases = [Piece(f"{mlp}{name}_proj.bias", "(gate mlp)", part) for name, part in gates.items()]
-        pieces |= {"layers/mlp/b_up": tuple(gate_biases), "layers/mlp/b_down": Piece(f"{mlp}down_proj.bias", "embed")}
+        pieces |= {"mlp/b_up": tuple(gate_biases), "mlp/b_down": Piece(f"{mlp}down_proj.bias", "embed")}
     return pieces
 
 
@@ -198,10 +206,10 @@ def _experts(config: TransformerConfig, num_experts: int, layer: str) -> dict[st
     is_mixtral = config.qk_norm is None
     names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     block = f"{layer}block_sparse_moe." if is_mixtral else f"{layer}mlp."
-    found: dict[str, Any] = {"layers/router/w_router": Piece(f"{block}gate.weight", "router embed")}
+    found: dict[str, Any] = {"router/w_router": Piece(f"{block}gate.weight", "router embed")}
     for path, name in zip(("w_expert_gate", "w_expert_up", "w_expert_down"), names, strict=True):
         dims = "(experts embed) expert_mlp" if path == "w_expert_down" else "(experts expert_mlp) embed"
-        found[f"layers/experts/{path}"] = tuple(
+        found[f"experts/{path}"] = tuple(
             Piece(f"{block}experts.{e}.{name}.weight", dims, ("experts", e, e + 1)) for e in range(num_experts)
         )
     return found
@@ -233,10 +241,11 @@ def specs_of(config: TransformerConfig) -> dict[str, ParamSpec]:
 def tensors_of(config: TransformerConfig, family: Family) -> Iterator[tuple[str, ParamSlice]]:
     """Yields each tensor's name and the slice of a param that it holds: those outside layers, then layer by layer."""
     specs, pieces = specs_of(config), family.pieces(config)
-    for layer in (None, *range(config.num_layers)):
+    for layer in (None, *range(config.num_stacked_layers)):
+        number = config.num_dense_layers + (layer or 0)
         for path, spec in specs.items():
             if (spec.num_layers is None) == (layer is None):
-                yield from ((piece.name.format(layer), (path, layer, piece)) for piece in pieces[path])
+                yield from ((piece.name.format(number), (path, layer, piece)) for piece in pieces[path])
 
 
 Index = tuple[slice, ...]
@@ -266,7 +275,7 @@ def read_params(
     _check_tensors(tensors, config, family, folder)
     about = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}
     check_agreement("read a model", {"tensors": hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()})
-    pieces = family.pieces(config)
+    pieces, first = family.pieces(config), config.num_dense_layers
     treedef = jax.tree.structure(param_table(config), is_leaf=is_spec)
     if shardings is None:
         shardings = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -279,7 +288,7 @@ def read_params(
     where = [shardings] * len(specs) if is_one else jax.tree.leaves(shardings)
     params = []
     for (path, spec), sharding in zip(specs.items(), where, strict=True):
-        block = lambda index, path=path, spec=spec: read_block(tensors, pieces[path], spec, index, dtype)
+        block = lambda index, path=path, spec=spec: read_block(tensors, pieces[path], spec, index, dtype, first)
         params.append(_on_devices(spec.full_shape, sharding, block))
     return treedef.unflatten(params)
 
@@ -299,7 +308,9 @@ def _on_devices(
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
-def read_block(tensors: Tensors, pieces: Sequence[Piece], spec: ParamSpec, index: Index, dtype: np.dtype) -> np.ndarray:
+def read_block(
+    tensors: Tensors, pieces: Sequence[Piece], spec: ParamSpec, index: Index, dtype: np.dtype, first: int = 0
+) -> np.ndarray:
     """Returns a part of a param on the host; no other bytes are read.
 
     Args:
@@ -308,6 +319,7 @@ def read_block(tensors: Tensors, pieces: Sequence[Piece], spec: ParamSpec, index
         spec: The param.
         index: The part to read; if layers are stacked, the first slice is over layers.
         dtype: The dtype of the result.
+        first: The number of the first stacked layer in the names of tensors.
     """
     block = np.zeros([at.stop - at.start for at in index], dtype)
     is_stacked = spec.num_layers is not None
@@ -318,7 +330,7 @@ def read_block(tensors: Tensors, pieces: Sequence[Piece], spec: ParamSpec, index
             region = piece.region(spec)
             both = [slice(max(r.start, w.start), min(r.stop, w.stop)) for r, w in zip(region, within, strict=True)]
             if all(at.start < at.stop for at in both):
-                source = piece.to_param(spec, tensors[piece.name.format(layer)])
+                source = piece.to_param(spec, tensors[piece.name.format(first + layer)])
                 target[_relative(both, within)] = source[_relative(both, region)]
     return block
 

@@ -84,8 +84,9 @@ def _adapted_layers(params: PyTree) -> dict[str, Adapted]:
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_adapted):
         if is_adapted(node):
-            a, b = unpack(fetch((node.lora_a, node.lora_b)))
-            found[path_string(path)] = Adapted(None, a, b, node.scale)
+            name, factors = path_string(path), fetch((node.lora_a, node.lora_b))
+            a, b = unpack(factors) if name.startswith(LAYERS) else factors
+            found[name] = Adapted(None, a, b, node.scale)
     return found
 
 
@@ -99,7 +100,8 @@ def _tensors(config: TransformerConfig, kind: str, nodes: dict[str, Adapted]) ->
         of_b = ParamSpec((rank, *spec.shape[num_in:]), (RANK, *spec.dims[num_in:]))
         ins, outs = _groups_in_and_out(piece, spec.dims[:num_in])
         module = f"base_model.model.{tensor.removesuffix('.weight')}"
-        a, b = nodes[path].lora_a[layer], nodes[path].lora_b[layer]
+        at = () if layer is None else layer
+        a, b = nodes[path].lora_a[at], nodes[path].lora_b[at]
         yield f"{module}.lora_A.weight", Piece("", f"{RANK} {ins}").to_tensor(of_a, a)
         yield f"{module}.lora_B.weight", Piece("", f"{outs} {RANK}", piece.part).to_tensor(of_b, b)
 
@@ -123,29 +125,34 @@ def merge_factors(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
     found = dict(stored)
     for path in [path.removesuffix("/lora_a") for path in stored if path.endswith("/lora_a")]:
         weight, lora_a, lora_b = (found.pop(f"{path}/{name}") for name in FIELDS)
-        found[path] = MergedArray(weight, lora_a, lora_b, settings["lora_alpha"] / settings["lora_rank"])
+        found[path] = MergedArray(weight, lora_a, lora_b, settings["lora_alpha"] / settings["lora_rank"], path)
     return found
 
 
 class MergedArray:
     """A stored weight with its factors, merged when it is read: ``array[layer]`` is one layer of W + scale A B, in NumPy.
 
+    Only weights under ``layers`` have a leading dim of layers.
+
     Attributes:
-        shape: That of the weight, with a leading dim of layers.
+        shape: That of the weight.
         dtype: That of the weight.
     """
 
-    def __init__(self, weight: Any, lora_a: Any, lora_b: Any, scale: float) -> None:
-        self.shape, self.dtype = weight.shape, weight.dtype
+    def __init__(self, weight: Any, lora_a: Any, lora_b: Any, scale: float, path: str) -> None:
+        self.shape, self.dtype, self._is_stacked = weight.shape, weight.dtype, path.startswith(LAYERS)
         self._parts, self._scale = (weight, lora_a, lora_b), scale
 
     def __getitem__(self, layer: int) -> np.ndarray:
-        weight, a, b = (
-            np.asarray(part[layer]).astype(np.promote_types(self.dtype, np.float32)) for part in self._parts
-        )
+        return self._merged(*(part[layer] for part in self._parts))
+
+    def _merged(self, *parts: Any) -> np.ndarray:
+        weight, a, b = (np.asarray(part).astype(np.promote_types(self.dtype, np.float32)) for part in parts)
         product = a.reshape(-1, a.shape[-1]) @ b.reshape(a.shape[-1], -1)
         return (weight + self._scale * product.reshape(weight.shape)).astype(self.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy
+        if not self._is_stacked:
+            return np.asarray(self._merged(*self._parts), dtype)
         return np.asarray(np.stack([self[layer] for layer in range(self.shape[0])]), dtype)

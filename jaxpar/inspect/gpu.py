@@ -27,7 +27,7 @@ from fractions import Fraction
 from jaxpar.gpus import GPUS, Gpu
 from jaxpar.inspect.costs import VIEWS, bytes_of_instructions, flops_of_instructions, own_bytes, written_outputs
 from jaxpar.inspect.hlo import NO_ASSUMPTIONS, Assumptions, Computation, Instruction, Module, calls, plain_number
-from jaxpar.inspect.text import bytes_text, device_seconds_text, flops_text, table
+from jaxpar.inspect.text import bytes_text, device_seconds_text, flops_text, table, table_of
 
 KINDS = ("products", "slices", "updates", "copies", "other")
 LARGEST_SHOWN = 10
@@ -200,18 +200,15 @@ class GpuProgram:
         lines += [
             f"  {each.times:g} x {bytes_text(each.num_bytes)}  {each.array}  {each.op_name[-48:]}" for each in largest
         ]
-        rows = [("asynchronous", "runs", "bytes", "products meanwhile", "from")]
-        rows += [
-            (
-                each.kind,
-                f"{each.times:g}",
-                bytes_text(each.num_bytes),
-                flops_text(each.flops_meanwhile),
-                each.op_name[-48:],
-            )
-            for each in self.transfers
-        ]
-        parts = ["\n".join(lines), table(rows) if self.transfers else "", render_device_time(self.work, self.gpu)]
+        columns = {
+            "asynchronous": lambda each: each.kind,
+            "runs": lambda each: f"{each.times:g}",
+            "bytes": lambda each: bytes_text(each.num_bytes),
+            "products meanwhile": lambda each: flops_text(each.flops_meanwhile),
+            "from": lambda each: each.op_name[-48:],
+        }
+        transfers = table_of(self.transfers, columns) if self.transfers else ""
+        parts = ["\n".join(lines), transfers, render_device_time(self.work, self.gpu)]
         return "\n\n".join(part for part in parts if part)
 
 

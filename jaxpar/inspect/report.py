@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxpar.inspect.collectives import Collective, bytes_of_busiest
 from jaxpar.inspect.gpu import GpuProgram
-from jaxpar.inspect.text import bytes_text, flops_text, table
+from jaxpar.inspect.text import bytes_text, flops_text, table, table_of
 from jaxpar.mesh import sizes_text
 
 Axes = str | tuple[str, ...]
@@ -176,22 +176,18 @@ def axes_text(axes: Iterable[str]) -> str:
 def _collectives_table(report: StepReport) -> str:
     if not report.collectives:
         return "no collectives"
-    rows = [("collective", "axes", "runs", "group", "payload", "sent a step", "link", "arrays", "from")]
-    rows += [
-        (
-            each.kind + (" (async)" if each.asynchronous else ""),
-            _location_text(each, bool(report.axis_sizes)),
-            _runs_text(each),
-            str(each.group_size),
-            bytes_text(each.payload_bytes),
-            _bounded(each, bytes_text(each.bytes_moved)),
-            {None: "-", True: "across", False: "inside"}[each.crosses_nodes],
-            _arrays_text(each),
-            _origin_text(each),
-        )
-        for each in report.collectives
-    ]
-    lines = [table(rows)]
+    columns = {
+        "collective": lambda each: each.kind + (" (async)" if each.asynchronous else ""),
+        "axes": lambda each: _location_text(each, bool(report.axis_sizes)),
+        "runs": _runs_text,
+        "group": lambda each: str(each.group_size),
+        "payload": lambda each: bytes_text(each.payload_bytes),
+        "sent a step": lambda each: _bounded(each, bytes_text(each.bytes_moved)),
+        "link": lambda each: {None: "-", True: "across", False: "inside"}[each.crosses_nodes],
+        "arrays": _arrays_text,
+        "from": _origin_text,
+    }
+    lines = [table_of(report.collectives, columns)]
     if any(each.is_bound for each in report.collectives):
         lines.append("<= is in a branch that is taken at most this often")
     if any(each.times is None for each in report.collectives):
@@ -256,17 +252,13 @@ def _flops_lines(report: StepReport) -> str:
 def _whole_table(report: StepReport) -> str:
     if not report.whole_arrays:
         return ""
-    rows = [(f"whole on every device though {bytes_text(report.large_bytes)} or more", "array", "bytes", "devices")]
-    rows += [
-        (
-            each.name,
-            f"{each.dtype}[{','.join(map(str, each.shape))}]",
-            bytes_text(each.num_bytes),
-            str(each.num_devices),
-        )
-        for each in report.whole_arrays
-    ]
-    return table(rows)
+    columns = {
+        f"whole on every device though {bytes_text(report.large_bytes)} or more": lambda each: each.name,
+        "array": lambda each: f"{each.dtype}[{','.join(map(str, each.shape))}]",
+        "bytes": lambda each: bytes_text(each.num_bytes),
+        "devices": lambda each: str(each.num_devices),
+    }
+    return table_of(report.whole_arrays, columns)
 
 
 def _counted(number: int, noun: str) -> str:

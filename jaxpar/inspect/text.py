@@ -1,6 +1,7 @@
 """Figures as text: readable units and aligned columns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -46,3 +47,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
+
+
+def table_of(items: Iterable[Any], columns: Mapping[str, Callable[[Any], str]]) -> str:
+    """Returns a table with a row for each item; the columns have a name, and what to write there about an item."""
+    return table([tuple(columns), *(tuple(text(item) for text in columns.values()) for item in items)])

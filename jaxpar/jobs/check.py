@@ -11,17 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxpar.jobs.job import DNS_LABEL, MAX_NAME
-from jaxpar.jobs.manifests import INDEX
+from jaxpar.jobs.manifests import API_VERSIONS, INDEX
 from jaxpar.runtime.output import needing_extra
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
-API_VERSIONS = {  # of the kinds that `manifest` writes
-    "JobSet": "jobset.x-k8s.io/v1alpha2",
-    "TrainJob": "trainer.kubeflow.org/v1alpha1",
-    "PodMonitor": "monitoring.coreos.com/v1",
-    "Deployment": "apps/v1",
-    "Service": "v1",
-}
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 

@@ -122,7 +122,7 @@ class KubernetesSettings:
         queue: Kueue's LocalQueue, which admits all nodes or none.
         topology: A node label, such as a block's: all nodes are placed in as few of these as possible.
         replica_topology: A node label, such as a rack's: the nodes that hold the replicas of a stage (of each group of
-            ``replica``), which communicate most, are placed in one of these.
+            replicas), which communicate most, are placed in one of these.
         toleration: A taint on which pods may run, KEY=VALUE:EFFECT; without =VALUE any value, without :EFFECT any effect. Give
             it once for each taint.
         rdma: The resource of InfiniBand or RoCE that a device plugin offers, and how many of it a node has, as in rdma/ib=8.

@@ -29,6 +29,13 @@ from jaxpar.jobs.job import CHECKPOINTS, COMPILED, GPUS, PORT, Job, JobSettings,
 from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
 
+API_VERSIONS = {
+    "JobSet": "jobset.x-k8s.io/v1alpha2",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+    "PodMonitor": "monitoring.coreos.com/v1",
+    "Deployment": "apps/v1",
+    "Service": "v1",
+}
 METRICS = "metrics"  # the name of the port of the metrics
 # The first process of a PID namespace ignores every signal that it has not set a handler for. In a namespace of its own, a
 # program that still imports or waits for its peers would ignore SIGTERM until the grace period is over. Shared, the pod's
@@ -51,17 +58,13 @@ def to_jobset(job: Job) -> dict[str, Any]:
     Raises:
         ValueError: The job names no image.
     """
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": metadata(job),
-        "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": _subdomain(job)},
-            "failurePolicy": _failure_policy(job),
-            # One replica, since pods are numbered within a Job.
-            "replicatedJobs": [{"name": NODES, "replicas": 1, "template": {"spec": _job(job)}}],
-        },
+    spec = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": _subdomain(job)},
+        "failurePolicy": _failure_policy(job),
+        # One replica, since pods are numbered within a Job.
+        "replicatedJobs": [{"name": NODES, "replicas": 1, "template": {"spec": _job(job)}}],
     }
+    return manifest("JobSet", metadata(job), spec)
 
 
 def _subdomain(job: Job) -> str:
@@ -151,26 +154,16 @@ def to_trainjob(job: Job) -> dict[str, Any]:
     Raises:
         ValueError: The job names no image.
     """
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": metadata(job),
-        "spec": {
-            "runtimeRef": {
-                "apiGroup": "trainer.kubeflow.org",
-                "kind": "ClusterTrainingRuntime",
-                "name": RUNTIME,
-            },
-            "trainer": {
-                "image": job.image,
-                "command": job.arguments(),
-                "numNodes": job.num_nodes,
-                "resourcesPerNode": resources(job),
-                "env": environment(job),
-            },
-            "runtimePatches": [_patch(job)],
-        },
+    trainer = {
+        "image": job.image,
+        "command": job.arguments(),
+        "numNodes": job.num_nodes,
+        "resourcesPerNode": resources(job),
+        "env": environment(job),
     }
+    runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": RUNTIME}
+    spec = {"runtimeRef": runtime, "trainer": trainer, "runtimePatches": [_patch(job)]}
+    return manifest("TrainJob", metadata(job), spec)
 
 
 def _patch(job: Job) -> dict[str, Any]:
@@ -199,17 +192,9 @@ def to_podmonitor(job: JobSettings) -> dict[str, Any]:
             "a PodMonitor needs the port of the metrics; got none. Give the job's, such as --metrics-port 9090."
         )
     pods = {JOBSET_NAME: job.name, "batch.kubernetes.io/job-completion-index": "0"}
-    return {
-        "apiVersion": "monitoring.coreos.com/v1",
-        "kind": "PodMonitor",
-        "metadata": named(job.name, job.namespace),
-        "spec": {
-            "selector": {"matchLabels": pods},
-            "podMetricsEndpoints": [
-                {"port": METRICS, "path": "/metrics", "interval": SCRAPE_INTERVAL, "relabelings": [RUN_LABEL]}
-            ],
-        },
-    }
+    endpoint = {"port": METRICS, "path": "/metrics", "interval": SCRAPE_INTERVAL, "relabelings": [RUN_LABEL]}
+    spec = {"selector": {"matchLabels": pods}, "podMetricsEndpoints": [endpoint]}
+    return manifest("PodMonitor", named(job.name, job.namespace), spec)
 
 
 def to_sbatch(job: Job) -> str:
@@ -258,6 +243,11 @@ def _time(hours: float) -> str:
 
 
 # What Kubernetes objects share ----------------------------------------------------------------------------------------
+
+
+def manifest(kind: str, metadata: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+    """Returns an object of one of the kinds above."""
+    return {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def named(name: str, namespace: str) -> dict[str, str]:

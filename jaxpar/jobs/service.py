@@ -34,6 +34,7 @@ from jaxpar.jobs.manifests import (
     check_image,
     claim,
     cpus_and_memory,
+    manifest,
     named,
     named_values,
     scraping,
@@ -114,10 +115,8 @@ def to_service(serving: Serving) -> list[dict[str, Any]]:
     port = {"name": HTTP, "port": SERVICE_PORT, "targetPort": HTTP}
     pod = {"metadata": {"labels": labels, "annotations": scraping(serving.port)}, "spec": _pod(serving)}
     deployment = {"replicas": serving.replicas, "selector": {"matchLabels": labels}, "template": pod}
-    return [
-        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": deployment},
-        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"selector": labels, "ports": [port]}},
-    ]
+    service = {"selector": labels, "ports": [port]}
+    return [manifest("Deployment", metadata, deployment), manifest("Service", metadata, service)]
 
 
 def _pod(serving: Serving) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Lora:
         rank: The rank of A B.
         targets: For each weight to adapt its number of dims that a product sums over: 1 for a matrix [in, out]. Weights are
             named by the last part of their paths, such as "w_up", or by all of it. In the tree of a LayeredModel they are
-            among its layers.
+            among its layers, or in a list of ``outer`` whose name ends in "layers".
         alpha: The scale is alpha / rank; None: rank.
     """
 
@@ -198,7 +198,7 @@ class Lora:
 
         def at(path: tuple, leaf: Any) -> Any:
             name = _path_string(path)
-            if layered and not name.startswith(f"{LAYERS}/"):
+            if layered and f"{LAYERS}/" not in name:
                 return leaf
             target = next((target for target in self.targets if target in (name, name.split("/")[-1])), None)
             if target is None:

@@ -151,18 +151,20 @@ class Stage:
             return do_if(on, op, carry, masks=self.program.masks)
 
     def at_end(self, name: str, here: Mask, on: Mask, op: Callable[[Mask, State], State], state: State) -> State:
-        """Runs an end of the model, ``op(mask, state)``, on the one stage that holds it; ``here`` says whether this does.
-
-        With several chunks (few ticks run it) or unequal numbers of layers (a stage with fewer has time for it), it is skipped,
-        not masked. In a masked tick the backward pass of an embedding that only looks rows up is always masked. An end that the
-        program skips is not.
-        """
-        is_lookup = name == "embed_back" and self.ends.embed_is_lookup
-        is_cheap = is_lookup or (self.program.schedule.num_chunks == 1 and self.layers.layout.is_even)
-        if on is not True and is_cheap and name not in self.program.skips:
+        """Runs an end of the model, ``op(mask, state)``, on the one stage that holds it; ``here`` says whether this does."""
+        if on is not True and self.masks_end(name):
             with jax.named_scope(name):
                 return op(both(here, on), state)
         return self.do_if(name, both(here, on), lambda state: op(True, state), state)
+
+    def masks_end(self, name: str) -> bool:
+        """Whether all stages run an end of the model in a masked tick, and the others discard what it returns.
+
+        With several chunks (few ticks run it) or unequal layers (a stage with fewer has time for it) it is skipped, but for an
+        embedding that only looks rows up. One that the program skips always is.
+        """
+        is_cheap = self.program.schedule.num_chunks == 1 and self.layers.layout.is_even
+        return (is_cheap or (name != "head" and self.ends.embed_is_lookup)) and name not in self.program.skips
 
     @property
     def floats(self) -> list[int]:
@@ -187,7 +189,7 @@ class Stage:
         embedded = lambda: [unwrap_key(a) for a in embed(*args())]
         received = lambda: [unwrap_key(a) for a in buffers.get(state.inbox, self.x, row.x)]
         with jax.named_scope("embed"):
-            if self.program.masks and "embed" not in self.program.skips:
+            if self.program.masks and self.masks_end("embed"):
                 # The other stages wait for the first one anyway.
                 return where(is_first, embedded(), received())
             return jax.lax.cond(both(is_first, row.on), lambda: list(map(whole_over_tensor, embedded())), received)
@@ -195,12 +197,20 @@ class Stage:
     def store(self, ring: list, values: list, row: OpRow, name: str, position: Any) -> list:
         """Writes the values of one layer to a buffer."""
         values = [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
-        return buffers.put(ring, values, getattr(row, name), position)
+        return buffers.put(ring, values, getattr(row, name), self.place(row, position))
 
     def stored(self, state: State, row: OpRow, name: str, position: Any) -> list:
         """The values of one layer in a buffer."""
-        values = buffers.get(getattr(state, name), self.layer.shapes(name), getattr(row, name), position)
+        at = getattr(row, name), self.place(row, position)
+        values = buffers.get(getattr(state, name), self.layer.shapes(name), *at)
         return [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
+
+    def place(self, row: OpRow, position: Any) -> Any:
+        """Where a slot holds a layer. The loop that runs F beside B has the positions with a layer in every chunk."""
+        if not self.program.reverses or row.reversed is None:
+            return position
+        num_common = self.layers.layout.min_layers
+        return jnp.where((row.reversed > 0) & (position < num_common), num_common - 1 - position, position)
 
     def with_keys(self, unwrapped: Sequence) -> list:
         """X with PRNG keys rewrapped."""
@@ -271,10 +281,8 @@ class Stage:
         assert parts is not None, "a head that is shared has parts"
         on = last.on & (last.chunk == self.program.schedule.num_chunks - 1)
         with jax.named_scope("head"):
-            given = [
-                parts.scatter(jnp.where(stage_index() == stage, a, 0)) if parts.is_split(a) else a
-                for a in self.with_keys(y)
-            ]
+            of_last = lambda a: parts.scatter(jnp.where(stage_index() == stage, a, 0))
+            given = [of_last(a) if parts.is_split(a) else a for a in self.with_keys(y)]
             microbatch = jax.tree.map(lambda a: parts.of_stage(a, stage_index()), self.microbatch(last.microbatch))
             loss_sums, grads, ct = self.ends.head(self.head, given, microbatch, self.total_weight)
             return self.add_head(on, state, row, loss_sums, grads, [parts.gather(each) for each in ct])

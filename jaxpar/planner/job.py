@@ -9,7 +9,8 @@ Memory and traffic are those of jaxpar's step with any ``Software``; only times 
     price(model, machines, choice, batch_size=1536, executor="mpmd", software=Software(name="Megatron-LM", ...))
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from jaxpar.fields import arg
-from jaxpar.mesh import AXES, abstract_mesh, shown_sizes
+from jaxpar.mesh import AXES, OF_ZERO, abstract_mesh, shown_sizes
 from jaxpar.pipeline import LayerLayout, Program, spmd_program
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 from jaxpar.schedule.simulate import Structure, structure_of
@@ -33,7 +34,7 @@ class Choice:
     Attributes:
         replica: Groups of replicas, over which gradients alone are summed (HSDP).
         data: Replicas of a group, over which ZeRO shards.
-        context: Parts of each sequence.
+        context: Parts of each sequence, over which it shards too.
         stage: Pipeline stages.
         tensor: Shards of each weight.
         schedule: The pipeline's schedule, by name; ignored where there is one stage.
@@ -68,6 +69,10 @@ class Choice:
     def num_replicas(self) -> int:
         """The parts into which the rows of a batch are split."""
         return self.replica * self.data
+
+    def parts(self, axes: Iterable[str] = OF_ZERO) -> int:
+        """Returns the number of devices along some axes together, by default of those over which ZeRO shards."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
     def num_simulated(self) -> int:

@@ -48,6 +48,7 @@ class ModelShape:
         placements: The same model with its experts over each axis over which they may be.
         experts_per_token: The experts that a token uses.
         over_data: Whether the experts are over ``data``, so that layers are traced as on a device of that axis.
+        num_leading: The layers that are part of the embedding.
         depends_on: The mesh axes for whose sizes the functions ask, so that they are traced anew for each.
         cache: The traced ops, by number of rows and by the sizes of these axes.
     """
@@ -64,6 +65,7 @@ class ModelShape:
     experts_per_token: int = 1
     placements: Mapping[str, "ModelShape"] = field(default_factory=dict)
     over_data: bool = False
+    num_leading: int = 0
     depends_on: tuple[str, ...] = ()
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -163,6 +165,7 @@ def transformer_shape(
         experts=config.num_experts,
         experts_per_token=config.experts_per_token,
         over_data=config.num_experts is not None and experts == DATA,
+        num_leading=config.num_dense_layers,
         depends_on=(TENSOR,) if sequence_parallel or config.num_experts is not None else (),
     )
     return shape if lora is None else _with_factors(shape, lora)

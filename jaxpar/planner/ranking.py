@@ -250,7 +250,7 @@ def _smallest(estimator: Estimator, fixed: dict[str, Any]) -> tuple[Choice, int]
     variants = [
         replace(choice, zero=zero)
         for choice in map(estimator.balanced, estimator.candidates(fixed))
-        for zero in fixed_or(fixed, "zero", (0, 1, 2, 3) if choice.data > 1 else (0,))
+        for zero in fixed_or(fixed, "zero", (0, 1, 2, 3) if choice.parts() > 1 else (0,))
         if estimator.analysis(choice) is not None
     ]
     sized = [(estimator.quick_bytes(variant), i) for i, variant in enumerate(variants)]

@@ -48,6 +48,16 @@ def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int,
     for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
         if value is not None and value < 1:
             raise ValueError(f"{arg(name)} must be 1 or more; got {value}. For example: 1.")
+    cut = [
+        name
+        for name, whole in (("zero", 0), ("context", 1), ("experts", TENSOR))
+        if fixed.get(name) not in (None, whole)
+    ]
+    if executor == "mpmd" and (fixed.get("stage") or 1) > 1 and cut:
+        raise ValueError(
+            f"with {arg(executor=executor)} replicas hold all params and whole sequences; got {arg(stage=fixed['stage'])}, "
+            f"{arg(**{cut[0]: fixed[cut[0]]})}. Leave {arg(cut[0])} out, or use {arg(executor='spmd')}."
+        )
     if fixed.get("experts") not in (None, TENSOR, DATA):
         raise ValueError(f'{arg("experts")} must be over "tensor" or "data"; got {fixed["experts"]!r}.')
     if fixed.get("experts") is not None and shape.experts is None:
@@ -81,14 +91,15 @@ def candidates(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict
             yield replace(mesh, schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat)
 
 
-def spreads(num_layers: int, num_virtual_stages: int) -> list[tuple[int, ...]]:
+def spreads(num_layers: int, num_virtual_stages: int, leading: int = 0) -> list[tuple[int, ...]]:
     """Returns layers of each virtual stage: with embedding and head as no layers, with the head as one, and with each as one.
 
-    Splits that leave a virtual stage without layers are left out.
+    An embedding with ``leading`` layers also counts as so many. Splits that leave a virtual stage without layers are left out.
     """
+    leading = min(leading, num_layers // num_virtual_stages)
     spreads = [
         LayerLayout(num_layers, num_virtual_stages, end_layers=ends).layers_per_virtual_stage
-        for ends in ((0, 0), (0, 1), (1, 1))
+        for ends in ((0, 0), (0, 1), (1, 1), *(((leading, 0), (leading, 1)) if leading else ()))
     ]
     return [tuple(spread or ()) for spread in spreads if min(spread or (0,)) > 0]
 
@@ -162,15 +173,22 @@ class Estimator:
         return self.cluster.memory_bytes * (1 - self.memory_headroom)
 
     def candidates(self, fixed: dict[str, Any]) -> Iterator[Choice]:
-        """Returns all candidates at ZeRO level 0, with layers spread evenly."""
-        return candidates(self.cluster, self.batch_size, self.shape, fixed)
+        """Returns all candidates at ZeRO level 0 that the executor runs, with layers spread evenly."""
+        runs = lambda each: each.context == 1 and each.experts != DATA and not fixed.get("zero")
+        found = candidates(self.cluster, self.batch_size, self.shape, fixed)
+        return (each for each in found if not self.replicates(each) or runs(each))
+
+    def replicates(self, choice: Choice) -> bool:
+        """Whether the replicas of a choice hold all of its params, optimizer state and sequences, as "mpmd" has them."""
+        return self.executor == "mpmd" and choice.stage > 1
 
     def balanced(self, choice: Choice) -> Choice:
         """Returns the choice with the spread of layers whose busiest stage, the head included, takes the least time."""
         count = choice.stage * choice.num_chunks
         if choice.stage == 1 or self.analysis(choice) is None or self.shape.num_layers < 2 * count:
             return choice
-        options = [replace(choice, layers_per_virtual_stage=given) for given in spreads(self.shape.num_layers, count)]
+        given = spreads(self.shape.num_layers, count, self.shape.num_leading)
+        options = [replace(choice, layers_per_virtual_stage=each) for each in given]
         return min(options, key=lambda option: float(f"{self.prices(option).busiest():.6g}"))
 
     def analysis(self, choice: Choice) -> Analysis | None:
@@ -255,7 +273,7 @@ class Estimator:
             return None
         transfers = [] if quick else self.traffic(choice)
         sent = transfers or self.traffic(choice, messages=False)
-        shards = choice.data if choice.zero in (1, 2) else 1  # which update a share of the params
+        shards = choice.parts() if choice.zero in (1, 2) else 1  # which update a share of the params
         state = memory["optimizer"] + (self.at_rest(choice).trained_bytes + memory["gradients"]) // shards
         is_ideal = self.executor == "mpmd"
         ranked = step_time(choice, self.prices(choice), sent, state)
@@ -281,7 +299,10 @@ class Estimator:
         layer, backward = plain.work("forward").flops, plain.work("backward").flops
         again = {False: 0, True: layer, "dots": analysis.work("backward").flops - backward}[choice.remat]
         steps = choice.num_microbatches / choice.stage
-        useful = self.shape.num_layers * (layer + backward) + analysis.end_works["head"].flops
+        of_ends = sum(
+            analysis.end_works[end].flops for end in ("embed_back", "head")
+        )  # with that of their forward passes
+        useful = self.shape.num_layers * (layer + backward) + of_ends
         return steps * useful, steps * self.shape.num_layers * (again + self.software.recompute * layer)
 
 
@@ -318,7 +339,8 @@ def likely_choices(
         if is_known:
             yield seconds, choice
         elif not is_done(seconds, choice):
-            levels = (1, 2, 3) if choice.data > 1 else (0,)  # level 0 sends as much as level 1 and needs more memory
+            # Level 0 sends as much as level 1 and needs more memory.
+            levels = (0,) if choice.parts() == 1 or estimator.replicates(choice) else (1, 2, 3)
             tried = [replace(choice, zero=zero) for zero in fixed_or(fixed, "zero", levels)]
             fits = next((each for each in tried if estimator.seems_to_fit(each, SURPLUS)), None)
             if fits:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpar.dtypes import num_bytes, wide_dtype
-from jaxpar.mesh import DATA, REPLICAS, STAGE, TENSOR
+from jaxpar.mesh import DATA, OF_ZERO, REPLICAS, STAGE, TENSOR
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import EXPERTS, JAXPAR, Assumptions, Choice, Software
 from jaxpar.planner.kernels import Kernels, memory_rate, seconds_of
@@ -181,8 +181,13 @@ class Prices:
     ) -> None:
         self.choice, self.cluster, self.software, self.ideal = choice, cluster, software, ideal
         self.links = Links(cluster, choice.mesh.shape, assumed.network)
-        self.counts = choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ()
+        self.counts: tuple[float, ...] = tuple(choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ())
         self.times: OpTimes = op_times(choice, analysis, self.links, assumed, software, ideal=ideal)
+        self._leading = 0.0 if analysis.ends.embed_is_lookup else self.times.embed + self.times.embed_back
+        if self._leading and (ideal or choice.num_chunks > 1 or len(set(self.counts)) > 1):
+            # The first stage alone runs the layers of the embedding, as if it had more of its own.
+            self.counts = (self.counts[0] + self._leading / self.one_layer, *self.counts[1:])
+            self.times, self._leading = replace(self.times, embed=0.0, embed_back=0.0), 0.0
         self.shares_head = not ideal and analysis.part_of_head(choice) is not None
         self._message = analysis.activation_bytes
 
@@ -261,8 +266,8 @@ class Prices:
         reduced = [each for each in transfers if not each.what.startswith("a layer's")]
         seconds = beside = sum(self.collectives(reduced, axis) for axis in REPLICAS)
         if DATA not in self.software.overlaps:
-            beside = self.collectives([each for each in transfers if "of a layer" in each.what], DATA)
-            beside *= choice.zero == 3
+            of_layers = [each for each in transfers if "of a layer" in each.what]
+            beside = (choice.zero == 3) * sum(self.collectives(of_layers, axis) for axis in OF_ZERO)
         microbatches = choice.num_microbatches if choice.zero == 3 else 1
         backward = self.one_layer if choice.zero == 3 else self.one_layer - self.op("F")
         hidden = min(beside * (1 - 1 / layers), microbatches * layers * backward)
@@ -272,7 +277,7 @@ class Prices:
         """Returns the seconds of work of the busiest stage for one microbatch."""
         one, counts = self.one_layer - self.beside, self.by_stage()
         most = max(counts[:-1] or counts) if self.shares_head else counts[-1]
-        return max(max(counts) * one, max(most, counts[-1]) * one + self.head_seconds)
+        return self._leading + max(max(counts) * one, max(most, counts[-1]) * one + self.head_seconds)
 
     def likely(self) -> int | float:
         """Returns an estimate of the seconds of the layers and the head in a step, without a schedule.
@@ -292,13 +297,13 @@ class Prices:
         steady = self.busiest() + ticks * self.exposed_message(ops)
         return choice.num_microbatches * steady + fill + self.shares_head * (choice.stage - 1) * self.head_seconds
 
-    def by_stage(self) -> list[int]:
+    def by_stage(self) -> list[float]:
         """Returns the layers of each stage, the stage of the head last."""
         if self.choice.num_chunks == 1:
             return list(self.counts)
         placement = "v" if self.choice.schedule == "zb-v" else "loop"
         stages = [stage_and_chunk(v, self.choice.stage, placement)[0] for v in range(len(self.counts))]
-        counts = [0] * self.choice.stage
+        counts = [0.0] * self.choice.stage
         for stage, count in zip(stages, self.counts, strict=True):
             counts[stage] += count
         last = stages[-1]

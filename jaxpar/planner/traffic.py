@@ -1,21 +1,23 @@
 """The collectives of a training step over each mesh axis: those of the compiled step, derived from shapes.
 
-Those over ``data`` and ``stage`` are jaxpar's own (`zero.py`, `pipeline/buffers.py`, `pipeline/embed_and_head.py`) and are
+Those over the replicas and ``stage`` are jaxpar's own (`zero.py`, `pipeline/buffers.py`, `pipeline/embed_and_head.py`) and are
 counted from the same specs. Those over ``tensor`` are inserted by XLA (`backward/partition.py`).
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxpar.backward.partition import cut_of
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.mesh import CONTEXT, DATA, OF_MODELS, REPLICA, REPLICAS, STAGE
+from jaxpar.mesh import CONTEXT, OF_MODELS, OF_ZERO, REPLICA, REPLICAS, STAGE
 from jaxpar.planner.job import Choice
 from jaxpar.planner.ops import Analysis, layer_works
 from jaxpar.planner.state import AtRest
@@ -58,7 +60,7 @@ def step_traffic(choice: Choice, analysis: Analysis, at_rest: AtRest, *, message
         at_rest: Its state between steps.
         messages: Whether to include messages between stages, for which the schedule is compiled.
     """
-    transfers = [*_over_data(choice, analysis, at_rest), *_over_stage(choice, at_rest)]
+    transfers = [*_over_replicas(choice, analysis, at_rest), *_over_stage(choice, at_rest)]
     transfers += _messages(choice, analysis) if messages else []
     transfers += [*_of_ops(choice, analysis), *_of_norm(choice, at_rest)]
     return [each for each in transfers if each.group_size > 1 and each.payload_bytes and each.times]
@@ -77,36 +79,50 @@ def layers_of_a_stage(choice: Choice, num_layers: int) -> int:
     return int(choice.layout(num_layers).layer_counts.sum(axis=1).max()) if choice.stage > 1 else num_layers
 
 
-def _over_data(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
-    data = choice.data
+def _over_replicas(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
+    over = partial(_over, choice)
     every = choice.num_microbatches * layers_of_a_stage(choice, analysis.shape.num_layers)
     shards = jax.tree.leaves(at_rest.step.zero_of_grads)
     grads = [num_bytes([leaf]) for leaf in at_rest.local_grads]
-    whole = sum(size for size, shard in zip(grads, shards, strict=True) if shard.is_replicated)
-    for axis in REPLICAS:
-        yield Transfer(axis, "all-reduce", SCALAR, 1, choice.mesh.shape[axis], "weight")
-    yield Transfer(DATA, "all-reduce", whole + SCALAR, 1, data, "gradients")
-    # Groups of replicas, and parts of sequences, sum what each member has after its own group.
-    for axis in (REPLICA, CONTEXT):
-        payload = at_rest.reduced_bytes + SCALAR
-        yield Transfer(axis, "all-reduce", payload, 1, choice.mesh.shape[axis], "gradients")
+    whole, owned = (
+        sum(size for size, shard in zip(grads, shards, strict=True) if shard.dim is None and is_kind(shard))
+        for is_kind in (lambda shard: shard.owned is None, lambda shard: shard.owned is not None)
+    )
+    in_one = all(shard.is_replicated for shard in shards)
+    yield from over(REPLICAS, "all-reduce", SCALAR, 1, "weight")
+    yield from over(REPLICAS if in_one else OF_ZERO, "all-reduce", whole + SCALAR, 1, "gradients")
+    yield from over((CONTEXT,), "all-reduce", owned, 1, "gradients")
+    if not in_one:  # groups of replicas sum what each member has after its own group
+        yield from over((REPLICA,), "all-reduce", at_rest.reduced_bytes + SCALAR, 1, "gradients")
     for size, shard in zip(grads, shards, strict=True):
         if shard.dim is not None and not shard.is_early:
-            yield Transfer(DATA, "reduce-scatter", size, 1, data, "gradients")
+            yield from over(shard.axes, "reduce-scatter", size, 1, "gradients")
         if shard.dim is not None and not shard.is_param:
-            yield Transfer(DATA, "all-gather", size, 1, data, "params after the update")
+            yield from over(shard.axes, "all-gather", size, 1, "params after the update")
     one_layer = [num_bytes([leaf]) for leaf in at_rest.one_layer]
     cast = [num_bytes([leaf]) for leaf in analysis.layer.shapes(analysis.split.values["params"])]
     of_layers = jax.tree.leaves(at_rest.step.zero[LAYERS])
     for index, (size, gathered, shard) in enumerate(zip(one_layer, cast, of_layers, strict=True)):
         if shard.is_early and index in at_rest.trained_layers:
-            yield Transfer(DATA, "reduce-scatter", size, every, data, "gradients of a layer")
+            yield from over(shard.axes, "reduce-scatter", size, every, "gradients of a layer")
         if shard.is_param:
             times = sum(index in work.reads for work in layer_works(choice, analysis).values())
-            yield Transfer(DATA, "all-gather", gathered, every * times, data, "params of a layer")
+            yield from over(shard.axes, "all-gather", gathered, every * times, "params of a layer")
     for leaf, shard in zip(at_rest.outer_in_use, jax.tree.leaves(at_rest.step.zero[OUTER]), strict=True):
         if shard.is_param:
-            yield Transfer(DATA, "all-gather", num_bytes([leaf]), 1, data, "params of embedding and head")
+            yield from over(shard.axes, "all-gather", num_bytes([leaf]), 1, "params of embedding and head")
+
+
+def _over(
+    choice: Choice, axes: Sequence[str], kind: str, payload_bytes: int, times: int, what: str
+) -> Iterator[Transfer]:
+    """Yields one collective over several axes: the whole array over the fastest, and a share of it over each slower one.
+
+    In all a device sends as many bytes as in a ring over all of them.
+    """
+    for axis in reversed(axes):
+        yield Transfer(axis, kind, payload_bytes, times, choice.mesh.shape[axis], what)
+        payload_bytes = -(-payload_bytes // choice.mesh.shape[axis])
 
 
 def _over_stage(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
@@ -151,7 +167,7 @@ def _sends_of_busiest(choice: Choice, sizes: dict[str, int]) -> dict[str, int]:
 def _of_norm(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
     """Yields the all-reduces of the gradient norm, over each axis that shards a gradient."""
     for axis, size in choice.mesh.shape.items():
-        cut = sum(axis in spec for spec in at_rest.grad_specs)
+        cut = sum(cut_of(spec, axis) is not None for spec in at_rest.grad_specs)
         yield Transfer(axis, "all-reduce", cut * 2 * SCALAR, 1, size, "gradient norm")
 
 

@@ -110,9 +110,7 @@ def plot_memory(
         ImportError: matplotlib is not installed.
         ValueError: There are no bars, or the suffix is not a known format.
     """
-    check_format(path)
-    if not bytes_by_stage:
-        raise ValueError("plot_memory must get one bar or more; got none.")
+    _check_bars(bytes_by_stage, path, "plot_memory")
     sizes = {name: {kind: n / GIB for kind, n in parts.items()} for name, parts in bytes_by_stage.items()}
     others, names = cycle(OTHERS), list(sizes)
     with figure_to(path, (min(15.0, 3.2 + 0.75 * len(names)), 4.8), asked_by="plot_memory") as figure:
@@ -146,9 +144,7 @@ def plot_step_time(
         ImportError: matplotlib is not installed.
         ValueError: There are no bars, or the suffix is not a known format.
     """
-    check_format(path)
-    if not seconds_by_plan:
-        raise ValueError("plot_step_time must get one bar or more; got none.")
+    _check_bars(seconds_by_plan, path, "plot_step_time")
     colours = cycle(TIME_COLOURS)
     with figure_to(path, (9.5, 1.6 + 0.42 * len(seconds_by_plan)), asked_by="plot_step_time") as figure:
         panel = figure.add_subplot()
@@ -191,6 +187,12 @@ def plot_loss(path: str | PathLike[str], lines: Sequence[Mapping[str, float]], e
     axes.legend(loc="best")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
+
+
+def _check_bars(bars: Mapping[str, Any], path: str | PathLike[str], asked_by: str) -> None:
+    check_format(path)
+    if not bars:
+        raise ValueError(f"{asked_by} must get one bar or more; got none.")
 
 
 def _stack(

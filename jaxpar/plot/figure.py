@@ -10,6 +10,7 @@ from jaxpar.fields import arg
 from jaxpar.runtime.output import install_extra, needing_extra
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.figure import Figure
 
 FORMATS = ("svg", "png", "pdf")
@@ -64,6 +65,15 @@ def panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any
 
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(rows, columns) if rows else None
+
+
+def running_mean(values: "np.ndarray", before: int, after: int = 0) -> "np.ndarray":
+    """Returns the mean of each value, as many before it and as many after it; of fewer near the ends."""
+    import numpy as np  # here, since plain schedules import this module
+
+    sums, at = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
+    first, last = np.maximum(at - before, 0), np.minimum(at + after + 1, len(values))
+    return (sums[last] - sums[first]) / (last - first)
 
 
 def mix(colour: str, other: str, share: float) -> str:

@@ -63,16 +63,15 @@ def timeline(found: Mapping[str, Any]) -> str | None:
     groups = sorted({(kind, chunk) for _, kind, _, chunk, *_ in found["ops"]}, key=lambda g: ("FRBW".find(g[0]), g[1]))
     kinds = [_ops(found, kind, chunk) for kind, chunk in groups]
     count, until = found["num_stages"], max(end for *_, end in found["ops"])
-    height, scale = STAGE * count, Scale(0.0, until)
-    has_labels = until <= LABELLED_TIME
+    scale, has_labels = Scale(0.0, until), until <= LABELLED_TIME
     ends = "".join(f"M{end:g} 0V{count}" for end in found["tick_ends"])
-    return frame(
-        stretched(bars(kinds) + f'<path class="ticks" d="{ends}"/>', until, count, height)
-        + ("".join(_labels(found, scale)) if has_labels else ""),
-        height,
-        kind="rows",
+    return _rows(
+        bars(kinds) + f'<path class="ticks" d="{ends}"/>',
+        [f"stage {stage}" for stage in range(count)],
+        STAGE,
+        until,
+        above="".join(_labels(found, scale)) if has_labels else "",
         title="Ops of each stage",
-        left=[(1 - (stage + 0.5) / count, f"stage {stage}") for stage in range(count)],
         below=scale.ticks(8),
         across="time; one forward of a stage = 1. Dotted: end of a tick"
         if ends
@@ -81,6 +80,22 @@ def timeline(found: Mapping[str, Any]) -> str | None:
         buttons=ZOOM,
         min_width=int(12 * until) if has_labels else 600,
     )
+
+
+def _rows(plot: str, names: Sequence[str], pixels: int, width: float, *, above: str = "", **about: Any) -> str:
+    """Returns a chart of rows.
+
+    Args:
+        plot: The bars of the rows, in coordinates to ``width`` and the number of rows.
+        names: The name of each row, "" for none.
+        pixels: The height of a row.
+        width: The width of the rows in those coordinates.
+        above: What is drawn above the rows, in pixels.
+        **about: As for ``frame``.
+    """
+    height = pixels * len(names)
+    left = [(1 - (row + 0.5) / len(names), name) for row, name in enumerate(names) if name]
+    return frame(stretched(plot, width, len(names), height) + above, height, kind="rows", left=left, **about)
 
 
 def _ops(found: Mapping[str, Any], kind: str, chunk: int) -> tuple[str, str, list[tuple[float, float, float, str]]]:
@@ -109,16 +124,15 @@ def shards(found: Mapping[str, Any]) -> str | None:
         for row, array in enumerate(arrays)
         for at in range(len(devices))
     ]
-    height = ARRAY * len(arrays)
     named = len(devices) <= MAX_NAMED_DEVICES
     every = 1 if named else -(-len(devices) // 8)
     middle = lambda at: (at + 0.5) / len(devices)
-    return frame(
-        stretched(bars(cells), len(devices), len(arrays), height),
-        height,
-        kind="rows",
+    return _rows(
+        bars(cells),
+        [array["name"] for array in arrays],
+        ARRAY,
+        len(devices),
         title="Parts of the arrays on the devices",
-        left=[(1 - (row + 0.5) / len(arrays), array["name"]) for row, array in enumerate(arrays)],
         below=[(middle(at), str(at)) for at in range(0, len(devices), every)],
         across=f"device; {_order(devices)}",
         min_width=22 * len(devices) if named else 0,
@@ -135,14 +149,14 @@ def experts(found: Mapping[str, Any]) -> str | None:
             tip = f"layer {layer}, expert {expert}: {load:.3g} times the mean"
             of_colour.append((layer, expert + 0.03, 0.94, tip))
     row = min(ARRAY, max(ROWS_PIXELS // len(loads), 4))
-    count, height = len(loads[0]), row * len(loads)
+    count = len(loads[0])
     every_layer, every = -(-14 // row), -(-count // MAX_NAMED_EXPERTS)
-    return frame(
-        stretched(bars((colour, "", of_colour) for colour, of_colour in cells.items()), count, len(loads), height),
-        height,
-        kind="rows",
+    return _rows(
+        bars((colour, "", of_colour) for colour, of_colour in cells.items()),
+        ["" if at % every_layer else f"layer {at}" for at in range(len(loads))],
+        row,
+        count,
         title="Load of each expert",
-        left=[(1 - (at + 0.5) / len(loads), f"layer {at}") for at in range(0, len(loads), every_layer)],
         below=[((at + 0.5) / count, str(at)) for at in range(0, count, every)],
         across=f"expert; after {found['steps']:,} steps",
         legend={f"1/{FAR} of the mean or less": LOW, "the mean": EVEN, f"{FAR} times the mean or more": HIGH},
@@ -241,13 +255,13 @@ def _stacks(
             row_bars.append((row, until[row], share, text(parts.get(kind, 0.0))))
             until[row] += share
         drawn.append((of_kind, kind, row_bars))
-    height = BAR * len(found)
-    return frame(
-        stretched(bars(drawn), 1, len(found), height) + (_mark(scale.share(mark[0]), height) if mark else ""),
-        height,
-        kind="rows",
+    return _rows(
+        bars(drawn),
+        list(found),
+        BAR,
+        1,
+        above=_mark(scale.share(mark[0]), BAR * len(found)) if mark else "",
         title=title,
-        left=[(1 - (row + 0.5) / len(found), name) for row, name in enumerate(found)],
         below=scale.ticks(),
         across=across + (f"; dashed: {mark[1]}" if mark else ""),
         legend=dict(used) if len(used) > 1 else None,

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxpar.metrics.log import read_metrics
 from jaxpar.models.sweep import Errors
-from jaxpar.plot.figure import panels
+from jaxpar.plot.figure import panels, running_mean
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 
 ORANGE, GREEN, RED, GREY = "#d95f02", "#1b9e77", "#c1121f", "#808080"
@@ -34,7 +34,9 @@ def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     taken, tested_after = ([line["step"] + 1 for line in some] for some in (lines, tested))
     of_steps = np.array([line["loss"] for line in lines])
     losses.plot(taken, of_steps, color=GREEN, linewidth=1, alpha=0.35, label="digits learned from, one step")
-    losses.plot(taken, _mean_around(of_steps, 20), color=GREEN, linewidth=2, label="the same, mean of 20 steps around")
+    losses.plot(
+        taken, running_mean(of_steps, 10, 9), color=GREEN, linewidth=2, label="the same, mean of 20 steps around"
+    )
     losses.plot(
         tested_after, [line["test_loss"] for line in tested], color=ORANGE, linewidth=2, label="digits held out"
     )
@@ -51,14 +53,6 @@ def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     wrong.yaxis.set_major_formatter(_percent)
     wrong.legend(loc="best")
     figure.savefig(path, dpi=120)
-
-
-def _mean_around(values: np.ndarray, count: int) -> np.ndarray:
-    """Returns the mean of the ``count`` values around each, of fewer near the ends."""
-    half, sums = count // 2, np.concatenate([[0.0], np.cumsum(values)])
-    first = np.maximum(np.arange(len(values)) - half, 0)
-    last = np.minimum(np.arange(len(values)) + half, len(values))
-    return (sums[last] - sums[first]) / (last - first)
 
 
 def plot_errors(path: Path, sizes: Errors, rows: Errors) -> None:

@@ -168,6 +168,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
+def table_of(items: Iterable[Any], columns: Mapping[str, Callable[[Any], Any]]) -> str:
+    """Returns a table with a row for each item; the columns have a name, and the value of an item."""
+    return table(tuple(columns), ([value(item) for value in columns.values()] for item in items))
+
+
 def _cell(value: Any) -> str:
     text = "" if value is None else _number(value) if isinstance(value, int | float) else str(value)
     return f"<td{_style(value)}>{escape(text)}</td>"
@@ -303,17 +308,14 @@ def shards(found: Mapping[str, Any]) -> str:
         if shown < found["num_devices"]
         else ""
     )
-    rows = (
-        (
-            array["name"],
-            f"{array['dtype']}[{', '.join(map(str, array['shape']))}]",
-            array["spec"],
-            bytes_text(array["bytes"]),
-            bytes_text(array["device_bytes"]),
-        )
-        for array in found["arrays"]
-    )
-    return cut + table(("array", "shape", "split", "bytes", "bytes on a device"), rows)
+    columns = {
+        "array": lambda array: array["name"],
+        "shape": lambda array: f"{array['dtype']}[{', '.join(map(str, array['shape']))}]",
+        "split": lambda array: array["spec"],
+        "bytes": lambda array: bytes_text(array["bytes"]),
+        "bytes on a device": lambda array: bytes_text(array["device_bytes"]),
+    }
+    return cut + table_of(found["arrays"], columns)
 
 
 def memory(found: Mapping[str, Any]) -> str:
@@ -338,18 +340,14 @@ def traffic(found: Mapping[str, Any]) -> str:
 def _collectives(found: Sequence[Mapping[str, Any]]) -> str:
     if not found:
         return ""
-    rows = (
-        (
-            each["kind"],
-            each["axes"],
-            f"{'at most ' if each['is_bound'] else ''}{each['runs']:g}",
-            bytes_text(each["payload_bytes"]),
-            bytes_text(each["bytes"]),
-        )
-        for each in found
-    )
-    header = "collective", "axes", "runs a step", "payload", "sent by a device in a step"
-    return f"<details><summary>{len(found)} collectives</summary>{table(header, rows)}</details>"
+    columns = {
+        "collective": lambda each: each["kind"],
+        "axes": lambda each: each["axes"],
+        "runs a step": lambda each: f"{'at most ' if each['is_bound'] else ''}{each['runs']:g}",
+        "payload": lambda each: bytes_text(each["payload_bytes"]),
+        "sent by a device in a step": lambda each: bytes_text(each["bytes"]),
+    }
+    return f"<details><summary>{len(found)} collectives</summary>{table_of(found, columns)}</details>"
 
 
 def config(found: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from jaxpar import collectives
 from jaxpar.inspect import inspect_step, line_bytes, link_bytes
-from jaxpar.plot.figure import panels
+from jaxpar.plot.figure import panels, running_mean
 from jaxpar.report.data import ways_data
 from jaxpar.report.page import write_page
 from jaxpar.sharding import fetch
@@ -152,21 +152,34 @@ def formula(way: str, size: int) -> tuple[float, float]:
     return link, both
 
 
+def figures(rows: Sequence[Measured], gradient_bytes: int) -> list[dict[str, Any]]:
+    """Returns the figures of each way beside the formulas, and how far its parameters are from those of the first as large."""
+    first = {row.size: row.params for row in reversed(rows)}
+    return [
+        {
+            "way": row.way,
+            "devices": row.size,
+            "link": row.link_bytes / gradient_bytes,
+            "link_formula": link,
+            "line": row.line_bytes / gradient_bytes,
+            "line_formula": line,
+            "seconds": row.seconds,
+            "apart": apart(row.params, first[row.size]),
+        }
+        for row in rows
+        for link, line in [formula(row.way, row.size)]
+    ]
+
+
 def describe(rows: list[Measured], gradient_bytes: int, *, header: bool) -> list[str]:
     """Returns a table of the ways on one number of devices, compared with the formulas and with the parameters of the first."""
-    lines = []
-    if header:
-        lines.append(
-            f"{'':16} {'devices':>7}  {'busiest link':>24}  {'busiest line, both ways':>24}  {'a step':>8}  params"
-        )
-    for row in rows:
-        link, line = formula(row.way, row.size)
-        lines.append(
-            f"{row.way:16} {row.size:>7}  {row.link_bytes / gradient_bytes:>8.3f} (book {link:>6.3f}) "
-            f"  {row.line_bytes / gradient_bytes:>10.3f} (book {line:>6.3f})  {row.seconds * 1e3:>5.1f} ms  "
-            f"{apart(row.params, rows[0].params):.0e} apart"
-        )
-    return lines
+    head = f"{'':16} {'devices':>7}  {'busiest link':>24}  {'busiest line, both ways':>24}  {'a step':>8}  params"
+    line = (
+        "{way:16} {devices:>7}  {link:>8.3f} (book {link_formula:>6.3f})   {line:>10.3f} (book {line_formula:>6.3f})  "
+        "{ms:>5.1f} ms  {apart:.0e} apart"
+    )
+    lines = [line.format(**row, ms=row["seconds"] * 1e3) for row in figures(rows, gradient_bytes)]
+    return [head, *lines] if header else lines
 
 
 def write_report(
@@ -180,27 +193,12 @@ def write_report(
     """Writes report.html and the pictures of a comparison."""
     plot_traffic(folder / "traffic.png", rows, gradient_bytes)
     plot_staleness(folder / "staleness.png", curves)
-    first = {size: next(row.params for row in rows if row.size == size) for size in {row.size for row in rows}}
-    ways = []
-    for row in rows:
-        link, line = formula(row.way, row.size)
-        ways.append(
-            {
-                "way": row.way,
-                "devices": row.size,
-                "link": row.link_bytes / gradient_bytes,
-                "link_formula": link,
-                "line": row.line_bytes / gradient_bytes,
-                "line_formula": line,
-                "seconds": row.seconds,
-                "apart": apart(row.params, first[row.size]),
-            }
-        )
     stale = {
         bound_name(bound): {"seconds": seconds.tolist(), "losses": losses.tolist(), "mean": staleness}
         for bound, (seconds, losses, staleness) in curves.items()
     }
     config = {name: str(value) for name, value in settings.items()}
+    ways = figures(rows, gradient_bytes)
     write_page(folder / "report.html", ways_data(ways, stale, name=folder.name, config=config))
 
 
@@ -261,20 +259,13 @@ def plot_staleness(path: Path, curves: Mapping[int | None, Curve]) -> None:
         label = f"{name}; {staleness:.1f} stale in the mean"
         for axes, x in ((by_count, np.arange(1, len(losses) + 1)), (by_time, seconds)):
             axes.plot(x, losses, color=color, linewidth=1, alpha=0.25)
-            axes.plot(x, _mean_before(losses, 20), color=color, linewidth=2, label=label)
+            axes.plot(x, running_mean(losses, 19), color=color, linewidth=2, label=label)
     by_count.set(title="As many gradients", xlabel="gradients applied", ylabel="loss on all digits (nats, log scale)")
     by_time.set(title="As much time: the synchronous ones wait for the slow worker", xlabel="simulated seconds")
     for axes in (by_count, by_time):
         axes.set_yscale("log")
         axes.legend(loc="best")
     figure.savefig(path, dpi=110)
-
-
-def _mean_before(values: np.ndarray, count: int) -> np.ndarray:
-    """Returns the mean of each value and up to ``count - 1`` before it."""
-    sums, last = np.concatenate([[0.0], np.cumsum(values)]), np.arange(1, len(values) + 1)
-    first = np.maximum(last - count, 0)
-    return (sums[last] - sums[first]) / (last - first)
 
 
 def _two_panels() -> tuple[Any, Any]:

@@ -11,13 +11,13 @@ from itertools import product
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect import StepReport
 from jaxpar.inspect.report import axes_text
-from jaxpar.mesh import shown_sizes
+from jaxpar.mesh import entry_axes, shown_sizes
 from jaxpar.planner.state import local_bytes
 from jaxpar.sharding import path_string
 from jaxpar.train import TrainState
@@ -51,7 +51,8 @@ def shards(params: PyTree, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
 
 
 def _array(name: str, leaf: Any, sizes: dict[str, int], devices: list[dict[str, int]]) -> dict[str, Any]:
-    dims = _axes_of_dims(leaf.sharding.spec, leaf.ndim)
+    spec = leaf.sharding.spec
+    dims = [entry_axes(entry) for entry in (*spec, *(None,) * (leaf.ndim - len(spec)))]
     by_device = [_shard(leaf.shape, dims, sizes, at) for at in devices]
     kinds = list(dict.fromkeys(by_device))
     return {
@@ -64,11 +65,6 @@ def _array(name: str, leaf: Any, sizes: dict[str, int], devices: list[dict[str, 
         "shards": kinds,
         "held": [kinds.index(shard) for shard in by_device],
     }
-
-
-def _axes_of_dims(spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
-    entries = [*spec, *(None,) * (ndim - len(spec))]
-    return [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
 
 
 def _shard(shape: Sequence[int], dims: list[tuple[str, ...]], sizes: dict[str, int], at: dict[str, int]) -> str:

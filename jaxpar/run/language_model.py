@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -138,6 +138,11 @@ def _check_experts(flags: ModelFlags, config: transformer.TransformerConfig, nam
             f"--expert-buffer applies to --experts data; got {flags.expert_buffer:g} with --experts {flags.experts}. Add "
             "--experts data, or leave it out."
         )
+    if flags.experts == "data" and given["--expert-split expert_mlp"]:
+        raise ValueError(
+            "--expert-split applies to --experts tensor; got expert_mlp with --experts data, under which --mesh.tensor splits "
+            "the hidden width of experts in any case. Leave it out."
+        )
     if flags.router_bias_rate is None:
         return
     if flags.init_from is not None:
@@ -148,7 +153,17 @@ def _check_experts(flags: ModelFlags, config: transformer.TransformerConfig, nam
         raise ValueError(f"--router-bias-rate must be 0 or more; got {flags.router_bias_rate:g}. Choose 0.001, say.")
 
 
-def check_lora(flags: LoraFlags, optimizer: OptimizerFlags) -> None:
+def check_biases(flags: ModelFlags, saved: Mapping[str, Any]) -> None:
+    """Raises where a run with ``saved`` settings cannot go on, since only one of its model and this has biases of routers."""
+    rate, had = flags.router_bias_rate, saved.get("router_bias_rate")
+    if saved and (rate is None) != (had is None):
+        raise ValueError(
+            f"a run has biases of its routers from its first step, or none; got --router-bias-rate {rate} for a run saved with "
+            f"{had}. {'Leave it out' if had is None else f'Add --router-bias-rate {had:g}'}, or start a run in another folder."
+        )
+
+
+def check_lora(flags: LoraFlags, optimizer: OptimizerFlags, model: ModelFlags) -> None:
     """Raises where a flag of LoRA is out of range, has no effect, or does not fit another; ImportError without the extra hf."""
     if flags.lora_rank is None:
         if flags.lora_targets != LoraFlags.lora_targets or flags.lora_alpha is not None:
@@ -168,6 +183,11 @@ def check_lora(flags: LoraFlags, optimizer: OptimizerFlags) -> None:
         raise ValueError(
             "--optimizer muon makes the updates of whole weights orthogonal; got it with --lora-rank, which trains factors of "
             "them. Choose --optimizer adamw."
+        )
+    if model.router_bias_rate is not None:
+        raise ValueError(
+            "--router-bias-rate updates the biases of routers; got it with --lora-rank, which trains factors alone. Leave out "
+            "one of the two."
         )
     load_save_file()  # raises without the extra hf, before a run that must write adapters
 
@@ -228,11 +248,14 @@ def make_layout(
     Args:
         config: The model.
         schedule: The schedule of its pipeline.
-        layers: Layers of each virtual stage; None: as equal as possible.
+        layers: Layers of each virtual stage; None: equal, or where they cannot be, the leading dense ones count too.
     """
-    if schedule.num_stages == 1:
-        return LayerLayout(config.num_layers, 1)
-    return LayerLayout(config.num_layers, schedule.num_stages, schedule.num_chunks, schedule.placement, layers)
+    count, stages, chunks = config.num_stacked_layers, schedule.num_stages, schedule.num_chunks
+    if stages == 1:
+        return LayerLayout(count, 1)
+    share, rest = divmod(count, stages * chunks)
+    ends = min(config.num_dense_layers, share) if rest else 0, 0
+    return LayerLayout(count, stages, chunks, schedule.placement, layers, ends)
 
 
 def make_params(

@@ -38,8 +38,8 @@ class OptimizerFlags:
         learning_rate_schedule: After the warmup the learning rate falls along a cosine or a line to the end of the run, stays
             constant, or stays and then falls along a line in the last --decay-steps (wsd: warmup, stable, decay).
         final_learning_rate: Learning rate at the end of the run. None: a tenth of --learning-rate.
-        warmup_steps: Steps in which the learning rate rises from 0. None: 20, or a tenth of --steps if that is less; with
-            --resume, as many as in the saved run.
+        warmup_steps: Steps in which the learning rate rises from 0. None: 20, or a tenth of --steps if that is less; as many
+            as in the saved run with --resume.
         decay_steps: Steps at the end of the run in which wsd falls. None: a fifth of --steps, or those after the warmup if they
             are fewer.
         beta1: Decay per step of AdamW's mean of gradients.
@@ -69,8 +69,8 @@ class OptimizedCommon(CommonFlags):
     """What most runs with such an optimizer are given.
 
     Attributes:
-        learning_rate: Highest learning rate, the factor of an update: it rises over the first steps, then follows
-            --learning-rate-schedule.
+        learning_rate: Highest learning rate, the factor of an update: it rises over the first steps, then follows the schedule
+            of --learning-rate-schedule.
     """
 
     learning_rate: float = 3e-3

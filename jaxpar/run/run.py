@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +31,7 @@ from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import Lease
 from jaxpar.runtime.output import write_whole
-from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
+from jaxpar.runtime.supervise import is_restarted
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule
 
@@ -345,21 +344,6 @@ def _check_new(flags: RunFlags, checkpoints: CheckpointManager, latest: int | No
         )
     if not (is_restarted() and folder.is_of(flags.common.out_dir, flags.as_json())):
         folder.check_new(flags.common.out_dir, overwrite=flags.common.overwrite)
-
-
-def is_restarted() -> bool:
-    """Returns whether the run may be one that a supervisor or a scheduler has started again.
-
-    Raises:
-        ValueError: The environment's JAXPAR_RESUME has another value than those that mean something.
-    """
-    told = os.environ.get(RESUME_VARIABLE, "")
-    if told not in ("", RESUME_IF_ANY):
-        raise ValueError(
-            f"{RESUME_VARIABLE} must be {RESUME_IF_ANY} or not set; got {told!r}. Set it to {RESUME_IF_ANY} for a run "
-            "that may be restarted, or unset it."
-        )
-    return told == RESUME_IF_ANY
 
 
 def saved_settings(flags: RunFlags) -> dict[str, Any]:

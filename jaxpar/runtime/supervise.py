@@ -26,6 +26,21 @@ RESUME_VARIABLE, RESUME_IF_ANY = "JAXPAR_RESUME", "if-any"  # a restarted run re
 LINE_BYTES = 100  # one write of a fixed length, so that a reader never sees half of an old line
 
 
+def is_restarted() -> bool:
+    """Returns whether the run may be one that a supervisor or a scheduler has started again.
+
+    Raises:
+        ValueError: The environment's JAXPAR_RESUME has another value than those that mean something.
+    """
+    told = os.environ.get(RESUME_VARIABLE, "")
+    if told not in ("", RESUME_IF_ANY):
+        raise ValueError(
+            f"{RESUME_VARIABLE} must be {RESUME_IF_ANY} or not set; got {told!r}. Set it to {RESUME_IF_ANY} for a run "
+            "that may be restarted, or unset it."
+        )
+    return told == RESUME_IF_ANY
+
+
 @dataclass(frozen=True)
 class Reached:
     """The progress of one start of a run.

@@ -33,11 +33,11 @@ Step time with F = B = W = 1 and an unsplit backward of 2, at 4 stages and 32 mi
     zb-v         published     195            195         195           8 of half a stage
 """
 
-import difflib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_one_of
 from jaxpar.schedule.table import Op, Schedule, check_sizes
 
 FORMS = ("published", "unit", "fused", "merged")
@@ -79,18 +79,19 @@ def make_schedule(
         arXiv 2401.10241, section 2.1. zb-v: Qi et al. 2024, arXiv 2405.15362. The fused forms are for executors in lock-step.
     """
     check_schedule_name(name)
-    _check_name("form", form, FORMS)
-    num_chunks = (2 if name in ("interleaved", "zb-v") else 1) if num_chunks is None else num_chunks
+    check_one_of(FORMS, form=form)
+    named = _NAMED[name]
+    num_chunks = named.num_chunks if num_chunks is None else num_chunks
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
     _check_chunks(name, num_chunks)
-    orders = [_ORDERS[name](stage, num_stages, num_microbatches, num_chunks, form) for stage in range(num_stages)]
+    orders = [named.order(stage, num_stages, num_microbatches, num_chunks, form) for stage in range(num_stages)]
     if remat:
         orders = [_recompute(order) for order in orders]
     if form not in _IN_ONE_TICK:
         orders = [[(op,) for step in order for op in step] for order in orders]
     notes = [form] * (form != "published") + ["remat"] * remat
     title = name + (f" ({', '.join(notes)})" if notes else "")
-    return Schedule.from_orders(orders, name=title, placement="v" if name == "zb-v" else "loop")
+    return Schedule.from_orders(orders, name=title, placement=named.placement)
 
 
 def lockstep_form(name: str, *, masks: bool = False) -> str:
@@ -98,32 +99,23 @@ def lockstep_form(name: str, *, masks: bool = False) -> str:
 
     It is fused, with ``masks`` (on GPUs) merged for 1f1b and interleaved. zb-v has neither; its form is unit.
     """
-    if masks and name in ("1f1b", "interleaved"):
-        return "merged"
-    return "unit" if name == "zb-v" else "fused"
+    check_schedule_name(name)
+    return _NAMED[name].masked_form if masks else _NAMED[name].form
 
 
 def check_schedule_name(name: object) -> None:
     """Raises unless there is a schedule of that name."""
-    _check_name("schedule", name, tuple(_ORDERS))
-
-
-def _check_name(what: str, name: object, names: tuple[str, ...]) -> None:
-    if name not in names:
-        near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.6)
-        remedy = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{what} must be one of {', '.join(names)}; got {name!r}.{remedy}")
+    check_one_of(SCHEDULES, schedule=name)
 
 
 def _check_chunks(name: str, num_chunks: int) -> None:
-    if name == "zb-v" and num_chunks != 2:
+    count = _NAMED[name].num_chunks
+    if num_chunks != count and not _NAMED[name].takes_any_chunks:
+        other = "zb-v" if (name, num_chunks) == ("zb-h1", 2) else "interleaved"
+        others = f", or {other}, which runs {num_chunks} chunks" if count == 1 else ""
         raise ValueError(
-            f"zb-v must have 2 chunks a stage; got {arg(num_chunks=num_chunks)}. Choose {arg(num_chunks=2)}."
-        )
-    if name not in ("interleaved", "zb-v") and num_chunks != 1:
-        raise ValueError(
-            f"{name} must have 1 chunk a stage; got {arg(num_chunks=num_chunks)}. Choose {arg(num_chunks=1)}, or "
-            f"{'zb-v' if name == 'zb-h1' and num_chunks == 2 else 'interleaved'}, which runs {num_chunks} chunks."
+            f"{name} must have {count} chunk{'s' * (count > 1)} a stage; got {arg(num_chunks=num_chunks)}. Choose "
+            f"{arg(num_chunks=count)}{others}."
         )
 
 
@@ -270,11 +262,31 @@ def _number(kinds: Iterable[tuple[str, int]]) -> Iterable[Op]:
         count[kind, chunk] += 1
 
 
-_ORDERS: dict[str, Callable[[int, int, int, int, str], Order]] = {
-    "gpipe": _gpipe,
-    "1f1b": _1f1b,
-    "interleaved": _interleaved,
-    "zb-h1": _zb_h1,
-    "zb-v": _zb_v,
+class _Named(NamedTuple):
+    """A named schedule.
+
+    Attributes:
+        order: ``order(stage, num_stages, num_microbatches, num_chunks, form)`` returns the order of a stage.
+        form: Its form for stages in lock-step.
+        masked_form: The same where idle stages mask ops, on GPUs.
+        num_chunks: The number of chunks on each stage, or the usual one.
+        takes_any_chunks: Whether it takes any number of them.
+        placement: Which virtual stage is which chunk of which stage.
+    """
+
+    order: Callable[[int, int, int, int, str], Order]
+    form: str = "fused"
+    masked_form: str = "fused"
+    num_chunks: int = 1
+    takes_any_chunks: bool = False
+    placement: str = "loop"
+
+
+_NAMED = {
+    "gpipe": _Named(_gpipe),
+    "1f1b": _Named(_1f1b, masked_form="merged"),
+    "interleaved": _Named(_interleaved, masked_form="merged", num_chunks=2, takes_any_chunks=True),
+    "zb-h1": _Named(_zb_h1),
+    "zb-v": _Named(_zb_v, form="unit", masked_form="unit", num_chunks=2, placement="v"),
 }
-SCHEDULES = tuple(_ORDERS)
+SCHEDULES = tuple(_NAMED)

@@ -42,8 +42,8 @@ class Settings:
         max_body_bytes: Size of a request's body.
         timeout_seconds: Seconds to answer a request, including its wait; after that it gets 503. Stopping takes at most 5 s
             longer.
-        allowed_hosts: Names of this server that a request's Host may have, * for any. Without it: localhost, 127.0.0.1 and
-            [::1] at a loopback address, any at others.
+        allowed_hosts: Names of this server that a request's Host may have, * for any. Without it: any, at a loopback address
+            localhost, 127.0.0.1 and [::1].
     """
 
     max_waiting: Annotated[int, Field(ge=0, lt=2**31)] = 16

@@ -8,6 +8,7 @@ import numpy as np
 
 import jaxpar
 from jaxpar.models import transformer
+from jaxpar.params import stack_layers
 from jaxpar.pipeline import check_permutes
 from jaxpar.sharding import shardings_from_dims
 from tests.support.oracle import assert_same
@@ -25,6 +26,8 @@ MOE = {
         "groups_per_token": 2,
         "routed_scaling_factor": 2.5,
         "num_shared_experts": 1,
+        "num_layers": 5,
+        "num_dense_layers": 1,
         "balance_coefficient": 0.1,
     },
     "capacity": {"capacity_factor": 1.0, "z_coefficient": 0.01},
@@ -73,10 +76,19 @@ def placed(config, mesh, rules, params, batch):
     return jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh), shardings
 
 
-def check_step(config, mesh, rules, *, seed, masks=None, constrain=None, num_microbatches=2, **how):
-    """Holds the loss and gradients of a step on a mesh against those of one device."""
+def check_step(config, mesh, rules, *, seed, masks=None, constrain=None, num_microbatches=2, layers=None, **how):
+    """Holds the loss and gradients of a step on a mesh, with so many layers a virtual stage, against those of one device."""
     params, batch = job(config, seed=seed)
-    *args, shardings = placed(config, mesh, rules, params, batch)
+    if layers is None:
+        *args, shardings = placed(config, mesh, rules, params, batch)
+    else:
+        chunks = len(layers) // mesh.shape["stage"]
+        layout = jaxpar.LayerLayout(config.num_stacked_layers, mesh.shape["stage"], chunks, "loop", layers)
+        table = transformer.param_table(config)
+        table |= {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
+        shardings = shardings_from_dims(table, mesh, rules)
+        args = jaxpar.shard(layout.pack_params(params), shardings), jaxpar.shard_batch(batch, mesh)
+        how["layout"] = layout
     value_and_grad = jaxpar.value_and_grad(
         transformer.make_model(config, **({} if constrain is None else {"constrain": constrain})),
         loss_of(config),
@@ -92,6 +104,8 @@ def check_step(config, mesh, rules, *, seed, masks=None, constrain=None, num_mic
         compiled = jit(value_and_grad).lower(*args).compile()
         check_permutes(compiled)
         got = compiled(*args)
+    if layers is not None:
+        got = got[0], layout.unpack_params(got[1])
     of_mesh = ("expert_split", "expert_products", "expert_exchange", "expert_buffer")
     of_one = {each.name: each.default for each in dataclasses.fields(config) if each.name in of_mesh}
     assert_same(got, reference(dataclasses.replace(config, **of_one), params, batch), message=f"seed {seed}")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -20,8 +21,9 @@ EXPERT_CHOICES = {
 }
 EXPERT_FIELDS = (  # which have no effect without experts
     *(*EXPERT_COUNTS[1:], *EXPERT_CHOICES, "num_shared_experts", "normalized_routing", "routed_scaling_factor"),
-    *("router_bias", "balance_coefficient", "z_coefficient", "capacity_factor", "expert_buffer"),
+    *("router_bias", "balance_coefficient", "z_coefficient", "capacity_factor", "expert_buffer", "num_dense_layers"),
 )
+NUMBERS: dict[Any, Any] = dict.fromkeys((int, int | None), Integral) | dict.fromkeys((float, float | None), Real)
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -31,7 +33,7 @@ class TransformerConfig:
 
     Attributes:
         vocab_size: The number of tokens in the vocabulary.
-        num_layers: The number of blocks of attention and MLP.
+        num_layers: The number of blocks of attention and MLP, or experts.
         embed_dim: Width of the activations between blocks.
         num_heads: The number of query heads, each ``head_dim`` wide.
         num_kv_heads: The number of key and value heads, each shared by a group of query heads (Ainslie et al. 2023, arXiv
@@ -74,6 +76,8 @@ class TransformerConfig:
             1701.06538; ``experts.py``); None: one MLP for all tokens.
         experts_per_token: The number of experts that a token uses.
         expert_dim: Hidden width of an expert; None: that of the MLP.
+        num_dense_layers: The first so many layers have one MLP for all tokens, ``mlp_dim`` wide, in place of experts
+            (DeepSeek-V3, arXiv 2412.19437, section 4.2). They run in the embedding, so a pipeline does not split them.
         num_shared_experts: Experts that every token uses in addition, computed as one MLP of so many times their width.
         router_score: "softmax" over the experts (Mixtral, Qwen3, OLMoE), or the "sigmoid" of each (DeepSeek-V3).
         normalized_routing: Whether the weights of a token's experts are divided by their sum.
@@ -132,6 +136,7 @@ class TransformerConfig:
     num_experts: int | None = None
     experts_per_token: int = 2
     expert_dim: int | None = None
+    num_dense_layers: int = 0
     num_shared_experts: int = 0
     router_score: str = "softmax"
     normalized_routing: bool = True
@@ -150,6 +155,11 @@ class TransformerConfig:
     ignored: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            kind, value = NUMBERS.get(each.type), getattr(self, each.name)
+            if kind and not (value is None and each.default is None) and not isinstance(value, kind):
+                name = "an integer" if kind is Integral else "a number"
+                raise TypeError(f"{arg(each.name)} must be {name}; got {value!r}. Convert it.")
         sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "max_positions", "vocab_multiple", "kv_copies")
         optional = ("num_kv_heads", "mlp_dim", "explicit_head_dim", "window")
         for name in (*sizes, *(name for name in optional if getattr(self, name) is not None)):
@@ -213,10 +223,16 @@ class TransformerConfig:
                     "num_experts. Give num_experts, or leave it out."
                 )
             return
-        for name, least in (*dict.fromkeys(EXPERT_COUNTS, 1).items(), ("num_shared_experts", 0)):
+        least_of = dict.fromkeys(EXPERT_COUNTS, 1) | {"num_shared_experts": 0, "num_dense_layers": 0}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be {least} or more; got {value}. Choose {least} or more.")
+        if self.num_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"some layers must have experts; got num_dense_layers={self.num_dense_layers}, num_layers={self.num_layers}. "
+                f"Choose num_dense_layers from 0 to {self.num_layers - 1}, or leave out num_experts."
+            )
         for name, choices in EXPERT_CHOICES.items():
             value = getattr(self, name)
             if value not in choices and not (name == "expert_products" and callable(value)):
@@ -292,6 +308,11 @@ class TransformerConfig:
     def hidden_dim(self) -> int:
         """Hidden width of the MLP."""
         return self.mlp_dim or 4 * self.embed_dim
+
+    @property
+    def num_stacked_layers(self) -> int:
+        """The layers that are stacked, of which each stage of a pipeline has some: all but the leading dense ones."""
+        return self.num_layers - self.num_dense_layers
 
     @property
     def expert_hidden_dim(self) -> int:

@@ -138,11 +138,14 @@ def _begin(
     return prompts, sampling, _with_all_layers(params)
 
 
+Caches = tuple[Cache, tuple[Cache, ...]]  # of the stacked layers, and of each leading dense layer
+
+
 class _State(NamedTuple):
     """Rows that are being generated.
 
     Attributes:
-        caches: Keys and values of all layers.
+        caches: Keys and values of the stacked layers, and of each leading dense layer.
         token: The last token of each row, which is not in the caches.
         positions: Its position.
         done: Whether the row has ended.
@@ -151,7 +154,7 @@ class _State(NamedTuple):
         new: These tokens, then padding.
     """
 
-    caches: Cache
+    caches: Caches
     token: Int[Array, " batch"]
     positions: Int[Array, " batch"]
     done: Bool[Array, " batch"]
@@ -216,15 +219,17 @@ def _add(state: _State, sampling: Sampling, scores: Float[Array, "batch vocab"])
     )
 
 
-def empty_caches(config: TransformerConfig, batch: int, length: int) -> Cache:
+def empty_caches(config: TransformerConfig, batch: int, length: int) -> Caches:
     """Returns zeros for the keys and values of ``length`` positions in all layers."""
-    shape = (config.num_layers, batch, length, config.kv_heads * config.kv_copies, config.head_dim)
-    return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
+    shape = (batch, length, config.kv_heads * config.kv_copies, config.head_dim)
+    zeros = lambda *dims: jnp.zeros((*dims, *shape), config.compute_dtype)
+    layers = config.num_stacked_layers
+    return (zeros(layers), zeros(layers)), tuple((zeros(), zeros()) for _ in range(config.num_dense_layers))
 
 
 def advance(
-    config: TransformerConfig, params: PyTree, tokens: Int[Array, "batch seq"], span: Span, caches: Cache
-) -> tuple[Float[Array, "batch seq embed"], Cache]:
+    config: TransformerConfig, params: PyTree, tokens: Int[Array, "batch seq"], span: Span, caches: Caches
+) -> tuple[Float[Array, "batch seq embed"], Caches]:
     """Returns the output of the last block for the tokens of a span, and the updated caches."""
 
     def layer(h: Array, one_layer: tuple[PyTree, Cache]) -> tuple[Array, Any]:
@@ -232,8 +237,12 @@ def advance(
         h, cache, _ = block(config, layer_params, h, span, unconstrained, cache)
         return h, cache
 
-    h = embed_tokens(config, params[OUTER], tokens, span, unconstrained)
-    return jax.lax.scan(layer, h, (params[LAYERS], caches))
+    h, leading = embed_tokens(config, params[OUTER], tokens, span, unconstrained), []
+    for one_layer in zip(params[OUTER].get("dense_layers", ()), caches[1], strict=True):
+        h, cache = layer(h, one_layer)
+        leading.append(cache)
+    h, stacked = jax.lax.scan(layer, h, (params[LAYERS], caches[0]))
+    return h, (stacked, tuple(leading))
 
 
 def _with_all_layers(params: PyTree) -> PyTree:

@@ -5,13 +5,14 @@
     block:  h = h + attention(norm_1(h));  h = h + mlp(norm_2(h))      norm_order="pre"
             h = h + norm_1(attention(h));  h = h + norm_2(mlp(h))      norm_order="post"
 
-With experts these take the place of the MLP.
+With experts these take the place of the MLP. Leading layers that have an MLP all the same run in the embedding.
 
 The model does not depend on a mesh. Sharding constraints on activations are passed as a function ``constrain(x, where)``, which
 returns x. ``where`` is "stream" for h, "in" and "out" for the inputs and outputs of attention, MLP and head; "out" also for
 looked up embeddings. "kv_heads" is for weights and biases [..., kv_heads, qkv, head_dim] with copied heads.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -71,10 +72,13 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
                 f"capacity_factor={config.capacity_factor}. Leave capacity_factor out, or the segments."
             )
         _check_context(config, positions)
-        h = embed_tokens(config, outer, tokens, _span(tokens, segments, positions), constrain)
+        span = _span(tokens, segments, positions)
+        h = embed_tokens(config, outer, tokens, span, constrain)
         if context_parallel.num_parts() > 1 and positions is not None:
             # Added, so that the backward pass is that of a lookup alone (``pipeline/embed_and_head.py``).
             h = h + jnp.where(_are_in_place(positions, segments), 0, jnp.nan).astype(h.dtype)[:, None, None]
+        for params in outer.get("dense_layers", ()):
+            h, *_ = block(config, params, h, span, constrain)
         sums = RouterSums.zeros(config, h) if config.has_routing_losses else None
         return h if segments is None and sums is None and positions is None else Stream(h, segments, sums, positions)
 
@@ -149,16 +153,15 @@ def embed_tokens(
     return norm(config, outer["norm_in"], h) if config.norm_embedding else h
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _look_up(table: Float[Array, "vocab embed"], rows: Int[Array, "batch seq"], dtype: Any) -> Array:
     """Returns rows of a table, cast before XLA adds up what the shards of its vocabulary found; gradients are cast after."""
-    look_up = lambda table: jnp.take(table, rows, axis=0, mode="fill")
+    return jnp.take(table.astype(dtype), rows, axis=0, mode="fill")
 
-    @jax.custom_jvp
-    def cast(table: Array) -> Array:
-        return look_up(table.astype(dtype))
 
-    cast.defjvp(lambda table, tangent: (cast(*table), look_up(*tangent).astype(dtype)))
-    return cast(table)
+@_look_up.defjvp
+def _(dtype: Any, inputs: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return _look_up(*inputs, dtype), jnp.take(tangents[0], inputs[1], axis=0, mode="fill").astype(dtype)
 
 
 def block(
@@ -180,7 +183,7 @@ def block(
     mixed, cache = attention(config, params["attention"], x, span, cache, constrain)
     h = h + normed("norm_1", constrain(mixed, "out"), "post")
     x = constrain(normed("norm_2", h, "pre"), "in")
-    if config.num_experts is None:
+    if "mlp" in params:
         y = mlp(config, params["mlp"], x)
     else:
         routing = route(config, params["router"], x)

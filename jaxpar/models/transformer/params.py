@@ -11,6 +11,8 @@ With experts there are in place of mlp:
              experts    w_expert_gate, w_expert_up [experts, embed, expert_mlp]     w_expert_down [experts, expert_mlp, embed]
              shared     w_up [embed, gate, mlp]                  w_down [mlp, embed]
 
+Leading layers without experts are a list, ``dense_layers``, under outer, where each has the params of a layer with an mlp.
+
 The dim ``qkv`` holds the group of query heads of a key and value head, then its key, then its value. Sharding ``kv_heads``
 therefore gives each shard complete groups, and the three projections are one product with one input gradient. ``gate`` has
 size 2 for SwiGLU (gate, then up) and 1 for GELU. With ``kv_copies`` the first two dims of w_qkv that a tensor axis could split
@@ -46,7 +48,12 @@ def param_table(config: TransformerConfig) -> PyTree:
         outer["norm_in"] = _norm(config)
     if not config.tied:
         outer["head"] = ParamSpec((embed, vocab), ("embed", "vocab"), _normal)
-    return {"outer": outer, "layers": stack_layers(_layer(config), config.num_layers)}
+    if config.num_dense_layers:
+        outer["dense_layers"] = [_layer(config, {"mlp": _mlp(config, config.hidden_dim)})] * config.num_dense_layers
+    own = (
+        {"mlp": _mlp(config, config.hidden_dim)} if config.num_experts is None else _experts(config, config.num_experts)
+    )
+    return {"outer": outer, "layers": stack_layers(_layer(config, own), config.num_stacked_layers)}
 
 
 def num_active_params(config: TransformerConfig) -> int:
@@ -58,17 +65,8 @@ def num_active_params(config: TransformerConfig) -> int:
     return count_params(table) - of_experts + of_experts // config.num_experts * config.experts_per_token
 
 
-def _layer(config: TransformerConfig) -> PyTree:
-    return {
-        "norm_1": _norm(config),
-        "attention": _attention(config),
-        "norm_2": _norm(config),
-        **(
-            {"mlp": _mlp(config, config.hidden_dim)}
-            if config.num_experts is None
-            else _experts(config, config.num_experts)
-        ),
-    }
+def _layer(config: TransformerConfig, own: PyTree) -> PyTree:
+    return {"norm_1": _norm(config), "attention": _attention(config), "norm_2": _norm(config), **own}
 
 
 def _norm(config: TransformerConfig) -> PyTree:

@@ -72,7 +72,7 @@ class RouterSums(NamedTuple):
         """Returns those before the first layer."""
         wide = jnp.promote_types(h.dtype, jnp.float32)
         of_tokens = jnp.zeros(h.shape[:2], wide)
-        loads = jnp.zeros((len(h), config.num_layers, config.num_experts or 0), jnp.int32)
+        loads = jnp.zeros((len(h), config.num_stacked_layers, config.num_experts or 0), jnp.int32)
         return cls(of_tokens, of_tokens, jnp.zeros(len(h), wide), loads, jnp.zeros(len(h), jnp.int32))
 
     def plus(
@@ -219,11 +219,11 @@ def add_routing_losses(
             return total, weight, *further
         num_chosen = num_parts() * sums.balance.shape[1] * config.experts_per_token
         busiest = sum_over_sequence(sums.loads).max(-1).mean(-1) / num_chosen
-        dropped = sums.dropped / (num_chosen * config.num_layers)
+        dropped = sums.dropped / (num_chosen * config.num_stacked_layers)
         of_rows = lambda each: jnp.sum(jnp.where(counts, each.astype(per_token.dtype) * per_token.sum(-1), 0))
         own = {
-            "balance_loss": balance / config.num_layers,
-            "router_z_loss": z / config.num_layers,
+            "balance_loss": balance / config.num_stacked_layers,
+            "router_z_loss": z / config.num_stacked_layers,
             "expert_imbalance": of_rows(busiest * sums.loads.shape[-1]),
             "dropped_experts": of_rows(dropped),
         }
