@@ -163,8 +163,6 @@ def _pipelined(
         at_rest.one_layer,
         analysis.one_layer_bytes if splits else None,
     )
-    for name in ("residuals_w", *(("cotangents_w",) if splits else ())):
-        buffers[name] += slots[name] * layout.positions_per_chunk * analysis.received_bytes
     one_layer, rings = buffers["one_layer"], {"inbox", "residuals_b", "residuals_w", "cotangents_w"}
     if choice.stage == 1 and choice.remat is True:  # a layer stores its input, and runs again in B
         positions = layout.positions_per_chunk * slots["residuals_w"]
@@ -214,7 +212,7 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks:
     """
     layers, values = analysis.shape.num_layers, analysis.split.values
     bytes_of = lambda numbers: num_bytes(analysis.layer.shapes(numbers))
-    kept = bytes_of([*values["residuals_b"], *values["residuals_w"]]) + analysis.received_bytes
+    kept = bytes_of([*values["residuals_b"], *values["residuals_w"]])
     kept = layers * (num_bytes(analysis.x) if choice.remat is True else kept)
     plans = (analysis.split.plans[name] for name in ("forward_and_store", "backward"))
     one_layer = max(peak_bytes(analysis.layer.graph, *plan) for plan in plans)
