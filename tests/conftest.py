@@ -11,6 +11,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.compiled_programs import compiled_afresh, pytest_configure  # noqa: F401 (a fixture and a hook of pytest)
 from tests.support.seeds import pytest_fixture_setup, pytest_runtest_makereport, pytest_runtest_protocol  # noqa: F401 (hooks of pytest)
 from tests.support.waiting import XLA_WAITS
 

@@ -11,6 +11,7 @@ import pytest
 import report
 from peer_questions import jax_peer, jaxpp_peer, torch_peer
 
+from tests.support import compiled_programs
 from tests.support.waiting import WAIT_SECONDS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -20,7 +21,8 @@ def smoke(tmp_path, script, *flags):
     """Returns the rows of all tables of a tiny run, which says what it writes."""
     out = tmp_path / "figures.json"
     command = [sys.executable, str(BENCHMARKS / script), "--smoke", "--out", str(out), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
+    env = os.environ | compiled_programs.environment()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     record = report.Record.read(out)
     assert report.render(record) in done.stdout, "what is written renders to what was said"

@@ -353,12 +353,16 @@ def test_zero_3_gathers_layers_in_the_dtype_of_the_computation(stage):
 
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "num_microbatches", "most"),
-    [("1f1b", 1, 8, 1.0), ("1f1b", 1, 256, 0.9), ("interleaved", 2, 32, 1.0), ("zb-h1", 1, 32, 1.09)],
+    [("1f1b", 1, 8, 1.0), ("1f1b", 1, 256, 0.9), ("interleaved", 2, 32, 1.0), ("zb-h1", 1, 32, 1.08)],
 )
 def test_equal_stages_in_lock_step_take_no_longer_where_collectives_run_beside_products(
     schedule, num_chunks, num_microbatches, most
 ):
-    """zb-h1 runs F, B and W in loops of their own, and the head on all stages."""
+    """zb-h1 has nothing beside its collectives that makes up for what lock-step adds.
+
+    Copying the params of layers out of their stacks takes 5% of its time, embeddings in every tick 1.5%, and heads in those in
+    which the pipeline fills 1%.
+    """
     sizes = {"num_layers": 48, "embed_dim": 8192, "num_heads": 64, "vocab_size": 51_200, "max_positions": 2048}
     shape = transformer_shape(TransformerConfig(**sizes, compute_dtype="bfloat16"), sequence_parallel=True)
     choice = Choice(stage=8, tensor=8, schedule=schedule, num_chunks=num_chunks, num_microbatches=num_microbatches)
@@ -368,12 +372,12 @@ def test_equal_stages_in_lock_step_take_no_longer_where_collectives_run_beside_p
 
 # The roofline of steps compiled for H100 with jax 0.10.2: milliseconds in the order in which they are compiled, and GiB.
 COMPILED = [
-    ("llama3.1-8b", 1, 8192, Choice(data=8, zero=3), 575, 44.6),
-    ("llama3.1-8b", 1, 8192, Choice(data=2, tensor=4, num_microbatches=8, zero=1), 1166, 38.4),
-    ("llama3.1-8b", 1, 8192, Choice(tensor=8, num_microbatches=16), 1250, 23.1),
-    ("llama3.1-8b", 1, 8192, Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1), 1292, 53.6),
-    ("llama3.1-8b", 1, 4096, Choice(stage=8, num_microbatches=32), 1436, 47.7),
-    ("llama3.1-70b", 8, 8192, Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), 3034, 59.8),
+    ("llama3.1-8b", 1, 8192, Choice(data=8, zero=3), 562, 42.6),
+    ("llama3.1-8b", 1, 8192, Choice(data=2, tensor=4, num_microbatches=8, zero=1), 1164, 32.7),
+    ("llama3.1-8b", 1, 8192, Choice(tensor=8, num_microbatches=16), 1249, 20.2),
+    ("llama3.1-8b", 1, 8192, Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1), 1290, 47.8),
+    ("llama3.1-8b", 1, 4096, Choice(stage=8, num_microbatches=32), 1435, 46.3),
+    ("llama3.1-70b", 8, 8192, Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), 3033, 56.3),
 ]
 
 
@@ -610,7 +614,7 @@ def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     assert "Install it: pip install '.[gpu-compile]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 16)])
+@pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 15)])
 def test_a_plan_counts_the_slot_to_which_idle_stages_write(num_microbatches, slots):
     choice = Choice(stage=8, num_microbatches=num_microbatches)
     assert choice.num_slots["residuals_b"] == choice.num_slots["residuals_w"] == slots

@@ -197,12 +197,20 @@ class Stage:
     def store(self, ring: list, values: list, row: OpRow, name: str, position: Any) -> list:
         """Writes the values of one layer to a buffer."""
         values = [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
-        return buffers.put(ring, values, getattr(row, name), position)
+        return buffers.put(ring, values, getattr(row, name), self.place(row, position))
 
     def stored(self, state: State, row: OpRow, name: str, position: Any) -> list:
         """The values of one layer in a buffer."""
-        values = buffers.get(getattr(state, name), self.layer.shapes(name), getattr(row, name), position)
+        at = getattr(row, name), self.place(row, position)
+        values = buffers.get(getattr(state, name), self.layer.shapes(name), *at)
         return [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
+
+    def place(self, row: OpRow, position: Any) -> Any:
+        """Where a slot holds a layer. The loop that runs F beside B has the positions with a layer in every chunk."""
+        if not self.program.reverses or row.reversed is None:
+            return position
+        num_common = self.layers.layout.min_layers
+        return jnp.where((row.reversed > 0) & (position < num_common), num_common - 1 - position, position)
 
     def with_keys(self, unwrapped: Sequence) -> list:
         """X with PRNG keys rewrapped."""
@@ -273,10 +281,8 @@ class Stage:
         assert parts is not None, "a head that is shared has parts"
         on = last.on & (last.chunk == self.program.schedule.num_chunks - 1)
         with jax.named_scope("head"):
-            given = [
-                parts.scatter(jnp.where(stage_index() == stage, a, 0)) if parts.is_split(a) else a
-                for a in self.with_keys(y)
-            ]
+            of_last = lambda a: parts.scatter(jnp.where(stage_index() == stage, a, 0))
+            given = [of_last(a) if parts.is_split(a) else a for a in self.with_keys(y)]
             microbatch = jax.tree.map(lambda a: parts.of_stage(a, stage_index()), self.microbatch(last.microbatch))
             loss_sums, grads, ct = self.ends.head(self.head, given, microbatch, self.total_weight)
             return self.add_head(on, state, row, loss_sums, grads, [parts.gather(each) for each in ct])

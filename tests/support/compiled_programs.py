@@ -1,0 +1,71 @@
+"""Programs that the tests compile are kept for the next run of the tests, in pytest's folder of caches.
+
+Where a program is the same, to the byte, JAX's persistent compilation cache loads it in a tenth of the time; a program that a
+change of jaxpar alters is compiled. The key of an entry covers the whole program with the names and lines that it mentions,
+the versions of jaxlib and of XLA, the flags and options of the compiler, and the devices; what is loaded has the same text,
+costs and planned memory as what was compiled. So no test passes because of a program of an older jaxpar. A test of what the
+compiler says while it works asks for the fixture compiled_afresh. `pytest --cache-clear` forgets all, and so does
+`-p no:cacheprovider` for one run.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+import jax
+import pytest
+from jax._src import lru_cache  # its entries must be whole, below
+from jax.experimental.compilation_cache import compilation_cache
+
+MOST_BYTES = 400 * 2**20  # of each folder; the programs of one run of all tests take about a fifth
+LEAST_SECONDS = 0.05  # what compiles in less is not kept: to load it would take as long
+
+
+def put_whole(cache: lru_cache.LRUCache, key: str, value: bytes) -> None:
+    """Adds an entry at once, so that no other worker reads a part of it and one that is killed leaves none."""
+    path = Path(cache.path) / f"{key}-cache"
+    part = path.with_name(f"{os.getpid()}-part")
+    part.write_bytes(value)
+    part.replace(path)
+
+
+def prune(folder: Path) -> None:
+    """Removes the oldest half of the programs where all take more than MOST_BYTES."""
+    with contextlib.suppress(FileNotFoundError):  # of another run of tests that prunes too
+        files = sorted(folder.glob("*-cache"), key=lambda path: path.stat().st_mtime)
+        if sum(path.stat().st_size for path in files) > MOST_BYTES:
+            for path in files[: -(-len(files) // 2)]:
+                path.unlink()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if (cache := getattr(config, "cache", None)) is None:
+        return
+    folder = cache.mkdir("programs")
+    if not hasattr(config, "workerinput"):
+        prune(folder)
+    lru_cache.LRUCache.put = put_whole
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # tests read names of operations and lines
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
+
+
+def environment() -> dict[str, str]:
+    """Variables by which a process keeps its programs too; for one that no test kills, since JAX writes entries in place."""
+    if (folder := jax.config.jax_compilation_cache_dir) is None:
+        return {}
+    return {
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "1",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(LEAST_SECONDS),
+    }
+
+
+@pytest.fixture
+def compiled_afresh():
+    """Compiles every program of one test, and keeps none."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
