@@ -201,7 +201,7 @@ def _reduced_late(choice: Choice, at_rest: AtRest) -> int:
 
 
 def _skips_head(choice: Choice, layout: LayerLayout) -> bool:
-    """Whether a branch skips the head: with several chunks or unequal layers (Stage.at_end), and in the last ticks of zb-h1."""
+    """Whether a branch skips the head: with several chunks or unequal layers (Ends.is_masked); in the last ticks of zb-h1."""
     return choice.schedule == "zb-h1" or layout.num_chunks > 1 or not layout.is_even
 
 
