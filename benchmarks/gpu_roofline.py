@@ -4,6 +4,9 @@
     python benchmarks/gpu_roofline.py --jobs "8b, tensor 8"    some of them
     python benchmarks/gpu_roofline.py --jobs                   none: the second table alone
 
+With --out, rows of the first table that are in the file stay, but for those of the same jobs and the same JAX; so the file can
+have several versions.
+
 The first table has jobs that fill their GPUs: Llama 3.1, Mixtral 8x7B and Qwen3 30B-A3B on H100 and BLOOM-176B on A100-80GB,
 in bfloat16 with AdamW. All but BLOOM have flash attention and, with a tensor axis, sequence parallelism. Jobs of 131,072
 tokens recompute complete layers. Experts belong to replicas, and routing is even. By the roofline each instruction takes as
@@ -92,7 +95,12 @@ JOBS = {
     "70b, data 2, stage 4, tensor 8": Job(
         "llama3.1-70b", Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), nodes=8
     ),
-    "405b, data 512, ZeRO 3": Job("llama3.1-405b", Choice(data=512, zero=3, remat=True), nodes=64),
+    "70b, the same with 256 microbatches": Job(
+        "llama3.1-70b", Choice(data=2, stage=4, tensor=8, num_microbatches=256, zero=1), nodes=8
+    ),
+    "405b, data 256, tensor 2, ZeRO 3": Job(
+        "llama3.1-405b", Choice(data=256, tensor=2, zero=3, remat=True), nodes=64, rows=2
+    ),
     "405b, data 4, stage 16, tensor 8": Job(
         "llama3.1-405b",
         Choice(
@@ -169,6 +177,7 @@ JOBS = {
         for zero in (1, 3)
     },
 }
+FULL, SMALLER = "Jobs that fill their GPUs", "A Llama of 0.8B on eight H100"  # the tables
 SCHEDULES = {"1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # with their chunks
 SMALL = [
     Job(
@@ -192,6 +201,8 @@ SMALL = [
 ]
 OF_JOBS = {
     "job": "",
+    "jax": "",
+    "at": "",
     "as compiled ms": ",.0f",
     "collectives alone ms": ",.0f",
     "useful MFU at most": ".1%",
@@ -239,17 +250,27 @@ def main(config: Config) -> None:
     except ImportError as error:
         print(error, file=sys.stderr)
         raise SystemExit(report.CANNOT_RUN) from None
-    add = lambda *table: record.tables.append(report.Table(*table))
+    tables = report.Record.read(config.out).tables if config.out and config.out.exists() else []
+    earlier = {table.title: table for table in tables}
     if jobs:
-        add("Jobs that fill their GPUs", OF_JOBS, [row_of_job(name) for name in jobs], "in the names of the jobs")
+        rows = [row_of_job(name, record.versions["jax"], record.commit) for name in jobs]
+        rows = with_others(rows, earlier[FULL].rows if FULL in earlier else [])
+        earlier |= {FULL: report.Table(FULL, OF_JOBS, rows, "in the names of the jobs")}
     if small:
         rows = [row_of_schedule(job) for job in small]
-        add("A Llama of 0.8B on eight H100", OF_SCHEDULES, rows, report.mesh_text(small[0].choice.mesh))
+        earlier |= {SMALLER: report.Table(SMALLER, OF_SCHEDULES, rows, report.mesh_text(small[0].choice.mesh))}
+    record.tables.extend(earlier[title] for title in (FULL, SMALLER) if title in earlier)
     record.finish(config.out)
 
 
-def row_of_job(name: str) -> dict[str, Any]:
-    """Returns a row of the first table."""
+def with_others(rows: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns rows of jobs, and earlier ones of other jobs or of another JAX, in the order of the jobs."""
+    by_job = {(row["job"], row["jax"]): row for row in (*earlier, *rows)}
+    return [by_job[key] for name in JOBS for key in sorted(by_job) if key[0] == name]
+
+
+def row_of_job(name: str, version: str, commit: str) -> dict[str, Any]:
+    """Returns a row of the first table, of a version of JAX and a commit."""
     job = JOBS[name]
     shape, plan, found, seconds = compiled(job)
     machines = cluster(job.gpu, num_nodes=job.nodes)
@@ -263,6 +284,8 @@ def row_of_job(name: str) -> dict[str, Any]:
     peak = found.memory.argument_bytes + found.memory.temp_bytes
     cells = (
         name,
+        version,
+        commit,
         1e3 * bounds.as_compiled,
         1e3 * bounds.exposed,
         bounds.mfu(useful_flops(shape, job)),

@@ -37,8 +37,13 @@ PIPELINED_ALL_GATHER: dict[str, bool | str] = (
     else {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
 )
 
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "remat2": "jaxpr", "checkpoint": "jaxpr"}
-_REMAT = ("remat2", "checkpoint")
+_REMAT = "remat2"  # the primitive of jax.checkpoint
+_CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    _REMAT: "jaxpr",
+}  # JAX 0.11: eval_jaxpr
 _HOLDS_JAXPRS = (*_CALLS, "cond", "scan", "shard_map", "while")
 _DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
 _REFERENCE_EFFECTS = ("InternalMutableArrayEffect", "ReadEffect", "WriteEffect", "AccumEffect")
@@ -173,7 +178,7 @@ def with_inner(equation: Any) -> Iterator[Any]:
 
 def is_remat(equation: Any) -> bool:
     """Returns whether an equation is a ``jax.checkpoint``."""
-    return equation.primitive.name in _REMAT
+    return equation.primitive.name == _REMAT
 
 
 def constraint_of(equation: Any) -> Any:

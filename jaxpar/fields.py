@@ -11,7 +11,7 @@ Messages name an argument by ``arg``: as the library calls it, or, while a comma
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
@@ -72,6 +72,15 @@ def arg(*names: str, **values: Any) -> str:
     flags = _flags.get()
     flag = lambda name, value: f"{flags[name]} {value}" if name in flags else f"{name}={value}"
     return ", ".join([flags.get(name, name) for name in names] + [flag(*each) for each in values.items()])
+
+
+def check_one_of(names: Sequence[str], **values: object) -> None:
+    """Raises ValueError for an argument that is none of some names, with the one that is meant."""
+    for name, value in values.items():
+        if value not in names:
+            near = get_close_matches(str(value).lower(), names, 1)
+            meant = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{arg(name)} must be one of {', '.join(names)}; got {value!r}.{meant}")
 
 
 def check_at_least(least: float, remedy: str = "", **values: float | None) -> None:

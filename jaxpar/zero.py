@@ -7,7 +7,7 @@
     3       and params           layers: an all-gather before each use, a reduce-scatter in each backward pass; outer once
 
 The devices of both axes hold the same params and add up their gradients, whether they have other rows or other parts of the
-same rows. A param is sharded along its largest dim that no other axis shards and that their number divides; a param without one
+same rows. A param is sharded along its first dim that no other axis shards and that their number divides; a param without one
 is replicated. With a ``replica`` axis (HSDP) all this happens inside each group of N such devices, and at the end of the step
 one all-reduce over ``replica`` adds up the shards of the groups: 1 / N of the gradients' bytes leave a group, and no param.
 
@@ -179,8 +179,10 @@ def _dim_to_shard(
 ) -> int | None:
     free = {None} if mesh.shape[TENSOR] > 1 else {None, TENSOR}
     entries, parts = (*spec, *(None,) * (len(shape) - len(spec))), math.prod(mesh.shape[axis] for axis in axes)
-    fitting = [dim for dim, size in enumerate(shape) if entries[dim] in free and size and size % parts == 0]
-    return max(fitting, key=lambda dim: shape[dim]) if fitting else None
+    fitting = (dim for dim, size in enumerate(shape) if entries[dim] in free and size and size % parts == 0)
+    return next(
+        fitting, None
+    )  # shards of a first dim are contiguous; of another XLA transposes what it gathers and scatters
 
 
 def shardings_at_rest(params: PyTree, shardings: PyTree) -> PyTree:

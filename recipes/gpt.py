@@ -123,9 +123,8 @@ def main(config: Config) -> None:
             draw=lambda: draw(run, text),
         )
         run.restore(init, jax.random.key(common.seed), optimizer, parallel)
-        weights = None
-        if own.init_from and not (common.resume or config.gpu.compile_for):
-            weights = language_model.read_weights(own.init_from, shape, layout, run.target)
+        begins_with = own.init_from if config.makes_state else None
+        weights = begins_with and language_model.read_weights(begins_with, shape, layout, run.target)
     optimizers.say_new_rate(config, run.saved, run.first_step)
     say(text.describe())
     say(language_model.describe(own, config.lora, shape, mesh, num_factors, of_pipeline=f", {own.schedule}"))
@@ -196,7 +195,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
     optimizers.check_optimizer(config)
     language_model.check_lora(config.lora, config.optimizer, own)
     check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
-    language_model.check_model(own, data.seq, needs_weights=not (config.common.resume or config.gpu.compile_for))
+    language_model.check_model(own, data.seq, needs_weights=config.makes_state)
     check_sequences({"tokens": jax.ShapeDtypeStruct((1, data.seq), "int32")}, mesh)
     if own.sequence_parallel and data.seq % mesh.shape["tensor"]:
         raise ValueError(

@@ -7,12 +7,14 @@ default 400 or about ten minutes, from JAXPAR_FUZZ_SEED, by default a seed that 
 import functools
 import itertools
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import jax
+import jax.numpy as jnp
 import pytest
-from hypothesis import HealthCheck, given, reject, seed, settings
+from hypothesis import HealthCheck, Phase, given, reject, seed, settings
 
+import jaxpar
 from jaxpar.pipeline import executor
 from tests.support import tiny
 from tests.support.fuzz import run as fuzz_run
@@ -35,6 +37,40 @@ def check(case):
 @given(cases())
 def test_random_models_run_in_random_ways_give_the_numbers_of_one_device(case):
     check(case)
+
+
+@pytest.mark.slow
+def test_evaluations_of_random_models_give_the_loss_of_one_device(monkeypatch):
+    of_training = jaxpar.value_and_grad
+
+    def with_evaluated_loss(model, loss, mesh, **settings):
+        value_and_grad = of_training(model, loss, mesh, **settings)
+        if settings["executor"] == "mpmd" and mesh.shape["stage"] > 1:
+            return value_and_grad
+        of = lambda kind: {f.name: settings[f.name] for f in fields(kind) if f.name in settings}
+        parallel, pipeline = jaxpar.Parallel(mesh, **of(jaxpar.Parallel)), jaxpar.Pipeline(**of(jaxpar.Pipeline))
+        eval_step = jaxpar.make_eval_step(model, loss, parallel, pipeline)
+
+        def with_value(params, batch):
+            value, grads = value_and_grad(params, batch)
+            loss_sum, weight_sum, *sums = eval_step(params, batch)
+            with jax.numpy_dtype_promotion("standard"):
+                means = jax.tree.map(lambda each: jnp.divide(each, weight_sum), (loss_sum, *sums))
+                found = means if settings["has_aux"] else means[0]
+                return jax.tree.map(lambda new, old: new.astype(old.dtype), found, value), grads
+
+        return with_value
+
+    monkeypatch.setattr(jaxpar, "value_and_grad", with_evaluated_loss)
+    print(f"JAXPAR_FUZZ_SEED={SEED}")
+
+    @seed(SEED)
+    @quiet(max_examples=max(NUM_CASES // 10, 1), phases=(Phase.generate,))
+    @given(cases())
+    def check_many(case):
+        check(case)
+
+    check_many()
 
 
 @pytest.mark.slow

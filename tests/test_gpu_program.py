@@ -358,6 +358,17 @@ def test_rows_of_f_travel_to_their_experts_beside_products_of_b_and_those_of_b_b
     assert largest < TOKENS * EXPERTS * WIDTH
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_every_stage_runs_leading_dense_layers_and_no_tick_waits_for_the_host(gpus):
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2, devices=list(gpus))
+    sizes = {"num_layers": 3, "num_dense_layers": 1, "mlp_dim": 384, "expert_dim": 128}
+    compiled, _ = step_with_experts(mesh, EXPERT_RULES["experts"], 4, **sizes)
+    found = jaxpar.inspect_step(compiled, mesh=mesh)
+    assert found.gpu.host_waits == 0, found.render()
+    of_leading = [each for each in found.select("all-reduce", "tensor") if "/embed" in each.op_name and each.times > 1]
+    assert len(of_leading) >= 2 + 2, found.render()
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
 def test_attention_over_a_gathered_sequence_is_flash_kernels_alone_and_stores_no_scores(gpus, packed):
     mesh, seq = jaxpar.make_mesh(context=4, tensor=2, devices=list(gpus)), 1 << 15

@@ -26,6 +26,7 @@ MODELS = {
     "llama": LLAMA | {"num_kv_heads": 4},
     "vocabulary": {"vocab_size": 32768, "num_layers": 4},
     "experts": LLAMA | EXPERTS,
+    "experts after two layers": LLAMA | EXPERTS | {"num_layers": 18, "num_dense_layers": 2},
     "experts with room": LLAMA | EXPERTS | {"expert_buffer": 1.0},
 }
 # model, rows of a microbatch, choice
@@ -50,6 +51,7 @@ JOBS = [
     ("gpt", 1, Choice(data=2, stage=4, schedule="interleaved", num_chunks=2, num_microbatches=16, zero=3, remat=True)),
     ("experts", 4, Choice(data=2, tensor=4, num_microbatches=4, zero=1)),
     ("experts with room", 4, Choice(data=4, stage=2, num_microbatches=8, zero=1, experts="data")),
+    ("experts after two layers", 4, Choice(stage=2, tensor=4, num_microbatches=8)),
     ("llama, sequence parallel", 4, Choice(stage=2, tensor=4, num_microbatches=8)),
 ]
 

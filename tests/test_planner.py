@@ -130,6 +130,38 @@ EXPERTS = TransformerConfig(
 )  # fmt: skip
 
 
+def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
+    long = dataclasses.replace(EXPERTS, positions="rope", max_positions=2**15, attention=planned_attention)
+    plans = jaxpar.plan(transformer_shape(long), cluster("h100"), batch_size=16, executor="mpmd", stage=2, top=9)
+    choices = [plan.choice for plan in plans]
+    assert len(choices) > 1
+    assert {(choice.zero, choice.context, choice.experts) for choice in choices} == {(0, 1, "tensor")}
+    for held in ({"zero": 1}, {"context": 2}, {"experts": "data"}):
+        (name,) = held
+        with pytest.raises(
+            ValueError, match=rf"hold all params and whole sequences; got .*stage=2, {name}=.* Leave {name} out"
+        ):
+            jaxpar.plan(transformer_shape(long), cluster("h100"), batch_size=16, executor="mpmd", stage=2, **held)
+
+
+def test_leading_dense_layers_are_further_layers_of_the_first_stage():
+    shape, machines, rows = transformer_shape(EXPERTS), cluster("h100"), 64
+    leading = transformer_shape(dataclasses.replace(EXPERTS, num_layers=6, num_dense_layers=2))
+    choice = Choice(stage=2, tensor=4, num_microbatches=16)
+    seconds = lambda shape, *layers: (
+        price(
+            shape, machines, dataclasses.replace(choice, layers_per_virtual_stage=layers or None), batch_size=rows
+        ).step_seconds
+    )
+    assert seconds(shape, 1, 3) < seconds(leading, 1, 3) < seconds(leading), (
+        "a stage with fewer layers has time for them"
+    )
+    best = jaxpar.plan(leading, machines, batch_size=rows, stage=2, tensor=4, schedule="1f1b")[0]
+    assert best.choice.layers_per_virtual_stage == (1, 3)
+    more = price(leading, machines, choice, batch_size=rows).useful_flops
+    assert more > price(shape, machines, choice, batch_size=rows).useful_flops * 1.2
+
+
 def test_experts_are_planned_over_tensor_and_over_data():
     shape, machines, rows = transformer_shape(EXPERTS), cluster("h100"), 64
     plain, over_tensor, over_data = (
@@ -337,12 +369,16 @@ def test_zero_3_gathers_layers_in_the_dtype_of_the_computation(stage):
 
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "num_microbatches", "most"),
-    [("1f1b", 1, 8, 1.0), ("1f1b", 1, 256, 0.9), ("interleaved", 2, 32, 1.0), ("zb-h1", 1, 32, 1.09)],
+    [("1f1b", 1, 8, 1.0), ("1f1b", 1, 256, 0.9), ("interleaved", 2, 32, 1.0), ("zb-h1", 1, 32, 1.08)],
 )
 def test_equal_stages_in_lock_step_take_no_longer_where_collectives_run_beside_products(
     schedule, num_chunks, num_microbatches, most
 ):
-    """zb-h1 runs F, B and W in loops of their own, and the head on all stages."""
+    """zb-h1 has nothing beside its collectives that makes up for what lock-step adds.
+
+    Copying the params of layers out of their stacks takes 5% of its time, embeddings in every tick 1.5%, and heads in those in
+    which the pipeline fills 1%.
+    """
     sizes = {"num_layers": 48, "embed_dim": 8192, "num_heads": 64, "vocab_size": 51_200, "max_positions": 2048}
     shape = transformer_shape(TransformerConfig(**sizes, compute_dtype="bfloat16"), sequence_parallel=True)
     choice = Choice(stage=8, tensor=8, schedule=schedule, num_chunks=num_chunks, num_microbatches=num_microbatches)
@@ -352,12 +388,12 @@ def test_equal_stages_in_lock_step_take_no_longer_where_collectives_run_beside_p
 
 # The roofline of steps compiled for H100 with jax 0.10.2: milliseconds in the order in which they are compiled, and GiB.
 COMPILED = [
-    ("llama3.1-8b", 1, 8192, Choice(data=8, zero=3), 575, 44.6),
-    ("llama3.1-8b", 1, 8192, Choice(data=2, tensor=4, num_microbatches=8, zero=1), 1166, 38.4),
-    ("llama3.1-8b", 1, 8192, Choice(tensor=8, num_microbatches=16), 1250, 23.1),
-    ("llama3.1-8b", 1, 8192, Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1), 1292, 53.6),
-    ("llama3.1-8b", 1, 4096, Choice(stage=8, num_microbatches=32), 1436, 47.7),
-    ("llama3.1-70b", 8, 8192, Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), 3034, 59.8),
+    ("llama3.1-8b", 1, 8192, Choice(data=8, zero=3), 562, 42.6),
+    ("llama3.1-8b", 1, 8192, Choice(data=2, tensor=4, num_microbatches=8, zero=1), 1164, 32.7),
+    ("llama3.1-8b", 1, 8192, Choice(tensor=8, num_microbatches=16), 1249, 20.2),
+    ("llama3.1-8b", 1, 8192, Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1), 1290, 47.8),
+    ("llama3.1-8b", 1, 4096, Choice(stage=8, num_microbatches=32), 1435, 46.3),
+    ("llama3.1-70b", 8, 8192, Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), 3033, 56.3),
 ]
 
 
@@ -594,7 +630,7 @@ def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     assert "Install it: pip install '.[gpu-compile]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 16)])
+@pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 15)])
 def test_a_plan_counts_the_slot_to_which_idle_stages_write(num_microbatches, slots):
     choice = Choice(stage=8, num_microbatches=num_microbatches)
     assert choice.num_slots["residuals_b"] == choice.num_slots["residuals_w"] == slots

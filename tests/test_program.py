@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import product
+from itertools import product, zip_longest
 
 import hypothesis.strategies as st
 import numpy as np
@@ -289,7 +289,7 @@ def test_a_wrong_slot_or_tick_is_noticed_here():
     """The simulation of this file is a test only if tables that are off by one fail it."""
     program = compile_schedule(named("1f1b", 3, 4))
     for table, values in program.tables.items():
-        if "_on" in table or not (values != NONE).any():
+        if "_on" in table or "_reversed" in table or not (values != NONE).any():
             continue
         stage, tick = np.argwhere(values != NONE)[-1]
         off = {**program.tables, table: values.copy()}
@@ -321,3 +321,41 @@ def test_masked_ticks_before_the_first_head_have_none(name, form, first):
     last, chunk = program.schedule.stage_and_chunk(program.schedule.num_virtual_stages - 1)
     assert not (program.tables["F_chunk"][last, :first] == chunk).any()
     assert all(each.has_head for each in compile_schedule(make_schedule(name, 4, 8, form=form)).segments)
+
+
+def run_layers(program, num_layers=3):
+    """Runs F and B layer by layer as the executor does; fails where B reads from a slot what is not its own."""
+    for stage in range(program.schedule.num_stages):
+        held = {}
+        for segment, tick in ((each, tick) for each in program.segments for tick in each.ticks):
+            of = {key: int(table[stage, tick]) for key, table in program.tables.items()}
+            place = lambda op, layer, of=of: (
+                of[f"{op}_residuals_w"],
+                num_layers - 1 - layer if of[f"{op}_reversed"] else layer,
+            )
+            value = lambda op, layer, of=of: (of[f"{op}_microbatch"], of[f"{op}_chunk"], layer)
+            forward = [("F", layer) for layer in range(num_layers)] if "F" in segment.ops else []
+            backward = [("B", layer) for layer in reversed(range(num_layers))] if of["B_on"] else []
+            pairs = zip_longest(backward, forward) if segment.merges else [forward + backward]
+            for op, layer in (each for pair in pairs for each in pair if each):
+                if op == "F":  # also what is discarded
+                    held[place(op, layer)] = value(op, layer)
+                else:
+                    assert held[place(op, layer)] == value(op, layer), f"layer {layer} of stage {stage}, tick {tick}"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks", "num_stages", "num_microbatches"),
+    [("1f1b", 1, 1, 5), ("1f1b", 1, 2, 4), ("1f1b", 1, 4, 12), ("interleaved", 2, 2, 4), ("interleaved", 3, 4, 12)],
+)
+def test_f_beside_b_takes_the_place_of_what_b_has_read(name, num_chunks, num_stages, num_microbatches):
+    made = lambda form: make_schedule(name, num_stages, num_microbatches, num_chunks, form=form)
+    merged, fused = (compile_schedule(join_backward(made(form)), masks=True) for form in ("merged", "fused"))
+    slots = [each.num_slots[buffer] for each in (merged, fused) for buffer in ("residuals_b", "residuals_w")]
+    assert len(set(slots)) == 1, f"F runs ahead of B by one more microbatch, which needs no slot: {slots}"
+    run_layers(merged)
+    turned = merged.tables["B_reversed"]
+    assert merged.reverses
+    assert not fused.reverses
+    with pytest.raises(AssertionError, match="layer"):
+        run_layers(replace(merged, tables=merged.tables | {"B_reversed": np.zeros_like(turned)}))

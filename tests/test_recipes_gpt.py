@@ -33,6 +33,8 @@ from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support import doc_pages, oracle
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.real_runs import curve, read_lines
+from tests.support.tiny_transformer import LLAMA as LLAMA_BLOCK
+from tests.support.tiny_transformer import SHAPE, make_params
 from tests.support.waiting import WAIT_SECONDS
 
 FEW_STEPS = 16
@@ -224,7 +226,7 @@ def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path, capsys):
     assert tmp_path / "expert_loads.json" in set(own_files(tmp_path)), "--overwrite deletes it"
 
 
-def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_path):
+def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_path, capsys):
     of_numbers = "--model", "moe-bytes", "--router-bias-rate", "0.01", "--learning-rate-schedule", "constant"
     over_data = "--experts", "data", "--mesh.data", "4", "--mesh.stage", "2", "--expert-buffer", "3.9"
     run(tmp_path, *of_numbers, *over_data, "--steps", "8", "--checkpoint-every", "8")
@@ -232,6 +234,9 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_pat
     losses = [line["loss"] for line in read_lines(tmp_path)]
     assert len(losses) == FEW_STEPS
     assert losses[-1] < losses[8] < losses[0]
+    with pytest.raises(SystemExit):
+        run(tmp_path, *of_numbers[:2], *of_numbers[4:], "--resume")
+    assert "for a run saved with 0.01. Add --router-bias-rate 0.01, or start a run" in capsys.readouterr().err
     found = huggingface.export.open_run(tmp_path)
     biases = np.asarray(found.params["layers"]["router"]["bias"][:])
     assert found.config.router_bias
@@ -257,6 +262,10 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_pat
             {"model": "moe-bytes", "experts": "data", "expert_buffer": 0.5},
             "must be 1 or more; got 0.5. Choose such as 1.5",
         ),
+        (
+            {"model": "moe-bytes", "experts": "data", "expert_split": "expert_mlp"},
+            "--expert-split applies to --experts tensor; got expert_mlp with --experts data",
+        ),
         ({"window": 0}, "window must be positive; got 0"),
         (
             {"model": "moe-bytes", "router_bias_rate": -1.0},
@@ -267,6 +276,52 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_pat
 def test_flags_of_experts_that_do_not_fit_are_refused(flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         language_model.check_model(ModelFlags(**flags), 16, needs_weights=False)
+
+
+def test_a_mixture_after_a_dense_layer_is_tuned_goes_on_elsewhere_and_is_exported(run, tmp_path):
+    options = {"qk_norm": "head", "num_experts": 4, "expert_dim": 16, "num_dense_layers": 1, "num_layers": 4}
+    config = transformer.TransformerConfig(
+        **SHAPE | LLAMA_BLOCK | options | {"vocab_size": 256, "tokens": "bytes"}, tied=False
+    )
+    huggingface.write_model(tmp_path / "model", config, make_params(config, dtype=np.float32))
+    flags = "--init-from", str(tmp_path / "model"), "--seq", "8", "--lora-rank", "2", "--lora-targets", "w_qkv", "w_up"
+    flags = *flags, "--learning-rate-schedule", "constant", "--checkpoint-every", "8"
+    run(tmp_path / "run", *flags, *IN_THREE_DIMENSIONS, "--steps", "8")
+    run(tmp_path / "run", *flags, "--mesh.data", "8", "--resume", "--save-hf", str(tmp_path / "hf"))
+    factors = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
+    of = lambda name: f"base_model.model.model.layers.{name}.lora_B.weight"
+    assert of("0.mlp.up_proj") in factors, "the leading layer's MLP"
+    assert of("1.mlp.up_proj") not in factors, "experts have no factors"
+    assert all(np.abs(factors[of(f"{layer}.self_attn.q_proj")]).max() > 0 for layer in range(4))
+    assert jaxpar_main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
+    exported, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "hf"))
+    assert_same(exported, saved, within=1e-6)
+    moved = (
+        saved["model.layers.0.mlp.up_proj.weight"]
+        - load_file(tmp_path / "model/model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    )
+    assert np.abs(moved).max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("rate", "saved", "message"),
+    [
+        (
+            None,
+            {"router_bias_rate": 0.01},
+            "got --router-bias-rate None for a run saved with 0.01. Add --router-bias-rate 0.01",
+        ),
+        (
+            0.1,
+            {"seed": 0},
+            "got --router-bias-rate 0.1 for a run saved with None. Leave it out, or start a run in another",
+        ),
+    ],
+)
+def test_a_run_goes_on_with_biases_of_routers_or_without_them(rate, saved, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        language_model.check_biases(ModelFlags(router_bias_rate=rate), saved)
+    language_model.check_biases(ModelFlags(router_bias_rate=rate), {})
 
 
 def test_no_model_of_transformers_gets_biases_of_routers(run, tmp_path, capsys):

@@ -88,6 +88,10 @@ def test_alpha_over_the_rank_is_the_scale_and_targets_name_the_weights():
             "--lora-targets must name weights, each once; got w_up w_up. Choose among",
         ),
         (["--optimizer", "muon"], "got it with --lora-rank, which trains factors"),
+        (
+            ["--model", "moe-bytes", "--router-bias-rate", "0.1"],
+            "--router-bias-rate updates the biases of routers; got it with",
+        ),
         (["--lora-rank", "None"], "--lora-targets and --lora-alpha apply to --lora-rank; got one of them without it"),
     ],
 )

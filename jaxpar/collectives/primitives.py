@@ -27,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxpar.fields import check_one_of
+
 Groups = Sequence[Sequence[int]] | None
 
 
@@ -69,7 +71,7 @@ def all_reduce(tree: PyTree, axis: str, *, op: str = "sum", groups: Groups = Non
 
     **Collectives**: one all-reduce of all arrays together.
     """
-    _check_operator(op, ("sum", "mean", "max", "min"))
+    check_one_of(("sum", "mean", "max", "min"), op=op)
     size, own = group_size(axis, groups), _own_groups(axis, groups)
     if op == "max":
         return jax.tree.map(lambda x: _maximum(x, axis, own), tree)
@@ -112,7 +114,7 @@ def reduce_scatter(tree: PyTree, axis: str, *, dim: int = 0, op: str = "sum", gr
 
     **Collectives**: one reduce-scatter per array.
     """
-    _check_operator(op, ("sum", "mean"))
+    check_one_of(("sum", "mean"), op=op)
     size, own = group_size(axis, groups), _own_groups(axis, groups)
     _check_dims(tree, dim, size)
 
@@ -236,11 +238,6 @@ def _all_to_all_by_shifts(x: jax.Array, axis: str, split_dim: int, join_dim: int
     come = [shift(take(me + r), axis, by=r, groups=groups) for r in range(size)]  # come[r] is from the device me - r
     in_order = jnp.stack(come)[(me - jnp.arange(size)) % size]
     return jnp.concatenate(list(in_order), axis=join_dim)
-
-
-def _check_operator(op: str, known: tuple[str, ...]) -> None:
-    if op not in known:
-        raise ValueError(f"op must be one of {', '.join(known)}; got {op!r}.")
 
 
 def _check_dims(tree: PyTree, dim: int, parts: int = 1) -> None:

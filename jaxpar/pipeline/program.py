@@ -7,7 +7,12 @@ A stage has four buffers. A slot holds the values of one microbatch and chunk:
     residuals_w   values from it for W, or for both              F or R to W (to B, if the backward pass is not split)
     cotangents_w  values from B for W                            B to W
 
-Slots are allocated like registers: a buffer has as many as are live at once, independent of the number of microbatches.
+Slots are allocated like registers: a buffer has as many as are live at once, independent of the number of microbatches. Where F
+and B run in one loop over layers, F writes its residuals where B has just read its own, so the two microbatches need one slot:
+
+    trip            0      1      2      3
+    B reads layer   3      2      1      0      of one microbatch
+    F writes layer  0      1      2      3      of the other, in its place: the slot then holds the layers in reverse order
 
 The stages that send in each tick are also computed here, so that a link transfers only the messages of the schedule.
 
@@ -35,9 +40,9 @@ WAYS = ("right", "left")
 MAX_SEGMENTS = 8
 
 _FIELDS = {
-    "F": ("microbatch", "chunk", "x", "out", "residuals_b", "residuals_w"),
+    "F": ("microbatch", "chunk", "x", "out", "residuals_b", "residuals_w", "reversed"),
     "R": ("microbatch", "chunk", "x", "residuals_b", "residuals_w"),
-    "B": ("microbatch", "chunk", "ct", "out", "residuals_b", "residuals_w", "cotangents_w"),
+    "B": ("microbatch", "chunk", "ct", "out", "residuals_b", "residuals_w", "cotangents_w", "reversed"),
     "W": ("microbatch", "chunk", "residuals_w", "cotangents_w"),
 }
 
@@ -55,6 +60,7 @@ class OpRow(NamedTuple):
         residuals_b: Its slot of that buffer; likewise the next two.
         residuals_w: See above.
         cotangents_w: See above.
+        reversed: Whether its slots of residuals hold the layers of the chunk from the last to the first.
         reduces: Whether it reduces the gradients of layers over the replicas.
         last: The row of the last stage, where all stages share the head.
         has_head: Whether some stage runs the head in this tick, or may.
@@ -69,6 +75,7 @@ class OpRow(NamedTuple):
     residuals_b: Any = None
     residuals_w: Any = None
     cotangents_w: Any = None
+    reversed: Any = None
     reduces: bool = False
     last: "OpRow | None" = None
     has_head: bool = True
@@ -93,7 +100,8 @@ class Program:
         schedule: The compiled schedule.
         ops: The ops that a stage may run in a tick, in this order: F, R, B, W, and W2 and so on if a tick has several W.
         tables: By name an int32 array ``[num_stages, num_ticks]``. ``F_on`` is 1 where a stage runs F, ``F_microbatch`` and
-            ``F_chunk`` are its microbatch and chunk, and likewise for other ops; the other tables hold slots, -1 for none.
+            ``F_chunk`` are its microbatch and chunk, and likewise for other ops; ``F_reversed`` and ``B_reversed`` say in which
+            order a slot of residuals holds layers; the other tables hold slots, -1 for none.
         num_slots: The number of slots of each buffer.
         sends: By direction, "right" and "left", the stages that send in each tick.
         segments: The ticks in runs, mostly with the same ops; the executor has a loop for each.
@@ -111,6 +119,11 @@ class Program:
     masks: bool
     skips: frozenset[str] = frozenset()
     overlaps: bool = False
+
+    @property
+    def reverses(self) -> bool:
+        """Whether a slot of residuals ever holds layers in reverse order."""
+        return bool(self.tables["F_reversed"].any())
 
     @property
     def reduces(self) -> bool:
@@ -236,9 +249,23 @@ def compile_schedule(schedule: Schedule, *, masks: bool = False, skips: Collecti
     segments = tuple(each._replace(skips=frozenset(skips)) for each in segments)
     segments = tuple(each._replace(merges=_can_merge(schedule, each)) for each in segments)
     masked = [(tick, op) for each in segments for op in each.ops if each.masks(op) for tick in each.ticks]
-    num_slots = {buffer: allot(lives, tables) for buffer, lives in lives_of(timetable, masked).items()}
+    merged = {tick for each in segments if each.merges for tick in each.ticks}
+    num_slots = {buffer: allot(lives, tables) for buffer, lives in lives_of(timetable, masked, merged).items()}
+    tables |= _orders(tables, num_slots["residuals_w"], merged)
     tables |= {f"{name}_on": (tables[f"{name}_chunk"] != NONE).astype(np.int32) for name in timetable.names}
     return Program(schedule, timetable.names, tables, num_slots, sends, segments, masks, frozenset(skips))
+
+
+def _orders(tables: dict[str, np.ndarray], num_slots: int, merged: Collection[int]) -> dict[str, np.ndarray]:
+    """The tables ``F_reversed`` and ``B_reversed``: in a merged tick F turns round the order of a slot that it takes from B."""
+    written, read = tables["F_residuals_w"], tables["B_residuals_w"]
+    of_f, of_b, every = np.zeros_like(written), np.zeros_like(read), np.arange(len(written))
+    order = np.zeros((len(written), num_slots + 1), np.int32)  # of each slot, and one for NONE
+    for tick, (f, b) in enumerate(zip(written.T, read.T, strict=True)):
+        of_b[:, tick] = order[every, b]
+        of_f[:, tick] = (tick in merged) & (f == b) & (f != NONE) & (of_b[:, tick] == 0)
+        order[every, f] = of_f[:, tick]
+    return {"F_reversed": of_f, "B_reversed": of_b}
 
 
 def spmd_program(schedule: Schedule, *, masks: bool, overlaps: bool = False, skips: Collection[str] = ()) -> Program:

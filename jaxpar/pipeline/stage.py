@@ -197,12 +197,20 @@ class Stage:
     def store(self, ring: list, values: list, row: OpRow, name: str, position: Any) -> list:
         """Writes the values of one layer to a buffer."""
         values = [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
-        return buffers.put(ring, values, getattr(row, name), position)
+        return buffers.put(ring, values, getattr(row, name), self.place(row, position))
 
     def stored(self, state: State, row: OpRow, name: str, position: Any) -> list:
         """The values of one layer in a buffer."""
-        values = buffers.get(getattr(state, name), self.layer.shapes(name), getattr(row, name), position)
+        at = getattr(row, name), self.place(row, position)
+        values = buffers.get(getattr(state, name), self.layer.shapes(name), *at)
         return [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
+
+    def place(self, row: OpRow, position: Any) -> Any:
+        """Where a slot holds a layer. The loop that runs F beside B has the positions with a layer in every chunk."""
+        if not self.program.reverses or row.reversed is None:
+            return position
+        num_common = self.layers.layout.min_layers
+        return jnp.where((row.reversed > 0) & (position < num_common), num_common - 1 - position, position)
 
     def with_keys(self, unwrapped: Sequence) -> list:
         """X with PRNG keys rewrapped."""

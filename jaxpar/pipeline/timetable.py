@@ -5,8 +5,8 @@ registers: a buffer has as many as it holds values at once.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -82,20 +82,24 @@ class Life:
     uses: tuple[tuple[str, int], ...]
 
 
-def lives_of(timetable: Timetable, masked: Sequence[tuple[int, str]]) -> dict[str, list[Life]]:
+def lives_of(
+    timetable: Timetable, masked: Sequence[tuple[int, str]], merged: Collection[int] = ()
+) -> dict[str, list[Life]]:
     """Returns the values that each buffer holds.
 
     Args:
         timetable: When each op runs.
         masked: The (tick, op) pairs in which stages where that op is off compute it too.
+        merged: The ticks in which B reads the residuals of one layer before F writes those of another.
     """
     if timetable.schedule.is_forward:
         return {"inbox": _activations(timetable), "residuals_b": [], "residuals_w": [], "cotangents_w": []}
     writer = "R" if timetable.schedule.recomputes else "F"
+    stored = lambda buffer: _stored(timetable, buffer, merged) + _discarded(timetable, buffer, writer, masked)
     return {
         "inbox": _activations(timetable) + _cotangents(timetable),
-        "residuals_b": _stored(timetable, "residuals_b") + _discarded(timetable, "residuals_b", writer, masked),
-        "residuals_w": _stored(timetable, "residuals_w") + _discarded(timetable, "residuals_w", writer, masked),
+        "residuals_b": stored("residuals_b"),
+        "residuals_w": stored("residuals_w"),
         "cotangents_w": _cotangents_w(timetable) + _discarded(timetable, "cotangents_w", "B", masked),
     }
 
@@ -147,11 +151,13 @@ def _message(timetable: Timetable, source: int, sent: Op, stage: int, end: int, 
     return Life(stage, timetable.time(tick, "arrival"), end, ((channel, tick), *uses))
 
 
-def _stored(timetable: Timetable, buffer: str) -> list[Life]:
-    """The residuals that F, or R if there is one, stores until B or W has read them."""
+def _stored(timetable: Timetable, buffer: str, merged: Collection[int]) -> list[Life]:
+    """The residuals that F, or R if there is one, stores until B or W has read them; in a merged tick F may replace B's."""
     writer = "R" if timetable.schedule.recomputes else "F"
     readers = "BW" if buffer == "residuals_w" and timetable.schedule.splits_backward else "B"
-    return [_held(timetable, buffer, stage, op, readers) for stage, op in timetable.moments if op.kind == writer]
+    held = [_held(timetable, buffer, stage, op, readers) for stage, op in timetable.moments if op.kind == writer]
+    before_f = {timetable.time(tick, "B"): timetable.time(tick, "F") - 1 for tick in merged if writer == "F"}
+    return [replace(life, end=before_f.get(life.end, life.end)) for life in held]
 
 
 def _cotangents_w(timetable: Timetable) -> list[Life]:

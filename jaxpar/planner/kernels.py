@@ -26,7 +26,7 @@ from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.fused import BACKWARD, FORWARD, Grouped, attention_flops, grouped_of
 from jaxpar.planner.job import JAXPAR, Software
 
-_VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "split", "slice"})
+VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "split", "slice"})
 _OF_THEIR_OWN = frozenset(
     {"dot_general", "gather", "scatter-add", "sort", "cumsum", "conv_general_dilated", FORWARD, BACKWARD}
 )
@@ -175,7 +175,7 @@ class _Counted:
         for output in node.outputs:
             self._reads[output] = reads
             inputs = [i for i in node.inputs if self.reads(i)]
-            if node.name in _VIEWS and all(i in self._is_view or self.reads(i) == {i} for i in inputs):
+            if node.name in VIEWS and all(i in self._is_view or self.reads(i) == {i} for i in inputs):
                 self._is_view.add(output)
 
     def write(self, value: int) -> None:
@@ -245,7 +245,7 @@ def _stored(
     for at, node in enumerate(nodes):
         read = frozenset().union(*(sources.get(i, frozenset()) for i in node.inputs))
         # What a scatter adds to is in memory too.
-        is_written = not stored.isdisjoint(node.outputs) and node.name not in _VIEWS - {"broadcast_in_dim"}
+        is_written = not stored.isdisjoint(node.outputs) and node.name not in VIEWS - {"broadcast_in_dim"}
         sources |= {i: frozenset([i]) if is_written and i in stored else read for i in node.outputs}
         if is_written:
             last_read |= {i: at for i in read if last_read.get(i, -1) < at}

@@ -18,7 +18,7 @@ from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh
 from jaxpar.planner.fused import BACKWARD, FORWARD, RULES, Grouped, grouped_of
 from jaxpar.planner.job import Choice
-from jaxpar.planner.kernels import NO_KERNELS, Kernels, kernels_of, peak_of_kernels
+from jaxpar.planner.kernels import NO_KERNELS, VIEWS, Kernels, kernels_of, peak_of_kernels
 from jaxpar.planner.model_shape import ModelShape, Traced
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.trainable import trained_indices
@@ -139,16 +139,21 @@ class Analysis:
         return peak_of_kernels(self.layer.graph, *self.split.plans["again"]) + self._gathered_bytes
 
     @cached_property
-    def kept_by_jax(self) -> list[int]:
-        """Numbers of the forward values that the backward pass reads where JAX splits the two passes."""
-        plan = self.split.plans["again"]
-        num_x = len(jax.tree.leaves(self.x))
-        params = set(self.split.values["params"])
-        graph = self.split.graph
-        ct = [i for i in plan.known if i not in params][num_x:]
+    def remat_bytes(self) -> int:
+        """Peak bytes of live values while one layer runs forward again and then backward, where JAX splits the two passes.
+
+        What the second reads of the first is then in memory at once, beside params and what the second makes.
+        """
+        plan, graph, values = self.split.plans["again"], self.layer.graph, self.split.values
+        params = set(values["params"])
+        ct = [i for i in plan.known if i not in params][len(self.x) :]
         backward = graph.reached(ct)
-        reads = {i for node in plan.nodes if not backward.isdisjoint(node.outputs) for i in node.inputs}
-        return sorted(reads - backward - params - set(graph.constants))
+        nodes = [node for node in plan.nodes if not backward.isdisjoint(node.outputs)]
+        kept = {i for node in nodes for i in node.inputs} - backward - params - set(graph.constants)
+        of_params = num_bytes(self.layer.shapes(values["params"]))
+        return max(
+            peak_bytes(graph, *plan), of_params + peak_of_kernels(graph, nodes, [*sorted(kept), *ct], plan.makes)
+        )
 
     @property
     def _gathered_bytes(self) -> int:
@@ -213,6 +218,9 @@ class Analysis:
     def _work(self, part: Partition, nodes: Iterable[Node], makes: Iterable[int]) -> Work:
         nodes = list(nodes)
         work = _work_of(part, nodes, makes)
+        if self.num_rows > 1:  # parts of the positions of several rows are not contiguous, and XLA transposes them
+            moved = sum(each.payload_bytes for each in work.sent if each.kind != "all-reduce")
+            work = replace(work, kernels=replace(work.kernels, num_bytes=work.kernels.num_bytes + 2 * moved))
         if work.kernels.grouped:
             rows = sum(2 * each.pairs * each.depth * each.columns for each in work.kernels.grouped)
             sent = (*work.sent, *self._over_data(work.kernels.grouped))
@@ -247,6 +255,26 @@ class Analysis:
         """Peak bytes of live values while the head and the loss run; mostly logits, or in their place their gradient."""
         part, nodes = self._head
         return self._head_bytes(nodes, part.graph.outputs)
+
+    @cached_property
+    def head_waits_bytes(self) -> int:
+        """Bytes that wait during the backward pass of layers for the reduction of the gradients of the head's params.
+
+        They are the gradients, or with fewer bytes what XLA computes them from later. Those that the embedding adds to are
+        computed when it has run.
+        """
+        graph, shared = self._head[0].graph, set(self.ends.embed_trains)
+        own, _ = self._added_in_op
+        made_by = {i: node for node in graph.nodes for i in node.outputs}
+        total = 0
+        for at, (index, grad) in enumerate(zip(self.ends.head_trains, own, strict=True)):
+            wide = num_bytes([self.head_grads[at]])
+            node = made_by.get(grad)
+            while node and node.name in VIEWS:
+                node = made_by.get(node.inputs[0]) if node.inputs else None
+            factors = sum(map(graph.num_bytes, node.inputs)) if node and node.name == "dot_general" else wide
+            total += factors if index in shared else min(wide, factors)
+        return total
 
     @cached_property
     def head_bytes_of_op(self) -> int:

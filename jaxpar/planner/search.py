@@ -48,6 +48,16 @@ def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int,
     for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
         if value is not None and value < 1:
             raise ValueError(f"{arg(name)} must be 1 or more; got {value}. For example: 1.")
+    cut = [
+        name
+        for name, whole in (("zero", 0), ("context", 1), ("experts", TENSOR))
+        if fixed.get(name) not in (None, whole)
+    ]
+    if executor == "mpmd" and (fixed.get("stage") or 1) > 1 and cut:
+        raise ValueError(
+            f"with {arg(executor=executor)} replicas hold all params and whole sequences; got {arg(stage=fixed['stage'])}, "
+            f"{arg(**{cut[0]: fixed[cut[0]]})}. Leave {arg(cut[0])} out, or use {arg(executor='spmd')}."
+        )
     if fixed.get("experts") not in (None, TENSOR, DATA):
         raise ValueError(f'{arg("experts")} must be over "tensor" or "data"; got {fixed["experts"]!r}.')
     if fixed.get("experts") is not None and shape.experts is None:

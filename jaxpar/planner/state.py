@@ -140,7 +140,7 @@ def step_memory(
         masks: Whether idle stages compute too, as on GPUs; not on CPU devices.
     """
     if choice.stage == 1 and not (masks and choice.runs_pipeline):
-        return at_rest.bytes | _accumulating(choice, analysis, at_rest)
+        return at_rest.bytes | _accumulating(choice, analysis, at_rest, masks=masks)
     if masks:
         slots = choice.likely_slots if quick else choice.num_slots
         return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, masks=True, splits=choice.splits_backward)
@@ -207,33 +207,47 @@ def _skips_head(choice: Choice, layout: LayerLayout) -> bool:
     return choice.schedule == "zb-h1" or layout.num_chunks > 1 or not layout.is_even
 
 
-def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, int]:
-    """One stage: a scan over layers, whose backward pass reads the residuals of each layer, or its input under remat."""
+def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks: bool) -> dict[str, int]:
+    """One stage: a scan over layers, whose backward pass reads the residuals of each layer, or its input under remat.
+
+    The peak is where the head runs, in the backward pass of layers, or where what is left of the gradients is reduced.
+    """
     layers, values = analysis.shape.num_layers, analysis.split.values
     bytes_of = lambda numbers: num_bytes(analysis.layer.shapes(numbers))
     kept = bytes_of([*values["residuals_b"], *values["residuals_w"]]) + analysis.received_bytes
-    kept = num_bytes(analysis.x) if choice.remat is True else kept
-    plans = ("again",) if choice.remat is True else ("forward_and_store", "backward")
-    one_layer = max(peak_bytes(analysis.layer.graph, *analysis.split.plans[plan]) for plan in plans)
-    one_layer = max(one_layer, bytes_of(analysis.kept_by_jax) if choice.remat is True else 0)
-    sums = _summed_layers(choice, at_rest, layers) + _summed_outer(at_rest)
-    many = choice.num_microbatches > 1
-    # The gradients of a microbatch are made after the head has run, which alone reads gathered params; the next one's does too.
-    gathered = _gathered(at_rest)
-    working = max(one_layer + (gathered if many else 0), analysis.head_bytes + gathered - sums)
-    # Gradients are reduced over replicas after the last use of an activation.
-    over_replicas = max(0, sums - working - layers * kept) if many and choice.parts(REPLICAS) > 1 else 0
-    return {
-        "gradients": sums * (2 if many else 1) + over_replicas,  # the sums, and those of one microbatch
-        "activations": layers * kept,
-        "working": working,
-    }
+    kept = layers * (num_bytes(analysis.x) if choice.remat is True else kept)
+    plans = (analysis.split.plans[name] for name in ("forward_and_store", "backward"))
+    one_layer = max(peak_bytes(analysis.layer.graph, *plan) for plan in plans)
+    one_layer = analysis.remat_bytes if choice.remat is True else one_layer
+    outer, gathered = _summed_outer(at_rest), _gathered(at_rest)
+    # A scan scatters gradients of params that it gathers; those of others are whole until it ends.
+    of_layers = _summed_layers(choice, at_rest, layers, scattered="is_param")
+    late = _reduced_late(choice, at_rest) if masks else 0
+    many, sent = choice.num_microbatches > 1, _scattered_whole(choice, at_rest, layers)
+    peak = max(
+        kept + analysis.head_bytes + gathered,
+        kept + of_layers + analysis.head_waits_bytes + one_layer + late,
+        of_layers + outer + (late or (0 if many and choice.zero == 1 else sent)),
+    )
+    gradients = of_layers + outer
+    if many:
+        sums = _summed_layers(choice, at_rest, layers) + outer
+        gradients += sums
+        # Sums are reduced over replicas after the last use of an activation; XLA for CPU devices does not do it in place.
+        peak = max(sums + gathered + peak, sums + sent, 3 * sums if choice.parts(REPLICAS) > 1 and not masks else 0)
+    return {"gradients": gradients, "activations": kept, "working": max(0, peak - gradients - kept)}
 
 
-def _summed_layers(choice: Choice, at_rest: AtRest, positions: int) -> int:
-    """The sums of layers' gradients, float32 or wider; under ZeRO 2 and 3 a device stores only its shard of sharded ones."""
+def _scattered_whole(choice: Choice, at_rest: AtRest, layers: int) -> int:
+    """Under ZeRO 1 and 2 the largest gradient of all layers in the order of its dims in which a scatter reads it."""
+    trained = (_totals([at_rest.one_layer[i]]) for i in at_rest.trained_layers)
+    return layers * max(trained, default=0) if choice.zero in (1, 2) and choice.parts() > 1 else 0
+
+
+def _summed_layers(choice: Choice, at_rest: AtRest, positions: int, scattered: str = "is_early") -> int:
+    """The sums of layers' gradients, float32 or wider; of those that are ``scattered`` a device stores only its shard."""
     shards = jax.tree.leaves(at_rest.step.zero_of_grads[LAYERS])
-    part = lambda shard: choice.parts(shard.axes) if shard.is_early else 1
+    part = lambda shard: choice.parts(shard.axes) if getattr(shard, scattered) else 1
     trained = [at_rest.one_layer[i] for i in at_rest.trained_layers]
     return positions * sum(_totals([leaf]) // part(shard) for leaf, shard in zip(trained, shards, strict=True))
 

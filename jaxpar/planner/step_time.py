@@ -183,11 +183,11 @@ class Prices:
         self.links = Links(cluster, choice.mesh.shape, assumed.network)
         self.counts: tuple[float, ...] = tuple(choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ())
         self.times: OpTimes = op_times(choice, analysis, self.links, assumed, software, ideal=ideal)
-        is_masked = not ideal and choice.num_chunks == 1 and len(set(self.counts)) == 1
-        if not analysis.ends.embed_is_lookup and not is_masked:  # the first stage alone runs it, as further layers
-            embed = self.times.embed + self.times.embed_back
-            self.counts = (self.counts[0] + embed / self.one_layer, *self.counts[1:])
-            self.times = replace(self.times, embed=0.0, embed_back=0.0)
+        self._leading = 0.0 if analysis.ends.embed_is_lookup else self.times.embed + self.times.embed_back
+        if self._leading and (ideal or choice.num_chunks > 1 or len(set(self.counts)) > 1):
+            # The first stage alone runs the layers of the embedding, as if it had more of its own.
+            self.counts = (self.counts[0] + self._leading / self.one_layer, *self.counts[1:])
+            self.times, self._leading = replace(self.times, embed=0.0, embed_back=0.0), 0.0
         self.shares_head = not ideal and analysis.part_of_head(choice) is not None
         self._message = analysis.activation_bytes
 
@@ -277,7 +277,7 @@ class Prices:
         """Returns the seconds of work of the busiest stage for one microbatch."""
         one, counts = self.one_layer - self.beside, self.by_stage()
         most = max(counts[:-1] or counts) if self.shares_head else counts[-1]
-        return max(max(counts) * one, max(most, counts[-1]) * one + self.head_seconds)
+        return self._leading + max(max(counts) * one, max(most, counts[-1]) * one + self.head_seconds)
 
     def likely(self) -> int | float:
         """Returns an estimate of the seconds of the layers and the head in a step, without a schedule.

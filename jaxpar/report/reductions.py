@@ -152,21 +152,34 @@ def formula(way: str, size: int) -> tuple[float, float]:
     return link, both
 
 
+def figures(rows: Sequence[Measured], gradient_bytes: int) -> list[dict[str, Any]]:
+    """Returns the figures of each way beside the formulas, and how far its parameters are from those of the first as large."""
+    first = {row.size: row.params for row in reversed(rows)}
+    return [
+        {
+            "way": row.way,
+            "devices": row.size,
+            "link": row.link_bytes / gradient_bytes,
+            "link_formula": link,
+            "line": row.line_bytes / gradient_bytes,
+            "line_formula": line,
+            "seconds": row.seconds,
+            "apart": apart(row.params, first[row.size]),
+        }
+        for row in rows
+        for link, line in [formula(row.way, row.size)]
+    ]
+
+
 def describe(rows: list[Measured], gradient_bytes: int, *, header: bool) -> list[str]:
     """Returns a table of the ways on one number of devices, compared with the formulas and with the parameters of the first."""
-    lines = []
-    if header:
-        lines.append(
-            f"{'':16} {'devices':>7}  {'busiest link':>24}  {'busiest line, both ways':>24}  {'a step':>8}  params"
-        )
-    for row in rows:
-        link, line = formula(row.way, row.size)
-        lines.append(
-            f"{row.way:16} {row.size:>7}  {row.link_bytes / gradient_bytes:>8.3f} (book {link:>6.3f}) "
-            f"  {row.line_bytes / gradient_bytes:>10.3f} (book {line:>6.3f})  {row.seconds * 1e3:>5.1f} ms  "
-            f"{apart(row.params, rows[0].params):.0e} apart"
-        )
-    return lines
+    head = f"{'':16} {'devices':>7}  {'busiest link':>24}  {'busiest line, both ways':>24}  {'a step':>8}  params"
+    line = (
+        "{way:16} {devices:>7}  {link:>8.3f} (book {link_formula:>6.3f})   {line:>10.3f} (book {line_formula:>6.3f})  "
+        "{ms:>5.1f} ms  {apart:.0e} apart"
+    )
+    lines = [line.format(**row, ms=row["seconds"] * 1e3) for row in figures(rows, gradient_bytes)]
+    return [head, *lines] if header else lines
 
 
 def write_report(
@@ -180,27 +193,12 @@ def write_report(
     """Writes report.html and the pictures of a comparison."""
     plot_traffic(folder / "traffic.png", rows, gradient_bytes)
     plot_staleness(folder / "staleness.png", curves)
-    first = {size: next(row.params for row in rows if row.size == size) for size in {row.size for row in rows}}
-    ways = []
-    for row in rows:
-        link, line = formula(row.way, row.size)
-        ways.append(
-            {
-                "way": row.way,
-                "devices": row.size,
-                "link": row.link_bytes / gradient_bytes,
-                "link_formula": link,
-                "line": row.line_bytes / gradient_bytes,
-                "line_formula": line,
-                "seconds": row.seconds,
-                "apart": apart(row.params, first[row.size]),
-            }
-        )
     stale = {
         bound_name(bound): {"seconds": seconds.tolist(), "losses": losses.tolist(), "mean": staleness}
         for bound, (seconds, losses, staleness) in curves.items()
     }
     config = {name: str(value) for name, value in settings.items()}
+    ways = figures(rows, gradient_bytes)
     write_page(folder / "report.html", ways_data(ways, stale, name=folder.name, config=config))
 
 

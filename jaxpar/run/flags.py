@@ -185,6 +185,11 @@ class RunFlags:
         """Whether the flags ask for a run, not for an answer that takes no time."""
         return True
 
+    @property
+    def makes_state(self) -> bool:
+        """Whether the run begins with a new state, and does not --resume or --compile-for."""
+        return not (self.common.resume or self.gpu.compile_for)
+
     def values(self, *names: str) -> dict[str, Any]:
         """Returns some flags by name as plain JSON values, such as those that a resumed run must share with the saved one."""
         flags = self.as_json()

@@ -33,12 +33,11 @@ Step time with F = B = W = 1 and an unsplit backward of 2, at 4 stages and 32 mi
     zb-v         published     195            195         195           8 of half a stage
 """
 
-import difflib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_one_of
 from jaxpar.schedule.table import Op, Schedule, check_sizes
 
 FORMS = ("published", "unit", "fused", "merged")
@@ -80,7 +79,7 @@ def make_schedule(
         arXiv 2401.10241, section 2.1. zb-v: Qi et al. 2024, arXiv 2405.15362. The fused forms are for executors in lock-step.
     """
     check_schedule_name(name)
-    _check_name("form", form, FORMS)
+    check_one_of(FORMS, form=form)
     named = _NAMED[name]
     num_chunks = named.num_chunks if num_chunks is None else num_chunks
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
@@ -106,14 +105,7 @@ def lockstep_form(name: str, *, masks: bool = False) -> str:
 
 def check_schedule_name(name: object) -> None:
     """Raises unless there is a schedule of that name."""
-    _check_name("schedule", name, SCHEDULES)
-
-
-def _check_name(what: str, name: object, names: tuple[str, ...]) -> None:
-    if name not in names:
-        near = difflib.get_close_matches(str(name).lower(), names, n=1, cutoff=0.6)
-        remedy = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{what} must be one of {', '.join(names)}; got {name!r}.{remedy}")
+    check_one_of(SCHEDULES, schedule=name)
 
 
 def _check_chunks(name: str, num_chunks: int) -> None:

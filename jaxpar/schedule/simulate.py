@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, fields
 
+from jaxpar.fields import check_one_of
 from jaxpar.schedule.table import Op, Schedule
 
 TIMINGS = ("free", "lockstep")
@@ -136,8 +137,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "fr
         section 2.2, which divides by the ideal time instead), and for (S - 1) / (3 M + S - 1) in zb-h1 (Qi et al. 2023, arXiv
         2401.10241).
     """
-    if timing not in TIMINGS:
-        raise ValueError(f"timing must be one of {', '.join(TIMINGS)}; got {timing!r}.")
+    check_one_of(TIMINGS, timing=timing)
     if costs.stage_scale and len(costs.stage_scale) != schedule.num_virtual_stages:
         raise ValueError(
             f"stage_scale must have one factor a virtual stage; got {len(costs.stage_scale)} for {schedule.name} with "

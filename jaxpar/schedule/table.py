@@ -21,6 +21,8 @@ from functools import cached_property
 from itertools import product, zip_longest
 from typing import NamedTuple
 
+from jaxpar.fields import check_one_of
+
 KINDS = ("F", "R", "B", "W")
 PLACEMENTS = ("loop", "v")
 
@@ -249,8 +251,7 @@ def stage_and_chunk(virtual_stage: int, num_stages: int, placement: str) -> tupl
 
 def check_placement(placement: str) -> None:
     """Raises ValueError unless there is such a placement."""
-    if placement not in PLACEMENTS:
-        raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement!r}.")
+    check_one_of(PLACEMENTS, placement=placement)
 
 
 def check_sizes(**sizes: object) -> None:

@@ -223,11 +223,8 @@ class TransformerConfig:
                     "num_experts. Give num_experts, or leave it out."
                 )
             return
-        for name, least in (
-            *dict.fromkeys(EXPERT_COUNTS, 1).items(),
-            ("num_shared_experts", 0),
-            ("num_dense_layers", 0),
-        ):
+        least_of = dict.fromkeys(EXPERT_COUNTS, 1) | {"num_shared_experts": 0, "num_dense_layers": 0}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be {least} or more; got {value}. Choose {least} or more.")
