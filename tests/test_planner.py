@@ -1,6 +1,7 @@
 """The search: what is found for published models, what is refused and what is nearest; the command."""
 
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -32,6 +33,21 @@ from tests.support.clusters import SMALL, node
 BLOOM = Choice(
     data=8, stage=12, tensor=4, num_microbatches=128, zero=1, remat=True, layers_per_virtual_stage=(5, *(6,) * 10, 5)
 )
+
+
+KEPT = functools.cache(transformer_shape)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_model_is_traced_once():
+    """A model that several tests plan for keeps what was traced of it; to trace takes most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for user in (
+            "jaxpar.planner.ranking",
+            "jaxpar.planner",
+        ):  # `plan` and `price`; and the command, which asks late
+            patch.setattr(f"{user}.transformer_shape", KEPT)
+        yield
 
 
 def test_bloom_as_it_was_trained_fits_and_runs_freely_faster_than_in_lock_step():
