@@ -20,7 +20,7 @@ from jaxpar.mesh import DATA, MANUAL, TENSOR
 
 def manual_over_data_and_stage(
     function: Callable,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     *,
     in_specs: PyTree,
     out_specs: PyTree,

@@ -48,9 +48,9 @@ settings.load_profile("jaxpar")
 
 # The files that take longest, in order. They are started first, so that no worker has one left when the others are done.
 LONGEST = (
-    *("docs", "recipes_gpt", "experts", "context", "fine_tuning_page", "experts_over_data", "pipeline", "benchmarks"),
-    *("overlap_pipeline", "transformer_meshes", "owned", "launch", "zero", "stopped_runs", "recipes_bloom", "one_run"),
-    *("faults", "checkpointing", "planner", "mpmd_executor", "executor", "recipes_digits", "full_disk", "serve"),
+    *("docs", "recipes_gpt", "experts", "experts_over_data", "planner", "pipeline", "fine_tuning_page", "benchmarks"),
+    *("overlap_pipeline", "context", "launch", "transformer_meshes", "owned", "recipes_bloom", "faults", "one_run"),
+    *("mpmd_executor", "zero", "stopped_runs", "checkpointing", "executor", "recipes_digits", "full_disk", "serve"),
     *("run_folder", "packaging", "gpu_day", "fuzz", "planner_exact", "ends_of_runs", "recipes_all_reduce", "overlap"),
     *("lora", "frozen", "orphans", "recipes", "traced_loss", "transformer", "recipes_gpt_data", "packing", "parity"),
 )

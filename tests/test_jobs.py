@@ -281,6 +281,8 @@ def test_the_axis_of_a_plans_experts_is_a_flag():
     plan = {"data": 4, "stage": 1, "tensor": 1, "experts": "data"}
     assert plan_flags(first_plan(plan), ())[-2:] == ["--experts", "data"]
     assert "--experts" not in plan_flags(first_plan(plan | {"experts": None}), ())
+    roomy = plan | {"expert_buffer": 1.5}
+    assert plan_flags(first_plan(roomy), ())[-4:] == ["--experts", "data", "--expert-buffer", "1.5"]
 
 
 def test_the_rank_of_a_plan_with_lora_is_a_flag():

@@ -179,6 +179,16 @@ def test_muon_is_that_of_optax_for_one_matrix():
     np.testing.assert_allclose(got["w_down"][0], want["w_down"], rtol=1e-4, atol=1e-6)
 
 
+def test_muon_orthogonalizes_the_matrices_of_leading_layers_as_those_of_others():
+    params = make_params(FAMILIES["llama"], dtype=np.float32)
+    leading = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(2)]
+    params |= {"outer": {"dense_layers": leading}}
+    optimizer, grads = make_optimizer(gpt.Config.of(**MUON)), jax.tree.map(lambda leaf: jnp.sin(37 * leaf), params)
+    found = jit(lambda params: optimizer.update(grads, optimizer.init(params), params)[0])(params)
+    want = [jax.tree.map(lambda leaf, i=i: leaf[i], found["layers"]) for i in range(2)]
+    assert_same(found["outer"]["dense_layers"], want, within=1e-6)
+
+
 # The flags.
 
 

@@ -1,6 +1,7 @@
 """The search: what is found for published models, what is refused and what is nearest; the command."""
 
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -32,6 +33,21 @@ from tests.support.clusters import SMALL, node
 BLOOM = Choice(
     data=8, stage=12, tensor=4, num_microbatches=128, zero=1, remat=True, layers_per_virtual_stage=(5, *(6,) * 10, 5)
 )
+
+
+KEPT = functools.cache(transformer_shape)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_model_is_traced_once():
+    """A model that several tests plan for keeps what was traced of it; to trace takes most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for user in (
+            "jaxpar.planner.ranking",
+            "jaxpar.planner",
+        ):  # `plan` and `price`; and the command, which asks late
+            patch.setattr(f"{user}.transformer_shape", KEPT)
+        yield
 
 
 def test_bloom_as_it_was_trained_fits_and_runs_freely_faster_than_in_lock_step():
@@ -147,7 +163,7 @@ def test_leading_dense_layers_are_further_layers_of_the_first_stage():
 
 
 def test_experts_are_planned_over_tensor_and_over_data():
-    shape, machines, rows = transformer_shape(EXPERTS), cluster("h100"), 64
+    shape, machines, rows = transformer_shape(dataclasses.replace(EXPERTS, expert_buffer=1.0)), cluster("h100"), 64
     plain, over_tensor, over_data = (
         price(
             shape,
@@ -165,8 +181,19 @@ def test_experts_are_planned_over_tensor_and_over_data():
     assert at_rest(plain) - at_rest(over_data) == 4 * experts * 7 / 8
     # Rows to experts and back, in F and in B: four exchanges of two copies of each token, 16 bits a number.
     pairs = 2 * rows // 8 * 512 * 4
-    dense = over_data.bytes_moved["data"] - 4 * pairs * 256 * 2 * 7 / 8
+    marks = 2 * pairs * 2 * 4  # a weight and the number of an expert, and their gradients
+    sent = (4 * pairs * 256 * 2 + marks) * 7 / 8
+    dense = over_data.bytes_moved["data"] - sent
     assert 0 < dense < 0.5 * (plain.bytes_moved["data"] - dense)
+    # By default there is room for all tokens of all replicas, 4 times as many: these are sent and stored, and not multiplied.
+    worst = price(transformer_shape(EXPERTS), machines, over_data.choice, batch_size=rows)
+    assert worst.bytes_moved["data"] == dense + 4 * sent
+    assert worst.useful_flops == pytest.approx(over_data.useful_flops, rel=0.01)
+    assert worst.bytes_per_device["activations"] > 1.5 * over_data.bytes_per_device["activations"]
+    # Gathered, each token is sent to all 8 replicas, and not to 2, with the numbers of both experts.
+    gathers = transformer_shape(dataclasses.replace(EXPERTS, expert_buffer=1.0, expert_exchange="gather"))
+    gathered = price(gathers, machines, over_data.choice, batch_size=rows)
+    assert gathered.bytes_moved["data"] == dense + 4 * sent + 4 * marks * 7 / 8
     # Each shard multiplies the rows of its own experts, and sums the tokens of all.
     assert over_tensor.bytes_moved["tensor"] > 0
     assert Analysis(shape, 4, 8).unknown == frozenset()
@@ -512,7 +539,7 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
         ),
         (
             lambda: jaxpar.plan(SMALL, node(), batch_size=64, tensor=3),
-            r"the axes must multiply to the devices.* got tensor=3",
+            r"the axes must multiply to the devices; got tensor=3, which 8 devices cannot be divided into. Choose tensor",
         ),
         (
             lambda: jaxpar.plan(SMALL, node(), batch_size=64, experts="data"),

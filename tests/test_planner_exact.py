@@ -151,6 +151,21 @@ def test_bytes_at_rest_and_traffic_are_the_compiled_steps(
     assert bytes_by_axis(step_traffic(choice, analysis, at_rest)) == moved, report.render()
 
 
+@pytest.mark.parametrize(("stage", "exchange"), [(2, "all_to_all"), pytest.param(1, "gather", marks=pytest.mark.slow)])
+def test_experts_over_data_send_what_is_planned(stage, exchange):
+    config = dataclasses.replace(
+        WIDE, norm="rms", mlp="swiglu", biases=False, num_experts=8, expert_dim=128, expert_buffer=1.5, num_layers=4
+    )
+    shape = transformer_shape(
+        dataclasses.replace(config, experts_per_token=2, expert_exchange=exchange), experts="data"
+    )
+    choice = Choice(data=4, stage=stage, num_microbatches=4, zero=1, experts="data")
+    traffic = step_traffic(choice, Analysis(shape, 2, 1, data=4), AtRest(shape, OPTIMIZER, choice))
+    _, report = compile_choice(shape, choice, jaxpar.make_mesh(**choice.sizes), OPTIMIZER, ROWS)
+    moved = {"stage": 0, "tensor": 0} | {"+".join(axes): n for axes, n in report.bytes_by_axes().items()}
+    assert bytes_by_axis(traffic) == moved, report.render()
+
+
 @pytest.mark.parametrize(
     ("model", "stage", "zero"), [("gpt2", 1, 1), pytest.param("gpt2", 2, 3, marks=pytest.mark.slow)]
 )

@@ -26,6 +26,7 @@ from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.report import ReportWriter, read_run, render_page, step_data, write_loads, write_page
 from jaxpar.report.charts import EVEN, HIGH, LOW, make_charts
 from jaxpar.report.frame import Scale, number
+from jaxpar.report.page import plans
 from jaxpar.report.sections import MAX_POINTS, metrics, shards
 from jaxpar.report.server import RunServer
 from jaxpar.schedule import make_schedule, simulate
@@ -548,6 +549,22 @@ def test_watch_names_a_port_that_is_taken(run, capsys):
 
 
 # --- python -m jaxpar plan --------------------------------------------------------------------------------------------
+
+
+def test_plans_show_every_axis_that_one_of_them_uses():
+    settings = {
+        "data": 2,
+        "stage": 1,
+        "tensor": 1,
+        "schedule": "1f1b",
+        "num_microbatches": 1,
+        "zero": 1,
+        "remat": False,
+    }
+    plan = settings | {"memory_bytes": 2**30, "step_seconds": 1.0, "bubble_fraction": 0.0, "why": ""}
+    names = "replica", "context", "experts"
+    assert not any(name in plans([plan]) for name in names), "of size 1 they are left out"
+    assert all(name in plans([plan, plan | {"replica": 2, "context": 4, "experts": "data"}]) for name in names)
 
 
 def test_the_report_of_a_plan_has_the_figures_that_it_prints(tmp_path, capsys):

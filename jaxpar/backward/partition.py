@@ -102,7 +102,8 @@ def partition(
     unknown: set[str] = set()
     for node in graph.nodes if num_shards > 1 else ():
         rule = rules.get(node.name, elementwise) if constraint_of(node.equation) is None else constraint
-        if rule is not constraint and all(cuts.get(i) is None for i in node.inputs):
+        says_itself = rule in (constraint, _shard_map)  # whatever its inputs are
+        if not says_itself and all(cuts.get(i) is None for i in node.inputs):
             continue
         found = rule(graph, node, [cuts.get(i) for i in node.inputs])
         if found is None:

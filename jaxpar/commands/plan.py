@@ -44,6 +44,8 @@ class PlanFlags:
         zero: Fixes the ZeRO level.
         remat: Fixes what is recomputed: complete layers (yes), attention scores (dots) or no matrix product (no).
         experts: Fixes the axis over which the experts of layers are.
+        expert_buffer: With experts over data, room for this many times the rows of a replica's own tokens, as the recipes'
+            --expert-buffer; by default for all rows that it can get.
         executor: Rank by lock-step time (spmd) or by free-running time (mpmd).
         top: Number of plans to print.
         compute_efficiency: Fraction of the peak FLOPs that a layer reaches; by default each kernel's time is told by its shape.
@@ -76,6 +78,7 @@ class PlanFlags:
     zero: int | None = None
     remat: Literal["yes", "no", "dots"] | None = None
     experts: Literal["tensor", "data"] | None = None
+    expert_buffer: float | None = None
     executor: Literal["spmd", "mpmd"] = "spmd"
     top: int = 10
     compute_efficiency: float | None = None
@@ -104,7 +107,8 @@ def plan(flags: Annotated[PlanFlags, tyro.conf.arg(name="")]) -> None:
     if flags.report is not None:
         make_folder(flags.report.absolute().parent, "--report's folder")
     given = {"seq": flags.seq, "lora": _lora(flags.lora_rank), "sequence_parallel": flags.sequence_parallel}
-    shape = transformer_shape(flags.model, **given, **_attention(flags.attention))
+    room = {} if flags.expert_buffer is None else {"expert_buffer": flags.expert_buffer}
+    shape = transformer_shape(flags.model, **given, **room, **_attention(flags.attention))
     machines = cluster(flags.gpu, flags.nodes, flags.gpus_per_node)
     plans, compiled = _search(flags, shape, machines)
     for path in (flags.report, flags.out_dir and flags.out_dir / "report.html"):
@@ -165,6 +169,9 @@ def _json(flags: PlanFlags, plans: "Sequence[Plan]", shape: "ModelShape", compil
     run |= {name: getattr(flags, name) for name in ("lora_rank", "sequence_parallel") if getattr(flags, name)}
     sizes = [compiled.get(each.choice) for each in plans]
     figures = [{} if size is None else {"compiled_memory_bytes": size} for size in sizes]
+    if flags.expert_buffer is not None:
+        room = [{"expert_buffer": flags.expert_buffer} if each.choice.experts == "data" else {} for each in plans]
+        figures = [figure | more for figure, more in zip(figures, room, strict=True)]
     return json.dumps([run | each.as_json() | more for each, more in zip(plans, figures, strict=True)], indent=1)
 
 

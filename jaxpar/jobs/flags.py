@@ -20,6 +20,7 @@ from jaxpar.jobs.job import (
     Job,
     JobSettings,
     KubernetesSettings,
+    Positive,
     SlurmSettings,
     flag_value,
     form,
@@ -27,7 +28,10 @@ from jaxpar.jobs.job import (
 )
 
 # The settings of a plan that are also flags of a recipe. A plan without the first four is of a model that is not a preset.
-FLAGS = ("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero", "experts", "lora_rank")
+FLAGS = (
+    *("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero"),
+    *("experts", "expert_buffer", "lora_rank"),
+)
 MAX_PARTS = 2**16
 Word = Annotated[
     str, form(r"[A-Za-z0-9][A-Za-z0-9._-]*", "one word of letters, digits, ., _ and -")
@@ -72,6 +76,7 @@ class PlannedSettings:
     layers_per_virtual_stage: Annotated[list[CountOrZero], Field(max_length=MAX_PARTS)] | None = None
     remat: Literal[True, False, "dots"] = False
     experts: Word | None = None
+    expert_buffer: Positive | None = None
 
 
 def first_plan(found: Any) -> PlannedSettings:

@@ -25,6 +25,8 @@ from jaxpar.loss_sums import sums_of
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline.control_flow import is_maskable
 from jaxpar.pipeline.head_parts import HeadParts, find_parts
+from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.program import Program
 from jaxpar.shard_map import on_tensor_shards, tensor_part
 from jaxpar.trainable import trained_indices
 
@@ -68,6 +70,15 @@ class Ends:
     loss_sums: PyTree
     skips: frozenset[str]
     parts: HeadParts | None
+
+    def is_masked(self, end: str, program: Program, layout: LayerLayout) -> bool:
+        """Whether all stages run "embed", "head" or "embed_back" in a masked tick, and the others discard what it returns.
+
+        With several chunks (few ticks run it) or unequal layers (a stage with fewer has time for it) it is skipped, but for an
+        embedding that only looks rows up. One that the program skips always is.
+        """
+        is_cheap = (program.schedule.num_chunks == 1 and layout.is_even) or (end != "head" and self.embed_is_lookup)
+        return is_cheap and end not in program.skips
 
 
 def split_ends(

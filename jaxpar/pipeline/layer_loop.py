@@ -56,6 +56,16 @@ class LayerLoop:
         index = chunk * self.layout.positions_per_chunk + position
         return self.gather(buffers.take(self.params, index, as_stored=self.masks))
 
+    def index(self, row: OpRow, name: str, position: Any) -> tuple:
+        """The slot of a buffer and the place in it where the values of a layer are.
+
+        F beside B turns round the positions that hold a layer in every chunk.
+        """
+        if row.reversed is not None:
+            common = self.layout.min_layers
+            position = jnp.where((row.reversed > 0) & (position < common), common - 1 - position, position)
+        return getattr(row, name), position
+
     def over_layers(
         self, body: Callable, chunk: jax.Array, carry: Any, *, back: bool = False, everywhere: Callable | None = None
     ) -> Any:

@@ -40,9 +40,9 @@ WAYS = ("right", "left")
 MAX_SEGMENTS = 8
 
 _FIELDS = {
-    "F": ("microbatch", "chunk", "x", "out", "residuals_b", "residuals_w", "reversed"),
+    "F": ("microbatch", "chunk", "x", "out", "residuals_b", "residuals_w"),
     "R": ("microbatch", "chunk", "x", "residuals_b", "residuals_w"),
-    "B": ("microbatch", "chunk", "ct", "out", "residuals_b", "residuals_w", "cotangents_w", "reversed"),
+    "B": ("microbatch", "chunk", "ct", "out", "residuals_b", "residuals_w", "cotangents_w"),
     "W": ("microbatch", "chunk", "residuals_w", "cotangents_w"),
 }
 
@@ -60,7 +60,7 @@ class OpRow(NamedTuple):
         residuals_b: Its slot of that buffer; likewise the next two.
         residuals_w: See above.
         cotangents_w: See above.
-        reversed: Whether its slots of residuals hold the layers of the chunk from the last to the first.
+        reversed: 1 where its slots of residuals hold the layers from the last to the first; None if none ever does.
         reduces: Whether it reduces the gradients of layers over the replicas.
         last: The row of the last stage, where all stages share the head.
         has_head: Whether some stage runs the head in this tick, or may.
@@ -89,7 +89,8 @@ class Row(NamedTuple):
     def op(self, name: str, *, reduces: bool = False) -> OpRow:
         """Returns the part of an op, by its name in the tick."""
         own = {field: self.columns[f"{name}_{field}"] for field in _FIELDS[name[0]]}
-        return OpRow(on=self.columns[f"{name}_on"] > 0, **own, reduces=reduces)
+        turned = self.columns.get(f"{name}_reversed")
+        return OpRow(on=self.columns[f"{name}_on"] > 0, **own, reversed=turned, reduces=reduces)
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class Program:
         schedule: The compiled schedule.
         ops: The ops that a stage may run in a tick, in this order: F, R, B, W, and W2 and so on if a tick has several W.
         tables: By name an int32 array ``[num_stages, num_ticks]``. ``F_on`` is 1 where a stage runs F, ``F_microbatch`` and
-            ``F_chunk`` are its microbatch and chunk, and likewise for other ops; ``F_reversed`` and ``B_reversed`` say in which
-            order a slot of residuals holds layers; the other tables hold slots, -1 for none.
+            ``F_chunk`` are its microbatch and chunk, and likewise for other ops; ``F_reversed`` and ``B_reversed``, if any
+            slot of residuals holds layers in reverse order, say where; the other tables hold slots, -1 for none.
         num_slots: The number of slots of each buffer.
         sends: By direction, "right" and "left", the stages that send in each tick.
         segments: The ticks in runs, mostly with the same ops; the executor has a loop for each.
@@ -119,11 +120,6 @@ class Program:
     masks: bool
     skips: frozenset[str] = frozenset()
     overlaps: bool = False
-
-    @property
-    def reverses(self) -> bool:
-        """Whether a slot of residuals ever holds layers in reverse order."""
-        return bool(self.tables["F_reversed"].any())
 
     @property
     def reduces(self) -> bool:
@@ -257,7 +253,7 @@ def compile_schedule(schedule: Schedule, *, masks: bool = False, skips: Collecti
 
 
 def _orders(tables: dict[str, np.ndarray], num_slots: int, merged: Collection[int]) -> dict[str, np.ndarray]:
-    """The tables ``F_reversed`` and ``B_reversed``: in a merged tick F turns round the order of a slot that it takes from B."""
+    """The tables ``F_reversed`` and ``B_reversed``, if needed: F turns round the order of a slot that it takes from B."""
     written, read = tables["F_residuals_w"], tables["B_residuals_w"]
     of_f, of_b, every = np.zeros_like(written), np.zeros_like(read), np.arange(len(written))
     order = np.zeros((len(written), num_slots + 1), np.int32)  # of each slot, and one for NONE
@@ -265,7 +261,7 @@ def _orders(tables: dict[str, np.ndarray], num_slots: int, merged: Collection[in
         of_b[:, tick] = order[every, b]
         of_f[:, tick] = (tick in merged) & (f == b) & (f != NONE) & (of_b[:, tick] == 0)
         order[every, f] = of_f[:, tick]
-    return {"F_reversed": of_f, "B_reversed": of_b}
+    return {"F_reversed": of_f, "B_reversed": of_b} if of_f.any() else {}
 
 
 def spmd_program(schedule: Schedule, *, masks: bool, overlaps: bool = False, skips: Collection[str] = ()) -> Program:

@@ -13,7 +13,7 @@
 layer. In a masked tick every stage runs every op, and the results of an idle stage are discarded by ``where``, never multiplied
 by 0, since they may be NaN. In other ticks ``cond`` skips an op that is off, with its collectives of tensor parallelism; so it
 does in every tick where the op may not run on what an idle stage holds (``Program.skips``).
-Embedding and head belong to one stage each; ``input_of`` and ``at_end`` say when they are masked and when skipped. In masked
+Embedding and head belong to one stage each; ``Ends.is_masked`` says when they are masked and when skipped. In masked
 ticks each stage runs a part of the head, if it has parts (``head_parts.py``).
 """
 
@@ -152,19 +152,10 @@ class Stage:
 
     def at_end(self, name: str, here: Mask, on: Mask, op: Callable[[Mask, State], State], state: State) -> State:
         """Runs an end of the model, ``op(mask, state)``, on the one stage that holds it; ``here`` says whether this does."""
-        if on is not True and self.masks_end(name):
+        if on is not True and self.ends.is_masked(name, self.program, self.layers.layout):
             with jax.named_scope(name):
                 return op(both(here, on), state)
         return self.do_if(name, both(here, on), lambda state: op(True, state), state)
-
-    def masks_end(self, name: str) -> bool:
-        """Whether all stages run an end of the model in a masked tick, and the others discard what it returns.
-
-        With several chunks (few ticks run it) or unequal layers (a stage with fewer has time for it) it is skipped, but for an
-        embedding that only looks rows up. One that the program skips always is.
-        """
-        is_cheap = self.program.schedule.num_chunks == 1 and self.layers.layout.is_even
-        return (is_cheap or (name != "head" and self.ends.embed_is_lookup)) and name not in self.program.skips
 
     @property
     def floats(self) -> list[int]:
@@ -189,7 +180,7 @@ class Stage:
         embedded = lambda: [unwrap_key(a) for a in embed(*args())]
         received = lambda: [unwrap_key(a) for a in buffers.get(state.inbox, self.x, row.x)]
         with jax.named_scope("embed"):
-            if self.program.masks and self.masks_end("embed"):
+            if self.program.masks and self.ends.is_masked("embed", self.program, self.layers.layout):
                 # The other stages wait for the first one anyway.
                 return where(is_first, embedded(), received())
             return jax.lax.cond(both(is_first, row.on), lambda: list(map(whole_over_tensor, embedded())), received)
@@ -197,20 +188,12 @@ class Stage:
     def store(self, ring: list, values: list, row: OpRow, name: str, position: Any) -> list:
         """Writes the values of one layer to a buffer."""
         values = [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
-        return buffers.put(ring, values, getattr(row, name), self.place(row, position))
+        return buffers.put(ring, values, *self.layers.index(row, name, position))
 
     def stored(self, state: State, row: OpRow, name: str, position: Any) -> list:
         """The values of one layer in a buffer."""
-        at = getattr(row, name), self.place(row, position)
-        values = buffers.get(getattr(state, name), self.layer.shapes(name), *at)
+        values = buffers.get(getattr(state, name), self.layer.shapes(name), *self.layers.index(row, name, position))
         return [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
-
-    def place(self, row: OpRow, position: Any) -> Any:
-        """Where a slot holds a layer. The loop that runs F beside B has the positions with a layer in every chunk."""
-        if not self.program.reverses or row.reversed is None:
-            return position
-        num_common = self.layers.layout.min_layers
-        return jnp.where((row.reversed > 0) & (position < num_common), num_common - 1 - position, position)
 
     def with_keys(self, unwrapped: Sequence) -> list:
         """X with PRNG keys rewrapped."""

@@ -4,8 +4,6 @@ A layer is split into ops (`jaxpar/backward/split.py`), and embedding, head and 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,12 +19,12 @@ from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, num_layers
 from jaxpar.losses import softmax_cross_entropy
-from jaxpar.mesh import CONTEXT, DATA, MANUAL, TENSOR, abstract_mesh
+from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.params import abstract_params, specs_from_dims
 from jaxpar.pipeline.embed_and_head import Ends, split_ends
-from jaxpar.shard_map import as_manual_over
+from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import path_string, shardings_from_paths
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES, split_copied_heads
 from jaxpar.tensor_parallel import sequence_parallel as constrain_sequence
@@ -48,9 +46,9 @@ class ModelShape:
         trainable: Patterns of the paths of the params that are trained, as for ``value_and_grad``; None: all.
         experts: The experts of a layer, if it has some.
         placements: The same model with its experts over each axis over which they may be.
+        experts_per_token: The experts that a token uses.
+        over_data: Whether the experts are over ``data``, so that layers are traced as on a device of that axis.
         num_leading: The layers that are part of the embedding.
-        over_data: The functions of a device that has one of so many parts of the experts, which are over ``data``; None: no
-            experts are.
         depends_on: The mesh axes for whose sizes the functions ask, so that they are traced anew for each.
         cache: The traced ops, by number of rows and by the sizes of these axes.
     """
@@ -64,9 +62,10 @@ class ModelShape:
     tokens_per_row: int = 1
     trainable: Trainable = None
     experts: int | None = None
+    experts_per_token: int = 1
     placements: Mapping[str, "ModelShape"] = field(default_factory=dict)
+    over_data: bool = False
     num_leading: int = 0
-    over_data: Callable[[int], LayeredModel] | None = None
     depends_on: tuple[str, ...] = ()
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -85,10 +84,9 @@ class ModelShape:
         """Parameters that are trained."""
         return sum(leaf.size for leaf in jax.tree.leaves(only_trained(self.frozen(self.params))))
 
-    def model_of_frozen(self, data: int = 1) -> LayeredModel:
-        """Returns the model as a function of params of which some are ``Frozen``, for one of ``data`` parts of the experts."""
-        own = self.model if self.over_data is None else self.over_data(data)
-        model = accept_frozen(own, self.trainable)
+    def model_of_frozen(self) -> LayeredModel:
+        """Returns the model as a function of params of which some are ``Frozen``."""
+        model = accept_frozen(self.model, self.trainable)
         assert isinstance(model, LayeredModel)
         return model
 
@@ -146,12 +144,8 @@ def transformer_shape(
         # On GPUs experts have a kernel of their own, which is traced here too.
         if config.expert_products == "auto" and config.capacity_factor is None:
             config = replace(config, expert_products="tiles")
-        if experts == DATA:  # without the routers' sums, which are small
-            config = replace(config, balance_coefficient=0.0, z_coefficient=0.0, router_bias=False)
         over = EXPERTS_OVER_DATA if experts == DATA else EXPERT_RULES[config.expert_split]
         rules = rules | over
-    make = lambda config: transformer.make_model(config, constrain=constrain)
-    part = lambda data: make(_with_part_of_experts(config, data))
     table = transformer.param_table(config)
     specs = jax.tree_util.tree_leaves_with_path(
         specs_from_dims(table, rules), is_leaf=lambda spec: isinstance(spec, PartitionSpec)
@@ -160,7 +154,7 @@ def transformer_shape(
     tokens = jax.ShapeDtypeStruct((1, seq), jnp.int32)
     shape = ModelShape(
         name=name,
-        model=make(config),
+        model=transformer.make_model(config, constrain=constrain),
         loss=transformer.add_routing_losses(
             config, lambda logits, batch: softmax_cross_entropy(logits, batch["targets"])
         ),
@@ -169,18 +163,12 @@ def transformer_shape(
         row={"tokens": tokens, "targets": tokens},
         tokens_per_row=seq,
         experts=config.num_experts,
+        experts_per_token=config.experts_per_token,
+        over_data=config.num_experts is not None and experts == DATA,
         num_leading=config.num_dense_layers,
-        over_data=part if config.num_experts is not None and experts == DATA else None,
         depends_on=(TENSOR,) if sequence_parallel or config.num_experts is not None else (),
     )
     return shape if lora is None else _with_factors(shape, lora)
-
-
-def _with_part_of_experts(config: transformer.TransformerConfig, data: int) -> transformer.TransformerConfig:
-    """Returns a model for shapes alone: a token may use more experts than a device has, which a configuration refuses."""
-    part = copy(replace(config, expert_split="expert_mlp"))
-    object.__setattr__(part, "num_experts", (config.num_experts or 0) // data)
-    return part
 
 
 def _with_factors(shape: ModelShape, lora: Lora) -> ModelShape:
@@ -203,6 +191,18 @@ def _with_owned(shape: ModelShape, mesh: AbstractMesh) -> PyTree:
     return shape.frozen(jax.tree.map(of, shape.params, specs))
 
 
+def _on_a_device(make: Callable[[], Any], mesh: AbstractMesh) -> Any:
+    """Returns the result of ``make``, which traces functions, called where a step calls them: on one device of a mesh."""
+    made = []
+
+    def on_a_device() -> jax.Array:
+        made.append(make())
+        return jnp.zeros(())
+
+    jax.eval_shape(manual_over_data_and_stage(on_a_device, mesh, in_specs=(), out_specs=PartitionSpec()))
+    return made[0]
+
+
 @dataclass(frozen=True)
 class TracedEnds:
     """Embedding and head, with the outer params that each of their graphs reads, and the activations between them."""
@@ -217,8 +217,8 @@ class Traced:
 
     def __init__(self, shape: ModelShape, num_rows: int, mesh: AbstractMesh) -> None:
         context, data = mesh.shape[CONTEXT], mesh.shape[DATA]
-        self._shape, self._mesh = shape, abstract_mesh(tensor=mesh.shape[TENSOR])
-        self._batch, self._model = shape.batch(num_rows, context), shape.model_of_frozen(data)
+        self._shape, self._mesh = shape, abstract_mesh(data=data, tensor=mesh.shape[TENSOR])
+        self._batch, self._model = shape.batch(num_rows, context), shape.model_of_frozen()
         self._params = shape.frozen(shape.params) if data == 1 else _with_owned(shape, mesh)
         self._key = num_rows, context, data, *(mesh.shape[axis] for axis in shape.depends_on)
 
@@ -241,8 +241,7 @@ class Traced:
         """Returns the result of ``make``, which is called where a step calls the model: over the shards of all axes."""
         cache, key = self._shape.cache, (what, self._key)
         if key not in cache:
-            with as_manual_over(frozenset(MANUAL), self._mesh) if self._shape.depends_on else nullcontext():
-                cache[key] = make()
+            cache[key] = _on_a_device(make, self._mesh) if self._shape.depends_on else make()
         return cache[key]
 
     def _x(self) -> PyTree:

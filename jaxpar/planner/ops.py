@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpar._compat import constraint_of
+from jaxpar._compat import constraint_of, with_inner
 from jaxpar.backward.graph import Graph, Node
 from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.backward.partition import ParamShards, Partition, cut_of, partition, shard_shape
@@ -23,9 +23,11 @@ from jaxpar.planner.model_shape import ModelShape, Traced
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.trainable import trained_indices
 
+EXCHANGES = {"all_to_all": "all-to-all", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+
 
 class Sent(NamedTuple):
-    """A collective of an op over an axis, as ``Collective``; ``of_rows`` if it gathers rows that each shard has a part of."""
+    """A collective of an op over an axis, as ``Collective``; ``of_rows`` if it joins parts of rows on their way to experts."""
 
     axis: str
     kind: str
@@ -77,7 +79,7 @@ class Analysis:
         context: int = 1,
     ) -> None:
         self.shape, self.num_rows, self.tensor, self.context = shape, num_rows, tensor, context
-        self.data = 1 if shape.over_data is None else data
+        self.data = data if shape.over_data else 1
         if (shape.experts or 1) % self.data:
             raise ValueError(
                 f"{arg('data')} must divide the experts; got {arg(data=data)} and {shape.experts} experts. Choose another."
@@ -162,14 +164,7 @@ class Analysis:
     def _gathered_bytes(self) -> int:
         """Bytes of the keys and values of complete sequences, or of all that an all-to-all receives, while a layer runs."""
         sent = self._over_context([node for node in self.layer.graph.nodes if node.name == FORWARD])
-        return sum(each.payload_bytes for each in sent) + self.received_bytes
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of the rows that a device's own experts receive over ``data``; the backward pass does not fetch them again."""
-        if self._grouped is None or self.data == 1:
-            return 0
-        return self._grouped.pairs * self._stream.shape[-1] * self._stream.dtype.itemsize
+        return sum(each.payload_bytes for each in sent)
 
     @cached_property
     def _grouped(self) -> Grouped | None:
@@ -181,23 +176,26 @@ class Analysis:
 
         Over ``tensor`` every device has room for all pairs; over ``data`` it receives as many as it sends.
         """
-        return self._grouped.experts * self.data / (self.shape.experts or 1) if self._grouped else 1.0
+        if self._grouped is None:
+            return 1.0
+        tokens = self.num_rows * self.shape.tokens_per_row // self.context * self.data
+        pairs = tokens * self.shape.experts_per_token * self._grouped.experts / (self.shape.experts or 1)
+        return pairs / self._grouped.pairs
 
     @property
     def _stream(self) -> Any:
         """The shape of the activations that layers read and write, on a device that has all of ``tensor``."""
         return max(jax.tree.leaves(self._traced.ends.x), key=lambda leaf: leaf.size * leaf.dtype.itemsize)
 
-    def _over_data(self, grouped: Sequence[Grouped]) -> Iterator[Sent]:
-        """Yields the all-to-alls of experts over ``data``, of rows to them and back, once for F and once for B.
-
-        Each shard over ``tensor`` sends a part of a row, which is then gathered.
-        """
-        passes = round(sum(not each.is_gradient for each in grouped) / 3)
-        for _ in range(2 * passes if self.data > 1 else 0):
-            yield Sent(DATA, "all-to-all", self.received_bytes // self.tensor)
-            if self.tensor > 1:
-                yield Sent(TENSOR, "all-gather", self.received_bytes, of_rows=True)
+    def _over_data(self, nodes: Iterable[Node]) -> Iterator[Sent]:
+        """Yields the collectives over ``data`` that carry rows to experts and back, in the form that the layer has."""
+        for node in nodes if self.data > 1 else ():
+            for each in with_inner(node.equation):
+                kind = EXCHANGES.get(each.primitive.name)
+                if kind and DATA in each.params["axis_name"]:
+                    # Inside a part that is manual over ``tensor`` the shapes are those of a shard.
+                    whole = each.invars if kind == "reduce-scatter" else each.outvars
+                    yield Sent(DATA, kind, num_bytes(value.aval for value in whole))
 
     def _over_context(self, nodes: Iterable[Node]) -> Iterator[Sent]:
         """Yields the collectives over ``context`` of attention, in the form that sends fewer bytes.
@@ -226,8 +224,11 @@ class Analysis:
             work = replace(work, kernels=replace(work.kernels, num_bytes=work.kernels.num_bytes + 2 * moved))
         if work.kernels.grouped:
             rows = sum(2 * each.pairs * each.depth * each.columns for each in work.kernels.grouped)
-            sent = (*work.sent, *self._over_data(work.kernels.grouped))
-            work = replace(work, flops=work.flops + round(rows * self.own_share), sent=sent)
+            work = replace(work, flops=work.flops + round(rows * self.own_share))
+        if self.data > 1:
+            is_of_rows = lambda each: each.payload_bytes > num_bytes([self._stream])
+            over_tensor = (each._replace(of_rows=is_of_rows(each)) for each in work.sent)
+            work = replace(work, sent=(*over_tensor, *self._over_data(nodes)))
         if self.context > 1:  # to the keys of complete sequences
             forward, backward = work.kernels.attention
             kernels = replace(work.kernels, attention=(self.context * forward, self.context * backward))

@@ -4,6 +4,7 @@ A plan names the changes that would help it most, of one setting, of the batch o
 schedule, of the seconds for the same number of tokens. If nothing fits, the error says why, and names the nearest that fits.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -203,6 +204,12 @@ def _undivided(estimator: Estimator, fixed: dict[str, Any]) -> str:
         return (
             f"{arg('data')} must divide the batch; got {arg(data=data)}, the rest of {count} devices with {held}, and {rows} "
             f"rows. Choose {arg(batch_size=-(-rows // data) * data)}, or another mesh."
+        )
+    sizes = {axis: size for axis in AXES if (size := fixed.get(axis))}
+    if count % math.prod(sizes.values()):
+        return (
+            f"the axes must multiply to the devices; got {arg(**sizes)}, which {count} devices cannot be divided into. "
+            f"{_remedy(estimator, fixed)}"
         )
     return (
         f"the axes must multiply to the devices, stages be at most the layers, and microbatches divide a replica's rows; "

@@ -162,8 +162,6 @@ def _pipelined(
         at_rest.one_layer,
         analysis.one_layer_bytes if splits else None,
     )
-    for name in ("residuals_w", *(("cotangents_w",) if splits else ())):
-        buffers[name] += slots[name] * layout.positions_per_chunk * analysis.received_bytes
     one_layer, rings = buffers["one_layer"], {"inbox", "residuals_b", "residuals_w", "cotangents_w"}
     if choice.stage == 1 and choice.remat is True:  # a layer stores its input, and runs again in B
         positions = layout.positions_per_chunk * slots["residuals_w"]
@@ -202,7 +200,7 @@ def _reduced_late(choice: Choice, at_rest: AtRest) -> int:
 
 
 def _skips_head(choice: Choice, layout: LayerLayout) -> bool:
-    """Whether a branch skips the head: with several chunks or unequal layers (Stage.at_end), and in the last ticks of zb-h1."""
+    """Whether a branch skips the head: with several chunks or unequal layers (Ends.is_masked); in the last ticks of zb-h1."""
     return choice.schedule == "zb-h1" or layout.num_chunks > 1 or not layout.is_even
 
 
@@ -213,7 +211,7 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks:
     """
     layers, values = analysis.shape.num_layers, analysis.split.values
     bytes_of = lambda numbers: num_bytes(analysis.layer.shapes(numbers))
-    kept = bytes_of([*values["residuals_b"], *values["residuals_w"]]) + analysis.received_bytes
+    kept = bytes_of([*values["residuals_b"], *values["residuals_w"]])
     kept = layers * (num_bytes(analysis.x) if choice.remat is True else kept)
     one_layer = analysis.remat_bytes if choice.remat is True else analysis.backward_bytes
     own = [_totals([at_rest.one_layer[i]]) for i in at_rest.trained_layers]

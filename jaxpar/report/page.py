@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.inspect.text import bytes_text, seconds_text
+from jaxpar.mesh import AXES
 from jaxpar.metrics.status import duration
 from jaxpar.planner.plans import COLUMNS, remat_text
 from jaxpar.report.charts import make_charts, metric_charts
@@ -244,10 +245,12 @@ def experts(found: Mapping[str, Any]) -> str:
 def plans(found: Sequence[Mapping[str, Any]]) -> str:
     """Returns a row for each plan."""
     any_why = any(plan["why"] for plan in found)
+    axes = [axis for axis in AXES if axis in COLUMNS or any(plan.get(axis, 1) > 1 for plan in found)]
+    axes += ["experts"] if any(plan.get("experts") for plan in found) else []
     rows = (
         (
             rank,
-            *(plan[name] for name in ("data", "stage", "tensor")),
+            *(plan.get(axis, 1) for axis in axes),
             plan["schedule"] if plan["stage"] > 1 else "-",
             plan["num_microbatches"],
             plan["zero"],
@@ -259,7 +262,8 @@ def plans(found: Sequence[Mapping[str, Any]]) -> str:
         )
         for rank, plan in enumerate(found, 1)
     )
-    return table((*COLUMNS, *(["why"] if any_why else [])), rows)
+    others = [name for name in COLUMNS[1:] if name not in AXES]
+    return table(("", *axes, *others, *(["why"] if any_why else [])), rows)
 
 
 def ways(found: Sequence[Mapping[str, Any]]) -> str:

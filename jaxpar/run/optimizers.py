@@ -11,6 +11,7 @@ import optax
 from optax import contrib
 
 from jaxpar.fields import check_at_least
+from jaxpar.layered_model import OUTER
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
 
@@ -165,8 +166,12 @@ def matrices(params: Any) -> Any:
     """Returns for each parameter which of its dims make the matrices that Muon orthogonalizes; None: AdamW updates it."""
 
     def dims(path: tuple, _: Any) -> contrib.MuonDimensionNumbers | None:
-        found = MATRICES.get(_name(path))
-        return None if found is None else contrib.MuonDimensionNumbers(*found)
+        found, is_alone = MATRICES.get(_name(path)), path[0].key == OUTER  # not stacked: a leading dense layer
+        return (
+            None
+            if found is None
+            else contrib.MuonDimensionNumbers(*(tuple(d - is_alone for d in each) for each in found))
+        )
 
     return jax.tree_util.tree_map_with_path(dims, params)
 

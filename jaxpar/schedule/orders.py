@@ -12,7 +12,7 @@ A name fixes the order. A form fixes how the order is divided into ops and ticks
     merged      fused, with the complete backward pass of one microbatch beside the forward pass of another: the last stage
                 runs B a tick after its F, so that no stage has an F and a B of the same microbatch in one tick. A GPU can then
                 run both in one loop over its layers, with the collectives of one beside the products of the other. One more
-                microbatch is in flight, and the step takes as long.
+                microbatch is in flight, whose residuals replace those that B has read, and the step takes as long.
 
 Step time with F = B = W = 1 and an unsplit backward of 2, at 4 stages and 32 microbatches, with 96 units of work per stage
 (192 for the two chunks of interleaved and zb-v), and the peak number of activations on the first stage:

@@ -2,10 +2,10 @@
 
 Where a program is the same, to the byte, JAX's persistent compilation cache loads it in a tenth of the time; a program that a
 change of jaxpar alters is compiled. The key of an entry covers the whole program with the names and lines that it mentions,
-the versions of jaxlib and of XLA, the flags and options of the compiler, and the devices; what is loaded has the same text,
-costs and planned memory as what was compiled. So no test passes because of a program of an older jaxpar. A test of what the
-compiler says while it works asks for the fixture compiled_afresh. `pytest --cache-clear` forgets all, and so does
-`-p no:cacheprovider` for one run.
+the versions of jaxlib and of XLA, the flags and options of the compiler, the devices and what the processor can do; what is
+loaded has the same text, costs and planned memory as what was compiled. So no test passes because of a program of an older
+jaxpar. A test of what the compiler says while it works asks for the fixture compiled_afresh. `pytest --cache-clear` deletes
+them, and `-p no:cacheprovider` runs without them.
 """
 
 import contextlib
