@@ -4,9 +4,6 @@
     python benchmarks/gpu_roofline.py --jobs "8b, tensor 8"    some of them
     python benchmarks/gpu_roofline.py --jobs                   none: the second table alone
 
-With --out, rows of the first table that are in the file stay, but for those of the same jobs and the same JAX; so the file can
-have several versions.
-
 The first table has jobs that fill their GPUs: Llama 3.1, Mixtral 8x7B and Qwen3 30B-A3B on H100 and BLOOM-176B on A100-80GB,
 in bfloat16 with AdamW. All but BLOOM have flash attention and, with a tensor axis, sequence parallelism. Jobs of 131,072
 tokens recompute complete layers. Experts belong to replicas, and routing is even. By the roofline each instruction takes as
@@ -25,7 +22,8 @@ The second table counts what the device does beside products in each schedule: c
 rings of residuals over a step apart, waits of the host, and how many messages of the steady state have a product between their
 start and their end. A Llama of 16 layers, 2,048 in width (0.8B parameters), runs 8 microbatches of one row on each replica.
 
-It needs jaxpar[gpu-compile] and nvidia-cudnn-cu12, and no GPU.
+It needs jaxpar[gpu-compile] and nvidia-cudnn-cu12, and no GPU. With --out, rows of the first table that are in the file stay, but
+for those of the same jobs and the same JAX; so the file can have several versions.
 """
 
 import dataclasses
