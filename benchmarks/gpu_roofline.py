@@ -22,8 +22,8 @@ The second table counts what the device does beside products in each schedule: c
 rings of residuals over a step apart, waits of the host, and how many messages of the steady state have a product between their
 start and their end. A Llama of 16 layers, 2,048 in width (0.8B parameters), runs 8 microbatches of one row on each replica.
 
-It needs jaxpar[gpu-compile] and nvidia-cudnn-cu12, and no GPU. With --out, rows of the first table that are in the file stay, but
-for those of the same jobs and the same JAX; so the file can have several versions.
+It needs jaxpar[gpu-compile] and nvidia-cudnn-cu12, and no GPU. With --out, rows of the first table that are in the file stay,
+but for those of the same jobs and the same JAX; so the file can have several versions.
 """
 
 import dataclasses
