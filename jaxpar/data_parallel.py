@@ -15,6 +15,7 @@ Losses, weights and gradients are added and reduced in float32 or wider, whateve
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, overload
 
 import jax
@@ -25,7 +26,7 @@ from jaxtyping import PyTree
 
 from jaxpar.context_parallel import zig_zag
 from jaxpar.dtypes import from_floats, is_key, to_floats, wide_dtype, widen
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_at_least
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
 from jaxpar.sharding import path_string, shard
 
@@ -135,7 +136,7 @@ def check_sequences(batch: PyTree, mesh: Mesh | AbstractMesh, seq: int | None = 
         )
     count, chunks = next(iter(lengths.values())), 2 * context
     seq = count if seq is None else seq
-    if seq == 0 or seq % chunks:
+    if seq < 1 or seq % chunks:
         raise ValueError(
             "a sequence must be divisible by twice the context axis, since each device has two chunks of it; got "
             f"{arg(seq=seq, context=context)}. Use {arg(seq=max(-(-seq // chunks), 1) * chunks)}, or another {arg('context')}."
@@ -230,9 +231,14 @@ def local_rows(
         devices: The devices that read; None: those of this process.
 
     Raises:
+        TypeError: ``num_rows`` or ``seq`` is no integer.
         ValueError: The replicas do not divide the rows, or twice ``context`` does not divide the sequences.
     """
     check_mesh(mesh)
+    for name, value in (("num_rows", num_rows), ("seq", 1 if seq is None else seq)):
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise TypeError(f"{arg(name)} must be an integer; got {value!r}. Convert it.")
+    check_at_least(1, seq=seq)
     count, (axes, sizes) = num_replicas(mesh), _axes_of_rows(mesh.shape[DATA], mesh.shape[REPLICA])
     if num_rows < 1 or num_rows % count:
         raise ValueError(

@@ -18,7 +18,7 @@ from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_st
 from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_positions, check_sums_of_loss
 from jaxpar.loss_sums import sums_of, with_float_sums
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, STAGE, TENSOR, num_replicas
-from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_settings
+from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_kind, check_settings
 from jaxpar.pipeline import (
     LayerLayout,
     MpmdExecutor,
@@ -120,8 +120,7 @@ def value_and_grad(
     activation and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a
     reduce-scatter if they are sharded over ``stage``.
     """
-    if pipeline is not None:
-        raise TypeError(f"pipeline must be a jaxpar.Pipeline; got {pipeline!r}. Write jaxpar.Pipeline({pipeline!r}).")
+    check_kind(pipeline)  # a Pipeline has become its settings
     parallel = Parallel(
         mesh,  # pyright: ignore[reportArgumentType]  # a Parallel has become its settings
         shardings,

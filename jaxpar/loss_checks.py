@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar._compat import equations
+from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
 from jaxpar.row_dependence import CONSTANT, ROWS, Dependence, Kind, trace_dependences
 
@@ -153,6 +154,9 @@ def check_positions(
 ) -> None:
     """Raises if the loss would depend on how sequences are split: it is no sum over positions, or it pairs neighbours.
 
+    Raises too for a dict without ``positions``: it has not been through ``shard_batch``, so its tokens are on other devices
+    than ``context_parallel.places`` says.
+
     Args:
         model: The model.
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with a dict of further sums.
@@ -162,6 +166,11 @@ def check_positions(
     """
     if num_parts == 1:
         return
+    if isinstance(batch, dict) and "positions" not in batch:
+        raise ValueError(
+            f"a batch whose sequences are split must have positions; got {arg(context=num_parts)} and none. Make it with "
+            "jaxpar.shard_batch, which adds them."
+        )
     forward, shapes = (
         model.apply if isinstance(model, LayeredModel) else model,
         jax.eval_shape(lambda batch: batch, batch),

@@ -281,6 +281,13 @@ def _check_same(gathered: Parallel | Pipeline, settings: Mapping[str, Any], name
             )
 
 
+def check_kind(pipeline: object) -> None:
+    """Raises for an argument ``pipeline`` that is neither a Pipeline nor None."""
+    if not isinstance(pipeline, Pipeline | None):
+        schedule = pipeline if isinstance(pipeline, str) else "1f1b"
+        raise TypeError(f"pipeline must be a jaxpar.Pipeline; got {pipeline!r}. Write jaxpar.Pipeline({schedule!r}).")
+
+
 def check_settings(model: Any, parallel: Parallel, pipeline: Pipeline) -> None:
     """Raises for a model that does not fit the settings, or settings that do not fit each other."""
     if not callable(model) and not isinstance(model, LayeredModel):

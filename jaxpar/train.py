@@ -17,7 +17,7 @@ from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import OF_ZERO, STAGE, TENSOR
 from jaxpar.metrics.log import check_further
 from jaxpar.optimizer_state import Optimizer, call_update, check_packed, no_value_fn, optimizer_shardings, value_fn_of
-from jaxpar.parallel import Parallel, Pipeline, accepts_settings
+from jaxpar.parallel import Parallel, Pipeline, accepts_settings, check_kind
 from jaxpar.pipeline import MpmdExecutor, check_permutes
 from jaxpar.sharding import replicated
 from jaxpar.traced_loss import once_for_shapes
@@ -259,6 +259,7 @@ def make_eval_step(
 
     **Collectives**: those of ``value_and_grad`` in the forward pass, and one all-reduce over the replicas of the sums.
     """
+    check_kind(pipeline)
     parallel, pipeline = parallel if isinstance(parallel, Parallel) else Parallel(parallel), pipeline or Pipeline()
     num_stages = parallel.mesh.shape[STAGE]
     if num_stages > 1 and pipeline.executor == "mpmd":

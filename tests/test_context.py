@@ -258,6 +258,11 @@ def test_a_process_reads_the_columns_of_its_devices():
     assert [each.tolist() for each in without] == [[3], list(range(7))]
     with pytest.raises(ValueError, match=r"divisible by twice the context axis.*got seq=6, context=2. Use seq=8"):
         jaxpar.local_rows(ROWS, mesh, seq=6)
+    with pytest.raises(ValueError, match=r"seq must be at least 1; got -8\. Choose 1 or more"):
+        jaxpar.local_rows(ROWS, mesh, seq=-8)
+    for num_rows, seq, wrong in ((ROWS, "16", "seq must be an integer; got '16'"), (8.0, 8, "num_rows .* got 8.0")):
+        with signatures_unchecked(), pytest.raises(TypeError, match=wrong):
+            jaxpar.local_rows(num_rows, mesh, seq=seq)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def test_columns_of_a_process_are_placed_like_whole_sequences():
@@ -378,6 +383,20 @@ def test_a_model_or_batch_that_context_cannot_split_is_refused():
         trace({"context": 2, "stage": 2}, config, in_order, executor="mpmd")
     with signatures_unchecked(), pytest.raises(ValueError, match='must be "gather", "ulysses" or None; got \'ring\''):
         make_config(attention_over_context="ring")
+
+
+def test_a_batch_that_was_not_sharded_is_refused_for_any_model():
+    model = lambda params, batch: (
+        context_parallel.gather_sequence(batch["x"] * params["w"]).mean(1, keepdims=True) * batch["x"]
+    )
+    loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["y"])
+    mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}
+    for step in (jaxpar.value_and_grad(model, loss, mesh), jaxpar.make_eval_step(model, loss, mesh)):
+        step({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
+        with pytest.raises(
+            ValueError, match=r"must have positions; got context=2 and none\. Make it with jaxpar\.shard"
+        ):
+            step({"w": np.float32(1)}, batch)
 
 
 def test_a_model_that_sends_nothing_over_context_is_refused():

@@ -130,6 +130,12 @@ def test_an_evaluation_is_one_program():
         make_eval(LLAMA, {"stage": 2}, executor="mpmd")
 
 
+def test_settings_that_are_no_pipeline_are_refused():
+    mesh = jaxpar.make_mesh(data=8)
+    with tiny.signatures_unchecked(), pytest.raises(TypeError, match=r"got 4\. Write jaxpar\.Pipeline\('1f1b'\)"):
+        jaxpar.make_eval_step(lambda w, batch: batch["x"] * w, lambda y, _: (y.sum(), 1.0), mesh, 4)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_loss_that_is_no_sum_is_refused_as_in_training():
     mesh, batch = jaxpar.make_mesh(data=2, devices=jax.devices()[:2]), {"x": np.ones((4, 2), np.float32)}
     step = jaxpar.make_eval_step(lambda w, batch: batch["x"] * w, lambda y, _: (y.sum(), y.mean() * 0 + 1.0), mesh)

@@ -71,7 +71,7 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
                 "an expert has room for some tokens of a row, which its documents would share; got segments in the batch and "
                 f"capacity_factor={config.capacity_factor}. Leave capacity_factor out, or the segments."
             )
-        _check_context(config, positions)
+        _check_context(config)
         span = _span(tokens, segments, positions)
         h = embed_tokens(config, outer, tokens, span, constrain)
         if context_parallel.num_parts() > 1 and positions is not None:
@@ -102,14 +102,9 @@ def _span(tokens: Array, segments: Array | None, positions: Array | None) -> Spa
     return Span.first(tokens.shape[1]) if segments is None else Span.packed(segments)
 
 
-def _check_context(config: TransformerConfig, positions: Array | None) -> None:
-    """Raises for a batch or a model that a device cannot take a part of each sequence of."""
+def _check_context(config: TransformerConfig) -> None:
+    """Raises for a model that a device cannot take a part of each sequence of."""
     parts = context_parallel.num_parts()
-    if parts > 1 and positions is None:
-        raise ValueError(
-            f"a batch whose sequences are split must have positions; got {arg(context=parts)} and none. Make it with "
-            "jaxpar.shard_batch, which adds them."
-        )
     if parts > 1 and config.capacity_factor is not None:
         raise ValueError(
             "an expert has room for some tokens of a whole row, which context splits; got "
