@@ -250,7 +250,7 @@ class _Reader:
             elif given[0].is_constant:
                 outs.append(join(values, has_rows=each or self._in_rows))
             else:
-                outs.append(mix([given[0], *values], has_rows=each or self._in_rows, degree=None))
+                outs.append(_chosen([given[0], *values], has_rows=each or self._in_rows))
         return outs
 
     def _scan(self, few: Any, many: Any, given: list[Dependence], has_rows: list[bool]) -> list[Dependence]:
@@ -281,7 +281,7 @@ class _Reader:
         inner = opened(few.params["body_jaxpr"])
         kept = [a is b for a, b in zip(inner.invars[of_body:], inner.outvars, strict=True)]
         return [
-            value if same else mix([goes_on, value], has_rows=each or self._in_rows, degree=None)
+            value if same else _chosen([goes_on, value], has_rows=each or self._in_rows)
             for value, same, each in zip(carry, kept, has_rows, strict=True)
         ]
 
@@ -296,6 +296,11 @@ class _Reader:
             if following == carry:
                 return carry, made
             carry = following
+
+
+def _chosen(values: Sequence[Dependence], *, has_rows: bool) -> Dependence:
+    """Returns the dependence of what a branch or a number of trips makes of values, the first of which chooses it."""
+    return mix(values, has_rows=has_rows, degree=0 if {value.degree for value in values} == {0} else None)
 
 
 def _added_by_scatter(indices: Dependence, updates: Dependence, *, had_rows: bool) -> Dependence:

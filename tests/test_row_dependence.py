@@ -45,6 +45,12 @@ def over_rows(add):
     return lambda w, aux, h: jax.lax.scan(lambda aux, row: (add(aux, row), None), aux, h)[0]
 
 
+def trips(h, limit):
+    """How often each number is halved until it is below the limit."""
+    halved = lambda a: jax.lax.while_loop(lambda s: s[0] > limit, lambda s: (s[0] / 2, s[1] + 1), (a, 0.0))[1]
+    return jax.vmap(halved)(jnp.abs(h).reshape(-1))
+
+
 def noise(w, key, h):
     return jax.random.split(key)[0]
 
@@ -67,6 +73,10 @@ TAKEN = {
         jax.checkpoint(jax.jit(lambda w, aux, h: aux + jnp.sum(jax.vmap(jax.nn.softmax)(h)))),
     ),
     "a sum of what a loop over rows makes": model(lambda w, aux, h: aux + jnp.sum(jax.lax.map(jnp.max, h))),
+    "a sum of numbers that each loop as long as they say": model(lambda w, aux, h: aux + jnp.sum(trips(h, 0.1))),
+    "a sum of what a loop over rows chooses": model(
+        lambda w, aux, h: aux + jnp.sum(jax.lax.map(lambda row: jax.lax.cond(row[0] > 0, jnp.sum, jnp.max, row), h))
+    ),
     "counts of experts": model(lambda w, aux, h: count_experts(aux, h, 1.0), embed=lambda batch: jnp.zeros(4)),
     "a sum for each layer": model(
         lambda w, aux, h: (aux[0].at[aux[1]].set(jnp.sum(h)), aux[1] + 1),
@@ -101,6 +111,9 @@ REFUSED = {
         lambda w, aux, h: jax.lax.while_loop(
             lambda s: s[0] < 9 + 9 * h[0, 0], lambda s: (s[0] + 1, s[1] + 1), (0, aux)
         )[1]
+    ),
+    "a sum of numbers that loop as long as the number of rows says": model(
+        lambda w, aux, h: aux + jnp.sum(trips(h, 1 / len(h)))
     ),
     "a mean under remat": model(jax.checkpoint(lambda w, aux, h: aux + jnp.mean(h))),
     "shares of experts": model(lambda w, aux, h: count_experts(aux, h, 1 / len(h)), embed=lambda batch: jnp.zeros(4)),

@@ -32,7 +32,7 @@ from jaxpar.trainable import trained_indices
 
 Arrays = Sequence[Any]
 _IN_LOOKUPS = ELEMENTWISE | {"add_any", "gather", "pad", "reduce_sum", "reshard", "scatter-add", "sharding_constraint"}
-_CALLS = {"custom_jvp_call", "jit", "pjit"}  # whose operations count
+_CALLS = {"custom_jvp_call", "jit"}  # whose operations count
 
 
 @dataclass(frozen=True)
