@@ -141,7 +141,7 @@ def test_long_examples_are_refused_with_their_place_and_the_seq_that_holds_them(
     documents = make_documents(np.random.default_rng(0), [4, 9, 12])
     documents = dataclasses.replace(documents, learned=np.tile(np.array([0, 0, 0, 1, 1], np.uint8), 5))
     with pytest.raises(
-        ValueError, match=r"got seq=5 and 2 longer examples, the first of 9 tokens in a.jsonl:2. Choose --seq 11"
+        ValueError, match=r"got seq=5 and 2 longer examples, the first of 9 tokens in a.jsonl:2. Choose seq=11"
     ):
         fit(documents, 5, "refuse")
     assert len(fit(documents, 11, "refuse")[0]) == 3
