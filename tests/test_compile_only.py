@@ -56,9 +56,7 @@ def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch, installed, got
 
 def test_a_missing_cudnn_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setattr("jaxpar.compile_only.CUDNN", ("no-such-package",))
-    with pytest.raises(
-        ImportError, match=r"needs cuDNN; got none. Install nvidia-cudnn-cu12, or choose dtype=float32"
-    ):
+    with pytest.raises(ImportError, match=r"needs cuDNN; got none. Install nvidia-cudnn-cu12, or choose dtype=float32"):
         check_cudnn()
     monkeypatch.setattr("jaxpar.compile_only.CUDNN", ("no-such-package", "jax"))
     check_cudnn()

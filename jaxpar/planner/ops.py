@@ -271,8 +271,9 @@ class Analysis:
         total = 0
         for grad, like in zip(own, self.head_grads, strict=True):
             node = made_by.get(_viewed(graph, grad))
-            is_product = node and node.name == "dot_general"
-            total += sum(map(graph.num_bytes, node.inputs)) if is_product else num_bytes([like])
+            total += (
+                sum(map(graph.num_bytes, node.inputs)) if node and node.name == "dot_general" else num_bytes([like])
+            )
         return total
 
     @cached_property
