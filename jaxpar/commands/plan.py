@@ -44,8 +44,8 @@ class PlanFlags:
         zero: Fixes the ZeRO level.
         remat: Fixes what is recomputed: complete layers (yes), attention scores (dots) or no matrix product (no).
         experts: Fixes the axis over which the experts of layers are.
-        expert_buffer: With experts over data, room for this many times the rows of a replica's own tokens, as the recipes'
-            --expert-buffer; by default for all rows that it can get.
+        expert_buffer: With experts over data, as the recipes' --expert-buffer: room for this many times the rows of a
+            replica's own tokens; by default for all rows that it can get.
         executor: Rank by lock-step time (spmd) or by free-running time (mpmd).
         top: Number of plans to print.
         compute_efficiency: Fraction of the peak FLOPs that a layer reaches; by default each kernel's time is told by its shape.
