@@ -444,7 +444,8 @@ LEADING = [  # on one stage alone; beside parts of sequences; two of them; docum
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=[pytest.mark.slow] * (at > 0)) for at, how in enumerate(LEADING)], ids=str
+    "how",
+    [pytest.param(how, marks=[pytest.mark.slow] * (at > 0), id=how["schedule"]) for at, how in enumerate(LEADING)],
 )
 def test_leading_dense_layers_are_those_of_one_device_wherever_the_others_are(x64, how):
     tensor, counts, how = how.get("tensor", 2), how.get("layers"), dict(how)
