@@ -111,19 +111,20 @@ def test_strangers_who_drip_delay_neither_the_run_nor_its_time_out(address, monk
     late_once(monkeypatch, lambda connections: connections.present)
     stop = threading.Event()
 
-    def drip():
-        with contextlib.suppress(OSError), connect(address) as stranger:
+    def drip(stranger):
+        with contextlib.suppress(OSError):
             while not stop.wait(0.05):
                 stranger.sendall(b"j")
 
-    with process_0(address) as given:
-        threads = [threading.Thread(target=drip) for _ in range(10)]
+    with contextlib.ExitStack() as strangers, process_0(address) as given:
+        strangers.callback(stop.set)  # they drip until process 0 has ended
+        connected = [strangers.enter_context(connect(address)) for _ in range(10)]
+        threads = [threading.Thread(target=drip, args=(stranger,)) for stranger in connected]
         for thread in threads:
             thread.start()
         (error,) = call(*envs(address, 1))
     assert "missing: process 2" in str(error), "told to the one that came"
     assert "missing: process 2" in str(given[0])
-    stop.set()
     for thread in threads:
         thread.join()
 
