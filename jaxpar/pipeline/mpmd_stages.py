@@ -29,7 +29,7 @@ from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import is_float, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import DATA, num_replicas, spec_of_rows
-from jaxpar.pipeline.embed_and_head import Ends, split_ends
+from jaxpar.pipeline.embed_and_head import Ends
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.mpmd_params import without
 from jaxpar.schedule import Schedule
@@ -184,7 +184,7 @@ def make_virtual_stages(
 
     microbatch = jax.eval_shape(microbatch_of, rows, 0)
     layers, y = _split_layers(model, layout, params, microbatch, shards)
-    ends = split_ends(model, loss, params[OUTER], y, microbatch)
+    ends = Ends(model, loss, params[OUTER], y, microbatch)
     virtual_stages, each, counts = [], iter(layers), [0] * schedule.num_stages
     for number, count in enumerate(layout.layers_per_virtual_stage or ()):
         stage, _ = schedule.stage_and_chunk(number)
