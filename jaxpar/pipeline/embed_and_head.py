@@ -138,7 +138,7 @@ class Ends:
         """
         return fold_transposes(self._head_and_backward)(read, y, microbatch, total_weight)
 
-    def _head_and_backward(self, read: Arrays, y: Arrays, microbatch: Any, weight: Any) -> tuple[Any, list, list]:
+    def _head_and_backward(self, read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
         floats = [] if self._is_forward else float_indices(y)
         wide = [leaf.astype(self._shapes[i].dtype) for leaf, i in zip(read, self.head_reads, strict=True)]
         outer = self._with(self.head_reads, wide)
@@ -148,7 +148,7 @@ class Ends:
 
         trained, y_floats = [outer[i] for i in self.head_trains], [y[i] for i in floats]
         loss_sum, vjp, further = jax.vjp(of_floats, trained, y_floats, has_aux=True)
-        return (loss_sum, further), *vjp(jnp.reciprocal(weight).astype(loss_sum.dtype))
+        return (loss_sum, further), *vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))
 
     def _embed(self, outer: Arrays, microbatch: Any) -> list:
         x = self._model.embed(jax.tree.unflatten(self._outer_tree, outer), microbatch)
