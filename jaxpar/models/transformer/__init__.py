@@ -8,7 +8,7 @@
 Read in this order: `config.py` (the options), `presets.py` with `presets.toml` (the published models), `params.py` (the
 params), `layers.py` (the model), `norms.py`, `attention.py`, `flash_chunks.py` (attention to a gathered sequence), `rope.py`
 (rotary positions), `mlp.py`, `router.py`, `experts.py` with `dispatch.py` (the slots of rows), `balancing.py` (the optimizer of
-a router's bias), `generate.py` with `prompts.py` and `sampling.py`.
+a router's bias), `generate.py` with `sampling.py`.
 """
 
 from jaxpar.models.transformer.balancing import balance_experts, expert_loads
