@@ -138,7 +138,9 @@ def test_the_host_is_called_for_values_of_microbatches_alone(x64, axes, num_laye
     check(*model_and_loss(calls), axes, num_layers, again=again(settings), mask_idle_ops=True, **settings)
 
 
-@pytest.mark.parametrize(("axes", "num_layers", "settings"), RUNS[:2] + RUNS[3:])
+@pytest.mark.parametrize(
+    ("axes", "num_layers", "settings"), [RUNS[1], pytest.param(*RUNS[0], marks=pytest.mark.slow), *RUNS[3:]]
+)
 def test_a_loop_that_ends_for_values_of_microbatches_ends(x64, monkeypatch, axes, num_layers, settings):
     monkeypatch.setattr(control_flow, "HOST_CALLBACKS", ())  # the loops are to be seen, not what notes their trips
     check(*model_and_loss(loops), axes, num_layers, again=again(settings), mask_idle_ops=True, **settings)
