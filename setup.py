@@ -6,7 +6,10 @@ setup(
     packages=[*find_packages(include=["jaxpar", "jaxpar.*"]), "jaxpar.recipes"],
     package_dir={"jaxpar": "jaxpar", "jaxpar.recipes": "recipes"},
     package_data={
-        "jaxpar": ["py.typed", "models/transformer/presets.toml", "report/page.css", "report/page.js"],
+        "jaxpar": [
+            *("py.typed", "report/page.css", "report/page.js"),
+            *("huggingface/families.json", "models/transformer/presets.toml"),
+        ],
         "jaxpar.recipes": ["data/*.csv", "data/*.jsonl"],
     },
 )
