@@ -137,7 +137,7 @@ def _values(job: Job) -> dict[str, Any]:
     return values | {"annotations": fill("{placement}", values) | (fill("{scraping}", values) or {})}
 
 
-def of_pod(job: Any, limits: Mapping[str, int], variables: Mapping[str, str]) -> dict[str, Any]:
+def of_pod(job: Any, limits: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
     """Returns the values that the pods of jobs and of services both have.
 
     Args:
@@ -145,7 +145,7 @@ def of_pod(job: Any, limits: Mapping[str, int], variables: Mapping[str, str]) ->
         limits: Its devices. CPU cores are requested without a limit, which would slow a process down.
         variables: Its environment variables.
     """
-    limits = ({"memory": f"{job.memory_gib}Gi"} if job.memory_gib else {}) | limits
+    limits = ({"memory": f"{job.memory_gib}Gi"} if job.memory_gib else {}) | dict(limits)
     return {
         "arguments": job.arguments(),
         "grace_seconds": job.grace_seconds,
