@@ -7,7 +7,6 @@ half an hour to start. Both objects are in `manifests.json`.
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,9 +14,7 @@ from pydantic import Field
 
 from jaxpar import fields
 from jaxpar.jobs.job import (
-    DNS_LABEL,
     GPUS,
-    MAX_NAME,
     Count,
     CountOrZero,
     HostName,
@@ -28,6 +25,7 @@ from jaxpar.jobs.job import (
     Variable,
     check_command,
     check_environment,
+    check_name,
 )
 from jaxpar.jobs.manifests import PARTS, check_image, fill, of_pod
 
@@ -106,11 +104,7 @@ def to_service(serving: Serving) -> list[dict[str, Any]]:
 def _check(serving: Serving) -> None:
     check_image(serving.image)
     check_environment(serving.env)
-    if not re.fullmatch(DNS_LABEL, serving.name) or not serving.name[0].isalpha() or len(serving.name) > MAX_NAME:
-        raise ValueError(
-            f"a Service's name must be lower-case letters, digits and -, a letter first, and at most {MAX_NAME} long; got "
-            f"{serving.name[:80]!r}. Choose such as gpt."
-        )
+    check_name(serving.name, "a Service", suffix="")
     begins = next((words for words in SERVED if serving.command[: len(words)] == words), None)
     if begins is None or len(serving.command) == len(begins):
         raise ValueError(
