@@ -8,7 +8,7 @@ setup(
     package_data={
         "jaxpar": [
             *("py.typed", "report/page.css", "report/page.js"),
-            *("huggingface/families.json", "models/transformer/presets.toml"),
+            *("huggingface/families.json", "jobs/manifests.json", "models/transformer/presets.toml"),
         ],
         "jaxpar.recipes": ["data/*.csv", "data/*.jsonl"],
     },
