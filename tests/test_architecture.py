@@ -267,7 +267,7 @@ def of_speed(tree: ast.AST, may_read_clock: bool) -> list[int]:
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "timeout"}
         if called in WAITS and len(node.args) == 1 and is_number(node.args[0], least=1):
             found.append(node.lineno)  # a shorter one is a pause
-        name = name_of(node.func)
+        name = name_of(node.func) if called.removesuffix("_ns") in ("run", *CLOCK_CALLS) else ""
         if (given or name == "subprocess.run") and given.get("timeout") not in ("WAIT_SECONDS", "timeout"):
             found.append(node.lineno)
         if READS_CLOCK.fullmatch(name) and not may_read_clock:
