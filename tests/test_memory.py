@@ -19,8 +19,8 @@ def shapes_of(tree, sharding=None):
 @pytest.mark.parametrize(
     ("name", "form", "remat"),
     [
-        ("1f1b", "unit", True),
         ("zb-h1", "unit", False),
+        pytest.param("1f1b", "unit", True, marks=pytest.mark.slow),
         pytest.param("1f1b", "unit", False, marks=pytest.mark.slow),
         pytest.param("1f1b", "fused", False, marks=pytest.mark.slow),
     ],

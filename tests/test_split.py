@@ -359,11 +359,16 @@ def test_params_that_are_only_cast_to_a_smaller_dtype_are_taken_cast():
     cast = split.cast(jax.tree.leaves(params))
     assert [leaf.dtype for leaf in cast] == [jnp.float32, jnp.bfloat16, jnp.bfloat16], "scale is read as it is too"
 
-    y, residuals_b, residuals_w = split.forward_and_store(cast, [x])
-    dx, kept = split.backward_input(cast, residuals_b, residuals_w, [ct])
-    dp = split.backward_weights(cast, residuals_w, kept)
-    want_y, vjp = jax.vjp(mixed_layer, params, x)
-    want_dp, want_dx = vjp(ct)
+    y, residuals_b, residuals_w = jax.jit(split.forward_and_store)(cast, [x])
+    dx, kept = jax.jit(split.backward_input)(cast, residuals_b, residuals_w, [ct])
+    dp = jax.jit(split.backward_weights)(cast, residuals_w, kept)
+
+    @jax.jit
+    def whole(params, x, ct):
+        y, vjp = jax.vjp(mixed_layer, params, x)
+        return y, *vjp(ct)
+
+    want_y, want_dp, want_dx = whole(params, x, ct)
     got = (y, dict(zip(params, dp, strict=True)), dx)
     assert_same(got, ([want_y], want_dp, [want_dx]), within=0.02)  # bfloat16
     assert [g.dtype for g in dp] == [jnp.float32] * 3, "gradients have their params' dtype"
