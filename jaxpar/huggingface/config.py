@@ -7,7 +7,7 @@ The keys of Llama and its relatives (biases, width of a head, sliding windows) c
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from jaxpar.huggingface.config_keys import (
 from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, file_inside, read_json, shorten
 from jaxpar.huggingface.rope_keys import read_rope, scaling_json
 from jaxpar.models.transformer import TransformerConfig
-from jaxpar.models.transformer.config import EXPERT_FIELDS
+from jaxpar.models.transformer.config import EXPERT_DEFAULTS
 from jaxpar.runtime.output import printable
 
 MAX_NAMED = 32  # keys that a message names
@@ -41,7 +41,6 @@ NOT_IN_FOLDERS = (
     *("balance_coefficient", "z_coefficient", "capacity_factor"),
     *("expert_split", "expert_products", "expert_exchange", "expert_buffer"),
 )
-DEFAULTS_OF_EXPERTS = {each.name: each.default for each in fields(TransformerConfig) if each.name in EXPERT_FIELDS}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -171,7 +170,7 @@ def family_of(config: TransformerConfig) -> str:
     if config.num_experts is not None:
         own = {*KEYS[kind].sizes, *ROUTER_KEYS.get(kind, {}), *NOT_IN_FOLDERS}
         own |= {"num_dense_layers"} if DENSE_LAYERS in KEYS[kind].more else set()
-        wanted |= {name: default for name, default in DEFAULTS_OF_EXPERTS.items() if name not in own} | wanted
+        wanted |= {name: default for name, default in EXPERT_DEFAULTS.items() if name not in own} | wanted
     wrong = {name: getattr(config, name) for name in wanted if getattr(config, name) != wanted[name]}
     if not is_relative(kind) and config.group_size > 1:
         wrong["num_kv_heads"] = config.num_kv_heads
