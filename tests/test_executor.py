@@ -175,7 +175,7 @@ def ring_shapes(program, layout):
     }
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     split = split_layer(mlp.layer, one_layer, x)
-    stored = {"residuals_b": split.residuals_b, "residuals_w": split.residuals_w, "cotangents_w": split.cotangents_w}
+    stored = {name: split.shapes(name) for name in ("residuals_b", "residuals_w", "cotangents_w")}
     rings = {(program.num_slots["inbox"] + 1, *x.shape)}
     for buffer, shapes in stored.items():
         rings |= {(program.num_slots[buffer], layout.positions_per_chunk, *shape.shape) for shape in shapes}

@@ -64,21 +64,6 @@ class SplitLayer:
         avals = [self.graph.avals[number] for number in self.values[name]]
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
-    @property
-    def residuals_b(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the values that the forward pass stores for B alone."""
-        return self.shapes("residuals_b")
-
-    @property
-    def residuals_w(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the values that it stores for W, or for both."""
-        return self.shapes("residuals_w")
-
-    @property
-    def cotangents_w(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the values that B stores for W."""
-        return self.shapes("cotangents_w")
-
     def cast(self, params: Arrays) -> list:
         """Returns params in the dtypes that the other functions take; works on stacked layers too."""
         return [a.astype(like.dtype) for a, like in zip(params, self.shapes("params"), strict=True)]

@@ -144,7 +144,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "fr
             f"num_stages={schedule.num_stages}, num_chunks={schedule.num_chunks}. Give {schedule.num_virtual_stages}."
         )
     schedule.check()
-    spans, tick_ends = (_run_free if timing == "free" else _run_lockstep)(schedule, costs)
+    spans, tick_ends = _run(schedule, costs, in_lockstep=timing == "lockstep")
     end = max([*tick_ends, *(order[-1].end for order in spans)])
     work = sum(costs.of(schedule, stage, span.op) for stage, order in enumerate(spans) for span in order)
     time = schedule.num_stages * end
@@ -160,10 +160,16 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "fr
     )
 
 
-def _run_free(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...], ...], tuple[int | float, ...]]:
-    """Returns the spans of each stage, and no ends of ticks, if every op starts as soon as it can."""
-    spans = [[] for _ in range(schedule.num_stages)]
-    ends = {}
+def _run(
+    schedule: Schedule, costs: Costs, *, in_lockstep: bool
+) -> tuple[tuple[tuple[Span, ...], ...], tuple[int | float, ...]]:
+    """Returns the spans of each stage and the ends of ticks, none if stages run freely.
+
+    In lock-step a tick takes as long as its slowest stage and an exchange, by which all inputs of the next tick arrive.
+    """
+    spans: list[list[Span]] = [[] for _ in range(schedule.num_stages)]
+    ends, tick_start, tick_ends = {}, 0, []
+    exchange = costs.p2p if schedule.num_stages > 1 else 0
     for tick in schedule.ops:
         for stage, ops in enumerate(tick):
             for op in ops:
@@ -171,26 +177,12 @@ def _run_free(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...],
                     ends[source, needed] + (costs.p2p if source != stage else 0)
                     for source, needed in schedule.inputs_of(stage, op)
                 ]
-                start = max([spans[stage][-1].end if spans[stage] else 0, *arrivals])
+                start = max([tick_start, *(span.end for span in spans[stage][-1:]), *arrivals])
                 ends[stage, op] = start + costs.of(schedule, stage, op)
                 spans[stage].append(Span(op, start, ends[stage, op]))
-    return tuple(map(tuple, spans)), ()
-
-
-def _run_lockstep(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...], ...], tuple[int | float, ...]]:
-    """Returns the spans of each stage and the ends of ticks, if a tick takes as long as its slowest stage and an exchange."""
-    spans = [[] for _ in range(schedule.num_stages)]
-    tick_start, tick_ends = 0, []
-    for tick in schedule.ops:
-        tick_end = tick_start
-        for stage, ops in enumerate(tick):
-            end = tick_start
-            for op in ops:
-                start, end = end, end + costs.of(schedule, stage, op)
-                spans[stage].append(Span(op, start, end))
-            tick_end = max(tick_end, end)
-        tick_start = tick_end + (costs.p2p if schedule.num_stages > 1 else 0)
-        tick_ends.append(tick_start)
+        if in_lockstep:
+            tick_start = max([tick_start, *(order[-1].end for order in spans if order)]) + exchange
+            tick_ends.append(tick_start)
     return tuple(map(tuple, spans)), tuple(tick_ends)
 
 
