@@ -101,10 +101,8 @@ class LayerLayout:
     @property
     def layer_counts(self) -> np.ndarray:
         """The number of layers of each chunk, ``[num_stages, num_chunks]``."""
-        counts = np.zeros((self.num_stages, self.num_chunks), np.int32)
-        for virtual_stage, count in enumerate(self.layers_per_virtual_stage or ()):
-            counts[self.stage_and_chunk(virtual_stage)] = count
-        return counts
+        is_layer = self.packed_order.reshape(self.num_stages, self.num_chunks, self.positions_per_chunk) >= 0
+        return is_layer.sum(axis=-1, dtype=np.int32)
 
     @property
     def packed_order(self) -> np.ndarray:
