@@ -122,9 +122,7 @@ def _check_chunks(name: str, num_chunks: int) -> None:
 
 def _gpipe(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
     """All forwards, then all backwards."""
-    forwards = [Op("F", i) for i in range(num_microbatches)]
-    backwards = [Op("B", i) for i in range(num_microbatches)]
-    return _one_forward_one_backward(forwards, backwards, num_microbatches, form)
+    return _one_chunk(num_microbatches, num_microbatches, form)
 
 
 def _1f1b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
@@ -133,9 +131,12 @@ def _1f1b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, f
     In lock-step with F and B in one tick, a gradient returns after twice as many ticks, so the fused form starts with twice
     as many forwards, and the merged form with one more.
     """
-    forwards = [Op("F", i) for i in range(num_microbatches)]
-    backwards = [Op("B", i) for i in range(num_microbatches)]
     warmup = (num_stages - 1 - stage) * (2 if form in _IN_ONE_TICK else 1) + (form == "merged")
+    return _one_chunk(num_microbatches, warmup, form)
+
+
+def _one_chunk(num_microbatches: int, warmup: int, form: str) -> Order:
+    forwards, backwards = ([Op(kind, i) for i in range(num_microbatches)] for kind in "FB")
     return _one_forward_one_backward(forwards, backwards, warmup, form)
 
 
