@@ -1,5 +1,6 @@
 """A run's numbers beside metrics.jsonl: Prometheus while it runs, TensorBoard, a trace of some steps."""
 
+import contextlib
 import errno
 import gzip
 import json
@@ -69,10 +70,9 @@ def test_a_recipe_serves_its_numbers_while_it_trains(tmp_path, capsys):
 
     def watch():
         while not done.is_set():
-            try:
+            with contextlib.suppress(OSError):
                 seen.append(scrape(port))
-            except OSError:
-                time.sleep(0.01)
+            time.sleep(0.005)
 
     thread = threading.Thread(target=watch)
     thread.start()
