@@ -76,7 +76,7 @@ def test_a_recipe_serves_its_numbers_while_it_trains(tmp_path, capsys):
 
     thread = threading.Thread(target=watch)
     thread.start()
-    flags = ["--steps", "400", "--checkpoint-every", "100", "--out-dir", str(tmp_path), "--metrics-port", str(port)]
+    flags = ["--steps", "200", "--checkpoint-every", "100", "--out-dir", str(tmp_path), "--metrics-port", str(port)]
     try:
         cli.run(house_prices.main, house_prices.Config, flags)
     finally:

@@ -34,7 +34,7 @@ from jaxpar.data.packing import Documents
 from jaxpar.data.readers import SNIFFED, is_records
 from jaxpar.data.text import Tokenizer, check_test_fraction, is_held_out
 from jaxpar.fields import arg
-from jaxpar.runtime.output import printable
+from jaxpar.runtime.output import printable, refusing
 
 FORMAT = "jaxpar tokens 1"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
@@ -281,7 +281,9 @@ def _encode(passages: list[Passage], files: Sequence[Path], tokenizer: Tokenizer
 
 def _open(folder: Path, files: Sequence[Path], digest: str) -> TokenisedFiles:
     """Returns a cache; raises ValueError unless each of its files is as the manifest says."""
-    try:
+    kinds = (OSError, ValueError, KeyError, TypeError, AttributeError)
+    remedy = "Remove that folder: it is made again from the data."
+    with refusing(kinds, "a cache of tokens must be whole", folder, remedy):
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT or manifest["digest"] != digest:
             raise ValueError("the manifest of other tokens")
@@ -293,11 +295,6 @@ def _open(folder: Path, files: Sequence[Path], digest: str) -> TokenisedFiles:
         learned = np.memmap(folder / LEARNED, np.uint8, mode="r") if is_there else None
         table = np.load(folder / DOCUMENTS, allow_pickle=False)
         ignored, is_chat = tuple(manifest["ignored"]), bool(manifest["is_chat"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"a cache of tokens must be whole; got {printable(str(error))[:200]} in {folder}. Remove that folder: it is made "
-            "again from the data."
-        ) from error
     ends = table[:, END]
     starts = np.concatenate([[0], ends[:-1]])
     place = lambda number: place_text(files, *table[number, [FILE, LINE]].tolist())

@@ -10,7 +10,7 @@ from typing import TextIO
 import numpy as np
 
 from jaxpar.fields import arg
-from jaxpar.runtime.output import printable
+from jaxpar.runtime.output import printable, refusing
 
 MOST_NAMED = 20  # columns in a message
 MOST_LETTERS = 60  # of a name or a cell in a message
@@ -43,14 +43,11 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
         )
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(_short_lines(file, path))
-        try:
+        kinds, place = (UnicodeDecodeError, csv.Error), lambda: f"{path}, after line {reader.line_num}"
+        with refusing(kinds, "a CSV file must be UTF-8 text", place, "Export it again as CSV."):
             for cells in reader:
                 if any(cell.strip() for cell in cells):
                     yield reader.line_num, [cell.strip() for cell in cells]
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise ValueError(
-                f"a CSV file must be UTF-8 text; got {error}, after line {reader.line_num} of {path}. Export it again as CSV."
-            ) from error
 
 
 def _short_lines(file: TextIO, path: Path) -> Iterator[str]:

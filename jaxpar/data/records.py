@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxpar.data.batches import RowSource, check_vocabulary, locate
 from jaxpar.data.packing import IGNORED, empty_rows
-from jaxpar.data.readers import import_parquet, is_records, open_array_record, parse_json, read_records
+from jaxpar.data.readers import import_parquet, is_records, open_array_record, open_parquet, parse_json, read_records
 from jaxpar.fields import arg
 from jaxpar.runtime.output import printable
 
@@ -189,13 +189,8 @@ class ParquetRecords:
     """The rows of a Parquet file; the row groups that were read last stay decoded."""
 
     def __init__(self, file: Path) -> None:
-        try:
-            self._file = import_parquet().ParquetFile(file)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"a .parquet must be a whole Parquet file; got {printable(str(error))[:200]} in {printable(str(file))}. "
-                "Write it again."
-            ) from error
+        with open_parquet(file, file) as self._file:
+            pass
         metadata = self._file.metadata
         self._ends = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
         self._names = [name for name in self._file.schema_arrow.names if name in COLUMNS]

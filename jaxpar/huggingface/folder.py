@@ -26,7 +26,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.runtime.output import needing_extra, printable, write_whole
+from jaxpar.runtime.output import needing_extra, refusing, write_whole
 
 # The largest header or index of a published model, Llama 3.1 405B's in one piece, would have about 0.2 MB.
 MAX_JSON_BYTES = 4 * 2**20
@@ -96,12 +96,9 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: It is not a regular file, is too large, or is not one JSON object.
     """
     check_size(check_file(path), MAX_JSON_BYTES, "JSON of a model")
-    try:
+    rule = "JSON of a model must be UTF-8, with each key once"
+    with refusing((ValueError, RecursionError), rule, path, "Download it again."):
         found = json.loads(path.read_bytes().decode(), object_pairs_hook=_once_each)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"JSON of a model must be UTF-8, with each key once; got {error} in {path}. Download it again."
-        ) from error
     if not isinstance(found, dict):
         raise ValueError(
             f"JSON of a model must be an object; got a {type(found).__name__} in {path}. Download it again."
@@ -198,16 +195,11 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
     """
     with needing_extra("safetensors files need the package safetensors", "hf"):
         from safetensors import SafetensorError, safe_open
-    try:
-        with safe_open(check_file(path), "np") as file:
-            slices = {name: file.get_slice(name) for name in file.offset_keys()}
-            about = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()]
-    except SafetensorError as error:
-        why = printable(" ".join(str(error).split()))
-        raise ValueError(
-            f"a safetensors file must hold exactly the tensors of its header; got {why}, in {path}. It is damaged or "
-            "truncated: download it again."
-        ) from error
+    rule = "a safetensors file must hold exactly the tensors of its header"
+    remedy = "It is damaged or truncated: download it again."
+    with refusing(SafetensorError, rule, path, remedy), safe_open(check_file(path), "np") as file:
+        slices = {name: file.get_slice(name) for name in file.offset_keys()}
+        about = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()]
     data, tensors = np.memmap(path, np.uint8, "r"), {}
     at = 8 + int.from_bytes(data[:8].tobytes(), "little")  # the length of the header, then the header
     for name, kind, shape in about:

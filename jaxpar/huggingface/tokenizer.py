@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxpar.fields import arg
 from jaxpar.huggingface.folder import brief, check_size, file_inside, read_json
-from jaxpar.runtime.output import needing_extra
+from jaxpar.runtime.output import needing_extra, refusing
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -150,12 +150,9 @@ def _open(path: Path) -> Any:
     check_size(path, MAX_TOKENIZER_BYTES, TOKENIZER)
     with needing_extra("reading tokenizer.json needs the tokenizers library", "hf"):
         from tokenizers import Tokenizer
-    try:
+    rule = f"{TOKENIZER} must be a tokenizer of the tokenizers library"
+    with refusing(Exception, rule, path, "Download it again."):  # the library raises no other kind
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no other kind
-        raise ValueError(
-            f"{TOKENIZER} must be a tokenizer of the tokenizers library; got {brief(str(error))} in {path}. Download it again."
-        ) from error
     tokenizer.no_truncation()  # settings for inference, which would cut examples silently
     tokenizer.no_padding()
     return tokenizer
@@ -200,13 +197,10 @@ class ChatTemplate:
         filtered = lambda tag: tag[1] + ("endfilter" if tag[2] else "filter said")
         source, num_tags = _GENERATION.subn(filtered, source)
         self._marks_answers, environment = num_tags > 0, _environment()
-        try:
+        # A TemplateSyntaxError, or a RecursionError.
+        remedy = "Correct it, or give prompt and completion."
+        with refusing(Exception, "a chat template must be a Jinja template", where, remedy):
             self._template = environment.from_string(source)
-        except Exception as error:  # a TemplateSyntaxError, or a RecursionError
-            raise ValueError(
-                f"a chat template must be a Jinja template; got {brief(str(error))} in {where}. Correct it, or give prompt and "
-                "completion."
-            ) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, ask: bool = False) -> tuple[str, Spans]:
         """Returns a conversation as text, and the spans of characters that the assistant says.
@@ -227,13 +221,10 @@ class ChatTemplate:
 
     def _text(self, messages: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
         given = {"messages": list(messages), "add_generation_prompt": ask, "tools": None, "documents": None}
-        try:
+        rule = "a conversation must be one that the model's chat template takes"
+        where = f"the template of {self._where}"
+        with refusing(Exception, rule, where, "Correct the messages."):  # the program in it may fail in any way
             return self._template.render(**given, **self._special)
-        except Exception as error:  # the program in the template may fail in any way
-            raise ValueError(
-                f"a conversation must be one that the model's chat template takes; got {brief(str(error))} from that of "
-                f"{self._where}. Correct the messages."
-            ) from error
 
     def _added_by_assistant(self, messages: Sequence[Mapping[str, Any]], whole: str) -> Spans:
         spans = []

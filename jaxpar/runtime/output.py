@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+Kinds = type[Exception] | tuple[type[Exception], ...]
+
 
 def printable(text: str) -> str:
     r"""Returns text with each non-printable character escaped: control characters, line ends, bidirectional marks.
@@ -99,3 +101,20 @@ def needing_extra(rule: str, extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ImportError(f"{rule}; got {error}. {install_extra(extra)}.") from error
+
+
+@contextmanager
+def refusing(kinds: Kinds, rule: str, place: object, remedy: str) -> Iterator[None]:
+    """Turns an error of a library that reads a file inside into a ValueError with the rule, the place and the remedy.
+
+    Args:
+        kinds: The kind of error, or a tuple of kinds.
+        rule: What the file must be.
+        place: The file, or a function that returns the place in it, as it is when the error is raised.
+        remedy: The end of the message, a sentence.
+    """
+    try:
+        yield
+    except kinds as error:
+        got, where = " ".join(str(error).split()), place() if callable(place) else place
+        raise ValueError(f"{rule}; got {printable(got)[:200]} in {printable(str(where))}. {remedy}") from error
