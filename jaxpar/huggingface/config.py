@@ -7,7 +7,7 @@ The keys of each family are in `families.json`, those of RoPE in `rope_keys.py`.
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from jaxpar.huggingface.families import (
 from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, file_inside, read_json, shorten
 from jaxpar.huggingface.rope_keys import read_rope, scaling_json
 from jaxpar.models.transformer import TransformerConfig
-from jaxpar.models.transformer.config import EXPERT_FIELDS
+from jaxpar.models.transformer.config import EXPERT_DEFAULTS
 from jaxpar.runtime.output import printable
 
 MAX_NAMED = 32  # keys that a message names
@@ -32,7 +32,6 @@ NOT_IN_FOLDERS = (
     *("balance_coefficient", "z_coefficient", "capacity_factor"),
     *("expert_split", "expert_products", "expert_exchange", "expert_buffer"),
 )
-DEFAULTS_OF_EXPERTS = {each.name: each.default for each in fields(TransformerConfig) if each.name in EXPERT_FIELDS}
 # With these BLOOM adds the products of each slice separately, as that many shards would, which rounds differently.
 SLICED_SUMS = ("pretraining_tp", "slow_but_exact")
 _WINDOW_KEYS = ("use_sliding_window", "layer_types")
@@ -173,7 +172,7 @@ def _mismatches(config: TransformerConfig, family: Family) -> dict[str, Any]:
     if config.num_experts is not None:
         own = {*family.sizes, *family.router, *NOT_IN_FOLDERS}
         own |= {"num_dense_layers"} if DENSE_LAYERS in family.more else set()
-        wanted |= {name: default for name, default in DEFAULTS_OF_EXPERTS.items() if name not in own} | wanted
+        wanted |= {name: default for name, default in EXPERT_DEFAULTS.items() if name not in own} | wanted
     if "num_kv_heads" not in family.sizes and config.group_size > 1:
         wanted["num_kv_heads"] = None
     if "mlp_dim" not in family.sizes and config.hidden_dim != 4 * config.embed_dim:
