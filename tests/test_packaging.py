@@ -16,6 +16,7 @@ import pytest
 import jaxpar
 from jaxpar.__main__ import main
 from jaxpar.commands.train import RECIPES, path_of
+from jaxpar.report import regression
 from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -164,6 +165,8 @@ def test_a_recipe_ends_with_a_command_by_which_it_was_called(capsys, monkeypatch
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("JAXPAR_LOG_SECONDS", "0")
     monkeypatch.chdir(tmp_path)
+    for plot in ("plot_loss", "plot_surface", "plot_errors"):
+        monkeypatch.setattr(regression, plot, lambda *_: None)
     main(["train", "house-prices", "--steps", "3", "--out-dir", "my runs/1"])
     (line,) = re.findall("^try it: (.*)", capsys.readouterr().out, re.MULTILINE)
     assert line.startswith("jaxpar train house-prices --out-dir 'my runs/1' --predict ")

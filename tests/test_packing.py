@@ -257,7 +257,7 @@ def test_packed_documents_have_that_loss_in_every_schedule(x64, family, schedule
     assert_same(got, mean_and_grads(config)(params, apart), message=f"seed {seed}")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=SLOW), pytest.param("llama", marks=SLOW), "bloom"])
 def test_no_position_sees_another_document(family):
     """By gradients: each output depends on the inputs of its own document up to its position, and on none else."""
     config = FAMILIES[family]

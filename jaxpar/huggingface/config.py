@@ -11,15 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxpar.huggingface.families import (
-    DENSE_LAYERS,
-    FAMILIES,
-    MAX_POSITIONS,
-    REFUSED,
-    ROUTER_BIAS,
-    TOKENS,
-    Family,
-)
+from jaxpar.huggingface.families import DENSE_LAYERS, FAMILIES, MAX_POSITIONS, REFUSED, ROUTER_BIAS, TOKENS, Family
 from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, file_inside, read_json, shorten
 from jaxpar.huggingface.rope_keys import read_rope, scaling_json
 from jaxpar.models.transformer import TransformerConfig

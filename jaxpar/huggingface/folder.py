@@ -319,17 +319,11 @@ def _open_many(folder: Path) -> dict[str, np.ndarray]:
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(f"an index must have a weight_map of file by tensor; got none in {index}. Download it again.")
-    listed: dict[str, set[str]] = {}
-    for tensor, name in files.items():
-        listed.setdefault(name, set()).add(tensor)
-    paths = {name: file_inside(folder, name, str(index)) for name in listed}
-    tensors: dict[str, np.ndarray] = {}
-    for name, path in paths.items():
-        found = open_tensors(path)
-        if set(found) != listed[name]:
-            raise ValueError(
-                f"an index must name the tensors of its files; got {shorten(sorted(set(found) ^ listed[name]))} in only one of "
-                f"{index} and {path}. Download both again."
-            )
-        tensors |= found
-    return tensors
+    opened = {name: open_tensors(file_inside(folder, name, str(index))) for name in dict.fromkeys(files.values())}
+    there = {(tensor, name) for name, tensors in opened.items() for tensor in tensors}
+    if wrong := sorted({tensor for tensor, _ in there ^ files.items()}):
+        raise ValueError(
+            f"an index must name the tensors of its files; got {shorten(wrong)} in only one of {index} and the files that it "
+            "names. Download them again."
+        )
+    return {tensor: found for tensors in opened.values() for tensor, found in tensors.items()}
