@@ -170,10 +170,10 @@ def check_vocabulary(parts: Iterable[np.ndarray], vocab_size: int) -> None:
                 )
 
 
-def locate(ends: np.ndarray, index: int) -> tuple[int, int]:
-    """Returns the part that holds an item of several parts in a row, whose ``ends`` are given, and the item's place in it."""
-    part = int(np.searchsorted(ends, index, side="right"))
-    return part, index - (int(ends[part - 1]) if part else 0)
+def locate(starts: np.ndarray, index: int) -> tuple[int, int]:
+    """Returns the part that holds an item of several parts in a row, given their starts, and the item's place in it."""
+    part = int(np.searchsorted(starts, index, side="right")) - 1
+    return part, index - int(starts[part])
 
 
 class Columns(RowSource):

@@ -34,7 +34,7 @@ from jaxpar.data.packing import Documents
 from jaxpar.data.readers import SNIFFED, is_records
 from jaxpar.data.text import Tokenizer, check_test_fraction, is_held_out
 from jaxpar.fields import arg
-from jaxpar.runtime.output import printable, refusing
+from jaxpar.runtime.output import fsync, printable, refusing
 
 FORMAT = "jaxpar tokens 1"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
@@ -316,10 +316,5 @@ def _crc32(path: Path) -> int:
 def _sync(folder: Path) -> None:
     """Flushes a folder and its files to disk, so that a rename does not reach the disk before them."""
     for path in [*(each for each in folder.iterdir() if each.is_file() and each.suffix != ".lock"), folder]:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        except OSError:
-            pass  # the file system does not support it; a lost write is then found by its checksum
-        finally:
-            os.close(file)
+        with contextlib.suppress(OSError):  # the file system does not support it; a checksum then finds a lost write
+            fsync(path)

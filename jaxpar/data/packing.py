@@ -98,10 +98,10 @@ class PackedRows(RowSource):
         row_of = pack(counts, seq)
         order = np.argsort(row_of, kind="stable")
         self._starts, self._counts = starts[order], counts[order]
-        self._row_ends = np.cumsum(np.bincount(row_of))
+        self._row_starts = np.append(0, np.cumsum(np.bincount(row_of)))  # of the pieces
 
     def __len__(self) -> int:
-        return len(self._row_ends)
+        return len(self._row_starts) - 1
 
     def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns ``tokens``, ``targets`` and ``segments`` ``[len(rows), seq]``, int32.
@@ -115,8 +115,7 @@ class PackedRows(RowSource):
 
     def _fill(self, row: int, tokens: np.ndarray, targets: np.ndarray, segments: np.ndarray) -> None:
         at, learned = 0, self._documents.learned
-        first = int(self._row_ends[row - 1]) if row else 0
-        for segment, piece in enumerate(range(first, int(self._row_ends[row]))):
+        for segment, piece in enumerate(range(*self._row_starts[row : row + 2].tolist())):
             start, count = int(self._starts[piece]), int(self._counts[piece])
             whole = self._documents.tokens[start : start + count + 1].astype(np.int64)
             here = slice(at, at + count)

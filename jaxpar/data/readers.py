@@ -98,12 +98,11 @@ def _messages(conversation: Any) -> list[Any]:
 def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     if "from" not in turn:
         return turn
-    speaker = turn["from"]
-    if not isinstance(speaker, str) or speaker not in ROLES:
-        raise ValueError(
-            f'"from" must be human, gpt or system; got {printable(repr(speaker))[:80]}. Rename it, or remove the example.'
-        )
-    return {"role": ROLES[speaker], "content": turn.get("value")}
+    role = ROLES.get(str(turn["from"]))
+    if role is None:
+        got = printable(repr(turn["from"]))[:80]
+        raise ValueError(f'"from" must be human, gpt or system; got {got}. Rename it, or remove the example.')
+    return {"role": role, "content": turn.get("value")}
 
 
 def find_files(path: Path) -> list[Path]:

@@ -162,13 +162,13 @@ class Records:
 
     def __init__(self, sources: Sequence[RandomAccess]) -> None:
         self._sources = sources
-        self._ends = np.cumsum([len(source) for source in sources])
+        self._starts = np.cumsum([0, *map(len, sources)])
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        source, place = locate(self._ends, index)
+        source, place = locate(self._starts, index)
         return self._sources[source][place]
 
 
@@ -192,15 +192,15 @@ class ParquetRecords:
         with open_parquet(file, file) as self._file:
             pass
         metadata = self._file.metadata
-        self._ends = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
+        self._starts = np.cumsum([0, *(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))])
         self._names = [name for name in self._file.schema_arrow.names if name in COLUMNS]
         self._group = lru_cache(maxsize=GROUPS_KEPT)(self._read_group)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        group, row = locate(self._ends, index)
+        group, row = locate(self._starts, index)
         values = {name: column[row].as_py() for name, column in self._group(group).items()}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -218,7 +218,7 @@ class Windows(RowSource):
     def __init__(self, parts: Sequence[np.ndarray], seq: int, *, vocab_size: int) -> None:
         check_positive("Choose 1 or more.", seq=seq)
         self._parts, self._seq, self._vocab_size = parts, seq, vocab_size
-        self._ends = np.cumsum([max(len(part) - 1, 0) // seq for part in parts])
+        self._starts = np.cumsum([0, *(max(len(part) - 1, 0) // seq for part in parts)])
         if len(self) == 0:
             raise ValueError(
                 f"a text must have a window of seq + 1 tokens; got {arg(seq=seq)} and parts of {[len(part) for part in parts]} "
@@ -226,7 +226,7 @@ class Windows(RowSource):
             )
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._starts[-1])
 
     def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns ``tokens`` and ``targets`` ``[len(rows), seq]``, int32.
@@ -236,7 +236,7 @@ class Windows(RowSource):
         """
         both = np.zeros((len(rows), self._seq + 1), np.int64)
         for index, row in enumerate(rows.tolist()):
-            part, window = locate(self._ends, row)
+            part, window = locate(self._starts, row)
             both[index] = self._parts[part][window * self._seq :][: self._seq + 1]
         check_vocabulary([both], self._vocab_size)
         both = both.astype(np.int32)

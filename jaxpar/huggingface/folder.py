@@ -18,6 +18,7 @@ import re
 import reprlib
 import shlex
 import stat
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,11 +113,10 @@ def write_json(path: Path, found: dict[str, Any]) -> None:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name[:80]!r} twice")
-        found[name] = value
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{name[:80]!r} twice")
     return found
 
 

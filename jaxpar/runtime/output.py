@@ -1,6 +1,6 @@
 """What a program prints and writes: text of others is escaped, files appear whole, missing packages are named.
 
-Printing does not fail if standard error is on a full disk. Files are not synced to disk, so a power failure may lose them.
+Printing does not fail if standard error is on a full disk. Files are not synced to disk, except by ``fsync``, so a power failure may lose them.
 jaxpar is on no package index, so an extra is installed from the clone.
 """
 
@@ -68,6 +68,15 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     except Exception:  # not OSError alone: safetensors has errors of its own
         part.unlink(missing_ok=True)
         raise
+
+
+def fsync(path: Path) -> None:
+    """Flushes a file's contents, or a folder's entries, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def version_of(package: str) -> str | None:
