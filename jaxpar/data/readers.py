@@ -13,6 +13,7 @@ these forms, known by its fields, and is turned into one of the first three:
 import codecs
 import csv
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -138,7 +139,7 @@ def is_of_lines(file: Path) -> bool:
     """Returns whether the numbers of ``read_records`` are those of lines; elsewhere they count examples."""
     if file.suffix != ".json":
         return file.suffix in (".jsonl", ".csv", ".tsv")
-    with suppress(OSError, _JsonError), file.open(encoding="utf-8-sig") as opened:
+    with suppress(OSError, ValueError), file.open(encoding="utf-8-sig") as opened:
         return _Text(opened).peek() != "["
     return False
 
@@ -178,7 +179,9 @@ def _read_json(file: Path) -> Iterator[tuple[int, Any]]:
     with file.open(encoding="utf-8-sig") as opened:
         number, text = 0, _Text(opened)
         rule = "a .json must be a list of objects, or JSON Lines, in UTF-8"
-        with refusing(_JsonError, rule, lambda: f"{file}, example {number + 1}", "Correct the file."):
+        with refusing(
+            (_JsonError, UnicodeDecodeError), rule, lambda: f"{file}, example {number + 1}", "Correct the file."
+        ):
             if text.peek() != "[":
                 yield from _read_json_lines(file)
                 return
@@ -205,7 +208,10 @@ def _read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
         ) from error
 
 
-class _JsonError(Exception):
+_NO_SPACE = re.compile(r"\S")
+
+
+class _JsonError(ValueError):
     """The text is not JSON."""
 
 
@@ -218,13 +224,12 @@ class _Text:
 
     def peek(self) -> str:
         """Returns the next character that is no space; "" at the end."""
-        while True:
-            while self._at < len(self._text):
-                if not self._text[self._at].isspace():
-                    return self._text[self._at]
-                self._at += 1
+        while not (found := _NO_SPACE.search(self._text, self._at)):
+            self._at = len(self._text)
             if not self._more():
                 return ""
+        self._at = found.start()
+        return found[0]
 
     def take(self) -> str:
         """Returns the next character that is no space, and goes past it."""
@@ -239,20 +244,16 @@ class _Text:
         while True:
             try:
                 value, self._at = self._decode(self._text, self._at)
+                return value
             except json.JSONDecodeError as error:
                 if len(self._text) - self._at > MAX_LINE_BYTES or not self._more():
                     raise _JsonError(error.msg) from error
             except RecursionError as error:
                 raise _JsonError("too many brackets") from error
-            else:
-                return value
 
     def _more(self) -> bool:
         left = self._text[self._at :]
-        try:
-            block = self._file.read(max(JSON_BLOCK, len(left)))
-        except UnicodeDecodeError as error:
-            raise _JsonError(error.reason) from error
+        block = self._file.read(max(JSON_BLOCK, len(left)))
         self._text, self._at = left + block, 0
         return bool(block)
 

@@ -1,6 +1,6 @@
 """What a program prints and writes: text of others is escaped, files appear whole, missing packages are named.
 
-Printing does not fail if standard error is on a full disk. Files are not synced to disk, except by ``fsync``, so a power failure may lose them.
+Printing does not fail if standard error is on a full disk. Only ``fsync`` syncs files to disk: a power failure may lose others.
 jaxpar is on no package index, so an extra is installed from the clone.
 """
 
