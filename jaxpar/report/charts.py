@@ -328,8 +328,3 @@ def make_charts(data: Mapping[str, Any]) -> dict[str, str]:
     """Returns the charts for which there is data, by name."""
     found = {name: make(data[section]) for name, (section, make) in CHARTS.items() if data.get(section)}
     return {name: html for name, html in found.items() if html is not None}
-
-
-def metric_charts(data: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the charts that change while a run trains, by name."""
-    return make_charts({name: data.get(name) for name in ("metrics", "experts")})

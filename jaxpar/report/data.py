@@ -72,7 +72,11 @@ def _add(data: dict[str, Any], name: str, gather: Callable[[], Any]) -> Any:
 
 
 def inspect_pipeline(
-    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, schedule: Schedule | None = None
+    compiled: jax.stages.Compiled,
+    mesh: jax.sharding.Mesh,
+    schedule: Schedule | None = None,
+    *,
+    loop_trips: int | None = None,
 ) -> StepReport:
     """Returns the cost of a compiled step whose pipeline, if it has one, takes its branches as often as a schedule says.
 
@@ -80,9 +84,10 @@ def inspect_pipeline(
         compiled: The training step.
         mesh: Its mesh.
         schedule: The schedule of its pipeline; None for none.
+        loop_trips: The trips of a loop whose number the program does not tell.
     """
     shares = None if schedule is None else spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares()
-    return inspect_step(compiled, mesh=mesh, branch_shares=shares)
+    return inspect_step(compiled, mesh=mesh, branch_shares=shares, loop_trips=loop_trips)
 
 
 def _facts(mesh: jax.sharding.Mesh) -> dict[str, str]:
