@@ -36,7 +36,7 @@ from jaxpar.schedule import (
     simulate,
     timeline_data,
 )
-from jaxpar.sharding import shardings_from_dims
+from jaxpar.sharding import path_string, shardings_from_dims
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.train import TrainStep, abstract_state, make_train_step
 
@@ -239,7 +239,8 @@ def step_cost(
         f"\nstages idle {bubble['lockstep']:.1%} of the time in lock-step, {bubble['free']:.1%} free-running "
         "(F, B, W and R of a stage take one unit each)"
     )
-    whole = [path for path, leaf in outer_matrices(state.params) if "stage" not in leaf.sharding.spec]
+    outer = jax.tree_util.tree_leaves_with_path(state.params["outer"])  # of which every stage may need the matrices
+    whole = [path_string(path) for path, leaf in outer if leaf.ndim > 1 and "stage" not in leaf.sharding.spec]
     if whole and schedule.num_stages > 1:
         text.append(
             f"{', '.join(whole)}: whole on every stage, since {schedule.num_stages} stages divide no free dim of it"
@@ -283,14 +284,6 @@ def few_microbatches(flags: Any, schedule: Schedule) -> Schedule:
         form=lockstep_form(flags.schedule, masks=bool(flags.compile_for)),
         remat=schedule.recomputes,
     )
-
-
-def outer_matrices(params: dict) -> list[tuple[str, Any]]:
-    """Returns the weights that every stage may need, each with its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(params["outer"])
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves if len(leaf.shape) > 1
-    ]
 
 
 def draw(name: str, job: Job, flags: Any, schedule: Schedule, out_dir: Path) -> None:
