@@ -138,7 +138,7 @@ def test_a_head_takes_what_it_only_casts_already_cast(tied):
     tokens = jnp.arange(8, dtype=jnp.int32)[None]
     batch, y = {"tokens": tokens, "targets": tokens}, jax.random.normal(jax.random.key(1), (1, 8, 8), jnp.bfloat16)
     loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
-    ends, leaves = embed_and_head.split_ends(model, loss, outer, y, batch), jax.tree.leaves(outer)
+    ends, leaves = embed_and_head.Ends(model, loss, outer, y, batch), jax.tree.leaves(outer)
     paths = [path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(outer)]
     dtypes = {paths[i]: dtype.name for i, dtype in zip(ends.head_reads, ends.head_dtypes, strict=True)}
     assert dtypes == {"tokens" if tied else "head": "bfloat16", "norm_out": "float32"}

@@ -29,7 +29,7 @@ from jaxpar.checkpoint.state import (
     target_in_canonical_order,
     to_canonical,
 )
-from jaxpar.mesh import check_mesh, shown_sizes
+from jaxpar.mesh import shown_sizes
 from jaxpar.parallel import Parallel, accepts_settings
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import check_agreement, exchange
@@ -81,9 +81,9 @@ class CheckpointManager(Saver):
         lease: Lease | None = None,
         say: Callable[[str], None] = say,
     ) -> None:
-        check_mesh(mesh)  # pyright: ignore[reportArgumentType]  # a Parallel has become its settings
-        assert isinstance(mesh, Mesh), "states are saved from devices"
-        self.directory, self.mesh, self.layout = Path(directory).absolute(), mesh, layout
+        assert isinstance(mesh, Parallel), "made of a mesh and its layout"
+        assert isinstance(mesh.mesh, Mesh), "states are saved from devices"
+        self.directory, self.mesh, self.layout = Path(directory).absolute(), mesh.mesh, mesh.layout
         self.lease, self._is_owner = lease or Lease(self.directory), False
         super().__init__(Folder(self.directory, self.lease.check), Keep(keep, keep_every, keep_best), save_seconds, say)
 

@@ -22,8 +22,8 @@ from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
 from jaxpar.pipeline.control_flow import is_maskable, stage_index
-from jaxpar.pipeline.embed_and_head import split_ends
-from jaxpar.pipeline.layer_loop import LayerGrads, LayerLoop
+from jaxpar.pipeline.embed_and_head import Ends
+from jaxpar.pipeline.layer_loop import LayerLoop
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import Program, Row, Segment, spmd_program
 from jaxpar.pipeline.stage import BUFFERS, Stage, State
@@ -133,7 +133,7 @@ def build_stage(
     num_parts = schedule.num_stages if shares_head else 1
     num_shards = _num_shards_of_positions(layer, shards) if shares_head else 1
     parts = {"num_stages": num_parts, "num_shards": num_shards, "is_forward": schedule.is_forward}
-    ends = split_ends(model, loss, params[OUTER], x, microbatch, **parts)
+    ends = Ends(model, loss, params[OUTER], x, microbatch, **parts)
     if program.masks and (skips := ends.skips | _skips(layer, program)):
         program = spmd_program(program.schedule, masks=True, overlaps=program.overlaps, skips=skips)
     outer = jax.tree.leaves(params[OUTER])
@@ -144,7 +144,6 @@ def build_stage(
     of_head = ends.head_reads, ends.head_dtypes
     gather = lambda leaves: jax.tree.leaves(over_replicas.gather_layer(jax.tree.unflatten(params_tree, leaves)))
     on_leaves = lambda function: lambda leaves: jax.tree.leaves(function(jax.tree.unflatten(layer_tree, leaves)))
-    loop = LayerLoop(layout, layer.cast(layers), gather, program.masks)
     scatter, reduce = on_leaves(over_replicas.scatter_layer), on_leaves(over_replicas.reduce_layers)
     wide = lambda a: jax.ShapeDtypeStruct(a.shape, wide_dtype(a.dtype))
     stacked = lambda g: jax.ShapeDtypeStruct((layout.num_chunks * layout.positions_per_chunk, *g.shape), g.dtype)
@@ -160,8 +159,7 @@ def build_stage(
         x=jax.tree.leaves(x),
         microbatches=microbatches,
         total_weight=total_weight,
-        layers=loop,
-        layer_grads=LayerGrads(loop, scatter, reduce, over_replicas.is_late),
+        layers=LayerLoop(layout, layer.cast(layers), program.masks, gather, scatter, reduce, over_replicas.is_late),
         sums=(
             [stacked(g) for g in jax.eval_shape(scatter, [wide(a) for a in trained_layer])],
             [wide(leaf) if i in trained else None for i, leaf in enumerate(outer)],

@@ -35,7 +35,7 @@ from jaxpar.mesh import TENSOR
 from jaxpar.pipeline import buffers
 from jaxpar.pipeline.control_flow import Mask, both, do_if, masked, stage_index, where
 from jaxpar.pipeline.embed_and_head import Ends
-from jaxpar.pipeline.layer_loop import LayerGrads, LayerLoop
+from jaxpar.pipeline.layer_loop import LayerLoop
 from jaxpar.pipeline.program import OpRow, Program, Row, Segment
 from jaxpar.shard_map import whole_over_tensor
 
@@ -78,8 +78,7 @@ class Stage:
         x: The shapes of the leaves of an activation.
         microbatches: ``[num_microbatches, rows, ...]``.
         total_weight: The weight of the whole batch.
-        layers: The layers.
-        layer_grads: How their gradients are added.
+        layers: The layers, and how their gradients are added.
         sums: The shapes of ``layer_grads``, ``outer_grads`` and ``loss`` of a State.
         in_order: For each buffer of values of layers a function for each value, which fixes its order of dims in memory.
     """
@@ -94,7 +93,6 @@ class Stage:
     microbatches: PyTree
     total_weight: jax.Array
     layers: LayerLoop
-    layer_grads: LayerGrads
     sums: tuple[list, list, PyTree]
     in_order: dict[str, list[Callable[[Any], Any]]]
 
@@ -299,7 +297,7 @@ class Stage:
         else:
             all_grads = lambda ct, position, params: self.layer_backward(ct, residuals(position), params)
             carry = (ct, self.passes.gathered(ct))
-            (dx, _), grads = self.layer_grads.add_over_layers(all_grads, row, carry, state.layer_grads, back=True)
+            (dx, _), grads = self.layers.add_over_layers(all_grads, row, carry, state.layer_grads, back=True)
             state = state._replace(layer_grads=grads)
         return self.before_layers(state, row, dx)
 
@@ -340,7 +338,7 @@ class Stage:
             values = (self.stored(state, row, name, position) for name in ("residuals_w", "cotangents_w"))
             return nothing, self.passes.backward_weights(params, *values)
 
-        _, grads = self.layer_grads.add_over_layers(weight_grads, row, (), state.layer_grads)
+        _, grads = self.layers.add_over_layers(weight_grads, row, (), state.layer_grads)
         return state._replace(layer_grads=grads), ()
 
     def forward_and_backward(self, state: State, forward: OpRow, backward: OpRow) -> tuple[State, dict[str, list]]:
@@ -380,7 +378,7 @@ class Stage:
         ct, x = self.cotangent(state, backward), self.input_of(state, forward, self.ends.embed)
         carry = ((ct, self.passes.gathered(ct)), x, state.residuals_b, state.residuals_w)
         with jax.named_scope("FB"):
-            ((dx, _), *carry), layer_grads = self.layer_grads.add_over_layers(
+            ((dx, _), *carry), layer_grads = self.layers.add_over_layers(
                 one_backward, backward, carry, state.layer_grads, back=True, everywhere=one_of_each
             )
             of_some = (num_common, layers.num_layers(forward.chunk))

@@ -45,9 +45,7 @@ class AtRest:
         parallel = Parallel(choice.mesh, self.shardings, zero=choice.zero, trainable=shape.trainable)
         self.state: TrainState = abstract_state(init, None, optimizer, parallel)
         self.params, self._mesh = self.state.params, choice.mesh
-        self.step = shard_step(
-            shape.frozen(packed), choice.mesh, zero=choice.zero, shardings=shape.frozen(self.shardings), layered=True
-        )
+        self.step = shard_step(shape.frozen(packed), parallel, shape.frozen(self.shardings), layered=True)
         self.trained_layers, self.trained_outer = (
             trained_indices(shape.frozen(packed)[part]) for part in (LAYERS, OUTER)
         )
