@@ -541,7 +541,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
         (["--num-microbatches", "0"], "--num-microbatches must be at least 1; got 0"),
         (
             ["--mesh.stage", "2", "--batch-size", "2"],
-            "must have a row; got --batch-size 2, --mesh.data 1, 4 microbatches. Choose",
+            "must have a row; got --mesh.data 1, 4 microbatches, --batch-size 2. Choose",
         ),
         (
             ["--num-chunks", "2"],

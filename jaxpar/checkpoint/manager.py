@@ -16,9 +16,8 @@ from jaxpar.checkpoint.restore import (
     check_arrays_match,
     check_config,
     load,
-    newest_first,
-    newest_whole,
     plain_json,
+    read_newest,
     verify,
 )
 from jaxpar.checkpoint.save import Saver, array_records, versions
@@ -252,12 +251,7 @@ class CheckpointManager(Saver):
         """
         self._check_layout(target)
         self.wait()
-        saved = self._folder.numbered()
-        check_agreement("restore", {"steps": saved, "asked step": step})
-        if not saved:
-            raise FileNotFoundError(
-                f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to."
-            )
+        check_agreement("restore", {"steps": self._folder.numbered(), "asked step": step})
         wanted = as_numbers(target)
         canonical = target_in_canonical_order(wanted, self.mesh)
 
@@ -267,10 +261,14 @@ class CheckpointManager(Saver):
             stored = check_arrays_match(manifest.arrays, canonical, where, cast=cast)
             return load(self._folder, manifest, stored, self.mesh)
 
-        remedy, candidates = (
-            "Restore a backup, or start a run in another folder.",
-            newest_first(saved, step, "restoring"),
+        state = read_newest(
+            self._folder,
+            step,
+            read,
+            action="restoring",
+            without=f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to.",
+            remedy="Restore a backup, or start a run in another folder.",
+            passed_over=self._pass_over,
         )
-        state = newest_whole(self._folder, candidates, read, self._pass_over, action="restoring", remedy=remedy)
         self._resume_from(int(fetch(state.step)))
         return as_keys(from_canonical(state, wanted), target)
