@@ -119,7 +119,7 @@ def check(model, loss, axes, num_layers, *, again=(), **settings):
 RUNS = [
     ({"data": 2, "stage": 2}, 4, {"schedule": "1f1b"}),
     ({"stage": 3}, 5, {"schedule": "1f1b", "remat": True}),
-    ({"stage": 2}, 4, {"schedule": "interleaved"}),
+    pytest.param({"stage": 2}, 4, {"schedule": "interleaved"}, marks=pytest.mark.slow),
     pytest.param({"stage": 8}, 9, {"schedule": "zb-h1"}, marks=pytest.mark.slow),
     pytest.param({"data": 4, "stage": 2}, 5, {"schedule": "zb-v", "remat": True}, marks=pytest.mark.slow),
     pytest.param({"data": 2, "stage": 4}, 5, {"schedule": "gpipe", "zero": 3}, marks=pytest.mark.slow),
