@@ -37,7 +37,7 @@ PACKED_GPT = PERMUTED.pack_params(zeros(transformer.param_table(GPT)))
 
 
 def make_params(seed=0, dtype=np.float64):
-    return jax.tree.map(lambda a: np.asarray(a, dtype), init_params(TABLE, jax.random.key(seed)))
+    return tiny.draw_params(NUM_LAYERS, seed, dtype)
 
 
 def abstract_batch():
