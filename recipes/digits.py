@@ -21,7 +21,6 @@ from tyro.conf import OmitArgPrefixes
 
 import jaxpar
 from jaxpar.commands import recipe
-from jaxpar.commands.recipe import OwnFlags, RecipeFlags
 from jaxpar.data.batches import Columns, pad_rows, round_up
 from jaxpar.data.digits import NUM_CLASSES, NUM_PIXELS, Rows, read_digits
 from jaxpar.fields import check_at_least, check_positive
@@ -34,7 +33,7 @@ from jaxpar.plot.figure import check_matplotlib
 from jaxpar.report import classification
 from jaxpar.run import Run, checks, make_mesh, say
 from jaxpar.run.batches import Batches, check_microbatches, check_no_sequences
-from jaxpar.run.flags import CommonFlags
+from jaxpar.run.flags import BasicFlags, CommonFlags, OwnFlags
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 
 COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()
@@ -81,7 +80,7 @@ class Recipe(OwnFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RecipeFlags):
+class Config(BasicFlags):
     common: OmitArgPrefixes[Common] = Common()
     recipe: OmitArgPrefixes[Recipe] = Recipe()
 

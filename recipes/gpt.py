@@ -23,7 +23,6 @@ from tyro.conf import OmitArgPrefixes
 
 import jaxpar
 from jaxpar.commands import recipe
-from jaxpar.commands.recipe import OwnFlags
 from jaxpar.data.batches import round_up
 from jaxpar.data_parallel import check_sequences
 from jaxpar.fields import check_at_least
@@ -33,7 +32,7 @@ from jaxpar.pipeline import masks_idle_ops
 from jaxpar.plot.charts import plot_loss
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.run import Run, batches, checks, evaluation, language_data, language_model, make_mesh, optimizers, say
-from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags
+from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, OwnFlags
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.run import saved_settings
 from jaxpar.runtime.watchdog import Budgets

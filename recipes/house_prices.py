@@ -21,7 +21,6 @@ from tyro.conf import OmitArgPrefixes
 
 import jaxpar
 from jaxpar.commands import recipe
-from jaxpar.commands.recipe import OwnFlags, RecipeFlags
 from jaxpar.data.batches import Columns, pad_rows, round_up
 from jaxpar.fields import check_positive
 from jaxpar.mesh import num_replicas
@@ -33,7 +32,7 @@ from jaxpar.plot.figure import check_matplotlib
 from jaxpar.report import regression
 from jaxpar.run import Run, checks, make_mesh, say
 from jaxpar.run.batches import Batches, check_replicas
-from jaxpar.run.flags import CommonFlags
+from jaxpar.run.flags import BasicFlags, CommonFlags, OwnFlags
 
 HOUSES = Path(__file__).parent / "data" / "portland_houses.csv"
 RULES = {"weights": jaxpar.row_parallel(ndim=1), "bias": jaxpar.replicated()}
@@ -65,7 +64,7 @@ class Recipe(OwnFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RecipeFlags):
+class Config(BasicFlags):
     common: OmitArgPrefixes[Common] = Common()
     recipe: OmitArgPrefixes[Recipe] = Recipe()
 

@@ -16,6 +16,8 @@ import pytest
 from jaxpar.commands import recipe as cli
 from jaxpar.metrics.log import MetricsLog
 from jaxpar.run import Run
+from jaxpar.run.evaluation import Evaluation
+from tests.support.real_runs import PLAIN
 from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +52,7 @@ def run(recipe, folder, *flags):
         for slower in (gpt, house_prices):  # which compiles for longer than the rest takes
             patch.setattr(slower, "conclude", lambda *_: None)
         patch.setattr(digits, "draw", lambda *_: None)
+        patch.setattr(Evaluation, "__call__", lambda *_: 0.0)
         cli.run(module.main, module.Config, [*arguments(recipe, folder), *out, *flags])
 
 
@@ -141,7 +144,7 @@ def script():
     started = []
 
     def start(recipe, folder, *flags, launch=()):
-        own = [f"recipes/{recipe}.py", *arguments(recipe, folder), "--out-dir", str(folder / "out"), *flags]
+        own = [PLAIN, recipe, *arguments(recipe, folder), "--out-dir", str(folder / "out"), *flags]
         clean = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
         environment = clean | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -274,8 +274,8 @@ def test_a_window_of_some_layers_is_refused_until_it_is_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"explicit_head_dim": 0}, "explicit_head_dim must be positive; got 0"),
-        ({"window": 0}, "window must be positive; got 0"),
+        ({"explicit_head_dim": 0}, "explicit_head_dim must be at least 1; got 0"),
+        ({"window": 0}, "window must be at least 1; got 0"),
         (
             {"kv_copies": 3},
             "kv_copies must divide group_size; got kv_copies=3, group_size=2. Choose kv_copies from 1, 2",

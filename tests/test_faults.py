@@ -20,9 +20,9 @@ from tests.support.waiting import WAIT_SECONDS, wait_until
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The end of a run of two processes that nothing happens to."""
+    """The end of a run that nothing happens to: of one process, whose numbers are those of two with a device each."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    code, out, err = run(*launched(folder))
+    code, out, err = run(RUN, folder, variables={"JAX_NUM_CPU_DEVICES": "2", "PJRT_NPROC": "4"})
     assert code == 0, out + err
     return end_of(folder)
 

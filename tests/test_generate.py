@@ -9,8 +9,7 @@ import pytest
 
 import jaxpar
 from jaxpar.models import transformer
-from jaxpar.models.transformer.generate import _extend, _first
-from jaxpar.models.transformer.prompts import round_up
+from jaxpar.models.transformer.generate import _extend, _first, round_up
 from jaxpar.models.transformer.sampling import draw, keep_highest, keep_likeliest, make_sampling
 from tests.support.tiny_transformer import FAMILIES, THREE, make_params, shardings
 
@@ -194,7 +193,7 @@ def test_a_stream_ends_with_its_last_row_and_is_checked_at_once():
     params = make_params(config)
     first = transformer.generate(config, params, [[1, 2]], 1)
     assert list(transformer.stream(config, params, [[1, 2]], 9, eos=int(first[0, 2]))) == [[int(first[0, 2])]]
-    with pytest.raises(ValueError, match="num_tokens must be positive; got 0"):
+    with pytest.raises(ValueError, match="num_tokens must be at least 1; got 0"):
         transformer.stream(config, params, [[1, 2]], 0)
 
 
@@ -222,18 +221,18 @@ def test_rows_that_fill_up_the_vocabulary_are_never_drawn():
     [
         ({"prompt": PROMPT[:, :0]}, r"must be tokens \[batch, seq\], at least one a row; got shape \(4, 0\)"),
         ({"prompt": PROMPT[0]}, r"must be tokens \[batch, seq\].*got shape \(5,\). Give rows"),
-        ({"num_tokens": 0}, "num_tokens must be positive; got 0"),
+        ({"num_tokens": 0}, "num_tokens must be at least 1; got 0"),
         (
             {"num_tokens": 12},
             "has no more positions than its table; got a prompt of 5 and num_tokens=12, max_positions=16.*at most 11 tokens",
         ),
         ({"temperature": -1.0}, r"temperature must be 0 or more; got -1.0. 0 takes the likeliest"),
-        ({"top_k": 0}, "top_k must be positive; got 0. Leave it out"),
+        ({"top_k": 0}, "top_k must be at least 1; got 0. Leave it out"),
         ({"top_p": 0.0}, "top_p must be from above 0 to 1; got 0.0. Leave it out"),
         ({"eos": 16}, r"eos and pad must be from 0 to vocab_size - 1; got eos=\[16\], pad=None, vocab_size=16"),
         ({"pad": -1}, r"eos and pad must be .* got eos=\[\], pad=-1"),
         ({"prompt": [[1], []]}, r"must be tokens \[batch, seq\], at least one a row; got shape \(2, 0\)"),
-        ({"prompt": [[1], [2, 99]]}, "from 0 to vocab_size - 1; got tokens from 2 to 99"),
+        ({"prompt": [[1], [2, 99]]}, "from 0 to vocab_size - 1; got tokens from 1 to 99"),
         ({"temperature": 1.0}, r"needs a key; got temperature=1.0, key=None. Give jax.random.key\(0\)"),
     ],
 )

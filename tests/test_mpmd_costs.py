@@ -219,7 +219,7 @@ def test_what_is_gathered_on_a_stage_and_scattered_again_is_the_same(spec):
     whole = rest.gather(host, 1)
     np.testing.assert_array_equal(whole, host)
     assert whole.sharding.mesh == submeshes(rest.given.mesh)[1]
-    back = rest.scatter(whole, 1)
+    back = rest.scatter(whole)
     np.testing.assert_array_equal(back, host)
     assert back.sharding == rest.given
 

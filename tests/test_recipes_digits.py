@@ -180,7 +180,7 @@ def refused(capsys, out_dir, *flags):
         ),
         (
             "--batch-size 4 --mesh.data 8",
-            "each microbatch of each replica must have a digit; got --batch-size 4, --mesh.data 8, 1 microbatches. Choose",
+            "each microbatch of each replica must have a digit; got --mesh.data 8, 1 microbatches, --batch-size 4. Choose",
         ),
         ("--num-microbatches 0", "--num-microbatches must be at least 1; got 0. Leave it out for the default."),
         ("--schedule 1g1b", "1g1b"),

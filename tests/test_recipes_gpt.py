@@ -260,13 +260,13 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_pat
         ),
         (
             {"model": "moe-bytes", "experts": "data", "expert_buffer": 0.5},
-            "must be 1 or more; got 0.5. Choose such as 1.5",
+            "expert-buffer must be at least 1; got 0.5. Choose such as 1.5",
         ),
         (
             {"model": "moe-bytes", "experts": "data", "expert_split": "expert_mlp"},
             "--expert-split applies to --experts tensor; got expert_mlp with --experts data",
         ),
-        ({"window": 0}, "window must be positive; got 0"),
+        ({"window": 0}, "window must be at least 1; got 0"),
         (
             {"model": "moe-bytes", "router_bias_rate": -1.0},
             "--router-bias-rate must be 0 or more; got -1. Choose 0.001",
@@ -536,12 +536,12 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (["--temperature", "-1"], "--temperature must be 0 or more; got -1"),
         (["--prompt", ""], "--prompt must not be empty"),
-        (["--window", "0"], "--window must be positive; got 0. Choose 1 or more"),
+        (["--window", "0"], "--window must be at least 1; got 0. Choose 1 or more"),
         (["--batch-size", "0"], "--batch-size must be from 1 to the number of rows to learn from; got 0"),
         (["--num-microbatches", "0"], "--num-microbatches must be at least 1; got 0"),
         (
             ["--mesh.stage", "2", "--batch-size", "2"],
-            "must have a row; got --batch-size 2, --mesh.data 1, 4 microbatches. Choose",
+            "must have a row; got --mesh.data 1, 4 microbatches, --batch-size 2. Choose",
         ),
         (
             ["--num-chunks", "2"],

@@ -95,8 +95,12 @@ def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable
     # threads of the others would wait for one that cannot be made at once.
     context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
     operation = Operation(seconds)
-    with operation, context:
-        response = ocp.save_async(str(folder), tree)
+    response: Any = Future()
+    try:
+        with operation, context:
+            response = ocp.save_async(str(folder), tree)
+    except Exception as error:  # raised by ``wait``, since the other processes have started writing
+        response.set_exception(error)
 
     def wait() -> None:
         with operation:

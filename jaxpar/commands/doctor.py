@@ -1,39 +1,26 @@
 """`python -m jaxpar doctor`: the versions, devices and settings of this machine, on one page to paste into an issue.
 
-It shows only the environment variables that are listed here, none of which is a secret.
+It shows only the environment variables that are listed in doctor.json, none of which is a secret.
 """
 
+import json
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
+
+import jaxpar
 from jaxpar.commands.cli import call
 from jaxpar.runtime.distributed import GPU_FLAGS
 from jaxpar.runtime.output import printable, version_of
 
-PACKAGES = (
-    "jaxpar", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
-    "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtyping", "tyro", "matplotlib",
-)  # fmt: skip
-SETTINGS = (
-    "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "JAX_ENABLE_X64", "JAX_COMPILATION_CACHE_DIR",
-    "JAX_CPU_COLLECTIVES_IMPLEMENTATION", "PJRT_NPROC", "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION",
-    "XLA_PYTHON_CLIENT_ALLOCATOR", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME",
-    "NCCL_IB_HCA", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_NVLS_ENABLE", "NCCL_NET", "GLOO_SOCKET_IFNAME",
-    "OMP_NUM_THREADS",
-)  # fmt: skip
-CLUSTERS = {
-    "jax": ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
-    "SLURM": (
-        "SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_GPUS_ON_NODE",
-    ),
-    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_MCA_orte_hnp_uri"),
-    "Kubernetes": ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX", "JOBSET_NAME", "HOSTNAME"),
-    "TPU": ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "MEGASCALE_NUM_SLICES"),
-}  # fmt: skip
+# What is shown of packages, environment variables, and those of each kind of cluster.
+PACKAGES, SETTINGS, CLUSTERS = json.loads(Path(__file__).with_name("doctor.json").read_text()).values()
 GIB = 2**30
 
 
@@ -53,31 +40,31 @@ def report(environment: Mapping[str, str]) -> str:
     Args:
         environment: The environment variables to read.
     """
-    import jax
-
     try:
-        backend, (devices, local) = jax.default_backend(), _devices()
+        backend, local = jax.default_backend(), jax.local_devices()
+        devices = _devices(local)
     except RuntimeError as error:  # a driver that is too old, a GPU in use
-        backend, devices, local = "none", [f"none: {error}"], 0
+        backend, local, devices = "none", [], [f"none: {error}"]
     sections = {
         "versions": _versions(),
         "machine": _machine(),
         "devices": devices + _driver(),
         "collectives": _collectives(),
-        "set": [f"{name}={printable(environment[name])}" for name in SETTINGS if name in environment]
-        or ["none of the relevant variables"],
-        "to look at": advice(environment, backend, local) or ["nothing"],
+        "set": _set(SETTINGS, environment) or ["none of the relevant variables"],
+        "to look at": advice(environment, backend, len(local)) or ["nothing"],
         "disk": _disk(),
         "cluster": _cluster(environment),
     }
     return "\n".join(f"{name}\n" + "\n".join(f"  {line}" for line in lines) for name, lines in sections.items())
 
 
+def _set(names: Iterable[str], environment: Mapping[str, str]) -> list[str]:
+    return [f"{name}={printable(environment[name])}" for name in names if name in environment]
+
+
 def _versions() -> list[str]:
     found = [f"{package} {version}" for package in PACKAGES if (version := version_of(package))]
     if version_of("jaxpar") is None:
-        import jaxpar
-
         found.insert(0, f"jaxpar {jaxpar.__version__} (not installed: run from its folder)")
     return [f"python {platform.python_version()}", *found]
 
@@ -99,17 +86,14 @@ def _machine() -> list[str]:
     return lines
 
 
-def _devices() -> tuple[list[str], int]:
-    """Returns lines about the devices, and the number of those in this process."""
-    import jax
-
-    local = jax.local_devices()
+def _devices(local: list[Any]) -> list[str]:
     kinds = ", ".join(sorted({device.device_kind for device in local}))
-    lines = [f"backend {jax.default_backend()}: {len(local)} of {jax.device_count()} devices are here, each a {kinds}"]
-    lines.append(f"process {jax.process_index()} of {jax.process_count()}")
     limits = {(device.memory_stats() or {}).get("bytes_limit", 0) for device in local} - {0}
-    lines += [f"memory that JAX may use on a device: {limit / GIB:.1f} GiB" for limit in sorted(limits)]
-    return lines, len(local)
+    return [
+        f"backend {jax.default_backend()}: {len(local)} of {jax.device_count()} devices are here, each a {kinds}",
+        f"process {jax.process_index()} of {jax.process_count()}",
+        *(f"memory that JAX may use on a device: {limit / GIB:.1f} GiB" for limit in sorted(limits)),
+    ]
 
 
 def _driver() -> list[str]:
@@ -123,8 +107,6 @@ def _driver() -> list[str]:
 
 
 def _collectives() -> list[str]:
-    import jax
-
     cpu = getattr(jax.config, "jax_cpu_collectives_implementation", "unknown")
     nccl = [p for p in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if version_of(p)]
     return [
@@ -165,9 +147,8 @@ def _disk() -> list[str]:
 
 
 def _cluster(environment: Mapping[str, str]) -> list[str]:
-    found = []
-    for cluster, names in CLUSTERS.items():
-        values = [f"{name}={printable(environment[name])}" for name in names if name in environment]
-        if values and (cluster != "Kubernetes" or "KUBERNETES_SERVICE_HOST" in environment):
-            found.append(f"{cluster}: {', '.join(values)}")
-    return found or [f"no variables of {', '.join(CLUSTERS)} found: one process"]
+    found = {cluster: ", ".join(_set(names, environment)) for cluster, names in CLUSTERS.items()}
+    if "KUBERNETES_SERVICE_HOST" not in environment:
+        found.pop("Kubernetes")  # any machine may have a HOSTNAME
+    lines = [f"{cluster}: {values}" for cluster, values in found.items() if values]
+    return lines or [f"no variables of {', '.join(CLUSTERS)} found: one process"]

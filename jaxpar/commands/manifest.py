@@ -1,16 +1,14 @@
 """`python -m jaxpar manifest`: prints a job for Kubernetes or SLURM, from a plan or a mesh."""
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes
 
-from jaxpar.commands.cli import check_size, flag_names, parse_json, program, read_file, wrapped
-from jaxpar.fields import given_by
+from jaxpar.commands.cli import call, check_size, parse_json, read_file
 from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.flags import OF_SERVICE, first_plan, lost_results, plan_flags, slow_network, unused_flags
 from jaxpar.jobs.job import AXES, CommonSettings, JobSettings, KubernetesSettings, SlurmSettings, is_recipe
@@ -74,23 +72,17 @@ class Flags:
 
 
 def main(args: Sequence[str]) -> None:
-    """Prints a run as a job for a cluster: manifest --mesh.data 8 ... recipes/gpt.py --steps 1000.
-
-    What a cluster needs beyond this, such as secrets and node selectors, is added with kustomize.
-
-    Args:
-        args: The command line after ``manifest``: options, then the program to run and its flags.
-    """
+    """Prints a job; ``args`` is the command line after ``manifest``: options, then the program to run and its flags."""
     options, command = split_command(args)
-    flags = tyro.cli(
-        Flags,
-        args=options,
-        prog=f"{program()} manifest",
-        description=wrapped((inspect.getdoc(main) or "").partition("\n\nArgs:")[0]),
-        config=(tyro.conf.UseAppendAction,),
-    )
-    with given_by(flag_names(Flags)):
+
+    def manifest(flags: Annotated[Flags, tyro.conf.arg(name=""), tyro.conf.UseAppendAction]) -> None:
+        """Prints a run as a job for a cluster: manifest --mesh.data 8 ... recipes/gpt.py --steps 1000.
+
+        What a cluster needs beyond this, such as secrets and node selectors, is added with kustomize.
+        """
         _print(flags, command)
+
+    call(manifest, options, "manifest")
 
 
 def _print(flags: Flags, command: tuple[str, ...]) -> None:

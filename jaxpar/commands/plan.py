@@ -9,17 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+import optax
 import tyro
 
 from jaxpar.commands.cli import call, make_folder
+from jaxpar.compile_only import compile_only_devices, start_on_cpu
 from jaxpar.fields import arg, check_at_least
 from jaxpar.inspect.text import bytes_text
-
-if TYPE_CHECKING:
-    from jaxpar.models.lora import Lora
-    from jaxpar.planner import Choice, Cluster, ModelShape, Plan
+from jaxpar.mesh import AXES, make_mesh
+from jaxpar.models.lora import Lora
+from jaxpar.models.transformer import LAYER_WEIGHTS
+from jaxpar.planner import Assumptions, Choice, Cluster, ModelShape, Plan, cluster, render, transformer_shape
+from jaxpar.planner import plan as search
+from jaxpar.planner.compiled import compile_choice
+from jaxpar.planner.fused import planned_attention
+from jaxpar.planner.plans import SETTINGS
+from jaxpar.plot import plot_memory, plot_placement, plot_step_time
+from jaxpar.report import plan_data, write_page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,20 +103,14 @@ class PlanFlags:
 
 def plan(flags: Annotated[PlanFlags, tyro.conf.arg(name="")]) -> None:
     """Ranks the meshes and settings for a model on a cluster, with their memory, traffic and time, the best first."""
-    from jaxpar.planner import cluster, transformer_shape
-
     _check(flags)
     if flags.compile_:
-        from jaxpar.compile_only import start_on_cpu
-
         start_on_cpu()
     if flags.out_dir is not None:
         make_folder(flags.out_dir)
     if flags.report is not None:
         make_folder(flags.report.absolute().parent, "--report's folder")
-    given = {"seq": flags.seq, "lora": _lora(flags.lora_rank), "sequence_parallel": flags.sequence_parallel}
-    room = {} if flags.expert_buffer is None else {"expert_buffer": flags.expert_buffer}
-    shape = transformer_shape(flags.model, **given, **room, **_attention(flags.attention))
+    shape = _shape(flags)
     machines = cluster(flags.gpu, flags.nodes, flags.gpus_per_node)
     plans, compiled = _search(flags, shape, machines)
     for path in (flags.report, flags.out_dir and flags.out_dir / "report.html"):
@@ -134,12 +136,19 @@ def _check(flags: PlanFlags) -> None:
             raise ValueError(f"--compile compiles {rule}; got {got}, --compile {flags.compile_}. Leave one out.")
 
 
-def _search(flags: PlanFlags, shape: "ModelShape", machines: "Cluster") -> "tuple[Sequence[Plan], dict[Choice, int]]":
-    """Returns the plans that fit, the best first, and the bytes of those that were compiled."""
-    from jaxpar.planner import Assumptions
-    from jaxpar.planner import plan as search
-    from jaxpar.planner.plans import SETTINGS
+def _shape(flags: PlanFlags) -> ModelShape:
+    changes: dict[str, Any] = {"seq": flags.seq, "sequence_parallel": flags.sequence_parallel}
+    if flags.lora_rank is not None:
+        changes["lora"] = Lora(flags.lora_rank, LAYER_WEIGHTS)  # for all weights, as the recipes have them by default
+    if flags.expert_buffer is not None:
+        changes["expert_buffer"] = flags.expert_buffer
+    if flags.attention == "flash":
+        changes["attention"] = planned_attention
+    return transformer_shape(flags.model, **changes)
 
+
+def _search(flags: PlanFlags, shape: ModelShape, machines: Cluster) -> tuple[Sequence[Plan], dict[Choice, int]]:
+    """Returns the plans that fit, the best first, and the bytes of those that were compiled."""
     remat = {None: None, "yes": True, "no": False}.get(flags.remat, flags.remat)
     plans = search(
         shape,
@@ -163,26 +172,28 @@ def _search(flags: PlanFlags, shape: "ModelShape", machines: "Cluster") -> "tupl
     return plans, compiled
 
 
-def _json(flags: PlanFlags, plans: "Sequence[Plan]", shape: "ModelShape", compiled: "Mapping[Choice, int]") -> str:
+def _json(flags: PlanFlags, plans: Sequence[Plan], shape: ModelShape, compiled: Mapping[Choice, int]) -> str:
     # Presets are planned for bfloat16.
     run = {"model": flags.model, "batch_size": _rows(plans, shape), "seq": shape.tokens_per_row, "dtype": "bfloat16"}
     run |= {name: getattr(flags, name) for name in ("lora_rank", "sequence_parallel") if getattr(flags, name)}
-    sizes = [compiled.get(each.choice) for each in plans]
-    figures = [{} if size is None else {"compiled_memory_bytes": size} for size in sizes]
-    if flags.expert_buffer is not None:
-        room = [{"expert_buffer": flags.expert_buffer} if each.choice.experts == "data" else {} for each in plans]
-        figures = [figure | more for figure, more in zip(figures, room, strict=True)]
-    return json.dumps([run | each.as_json() | more for each, more in zip(plans, figures, strict=True)], indent=1)
+
+    def as_json(plan: Plan) -> dict[str, Any]:
+        found = run | plan.as_json()
+        if plan.choice in compiled:
+            found["compiled_memory_bytes"] = compiled[plan.choice]
+        if flags.expert_buffer is not None and plan.choice.experts == "data":
+            found["expert_buffer"] = flags.expert_buffer
+        return found
+
+    return json.dumps([as_json(each) for each in plans], indent=1)
 
 
-def _rows(plans: "Sequence[Plan]", shape: "ModelShape") -> int:
+def _rows(plans: Sequence[Plan], shape: ModelShape) -> int:
     """Returns the rows of a step, which all plans share."""
     return plans[0].tokens // shape.tokens_per_row
 
 
-def _print(flags: PlanFlags, plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster") -> None:
-    from jaxpar.planner import render
-
+def _print(flags: PlanFlags, plans: Sequence[Plan], shape: ModelShape, machines: Cluster) -> None:
     width = max(80, shutil.get_terminal_size((100, 24)).columns)
     trained = "" if flags.lora_rank is None else f", {shape.num_trained / 1e6:.4g} million trained"
     title = (
@@ -194,29 +205,8 @@ def _print(flags: PlanFlags, plans: "Sequence[Plan]", shape: "ModelShape", machi
     print("\n" + plans[0].details(machines.memory_bytes, width=width, title="best: "))
 
 
-def _attention(kernel: str) -> dict[str, Any]:
-    """Returns the change of a preset for planning with a kernel."""
-    from jaxpar.planner.fused import planned_attention
-
-    return {"attention": planned_attention} if kernel == "flash" else {}
-
-
-def _lora(rank: int | None) -> "Lora | None":
-    """Returns factors for all weights of layers, as the recipes have them by default."""
-    from jaxpar.models.lora import Lora
-    from jaxpar.models.transformer import LAYER_WEIGHTS
-
-    return None if rank is None else Lora(rank, LAYER_WEIGHTS)
-
-
-def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster") -> "dict[Choice, int]":
+def _compile(plans: Sequence[Plan], shape: ModelShape, machines: Cluster) -> dict[Choice, int]:
     """Returns the bytes that a device needs by the compiler's account, for each choice; prints them on standard error."""
-    import optax
-
-    from jaxpar.compile_only import compile_only_devices
-    from jaxpar.mesh import AXES, make_mesh
-    from jaxpar.planner.compiled import compile_choice
-
     gpu = machines.name.removesuffix("-jeanzay")
     devices = compile_only_devices(gpu, num_nodes=machines.num_nodes, devices_per_node=machines.devices_per_node)
     found = {}
@@ -235,17 +225,13 @@ def _compile(plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster") 
     return found
 
 
-def _write_report(path: Path, plans: "Sequence[Plan]", shape: "ModelShape", machines: "Cluster", model: str) -> None:
+def _write_report(path: Path, plans: Sequence[Plan], shape: ModelShape, machines: Cluster, model: str) -> None:
     """Writes the page, and says so on standard error, since the plans on standard output may be JSON."""
-    from jaxpar.report import plan_data, write_page
-
     write_page(path, plan_data(plans, shape, machines, name=model))
     print(f"wrote {path}", file=sys.stderr, flush=True)
 
 
-def _draw(plans: "Sequence[Plan]", machines: "Cluster", out_dir: Path, model: str) -> None:
-    from jaxpar.plot import plot_memory, plot_placement, plot_step_time
-
+def _draw(plans: Sequence[Plan], machines: Cluster, out_dir: Path, model: str) -> None:
     best = plans[0]
     plot_placement(best.choice.sizes, machines.devices_per_node, path=out_dir / "placement.svg", title=model)
     plot_memory(

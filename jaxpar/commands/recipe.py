@@ -1,8 +1,7 @@
 """The command line of a recipe: a script with a dataclass of flags, and a main function that first checks and then trains.
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunFlags):
-    mesh: MeshFlags = MeshFlags()
+class Config(BasicFlags):
     ...
 
 def main(config: Config) -> None:
@@ -14,34 +13,25 @@ if __name__ == "__main__":
     recipe.run(main, Config)
 """
 
+import json
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import jax
 import tyro
-from tyro.conf import OmitArgPrefixes
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, has_steps
 from jaxpar.commands.cli import flag_names, list_flags, wrapped
 from jaxpar.compile_only import start_on_cpu
 from jaxpar.fields import given_by
-from jaxpar.run.flags import (
-    CheckpointFlags,
-    CommonFlags,
-    GpuFlags,
-    MeshFlags,
-    MonitoringFlags,
-    RunFlags,
-    check_run_flags,
-)
+from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.folder import CHECKPOINTS, has_run
 from jaxpar.run.messages import DISK_FAULTS, ConfigError, checks, only_on_first_process, phase, status_lines, stop
 from jaxpar.runtime.distributed import leave
@@ -51,62 +41,10 @@ from jaxpar.runtime.output import tell
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.process_env import read_process_env
 from jaxpar.runtime.supervise import is_restarted
-from jaxpar.runtime.watchdog import Budgets
 
 INTERRUPTED = 130  # the exit code of Ctrl-C, as in shells
-# Flags by the names that other trainers have for them.
-OTHER_NAMES = {
-    "--steps": "--max-steps --num-steps --train-steps --train-iters --max-iters --iters",
-    "--learning-rate": "--lr --max-lr --rate --eta",
-    "--batch-size": "--bs --batch --global-batch-size --train-batch-size",
-    "--num-microbatches": "--microbatches --gradient-accumulation-steps --grad-accum",
-    "--seq": "--seq-len --seq-length --block-size --max-seq-length --context-length",
-    "--mesh.replica": "--data-parallel-replicate-degree --num-distributed-optimizer-instances --dcn-data-parallelism",
-    "--mesh.context": "--cp --context-parallel --context-parallel-size --context-parallel-degree",
-    "--mesh.data": "--dp --data-parallel --data-parallel-size --data-parallel-shard-degree --replicas",
-    "--mesh.stage": "--pp --pipe --pipeline --pipeline-parallel-size --pipeline-parallel-degree "
-    "--pipeline-model-parallel-size --stages",
-    "--mesh.tensor": "--tp --mp --tensor-parallel-size --tensor-parallel-degree --tensor-model-parallel-size",
-    "--zero": "--zero-stage --fsdp",
-    "--dtype": "--precision --bf16 --fp16",
-    "--remat": "--activation-checkpointing --gradient-checkpointing --recompute-activations",
-    "--checkpoint-every": "--save-steps --save-interval --save-every --checkpoint-interval",
-    "--eval-every": "--eval-steps --eval-interval",
-    "--out-dir": "--output-dir --out --output --save-dir --log-dir",
-    "--max-grad-norm": "--clip-grad --grad-clip --gradient-clipping --max-norm",
-    "--warmup-steps": "--warmup --lr-warmup-iters --warmup-iters",
-    "--fake-devices": "--num-devices --devices --cpus --gpus",
-}
-# For names without an equal here: the flag to use, and how.
-ADVICE = {
-    "--epochs --num-epochs --num-train-epochs": (
-        "--steps",
-        "jaxpar counts steps; --steps = epochs x rows / --batch-size",
-    ),
-    "--num-layers --n-layer --n-layers --hidden-size --n-embd --num-heads --n-head": (
-        "--model",
-        "the model's size comes from --model",
-    ),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OwnFlags:
-    """The base of the flags that a recipe alone has."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecipeFlags(RunFlags):
-    """The flags of a recipe, which replaces ``common`` and ``recipe`` by its own: the common ones first, the rare ones last."""
-
-    mesh: MeshFlags = MeshFlags()
-    common: OmitArgPrefixes[CommonFlags] = CommonFlags()
-    recipe: OmitArgPrefixes[OwnFlags] = OwnFlags()
-    checkpoint: OmitArgPrefixes[CheckpointFlags] = CheckpointFlags()
-    monitoring: OmitArgPrefixes[MonitoringFlags] = MonitoringFlags()
-    gpu: OmitArgPrefixes[GpuFlags] = GpuFlags()
-    budget: Budgets = Budgets()
-
+# Flags by the names that other trainers have for them; and names without an equal here, with the flag to use and how.
+OTHER_NAMES, ADVICE = json.loads(Path(__file__).with_name("other_names.json").read_text()).values()
 
 _command: list[str] = []  # by which the user started the recipe of this process
 
@@ -176,25 +114,22 @@ def _meant(name: str) -> Iterator[tuple[str, str]]:
     """Yields the flag that a name stands for, and what to say of it. A name with dots stands for what is after the last one."""
     group, _, last = name.removeprefix("--").rpartition(".")
     bare = f"--{last}"
-    for flag, others in OTHER_NAMES.items():
-        if bare in others.split() or (group and bare == flag):
-            yield flag, f"did you mean {flag}?"
-    for names, advice in ADVICE.items():
+    for names, flag, text in [
+        *((f"{others} {flag if group else ''}", flag, f"did you mean {flag}?") for flag, others in OTHER_NAMES.items()),
+        *((names, *advice) for names, advice in ADVICE.items()),
+    ]:
         if bare in names.split():
-            yield advice
+            yield flag, text
 
 
 def _run(main: Callable[[Flags], None], flags: Flags) -> None:
     try:
+        signals = nullcontext()
         if isinstance(flags, RunFlags):
             with checks():
-                check_run_flags(flags)
-                flags = with_devices(flags)
-                with phase("connecting to the other processes", then="setting up"):
-                    join_run()
-                only_on_first_process()
-                flags = resumed_if_restarted(flags)
-        with released_at_end(), stop_signals(flags):
+                flags = _set_up(flags)
+            signals = nullcontext() if flags.common.dry_run else StopSignals()  # for the guard of the training loop
+        with released_at_end(), signals:
             main(flags)
     except ConfigError as error:
         stop(ExitCode.BAD_CONFIG, str(error))
@@ -212,19 +147,20 @@ def _run(main: Callable[[Flags], None], flags: Flags) -> None:
         leave(INTERRUPTED)
 
 
-def with_devices(flags: RunFlags) -> RunFlags:
-    """Sets up the devices that the flags ask for; returns the flags, with --dry-run if nothing can run on them."""
+def _set_up(flags: RunFlags) -> RunFlags:
+    """Checks the flags, sets up their devices and joins the other processes; returns the flags of this start."""
+    check_run_flags(flags)
     if flags.gpu.compile_for:
         start_on_cpu()
-        return flags.replace(dry_run=True)
-    if flags.common.fake_devices:
+        flags = flags.replace(dry_run=True)  # since nothing can run on them
+    elif flags.common.fake_devices:
         jaxpar.use_fake_devices(flags.common.fake_devices)
+    with phase("connecting to the other processes", then="setting up"):
+        join_run()
+    only_on_first_process()
+    if is_restarted() and has_steps(flags.common.out_dir / CHECKPOINTS):
+        return flags.replace(resume=True, overwrite=False)
     return flags
-
-
-def stop_signals(flags: Any) -> AbstractContextManager[object]:
-    """Returns a context that catches SIGTERM and Ctrl-C for the guard of the training loop, if there will be one."""
-    return StopSignals() if isinstance(flags, RunFlags) and not flags.common.dry_run else nullcontext()
 
 
 def join_run() -> None:
@@ -257,13 +193,6 @@ def numbers_of_devices(given: tuple[int, ...], *, usual: Sequence[int]) -> tuple
             f"{whole[0]}. Leave --devices out, or start it without a launcher."
         )
     return whole
-
-
-def resumed_if_restarted(flags: RunFlags) -> RunFlags:
-    """Returns the flags; if a supervisor restarted the run and there is a checkpoint, with --resume, not --overwrite."""
-    if not is_restarted() or not has_steps(flags.common.out_dir / CHECKPOINTS):
-        return flags
-    return flags.replace(resume=True, overwrite=False)
 
 
 def _not_written(flags: Any, error: OSError) -> str:

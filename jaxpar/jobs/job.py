@@ -15,7 +15,6 @@ from jaxpar.fields import arg
 from jaxpar.runtime.launch import fake_devices
 from jaxpar.runtime.process_env import NAMES
 
-DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 MAX_NAME = 63  # the limit of a host name's label
 PORT = 6379
 AXES = ("replica", "data", "context", "stage", "tensor")
@@ -46,6 +45,7 @@ def _optional(pattern: str, rule: str) -> AfterValidator:
 
 # The rules of Kubernetes, of container registries, and of SLURM's databases. No field but a variable takes a space or a quote.
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+DNS_LABEL = re.compile(_LABEL)
 _HOST = rf"{_LABEL}(\.{_LABEL})*"
 _WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
 _QUALIFIED = rf"({_HOST}/)?{_WORD}"
@@ -355,13 +355,13 @@ def check_environment(env: Sequence[str]) -> None:
             raise ValueError(f"{arg('env')} must have each variable once; got {name} twice. Leave one out.")
 
 
-def check_name(name: str) -> None:
-    """Raises ValueError unless a job may have this name: its pods' host names are the name, a suffix and a number."""
-    longest = f"{name}-nodes-0-99999"
-    if not DNS_LABEL.fullmatch(name) or not name[0].isalpha() or len(longest) > MAX_NAME:
+def check_name(name: str, of: str = "a job", suffix: str = "-nodes-0-99999") -> None:
+    """Raises ValueError unless it may be the name of a job, whose pods' host names are the name, a suffix and a number."""
+    most = MAX_NAME - len(suffix)
+    if not DNS_LABEL.fullmatch(name) or not name[0].isalpha() or len(name) > most:
         raise ValueError(
-            f"a job's name must be lower-case letters, digits and -, a letter first, and at most "
-            f"{MAX_NAME - len(longest) + len(name)} long; got {name!r}. Choose such as gpt-1."
+            f"{of}'s name must be lower-case letters, digits and -, a letter first, and at most {most} long; got "
+            f"{name[:80]!r}. Choose such as gpt-1."
         )
 
 

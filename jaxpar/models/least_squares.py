@@ -48,7 +48,7 @@ class Line:
     def trained_on(self, table: Table) -> TrainedLinear:
         """Returns the model with the names of a table's columns, and the range of each feature in its rows."""
         seen = tuple((float(column.min()), float(column.max())) for column in table.features.T)
-        return TrainedLinear(table.names, table.target_name, self.weights, self.intercept, seen)
+        return TrainedLinear(table.names, table.target_name, tuple(self.weights.tolist()), self.intercept, seen)
 
 
 def least_squares(table: Table) -> Line:

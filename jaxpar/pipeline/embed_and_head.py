@@ -8,7 +8,6 @@ over the stages (``stage_specs``, ``sum_over_stages``).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -35,7 +34,6 @@ _IN_LOOKUPS = ELEMENTWISE | {"add_any", "gather", "pad", "reduce_sum", "reshard"
 _CALLS = {"custom_jvp_call", "jit"}  # whose operations count
 
 
-@dataclass(frozen=True)
 class Ends:
     """The functions of embedding and head.
 
@@ -45,54 +43,11 @@ class Ends:
         head_dtypes: In which dtype the head takes each of them: a smaller one than its own if it only casts it to that.
         embed_trains: The indices of those of embed_reads that are trained.
         head_trains: The indices of those of head_reads that are trained.
-        embed: ``(read, microbatch) -> x``.
-        embed_again: Likewise, without side effects that x does not depend on.
-        embed_backward: ``(read, microbatch, dx) -> gradients`` of ``embed_trains``, for the float leaves of x.
         embed_is_lookup: Whether the backward pass of the embedding has only lookups, sums and elementwise operations, so that
             computing it costs less than a wait of the host that decides whether to.
-        head: ``(read, y, microbatch, total_weight) -> (loss_sums, gradients of head_trains, ct)``, for the float leaves of y;
-            the cotangent of loss_sum is 1 / total_weight.
         loss_sums: The shapes and dtypes of ``(loss_sum, further sums of the loss)``.
         skips: Which of "embed", "head" and "embed_back" an idle stage must skip (``control_flow.is_maskable``).
         parts: The parts of a microbatch of which head and loss are a sum, one for each stage; None: unknown.
-    """
-
-    embed_reads: list[int]
-    head_reads: list[int]
-    head_dtypes: list[Any]
-    embed_trains: list[int]
-    head_trains: list[int]
-    embed: Callable[[Arrays, Any], list]
-    embed_again: Callable[[Arrays, Any], list]
-    embed_backward: Callable[[Arrays, Any, Arrays], list]
-    embed_is_lookup: bool
-    head: Callable[[Arrays, Arrays, Any, Any], tuple[Any, list, list]]
-    loss_sums: PyTree
-    skips: frozenset[str]
-    parts: HeadParts | None
-
-    def is_masked(self, end: str, program: Program, layout: LayerLayout) -> bool:
-        """Whether all stages run "embed", "head" or "embed_back" in a masked tick, and the others discard what it returns.
-
-        With several chunks (few ticks run it) or unequal layers (a stage with fewer has time for it) it is skipped, but for an
-        embedding that only looks rows up. One that the program skips always is.
-        """
-        is_cheap = (program.schedule.num_chunks == 1 and layout.is_even) or (end != "head" and self.embed_is_lookup)
-        return is_cheap and end not in program.skips
-
-
-def split_ends(
-    model: LayeredModel,
-    loss: Callable,
-    outer: PyTree,
-    y: PyTree,
-    microbatch: PyTree,
-    *,
-    num_stages: int = 1,
-    num_shards: int = 1,
-    is_forward: bool = False,
-) -> Ends:
-    """Returns the ends of a model.
 
     Args:
         model: The model.
@@ -104,79 +59,109 @@ def split_ends(
         num_shards: The number of shards over ``tensor`` of the positions of y, as under sequence parallelism.
         is_forward: Whether no backward pass follows, so that the head returns no ct; all of outer is frozen then.
     """
-    shapes, outer_tree = jax.tree.flatten(outer)
-    y_leaves, y_tree = jax.tree.flatten(y)
 
-    def embed_all(outer: Arrays, microbatch: Any) -> list:
-        return [jnp.asarray(a) for a in jax.tree.leaves(model.embed(jax.tree.unflatten(outer_tree, outer), microbatch))]
+    def __init__(
+        self,
+        model: LayeredModel,
+        loss: Callable,
+        outer: PyTree,
+        y: PyTree,
+        microbatch: PyTree,
+        *,
+        num_stages: int = 1,
+        num_shards: int = 1,
+        is_forward: bool = False,
+    ) -> None:
+        self._model, self._loss, self._is_forward = model, loss, is_forward
+        self._shapes, self._outer_tree = jax.tree.flatten(outer)
+        y_leaves, self._y_tree = jax.tree.flatten(y)
+        shapes, trained = self._shapes, set(trained_indices(outer))
 
-    def head_all(outer: Arrays, y: Arrays, microbatch: Any) -> tuple[jax.Array, list]:
-        outputs = model.head(jax.tree.unflatten(outer_tree, outer), jax.tree.unflatten(y_tree, y))
-        return sums_of(loss, outputs, microbatch)
+        self._embed_graph = trace(self._embed, shapes, microbatch)
+        self.embed_reads = _inputs_read(self._embed_graph, len(shapes))
+        head_graph = trace(self._head, shapes, y_leaves, microbatch)
+        self.head_reads = _inputs_read(head_graph, len(shapes))
+        narrow = head_graph.narrow(head_graph.inputs[: len(shapes)]).avals
+        self.head_dtypes = [narrow[head_graph.inputs[i]].dtype for i in self.head_reads]
+        self.embed_trains = [i for i in self.embed_reads if i in trained]
+        self.head_trains = [i for i in self.head_reads if i in trained]
 
-    embed_graph = trace(embed_all, shapes, microbatch)
-    embed_reads = _inputs_read(embed_graph, len(shapes))
-    head_graph = trace(head_all, shapes, y_leaves, microbatch)
-    head_reads = _inputs_read(head_graph, len(shapes))
-    narrow = head_graph.narrow(head_graph.inputs[: len(shapes)]).avals
-    head_dtypes = [narrow[head_graph.inputs[i]].dtype for i in head_reads]
-    trained = set(trained_indices(outer))
-    own_of = lambda reads: [at for at, i in enumerate(reads) if i in trained]
-    embed_own, head_own = own_of(embed_reads), own_of(head_reads)
-    blank = lambda read, indices: merge([jnp.zeros(s.shape, s.dtype) for s in shapes], indices, read)
+        self.loss_sums = jax.eval_shape(self._head, shapes, y_leaves, microbatch)
+        dx = [leaf for leaf in jax.eval_shape(self._embed, shapes, microbatch) if is_float(leaf)]
+        read = [shapes[i] for i in self.embed_reads]
+        embed_back = nodes_of_grads(trace(self.embed_backward, read, microbatch, dx), len(dx))
+        names = {inner.primitive.name for node in embed_back for inner in with_inner(node.equation)}
+        self.embed_is_lookup = names <= _IN_LOOKUPS | _CALLS
+        read = [shapes[i] for i in self.head_reads]
+        of_head = jax.make_jaxpr(self.head)(read, y_leaves, microbatch, self.loss_sums[0])
+        operations = {
+            "embed": [node.equation for node in self._embed_graph.nodes],
+            "embed_back": [node.equation for node in embed_back],
+            "head": opened(of_head).eqns,
+        }
+        self.skips = frozenset(end for end, equations in operations.items() if not is_maskable(equations))
+        self.parts: HeadParts | None = None
+        if num_stages > 1:
+            self.parts = find_parts(self._head, shapes, y_leaves, microbatch, num_stages, num_shards)
 
-    def embed(read: Arrays, microbatch: Any) -> list:
-        return embed_all(blank(read, embed_reads), microbatch)
+    def is_masked(self, end: str, program: Program, layout: LayerLayout) -> bool:
+        """Whether all stages run "embed", "head" or "embed_back" in a masked tick, and the others discard what it returns.
 
-    def embed_again(read: Arrays, microbatch: Any) -> list:
-        given = [*blank(read, embed_reads), *jax.tree.leaves(microbatch)]
-        values, nodes = dict(zip(embed_graph.inputs, given, strict=True)), embed_graph.needed(embed_graph.outputs, ())
-        return [jnp.asarray(a) for a in embed_graph.run(nodes, values, embed_graph.outputs)]
+        With several chunks (few ticks run it) or unequal layers (a stage with fewer has time for it) it is skipped, but for an
+        embedding that only looks rows up. One that the program skips always is.
+        """
+        is_cheap = (program.schedule.num_chunks == 1 and layout.is_even) or (end != "head" and self.embed_is_lookup)
+        return is_cheap and end not in program.skips
 
-    def embed_backward(read: Arrays, microbatch: Any, dx: Arrays) -> list:
-        of_floats = lambda own: [leaf for leaf in embed(merge(read, embed_own, own), microbatch) if is_float(leaf)]
-        return jax.vjp(of_floats, [read[at] for at in embed_own])[1](list(dx))[0]
+    def embed(self, read: Arrays, microbatch: Any) -> list:
+        """Returns x, from the leaves of ``embed_reads``."""
+        return self._embed(self._with(self.embed_reads, read), microbatch)
 
-    @fold_transposes
-    def head(read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
-        floats = [] if is_forward else float_indices(y)
-        read = [leaf.astype(shapes[i].dtype) for leaf, i in zip(read, head_reads, strict=True)]
+    def embed_again(self, read: Arrays, microbatch: Any) -> list:
+        """Returns x likewise, without side effects that x does not depend on."""
+        graph, given = self._embed_graph, [*self._with(self.embed_reads, read), *jax.tree.leaves(microbatch)]
+        values = dict(zip(graph.inputs, given, strict=True))
+        return [jnp.asarray(a) for a in graph.run(graph.needed(graph.outputs, ()), values, graph.outputs)]
 
-        def of_floats(own: Arrays, y_floats: Arrays) -> tuple[jax.Array, list]:
-            return head_all(blank(merge(read, head_own, own), head_reads), merge(y, floats, y_floats), microbatch)
+    def embed_backward(self, read: Arrays, microbatch: Any, dx: Arrays) -> list:
+        """Returns the gradients of ``embed_trains`` from dx, which has the float leaves of x."""
+        own = [self.embed_reads.index(i) for i in self.embed_trains]
+        of_floats = lambda trained: [
+            leaf for leaf in self.embed(merge(read, own, trained), microbatch) if is_float(leaf)
+        ]
+        return jax.vjp(of_floats, [read[at] for at in own])[1](list(dx))[0]
 
-        own = [read[at] for at in head_own], [y[i] for i in floats]
-        loss_sum, vjp, further = jax.vjp(of_floats, *own, has_aux=True)
+    def head(self, read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
+        """Returns (loss_sums, gradients of head_trains, ct), from the leaves of ``head_reads``.
+
+        ct is that of the float leaves of y; the cotangent of loss_sum is 1 / total_weight.
+        """
+        return fold_transposes(self._head_and_backward)(read, y, microbatch, total_weight)
+
+    def _head_and_backward(self, read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
+        floats = [] if self._is_forward else float_indices(y)
+        wide = [leaf.astype(self._shapes[i].dtype) for leaf, i in zip(read, self.head_reads, strict=True)]
+        outer = self._with(self.head_reads, wide)
+
+        def of_floats(trained: Arrays, y_floats: Arrays) -> tuple[jax.Array, list]:
+            return self._head(merge(outer, self.head_trains, trained), merge(y, floats, y_floats), microbatch)
+
+        trained, y_floats = [outer[i] for i in self.head_trains], [y[i] for i in floats]
+        loss_sum, vjp, further = jax.vjp(of_floats, trained, y_floats, has_aux=True)
         return (loss_sum, further), *vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))
 
-    loss_sums = jax.eval_shape(head_all, shapes, y_leaves, microbatch)
-    dx = [leaf for leaf in jax.eval_shape(embed_all, shapes, microbatch) if is_float(leaf)]
-    embed_back = nodes_of_grads(trace(embed_backward, [shapes[i] for i in embed_reads], microbatch, dx), len(dx))
-    names = {inner.primitive.name for node in embed_back for inner in with_inner(node.equation)}
-    is_lookup = names <= _IN_LOOKUPS | _CALLS
-    of_head = jax.make_jaxpr(head)([shapes[i] for i in head_reads], y_leaves, microbatch, loss_sums[0])
-    operations = {
-        "embed": [node.equation for node in embed_graph.nodes],
-        "embed_back": [node.equation for node in embed_back],
-        "head": opened(of_head).eqns,
-    }
-    skips = frozenset(end for end, equations in operations.items() if not is_maskable(equations))
-    trains = [embed_reads[at] for at in embed_own], [head_reads[at] for at in head_own]
-    parts = find_parts(head_all, shapes, y_leaves, microbatch, num_stages, num_shards) if num_stages > 1 else None
-    return Ends(
-        embed_reads,
-        head_reads,
-        head_dtypes,
-        *trains,
-        embed,
-        embed_again,
-        embed_backward,
-        is_lookup,
-        head,
-        loss_sums,
-        skips,
-        parts,
-    )
+    def _embed(self, outer: Arrays, microbatch: Any) -> list:
+        x = self._model.embed(jax.tree.unflatten(self._outer_tree, outer), microbatch)
+        return [jnp.asarray(a) for a in jax.tree.leaves(x)]
+
+    def _head(self, outer: Arrays, y: Arrays, microbatch: Any) -> tuple[jax.Array, list]:
+        unflatten = jax.tree.unflatten
+        outputs = self._model.head(unflatten(self._outer_tree, outer), unflatten(self._y_tree, y))
+        return sums_of(self._loss, outputs, microbatch)
+
+    def _with(self, indices: Sequence[int], read: Arrays) -> list:
+        """The leaves of outer, with zeros in place of those that are not read."""
+        return merge([jnp.zeros(s.shape, s.dtype) for s in self._shapes], indices, read)
 
 
 def _inputs_read(graph: Graph, num_outer: int) -> list[int]:

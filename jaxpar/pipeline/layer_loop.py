@@ -31,19 +31,25 @@ Finish = Callable[[list, list, Any], list]
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """The layers of a stage.
+    """The layers of a stage, and how their gradients are added.
 
     Attributes:
         layout: Which stage and chunk holds which layers.
         params: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]``, already cast.
-        gather: Returns the params of one layer as ops read them; at ZeRO 3 it gathers them.
         masks: Whether the program masks idle ops.
+        gather: Returns the params of one layer as ops read them; at ZeRO 3 it gathers them.
+        scatter: Returns the gradients of one layer as they are added.
+        reduce: Returns the complete gradients of some layers, along their leading dim, reduced over the replicas.
+        is_late: Whether masked ticks ``scatter`` and add the gradients of a layer while they compute those of the next one.
     """
 
     layout: LayerLayout
     params: list
-    gather: Callable[[list], list]
     masks: bool
+    gather: Callable[[list], list]
+    scatter: Callable[[list], list]
+    reduce: Callable[[list], list]
+    is_late: bool
 
     def num_layers(self, chunk: jax.Array) -> Any:
         """The number of layers of a chunk of this stage: an int if all chunks have the same, so that trip counts are static."""
@@ -87,23 +93,6 @@ class LayerLoop:
         at = lambda position, carry: body(carry, position, self.params_at(chunk, position))
         return for_range(start, stop, at, carry, back=back)
 
-
-@dataclass(frozen=True)
-class LayerGrads:
-    """How the gradients of layers are added and reduced.
-
-    Attributes:
-        loop: The layers.
-        scatter: Returns the gradients of one layer as they are added.
-        reduce: Returns the complete gradients of some layers, along their leading dim, reduced over the replicas.
-        is_late: Whether masked ticks ``scatter`` and add the gradients of a layer while they compute those of the next one.
-    """
-
-    loop: LayerLoop
-    scatter: Callable[[list], list]
-    reduce: Callable[[list], list]
-    is_late: bool
-
     def add_over_layers(
         self,
         grads_of: GradsOf,
@@ -125,30 +114,17 @@ class LayerGrads:
             everywhere: In place of ``grads_of`` at the positions that hold a layer in every chunk, in a program that masks.
         """
         everywhere = everywhere or grads_of
-        if row.reduces:
-            return self._add_late_and_reduce(grads_of, everywhere, row, carry, sums)
-        if self.is_late and row.on is not True:
-            return self._add_late(grads_of, everywhere, row, carry, sums)
-        add, add_everywhere = self._adding(row, grads_of), self._adding(row, everywhere)
-        return self.loop.over_layers(add, row.chunk, (carry, sums), back=back, everywhere=add_everywhere)
-
-    def _add_late(self, grads_of: GradsOf, everywhere: GradsOf, row: OpRow, carry: Any, sums: list) -> tuple[Any, list]:
-        carry, sums = self._add_to_some(grads_of, row, carry, sums)
-        return self._one_behind(everywhere, self._added_at(row), row.chunk, carry, sums)
-
-    def _add_late_and_reduce(
-        self, grads_of: GradsOf, everywhere: GradsOf, row: OpRow, carry: Any, sums: list
-    ) -> tuple[Any, list]:
-        carry, sums = self._add_to_some(grads_of, row, carry, sums)
-        positions = self.loop.layout.positions_per_chunk
-        reduce, totals = self._reducing(row, [a.reshape(-1, positions, *a.shape[1:]) for a in sums])
+        if not (row.reduces or (self.is_late and row.on is not True)):
+            add, add_everywhere = self._adding(row, grads_of), self._adding(row, everywhere)
+            return self.over_layers(add, row.chunk, (carry, sums), back=back, everywhere=add_everywhere)
+        # Positions that do not hold a layer in every chunk have a loop whose length the host does not know.
+        of_some, add = (self.layout.min_layers, self.num_layers(row.chunk)), self._adding(row, grads_of)
+        carry, sums = self.over_positions(*of_some, add, row.chunk, (carry, sums), back=True)
+        if not row.reduces:
+            return self._one_behind(everywhere, self._added_at(row), row.chunk, carry, sums)
+        reduce, totals = self._reducing(row, sums)
         carry, totals = self._one_behind(everywhere, reduce, row.chunk, carry, totals)
         return carry, [total.reshape(-1, *total.shape[2:]) for total in totals]
-
-    def _add_to_some(self, grads_of: GradsOf, row: OpRow, carry: Any, sums: list) -> tuple[Any, list]:
-        """At the positions that do not hold a layer in every chunk: a loop whose length the host does not know."""
-        of_some, add = (self.loop.layout.min_layers, self.loop.num_layers(row.chunk)), self._adding(row, grads_of)
-        return self.loop.over_positions(*of_some, add, row.chunk, (carry, sums), back=True)
 
     def _adding(self, row: OpRow, grads_of: GradsOf) -> Callable:
         """The body of a loop that adds the gradients of a layer at once."""
@@ -161,24 +137,24 @@ class LayerGrads:
         return add
 
     def _added_at(self, row: OpRow) -> Finish:
-        positions = self.loop.layout.positions_per_chunk
-        return lambda sums, grads, at: self._added(sums, self._masked(grads, row), row.chunk * positions + at)
+        first = row.chunk * self.layout.positions_per_chunk
+        return lambda sums, grads, at: buffers.add_at(sums, self._masked(grads, row), first + at)
 
     def _one_behind(self, grads_of: GradsOf, finish: Finish, chunk: Any, carry: Any, totals: list) -> tuple[Any, list]:
         """Runs ``grads_of`` over the positions that hold a layer in every chunk, back, and ``finish`` one trip behind."""
-        num_layers = self.loop.layout.min_layers
+        num_layers = self.layout.min_layers
         if num_layers == 0:
             return carry, totals
         # XLA must not know the position: it turns slices at a loop's own index into asynchronous copies, and as of JAX 0.11 it
         # then ends the reduction before the products. Nor may it gather these params (ZeRO 3) for the next tick and compile
         # the ticks twice for that: they depend on the sums.
         last, totals = jax.lax.optimization_barrier((jnp.int32(num_layers - 1), totals))
-        carry, grads = grads_of(carry, last, self.loop.params_at(chunk, last))
+        carry, grads = grads_of(carry, last, self.params_at(chunk, last))
 
         def trip(_: Any, state: tuple) -> tuple:
             carry, totals, grads, position = state
             totals = finish(totals, grads, position)
-            carry, grads = grads_of(carry, position - 1, self.loop.params_at(chunk, position - 1))
+            carry, grads = grads_of(carry, position - 1, self.params_at(chunk, position - 1))
             return carry, totals, grads, position - 1
 
         carry, totals, grads, first = jax.lax.fori_loop(0, num_layers - 1, trip, (carry, totals, grads, last))
@@ -192,9 +168,13 @@ class LayerGrads:
 
         Args:
             row: The op's row of the tables.
-            sums: ``[num_chunks, positions_per_chunk, ...]`` for each param of a layer.
+            sums: ``[num_chunks * positions_per_chunk, ...]`` for each param of a layer.
+
+        Returns:
+            ``finish``, and the totals ``[num_chunks, positions_per_chunk, ...]``.
         """
-        everywhere, positions = self.loop.layout.min_layers, self.loop.layout.positions_per_chunk
+        everywhere, positions = self.layout.min_layers, self.layout.positions_per_chunk
+        sums = [a.reshape(-1, positions, *a.shape[1:]) for a in sums]
         like = jax.eval_shape(self.reduce, [a[:, 0] for a in sums])
         in_place = [new.shape == a[:, 0].shape for new, a in zip(like, sums, strict=True)]
         totals = [
@@ -209,15 +189,12 @@ class LayerGrads:
         def finish(totals: list, grads: list, position: Any) -> list:
             read = [total if same else a for total, a, same in zip(totals, sums, in_place, strict=True)]
             here = [jax.lax.dynamic_index_in_dim(a, position, axis=1, keepdims=False) for a in read]
-            return put(totals, self.reduce(self._added(here, self._masked(grads, row), row.chunk)), position)
+            return put(totals, self.reduce(buffers.add_at(here, self._masked(grads, row), row.chunk)), position)
 
         if everywhere < positions:
             rest = [a[:, everywhere:] for a in sums]
             totals = put(totals, self.reduce([a.reshape(-1, *a.shape[2:]) for a in rest]), everywhere)
         return finish, totals
-
-    def _added(self, sums: list, grads: list, index: Any) -> list:
-        return buffers.add_at(sums, grads, index)
 
     def _masked(self, grads: list, row: OpRow) -> list:
         """The gradients of one layer as they are added; zeros where the op is off."""

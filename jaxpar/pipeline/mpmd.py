@@ -25,7 +25,7 @@ from jaxpar._compat import Tracer
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
 from jaxpar.mesh import num_replicas, spec_of_rows
 from jaxpar.pipeline.layout import LayerLayout, check_layout, close_params, open_params
-from jaxpar.pipeline.mpmd_params import ListedLayers, Outer, StackedLayers, check_one_process, submeshes
+from jaxpar.pipeline.mpmd_params import ListedLayers, OnOneStage, StackedLayers, check_one_process, submeshes
 from jaxpar.pipeline.mpmd_stages import (
     jit_grads,
     jit_op,
@@ -130,7 +130,7 @@ class _Pipeline:
         split = lambda rows: executor.split(rows, schedule.num_microbatches)
 
         self.mesh, self.meshes, self.schedule = mesh, submeshes(mesh), schedule
-        self.outer = Outer(params[OUTER], mesh)
+        self.outer = OnOneStage(params[OUTER], mesh)
         self.layers = (
             StackedLayers(params[LAYERS], mesh, layout, is_packed=is_packed)
             if stacked
@@ -146,17 +146,14 @@ class _Pipeline:
             self.virtual_stages = make_virtual_stages(
                 executor.model, executor.loss, schedule, layout, shapes, rows, split, self.layers.shards
             )
-        self.ends, self.first_stage, self.last_stage = (
-            self.virtual_stages[0].ends,
-            self.virtual_stages[0].stage,
-            self.virtual_stages[-1].stage,
-        )
+        self.ends, self.last = self.virtual_stages[0].ends, len(self.virtual_stages) - 1
+        self.first_stage, self.last_stage = self.virtual_stages[0].stage, self.virtual_stages[-1].stage
         self.like = [{"layers": own} for own in self.layers.like]
         self.like[self.first_stage]["embed"] = self.outer.like(self.ends.embed_trains, self.first_stage)
         self.like[self.last_stage]["head"] = self.outer.like(self.ends.head_trains, self.last_stage)
         self._make_functions(traced, executor.reduce, executor.reduce_dtype)
-        numbers = np.arange(schedule.num_microbatches, dtype=np.int32)
-        self.indices = [jax.device_put(list(numbers), NamedSharding(m, PartitionSpec())) for m in self.meshes]
+        numbers = list(np.arange(schedule.num_microbatches, dtype=np.int32))
+        self.indices = [jax.device_put(numbers, NamedSharding(each, PartitionSpec())) for each in self.meshes]
         self.routes: dict[tuple[int, int, str], list[NamedSharding]] = {}
 
     def _make_functions(self, traced: Any, reduce: Callable[..., PyTree], reduce_dtype: Any) -> None:
@@ -167,17 +164,10 @@ class _Pipeline:
         ]
         sums[self.last_stage]["loss"] = self.ends.loss_sums
         sums = [jax.tree.map(partial(sum_like, mesh), own) for mesh, own in zip(self.meshes, sums, strict=True)]
-
         self.zeros = [jit_zeros(own) for own in sums]
         self.ops = {
-            (number, kind): jit_op(
-                virtual_stage,
-                kind,
-                self.meshes[virtual_stage.stage],
-                virtual_stage.values_of(sums[virtual_stage.stage], virtual_stage.changes(kind)),
-                traced.manual_axes,
-            )
-            for number, virtual_stage in enumerate(self.virtual_stages)
+            (number, kind): jit_op(each, kind, self.meshes[each.stage], sums[each.stage], traced.manual_axes)
+            for number, each in enumerate(self.virtual_stages)
             for kind in self.schedule.kinds
         }
         self.weight = jit_weight(self.meshes[self.last_stage], traced, reduce)
@@ -185,21 +175,13 @@ class _Pipeline:
         totals = sums[self.last_stage]["loss"]
         with jax.set_mesh(NO_MESH):
             self.value_shape = jax.eval_shape(self.value, totals, jax.ShapeDtypeStruct((), totals[0].dtype))
-        reduce = partial(reduce, dtype=reduce_dtype)
-        self.params, self.grads = [], []
-        for stage, mesh in enumerate(self.meshes):
-            chunks = [virtual_stage for virtual_stage in self.virtual_stages if virtual_stage.stage == stage]
-            self.params.append(jit_params(chunks, partial(self.layers.split, stage=stage)))
-            self.grads.append(jit_grads(mesh, self.like[stage], partial(self.layers.stack, stage=stage), reduce))
-
-    def route(self, made: list[jax.Array], virtual_stage: int, to: int, name: str) -> list[NamedSharding]:
-        """The shardings of a message on the receiver's stage, the same as on the sender's."""
-        key = (virtual_stage, to, name)
-        if key not in self.routes:
-            mesh = self.meshes[self.virtual_stages[to].stage]
-            specs = [getattr(leaf.sharding, "spec", spec_of_rows(mesh)) for leaf in made]
-            self.routes[key] = [NamedSharding(mesh, spec) for spec in specs]
-        return self.routes[key]
+        of_stage = lambda stage: [each for each in self.virtual_stages if each.stage == stage]
+        split, stack = self.layers.split, self.layers.stack
+        self.params = [jit_params(of_stage(i), partial(split, stage=i)) for i in range(len(self.meshes))]
+        self.grads = [
+            jit_grads(mesh, self.like[i], partial(stack, stage=i), partial(reduce, dtype=reduce_dtype))
+            for i, mesh in enumerate(self.meshes)
+        ]
 
 
 class _Step:
@@ -212,13 +194,12 @@ class _Step:
         self.whole: list[Values] = [{"layers": f(own)} for f, own in zip(pipeline.params, layers, strict=True)]
         self.whole[first]["embed"] = pipeline.outer.enter(params[OUTER], ends.embed_reads, first)
         self.whole[last]["head"] = pipeline.outer.enter(params[OUTER], ends.head_reads, last)
-        rows = [NamedSharding(pipeline.meshes[stage], spec_of_rows(pipeline.mesh)) for stage in (first, last)]
+        rows = spec_of_rows(pipeline.mesh)
         self.rows = {
-            0: jax.device_put(batch, rows[0]),
-            len(pipeline.virtual_stages) - 1: jax.device_put(batch, rows[1]),
+            virtual_stage: jax.device_put(batch, NamedSharding(pipeline.meshes[stage], rows))
+            for virtual_stage, stage in ((0, first), (pipeline.last, last))
         }
-        self.total_weight = pipeline.weight(self.rows[len(pipeline.virtual_stages) - 1])
-        self.whole[last]["total_weight"] = self.total_weight
+        self.total_weight = self.whole[last]["total_weight"] = pipeline.weight(self.rows[pipeline.last])
         self.sums = [zeros() for zeros in pipeline.zeros]
         self.arrived: dict[tuple[str, int, int], list] = {}
         self.stored: list[dict[tuple[int, int], Values]] = [{} for _ in pipeline.meshes]
@@ -235,16 +216,10 @@ class _Step:
         virtual_stage, key = self.pipeline.schedule.virtual_stage(stage, op.chunk), (op.microbatch, op.chunk)
         own = self.take(op.kind, virtual_stage, stage, key)
         made = self.call(op, virtual_stage, stage, own)
-        if "x" in made:
-            self.send("x", made.pop("x"), virtual_stage, virtual_stage + 1, op.microbatch)
-        if "ct" in made:  # the head sends it to its own virtual stage
-            self.send(
-                "ct",
-                made.pop("ct"),
-                virtual_stage,
-                virtual_stage if op.kind == "F" else virtual_stage - 1,
-                op.microbatch,
-            )
+        # The head sends the cotangent to its own virtual stage.
+        for name, to in {"x": virtual_stage + 1, "ct": virtual_stage - (op.kind == "B")}.items():
+            if name in made:
+                self.send(name, made.pop(name), virtual_stage, to, op.microbatch)
         if made:
             self.stored[stage][key] = made | ({"residuals_w": own["residuals_w"]} if op.kind == "B" else {})
 
@@ -268,37 +243,32 @@ class _Step:
 
     def args(self, op: Op, virtual_stage: int, stage: int, own: Values) -> tuple[Values, Values, PyTree, Values]:
         """The arguments of an op's function."""
-        values_of = self.pipeline.virtual_stages[virtual_stage].values_of
-        sums = values_of(self.sums[stage], self.pipeline.virtual_stages[virtual_stage].changes(op.kind))
-        whole = values_of(self.whole[stage], self.whole[stage]) | {"index": self.pipeline.indices[stage][op.microbatch]}
-        return sums, whole, self.rows.get(virtual_stage), own
+        this = self.pipeline.virtual_stages[virtual_stage]
+        sums = this.values_of(self.sums[stage], this.changes(op.kind))
+        whole = this.values_of(self.whole[stage], self.whole[stage])
+        return sums, whole | {"index": self.pipeline.indices[stage][op.microbatch]}, self.rows.get(virtual_stage), own
 
     def send(self, name: str, arrays: list[jax.Array], virtual_stage: int, to: int, microbatch: int) -> None:
-        """Sends arrays to the stage of another virtual stage."""
-        self.arrived[name, to, microbatch] = jax.device_put(
-            arrays, self.pipeline.route(arrays, virtual_stage, to, name)
-        )
+        """Sends arrays to the stage of another virtual stage, where they have the shardings that they have here."""
+        routes, route = self.pipeline.routes, (virtual_stage, to, name)
+        if route not in routes:
+            mesh = self.pipeline.meshes[self.pipeline.virtual_stages[to].stage]
+            specs = [getattr(leaf.sharding, "spec", spec_of_rows(mesh)) for leaf in arrays]
+            routes[route] = [NamedSharding(mesh, spec) for spec in specs]
+        self.arrived[name, to, microbatch] = jax.device_put(arrays, routes[route])
 
     def value_and_grads(self) -> tuple[PyTree, PyTree]:
         """The loss over the whole batch, and the gradients, sharded like the params at rest."""
-        pipeline, whole = self.pipeline, PartitionSpec()
+        pipeline, ends = self.pipeline, self.pipeline.ends
         value = pipeline.value(self.sums[pipeline.last_stage].pop("loss"), self.total_weight)
         grads = [
-            pipeline.grads[stage]({name: self.sums[stage].pop(name) for name in like})
-            for stage, like in enumerate(pipeline.like)
+            of_stage({name: sums.pop(name) for name in like})
+            for of_stage, sums, like in zip(pipeline.grads, self.sums, pipeline.like, strict=True)
         ]
-        outer = self.outer_grads(grads[pipeline.first_stage]["embed"], grads[pipeline.last_stage]["head"])
+        outer = dict(zip(ends.embed_trains, grads[pipeline.first_stage]["embed"], strict=True))
+        for i, grad in zip(ends.head_trains, grads[pipeline.last_stage]["head"], strict=True):
+            # Gradients of params that both ends read are added on the first stage.
+            outer[i] = outer[i] + jax.device_put(grad, outer[i].sharding) if i in outer else grad
         layers = pipeline.layers.leave([own["layers"] for own in grads])
-        return jax.device_put(value, NamedSharding(pipeline.mesh, whole)), {OUTER: outer, LAYERS: layers}
-
-    def outer_grads(self, embed: list[jax.Array], head: list[jax.Array]) -> PyTree:
-        """The gradients of outer from those of both ends; gradients of params that both read are added on the first stage."""
-        pipeline, ends = self.pipeline, self.pipeline.ends
-        total = {i: (grad, pipeline.first_stage) for i, grad in zip(ends.embed_trains, embed, strict=True)}
-        for i, grad in zip(ends.head_trains, head, strict=True):
-            tied = total.get(i)
-            if tied is None:
-                total[i] = (grad, pipeline.last_stage)
-            else:
-                total[i] = (tied[0] + jax.device_put(grad, tied[0].sharding), pipeline.first_stage)
-        return pipeline.outer.leave(total)
+        value = jax.device_put(value, NamedSharding(pipeline.mesh, PartitionSpec()))
+        return value, {OUTER: pipeline.outer.leave(outer), LAYERS: layers}

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from jaxpar.backward.partition import ParamShards, cut_of
@@ -123,12 +123,12 @@ class RestSharding:
             return move(pieces[stage], whole)
         return _joiner(self.stage_dim, whole)([jax.device_put(piece, self.on(stage)) for piece in pieces])
 
-    def scatter(self, array: jax.Array, stage: int) -> jax.Array:
-        """Returns the array at rest from a complete array on one stage, with the sharding ``on(stage)``."""
+    def scatter(self, array: jax.Array) -> jax.Array:
+        """Returns the array at rest from a complete array on one stage, with its sharding there (``on``)."""
         count = len(self._submeshes)
         pieces = [array] * count
         if self.stage_dim is not None:
-            pieces = _cutter(self.stage_dim, count, self.on(stage))(array)
+            pieces = _cutter(self.stage_dim, count, array.sharding)(array)
         return self.join([jax.device_put(piece, self.on(s)) for s, piece in enumerate(pieces)])
 
 
@@ -146,7 +146,7 @@ def _joiner(dim: int, sharding: NamedSharding) -> Callable[[Sequence[jax.Array]]
 
 
 @lru_cache(maxsize=4096)
-def _cutter(dim: int, count: int, sharding: NamedSharding) -> Callable[[jax.Array], list[jax.Array]]:
+def _cutter(dim: int, count: int, sharding: Sharding) -> Callable[[jax.Array], list[jax.Array]]:
     return jax.jit(lambda array: jnp.split(array, count, axis=dim), out_shardings=[sharding] * count)
 
 
@@ -212,31 +212,17 @@ class ListedLayers:
     """A list of layers that may differ; on a stage, a list of arrays for each layer."""
 
     def __init__(self, layers: list[PyTree], mesh: Mesh, layout: LayerLayout) -> None:
-        self._trees = [jax.tree.structure(only_trained(layer)) for layer in layers]
-        self._own = [trained_indices(layer) for layer in layers]
-        self._at_rest = [[_spread(leaf, mesh) for leaf in jax.tree.leaves(layer)] for layer in layers]
-        cuts = lambda layer: tuple(cut_of(home.given.spec, TENSOR) for home in layer)
-        self.shards = [ParamShards(cuts(layer), mesh.shape[TENSOR]) for layer in self._at_rest]
+        self._each = [OnOneStage(layer, mesh) for layer in layers]
+        self.shards = [layer.shards for layer in self._each]
         order = layout.packed_order.reshape(layout.num_stages, -1).tolist()
         self._by_stage = [[layer for layer in stage if layer >= 0] for stage in order]
-        shapes = [[jax.typeof(leaf) for leaf in jax.tree.leaves(layer)] for layer in layers]
         self.like = self.like_each = [
-            [[_like(shapes[i][j], self._at_rest[i][j], stage) for j in self._own[i]] for i in layers]
-            for stage, layers in enumerate(self._by_stage)
+            [self._each[i].like(self._each[i].trained, stage) for i in own] for stage, own in enumerate(self._by_stage)
         ]
 
     def enter(self, layers: list[PyTree]) -> list[list[Arrays]]:
         """Returns each stage's layers, on the stage."""
-        return [
-            [
-                [
-                    rest.gather(leaf, stage)
-                    for rest, leaf in zip(self._at_rest[i], jax.tree.leaves(layers[i]), strict=True)
-                ]
-                for i in own
-            ]
-            for stage, own in enumerate(self._by_stage)
-        ]
+        return [[self._each[i].enter(layers[i], None, stage) for i in own] for stage, own in enumerate(self._by_stage)]
 
     def split(self, layers: list[Arrays], stage: int) -> list[Arrays]:
         """Returns the arrays of each layer of a stage."""
@@ -248,41 +234,47 @@ class ListedLayers:
 
     def leave(self, grads: Sequence[list[Arrays]]) -> list[PyTree]:
         """Returns the gradients of layers, from those of each stage."""
-        found: dict[int, PyTree] = {}
-        for stage, own in enumerate(self._by_stage):
-            for i, layer in zip(own, grads[stage], strict=True):
-                shardings = [self._at_rest[i][j] for j in self._own[i]]
-                leaves = [rest.scatter(grad, stage) for rest, grad in zip(shardings, layer, strict=True)]
-                found[i] = jax.tree.unflatten(self._trees[i], leaves)
-        return [found[i] for i in sorted(found)]
+        each = {
+            i: layer
+            for own, layers in zip(self._by_stage, grads, strict=True)
+            for i, layer in zip(own, layers, strict=True)
+        }
+        return [layer.leave(dict(zip(layer.trained, each[i], strict=True))) for i, layer in enumerate(self._each)]
 
 
-class Outer:
-    """Outer params, of which each end of the model has those that it reads."""
+class OnOneStage:
+    """A tree of params of which each leaf is used on one stage: outer params, or one of a list of layers.
 
-    def __init__(self, outer: PyTree, mesh: Mesh) -> None:
-        leaves, self._tree = jax.tree.leaves(outer), jax.tree.structure(only_trained(outer))
-        self._own = trained_indices(outer)
+    Attributes:
+        trained: The indices of the leaves that are trained.
+        shards: How the leaves are sharded over ``tensor``.
+    """
+
+    def __init__(self, params: PyTree, mesh: Mesh) -> None:
+        leaves, self._tree = jax.tree.leaves(params), jax.tree.structure(only_trained(params))
+        self.trained = trained_indices(params)
         self._shapes = [jax.typeof(leaf) for leaf in leaves]
         self._at_rest = [_spread(leaf, mesh) for leaf in leaves]
+        cuts = tuple(cut_of(rest.given.spec, TENSOR) for rest in self._at_rest)
+        self.shards = ParamShards(cuts, mesh.shape[TENSOR])
 
-    def like(self, reads: Sequence[int], stage: int) -> Arrays:
-        """Returns the shapes, dtypes and shardings of the leaves that a stage reads."""
-        return [_like(self._shapes[i], self._at_rest[i], stage) for i in reads]
+    def like(self, indices: Sequence[int], stage: int) -> Arrays:
+        """Returns the shapes, dtypes and shardings of some leaves on a stage."""
+        return [_like(self._shapes[i], self._at_rest[i], stage) for i in indices]
 
-    def enter(self, outer: PyTree, reads: Sequence[int], stage: int) -> Arrays:
-        """Returns the leaves that a stage reads, on the stage."""
-        leaves = jax.tree.leaves(outer)
-        return [self._at_rest[i].gather(leaves[i], stage) for i in reads]
+    def enter(self, params: PyTree, indices: Sequence[int] | None, stage: int) -> Arrays:
+        """Returns some leaves, or all, on a stage."""
+        leaves = jax.tree.leaves(params)
+        return [self._at_rest[i].gather(leaves[i], stage) for i in (range(len(leaves)) if indices is None else indices)]
 
-    def leave(self, grads: Mapping[int, tuple[jax.Array, int]]) -> PyTree:
-        """Returns the gradients of outer, from the gradient and stage of some leaves; the gradients of the others are zero."""
+    def leave(self, grads: Mapping[int, jax.Array]) -> PyTree:
+        """Returns the gradients at rest, from those of some leaves on their stages; the gradients of the others are zero."""
 
         def grad_of(i: int) -> jax.Array:
             rest, shape = self._at_rest[i], self._shapes[i]
-            return rest.scatter(*grads[i]) if i in grads else jnp.zeros(shape.shape, shape.dtype, device=rest.given)
+            return rest.scatter(grads[i]) if i in grads else jnp.zeros(shape.shape, shape.dtype, device=rest.given)
 
-        return jax.tree.unflatten(self._tree, [grad_of(i) for i in self._own])
+        return jax.tree.unflatten(self._tree, [grad_of(i) for i in self.trained])
 
 
 def _spread(leaf: Any, mesh: Mesh) -> RestSharding:

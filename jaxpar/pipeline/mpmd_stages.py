@@ -15,6 +15,7 @@ A jitted op is manual over ``data``: each replica computes on its own rows and a
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import jax
@@ -28,64 +29,16 @@ from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import is_float, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import DATA, num_replicas, spec_of_rows
-from jaxpar.pipeline.embed_and_head import Ends, split_ends
+from jaxpar.pipeline.embed_and_head import Ends
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.mpmd_params import without
 from jaxpar.schedule import Schedule
 from jaxpar.shard_map import manual_over_data_and_stage
 
 Arrays = Sequence[Any]
-Stored = dict[str, Any]
 Values = dict[str, Any]
+Microbatch = Callable[[], PyTree]
 Reduce = Callable[[PyTree], PyTree]
-
-
-@dataclass(frozen=True)
-class Layers:
-    """The layers of a virtual stage, which may differ."""
-
-    layers: Sequence[SplitLayer]
-
-    def forward(self, params: Sequence[Arrays], x: Arrays) -> list:
-        """Returns y."""
-        for layer, own in zip(self.layers, params, strict=True):
-            x = layer.forward(own, x)
-        return list(x)
-
-    def forward_and_store(self, params: Sequence[Arrays], x: Arrays) -> tuple[list, Stored]:
-        """Returns y and its residuals."""
-        stored = []
-        for layer, own in zip(self.layers, params, strict=True):
-            x, *for_layer = layer.forward_and_store(own, x)
-            stored.append(for_layer)
-        return list(x), {"residuals_b": [b for b, _ in stored], "residuals_w": [w for _, w in stored]}
-
-    def backward_input(self, params: Sequence[Arrays], stored: Stored, ct: Arrays) -> tuple[list, Stored]:
-        """Returns dx and the cotangents that W reads."""
-        cotangents_w: list[Arrays] = []
-        for layer, *own in self._reversed(params, stored["residuals_b"], stored["residuals_w"]):
-            ct, for_layer = layer.backward_input(*own, ct)
-            cotangents_w.insert(0, for_layer)
-        return list(ct), {"cotangents_w": cotangents_w}
-
-    def backward(
-        self, params: Sequence[Arrays], stored: Stored, ct: Arrays, sums: Sequence[Arrays]
-    ) -> tuple[list, list]:
-        """Returns dx and the sums with the gradients added."""
-        added: list[Arrays] = []
-        for layer, total, *own in self._reversed(sums, params, stored["residuals_b"], stored["residuals_w"]):
-            ct, grads = layer.backward(*own, ct)
-            added.insert(0, add(total, grads))
-        return list(ct), added
-
-    def backward_weights(self, params: Sequence[Arrays], stored: Stored, sums: Sequence[Arrays]) -> list:
-        """Returns the sums with the gradients added."""
-        each = zip(self.layers, sums, params, stored["residuals_w"], stored["cotangents_w"], strict=True)
-        return [add(total, layer.backward_weights(*own)) for layer, total, *own in each]
-
-    def _reversed(self, *arrays: Sequence[Arrays]) -> list[tuple]:
-        """Each layer with its own of some arrays, the last layer first."""
-        return list(zip(self.layers, *arrays, strict=True))[::-1]
 
 
 def add(sums: Arrays, grads: Arrays) -> list:
@@ -96,38 +49,42 @@ def add(sums: Arrays, grads: Arrays) -> list:
     return [total + grad.astype(total.dtype)[None] for total, grad in zip(sums, grads, strict=True)]
 
 
+def add_each(sums: Sequence[Arrays], grads: Sequence[Arrays]) -> list[list]:
+    """Returns the sums of each layer with its gradients added."""
+    return [add(*each) for each in zip(sums, grads, strict=True)]
+
+
 @dataclass(frozen=True)
 class VirtualStage:
     """One virtual stage and its ops.
 
     Attributes:
         stage: The stage that holds it.
-        layers: Its layers.
+        layers: Its layers, which may differ.
         positions: Which of the stage's layers they are.
         is_first: Whether its input comes from the embedding.
         is_last: Whether its output goes to the head.
         ends: Embedding and head.
         microbatch_of: ``(a replica's rows, index) -> microbatch``.
-        splits_backward: Whether B leaves the gradients of the weights to W.
-        recomputes: Whether R stores the residuals, not F.
+        schedule: The schedule, which says whether B leaves the gradients of the weights to W, and whether R stores the
+            residuals, not F.
     """
 
     stage: int
-    layers: Layers
+    layers: Sequence[SplitLayer]
     positions: slice
     is_first: bool
     is_last: bool
     ends: Ends
     microbatch_of: Callable[[PyTree, Any], PyTree]
-    splits_backward: bool
-    recomputes: bool
+    schedule: Schedule
 
     def changes(self, kind: str) -> list[str]:
         """Returns the names of the stage's sums to which an op of a kind adds."""
         names = {
             "F": ["head", "loss"] * self.is_last,
             "R": [],
-            "B": ["layers"] * (not self.splits_backward) + ["embed"] * self.is_first,
+            "B": ["layers"] * (not self.schedule.splits_backward) + ["embed"] * self.is_first,
             "W": ["layers"],
         }
         return ["turn", *names[kind]]
@@ -151,52 +108,52 @@ class VirtualStage:
             Its outputs, by the same names, and the new sums.
         """
         op = {"F": self.forward, "R": self.recompute, "B": self.backward, "W": self.weights}[kind]
-        made, changed = op(sums, whole, rows, own)
+        microbatch = lambda: self.microbatch_of(rows, whole["index"])
+        made, changed = op(sums, whole, microbatch, own)
         return made, sums | changed | {"turn": sums["turn"] + 1}
 
-    def forward(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
+    def forward(self, sums: Values, whole: Values, microbatch: Microbatch, own: Values) -> tuple[Values, Values]:
         """F."""
-        x, stored = self.input(whole, rows, own, self.ends.embed), {}
-        if self.recomputes:
-            y = self.layers.forward(whole["layers"], x)
-        else:
-            y, stored = self.layers.forward_and_store(whole["layers"], x)
+        y, stored = self.run_layers(whole, microbatch, own, self.ends.embed)
+        stored = {} if self.schedule.recomputes else stored
         if not self.is_last:
             return stored | {"x": y}, {}
-        microbatch = self.microbatch_of(rows, whole["index"])
-        loss_sums, grads, ct = self.ends.head(whole["head"], y, microbatch, whole["total_weight"])
+        loss_sums, grads, ct = self.ends.head(whole["head"], y, microbatch(), whole["total_weight"])
         add_one = lambda total, own: add([total], [own])[0]
         changed = {"head": add(sums["head"], grads), "loss": jax.tree.map(add_one, sums["loss"], loss_sums)}
         return stored | {"ct": ct}, changed
 
-    def recompute(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
+    def recompute(self, sums: Values, whole: Values, microbatch: Microbatch, own: Values) -> tuple[Values, Values]:
         """R."""
-        x = self.input(whole, rows, own, self.ends.embed_again)
-        return self.layers.forward_and_store(whole["layers"], x)[1], {}
+        return self.run_layers(whole, microbatch, own, self.ends.embed_again)[1], {}
 
-    def backward(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
+    def run_layers(self, whole: Values, microbatch: Microbatch, own: Values, embed: Callable) -> tuple[list, Values]:
+        """Returns y and the residuals of each layer; XLA computes none that nothing reads."""
+        x, stored = embed(whole["embed"], microbatch()) if self.is_first else own["x"], []
+        for layer, params in zip(self.layers, whole["layers"], strict=True):
+            x, *residuals = layer.forward_and_store(params, x)
+            stored.append(residuals)
+        return list(x), {"residuals_b": [b for b, _ in stored], "residuals_w": [w for _, w in stored]}
+
+    def backward(self, sums: Values, whole: Values, microbatch: Microbatch, own: Values) -> tuple[Values, Values]:
         """B."""
-        made, changed = {}, {}
-        if self.splits_backward:
-            dx, made = self.layers.backward_input(whole["layers"], own, own["ct"])
-        else:
-            dx, changed["layers"] = self.layers.backward(whole["layers"], own, own["ct"], sums["layers"])
+        ct, each, splits = own["ct"], [], self.schedule.splits_backward
+        stored = zip(self.layers, whole["layers"], own["residuals_b"], own["residuals_w"], strict=True)
+        for layer, params, residuals_b, residuals_w in reversed(list(stored)):
+            of_layer = layer.backward_input if splits else layer.backward
+            ct, for_weights = of_layer(params, residuals_b, residuals_w, ct)
+            each.insert(0, for_weights)
+        made, changed = ({"cotangents_w": each}, {}) if splits else ({}, {"layers": add_each(sums["layers"], each)})
         if not self.is_first:
-            return made | {"ct": dx}, changed
-        microbatch = self.microbatch_of(rows, whole["index"])
+            return made | {"ct": list(ct)}, changed
         embed = [total[0] for total in sums["embed"]]
-        embed = add_grads(embed, self.ends.embed_backward, whole["embed"], microbatch, dx)
+        embed = add_grads(embed, self.ends.embed_backward, whole["embed"], microbatch(), list(ct))
         return made, changed | {"embed": [total[None] for total in embed]}
 
-    def weights(self, sums: Values, whole: Values, rows: PyTree, own: Values) -> tuple[Values, Values]:
+    def weights(self, sums: Values, whole: Values, microbatch: Microbatch, own: Values) -> tuple[Values, Values]:
         """W."""
-        return {}, {"layers": self.layers.backward_weights(whole["layers"], own, sums["layers"])}
-
-    def input(self, whole: Values, rows: PyTree, own: Values, embed: Callable[[list, PyTree], list]) -> list:
-        """The input of F and R."""
-        if self.is_first:
-            return embed(whole["embed"], self.microbatch_of(rows, whole["index"]))
-        return own["x"]
+        each = zip(self.layers, whole["layers"], own["residuals_w"], own["cotangents_w"], strict=True)
+        return {}, {"layers": add_each(sums["layers"], [layer.backward_weights(*given) for layer, *given in each])}
 
 
 def make_virtual_stages(
@@ -227,25 +184,15 @@ def make_virtual_stages(
 
     microbatch = jax.eval_shape(microbatch_of, rows, 0)
     layers, y = _split_layers(model, layout, params, microbatch, shards)
-    ends = split_ends(model, loss, params[OUTER], y, microbatch)
-    virtual_stages, start = [], 0
+    ends = Ends(model, loss, params[OUTER], y, microbatch)
+    virtual_stages, each, counts = [], iter(layers), [0] * schedule.num_stages
     for number, count in enumerate(layout.layers_per_virtual_stage or ()):
-        stage, chunk = schedule.stage_and_chunk(number)
-        position = int(layout.layer_counts[stage, :chunk].sum())
-        virtual_stages.append(
-            VirtualStage(
-                stage=stage,
-                layers=Layers(layers[start : start + count]),
-                positions=slice(position, position + count),
-                is_first=number == 0,
-                is_last=number == schedule.num_virtual_stages - 1,
-                ends=ends,
-                microbatch_of=microbatch_of,
-                splits_backward=schedule.splits_backward,
-                recomputes=schedule.recomputes,
-            )
-        )
-        start += count
+        stage, _ = schedule.stage_and_chunk(number)
+        positions = slice(counts[stage], counts[stage] + count)
+        is_last = number == schedule.num_virtual_stages - 1
+        own = list(islice(each, count))
+        virtual_stages.append(VirtualStage(stage, own, positions, number == 0, is_last, ends, microbatch_of, schedule))
+        counts[stage] += count
     return virtual_stages
 
 
@@ -276,7 +223,7 @@ def jit_params(virtual_stages: Sequence[VirtualStage], split: Callable[[PyTree],
         virtual_stages: The virtual stages of the stage.
         split: The params of each layer from those of the stage.
     """
-    layers = [layer for virtual_stage in virtual_stages for layer in virtual_stage.layers.layers]
+    layers = [layer for virtual_stage in virtual_stages for layer in virtual_stage.layers]
     return jax.jit(lambda params: [layer.cast(own) for layer, own in zip(layers, split(params), strict=True)])
 
 
@@ -289,7 +236,7 @@ def jit_op(
         virtual_stage: The virtual stage.
         kind: F, R, B or W.
         mesh: The mesh of its stage.
-        sums: The shapes, dtypes and shardings of the sums to which it adds.
+        sums: The shapes, dtypes and shardings of the sums of its stage.
         axes: The mesh axes over which it is manual.
     """
 
@@ -300,6 +247,7 @@ def jit_op(
     one_replica.__name__ = f"{kind}_on_stage_{virtual_stage.stage}"  # the name in profiles
     whole, each = PartitionSpec(), spec_of_rows(mesh)
     run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole, each, each), out_specs=each, axes=axes)
+    sums = virtual_stage.values_of(sums, virtual_stage.changes(kind))
     return jax.jit(run, donate_argnums=0, out_shardings=(None, jax.tree.map(lambda s: s.sharding, sums)))
 
 

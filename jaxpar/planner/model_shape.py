@@ -23,7 +23,7 @@ from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.params import abstract_params, specs_from_dims
-from jaxpar.pipeline.embed_and_head import Ends, split_ends
+from jaxpar.pipeline.embed_and_head import Ends
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import path_string, shardings_from_paths
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES, split_copied_heads
@@ -248,7 +248,7 @@ class Traced:
         return jax.eval_shape(self._model.embed, self._params[OUTER], self._batch)
 
     def _split_ends(self, **parts: Any) -> Ends:
-        return split_ends(self._model, self._shape.loss, self._params[OUTER], self._x(), self._batch, **parts)
+        return Ends(self._model, self._shape.loss, self._params[OUTER], self._x(), self._batch, **parts)
 
     def _trace_layer(self, keeps_products: bool) -> TracedLayer:
         one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), self._params[LAYERS])

@@ -11,13 +11,14 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
+from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import REPLICAS, TENSOR
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline import spmd_program
-from jaxpar.pipeline.memory import buffers_of
+from jaxpar.pipeline.stage import BUFFERS
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
@@ -45,9 +46,7 @@ class AtRest:
         parallel = Parallel(choice.mesh, self.shardings, zero=choice.zero, trainable=shape.trainable)
         self.state: TrainState = abstract_state(init, None, optimizer, parallel)
         self.params, self._mesh = self.state.params, choice.mesh
-        self.step = shard_step(
-            shape.frozen(packed), choice.mesh, zero=choice.zero, shardings=shape.frozen(self.shardings), layered=True
-        )
+        self.step = shard_step(shape.frozen(packed), parallel, shape.frozen(self.shardings), layered=True)
         self.trained_layers, self.trained_outer = (
             trained_indices(shape.frozen(packed)[part]) for part in (LAYERS, OUTER)
         )
@@ -140,10 +139,14 @@ def step_memory(
 def _pipelined(
     choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[str, int], *, masks: bool, splits: bool
 ) -> dict[str, int]:
-    layout, working = choice.layout(analysis.shape.num_layers), analysis.one_layer_bytes if splits else None
-    layer = analysis.split, analysis.layer
-    buffers = buffers_of(*layer, slots, splits, layout, analysis.x, at_rest.one_layer, working)
-    one_layer, rings = buffers["one_layer"], {"inbox", "residuals_b", "residuals_w", "cotangents_w"}
+    layout = choice.layout(analysis.shape.num_layers)
+    split, layer = analysis.split, analysis.layer
+    of_slot = {name: num_bytes(layer.shapes(split.values[name])) for name in BUFFERS}
+    buffers = {name: slots[name] * layout.positions_per_chunk * size for name, size in of_slot.items()}
+    buffers["inbox"] = (slots["inbox"] + 1) * num_bytes(analysis.x)
+    of_op = lambda name: peak_bytes(layer.graph, *split.plans[name])
+    one_layer = analysis.one_layer_bytes if splits else max(map(of_op, ("forward_and_store", "backward")))
+    rings = set(buffers)
     if choice.stage == 1 and choice.remat is True:  # a layer stores its input, and runs again in B
         positions = layout.positions_per_chunk * slots["residuals_w"]
         buffers |= {"residuals_b": 0, "residuals_w": positions * num_bytes(analysis.x)}

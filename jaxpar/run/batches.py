@@ -38,29 +38,24 @@ def check_microbatches(
     parts = replica * data * count
     if count < 1:
         raise ValueError(f"--num-microbatches must be at least 1; got {count}. Leave it out for the default.")
-    if not flags.may_change("batch_size") and 1 <= batch_size <= num_rows and batch_size < parts:
-        raise ValueError(
-            f"each microbatch of each replica must have a {unit}; got --batch-size {batch_size} of the run to resume, "
-            f"{flags_of_mesh}, {count} microbatches. Choose {that_fit(batch_size, count, batch_size)}."
-        )
-    if parts > num_rows:
-        raise ValueError(
-            f"each microbatch of each replica must have a {unit}; got {flags_of_mesh}, {count} microbatches, --batch-size "
-            f"{batch_size}, {num_rows} {unit}s to learn from{of}. Choose {that_fit(batch_size, count, num_rows)}, or "
-            f"give more {unit}s: {parts} or more."
-        )
-    if not 1 <= batch_size <= num_rows:
+    is_possible = 1 <= batch_size <= num_rows
+    given = f"{flags_of_mesh}, {count} microbatches, --batch-size {batch_size}"
+    if is_possible and batch_size < parts and not flags.may_change("batch_size"):
+        given, remedy = f"{given} of the run to resume", that_fit(batch_size, count, batch_size)
+    elif parts > num_rows:
+        given = f"{given}, {num_rows} {unit}s to learn from{of}"
+        remedy = f"{that_fit(batch_size, count, num_rows)}, or give more {unit}s: {parts} or more"
+    elif not is_possible:
         usual = round_up(min(32, num_rows), parts)
         raise ValueError(
             f"--batch-size must be from 1 to the number of {unit}s to learn from; got {batch_size}, {num_rows} {unit}s{of}. "
             f"Choose such as {usual if usual <= num_rows else parts}."
         )
-    if batch_size < parts:
-        raise ValueError(
-            f"each microbatch of each replica must have a {unit}; got --batch-size {batch_size}, {flags_of_mesh}, "
-            f"{count} microbatches. Choose --batch-size {parts} or more, or {that_fit(batch_size, count, batch_size)}."
-        )
-    return count
+    elif batch_size < parts:
+        remedy = f"--batch-size {parts} or more, or {that_fit(batch_size, count, batch_size)}"
+    else:
+        return count
+    raise ValueError(f"each microbatch of each replica must have a {unit}; got {given}. Choose {remedy}.")
 
 
 def flags_of_replicas(replica: int, data: int) -> str:

@@ -1,13 +1,11 @@
-"""The flags of a training run in groups, each a frozen dataclass, and their checks. Imports no library of command lines.
+"""The flags of a training run in groups, each a frozen dataclass, and their checks.
 
 A script composes its flags of these groups and its own. On the command line tyro shows each group under its name:
 
     @dataclass(frozen=True, kw_only=True)
-    class Config(RunFlags):
-        mesh: MeshFlags = MeshFlags()                        # --mesh.data and so on
+    class Config(BasicFlags):                                # --mesh.data and so on
         common: OmitArgPrefixes[Common] = Common()           # --steps, not --common.steps
         recipe: OmitArgPrefixes[Recipe] = Recipe()           # the script's own
-        ...
 """
 
 import dataclasses
@@ -18,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from tyro.conf import OmitArgPrefixes
 
 from jaxpar.fields import check_at_least, check_from
 from jaxpar.mesh import shown_sizes
@@ -201,14 +201,20 @@ class RunFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnFlags:
+    """The base of the flags that a script alone has."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BasicFlags(RunFlags):
-    """The flags of a loop that has none of its own."""
+    """The flags of a loop, common ones first, rare ones last; a script replaces ``common`` and ``recipe`` by its own."""
 
     mesh: MeshFlags = MeshFlags()
-    common: CommonFlags = CommonFlags()
-    checkpoint: CheckpointFlags = CheckpointFlags()
-    monitoring: MonitoringFlags = MonitoringFlags()
-    gpu: GpuFlags = GpuFlags()
+    common: OmitArgPrefixes[CommonFlags] = CommonFlags()
+    recipe: OmitArgPrefixes[OwnFlags] = OwnFlags()
+    checkpoint: OmitArgPrefixes[CheckpointFlags] = CheckpointFlags()
+    monitoring: OmitArgPrefixes[MonitoringFlags] = MonitoringFlags()
+    gpu: OmitArgPrefixes[GpuFlags] = GpuFlags()
     budget: Budgets = Budgets()
 
 

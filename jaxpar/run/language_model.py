@@ -270,8 +270,10 @@ def make_params(
     packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
     of_experts = EXPERTS_OVER_DATA if experts == "data" else EXPERT_RULES[config.expert_split]
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES | of_experts)
-    init = lambda key: layout.pack_params(with_factors(factors, key, init_params(table, key)))
-    return init, shardings if factors is None else factors.shardings(shardings)
+    if factors is None:
+        return lambda key: layout.pack_params(init_params(table, key)), shardings
+    init = lambda key: layout.pack_params(factors.init(jax.random.fold_in(key, 1), init_params(table, key)))
+    return init, factors.shardings(shardings)
 
 
 def read_weights(
@@ -321,11 +323,6 @@ def make_lora(flags: LoraFlags) -> lora.Lora | None:
         return None
     targets = {name: transformer.LAYER_WEIGHTS[name] for name in flags.lora_targets}
     return lora.Lora(flags.lora_rank, targets, flags.lora_alpha)
-
-
-def with_factors(lora_or_none: lora.Lora | None, key: PyTree, params: PyTree) -> PyTree:
-    """Returns params with the factors of a new run."""
-    return params if lora_or_none is None else lora_or_none.init(jax.random.fold_in(key, 1), params)
 
 
 def num_factor_params(params: PyTree) -> int:

@@ -68,8 +68,10 @@ def status_lines(flags: Any) -> Iterator[None]:
     """
     is_run = isinstance(flags, RunFlags)
     monitoring = flags.monitoring if is_run else MonitoringFlags()
-    seconds = _seconds(monitoring) if not is_run or flags.trains else 0.0
+    seconds = 0.0
     with contextlib.ExitStack() as resources:
+        with contextlib.suppress(ValueError):  # the checks of the flags will report it
+            seconds = log_seconds(monitoring.log_seconds) if not is_run or flags.trains else 0.0
         if monitoring.log_json:
             resources.enter_context(json_output())
         if seconds and not sys.stderr.isatty():
@@ -79,13 +81,6 @@ def status_lines(flags: Any) -> Iterator[None]:
             resources.callback(_shown.clear)
             resources.enter_context(lines)
         yield
-
-
-def _seconds(monitoring: MonitoringFlags) -> float:
-    try:
-        return log_seconds(monitoring.log_seconds)
-    except ValueError:  # the checks of the flags will report it
-        return 0.0
 
 
 def _say_values(values: Mapping[str, Any]) -> None:
@@ -98,14 +93,13 @@ def _say_values(values: Mapping[str, Any]) -> None:
 @contextmanager
 def json_output() -> Iterator[None]:
     """Writes each message in the ``with`` block as a line of JSON."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = JsonStream(before[0]), JsonStream(before[1])
-    try:
-        yield
-    finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        sys.stdout, sys.stderr = before
+    out, err = JsonStream(sys.stdout), JsonStream(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            yield
+        finally:
+            out.flush()
+            err.flush()
 
 
 def phase(name: str, then: str | None = None) -> AbstractContextManager[None]:

@@ -119,16 +119,15 @@ def learning_rate(flags: OptimizedFlags) -> optax.Schedule:
     """
     highest, warmup, steps = flags.common.learning_rate, warmup_steps_of(flags), flags.common.steps
     final = highest / 10 if flags.optimizer.final_learning_rate is None else flags.optimizer.final_learning_rate
-    if flags.optimizer.learning_rate_schedule == "cosine":
-        return optax.warmup_cosine_decay_schedule(0.0, highest, warmup, steps, final)
-    rising, constant = optax.linear_schedule(0.0, highest, warmup), optax.constant_schedule(highest)
-    if flags.optimizer.learning_rate_schedule == "constant":
-        return optax.join_schedules([rising, constant], [warmup])
-    if flags.optimizer.learning_rate_schedule == "linear":
-        return optax.join_schedules([rising, optax.linear_schedule(highest, final, steps - warmup)], [warmup])
-    decay = decay_steps_of(flags)
-    falling = optax.linear_schedule(highest, final, decay)
-    return optax.join_schedules([rising, constant, falling], [warmup, steps - decay])
+    constant, left, decay = optax.constant_schedule(highest), steps - warmup, decay_steps_of(flags)
+    falling = lambda steps: optax.linear_schedule(highest, final, steps)
+    after = {
+        "cosine": lambda: optax.cosine_decay_schedule(highest, left, final / highest),
+        "linear": lambda: falling(left),
+        "constant": lambda: constant,
+        "wsd": lambda: optax.join_schedules([constant, falling(decay)], [left - decay]),
+    }[flags.optimizer.learning_rate_schedule]
+    return optax.join_schedules([optax.linear_schedule(0.0, highest, warmup), after()], [warmup])
 
 
 def warmup_steps_of(flags: OptimizedFlags) -> int:

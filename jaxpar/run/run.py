@@ -59,7 +59,6 @@ class Run:
         samples: ``samples(step)``: the position in the data after that many steps, which is ``origin.samples`` after a resume.
         remedy: What to choose if steps are not finite.
         draw: Draws the pictures of a run that is asked to stop.
-        say: Prints a message; by default on standard output of the first process.
 
     Raises:
         FileNotFoundError: There is nothing to --resume.
@@ -81,7 +80,6 @@ class Run:
         samples: Callable[[int], int] = lambda step: 0,
         remedy: str = "Choose a smaller learning rate.",
         draw: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = say,
     ) -> None:
         self.flags, self.mesh, self.schedule = flags, mesh, schedule
         self.out_dir, self.is_dry = flags.common.out_dir, flags.common.dry_run
@@ -92,7 +90,7 @@ class Run:
             items_per_step, items = 1, "steps"
         self._rate = {"items_per_step": items_per_step, "items": items}
         self._flops_per_step = flops_per_step
-        self._samples, self._remedy, self._draw, self._say = samples, remedy, draw, say
+        self._samples, self._remedy, self._draw = samples, remedy, draw
         self._watchers: list[exporters.Watcher] = []
         self._state: jaxpar.TrainState | None = None
         self._compiled: jax.stages.Compiled | None = None
@@ -126,7 +124,7 @@ class Run:
             self._state = self.checkpoints.restore(self.target, config=self._settings, allow=allowed)
         manifest = self.checkpoints.manifest(int(jaxpar.fetch(self._state.step)))
         saved_on = ", ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
-        self._say(f"resumed from step {manifest.step}, saved on {saved_on}")
+        say(f"resumed from step {manifest.step}, saved on {saved_on}")
         self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
 
     def compile(self, train_step: Any, batch: Any) -> jax.stages.Compiled:
@@ -157,15 +155,15 @@ class Run:
             compiled = self._compiled = lowered.compile()
             with checks():
                 check_permutes(compiled)
-        self._say(f"compiled in {time.perf_counter() - start:.1f} s")
+        say(f"compiled in {time.perf_counter() - start:.1f} s")
         return compiled
 
     def say_cost(self) -> None:
         """Prints the cost of the step on each device: collectives by mesh axis, memory, FLOPs; for GPUs also its roofline."""
         report = inspect_pipeline(self._step(), self.mesh, self.schedule)
-        self._say(report.render())
+        say(report.render())
         if self.flags.gpu.compile_for:
-            self._say("\n" + roofline(report, cluster(self.flags.gpu.compile_for, *self.flags.gpu.shape)).render())
+            say("\n" + roofline(report, cluster(self.flags.gpu.compile_for, *self.flags.gpu.shape)).render())
 
     def begin(self) -> jaxpar.TrainState:
         """Returns the first state, new or restored, once the folder is prepared: --overwrite, config.json.
@@ -180,7 +178,7 @@ class Run:
         if self.flags.common.overwrite and jax.process_index() == 0 and folder.has_run(self.out_dir):
             self.checkpoints.lease.check()
             folder.delete_run(self.out_dir)
-            self._say(f"deleted: the earlier run in {self.out_dir}")
+            say(f"deleted: the earlier run in {self.out_dir}")
         write_config(self.flags, self.mesh)
         return state
 
@@ -249,7 +247,7 @@ class Run:
         lines = read_metrics(self.out_dir / "metrics.jsonl") if jax.process_index() == 0 else []
         if seconds := [line["step_seconds"] for line in lines if line["step"] >= self.first_step]:
             median, count = statistics.median(seconds), self.flags.common.steps - self.first_step
-            self._say(
+            say(
                 f"{count} steps in {self.seconds:.1f} s, evaluations included; a step takes {median * 1e3:.0f} ms (median), "
                 f"{self._rate['items_per_step'] / median:,.0f} {self._rate['items']}/s"
             )
@@ -257,7 +255,7 @@ class Run:
     def say_skipped(self, state: jaxpar.TrainState) -> None:
         """Prints how many steps changed nothing, if any."""
         if skipped := int(jaxpar.fetch(state.num_skipped)):
-            self._say(f"{skipped} steps changed nothing, since their loss or gradients were not finite")
+            say(f"{skipped} steps changed nothing, since their loss or gradients were not finite")
 
     def __enter__(self) -> Self:
         return self
@@ -284,7 +282,7 @@ class Run:
                     began=BEGAN,
                 )
                 self._watchers.append(server)
-                self._say(f"metrics at http://{flags.metrics_address}:{server.port}/metrics")
+                say(f"metrics at http://{flags.metrics_address}:{server.port}/metrics")
             if flags.tensorboard:
                 self._watchers.append(exporters.TensorBoardWriter(self.out_dir / "tensorboard"))
             if flags.profile:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxpar.data.text import Tokenizer
 from jaxpar.models.transformer import TransformerConfig, stream
-from jaxpar.models.transformer.prompts import next_power_of_two, round_up
+from jaxpar.models.transformer.generate import next_power_of_two, round_up
 
 MAX_SHAPES = 64  # shapes of requests whose programs are kept
 # Tokens of the prompt that are decoded with the first new ones, since a tokenizer may put spaces between tokens.

@@ -29,7 +29,7 @@ from jaxpar.huggingface.tokenizer import has_tokenizer
 from jaxpar.models import mlp
 from jaxpar.models.trained_linear import MODEL, TrainedLinear, read_linear
 from jaxpar.models.transformer import TransformerConfig, param_table
-from jaxpar.models.transformer.prompts import next_power_of_two
+from jaxpar.models.transformer.generate import next_power_of_two
 from jaxpar.params import is_spec
 from jaxpar.serve.language_model import LanguageModel
 from jaxpar.serve.openai_api import language_model
@@ -174,10 +174,10 @@ def house_prices(run: Path, name: str) -> Served:
                 examples=[middles[i]],
             ),
         )
-        for i, (feature, (low, high)) in enumerate(zip(linear.names, linear.seen, strict=True))
+        for i, (feature, (low, high)) in enumerate(zip(linear.features, linear.seen, strict=True))
     }
-    example = dict(zip(linear.names, middles, strict=True))
-    about = f"predicts {linear.target} from {', '.join(linear.names)}"
+    example = dict(zip(linear.features, middles, strict=True))
+    about = f"predicts {linear.target} from {', '.join(linear.features)}"
     instance = create_model("House", __base__=Body, **features)
     return _predictor(name, about, instance, example, partial(predict_prices, linear))
 
@@ -186,7 +186,7 @@ def predict_prices(linear: TrainedLinear, instances: Sequence[Body]) -> dict[str
     """Returns for each instance the target, and the features whose values lie outside the training data."""
     rows = [list(instance.model_dump().values()) for instance in instances]
     found = [
-        {"prediction": linear.predict(row), "outside_training_range": [linear.names[i] for i in linear.outside(row)]}
+        {"prediction": linear.predict(row), "outside_training_range": [linear.features[i] for i in linear.outside(row)]}
         for row in rows
     ]
     return {"target": linear.target, "predictions": found}

@@ -5,10 +5,10 @@
     model = transformer.make_model(config)            # a LayeredModel
     tokens = transformer.generate(config, params, prompt, 100, temperature=0.8, key=key)
 
-Read in this order: `config.py` (the options), `presets.py` (the published models), `params.py` (the params), `layers.py` (the
-model), `norms.py`, `attention.py`, `flash_chunks.py` (attention to a gathered sequence), `rope.py` (rotary positions),
-`mlp.py`, `router.py`, `experts.py` with `dispatch.py` (the slots of rows), `balancing.py` (the optimizer of a router's bias),
-`generate.py` with `prompts.py` and `sampling.py`.
+Read in this order: `config.py` (the options), `presets.py` with `presets.toml` (the published models), `params.py` (the
+params), `layers.py` (the model), `norms.py`, `attention.py`, `flash_chunks.py` (attention to a gathered sequence), `rope.py`
+(rotary positions), `mlp.py`, `router.py`, `experts.py` with `dispatch.py` (the slots of rows), `balancing.py` (the optimizer of
+a router's bias), `generate.py` with `sampling.py`.
 """
 
 from jaxpar.models.transformer.balancing import balance_experts, expert_loads

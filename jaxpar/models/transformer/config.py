@@ -2,27 +2,52 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import jax.numpy as jnp
 
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_at_least, check_one_of, check_positive
 from jaxpar.models.transformer.rope import RopeScaling
 
-BIASES = (True, False, "qkv", "attention", "mlp")
-EXPERT_COUNTS = ("num_experts", "experts_per_token", "expert_dim", "num_expert_groups", "groups_per_token")
-EXPERT_CHOICES = {
-    "router_score": ("softmax", "sigmoid"),
-    "expert_split": ("experts", "expert_mlp"),
-    "expert_products": ("auto", "ragged", "tiles"),
-    "expert_exchange": ("auto", "all_to_all", "gather"),
-}
 EXPERT_FIELDS = (  # which have no effect without experts
-    *(*EXPERT_COUNTS[1:], *EXPERT_CHOICES, "num_shared_experts", "normalized_routing", "routed_scaling_factor"),
-    *("router_bias", "balance_coefficient", "z_coefficient", "capacity_factor", "expert_buffer", "num_dense_layers"),
+    *(
+        "experts_per_token",
+        "expert_dim",
+        "num_dense_layers",
+        "num_shared_experts",
+        "num_expert_groups",
+        "groups_per_token",
+    ),
+    *(
+        "router_score",
+        "normalized_routing",
+        "routed_scaling_factor",
+        "router_bias",
+        "balance_coefficient",
+        "z_coefficient",
+    ),
+    *("capacity_factor", "expert_split", "expert_products", "expert_exchange", "expert_buffer"),
 )
+POSITIVE = (
+    *("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "explicit_head_dim", "mlp_dim"),
+    *("max_positions", "window", "vocab_multiple", "kv_copies"),
+    *("num_experts", "experts_per_token", "expert_dim", "num_expert_groups", "groups_per_token"),
+)
+NOT_NEGATIVE = (
+    "num_shared_experts",
+    "num_dense_layers",
+    "routed_scaling_factor",
+    "balance_coefficient",
+    "z_coefficient",
+)
+DIVIDES = {
+    "num_heads": "embed_dim",
+    "num_kv_heads": "num_heads",
+    "kv_copies": "group_size",
+    "num_expert_groups": "num_experts",
+}
 NUMBERS: dict[Any, Any] = dict.fromkeys((int, int | None), Integral) | dict.fromkeys((float, float | None), Real)
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -122,7 +147,7 @@ class TransformerConfig:
     positions: Literal["learned", "rope", "alibi"] = "learned"
     window: int | None = None
     mlp: Literal["gelu", "swiglu"] = "gelu"
-    biases: bool | Literal["qkv", "attention", "mlp"] = True
+    biases: Literal[True, False, "qkv", "attention", "mlp"] = True
     tied: bool = True
     norm_embedding: bool = False
     norm_epsilon: float = 1e-5
@@ -138,7 +163,7 @@ class TransformerConfig:
     expert_dim: int | None = None
     num_dense_layers: int = 0
     num_shared_experts: int = 0
-    router_score: str = "softmax"
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
     normalized_routing: bool = True
     routed_scaling_factor: float = 1.0
     num_expert_groups: int = 1
@@ -147,34 +172,21 @@ class TransformerConfig:
     balance_coefficient: float = 0.0
     z_coefficient: float = 0.0
     capacity_factor: float | None = None
-    expert_split: str = "experts"
-    expert_products: str | Callable[..., Any] = "auto"
-    expert_exchange: str = "auto"
+    expert_split: Literal["experts", "expert_mlp"] = "experts"
+    expert_products: Literal["auto", "ragged", "tiles"] | Callable[..., Any] = "auto"
+    expert_exchange: Literal["auto", "all_to_all", "gather"] = "auto"
     expert_buffer: float | None = None
     tokens: Literal["bytes"] | None = None
     ignored: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            kind, value = NUMBERS.get(each.type), getattr(self, each.name)
-            if kind and not (value is None and each.default is None) and not isinstance(value, kind):
-                name = "an integer" if kind is Integral else "a number"
-                raise TypeError(f"{arg(each.name)} must be {name}; got {value!r}. Convert it.")
-        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "max_positions", "vocab_multiple", "kv_copies")
-        optional = ("num_kv_heads", "mlp_dim", "explicit_head_dim", "window")
-        for name in (*sizes, *(name for name in optional if getattr(self, name) is not None)):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{arg(name)} must be positive; got {getattr(self, name)}. Choose 1 or more.")
-        for name, of in (("num_heads", "embed_dim"), ("kv_heads", "num_heads"), ("kv_copies", "group_size")):
-            if name == "num_heads" and self.explicit_head_dim:
-                continue
-            if getattr(self, of) % getattr(self, name):
-                told = "num_kv_heads" if name == "kv_heads" else name
-                divisors = [n for n in range(1, getattr(self, of) + 1) if getattr(self, of) % n == 0]
-                raise ValueError(
-                    f"{told} must divide {of}; got {told}={getattr(self, name)}, {of}={getattr(self, of)}. "
-                    f"Choose {told} from {', '.join(map(str, divisors))}."
-                )
+            _check_kind(each, getattr(self, each.name))
+        check_at_least(1, **{name: getattr(self, name) for name in POSITIVE})
+        check_at_least(0, **{name: getattr(self, name) for name in NOT_NEGATIVE})
+        for name, of in DIVIDES.items():
+            if name != "num_heads" or self.explicit_head_dim is None:
+                self._check_divides(name, of)
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(
                 f'positions="rope" rotates pairs, so head_dim must be even; got embed_dim={self.embed_dim}, '
@@ -186,95 +198,36 @@ class TransformerConfig:
                 f'a "dynamic" rope scaling needs two pairs or more, so head_dim must be 4 or more; got {self.head_dim}. Choose '
                 "fewer num_heads, or another kind of rope scaling."
             )
-        if not any(self.biases is one or self.biases == one for one in BIASES):
-            raise ValueError(
-                f"biases must be one of {', '.join(map(repr, BIASES))}; got {self.biases!r}. Choose one of them."
-            )
-        if self.attention_over_context not in (None, "gather", "ulysses"):
-            raise ValueError(
-                f'attention_over_context must be "gather", "ulysses" or None; got {self.attention_over_context!r}. Leave it '
-                "out for what moves fewer bytes."
-            )
-        self._check_compute_dtype()
-        self._check_experts()
+        check_one_of(COMPUTE_DTYPES, compute_dtype=_name_of(self.compute_dtype))
         if self.attention == "cudnn" and jnp.dtype(self.compute_dtype).itemsize != 2:
             raise ValueError(
                 f'attention="cudnn" needs a 16-bit compute_dtype; got {jnp.dtype(self.compute_dtype)}. '
                 'Use compute_dtype="bfloat16", or attention="xla".'
             )
-
-    def _check_compute_dtype(self) -> None:
-        try:
-            is_known = jnp.dtype(self.compute_dtype).name in COMPUTE_DTYPES
-        except TypeError:
-            is_known = False
-        if not is_known:
+        if self.num_experts is not None:
+            self._check_experts(self.num_experts)
+        elif changed := [name for name, default in EXPERT_DEFAULTS.items() if getattr(self, name) != default]:
             raise ValueError(
-                f"compute_dtype must be one of {', '.join(COMPUTE_DTYPES)}; got {self.compute_dtype!r}. Choose "
-                '"float32", or "bfloat16".'
+                f"{changed[0]} is for a model with experts; got {changed[0]}={getattr(self, changed[0])!r} and no "
+                "num_experts. Give num_experts, or leave it out."
             )
 
-    def _check_experts(self) -> None:
-        if self.num_experts is None:
-            defaults = {each.name: each.default for each in fields(self) if each.name in EXPERT_FIELDS}
-            if changed := [name for name, default in defaults.items() if getattr(self, name) != default]:
-                raise ValueError(
-                    f"{changed[0]} is for a model with experts; got {changed[0]}={getattr(self, changed[0])!r} and no "
-                    "num_experts. Give num_experts, or leave it out."
-                )
-            return
-        least_of = dict.fromkeys(EXPERT_COUNTS, 1) | {"num_shared_experts": 0, "num_dense_layers": 0}
-        for name, least in least_of.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be {least} or more; got {value}. Choose {least} or more.")
+    def _check_divides(self, name: str, of: str) -> None:
+        divisor, whole = getattr(self, name) or 1, getattr(self, of) or 0
+        if whole % divisor:
+            fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+            raise ValueError(f"{name} must divide {of}; got {name}={divisor}, {of}={whole}. Choose {name} from {fits}.")
+
+    def _check_experts(self, num_experts: int) -> None:
         if self.num_dense_layers >= self.num_layers:
             raise ValueError(
                 f"some layers must have experts; got num_dense_layers={self.num_dense_layers}, num_layers={self.num_layers}. "
                 f"Choose num_dense_layers from 0 to {self.num_layers - 1}, or leave out num_experts."
             )
-        for name, choices in EXPERT_CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices and not (name == "expert_products" and callable(value)):
-                raise ValueError(
-                    f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}. Choose one of them."
-                )
-        for name in ("balance_coefficient", "z_coefficient", "routed_scaling_factor"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name} must be 0 or more; got {getattr(self, name)}. Choose such as 0.01, or leave it out."
-                )
         if self.has_biases("mlp"):
             raise ValueError(
-                f"experts have no biases; got num_experts={self.num_experts}, biases={self.biases!r}. Choose biases=False, or "
+                f"experts have no biases; got num_experts={num_experts}, biases={self.biases!r}. Choose biases=False, or "
                 '"qkv" or "attention".'
-            )
-        self._check_choice_of_experts(self.num_experts)
-        if self.expert_buffer is not None and not 1 <= self.expert_buffer < math.inf:
-            raise ValueError(
-                f"replicas get as many rows as their tokens have on average, so {arg('expert_buffer')} must be 1 or more; got "
-                f"{self.expert_buffer}. Choose such as 1.5, or leave it out for room for all rows."
-            )
-        if self.capacity_factor is None:
-            return
-        if not 0 < self.capacity_factor < math.inf:
-            raise ValueError(
-                f"an expert must have room for a token; got capacity_factor={self.capacity_factor}. Choose such as 1.25, or "
-                "None to drop nothing."
-            )
-        for name, default in (("expert_products", "auto"), ("expert_buffer", None)):
-            if getattr(self, name) != default:
-                raise ValueError(
-                    f"with a capacity the experts are one batched product, so {name} has no effect; got "
-                    f"capacity_factor={self.capacity_factor}, {name}={getattr(self, name)!r}. Leave one of them out."
-                )
-
-    def _check_choice_of_experts(self, num_experts: int) -> None:
-        if num_experts % self.num_expert_groups:
-            divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-            raise ValueError(
-                f"num_expert_groups must divide num_experts; got num_expert_groups={self.num_expert_groups}, "
-                f"num_experts={num_experts}. Choose num_expert_groups from {', '.join(map(str, divisors))}."
             )
         if self.groups_per_token > self.num_expert_groups:
             raise ValueError(
@@ -288,6 +241,17 @@ class TransformerConfig:
                 f"a token can use as many experts as there are; got experts_per_token={self.experts_per_token} of {there} "
                 f"experts{of_groups}. Choose experts_per_token from 1 to {there}."
             )
+        # Replicas get as many rows as their tokens have on average.
+        check_at_least(
+            1, "Choose such as 1.5, or leave it out for room for all rows.", expert_buffer=self.expert_buffer
+        )
+        check_positive("Choose such as 1.25, or None to drop nothing.", capacity_factor=self.capacity_factor)
+        for name in ("expert_products", "expert_buffer"):
+            if self.capacity_factor is not None and getattr(self, name) != EXPERT_DEFAULTS[name]:
+                raise ValueError(
+                    f"with a capacity the experts are one batched product, so {name} has no effect; got "
+                    f"capacity_factor={self.capacity_factor}, {name}={getattr(self, name)!r}. Leave one of them out."
+                )
 
     @property
     def head_dim(self) -> int:
@@ -347,15 +311,43 @@ class TransformerConfig:
         Raises:
             ValueError: The axis does not divide the query heads.
         """
-        copies = tensor // math.gcd(tensor, self.kv_heads)
-        if self.num_heads % tensor or self.group_size % copies:
-            fits = [n for n in range(1, self.num_heads + 1) if self._fits(n)]
+        copies = lambda tensor: tensor // math.gcd(tensor, self.kv_heads)
+        fits = lambda tensor: self.num_heads % tensor == 0 and self.group_size % copies(tensor) == 0
+        if not fits(tensor):
             raise ValueError(
                 f"the tensor axis must divide the heads, and the copies of each key and value head its query heads; got "
                 f"{arg(tensor=tensor)}, num_heads={self.num_heads}, num_kv_heads={self.kv_heads}. Choose {arg('tensor')} from "
-                f"{', '.join(map(str, fits))}."
+                f"{', '.join(str(n) for n in range(1, self.num_heads + 1) if fits(n))}."
             )
-        return replace(self, kv_copies=copies)
+        return replace(self, kv_copies=copies(tensor))
 
-    def _fits(self, tensor: int) -> bool:
-        return self.num_heads % tensor == 0 and self.group_size % (tensor // math.gcd(tensor, self.kv_heads)) == 0
+
+EXPERT_DEFAULTS = {each.name: each.default for each in fields(TransformerConfig) if each.name in EXPERT_FIELDS}
+
+
+def _check_kind(of: Field, value: Any) -> None:
+    """Raises unless a value is of the kind of number that a field has, or one of its choices."""
+    if value is None and of.default is None:
+        return
+    kind, choices = NUMBERS.get(of.type), _choices(of.type)
+    if kind and not isinstance(value, kind):
+        name = "an integer" if kind is Integral else "a number"
+        raise TypeError(f"{arg(of.name)} must be {name}; got {value!r}. Convert it.")
+    if choices and value not in choices and not callable(value):
+        raise ValueError(
+            f"{arg(of.name)} must be one of {', '.join(map(repr, choices))}; got {value!r}. Choose one of them."
+        )
+
+
+def _choices(kind: Any) -> tuple:
+    """Returns the values of a Literal, alone or in a union."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return tuple(choice for part in get_args(kind) for choice in _choices(part))
+
+
+def _name_of(dtype: Any) -> Any:
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return dtype

@@ -9,20 +9,44 @@ to: it comes after the last token of a row, and a generated token replaces it be
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar._compat import Tracer
+from jaxpar.fields import check_at_least
 from jaxpar.layered_model import LAYERS, OUTER, check_unpacked
 from jaxpar.models.transformer.attention import Cache, Span, unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.layers import block, embed_tokens, logits
-from jaxpar.models.transformer.prompts import Prompts, check_drawn, on_host, read_prompts
-from jaxpar.models.transformer.sampling import Sampling, draw, make_sampling
+from jaxpar.models.transformer.sampling import NO_TOKEN, Sampling, draw, make_sampling
+
+LEAST = 16  # below it a program for each power of two would save nothing
+
+
+class Prompts(NamedTuple):
+    """Prompts as a compiled program takes them.
+
+    Attributes:
+        tokens: Those of the prompts, padded with zeros on the right to a power of two.
+        lengths: The tokens of each row.
+        longest: The tokens of the longest row.
+        cache_length: The positions that the cache must have.
+        room: The columns for new tokens.
+        rows: The rows as they were given, on the host, if they are of unequal lengths.
+    """
+
+    tokens: Int[Array, "batch seq"]
+    lengths: Int[np.ndarray, " batch"]
+    longest: int
+    cache_length: int
+    room: int
+    rows: list[np.ndarray] | None
 
 
 def generate(
@@ -71,11 +95,10 @@ def generate(
     **Collectives**: over ``tensor`` two all-reduces of the activation of one position per layer and token. Layers that are
     sharded over ``stage`` are gathered once per call, so each device must have room for its tensor shard of all layers.
     """
-    prompts, sampling, params = _begin(
-        config, params, prompt, num_tokens, temperature, top_k, top_p, key=key, eos=eos, pad=pad
-    )
+    sampling = make_sampling(config, temperature, top_k, top_p, key=key, eos=eos, pad=pad)
+    prompts, params = read_prompts(config, prompt, num_tokens), _with_all_layers(params)
     state = _extend(config, params, _prefill(config, prompts, sampling, params), sampling, num_tokens)
-    if prompts.is_array:
+    if prompts.rows is None:
         tokens = jnp.concatenate([prompts.tokens[:, : prompts.longest], state.new[:, :num_tokens]], axis=1)
         check_drawn(tokens)
         return tokens
@@ -101,7 +124,8 @@ def stream(
     The steps run as they are asked for; on several processes all must ask. Arguments are those of ``generate``, and are checked
     at once.
     """
-    prompts, sampling, params = _begin(config, params, prompt, num_tokens, temperature, top_k, top_p, key=key, eos=eos)
+    sampling = make_sampling(config, temperature, top_k, top_p, key=key, eos=eos)
+    prompts, params = read_prompts(config, prompt, num_tokens), _with_all_layers(params)
     return _steps(config, prompts, sampling, params, num_tokens)
 
 
@@ -117,25 +141,6 @@ def _steps(
         yield [int(token) if drawn else None for token, drawn in zip(tokens, is_in, strict=True)]
         if is_done.all():
             return
-
-
-def _begin(
-    config: TransformerConfig,
-    params: PyTree,
-    prompt: Any,
-    num_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    *,
-    key: PyTree,
-    eos: int | Sequence[int],
-    pad: int | None = None,
-) -> tuple[Prompts, Sampling, PyTree]:
-    check_unpacked(params)
-    prompts = read_prompts(config, prompt, num_tokens)
-    sampling = make_sampling(config, temperature, top_k, top_p, key=key, eos=eos, pad=pad)
-    return prompts, sampling, _with_all_layers(params)
 
 
 Caches = tuple[Cache, tuple[Cache, ...]]  # of the stacked layers, and of each leading dense layer
@@ -247,6 +252,7 @@ def advance(
 
 def _with_all_layers(params: PyTree) -> PyTree:
     """Returns params whose layers are not sharded over their leading dim: each step needs all of them."""
+    check_unpacked(params)
 
     def gather(leaf: Any) -> Any:
         sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
@@ -256,3 +262,93 @@ def _with_all_layers(params: PyTree) -> PyTree:
         return jax.device_put(leaf, jax.sharding.NamedSharding(sharding.mesh, spec))
 
     return params | {LAYERS: jax.tree.map(gather, params[LAYERS])}
+
+
+# Prompts --------------------------------------------------------------------------------------------------------------------
+
+
+def read_prompts(config: TransformerConfig, prompt: Any, num_tokens: int) -> Prompts:
+    """Returns prompts ready for a model; raises for those that it cannot continue by ``num_tokens`` tokens."""
+    rows = _unequal_rows(prompt)
+    if rows is None:
+        tokens = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
+        _check_shape(tokens.shape)
+        _check_tokens(config, tokens)
+        lengths = [tokens.shape[1]] * len(tokens)
+    else:
+        lengths = [len(row) for row in rows]
+        _check_shape((len(rows), min(lengths)))
+        _check_tokens(config, np.concatenate(rows))
+        rows = [row.astype(np.int32) for row in rows]
+        tokens = np.array([*zip_longest(*rows, fillvalue=0)]).T
+    longest = max(lengths)
+    check_at_least(1, num_tokens=num_tokens)
+    if config.positions == "learned" and (room := config.max_positions - longest) < num_tokens:
+        raise ValueError(
+            "a model with learned positions has no more positions than its table; got a prompt of "
+            f"{longest} and num_tokens={num_tokens}, max_positions={config.max_positions}. Cut the prompt"
+            + (f", or ask for at most {room} tokens." if room > 0 else ".")
+        )
+    most = config.max_positions if config.positions == "learned" else None
+    padded = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, round_up(longest, most) - longest)))
+    cache_length, room = round_up(longest + num_tokens, most), round_up(num_tokens, None)
+    return Prompts(padded, np.asarray(lengths, np.int32), longest, cache_length, room, rows)
+
+
+def next_power_of_two(count: int) -> int:
+    """Returns the smallest power of two that is not below ``count``, which is positive.
+
+    >>> next_power_of_two(3)
+    4
+    """
+    return 1 << (count - 1).bit_length()
+
+
+def round_up(length: int, most: int | None) -> int:
+    """Returns the smallest power of two from 16 on that is not below ``length``, and at most ``most``."""
+    rounded = max(LEAST, next_power_of_two(length))
+    return rounded if most is None else min(rounded, most)
+
+
+def _unequal_rows(prompt: Any) -> list[np.ndarray] | None:
+    """Returns the rows of a prompt that is no array and whose rows are of unequal lengths."""
+    if isinstance(prompt, (jax.Array, np.ndarray)) or not isinstance(prompt, Sequence):
+        return None
+    rows = [np.asarray(row) for row in prompt]
+    return rows if all(row.ndim == 1 for row in rows) and len({len(row) for row in rows}) > 1 else None
+
+
+def _check_shape(shape: tuple[int, ...]) -> None:
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(
+            f"a prompt must be tokens [batch, seq], at least one a row; got shape {shape}. Give rows of tokens."
+        )
+
+
+def _check_tokens(config: TransformerConfig, prompt: jax.Array | np.ndarray) -> None:
+    if not jnp.issubdtype(prompt.dtype, jnp.integer):
+        raise TypeError(f"tokens must be integers; got {prompt.dtype}. Give those that the model's tokenizer makes.")
+    if isinstance(prompt, Tracer):
+        return
+    lowest, highest = int(prompt.min()), int(prompt.max())
+    if lowest < 0 or highest >= config.vocab_size:
+        raise ValueError(
+            f"tokens must be from 0 to vocab_size - 1; got tokens from {lowest} to {highest}, vocab_size={config.vocab_size}. "
+            "Give those that the model's own tokenizer makes."
+        )
+
+
+def check_drawn(tokens: jax.Array | np.ndarray) -> None:
+    """Raises if a token could not be drawn."""
+    if not isinstance(tokens, Tracer) and int(tokens.min()) == NO_TOKEN:
+        raise FloatingPointError(
+            "a model's scores must be finite for a token to be drawn; got some that are not. Look for NaN or infinity in the "
+            'params, or compute in a wider dtype, such as compute_dtype="float32".'
+        )
+
+
+def on_host(x: jax.Array) -> np.ndarray:
+    """Returns a whole array on this host; every process must call it."""
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -3,55 +3,46 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_at_least
 from jaxpar.models.transformer.config import TransformerConfig
-from jaxpar.models.transformer.prompts import NO_TOKEN
 
 _FLOAT32 = np.finfo(np.float32)
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Method:
-    """The method of sampling, on which the compiled program depends.
-
-    Attributes:
-        is_greedy: Whether the token with the highest score is taken.
-        top_k: The number of scores to draw from; None: all.
-        is_nucleus: Whether ``top_p`` applies.
-    """
-
-    is_greedy: bool
-    top_k: int | None
-    is_nucleus: bool
+NO_TOKEN = -1
 
 
-@jax.tree_util.register_dataclass
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("temperature", "top_p", "eos", "pad", "key"),
+    meta_fields=("top_k",),
+)
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, and which of them end a row.
+    """How tokens are drawn, and which of them end a row. A compiled program depends on ``top_k`` and on what is None.
 
     Attributes:
-        temperature: Divides scores.
-        top_p: The probability of the tokens to draw from.
+        temperature: Divides scores; None: the token with the highest score is taken.
+        top_k: The number of scores to draw from; None: all.
+        top_p: The probability of the tokens to draw from; None: all.
         eos: The tokens that end a row.
         pad: The token that fills a row after its end.
         key: A PRNG key.
-        method: Which of these apply.
     """
 
     temperature: PyTree
+    top_k: int | None
     top_p: PyTree
     eos: PyTree
     pad: PyTree
     key: PyTree
-    method: Method
 
 
 def make_sampling(
@@ -62,44 +53,41 @@ def make_sampling(
     *,
     key: PyTree,
     eos: int | Sequence[int],
-    pad: int | None,
+    pad: int | None = None,
 ) -> Sampling:
     """Returns the arguments of ``generate`` that say how tokens are drawn; raises ValueError if one is out of range."""
     if not temperature >= 0:
         raise ValueError(f"{arg('temperature')} must be 0 or more; got {temperature}. 0 takes the likeliest token.")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"{arg('top_k')} must be positive; got {top_k}. Leave it out to draw from all tokens.")
+    check_at_least(1, "Leave it out to draw from all tokens.", top_k=top_k)
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be from above 0 to 1; got {top_p}. Leave it out to draw from all tokens.")
     if temperature > 0 and key is None:
         raise ValueError(
             f"drawing tokens needs a key; got temperature={temperature}, key=None. Give jax.random.key(0)."
         )
-    ends = [int(eos)] if not isinstance(eos, Sequence) else [int(token) for token in eos]
-    for token in [*ends, *([] if pad is None else [pad])]:
-        if not 0 <= token < config.vocab_size:
-            raise ValueError(
-                f"eos and pad must be from 0 to vocab_size - 1; got eos={ends}, pad={pad}, vocab_size={config.vocab_size}. "
-                "Give those of the model's tokenizer."
-            )
+    ends = [int(token) for token in (eos if isinstance(eos, Sequence) else [eos])]
+    if not all(0 <= token < config.vocab_size for token in [*ends, pad or 0]):
+        raise ValueError(
+            f"eos and pad must be from 0 to vocab_size - 1; got eos={ends}, pad={pad}, vocab_size={config.vocab_size}. "
+            "Give those of the model's tokenizer."
+        )
     return Sampling(
-        temperature=jnp.float32(np.clip(temperature or 1.0, _FLOAT32.tiny, _FLOAT32.max)),
-        top_p=jnp.float32(1.0 if top_p is None else top_p),
+        temperature=jnp.float32(np.clip(temperature, _FLOAT32.tiny, _FLOAT32.max)) if temperature else None,
+        top_k=top_k,
+        top_p=None if top_p is None or math.isclose(top_p, 1.0) else jnp.float32(top_p),
         eos=jnp.asarray(ends, jnp.int32),
-        pad=jnp.int32(pad if pad is not None else (ends or [0])[0]),
+        pad=jnp.int32((ends or [0])[0] if pad is None else pad),
         key=jax.random.key(0) if key is None else key,
-        method=Method(temperature == 0, top_k, top_p is not None and not math.isclose(top_p, 1.0)),
     )
 
 
 def draw(sampling: Sampling, scores: Float[Array, "batch vocab"], position: Int[Array, ""]) -> Int[Array, " batch"]:
     """Returns a token a row; -1 where a score is not finite. Draws depend on the key and the position of the longest row."""
-    method = sampling.method
-    if method.is_greedy:
+    if sampling.temperature is None:
         tokens = jnp.argmax(scores, axis=-1)
     else:
-        kept = keep_highest(_tempered(scores, sampling.temperature), method.top_k)
-        kept = keep_likeliest(kept, sampling.top_p) if method.is_nucleus else kept
+        kept = keep_highest(_tempered(scores, sampling.temperature), sampling.top_k)
+        kept = kept if sampling.top_p is None else keep_likeliest(kept, sampling.top_p)
         tokens = jax.random.categorical(jax.random.fold_in(sampling.key, position), kept)
     return jnp.where(jnp.isfinite(scores).all(-1), tokens, NO_TOKEN).astype(jnp.int32)
 
