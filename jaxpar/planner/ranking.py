@@ -57,9 +57,9 @@ def plan(
 
     Example:
         >>> from jaxpar.planner import cluster
-        >>> best = plan("gpt2", cluster("h100", devices_per_node=8), batch_size=512)[0]
+        >>> best = plan("gpt2", cluster("h100", devices_per_node=2), batch_size=512)[0]
         >>> best.choice.data, best.choice.stage, best.choice.tensor
-        (8, 1, 1)
+        (2, 1, 1)
     """
     shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
     batch_size = batch_size or max(1, DEFAULT_TOKENS // shape.tokens_per_row)

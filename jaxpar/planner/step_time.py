@@ -123,9 +123,8 @@ def op_times(
         if choice.num_microbatches > 1 and not software.fused_accumulation:
             computing["W" if "W" in works else "B"] += 2 * wide_bytes(analysis.trained_params) / memory_rate(cluster)
             of_head += 2 * wide_bytes(analysis.head_grads) / memory_rate(cluster)
-    embed, embed_back = (
-        computes(work) + sends(work) for work in map(analysis.end_works.__getitem__, ("embed", "embed_back"))
-    )
+    of_ends = (analysis.end_works[name] for name in ("embed", "embed_back"))
+    embed, embed_back = (computes(work) + sends(work) for work in of_ends)
     sending = {op: sends(work) for op, work in works.items()}
     # The collectives of F run beside the kernels of the backward pass, and the other way around.
     of_backward = lambda seconds: sum(each for op, each in seconds.items() if op != "F")

@@ -79,7 +79,11 @@ def plot_curves(runs: Mapping[str, Curve], path: str | PathLike[str], *, name: s
     with figure_to(path, (8.0, 5.0), asked_by="plot_curves") as figure:
         panel = figure.add_subplot()
         for i, (run, (steps, values)) in enumerate(runs.items()):
-            style = {"color": LINE_COLOURS[i % len(LINE_COLOURS)], "linestyle": STYLES[i % len(STYLES)], "linewidth": 1.4}
+            style = {
+                "color": LINE_COLOURS[i % len(LINE_COLOURS)],
+                "linestyle": STYLES[i % len(STYLES)],
+                "linewidth": 1.4,
+            }
             panel.plot([step + 1 for step in steps], values, label=f"{run}: {values[-1]:.4g} at the end", **style)
         panel.set(title=f"{name} of {len(runs)} runs, step by step", xlabel="steps taken", ylabel=name)
         panel.spines[["top", "right"]].set_visible(False)
