@@ -15,7 +15,7 @@ import jaxpar
 from jaxpar.data.batches import pad_rows
 from jaxpar.data.packing import IGNORED, Documents, PackedRows, fit, pack
 from jaxpar.models import transformer
-from jaxpar.models.transformer.attention import positions_in
+from jaxpar.models.transformer.attention import Span
 from jaxpar.models.transformer.layers import Stream
 from jaxpar.tensor_parallel import sequence_parallel
 from tests.support import tiny
@@ -276,4 +276,4 @@ def test_no_position_sees_another_document(family):
 
 def test_positions_begin_anew_where_the_segment_changes():
     segments = jnp.asarray([[0, 0, 1, 1, 1, 4, 0, 0], [7, 7, 7, 7, 7, 7, 7, 7]])
-    np.testing.assert_array_equal(positions_in(segments), [[0, 1, 0, 1, 2, 0, 0, 1], range(8)])
+    np.testing.assert_array_equal(Span.packed(segments).positions, [[0, 1, 0, 1, 2, 0, 0, 1], range(8)])
