@@ -57,7 +57,7 @@ def plan(
 
     Example:
         >>> from jaxpar.planner import cluster
-        >>> best = plan("gpt2", cluster("h100", devices_per_node=2), batch_size=512)[0]
+        >>> best = plan("gpt2", cluster("h100", devices_per_node=2), batch_size=8)[0]
         >>> best.choice.data, best.choice.stage, best.choice.tensor
         (2, 1, 1)
     """
