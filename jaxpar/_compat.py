@@ -38,12 +38,8 @@ PIPELINED_ALL_GATHER: dict[str, bool | str] = (
 )
 
 _REMAT = "remat2"  # the primitive of jax.checkpoint
-_CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    _REMAT: "jaxpr",
-}  # JAX 0.11: eval_jaxpr
+# The parameter that holds the jaxpr of a call; eval_jaxpr is of JAX 0.11.
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr", _REMAT: "jaxpr"}
 _HOLDS_JAXPRS = (*_CALLS, "cond", "scan", "shard_map", "while")
 _DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
 _REFERENCE_EFFECTS = ("InternalMutableArrayEffect", "ReadEffect", "WriteEffect", "AccumEffect")
@@ -307,17 +303,17 @@ def closure_converted(function: Callable[..., PyTree], *args: PyTree) -> tuple[C
     return converted, [closed.consts[i] for i in indices]
 
 
-def float_literals(function: Callable[..., PyTree], *args: PyTree) -> list[str]:
-    """Returns the floats that are written into a function's equations, in their order: "8.0" of a mean over 8 rows."""
-    inputs = (x for equation in equations(jax.make_jaxpr(function)(*args)) for x in equation.invars)
+def float_literals(jaxpr: Any) -> list[str]:
+    """Returns the floats that are written into a jaxpr's equations, in their order: "8.0" of a mean over 8 rows."""
+    inputs = (x for equation in equations(jaxpr) for x in equation.invars)
     values = [x.val for x in inputs if isinstance(x, Literal)]
     return [str(value) for value in values if jnp.issubdtype(jnp.result_type(value), jnp.inexact)]
 
 
-def drawn_shapes(function: Callable[..., PyTree], *args: PyTree) -> list[tuple[int, ...]]:
-    """Returns the shapes of the random numbers that a function draws, in the order of its equations."""
-    found = equations(jax.make_jaxpr(function)(*args))
-    return [v.aval.shape for equation in found if equation.primitive.name in _DRAWS for v in equation.outvars]
+def drawn_shapes(jaxpr: Any) -> list[tuple[int, ...]]:
+    """Returns the shapes of the random numbers that a jaxpr draws, in the order of its equations."""
+    draws = (equation for equation in equations(jaxpr) if equation.primitive.name in _DRAWS)
+    return [v.aval.shape for equation in draws for v in equation.outvars]
 
 
 def _evaluate(closed: Any, shapes: PyTree, args: tuple) -> PyTree:

@@ -69,16 +69,9 @@ def from_linen(module: Any, example_inputs: PyTree, *, call: Call = call) -> Fun
         jax.eval_shape(lambda variables, x: module.apply(variables, x, method=call), shapes, example_inputs)
     except _load("flax.errors").InvalidRngError as error:
         raise _impure("a call that draws random numbers") from error
-    tree = _Tree(shapes.get("params", {}))
-
-    def init(key: PyTree) -> PyTree:
-        inputs = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), example_inputs)
-        return tree.to_dict(variables(key, inputs)["params"])
-
-    def apply(params: PyTree, inputs: PyTree) -> PyTree:
-        return module.apply({"params": tree.from_dict(params)}, inputs, method=call)
-
-    return Functions(init, apply)
+    init = lambda key: variables(key, _zeros(example_inputs))["params"]
+    apply = lambda params, inputs: module.apply({"params": params}, inputs, method=call)
+    return _of_dicts(shapes.get("params", {}), init, apply)
 
 
 def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functions:
@@ -94,31 +87,24 @@ def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functio
         ValueError: Variables that are not ``nnx.Param``, or not floats.
     """
     nnx = _load("flax.nnx")
-    _check_makes(make_module, nnx.Module, "from_nnx(lambda rngs: Model(..., rngs=rngs))")
+    checked = _making(make_module, nnx.Module, "a flax.nnx.Module", "from_nnx(lambda rngs: Model(rngs=rngs))")
 
     def make(key: PyTree) -> Any:
         with nnx.use_eager_sharding(False):  # otherwise a module with sharding annotations requires a mesh
-            module = make_module(nnx.Rngs(key))
-        _check_kind(
-            module, nnx.Module, "a function that makes a flax.nnx.Module", "from_nnx(lambda rngs: Model(rngs=rngs))"
-        )
-        return module
+            return checked(nnx.Rngs(key))
 
     module = nnx.eval_shape(lambda: make(jax.random.key(0)))
     graph, state, others = nnx.split(module, nnx.Param, ...)
     if kinds := sorted({type(leaf).__name__ for _, leaf in nnx.to_flat_state(others)}):
         raise _impure(f"variables of the kinds {kinds}")
-    tree = _Tree(nnx.to_pure_dict(state))
-
-    def init(key: PyTree) -> PyTree:
-        return tree.to_dict(nnx.to_pure_dict(nnx.state(make(key), nnx.Param)))
 
     def apply(params: PyTree, inputs: PyTree) -> PyTree:
         own = jax.tree.map(lambda leaf: leaf, state)  # a copy, since the next line writes into it
-        nnx.replace_by_pure_dict(own, tree.from_dict(params))
+        nnx.replace_by_pure_dict(own, params)
         return call(nnx.merge(graph, own), inputs)
 
-    return Functions(init, apply)
+    init = lambda key: nnx.to_pure_dict(nnx.state(make(key), nnx.Param))
+    return _of_dicts(nnx.to_pure_dict(state), init, apply)
 
 
 def from_equinox(make_module: Callable[[PyTree], Any], *, call: Call = call) -> Functions:
@@ -137,25 +123,15 @@ def from_equinox(make_module: Callable[[PyTree], Any], *, call: Call = call) -> 
         ValueError: State (``equinox.nn.StateIndex``), or arrays that are not floats.
     """
     equinox = _load("equinox")
-    _check_makes(make_module, equinox.Module, "from_equinox(lambda key: Model(..., key=key))")
-    module = equinox.filter_eval_shape(make_module, jax.random.key(0))
-    _check_kind(
-        module, equinox.Module, "a function that makes an equinox.Module", "from_equinox(lambda key: Model(key=key))"
-    )
+    make = _making(make_module, equinox.Module, "an equinox.Module", "from_equinox(lambda key: Model(key=key))")
+    module = equinox.filter_eval_shape(make, jax.random.key(0))
     is_state = lambda node: isinstance(node, equinox.nn.StateIndex)
     if any(map(is_state, jax.tree.leaves(module, is_leaf=is_state))):
         raise _impure("an equinox.nn.StateIndex, as of a BatchNorm")
     is_array = lambda leaf: equinox.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
     arrays, static = equinox.partition(module, is_array)
-    tree = _Tree(arrays)
-
-    def init(key: PyTree) -> PyTree:
-        return tree.to_dict(equinox.filter(make_module(key), equinox.is_array))
-
-    def apply(params: PyTree, inputs: PyTree) -> PyTree:
-        return call(equinox.combine(tree.from_dict(params), static), inputs)
-
-    return Functions(init, apply)
+    init = lambda key: equinox.filter(make(key), equinox.is_array)
+    return _of_dicts(arrays, init, lambda params, inputs: call(equinox.combine(params, static), inputs))
 
 
 def from_haiku(function: Callable[[PyTree], PyTree], example_inputs: PyTree) -> Functions:
@@ -184,35 +160,34 @@ def from_haiku(function: Callable[[PyTree], PyTree], example_inputs: PyTree) -> 
         jax.eval_shape(lambda params, x: transformed.apply(params, {}, None, x), params, example_inputs)
     except ValueError as error:
         raise (_impure("a call that draws random numbers") if "PRNGKey" in str(error) else error) from error
-    tree = _Tree(params)
-
-    def init(key: PyTree) -> PyTree:
-        inputs = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), example_inputs)
-        return tree.to_dict(transformed.init(key, inputs)[0])
-
-    def apply(params: PyTree, inputs: PyTree) -> PyTree:
-        return transformed.apply(tree.from_dict(params), {}, None, inputs)[0]
-
-    return Functions(init, apply)
+    init = lambda key: transformed.init(key, _zeros(example_inputs))[0]
+    return _of_dicts(params, init, lambda params, inputs: transformed.apply(params, {}, None, inputs)[0])
 
 
-class _Tree:
-    """Converts params between the structure that a library gives them and nested dicts."""
+def _zeros(like: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), like)
 
-    def __init__(self, shapes: PyTree) -> None:
-        leaves, self._treedef = jax.tree_util.tree_flatten_with_path(shapes)
-        self._paths = [path_string(path) for path, _ in leaves]
-        wrong = {p: str(x.dtype) for p, (_, x) in zip(self._paths, leaves, strict=True) if not _is_float(x)}
-        if wrong:
-            raise ValueError(
-                f"all arrays of a module must be floating-point, since they are trained; got {wrong}. "
-                "Make them constants of the function, or part of its inputs."
-            )
 
-    def to_dict(self, tree: PyTree) -> dict:
-        """Returns nested dicts with one level for each step of the paths."""
+def _of_dicts(shapes: PyTree, init: Callable[[PyTree], PyTree], apply: Callable[[PyTree, PyTree], PyTree]) -> Functions:
+    """Returns a library's functions as functions of nested dicts, which have one level for each step of the paths.
+
+    Args:
+        shapes: The shapes of the params, in the structure that the library gives them.
+        init: ``init(key) -> params`` of that structure.
+        apply: ``apply(params, inputs) -> outputs``, likewise.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    paths = [path_string(path) for path, _ in leaves]
+    is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
+    if wrong := {path: str(x.dtype) for path, (_, x) in zip(paths, leaves, strict=True) if not is_float(x)}:
+        raise ValueError(
+            f"all arrays of a module must be floating-point, since they are trained; got {wrong}. "
+            "Make them constants of the function, or part of its inputs."
+        )
+
+    def init_dict(key: PyTree) -> dict:
         nested: dict = {}
-        for path, leaf in zip(self._paths, jax.tree.leaves(tree), strict=True):
+        for path, leaf in zip(paths, jax.tree.leaves(init(key)), strict=True):
             *steps, last = path.split("/")
             node = nested
             for step in steps:
@@ -220,21 +195,18 @@ class _Tree:
             node[last] = leaf
         return nested
 
-    def from_dict(self, params: PyTree) -> PyTree:
-        """Returns the tree of the library."""
+    def apply_dict(params: PyTree, inputs: PyTree) -> PyTree:
         check_unpacked(params)
         got = {path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-        if set(got) != set(self._paths):
-            missing, unknown = sorted(set(self._paths) - set(got)), sorted(set(got) - set(self._paths))
+        if set(got) != set(paths):
+            missing, unknown = sorted(set(paths) - set(got)), sorted(set(got) - set(paths))
             raise ValueError(
                 f"params must be those that init gives; got none for {missing}, and unknown ones {unknown}. "
                 "Make them with the init of the same adapter."
             )
-        return jax.tree.unflatten(self._treedef, [got[path] for path in self._paths])
+        return apply(treedef.unflatten(got[path] for path in paths), inputs)
 
-
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
+    return Functions(init_dict, apply_dict)
 
 
 def _load(library: str) -> ModuleType:
@@ -242,7 +214,8 @@ def _load(library: str) -> ModuleType:
         return importlib.import_module(library)
 
 
-def _check_makes(make_module: Any, kind: type, example: str) -> None:
+def _making(make_module: Any, kind: type, wanted: str, example: str) -> Callable[[Any], Any]:
+    """Returns the function that makes a module, with a check of what it makes."""
     if isinstance(make_module, kind) or not callable(make_module):
         got = f"a {type(make_module).__name__}, made already" if isinstance(make_module, kind) else repr(make_module)
         raise TypeError(
@@ -250,14 +223,18 @@ def _check_makes(make_module: Any, kind: type, example: str) -> None:
             f"Write {example}."
         )
 
+    def make(key: Any) -> Any:
+        module = make_module(key)
+        _check_kind(module, kind, f"a function that makes {wanted}", example)
+        return module
+
+    return make
+
 
 def _check_kind(module: Any, kind: type, wanted: str, example: str) -> None:
     if not isinstance(module, kind):
-        made = (
-            f"the class {module.__name__}"
-            if isinstance(module, type)
-            else f"{type(module).__module__}.{type(module).__name__}"
-        )
+        of = type(module)
+        made = f"the class {module.__name__}" if isinstance(module, type) else f"{of.__module__}.{of.__name__}"
         raise TypeError(f"this adapter takes {wanted}; got {made}. Write {example}, or use the library's own adapter.")
 
 

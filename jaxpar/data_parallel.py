@@ -239,12 +239,8 @@ def local_rows(
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise TypeError(f"{arg(name)} must be an integer; got {value!r}. Convert it.")
     check_at_least(1, seq=seq)
-    count, (axes, sizes) = num_replicas(mesh), _axes_of_rows(mesh.shape[DATA], mesh.shape[REPLICA])
-    if num_rows < 1 or num_rows % count:
-        raise ValueError(
-            f"the rows of a batch must be divisible by the {axes}; got {num_rows} rows, {sizes}. Use "
-            f"{max(-(-num_rows // count), 1) * count} rows{_PAD}."
-        )
+    count = num_replicas(mesh)
+    _check_rows_divide(num_rows, mesh.shape[DATA], None, mesh.shape[REPLICA])
     if devices is None:
         devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     by_replica = mesh.devices.reshape(count, -1)  # replica and data are the first axes
@@ -284,13 +280,6 @@ def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     return jax.tree.map(as_sharded, shapes, batch_specs(shapes, mesh))
 
 
-def _axes_of_rows(data: int, replica: int) -> tuple[str, str]:
-    """The axes over which rows are split, and their sizes, for messages."""
-    if replica == 1:
-        return "data axis", arg(data=data)
-    return "replica axis times the data axis", arg(replica=replica, data=data)
-
-
 def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None, *, replica: int = 1) -> int:
     """Returns the number of rows of a batch; raises unless it splits evenly into replicas, and into microbatches if known."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
@@ -307,18 +296,25 @@ def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None, *
             f"all arrays of a batch must have the same number of rows; got {sizes}. Cut or pad them alike."
         )
     (num_rows,) = next(iter(rows.values()))
-    parts = replica * data * (num_microbatches or 1)
-    if num_rows == 0 or num_rows % parts:
-        axes, axis_sizes = _axes_of_rows(data, replica)
-        up = max(-(-num_rows // parts), 1) * parts
-        times, parts_of, of = " times num_microbatches", f", {arg(num_microbatches=num_microbatches)}", ""
-        if num_microbatches is None:
-            times, parts_of, of = "", "", ", or the next multiple of data times num_microbatches"
-        raise ValueError(
-            f"the rows of a batch must be divisible by the {axes}{times}; got {num_rows} rows, {axis_sizes}{parts_of}. "
-            f"Use {up} rows{of}{_PAD}, or other parts."
-        )
+    _check_rows_divide(num_rows, data, num_microbatches, replica)
     return num_rows
+
+
+def _check_rows_divide(num_rows: int, data: int, num_microbatches: int | None, replica: int) -> None:
+    """Raises unless rows split evenly into replicas, and into microbatches if known."""
+    parts = replica * data * (num_microbatches or 1)
+    if num_rows < 1 or num_rows % parts:
+        axes = "data axis" if replica == 1 else "replica axis times the data axis"
+        sizes = {"data": data} if replica == 1 else {"replica": replica, "data": data}
+        times, of = " times num_microbatches", ""
+        if num_microbatches is None:
+            times, of = "", ", or the next multiple of data times num_microbatches"
+        else:
+            sizes["num_microbatches"] = num_microbatches
+        raise ValueError(
+            f"the rows of a batch must be divisible by the {axes}{times}; got {num_rows} rows, {arg(**sizes)}. "
+            f"Use {max(-(-num_rows // parts), 1) * parts} rows{of}{_PAD}, or other parts."
+        )
 
 
 def split_microbatches(batch: PyTree, num_microbatches: int) -> PyTree:

@@ -1,9 +1,9 @@
 """The entry point: ``value_and_grad`` on a mesh, from data, pipeline and tensor parallelism."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.remat import forward_with_remat, with_remat
 from jaxpar.data_parallel import accumulate, check_batch, check_sequences, reduce_gradients, split_microbatches
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
-from jaxpar.loss_checks import check_leaves_of_x, check_loss, check_positions, check_sums_of_loss
+from jaxpar.loss_checks import check_loss, check_positions, check_rows
 from jaxpar.loss_sums import sums_of, with_float_sums
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, STAGE, TENSOR, num_replicas
-from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_kind, check_settings
+from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_settings
 from jaxpar.pipeline import (
     LayerLayout,
     MpmdExecutor,
@@ -52,7 +52,6 @@ from jaxpar.zero import (
 
 Loss = Callable[[PyTree, PyTree], tuple]
 ValueAndGrad = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-TraceLoss = Callable[[PyTree, PyTree], TracedLoss]
 
 
 @accepts_settings
@@ -120,25 +119,9 @@ def value_and_grad(
     activation and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a
     reduce-scatter if they are sharded over ``stage``.
     """
-    check_kind(pipeline)  # a Pipeline has become its settings
-    parallel = Parallel(
-        mesh,  # pyright: ignore[reportArgumentType]  # a Parallel has become its settings
-        shardings,
-        zero=zero,
-        trainable=trainable,
-        layout=layout,
-        overlap_grad_reduce=overlap_grad_reduce,
-        grad_reduce_dtype=grad_reduce_dtype,
-    )
-    pipeline = Pipeline(
-        schedule,
-        num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
-        executor=executor,
-        remat=remat,
-        mask_idle_ops=mask_idle_ops,
-    )
-    return with_settings(model, loss, parallel, pipeline, has_aux=has_aux)
+    assert isinstance(mesh, Parallel), "made of a mesh and its settings"
+    assert isinstance(pipeline, Pipeline), "made of its settings"
+    return with_settings(model, loss, mesh, pipeline, has_aux=has_aux)
 
 
 def with_settings(
@@ -148,178 +131,212 @@ def with_settings(
     check_settings(model, parallel, pipeline)
     mesh, layout, trains = parallel.mesh, parallel.layout, has_aux is not None
     assert isinstance(mesh, Mesh), "a step runs on devices"
-    layered = isinstance(model, LayeredModel)
     model = accept_frozen(model, parallel.trainable if trains else ())
     frozen = partial(freeze, trainable=parallel.trainable) if trains else partial(jax.tree.map, Frozen)
     shardings = None if parallel.shardings is None else frozen(open_params(parallel.shardings, layout))
-    check, traced_loss = _checks(model, loss, mesh, pipeline, shardings, has_aux=has_aux)
-    loss = with_float_sums(loss)
-    shard = partial(
-        shard_step,
-        mesh=mesh,
-        zero=parallel.zero,
-        shardings=shardings,
-        layered=layered,
-        reduce_dtype=parallel.grad_reduce_dtype,
-    )
+    step = _Step(model, loss, mesh, parallel, pipeline, shardings, has_aux)
     masks, overlaps = pipeline.masks(mesh), parallel.overlap_grad_reduce and any(mesh.shape[a] > 1 for a in REPLICAS)
-    if mesh.shape[STAGE] == 1 or not isinstance(model, LayeredModel):
-        run = _one_stage(model, loss, parallel, pipeline, shard, traced_loss)
-        if trains and masks and mesh.shape[TENSOR] > 1 < pipeline.num_microbatches and isinstance(model, LayeredModel):
-            run = _merging(model, loss, parallel, pipeline, overlaps, shard, traced_loss, run)
-    else:
-        schedule, remat = pipeline.table(mesh.shape[STAGE], masks=masks), pipeline.policy
-        # With a policy layers store what it saves; under remat=True the schedule has an op R that recomputes.
-        staged = model if isinstance(remat, bool) else model.wrap_layers(partial(jax.checkpoint, policy=remat))
+    run = step.one_stage
+    if isinstance(model, LayeredModel) and mesh.shape[STAGE] > 1:
+        schedule = pipeline.table(mesh.shape[STAGE], masks=masks)
         if pipeline.executor == "mpmd":
             return MpmdExecutor(
-                staged,
-                loss,
+                _storing(model, pipeline, schedule),
+                step.float_loss,
                 mesh,
                 schedule,
                 layout,
                 split=split_microbatches,
                 reduce=reduce_gradients,
                 reduce_dtype=parallel.grad_reduce_dtype,
-                traced_loss=traced_loss,
-                check=check,
+                traced_loss=step.traced_loss,
+                check=step.check,
                 frozen=frozen,
             )
-        program = spmd_program(schedule, masks=masks, overlaps=overlaps)
-        run = _pipelined(staged, loss, program, parallel, shard, traced_loss)
+        run = partial(step.pipelined, spmd_program(schedule, masks=masks, overlaps=overlaps))
+    elif isinstance(model, LayeredModel) and trains and masks and mesh.shape[TENSOR] > 1 < pipeline.num_microbatches:
+        # F of one microbatch beside B of another, so that collectives run beside products.
+        schedule = make_schedule("1f1b", 1, pipeline.num_microbatches, form="merged")
+        merged = partial(step.pipelined, spmd_program(schedule, masks=True, overlaps=overlaps))
+        run = lambda params, batch: (merged if is_stacked(params) else step.one_stage)(params, batch)
     compiled = jax.jit(run)
 
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the loss over the whole batch and its gradients, which have the structure of params."""
         params = frozen(open_params(params, layout))
-        check(params, batch)
+        step.check(params, batch)
         value, grads = compiled(params, batch)
         return value, close_params(grads, layout)
 
     return value_and_grad_on_mesh
 
 
-def _checks(
-    model: LayeredModel | Callable,
-    loss: Loss,
-    mesh: Mesh,
-    pipeline: Pipeline,
-    shardings: PyTree | None,
-    *,
-    has_aux: bool | None,
-) -> tuple[Callable[[PyTree, PyTree], None], TraceLoss]:
-    """Returns the checks of params and a batch, and the traced loss for them. Both run once for each new set of shapes."""
-    forward = model.apply if isinstance(model, LayeredModel) else model
-    num_parts = num_replicas(mesh) * pipeline.num_microbatches
-    of_floats = with_float_sums(loss)
-
-    @once_for_shapes
-    def traced_loss(params: PyTree, batch: PyTree) -> TracedLoss:
-        traced = trace_loss(model, of_floats, mesh, pipeline.num_microbatches, pipeline.executor, params, batch)
-        return replace(traced, is_mean=has_aux is not None)
-
-    @once_for_shapes
-    def check(params: PyTree, batch: PyTree) -> None:
-        check_batch(batch, mesh.shape[DATA], pipeline.num_microbatches, replica=mesh.shape[REPLICA])
-        check_sequences(batch, mesh)
-        check_params(params)
-        if isinstance(model, LayeredModel):
-            num_layers(params)
-            check_layer(model, params, batch)
-        check_loss(loss, jax.eval_shape(forward, params, batch), batch, has_aux=has_aux)
-        traced_loss(params, batch)
-        check_leaves_of_x(model, of_floats, params, batch, num_parts)
-        check_sums_of_loss(forward, loss, params, batch, num_parts)
-        check_positions(model, loss, params, batch, mesh.shape[CONTEXT])
-        check_owned(forward, params, batch, shardings, mesh)
-
-    return check, traced_loss
-
-
-def _one_stage(
-    model: LayeredModel | Callable,
-    loss: Loss,
-    parallel: Parallel,
-    pipeline: Pipeline,
-    shard: Callable[[PyTree], StepSharding],
-    traced_loss: TraceLoss,
-) -> ValueAndGrad:
-    """One stage: the sum of the vjps of the microbatches."""
-    mesh, remat, num_microbatches = parallel.mesh, pipeline.policy, pipeline.num_microbatches
-    assert isinstance(mesh, Mesh), "a step runs on devices"
-
-    def run(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        sharding = shard(params)
-        of_grads = sharding.zero_of_grads
-
-        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
-            params = widen_shards(params, sharding.zero)
-            gathering = gathering_layers(model, sharding.zero, again=remat is True)
-            outputs = forward_with_remat(gathering, remat, sharding.layer_shards)
-
-            def one_microbatch(microbatch: PyTree) -> tuple[PyTree, PyTree]:
-                params_of, trained = partial(with_trained, params), only_trained(params)
-                loss_sums, grads = _loss_and_grads(loss, outputs, params_of, trained, microbatch, total_weight)
-                scattered = lambda z, grad: grad if z.is_param else scatter_early(z, grad)
-                return loss_sums, jax.tree.map(scattered, of_grads, grads)
-
-            loss_sums, grads = accumulate(one_microbatch, batch, num_microbatches)
-            return reduce_and_shard(loss_sums, grads, of_grads)
-
-        def sums_overlapping(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
-            assert isinstance(model, LayeredModel), "its layers reduce their gradients"
-            rematerialised = with_remat(model, remat, sharding.layer_shards)
-            outputs = reducing_layers(rematerialised, of_grads, params).apply
-
-            def zeros(earlier: PyTree | None) -> PyTree:
-                like = jax.eval_shape(partial(reduced_or_added, of_grads[LAYERS]), params[LAYERS], earlier)
-                return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-
-            def one_microbatch(microbatch: PyTree, earlier: PyTree | None = None) -> tuple[PyTree, PyTree]:
-                beside = lambda totals: beside_sums(params[LAYERS], earlier, totals)
-                params_of = lambda trained: trained | {LAYERS: beside(trained[LAYERS])}
-                trained = {OUTER: params[OUTER], LAYERS: zeros(earlier)}
-                return _loss_and_grads(loss, outputs, params_of, trained, microbatch, total_weight)
-
-            at = jax.tree.leaves(batch)[0].shape[0] // num_microbatches * (num_microbatches - 1)
-            first, last = (jax.tree.map(lambda a, part=part: a[part], batch) for part in (slice(at), slice(at, None)))
-            if num_microbatches == 1:
-                return reduce_rest(*one_microbatch(last, zeros(None)), of_grads)
-            earlier_loss, earlier = accumulate(one_microbatch, first, num_microbatches - 1)
-            # Otherwise XLA may run the last forward pass first, and keep its residuals beside those of the loop.
-            last, earlier_loss = jax.lax.optimization_barrier((last, earlier_loss))
-            loss_sums, grads = one_microbatch(last, earlier[LAYERS])
-            added = partial(jax.tree.map, lambda total, last: total + last.astype(total.dtype))
-            total = grads | {OUTER: added(earlier[OUTER], grads[OUTER])}
-            return reduce_rest(added(earlier_loss, loss_sums), total, of_grads)
-
-        in_use = sums_overlapping if parallel.overlap_grad_reduce else sums
-        return run_on_shards(in_use, sharding, params, batch, traced_loss(params, batch), mesh)
-
-    return run
-
-
-def _merging(
-    model: LayeredModel,
-    loss: Loss,
-    parallel: Parallel,
-    pipeline: Pipeline,
-    overlaps: bool,
-    shard: Callable[[PyTree], StepSharding],
-    traced_loss: TraceLoss,
-    otherwise: ValueAndGrad,
-) -> ValueAndGrad:
-    """One stage with a ``tensor`` axis: F of one microbatch beside B of another, so that collectives run beside products.
-
-    Layers that are not stacked run ``otherwise``.
-    """
+def _storing(model: LayeredModel, pipeline: Pipeline, schedule: Schedule) -> LayeredModel:
+    """Returns the model whose layers store what ``remat`` saves, unless the schedule has an op R that recomputes the rest."""
     remat = pipeline.policy
-    if remat is not False:  # a layer that is recomputed in B, beside F
-        model = model.wrap_layers(partial(jax.checkpoint, policy=None if remat is True else remat))
-    schedule = make_schedule("1f1b", 1, pipeline.num_microbatches, form="merged")
-    program = spmd_program(schedule, masks=True, overlaps=overlaps)
-    run = _pipelined(model, loss, program, parallel, shard, traced_loss)
-    return lambda params, batch: (run if is_stacked(params) else otherwise)(params, batch)
+    if remat is False or (remat is True and schedule.recomputes):
+        return model
+    return model.wrap_layers(partial(jax.checkpoint, policy=None if remat is True else remat))
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """The step of a model with its settings. Its methods are the functions ``(params, batch) -> (value, gradients)``.
+
+    Attributes:
+        model: The model, a LayeredModel or with one stage a function, of params of which some may be frozen.
+        loss: The loss.
+        mesh: The mesh.
+        parallel: Where arrays live.
+        pipeline: What runs when.
+        shardings: Those of ``parallel``, with frozen params marked and layers in packed order.
+        has_aux: As for ``value_and_grad``; None: the step trains nothing.
+    """
+
+    model: Any
+    loss: Loss
+    mesh: Mesh
+    parallel: Parallel
+    pipeline: Pipeline
+    shardings: PyTree | None
+    has_aux: bool | None
+
+    @cached_property
+    def float_loss(self) -> Loss:
+        """The loss, whose sums are floats."""
+        return with_float_sums(self.loss)
+
+    @cached_property
+    def traced_loss(self) -> Callable[[PyTree, PyTree], TracedLoss]:
+        """The traced loss for params in the model's order and a batch, traced once for each new set of shapes."""
+        num_microbatches, executor = self.pipeline.num_microbatches, self.pipeline.executor
+        trace = partial(trace_loss, self.model, self.float_loss, self.mesh, num_microbatches, executor)
+        return once_for_shapes(lambda *given: replace(trace(*given), is_mean=self.has_aux is not None))
+
+    @cached_property
+    def check(self) -> Callable[[PyTree, PyTree], None]:
+        """Raises for params or a batch that do not fit, once for each new set of shapes."""
+        model, loss, mesh, num_microbatches = self.model, self.loss, self.mesh, self.pipeline.num_microbatches
+        forward = model.apply if isinstance(model, LayeredModel) else model
+
+        def check(params: PyTree, batch: PyTree) -> None:
+            check_batch(batch, mesh.shape[DATA], num_microbatches, replica=mesh.shape[REPLICA])
+            check_sequences(batch, mesh)
+            check_params(params)
+            if isinstance(model, LayeredModel):
+                num_layers(params)
+                check_layer(model, params, batch)
+            check_loss(loss, jax.eval_shape(forward, params, batch), batch, has_aux=self.has_aux)
+            self.traced_loss(params, batch)
+            check_rows(model, loss, params, batch, num_replicas(mesh) * num_microbatches)
+            check_positions(model, loss, params, batch, mesh.shape[CONTEXT])
+            check_owned(forward, params, batch, self.shardings, mesh)
+
+        return once_for_shapes(check)
+
+    def one_stage(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """One stage: the sum of the vjps of the microbatches."""
+        sharding = self._sharding(params)
+        sums = partial(self._sums_overlapping if self.parallel.overlap_grad_reduce else self._sums, sharding)
+        return run_on_shards(sums, sharding, params, batch, self.traced_loss(params, batch), self.mesh)
+
+    def _sharding(self, params: PyTree) -> StepSharding:
+        return shard_step(params, self.parallel, self.shardings, layered=isinstance(self.model, LayeredModel))
+
+    def _sums(
+        self, sharding: StepSharding, params: PyTree, batch: PyTree, total_weight: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        of_grads, remat = sharding.zero_of_grads, self.pipeline.policy
+        params = widen_shards(params, sharding.zero)
+        gathering = gathering_layers(self.model, sharding.zero, again=remat is True)
+        outputs = forward_with_remat(gathering, remat, sharding.layer_shards)
+
+        def one_microbatch(microbatch: PyTree) -> tuple[PyTree, PyTree]:
+            params_of, trained = partial(with_trained, params), only_trained(params)
+            loss_sums, grads = _loss_and_grads(self.float_loss, outputs, params_of, trained, microbatch, total_weight)
+            scattered = lambda z, grad: grad if z.is_param else scatter_early(z, grad)
+            return loss_sums, jax.tree.map(scattered, of_grads, grads)
+
+        loss_sums, grads = accumulate(one_microbatch, batch, self.pipeline.num_microbatches)
+        return reduce_and_shard(loss_sums, grads, of_grads)
+
+    def _sums_overlapping(
+        self, sharding: StepSharding, params: PyTree, batch: PyTree, total_weight: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        of_grads, num_microbatches = sharding.zero_of_grads, self.pipeline.num_microbatches
+        rematerialised = with_remat(self.model, self.pipeline.policy, sharding.layer_shards)
+        outputs = reducing_layers(rematerialised, of_grads, params).apply
+
+        def zeros(earlier: PyTree | None) -> PyTree:
+            like = jax.eval_shape(partial(reduced_or_added, of_grads[LAYERS]), params[LAYERS], earlier)
+            return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+
+        def one_microbatch(microbatch: PyTree, earlier: PyTree | None = None) -> tuple[PyTree, PyTree]:
+            beside = lambda totals: beside_sums(params[LAYERS], earlier, totals)
+            params_of = lambda trained: trained | {LAYERS: beside(trained[LAYERS])}
+            trained = {OUTER: params[OUTER], LAYERS: zeros(earlier)}
+            return _loss_and_grads(self.float_loss, outputs, params_of, trained, microbatch, total_weight)
+
+        at = jax.tree.leaves(batch)[0].shape[0] // num_microbatches * (num_microbatches - 1)
+        first, last = (jax.tree.map(lambda a, part=part: a[part], batch) for part in (slice(at), slice(at, None)))
+        if num_microbatches == 1:
+            return reduce_rest(*one_microbatch(last, zeros(None)), of_grads)
+        earlier_loss, earlier = accumulate(one_microbatch, first, num_microbatches - 1)
+        # Otherwise XLA may run the last forward pass first, and keep its residuals beside those of the loop.
+        last, earlier_loss = jax.lax.optimization_barrier((last, earlier_loss))
+        loss_sums, grads = one_microbatch(last, earlier[LAYERS])
+        added = partial(jax.tree.map, lambda total, last: total + last.astype(total.dtype))
+        total = grads | {OUTER: added(earlier[OUTER], grads[OUTER])}
+        return reduce_rest(added(earlier_loss, loss_sums), total, of_grads)
+
+    def pipelined(self, program: Program, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """Several stages, or one with a merged schedule: one loop over the ticks of each segment of the program."""
+        check_equal_layers(params[LAYERS])
+        schedule, layers, is_packed = program.schedule, params[LAYERS], self.parallel.layout is not None
+        count = num_layers(params)
+        layout = self.parallel.layout or LayerLayout(
+            count, schedule.num_stages, schedule.num_chunks, placement=schedule.placement
+        )
+        check_layout(layout, schedule, count, is_packed=is_packed)
+        packed = params if is_packed else params | {LAYERS: layout.in_packed_order(layers)}
+        canonical = params | {LAYERS: jax.eval_shape(layout.in_canonical_order, layers)} if is_packed else params
+        sharding = self._sharding(packed)
+        sums = partial(self._sums_of_pipeline, program, layout, sharding)
+        value, grads = run_on_shards(sums, sharding, packed, batch, self.traced_loss(canonical, batch), self.mesh)
+        return value, grads if is_packed else grads | {LAYERS: layout.in_canonical_order(grads[LAYERS])}
+
+    def _sums_of_pipeline(
+        self,
+        program: Program,
+        layout: LayerLayout,
+        sharding: StepSharding,
+        params: PyTree,
+        batch: PyTree,
+        total_weight: jax.Array,
+    ) -> tuple[PyTree, PyTree]:
+        of_grads, level = sharding.zero_of_grads, self.parallel.zero
+        of_layer, of_layer_grads = (
+            jax.tree.map(ZeroShard.of_one_layer, zero[LAYERS]) for zero in (sharding.zero, of_grads)
+        )
+        stage = build_stage(
+            _storing(self.model, self.pipeline, program.schedule),
+            self.float_loss,
+            program,
+            layout,
+            params,
+            microbatches=split_microbatches(batch, program.schedule.num_microbatches),
+            total_weight=total_weight,
+            over_replicas=OverReplicas(
+                gather_layer=partial(jax.tree.map, gather_as_given, of_layer),
+                scatter_layer=partial(jax.tree.map, scatter_early, of_layer_grads),
+                reduce_layers=lambda layers: reduce_and_shard(None, layers, of_grads[LAYERS])[1],
+                is_late=level == 3 or (program.overlaps and level == 2),
+            ),
+            layer_shards=sharding.layer_shards,
+            outer_specs=jax.tree.map(lambda zero: zero.tensor, sharding.zero[OUTER]),
+        )
+        loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage, params), sharding.replica_grads)
+        return (reduce_rest if stage.program.reduces else reduce_and_shard)(loss_sum, grads, of_grads)
 
 
 def _loss_and_grads(
@@ -339,59 +356,3 @@ def _loss_and_grads(
         return (loss_sum, further), vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))[0]
 
     return differentiate(trained, microbatch, total_weight)
-
-
-def _pipelined(
-    model: LayeredModel,
-    loss: Loss,
-    program: Program,
-    parallel: Parallel,
-    shard: Callable[[PyTree], StepSharding],
-    traced_loss: TraceLoss,
-) -> ValueAndGrad:
-    """Several stages: one loop over the ticks of each segment of the program."""
-    schedule, mesh, layout = program.schedule, parallel.mesh, parallel.layout
-    assert isinstance(mesh, Mesh), "a step runs on devices"
-    is_late = parallel.zero == 3 or (program.overlaps and parallel.zero == 2)
-
-    def run(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        check_equal_layers(params[LAYERS])
-        own_layout = layout or LayerLayout(
-            num_layers(params), schedule.num_stages, schedule.num_chunks, placement=schedule.placement
-        )
-        check_layout(own_layout, schedule, num_layers(params), is_packed=layout is not None)
-        packed = params if layout else params | {LAYERS: own_layout.in_packed_order(params[LAYERS])}
-        canonical = (
-            params | {LAYERS: jax.eval_shape(own_layout.in_canonical_order, params[LAYERS])} if layout else params
-        )
-        sharding = shard(packed)
-        of_grads = sharding.zero_of_grads
-        of_layer, of_layer_grads = (
-            jax.tree.map(ZeroShard.of_one_layer, zero[LAYERS]) for zero in (sharding.zero, of_grads)
-        )
-
-        def sums(params: PyTree, batch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
-            stage = build_stage(
-                model,
-                loss,
-                program,
-                own_layout,
-                params,
-                microbatches=split_microbatches(batch, schedule.num_microbatches),
-                total_weight=total_weight,
-                over_replicas=OverReplicas(
-                    gather_layer=partial(jax.tree.map, gather_as_given, of_layer),
-                    scatter_layer=partial(jax.tree.map, scatter_early, of_layer_grads),
-                    reduce_layers=lambda layers: reduce_and_shard(None, layers, of_grads[LAYERS])[1],
-                    is_late=is_late,
-                ),
-                layer_shards=sharding.layer_shards,
-                outer_specs=jax.tree.map(lambda zero: zero.tensor, sharding.zero[OUTER]),
-            )
-            loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage, params), sharding.replica_grads)
-            return (reduce_rest if stage.program.reduces else reduce_and_shard)(loss_sum, grads, of_grads)
-
-        value, grads = run_on_shards(sums, sharding, packed, batch, traced_loss(canonical, batch), mesh)
-        return value, grads if layout else grads | {LAYERS: own_layout.in_canonical_order(grads[LAYERS])}
-
-    return run

@@ -110,14 +110,15 @@ class _Told(str):
     __repr__ = str.__str__
 
 
-def check_sums_of_loss(forward: Callable, loss: Callable, params: PyTree, batch: PyTree, num_parts: int) -> None:
+def check_rows(model: LayeredModel | Callable, loss: Callable, params: PyTree, batch: PyTree, num_parts: int) -> None:
     """Raises if the loss or a metric would depend on how the rows are split, because it is no sum over rows.
 
     Refused is what is known to be wrong. A loss whose dependence on the rows is not known, such as one with a product of two
-    means, is taken, unless its weight does not grow with the rows.
+    means, is taken, unless its weight does not grow with the rows. So is a leaf of ``x`` that does not reach the loss. What a
+    function computes from several rows and keeps to itself, or puts into each row, is not checked.
 
     Args:
-        forward: ``forward(params, batch) -> outputs``.
+        model: The model.
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with a dict of further sums.
         params: Arrays or ShapeDtypeStructs.
         batch: Likewise.
@@ -125,8 +126,15 @@ def check_sums_of_loss(forward: Callable, loss: Callable, params: PyTree, batch:
     """
     if num_parts == 1:
         return
-    batches = of_two_sizes(forward, loss, params, jax.eval_shape(lambda batch: batch, batch), num_parts)
-    (_, returned), (loss_sum, weight_sum, *sums) = _sums(forward, loss, params, batches)
+    batches = of_two_sizes(model, loss, params, _shapes(batch), num_parts)
+    returned, _, (loss_sum, weight_sum, *sums) = _read(model, loss, params, batches)
+    wrong = frozenset().union(*(each.wrong for each in (loss_sum, weight_sum, *sums)))
+    if of_x := sorted(name for name in wrong if name.startswith("x")):
+        raise ValueError(
+            "a leaf of x without rows must not make the loss depend on how the rows of a batch are split into microbatches and "
+            f"replicas; got {', '.join(of_x)}, which reaches the loss and is computed from the rows, or is added to a "
+            "sum over them. Give it a number for each row, of shape [rows], and sum it in the loss."
+        )
     if loss_sum.wrong:
         raise ValueError(
             "an output without rows must not be added once to a sum over rows, since each microbatch of each replica would add "
@@ -171,13 +179,9 @@ def check_positions(
             f"a batch whose sequences are split must have positions; got {arg(context=num_parts)} and none. Make it with "
             "jaxpar.shard_batch, which adds them."
         )
-    forward, shapes = (
-        model.apply if isinstance(model, LayeredModel) else model,
-        jax.eval_shape(lambda batch: batch, batch),
-    )
-    few, many = of_two_sizes(forward, loss, params, shapes, num_parts, dim=1)
+    few, many = of_two_sizes(model, loss, params, _shapes(batch), num_parts, dim=1)
     try:
-        (outputs, _), (loss_sum, weight_sum, *_) = _sums(forward, loss, params, (few, many), dim=1)
+        _, outputs, (loss_sum, weight_sum, *_) = _read(_forward(model), loss, params, (few, many), dim=1)
     except Exception:  # a model of one length alone
         return
     if _disagree(loss_sum, weight_sum):
@@ -187,7 +191,7 @@ def check_positions(
             f"devices that share a sequence; got loss_sum {loss_is} and weight_sum {weight_is}. Return jnp.sum of the losses "
             "of positions, and jnp.sum of their weights or their number."
         )
-    functions = {"loss": (loss, outputs[0], few)}
+    functions = {"loss": (loss, outputs, few)}
     functions |= {"embed": (model.embed, params[OUTER], few)} if isinstance(model, LayeredModel) else {}
     for name, (function, *args) in functions.items():
         if size := _cut_positions(function, args, _size(few, 1)):
@@ -203,46 +207,86 @@ def _cut_positions(function: Callable, args: list, seq: int) -> int | None:
     for equation in equations(jax.make_jaxpr(function)(*args)):
         if equation.primitive.name in ("slice", "dynamic_slice"):
             given, made = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-            if given[1:2] == (seq,) != made[1:2] and given[0] == num_rows(args[1]):
+            if given[1:2] == (seq,) != made[1:2] and given[0] == _size(args[1], 0):
                 return made[1]
     return None
 
 
-def _sums(
-    forward: Callable, loss: Callable, params: PyTree, batches: tuple[PyTree, PyTree], dim: int = 0
-) -> tuple[tuple[PyTree, PyTree], list[Dependence]]:
-    """Returns the outputs for both batches beside what the loss returns, and how its sums depend on the dim that differs."""
-    ratio = _size(batches[1], dim) / _size(batches[0], dim)
-    outputs, found = _outputs(forward, params, batches, ratio)
-    (returned, _), of_loss = trace_dependences(loss, (outputs[0], batches[0]), (outputs[1], batches[1]), ratio)
-    return (outputs, returned), of_loss([*found, *_split(batches)])
+def _forward(model: LayeredModel | Callable) -> Callable[[PyTree, PyTree], PyTree]:
+    return model.apply if isinstance(model, LayeredModel) else model
 
 
-def _split(batches: tuple[PyTree, PyTree]) -> list[Dependence]:
+def _shapes(batch: PyTree) -> PyTree:
+    return jax.eval_shape(lambda batch: batch, batch)
+
+
+def _read(
+    model: LayeredModel | Callable, loss: Callable, params: PyTree, batches: tuple[PyTree, PyTree], dim: int = 0
+) -> tuple[PyTree, PyTree, list[Dependence]]:
+    """Returns what the loss and the model return for the first batch, and how the loss depends on the dim that differs.
+
+    Leaves without rows, of ``x`` and of the outputs, have names, so that their way to the loss is known.
+    """
+    traced = partial(trace_dependences, ratio=_size(batches[1], dim) / _size(batches[0], dim))
     pairs = zip(*map(jax.tree.leaves, batches), strict=True)
-    return [CONSTANT if few.shape == many.shape else ROWS for few, many in pairs]
+    rows = found = [CONSTANT if few.shape == many.shape else ROWS for few, many in pairs]
+    x = batches
+    for name, function, own, count in _parts(model, params):
+        x, read = traced(function, (own, x[0]), (own, x[1]))
+        of_own = [CONSTANT] * len(jax.tree.leaves(own))
+        for _ in range(count):
+            before, found = found, _named(name, x, found, lambda found, read=read, own=of_own: read([*own, *found]))
+            if found == before:
+                break
+    (returned, _), of_loss = traced(loss, (x[0], batches[0]), (x[1], batches[1]))
+    return returned, x[0], of_loss([*found, *rows])
 
 
-def _outputs(
-    forward: Callable, params: PyTree, batches: tuple[PyTree, PyTree], ratio: float
-) -> tuple[tuple[PyTree, PyTree], list[Dependence]]:
-    """Returns the shapes of the outputs for both batches, and how these depend on rows."""
-    few, many = (jax.eval_shape(forward, params, batch) for batch in batches)
-    with_rows = [a.shape != b.shape for a, b in zip(jax.tree.leaves(few), jax.tree.leaves(many), strict=True)]
-    if all(with_rows):
-        return (few, many), [ROWS] * len(with_rows)
-    _, read = trace_dependences(forward, (params, batches[0]), (params, batches[1]), ratio)
-    found = read([*[CONSTANT] * len(jax.tree.leaves(params)), *_split(batches)])
-    leaves = jax.tree_util.tree_leaves_with_path(few)
-    named = lambda path, leaf, each: replace(each, constants=frozenset({_name(path, leaf)}))
-    return (few, many), [
-        named(path, leaf, each) if each.kind is Kind.CONSTANT and not has_rows else each
-        for (path, leaf), each, has_rows in zip(leaves, found, with_rows, strict=True)
+def _parts(model: LayeredModel | Callable, params: PyTree) -> Iterator[tuple[str, Callable, PyTree, int]]:
+    """Yields the functions that make up the model: the name of what each returns, its params, and how often it is applied."""
+    if not isinstance(model, LayeredModel):
+        yield "outputs", model, params, 1
+        return
+    outer, layers, count = params[OUTER], params[LAYERS], num_layers(params)
+    yield "x", model.embed, outer, 1
+    if is_stacked(params):
+        yield (
+            "x",
+            model.layers(1)[0],
+            jax.eval_shape(lambda layers: jax.tree.map(lambda p: p[0], layers), layers),
+            count,
+        )
+    else:
+        yield from (("x", *each, 1) for each in zip(model.layers(count), layers, strict=True))
+    yield "outputs", model.head, outer, 1
+
+
+def _named(
+    name: str,
+    made: tuple[PyTree, PyTree],
+    given: list[Dependence],
+    read: Callable[[list[Dependence]], list[Dependence]],
+) -> list[Dependence]:
+    """Returns the dependences of what a part returns, with the names of leaves without rows."""
+    leaves = list(zip(jax.tree_util.tree_leaves_with_path(made[0]), jax.tree.leaves(made[1]), strict=True))
+    if all(few.shape != many.shape for (_, few), many in leaves):
+        # Rows alone: each is taken to depend on its own row, and on what else is known to be wrong.
+        is_wrong = any(each.constants or each.sums or each.wrong for each in given)
+        return [replace(ROWS, wrong=each.wrong) for each in read(given)] if is_wrong else [ROWS] * len(leaves)
+    of = lambda path, leaf: frozenset({f"{name}{jax.tree_util.keystr(path)} of shape {leaf.shape}"})
+    return [
+        _of_leaf(of(path, few), each, is_output=name == "outputs") if few.shape == many.shape else each
+        for ((path, few), many), each in zip(leaves, read(given), strict=True)
     ]
 
 
-def _name(path: Any, leaf: Any) -> str:
-    return f"outputs{jax.tree_util.keystr(path)} of shape {leaf.shape}"
+def _of_leaf(name: frozenset[str], found: Dependence, *, is_output: bool) -> Dependence:
+    """Returns the dependence of what reads a leaf without rows."""
+    if found.is_constant or is_output:
+        return replace(found, constants=found.constants | name) if found.kind is Kind.CONSTANT else found
+    if found.kind is Kind.SUM and found.degree == 0:
+        return replace(found, sums=name)
+    return replace(found, kind=Kind.OTHER, sums=frozenset(), wrong=found.wrong | name)
 
 
 def _power(found: Dependence) -> int | None:
@@ -264,48 +308,8 @@ def _described(found: Dependence) -> str:
     return known[-power] if power in (0, -1) else "no sum over rows"
 
 
-def check_leaves_of_x(
-    model: LayeredModel | Callable, loss: Callable, params: PyTree, batch: PyTree, num_parts: int
-) -> None:
-    """Raises if the loss would depend on how the rows are split, because of a leaf of ``x`` without rows.
-
-    With one part, one microbatch on one replica, nothing is split and nothing is refused. A leaf that does not reach the loss
-    is taken. What a function computes from several rows and keeps to itself, or puts into each row, is not checked.
-
-    Args:
-        model: The model; a plain callable has no ``x``.
-        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``.
-        params: Arrays or ShapeDtypeStructs.
-        batch: Likewise.
-        num_parts: The number of microbatches of all replicas.
-    """
-    if num_parts == 1 or not isinstance(model, LayeredModel):
-        return
-    shapes = jax.eval_shape(lambda batch: batch, batch)
-    if is_stacked(params) and _has_rows_alone(partial(model.embed, params[OUTER]), shapes):
-        return
-    found = _wrong_leaves(model, loss, params, of_two_sizes(model.apply, loss, params, shapes, num_parts))
-    if found:
-        raise ValueError(
-            "a leaf of x without rows must not make the loss depend on how the rows of a batch are split into microbatches and "
-            f"replicas; got {', '.join(sorted(found))}, which reaches the loss and is computed from the rows, or is added to a "
-            "sum over them. Give it a number for each row, of shape [rows], and sum it in the loss."
-        )
-
-
-def _has_rows_alone(embed: Callable[[PyTree], PyTree], batch: PyTree) -> bool:
-    """Returns whether each leaf of ``x`` has rows, which is known if the embedding takes twice the rows."""
-    try:
-        few, many = (
-            jax.tree.leaves(jax.eval_shape(embed, each)) for each in (batch, _resized(batch, 2 * num_rows(batch)))
-        )
-    except Exception:  # any error that a model raises for another number of rows than its own
-        return False
-    return all(a.shape != b.shape for a, b in zip(few, many, strict=True))
-
-
 def of_two_sizes(
-    forward: Callable, loss: Callable, params: PyTree, batch: PyTree, num_parts: int, dim: int = 0
+    model: LayeredModel | Callable, loss: Callable, params: PyTree, batch: PyTree, num_parts: int, dim: int = 0
 ) -> tuple[PyTree, PyTree]:
     """Returns the shapes of a batch and of one of twice the rows; if the model takes no such batch, of a microbatch and it.
 
@@ -313,15 +317,10 @@ def of_two_sizes(
     """
     twice = _resized(batch, 2 * _size(batch, dim), dim)
     try:
-        jax.eval_shape(lambda params, batch: loss(forward(params, batch), batch), params, twice)
-    except Exception:  # as above
+        jax.eval_shape(lambda params, batch: loss(_forward(model)(params, batch), batch), params, twice)
+    except Exception:  # any error that a model raises for another number of rows than its own
         return _resized(batch, _size(batch, dim) // num_parts, dim), batch
     return batch, twice
-
-
-def num_rows(batch: PyTree) -> int:
-    """Returns the number of rows of a batch."""
-    return _size(batch, 0)
 
 
 def _size(batch: PyTree, dim: int) -> int:
@@ -334,55 +333,3 @@ def _resized(batch: PyTree, size: int, dim: int = 0) -> PyTree:
         return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
 
     return jax.tree.map(resized, batch)
-
-
-def _wrong_leaves(
-    model: LayeredModel, loss: Callable, params: PyTree, batches: tuple[PyTree, PyTree]
-) -> frozenset[str]:
-    """Returns the leaves of ``x`` on which the loss must not depend, from a batch of fewer and one of more rows."""
-    rows = [ROWS] * len(jax.tree.leaves(batches[0]))
-    traced = partial(trace_dependences, ratio=num_rows(batches[1]) / num_rows(batches[0]))
-
-    def applied(
-        function: Callable, params: PyTree, given: tuple[PyTree, PyTree]
-    ) -> tuple[tuple[PyTree, PyTree], Callable]:
-        made, read = traced(function, (params, given[0]), (params, given[1]))
-        return made, lambda found: read([*[CONSTANT] * len(jax.tree.leaves(params)), *found])
-
-    x, read = applied(model.embed, params[OUTER], batches)
-    found = _named(x, read(rows))
-    for layer, layer_params, count in _layers(model, params):
-        x, read = applied(layer, layer_params, x)
-        for _ in range(count):
-            before, found = found, _named(x, read(found))
-            if found == before:
-                break
-    outputs, read = applied(model.head, params[OUTER], x)
-    _, of_loss = traced(loss, (outputs[0], batches[0]), (outputs[1], batches[1]))
-    return frozenset().union(*(each.wrong for each in of_loss([*read(found), *rows])))
-
-
-def _layers(model: LayeredModel, params: PyTree) -> Iterator[tuple[Callable, PyTree, int]]:
-    """Yields each layer that differs from others, its params, and how often it is applied."""
-    layers, count = params[LAYERS], num_layers(params)
-    if is_stacked(params):
-        (layer,) = model.layers(1)
-        yield layer, jax.eval_shape(lambda layers: jax.tree.map(lambda p: p[0], layers), layers), count
-    else:
-        for layer, layer_params in zip(model.layers(count), layers, strict=True):
-            yield layer, layer_params, 1
-
-
-def _named(x: tuple[PyTree, PyTree], found: list[Dependence]) -> list[Dependence]:
-    leaves = zip(jax.tree_util.tree_leaves_with_path(x[0]), jax.tree.leaves(x[1]), found, strict=True)
-    return [_of_leaf(path, a, each) if a.shape == b.shape else each for (path, a), b, each in leaves]
-
-
-def _of_leaf(path: Any, leaf: Any, found: Dependence) -> Dependence:
-    """Returns the dependence of what reads a leaf without rows."""
-    name = frozenset({f"x{jax.tree_util.keystr(path)} of shape {leaf.shape}"})
-    if found.is_constant:
-        return replace(found, constants=name) if found.kind is Kind.CONSTANT else found
-    if found.kind is Kind.SUM and found.degree == 0:
-        return replace(found, sums=name)
-    return replace(found, kind=Kind.OTHER, sums=frozenset(), wrong=found.wrong | name)

@@ -242,4 +242,4 @@ def _check_tensor_inside_node(used: Sequence[jax.Device], tensor: int) -> None:
 
 def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Returns the mesh axes of one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)

@@ -18,6 +18,7 @@ optimizer that takes such means is refused. So is one that draws noise for layer
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -124,11 +125,8 @@ def _with_distinct_sizes(optimizer: Optimizer, params: PyTree, state: PyTree) ->
         distinct_state = jax.eval_shape(optimizer.init, distinct)
     except Exception:  # any error that an optimizer raises for shapes that are not those of its model
         return params, state
-    return (
-        (distinct, distinct_state)
-        if jax.tree.structure(distinct_state) == jax.tree.structure(state)
-        else (params, state)
-    )
+    is_like = jax.tree.structure(distinct_state) == jax.tree.structure(state)
+    return (distinct, distinct_state) if is_like else (params, state)
 
 
 def _distinct_sizes(shape: Sequence[int]) -> tuple[int, ...]:
@@ -161,7 +159,8 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
     if not layouts:
         return
     layout, shorter = layouts[0], _with_one_position_fewer(params)
-    if _draws(optimizer, params) != _draws(optimizer, shorter):
+    update, of_shorter = (jax.make_jaxpr(partial(_first_update, optimizer))(each) for each in (params, shorter))
+    if drawn_shapes(update) != drawn_shapes(of_shorter):
         raise ValueError(
             "an optimizer that draws random numbers for the layers needs them in the model's order, in which one device draws; "
             f"got draws for layers packed for num_stages={layout.num_stages}, num_chunks={layout.num_chunks}, "
@@ -170,7 +169,7 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
         )
     if layout.num_positions == layout.num_layers:
         return
-    if _numbers_in_update(optimizer, params) != _numbers_in_update(optimizer, shorter):
+    if float_literals(update) != float_literals(of_shorter):
         got, factored = f"{layout.num_layers} layers in {layout.num_positions} positions", ""
         if found := _state_over_layers(optimizer, params, shorter):
             got, factored = f"{got}, and {found} over them", f"min_dim_size_to_factor={layout.num_positions + 1}, "
@@ -191,12 +190,6 @@ def _with_one_position_fewer(params: PyTree) -> PyTree:
     return jax.tree.map(of, params, is_leaf=is_packed)
 
 
-def _draws(optimizer: Optimizer, params: PyTree) -> list[tuple[int, ...]]:
-    """Returns the shapes of the random numbers that an optimizer draws in its init and in its update."""
-    state = jax.eval_shape(optimizer.init, params)
-    return [*drawn_shapes(optimizer.init, params), *drawn_shapes(_updating(optimizer), params, state, params)]
-
-
 def _state_over_layers(optimizer: Optimizer, params: PyTree, shorter: PyTree) -> str:
     """Returns the path and shape of an array of the state that belongs to packed layers and has no dim of them; "" for none."""
     packed, few = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (params, shorter))
@@ -213,22 +206,11 @@ def _state_over_layers(optimizer: Optimizer, params: PyTree, shorter: PyTree) ->
     return ""
 
 
-def _numbers_in_update(optimizer: Optimizer, params: PyTree) -> list[str]:
-    return float_literals(_updating(optimizer), params, jax.eval_shape(optimizer.init, params), params)
-
-
-def _updating(optimizer: Optimizer) -> Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """Returns an optimizer's update as a function of gradients, state and params."""
-
-    def value_fn(params: PyTree) -> jax.Array:
-        return jnp.sum(jnp.asarray([jnp.sum(jnp.real(leaf)) for leaf in jax.tree.leaves(params)]))
-
-    def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        return call_update(
-            optimizer.update, grads, opt_state, params, value=value_fn(params), grad=grads, value_fn=value_fn
-        )
-
-    return update
+def _first_update(optimizer: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns what an optimizer's init and update make of gradients, those of a sum, that are as large as the params."""
+    value_fn = lambda params: jnp.sum(jnp.asarray([jnp.sum(jnp.real(leaf)) for leaf in jax.tree.leaves(params)]))
+    further = {"value": value_fn(params), "grad": params, "value_fn": value_fn}
+    return call_update(optimizer.update, params, optimizer.init(params), params, **further)
 
 
 def value_fn_of(value_and_grad: Callable[[PyTree], tuple[PyTree, PyTree]]) -> Callable[[PyTree], jax.Array]:

@@ -244,48 +244,49 @@ class Pipeline:
                 )
 
 
-def accepts_settings(function: Function) -> Function:
-    """Returns ``function`` with its settings accepted in a Parallel, in place of ``mesh``, and a Pipeline, as ``pipeline``.
+_KINDS = {"mesh": Parallel, "parallel": Parallel, "pipeline": Pipeline}  # of what an argument becomes, by its name
 
-    The function itself gets them as its keywords, those that it has. A keyword beside an object must agree with it.
+
+def accepts_settings(function: Function) -> Function:
+    """Returns ``function``, which gets a Parallel as its ``mesh`` or ``parallel`` and a Pipeline as its ``pipeline``.
+
+    A caller gives these objects, or a mesh and the settings as keywords, of which they are then made. A keyword beside an
+    object must agree with it.
     """
     signature = inspect.signature(function)
+    kinds = {name: kind for name, kind in _KINDS.items() if name in signature.parameters}
 
     @functools.wraps(function)
     def with_objects(*args: Any, **kwargs: Any) -> Any:
-        objects = [each for each in (*args, *kwargs.values()) if isinstance(each, Parallel | Pipeline)]
-        if not objects:
-            return function(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs).arguments
-        named = {name: value for name, value in bound.items() if not isinstance(value, Parallel | Pipeline)}
-        for each in objects:
-            settings = {field.name: getattr(each, field.name) for field in fields(each)}
-            _check_same(each, settings, named)
-            named |= {name: value for name, value in settings.items() if name in signature.parameters}
-        return function(**named)
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        for name, kind in kinds.items():
+            keywords = {f.name: given[f.name] for f in fields(kind) if f.name in given and f.name != name}
+            given[name] = _settings(kind, given.get(name), keywords)
+        return function(*bound.args, **bound.kwargs)
 
     return with_objects  # pyright: ignore[reportReturnType]  # it has the signature of ``function``
 
 
-def _check_same(gathered: Parallel | Pipeline, settings: Mapping[str, Any], named: Mapping[str, Any]) -> None:
-    """Raises for a keyword that contradicts an object."""
-    for name in named.keys() & settings.keys():
-        value = getattr(replace(gathered, **{name: named[name]}), name)
-        if value != settings[name]:
-            kind = type(gathered).__name__
-            both = f"{name}={value!r} and {name}={settings[name]!r} in jaxpar.{kind}"
+def _settings(kind: type, given: Any, keywords: Mapping[str, Any]) -> Parallel | Pipeline:
+    """Returns the object that is given, with which keywords must agree, or one of a mesh and the keywords."""
+    if not isinstance(given, kind):
+        if kind is Parallel:
+            return Parallel(given, **keywords)
+        if given is not None:
+            schedule = given if isinstance(given, str) else "1f1b"
+            raise TypeError(f"pipeline must be a jaxpar.Pipeline; got {given!r}. Write jaxpar.Pipeline({schedule!r}).")
+        return Pipeline(**keywords)
+    for name, keyword in keywords.items():
+        value, own = getattr(replace(given, **{name: keyword}), name), getattr(given, name)
+        if value != own:
+            both = f"{name}={value!r} and {name}={own!r} in jaxpar.{kind.__name__}"
             raise ValueError(
                 "a setting must be given once, or the same each time; got "
-                f"{'two shardings' if name == 'shardings' else both}. Leave {name} out beside the {kind}, or change it there: "
-                f"dataclasses.replace({kind.lower()}, {name}=...)."
+                f"{'two shardings' if name == 'shardings' else both}. Leave {name} out beside the {kind.__name__}, or change "
+                f"it there: dataclasses.replace({kind.__name__.lower()}, {name}=...)."
             )
-
-
-def check_kind(pipeline: object) -> None:
-    """Raises for an argument ``pipeline`` that is neither a Pipeline nor None."""
-    if not isinstance(pipeline, Pipeline | None):
-        schedule = pipeline if isinstance(pipeline, str) else "1f1b"
-        raise TypeError(f"pipeline must be a jaxpar.Pipeline; got {pipeline!r}. Write jaxpar.Pipeline({schedule!r}).")
+    return given
 
 
 def check_settings(model: Any, parallel: Parallel, pipeline: Pipeline) -> None:

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.backward.partition import ParamShards
 from jaxpar.data_parallel import batch_specs, reduce_gradients
 from jaxpar.layered_model import LAYERS, OUTER, is_stacked
 from jaxpar.mesh import STAGE, TENSOR
+from jaxpar.parallel import Parallel
 from jaxpar.pipeline import stage_specs
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.traced_loss import TracedLoss
@@ -45,25 +45,16 @@ class StepSharding:
         return only_trained(self.zero)
 
 
-def shard_step(
-    params: PyTree,
-    mesh: Mesh | AbstractMesh,
-    *,
-    zero: int,
-    shardings: PyTree | None,
-    layered: bool,
-    reduce_dtype: DTypeLike | None = None,
-) -> StepSharding:
+def shard_step(params: PyTree, parallel: Parallel, shardings: PyTree | None, *, layered: bool) -> StepSharding:
     """Returns how a step shards its params and gradients.
 
     Args:
         params: Arrays or ShapeDtypeStructs, in packed order; some may be frozen.
-        mesh: The mesh.
-        zero: The ZeRO level.
+        parallel: The mesh, the ZeRO level and the dtype of reductions.
         shardings: The NamedShardings of the params, in a tree like theirs, if known.
         layered: Whether they are those of a LayeredModel.
-        reduce_dtype: The dtype in which gradients are reduced over the replicas; None: float32 or wider.
     """
+    mesh = parallel.mesh
     of_params = of_grads = jax.tree.map(lambda _: PartitionSpec(), params)
     if layered:
         is_known = mesh.shape[TENSOR] == 1 or shardings is not None
@@ -72,7 +63,9 @@ def shard_step(
             of_grads |= {OUTER: jax.tree.map(_where_at_rest, of_grads[OUTER], shardings[OUTER])}
     with_tensor = of_grads if shardings is None else jax.tree.map(_both, of_grads, shardings)
     stacked = layered and is_stacked(params)
-    shards = zero_shards(zero, params, with_tensor, mesh, stacked=stacked, reduce_dtype=reduce_dtype)
+    shards = zero_shards(
+        parallel.zero, params, with_tensor, mesh, stacked=stacked, reduce_dtype=parallel.grad_reduce_dtype
+    )
     of_layers = [shard.tensor for shard in jax.tree.leaves(shards[LAYERS])] if stacked else None
     return StepSharding(
         params=jax.tree.map(lambda spec, z: z.in_step(spec), of_params, shards),

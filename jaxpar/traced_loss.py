@@ -5,9 +5,8 @@ loss_sum is then ``1 / total weight``, as it is for the ratio of the two on one 
 linear in its cotangent, because it clips or rounds gradients, returns the same values on every mesh.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jaxpar.data_parallel import accumulate, microbatch_shapes
 from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
 from jaxpar.loss_sums import totals_of, value_of
-from jaxpar.mesh import CONTEXT, MANUAL, TENSOR, shown_sizes
+from jaxpar.mesh import CONTEXT, MANUAL, TENSOR, entry_axes, shown_sizes
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.trainable import only_trained, with_trained
 
@@ -97,44 +96,34 @@ def trace_loss(
         ValueError: The weight depends on the outputs, or an operation cannot run on the mesh.
     """
     microbatch = microbatch_shapes(batch, mesh, num_microbatches)
-    shapes = jax.eval_shape(lambda params: params, params)
-    of_part = partial(_trace_part, model, loss, mesh, num_microbatches, executor, shapes, microbatch)
+    params = jax.eval_shape(lambda params: params, params)
+    forward = model.apply if isinstance(model, LayeredModel) else model
+
+    def of_part() -> TracedLoss:
+        traced, outputs = jax.make_jaxpr(forward, return_shape=True)(params, microbatch)
+        operations = [*equations(traced), *equations(jax.make_jaxpr(loss)(outputs, microbatch))]
+        if any(operation.primitive.name.startswith("custom_vjp_call") for operation in operations):
+            operations += _of_gradients(forward, loss, params, microbatch)
+        manual_axes = _check_operations(operations, mesh, executor)
+        weight = _of_batch_alone(lambda outputs, batch: loss(outputs, batch)[1], outputs, microbatch)
+        if weight is None:  # the model may return it unchanged from the batch
+            weight = _of_batch_alone(lambda params, batch: loss(forward(params, batch), batch)[1], params, microbatch)
+        if weight is None:
+            raise ValueError(
+                "weight_sum must depend on the batch alone, since its total is needed before the backward pass; got a loss "
+                "whose weight_sum depends on the outputs. Compute it from the batch; weights that a model computes must be "
+                "evaluated beforehand and put into the batch."
+            )
+        with jax.numpy_dtype_promotion("standard"):
+            mean = jax.eval_shape(lambda *given: jnp.divide(*loss(*given)[:2]), outputs, microbatch)
+        return TracedLoss(lambda rows: accumulate(weight, rows, num_microbatches), mean.dtype, manual_axes)
+
     if mesh.shape[CONTEXT] == 1:
         return of_part()
     found = []  # where sequences are split a model may ask for the axis
     on_shards = manual_over_data_and_stage(lambda: found.append(of_part()), mesh, in_specs=(), out_specs=None)
     jax.eval_shape(on_shards)
     return found[0]
-
-
-def _trace_part(
-    model: LayeredModel | Callable[[PyTree, PyTree], PyTree],
-    loss: Loss,
-    mesh: Mesh,
-    num_microbatches: int,
-    executor: str,
-    params: PyTree,
-    microbatch: PyTree,
-) -> TracedLoss:
-    forward = model.apply if isinstance(model, LayeredModel) else model
-    traced, outputs = jax.make_jaxpr(forward, return_shape=True)(params, microbatch)
-    of_loss, _ = jax.make_jaxpr(loss, return_shape=True)(outputs, microbatch)
-    operations = [*equations(traced), *equations(of_loss)]
-    if any(operation.primitive.name.startswith("custom_vjp_call") for operation in operations):
-        operations += _of_gradients(forward, loss, params, microbatch)
-    manual_axes = _check_operations(operations, mesh, executor)
-    weight = _of_batch_alone(lambda outputs, batch: loss(outputs, batch)[1], outputs, microbatch)
-    if weight is None:  # the model may return it unchanged from the batch
-        weight = _of_batch_alone(lambda params, batch: loss(forward(params, batch), batch)[1], params, microbatch)
-    if weight is None:
-        raise ValueError(
-            "weight_sum must depend on the batch alone, since its total is needed before the backward pass; got a loss whose "
-            "weight_sum depends on the outputs. Compute it from the batch; weights that a model computes must be evaluated "
-            "beforehand and put into the batch."
-        )
-    with jax.numpy_dtype_promotion("standard"):
-        mean = jax.eval_shape(lambda *given: jnp.divide(*loss(*given)[:2]), outputs, microbatch)
-    return TracedLoss(lambda rows: accumulate(weight, rows, num_microbatches), mean.dtype, manual_axes)
 
 
 def _of_batch_alone(function: Callable[[PyTree, PyTree], Any], first: PyTree, batch: PyTree) -> Callable | None:
@@ -181,19 +170,9 @@ def _check_operations(operations: Collection[Any], mesh: Mesh, executor: str) ->
                 "operations."
             )
         manual |= {TENSOR}
-    _check_constraints(
-        (o.params["sharding"] for o in operations if o.primitive.name == "sharding_constraint"), manual, mesh, executor
-    )
-    return manual
-
-
-def _check_constraints(shardings: Iterable[Any], manual: frozenset[str], mesh: Mesh, executor: str) -> None:
-    """Raises for a sharding constraint that names an axis over which a step is manual."""
-    for sharding in shardings:
-        if not isinstance(sharding, NamedSharding):
-            continue
-        named = {name for entry in sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}
-        if named & manual:
+    constraints = (o.params["sharding"] for o in operations if o.primitive.name == "sharding_constraint")
+    for sharding in (each for each in constraints if isinstance(each, NamedSharding)):
+        if {axis for entry in sharding.spec for axis in entry_axes(entry)} & manual:
             taken = " or ".join(axis for axis in mesh.axis_names if axis in manual & shown_sizes(mesh.shape).keys())
             raise ValueError(
                 f"with_sharding_constraint in a model must not name {taken}, over which a step is split "
@@ -205,3 +184,4 @@ def _check_constraints(shardings: Iterable[Any], manual: frozenset[str], mesh: M
                 f"whole mesh ({sharding.spec}). Give it the PartitionSpec alone, under jax.set_mesh(mesh), or use "
                 'executor="spmd".'
             )
+    return manual

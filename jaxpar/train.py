@@ -17,7 +17,7 @@ from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import OF_ZERO, STAGE, TENSOR
 from jaxpar.metrics.log import check_further
 from jaxpar.optimizer_state import Optimizer, call_update, check_packed, no_value_fn, optimizer_shardings, value_fn_of
-from jaxpar.parallel import Parallel, Pipeline, accepts_settings, check_kind
+from jaxpar.parallel import Parallel, Pipeline, accepts_settings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
 from jaxpar.sharding import replicated
 from jaxpar.traced_loss import once_for_shapes
@@ -70,9 +70,10 @@ def init_state(
         ValueError: Shardings that are not those of the params, an optimizer that packed layers do not fit, or a setting that
             contradicts the ``Parallel``.
     """
-    abstract = abstract_state(init_fn, key, optimizer, mesh, shardings, zero=zero, trainable=trainable)
+    assert isinstance(mesh, Parallel), "made of a mesh and its settings"
+    abstract = abstract_state(init_fn, key, optimizer, mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(_init(init_fn, optimizer, trainable), out_shardings=shardings)(key)
+    return jax.jit(_init(init_fn, optimizer, mesh.trainable), out_shardings=shardings)(key)
 
 
 def _init(init_fn: Callable[[PyTree], PyTree], optimizer: Optimizer, trainable: Trainable) -> Callable:
@@ -113,13 +114,13 @@ def abstract_state(
         TypeError: As for ``init_state``.
         ValueError: As for ``init_state``.
     """
+    assert isinstance(mesh, Parallel), "made of a mesh and its settings"
+    shardings, zero, trainable = mesh.shardings, mesh.zero, mesh.trainable
     if shardings is None:
         raise TypeError(
             "a state needs the sharding of each param; got none. Pass shardings, or a jaxpar.Parallel with them, from "
             "jaxpar.shardings_from_paths."
         )
-    # A Parallel in place of the mesh has become its settings.
-    parallel = Parallel(mesh, shardings, zero=zero, trainable=trainable)  # pyright: ignore[reportArgumentType]
     shapes = jax.eval_shape(_init(init_fn, optimizer, trainable), key)
     if jax.tree.structure(shapes.params) != jax.tree.structure(shardings):
         raise ValueError(
@@ -129,7 +130,7 @@ def abstract_state(
         )
     trained = lambda tree: trained_part(tree, trainable)
     check_packed(optimizer, trained(shapes.params))
-    on_each = NamedSharding(parallel.mesh, replicated())  # pyright: ignore[reportArgumentType]
+    on_each = NamedSharding(mesh.mesh, replicated())  # pyright: ignore[reportArgumentType]
     of_zero = shardings_at_rest(shapes.params, shardings)
     opt_shardings = optimizer_shardings(
         optimizer, trained(shapes.params), trained(of_zero if zero else shardings), on_each
@@ -193,13 +194,8 @@ def make_train_step(
         metrics = {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
         return TrainState(state.step + 1, params, opt_state, state.num_skipped + skipped), metrics
 
-    def update_alone(
-        state: TrainState, value_and_grads: tuple[PyTree, PyTree]
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        return update(state, *value_and_grads, value_fn=no_value_fn)
-
     if isinstance(value_and_grad, MpmdExecutor):
-        return TrainStep(update_alone, before=value_and_grad)
+        return TrainStep(lambda state, both: update(state, *both, value_fn=no_value_fn), before=value_and_grad)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         value, grads = value_and_grad(state.params, batch)
@@ -234,6 +230,7 @@ def clip(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
     return jax.tree.map(scaled, grads)
 
 
+@accepts_settings
 def make_eval_step(
     model: LayeredModel | Callable[[PyTree, PyTree], PyTree],
     loss: Callable[[PyTree, PyTree], tuple],
@@ -259,8 +256,8 @@ def make_eval_step(
 
     **Collectives**: those of ``value_and_grad`` in the forward pass, and one all-reduce over the replicas of the sums.
     """
-    check_kind(pipeline)
-    parallel, pipeline = parallel if isinstance(parallel, Parallel) else Parallel(parallel), pipeline or Pipeline()
+    assert isinstance(parallel, Parallel), "made of a mesh"
+    assert isinstance(pipeline, Pipeline), "the default or as given"
     num_stages = parallel.mesh.shape[STAGE]
     if num_stages > 1 and pipeline.executor == "mpmd":
         raise ValueError(
@@ -350,27 +347,19 @@ _APART: dict[str, bool | str | int] = {
 
 
 def _compiler_options(state: TrainState) -> dict[str, bool | str | int] | None:
-    """Returns XLA's options for a step on GPUs that are not flags for all its programs."""
-    meshes = [sharding.mesh for sharding in _shardings(state.params)]
-    if any(mesh.shape.get(TENSOR, 1) > 1 and _is_of_gpus(mesh) for mesh in meshes):
-        return _APART
-    return dict(PIPELINED_ALL_GATHER) if _gathers_layers(state) else None
+    """Returns XLA's options for a step on GPUs that are not flags for all its programs.
 
-
-def _is_of_gpus(mesh: Mesh | AbstractMesh) -> bool:
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
-
-
-def _gathers_layers(state: TrainState) -> bool:
-    """Returns whether a step on GPUs gathers params (ZeRO 3), without ``tensor`` and ``stage``.
-
-    XLA should then gather the params of the next layer while one computes. It would do the same with what sequence parallelism
-    gathers over ``tensor``, for more than twice the temporary memory, and may take a fifth more in a pipeline.
+    Where a step gathers params (ZeRO 3), without ``tensor`` and ``stage``, XLA should gather those of the next layer while one
+    computes. It would do the same with what sequence parallelism gathers over ``tensor``, for more than twice the temporary
+    memory, and may take a fifth more in a pipeline.
     """
-    alone = lambda mesh: mesh.shape.get(TENSOR, 1) * mesh.shape.get(STAGE, 1) == 1
-    on_gpus = lambda mesh: alone(mesh) and _is_of_gpus(mesh)
+    on_gpus = lambda mesh: isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
+    shardings = [each for each in _shardings(state.params) if on_gpus(each.mesh)]
+    if any(each.mesh.shape.get(TENSOR, 1) > 1 for each in shardings):
+        return _APART
     is_cut = lambda spec: not set(OF_ZERO).isdisjoint(jax.tree.leaves(tuple(spec)))
-    return any(is_cut(each.spec) and on_gpus(each.mesh) for each in _shardings(state.params))
+    gathers = any(is_cut(each.spec) and each.mesh.shape.get(STAGE, 1) == 1 for each in shardings)
+    return dict(PIPELINED_ALL_GATHER) if gathers else None
 
 
 def _shardings(tree: PyTree) -> list[NamedSharding]:

@@ -31,7 +31,7 @@ from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.report import reductions
-from jaxpar.report.reductions import NUM_SERVERS, Measured
+from jaxpar.report.reductions import NUM_SERVERS
 from jaxpar.run import checks, folder, phase, say
 
 ZERO = "ZeRO-1"
@@ -88,21 +88,23 @@ def main(config: Config) -> None:
         jax.config.update("jax_enable_x64", True)
     params = init_params(table, jax.random.key(config.seed), jnp.float64)
     batches = [whole_batch(config, train, step) for step in range(config.steps)]
-    gradient_bytes = 8 * count_params(table)
-    say(f"{count_params(table):,} parameters, {gradient_bytes:,} bytes of gradients; SGD, {config.steps} steps\n")
+    count = count_params(table)
+    say(f"{count:,} parameters, {8 * count:,} bytes of gradients; SGD, {config.steps} steps\n")
     rows = []
     for size in sizes:
         with phase(f"training on {size} devices"):
             of_size = [by_hand(way, made, size, params, batches) for way, made in optimizers(config, size).items()]
             of_size.append(by_zero(config, size, table, batches))
-        say("\n".join(reductions.describe(of_size, gradient_bytes, header=not rows)))
+        of_size = reductions.beside_first(of_size)
+        say("\n".join(reductions.describe(of_size, header=not rows)))
         rows += of_size
     with phase("training with stale gradients"):
         given = {"num_pushes": config.pushes, "learning_rate": config.learning_rate, "seed": config.seed}
-        curves = {bound: reductions.stale_curve(mean_loss, params, train, bound, **given) for bound in BOUNDS}
+        stale = partial(reductions.stale_curve, mean_loss, params, train, **given)
+        curves = {reductions.bound_name(bound): stale(bound) for bound in BOUNDS}
     if jax.process_index() == 0:
         folder.make_new(config.out_dir, overwrite=config.overwrite)
-        reductions.write_report(config.out_dir, rows, gradient_bytes, curves, settings=dataclasses.asdict(config))
+        reductions.write_report(config.out_dir, rows, curves, settings=dataclasses.asdict(config))
     say("\n" + "\n".join(reductions.describe_stale(curves)))
     say(f"written: {config.out_dir}/ with report.html, traffic.png, staleness.png")
 
@@ -122,7 +124,9 @@ def mean_loss(params: dict, batch: dict[str, jax.Array]) -> jax.Array:
     return loss_sum / weight_sum
 
 
-def by_hand(way: str, optimizer: optax.GradientTransformation, size: int, params: dict, batches: list) -> Measured:
+def by_hand(
+    way: str, optimizer: optax.GradientTransformation, size: int, params: dict, batches: list
+) -> dict[str, Any]:
     """Trains inside ``shard_map``: each device computes the gradient of its rows, and the optimizer reduces them."""
     mesh = jaxpar.make_mesh(data=size)
     whole, cut = PartitionSpec(), PartitionSpec("data")
@@ -142,7 +146,7 @@ def by_hand(way: str, optimizer: optax.GradientTransformation, size: int, params
     return reductions.measure(way, size, compiled, (params, state), placed, lambda carry: carry[0])
 
 
-def by_zero(config: Config, size: int, table: dict, batches: list) -> Measured:
+def by_zero(config: Config, size: int, table: dict, batches: list) -> dict[str, Any]:
     """Trains with ZeRO-1: the optimizer's state is sharded over the devices, as if each were a server for its shard."""
     mesh = jaxpar.make_mesh(data=size)
     shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, {"**": jaxpar.replicated()})

@@ -1,5 +1,7 @@
 """Collectives against their definition as linear maps on all devices' arrays: forward, and gradients as the transposed map."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,19 +63,31 @@ def transposed(name, x, groups, cotangents):
     return (np.stack(columns) @ cotangents.reshape(-1)).reshape(x.shape)
 
 
-def check_against_definition(name, size, groups, check_vma):
-    x = numbers(size, PER_DEVICE)
-    run = on_devices(lambda row: CALLS[name](row, groups), size, check_vma)
-    y, back = jax.vjp(run, x)
-    np.testing.assert_allclose(y, defined(name, x, groups), rtol=1e-12, atol=1e-14, err_msg=f"{name} forward")
-    cotangents = numbers(*y.shape)
-    np.testing.assert_allclose(
-        back(jnp.asarray(cotangents))[0],
-        transposed(name, x, groups, cotangents),
-        rtol=1e-12,
-        atol=1e-14,
-        err_msg=f"{name} gradient",
-    )
+@functools.cache
+def results(size, length, groups, check_vma):
+    """The arrays, and for each collective its results, their cotangents and what these give: all in one compiled program."""
+    x, given = numbers(size, length), {}
+
+    def run(x):
+        found = {}
+        for name, call in CALLS.items():
+            y, back = jax.vjp(on_devices(lambda row, call=call: call(row, groups), size, check_vma), x)
+            given[name] = numbers(*y.shape)
+            found[name] = y, back(jnp.asarray(given[name]))[0]
+        return found
+
+    found = jax.device_get(jax.jit(run)(x))
+    assert x.dtype == np.float64 == found["shift"][0].dtype
+    return x, {name: (y, given[name], back) for name, (y, back) in found.items()}
+
+
+def check_against_definition(name, size, groups, check_vma, length=PER_DEVICE):
+    x, found = results(size, length, groups, check_vma)
+    y, cotangents, back = found[name]
+    near = {"rtol": 1e-12, "atol": 1e-14}
+    np.testing.assert_allclose(y, defined(name, x, groups), err_msg=f"{name} forward", **near)
+    wanted = transposed(name, x, groups, cotangents)
+    np.testing.assert_allclose(back, wanted, err_msg=f"{name} gradient", **near)
 
 
 @pytest.mark.parametrize("check_vma", [False, True], ids=["", "check_vma"])
@@ -85,15 +99,14 @@ def test_collective_and_its_gradient_are_those_of_the_definition(x64, name, chec
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 5, 6, 7, 8])
 @pytest.mark.parametrize("name", CALLS)
-def test_collective_is_right_on_any_number_of_devices(x64, name, size, monkeypatch):
-    monkeypatch.setitem(globals(), "PER_DEVICE", 2 * size)
-    check_against_definition(name, size, None, False)
+def test_collective_is_right_on_any_number_of_devices(x64, name, size):
+    check_against_definition(name, size, None, False, length=2 * size)
 
 
 @pytest.mark.parametrize("check_vma", [False, True], ids=["", "check_vma"])
 @pytest.mark.parametrize("name", CALLS)
 def test_groups_are_worlds_of_their_own(x64, name, check_vma):
-    check_against_definition(name, 8, [[0, 2, 5, 7], [6, 4, 3, 1]], check_vma)
+    check_against_definition(name, 8, ((0, 2, 5, 7), (6, 4, 3, 1)), check_vma)
 
 
 @pytest.mark.parametrize("op", ["max", "min"])

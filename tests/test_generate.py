@@ -9,8 +9,7 @@ import pytest
 
 import jaxpar
 from jaxpar.models import transformer
-from jaxpar.models.transformer.generate import _extend, _first
-from jaxpar.models.transformer.generate import round_up
+from jaxpar.models.transformer.generate import _extend, _first, round_up
 from jaxpar.models.transformer.sampling import draw, keep_highest, keep_likeliest, make_sampling
 from tests.support.tiny_transformer import FAMILIES, THREE, make_params, shardings
 

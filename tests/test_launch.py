@@ -12,9 +12,11 @@ import pytest
 
 from jaxpar.__main__ import main
 from jaxpar.commands import recipe as cli
+from jaxpar.run.evaluation import Evaluation
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.launch import Gang, Launch, explain, forwarded_signals, free_port, run
 from tests.support.oracle import assert_same
+from tests.support.real_runs import PLAIN
 from tests.support.waiting import NEVER, WAIT_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -127,7 +129,7 @@ def test_bad_input_ends_with_code_2_and_a_message(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
-FEW_STEPS = ["--seq", "16", "--steps", "4", "--warmup-steps", "1", "--eval-every", "4", "--eval-rows", "16"]
+FEW_STEPS = ["--seq", "16", "--steps", "4", "--warmup-steps", "1", "--eval-rows", "16"]
 
 
 def curve(out_dir):
@@ -152,10 +154,11 @@ def test_two_processes_of_four_devices_have_the_loss_curve_of_one_with_eight(tmp
         "--log-dir",
         str(tmp_path),
     ]
-    command += [str(ROOT / "recipes/gpt.py"), *flags, str(tmp_path / "two"), "--checkpoint-every", "4"]
+    command += [PLAIN, "gpt", *flags, str(tmp_path / "two"), "--checkpoint-every", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     monkeypatch.setattr(gpt, "conclude", lambda *_: None)
+    monkeypatch.setattr(Evaluation, "__call__", lambda *_: 0.0)
     cli.run(gpt.main, gpt.Config, [*flags, str(tmp_path / "one")])  # in this process, which has eight devices
     assert_same(curve(tmp_path / "two"), curve(tmp_path / "one"), within=1e-6)
     assert (tmp_path / "two/checkpoints/4").is_dir(), "both processes wrote their parts of one checkpoint"
@@ -165,6 +168,7 @@ def test_two_processes_of_four_devices_have_the_loss_curve_of_one_with_eight(tmp
 @pytest.mark.parametrize(
     ("recipe", "flags"),
     [
+        ("gpt", ["--seq", "16", "--warmup-steps", "1", "--eval-rows", "16", "--mesh.data", "2", "--mesh.stage", "2"]),
         ("house_prices", ["--mesh.data", "4"]),
         ("digits", ["--mesh.data", "2", "--mesh.tensor", "2", "--no-sweep"]),
         ("digits", ["--mesh.stage", "2", "--mesh.data", "2", "--no-sweep"]),

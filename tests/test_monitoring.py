@@ -11,7 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxpar.__main__ import main
 from jaxpar.jobs import Job, to_jobset, to_podmonitor, to_trainjob
 from jaxpar.jobs.job import JobSettings
-from jaxpar.jobs.manifests import JOBSET_NAME, RUN_LABEL
 from jaxpar.metrics.exporters import PrometheusExporter
 from jaxpar.metrics.log import MetricsLog
 from tests.support.prometheus import metrics_of, problems
@@ -168,8 +167,9 @@ def relabelled(labels, rules):
 
 
 def test_series_are_labelled_with_the_run_by_which_the_dashboard_and_the_alerts_name_it():
-    (endpoint,) = to_podmonitor(SERVED)["spec"]["podMetricsEndpoints"]
-    found = {"__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", JOBSET_NAME): "gpt", "instance": "10.0.0.1:9090"}
+    spec = to_podmonitor(SERVED)["spec"]
+    (endpoint,), (label, *_) = spec["podMetricsEndpoints"], spec["selector"]["matchLabels"]
+    found = {"__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", label): "gpt", "instance": "10.0.0.1:9090"}
     assert relabelled(found, endpoint["relabelings"])["run"] == "gpt", "and not the address, which a restart changes"
     (variable,) = (each for each in DASHBOARD["templating"]["list"] if each["name"] == "run")
     assert variable["definition"] == variable["query"]["query"] == "label_values(jaxpar_steps_total, run)"
@@ -184,7 +184,9 @@ def test_the_page_labels_series_of_annotated_pods_alike():
     for page in ("watching.md", "zh/watching.md"):
         (block,) = re.findall(r"```yaml\n(relabel_configs:.*?)```", (FOLDER.parent / page).read_text(), re.DOTALL)
         (rule,) = yaml.safe_load(block)["relabel_configs"]
-        assert {"sourceLabels": rule["source_labels"], "targetLabel": rule["target_label"]} == RUN_LABEL
+        (endpoint,) = to_podmonitor(SERVED)["spec"]["podMetricsEndpoints"]
+        written = {"sourceLabels": rule["source_labels"], "targetLabel": rule["target_label"]}
+        assert [written] == endpoint["relabelings"]
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,18 @@
 """Two runs in one folder, as real processes: one trains, the other ends with exit code 2 and says who holds the folder."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
+import house_prices
 import pytest
 
+from jaxpar.commands import recipe as cli
+from jaxpar.runtime.lease import Lease
 from tests.support.leases import ELSEWHERE, numbers, put
-from tests.support.real_runs import ROOT, RUN, environment, finish, launched, run, start, steps_of, wait_for
-from tests.support.waiting import WAIT_SECONDS, wait_until
+from tests.support.real_runs import PLAIN, RUN, finish, launched, run, start, steps_of, wait_for
+from tests.support.waiting import wait_until
 
 ENDLESS = ("--steps", 10**6)
 
@@ -20,8 +22,8 @@ def held():
     """Starts runs that no test may leave behind."""
     started = []
 
-    def begin(*args):
-        started.append(start(*args))
+    def begin(*args, **options):
+        started.append(start(*args, **options))
         return started[-1]
 
     yield begin
@@ -31,8 +33,9 @@ def held():
 
 
 def test_of_two_recipes_started_at_once_one_trains_and_the_other_is_refused(tmp_path, held):
-    flags = ("--out-dir", tmp_path / "out", *ENDLESS, "--checkpoint-every", 50)
-    both = [held("recipes/house_prices.py", *flags, "--seed", seed) for seed in (0, 1)]
+    flags = ("--out-dir", tmp_path / "out", *ENDLESS, "--checkpoint-every", 10)
+    slowly = {"STEP_SECONDS": "0.05"}  # while the other waits
+    both = [held(PLAIN, "house_prices", *flags, "--seed", seed, variables=slowly) for seed in (0, 1)]
     wait_until(lambda: any(process.poll() is not None for process in both), "one of both must be refused")
     loser, winner = sorted(both, key=lambda process: process.poll() is None)
     code, _, err = finish(loser)
@@ -48,14 +51,17 @@ def test_of_two_recipes_started_at_once_one_trains_and_the_other_is_refused(tmp_
     assert json.loads((tmp_path / "out" / "config.json").read_text())["seed"] == both.index(winner)
 
 
-def test_a_second_run_of_two_processes_is_refused_on_both(tmp_path, held):
-    first = held(RUN, tmp_path / "run", *ENDLESS, "--seconds", 0.05)
-    wait_for(tmp_path / "run" / "rows-0.jsonl")
-    code, out, err = run(*launched(tmp_path / "run", *ENDLESS))
+def test_a_second_run_of_two_processes_is_refused_on_both(tmp_path):
+    first = Lease(tmp_path / "run" / "checkpoints")
+    first.take()
+    try:
+        code, out, err = run(*launched(tmp_path / "run", *ENDLESS))
+        first.check()
+    finally:
+        first.release()
     assert code == 2, out + err
-    assert f"held by process {first.pid} on" in out
+    assert f"held by process {os.getpid()} on" in out
     assert "ended first (exit code 2: bad configuration)" in err
-    assert first.poll() is None
 
 
 def test_a_run_killed_in_its_folder_is_started_again_without_a_wait(tmp_path, held):
@@ -63,7 +69,7 @@ def test_a_run_killed_in_its_folder_is_started_again_without_a_wait(tmp_path, he
     first = held(RUN, folder, *ENDLESS, "--every", 2, "--seconds", 0.02)
     wait_for(folder / "checkpoints" / "2")
     first.kill()  # and not waited for: it may still be a zombie
-    again = held(RUN, folder, "--steps", 200, "--every", 50, "--resume")
+    again = held(RUN, folder, "--steps", 100, "--every", 50, "--resume")
     code, _, err = finish(again)
     assert code == 0, err
     assert "waiting" not in err
@@ -83,9 +89,9 @@ def test_a_run_whose_folder_was_taken_commits_nothing_more_and_ends_with_74(tmp_
     assert numbers(folder / "checkpoints")[-1] == 2
 
 
-def test_a_run_that_is_refused_in_a_new_folder_leaves_nothing_there(tmp_path):
-    command = [sys.executable, "recipes/house_prices.py", "--out-dir", str(tmp_path / "out"), "--resume"]
-    ended = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=WAIT_SECONDS)
-    assert ended.returncode == 2, ended.stderr
-    assert "--resume needs a checkpoint" in ended.stderr
+def test_a_run_that_is_refused_in_a_new_folder_leaves_nothing_there(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.run(house_prices.main, house_prices.Config, ["--out-dir", str(tmp_path / "out"), "--resume"])
+    assert end.value.code == 2
+    assert "--resume needs a checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.loss_checks import check_leaves_of_x, check_sums_of_loss
+from jaxpar.loss_checks import check_rows
 from jaxpar.row_dependence import CONSTANT, ROWS, Kind, trace_dependences
 from tests.support.oracle import assert_same
 
@@ -142,7 +142,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_leaf_that_is_the_same_or_a_sum_is_taken(name):
-    check_leaves_of_x(TAKEN[name], loss, PARAMS, BATCH, 4)
+    check_rows(TAKEN[name], loss, PARAMS, BATCH, 4)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -150,7 +150,7 @@ def test_a_leaf_that_depends_on_how_rows_are_split_is_refused(name):
     with pytest.raises(
         ValueError, match=r"a leaf of x without rows must not make .*; got x\['aux'\] of shape \(4?,?\), wh"
     ):
-        check_leaves_of_x(REFUSED[name], loss, PARAMS, BATCH, 4)
+        check_rows(REFUSED[name], loss, PARAMS, BATCH, 4)
 
 
 def total(model, *parts):
@@ -205,9 +205,9 @@ def in_layers_of_its_own(step):
 
 def test_a_leaf_that_only_later_layers_have_is_checked():
     params = PARAMS | {"layers": [{"w": w} for w in PARAMS["layers"]["w"]]}
-    check_leaves_of_x(in_layers_of_its_own(lambda aux, h: aux + jnp.sum(h)), loss, params, BATCH, 2)
+    check_rows(in_layers_of_its_own(lambda aux, h: aux + jnp.sum(h)), loss, params, BATCH, 2)
     with pytest.raises(ValueError, match=r"got x\[1\] of shape \(\), which"):
-        check_leaves_of_x(in_layers_of_its_own(lambda aux, h: aux + jnp.mean(h)), loss, params, BATCH, 2)
+        check_rows(in_layers_of_its_own(lambda aux, h: aux + jnp.mean(h)), loss, params, BATCH, 2)
 
 
 @pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean])
@@ -218,10 +218,10 @@ def test_a_model_that_takes_two_numbers_of_rows_only_is_checked_with_these(reduc
 
     known = model(of_known_rows)
     if reduce is jnp.sum:
-        check_leaves_of_x(known, loss, PARAMS, BATCH, 4)
+        check_rows(known, loss, PARAMS, BATCH, 4)
     else:
         with pytest.raises(ValueError, match="a leaf of x without rows"):
-            check_leaves_of_x(known, loss, PARAMS, BATCH, 4)
+            check_rows(known, loss, PARAMS, BATCH, 4)
 
 
 # --- the sums of a loss ---------------------------------------------------------------------------------------------------
@@ -286,15 +286,15 @@ REFUSED_LOSSES = {
 
 @pytest.mark.parametrize("name", TAKEN_LOSSES)
 def test_a_loss_that_returns_sums_is_taken(name):
-    check_sums_of_loss(forward, TAKEN_LOSSES[name], WEIGHTS, MASKED, 4)
+    check_rows(forward, TAKEN_LOSSES[name], WEIGHTS, MASKED, 4)
 
 
 @pytest.mark.parametrize("name", REFUSED_LOSSES)
 def test_a_loss_that_returns_other_than_sums_is_refused(name):
     refused, message = REFUSED_LOSSES[name]
     with pytest.raises(ValueError, match=message):
-        check_sums_of_loss(forward, refused, WEIGHTS, MASKED, 4)
-    check_sums_of_loss(forward, refused, WEIGHTS, MASKED, 1)
+        check_rows(forward, refused, WEIGHTS, MASKED, 4)
+    check_rows(forward, refused, WEIGHTS, MASKED, 1)
 
 
 @pytest.mark.parametrize("name", [*TAKEN_LOSSES, *REFUSED_LOSSES])

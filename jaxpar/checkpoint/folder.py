@@ -19,7 +19,7 @@ from pathlib import Path
 
 from jaxpar.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, read_manifest
 from jaxpar.fields import arg, check_at_least
-from jaxpar.runtime.output import printable
+from jaxpar.runtime.output import fsync, printable, write_atomically
 
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 SET_ASIDE = re.compile(r"(0|[1-9][0-9]*)\.(bad|abandoned)(-[0-9]+)?")
@@ -99,6 +99,23 @@ class Folder:
         """Returns the folders of unfinished saves."""
         return sorted(self.path / name for name in self._names() if SAVING.fullmatch(name))
 
+    def prepare(self, step: int, num_bytes: int) -> list[str]:
+        """Makes room for a save of so many bytes, and returns the names of unfinished saves that it removed.
+
+        Raises:
+            OSError: This run may not write to the folder, or its disk is too full.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.check()
+        left, saving = self.unfinished(), self.saving(step)
+        for path in left:
+            remove(path, must=path.name.startswith(saving.name))
+        saving.mkdir()  # a disk that takes no folder fails here, before threads of Orbax wait for one
+        saving.rmdir()
+        if (free := shutil.disk_usage(self.path).free) < num_bytes:
+            raise OSError(f"a save needs {num_bytes:,} bytes free; got {free:,} on the disk of {self.path}")
+        return [path.name for path in left if not path.exists()]
+
     def discard_unfinished(self) -> None:
         """Deletes the folders of killed and failed saves, as far as possible."""
         with contextlib.suppress(OSError):
@@ -120,8 +137,15 @@ class Folder:
     def seal(self, manifest: Manifest) -> None:
         """Flushes the files of a finished save to disk, then writes its manifest."""
         saving = self.saving(manifest.step)
-        _sync_tree(saving)
-        _write_durably(saving / FILE_NAME, manifest.render())
+        for here, _, files in os.walk(saving):
+            for name in (*files, "."):
+                fsync(Path(here, name))
+
+        def write(part: Path) -> None:
+            part.write_text(manifest.render(), encoding="ascii")
+            fsync(part)
+
+        write_atomically(saving / FILE_NAME, write)
         fsync(saving)
 
     def commit(self, step: int) -> None:
@@ -178,20 +202,6 @@ def delete_steps(directory: Path) -> None:
         directory.rmdir()
 
 
-def _write_durably(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="ascii")
-    fsync(part)
-    part.rename(path)
-
-
-def _sync_tree(folder: Path) -> None:
-    for here, _, files in os.walk(folder):
-        for name in files:
-            fsync(Path(here) / name)
-        fsync(Path(here))
-
-
 def remove(path: Path, *, must: bool = True) -> None:
     """Deletes a file, a folder with its contents, or a link, which is not followed; ignores errors unless it ``must``."""
     with contextlib.nullcontext() if must else contextlib.suppress(OSError):
@@ -242,11 +252,6 @@ def _record(path: Path) -> FileRecord:
     return FileRecord(size, digest.hexdigest())
 
 
-def share(names: Iterable[str], process: int, num_processes: int) -> list[str]:
-    """Returns the files that one of several processes hashes."""
-    return list(names)[process::num_processes]
-
-
 def differences(folder: Path, recorded: Mapping[str, FileRecord], ignored: Iterable[str] = ()) -> list[str]:
     """Returns a message for each file of a folder that is missing, foreign or of another size. Reads no contents."""
     try:
@@ -265,12 +270,3 @@ def damaged(folder: Path, recorded: Mapping[str, FileRecord], names: Iterable[st
     """Returns a message for each named file whose contents are not those recorded. Reads the files completely."""
     found = record_files(folder, names)
     return [f"{name} is damaged (its SHA-256 differs)" for name in found if found[name] != recorded[name]]
-
-
-def fsync(path: Path) -> None:
-    """Flushes a file's contents, or a folder's entries, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

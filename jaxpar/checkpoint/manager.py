@@ -16,9 +16,8 @@ from jaxpar.checkpoint.restore import (
     check_arrays_match,
     check_config,
     load,
-    newest_first,
-    newest_whole,
     plain_json,
+    read_newest,
     verify,
 )
 from jaxpar.checkpoint.save import Saver, array_records, versions
@@ -30,7 +29,7 @@ from jaxpar.checkpoint.state import (
     target_in_canonical_order,
     to_canonical,
 )
-from jaxpar.mesh import check_mesh, shown_sizes
+from jaxpar.mesh import shown_sizes
 from jaxpar.parallel import Parallel, accepts_settings
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import check_agreement, exchange
@@ -82,9 +81,9 @@ class CheckpointManager(Saver):
         lease: Lease | None = None,
         say: Callable[[str], None] = say,
     ) -> None:
-        check_mesh(mesh)  # pyright: ignore[reportArgumentType]  # a Parallel has become its settings
-        assert isinstance(mesh, Mesh), "states are saved from devices"
-        self.directory, self.mesh, self.layout = Path(directory).absolute(), mesh, layout
+        assert isinstance(mesh, Parallel), "made of a mesh and its layout"
+        assert isinstance(mesh.mesh, Mesh), "states are saved from devices"
+        self.directory, self.mesh, self.layout = Path(directory).absolute(), mesh.mesh, mesh.layout
         self.lease, self._is_owner = lease or Lease(self.directory), False
         super().__init__(Folder(self.directory, self.lease.check), Keep(keep, keep_every, keep_best), save_seconds, say)
 
@@ -252,12 +251,7 @@ class CheckpointManager(Saver):
         """
         self._check_layout(target)
         self.wait()
-        saved = self._folder.numbered()
-        check_agreement("restore", {"steps": saved, "asked step": step})
-        if not saved:
-            raise FileNotFoundError(
-                f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to."
-            )
+        check_agreement("restore", {"steps": self._folder.numbered(), "asked step": step})
         wanted = as_numbers(target)
         canonical = target_in_canonical_order(wanted, self.mesh)
 
@@ -267,10 +261,14 @@ class CheckpointManager(Saver):
             stored = check_arrays_match(manifest.arrays, canonical, where, cast=cast)
             return load(self._folder, manifest, stored, self.mesh)
 
-        remedy, candidates = (
-            "Restore a backup, or start a run in another folder.",
-            newest_first(saved, step, "restoring"),
+        state = read_newest(
+            self._folder,
+            step,
+            read,
+            action="restoring",
+            without=f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to.",
+            remedy="Restore a backup, or start a run in another folder.",
+            passed_over=self._pass_over,
         )
-        state = newest_whole(self._folder, candidates, read, self._pass_over, action="restoring", remedy=remedy)
         self._resume_from(int(fetch(state.step)))
         return as_keys(from_canonical(state, wanted), target)

@@ -6,7 +6,7 @@ without a mesh: one layer of one param at a time is in memory. To go on training
 
 import json
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxpar.checkpoint import orbax_tree
-from jaxpar.checkpoint.folder import Folder, damaged, differences, share
+from jaxpar.checkpoint.folder import Folder, damaged, differences
 from jaxpar.checkpoint.manifest import FILE_NAME, ArrayRecord, Manifest
 from jaxpar.checkpoint.state import check_arrays
 from jaxpar.fields import arg
@@ -51,54 +51,53 @@ def _wrong_files(folder: Folder, manifest: Manifest) -> list[str]:
     path = folder.of(manifest.step)
     try:
         wrong = differences(path, manifest.files, ignored=[FILE_NAME])
-        return wrong or damaged(path, manifest.files, share(sorted(manifest.files), process_index(), process_count()))
+        return wrong or damaged(path, manifest.files, sorted(manifest.files)[process_index() :: process_count()])
     except OSError as error:
         return [f"a file cannot be read: {error}"]
 
 
-def newest_first(saved: Sequence[int], step: int | None, action: str) -> list[int]:
-    """Returns the saved steps to try, the newest first, or ``step`` alone; raises ValueError if that was not saved."""
-    if step is None:
-        return sorted(saved, reverse=True)
-    if step not in saved:
-        raise ValueError(
-            f"{action} needs a saved step; got {arg(step=step)}, saved {', '.join(map(str, saved))}. Choose one of these."
-        )
-    return [step]
-
-
-def newest_whole(
+def read_newest(
     folder: Folder,
-    candidates: Sequence[int],
+    step: int | None,
     read: Callable[[Manifest], tuple[Result, list[str]]],
-    passed_over: Callable[[int, str], None] = lambda step, problem: None,
     *,
     action: str,
-    remedy: str,
+    without: str,
+    remedy: str = "Restore a backup.",
+    passed_over: Callable[[int, str], None] = lambda step, problem: None,
 ) -> Result:
-    """Returns what is read of the first intact step; every process must call it.
+    """Returns what is read of a step, or of the newest intact one; every process must call it.
 
     Args:
         folder: The folder of the checkpoints.
-        candidates: The steps to try, in order.
+        step: The step; None: the newest intact one.
         read: Returns what a step holds, and its problems; or raises if the step is of another run.
-        passed_over: Called with each step that is not intact, and the reason.
         action: What is done, for the message.
+        without: The message where there is no step.
         remedy: What to do where no step is intact.
+        passed_over: Called with each step that is not intact, and the reason.
 
     Raises:
+        FileNotFoundError: There is no step.
+        ValueError: There is no such step.
         BadCheckpointError: No step is intact.
     """
-    wrong = []
-    for step in candidates:
-        problems, manifest = verify(folder, step), folder.look(step)
+    saved, wrong = folder.numbered(), []
+    if not saved:
+        raise FileNotFoundError(without)
+    if step not in (None, *saved):
+        raise ValueError(
+            f"{action} needs a saved step; got {arg(step=step)}, saved {', '.join(map(str, saved))}. Choose one of these."
+        )
+    for each in reversed(saved) if step is None else [step]:
+        problems, manifest = verify(folder, each), folder.look(each)
         if not problems and isinstance(manifest, Manifest):
             found, problems = read(manifest)
             if not problems:
                 return found
         shown = "; ".join(problems[:MOST_NAMED]) + ("; ..." if len(problems) > MOST_NAMED else "")
-        passed_over(step, shown)
-        wrong.append(f"step {step}: {shown}")
+        passed_over(each, shown)
+        wrong.append(f"step {each}: {shown}")
     raise BadCheckpointError(
         f"{action} needs an intact checkpoint; got {len(wrong)} in {folder.path}, none of which is: "
         f"{' | '.join(wrong)}. {remedy}"
@@ -221,23 +220,19 @@ def open_stored_params(
         ValueError: There is no such step.
     """
     folder = Folder(Path(directory).absolute())
-    saved = folder.numbered()
-    if not saved:
-        raise FileNotFoundError(
-            f"a run's model is read from its checkpoints; got none in {directory}. Train it with --checkpoint-every 100, say, "
-            f"which also saves the last step{otherwise}."
-        )
 
     def read(manifest: Manifest) -> tuple[tuple[dict[str, StoredArray], Manifest], list[str]]:
-        arrays = {path: record for path, record in manifest.arrays.items() if path.startswith(PARAMS)}
-        at = folder.of(manifest.step)
-        return (
-            {path.removeprefix(PARAMS): StoredArray(at, path, record) for path, record in arrays.items()},
-            manifest,
-        ), []
+        at, found = folder.of(manifest.step), {}
+        for path, record in manifest.arrays.items():
+            if path.startswith(PARAMS):
+                found[path.removeprefix(PARAMS)] = StoredArray(at, path, record)
+        return (found, manifest), []
 
-    action = "reading params"
-    return newest_whole(folder, newest_first(saved, step, action), read, action=action, remedy="Restore a backup.")
+    without = (
+        f"a run's model is read from its checkpoints; got none in {directory}. Train it with --checkpoint-every 100, say, "
+        f"which also saves the last step{otherwise}."
+    )
+    return read_newest(folder, step, read, action="reading params", without=without)
 
 
 def as_tree(stored: Mapping[str, Any], table: PyTree) -> PyTree:

@@ -8,10 +8,10 @@ or none does.
 import dataclasses
 import math
 import platform
-import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple
 from importlib import metadata
 from typing import Any
 
@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxpar.checkpoint import orbax_tree
-from jaxpar.checkpoint.folder import Folder, Keep, list_files, record_files, remove, share
+from jaxpar.checkpoint.folder import Folder, Keep, list_files, record_files
 from jaxpar.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
 from jaxpar.checkpoint.orbax_tree import GivenUpError
 from jaxpar.checkpoint.state import check_arrays
@@ -77,11 +77,9 @@ class Saver:
         self.wait()
         if self._is_there(manifest):
             self._newest = self._went_on_from = manifest.step
-            return
-        if not self._is_ready(state, manifest.step):
-            return
-        written = self._begin_to_write(state, manifest.step)
-        self._in_flight = manifest.step, self._background.submit(self._finish, written, manifest)
+        elif self._is_ready(manifest.step, sum(leaf.nbytes for leaf in tree.leaves(state))):
+            written = orbax_tree.save_async(self._folder.saving(manifest.step), state, self._seconds)
+            self._in_flight = manifest.step, self._background.submit(self._finish, written, manifest)
 
     def _is_there(self, manifest: Manifest) -> bool:
         """Returns whether the step is already saved, by this manager or with the same values."""
@@ -90,47 +88,55 @@ class Saver:
         is_there = is_same and step not in self._damaged
         return exchange("is there", is_there)[0]  # as the first process sees it
 
-    def _is_ready(self, state: PyTree, step: int) -> bool:
+    def _is_ready(self, step: int, num_bytes: int) -> bool:
         """Returns whether the folder can take the state; the first process checks, and fails the save for all if it cannot."""
-        problem, discarded = None, []
+        problem = None
         if process_index() == 0:
             try:
-                discarded = prepare_folder(self._folder, step, sum(leaf.nbytes for leaf in tree.leaves(state)))
+                for name in self._folder.prepare(step, math.ceil(SPARE * num_bytes)):
+                    self._say(f"discarded {name}: an unfinished save, which is no checkpoint")
             except OSError as error:
                 problem = str(error)
-        for name in discarded:
-            self._say(f"discarded {name}: an unfinished save, which is no checkpoint")
         problem = exchange("is ready", problem)[0]
         if problem is not None:
             self._fail(step, problem)
         return problem is None
 
-    def _begin_to_write(self, state: PyTree, step: int) -> Callable[[], None]:
-        """Returns a function that waits until this process's arrays are written, and raises if they cannot be."""
-        try:
-            return orbax_tree.save_async(self._folder.saving(step), state, self._seconds)
-        except Exception as error:  # reported later to the other processes, which have started writing
-            failed = error
-
-        def fail() -> None:
-            raise failed
-
-        return fail
-
     def _finish(self, written: Callable[[], None], manifest: Manifest) -> None:
-        """Completes a save, in the background thread."""
-        problem = commit(self._folder, written, manifest, self._commit, self._seconds)
-        if problem is not None:
-            self._fail(manifest.step, problem)
+        """Completes a save, in the background thread: every process hashes its share of the files, and the first commits.
+
+        Raises:
+            PeerLostError: A process did not answer.
+        """
+        step = manifest.step
+        answers = exchange("save", self._written_files(written, step), timeout_seconds=self._seconds)
+        problem = _first_problem(answers)
+        if problem is None and process_index() == 0:
+            files = {name: FileRecord(*record) for each in answers for name, record in each["files"].items()}
+            try:
+                self._commit(dataclasses.replace(manifest, files=files))
+            except Exception as error:  # whatever it was, the other processes must be told, and training continues
+                problem = _in_words(error)
+        if problem := exchange("commit", problem, timeout_seconds=self._seconds)[0]:
+            self._fail(step, problem)
             return
-        self._damaged.discard(manifest.step)
-        self._saved.add(manifest.step)
-        self._newest = manifest.step
-        self._went_on_from = None
+        self._damaged.discard(step)
+        self._saved.add(step)
+        self._newest, self._went_on_from = step, None
         self.is_behind = False
         self.num_saved += 1
         if process_index() == 0:
-            self._prune(manifest.step)
+            self._prune(step)
+
+    def _written_files(self, written: Callable[[], None], step: int) -> dict[str, Any]:
+        """Returns the records of this process's share of a step's files, or the problem."""
+        try:
+            written()
+            folder = self._folder.saving(step)
+            files = record_files(folder, list_files(folder)[process_index() :: process_count()])
+        except Exception as error:  # as in ``_finish``
+            return {"problem": _in_words(error), "is_own": not isinstance(error, GivenUpError), "files": {}}
+        return {"problem": None, "is_own": True, "files": {name: astuple(record) for name, record in files.items()}}
 
     def _commit(self, manifest: Manifest) -> None:
         """Commits a save whose arrays are all written; runs on the first process only.
@@ -242,71 +248,6 @@ def array_records(state: PyTree, step: int, mesh: Mesh) -> dict[str, ArrayRecord
     }
 
 
-def prepare_folder(folder: Folder, step: int, num_bytes: int) -> list[str]:
-    """Prepares the folder for a save, and returns the names of unfinished saves that it removed.
-
-    Args:
-        folder: The folder of the checkpoints; created if needed.
-        step: The step to save.
-        num_bytes: The size of the state.
-
-    Raises:
-        OSError: This run may not write to the folder, or its disk is too full.
-    """
-    folder.path.mkdir(parents=True, exist_ok=True)
-    folder.check()
-    left = folder.unfinished()
-    for path in left:
-        remove(path, must=path.name.startswith(folder.saving(step).name))
-    folder.saving(step).mkdir()  # a disk that takes no folder fails here, before threads of Orbax wait for one
-    folder.saving(step).rmdir()
-    needed, free = math.ceil(SPARE * num_bytes), shutil.disk_usage(folder.path).free
-    if free < needed:
-        raise OSError(f"a save needs {needed:,} bytes free; got {free:,} on the disk of {folder.path}")
-    return [path.name for path in left if not path.exists()]
-
-
-def commit(
-    folder: Folder,
-    written: Callable[[], None],
-    manifest: Manifest,
-    commit_step: Callable[[Manifest], None],
-    seconds: float,
-) -> str | None:
-    """Waits for the arrays, hashes the files and commits; returns the problem, None on success. Every process must call it.
-
-    Each process hashes its share of the files. The first one commits, only after all have reported their hashes.
-
-    Args:
-        folder: The folder of the checkpoints.
-        written: Returns when this process's arrays are on disk, or raises.
-        manifest: The manifest of the step, without its files.
-        commit_step: Commits the folder as a step; called on the first process with the complete manifest.
-        seconds: How long to wait for the other processes.
-
-    Raises:
-        PeerLostError: A process did not answer.
-    """
-    answers = exchange("save", _written_files(folder, written, manifest.step), timeout_seconds=seconds)
-    problem = _first_problem(answers)
-    if problem is None and process_index() == 0:
-        files = {name: FileRecord(*record) for each in answers for name, record in each["files"].items()}
-        try:
-            commit_step(dataclasses.replace(manifest, files=files))
-        except Exception as error:  # whatever it was, the other processes must be told, and training continues
-            problem = in_words(error)
-    return exchange("commit", problem, timeout_seconds=seconds)[0]
-
-
-def _written_files(folder: Folder, written: Callable[[], None], step: int) -> dict[str, Any]:
-    """Returns the records of this process's share of a step's files, or the problem."""
-    try:
-        written()
-        return {"problem": None, "is_own": True, "files": _hash_share(folder, step)}
-    except Exception as error:  # as in ``commit``
-        return {"problem": in_words(error), "is_own": not isinstance(error, GivenUpError), "files": {}}
-
-
 def _first_problem(told: list[dict[str, Any]]) -> str | None:
     """Returns the problem of a process, preferably of one that failed itself rather than waited for another that did."""
     found = [(not each["is_own"], process, each["problem"]) for process, each in enumerate(told) if each["problem"]]
@@ -316,14 +257,7 @@ def _first_problem(told: list[dict[str, Any]]) -> str | None:
     return problem if len(told) == 1 else f"process {process}: {problem}"
 
 
-def _hash_share(folder: Folder, step: int) -> Mapping[str, tuple[int, str]]:
-    path = folder.saving(step)
-    mine = share(list_files(path), process_index(), process_count())
-    return {name: (record.bytes, record.sha256) for name, record in record_files(path, mine).items()}
-
-
-def in_words(error: Exception) -> str:
-    """Returns an error as the name of its type and its message."""
+def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -167,7 +167,7 @@ def serve(args: Sequence[str]) -> int:
             model: How the model is opened.
             limits: The limits of requests.
         """
-        with needing_extra("serving needs fastapi, uvicorn and prometheus-client", "serve"):
+        with needing_extra("serving needs starlette, uvicorn and prometheus-client", "serve"):
             from jaxpar.serve import server
 
         allowed_hosts(address, limits.allowed_hosts)  # raises for what is no name

@@ -1,6 +1,6 @@
 """Converts config.json to a TransformerConfig and back. Settings that are not modelled are refused by name.
 
-The keys of Llama and its relatives (biases, width of a head, sliding windows) come last; those of RoPE are in `rope_keys.py`.
+The keys of each family are in `families.json`, those of RoPE in `rope_keys.py`.
 
 **Reference**: the configuration classes and modeling_rope_utils.py of transformers 5.23. Keys of transformers 4 are read too.
 """
@@ -11,18 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxpar.huggingface.config_keys import (
-    DENSE_LAYERS,
-    KEYS,
-    MAX_POSITIONS,
-    NEUTRAL,
-    ONLY,
-    REFUSED,
-    ROUTER_BIAS,
-    ROUTER_KEYS,
-    SLICED_SUMS,
-    TOKENS,
-)
+from jaxpar.huggingface.families import DENSE_LAYERS, FAMILIES, MAX_POSITIONS, REFUSED, ROUTER_BIAS, TOKENS, Family
 from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, file_inside, read_json, shorten
 from jaxpar.huggingface.rope_keys import read_rope, scaling_json
 from jaxpar.models.transformer import TransformerConfig
@@ -30,17 +19,14 @@ from jaxpar.models.transformer.config import EXPERT_DEFAULTS
 from jaxpar.runtime.output import printable
 
 MAX_NAMED = 32  # keys that a message names
-_BIASES: dict[tuple[bool, bool], Any] = {
-    (False, False): False,
-    (True, True): True,
-    (True, False): "attention",
-    (False, True): "mlp",
-}
 # Fields of models with experts that change no number of a forward pass in transformers, which have no key there.
 NOT_IN_FOLDERS = (
     *("balance_coefficient", "z_coefficient", "capacity_factor"),
     *("expert_split", "expert_products", "expert_exchange", "expert_buffer"),
 )
+# With these BLOOM adds the products of each slice separately, as that many shards would, which rounds differently.
+SLICED_SUMS = ("pretraining_tp", "slow_but_exact")
+_WINDOW_KEYS = ("use_sliding_window", "layer_types")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -60,65 +46,65 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
     """
     check_no_adapters(Path(folder))
     path = file_inside(folder, CONFIG)
-    given = read_json(path)
-    kind = given.get("model_type")
-    if not isinstance(kind, str) or kind not in KEYS:
-        why = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
+    kind, given = _read_keys(path)
+    if kind not in FAMILIES:
+        why = f": {REFUSED[kind]}" if kind in REFUSED else ""
         raise ValueError(
-            f"model_type must be one of {', '.join(KEYS)}; got {brief(kind)} in {path}. Other model types are not "
-            f"supported{why}."
+            f"model_type must be one of {', '.join(FAMILIES)}; got {brief(given.get('model_type'))} in {path}. Other model "
+            f"types are not supported{why}."
         )
-    family, read = KEYS[kind], Reader(given, KEYS[kind].defaults, path)
+    family = FAMILIES[kind]
+    read = Reader(given, family.defaults, path)
     _check_ignore(kind, ignore)
-    _check_only(kind, given, path)
-    _check_unmodelled(kind, given, ignore, path)
-    fields: dict[str, Any] = {field: read.size(*keys) for field, keys in family.sizes.items()}
-    if fields.get("num_kv_heads") == fields["num_heads"]:
-        fields["num_kv_heads"] = None
-    fields |= family.fixed
-    fields |= {"tied": read.flag("tie_word_embeddings"), "norm_epsilon": read.positive(family.epsilon)}
-    fields |= {"tokens": given.get(TOKENS), "ignored": _kept(kind, given, ignore)}
-    fields |= {"router_bias": True} if given.get(ROUTER_BIAS) else {}
-    if is_relative(kind):
-        fields |= read_relative(kind, read, fields, ignore)
-    return replace(TransformerConfig(**fields), **changes)
+    _check_only(kind, read)
+    _check_unmodelled(kind, read, ignore)
+    found: dict[str, Any] = {field: read.size(*keys) for field, keys in family.sizes.items()} | family.fixed
+    if found.get("num_kv_heads") == found["num_heads"]:
+        found["num_kv_heads"] = None
+    found |= {"tied": read.flag("tie_word_embeddings"), "norm_epsilon": read.positive(family.epsilon)}
+    found |= {"tokens": given.get(TOKENS), "ignored": {key: given[key] for key in ignore if key in given}}
+    found |= {"router_bias": True} if given.get(ROUTER_BIAS) else {}
+    if _is_relative(family):
+        found |= _read_relative(family, read, found, ignore)
+    return replace(TransformerConfig(**found), **changes)
 
 
 def unmodelled_keys(folder: Path | str) -> tuple[str, ...]:
     """Returns the keys of a folder's config.json that ``read_config`` refuses unless they are ignored."""
-    given = read_json(file_inside(folder, CONFIG))
+    kind, given = _read_keys(file_inside(folder, CONFIG))
+    return tuple(_unmodelled(kind, given)) if kind in FAMILIES else ()
+
+
+def _read_keys(path: Path) -> tuple[str, dict[str, Any]]:
+    """Returns the type of a model, "" if it is none, and the keys of its config.json, with dropout that it has by default."""
+    given = read_json(path)
     kind = given.get("model_type")
-    return tuple(_unmodelled(kind, given)) if isinstance(kind, str) and kind in KEYS else ()
-
-
-def _keys_read(kind: str) -> set[str]:
-    """Returns the keys that define the model."""
-    family = KEYS[kind]
-    found = {key for keys in family.sizes.values() for key in keys} | set(ONLY) | set(family.only)
-    return found | {"model_type", "tie_word_embeddings", family.epsilon} | family.more
+    kind = kind if isinstance(kind, str) else ""
+    dropouts = FAMILIES[kind].dropouts if kind in FAMILIES else {}
+    return kind, dropouts | {key: value for key, value in given.items() if value is not None or key not in dropouts}
 
 
 def _check_ignore(kind: str, ignore: Sequence[str]) -> None:
     if isinstance(ignore, str):
         raise TypeError(f"ignore must be a sequence of keys; got {ignore!r}. Give ignore=({ignore!r},).")
-    if wrong := sorted(_keys_read(kind).intersection(ignore) - {"use_sliding_window", "layer_types"}):
+    if wrong := sorted(FAMILIES[kind].keys.intersection(ignore).difference(_WINDOW_KEYS)):
         raise ValueError(
             f"a key that defines the model cannot be ignored; got {shorten(wrong)} for a {kind}. Leave it out of ignore."
         )
 
 
-def _check_only(kind: str, given: dict[str, Any], path: Path) -> None:
-    for key, allowed in (ONLY | KEYS[kind].only).items():
-        value = given.get(key)
+def _check_only(kind: str, read: Reader) -> None:
+    for key, allowed in FAMILIES[kind].only.items():
+        value = read.given.get(key)
         if value is not None and not any(value == one and type(value) is type(one) for one in allowed):
             raise ValueError(
-                f"{key} of a {kind} must be {' or '.join(map(repr, allowed))}; got {brief(value)} in {path}. Others are not "
-                "modelled."
+                f"{key} of a {kind} must be {' or '.join(map(repr, allowed))}; got {brief(value)} in {read.path}. Others are "
+                "not modelled."
             )
 
 
-def _check_unmodelled(kind: str, given: dict[str, Any], ignore: Sequence[str], path: Path) -> None:
-    refused = {key: value for key, value in _unmodelled(kind, given).items() if key not in ignore}
+def _check_unmodelled(kind: str, read: Reader, ignore: Sequence[str]) -> None:
+    refused = {key: value for key, value in _unmodelled(kind, read.given).items() if key not in ignore}
     if not refused:
         return
     got = ", ".join(f"{printable(key[:80])}={brief(value)}" for key, value in list(refused.items())[:3])
@@ -131,71 +117,59 @@ def _check_unmodelled(kind: str, given: dict[str, Any], ignore: Sequence[str], p
     )
     raise ValueError(
         f"every key of a {kind}'s config.json must be known and modelled, since any may change the model or its training, as "
-        f"dropout would; got {got}{more} in {path}. To ignore them, {remedy}: write_model writes them back unchanged."
+        f"dropout would; got {got}{more} in {read.path}. To ignore them, {remedy}: write_model writes them back unchanged."
     )
 
 
-def _unmodelled(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+def _unmodelled(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that are not modelled, by key: dropout, sums in another order, and unknown keys."""
-    family = KEYS[kind]
-    dropouts = {key: _or(given.get(key), default) for key, default in family.dropouts.items()}
-    found = {key: share for key, share in dropouts.items() if type(share) not in (int, float) or share != 0}
-    if kind == "bloom" and given.get("slow_but_exact") and _or(given.get("pretraining_tp"), 1) != 1:
+    family = FAMILIES[kind]
+    shares = {key: given[key] for key in family.dropouts}
+    found = {key: share for key, share in shares.items() if type(share) not in (int, float) or share != 0}
+    if kind == "bloom" and given.get("slow_but_exact") and given.get("pretraining_tp") not in (None, 1):
         found |= {key: given[key] for key in SLICED_SUMS}
-    found |= mixed_windows(kind, given) if is_relative(kind) else {}
-    known = _keys_read(kind) | NEUTRAL | family.neutral | set(family.dropouts)
+    if len(_kinds_of_attention(family, given)) > 1:
+        key = next(key for key in _WINDOW_KEYS if key in family.more)
+        found[key] = given.get(key)
+    known = family.keys | family.neutral | set(family.dropouts)
     return found | {key: value for key, value in given.items() if key not in known and value is not None}
-
-
-def _kept(kind: str, given: dict[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
-    """Returns the ignored keys that are present, or that have an effect by default."""
-    there = KEYS[kind].dropouts | given
-    return {key: _or(there[key], KEYS[kind].dropouts.get(key)) for key in ignore if key in there}
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def family_of(config: TransformerConfig) -> str:
     """Returns the type of a model in transformers; raises ValueError if transformers has none."""
-    kind = {"learned": "gpt2", "rope": _relative_of(config), "alibi": "bloom"}[config.positions]
-    wanted = dict(KEYS[kind].fixed)
-    if kind in ("gpt2", "bloom"):
-        wanted |= {"explicit_head_dim": None} if config.head_dim * config.num_heads != config.embed_dim else {}
-    if "biases" not in wanted and config.biases not in (False, *(KEYS[kind].biases)):
-        wanted["biases"] = False
-    if "sliding_window" not in KEYS[kind].more:
-        wanted["window"] = None
-    if config.num_experts is not None:
-        own = {*KEYS[kind].sizes, *ROUTER_KEYS.get(kind, {}), *NOT_IN_FOLDERS}
-        own |= {"num_dense_layers"} if DENSE_LAYERS in KEYS[kind].more else set()
-        wanted |= {name: default for name, default in EXPERT_DEFAULTS.items() if name not in own} | wanted
-    wrong = {name: getattr(config, name) for name in wanted if getattr(config, name) != wanted[name]}
-    if not is_relative(kind) and config.group_size > 1:
-        wrong["num_kv_heads"] = config.num_kv_heads
-    if kind == "bloom" and config.hidden_dim != 4 * config.embed_dim:
-        wrong["mlp_dim"] = config.mlp_dim
-    if wrong:
+    kinds = [kind for kind, family in FAMILIES.items() if family.fixed["positions"] == config.positions]
+    wanted = {kind: _mismatches(config, FAMILIES[kind]) for kind in kinds}
+    has_others = lambda kind: ("num_experts" in FAMILIES[kind].sizes) != (config.num_experts is not None)
+    kind = min(kinds, key=lambda kind: (has_others(kind), len(wanted[kind])))  # the one that it is nearest to
+    if wanted[kind]:
         raise ValueError(
             f"a model of positions={config.positions!r} must be a {kind} to be read or written; got "
-            f"{', '.join(f'{name}={value!r}' for name, value in wrong.items())}. Choose "
-            f"{', '.join(f'{name}={wanted.get(name)!r}' for name in wrong)}, or keep it in a checkpoint of jaxpar."
+            f"{', '.join(f'{name}={getattr(config, name)!r}' for name in wanted[kind])}. Choose "
+            f"{', '.join(f'{name}={value!r}' for name, value in wanted[kind].items())}, or keep it in a checkpoint of jaxpar."
         )
     return kind
 
 
-def _relative_of(config: TransformerConfig) -> str:
-    """Returns the type of a model with RoPE: that of the family whose options it has."""
+def _mismatches(config: TransformerConfig, family: Family) -> dict[str, Any]:
+    """Returns the fields that differ from those of a family, with the values that they must have."""
+    wanted = dict(family.fixed)
+    if "head_dim" not in family.more and config.head_dim * config.num_heads != config.embed_dim:
+        wanted["explicit_head_dim"] = None
+    if "biases" not in wanted and config.biases not in (False, *family.biases):
+        wanted["biases"] = False
+    if "sliding_window" not in family.more:
+        wanted["window"] = None
+    if "num_experts" not in family.sizes:
+        wanted["num_experts"] = None
     if config.num_experts is not None:
-        return {"head": "qwen3_moe", "width": "olmoe", None: "mixtral"}[config.qk_norm]
-    if config.norm_order == "post" or config.qk_norm == "width":
-        return "olmo2"
-    if config.qk_norm == "head":
-        return "qwen3"
-    if config.biases == "qkv":
-        return "qwen2"
-    return "llama" if config.window is None else "mistral"
+        own = {*family.sizes, *family.router, *NOT_IN_FOLDERS}
+        own |= {"num_dense_layers"} if DENSE_LAYERS in family.more else set()
+        wanted |= {name: default for name, default in EXPERT_DEFAULTS.items() if name not in own} | wanted
+    if "num_kv_heads" not in family.sizes and config.group_size > 1:
+        wanted["num_kv_heads"] = None
+    if "mlp_dim" not in family.sizes and config.hidden_dim != 4 * config.embed_dim:
+        wanted["mlp_dim"] = None
+    return {name: value for name, value in wanted.items() if getattr(config, name) != value}
 
 
 def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
@@ -206,7 +180,7 @@ def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         dtype: NumPy's name for the dtype of its params.
     """
     kind = family_of(config)
-    family = KEYS[kind]
+    family = FAMILIES[kind]
     found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}  # only the tokenizer knows them
     found |= dict.fromkeys(family.dropouts, 0.0)
     found |= {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
@@ -214,42 +188,41 @@ def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     found |= {family.epsilon: config.norm_epsilon, "tie_word_embeddings": config.tied}
     if config.tokens is not None:
         found |= {TOKENS: config.tokens}
-    if kind == "gpt2":
-        found |= {"activation_function": "gelu_new"}
-    return found | (write_relative(kind, config) if is_relative(kind) else {}) | dict(config.ignored)
+    found |= {key: family.only[key][0] for key in ("activation_function", "hidden_act") if key in family.only}
+    return found | (_relative_json(family, config) if _is_relative(family) else {}) | dict(config.ignored)
 
 
-def is_relative(kind: str) -> bool:
-    """Returns whether a model of this type has RoPE, and so the keys of this module."""
-    return KEYS[kind].fixed["positions"] == "rope"
+def _is_relative(family: Family) -> bool:
+    """Returns whether models of a family are relatives of Llama: they have RoPE, and so the keys below."""
+    return family.fixed["positions"] == "rope"
 
 
-def read_relative(kind: str, read: Reader, fields: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
-    """Returns the fields of a TransformerConfig that this module's keys determine.
+def _read_relative(family: Family, read: Reader, sizes: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
+    """Returns the fields of a TransformerConfig that only Llama and its relatives have.
 
     Args:
-        kind: The type of the model.
+        family: The family of the model.
         read: Its config.json.
-        fields: The sizes that were already read.
+        sizes: The sizes that were already read.
         ignore: Keys to ignore.
     """
-    is_ignored = mixed_windows(kind, read.given) or {"use_sliding_window", "layer_types"}.intersection(ignore)
-    found: dict[str, Any] = {"window": None if is_ignored else _window(kind, read)}
-    if "biases" not in KEYS[kind].fixed:
-        has = lambda key: key in KEYS[kind].more and read.flag(key, default=False)
-        found["biases"] = _BIASES[has("attention_bias"), has("mlp_bias")]
-    head_dim = read.size("head_dim") if read.given.get("head_dim") is not None else KEYS[kind].defaults.get("head_dim")
-    if head_dim is not None and head_dim * fields["num_heads"] != fields["embed_dim"]:
+    if "use_sliding_window" in family.more:
+        read.flag("use_sliding_window", default=False)
+    has_window = _kinds_of_attention(family, read.given) == {_SLIDING} and not set(_WINDOW_KEYS).intersection(ignore)
+    found: dict[str, Any] = {"window": read.size("sliding_window") if has_window else None}
+    if family.biases:
+        own = [each for each in family.biases if each is not True and read.flag(f"{each}_bias", default=False)]
+        found["biases"] = True if len(own) == 2 else own[0] if own else False
+    head_dim = family.defaults.get("head_dim") if read.given.get("head_dim") is None else read.size("head_dim")
+    if head_dim is not None and head_dim * sizes["num_heads"] != sizes["embed_dim"]:
         found["explicit_head_dim"] = head_dim
     if read.given.get(MAX_POSITIONS) is not None:
         found["max_positions"] = read.size(MAX_POSITIONS)
-    for field, (key, default) in ROUTER_KEYS.get(kind, {}).items():
-        found[field] = (
-            read.flag(key, default=default) if isinstance(default, bool) else read.share(key, default=default)
-        )
-    if DENSE_LAYERS in KEYS[kind].more:
-        found["num_dense_layers"] = _num_dense_layers(read, fields["num_layers"])
-    return found | read_rope(read, fields["max_positions"])
+    for field, (key, default) in family.router.items():
+        found[field] = (read.flag if isinstance(default, bool) else read.share)(key, default=default)
+    if DENSE_LAYERS in family.more:
+        found["num_dense_layers"] = _num_dense_layers(read, sizes["num_layers"])
+    return found | read_rope(read, sizes["max_positions"])
 
 
 def _num_dense_layers(read: Reader, num_layers: int) -> int:
@@ -264,57 +237,40 @@ def _num_dense_layers(read: Reader, num_layers: int) -> int:
     return len(found)
 
 
-def _window(kind: str, read: Reader) -> int | None:
-    given, more = read.given, KEYS[kind].more
-    if "sliding_window" not in more or ("sliding_window" in given and given["sliding_window"] is None):
-        return None
-    if "use_sliding_window" in more and not read.flag("use_sliding_window", default=False):
-        return None
-    return read.size("sliding_window") if _SLIDING in _layer_types(kind, given) else None
-
-
-def mixed_windows(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the key that gives a window to some layers and not to others, which is not modelled, and its value."""
-    more = KEYS[kind].more
-    is_on = given.get("use_sliding_window") is True if "use_sliding_window" in more else True
-    if not is_on or ("sliding_window" in given and given["sliding_window"] is None):
-        return {}
-    key = "use_sliding_window" if "use_sliding_window" in more else "layer_types"
-    return {key: given.get(key)} if len(set(_layer_types(kind, given))) > 1 else {}
-
-
-def _layer_types(kind: str, given: Mapping[str, Any]) -> list[str]:
-    """Returns the kind of attention of each layer; all of one kind unless the model says otherwise."""
+def _kinds_of_attention(family: Family, given: Mapping[str, Any]) -> set[str]:
+    """Returns the kinds of attention of a model's layers. Only those of one kind are modelled."""
+    if "sliding_window" not in family.more or given.get("sliding_window", "default") is None:
+        return {_FULL}
+    if "use_sliding_window" in family.more and given.get("use_sliding_window") is not True:
+        return {_FULL}
     if isinstance(types := given.get("layer_types"), list):
-        return [str(each) for each in types]
+        return set(map(str, types))
     layers, whole = given.get("num_hidden_layers"), given.get("max_window_layers", 28)
-    if "max_window_layers" not in KEYS[kind].more or type(layers) is not int or type(whole) is not int:
-        return [_SLIDING]
-    return [_FULL] * (whole > 0 and layers > 0) + [_SLIDING] * (layers > whole)
+    if "max_window_layers" not in family.more or type(layers) is not int or type(whole) is not int:
+        return {_SLIDING}
+    return {_FULL if layer < whole else _SLIDING for layer in (0, layers - 1)}
 
 
-def write_relative(kind: str, config: TransformerConfig) -> dict[str, Any]:
-    """Returns the keys of this module for a model's config.json, as transformers 4 and 5 read them."""
+def _relative_json(family: Family, config: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys for config.json that only Llama and its relatives have, as transformers 4 and 5 read them."""
     found: dict[str, Any] = {"num_key_value_heads": config.kv_heads, "intermediate_size": config.hidden_dim}
-    found |= {"hidden_act": "silu", "rope_theta": config.rope_theta}
-    if config.explicit_head_dim is not None or "head_dim" in KEYS[kind].defaults:
+    found["rope_theta"] = config.rope_theta
+    if config.explicit_head_dim is not None or "head_dim" in family.defaults:
         found["head_dim"] = config.head_dim
     scaling = config.rope_scaling
     found["rope_scaling"] = None if scaling is None else scaling_json(scaling)
     if scaling is not None and scaling.kind == "dynamic":  # transformers has no other key for its original positions
         found["max_position_embeddings"] = scaling.original_positions
         found |= {} if config.max_positions == scaling.original_positions else {MAX_POSITIONS: config.max_positions}
-    found |= {key: getattr(config, field) for field, (key, _) in ROUTER_KEYS.get(kind, {}).items()}
-    if "expert_dim" in KEYS[kind].sizes:
-        found["moe_intermediate_size"] = config.expert_hidden_dim
-    more = KEYS[kind].more
-    if DENSE_LAYERS in more:
-        found[DENSE_LAYERS] = [*range(config.num_dense_layers)]
-    biases = {"attention_bias": config.has_biases("out"), "mlp_bias": config.has_biases("mlp")}
-    found |= {key: value for key, value in biases.items() if key in more}
-    if "sliding_window" in more:
-        found["sliding_window"] = config.window
-    if "use_sliding_window" in more:
-        is_on = config.window is not None
-        found |= {"use_sliding_window": is_on, "max_window_layers": 0 if is_on else config.num_layers}
-    return found
+    found |= {key: getattr(config, field) for field, (key, _) in family.router.items()}
+    is_on = config.window is not None
+    optional = {
+        "moe_intermediate_size": config.expert_hidden_dim,
+        DENSE_LAYERS: [*range(config.num_dense_layers)],
+        "attention_bias": config.has_biases("out"),
+        "mlp_bias": config.has_biases("mlp"),
+        "sliding_window": config.window,
+        "use_sliding_window": is_on,
+        "max_window_layers": 0 if is_on else config.num_layers,
+    }
+    return found | {key: value for key, value in optional.items() if key in family.keys}

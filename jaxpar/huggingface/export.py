@@ -11,10 +11,12 @@ from is gone.
     runs/gpt/checkpoints/    params, read when they are indexed, LoRA's factors merged (`peft.py`)
 """
 
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,13 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.fields import arg
-from jaxpar.huggingface.config import config_json, family_of, read_config, unmodelled_keys
-from jaxpar.huggingface.config_keys import ROUTER_BIAS
+from jaxpar.huggingface.config import config_json, read_config, unmodelled_keys
+from jaxpar.huggingface.families import ROUTER_BIAS
 from jaxpar.huggingface.folder import CONFIG, FLOATS, INDEX, ONE_FILE, file_inside, read_json, shorten, write_json
-from jaxpar.huggingface.params import ParamSlice, check_dtype, family_of_names, specs_of, tensors_of
+from jaxpar.huggingface.params import ParamSlice, check_dtype, specs_of, tensors_of
 from jaxpar.huggingface.peft import merge_factors
 from jaxpar.layered_model import LAYERS, is_packed
 from jaxpar.models.transformer import TransformerConfig, param_table
-from jaxpar.params import ParamSpec
 from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.output import write_atomically
 from jaxpar.shard_map import take_layer
@@ -76,7 +77,7 @@ def write_model(
     """
     if isinstance(params, TransformerConfig):
         config, params = params, config
-    folder, specs = Path(folder), specs_of(config)
+    folder = Path(folder)
     make_about(config, source, None)  # raises before anything is written
     from jaxpar.checkpoint.export import load_save_file  # here, since it imports Orbax
 
@@ -85,7 +86,7 @@ def write_model(
     if max_file_bytes < 1:
         raise ValueError(f"{arg('max_file_bytes')} must be positive; got {max_file_bytes}. Leave it out for 5 GB.")
     check_no_model(folder)
-    files = _share_out(config, specs, dtype, max_file_bytes)
+    files = _share_out(config, dtype, max_file_bytes)
     is_first = jax.process_index() == 0
     if is_first:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,14 +95,13 @@ def write_model(
     for name, slices in files.items():
         tensors = {}
         for tensor, layer in _gather(leaves, slices, at):
-            path, _, piece = slices[tensor]
             if is_first:
-                tensors[tensor] = piece.to_tensor(specs[path], layer).astype(dtype)
+                tensors[tensor] = slices[tensor][2].to_tensor(layer).astype(dtype)
         if is_first:
             write_atomically(folder / name, lambda path, tensors=tensors: save_file(tensors, path, {"format": "pt"}))
     if is_first:
         if len(files) > 1:
-            write_json(folder / INDEX, _index(files, specs, dtype))
+            write_json(folder / INDEX, _index(files, dtype))
         write_json(folder / CONFIG, make_about(config, source, dtype))
     exchange("model written", None, timeout_seconds=WRITE_SECONDS)
 
@@ -139,12 +139,12 @@ def _check_one_dtype(leaves: dict[str, Any], dtype: Any) -> np.dtype:
 Files = dict[str, dict[str, ParamSlice]]
 
 
-def _share_out(config: TransformerConfig, specs: dict[str, ParamSpec], dtype: np.dtype, max_file_bytes: int) -> Files:
+def _share_out(config: TransformerConfig, dtype: np.dtype, max_file_bytes: int) -> Files:
     """Returns the tensors of each file, in the order of the layers."""
     parts: list[dict[str, ParamSlice]] = [{}]
     room = max_file_bytes
-    for tensor, param_slice in tensors_of(config, family_of_names(family_of(config))):
-        size = _num_bytes(param_slice, specs, dtype)
+    for tensor, param_slice in tensors_of(config):
+        size = _num_bytes(param_slice, dtype)
         if size > room and parts[-1]:
             parts.append({})
             room = max_file_bytes
@@ -155,13 +155,12 @@ def _share_out(config: TransformerConfig, specs: dict[str, ParamSpec], dtype: np
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
-def _num_bytes(param_slice: ParamSlice, specs: dict[str, ParamSpec], dtype: np.dtype) -> int:
-    path, _, piece = param_slice
-    return int(np.prod(piece.shape(specs[path]), dtype=np.int64)) * dtype.itemsize
+def _num_bytes(param_slice: ParamSlice, dtype: np.dtype) -> int:
+    return math.prod(param_slice[2].shape) * dtype.itemsize
 
 
-def _index(files: Files, specs: dict[str, ParamSpec], dtype: np.dtype) -> dict[str, Any]:
-    size = sum(_num_bytes(param_slice, specs, dtype) for slices in files.values() for param_slice in slices.values())
+def _index(files: Files, dtype: np.dtype) -> dict[str, Any]:
+    size = sum(_num_bytes(param_slice, dtype) for slices in files.values() for param_slice in slices.values())
     file_of = {tensor: name for name, slices in files.items() for tensor in slices}
     return {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of.items()))}
 
@@ -170,15 +169,12 @@ def _gather(
     leaves: dict[str, Any], slices: dict[str, ParamSlice], at: Sequence[int]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields each tensor's name and, on every host, its param, or one layer of the param if it has layers."""
-    last: tuple[str, int | None] | None = None
-    host = np.zeros(0)
-    for tensor, (path, layer, _) in slices.items():
-        if (path, layer) != last:
-            leaf = leaves[path]
-            if layer is not None:
-                leaf = take_layer(leaf, at[layer]) if isinstance(leaf, jax.Array) else leaf[at[layer]]
-            host, last = fetch(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf), (path, layer)
-        yield tensor, host
+    for (path, layer), group in groupby(slices.items(), key=lambda item: item[1][:2]):
+        leaf = leaves[path]
+        if layer is not None:
+            leaf = take_layer(leaf, at[layer]) if isinstance(leaf, jax.Array) else leaf[at[layer]]
+        host = fetch(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
+        yield from ((tensor, host) for tensor, _ in group)
 
 
 def write_description(folder: Path | str, config: TransformerConfig, *, source: Path | str | None = None) -> None:

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from jaxpar.huggingface.config import family_of
 from jaxpar.huggingface.folder import ADAPTER_CONFIG, write_json
-from jaxpar.huggingface.params import Piece, family_of_names, specs_of, tensors_of
+from jaxpar.huggingface.params import Piece, names_of, split_dims, tensors_of
 from jaxpar.layered_model import LAYERS, is_packed
 from jaxpar.models.lora import FIELDS, Adapted, is_adapted
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
@@ -52,7 +52,7 @@ def write_adapters(folder: Path | str, config: TransformerConfig, params: PyTree
         raise ValueError(
             "adapters are written of params with factors; got no weight that has any. Make them: jaxpar.models.lora.Lora.init."
         )
-    tensors = dict(_tensors(config, kind, nodes))
+    tensors = dict(_tensors(config, nodes))
     node = next(iter(nodes.values()))
     rank = int(node.lora_a.shape[-1])
     modules = {".".join(name.split(".")[-4:-2]) for name in tensors}  # mlp.c_proj is not attn.c_proj
@@ -90,29 +90,20 @@ def _adapted_layers(params: PyTree) -> dict[str, Adapted]:
     return found
 
 
-def _tensors(config: TransformerConfig, kind: str, nodes: dict[str, Adapted]) -> Iterator[tuple[str, np.ndarray]]:
-    specs = specs_of(config)
-    for tensor, (path, layer, piece) in tensors_of(config, family_of_names(kind)):
+def _tensors(config: TransformerConfig, nodes: dict[str, Adapted]) -> Iterator[tuple[str, np.ndarray]]:
+    for tensor, (path, layer, piece) in tensors_of(config):
         if path not in nodes:
             continue
-        spec, rank, num_in = specs[path], nodes[path].lora_a.shape[-1], LAYER_WEIGHTS[path.split("/")[-1]]
+        spec, rank, num_in = piece.spec, nodes[path].lora_a.shape[-1], LAYER_WEIGHTS[path.split("/")[-1]]
         of_a = ParamSpec((*spec.shape[:num_in], rank), (*spec.dims[:num_in], RANK))
         of_b = ParamSpec((rank, *spec.shape[num_in:]), (RANK, *spec.dims[num_in:]))
-        ins, outs = _groups_in_and_out(piece, spec.dims[:num_in])
+        # The dims of the tensor that the product of the weight sums over, and the others.
+        ins, outs = sorted(split_dims(piece.dims), key=lambda dim: names_of(dim) != [*spec.dims[:num_in]])
         module = f"base_model.model.{tensor.removesuffix('.weight')}"
         at = () if layer is None else layer
         a, b = nodes[path].lora_a[at], nodes[path].lora_b[at]
-        yield f"{module}.lora_A.weight", Piece("", f"{RANK} {ins}").to_tensor(of_a, a)
-        yield f"{module}.lora_B.weight", Piece("", f"{outs} {RANK}", piece.part).to_tensor(of_b, b)
-
-
-def _groups_in_and_out(piece: Piece, in_dims: tuple[str, ...]) -> tuple[str, str]:
-    """Returns the dims of the tensor of a weight that its product sums over, and the others, as its piece writes them."""
-    ins, outs = piece.groups()
-    if tuple(ins) != in_dims:
-        ins, outs = outs, ins
-    written = lambda group: f"({' '.join(group)})" if len(group) > 1 else group[0]
-    return written(ins), written(outs)
+        yield f"{module}.lora_A.weight", Piece("", f"{RANK} {ins}", of_a).to_tensor(a)
+        yield f"{module}.lora_B.weight", Piece("", f"{outs} {RANK}", of_b).to_tensor(b)
 
 
 def merge_factors(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

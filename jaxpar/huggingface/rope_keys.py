@@ -6,6 +6,7 @@ Up to transformers 4 they are at the top level and in rope_scaling, since then i
 """
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from jaxpar.huggingface.folder import Reader, brief
@@ -78,14 +79,5 @@ def _magnitude(read: Reader, factor: float) -> float:
 
 def scaling_json(scaling: RopeScaling) -> dict[str, Any]:
     """Returns the value of rope_scaling, as transformers 4 and 5 read it."""
-    own = {
-        "factor": scaling.factor,
-        _ORIGINAL: scaling.original_positions,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "attention_factor": scaling.attention_factor,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "truncate": scaling.truncate,
-    }
+    own = asdict(scaling) | {_ORIGINAL: scaling.original_positions}
     return {"rope_type": scaling.kind} | {key: own[key] for key in _ROPE_KEYS[scaling.kind] if key in own}

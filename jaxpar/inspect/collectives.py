@@ -17,14 +17,14 @@ two devices. A permutation lists its pairs. The other collectives are counted as
 member of a group sends its bytes to the next one.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from jaxpar.inspect import groups as device_groups
-from jaxpar.inspect.groups import parse_groups
-from jaxpar.inspect.hlo import NO_ASSUMPTIONS, Assumptions, Computation, Instruction, Module, Shape, calls, plain_number
+from jaxpar.inspect import hlo
+from jaxpar.inspect.hlo import Computation, Instruction, Module, Shape, plain_number
 
 KINDS = (
     "all-reduce",
@@ -87,32 +87,23 @@ class Collective:
         return None if self.times is None else round(self.times * self.bytes_per_run)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """How often a computation runs in a step, and whether that is exact."""
-
-    times: Fraction = Fraction(1)
-    unknown: bool = False
-    conditional: bool = False
-    is_bound: bool = False
-    asynchronous: bool = False
-
-
 def find_collectives(
     module: Module,
     *,
     axis_sizes: device_groups.AxisSizes = (),
     node_of: Sequence[int] | None = None,
-    assumptions: Assumptions = NO_ASSUMPTIONS,
+    assumptions: hlo.Assumptions = hlo.NO_ASSUMPTIONS,
 ) -> tuple[Collective, ...]:
     """Returns the collectives that the program runs, in program order, with an entry for each call that reaches one."""
     reach = _computations_that_communicate(module, assumptions)
-    found = []
-    for run, computation, instruction in _runs(module, module.entry, _Run(), assumptions, reach):
-        collective = _read(module, computation, instruction, run, axis_sizes, node_of)
-        if collective is not None:
-            found.append(collective)
-    return tuple(found)
+    # The computation inside an asynchronous collective is that collective.
+    enters = lambda instruction, call: _kind(instruction) is None and call.computation in reach
+    found = (
+        _read(module, computation, instruction, run, axis_sizes, node_of)
+        for run, computation, instruction in hlo.runs(module, assumptions, enters)
+        if _kind(instruction)
+    )
+    return tuple(each for each in found if each is not None)
 
 
 def bytes_of_busiest(collectives: Iterable[Collective]) -> int:
@@ -141,49 +132,26 @@ def _kind(instruction: Instruction) -> str | None:
     return opcode if opcode in KINDS else None
 
 
-def _computations_that_communicate(module: Module, assumptions: Assumptions) -> set[str]:
+def _computations_that_communicate(module: Module, assumptions: hlo.Assumptions) -> set[str]:
     # Programs have many fusions, which never communicate; without this the walk would visit each of them at every call.
-    callers: dict[str, set[str]] = {}
-    reach = []
+    callers: defaultdict[str, set[str]] = defaultdict(set)
     for computation, instruction in module.walk():
-        if _kind(instruction):
-            reach.append(computation.name)
-        for call in calls(instruction, assumptions):
-            callers.setdefault(call.computation, set()).add(computation.name)
-    seen = set(reach)
+        for call in hlo.calls(instruction, assumptions):
+            callers[call.computation].add(computation.name)
+    seen: set[str] = set()
+    reach = [computation.name for computation, instruction in module.walk() if _kind(instruction)]
     while reach:
-        for caller in callers.get(reach.pop(), set()) - seen:
-            seen.add(caller)
-            reach.append(caller)
+        if (name := reach.pop()) not in seen:
+            seen.add(name)
+            reach += callers[name]
     return seen
-
-
-def _runs(
-    module: Module, name: str, run: _Run, assumptions: Assumptions, reach: set[str]
-) -> Iterator[tuple[_Run, Computation, Instruction]]:
-    computation = module.computations[name]
-    for instruction in computation.instructions:
-        if _kind(instruction):
-            yield run, computation, instruction
-            continue  # the computation inside an asynchronous collective is that collective
-        for call in calls(instruction, assumptions):
-            if call.computation not in reach:
-                continue
-            inner = _Run(
-                times=run.times * call.known_times,
-                unknown=run.unknown or call.times is None,
-                conditional=run.conditional or call.is_branch,
-                is_bound=run.is_bound or call.is_bound,
-                asynchronous=instruction.opcode == "async-start",
-            )
-            yield from _runs(module, call.computation, inner, assumptions, reach)
 
 
 def _read(
     module: Module,
     computation: Computation,
     instruction: Instruction,
-    run: _Run,
+    run: hlo.Run,
     axis_sizes: device_groups.AxisSizes,
     node_of: Sequence[int] | None,
 ) -> Collective | None:
@@ -197,7 +165,11 @@ def _read(
     group_size = max((len(group) for group in groups), default=1)
     if group_size == 1:
         return None
-    axes, whole, shift = _axes_of(groups, pairs is not None, axis_sizes)
+    axes, whole, shift = (), True, None
+    if axis_sizes and pairs is not None:
+        axes, shift = device_groups.axes_of_pairs(groups, axis_sizes), device_groups.shift_of_pairs(groups, axis_sizes)
+    elif axis_sizes:
+        axes, whole = device_groups.axes_of_groups(groups, axis_sizes)
     shapes = _payload(kind, computation, instruction)
     payload = sum(shape.num_bytes for shape in shapes) * (group_size if kind == "all-gather" else 1)
     times = plain_number(run.times)
@@ -224,16 +196,6 @@ def _read(
     )
 
 
-def _axes_of(
-    groups: device_groups.Groups, are_pairs: bool, axis_sizes: device_groups.AxisSizes
-) -> tuple[tuple[str, ...], bool, int | None]:
-    if not axis_sizes:
-        return (), True, None
-    if are_pairs:
-        return device_groups.axes_of_pairs(groups, axis_sizes), True, device_groups.shift_of_pairs(groups, axis_sizes)
-    return *device_groups.axes_of_groups(groups, axis_sizes), None
-
-
 def _payload(kind: str, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
     operands = computation.operand_shapes(instruction)
     if instruction.opcode == "send" or kind == "ragged-all-to-all" or instruction.attribute("slice_sizes"):
@@ -253,13 +215,12 @@ def link_bytes(collectives: Iterable[Collective], num_devices: int) -> dict[Link
     """
     links: Counter[Link] = Counter()
     for each in collectives:
-        groups = parse_groups(each.groups, num_devices)
+        groups = device_groups.parse_groups(each.groups, num_devices)
         if each.senders is None:
-            pairs = [(group[n - 1], group[n]) for group in groups for n in range(len(group)) if len(group) > 1]
+            pairs = [pair for group in groups for pair in zip((group[-1], *group), group, strict=False)]
         else:
-            pairs = [(pair[0], pair[1]) for pair in groups if pair[0] != pair[1]]
-        for pair in pairs:
-            links[pair] += each.bytes_moved or 0
+            pairs = [(sender, receiver) for sender, receiver in groups]
+        links.update({pair: each.bytes_moved or 0 for pair in pairs if pair[0] != pair[1]})
     return dict(links)
 
 

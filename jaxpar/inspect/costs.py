@@ -40,7 +40,7 @@ _FREE = {
     "partition-id",
     "replica-id",
 }
-_CALLS = {"while", "conditional", "call"}
+CALLS = {"while", "conditional", "call"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _IN_PLACE = {"dynamic-update-slice", "scatter"}  # XLA updates their first operand in its own memory
 VIEWS = {"bitcast", "reshape", "convert", "transpose", "copy", "broadcast"}  # computed element by element in a fusion
@@ -93,7 +93,7 @@ def bytes_of_instructions(module: Module, assumptions: Assumptions) -> Callable[
     Collectives count as 0: the bytes that they send are counted in ``collectives.py``.
     """
     own = lambda computation, instruction: _exactly(own_bytes(module, computation, instruction))
-    counter = _counter(module, assumptions, own, enters=lambda instruction: instruction.opcode in _CALLS)
+    counter = _counter(module, assumptions, own, enters=lambda instruction: instruction.opcode in CALLS)
     return lambda computation, instruction: counter(computation, instruction).most
 
 
@@ -262,7 +262,7 @@ def _free_dims(operand: Shape, dims: dict[str, list[int]], side: str) -> list[in
 def own_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Returns the bytes that one run of an instruction reads and writes, without those of loops and branches."""
     opcode = instruction.opcode
-    if opcode in _FREE or opcode in _CALLS or opcode.endswith(("-start", "-done")):
+    if opcode in _FREE or opcode in CALLS or opcode.endswith(("-start", "-done")):
         return 0
     if (fused := module.fused(instruction)) is not None:
         return _of_fusion(fused)

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from jaxpar.gpus import GPUS, Gpu
-from jaxpar.inspect.costs import VIEWS, bytes_of_instructions, flops_of_instructions, own_bytes, written_outputs
-from jaxpar.inspect.hlo import NO_ASSUMPTIONS, Assumptions, Computation, Instruction, Module, calls, plain_number
+from jaxpar.inspect.costs import CALLS, VIEWS, bytes_of_instructions, flops_of_instructions, own_bytes, written_outputs
+from jaxpar.inspect.hlo import NO_ASSUMPTIONS, Assumptions, Computation, Instruction, Module, calls, plain_number, runs
 from jaxpar.inspect.text import bytes_text, device_seconds_text, flops_text, table, table_of
 
 KINDS = ("products", "slices", "updates", "copies", "other")
@@ -197,9 +197,8 @@ class GpuProgram:
             f"copied in a step: {bytes_text(self.bytes_copied)}",
         ]
         largest = sorted(self.copies, key=lambda each: each.num_bytes * each.times, reverse=True)[:COPIES_SHOWN]
-        lines += [
-            f"  {each.times:g} x {bytes_text(each.num_bytes)}  {each.array}  {each.op_name[-48:]}" for each in largest
-        ]
+        of = lambda each: f"  {each.times:g} x {bytes_text(each.num_bytes)}  {each.array}  {each.op_name[-48:]}"
+        lines += map(of, largest)
         columns = {
             "asynchronous": lambda each: each.kind,
             "runs": lambda each: f"{each.times:g}",
@@ -228,26 +227,17 @@ def read_gpu_program(
     copies: list[Copy] = []
     transfers: list[Transfer] = []
     waits = Fraction(0)
-
-    def visit(name: str, times: Fraction) -> None:
-        nonlocal waits
-        computation = module.computations[name]
-        for index, each in enumerate(computation.instructions):
-            called = calls(each, assumptions)
-            waits += times * _waits(each, assumptions)
-            if is_copy(module, each) and (array := each.shapes[0]).num_bytes >= large_bytes:
-                copies.append(Copy(str(array), array.num_bytes, plain_number(times), each.op_name))
-            if each.opcode.endswith("-start") and each.base_opcode in _TRANSFERS:
-                transfers.append(_transfer(computation, index, times, *costs))
-            if each.opcode in ("while", "conditional", "call"):
-                for call in called:
-                    visit(call.computation, times * call.known_times)
-            elif num_bytes := own_bytes(module, computation, each):
-                flops = plain_number(costs[0](computation, each))
-                kind, array = kind_of(module, each, flops), ", ".join(map(str, each.shapes))
-                work.append(Work(flops, num_bytes, plain_number(times), kind, array, each.op_name))
-
-    visit(module.entry, Fraction(1))
+    for run, computation, each in runs(module, assumptions, lambda instruction, _: instruction.opcode in CALLS):
+        times = plain_number(run.times)
+        waits += run.times * _waits(each, assumptions)
+        if is_copy(module, each) and (array := each.shapes[0]).num_bytes >= large_bytes:
+            copies.append(Copy(str(array), array.num_bytes, times, each.op_name))
+        if each.opcode.endswith("-start") and each.base_opcode in _TRANSFERS:
+            transfers.append(_transfer(computation, each, times, *costs))
+        if num_bytes := own_bytes(module, computation, each):
+            flops = plain_number(costs[0](computation, each))
+            kind, array = kind_of(module, each, flops), ", ".join(map(str, each.shapes))
+            work.append(Work(flops, num_bytes, times, kind, array, each.op_name))
     return GpuProgram(tuple(copies), plain_number(waits), tuple(transfers), tuple(work), gpu_of(device_kind))
 
 
@@ -260,16 +250,17 @@ def _waits(instruction: Instruction, assumptions: Assumptions) -> Fraction | int
     return 1 + next(call.known_times for call in calls(instruction, assumptions))
 
 
-def _transfer(computation: Computation, start: int, times: Fraction, flops_of: Cost, bytes_of: Cost) -> Transfer:
-    begun = computation.instructions[start]
+def _transfer(
+    computation: Computation, begun: Instruction, times: int | float, flops_of: Cost, bytes_of: Cost
+) -> Transfer:
     done = begun.opcode.replace("-start", "-done")
-    after = computation.instructions[start + 1 :]
+    after = computation.instructions[computation.instructions.index(begun) + 1 :]
     end = next(i for i, each in enumerate(after) if each.opcode == done and begun.name in each.operands)
     meanwhile = lambda cost: plain_number(sum((cost(computation, each) for each in after[:end]), Fraction(0)))
     return Transfer(
         kind=begun.base_opcode,
         num_bytes=sum(shape.num_bytes for shape in after[end].shapes),
-        times=plain_number(times),
+        times=times,
         flops_meanwhile=meanwhile(flops_of),
         bytes_meanwhile=meanwhile(bytes_of),
         op_name=begun.op_name,

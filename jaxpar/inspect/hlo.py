@@ -14,7 +14,7 @@ number of calls, branches give an upper bound:
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -177,7 +177,16 @@ def parse_module(text: str) -> Module:
             lines.append(instruction)
     if not entry:
         raise ValueError("the text must be an HLO module with an ENTRY computation; got none. Pass compiled.as_text().")
-    return Module(_module_name(text), _num_devices(text), entry, computations, _source_lines(text))
+    first_line = text.lstrip().split("\n", 1)[0]
+    name_of_module = re.match(r"HloModule ([^\s,]+)", first_line)
+    counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", first_line)
+    return Module(
+        name_of_module.group(1) if name_of_module else "",
+        math.prod(map(int, counts)),
+        entry,
+        computations,
+        _source_lines(text),
+    )
 
 
 def _parse_instruction(line: str) -> Instruction | None:
@@ -206,36 +215,20 @@ def _closing(text: str, start: int, pair: str) -> int:
     return len(text)
 
 
-def _module_name(text: str) -> str:
-    name = re.match(r"\s*HloModule ([^\s,]+)", text)
-    return name.group(1) if name else ""
-
-
-def _num_devices(text: str) -> int:
-    first_line = text.lstrip().split("\n", 1)[0]
-    counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", first_line)
-    return math.prod(int(count) for count in counts)
-
-
 def _source_lines(text: str) -> dict[str, str]:
     """Returns `file:line` of each stack frame, from the tables at the beginning of the text of newer compilers."""
-    tables: dict[str, dict[str, str]] = {"FileNames": {}, "FileLocations": {}, "StackFrames": {}}
-    table = None
-    for line in text.splitlines():
-        if line.startswith(("%", "ENTRY")):
-            break
-        if line in tables:
-            table = tables[line]
-        elif table is not None and (row := re.match(r"(\d+) (.*)", line)):
-            table[row.group(1)] = row.group(2)
-        else:
-            table = None
+    files, locations, frames = (_numbered(text, name) for name in ("FileNames", "FileLocations", "StackFrames"))
     lines = {}
-    for frame, row in tables["StackFrames"].items():
-        location = tables["FileLocations"].get(_field(row, "file_location_id"), "")
-        file = tables["FileNames"].get(_field(location, "file_name_id"), '""')
+    for frame, row in frames.items():
+        location = locations.get(_field(row, "file_location_id"), "")
+        file = files.get(_field(location, "file_name_id"), '""')
         lines[frame] = f"{file[1:-1]}:{_field(location, 'line')}"
     return lines
+
+
+def _numbered(text: str, name: str) -> dict[str, str]:
+    rows = re.search(rf"^{name}\n((?:\d+ .*\n?)*)", text, re.MULTILINE)
+    return dict(re.findall(r"^(\d+) (.*)$", rows.group(1), re.MULTILINE)) if rows else {}
 
 
 def _field(row: str, key: str) -> str:
@@ -285,6 +278,56 @@ def calls(instruction: Instruction, assumptions: Assumptions) -> tuple[Call, ...
     return tuple(Call(name, Fraction(1)) for name in _NAMES.findall(called or ""))
 
 
+@dataclass(frozen=True)
+class Run:
+    """How often a computation runs in a step on each device, and how it is reached.
+
+    Attributes:
+        times: runs, with loop trips; an unknown loop makes one trip.
+        unknown: whether it is in a loop whose trips the compiler does not know.
+        conditional: whether it is in a branch of a conditional.
+        is_bound: whether `times` is an upper bound, because it is not known how often its branch is taken.
+        asynchronous: whether it runs between a start and a done.
+    """
+
+    times: Fraction = Fraction(1)
+    unknown: bool = False
+    conditional: bool = False
+    is_bound: bool = False
+    asynchronous: bool = False
+
+
+def runs(
+    module: Module,
+    assumptions: Assumptions,
+    enters: Callable[[Instruction, Call], bool],
+    name: str | None = None,
+    run: Run = Run(),
+) -> Iterator[tuple[Run, Computation, Instruction]]:
+    """Yields the instructions of a computation and of those that it calls, in order, at each call again.
+
+    Args:
+        module: The program.
+        assumptions: Trips and shares that the compiler does not know.
+        enters: Whether to go on in the computation of an instruction's call.
+        name: The computation; None: the entry.
+        run: How it is reached.
+    """
+    computation = module.computations[name or module.entry]
+    for instruction in computation.instructions:
+        yield run, computation, instruction
+        for call in calls(instruction, assumptions):
+            if enters(instruction, call):
+                inner = Run(
+                    run.times * call.known_times,
+                    run.unknown or call.times is None,
+                    run.conditional or call.is_branch,
+                    run.is_bound or call.is_bound,
+                    instruction.opcode == "async-start",
+                )
+                yield from runs(module, assumptions, enters, call.computation, inner)
+
+
 def plain_number(number: Fraction) -> int | float:
     """Returns the fraction as an int if it is an integer, else as a float."""
     return number.numerator if number.denominator == 1 else float(number)
@@ -300,11 +343,9 @@ def _trip_count(instruction: Instruction, assumptions: Assumptions) -> Fraction 
 
 def _loop_calls(instruction: Instruction, assumptions: Assumptions) -> tuple[Call, ...]:
     trips = _trip_count(instruction, assumptions)
-    body = (instruction.attribute("body") or "").lstrip("%")
-    condition = (instruction.attribute("condition") or "").lstrip("%")
-    return (
-        Call(body, None if trips is None else Fraction(trips)),
-        Call(condition, None if trips is None else Fraction(trips + 1)),
+    return tuple(
+        Call((instruction.attribute(part) or "").lstrip("%"), None if trips is None else Fraction(trips + more))
+        for part, more in (("body", 0), ("condition", 1))
     )
 
 

@@ -33,14 +33,8 @@ class Memory:
 
     def by_kind(self) -> dict[str, int]:
         """Returns the figures by their names in a report, the total last."""
-        return {
-            "argument": self.argument_bytes,
-            "output": self.output_bytes,
-            "temp": self.temp_bytes,
-            "alias": self.alias_bytes,
-            "generated code": self.generated_code_bytes,
-            "total": self.total_bytes,
-        }
+        kinds = {name.removesuffix("_bytes").replace("_", " "): size for name, size in vars(self).items()}
+        return kinds | {"total": self.total_bytes}
 
 
 @dataclass(frozen=True)

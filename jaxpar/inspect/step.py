@@ -229,17 +229,19 @@ class Comparison:
 def compare(before: StepReport, after: StepReport) -> Comparison:
     """Returns the differences between two reports; `.render()` returns them as text, `.is_same` is for tests."""
     old, new = _totals(before.collectives), _totals(after.collectives)
-    none = (0, 0)
-    collectives = {key: (old.get(key, none), new.get(key, none)) for key in sorted({*old, *new})}
-    old_memory, new_memory = before.memory.by_kind(), after.memory.by_kind()
-    memory = {kind: (old_memory[kind], new_memory[kind]) for kind in old_memory}
     old_whole, new_whole = ({array.name for array in report.whole_arrays} for report in (before, after))
     return Comparison(
-        collectives={key: pair for key, pair in collectives.items() if pair[0] != pair[1]},
-        memory={kind: pair for kind, pair in memory.items() if pair[0] != pair[1]},
+        collectives=_differing(old, new, (0, 0)),
+        memory=_differing(before.memory.by_kind(), after.memory.by_kind()),
         flops=(before.flops, after.flops) if before.flops != after.flops else None,
         whole_arrays=(tuple(sorted(old_whole - new_whole)), tuple(sorted(new_whole - old_whole))),
     )
+
+
+def _differing(old: dict, new: dict, none: Any = None) -> dict[Any, tuple]:
+    """Returns the pairs of values that differ, by key; ``none`` in place of one that is missing."""
+    pairs = {key: (old.get(key, none), new.get(key, none)) for key in old | new}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _totals(collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], tuple]:

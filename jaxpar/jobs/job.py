@@ -15,7 +15,6 @@ from jaxpar.fields import arg
 from jaxpar.runtime.launch import fake_devices
 from jaxpar.runtime.process_env import NAMES
 
-DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 MAX_NAME = 63  # the limit of a host name's label
 PORT = 6379
 AXES = ("replica", "data", "context", "stage", "tensor")
@@ -46,6 +45,7 @@ def _optional(pattern: str, rule: str) -> AfterValidator:
 
 # The rules of Kubernetes, of container registries, and of SLURM's databases. No field but a variable takes a space or a quote.
 _LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+DNS_LABEL = re.compile(_LABEL)
 _HOST = rf"{_LABEL}(\.{_LABEL})*"
 _WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
 _QUALIFIED = rf"({_HOST}/)?{_WORD}"
@@ -197,14 +197,9 @@ class Job(JobSettings):
         return self.num_devices // self.devices_per_node
 
     @property
-    def mesh(self) -> dict[str, int]:
-        """The sizes of the mesh, without a ``replica`` or ``context`` of 1."""
-        return mesh_of(self)
-
-    @property
     def num_devices(self) -> int:
         """The number of devices of the mesh."""
-        return math.prod(self.mesh.values())
+        return math.prod(mesh_of(self).values())
 
     @property
     def devices_per_node(self) -> int:
@@ -221,11 +216,6 @@ class Job(JobSettings):
         """The seconds from the signal to stop until the end: a save in progress, the last save, and a margin."""
         return math.ceil(2 * self.save_seconds) + 30
 
-    @property
-    def is_recipe(self) -> bool:
-        """Whether the command is a script or an installed recipe, which take the flags of recipes."""
-        return is_recipe(self.command)
-
     def variables(self) -> dict[str, str]:
         """Returns the environment variables that the user sets, and those of fake devices."""
         fake = fake_devices(self.fake_devices_per_node) if self.fake_devices_per_node else {}
@@ -234,9 +224,9 @@ class Job(JobSettings):
     def arguments(self) -> list[str]:
         """Returns the command line; that of a recipe has the flags of the mesh and of the metrics, unless it has its own."""
         run = ["python", "-u", *self.command] if self.command[0].endswith(".py") else list(self.command)
-        if not self.is_recipe:
+        if not is_recipe(self.command):
             return run
-        told = {f"--mesh.{axis}": str(size) for axis, size in self.mesh.items()}
+        told = {f"--mesh.{axis}": str(size) for axis, size in mesh_of(self).items()}
         if self.metrics_port:
             told |= {"--metrics-port": str(self.metrics_port), "--metrics-address": "0.0.0.0"}
         missing = {name: value for name, value in told.items() if flag_value(self.command, name) is None}
@@ -244,7 +234,7 @@ class Job(JobSettings):
 
 
 def is_recipe(command: Sequence[str]) -> bool:
-    """Returns whether a command is a script or an installed recipe."""
+    """Returns whether a command is a script or an installed recipe, which take the flags of recipes."""
     return bool(command) and (command[0].endswith(".py") or tuple(command[:2]) == INSTALLED)
 
 
@@ -291,7 +281,7 @@ def check_job(job: Job) -> None:
         raise ValueError(
             "a job needs a command; got none. Give a script and its flags after the options: recipes/gpt.py"
         )
-    if job.is_recipe:
+    if is_recipe(job.command):
         _check_given_once(job)
     _check_nodes(job)
 
@@ -314,7 +304,7 @@ def _check_given_once(job: Job) -> None:
 
 
 def _check_nodes(job: Job) -> None:
-    got = arg(**job.mesh)
+    got = arg(**mesh_of(job))
     devices, of_node = job.num_devices, job.devices_per_node
     kind, flag = (
         ("fake devices", "--fake-devices-per-node") if job.fake_devices_per_node else ("GPUs", "--gpus-per-node")
@@ -355,13 +345,13 @@ def check_environment(env: Sequence[str]) -> None:
             raise ValueError(f"{arg('env')} must have each variable once; got {name} twice. Leave one out.")
 
 
-def check_name(name: str) -> None:
-    """Raises ValueError unless a job may have this name: its pods' host names are the name, a suffix and a number."""
-    longest = f"{name}-nodes-0-99999"
-    if not DNS_LABEL.fullmatch(name) or not name[0].isalpha() or len(longest) > MAX_NAME:
+def check_name(name: str, of: str = "a job", suffix: str = "-nodes-0-99999") -> None:
+    """Raises ValueError unless it may be the name of a job, whose pods' host names are the name, a suffix and a number."""
+    most = MAX_NAME - len(suffix)
+    if not DNS_LABEL.fullmatch(name) or not name[0].isalpha() or len(name) > most:
         raise ValueError(
-            f"a job's name must be lower-case letters, digits and -, a letter first, and at most "
-            f"{MAX_NAME - len(longest) + len(name)} long; got {name!r}. Choose such as gpt-1."
+            f"{of}'s name must be lower-case letters, digits and -, a letter first, and at most {most} long; got "
+            f"{name[:80]!r}. Choose such as gpt-1."
         )
 
 

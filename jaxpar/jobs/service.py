@@ -1,12 +1,12 @@
 """A Deployment and a Service that serve a trained model by `python -m jaxpar serve`: one pod, or several alike.
 
 A pod is given requests while /readyz answers, and is restarted when /healthz does not. Before it is stopped it waits for
-PRE_STOP_SECONDS, since requests arrive until every node knows that the pod is about to end; then SIGTERM lets it finish.
+PRE_STOP_SECONDS, since requests arrive until every node knows that the pod is about to end; then SIGTERM lets it finish. It has
+half an hour to start. Both objects are in `manifests.json`.
 """
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -14,10 +14,7 @@ from pydantic import Field
 
 from jaxpar import fields
 from jaxpar.jobs.job import (
-    CHECKPOINTS,
-    DNS_LABEL,
     GPUS,
-    MAX_NAME,
     Count,
     CountOrZero,
     HostName,
@@ -28,24 +25,12 @@ from jaxpar.jobs.job import (
     Variable,
     check_command,
     check_environment,
+    check_name,
 )
-from jaxpar.jobs.manifests import (
-    ENDS_ON_SIGTERM,
-    check_image,
-    claim,
-    cpus_and_memory,
-    manifest,
-    named,
-    named_values,
-    scraping,
-    tolerations,
-)
+from jaxpar.jobs.manifests import PARTS, check_image, fill, of_pod
 
 SERVED = (("jaxpar", "serve"), ("python", "-m", "jaxpar", "serve"))
-HTTP = "http"  # the name of the port
-SERVICE_PORT = 80
 PRE_STOP_SECONDS, MARGIN_SECONDS = 5, 10
-START_SECONDS, PROBE_SECONDS = 1800, 10
 
 
 @dataclass(frozen=True)
@@ -110,60 +95,16 @@ class Serving(ServiceSettings):
 
 def to_service(serving: Serving) -> list[dict[str, Any]]:
     """Returns the Deployment and the Service."""
-    labels = {"app.kubernetes.io/name": serving.name, "app.kubernetes.io/part-of": "jaxpar"}
-    metadata = named(serving.name, serving.namespace) | {"labels": labels}
-    port = {"name": HTTP, "port": SERVICE_PORT, "targetPort": HTTP}
-    pod = {"metadata": {"labels": labels, "annotations": scraping(serving.port)}, "spec": _pod(serving)}
-    deployment = {"replicas": serving.replicas, "selector": {"matchLabels": labels}, "template": pod}
-    service = {"selector": labels, "ports": [port]}
-    return [manifest("Deployment", metadata, deployment), manifest("Service", metadata, service)]
-
-
-def _pod(serving: Serving) -> dict[str, Any]:
-    volumes = [claim("checkpoints", serving.checkpoint_claim, readOnly=True)] if serving.checkpoint_claim else []
-    return {
-        "terminationGracePeriodSeconds": serving.grace_seconds,
-        **ENDS_ON_SIGTERM,
-        **tolerations(serving.toleration),
-        "automountServiceAccountToken": False,
-        "containers": [_container(serving, bool(volumes))],
-        "volumes": volumes,
-    }
-
-
-def _container(serving: Serving, has_claim: bool) -> dict[str, Any]:
-    probe = lambda path, failures: {
-        "httpGet": {"path": path, "port": HTTP},
-        "periodSeconds": PROBE_SECONDS,
-        "timeoutSeconds": PROBE_SECONDS // 2,
-        "failureThreshold": failures,
-    }
-    gpus = {GPUS: serving.gpus} if serving.gpus else {}
-    variables = named_values(dict(each.split("=", 1) for each in serving.env))
-    return {
-        "name": "serve",
-        "image": serving.image,
-        "command": serving.arguments(),
-        **({"env": variables} if variables else {}),
-        "ports": [{"name": HTTP, "containerPort": serving.port}],
-        "startupProbe": probe("/healthz", START_SECONDS // PROBE_SECONDS),
-        "livenessProbe": probe("/healthz", 3),
-        "readinessProbe": probe("/readyz", 1),
-        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PRE_STOP_SECONDS)]}}},
-        "resources": cpus_and_memory(serving.cpus, serving.memory_gib, gpus),
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [{"name": "checkpoints", "mountPath": CHECKPOINTS, "readOnly": True}] if has_claim else [],
-    }
+    limits = {GPUS: serving.gpus} if serving.gpus else {}
+    values = vars(serving) | of_pod(serving, limits, dict(each.split("=", 1) for each in serving.env))
+    values |= {"metrics_port": serving.port, "pre_stop_seconds": PRE_STOP_SECONDS}
+    return [fill(PARTS[kind], values) for kind in ("Deployment", "Service")]
 
 
 def _check(serving: Serving) -> None:
     check_image(serving.image)
     check_environment(serving.env)
-    if not re.fullmatch(DNS_LABEL, serving.name) or not serving.name[0].isalpha() or len(serving.name) > MAX_NAME:
-        raise ValueError(
-            f"a Service's name must be lower-case letters, digits and -, a letter first, and at most {MAX_NAME} long; got "
-            f"{serving.name[:80]!r}. Choose such as gpt."
-        )
+    check_name(serving.name, "a Service", suffix="")
     begins = next((words for words in SERVED if serving.command[: len(words)] == words), None)
     if begins is None or len(serving.command) == len(begins):
         raise ValueError(

@@ -1,12 +1,11 @@
-"""The data of a report, as plain values: of a run, of plans, or of a comparison of ways to reduce gradients.
+"""The data of a report, as plain values: of a run or of plans.
 
 A run gathers the data of its step itself and writes it to report.json; ``read_run`` reads that and the rest of the folder.
 """
 
-import json
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxpar import fields
 from jaxpar.inspect import StepReport, inspect_step
 from jaxpar.mesh import sizes_text
 from jaxpar.metrics.log import figures_of, read_metrics
@@ -72,7 +72,11 @@ def _add(data: dict[str, Any], name: str, gather: Callable[[], Any]) -> Any:
 
 
 def inspect_pipeline(
-    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, schedule: Schedule | None = None
+    compiled: jax.stages.Compiled,
+    mesh: jax.sharding.Mesh,
+    schedule: Schedule | None = None,
+    *,
+    loop_trips: int | None = None,
 ) -> StepReport:
     """Returns the cost of a compiled step whose pipeline, if it has one, takes its branches as often as a schedule says.
 
@@ -80,9 +84,10 @@ def inspect_pipeline(
         compiled: The training step.
         mesh: Its mesh.
         schedule: The schedule of its pipeline; None for none.
+        loop_trips: The trips of a loop whose number the program does not tell.
     """
     shares = None if schedule is None else spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares()
-    return inspect_step(compiled, mesh=mesh, branch_shares=shares)
+    return inspect_step(compiled, mesh=mesh, branch_shares=shares, loop_trips=loop_trips)
 
 
 def _facts(mesh: jax.sharding.Mesh) -> dict[str, str]:
@@ -91,11 +96,12 @@ def _facts(mesh: jax.sharding.Mesh) -> dict[str, str]:
     return {
         "mesh": sizes_text(mesh.shape),
         "devices": f"{mesh.size} {', '.join(kinds)}, {jax.process_count()} process{'es' * (jax.process_count() > 1)}",
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
-def _versions() -> str:
+def versions() -> str:
+    """Returns the versions of jaxpar, JAX and Python as text."""
     own = sys.modules["jaxpar"].__version__  # an import would violate the package's import order
     return f"jaxpar {own}, jax {jax.__version__}, Python {platform.python_version()}"
 
@@ -147,13 +153,7 @@ def readable(folder: Path) -> Iterator[None]:
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be JSON; got other text: {error}. Remove it, or name another run.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold an object; got {type(found).__name__}. Remove it, or name another run.")
-    return found
+    return fields.read_json(dict[str, Any], path.read_bytes(), str(path), "Remove it, or name another run.")
 
 
 def plan_data(plans: Sequence[Plan], model: ModelShape, machines: Cluster, *, name: str) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _facts_of_plan(best: Plan, model: ModelShape, machines: Cluster) -> dict[str
         "rate": f"{best.tokens / best.step_seconds:,.0f} tokens/s",
         "TFLOP/s of a device": f"{per_device(best.flops):.0f}, of which useful {per_device(best.useful_flops):.0f}",
         "devices": f"{machines.num_nodes} x {machines.devices_per_node} {machines.name}",
-        "versions": _versions().partition(",")[0],
+        "versions": versions().partition(",")[0],
     }
 
 
@@ -219,37 +219,3 @@ def _bars(plan: Plan) -> dict[str, dict[str, int]]:
     first, *others = plan.bytes_by_stage.values()
     alike = others and all(parts == first for parts in others)
     return {"each stage": first} if alike else plan.bytes_by_stage
-
-
-def ways_data(
-    ways: Sequence[Mapping[str, Any]],
-    staleness: Mapping[str, Mapping[str, Any]],
-    *,
-    name: str,
-    config: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns the data of a comparison as plain values.
-
-    Args:
-        ways: A row for each way on each number of devices: "way", "devices", "link" and "line", the bytes of the busiest link
-            and line in units of the gradients' bytes, "link_formula" and "line_formula", "seconds" of a step, and "apart", the
-            distance of its final parameters from those of the first way.
-        staleness: Runs of a server that does not wait, by name: "seconds" and "losses", a value for each gradient, and "mean",
-            the mean staleness.
-        name: The name of the comparison.
-        config: Its settings.
-    """
-    facts = {
-        "devices": ", ".join(map(str, sorted({row["devices"] for row in ways}))),
-        "largest difference of parameters": f"{max(row['apart'] for row in ways):.0e}",
-        "versions": _versions(),
-    }
-    return {
-        "kind": "comparison",
-        "name": name,
-        "facts": facts,
-        "ways": list(ways),
-        "staleness": dict(staleness),
-        "config": config,
-        "problems": {},
-    }

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ from jaxtyping import PyTree
 from jaxpar import collectives
 from jaxpar.inspect import inspect_step, line_bytes, link_bytes
 from jaxpar.plot.figure import panels, running_mean
-from jaxpar.report.data import ways_data
+from jaxpar.report.data import versions
 from jaxpar.report.page import write_page
 from jaxpar.sharding import fetch
 
 NUM_SERVERS = 4
 STALE_ROWS = 128  # of each gradient of an asynchronous worker
 SPEEDS = (1.0, 1.0, 1.2, 4.0)  # seconds a gradient of the asynchronous workers, one of which is slow
-Curve = tuple[np.ndarray, np.ndarray, float]
 COLORS = {
     "all-reduce": "#1f77b4",
     "ring": "#1b9e77",
@@ -32,27 +30,6 @@ COLORS = {
     "ZeRO-1": "#7570b3",
 }
 MARKS = dict(zip(COLORS, "osv^Dx", strict=True))
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The figures of one way on one number of devices.
-
-    Attributes:
-        way: Its name.
-        size: Devices.
-        link_bytes: Bytes in a step through the busiest link between two devices, in its busier direction.
-        line_bytes: Bytes in a step through the busiest device's own line, in and out together.
-        seconds: Time of the fastest step.
-        params: The final parameters.
-    """
-
-    way: str
-    size: int
-    link_bytes: int
-    line_bytes: int
-    seconds: float
-    params: Any
 
 
 def check_batch_size(batch_size: int, sizes: Sequence[int], num_rows: int) -> None:
@@ -87,16 +64,46 @@ def measure(
     batches: list,
     params_of: Callable[[tuple], dict],
     report_of: jax.stages.Compiled | None = None,
-) -> Measured:
-    """Counts the bytes that a compiled step sends, then trains with it and times it."""
+) -> dict[str, Any]:
+    """Counts the bytes that a compiled step sends, then trains with it and times it.
+
+    Returns:
+        "way" and "devices"; the bytes in a step through the busiest "link" between two devices, in its busier direction, and
+        through the busiest device's own "line", in and out together, in units of the gradients' bytes, as counted and by
+        textbook formulas, "link_formula" and "line_formula"; the "seconds" of the fastest step; and the final "params".
+    """
     links = link_bytes(inspect_step(report_of or step).collectives, size)
     seconds = []
     for batch in batches:
         began = time.perf_counter()
         carry = jax.block_until_ready(step(*carry, batch))
         seconds.append(time.perf_counter() - began)
-    busiest = max(links.values()), max(line_bytes(links).values())
-    return Measured(way, size, *busiest, min(seconds), fetch(params_of(carry)))
+    params = fetch(params_of(carry))
+    gradient_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    link, line = formula(way, size)
+    return {
+        "way": way,
+        "devices": size,
+        "link": max(links.values()) / gradient_bytes,
+        "link_formula": link,
+        "line": max(line_bytes(links).values()) / gradient_bytes,
+        "line_formula": line,
+        "seconds": min(seconds),
+        "params": params,
+    }
+
+
+def beside_first(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the figures of ways on one number of devices with "apart" in place of "params".
+
+    This is the largest difference from the params of the first way, in units of the largest value of their array.
+    """
+    apart = lambda a, b: float(np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30))
+    first, found = rows[0]["params"], []
+    for row in rows:
+        figures = {name: value for name, value in row.items() if name != "params"}
+        found.append(figures | {"apart": max(jax.tree.leaves(jax.tree.map(apart, row["params"], first)))})
+    return found
 
 
 def stale_curve(
@@ -108,8 +115,8 @@ def stale_curve(
     num_pushes: int,
     learning_rate: float,
     seed: int,
-) -> Curve:
-    """Trains with one asynchronous parameter server; returns seconds, losses and the mean staleness.
+) -> dict[str, Any]:
+    """Trains with one asynchronous parameter server.
 
     Args:
         mean_loss: ``mean_loss(params, batch)``.
@@ -119,6 +126,9 @@ def stale_curve(
         num_pushes: Gradients that the server applies.
         learning_rate: Their factor, twice and over the number of workers.
         seed: Determines the rows of each gradient.
+
+    Returns:
+        "seconds" and "losses", a value for each gradient, and "mean", the mean staleness.
     """
     pushes = collectives.simulate_pushes(SPEEDS, num_pushes, bound=bound)
     data = {name: jnp.asarray(column) for name, column in train.items()}
@@ -135,7 +145,8 @@ def stale_curve(
     watch = lambda params: mean_loss(params, data)
     run = jax.jit(lambda params: collectives.train_with_stale_gradients(gradient, apply, params, pushes, watch=watch))
     _, losses = run(params)
-    return np.array([p.seconds for p in pushes]), np.asarray(losses), float(np.mean([p.staleness for p in pushes]))
+    mean = float(np.mean([push.staleness for push in pushes]))
+    return {"seconds": [push.seconds for push in pushes], "losses": losses.tolist(), "mean": mean}
 
 
 def formula(way: str, size: int) -> tuple[float, float]:
@@ -152,59 +163,41 @@ def formula(way: str, size: int) -> tuple[float, float]:
     return link, both
 
 
-def figures(rows: Sequence[Measured], gradient_bytes: int) -> list[dict[str, Any]]:
-    """Returns the figures of each way beside the formulas, and how far its parameters are from those of the first as large."""
-    first = {row.size: row.params for row in reversed(rows)}
-    return [
-        {
-            "way": row.way,
-            "devices": row.size,
-            "link": row.link_bytes / gradient_bytes,
-            "link_formula": link,
-            "line": row.line_bytes / gradient_bytes,
-            "line_formula": line,
-            "seconds": row.seconds,
-            "apart": apart(row.params, first[row.size]),
-        }
-        for row in rows
-        for link, line in [formula(row.way, row.size)]
-    ]
-
-
-def describe(rows: list[Measured], gradient_bytes: int, *, header: bool) -> list[str]:
+def describe(rows: Sequence[Mapping[str, Any]], *, header: bool) -> list[str]:
     """Returns a table of the ways on one number of devices, compared with the formulas and with the parameters of the first."""
     head = f"{'':16} {'devices':>7}  {'busiest link':>24}  {'busiest line, both ways':>24}  {'a step':>8}  params"
     line = (
         "{way:16} {devices:>7}  {link:>8.3f} (book {link_formula:>6.3f})   {line:>10.3f} (book {line_formula:>6.3f})  "
         "{ms:>5.1f} ms  {apart:.0e} apart"
     )
-    lines = [line.format(**row, ms=row["seconds"] * 1e3) for row in figures(rows, gradient_bytes)]
+    lines = [line.format(**row, ms=row["seconds"] * 1e3) for row in rows]
     return [head, *lines] if header else lines
 
 
 def write_report(
     folder: Path,
-    rows: list[Measured],
-    gradient_bytes: int,
-    curves: dict[int | None, Curve],
+    ways: Sequence[Mapping[str, Any]],
+    staleness: Mapping[str, Mapping[str, Any]],
     *,
     settings: Mapping[str, Any],
 ) -> None:
-    """Writes report.html and the pictures of a comparison."""
-    plot_traffic(folder / "traffic.png", rows, gradient_bytes)
-    plot_staleness(folder / "staleness.png", curves)
-    stale = {
-        bound_name(bound): {"seconds": seconds.tolist(), "losses": losses.tolist(), "mean": staleness}
-        for bound, (seconds, losses, staleness) in curves.items()
+    """Writes report.html and the pictures of a comparison.
+
+    Args:
+        folder: The folder.
+        ways: For each way on each number of devices what ``measure`` and ``beside_first`` return.
+        staleness: What ``stale_curve`` returns, by the name of the bound.
+        settings: The settings.
+    """
+    plot_traffic(folder / "traffic.png", ways)
+    plot_staleness(folder / "staleness.png", staleness)
+    facts = {
+        "devices": ", ".join(map(str, sorted({row["devices"] for row in ways}))),
+        "largest difference of parameters": f"{max(row['apart'] for row in ways):.0e}",
+        "versions": versions(),
     }
-    config = {name: str(value) for name, value in settings.items()}
-    ways = figures(rows, gradient_bytes)
-    write_page(folder / "report.html", ways_data(ways, stale, name=folder.name, config=config))
-
-
-def apart(params: Any, others: Any) -> float:
-    """Returns the largest difference between parameters, in units of the largest value of their array."""
-    return max(map(distance, jax.tree.leaves(params), jax.tree.leaves(others)))
+    page = {"kind": "comparison", "name": folder.name, "facts": facts, "ways": ways, "staleness": staleness}
+    write_page(folder / "report.html", page | {"config": {name: str(value) for name, value in settings.items()}})
 
 
 def bound_name(bound: int | None) -> str:
@@ -212,32 +205,29 @@ def bound_name(bound: int | None) -> str:
     return "no bound" if bound is None else f"bound {bound}"
 
 
-def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns the largest difference between two arrays, in units of the second's largest absolute value."""
-    return float(np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-30))
-
-
-def describe_stale(curves: dict[int | None, Curve]) -> list[str]:
+def describe_stale(curves: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns lines about the asynchronous parameter servers."""
     lines = [
         f"{len(SPEEDS)} workers, {', '.join(f'{s:g}' for s in SPEEDS)} s a gradient, and one server that does not wait:"
     ]
-    for bound, (seconds, losses, staleness) in curves.items():
-        took = f"{len(losses)} gradients in {seconds[-1]:6.1f} s"
-        lines.append(f"  {bound_name(bound):9} {took}, mean staleness {staleness:.1f}: loss {losses[-1]:.4f}")
+    for bound, run in curves.items():
+        took = f"{len(run['losses'])} gradients in {run['seconds'][-1]:6.1f} s"
+        lines.append(f"  {bound:9} {took}, mean staleness {run['mean']:.1f}: loss {run['losses'][-1]:.4f}")
     return lines
 
 
-def plot_traffic(path: Path, rows: Sequence[Measured], gradient_bytes: int) -> None:
+def plot_traffic(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draws the bytes through the busiest device's line, counted and by textbook formulas, and the time of a step."""
     figure, (lines, times) = _two_panels()
-    for way in dict.fromkeys(row.way for row in rows):
-        own = [row for row in rows if row.way == way]
-        sizes = [row.size for row in own]
+    for way in dict.fromkeys(row["way"] for row in rows):
+        sizes, line, book, seconds = zip(
+            *((row["devices"], row["line"], row["line_formula"], row["seconds"]) for row in rows if row["way"] == way),
+            strict=True,
+        )
         style = {"color": COLORS[way], "marker": MARKS[way], "label": way, "markersize": 7}
-        lines.plot(sizes, [row.line_bytes / gradient_bytes for row in own], linestyle="none", **style)
-        lines.plot(sizes, [formula(way, size)[1] for size in sizes], color=COLORS[way], linewidth=1, alpha=0.6)
-        times.plot(sizes, [row.seconds * 1e3 for row in own], linewidth=1, **style)
+        lines.plot(sizes, line, linestyle="none", **style)
+        lines.plot(sizes, book, color=COLORS[way], linewidth=1, alpha=0.6)
+        times.plot(sizes, np.multiply(seconds, 1e3), linewidth=1, **style)
     lines.set(title="Through the busiest device's line, in and out together", xlabel="devices", ylim=(0, None))
     lines.set(ylabel="times the bytes of the gradients, a step")
     lines.legend(title="marks: counted in the compiled program\nlines: by the book", loc="upper left")
@@ -245,19 +235,17 @@ def plot_traffic(path: Path, rows: Sequence[Measured], gradient_bytes: int) -> N
         title="Time of a step on fake devices of one machine", xlabel="devices", ylabel="ms (fastest)", ylim=(0, None)
     )
     for axes in (lines, times):
-        axes.set_xticks(sorted({row.size for row in rows}))
+        axes.set_xticks(sorted({row["devices"] for row in rows}))
     figure.savefig(path, dpi=110)
 
 
-def plot_staleness(path: Path, curves: Mapping[int | None, Curve]) -> None:
+def plot_staleness(path: Path, curves: Mapping[str, Mapping[str, Any]]) -> None:
     """Draws the loss over gradients and over time, for each bound."""
     figure, (by_count, by_time) = _two_panels()
-    for (bound, (seconds, losses, staleness)), color in zip(
-        curves.items(), ("#1f77b4", "#1b9e77", "#c1121f"), strict=True
-    ):
-        name = {None: "no bound", 0: "bound 0: synchronous"}.get(bound, f"bound {bound}")
-        label = f"{name}; {staleness:.1f} stale in the mean"
-        for axes, x in ((by_count, np.arange(1, len(losses) + 1)), (by_time, seconds)):
+    for (name, run), color in zip(curves.items(), ("#1f77b4", "#1b9e77", "#c1121f"), strict=True):
+        losses, also = np.array(run["losses"]), ": synchronous" if name == bound_name(0) else ""
+        label = f"{name}{also}; {run['mean']:.1f} stale in the mean"
+        for axes, x in ((by_count, np.arange(1, len(losses) + 1)), (by_time, run["seconds"])):
             axes.plot(x, losses, color=color, linewidth=1, alpha=0.25)
             axes.plot(x, running_mean(losses, 19), color=color, linewidth=2, label=label)
     by_count.set(title="As many gradients", xlabel="gradients applied", ylabel="loss on all digits (nats, log scale)")

@@ -21,7 +21,7 @@ from jaxpar.data.records import RecordRows, digest_of_records, holds_tokens, ope
 from jaxpar.data.text import ByteTokenizer, Text, Tokenizer, Windows, check_inside, load_text, unigram_entropy
 from jaxpar.fields import check_at_least
 from jaxpar.huggingface import stop_tokens
-from jaxpar.huggingface.config_keys import TOKENS
+from jaxpar.huggingface.families import TOKENS
 from jaxpar.huggingface.folder import CONFIG, file_inside, missing_tokenizer, read_json
 from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
 from jaxpar.mesh import num_replicas

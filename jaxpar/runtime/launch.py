@@ -30,7 +30,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from jaxpar.fields import check_at_least
 from jaxpar.runtime.exit_codes import ExitCode, describe_exit
@@ -185,8 +184,7 @@ class Gang:
         self.processes: list[subprocess.Popen] = []
         self.first_failed: int | None = None
         self.is_late = False  # the first that failed, which did not end after process 0
-        self._screen: threading.Thread | None = None
-        self._groups: ProcessGroups | None = None
+        self._screen = threading.Thread(target=self._copy_to_screen, daemon=True)
 
     def start(self) -> None:
         """Starts all processes and returns immediately. If one cannot be started, those already started are ended."""
@@ -199,7 +197,8 @@ class Gang:
                 variables = self._variables | token | self.launch.environment(number, port)
                 self.processes.append(self._start(number, os.environ | variables))
                 self._groups.add(self.processes[-1].pid)
-                self._screen = self._screen or self._show_first()
+                if number == 0:
+                    self._screen.start()
         except OSError:
             self.stop()
             raise
@@ -244,9 +243,8 @@ class Gang:
             if self._is_running():
                 self.send_signal(number)
                 self._wait_for_all(SECONDS_TO_STOP)
-        if self._groups is not None:
-            self._groups.close()
-        if self._screen is not None:
+        self._groups.close()
+        if self._screen.is_alive():
             self._screen.join(timeout=SECONDS_TO_STOP)
 
     def send_signal(self, number: int) -> None:
@@ -264,8 +262,7 @@ class Gang:
         """Returns whether any process still runs; kills the remaining children of those that have ended."""
         ended = [process.pid for process in self.processes if process.poll() is not None]
         for group in ended:
-            if self._groups is not None:
-                self._groups.kill(group)
+            self._groups.kill(group)
         return len(ended) < len(self.processes)
 
     def _failed(self) -> list[int]:
@@ -276,15 +273,9 @@ class Gang:
         while time.monotonic() < deadline and self._is_running():
             time.sleep(POLL_SECONDS)
 
-    def _show_first(self) -> threading.Thread:
-        thread = threading.Thread(target=self._copy_to_screen, daemon=True)
-        thread.start()
-        return thread
-
     def _copy_to_screen(self) -> None:
-        output: IO[bytes] | None = self.processes[0].stdout
-        if output is None:
-            return
+        output = self.processes[0].stdout
+        assert output is not None, "process 0 has a pipe"
         with output, self.log_path(0).open("wb", buffering=0) as log:
             while part := os.read(output.fileno(), 2**16):
                 with contextlib.suppress(OSError):  # a full disk loses lines of the log; it must not end the run

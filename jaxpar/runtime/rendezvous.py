@@ -19,6 +19,7 @@ import contextlib
 import errno
 import hmac
 import ipaddress
+import os
 import re
 import selectors
 import socket
@@ -38,6 +39,11 @@ MAX_SILENT = 256  # connections without a line; a process of the run that is dro
 LINE = re.compile(rb"jaxpar (\d{1,9}) of (\d{1,9}) ([!-~]*)\n")
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s
 ALL_THERE, LATE, WRONG = "all are there", "late: ", "wrong: "
+WHY_NOT_TO_LISTEN = {
+    errno.EADDRINUSE: "which another program listens on. Choose another port, or end the processes of an earlier run",
+    errno.EADDRNOTAVAIL: "which is not an address of this machine. Run process 0 on that host, or set "
+    "JAX_COORDINATOR_BIND_ADDRESS to an address of this one",
+}
 
 
 def meet(env: ProcessEnv, timeout_seconds: float) -> str:
@@ -102,22 +108,11 @@ def _host(env: ProcessEnv, here: tuple[str, int], name: str, deadline: float, ti
 
 def _listen(here: tuple[str, int], name: str) -> socket.socket:
     ip, port = here
-    listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((ip, port))
-        listener.listen(128)
+        listener = socket.create_server(here, family=socket.AF_INET6 if ":" in ip else socket.AF_INET, backlog=128)
     except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            why = "which another program listens on. Choose another port, or end the processes of an earlier run"
-        elif error.errno == errno.EADDRNOTAVAIL:
-            why = (
-                "which is not an address of this machine. Run process 0 on that host, or set JAX_COORDINATOR_BIND_ADDRESS to "
-                "an address of this one"
-            )
-        else:
-            why = f"which is not permitted ({error.strerror}). Choose a port of 1024 or more"
+        not_permitted = f"which is not permitted ({os.strerror(error.errno or 0)}). Choose a port of 1024 or more"
+        why = WHY_NOT_TO_LISTEN.get(error.errno or 0, not_permitted)
         raise OSError(f"process 0 must be able to listen at {name}; got {ip}:{port}, {why}.") from error
     listener.setblocking(False)
     return listener
@@ -154,8 +149,7 @@ class Connections:
 
     def __init__(self, env: ProcessEnv, listener: socket.socket) -> None:
         self._env, self._listener = env, listener
-        self._silent: list[Caller] = []
-        self._heard: list[Caller] = []  # those with a number; a process in error gets the reply too
+        self._callers: list[Caller] = []  # the oldest first; a process in error has its number too, for the reply
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self.trouble: ValueError | None = None
@@ -165,18 +159,21 @@ class Connections:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._drop([*self._silent, *self._heard])
+        self._drop([*self._callers])
         self._selector.close()
         self._listener.close()
 
     @property
     def present(self) -> set[int]:
         """The numbers of the processes that have sent a valid line."""
-        return {caller.number for caller in self._heard if caller.number is not None}
+        return {caller.number for caller in self._callers if caller.number is not None}
 
     def missing(self) -> list[int]:
         """Returns the numbers of the processes that have not sent a valid line."""
         return sorted(set(range(1, self._env.num_processes)) - self.present)
+
+    def _silent(self) -> list["Caller"]:
+        return [caller for caller in self._callers if caller.number is None]
 
     def receive(self) -> None:
         """Handles connections and bytes that arrive within ``POLL_SECONDS``."""
@@ -185,30 +182,30 @@ class Connections:
                 self._accept()
             elif key.data.connection.fileno() >= 0:  # else it was dropped earlier in this loop
                 self._take(key.data)
-        self._drop([caller for caller in self._silent if caller.until < time.monotonic()])
+        self._drop([caller for caller in self._silent() if caller.until < time.monotonic()])
 
     def reply(self, answer: str) -> None:
         """Sends all processes the same reply, and waits until they close their end: else the port would stay busy for JAX."""
         self._selector.unregister(self._listener)
-        self._drop([*self._silent])
-        for caller in self._heard:
+        self._drop(self._silent())
+        for caller in self._callers:
             _send(caller, answer)
         deadline = time.monotonic() + SECONDS_TO_HANG_UP
-        while self._heard and time.monotonic() < deadline:
+        while self._callers and time.monotonic() < deadline:
             self.receive()
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except OSError:  # the connection is closed already, or this process has too many open files
-            self._drop(self._silent[:1])
+            self._drop(self._silent()[:1])
             time.sleep(POLL_SECONDS / 10)
             return
         connection.setblocking(False)
         caller = Caller(connection, time.monotonic() + SECONDS_TO_SPEAK)
-        self._silent.append(caller)
+        self._callers.append(caller)
         self._selector.register(connection, selectors.EVENT_READ, caller)
-        self._drop(self._silent[:-MAX_SILENT])
+        self._drop(self._silent()[:-MAX_SILENT])
 
     def _take(self, caller: Caller) -> None:
         try:
@@ -228,21 +225,17 @@ class Connections:
         """Records a process or its error. A connection that is not a process of the run, such as a port scan, is dropped."""
         found = LINE.fullmatch(caller.heard)
         if found is None:
-            self._drop([caller])
-        elif not hmac.compare_digest(found[3], self._env.token.encode()):
+            return self._drop([caller])
+        number, count, token = int(found[1]), int(found[2]), found[3]
+        if not hmac.compare_digest(token, self._env.token.encode()):
             self.num_refused += 1
-            _send(caller, f"wrong: {_wrong_token(self._env, int(found[1]))}")
+            _send(caller, f"{WRONG}{_wrong_token(self._env, number)}")
             caller.heard = b""  # it closes the connection after reading that, or is dropped at its deadline
-        elif int(found[2]) == self._env.num_processes <= int(found[1]):
+        elif count == self._env.num_processes <= number:
             self._drop([caller])
         else:
-            self._count(caller, int(found[1]), int(found[2]))
-
-    def _count(self, caller: Caller, number: int, count: int) -> None:
-        self.trouble = self.trouble or self._wrong(number, count)
-        caller.number = number
-        self._silent.remove(caller)
-        self._heard.append(caller)
+            self.trouble = self.trouble or self._wrong(number, count)
+            caller.number = number
 
     def _wrong(self, number: int, count: int) -> ValueError | None:
         if count != self._env.num_processes:
@@ -263,7 +256,7 @@ class Connections:
             with contextlib.suppress(OSError):
                 caller.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
             caller.connection.close()
-            (self._silent if caller.number is None else self._heard).remove(caller)
+            self._callers.remove(caller)
 
 
 def _send(caller: Caller, answer: str) -> None:

@@ -1,4 +1,4 @@
-"""The paths of a server, as an ASGI application: FastAPI checks bodies and describes the interface, /openapi.json and /docs.
+"""The paths of a server, as an ASGI application.
 
 A refused request gets 4xx, or 503 with Retry-After; a failure of the server gets 500. /healthz and /readyz answer 200 or 503.
 """
@@ -9,12 +9,11 @@ import sys
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Annotated, Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-import fastapi
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from pydantic import BaseModel, Field
+from pydantic import ValidationError
+from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -26,12 +25,12 @@ from starlette.responses import (
     Response,
     StreamingResponse,
 )
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-import jaxpar
 from jaxpar import fields
 from jaxpar.runtime.host_names import allowed_hosts, is_allowed
-from jaxpar.serve.pages import ServerMetrics, docs_page
+from jaxpar.serve.pages import ServerMetrics, describe, docs_page
 from jaxpar.serve.requests import (
     Answer,
     Endpoint,
@@ -50,35 +49,10 @@ MAX_OPEN = 256  # requests at a time, those whose bodies are being read among th
 STUCK_SECONDS = 600.0  # for one token or prediction, with the time to compile
 RETRY_ELSEWHERE = 2  # seconds; another pod may answer
 CLIENT_GONE = 499  # the status in the metrics; nobody receives it
+ANSWER = "jaxpar.answer"  # of a request, in its ASGI scope
 INTERNAL = "a request must not fail; got an error in the server, which its log shows. Tell who runs it."
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 REMEDIES = {"extra_forbidden": "Leave it out, or correct its name.", "without_effect": "Leave it out."}
-ERRORS = {
-    400: "The body is wrong.",
-    404: "There is no such path or model.",
-    405: "The path does not take this method: Allow names those that it takes.",
-    408: "The body did not arrive in time.",
-    413: "The body is too large.",
-    415: "The Content-Type is not application/json.",
-    421: "The Host is not a name of this server.",
-    500: "The server failed, or the model's scores are not finite.",
-    503: "Too many requests wait, time ran out, or the server is about to stop: Retry-After says when to ask again.",
-}
-
-
-class Problem(BaseModel):
-    """What is wrong with a request, as OpenAI's API has it."""
-
-    message: str = Field(description="the rule, the value and the remedy")
-    type: str
-    param: str | None = Field(description="the field that is wrong")
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    """The body of an error."""
-
-    error: Problem
 
 
 class ClientGoneError(Exception):
@@ -107,8 +81,32 @@ class App:
         )
         self.num_open, self.is_draining, self.is_ready = 0, False, False
         self._began, self._hosts = int(time.time()), allowed_hosts(address, settings.allowed_hosts)
-        self._api = self._make_api()
-        self._paths = frozenset(getattr(route, "path", "") for route in self._api.routes)
+        ready = "Whether requests are taken: 503 before the model is loaded, and once the server is told to stop."
+        pages: dict[str, tuple[str, Callable[[Request], Any]]] = {
+            "/docs": ("This interface as a page.", self._docs),
+            "/openapi.json": ("This interface as OpenAPI 3.1.", lambda request: JSONResponse(self._description)),
+            "/healthz": ("Whether the process works.", self._health),
+            "/readyz": (ready, self._readiness),
+            "/metrics": ("Metrics for Prometheus.", self._page_of_metrics),
+        }
+        if served.is_language_model:
+            pages["/v1/models"] = ("The model that is served.", self._models)
+        self._description = describe(served, {path: about for path, (about, _) in pages.items()})
+        self._paths = frozenset([*pages, *(endpoint.path for endpoint in served.endpoints)])
+        handlers: dict[Any, Any] = {
+            RequestError: lambda request, error: _refused(error),
+            HTTPException: self._no_route,
+            ClientGoneError: lambda request, error: Response(status_code=CLIENT_GONE),
+            FloatingPointError: lambda request, error: _failed(error),
+            Exception: lambda request, error: _refused(RequestError(500, INTERNAL)),
+        }
+        routes = [
+            *(Route(each.path, partial(self._post, each), methods=["POST"]) for each in served.endpoints),
+            *(Route(path, respond) for path, (_, respond) in pages.items()),
+            *([Route("/v1/models/{name:path}", self._model)] if served.is_language_model else []),
+            Route("/", lambda request: RedirectResponse("/docs")),
+        ]
+        self._api = Starlette(routes=routes, exception_handlers=handlers)
 
     async def warm_up(self) -> None:
         """Computes a first request, which compiles its program; raises what it raises."""
@@ -117,7 +115,7 @@ class App:
         self.is_ready = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, and counts it."""
+        """Answers a request, ends its work, and counts it."""
         path = scope["path"] if scope["path"] in self._paths else "other"
         began, codes = time.monotonic(), [CLIENT_GONE]
 
@@ -134,54 +132,22 @@ class App:
             await answer(scope, receive, counted)
         finally:
             self.num_open -= 1
+            if ANSWER in scope:  # whose client may be gone
+                scope[ANSWER].close()
             self._metrics.answered(path, codes[0], time.monotonic() - began)
 
-    def _make_api(self) -> fastapi.FastAPI:
-        handlers: dict[Any, Any] = {
-            RequestError: lambda request, error: _refused(error),
-            RequestValidationError: self._wrong_body,
-            HTTPException: self._no_route,
-            ClientGoneError: lambda request, error: Response(status_code=CLIENT_GONE),
-            FloatingPointError: lambda request, error: _failed(error),
-            Exception: lambda request, error: _refused(RequestError(500, INTERNAL)),
-        }
-        about: dict[str, Any] = {
-            "title": self.served.name,
-            "description": self.served.about,
-            "version": jaxpar.__version__,
-        }
-        api = fastapi.FastAPI(**about, docs_url=None, redoc_url=None, exception_handlers=handlers)
-        api.router.route_class = _reading_route(self._check_takes_requests, self.settings.max_body_bytes)
-        for endpoint in self.served.endpoints:
-            self._add(api, endpoint)
-        ready = "Whether requests are taken: 503 before the model is loaded, and once the server is told to stop."
-        pages: list[tuple[str, str, Any, Any]] = [
-            ("/docs", "This interface as a page.", HTMLResponse, self._docs),
-            ("/healthz", "Whether the process works.", PlainTextResponse, self._health),
-            ("/readyz", ready, PlainTextResponse, self._readiness),
-            ("/metrics", "Metrics for Prometheus.", PlainTextResponse, self._page_of_metrics),
-        ]
-        if self.served.is_language_model:
-            pages.append(("/v1/models", "The model that is served.", JSONResponse, self._models))
-        for path, summary, kind, respond in pages:
-            api.get(path, summary=summary, response_class=kind)(respond)
-            api.head(path, include_in_schema=False)(respond)
-        if self.served.is_language_model:
-            api.get("/v1/models/{name:path}", include_in_schema=False)(self._model)
-        api.get("/", include_in_schema=False)(lambda: RedirectResponse("/docs"))
-        return api
-
-    def _add(self, api: fastapi.FastAPI, endpoint: Endpoint) -> None:
-        async def post(request: Request, body: Any) -> Response:
-            reply = await run_in_threadpool(endpoint.make_reply, body)
-            self._check_takes_requests()
-            return await (_whole if reply.events is None else _streamed)(request, reply, self.worker.ask(reply.work))
-
-        post.__annotations__["body"] = Annotated[endpoint.body, fastapi.Body(examples=[endpoint.example])]
-        answer = {"description": "The answer.", "content": {"application/json": {"example": endpoint.response}}}
-        errors = {code: {"description": about, "model": ErrorBody} for code, about in ERRORS.items()}
-        responses: Any = {200: answer, **errors, "default": {"description": "Any other error.", "model": ErrorBody}}
-        api.post(endpoint.path, summary=endpoint.summary, response_model=None, responses=responses)(post)
+    async def _post(self, endpoint: Endpoint, request: Request) -> Response:
+        self._check_takes_requests()
+        body = await read_body(request, self.settings.max_body_bytes)
+        reply = await run_in_threadpool(_reply, endpoint, body)
+        self._check_takes_requests()
+        answer = request.scope[ANSWER] = self.worker.ask(reply.work)
+        if reply.events is None:
+            return JSONResponse(reply.whole(await _unless_gone(request, answer.all())))
+        first = await _unless_gone(request, anext(answer))  # an error before the first event is one of the request
+        # X-Accel-Buffering is for nginx, which would hold events back.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_events(reply, first, answer), media_type="text/event-stream", headers=headers)
 
     def _check_takes_requests(self) -> None:
         if self.is_draining:
@@ -199,55 +165,43 @@ class App:
                 retry_after=self.worker.retry_seconds(),
             )
 
-    async def _health(self) -> Response:
+    async def _health(self, request: Request) -> Response:
         if (seconds := self.worker.stuck_seconds()) > STUCK_SECONDS:
             return PlainTextResponse(f"stuck for {seconds:.0f} s\n", 503)
         return PlainTextResponse("ok\n")
 
-    async def _readiness(self) -> Response:
+    async def _readiness(self, request: Request) -> Response:
         if self.is_ready and not self.is_draining:
             return PlainTextResponse("ready\n")
         return PlainTextResponse("draining\n" if self.is_draining else "starting\n", 503)
 
-    async def _page_of_metrics(self) -> Response:
+    async def _page_of_metrics(self, request: Request) -> Response:
         content, kind = self._metrics.page()
         return Response(content, media_type=kind)
 
-    async def _models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [await self._model(self.served.name)]}
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._about_model()]})
 
-    async def _model(self, name: str) -> dict[str, Any]:
-        if name != self.served.name:
+    async def _model(self, request: Request) -> Response:
+        if (name := request.path_params["name"]) != self.served.name:
             raise unknown_model(name, self.served.name)
-        return {"id": name, "object": "model", "created": self._began, "owned_by": "jaxpar"}
+        return JSONResponse(self._about_model())
+
+    def _about_model(self) -> dict[str, Any]:
+        return {"id": self.served.name, "object": "model", "created": self._began, "owned_by": "jaxpar"}
 
     async def _docs(self, request: Request) -> Response:
-        page = docs_page(self._api.openapi(), str(request.base_url).rstrip("/"))
+        page = docs_page(self._description, str(request.base_url).rstrip("/"))
         return HTMLResponse(page, headers={"Content-Security-Policy": CONTENT_POLICY})
 
-    def _wrong_body(self, request: Request, error: RequestValidationError) -> Response:
-        (endpoint,) = (each for each in self.served.endpoints if each.path == request.scope["path"])
-        first = error.errors()[0]
-        first["loc"] = first["loc"][1:]  # without "body"
-        message, at = fields.explain(first, "the body", endpoint.body)
-        examples = getattr(fields.field_of(endpoint.body, at), "examples", None)
-        remedy = (
-            f"Give such as {json.dumps(examples[0], ensure_ascii=False)}."
-            if examples
-            else "Correct it; /docs has examples."
-        )
-        remedy = REMEDIES.get(first["type"], remedy)
-        return _refused(RequestError(400, f"{message}. {remedy}", param=fields.path(at) or None))
-
     def _no_route(self, request: Request, error: HTTPException) -> Response:
-        allowed = (error.headers or {}).get("Allow", "").replace("HEAD, ", "")
+        posts = [endpoint.path for endpoint in self.served.endpoints]
         if error.status_code == 405:
+            allowed = "POST" if request.url.path in posts else "GET"
             message = f"the path takes {allowed}; got {request.method}. Use {allowed}."
         else:
-            posts = ", ".join(endpoint.path for endpoint in self.served.endpoints)
-            message = (
-                f"the path must be one that is served; got {ascii(request.url.path)[:80]}. Ask {posts}, or read /docs."
-            )
+            asked = ascii(request.url.path)[:80]
+            message = f"the path must be one that is served; got {asked}. Ask {', '.join(posts)}, or read /docs."
         response = _refused(RequestError(error.status_code, message))
         response.headers.update(error.headers or {})
         return response
@@ -271,80 +225,24 @@ def _failed(error: Exception) -> Response:
     return _refused(RequestError(500, str(error)))
 
 
-# A body --------------------------------------------------------------------------------------------------------------
-
-
-def _reading_route(check: Callable[[], None], max_bytes: int) -> type[APIRoute]:
-    """Returns the kind of route that reads bodies within limits, where FastAPI has none."""
-
-    class ReadingRoute(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
-
-            async def read(request: Request) -> Response:
-                if request.method == "POST":
-                    check()
-                    body = await read_body(request, max_bytes)
-                    request = _ReadRequest(request, body, await run_in_threadpool(parse, body))
-                return await handle(request)
-
-            return read
-
-    return ReadingRoute
-
-
-class _ReadRequest(Request):
-    """A request whose body has been read and parsed."""
-
-    def __init__(self, request: Request, body: bytes, value: Any) -> None:
-        super().__init__(request.scope, request.receive)
-        self._content, self._value = body, value
-
-    async def body(self) -> bytes:
-        return self._content
-
-    async def json(self) -> Any:
-        return self._value
-
-
-# A response ----------------------------------------------------------------------------------------------------------
-
-
-async def _whole(request: Request, reply: Reply, answer: Answer) -> Response:
-    """Returns the response to a request once it is computed."""
+def _reply(endpoint: Endpoint, body: bytes) -> Reply:
+    """Returns the reply to a body; raises RequestError for one that is wrong."""
     try:
-        return JSONResponse(reply.whole(await _unless_gone(request, answer.all())))
-    finally:
-        answer.close()
-
-
-async def _streamed(request: Request, reply: Reply, answer: Answer) -> Response:
-    """Returns a response of server-sent events; an error before the first one is an error of the request."""
-    try:
-        first = await _unless_gone(request, anext(answer))
-    except BaseException:
-        answer.close()
-        raise
-    return _Stream(reply, first, answer)
-
-
-class _Stream(StreamingResponse):
-    """A response of server-sent events, which ends the work when its client goes away."""
-
-    def __init__(self, reply: Reply, first: Any, answer: Answer) -> None:
-        # X-Accel-Buffering is for nginx, which would hold events back.
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(reply, first, answer), media_type="text/event-stream", headers=headers)
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._answer.close()
+        asked = endpoint.body.model_validate(parse(body))
+    except ValidationError as error:
+        first = error.errors()[0]
+        message, at = fields.explain(first, "the body", endpoint.body)
+        if examples := getattr(fields.field_of(endpoint.body, at), "examples", None):
+            remedy = f"Give such as {json.dumps(examples[0], ensure_ascii=False)}."
+        else:
+            remedy = "Correct it; /docs has examples."
+        remedy = REMEDIES.get(first["type"], remedy)
+        raise RequestError(400, f"{message}. {remedy}", param=fields.path(at) or None) from error
+    return endpoint.make_reply(asked)
 
 
 async def _events(reply: Reply, first: Any, answer: Answer) -> AsyncIterator[str]:
+    """Yields the server-sent events of a reply."""
     assert reply.events is not None
     for event in reply.events(first):
         yield _event(event)

@@ -3,6 +3,7 @@
 A field of OpenAI's API without effect here is accepted only with a value that changes nothing.
 """
 
+import itertools
 import json
 import secrets
 import time
@@ -177,9 +178,9 @@ class Completion:
     about: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        kind = "chat.completion" if self.is_chat else "text_completion"
+        kind, short = ("chat.completion", "chatcmpl") if self.is_chat else ("text_completion", "cmpl")
         kind += ".chunk" if self.is_chat and self.is_stream else ""
-        name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        name = f"{short}-{secrets.token_hex(12)}"
         self.about = {"id": name, "object": kind, "created": int(time.time()), "model": self.api.name}
 
     def work(self) -> Iterator[list[TextDelta]]:
@@ -199,20 +200,17 @@ class Completion:
 
     def events(self, result: Sequence[TextDelta]) -> list[dict[str, Any]]:
         """Returns an event for each row that has new text or has ended; before the first of a chat, one with the role."""
-        found = []
+        choices = []
         if self.is_chat and not self.is_begun:
-            begin = {"role": "assistant", "content": ""}
-            found = [self._event(row, {"delta": begin}, None) for row in range(len(self.request.prompts))]
+            begin = {"delta": {"role": "assistant", "content": ""}}
+            choices = [_choice(row, begin, None) for row in range(len(self.request.prompts))]
         self.is_begun = True
         for row, text, _, finish in result:
             if text or finish:
                 told = {"delta": {"content": text} if text else {}} if self.is_chat else {"text": text}
-                found.append(self._event(row, told, finish))
-        return found
-
-    def _event(self, row: int, told: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        choice = {"index": row, **told, "logprobs": None, "finish_reason": finish}
-        return self.about | {"choices": [choice]} | ({"usage": None} if self.include_usage else {})
+                choices.append(_choice(row, told, finish))
+        usage = {"usage": None} if self.include_usage else {}
+        return [self.about | {"choices": [choice]} | usage for choice in choices]
 
     def last_events(self) -> list[dict[str, Any]]:
         """Returns an event with the usage, if it was asked for."""
@@ -221,23 +219,20 @@ class Completion:
     def whole(self, results: Sequence[Sequence[TextDelta]]) -> dict[str, Any]:
         """Returns the answers and the usage."""
         texts, finish = [""] * len(self.request.prompts), [""] * len(self.request.prompts)
-        for delta in (delta for deltas in results for delta in deltas):
+        for delta in itertools.chain(*results):
             texts[delta.row] += delta.text
             finish[delta.row] = delta.finish or ""
-        choices = [
-            {
-                "index": row,
-                **({"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}),
-                "logprobs": None,
-                "finish_reason": finish[row],
-            }
-            for row, text in enumerate(texts)
-        ]
+        told = lambda text: {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        choices = [_choice(row, told(text), finish[row]) for row, text in enumerate(texts)]
         return self.about | {"choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
         counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.new_tokens}
         return counts | {"total_tokens": sum(counts.values())}
+
+
+def _choice(row: int, told: dict[str, Any], finish: str | None) -> dict[str, Any]:
+    return {"index": row, **told, "logprobs": None, "finish_reason": finish}
 
 
 @dataclass(frozen=True)
@@ -267,8 +262,10 @@ class Api:
         if body.model != self.name:
             raise unknown_model(body.model, self.name)
         count, is_chat = body.n or 1, isinstance(body, ChatBody)
-        model = self.model
-        prompts = [_conversation(model, body.messages)] if isinstance(body, ChatBody) else _prompts(model, body.prompt)
+        try:
+            prompts = _prompts(self.model, body)
+        except ValueError as error:  # also one of the tokenizer or the template
+            raise RequestError(400, str(error), param="messages" if is_chat else "prompt") from error
         if len(prompts) * count > MAX_ROWS:
             raise RequestError(
                 400,
@@ -346,50 +343,42 @@ def language_model(model: LanguageModel, name: str, about: str, max_tokens: int)
     return Served(name, about, endpoints, first, is_language_model=True, usage=api.usage)
 
 
-def _prompts(model: LanguageModel, prompt: str | list[Any], param: str = "prompt") -> list[np.ndarray]:
-    """Returns the tokens of each prompt, which the field ``param`` of the body gives."""
-    many = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
-    found = [_text(model, each) if isinstance(each, str) else np.array(each, np.int64) for each in many]
+def _prompts(model: LanguageModel, body: CompletionBody | ChatBody) -> list[np.ndarray]:
+    """Returns the tokens of each prompt of a body; raises ValueError for one that the model cannot continue."""
+    if isinstance(body, ChatBody):
+        found = [_text(model, _conversation(model, body.messages), begins=False)]
+    else:
+        is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+        many: list[Any] = [body.prompt] if is_one else list(body.prompt)
+        found = [_text(model, each) if isinstance(each, str) else np.array(each, np.int64) for each in many]
     for tokens in found:
         if not len(tokens):
-            raise RequestError(400, 'a prompt must have a token; got "". Give a text.', param=param)
+            raise ValueError('a prompt must have a token; got "". Give a text.')
         if tokens.max() >= model.config.vocab_size:
-            raise RequestError(
-                400,
+            raise ValueError(
                 f"tokens must be from 0 to {model.config.vocab_size - 1}; got {tokens.max()}. Give those of the model's "
-                "tokenizer.",
-                param=param,
+                "tokenizer."
             )
     return [tokens.astype(np.int32) for tokens in found]
 
 
-def _text(model: LanguageModel, text: str, param: str = "prompt", *, begins: bool = True) -> np.ndarray:
+def _text(model: LanguageModel, text: str, *, begins: bool = True) -> np.ndarray:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        message = "text must be Unicode; got half of a surrogate pair, \\ud800 to \\udfff. Send both halves, or UTF-8."
-        raise RequestError(400, message, param=param) from error
-    return _refusing(lambda: model.encode(text, begins=begins), param)
+        raise ValueError(
+            "text must be Unicode; got half of a surrogate pair, \\ud800 to \\udfff. Send both halves, or UTF-8."
+        ) from error
+    return model.encode(text, begins=begins)
 
 
-def _conversation(model: LanguageModel, messages: list[ChatMessage]) -> np.ndarray:
-    """Returns the tokens of a conversation, up to where the assistant's answer begins."""
+def _conversation(model: LanguageModel, messages: list[ChatMessage]) -> str:
+    """Returns a conversation as text, up to where the assistant's answer begins."""
     tokenizer = model.tokenizer
     if not isinstance(tokenizer, FolderTokenizer) or not tokenizer.has_chat_template:
-        raise RequestError(
-            400,
-            f"messages need a chat template, and the model has none; got {len(messages)} messages. Ask {COMPLETIONS}.",
-            param="messages",
+        raise ValueError(
+            f"messages need a chat template, and the model has none; got {len(messages)} messages. Ask {COMPLETIONS}."
         )
     text_of = lambda content: content if isinstance(content, str) else "".join(part.text for part in content)
     told = [{"role": each.role, "content": text_of(each.content)} for each in messages]
-    text, _ = _refusing(lambda: tokenizer.render(told, ask=True), "messages")
-    return _prompts(model, [int(token) for token in _text(model, text, "messages", begins=False)], "messages")[0]
-
-
-def _refusing(make: Callable[[], Any], param: str) -> Any:
-    """Returns the result of a tokenizer or template; its errors become errors of the request."""
-    try:
-        return make()
-    except ValueError as error:
-        raise RequestError(400, str(error), param=param) from error
+    return tokenizer.render(told, ask=True)[0]

@@ -6,16 +6,46 @@ from html import escape
 from typing import Any
 
 import prometheus_client
+from pydantic import BaseModel, Field
+from pydantic.json_schema import models_json_schema
 
+import jaxpar
 from jaxpar.metrics.exporters import Totals
+from jaxpar.serve.requests import Served
 
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 20, 60, 120)  # seconds
-OPENAPI = {"/openapi.json": {"get": {"summary": "This interface as OpenAPI 3.1."}}}  # which does not describe itself
+ERRORS = {
+    "400": "The body is wrong.",
+    "404": "There is no such path or model.",
+    "405": "The path does not take this method: Allow names those that it takes.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "415": "The Content-Type is not application/json.",
+    "421": "The Host is not a name of this server.",
+    "500": "The server failed, or the model's scores are not finite.",
+    "503": "Too many requests wait, time ran out, or the server is about to stop: Retry-After says when to ask again.",
+    "default": "Any other error.",
+}
 STYLE = """
 body { font-family: sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse } td { text-align: left; vertical-align: top; padding: .2em 1em .2em 0 }
 pre { background: #f4f4f4; padding: .8em; overflow-x: auto } h2 { border-top: 1px solid #ccc; padding-top: 1em }
 """
+
+
+class Problem(BaseModel):
+    """What is wrong with a request, as OpenAI's API has it."""
+
+    message: str = Field(description="the rule, the value and the remedy")
+    type: str
+    param: str | None = Field(description="the field that is wrong")
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of an error."""
+
+    error: Problem
 
 
 class ServerMetrics:
@@ -59,8 +89,41 @@ class ServerMetrics:
         return prometheus_client.generate_latest(self._registry), prometheus_client.CONTENT_TYPE_LATEST
 
 
+def describe(served: Served, pages: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the interface of a server as OpenAPI has it.
+
+    Args:
+        served: The model.
+        pages: What each path is that takes GET.
+    """
+    kinds = [endpoint.body for endpoint in served.endpoints] + [ErrorBody]
+    where = "#/components/schemas/{model}"
+    found, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=where)
+    schema_of = {kind: schema for (kind, _), schema in found.items()}
+    content = lambda **about: {"content": {"application/json": about}}
+    errors = {code: {"description": about} | content(schema=schema_of[ErrorBody]) for code, about in ERRORS.items()}
+    posts = {
+        each.path: {
+            "post": {
+                "summary": each.summary,
+                "requestBody": content(schema=schema_of[each.body] | {"examples": [each.example]}) | {"required": True},
+                "responses": {"200": {"description": "The answer."} | content(example=each.response), **errors},
+            }
+        }
+        for each in served.endpoints
+    }
+    done = {"200": {"description": "The answer."}}
+    gets = {path: {"get": {"summary": about, "responses": done}} for path, about in pages.items()}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": served.name, "description": served.about, "version": jaxpar.__version__},
+        "paths": posts | gets,
+        "components": {"schemas": schemas["$defs"]},
+    }
+
+
 def docs_page(description: Mapping[str, Any], url: str) -> str:
-    """Returns an OpenAPI description as one page, without scripts and without files from elsewhere, as FastAPI's own has them.
+    """Returns an OpenAPI description as one page, without scripts and without files from elsewhere.
 
     Args:
         description: The description.
@@ -72,7 +135,7 @@ def docs_page(description: Mapping[str, Any], url: str) -> str:
     )
     gets = "".join(
         f'<tr><td><a href="{escape(path)}">GET {escape(path)}</a></td><td>{escape(at["get"]["summary"])}</td></tr>'
-        for path, at in {**description["paths"], **OPENAPI}.items()
+        for path, at in description["paths"].items()
         if "get" in at
     )
     return (

@@ -27,7 +27,7 @@ Work = Callable[[], Iterator[Any]]
 READ_SECONDS = 20.0
 MOST_DISCARDED_BYTES = 16 * 2**20  # of a body that is too large, so that its sender reads the error
 MAX_KEYS = 4096  # of an object
-MAX_DIGITS, MAX_DIGITS_SHOWN = 300, 24  # of an integer, which then fits a float
+MAX_DIGITS_SHOWN = 24
 END = object()
 NUM_TIMED = 16  # requests whose times tell when to ask again
 MOST_RETRY_SECONDS = 60
@@ -132,7 +132,7 @@ def parse(body: bytes) -> Any:
     """Returns the object in a body; raises RequestError unless it is JSON of finite numbers, each key once."""
     try:
         value = json.loads(
-            body.decode(), parse_constant=_no_number, parse_float=_float, parse_int=_integer, object_pairs_hook=_once
+            body.decode(), parse_constant=_no_number, parse_float=_number, parse_int=_number, object_pairs_hook=_once
         )
     except (ValueError, RecursionError) as error:
         raise RequestError(
@@ -151,23 +151,15 @@ def _no_number(text: str) -> Any:
     raise ValueError(f"{text} is not a number of JSON")
 
 
-def _float(text: str) -> float:
+def _number(text: str) -> float:
     """Returns a number; an int if it is a whole one, since JSON has one kind of numbers."""
     value = float(text)
     if not math.isfinite(value):
-        raise _out_of_range(text)
+        shown = text if len(text) <= MAX_DIGITS_SHOWN else f"{text[:MAX_DIGITS_SHOWN]}..."
+        raise ValueError(f"{shown} is out of range, beyond 1.8e308")
+    if text.removeprefix("-").isdecimal():
+        return int(text)
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
-
-
-def _integer(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise _out_of_range(text)
-    return int(text)
-
-
-def _out_of_range(text: str) -> ValueError:
-    shown = text if len(text) <= MAX_DIGITS_SHOWN else f"{text[:MAX_DIGITS_SHOWN]}..."
-    return ValueError(f"{shown} is out of range, beyond 1.8e308")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -244,15 +236,20 @@ class Served:
     usage: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
 class Answer(AsyncIterator[Any]):
-    """The results of a request, which waits for its turn from the start. Close it, so that its work ends."""
+    """The results of a request, which waits for its turn from the start. Close it, so that its work ends.
 
-    def __init__(self, produce: Callable[[asyncio.Queue[Any]], Any]) -> None:
-        self._results: asyncio.Queue[Any] = asyncio.Queue()
-        self.producer: asyncio.Task[None] = asyncio.ensure_future(produce(self._results))
+    Attributes:
+        results: Where its results are put, then END or an error.
+        producer: What puts them there.
+    """
+
+    results: asyncio.Queue[Any]
+    producer: asyncio.Task[None]
 
     async def __anext__(self) -> Any:
-        result = await self._results.get()
+        result = await self.results.get()
         if result is END:
             raise StopAsyncIteration
         if isinstance(result, Exception):
@@ -282,7 +279,7 @@ class Worker:
         self._thread = ThreadPoolExecutor(1, "jaxpar-serve")
         self._seconds: deque[float] = deque(maxlen=NUM_TIMED)
         self._step_began: float | None = None
-        self._waiting: set[asyncio.Task[None]] = set()
+        self._waiting: set[asyncio.Task[Any] | None] = set()
         self.is_running = False
 
     @property
@@ -307,7 +304,8 @@ class Worker:
                 code="overloaded",
                 retry_after=self.retry_seconds(),
             )
-        answer = Answer(lambda results: self._produce(work, results))
+        results: asyncio.Queue[Any] = asyncio.Queue()
+        answer = Answer(results, asyncio.ensure_future(self._produce(work, results)))
         self._waiting.add(answer.producer)
         answer.producer.add_done_callback(self._waiting.discard)  # also of one that is cancelled before it begins
         return answer
@@ -325,28 +323,32 @@ class Worker:
     async def _produce(self, work: Work, results: asyncio.Queue[Any]) -> None:
         """Puts the results into a queue, then END or the error."""
         try:
-            async with asyncio.timeout(self._timeout):
-                await self._in_turn(work, results)
+            async with asyncio.timeout(self._timeout), self._turn:
+                self._waiting.discard(asyncio.current_task())
+                await self._compute(work, results)
             results.put_nowait(END)
         except TimeoutError:
-            results.put_nowait(self._too_late())
+            results.put_nowait(
+                RequestError(
+                    503,
+                    f"a request must be answered within {self._timeout:g} s, with the time that it waits; got one that was "
+                    "not. Ask for less, or ask again after the seconds in Retry-After.",
+                    code="timeout",
+                    retry_after=self.retry_seconds(),
+                )
+            )
         except Exception as error:  # of the work: who reads the results raises it
             results.put_nowait(error)
 
-    async def _in_turn(self, work: Work, results: asyncio.Queue[Any]) -> None:
-        async with self._turn:
-            self._waiting.remove(_this_task())
-            self.is_running, began = True, time.monotonic()
-            try:
-                await self._compute(work, results)
-                self._seconds.append(time.monotonic() - began)
-            finally:
-                self.is_running = False
-
     async def _compute(self, work: Work, results: asyncio.Queue[Any]) -> None:
-        loop, iterator = asyncio.get_running_loop(), work()
-        while (result := await loop.run_in_executor(self._thread, self._next, iterator)) is not END:
-            results.put_nowait(result)
+        self.is_running, began = True, time.monotonic()
+        try:
+            loop, iterator = asyncio.get_running_loop(), work()
+            while (result := await loop.run_in_executor(self._thread, self._next, iterator)) is not END:
+                results.put_nowait(result)
+            self._seconds.append(time.monotonic() - began)
+        finally:
+            self.is_running = False
 
     def _next(self, iterator: Iterator[Any]) -> Any:
         self._step_began = time.monotonic()
@@ -355,21 +357,6 @@ class Worker:
         finally:
             self._step_began = None
 
-    def _too_late(self) -> RequestError:
-        return RequestError(
-            503,
-            f"a request must be answered within {self._timeout:g} s, with the time that it waits; got one that was not. Ask "
-            "for less, or ask again after the seconds in Retry-After.",
-            code="timeout",
-            retry_after=self.retry_seconds(),
-        )
-
     def close(self) -> None:
         """Lets the thread end; a result that it is at is not waited for."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def _this_task() -> asyncio.Task[None]:
-    task = asyncio.current_task()
-    assert task is not None
-    return task

@@ -12,6 +12,7 @@ from tests.support.waiting import WAIT_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 RUN = str(ROOT / "tests" / "support" / "tiny_run.py")
+PLAIN = str(ROOT / "tests" / "support" / "plain_recipe.py")  # then the name of a recipe, and its flags
 
 
 def environment():
@@ -19,9 +20,9 @@ def environment():
     return mine | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
-def start(*args, **options):
+def start(*args, variables=(), **options):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-    return subprocess.Popen([sys.executable, *map(str, args)], env=environment(), cwd=ROOT, **options)
+    return subprocess.Popen([sys.executable, *map(str, args)], env=environment() | dict(variables), cwd=ROOT, **options)
 
 
 def finish(process):

@@ -8,13 +8,13 @@ import threading
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 import jaxpar
 from jaxpar.checkpoint import CheckpointManager
 from jaxpar.models import transformer
-from jaxpar.params import init_params
 from jaxpar.serve.app import App
 from jaxpar.serve.open_run import ModelSettings, open_model
 from jaxpar.serve.requests import Settings
@@ -30,17 +30,15 @@ CONFIG = transformer.TransformerConfig(
 
 
 def write_checkpoint(folder, table, seed=0):
-    """Returns random params on the host, and writes them as step 1 of a run."""
-    mesh = jaxpar.make_mesh()
-    state = jaxpar.init_state(
-        lambda key: init_params(table, key),
-        jax.random.key(seed),
-        optax.sgd(0.1),
-        mesh,
-        jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P()), jaxpar.params.abstract_params(table)),
-    )
+    """Returns random params on the host, drawn without a program of their own, and writes them as step 1 of a run."""
+    mesh, rng = jaxpar.make_mesh(), np.random.default_rng(seed)
+    draw = lambda leaf: (0.3 * rng.normal(size=leaf.shape)).astype(leaf.dtype)
+    params = jax.tree.map(draw, jaxpar.params.abstract_params(table))
+    shardings = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P()), params)
+    init = lambda key: jax.tree.map(jnp.asarray, params)
+    state = jaxpar.init_state(init, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
     CheckpointManager(folder / "checkpoints", mesh).save(state)
-    return jaxpar.fetch(state.params)
+    return params
 
 
 def write_gpt_run(folder, config=CONFIG):
@@ -93,6 +91,13 @@ class Client(NamedTuple):
     def post(self, path, body):
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.send("POST", path, content, {"Content-Type": "application/json"})
+
+
+def answer(folder, body):
+    """Returns what the first endpoint of the model in a folder answers, without a server, and the config of the model."""
+    (endpoint, *_) = open_model(folder, ModelSettings()).endpoints
+    reply = endpoint.make_reply(endpoint.body.model_validate(body))
+    return reply.whole([*reply.work()]), endpoint.make_reply.__self__.model.config
 
 
 @contextlib.contextmanager
