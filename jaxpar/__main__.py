@@ -40,9 +40,13 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as head, has exited
         sys.stdout = None
         return ExitCode.DONE
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except Exception as error:
+        usual = ExitCode.BAD_CONFIG if isinstance(error, (ValueError, TypeError, OSError, ImportError)) else None
+        code = getattr(error, "exit_code", usual)
+        if code is None:  # a bug
+            raise
         tell(f"error: {printable_lines(str(error))}")
-        return ExitCode.BAD_CONFIG
+        return code
 
 
 def _run(name: str, args: Sequence[str]) -> int:

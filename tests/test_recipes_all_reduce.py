@@ -25,7 +25,7 @@ def run(*flags):
 
 
 def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_path):
-    few = ["--devices", "2", "4", "--steps", "3", "--batch-size", "16", "--hidden-layers", "2", "--pushes", "40"]
+    few = ["--devices", "2", "4", "--steps", "2", "--batch-size", "16", "--hidden-layers", "2", "--pushes", "40"]
     done = run(*few, "--out-dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     rows = re.findall(
@@ -78,6 +78,17 @@ def test_flags_that_do_not_fit_end_with_code_2_and_a_message(flags, message, tmp
     assert not (tmp_path / "none").exists()
 
 
+def test_several_processes_compare_on_all_their_devices_and_refuse_other_numbers(monkeypatch):
+    """Here they are one process with eight; two real ones are slow, below."""
+    joined = []
+    monkeypatch.setattr(cli, "read_process_env", lambda _: object())
+    monkeypatch.setattr(cli, "join_run", lambda: joined.append(True))
+    assert cli.numbers_of_devices((), usual=range(2, 9)) == cli.numbers_of_devices((8,), usual=()) == (8,)
+    assert len(joined) == 2
+    with pytest.raises(ValueError, match=r"all their devices; got --devices 2 4, a run of 8\. Leave --devices out, or"):
+        cli.numbers_of_devices((2, 4), usual=())
+
+
 FEW = ("--steps", "2", "--batch-size", "16", "--hidden-layers", "2", "--pushes", "20")
 
 
@@ -87,6 +98,7 @@ def launch(tmp_path, *flags):
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS)
 
 
+@pytest.mark.slow
 def test_two_processes_compare_on_all_their_devices(tmp_path):
     done = launch(tmp_path, "--out-dir", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr

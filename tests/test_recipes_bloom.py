@@ -160,12 +160,7 @@ def test_what_cannot_be_laid_out_is_refused_in_one_line(flags, message, tmp_path
 def test_more_stages_than_layers_are_refused_by_the_script(tmp_path):
     done = run_recipe("--out-dir", str(tmp_path), "--mesh.stage", "33")
     assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
     assert "got 32 layers for --mesh.stage 33" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_a_script_that_is_refused_ends_with_exit_code_2(tmp_path):
-    done = run_recipe("--out-dir", str(tmp_path), "--mesh.stage", "0")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --mesh.stage must be at least 1; got 0")

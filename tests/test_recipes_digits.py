@@ -51,18 +51,24 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory):
-    return curve_of(tmp_path_factory.mktemp("digits"))
+def timed(tmp_path_factory):
+    """The folder of a run on one device, each of whose evaluations takes an hour of the clock."""
+    folder = tmp_path_factory.mktemp("digits")
+    evaluate, late, ticks = digits.evaluate, [], itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digits, "evaluate", lambda *args: late.append(3600.0) or evaluate(*args))
+        patch.setattr("jaxpar.metrics.log.time", SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late)))
+        curve_of(folder, "--eval-every", "5")
+    return folder
 
 
-def test_no_step_s_time_includes_an_evaluation(tmp_path, monkeypatch):
-    evaluate, late = digits.evaluate, []  # an evaluation takes an hour of the clock
-    monkeypatch.setattr(digits, "evaluate", lambda *args: late.append(3600.0) or evaluate(*args))
-    ticks = itertools.count()
-    clock = SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late))
-    monkeypatch.setattr("jaxpar.metrics.log.time", clock)
-    curve_of(tmp_path, "--eval-every", "5")
-    lines = read_lines(tmp_path)
+@pytest.fixture(scope="module")
+def one_device(timed):
+    return curve(timed)
+
+
+def test_no_step_s_time_includes_an_evaluation(timed):
+    lines = read_lines(timed)
     assert [line["step"] for line in lines if "test_loss" in line] == [4, 9, 11]
     assert all(0 < line["step_seconds"] < 3600 for line in lines)
 

@@ -1,6 +1,8 @@
 """recipes/gpt.py, run as a user runs it: the same numbers on every mesh, what it writes, what it refuses."""
 
 import ast
+import contextlib
+import io
 import itertools
 import json
 import re
@@ -72,77 +74,76 @@ def trained(run, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one_device(run, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gpt")
-    run(folder)
-    return curve(folder)
+def timed(run, tmp_path_factory):
+    """The folder of a run on one device, each of whose evaluations takes an hour of the clock, and what it printed."""
+    folder, printed = tmp_path_factory.mktemp("gpt"), io.StringIO()
+    evaluate, late, ticks = Evaluation.__call__, [], itertools.count()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(Evaluation, "__call__", lambda *args: late.append(3600.0) or evaluate(*args))
+        patch.setattr("jaxpar.metrics.log.time", SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late)))
+        run(folder)
+    return folder, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def one_device(timed):
+    return curve(timed[0])
 
 
 def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device):
     assert_same(curve(trained), one_device, within=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(
-            [*IN_THREE_DIMENSIONS, "--sequence-parallel", "--remat", "full", "--schedule", "1f1b"],
-            marks=pytest.mark.slow,
-        ),
-        ["--mesh.data", "4", "--mesh.tensor", "2", "--zero", "2", "--remat", "dots"],
-        pytest.param(["--mesh.tensor", "8"], marks=pytest.mark.slow),  # twice its key and value heads
+        [*IN_THREE_DIMENSIONS, "--sequence-parallel", "--remat", "full", "--schedule", "1f1b"],
+        ["--mesh.tensor", "8"],  # twice its key and value heads
+        ["--mesh.context", "4", "--mesh.data", "2", "--zero", "1"],
     ],
-    ids=["sequence-parallel", "zero", "copied-heads"],
+    ids=["sequence-parallel", "copied-heads", "split-sequences"],
 )
 def test_flags_that_save_memory_keep_the_loss_curve(run, tmp_path, one_device, flags):
     run(tmp_path, *flags)
     assert_same(curve(tmp_path), one_device, within=1e-4)
 
 
-def test_no_step_s_time_includes_an_evaluation(run, tmp_path, monkeypatch, capsys):
-    evaluate, late = Evaluation.__call__, []  # an evaluation takes an hour of the clock
-    monkeypatch.setattr(Evaluation, "__call__", lambda *args: late.append(3600.0) or evaluate(*args))
-    ticks = itertools.count()
-    clock = SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late))
-    monkeypatch.setattr("jaxpar.metrics.log.time", clock)
-    run(tmp_path, "--steps", "6", "--eval-every", "2")
-    lines = read_lines(tmp_path)
-    assert [line["step"] for line in lines if "test_loss" in line] == [1, 3, 5]
+def test_no_step_s_time_includes_an_evaluation(timed):
+    folder, printed = timed
+    lines = read_lines(folder)
+    assert [line["step"] for line in lines if "test_loss" in line] == [7, 15]
     assert all(0 < line["step_seconds"] < 3600 for line in lines)
     median = float(np.median([line["step_seconds"] for line in lines]))
     said = f"; a step takes {median * 1e3:.0f} ms (median), {16 * 16 / median:,.0f} tokens/s\n"
-    assert re.search(r"^6 steps in [\d.]+ s, evaluations included" + re.escape(said), capsys.readouterr().out, re.M)
+    assert re.search(r"^16 steps in [\d.]+ s, evaluations included" + re.escape(said), printed, re.M)
 
 
-def test_a_run_goes_on_from_its_checkpoint_on_another_mesh(run, trained, tmp_path, one_device):
+def test_a_run_goes_on_from_its_checkpoint_on_another_mesh_with_flags_that_save_memory(
+    run, trained, tmp_path, one_device
+):
     half = str(FEW_STEPS // 2)
     shutil.copytree(trained / "checkpoints" / half, tmp_path / "checkpoints" / half)
-    run(tmp_path, "--mesh.data", "8", "--resume")
+    run(tmp_path, "--mesh.data", "4", "--mesh.tensor", "2", "--zero", "2", "--remat", "dots", "--resume")
     assert_same(curve(tmp_path), one_device[FEW_STEPS // 2 :], within=1e-4)
 
 
-def test_layers_that_stages_do_not_divide_train_and_go_on_on_one_device(run, tmp_path, one_device):
-    half = str(FEW_STEPS // 2)
+def test_layers_that_stages_do_not_divide_train_and_go_on_with_split_sequences_and_on_one_device(
+    run, tmp_path, one_device
+):
+    half, late = str(FEW_STEPS // 2), str(FEW_STEPS * 3 // 4)
     parts = ["--layers-per-virtual-stage", "1", "1", "2"]
     saved = ["--checkpoint-every", half, "--save-hf", str(tmp_path / "hf")]
     run(tmp_path, "--mesh.stage", "3", "--schedule", "1f1b", *parts, *saved)
     assert_same(curve(tmp_path), one_device, within=1e-4)
     check_exported(tmp_path)
-    shutil.copytree(tmp_path / "checkpoints" / half, tmp_path / "again" / "checkpoints" / half)
-    run(tmp_path / "again", "--resume")
-    assert_same(curve(tmp_path / "again"), one_device[FEW_STEPS // 2 :], within=1e-4)
-
-
-def test_a_run_with_split_sequences_goes_on_on_one_device_and_back(run, tmp_path, one_device):
-    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    half, late = str(FEW_STEPS // 2), str(FEW_STEPS * 3 // 4)
-    run(first, "--mesh.context", "4", "--mesh.stage", "2", "--zero", "3", "--checkpoint-every", half)
-    assert_same(curve(first), one_device, within=1e-4)
-    shutil.copytree(first / "checkpoints" / half, second / "checkpoints" / half)
-    run(second, "--resume", "--checkpoint-every", str(FEW_STEPS // 4))
+    second, third = tmp_path / "second", tmp_path / "third"
+    shutil.copytree(tmp_path / "checkpoints" / half, second / "checkpoints" / half)
+    split = ["--mesh.context", "4", "--mesh.stage", "2", "--zero", "3"]
+    run(second, *split, "--resume", "--checkpoint-every", str(FEW_STEPS // 4))
     assert_same(curve(second), one_device[FEW_STEPS // 2 :], within=1e-4)
     shutil.copytree(second / "checkpoints" / late, third / "checkpoints" / late)
-    run(third, "--mesh.context", "4", "--mesh.data", "2", "--zero", "1", "--resume")
+    run(third, "--resume")
     assert_same(curve(third), one_device[FEW_STEPS * 3 // 4 :], within=1e-4)
 
 
@@ -197,47 +198,55 @@ def test_the_folder_of_a_run_holds_config_metrics_pictures_and_a_sample(trained)
     assert "<svg" in (trained / "timeline.svg").read_text()
 
 
-def test_a_run_with_experts_has_their_metrics_and_loads(run, tmp_path, capsys):
-    flags = "--model", "moe-bytes", *IN_THREE_DIMENSIONS, "--schedule", "1f1b", "--metrics-port", str(free_port())
-    exported = {}
+@pytest.fixture(scope="module")
+def experts(run, tmp_path_factory):
+    """A run with experts over data that goes on with them over tensor: its folder, its flags, what it printed and exported."""
+    folder, printed, exported = tmp_path_factory.mktemp("experts"), io.StringIO(), {}
+    flags = "--model", "moe-bytes", "--router-bias-rate", "0.01", "--learning-rate-schedule", "constant"
+    over_data = "--experts", "data", "--mesh.data", "4", "--mesh.stage", "2", "--expert-buffer", "3.9"
+    over_tensor = *IN_THREE_DIMENSIONS, "--expert-split", "expert_mlp", "--schedule", "1f1b"
     read = lambda url: urllib.request.urlopen(url, timeout=WAIT_SECONDS).read().decode()
-    with pytest.MonkeyPatch.context() as patch:
-        close = PrometheusExporter.close
-        keep = lambda own: exported.update(text=read(f"http://127.0.0.1:{own.port}/metrics")) or close(own)
+    close = PrometheusExporter.close
+    keep = lambda own: exported.update(text=read(f"http://127.0.0.1:{own.port}/metrics")) or close(own)
+    run(folder, *flags, *over_data, "--steps", "8", "--checkpoint-every", "8")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(PrometheusExporter, "close", keep)
-        run(tmp_path, *flags)
+        run(folder, *flags, *over_tensor, "--resume", "--metrics-port", str(free_port()))
+    return folder, flags, printed.getvalue(), exported["text"]
+
+
+def test_a_run_with_experts_has_their_metrics_and_loads(experts):
+    folder, _, printed, exported = experts
     of_page, over_data = [
         each for each in doc_pages.commands(doc_pages.ROOT / "docs/experts.md") if "moe-bytes" in each.words
     ]
-    assert {"--experts", "data"} <= set(over_data.words), "as the next test does"
+    assert {"--experts", "data", "--mesh.data", "4", "--mesh.stage", "2"} <= set(over_data.words), "as here at first"
     assert {"recipes/gpt.py", *IN_THREE_DIMENSIONS} <= set(of_page.words), "the page trains what is trained here"
-    [sizes] = re.findall("^moe-bytes: .*, tensor=2, ", of_page.quoted, re.MULTILINE)
-    assert f"\n{sizes}1f1b\n" in capsys.readouterr().out
-    lines = read_lines(tmp_path)
+    quoted = "^(moe-bytes: .* wide, )([\\d,]+)( parameters; .*, tensor=2, )"
+    [(model, num_params, mesh)] = re.findall(quoted, of_page.quoted, re.MULTILINE)
+    assert f"\n{model}{int(num_params.replace(',', '')) + 4 * 8:,}{mesh}1f1b\n" in printed, "and biases of its routers"
+    lines = read_lines(folder)
     assert lines[-1]["test_loss"] < lines[7]["test_loss"] < np.log(256)
     for name, lowest in (("balance_loss", 0.9), ("expert_imbalance", 1.0), ("router_z_loss", 0.0)):
         assert all(lowest <= line[name] < 100 for line in lines), name
-        assert f"jaxpar_{name} {lines[-1][name]}" in exported["text"]
-    found = json.loads((tmp_path / "expert_loads.json").read_text())
+        assert f"jaxpar_{name} {lines[-1][name]}" in exported
+    found = json.loads((folder / "expert_loads.json").read_text())
     assert found["steps"] == FEW_STEPS
     assert np.shape(found["loads"]) == (4, 8)
     np.testing.assert_allclose(np.mean(found["loads"], 1), 1, atol=1e-3)
-    assert 'id="chart-experts"><figure' in (tmp_path / "report.html").read_text()
-    assert tmp_path / "expert_loads.json" in set(own_files(tmp_path)), "--overwrite deletes it"
+    assert 'id="chart-experts"><figure' in (folder / "report.html").read_text()
+    assert folder / "expert_loads.json" in set(own_files(folder)), "--overwrite deletes it"
 
 
-def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_path, capsys):
-    of_numbers = "--model", "moe-bytes", "--router-bias-rate", "0.01", "--learning-rate-schedule", "constant"
-    over_data = "--experts", "data", "--mesh.data", "4", "--mesh.stage", "2", "--expert-buffer", "3.9"
-    run(tmp_path, *of_numbers, *over_data, "--steps", "8", "--checkpoint-every", "8")
-    run(tmp_path, *of_numbers, "--mesh.tensor", "8", "--expert-split", "expert_mlp", "--resume")
-    losses = [line["loss"] for line in read_lines(tmp_path)]
+def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, experts, tmp_path, capsys):
+    folder, flags, _, _ = experts
+    losses = [line["loss"] for line in read_lines(folder)]
     assert len(losses) == FEW_STEPS
     assert losses[-1] < losses[8] < losses[0]
     with pytest.raises(SystemExit):
-        run(tmp_path, *of_numbers[:2], *of_numbers[4:], "--resume")
+        run(folder, *flags[:2], *flags[4:], "--resume")
     assert "for a run saved with 0.01. Add --router-bias-rate 0.01, or start a run" in capsys.readouterr().err
-    found = huggingface.export.open_run(tmp_path)
+    found = huggingface.export.open_run(folder)
     biases = np.asarray(found.params["layers"]["router"]["bias"][:])
     assert found.config.router_bias
     assert 0.01 < np.abs(biases).max() < 0.17
@@ -260,7 +269,7 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_pat
         ),
         (
             {"model": "moe-bytes", "experts": "data", "expert_buffer": 0.5},
-            "must be at least 1; got 0.5. Choose such as 1.5",
+            "expert_buffer must be at least 1; got 0.5. Choose such as 1.5",
         ),
         (
             {"model": "moe-bytes", "experts": "data", "expert_split": "expert_mlp"},
@@ -286,8 +295,8 @@ def test_a_mixture_after_a_dense_layer_is_tuned_goes_on_elsewhere_and_is_exporte
     huggingface.write_model(tmp_path / "model", config, make_params(config, dtype=np.float32))
     flags = "--init-from", str(tmp_path / "model"), "--seq", "8", "--lora-rank", "2", "--lora-targets", "w_qkv", "w_up"
     flags = *flags, "--learning-rate-schedule", "constant", "--checkpoint-every", "8"
-    run(tmp_path / "run", *flags, *IN_THREE_DIMENSIONS, "--steps", "8")
-    run(tmp_path / "run", *flags, "--mesh.data", "8", "--resume", "--save-hf", str(tmp_path / "hf"))
+    run(tmp_path / "run", *flags, *IN_THREE_DIMENSIONS, "--schedule", "1f1b", "--steps", "8")
+    run(tmp_path / "run", *flags, "--mesh.data", "2", "--resume", "--save-hf", str(tmp_path / "hf"))
     factors = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
     of = lambda name: f"base_model.model.model.layers.{name}.lora_B.weight"
     assert of("0.mlp.up_proj") in factors, "the leading layer's MLP"

@@ -24,6 +24,7 @@ from jaxpar.checkpoint.state import check_arrays
 from jaxpar.fields import arg
 from jaxpar.params import is_spec
 from jaxpar.runtime.coordination import exchange
+from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import printable
 from jaxpar.sharding import path_string
 
@@ -35,6 +36,8 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 class BadCheckpointError(RuntimeError):
     """The checkpoint is damaged or foreign; a run ends with exit code 65 rather than silently start from the beginning."""
+
+    exit_code = ExitCode.BAD_DATA
 
 
 def verify(folder: Folder, step: int) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxpar.fields import given_by
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.output import printable_lines, tell
+from jaxpar.runtime.output import tell
 
 Result = TypeVar("Result")
 MAX_FILE_BYTES = 16 * 2**20  # far more than the list of plans for the largest cluster
@@ -57,12 +57,13 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str, *, 
     about = wrapped((inspect.getdoc(function) or "").partition("\n\nArgs:")[0])
     config = (tyro.conf.FlagCreatePairsOff,)
     asks_for_help = {"-h", "--help"} & set(args)
-    with (
-        wrapped_usage() if asks_for_help else nullcontext(),
-        given_by(flag_names(function)),
-        with_example(args, f"{command} {example}" if example else ""),
-    ):
-        return tyro.cli(function, args=args, prog=f"{program()} {command}", description=about, config=config)
+    try:
+        with wrapped_usage() if asks_for_help else nullcontext(), given_by(flag_names(function)):
+            return tyro.cli(function, args=args, prog=f"{program()} {command}", description=about, config=config)
+    except SystemExit as end:
+        if end.code == ExitCode.BAD_CONFIG and example and not args:
+            tell(f"for example: {program()} {command} {example}")
+        raise
 
 
 def flag_names(flags: Callable[..., Any]) -> dict[str, str]:
@@ -98,33 +99,9 @@ def list_flags(of: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, 
             yield name.rstrip("_"), f"--{prefix}{part}", kind
 
 
-def call_with_checkpoint(
-    function: Callable[..., Result], args: Sequence[str], command: str, *, example: str = ""
-) -> Result | ExitCode:
-    """Calls a function like ``call``; returns the exit code of bad data if the checkpoint that it reads is not intact."""
-    from jaxpar.checkpoint.restore import BadCheckpointError  # here, since it imports Orbax
-
-    try:
-        return call(function, args, command, example=example)
-    except BadCheckpointError as error:
-        tell(f"error: {printable_lines(str(error))}")
-        return ExitCode.BAD_DATA
-
-
 def program() -> str:
     """Returns ``jaxpar`` for its script, else ``python -m jaxpar``, since the script may not be on the PATH."""
     return "jaxpar" if Path(sys.argv[0]).stem == "jaxpar" else "python -m jaxpar"
-
-
-@contextmanager
-def with_example(args: Sequence[str], example: str) -> Iterator[None]:
-    """Prints an example after the message about a command in the ``with`` block that needs arguments and was given none."""
-    try:
-        yield
-    except SystemExit as end:
-        if end.code == ExitCode.BAD_CONFIG and not args and example:
-            tell(f"for example: {program()} {example}")
-        raise
 
 
 def read_file(path: Path, flag: str) -> str:

@@ -92,25 +92,20 @@ def _print(flags: Flags, command: tuple[str, ...]) -> None:
         print(f"{printable(str(flags.check))}: nothing wrong found")
         return
     _tell(unused_flags(flags.kind, _given(flags)))
-    if flags.kind == "service":
-        _write(to_service(make_serving(flags, command)), schema)
-        return
-    if flags.kind == "podmonitor":
-        # All flags of the job are taken, and checked if the command is there; its name and port alone are needed.
-        _write([to_podmonitor(make_job(flags, command) if command else JobSettings(**flags.settings))], schema)
-        return
-    job = make_job(flags, command)
+    # All flags of the job are taken, and checked if the command is there; of a PodMonitor its name and port alone are needed.
+    is_job = flags.kind != "service" and (flags.kind != "podmonitor" or command)
+    job: Any = make_job(flags, command) if is_job else JobSettings(**flags.settings)
     if flags.kind == "sbatch":
         print(to_sbatch(job), end="")
         return
-    manifest = (to_jobset if flags.kind == "jobset" else to_trainjob)(job)
-    _write([manifest], schema)
-    _tell(lost_results(job) + slow_network(job))
-
-
-def _write(manifests: Sequence[dict[str, Any]], schema: Any) -> None:
+    if flags.kind == "service":
+        manifests = to_service(make_serving(flags, command))
+    else:
+        manifests = [{"podmonitor": to_podmonitor, "jobset": to_jobset, "trainjob": to_trainjob}[flags.kind](job)]
     check_manifests(manifests, schema)
     print(to_yaml(*manifests), end="")
+    if flags.kind in ("jobset", "trainjob"):
+        _tell(lost_results(job) + slow_network(job))
 
 
 def _given(flags: Flags) -> list[str]:

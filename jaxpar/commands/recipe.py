@@ -18,7 +18,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -69,45 +69,40 @@ def run(
     _command[:] = [program or f"python {_script(main)}"]
     # Help comes from docstrings alone: a comment beside a field is for readers of the code, or for pyright.
     config_of_help = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
-    about: Any = {"prog": program, "description": _about(main, program), "config": config_of_help}
-    with _end_with_reader(), _other_names(sys.argv[1:] if args is None else args, config):
-        flags = tyro.cli(config, args=args, **about)
+    about = {"prog": program, "description": _about(main, program), "config": config_of_help}
+    flags = _parse(config, sys.argv[1:] if args is None else args, **about)
     with status_lines(flags), given_by(flag_names(config)):
         _run(main, flags)
 
 
-@contextmanager
-def _end_with_reader() -> Iterator[None]:
-    """Ends the program without a message where the reader of its help, such as head, has ended."""
+def _parse(kind: type[Flags], args: Sequence[str], **about: Any) -> Flags:
+    """Returns the flags of a command line; one that is refused is answered with the flags that its names stand for."""
     try:
         try:
-            yield
+            return tyro.cli(kind, args=args, **about)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # here, since the error could not be caught when the process ends
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader of the help, such as head, has ended
         sys.stdout = None
         raise SystemExit(ExitCode.DONE) from None
-
-
-@contextmanager
-def _other_names(args: Sequence[str], config: type) -> Iterator[None]:
-    """Where a command line in the ``with`` block is refused, prints which flags its names stand for."""
-    try:
-        yield
     except SystemExit as end:
         if end.code == ExitCode.BAD_CONFIG:
-            own = {flag: get_args(kind) for _, flag, kind in list_flags(config)}
-            for word, after in zip(args, [*args[1:], ""], strict=True):
-                name, _, value = word.partition("=")
-                for flag, text in _meant(name.replace("_", "-")) if word.startswith("--") else ():
-                    if flag in own:
-                        tell(f"{name}: {text}")
-                choices = [each for each in own.get(name, ()) if isinstance(each, str)]
-                near = get_close_matches(value or after, choices, 1)
-                if near and near[0] != (value or after):
-                    tell(f"{name}: did you mean {near[0]}?")
+            _suggest(kind, args)
         raise
+
+
+def _suggest(kind: type, args: Sequence[str]) -> None:
+    own = {flag: get_args(of_flag) for _, flag, of_flag in list_flags(kind)}
+    for word, after in zip(args, [*args[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        for flag, text in _meant(name.replace("_", "-")) if word.startswith("--") else ():
+            if flag in own:
+                tell(f"{name}: {text}")
+        choices = [each for each in own.get(name, ()) if isinstance(each, str)]
+        near = get_close_matches(value or after, choices, 1)
+        if near and near[0] != (value or after):
+            tell(f"{name}: did you mean {near[0]}?")
 
 
 def _meant(name: str) -> Iterator[tuple[str, str]]:
@@ -131,10 +126,8 @@ def _run(main: Callable[[Flags], None], flags: Flags) -> None:
             signals = nullcontext() if flags.common.dry_run else StopSignals()  # for the guard of the training loop
         with released_at_end(), signals:
             main(flags)
-    except ConfigError as error:
-        stop(ExitCode.BAD_CONFIG, str(error))
-    except BadCheckpointError as error:
-        stop(ExitCode.BAD_DATA, str(error))
+    except (ConfigError, BadCheckpointError) as error:
+        stop(error.exit_code, str(error))
     except OSError as error:
         if error.errno not in DISK_FAULTS:  # a bug
             raise

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jaxpar.commands.cli import call, call_with_checkpoint, make_folder
+from jaxpar.commands.cli import call, make_folder
 from jaxpar.fields import check_at_least, check_from
 from jaxpar.runtime.host_names import allowed_hosts
 from jaxpar.runtime.output import needing_extra, printable, printable_lines, tell
@@ -84,7 +84,7 @@ def export(args: Sequence[str]) -> int | None:
 
     It needs no devices of the run's mesh: a layer of a param is read, converted and written at a time.
     """
-    return call_with_checkpoint(export_model, args, "export", example="runs/gpt exported")
+    return call(export_model, args, "export", example="runs/gpt exported")
 
 
 def watch_run(
@@ -178,7 +178,7 @@ def serve(args: Sequence[str]) -> int:
             tell(f"{printable(served.name)}: {printable(served.about)}; {url}/docs")
             return server.run(served, limits, listening)
 
-    return call_with_checkpoint(serve_model, args, "serve", example="runs/gpt")
+    return call(serve_model, args, "serve", example="runs/gpt")
 
 
 def plot_runs(

@@ -13,14 +13,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxpar.metrics.exporters import Watcher
-from jaxpar.runtime.output import tell
+from jaxpar.runtime.output import tell, write_atomically
 
 Number = int | float
 # Names that further metrics must not have: those that a training step and the log set.
@@ -138,9 +137,7 @@ class MetricsLog:
         progress.add_task("", total=self._num_steps, completed=self._first_step, shown="")
         return progress
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or isinstance(error, SystemExit):  # a run that stops on request resumes after its last line
             self.flush()
         if self._progress is not None:
@@ -172,16 +169,14 @@ class LineFile:
     def __init__(self, path: Path, first: Iterator[bytes]) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.part")
-        try:
+
+        def write(part: Path) -> None:
             with part.open("wb") as file:
                 file.writelines(first)
                 file.flush()
                 os.fsync(file.fileno())
-            part.replace(path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
+
+        write_atomically(path, write)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         self._waiting: deque[bytes] = deque()  # the first may be the rest of a line
         self._problem: OSError | None = None

@@ -15,6 +15,7 @@ import jax
 from jaxpar.metrics.status import JsonStream, StatusLines, render_status
 from jaxpar.run.flags import MonitoringFlags, RunFlags, log_seconds
 from jaxpar.runtime.distributed import leave
+from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import printable_lines, tell
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
@@ -25,6 +26,8 @@ _shown: list[StatusLines] = []  # at most one: that of the run of this process
 
 class ConfigError(Exception):
     """Flags or files of the user cannot be used; the message states the rule, the values and the remedy."""
+
+    exit_code = ExitCode.BAD_CONFIG
 
 
 @contextmanager
