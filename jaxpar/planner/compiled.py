@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from jaxpar.backward.remat import keep_products
 from jaxpar.data_parallel import abstract_batch
@@ -29,15 +30,21 @@ from jaxpar.pipeline import masks_idle_ops, spmd_program
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape
-from jaxpar.schedule import lockstep_form
+from jaxpar.schedule import Schedule, lockstep_form
 from jaxpar.sharding import shardings_from_paths
-from jaxpar.train import Optimizer, TrainState, abstract_state, make_train_step
+from jaxpar.train import Optimizer, TrainState, TrainStep, abstract_state, make_train_step
 
 
-def compile_choice(
-    shape: ModelShape, choice: Choice, mesh: Mesh, optimizer: Optimizer, batch_size: int
-) -> tuple[TrainState, StepReport]:
-    """Returns the state of a training step, as ShapeDtypeStructs, and the report of the compiled step. Nothing is run.
+def step_of_choice(
+    shape: ModelShape,
+    choice: Choice,
+    mesh: Mesh,
+    optimizer: Optimizer,
+    batch_size: int,
+    *,
+    max_grad_norm: float | None = None,
+) -> tuple[TrainStep, TrainState, PyTree]:
+    """Returns the training step of a choice, with its state and a batch as ShapeDtypeStructs. Nothing is run or compiled.
 
     Args:
         shape: The model.
@@ -45,6 +52,7 @@ def compile_choice(
         mesh: A mesh of the choice's axes, also of devices for the compiler alone.
         optimizer: The optimizer.
         batch_size: Rows of a step, over all replicas.
+        max_grad_norm: As for ``make_train_step``.
     """
     shape, layout = shape.placed(choice.experts), choice.layout(shape.num_layers)
     packed = shape.with_positions(layout.num_positions)
@@ -67,15 +75,42 @@ def compile_choice(
         shardings=shardings,
         trainable=shape.trainable,
     )
-    batch = abstract_batch(shape.batch(batch_size), mesh)
-    shares = {}
-    if choice.stage > 1:
-        masks = masks_idle_ops(mesh)
-        table = choice.table(choice.num_microbatches, lockstep_form(choice.schedule, masks=masks))
-        shares = spmd_program(table, masks=masks).branch_shares()
+    step = make_train_step(of_mesh, optimizer, max_grad_norm=max_grad_norm)
+    return step, state, abstract_batch(shape.batch(batch_size), mesh)
+
+
+def compile_choice(
+    shape: ModelShape, choice: Choice, mesh: Mesh, optimizer: Optimizer, batch_size: int
+) -> tuple[TrainState, StepReport]:
+    """Returns the state of a training step, as ShapeDtypeStructs, and the report of the compiled step.
+
+    Nothing is run. Arguments are those of ``step_of_choice``.
+    """
+    step, state, batch = step_of_choice(shape, choice, mesh, optimizer, batch_size)
+    form = lockstep_form(choice.schedule, masks=masks_idle_ops(mesh))
+    table = choice.table(choice.num_microbatches, form) if choice.stage > 1 else None
     with jax.numpy_rank_promotion("allow"):
-        step = make_train_step(of_mesh, optimizer).lower(state, batch).compile()
-    return state, inspect_step(step, mesh=mesh, branch_shares=shares)
+        compiled = step.lower(state, batch).compile()
+    return state, inspect_pipeline(compiled, mesh, table)
+
+
+def inspect_pipeline(
+    compiled: jax.stages.Compiled,
+    mesh: Mesh,
+    schedule: Schedule | None = None,
+    *,
+    loop_trips: int | None = None,
+) -> StepReport:
+    """Returns the cost of a compiled step whose pipeline, if it has one, takes its branches as often as a schedule says.
+
+    Args:
+        compiled: The training step.
+        mesh: Its mesh.
+        schedule: The schedule of its pipeline; None for none.
+        loop_trips: The trips of a loop whose number the program does not tell.
+    """
+    shares = None if schedule is None else spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares()
+    return inspect_step(compiled, mesh=mesh, branch_shares=shares, loop_trips=loop_trips)
 
 
 @dataclass(frozen=True, kw_only=True)
