@@ -312,6 +312,16 @@ def test_the_job_of_a_plan_trains_the_model_that_was_planned(capsys, tmp_path, m
         "yes",
         "--json",
     ]
+    asked += [
+        "--data",
+        "4",
+        "--schedule",
+        "1f1b",
+        "--num-microbatches",
+        "4",
+        "--zero",
+        "0",
+    ]  # which leave little to search
     assert jaxpar_main(asked) == 0
     plan = tmp_path / "plan.json"
     plan.write_text(capsys.readouterr().out)

@@ -21,7 +21,7 @@ SIZES = [2, 3, 8, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5
 ARCHITECTURES = {
     "ring": partial(collectives.ring_all_reduce, axis="data"),
     "ring both ways": partial(collectives.ring_all_reduce, axis="data", bidirectional=True),
-    "ring in buckets": partial(collectives.ring_all_reduce, axis="data", bucket_bytes=80, bidirectional=True),
+    "ring in buckets": partial(collectives.ring_all_reduce, axis="data", bucket_bytes=160, bidirectional=True),
     "1 server": lambda x: collectives.parameter_server(x, "data")[0],
     "2 servers": lambda x: collectives.parameter_server(x, "data", num_servers=2)[0],
     "all serve": lambda x: collectives.parameter_server(x, "data", num_servers=jax.lax.axis_size("data"))[0],

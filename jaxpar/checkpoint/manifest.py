@@ -9,6 +9,7 @@ A manifest is read as untrusted data: only JSON of one form, with every field ch
 checkpoint's folder. Its text must equal the output of `Manifest.render` byte for byte, so no bit of it can change unnoticed.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -150,22 +151,14 @@ def parse_manifest(raw: bytes) -> Manifest:
     Raises:
         ValueError: The bytes are not what ``Manifest.render`` writes.
     """
-    body = _intact_body(raw)
-    if body is None:
-        raise ValueError(f"{FILE_NAME} is damaged (it does not fit its own SHA-256)")
-    return _from_body(body)
-
-
-def _intact_body(raw: bytes) -> Any:
-    try:
+    body, is_intact = None, False
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         text = raw.decode("ascii")
         whole = json.loads(text)
-        return whole["body"] if _render(whole) == text and whole["sha256"] == _digest(whole["body"]) else None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _from_body(body: Any) -> Manifest:
+        body = whole["body"]
+        is_intact = _render(whole) == text and whole["sha256"] == _digest(whole["body"])
+    if not is_intact:
+        raise ValueError(f"{FILE_NAME} is damaged (it does not fit its own SHA-256)")
     names = Manifest.__dataclass_fields__.keys()
     if not isinstance(body, dict) or body.get("format") != FORMAT or body.keys() != names:
         raise ValueError(f"{FILE_NAME} is not of the form {FORMAT!r}")

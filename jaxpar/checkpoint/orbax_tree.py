@@ -26,6 +26,7 @@ from orbax.checkpoint import v1 as ocp
 from jaxpar.runtime import coordination
 
 SECONDS = 1800.0
+LEAST_PART_BYTES = 1 << 20
 SLICE_SECONDS = 1.0
 SECONDS_TO_END = 5.0  # for this process's part of a save or a load that another process has given up
 _numbers = itertools.count()  # of the saves and loads, which all processes do in the same order
@@ -91,6 +92,8 @@ def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable
     _hide_raised_errors()
     context = ocp.Context()
     context.asynchronous.timeout_secs = max(round(seconds), 1)
+    # A replica writes its own part of an array only if that is large: to cut it compiles a program for each device.
+    context.array.saving.min_slice_bytes_for_replica_parallel = LEAST_PART_BYTES
     # Orbax's threads would wait for minutes for a folder that cannot be made in the background. With several processes the main
     # threads of the others would wait for one that cannot be made at once.
     context.asynchronous.create_directories_asynchronously = jax.process_count() > 1

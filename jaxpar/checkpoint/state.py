@@ -11,9 +11,8 @@ would hold a mixture of them.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from typing import Any
 
 import jax
@@ -195,11 +194,7 @@ def check_arrays(tree: PyTree, mesh: Mesh) -> dict[str, Checked]:
         mesh: The mesh.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if not leaves:
-        return {}
-    arrays = [leaf for _, leaf in leaves]
-    specs = tuple(_full(leaf.sharding, leaf.ndim) for leaf in arrays)
-    found = np.asarray(_check(mesh, specs)(arrays))
+    found = jax.device_get([_check(leaf, _full(leaf.sharding, leaf.ndim), mesh) for _, leaf in leaves])
     return {
         path_string(path): Checked(int(checksum), bool(differ), not broken)
         for (path, _), (checksum, differ, broken) in zip(leaves, found, strict=True)
@@ -211,14 +206,12 @@ def _full(sharding: jax.sharding.Sharding, ndim: int) -> PartitionSpec:
     return PartitionSpec(*sharding.spec, *[None] * (ndim - len(sharding.spec)))
 
 
-@lru_cache(maxsize=8)
-def _check(mesh: Mesh, specs: tuple[PartitionSpec, ...]):
-    def check(arrays: Sequence[jax.Array]) -> jax.Array:
-        return jnp.stack([_check_one(array, spec, mesh) for array, spec in zip(arrays, specs, strict=True)])
-
+@partial(jax.jit, static_argnames=("spec", "mesh"))
+def _check(array: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """Returns what ``_check_one`` does, in a program of its own, which arrays of one shape, dtype and sharding share."""
     # Replicas are compared here, so check_vma, which assumes that they are equal, must be off.
-    shard_map = jax.shard_map(check, mesh=mesh, in_specs=(list(specs),), out_specs=replicated(), check_vma=False)
-    return jax.jit(shard_map)
+    check = partial(_check_one, spec=spec, mesh=mesh)
+    return jax.shard_map(check, mesh=mesh, in_specs=spec, out_specs=replicated(), check_vma=False)(array)
 
 
 def _check_one(part: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:

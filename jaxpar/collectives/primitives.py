@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.fields import check_one_of
@@ -158,7 +157,10 @@ def barrier(tree: PyTree, axis: str, *, groups: Groups = None) -> PyTree:
 def rank(axis: str, groups: Groups = None) -> jax.Array:
     """Returns the index of this device in the axis, or in its group."""
     index = jax.lax.axis_index(axis)
-    return index if groups is None else jnp.asarray(_ranks(axis, groups))[index]
+    if groups is None:
+        return index
+    ranks = {member: place for group in groups for place, member in enumerate(group)}
+    return jnp.array([ranks[member] for member in sorted(ranks)])[index]
 
 
 def group_size(axis: str, groups: Groups = None) -> int:
@@ -182,13 +184,6 @@ def group_size(axis: str, groups: Groups = None) -> int:
 def _own_groups(axis: str, groups: Groups) -> list[list[int]] | None:
     group_size(axis, groups)
     return None if groups is None else [list(group) for group in groups]
-
-
-def _ranks(axis: str, groups: Sequence[Sequence[int]]) -> np.ndarray:
-    ranks = np.zeros(jax.lax.axis_size(axis), np.int32)
-    for group in groups:
-        ranks[list(group)] = np.arange(len(group))
-    return ranks
 
 
 def _only(tree: PyTree, axis: str, root: int, groups: Groups) -> PyTree:

@@ -17,7 +17,6 @@ learning by Gibiansky 2017 (Baidu) and Horovod (Sergeev and Del Balso 2018, arXi
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -70,32 +69,23 @@ def _ring(vector: jax.Array, axis: str, way: int) -> jax.Array:
     size = group_size(axis)
     chunks = jnp.pad(vector, (0, -vector.size % size)).reshape(size, -1)
     me = rank(axis) * way
-    chunks = jax.lax.fori_loop(0, size - 1, partial(_scatter_reduce_step, axis, way, me), chunks)
-    chunks = jax.lax.fori_loop(0, size - 1, partial(_all_gather_step, axis, way, me), chunks)
+    get = lambda chunks, index: jax.lax.dynamic_index_in_dim(chunks, index % size, keepdims=False)
+    put = lambda chunks, chunk, index: jax.lax.dynamic_update_index_in_dim(chunks, chunk, index % size, 0)
+
+    def scatter_reduce(step: jax.Array, chunks: jax.Array) -> jax.Array:
+        """Sends the chunk that was added to last, and adds the received chunk to this device's own."""
+        come = shift(get(chunks, me - step), axis, by=way)
+        index = (me - step - 1) % size
+        return put(chunks, get(chunks, index) + come, index)
+
+    def all_gather(step: jax.Array, chunks: jax.Array) -> jax.Array:
+        """Sends the finished chunk that was received last, and stores the one that is received now."""
+        come = shift(get(chunks, me + 1 - step), axis, by=way)
+        return put(chunks, come, me - step)
+
+    for step_of in (scatter_reduce, all_gather):
+        chunks = jax.lax.fori_loop(0, size - 1, step_of, chunks)
     return chunks.reshape(-1)[: vector.size]
-
-
-def _scatter_reduce_step(axis: str, way: int, me: jax.Array, step: jax.Array, chunks: jax.Array) -> jax.Array:
-    """Sends the chunk that was added to last, and adds the received chunk to this device's own."""
-    size = chunks.shape[0]
-    come = shift(_get(chunks, (me - step) % size), axis, by=way)
-    index = (me - step - 1) % size
-    return _set(chunks, _get(chunks, index) + come, index)
-
-
-def _all_gather_step(axis: str, way: int, me: jax.Array, step: jax.Array, chunks: jax.Array) -> jax.Array:
-    """Sends the finished chunk that was received last, and stores the one that is received now."""
-    size = chunks.shape[0]
-    come = shift(_get(chunks, (me + 1 - step) % size), axis, by=way)
-    return _set(chunks, come, (me - step) % size)
-
-
-def _get(chunks: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(chunks, index, keepdims=False)
-
-
-def _set(chunks: jax.Array, chunk: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(chunks, chunk, index, 0)
 
 
 def distributed_optimizer(

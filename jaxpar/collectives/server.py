@@ -61,12 +61,9 @@ def parameter_server(
         )
     vector, restore = ravel_pytree(tree)
     parts = _in_parts(vector, num_servers)
-    result, left = (serve or _as_it_is)(_push(parts, axis, num_servers))
+    total = _push(parts, axis, num_servers)
+    result, left = (total, None) if serve is None else serve(total)
     return restore(_pull(result, axis, num_servers).reshape(-1)[: vector.size]), left
-
-
-def _as_it_is(total: jax.Array) -> tuple[jax.Array, None]:
-    return total, None
 
 
 def _in_parts(vector: jax.Array, num_servers: int) -> jax.Array:

@@ -24,6 +24,7 @@ from jaxpar.jobs.job import (
     SlurmSettings,
     flag_value,
     form,
+    is_recipe,
     mesh_of,
 )
 
@@ -129,7 +130,7 @@ def slow_network(job: Job) -> list[str]:
 
 def lost_results(job: Job) -> list[str]:
     """Returns a line for each way in which a recipe with a claim for checkpoints still loses its work with its pods."""
-    if not job.is_recipe or not job.checkpoint_claim:
+    if not is_recipe(job.command) or not job.checkpoint_claim:
         return []
     lines = []
     folder = flag_value(job.command, "--out-dir")

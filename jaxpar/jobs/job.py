@@ -197,14 +197,9 @@ class Job(JobSettings):
         return self.num_devices // self.devices_per_node
 
     @property
-    def mesh(self) -> dict[str, int]:
-        """The sizes of the mesh, without a ``replica`` or ``context`` of 1."""
-        return mesh_of(self)
-
-    @property
     def num_devices(self) -> int:
         """The number of devices of the mesh."""
-        return math.prod(self.mesh.values())
+        return math.prod(mesh_of(self).values())
 
     @property
     def devices_per_node(self) -> int:
@@ -221,11 +216,6 @@ class Job(JobSettings):
         """The seconds from the signal to stop until the end: a save in progress, the last save, and a margin."""
         return math.ceil(2 * self.save_seconds) + 30
 
-    @property
-    def is_recipe(self) -> bool:
-        """Whether the command is a script or an installed recipe, which take the flags of recipes."""
-        return is_recipe(self.command)
-
     def variables(self) -> dict[str, str]:
         """Returns the environment variables that the user sets, and those of fake devices."""
         fake = fake_devices(self.fake_devices_per_node) if self.fake_devices_per_node else {}
@@ -234,9 +224,9 @@ class Job(JobSettings):
     def arguments(self) -> list[str]:
         """Returns the command line; that of a recipe has the flags of the mesh and of the metrics, unless it has its own."""
         run = ["python", "-u", *self.command] if self.command[0].endswith(".py") else list(self.command)
-        if not self.is_recipe:
+        if not is_recipe(self.command):
             return run
-        told = {f"--mesh.{axis}": str(size) for axis, size in self.mesh.items()}
+        told = {f"--mesh.{axis}": str(size) for axis, size in mesh_of(self).items()}
         if self.metrics_port:
             told |= {"--metrics-port": str(self.metrics_port), "--metrics-address": "0.0.0.0"}
         missing = {name: value for name, value in told.items() if flag_value(self.command, name) is None}
@@ -244,7 +234,7 @@ class Job(JobSettings):
 
 
 def is_recipe(command: Sequence[str]) -> bool:
-    """Returns whether a command is a script or an installed recipe."""
+    """Returns whether a command is a script or an installed recipe, which take the flags of recipes."""
     return bool(command) and (command[0].endswith(".py") or tuple(command[:2]) == INSTALLED)
 
 
@@ -291,7 +281,7 @@ def check_job(job: Job) -> None:
         raise ValueError(
             "a job needs a command; got none. Give a script and its flags after the options: recipes/gpt.py"
         )
-    if job.is_recipe:
+    if is_recipe(job.command):
         _check_given_once(job)
     _check_nodes(job)
 
@@ -314,7 +304,7 @@ def _check_given_once(job: Job) -> None:
 
 
 def _check_nodes(job: Job) -> None:
-    got = arg(**job.mesh)
+    got = arg(**mesh_of(job))
     devices, of_node = job.num_devices, job.devices_per_node
     kind, flag = (
         ("fake devices", "--fake-devices-per-node") if job.fake_devices_per_node else ("GPUs", "--gpus-per-node")

@@ -12,7 +12,7 @@ from typing import NoReturn
 import jax
 
 from jaxpar._compat import coordination
-from jaxpar.runtime.process_env import ProcessEnv, read_process_env
+from jaxpar.runtime.process_env import read_process_env
 from jaxpar.runtime.rendezvous import meet
 
 TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
@@ -119,20 +119,6 @@ def initialize(
         timeout_seconds = _timeout()
     give_threads(max(int(jax.config.values["jax_num_cpu_devices"]), 1))
     bind = meet(env, timeout_seconds)
-    _join(env, bind, timeout_seconds, heartbeat_seconds)
-    sys.excepthook = _leave_on_error
-    return True
-
-
-def _timeout() -> float:
-    given = os.environ.get(TIMEOUT_VARIABLE, "300")
-    try:
-        return float(given)
-    except ValueError:
-        raise ValueError(f"{TIMEOUT_VARIABLE} must be a number of seconds; got {given!r}. Give such as 300.") from None
-
-
-def _join(env: ProcessEnv, bind: str, timeout_seconds: float, heartbeat_seconds: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         env.coordinator,
@@ -145,6 +131,16 @@ def _join(env: ProcessEnv, bind: str, timeout_seconds: float, heartbeat_seconds:
         heartbeat_timeout_seconds=heartbeat_seconds,
         shutdown_timeout_seconds=max(heartbeat_seconds, 60),
     )
+    sys.excepthook = _leave_on_error
+    return True
+
+
+def _timeout() -> float:
+    given = os.environ.get(TIMEOUT_VARIABLE, "300")
+    try:
+        return float(given)
+    except ValueError:
+        raise ValueError(f"{TIMEOUT_VARIABLE} must be a number of seconds; got {given!r}. Give such as 300.") from None
 
 
 def set_gpu_flags() -> None:

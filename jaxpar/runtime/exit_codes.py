@@ -53,16 +53,9 @@ def describe_exit(code: int) -> str:
     >>> describe_exit(75), describe_exit(-15), describe_exit(143), describe_exit(1)
     ('exit code 75: asked to stop; saved', 'ended by SIGTERM', 'exit code 143: ended by SIGTERM', 'exit code 1: an error')
     """
+    names = {each.value: each.name for each in signal.Signals}
     if code < 0:
-        return f"ended by {_signal_name(-code)}"
-    if code - SHELL_SIGNAL in set(signal.Signals):
-        return f"exit code {code}: ended by {_signal_name(code - SHELL_SIGNAL)}"
-    meaning = next((each.meaning for each in ExitCode if each == code), "an error")
-    return f"exit code {code}: {meaning}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        return f"ended by {names.get(-code, f'signal {-code}')}"
+    if code - SHELL_SIGNAL in names:
+        return f"exit code {code}: ended by {names[code - SHELL_SIGNAL]}"
+    return f"exit code {code}: {next((each.meaning for each in ExitCode if each == code), 'an error')}"

@@ -49,7 +49,7 @@ class StopSignals:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._pipe_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         self._thread = threading.Thread(target=self._listen, name="jaxpar-stop-signals", daemon=True)
         self._thread.start()
 
@@ -68,15 +68,12 @@ class StopSignals:
             if self._name:
                 inner._asked(self._name)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._note(number)
-
     def _listen(self) -> None:
         while number := os.read(self._reader, 1)[0]:
             if number in SIGNALS:  # Python writes the number of every signal that it handles
                 self._note(number)
 
-    def _note(self, number: int) -> None:
+    def _note(self, number: int, frame: FrameType | None = None) -> None:
         with self._lock:
             if self._name:
                 return

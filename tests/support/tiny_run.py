@@ -60,7 +60,6 @@ def flags():
         ("budget", float, NEVER),
         ("save-budget", float, NEVER),
         ("tensor", int, 1),
-        ("file-bytes", int, 0),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default)
     parser.add_argument("--resume", action="store_true")
@@ -75,11 +74,13 @@ def strike(faults, step, folder, every, guard):
         mark = folder / f"struck-{fault}"
         if step != at or process != jax.process_index() or mark.exists():
             continue
-        if kind == "kill-saved":  # the newest save that is due, which a busy machine may take long over
+        if kind in ("kill-saved", "fill-saved"):  # the newest save that is due, which a busy machine may take long over
             wait_until((folder / "checkpoints" / str(step - step % every)).is_dir)
         mark.write_text(str(os.getpid()))
         if kind in ("kill", "kill-saved"):
             os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "fill-saved":
+            fill_disk(folder)
         elif kind == "term":
             os.kill(os.getpid(), signal.SIGTERM)
         elif kind == "stick":
@@ -92,6 +93,13 @@ def strike(faults, step, folder, every, guard):
             broken_disk.stop_at_write("saving-")
         elif kind.startswith("E"):
             broken_disk.fail_writes("/checkpoints", kind)
+
+
+def fill_disk(folder):
+    """From now on no file has room that is larger than half of the largest that is saved."""
+    sizes = [path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file()]
+    sys.dont_write_bytecode = True  # Python would keep the beginnings of its own files
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max(sizes) // 2, resource.RLIM_INFINITY))
 
 
 def watch_for_stopped(folder, guard):
@@ -137,9 +145,6 @@ def stuck_here(guard):
 
 def main():
     args = flags()
-    if args.file_bytes:  # a disk on which no larger file has room
-        sys.dont_write_bytecode = True  # Python would keep the beginnings of its own files
-        resource.setrlimit(resource.RLIMIT_FSIZE, (args.file_bytes, resource.RLIM_INFINITY))
     args.folder.mkdir(parents=True, exist_ok=True)
     # A run ends soon by its own means, or not at all while a test waits: neither JAX nor Orbax ends it by a time-out.
     jaxpar.initialize(heartbeat_seconds=int(NEVER))
