@@ -92,7 +92,6 @@ class App:
         if served.is_language_model:
             pages["/v1/models"] = ("The model that is served.", self._models)
         self._description = describe(served, {path: about for path, (about, _) in pages.items()})
-        self._paths = frozenset([*pages, *(endpoint.path for endpoint in served.endpoints)])
         handlers: dict[Any, Any] = {
             RequestError: lambda request, error: _refused(error),
             HTTPException: self._no_route,
@@ -106,6 +105,7 @@ class App:
             *([Route("/v1/models/{name:path}", self._model)] if served.is_language_model else []),
             Route("/", lambda request: RedirectResponse("/docs")),
         ]
+        self._paths = frozenset(route.path for route in routes)
         self._api = Starlette(routes=routes, exception_handlers=handlers)
 
     async def warm_up(self) -> None:
