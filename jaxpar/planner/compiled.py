@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from jaxpar.data_parallel import abstract_batch
 from jaxpar.gradients import value_and_grad
@@ -26,18 +27,24 @@ from jaxpar.inspect.text import device_seconds_text, table
 from jaxpar.layered_model import LAYERS
 from jaxpar.mesh import AXES
 from jaxpar.parallel import Parallel, Pipeline
-from jaxpar.pipeline import spmd_program
+from jaxpar.pipeline import masks_idle_ops, spmd_program
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.sharding import shardings_from_paths
-from jaxpar.train import Optimizer, TrainState, abstract_state, make_train_step
+from jaxpar.train import Optimizer, TrainState, TrainStep, abstract_state, make_train_step
 
 
-def compile_choice(
-    shape: ModelShape, choice: Choice, mesh: Mesh, optimizer: Optimizer, batch_size: int
-) -> tuple[TrainState, StepReport]:
-    """Returns the state of a training step, as ShapeDtypeStructs, and the report of the compiled step. Nothing is run.
+def step_of_choice(
+    shape: ModelShape,
+    choice: Choice,
+    mesh: Mesh,
+    optimizer: Optimizer,
+    batch_size: int,
+    *,
+    max_grad_norm: float | None = None,
+) -> tuple[TrainStep, TrainState, PyTree]:
+    """Returns the training step of a choice, with its state and a batch as ShapeDtypeStructs. Nothing is run or compiled.
 
     Args:
         shape: The model.
@@ -45,6 +52,7 @@ def compile_choice(
         mesh: A mesh of the choice's axes, also of devices for the compiler alone.
         optimizer: The optimizer.
         batch_size: Rows of a step, over all replicas.
+        max_grad_norm: As for ``make_train_step``.
     """
     shape, layout = shape.placed(choice.experts), choice.layout(shape.num_layers)
     packed = shape.with_positions(layout.num_positions)
@@ -53,16 +61,48 @@ def compile_choice(
     zeros = lambda key: jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), packed)
     held = layout if choice.stage > 1 else None
     parallel = Parallel(mesh, shardings, zero=choice.zero, trainable=shape.trainable, layout=held)
-    settings: dict[str, Any] = {name: getattr(choice, name) for name in ("num_microbatches", "num_chunks", "remat")}
-    pipeline = Pipeline(choice.schedule, **settings)
     state = abstract_state(zeros, jax.random.key(0), optimizer, parallel)
-    of_mesh = value_and_grad(shape.model, shape.loss, parallel, pipeline)
-    batch, masks = abstract_batch(shape.batch(batch_size), mesh), pipeline.masks(mesh)
-    table = pipeline.table(choice.stage, masks=masks) if choice.stage > 1 else None
-    shares = {} if table is None else spmd_program(table, masks=masks).branch_shares()
+    of_mesh = value_and_grad(shape.model, shape.loss, parallel, _pipeline(choice))
+    step = make_train_step(of_mesh, optimizer, max_grad_norm=max_grad_norm)
+    return step, state, abstract_batch(shape.batch(batch_size), mesh)
+
+
+def _pipeline(choice: Choice) -> Pipeline:
+    settings: dict[str, Any] = {name: getattr(choice, name) for name in ("num_microbatches", "num_chunks", "remat")}
+    return Pipeline(choice.schedule, **settings)
+
+
+def compile_choice(
+    shape: ModelShape, choice: Choice, mesh: Mesh, optimizer: Optimizer, batch_size: int
+) -> tuple[TrainState, StepReport]:
+    """Returns the state of a training step, as ShapeDtypeStructs, and the report of the compiled step.
+
+    Nothing is run. Arguments are those of ``step_of_choice``.
+    """
+    step, state, batch = step_of_choice(shape, choice, mesh, optimizer, batch_size)
+    schedule = _pipeline(choice).table(choice.stage, masks=masks_idle_ops(mesh)) if choice.stage > 1 else None
     with jax.numpy_rank_promotion("allow"):
-        step = make_train_step(of_mesh, optimizer).lower(state, batch).compile()
-    return state, inspect_step(step, mesh=mesh, branch_shares=shares)
+        compiled = step.lower(state, batch).compile()
+    return state, inspect_pipeline(compiled, mesh, schedule)
+
+
+def inspect_pipeline(
+    compiled: jax.stages.Compiled,
+    mesh: Mesh,
+    schedule: Schedule | None = None,
+    *,
+    loop_trips: int | None = None,
+) -> StepReport:
+    """Returns the cost of a compiled step whose pipeline, if it has one, takes its branches as often as a schedule says.
+
+    Args:
+        compiled: The training step.
+        mesh: Its mesh.
+        schedule: The schedule of its pipeline; None for none.
+        loop_trips: The trips of a loop whose number the program does not tell.
+    """
+    shares = None if schedule is None else spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares()
+    return inspect_step(compiled, mesh=mesh, branch_shares=shares, loop_trips=loop_trips)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,10 @@ import jax
 import optax
 
 from jaxpar import fields
-from jaxpar.inspect import StepReport, inspect_step
 from jaxpar.mesh import sizes_text
 from jaxpar.metrics.log import figures_of, read_metrics
-from jaxpar.pipeline import masks_idle_ops, spmd_program
 from jaxpar.planner import Cluster, ModelShape, Plan
+from jaxpar.planner.compiled import inspect_pipeline
 from jaxpar.planner.plans import SETTINGS
 from jaxpar.planner.state import AtRest
 from jaxpar.report.sections import memory, metrics, shards, traffic
@@ -69,25 +68,6 @@ def _add(data: dict[str, Any], name: str, gather: Callable[[], Any]) -> Any:
         data[name] = None
         data["problems"][name] = f"{type(error).__name__}: {error}"
     return data[name]
-
-
-def inspect_pipeline(
-    compiled: jax.stages.Compiled,
-    mesh: jax.sharding.Mesh,
-    schedule: Schedule | None = None,
-    *,
-    loop_trips: int | None = None,
-) -> StepReport:
-    """Returns the cost of a compiled step whose pipeline, if it has one, takes its branches as often as a schedule says.
-
-    Args:
-        compiled: The training step.
-        mesh: Its mesh.
-        schedule: The schedule of its pipeline; None for none.
-        loop_trips: The trips of a loop whose number the program does not tell.
-    """
-    shares = None if schedule is None else spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares()
-    return inspect_step(compiled, mesh=mesh, branch_shares=shares, loop_trips=loop_trips)
 
 
 def _facts(mesh: jax.sharding.Mesh) -> dict[str, str]:

@@ -177,9 +177,6 @@ def bars(kinds: Iterable[tuple[str, str, Iterable[tuple[float, float, float, str
     return "".join(parts)
 
 
-Points = tuple[Sequence[float], Sequence[float | None]]
-
-
 @dataclass(frozen=True)
 class Curve:
     """A line of a chart.

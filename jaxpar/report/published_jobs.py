@@ -7,26 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar import losses
 from jaxpar.compile_only import compile_only_devices
 from jaxpar.fields import check_at_least
-from jaxpar.gradients import value_and_grad
 from jaxpar.inspect.text import bytes_text, table
 from jaxpar.mesh import make_mesh
 from jaxpar.models import transformer
-from jaxpar.parallel import Parallel, Pipeline
-from jaxpar.params import count_params, init_params, stack_layers
+from jaxpar.params import count_params
 from jaxpar.pipeline import LayerLayout, masks_idle_ops
 from jaxpar.planner import Choice, Cluster, Plan, cluster, price, roofline
+from jaxpar.planner.compiled import inspect_pipeline, step_of_choice
 from jaxpar.planner.model_shape import transformer_shape
 from jaxpar.planner.state import local_bytes
 from jaxpar.plot import plot_placement
 from jaxpar.report import sections
-from jaxpar.report.data import inspect_pipeline, plan_data
+from jaxpar.report.data import plan_data
 from jaxpar.schedule import (
     Schedule,
     check_schedule_name,
@@ -36,9 +32,8 @@ from jaxpar.schedule import (
     simulate,
     timeline_data,
 )
-from jaxpar.sharding import path_string, shardings_from_dims
-from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from jaxpar.train import TrainStep, abstract_state, make_train_step
+from jaxpar.sharding import path_string
+from jaxpar.train import TrainStep
 
 
 @dataclass(frozen=True)
@@ -160,27 +155,14 @@ def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, A
         schedule.placement,
         end_layers=job.end_layers if schedule.num_stages > 1 else (0, 0),
     )
-    params = transformer.param_table(job.model)
-    packed = params | {"layers": layout.as_packed(stack_layers(params["layers"], layout.num_positions))}
-    shardings = shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
-    own_layout = layout if schedule.num_stages > 1 else None
-    parallel = Parallel(mesh, shardings, zero=flags.zero, layout=own_layout)
-    pipeline = Pipeline(schedule, num_microbatches=count, remat=remat)
-    gradients = value_and_grad(transformer.make_model(job.model), loss, parallel, pipeline)
-    optimizer = optax.adamw(1e-4)
-    init = lambda key: layout.pack_params(init_params(params, key))
-    state = abstract_state(init, jax.random.key(0), optimizer, parallel)
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weight": jnp.float32}
-    shape = (job.batch_size, job.seq)
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in dtypes.items()}
-    step = make_train_step(gradients, optimizer, max_grad_norm=1.0)
-    return schedule, layout, step, state, batch
+    shape, choice = transformer_shape(job.model, seq=job.seq), choice_of(job, flags, layout)
+    step = step_of_choice(shape, choice, mesh, optax.adamw(1e-4), job.batch_size, max_grad_norm=1.0)
+    return schedule, layout, *step
 
 
-def plan_of(job: Job, flags: Any, layout: LayerLayout) -> Plan:
-    """Returns the planner's estimate of the same step on GPUs, whether it fits or not."""
-    choice = Choice(
+def choice_of(job: Job, flags: Any, layout: LayerLayout) -> Choice:
+    """Returns the mesh and the settings of a job as the planner has them."""
+    return Choice(
         **job.mesh,
         schedule=flags.schedule,
         num_microbatches=job.num_microbatches,
@@ -189,12 +171,11 @@ def plan_of(job: Job, flags: Any, layout: LayerLayout) -> Plan:
         remat=flags.remat == "full",
         layers_per_virtual_stage=tuple(layout.layers_per_virtual_stage or ()) if layout.num_stages > 1 else None,
     )
-    return price(job.model, cluster_of(job, flags), choice, batch_size=job.batch_size)
 
 
-def loss(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of the losses of tokens, and their number."""
-    return losses.softmax_cross_entropy(logits, batch["targets"], batch["weight"])
+def plan_of(job: Job, flags: Any, layout: LayerLayout) -> Plan:
+    """Returns the planner's estimate of the same step on GPUs, whether it fits or not."""
+    return price(job.model, cluster_of(job, flags), choice_of(job, flags, layout), batch_size=job.batch_size)
 
 
 def describe(job: Job, flags: Any, layout: LayerLayout) -> str:

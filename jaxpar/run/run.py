@@ -21,8 +21,8 @@ from jaxpar.metrics import exporters
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.pipeline import check_permutes
 from jaxpar.planner import cluster, roofline
+from jaxpar.planner.compiled import inspect_pipeline
 from jaxpar.report import ReportWriter, step_data
-from jaxpar.report.data import inspect_pipeline
 from jaxpar.run import folder
 from jaxpar.run.flags import MeshFlags, RunFlags
 from jaxpar.run.messages import FULL, ConfigError, checks, phase, say, spared, status_watchers, stop

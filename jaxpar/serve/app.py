@@ -49,7 +49,7 @@ MAX_OPEN = 256  # requests at a time, those whose bodies are being read among th
 STUCK_SECONDS = 600.0  # for one token or prediction, with the time to compile
 RETRY_ELSEWHERE = 2  # seconds; another pod may answer
 CLIENT_GONE = 499  # the status in the metrics; nobody receives it
-ANSWER = "jaxpar.answer"  # of a request, in its ASGI scope
+ANSWER = "answer"  # of a request, in its ASGI scope
 INTERNAL = "a request must not fail; got an error in the server, which its log shows. Tell who runs it."
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 REMEDIES = {"extra_forbidden": "Leave it out, or correct its name.", "without_effect": "Leave it out."}
@@ -92,7 +92,6 @@ class App:
         if served.is_language_model:
             pages["/v1/models"] = ("The model that is served.", self._models)
         self._description = describe(served, {path: about for path, (about, _) in pages.items()})
-        self._paths = frozenset([*pages, *(endpoint.path for endpoint in served.endpoints)])
         handlers: dict[Any, Any] = {
             RequestError: lambda request, error: _refused(error),
             HTTPException: self._no_route,
@@ -106,6 +105,7 @@ class App:
             *([Route("/v1/models/{name:path}", self._model)] if served.is_language_model else []),
             Route("/", lambda request: RedirectResponse("/docs")),
         ]
+        self._paths = frozenset(route.path for route in routes)
         self._api = Starlette(routes=routes, exception_handlers=handlers)
 
     async def warm_up(self) -> None:
