@@ -87,15 +87,11 @@ def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functio
         ValueError: Variables that are not ``nnx.Param``, or not floats.
     """
     nnx = _load("flax.nnx")
-    _check_makes(make_module, nnx.Module, "from_nnx(lambda rngs: Model(..., rngs=rngs))")
+    checked = _making(make_module, nnx.Module, "a flax.nnx.Module", "from_nnx(lambda rngs: Model(rngs=rngs))")
 
     def make(key: PyTree) -> Any:
         with nnx.use_eager_sharding(False):  # otherwise a module with sharding annotations requires a mesh
-            module = make_module(nnx.Rngs(key))
-        _check_kind(
-            module, nnx.Module, "a function that makes a flax.nnx.Module", "from_nnx(lambda rngs: Model(rngs=rngs))"
-        )
-        return module
+            return checked(nnx.Rngs(key))
 
     module = nnx.eval_shape(lambda: make(jax.random.key(0)))
     graph, state, others = nnx.split(module, nnx.Param, ...)
@@ -127,17 +123,14 @@ def from_equinox(make_module: Callable[[PyTree], Any], *, call: Call = call) -> 
         ValueError: State (``equinox.nn.StateIndex``), or arrays that are not floats.
     """
     equinox = _load("equinox")
-    _check_makes(make_module, equinox.Module, "from_equinox(lambda key: Model(..., key=key))")
-    module = equinox.filter_eval_shape(make_module, jax.random.key(0))
-    _check_kind(
-        module, equinox.Module, "a function that makes an equinox.Module", "from_equinox(lambda key: Model(key=key))"
-    )
+    make = _making(make_module, equinox.Module, "an equinox.Module", "from_equinox(lambda key: Model(key=key))")
+    module = equinox.filter_eval_shape(make, jax.random.key(0))
     is_state = lambda node: isinstance(node, equinox.nn.StateIndex)
     if any(map(is_state, jax.tree.leaves(module, is_leaf=is_state))):
         raise _impure("an equinox.nn.StateIndex, as of a BatchNorm")
     is_array = lambda leaf: equinox.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
     arrays, static = equinox.partition(module, is_array)
-    init = lambda key: equinox.filter(make_module(key), equinox.is_array)
+    init = lambda key: equinox.filter(make(key), equinox.is_array)
     return _of_dicts(arrays, init, lambda params, inputs: call(equinox.combine(params, static), inputs))
 
 
@@ -221,7 +214,8 @@ def _load(library: str) -> ModuleType:
         return importlib.import_module(library)
 
 
-def _check_makes(make_module: Any, kind: type, example: str) -> None:
+def _making(make_module: Any, kind: type, wanted: str, example: str) -> Callable[[Any], Any]:
+    """Returns the function that makes a module, with a check of what it makes."""
     if isinstance(make_module, kind) or not callable(make_module):
         got = f"a {type(make_module).__name__}, made already" if isinstance(make_module, kind) else repr(make_module)
         raise TypeError(
@@ -229,14 +223,18 @@ def _check_makes(make_module: Any, kind: type, example: str) -> None:
             f"Write {example}."
         )
 
+    def make(key: Any) -> Any:
+        module = make_module(key)
+        _check_kind(module, kind, f"a function that makes {wanted}", example)
+        return module
+
+    return make
+
 
 def _check_kind(module: Any, kind: type, wanted: str, example: str) -> None:
     if not isinstance(module, kind):
-        made = (
-            f"the class {module.__name__}"
-            if isinstance(module, type)
-            else f"{type(module).__module__}.{type(module).__name__}"
-        )
+        of = type(module)
+        made = f"the class {module.__name__}" if isinstance(module, type) else f"{of.__module__}.{of.__name__}"
         raise TypeError(f"this adapter takes {wanted}; got {made}. Write {example}, or use the library's own adapter.")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import jax
@@ -52,7 +52,6 @@ from jaxpar.zero import (
 
 Loss = Callable[[PyTree, PyTree], tuple]
 ValueAndGrad = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-TraceLoss = Callable[[PyTree, PyTree], TracedLoss]
 
 
 @accepts_settings
@@ -135,8 +134,7 @@ def with_settings(
     model = accept_frozen(model, parallel.trainable if trains else ())
     frozen = partial(freeze, trainable=parallel.trainable) if trains else partial(jax.tree.map, Frozen)
     shardings = None if parallel.shardings is None else frozen(open_params(parallel.shardings, layout))
-    check, traced_loss = _checks(model, loss, mesh, pipeline, shardings, has_aux=has_aux)
-    step = _Step(model, with_float_sums(loss), mesh, parallel, pipeline, shardings, traced_loss)
+    step = _Step(model, loss, mesh, parallel, pipeline, shardings, has_aux)
     masks, overlaps = pipeline.masks(mesh), parallel.overlap_grad_reduce and any(mesh.shape[a] > 1 for a in REPLICAS)
     run = step.one_stage
     if isinstance(model, LayeredModel) and mesh.shape[STAGE] > 1:
@@ -144,15 +142,15 @@ def with_settings(
         if pipeline.executor == "mpmd":
             return MpmdExecutor(
                 _storing(model, pipeline, schedule),
-                step.loss,
+                step.float_loss,
                 mesh,
                 schedule,
                 layout,
                 split=split_microbatches,
                 reduce=reduce_gradients,
                 reduce_dtype=parallel.grad_reduce_dtype,
-                traced_loss=traced_loss,
-                check=check,
+                traced_loss=step.traced_loss,
+                check=step.check,
                 frozen=frozen,
             )
         run = partial(step.pipelined, spmd_program(schedule, masks=masks, overlaps=overlaps))
@@ -166,47 +164,11 @@ def with_settings(
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the loss over the whole batch and its gradients, which have the structure of params."""
         params = frozen(open_params(params, layout))
-        check(params, batch)
+        step.check(params, batch)
         value, grads = compiled(params, batch)
         return value, close_params(grads, layout)
 
     return value_and_grad_on_mesh
-
-
-def _checks(
-    model: LayeredModel | Callable,
-    loss: Loss,
-    mesh: Mesh,
-    pipeline: Pipeline,
-    shardings: PyTree | None,
-    *,
-    has_aux: bool | None,
-) -> tuple[Callable[[PyTree, PyTree], None], TraceLoss]:
-    """Returns the checks of params and a batch, and the traced loss for them. Both run once for each new set of shapes."""
-    forward = model.apply if isinstance(model, LayeredModel) else model
-    num_parts = num_replicas(mesh) * pipeline.num_microbatches
-    of_floats = with_float_sums(loss)
-
-    @once_for_shapes
-    def traced_loss(params: PyTree, batch: PyTree) -> TracedLoss:
-        traced = trace_loss(model, of_floats, mesh, pipeline.num_microbatches, pipeline.executor, params, batch)
-        return replace(traced, is_mean=has_aux is not None)
-
-    @once_for_shapes
-    def check(params: PyTree, batch: PyTree) -> None:
-        check_batch(batch, mesh.shape[DATA], pipeline.num_microbatches, replica=mesh.shape[REPLICA])
-        check_sequences(batch, mesh)
-        check_params(params)
-        if isinstance(model, LayeredModel):
-            num_layers(params)
-            check_layer(model, params, batch)
-        check_loss(loss, jax.eval_shape(forward, params, batch), batch, has_aux=has_aux)
-        traced_loss(params, batch)
-        check_rows(model, loss, params, batch, num_parts)
-        check_positions(model, loss, params, batch, mesh.shape[CONTEXT])
-        check_owned(forward, params, batch, shardings, mesh)
-
-    return check, traced_loss
 
 
 def _storing(model: LayeredModel, pipeline: Pipeline, schedule: Schedule) -> LayeredModel:
@@ -223,12 +185,12 @@ class _Step:
 
     Attributes:
         model: The model, a LayeredModel or with one stage a function, of params of which some may be frozen.
-        loss: The loss, whose sums are floats.
+        loss: The loss.
         mesh: The mesh.
         parallel: Where arrays live.
         pipeline: What runs when.
         shardings: Those of ``parallel``, with frozen params marked and layers in packed order.
-        traced_loss: The traced loss for params in the model's order and a batch.
+        has_aux: As for ``value_and_grad``; None: the step trains nothing.
     """
 
     model: Any
@@ -237,7 +199,40 @@ class _Step:
     parallel: Parallel
     pipeline: Pipeline
     shardings: PyTree | None
-    traced_loss: TraceLoss
+    has_aux: bool | None
+
+    @cached_property
+    def float_loss(self) -> Loss:
+        """The loss, whose sums are floats."""
+        return with_float_sums(self.loss)
+
+    @cached_property
+    def traced_loss(self) -> Callable[[PyTree, PyTree], TracedLoss]:
+        """The traced loss for params in the model's order and a batch, traced once for each new set of shapes."""
+        num_microbatches, executor = self.pipeline.num_microbatches, self.pipeline.executor
+        trace = partial(trace_loss, self.model, self.float_loss, self.mesh, num_microbatches, executor)
+        return once_for_shapes(lambda *given: replace(trace(*given), is_mean=self.has_aux is not None))
+
+    @cached_property
+    def check(self) -> Callable[[PyTree, PyTree], None]:
+        """Raises for params or a batch that do not fit, once for each new set of shapes."""
+        model, loss, mesh, num_microbatches = self.model, self.loss, self.mesh, self.pipeline.num_microbatches
+        forward = model.apply if isinstance(model, LayeredModel) else model
+
+        def check(params: PyTree, batch: PyTree) -> None:
+            check_batch(batch, mesh.shape[DATA], num_microbatches, replica=mesh.shape[REPLICA])
+            check_sequences(batch, mesh)
+            check_params(params)
+            if isinstance(model, LayeredModel):
+                num_layers(params)
+                check_layer(model, params, batch)
+            check_loss(loss, jax.eval_shape(forward, params, batch), batch, has_aux=self.has_aux)
+            self.traced_loss(params, batch)
+            check_rows(model, loss, params, batch, num_replicas(mesh) * num_microbatches)
+            check_positions(model, loss, params, batch, mesh.shape[CONTEXT])
+            check_owned(forward, params, batch, self.shardings, mesh)
+
+        return once_for_shapes(check)
 
     def one_stage(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """One stage: the sum of the vjps of the microbatches."""
@@ -258,7 +253,7 @@ class _Step:
 
         def one_microbatch(microbatch: PyTree) -> tuple[PyTree, PyTree]:
             params_of, trained = partial(with_trained, params), only_trained(params)
-            loss_sums, grads = _loss_and_grads(self.loss, outputs, params_of, trained, microbatch, total_weight)
+            loss_sums, grads = _loss_and_grads(self.float_loss, outputs, params_of, trained, microbatch, total_weight)
             scattered = lambda z, grad: grad if z.is_param else scatter_early(z, grad)
             return loss_sums, jax.tree.map(scattered, of_grads, grads)
 
@@ -280,7 +275,7 @@ class _Step:
             beside = lambda totals: beside_sums(params[LAYERS], earlier, totals)
             params_of = lambda trained: trained | {LAYERS: beside(trained[LAYERS])}
             trained = {OUTER: params[OUTER], LAYERS: zeros(earlier)}
-            return _loss_and_grads(self.loss, outputs, params_of, trained, microbatch, total_weight)
+            return _loss_and_grads(self.float_loss, outputs, params_of, trained, microbatch, total_weight)
 
         at = jax.tree.leaves(batch)[0].shape[0] // num_microbatches * (num_microbatches - 1)
         first, last = (jax.tree.map(lambda a, part=part: a[part], batch) for part in (slice(at), slice(at, None)))
@@ -325,7 +320,7 @@ class _Step:
         )
         stage = build_stage(
             _storing(self.model, self.pipeline, program.schedule),
-            self.loss,
+            self.float_loss,
             program,
             layout,
             params,

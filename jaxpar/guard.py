@@ -168,15 +168,13 @@ class Guard:
             self._end_not_finite()
 
     def _end_not_finite(self) -> None:
+        latest = None if self._saves is None else self._saves.latest()
+        last_good = "Nothing was saved." if latest is None else f"The checkpoint of step {latest} is intact."
         self._end(
             ExitCode.NOT_FINITE,
             f"error: {self._num_skipped} consecutive steps had a loss or gradients that were not finite, and were skipped. "
-            f"{self._last_good()} {self._remedy}",
+            f"{last_good} {self._remedy}",
         )
-
-    def _last_good(self) -> str:
-        latest = None if self._saves is None else self._saves.latest()
-        return "Nothing was saved." if latest is None else f"The checkpoint of step {latest} is intact."
 
     def _save(self, checkpoints: CheckpointManager, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         self._before_save()

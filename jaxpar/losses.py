@@ -158,12 +158,9 @@ def _known(
     labels: Integer[AnyArray, "*dims"], num_classes: int
 ) -> tuple[Bool[Array, "*dims"], Integer[Array, "*dims"]]:
     """Whether labels are classes, and the labels in int32, -1 for those that are not."""
-    is_class = jnp.asarray((labels >= 0) & _below(labels, num_classes))
+    is_below = labels < num_classes if num_classes <= jnp.iinfo(labels.dtype).max else True
+    is_class = jnp.asarray((labels >= 0) & is_below)
     return is_class, jnp.where(is_class, labels, -1).astype(jnp.int32)
-
-
-def _below(labels: Integer[AnyArray, "*dims"], size: int) -> Bool[AnyArray, "*dims"] | bool:
-    return labels < size if size <= jnp.iinfo(labels.dtype).max else True
 
 
 def _whole_weights(

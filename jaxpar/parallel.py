@@ -254,13 +254,13 @@ def accepts_settings(function: Function) -> Function:
     object must agree with it.
     """
     signature = inspect.signature(function)
+    kinds = {name: kind for name, kind in _KINDS.items() if name in signature.parameters}
 
     @functools.wraps(function)
     def with_objects(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         given = bound.arguments
-        for name in _KINDS.keys() & signature.parameters.keys():
-            kind = _KINDS[name]
+        for name, kind in kinds.items():
             keywords = {f.name: given[f.name] for f in fields(kind) if f.name in given and f.name != name}
             given[name] = _settings(kind, given.get(name), keywords)
         return function(*bound.args, **bound.kwargs)

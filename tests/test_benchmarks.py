@@ -1,14 +1,20 @@
 """The benchmarks run, write figures that render, and what they count without a clock is what the README claims."""
 
 import os
+import runpy
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import gpu_roofline
+import jax
+import numpy as np
 import peers
+import plain_gpt
 import pytest
 import report
+import small_gpt
 from peer_questions import jax_peer, jaxpp_peer, torch_peer
 
 from tests.support import compiled_programs
@@ -18,14 +24,36 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 def smoke(tmp_path, script, *flags):
-    """Returns the rows of all tables of a tiny run, which says what it writes."""
+    """Returns the rows of all tables of a tiny run in a process of its own."""
     out = tmp_path / "figures.json"
     command = [sys.executable, str(BENCHMARKS / script), "--smoke", "--out", str(out), *flags]
     env = os.environ | compiled_programs.environment()
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
+    return rows_of(out, done.stdout, script, *flags)
+
+
+@pytest.fixture
+def smoke_here(tmp_path, monkeypatch, capsys):
+    """The same in this process, where JAX has started and has as many devices as the script asks for."""
+
+    def run(script, *flags):
+        out, devices = tmp_path / "figures.json", jax.devices()
+        use_fake_devices = lambda count: monkeypatch.setattr(jax, "devices", lambda: devices[:count])
+        for module in ("jaxpar", "jaxpar.runtime.distributed"):
+            monkeypatch.setattr(f"{module}.use_fake_devices", use_fake_devices)
+        monkeypatch.setattr(sys, "argv", [script, "--smoke", "--out", str(out), *flags])
+        with jax.numpy_rank_promotion("allow"):
+            runpy.run_path(str(BENCHMARKS / script), run_name="__main__")
+        return rows_of(out, capsys.readouterr().out, script, *flags)
+
+    return run
+
+
+def rows_of(out, printed, script, *flags):
+    """Returns the rows of the tables that a tiny run wrote, which says what it writes."""
     record = report.Record.read(out)
-    assert report.render(record) in done.stdout, "what is written renders to what was said"
+    assert report.render(record) in printed, "what is written renders to what was said"
     assert record.smoke
     assert record.command == " ".join(["python", f"benchmarks/{script}", "--smoke", *flags])
     assert {"Python", "jax"} <= set(record.versions)
@@ -33,16 +61,16 @@ def smoke(tmp_path, script, *flags):
     return [row for table in record.tables for row in table.rows]
 
 
-def test_traffic_of_a_step_is_the_least_on_each_axis(tmp_path):
-    own = [row for row in smoke(tmp_path, "traffic.py") if row["step"].startswith("jaxpar")]
+def test_traffic_of_a_step_is_the_least_on_each_axis(smoke_here):
+    own = [row for row in smoke_here("traffic.py") if row["step"].startswith("jaxpar")]
     assert {row["mesh"] for row in own} == {"data 4", "tensor 4", "stage 4"}
     for row in own:
         assert row["ratio"] == row["sent MiB"] / row["least MiB"]
         assert 1 <= row["ratio"] < 1.005, row  # beside the gradients go a loss and a weight
 
 
-def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_by_autodiff_does(tmp_path):
-    by_step = {row["step"]: row for row in smoke(tmp_path, "memory.py")}
+def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_by_autodiff_does(smoke_here):
+    by_step = {row["step"]: row for row in smoke_here("memory.py")}
     own, gpipe = by_step["jaxpar 1f1b"], by_step["GPipe by jax.grad"]
     few, many = "8 microbatches, MiB", "32 microbatches, MiB"
     assert own[few] == own[many]
@@ -53,14 +81,23 @@ def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_b
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
-        ("scaling.py", ()),
         ("checkpoint.py", ("--fake-devices", "2")),
-        ("recovery.py", ("--processes", "1")),
         ("remat.py", ("--models", "llama", "experts")),
         ("pipeline.py", ("--num-microbatches", "8", "--schedules", "1f1b", "--mpmd")),
     ],
 )
-def test_benchmarks_run(tmp_path, script, flags):
+def test_benchmarks_run(smoke_here, script, flags):
+    assert smoke_here(script, *flags)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("scaling.py", ()),
+        pytest.param("recovery.py", ("--processes", "1"), marks=pytest.mark.slow),
+    ],
+)
+def test_benchmarks_run_in_a_process_of_their_own(tmp_path, script, flags):
     assert smoke(tmp_path, script, *flags)
 
 
@@ -206,9 +243,31 @@ def mpmd_jit_with_loop(fun, mpmd_mesh, donate_argnums):
 """
 
 
-@pytest.mark.parametrize(
-    ("schedule", "num_marks"), [pytest.param("Std1F1B", 4, marks=pytest.mark.slow), ("Interleaved1F1B", 8)]
-)
+def test_the_step_of_the_jaxpp_peer_marks_each_stage_and_trains_as_one_device(monkeypatch):
+    api = types.ModuleType("jaxpp.api")
+    exec(IN_SEQUENCE.replace("WANTED", "8"), vars(api))
+    for name, module in {"jaxpp": types.SimpleNamespace(api=api), "jaxpp.api": api}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.syspath_prepend(BENCHMARKS / "peers")
+    import jaxpp_peer
+    import protocol
+
+    shape, count = plain_gpt.Shape(**plain_gpt.SMOKE), protocol.NUM_MICROBATCHES
+    params, batch = plain_gpt.make_params(shape), plain_gpt.make_batch(shape)
+    listed = jax.tree.map(jax.numpy.asarray, jaxpp_peer.listed_layers(params))
+    microbatches = jax.tree.map(lambda a: a.reshape(count, -1, *a.shape[1:]), batch)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("stage",))
+    with jax.numpy_rank_promotion("allow"):
+        loss, grads = small_gpt.one_device(params, batch, count)
+        trained, found = jaxpp_peer.make_train_step(mesh, "Interleaved1F1B", 4, shape.layers)(listed, microbatches)
+    assert float(found.first_mpmd_replica) == pytest.approx(float(loss), rel=1e-5)
+    want = jax.tree.map(lambda p, g: p - protocol.LEARNING_RATE * g, params, grads)
+    same = jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-4, atol=1e-6), trained, jaxpp_peer.listed_layers(want))
+    assert all(jax.tree.leaves(same)), same
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "num_marks"), [("Std1F1B", 4), ("Interleaved1F1B", 8)])
 def test_the_jaxpp_peer_marks_each_stage_and_has_the_losses_of_one_device(tmp_path, monkeypatch, schedule, num_marks):
     (tmp_path / "jaxpp").mkdir()
     (tmp_path / "jaxpp" / "__init__.py").touch()

@@ -187,7 +187,7 @@ def test_original_positions_are_written_where_transformers_reads_them_and_max_po
         ({"full_attention": {}}, "with its own keys alone; got"),
         ({"rope_type": ["yarn"]}, "must be of a type in"),
         ({"rope_type": "linear"}, "factor must be a positive number; got None"),
-        ({"rope_type": "linear", "factor": 0.5}, "factor must be 1 or more; got 0.5"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor must be at least 1; got 0.5"),
         (
             {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4},
             "low_freq_factor must be less than high_freq_factor; got 4.0 and 4.0",

@@ -36,26 +36,28 @@ def arrays(rng, size, group, dtype=np.float64):
     """Queries, keys, values of whole sequences, and a cotangent of the output."""
     seq = 2 * size * CHUNK
     heads = (KV_HEADS * group, KV_HEADS, KV_HEADS, KV_HEADS * group)
-    return [jnp.asarray(rng.normal(size=(ROWS, seq, number, HEAD_DIM)), dtype) for number in heads]
+    return [rng.normal(size=(ROWS, seq, number, HEAD_DIM)).astype(dtype) for number in heads]
 
 
 def documents(rng, size, mean):
     """The document of each position of rows, of ``mean`` positions each."""
-    return jnp.asarray(np.cumsum(rng.random((ROWS, 2 * size * CHUNK)) < 1 / mean, axis=1), jnp.int32)
+    return np.cumsum(rng.random((ROWS, 2 * size * CHUNK)) < 1 / mean, axis=1, dtype=np.int32)
 
 
 def chunks_of(whole, index, size):
     """The chunks of one device of a context axis."""
-    chunks = jnp.split(whole, 2 * size, axis=1)
-    return jnp.concatenate([chunks[index], chunks[-1 - index]], axis=1)
+    chunks = np.split(whole, 2 * size, axis=1)
+    return np.concatenate([chunks[index], chunks[-1 - index]], axis=1)
 
 
 def in_order(by_device, size):
     """The chunks of all devices, in the order of the sequence."""
-    chunks = jnp.split(by_device, 2 * size, axis=1)
-    return jnp.concatenate(chunks[::2] + chunks[:0:-2], axis=1)
+    own = np if isinstance(by_device, np.ndarray) else jnp  # NumPy compiles nothing
+    chunks = own.split(by_device, 2 * size, axis=1)
+    return own.concatenate(chunks[::2] + chunks[:0:-2], axis=1)
 
 
+@partial(jax.jit, static_argnums=4)
 def expected(q, k, v, ct, scale, segments=None):
     out, backward = jax.vjp(partial(plain, scale=scale, segments=segments), q, k, v)
     return out, *backward(ct)
@@ -66,7 +68,7 @@ def found(q, k, v, ct, *, size, scale, segments=None, kernel=WRITTEN_OUT):
 
     @jax.jit
     def on_device(index, q, own, whole, ct, of_own):
-        numbers = None if segments is None else (of_own, segments)
+        numbers = None if segments is None else (of_own, jnp.asarray(segments))
         attend = partial(
             chunked_causal_attention, chunk_of_context=(index, size), segments=numbers, scale=scale, kernel=kernel
         )
@@ -79,8 +81,8 @@ def found(q, k, v, ct, *, size, scale, segments=None, kernel=WRITTEN_OUT):
         on_device(index, q, own, (k, v), ct, of_own)
         for index, q, own, ct, of_own in zip(range(size), local(q), own, local(ct), local(segments), strict=True)
     ]
-    outs, dqs, d_own, d_whole = zip(*each, strict=True)
-    whole_of = lambda parts: in_order(jnp.concatenate(parts, axis=1), size)
+    outs, dqs, d_own, d_whole = zip(*jax.device_get(each), strict=True)
+    whole_of = lambda parts: in_order(np.concatenate(parts, axis=1), size)
     by_array = zip(zip(*d_own, strict=True), zip(*d_whole, strict=True), strict=True)
     return whole_of(outs), whole_of(dqs), *(whole_of(own) + sum(whole) for own, whole in by_array)
 
@@ -153,8 +155,8 @@ def test_devices_that_gather_keys_have_the_output_and_gradients_of_whole_attenti
         out, backward = jax.vjp(attend, q, k, v)
         return out, *backward(ct)
 
-    by_device = lambda x: None if x is None else jnp.concatenate([chunks_of(x, c, size) for c in range(size)], axis=1)
-    got = [in_order(x, size) for x in on_device(*map(by_device, (*given, segments)))]
+    by_device = lambda x: None if x is None else np.concatenate([chunks_of(x, c, size) for c in range(size)], axis=1)
+    got = [in_order(x, size) for x in jax.device_get(on_device(*map(by_device, (*given, segments))))]
     assert_same(got, list(expected(*given, 0.5, segments)))
 
 
@@ -162,14 +164,15 @@ def test_sums_of_16_bit_floats_are_in_float32(rng):
     given = arrays(rng, 2, 2, jnp.bfloat16)
     got = found(*given, size=2, scale=0.5)
     assert {each.dtype for each in got} == {jnp.dtype(jnp.bfloat16)}
-    wide = [each.astype(jnp.float32) for each in given]
-    assert_same([each.astype(jnp.float32) for each in got], list(expected(*wide, 0.5)), within=2e-2)
+    wide = [each.astype(np.float32) for each in given]
+    assert_same([each.astype(np.float32) for each in got], list(expected(*wide, 0.5)), within=2e-2)
 
 
 def test_the_scale_is_by_head_dim_unless_it_is_given(x64, rng):
     q, k, v, _ = arrays(rng, 1, 1)
-    attend = partial(chunked_causal_attention, q, (k, v), (k, v), chunk_of_context=(0, 1), kernel=WRITTEN_OUT)
-    np.testing.assert_array_equal(attend(), attend(scale=HEAD_DIM**-0.5))
+    attend = partial(chunked_causal_attention, chunk_of_context=(0, 1), kernel=WRITTEN_OUT)
+    found, told = (jax.jit(partial(attend, **how))(q, (k, v), (k, v)) for how in ({}, {"scale": HEAD_DIM**-0.5}))
+    np.testing.assert_array_equal(found, told)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pytest
 import jaxpar
 from jaxpar.__main__ import main
 from jaxpar.commands.train import RECIPES, path_of
+from jaxpar.report import regression
 from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -103,18 +104,20 @@ def test_the_wheel_has_the_same_recipes(wheel):
         names = archive.namelist()
     there = [path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".py", ".csv", ".jsonl")]
     assert inside == {f"jaxpar/recipes/{path.relative_to(ROOT / 'recipes')}": path.read_bytes() for path in there}
-    assert "jaxpar/py.typed" in names
+    tracked = run("git", "ls-files", "jaxpar", cwd=ROOT).splitlines()
+    assert set(tracked) <= set(names), "with the files that modules read"
     assert not [name for name in names if not name.startswith(("jaxpar/", "jaxpar-"))], "nothing else at the top"
 
 
 def test_the_installed_program_trains_far_from_the_repository(installed, tmp_path):
     program = installed / "python"
-    script = "import sys; from jaxpar.__main__ import main; sys.exit(main())"
-    call = lambda *words: run(program, "-c", script, *words, cwd=tmp_path, JAX_PLATFORMS="cpu")
-    assert call("--version") == f"jaxpar {jaxpar.__version__}\n"
-    where = run(program, "-c", "import jaxpar; print(jaxpar.__file__)", cwd=tmp_path, JAX_PLATFORMS="cpu")
-    assert Path(where.strip()).is_relative_to(installed.parent)
-    said = call("train", "house-prices", "--fake-devices", "2", "--mesh.data", "2", "--dry-run")
+    script = """import sys; import jaxpar; from jaxpar.__main__ import main
+print(jaxpar.__file__, main(["--version"])); sys.exit(main())"""
+    words = ("train", "house-prices", "--fake-devices", "2", "--mesh.data", "2", "--dry-run")
+    said = run(program, "-c", script, *words, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    version, where, *_ = said.splitlines()
+    assert version == f"jaxpar {jaxpar.__version__}"
+    assert Path(where.removesuffix(" 0")).is_relative_to(installed.parent)
     assert "47 rows of portland_houses.csv" in said
     assert "all-reduce" in said
 
@@ -157,31 +160,33 @@ def test_a_recipe_of_the_command_is_named_as_it_was_called(name, capsys, monkeyp
     assert ".py" not in said
 
 
+def test_a_recipe_ends_with_a_command_by_which_it_was_called(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["bin/jaxpar"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("JAXPAR_LOG_SECONDS", "0")
+    monkeypatch.chdir(tmp_path)
+    for plot in ("plot_loss", "plot_surface", "plot_errors"):
+        monkeypatch.setattr(regression, plot, lambda *_: None)
+    main(["train", "house-prices", "--steps", "3", "--out-dir", "my runs/1"])
+    (line,) = re.findall("^try it: (.*)", capsys.readouterr().out, re.MULTILINE)
+    assert line.startswith("jaxpar train house-prices --out-dir 'my runs/1' --predict ")
+    assert main(shlex.split(line.partition("jaxpar ")[2])) == 0, "it works as it is"
+    assert re.match(r"price_usd -?[\d,]+ for area_ft2 ", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("program", "called"),
     [("bin/jaxpar", "jaxpar"), ("jaxpar/__main__.py", "python -m jaxpar")],
     ids=["script", "module"],
 )
-def test_a_recipe_ends_with_a_command_by_which_it_was_called(program, called, capsys, monkeypatch, tmp_path):
+def test_the_help_of_an_installed_recipe_names_the_command_and_no_script(program, called, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [program])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("JAXPAR_LOG_SECONDS", "0")
-    monkeypatch.chdir(tmp_path)
-    main(["train", "house-prices", "--steps", "3", "--out-dir", "my runs/1"])
-    (line,) = re.findall("^try it: (.*)", capsys.readouterr().out, re.MULTILINE)
-    assert line.startswith(f"{called} train house-prices --out-dir 'my runs/1' --predict ")
-    *_, name = called.split()
-    assert main(shlex.split(line.partition(f"{name} ")[2])) == 0, "it works as it is"
-    assert re.match(r"price_usd -?[\d,]+ for area_ft2 ", capsys.readouterr().out)
-
-
-def test_the_help_of_an_installed_recipe_names_the_command_and_no_script(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["jaxpar"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit, match="0"):
         main(["train", "house-prices", "--help"])
     said = capsys.readouterr().out
-    assert "jaxpar train house-prices --predict 1650 3" in said
+    assert said.startswith(f"usage: {called} train house-prices [-h]")
+    assert f"{called} train house-prices --predict 1650 3" in said
     assert "recipes/house_prices.py" not in said
 
 

@@ -15,7 +15,7 @@ import jaxpar
 from jaxpar.data.batches import pad_rows
 from jaxpar.data.packing import IGNORED, Documents, PackedRows, fit, pack
 from jaxpar.models import transformer
-from jaxpar.models.transformer.attention import positions_in
+from jaxpar.models.transformer.attention import Span
 from jaxpar.models.transformer.layers import Stream
 from jaxpar.tensor_parallel import sequence_parallel
 from tests.support import tiny
@@ -145,7 +145,7 @@ def test_long_examples_are_refused_with_their_place_and_the_seq_that_holds_them(
     ):
         fit(documents, 5, "refuse")
     assert len(fit(documents, 11, "refuse")[0]) == 3
-    with pytest.raises(ValueError, match=r'must be "refuse", "drop" or "cut"; got \'shorten\''):
+    with pytest.raises(ValueError, match=r"must be one of refuse, drop, cut; got \'shorten\'"):
         fit(documents, 5, "shorten")
 
 
@@ -190,19 +190,31 @@ def mean_and_grads(config):
     return jit(jax.value_and_grad(mean))
 
 
-SLOW = pytest.mark.slow  # the other families are tested on meshes, below
+SLOW = pytest.mark.slow  # in the fast tier each family is tested once, here or on meshes, below
 
 
-@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=SLOW), pytest.param("llama", marks=SLOW), "bloom"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=SLOW), "bloom"])
 def test_packed_documents_have_the_loss_and_gradients_of_documents_apart(x64, family):
+    """For a BLOOM also with a kernel that takes a bias alone; on a mesh, where each device runs it on its own heads."""
     seed = tiny.fresh_seed()
     config = dataclasses.replace(FAMILIES[family], compute_dtype="float64")
     together, apart = packed_and_apart(seed, np.float64)
     assert together["weight"].sum() < 24, "some documents share a row"
     params, run = make_params(config, seed=seed), mean_and_grads(config)
-    assert_same(run(params, together), run(params, apart), message=f"seed {seed}")
+    wanted = run(params, apart)
+    assert_same(run(params, together), wanted, message=f"seed {seed}")
+    if family == "bloom":
+        config = dataclasses.replace(config, attention=partial(jaxpar.flash_attention, kernel=fused))
+        assert_same(on_mesh(config, params, together, jaxpar.make_mesh(data=4, tensor=2)), wanted)
 
 
+def on_mesh(config, params, batch, mesh, constrain=None, **settings):
+    model = transformer.make_model(config, **({"constrain": constrain} if constrain else {}))
+    run = jit(jaxpar.value_and_grad(model, loss, mesh, **settings))
+    return run(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(batch, mesh))
+
+
+@SLOW
 def test_packed_documents_have_the_loss_of_documents_apart_in_float32():
     config = FAMILIES["llama"]
     together, apart = packed_and_apart(5, np.float32)
@@ -215,10 +227,10 @@ def test_packed_documents_have_the_loss_of_documents_apart_in_float32():
 @pytest.mark.parametrize(
     ("family", "mesh_sizes", "schedule", "constrain"),
     [
-        ("gpt2", (2, 2, 2), "zb-h1", None),
+        pytest.param("gpt2", (2, 2, 2), "zb-h1", None, marks=SLOW),
         ("llama", (2, 2, 2), "1f1b", sequence_parallel),
-        pytest.param("bloom", (1, 4, 2), "zb-h1", None, marks=pytest.mark.slow),
-        pytest.param("llama", (4, 1, 2), "1f1b", None, marks=pytest.mark.slow),
+        pytest.param("bloom", (1, 4, 2), "zb-h1", None, marks=SLOW),
+        pytest.param("llama", (4, 1, 2), "1f1b", None, marks=SLOW),
     ],
 )
 def test_packed_documents_have_that_loss_and_those_gradients_on_meshes(x64, family, mesh_sizes, schedule, constrain):
@@ -228,13 +240,11 @@ def test_packed_documents_have_that_loss_and_those_gradients_on_meshes(x64, fami
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
     together, apart = packed_and_apart(seed, np.float64)
     params = make_params(config, seed=seed)
-    model = transformer.make_model(config, **({"constrain": constrain} if constrain else {}))
-    value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, schedule=schedule)
-    got = jit(value_and_grad)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(together, mesh))
+    got = on_mesh(config, params, together, mesh, constrain, num_microbatches=2, schedule=schedule)
     assert_same(got, mean_and_grads(config)(params, apart), message=f"seed {seed}")
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-v"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
 def test_packed_documents_have_that_loss_in_every_schedule(x64, family, schedule):
@@ -243,23 +253,11 @@ def test_packed_documents_have_that_loss_in_every_schedule(x64, family, schedule
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
     together, apart = packed_and_apart(seed, np.float64)
     params = make_params(config, seed=seed)
-    run = jaxpar.value_and_grad(transformer.make_model(config), loss, mesh, num_microbatches=4, schedule=schedule)
-    got = jit(run)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(together, mesh))
+    got = on_mesh(config, params, together, mesh, num_microbatches=4, schedule=schedule)
     assert_same(got, mean_and_grads(config)(params, apart), message=f"seed {seed}")
 
 
-def test_a_fused_kernel_gets_the_documents_as_a_bias():
-    """A kernel that takes a bias alone; on a mesh, where each device runs it on its own heads."""
-    family = "bloom"
-    config = dataclasses.replace(FAMILIES[family], attention=partial(jaxpar.flash_attention, kernel=fused))
-    together, _ = packed_and_apart(5, np.float32)
-    params, mesh = make_params(config, dtype=np.float32), jaxpar.make_mesh(data=4, tensor=2)
-    run = jaxpar.value_and_grad(transformer.make_model(config), loss, mesh)
-    got = jit(run)(jaxpar.shard(params, shardings(config, mesh)), jaxpar.shard_batch(together, mesh))
-    assert_same(got, mean_and_grads(FAMILIES[family])(params, together), within=1e-5)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=SLOW), pytest.param("llama", marks=SLOW), "bloom"])
 def test_no_position_sees_another_document(family):
     """By gradients: each output depends on the inputs of its own document up to its position, and on none else."""
     config = FAMILIES[family]
@@ -278,4 +276,4 @@ def test_no_position_sees_another_document(family):
 
 def test_positions_begin_anew_where_the_segment_changes():
     segments = jnp.asarray([[0, 0, 1, 1, 1, 4, 0, 0], [7, 7, 7, 7, 7, 7, 7, 7]])
-    np.testing.assert_array_equal(positions_in(segments), [[0, 1, 0, 1, 2, 0, 0, 1], range(8)])
+    np.testing.assert_array_equal(Span.packed(segments).positions, [[0, 1, 0, 1, 2, 0, 0, 1], range(8)])

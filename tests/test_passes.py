@@ -18,7 +18,8 @@ def layer_of(constrain):
     shape = transformer.preset("llama3.1-8b", compute_dtype="float64", vocab_multiple=8)
     sizes = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 24, "vocab_size": 64}
     shape = dataclasses.replace(shape, **sizes)
-    params = jax.tree.map(lambda p: p[0], init_params(transformer.param_table(shape), jax.random.key(0), jnp.float64))
+    init = lambda key: jax.tree.map(lambda p: p[0], init_params(transformer.param_table(shape), key, jnp.float64))
+    params = jax.jit(init)(jax.random.key(0))
     model = transformer.make_model(shape, **({"constrain": constrain} if constrain else {}))
     return model.layers(1)[0], params["layers"]
 
@@ -84,8 +85,8 @@ def test_gradients_of_weights_that_are_sums_are_made_before_they_are_added(x64):
     layer, params = layer_of(None)
     draw = lambda key: jax.random.normal(jax.random.key(key), (1, 8, 16), jnp.float64)
     split, leaves = split_layer(layer, params, draw(1)), jax.tree.leaves(params)
-    _, b, w = split.forward_and_store(leaves, [draw(1)])
-    _, kept = split.backward_input(leaves, b, w, [draw(2)])
+    _, b, w = jax.jit(split.forward_and_store)(leaves, [draw(1)])
+    _, kept = jax.jit(split.backward_input)(leaves, b, w, [draw(2)])
     weights = {orders: jax.jit(LayerPasses(split, orders).backward_weights) for orders in (False, True)}
     barriers = [f.lower(leaves, w, kept).as_text().count("optimization_barrier") for f in weights.values()]
     assert barriers == [0, 2], "the scales of both norms"

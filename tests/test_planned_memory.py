@@ -4,6 +4,7 @@ Each job has the memory of its compiled step as it was recorded. Compiling them 
 `make check-gpu` installs. `python -m tests.test_planned_memory` prints what each job needs.
 """
 
+import functools
 import sys
 
 import jax
@@ -68,6 +69,7 @@ JOBS = [
 ]
 
 
+@functools.cache  # which keeps what is traced
 def shape_of(model):
     sizes = {"num_layers": 16, "embed_dim": 512, "num_heads": 8, "vocab_size": 4096, "max_positions": SEQ}
     name, _, parallel = model.partition(", ")

@@ -145,8 +145,11 @@ def refused(capsys, out_dir, *flags):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--hidden-layers 7", "--hidden-layers must be even, since they come in pairs; got 7. Choose 2, 4, 6 or 8."),
-        ("--hidden-layers 0", "--hidden-layers must be even, since they come in pairs; got 0"),
+        (
+            "--hidden-layers 7",
+            "--hidden-layers must be even, since hidden layers come in pairs; got 7. Choose 2, 4, 6 or 8.",
+        ),
+        ("--hidden-layers 0", "--hidden-layers must be even, since hidden layers come in pairs; got 0"),
         ("--width 0", "--width must be at least 1; got 0. Choose such as 64."),
         (
             "--width 30 --mesh.tensor 4",

@@ -500,7 +500,7 @@ def test_watch_shows_a_run_that_still_compiles_and_reloads_once_it_trains(data, 
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("report.json", "[1]", "must hold an object; got list"),
+        ("report.json", "[1]", "must be an object; got [1]"),
         ("report.json", '{"timeline": {"ops": []}}', "must be as this version of jaxpar writes them"),
         ("expert_loads.json", '{"loads": [["low"]]}', "must be as this version of jaxpar writes them"),
         ("metrics.jsonl", '{"step": 0, "loss": "low"}\n', "each an object of numbers"),

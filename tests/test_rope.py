@@ -163,9 +163,9 @@ def test_generated_rows_are_rotated_by_their_own_lengths_and_keys_keep_their_rot
             {"kind": "llama3", "beta_fast": 8.0, "truncate": False},
             "got beta_fast=8.0, truncate=False. Leave out beta_fast",
         ),
-        ({"kind": "yarn", "beta_slow": float("nan")}, "beta_slow of a rope scaling must be a positive number; got nan"),
-        ({"kind": "linear", "factor": float("inf")}, "factor of a rope scaling must be a positive number; got inf"),
-        ({"kind": "dynamic", "original_positions": 0}, "original_positions must be positive; got 0. Give the length"),
+        ({"kind": "yarn", "beta_slow": float("nan")}, "beta_slow must be positive; got nan"),
+        ({"kind": "linear", "factor": float("inf")}, "factor must be at least 1; got inf"),
+        ({"kind": "dynamic", "original_positions": 0}, "original_positions must be at least 1; got 0. Give the length"),
     ],
 )
 def test_a_scaling_that_cannot_be_is_refused(fields, message):

@@ -268,7 +268,7 @@ def test_nothing_stored_is_shaped_like_weights_or_depends_on_weights_alone(x64, 
     layer, (params, x, ct) = layer_of(blocks), draw(np.random.default_rng(0), blocks)
     split = split_layer(layer, params, x)
     if block not in WEIGHTS_IN_LOOPS:
-        for shape in (*split.residuals_b, *split.residuals_w, *split.cotangents_w):
+        for shape in (*split.shapes("residuals_b"), *split.shapes("residuals_w"), *split.shapes("cotangents_w")):
             assert NUM_ROWS in shape.shape, f"{shape} has no dim of rows, as only weights have none"
 
     def from_f_to_w(p, x, ct):
@@ -321,9 +321,9 @@ def test_b_and_w_of_a_transformer_layer_have_the_flops_of_its_whole_backward_pas
     params, x, split = transformer_layer
     p, ct = jax.tree.leaves(params), [x["h"]]
     whole = flops(lambda vjp, ct: vjp(ct), jax.eval_shape(residuals, params, x), x["h"])
-    b = flops(split.backward_input, p, split.residuals_b, split.residuals_w, ct)
-    w = flops(split.backward_weights, p, split.residuals_w, split.cotangents_w)
-    both = flops(split.backward, p, split.residuals_b, split.residuals_w, ct)
+    b = flops(split.backward_input, p, split.shapes("residuals_b"), split.shapes("residuals_w"), ct)
+    w = flops(split.backward_weights, p, split.shapes("residuals_w"), split.shapes("cotangents_w"))
+    both = flops(split.backward, p, split.shapes("residuals_b"), split.shapes("residuals_w"), ct)
     assert 0.98 * whole <= b + w <= 1.02 * whole, f"B {b:.3g} + W {w:.3g}, whole {whole:.3g}: {(b + w) / whole:.3f}"
     assert 0.98 * whole <= both <= 1.02 * whole, f"both at once {both:.3g}, whole {whole:.3g}: {both / whole:.3f}"
     assert 0.3 < w / (b + w) < 0.7, f"B {b:.3g} and W {w:.3g} must be about equal, to fill a tick each"
@@ -332,7 +332,7 @@ def test_b_and_w_of_a_transformer_layer_have_the_flops_of_its_whole_backward_pas
 def test_a_transformer_layer_stores_less_than_vjp_keeps(transformer_layer):
     params, x, split = transformer_layer
     kept_by_vjp = num_bytes(jax.eval_shape(residuals, params, x)) - num_bytes(params)
-    stored = num_bytes([split.residuals_b, split.residuals_w])
+    stored = num_bytes([split.shapes("residuals_b"), split.shapes("residuals_w")])
 
     assert stored < kept_by_vjp, f"stored {stored} bytes, vjp keeps {kept_by_vjp}"
 
@@ -340,7 +340,7 @@ def test_a_transformer_layer_stores_less_than_vjp_keeps(transformer_layer):
 def test_a_checkpointed_transformer_layer_stores_only_its_input(transformer_layer):
     params, x, _ = transformer_layer
     split = split_layer(jax.checkpoint(tiny_gpt.layer), params, x)
-    stored = [*split.residuals_b, *split.residuals_w]
+    stored = [*split.shapes("residuals_b"), *split.shapes("residuals_w")]
     assert num_bytes(stored) <= num_bytes(jax.tree.leaves(x)), f"{stored} stored, {jax.tree.leaves(x)} in x"
 
 
@@ -359,11 +359,16 @@ def test_params_that_are_only_cast_to_a_smaller_dtype_are_taken_cast():
     cast = split.cast(jax.tree.leaves(params))
     assert [leaf.dtype for leaf in cast] == [jnp.float32, jnp.bfloat16, jnp.bfloat16], "scale is read as it is too"
 
-    y, residuals_b, residuals_w = split.forward_and_store(cast, [x])
-    dx, kept = split.backward_input(cast, residuals_b, residuals_w, [ct])
-    dp = split.backward_weights(cast, residuals_w, kept)
-    want_y, vjp = jax.vjp(mixed_layer, params, x)
-    want_dp, want_dx = vjp(ct)
+    y, residuals_b, residuals_w = jax.jit(split.forward_and_store)(cast, [x])
+    dx, kept = jax.jit(split.backward_input)(cast, residuals_b, residuals_w, [ct])
+    dp = jax.jit(split.backward_weights)(cast, residuals_w, kept)
+
+    @jax.jit
+    def whole(params, x, ct):
+        y, vjp = jax.vjp(mixed_layer, params, x)
+        return y, *vjp(ct)
+
+    want_y, want_dp, want_dx = whole(params, x, ct)
     got = (y, dict(zip(params, dp, strict=True)), dx)
     assert_same(got, ([want_y], want_dp, [want_dx]), within=0.02)  # bfloat16
     assert [g.dtype for g in dp] == [jnp.float32] * 3, "gradients have their params' dtype"
@@ -377,8 +382,8 @@ def test_stacked_params_are_cast_once_and_not_in_the_ops():
     cast = jax.eval_shape(split.cast, leaves)
     ops = {
         "F": jax.make_jaxpr(split.forward_and_store)(cast, [x]),
-        "B": jax.make_jaxpr(split.backward_input)(cast, split.residuals_b, split.residuals_w, [x]),
-        "W": jax.make_jaxpr(split.backward_weights)(cast, split.residuals_w, split.cotangents_w),
+        "B": jax.make_jaxpr(split.backward_input)(cast, split.shapes("residuals_b"), split.shapes("residuals_w"), [x]),
+        "W": jax.make_jaxpr(split.backward_weights)(cast, split.shapes("residuals_w"), split.shapes("cotangents_w")),
     }
     for op, jaxpr in ops.items():
         weights = [v for v in jaxpr.jaxpr.invars if v.aval.shape in ((16, 8), (8, 16)) and v.aval.dtype == jnp.bfloat16]
@@ -402,7 +407,11 @@ def test_what_is_stored_takes_the_fewest_bytes_on_a_device(num_shards):
     }
     x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
     split = split_layer(layer, params, x, ParamShards((1, 0, None), num_shards))
-    dtypes = [residual.dtype for residual in [*split.residuals_b, *split.residuals_w] if residual.shape == x.shape]
+    dtypes = [
+        residual.dtype
+        for residual in [*split.shapes("residuals_b"), *split.shapes("residuals_w")]
+        if residual.shape == x.shape
+    ]
     # x itself is float32: W reads it.
     expected = ["bfloat16", "float32"] if num_shards == 1 else ["float32", "float32"]
     assert sorted(map(str, dtypes)) == expected

@@ -181,7 +181,7 @@ def test_a_template_runs_in_a_sandbox(tmp_path, template):
 def test_a_template_may_refuse_messages_and_knows_no_date(tmp_path):
     refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}"
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=refusing))
-    with pytest.raises(ValueError, match="got 'begin with the user' from that of"):
+    with pytest.raises(ValueError, match="got begin with the user in the template of"):
         own.render(CHAT)
     dated = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% else %}no date{% endif %}"
     assert read_tokenizer(write_tokenizer(tmp_path / "dated", template=dated)).render(CHAT, ask=True)[0] == "no date"

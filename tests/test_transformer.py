@@ -152,10 +152,8 @@ def test_attention_in_float32_gives_the_numbers_of_float64(x64, family):
     config, rng = FAMILIES[family], np.random.default_rng(0)
     q = rng.normal(size=(2, SEQ, config.num_heads, config.head_dim))
     k, v = rng.normal(size=(2, 2, SEQ, config.kv_heads, config.head_dim))
-    wide, narrow = (
-        attend(config, *(jnp.asarray(a, dtype) for a in (q, k, v)), jnp.arange(SEQ)[None])
-        for dtype in ("float64", "float32")
-    )
+    run = jit(lambda *qkv: attend(config, *qkv, jnp.arange(SEQ)[None]))
+    wide, narrow = (run(*(a.astype(dtype) for a in (q, k, v))) for dtype in ("float64", "float32"))
     assert_same(narrow, cast(wide, np.float32), within=1e-5)
 
 
@@ -171,7 +169,7 @@ def test_no_position_sees_those_ahead(family):
         return model.head(params["outer"], h)[0].sum(-1)
 
     h = jnp.asarray(np.random.default_rng(0).normal(size=(SEQ, EMBED)), jnp.float32)
-    reached = jnp.abs(jax.jacrev(outputs)(h)).sum(-1) > 0
+    reached = jnp.abs(jit(jax.jacrev(outputs))(h)).sum(-1) > 0
     np.testing.assert_array_equal(reached, np.tri(SEQ, dtype=bool))
 
 
@@ -198,7 +196,7 @@ def test_statistics_are_taken_in_float32_and_gradients_come_in_the_dtype_of_the_
     params, batch = make_params(config), make_batch()
     want, want_grads = reference(config, params, batch)
     narrow = dataclasses.replace(config, compute_dtype="bfloat16")
-    assert transformer.make_model(narrow).apply(params, batch).dtype == jnp.bfloat16
+    assert jax.eval_shape(transformer.make_model(narrow).apply, params, batch).dtype == jnp.bfloat16
     got, grads = reference(narrow, params, batch)
     assert_same(got, want, within=2e-2)
     assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
@@ -221,7 +219,7 @@ def test_float16_has_the_scores_of_a_whole_pass_when_it_generates():
     config = dataclasses.replace(FAMILIES["bloom"], compute_dtype="float16", num_layers=1)
     params, tokens = make_params(config, dtype=np.float32), make_batch()["tokens"][:2, :4]
     drawn = transformer.generate(config, params, tokens, 1)
-    scores = transformer.make_model(config).apply(params, {"tokens": tokens})
+    scores = jit(transformer.make_model(config).apply)(params, {"tokens": tokens})
     np.testing.assert_array_equal(drawn[:, 4], scores[:, 3].argmax(-1))
 
 
@@ -232,7 +230,7 @@ def test_a_token_outside_the_vocabulary_gives_nan_and_no_other_rows_numbers(toke
     tokens = np.zeros((2, 3), np.int32)
     tokens[1, 2] = token
     outer = make_params(config)["outer"]
-    h = transformer.make_model(config).embed(outer, {"tokens": tokens.astype(dtype)})
+    h = jit(transformer.make_model(config).embed)(outer, {"tokens": tokens.astype(dtype)})
     is_nan = np.isnan(h).all(-1)
     np.testing.assert_array_equal(is_nan, [[False, False, False], [False, False, True]])
     assert np.isnan(h).sum() == EMBED
@@ -252,7 +250,7 @@ def test_rows_that_fill_up_the_vocabulary_change_no_number():
 
 def test_a_new_model_is_as_unsure_as_can_be():
     config = dataclasses.replace(FAMILIES["gpt2"], embed_dim=64)
-    params = init_params(transformer.param_table(config), jax.random.key(0))
+    params = jit(lambda key: init_params(transformer.param_table(config), key))(jax.random.key(0))
     value, _ = reference(config, params, make_batch())
     np.testing.assert_allclose(value, np.log(VOCAB), rtol=0.05)
 

@@ -77,7 +77,7 @@ class Partition:
 
     def flops_of(self, nodes: Iterable[Node]) -> int:
         """Returns the FLOPs of the matrix products on one device, 2 for a multiplication and an addition."""
-        return sum(_dot_flops(self.graph, node) for node in nodes if node.name == "dot_general")
+        return sum(dot_flops(self.graph, node) for node in nodes if node.name == "dot_general")
 
     def shapes(self, values: Iterable[int]) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of values on one device."""
@@ -168,7 +168,8 @@ def shard_shape(aval: Any, cut: Cut, num_shards: int) -> Any:
     return jax.ShapeDtypeStruct(shape, aval.dtype)
 
 
-def _dot_flops(graph: Graph, node: Node) -> int:
+def dot_flops(graph: Graph, node: Node) -> int:
+    """Returns the FLOPs of a matrix product with the shapes of a graph."""
     (contract_l, contract_r), _ = node.equation.params["dimension_numbers"]
     left, right = (graph.avals[i].shape for i in node.inputs)
     # The sharding of a contracted dim may be known for one side only.

@@ -66,10 +66,12 @@ def with_remat(
     model: LayeredModel, remat: bool | Callable[..., Any], shards: ParamShards | None = None
 ) -> LayeredModel:
     """Returns the model with ``apply_remat`` for its layers, and a checkpoint around its embedding, which may have some too."""
-    layers = model.wrap_layers(apply_remat(remat, shards))
-    if remat is False:
-        return layers
-    return replace(layers, embed=jax.checkpoint(model.embed, policy=None if remat is True else remat))
+    return replace(model.wrap_layers(apply_remat(remat, shards)), embed=_checkpointed(model.embed, remat))
+
+
+def _checkpointed(function: Callable[..., PyTree], remat: bool | Callable[..., Any]) -> Callable[..., PyTree]:
+    """The function with one checkpoint around it, unless ``remat`` is False."""
+    return function if remat is False else jax.checkpoint(function, policy=None if remat is True else remat)
 
 
 def forward_with_remat(
@@ -86,9 +88,7 @@ def forward_with_remat(
     """
     if isinstance(model, LayeredModel):
         return with_remat(model, remat, shards).apply
-    if remat is False:
-        return model
-    return jax.checkpoint(model, policy=None if remat is True else remat)
+    return _checkpointed(model, remat)
 
 
 def min_cut_remat(layer: Layer) -> Layer:

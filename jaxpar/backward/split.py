@@ -32,7 +32,6 @@ from jaxpar.dtypes import float_indices, is_float, merge
 from jaxpar.trainable import trained_indices
 
 Arrays = Sequence[Any]
-Numbers = Sequence[int]
 
 
 class Plan(NamedTuple):
@@ -63,21 +62,6 @@ class SplitLayer:
         """Returns the shapes of the values of a name."""
         avals = [self.graph.avals[number] for number in self.values[name]]
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-
-    @property
-    def residuals_b(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the values that the forward pass stores for B alone."""
-        return self.shapes("residuals_b")
-
-    @property
-    def residuals_w(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the values that it stores for W, or for both."""
-        return self.shapes("residuals_w")
-
-    @property
-    def cotangents_w(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes of the values that B stores for W."""
-        return self.shapes("cotangents_w")
 
     def cast(self, params: Arrays) -> list:
         """Returns params in the dtypes that the other functions take; works on stacked layers too."""
@@ -115,39 +99,30 @@ class TracedLayer:
 
     Attributes:
         graph: The graph.
-        p: Params.
-        x: Inputs.
-        ct: Cotangents of the outputs that are floats.
-        y: Outputs.
-        dx: Gradients of the inputs that are floats.
-        dp: Gradients of the params that are trained.
+        values: "params", "x", "ct" of the outputs that are floats, "y", "dx" of the inputs that are floats, and "dp" of the
+            params that are trained.
         y_floats: Which outputs are floats.
     """
 
     graph: Graph
-    p: Numbers
-    x: Numbers
-    ct: Numbers
-    y: Numbers
-    dx: Numbers
-    dp: Numbers
+    values: dict[str, list[int]]
     y_floats: Sequence[int]
 
     def split(self, shards: ParamShards | None = None) -> SplitLayer:
         """Returns the layer split into forward pass, B and W; ``shards`` as for ``split_layer``."""
         parts = _classify(self)
         num_bytes = self.graph.num_bytes if shards is None else self._on_device(shards).num_bytes
-        return SplitLayer(self.graph, *_make_plans(self, parts, _choose_stored(self, parts, num_bytes)))
+        values = self.values | _choose_stored(self, parts, num_bytes)
+        return SplitLayer(self.graph, values, _make_plans(self.graph, values, parts))
 
     def _on_device(self, shards: ParamShards) -> Graph:
         """The graph with the shapes on a device. Layers follow each other: input and cotangent are sharded like the output."""
-        graph, y = self.graph, self.y
-        cuts = shards.partition(graph, self.p).cuts
-        ends = {i: cuts.get(y[n]) for n, i in zip(self.y_floats, self.ct, strict=True)}
-        ends |= {
-            i: cuts.get(o) for i, o in zip(self.x, y, strict=False) if graph.avals[i].shape == graph.avals[o].shape
-        }
-        return shards.partition(graph, self.p, ends).graph
+        graph, y, params = self.graph, self.values["y"], self.values["params"]
+        cuts = shards.partition(graph, params).cuts
+        same_shape = lambda i, o: graph.avals[i].shape == graph.avals[o].shape
+        ends = {i: cuts.get(y[n]) for n, i in zip(self.y_floats, self.values["ct"], strict=True)}
+        ends |= {i: cuts.get(o) for i, o in zip(self.values["x"], y, strict=False) if same_shape(i, o)}
+        return shards.partition(graph, params, ends).graph
 
 
 def split_layer(
@@ -186,7 +161,7 @@ def trace_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: Py
     p, x, ct = _divide(graph.inputs, len(p_leaves), len(x_leaves), len(y_floats))
     graph = graph.narrow(p)
     y, dx, dp = _divide(graph.outputs, len(y_leaves), len(floats), len(own))
-    return TracedLayer(graph, p, x, ct, y, dx, dp, y_floats)
+    return TracedLayer(graph, {"params": p, "x": x, "ct": ct, "y": y, "dx": dx, "dp": dp}, y_floats)
 
 
 class _Parts(NamedTuple):
@@ -206,27 +181,28 @@ class _Parts(NamedTuple):
 
 def _classify(layer: TracedLayer) -> _Parts:
     """Divides the values and side effects of a layer into those of the forward pass, of B and of W."""
-    graph, of_x, of_ct = layer.graph, layer.graph.reached(layer.x), layer.graph.reached(layer.ct)
-    for_y = {i for node in graph.needed(layer.y, ()) for i in node.outputs}
+    graph, values = layer.graph, layer.values
+    of_x, of_ct = graph.reached(values["x"]), graph.reached(values["ct"])
+    for_y = {i for node in graph.needed(values["y"], ()) for i in node.outputs}
     deferred = {i for n in graph.nodes if n.in_remat for i in n.outputs if i in of_x and i not in for_y}
-    backward = graph.reached({*layer.ct, *deferred})
+    backward = graph.reached({*values["ct"], *deferred})
     forward = of_x - backward
     of_params = set(graph.avals) - forward - backward
 
     effects = [node for node in graph.nodes if node.has_effects]
     in_forward = [node for node in effects if not node.in_remat and backward.isdisjoint(node.inputs)]
     in_backward = [node for node in effects if not of_ct.isdisjoint(node.inputs)]
-    for_dx = graph.needed(layer.dx, of_params | forward)
-    made_by_b = {*layer.ct, *(i for node in for_dx for i in node.outputs)}
+    for_dx = graph.needed(values["dx"], of_params | forward)
+    made_by_b = {*values["ct"], *(i for node in for_dx for i in node.outputs)}
     in_b = [node for node in in_backward if of_ct.intersection(node.inputs) <= made_by_b]
     return _Parts(of_params, forward, in_forward, in_b, [node for node in in_backward if node not in in_b])
 
 
 def _choose_stored(layer: TracedLayer, parts: _Parts, num_bytes: Callable[[int], int]) -> dict[str, list[int]]:
     """Returns the values to store by name: those of the forward pass, and of them those for B; ``num_bytes`` on a device."""
-    graph, dx, dp = layer.graph, layer.dx, layer.dp
+    graph, dx, dp = layer.graph, layer.values["dx"], layer.values["dp"]
     b_nodes = graph.needed(dx, parts.of_params | parts.forward, parts.effects_b)
-    b_values = {i for n in b_nodes for i in n.outputs} | set(layer.ct)
+    b_values = {i for n in b_nodes for i in n.outputs} | set(layer.values["ct"])
     w_nodes = graph.needed(dp, parts.of_params | parts.forward | b_values, parts.effects_w)
 
     cotangents_w = _read(w_nodes, dp) & b_values
@@ -238,7 +214,7 @@ def _choose_stored(layer: TracedLayer, parts: _Parts, num_bytes: Callable[[int],
     w_nodes = graph.needed(dp, parts.of_params | parts.forward | cotangents_w, parts.effects_w)
     residuals = (_read(b_nodes, dx) | _read(w_nodes, dp)) & parts.forward
     residuals = cheapest_to_store(graph, residuals, parts.forward, parts.of_params, num_bytes)
-    w_reads = _read(graph.needed(dp, {*layer.p, *residuals, *cotangents_w}, parts.effects_w), dp)
+    w_reads = _read(graph.needed(dp, {*layer.values["params"], *residuals, *cotangents_w}, parts.effects_w), dp)
     return {
         "residuals_b": sorted(residuals - w_reads),
         "residuals_w": sorted(residuals & w_reads),
@@ -246,19 +222,15 @@ def _choose_stored(layer: TracedLayer, parts: _Parts, num_bytes: Callable[[int],
     }
 
 
-def _make_plans(
-    layer: TracedLayer, parts: _Parts, stored: dict[str, list[int]]
-) -> tuple[dict[str, list[int]], dict[str, Plan]]:
-    """Returns the numbers of all named values, and the part of the graph of each function."""
-    values = {name: list(getattr(layer, name)) for name in ("x", "ct", "y", "dx", "dp")} | {"params": list(layer.p)}
-    values |= stored
+def _make_plans(graph: Graph, values: dict[str, list[int]], parts: _Parts) -> dict[str, Plan]:
+    """Returns the part of the graph of each function."""
 
     def plan(given: str, makes: str, effects: Sequence[Node] = ()) -> Plan:
         known, made = ([i for name in names.split() for i in values[name]] for names in (given, makes))
-        return Plan(layer.graph.needed(made, known, effects), known, made)
+        return Plan(graph.needed(made, known, effects), known, made)
 
     of_b = "params residuals_b residuals_w ct"
-    return values, {
+    return {
         "forward": plan("params x", "y", parts.effects),
         "forward_and_store": plan("params x", "y residuals_b residuals_w", parts.effects),
         "backward_input": plan(of_b, "dx cotangents_w", parts.effects_b),

@@ -15,11 +15,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.checkpoint import orbax_tree
-from jaxpar.checkpoint.folder import fsync
 from jaxpar.layered_model import is_layered
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import exchange
-from jaxpar.runtime.output import needing_extra, write_atomically
+from jaxpar.runtime.output import fsync, needing_extra, write_atomically
 from jaxpar.sharding import fetch, path_string
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from jaxpar.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, read_manifest
 from jaxpar.fields import arg, check_at_least
-from jaxpar.runtime.output import printable, write_atomically
+from jaxpar.runtime.output import fsync, printable, write_atomically
 
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 SET_ASIDE = re.compile(r"(0|[1-9][0-9]*)\.(bad|abandoned)(-[0-9]+)?")
@@ -270,12 +270,3 @@ def damaged(folder: Path, recorded: Mapping[str, FileRecord], names: Iterable[st
     """Returns a message for each named file whose contents are not those recorded. Reads the files completely."""
     found = record_files(folder, names)
     return [f"{name} is damaged (its SHA-256 differs)" for name in found if found[name] != recorded[name]]
-
-
-def fsync(path: Path) -> None:
-    """Flushes a file's contents, or a folder's entries, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

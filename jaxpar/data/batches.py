@@ -170,10 +170,10 @@ def check_vocabulary(parts: Iterable[np.ndarray], vocab_size: int) -> None:
                 )
 
 
-def locate(ends: np.ndarray, index: int) -> tuple[int, int]:
-    """Returns the part that holds an item of several parts in a row, whose ``ends`` are given, and the item's place in it."""
-    part = int(np.searchsorted(ends, index, side="right"))
-    return part, index - (int(ends[part - 1]) if part else 0)
+def locate(starts: np.ndarray, index: int) -> tuple[int, int]:
+    """Returns the part that holds an item of several parts in a row, given their starts, and the item's place in it."""
+    part = int(np.searchsorted(starts, index, side="right")) - 1
+    return part, index - int(starts[part])
 
 
 class Columns(RowSource):
@@ -272,18 +272,15 @@ class Mixture(RowSource):
         """Returns the columns of rows, each a pair of a source and a row in it."""
         taken = [source.take(rows[rows[:, 0] == number, 1]) for number, source in enumerate(self.sources)]
         order = np.argsort(np.argsort(rows[:, 0], kind="stable"), kind="stable")
-        columns = {name for columns in taken for name in columns}
-        return {name: np.concatenate([_column(t, name) for t in taken])[order] for name in sorted(columns)}
+        # Rows without segments are one segment each.
+        column = lambda columns, name: columns[name] if name in columns else np.zeros_like(columns["tokens"])
+        names = sorted(set().union(*taken))
+        return {name: np.concatenate([column(columns, name) for columns in taken])[order] for name in names}
 
     def check(self) -> None:
         """Raises ValueError if a source's check does."""
         for source in self.sources:
             source.check()
-
-
-def _column(taken: dict[str, np.ndarray], name: str) -> np.ndarray:
-    """A column of a source's rows; rows without segments are one segment each."""
-    return taken[name] if name in taken else np.zeros_like(taken["tokens"])
 
 
 def _in_epochs(draws: np.ndarray, num_rows: int, seed: int, number: int) -> np.ndarray:

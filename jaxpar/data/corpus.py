@@ -34,13 +34,12 @@ from jaxpar.data.packing import Documents
 from jaxpar.data.readers import SNIFFED, is_records
 from jaxpar.data.text import Tokenizer, check_test_fraction, is_held_out
 from jaxpar.fields import arg
-from jaxpar.runtime.output import printable
+from jaxpar.runtime.output import fsync, printable, refusing
 
 FORMAT = "jaxpar tokens 1"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
 PASSAGES_AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**23  # that are tokenised at once, whichever is fewer
-BLOCK_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -65,22 +64,16 @@ class TokenisedFiles:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class Corpus(TokenisedFiles):
     """Documents in two parts.
 
     Attributes:
         train: Documents to train on.
         test: Held-out documents.
-        digest: A digest of files and tokenizer.
-        ignored: Names of fields of the examples that are not used.
-        is_chat: Whether the examples are conversations.
     """
 
     train: Documents
     test: Documents
-    digest: str
-    ignored: tuple[str, ...]
-    is_chat: bool
 
 
 def load_corpus(files: Sequence[Path], tokenizer: Tokenizer, cache: Path, *, test_fraction: float = 0.1) -> Corpus:
@@ -99,19 +92,17 @@ def load_corpus(files: Sequence[Path], tokenizer: Tokenizer, cache: Path, *, tes
     check_test_fraction(test_fraction)
     found = tokenise(files, tokenizer, cache)
     train, test = _split(found, files, test_fraction)
-    return Corpus(train, test, found.digest, found.ignored, found.is_chat)
+    return Corpus(**vars(found), train=train, test=test)
 
 
 def _split(found: TokenisedFiles, files: Sequence[Path], test_fraction: float) -> tuple[Documents, Documents]:
     documents = found.documents
-    of_file = np.array([is_held_out(file) for file in files])
-    is_test = of_file[found.file_numbers]
+    is_test = np.array([is_held_out(file) for file in files])[found.file_numbers]
     if not is_test.any() or is_test.all():
         if len(documents) == 1:
             return _cut(documents, test_fraction)
-        ranks = np.argsort(np.argsort(found.checksums, kind="stable"), kind="stable")
         count = min(max(round(test_fraction * len(documents)), 1), len(documents) - 1)
-        is_test = found.checksums <= found.checksums[np.argmax(ranks == count - 1)]
+        is_test = found.checksums <= np.sort(found.checksums)[count - 1]
         if is_test.all():
             raise ValueError(
                 "documents are split into those to learn from and held-out ones, by their text; got "
@@ -128,9 +119,8 @@ def _cut(document: Documents, test_fraction: float) -> tuple[Documents, Document
             "a single document is split into two by its length, each of two tokens or more; got "
             f"{end - start} tokens. Give a longer one, or more of them."
         )
-    halves = [np.array([start, middle]), np.array([middle, end])]
-    parts = [replace(document, starts=half[:1], ends=half[1:]) for half in halves]
-    return parts[0], parts[1]
+    cut = np.array([middle])
+    return replace(document, ends=cut), replace(document, starts=cut)
 
 
 def default_cache() -> Path:
@@ -267,9 +257,13 @@ def _encode(passages: list[Passage], files: Sequence[Path], tokenizer: Tokenizer
     texts, begins = [passage.text for passage in passages], [passage.begins for passage in passages]
     try:
         encoded = tokenizer.encode(texts, begins=begins)
-    except ValueError as error:
-        place = _first_refused(passages, files, tokenizer)
-        raise ValueError(f"{error} It is in {place}.") from error
+    except ValueError:
+        for passage in passages:
+            try:
+                tokenizer.encode([passage.text], begins=[passage.begins])
+            except ValueError as error:
+                raise ValueError(f"{error} It is in {place_text(files, *passage.place)}.") from error
+        raise
     for passage, (ids, ends) in zip(passages, encoded, strict=True):
         marks = np.ones(len(ids), np.uint8)
         if passage.learned is not None:
@@ -285,18 +279,11 @@ def _encode(passages: list[Passage], files: Sequence[Path], tokenizer: Tokenizer
         yield ids, marks
 
 
-def _first_refused(passages: list[Passage], files: Sequence[Path], tokenizer: Tokenizer) -> str:
-    for passage in passages:
-        try:
-            tokenizer.encode([passage.text], begins=[passage.begins])
-        except ValueError:
-            return place_text(files, *passage.place)
-    return place_text(files, *passages[0].place)
-
-
 def _open(folder: Path, files: Sequence[Path], digest: str) -> TokenisedFiles:
     """Returns a cache; raises ValueError unless each of its files is as the manifest says."""
-    try:
+    kinds = (OSError, ValueError, KeyError, TypeError, AttributeError)
+    remedy = "Remove that folder: it is made again from the data."
+    with refusing(kinds, "a cache of tokens must be whole", folder, remedy):
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT or manifest["digest"] != digest:
             raise ValueError("the manifest of other tokens")
@@ -308,29 +295,11 @@ def _open(folder: Path, files: Sequence[Path], digest: str) -> TokenisedFiles:
         learned = np.memmap(folder / LEARNED, np.uint8, mode="r") if is_there else None
         table = np.load(folder / DOCUMENTS, allow_pickle=False)
         ignored, is_chat = tuple(manifest["ignored"]), bool(manifest["is_chat"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"a cache of tokens must be whole; got {printable(str(error))[:200]} in {folder}. Remove that folder: it is made "
-            "again from the data."
-        ) from error
     ends = table[:, END]
     starts = np.concatenate([[0], ends[:-1]])
-    documents = Documents(tokens, starts, ends, learned, np.arange(len(ends)), _Places(files, table))
+    place = lambda number: place_text(files, *table[number, [FILE, LINE]].tolist())
+    documents = Documents(tokens, starts, ends, learned, np.arange(len(ends)), place)
     return TokenisedFiles(documents, table[:, FILE], table[:, CHECKSUM], digest, ignored, is_chat)
-
-
-@dataclass(frozen=True)
-class _Places(Sequence):
-    """The place of each document as text, rendered when it is asked for."""
-
-    files: Sequence[Path]
-    table: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: Any) -> Any:
-        return place_text(self.files, int(self.table[index, FILE]), int(self.table[index, LINE]))
 
 
 def _check(path: Path, want: dict[str, int]) -> None:
@@ -341,20 +310,11 @@ def _check(path: Path, want: dict[str, int]) -> None:
 
 
 def _crc32(path: Path) -> int:
-    found = 0
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            found = zlib.crc32(block, found)
-    return found
+    return zlib.crc32(np.memmap(path, np.uint8, "r").data)
 
 
 def _sync(folder: Path) -> None:
     """Flushes a folder and its files to disk, so that a rename does not reach the disk before them."""
     for path in [*(each for each in folder.iterdir() if each.is_file() and each.suffix != ".lock"), folder]:
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-        except OSError:
-            pass  # the file system does not support it; a lost write is then found by its checksum
-        finally:
-            os.close(file)
+        with contextlib.suppress(OSError):  # the file system does not support it; a checksum then finds a lost write
+            fsync(path)

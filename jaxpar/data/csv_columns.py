@@ -10,6 +10,7 @@ from typing import TextIO
 import numpy as np
 
 from jaxpar.fields import arg
+from jaxpar.runtime.output import printable, refusing
 
 MOST_NAMED = 20  # columns in a message
 MOST_LETTERS = 60  # of a name or a cell in a message
@@ -41,42 +42,28 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
             "that is there."
         )
     with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader("\n" if line.startswith("#") else line for line in _short_lines(file, path))
-        try:
+        reader = csv.reader(_short_lines(file, path))
+        kinds, place = (UnicodeDecodeError, csv.Error), lambda: f"{path}, after line {reader.line_num}"
+        with refusing(kinds, "a CSV file must be UTF-8 text", place, "Export it again as CSV."):
             for cells in reader:
                 if any(cell.strip() for cell in cells):
                     yield reader.line_num, [cell.strip() for cell in cells]
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise ValueError(
-                f"a CSV file must be UTF-8 text; got {error}, after line {reader.line_num} of {path}. Export it again as CSV."
-            ) from error
 
 
 def _short_lines(file: TextIO, path: Path) -> Iterator[str]:
-    """Yields the lines of a file; raises for a line that is too long for a table, before all of it is read."""
-    number = 0
-    while line := file.readline(MOST_IN_A_LINE):
-        number += 1
+    """Yields the lines of a file, empty for comments; raises for one too long for a table, before all of it is read."""
+    for number, line in enumerate(iter(lambda: file.readline(MOST_IN_A_LINE), ""), 1):
         if len(line) == MOST_IN_A_LINE:
             raise ValueError(
                 f"a line of a CSV file must be shorter than {MOST_IN_A_LINE:,} characters; got line {number} of {path}. "
-                "Is it a CSV file, with a line a row?"
+                "Is this a CSV file with one row per line?"
             )
-        yield line
+        yield "\n" if line.startswith("#") else line
 
 
 def _quoted(text: str) -> str:
     """Returns a name or a cell for a message: control characters escaped, the end of a long one left out."""
     return repr(text) if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]!r}... ({len(text):,} characters)"
-
-
-def _plain(name: str) -> str:
-    return name if name.isprintable() and len(name) <= MOST_LETTERS else _quoted(name)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
-    return f"[{', '.join(map(_quoted, names[:MOST_NAMED]))}]{more}"
 
 
 def _index(name: str, header: list[str], path: Path) -> int:
@@ -86,9 +73,10 @@ def _index(name: str, header: list[str], path: Path) -> int:
             f"a column's name must occur once; got {_quoted(name)} {count} times in {path}. Rename all but one of them."
         )
     if count == 0:
+        more = f" and {len(header) - MOST_NAMED:,} more" if len(header) > MOST_NAMED else ""
         raise ValueError(
-            f"a column must be in the file; got {_quoted(name)} for {path}, whose columns are {_listed(header)}. "
-            f"{_meant(name, header)}"
+            f"a column must be in the file; got {_quoted(name)} for {path}, whose columns are "
+            f"[{', '.join(map(_quoted, header[:MOST_NAMED]))}]{more}. {_meant(name, header)}"
         )
     return header.index(name)
 
@@ -96,7 +84,7 @@ def _index(name: str, header: list[str], path: Path) -> int:
 def _meant(name: str, header: list[str]) -> str:
     several = [part for part in name.replace(",", " ").split() if part in header]
     if len(several) > 1:
-        return f"Separate names by spaces: {' '.join(map(_plain, several[:MOST_NAMED]))}."
+        return f"Separate names by spaces: {printable(' '.join(each[:MOST_LETTERS] for each in several[:MOST_NAMED]))}."
     by_name = {column.lower(): column for column in header if len(column) <= MOST_LETTERS}
     if near := difflib.get_close_matches(name[:MOST_LETTERS].lower(), by_name, n=1):
         return f"Did you mean {by_name[near[0]]!r}?"
@@ -116,6 +104,6 @@ def _number(cells: list[str], header: list[str], index: int, where: str) -> floa
     if not math.isfinite(number):
         raise ValueError(
             f"each cell of a column in use must be a finite number, such as 1650 or 2.5e3; got {_quoted(cells[index])} for "
-            f"{_plain(header[index])} in {where}. Correct the cell or remove its row."
+            f"{printable(header[index][:MOST_LETTERS])} in {where}. Correct the cell or remove its row."
         )
     return number

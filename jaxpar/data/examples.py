@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jaxpar import fields
 from jaxpar.data.readers import as_learned, is_of_lines, is_records, kind_of, read_records
 from jaxpar.data.text import Tokenizer
-from jaxpar.runtime.output import printable
+from jaxpar.runtime.output import printable, refusing
 
 TEXT_BLOCK = 2**20  # characters of a text file that are tokenised at once, up to the end of a line
 
@@ -118,13 +118,10 @@ def _read_text(file: Path, number: int) -> Iterator[Passage]:
     with file.open("rb") as opened:
         while True:
             block = opened.read(TEXT_BLOCK)
-            try:
+            with refusing(
+                UnicodeDecodeError, "text must be UTF-8", file, "Convert the file, or remove it from the folder."
+            ):
                 text += decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"text must be UTF-8; got {error.reason} in {printable(str(file))}. Convert the file, or remove it from "
-                    "the folder."
-                ) from error
             if "\0" in text:
                 raise ValueError(
                     f"text must have no zero bytes; got some in {printable(str(file))}. Name a file or a folder of text alone."
@@ -174,11 +171,10 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 def _content(message: Mapping[str, Any]) -> str:
     """Returns the text of a message, whose parts are joined where it has a list of them."""
     content = message.get("content")
-    if isinstance(content, str):
-        return content
-    others = [part for part in content if not _is_text(part)] if isinstance(content, list) else [content]
-    if isinstance(content, list) and not others:
-        return "".join(part["text"] for part in content)
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    others = [part for part in parts if not _is_text(part)]
+    if not others:
+        return "".join(part["text"] for part in parts)
     got = "none" if content is None else f"a {type(content).__name__}"
     got += f" with {printable(repr(others[0]))[:80]}" if isinstance(content, list) else ""
     raise ValueError(

@@ -10,13 +10,13 @@ rows of their own. Documents that have more than ``seq`` targets are cut into pi
 **Reference**: best-fit decreasing (Johnson 1974), as in Ding et al. 2024, arXiv 2404.10830, section 3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxpar.data.batches import RowSource, check_vocabulary
-from jaxpar.fields import arg, check_positive
+from jaxpar.fields import arg, check_one_of, check_positive
 
 IGNORED = -100  # the label that jaxpar.losses.softmax_cross_entropy ignores
 
@@ -30,8 +30,8 @@ class Documents:
         starts: ``[num_documents]``, the index of the first token of each document.
         ends: ``[num_documents]``, the index after its last token.
         learned: ``[num_tokens]``, uint8: 1 for a token that is a target; None: all are, but the first of a document.
-        numbers: ``[num_documents]``, the number of each document in ``places``.
-        places: Where documents come from, for messages.
+        numbers: ``[num_documents]``, the number of each document for ``place_of``.
+        place_of: ``place_of(number)`` returns where a document comes from, for messages.
     """
 
     tokens: np.ndarray
@@ -39,7 +39,7 @@ class Documents:
     ends: np.ndarray
     learned: np.ndarray | None = None
     numbers: np.ndarray | None = None
-    places: Sequence[str] = ()
+    place_of: Callable[[int], str] | None = None
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -56,7 +56,7 @@ class Documents:
 
     def place(self, index: int) -> str:
         """Returns where a document comes from, "" if that is not known."""
-        return self.places[int(self.numbers[index])] if self.numbers is not None and len(self.places) else ""
+        return "" if self.numbers is None or self.place_of is None else self.place_of(int(self.numbers[index]))
 
     def tokens_of(self, index: int) -> np.ndarray:
         """Returns the tokens of a document."""
@@ -98,10 +98,10 @@ class PackedRows(RowSource):
         row_of = pack(counts, seq)
         order = np.argsort(row_of, kind="stable")
         self._starts, self._counts = starts[order], counts[order]
-        self._row_ends = np.cumsum(np.bincount(row_of))
+        self._row_starts = np.append(0, np.cumsum(np.bincount(row_of)))  # of the pieces
 
     def __len__(self) -> int:
-        return len(self._row_ends)
+        return len(self._row_starts) - 1
 
     def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns ``tokens``, ``targets`` and ``segments`` ``[len(rows), seq]``, int32.
@@ -115,8 +115,7 @@ class PackedRows(RowSource):
 
     def _fill(self, row: int, tokens: np.ndarray, targets: np.ndarray, segments: np.ndarray) -> None:
         at, learned = 0, self._documents.learned
-        first = int(self._row_ends[row - 1]) if row else 0
-        for segment, piece in enumerate(range(first, int(self._row_ends[row]))):
+        for segment, piece in enumerate(range(*self._row_starts[row : row + 2].tolist())):
             start, count = int(self._starts[piece]), int(self._counts[piece])
             whole = self._documents.tokens[start : start + count + 1].astype(np.int64)
             here = slice(at, at + count)
@@ -202,10 +201,7 @@ def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, 
     Raises:
         ValueError: An example is too long and is to be refused.
     """
-    if long_examples not in ("refuse", "drop", "cut"):
-        raise ValueError(
-            f'{arg("long_examples")} must be "refuse", "drop" or "cut"; got {long_examples!r}. Choose one of these.'
-        )
+    check_one_of(("refuse", "drop", "cut"), long_examples=long_examples)
     if documents.learned is None or long_examples == "cut":
         return documents, 0
     learned = documents.learned

@@ -13,13 +13,14 @@ these forms, known by its fields, and is turned into one of the first three:
 import codecs
 import csv
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from jaxpar import fields
-from jaxpar.runtime.output import needing_extra, printable
+from jaxpar.runtime.output import needing_extra, printable, refusing
 
 KINDS = (("text",), ("prompt", "completion"), ("messages",))
 OTHER_KINDS = (("instruction", "output"), ("conversations",))  # looked for where there is none of the above
@@ -98,12 +99,11 @@ def _messages(conversation: Any) -> list[Any]:
 def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     if "from" not in turn:
         return turn
-    speaker = turn["from"]
-    if not isinstance(speaker, str) or speaker not in ROLES:
-        raise ValueError(
-            f'"from" must be human, gpt or system; got {printable(repr(speaker))[:80]}. Rename it, or remove the example.'
-        )
-    return {"role": ROLES[speaker], "content": turn.get("value")}
+    role = ROLES.get(str(turn["from"]))
+    if role is None:
+        got = printable(repr(turn["from"]))[:80]
+        raise ValueError(f'"from" must be human, gpt or system; got {got}. Rename it, or remove the example.')
+    return {"role": role, "content": turn.get("value")}
 
 
 def find_files(path: Path) -> list[Path]:
@@ -139,17 +139,14 @@ def is_of_lines(file: Path) -> bool:
     """Returns whether the numbers of ``read_records`` are those of lines; elsewhere they count examples."""
     if file.suffix != ".json":
         return file.suffix in (".jsonl", ".csv", ".tsv")
-    with suppress(OSError, _JsonError), file.open(encoding="utf-8-sig") as opened:
+    with suppress(OSError, ValueError), file.open(encoding="utf-8-sig") as opened:
         return _Text(opened).peek() != "["
     return False
 
 
 def _read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
     with file.open("rb") as lines:
-        for number in range(1, 2**63):
-            line = lines.readline(MAX_LINE_BYTES + 1)
-            if not line:
-                return
+        for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b""), 1):
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)  # some editors begin a file of UTF-8 with it
             if len(line) > MAX_LINE_BYTES:
@@ -181,7 +178,10 @@ def _read_json(file: Path) -> Iterator[tuple[int, Any]]:
     """Yields the objects of one list, each read when it is asked for; a file that begins otherwise is JSON Lines."""
     with file.open(encoding="utf-8-sig") as opened:
         number, text = 0, _Text(opened)
-        try:
+        rule = "a .json must be a list of objects, or JSON Lines, in UTF-8"
+        with refusing(
+            (_JsonError, UnicodeDecodeError), rule, lambda: f"{file}, example {number + 1}", "Correct the file."
+        ):
             if text.peek() != "[":
                 yield from _read_json_lines(file)
                 return
@@ -192,11 +192,6 @@ def _read_json(file: Path) -> Iterator[tuple[int, Any]]:
                 yield number, value
                 if (before := text.take()) not in ",]":
                     raise _JsonError(f"{before!r} between two values")
-        except _JsonError as error:
-            raise ValueError(
-                f"a .json must be a list of objects, or JSON Lines, in UTF-8; got {printable(str(error))[:120]} in "
-                f"{printable(str(file))}, example {number + 1}. Correct the file."
-            ) from error
 
 
 def _read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
@@ -213,7 +208,10 @@ def _read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
         ) from error
 
 
-class _JsonError(Exception):
+_NO_SPACE = re.compile(r"\S")
+
+
+class _JsonError(ValueError):
     """The text is not JSON."""
 
 
@@ -226,13 +224,12 @@ class _Text:
 
     def peek(self) -> str:
         """Returns the next character that is no space; "" at the end."""
-        while True:
-            while self._at < len(self._text):
-                if not self._text[self._at].isspace():
-                    return self._text[self._at]
-                self._at += 1
+        while not (found := _NO_SPACE.search(self._text, self._at)):
+            self._at = len(self._text)
             if not self._more():
                 return ""
+        self._at = found.start()
+        return found[0]
 
     def take(self) -> str:
         """Returns the next character that is no space, and goes past it."""
@@ -247,20 +244,16 @@ class _Text:
         while True:
             try:
                 value, self._at = self._decode(self._text, self._at)
+                return value
             except json.JSONDecodeError as error:
                 if len(self._text) - self._at > MAX_LINE_BYTES or not self._more():
                     raise _JsonError(error.msg) from error
             except RecursionError as error:
                 raise _JsonError("too many brackets") from error
-            else:
-                return value
 
     def _more(self) -> bool:
         left = self._text[self._at :]
-        try:
-            block = self._file.read(max(JSON_BLOCK, len(left)))
-        except UnicodeDecodeError as error:
-            raise _JsonError(error.reason) from error
+        block = self._file.read(max(JSON_BLOCK, len(left)))
         self._text, self._at = left + block, 0
         return bool(block)
 
@@ -269,39 +262,40 @@ def _read_csv(file: Path) -> Iterator[tuple[int, Any]]:
     """Yields the last line of each row, and its fields by the names in the first row."""
     with file.open(encoding="utf-8-sig", newline="") as opened:
         rows = csv.DictReader(opened, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
-        try:
+        rule = f"a {file.suffix} must have a row of names, then rows of as many fields"
+        place = lambda: f"{file}, near line {rows.line_num}"
+        save = "Save it as UTF-8: spreadsheets call it CSV UTF-8."
+        with (
+            refusing(UnicodeDecodeError, f"a {file.suffix} must be in UTF-8", file, save),
+            refusing(csv.Error, rule, place, "Correct the file, or write it as .jsonl."),
+        ):
             for row in rows:
                 if None in row or None in row.values():
                     raise csv.Error(f"a row of another length than the {len(rows.fieldnames or ())} names")
                 yield rows.line_num, row
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"a {file.suffix} must be in UTF-8; got {printable(str(error))} in {printable(str(file))}. Save it as UTF-8: "
-                "spreadsheets call it CSV UTF-8."
-            ) from error
-        except csv.Error as error:
-            place = f"{printable(str(file))}, near line {rows.line_num}"
-            raise ValueError(
-                f"a {file.suffix} must have a row of names, then rows of as many fields; got {printable(str(error))} "
-                f"in {place}. Correct the file, or write it as .jsonl."
-            ) from error
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[int, Any]]:
-    parquet = import_parquet()
     number, wanted = 0, {*FIELDS, "input_ids"}
-    try:
-        opened = parquet.ParquetFile(file)
+    with open_parquet(file, lambda: f"{file}, after row {number}") as opened:
         names = [name for name in opened.schema_arrow.names if name in wanted] or None
         for batch in opened.iter_batches(batch_size=1024, columns=names):
             for row in batch.to_pylist():
                 number += 1
                 yield number, {name: value for name, value in row.items() if value is not None}
-    except (OSError, ValueError) as error:  # pyarrow's errors are of these kinds
-        raise ValueError(
-            f"a .parquet must be a whole Parquet file; got {printable(str(error))[:200]} in {printable(str(file))}, after row "
-            f"{number}. Write it again."
-        ) from error
+
+
+@contextmanager
+def open_parquet(file: Path, place: object) -> Iterator[Any]:
+    """Gives a Parquet file, whose errors inside are those of a damaged file at a place, as ``refusing`` takes it.
+
+    Raises:
+        ImportError: pyarrow is not installed.
+        ValueError: The file is damaged.
+    """
+    parquet, rule = import_parquet(), "a .parquet must be a whole Parquet file"
+    with refusing((OSError, ValueError), rule, place, "Write it again."):  # pyarrow's errors are of these kinds
+        yield parquet.ParquetFile(file)
 
 
 def import_parquet() -> Any:
@@ -320,14 +314,10 @@ def open_array_record(files: Sequence[Path]) -> Any:
     """
     with needing_extra("reading .arrayrecord needs Grain", "records"):
         from grain.sources import ArrayRecordDataSource
-    try:
-        source: Any = ArrayRecordDataSource([str(file) for file in files])
+    names, rule = [str(file) for file in files], "a .arrayrecord must be a whole ArrayRecord file"
+    with refusing(Exception, rule, ", ".join(names), "Write it again."):  # the library raises RuntimeError and others
+        source: Any = ArrayRecordDataSource(names)
         len(source)
-    except Exception as error:  # the library raises RuntimeError and others
-        names = ", ".join(printable(str(file)) for file in files)
-        raise ValueError(
-            f"a .arrayrecord must be a whole ArrayRecord file; got {printable(str(error))[:200]} in {names}. Write it again."
-        ) from error
     return source
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxpar.data.batches import RowSource, check_vocabulary, locate
 from jaxpar.data.packing import IGNORED, empty_rows
-from jaxpar.data.readers import import_parquet, is_records, open_array_record, parse_json, read_records
+from jaxpar.data.readers import import_parquet, is_records, open_array_record, open_parquet, parse_json, read_records
 from jaxpar.fields import arg
 from jaxpar.runtime.output import printable
 
@@ -162,13 +162,13 @@ class Records:
 
     def __init__(self, sources: Sequence[RandomAccess]) -> None:
         self._sources = sources
-        self._ends = np.cumsum([len(source) for source in sources])
+        self._starts = np.cumsum([0, *map(len, sources)])
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        source, place = locate(self._ends, index)
+        source, place = locate(self._starts, index)
         return self._sources[source][place]
 
 
@@ -189,23 +189,18 @@ class ParquetRecords:
     """The rows of a Parquet file; the row groups that were read last stay decoded."""
 
     def __init__(self, file: Path) -> None:
-        try:
-            self._file = import_parquet().ParquetFile(file)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"a .parquet must be a whole Parquet file; got {printable(str(error))[:200]} in {printable(str(file))}. "
-                "Write it again."
-            ) from error
+        with open_parquet(file, file) as self._file:
+            pass
         metadata = self._file.metadata
-        self._ends = np.cumsum([metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)])
+        self._starts = np.cumsum([0, *(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))])
         self._names = [name for name in self._file.schema_arrow.names if name in COLUMNS]
         self._group = lru_cache(maxsize=GROUPS_KEPT)(self._read_group)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        group, row = locate(self._ends, index)
+        group, row = locate(self._starts, index)
         values = {name: column[row].as_py() for name, column in self._group(group).items()}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -132,10 +132,10 @@ def _split_by_file(root: Path, files: Sequence[Path], test_fraction: float, sour
             "one, which is split by its length."
         )
     end = np.zeros(1, np.uint8)  # a separator after each file: a byte that no text has
-    parts = [
-        [a for f, t in zip(files, is_test, strict=True) if t == side for a in (_read_bytes(f), end)] for side in (0, 1)
-    ]
-    train, test = (np.concatenate(part) for part in parts)
+    parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for file, side in zip(files, is_test, strict=True):
+        parts[side].extend((_read_bytes(file), end))
+    train, test = map(np.concatenate, parts)
     return Text((train,), (test,), source, is_bytes=True)
 
 
@@ -165,15 +165,12 @@ def _cut(tokens: np.ndarray, test_fraction: float, source: str, *, is_bytes: boo
 def _folder_of_tokens(path: Path) -> Text:
     files = sorted(path.glob("*.bin"))
     check_inside(path, files)
-    is_test = [is_held_out(file) for file in files]
-    if len(set(is_test)) < 2:
+    if len(set(map(is_held_out, files))) < 2:
         raise ValueError(
             "a folder of tokens must hold .bin files to learn from and others with val or test in their names; got "
             f"{', '.join(printable(file.name) for file in files)} in {path}. Rename one, or name a single .bin."
         )
-    train, test = (
-        tuple(read_tokens(f) for f, t in zip(files, is_test, strict=True) if t == side) for side in (False, True)
-    )
+    train, test = (tuple(read_tokens(file) for file in files if is_held_out(file) == side) for side in (False, True))
     return Text(train, test, str(path), is_bytes=False)
 
 
@@ -221,7 +218,7 @@ class Windows(RowSource):
     def __init__(self, parts: Sequence[np.ndarray], seq: int, *, vocab_size: int) -> None:
         check_positive("Choose 1 or more.", seq=seq)
         self._parts, self._seq, self._vocab_size = parts, seq, vocab_size
-        self._ends = np.cumsum([max(len(part) - 1, 0) // seq for part in parts])
+        self._starts = np.cumsum([0, *(max(len(part) - 1, 0) // seq for part in parts)])
         if len(self) == 0:
             raise ValueError(
                 f"a text must have a window of seq + 1 tokens; got {arg(seq=seq)} and parts of {[len(part) for part in parts]} "
@@ -229,7 +226,7 @@ class Windows(RowSource):
             )
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._starts[-1])
 
     def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns ``tokens`` and ``targets`` ``[len(rows), seq]``, int32.
@@ -237,9 +234,10 @@ class Windows(RowSource):
         Raises:
             ValueError: A token is outside the model's vocabulary.
         """
-        both = (
-            np.stack([self._window(int(row)) for row in rows]) if len(rows) else np.zeros((0, self._seq + 1), np.int32)
-        )
+        both = np.zeros((len(rows), self._seq + 1), np.int64)
+        for index, row in enumerate(rows.tolist()):
+            part, window = locate(self._starts, row)
+            both[index] = self._parts[part][window * self._seq :][: self._seq + 1]
         check_vocabulary([both], self._vocab_size)
         both = both.astype(np.int32)
         return {"tokens": both[:, :-1], "targets": both[:, 1:]}
@@ -251,11 +249,6 @@ class Windows(RowSource):
     def describe(self) -> str:
         """Returns how many rows there are, and where a document goes on that is longer than one."""
         return f"{len(self):,} rows of {self._seq:,} tokens, one after another: a document that a row cuts goes on in the next"
-
-    def _window(self, row: int) -> np.ndarray:
-        part, window = locate(self._ends, row)
-        start = window * self._seq
-        return self._parts[part][start : start + self._seq + 1]
 
 
 def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000) -> float:

@@ -11,15 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxpar.huggingface.families import (
-    DENSE_LAYERS,
-    FAMILIES,
-    MAX_POSITIONS,
-    REFUSED,
-    ROUTER_BIAS,
-    TOKENS,
-    Family,
-)
+from jaxpar.huggingface.families import DENSE_LAYERS, FAMILIES, MAX_POSITIONS, REFUSED, ROUTER_BIAS, TOKENS, Family
 from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, file_inside, read_json, shorten
 from jaxpar.huggingface.rope_keys import read_rope, scaling_json
 from jaxpar.models.transformer import TransformerConfig
@@ -196,8 +188,7 @@ def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     found |= {family.epsilon: config.norm_epsilon, "tie_word_embeddings": config.tied}
     if config.tokens is not None:
         found |= {TOKENS: config.tokens}
-    if kind == "gpt2":
-        found |= {"activation_function": "gelu_new"}
+    found |= {key: family.only[key][0] for key in ("activation_function", "hidden_act") if key in family.only}
     return found | (_relative_json(family, config) if _is_relative(family) else {}) | dict(config.ignored)
 
 
@@ -263,7 +254,7 @@ def _kinds_of_attention(family: Family, given: Mapping[str, Any]) -> set[str]:
 def _relative_json(family: Family, config: TransformerConfig) -> dict[str, Any]:
     """Returns the keys for config.json that only Llama and its relatives have, as transformers 4 and 5 read them."""
     found: dict[str, Any] = {"num_key_value_heads": config.kv_heads, "intermediate_size": config.hidden_dim}
-    found |= {"hidden_act": "silu", "rope_theta": config.rope_theta}
+    found["rope_theta"] = config.rope_theta
     if config.explicit_head_dim is not None or "head_dim" in family.defaults:
         found["head_dim"] = config.head_dim
     scaling = config.rope_scaling

@@ -16,6 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +169,12 @@ def _gather(
     leaves: dict[str, Any], slices: dict[str, ParamSlice], at: Sequence[int]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields each tensor's name and, on every host, its param, or one layer of the param if it has layers."""
-    last: tuple[str, int | None] | None = None
-    host = np.zeros(0)
-    for tensor, (path, layer, _) in slices.items():
-        if (path, layer) != last:
-            leaf = leaves[path]
-            if layer is not None:
-                leaf = take_layer(leaf, at[layer]) if isinstance(leaf, jax.Array) else leaf[at[layer]]
-            host, last = fetch(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf), (path, layer)
-        yield tensor, host
+    for (path, layer), group in groupby(slices.items(), key=lambda item: item[1][:2]):
+        leaf = leaves[path]
+        if layer is not None:
+            leaf = take_layer(leaf, at[layer]) if isinstance(leaf, jax.Array) else leaf[at[layer]]
+        host = fetch(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
+        yield from ((tensor, host) for tensor, _ in group)
 
 
 def write_description(folder: Path | str, config: TransformerConfig, *, source: Path | str | None = None) -> None:

@@ -18,6 +18,7 @@ import re
 import reprlib
 import shlex
 import stat
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.runtime.output import needing_extra, printable, write_whole
+from jaxpar.runtime.output import needing_extra, refusing, write_whole
 
 # The largest header or index of a published model, Llama 3.1 405B's in one piece, would have about 0.2 MB.
 MAX_JSON_BYTES = 4 * 2**20
@@ -96,12 +97,9 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: It is not a regular file, is too large, or is not one JSON object.
     """
     check_size(check_file(path), MAX_JSON_BYTES, "JSON of a model")
-    try:
+    rule = "JSON of a model must be UTF-8, with each key once"
+    with refusing((ValueError, RecursionError), rule, path, "Download it again."):
         found = json.loads(path.read_bytes().decode(), object_pairs_hook=_once_each)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"JSON of a model must be UTF-8, with each key once; got {error} in {path}. Download it again."
-        ) from error
     if not isinstance(found, dict):
         raise ValueError(
             f"JSON of a model must be an object; got a {type(found).__name__} in {path}. Download it again."
@@ -115,11 +113,10 @@ def write_json(path: Path, found: dict[str, Any]) -> None:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name[:80]!r} twice")
-        found[name] = value
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{name[:80]!r} twice")
     return found
 
 
@@ -198,16 +195,11 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
     """
     with needing_extra("safetensors files need the package safetensors", "hf"):
         from safetensors import SafetensorError, safe_open
-    try:
-        with safe_open(check_file(path), "np") as file:
-            slices = {name: file.get_slice(name) for name in file.offset_keys()}
-            about = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()]
-    except SafetensorError as error:
-        why = printable(" ".join(str(error).split()))
-        raise ValueError(
-            f"a safetensors file must hold exactly the tensors of its header; got {why}, in {path}. It is damaged or "
-            "truncated: download it again."
-        ) from error
+    rule = "a safetensors file must hold exactly the tensors of its header"
+    remedy = "It is damaged or truncated: download it again."
+    with refusing(SafetensorError, rule, path, remedy), safe_open(check_file(path), "np") as file:
+        slices = {name: file.get_slice(name) for name in file.offset_keys()}
+        about = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()]
     data, tensors = np.memmap(path, np.uint8, "r"), {}
     at = 8 + int.from_bytes(data[:8].tobytes(), "little")  # the length of the header, then the header
     for name, kind, shape in about:
@@ -327,17 +319,11 @@ def _open_many(folder: Path) -> dict[str, np.ndarray]:
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
         raise ValueError(f"an index must have a weight_map of file by tensor; got none in {index}. Download it again.")
-    listed: dict[str, set[str]] = {}
-    for tensor, name in files.items():
-        listed.setdefault(name, set()).add(tensor)
-    paths = {name: file_inside(folder, name, str(index)) for name in listed}
-    tensors: dict[str, np.ndarray] = {}
-    for name, path in paths.items():
-        found = open_tensors(path)
-        if set(found) != listed[name]:
-            raise ValueError(
-                f"an index must name the tensors of its files; got {shorten(sorted(set(found) ^ listed[name]))} in only one of "
-                f"{index} and {path}. Download both again."
-            )
-        tensors |= found
-    return tensors
+    opened = {name: open_tensors(file_inside(folder, name, str(index))) for name in dict.fromkeys(files.values())}
+    there = {(tensor, name) for name, tensors in opened.items() for tensor in tensors}
+    if wrong := sorted({tensor for tensor, _ in there ^ files.items()}):
+        raise ValueError(
+            f"an index must name the tensors of its files; got {shorten(wrong)} in only one of {index} and the files that it "
+            "names. Download them again."
+        )
+    return {tensor: found for tensors in opened.values() for tensor, found in tensors.items()}

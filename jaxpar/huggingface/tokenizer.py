@@ -13,7 +13,9 @@ conversation is a prefix of the text of all of it. ``strftime_now`` is left unde
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import numpy as np
 
 from jaxpar.fields import arg
 from jaxpar.huggingface.folder import brief, check_size, file_inside, read_json
-from jaxpar.runtime.output import needing_extra
+from jaxpar.runtime.output import needing_extra, refusing
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -30,6 +32,8 @@ MAX_TOKENIZER_BYTES = 2**27  # the largest published ones have about 33 MB
 MAX_TEMPLATE_BYTES = 2**20
 # Marks around what the assistant says, noncharacters of Unicode, which no text has.
 BEGIN, END = "\ufdd0", "\ufdd1"
+# The tags of a block of what the assistant says, which Jinja does not have: it runs as a block of the filter ``said``.
+_GENERATION = re.compile(r"(\{%[-+]?\s*)(end|)generation(?=\s*[-+]?%\})")
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -146,12 +150,9 @@ def _open(path: Path) -> Any:
     check_size(path, MAX_TOKENIZER_BYTES, TOKENIZER)
     with needing_extra("reading tokenizer.json needs the tokenizers library", "hf"):
         from tokenizers import Tokenizer
-    try:
+    rule = f"{TOKENIZER} must be a tokenizer of the tokenizers library"
+    with refusing(Exception, rule, path, "Download it again."):  # the library raises no other kind
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no other kind
-        raise ValueError(
-            f"{TOKENIZER} must be a tokenizer of the tokenizers library; got {brief(str(error))} in {path}. Download it again."
-        ) from error
     tokenizer.no_truncation()  # settings for inference, which would cut examples silently
     tokenizer.no_padding()
     return tokenizer
@@ -193,15 +194,13 @@ class ChatTemplate:
 
     def __init__(self, source: str, special: Mapping[str, str], where: str) -> None:
         self._special, self._where = special, where
-        environment = _environment()
-        try:
+        filtered = lambda tag: tag[1] + ("endfilter" if tag[2] else "filter said")
+        source, num_tags = _GENERATION.subn(filtered, source)
+        self._marks_answers, environment = num_tags > 0, _environment()
+        # A TemplateSyntaxError, or a RecursionError.
+        remedy = "Correct it, or give prompt and completion."
+        with refusing(Exception, "a chat template must be a Jinja template", where, remedy):
             self._template = environment.from_string(source)
-        except Exception as error:  # a TemplateSyntaxError, or a RecursionError
-            raise ValueError(
-                f"a chat template must be a Jinja template; got {brief(str(error))} in {where}. Correct it, or give prompt and "
-                "completion."
-            ) from error
-        self._marks_answers = "generation" in source and _has_generation_block(environment, source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, ask: bool = False) -> tuple[str, Spans]:
         """Returns a conversation as text, and the spans of characters that the assistant says.
@@ -213,9 +212,7 @@ class ChatTemplate:
         Raises:
             ValueError: The template refuses the messages or fails, or the assistant's part cannot be told.
         """
-        if any(
-            mark in str(message) for message in messages for mark in (ascii(BEGIN)[1:-1], ascii(END)[1:-1], BEGIN, END)
-        ):
+        if re.search(r"\\ufdd[01]", ascii(list(messages))):
             raise ValueError("messages must have no noncharacters of Unicode; got U+FDD0 or U+FDD1. Remove them.")
         text = self._text(messages, ask=ask)
         if ask:
@@ -224,13 +221,10 @@ class ChatTemplate:
 
     def _text(self, messages: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
         given = {"messages": list(messages), "add_generation_prompt": ask, "tools": None, "documents": None}
-        try:
+        rule = "a conversation must be one that the model's chat template takes"
+        where = f"the template of {self._where}"
+        with refusing(Exception, rule, where, "Correct the messages."):  # the program in it may fail in any way
             return self._template.render(**given, **self._special)
-        except Exception as error:  # the program in the template may fail in any way
-            raise ValueError(
-                f"a conversation must be one that the model's chat template takes; got {brief(str(error))} from that of "
-                f"{self._where}. Correct the messages."
-            ) from error
 
     def _added_by_assistant(self, messages: Sequence[Mapping[str, Any]], whole: str) -> Spans:
         spans = []
@@ -254,9 +248,8 @@ def _environment() -> Any:
     with needing_extra("messages need Jinja for the chat template", "hf"):
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
-    extensions = [loopcontrols, _generation_block()]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters |= {"tojson": _to_json, "said": lambda text: BEGIN + text + END}
     environment.globals |= {"raise_exception": _refuse}
     return environment
 
@@ -269,35 +262,8 @@ def _refuse(message: str) -> None:
     raise ValueError(message)
 
 
-def _generation_block() -> Any:
-    """Returns Jinja's extension for ``{% generation %}``, which puts marks around what is inside."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
-    class GenerationBlock(Extension):
-        tags = {"generation"}  # noqa: RUF012, Jinja's own form
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            marks = [nodes.Output([nodes.TemplateData(mark)]).set_lineno(line) for mark in (BEGIN, END)]
-            return [marks[0], *body, marks[1]]
-
-    return GenerationBlock
-
-
-def _has_generation_block(environment: Any, source: str) -> bool:
-    return any(kind == "name" and value == "generation" for _, kind, value in environment.lex(source))
-
-
 def _split_marked(marked: str) -> tuple[str, Spans]:
     """Returns the text without marks, and the spans between them."""
-    text, spans = "", []
-    for number, piece in enumerate(marked.split(BEGIN)):
-        if number == 0:
-            text += piece
-            continue
-        said, _, rest = piece.partition(END)
-        spans.append((len(text), len(text) + len(said)))
-        text += said + rest
-    return text, tuple(spans)
+    pieces = re.split(f"[{BEGIN}{END}]", marked)  # every second one is the assistant's
+    ends = list(accumulate(map(len, pieces)))
+    return "".join(pieces), tuple(zip(ends[::2], ends[1::2], strict=False))

@@ -18,10 +18,7 @@ from jaxpar.params import ParamSpec, he_normal, lecun_normal, stack_layers, zero
 
 def param_table(num_features: int, num_classes: int, *, width: int, num_hidden: int) -> PyTree:
     """Returns the table of an MLP with ``num_hidden`` hidden layers (an even number) of ``width`` units."""
-    if num_hidden < 2 or num_hidden % 2:
-        raise ValueError(
-            f"{arg('num_hidden')} must be even, since hidden layers come in pairs; got {num_hidden}. Choose 2, 4, 6, 8."
-        )
+    _check_pairs(arg("num_hidden"), num_hidden)
     layer = {
         "w_up": ParamSpec((width, width), ("embed", "mlp"), he_normal),
         "b_up": ParamSpec((width,), ("mlp",), zeros),
@@ -64,11 +61,8 @@ def check_sizes(num_hidden: int, width: int, *, stage: int, tensor: int) -> None
         stage: Stages of a pipeline, which share out the pairs of layers.
         tensor: Shards of each weight.
     """
+    _check_pairs("--hidden-layers", num_hidden)
     pairs = num_hidden // 2
-    if num_hidden < 2 or num_hidden % 2:
-        raise ValueError(
-            f"--hidden-layers must be even, since they come in pairs; got {num_hidden}. Choose 2, 4, 6 or 8."
-        )
     if pairs % stage:
         raise ValueError(
             f"the pairs of hidden layers must be divisible by the stage axis; got --hidden-layers {num_hidden}, "
@@ -80,4 +74,11 @@ def check_sizes(num_hidden: int, width: int, *, stage: int, tensor: int) -> None
         raise ValueError(
             f"--width must be divisible by the tensor axis; got --width {width}, --mesh.tensor {tensor}. "
             f"Choose --width {round_up(width, tensor)}."
+        )
+
+
+def _check_pairs(name: str, num_hidden: int) -> None:
+    if num_hidden < 2 or num_hidden % 2:
+        raise ValueError(
+            f"{name} must be even, since hidden layers come in pairs; got {num_hidden}. Choose 2, 4, 6 or 8."
         )

@@ -8,15 +8,14 @@ values between ops and sends them between stages.
 `jaxpar/backward/split.py` splits a layer into the functions of these ops, `embed_and_head.py` embedding and head, of which
 `head_parts.py` proves that the stages may share it.
 
-`memory.py` estimates bytes before compilation. `mpmd.py` is the other executor of a Schedule: it calls the ops of
-`mpmd_stages.py`, and `mpmd_params.py` moves params to the stages and gradients back.
+`mpmd.py` is the other executor of a Schedule: it calls the ops of `mpmd_stages.py`, and `mpmd_params.py` moves params to the
+stages and gradients back.
 """
 
 from jaxpar.pipeline.control_flow import check_permutes
 from jaxpar.pipeline.embed_and_head import stage_specs, sum_over_stages
 from jaxpar.pipeline.executor import OverReplicas, accumulate_pipelined, build_stage, masks_idle_ops
 from jaxpar.pipeline.layout import LayerLayout, check_layout, close_params, open_params
-from jaxpar.pipeline.memory import buffer_bytes
 from jaxpar.pipeline.mpmd import MpmdExecutor
 from jaxpar.pipeline.program import Program, compile_schedule, join_backward, spmd_program
 
@@ -26,7 +25,6 @@ __all__ = [
     "OverReplicas",
     "Program",
     "accumulate_pipelined",
-    "buffer_bytes",
     "build_stage",
     "check_layout",
     "check_permutes",

@@ -76,14 +76,6 @@ def add_at(totals: Arrays, values: Sequence[Any], index: Any) -> Arrays:
     return [add(*each) for each in zip(totals, values, strict=True)]
 
 
-def add_to(totals: Arrays, indices: Sequence[int], values: Sequence[Any]) -> Arrays:
-    """Returns ``totals`` with ``values`` added to those at ``indices``, in the dtype of the totals."""
-    totals = list(totals)
-    for i, value in zip(indices, values, strict=True):
-        totals[i] = totals[i] + value.astype(totals[i].dtype)
-    return totals
-
-
 def take(arrays: Sequence[Any], index: Any, *, as_stored: bool = False) -> Arrays:
     """Returns the arrays at an index of their leading dim.
 

@@ -4,7 +4,7 @@
 its params.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import row_major
-from jaxpar.backward.partition import ParamShards
+from jaxpar.backward.partition import Cut, ParamShards
 from jaxpar.backward.passes import LayerPasses
 from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.dtypes import wide_dtype
@@ -131,7 +131,10 @@ def build_stage(
     # With more chunks than stages the parts in all ticks are more than the heads in some. In a V a stage sends to itself.
     shares_head = program.masks and schedule.num_chunks < schedule.num_stages and schedule.placement == "loop"
     num_parts = schedule.num_stages if shares_head else 1
-    num_shards = _num_shards_of_positions(layer, shards) if shares_head else 1
+    cuts = shards.partition(layer.graph, layer.values["params"]).cuts if program.masks else {}
+    # Under sequence parallelism the positions of a sequence are sharded between layers.
+    splits_positions = shares_head and any(cuts.get(value) == 1 for value in layer.values["y"])
+    num_shards = shards.num_shards if splits_positions else 1
     parts = {"num_stages": num_parts, "num_shards": num_shards, "is_forward": schedule.is_forward}
     ends = Ends(model, loss, params[OUTER], x, microbatch, **parts)
     if program.masks and (skips := ends.skips | _skips(layer, program)):
@@ -165,14 +168,8 @@ def build_stage(
             [wide(leaf) if i in trained else None for i, leaf in enumerate(outer)],
             jax.tree.map(wide, ends.loss_sums),
         ),
-        in_order=_in_order(layer, shards if program.masks else None),
+        in_order=_in_order(layer, cuts, shards.num_shards, masks=program.masks),
     )
-
-
-def _num_shards_of_positions(layer: SplitLayer, shards: ParamShards) -> int:
-    """The number of shards over ``tensor`` of the positions of a sequence between layers: 1 without sequence parallelism."""
-    cuts = shards.partition(layer.graph, layer.values["params"]).cuts
-    return shards.num_shards if any(cuts.get(value) == 1 for value in layer.values["y"]) else 1
 
 
 def _skips(layer: SplitLayer, program: Program) -> set[str]:
@@ -184,7 +181,9 @@ def _skips(layer: SplitLayer, program: Program) -> set[str]:
     return {kind for kind, plan in plans.items() if not is_maskable(node.equation for node in layer.plans[plan].nodes)}
 
 
-def _in_order(layer: SplitLayer, shards: ParamShards | None) -> dict[str, list[Callable[[Any], Any]]]:
+def _in_order(
+    layer: SplitLayer, cuts: Mapping[int, Cut], num_shards: int, *, masks: bool
+) -> dict[str, list[Callable[[Any], Any]]]:
     """Returns, for each buffer, one function per stored value, which makes a transposed value row-major in memory.
 
     Otherwise XLA may write a transposed value as it was before, or read it as a product wants it, and transpose the whole
@@ -193,15 +192,14 @@ def _in_order(layer: SplitLayer, shards: ParamShards | None) -> dict[str, list[C
 
     Args:
         layer: The layer.
-        shards: How its params are sharded over ``tensor``; None where XLA may choose the order.
+        cuts: The dim of each of its values that is sharded over ``tensor``.
+        num_shards: The number of shards.
+        masks: Whether the program masks idle ops; otherwise XLA may choose the order.
     """
-    if shards is None:
-        return {name: [lambda array: array] * len(layer.values[name]) for name in BUFFERS}
-    cuts = shards.partition(layer.graph, layer.values["params"]).cuts
 
     def order(value: int) -> Callable[[Any], Any]:
         cut = cuts.get(value)
-        if not layer.graph.is_transposed(value) or (cut is None and shards.num_shards > 1):
+        if not masks or not layer.graph.is_transposed(value) or (cut is None and num_shards > 1):
             return lambda array: array
         dims = range(len(layer.graph.avals[value].shape))
         spec = PartitionSpec(*(TENSOR if dim == cut else None for dim in dims))

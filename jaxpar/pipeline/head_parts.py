@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer, constraint_of
 from jaxpar.backward.graph import ELEMENTWISE, Graph, Node, trace
+from jaxpar.dtypes import is_float, is_key
 from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.shard_map import on_tensor_shards
 
@@ -105,17 +105,14 @@ def find_parts(
         num_shards: The number of shards over ``tensor`` of the positions of y, 1 if they are not sharded. Blocks for shards
             that are not there would shard them, and XLA then all the layers.
     """
-    floats = [leaf for leaf in y if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     for dim, num_blocks in ((0, 1), (1, num_shards)):
-        sizes = {leaf.shape[dim] if leaf.ndim > dim else 0 for leaf in floats}
-        if len(sizes) != 1 or 0 in sizes or next(iter(sizes)) % (num_stages * num_blocks):
+        sizes = {leaf.shape[dim] if leaf.ndim > dim else 0 for leaf in y if is_float(leaf)}
+        size = sizes.pop() if len(sizes) == 1 else 0
+        if size == 0 or size % (num_stages * num_blocks):
             continue
-        parts = HeadParts(dim, sizes.pop(), num_stages, num_blocks)
-        numbers = (jnp.number, jnp.bool_)
-        splits = [leaf for leaf in jax.tree.leaves((y, microbatch)) if parts.is_split(leaf)]
-        if all(any(jnp.issubdtype(leaf.dtype, kind) for kind in numbers) for leaf in splits) and _is_sum(
-            head, outer, y, microbatch, parts
-        ):
+        parts = HeadParts(dim, size, num_stages, num_blocks)
+        has_keys = any(is_key(leaf) for leaf in jax.tree.leaves((y, microbatch)) if parts.is_split(leaf))
+        if not has_keys and _is_sum(head, outer, y, microbatch, parts):
             return parts
     return None
 
@@ -136,12 +133,12 @@ def _is_sum(
         return False
     # A leaf of y without the dim belongs to another microbatch on the other stages.
     not_split = {i for i, leaf in zip(whole.inputs[len(outer) :], y, strict=False) if not parts.is_split(leaf)}
-    nodes = [n for n, node in enumerate(whole.nodes) if node in whole.needed(whole.outputs, ())]
-    read = {i for n in nodes for i in whole.nodes[n].inputs}
+    nodes = whole.needed(whole.outputs, ())
+    read = {i for node in nodes for i in node.inputs}
     if not _are_alike(whole, part) or not not_split.isdisjoint(read) or any(node.has_effects for node in whole.nodes):
         return False
     dims, sums = {i: _dim_that_differs(whole, part, i) for i in whole.avals}, set()
-    for node in (whole.nodes[n] for n in nodes):
+    for node in nodes:
         has_positions = any(dims[i] is not None for i in node.inputs)
         makes_positions = [dims[i] is not None for i in node.outputs]
         if not sums.isdisjoint(node.inputs):
@@ -150,10 +147,8 @@ def _is_sum(
             sums.update(node.outputs)
         elif node.name == "reduce_sum" and has_positions and not any(makes_positions):
             sums.update(node.outputs)
-        elif any(makes_positions) or has_positions:
-            is_of_each = all(makes_positions) and _is_of_each(whole, node, dims)
-            if not is_of_each:
-                return False
+        elif (any(makes_positions) or has_positions) and not (all(makes_positions) and _is_of_each(whole, node, dims)):
+            return False
     return sums.issuperset(whole.outputs)
 
 

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_one_of
 from jaxpar.layered_model import LAYERS, PackedLayers, check_unpacked, is_layered, is_packed, is_stacked
-from jaxpar.schedule import Schedule, check_placement, check_sizes, stage_and_chunk
+from jaxpar.schedule import PLACEMENTS, Schedule, check_sizes, stage_and_chunk
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LayerLayout:
 
     def __post_init__(self) -> None:
         check_sizes(num_layers=self.num_layers, num_stages=self.num_stages, num_chunks=self.num_chunks)
-        check_placement(self.placement)
+        check_one_of(PLACEMENTS, placement=self.placement)
         count = self.num_stages * self.num_chunks
         if self.num_layers < count and self.layers_per_virtual_stage is None:
             raise ValueError(
@@ -101,10 +101,8 @@ class LayerLayout:
     @property
     def layer_counts(self) -> np.ndarray:
         """The number of layers of each chunk, ``[num_stages, num_chunks]``."""
-        counts = np.zeros((self.num_stages, self.num_chunks), np.int32)
-        for virtual_stage, count in enumerate(self.layers_per_virtual_stage or ()):
-            counts[self.stage_and_chunk(virtual_stage)] = count
-        return counts
+        is_layer = self.packed_order.reshape(self.num_stages, self.num_chunks, self.positions_per_chunk) >= 0
+        return is_layer.sum(axis=-1, dtype=np.int32)
 
     @property
     def packed_order(self) -> np.ndarray:

@@ -175,12 +175,13 @@ class _Pipeline:
         totals = sums[self.last_stage]["loss"]
         with jax.set_mesh(NO_MESH):
             self.value_shape = jax.eval_shape(self.value, totals, jax.ShapeDtypeStruct((), totals[0].dtype))
-        self.params, self.grads = [], []
-        for stage, mesh in enumerate(self.meshes):
-            chunks = [each for each in self.virtual_stages if each.stage == stage]
-            self.params.append(jit_params(chunks, partial(self.layers.split, stage=stage)))
-            stack = partial(self.layers.stack, stage=stage)
-            self.grads.append(jit_grads(mesh, self.like[stage], stack, partial(reduce, dtype=reduce_dtype)))
+        of_stage = lambda stage: [each for each in self.virtual_stages if each.stage == stage]
+        split, stack = self.layers.split, self.layers.stack
+        self.params = [jit_params(of_stage(i), partial(split, stage=i)) for i in range(len(self.meshes))]
+        self.grads = [
+            jit_grads(mesh, self.like[i], partial(stack, stage=i), partial(reduce, dtype=reduce_dtype))
+            for i, mesh in enumerate(self.meshes)
+        ]
 
 
 class _Step:

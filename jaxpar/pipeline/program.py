@@ -33,7 +33,7 @@ import numpy as np
 
 from jaxpar.pipeline.control_flow import ONCE, Mask
 from jaxpar.pipeline.timetable import Timetable, allot, lives_of, sends_right
-from jaxpar.schedule import Schedule
+from jaxpar.schedule import Op, Schedule
 
 NONE = -1
 WAYS = ("right", "left")
@@ -354,25 +354,22 @@ def _belong_together(before: Segment, after: Segment) -> bool:
 
 def _sends(timetable: Timetable) -> dict[str, Sends]:
     """The senders of each tick by direction. In a loop F and B of a tick send in opposite directions; in a V they may not."""
-    schedule, sent = timetable.schedule, {}
+    schedule = timetable.schedule
+    sent: dict[str, list[dict[int, Op]]] = {way: [{} for _ in range(schedule.num_ticks)] for way in WAYS}
     for (stage, op), (tick, _) in timetable.moments.items():
         receiver = schedule.virtual_stage(stage, op.chunk) + {"F": 1, "B": -1}.get(op.kind, 0)
         stays = receiver not in range(schedule.num_virtual_stages) or schedule.stage_and_chunk(receiver)[0] == stage
         if op.kind not in "FB" or stays:
             continue
-        first = sent.setdefault(("right" if sends_right(schedule, op) else "left", tick, stage), op)
+        first = sent["right" if sends_right(schedule, op) else "left"][tick].setdefault(stage, op)
         if first != op:
             raise ValueError(
                 f"a stage can send one message each way in a tick; got {first} and {op} on stage {stage} in tick {tick}, "
                 f"both for stage {schedule.stage_and_chunk(receiver)[0]}. Give one of them a tick of its own."
             )
-    return {way: _sets_of_senders(schedule.num_ticks, {key[1:] for key in sent if key[0] == way}) for way in WAYS}
-
-
-def _sets_of_senders(num_ticks: int, sent: set[tuple[int, int]]) -> Sends:
-    stages_of: dict[int, list[int]] = {}
-    for tick, stage in sorted(sent):
-        stages_of.setdefault(tick, []).append(stage)
-    by_tick = [tuple(stages_of.get(tick, ())) for tick in range(num_ticks)]
-    senders = sorted(set(by_tick))
-    return Sends(senders, np.array([senders.index(stages) for stages in by_tick], np.int32))
+    by_tick = {way: [tuple(sorted(stages)) for stages in ticks] for way, ticks in sent.items()}
+    senders = {way: sorted(set(ticks)) for way, ticks in by_tick.items()}
+    return {
+        way: Sends(senders[way], np.array([senders[way].index(stages) for stages in ticks], np.int32))
+        for way, ticks in by_tick.items()
+    }

@@ -188,9 +188,9 @@ class Stage:
         values = [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
         return buffers.put(ring, values, *self.layers.index(row, name, position))
 
-    def stored(self, state: State, row: OpRow, name: str, position: Any) -> list:
+    def stored(self, ring: list, row: OpRow, name: str, position: Any) -> list:
         """The values of one layer in a buffer."""
-        values = buffers.get(getattr(state, name), self.layer.shapes(name), *self.layers.index(row, name, position))
+        values = buffers.get(ring, self.layer.shapes(name), *self.layers.index(row, name, position))
         return [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
 
     def with_keys(self, unwrapped: Sequence) -> list:
@@ -271,10 +271,11 @@ class Stage:
     def add_head(self, on: Mask, state: State, row: OpRow, loss_sums: PyTree, grads: list, ct: list) -> State:
         """Adds what the head returns to the sums; the cotangent of y goes to the inbox."""
         add = lambda total, own: total + masked(on, [own])[0].astype(total.dtype)
+        outer, trains = state.outer_grads, self.ends.head_trains
         return state._replace(
             # Where this is off, its slot is the spare one, which no op that is on reads.
             inbox=buffers.put_cotangent(state.inbox, self.x, ct, row.out) if ct else state.inbox,
-            outer_grads=buffers.add_to(state.outer_grads, self.ends.head_trains, masked(on, grads)),
+            outer_grads=merge(outer, trains, map(add, [outer[i] for i in trains], grads)),
             loss=jax.tree.map(add, state.loss, loss_sums),
         )
 
@@ -285,7 +286,7 @@ class Stage:
 
     def backward(self, state: State, row: OpRow) -> tuple[State, list]:
         """B: returns the cotangent to send."""
-        ct, residuals = self.cotangent(state, row), partial(self.residuals, state, row)
+        ct, residuals = self.cotangent(state, row), partial(self.residuals, (state.residuals_b, state.residuals_w), row)
 
         def input_grads(carry: tuple, position: Any, params: list) -> tuple:
             dx, cotangents_w = self.layer.backward_input(params, *residuals(position), carry[0])
@@ -305,10 +306,10 @@ class Stage:
         """The input of B, for the float leaves of x."""
         return [self.with_keys(buffers.take(state.inbox, row.ct))[i] for i in self.floats]
 
-    def residuals(self, state: State, row: OpRow, position: Any) -> tuple[list, list]:
+    def residuals(self, rings: Sequence[list], row: OpRow, position: Any) -> tuple[list, list]:
         """The residuals of one layer, for B alone and for the gradients of the weights."""
-        stored = partial(self.stored, state, row, position=position)
-        return stored("residuals_b"), stored("residuals_w")
+        for_b, for_w = rings
+        return self.stored(for_b, row, "residuals_b", position), self.stored(for_w, row, "residuals_w", position)
 
     def before_layers(self, state: State, row: OpRow, dx: list) -> tuple[State, list]:
         """B before the first layer of a chunk: the message to a virtual stage on the same stage, or the embedding."""
@@ -335,8 +336,8 @@ class Stage:
         """W."""
 
         def weight_grads(nothing: tuple, position: Any, params: list) -> tuple[tuple, list]:
-            values = (self.stored(state, row, name, position) for name in ("residuals_w", "cotangents_w"))
-            return nothing, self.passes.backward_weights(params, *values)
+            stored = (self.stored(getattr(state, name), row, name, position) for name in BUFFERS[1:])
+            return nothing, self.passes.backward_weights(params, *stored)
 
         _, grads = self.layers.add_over_layers(weight_grads, row, (), state.layer_grads)
         return state._replace(layer_grads=grads), ()
@@ -354,19 +355,17 @@ class Stage:
         """
         layers, num_common = self.layers, self.layers.layout.min_layers
         one_forward = self.layer_forward(forward, store=(stores := not self.program.schedule.recomputes))
-        residuals = lambda rings, position: self.residuals(
-            state._replace(residuals_b=rings[0], residuals_w=rings[1]), backward, position
-        )
 
         def one_backward(carry: tuple, position: Any, params: list) -> tuple[tuple, list]:
             ct, x, *rings = carry
-            ct, grads = self.layer_backward(ct, residuals(rings, position), params)
+            ct, grads = self.layer_backward(ct, self.residuals(rings, backward, position), params)
             return (ct, x, *rings), grads
 
         def one_of_each(carry: tuple, position: Any, params: list) -> tuple[tuple, list]:
             ct, x, *rings = carry
             # B's reads come before F's writes, or XLA copies the rings: here, or after B's products if they are in order.
-            ahead, read, ordered = num_common - 1 - position, residuals(rings, position), self.passes.has_waits
+            ahead, read = num_common - 1 - position, self.residuals(rings, backward, position)
+            ordered = self.passes.has_waits
             rings, read = (rings, read) if ordered else jax.lax.optimization_barrier((rings, read))
             of_forward = layers.params_at(forward.chunk, ahead), self.with_keys(x)
             passes = self.passes.forward(*of_forward, store=stores), self.passes.backward(params, *read, *ct)

@@ -92,16 +92,20 @@ def lives_of(
         masked: The (tick, op) pairs in which stages where that op is off compute it too.
         merged: The ticks in which B reads the residuals of one layer before F writes those of another.
     """
-    if timetable.schedule.is_forward:
-        return {"inbox": _activations(timetable), "residuals_b": [], "residuals_w": [], "cotangents_w": []}
-    writer = "R" if timetable.schedule.recomputes else "F"
-    stored = lambda buffer: _stored(timetable, buffer, merged) + _discarded(timetable, buffer, writer, masked)
-    return {
-        "inbox": _activations(timetable) + _cotangents(timetable),
-        "residuals_b": stored("residuals_b"),
-        "residuals_w": stored("residuals_w"),
-        "cotangents_w": _cotangents_w(timetable) + _discarded(timetable, "cotangents_w", "B", masked),
-    }
+    schedule = timetable.schedule
+    lives = {"inbox": _activations(timetable)} | {name: [] for name in ("residuals_b", "residuals_w", "cotangents_w")}
+    if schedule.is_forward:
+        return lives
+    lives["inbox"] += _cotangents(timetable)
+    first, splits = "R" if schedule.recomputes else "F", schedule.splits_backward
+    of_b = [("residuals_b", first, "B"), ("residuals_w", first, "BW" if splits else "B")]
+    for buffer, writer, readers in [*of_b, ("cotangents_w", "B", "W")] if splits else of_b:
+        held = [_held(timetable, buffer, stage, op, readers) for stage, op in timetable.moments if op.kind == writer]
+        # In a merged tick F may write where B has read.
+        before_f = {timetable.time(tick, "B"): timetable.time(tick, "F") - 1 for tick in merged if writer == "F"}
+        held = [replace(life, end=before_f.get(life.end, life.end)) for life in held]
+        lives[buffer] = held + _discarded(timetable, buffer, writer, masked)
+    return lives
 
 
 def allot(lives: Iterable[Life], tables: dict[str, np.ndarray]) -> int:
@@ -151,22 +155,6 @@ def _message(timetable: Timetable, source: int, sent: Op, stage: int, end: int, 
     return Life(stage, timetable.time(tick, "arrival"), end, ((channel, tick), *uses))
 
 
-def _stored(timetable: Timetable, buffer: str, merged: Collection[int]) -> list[Life]:
-    """The residuals that F, or R if there is one, stores until B or W has read them; in a merged tick F may replace B's."""
-    writer = "R" if timetable.schedule.recomputes else "F"
-    readers = "BW" if buffer == "residuals_w" and timetable.schedule.splits_backward else "B"
-    held = [_held(timetable, buffer, stage, op, readers) for stage, op in timetable.moments if op.kind == writer]
-    before_f = {timetable.time(tick, "B"): timetable.time(tick, "F") - 1 for tick in merged if writer == "F"}
-    return [replace(life, end=before_f.get(life.end, life.end)) for life in held]
-
-
-def _cotangents_w(timetable: Timetable) -> list[Life]:
-    """The cotangents that B stores until W has read them."""
-    if not timetable.schedule.splits_backward:
-        return []
-    return [_held(timetable, "cotangents_w", stage, op, "W") for stage, op in timetable.moments if op.kind == "B"]
-
-
 def _held(timetable: Timetable, buffer: str, stage: int, op: Op, readers: str) -> Life:
     """A value that is stored on a stage, from the op that writes it to the last op that reads it."""
     ops = [op, *(Op(kind, op.microbatch, op.chunk) for kind in readers)]
@@ -176,13 +164,10 @@ def _held(timetable: Timetable, buffer: str, stage: int, op: Op, readers: str) -
 
 def _discarded(timetable: Timetable, buffer: str, writer: str, masked: Sequence[tuple[int, str]]) -> list[Life]:
     """The results of ops that are off, which need a slot while they are written."""
-    schedule = timetable.schedule
-    if buffer == "cotangents_w" and not schedule.splits_backward:
-        return []
     on = {(stage, *moment) for (stage, _), moment in timetable.moments.items()}
     return [
         Life(stage, timetable.time(tick, writer), timetable.time(tick, writer), ((f"{writer}_{buffer}", tick),))
         for tick, name in masked
-        for stage in range(schedule.num_stages)
+        for stage in range(timetable.schedule.num_stages)
         if name == writer and (stage, tick, name) not in on
     ]

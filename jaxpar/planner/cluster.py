@@ -105,18 +105,9 @@ def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
         raise ValueError(
             f"{arg('gpu')} must be one of {', '.join(GPUS)}; got {gpu!r}. Or describe yours as a Cluster(...)."
         )
-    datasheet = DATASHEETS[gpu]
-    return Cluster(
-        num_nodes=num_nodes,
-        devices_per_node=devices_per_node,
-        memory_bytes=datasheet.memory_bytes,
-        peak_flops=datasheet.peak_flops,
-        memory_bandwidth=datasheet.memory_bandwidth,
-        node_bandwidth=datasheet.node_bandwidth,
-        network_bandwidth=datasheet.network_bandwidth,
-        name=gpu,
-        **_KERNELS[gpu.split("-")[0]],
-    )
+    datasheet = {name: value for name, value in vars(DATASHEETS[gpu]).items() if name != "driver_name"}
+    kernels = _KERNELS[gpu.split("-")[0]]
+    return Cluster(num_nodes=num_nodes, devices_per_node=devices_per_node, **datasheet, **kernels)
 
 
 @dataclass(frozen=True)
@@ -150,9 +141,8 @@ class Links:
 
     def latency(self, axis: str) -> int | float:
         """Returns the latency of a collective in seconds: up and down a tree."""
-        return (
-            2 * math.ceil(math.log2(max(2, self.sizes[axis]))) * self.cluster.latency(crosses_nodes=self.crosses(axis))
-        )
+        steps = 2 * math.ceil(math.log2(max(2, self.sizes[axis])))
+        return steps * self.cluster.latency(crosses_nodes=self.crosses(axis))
 
     def crossings(self, axis: str) -> list[bool]:
         """Returns, for each member of a group along an axis, whether the next one (cyclically) is on another node."""
@@ -186,20 +176,15 @@ def collective_seconds(links: Links, axis: str, kind: str, payload_bytes: int) -
         return links.message(payload_bytes, axis)
     if size == 1:
         return 0.0
-    if kind == "all-to-all":
-        return _exchange_seconds(links, axis, payload_bytes)
+    if kind == "all-to-all":  # what leaves a node takes the device's own card
+        inside, cluster = min(size, links.together(axis)), links.cluster
+        near = (inside - 1) / size * payload_bytes / cluster.node_bandwidth
+        far = (size - inside) / size * payload_bytes / cluster.network_bandwidth
+        return max(near, far) / links.share + cluster.latency(crosses_nodes=links.crosses(axis))
     moved = ring_bytes(kind, payload_bytes, size) / links.rate(axis)
     if kind != "all-reduce":
         return moved + _round_seconds(links, axis)
     return min(moved + 2 * _round_seconds(links, axis), moved / _TREE_SHARE + links.latency(axis))
-
-
-def _exchange_seconds(links: Links, axis: str, payload_bytes: float) -> float:
-    """Returns the seconds of an all-to-all: what leaves a node takes the device's own card."""
-    size, inside = links.sizes[axis], min(links.sizes[axis], links.together(axis))
-    near = (inside - 1) / size * payload_bytes / links.cluster.node_bandwidth
-    far = (size - inside) / size * payload_bytes / links.cluster.network_bandwidth
-    return max(near, far) / links.share + links.cluster.latency(crosses_nodes=links.crosses(axis))
 
 
 def _round_seconds(links: Links, axis: str) -> float:

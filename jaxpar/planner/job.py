@@ -80,11 +80,6 @@ class Choice:
         return min(self.num_microbatches, 3 * self.stage if self.num_chunks > 1 else 2 * self.stage + 4)
 
     @property
-    def fewer_simulated(self) -> int:
-        """A smaller number of microbatches to simulate, for the extrapolation; with chunks it is less by one round."""
-        return self.num_simulated - (self.stage if self.num_chunks > 1 else 2)
-
-    @property
     def runs_pipeline(self) -> bool:
         """Whether GPUs run F of a microbatch beside B of another: in stages, and in one stage with a ``tensor`` axis."""
         return self.stage > 1 or (self.tensor > 1 and self.num_microbatches > 1)
@@ -101,21 +96,27 @@ class Choice:
 
     def table(self, num_microbatches: int, form: str | None = None) -> Schedule:
         """Returns the schedule's table for a number of microbatches, by default in the form for lock-step on GPUs."""
-        form = form or self.form
-        return _table(self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat is True)
+        return _table(self._scheduled(num_microbatches), form or self.form)
 
     def structure(self, num_microbatches: int, form: str | None = None, *, by_tick: bool = False) -> Structure:
         """Returns the structure of the table, from which its makespan follows for any costs."""
-        form = form or self.form
-        return _structure(
-            self.schedule, self.stage, num_microbatches, self.num_chunks, form, self.remat is True, by_tick
-        )
+        return _structure(self._scheduled(num_microbatches), form or self.form, by_tick)
 
     def program(self, num_microbatches: int) -> Program:
         """Returns the compiled schedule for a number of microbatches, as GPUs run it."""
         if self.stage == 1:  # under remat the backward pass of a layer runs it again
-            return _program("1f1b", 1, num_microbatches, 1, False)
-        return _program(self.schedule, self.stage, num_microbatches, self.num_chunks, self.remat is True)
+            return _program(Choice(num_microbatches=num_microbatches))
+        return _program(self._scheduled(num_microbatches))
+
+    def _scheduled(self, num_microbatches: int) -> "Choice":
+        """Returns the settings on which the schedule depends and no others, since its tables are cached by them."""
+        return Choice(
+            stage=self.stage,
+            schedule=self.schedule,
+            num_microbatches=num_microbatches,
+            num_chunks=self.num_chunks,
+            remat=self.remat is True,
+        )
 
     @property
     def splits_backward(self) -> bool:
@@ -130,15 +131,10 @@ class Choice:
     @cached_property
     def num_slots(self) -> dict[str, int]:
         """The slots of each buffer: those for the simulated microbatches, or in gpipe one more for each more microbatch."""
-        slots = self.program(self.num_simulated).num_slots
-        if self.num_simulated == self.num_microbatches or self.schedule != "gpipe":
+        slots, more = self.program(self.num_simulated).num_slots, self.num_microbatches - self.num_simulated
+        if not more or self.schedule != "gpipe":
             return slots
-        return _extrapolate(
-            self.program(self.fewer_simulated).num_slots,
-            slots,
-            self.num_microbatches - self.num_simulated,
-            self.num_simulated - self.fewer_simulated,
-        )
+        return _extrapolate(self.program(self.num_simulated - 2).num_slots, slots, more, 2)
 
     @cached_property
     def likely_slots(self) -> dict[str, int]:
@@ -181,21 +177,19 @@ def _extrapolate(before: dict[str, int], after: dict[str, int], more: int, step:
 
 
 @lru_cache(maxsize=512)
-def _table(name: str, stage: int, num_microbatches: int, num_chunks: int, form: str, remat: bool) -> Schedule:
-    return make_schedule(name, stage, num_microbatches, num_chunks, form=form, remat=remat)
+def _table(choice: Choice, form: str) -> Schedule:
+    sizes = choice.stage, choice.num_microbatches, choice.num_chunks
+    return make_schedule(choice.schedule, *sizes, form=form, remat=choice.remat is True)
 
 
 @lru_cache(maxsize=512)
-def _structure(
-    name: str, stage: int, num_microbatches: int, num_chunks: int, form: str, remat: bool, by_tick: bool
-) -> Structure:
-    return structure_of(_table(name, stage, num_microbatches, num_chunks, form, remat), by_tick=by_tick)
+def _structure(choice: Choice, form: str, by_tick: bool) -> Structure:
+    return structure_of(_table(choice, form), by_tick=by_tick)
 
 
 @lru_cache(maxsize=512)
-def _program(name: str, stage: int, num_microbatches: int, num_chunks: int, remat: bool) -> Program:
-    table = _table(name, stage, num_microbatches, num_chunks, lockstep_form(name, masks=True), remat)
-    return spmd_program(table, masks=True)
+def _program(choice: Choice) -> Program:
+    return spmd_program(_table(choice, choice.form), masks=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,19 +247,17 @@ class Software:
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.overlaps) - {*AXES, EXPERTS}):
             raise ValueError(f"overlaps must be mesh axes, {', '.join(AXES)}; got {unknown}. Leave them out.")
-        for name in ("gradient_bytes", "param_bytes"):
-            if getattr(self, name) not in (None, 1, 2, 4, 8):
-                raise ValueError(
-                    f"{name} must be 1, 2, 4 or 8; got {getattr(self, name)!r}. Choose 2 for 16-bit numbers."
-                )
-        if not 0 <= self.recompute <= 1:
-            raise ValueError(f"recompute must be a share, 0 to 1; got {self.recompute}. Choose 0.")
-        if self.message_seconds < 0:
-            raise ValueError(f"message_seconds must be 0 or more; got {self.message_seconds}. Choose 0.")
-        if self.expert_imbalance < 1:
-            raise ValueError(f"expert_imbalance must be 1 or more; got {self.expert_imbalance}. Choose 1 for none.")
-        if self.product_rate <= 0:
-            raise ValueError(f"product_rate must be positive; got {self.product_rate}. Choose 1 for 16-bit products.")
+        widths, wide = (None, 1, 2, 4, 8), ("1, 2, 4 or 8", "2 for 16-bit numbers")
+        for name, is_allowed, rule, other in (
+            ("gradient_bytes", self.gradient_bytes in widths, *wide),
+            ("param_bytes", self.param_bytes in widths, *wide),
+            ("recompute", 0 <= self.recompute <= 1, "a share, 0 to 1", "0"),
+            ("message_seconds", self.message_seconds >= 0, "0 or more", "0"),
+            ("expert_imbalance", self.expert_imbalance >= 1, "1 or more", "1 for none"),
+            ("product_rate", self.product_rate > 0, "positive", "1 for 16-bit products"),
+        ):
+            if not is_allowed:
+                raise ValueError(f"{name} must be {rule}; got {getattr(self, name)!r}. Choose {other}.")
 
 
 JAXPAR = Software()

@@ -22,14 +22,14 @@ from functools import lru_cache
 
 from jaxpar._compat import constraint_of
 from jaxpar.backward.graph import Graph, Node
+from jaxpar.backward.partition import dot_flops
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.fused import BACKWARD, FORWARD, Grouped, attention_flops, grouped_of
 from jaxpar.planner.job import JAXPAR, Software
 
 VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "split", "slice"})
-_OF_THEIR_OWN = frozenset(
-    {"dot_general", "gather", "scatter-add", "sort", "cumsum", "conv_general_dilated", FORWARD, BACKWARD}
-)
+_ADDED = frozenset({"scatter-add", "sort", "cumsum", "conv_general_dilated"})  # kernels that are counted by their bytes
+_OF_THEIR_OWN = _ADDED | {"dot_general", "gather", FORWARD, BACKWARD}
 # Rows and columns of a tile, and its share of the rate of the largest.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (64, 64, 0.6))
 _PARTS = (1, 2, 4, 8)
@@ -100,41 +100,34 @@ def kernels_of(graph: Graph, nodes: Iterable[Node], results: Collection[int], sh
         sharded: The values that are sharded over ``tensor``.
     """
     nodes, counted = list(nodes), _Counted(graph, frozenset(sharded))
-    alone = [node for node in nodes if node.name in _OF_THEIR_OWN or counted.is_sent(node) or grouped_of(node)]
-    wanted = {i for node in alone for i in node.inputs} | set(results)
-    products: Counter[Product] = Counter()
-    attention, attention_bytes = [0, 0], 0
+    wanted = {i for node in nodes if counted.is_alone(node) for i in node.inputs} | set(results)
     for node in nodes:
         counted.add(node)
         for output in node.outputs:
             if output in wanted:
                 counted.write(output)
-        if node.name == "dot_general":
-            products[product_of(graph, node)] += 1
-        elif node.name in (FORWARD, BACKWARD):
-            attention[node.name == BACKWARD] += attention_flops(graph, node)
-            attention_bytes += sum(map(graph.num_bytes, (*node.inputs, *node.outputs)))
+    fused = [node for node in nodes if node.name in (FORWARD, BACKWARD)]
+    flops = lambda name: sum(attention_flops(graph, node) for node in fused if node.name == name)
+    products = Counter(product_of(graph, node) for node in nodes if node.name == "dot_general")
     return Kernels(
-        tuple(sorted(products.items())),
-        tuple(each for node in nodes if (each := grouped_of(node))),
-        (attention[0], attention[1]),
-        attention_bytes,
-        counted.num_bytes,
-        counted.replicated_bytes,
-        counted.score_bytes,
-        counted.num_others,
+        products=tuple(sorted(products.items())),
+        grouped=tuple(each for node in nodes if (each := grouped_of(node))),
+        attention=(flops(FORWARD), flops(BACKWARD)),
+        attention_bytes=sum(graph.num_bytes(i) for node in fused for i in (*node.inputs, *node.outputs)),
+        num_bytes=counted.num_bytes,
+        replicated_bytes=counted.replicated_bytes,
+        score_bytes=counted.score_bytes,
+        num_others=counted.num_others,
     )
 
 
 def product_of(graph: Graph, node: Node) -> Product:
     """Returns the shape of the matrix product that a ``dot_general`` is."""
-    (contract_l, contract_r), (batch_l, _) = node.equation.params["dimension_numbers"]
-    left, right = (graph.avals[i].shape for i in node.inputs)
-    # The sharding of a contracted dim may be known for one side only.
-    depth = math.prod(min(left[i], right[j]) for i, j in zip(contract_l, contract_r, strict=True))
-    batch = math.prod(left[i] for i in batch_l)
-    rows = math.prod(size for i, size in enumerate(left) if i not in (*contract_l, *batch_l))
-    size = math.prod(graph.avals[node.outputs[0]].shape)
+    (contracted, _), (batched, _) = node.equation.params["dimension_numbers"]
+    left, size = graph.avals[node.inputs[0]].shape, math.prod(graph.avals[node.outputs[0]].shape)
+    batch = math.prod(left[i] for i in batched)
+    rows = math.prod(size for i, size in enumerate(left) if i not in (*contracted, *batched))
+    depth = dot_flops(graph, node) // max(1, 2 * size)
     num_bytes = sum(map(graph.num_bytes, (*node.inputs, *node.outputs)))
     return Product(batch, rows, size // max(1, batch * rows), depth, num_bytes)
 
@@ -160,23 +153,22 @@ class _Counted:
         sides = [not self._sharded.isdisjoint(values) for values in (node.inputs, node.outputs)]
         return constraint_of(node.equation) is not None and sides[0] != sides[1]
 
+    def is_alone(self, node: Node) -> bool:
+        """Whether a node is in no chain of others."""
+        return node.name in _OF_THEIR_OWN or self.is_sent(node) or grouped_of(node) is not None
+
     def add(self, node: Node) -> None:
-        if self.is_sent(node) or grouped_of(node):
-            return
-        if node.name in _OF_THEIR_OWN:
-            if node.name == "gather":  # reads the rows that it needs, in the chain that begins with it
-                self._looked_up.update(node.outputs)
-            elif node.name not in ("dot_general", FORWARD, BACKWARD):
-                # A sum into rows reads and writes those.
-                rows = node.inputs[-1:] if node.name == "scatter-add" else node.outputs
-                self._count([*node.inputs[1:], *rows, *rows])
-            return
-        reads = frozenset().union(*map(self.reads, node.inputs))
-        for output in node.outputs:
-            self._reads[output] = reads
+        if node.name == "gather":  # reads the rows that it needs, in the chain that begins with it
+            self._looked_up.update(node.outputs)
+        elif node.name in _ADDED:  # a sum into rows reads and writes those
+            rows = node.inputs[-1:] if node.name == "scatter-add" else node.outputs
+            self._count([*node.inputs[1:], *rows, *rows])
+        elif not self.is_alone(node):
+            reads = frozenset().union(*map(self.reads, node.inputs))
             inputs = [i for i in node.inputs if self.reads(i)]
-            if node.name in VIEWS and all(i in self._is_view or self.reads(i) == {i} for i in inputs):
-                self._is_view.add(output)
+            is_view = node.name in VIEWS and all(i in self._is_view or self.reads(i) == {i} for i in inputs)
+            self._reads |= dict.fromkeys(node.outputs, reads)
+            self._is_view.update(node.outputs if is_view else ())
 
     def write(self, value: int) -> None:
         reads = self.reads(value)
@@ -198,12 +190,10 @@ class _Counted:
 
 def _score_sizes(graph: Graph) -> frozenset[int]:
     """Returns the numbers of attention scores: results of a batch of products that has more of them than operands."""
-    sizes = set()
-    for node in graph.nodes:
-        if node.name == "dot_general" and node.equation.params["dimension_numbers"][1][0]:
-            *operands, result = (math.prod(graph.avals[i].shape) for i in (*node.inputs, *node.outputs))
-            sizes |= {result} if result > max(operands) else set()
-    return frozenset(sizes)
+    is_batch = lambda node: node.name == "dot_general" and node.equation.params["dimension_numbers"][1][0]
+    size = lambda value: math.prod(graph.avals[value].shape)
+    batches = [node for node in graph.nodes if is_batch(node)]
+    return frozenset(size(each.outputs[0]) for each in batches if size(each.outputs[0]) > max(map(size, each.inputs)))
 
 
 def peak_of_kernels(graph: Graph, nodes: Sequence[Node], inputs: Collection[int], outputs: Collection[int]) -> int:
@@ -273,8 +263,10 @@ def seconds_of(
     attention = (forward + 1.25 * backward) / (cluster.attention_share * cluster.peak_flops)
     launches = kernels.num_others + bool(forward) + bool(backward)
     of_experts = [(Product(*each.as_batch(software.expert_imbalance, own_share)), 1) for each in kernels.grouped]
-    products = [*kernels.products, *of_experts]
-    of_products = sum(count * product_seconds(each, cluster, software.product_rate) for each, count in products)
+    of_products = sum(
+        count * product_seconds(each, cluster, software.product_rate)
+        for each, count in (*kernels.products, *of_experts)
+    )
     return (
         of_products
         + max(attention, kernels.attention_bytes / memory_rate(cluster))

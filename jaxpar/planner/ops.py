@@ -84,8 +84,7 @@ class Analysis:
             raise ValueError(
                 f"{arg('data')} must divide the experts; got {arg(data=data)} and {shape.experts} experts. Choose another."
             )
-        self.times: dict[Any, Any] = {}  # of `op_times`
-        self._parts: dict[int, Work] = {}  # of the head, by the number of stages
+        self._parts: dict[int, Work | None] = {}  # of the head, by the number of stages
         shardings = shardings_from_paths(shape.params, abstract_mesh(tensor=tensor), shape.rules)
         cuts = jax.tree.map(lambda s: cut_of(s.spec, TENSOR), shardings)
         self._outer_cuts = jax.tree.leaves(cuts[OUTER], is_leaf=lambda cut: cut is None)
@@ -116,12 +115,9 @@ class Analysis:
         part, _ = self._head
         return part.shapes(part.graph.outputs[1 : len(self.ends.head_trains) + 1])
 
-    def work(self, plan: str) -> Work:
-        """Returns the work of one layer in one of ``SplitLayer.plans``."""
-        return self._works[plan]
-
     @cached_property
-    def _works(self) -> dict[str, Work]:
+    def works(self) -> dict[str, Work]:
+        """The work of one layer in each of ``SplitLayer.plans``."""
         return {name: self._work(self.layer, plan.nodes, plan.makes) for name, plan in self.split.plans.items()}
 
     @cached_property
@@ -267,29 +263,25 @@ class Analysis:
         XLA computes gradients that are a product when the layers have run, from what is stored for them, even if that is more.
         """
         graph, (own, _) = self._head[0].graph, self._added_in_op
-        made_by = {i: node for node in graph.nodes for i in node.outputs}
-        total = 0
-        for grad, like in zip(own, self.head_grads, strict=True):
-            node = made_by.get(_viewed(graph, grad))
-            total += (
-                sum(map(graph.num_bytes, node.inputs)) if node and node.name == "dot_general" else num_bytes([like])
-            )
-        return total
+        products = {node.outputs[0]: node for node in graph.nodes if node.name == "dot_general"}
+        of_products = [products.get(_viewed(graph, grad)) for grad in own]
+        return sum(
+            sum(map(graph.num_bytes, product.inputs)) if product else num_bytes([like])
+            for product, like in zip(of_products, self.head_grads, strict=True)
+        )
 
     @cached_property
     def head_bytes_of_op(self) -> int:
         """The same in an op of a pipeline: gradients of params come last, and are widened only as they are added to sums."""
-        part, _ = self._head
-        own, outputs = self._added_in_op
-        first = part.graph.needed([i for i in outputs if i not in own], part.graph.inputs)
-        last = [node for node in part.graph.needed(outputs, part.graph.inputs) if node not in first]
+        graph, (own, outputs) = self._head[0].graph, self._added_in_op
+        first = graph.needed([i for i in outputs if i not in own], graph.inputs)
+        last = [node for node in graph.needed(outputs, graph.inputs) if node not in first]
         return self._head_bytes([*first, *last], outputs)
 
     @cached_property
     def head_bytes_of_branch(self) -> int:
         """The same where a branch skips the op, in which XLA keeps the order of the trace: params are read to the end."""
-        _, outputs = self._added_in_op
-        graph = self._head[0].graph
+        graph, (_, outputs) = self._head[0].graph, self._added_in_op
         return self._head_bytes(graph.needed(outputs, graph.inputs), outputs)
 
     def part_of_head(self, choice: Choice) -> Work | None:
@@ -298,9 +290,9 @@ class Analysis:
             return None
         is_split = any(self.layer.cuts.get(value) == 1 for value in self.split.values["y"])
         part = self._traced.part_of_head(choice.stage, self.tensor if is_split else 1)
-        if part and choice.stage not in self._parts:
-            self._parts[choice.stage] = self._work_of_end(*part)
-        return self._parts[choice.stage] if part else None
+        if choice.stage not in self._parts:
+            self._parts[choice.stage] = self._work_of_end(*part) if part else None
+        return self._parts[choice.stage]
 
     @cached_property
     def embed_bytes(self) -> int:
@@ -309,9 +301,8 @@ class Analysis:
             return 0
         graph, reads = self._end_graphs["embed_back"]
         part, nodes = self._end(graph, reads)
-        rows = {
-            node.outputs[0] for node in nodes if node.name == "scatter-add"
-        }  # added to sums, without a table of zeros
+        # Rows are added to sums, without a table of zeros.
+        rows = {node.outputs[0] for node in nodes if node.name == "scatter-add"}
         outputs = [number for number in part.graph.outputs if number not in rows]
         nodes = part.graph.needed(outputs, part.graph.inputs)
         return peak_of_kernels(part.graph, nodes, part.graph.inputs[len(reads) :], outputs)
@@ -328,16 +319,6 @@ class Analysis:
     def _head_bytes(self, nodes: list[Node], outputs: Sequence[int]) -> int:
         graph = self._head[0].graph
         return peak_of_kernels(graph, nodes, graph.inputs[len(self.ends.head_reads) :], outputs)
-
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes sent from stage to stage for one microbatch."""
-        return num_bytes(self.x)
-
-    @property
-    def unknown(self) -> frozenset[str]:
-        """Primitives of a layer whose sharding over ``tensor`` is not known."""
-        return self.layer.unknown
 
 
 def _viewed(graph: Graph, value: int) -> int:
@@ -372,10 +353,12 @@ def _over_tensor(part: Partition, nodes: Iterable[Node]) -> Iterator[Sent]:
 
 def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:
     """Returns the work of a layer in each op."""
-    recomputes, one_stage = choice.remat is True, choice.stage == 1
-    works = {"F": analysis.work("forward" if recomputes or one_stage else "forward_and_store")}
-    if recomputes and not one_stage:
-        works["R"] = analysis.work("forward_and_store")
-    if not choice.splits_backward:
-        return works | {"B": analysis.work("again" if recomputes and one_stage else "backward")}
-    return works | {"B": analysis.work("backward_input"), "W": analysis.work("backward_weights")}
+    one_stage, again = choice.stage == 1, choice.remat is True
+    plans = {"F": "forward" if again or one_stage else "forward_and_store"}
+    if again and not one_stage:
+        plans["R"] = "forward_and_store"
+    if choice.splits_backward:
+        plans |= {"B": "backward_input", "W": "backward_weights"}
+    else:
+        plans["B"] = "again" if again and one_stage else "backward"
+    return {op: analysis.works[plan] for op, plan in plans.items()}

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxpar.inspect.text import bytes_text, seconds_text, table
@@ -21,19 +21,7 @@ PARTS = {
     "ends": ("embedding and head over stage", "sends more of embedding and head over stage"),
     "update": ("update", "updates longer"),
 }
-SETTINGS = (
-    "replica",
-    "data",
-    "context",
-    "stage",
-    "tensor",
-    "schedule",
-    "num_microbatches",
-    "num_chunks",
-    "zero",
-    "remat",
-    "experts",
-)
+SETTINGS = tuple(field.name for field in fields(Choice) if field.name != "layers_per_virtual_stage")
 _LABEL = 10  # columns
 COLUMNS = ("", "data", "stage", "tensor", "schedule", "microbatches", "zero", "remat", "memory", "step", "bubble")
 _HEADER = (*COLUMNS, "TFLOP/s")
@@ -57,9 +45,8 @@ class Gain:
     missing_bytes: int = 0
 
     def __str__(self) -> str:
-        more = (
-            f"{bytes_text(abs(self.more_bytes))} {'more' if self.more_bytes > 0 else 'less'}" if self.more_bytes else ""
-        )
+        word = "more" if self.more_bytes > 0 else "less"
+        more = f"{bytes_text(abs(self.more_bytes))} {word}" if self.more_bytes else ""
         missing = f"{bytes_text(self.missing_bytes)} too much" if self.missing_bytes else ""
         return ", ".join(filter(None, [f"{self.change}: {self.faster:.0%} faster", more, missing]))
 
@@ -145,16 +132,14 @@ class Plan:
         held = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.bytes_per_device.items())
         moved = ", ".join(f"{axis} {bytes_text(size)}" for axis, size in self.bytes_moved.items() if size)
         whose = f" as {self.software} runs it, not jaxpar"
+        tflops, useful = (flops / time.total / 1e12 for flops in (self.flops, self.useful_flops))
+        rate = f"{self.tokens / time.total:,.0f} tokens/s; TFLOP/s a device: {tflops:.0f}, of which useful {useful:.0f}"
         parts = [
             ("memory", f"{bytes_text(self.memory_bytes)} of {bytes_text(memory_bytes)} a device: {held}"),
             ("sent", f"{moved or 'nothing'} by a device in a step"),
             ("step", seconds_text(time.total) + ("" if self.software == "jaxpar" else whose)),
             ("", _bars(self, width)),
-            (
-                "rate",
-                f"{self.tokens / time.total:,.0f} tokens/s; TFLOP/s a device: {self.flops / time.total / 1e12:.0f}, "
-                f"of which useful {self.useful_flops / time.total / 1e12:.0f}",
-            ),
+            ("rate", rate),
         ]
         layers = self.choice.layers_per_virtual_stage
         if layers and len(set(layers)) > 1:
@@ -165,9 +150,8 @@ class Plan:
             parts.append(("else", f"{seconds_text(other.total)} {form}"))
         parts += [("helps" if at == 0 else "", str(gain)) for at, gain in enumerate(self.gains)]
         lines = [part if not name and "\n" in part else wrapped(f"  {name}", part, width) for name, part in parts]
-        return "\n".join(
-            [wrapped("", f"{title}{self.choice.axes()}, {self.why}".removesuffix(", "), width, indent=0), *lines]
-        )
+        first = wrapped("", f"{title}{self.choice.axes()}, {self.why}".removesuffix(", "), width, indent=0)
+        return "\n".join([first, *lines])
 
     def as_json(self) -> dict[str, Any]:
         """Returns the plan as plain values, the settings first."""
@@ -196,11 +180,12 @@ def why_best(best: Plan, others: Sequence[Plan]) -> str:
     """Returns why a plan is the best: its lead over the next one."""
     if not others:
         return "the only one that fits"
-    second = others[0]
-    ahead = second.step_seconds / best.step_seconds - 1
-    if ahead < 0.002:
-        return "as fast as the next"
-    return f"{ahead:.1%} faster than the next, which {_differs(best, second)}"
+    ahead = others[0].step_seconds / best.step_seconds - 1
+    return (
+        "as fast as the next"
+        if ahead < 0.002
+        else f"{ahead:.1%} faster than the next, which {_differs(best, others[0])}"
+    )
 
 
 def why_not(plan: Plan, best: Plan) -> str:
@@ -221,12 +206,11 @@ def _bars(plan: Plan, width: int | None) -> str:
     """Returns a line with a bar for each part of a step's time."""
     time = plan.ranked_by
     longest = min(40, (width or 100) - _LABEL - 48)
-    shown = {PARTS[name][0]: value for name, value in vars(time).items() if value > 0.0005 * time.total}
-    share = {name: value / time.total for name, value in shown.items()}
-    lines = [
-        f"{'':{_LABEL}}{name:29}  {seconds_text(value):>9}  {share[name]:4.0%}  {'#' * round(longest * share[name])}"
-        for name, value in shown.items()
-    ]
+    shown = {name: value for name, value in plan.time_by_part.items() if value > 0.0005 * time.total}
+    bar = lambda value: (
+        f"{seconds_text(value):>9}  {value / time.total:4.0%}  {'#' * round(longest * value / time.total)}"
+    )
+    lines = [f"{'':{_LABEL}}{name:29}  {bar(value)}" for name, value in shown.items()]
     return "\n".join(line.rstrip() for line in lines) + ("\n" if len(lines) == 1 else "")
 
 
@@ -266,9 +250,8 @@ def render(plans: Sequence[Plan], *, width: int | None = None) -> str:
         rows = [[*row[:at], *row[at + 1 :]] for row in rows]
     header, rule, *lines = table(rows).splitlines()
     below = [wrapped("   ", plan.why, width) for plan in plans]
-    return "\n".join(
-        [header, rule, *(part for pair in zip(lines, below, strict=True) for part in pair if part.strip())]
-    )
+    pairs = zip(lines, below, strict=True)
+    return "\n".join([header, rule, *(part for pair in pairs for part in pair if part.strip())])
 
 
 def _figures(rank: int, plan: Plan, axes: Sequence[str]) -> list[str]:

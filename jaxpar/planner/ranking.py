@@ -57,9 +57,9 @@ def plan(
 
     Example:
         >>> from jaxpar.planner import cluster
-        >>> best = plan("gpt2", cluster("h100", devices_per_node=8), batch_size=512)[0]
+        >>> best = plan("gpt2", cluster("h100", devices_per_node=2), batch_size=512)[0]
         >>> best.choice.data, best.choice.stage, best.choice.tensor
-        (8, 1, 1)
+        (2, 1, 1)
     """
     shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
     batch_size = batch_size or max(1, DEFAULT_TOKENS // shape.tokens_per_row)
@@ -164,11 +164,8 @@ def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estima
     for crosses in sorted(crossing):
         field = "network_bandwidth" if crosses else "node_bandwidth"
         faster = replace(estimator.cluster, **{field: 2 * getattr(estimator.cluster, field)})
-        yield (
-            f"twice the bandwidth {'between' if crosses else 'inside'} nodes",
-            replace(estimator, cluster=faster),
-            choice,
-        )
+        name = f"twice the bandwidth {'between' if crosses else 'inside'} nodes"
+        yield name, replace(estimator, cluster=faster), choice
 
 
 def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
@@ -260,15 +257,14 @@ def _smallest(estimator: Estimator, fixed: dict[str, Any]) -> tuple[Choice, int]
 def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str:
     """Returns the nearest setting that fits: with one fixed setting released, then on any mesh, then with more nodes."""
     for free in ("remat", "zero", "schedule", "num_microbatches", "num_chunks", "stage", "data", "tensor"):
-        looser = {
-            name: value for name, value in fixed.items() if name != free and (free not in OF_MODELS or name != "data")
-        }
+        released = {free, "data"} if free in OF_MODELS else {free}
+        looser = {name: value for name, value in fixed.items() if name not in released}
         if fixed.get(free) is None or not (found := best_plans(estimator, looser, 1000)):
             continue
-        same = lambda plan, free=free: (
-            abs(getattr(plan.choice, free) - getattr(choice, free)) if free in OF_MODELS else 0
-        )
-        nearest = min(found, key=same).choice
+        nearest = found[0].choice
+        if free in OF_MODELS:
+            wanted = getattr(choice, free)
+            nearest = min((plan.choice for plan in found), key=lambda each: abs(getattr(each, free) - wanted))
         if free == "remat":
             return f"Nearest: remat={nearest.remat}, by flag --remat {remat_text(nearest.remat)}."
         if free in OF_MODELS and fixed.get("data"):

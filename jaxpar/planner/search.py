@@ -13,7 +13,7 @@ gpipe is left out unless it is fixed: 1f1b takes as long and needs less memory.
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count, product
 from typing import Any
@@ -48,28 +48,25 @@ def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int,
     for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
         if value is not None and value < 1:
             raise ValueError(f"{arg(name)} must be 1 or more; got {value}. For example: 1.")
-    cut = [
-        name
-        for name, whole in (("zero", 0), ("context", 1), ("experts", TENSOR))
-        if fixed.get(name) not in (None, whole)
-    ]
+    wholes = {"zero": 0, "context": 1, "experts": TENSOR}
+    cut = [name for name, whole in wholes.items() if fixed.get(name) not in (None, whole)]
     if executor == "mpmd" and (fixed.get("stage") or 1) > 1 and cut:
         raise ValueError(
             f"with {arg(executor=executor)} replicas hold all params and whole sequences; got {arg(stage=fixed['stage'])}, "
             f"{arg(**{cut[0]: fixed[cut[0]]})}. Leave {arg(cut[0])} out, or use {arg(executor='spmd')}."
         )
-    if fixed.get("experts") not in (None, TENSOR, DATA):
-        raise ValueError(f'{arg("experts")} must be over "tensor" or "data"; got {fixed["experts"]!r}.')
+    for name, values, rule in (
+        ("experts", (TENSOR, DATA), 'be over "tensor" or "data"; got {!r}.'),
+        ("zero", range(4), "be a ZeRO level, 0 to 3; got {!r}. Choose 0 for none."),
+        ("schedule", dict(SCHEDULES), f"be one of {', '.join(dict(SCHEDULES))}; got {{!r}}."),
+    ):
+        if fixed.get(name) is not None and fixed[name] not in values:
+            raise ValueError(f"{arg(name)} must {rule.format(fixed[name])}")
     if fixed.get("experts") is not None and shape.experts is None:
         raise ValueError(
             f"{arg('experts')} is for a model with experts; got {arg(experts=fixed['experts'])} and {shape.name}. Leave it out."
         )
     check_sequences(shape.row, abstract_mesh(context=fixed.get("context") or 1))
-    if fixed.get("zero") not in (None, 0, 1, 2, 3):
-        raise ValueError(f"{arg('zero')} must be a ZeRO level, 0 to 3; got {fixed['zero']!r}. Choose 0 for none.")
-    schedules = [name for name, _ in SCHEDULES]
-    if fixed.get("schedule") is not None and fixed["schedule"] not in schedules:
-        raise ValueError(f"{arg('schedule')} must be one of {', '.join(schedules)}; got {fixed['schedule']!r}.")
 
 
 def candidates(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict[str, Any]) -> Iterator[Choice]:
@@ -84,7 +81,7 @@ def candidates(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict
         fixed: Fixed settings, by name.
     """
     for mesh in _meshes(cluster, batch_size, shape, fixed):
-        schedules = list(_schedules(mesh.stage, shape.num_layers, fixed))
+        schedules = _schedules(mesh.stage, shape.num_layers, fixed)
         microbatches = _microbatches(batch_size // mesh.num_replicas, fixed)
         remats = fixed_or(fixed, "remat", (False, "dots", True))
         for number, remat, (name, chunks) in product(microbatches, remats, schedules):
@@ -97,11 +94,9 @@ def spreads(num_layers: int, num_virtual_stages: int, leading: int = 0) -> list[
     An embedding with ``leading`` layers also counts as so many. Splits that leave a virtual stage without layers are left out.
     """
     leading = min(leading, num_layers // num_virtual_stages)
-    spreads = [
-        LayerLayout(num_layers, num_virtual_stages, end_layers=ends).layers_per_virtual_stage
-        for ends in ((0, 0), (0, 1), (1, 1), *(((leading, 0), (leading, 1)) if leading else ()))
-    ]
-    return [tuple(spread or ()) for spread in spreads if min(spread or (0,)) > 0]
+    ends = [(0, 0), (0, 1), (1, 1)] + ([(leading, 0), (leading, 1)] if leading else [])
+    spreads = [LayerLayout(num_layers, num_virtual_stages, end_layers=each).layers_per_virtual_stage for each in ends]
+    return [tuple(spread) for spread in spreads if spread and min(spread) > 0]
 
 
 def _meshes(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict[str, Any]) -> Iterator[Choice]:
@@ -130,22 +125,21 @@ def _meshes(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict[st
                         )
 
 
-def _schedules(stage: int, num_layers: int, fixed: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    held, chunks = fixed.get("schedule"), fixed.get("num_chunks")
-    for name, usual in SCHEDULES if stage > 1 else SCHEDULES[:1]:
-        count = (chunks or usual) if stage > 1 else 1
-        can = (count == usual) or name == "interleaved"
-        if held is None and name == "gpipe":
-            continue
-        if (stage == 1 or held in (None, name)) and can and count * stage <= num_layers:
-            yield name, count
+def _schedules(stage: int, num_layers: int, fixed: dict[str, Any]) -> list[tuple[str, int]]:
+    """Returns the schedules that have a layer for each virtual stage, with their chunks; one stage has 1f1b alone."""
+    if stage == 1:
+        return [("1f1b", 1)]
+    usual = {fixed["schedule"]: dict(SCHEDULES)[fixed["schedule"]]} if fixed.get("schedule") else dict(SCHEDULES)
+    if not fixed.get("schedule"):
+        del usual["gpipe"]
+    found = {name: fixed.get("num_chunks") or count for name, count in usual.items()}
+    fits = lambda name: found[name] * stage <= num_layers and (found[name] == usual[name] or name == "interleaved")
+    return [(name, count) for name, count in found.items() if fits(name)]
 
 
-def _microbatches(rows: int, fixed: dict[str, Any]) -> Sequence[int]:
-    held = fixed.get("num_microbatches")
-    if held:
-        return [held] if rows % held == 0 else []
-    return [rows // each for each in ROWS if rows % each == 0]
+def _microbatches(rows: int, fixed: dict[str, Any]) -> list[int]:
+    numbers = fixed_or(fixed, "num_microbatches", [rows // each for each in ROWS if rows % each == 0])
+    return [number for number in numbers if rows % number == 0]
 
 
 @dataclass
@@ -173,10 +167,11 @@ class Estimator:
         return self.cluster.memory_bytes * (1 - self.memory_headroom)
 
     def candidates(self, fixed: dict[str, Any]) -> Iterator[Choice]:
-        """Returns all candidates at ZeRO level 0 that the executor runs, with layers spread evenly."""
-        runs = lambda each: each.context == 1 and each.experts != DATA and not fixed.get("zero")
-        found = candidates(self.cluster, self.batch_size, self.shape, fixed)
-        return (each for each in found if not self.replicates(each) or runs(each))
+        """Yields all candidates at ZeRO level 0 that the executor runs, with layers spread evenly."""
+        for each in candidates(self.cluster, self.batch_size, self.shape, fixed):
+            is_whole = each.context == 1 and each.experts != DATA and not fixed.get("zero")
+            if is_whole or not self.replicates(each):
+                yield each
 
     def replicates(self, choice: Choice) -> bool:
         """Whether the replicas of a choice hold all of its params, optimizer state and sequences, as "mpmd" has them."""
@@ -198,10 +193,9 @@ class Estimator:
         over = choice.context, choice.data if shape.over_data else 1
         key = rows, choice.tensor, choice.remat == "dots", choice.experts, *over
         if key not in self._analyses:
+            sizes = {"data": choice.data, "context": choice.context}
             try:
-                self._analyses[key] = Analysis(
-                    shape, rows, choice.tensor, choice.remat, data=choice.data, context=choice.context
-                )
+                self._analyses[key] = Analysis(shape, rows, choice.tensor, choice.remat, **sizes)
             except ValueError as error:
                 self._analyses[key] = None
                 self.refused[f"tensor={choice.tensor}"] = str(error)
@@ -215,13 +209,8 @@ class Estimator:
 
     def at_rest(self, choice: Choice) -> AtRest:
         """Returns a choice's state between steps."""
-        key = (
-            *choice.mesh.shape.values(),
-            choice.zero,
-            choice.num_chunks,
-            choice.layers_per_virtual_stage,
-            choice.experts,
-        )
+        settings = choice.zero, choice.num_chunks, choice.layers_per_virtual_stage, choice.experts
+        key = *choice.mesh.shape.values(), *settings
         if key not in self._states:
             self._states[key] = AtRest(self.shape.placed(choice.experts), self.optimizer, choice)
         return self._states[key]
@@ -243,23 +232,18 @@ class Estimator:
         ideal = (self.executor == "mpmd") == ranked
         return Prices(choice, self._analysis(choice), self.cluster, self.assumed, self.software, ideal=ideal)
 
-    def seconds_alone(self, choice: Choice) -> int | float:
-        """Returns an estimate of the seconds of a step without collectives over ``data``, which needs no state."""
-        return self.prices(choice).likely()
-
     def seconds_of_data(self, choice: Choice) -> int | float:
         """Returns the exposed seconds of the collectives over ``data``."""
         return self.prices(choice).exposed_data(self.traffic(choice, messages=False))
 
     def quick_seconds(self, choice: Choice) -> int | float:
         """Returns an estimate of the seconds of a step, without a schedule."""
-        return self.seconds_alone(choice) + self.seconds_of_data(choice)
+        return self.prices(choice).likely() + self.seconds_of_data(choice)
 
     def seems_to_fit(self, choice: Choice, share: float) -> bool:
         """Returns whether a choice seems to need no more than a share of the memory."""
-        if sum(self.at_rest(choice).bytes.values()) > self.memory_limit:
-            return False
-        return self.quick_bytes(choice) <= share * self.memory_limit
+        of_state = sum(self.at_rest(choice).bytes.values())
+        return of_state <= self.memory_limit and self.quick_bytes(choice) <= share * self.memory_limit
 
     def price(self, choice: Choice, *, quick: bool = False) -> Plan | None:
         """Returns a choice as a plan; None where it does not fit.
@@ -276,8 +260,8 @@ class Estimator:
         shards = choice.parts() if choice.zero in (1, 2) else 1  # which update a share of the params
         state = memory["optimizer"] + (self.at_rest(choice).trained_bytes + memory["gradients"]) // shards
         is_ideal = self.executor == "mpmd"
-        ranked = step_time(choice, self.prices(choice), sent, state)
-        other = ranked if quick else step_time(choice, self.prices(choice, ranked=False), sent, state)
+        ranked = step_time(self.prices(choice), sent, state)
+        other = ranked if quick else step_time(self.prices(choice, ranked=False), sent, state)
         useful, again = self._flops(choice)
         return Plan(
             choice=choice,
@@ -296,12 +280,11 @@ class Estimator:
         """Returns the operations of a step, averaged over stages: forward and backward pass, and recomputed ones."""
         analysis = self._analysis(choice)
         plain = analysis if choice.remat != "dots" else self._analysis(replace(choice, remat=False))
-        layer, backward = plain.work("forward").flops, plain.work("backward").flops
-        again = {False: 0, True: layer, "dots": analysis.work("backward").flops - backward}[choice.remat]
+        layer, backward = plain.works["forward"].flops, plain.works["backward"].flops
+        again = {False: 0, True: layer, "dots": analysis.works["backward"].flops - backward}[choice.remat]
         steps = choice.num_microbatches / choice.stage
-        of_ends = sum(
-            analysis.end_works[end].flops for end in ("embed_back", "head")
-        )  # with that of their forward passes
+        # With those of their forward passes.
+        of_ends = sum(analysis.end_works[end].flops for end in ("embed_back", "head"))
         useful = self.shape.num_layers * (layer + backward) + of_ends
         return steps * useful, steps * self.shape.num_layers * (again + self.software.recompute * layer)
 
@@ -321,13 +304,10 @@ def likely_choices(
     """
     numbers, heap = count(), []
 
-    def push(seconds: int | float, choice: Choice, others: list[Choice], is_known: bool) -> None:
-        heapq.heappush(heap, (seconds, next(numbers), choice, others, is_known))
-
     def push_first(recomputing: list[Choice]) -> None:
         if recomputing and estimator.analysis(recomputing[0]) is not None:
             choice = estimator.balanced(recomputing[0])
-            push(estimator.seconds_alone(choice), choice, recomputing[1:], False)
+            heapq.heappush(heap, (estimator.prices(choice).likely(), next(numbers), choice, recomputing[1:], False))
 
     by_rest: dict[Choice, list[Choice]] = {}
     for choice in estimator.candidates(fixed):
@@ -344,7 +324,7 @@ def likely_choices(
             tried = [replace(choice, zero=zero) for zero in fixed_or(fixed, "zero", levels)]
             fits = next((each for each in tried if estimator.seems_to_fit(each, SURPLUS)), None)
             if fits:
-                push(seconds + estimator.seconds_of_data(fits), fits, [], True)
+                heapq.heappush(heap, (seconds + estimator.seconds_of_data(fits), next(numbers), fits, [], True))
             if fits is None or fits != tried[0] or not estimator.seems_to_fit(fits, 1 / SURPLUS):
                 push_first(others)
 

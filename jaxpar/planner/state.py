@@ -11,13 +11,14 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
+from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import REPLICAS, TENSOR
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.parallel import Parallel
-from jaxpar.pipeline import LayerLayout, spmd_program
-from jaxpar.pipeline.memory import buffers_of
+from jaxpar.pipeline import spmd_program
+from jaxpar.pipeline.stage import BUFFERS
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
@@ -49,8 +50,8 @@ class AtRest:
         self.trained_layers, self.trained_outer = (
             trained_indices(shape.frozen(packed)[part]) for part in (LAYERS, OUTER)
         )
-        self._frozen = shape.frozen
         self._packed, self._trained = packed, only_trained(shape.frozen(packed))
+        self.trained_bytes = local_bytes(only_trained(shape.frozen(self.params)))  # of params that are trained
 
     @cached_property
     def bytes(self) -> dict[str, int]:
@@ -62,15 +63,9 @@ class AtRest:
         }
 
     @cached_property
-    def trained_bytes(self) -> int:
-        """Bytes on one device of the params that are trained."""
-        return local_bytes(only_trained(self._frozen(self.params)))
-
-    @cached_property
-    def gradient_bytes(self) -> int:
-        """Bytes on one device of the gradients that ``value_and_grad`` returns."""
-        leaves = jax.tree.leaves(self._trained)
-        return num_bytes(map(self._shard, leaves, self.grad_specs))
+    def grads(self) -> list[jax.ShapeDtypeStruct]:
+        """The gradients that ``value_and_grad`` returns on one device, of which ``replica`` reduces float32 or wider ones."""
+        return list(map(self._shard, jax.tree.leaves(self._trained), self.grad_specs))
 
     @cached_property
     def grad_specs(self) -> list[PartitionSpec]:
@@ -82,11 +77,6 @@ class AtRest:
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
         """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
         return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.replica_grads))
-
-    @cached_property
-    def reduced_bytes(self) -> int:
-        """Bytes on one device of the gradients that are reduced over ``replica``: in float32 or wider, after its group's."""
-        return _totals(map(self._shard, jax.tree.leaves(self._trained), self.grad_specs))
 
     def _shard(self, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return _local(leaf, NamedSharding(self._mesh, spec))
@@ -139,28 +129,24 @@ def step_memory(
     if choice.stage == 1 and not (masks and choice.runs_pipeline):
         return at_rest.bytes | _accumulating(choice, analysis, at_rest, masks=masks)
     if masks:
-        slots = choice.likely_slots if quick else choice.num_slots
-        return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, masks=True, splits=choice.splits_backward)
-    joined = spmd_program(choice.table(choice.num_microbatches, lockstep_form(choice.schedule)), masks=False)
-    splits = joined.schedule.splits_backward
-    return at_rest.bytes | _pipelined(choice, analysis, at_rest, joined.num_slots, masks=False, splits=splits)
+        slots, splits = choice.likely_slots if quick else choice.num_slots, choice.splits_backward
+    else:
+        joined = spmd_program(choice.table(choice.num_microbatches, lockstep_form(choice.schedule)), masks=False)
+        slots, splits = joined.num_slots, joined.schedule.splits_backward
+    return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, masks=masks, splits=splits)
 
 
 def _pipelined(
     choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[str, int], *, masks: bool, splits: bool
 ) -> dict[str, int]:
     layout = choice.layout(analysis.shape.num_layers)
-    buffers = buffers_of(
-        analysis.split,
-        analysis.layer,
-        slots,
-        splits,
-        layout,
-        analysis.x,
-        at_rest.one_layer,
-        analysis.one_layer_bytes if splits else None,
-    )
-    one_layer, rings = buffers["one_layer"], {"inbox", "residuals_b", "residuals_w", "cotangents_w"}
+    split, layer = analysis.split, analysis.layer
+    of_slot = {name: num_bytes(layer.shapes(split.values[name])) for name in BUFFERS}
+    buffers = {name: slots[name] * layout.positions_per_chunk * size for name, size in of_slot.items()}
+    buffers["inbox"] = (slots["inbox"] + 1) * num_bytes(analysis.x)
+    of_op = lambda name: peak_bytes(layer.graph, *split.plans[name])
+    one_layer = analysis.one_layer_bytes if splits else max(map(of_op, ("forward_and_store", "backward")))
+    rings = set(buffers)
     if choice.stage == 1 and choice.remat is True:  # a layer stores its input, and runs again in B
         positions = layout.positions_per_chunk * slots["residuals_w"]
         buffers |= {"residuals_b": 0, "residuals_w": positions * num_bytes(analysis.x)}
@@ -174,32 +160,22 @@ def _pipelined(
         one_layer += analysis.forward_bytes  # F of a microbatch runs beside B of another
     # Two messages travel while W or the head runs: what is sent and what arrives.
     messages = 4 * num_bytes(analysis.x) if masks and choice.stage > 1 else 0
+    # A branch skips the head with several chunks or unequal layers (Ends.is_masked), and in the last ticks of zb-h1.
+    skips_head = choice.schedule == "zb-h1" or layout.num_chunks > 1 or not layout.is_even
+    head = analysis.head_bytes_of_branch if skips_head else analysis.head_bytes_of_op
     if masks and analysis.part_of_head(choice):
         head = analysis.head_bytes_of_op // choice.stage
-    else:
-        head = analysis.head_bytes_of_branch if _skips_head(choice, layout) else analysis.head_bytes_of_op
+    # Under ZeRO 3 the gradients of the layer that is reduced while another runs; with several chunks XLA needs none.
+    reduces_late = masks and choice.zero == 3 and choice.parts() > 1 and choice.num_chunks == 1
+    late = num_bytes(at_rest.one_layer[i] for i in at_rest.trained_layers) if reduces_late else 0
+    positions = layout.num_chunks * layout.positions_per_chunk
+    # The op of a layer and that of the head do not run at the same time.
+    working = max(one_layer + messages, head, analysis.embed_bytes) + late
     return {
-        "gradients": _summed_layers(choice, at_rest, layout.num_chunks * layout.positions_per_chunk)
-        + _summed_outer(at_rest),
+        "gradients": _summed_layers(choice, at_rest, positions) + _summed_outer(at_rest),
         "activations": sum(buffers[name] for name in rings),
-        # The op of a layer and that of the head do not run at the same time.
-        "working": max(one_layer + messages, head, analysis.embed_bytes)
-        + (_reduced_late(choice, at_rest) if masks else 0)
-        + _cast_layers(choice, analysis, at_rest, layout.num_chunks * layout.positions_per_chunk)
-        + _gathered(at_rest),
+        "working": working + _cast_layers(choice, analysis, at_rest, positions) + _gathered(at_rest),
     }
-
-
-def _reduced_late(choice: Choice, at_rest: AtRest) -> int:
-    """Under ZeRO 3 the gradients of the layer that is reduced while another runs; with several chunks XLA needs none."""
-    if choice.zero < 3 or choice.parts() == 1 or choice.num_chunks > 1:
-        return 0
-    return num_bytes(at_rest.one_layer[i] for i in at_rest.trained_layers)
-
-
-def _skips_head(choice: Choice, layout: LayerLayout) -> bool:
-    """Whether a branch skips the head: with several chunks or unequal layers (Ends.is_masked); in the last ticks of zb-h1."""
-    return choice.schedule == "zb-h1" or layout.num_chunks > 1 or not layout.is_even
 
 
 def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks: bool) -> dict[str, int]:
@@ -212,7 +188,7 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks:
     kept = bytes_of([*values["residuals_b"], *values["residuals_w"]])
     kept = layers * (num_bytes(analysis.x) if choice.remat is True else kept)
     one_layer = analysis.remat_bytes if choice.remat is True else analysis.backward_bytes
-    own = [_totals([at_rest.one_layer[i]]) for i in at_rest.trained_layers]
+    own = [wide_bytes([at_rest.one_layer[i]]) for i in at_rest.trained_layers]
     outer, gathered = _summed_outer(at_rest), _gathered(at_rest)
     # A scan scatters gradients of params that it gathers; those of others are whole until it ends.
     of_layers = _summed_layers(choice, at_rest, layers, scattered="is_param")
@@ -240,12 +216,12 @@ def _summed_layers(choice: Choice, at_rest: AtRest, positions: int, scattered: s
     shards = jax.tree.leaves(at_rest.step.zero_of_grads[LAYERS])
     part = lambda shard: choice.parts(shard.axes) if getattr(shard, scattered) else 1
     trained = [at_rest.one_layer[i] for i in at_rest.trained_layers]
-    return positions * sum(_totals([leaf]) // part(shard) for leaf, shard in zip(trained, shards, strict=True))
+    return positions * sum(wide_bytes([leaf]) // part(shard) for leaf, shard in zip(trained, shards, strict=True))
 
 
 def _summed_outer(at_rest: AtRest) -> int:
     """The sums of the gradients of embedding and head, float32 or wider."""
-    return _totals(at_rest.outer_in_use[i] for i in at_rest.trained_outer)
+    return wide_bytes(at_rest.outer_in_use[i] for i in at_rest.trained_outer)
 
 
 def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions: int) -> int:
@@ -257,18 +233,17 @@ def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions:
     shards = jax.tree.leaves(at_rest.step.zero[LAYERS])
     total = 0
     for own, new, shard in zip(at_rest.one_layer, in_use, shards, strict=True):
-        is_shard = shard.is_param
-        times = (positions if new.dtype != own.dtype else 0) + is_shard
-        total += times * num_bytes([new]) // (choice.parts(shard.axes) if is_shard else 1)
+        times = (positions if new.dtype != own.dtype else 0) + shard.is_param
+        total += times * num_bytes([new]) // (choice.parts(shard.axes) if shard.is_param else 1)
     return total
 
 
 def _gathered(at_rest: AtRest) -> int:
     """Params of embedding and head that a step gathers, since they are sharded between steps."""
-    at_rest_bytes = [num_bytes([leaf]) for leaf in at_rest.outer_at_rest]
-    whole = [num_bytes([leaf]) for leaf in at_rest.outer_in_use]
-    return sum(size for size, own in zip(whole, at_rest_bytes, strict=True) if size != own)
+    pairs = zip(at_rest.outer_in_use, at_rest.outer_at_rest, strict=True)
+    return num_bytes(whole for whole, own in pairs if whole.shape != own.shape)
 
 
-def _totals(arrays: Iterable[Any]) -> int:
+def wide_bytes(arrays: Iterable[Any]) -> int:
+    """Returns the bytes of arrays in the dtype in which their values are added: float32 or wider."""
     return sum(a.size * wide_dtype(a.dtype).itemsize for a in arrays)

@@ -18,12 +18,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxpar.dtypes import num_bytes, wide_dtype
+from jaxpar.dtypes import num_bytes
 from jaxpar.mesh import DATA, OF_ZERO, REPLICAS, STAGE, TENSOR
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
-from jaxpar.planner.job import EXPERTS, JAXPAR, Assumptions, Choice, Software
+from jaxpar.planner.job import EXPERTS, Assumptions, Choice, Software
 from jaxpar.planner.kernels import Kernels, memory_rate, seconds_of
 from jaxpar.planner.ops import Analysis, Work, layer_works
+from jaxpar.planner.state import wide_bytes
 from jaxpar.planner.traffic import Transfer
 from jaxpar.schedule import Costs, stage_and_chunk
 from jaxpar.schedule.simulate import Messages, Row, makespan
@@ -90,70 +91,46 @@ class OpTimes:
 def op_times(
     choice: Choice, analysis: Analysis, links: Links, assumed: Assumptions, software: Software, *, ideal: bool
 ) -> OpTimes:
-    """Returns the seconds of the ops of a choice, ``ideal`` for stages that run freely; cached in its analysis."""
-    part, joins = (None if ideal else analysis.part_of_head(choice)), not choice.splits_backward
-    kind = choice.stage > 1, choice.num_microbatches > 1, joins, choice.remat, choice.runs_pipeline and not ideal
-    key = kind, part, links.cluster, assumed, software
-    if key not in analysis.times:
-        analysis.times[key] = _op_times(choice, analysis, links, assumed, software, part, slices=kind[-1])
-    return analysis.times[key]
+    """Returns the seconds of the ops of a choice, ``ideal`` for stages that run freely."""
+    cluster, works = links.cluster, layer_works(choice, analysis)
+    head = (None if ideal else analysis.part_of_head(choice)) or analysis.end_works["head"]
 
+    def computes(work: Work) -> float:
+        if assumed.compute is not None:
+            return work.flops / (cluster.peak_flops * assumed.compute)
+        return seconds_of(work.kernels, cluster, choice.tensor, software, analysis.own_share)
 
-def _op_times(
-    choice: Choice,
-    analysis: Analysis,
-    links: Links,
-    assumed: Assumptions,
-    software: Software,
-    part: Work | None,
-    *,
-    slices: bool,
-) -> OpTimes:
-    computes = lambda work: _compute(work, choice, links, assumed, software, analysis.own_share)
-    sends = lambda work: _send(work, links, software, computes(work))
-    head = part or analysis.end_works["head"]
-    works = layer_works(choice, analysis)
+    def sends(work: Work) -> float:
+        sent = [each for each in work.sent if not (each.of_rows and software.folds_experts)]
+        seconds = [(each.axis, collective_seconds(links, *each[:3])) for each in sent]
+        hides = lambda axis: (EXPERTS if axis == DATA else axis) in software.overlaps
+        hidden = min(sum(each for axis, each in seconds if hides(axis)), computes(work))
+        return sum(each for _, each in seconds) - (1 - INTERFERENCE) * hidden
+
     computing = {op: computes(work) for op, work in works.items()}
     if "W" in works and software.products_alone_in_w:
         alone = computes(replace(works["W"], kernels=Kernels(works["W"].kernels.products)))
         computing |= {"B": computing["B"] + computing["W"] - alone, "W": alone}
-    forward = computes(analysis.work("forward"))
+    forward = computes(analysis.works["forward"])
     again = computing.get("R", forward if choice.remat is True else 0.0) + software.recompute * forward
     computing["B"] += software.recompute * forward
-    if slices and assumed.compute is None:  # the params of a layer are copied out of their stacks
-        params = analysis.layer.shapes(analysis.split.values["params"])
-        copied = lambda work: 2 * num_bytes(params[i] for i in work.reads) / memory_rate(links.cluster)
-        computing = {op: seconds + copied(works[op]) for op, seconds in computing.items()}
     of_head = computes(head)
-    if choice.num_microbatches > 1 and assumed.compute is None and not software.fused_accumulation:
-        sums = lambda grads: sum(2 * each.size * wide_dtype(each.dtype).itemsize for each in grads)
-        computing["W" if "W" in works else "B"] += sums(analysis.trained_params) / memory_rate(links.cluster)
-        of_head += sums(analysis.head_grads) / memory_rate(links.cluster)
-    embed, embed_back = (computes(each) + sends(each) for each in map(analysis.end_works.get, ("embed", "embed_back")))
+    if assumed.compute is None:
+        if choice.runs_pipeline and not ideal:  # the params of a layer are copied out of their stacks
+            params = analysis.layer.shapes(analysis.split.values["params"])
+            copied = lambda work: 2 * num_bytes(params[i] for i in work.reads) / memory_rate(cluster)
+            computing = {op: seconds + copied(works[op]) for op, seconds in computing.items()}
+        if choice.num_microbatches > 1 and not software.fused_accumulation:
+            computing["W" if "W" in works else "B"] += 2 * wide_bytes(analysis.trained_params) / memory_rate(cluster)
+            of_head += 2 * wide_bytes(analysis.head_grads) / memory_rate(cluster)
+    of_ends = (analysis.end_works[name] for name in ("embed", "embed_back"))
+    embed, embed_back = (computes(work) + sends(work) for work in of_ends)
     sending = {op: sends(work) for op, work in works.items()}
     # The collectives of F run beside the kernels of the backward pass, and the other way around.
     of_backward = lambda seconds: sum(each for op, each in seconds.items() if op != "F")
     beside = min(sending["F"], of_backward(computing)) + min(of_backward(sending), computing["F"])
     beside *= 1 - INTERFERENCE
     return OpTimes(computing, sending, beside, again, of_head, sends(head), embed, embed_back)
-
-
-def _compute(
-    work: Work, choice: Choice, links: Links, assumed: Assumptions, software: Software, own_share: float
-) -> float:
-    """Returns the seconds of the kernels of ``work``."""
-    if assumed.compute is not None:
-        return work.flops / (links.cluster.peak_flops * assumed.compute)
-    return seconds_of(work.kernels, links.cluster, choice.tensor, software, own_share)
-
-
-def _send(work: Work, links: Links, software: Software, beside: float) -> float:
-    """Returns the seconds of the collectives of ``work``, of which those over some axes run beside computation."""
-    sent = [each for each in work.sent if not (each.of_rows and software.folds_experts)]
-    seconds = [(each.axis, collective_seconds(links, *each[:3])) for each in sent]
-    hides = lambda axis: (EXPERTS if axis == DATA else axis) in software.overlaps
-    hidden = min(sum(each for axis, each in seconds if hides(axis)), beside)
-    return sum(each for _, each in seconds) - (1 - INTERFERENCE) * hidden
 
 
 class Prices:
@@ -175,9 +152,9 @@ class Prices:
         analysis: Analysis,
         cluster: Cluster,
         assumed: Assumptions,
-        software: Software = JAXPAR,
+        software: Software,
         *,
-        ideal: bool = False,
+        ideal: bool,
     ) -> None:
         self.choice, self.cluster, self.software, self.ideal = choice, cluster, software, ideal
         self.links = Links(cluster, choice.mesh.shape, assumed.network)
@@ -189,7 +166,7 @@ class Prices:
             self.counts = (self.counts[0] + self._leading / self.one_layer, *self.counts[1:])
             self.times, self._leading = replace(self.times, embed=0.0, embed_back=0.0), 0.0
         self.shares_head = not ideal and analysis.part_of_head(choice) is not None
-        self._message = analysis.activation_bytes
+        self._message = num_bytes(analysis.x)
 
     def op(self, name: str) -> int | float:
         """Returns the seconds of an op of one layer."""
@@ -213,19 +190,13 @@ class Prices:
         return self.times.head_computing + self.times.head_sending + exchange
 
     @property
-    def message(self) -> int | float:
-        """The seconds of one message to the next stage, the slowest if some are on other nodes."""
-        return max(self.messages)
-
-    @property
     def messages(self) -> list[int | float]:
         """The seconds of one message between each stage and the next, and between the last and the first."""
-        num_bytes, gathered = self._message, 0.0
+        num_bytes, more = self._message, self.software.message_seconds
         if self.software.splits_messages:
             num_bytes /= self.choice.tensor
-            gathered = collective_seconds(self.links, TENSOR, "all-gather", self._message)
-        gathered += self.software.message_seconds
-        one = {crosses: self.links.message(num_bytes, STAGE, crosses=crosses) + gathered for crosses in (False, True)}
+            more += collective_seconds(self.links, TENSOR, "all-gather", self._message)
+        one = {crosses: self.links.message(num_bytes, STAGE, crosses=crosses) + more for crosses in (False, True)}
         return [one[crosses] for crosses in self.links.crossings(STAGE)]
 
     def exposed_message(self, kinds: Collection[str]) -> int | float:
@@ -237,22 +208,20 @@ class Prices:
             meanwhile = self.times.head_computing
         elif self.choice.form == "fused" and "W" in kinds:
             meanwhile = max(self.counts) * self.op("W")
-        return max(self.message - meanwhile, self.cluster.latency(crosses_nodes=self.links.crosses(STAGE)))
+        return max(max(self.messages) - meanwhile, self.cluster.latency(crosses_nodes=self.links.crosses(STAGE)))
 
     def collectives(self, transfers: Iterable[Transfer], axis: str) -> int | float:
         """Returns the seconds of a step's collectives over an axis, without messages between stages.
 
         Collectives of the same kind and purpose are combined, those of the params of a layer for example.
         """
-        seconds = 0.0
+        own = [each for each in transfers if each.axis == axis and each.kind != "collective-permute"]
         times: dict[tuple, int] = {}
-        for each in transfers:
-            if each.axis == axis and each.kind != "collective-permute":
-                seconds += each.bytes_moved * self._width(each) / self.links.rate(axis)
-                key = each.kind, each.what
-                times[key] = max(each.times, times.get(key, 0))
-        latency = {kind: collective_seconds(self.links, axis, kind, 0) for kind, _ in times}
-        return seconds + sum(count * latency[kind] for (kind, _), count in times.items())
+        for each in own:
+            key = each.kind, each.what
+            times[key] = max(each.times, times.get(key, 0))
+        latency = sum(count * collective_seconds(self.links, axis, kind, 0) for (kind, _), count in times.items())
+        return latency + sum(each.bytes_moved * self._width(each) for each in own) / self.links.rate(axis)
 
     def _width(self, transfer: Transfer) -> float:
         """Returns the bytes that the software sends for each that jaxpar sends."""
@@ -303,23 +272,19 @@ class Prices:
             return list(self.counts)
         placement = "v" if self.choice.schedule == "zb-v" else "loop"
         stages = [stage_and_chunk(v, self.choice.stage, placement)[0] for v in range(len(self.counts))]
-        counts = [0.0] * self.choice.stage
-        for stage, count in zip(stages, self.counts, strict=True):
-            counts[stage] += count
-        last = stages[-1]
-        return [*counts[:last], *counts[last + 1 :], counts[last]]
+        of = lambda stage: sum(count for own, count in zip(stages, self.counts, strict=True) if own == stage)
+        return [of(stage) for stage in (*sorted({*stages} - {stages[-1]}), stages[-1])]
 
 
-def step_time(choice: Choice, prices: Prices, transfers: list[Transfer], state_bytes: int) -> StepTime:
+def step_time(prices: Prices, transfers: list[Transfer], state_bytes: int) -> StepTime:
     """Returns the seconds of a step.
 
     Args:
-        choice: Mesh axes and settings.
-        prices: Seconds of its ops and collectives.
+        prices: Seconds of the ops and collectives of a choice.
         transfers: Its collectives.
         state_bytes: Bytes of params, optimizer state and gradients that a device updates; it reads and writes them.
     """
-    layers, of = prices.by_stage(), prices.times
+    choice, layers, of = prices.choice, prices.by_stage(), prices.times
     busiest = max(range(len(layers)), key=lambda i: layers[i] * 1000 + (i == len(layers) - 1))
     times = choice.num_microbatches * layers[busiest]
     heads = choice.num_microbatches if busiest == len(layers) - 1 or prices.shares_head else 0
@@ -328,7 +293,7 @@ def step_time(choice: Choice, prices: Prices, transfers: list[Transfer], state_b
     # The first F and the last B have nothing beside them.
     beside = (choice.num_microbatches - 1) * layers[busiest] * prices.beside
     tensor = times * sum(of.sending.values()) + heads * of.head_sending - beside
-    pipeline = _pipeline(choice, prices) if choice.stage > 1 else compute + tensor
+    pipeline = _pipeline(prices) if choice.stage > 1 else compute + tensor
     return StepTime(
         compute=compute - times * of.again,
         again=times * of.again,
@@ -340,23 +305,23 @@ def step_time(choice: Choice, prices: Prices, transfers: list[Transfer], state_b
     )
 
 
-def _pipeline(choice: Choice, prices: Prices) -> int | float:
+def _pipeline(prices: Prices) -> int | float:
     """Returns the makespan of the schedule; for many microbatches extrapolated, since the steady state repeats.
 
     It repeats after as many microbatches as there are stages, which is how long messages take to return to a stage, and no
     microbatch takes less time than its work on the busiest stage.
     """
-    of_count = _makespan if prices.ideal else _ticks
+    choice, of_count = prices.choice, _makespan if prices.ideal else _ticks
     simulated, fewer = choice.num_simulated, choice.num_simulated - choice.stage
     if simulated == choice.num_microbatches:
-        return of_count(choice, prices, simulated)
-    before, after = (of_count(choice, prices, count) for count in (fewer, simulated))
+        return of_count(prices, simulated)
+    before, after = (of_count(prices, count) for count in (fewer, simulated))
     return after + (choice.num_microbatches - simulated) * max((after - before) / choice.stage, prices.busiest())
 
 
-def _ticks(choice: Choice, prices: Prices, num_microbatches: int) -> int | float:
+def _ticks(prices: Prices, num_microbatches: int) -> int | float:
     """Returns the seconds of lock-step: a tick takes as long as the stage with the most to do, and its messages."""
-    last, is_cheap = len(prices.counts) - 1, choice.num_chunks == 1 and len(set(prices.counts)) == 1
+    last, is_cheap = len(prices.counts) - 1, prices.choice.num_chunks == 1 and len(set(prices.counts)) == 1
     everywhere = prices.head_seconds if prices.shares_head or is_cheap else 0.0  # idle stages run it too
     on_last = 0.0 if everywhere else prices.head_seconds
 
@@ -370,15 +335,15 @@ def _ticks(choice: Choice, prices: Prices, num_microbatches: int) -> int | float
         ends = ("F" in kinds) * (everywhere + prices.times.embed) + ("B" in kinds) * prices.times.embed_back
         return max(map(of_row, tick)) + ends + prices.exposed_message(kinds)
 
-    return sum(count * of_tick(tick) for tick, count in choice.structure(num_microbatches).ticks)
+    return sum(count * of_tick(tick) for tick, count in prices.choice.structure(num_microbatches).ticks)
 
 
-def _makespan(choice: Choice, prices: Prices, num_microbatches: int) -> int | float:
+def _makespan(prices: Prices, num_microbatches: int) -> int | float:
     """Returns the seconds of stages that run freely."""
     most = max(prices.counts)
     scale = tuple(count / most for count in prices.counts)
     ops: dict[str, Any] = {name.lower(): most * prices.op(name) for name in "FBWR"} | {"stage_scale": scale}
-    software = prices.software
+    choice, software = prices.choice, prices.software
     in_pairs = software.exchanges_in_pairs and choice.schedule == "interleaved"
     return makespan(
         choice.structure(num_microbatches, "fused" if in_pairs else "published", by_tick=in_pairs),

@@ -20,7 +20,7 @@ from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import CONTEXT, OF_MODELS, OF_ZERO, REPLICA, REPLICAS, STAGE
 from jaxpar.planner.job import Choice
 from jaxpar.planner.ops import Analysis, layer_works
-from jaxpar.planner.state import AtRest
+from jaxpar.planner.state import AtRest, wide_bytes
 
 SCALAR = 4  # float32: the loss, the weight, or a gradient's sum of squares or count of values that are not finite
 
@@ -93,7 +93,7 @@ def _over_replicas(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Itera
     yield from over(REPLICAS if in_one else OF_ZERO, "all-reduce", whole + SCALAR, 1, "gradients")
     yield from over((CONTEXT,), "all-reduce", owned, 1, "gradients")
     if not in_one:  # groups of replicas sum what each member has after its own group
-        yield from over((REPLICA,), "all-reduce", at_rest.reduced_bytes + SCALAR, 1, "gradients")
+        yield from over((REPLICA,), "all-reduce", wide_bytes(at_rest.grads) + SCALAR, 1, "gradients")
     for size, shard in zip(grads, shards, strict=True):
         if shard.dim is not None and not shard.is_early:
             yield from over(shard.axes, "reduce-scatter", size, 1, "gradients")
@@ -143,7 +143,7 @@ def _messages(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
     if choice.stage == 1:
         return
     sizes = {
-        "right": analysis.activation_bytes,
+        "right": num_bytes(analysis.x),
         "left": num_bytes(leaf for leaf in analysis.x if jnp.issubdtype(leaf.dtype, jnp.inexact)),
     }
     if choice.schedule == "zb-v":

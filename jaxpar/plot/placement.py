@@ -116,6 +116,8 @@ def draw(panel: "Axes", sheet: Sheet) -> None:
 
 def _draw_nodes(panel: "Axes", sheet: Sheet) -> None:
     """Draws a box around the GPUs of each node, with its number."""
+    from matplotlib.patches import FancyBboxPatch
+
     topology = sheet.topology
     boxes: dict[tuple, list[tuple[float, float, float, float]]] = {}
     for index, replica in enumerate(sheet.replicas):
@@ -124,19 +126,13 @@ def _draw_nodes(panel: "Axes", sheet: Sheet) -> None:
             right, bottom = sheet.cell(index, stages[-1], shards[-1])
             key = (node,) if sheet.together > 1 else (node, index, part)
             boxes.setdefault(key, []).append((left, top, right + 1, bottom + CELL_HEIGHT))
-    for key, parts in boxes.items():
-        lefts, tops, rights, bottoms = zip(*parts, strict=True)
-        _draw_node(panel, sheet, key[0], (min(lefts), min(tops), max(rights), max(bottoms)))
-
-
-def _draw_node(panel: "Axes", sheet: Sheet, node: int, box: tuple[float, float, float, float]) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
-    left, top, right, bottom = box
     style = {"boxstyle": f"round,pad={NODE_MARGIN},rounding_size=0.08", "fc": "0.93", "ec": "0.6", "lw": 0.8}
-    panel.add_patch(FancyBboxPatch((left, top), right - left, bottom - top, **style))
-    corner = left - NODE_MARGIN, bottom + NODE_MARGIN + 0.16  # links over data pass on the right
-    _write(panel, sheet, corner, f"node {node}", 0.8, color=GREY, ha="left", bbox=PAPER)
+    for (node, *_), parts in boxes.items():
+        lefts, tops, rights, bottoms = zip(*parts, strict=True)
+        left, top, bottom = min(lefts), min(tops), max(bottoms)
+        panel.add_patch(FancyBboxPatch((left, top), max(rights) - left, bottom - top, **style))
+        corner = left - NODE_MARGIN, bottom + NODE_MARGIN + 0.16  # links over data pass on the right
+        _write(panel, sheet, corner, f"node {node}", 0.8, color=GREY, ha="left", bbox=PAPER)
 
 
 def _draw_links(panel: "Axes", sheet: Sheet) -> None:
@@ -282,14 +278,10 @@ class Overview:
         return [*range(MAX_SMALL - 2), None, count - 1]
 
     @cached_property
-    def rows(self) -> int:
-        """The number of rows of small stages."""
-        return -(-len(self.stages) // COLUMNS)
-
-    @cached_property
     def heights(self) -> tuple[float, float]:
         """The heights of the large stage and of the small ones, in inches."""
-        return self.first.size[1] - LEGEND, self.rows * SMALL_HEIGHT * (1 + GAP_Y) + SMALL_HEIGHT * ABOVE
+        rows = -(-len(self.stages) // COLUMNS)
+        return self.first.size[1] - LEGEND, SMALL_HEIGHT * (rows * (1 + GAP_Y) + ABOVE)
 
     @cached_property
     def size(self) -> tuple[float, float]:
@@ -303,7 +295,7 @@ def draw_overview(figure: "Figure", paper: Overview) -> None:
     draw(large, paper.first)
     small.set_axis_off()
     small.set_xlim(-0.02, COLUMNS * (1 + GAP_X) - GAP_X + 0.02)
-    small.set_ylim(paper.rows * (1 + GAP_Y), -ABOVE)
+    small.set_ylim(paper.heights[1] / SMALL_HEIGHT - ABOVE, -ABOVE)
     corners = [_corner(index) for index in range(len(paper.stages))]
     for corner, number in zip(corners, paper.stages, strict=True):
         if number is None:
@@ -325,20 +317,14 @@ def _draw_small(panel: "Axes", topology: Topology, index: int, corner: tuple[flo
     """Draws a stage as a map: a column a replica, a row a shard; its number above, those of its GPUs and nodes below."""
     from matplotlib.patches import Rectangle
 
-    (x, y), (group, stage) = corner, divmod(index, topology.stage)
-    width, height = 1 / topology.in_group, 1 / topology.tensor
-    for replica in range(topology.in_group):
-        for shard in range(topology.tensor):
-            at = x + replica * width, y + shard * height
-            panel.add_patch(
-                Rectangle(at, width, height, fc=colour_of(topology, stage, shard), ec="white", lw=0.4, zorder=2)
-            )
-    first, last = (
-        (group * topology.in_group, stage, 0),
-        ((group + 1) * topology.in_group - 1, stage, topology.tensor - 1),
-    )
-    devices = topology.device(*first), topology.device(*last)
-    nodes = sorted({topology.node(*first), topology.node(*last)})
+    (x, y), (group, stage), count = corner, divmod(index, topology.stage), topology.in_group
+    width, height = 1 / count, 1 / topology.tensor
+    for replica, shard in product(range(count), range(topology.tensor)):
+        at, colour = (x + replica * width, y + shard * height), colour_of(topology, stage, shard)
+        panel.add_patch(Rectangle(at, width, height, fc=colour, ec="white", lw=0.4, zorder=2))
+    ends = (group * count, stage, 0), ((group + 1) * count - 1, stage, topology.tensor - 1)
+    devices = [topology.device(*end) for end in ends]
+    nodes = sorted({topology.node(*end) for end in ends})
     where = f"node{'s' if len(nodes) > 1 else ''} {'-'.join(map(str, nodes))}"
     name = f"stage {stage}" if topology.replica == 1 else f"group {group}, stage {stage}"
     panel.text(x, y - 0.06, name, weight="bold", fontsize=8, va="bottom")

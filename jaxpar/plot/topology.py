@@ -13,7 +13,7 @@ matplotlib.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, product
@@ -98,11 +98,9 @@ class Topology:
 
     def hops(self, axis: str) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
         """Returns the pairs of neighbours along an axis, as coordinates (data, stage, tensor); rings are left open."""
-        step = tuple(int(name == axis) for name in (DATA, STAGE, TENSOR))
-        starts = product(
-            *(range(size - by) for size, by in zip((self.data, self.stage, self.tensor), step, strict=True))
-        )
-        return [((d, s, t), (d + step[0], s + step[1], t + step[2])) for d, s, t in starts]
+        to_d, to_s, to_t = (int(name == axis) for name in (DATA, STAGE, TENSOR))
+        starts = product(range(self.data - to_d), range(self.stage - to_s), range(self.tensor - to_t))
+        return [((d, s, t), (d + to_d, s + to_s, t + to_t)) for d, s, t in starts]
 
     def crossing(self, axis: str) -> tuple[int, int]:
         """Returns how many hops along an axis stay inside a node, and how many cross from node to node."""
@@ -224,6 +222,10 @@ class Sheet:
         """Whether a replica is one device, so that its cell has room for its name."""
         return self.topology.stage * self.topology.tensor == 1
 
+    @property
+    def _gap(self) -> float:
+        return CELL_GAP * 2 if self.is_plain else TILE_GAP_X
+
     @cached_property
     def columns(self) -> int:
         """Number of tiles in a row, which keeps nodes together and the drawing near ``ASPECT``; with stages 1."""
@@ -255,41 +257,34 @@ class Sheet:
         """Returns the top left corner of the index-th tile's first cell."""
         row, column = divmod(index, self.columns)
         width, height = self.tile_extent
-        gap = CELL_GAP * 2 if self.is_plain else TILE_GAP_X
-        return LEFT + column * (width + gap), TOP + row * (height + TILE_GAP_Y)
+        return LEFT + column * (width + self._gap), TOP + row * (height + TILE_GAP_Y)
 
     def cell(self, index: int, stage: int, shard: int) -> tuple[float, float]:
         """Returns the top left corner of a cell of the index-th tile."""
-        x, y = self.tile(index)
-        gaps_x, gaps_y = self._gaps_left[stage], self._gaps_above[shard]
-        return x + stage * (1 + CELL_GAP) + gaps_x * NODE_GAP, y + shard * (CELL_HEIGHT + CELL_GAP) + gaps_y * NODE_GAP
+        (x, y), (lefts, tops) = self.tile(index), self._edges
+        return x + lefts[stage], y + tops[shard]
 
     @cached_property
-    def _gaps_left(self) -> list[int]:
-        """Number of borders between nodes to the left of each stage, in any replica."""
-        node, replicas = self.topology.node, range(min(self.topology.data, self.topology.devices_per_node))
-        borders = [any(node(r, s, 0) != node(r, s - 1, 0) for r in replicas) for s in range(1, self.topology.stage)]
-        return list(accumulate(borders, initial=0))
+    def _edges(self) -> tuple[list[float], list[float]]:
+        """The left edge of each stage and the top of each shard in a tile; cells of two nodes are further apart."""
+        topology, replicas = self.topology, range(min(self.topology.data, self.topology.devices_per_node))
 
-    @cached_property
-    def _gaps_above(self) -> list[int]:
-        """Number of borders between nodes above each shard, in any replica."""
-        node, replicas = self.topology.node, range(min(self.topology.data, self.topology.devices_per_node))
-        borders = [any(node(r, 0, t) != node(r, 0, t - 1) for r in replicas) for t in range(1, self.topology.tensor)]
-        return list(accumulate(borders, initial=0))
+        def edges(count: int, step: float, node: Callable[[int, int], int]) -> list[float]:
+            borders = (any(node(r, at) != node(r, at - 1) for r in replicas) for at in range(1, count))
+            return list(accumulate((step + NODE_GAP * is_border for is_border in borders), initial=0.0))
+
+        return (
+            edges(topology.stage, 1 + CELL_GAP, lambda replica, stage: topology.node(replica, stage, 0)),
+            edges(topology.tensor, CELL_HEIGHT + CELL_GAP, lambda replica, shard: topology.node(replica, 0, shard)),
+        )
 
     @cached_property
     def tile_extent(self) -> tuple[float, float]:
         """Width and height of the cells of a replica."""
-        last = self.topology.stage - 1, self.topology.tensor - 1
-        gaps_x, gaps_y = self._gaps_left[-1], self._gaps_above[-1]
-        return (
-            1 + last[0] * (1 + CELL_GAP) + gaps_x * NODE_GAP,
-            CELL_HEIGHT + last[1] * (CELL_HEIGHT + CELL_GAP) + gaps_y * NODE_GAP,
-        )
+        lefts, tops = self._edges
+        return lefts[-1] + 1, tops[-1] + CELL_HEIGHT
 
     def _extent(self, columns: int) -> tuple[float, float]:
         rows = math.ceil(len(self.replicas) / columns)
         width, height = self.tile_extent
-        gap = CELL_GAP * 2 if self.is_plain else TILE_GAP_X
-        return LEFT + columns * width + (columns - 1) * gap + RIGHT, TOP + rows * (height + TILE_GAP_Y)
+        return LEFT + columns * width + (columns - 1) * self._gap + RIGHT, TOP + rows * (height + TILE_GAP_Y)

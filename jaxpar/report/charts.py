@@ -307,29 +307,17 @@ def _by_devices(rows: Sequence[Mapping[str, Any]], column: str) -> list[Curve]:
     ]
 
 
-# For each chart the section of the data that it shows.
-CHARTS: dict[str, tuple[str, Callable[[Any], str | None]]] = {
-    "loss": ("metrics", loss),
-    "rate": ("metrics", rate),
-    "grad-norm": ("metrics", grad_norm),
-    "experts": ("experts", experts),
-    "line-bytes": ("ways", line_bytes),
-    "way-seconds": ("ways", way_seconds),
-    "staleness": ("staleness", staleness),
-    "step-time": ("step_time", step_time),
-    "timeline": ("timeline", timeline),
-    "shards": ("shards", shards),
-    "memory": ("memory", memory),
-    "traffic": ("traffic", traffic),
+# The charts of each section of the data; their names in the page have hyphens.
+CHARTS: dict[str, tuple[Callable[[Any], str | None], ...]] = {
+    "metrics": (loss, rate, grad_norm),
+    "experts": (experts,),
+    "ways": (line_bytes, way_seconds),
+    **{each.__name__: (each,) for each in (staleness, step_time, timeline, shards, memory, traffic)},
 }
 
 
 def make_charts(data: Mapping[str, Any]) -> dict[str, str]:
     """Returns the charts for which there is data, by name."""
-    found = {name: make(data[section]) for name, (section, make) in CHARTS.items() if data.get(section)}
+    made = ((chart, data[section]) for section, charts in CHARTS.items() if data.get(section) for chart in charts)
+    found = {chart.__name__.replace("_", "-"): chart(part) for chart, part in made}
     return {name: html for name, html in found.items() if html is not None}
-
-
-def metric_charts(data: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the charts that change while a run trains, by name."""
-    return make_charts({name: data.get(name) for name in ("metrics", "experts")})

@@ -50,7 +50,7 @@ def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     wrong.plot(tested_after, errors, color=ORANGE, linewidth=2, label=f"digits held out{at_end}")
     wrong.axhline(0.9, color=GREY, linestyle="--", label="guessing: 90%")
     wrong.set(title="Digits read wrong", xlabel="steps taken", ylabel="share of the digits held out", ylim=(0, 1))
-    wrong.yaxis.set_major_formatter(_percent)
+    wrong.yaxis.set_major_formatter("{x:.0%}")
     wrong.legend(loc="best")
     figure.savefig(path, dpi=120)
 
@@ -84,7 +84,7 @@ def _errors(axes: Any, errors: Errors) -> None:
         axes.vlines(errors.sizes, each.min(axis=1), each.max(axis=1), color=color, alpha=0.5, linewidth=4)
     axes.set(xscale="log", ylim=(-0.02, 1), ylabel="share of digits read wrong")
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(_percent)
+    axes.yaxis.set_major_formatter("{x:.0%}")
     axes.legend(loc="upper right", title=f"mean of {errors.train.shape[1]} runs; bars: best to worst")
 
 
@@ -116,7 +116,3 @@ def plot_predictions(path: Path, images: np.ndarray, labels: np.ndarray, read: n
             told = f"{read[i]}" if right else f"{read[i]} (is {labels[i]})"
             axes.set_title(told, color=GREEN if right else RED, fontweight="bold", fontsize="medium", pad=3)
     figure.savefig(path, dpi=120)
-
-
-def _percent(value: float, _: int | None = None) -> str:
-    return f"{value:.0%}"

@@ -3,7 +3,6 @@
 A run gathers the data of its step itself and writes it to report.json; ``read_run`` reads that and the rest of the folder.
 """
 
-import json
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 import optax
 
+from jaxpar import fields
 from jaxpar.inspect import StepReport, inspect_step
 from jaxpar.mesh import sizes_text
 from jaxpar.metrics.log import figures_of, read_metrics
@@ -72,7 +72,11 @@ def _add(data: dict[str, Any], name: str, gather: Callable[[], Any]) -> Any:
 
 
 def inspect_pipeline(
-    compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, schedule: Schedule | None = None
+    compiled: jax.stages.Compiled,
+    mesh: jax.sharding.Mesh,
+    schedule: Schedule | None = None,
+    *,
+    loop_trips: int | None = None,
 ) -> StepReport:
     """Returns the cost of a compiled step whose pipeline, if it has one, takes its branches as often as a schedule says.
 
@@ -80,9 +84,10 @@ def inspect_pipeline(
         compiled: The training step.
         mesh: Its mesh.
         schedule: The schedule of its pipeline; None for none.
+        loop_trips: The trips of a loop whose number the program does not tell.
     """
     shares = None if schedule is None else spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares()
-    return inspect_step(compiled, mesh=mesh, branch_shares=shares)
+    return inspect_step(compiled, mesh=mesh, branch_shares=shares, loop_trips=loop_trips)
 
 
 def _facts(mesh: jax.sharding.Mesh) -> dict[str, str]:
@@ -148,13 +153,7 @@ def readable(folder: Path) -> Iterator[None]:
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be JSON; got other text: {error}. Remove it, or name another run.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold an object; got {type(found).__name__}. Remove it, or name another run.")
-    return found
+    return fields.read_json(dict[str, Any], path.read_bytes(), str(path), "Remove it, or name another run.")
 
 
 def plan_data(plans: Sequence[Plan], model: ModelShape, machines: Cluster, *, name: str) -> dict[str, Any]:

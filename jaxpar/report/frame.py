@@ -5,6 +5,7 @@ that a chart fits a telephone and a screen with text of the same size. Text and 
 which has a light and a dark set; ``page.js`` shows values under the pointer and handles the buttons.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -226,7 +227,8 @@ def chart(
         return None
     shown = [value for value in values if top is None or value <= top]
     wide = Scale.of(at for curve in curves for at in curve.x)
-    colours = _colours(curves)
+    lines = itertools.cycle(LINES)
+    colours = [curve.colour or next(lines) for curve in curves]
     may_log = min(values) > 0
     scales = [Scale.of(shown, from_zero=from_zero and not is_log, is_log=is_log and may_log, margin=MARGIN)]
     if has_log and may_log:
@@ -250,14 +252,6 @@ def chart(
     if len(drawn) == 1:
         return drawn[0]
     return f'<div class="of-linear">{drawn[0]}</div><div class="of-log">{drawn[1]}</div>'
-
-
-def _colours(curves: Sequence[Curve]) -> list[str]:
-    at, found = 0, []
-    for curve in curves:
-        found.append(curve.colour or LINES[at % len(LINES)])
-        at += not curve.is_shade
-    return found
 
 
 def _lines(curves: Sequence[Curve], colours: Sequence[str], wide: Scale, scale: Scale) -> str:

@@ -17,7 +17,7 @@ from jaxpar.inspect.text import bytes_text, seconds_text
 from jaxpar.mesh import AXES
 from jaxpar.metrics.status import duration
 from jaxpar.planner.plans import COLUMNS, remat_text
-from jaxpar.report.charts import make_charts, metric_charts
+from jaxpar.report.charts import make_charts
 from jaxpar.runtime.output import write_whole
 
 HERE = Path(__file__).parent
@@ -82,7 +82,7 @@ def live_data(data: Mapping[str, Any], version: str) -> dict[str, Any]:
     """Returns the charts and tables that a live page polls for."""
     changing = [name for name in ("metrics", "experts") if _has(data, name)]
     tables = {"facts": facts(data), **{name: _filled(name, data) for name in changing}}
-    return {"version": version, "charts": metric_charts(data), "tables": tables}
+    return {"version": version, "charts": make_charts({name: data.get(name) for name in changing}), "tables": tables}
 
 
 def write_page(path: Path, data: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Published training runs: their models, meshes and steps; and what a step costs, as text, figures, a page and pictures."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,18 @@ from jaxpar import losses
 from jaxpar.compile_only import compile_only_devices
 from jaxpar.fields import check_at_least
 from jaxpar.gradients import value_and_grad
-from jaxpar.inspect import inspect_step
 from jaxpar.inspect.text import bytes_text, table
 from jaxpar.mesh import make_mesh
 from jaxpar.models import transformer
 from jaxpar.parallel import Parallel, Pipeline
 from jaxpar.params import count_params, init_params, stack_layers
-from jaxpar.pipeline import LayerLayout, masks_idle_ops, spmd_program
+from jaxpar.pipeline import LayerLayout, masks_idle_ops
 from jaxpar.planner import Choice, Cluster, Plan, cluster, price, roofline
 from jaxpar.planner.model_shape import transformer_shape
+from jaxpar.planner.state import local_bytes
 from jaxpar.plot import plot_placement
 from jaxpar.report import sections
-from jaxpar.report.data import plan_data
+from jaxpar.report.data import inspect_pipeline, plan_data
 from jaxpar.schedule import (
     Schedule,
     check_schedule_name,
@@ -35,11 +36,9 @@ from jaxpar.schedule import (
     simulate,
     timeline_data,
 )
-from jaxpar.sharding import shardings_from_dims
+from jaxpar.sharding import path_string, shardings_from_dims
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from jaxpar.train import TrainStep, abstract_state, make_train_step
-
-AXES = ("data", "stage", "tensor")
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Job:
 
     title: str
     model: transformer.TransformerConfig
-    mesh: dict[str, int]
+    mesh: dict[str, Any]  # the size of each axis
     end_layers: tuple[int, int]  # the numbers of layers that embedding and head count as
     batch_size: int  # rows of a step, of all replicas
     seq: int
@@ -72,7 +71,7 @@ class Job:
     @property
     def num_devices(self) -> int:
         """The devices of all axes."""
-        return self.mesh["data"] * self.mesh["stage"] * self.mesh["tensor"]
+        return math.prod(self.mesh.values())
 
     @property
     def num_microbatches(self) -> int:
@@ -139,8 +138,7 @@ def mesh_of(job: Job, flags: Any) -> jax.sharding.Mesh:
     if flags.compile_for:
         shape = {"num_nodes": job.num_nodes(flags.gpus_per_node), "devices_per_node": flags.gpus_per_node}
         devices = compile_only_devices(flags.compile_for, **shape)
-    data, stage, tensor = (job.mesh[axis] for axis in AXES)
-    return make_mesh(data=data, stage=stage, tensor=tensor, devices=devices)
+    return make_mesh(**job.mesh, devices=devices)
 
 
 def cluster_of(job: Job, flags: Any) -> Cluster:
@@ -183,9 +181,7 @@ def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, A
 def plan_of(job: Job, flags: Any, layout: LayerLayout) -> Plan:
     """Returns the planner's estimate of the same step on GPUs, whether it fits or not."""
     choice = Choice(
-        data=job.mesh["data"],
-        stage=job.mesh["stage"],
-        tensor=job.mesh["tensor"],
+        **job.mesh,
         schedule=flags.schedule,
         num_microbatches=job.num_microbatches,
         num_chunks=layout.num_chunks,
@@ -203,7 +199,7 @@ def loss(logits: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax
 
 def describe(job: Job, flags: Any, layout: LayerLayout) -> str:
     """Returns a job's model, mesh, batch and stages as text."""
-    model, sizes = job.model, ", ".join(f"{axis}={job.mesh[axis]}" for axis in AXES)
+    model, sizes = job.model, ", ".join(f"{axis}={size}" for axis, size in job.mesh.items())
     return (
         f"\n{job.title}: {model.num_layers} layers, {model.embed_dim:,} wide, {model.num_heads} heads, vocabulary "
         f"{model.vocab_size:,}: {count_params(transformer.param_table(model)):,} parameters\n"
@@ -221,23 +217,16 @@ def step_cost(
     """Returns the cost of a step as text and as figures, and its memory and traffic as a report's page shows them."""
     mesh, counts = mesh_of(job, flags), layout.layer_counts
     own_loop = int(counts.min()) if masks_idle_ops(mesh) else 0  # a loop whose number of trips is known
-    step = inspect_step(
-        compiled,
-        mesh=mesh,
-        branch_shares=spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares(),
-        loop_trips=max(1, layout.positions_per_chunk - own_loop),
-    )
-    params = bytes_on_device(state.params)
+    step = inspect_pipeline(compiled, mesh, schedule, loop_trips=max(1, layout.positions_per_chunk - own_loop))
     memory = {
-        "parameters, float32": params,
-        "optimizer state, float32": bytes_on_device(state.opt_state),
+        "parameters, float32": local_bytes(state.params),
+        "optimizer state, float32": local_bytes(state.opt_state),
         f"temporary, as XLA for {'GPUs' if flags.compile_for else 'CPUs'} has it": step.memory.temp_bytes,
     }
     memory["together"] = sum(memory.values())
     text = [table([("each device holds", "bytes"), *((kind, bytes_text(size)) for kind, size in memory.items())])]
     traffic = {"+".join(axes): size for axes, size in step.bytes_by_axes().items()}
-    heard = [axis for axis in AXES if axis in traffic]
-    rows = ((axis, bytes_text(traffic[axis])) for axis in heard)
+    rows = ((axis, bytes_text(traffic[axis])) for axis in job.mesh if axis in traffic)
     text.append("\n" + table([("a device sends a step, at most, over", "bytes"), *rows]))
     if step.gpu:
         text.append(
@@ -250,7 +239,8 @@ def step_cost(
         f"\nstages idle {bubble['lockstep']:.1%} of the time in lock-step, {bubble['free']:.1%} free-running "
         "(F, B, W and R of a stage take one unit each)"
     )
-    whole = [path for path, leaf in outer_matrices(state.params) if "stage" not in leaf.sharding.spec]
+    outer = jax.tree_util.tree_leaves_with_path(state.params["outer"])  # of which every stage may need the matrices
+    whole = [path_string(path) for path, leaf in outer if leaf.ndim > 1 and "stage" not in leaf.sharding.spec]
     if whole and schedule.num_stages > 1:
         text.append(
             f"{', '.join(whole)}: whole on every stage, since {schedule.num_stages} stages divide no free dim of it"
@@ -294,20 +284,6 @@ def few_microbatches(flags: Any, schedule: Schedule) -> Schedule:
         form=lockstep_form(flags.schedule, masks=bool(flags.compile_for)),
         remat=schedule.recomputes,
     )
-
-
-def outer_matrices(params: dict) -> list[tuple[str, Any]]:
-    """Returns the weights that every stage may need, each with its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(params["outer"])
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves if len(leaf.shape) > 1
-    ]
-
-
-def bytes_on_device(tree: Any) -> int:
-    """Returns the bytes of a sharded tree that one device holds."""
-    shard = lambda leaf: jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-    return sum(shard(leaf).size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def draw(name: str, job: Job, flags: Any, schedule: Schedule, out_dir: Path) -> None:

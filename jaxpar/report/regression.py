@@ -1,9 +1,6 @@
 """The report of a linear regression: text beside least squares, in the units of the data, and pictures of its descent."""
 
-import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
@@ -33,8 +30,8 @@ def label(column: str) -> str:
     return f"{words(column)} ({unit(column)})" if unit(column) else words(column)
 
 
-def number(value: float) -> str:
-    """Returns a number as readable text: 63,926 or 0.3205."""
+def number(value: float, position: int | None = None) -> str:
+    """Returns a number as readable text: 63,926 or 0.3205; also as Matplotlib asks for that of a tick, with its position."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
@@ -134,7 +131,7 @@ def plot_loss(
     )
     compared.legend(loc="best", title=f"learning rate, {all_rows} a step")
     for axes in (run, compared):
-        axes.yaxis.set_major_formatter(_tick)
+        axes.yaxis.set_major_formatter(number)
     figure.savefig(path, dpi=120)
 
 
@@ -145,80 +142,47 @@ def _settled(errors: np.ndarray) -> int:
 
 
 def plot_surface(path: Path, lines: list[Line], best: Line, table: Table) -> None:
-    """Draws the error as contours over two parameters, the others at their optimum, with the path of descent."""
-    surface = Surface.of(table, best)
-    steps = np.array([surface.point(line) for line in lines])
-    u, v = surface.window(steps)
+    """Draws the error as contours, with the path of descent.
+
+    They are over two weights, the others at their optimum, or with one feature over its weight and the mean prediction. At a
+    distance d from the least squares the squared error is larger by ``d . bend . d``.
+    """
+    mean, is_plane = table.features.mean(axis=0), len(table.names) > 1
+    second = weight_label(table, 1) if is_plane else f"mean predicted {label(table.target_name)}"
+    point = lambda line: np.array([line.weights[0], line.weights[1] if is_plane else line(mean)])
+    moved = table.features - mean
+    columns = moved[:, :2] if is_plane else np.column_stack([moved, np.ones(len(moved))])
+    centre, bend = point(best), columns.T @ columns / table.num_rows
+    steps = np.array([point(line) for line in lines])
+    u, v = _window(steps, centre, bend)
+    away = np.stack([u - centre[0], v - centre[1]], axis=-1)
+    errors = np.sqrt(best.error(table) ** 2 + np.einsum("...i,ij,...j", away, bend, away))
     gone = np.flatnonzero(~((steps > [u.min(), v.min()]) & (steps < [u.max(), v.max()])).all(axis=1))
     shown = steps[: gone[0] + 1] if len(gone) else steps
+
     figure, axes = panels(1, 1, (9, 7))
-    heights = axes.contourf(u, v, surface.error(u, v), levels=24, cmap="viridis_r")
-    figure.colorbar(heights, label=f"{error_label(table)}: dark is worse", format=_tick)
+    heights = axes.contourf(u, v, errors, levels=24, cmap="viridis_r")
+    figure.colorbar(heights, label=f"{error_label(table)}: dark is worse", format=number)
     axes.plot(*shown.T, color="black", marker="o", markersize=4, label=f"path of descent, {len(lines) - 1} steps")
     start = f"start: predicts the mean {words(table.target_name)} for all"
-    axes.plot(*steps[0], color="black", marker="s", markersize=10, linestyle="", label=start)
-    axes.plot(
-        *surface.point(best),
-        color="red",
-        marker="*",
-        markersize=16,
-        linestyle="",
-        label="least squares: the lowest point",
-    )
-    axes.set(xlim=(u.min(), u.max()), ylim=(v.min(), v.max()), xlabel=surface.labels[0], ylabel=surface.labels[1])
-    axes.xaxis.set_major_formatter(_tick)
-    axes.yaxis.set_major_formatter(_tick)
+    axes.plot(*steps[0], color="black", marker="s", markersize=10, label=start, linestyle="")
+    axes.plot(*centre, color="red", marker="*", markersize=16, label="least squares: the lowest point", linestyle="")
+    axes.set(xlim=(u.min(), u.max()), ylim=(v.min(), v.max()), xlabel=weight_label(table, 0), ylabel=second)
+    axes.xaxis.set_major_formatter(number)
+    axes.yaxis.set_major_formatter(number)
     axes.set_title("Where gradient descent goes on the loss surface")
     axes.legend(loc="upper right")
     figure.savefig(path, dpi=120)
 
 
-@dataclass(frozen=True)
-class Surface:
-    """The squared error around the optimum, over two weights or, with one feature, over its weight and the mean prediction.
-
-    Attributes:
-        labels: Labels of the two parameters.
-        table: The rows.
-        centre: The two parameters of the least squares.
-        bend: The squared error grows by ``d . bend . d`` at a distance d from the centre.
-        least: The least squared error.
-    """
-
-    labels: tuple[str, str]
-    table: Table
-    centre: np.ndarray
-    bend: np.ndarray
-    least: float
-
-    @classmethod
-    def of(cls, table: Table, best: Line) -> Self:
-        """Returns the surface of a table around its least squares."""
-        moved = table.features - table.features.mean(axis=0)
-        second = weight_label(table, 1) if len(table.names) > 1 else f"mean predicted {label(table.target_name)}"
-        columns = moved[:, :2] if len(table.names) > 1 else np.column_stack([moved, np.ones(len(moved))])
-        bend = columns.T @ columns / table.num_rows
-        surface = cls((weight_label(table, 0), second), table, np.zeros(2), bend, best.error(table) ** 2)
-        return dataclasses.replace(surface, centre=surface.point(best))
-
-    def point(self, line: Line) -> np.ndarray:
-        """Returns where a line is on the surface."""
-        mean_prediction = line(self.table.features.mean(axis=0))
-        return np.array([line.weights[0], line.weights[1] if len(line.weights) > 1 else mean_prediction])
-
-    def error(self, u: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Returns the root mean squared error at points of the surface."""
-        away = np.stack([u - self.centre[0], v - self.centre[1]], axis=-1)
-        return np.sqrt(self.least + np.einsum("...i,ij,...j", away, self.bend, away))
-
-    def window(self, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a grid around the optimum that shows the path from its start, scaled by the curvature of each parameter."""
-        scale = 1 / np.sqrt(np.diag(self.bend))
-        far = np.abs((steps - self.centre) / scale).max(axis=1)
-        half = 1.25 * min(far[np.isfinite(far)].max(), 2 * far[0])
-        low, high = self.centre - half * scale, self.centre + half * scale
-        u, v = np.meshgrid(np.linspace(low[0], high[0], 201), np.linspace(low[1], high[1], 201))
-        return u, v
+def _window(steps: np.ndarray, centre: np.ndarray, bend: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a grid around the optimum that shows the path from its start, scaled by the curvature of each parameter."""
+    scale = 1 / np.sqrt(np.diag(bend))
+    far = np.abs((steps - centre) / scale).max(axis=1)
+    half = 1.25 * min(far[np.isfinite(far)].max(), 2 * far[0])
+    low, high = centre - half * scale, centre + half * scale
+    u, v = np.meshgrid(np.linspace(low[0], high[0], 201), np.linspace(low[1], high[1], 201))
+    return u, v
 
 
 def plot_errors(path: Path, learned: Line, folds: list[tuple[float, float]], table: Table) -> None:
@@ -230,8 +194,8 @@ def plot_errors(path: Path, learned: Line, folds: list[tuple[float, float]], tab
     dots.scatter(table.target, predicted, color=BLUE, alpha=0.7, label="a row of the table")
     dots.set(title=f"What the model predicts for the {table.num_rows} rows it has learned from")
     dots.set(xlabel=f"true {label(table.target_name)}", ylabel=f"predicted {label(table.target_name)}")
-    dots.xaxis.set_major_formatter(_tick)
-    dots.yaxis.set_major_formatter(_tick)
+    dots.xaxis.set_major_formatter(number)
+    dots.yaxis.set_major_formatter(number)
     dots.legend(loc="best")
 
     positions, parts = np.arange(1, len(folds) + 1), np.array(folds).T
@@ -244,10 +208,6 @@ def plot_errors(path: Path, learned: Line, folds: list[tuple[float, float]], tab
         )
     bars.set(title=f"{len(folds)}-fold cross-validation", xlabel="fold that is held out", ylabel=error_label(table))
     bars.set(ylim=(0, 1.35 * parts.max()), xticks=positions if len(folds) <= 12 else ())
-    bars.yaxis.set_major_formatter(_tick)
+    bars.yaxis.set_major_formatter(number)
     bars.legend(handles=handles, loc="upper center", ncols=2)
     figure.savefig(path, dpi=120)
-
-
-def _tick(value: float, _: int | None = None) -> str:
-    return number(value)

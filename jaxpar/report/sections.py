@@ -34,7 +34,7 @@ def shards(params: PyTree, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
         mesh: The mesh.
 
     Returns:
-        "axes": the size of each axis; "devices": for each of the first 64 devices its coordinates by axis; "num_devices": how
+        "devices": for each of the first 64 devices its coordinates by axis; "num_devices": how
         many there are. "arrays": for each array its "name", "shape", "dtype", "spec" as text, "bytes" of all of it,
         "device_bytes" of a shard, "shards" as text, such as "[0:4, :, 32:64]", and "held": the index of the shard that each
         device holds.
@@ -43,7 +43,6 @@ def shards(params: PyTree, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
     devices = [dict(zip(sizes, at, strict=True)) for at in product(*map(range, sizes.values()))]
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {
-        "axes": sizes,
         "num_devices": len(devices),
         "devices": devices[:MAX_DEVICES],
         "arrays": [_array(path_string(path), leaf, sizes, devices[:MAX_DEVICES]) for path, leaf in leaves],

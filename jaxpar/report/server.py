@@ -73,10 +73,9 @@ def _told(path: Path) -> Iterator[None]:
     """Prints an error instead of raising it, since a run must not fail because its report cannot be written."""
     try:
         yield
-    except OSError as error:
-        tell(f"{path} could not be written: {error.strerror}")
     except Exception as error:
-        tell(f"{path} could not be written: {type(error).__name__}: {error}")
+        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        tell(f"{path} could not be written: {why}")
 
 
 class RunServer(ThreadingHTTPServer):
@@ -134,26 +133,20 @@ class _Handler(BaseHTTPRequestHandler):
             "/": ("text/html", self.server.page),
             "/live.json": ("application/json", self.server.live),
         }
-        kind, answer = answers.get(self.path.partition("?")[0], (None, None))
-        if not self._is_ours():
+        path = self.path.partition("?")[0]
+        if not is_allowed(self.headers.get("Host", ""), self.server.hosts):  # DNS rebinding
             self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "the Host is not one of --allowed-hosts")
-        elif answer is None or kind is None:
+        elif path not in answers:
             self._send(HTTPStatus.NOT_FOUND, "text/plain", "there are / and /live.json only")
         else:
-            self._answer(kind, answer)
-
-    def _is_ours(self) -> bool:
-        """Returns whether the Host header names this machine, which prevents DNS rebinding."""
-        return is_allowed(self.headers.get("Host", ""), self.server.hosts)
-
-    def _answer(self, kind: str, answer: Callable[[], str]) -> None:
-        try:
-            with readable(self.server.folder):
-                text = answer()
-        except (ValueError, OSError) as error:
-            self._send(HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps({"error": str(error)}))
-        else:
-            self._send(HTTPStatus.OK, kind, text)
+            kind, answer = answers[path]
+            try:
+                with readable(self.server.folder):
+                    text = answer()
+            except (ValueError, OSError) as error:
+                self._send(HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps({"error": str(error)}))
+            else:
+                self._send(HTTPStatus.OK, kind, text)
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         content = text.encode()

@@ -1,6 +1,6 @@
 """What a program prints and writes: text of others is escaped, files appear whole, missing packages are named.
 
-Printing does not fail if standard error is on a full disk. Files are not synced to disk, so a power failure may lose them.
+Printing does not fail if standard error is on a full disk. Only ``fsync`` syncs files to disk: a power failure may lose others.
 jaxpar is on no package index, so an extra is installed from the clone.
 """
 
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+Kinds = type[Exception] | tuple[type[Exception], ...]
 
 
 def printable(text: str) -> str:
@@ -68,6 +70,15 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         raise
 
 
+def fsync(path: Path) -> None:
+    """Flushes a file's contents, or a folder's entries, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def version_of(package: str) -> str | None:
     """Returns the version of an installed package; None if it is not installed."""
     from importlib import metadata  # here, since its import takes time
@@ -99,3 +110,20 @@ def needing_extra(rule: str, extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ImportError(f"{rule}; got {error}. {install_extra(extra)}.") from error
+
+
+@contextmanager
+def refusing(kinds: Kinds, rule: str, place: object, remedy: str) -> Iterator[None]:
+    """Turns an error of a library that reads a file inside into a ValueError with the rule, the place and the remedy.
+
+    Args:
+        kinds: The kind of error, or a tuple of kinds.
+        rule: What the file must be.
+        place: The file, or a function that returns the place in it, as it is when the error is raised.
+        remedy: The end of the message, a sentence.
+    """
+    try:
+        yield
+    except kinds as error:
+        got, where = " ".join(str(error).split()), place() if callable(place) else place
+        raise ValueError(f"{rule}; got {printable(got)[:200]} in {printable(str(where))}. {remedy}") from error

@@ -8,7 +8,7 @@ plain values for a report.
 from jaxpar.schedule.draw import plot_timeline, render, timeline_data, write_trace
 from jaxpar.schedule.orders import FORMS, SCHEDULES, check_schedule_name, lockstep_form, make_schedule
 from jaxpar.schedule.simulate import TIMINGS, Costs, Span, Timeline, simulate
-from jaxpar.schedule.table import KINDS, PLACEMENTS, Op, Schedule, check_placement, check_sizes, stage_and_chunk
+from jaxpar.schedule.table import KINDS, PLACEMENTS, Op, Schedule, check_sizes, stage_and_chunk
 
 __all__ = [
     "FORMS",
@@ -21,7 +21,6 @@ __all__ = [
     "Schedule",
     "Span",
     "Timeline",
-    "check_placement",
     "check_schedule_name",
     "check_sizes",
     "lockstep_form",

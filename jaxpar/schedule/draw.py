@@ -231,7 +231,13 @@ def draw_timeline(panel: "Axes", timeline: Timeline, points_per_unit: float) -> 
     """
     schedule = timeline.schedule
     for stage, span in _spans(timeline):
-        _draw_op(panel, schedule, stage, span, points_per_unit)
+        duration, colour = span.end - span.start, _colour(schedule, span.op.kind, span.op.chunk)
+        panel.barh(stage, duration, left=span.start, height=0.86, color=colour, edgecolor="white", linewidth=0.8)
+        label = str(span.op.microbatch)
+        points = min(LABEL_POINTS, duration * points_per_unit / (0.75 * len(label)))
+        if points >= MIN_LABEL_POINTS:
+            at = span.start + duration / 2, stage
+            panel.text(*at, label, ha="center", va="center_baseline", fontsize=points, color="black")
     for end in timeline.tick_ends:
         panel.axvline(float(end), color="0.45", linewidth=0.6, linestyle=(0, (2, 2)), zorder=3)
     figures = f"done at {timeline.makespan:g}, {timeline.bubble_fraction:.1%} idle"
@@ -240,18 +246,6 @@ def draw_timeline(panel: "Axes", timeline: Timeline, points_per_unit: float) -> 
     panel.set_yticks(range(schedule.num_stages), [f"stage {stage}" for stage in range(schedule.num_stages)])
     panel.tick_params(axis="y", length=0)
     panel.spines[["top", "right", "left"]].set_visible(False)
-
-
-def _draw_op(panel: "Axes", schedule: Schedule, stage: int, span: Span, points_per_unit: float) -> None:
-    """Draws one op as a bar labelled with its microbatch."""
-    duration = span.end - span.start
-    colour = _colour(schedule, span.op.kind, span.op.chunk)
-    panel.barh(stage, duration, left=span.start, height=0.86, color=colour, edgecolor="white", linewidth=0.8)
-    label = str(span.op.microbatch)
-    points = min(LABEL_POINTS, duration * points_per_unit / (0.75 * len(label)))
-    if points >= MIN_LABEL_POINTS:
-        middle = span.start + duration / 2
-        panel.text(middle, stage, label, ha="center", va="center_baseline", fontsize=points, color="black")
 
 
 def _draw_legend(figure: "Figure", timelines: list[Timeline]) -> None:
@@ -292,47 +286,26 @@ def write_trace(
         timing: ``"free"`` or ``"lockstep"``, as in ``simulate``.
         seconds_per_unit: The seconds in the trace of a cost of 1.
     """
-    timeline = simulate(schedule, costs, timing=timing)
-    microseconds = 1e6 * seconds_per_unit
-    events = [*_names(timeline), *_slices(timeline, microseconds), *_counters(timeline, microseconds)]
+    timeline, microseconds = simulate(schedule, costs, timing=timing), 1e6 * seconds_per_unit
+    meanings, last = kind_meanings(schedule), "W" if schedule.splits_backward else "B"
+    events: list[dict] = [_event("M", "process_name", args={"name": _headline(timeline)})]
+    for stage, order in enumerate(timeline.spans):
+        events.append(_event("M", "thread_name", tid=stage, args={"name": f"stage {stage}"}))
+        events.append(_event("M", "thread_sort_index", tid=stage, args={"sort_index": stage}))
+        live = 0
+        for span in order:
+            op, start, end = span.op, span.start * microseconds, span.end * microseconds
+            args = {"microbatch": op.microbatch, "chunk": op.chunk}
+            args |= {"virtual_stage": schedule.virtual_stage(stage, op.chunk)}
+            what = {"tid": stage, "cat": meanings[op.kind], "args": args}
+            events.append(_event("X", _op_label(schedule, op), ts=start, dur=end - start, **what))
+            if op.kind in ("F", last):
+                live += 1 if op.kind == "F" else -1
+                time = start if op.kind == "F" else end
+                events.append(_event("C", f"live activations, stage {stage}", ts=time, args={"live": live}))
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _names(timeline: Timeline) -> Iterator[dict]:
-    """Yields the events that name the rows in the viewer."""
-    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": _headline(timeline)}}
-    for stage in range(timeline.schedule.num_stages):
-        yield {"ph": "M", "pid": 0, "tid": stage, "name": "thread_name", "args": {"name": f"stage {stage}"}}
-        yield {"ph": "M", "pid": 0, "tid": stage, "name": "thread_sort_index", "args": {"sort_index": stage}}
-
-
-def _slices(timeline: Timeline, microseconds: float) -> Iterator[dict]:
-    """Yields one complete event per op."""
-    meanings = kind_meanings(timeline.schedule)
-    for stage, span in _spans(timeline):
-        op = span.op
-        virtual_stage = timeline.schedule.virtual_stage(stage, op.chunk)
-        yield {
-            "ph": "X",
-            "pid": 0,
-            "tid": stage,
-            "name": _op_label(timeline.schedule, op),
-            "cat": meanings[op.kind],
-            "ts": span.start * microseconds,
-            "dur": (span.end - span.start) * microseconds,
-            "args": {"microbatch": op.microbatch, "chunk": op.chunk, "virtual_stage": virtual_stage},
-        }
-
-
-def _counters(timeline: Timeline, microseconds: float) -> Iterator[dict]:
-    """Yields the number of activations on each stage whenever it changes."""
-    last = "W" if timeline.schedule.splits_backward else "B"
-    for stage, order in enumerate(timeline.spans):
-        live = 0
-        for span in order:
-            if span.op.kind not in ("F", last):
-                continue
-            live += 1 if span.op.kind == "F" else -1
-            time = span.start if span.op.kind == "F" else span.end
-            name = f"live activations, stage {stage}"
-            yield {"ph": "C", "pid": 0, "name": name, "ts": time * microseconds, "args": {"live": live}}
+def _event(phase: str, name: str, **fields: Any) -> dict:
+    """An event of a trace: "M" names a row of the viewer, "X" is an op, "C" how many activations a stage holds."""
+    return {"ph": phase, "pid": 0, "name": name, **fields}

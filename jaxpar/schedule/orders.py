@@ -35,6 +35,7 @@ Step time with F = B = W = 1 and an unsplit backward of 2, at 4 stages and 32 mi
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from jaxpar.fields import arg, check_one_of
@@ -86,7 +87,7 @@ def make_schedule(
     _check_chunks(name, num_chunks)
     orders = [named.order(stage, num_stages, num_microbatches, num_chunks, form) for stage in range(num_stages)]
     if remat:
-        orders = [_recompute(order) for order in orders]
+        orders = [_beside_b(order, "R", before=True) for order in orders]
     if form not in _IN_ONE_TICK:
         orders = [[(op,) for step in order for op in step] for order in orders]
     notes = [form] * (form != "published") + ["remat"] * remat
@@ -121,9 +122,7 @@ def _check_chunks(name: str, num_chunks: int) -> None:
 
 def _gpipe(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
     """All forwards, then all backwards."""
-    forwards = [Op("F", i) for i in range(num_microbatches)]
-    backwards = [Op("B", i) for i in range(num_microbatches)]
-    return _one_forward_one_backward(forwards, backwards, num_microbatches, form)
+    return _one_chunk(num_microbatches, num_microbatches, form)
 
 
 def _1f1b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
@@ -132,9 +131,12 @@ def _1f1b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, f
     In lock-step with F and B in one tick, a gradient returns after twice as many ticks, so the fused form starts with twice
     as many forwards, and the merged form with one more.
     """
-    forwards = [Op("F", i) for i in range(num_microbatches)]
-    backwards = [Op("B", i) for i in range(num_microbatches)]
     warmup = (num_stages - 1 - stage) * (2 if form in _IN_ONE_TICK else 1) + (form == "merged")
+    return _one_chunk(num_microbatches, warmup, form)
+
+
+def _one_chunk(num_microbatches: int, warmup: int, form: str) -> Order:
+    forwards, backwards = ([Op(kind, i) for i in range(num_microbatches)] for kind in "FB")
     return _one_forward_one_backward(forwards, backwards, warmup, form)
 
 
@@ -171,23 +173,17 @@ def _one_forward_one_backward(
     idle = [None] * warmup
     pairs = zip([*forwards, *idle], [*idle, *backwards], strict=True)
     order = [tuple(op for op in pair if op) for pair in pairs]
-    return order if form in _WHOLE_BACKWARD else [tuple(_split(step)) for step in order]
+    return order if form in _WHOLE_BACKWARD else _beside_b(order, "W", before=False)
 
 
-def _split(step: Iterable[Op]) -> Iterable[Op]:
-    """Yields a W after each B."""
-    for op in step:
-        yield op
-        if op.kind == "B":
-            yield op._replace(kind="W")
+def _beside_b(order: Order, kind: str, *, before: bool) -> Order:
+    """Returns the order with an op of a kind right before or right after each B."""
 
+    def ops(op: Op) -> tuple[Op, ...]:
+        new = (op._replace(kind=kind),) * (op.kind == "B")
+        return (*new, op) if before else (op, *new)
 
-def _recompute(order: Order) -> Order:
-    """Returns the order with an R before each B."""
-    return [
-        tuple(new for op in step for new in ((op._replace(kind="R"), op) if op.kind == "B" else (op,)))
-        for step in order
-    ]
+    return [tuple(chain.from_iterable(map(ops, step))) for step in order]
 
 
 def _zb_h1(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:

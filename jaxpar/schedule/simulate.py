@@ -65,15 +65,13 @@ class Costs:
         for factor in self.stage_scale or ():
             _check_cost("stage_scale", factor)
 
-    def of(self, schedule: Schedule, stage: int, op: Op) -> int | float:
-        """Returns the time of one op of one stage."""
-        virtual_stage = schedule.virtual_stage(stage, op.chunk)
+    def of(self, schedule: Schedule, virtual_stage: int, kind: str) -> int | float:
+        """Returns the time of an op of a kind of a virtual stage."""
         scale = self.stage_scale[virtual_stage] if self.stage_scale else 1
         head = self.head if virtual_stage == schedule.num_virtual_stages - 1 else 0
-        whole_backward = op.kind == "B" and not schedule.splits_backward
-        if whole_backward:
+        if kind == "B" and not schedule.splits_backward:
             return scale * (self.b + self.w) + 2 * head
-        return scale * getattr(self, op.kind.lower()) + (0 if op.kind == "R" else head)
+        return scale * getattr(self, kind.lower()) + (0 if kind == "R" else head)
 
 
 UNIT_COSTS = Costs()
@@ -144,9 +142,10 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "fr
             f"num_stages={schedule.num_stages}, num_chunks={schedule.num_chunks}. Give {schedule.num_virtual_stages}."
         )
     schedule.check()
-    spans, tick_ends = (_run_free if timing == "free" else _run_lockstep)(schedule, costs)
+    spans, tick_ends = _run(schedule, costs, in_lockstep=timing == "lockstep")
     end = max([*tick_ends, *(order[-1].end for order in spans)])
-    work = sum(costs.of(schedule, stage, span.op) for stage, order in enumerate(spans) for span in order)
+    of_op = lambda stage, op: costs.of(schedule, schedule.virtual_stage(stage, op.chunk), op.kind)
+    work = sum(of_op(stage, span.op) for stage, order in enumerate(spans) for span in order)
     time = schedule.num_stages * end
     return Timeline(
         schedule=schedule,
@@ -160,10 +159,16 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "fr
     )
 
 
-def _run_free(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...], ...], tuple[int | float, ...]]:
-    """Returns the spans of each stage, and no ends of ticks, if every op starts as soon as it can."""
-    spans = [[] for _ in range(schedule.num_stages)]
-    ends = {}
+def _run(
+    schedule: Schedule, costs: Costs, *, in_lockstep: bool
+) -> tuple[tuple[tuple[Span, ...], ...], tuple[int | float, ...]]:
+    """Returns the spans of each stage and the ends of ticks, none if stages run freely.
+
+    In lock-step a tick takes as long as its slowest stage and an exchange, by which all inputs of the next tick arrive.
+    """
+    spans: list[list[Span]] = [[] for _ in range(schedule.num_stages)]
+    ends, tick_start, tick_ends = {}, 0, []
+    exchange = costs.p2p if schedule.num_stages > 1 else 0
     for tick in schedule.ops:
         for stage, ops in enumerate(tick):
             for op in ops:
@@ -171,26 +176,12 @@ def _run_free(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...],
                     ends[source, needed] + (costs.p2p if source != stage else 0)
                     for source, needed in schedule.inputs_of(stage, op)
                 ]
-                start = max([spans[stage][-1].end if spans[stage] else 0, *arrivals])
-                ends[stage, op] = start + costs.of(schedule, stage, op)
+                start = max([tick_start, *(span.end for span in spans[stage][-1:]), *arrivals])
+                ends[stage, op] = start + costs.of(schedule, schedule.virtual_stage(stage, op.chunk), op.kind)
                 spans[stage].append(Span(op, start, ends[stage, op]))
-    return tuple(map(tuple, spans)), ()
-
-
-def _run_lockstep(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[Span, ...], ...], tuple[int | float, ...]]:
-    """Returns the spans of each stage and the ends of ticks, if a tick takes as long as its slowest stage and an exchange."""
-    spans = [[] for _ in range(schedule.num_stages)]
-    tick_start, tick_ends = 0, []
-    for tick in schedule.ops:
-        tick_end = tick_start
-        for stage, ops in enumerate(tick):
-            end = tick_start
-            for op in ops:
-                start, end = end, end + costs.of(schedule, stage, op)
-                spans[stage].append(Span(op, start, end))
-            tick_end = max(tick_end, end)
-        tick_start = tick_end + (costs.p2p if schedule.num_stages > 1 else 0)
-        tick_ends.append(tick_start)
+        if in_lockstep:
+            tick_start = max([tick_start, *(order[-1].end for order in spans if order)]) + exchange
+            tick_ends.append(tick_start)
     return tuple(map(tuple, spans)), tuple(tick_ends)
 
 
@@ -300,7 +291,7 @@ def makespan(
     """
     schedule = structure.schedule
     kinds = {of for _, row, _ in structure.rows for of in row}
-    seconds = {of: _cost(schedule, costs, *of) for of in kinds}
+    seconds = {of: costs.of(schedule, *of) for of in kinds}
     of_row = lambda row: sum(seconds[of] for of in row)
     if not is_free:
         exchange = costs.p2p if schedule.num_stages > 1 else 0
@@ -328,8 +319,3 @@ def _run_rows(
         free[stage] = start + seconds[row]
         ends.append(free[stage])
     return begins, free
-
-
-def _cost(schedule: Schedule, costs: Costs, virtual_stage: int, kind: str) -> int | float:
-    stage, chunk = schedule.stage_and_chunk(virtual_stage)
-    return costs.of(schedule, stage, Op(kind, 0, chunk))

@@ -15,6 +15,7 @@ its own stage from earlier ticks or from earlier ops in the same tick.
 The named schedules are in ``orders.py``, and their costs in ``simulate.py``.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -68,7 +69,7 @@ class Schedule:
 
     def __post_init__(self):
         check_sizes(num_stages=self.num_stages, num_microbatches=self.num_microbatches, num_chunks=self.num_chunks)
-        check_placement(self.placement)
+        check_one_of(PLACEMENTS, placement=self.placement)
         table = tuple(tuple(tuple(_as_op(op) for op in ops) for ops in tick) for tick in self.ops)
         object.__setattr__(self, "ops", table)
 
@@ -249,11 +250,6 @@ def stage_and_chunk(virtual_stage: int, num_stages: int, placement: str) -> tupl
     return (num_stages - 1 - stage if runs_back else stage), chunk
 
 
-def check_placement(placement: str) -> None:
-    """Raises ValueError unless there is such a placement."""
-    check_one_of(PLACEMENTS, placement=placement)
-
-
 def check_sizes(**sizes: object) -> None:
     """Raises if a size is not a positive integer."""
     for name, size in sizes.items():
@@ -286,21 +282,14 @@ def _late_input(stage: int, op: Op, tick: int, needed_stage: int, needed: Op, ne
 def _assign_ticks(schedule: Schedule, orders: list[list[tuple[Op, ...]]]) -> tuple[tuple[tuple[Op, ...], ...], ...]:
     """Returns the table in which each step of each stage's order runs in the first possible tick."""
     done: set[tuple[int, Op]] = set()
-    next_step = [0] * len(orders)
-    table = []
-    while any(at < len(order) for at, order in zip(next_step, orders, strict=True)):
-        tick: list[tuple[Op, ...]] = [()] * len(orders)
-        for stage, order in enumerate(orders):
-            if next_step[stage] < len(order) and not any(
-                _missing_inputs(schedule, stage, order[next_step[stage]], done)
-            ):
-                tick[stage] = order[next_step[stage]]
-        if not any(tick):
-            raise ValueError(_deadlock(schedule, orders, next_step, done))
-        for stage, step in enumerate(tick):
-            next_step[stage] += bool(step)
-            done.update((stage, op) for op in step)
-        table.append(tuple(tick))
+    waiting, table = [deque(order) for order in orders], []
+    can_run = lambda stage, order: order and not any(_missing_inputs(schedule, stage, order[0], done))
+    while any(waiting):
+        runs = [can_run(stage, order) for stage, order in enumerate(waiting)]
+        if not any(runs):
+            raise ValueError(_deadlock(schedule, waiting, done))
+        table.append(tuple(order.popleft() if run else () for order, run in zip(waiting, runs, strict=True)))
+        done.update((stage, op) for stage, step in enumerate(table[-1]) for op in step)
     return tuple(table)
 
 
@@ -313,10 +302,10 @@ def _missing_inputs(schedule: Schedule, stage: int, step: tuple[Op, ...], done: 
                 yield op, *needed
 
 
-def _deadlock(schedule: Schedule, orders: list[list[tuple[Op, ...]]], next_step: list[int], done: set) -> str:
+def _deadlock(schedule: Schedule, waiting: list[deque[tuple[Op, ...]]], done: set) -> str:
     """Returns the error message for orders in which no stage can continue: which op waits for which."""
-    stage = next(stage for stage, order in enumerate(orders) if next_step[stage] < len(order))
-    op, needed_stage, needed = next(_missing_inputs(schedule, stage, orders[stage][next_step[stage]], done))
+    stage, order = next((stage, order) for stage, order in enumerate(waiting) if order)
+    op, needed_stage, needed = next(_missing_inputs(schedule, stage, order[0], done))
     return (
         f"the orders of the stages must not wait for one another; got {op} on stage {stage}, which waits for {needed} on "
         f"stage {needed_stage}, while no stage can continue. Move the awaited op earlier in its stage's order."

@@ -86,8 +86,7 @@ class LanguageModel:
             FloatingPointError: The model's scores are not finite.
         """
         self._bound_programs(request)
-        rows = [TextStream(self.tokenizer, prompt, request.stop) for prompt in request.prompts]
-        is_open = [True] * len(rows)
+        rows = {i: TextStream(self.tokenizer, prompt, request.stop) for i, prompt in enumerate(request.prompts)}
         steps = stream(
             self.config,
             self._params,
@@ -99,26 +98,20 @@ class LanguageModel:
             eos=self._eos,
         )
         for count, tokens in enumerate(steps, 1):
-            deltas = []
-            for i in (i for i, is_in in enumerate(is_open) if is_in):
-                delta = self._delta(i, rows[i], tokens[i], is_last=count == request.max_tokens)
-                is_open[i] = delta.finish is None
-                deltas.append(delta)
+            is_last = count == request.max_tokens
+            deltas = [self._delta(i, row, tokens[i], is_last=is_last) for i, row in rows.items()]
             yield deltas
-            if not any(is_open):
+            rows = {delta.row: rows[delta.row] for delta in deltas if delta.finish is None}
+            if not rows:
                 return
 
     def _delta(self, i: int, row: "TextStream", token: int | None, *, is_last: bool) -> TextDelta:
-        if token is None or token in self._eos:
-            return TextDelta(i, row.end(), int(token is not None), "stop")
-        text = row.add(token)
-        if row.is_stopped:
-            return TextDelta(i, text, 1, "stop")
-        return (
-            TextDelta(i, text + row.end(), 1, "stop" if row.is_stopped else "length")
-            if is_last
-            else TextDelta(i, text, 1, None)
-        )
+        is_end = token is None or token in self._eos
+        text = "" if token is None or is_end else row.add(token)
+        if is_end or is_last:
+            text += row.end()
+        finish: Finish | None = "stop" if is_end or row.is_stopped else "length" if is_last else None
+        return TextDelta(i, text, int(token is not None), finish)
 
     def _bound_programs(self, request: GenerationRequest) -> None:
         """Drops all compiled programs once requests have had many shapes: programs are kept in memory."""

@@ -89,6 +89,4 @@ def make_documents(rng, lengths, *, vocab=VOCAB, learned=True):
     tokens = rng.integers(0, vocab, sum(lengths)).astype(np.uint16)
     ends = np.cumsum(lengths)
     marks = None if learned is True else (rng.uniform(size=len(tokens)) < learned).astype(np.uint8)
-    return Documents(
-        tokens, ends - lengths, ends, marks, np.arange(len(ends)), [f"a.jsonl:{i + 1}" for i in range(len(ends))]
-    )
+    return Documents(tokens, ends - lengths, ends, marks, np.arange(len(ends)), lambda i: f"a.jsonl:{i + 1}")

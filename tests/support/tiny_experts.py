@@ -8,6 +8,7 @@ import numpy as np
 
 import jaxpar
 from jaxpar.models import transformer
+from jaxpar.models.lora import with_weights
 from jaxpar.params import stack_layers
 from jaxpar.pipeline import check_permutes
 from jaxpar.sharding import shardings_from_dims
@@ -52,6 +53,14 @@ def job(config, *, seed=0):
     params, batch = make_params(config, seed=seed), make_batch(seed=seed, dtype=np.float64)
     batch["weight"][[3, 12]] = 0
     return params, batch
+
+
+def with_random_factors(lora, params, *, seed=5):
+    """Params with factors of LoRA that are not zero."""
+    rng = np.random.default_rng(seed)
+    adapted = jax.eval_shape(lambda: lora.init(jax.random.key(0), params))
+    factors = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), adapted)
+    return with_weights(factors, params)
 
 
 @functools.cache

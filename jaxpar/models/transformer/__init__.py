@@ -7,18 +7,24 @@
 
 Read in this order: `config.py` (the options), `presets.py` with `presets.toml` (the published models), `params.py` (the
 params), `layers.py` (the model), `norms.py`, `attention.py`, `flash_chunks.py` (attention to a gathered sequence), `rope.py`
-(rotary positions), `mlp.py`, `router.py`, `experts.py` with `dispatch.py` (the slots of rows), `balancing.py` (the optimizer of
-a router's bias), `generate.py` with `sampling.py`.
+(rotary positions), `mlp.py`, `router.py` (with the optimizer of its bias), `experts.py` with `dispatch.py` (the slots of rows),
+`generate.py` with `sampling.py`.
 """
 
-from jaxpar.models.transformer.balancing import balance_experts, expert_loads
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.generate import generate, stream
 from jaxpar.models.transformer.layers import make_model
 from jaxpar.models.transformer.params import LAYER_WEIGHTS, num_active_params, param_table
 from jaxpar.models.transformer.presets import PRESETS, preset
 from jaxpar.models.transformer.rope import RopeScaling
-from jaxpar.models.transformer.router import RoutedLogits, add_routing_losses, loads_of, logits_of
+from jaxpar.models.transformer.router import (
+    RoutedLogits,
+    add_routing_losses,
+    balance_experts,
+    expert_loads,
+    loads_of,
+    logits_of,
+)
 
 __all__ = [
     "LAYER_WEIGHTS",

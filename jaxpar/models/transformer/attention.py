@@ -61,7 +61,8 @@ class Span(NamedTuple):
     @classmethod
     def packed(cls, segments: Int[Array, "batch seq"]) -> "Span":
         """Returns the span of whole rows of several segments, in each of which positions begin anew."""
-        return cls(positions_in(segments), lengths_in(segments), segments=segments)
+        first, last = _ends_of(segments)
+        return cls(_index(segments) - first, last - first + 1, segments=segments)
 
     @classmethod
     def given(cls, positions: Int[Array, "batch seq"], segments: Int[Array, "batch seq"] | None) -> "Span":
@@ -85,20 +86,8 @@ def runs_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
     return jnp.cumsum(changes, axis=1, dtype=jnp.int32)
 
 
-def positions_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """Returns the position of each token in its segment, a run of equal numbers."""
-    first, _ = _ends_of(segments)
-    return _index(segments) - first
-
-
-def lengths_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """Returns for each token the length of its segment, a run of equal numbers."""
-    first, last = _ends_of(segments)
-    return last - first + 1
-
-
 def _ends_of(segments: Int[Array, "batch seq"]) -> tuple[Array, Array]:
-    """Returns for each token the first and the last index of its segment."""
+    """Returns for each token the first and the last index of its segment, a run of equal numbers."""
     index, last = _index(segments), segments.shape[1] - 1
     changes = segments[:, 1:] != segments[:, :-1]
     is_first, is_last = (jnp.pad(changes, ((0, 0), side), constant_values=True) for side in ((1, 0), (0, 1)))
@@ -225,7 +214,7 @@ def _attend_over_context(
     half = lambda both, at: jax.lax.slice_in_dim(both, at * k.shape[3], (at + 1) * k.shape[3], axis=3)
     own, whole = ((half(both, 0), half(both, 1)) for both in (own, gather_sequence(own)))
     kernel = _kernel_of_chunks(config, q.dtype)
-    if kernel is None or not _is_plain(config):
+    if kernel is None:
         places = context_parallel.places(q.shape[1])[None]
         return attend(config, q, whole[0], whole[1], places, segments, of_keys=segments_of_all)
 
@@ -239,18 +228,16 @@ def _attend_over_context(
 
 
 def _kernel_of_chunks(config: TransformerConfig, dtype: jnp.dtype) -> Kernel | None:
-    """The kernel for gathered keys and values that belongs to a model's attention, if there is one."""
-    if dtype == jnp.float64 or config.attention == "xla":
+    """The kernel for gathered keys and values that belongs to a model's attention, if there is one.
+
+    It takes all keys of a document up to a query alike, without a window or penalties.
+    """
+    if dtype == jnp.float64 or config.attention == "xla" or config.window is not None or config.positions == "alibi":
         return None
     if config.attention == "cudnn":
         return CUDNN
     own = getattr(config.attention, "kernel_of_chunks", None)
     return None if own is None else Kernel(forward=own[0], backward=own[1])
-
-
-def _is_plain(config: TransformerConfig) -> bool:
-    """Whether all keys of a document up to a query count alike, as a kernel for gathered keys takes them."""
-    return config.window is None and config.positions != "alibi"
 
 
 def over_context(config: TransformerConfig, parts: int, segments: Any = None) -> Literal["gather", "ulysses"]:
@@ -279,10 +266,9 @@ def over_context(config: TransformerConfig, parts: int, segments: Any = None) ->
         return config.attention_over_context
     # Per position a gather moves keys and values 3 times, and Ulysses queries, keys, values and outputs twice.
     moves_less = 3 * parts * kv_heads < 2 * (heads + kv_heads * copies)
-    has_kernel = _kernel_of_chunks(config, jnp.dtype(config.compute_dtype)) is not None and _is_plain(config)
-    if not fits or (
-        has_kernel and segments is not None
-    ):  # a kernel of whole rows takes documents by a bias of all pairs
+    has_kernel = _kernel_of_chunks(config, jnp.dtype(config.compute_dtype)) is not None
+    # A kernel of whole rows takes documents by a bias of all pairs.
+    if not fits or (has_kernel and segments is not None):
         return "gather"
     return "gather" if moves_less and (has_kernel or config.attention == "xla") else "ulysses"
 

@@ -236,22 +236,14 @@ def at(table: Int[Array, "rows entries"], index: Int[Array, "rows indices"]) -> 
 # Rows to slots and back -----------------------------------------------------------------------------------------------------
 
 
-def dispatch(k: int, x: Float[Array, "shards tokens width"], slots: Slots) -> Any:
+def _to_slots(k: int, x: Float[Array, "shards tokens width"], slots: Slots) -> Array:
     """Returns ``[shards, slots, width]``, the token of each slot's pair, zeros where there is none; a token has k pairs."""
-    return _dispatch(k, x, slots)
-
-
-def combine(k: int, rows: Float[Array, "shards slots width"], slots: Slots) -> Any:
-    """Returns ``[shards, tokens, width]``, the sum of the rows of each token's k pairs."""
-    return _combine(k, rows, slots)
-
-
-def _to_slots(k: int, x: Array, slots: Slots) -> Array:
     is_taken = slots.pair < slots.slot.shape[1]
     return _take(x, jnp.where(is_taken, slots.pair, 0) // k, is_taken)
 
 
-def _to_tokens(k: int, rows: Array, slots: Slots) -> Array:
+def _to_tokens(k: int, rows: Float[Array, "shards slots width"], slots: Slots) -> Array:
+    """Returns ``[shards, tokens, width]``, the sum of the rows of each token's k pairs."""
     has_slot = slots.slot < slots.pair.shape[1]
     picked = _take(rows, jnp.where(has_slot, slots.slot, 0), has_slot)
     return picked if k == 1 else picked.reshape(len(rows), -1, k, rows.shape[-1]).sum(2)
@@ -262,11 +254,12 @@ def _take(x: Float[Array, "shards from width"], index: Array, is_there: Bool[Arr
     return jnp.where(is_there[..., None], rows, 0)
 
 
-_dispatch, _combine = (jax.custom_vjp(move, nondiff_argnums=(0,)) for move in (_to_slots, _to_tokens))
-# The gathers themselves, which a layer's backward pass may repeat: it does not look into a jax.custom_vjp.
-_dispatch.defvjp(
-    lambda k, x, slots: (_to_slots(k, x, slots), slots), lambda k, slots, ct: (_to_tokens(k, ct, slots), None)
-)
-_combine.defvjp(
-    lambda k, x, slots: (_to_tokens(k, x, slots), slots), lambda k, slots, ct: (_to_slots(k, ct, slots), None)
-)
+def _with_transpose(move: Callable[..., Array], back: Callable[..., Array]) -> Callable[..., Any]:
+    """Returns a linear ``move(k, rows, slots)`` whose transpose is ``back``."""
+    moved = jax.custom_vjp(move, nondiff_argnums=(0,))
+    # The gather itself, which a layer's backward pass may repeat: it does not look into a jax.custom_vjp.
+    moved.defvjp(lambda k, x, slots: (move(k, x, slots), slots), lambda k, slots, ct: (back(k, ct, slots), None))
+    return moved
+
+
+dispatch, combine = _with_transpose(_to_slots, _to_tokens), _with_transpose(_to_tokens, _to_slots)

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxpar.fields import check_at_least, check_one_of, check_positive
+
 _OWN = {  # the fields of each kind, beside ``factor``
     "linear": (),
     "dynamic": ("original_positions",),
@@ -55,22 +57,13 @@ class RopeScaling:
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(
-                f"a rope scaling must be one of {', '.join(KINDS)}; got {self.kind!r}. Choose one of them."
-            )
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name} of a rope scaling must be a positive number; got {getattr(self, name)}. Correct it."
-                )
-        if self.factor < 1:
-            raise ValueError(f"a rope scaling's factor must be 1 or more; got {self.factor}. It stretches wavelengths.")
-        if self.original_positions < 1:
-            raise ValueError(
-                f"original_positions must be positive; got {self.original_positions}. Give the length of the sequences before "
-                "stretching."
-            )
+        check_one_of(KINDS, kind=self.kind)
+        check_at_least(1, "It stretches wavelengths.", factor=self.factor)
+        check_at_least(
+            1, "Give the length of the sequences before stretching.", original_positions=self.original_positions
+        )
+        others = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+        check_positive("Correct it in the rope scaling.", **{name: getattr(self, name) for name in others})
         self._check_own_fields()
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(

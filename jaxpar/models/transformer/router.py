@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.context_parallel import gather_sequence, num_parts, sum_over_sequence
@@ -31,6 +32,7 @@ from jaxpar.models.transformer.config import TransformerConfig
 # The gradient of a router's bias is the load of each expert times this power of two: far below the rounding of a gradient norm,
 # so that neither norms nor clipping see it, and exact.
 LOAD_SCALE = 2.0**-40
+_OTHERS, _BIASES = "others", "router_biases"
 
 
 class Routing(NamedTuple):
@@ -149,13 +151,10 @@ def balance_loss(
         return jnp.broadcast_to((means[:, 0] * means[:, 1]).sum(-1)[:, None], scores.shape[:2])
     together = (segments[:, :, None] == gather_sequence(segments)[:, None, :]).astype(scores.dtype)
     together = together / together.sum(-1, keepdims=True)
-    means = jnp.einsum("bts,bsie->btie", together, _gathered(both), precision="highest")
+    # Experts are no heads, which a tensor axis may split.
+    whole = gather_sequence(both.reshape(*both.shape[:2], 1, -1)).reshape(len(both), -1, *both.shape[2:])
+    means = jnp.einsum("bts,bsie->btie", together, whole, precision="highest")
     return (means[:, :, 0] * means[:, :, 1]).sum(-1)
-
-
-def _gathered(both: Float[Array, "batch seq two experts"]) -> Array:
-    """The whole sequence. Experts are no heads, which a tensor axis may split."""
-    return gather_sequence(both.reshape(*both.shape[:2], 1, -1)).reshape(len(both), -1, *both.shape[2:])
 
 
 class RoutedLogits(NamedTuple):
@@ -242,3 +241,57 @@ def _per_token(weights: Any, like: Float[Array, "batch seq"]) -> Array:
         return jnp.ones_like(like)
     weights = jnp.asarray(weights).astype(like.dtype)
     return jnp.broadcast_to(weights.reshape(*weights.shape, *(1,) * (like.ndim - weights.ndim)), like.shape)
+
+
+# The optimizer of biases -----------------------------------------------------------------------------------------------------
+
+
+def balance_experts(
+    optimizer: optax.GradientTransformation, rate: float = 1e-3
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer that updates the biases of routers by the loads of their experts, and all else by ``optimizer``.
+
+    After each step the bias of an expert that got fewer tokens than the mean rises by a fixed rate, and that of one with more
+    falls. No other optimizer should update them: Adam would divide their gradient, the load, by its own size.
+
+    Biases get no weight decay and no state. Where they are frozen they have no gradient, and are left alone.
+
+    Args:
+        optimizer: For the other params.
+        rate: By how much a bias rises or falls in a step; DeepSeek-V3 takes 0.001, and 0 at the end of training.
+
+    Raises:
+        ValueError: The rate is negative.
+    """
+    if not rate >= 0:
+        raise ValueError(f"the rate of the biases must be 0 or more; got {rate}. Choose such as 0.001.")
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        del params
+        return jax.tree.map(towards_mean, updates), state
+
+    def towards_mean(loads: Float[Array, "*layers experts"]) -> Array:
+        mean = loads.mean(-1, keepdims=True)
+        # A load that is the mean must not move its bias by the rounding of the sums, which depends on the mesh.
+        is_mean = jnp.abs(mean - loads) <= 1024 * jnp.finfo(loads.dtype).eps * mean
+        return jnp.where(is_mean, 0, rate * jnp.sign(mean - loads)).astype(loads.dtype)
+
+    biases = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.partition({_OTHERS: optimizer, _BIASES: biases}, _labels)
+
+
+def expert_loads(grads: PyTree) -> PyTree:
+    """Returns the loads in gradients of routers' biases: the tokens of each expert, over the weight of the batch.
+
+    Args:
+        grads: The gradient of a bias, or a tree of them. With weights of 1 the loads of a layer add up to experts_per_token.
+    """
+    return jax.tree.map(lambda g: g / LOAD_SCALE, grads)
+
+
+def _labels(params: PyTree) -> PyTree:
+    def label(path: tuple, _: object) -> str:
+        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+        return _BIASES if names[-2:] == ["router", "bias"] else _OTHERS
+
+    return jax.tree_util.tree_map_with_path(label, params)
