@@ -86,7 +86,10 @@ def curve(folder):
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
 
-@pytest.mark.parametrize("recipe", MODULES)
+@pytest.mark.parametrize(
+    "recipe",
+    ["house_prices", "digits", pytest.param("gpt", marks=pytest.mark.slow)],  # which tests/test_recipes_gpt.py resumes
+)
 def test_a_recipe_that_is_asked_to_stop_saves_and_draws_and_goes_on_to_the_same_numbers(
     recipe, tmp_path, monkeypatch, capfd
 ):

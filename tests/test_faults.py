@@ -212,7 +212,7 @@ def small_disk(tmp_path):
     [
         pytest.param("size=16m,nr_inodes=40", marks=pytest.mark.slow),
         pytest.param("size=200k", marks=pytest.mark.slow),
-        "read-only",
+        pytest.param("read-only", marks=pytest.mark.slow),  # the test above has it with two processes, simulated
     ],
 )
 def test_a_real_disk_that_is_full_or_read_only_ends_a_run_with_74_soon_after_its_last_step(tmp_path, small_disk, disk):

@@ -1,8 +1,10 @@
-"""Recipes whose disk is full, as real processes: they end with exit code 74 and one message, and go on once there is room."""
+"""Recipes whose disk is full: they end with exit code 74 and one message, and go on once there is room."""
 
+import contextlib
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +18,18 @@ from jaxpar.run.run import write_config
 from tests.support.real_runs import PLAIN, ROOT, environment
 from tests.support.waiting import WAIT_SECONDS
 
-RECIPE = "recipes/house_prices.py"
 NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}  # else a file that may not grow would be a module of other tests
-# Runs a script in a process whose files may not grow larger: the kernel's EFBIG stands for a disk's ENOSPC.
-SMALL_FILES = "import resource, runpy, sys; n = int(sys.argv[1]); sys.argv = sys.argv[2:]; sys.path[0] = 'recipes'; "
-SMALL_FILES += "sys.dont_write_bytecode = True; "  # Python would keep the beginnings of its own files
-SMALL_FILES += "resource.setrlimit(resource.RLIMIT_FSIZE, (n, resource.RLIM_INFINITY)); "
-SMALL_FILES += "runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
+@contextlib.contextmanager
+def small_files(num_bytes):
+    """No file of this process may grow larger: the kernel's EFBIG stands for a disk's ENOSPC."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def run(*command):
@@ -44,10 +51,14 @@ def steps_in(folder):
 
 
 @pytest.mark.parametrize(("file_bytes", "steps", "what"), [(8192, 300, "metrics.jsonl"), (16384, 5, "loss.png")])
-def test_a_recipe_whose_files_cannot_be_written_ends_with_74_and_one_message(tmp_path, file_bytes, steps, what):
-    code, err = run("-c", SMALL_FILES, file_bytes, RECIPE, "--out-dir", tmp_path / "out", "--steps", steps)
-    assert code == 74, err
-    error = error_of(err)
+def test_a_recipe_whose_files_cannot_be_written_ends_with_74_and_one_message(
+    tmp_path, monkeypatch, capsys, compiled_afresh, file_bytes, steps, what
+):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would keep the beginnings of its own files
+    flags = ["--out-dir", str(tmp_path / "out"), "--steps", str(steps)]
+    with small_files(file_bytes), pytest.raises(SystemExit, match="74"):
+        cli.run(house_prices.main, house_prices.Config, flags)
+    error = error_of(capsys.readouterr().err)
     assert error.startswith("error: a run's files must be written; got: ")
     assert "File too large" in error
     assert error.endswith("Make room, then begin again with --overwrite.")

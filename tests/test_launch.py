@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import digits
 import gpt
 import pytest
 
@@ -129,37 +130,30 @@ def test_bad_input_ends_with_code_2_and_a_message(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
-FEW_STEPS = ["--seq", "16", "--steps", "4", "--warmup-steps", "1", "--eval-rows", "16"]
-
-
 def curve(out_dir):
     lines = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
     return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
-def test_two_processes_of_four_devices_have_the_loss_curve_of_one_with_eight(tmp_path, monkeypatch):
+@pytest.mark.parametrize("recipe", ["digits", pytest.param("gpt", marks=pytest.mark.slow)])
+def test_two_processes_of_four_devices_have_the_loss_curve_of_one_with_eight(tmp_path, monkeypatch, recipe):
     text = tmp_path / "alphabet.txt"
     text.write_text("abcdefghijklmnopqrstuvwxyz, " * 400)
-    mesh = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2"]
-    flags = ["--data", str(text), *FEW_STEPS, *mesh, "--out-dir"]
-    command = [
-        sys.executable,
-        "-m",
-        "jaxpar",
-        "launch",
-        "-n",
-        "2",
-        "--devices-per-process",
-        "4",
-        "--log-dir",
-        str(tmp_path),
-    ]
-    command += [PLAIN, "gpt", *flags, str(tmp_path / "two"), "--checkpoint-every", "4"]
+    own = {
+        "digits": ["--hidden-layers", "4", "--width", "8", "--batch-size", "16", "--no-sweep"],
+        "gpt": ["--data", str(text), "--seq", "16", "--warmup-steps", "1", "--eval-rows", "16"],
+    }
+    flags = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", "--steps", "4", *own[recipe], "--out-dir"]
+    launch = ["-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "4", "--log-dir", str(tmp_path)]
+    command = [sys.executable, *launch, PLAIN, recipe, *flags, str(tmp_path / "two"), "--checkpoint-every", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
+    module = {"digits": digits, "gpt": gpt}[recipe]
     monkeypatch.setattr(gpt, "conclude", lambda *_: None)
+    monkeypatch.setattr(digits, "draw", lambda *_: None)
     monkeypatch.setattr(Evaluation, "__call__", lambda *_: 0.0)
-    cli.run(gpt.main, gpt.Config, [*flags, str(tmp_path / "one")])  # in this process, which has eight devices
+    cli.run(module.main, module.Config, [*flags, str(tmp_path / "one")])  # in this process, which has eight devices
+    assert len(curve(tmp_path / "one")) == 4
     assert_same(curve(tmp_path / "two"), curve(tmp_path / "one"), within=1e-6)
     assert (tmp_path / "two/checkpoints/4").is_dir(), "both processes wrote their parts of one checkpoint"
 

@@ -3,16 +3,18 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import house_prices
 import pytest
 
 from jaxpar.commands import recipe as cli
-from jaxpar.runtime.lease import Lease
+from jaxpar.runtime.lease import Lease, start_of, this_process
 from tests.support.leases import ELSEWHERE, numbers, put
 from tests.support.real_runs import PLAIN, RUN, finish, launched, run, start, steps_of, wait_for
-from tests.support.waiting import wait_until
+from tests.support.waiting import NEVER, wait_until
 
 ENDLESS = ("--steps", 10**6)
 
@@ -32,6 +34,7 @@ def held():
         process.communicate()
 
 
+@pytest.mark.slow  # a recipe that is refused is the next test, processes that start at once are in tests/test_lease.py
 def test_of_two_recipes_started_at_once_one_trains_and_the_other_is_refused(tmp_path, held):
     flags = ("--out-dir", tmp_path / "out", *ENDLESS, "--checkpoint-every", 10)
     slowly = {"STEP_SECONDS": "0.05"}  # while the other waits
@@ -49,6 +52,24 @@ def test_of_two_recipes_started_at_once_one_trains_and_the_other_is_refused(tmp_
     steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(len(steps))), "no line is of another run, none is cut"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["seed"] == both.index(winner)
+
+
+def test_a_recipe_whose_folder_another_process_holds_is_refused(tmp_path, capsys):
+    other = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({NEVER})"])
+    out = tmp_path / "out"
+    put(out, replace(this_process(), pid=other.pid, start=start_of(other.pid), token="another"))
+    try:
+        with pytest.raises(SystemExit) as end:
+            cli.run(house_prices.main, house_prices.Config, ["--out-dir", str(out)])
+    finally:
+        other.kill()
+        other.wait()
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    [refused] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert f"held by process {other.pid} on" in refused
+    assert "Traceback" not in err
+    assert sorted(path.name for path in out.iterdir()) == [".lease"], "nothing was written"
 
 
 def test_a_second_run_of_two_processes_is_refused_on_both(tmp_path):
