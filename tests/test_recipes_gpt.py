@@ -260,7 +260,7 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, tmp_pat
         ),
         (
             {"model": "moe-bytes", "experts": "data", "expert_buffer": 0.5},
-            "expert-buffer must be at least 1; got 0.5. Choose such as 1.5",
+            "must be at least 1; got 0.5. Choose such as 1.5",
         ),
         (
             {"model": "moe-bytes", "experts": "data", "expert_split": "expert_mlp"},
