@@ -138,6 +138,7 @@ def curve(out_dir):
 
 
 def test_two_processes_of_four_devices_have_the_loss_curve_of_one_with_eight(tmp_path, monkeypatch):
+    """As the README starts recipes/gpt.py, here without its evaluations and pictures."""
     text = tmp_path / "alphabet.txt"
     text.write_text("abcdefghijklmnopqrstuvwxyz, " * 400)
     mesh = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2"]
