@@ -87,7 +87,7 @@ def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functio
         ValueError: Variables that are not ``nnx.Param``, or not floats.
     """
     nnx = _load("flax.nnx")
-    checked = _making(make_module, nnx.Module, "a flax.nnx.Module", "from_nnx(lambda rngs: Model(rngs=rngs))")
+    checked = _making(make_module, nnx.Module, "a flax.nnx.Module", "from_nnx(lambda rngs: Model(..., rngs=rngs))")
 
     def make(key: PyTree) -> Any:
         with nnx.use_eager_sharding(False):  # otherwise a module with sharding annotations requires a mesh
@@ -123,7 +123,7 @@ def from_equinox(make_module: Callable[[PyTree], Any], *, call: Call = call) -> 
         ValueError: State (``equinox.nn.StateIndex``), or arrays that are not floats.
     """
     equinox = _load("equinox")
-    make = _making(make_module, equinox.Module, "an equinox.Module", "from_equinox(lambda key: Model(key=key))")
+    make = _making(make_module, equinox.Module, "an equinox.Module", "from_equinox(lambda key: Model(..., key=key))")
     module = equinox.filter_eval_shape(make, jax.random.key(0))
     is_state = lambda node: isinstance(node, equinox.nn.StateIndex)
     if any(map(is_state, jax.tree.leaves(module, is_leaf=is_state))):

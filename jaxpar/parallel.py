@@ -96,7 +96,6 @@ class Parallel:
                 "jaxpar.shardings_from_paths."
             )
         check_trainable(self.trainable)
-        self._check_layout()
         self._check_overlap()
         check_reduce_dtype(self.grad_reduce_dtype, self.mesh)
 
@@ -118,15 +117,6 @@ class Parallel:
                     f"{path_string(path)} on {shown_sizes(sharding.mesh.shape)} and a mesh of {shown_sizes(sizes)}. Make "
                     "them for this mesh, with jaxpar.shardings_from_paths."
                 )
-
-    def _check_layout(self) -> None:
-        """Raises for a layout that one stage would ignore, since it runs the layers in the model's order."""
-        layout = self.layout
-        if layout is not None and self.mesh.shape[STAGE] == 1 and not layout.is_canonical:
-            raise ValueError(
-                "with one stage layers are in the model's own order; got a layout of "
-                f"num_stages={layout.num_stages}, num_chunks={layout.num_chunks}. Leave layout out, or use a mesh with stages."
-            )
 
     def _check_overlap(self) -> None:
         """Raises if gradients cannot be reduced layer by layer."""
@@ -302,6 +292,11 @@ def check_settings(model: Any, parallel: Parallel, pipeline: Pipeline) -> None:
             f"overlap_grad_reduce=True needs a LayeredModel; got {type(model).__name__}. Use overlap_grad_reduce=False."
         )
     if num_stages == 1:
+        if parallel.layout is not None and not parallel.layout.is_canonical:
+            raise ValueError(
+                f"with one stage layers are in the model's own order; got a layout of num_stages={parallel.layout.num_stages}, "
+                f"num_chunks={parallel.layout.num_chunks}. Leave layout out, or use a mesh with stages."
+            )
         return
     if not isinstance(model, LayeredModel):
         raise ValueError(

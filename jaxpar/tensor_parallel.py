@@ -28,7 +28,7 @@ device holds a copy of params, gradients or optimizer state; one all-to-all of t
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -183,7 +183,8 @@ def sequence_parallel(x: Float[Array, "..."], where: str) -> Float[Array, "..."]
             f"{x.shape[1]}, {arg(tensor=mesh.shape[TENSOR])}. Choose a sequence of {-(-x.shape[1] // mesh.shape[TENSOR])} "
             f"times {mesh.shape[TENSOR]}, or leave sequence parallelism off."
         )
-    return _lie(x, forward, backward)
+    own, of_gradient = (PartitionSpec(PartitionSpec.UNCONSTRAINED, axis, None) for axis in (forward, backward))
+    return _constrained(x, own, (of_gradient,))
 
 
 def _is_automatic(mesh: AbstractMesh) -> bool:
@@ -206,32 +207,20 @@ def split_copied_heads(x: Float[Array, "..."], where: str) -> Float[Array, "..."
     """
     if where != "kv_heads" or not _is_automatic(jax.sharding.get_abstract_mesh()):
         return x
-    return _by_heads(x)
-
-
-def _split_dim(x: Float[Array, "..."], dim: int) -> Array:
-    at = dim % x.ndim
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(TENSOR if i == at else None for i in range(x.ndim))))
-
-
-@jax.custom_vjp
-def _by_heads(x: Float[Array, "..."]) -> Array:
-    return _split_dim(x, -3)
-
-
-# First by heads, so that the gradient of the weight moves and not that of the activation; then the sum over copies is local.
-_by_heads.defvjp(lambda x: (_by_heads(x), None), lambda _, ct: (_split_dim(_split_dim(ct, -3), -1),))
+    heads, head_dim = (PartitionSpec(*(None,) * (x.ndim - back), TENSOR) for back in (3, 1))
+    # First by heads, so that the gradient of the weight moves and not that of the activation: the sum over copies is local.
+    return _constrained(x, heads, (heads, head_dim))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _lie(x: Float[Array, "batch seq embed"], forward: str | None, backward: str | None) -> Array:
-    del backward
-    any_split = PartitionSpec.UNCONSTRAINED
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(any_split, forward, None))
+def _constrained(x: Float[Array, "..."], spec: PartitionSpec, of_gradient: tuple[PartitionSpec, ...]) -> Array:
+    """Returns ``x`` with a sharding constraint, whose gradient has others, one after another."""
+    del of_gradient
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 # A constraint alone would also apply to the gradient: the sum of "in" would be replicated, then sliced.
-_lie.defvjp(
-    lambda x, forward, backward: (_lie(x, forward, backward), None),
-    lambda forward, backward, _, ct: (_lie(ct, backward, forward),),
+_constrained.defvjp(
+    lambda x, spec, of_gradient: (_constrained(x, spec, of_gradient), None),
+    lambda spec, of_gradient, _, ct: (reduce(jax.lax.with_sharding_constraint, of_gradient, ct),),
 )

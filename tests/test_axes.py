@@ -38,9 +38,9 @@ def collectives(step, *args):
 
 RUNS = [
     ({"replica": 2, "data": 2, "tensor": 2}, 0, {}),
-    ({"replica": 2, "data": 2, "stage": 2}, 0, {"schedule": "zb-h1"}),
+    pytest.param({"replica": 2, "data": 2, "stage": 2}, 0, {"schedule": "zb-h1"}, marks=pytest.mark.slow),
     pytest.param({"replica": 2, "data": 2, "tensor": 2}, 1, {}, marks=pytest.mark.slow),
-    ({"replica": 2, "data": 2, "stage": 2}, 1, {"schedule": "1f1b", "mask_idle_ops": True}),
+    pytest.param({"replica": 2, "data": 2, "stage": 2}, 1, {"mask_idle_ops": True}, marks=pytest.mark.slow),
     ({"replica": 2, "data": 4}, 2, {}),
     pytest.param({"replica": 2, "data": 2, "stage": 2}, 2, {"schedule": "1f1b"}, marks=pytest.mark.slow),
     ({"replica": 4, "data": 2}, 3, {}),
@@ -50,13 +50,12 @@ RUNS = [
 
 @pytest.mark.parametrize(("axes", "zero", "settings"), RUNS)
 def test_groups_of_replicas_have_the_numbers_of_one_device(x64, axes, zero, settings):
-    mesh, optimizer, params = (
-        jaxpar.make_mesh(**axes),
-        optax.adam(1e-2),
-        init_params(TABLE, jax.random.key(0), jnp.float64),
-    )
+    mesh, optimizer = jaxpar.make_mesh(**axes), optax.adam(1e-2)
     state, value_and_grad = make_run(mesh, zero, **settings)
+    params = jaxpar.fetch(state.params)
     train_step, opt_state = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=0.5), optimizer.init(params)
+    one_step = jax.jit(optax.chain(optax.clip_by_global_norm(0.5), optimizer).update)
+    opt_state = (optax.EmptyState(), opt_state)
     for step in range(3):
         batch = tiny.make_batch(step, np.float64)
         loss, grads = tiny.reference(params, batch)
@@ -67,8 +66,7 @@ def test_groups_of_replicas_have_the_numbers_of_one_device(x64, axes, zero, sett
             {"loss": np.float32(loss), "grad_norm": np.float32(norm)},
             within=1e-6,
         )
-        clipped = jax.tree.map(lambda g, norm=norm: g * jnp.minimum(1, 0.5 / norm), grads)
-        updates, opt_state = optimizer.update(clipped, opt_state, params)
+        updates, opt_state = one_step(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
     assert_same(state.params, params, within=1e-10)
 
@@ -84,7 +82,7 @@ def test_groups_of_replicas_have_the_numbers_of_one_device(x64, axes, zero, sett
 )
 def test_gradients_reduced_in_other_ways_equal_those_of_one_device(x64, axes, zero, settings):
     mesh, batch = jaxpar.make_mesh(**axes), tiny.make_batch(0, np.float64)
-    params = init_params(TABLE, jax.random.key(0), jnp.float64)
+    params = jax.jit(lambda key: init_params(TABLE, key, jnp.float64))(jax.random.key(0))
     shardings = tiny.shardings(mesh, params)
     value_and_grad = jaxpar.value_and_grad(
         mlp.MODEL, tiny.loss, mesh, zero=zero, shardings=shardings, num_microbatches=2, **settings

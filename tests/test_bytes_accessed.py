@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from jaxpar.inspect.costs import bytes_of_instructions, own_bytes
+from jaxpar.inspect.costs import costs_of_instructions, own_bytes
 from jaxpar.inspect.hlo import Assumptions, parse_module
 
 # A ring of four slots of 1 KiB, of which a fusion reads one and adds it to x; another writes x into a slot.
@@ -99,5 +99,6 @@ def test_an_instruction_reads_its_inputs_or_slices_of_them_and_writes_its_output
 def test_a_loop_has_the_bytes_of_its_trips():
     module = parse_module(PROGRAM)
     main = module.computations["main"]
-    loop = bytes_of_instructions(module, Assumptions())(main, main.by_name["loop"])
+    _, num_bytes = costs_of_instructions(module, Assumptions())
+    loop = num_bytes(main, main.by_name["loop"])
     assert loop == Fraction(3 * IN_BODY)

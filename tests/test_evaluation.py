@@ -1,6 +1,7 @@
 """Rows held out: the sums of the loss over the whole mesh, without gradients, with the numbers of one device."""
 
 import dataclasses
+from functools import cache
 
 import jax
 import numpy as np
@@ -51,12 +52,17 @@ PACKED = np.sort(np.arange(ROWS * SEQ).reshape(ROWS, SEQ) * 7 % 3, axis=1).astyp
 @pytest.mark.parametrize(
     ("name", "axes", "settings"),
     [
-        ("olmoe", {"context": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1"}),
+        pytest.param("olmoe", {"context": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1"}, marks=pytest.mark.slow),
         ("qwen3", {"data": 2, "context": 2, "stage": 2}, {"rules": OVER_DATA, "zero": 3, "schedule": "interleaved"}),
         ("deepseek", {"replica": 2, "data": 2, "context": 2}, {"rules": OVER_DATA, "zero": 1, "remat": "full"}),
         ("llama", {"context": 4, "tensor": 2}, {"constrain": sequence_parallel, "zero": 2}),
         ("gpt2", {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-v", "mask_idle_ops": True}),
-        ("mixtral", {"stage": 4, "data": 2}, {"schedule": "1f1b", "remat": "full", "num_microbatches": 4}),
+        pytest.param(
+            "mixtral",
+            {"stage": 4, "data": 2},
+            {"schedule": "1f1b", "remat": "full", "num_microbatches": 4},
+            marks=pytest.mark.slow,
+        ),
         ("gpt2", {"stage": 4, "data": 2}, {"schedule": "1f1b", "mask_idle_ops": True, "num_microbatches": 4}),
     ],
 )
@@ -78,9 +84,14 @@ def test_sums_over_the_mesh_are_those_of_one_device(x64, name, axes, settings):
 LLAMA = dataclasses.replace(FAMILIES["llama"], **GATHER)
 
 
-def compiled(axes, *, rows=8, seq=256, train=False, **pipeline):
+def compiled(axes, **settings):
     """The report of a compiled evaluation, or of the step of training with the same settings."""
-    step, mesh, shardings = make_eval(LLAMA, axes, **pipeline)
+    return _compiled(tuple(axes.items()), **settings)
+
+
+@cache
+def _compiled(axes, *, rows=8, seq=256, train=False, **pipeline):
+    step, mesh, shardings = make_eval(LLAMA, dict(axes), **pipeline)
     if train:
         parallel, pipeline = jaxpar.Parallel(mesh, shardings), jaxpar.Pipeline(**{"num_microbatches": 2} | pipeline)
         step = jaxpar.value_and_grad(transformer.make_model(LLAMA), loss_of(LLAMA), parallel, pipeline)

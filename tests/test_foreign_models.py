@@ -104,7 +104,7 @@ def test_strict_promotion_and_leak_checks_find_nothing(x64, name):
         assert_same(run(MODEL, chosen), want)
 
 
-@pytest.mark.parametrize("constrains", [False, True])
+@pytest.mark.parametrize("constrains", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", ["1f1b", "mpmd"])
 def test_a_mesh_may_be_set_around_the_call(x64, name, constrains):
     (axes, settings), spec = RUNS[name], P(None, "tensor")
@@ -114,7 +114,7 @@ def test_a_mesh_may_be_set_around_the_call(x64, name, constrains):
         assert_same(run(model, (axes | {"tensor": 2}, settings)), reference(MODEL))
 
 
-@pytest.mark.parametrize("name", list(RUNS))
+@pytest.mark.parametrize("name", ["replicas", "1f1b", "mpmd", pytest.param("zero 3", marks=pytest.mark.slow)])
 def test_a_host_callback_runs_where_tensor_is_1(name):
     def calling(params, x):
         h = layer(params, x)

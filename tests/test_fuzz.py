@@ -33,7 +33,7 @@ def check(case):
         reject()
 
 
-@quiet(max_examples=8, derandomize=True)
+@quiet(max_examples=5, derandomize=True)
 @given(cases())
 def test_random_models_run_in_random_ways_give_the_numbers_of_one_device(case):
     check(case)
@@ -89,11 +89,22 @@ def test_many_random_models_give_the_numbers_of_one_device():
     check_many()
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 1), (2, 1, 2)])
-def test_replicas_own_the_experts_of_a_drawn_case(mesh):
-    layer = ("mixture", "w0", "e0", 3), ("mixture", "w0", "e1", 2), ("scan", 2, (("experts", "w1", "e1"),))
+MIXTURE = ("mixture", "w0", "e0", 3)
+BOTH = MIXTURE, ("mixture", "w0", "e1", 2), ("scan", 2, (("experts", "w1", "e1"),))
+
+
+@pytest.mark.parametrize(
+    ("layer", "mesh"),
+    [
+        ((MIXTURE,), (2, 2, 1)),
+        pytest.param(BOTH, (2, 2, 1), marks=pytest.mark.slow),
+        pytest.param(BOTH, (2, 1, 2), marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_own_the_experts_of_a_drawn_case(layer, mesh):
     case = Case(model=Model(layers=(layer,), embed="dense"), mesh=mesh, cuts=1, num_microbatches=2, zero=2, masks=True)
     assert fuzz_run.owned_of(case) == {"e0"}
+    assert fuzz_run.owned_of(replace(case, model=replace(case.model, layers=(BOTH,)))) == {"e0"}, "others route to e1"
     check(case)
 
 

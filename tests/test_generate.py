@@ -76,18 +76,21 @@ def test_a_mesh_gives_the_tokens_of_one_device(options):
     np.testing.assert_array_equal(transformer.generate(config, on_mesh, PROMPT, NUM_TOKENS, **options), want)
 
 
+highest, likeliest = jax.jit(keep_highest, static_argnums=1), jax.jit(keep_likeliest)
+
+
 def test_only_the_highest_scores_are_kept():
     scores = jnp.asarray([[1.0, 3.0, 2.0, 0.0], [5.0, 5.0, 4.0, 4.0]])
-    kept = np.isfinite(np.asarray(keep_highest(scores, 2)))
+    kept = np.isfinite(np.asarray(highest(scores, 2)))
     np.testing.assert_array_equal(kept, [[False, True, True, False], [True, True, False, False]])
-    np.testing.assert_array_equal(keep_highest(scores, None), scores)
-    np.testing.assert_array_equal(keep_highest(scores, 9), scores)
+    np.testing.assert_array_equal(highest(scores, None), scores)
+    np.testing.assert_array_equal(highest(scores, 9), scores)
 
 
 def test_only_the_likeliest_scores_are_kept():
     scores = jnp.log(jnp.asarray([[0.1, 0.5, 0.15, 0.25], [0.25, 0.25, 0.25, 0.25]]))
     for top_p, want in ((0.4, [[1], [0, 1, 2, 3]]), (0.6, [[1, 3], [0, 1, 2, 3]]), (0.95, [[0, 1, 2, 3]] * 2)):
-        kept = np.isfinite(np.asarray(keep_likeliest(scores, jnp.float32(top_p))))
+        kept = np.isfinite(np.asarray(likeliest(scores, jnp.float32(top_p))))
         assert [np.flatnonzero(row).tolist() for row in kept] == want, top_p
 
 
@@ -95,19 +98,20 @@ def test_shares_of_probability_and_numbers_of_scores_at_their_limits():
     one, only = jnp.asarray([[2.0]]), jnp.asarray([[-jnp.inf, 3.0, -jnp.inf]])
     tied = jnp.asarray([[1.0, 1.0, 0.0]])
     for top_p in (1e-45, 1e-30, 0.5, 1.0):
-        np.testing.assert_array_equal(keep_likeliest(one, jnp.float32(top_p)), one)
-        np.testing.assert_array_equal(keep_likeliest(only, jnp.float32(top_p)), only)
-        kept = np.isfinite(np.asarray(keep_likeliest(tied, jnp.float32(top_p))))[0]
+        np.testing.assert_array_equal(likeliest(one, jnp.float32(top_p)), one)
+        np.testing.assert_array_equal(likeliest(only, jnp.float32(top_p)), only)
+        kept = np.isfinite(np.asarray(likeliest(tied, jnp.float32(top_p))))[0]
         assert kept.tolist() == [True, True, top_p == 1.0], top_p
-    np.testing.assert_array_equal(keep_highest(only, 2), only)
+    np.testing.assert_array_equal(highest(only, 2), only)
 
 
 def drawn(scores, temperature, vocab_size=4, num_draws=64, **how):
     """The tokens that draws with many keys give, of a model of 4 tokens."""
     config = dataclasses.replace(FAMILIES["llama"], vocab_size=vocab_size)
     make = lambda key: make_sampling(config, temperature, how.get("top_k"), how.get("top_p"), key=key, eos=(), pad=None)
+    run = jax.jit(draw)
     samplings = [make(key) for key in jax.random.split(jax.random.key(0), num_draws)]
-    return {int(draw(each, scores, jnp.int32(0))[0]) for each in samplings}
+    return {int(run(each, scores, jnp.int32(0))[0]) for each in samplings}
 
 
 def test_temperatures_and_shares_next_to_0_draw_the_likeliest_token():

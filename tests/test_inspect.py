@@ -419,7 +419,7 @@ def test_bad_input_is_named():
         inspect_step(lambda x: x, jnp.ones(4), mesh=mesh)
     with pytest.raises(TypeError, match="fn must be a function or a traced, lowered or compiled stage of one; got int"):
         inspect_step(3)
-    with pytest.raises(ValueError, match="devices_per_node must be 1 or more; got 0"):
+    with pytest.raises(ValueError, match="devices_per_node must be at least 1; got 0"):
         inspect_step(lambda x: x, jnp.ones(4), devices_per_node=0)
     with pytest.raises(ValueError, match=r"branch_shares must give one share for each branch .* got 3 shares"):
         inspect_step(

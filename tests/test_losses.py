@@ -120,7 +120,7 @@ def loss_and_gradient(logits, *rest, **options):
     mean = lambda logits: (lambda total, weight: total / weight)(
         *losses.softmax_cross_entropy(logits, *rest, **options)
     )
-    return jax.value_and_grad(mean)(jnp.asarray(logits))
+    return jax.jit(jax.value_and_grad(mean))(jnp.asarray(logits))
 
 
 @pytest.mark.parametrize(

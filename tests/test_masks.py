@@ -119,7 +119,7 @@ def check(model, loss, axes, num_layers, *, again=(), **settings):
 RUNS = [
     ({"data": 2, "stage": 2}, 4, {"schedule": "1f1b"}),
     ({"stage": 3}, 5, {"schedule": "1f1b", "remat": True}),
-    ({"stage": 2}, 4, {"schedule": "interleaved"}),
+    pytest.param({"stage": 2}, 4, {"schedule": "interleaved"}, marks=pytest.mark.slow),
     pytest.param({"stage": 8}, 9, {"schedule": "zb-h1"}, marks=pytest.mark.slow),
     pytest.param({"data": 4, "stage": 2}, 5, {"schedule": "zb-v", "remat": True}, marks=pytest.mark.slow),
     pytest.param({"data": 2, "stage": 4}, 5, {"schedule": "gpipe", "zero": 3}, marks=pytest.mark.slow),
@@ -138,7 +138,9 @@ def test_the_host_is_called_for_values_of_microbatches_alone(x64, axes, num_laye
     check(*model_and_loss(calls), axes, num_layers, again=again(settings), mask_idle_ops=True, **settings)
 
 
-@pytest.mark.parametrize(("axes", "num_layers", "settings"), RUNS[:2] + RUNS[3:])
+@pytest.mark.parametrize(
+    ("axes", "num_layers", "settings"), [RUNS[1], pytest.param(*RUNS[0], marks=pytest.mark.slow), *RUNS[3:]]
+)
 def test_a_loop_that_ends_for_values_of_microbatches_ends(x64, monkeypatch, axes, num_layers, settings):
     monkeypatch.setattr(control_flow, "HOST_CALLBACKS", ())  # the loops are to be seen, not what notes their trips
     check(*model_and_loss(loops), axes, num_layers, again=again(settings), mask_idle_ops=True, **settings)

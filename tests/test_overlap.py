@@ -1,6 +1,7 @@
 """Gradients summed layer by layer inside the backward pass: the same numbers, as many bytes, and when they travel."""
 
 import re
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def test_gradients_reduced_layer_by_layer_equal_one_device(x64, num_microbatches
 
 @pytest.mark.parametrize(
     ("zero", "num_microbatches", "remat"),
-    covering([(1, 1, True), (1, 4, False), (2, 1, False), (2, 4, True)], (1, 2), (1, 4), (False, True)),
+    covering([(1, 1, True), (2, 4, False)], (1, 2), (1, 4), (False, True)),
 )
 def test_sharded_gradients_and_params_after_steps_equal_one_device(x64, zero, num_microbatches, remat):
     mesh, optimizer = jaxpar.make_mesh(data=4, tensor=2), optax.adam(1e-2)
@@ -68,7 +69,7 @@ def test_sharded_gradients_and_params_after_steps_equal_one_device(x64, zero, nu
 @pytest.mark.parametrize(
     ("zero", "dtype"),
     covering(
-        [(0, jnp.bfloat16), (1, jnp.bfloat16), (2, jnp.bfloat16), (2, jnp.float32)],
+        [(1, jnp.bfloat16), (2, jnp.float32)],
         (0, 1, 2),
         (jnp.float32, jnp.bfloat16),
     ),
@@ -82,7 +83,7 @@ def test_gradients_keep_the_dtype_of_their_params_and_are_added_in_float32(zero,
     assert {grad.dtype for grad in jax.tree.leaves(layer[1])} == {jnp.dtype(dtype)}
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(x64, zero):
     mesh = jaxpar.make_mesh(data=4, tensor=2)
     params, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
@@ -94,9 +95,7 @@ def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(x64, zero):
         assert_same(got["layers"], want["layers"], within=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("zero", "is_listed"), covering([(0, False), (1, True), (2, False), (2, True)], (0, 1, 2), (False, True))
-)
+@pytest.mark.parametrize(("zero", "is_listed"), covering([(0, False), (1, True), (2, True)], (0, 1, 2), (False, True)))
 def test_tied_embeddings_are_reduced_with_outer(x64, zero, is_listed):
     """A lookup and a head of one table, and layers of an odd vector too, which no axis divides."""
     mesh, rng = jaxpar.make_mesh(data=4), np.random.default_rng(0)
@@ -116,7 +115,7 @@ def test_tied_embeddings_are_reduced_with_outer(x64, zero, is_listed):
     assert_same(of_mesh(params, jaxpar.shard_batch(batch, mesh)), jax.jit(jax.value_and_grad(mean))(params))
 
 
-@pytest.mark.parametrize(("zero", "num_microbatches"), covering([(0, 1), (1, 2), (2, 1), (2, 2)], (0, 1, 2), (1, 2)))
+@pytest.mark.parametrize(("zero", "num_microbatches"), covering([(0, 1), (1, 2), (2, 1)], (0, 1, 2), (1, 2)))
 def test_layers_of_a_list_are_reduced_too(x64, zero, num_microbatches):
     mesh = jaxpar.make_mesh(data=2)
     stacked, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
@@ -133,12 +132,18 @@ def test_layers_of_a_list_are_reduced_too(x64, zero, num_microbatches):
     assert all(is_cut(grad) for grad in jax.tree.leaves(got[1]["layers"])) == (zero > 0)
 
 
-@pytest.mark.parametrize(("zero", "num_microbatches"), covering([(1, 4), (2, 1), (2, 4)], (1, 2), (1, 4)))
-def test_as_many_bytes_travel_in_a_reduce_scatter_for_each_leaf_of_a_layer(zero, num_microbatches):
+@cache
+def reports(zero, num_microbatches):
+    """The params, and the reports of both programs over eight replicas."""
     mesh = jaxpar.make_mesh(data=8)
     params, batch = tiny.make_params(), jaxpar.shard_batch(tiny.make_batch(), mesh)
     functions = both(mesh, zero=zero, num_microbatches=num_microbatches)
-    layer, step = (inspect_step(f, params, batch, mesh=mesh) for f in functions)
+    return params, *(inspect_step(f, params, batch, mesh=mesh) for f in functions)
+
+
+@pytest.mark.parametrize(("zero", "num_microbatches"), covering([(1, 4), (2, 4)], (1, 2), (1, 4)))
+def test_as_many_bytes_travel_in_a_reduce_scatter_for_each_leaf_of_a_layer(zero, num_microbatches):
+    params, layer, step = reports(zero, num_microbatches)
     scatters = num_microbatches if zero == 2 else 1
     of_outer = 2  # w_in and w_out; b_out has five elements and is reduced with the loss
     assert step.count("reduce-scatter", "data") == of_outer + len(params["layers"]) * scatters
@@ -150,9 +155,7 @@ def test_as_many_bytes_travel_in_a_reduce_scatter_for_each_leaf_of_a_layer(zero,
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_as_many_bytes_travel_in_an_all_reduce_a_layer_and_one(num_microbatches):
-    mesh = jaxpar.make_mesh(data=8)
-    params, batch = tiny.make_params(), jaxpar.shard_batch(tiny.make_batch(), mesh)
-    layer, step = (inspect_step(f, params, batch, mesh=mesh) for f in both(mesh, num_microbatches=num_microbatches))
+    _, layer, step = reports(0, num_microbatches)
     assert step.count("all-reduce", "data") == 2, "one of the weight, one of the gradients"
     assert layer.count("all-reduce", "data") == 2 + tiny.NUM_LAYERS, "not one a microbatch"
     assert layer.bytes_moved("all-reduce", "data") == step.bytes_moved("all-reduce", "data")
@@ -160,9 +163,7 @@ def test_as_many_bytes_travel_in_an_all_reduce_a_layer_and_one(num_microbatches)
 
 def test_a_layer_s_gradients_travel_in_its_own_turn_of_the_backward_loop():
     """In the compiled program: the reduction stands in the loop over layers, so it is under way before the layer below runs."""
-    mesh = jaxpar.make_mesh(data=8)
-    params, batch = tiny.make_params(), jaxpar.shard_batch(tiny.make_batch(), mesh)
-    layer, step = (inspect_step(f, params, batch, mesh=mesh) for f in both(mesh))
+    params, layer, step = reports(0, 1)
     in_loop = [each for each in layer.collectives if each.times == tiny.NUM_LAYERS]
     (reduction,) = in_loop
     assert re.search(r"transpose\(.*\)/while/body", reduction.op_name), reduction.op_name

@@ -8,8 +8,6 @@ import pytest
 
 import jaxpar
 from jaxpar.inspect import inspect_step
-from jaxpar.models import mlp
-from jaxpar.params import init_params
 from jaxpar.pipeline import join_backward, spmd_program
 from jaxpar.schedule import lockstep_form, make_schedule
 from tests.support import tiny
@@ -24,8 +22,7 @@ CHUNKS = jaxpar.LayerLayout(7, 2, 2, layers_per_virtual_stage=(3, 1, 2, 1))
 
 
 def make_params(num_layers=NUM_LAYERS, dtype=np.float64):
-    table = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=2 * num_layers)
-    return jaxpar.fetch(init_params(table, jax.random.key(0), dtype))
+    return tiny.draw_params(num_layers, dtype=dtype)
 
 
 def both(mesh, params, *, masks=True, **settings):

@@ -37,7 +37,7 @@ PACKED_GPT = PERMUTED.pack_params(zeros(transformer.param_table(GPT)))
 
 
 def make_params(seed=0, dtype=np.float64):
-    return jax.tree.map(lambda a: np.asarray(a, dtype), init_params(TABLE, jax.random.key(seed)))
+    return tiny.draw_params(NUM_LAYERS, seed, dtype)
 
 
 def abstract_batch():
@@ -318,8 +318,8 @@ def test_a_state_goes_from_one_layout_through_the_models_order_to_another(tmp_pa
     ],
 )
 def test_a_manager_with_a_layout_takes_the_states_of_that_layout_alone(tmp_path, layout, kind, told):
-    mesh = jaxpar.make_mesh(stage=2 if layout else 1)
-    manager, state = CheckpointManager(tmp_path, mesh, layout=IN_A_V), abstract_state(layout, mesh)
+    manager = CheckpointManager(tmp_path, jaxpar.make_mesh(stage=2), layout=IN_A_V)
+    state = abstract_state(layout, jaxpar.make_mesh(stage=2 if layout else 1))
     for use in (manager.save, manager.restore):
         with pytest.raises(kind, match=told):
             use(state)

@@ -13,10 +13,13 @@ from tests.support.oracle import assert_same
 
 MESHES = [(data, tensor) for data in (1, 2, 4, 8) for tensor in (1, 2, 4, 8) if data * tensor <= 8]
 LARGEST = [(data, tensor) for data, tensor in MESHES if data * tensor == 8]
+SMALLER = [mesh for mesh in MESHES if mesh not in LARGEST]
 
 
 @pytest.mark.parametrize(
-    ("data", "tensor", "num_microbatches"), [(*mesh, 1) for mesh in MESHES] + [(*mesh, 4) for mesh in LARGEST]
+    ("data", "tensor", "num_microbatches"),
+    [(*mesh, num_microbatches) for mesh in LARGEST for num_microbatches in (1, 4)]
+    + [pytest.param(*mesh, 1, marks=() if mesh[0] == mesh[1] else pytest.mark.slow) for mesh in SMALLER],
 )
 def test_loss_and_gradients_equal_one_device_in_float64(x64, data, tensor, num_microbatches):
     seed = tiny.fresh_seed()

@@ -12,7 +12,6 @@ import pytest
 import jaxpar
 from jaxpar import LayerLayout
 from jaxpar.models import mlp
-from jaxpar.params import init_params
 from jaxpar.pipeline import buffers, spmd_program
 from jaxpar.pipeline.stage import Stage
 from jaxpar.schedule import Op, Schedule, make_schedule
@@ -34,8 +33,7 @@ def job(module, num_layers):
     if module is tiny_gpt:
         params, batch = tiny_gpt.make_params(num_layers=num_layers), tiny_gpt.make_batch(num_rows=NUM_ROWS)
     else:
-        table = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=2 * num_layers)
-        params, batch = jaxpar.fetch(init_params(table, jax.random.key(0), jnp.float64)), tiny.make_batch(0, np.float64)
+        params, batch = tiny.draw_params(num_layers), tiny.make_batch(0, np.float64)
     return params, batch, jaxpar.fetch(module.reference(params, batch))
 
 
@@ -289,12 +287,11 @@ def test_packed_params_give_packed_gradients_and_zeros_for_padding(x64, counts):
 
 
 def test_float32_equals_one_device():
-    params = tiny_gpt.make_params(num_layers=4, dtype=np.float32)
-    batch = tiny_gpt.make_batch(num_rows=NUM_ROWS, dtype=np.float32)
+    params, batch = tiny.draw_params(4, dtype=np.float32), tiny.make_batch()
     mesh = jaxpar.make_mesh(data=2, stage=4)
-    value_and_grad = jaxpar.value_and_grad(tiny_gpt.MODEL, tiny_gpt.loss, mesh, schedule="zb-h1", num_microbatches=4)
-    value, grads = jax.jit(value_and_grad)(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
-    want, want_grads = tiny_gpt.reference(params, batch)
+    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, schedule="zb-h1", num_microbatches=4)
+    value, grads = jax.jit(value_and_grad)(tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
+    want, want_grads = tiny.reference(params, batch)
     assert_same(value, want, within=1e-5)
     assert_same(grads, want_grads, within=1e-4)
 

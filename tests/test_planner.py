@@ -134,7 +134,7 @@ def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
     long = dataclasses.replace(EXPERTS, positions="rope", max_positions=2**15, attention=planned_attention)
     held = {"num_microbatches": 4, "remat": False}
     plans = jaxpar.plan(
-        transformer_shape(long), cluster("h100"), batch_size=16, executor="mpmd", stage=2, top=9, **held
+        transformer_shape(long), cluster("h100", 1, 4), batch_size=16, executor="mpmd", stage=2, top=9, **held
     )
     choices = [plan.choice for plan in plans]
     assert len(choices) > 1
@@ -536,7 +536,7 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
             lambda: jaxpar.plan(SMALL, node(), batch_size=64, executor="fast"),
             r'executor must be "spmd" or "mpmd"; got \'fast\'',
         ),
-        (lambda: jaxpar.plan(SMALL, node(), batch_size=0, top=0), r"top must be 1 or more; got 0"),
+        (lambda: jaxpar.plan(SMALL, node(), batch_size=0, top=0), r"top must be at least 1; got 0"),
         (
             lambda: jaxpar.plan(SMALL, node(), batch_size=66, tensor=2, stage=1),
             r"data must divide the batch; got data=4.* batch_size=68",
@@ -564,21 +564,12 @@ def test_bad_input_is_refused(call, message):
         call()
 
 
+GPT2 = ("--model", "gpt2", "--gpu", "h100", "--batch-size", "64", "--num-microbatches", "2")
+
+
 def test_the_command_prints_a_table_or_a_list_for_programs(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    args = [
-        "plan",
-        "--model",
-        "gpt2",
-        "--gpu",
-        "h100",
-        "--batch-size",
-        "64",
-        "--tensor",
-        "1",
-        "--num-microbatches",
-        "2",
-    ]
+    args = ["plan", *GPT2, "--tensor", "1"]
     assert main([*args, "--out-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("gpt2, 0.1245 billion parameters, 64 rows of 1024 tokens a step, on 1 x 8 h100")
@@ -621,8 +612,7 @@ def test_seconds_are_written_without_powers_of_ten(seconds, digits, text):
 
 
 def test_plans_that_do_not_fit_by_the_compilers_account_are_dropped(monkeypatch, capsys):
-    held = ["--num-microbatches", "4", "--remat", "no"]
-    args = ["plan", "--model", "gpt2", "--nodes", "1", "--seq", "128", "--batch-size", "64", *held, "--json"]
+    args = ["plan", *GPT2, "--remat", "no", "--json"]
     assert main(args) == 0
     first, second, *_ = json.loads(capsys.readouterr().out)
     sizes = iter([10**12, 7])
@@ -654,7 +644,7 @@ def test_what_cannot_be_compiled_is_refused(capsys, flags, said):
 def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)
-    assert main(["plan", "--model", "gpt2", "--seq", "128", "--batch-size", "64", "--compile", "1"]) == 2
+    assert main(["plan", *GPT2, "--remat", "no", "--compile", "1"]) == 2
     assert "Install it: pip install '.[gpu-compile]'" in capsys.readouterr().err
 
 

@@ -160,15 +160,20 @@ def test_bytes_at_rest_and_traffic_are_the_compiled_steps(
 
 
 @pytest.mark.parametrize(
-    ("stage", "exchange"),
-    [(1, "all_to_all"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, "all_to_all"), (1, "gather")))],
+    ("stage", "exchange", "products"),
+    [
+        (1, "all_to_all", "ragged"),
+        pytest.param(2, "all_to_all", "tiles", marks=pytest.mark.slow),
+        pytest.param(1, "gather", "tiles", marks=pytest.mark.slow),
+    ],
 )
-def test_experts_over_data_send_what_is_planned(stage, exchange):
+def test_experts_over_data_send_what_is_planned(stage, exchange, products):
     config = dataclasses.replace(
         WIDE, norm="rms", mlp="swiglu", biases=False, num_experts=8, expert_dim=128, expert_buffer=1.5, num_layers=2
     )
     shape = transformer_shape(
-        dataclasses.replace(config, experts_per_token=2, expert_exchange=exchange), experts="data"
+        dataclasses.replace(config, experts_per_token=2, expert_exchange=exchange, expert_products=products),
+        experts="data",
     )
     choice = Choice(data=4, stage=stage, num_microbatches=4, zero=1, experts="data")
     traffic = step_traffic(choice, Analysis(shape, 2, 1, data=4), AtRest(shape, OPTIMIZER, choice))

@@ -70,15 +70,30 @@ def test_a_window_is_the_models_own_unless_it_is_given():
     assert windows == [None, 8]
 
 
-def test_recipes_gpt_py_learns_them_over_context_and_not_with_a_window_that_does_not_reach(tmp_path, monkeypatch):
-    """The command of recipes/gpt.py in docs/long-sequences.md, with shorter rows and more of them."""
+def train(folder, *own, seq=256, steps=100):
+    """The last metrics of the command of recipes/gpt.py in docs/long-sequences.md, with shorter rows and more of them."""
+    flags = ["--data", "recall", "--model", "llama-tiny", "--seq", str(seq), "--batch-size", "8", "--steps", str(steps)]
+    flags += ["--optimizer", "muon", "--lr", "0.02", "--eval-rows", "8", "--eval-every", str(steps)]
+    cli.run(gpt.main, gpt.Config, [*flags, *own, "--out-dir", str(folder)])
+    return read_lines(folder)[-1]
+
+
+OVER_CONTEXT = "--mesh.data", "2", "--mesh.context", "4"
+
+
+def test_recipes_gpt_py_trains_on_them_over_context_as_on_one_device(tmp_path, monkeypatch):
     monkeypatch.setattr(gpt, "conclude", lambda *_: None)
-    flags = ["--data", "recall", "--model", "llama-tiny", "--seq", "256", "--batch-size", "8", "--steps", "100"]
-    flags += ["--optimizer", "muon", "--lr", "0.02", "--eval-rows", "8", "--eval-every", "100"]
-    last = {}
-    for name, own in (("whole", ["--mesh.data", "2", "--mesh.context", "4"]), ("window", ["--window", "64"])):
-        cli.run(gpt.main, gpt.Config, [*flags, *own, "--out-dir", str(tmp_path / name)])
-        last[name] = read_lines(tmp_path / name)[-1]
+    runs = {"mesh": OVER_CONTEXT, "device": ()}
+    last = {name: train(tmp_path / name, *own, seq=64, steps=3) for name, own in runs.items()}
+    for name in ("loss", "test_loss", "grad_norm"):
+        np.testing.assert_allclose(last["mesh"][name], last["device"][name], rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_recipes_gpt_py_learns_them_over_context_and_not_with_a_window_that_does_not_reach(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpt, "conclude", lambda *_: None)
+    runs = {"whole": OVER_CONTEXT, "window": ("--window", "64")}
+    last = {name: train(tmp_path / name, *own) for name, own in runs.items()}
     assert last["whole"]["loss"] < 0.1
     assert last["whole"]["test_loss"] < 0.1, "on rows that it was not trained on"
     assert last["window"]["loss"] > np.log(recall.NUM_VALUES) - 0.2

@@ -13,7 +13,7 @@ from tests.support.texts import CHATML, TEXT, write_tokenizer
 
 MARKED = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}] {% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}"
+    "{%- generation -%}{{ message['content'] }}{{ eos_token }}{% endgeneration -%}{% else %}{{ message['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 # As Qwen3's, which leaves out the thoughts of all answers but the last.

@@ -182,7 +182,7 @@ def reductions(jaxpr):
 SIXTEEN_BIT_RUNS = [
     pytest.param(mesh, zero, settings, marks=marks)
     for mesh, zero, settings, marks in (
-        ((2, 2, 2), 0, {}, []),
+        ((2, 2, 2), 0, {}, pytest.mark.slow),
         ((2, 2, 2), 3, {"schedule": "zb-h1"}, []),
         ((4, 1, 2), 3, {}, []),
         ((2, 1, 1), 0, {"overlap_grad_reduce": True}, []),

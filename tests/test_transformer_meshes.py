@@ -57,7 +57,7 @@ def check_parity(family, mesh_sizes, *, constrain=None, num_microbatches=2, sche
 @pytest.mark.parametrize(
     ("family", "mesh_sizes", "constrain"),
     [
-        ("gpt2", (8, 1, 1), None),
+        pytest.param("gpt2", (8, 1, 1), None, marks=pytest.mark.slow),
         ("bloom", (2, 1, 4), sequence_parallel),
         pytest.param("llama-tied", (1, 1, 4), None, marks=pytest.mark.slow),
         ("llama", (2, 2, 2), None),

@@ -110,7 +110,8 @@ def partition(
             unknown.add(node.name)
             continue
         for output, cut in zip(node.outputs, found.cuts, strict=True):
-            cuts[output] = cut if _divides(graph.avals[output].shape, cut, num_shards) else None
+            divides = cut is not None and graph.avals[output].shape[cut] % num_shards == 0
+            cuts[output] = cut if divides else None
         if found.collective:
             of = {"all-reduce": node.outputs, "all-gather": [i for i in node.inputs if cuts.get(i) is not None][:1]}
             collectives[node.outputs[0]] = Collective(
@@ -154,10 +155,6 @@ class ParamShards:
         """
         cuts = dict(zip(params, self.cuts, strict=True)) | dict(given or {})
         return partition(graph, cuts, self.num_shards, rules)
-
-
-def _divides(shape: Sequence[int], cut: Cut, num_shards: int) -> bool:
-    return cut is not None and shape[cut] % num_shards == 0
 
 
 def shard_shape(aval: Any, cut: Cut, num_shards: int) -> Any:

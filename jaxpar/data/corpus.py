@@ -265,12 +265,10 @@ def _encode(passages: list[Passage], files: Sequence[Path], tokenizer: Tokenizer
                 raise ValueError(f"{error} It is in {place_text(files, *passage.place)}.") from error
         raise
     for passage, (ids, ends) in zip(passages, encoded, strict=True):
-        marks = np.ones(len(ids), np.uint8)
-        if passage.learned is not None:
-            marks[:] = 0
-            for first, last in passage.learned:
-                # A token may begin with the space before an answer; one that ends after the answer is not the answer's.
-                marks |= ((ends > first) & (ends <= last)).astype(np.uint8)
+        marks = np.full(len(ids), passage.learned is None, np.uint8)
+        for first, last in passage.learned or ():
+            # A token may begin with the space before an answer; one that ends after the answer is not the answer's.
+            marks |= (ends > first) & (ends <= last)
         if passage.is_marked and tokenizer.end is not None:
             if len(ids) and ids[-1] == tokenizer.end:  # the tokenizer adds it itself
                 marks[-1] = 1

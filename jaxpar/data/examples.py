@@ -156,9 +156,8 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         raise ValueError(
             '"messages" must be a list of objects with "role" and "content"; got another form. Correct it.'
         )
-    found = [{name: value for name, value in message.items() if value is not None} for message in messages]
-    for message in found:
-        message["content"] = _content(message)
+    given = lambda message: {name: value for name, value in message.items() if value is not None}
+    found = [given(message) | {"content": _content(message)} for message in messages]
     if not any(message["role"] == "assistant" for message in found):
         roles = ", ".join(dict.fromkeys(printable(repr(message["role"]))[:80] for message in found)) or "no messages"
         raise ValueError(
@@ -185,4 +184,4 @@ def _content(message: Mapping[str, Any]) -> str:
 
 def _is_text(part: Any) -> bool:
     given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
-    return set(given) == {"type", "text"} and given["type"] == "text" and isinstance(given["text"], str)
+    return given.keys() == {"type", "text"} and given["type"] == "text" and isinstance(given["text"], str)

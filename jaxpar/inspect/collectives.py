@@ -157,16 +157,15 @@ def _read(
 ) -> Collective | None:
     kind = _kind(instruction)
     assert kind is not None
-    pairs = device_groups.pairs_text(instruction.attributes)
-    text = device_groups.groups_text(instruction.attributes) if pairs is None else pairs
+    text, are_pairs = device_groups.groups_text(instruction.attributes)
     groups = device_groups.parse_groups(text, module.num_devices)
-    if pairs is not None:
+    if are_pairs:
         groups = tuple(pair for pair in groups if pair[0] != pair[1])
     group_size = max((len(group) for group in groups), default=1)
     if group_size == 1:
         return None
     axes, whole, shift = (), True, None
-    if axis_sizes and pairs is not None:
+    if axis_sizes and are_pairs:
         axes, shift = device_groups.axes_of_pairs(groups, axis_sizes), device_groups.shift_of_pairs(groups, axis_sizes)
     elif axis_sizes:
         axes, whole = device_groups.axes_of_groups(groups, axis_sizes)
@@ -186,7 +185,7 @@ def _read(
         group_size=group_size,
         shapes=shapes,
         shift=shift,
-        senders=None if pairs is None else tuple(pair[0] for pair in groups),
+        senders=tuple(pair[0] for pair in groups) if are_pairs else None,
         crosses_nodes=None if node_of is None else device_groups.crosses_nodes(groups, node_of),
         asynchronous=run.asynchronous or instruction.opcode != kind,
         groups=text,

@@ -81,20 +81,19 @@ def count_flops(module: Module, *, assumptions: Assumptions = NO_ASSUMPTIONS) ->
     return sum((counter(entry, each) for each in entry.instructions), Amount())
 
 
-def flops_of_instructions(module: Module, assumptions: Assumptions) -> Callable[[Computation, Instruction], Fraction]:
-    """Returns a function from an instruction and its computation to the operations of one run, as ``Amount.most``."""
-    counter = _counter(module, assumptions, _own_flops)
-    return lambda computation, instruction: counter(computation, instruction).most
+Cost = Callable[[Computation, Instruction], Fraction]
 
 
-def bytes_of_instructions(module: Module, assumptions: Assumptions) -> Callable[[Computation, Instruction], Fraction]:
-    """Returns a function from an instruction and its computation to the bytes of one run, loops and branches included.
+def costs_of_instructions(module: Module, assumptions: Assumptions) -> tuple[Cost, Cost]:
+    """Returns two functions from a computation and an instruction of it: the operations, and the bytes, of one run.
 
-    Collectives count as 0: the bytes that they send are counted in ``collectives.py``.
+    Loops and branches are included, these as ``Amount.most``. The bytes of collectives count as 0: those that they send are
+    counted in ``collectives.py``.
     """
     own = lambda computation, instruction: _exactly(own_bytes(module, computation, instruction))
-    counter = _counter(module, assumptions, own, enters=lambda instruction: instruction.opcode in CALLS)
-    return lambda computation, instruction: counter(computation, instruction).most
+    flops = _counter(module, assumptions, _own_flops)
+    num_bytes = _counter(module, assumptions, own, enters=lambda instruction: instruction.opcode in CALLS)
+    return lambda *each: flops(*each).most, lambda *each: num_bytes(*each).most
 
 
 def _counter(

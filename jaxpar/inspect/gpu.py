@@ -20,12 +20,12 @@ memory, whichever is longer (Williams, Waterman and Patterson 2009, doi 10.1145/
     other      elementwise operations, reductions, lookups
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from jaxpar.gpus import GPUS, Gpu
-from jaxpar.inspect.costs import CALLS, VIEWS, bytes_of_instructions, flops_of_instructions, own_bytes, written_outputs
+from jaxpar.inspect.costs import CALLS, VIEWS, Cost, costs_of_instructions, own_bytes, written_outputs
 from jaxpar.inspect.hlo import NO_ASSUMPTIONS, Assumptions, Computation, Instruction, Module, calls, plain_number, runs
 from jaxpar.inspect.text import bytes_text, device_seconds_text, flops_text, table, table_of
 
@@ -124,9 +124,6 @@ def _seconds(work: Work, gpu: Gpu) -> float:
     return work.seconds(gpu.peak_flops, gpu.memory_bandwidth)
 
 
-Cost = Callable[[Computation, Instruction], Fraction]
-
-
 @dataclass(frozen=True)
 class Copy:
     """A copy of a large array.
@@ -222,7 +219,7 @@ def read_gpu_program(
         assumptions: Trips and shares that the compiler does not know.
         device_kind: The name of the GPUs, as JAX reports it.
     """
-    costs = flops_of_instructions(module, assumptions), bytes_of_instructions(module, assumptions)
+    costs = costs_of_instructions(module, assumptions)
     work: list[Work] = []
     copies: list[Copy] = []
     transfers: list[Transfer] = []

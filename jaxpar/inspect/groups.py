@@ -26,20 +26,19 @@ _GROUPS = re.compile(rf"replica_groups=({_EXPLICIT}|{_IOTA}|{_MESH})")
 _PAIRS = re.compile(rf'source_target_pairs="?({_EXPLICIT})')
 
 
-def groups_text(attributes: str) -> str:
-    """Returns the replica groups as text of the program; "{}", which means all devices, where it has none."""
+def groups_text(attributes: str) -> tuple[str, bool]:
+    """Returns a collective's groups as text of the program, and whether they are the pairs of a permutation.
+
+    The text is "{}", which means all devices, where the program has none.
+    """
+    if pairs := _PAIRS.search(attributes):
+        return pairs.group(1), True
     match = _GROUPS.search(attributes)
     if match is None and "replica_groups=" in attributes:
         raise ValueError(
             f"replica groups must be in a form that this parser knows; got {attributes[:200]!r}. Report it."
         )
-    return match.group(1) if match else "{}"
-
-
-def pairs_text(attributes: str) -> str | None:
-    """Returns the source-target pairs of a permutation as text of the program, None for any other collective."""
-    match = _PAIRS.search(attributes)
-    return match.group(1) if match else None
+    return match.group(1) if match else "{}", False
 
 
 @functools.lru_cache(maxsize=1024)

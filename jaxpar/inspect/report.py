@@ -121,12 +121,18 @@ class StepReport:
     def render(self) -> str:
         """Returns the report as text for a terminal, 80 to 160 columns wide."""
         mesh = sizes_text(dict(self.axis_sizes))
-        title = f"{self.name or 'step'} on {_counted(self.num_devices, 'device')}" + (f", mesh {mesh}" if mesh else "")
+        devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
+        title = f"{self.name or 'step'} on {devices}" + (f", mesh {mesh}" if mesh else "")
         parts = [
             title,
             _collectives_table(self),
             _axes_table(self),
-            _memory_table(self),
+            table(
+                [
+                    ("memory on each device", "bytes"),
+                    *((kind, bytes_text(n)) for kind, n in self.memory.by_kind().items()),
+                ]
+            ),
             _flops_lines(self),
             "" if self.gpu is None else self.gpu.render(),
             _whole_table(self),
@@ -173,7 +179,7 @@ def _collectives_table(report: StepReport) -> str:
     columns = {
         "collective": lambda each: each.kind + (" (async)" if each.asynchronous else ""),
         "axes": lambda each: _location_text(each, bool(report.axis_sizes)),
-        "runs": _runs_text,
+        "runs": lambda each: _bounded(each, f"{each.known_times:g}" + (" x ?" if each.times is None else "")),
         "group": lambda each: str(each.group_size),
         "payload": lambda each: bytes_text(each.payload_bytes),
         "sent a step": lambda each: _bounded(each, bytes_text(each.bytes_moved)),
@@ -191,14 +197,9 @@ def _collectives_table(report: StepReport) -> str:
 
 def _location_text(each: Collective, has_mesh: bool) -> str:
     if not has_mesh:
-        return _shortened(each.groups, 28)
+        return each.groups if len(each.groups) <= 28 else f"{each.groups[:25]}..."
     shift = "" if each.shift is None else f" {each.shift:+d}"
     return axes_text(each.axes) + shift + ("" if each.whole_axes else " (part)")
-
-
-def _runs_text(each: Collective) -> str:
-    runs = f"{each.known_times:g}"
-    return f"{runs} x ?" if each.times is None else _bounded(each, runs)
 
 
 def _bounded(each: Collective, text: str) -> str:
@@ -211,7 +212,8 @@ def _arrays_text(each: Collective) -> str:
 
 
 def _origin_text(each: Collective) -> str:
-    return " ".join(part for part in (os.path.basename(each.source), _tail(each.op_name, 48)) if part)
+    name = each.op_name if len(each.op_name) <= 48 else f"...{each.op_name[-45:]}"
+    return " ".join(filter(None, (os.path.basename(each.source), name)))
 
 
 def _axes_table(report: StepReport) -> str:
@@ -225,11 +227,6 @@ def _axes_table(report: StepReport) -> str:
         runs = sum(each.known_times for each in chosen)
         rows.append((axes_text(axes), f"{bound}{runs:g}", bound + bytes_text(num_bytes)))
     return table(rows)
-
-
-def _memory_table(report: StepReport) -> str:
-    rows = [("memory on each device", "bytes")]
-    return table(rows + [(kind, bytes_text(size)) for kind, size in report.memory.by_kind().items()])
 
 
 def _flops_lines(report: StepReport) -> str:
@@ -253,15 +250,3 @@ def _whole_table(report: StepReport) -> str:
         "devices": lambda each: str(each.num_devices),
     }
     return table_of(report.whole_arrays, columns)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _tail(text: str, width: int) -> str:
-    return text if len(text) <= width else "..." + text[3 - width :]

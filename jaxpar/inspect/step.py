@@ -10,9 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jaxpar.fields import check_at_least
 from jaxpar.inspect.collectives import Collective, find_collectives
 from jaxpar.inspect.costs import count_flops
-from jaxpar.inspect.gpu import GpuProgram, read_gpu_program
+from jaxpar.inspect.gpu import read_gpu_program
 from jaxpar.inspect.groups import AxisSizes
 from jaxpar.inspect.hlo import Assumptions, Module, parse_module, plain_number
 from jaxpar.inspect.report import Axes, Memory, StepReport, WholeArray, axes_text
@@ -45,12 +46,14 @@ def inspect_step(
         ValueError: the mesh has another number of devices than the program, or an option is out of range.
         TypeError: `fn` is none of these.
     """
-    _check_options(large_bytes, devices_per_node, loop_trips)
+    check_at_least(0, large_bytes=large_bytes, loop_trips=loop_trips)
+    check_at_least(1, devices_per_node=devices_per_node)
     compiled = _compile(fn, args)
     module = parse_module(compiled.as_text() or "")
     mesh = _find_mesh(mesh, args, compiled, module.num_devices)
     assumptions = Assumptions(loop_trips, dict(branch_shares or {}))
-    flops = count_flops(module, assumptions=assumptions)
+    flops, analysis = count_flops(module, assumptions=assumptions), compiled.cost_analysis()
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
     axis_sizes: AxisSizes = () if mesh is None else tuple((str(name), int(size)) for name, size in mesh.shape.items())
     return StepReport(
         collectives=find_collectives(
@@ -59,7 +62,7 @@ def inspect_step(
         memory=_memory(compiled),
         flops=plain_number(flops.most),
         flops_least=plain_number(flops.least),
-        compiler_flops=_compiler_flops(compiled),
+        compiler_flops=analysis.get("flops") if isinstance(analysis, dict) else None,
         whole_arrays=tuple(_whole_arrays(compiled, _parameter_names(fn, args, compiled), large_bytes)),
         unknown_loops=tuple(sorted(flops.unknown_loops)),
         uncounted_calls=tuple(sorted(flops.uncounted)),
@@ -67,26 +70,10 @@ def inspect_step(
         num_devices=module.num_devices,
         large_bytes=large_bytes,
         name=module.name,
-        gpu=_gpu_program(mesh, module, large_bytes, assumptions),
+        gpu=read_gpu_program(module, large_bytes=large_bytes, assumptions=assumptions, device_kind=device.device_kind)
+        if device is not None and device.platform == "gpu"
+        else None,
     )
-
-
-def _gpu_program(
-    mesh: Mesh | AbstractMesh | None, module: Module, large_bytes: int, assumptions: Assumptions
-) -> GpuProgram | None:
-    if not isinstance(mesh, Mesh) or (device := mesh.devices.flat[0]).platform != "gpu":
-        return None
-    return read_gpu_program(module, large_bytes=large_bytes, assumptions=assumptions, device_kind=device.device_kind)
-
-
-def _check_options(large_bytes: int, devices_per_node: int | None, loop_trips: int | None) -> None:
-    for name, value, least in (
-        ("large_bytes", large_bytes, 0),
-        ("devices_per_node", devices_per_node, 1),
-        ("loop_trips", loop_trips, 0),
-    ):
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be {least} or more; got {value}. Leave it out for the default.")
 
 
 def _compile(fn: Any, args: tuple) -> jax.stages.Compiled:
@@ -135,12 +122,6 @@ def _memory(compiled: jax.stages.Compiled) -> Memory:
         raise ValueError(f"the backend must plan memory; got none from {jax.default_backend()}. Inspect on cpu or gpu.")
     kinds = ("argument", "output", "temp", "alias", "generated_code")
     return Memory(*(int(getattr(stats, f"{kind}_size_in_bytes")) for kind in kinds))
-
-
-def _compiler_flops(compiled: jax.stages.Compiled) -> float | None:
-    analysis = compiled.cost_analysis()
-    flops = analysis.get("flops") if isinstance(analysis, dict) else None
-    return None if flops is None else float(flops)
 
 
 def _parameter_names(fn: Any, args: tuple, compiled: jax.stages.Compiled) -> tuple[str, ...]:

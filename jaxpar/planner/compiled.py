@@ -12,12 +12,12 @@ Collectives take as long as their bytes at the bandwidth of the link, and the la
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpar.backward.remat import keep_products
 from jaxpar.data_parallel import abstract_batch
 from jaxpar.gradients import value_and_grad
 from jaxpar.inspect import Collective, StepReport, inspect_step
@@ -25,11 +25,11 @@ from jaxpar.inspect.report import axes_text
 from jaxpar.inspect.text import device_seconds_text, table
 from jaxpar.layered_model import LAYERS
 from jaxpar.mesh import AXES
-from jaxpar.pipeline import masks_idle_ops, spmd_program
+from jaxpar.parallel import Parallel, Pipeline
+from jaxpar.pipeline import spmd_program
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape
-from jaxpar.schedule import lockstep_form
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.train import Optimizer, TrainState, abstract_state, make_train_step
 
@@ -51,28 +51,15 @@ def compile_choice(
     packed = packed | {LAYERS: layout.as_packed(packed[LAYERS])}
     shardings = shardings_from_paths(packed, mesh, shape.rules)
     zeros = lambda key: jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), packed)
-    state = abstract_state(
-        zeros, jax.random.key(0), optimizer, mesh, shardings, zero=choice.zero, trainable=shape.trainable
-    )
-    of_mesh = value_and_grad(
-        shape.model,
-        shape.loss,
-        mesh,
-        schedule=choice.schedule,
-        num_microbatches=choice.num_microbatches,
-        num_chunks=choice.num_chunks,
-        remat=keep_products if choice.remat == "dots" else choice.remat is True,
-        zero=choice.zero,
-        layout=layout if choice.stage > 1 else None,
-        shardings=shardings,
-        trainable=shape.trainable,
-    )
-    batch = abstract_batch(shape.batch(batch_size), mesh)
-    shares = {}
-    if choice.stage > 1:
-        masks = masks_idle_ops(mesh)
-        table = choice.table(choice.num_microbatches, lockstep_form(choice.schedule, masks=masks))
-        shares = spmd_program(table, masks=masks).branch_shares()
+    held = layout if choice.stage > 1 else None
+    parallel = Parallel(mesh, shardings, zero=choice.zero, trainable=shape.trainable, layout=held)
+    settings: dict[str, Any] = {name: getattr(choice, name) for name in ("num_microbatches", "num_chunks", "remat")}
+    pipeline = Pipeline(choice.schedule, **settings)
+    state = abstract_state(zeros, jax.random.key(0), optimizer, parallel)
+    of_mesh = value_and_grad(shape.model, shape.loss, parallel, pipeline)
+    batch, masks = abstract_batch(shape.batch(batch_size), mesh), pipeline.masks(mesh)
+    table = pipeline.table(choice.stage, masks=masks) if choice.stage > 1 else None
+    shares = {} if table is None else spmd_program(table, masks=masks).branch_shares()
     with jax.numpy_rank_promotion("allow"):
         step = make_train_step(of_mesh, optimizer).lower(state, batch).compile()
     return state, inspect_step(step, mesh=mesh, branch_shares=shares)

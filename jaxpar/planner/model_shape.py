@@ -183,12 +183,9 @@ def _with_factors(shape: ModelShape, lora: Lora) -> ModelShape:
 
 def _with_owned(shape: ModelShape, mesh: AbstractMesh) -> PyTree:
     """Returns the params of a model with the part of its experts that a device has."""
-    specs = jax.tree.map(lambda sharding: sharding.spec, shardings_from_paths(shape.params, mesh, shape.rules))
-
-    def of(leaf: Any, spec: PartitionSpec) -> Any:
-        return shard_shape(leaf, cut_of(spec, DATA), mesh.shape[DATA])
-
-    return shape.frozen(jax.tree.map(of, shape.params, specs))
+    shardings = shardings_from_paths(shape.params, mesh, shape.rules)
+    of = lambda leaf, sharding: shard_shape(leaf, cut_of(sharding.spec, DATA), mesh.shape[DATA])
+    return shape.frozen(jax.tree.map(of, shape.params, shardings))
 
 
 def _on_a_device(make: Callable[[], Any], mesh: AbstractMesh) -> Any:

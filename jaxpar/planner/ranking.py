@@ -57,7 +57,7 @@ def plan(
 
     Example:
         >>> from jaxpar.planner import cluster
-        >>> best = plan("gpt2", cluster("h100", devices_per_node=2), batch_size=512)[0]
+        >>> best = plan("gpt2", cluster("h100", devices_per_node=2), batch_size=8)[0]
         >>> best.choice.data, best.choice.stage, best.choice.tensor
         (2, 1, 1)
     """
@@ -172,8 +172,11 @@ def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
     """Returns why a search finds no choice, and a remedy."""
     needs = _smallest(estimator, fixed)
     if needs is None:
-        refused = next(iter(estimator.refused.values()), None)
-        return _of_model(estimator, fixed, refused) if refused else _undivided(estimator, fixed)
+        if not estimator.refused:
+            return _undivided(estimator, fixed)
+        # The model cannot be split as fixed; the values must divide the devices too.
+        why, _, remedy = next(iter(estimator.refused.values())).rpartition(". ")
+        return f"{why}. {_remedy(estimator, fixed) if fixed.get('tensor') else remedy}"
     choice, num_bytes = needs
     name, limit = estimator.shape.name, estimator.memory_limit
     gib = lambda size: f"{size / 2**30:,.{0 if size >= 10 * 2**30 else 1}f}".removesuffix(".0")
@@ -183,12 +186,6 @@ def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
         f"{name} needs {gib(num_bytes)} GiB a device at {arg(**choice.sizes)}; have {gib(limit)}{free}. "
         f"{_nearest(estimator, fixed, choice)}"
     )
-
-
-def _of_model(estimator: Estimator, fixed: dict[str, Any], refused: str) -> str:
-    """Returns why the model cannot be split as fixed, with the values that divide the devices too."""
-    why, _, remedy = refused.rpartition(". ")
-    return f"{why}. {_remedy(estimator, fixed) if fixed.get('tensor') else remedy}"
 
 
 def _undivided(estimator: Estimator, fixed: dict[str, Any]) -> str:

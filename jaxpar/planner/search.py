@@ -19,7 +19,7 @@ from itertools import count, product
 from typing import Any
 
 from jaxpar.data_parallel import check_sequences
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_at_least
 from jaxpar.mesh import AXES, DATA, TENSOR, abstract_mesh
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.pipeline import LayerLayout
@@ -44,10 +44,8 @@ def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int,
         raise ValueError(f"a fixed setting must be one of {', '.join(SETTINGS)}; got {unknown}.")
     if executor not in ("spmd", "mpmd"):
         raise ValueError(f'{arg("executor")} must be "spmd" or "mpmd"; got {executor!r}.')
-    counts = {name: fixed.get(name) for name in (*AXES, "num_chunks", "num_microbatches")}
-    for name, value in {"batch_size": batch_size, "top": top, **counts}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{arg(name)} must be 1 or more; got {value}. For example: 1.")
+    counts: dict[str, Any] = {name: fixed.get(name) for name in (*AXES, "num_chunks", "num_microbatches")}
+    check_at_least(1, batch_size=batch_size, top=top, **counts)
     wholes = {"zero": 0, "context": 1, "experts": TENSOR}
     cut = [name for name, whole in wholes.items() if fixed.get(name) not in (None, whole)]
     if executor == "mpmd" and (fixed.get("stage") or 1) > 1 and cut:

@@ -218,16 +218,10 @@ class Schedule:
 
     def _refuse_op(self, op: Op, stage: int, tick: int) -> None:
         """Raises for an op of an unknown kind, microbatch or chunk."""
-        for what, value, known in (
-            ("kind", op.kind, KINDS),
-            ("microbatch", op.microbatch, range(self.num_microbatches)),
-            ("chunk", op.chunk, range(self.num_chunks)),
-        ):
-            if value not in known:
-                names = ", ".join(KINDS) if what == "kind" else f"the schedule's {len(known)}, counted from 0"
-                raise ValueError(
-                    f"an op's {what} must be one of {names}; got {tuple(op)} on stage {stage} in tick {tick}."
-                )
+        known = {"kind": KINDS, "microbatch": range(self.num_microbatches), "chunk": range(self.num_chunks)}
+        what = next(name for name, value in op._asdict().items() if value not in known[name])
+        names = ", ".join(KINDS) if what == "kind" else f"the schedule's {len(known[what])}, counted from 0"
+        raise ValueError(f"an op's {what} must be one of {names}; got {tuple(op)} on stage {stage} in tick {tick}.")
 
     def _check_complete(self, moments: dict[tuple[int, Op], tuple[int, int]]) -> None:
         """Raises if an op is missing. R and W must occur for every microbatch or for none."""

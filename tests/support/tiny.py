@@ -10,7 +10,7 @@ from jaxtyping import config as jaxtyping_config
 
 import jaxpar
 from jaxpar.models import mlp
-from jaxpar.params import init_params
+from jaxpar.params import abstract_params, init_params
 from tests.support.seeds import fresh_seed as fresh_seed
 
 RULES = {
@@ -36,6 +36,13 @@ _jitted_init = jax.jit(init)
 def make_params(seed: int = 0) -> dict:
     """Params on the host."""
     return jaxpar.fetch(_jitted_init(jax.random.key(seed)))
+
+
+def draw_params(num_layers: int, seed: int = 0, dtype=np.float64) -> dict:
+    """Params of any number of layers, drawn on the host, where nothing is compiled; biases are not zero either."""
+    rng = np.random.default_rng(seed)
+    shapes = abstract_params(mlp.param_table(NUM_FEATURES, NUM_CLASSES, width=8, num_hidden=2 * num_layers))
+    return jax.tree.map(lambda leaf: (0.2 * rng.normal(size=leaf.shape)).astype(dtype), shapes)
 
 
 def make_batch(seed: int = 0, dtype=np.float32) -> dict:

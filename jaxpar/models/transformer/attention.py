@@ -54,11 +54,6 @@ class Span(NamedTuple):
     is_in_order: bool = True
 
     @classmethod
-    def first(cls, seq: int) -> "Span":
-        """Returns the span of the first ``seq`` tokens of each row."""
-        return cls(jnp.arange(seq)[None], seq)
-
-    @classmethod
     def packed(cls, segments: Int[Array, "batch seq"]) -> "Span":
         """Returns the span of whole rows of several segments, in each of which positions begin anew."""
         first, last = _ends_of(segments)
@@ -138,14 +133,12 @@ def attention(
 
 
 def _write(cache: Cache, new: Cache, span: Span) -> Cache:
-    if span.is_start:
-        keys, values = (
-            jax.lax.dynamic_update_slice(old, one, (0, 0, 0, 0)) for old, one in zip(cache, new, strict=True)
-        )
-    else:
-        rows = jnp.arange(len(new[0]))
-        keys, values = (old.at[rows, span.positions[:, 0]].set(one[:, 0]) for old, one in zip(cache, new, strict=True))
-    return keys, values
+    def at_positions(old: Array, one: Array) -> Array:
+        if span.is_start:
+            return jax.lax.dynamic_update_slice(old, one, (0, 0, 0, 0))
+        return old.at[jnp.arange(len(one)), span.positions[:, 0]].set(one[:, 0])
+
+    return at_positions(cache[0], new[0]), at_positions(cache[1], new[1])
 
 
 def project(

@@ -81,6 +81,11 @@ class Shards:
         dim = num_experts if by_expert else config.expert_hidden_dim
         return cls(axes, size, 1 if dim % size else size, by_expert, num_experts // held)
 
+    def own(self, num_experts: int) -> tuple[int, Int[Array, "shards 1"]]:
+        """Returns how many of a replica's experts each shard works on, and which part of them."""
+        numbers = jnp.arange(self.count)[:, None]
+        return (num_experts // self.count, numbers) if self.by_expert else (num_experts, jnp.zeros_like(numbers))
+
     def split(self, x: Any) -> Array:
         """Returns an array whose leading dim, of the shards, is split over them."""
         return x if self.count == 1 else jax.lax.with_sharding_constraint(x, self._spec)
@@ -144,30 +149,23 @@ def dropless(chosen: Int[Array, " pairs"], num_experts: int, shards: Shards, *, 
         tile: A number of rows.
         room: The most pairs that may have an expert. Those after them get no slot.
     """
-    num_pairs, count, by_expert = len(chosen), shards.count, shards.by_expert
-    order = jnp.argsort(chosen, stable=True)
-    place = jnp.argsort(order)
-    sizes = shards.whole(_counts(chosen[None], num_experts)[0])
-    starts = shards.whole(jnp.cumsum(sizes) - sizes)
-    known = jnp.minimum(chosen, num_experts - 1)
-    own = num_experts // count if by_expert else num_experts
-    of_shard = lambda a: a.reshape(count, own) if by_expert else jnp.broadcast_to(a[None], (count, own))
+    num_pairs, count, (own, part) = len(chosen), shards.count, shards.own(num_experts)
+    order, rank, sizes, starts = _sorted(chosen[None], num_experts, shards)
+    of_shard = lambda a: jnp.broadcast_to(a.reshape(-1, own), (count, own))
     num_slots = -(-room // tile) * tile + (own * tile if tile > 1 else 0)
     ends = jnp.minimum(jnp.cumsum(-(-of_shard(sizes) // tile) * tile, 1), num_slots)
     padded = jnp.diff(ends, axis=1, prepend=0)
     begins = ends - padded
     # The slot of a pair: that of its expert's first, and its place among the expert's.
-    expert = jnp.broadcast_to((known % own if by_expert else known)[None], (count, num_pairs))
-    is_own = (chosen // own)[None] == jnp.arange(count)[:, None] if by_expert else (chosen < num_experts)[None]
-    slot = at(begins, expert) + (place - starts[known])[None]
-    slot = jnp.where(is_own & (slot < num_slots), slot, num_slots)
+    slot = at(begins, jnp.broadcast_to(chosen[None] % own, (count, num_pairs))) + rank
+    slot = jnp.where((chosen[None] // own == part) & (slot < num_slots), slot, num_slots)
     # The pair of a slot, the other way around.
     here = jnp.broadcast_to(jnp.arange(num_slots, dtype=ends.dtype)[None], (count, num_slots))
     owner = jnp.sum(ends[:, :, None] <= here[:, None], 1)
     there = jnp.minimum(owner, own - 1)
     within = here - at(begins, there)
     is_taken = (owner < own) & (within < at(of_shard(sizes), there))
-    pair = order[jnp.where(is_taken, at(of_shard(starts), there) + within, 0)]
+    pair = order[0, jnp.where(is_taken, at(of_shard(starts), there) + within, 0)]
     return Slots(jnp.where(is_taken, pair, num_pairs), slot, padded)
 
 
@@ -182,31 +180,31 @@ def within_capacity(
         shards: The shards.
         capacity: The slots of an expert for a row.
     """
-    rows, count, by_expert = len(chosen), shards.count, shards.by_expert
+    rows, (own, part) = len(chosen), shards.own(num_experts)
     chosen = chosen.reshape(rows, -1)
-    per_row = chosen.shape[1]
-    order = jnp.argsort(chosen, axis=1, stable=True)
-    place = jnp.argsort(order, axis=1)
-    sizes = shards.whole(_counts(chosen, num_experts))
-    starts = shards.whole(jnp.cumsum(sizes, 1) - sizes)
-    known = jnp.minimum(chosen, num_experts - 1)
-    rank = place - at(starts, known)
-    fits_in = (rank < capacity) & (chosen < num_experts)
-    row = jnp.arange(rows)[:, None]
-    own = num_experts // count if by_expert else num_experts
-    slot = ((known % own if by_expert else known) * rows + row) * capacity + rank
-    num_slots = own * rows * capacity
-    shard = jnp.arange(count)[:, None]
-    is_own = (known // own).reshape(1, -1) == shard if by_expert else jnp.ones((count, chosen.size), bool)
-    slot = jnp.where(is_own & fits_in.reshape(1, -1), slot.reshape(1, -1), num_slots)
+    order, rank, sizes, starts = _sorted(chosen, num_experts, shards)
+    row, num_pairs, num_slots = jnp.arange(rows)[:, None], chosen.size, own * rows * capacity
+    slot = (chosen % own * rows + row) * capacity + rank
+    has_slot = ((chosen // own).reshape(1, -1) == part) & (rank < capacity).reshape(1, -1)
+    slot = jnp.where(has_slot, slot.reshape(1, -1), num_slots)
     # [experts, rows, capacity]
     here = jnp.arange(capacity)[None, None]
     is_taken = here < sizes.T[:, :, None]
     first = jnp.where(is_taken, starts.T[:, :, None] + here, 0)
-    pair = order[row[None], first] + row[None] * per_row
-    pair = jnp.where(is_taken, pair, rows * per_row)
-    pair = pair.reshape(count, -1) if by_expert else jnp.broadcast_to(pair.reshape(1, -1), (count, num_slots))
-    return Slots(pair, slot, jnp.full((count, own), rows * capacity, sizes.dtype))
+    pair = jnp.where(is_taken, order[row[None], first] + row[None] * chosen.shape[1], num_pairs)
+    pair = jnp.broadcast_to(pair.reshape(-1, num_slots), (shards.count, num_slots))
+    return Slots(pair, slot, jnp.full((shards.count, own), rows * capacity, sizes.dtype))
+
+
+def _sorted(
+    chosen: Int[Array, "rows pairs"], num_experts: int, shards: Shards
+) -> tuple[Int[Array, "rows pairs"], Int[Array, "rows pairs"], Int[Array, "rows experts"], Int[Array, "rows experts"]]:
+    """Returns each row's pairs in the order of the experts, the rank of each among its expert's, and their sizes and starts."""
+    order = jnp.argsort(chosen, axis=1, stable=True)
+    sizes = shards.whole(_counts(chosen, num_experts))
+    starts = shards.whole(jnp.cumsum(sizes, 1) - sizes)
+    rank = jnp.argsort(order, axis=1) - at(starts, jnp.minimum(chosen, num_experts - 1))
+    return order, rank, sizes, starts
 
 
 def by_expert_first(owners: int, num_experts: int, room: int, shards: Shards) -> Slots:

@@ -99,7 +99,8 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
 def _span(tokens: Array, segments: Array | None, positions: Array | None) -> Span:
     if positions is not None:
         return Span.given(positions, segments)
-    return Span.first(tokens.shape[1]) if segments is None else Span.packed(segments)
+    seq = tokens.shape[1]
+    return Span(jnp.arange(seq)[None], seq) if segments is None else Span.packed(segments)
 
 
 def _check_context(config: TransformerConfig) -> None:
