@@ -137,6 +137,7 @@ def curve(out_dir):
 
 @pytest.mark.parametrize("recipe", ["digits", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_two_processes_of_four_devices_have_the_loss_curve_of_one_with_eight(tmp_path, monkeypatch, recipe):
+    """As the README starts recipes/gpt.py, here without its evaluations and pictures."""
     text = tmp_path / "alphabet.txt"
     text.write_text("abcdefghijklmnopqrstuvwxyz, " * 400)
     own = {
