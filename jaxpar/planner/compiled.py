@@ -31,6 +31,7 @@ from jaxpar.pipeline import masks_idle_ops, spmd_program
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape
+from jaxpar.schedule import Schedule
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.train import Optimizer, TrainState, TrainStep, abstract_state, make_train_step
 
