@@ -15,7 +15,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -276,8 +276,9 @@ def _read_csv(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[int, Any]]:
-    number, wanted = 0, {*FIELDS, "input_ids"}
-    with open_parquet(file, lambda: f"{file}, after row {number}") as opened:
+    parquet, number, wanted = import_parquet(), 0, {*FIELDS, "input_ids"}
+    with whole_parquet(lambda: f"{file}, after row {number}"):
+        opened = parquet.ParquetFile(file)
         names = [name for name in opened.schema_arrow.names if name in wanted] or None
         for batch in opened.iter_batches(batch_size=1024, columns=names):
             for row in batch.to_pylist():
@@ -285,17 +286,10 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, Any]]:
                 yield number, {name: value for name, value in row.items() if value is not None}
 
 
-@contextmanager
-def open_parquet(file: Path, place: object) -> Iterator[Any]:
-    """Gives a Parquet file, whose errors inside are those of a damaged file at a place, as ``refusing`` takes it.
-
-    Raises:
-        ImportError: pyarrow is not installed.
-        ValueError: The file is damaged.
-    """
-    parquet, rule = import_parquet(), "a .parquet must be a whole Parquet file"
-    with refusing((OSError, ValueError), rule, place, "Write it again."):  # pyarrow's errors are of these kinds
-        yield parquet.ParquetFile(file)
+def whole_parquet(place: object) -> AbstractContextManager[None]:
+    """Returns a context in which an error of pyarrow is that of a damaged file at a place, as ``refusing`` takes it."""
+    rule = "a .parquet must be a whole Parquet file"
+    return refusing((OSError, ValueError), rule, place, "Write it again.")  # pyarrow's errors are of these kinds
 
 
 def import_parquet() -> Any:

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxpar.data.batches import RowSource, check_vocabulary, locate
 from jaxpar.data.packing import IGNORED, empty_rows
-from jaxpar.data.readers import import_parquet, is_records, open_array_record, open_parquet, parse_json, read_records
+from jaxpar.data.readers import import_parquet, is_records, open_array_record, parse_json, read_records, whole_parquet
 from jaxpar.fields import arg
 from jaxpar.runtime.output import printable
 
@@ -189,8 +189,8 @@ class ParquetRecords:
     """The rows of a Parquet file; the row groups that were read last stay decoded."""
 
     def __init__(self, file: Path) -> None:
-        with open_parquet(file, file) as self._file:
-            pass
+        with whole_parquet(file):
+            self._file = import_parquet().ParquetFile(file)
         metadata = self._file.metadata
         self._starts = np.cumsum([0, *(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))])
         self._names = [name for name in self._file.schema_arrow.names if name in COLUMNS]
