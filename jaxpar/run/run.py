@@ -58,6 +58,7 @@ class Run:
         samples: ``samples(step)``: the position in the data after that many steps, which is ``origin.samples`` after a resume.
         remedy: What to choose if steps are not finite.
         draw: Draws the pictures of a run that is asked to stop.
+        say: Prints a message; by default on standard output of the first process.
 
     Raises:
         FileNotFoundError: There is nothing to --resume.
@@ -79,6 +80,7 @@ class Run:
         samples: Callable[[int], int] = lambda step: 0,
         remedy: str = "Choose a smaller learning rate.",
         draw: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = say,
     ) -> None:
         self.flags, self.mesh, self.schedule = flags, mesh, schedule
         self.out_dir, self.is_dry = flags.common.out_dir, flags.common.dry_run
@@ -89,7 +91,7 @@ class Run:
             items_per_step, items = 1, "steps"
         self._rate = {"items_per_step": items_per_step, "items": items}
         self._flops_per_step = flops_per_step
-        self._samples, self._remedy, self._draw = samples, remedy, draw
+        self._samples, self._remedy, self._draw, self._say = samples, remedy, draw, say
         self._watchers: list[exporters.Watcher] = []
         self._state: jaxpar.TrainState | None = None
         self._compiled: jax.stages.Compiled | None = None
@@ -123,7 +125,7 @@ class Run:
             self._state = self.checkpoints.restore(self.target, config=self._settings, allow=allowed)
         manifest = self.checkpoints.manifest(int(jaxpar.fetch(self._state.step)))
         saved_on = ", ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
-        say(f"resumed from step {manifest.step}, saved on {saved_on}")
+        self._say(f"resumed from step {manifest.step}, saved on {saved_on}")
         self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
 
     def compile(self, train_step: Any, batch: Any) -> jax.stages.Compiled:
@@ -154,15 +156,15 @@ class Run:
             compiled = self._compiled = lowered.compile()
             with checks():
                 check_permutes(compiled)
-        say(f"compiled in {time.perf_counter() - start:.1f} s")
+        self._say(f"compiled in {time.perf_counter() - start:.1f} s")
         return compiled
 
     def say_cost(self) -> None:
         """Prints the cost of the step on each device: collectives by mesh axis, memory, FLOPs; for GPUs also its roofline."""
         report = inspect_pipeline(self._step(), self.mesh, self.schedule)
-        say(report.render())
+        self._say(report.render())
         if self.flags.gpu.compile_for:
-            say("\n" + roofline(report, cluster(self.flags.gpu.compile_for, *self.flags.gpu.shape)).render())
+            self._say("\n" + roofline(report, cluster(self.flags.gpu.compile_for, *self.flags.gpu.shape)).render())
 
     def begin(self) -> jaxpar.TrainState:
         """Returns the first state, new or restored, once the folder is prepared: --overwrite, config.json.
@@ -177,7 +179,7 @@ class Run:
         if self.flags.common.overwrite and jax.process_index() == 0 and folder.has_run(self.out_dir):
             self.checkpoints.lease.check()
             folder.delete_run(self.out_dir)
-            say(f"deleted: the earlier run in {self.out_dir}")
+            self._say(f"deleted: the earlier run in {self.out_dir}")
         write_config(self.flags, self.mesh)
         return state
 
@@ -246,7 +248,7 @@ class Run:
         lines = read_metrics(self.out_dir / "metrics.jsonl") if jax.process_index() == 0 else []
         if seconds := [line["step_seconds"] for line in lines if line["step"] >= self.first_step]:
             median, count = statistics.median(seconds), self.flags.common.steps - self.first_step
-            say(
+            self._say(
                 f"{count} steps in {self.seconds:.1f} s, evaluations included; a step takes {median * 1e3:.0f} ms (median), "
                 f"{self._rate['items_per_step'] / median:,.0f} {self._rate['items']}/s"
             )
@@ -254,7 +256,7 @@ class Run:
     def say_skipped(self, state: jaxpar.TrainState) -> None:
         """Prints how many steps changed nothing, if any."""
         if skipped := int(jaxpar.fetch(state.num_skipped)):
-            say(f"{skipped} steps changed nothing, since their loss or gradients were not finite")
+            self._say(f"{skipped} steps changed nothing, since their loss or gradients were not finite")
 
     def __enter__(self) -> Self:
         return self
@@ -279,7 +281,7 @@ class Run:
                     began=BEGAN,
                 )
                 self._watchers.append(server)
-                say(f"metrics at http://{flags.metrics_address}:{server.port}/metrics")
+                self._say(f"metrics at http://{flags.metrics_address}:{server.port}/metrics")
             if flags.tensorboard:
                 self._watchers.append(exporters.TensorBoardWriter(self.out_dir / "tensorboard"))
             if flags.profile:
