@@ -18,6 +18,7 @@ import small_gpt
 from peer_questions import jax_peer, jaxpp_peer, torch_peer
 
 from tests.support import compiled_programs
+from tests.support.oracle import assert_same
 from tests.support.waiting import WAIT_SECONDS
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -262,8 +263,7 @@ def test_the_step_of_the_jaxpp_peer_marks_each_stage_and_trains_as_one_device(mo
         trained, found = jaxpp_peer.make_train_step(mesh, "Interleaved1F1B", 4, shape.layers)(listed, microbatches)
     assert float(found.first_mpmd_replica) == pytest.approx(float(loss), rel=1e-5)
     want = jax.tree.map(lambda p, g: p - protocol.LEARNING_RATE * g, params, grads)
-    same = jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-4, atol=1e-6), trained, jaxpp_peer.listed_layers(want))
-    assert all(jax.tree.leaves(same)), same
+    assert_same(trained, jaxpp_peer.listed_layers(want), within=1e-5)
 
 
 @pytest.mark.slow

@@ -15,9 +15,11 @@ import pytest
 from jaxpar.commands import recipe as cli
 from jaxpar.run import make_mesh, messages
 from jaxpar.run.run import write_config
+from tests.support.broken_disk import GIVES_WRITES_UP, writes_given_up  # noqa: F401 (a fixture)
 from tests.support.real_runs import PLAIN, ROOT, environment
 from tests.support.waiting import WAIT_SECONDS
 
+pytestmark = GIVES_WRITES_UP
 NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}  # else a file that may not grow would be a module of other tests
 
 
