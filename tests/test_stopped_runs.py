@@ -2,7 +2,6 @@
 
 import re
 import signal
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -46,8 +45,8 @@ def test_a_signal_to_one_of_two_processes_makes_both_save_the_same_step(tmp_path
 
 def test_a_second_signal_ends_a_run_at_once(tmp_path):
     folder = tmp_path / "run"
-    process = start(RUN, folder, "--every", 10**6, "--faults", "stick@3:0", stderr=subprocess.PIPE)
-    wait_for(folder / "struck-stick@3:0")
+    process = start(RUN, folder, "--every", 10**6, "--faults", "wait@3:0")
+    wait_for(folder / "struck-wait@3:0")
     process.send_signal(signal.SIGTERM)
     assert process.stderr.readline().startswith("SIGTERM: saving at the end of a step")
     process.send_signal(signal.SIGTERM)

@@ -85,6 +85,8 @@ def strike(faults, step, folder, every, guard):
             os.kill(os.getpid(), signal.SIGTERM)
         elif kind == "stick":
             stuck_here(guard)
+        elif kind == "wait":
+            threading.Event().wait()
         elif kind == "error":
             raise RuntimeError("an error of one process")
         elif kind == "mend":
