@@ -29,6 +29,7 @@ from jaxpar.checkpoint.state import (
     target_in_canonical_order,
     to_canonical,
 )
+from jaxpar.fields import check_kind
 from jaxpar.mesh import shown_sizes
 from jaxpar.parallel import Parallel, accepts_settings
 from jaxpar.pipeline import LayerLayout, open_params
@@ -249,6 +250,7 @@ class CheckpointManager(Saver):
             TypeError: A leaf of the target has no NamedSharding.
             ValueError: There is no such step, or the checkpoint is of another config or model, or the target of another mesh.
         """
+        check_kind((TrainState,), "a TrainState", "Make it with jaxpar.abstract_state.", target=target)
         self._check_layout(target)
         self.wait()
         check_agreement("restore", {"steps": self._folder.numbered(), "asked step": step})
