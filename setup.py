@@ -6,7 +6,15 @@ setup(
     packages=[*find_packages(include=["jaxpar", "jaxpar.*"]), "jaxpar.recipes"],
     package_dir={"jaxpar": "jaxpar", "jaxpar.recipes": "recipes"},
     package_data={
-        "jaxpar": ["py.typed", "**/*.json", "**/*.toml", "report/page.css", "report/page.js"],
+        "jaxpar": [
+            "py.typed",
+            "__init__.pyi",
+            "**/*.json",
+            "**/*.toml",
+            "gpu_target.txtpb",
+            "report/page.css",
+            "report/page.js",
+        ],
         "jaxpar.recipes": ["data/*.csv", "data/*.jsonl"],
     },
 )
