@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxpar.huggingface.tokenizer import FolderTokenizer
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextDelta
-from jaxpar.serve.requests import Body, Endpoint, Reply, RequestError, Served, unknown_model
+from jaxpar.serve.requests import Body, Endpoint, Reply, RequestError, Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's API has it
@@ -259,8 +259,7 @@ class Api:
 
     def reply(self, body: CompletionBody | ChatBody) -> Reply:
         """Returns the reply to a body; raises RequestError for one that cannot be answered."""
-        if body.model != self.name:
-            raise unknown_model(body.model, self.name)
+        check_name(body.model, self.name)
         count, is_chat = body.n or 1, isinstance(body, ChatBody)
         try:
             prompts = _prompts(self.model, body)
@@ -315,6 +314,13 @@ class Api:
                 code="context_length_exceeded",
             )
         return tokens
+
+
+def check_name(name: str, served: str) -> None:
+    """Raises RequestError for a request that names a model other than the one that is served."""
+    if name != served:
+        message = f"model must be the one that is served; got {ascii(name)[:80]}. Give {served!r}."
+        raise RequestError(404, message, param="model", code="model_not_found")
 
 
 def language_model(model: LanguageModel, name: str, about: str, max_tokens: int) -> Served:
