@@ -246,14 +246,10 @@ class CheckpointManager(Saver):
             stored = check_arrays_match(manifest.arrays, canonical, where, cast=cast)
             return load(self._folder, manifest, stored, self.mesh)
 
+        without = f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to."
+        remedy = "Restore a backup, or start a run in another folder."
         state = read_newest(
-            self._folder,
-            step,
-            read,
-            action="restoring",
-            without=f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to.",
-            remedy="Restore a backup, or start a run in another folder.",
-            passed_over=self._pass_over,
+            self._folder, step, read, action="restoring", without=without, remedy=remedy, passed_over=self._pass_over
         )
         self._resume_from(int(fetch(state.step)))
         return as_keys(from_canonical(state, wanted), target)

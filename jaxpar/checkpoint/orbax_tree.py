@@ -36,7 +36,7 @@ class GivenUpError(RuntimeError):
     """Another process failed in a save or a load."""
 
 
-class Operation:
+class Operation(contextlib.AbstractContextManager["Operation"]):
     """A save or a load by all processes. A process that fails in the ``with`` block gives it up for all.
 
     Args:
@@ -46,9 +46,6 @@ class Operation:
     def __init__(self, seconds: float) -> None:
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
         self._key = f"jaxpar/arrays/{next(_numbers)}/given up"
-
-    def __enter__(self) -> "Operation":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         service = coordination.client()

@@ -131,7 +131,7 @@ class Caller:
     number: int | None = None
 
 
-class Connections:
+class Connections(contextlib.AbstractContextManager["Connections"]):
     """The processes of a run that have connected. No method waits for others, except ``reply`` for ``SECONDS_TO_HANG_UP``.
 
     Args:
@@ -150,9 +150,6 @@ class Connections:
         self._selector.register(listener, selectors.EVENT_READ)
         self.trouble: ValueError | None = None
         self.num_refused = 0
-
-    def __enter__(self) -> "Connections":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._drop([*self._callers])

@@ -339,11 +339,10 @@ def language_model(model: LanguageModel, name: str, about: str, max_tokens: int)
     asked = {"model": name, "max_tokens": min(16, max_tokens)}
     text = asked | {"prompt": "def "}
     chat = asked | {"messages": [{"role": "user", "content": "What is a pipeline?"}]}
+    about_text, of_text, of_chat = "Continues a text.", api.example(is_chat=False), api.example(is_chat=True)
     endpoints = (
-        Endpoint(
-            COMPLETIONS, f"Continues a text. {limits}", CompletionBody, text, api.example(is_chat=False), api.reply
-        ),
-        Endpoint(CHAT, f"{about_chat} {limits}", ChatBody, chat, api.example(is_chat=True), api.reply),
+        Endpoint(COMPLETIONS, f"{about_text} {limits}", CompletionBody, text, of_text, api.reply),
+        Endpoint(CHAT, f"{about_chat} {limits}", ChatBody, chat, of_chat, api.reply),
     )
     first = {"model": name, "prompt": [0], "max_tokens": 1}
     return Served(name, about, endpoints, first, is_language_model=True, usage=api.usage)

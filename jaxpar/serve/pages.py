@@ -52,13 +52,8 @@ class ServerMetrics:
         self._requests = prometheus_client.Counter(
             "jaxpar_serve_requests", "Requests answered, by path and status.", ("path", "code"), **where
         )
-        self._seconds = prometheus_client.Histogram(
-            "jaxpar_serve_request_seconds",
-            "Seconds until the end of the response.",
-            ("path",),
-            buckets=BUCKETS,
-            **where,
-        )
+        name, about = "jaxpar_serve_request_seconds", "Seconds until the end of the response."
+        self._seconds = prometheus_client.Histogram(name, about, ("path",), buckets=BUCKETS, **where)
         gauge = lambda name, about: prometheus_client.Gauge(f"jaxpar_serve_{name}", about, **where)
         gauge("waiting_requests", "Requests that wait for their turn.").set_function(num_waiting)
         gauge("running_requests", "Requests that are computed, 0 or 1.").set_function(num_running)
