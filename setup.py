@@ -6,15 +6,7 @@ setup(
     packages=[*find_packages(include=["jaxpar", "jaxpar.*"]), "jaxpar.recipes"],
     package_dir={"jaxpar": "jaxpar", "jaxpar.recipes": "recipes"},
     package_data={
-        "jaxpar": [
-            "py.typed",
-            "__init__.pyi",
-            "**/*.json",
-            "**/*.toml",
-            "gpu_target.txtpb",
-            "report/page.css",
-            "report/page.js",
-        ],
+        "jaxpar": ["py.typed", "*.pyi", *(f"**/*.{kind}" for kind in ("json", "toml", "html", "css", "js", "sbatch"))],
         "jaxpar.recipes": ["data/*.csv", "data/*.jsonl"],
     },
 )
