@@ -44,8 +44,8 @@ def figure_to(
     with needing_extra(f"{asked_by} needs matplotlib", "plot"):
         import matplotlib as mpl
         from matplotlib.figure import Figure
-    settings: Any = {"svg.hashsalt": "jaxpar", "font.size": 9} | dict(style or {})
-    with mpl.rc_context(settings):
+    settings = {"svg.hashsalt": "jaxpar", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    with mpl.rc_context({**settings, **(style or {})}):
         figure = Figure(figsize=size, layout="constrained")
         yield figure
         # No date, no random ids: the same picture gives the same file.

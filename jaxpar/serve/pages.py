@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from html import escape
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import prometheus_client
@@ -14,23 +16,8 @@ from jaxpar.metrics.exporters import Totals
 from jaxpar.serve.requests import Served
 
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 20, 60, 120)  # seconds
-ERRORS = {
-    "400": "The body is wrong.",
-    "404": "There is no such path or model.",
-    "405": "The path does not take this method: Allow names those that it takes.",
-    "408": "The body did not arrive in time.",
-    "413": "The body is too large.",
-    "415": "The Content-Type is not application/json.",
-    "421": "The Host is not a name of this server.",
-    "500": "The server failed, or the model's scores are not finite.",
-    "503": "Too many requests wait, time ran out, or the server is about to stop: Retry-After says when to ask again.",
-    "default": "Any other error.",
-}
-STYLE = """
-body { font-family: sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse } td { text-align: left; vertical-align: top; padding: .2em 1em .2em 0 }
-pre { background: #f4f4f4; padding: .8em; overflow-x: auto } h2 { border-top: 1px solid #ccc; padding-top: 1em }
-"""
+HERE = Path(__file__).parent
+ERRORS: dict[str, str] = json.loads((HERE / "errors.json").read_text(encoding="utf-8"))  # what each status means
 
 
 class Problem(BaseModel):
@@ -138,11 +125,9 @@ def docs_page(description: Mapping[str, Any], url: str) -> str:
         for path, at in description["paths"].items()
         if "get" in at
     )
-    return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(info["title"])}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{escape(info['title'])}</h1><p>{escape(info['description'])}; jaxpar "
-        f"{escape(info['version'])}</p>{posts}<h2>Others</h2><table>{gets}</table></body></html>"
-    )
+    about = {"title": info["title"], "about": info["description"], "version": info["version"]}
+    page = Template((HERE / "docs.html").read_text(encoding="utf-8"))
+    return page.substitute({name: escape(text) for name, text in about.items()}, posts=posts, gets=gets)
 
 
 def _section(path: str, operation: Mapping[str, Any], schemas: Mapping[str, Any], url: str) -> str:
