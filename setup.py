@@ -6,7 +6,15 @@ setup(
     packages=[*find_packages(include=["jaxpar", "jaxpar.*"]), "jaxpar.recipes"],
     package_dir={"jaxpar": "jaxpar", "jaxpar.recipes": "recipes"},
     package_data={
-        "jaxpar": ["py.typed", "**/*.json", "**/*.toml", "**/*.html", "report/page.css", "report/page.js"],
+        "jaxpar": [
+            "py.typed",
+            "**/*.json",
+            "**/*.toml",
+            "**/*.html",
+            "**/*.sbatch",
+            "report/page.css",
+            "report/page.js",
+        ],
         "jaxpar.recipes": ["data/*.csv", "data/*.jsonl"],
     },
 )

@@ -44,8 +44,9 @@ def figure_to(
     with needing_extra(f"{asked_by} needs matplotlib", "plot"):
         import matplotlib as mpl
         from matplotlib.figure import Figure
-    settings = {"svg.hashsalt": "jaxpar", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    with mpl.rc_context({**settings, **(style or {})}):
+    settings: dict[Any, Any] = {"svg.hashsalt": "jaxpar", "font.size": 9}
+    settings |= {"axes.spines.top": False, "axes.spines.right": False, **(style or {})}
+    with mpl.rc_context(settings):
         figure = Figure(figsize=size, layout="constrained")
         yield figure
         # No date, no random ids: the same picture gives the same file.

@@ -72,8 +72,8 @@ def plot_placement(
     stages = _small_stages(topology)
     sheet = Sheet(replace(topology, data=topology.in_group, stage=1, replica=1) if stages else topology)
     rows, (width, height) = -(-len(stages) // COLUMNS), sheet.size
+    heights = height - LEGEND, SMALL_HEIGHT * (rows * (1 + GAP_Y) + ABOVE)
     if stages:
-        heights = height - LEGEND, SMALL_HEIGHT * (rows * (1 + GAP_Y) + ABOVE)
         width, height = max(width, COLUMNS * SMALL_WIDTH * (1 + GAP_X)), sum(heights) + LEGEND + 0.1
     with figure_to(path, (width, height), asked_by="plot_placement") as figure:
         if stages:

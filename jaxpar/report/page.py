@@ -222,17 +222,9 @@ def ways(found: Sequence[Mapping[str, Any]]) -> str:
     """Returns a row for each way to reduce gradients on each number of devices."""
     names = "link", "link_formula", "line", "line_formula"
     header = "way", "devices", "busiest link", "formula", "busiest line", "formula", "ms a step", "parameters apart"
-    rows = (
-        (
-            row["way"],
-            row["devices"],
-            *(round(float(row[name]), 3) for name in names),
-            round(row["seconds"] * 1e3, 2),
-            float(f"{row['apart']:.0e}"),
-        )
-        for row in found
-    )
-    return table(header, rows)
+    sent = lambda row: [round(float(row[name]), 3) for name in names]
+    times = lambda row: (round(row["seconds"] * 1e3, 2), float(f"{row['apart']:.0e}"))
+    return table(header, ([row["way"], row["devices"], *sent(row), *times(row)] for row in found))
 
 
 def timeline(found: Mapping[str, Any]) -> str:
@@ -240,9 +232,8 @@ def timeline(found: Mapping[str, Any]) -> str:
     shown, count, all_ = len(found["ops"]), found["num_microbatches"], found["of_microbatches"]
     few = (
         f" {count} microbatches stand for {all_}, since the steady state repeats: with {all_} a smaller share is idle."
-        if count < all_
-        else ""
     )
+    few = few if count < all_ else ""
     cut = f" The first {shown:,} of {found['num_ops']:,} ops are shown." if shown < found["num_ops"] else ""
     peak = ", ".join(map(str, found["peak_live"]))
     return (
@@ -254,12 +245,8 @@ def timeline(found: Mapping[str, Any]) -> str:
 
 def shards(found: Mapping[str, Any]) -> str:
     """Returns a row for each array: how it is split, and how many devices hold the same part."""
-    shown = len(found["devices"])
-    cut = (
-        f"<p>The first {shown} of {found['num_devices']:,} devices are shown.</p>"
-        if shown < found["num_devices"]
-        else ""
-    )
+    shown, count = len(found["devices"]), found["num_devices"]
+    cut = f"<p>The first {shown} of {count:,} devices are shown.</p>" if shown < count else ""
     columns = {
         "array": lambda array: array["name"],
         "shape": lambda array: f"{array['dtype']}[{', '.join(map(str, array['shape']))}]",

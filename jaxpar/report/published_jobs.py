@@ -22,8 +22,7 @@ from jaxpar.planner.compiled import inspect_pipeline, step_of_choice
 from jaxpar.planner.model_shape import transformer_shape
 from jaxpar.planner.state import local_bytes
 from jaxpar.plot import plot_placement
-from jaxpar.report import sections
-from jaxpar.report.data import plan_data
+from jaxpar.report import data
 from jaxpar.schedule import (
     Schedule,
     check_schedule_name,
@@ -59,7 +58,7 @@ class Job:
     title: str
     model: transformer.TransformerConfig
     mesh: dict[str, Any]  # the size of each axis
-    end_layers: list[int]  # the numbers of layers that embedding and head count as
+    end_layers: tuple[int, int]  # the numbers of layers that embedding and head count as
     batch_size: int  # rows of a step, of all replicas
     seq: int
     microbatch_size: int  # rows of a microbatch, of one replica
@@ -82,7 +81,8 @@ class Job:
 def _read_jobs() -> dict[str, Job]:
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     model = lambda name: transformer.preset(name, vocab_multiple=128, compute_dtype="bfloat16")
-    return {name: Job(**table | {"model": model(table["model"])}) for name, table in tables.items()}
+    of = lambda table: {"model": model(table["model"]), "end_layers": tuple(table["end_layers"])}
+    return {name: Job(**table | of(table)) for name, table in tables.items()}
 
 
 JOBS = _read_jobs()
@@ -131,13 +131,8 @@ def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, A
     mesh, remat = mesh_of(job, flags), flags.remat == "full"
     form = lockstep_form(flags.schedule, masks=masks_idle_ops(mesh))
     schedule = make_schedule(flags.schedule, job.mesh["stage"], count, form=form, remat=remat)
-    layout = LayerLayout(
-        job.model.num_layers,
-        schedule.num_stages,
-        schedule.num_chunks,
-        schedule.placement,
-        end_layers=tuple(job.end_layers) if schedule.num_stages > 1 else (0, 0),
-    )
+    ends, sizes = job.end_layers if schedule.num_stages > 1 else (0, 0), (schedule.num_stages, schedule.num_chunks)
+    layout = LayerLayout(job.model.num_layers, *sizes, schedule.placement, end_layers=ends)
     shape, choice = transformer_shape(job.model, seq=job.seq), choice_of(job, flags, layout)
     step = step_of_choice(shape, choice, mesh, optax.adamw(1e-4), job.batch_size, max_grad_norm=1.0)
     return schedule, layout, *step
@@ -208,7 +203,7 @@ def step_cost(
         text.append(
             f"{', '.join(whole)}: whole on every stage, since {schedule.num_stages} stages divide no free dim of it"
         )
-    shown = {"memory": sections.memory(step, state), "traffic": sections.traffic(step)}
+    shown = {"memory": data.memory(step, state), "traffic": data.traffic(step)}
     figures = {
         "mesh": job.mesh,
         "num_microbatches": schedule.num_microbatches,
@@ -225,7 +220,7 @@ def step_cost(
 def page_data(job: Job, flags: Any, plan: Plan, schedule: Schedule, measured: dict) -> dict[str, Any]:
     """Returns the data of the page of a layout: the plan for GPUs, and memory and traffic of the compiled step."""
     model = transformer_shape(job.model, seq=job.seq)
-    found = plan_data([plan], model, cluster_of(job, flags), name=job.title)
+    found = data.plan_data([plan], model, cluster_of(job, flags), name=job.title)
     kind = f"{job.num_devices} {flags.compile_for or 'CPU devices'}"
     compiled, planned = (bytes_text(each["memory"]["total_bytes"]) for each in (measured, found))
     facts = found["facts"] | {
@@ -239,13 +234,9 @@ def page_data(job: Job, flags: Any, plan: Plan, schedule: Schedule, measured: di
 
 def few_microbatches(flags: Any, schedule: Schedule) -> Schedule:
     """Returns the schedule with as many microbatches as show its steady state."""
-    return make_schedule(
-        flags.schedule,
-        schedule.num_stages,
-        min(schedule.num_microbatches, 2 * schedule.num_stages),
-        form=lockstep_form(flags.schedule, masks=bool(flags.compile_for)),
-        remat=schedule.recomputes,
-    )
+    count = min(schedule.num_microbatches, 2 * schedule.num_stages)
+    form = lockstep_form(flags.schedule, masks=bool(flags.compile_for))
+    return make_schedule(flags.schedule, schedule.num_stages, count, form=form, remat=schedule.recomputes)
 
 
 def draw(name: str, job: Job, flags: Any, schedule: Schedule, out_dir: Path) -> None:

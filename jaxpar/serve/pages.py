@@ -49,16 +49,10 @@ class ServerMetrics:
     ) -> None:
         self._registry = prometheus_client.CollectorRegistry()
         where: dict[str, Any] = {"registry": self._registry}
-        self._requests = prometheus_client.Counter(
-            "jaxpar_serve_requests", "Requests answered, by path and status.", ("path", "code"), **where
-        )
-        self._seconds = prometheus_client.Histogram(
-            "jaxpar_serve_request_seconds",
-            "Seconds until the end of the response.",
-            ("path",),
-            buckets=BUCKETS,
-            **where,
-        )
+        requests = ("jaxpar_serve_requests", "Requests answered, by path and status.", ("path", "code"))
+        self._requests = prometheus_client.Counter(*requests, **where)
+        seconds = ("jaxpar_serve_request_seconds", "Seconds until the end of the response.", ("path",))
+        self._seconds = prometheus_client.Histogram(*seconds, buckets=BUCKETS, **where)
         gauge = lambda name, about: prometheus_client.Gauge(f"jaxpar_serve_{name}", about, **where)
         gauge("waiting_requests", "Requests that wait for their turn.").set_function(num_waiting)
         gauge("running_requests", "Requests that are computed, 0 or 1.").set_function(num_running)
@@ -117,14 +111,13 @@ def docs_page(description: Mapping[str, Any], url: str) -> str:
         url: Where the server is, for the commands to try.
     """
     info, schemas = description["info"], description["components"]["schemas"]
-    posts = "".join(
-        _section(path, at["post"], schemas, url) for path, at in description["paths"].items() if "post" in at
-    )
-    gets = "".join(
-        f'<tr><td><a href="{escape(path)}">GET {escape(path)}</a></td><td>{escape(at["get"]["summary"])}</td></tr>'
-        for path, at in description["paths"].items()
-        if "get" in at
-    )
+    posts = gets = ""
+    for path, at in description["paths"].items():
+        if "post" in at:
+            posts += _section(path, at["post"], schemas, url)
+        else:
+            about = escape(at["get"]["summary"])
+            gets += f'<tr><td><a href="{escape(path)}">GET {escape(path)}</a></td><td>{about}</td></tr>'
     about = {"title": info["title"], "about": info["description"], "version": info["version"]}
     page = Template((HERE / "docs.html").read_text(encoding="utf-8"))
     return page.substitute({name: escape(text) for name, text in about.items()}, posts=posts, gets=gets)
