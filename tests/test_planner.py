@@ -536,7 +536,7 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
             lambda: jaxpar.plan(SMALL, node(), batch_size=64, executor="fast"),
             r'executor must be "spmd" or "mpmd"; got \'fast\'',
         ),
-        (lambda: jaxpar.plan(SMALL, node(), batch_size=0, top=0), r"top must be at least 1; got 0"),
+        (lambda: jaxpar.plan(SMALL, node(), batch_size=64, top=0), r"top must be at least 1; got 0"),
         (
             lambda: jaxpar.plan(SMALL, node(), batch_size=66, tensor=2, stage=1),
             r"data must divide the batch; got data=4.* batch_size=68",
