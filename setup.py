@@ -6,7 +6,7 @@ setup(
     packages=[*find_packages(include=["jaxpar", "jaxpar.*"]), "jaxpar.recipes"],
     package_dir={"jaxpar": "jaxpar", "jaxpar.recipes": "recipes"},
     package_data={
-        "jaxpar": ["py.typed", "**/*.json", "**/*.toml", "report/page.css", "report/page.js", "serve/*.html"],
+        "jaxpar": ["py.typed", "*.pyi", *(f"**/*.{kind}" for kind in ("json", "toml", "html", "css", "js", "sbatch"))],
         "jaxpar.recipes": ["data/*.csv", "data/*.jsonl"],
     },
 )

@@ -163,11 +163,9 @@ def parse_json(text: bytes, place: str) -> Any:
     try:
         return json.loads(text.decode().rstrip())
     except (ValueError, RecursionError) as error:
-        why = (
-            f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
-            if isinstance(error, json.JSONDecodeError)
-            else str(error)
-        )
+        why = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            why = f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
         raise ValueError(
             f"a line must be JSON in UTF-8; got {type(error).__name__}: {printable(why)[:120]} in {printable(place)}. "
             "Correct or remove the line."

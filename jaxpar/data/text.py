@@ -258,14 +258,11 @@ def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000
         parts: Tokens.
         max_tokens: The number of tokens to count, from the beginning of the parts.
     """
-    # Only of tokens that occur: a table up to 2**32 would take 32 GiB.
-    tokens, counts = np.zeros(0, np.int64), np.zeros(0)
+    counted: list[np.ndarray] = []
     for part in parts:
-        part = part[: max(max_tokens - int(counts.sum()), 0)]
-        for start in range(0, len(part), BLOCK):
-            more, times = np.unique(part[start : start + BLOCK], return_counts=True)
-            tokens, indices = np.unique(np.concatenate([tokens, more.astype(np.int64)]), return_inverse=True)
-            counts = np.bincount(indices, weights=np.concatenate([counts, times]))
+        counted.append(part[: max_tokens - sum(map(len, counted))])
+    # Only of tokens that occur: a table up to 2**32 would take 32 GiB.
+    _, counts = np.unique(np.concatenate(counted), return_counts=True)
     shares = counts / counts.sum()
     return -math.fsum(shares * np.log(shares))
 
@@ -360,9 +357,6 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, *, special_tokens: Se
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet: dict[str, Any] = {
-        "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
-        "special_tokens": list(special_tokens),
-    }
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **alphabet, show_progress=False))
+    tokens: Any = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": list(special_tokens)}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **tokens, show_progress=False))
     return tokenizer

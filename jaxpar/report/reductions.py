@@ -220,10 +220,8 @@ def plot_traffic(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draws the bytes through the busiest device's line, counted and by textbook formulas, and the time of a step."""
     figure, (lines, times) = _two_panels()
     for way in dict.fromkeys(row["way"] for row in rows):
-        sizes, line, book, seconds = zip(
-            *((row["devices"], row["line"], row["line_formula"], row["seconds"]) for row in rows if row["way"] == way),
-            strict=True,
-        )
+        of_way, names = [row for row in rows if row["way"] == way], ("devices", "line", "line_formula", "seconds")
+        sizes, line, book, seconds = ([row[name] for row in of_way] for name in names)
         style = {"color": COLORS[way], "marker": MARKS[way], "label": way, "markersize": 7}
         lines.plot(sizes, line, linestyle="none", **style)
         lines.plot(sizes, book, color=COLORS[way], linewidth=1, alpha=0.6)
@@ -231,9 +229,8 @@ def plot_traffic(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     lines.set(title="Through the busiest device's line, in and out together", xlabel="devices", ylim=(0, None))
     lines.set(ylabel="times the bytes of the gradients, a step")
     lines.legend(title="marks: counted in the compiled program\nlines: by the book", loc="upper left")
-    times.set(
-        title="Time of a step on fake devices of one machine", xlabel="devices", ylabel="ms (fastest)", ylim=(0, None)
-    )
+    times.set(title="Time of a step on fake devices of one machine", xlabel="devices", ylim=(0, None))
+    times.set(ylabel="ms (fastest)")
     for axes in (lines, times):
         axes.set_xticks(sorted({row["devices"] for row in rows}))
     figure.savefig(path, dpi=110)
