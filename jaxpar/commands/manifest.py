@@ -40,7 +40,7 @@ class Flags:
     plan: Path | None = None
     check: Path | None = None
     schema: Path | None = None
-    mesh: Mesh = Mesh()
+    mesh: Mesh = field(default_factory=Mesh)
     job: OmitArgPrefixes[CommonSettings] = field(default_factory=CommonSettings)
     kubernetes: OmitArgPrefixes[KubernetesSettings] = field(default_factory=KubernetesSettings)
     slurm: OmitArgPrefixes[SlurmSettings] = field(default_factory=SlurmSettings)
