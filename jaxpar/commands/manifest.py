@@ -99,7 +99,8 @@ def _print(flags: Flags, command: tuple[str, ...]) -> None:
         print(to_sbatch(job), end="")
         return
     if flags.kind == "service":
-        manifests = to_service(make_serving(flags, command))
+        shared = {name: flags.settings[name] for name in OF_SERVICE}
+        manifests = to_service(Serving(command=command, **shared, **vars(flags.service)))
     else:
         manifests = [{"podmonitor": to_podmonitor, "jobset": to_jobset, "trainjob": to_trainjob}[flags.kind](job)]
     check_manifests(manifests, schema)
@@ -137,11 +138,6 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
         **{axis: getattr(plan, axis) for axis in AXES},
         **flags.settings,
     )
-
-
-def make_serving(flags: Flags, command: tuple[str, ...]) -> Serving:
-    """Returns the Deployment and Service that the flags describe."""
-    return Serving(command=command, **{name: flags.settings[name] for name in OF_SERVICE}, **vars(flags.service))
 
 
 def read_yaml(text: str, flag: str) -> list[Any]:

@@ -16,8 +16,8 @@ from jaxpar.metrics.exporters import Totals
 from jaxpar.serve.requests import Served
 
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 20, 60, 120)  # seconds
-HERE = Path(__file__).parent
-ERRORS: dict[str, str] = json.loads((HERE / "errors.json").read_text(encoding="utf-8"))  # what each status means
+ERRORS = json.loads(Path(__file__).with_name("errors.json").read_text())  # what each status means
+PAGE, POST = (Template(Path(__file__).with_name(name).read_text()) for name in ("docs.html", "docs_post.html"))
 
 
 class Problem(BaseModel):
@@ -49,10 +49,11 @@ class ServerMetrics:
     ) -> None:
         self._registry = prometheus_client.CollectorRegistry()
         where: dict[str, Any] = {"registry": self._registry}
-        requests = ("jaxpar_serve_requests", "Requests answered, by path and status.", ("path", "code"))
-        self._requests = prometheus_client.Counter(*requests, **where)
-        seconds = ("jaxpar_serve_request_seconds", "Seconds until the end of the response.", ("path",))
-        self._seconds = prometheus_client.Histogram(*seconds, buckets=BUCKETS, **where)
+        self._requests = prometheus_client.Counter(
+            "jaxpar_serve_requests", "Requests answered, by path and status.", ("path", "code"), **where
+        )
+        name, about = "jaxpar_serve_request_seconds", "Seconds until the end of the response."
+        self._seconds = prometheus_client.Histogram(name, about, ("path",), buckets=BUCKETS, **where)
         gauge = lambda name, about: prometheus_client.Gauge(f"jaxpar_serve_{name}", about, **where)
         gauge("waiting_requests", "Requests that wait for their turn.").set_function(num_waiting)
         gauge("running_requests", "Requests that are computed, 0 or 1.").set_function(num_running)
@@ -111,16 +112,15 @@ def docs_page(description: Mapping[str, Any], url: str) -> str:
         url: Where the server is, for the commands to try.
     """
     info, schemas = description["info"], description["components"]["schemas"]
-    posts = gets = ""
-    for path, at in description["paths"].items():
-        if "post" in at:
-            posts += _section(path, at["post"], schemas, url)
-        else:
-            about = escape(at["get"]["summary"])
-            gets += f'<tr><td><a href="{escape(path)}">GET {escape(path)}</a></td><td>{about}</td></tr>'
-    about = {"title": info["title"], "about": info["description"], "version": info["version"]}
-    page = Template((HERE / "docs.html").read_text(encoding="utf-8"))
-    return page.substitute({name: escape(text) for name, text in about.items()}, posts=posts, gets=gets)
+    posts = "".join(
+        _section(path, at["post"], schemas, url) for path, at in description["paths"].items() if "post" in at
+    )
+    gets = "".join(
+        f'<tr><td><a href="{escape(path)}">GET {escape(path)}</a></td><td>{escape(at["get"]["summary"])}</td></tr>'
+        for path, at in description["paths"].items()
+        if "get" in at
+    )
+    return PAGE.substitute({name: escape(text) for name, text in info.items()}, posts=posts, gets=gets)
 
 
 def _section(path: str, operation: Mapping[str, Any], schemas: Mapping[str, Any], url: str) -> str:
@@ -131,11 +131,9 @@ def _section(path: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]
     answer = json.dumps(responses["200"]["content"]["application/json"]["example"], indent=2)
     rows = lambda found: "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in found)
     errors = [(code, response["description"]) for code, response in responses.items() if code != "200"]
-    return (
-        f"<h2>POST {escape(path)}</h2><p>{escape(operation['summary'])}</p><pre>{escape(command)}</pre>"
-        f"<pre>{escape(answer)}</pre><h3>Body</h3><table>{rows(_fields(schema, schemas))}</table>"
-        f"<h3>Errors</h3><table>{rows(errors)}</table>"
-    )
+    texts = {"path": path, "summary": operation["summary"], "command": command, "answer": answer}
+    tables = {"fields": rows(_fields(schema, schemas)), "errors": rows(errors)}
+    return POST.substitute({name: escape(text) for name, text in texts.items()} | tables)
 
 
 def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str, str]]:
