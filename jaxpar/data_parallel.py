@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 from jaxpar._compat import closure_converted
 from jaxpar.context_parallel import zig_zag
 from jaxpar.dtypes import from_floats, is_key, to_floats, wide_dtype, widen
-from jaxpar.fields import arg, check_at_least
+from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
 from jaxpar.sharding import path_string, shard
 
@@ -236,9 +236,7 @@ def local_rows(
         ValueError: The replicas do not divide the rows, or twice ``context`` does not divide the sequences.
     """
     check_mesh(mesh)
-    for name, value in (("num_rows", num_rows), ("seq", 1 if seq is None else seq)):
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise TypeError(f"{arg(name)} must be an integer; got {value!r}. Convert it.")
+    check_kind((Integral,), "an integer", "Convert it.", num_rows=num_rows, seq=1 if seq is None else seq)
     check_at_least(1, seq=seq)
     count = num_replicas(mesh)
     _check_rows_divide(num_rows, mesh.shape[DATA], None, mesh.shape[REPLICA])

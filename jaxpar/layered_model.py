@@ -21,6 +21,8 @@ import jax
 from jax.tree_util import FlattenedIndexKey
 from jaxtyping import PyTree
 
+from jaxpar.fields import check_kind
+
 OUTER, LAYERS = "outer", "layers"
 
 
@@ -43,8 +45,13 @@ class LayeredModel:
     head: Callable[[PyTree, PyTree], PyTree]
 
     def __post_init__(self) -> None:
+        layers = self.layer if isinstance(self.layer, Sequence) else (self.layer,)
+        functions = [("embed", self.embed), *(("layer", layer) for layer in layers), ("head", self.head)]
+        for name, function in functions:
+            form = f"{name}({'layer_params' if name == 'layer' else 'outer'}, {'batch' if name == 'embed' else 'x'})"
+            check_kind((Callable,), "a function", f"Write one of the form {form}.", **{name: function})
         if not callable(self.layer):
-            object.__setattr__(self, "layer", tuple(self.layer))
+            object.__setattr__(self, "layer", tuple(layers))
 
     def apply(self, params: PyTree, batch: PyTree) -> PyTree:
         """Returns the outputs for a batch: the composition of the three functions, which every parallel run must equal.

@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import drawn_shapes, float_literals
+from jaxpar.fields import brief
 from jaxpar.layered_model import is_packed
 from jaxpar.sharding import path_string
 
@@ -147,6 +148,14 @@ def call_update(
             each.name: more[each.name] for each in parameters if each.kind is each.KEYWORD_ONLY and each.name in more
         }
     return update(grads, opt_state, params, **more)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises TypeError for what is no optimizer, such as the function that makes one."""
+    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+        raise TypeError(
+            f"optimizer must be an optax optimizer; got {brief(repr(optimizer))}. Make one: optax.adam(learning_rate), say."
+        )
 
 
 def check_packed(optimizer: Optimizer, params: PyTree) -> None:

@@ -9,6 +9,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.fields import check_positive
+from jaxpar.fields import check_at_least, check_kind, check_positive
 from jaxpar.layered_model import check_unpacked
 
 Init = Callable[[PyTree, tuple[int, ...], Any], PyTree]
@@ -44,6 +45,12 @@ class ParamSpec:
     num_layers: int | None = None
 
     def __post_init__(self) -> None:
+        check_kind(
+            (tuple,), "a tuple", 'Write such as (784, 128) and ("embed", "mlp").', shape=self.shape, dims=self.dims
+        )
+        for size in self.shape:
+            check_kind((Integral,), "of integers", "Convert it.", shape=size)
+            check_at_least(0, shape=size)
         if len(self.shape) != len(self.dims):
             raise ValueError(
                 f"a ParamSpec must name each dim; got shape {self.shape} and dims {self.dims}. Give one name an extent."

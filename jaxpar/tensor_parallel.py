@@ -35,7 +35,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxpar._compat import cudnn_attention, cudnn_attention_gradients
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_kind
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.shard_map import each_on_its_tensor_shard
 
@@ -98,6 +98,7 @@ def vocab_parallel(*, vocab_dim: int = 0) -> PartitionSpec:
 
 
 def _checked(ndim: int) -> int:
+    check_kind((int,), "an integer", "Give the number of dims of the weight.", ndim=ndim)
     if ndim < 1:
         raise ValueError(
             f"a split weight must have at least one dim; got ndim={ndim}. Use jaxpar.replicated() for scalars."

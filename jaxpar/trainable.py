@@ -152,7 +152,8 @@ def check_trainable(trainable: Any) -> None:
     """
     if trainable is None:
         return
-    if isinstance(trainable, str) or not all(isinstance(pattern, str) for pattern in trainable):
+    is_sequence = isinstance(trainable, Sequence) and not isinstance(trainable, str)
+    if not is_sequence or not all(isinstance(pattern, str) for pattern in trainable):
         raise TypeError(
             f'trainable must be a sequence of patterns of paths; got {trainable!r}. Write trainable=("layers/**/lora_a",), say.'
         )

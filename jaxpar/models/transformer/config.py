@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import jax.numpy as jnp
 
-from jaxpar.fields import arg, check_at_least, check_one_of, check_positive
+from jaxpar.fields import arg, check_at_least, check_kind, check_one_of, check_positive
 from jaxpar.models.transformer.rope import RopeScaling
 
 EXPERT_FIELDS = (  # which have no effect without experts
@@ -330,9 +330,8 @@ def _check_kind(of: Field, value: Any) -> None:
     if value is None and of.default is None:
         return
     kind, choices = NUMBERS.get(of.type), _choices(of.type)
-    if kind and not isinstance(value, kind):
-        name = "an integer" if kind is Integral else "a number"
-        raise TypeError(f"{arg(of.name)} must be {name}; got {value!r}. Convert it.")
+    if kind:
+        check_kind((kind,), "an integer" if kind is Integral else "a number", "Convert it.", **{of.name: value})
     if choices and value not in choices and not callable(value):
         raise ValueError(
             f"{arg(of.name)} must be one of {', '.join(map(repr, choices))}; got {value!r}. Choose one of them."
