@@ -2,19 +2,13 @@
 
 from setuptools import find_packages, setup
 
+DATA = ("json", "toml", "html", "css", "js", "sbatch", "txtpb")
+
 setup(
     packages=[*find_packages(include=["jaxpar", "jaxpar.*"]), "jaxpar.recipes"],
     package_dir={"jaxpar": "jaxpar", "jaxpar.recipes": "recipes"},
     package_data={
-        "jaxpar": [
-            "py.typed",
-            "__init__.pyi",
-            "**/*.json",
-            "**/*.toml",
-            "gpu_target.txtpb",
-            "report/page.css",
-            "report/page.js",
-        ],
+        "jaxpar": ["py.typed", "*.pyi", *(f"**/*.{kind}" for kind in DATA)],
         "jaxpar.recipes": ["data/*.csv", "data/*.jsonl"],
     },
 )
