@@ -27,8 +27,8 @@ from jaxpar.pipeline import (
     Program,
     accumulate_pipelined,
     build_stage,
-    check_layout,
     close_params,
+    fitting_layout,
     open_params,
     spmd_program,
     sum_over_stages,
@@ -296,14 +296,9 @@ class _Step:
     def pipelined(self, program: Program, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Several stages, or one with a merged schedule: one loop over the ticks of each segment of the program."""
         check_equal_layers(params[LAYERS])
-        schedule, layers, is_packed = program.schedule, params[LAYERS], self.parallel.layout is not None
-        count = num_layers(params)
-        layout = self.parallel.layout or LayerLayout(
-            count, schedule.num_stages, schedule.num_chunks, placement=schedule.placement
-        )
-        check_layout(layout, schedule, count, is_packed=is_packed)
-        packed = params if is_packed else params | {LAYERS: layout.in_packed_order(layers)}
-        canonical = params | {LAYERS: jax.eval_shape(layout.in_canonical_order, layers)} if is_packed else params
+        layout, canonical = fitting_layout(self.parallel.layout, program.schedule, params)
+        is_packed = self.parallel.layout is not None
+        packed = params if is_packed else params | {LAYERS: layout.in_packed_order(params[LAYERS])}
         sharding = self._sharding(packed)
         sums = partial(self._sums_of_pipeline, program, layout, sharding)
         value, grads = run_on_shards(sums, sharding, packed, batch, self.traced_loss(canonical, batch), self.mesh)
