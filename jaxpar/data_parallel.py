@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar._compat import closure_converted
 from jaxpar.context_parallel import zig_zag
 from jaxpar.dtypes import from_floats, is_key, to_floats, wide_dtype, widen
 from jaxpar.fields import arg, check_at_least
@@ -333,11 +334,14 @@ def accumulate(part: Callable[[PyTree], Any], batch: PyTree, num_microbatches: i
     if num_microbatches == 1:
         return widen(part(batch))
     microbatches = split_microbatches(batch, num_microbatches)
-    shapes = jax.eval_shape(part, jax.tree.map(lambda a: a[0], microbatches))
+    first = jax.tree.map(lambda a: a[0], microbatches)
+    converted, closed_over = closure_converted(part, first)
+    traced = partial(converted, closed_over)  # once, for the shapes and for the scan
+    shapes = jax.eval_shape(traced, first)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, wide_dtype(s.dtype)), shapes)
 
     def add(total: Any, microbatch: PyTree) -> tuple[Any, None]:
-        return jax.tree.map(lambda t, p: t + p.astype(t.dtype), total, part(microbatch)), None
+        return jax.tree.map(lambda t, p: t + p.astype(t.dtype), total, traced(microbatch)), None
 
     return jax.lax.scan(add, zeros, microbatches)[0]
 

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.remat import forward_with_remat, with_remat
 from jaxpar.data_parallel import accumulate, check_batch, check_sequences, reduce_gradients, split_microbatches
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers, output_shapes
 from jaxpar.loss_checks import check_loss, check_positions, check_rows
 from jaxpar.loss_sums import sums_of, with_float_sums
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, STAGE, TENSOR, num_replicas
@@ -225,8 +225,7 @@ class _Step:
             check_params(params)
             if isinstance(model, LayeredModel):
                 num_layers(params)
-                check_layer(model, params, batch)
-            check_loss(loss, jax.eval_shape(forward, params, batch), batch, has_aux=self.has_aux)
+            check_loss(loss, output_shapes(model, params, batch), batch, has_aux=self.has_aux)
             self.traced_loss(params, batch)
             check_rows(model, loss, params, batch, num_replicas(mesh) * num_microbatches)
             check_positions(model, loss, params, batch, mesh.shape[CONTEXT])

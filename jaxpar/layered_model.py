@@ -138,6 +138,21 @@ def check_layer(model: LayeredModel, params: PyTree, batch: PyTree) -> None:
             )
 
 
+def output_shapes(model: LayeredModel | Callable[[PyTree, PyTree], PyTree], params: PyTree, batch: PyTree) -> PyTree:
+    """Returns the shapes of a model's outputs, and raises as ``check_layer`` does.
+
+    The functions of a LayeredModel are traced one by one: JAX keeps what it traced of each, and of ``apply`` nothing.
+    """
+    if not isinstance(model, LayeredModel):
+        return jax.eval_shape(model, params, batch)
+    check_layer(model, params, batch)
+    x = jax.eval_shape(model.embed, params[OUTER], batch)
+    if not is_stacked(params):
+        for layer, layer_params in zip(model.layers(num_layers(params)), params[LAYERS], strict=True):
+            x = jax.eval_shape(layer, layer_params, x)
+    return jax.eval_shape(model.head, params[OUTER], x)
+
+
 def _check_list(model: LayeredModel, params: PyTree) -> None:
     functions = "one function" if callable(model.layer) else f"{len(model.layer)} functions"
     if is_stacked(params):

@@ -126,7 +126,7 @@ def main(config: Config) -> None:
         weights = begins_with and language_model.read_weights(begins_with, shape, layout, run.target)
     optimizers.say_new_rate(config, run.saved, run.first_step)
     say(text.describe())
-    say(language_model.describe(own, config.lora, shape, mesh, num_factors, of_pipeline=f", {own.schedule}"))
+    say(language_model.describe(own, config.lora, shape, mesh, num_factors, schedule=own.schedule))
     batch_of = batches.Batches(run, train, common.batch_size, schedule.num_microbatches)
 
     with run:

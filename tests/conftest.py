@@ -21,12 +21,13 @@ collect_ignore = ["data"]  # data for tests, and the scripts that made it, with 
 # Before JAX makes its CPU client, which reads PJRT_NPROC once. With the threads that a machine of few cores gives it,
 # fake devices wait for one another without end once dozens of steps are in flight (tests/test_fake_devices.py).
 os.environ["PJRT_NPROC"] = str(max(2 * NUM_DEVICES, int(os.environ.get("PJRT_NPROC", "0"))))
-# The tests compile hundreds of tiny programs. XLA's own passes, which partition, fuse and allot memory, all run; only
-# the polish of machine code by LLVM is left out, and its split over threads; before JAX 0.11 so are the emitters of fusions
-# by way of MLIR, which take as long as all else together.
-OWN_FLAGS = f"{XLA_WAITS} --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-if jax.__version_info__ < (0, 11):
-    OWN_FLAGS += " --xla_cpu_use_fusion_emitters=false"
+# The tests compile hundreds of tiny programs. XLA's own passes, which partition, fuse and allot memory, all run; left out are
+# the polish of machine code by LLVM, its split over threads, and the emitters of fusions by way of MLIR, which take as long as
+# all else together with JAX 0.10 and four times as long with 0.11.
+OWN_FLAGS = (
+    f"{XLA_WAITS} --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {OWN_FLAGS}".strip()
 # Programs do not say which lines of Python they come from, which would take a tenth of the time to trace and compile them;
 # the fixture source_lines is for tests of what shows these lines.

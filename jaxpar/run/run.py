@@ -6,13 +6,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import jax
 
 import jaxpar
-from jaxpar.checkpoint import CheckpointManager, Manifest
+from jaxpar.checkpoint import CheckpointManager
 from jaxpar.checkpoint.folder import Folder
 from jaxpar.data.batches import Origin
 from jaxpar.guard import Guard
@@ -37,7 +37,7 @@ from jaxpar.schedule import Schedule
 BEGAN = time.monotonic()
 
 
-class Run:
+class Run(AbstractContextManager["Run"]):
     """A run in ``--out-dir``, which it owns from its construction to the end of the ``with`` block.
 
     Its methods are called in the order of the loop in ``jaxpar.run``: ``restore`` and ``compile`` write nothing, and ``begin``
@@ -258,9 +258,6 @@ class Run:
         if skipped := int(jaxpar.fetch(state.num_skipped)):
             self._say(f"{skipped} steps changed nothing, since their loss or gradients were not finite")
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: Any) -> None:
         self._resources.__exit__(*error)
         self.checkpoints.disown()
@@ -302,16 +299,10 @@ class Run:
 
 def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
     """Returns the manager of the checkpoints in ``--out-dir``; unless it is a --dry-run, this run then owns the folder."""
-    common, checkpoint = flags.common, flags.checkpoint
-    checkpoints = CheckpointManager(
-        common.out_dir / folder.CHECKPOINTS,
-        mesh,
-        keep=checkpoint.keep,
-        keep_every=checkpoint.keep_every,
-        keep_best=checkpoint.keep_best,
-        save_seconds=flags.budget.save,
-        lease=Lease(common.out_dir),
-    )
+    common, directory = flags.common, flags.common.out_dir / folder.CHECKPOINTS
+    kept = {name: getattr(flags.checkpoint, name) for name in ("keep", "keep_every", "keep_best")}
+    lease = Lease(common.out_dir)
+    checkpoints = CheckpointManager(directory, mesh, **kept, save_seconds=flags.budget.save, lease=lease)
     if not common.dry_run:
         checkpoints.own()
     latest = checkpoints.latest()
@@ -345,9 +336,8 @@ def _check_new(flags: RunFlags, checkpoints: CheckpointManager, latest: int | No
 
 def saved_settings(flags: RunFlags) -> dict[str, Any]:
     """Returns the settings that the newest checkpoint to --resume was saved with; none without one."""
-    saved = Folder(flags.common.out_dir / folder.CHECKPOINTS)
-    found = [saved.look(step) for step in reversed(saved.numbered())] if flags.common.resume else []
-    return next((dict(each.config or {}) for each in found if isinstance(each, Manifest)), {})
+    saved = Folder(flags.common.out_dir / folder.CHECKPOINTS).committed() if flags.common.resume else {}
+    return dict(saved[max(saved)].config or {}) if saved else {}
 
 
 def make_mesh(flags: RunFlags) -> jax.sharding.Mesh:

@@ -12,7 +12,7 @@ from typing import NoReturn
 import jax
 
 from jaxpar._compat import coordination
-from jaxpar.runtime.process_env import read_process_env
+from jaxpar.runtime.process_env import NAMES, read_process_env
 from jaxpar.runtime.rendezvous import meet
 
 TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
@@ -107,12 +107,8 @@ def initialize(
         OSError: Process 0 cannot listen at the address.
     """
     set_gpu_flags()
-    given = {
-        "JAX_COORDINATOR_ADDRESS": coordinator_address,
-        "JAX_NUM_PROCESSES": num_processes,
-        "JAX_PROCESS_ID": process_id,
-    }
-    env = read_process_env({**os.environ, **{name: str(value) for name, value in given.items() if value is not None}})
+    given = zip(NAMES, (coordinator_address, num_processes, process_id), strict=True)
+    env = read_process_env({**os.environ, **{name: str(value) for name, value in given if value is not None}})
     if env is None or jax.distributed.is_initialized():
         return env is not None
     if timeout_seconds is None:
