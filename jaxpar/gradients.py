@@ -15,7 +15,7 @@ from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.remat import forward_with_remat, with_remat
 from jaxpar.data_parallel import accumulate, check_batch, check_sequences, reduce_gradients, split_microbatches
 from jaxpar.fields import check_kind
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers, output_shapes
 from jaxpar.loss_checks import check_loss, check_positions, check_rows
 from jaxpar.loss_sums import sums_of, with_float_sums
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, STAGE, TENSOR, num_replicas
@@ -27,8 +27,8 @@ from jaxpar.pipeline import (
     Program,
     accumulate_pipelined,
     build_stage,
-    check_layout,
     close_params,
+    fitting_layout,
     open_params,
     spmd_program,
     sum_over_stages,
@@ -230,8 +230,7 @@ class _Step:
                 check_same_tree(self.shardings, params)
             if isinstance(model, LayeredModel):
                 num_layers(params)
-                check_layer(model, params, batch)
-            check_loss(loss, jax.eval_shape(forward, params, batch), batch, has_aux=self.has_aux)
+            check_loss(loss, output_shapes(model, params, batch), batch, has_aux=self.has_aux)
             self.traced_loss(params, batch)
             check_rows(model, loss, params, batch, num_replicas(mesh) * num_microbatches)
             check_positions(model, loss, params, batch, mesh.shape[CONTEXT])
@@ -297,14 +296,9 @@ class _Step:
     def pipelined(self, program: Program, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Several stages, or one with a merged schedule: one loop over the ticks of each segment of the program."""
         check_equal_layers(params[LAYERS])
-        schedule, layers, is_packed = program.schedule, params[LAYERS], self.parallel.layout is not None
-        count = num_layers(params)
-        layout = self.parallel.layout or LayerLayout(
-            count, schedule.num_stages, schedule.num_chunks, placement=schedule.placement
-        )
-        check_layout(layout, schedule, count, is_packed=is_packed)
-        packed = params if is_packed else params | {LAYERS: layout.in_packed_order(layers)}
-        canonical = params | {LAYERS: jax.eval_shape(layout.in_canonical_order, layers)} if is_packed else params
+        layout, canonical = fitting_layout(self.parallel.layout, program.schedule, params)
+        is_packed = self.parallel.layout is not None
+        packed = params if is_packed else params | {LAYERS: layout.in_packed_order(params[LAYERS])}
         sharding = self._sharding(packed)
         sums = partial(self._sums_of_pipeline, program, layout, sharding)
         value, grads = run_on_shards(sums, sharding, packed, batch, self.traced_loss(canonical, batch), self.mesh)

@@ -190,12 +190,8 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
 
 
 def _with_one_position_fewer(params: PyTree) -> PyTree:
-    def shorter(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((leaf.shape[0] - 1, *leaf.shape[1:]), leaf.dtype)
-
-    def of(node: PyTree) -> PyTree:
-        return replace(node, tree=jax.tree.map(shorter, node.tree)) if is_packed(node) else node
-
+    shorter = lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] - 1, *leaf.shape[1:]), leaf.dtype)
+    of = lambda node: replace(node, tree=jax.tree.map(shorter, node.tree)) if is_packed(node) else node
     return jax.tree.map(of, params, is_leaf=is_packed)
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.fields import check_at_least, check_kind, check_positive
-from jaxpar.layered_model import check_unpacked
+from jaxpar.layered_model import check_unpacked, path_string
 
 Init = Callable[[PyTree, tuple[int, ...], Any], PyTree]
 
@@ -82,8 +82,7 @@ def init_params(table: PyTree, key: PyTree, dtype: Any = jnp.float32) -> PyTree:
     """Returns initial values for a table. Those of a parameter depend only on the key and on its path."""
 
     def init(path: tuple, spec: ParamSpec) -> PyTree:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        param_key = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+        param_key = jax.random.fold_in(key, zlib.crc32(path_string(path).encode()) & 0x7FFFFFFF)
         if spec.num_layers is None:
             return spec.init(param_key, spec.shape, dtype)
         return jax.vmap(lambda k: spec.init(k, spec.shape, dtype))(jax.random.split(param_key, spec.num_layers))

@@ -17,13 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.dtypes import is_key, unwrap_key
+from jaxpar.dtypes import is_key, on_host
 from jaxpar.fields import arg, check_kind
-from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, outer_stage_dim
+from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, outer_stage_dim, path_string
 from jaxpar.mesh import STAGE, check_mesh, entry_axes, shown_sizes
 from jaxpar.params import abstract_params, specs_from_dims
 
@@ -102,11 +101,6 @@ def _shardings(params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTr
         check_spec(path, shape, full, mesh)
         shardings.append(NamedSharding(mesh, full))
     return jax.tree.unflatten(treedef, shardings)
-
-
-def path_string(path: Sequence[Any]) -> str:
-    """Returns a key path of ``jax.tree_util`` as "layers/attention/w_out"."""
-    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 @lru_cache(maxsize=4096)
@@ -245,23 +239,28 @@ def check_same_tree(shardings: PyTree, tree: PyTree) -> None:
 
 
 def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    if sharding.is_fully_addressable:
-        return jax.device_put(leaf, sharding)
+    return jax.device_put(leaf, sharding) if sharding.is_fully_addressable else from_host(leaf, sharding)
+
+
+def from_host(leaf: Any, sharding: jax.sharding.Sharding, dims: Sequence[tuple[np.ndarray, int]] = ()) -> jax.Array:
+    """Returns a global array from a part of it: for its first dims the ascending places that are here, and the whole size."""
+    dims = dims[: np.ndim(leaf)]
     if is_key(leaf):
-        return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+        words = from_host(jax.random.key_data(leaf), sharding, dims)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    def of_shard(index: Any) -> np.ndarray:
+        here = []
+        for (local, size), at in zip(dims, index, strict=False):
+            start, stop, _ = at.indices(size)
+            first = int(np.searchsorted(local, start))
+            here.append(slice(first, first + stop - start))
+        return host[(*here, *index[len(dims) :])]
+
+    return jax.make_array_from_callback((*(size for _, size in dims), *host.shape[len(dims) :]), sharding, of_shard)
 
 
 def fetch(tree: PyTree) -> PyTree:
     """Returns the complete arrays of ``tree`` as NumPy on this host, PRNG keys as key data; every process must call it."""
-    return jax.tree.map(_fetch_leaf, tree)
-
-
-def _fetch_leaf(leaf: Any) -> np.ndarray:
-    leaf = unwrap_key(leaf)
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return np.asarray(leaf)
-    if leaf.is_fully_replicated:
-        return np.asarray(leaf.addressable_data(0))
-    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return jax.tree.map(on_host, tree)

@@ -96,7 +96,9 @@ def main(config: Config) -> None:
         train, test = language_data.make_rows(config.data, text, shape.vocab_size)
         schedule = make_pipeline(config, mesh, len(train))
         layout = language_model.make_layout(shape, schedule, own.layers_per_virtual_stage)
-        init, shardings = language_model.make_params(config.lora, shape, layout, mesh, own.experts)
+        init, shardings = language_model.make_params(
+            config.lora, shape, layout, mesh, own.experts, reads_weights=own.init_from is not None
+        )
         optimizer, num_tokens = optimizers.make_optimizer(config), common.batch_size * config.data.seq
         if own.router_bias_rate is not None:
             optimizer = transformer.balance_experts(optimizer, own.router_bias_rate)

@@ -320,11 +320,6 @@ def _read_array_record(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 RECORD_READERS = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".parquet": _read_parquet,
-    ".arrayrecord": _read_array_record,
-    ".array_record": _read_array_record,
+    **{".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet},
+    **dict.fromkeys((".arrayrecord", ".array_record"), _read_array_record),
 }

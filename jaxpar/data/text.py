@@ -14,10 +14,11 @@ import math
 import re
 import sysconfig
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -267,42 +268,37 @@ def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000
     return -math.fsum(shares * np.log(shares))
 
 
-class Tokenizer(Protocol):
-    """Turns text into tokens and back."""
+class Tokenizer(ABC):
+    """Turns text into tokens and back.
 
-    @property
-    def end(self) -> int | None:
-        """The token after a document; None: there is none."""
-        ...
+    Attributes:
+        end: The token after a document; None: there is none.
+        vocab_size: The number of tokens.
+        has_chat_template: Whether messages can be rendered.
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens."""
-        ...
+    end: int | None
+    vocab_size: int
+    has_chat_template: bool
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether messages can be rendered."""
-        ...
-
+    @abstractmethod
     def fingerprint(self) -> str:
         """Returns a digest of all that the tokens depend on."""
-        ...
 
+    @abstractmethod
     def encode(self, texts: Sequence[str], *, begins: Sequence[bool]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns for each text its tokens and, for each token, the index after its last character; -1: none of the text's."""
-        ...
 
+    @abstractmethod
     def decode(self, tokens: np.ndarray) -> str:
         """Returns the text of tokens."""
-        ...
 
+    @abstractmethod
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Returns a conversation as text, and the spans of what the assistant says."""
-        ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Bytes of UTF-8 as tokens; a document ends with a zero byte."""
 
     end = 0

@@ -85,12 +85,6 @@ class ModelShape:
         """Parameters that are trained."""
         return sum(leaf.size for leaf in jax.tree.leaves(only_trained(self.frozen(self.params))))
 
-    def model_of_frozen(self) -> LayeredModel:
-        """Returns the model as a function of params of which some are ``Frozen``."""
-        model = accept_frozen(self.model, self.trainable)
-        assert isinstance(model, LayeredModel)
-        return model
-
     def frozen(self, tree: PyTree) -> PyTree:
         """Returns a tree of the structure of the params, in which those that are not trained are ``Frozen``."""
         return freeze(tree, self.trainable)
@@ -219,7 +213,9 @@ class Traced:
     def __init__(self, shape: ModelShape, num_rows: int, mesh: AbstractMesh) -> None:
         context, data = mesh.shape[CONTEXT], mesh.shape[DATA]
         self._shape, self._mesh = shape, abstract_mesh(data=data, tensor=mesh.shape[TENSOR])
-        self._batch, self._model = shape.batch(num_rows, context), shape.model_of_frozen()
+        model = accept_frozen(shape.model, shape.trainable)
+        assert isinstance(model, LayeredModel)
+        self._batch, self._model = shape.batch(num_rows, context), model
         self._params = shape.frozen(shape.params) if data == 1 else _with_owned(shape, mesh)
         self._key = num_rows, context, data, *(mesh.shape[axis] for axis in shape.depends_on)
 

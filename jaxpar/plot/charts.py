@@ -14,6 +14,7 @@ LINE_COLOURS = ("#1b6ca8", "#d95f02", "#1b9e77", "#b0308c", "#7a6a00", "#5b5b5b"
 STYLES = ("-", "--", "-.", ":")
 
 Curve = tuple[Sequence[int], Sequence[float]]
+Bars = Mapping[str, Mapping[str, int | float]]  # the parts of each bar
 MEMORY_COLOURS = {
     "params": "#5b92d0",
     "optimizer": "#bfaede",
@@ -86,11 +87,7 @@ def plot_curves(runs: Mapping[str, Curve], path: str | PathLike[str], *, name: s
 
 
 def plot_memory(
-    bytes_by_stage: Mapping[str, Mapping[str, int | float]],
-    memory_bytes: int | float,
-    *,
-    path: str | PathLike[str],
-    title: str | None = None,
+    bytes_by_stage: Bars, memory_bytes: int | float, *, path: str | PathLike[str], title: str | None = None
 ) -> None:
     """Draws the bytes on one device of each stage, by kind, and the memory that it has.
 
@@ -122,9 +119,7 @@ def plot_memory(
         figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
 
 
-def plot_step_time(
-    seconds_by_plan: Mapping[str, Mapping[str, int | float]], *, path: str | PathLike[str], title: str | None = None
-) -> None:
+def plot_step_time(seconds_by_plan: Bars, *, path: str | PathLike[str], title: str | None = None) -> None:
     """Draws the seconds of a step by part, a bar for each plan.
 
     Args:
@@ -174,9 +169,7 @@ def plot_loss(path: str | PathLike[str], lines: Sequence[Mapping[str, float]], e
     figure.savefig(path, dpi=120)
 
 
-def _stack(
-    asked_by: str, draw: Callable[..., Any], bars: Mapping[str, Mapping[str, float]], colour: Callable[[str], str]
-) -> list[float]:
+def _stack(asked_by: str, draw: Callable[..., Any], bars: Bars, colour: Callable[[str], str]) -> list[float]:
     """Draws bars of parts by a panel's ``bar`` or ``barh``, without parts that are 0 everywhere; returns their lengths."""
     if not bars:
         raise ValueError(f"{asked_by} must get one bar or more; got none.")

@@ -41,12 +41,7 @@ RUN_FILES = ("config.json", "metrics.jsonl", FILE)
 
 
 def step_data(
-    compiled: jax.stages.Compiled,
-    state: TrainState,
-    mesh: jax.sharding.Mesh,
-    *,
-    schedule: Schedule | None = None,
-    num_steps: int,
+    compiled: jax.stages.Compiled, state: TrainState, mesh: Mesh, *, schedule: Schedule | None = None, num_steps: int
 ) -> dict[str, Any]:
     """Returns the data of a run that is known once its step is compiled, as plain values.
 
@@ -81,7 +76,7 @@ def _add(data: dict[str, Any], name: str, gather: Callable[[], Any]) -> Any:
     return data[name]
 
 
-def _facts(mesh: jax.sharding.Mesh) -> dict[str, str]:
+def _facts(mesh: Mesh) -> dict[str, str]:
     """Returns what a reader of a report wants to know first, by name."""
     kinds = sorted({device.device_kind for device in mesh.devices.flat})
     return {

@@ -21,7 +21,7 @@ from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
 from jaxpar.models.transformer import TransformerConfig
-from jaxpar.params import count_params, init_params, stack_layers
+from jaxpar.params import count_params, init_params, is_spec, stack_layers, zeros
 from jaxpar.pipeline import LayerLayout
 from jaxpar.run.flags import GpuFlags
 from jaxpar.run.language_data import Data
@@ -261,9 +261,16 @@ def make_params(
     layout: LayerLayout,
     mesh: Mesh,
     experts: Literal["tensor", "data"] = "tensor",
+    *,
+    reads_weights: bool = False,
 ) -> tuple[Callable[[jax.Array], PyTree], PyTree]:
-    """Returns the function that makes the params, in the order of the layout and with factors of LoRA, and their shardings."""
+    """Returns the function that makes the params, in the order of the layout and with factors of LoRA, and their shardings.
+
+    Weights that ``read_weights`` replaces begin at zero: random ones would take longer to compile and to draw.
+    """
     table, factors = transformer.param_table(config), make_lora(flags)
+    if reads_weights:
+        table = jax.tree.map(lambda spec: dataclasses.replace(spec, init=zeros), table, is_leaf=is_spec)
     packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
     of_experts = EXPERTS_OVER_DATA if experts == "data" else EXPERT_RULES[config.expert_split]
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES | of_experts)
