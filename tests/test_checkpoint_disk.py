@@ -13,7 +13,8 @@ import jaxpar
 from jaxpar.checkpoint import orbax_tree
 from jaxpar.checkpoint.orbax_tree import GivenUpError, Operation
 from jaxpar.runtime import coordination
-from tests.support.broken_disk import GIVES_WRITES_UP, failing, writes_given_up  # noqa: F401 (a fixture)
+from tests.support.broken_disk import failing
+from tests.support.failed_saves import GIVES_WRITES_UP, writes_given_up  # noqa: F401 (a fixture)
 from tests.support.oracle import assert_same_bits
 from tests.support.tiny_state import at_step, make_state
 from tests.support.waiting import NEVER, wait_until

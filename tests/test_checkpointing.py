@@ -16,7 +16,7 @@ import pytest
 from jaxpar.commands import recipe as cli
 from jaxpar.metrics.log import MetricsLog
 from jaxpar.run import Run
-from jaxpar.run.evaluation import Evaluation
+from tests.support.plain_recipe import make_plain
 from tests.support.real_runs import PLAIN
 from tests.support.waiting import WAIT_SECONDS
 
@@ -51,8 +51,7 @@ def run(recipe, folder, *flags):
     with pytest.MonkeyPatch.context() as patch:
         for slower in (gpt, house_prices):  # which compiles for longer than the rest takes
             patch.setattr(slower, "conclude", lambda *_: None)
-        patch.setattr(digits, "draw", lambda *_: None)
-        patch.setattr(Evaluation, "__call__", lambda *_: 0.0)
+        make_plain(digits, patch.setattr)
         cli.run(module.main, module.Config, [*arguments(recipe, folder), *out, *flags])
 
 

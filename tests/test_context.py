@@ -19,12 +19,12 @@ from jaxpar import context_parallel
 from jaxpar.backward.split import split_layer
 from jaxpar.mesh import CONTEXT
 from jaxpar.models import transformer
-from jaxpar.models.transformer.flash_chunks import WRITTEN_OUT
 from jaxpar.params import abstract_params, init_params, stack_layers
 from jaxpar.pipeline import check_permutes
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES, sequence_parallel
 from tests.support.oracle import assert_same, assert_same_bits, cast
 from tests.support.tiny import signatures_unchecked
+from tests.support.written_out import WRITTEN_OUT
 
 ROWS, SEQ, VOCAB = 8, 16, 32
 SMALL = {"vocab_size": VOCAB, "num_layers": 4, "embed_dim": 32, "num_heads": 8, "num_kv_heads": 2, "mlp_dim": 16}

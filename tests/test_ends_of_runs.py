@@ -32,10 +32,11 @@ RUNS = {
     ExitCode.BAD_CONFIG: "test_ends_of_runs.py::test_flags_that_cannot_be_used_end_a_recipe_with_2_on_every_process",
     ExitCode.BAD_DATA: "test_ends_of_runs.py::test_checkpoints_none_of_which_is_whole_end_a_run_with_65_on_every_process",
     ExitCode.PEER_LOST: "test_launch.py::test_a_recipe_whose_peer_never_comes_ends_with_code_70_and_its_name",
-    ExitCode.NOT_SAVED: "test_faults.py::test_a_disk_that_is_full_stops_no_training_and_fails_loudly_at_the_end",
-    ExitCode.PREEMPTED: "test_stopped_runs.py::test_a_signal_saves_at_the_end_of_a_step_and_exits_75",
+    ExitCode.NOT_SAVED: "test_faults.py::"
+    "test_a_disk_that_fails_under_one_of_two_processes_fails_the_saves_of_both_and_no_training",
+    ExitCode.PREEMPTED: "test_stopped_runs.py::test_a_signal_to_one_of_two_processes_makes_both_save_the_same_step",
     ExitCode.NOT_FINITE: "test_faults.py::test_ten_steps_in_a_row_that_are_not_finite_end_a_run_with_86_and_keep_the_last_good",
-    ExitCode.STUCK: "test_stopped_runs.py::test_a_process_that_is_stuck_ends_with_124_and_its_stack",
+    ExitCode.STUCK: "test_stopped_runs.py::test_a_process_that_is_stopped_in_a_save_is_named_by_the_one_that_waits",
 }
 
 

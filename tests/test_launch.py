@@ -13,10 +13,10 @@ import pytest
 
 from jaxpar.__main__ import main
 from jaxpar.commands import recipe as cli
-from jaxpar.run.evaluation import Evaluation
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.launch import Gang, Launch, explain, forwarded_signals, free_port, run
 from tests.support.oracle import assert_same
+from tests.support.plain_recipe import make_plain
 from tests.support.real_runs import PLAIN
 from tests.support.waiting import NEVER, WAIT_SECONDS, wait_until
 
@@ -136,23 +136,25 @@ def curve(out_dir):
 
 
 @pytest.mark.parametrize("recipe", ["digits", pytest.param("gpt", marks=pytest.mark.slow)])
-def test_two_processes_of_four_devices_have_the_loss_curve_of_one_with_eight(tmp_path, monkeypatch, recipe):
-    """As the README starts recipes/gpt.py, here without its evaluations and pictures."""
+def test_two_processes_that_share_a_pipeline_have_the_loss_curve_of_one(tmp_path, monkeypatch, recipe):
+    """The GPT as the README starts it, on two processes of four devices; both without their evaluations and pictures."""
     text = tmp_path / "alphabet.txt"
     text.write_text("abcdefghijklmnopqrstuvwxyz, " * 400)
-    own = {
-        "digits": ["--hidden-layers", "4", "--width", "8", "--batch-size", "16", "--no-sweep"],
-        "gpt": ["--data", str(text), "--seq", "16", "--warmup-steps", "1", "--eval-rows", "16"],
-    }
-    flags = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", "--steps", "4", *own[recipe], "--out-dir"]
-    launch = ["-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "4", "--log-dir", str(tmp_path)]
+    mesh, own, devices = {
+        "digits": ([], ["--hidden-layers", "4", "--width", "8", "--batch-size", "16", "--num-microbatches", "2"], 1),
+        "gpt": (
+            ["--mesh.data", "2", "--mesh.tensor", "2"],
+            ["--data", str(text), "--seq", "16", "--warmup-steps", "1", "--eval-rows", "16"],
+            4,
+        ),
+    }[recipe]
+    flags = ["--mesh.stage", "2", *mesh, "--steps", "4", *own, "--out-dir"]
+    launch = ["-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", str(devices), "--log-dir", str(tmp_path)]
     command = [sys.executable, *launch, PLAIN, recipe, *flags, str(tmp_path / "two"), "--checkpoint-every", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     module = {"digits": digits, "gpt": gpt}[recipe]
-    monkeypatch.setattr(gpt, "conclude", lambda *_: None)
-    monkeypatch.setattr(digits, "draw", lambda *_: None)
-    monkeypatch.setattr(Evaluation, "__call__", lambda *_: 0.0)
+    make_plain(module, monkeypatch.setattr)
     cli.run(module.main, module.Config, [*flags, str(tmp_path / "one")])  # in this process, which has eight devices
     assert len(curve(tmp_path / "one")) == 4
     assert_same(curve(tmp_path / "two"), curve(tmp_path / "one"), within=1e-6)
@@ -190,11 +192,7 @@ def test_recipes_run_unchanged_on_two_processes_and_go_on_in_one(tmp_path, recip
 TWO_WITHOUT_ONE = """
 import glob, os, sys
 import jaxpar
-from jaxpar.commands import recipe
-# JAX alone would wait for its shutdown to time out.
-initialize = jaxpar.initialize
-jaxpar.initialize = lambda **options: initialize(**options, heartbeat_seconds=int(sys.argv[1]))
-recipe.join_run()
+jaxpar.initialize(heartbeat_seconds=int(sys.argv[1]))  # JAX alone would wait for its shutdown to time out
 import jax
 import jax.experimental.multihost_utils
 jax.experimental.multihost_utils.sync_global_devices("all connections of gloo are there")
@@ -205,36 +203,45 @@ for table in ("tcp", "tcp6"):
         if state == "0A" and f"socket:[{inode}]" in own:
             print("listens", local.partition(":")[0], flush=True)
 print("joined", jax.device_count(), flush=True)
+from jaxpar.runtime.coordination import check_agreement
+try:
+    check_agreement("train", {"mesh": "same", "program": f"of process {jax.process_index()}"})
+except ValueError as error:
+    print(error, flush=True)
 if jax.process_index() == 1:
     raise RuntimeError("out of luck")
 jax.experimental.multihost_utils.sync_global_devices("never")
 """
 
 
-def test_processes_listen_at_their_own_addresses_and_an_exception_in_one_ends_the_run_at_once(tmp_path):
-    script = tmp_path / "script.py"
+@pytest.fixture(scope="module")
+def two_without_one(tmp_path_factory):
+    """Two processes that look at themselves, until one of them has an error."""
+    script = tmp_path_factory.mktemp("two") / "script.py"
     script.write_text(TWO_WITHOUT_ONE)
-    command = [
-        sys.executable,
-        "-m",
-        "jaxpar",
-        "launch",
-        "-n",
-        "2",
-        "--log-dir",
-        str(tmp_path),
-        str(script),
-        str(int(NEVER)),
-    ]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = ["-m", "jaxpar", "launch", "-n", "2", "--log-dir", script.parent, script, int(NEVER)]
+    command, env = [sys.executable, *map(str, command)], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env, timeout=WAIT_SECONDS)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "joined 2" in done.stdout
-    listens = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("listens ")]
+    assert "joined 2" in done.stdout, done.stdout + done.stderr
+    return done
+
+
+def test_processes_listen_at_their_own_addresses(two_without_one):
+    listens = [line.split()[1] for line in two_without_one.stdout.splitlines() if line.startswith("listens ")]
     assert listens, "the coordinator at least"
     assert all(set(address) - {"0"} for address in listens), "no process listens on all interfaces"
-    assert "RuntimeError: out of luck" in done.stderr
-    assert "process 1 of 2 ended first" in done.stderr
+
+
+def test_processes_with_different_programs_are_told_before_they_train(two_without_one):
+    told = "all processes must agree on their program before they train; got 'of process 1' on process 1"
+    assert told in two_without_one.stdout
+
+
+def test_an_exception_in_one_process_ends_the_run_at_once_with_its_traceback_last(two_without_one):
+    err = two_without_one.stderr
+    assert two_without_one.returncode == 1, err
+    assert "RuntimeError: out of luck" in err[err.rindex("Traceback") :]
+    assert "launch: process 1 of 2 ended first (exit code 1: an error)" in err.splitlines()[-1]
 
 
 def test_a_recipe_whose_peer_never_comes_ends_with_code_70_and_its_name(tmp_path):

@@ -256,8 +256,10 @@ def test_makespans_are_the_simulators(name, chunks, form):
     rng = random.Random(tiny.fresh_seed())
     scale = tuple(rng.random() for _ in range(4 * chunks))
     costs = Costs(**{field: rng.random() for field in ("f", "b", "w", "r", "p2p", "head")}, stage_scale=scale)
-    for timing in ("free", "lockstep"):
-        found = makespan(structure_of(table), costs, is_free=timing == "free")
+    structure = structure_of(table)
+    seconds = lambda row: sum(costs.of(table, *op) for op in row)
+    lockstep = sum(count * (max(map(seconds, tick)) + costs.p2p) for tick, count in structure.ticks)
+    for timing, found in (("free", makespan(structure, costs, [costs.p2p] * 4)), ("lockstep", lockstep)):
         assert found == pytest.approx(simulate(table, costs, timing=timing).makespan, rel=1e-12)
 
 

@@ -2,8 +2,6 @@
 
 import re
 import signal
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +12,8 @@ from tests.support.waiting import NEVER
 # -- asked to stop -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("number", "every"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 10**6, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # a signal to a script is in tests/test_checkpointing.py too
+@pytest.mark.parametrize(("number", "every"), [(signal.SIGTERM, 0), (signal.SIGINT, 10**6)])
 def test_a_signal_saves_at_the_end_of_a_step_and_exits_75(tmp_path, number, every):
     folder = tmp_path / "run"
     process = start(RUN, folder, "--steps", 10**6, "--every", every, "--seconds", 0.05)
@@ -43,6 +40,7 @@ def test_a_signal_to_one_of_two_processes_makes_both_save_the_same_step(tmp_path
     assert lengths == {step}, "both did the same steps"
 
 
+@pytest.mark.slow  # tests/test_preemption.py has it without a run
 def test_a_second_signal_ends_a_run_at_once(tmp_path):
     folder = tmp_path / "run"
     process = start(RUN, folder, "--every", 10**6, "--faults", "wait@3:0")
@@ -57,6 +55,7 @@ def test_a_second_signal_ends_a_run_at_once(tmp_path):
 # -- stuck -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/test_guard.py has the stack, and the test of a stopped process below the code
 def test_a_process_that_is_stuck_ends_with_124_and_its_stack(tmp_path):
     folder = tmp_path / "run"
     code, out, err = run(*launched(folder, "--faults", "stick@3:1"))
@@ -95,6 +94,7 @@ def test_a_process_that_is_stopped_in_a_save_is_named_by_the_one_that_waits(tmp_
 # -- one process fails -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/test_launch.py has it without a run
 def test_an_error_of_one_process_ends_all_with_its_traceback_last(tmp_path):
     folder = tmp_path / "run"
     code, out, err = run(*launched(folder, "--faults", "error@4:1"))
@@ -103,18 +103,3 @@ def test_an_error_of_one_process_ends_all_with_its_traceback_last(tmp_path):
     last = err[err.rindex("Traceback") :]
     assert "RuntimeError: an error of one process" in last
     assert "launch: process 1 of 2 ended first (exit code 1: an error)" in err.splitlines()[-1]
-
-
-def test_processes_with_different_programs_end_before_the_first_step():
-    program = (
-        "import jax, jaxpar\n"
-        "from jaxpar.runtime.coordination import check_agreement\n"
-        "jaxpar.initialize()\n"
-        "check_agreement('train', {'mesh': 'same', 'program': f'of process {jax.process_index()}'})\n"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "run.py").write_text(program)
-        code, _, err = run("-m", "jaxpar", "launch", "-n", 2, "--log-dir", folder, Path(folder) / "run.py")
-        said = err + "".join((Path(folder) / f"{process}.log").read_text() for process in (0, 1))
-    assert code == 1
-    assert "all processes must agree on their program before they train; got 'of process 1' on process 1" in said

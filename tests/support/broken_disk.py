@@ -2,13 +2,9 @@
 
 import contextlib
 import errno
-import gc
 import os
 import signal
 import sys
-import warnings
-
-import pytest
 
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 STOP = -1
@@ -56,18 +52,3 @@ def _look(event, args):
             os.kill(os.getpid(), signal.SIGSTOP)
         elif part in str(args[0]):
             raise OSError(number, os.strerror(number), str(args[0]))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def writes_given_up():
-    """Collects what failed saves leave, coroutines of Orbax that nobody awaits: Python would warn of them in a later test.
-
-    For a module whose tests share this process with others, which has ``pytestmark = GIVES_WRITES_UP`` too.
-    """
-    yield
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* was never awaited", RuntimeWarning)
-        gc.collect()
-
-
-GIVES_WRITES_UP = pytest.mark.filterwarnings("ignore:.* was never awaited:RuntimeWarning")

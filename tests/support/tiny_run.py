@@ -1,8 +1,9 @@
 """A small run as a program, for tests that kill it: Adam on 48 rows, 8 a step, in one process or several.
 
-    python tests/support/tiny_run.py FOLDER [--steps 20] [--every 5] [--seconds 0] [--faults kill@7:1,stick@9:0] [--resume]
+    python tests/support/tiny_run.py FOLDER [--steps 15] [--every 5] [--seconds 0] [--faults kill@7:1,stick@9:0] [--resume]
 
 Each step appends the rows that it takes to FOLDER/rows-<process>.jsonl; the end writes checksums and losses to FOLDER/end.json.
+A test whose subject is no process calls ``train`` in its own.
 """
 
 import argparse
@@ -18,7 +19,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
 from orbax.checkpoint._src.futures import signaling_client
 
 import jaxpar
@@ -37,33 +37,32 @@ RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(NUM_ROWS, WIDTH)).astype(np.float32), RNG.normal(size=(NUM_ROWS, WIDTH)).astype(np.float32)
 
 
-def init(key):
-    return {"w": jax.random.normal(key, (WIDTH, WIDTH)) * 0.1, "b": jax.numpy.zeros(WIDTH)}
+FIRST = {"w": (0.1 * RNG.normal(size=(WIDTH, WIDTH))).astype(np.float32)}
 
 
 def model(params, batch):
-    return jax.numpy.tanh(batch["x"] @ params["w"]) + params["b"][None]
+    return jax.numpy.tanh(batch["x"] @ params["w"])
 
 
 def loss(outputs, batch):
     return jaxpar.losses.squared_error(outputs, batch["y"])
 
 
-def flags():
+def flags(arguments=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     for name, kind, default in (
-        ("steps", int, 20),
+        ("steps", int, 15),
         ("every", int, 5),
         ("seconds", float, 0.0),
         ("faults", str, ""),
         ("budget", float, NEVER),
         ("save-budget", float, NEVER),
-        ("tensor", int, 1),
+        ("data", int, -1),
     ):
         parser.add_argument(f"--{name}", type=kind, default=default)
     parser.add_argument("--resume", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def strike(faults, step, folder, every, guard):
@@ -145,17 +144,12 @@ def stuck_here(guard):
         time.sleep(0.05)
 
 
-def main():
-    args = flags()
+def train(args):
     args.folder.mkdir(parents=True, exist_ok=True)
-    # A run ends soon by its own means, or not at all while a test waits: neither JAX nor Orbax ends it by a time-out.
-    jaxpar.initialize(heartbeat_seconds=int(NEVER))
-    prolong_waits_of_orbax()
-    mesh = jaxpar.make_mesh(data=-1, tensor=args.tensor)
+    mesh = jaxpar.make_mesh(data=args.data)
     optimizer = optax.adam(1e-2)
-    rules = {"w": PartitionSpec(None, "tensor"), "b": PartitionSpec("tensor")}
-    shardings = jaxpar.shardings_from_paths(jax.eval_shape(init, jax.random.key(0)), mesh, rules)
-    first = (init, jax.random.key(0), optimizer, mesh, shardings)
+    shardings = jaxpar.shardings_from_paths(FIRST, mesh, {"w": jaxpar.replicated()})
+    first = (lambda _: FIRST, None, optimizer, mesh, shardings)
     checkpoints = jaxpar.CheckpointManager(args.folder / "checkpoints", mesh, save_seconds=args.save_budget)
     restarted = os.environ.get(RESUME_VARIABLE) == RESUME_IF_ANY and has_steps(checkpoints.directory)
     if args.resume or restarted:
@@ -164,9 +158,8 @@ def main():
         state = jaxpar.init_state(*first)
     start = int(jaxpar.fetch(state.step))
     train_step = jaxpar.make_train_step(jaxpar.value_and_grad(model, loss, mesh), optimizer)
-    rows_log = (args.folder / f"rows-{jax.process_index()}.jsonl").open("a", buffering=1)
     losses = []
-    with Guard(
+    guard = Guard(
         checkpoints,
         num_steps=args.steps,
         save_every=args.every,
@@ -174,9 +167,10 @@ def main():
         about=lambda step: {
             "config": {"batch_size": BATCH_SIZE},
             "samples": samples_before(NUM_ROWS, BATCH_SIZE, step),
-            "key": jax.random.key(0),
         },
-    ) as guard:
+    )
+    rows_log = (args.folder / f"rows-{jax.process_index()}.jsonl").open("a", buffering=1)
+    with rows_log, guard:
         if "stop@" in args.faults:
             watch_for_stopped(args.folder, guard)
         for step in range(start, args.steps):
@@ -197,8 +191,11 @@ def main():
 
 
 if __name__ == "__main__":
+    # A run ends soon by its own means, or not at all while a test waits: neither JAX nor Orbax ends it by a time-out.
+    jaxpar.initialize(heartbeat_seconds=int(NEVER))
+    prolong_waits_of_orbax()
     try:
-        main()
+        train(flags())
     except BadCheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         leave(65)
