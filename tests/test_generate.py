@@ -42,7 +42,9 @@ def test_the_likeliest_tokens_are_those_of_full_passes(family):
     assert len(np.unique(np.asarray(got[:, 5:]))) > 2, "a model that says one thing tests nothing"
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", pytest.param("bloom", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt2", "bloom"))]
+)
 def test_in_float64_the_likeliest_tokens_are_those_of_full_passes(x64, family):
     config = dataclasses.replace(CONFIGS[family], num_layers=1, compute_dtype="float64")
     params = make_params(config)

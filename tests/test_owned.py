@@ -82,7 +82,9 @@ def reference(params, batch):
 class Run:
     """A run on a mesh: its state, its step and its checkpoints."""
 
-    def __init__(self, axes, zero=0, optimizer=OPTIMIZER, trainable=None, init=init, layout=None, **settings):
+    def __init__(
+        self, axes, zero=0, optimizer=OPTIMIZER, trainable=None, init=init, layout=None, *, begins=True, **settings
+    ):
         self.mesh, self.layout = jaxpar.make_mesh(**axes), layout
         self.init = init if layout is None else lambda key: layout.pack_params(init(key))
         shapes = jax.eval_shape(self.init, jax.random.key(0))
@@ -91,7 +93,7 @@ class Run:
         self.given = self.init, jax.random.key(0), optimizer, self.parallel
         self.value_and_grad = jaxpar.value_and_grad(MODEL, loss, self.parallel, num_microbatches=2, **settings)
         self.step = jaxpar.make_train_step(self.value_and_grad, optimizer, max_grad_norm=0.3)
-        self.state = jaxpar.init_state(*self.given)
+        self.state = (jaxpar.init_state if begins else jaxpar.abstract_state)(*self.given)
 
     def train(self, num_steps):
         for _ in range(num_steps):
@@ -127,11 +129,12 @@ BETWEEN = {"replica": 2, "data": 2}
 RUNS = [
     ({"data": 2, "stage": 2, "tensor": 2}, 0, {"schedule": "zb-h1", "mask_idle_ops": False}),
     (BETWEEN, 1, {}),
-    ({"replica": 2, "data": 2, "stage": 2}, 1, {"schedule": "1f1b", "mask_idle_ops": True}),
     (BETWEEN, 3, {}),
-    ({"data": 2, "stage": 2, "tensor": 2}, 3, {"schedule": "zb-h1", "mask_idle_ops": True}),
+    ({"data": 2, "stage": 2, "tensor": 2}, 3, {"schedule": "gpipe", "mask_idle_ops": True}),
 ]
 SLOW_RUNS = [
+    ({"replica": 2, "data": 2, "stage": 2}, 1, {"schedule": "1f1b", "mask_idle_ops": True}),
+    ({"data": 2, "stage": 2, "tensor": 2}, 3, {"schedule": "zb-h1", "mask_idle_ops": True}),
     (BETWEEN, 0, {}),
     ({"replica": 2, "data": 2, "tensor": 2}, 1, {}),
     ({"data": 4, "stage": 2}, 2, {"schedule": "1f1b", "mask_idle_ops": False}),
@@ -144,7 +147,9 @@ SLOW_RUNS = [
 )
 def test_owned_params_have_the_numbers_of_one_device_and_cross_data_in_all_to_alls_alone(x64, axes, zero, settings):
     """The gradients of three steps are in the moments of Adam."""
-    run = Run(axes, zero, **settings).train(3)
+    run = Run(axes, zero, **settings)
+    run.step = run.step.lower(run.state, run.batch()).compile()
+    run.train(3)
     params, opt_state, value = on_one_device(3)
     assert_same(jaxpar.fetch((run.state.params, run.state.opt_state)), (params, opt_state), within=1e-10)
     assert_same(run.metrics["loss"], np.float32(value), within=1e-6)
@@ -153,7 +158,7 @@ def test_owned_params_have_the_numbers_of_one_device_and_cross_data_in_all_to_al
 
 
 def check_bytes(run):
-    report = jaxpar.inspect_step(run.step, run.state, run.batch())
+    report = jaxpar.inspect_step(run.step, mesh=run.mesh)
     size = {name: leaf.nbytes for name, leaf in run.state.params["layers"].items()}
     dense = sum(leaf.nbytes for leaf in jax.tree.leaves(run.state.params)) - size["w_up"] - size["w_down"]
     over_data = [each for each in report.collectives if "data" in each.axes and each.kind != "all-to-all"]
@@ -186,9 +191,8 @@ def test_a_run_goes_on_with_its_experts_on_fewer_devices_and_skips_a_step_that_i
     manager.wait()
     before = jaxpar.fetch(run.state.params)
     for axes, zero in (({"data": 2, "stage": 2}, 2), ({}, 0)):
-        other = Run(axes, zero)
-        target = jaxpar.abstract_state(*other.given)
-        other.state = jaxpar.CheckpointManager(tmp_path, other.mesh).restore(target)
+        other = Run(axes, zero, begins=False)
+        other.state = jaxpar.CheckpointManager(tmp_path, other.mesh).restore(other.state)
         assert_same_bits(jaxpar.fetch(other.state.params), before)
     assert_same(jaxpar.fetch(other.train(1).state.params), on_one_device(3)[0], within=1e-10)
 
