@@ -119,6 +119,16 @@ def check_positive(remedy: str, **values: float | None) -> None:
     _check_numbers("positive", lambda value: 0 < value < math.inf, remedy, values)
 
 
+def check_not_negative(remedy: str, **values: float | None) -> None:
+    """Raises ValueError, with the remedy, for an argument that is below 0 or infinite; None is left out."""
+    _check_numbers("0 or more", lambda value: 0 <= value < math.inf, remedy, values)
+
+
+def check_share(remedy: str, **values: float | None) -> None:
+    """Raises ValueError, with the remedy, for an argument that is below 0, or not below 1; None is left out."""
+    _check_numbers("from 0 to less than 1", lambda value: 0 <= value < 1, remedy, values)
+
+
 def check_from(least: float, most: float, remedy: str, **values: float) -> None:
     """Raises, with the remedy, for an argument that is no number, or not in a range, whose ends belong to it."""
     _check_numbers(f"from {least} to {most}", lambda value: least <= value <= most, remedy, values)

@@ -19,7 +19,7 @@ from numbers import Real
 from pathlib import Path
 
 from jaxpar.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, read_manifest
-from jaxpar.fields import arg, check_at_least, check_kind
+from jaxpar.fields import check_at_least, check_kind, check_not_negative
 from jaxpar.runtime.output import fsync, printable, write_atomically
 
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -47,10 +47,7 @@ class Keep:
         check_at_least(1, "Give the number of checkpoints to keep.", keep=self.last)
         check_kind((Real,), "a number", "Give a number of steps, or 0 for none.", keep_every=self.every)
         check_kind((str, None), "a string", "Give the name of a metric.", keep_best=self.best)
-        if self.every < 0:
-            raise ValueError(
-                f"{arg('keep_every')} must be 0 or more; got {self.every}. Give a number of steps, or 0 for none."
-            )
+        check_not_negative("Give a number of steps, or 0 for none.", keep_every=self.every)
 
     def choose(self, manifests: Sequence[Manifest]) -> set[int]:
         """Returns the steps to keep."""

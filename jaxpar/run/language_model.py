@@ -1,7 +1,6 @@
 """The language model of a run: size, layout over stages, weights to begin from, and LoRA."""
 
 import dataclasses
-import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import jaxpar
 from jaxpar.checkpoint.export import load_save_file
 from jaxpar.compile_only import check_cudnn
 from jaxpar.data.text import BYTES
-from jaxpar.fields import check_at_least, check_positive
+from jaxpar.fields import check_at_least, check_not_negative, check_positive
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
@@ -120,8 +119,7 @@ def check_model(flags: ModelFlags, seq: int, *, needs_weights: bool) -> None:
         )
     # A config that is wrong or cannot be read is named before text is read, and before a tokenizer is missed.
     _check_experts(flags, *config_of_flags(flags, seq))
-    if not 0 <= flags.temperature < math.inf:
-        raise ValueError(f"--temperature must be 0 or more; got {flags.temperature:g}. 0 takes the likeliest token.")
+    check_not_negative("0 takes the likeliest token.", temperature=flags.temperature)
 
 
 def _check_experts(flags: ModelFlags, config: TransformerConfig, named: str) -> None:
@@ -150,8 +148,7 @@ def _check_experts(flags: ModelFlags, config: TransformerConfig, named: str) -> 
         raise ValueError(
             "a model of transformers has no biases for --router-bias-rate; got it with --init-from. Leave out one of the two."
         )
-    if not 0 <= flags.router_bias_rate < math.inf:
-        raise ValueError(f"--router-bias-rate must be 0 or more; got {flags.router_bias_rate:g}. Choose 0.001, say.")
+    check_not_negative("Choose 0.001, say.", router_bias_rate=flags.router_bias_rate)
 
 
 def check_biases(flags: ModelFlags, saved: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """Flags of an optimizer and its learning rate, and the optimizer that they ask for."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -10,7 +9,7 @@ import numpy as np
 import optax
 from optax import contrib
 
-from jaxpar.fields import check_at_least
+from jaxpar.fields import check_at_least, check_not_negative, check_positive, check_share
 from jaxpar.layered_model import OUTER
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
@@ -183,19 +182,14 @@ def check_optimizer(flags: OptimizedFlags) -> None:
 
 
 def _check_values(flags: OptimizedFlags) -> None:
-    is_share, is_positive = (lambda value: 0 <= value < 1), (lambda value: 0 < value < math.inf)
-    for name, is_right, rule, remedy in (
-        ("learning_rate", is_positive, "positive", "Choose such as 0.003."),
-        ("max_grad_norm", is_positive, "positive", "Choose 1, say, or 1e9 to scale nothing down."),
-        ("momentum", is_share, "from 0 to less than 1", "0 is plain SGD."),
-        ("beta1", is_share, "from 0 to less than 1", "Choose 0.9, say."),
-        ("beta2", is_share, "from 0 to less than 1", "Choose 0.95, say."),
-        ("epsilon", is_positive, "positive", "Choose 1e-8, say."),
-        ("weight_decay", lambda value: 0 <= value < math.inf, "0 or more", "Choose 0.1, say, or 0 for none."),
-    ):
-        value = getattr(flags.common if name == "learning_rate" else flags.optimizer, name)
-        if value is not None and not is_right(value):
-            raise ValueError(f"--{name.replace('_', '-')} must be {rule}; got {value:g}. {remedy}")
+    own = flags.optimizer
+    check_positive("Choose such as 0.003.", learning_rate=flags.common.learning_rate)
+    check_positive("Choose 1, say, or 1e9 to scale nothing down.", max_grad_norm=own.max_grad_norm)
+    check_share("0 is plain SGD.", momentum=own.momentum)
+    check_share("Choose 0.9, say.", beta1=own.beta1)
+    check_share("Choose 0.95, say.", beta2=own.beta2)
+    check_positive("Choose 1e-8, say.", epsilon=own.epsilon)
+    check_not_negative("Choose 0.1, say, or 0 for none.", weight_decay=own.weight_decay)
 
 
 def _check_schedule(flags: OptimizedFlags) -> None:
