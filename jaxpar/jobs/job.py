@@ -103,31 +103,40 @@ class SlurmSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSettings(CommonSettings, KubernetesSettings, SlurmSettings):
-    """The settings of a job, which are also the flags of `python -m jaxpar manifest`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job(JobSettings):
-    """A run on a cluster: its settings, and these.
+class Mesh:
+    """The mesh, if no plan is given.
 
     Attributes:
-        command: A script (``*.py``) or program, with its arguments.
-        replica: Groups of ``data`` replicas.
-        data: Replicas.
+        replica: Groups of replicas, such as nodes: ZeRO shards inside a group.
+        data: Replicas, of each group.
         context: Devices that share each sequence.
         stage: Pipeline stages.
         tensor: Shards of each weight.
-        token: A secret that identifies the processes of the run, new for each job. Not used for SLURM, whose script generates
-            one at each start.
     """
 
-    command: tuple[str, ...]
     replica: forms.Count = 1
     data: forms.Count = 1
     context: forms.Count = 1
     stage: forms.Count = 1
     tensor: forms.Count = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings(CommonSettings, KubernetesSettings, SlurmSettings):
+    """The settings of a job, which are also the flags of `python -m jaxpar manifest`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(JobSettings, Mesh):
+    """A run on a cluster: its settings, its mesh, and these.
+
+    Attributes:
+        command: A script (``*.py``) or program, with its arguments.
+        token: A secret that identifies the processes of the run, new for each job. Not used for SLURM, whose script generates
+            one at each start.
+    """
+
+    command: tuple[str, ...]
     token: forms.Token = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ order equals canonical order (stages of equal size, one chunk), layers are not w
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.fields import arg, check_one_of
+from jaxpar.fields import arg, check_kind, check_one_of
 from jaxpar.layered_model import LAYERS, PackedLayers, check_unpacked, is_layered, is_packed, is_stacked
 from jaxpar.schedule import PLACEMENTS, Schedule, check_sizes, stage_and_chunk
 
@@ -53,6 +54,11 @@ class LayerLayout:
     def __post_init__(self) -> None:
         check_sizes(num_layers=self.num_layers, num_stages=self.num_stages, num_chunks=self.num_chunks)
         check_one_of(PLACEMENTS, placement=self.placement)
+        for name in ("layers_per_virtual_stage", "end_layers"):
+            counts, rule, remedy = getattr(self, name), "integers in a tuple", "Write (1, 2), say."
+            check_kind((tuple, list, np.ndarray, None), rule, remedy, **{name: counts})
+            for each in () if counts is None else counts:
+                check_kind((Integral,), rule, remedy, **{name: each})
         count = self.num_stages * self.num_chunks
         if self.num_layers < count and self.layers_per_virtual_stage is None:
             raise ValueError(

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, fields
 
-from jaxpar.fields import check_one_of
+from jaxpar.fields import check_kind, check_one_of
 from jaxpar.schedule.table import Op, Schedule
 
 TIMINGS = ("free", "lockstep")
@@ -141,6 +141,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "fr
             f"stage_scale must have one factor a virtual stage; got {len(costs.stage_scale)} for {schedule.name} with "
             f"num_stages={schedule.num_stages}, num_chunks={schedule.num_chunks}. Give {schedule.num_virtual_stages}."
         )
+    check_kind((Schedule,), "a Schedule", "Make one with jaxpar.schedule.make_schedule.", schedule=schedule)
     schedule.check()
     spans, tick_ends = _run(schedule, costs, in_lockstep=timing == "lockstep")
     end = max([*tick_ends, *(order[-1].end for order in spans)])
