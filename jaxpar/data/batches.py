@@ -233,9 +233,8 @@ class Mixture(RowSource):
 
     def __init__(self, sources: Sequence[RowSource], weights: Sequence[float] | None = None) -> None:
         self.sources = tuple(sources)
-        self._counts = _samples_per_block(
-            [len(source) for source in sources] if weights is None else weights, len(sources)
-        )
+        weights = [len(source) for source in sources] if weights is None else weights
+        self._counts = _samples_per_block(weights, len(sources))
 
     @property
     def shares(self) -> list[float]:

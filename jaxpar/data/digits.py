@@ -36,7 +36,5 @@ def read_digits(seed: int = 0, test_fraction: float = 0.2) -> tuple[Rows, Rows]:
             f"out {num_test} of {len(labels)}. Choose one such as 0.2."
         )
     columns = {"features": (images / 16).astype(np.float32), "label": labels.astype(np.int32)}
-    train, test = (
-        {name: column[part] for name, column in columns.items()} for part in (order[num_test:], order[:num_test])
-    )
-    return train, test
+    of = lambda part: {name: column[part] for name, column in columns.items()}
+    return of(order[num_test:]), of(order[:num_test])

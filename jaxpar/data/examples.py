@@ -115,12 +115,11 @@ def _read_text(file: Path, number: int) -> Iterator[Passage]:
             f"text must come from a plain file; got {printable(str(file))}, a device or a pipe. Copy it to a file first."
         )
     decoder, text, begins = codecs.getincrementaldecoder("utf-8")(), "", True
+    remedy = "Convert the file, or remove it from the folder."
     with file.open("rb") as opened:
         while True:
             block = opened.read(TEXT_BLOCK)
-            with refusing(
-                UnicodeDecodeError, "text must be UTF-8", file, "Convert the file, or remove it from the folder."
-            ):
+            with refusing(UnicodeDecodeError, "text must be UTF-8", file, remedy):
                 text += decoder.decode(block, final=not block)
             if "\0" in text:
                 raise ValueError(

@@ -131,9 +131,8 @@ class PackedRows(RowSource):
         filled = self._counts.sum() / (len(self) * self._seq)
         line = f"{len(self._documents):,} documents in {len(self):,} rows of {self._seq:,} tokens, {filled:.1%} filled"
         cut = int((self._documents.ends - self._documents.starts > self._seq + 1).sum())
-        return line + (
-            f"; {cut:,} are longer than a row and cut into pieces, each read without those before it" if cut else ""
-        )
+        note = f"; {cut:,} are longer than a row and cut into pieces, each read without those before it"
+        return line + (note if cut else "")
 
 
 def empty_rows(num_rows: int, seq: int) -> dict[str, np.ndarray]:
@@ -151,9 +150,8 @@ def _pieces(documents: Documents, seq: int) -> tuple[np.ndarray, np.ndarray]:
     counts = np.minimum(np.repeat(documents.starts + num_targets, num_pieces) - starts, seq)
     if documents.learned is None or len(starts) == 0:
         return starts, counts
-    has_target = np.array(
-        [documents.learned[s + 1 : s + c + 1].any() for s, c in zip(starts.tolist(), counts.tolist(), strict=True)]
-    )
+    spans = zip((starts + 1).tolist(), (starts + counts + 1).tolist(), strict=True)
+    has_target = np.array([documents.learned[first:end].any() for first, end in spans])
     return starts[has_target], counts[has_target]
 
 

@@ -26,11 +26,8 @@ KINDS = (("text",), ("prompt", "completion"), ("messages",))
 OTHER_KINDS = (("instruction", "output"), ("conversations",))  # looked for where there is none of the above
 OPTIONAL = ("input", "system")  # of the others
 FIELDS = tuple(dict.fromkeys(name for kind in (*KINDS, *OTHER_KINDS, OPTIONAL) for name in kind))
-ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant"),
-    "system": "system",
-}
+ROLES = {"human": "user", "user": "user", "system": "system"}
+ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant")
 MAX_LINE_BYTES = 2**26
 JSON_BLOCK = 2**20  # characters of a list of JSON that are read at once
 SNIFFED = (".json", ".csv", ".tsv")  # formats of other things too: examples are known by the fields of the first
@@ -176,10 +173,8 @@ def _read_json(file: Path) -> Iterator[tuple[int, Any]]:
     """Yields the objects of one list, each read when it is asked for; a file that begins otherwise is JSON Lines."""
     with file.open(encoding="utf-8-sig") as opened:
         number, text = 0, _Text(opened)
-        rule = "a .json must be a list of objects, or JSON Lines, in UTF-8"
-        with refusing(
-            (_JsonError, UnicodeDecodeError), rule, lambda: f"{file}, example {number + 1}", "Correct the file."
-        ):
+        kinds, rule = (_JsonError, UnicodeDecodeError), "a .json must be a list of objects, or JSON Lines, in UTF-8"
+        with refusing(kinds, rule, lambda: f"{file}, example {number + 1}", "Correct the file."):
             if text.peek() != "[":
                 yield from _read_json_lines(file)
                 return

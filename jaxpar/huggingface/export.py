@@ -111,10 +111,8 @@ def _check_params(config: TransformerConfig, params: PyTree) -> tuple[dict[str, 
     layers: Any = params.get(LAYERS) if isinstance(params, dict) else None
     order = layers.layout.packed_order if is_packed(layers) else np.arange(config.num_stacked_layers)
     found = {path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    shapes = {
-        path: spec.shape if spec.num_layers is None else (len(order), *spec.shape)
-        for path, spec in specs_of(config).items()
-    }
+    stacked = lambda spec: spec.shape if spec.num_layers is None else (len(order), *spec.shape)
+    shapes = {path: stacked(spec) for path, spec in specs_of(config).items()}
     got = {path: np.shape(leaf) for path, leaf in found.items()}
     if got != shapes or sum(order >= 0) != config.num_stacked_layers:
         wrong = sorted(path for path in {**got, **shapes} if got.get(path) != shapes.get(path))

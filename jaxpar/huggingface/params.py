@@ -111,15 +111,11 @@ def pieces_of(config: TransformerConfig) -> dict[str, list[Piece]]:
     for path, spec in specs_of(config).items():
         dense = re.fullmatch(r"outer/dense_layers/(\d+)/(.*)", path)
         layer, of = (dense[1], f"layers/{dense[2]}") if dense else ("{layer}", path)
-        pieces[path] = [
-            Piece(
-                name.format(layer=layer, expert=expert),
-                dims.format(expert=expert, after=expert + 1, vocab_size=config.vocab_size),
-                spec,
-            )
-            for name, dims in tensors[of].items()
-            for expert in range(num_experts if "{expert}" in name else 1)
-        ]
+        pieces[path] = []
+        for name, dims in tensors[of].items():
+            for expert in range(num_experts if "{expert}" in name else 1):
+                own_dims = dims.format(expert=expert, after=expert + 1, vocab_size=config.vocab_size)
+                pieces[path].append(Piece(name.format(layer=layer, expert=expert), own_dims, spec))
     return pieces
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from jaxpar.jobs.job import DNS_LABEL, MAX_NAME
+from jaxpar.jobs.forms import DNS_LABEL
+from jaxpar.jobs.job import MAX_NAME
 from jaxpar.jobs.manifests import API_VERSIONS, INDEX
 from jaxpar.runtime.output import needing_extra
 

@@ -13,17 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from jaxpar import fields
+from jaxpar.jobs import forms
 from jaxpar.jobs.job import (
     CHECKPOINTS,
-    Count,
-    CountOrZero,
     Job,
     JobSettings,
     KubernetesSettings,
-    Positive,
     SlurmSettings,
     flag_value,
-    form,
     is_recipe,
     mesh_of,
 )
@@ -34,9 +31,9 @@ FLAGS = (
     *("experts", "expert_buffer", "lora_rank"),
 )
 MAX_PARTS = 2**16
-Word = Annotated[str, form("plan_word")]
 _SLURM, _KUBERNETES = ([each.name for each in dataclasses.fields(of)] for of in (SlurmSettings, KubernetesSettings))
 OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim", "toleration", "env")
+_NOT_OF_SERVICE = [each.name for each in dataclasses.fields(JobSettings) if each.name not in OF_SERVICE]
 _GROUPS = ("service", "mesh")  # of flags
 # A PodMonitor takes all flags of its job, so that one command line writes both.
 UNUSED = {
@@ -44,11 +41,7 @@ UNUSED = {
     "trainjob": ("max_restarts", *_SLURM, "service"),
     "sbatch": (*_KUBERNETES, "service"),
     "podmonitor": ("service",),
-    "service": (
-        *(each.name for each in dataclasses.fields(JobSettings) if each.name not in OF_SERVICE),
-        "mesh",
-        "plan",
-    ),
+    "service": (*_NOT_OF_SERVICE, "mesh", "plan"),
 }
 
 
@@ -56,26 +49,26 @@ UNUSED = {
 class PlannedSettings:
     """The settings of a plan that become flags of a recipe; a plan has more."""
 
-    data: Count
-    stage: Count
-    tensor: Count
-    replica: Count = 1
-    context: Count = 1
-    model: Word | None = None
-    dtype: Word | None = None
-    schedule: Word | None = None
-    executor: Word | None = None
-    batch_size: Count | None = None
-    seq: Count | None = None
-    num_microbatches: Count | None = None
-    num_chunks: Count | None = None
-    lora_rank: Count | None = None
+    data: forms.Count
+    stage: forms.Count
+    tensor: forms.Count
+    replica: forms.Count = 1
+    context: forms.Count = 1
+    model: forms.Word | None = None
+    dtype: forms.Word | None = None
+    schedule: forms.Word | None = None
+    executor: forms.Word | None = None
+    batch_size: forms.Count | None = None
+    seq: forms.Count | None = None
+    num_microbatches: forms.Count | None = None
+    num_chunks: forms.Count | None = None
+    lora_rank: forms.Count | None = None
     sequence_parallel: bool = False
-    zero: CountOrZero | None = None
-    layers_per_virtual_stage: Annotated[list[CountOrZero], Field(max_length=MAX_PARTS)] | None = None
+    zero: forms.CountOrZero | None = None
+    layers_per_virtual_stage: Annotated[list[forms.CountOrZero], Field(max_length=MAX_PARTS)] | None = None
     remat: Literal[True, False, "dots"] = False
-    experts: Word | None = None
-    expert_buffer: Positive | None = None
+    experts: forms.Word | None = None
+    expert_buffer: forms.Positive | None = None
 
 
 def first_plan(found: Any) -> PlannedSettings:

@@ -1,19 +1,14 @@
 """A job, independent of the cluster that runs it: a program on a mesh of complete nodes, one process per node."""
 
 import math
-import re
 import secrets
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from typing import Any
 
 from jaxpar import fields
 from jaxpar.fields import arg
+from jaxpar.jobs import forms
 from jaxpar.runtime.launch import fake_devices
 from jaxpar.runtime.process_env import NAMES
 
@@ -26,43 +21,7 @@ GPUS = "nvidia.com/gpu"  # the resource
 OWN_VARIABLES = (*NAMES, "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COMPILATION_CACHE_DIR", "POD_IP")
 INSTALLED = ("jaxpar", "train")  # begins the command of a recipe that pip installed
 REMEDY = "Give such a value, and nothing else."
-MAX_LENGTH = 253  # of a Kubernetes name; images and partitions are shorter too
 MAX_WORD = 2**16
-
-
-def _pattern(text: str) -> str:
-    """Returns a pattern of `forms.toml` with its parts filled in."""
-    return re.sub(r"<(\w+)>", lambda part: _pattern(_FORMS["parts"][part[1]]), text)
-
-
-def form(name: str) -> AfterValidator:
-    """Returns a check of a string, so that none contains syntax that YAML, a shell, sbatch or a terminal would interpret."""
-    text, rule = _FORMS["forms"][name]
-    pattern = re.compile(_pattern(text))
-
-    def check(value: str) -> str:
-        if value.isprintable() and len(value) <= MAX_LENGTH and pattern.fullmatch(value):
-            return value
-        raise PydanticCustomError("form", "must be {rule}, at most {most} long", {"rule": rule, "most": MAX_LENGTH})
-
-    return AfterValidator(check)
-
-
-_FORMS = tomllib.loads(Path(__file__).with_name("forms.toml").read_text(encoding="utf-8"))
-DNS_LABEL = re.compile(_FORMS["parts"]["label"])
-Count = Annotated[int, Field(ge=1, lt=2**31)]
-CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
-Positive = Annotated[float, Field(gt=0, lt=2**31, allow_inf_nan=False)]
-Image = Annotated[str, form("image")]
-Namespace = Annotated[str, form("namespace")]
-HostName = Annotated[str, form("host_name")]
-NodeLabel = Annotated[str, form("node_label")]
-Resource = Annotated[str, form("resource")]
-Taint = Annotated[str, form("taint")]
-Variable = Annotated[str, form("variable")]
-Partition = Annotated[str, form("partition")]
-Account = Annotated[str, form("account")]
-Token = Annotated[str, form("token")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +43,15 @@ class CommonSettings:
     """
 
     name: str = "jaxpar"
-    gpus_per_node: Count = 8
-    fake_devices_per_node: CountOrZero = 0
-    cpus: CountOrZero = 0
-    memory_gib: CountOrZero = 0
-    env: tuple[Variable, ...] = ()
+    gpus_per_node: forms.Count = 8
+    fake_devices_per_node: forms.CountOrZero = 0
+    cpus: forms.CountOrZero = 0
+    memory_gib: forms.CountOrZero = 0
+    env: tuple[forms.Variable, ...] = ()
     metrics_port: int = 0
-    save_seconds: Positive = 60.0
-    max_restarts: CountOrZero = 10
-    start_seconds: Count = 1800
+    save_seconds: forms.Positive = 60.0
+    max_restarts: forms.CountOrZero = 10
+    start_seconds: forms.Count = 1800
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,16 +75,16 @@ class KubernetesSettings:
         shm_gib: Shared memory of a node in GiB, which NCCL needs.
     """
 
-    image: Image = ""
-    namespace: Namespace = ""
-    queue: HostName = ""
-    topology: NodeLabel = ""
-    replica_topology: NodeLabel = ""
-    toleration: tuple[Taint, ...] = ()
-    rdma: Resource = ""
-    checkpoint_claim: HostName = ""
-    cache_claim: HostName = ""
-    shm_gib: Count = 64
+    image: forms.Image = ""
+    namespace: forms.Namespace = ""
+    queue: forms.HostName = ""
+    topology: forms.NodeLabel = ""
+    replica_topology: forms.NodeLabel = ""
+    toleration: tuple[forms.Taint, ...] = ()
+    rdma: forms.Resource = ""
+    checkpoint_claim: forms.HostName = ""
+    cache_claim: forms.HostName = ""
+    shm_gib: forms.Count = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +97,9 @@ class SlurmSettings:
         account: The account.
     """
 
-    hours: Positive = 24.0
-    partition: Partition = ""
-    account: Account = ""
+    hours: forms.Positive = 24.0
+    partition: forms.Partition = ""
+    account: forms.Account = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +114,11 @@ class Mesh:
         tensor: Shards of each weight.
     """
 
-    replica: Count = 1
-    data: Count = 1
-    context: Count = 1
-    stage: Count = 1
-    tensor: Count = 1
+    replica: forms.Count = 1
+    data: forms.Count = 1
+    context: forms.Count = 1
+    stage: forms.Count = 1
+    tensor: forms.Count = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +137,7 @@ class Job(JobSettings, Mesh):
     """
 
     command: tuple[str, ...]
-    token: Token = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    token: forms.Token = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def __post_init__(self) -> None:
         check_job(self)
@@ -340,7 +299,7 @@ def check_environment(env: Sequence[str]) -> None:
 def check_name(name: str, of: str = "a job", suffix: str = "-nodes-0-99999") -> None:
     """Raises ValueError unless it may be the name of a job, whose pods' host names are the name, a suffix and a number."""
     most = MAX_NAME - len(suffix)
-    if not DNS_LABEL.fullmatch(name) or not name[0].isalpha() or len(name) > most:
+    if not forms.DNS_LABEL.fullmatch(name) or not name[0].isalpha() or len(name) > most:
         raise ValueError(
             f"{of}'s name must be lower-case letters, digits and -, a letter first, and at most {most} long; got "
             f"{name[:80]!r}. Choose such as gpt-1."

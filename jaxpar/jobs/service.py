@@ -13,20 +13,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from jaxpar import fields
-from jaxpar.jobs.job import (
-    GPUS,
-    Count,
-    CountOrZero,
-    HostName,
-    Image,
-    Namespace,
-    Positive,
-    Taint,
-    Variable,
-    check_command,
-    check_environment,
-    check_name,
-)
+from jaxpar.jobs import forms
+from jaxpar.jobs.job import GPUS, check_command, check_environment, check_name
 from jaxpar.jobs.manifests import PARTS, check_image, fill, of_pod
 
 SERVED = (("jaxpar", "serve"), ("python", "-m", "jaxpar", "serve"))
@@ -47,11 +35,11 @@ class ServiceSettings:
     """
 
     port: Annotated[int, Field(ge=1, lt=2**16)] = 8000
-    replicas: Count = 1
-    gpus: CountOrZero = 0
-    cpus: Count = 2
-    memory_gib: Count = 8
-    timeout_seconds: Positive = 60.0
+    replicas: forms.Count = 1
+    gpus: forms.CountOrZero = 0
+    cpus: forms.Count = 2
+    memory_gib: forms.Count = 8
+    timeout_seconds: forms.Positive = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +58,11 @@ class Serving(ServiceSettings):
 
     command: tuple[str, ...]
     name: str
-    image: Image
-    namespace: Namespace = ""
-    checkpoint_claim: HostName = ""
-    toleration: tuple[Taint, ...] = ()
-    env: tuple[Variable, ...] = ()
+    image: forms.Image
+    namespace: forms.Namespace = ""
+    checkpoint_claim: forms.HostName = ""
+    toleration: tuple[forms.Taint, ...] = ()
+    env: tuple[forms.Variable, ...] = ()
 
     def __post_init__(self) -> None:
         own = {each.name: f"--service.{each.name.replace('_', '-')}" for each in dataclasses.fields(ServiceSettings)}

@@ -98,9 +98,8 @@ class PrometheusExporter(Watcher):
         self._skipped = prometheus.Counter("jaxpar_skipped_steps", COUNTED["skipped"], registry=self._registry)
         about, count = ("jaxpar_saves", "Checkpoints saved by this process."), num_saves or (lambda: 0)
         self._registry.register(Totals(lambda: {about: count()}))
-        self._gauge("goodput", "Steps at their median pace, over the time since the run began.").set_function(
-            self._goodput
-        )
+        goodput = self._gauge("goodput", "Steps at their median pace, over the time since the run began.")
+        goodput.set_function(self._goodput)
         try:
             self._server, self._thread = prometheus.start_http_server(port, address, registry=self._registry)
         except OSError as error:

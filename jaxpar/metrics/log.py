@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jaxpar.metrics.exporters import Watcher
-from jaxpar.runtime.output import tell, write_atomically
+from jaxpar.runtime.output import fsync, tell, write_atomically
 
 Number = int | float
 # Names that further metrics must not have: those that a training step and the log set.
@@ -173,8 +173,7 @@ class LineFile:
         def write(part: Path) -> None:
             with part.open("wb") as file:
                 file.writelines(first)
-                file.flush()
-                os.fsync(file.fileno())
+            fsync(part)
 
         write_atomically(path, write)
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)

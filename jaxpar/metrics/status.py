@@ -209,7 +209,6 @@ class JsonStream(io.TextIOBase):
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
         with self._lock:
-            self.wrapped.write(
-                json.dumps({"time": now, **plain}) + "\n"
-            )  # one write: another stream may share the file
+            line = json.dumps({"time": now, **plain}) + "\n"
+            self.wrapped.write(line)  # one write: another stream may share the file
             self.wrapped.flush()

@@ -24,25 +24,12 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.plot.figure import figure_to
-from jaxpar.plot.topology import (
-    CELL_HEIGHT,
-    DATA,
-    LEFT,
-    LEGEND,
-    MAX_CELL,
-    MEANINGS,
-    NODE_MARGIN,
-    STAGE,
-    TENSOR,
-    Sheet,
-    Topology,
-    rectangles,
-)
+from jaxpar.plot.topology import CELL_HEIGHT, LEFT, LEGEND, MAX_CELL, MEANINGS, NODE_MARGIN, Sheet, Topology, rectangles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {TENSOR: "#c0392b", STAGE: "#1f4e9c", DATA: "#2e7d32"}
+COLOURS = {"tensor": "#c0392b", "stage": "#1f4e9c", "data": "#2e7d32"}
 GREY, PAPER = "0.35", {"fc": "white", "lw": 0, "pad": 0.6}
 DASHED = (0, (1.6, 0.9))  # from node to node
 MANY_DEVICES = 64
@@ -147,13 +134,13 @@ def _draw_links(panel: "Axes", sheet: Sheet) -> None:
     for index, replica in enumerate(sheet.replicas):
         if replica is None:
             continue
-        for axis in (STAGE, TENSOR):
+        for axis in ("stage", "tensor"):
             for (_, *a), (_, *b) in of_one.hops(axis):
                 ends = [(x + 0.5, y + CELL_HEIGHT / 2) for x, y in (sheet.cell(index, *a), sheet.cell(index, *b))]
                 _draw_link(panel, sheet, axis, *ends, across=topology.node(replica, *a) != topology.node(replica, *b))
         for to in _next_replicas(sheet, index):
             for start, end, across in _between(sheet, index, to):
-                _draw_link(panel, sheet, DATA, start, end, across=across)
+                _draw_link(panel, sheet, "data", start, end, across=across)
 
 
 def _next_replicas(sheet: Sheet, index: int) -> Iterator[int]:
@@ -191,7 +178,7 @@ def _both(a: range, b: range) -> range:
 
 def _draw_link(panel: "Axes", sheet: Sheet, axis: str, *points: tuple[float, float], across: bool) -> None:
     thick = max(1.0, 3.2 * sheet.inches / MAX_CELL)
-    width = {TENSOR: 1.6 * thick, STAGE: thick, DATA: 1.2 * thick}[axis]
+    width = {"tensor": 1.6 * thick, "stage": thick, "data": 1.2 * thick}[axis]
     style = {"color": COLOURS[axis], "lw": width, "linestyle": DASHED if across else "-", "zorder": 2}
     panel.plot(*zip(*points, strict=True), solid_capstyle="butt", **style)
 
@@ -202,7 +189,7 @@ def _draw_replica(panel: "Axes", sheet: Sheet, index: int, replica: int) -> None
     for stage in range(topology.stage):
         left, top = sheet.cell(index, stage, 0)
         if topology.stage > 1 and index < sheet.columns:
-            _write(panel, sheet, (left + 0.5, top - 0.24), f"stage {stage}", 1.05, color=COLOURS[STAGE], ha="center")
+            _write(panel, sheet, (left + 0.5, top - 0.24), f"stage {stage}", 1.05, color=COLOURS["stage"], ha="center")
         for shard in range(topology.tensor):
             _draw_cell(panel, sheet, index, (replica, stage, shard))
     x, y = sheet.tile(index)
@@ -211,7 +198,7 @@ def _draw_replica(panel: "Axes", sheet: Sheet, index: int, replica: int) -> None
     for shard in range(topology.tensor if topology.tensor > 1 and index % sheet.columns == 0 else 0):
         left, top = sheet.cell(index, 0, shard)
         at = left - 0.18, top + CELL_HEIGHT / 2
-        _write(panel, sheet, at, f"shard {shard}", LEFT - 0.2, color=COLOURS[TENSOR], ha="right")
+        _write(panel, sheet, at, f"shard {shard}", LEFT - 0.2, color=COLOURS["tensor"], ha="right")
 
 
 def _draw_cell(panel: "Axes", sheet: Sheet, index: int, at: tuple[int, int, int]) -> None:
@@ -307,7 +294,7 @@ def _draw_messages(panel: "Axes", topology: Topology, corners: list[tuple[float,
         if to % topology.stage == 0:
             continue
         across = topology.node(0, index % topology.stage, 0) != topology.node(0, to % topology.stage, 0)
-        style = {"color": COLOURS[STAGE], "lw": 2.2, "linestyle": DASHED if across else "-", "zorder": 1}
+        style = {"color": COLOURS["stage"], "lw": 2.2, "linestyle": DASHED if across else "-", "zorder": 1}
         if y == to_y:
             left = min(x, to_x)
             panel.plot((left + 1, left + 1 + GAP_X), (y + 0.5, y + 0.5), **style)

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, product
 
-REPLICA, DATA, CONTEXT, STAGE, TENSOR = "replica", "data", "context", "stage", "tensor"
 MAX_LINES = 64
 MEANINGS = {
-    TENSOR: "shards of one stage add up activations, in every layer",
-    DATA: "replicas add up gradients, once a step",
-    STAGE: "a stage hands activations to the next, gradients back",
+    "tensor": "shards of one stage add up activations, in every layer",
+    "data": "replicas add up gradients, once a step",
+    "stage": "a stage hands activations to the next, gradients back",
 }
 LEGEND = 1.75  # of title and legend, in inches
 # Lengths are in widths of a cell.
@@ -65,12 +64,12 @@ class Topology:
 
         All replicas are drawn alike, those of ``data`` beside one another in each group of ``replica``.
         """
-        drawn = (REPLICA, DATA, STAGE, TENSOR)
-        unknown = sorted(axis for axis, size in axes.items() if axis not in drawn and (axis != CONTEXT or size > 1))
+        drawn = ("replica", "data", "stage", "tensor")
+        unknown = sorted(axis for axis, size in axes.items() if axis not in drawn and (axis != "context" or size > 1))
         if unknown:
             raise ValueError(f"a mesh has the axes data, stage and tensor; got {unknown}. Leave the others out.")
-        groups = axes.get(REPLICA, 1)
-        return cls(groups * axes.get(DATA, 1), axes.get(STAGE, 1), axes.get(TENSOR, 1), devices_per_node, groups)
+        groups = axes.get("replica", 1)
+        return cls(groups * axes.get("data", 1), axes.get("stage", 1), axes.get("tensor", 1), devices_per_node, groups)
 
     @property
     def in_group(self) -> int:
@@ -98,7 +97,7 @@ class Topology:
 
     def hops(self, axis: str) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
         """Returns the pairs of neighbours along an axis, as coordinates (data, stage, tensor); rings are left open."""
-        to_d, to_s, to_t = (int(name == axis) for name in (DATA, STAGE, TENSOR))
+        to_d, to_s, to_t = (int(name == axis) for name in ("data", "stage", "tensor"))
         starts = product(range(self.data - to_d), range(self.stage - to_s), range(self.tensor - to_t))
         return [((d, s, t), (d + to_d, s + to_s, t + to_t)) for d, s, t in starts]
 

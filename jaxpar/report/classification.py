@@ -34,12 +34,9 @@ def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     taken, tested_after = ([line["step"] + 1 for line in some] for some in (lines, tested))
     of_steps = np.array([line["loss"] for line in lines])
     losses.plot(taken, of_steps, color=GREEN, linewidth=1, alpha=0.35, label="digits learned from, one step")
-    losses.plot(
-        taken, running_mean(of_steps, 10, 9), color=GREEN, linewidth=2, label="the same, mean of 20 steps around"
-    )
-    losses.plot(
-        tested_after, [line["test_loss"] for line in tested], color=ORANGE, linewidth=2, label="digits held out"
-    )
+    mean, held_out = running_mean(of_steps, 10, 9), [line["test_loss"] for line in tested]
+    losses.plot(taken, mean, color=GREEN, linewidth=2, label="the same, mean of 20 steps around")
+    losses.plot(tested_after, held_out, color=ORANGE, linewidth=2, label="digits held out")
     losses.axhline(np.log(10), color=GREY, linestyle="--", label="guessing: ln 10")
     losses.set(title="The loss as the model learns", xlabel="steps taken", yscale="log")
     losses.set(ylabel="cross-entropy (nats, log scale)")

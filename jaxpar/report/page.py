@@ -198,9 +198,8 @@ def experts(found: Mapping[str, Any]) -> str:
 
 def plans(found: Sequence[Mapping[str, Any]]) -> str:
     """Returns a row for each plan."""
-    axes = [
-        axis for axis in AXES if axis in ("data", "stage", "tensor") or any(plan.get(axis, 1) > 1 for plan in found)
-    ]
+    is_used = lambda axis: any(plan.get(axis, 1) > 1 for plan in found)
+    axes = [axis for axis in AXES if axis in ("data", "stage", "tensor") or is_used(axis)]
     axes += ["experts"] if any(plan.get("experts") for plan in found) else []
     columns: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         "": lambda plan: plan["rank"],

@@ -1,0 +1,47 @@
+"""The forms of a job's settings: numbers in a range, and text by the rules of `forms.toml`."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+MAX_LENGTH = 253  # of a Kubernetes name; images and partitions are shorter too
+
+
+def _pattern(text: str) -> str:
+    """Returns a pattern of `forms.toml` with its parts filled in."""
+    return re.sub(r"<(\w+)>", lambda part: _pattern(_FORMS["parts"][part[1]]), text)
+
+
+def _form(name: str) -> AfterValidator:
+    """Returns a check of a string, so that none contains syntax that YAML, a shell, sbatch or a terminal would interpret."""
+    text, rule = _FORMS["forms"][name]
+    pattern = re.compile(_pattern(text))
+
+    def check(value: str) -> str:
+        if value.isprintable() and len(value) <= MAX_LENGTH and pattern.fullmatch(value):
+            return value
+        raise PydanticCustomError("form", "must be {rule}, at most {most} long", {"rule": rule, "most": MAX_LENGTH})
+
+    return AfterValidator(check)
+
+
+_FORMS = tomllib.loads(Path(__file__).with_name("forms.toml").read_text(encoding="utf-8"))
+DNS_LABEL = re.compile(_FORMS["parts"]["label"])
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
+Positive = Annotated[float, Field(gt=0, lt=2**31, allow_inf_nan=False)]
+Image = Annotated[str, _form("image")]
+Namespace = Annotated[str, _form("namespace")]
+HostName = Annotated[str, _form("host_name")]
+NodeLabel = Annotated[str, _form("node_label")]
+Resource = Annotated[str, _form("resource")]
+Taint = Annotated[str, _form("taint")]
+Variable = Annotated[str, _form("variable")]
+Partition = Annotated[str, _form("partition")]
+Account = Annotated[str, _form("account")]
+Token = Annotated[str, _form("token")]
+Word = Annotated[str, _form("plan_word")]
