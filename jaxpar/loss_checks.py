@@ -250,12 +250,8 @@ def _parts(model: LayeredModel | Callable, params: PyTree) -> Iterator[tuple[str
     outer, layers, count = params[OUTER], params[LAYERS], num_layers(params)
     yield "x", model.embed, outer, 1
     if is_stacked(params):
-        yield (
-            "x",
-            model.layers(1)[0],
-            jax.eval_shape(lambda layers: jax.tree.map(lambda p: p[0], layers), layers),
-            count,
-        )
+        first = jax.eval_shape(lambda layers: jax.tree.map(lambda p: p[0], layers), layers)
+        yield "x", model.layers(1)[0], first, count
     else:
         yield from (("x", *each, 1) for each in zip(model.layers(count), layers, strict=True))
     yield "outputs", model.head, outer, 1

@@ -220,15 +220,8 @@ def two_without_one(tmp_path_factory):
     script = tmp_path_factory.mktemp("two") / "script.py"
     script.write_text(TWO_WITHOUT_ONE)
     command = ["-m", "jaxpar", "launch", "-n", "2", "--log-dir", script.parent, script, int(NEVER)]
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=WAIT_SECONDS,
-    )
+    command, env = [sys.executable, *map(str, command)], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env, timeout=WAIT_SECONDS)
     assert "joined 2" in done.stdout, done.stdout + done.stderr
     return done
 

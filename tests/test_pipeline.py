@@ -37,22 +37,22 @@ def job(module, num_layers):
     return params, batch, jaxpar.fetch(module.reference(params, batch))
 
 
-def run(module, mesh, schedule, *, num_layers, num_microbatches, remat=False, layout=None, **options):
+@functools.cache
+def program(module, mesh, schedule, num_microbatches, remat, layout, mask_idle_ops):
+    """The loss and gradients on a mesh as one program, which tests of the same settings share."""
+    options = {"num_microbatches": num_microbatches, "remat": remat, "layout": layout, "mask_idle_ops": mask_idle_ops}
+    return jax.jit(jaxpar.value_and_grad(module.MODEL, module.loss, mesh, schedule=schedule, **options))
+
+
+def run(module, mesh, schedule, *, num_layers, num_microbatches, remat=False, layout=None, masks="auto", weights=None):
     """Loss and gradients from a mesh, whose layers are packed if there is a layout."""
     params, batch, _ = job(module, num_layers)
     if layout is not None:
         params = params | {"layers": layout.pack(params["layers"])}
-    value_and_grad = jaxpar.value_and_grad(
-        module.MODEL,
-        module.loss,
-        mesh,
-        schedule=schedule,
-        num_microbatches=num_microbatches,
-        remat=remat,
-        layout=layout,
-        **options,
-    )
-    return jax.jit(value_and_grad)(module.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
+    if weights is not None:
+        batch = batch | {"weight": weights}
+    value_and_grad = program(module, mesh, schedule, num_microbatches, remat, layout, masks)
+    return value_and_grad(module.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
 
 
 def check(module, mesh, schedule, *, num_layers, **options):
@@ -77,16 +77,14 @@ def garbage(shape, dtype, number):
 
 
 # Each mesh, schedule and kind of remat, more layers than stages and just enough, even and uneven, microbatches of one row
-# and a single one, in a few of their combinations.
+# and a single one, in a few of their combinations. EXHAUSTIVE below has all.
 COVERING = [
     (check_mlp, (1, 8, 1), "zb-h1", "no remat", 9, 16),
-    (check_mlp, (1, 8, 1), "1f1b", "remat", 8, 4),
-    (check_gpt, (2, 4, 1), "zb-h1", "remat", 5, 8),
     (check_mlp, (2, 4, 1), "interleaved", "policy", 8, 4),
     (check_mlp, (4, 2, 1), "zb-v", "remat", 5, 4),
     (check_mlp, (1, 4, 2), "gpipe", "remat", 5, 2),
-    (check_gpt, (2, 2, 2), "zb-v", "policy", 5, 8),
-    (check_mlp, (2, 2, 2), "zb-h1", "policy", 4, 1),
+    (check_gpt, (2, 2, 2), "1f1b", "policy", 5, 8),
+    (check_mlp, (2, 2, 2), "zb-v", "policy", 4, 1),
     (check_mlp, (1, 2, 4), "1f1b", "no remat", 5, 8),
 ]
 
@@ -105,18 +103,19 @@ def test_loss_and_gradients_equal_one_device_in_float64(
 # As on GPUs: idle stages compute and discard ops, uneven stages padded positions, and ends with chunks are conditional.
 MASKED = [
     ((2, 2, 2), "1f1b", "remat", 5, 4),
-    pytest.param((4, 2, 1), "interleaved", "no remat", 5, 2, marks=pytest.mark.slow),
-    pytest.param((2, 2, 2), "zb-h1", "remat", 5, 4, marks=pytest.mark.slow),
-    pytest.param((1, 8, 1), "1f1b", "no remat", 9, 4, marks=pytest.mark.slow),
-    pytest.param((1, 4, 2), "zb-v", "policy", 9, 8, marks=pytest.mark.slow),
-    pytest.param((4, 2, 1), "gpipe", "remat", 5, 1, marks=pytest.mark.slow),
+    ((4, 2, 1), "interleaved", "no remat", 5, 2),
+    ((2, 2, 2), "zb-h1", "remat", 5, 4),
+    ((1, 8, 1), "1f1b", "no remat", 9, 4),
+    ((1, 4, 2), "zb-v", "policy", 9, 8),
+    ((4, 2, 1), "gpipe", "remat", 5, 1),
 ]
 
 
+@pytest.mark.slow  # the next test has masks, recomputation and uneven stages in one program
 @pytest.mark.parametrize(("mesh", "schedule", "remat", "num_layers", "num_microbatches"), MASKED)
 def test_masked_idle_ops_change_nothing_in_float64(x64, mesh, schedule, remat, num_layers, num_microbatches):
     options = {"remat": REMAT[remat], "num_layers": num_layers, "num_microbatches": num_microbatches}
-    check_mlp(mesh, schedule, **options, mask_idle_ops=True)
+    check_mlp(mesh, schedule, **options, masks=True)
 
 
 def test_masked_idle_ops_discard_nan(x64):
@@ -126,9 +125,9 @@ def test_masked_idle_ops_discard_nan(x64):
         square = jnp.sum(x**2)
         return mlp.layer(params, x * (square / square))
 
-    params, batch, _ = job(tiny, 4)
+    params, batch, _ = job(tiny, 5)
     model = jaxpar.LayeredModel(mlp.embed, layer, mlp.head)
-    check_model(model, params, batch, tiny.loss, "1f1b", stage=4, num_microbatches=4, mask_idle_ops=True)
+    check_model(model, params, batch, tiny.loss, "1f1b", stage=4, num_microbatches=4, remat=True, mask_idle_ops=True)
 
 
 WITHOUT_VALUES = [
@@ -173,7 +172,7 @@ def test_every_mesh_schedule_and_remat_equals_one_device_in_float64(
     options = {"remat": REMAT[remat], "num_layers": num_layers, "num_microbatches": num_microbatches}
     check_gpt(mesh, schedule, **options)
     if mesh[1] > 1:
-        check_gpt(mesh, schedule, **options, mask_idle_ops=True)
+        check_gpt(mesh, schedule, **options, masks=True)
 
 
 FREE = [(mesh, schedule, remat) for mesh, schedule, remat in product(MESHES, SCHEDULES, REMAT)]
@@ -210,7 +209,7 @@ FORMS = [
 def test_every_form_of_a_schedule_equals_one_device_in_float64(x64, name, form, remat):
     schedule = make_schedule(name, 4, 4, CHUNKS.get(name), form=form, remat=remat)
     for masks in (False, True):
-        check_gpt((2, 4, 1), schedule, remat=remat, num_layers=9, num_microbatches=4, mask_idle_ops=masks)
+        check_gpt((2, 4, 1), schedule, remat=remat, num_layers=9, num_microbatches=4, masks=masks)
 
 
 @pytest.mark.parametrize(
@@ -228,11 +227,11 @@ def test_every_form_of_a_schedule_equals_one_device_in_float64(x64, name, form, 
 def test_f_and_b_in_one_loop_over_layers_equal_one_device_in_float64(x64, name, mesh, num_layers, remat):
     schedule = make_schedule(name, mesh[1], 4, CHUNKS.get(name), form="merged", remat=remat)
     assert any(segment.merges for segment in spmd_program(schedule, masks=True).segments)
-    check_mlp(mesh, schedule, num_layers=num_layers, num_microbatches=4, remat=remat, mask_idle_ops=True)
+    check_mlp(mesh, schedule, num_layers=num_layers, num_microbatches=4, remat=remat, masks=True)
 
 
 BESIDE = [
-    ((2, 1, 4), {}),
+    pytest.param((2, 1, 4), {}, marks=pytest.mark.slow),
     ((4, 1, 2), {"zero": 3, "remat": True}),
     ((4, 1, 2), {"zero": 2, "overlap_grad_reduce": True}),
     pytest.param((1, 1, 8), {"remat": "dots"}, marks=pytest.mark.slow),
@@ -245,7 +244,7 @@ def test_f_beside_b_with_one_stage_equals_one_device_in_float64(x64, monkeypatch
     ran, forward_and_backward = [], Stage.forward_and_backward
     monkeypatch.setattr(Stage, "forward_and_backward", lambda *args: ran.append(1) or forward_and_backward(*args))
     mesh = jaxpar.make_mesh(data=mesh[0], tensor=mesh[2])
-    params, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
+    params, batch, want = job(tiny, 4)
     value_and_grad = jaxpar.value_and_grad(
         tiny.MODEL,
         tiny.loss,
@@ -256,7 +255,7 @@ def test_f_beside_b_with_one_stage_equals_one_device_in_float64(x64, monkeypatch
         **settings,
     )
     got = jax.jit(value_and_grad)(tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
-    assert_same(got, tiny.reference(params, batch))
+    assert_same(got, want)
     assert ran
 
 
@@ -287,6 +286,7 @@ def test_packed_params_give_packed_gradients_and_zeros_for_padding(x64, counts):
     check_padding(grads["layers"], layout, num_padded=4 * max(counts) - num_layers)
 
 
+@pytest.mark.slow  # tests/test_readme.py has float32, and the next test both
 def test_float32_equals_one_device():
     params, batch = tiny.draw_params(4, dtype=np.float32), tiny.make_batch()
     mesh = jaxpar.make_mesh(data=2, stage=4)
@@ -310,7 +310,7 @@ def test_bfloat16_compute_keeps_float32_params_is_as_near_as_one_device_and_the_
         total, weight = tiny.loss(half.apply(params, batch), batch)
         return total / weight
 
-    params, batch = tiny.make_params(), tiny.make_batch()
+    params, batch = tiny.draw_params(2, dtype=np.float32), tiny.make_batch()
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
     value_and_grad = jax.jit(jaxpar.value_and_grad(half, tiny.loss, mesh, schedule="zb-h1", num_microbatches=4))
     args = tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh)
@@ -361,7 +361,7 @@ def arrays(**shapes):
     return {name: 0.5 * rng.normal(size=shape) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "1f1b"])
+@pytest.mark.parametrize("schedule", ["zb-v", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_any_tree_travels_from_layer_to_layer(x64, schedule):
     """With one microbatch and one replica: a mean over rows is of those that come together."""
     params = {"outer": arrays(w_in=(6, 4), w_out=(4, 5)), "layers": arrays(w=(5, 4, 4))}
@@ -383,20 +383,33 @@ def test_params_may_be_missing_unread_or_in_any_tree(x64, schedule):
 
 
 def test_a_microbatch_of_no_weight_adds_nothing(x64):
-    params, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
-    batch["weight"][:12] = 0
-    check_model(tiny.MODEL, params, batch, tiny.loss, "1f1b", num_microbatches=4)
+    params, batch, _ = job(tiny, 5)
+    weights = np.where(
+        np.arange(len(batch["weight"])) < 12, 0, batch["weight"]
+    )  # three microbatches of COVERING's last
+    mesh = jaxpar.make_mesh(stage=2, tensor=4)
+    got = run(tiny, mesh, "1f1b", num_layers=5, num_microbatches=8, remat=False, weights=weights)
+    assert_same(got, tiny.reference(params, batch | {"weight": weights}))
 
 
 # Training.
 
 
+def on_one_device(optimizer):
+    """A training step of one device, as one program: ``step(params, opt_state, batch)``."""
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        updates, opt_state = optimizer.update(tiny.reference(params, batch)[1], opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+@pytest.mark.slow  # the next test trains packed layers
 @pytest.mark.parametrize(
     ("mesh", "schedule", "optimizer"),
-    [
-        ((2, 2, 2), "1f1b", optax.adam(1e-2)),
-        pytest.param((1, 2, 4), "zb-h1", optax.sgd(0.1), marks=pytest.mark.slow),
-    ],
+    [((2, 2, 2), "1f1b", optax.adam(1e-2)), ((1, 2, 4), "zb-h1", optax.sgd(0.1))],
     ids=["adam", "sgd"],
 )
 def test_parameters_after_three_steps_equal_one_device_in_float64(x64, mesh, schedule, optimizer):
@@ -408,12 +421,11 @@ def test_parameters_after_three_steps_equal_one_device_in_float64(x64, mesh, sch
     )
     value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, schedule=schedule, num_microbatches=4)
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
-    opt_state, update = optimizer.init(params), jax.jit(optimizer.update)
+    opt_state, step_of_one = optimizer.init(params), on_one_device(optimizer)
     for step in range(3):
         batch = tiny.make_batch(step, np.float64)
         state, _ = train_step(state, jaxpar.shard_batch(batch, mesh))
-        updates, opt_state = update(tiny.reference(params, batch)[1], opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = step_of_one(params, opt_state, batch)
     assert_same(state.params, params, within=1e-10)
 
 
@@ -433,11 +445,10 @@ def test_uneven_layers_train_packed_and_their_padding_stays_zero(x64):
         tiny.MODEL, tiny.loss, mesh, schedule="zb-h1", num_microbatches=2, layout=layout
     )
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
-    want, opt_state, update = params, optimizer.init(params), jax.jit(optimizer.update)
+    want, opt_state, step_of_one = params, optimizer.init(params), on_one_device(optimizer)
     for _ in range(3):
         state, _ = train_step(state, jaxpar.shard_batch(batch, mesh))
-        updates, opt_state = update(tiny.reference(want, batch)[1], opt_state, want)
-        want = optax.apply_updates(want, updates)
+        want, opt_state = step_of_one(want, opt_state, batch)
     got = state.params | {"layers": layout.unpack(state.params["layers"])}
     assert_same(got, want, within=1e-10)
     check_padding(state.params["layers"], layout, num_padded=3)

@@ -604,12 +604,12 @@ def test_weight_decay_spares_biases_norms_and_positions():
             r"--layers-per-virtual-stage must have one count .*; got \(3, 2\) for 2 virtual stages and 4 layers",
         ),
         (
-            ["--model", "gpt2-bytes", "--mesh.tensor", "8"],
+            ["--model", "gpt2-bytes", "--mesh.tensor", "8", "--data", "nowhere"],  # before text is read
             "the tensor axis must divide the heads, .*; got --mesh.tensor 8, num_heads=4, .* Choose --mesh.tensor from 1, 2, 4",
         ),
         (["--save-hf", str(LLAMA)], "a model is written to a folder without one; got .*llama with 'config.json'"),
         (
-            ["--mesh.stage", "8"],
+            ["--mesh.stage", "8", "--data", "nowhere"],
             "at least one layer for each chunk of each stage; got 4 layers for --mesh.stage 8, --num-chunks 1",
         ),
         (

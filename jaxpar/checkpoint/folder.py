@@ -15,10 +15,11 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 
 from jaxpar.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, read_manifest
-from jaxpar.fields import arg, check_at_least
+from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.runtime.output import fsync, printable, write_atomically
 
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -44,6 +45,8 @@ class Keep:
 
     def __post_init__(self) -> None:
         check_at_least(1, "Give the number of checkpoints to keep.", keep=self.last)
+        check_kind((Real,), "a number", "Give a number of steps, or 0 for none.", keep_every=self.every)
+        check_kind((str, None), "a string", "Give the name of a metric.", keep_best=self.best)
         if self.every < 0:
             raise ValueError(
                 f"{arg('keep_every')} must be 0 or more; got {self.every}. Give a number of steps, or 0 for none."

@@ -14,6 +14,7 @@ from jaxpar.checkpoint.manifest import Manifest, plain_json
 from jaxpar.checkpoint.restore import BadCheckpointError, check_arrays_match, check_config, load, read_newest, verify
 from jaxpar.checkpoint.save import Saver, array_records, versions
 from jaxpar.checkpoint.state import as_keys, as_numbers, canonical_target, from_canonical, plain_key, to_canonical
+from jaxpar.fields import check_kind
 from jaxpar.mesh import shown_sizes
 from jaxpar.parallel import Parallel, accepts_settings
 from jaxpar.pipeline import LayerLayout, open_params
@@ -234,6 +235,7 @@ class CheckpointManager(Saver):
             TypeError: A leaf of the target has no NamedSharding.
             ValueError: There is no such step, or the checkpoint is of another config or model, or the target of another mesh.
         """
+        check_kind((TrainState,), "a TrainState", "Make it with jaxpar.abstract_state.", target=target)
         self._check_layout(target)
         self.wait()
         check_agreement("restore", {"steps": self._folder.numbered(), "asked step": step})

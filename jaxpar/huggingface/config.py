@@ -67,6 +67,7 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
     read = Reader(given, family.defaults, path)
     _check_ignore(kind, ignore)
     _check_only(kind, read)
+    _check_layer_types(read)
     _check_unmodelled(kind, read, ignore)
     found: dict[str, Any] = {field: read.size(*keys) for field, keys in family.sizes.items()} | family.fixed
     if found.get("num_kv_heads") == found["num_heads"]:
@@ -111,6 +112,18 @@ def _check_only(kind: str, read: Reader) -> None:
                 f"{key} of a {kind} must be {' or '.join(map(repr, allowed))}; got {brief(value)} in {read.path}. Others are "
                 "not modelled."
             )
+
+
+def _check_layer_types(read: Reader) -> None:
+    """Raises for layers of a kind that is not modelled, which cannot be ignored: they have other params."""
+    given = read.given.get("layer_types") or []
+    kinds = given if isinstance(given, list) else [given]
+    if wrong := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
+        layers = [number for number, kind in enumerate(kinds) if kind == wrong[0]]
+        raise ValueError(
+            f"layer_types must be a list of {_FULL} or {_SLIDING}, whose layers are modelled; got {brief(wrong[0])} for layers "
+            f"{shorten(layers)} of {len(kinds)} in {read.path}. Choose a model without such layers."
+        )
 
 
 def _check_unmodelled(kind: str, read: Reader, ignore: Sequence[str]) -> None:

@@ -135,9 +135,8 @@ class MergedArray:
         return self._merged(*(part[layer] for part in self._parts))
 
     def _merged(self, *parts: Any) -> np.ndarray:
-        weight, a, b = (np.asarray(part).astype(np.promote_types(self.dtype, np.float32)) for part in parts)
-        product = a.reshape(-1, a.shape[-1]) @ b.reshape(a.shape[-1], -1)
-        return (weight + self._scale * product.reshape(weight.shape)).astype(self.dtype)
+        weight, lora_a, lora_b = map(np.asarray, parts)
+        return Adapted(weight, lora_a, lora_b, self._scale).merged()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy

@@ -12,9 +12,10 @@ The faster of the two is taken, as NCCL does. Most steps of a ring over nodes ar
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_kind
 from jaxpar.gpus import GPUS as DATASHEETS
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.mesh import FROM_SLOWEST
@@ -74,7 +75,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
-            if field != "name" and value is not None and not value > 0:
+            if field == "name":
+                continue
+            check_kind((Real, None), "a number", "Give one above 0.", **{f"{field} of a cluster": value})
+            if value is not None and not value > 0:
                 raise ValueError(f"{field} of a cluster must be positive; got {value}.")
 
     @property

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,8 @@ from jaxpar.checkpoint import CheckpointManager
 from jaxpar.checkpoint.folder import Folder
 from jaxpar.data.batches import Origin
 from jaxpar.guard import Guard
-from jaxpar.mesh import shown_sizes
+from jaxpar.inspect.text import bytes_text
+from jaxpar.mesh import OF_ZERO, shown_sizes
 from jaxpar.metrics import exporters
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.pipeline import check_permutes
@@ -33,6 +35,7 @@ from jaxpar.runtime.output import write_whole
 from jaxpar.runtime.supervise import is_restarted
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule
+from jaxpar.step_sharding import left_whole
 
 BEGAN = time.monotonic()
 
@@ -118,6 +121,8 @@ class Run(AbstractContextManager["Run"]):
         """
         self.target = jaxpar.abstract_state(*init_state, **where)
         self._init = lambda: jaxpar.init_state(*init_state, **where)
+        for parallel in (each for each in init_state if isinstance(each, jaxpar.Parallel)):
+            self._say_whole(parallel)
         if not self.flags.common.resume:
             return
         allowed = ("steps", *self.flags.checkpoint.allow_change)
@@ -127,6 +132,18 @@ class Run(AbstractContextManager["Run"]):
         saved_on = ", ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
         self._say(f"resumed from step {manifest.step}, saved on {saved_on}")
         self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
+
+    def _say_whole(self, parallel: jaxpar.Parallel) -> None:
+        """Prints the params that ZeRO leaves whole, the largest first."""
+        if whole := left_whole(self.target.params, parallel):
+            largest = sorted(whole, key=lambda path: -whole[path])
+            named = ", ".join(f"{path} {bytes_text(whole[path])}" for path in largest[:3])
+            more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+            self._say(
+                f"--zero {parallel.zero} leaves {bytes_text(sum(whole.values()))} of params whole on each device, with their "
+                f"optimizer state, since data times context, "
+                f"{math.prod(self.mesh.shape[axis] for axis in OF_ZERO)}, divides none of their free dims: {named}{more}"
+            )
 
     def compile(self, train_step: Any, batch: Any) -> jax.stages.Compiled:
         """Returns the training step compiled, and prints the time, which no step's time includes.

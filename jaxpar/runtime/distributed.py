@@ -12,6 +12,7 @@ from typing import NoReturn
 import jax
 
 from jaxpar._compat import coordination
+from jaxpar.fields import check_kind, check_positive
 from jaxpar.runtime.process_env import NAMES, read_process_env
 from jaxpar.runtime.rendezvous import meet
 
@@ -44,10 +45,8 @@ def use_fake_devices(num_devices: int) -> None:
     Raises:
         RuntimeError: JAX has already started with other devices.
     """
-    if not isinstance(num_devices, int) or isinstance(num_devices, bool):
-        raise TypeError(f"num_devices must be an integer; got {num_devices!r}. Write use_fake_devices(8).")
-    if num_devices < 1:
-        raise ValueError(f"num_devices must be positive; got {num_devices}. Write use_fake_devices(8).")
+    check_kind((int,), "an integer", "Write use_fake_devices(8).", num_devices=num_devices)
+    check_positive("Write use_fake_devices(8).", num_devices=num_devices)
     give_threads(num_devices)
     try:
         jax.config.update("jax_platforms", "cpu")
