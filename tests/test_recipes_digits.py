@@ -33,9 +33,11 @@ def curve(out_dir):
     return [(line["loss"], line["grad_norm"]) for line in read_lines(out_dir)[:FEW_STEPS]]
 
 
-def curve_of(out_dir, *flags):
+def curve_of(out_dir, *flags, evaluate=lambda *_: (np.float32(0), np.float32(0))):
+    """The losses of a run that draws nothing, and evaluates nothing unless it is told how."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digits, "draw", lambda *_: None)
+        patch.setattr(digits, "evaluate", evaluate)
         run(out_dir, "--steps", str(FEW_STEPS), "--eval-every", str(FEW_STEPS), *flags)
     return curve(out_dir)
 
@@ -56,9 +58,8 @@ def timed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("digits")
     evaluate, late, ticks = digits.evaluate, [], itertools.count()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digits, "evaluate", lambda *args: late.append(3600.0) or evaluate(*args))
         patch.setattr("jaxpar.metrics.log.time", SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late)))
-        curve_of(folder, "--eval-every", "5")
+        curve_of(folder, "--eval-every", "5", evaluate=lambda *args: late.append(3600.0) or evaluate(*args))
     return folder
 
 
@@ -224,7 +225,7 @@ def test_a_narrowed_model_is_a_smaller_one_and_stays_so():
     rng = np.random.default_rng(0)
     wide = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), digits.abstract_params(table))
     wide["layers"] |= {name: np.zeros((2, 8), np.float32) for name in ("b_up", "b_down")}  # as they begin
-    narrow = digits_sweep.narrowed(wide, jax.numpy.int32(3))
+    narrow = jax.tree.map(np.asarray, jax.jit(digits_sweep.narrowed)(wide, np.int32(3)))
     outer, layers = narrow["outer"], narrow["layers"]
     own = {
         "outer": outer | {"w_in": outer["w_in"][:, :3], "w_out": outer["w_out"][:3]},
@@ -235,6 +236,6 @@ def test_a_narrowed_model_is_a_smaller_one_and_stays_so():
     mean_loss = jax.jit(jax.value_and_grad(lambda params: digits.loss(digits.mlp.MODEL.apply(params, batch), batch)[0]))
     (value, grads), (want, want_grads) = mean_loss(narrow), mean_loss(own)
     assert_same(value, want, within=1e-6)
-    sum_of_squares = lambda tree: sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(tree))
+    sum_of_squares = lambda tree: sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(jax.device_get(tree)))
     assert sum_of_squares(grads) == pytest.approx(sum_of_squares(want_grads), rel=1e-5), "what it lacks has no gradient"
     assert_same(grads["outer"]["b_out"], want_grads["outer"]["b_out"], within=1e-5)
