@@ -2,11 +2,13 @@
 
 from setuptools import find_packages, setup
 
+DATA = ("json", "toml", "html", "css", "js", "sbatch", "txtpb")
+
 setup(
     packages=[*find_packages(include=["jaxpar", "jaxpar.*"]), "jaxpar.recipes"],
     package_dir={"jaxpar": "jaxpar", "jaxpar.recipes": "recipes"},
     package_data={
-        "jaxpar": ["py.typed", "**/*.json", "**/*.toml", "report/page.css", "report/page.js"],
+        "jaxpar": ["py.typed", "*.pyi", *(f"**/*.{kind}" for kind in DATA)],
         "jaxpar.recipes": ["data/*.csv", "data/*.jsonl"],
     },
 )

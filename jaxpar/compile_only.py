@@ -10,7 +10,8 @@ choice of kernels differs, which XLA makes by measurement on a real GPU. It cann
 
 import os
 import warnings
-from dataclasses import dataclass
+from pathlib import Path
+from string import Template
 
 import jax
 from jax.experimental import topologies
@@ -27,62 +28,13 @@ CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
-@dataclass(frozen=True)
-class Target:
-    """What XLA's compiler knows of a GPU.
-
-    Attributes:
-        cores: Streaming multiprocessors.
-        fpus: Arithmetic units of each.
-        shared_bytes: Shared memory of each; a block may use 1 KiB less.
-        bandwidth: Of its memory, bytes a second.
-        cache_bytes: Level 2 cache.
-        clock: In GHz.
-        capability: Major compute capability.
-        features: Its extension: those of the architecture itself, or none.
-    """
-
-    cores: int
-    fpus: int
-    shared_bytes: int
-    bandwidth: int
-    cache_bytes: int
-    clock: float
-    capability: int
-    features: str
-
-    def text(self, gpu: Gpu) -> str:
-        """Returns the target as the compiler reads it, with versions of the driver and the libraries that lack no feature."""
-        return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_bytes}
-  shared_memory_per_block_optin: {self.shared_bytes - 1024}
-  core_count: {self.cores} fpus_per_core: {self.fpus} clock_rate_ghz: {self.clock}
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  memory_bandwidth: {self.bandwidth} l2_cache_size: {self.cache_bytes} device_memory_size: {gpu.memory_bytes}
-  cuda_compute_capability {{ major: {self.capability} feature_extension: {self.features} }}
-  driver_version: "13.0.0" runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
-runtime_version {{ major: 12 minor: 9 }}
-device_description_str: "{gpu.driver_name}"
-"""
+TARGETS = {name: gpu for name, gpu in GPUS.items() if gpu.target is not None}  # those that the compiler knows
 
 
-_A100 = (108, 64, 167936)
-_HOPPER = (132, 128, 233472)
-# The figures are those of XLA's own descriptions: github.com/openxla/xla, xla/backends/gpu/target_config/specs, a100_sxm_40,
-# a100_sxm_80, h100_sxm, h200 and b200 (read in 2026).
-TARGETS = {
-    "a100-40gb": Target(*_A100, 1555200000000, 41943040, 1.41, 8, "NONE"),
-    "a100-80gb": Target(*_A100, 2039040000000, 41943040, 1.41, 8, "NONE"),
-    "h100": Target(*_HOPPER, 3352320000000, 52428800, 1.98, 9, "ACCELERATED_FEATURES"),
-    "h200": Target(*_HOPPER, 4800000000000, 52428800, 1.98, 9, "ACCELERATED_FEATURES"),
-    "b200": Target(148, 128, 233472, 7672320000000, 132644864, 1.965, 10, "ACCELERATED_FEATURES"),
-}
+def target_text(gpu: Gpu) -> str:
+    """Returns a GPU as the compiler reads it, with versions of the driver and the libraries that lack no feature."""
+    text = Path(__file__).with_name("gpu_target.txtpb").read_text()
+    return Template(text).substitute(vars(gpu), **gpu.target or {})
 
 
 def compile_only_devices(gpu: str, *, num_nodes: int = 1, devices_per_node: int = 8) -> list[jax.Device]:
@@ -108,12 +60,8 @@ def compile_only_devices(gpu: str, *, num_nodes: int = 1, devices_per_node: int 
             )
     _check_plugin()
     set_compiler_flags()
-    shape = f"1x{num_nodes}x{devices_per_node}"
-    return list(
-        topologies.get_topology_desc(
-            platform="cuda", target_config=TARGETS[gpu].text(GPUS[gpu]), topology=shape
-        ).devices
-    )
+    target, shape = target_text(TARGETS[gpu]), f"1x{num_nodes}x{devices_per_node}"
+    return list(topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape).devices)
 
 
 def start_on_cpu() -> None:

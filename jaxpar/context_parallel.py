@@ -104,10 +104,14 @@ def sum_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 
 def _reduced_in(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype in which arrays, or their gradients, are sent and added: XLA's CPU compiler ends the process on 16-bit sums."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = getattr(device, "platform", None) or jax.default_backend()
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return jnp.dtype(jnp.float32) if is_narrow and platform == "cpu" else dtype
+    return jnp.dtype(jnp.float32) if is_narrow and platform() == "cpu" else dtype
+
+
+def platform() -> str:
+    """Returns the platform for which this is traced: that of the mesh, which may exist for the compiler alone, or JAX's own."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return getattr(device, "platform", None) or jax.default_backend()
 
 
 def num_shards_of_heads(num_heads: int) -> int:

@@ -24,11 +24,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar._compat import closure_converted
 from jaxpar.context_parallel import zig_zag
 from jaxpar.dtypes import from_floats, is_key, to_floats, wide_dtype, widen
-from jaxpar.fields import arg, check_at_least
+from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
-from jaxpar.sharding import path_string, shard
+from jaxpar.sharding import from_host, path_string, shard
 
 _PAD = ' (jaxpar.data.batches.pad_rows adds rows, and a column "weight", 0 for these, by which the loss must multiply)'
 
@@ -73,26 +74,7 @@ def shard_batch(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None, seq: 
             f"{count} rows, and {len(local)} of num_rows={num_rows} are held here. Give those of "
             "jaxpar.local_rows(num_rows, mesh), or the whole batch without num_rows."
         )
-    return jax.tree.map(partial(_from_local, [(local, num_rows), *dims]), batch, shardings)
-
-
-def _from_local(dims: Sequence[tuple[np.ndarray, int]], leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """Returns a global array from a part of it: for its first dims the ascending places that are here, and the whole size."""
-    dims = dims[: leaf.ndim]
-    if is_key(leaf):
-        words = _from_local(dims, jax.random.key_data(leaf), sharding)
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
-    host = np.asarray(leaf)
-
-    def of_shard(index: Any) -> np.ndarray:
-        here = []
-        for (local, size), at in zip(dims, index, strict=False):
-            start, stop, _ = at.indices(size)
-            first = int(np.searchsorted(local, start))
-            here.append(slice(first, first + stop - start))
-        return host[(*here, *index[len(dims) :])]
-
-    return jax.make_array_from_callback((*(size for _, size in dims), *host.shape[len(dims) :]), sharding, of_shard)
+    return jax.tree.map(partial(from_host, dims=[(local, num_rows), *dims]), batch, shardings)
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------------
@@ -235,9 +217,7 @@ def local_rows(
         ValueError: The replicas do not divide the rows, or twice ``context`` does not divide the sequences.
     """
     check_mesh(mesh)
-    for name, value in (("num_rows", num_rows), ("seq", 1 if seq is None else seq)):
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise TypeError(f"{arg(name)} must be an integer; got {value!r}. Convert it.")
+    check_kind((Integral,), "an integer", "Convert it.", num_rows=num_rows, seq=1 if seq is None else seq)
     check_at_least(1, seq=seq)
     count = num_replicas(mesh)
     _check_rows_divide(num_rows, mesh.shape[DATA], None, mesh.shape[REPLICA])
@@ -333,11 +313,14 @@ def accumulate(part: Callable[[PyTree], Any], batch: PyTree, num_microbatches: i
     if num_microbatches == 1:
         return widen(part(batch))
     microbatches = split_microbatches(batch, num_microbatches)
-    shapes = jax.eval_shape(part, jax.tree.map(lambda a: a[0], microbatches))
+    first = jax.tree.map(lambda a: a[0], microbatches)
+    converted, closed_over = closure_converted(part, first)
+    traced = partial(converted, closed_over)  # once, for the shapes and for the scan
+    shapes = jax.eval_shape(traced, first)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, wide_dtype(s.dtype)), shapes)
 
     def add(total: Any, microbatch: PyTree) -> tuple[Any, None]:
-        return jax.tree.map(lambda t, p: t + p.astype(t.dtype), total, part(microbatch)), None
+        return jax.tree.map(lambda t, p: t + p.astype(t.dtype), total, traced(microbatch)), None
 
     return jax.lax.scan(add, zeros, microbatches)[0]
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 
@@ -76,6 +77,16 @@ def rewrap_key(value: Any, like: Any) -> Any:
 def unwrapped_shape(like: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array or ShapeDtypeStruct as it is stored: that of the data of PRNG keys."""
     return jax.eval_shape(unwrap_key, like) if is_key(like) else jax.ShapeDtypeStruct(like.shape, like.dtype)
+
+
+def on_host(leaf: Any) -> np.ndarray:
+    """Returns a whole array on this host, PRNG keys as their data; every process must call it."""
+    leaf = unwrap_key(leaf)
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    if leaf.is_fully_replicated:
+        return np.asarray(leaf.addressable_data(0))
+    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
 
 
 def num_bytes(arrays: Iterable[Any]) -> int:

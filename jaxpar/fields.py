@@ -6,8 +6,9 @@
 Values are never converted: "8", 8.0 and True are no integers. pydantic is imported by the first check, so that it costs no time
 where nothing is checked.
 
-Messages name an argument by ``arg``: as the library calls it, or, while a command runs, by the flag that gives it. Numbers and
-names that are arguments are checked by ``check_at_least``, ``check_positive``, ``check_from`` and ``check_one_of``:
+Messages name an argument by ``arg``: as the library calls it, or, while a command runs, by the flag that gives it. Arguments
+are checked by ``check_kind``, and numbers and names by ``check_at_least``, ``check_positive``, ``check_from`` and
+``check_one_of``:
 
     fields.check_at_least(1, seq=seq)
     ValueError: seq must be at least 1; got 0. Choose 1 or more.
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import cache
+from numbers import Real
 from typing import Any, TypeVar, get_args, get_type_hints
 
 Kind = TypeVar("Kind")
@@ -78,6 +80,24 @@ def arg(*names: str, **values: Any) -> str:
     return ", ".join([flags.get(name, name) for name in names] + [flag(*each) for each in values.items()])
 
 
+def check_kind(kinds: Sequence[Any], rule: str, remedy: str, **values: object) -> None:
+    """Raises for an argument that is none of some values and of none of some types; a bool is no int, and 1.0 is not 1.
+
+    Args:
+        kinds: The values and types. ValueError is raised if they are all values, such as 0, "spmd" or None, else TypeError.
+        rule: What the argument must be.
+        remedy: The end of a message, a sentence.
+        **values: Arguments.
+    """
+    types = tuple(kind for kind in kinds if isinstance(kind, type))
+    for name, value in values.items():
+        is_listed = any(type(value) is type(kind) and value == kind for kind in kinds)
+        is_of_type = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+        if not is_listed and not is_of_type:
+            message = f"{arg(name)} must be {rule}; got {brief(repr(value))}. {remedy}"
+            raise TypeError(message) if types else ValueError(message)
+
+
 def check_one_of(names: Sequence[str], **values: object) -> None:
     """Raises ValueError for an argument that is none of some names, with the one that is meant."""
     for name, value in values.items():
@@ -88,25 +108,26 @@ def check_one_of(names: Sequence[str], **values: object) -> None:
 
 
 def check_at_least(least: float, remedy: str = "", **values: float | None) -> None:
-    """Raises ValueError, with the remedy, for an argument that is below the least or infinite; None is left out."""
+    """Raises, with the remedy, for an argument that is no number, below the least or infinite; None is left out."""
     _check_numbers(
         f"at least {least}", lambda value: least <= value < math.inf, remedy or f"Choose {least} or more.", values
     )
 
 
 def check_positive(remedy: str, **values: float | None) -> None:
-    """Raises ValueError, with the remedy, for an argument that is not above 0, or infinite; None is left out."""
+    """Raises, with the remedy, for an argument that is no number, not above 0, or infinite; None is left out."""
     _check_numbers("positive", lambda value: 0 < value < math.inf, remedy, values)
 
 
 def check_from(least: float, most: float, remedy: str, **values: float) -> None:
-    """Raises ValueError, with the remedy, for an argument that is not in a range, whose ends belong to it."""
+    """Raises, with the remedy, for an argument that is no number, or not in a range, whose ends belong to it."""
     _check_numbers(f"from {least} to {most}", lambda value: least <= value <= most, remedy, values)
 
 
 def _check_numbers(
     rule: str, is_right: Callable[[float], bool], remedy: str, values: Mapping[str, float | None]
 ) -> None:
+    check_kind((Real, None), "a number", remedy, **values)
     for name, value in values.items():
         if value is not None and not is_right(value):
             shown = f"{value:g}" if isinstance(value, float) else value

@@ -14,7 +14,8 @@ from jaxtyping import PyTree
 from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.remat import forward_with_remat, with_remat
 from jaxpar.data_parallel import accumulate, check_batch, check_sequences, reduce_gradients, split_microbatches
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, is_stacked, num_layers
+from jaxpar.fields import check_kind
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers, output_shapes
 from jaxpar.loss_checks import check_loss, check_positions, check_rows
 from jaxpar.loss_sums import sums_of, with_float_sums
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, STAGE, TENSOR, num_replicas
@@ -26,13 +27,14 @@ from jaxpar.pipeline import (
     Program,
     accumulate_pipelined,
     build_stage,
-    check_layout,
     close_params,
+    fitting_layout,
     open_params,
     spmd_program,
     sum_over_stages,
 )
 from jaxpar.schedule import Schedule, make_schedule
+from jaxpar.sharding import check_same_tree
 from jaxpar.step_sharding import StepSharding, run_on_shards, shard_step
 from jaxpar.traced_loss import TracedLoss, once_for_shapes, trace_loss
 from jaxpar.trainable import Frozen, Trainable, accept_frozen, check_params, freeze, only_trained, with_trained
@@ -121,6 +123,7 @@ def value_and_grad(
     """
     assert isinstance(mesh, Parallel), "made of a mesh and its settings"
     assert isinstance(pipeline, Pipeline), "made of its settings"
+    check_kind((bool,), "a bool", "Use True for a loss that returns further sums.", has_aux=has_aux)
     return with_settings(model, loss, mesh, pipeline, has_aux=has_aux)
 
 
@@ -128,9 +131,9 @@ def with_settings(
     model: LayeredModel | Callable, loss: Loss, parallel: Parallel, pipeline: Pipeline, *, has_aux: bool | None
 ) -> ValueAndGrad:
     """Returns ``value_and_grad``; with ``has_aux=None`` it trains nothing, and its value is what ``loss`` returns."""
-    check_settings(model, parallel, pipeline)
+    check_settings(model, loss, parallel, pipeline)
     mesh, layout, trains = parallel.mesh, parallel.layout, has_aux is not None
-    assert isinstance(mesh, Mesh), "a step runs on devices"
+    assert isinstance(mesh, Mesh), "check_settings takes no other"
     model = accept_frozen(model, parallel.trainable if trains else ())
     frozen = partial(freeze, trainable=parallel.trainable) if trains else partial(jax.tree.map, Frozen)
     shardings = None if parallel.shardings is None else frozen(open_params(parallel.shardings, layout))
@@ -223,10 +226,11 @@ class _Step:
             check_batch(batch, mesh.shape[DATA], num_microbatches, replica=mesh.shape[REPLICA])
             check_sequences(batch, mesh)
             check_params(params)
+            if self.shardings is not None:
+                check_same_tree(self.shardings, params)
             if isinstance(model, LayeredModel):
                 num_layers(params)
-                check_layer(model, params, batch)
-            check_loss(loss, jax.eval_shape(forward, params, batch), batch, has_aux=self.has_aux)
+            check_loss(loss, output_shapes(model, params, batch), batch, has_aux=self.has_aux)
             self.traced_loss(params, batch)
             check_rows(model, loss, params, batch, num_replicas(mesh) * num_microbatches)
             check_positions(model, loss, params, batch, mesh.shape[CONTEXT])
@@ -292,14 +296,9 @@ class _Step:
     def pipelined(self, program: Program, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Several stages, or one with a merged schedule: one loop over the ticks of each segment of the program."""
         check_equal_layers(params[LAYERS])
-        schedule, layers, is_packed = program.schedule, params[LAYERS], self.parallel.layout is not None
-        count = num_layers(params)
-        layout = self.parallel.layout or LayerLayout(
-            count, schedule.num_stages, schedule.num_chunks, placement=schedule.placement
-        )
-        check_layout(layout, schedule, count, is_packed=is_packed)
-        packed = params if is_packed else params | {LAYERS: layout.in_packed_order(layers)}
-        canonical = params | {LAYERS: jax.eval_shape(layout.in_canonical_order, layers)} if is_packed else params
+        layout, canonical = fitting_layout(self.parallel.layout, program.schedule, params)
+        is_packed = self.parallel.layout is not None
+        packed = params if is_packed else params | {LAYERS: layout.in_packed_order(params[LAYERS])}
         sharding = self._sharding(packed)
         sums = partial(self._sums_of_pipeline, program, layout, sharding)
         value, grads = run_on_shards(sums, sharding, packed, batch, self.traced_loss(canonical, batch), self.mesh)

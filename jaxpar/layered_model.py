@@ -21,6 +21,8 @@ import jax
 from jax.tree_util import FlattenedIndexKey
 from jaxtyping import PyTree
 
+from jaxpar.fields import check_kind
+
 OUTER, LAYERS = "outer", "layers"
 
 
@@ -43,8 +45,13 @@ class LayeredModel:
     head: Callable[[PyTree, PyTree], PyTree]
 
     def __post_init__(self) -> None:
+        layers = self.layer if isinstance(self.layer, Sequence) else (self.layer,)
+        functions = [("embed", self.embed), *(("layer", layer) for layer in layers), ("head", self.head)]
+        for name, function in functions:
+            form = f"{name}({'layer_params' if name == 'layer' else 'outer'}, {'batch' if name == 'embed' else 'x'})"
+            check_kind((Callable,), "a function", f"Write one of the form {form}.", **{name: function})
         if not callable(self.layer):
-            object.__setattr__(self, "layer", tuple(self.layer))
+            object.__setattr__(self, "layer", tuple(layers))
 
     def apply(self, params: PyTree, batch: PyTree) -> PyTree:
         """Returns the outputs for a batch: the composition of the three functions, which every parallel run must equal.
@@ -70,6 +77,11 @@ class LayeredModel:
         """Returns the model with each layer function wrapped, for example in ``jax.checkpoint``."""
         layer = wrap(self.layer) if callable(self.layer) else tuple(map(wrap, self.layer))
         return LayeredModel(self.embed, layer, self.head)
+
+
+def path_string(path: Sequence[Any]) -> str:
+    """Returns a key path of ``jax.tree_util`` as "layers/attention/w_out"."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 def is_layered(params: Any) -> bool:
@@ -104,7 +116,7 @@ def num_layers(params: PyTree) -> int:
     if not is_stacked(params) and params[LAYERS]:
         return len(params[LAYERS])
     leaves = jax.tree_util.tree_leaves_with_path(params[LAYERS])
-    dims = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape[:1] for path, leaf in leaves}
+    dims = {path_string(path): leaf.shape[:1] for path, leaf in leaves}
     if not leaves or len(set(dims.values())) != 1 or () in dims.values():
         raise ValueError(
             f'every leaf under "layers" must have the same leading dim num_layers; got {dims}. '
@@ -136,6 +148,21 @@ def check_layer(model: LayeredModel, params: PyTree, batch: PyTree) -> None:
                 f"layer must return the shapes and dtypes that it takes; got x{at} {a.dtype}{list(a.shape)} in, "
                 f"{b.dtype}{list(b.shape)} out{rule}"
             )
+
+
+def output_shapes(model: LayeredModel | Callable[[PyTree, PyTree], PyTree], params: PyTree, batch: PyTree) -> PyTree:
+    """Returns the shapes of a model's outputs, and raises as ``check_layer`` does.
+
+    The functions of a LayeredModel are traced one by one: JAX keeps what it traced of each, and of ``apply`` nothing.
+    """
+    if not isinstance(model, LayeredModel):
+        return jax.eval_shape(model, params, batch)
+    check_layer(model, params, batch)
+    x = jax.eval_shape(model.embed, params[OUTER], batch)
+    if not is_stacked(params):
+        for layer, layer_params in zip(model.layers(num_layers(params)), params[LAYERS], strict=True):
+            x = jax.eval_shape(layer, layer_params, x)
+    return jax.eval_shape(model.head, params[OUTER], x)
 
 
 def _check_list(model: LayeredModel, params: PyTree) -> None:
@@ -197,7 +224,7 @@ def check_unpacked(tree: PyTree, or_else: str = "") -> None:
     """
     for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_packed):
         if is_packed(node):
-            where = jax.tree_util.keystr(path, simple=True, separator="/") or "the top"
+            where = path_string(path) or "the top"
             raise TypeError(
                 f"layers must be in the model's order here; got layers packed for {_brief(node.layout)} at {where}. "
                 f"{_UNPACK}{or_else and ' ' + or_else}"
@@ -216,14 +243,9 @@ def _flatten_with_keys(packed: PackedLayers) -> tuple[list, tuple]:
     return keyed, (packed.layout, node)
 
 
-def _flatten(packed: PackedLayers) -> tuple[list, tuple]:
-    children, node = jax.tree.flatten(packed.tree, is_leaf=lambda node: node is not packed.tree)
-    return children, (packed.layout, node)
-
-
 def _unflatten(static: tuple, children: Any) -> PackedLayers:
     layout, node = static
     return PackedLayers(node.unflatten(children), layout)
 
 
-jax.tree_util.register_pytree_with_keys(PackedLayers, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(PackedLayers, _flatten_with_keys, _unflatten)

@@ -29,7 +29,7 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import equations
 from jaxpar.fields import arg
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers, output_shapes
 from jaxpar.row_dependence import CONSTANT, ROWS, Dependence, Kind, trace_dependences
 
 _SAME = "the same for any number of rows"
@@ -250,12 +250,8 @@ def _parts(model: LayeredModel | Callable, params: PyTree) -> Iterator[tuple[str
     outer, layers, count = params[OUTER], params[LAYERS], num_layers(params)
     yield "x", model.embed, outer, 1
     if is_stacked(params):
-        yield (
-            "x",
-            model.layers(1)[0],
-            jax.eval_shape(lambda layers: jax.tree.map(lambda p: p[0], layers), layers),
-            count,
-        )
+        first = jax.eval_shape(lambda layers: jax.tree.map(lambda p: p[0], layers), layers)
+        yield "x", model.layers(1)[0], first, count
     else:
         yield from (("x", *each, 1) for each in zip(model.layers(count), layers, strict=True))
     yield "outputs", model.head, outer, 1
@@ -317,7 +313,7 @@ def of_two_sizes(
     """
     twice = _resized(batch, 2 * _size(batch, dim), dim)
     try:
-        jax.eval_shape(lambda params, batch: loss(_forward(model)(params, batch), batch), params, twice)
+        jax.eval_shape(loss, output_shapes(model, params, twice), twice)
     except Exception:  # any error that a model raises for another number of rows than its own
         return _resized(batch, _size(batch, dim) // num_parts, dim), batch
     return batch, twice

@@ -35,7 +35,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxpar._compat import is_compile_only
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_kind
 
 REPLICA, DATA, CONTEXT, STAGE, TENSOR = "replica", "data", "context", "stage", "tensor"
 AXES = (REPLICA, DATA, CONTEXT, STAGE, TENSOR)
@@ -105,7 +105,7 @@ def make_mesh(
         TypeError: An axis size is not an integer, or an axis is unknown.
         ValueError: The sizes do not fit the devices, or ``tensor`` crosses nodes without ``tensor_across_nodes``.
     """
-    available = sorted(jax.devices() if devices is None else devices, key=lambda d: (node_of(d), d.id))
+    available = sorted(jax.devices() if devices is None else _checked(devices), key=lambda d: (node_of(d), d.id))
     given = {REPLICA: replica, DATA: data, CONTEXT: context, STAGE: stage, TENSOR: tensor}
     sizes = resolve_sizes(given, len(available))
     used = available[: math.prod(sizes.values())]
@@ -115,6 +115,19 @@ def make_mesh(
     auto, in_order = (AxisType.Auto,) * len(AXES), tuple(sizes[axis] for axis in FROM_SLOWEST)
     mesh = jax.make_mesh(in_order, FROM_SLOWEST, devices=used, axis_types=auto)
     return Mesh(mesh.devices.transpose([FROM_SLOWEST.index(axis) for axis in AXES]), AXES, axis_types=auto)
+
+
+def _checked(devices: Any) -> list[jax.Device]:
+    """Returns devices as a list; raises unless each is one, and there once."""
+    found = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
+    for each in found:
+        check_kind((jax.Device,), "a sequence of devices of JAX", "Use jax.devices().", devices=each)
+    if not found or len(set(found)) < len(found):
+        raise ValueError(
+            f"devices must be at least one, and each once; got {len(found)}, of which {len(set(found))} differ. Use "
+            "jax.devices()."
+        )
+    return found
 
 
 def shown_sizes(sizes: Mapping[str, int]) -> dict[str, int]:

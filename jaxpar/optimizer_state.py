@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import drawn_shapes, float_literals
+from jaxpar.fields import brief
 from jaxpar.layered_model import is_packed
 from jaxpar.sharding import path_string
 
@@ -149,6 +150,14 @@ def call_update(
     return update(grads, opt_state, params, **more)
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raises TypeError for what is no optimizer, such as the function that makes one."""
+    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+        raise TypeError(
+            f"optimizer must be an optax optimizer; got {brief(repr(optimizer))}. Make one: optax.adam(learning_rate), say."
+        )
+
+
 def check_packed(optimizer: Optimizer, params: PyTree) -> None:
     """Raises for an optimizer that would update packed layers otherwise than layers in the model's order.
 
@@ -181,12 +190,8 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
 
 
 def _with_one_position_fewer(params: PyTree) -> PyTree:
-    def shorter(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((leaf.shape[0] - 1, *leaf.shape[1:]), leaf.dtype)
-
-    def of(node: PyTree) -> PyTree:
-        return replace(node, tree=jax.tree.map(shorter, node.tree)) if is_packed(node) else node
-
+    shorter = lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] - 1, *leaf.shape[1:]), leaf.dtype)
+    of = lambda node: replace(node, tree=jax.tree.map(shorter, node.tree)) if is_packed(node) else node
     return jax.tree.map(of, params, is_leaf=is_packed)
 
 

@@ -13,8 +13,9 @@ the same settings as keywords, beside a plain mesh; ``accepts_settings`` refuses
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -24,7 +25,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar.backward.remat import REMAT
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_kind, check_positive
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, STAGE, TENSOR, check_mesh, entry_axes, shown_sizes
 from jaxpar.pipeline import LayerLayout, masks_idle_ops
@@ -85,10 +86,7 @@ class Parallel:
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
         self._check_shardings()
-        if self.zero not in (0, 1, 2, 3):
-            raise ValueError(
-                f"{arg('zero')} must be a ZeRO level, 0 to 3; got {self.zero!r}. Write {arg(zero=0)} for none."
-            )
+        check_kind((0, 1, 2, 3), "a ZeRO level, 0 to 3", f"Write {arg(zero=0)} for none.", zero=self.zero)
         if self.zero and self.mesh.shape[TENSOR] > 1 and self.shardings is None:
             raise ValueError(
                 "ZeRO must know which dims the tensor axis cuts; got "
@@ -96,6 +94,7 @@ class Parallel:
                 "jaxpar.shardings_from_paths."
             )
         check_trainable(self.trainable)
+        check_kind((LayerLayout, None), "a jaxpar.LayerLayout", "Leave it out for equal stages.", layout=self.layout)
         self._check_overlap()
         check_reduce_dtype(self.grad_reduce_dtype, self.mesh)
 
@@ -103,26 +102,29 @@ class Parallel:
         """Raises for shardings of another mesh."""
         sizes = dict(self.mesh.shape)
         for path, sharding in jax.tree_util.tree_leaves_with_path(self.shardings):
+            where = path_string(path)
             if not isinstance(sharding, NamedSharding):
-                continue
+                raise TypeError(
+                    f"shardings must be NamedShardings; got {type(sharding).__name__}{where and ' for ' + where}. Make them "
+                    "with jaxpar.shardings_from_paths."
+                )
             named = {axis for entry in sharding.spec for axis in entry_axes(entry)}
             if groups := sorted(named & {REPLICA, CONTEXT}):
                 raise ValueError(
                     "every group of replicas has all params, which data, stage and tensor may shard; got "
-                    f"{path_string(path)} of {sharding.spec}. Leave {' and '.join(groups)} out of its rule."
+                    f"{where} of {sharding.spec}. Leave {' and '.join(groups)} out of its rule."
                 )
             if dict(sharding.mesh.shape) != sizes:
                 raise ValueError(
                     "shardings must be those of the mesh; got "
-                    f"{path_string(path)} on {shown_sizes(sharding.mesh.shape)} and a mesh of {shown_sizes(sizes)}. Make "
-                    "them for this mesh, with jaxpar.shardings_from_paths."
+                    f"{where} on {shown_sizes(sharding.mesh.shape)} and a mesh of {shown_sizes(sizes)}. Make them for this "
+                    "mesh, with jaxpar.shardings_from_paths."
                 )
 
     def _check_overlap(self) -> None:
         """Raises if gradients cannot be reduced layer by layer."""
         overlap = self.overlap_grad_reduce
-        if not isinstance(overlap, bool):
-            raise TypeError(f"overlap_grad_reduce must be a bool; got {overlap!r}. Use False.")
+        check_kind((bool,), "a bool", "Use False.", overlap_grad_reduce=overlap)
         if overlap and self.trainable is not None:
             raise ValueError(
                 "overlap_grad_reduce=True reduces the gradients of all params; got it with "
@@ -175,28 +177,23 @@ class Pipeline:
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, Schedule):
             check_schedule_name(self.schedule)
-        for name, value in (("num_microbatches", self.num_microbatches), ("num_chunks", self.num_chunks)):
-            if name == "num_chunks" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an integer; got {value!r}. Write {name}=1.")
-            if value < 1:
-                raise ValueError(f"{name} must be positive; got {value}. Write {name}=1 or more.")
+        for name, value, kinds in (
+            ("num_microbatches", self.num_microbatches, (int,)),
+            ("num_chunks", self.num_chunks, (int, None)),
+        ):
+            check_kind(kinds, "an integer", f"Write {name}=1.", **{name: value})
+            check_positive(f"Write {name}=1 or more.", **{name: value})
         if self.executor == "free":
             raise ValueError('executor="free" is now called executor="mpmd"; got "free". Write executor="mpmd".')
-        if self.executor not in ("spmd", "mpmd"):
-            raise ValueError(f'executor must be "spmd" or "mpmd"; got {self.executor!r}. Use "spmd".')
+        check_kind(("spmd", "mpmd"), '"spmd" or "mpmd"', 'Use "spmd".', executor=self.executor)
+        remats = f"one of {', '.join(map(repr, REMAT))}, or a jax.checkpoint policy"
+        check_kind((bool, *REMAT, Callable), remats, "See jax.checkpoint_policies.", remat=self.remat)
         if isinstance(self.remat, bool):
             object.__setattr__(self, "remat", "full" if self.remat else "none")
-        if self.remat not in REMAT and not callable(self.remat):
-            raise TypeError(
-                f"remat must be one of {', '.join(map(repr, REMAT))}, or a jax.checkpoint policy; got {self.remat!r}. See "
-                "jax.checkpoint_policies."
-            )
-        if self.mask_idle_ops is None:
+        masks = self.mask_idle_ops
+        check_kind((bool, "auto", None), 'True, False or "auto"', 'Use "auto".', mask_idle_ops=masks)
+        if masks is None:
             object.__setattr__(self, "mask_idle_ops", "auto")
-        if not isinstance(self.mask_idle_ops, bool) and self.mask_idle_ops != "auto":
-            raise TypeError(f'mask_idle_ops must be True, False or "auto"; got {self.mask_idle_ops!r}. Use "auto".')
 
     @property
     def policy(self) -> bool | Callable[..., bool]:
@@ -248,7 +245,10 @@ def accepts_settings(function: Function) -> Function:
 
     @functools.wraps(function)
     def with_objects(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(_misfit(function.__qualname__, kinds, signature.parameters, kwargs, str(error))) from None
         given = bound.arguments
         for name, kind in kinds.items():
             keywords = {f.name: given[f.name] for f in fields(kind) if f.name in given and f.name != name}
@@ -256,6 +256,20 @@ def accepts_settings(function: Function) -> Function:
         return function(*bound.args, **bound.kwargs)
 
     return with_objects  # pyright: ignore[reportReturnType]  # it has the signature of ``function``
+
+
+def _misfit(
+    function: str, kinds: Mapping[str, type], known: Collection[str], given: Collection[str], error: str
+) -> str:
+    """Returns a message about arguments that a function does not take, with what is meant by one of them."""
+    if not (unknown := [name for name in given if name not in known]):
+        return f"{function}(): {error}"
+    message = f"{function} takes {', '.join(name for name in known if name != 'self')}; got {', '.join(unknown)}."
+    for name, kind in kinds.items():
+        if unknown[0] in {each.name for each in fields(kind)}:
+            return f"{message} Write {name}=jaxpar.{kind.__name__}({'mesh, ' * (kind is Parallel)}{unknown[0]}=...)."
+    near = get_close_matches(unknown[0], known, 1)
+    return f"{message} Did you mean {near[0]}?" if near else f"{message} Leave it out."
 
 
 def _settings(kind: type, given: Any, keywords: Mapping[str, Any]) -> Parallel | Pipeline:
@@ -279,13 +293,16 @@ def _settings(kind: type, given: Any, keywords: Mapping[str, Any]) -> Parallel |
     return given
 
 
-def check_settings(model: Any, parallel: Parallel, pipeline: Pipeline) -> None:
-    """Raises for a model that does not fit the settings, or settings that do not fit each other."""
+def check_settings(model: Any, loss: Any, parallel: Parallel, pipeline: Pipeline) -> None:
+    """Raises for a model or loss that does not fit the settings, or settings that do not fit each other."""
     if not callable(model) and not isinstance(model, LayeredModel):
         raise TypeError(
             f"model must be a LayeredModel or a function of (params, batch); got {type(model).__name__}. "
             "Wrap a module of another library with jaxpar.adapters."
         )
+    check_kind((Callable,), "a function of (outputs, batch)", "Return (loss_sum, weight_sum) from it.", loss=loss)
+    if not isinstance(parallel.mesh, Mesh):
+        raise TypeError("a step runs on devices; got a mesh without any. Make one with jaxpar.make_mesh.")
     num_stages, overlap = parallel.mesh.shape[STAGE], parallel.overlap_grad_reduce
     if overlap and not isinstance(model, LayeredModel):
         raise ValueError(

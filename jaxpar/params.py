@@ -9,6 +9,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -16,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.fields import check_positive
-from jaxpar.layered_model import check_unpacked
+from jaxpar.fields import check_at_least, check_kind, check_positive
+from jaxpar.layered_model import check_unpacked, path_string
 
 Init = Callable[[PyTree, tuple[int, ...], Any], PyTree]
 
@@ -44,6 +45,12 @@ class ParamSpec:
     num_layers: int | None = None
 
     def __post_init__(self) -> None:
+        check_kind(
+            (tuple,), "a tuple", 'Write such as (784, 128) and ("embed", "mlp").', shape=self.shape, dims=self.dims
+        )
+        for size in self.shape:
+            check_kind((Integral,), "of integers", "Convert it.", shape=size)
+            check_at_least(0, shape=size)
         if len(self.shape) != len(self.dims):
             raise ValueError(
                 f"a ParamSpec must name each dim; got shape {self.shape} and dims {self.dims}. Give one name an extent."
@@ -75,8 +82,7 @@ def init_params(table: PyTree, key: PyTree, dtype: Any = jnp.float32) -> PyTree:
     """Returns initial values for a table. Those of a parameter depend only on the key and on its path."""
 
     def init(path: tuple, spec: ParamSpec) -> PyTree:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        param_key = jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF)
+        param_key = jax.random.fold_in(key, zlib.crc32(path_string(path).encode()) & 0x7FFFFFFF)
         if spec.num_layers is None:
             return spec.init(param_key, spec.shape, dtype)
         return jax.vmap(lambda k: spec.init(k, spec.shape, dtype))(jax.random.split(param_key, spec.num_layers))

@@ -62,9 +62,9 @@ def on_tensor_shards(function: Callable, array: jax.Array, spec: PartitionSpec) 
         array: An array whose sharding over ``tensor`` is up to XLA.
         spec: Its sharding over ``tensor``.
     """
-    if TENSOR not in spec or not _is_tensor_automatic():
-        return function(array)
-    return jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names={TENSOR}, check_vma=False)(array)
+    return (
+        each_on_its_tensor_shard(function, in_specs=spec, out_specs=spec)(array) if TENSOR in spec else function(array)
+    )
 
 
 def each_on_its_tensor_shard(function: Callable, *, in_specs: PyTree, out_specs: PyTree) -> Callable:

@@ -15,14 +15,14 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.dtypes import is_key, unwrap_key
-from jaxpar.fields import arg
-from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, outer_stage_dim
+from jaxpar.dtypes import is_key, on_host
+from jaxpar.fields import arg, check_kind
+from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, outer_stage_dim, path_string
 from jaxpar.mesh import STAGE, check_mesh, entry_axes, shown_sizes
 from jaxpar.params import abstract_params, specs_from_dims
 
@@ -49,6 +49,13 @@ def shardings_from_paths(
             dim that its axes do not divide.
     """
     check_mesh(mesh)
+    check_kind(
+        (Mapping,), "a dict of PartitionSpecs by pattern", 'Write {"**": jaxpar.replicated()}, say.', rules=rules
+    )
+    for pattern, spec in rules.items():
+        check_kind((str,), "a string", 'Write the path of a leaf, "layers/w", or "**" for all.', pattern=pattern)
+        remedy = "Write jaxpar.column_parallel(), jaxpar.replicated() or another PartitionSpec."
+        check_kind((PartitionSpec,), "a PartitionSpec", remedy, **{f"the rule {pattern!r}": spec})
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [path_string(path) for path, _ in leaves]
     chosen = [next((rule for rule in rules if path_matches(path, rule)), None) for path in paths]
@@ -86,19 +93,14 @@ def _shardings(params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTr
     stacked = layered and is_stacked(params)
     shardings = []
     for (key_path, leaf), spec in zip(leaves, treedef.flatten_up_to(specs), strict=True):
-        path = path_string(key_path)
+        path, shape = path_string(key_path), jnp.shape(leaf)
         one_layer = stacked and (path == LAYERS or path.startswith(f"{LAYERS}/"))
         if one_layer and STAGE not in spec and not is_packed(params[LAYERS]):
-            _check_layers_divide(path, leaf.shape, mesh)
-        full = _spec_with_stage(path, leaf.shape, spec, mesh, one_layer=one_layer) if layered else spec
-        check_spec(path, leaf.shape, full, mesh)
+            _check_layers_divide(path, shape, mesh)
+        full = _spec_with_stage(path, shape, spec, mesh, one_layer=one_layer) if layered else spec
+        check_spec(path, shape, full, mesh)
         shardings.append(NamedSharding(mesh, full))
     return jax.tree.unflatten(treedef, shardings)
-
-
-def path_string(path: Sequence[Any]) -> str:
-    """Returns a key path of ``jax.tree_util`` as "layers/attention/w_out"."""
-    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 @lru_cache(maxsize=4096)
@@ -150,6 +152,11 @@ def _spec_with_stage(
 
 def _check_layers_divide(path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh) -> None:
     """Raises for layers that the stages do not divide. Fewer layers than stages are not reported here: no layout fits them."""
+    if not shape:
+        raise ValueError(
+            f'every leaf under "layers" must have the leading dim num_layers; got {path} of shape (). Give it a number for '
+            "each layer, or put it under outer."
+        )
     count, stage = shape[0], mesh.shape[STAGE]
     if count % stage and count > stage:
         raise ValueError(
@@ -207,27 +214,53 @@ def shard(tree: PyTree, shardings: PyTree) -> PyTree:
     if isinstance(shardings, jax.sharding.Sharding):
         one = shardings
         shardings = jax.tree.map(lambda _: one, tree)
+    check_same_tree(shardings, tree)
     return jax.tree.map(_put, tree, shardings)
 
 
+def check_same_tree(shardings: PyTree, tree: PyTree) -> None:
+    """Raises unless ``shardings`` has a sharding for each leaf of ``tree``, and no others."""
+    if jax.tree.structure(shardings) != jax.tree.structure(tree):
+        of, of_tree = ([path for path, _ in jax.tree_util.tree_leaves_with_path(each)] for each in (shardings, tree))
+        differ = sorted(({*map(path_string, of)} ^ {*map(path_string, of_tree)}) - {""}) or ["its containers"]
+        raise ValueError(
+            f"shardings must have the structure of the params; got others for {', '.join(differ[:3])}"
+            f"{f' and {len(differ) - 3} more' * (len(differ) > 3)}. Make them with jaxpar.shardings_from_paths(params, mesh, "
+            "rules), before there are params with jaxpar.shardings_from_paths(jax.eval_shape(init_fn, key), mesh, rules)."
+        )
+    for path, sharding in jax.tree_util.tree_leaves_with_path(shardings):
+        remedy = "Write jax.sharding.NamedSharding(mesh, spec), or use jaxpar.shardings_from_paths."
+        check_kind(
+            (jax.sharding.Sharding,),
+            "a jax.sharding.Sharding",
+            remedy,
+            **{f"the sharding of {path_string(path)}": sharding},
+        )
+
+
 def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    if sharding.is_fully_addressable:
-        return jax.device_put(leaf, sharding)
+    return jax.device_put(leaf, sharding) if sharding.is_fully_addressable else from_host(leaf, sharding)
+
+
+def from_host(leaf: Any, sharding: jax.sharding.Sharding, dims: Sequence[tuple[np.ndarray, int]] = ()) -> jax.Array:
+    """Returns a global array from a part of it: for its first dims the ascending places that are here, and the whole size."""
+    dims = dims[: np.ndim(leaf)]
     if is_key(leaf):
-        return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+        words = from_host(jax.random.key_data(leaf), sharding, dims)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
     host = np.asarray(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    def of_shard(index: Any) -> np.ndarray:
+        here = []
+        for (local, size), at in zip(dims, index, strict=False):
+            start, stop, _ = at.indices(size)
+            first = int(np.searchsorted(local, start))
+            here.append(slice(first, first + stop - start))
+        return host[(*here, *index[len(dims) :])]
+
+    return jax.make_array_from_callback((*(size for _, size in dims), *host.shape[len(dims) :]), sharding, of_shard)
 
 
 def fetch(tree: PyTree) -> PyTree:
     """Returns the complete arrays of ``tree`` as NumPy on this host, PRNG keys as key data; every process must call it."""
-    return jax.tree.map(_fetch_leaf, tree)
-
-
-def _fetch_leaf(leaf: Any) -> np.ndarray:
-    leaf = unwrap_key(leaf)
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
-        return np.asarray(leaf)
-    if leaf.is_fully_replicated:
-        return np.asarray(leaf.addressable_data(0))
-    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    return jax.tree.map(on_host, tree)

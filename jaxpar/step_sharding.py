@@ -1,5 +1,6 @@
 """The shardings of params and gradients during a step, and the step itself over the shards of all axes but ``tensor``."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,8 +15,9 @@ from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline import stage_specs
 from jaxpar.shard_map import manual_over_data_and_stage
+from jaxpar.sharding import path_string
 from jaxpar.traced_loss import TracedLoss
-from jaxpar.trainable import only_trained
+from jaxpar.trainable import only_trained, trained_part
 from jaxpar.zero import gather_once, zero_shards
 
 SumsAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[PyTree, PyTree]]
@@ -74,6 +76,29 @@ def shard_step(params: PyTree, parallel: Parallel, shardings: PyTree | None, *, 
         zero=shards,
         layer_shards=None if of_layers is None else ParamShards.of_layers(of_layers, mesh.shape[TENSOR]),
     )
+
+
+def left_whole(params: PyTree, parallel: Parallel) -> dict[str, int]:
+    """Returns the bytes on a device of each param that ZeRO cannot shard, by path: its devices divide none of its free dims.
+
+    Its gradient and its optimizer state are whole too. Frozen params, which have neither, count at level 3 alone.
+
+    Args:
+        params: Arrays or ShapeDtypeStructs.
+        parallel: The settings, with shardings.
+    """
+    if parallel.zero == 0:
+        return {}
+    trainable = None if parallel.zero == 3 else parallel.trainable
+    params, shardings = (trained_part(tree, trainable) for tree in (params, parallel.shardings))
+    found = {}
+    for (path, param), sharding in zip(
+        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+    ):
+        shard = zero_shards(parallel.zero, param, sharding.spec, parallel.mesh, stacked=False)
+        if shard.axes and shard.dim is None:
+            found[path_string(path)] = math.prod(sharding.shard_shape(param.shape)) * param.dtype.itemsize
+    return found
 
 
 def run_on_shards(

@@ -35,28 +35,15 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxpar._compat import cudnn_attention, cudnn_attention_gradients
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_kind
 from jaxpar.mesh import DATA, TENSOR
 from jaxpar.shard_map import each_on_its_tensor_shard
 
 # Dims of a transformer's params to axes (models/transformer/params.py): attention by heads, column then row; the MLP by its
 # hidden width, column then row; experts by their number; embedding and head by vocabulary.
-TRANSFORMER_RULES: dict[str, str | None] = {
-    "vocab": TENSOR,
-    "heads": TENSOR,
-    "kv_heads": TENSOR,
-    "mlp": TENSOR,
-    "experts": TENSOR,
-    "expert_mlp": None,
-    "router": None,
-    "embed": None,
-    "copied_kv_heads": None,
-    "head_dim": None,
-    "copied_head_dim": TENSOR,
-    "qkv": None,
-    "gate": None,
-    "positions": None,
-}
+_SPLIT = ("vocab", "heads", "kv_heads", "mlp", "experts", "copied_head_dim")
+_WHOLE = ("expert_mlp", "router", "embed", "copied_kv_heads", "head_dim", "qkv", "gate", "positions")
+TRANSFORMER_RULES: dict[str, str | None] = {**dict.fromkeys(_SPLIT, TENSOR), **dict.fromkeys(_WHOLE)}
 # In place of those above, what splits the experts of a model with ``expert_split``: their number, or their hidden width.
 EXPERT_RULES: dict[str, dict[str, str | None]] = {
     "experts": {"experts": TENSOR, "expert_mlp": None},
@@ -98,6 +85,7 @@ def vocab_parallel(*, vocab_dim: int = 0) -> PartitionSpec:
 
 
 def _checked(ndim: int) -> int:
+    check_kind((int,), "an integer", "Give the number of dims of the weight.", ndim=ndim)
     if ndim < 1:
         raise ValueError(
             f"a split weight must have at least one dim; got ndim={ndim}. Use jaxpar.replicated() for scalars."

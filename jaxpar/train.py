@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +12,23 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import PIPELINED_ALL_GATHER, Tracer
 from jaxpar.dtypes import widen
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_kind
 from jaxpar.gradients import with_settings
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import OF_ZERO, STAGE, TENSOR
 from jaxpar.metrics.log import check_further
-from jaxpar.optimizer_state import Optimizer, call_update, check_packed, no_value_fn, optimizer_shardings, value_fn_of
+from jaxpar.optimizer_state import (
+    Optimizer,
+    call_update,
+    check_optimizer,
+    check_packed,
+    no_value_fn,
+    optimizer_shardings,
+    value_fn_of,
+)
 from jaxpar.parallel import Parallel, Pipeline, accepts_settings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
-from jaxpar.sharding import replicated
+from jaxpar.sharding import check_same_tree, replicated
 from jaxpar.traced_loss import once_for_shapes
 from jaxpar.trainable import Trainable, only_trained, trained_part, update_trained, where_grads
 from jaxpar.zero import shardings_at_rest
@@ -121,13 +130,10 @@ def abstract_state(
             "a state needs the sharding of each param; got none. Pass shardings, or a jaxpar.Parallel with them, from "
             "jaxpar.shardings_from_paths."
         )
+    check_kind((Callable,), "a function", "Give one that returns the params for a key.", init_fn=init_fn)
+    check_optimizer(optimizer)
     shapes = jax.eval_shape(_init(init_fn, optimizer, trainable), key)
-    if jax.tree.structure(shapes.params) != jax.tree.structure(shardings):
-        raise ValueError(
-            "shardings must have the structure of the params; got "
-            f"{jax.tree.structure(shardings)} for {jax.tree.structure(shapes.params)}. Make them with "
-            "jaxpar.shardings_from_paths(jax.eval_shape(init_fn, key), mesh, rules)."
-        )
+    check_same_tree(shardings, shapes.params)
     trained = lambda tree: trained_part(tree, trainable)
     check_packed(optimizer, trained(shapes.params))
     on_each = NamedSharding(mesh.mesh, replicated())  # pyright: ignore[reportArgumentType]
@@ -169,6 +175,9 @@ def make_train_step(
 
     **Collectives**: those of ``value_and_grad``, and one all-reduce of scalars over the axes that shard the params.
     """
+    check_kind((Callable,), "a function", "Make it with jaxpar.value_and_grad.", value_and_grad=value_and_grad)
+    check_optimizer(optimizer)
+    check_kind((Real, jax.Array, None), "a number", "Leave it out to clip nothing.", max_grad_norm=max_grad_norm)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"{arg('max_grad_norm')} must be positive; got {max_grad_norm}. Leave it out to clip nothing.")
 
@@ -296,7 +305,9 @@ class TrainStep:
         """Returns the next state and the step's metrics; ``state`` is donated and must not be used again.
 
         Raises:
-            ValueError: The compiled step of a pipeline would never end (``jaxpar.pipeline.check_permutes``).
+            TypeError: ``state`` is no TrainState.
+            ValueError: It was donated to an earlier step; or the compiled step of a pipeline would never end
+                (``jaxpar.pipeline.check_permutes``).
         """
         step = self._for(state, batch)
         if self._before is not None:
@@ -315,7 +326,18 @@ class TrainStep:
         return self._for(state, batch).lower(state, batch)
 
     def _for(self, state: TrainState, batch: PyTree) -> jax.stages.Wrapped:
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"a step takes a state; got {type(state).__name__}. Make the first one with jaxpar.init_state, which has the "
+                "optimizer's state too."
+            )
         leaves, treedef = jax.tree.flatten(state)
+        # JAX 0.10 ends the process where an array that was donated is given to several CPU devices.
+        if any(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted() for leaf in leaves):
+            raise ValueError(
+                "a step donates its state, which cannot be used again; got one that an earlier step took, or that was deleted. "
+                "Go on with the state that the step returned: state, metrics = train_step(state, batch)."
+            )
         shardings = tuple(None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in leaves)
         if (treedef, shardings) not in self._jitted:
             # Errors in the step are raised before the programs that run before it are compiled.

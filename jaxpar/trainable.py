@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import GetAttrKey
 from jaxtyping import PyTree
 
 from jaxpar._compat import EMPTY_ARRAYS_CRASH
@@ -25,6 +24,7 @@ from jaxpar.sharding import path_matches, path_string
 Trainable = Sequence[str] | None
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Frozen:
     """A leaf that is not trained, or a property of such a leaf: its PartitionSpec or dtype.
@@ -34,14 +34,6 @@ class Frozen:
     """
 
     value: PyTree
-
-
-jax.tree_util.register_pytree_with_keys(
-    Frozen,
-    lambda frozen: (((GetAttrKey("value"), frozen.value),), None),
-    lambda _, children: Frozen(*children),
-    lambda frozen: ((frozen.value,), None),
-)
 
 
 def is_frozen(node: object) -> bool:
@@ -152,7 +144,8 @@ def check_trainable(trainable: Any) -> None:
     """
     if trainable is None:
         return
-    if isinstance(trainable, str) or not all(isinstance(pattern, str) for pattern in trainable):
+    is_sequence = isinstance(trainable, Sequence) and not isinstance(trainable, str)
+    if not is_sequence or not all(isinstance(pattern, str) for pattern in trainable):
         raise TypeError(
             f'trainable must be a sequence of patterns of paths; got {trainable!r}. Write trainable=("layers/**/lora_a",), say.'
         )

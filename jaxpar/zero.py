@@ -8,8 +8,9 @@
 
 The devices of both axes hold the same params and add up their gradients, whether they have other rows or other parts of the
 same rows. A param is sharded along its first dim that no other axis shards and that their number divides; a param without one
-is replicated. With a ``replica`` axis (HSDP) all this happens inside each group of N such devices, and at the end of the step
-one all-reduce over ``replica`` adds up the shards of the groups: 1 / N of the gradients' bytes leave a group, and no param.
+is replicated, which a run says at its start (``step_sharding.left_whole``). With a ``replica`` axis (HSDP) all this happens
+inside each group of N such devices, and at the end of the step one all-reduce over ``replica`` adds up the shards of the
+groups: 1 / N of the gradients' bytes leave a group, and no param.
 
 A param whose own sharding names ``data`` is owned: each replica has its part for good, as of experts, to which layers send
 rows. It is neither gathered nor reduced over ``data`` at any level, and sharded over ``context`` alone.

@@ -96,7 +96,9 @@ def main(config: Config) -> None:
         train, test = language_data.make_rows(config.data, text, shape.vocab_size)
         schedule = make_pipeline(config, mesh, len(train))
         layout = language_model.make_layout(shape, schedule, own.layers_per_virtual_stage)
-        init, shardings = language_model.make_params(config.lora, shape, layout, mesh, own.experts)
+        init, shardings = language_model.make_params(
+            config.lora, shape, layout, mesh, own.experts, reads_weights=own.init_from is not None
+        )
         optimizer, num_tokens = optimizers.make_optimizer(config), common.batch_size * config.data.seq
         if own.router_bias_rate is not None:
             optimizer = transformer.balance_experts(optimizer, own.router_bias_rate)
@@ -126,7 +128,7 @@ def main(config: Config) -> None:
         weights = begins_with and language_model.read_weights(begins_with, shape, layout, run.target)
     optimizers.say_new_rate(config, run.saved, run.first_step)
     say(text.describe())
-    say(language_model.describe(own, config.lora, shape, mesh, num_factors, of_pipeline=f", {own.schedule}"))
+    say(language_model.describe(own, config.lora, shape, mesh, num_factors, schedule=own.schedule))
     batch_of = batches.Batches(run, train, common.batch_size, schedule.num_microbatches)
 
     with run:
@@ -195,6 +197,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
     language_model.check_lora(config.lora, config.optimizer, own)
     check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
     language_model.check_model(own, data.seq, needs_weights=config.makes_state)
+    check_mesh_of_model(config, mesh)
     check_sequences({"tokens": jax.ShapeDtypeStruct((1, data.seq), "int32")}, mesh)
     if own.sequence_parallel and data.seq % mesh.shape["tensor"]:
         raise ValueError(
@@ -209,15 +212,24 @@ def check_flags(config: Config, mesh: Mesh) -> None:
         jaxpar.huggingface.check_no_model(own.save_hf)
 
 
-def make_pipeline(config: Config, mesh: Mesh, num_rows: int) -> Schedule:
-    """Returns the pipeline's schedule; raises where a step has too few rows for its microbatches."""
+def check_mesh_of_model(config: Config, mesh: Mesh) -> None:
+    """Raises where the mesh cannot split the model, before text is read."""
     own, stage = config.recipe, mesh.shape["stage"]
-    num_microbatches = language_data.check_rows(config, num_rows, mesh)
     if stage == 1 and (own.num_chunks or own.layers_per_virtual_stage):
         raise ValueError(
             "--num-chunks and --layers-per-virtual-stage apply to pipelines; got one of them with --mesh.stage 1. "
             "Leave it out, or choose --mesh.stage 2 or more."
         )
+    shape = language_model.config_of_flags(own, config.data.seq)[0].for_tensor(mesh.shape["tensor"])
+    schedule = make_schedule(own.schedule, stage, 1, own.num_chunks)
+    layout = language_model.make_layout(shape, schedule, own.layers_per_virtual_stage)
+    language_model.make_params(config.lora, shape, layout, mesh, own.experts)
+
+
+def make_pipeline(config: Config, mesh: Mesh, num_rows: int) -> Schedule:
+    """Returns the pipeline's schedule; raises where a step has too few rows for its microbatches."""
+    own, stage = config.recipe, mesh.shape["stage"]
+    num_microbatches = language_data.check_rows(config, num_rows, mesh)
     form, remat = lockstep_form(own.schedule, masks=masks_idle_ops(mesh)), own.remat == "full"
     return make_schedule(own.schedule, stage, num_microbatches, own.num_chunks, form=form, remat=remat)
 

@@ -53,7 +53,6 @@ SATELLITES = (
     "report",
     "serve",
 )
-LONE = ("adapters", "losses")  # modules that are public names, the others are packages
 CHEAP = {"jaxpar.__main__", "jaxpar._near_names", "jaxpar.commands", "jaxpar.commands.cli", "jaxpar.fields"}
 CHEAP |= {"jaxpar.runtime", "jaxpar.runtime.exit_codes", "jaxpar.runtime.output"}
 MACHINE_PATH = re.compile(r"(?<![\w.$})~-])/(?:home|root|Users|work|tmp|opt|scratch|data|private)/\w|\b[A-Z]:\\\w")
@@ -163,16 +162,15 @@ def test_a_program_that_trains_imports_only_what_that_takes():
 
 
 def test_public_names_are_the_same_for_type_checkers_and_at_run_time():
-    (block,) = [node for node in tree_of(ROOT / "jaxpar" / "__init__.py").body if isinstance(node, ast.If)]
-    typed = {(line.module, name.name) for line in block.body for name in line.names}
-    parts = {("jaxpar", name) for name in jaxpar.__all__ if (ROOT / "jaxpar" / name).is_dir() or name in LONE}
-    assert typed == parts | {(module, name) for name, module in jaxpar._MODULE_OF.items()}
-    assert sorted(name for _, name in typed) == jaxpar.__all__
+    lines = [line for line in tree_of(ROOT / "jaxpar" / "__init__.pyi").body if isinstance(line, ast.ImportFrom)]
+    # A stub exports what it imports as the same name.
+    assert sorted(name.asname for line in lines for name in line.names) == jaxpar.__all__
     for name in jaxpar.__all__:
         assert getattr(jaxpar, name) is not None
         assert name in dir(jaxpar)
-    # Python would bind the module to the name once it is imported, in place of what is in it.
-    assert not [name for name in jaxpar._MODULE_OF if importlib.util.find_spec(f"jaxpar.{name}")]
+    # Python would bind a module to the name once it is imported, in place of what is in it.
+    modules = {name for name in jaxpar.__all__ if importlib.util.find_spec(f"jaxpar.{name}")}
+    assert modules == {name for name, module in jaxpar._MODULE_OF.items() if module == "jaxpar"}
 
 
 def test_every_module_says_what_it_is():

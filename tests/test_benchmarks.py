@@ -36,7 +36,12 @@ def smoke(tmp_path, script, *flags):
 
 @pytest.fixture
 def smoke_here(tmp_path, monkeypatch, capsys):
-    """The same in this process, where JAX has started and has as many devices as the script asks for."""
+    """The same in this process, where JAX has started and has as many devices as the script asks for.
+
+    A script that measures in processes of their own starts those alone.
+    """
+    for name, value in compiled_programs.environment().items():
+        monkeypatch.setenv(name, value)
 
     def run(script, *flags):
         out, devices = tmp_path / "figures.json", jax.devices()
@@ -83,23 +88,19 @@ def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_b
     ("script", "flags"),
     [
         ("checkpoint.py", ("--fake-devices", "2")),
-        ("remat.py", ("--models", "llama", "experts")),
+        ("remat.py", ("--models", "llama")),
+        pytest.param("remat.py", ("--models", "convolutions", "recurrent", "experts"), marks=pytest.mark.slow),
         ("pipeline.py", ("--num-microbatches", "8", "--schedules", "1f1b", "--mpmd")),
+        ("scaling.py", ()),
     ],
 )
 def test_benchmarks_run(smoke_here, script, flags):
     assert smoke_here(script, *flags)
 
 
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        ("scaling.py", ()),
-        pytest.param("recovery.py", ("--processes", "1"), marks=pytest.mark.slow),
-    ],
-)
-def test_benchmarks_run_in_a_process_of_their_own(tmp_path, script, flags):
-    assert smoke(tmp_path, script, *flags)
+@pytest.mark.slow
+def test_recovery_is_measured_in_a_process_of_its_own(tmp_path):
+    assert smoke(tmp_path, "recovery.py", "--processes", "1")
 
 
 def test_rings_are_told_from_activations_of_as_many_elements():
@@ -125,8 +126,8 @@ def test_a_roofline_without_the_compiler_for_gpus_or_of_a_job_that_there_is_not_
         gpu_roofline.main(gpu_roofline.Config(jobs=("9b",)))
 
 
-def test_peers_step_in_turn_and_have_the_same_losses(tmp_path):
-    rows = smoke(tmp_path, "peers.py", "--only", "data")
+def test_peers_step_in_turn_and_have_the_same_losses(smoke_here):
+    rows = smoke_here("peers.py", "--only", "data")
     assert {"jax.jit with shardings, DP 2", "jaxpar, DP 2"} <= {row["peer"] for row in rows}
 
 

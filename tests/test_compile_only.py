@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import jaxpar
-from jaxpar.compile_only import TARGETS, check_cudnn, set_compiler_flags
+from jaxpar.compile_only import TARGETS, check_cudnn, set_compiler_flags, target_text
 from jaxpar.gpus import GPUS
 from jaxpar.planner.cluster import cluster
 
@@ -18,10 +18,11 @@ def test_every_gpu_of_the_planner_can_be_compiled_for():
 
 @pytest.mark.parametrize("gpu", TARGETS)
 def test_a_target_is_the_gpu_of_the_datasheet(gpu):
-    target, sheet = TARGETS[gpu], cluster(gpu)
-    assert 0.95 < target.bandwidth / sheet.memory_bandwidth < 1.01
+    target, sheet = GPUS[gpu].target, cluster(gpu)
+    assert 0.95 < target["bandwidth"] / sheet.memory_bandwidth < 1.01
+    assert target["block_bytes"] == target["shared_bytes"] - 1024
     assert gpu.split("-")[0].upper() in GPUS[gpu].driver_name
-    text = target.text(GPUS[gpu])
+    text = target_text(GPUS[gpu])
     assert f" device_memory_size: {sheet.memory_bytes}\n" in text, "a plan and the compiler know one size"
     assert f'"{GPUS[gpu].driver_name}"' in text
     assert text.count("{") == text.count("}")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import digits
 import gpt
+import house_prices
 import matplotlib.image
 import numpy as np
 import pictures
@@ -30,8 +31,9 @@ from jaxpar.__main__ import COMMANDS
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names
-from jaxpar.models import sweep as digits_sweep
+from jaxpar.report import classification, regression
 from jaxpar.run import evaluation
+from jaxpar.runtime import launch
 from tests.support import doc_pages
 from tests.support.waiting import WAIT_SECONDS
 
@@ -54,12 +56,24 @@ REFERENCE = (
 )  # not of the guide: for those who work on jaxpar, or know others
 name_of = lambda page: page.relative_to(ROOT).as_posix()
 
-# All that is changed of a command that trains, if it does not say --steps itself; and the sweep of digits.py is cut short.
+# All that is changed of a command that trains, if it does not say --steps itself.
 CUT_SHORT = {
     "digits.py": ["--steps", "4"],
-    "plan": ["--top", "1", "--remat", "yes", "--schedule", "1f1b"],
+    "plan": ["--top", "1", "--remat", "yes", "--schedule", "1f1b", "--context", "1", "--zero", "1"],
     "gpt.py": ["--steps", "4", "--warmup-steps", "1", "--seq", "32", "--batch-size", "8", "--eval-rows", "8"],
 }
+# The mesh of each plan: the search for it is that of test_planner.py.
+MESHES_OF_PLANS = {
+    "bloom-176b": ["--data", "8", "--stage", "12"],
+    "gpt2": ["--data", "8", "--stage", "2"],
+    "gpt2-xl": ["--data", "4", "--stage", "2"],
+    "llama3-70b": ["--data", "2", "--stage", "8"],
+}
+# What draws the pictures of a run, which the tests of its recipe look at.
+DRAWING = (
+    *((gpt, "plot_loss"), (gpt, "plot_timeline"), (house_prices, "draw_descent"), (regression, "plot_errors")),
+    *((classification, "plot_predictions"), (classification, "plot_errors")),
+)
 # Commands that another test runs.
 RUN_BY = {
     "python recipes/gpt.py --data recall --model llama-tiny --fake-devices 8 --mesh.data 2 --mesh.context 4 --seq 4096 "
@@ -72,6 +86,8 @@ RUN_BY = {
     "runs/moe": "test_recipes_gpt.py",
     "python recipes/gpt.py --model moe-bytes --experts data --fake-devices 8 --mesh.data 4 --mesh.stage 2 --out-dir "
     "runs/moe-data": "test_recipes_gpt.py",
+    # With flags at their defaults; without them on sizing.md.
+    "python -m jaxpar plan --model bloom-176b --nodes 48 --gpus-per-node 8 --gpu a100-80gb": "test_planner.py",
     "python -m jaxpar serve runs/house_prices": "test_serve.py",  # which sends what the page sends
     "python -m jaxpar serve runs/job": "test_serve.py",
     "python -m jaxpar serve exported --port 8001": "test_serve.py",
@@ -104,28 +120,31 @@ def test_page_shows_what_its_programs_print(page):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys, _devices_are_here, source_lines):
-    """Runs a command in an empty folder beside recipes/, in this process, which has 8 devices; returns what it prints."""
+    """Runs a command in an empty folder beside recipes/, in this process, which has 8 devices; returns what it prints.
+
+    What takes longest in a short run is left out: pictures, the sample of text and the sweep of digits.py, which the tests of
+    each recipe look at. A launch runs its script in this process; test_launch.py compares that with two.
+    """
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(digits_sweep, "NUM_STEPS", 3)
-    sweep, swept = digits_sweep.sweep, {}
+    for module, name in DRAWING:
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    monkeypatch.setattr(digits, "sweep", lambda *_: (None, None))
+    monkeypatch.setattr(evaluation, "write_sample", lambda *_: "def sample")
 
-    def sweep_once(train, test, *model):
-        if model not in swept:
-            swept[model] = sweep(train, test, *model)
-        return swept[model]
+    def run_recipe(script, args):
+        recipe = importlib.import_module(Path(script).stem)
+        cli.run(recipe.main, recipe.Config, args)
 
-    monkeypatch.setattr(digits, "sweep", sweep_once)
-    write_sample, written = evaluation.write_sample, []
+    def in_this_process(work):
+        use_fake_devices(work.num_processes * work.devices_per_process)
+        script, *args = work.command
+        run_recipe(script, args)
+        return 0
 
-    def write_once(*args):
-        if not written:
-            written.append(write_sample(*args))
-        return written[0]
-
-    monkeypatch.setattr(evaluation, "write_sample", write_once)
+    monkeypatch.setattr(launch, "run", in_this_process)
 
     def run(command):
         capsys.readouterr()
@@ -136,8 +155,7 @@ def run(tmp_path, monkeypatch, capsys, _devices_are_here, source_lines):
             assert args[0] == "jaxpar"
             assert jaxpar_main(args[1:] + shortening(command)) == 0, capsys.readouterr().err
         else:
-            recipe = importlib.import_module(Path(program).stem)
-            cli.run(recipe.main, recipe.Config, args + shortening(command))
+            run_recipe(program, args + shortening(command))
         said = capsys.readouterr().out
         if into:
             Path(into).write_text(said)
@@ -150,7 +168,10 @@ def shortening(command):
     """Returns the flags that cut a command short."""
     if {"--steps", "--dry-run"} & set(command.words):
         return []
-    return next((CUT_SHORT[path.name] for path in map(Path, command.words) if path.name in CUT_SHORT), [])
+    short = next((CUT_SHORT[path.name] for path in map(Path, command.words) if path.name in CUT_SHORT), [])
+    if short is CUT_SHORT["plan"]:
+        return short + MESHES_OF_PLANS[command.words[command.words.index("--model") + 1]]
+    return short
 
 
 def reads_a_run(command):

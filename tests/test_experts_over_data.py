@@ -1,6 +1,7 @@
 """Experts over `data`: rows travel to the replicas that own their experts, and the numbers are those of one device."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -17,14 +18,16 @@ from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import shardings_from_dims
-from jaxpar.tensor_parallel import EXPERTS_OVER_DATA, TRANSFORMER_RULES
+from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
 from tests.support import tiny
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.tiny_experts import MOE, check_step, config_of, job, loss_of, placed, with_random_factors
 from tests.support.tiny_transformer import EMBED, ROWS, SEQ, jit
 
 RULES = TRANSFORMER_RULES | EXPERTS_OVER_DATA
-SLOW, TWO_LAYERS = pytest.mark.slow, {"num_layers": 2}
+OVER_TENSOR = TRANSFORMER_RULES | EXPERT_RULES["experts"]
+SLOW = pytest.mark.slow
+TILES = {"expert_products": "tiles", "expert_buffer": 2.0}
 A2A = {"expert_exchange": "all_to_all"}  # also where tokens have as many experts as there are owners
 
 
@@ -45,11 +48,13 @@ def check(name, axes, *, schedule="zb-h1", changes=None, **how):
 @pytest.mark.parametrize(
     ("name", "axes", "how"),
     [
-        ("mixtral", {"data": 2, "stage": 2, "tensor": 2}, {"changes": A2A | TWO_LAYERS, "masks": False}),
+        ("mixtral", {"data": 2, "stage": 2, "tensor": 2}, {"changes": A2A | TILES, "schedule": "1f1b", "masks": False}),
         ("deepseek", {"replica": 2, "data": 2, "tensor": 2}, {"changes": A2A, "zero": 3}),
-        ("qwen3", {"data": 4}, {"changes": TWO_LAYERS, "zero": 2}),
+        ("qwen3", {"data": 2, "tensor": 2}, {"changes": TILES, "zero": 2}),
         pytest.param("qwen3", {"data": 4, "stage": 2}, {"schedule": "1f1b", "masks": True, "zero": 2}, marks=SLOW),
         ("capacity", {"data": 4, "tensor": 2}, {"remat": True, "zero": 1}),
+        pytest.param("mixtral", {"data": 2, "stage": 2, "tensor": 2}, {"changes": A2A, "masks": False}, marks=SLOW),
+        pytest.param("qwen3", {"data": 4}, {"zero": 2}, marks=SLOW),
     ],
 )
 def test_loss_gradients_balance_and_loads_equal_one_device(x64, name, axes, how):
@@ -95,20 +100,14 @@ def test_every_schedule_has_the_numbers_of_one_device(x64, at, masks):
 
 def test_an_idle_stage_may_get_too_many_rows(x64):
     """It routes all its zeros to the same experts, and what it computes, NaN, is discarded."""
-    changes = {"expert_buffer": 3.0} | TWO_LAYERS
-    check("mixtral", {"data": 4, "stage": 2}, schedule="1f1b", masks=True, changes=changes)
+    changes, how = {"expert_buffer": 3.0}, {"schedule": "1f1b", "masks": True, "num_microbatches": 1}
+    check("mixtral", {"data": 4, "stage": 2}, changes=changes, **how)
 
 
-@pytest.mark.parametrize("exchange", ["all_to_all", "gather"])
-def test_the_kernel_has_the_numbers_of_ragged_products(x64, exchange):
-    changes = {"expert_products": "tiles", "expert_exchange": exchange, "expert_buffer": 2.0} | TWO_LAYERS
-    check("mixtral", {"data": 2, "tensor": 2}, changes=changes)
-
-
-def train(config, mesh, num_steps, *, zero=0, state=None, folder=None, **how):
-    """Clipped steps of AdamW, with the balancing of biases; metrics are those of the last one, before which it is saved."""
+def train(config, mesh, num_steps, *, rules=RULES, zero=0, state=None, before_last=None, **how):
+    """Clipped steps of AdamW, with the balancing of biases; metrics are those of the last one."""
     params, batch = job(config)
-    _, batch, shardings = placed(config, mesh, RULES, params, batch)
+    _, batch, shardings = placed(config, mesh, rules, params, batch)
     optimizer = transformer.balance_experts(optax.adamw(1e-2))
     run = jaxpar.value_and_grad(
         transformer.make_model(config),
@@ -122,12 +121,10 @@ def train(config, mesh, num_steps, *, zero=0, state=None, folder=None, **how):
     make = jaxpar.init_state if state is None else jaxpar.abstract_state
     made = make(lambda key: params, jax.random.key(0), optimizer, mesh, shardings, zero=zero)
     state = made if state is None else state(made)
-    step, losses = jaxpar.make_train_step(run, optimizer, max_grad_norm=0.5), []
+    step, metrics, losses = jaxpar.make_train_step(run, optimizer, max_grad_norm=0.5), {}, []
     for left in reversed(range(num_steps)):
-        if folder is not None and left == 0:
-            manager = jaxpar.CheckpointManager(folder, mesh)
-            manager.save(state)
-            manager.wait()
+        if before_last is not None and left == 0:
+            before_last(state)
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     return state, jaxpar.fetch(metrics), losses
@@ -141,38 +138,75 @@ def x64_in_threads():
     jax.config.update("jax_enable_x64", False)
 
 
-@pytest.mark.parametrize(
-    ("axes", "zero"),
-    [
-        ({"data": 2}, 3),
-        pytest.param({"data": 2, "stage": 2}, 3, marks=SLOW),
-        pytest.param({}, 0, marks=SLOW),
-    ],
-)
-def test_three_steps_equal_one_device_and_the_last_may_run_on_fewer(x64_in_threads, tmp_path, axes, zero):
-    config = config_of("deepseek", num_layers=2, num_dense_layers=0)
+TWO_LAYERS = {"num_layers": 2, "num_dense_layers": 0}
+
+
+def save_in(folder, mesh):
+    """Saves a state in a folder."""
+
+    def save(state):
+        manager = jaxpar.CheckpointManager(folder, mesh)
+        manager.save(state)
+        manager.wait()
+
+    return save
+
+
+def test_three_steps_equal_one_device_and_are_restored_on_fewer(x64_in_threads, tmp_path):
+    config, saved = config_of("deepseek", **TWO_LAYERS), []
     alone, want, losses = train(config, mesh_of(), 3)
-    state, metrics, found = train(config, mesh_of(data=4), 3, num_microbatches=2, zero=2, folder=tmp_path)
-    assert_same(found, losses, within=1e-10)
-    assert_same(jaxpar.fetch(state.params), jaxpar.fetch(alone.params), within=1e-10)
-    assert_same(metrics, want, within=1e-6)
-    held = state.params["layers"]["experts"]["w_expert_up"].addressable_shards[0].data.shape
-    assert held == (2, 2, EMBED, 16)
+    untrained = job(config)[0]["layers"]["router"]["bias"]
+    assert np.abs(alone.params["layers"]["router"]["bias"] - untrained).max() > 1e-3
+
+    def save(state):
+        save_in(tmp_path, mesh_of(data=4))(state)
+        saved.append(jaxpar.fetch(state))
+
+    over_data = train(config, mesh_of(data=4), 3, num_microbatches=2, zero=2, before_last=save)
+    over_tensor = train(config, mesh_of(data=2, tensor=2), 3, rules=OVER_TENSOR, num_microbatches=2, zero=2)
+    for state, metrics, found in (over_data, over_tensor):
+        assert_same(found, losses, within=1e-10)
+        assert_same(jaxpar.fetch(state.params), jaxpar.fetch(alone.params), within=1e-10)
+        assert_same(metrics, want, within=1e-6)
+    held = lambda state: state.params["layers"]["experts"]["w_expert_up"].addressable_shards[0].data.shape
+    assert held(over_data[0]) == (2, 2, EMBED, 16)
+    mesh = mesh_of(data=2)
+    restore = jaxpar.CheckpointManager(tmp_path, mesh).restore
+    restored, _, _ = train(config, mesh, 0, zero=3, state=restore)
+    assert held(restored) == (2, 4, EMBED, 16)
+    assert_same_bits(jaxpar.fetch(restored), saved[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "zero"), [({"data": 2}, 3), ({"data": 2, "stage": 2}, 3), ({}, 0)])
+def test_the_last_of_three_steps_may_run_on_fewer(x64_in_threads, tmp_path, axes, zero):
+    config, mesh = config_of("deepseek", **TWO_LAYERS), mesh_of(data=4)
+    _, _, losses = train(config, mesh, 3, num_microbatches=2, zero=2, before_last=save_in(tmp_path, mesh))
     restored = lambda target: jaxpar.CheckpointManager(tmp_path, mesh_of(**axes)).restore(target)
     _, _, last = train(config, mesh_of(**axes), 1, zero=zero, state=restored)
     assert_same(last, losses[2:], within=1e-10)
 
 
-def test_lora_adapts_attention_and_shared_experts_beside_frozen_experts(x64):
-    config, mesh = config_of("deepseek", num_layers=2, num_dense_layers=0), mesh_of(data=2, tensor=2)
+@functools.cache
+def adapted_job():
+    """The factors of LoRA, params with them, a batch, and the loss and gradients of one device."""
+    config, lora = config_of("deepseek"), Lora(2, transformer.LAYER_WEIGHTS)
     params, batch = job(config)
-    lora = Lora(2, transformer.LAYER_WEIGHTS)
-    adapted = with_random_factors(lora, params)
-    shardings = lora.shardings(shardings_from_dims(transformer.param_table(config), mesh, RULES))
+    adapted, model, loss = with_random_factors(lora, params), transformer.make_model(config), loss_of(config)
+    mean = lambda params: jnp.divide(*loss(model.apply(params, batch), batch))
+    return config, lora, adapted, batch, jaxpar.fetch(jit(jax.value_and_grad(mean))(adapted))
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules"), [({"data": 2, "tensor": 2}, RULES), ({"stage": 2, "tensor": 2}, OVER_TENSOR)]
+)
+def test_lora_adapts_attention_and_shared_experts_beside_frozen_experts(x64, axes, rules):
+    mesh, (config, lora, adapted, batch, want) = mesh_of(**axes), adapted_job()
+    assert adapted["outer"]["dense_layers"][0]["mlp"]["w_up"].lora_a.shape == (EMBED, 2), "of a leading layer too"
+    shardings = lora.shardings(shardings_from_dims(transformer.param_table(config), mesh, rules))
     model, loss = transformer.make_model(config), loss_of(config)
     run = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, trainable=ADAPTERS, shardings=shardings)
     value, grads = jit(run)(jaxpar.shard(adapted, shardings), jaxpar.shard_batch(batch, mesh))
-    want = jit(jax.value_and_grad(lambda params: jnp.divide(*loss(model.apply(params, batch), batch))))(adapted)
     trained = jax.tree.map(lambda g, w: None if g is None else w, grads, want[1], is_leaf=lambda g: g is None)
     assert_same((value, grads), (want[0], trained))
 
@@ -180,14 +214,24 @@ def test_lora_adapts_attention_and_shared_experts_beside_frozen_experts(x64):
 # Room for rows.
 
 
-@pytest.mark.parametrize("exchange", ["all_to_all", "gather"])
-def test_a_step_with_too_many_rows_for_a_buffer_changes_nothing_and_is_counted(exchange):
+def too_little_room(exchange):
     changes = {"compute_dtype": "float32", "num_layers": 2, "balance_coefficient": 0.1}
-    config = config_of("mixtral", expert_buffer=1.0, expert_exchange=exchange, **changes)
+    return config_of("mixtral", expert_buffer=1.0, expert_exchange=exchange, **changes)
+
+
+def test_a_step_with_too_many_rows_for_a_buffer_changes_nothing_and_is_counted():
+    config = too_little_room("all_to_all")
     state, metrics, _ = train(config, mesh_of(data=4), 2)
     assert np.isnan(metrics["loss"])
     assert (metrics["skipped"], int(state.num_skipped), int(state.step)) == (1, 2, 2)
     assert_same_bits(jaxpar.fetch(state.params), job(config)[0])
+
+
+def test_gathered_rows_that_are_too_many_for_a_buffer_make_the_loss_nan():
+    config, mesh = too_little_room("gather"), mesh_of(data=4)
+    *args, shardings = placed(config, mesh, RULES, *job(config))
+    evaluate = jaxpar.make_eval_step(transformer.make_model(config), loss_of(config), jaxpar.Parallel(mesh, shardings))
+    assert np.isnan(evaluate(*args)[0])
 
 
 def test_with_a_buffer_less_is_sent(x64):

@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxpar
-from jaxpar.models.transformer.flash_chunks import WRITTEN_OUT, Kernel, chunked_causal_attention
+from jaxpar.models.transformer.flash_chunks import Kernel, chunked_causal_attention
 from tests.support import tiny
 from tests.support.covering import covering
 from tests.support.oracle import assert_same
+from tests.support.written_out import WRITTEN_OUT
 
 ROWS, CHUNK, KV_HEADS, HEAD_DIM = 2, 3, 2, 4
 
@@ -191,7 +192,7 @@ def test_the_scale_is_by_head_dim_unless_it_is_given(x64, rng):
     [
         (6, 18, "bfloat16", 8, "got 6 queries of 18 positions, C=2. Gather the keys of all devices"),
         (5, 10, "bfloat16", 8, "choose a sequence that 4 divides"),
-        (6, 12, "float32", 8, "got float32, head_dim=8. Use kernel=WRITTEN_OUT"),
+        (6, 12, "float32", 8, 'got float32, head_dim=8. Use attention="xla"'),
         (6, 12, "bfloat16", 12, "got bfloat16, head_dim=12"),
         (6, 12, "float16", 264, "got float16, head_dim=264"),
     ],

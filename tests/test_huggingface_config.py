@@ -113,6 +113,10 @@ def test_published_configs_are_the_presets(name, tmp_path):
         ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a positive number; got 0"),
         ("llama", {"head_dim": "8"}, "head_dim must be an integer from 1 to 16777216; got '8'"),
         ("llama", {"attention_bias": 1}, "attention_bias must be true or false; got 1"),
+        ("qwen3", {"layer_types": ["full_attention", "linear_attention"] * 2, "num_hidden_layers": 4},
+            "layer_types must be a list of full_.* or sliding_attention, .*; got 'linear_attention' for layers 1, 3 of 4"),
+        ("qwen2", {"layer_types": "linear_attention"}, "layer_types must be .*; got 'linear_attention' for layers 0 of 1"),
+        ("llama", {"layer_types": [None, "full_attention"]}, "layer_types must be .*; got None for layers 0 of 2"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm of a bloom must be False; got True"),
         ("bloom", {"n_inner": 24}, "n_inner of a bloom must be None; got 24"),
     ],
@@ -122,6 +126,13 @@ def test_what_is_not_modelled_is_refused_by_its_name(family, changes, message, t
     change_config(folder, **changes)
     with pytest.raises(ValueError, match=message):
         read_config(folder)
+
+
+def test_layers_that_are_not_modelled_cannot_be_ignored(tmp_path):
+    folder = copy("qwen3", tmp_path)
+    change_config(folder, layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(ValueError, match="got 'linear_attention' for layers 0 of 2"):
+        read_config(folder, ignore=["layer_types"])
 
 
 # What a config.json asks for beyond the model.

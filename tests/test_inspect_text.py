@@ -227,14 +227,27 @@ def test_branches_by_predicate_are_branches():
     assert found["collective-permute"].times == 1
 
 
-def test_source_lines_of_older_compilers_are_read():
+def test_source_lines_are_read_from_the_tables_before_the_program():
     found = collectives_of("""
-        HloModule older, num_partitions=8
+        HloModule step, num_partitions=8
+
+        FileNames
+        1 "/src/other.py"
+        2 "/src/model.py"
+
+        FunctionNames
+        1 "loss"
+
+        FileLocations
+        1 {file_name_id=2 function_name_id=1 line=12 end_line=12 column=4 end_column=8}
+
+        StackFrames
+        1 {file_location_id=1 parent_frame_id=1}
 
         ENTRY %main (x: f32[32]) -> f32[32] {
           %x = f32[32]{0} parameter(0)
           ROOT %sum = f32[32]{0} all-reduce(%x), replica_groups={}, to_apply=%add,
-              metadata={op_name="jit(f)/w[\\'b\\']/psum" source_file="/src/model.py" source_line=12}
+              metadata={op_name="jit(f)/w[\\'b\\']/psum" stack_frame_id=1}
         }
         """)
     assert (found["all-reduce"].source, found["all-reduce"].op_name) == ("/src/model.py:12", "jit(f)/w['b']/psum")
@@ -245,8 +258,8 @@ def flops_of(parameters: list[str], result: str, call: str) -> tuple[int, frozen
     operands = ", ".join(f"%p{index}" for index in range(len(parameters)))
     entry = [*lines, f"  ROOT %out = {result} custom-call({operands}), {call}"]
     flops = count_flops(parse_module("\n".join(["HloModule gpu", "ENTRY %main () -> f32[] {", *entry, "}"])))
-    assert flops.most == flops.least
-    return int(flops.most), flops.uncounted
+    assert flops["flops"] == flops["flops_least"]
+    return flops["flops"], frozenset(flops["uncounted_calls"])
 
 
 def library_call(target: str, key: str, **dims: list[int]) -> str:

@@ -21,10 +21,6 @@ QUICK = {"beat_seconds": 0.05, "stale_seconds": 0.5, "patience_seconds": 0.1}
 HERE = replace(this_process(), token="another")
 
 
-def quick(folder, **options):
-    return Lease(folder, **QUICK | {"say": lambda text: None} | options)
-
-
 def owner_of(folder):
     return json.loads((folder / ".lease" / f"{numbers(folder)[-1]}.json").read_text())
 
@@ -33,6 +29,19 @@ def owner_of(folder):
 def _none_stays():
     with released_at_end():
         yield
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Makes leases with short times, and others that a test gives; messages go to ``tell``."""
+
+    def make(folder, tell=lambda text: None, **times):
+        for name, seconds in (QUICK | times).items():
+            monkeypatch.setattr(leases, name.upper(), seconds)
+        monkeypatch.setattr(leases, "tell", tell)
+        return Lease(folder)
+
+    return make
 
 
 @pytest.fixture
@@ -48,7 +57,7 @@ def a_process():
     return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({NEVER})"])
 
 
-def test_the_lease_names_its_owner_and_beats_until_it_is_released(tmp_path):
+def test_the_lease_names_its_owner_and_beats_until_it_is_released(tmp_path, quick):
     (tmp_path / "config.json").touch()
     lease = quick(tmp_path)
     lease.take()
@@ -63,14 +72,14 @@ def test_the_lease_names_its_owner_and_beats_until_it_is_released(tmp_path):
     assert owner_of(tmp_path)["beats"] == beats
 
 
-def test_a_process_that_is_alive_keeps_the_folder_and_is_named(tmp_path):
+def test_a_process_that_is_alive_keeps_the_folder_and_is_named(tmp_path, quick):
     other = a_process()
     try:
         owner = replace(HERE, pid=other.pid, start=start_of(other.pid))
         put(tmp_path, owner)
         told = []
         with pytest.raises(HeldError, match=f"held by process {other.pid} on .* since .*another folder") as refused:
-            quick(tmp_path, say=told.append).take()
+            quick(tmp_path, tell=told.append).take()
         assert str(tmp_path) in str(refused.value)
         assert len(told) == 1, "it says once what it waits for"
         assert numbers(tmp_path) == [3], "nothing was written"
@@ -79,7 +88,7 @@ def test_a_process_that_is_alive_keeps_the_folder_and_is_named(tmp_path):
         other.wait()
 
 
-def test_a_killed_process_of_this_machine_holds_nothing_even_before_it_is_reaped(tmp_path):
+def test_a_killed_process_of_this_machine_holds_nothing_even_before_it_is_reaped(tmp_path, quick):
     other = a_process()
     put(tmp_path, replace(HERE, pid=other.pid, start=start_of(other.pid)))
     other.kill()
@@ -90,13 +99,13 @@ def test_a_killed_process_of_this_machine_holds_nothing_even_before_it_is_reaped
         other.wait()
 
 
-def test_another_process_with_the_old_number_is_not_the_owner(tmp_path):
+def test_another_process_with_the_old_number_is_not_the_owner(tmp_path, quick):
     put(tmp_path, replace(HERE, pid=os.getppid(), start="1"))
     quick(tmp_path, stale_seconds=1e9, patience_seconds=1e9).take()
     assert numbers(tmp_path) == [4]
 
 
-def test_a_lease_of_another_machine_is_taken_once_its_beats_stand_still(tmp_path, monkeypatch, clock):
+def test_a_lease_of_another_machine_is_taken_once_its_beats_stand_still(tmp_path, monkeypatch, clock, quick):
     put(tmp_path, ELSEWHERE)
     monkeypatch.setattr(time, "time", lambda: 0.0)  # a clock that jumped back by decades
     quick(tmp_path).take()
@@ -104,7 +113,7 @@ def test_a_lease_of_another_machine_is_taken_once_its_beats_stand_still(tmp_path
     assert numbers(tmp_path) == [4]
 
 
-def test_a_lease_of_another_machine_that_beats_is_kept(tmp_path):
+def test_a_lease_of_another_machine_that_beats_is_kept(tmp_path, quick):
     put(tmp_path, ELSEWHERE)  # before the thread starts, which may be after take() has looked
     over = threading.Event()
 
@@ -126,13 +135,13 @@ def test_a_lease_of_another_machine_that_beats_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\0" * 512, b"[" * 5000, b'{"host": 1}', b"null"])
-def test_a_lease_that_cannot_be_read_counts_until_it_is_stale(tmp_path, clock, content):
+def test_a_lease_that_cannot_be_read_counts_until_it_is_stale(tmp_path, clock, content, quick):
     put(tmp_path, ELSEWHERE).write_bytes(content)
     quick(tmp_path).take()
     assert clock[0] >= QUICK["stale_seconds"]
 
 
-def test_a_released_lease_is_taken_at_once(tmp_path):
+def test_a_released_lease_is_taken_at_once(tmp_path, quick):
     put(tmp_path, replace(ELSEWHERE, released=True))
     quick(tmp_path, stale_seconds=1e9, patience_seconds=1e9).take()
     assert numbers(tmp_path) == [4]
@@ -141,15 +150,16 @@ def test_a_released_lease_is_taken_at_once(tmp_path):
 def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[2])\n"
-        "from jaxpar.runtime.lease import Lease, HeldError\n"
+        "from jaxpar.runtime import lease\n"
+        "lease.PATIENCE_SECONDS = 1.0\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
-        "try: Lease(sys.argv[1], patience_seconds=1.0, say=lambda text: None).take(); print('taken', flush=True)\n"
-        "except HeldError as error: print(error, flush=True); sys.exit(2)\n"
+        "try: lease.Lease(sys.argv[1]).take(); print('taken', flush=True)\n"
+        "except lease.HeldError as error: print(error, flush=True); sys.exit(2)\n"
         "time.sleep(10**6)\n"
     )
     put(tmp_path, replace(HERE, pid=2**22 + 1, start="1"))  # all find one that is stale, and want it
     command = [sys.executable, "-c", code, str(tmp_path), str(Path(leases.__file__).parents[2])]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     processes = [subprocess.Popen(command, **pipes) for _ in range(4)]
     try:
         for process in processes:
@@ -167,7 +177,7 @@ def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
             process.communicate()
 
 
-def test_an_owner_whose_lease_was_taken_hears_of_it_and_may_write_no_more(tmp_path):
+def test_an_owner_whose_lease_was_taken_hears_of_it_and_may_write_no_more(tmp_path, quick):
     lease, lost = quick(tmp_path), threading.Event()
     lease.when_lost = lost.set
     lease.take()
@@ -180,7 +190,7 @@ def test_an_owner_whose_lease_was_taken_hears_of_it_and_may_write_no_more(tmp_pa
     assert owner_of(tmp_path)["released"] is False, "it is the other's"
 
 
-def test_an_owner_whose_file_was_overwritten_has_lost(tmp_path):
+def test_an_owner_whose_file_was_overwritten_has_lost(tmp_path, quick):
     lease = quick(tmp_path, beat_seconds=1000.0)
     lease.take()
     put(tmp_path, ELSEWHERE, number=1)
@@ -188,7 +198,7 @@ def test_an_owner_whose_file_was_overwritten_has_lost(tmp_path):
         lease.check()
 
 
-def test_a_lease_that_someone_deleted_is_written_again(tmp_path):
+def test_a_lease_that_someone_deleted_is_written_again(tmp_path, quick):
     lease = quick(tmp_path, beat_seconds=1000.0)
     lease.take()
     (tmp_path / ".lease" / "1.json").unlink()
@@ -196,7 +206,7 @@ def test_a_lease_that_someone_deleted_is_written_again(tmp_path):
     assert owner_of(tmp_path)["pid"] == os.getpid()
 
 
-def test_a_disk_that_takes_no_beat_does_not_lose_the_lease(tmp_path, monkeypatch):
+def test_a_disk_that_takes_no_beat_does_not_lose_the_lease(tmp_path, monkeypatch, quick):
     lease, lost = quick(tmp_path), []
     lease.when_lost = lambda: lost.append(True)
     lease.take()
@@ -216,7 +226,7 @@ def test_a_disk_that_takes_no_beat_does_not_lose_the_lease(tmp_path, monkeypatch
     assert lost == []
 
 
-def test_two_leases_of_one_process_share_the_folder(tmp_path):
+def test_two_leases_of_one_process_share_the_folder(tmp_path, quick):
     first, second = quick(tmp_path), quick(tmp_path)
     first.take()
     second.take()
@@ -225,7 +235,7 @@ def test_two_leases_of_one_process_share_the_folder(tmp_path):
     assert numbers(tmp_path) == [1]
 
 
-def test_a_folder_made_for_a_lease_goes_with_it_unless_something_was_written(tmp_path):
+def test_a_folder_made_for_a_lease_goes_with_it_unless_something_was_written(tmp_path, quick):
     for written, path in ((False, tmp_path / "runs" / "refused"), (True, tmp_path / "run")):
         with released_at_end():
             quick(path).take()
@@ -238,6 +248,6 @@ def test_a_folder_made_for_a_lease_goes_with_it_unless_something_was_written(tmp
     assert numbers(tmp_path / "run") == [2]
 
 
-def test_a_lease_that_was_never_taken_forbids_nothing(tmp_path):
+def test_a_lease_that_was_never_taken_forbids_nothing(tmp_path, quick):
     put(tmp_path, HERE)
     quick(tmp_path).check()

@@ -7,22 +7,23 @@ import pytest
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.planner import Assumptions, Choice, cluster, price, transformer_shape
 from jaxpar.planner.cluster import Links
-from jaxpar.schedule import Costs, make_schedule
-from jaxpar.schedule.simulate import Messages, makespan, structure_of
+from jaxpar.schedule import Costs, make_schedule, simulate
+from jaxpar.schedule.simulate import makespan, structure_of
 
 
 def test_messages_take_the_time_of_their_own_boundary_and_only_some_cross_nodes():
     links = Links(cluster("a100-80gb", 2), {"data": 1, "stage": 8, "tensor": 2}, 1.0)
     assert links.crossings("stage") == [False, False, False, True, False, False, False, True]
-    table, costs = structure_of(make_schedule("1f1b", 8, 32)), Costs(f=1, b=1, w=1)
-    take = lambda *seconds, **how: makespan(table, costs, is_free=True, messages=Messages(seconds), **how)
+    schedule, costs = make_schedule("1f1b", 8, 32), Costs(f=1, b=1, w=1)
+    table = structure_of(schedule)
+    take = lambda *seconds, **how: makespan(table, costs, seconds, **how)
     fast, slow, some = (
         take(*[0.1] * 8),
         take(*[1] * 8),
         take(*(1 if each else 0.1 for each in links.crossings("stage"))),
     )
     assert fast < some < slow
-    assert makespan(table, dataclasses.replace(costs, p2p=0.1), is_free=True) == fast
+    assert simulate(schedule, dataclasses.replace(costs, p2p=0.1)).makespan == pytest.approx(fast, rel=1e-12)
     assert take(*[0.1] * 8, waits_for_all=False) == fast, "the first stage of 1f1b begins first and ends last"
 
 
@@ -30,15 +31,15 @@ def test_stages_that_wait_for_pairs_of_messages_lose_the_time_of_one_in_each_pai
     """Interleaved: each chunk's F and B of a microbatch are a pair, followed by an exchange."""
     schedule, costs = make_schedule("interleaved", 4, 32, 2, form="fused"), Costs()
     pairs = structure_of(schedule, by_tick=True)
-    take = lambda seconds: makespan(pairs, costs, is_free=True, messages=Messages((seconds,) * 4, blocks=True))
+    take = lambda seconds: makespan(pairs, costs, [seconds] * 4, blocks=True)
     assert take(0.5) - take(0) == pytest.approx(0.5 * len(schedule.ops), rel=0.1)
     one_by_one = structure_of(make_schedule("interleaved", 4, 32, 2))
-    assert makespan(one_by_one, costs, is_free=True) <= take(0)
+    assert makespan(one_by_one, costs, [0] * 4) <= take(0)
 
 
 def test_zero_bubble_gains_where_stages_do_not_wait_between_steps():
     table, costs = structure_of(make_schedule("zb-v", 4, 16)), Costs()
-    step = lambda waits: makespan(table, costs, is_free=True, waits_for_all=waits)
+    step = lambda waits: makespan(table, costs, [0] * 4, waits_for_all=waits)
     assert 2 * 3 * 16 <= step(False) < step(True)
 
 

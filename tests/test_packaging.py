@@ -66,7 +66,8 @@ def installed(wheel, tmp_path_factory):
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(home), "platbase": str(home)}))
     paths = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (site / "others.pth").write_text("\n".join(paths))
-    run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, wheel, cwd=home)
+    with zipfile.ZipFile(wheel) as archive:  # as pip does, which takes longer
+        archive.extractall(site)
     return home / "bin"
 
 

@@ -102,7 +102,7 @@ def peak_of_long_rows(path, num_tokens):
     starts = np.concatenate([[0], ends[:-1]])
     tracemalloc.start()
     try:
-        rows = PackedRows(Documents(tokens, starts, ends), SEQ_OF_LONG_ROWS, vocab_size=VOCAB)
+        rows = PackedRows(Documents(tokens, starts, ends, None, str), SEQ_OF_LONG_ROWS, vocab_size=VOCAB)
         rows.check()
         assert "are longer than a row and cut" in rows.describe()
         for step in range(3):

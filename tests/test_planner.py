@@ -35,6 +35,7 @@ BLOOM = Choice(
 )
 
 
+OF_FOUR = {"batch_size": 64, "num_microbatches": 4}  # fewer sizes of a microbatch, of which each is traced
 KEPT = functools.cache(transformer_shape)
 
 
@@ -42,10 +43,7 @@ KEPT = functools.cache(transformer_shape)
 def each_model_is_traced_once():
     """A model that several tests plan for keeps what was traced of it; to trace takes most of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        for user in (
-            "jaxpar.planner.ranking",
-            "jaxpar.planner",
-        ):  # `plan` and `price`; and the command, which asks late
+        for user in ("jaxpar.planner.ranking", "jaxpar.planner"):  # `plan`, `price`; and the command, which asks late
             patch.setattr(f"{user}.transformer_shape", KEPT)
         yield
 
@@ -66,7 +64,7 @@ def test_blooms_mesh_is_among_the_first_five(executor):
 
 
 def test_the_best_is_first_and_each_other_says_why_not():
-    plans = jaxpar.plan(SMALL, cluster("h100"), batch_size=64, top=4)
+    plans = jaxpar.plan(SMALL, cluster("h100"), **OF_FOUR, top=4)
     assert len(plans) == 4
     seconds = [plan.step_seconds for plan in plans]
     assert seconds == sorted(seconds)
@@ -90,7 +88,7 @@ def test_groups_of_replicas_are_preferred_where_zero_3_would_send_over_a_slow_ne
 
 def test_long_sequences_are_cut_over_context():
     config = preset("llama3.1-8b", compute_dtype="bfloat16", vocab_multiple=128, attention=planned_attention)
-    shape = transformer_shape(config, seq=2**18)
+    shape = KEPT(config, seq=2**18)
     whole, cut = (
         price(shape, cluster("h100", context), Choice(tensor=8, context=context, remat=True), batch_size=1)
         for context in (1, 4)
@@ -111,7 +109,7 @@ def test_zero_shards_over_context_as_over_data(zero):
     config = TransformerConfig(
         vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, max_positions=512, attention=planned_attention
     )
-    shape = transformer_shape(config)
+    shape = KEPT(config)
 
     def of(**axes):
         choice = Choice(**axes, zero=zero, num_microbatches=2)
@@ -133,9 +131,7 @@ EXPERTS = TransformerConfig(
 def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
     long = dataclasses.replace(EXPERTS, positions="rope", max_positions=2**15, attention=planned_attention)
     held = {"num_microbatches": 4, "remat": False}
-    plans = jaxpar.plan(
-        transformer_shape(long), cluster("h100", 1, 4), batch_size=16, executor="mpmd", stage=2, top=9, **held
-    )
+    plans = jaxpar.plan(KEPT(long), cluster("h100", 1, 4), batch_size=16, executor="mpmd", stage=2, top=9, **held)
     choices = [plan.choice for plan in plans]
     assert len(choices) > 1
     assert {(choice.zero, choice.context, choice.experts) for choice in choices} == {(0, 1, "tensor")}
@@ -144,12 +140,12 @@ def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
         with pytest.raises(
             ValueError, match=rf"hold all params and whole sequences; got .*stage=2, {name}=.* Leave {name} out"
         ):
-            jaxpar.plan(transformer_shape(long), cluster("h100"), batch_size=16, executor="mpmd", stage=2, **held)
+            jaxpar.plan(KEPT(long), cluster("h100"), batch_size=16, executor="mpmd", stage=2, **held)
 
 
 def test_leading_dense_layers_are_further_layers_of_the_first_stage():
-    shape, machines, rows = transformer_shape(EXPERTS), cluster("h100"), 64
-    leading = transformer_shape(dataclasses.replace(EXPERTS, num_layers=6, num_dense_layers=2))
+    shape, machines, rows = KEPT(EXPERTS), cluster("h100"), 64
+    leading = KEPT(dataclasses.replace(EXPERTS, num_layers=6, num_dense_layers=2))
     choice = Choice(stage=2, tensor=4, num_microbatches=16)
     seconds = lambda shape, *layers: (
         price(
@@ -167,7 +163,7 @@ def test_leading_dense_layers_are_further_layers_of_the_first_stage():
 
 
 def test_experts_are_planned_over_tensor_and_over_data():
-    shape, machines, rows = transformer_shape(dataclasses.replace(EXPERTS, expert_buffer=1.0)), cluster("h100"), 64
+    shape, machines, rows = KEPT(dataclasses.replace(EXPERTS, expert_buffer=1.0)), cluster("h100"), 64
     plain, over_tensor, over_data = (
         price(
             shape,
@@ -190,12 +186,12 @@ def test_experts_are_planned_over_tensor_and_over_data():
     dense = over_data.bytes_moved["data"] - sent
     assert 0 < dense < 0.5 * (plain.bytes_moved["data"] - dense)
     # By default there is room for all tokens of all replicas, 4 times as many: these are sent and stored, and not multiplied.
-    worst = price(transformer_shape(EXPERTS), machines, over_data.choice, batch_size=rows)
+    worst = price(KEPT(EXPERTS), machines, over_data.choice, batch_size=rows)
     assert worst.bytes_moved["data"] == dense + 4 * sent
     assert worst.useful_flops == pytest.approx(over_data.useful_flops, rel=0.01)
     assert worst.bytes_per_device["activations"] > 1.5 * over_data.bytes_per_device["activations"]
     # Gathered, each token is sent to all 8 replicas, and not to 2, with the numbers of both experts.
-    gathers = transformer_shape(dataclasses.replace(EXPERTS, expert_buffer=1.0, expert_exchange="gather"))
+    gathers = KEPT(dataclasses.replace(EXPERTS, expert_buffer=1.0, expert_exchange="gather"))
     gathered = price(gathers, machines, over_data.choice, batch_size=rows)
     assert gathered.bytes_moved["data"] == dense + 4 * sent + 4 * marks * 7 / 8
     # Each shard multiplies the rows of its own experts, and sums the tokens of all.
@@ -225,7 +221,7 @@ def test_a_tenth_of_the_memory_stays_free_unless_told_otherwise():
 
 
 def test_gains_are_of_changes_that_are_faster_and_say_what_they_need():
-    plans = jaxpar.plan(SMALL, cluster("h100"), batch_size=64, stage=4, schedule="1f1b", remat=True, top=2)
+    plans = jaxpar.plan(SMALL, cluster("h100"), **OF_FOUR, stage=4, schedule="1f1b", remat=True, top=2)
     for plan in plans:
         assert 0 < len(plan.gains) <= 3
         assert all(0.005 <= gain.faster < 1 for gain in plan.gains)
@@ -238,7 +234,7 @@ def test_gains_are_of_changes_that_are_faster_and_say_what_they_need():
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_text_fits_the_terminal(width):
-    plans = jaxpar.plan(SMALL, cluster("h100"), batch_size=64, top=4)
+    plans = jaxpar.plan(SMALL, cluster("h100"), **OF_FOUR, top=4)
     for text in (render(plans, width=width), plans[0].details(80e9, width=width), plans[-1].details(80e9, width=width)):
         assert max(map(len, text.splitlines())) <= width, text
     shown = render(plans, width=width)
@@ -260,14 +256,16 @@ def test_makespans_are_the_simulators(name, chunks, form):
     rng = random.Random(tiny.fresh_seed())
     scale = tuple(rng.random() for _ in range(4 * chunks))
     costs = Costs(**{field: rng.random() for field in ("f", "b", "w", "r", "p2p", "head")}, stage_scale=scale)
-    for timing in ("free", "lockstep"):
-        found = makespan(structure_of(table), costs, is_free=timing == "free")
+    structure = structure_of(table)
+    seconds = lambda row: sum(costs.of(table, *op) for op in row)
+    lockstep = sum(count * (max(map(seconds, tick)) + costs.p2p) for tick, count in structure.ticks)
+    for timing, found in (("free", makespan(structure, costs, [costs.p2p] * 4)), ("lockstep", lockstep)):
         assert found == pytest.approx(simulate(table, costs, timing=timing).makespan, rel=1e-12)
 
 
 def test_a_softmax_keeps_logits_or_their_gradient_and_not_each_step_in_between():
     config = dataclasses.replace(SMALL, vocab_size=32768, compute_dtype="bfloat16")
-    analysis = Analysis(transformer_shape(config), 4, 1)
+    analysis = Analysis(KEPT(config), 4, 1)
     logits, table = 2 * 4 * SMALL.max_positions * 32768, 2 * 32768 * SMALL.embed_dim
     assert logits + table < analysis.head_bytes < 1.5 * logits + 2 * table
     assert logits + table < analysis.head_bytes_of_op < 1.02 * (logits + table), (
@@ -357,8 +355,7 @@ def _activations(plan):
 def test_fused_attention_stores_no_scores():
     config = dataclasses.replace(SMALL, compute_dtype="bfloat16")
     plain, fused = (
-        Analysis(transformer_shape(dataclasses.replace(config, attention=kernel)), 4, 2)
-        for kernel in ("xla", planned_attention)
+        Analysis(KEPT(dataclasses.replace(config, attention=kernel)), 4, 2) for kernel in ("xla", planned_attention)
     )
     assert fused.layer.unknown == frozenset()
     assert fused.works["forward"].flops == plain.works["forward"].flops
@@ -375,7 +372,7 @@ def test_zero_3_gathers_layers_in_the_dtype_of_the_computation(stage):
     choice = Choice(data=8, stage=stage, num_microbatches=4, zero=3)
 
     def gathered(dtype):
-        shape = transformer_shape(dataclasses.replace(SMALL, compute_dtype=dtype))
+        shape = KEPT(dataclasses.replace(SMALL, compute_dtype=dtype))
         traffic = step_traffic(choice, Analysis(shape, 4, 1), AtRest(shape, optax.adam(1e-3), choice))
         return sum(each.bytes_moved for each in traffic if each.what == "params of a layer")
 
@@ -396,7 +393,7 @@ def test_equal_stages_in_lock_step_take_no_longer_where_collectives_run_beside_p
     which the pipeline fills 1%.
     """
     sizes = {"num_layers": 48, "embed_dim": 8192, "num_heads": 64, "vocab_size": 51_200, "max_positions": 2048}
-    shape = transformer_shape(TransformerConfig(**sizes, compute_dtype="bfloat16"), sequence_parallel=True)
+    shape = KEPT(TransformerConfig(**sizes, compute_dtype="bfloat16"), sequence_parallel=True)
     choice = Choice(stage=8, tensor=8, schedule=schedule, num_chunks=num_chunks, num_microbatches=num_microbatches)
     plan = price(shape, cluster("h100", 8), choice, batch_size=num_microbatches)
     assert plan.time.total < most * plan.ideal_time.total
@@ -418,7 +415,7 @@ def test_plans_are_as_far_from_one_another_as_their_compiled_steps():
     ratios = []
     for name, nodes, seq, choice, milliseconds, gib in COMPILED:
         config = preset(name, compute_dtype="bfloat16", vocab_multiple=128, attention=planned_attention)
-        shape = transformer_shape(config, seq=seq, sequence_parallel=choice.tensor > 1)
+        shape = KEPT(config, seq=seq, sequence_parallel=choice.tensor > 1)
         rows = choice.data * choice.num_microbatches
         plan = price(shape, cluster("h100", nodes), choice, batch_size=rows, optimizer=optax.adamw(1e-4))
         ratios.append(1e3 * plan.step_seconds / milliseconds)
@@ -453,15 +450,15 @@ def test_lora_needs_no_state_and_no_products_for_gradients_of_frozen_params():
 
 
 def test_candidates_come_in_the_order_of_their_estimates_and_are_held_against_the_memory_only_in_their_turn():
-    shape = KEPT(SMALL)
+    shape, held = KEPT(SMALL), {"num_microbatches": 4}
     estimator = Estimator(shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions())
-    seconds, choices = zip(*likely_choices(estimator, {}, lambda seconds, choice: False), strict=True)
+    seconds, choices = zip(*likely_choices(estimator, held, lambda seconds, choice: False), strict=True)
     assert len(set(choices)) == len(choices) > 20
     assert list(seconds) == sorted(seconds)
     assert seconds[0] == pytest.approx(estimator.quick_seconds(choices[0]))
     limit, begun = seconds[0] * 1.5, len(estimator._states)
     lazy = Estimator(shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions())
-    few = list(likely_choices(lazy, {}, lambda seconds, choice: seconds > limit))
+    few = list(likely_choices(lazy, held, lambda seconds, choice: seconds > limit))
     assert [choice for each, choice in few if each <= limit] == [
         choices[n] for n, each in enumerate(seconds) if each <= limit
     ]
@@ -480,13 +477,13 @@ def test_no_plan_of_a_sweep_has_a_negative_bubble(schedule, executor):
     "held", [{"tensor": 2}, {"stage": 2, "schedule": "zb-h1"}, {"zero": 0, "data": 4}, {"remat": True}]
 )
 def test_what_is_held_is_kept(held):
-    for plan in jaxpar.plan(SMALL, cluster("h100"), batch_size=64, top=3, **held):
+    for plan in jaxpar.plan(SMALL, cluster("h100"), **OF_FOUR, top=3, **held):
         assert all(getattr(plan.choice, name) == value for name, value in held.items())
 
 
 def test_what_does_not_fit_is_named_with_the_nearest_that_does():
     big = TransformerConfig(vocab_size=512, num_layers=8, embed_dim=4096, num_heads=32, max_positions=512)
-    shape = transformer_shape(big)
+    shape = KEPT(big)
     held = {"tensor": 1, "stage": 2, "zero": 0, "remat": False, "schedule": "1f1b", "num_microbatches": 16}
     with pytest.raises(
         ValueError,
@@ -503,7 +500,7 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
     twelve_heads = TransformerConfig(vocab_size=512, num_layers=4, embed_dim=96, num_heads=12, max_positions=64)
     machines = cluster("h100", num_nodes=2)
     with pytest.raises(ValueError, match=r"got 12 of shape .*, tensor=16\. Choose tensor from 1, 2, 4\.$"):
-        jaxpar.plan(transformer_shape(twelve_heads), machines, batch_size=64, tensor=16)
+        jaxpar.plan(KEPT(twelve_heads), machines, batch_size=64, tensor=16)
 
 
 @pytest.mark.parametrize(
@@ -550,7 +547,7 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
             r"experts is for a model with experts; got experts=data and ",
         ),
         (
-            lambda: jaxpar.plan(transformer_shape("gpt2", seq=60), node(), batch_size=64, context=4),
+            lambda: jaxpar.plan(KEPT("gpt2", seq=60), node(), batch_size=64, context=4),
             r"divisible by twice the context axis.*; got seq=60, context=4\. Use seq=64, or another context",
         ),
         (
@@ -655,7 +652,7 @@ def test_a_plan_counts_the_slot_to_which_idle_stages_write(num_microbatches, slo
 
 
 def test_under_remat_chunks_of_one_layer_keep_only_their_inputs():
-    shape = transformer_shape(TransformerConfig(num_layers=16, embed_dim=64, num_heads=4, vocab_size=256), seq=128)
+    shape = KEPT(TransformerConfig(num_layers=16, embed_dim=64, num_heads=4, vocab_size=256), seq=128)
     choice = Choice(stage=8, schedule="interleaved", num_chunks=2, num_microbatches=8, remat=True)
     plan = price(shape, cluster("h100"), choice, batch_size=8)
     inputs = choice.num_slots["inbox"] + 1

@@ -45,7 +45,7 @@ def trained(tmp_path_factory):
     """The folder of a run on data=4, tensor=2, with a sweep cut short."""
     folder = tmp_path_factory.mktemp("digits")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digits_sweep, "NUM_STEPS", 20)
+        patch.setattr(digits_sweep, "NUM_STEPS", 3)
         run(folder, *ON_4_BY_2, "--steps", str(STEPS), "--checkpoint-every", str(STEPS - 50))
     return folder
 

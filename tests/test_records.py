@@ -92,13 +92,17 @@ def test_several_files_are_one_after_another(file, packed):
 def test_of_a_parquet_file_only_the_row_groups_asked_for_are_read(tmp_path, monkeypatch):
     path = write_parquet(tmp_path / "a.parquet", input_ids=[[i, i + 1] for i in range(40)], other=["x"] * 40)
     read = []
-    take_group = records.ParquetRecords._read_group
+    from pyarrow.parquet import ParquetFile
+
+    take_group = ParquetFile.read_row_group
     monkeypatch.setattr(
-        records.ParquetRecords, "_read_group", lambda self, group: (read.append(group), take_group(self, group))[1]
+        ParquetFile,
+        "read_row_group",
+        lambda self, group, columns: (read.append((group, columns)), take_group(self, group, columns))[1],
     )
     rows = RecordRows(open_records([path]), SEQ, vocab_size=VOCAB)
     assert rows.take(np.array([30, 5, 31, 6]))["tokens"][:, 0].tolist() == [30, 5, 31, 6]
-    assert read == [1, 7]
+    assert read == [(1, ["input_ids"]), (7, ["input_ids"])]
 
 
 def test_only_what_a_process_is_asked_for_is_read(packed):

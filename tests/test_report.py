@@ -25,9 +25,9 @@ from jaxpar.inspect.text import bytes_text
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.report import ReportWriter, read_run, render_page, step_data, write_loads, write_page
 from jaxpar.report.charts import EVEN, HIGH, LOW, make_charts
+from jaxpar.report.data import MAX_POINTS, metrics, shards
 from jaxpar.report.frame import Scale, number
 from jaxpar.report.page import plans
-from jaxpar.report.sections import MAX_POINTS, metrics, shards
 from jaxpar.report.server import RunServer
 from jaxpar.schedule import make_schedule, simulate
 from jaxpar.schedule.draw import MAX_OPS, timeline_data

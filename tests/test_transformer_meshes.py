@@ -55,18 +55,19 @@ def check_parity(family, mesh_sizes, *, constrain=None, num_microbatches=2, sche
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh_sizes", "constrain"),
+    ("family", "mesh_sizes", "schedule", "constrain"),
     [
-        pytest.param("gpt2", (8, 1, 1), None, marks=pytest.mark.slow),
-        ("bloom", (2, 1, 4), sequence_parallel),
-        pytest.param("llama-tied", (1, 1, 4), None, marks=pytest.mark.slow),
-        ("llama", (2, 2, 2), None),
-        ("gpt2", (1, 2, 4), sequence_parallel),
-        pytest.param("bloom", (2, 4, 1), None, marks=pytest.mark.slow),
+        ("bloom", (2, 1, 4), "1f1b", sequence_parallel),
+        ("llama", (2, 2, 2), "zb-h1", None),
+        ("gpt2", (1, 2, 4), "1f1b", sequence_parallel),
+        pytest.param("gpt2", (8, 1, 1), "1f1b", None, marks=pytest.mark.slow),
+        pytest.param("llama-tied", (1, 1, 4), "1f1b", None, marks=pytest.mark.slow),
+        pytest.param("gpt2", (1, 2, 4), "zb-h1", sequence_parallel, marks=pytest.mark.slow),
+        pytest.param("bloom", (2, 4, 1), "zb-h1", None, marks=pytest.mark.slow),
     ],
 )
-def test_loss_and_gradients_equal_one_device_in_float64(x64, family, mesh_sizes, constrain):
-    check_parity(family, mesh_sizes, constrain=constrain)
+def test_loss_and_gradients_equal_one_device_in_float64(x64, family, mesh_sizes, schedule, constrain):
+    check_parity(family, mesh_sizes, schedule=schedule, constrain=constrain)
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-h1"])
@@ -166,7 +167,9 @@ ONE_ALL_REDUCE = 2 * 3 * ACTIVATION_BYTES // 4
 ONE_A_TOKEN = 2 * 3 * ROWS * SEQ * 4 // 4
 
 
-@pytest.mark.parametrize(("family", "num_microbatches"), [("gpt2", 1), ("llama", 4), ("bloom", 2)])
+@pytest.mark.parametrize(
+    ("family", "num_microbatches"), [("gpt2", 1), ("llama", 4), pytest.param("bloom", 2, marks=pytest.mark.slow)]
+)
 def test_tensor_parallelism_costs_four_all_reduces_a_layer_and_three_numbers_a_token(family, num_microbatches):
     """Beside the layers' there are one of an activation for the lookup, one for the head's input gradient; no table, no
     logits and no weight is gathered."""

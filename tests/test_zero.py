@@ -12,6 +12,8 @@ import pytest
 import jaxpar
 from jaxpar.models import mlp
 from jaxpar.params import init_params
+from jaxpar.run import BasicFlags, Run
+from jaxpar.step_sharding import left_whole
 from tests.support import tiny
 from tests.support.covering import covering
 from tests.support.oracle import assert_same
@@ -171,3 +173,33 @@ def test_zero_3_adds_gradients_of_16_bit_params_over_replicas_and_microbatches_w
     value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, zero=3, mask_idle_ops=masks)
     grads = jaxpar.fetch(value_and_grad(params, jaxpar.shard_batch(batch, mesh))[1])
     assert_same(grads, {"outer": {}, "layers": {"w": np.full((2, 4), 0.5, np.float16)}})
+
+
+# --- params that ZeRO cannot shard ------------------------------------------------------------------------------------
+
+
+def test_params_that_zero_leaves_whole_are_told_at_the_start_of_a_run(tmp_path):
+    """Three replicas divide six features, and no dim of the layers, eight wide, or of five classes."""
+    mesh, said = jaxpar.make_mesh(data=3), []
+    shardings = tiny.shardings(mesh, tiny.make_params())
+    for zero in (0, 1, 3):
+        parallel = jaxpar.Parallel(mesh, shardings, zero=zero)
+        with Run(BasicFlags.of(out_dir=tmp_path, steps=1, dry_run=True), mesh, say=said.append) as run:
+            run.restore(tiny.init, jax.random.key(0), optax.adam(1e-2), parallel)
+    assert len(said) == 2, "at level 0 ZeRO shards nothing, and no param is left"
+    assert re.match(
+        r"--zero 1 leaves 1\.\d+ KiB of params whole on each device, with their optimizer state, since data times context, 3, "
+        r"divides none of their free dims: layers/w_\w+ 512 B, layers/w_\w+ 512 B, outer/\S+ 160 B and 3 more$",
+        said[0],
+    )
+
+
+def test_what_is_whole_is_a_params_part_on_a_device():
+    mesh = jaxpar.make_mesh(data=3, tensor=2)
+    shapes = jax.eval_shape(tiny.init, jax.random.key(0))
+    whole = left_whole(shapes, jaxpar.Parallel(mesh, tiny.shardings(mesh, shapes), zero=2, trainable=("layers/w_*",)))
+    assert whole == {"layers/w_up": 256, "layers/w_down": 256}, (
+        "half of each, and no frozen param, which has no gradient"
+    )
+    on_four = jaxpar.make_mesh(data=4)
+    assert left_whole(shapes, jaxpar.Parallel(on_four, tiny.shardings(on_four, shapes), zero=3)) == {"outer/b_out": 20}

@@ -1,7 +1,6 @@
 """Gradients added to the sums of earlier microbatches; those of a lookup are added to the rows that were looked up."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -64,12 +63,10 @@ def _lookup_of(graph: Graph, number: int) -> Node | None:
     if node is None or node.name != "scatter-add":
         return None
     zeros = makers.get(node.inputs[0])
-    is_zeros = zeros is not None and zeros.name == "broadcast_in_dim" and _is_zero(graph.constants.get(zeros.inputs[0]))
-    return node if is_zeros else None
-
-
-def _is_zero(value: Any) -> bool:
-    return value is not None and jax.numpy.ndim(value) == 0 and bool(value == 0)
+    if zeros is None or zeros.name != "broadcast_in_dim":
+        return None
+    value = graph.constants.get(zeros.inputs[0])
+    return node if value is not None and jax.numpy.ndim(value) == 0 and value == 0 else None
 
 
 def _add_rows(total: jax.Array, indices: jax.Array, rows: jax.Array, scatter: Node) -> jax.Array:

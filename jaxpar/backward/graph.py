@@ -138,10 +138,7 @@ def trace(function: Callable[..., PyTree], *args: PyTree) -> Graph:
     closed = rewrite(jax.make_jaxpr(function)(*args), fold)
     builder = _Builder()
     inputs = [builder.new(v.aval) for v in closed.jaxpr.invars]
-    constants = [
-        builder.constant(v.aval, value) for v, value in zip(closed.jaxpr.constvars, closed.consts, strict=True)
-    ]
-    outputs = builder.inline(closed.jaxpr, [*constants, *inputs], in_remat=False)
+    outputs = builder.inline(closed, inputs, in_remat=False)
     return Graph(tuple(builder.nodes), tuple(inputs), tuple(outputs), builder.constants, builder.avals)
 
 
@@ -160,8 +157,10 @@ class _Builder:
         self.constants[number] = value
         return number
 
-    def inline(self, jaxpr: Any, inputs: Sequence[int], *, in_remat: bool) -> list[int]:
-        numbers = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+    def inline(self, closed: Any, inputs: Sequence[int], *, in_remat: bool) -> list[int]:
+        jaxpr = closed.jaxpr
+        constants = [self.constant(v.aval, c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)]
+        numbers = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *inputs], strict=True))
 
         def number(atom: Any) -> int:
             return self.constant(atom.aval, literal_value(atom)) if isinstance(atom, Literal) else numbers[atom]
@@ -170,9 +169,7 @@ class _Builder:
             arguments = [number(atom) for atom in equation.invars]
             inner = called(equation)
             if inner is not None:
-                constants = [self.constant(v.aval, c) for v, c in zip(inner.jaxpr.constvars, inner.consts, strict=True)]
-                remat = in_remat or is_remat(equation)
-                outputs = self.inline(inner.jaxpr, [*constants, *arguments], in_remat=remat)
+                outputs = self.inline(inner, arguments, in_remat=in_remat or is_remat(equation))
             else:
                 outputs = [self.new(v.aval) for v in equation.outvars]
                 self.nodes.append(Node(equation, tuple(arguments), tuple(outputs), in_remat))

@@ -296,7 +296,8 @@ RULES: dict[str, Rule] = {
     "custom_vjp_call": _custom_vjp,
     "scatter-add": _scatter,
     **dict.fromkeys(
-        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax"), _reduce
+        ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"),
+        _reduce,
     ),
     **dict.fromkeys(
         ("slice", "split", "pad", "concatenate", "dynamic_slice", "dynamic_update_slice", "cumsum"), _same_dim

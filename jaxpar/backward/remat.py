@@ -46,27 +46,21 @@ def keep_products(primitive: Any, *args: Any, **params: Any) -> Any:
 REMAT: dict[str, bool | Callable[..., Any]] = {"none": False, "full": True, "dots": keep_products}
 
 
-def apply_remat(remat: bool | Callable[..., Any], shards: ParamShards | None = None) -> Callable[[Layer], Layer]:
-    """Returns the transformation of a layer that makes its vjp store what ``remat`` says.
+def with_remat(
+    model: LayeredModel, remat: bool | Callable[..., Any], shards: ParamShards | None = None
+) -> LayeredModel:
+    """Returns the model whose layers' vjps store what ``remat`` says, with a checkpoint around its embedding.
 
     Args:
+        model: The model.
         remat: False: the fewest bytes from which elementwise operations recompute the rest. True: the input alone. A
             ``jax.checkpoint`` policy: the fewest bytes from which elementwise operations, and those that the policy recomputes,
             give the rest.
         shards: How the params are sharded over ``tensor``: bytes are then those on a device. By default those of whole arrays.
     """
-    if remat is False:
-        return lambda layer: _min_cut_remat(layer, shards)
-    if remat is True:
-        return jax.checkpoint
-    return lambda layer: _min_cut_remat(jax.checkpoint(layer, policy=remat), shards)
-
-
-def with_remat(
-    model: LayeredModel, remat: bool | Callable[..., Any], shards: ParamShards | None = None
-) -> LayeredModel:
-    """Returns the model with ``apply_remat`` for its layers, and a checkpoint around its embedding, which may have some too."""
-    return replace(model.wrap_layers(apply_remat(remat, shards)), embed=_checkpointed(model.embed, remat))
+    min_cut = lambda layer: _min_cut_remat(_checkpointed(layer, remat), shards)
+    wrapped = model.wrap_layers(jax.checkpoint if remat is True else min_cut)
+    return replace(wrapped, embed=_checkpointed(model.embed, remat))
 
 
 def _checkpointed(function: Callable[..., PyTree], remat: bool | Callable[..., Any]) -> Callable[..., PyTree]:
@@ -83,8 +77,8 @@ def forward_with_remat(
 
     Args:
         model: A LayeredModel or a function.
-        remat: As for ``apply_remat``; a plain function is not changed by False.
-        shards: As for ``apply_remat``.
+        remat: As for ``with_remat``; a plain function is not changed by False.
+        shards: As for ``with_remat``.
     """
     if isinstance(model, LayeredModel):
         return with_remat(model, remat, shards).apply

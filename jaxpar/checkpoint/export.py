@@ -18,16 +18,12 @@ from jaxpar.checkpoint import orbax_tree
 from jaxpar.layered_model import is_layered
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import exchange
-from jaxpar.runtime.output import fsync, needing_extra, write_atomically
+from jaxpar.runtime.output import needing_extra, write_atomically
 from jaxpar.sharding import fetch, path_string
 
 
 def export_safetensors(
-    path: Path | str,
-    params: PyTree,
-    *,
-    layout: LayerLayout | None = None,
-    metadata: Mapping[str, str] | None = None,
+    path: Path | str, params: PyTree, *, layout: LayerLayout | None = None, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Writes params atomically as one safetensors file; every process must call it, the first one writes.
 
@@ -51,12 +47,8 @@ def export_safetensors(
     tensors = {path_string(where): np.ascontiguousarray(leaf).reshape(np.shape(leaf)) for where, leaf in leaves}
     if jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-
-        def write(part: Path) -> None:
-            save_file(tensors, part, {"format": "jaxpar", **(metadata or {})})
-            fsync(part)
-
-        write_atomically(path, write)
+        header = {"format": "jaxpar", **(metadata or {})}
+        write_atomically(path, lambda part: save_file(tensors, part, header), sync=True)
     exchange("export", True)
 
 

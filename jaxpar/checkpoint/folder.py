@@ -15,10 +15,11 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 
 from jaxpar.checkpoint.manifest import FILE_NAME, FileRecord, Manifest, read_manifest
-from jaxpar.fields import arg, check_at_least
+from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.runtime.output import fsync, printable, write_atomically
 
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -26,7 +27,6 @@ SET_ASIDE = re.compile(r"(0|[1-9][0-9]*)\.(bad|abandoned)(-[0-9]+)?")
 SAVING = re.compile(r"saving-[0-9]+(\..*)?")  # Orbax's own unfinished folders begin with their final name
 # Files that systems leave in folders: macOS, file system repair, NFS for a file that is deleted while it is open.
 OF_THE_SYSTEM = re.compile(r"\.DS_Store|\._.*|lost\+found|\.nfs[0-9a-f]+")
-BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Keep:
 
     def __post_init__(self) -> None:
         check_at_least(1, "Give the number of checkpoints to keep.", keep=self.last)
+        check_kind((Real,), "a number", "Give a number of steps, or 0 for none.", keep_every=self.every)
+        check_kind((str, None), "a string", "Give the name of a metric.", keep_best=self.best)
         if self.every < 0:
             raise ValueError(
                 f"{arg('keep_every')} must be 0 or more; got {self.every}. Give a number of steps, or 0 for none."
@@ -140,12 +142,8 @@ class Folder:
         for here, _, files in os.walk(saving):
             for name in (*files, "."):
                 fsync(Path(here, name))
-
-        def write(part: Path) -> None:
-            part.write_text(manifest.render(), encoding="ascii")
-            fsync(part)
-
-        write_atomically(saving / FILE_NAME, write)
+        text = manifest.render()
+        write_atomically(saving / FILE_NAME, lambda part: part.write_text(text, encoding="ascii"), sync=True)
         fsync(saving)
 
     def commit(self, step: int) -> None:
@@ -223,17 +221,13 @@ def list_files(folder: Path) -> list[str]:
     """
     found = []
     for here, folders, files in os.walk(folder):
-        folders[:], files = (_without_the_systems(names) for names in (folders, files))
+        folders[:], files = ([name for name in each if not OF_THE_SYSTEM.fullmatch(name)] for each in (folders, files))
         for name in (*folders, *files):
             path = Path(here) / name
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 raise ValueError(f"{printable(path.relative_to(folder).as_posix())} is not a plain file")
         found += [(Path(here) / name).relative_to(folder).as_posix() for name in files]
     return sorted(found)
-
-
-def _without_the_systems(names: Iterable[str]) -> list[str]:
-    return [name for name in names if not OF_THE_SYSTEM.fullmatch(name)]
 
 
 def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
@@ -244,12 +238,9 @@ def record_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
 
 
 def _record(path: Path) -> FileRecord:
-    digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-            size += len(block)
-    return FileRecord(size, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(file.tell(), digest.hexdigest())
 
 
 def differences(folder: Path, recorded: Mapping[str, FileRecord], ignored: Iterable[str] = ()) -> list[str]:

@@ -10,25 +10,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.checkpoint.folder import Folder, Keep
-from jaxpar.checkpoint.manifest import Manifest
-from jaxpar.checkpoint.restore import (
-    BadCheckpointError,
-    check_arrays_match,
-    check_config,
-    load,
-    plain_json,
-    read_newest,
-    verify,
-)
+from jaxpar.checkpoint.manifest import Manifest, plain_json
+from jaxpar.checkpoint.restore import BadCheckpointError, check_arrays_match, check_config, load, read_newest, verify
 from jaxpar.checkpoint.save import Saver, array_records, versions
-from jaxpar.checkpoint.state import (
-    as_keys,
-    as_numbers,
-    from_canonical,
-    plain_key,
-    target_in_canonical_order,
-    to_canonical,
-)
+from jaxpar.checkpoint.state import as_keys, as_numbers, canonical_target, from_canonical, plain_key, to_canonical
+from jaxpar.fields import check_kind
 from jaxpar.mesh import shown_sizes
 from jaxpar.parallel import Parallel, accepts_settings
 from jaxpar.pipeline import LayerLayout, open_params
@@ -249,11 +235,12 @@ class CheckpointManager(Saver):
             TypeError: A leaf of the target has no NamedSharding.
             ValueError: There is no such step, or the checkpoint is of another config or model, or the target of another mesh.
         """
+        check_kind((TrainState,), "a TrainState", "Make it with jaxpar.abstract_state.", target=target)
         self._check_layout(target)
         self.wait()
         check_agreement("restore", {"steps": self._folder.numbered(), "asked step": step})
         wanted = as_numbers(target)
-        canonical = target_in_canonical_order(wanted, self.mesh)
+        canonical = canonical_target(wanted, self.mesh)
 
         def read(manifest: Manifest) -> tuple[TrainState, list[str]]:
             where = f"step {manifest.step} in {self.directory}"
@@ -261,14 +248,10 @@ class CheckpointManager(Saver):
             stored = check_arrays_match(manifest.arrays, canonical, where, cast=cast)
             return load(self._folder, manifest, stored, self.mesh)
 
+        without = f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to."
+        remedy = "Restore a backup, or start a run in another folder."
         state = read_newest(
-            self._folder,
-            step,
-            read,
-            action="restoring",
-            without=f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to.",
-            remedy="Restore a backup, or start a run in another folder.",
-            passed_over=self._pass_over,
+            self._folder, step, read, action="restoring", without=without, remedy=remedy, passed_over=self._pass_over
         )
         self._resume_from(int(fetch(state.step)))
         return as_keys(from_canonical(state, wanted), target)

@@ -129,6 +129,11 @@ def _digest(body: Any) -> str:
     return hashlib.sha256(_render(body).encode()).hexdigest()
 
 
+def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config as plain JSON values; values that JSON does not support become strings."""
+    return json.loads(json.dumps(dict(config), default=str, allow_nan=False))
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Returns the manifest in a checkpoint's folder.
 

@@ -36,7 +36,7 @@ class GivenUpError(RuntimeError):
     """Another process failed in a save or a load."""
 
 
-class Operation:
+class Operation(contextlib.AbstractContextManager["Operation"]):
     """A save or a load by all processes. A process that fails in the ``with`` block gives it up for all.
 
     Args:
@@ -46,9 +46,6 @@ class Operation:
     def __init__(self, seconds: float) -> None:
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
         self._key = f"jaxpar/arrays/{next(_numbers)}/given up"
-
-    def __enter__(self) -> "Operation":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         service = coordination.client()
@@ -89,7 +86,9 @@ def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable
 
     Every process must call it, and writes the shards of its devices. The folder appears when everything is written.
     """
-    _hide_raised_errors()
+    # Each of Orbax's threads logs the error of a failed save, which Orbax also raises.
+    logging.getLogger("absl").addFilter(_is_news)
+    _accept_closed_loops()
     context = ocp.Context()
     context.asynchronous.timeout_secs = max(round(seconds), 1)
     # A replica writes its own part of an array only if that is large: to cut it compiles a program for each device.
@@ -112,22 +111,13 @@ def save_async(folder: Path, tree: PyTree, seconds: float = SECONDS) -> Callable
     return wait
 
 
-def _hide_raised_errors() -> None:
-    """Hides what Orbax prints about a failed save, whose error it also raises.
-
-    Each of its threads logs the error. And it closes its event loop while other writes are in progress: TensorStore's threads
-    then print a traceback each when these end.
-    """
-    logging.getLogger("absl").addFilter(_is_news)
-    _accept_closed_loops()
-
-
 def _is_news(record: logging.LogRecord) -> bool:
     return not (record.exc_info and "orbax" in record.pathname)
 
 
 @functools.cache
 def _accept_closed_loops() -> None:
+    """Hides the tracebacks of TensorStore's threads: a failed save closes Orbax's event loop while they still write."""
     show = sys.unraisablehook
 
     def hook(raised: Any) -> None:

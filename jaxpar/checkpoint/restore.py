@@ -4,7 +4,6 @@ To export a model, ``open_stored_params`` returns its params as arrays that are 
 without a mesh: one layer of one param at a time is in memory. To go on training, use ``CheckpointManager.restore``.
 """
 
-import json
 import shlex
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from jaxtyping import PyTree
 
 from jaxpar.checkpoint import orbax_tree
 from jaxpar.checkpoint.folder import Folder, damaged, differences
-from jaxpar.checkpoint.manifest import FILE_NAME, ArrayRecord, Manifest
+from jaxpar.checkpoint.manifest import FILE_NAME, ArrayRecord, Manifest, plain_json
 from jaxpar.checkpoint.state import check_arrays
 from jaxpar.fields import arg
 from jaxpar.params import is_spec
@@ -119,11 +118,6 @@ def load(folder: Folder, manifest: Manifest, abstract: PyTree, mesh: Mesh) -> tu
 
 
 # -- of this run? -------------------------------------------------------------------------------------------------------
-
-
-def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config as plain JSON values; values that JSON does not support become strings."""
-    return json.loads(json.dumps(dict(config), default=str, allow_nan=False))
 
 
 def check_config(

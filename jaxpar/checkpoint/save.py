@@ -24,6 +24,7 @@ from jaxpar.checkpoint.folder import Folder, Keep, list_files, record_files
 from jaxpar.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
 from jaxpar.checkpoint.orbax_tree import GivenUpError
 from jaxpar.checkpoint.state import check_arrays
+from jaxpar.fields import check_at_least
 from jaxpar.runtime.coordination import exchange
 
 LIBRARIES = ("jax", "jaxlib", "orbax-checkpoint", "optax", "numpy")
@@ -55,6 +56,7 @@ class Saver:
     """
 
     def __init__(self, folder: Folder, keep: Keep, seconds: float, say: Callable[[str], None]) -> None:
+        check_at_least(0, "Give a number of seconds, or 0 for no limit.", save_seconds=seconds)
         self._folder, self._keep, self._seconds, self._say = folder, keep, seconds or ANY_SECONDS, say
         self.num_saved, self.is_behind = 0, False
         self.failures: list[str] = []

@@ -59,7 +59,7 @@ def from_canonical(state: TrainState, target: TrainState) -> TrainState:
     return tree.unflatten(jax.jit(pack, out_shardings=[want.sharding for want in wanted])(leaves))
 
 
-def target_in_canonical_order(target: TrainState, mesh: Mesh) -> TrainState:
+def canonical_target(target: TrainState, mesh: Mesh) -> TrainState:
     """Returns ShapeDtypeStructs for a state to restore, in canonical order.
 
     Raises:
@@ -92,13 +92,16 @@ def _check_on_mesh(path: tuple, leaf: Any, mesh: Mesh) -> None:
 
 def _canonical_sharding(leaf: Any, layout: LayerLayout | None) -> NamedSharding:
     """Returns a leaf's sharding in canonical order: as in packed order, but not over layers that do not divide evenly."""
-    entries = (*leaf.sharding.spec, *(None,) * (leaf.ndim - len(leaf.sharding.spec)))
-    if layout is None or entries[0] is None:
+    if layout is None or (entries := _entries(leaf))[0] is None:
         return leaf.sharding
-    axes = (entries[0],) if isinstance(entries[0], str) else entries[0]
-    parts = math.prod(leaf.sharding.mesh.shape[axis] for axis in axes)
+    parts = math.prod(leaf.sharding.mesh.shape[axis] for axis in entry_axes(entries[0]))
     first = entries[0] if layout.num_layers % parts == 0 else None
     return NamedSharding(leaf.sharding.mesh, PartitionSpec(first, *entries[1:]))
+
+
+def _entries(leaf: Any) -> tuple[Any, ...]:
+    """Returns the entries of a leaf's PartitionSpec, one for each dim."""
+    return (*leaf.sharding.spec, *(None,) * (leaf.ndim - len(leaf.sharding.spec)))
 
 
 def _layouts(state: TrainState) -> Layouts:
@@ -194,16 +197,11 @@ def check_arrays(tree: PyTree, mesh: Mesh) -> dict[str, Checked]:
         mesh: The mesh.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    found = jax.device_get([_check(leaf, _full(leaf.sharding, leaf.ndim), mesh) for _, leaf in leaves])
+    found = jax.device_get([_check(leaf, PartitionSpec(*_entries(leaf)), mesh) for _, leaf in leaves])
     return {
         path_string(path): Checked(int(checksum), bool(differ), not broken)
         for (path, _), (checksum, differ, broken) in zip(leaves, found, strict=True)
     }
-
-
-def _full(sharding: jax.sharding.Sharding, ndim: int) -> PartitionSpec:
-    assert isinstance(sharding, NamedSharding)
-    return PartitionSpec(*sharding.spec, *[None] * (ndim - len(sharding.spec)))
 
 
 @partial(jax.jit, static_argnames=("spec", "mesh"))

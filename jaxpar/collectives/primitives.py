@@ -19,8 +19,7 @@ and sizes are then those within a group.
 Reference: MPI: A Message-Passing Interface Standard, version 4.1, chapter 6, which defines these names.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -130,14 +129,12 @@ def all_to_all(tree: PyTree, axis: str, *, split_dim: int = 0, join_dim: int = 0
     Raises:
         ValueError: The number of devices does not divide the dim that is split.
 
-    **Collectives**: one all-to-all per array; with groups one collective-permute for each other device of a group.
+    **Collectives**: one all-to-all per array.
     """
-    size = group_size(axis, groups)
-    _check_dims(tree, split_dim, size)
+    own, how = _own_groups(axis, groups), {"split_axis": split_dim, "concat_axis": join_dim, "tiled": True}
+    _check_dims(tree, split_dim, group_size(axis, groups))
     _check_dims(tree, join_dim)
-    if groups is not None:
-        return jax.tree.map(lambda x: _all_to_all_by_shifts(x, axis, split_dim, join_dim, groups), tree)
-    return jax.tree.map(lambda x: jax.lax.all_to_all(x, axis, split_dim, join_dim, tiled=True), tree)
+    return jax.tree.map(lambda x: jax.lax.all_to_all(x, axis, **how, axis_index_groups=own), tree)
 
 
 def barrier(tree: PyTree, axis: str, *, groups: Groups = None) -> PyTree:
@@ -223,16 +220,6 @@ def _maximum(x: jax.Array, axis: str, groups: list[list[int]] | None) -> jax.Arr
         return top, _sum(tangents[0] * (holds / _sum(holds, axis, groups)), axis, groups)
 
     return maximum(x)
-
-
-def _all_to_all_by_shifts(x: jax.Array, axis: str, split_dim: int, join_dim: int, groups: Groups) -> jax.Array:
-    """In round r each device sends to the one r positions after it; at the end it orders the received parts by sender."""
-    size, me = group_size(axis, groups), rank(axis, groups)
-    parts = jnp.stack(jnp.split(x, size, axis=split_dim))
-    take: Callable[[Any], jax.Array] = lambda index: jax.lax.dynamic_index_in_dim(parts, index % size, keepdims=False)
-    come = [shift(take(me + r), axis, by=r, groups=groups) for r in range(size)]  # come[r] is from the device me - r
-    in_order = jnp.stack(come)[(me - jnp.arange(size)) % size]
-    return jnp.concatenate(list(in_order), axis=join_dim)
 
 
 def _check_dims(tree: PyTree, dim: int, parts: int = 1) -> None:

@@ -27,18 +27,7 @@ MAX_DEPTH, MAX_VALUES = 64, 200_000  # of JSON and YAML
 LEAST_WIDTH = 40
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # What messages of the library name, by the flags that give it, where the two have other names.
-OTHER_NAMES = {
-    "gpu": "compile_for",
-    "num_nodes": "nodes",
-    "devices_per_node": "gpus_per_node",
-    "num_hidden": "hidden_layers",
-    "compute": "compute_efficiency",
-    "network": "network_efficiency",
-    "path": "out",
-    "data files": "data",
-    "a CSV": "csv",
-    "a tokenizer": "tokenizer",
-}
+OTHER_NAMES = json.loads(Path(__file__).with_name("argument_names.json").read_text())
 
 
 def call(function: Callable[..., Result], args: Sequence[str], command: str, *, example: str = "") -> Result:

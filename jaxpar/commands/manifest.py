@@ -11,31 +11,12 @@ from tyro.conf import OmitArgPrefixes
 from jaxpar.commands.cli import call, check_size, parse_json, read_file
 from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.flags import OF_SERVICE, first_plan, lost_results, plan_flags, slow_network, unused_flags
-from jaxpar.jobs.job import AXES, CommonSettings, JobSettings, KubernetesSettings, SlurmSettings, is_recipe
+from jaxpar.jobs.job import AXES, CommonSettings, JobSettings, KubernetesSettings, Mesh, SlurmSettings, is_recipe
 from jaxpar.jobs.service import ServiceSettings
 from jaxpar.runtime.launch import split_command
 from jaxpar.runtime.output import needing_extra, printable, printable_lines, tell
 
 MAX_YAML_LETTERS = 2**20  # Kubernetes accepts no more, and parsing is slow
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """The mesh, if no plan is given.
-
-    Attributes:
-        replica: Groups of replicas, such as nodes: ZeRO shards inside a group.
-        data: Replicas, of each group.
-        context: Devices that share each sequence.
-        stage: Pipeline stages.
-        tensor: Shards of each weight.
-    """
-
-    replica: int = 1
-    data: int = 1
-    context: int = 1
-    stage: int = 1
-    tensor: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +40,7 @@ class Flags:
     plan: Path | None = None
     check: Path | None = None
     schema: Path | None = None
-    mesh: Mesh = Mesh()
+    mesh: Mesh = field(default_factory=Mesh)
     job: OmitArgPrefixes[CommonSettings] = field(default_factory=CommonSettings)
     kubernetes: OmitArgPrefixes[KubernetesSettings] = field(default_factory=KubernetesSettings)
     slurm: OmitArgPrefixes[SlurmSettings] = field(default_factory=SlurmSettings)
@@ -99,7 +80,8 @@ def _print(flags: Flags, command: tuple[str, ...]) -> None:
         print(to_sbatch(job), end="")
         return
     if flags.kind == "service":
-        manifests = to_service(make_serving(flags, command))
+        shared = {name: flags.settings[name] for name in OF_SERVICE}
+        manifests = to_service(Serving(command=command, **shared, **vars(flags.service)))
     else:
         manifests = [{"podmonitor": to_podmonitor, "jobset": to_jobset, "trainjob": to_trainjob}[flags.kind](job)]
     check_manifests(manifests, schema)
@@ -137,11 +119,6 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
         **{axis: getattr(plan, axis) for axis in AXES},
         **flags.settings,
     )
-
-
-def make_serving(flags: Flags, command: tuple[str, ...]) -> Serving:
-    """Returns the Deployment and Service that the flags describe."""
-    return Serving(command=command, **{name: flags.settings[name] for name in OF_SERVICE}, **vars(flags.service))
 
 
 def read_yaml(text: str, flag: str) -> list[Any]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,14 @@ from jaxpar.planner.fused import planned_attention
 from jaxpar.planner.plans import SETTINGS
 from jaxpar.plot import plot_memory, plot_placement, plot_step_time
 from jaxpar.report import plan_data, write_page
+from jaxpar.runtime.output import tell
+
+SEARCHED = (
+    "batch_size",
+    "executor",
+    "memory_headroom",
+    "top",
+)  # flags of the search itself, beside the plans' settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,16 +157,9 @@ def _shape(flags: PlanFlags) -> ModelShape:
 def _search(flags: PlanFlags, shape: ModelShape, machines: Cluster) -> tuple[Sequence[Plan], dict[Choice, int]]:
     """Returns the plans that fit, the best first, and the bytes of those that were compiled."""
     remat = {None: None, "yes": True, "no": False}.get(flags.remat, flags.remat)
-    plans = search(
-        shape,
-        machines,
-        batch_size=flags.batch_size,
-        executor=flags.executor,
-        assumed=Assumptions(flags.compute_efficiency, flags.network_efficiency),
-        memory_headroom=flags.memory_headroom,
-        top=flags.top,
-        **{name: getattr(flags, name) for name in SETTINGS} | {"remat": remat},
-    )
+    names, assumed = (*SETTINGS, *SEARCHED), Assumptions(flags.compute_efficiency, flags.network_efficiency)
+    wanted = {name: getattr(flags, name) for name in names} | {"remat": remat}
+    plans = search(shape, machines, assumed=assumed, **wanted)
     compiled = _compile(plans[: flags.compile_], shape, machines) if flags.compile_ else {}
     limit = machines.memory_bytes * (1 - flags.memory_headroom)
     best, plans = plans[0], [each for each in plans if compiled.get(each.choice, 0) <= limit]
@@ -216,19 +216,15 @@ def _compile(plans: Sequence[Plan], shape: ModelShape, machines: Cluster) -> dic
         _, report = compile_choice(shape.placed(choice.experts), choice, mesh, optax.adam(1e-4), _rows(plans, shape))
         found[choice] = report.memory.total_bytes
         fits = "" if found[choice] <= machines.memory_bytes else f": more than a {gpu} has, dropped"
-        print(
-            f"compiled {choice.axes()} in {time.perf_counter() - began:.0f} s: {bytes_text(found[choice])}, planned "
-            f"{bytes_text(plan.memory_bytes)}{fits}",
-            file=sys.stderr,
-            flush=True,
-        )
+        seconds, planned = time.perf_counter() - began, bytes_text(plan.memory_bytes)
+        tell(f"compiled {choice.axes()} in {seconds:.0f} s: {bytes_text(found[choice])}, planned {planned}{fits}")
     return found
 
 
 def _write_report(path: Path, plans: Sequence[Plan], shape: ModelShape, machines: Cluster, model: str) -> None:
     """Writes the page, and says so on standard error, since the plans on standard output may be JSON."""
     write_page(path, plan_data(plans, shape, machines, name=model))
-    print(f"wrote {path}", file=sys.stderr, flush=True)
+    tell(f"wrote {path}")
 
 
 def _draw(plans: Sequence[Plan], machines: Cluster, out_dir: Path, model: str) -> None:

@@ -52,11 +52,7 @@ Flags = TypeVar("Flags")
 
 
 def run(
-    main: Callable[[Flags], None],
-    config: type[Flags],
-    args: Sequence[str] | None = None,
-    *,
-    program: str | None = None,
+    main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] | None = None, *, program: str | None = None
 ) -> None:
     """Parses the command line as ``config`` and calls ``main`` with it; exits with code 2 where it cannot be used.
 

@@ -295,8 +295,8 @@ def _open(folder: Path, files: Sequence[Path], digest: str) -> TokenisedFiles:
         ignored, is_chat = tuple(manifest["ignored"]), bool(manifest["is_chat"])
     ends = table[:, END]
     starts = np.concatenate([[0], ends[:-1]])
-    place = lambda number: place_text(files, *table[number, [FILE, LINE]].tolist())
-    documents = Documents(tokens, starts, ends, learned, np.arange(len(ends)), place)
+    place = lambda start: place_text(files, *table[np.searchsorted(ends, start, "right"), [FILE, LINE]].tolist())
+    documents = Documents(tokens, starts, ends, learned, place)
     return TokenisedFiles(documents, table[:, FILE], table[:, CHECKSUM], digest, ignored, is_chat)
 
 

@@ -30,16 +30,14 @@ class Documents:
         starts: ``[num_documents]``, the index of the first token of each document.
         ends: ``[num_documents]``, the index after its last token.
         learned: ``[num_tokens]``, uint8: 1 for a token that is a target; None: all are, but the first of a document.
-        numbers: ``[num_documents]``, the number of each document for ``place_of``.
-        place_of: ``place_of(number)`` returns where a document comes from, for messages.
+        place_of: ``place_of(start)`` returns where the document comes from that begins there, for messages.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
-    learned: np.ndarray | None = None
-    numbers: np.ndarray | None = None
-    place_of: Callable[[int], str] | None = None
+    learned: np.ndarray | None
+    place_of: Callable[[int], str]
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -51,12 +49,11 @@ class Documents:
 
     def take(self, chosen: np.ndarray) -> "Documents":
         """Returns the documents of these numbers; no token is copied."""
-        numbers = None if self.numbers is None else self.numbers[chosen]
-        return replace(self, starts=self.starts[chosen], ends=self.ends[chosen], numbers=numbers)
+        return replace(self, starts=self.starts[chosen], ends=self.ends[chosen])
 
     def place(self, index: int) -> str:
-        """Returns where a document comes from, "" if that is not known."""
-        return "" if self.numbers is None or self.place_of is None else self.place_of(int(self.numbers[index]))
+        """Returns where a document comes from."""
+        return self.place_of(int(self.starts[index]))
 
     def tokens_of(self, index: int) -> np.ndarray:
         """Returns the tokens of a document."""
@@ -211,10 +208,9 @@ def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, 
     if long_examples == "drop" or len(too_long) == 0:
         return documents.take(np.setdiff1d(np.arange(len(documents)), too_long)), len(too_long)
     sizes = documents.ends[too_long] - documents.starts[too_long]
-    first, longest = int(too_long[0]), int(sizes.max())
-    place = f" in {documents.place(first)}" if documents.place(first) else ""
+    place, longest = documents.place(int(too_long[0])), int(sizes.max())
     raise ValueError(
         f"an example with a prompt must fit in a row of seq + 1 tokens; got {arg(seq=seq)} and {len(too_long)} longer "
-        f"examples, the first of {int(sizes[0])} tokens{place}. Choose {arg(seq=longest - 1)}, or {arg(long_examples='drop')} "
-        "to leave them out."
+        f"examples, the first of {int(sizes[0])} tokens in {place}. Choose {arg(seq=longest - 1)}, or "
+        f"{arg(long_examples='drop')} to leave them out."
     )

@@ -163,11 +163,9 @@ def parse_json(text: bytes, place: str) -> Any:
     try:
         return json.loads(text.decode().rstrip())
     except (ValueError, RecursionError) as error:
-        why = (
-            f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
-            if isinstance(error, json.JSONDecodeError)
-            else str(error)
-        )
+        why = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            why = f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
         raise ValueError(
             f"a line must be JSON in UTF-8; got {type(error).__name__}: {printable(why)[:120]} in {printable(place)}. "
             "Correct or remove the line."
@@ -322,11 +320,6 @@ def _read_array_record(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 RECORD_READERS = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".parquet": _read_parquet,
-    ".arrayrecord": _read_array_record,
-    ".array_record": _read_array_record,
+    **{".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet},
+    **dict.fromkeys((".arrayrecord", ".array_record"), _read_array_record),
 }

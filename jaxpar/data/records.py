@@ -13,7 +13,7 @@ process reads the rows that it is asked for and no others.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -146,67 +146,55 @@ def digest_of_records(records: "Records", files: Sequence[Path]) -> str:
     return f"sha256 {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"
 
 
-def _open(file: Path) -> RandomAccess:
+# The number of records of a file, and a function that reads one of them.
+Opened = tuple[int, Callable[[int], Mapping[str, Any]]]
+
+
+class Records:
+    """The records of several files, one file after another."""
+
+    def __init__(self, files: Sequence[Opened]) -> None:
+        self._reads = [read for _, read in files]
+        self._starts = np.cumsum([0, *(count for count, _ in files)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        file, place = locate(self._starts, index)
+        return self._reads[file](place)
+
+
+def _open(file: Path) -> Opened:
     if file.suffix == ".parquet":
-        return ParquetRecords(file)
+        return _open_parquet(file)
     if file.suffix in (".arrayrecord", ".array_record"):
-        return ArrayRecords(file)
+        source = open_array_record([file])
+        return len(source), lambda index: parse_json(source[index], f"{file}:{index + 1}")
     raise ValueError(
         f"records of tokens are read from .parquet or .arrayrecord; got {printable(str(file))}. Write them by "
         "jaxpar.data.records.write_rows."
     )
 
 
-class Records:
-    """The records of several sources, one source after another."""
+def _open_parquet(file: Path) -> Opened:
+    """Opens a Parquet file; the row groups that were read last stay decoded."""
+    with whole_parquet(file):
+        opened = import_parquet().ParquetFile(file)
+    sizes = [opened.metadata.row_group(i).num_rows for i in range(opened.metadata.num_row_groups)]
+    starts, names = np.cumsum([0, *sizes]), [name for name in opened.schema_arrow.names if name in COLUMNS]
 
-    def __init__(self, sources: Sequence[RandomAccess]) -> None:
-        self._sources = sources
-        self._starts = np.cumsum([0, *map(len, sources)])
+    @lru_cache(maxsize=GROUPS_KEPT)
+    def read_group(group: int) -> dict[str, Any]:
+        table = opened.read_row_group(group, columns=names)
+        return {name: table.column(name) for name in names}
 
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        source, place = locate(self._starts, index)
-        return self._sources[source][place]
-
-
-class ArrayRecords:
-    """The JSON objects of an ArrayRecord file."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._source = file, open_array_record([file])
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return parse_json(self._source[index], f"{self._file}:{index + 1}")
-
-
-class ParquetRecords:
-    """The rows of a Parquet file; the row groups that were read last stay decoded."""
-
-    def __init__(self, file: Path) -> None:
-        with whole_parquet(file):
-            self._file = import_parquet().ParquetFile(file)
-        metadata = self._file.metadata
-        self._starts = np.cumsum([0, *(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))])
-        self._names = [name for name in self._file.schema_arrow.names if name in COLUMNS]
-        self._group = lru_cache(maxsize=GROUPS_KEPT)(self._read_group)
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        group, row = locate(self._starts, index)
-        values = {name: column[row].as_py() for name, column in self._group(group).items()}
+    def read(index: int) -> dict[str, Any]:
+        group, row = locate(starts, index)
+        values = {name: column[row].as_py() for name, column in read_group(group).items()}
         return {name: value for name, value in values.items() if value is not None}
 
-    def _read_group(self, group: int) -> dict[str, Any]:
-        table = self._file.read_row_group(group, columns=self._names)
-        return {name: table.column(name) for name in self._names}
+    return int(starts[-1]), read
 
 
 def write_rows(file: Path, rows: RowSource, *, batch_size: int = 1024) -> None:

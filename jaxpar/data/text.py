@@ -14,10 +14,11 @@ import math
 import re
 import sysconfig
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -258,54 +259,46 @@ def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000
         parts: Tokens.
         max_tokens: The number of tokens to count, from the beginning of the parts.
     """
-    # Only of tokens that occur: a table up to 2**32 would take 32 GiB.
-    tokens, counts = np.zeros(0, np.int64), np.zeros(0)
+    counted: list[np.ndarray] = []
     for part in parts:
-        part = part[: max(max_tokens - int(counts.sum()), 0)]
-        for start in range(0, len(part), BLOCK):
-            more, times = np.unique(part[start : start + BLOCK], return_counts=True)
-            tokens, indices = np.unique(np.concatenate([tokens, more.astype(np.int64)]), return_inverse=True)
-            counts = np.bincount(indices, weights=np.concatenate([counts, times]))
+        counted.append(part[: max_tokens - sum(map(len, counted))])
+    # Only of tokens that occur: a table up to 2**32 would take 32 GiB.
+    _, counts = np.unique(np.concatenate(counted), return_counts=True)
     shares = counts / counts.sum()
     return -math.fsum(shares * np.log(shares))
 
 
-class Tokenizer(Protocol):
-    """Turns text into tokens and back."""
+class Tokenizer(ABC):
+    """Turns text into tokens and back.
 
-    @property
-    def end(self) -> int | None:
-        """The token after a document; None: there is none."""
-        ...
+    Attributes:
+        end: The token after a document; None: there is none.
+        vocab_size: The number of tokens.
+        has_chat_template: Whether messages can be rendered.
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens."""
-        ...
+    end: int | None
+    vocab_size: int
+    has_chat_template: bool
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether messages can be rendered."""
-        ...
-
+    @abstractmethod
     def fingerprint(self) -> str:
         """Returns a digest of all that the tokens depend on."""
-        ...
 
+    @abstractmethod
     def encode(self, texts: Sequence[str], *, begins: Sequence[bool]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns for each text its tokens and, for each token, the index after its last character; -1: none of the text's."""
-        ...
 
+    @abstractmethod
     def decode(self, tokens: np.ndarray) -> str:
         """Returns the text of tokens."""
-        ...
 
+    @abstractmethod
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Returns a conversation as text, and the spans of what the assistant says."""
-        ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Bytes of UTF-8 as tokens; a document ends with a zero byte."""
 
     end = 0
@@ -360,9 +353,6 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, *, special_tokens: Se
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet: dict[str, Any] = {
-        "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
-        "special_tokens": list(special_tokens),
-    }
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **alphabet, show_progress=False))
+    tokens: Any = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": list(special_tokens)}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **tokens, show_progress=False))
     return tokenizer

@@ -1,20 +1,20 @@
 """Converts config.json to a TransformerConfig and back. Settings that are not modelled are refused by name.
 
-The keys of each family are in `families.json`, those of RoPE in `rope_keys.py`.
+The keys of each family are in `families.json`.
 
 **Reference**: the configuration classes and modeling_rope_utils.py of transformers 5.23. Keys of transformers 4 are read too.
 """
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from jaxpar.huggingface.families import DENSE_LAYERS, FAMILIES, MAX_POSITIONS, REFUSED, ROUTER_BIAS, TOKENS, Family
 from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, file_inside, read_json, shorten
-from jaxpar.huggingface.rope_keys import read_rope, scaling_json
-from jaxpar.models.transformer import TransformerConfig
+from jaxpar.models.transformer import RopeScaling, TransformerConfig
 from jaxpar.models.transformer.config import EXPERT_DEFAULTS
 from jaxpar.runtime.output import printable
 
@@ -28,6 +28,16 @@ NOT_IN_FOLDERS = (
 SLICED_SUMS = ("pretraining_tp", "slow_but_exact")
 _WINDOW_KEYS = ("use_sliding_window", "layer_types")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+# The keys of RoPE by the way in which it is scaled to longer sequences. Up to transformers 4 they are at the top level and in
+# rope_scaling, since then in rope_parameters.
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}
 
 
 def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: Any) -> TransformerConfig:
@@ -57,6 +67,7 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
     read = Reader(given, family.defaults, path)
     _check_ignore(kind, ignore)
     _check_only(kind, read)
+    _check_layer_types(read)
     _check_unmodelled(kind, read, ignore)
     found: dict[str, Any] = {field: read.size(*keys) for field, keys in family.sizes.items()} | family.fixed
     if found.get("num_kv_heads") == found["num_heads"]:
@@ -101,6 +112,18 @@ def _check_only(kind: str, read: Reader) -> None:
                 f"{key} of a {kind} must be {' or '.join(map(repr, allowed))}; got {brief(value)} in {read.path}. Others are "
                 "not modelled."
             )
+
+
+def _check_layer_types(read: Reader) -> None:
+    """Raises for layers of a kind that is not modelled, which cannot be ignored: they have other params."""
+    given = read.given.get("layer_types") or []
+    kinds = given if isinstance(given, list) else [given]
+    if wrong := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
+        layers = [number for number, kind in enumerate(kinds) if kind == wrong[0]]
+        raise ValueError(
+            f"layer_types must be a list of {_FULL} or {_SLIDING}, whose layers are modelled; got {brief(wrong[0])} for layers "
+            f"{shorten(layers)} of {len(kinds)} in {read.path}. Choose a model without such layers."
+        )
 
 
 def _check_unmodelled(kind: str, read: Reader, ignore: Sequence[str]) -> None:
@@ -222,7 +245,7 @@ def _read_relative(family: Family, read: Reader, sizes: Mapping[str, Any], ignor
         found[field] = (read.flag if isinstance(default, bool) else read.share)(key, default=default)
     if DENSE_LAYERS in family.more:
         found["num_dense_layers"] = _num_dense_layers(read, sizes["num_layers"])
-    return found | read_rope(read, sizes["max_positions"])
+    return found | _read_rope(read, sizes["max_positions"])
 
 
 def _num_dense_layers(read: Reader, num_layers: int) -> int:
@@ -258,7 +281,7 @@ def _relative_json(family: Family, config: TransformerConfig) -> dict[str, Any]:
     if config.explicit_head_dim is not None or "head_dim" in family.defaults:
         found["head_dim"] = config.head_dim
     scaling = config.rope_scaling
-    found["rope_scaling"] = None if scaling is None else scaling_json(scaling)
+    found["rope_scaling"] = None if scaling is None else _scaling_json(scaling)
     if scaling is not None and scaling.kind == "dynamic":  # transformers has no other key for its original positions
         found["max_position_embeddings"] = scaling.original_positions
         found |= {} if config.max_positions == scaling.original_positions else {MAX_POSITIONS: config.max_positions}
@@ -274,3 +297,64 @@ def _relative_json(family: Family, config: TransformerConfig) -> dict[str, Any]:
         "max_window_layers": 0 if is_on else config.num_layers,
     }
     return found | {key: value for key, value in optional.items() if key in family.keys}
+
+
+def _read_rope(read: Reader, max_positions: int) -> dict[str, Any]:
+    """Returns the fields of a TransformerConfig that the keys determine.
+
+    Args:
+        read: The config.json.
+        max_positions: The longest sequence of the model, in tokens.
+
+    Raises:
+        ValueError: A kind of scaling that is not modelled, or a key of another kind.
+    """
+    found = {"rope_theta": read.positive("rope_theta", default=10_000.0), "rope_scaling": None}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = read.given.get(key)
+        rope = {} if rope is None else rope
+        if not isinstance(rope, dict):
+            raise ValueError(f"{key} must be an object; got {brief(rope)} in {read.path}. Correct it.")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        known = {"rope_type", "type", "rope_theta", *(_ROPE_KEYS.get(kind, ()) if isinstance(kind, str) else ())}
+        others = {name for name, value in rope.items() if value is not None} - known
+        if rope.get("partial_rotary_factor") == 1:
+            others -= {"partial_rotary_factor"}
+        if not isinstance(kind, str) or kind not in _ROPE_KEYS or others:
+            raise ValueError(
+                f"{key} must be of a type in {', '.join(_ROPE_KEYS)}, with its own keys alone; got {brief(rope)} in "
+                f"{read.path}. Others are not modelled."
+            )
+        of_rope = Reader(rope, {}, read.path)
+        found["rope_theta"] = of_rope.positive("rope_theta", default=found["rope_theta"])
+        if kind != "default":
+            found["rope_scaling"] = _scaling(kind, of_rope, max_positions)
+    return found
+
+
+def _scaling(kind: str, read: Reader, max_positions: int) -> RopeScaling:
+    has = lambda key: read.given.get(key) is not None
+    original = read.size(_ORIGINAL) if kind in ("llama3", "yarn") and has(_ORIGINAL) else None
+    own: dict[str, Any] = {"kind": kind, "original_positions": 1 if kind == "linear" else original or max_positions}
+    own["factor"] = read.positive("factor", default=max_positions / original if original else None)
+    if kind == "llama3":
+        own |= {key: read.positive(key) for key in ("low_freq_factor", "high_freq_factor")}
+    if kind == "yarn":
+        own |= {key: read.positive(key) for key in ("beta_fast", "beta_slow") if has(key)}
+        own["truncate"] = read.flag("truncate", default=True)
+        own["attention_factor"] = read.positive("attention_factor", default=_magnitude(read, own["factor"]))
+    return RopeScaling(**own)
+
+
+def _magnitude(read: Reader, factor: float) -> float:
+    """Returns YaRN's default scale of cos and sin."""
+    of = lambda mscale: 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
+    if read.given.get("mscale") and read.given.get("mscale_all_dim"):
+        return of(read.positive("mscale")) / of(read.positive("mscale_all_dim"))
+    return of(1)
+
+
+def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
+    """Returns the value of rope_scaling, as transformers 4 and 5 read it."""
+    own = asdict(scaling) | {_ORIGINAL: scaling.original_positions}
+    return {"rope_type": scaling.kind} | {key: own[key] for key in _ROPE_KEYS[scaling.kind] if key in own}

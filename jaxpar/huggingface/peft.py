@@ -27,6 +27,8 @@ from jaxpar.sharding import fetch, path_string
 
 ADAPTER_MODEL = "adapter_model.safetensors"
 RANK = "rank"
+# What every adapter_config.json says.
+COMMON = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_dropout": 0.0, "bias": "none", "inference_mode": True}
 
 
 def write_adapters(folder: Path | str, config: TransformerConfig, params: PyTree, *, base: str | None = None) -> None:
@@ -57,17 +59,12 @@ def write_adapters(folder: Path | str, config: TransformerConfig, params: PyTree
     rank = int(node.lora_a.shape[-1])
     modules = {".".join(name.split(".")[-4:-2]) for name in tensors}  # mlp.c_proj is not attn.c_proj
     alpha = node.scale * rank
-    about = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+    about = COMMON | {
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "target_modules": sorted(modules),
-        "lora_dropout": 0.0,
-        "bias": "none",
         "fan_in_fan_out": kind == "gpt2",  # its weights are [in, out]
-        "inference_mode": True,
     }
     folder = Path(folder)
     if jax.process_index() == 0:
@@ -138,9 +135,8 @@ class MergedArray:
         return self._merged(*(part[layer] for part in self._parts))
 
     def _merged(self, *parts: Any) -> np.ndarray:
-        weight, a, b = (np.asarray(part).astype(np.promote_types(self.dtype, np.float32)) for part in parts)
-        product = a.reshape(-1, a.shape[-1]) @ b.reshape(a.shape[-1], -1)
-        return (weight + self._scale * product.reshape(weight.shape)).astype(self.dtype)
+        weight, lora_a, lora_b = map(np.asarray, parts)
+        return Adapted(weight, lora_a, lora_b, self._scale).merged()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         del copy

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.data.text import Tokenizer
 from jaxpar.fields import arg
 from jaxpar.huggingface.folder import brief, check_size, file_inside, read_json
 from jaxpar.runtime.output import needing_extra, refusing
@@ -34,6 +35,8 @@ MAX_TEMPLATE_BYTES = 2**20
 BEGIN, END = "\ufdd0", "\ufdd1"
 # The tags of a block of what the assistant says, which Jinja does not have: it runs as a block of the filter ``said``.
 _GENERATION = re.compile(r"(\{%[-+]?\s*)(end|)generation(?=\s*[-+]?%\})")
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")  # whose texts templates use
+Spans = tuple[tuple[int, int], ...]
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -52,12 +55,13 @@ def read_tokenizer(folder: Path) -> "FolderTokenizer":
     return FolderTokenizer(Path(folder))
 
 
-class FolderTokenizer:
-    """A tokenizer; a ``jaxpar.data.text.Tokenizer``.
+class FolderTokenizer(Tokenizer):
+    """A tokenizer of a folder, with its chat template.
 
     Attributes:
         end: The token after a document; None: the folder names none.
         vocab_size: The number of tokens, with those added.
+        has_chat_template: Whether messages can be rendered.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,13 +78,11 @@ class FolderTokenizer:
             self._digest.update(hashlib.sha256(content).digest())
         self._tokenizer = _open(path)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        end = _text_of(settings.get("eos_token"))
-        self.end = self._end(end, folder)
-        special = {
-            name: _text_of(settings.get(name)) or "" for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        }
-        self._template = None if template is None else ChatTemplate(template, special, str(folder))
-        self._folder = folder
+        self.end = self._end(_text_of(settings.get("eos_token")), folder)
+        self._special = {name: _text_of(settings.get(name)) or "" for name in SPECIAL}
+        self._folder, self.has_chat_template, self._marks_answers = folder, template is not None, False
+        if template is not None:
+            self._compile(template)
 
     def _end(self, text: str | None, folder: Path) -> int | None:
         if text is not None:
@@ -95,10 +97,14 @@ class FolderTokenizer:
         token = token[0] if isinstance(token, list) and token else token
         return token if isinstance(token, int) and 0 <= token < self.vocab_size else None
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether messages can be rendered."""
-        return self._template is not None
+    def _compile(self, template: str) -> None:
+        filtered = lambda tag: tag[1] + ("endfilter" if tag[2] else "filter said")
+        template, num_tags = _GENERATION.subn(filtered, template)
+        self._marks_answers, environment = num_tags > 0, _environment()
+        # A TemplateSyntaxError, or a RecursionError.
+        remedy = "Correct it, or give prompt and completion."
+        with refusing(Exception, "a chat template must be a Jinja template", self._folder, remedy):
+            self._template = environment.from_string(template)
 
     def fingerprint(self) -> str:
         """Returns a digest of the folder's tokenizer, its settings and its chat template, and of the library's version."""
@@ -116,9 +122,7 @@ class FolderTokenizer:
         found: list[Any] = [None] * len(texts)
         for special in (False, True):
             chosen = [i for i, begin in enumerate(begins) if begin == special]
-            encoded = (
-                self._tokenizer.encode_batch([texts[i] for i in chosen], add_special_tokens=special) if chosen else []
-            )
+            encoded = self._tokenizer.encode_batch([texts[i] for i in chosen], add_special_tokens=special)
             for i, encoding in zip(chosen, encoded, strict=True):
                 ends = np.array([end for _, end in encoding.offsets], np.int64)
                 ends[np.array(encoding.special_tokens_mask, bool)] = -1
@@ -130,29 +134,59 @@ class FolderTokenizer:
         known = [int(token) for token in np.ravel(tokens) if 0 <= token < self.vocab_size]
         return self._tokenizer.decode(known, skip_special_tokens=True)
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, ask: bool = False
-    ) -> tuple[str, tuple[tuple[int, int], ...]]:
+    def render(self, messages: Sequence[Mapping[str, Any]], *, ask: bool = False) -> tuple[str, Spans]:
         """Returns a conversation as text by the chat template, and the spans of characters that the assistant says.
 
         Args:
             messages: Objects with ``role`` and ``content``.
-            ask: Whether the text is to end with the beginning of an answer, for a model to go on.
+            ask: Whether the text is to end with the beginning of an answer, for a model to go on; there are no spans then.
+
+        Raises:
+            ValueError: There is no template, it refuses the messages or fails, or the assistant's part cannot be told.
         """
-        if self._template is None:
+        if not self.has_chat_template:
             raise ValueError(
                 f"messages need a chat template; got none in {self._folder}. Add {TEMPLATE}, or give prompt and completion."
             )
-        return self._template.render(messages, ask=ask)
+        if re.search(r"\\ufdd[01]", ascii(list(messages))):
+            raise ValueError("messages must have no noncharacters of Unicode; got U+FDD0 or U+FDD1. Remove them.")
+        text = self._text(messages, ask=ask)
+        if ask:
+            return text.replace(BEGIN, "").replace(END, ""), ()
+        return _split_marked(text) if self._marks_answers else (text, self._added_by_assistant(messages, text))
+
+    def _text(self, messages: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
+        given = {"messages": list(messages), "add_generation_prompt": ask, "tools": None, "documents": None}
+        rule = "a conversation must be one that the model's chat template takes"
+        where = f"the template of {self._folder}"
+        with refusing(Exception, rule, where, "Correct the messages."):  # the program in it may fail in any way
+            return self._template.render(**given, **self._special)
+
+    def _added_by_assistant(self, messages: Sequence[Mapping[str, Any]], whole: str) -> Spans:
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._text(messages[:i], ask=True)
+            after = whole if i + 1 == len(messages) else self._text(messages[: i + 1], ask=False)
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise ValueError(
+                    "the text of a conversation must begin with that of its first messages, for the assistant's part to be "
+                    f"told; got another text for the first {i + 1} of {len(messages)} messages from the chat template of "
+                    f"{self._folder}. End each conversation with the first answer that is to be learned, or give prompt and "
+                    "completion."
+                )
+            spans.append((len(before), len(after)))
+        return tuple(spans)
 
 
 def _open(path: Path) -> Any:
     check_size(path, MAX_TOKENIZER_BYTES, TOKENIZER)
     with needing_extra("reading tokenizer.json needs the tokenizers library", "hf"):
-        from tokenizers import Tokenizer
+        import tokenizers
     rule = f"{TOKENIZER} must be a tokenizer of the tokenizers library"
     with refusing(Exception, rule, path, "Download it again."):  # the library raises no other kind
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.no_truncation()  # settings for inference, which would cut examples silently
     tokenizer.no_padding()
     return tokenizer
@@ -178,70 +212,6 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         found = named.get("default")
     return found if isinstance(found, str) else None
-
-
-Spans = tuple[tuple[int, int], ...]
-
-
-class ChatTemplate:
-    """A compiled template.
-
-    Args:
-        source: The template.
-        special: The texts of special tokens, by the names that templates use.
-        where: Where it comes from, for messages.
-    """
-
-    def __init__(self, source: str, special: Mapping[str, str], where: str) -> None:
-        self._special, self._where = special, where
-        filtered = lambda tag: tag[1] + ("endfilter" if tag[2] else "filter said")
-        source, num_tags = _GENERATION.subn(filtered, source)
-        self._marks_answers, environment = num_tags > 0, _environment()
-        # A TemplateSyntaxError, or a RecursionError.
-        remedy = "Correct it, or give prompt and completion."
-        with refusing(Exception, "a chat template must be a Jinja template", where, remedy):
-            self._template = environment.from_string(source)
-
-    def render(self, messages: Sequence[Mapping[str, Any]], *, ask: bool = False) -> tuple[str, Spans]:
-        """Returns a conversation as text, and the spans of characters that the assistant says.
-
-        Args:
-            messages: Objects with ``role`` and ``content``.
-            ask: Whether the text is to end with the beginning of an answer; there are no spans then.
-
-        Raises:
-            ValueError: The template refuses the messages or fails, or the assistant's part cannot be told.
-        """
-        if re.search(r"\\ufdd[01]", ascii(list(messages))):
-            raise ValueError("messages must have no noncharacters of Unicode; got U+FDD0 or U+FDD1. Remove them.")
-        text = self._text(messages, ask=ask)
-        if ask:
-            return text.replace(BEGIN, "").replace(END, ""), ()
-        return _split_marked(text) if self._marks_answers else (text, self._added_by_assistant(messages, text))
-
-    def _text(self, messages: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
-        given = {"messages": list(messages), "add_generation_prompt": ask, "tools": None, "documents": None}
-        rule = "a conversation must be one that the model's chat template takes"
-        where = f"the template of {self._where}"
-        with refusing(Exception, rule, where, "Correct the messages."):  # the program in it may fail in any way
-            return self._template.render(**given, **self._special)
-
-    def _added_by_assistant(self, messages: Sequence[Mapping[str, Any]], whole: str) -> Spans:
-        spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._text(messages[:i], ask=True)
-            after = whole if i + 1 == len(messages) else self._text(messages[: i + 1], ask=False)
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise ValueError(
-                    "the text of a conversation must begin with that of its first messages, for the assistant's part to be "
-                    f"told; got another text for the first {i + 1} of {len(messages)} messages from the chat template of "
-                    f"{self._where}. End each conversation with the first answer that is to be learned, or give prompt and "
-                    "completion."
-                )
-            spans.append((len(before), len(after)))
-        return tuple(spans)
 
 
 def _environment() -> Any:

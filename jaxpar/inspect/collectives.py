@@ -17,7 +17,7 @@ two devices. A permutation lists its pairs. The other collectives are counted as
 member of a group sends its bytes to the next one.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,15 +26,12 @@ from jaxpar.inspect import groups as device_groups
 from jaxpar.inspect import hlo
 from jaxpar.inspect.hlo import Computation, Instruction, Module, Shape, plain_number
 
+# fmt: off
 KINDS = (
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "collective-permute",
-    "all-to-all",
-    "ragged-all-to-all",
+    "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all", "ragged-all-to-all",
     "collective-broadcast",
 )
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -95,9 +92,10 @@ def find_collectives(
     assumptions: hlo.Assumptions = hlo.NO_ASSUMPTIONS,
 ) -> tuple[Collective, ...]:
     """Returns the collectives that the program runs, in program order, with an entry for each call that reaches one."""
-    reach = _computations_that_communicate(module, assumptions)
-    # The computation inside an asynchronous collective is that collective.
-    enters = lambda instruction, call: _kind(instruction) is None and call.computation in reach
+    # The computation inside an asynchronous collective is that collective. Programs have many fusions, of which those that
+    # the compiler makes by itself never communicate.
+    is_plain_fusion = lambda each: each.opcode == "fusion" and each.attribute("kind") != "kCustom"
+    enters = lambda instruction, call: _kind(instruction) is None and not is_plain_fusion(instruction)
     found = (
         _read(module, computation, instruction, run, axis_sizes, node_of)
         for run, computation, instruction in hlo.runs(module, assumptions, enters)
@@ -130,21 +128,6 @@ def _kind(instruction: Instruction) -> str | None:
     if opcode == "send" and "_xla_send_recv_source_target_pairs" in instruction.attributes:
         return "collective-permute"  # GPU compilers split a permutation into send and recv, which are one transfer
     return opcode if opcode in KINDS else None
-
-
-def _computations_that_communicate(module: Module, assumptions: hlo.Assumptions) -> set[str]:
-    # Programs have many fusions, which never communicate; without this the walk would visit each of them at every call.
-    callers: defaultdict[str, set[str]] = defaultdict(set)
-    for computation, instruction in module.walk():
-        for call in hlo.calls(instruction, assumptions):
-            callers[call.computation].add(computation.name)
-    seen: set[str] = set()
-    reach = [computation.name for computation, instruction in module.walk() if _kind(instruction)]
-    while reach:
-        if (name := reach.pop()) not in seen:
-            seen.add(name)
-            reach += callers[name]
-    return seen
 
 
 def _read(

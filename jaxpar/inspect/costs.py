@@ -12,12 +12,12 @@ slices alone, and an output that is an updated slice of an input is written in p
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 from jaxpar.inspect.groups import integers
-from jaxpar.inspect.hlo import NO_ASSUMPTIONS, Assumptions, Computation, Instruction, Module, Shape, calls
+from jaxpar.inspect.hlo import NO_ASSUMPTIONS, Assumptions, Computation, Instruction, Module, Shape, calls, plain_number
 
 _CONVOLUTIONS = {
     # Which of (first operand, second operand, result) is the forward convolution's (input, kernel, output).
@@ -28,144 +28,103 @@ _CONVOLUTIONS = {
 }
 _MASK = re.compile(r'"mask_type":\s*"(\w+)"')
 _LIBRARY = re.compile(r"gemm|matmul|\bdot|conv|fmha|attention|flash|onednn|triton|mosaic|pallas", re.IGNORECASE)
+# fmt: off
 _FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "after-all",
-    "optimization-barrier",
-    "opt-barrier",
-    "partition-id",
-    "replica-id",
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "optimization-barrier", "opt-barrier",
+    "partition-id", "replica-id",
 }
+# fmt: on
 CALLS = {"while", "conditional", "call"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _IN_PLACE = {"dynamic-update-slice", "scatter"}  # XLA updates their first operand in its own memory
 VIEWS = {"bitcast", "reshape", "convert", "transpose", "copy", "broadcast"}  # computed element by element in a fusion
 
 
-@dataclass(frozen=True)
-class Amount:
-    """Operations, or bytes, of one run on one device.
-
-    Attributes:
-        most: with the most expensive branch of each conditional whose shares are not known.
-        least: with the cheapest branch.
-        unknown_loops: op names of the loops with an unknown number of trips, each counted as one trip.
-        uncounted: custom calls that look like products and whose operations are not known.
-    """
-
-    most: Fraction = Fraction(0)
-    least: Fraction = Fraction(0)
-    unknown_loops: frozenset[str] = frozenset()
-    uncounted: frozenset[str] = frozenset()
-
-    def __add__(self, other: "Amount") -> "Amount":
-        return Amount(
-            self.most + other.most,
-            self.least + other.least,
-            self.unknown_loops | other.unknown_loops,
-            self.uncounted | other.uncounted,
-        )
-
-    def times(self, factor: Fraction) -> "Amount":
-        """Returns the operations of `factor` runs."""
-        return Amount(self.most * factor, self.least * factor, self.unknown_loops, self.uncounted)
-
-
-def count_flops(module: Module, *, assumptions: Assumptions = NO_ASSUMPTIONS) -> Amount:
-    """Returns the operations of one run of the program on one device."""
-    entry, counter = module.computations[module.entry], _counter(module, assumptions, _own_flops)
-    return sum((counter(entry, each) for each in entry.instructions), Amount())
-
-
 Cost = Callable[[Computation, Instruction], Fraction]
+
+
+def count_flops(module: Module, assumptions: Assumptions = NO_ASSUMPTIONS) -> dict[str, Any]:
+    """Returns the fields of a ``StepReport`` about the operations of one run of the program on one device."""
+    entry = module.computations[module.entry]
+    of = {choose: _counter(module, assumptions, _known_flops, choose=choose) for choose in (max, min)}
+    most, least = (sum((cost(entry, each) for each in entry.instructions), Fraction(0)) for cost in of.values())
+    unknown = (each for _, each in module.walk() if any(call.times is None for call in calls(each, assumptions)))
+    uncounted = {_target(each) for computation, each in module.walk() if _own_flops(computation, each) is None}
+    return {
+        "flops": plain_number(most),
+        "flops_least": plain_number(least),
+        "unknown_loops": tuple(sorted({each.op_name or each.name for each in unknown})),
+        "uncounted_calls": tuple(sorted(uncounted)),
+    }
 
 
 def costs_of_instructions(module: Module, assumptions: Assumptions) -> tuple[Cost, Cost]:
     """Returns two functions from a computation and an instruction of it: the operations, and the bytes, of one run.
 
-    Loops and branches are included, these as ``Amount.most``. The bytes of collectives count as 0: those that they send are
-    counted in ``collectives.py``.
+    Loops and branches are included, of branches whose shares are not known the most expensive one. The bytes of collectives
+    count as 0: those that they send are counted in ``collectives.py``.
     """
-    own = lambda computation, instruction: _exactly(own_bytes(module, computation, instruction))
-    flops = _counter(module, assumptions, _own_flops)
-    num_bytes = _counter(module, assumptions, own, enters=lambda instruction: instruction.opcode in CALLS)
-    return lambda *each: flops(*each).most, lambda *each: num_bytes(*each).most
+    num_bytes = lambda computation, instruction: own_bytes(module, computation, instruction)
+    in_calls = lambda instruction: instruction.opcode in CALLS
+    return _counter(module, assumptions, _known_flops), _counter(module, assumptions, num_bytes, enters=in_calls)
 
 
 def _counter(
     module: Module,
     assumptions: Assumptions,
-    own: Callable[[Computation, Instruction], Amount],
+    own: Callable[[Computation, Instruction], int],
+    *,
     enters: Callable[[Instruction], bool] = lambda instruction: True,
-) -> Callable[[Computation, Instruction], Amount]:
+    choose: Callable = max,
+) -> Cost:
     """Returns a function from an instruction and its computation to its own amount and that of what it calls.
 
     Args:
         module: The program.
-        assumptions: Trips and shares that the compiler does not know.
+        assumptions: Trips and shares that the compiler does not know; a loop with an unknown number of trips makes one.
         own: Returns the amount of one run of an instruction without what it calls.
         enters: Whether the computations that an instruction calls count beside its own amount.
+        choose: ``max`` or ``min``, of the branches of a conditional whose shares are not known.
     """
-    done: dict[str, Amount] = {}
+    done: dict[str, Fraction] = {}
 
-    def of_computation(name: str) -> Amount:
+    def of_computation(name: str) -> Fraction:
         if name not in done:
             computation = module.computations[name]
-            done[name] = sum((of_instruction(computation, each) for each in computation.instructions), Amount())
+            done[name] = sum((of_instruction(computation, each) for each in computation.instructions), Fraction(0))
         return done[name]
 
-    def of_instruction(computation: Computation, instruction: Instruction) -> Amount:
+    def of_instruction(computation: Computation, instruction: Instruction) -> Fraction:
         found = calls(instruction, assumptions) if enters(instruction) else ()
-        called = [(call, of_computation(call.computation)) for call in found]
-        total = own(computation, instruction) + _one_branch([amount for call, amount in called if call.is_bound])
-        for call, amount in called:
-            if not call.is_bound:
-                total += amount.times(call.known_times)
-            if call.times is None:
-                total += Amount(unknown_loops=frozenset({instruction.op_name or instruction.name}))
-        return total
+        called = (call.known_times * of_computation(call.computation) for call in found if not call.is_bound)
+        branches = (of_computation(call.computation) for call in found if call.is_bound)
+        return sum(called, Fraction(own(computation, instruction))) + choose(branches, default=0)
 
     return of_instruction
 
 
-def _one_branch(branches: Sequence[Amount]) -> Amount:
-    if not branches:
-        return Amount()
-    together = sum(branches, Amount())
-    return Amount(
-        max(branch.most for branch in branches),
-        min(branch.least for branch in branches),
-        together.unknown_loops,
-        together.uncounted,
-    )
+def _known_flops(computation: Computation, instruction: Instruction) -> int:
+    return _own_flops(computation, instruction) or 0
 
 
-def _own_flops(computation: Computation, instruction: Instruction) -> Amount:
+def _own_flops(computation: Computation, instruction: Instruction) -> int | None:
+    """Returns the operations of an instruction without what it calls; None if it looks like a product but is not known."""
     opcode = instruction.base_opcode
     if opcode == "dot":
-        return _exactly(_dot_flops(_first_operands(computation, instruction), instruction.shapes[0], instruction))
+        contracted = integers(instruction.attribute("lhs_contracting_dims"))
+        left = _first_operands(computation, instruction)[0]
+        return 2 * instruction.shapes[0].size * math.prod(left.dims[dim] for dim in contracted)
     if opcode == "convolution":
-        return _exactly(_conv_flops([*_first_operands(computation, instruction), instruction.shapes[0]], instruction))
-    if opcode == "custom-call":
-        return _custom_call_flops(computation, instruction)
-    return Amount()
-
-
-def _exactly(count: int) -> Amount:
-    return Amount(Fraction(count), Fraction(count))
+        return _conv_flops([*_first_operands(computation, instruction), instruction.shapes[0]], instruction)
+    return _custom_call_flops(computation, instruction) if opcode == "custom-call" else 0
 
 
 def _first_operands(computation: Computation, instruction: Instruction) -> list[Shape]:
     return [shapes[0] for shapes in computation.operand_shapes(instruction)[:2]]
 
 
-def _dot_flops(operands: Sequence[Shape], result: Shape, instruction: Instruction) -> int:
-    contracted = integers(instruction.attribute("lhs_contracting_dims"))
-    return 2 * result.size * math.prod(operands[0].dims[dim] for dim in contracted)
+def _target(instruction: Instruction) -> str:
+    return instruction.attribute("custom_call_target") or ""
 
 
 def _conv_flops(arrays: Sequence[Shape], instruction: Instruction) -> int:
@@ -175,20 +134,15 @@ def _conv_flops(arrays: Sequence[Shape], instruction: Instruction) -> int:
     kernel_dims, output_dims = rest.split("->")
     window = instruction.attribute("window") or ""
     spatial = sorted(label for label in kernel_dims if label.isdigit())
-    met = 1
+    met, labelled = 1, ((image, image_dims), (kernel, kernel_dims), (output, output_dims))
     for dim, label in enumerate(spatial):
         settings = {key: value.split("x")[dim] for key, value in re.findall(r"(\w+)=([\dx_\-]+)", window)}
-        met *= _meetings(
-            image.dims[image_dims.index(label)],
-            kernel.dims[kernel_dims.index(label)],
-            output.dims[output_dims.index(label)],
-            settings,
-        )
+        met *= _meetings(settings, *(array.dims[labels.index(label)] for array, labels in labelled))
     batch_and_features = output.dims[output_dims.index("b")] * output.dims[output_dims.index("f")]
     return 2 * batch_and_features * kernel.dims[kernel_dims.index("i")] * met
 
 
-def _meetings(image: int, kernel: int, output: int, settings: dict[str, str]) -> int:
+def _meetings(settings: dict[str, str], image: int, kernel: int, output: int) -> int:
     stride, low = int(settings.get("stride", 1)), int(settings.get("pad", "0_0").split("_")[0])
     image_step, kernel_step = int(settings.get("lhs_dilate", 1)), int(settings.get("rhs_dilate", 1))
     last = (image - 1) * image_step
@@ -196,19 +150,18 @@ def _meetings(image: int, kernel: int, output: int, settings: dict[str, str]) ->
     return sum(1 for position in positions if 0 <= position <= last and position % image_step == 0)
 
 
-def _custom_call_flops(computation: Computation, instruction: Instruction) -> Amount:
-    target = instruction.attribute("custom_call_target") or ""
-    operands = _first_operands(computation, instruction)
+def _custom_call_flops(computation: Computation, instruction: Instruction) -> int | None:
+    target, operands = _target(instruction), _first_operands(computation, instruction)
     if target.startswith(("__cublas$", "__cublasLt$")) and (dims := _dot_dims(instruction, "dot_dimension_numbers")):
-        return _exactly(_product_flops(operands, dims))
+        return _product_flops(operands, dims)
     if target in _CONVOLUTIONS:
         arrays = [*operands, instruction.shapes[0]]
-        return _exactly(_conv_flops([arrays[index] for index in _CONVOLUTIONS[target]], instruction))
+        return _conv_flops([arrays[index] for index in _CONVOLUTIONS[target]], instruction)
     if target.startswith("__cudnn$fmha"):
         return _attention_flops(target, instruction, operands)
     if "triton" in target and 'name = "grouped_product"' in instruction.attributes:
-        return _exactly(_grouped_flops(computation, instruction))
-    return Amount(uncounted=frozenset({target})) if _LIBRARY.search(target) else Amount()
+        return _grouped_flops(computation, instruction)
+    return None if _LIBRARY.search(target) else 0
 
 
 def _grouped_flops(computation: Computation, instruction: Instruction) -> int:
@@ -221,7 +174,7 @@ def _grouped_flops(computation: Computation, instruction: Instruction) -> int:
     return 2 * math.prod(rows) * others[-1]
 
 
-def _attention_flops(target: str, instruction: Instruction, operands: Sequence[Shape]) -> Amount:
+def _attention_flops(target: str, instruction: Instruction, operands: Sequence[Shape]) -> int | None:
     """Fused attention: queries by keys and weights by values forward; backward five products of that size, one recomputed.
 
     With a causal mask the kernel skips the scores above the diagonal, of n x n all but n (n + 1) / 2. With a padding mask only
@@ -231,16 +184,16 @@ def _attention_flops(target: str, instruction: Instruction, operands: Sequence[S
     backward = "Backward" in target
     dims = _dot_dims(instruction, "bmm2_grad_gemm2_dot_dimension_numbers" if backward else "bmm1_dot_dimension_numbers")
     if dims is None:
-        return Amount(uncounted=frozenset({target}))
+        return None
     # The backward pass's operands also begin with queries and keys; all its products are as large as theirs.
     whole = (5 if backward else 2) * _product_flops(operands, dims)
     (rows,), (columns,) = _free_dims(operands[0], dims, "lhs"), _free_dims(operands[1], dims, "rhs")
     mask = _MASK.search(instruction.attributes.replace('\\"', '"'))
     if mask and mask[1].endswith("CAUSAL"):
-        return _exactly(whole * sum(min(row + 1, columns) for row in range(rows)) // (rows * columns))
+        return whole * sum(min(row + 1, columns) for row in range(rows)) // (rows * columns)
     if mask and mask[1] == "PADDING" and rows < columns:
-        return _exactly(whole * (columns - rows) // (2 * columns))
-    return _exactly(whole)
+        return whole * (columns - rows) // (2 * columns)
+    return whole
 
 
 def _dot_dims(instruction: Instruction, key: str) -> dict[str, list[int]] | None:
@@ -264,7 +217,8 @@ def own_bytes(module: Module, computation: Computation, instruction: Instruction
     if opcode in _FREE or opcode in CALLS or opcode.endswith(("-start", "-done")):
         return 0
     if (fused := module.fused(instruction)) is not None:
-        return _of_fusion(fused)
+        read = sum(_read(fused, each) for each in fused.instructions if each.opcode == "parameter")
+        return read + sum(_written(fused, each) for each in written_outputs(fused))
     operands = [sum(shape.num_bytes for shape in shapes) for shapes in computation.operand_shapes(instruction)]
     result = sum(shape.num_bytes for shape in instruction.shapes)
     if opcode in _SLICES:
@@ -276,16 +230,11 @@ def own_bytes(module: Module, computation: Computation, instruction: Instruction
     return sum(operands) + result
 
 
-def _of_fusion(fused: Computation) -> int:
-    read = sum(_read(fused, each) for each in fused.instructions if each.opcode == "parameter")
-    return read + sum(_written(fused, each) for each in written_outputs(fused))
-
-
 def _read(fused: Computation, instruction: Instruction) -> int:
     """The bytes of an input that a fusion reads: all of it, or the slices that are taken of it."""
     whole = sum(shape.num_bytes for shape in instruction.shapes)
     read = 0
-    for user in _users(fused, instruction):
+    for user in (each for each in fused.instructions if instruction.name in each.operands):
         if user.opcode in _SLICES and user.operands[0] == instruction.name:
             read += sum(shape.num_bytes for shape in user.shapes)
         elif user.opcode in _IN_PLACE and user.operands[0] == instruction.name:
@@ -295,10 +244,6 @@ def _read(fused: Computation, instruction: Instruction) -> int:
         else:
             return whole
     return min(read, whole)
-
-
-def _users(fused: Computation, instruction: Instruction) -> Iterator[Instruction]:
-    return (each for each in fused.instructions if instruction.name in each.operands)
 
 
 def written_outputs(fused: Computation) -> list[Instruction]:

@@ -148,12 +148,7 @@ class Module:
 
     def source(self, instruction: Instruction) -> str:
         """Returns `file:line` of the Python code behind the instruction, or "" if the metadata lacks it."""
-        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        if frame:
-            return self.source_lines.get(frame.group(1), "")
-        file = re.search(r'source_file="([^"]*)"', instruction.attributes)
-        line = re.search(r"source_line=(\d+)", instruction.attributes)
-        return f"{file.group(1)}:{line.group(1)}" if file and line else ""
+        return self.source_lines.get(_field(instruction.attributes, "stack_frame_id"), "")
 
 
 def parse_module(text: str) -> Module:
@@ -216,7 +211,7 @@ def _closing(text: str, start: int, pair: str) -> int:
 
 
 def _source_lines(text: str) -> dict[str, str]:
-    """Returns `file:line` of each stack frame, from the tables at the beginning of the text of newer compilers."""
+    """Returns `file:line` of each stack frame, from the tables at the beginning of the text."""
     files, locations, frames = (_numbered(text, name) for name in ("FileNames", "FileLocations", "StackFrames"))
     lines = {}
     for frame, row in frames.items():
@@ -333,16 +328,12 @@ def plain_number(number: Fraction) -> int | float:
     return number.numerator if number.denominator == 1 else float(number)
 
 
-def _trip_count(instruction: Instruction, assumptions: Assumptions) -> Fraction | int | None:
-    """The trips of a loop; the share of its second branch if it is a conditional written as a loop of one trip or none."""
-    if known := _KNOWN_TRIPS.search(instruction.attributes):
-        return int(known.group(1))
-    shares = _shares(instruction, 2, assumptions)
-    return assumptions.loop_trips if shares is None else shares[1]
-
-
 def _loop_calls(instruction: Instruction, assumptions: Assumptions) -> tuple[Call, ...]:
-    trips = _trip_count(instruction, assumptions)
+    trips = assumptions.loop_trips
+    if known := _KNOWN_TRIPS.search(instruction.attributes):
+        trips = int(known.group(1))
+    elif shares := _shares(instruction, 2, assumptions):  # a conditional written as a loop of one trip or none
+        trips = shares[1]
     return tuple(
         Call((instruction.attribute(part) or "").lstrip("%"), None if trips is None else Fraction(trips + more))
         for part, more in (("body", 0), ("condition", 1))

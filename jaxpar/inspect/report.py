@@ -123,16 +123,12 @@ class StepReport:
         mesh = sizes_text(dict(self.axis_sizes))
         devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
         title = f"{self.name or 'step'} on {devices}" + (f", mesh {mesh}" if mesh else "")
+        memory = [(kind, bytes_text(size)) for kind, size in self.memory.by_kind().items()]
         parts = [
             title,
             _collectives_table(self),
             _axes_table(self),
-            table(
-                [
-                    ("memory on each device", "bytes"),
-                    *((kind, bytes_text(n)) for kind, n in self.memory.by_kind().items()),
-                ]
-            ),
+            table([("memory on each device", "bytes"), *memory]),
             _flops_lines(self),
             "" if self.gpu is None else self.gpu.render(),
             _whole_table(self),

@@ -15,7 +15,7 @@ from jaxpar.inspect.collectives import Collective, find_collectives
 from jaxpar.inspect.costs import count_flops
 from jaxpar.inspect.gpu import read_gpu_program
 from jaxpar.inspect.groups import AxisSizes
-from jaxpar.inspect.hlo import Assumptions, Module, parse_module, plain_number
+from jaxpar.inspect.hlo import Assumptions, Module, parse_module
 from jaxpar.inspect.report import Axes, Memory, StepReport, WholeArray, axes_text
 from jaxpar.inspect.text import bytes_text, flops_text, table
 
@@ -52,7 +52,7 @@ def inspect_step(
     module = parse_module(compiled.as_text() or "")
     mesh = _find_mesh(mesh, args, compiled, module.num_devices)
     assumptions = Assumptions(loop_trips, dict(branch_shares or {}))
-    flops, analysis = count_flops(module, assumptions=assumptions), compiled.cost_analysis()
+    analysis = compiled.cost_analysis()
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
     axis_sizes: AxisSizes = () if mesh is None else tuple((str(name), int(size)) for name, size in mesh.shape.items())
     return StepReport(
@@ -60,12 +60,9 @@ def inspect_step(
             module, axis_sizes=axis_sizes, node_of=_nodes(mesh, module, devices_per_node), assumptions=assumptions
         ),
         memory=_memory(compiled),
-        flops=plain_number(flops.most),
-        flops_least=plain_number(flops.least),
+        **count_flops(module, assumptions),
         compiler_flops=analysis.get("flops") if isinstance(analysis, dict) else None,
         whole_arrays=tuple(_whole_arrays(compiled, _parameter_names(fn, args, compiled), large_bytes)),
-        unknown_loops=tuple(sorted(flops.unknown_loops)),
-        uncounted_calls=tuple(sorted(flops.uncounted)),
         axis_sizes=axis_sizes,
         num_devices=module.num_devices,
         large_bytes=large_bytes,

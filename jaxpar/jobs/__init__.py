@@ -1,8 +1,9 @@
 """Describes a run as a job for a cluster: a JobSet or TrainJob for Kubernetes, a batch script for SLURM. Contacts no cluster.
 
-Read `job.py` (the fields of a job, and their rules), `manifests.json` (the objects of Kubernetes), `manifests.py` (fills them
-in, and writes the script for SLURM), `service.py` (a trained model that answers requests), `check.py` (checks manifests by the
-API's own schema, and by rules that no schema has), and `flags.py` (those that a plan sets, and those that do not help).
+Read `job.py` (the fields of a job) and `forms.toml` (the rules of their text), `manifests.json` (the objects of Kubernetes) and
+`job.sbatch` (the script for SLURM), `manifests.py` (fills them in), `service.py` (a trained model that answers requests),
+`check.py` (checks manifests by the API's own schema, and by rules that no schema has), and `flags.py` (those that a plan sets,
+and those that do not help).
 """
 
 from jaxpar.jobs.check import check_manifest, check_manifests

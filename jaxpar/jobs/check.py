@@ -217,8 +217,13 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
         raise ValueError("spec.replicatedJobs of a JobSet must have a job; got none. Write it with `manifest`.")
     name = manifest["metadata"]["name"]
     subdomain = manifest["spec"].get("network", {}).get("subdomain", name)
-    for path, job in _jobs(manifest):
-        spec = job["template"]["spec"]
+    for number, job in enumerate(manifest["spec"]["replicatedJobs"]):
+        path, spec = f"spec.replicatedJobs.{number}", job["template"]["spec"]
+        if job.get("replicas", 1) != 1:
+            raise ValueError(
+                f"{path}.replicas must be 1, since processes are numbered inside a Job; got {job['replicas']}. Raise its "
+                "parallelism and completions."
+            )
         _check_policy(spec, path)
         count = spec.get("parallelism")
         if count != spec.get("completions"):
@@ -244,17 +249,6 @@ def _check_policy(spec: Mapping[str, Any], path: str) -> None:
                 f"containerName in {path}.podFailurePolicy must be a container of the pods, {', '.join(names)}; got "
                 f"{wanted!r}. Make them equal."
             )
-
-
-def _jobs(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, job in enumerate(manifest["spec"]["replicatedJobs"]):
-        path = f"spec.replicatedJobs.{number}"
-        if job.get("replicas", 1) != 1:
-            raise ValueError(
-                f"{path}.replicas must be 1, since processes are numbered inside a Job; got {job['replicas']}. Raise its "
-                "parallelism and completions."
-            )
-        yield path, job
 
 
 def _check_environment(told: Mapping[str, Any], count: int, host: str, path: str) -> None:

@@ -34,9 +34,7 @@ FLAGS = (
     *("experts", "expert_buffer", "lora_rank"),
 )
 MAX_PARTS = 2**16
-Word = Annotated[
-    str, form(r"[A-Za-z0-9][A-Za-z0-9._-]*", "one word of letters, digits, ., _ and -")
-]  # which is no flag
+Word = Annotated[str, form("plan_word")]
 _SLURM, _KUBERNETES = ([each.name for each in dataclasses.fields(of)] for of in (SlurmSettings, KubernetesSettings))
 OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim", "toleration", "env")
 _GROUPS = ("service", "mesh")  # of flags

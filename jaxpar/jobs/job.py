@@ -3,8 +3,10 @@
 import math
 import re
 import secrets
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
@@ -28,58 +30,39 @@ MAX_LENGTH = 253  # of a Kubernetes name; images and partitions are shorter too
 MAX_WORD = 2**16
 
 
-def form(pattern: str, rule: str) -> AfterValidator:
+def _pattern(text: str) -> str:
+    """Returns a pattern of `forms.toml` with its parts filled in."""
+    return re.sub(r"<(\w+)>", lambda part: _pattern(_FORMS["parts"][part[1]]), text)
+
+
+def form(name: str) -> AfterValidator:
     """Returns a check of a string, so that none contains syntax that YAML, a shell, sbatch or a terminal would interpret."""
+    text, rule = _FORMS["forms"][name]
+    pattern = re.compile(_pattern(text))
 
     def check(value: str) -> str:
-        if value.isprintable() and len(value) <= MAX_LENGTH and re.fullmatch(pattern, value):
+        if value.isprintable() and len(value) <= MAX_LENGTH and pattern.fullmatch(value):
             return value
         raise PydanticCustomError("form", "must be {rule}, at most {most} long", {"rule": rule, "most": MAX_LENGTH})
 
     return AfterValidator(check)
 
 
-def _optional(pattern: str, rule: str) -> AfterValidator:
-    return form(f"({pattern})?", rule)
-
-
-# The rules of Kubernetes, of container registries, and of SLURM's databases. No field but a variable takes a space or a quote.
-_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-DNS_LABEL = re.compile(_LABEL)
-_HOST = rf"{_LABEL}(\.{_LABEL})*"
-_WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
-_QUALIFIED = rf"({_HOST}/)?{_WORD}"
+_FORMS = tomllib.loads(Path(__file__).with_name("forms.toml").read_text(encoding="utf-8"))
+DNS_LABEL = re.compile(_FORMS["parts"]["label"])
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0, lt=2**31, allow_inf_nan=False)]
-Image = Annotated[str, _optional(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "a container image, as in registry/name:tag")]
-Namespace = Annotated[str, _optional(_LABEL, "lower-case letters, digits and -")]
-HostName = Annotated[str, _optional(_HOST, "lower-case letters, digits, - and .")]
-NodeLabel = Annotated[str, _optional(_QUALIFIED, "a node label, as in example.com/rack")]
-Resource = Annotated[
-    str,
-    _optional(
-        rf"{_HOST}/{_WORD}=[1-9][0-9]{{0,3}}",
-        "a resource with its domain, and how many of it a node has, as in rdma/ib=8",
-    ),
-]
-Taint = Annotated[
-    str,
-    form(
-        rf"{_QUALIFIED}(={_WORD})?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
-        "a taint whose effect is NoSchedule, PreferNoSchedule or NoExecute, as in nvidia.com/gpu=present:NoSchedule",
-    ),
-]
-Variable = Annotated[  # Kubernetes would expand $(NAME)
-    str,
-    form(r"[A-Za-z_][A-Za-z0-9_]*=(?!.*\$\().*", "a variable without $( and line ends, as in NCCL_DEBUG=INFO"),
-]
-Partition = Annotated[
-    str,
-    _optional(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]*", "letters, digits, _, ., - and +, with commas between several"),
-]
-Account = Annotated[str, _optional(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*", "letters, digits, _, ., -, @ and +")]
-Token = Annotated[str, _optional(r"[A-Za-z0-9]*", "letters and digits")]
+Image = Annotated[str, form("image")]
+Namespace = Annotated[str, form("namespace")]
+HostName = Annotated[str, form("host_name")]
+NodeLabel = Annotated[str, form("node_label")]
+Resource = Annotated[str, form("resource")]
+Taint = Annotated[str, form("taint")]
+Variable = Annotated[str, form("variable")]
+Partition = Annotated[str, form("partition")]
+Account = Annotated[str, form("account")]
+Token = Annotated[str, form("token")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,31 +144,40 @@ class SlurmSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobSettings(CommonSettings, KubernetesSettings, SlurmSettings):
-    """The settings of a job, which are also the flags of `python -m jaxpar manifest`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job(JobSettings):
-    """A run on a cluster: its settings, and these.
+class Mesh:
+    """The mesh, if no plan is given.
 
     Attributes:
-        command: A script (``*.py``) or program, with its arguments.
-        replica: Groups of ``data`` replicas.
-        data: Replicas.
+        replica: Groups of replicas, such as nodes: ZeRO shards inside a group.
+        data: Replicas, of each group.
         context: Devices that share each sequence.
         stage: Pipeline stages.
         tensor: Shards of each weight.
-        token: A secret that identifies the processes of the run, new for each job. Not used for SLURM, whose script generates
-            one at each start.
     """
 
-    command: tuple[str, ...]
     replica: Count = 1
     data: Count = 1
     context: Count = 1
     stage: Count = 1
     tensor: Count = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings(CommonSettings, KubernetesSettings, SlurmSettings):
+    """The settings of a job, which are also the flags of `python -m jaxpar manifest`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(JobSettings, Mesh):
+    """A run on a cluster: its settings, its mesh, and these.
+
+    Attributes:
+        command: A script (``*.py``) or program, with its arguments.
+        token: A secret that identifies the processes of the run, new for each job. Not used for SLURM, whose script generates
+            one at each start.
+    """
+
+    command: tuple[str, ...]
     token: Token = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """A job as its cluster takes it: a JobSet, a Kubeflow TrainJob, a PodMonitor, or a batch script for SLURM.
 
 `manifests.json` has the objects of Kubernetes, and the parts that they share; ``fill`` puts a job's values into them.
+`job.sbatch` is the script for SLURM.
 
 A JobSet (jobset.x-k8s.io/v1alpha2) is one Job with one pod per node, all restarted together when one is lost: a Job alone would
 replace only the lost pod, and its peers cannot continue with a new one. It has one replica of its Job, since pods are numbered
@@ -31,6 +32,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from jaxpar.fields import arg
@@ -186,29 +188,23 @@ def to_sbatch(job: Job) -> str:
         "partition": job.partition,
         "account": job.account,
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value]
-    return "\n".join(["#!/bin/bash", *lines, "#SBATCH --exclusive", "#SBATCH --requeue", "", *_script(job)]) + "\n"
-
-
-def _script(job: Job) -> list[str]:
     cpus = f" --cpus-per-task={job.cpus}" if job.cpus else ""  # srun does not take it from sbatch
-    return [
-        f"export JAXPAR_INITIALIZATION_TIMEOUT={job.start_seconds}",
-        "export JAXPAR_RESUME=if-any  # a restarted job resumes from the newest checkpoint",
-        f"export {TOKEN_VARIABLE}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')  # only processes with this token can join",
-        *(f"export {name}={shlex.quote(value)}" for name, value in job.variables().items()),
-        "",
-        "# A task that fails ends the others, which could only wait for it.",
-        f"srun --kill-on-bad-exit=1{cpus} {shlex.join(job.arguments())}",
-        "code=$?",
-        "",
-        "case $code in",
-        f"  {_either((ExitCode.DONE, *FINAL_CODES))}) exit $code ;;  # a restart would not help",
-        f'  {int(ExitCode.PREEMPTED)}) scontrol requeue "$SLURM_JOB_ID" ;;  # asked to stop, and saved',
-        f'  *) [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ] && scontrol requeue "$SLURM_JOB_ID" ;;',
-        "esac",
-        "exit $code",
-    ]
+    return _Script(Path(__file__).with_name("job.sbatch").read_text(encoding="utf-8")).substitute(
+        options="\n".join(f"#SBATCH --{name}={value}" for name, value in options.items() if value),
+        start_seconds=job.start_seconds,
+        token=TOKEN_VARIABLE,
+        variables="".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.variables().items()),
+        command=f"srun --kill-on-bad-exit=1{cpus} {shlex.join(job.arguments())}",
+        final=_either((ExitCode.DONE, *FINAL_CODES)),
+        preempted=int(ExitCode.PREEMPTED),
+        max_restarts=job.max_restarts,
+    )
+
+
+class _Script(Template):
+    """The text of `job.sbatch`, in which a shell has its own use for $."""
+
+    delimiter = "@"
 
 
 def _either(codes: Sequence[int]) -> str:

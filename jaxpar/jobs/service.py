@@ -80,7 +80,21 @@ class Serving(ServiceSettings):
         own = {each.name: f"--service.{each.name.replace('_', '-')}" for each in dataclasses.fields(ServiceSettings)}
         fields.check(self, "Leave it out for the default.", own)
         check_command(self.command)
-        _check(self)
+        check_image(self.image)
+        check_environment(self.env)
+        check_name(self.name, "a Service", suffix="")
+        begins = next((words for words in SERVED if self.command[: len(words)] == words), None)
+        if begins is None or len(self.command) == len(begins):
+            raise ValueError(
+                f"a Service runs jaxpar serve; got {' '.join(self.command)[:80] or 'no command'}. Give it and a folder after "
+                "the options: jaxpar serve /checkpoints/gpt"
+            )
+        given = {"--address", "--port", "--timeout-seconds"} & {word.split("=")[0] for word in self.command}
+        if given:
+            raise ValueError(
+                f"the probes depend on where a pod listens and how long it answers; got {', '.join(sorted(given))} in the "
+                "command. Leave them out; --service.port and --service.timeout-seconds set them."
+            )
 
     def arguments(self) -> list[str]:
         """Returns the command line, with the flags that a pod needs unless it has its own."""
@@ -99,21 +113,3 @@ def to_service(serving: Serving) -> list[dict[str, Any]]:
     values = vars(serving) | of_pod(serving, limits, dict(each.split("=", 1) for each in serving.env))
     values |= {"metrics_port": serving.port, "pre_stop_seconds": PRE_STOP_SECONDS}
     return [fill(PARTS[kind], values) for kind in ("Deployment", "Service")]
-
-
-def _check(serving: Serving) -> None:
-    check_image(serving.image)
-    check_environment(serving.env)
-    check_name(serving.name, "a Service", suffix="")
-    begins = next((words for words in SERVED if serving.command[: len(words)] == words), None)
-    if begins is None or len(serving.command) == len(begins):
-        raise ValueError(
-            f"a Service runs jaxpar serve; got {' '.join(serving.command)[:80] or 'no command'}. Give it and a folder after "
-            "the options: jaxpar serve /checkpoints/gpt"
-        )
-    own = {"--address", "--port", "--timeout-seconds"} & {word.split("=")[0] for word in serving.command}
-    if own:
-        raise ValueError(
-            f"the probes depend on where a pod listens and how long it answers; got {', '.join(sorted(own))} in the command. "
-            "Leave them out; --service.port and --service.timeout-seconds set them."
-        )

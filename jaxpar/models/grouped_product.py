@@ -21,15 +21,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxpar.context_parallel import platform
+from jaxpar.dtypes import wide_dtype
+
 TILE = 128  # rows
 _COLUMNS, _DEPTH = 128, 64  # of a tile of the result, and of the products that are added to it at a time
 
 
 def on_gpus() -> bool:
-    """Returns whether this is traced for GPUs: those of the mesh, which may exist for the compiler alone, or JAX's own."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = getattr(device, "platform", None) or jax.default_backend()
-    return platform in ("gpu", "cuda", "rocm")
+    """Returns whether this is traced for GPUs."""
+    return platform() in ("gpu", "cuda", "rocm")
 
 
 def fits(dtype: Any, *widths: int) -> bool:
@@ -83,7 +84,7 @@ def _multiply(rows: Array, weights: Array, sizes: Array, *, transposed: bool) ->
             return total + _dot(here, weights_ref[0, known, pl.ds(i * step, step), pl.ds(column, columns)])
 
         steps = (expert < experts).astype(jnp.int32) * (depth // step)
-        total = jax.lax.fori_loop(0, steps, add, jnp.zeros((TILE, columns), _wide(rows.dtype)))
+        total = jax.lax.fori_loop(0, steps, add, jnp.zeros((TILE, columns), wide_dtype(rows.dtype)))
         out_ref[0, pl.ds(tile, TILE), pl.ds(column, columns)] = total.astype(out_ref.dtype)
 
     pl = _pallas()
@@ -103,7 +104,7 @@ def _contract(rows: Array, ct: Array, sizes: Array) -> Array:
             here = rows_ref[0, pl.ds(i * _DEPTH, _DEPTH), pl.ds(row, height)]
             return total + _dot(here.T, ct_ref[0, pl.ds(i * _DEPTH, _DEPTH), pl.ds(column, columns)])
 
-        start = jnp.zeros((height, columns), _wide(rows.dtype))
+        start = jnp.zeros((height, columns), wide_dtype(rows.dtype))
         total = jax.lax.fori_loop(begins_ref[expert], ends_ref[expert], add, start)
         out_ref[0, expert, pl.ds(row, height), pl.ds(column, columns)] = total.astype(out_ref.dtype)
 
@@ -135,11 +136,7 @@ def _pallas() -> Any:
 
 
 def _dot(a: Array, b: Array) -> Array:
-    return jnp.dot(a, b, preferred_element_type=_wide(a.dtype))
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.dot(a, b, preferred_element_type=wide_dtype(a.dtype))
 
 
 def _block(width: int, most: int) -> int:

@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 from jaxtyping import PyTree
 
-from jaxpar.layered_model import LAYERS, is_layered, is_stacked
+from jaxpar.layered_model import LAYERS, is_layered, is_stacked, path_string
 
 ADAPTERS = ("**/lora_a", "**/lora_b")
 FIELDS = ("weight", "lora_a", "lora_b")
@@ -82,7 +82,6 @@ jax.tree_util.register_pytree_with_keys(
     Adapted,
     lambda node: (tuple((DictKey(name), getattr(node, name)) for name in FIELDS), node.scale),
     lambda scale, children: Adapted(**dict(zip(FIELDS, children, strict=True)), scale=scale),
-    lambda node: (tuple(getattr(node, name) for name in FIELDS), node.scale),
 )
 
 
@@ -197,7 +196,7 @@ class Lora:
         found: set[str] = set()
 
         def at(path: tuple, leaf: Any) -> Any:
-            name = _path_string(path)
+            name = path_string(path)
             if layered and f"{LAYERS}/" not in name:
                 return leaf
             target = next((target for target in self.targets if target in (name, name.split("/")[-1])), None)
@@ -208,7 +207,7 @@ class Lora:
 
         adapted = jax.tree_util.tree_map_with_path(at, tree)
         if missing := sorted(set(self.targets) - found):
-            paths = [_path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+            paths = [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
             raise ValueError(
                 f"each target must name a weight{' of the layers' * layered}; got {missing[0]!r}, where the params are "
                 f"{paths}. Choose among them."
@@ -221,10 +220,6 @@ def _cut(dims: tuple, num_stacked: int, num_in: int) -> tuple[tuple, tuple, tupl
     return dims[:num_stacked], dims[num_stacked : num_stacked + num_in], dims[num_stacked + num_in :]
 
 
-def _path_string(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def num_stacked(path: str, params: PyTree) -> int:
     """Returns 1 for a path in the stacked layers of a LayeredModel's tree, else 0."""
     return int(is_layered(params) and is_stacked(params) and path.startswith(f"{LAYERS}/"))
@@ -234,7 +229,7 @@ def merge(params: PyTree) -> PyTree:
     """Returns params with W + scale A B in place of each weight with factors; stacked and packed layers too."""
 
     def of(path: tuple, node: Any) -> Any:
-        name = _path_string(path)
+        name = path_string(path)
         return node.merged(num_stacked(name, params)) if is_adapted(node) else node
 
     return jax.tree_util.tree_map_with_path(of, params, is_leaf=is_adapted)

@@ -15,7 +15,7 @@ stages and gradients back.
 from jaxpar.pipeline.control_flow import check_permutes
 from jaxpar.pipeline.embed_and_head import stage_specs, sum_over_stages
 from jaxpar.pipeline.executor import OverReplicas, accumulate_pipelined, build_stage, masks_idle_ops
-from jaxpar.pipeline.layout import LayerLayout, check_layout, close_params, open_params
+from jaxpar.pipeline.layout import LayerLayout, close_params, fitting_layout, open_params
 from jaxpar.pipeline.mpmd import MpmdExecutor
 from jaxpar.pipeline.program import Program, compile_schedule, join_backward, spmd_program
 
@@ -26,10 +26,10 @@ __all__ = [
     "Program",
     "accumulate_pipelined",
     "build_stage",
-    "check_layout",
     "check_permutes",
     "close_params",
     "compile_schedule",
+    "fitting_layout",
     "join_backward",
     "masks_idle_ops",
     "open_params",

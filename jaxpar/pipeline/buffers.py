@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxpar._compat import empty
 from jaxpar.dtypes import is_float, rewrap_key, unwrap_key, unwrapped_shape
 from jaxpar.mesh import STAGE
-from jaxpar.pipeline.program import Program, Row, Segment
+from jaxpar.pipeline.program import Program, Row, Segment, op_row
 from jaxpar.pipeline.timetable import sends_right
 from jaxpar.schedule import Op, Schedule
 
@@ -120,7 +120,7 @@ def transfer(
     schedule, to = program.schedule, partial(send, program, segment, tick)
     if schedule.placement == "loop":
         return {"left": to("left", dx), "right": to("right", y)}
-    f = row.op("F")
+    f = op_row(row, "F")
     goes_right = jnp.asarray([sends_right(schedule, Op("F", 0, chunk)) for chunk in range(schedule.num_chunks)])[
         f.chunk
     ]
@@ -136,9 +136,9 @@ def receive(schedule: Schedule, x: Sequence[Any], inbox: list, row: Row, arrived
     """Returns the inbox with the messages that arrived in this tick."""
     if schedule.placement == "loop":
         # B's message first: otherwise XLA sees a write that need not wait for B's read of the inbox, and copies the inbox.
-        inbox = put_cotangent(inbox, x, arrived["left"], row.columns["left"])
-        return put(inbox, arrived["right"], row.columns["right"])
-    return put(put(inbox, arrived["right"], row.columns["right"]), arrived["left"], row.columns["left"])
+        inbox = put_cotangent(inbox, x, arrived["left"], row["left"])
+        return put(inbox, arrived["right"], row["right"])
+    return put(put(inbox, arrived["right"], row["right"]), arrived["left"], row["left"])
 
 
 def put_cotangent(inbox: list, x: Sequence[Any], ct: Sequence[Any], slot: jax.Array) -> list:

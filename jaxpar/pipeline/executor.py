@@ -76,7 +76,7 @@ def accumulate_pipelined(stage: Stage, params: PyTree) -> tuple[PyTree, PyTree]:
     def tick(segment: Segment, number: jax.Array, state: State) -> State:
         def row_of(stage: jax.Array) -> Row:
             row = jax.lax.dynamic_slice(table, (jnp.int32(number), stage, jnp.int32(0)), (1, 1, len(names)))[0, 0]
-            return Row(dict(zip(names, row, strict=True)))
+            return dict(zip(names, row, strict=True))
 
         last = row_of(jnp.int32(stage.program.schedule.num_stages - 1)) if stage.ends.parts else None
         return stage.tick(segment, number, state, row_of(index), last)
@@ -137,8 +137,10 @@ def build_stage(
     num_shards = shards.num_shards if splits_positions else 1
     parts = {"num_stages": num_parts, "num_shards": num_shards, "is_forward": schedule.is_forward}
     ends = Ends(model, loss, params[OUTER], x, microbatch, **parts)
-    if program.masks and (skips := ends.skips | _skips(layer, program)):
-        program = spmd_program(program.schedule, masks=True, overlaps=program.overlaps, skips=skips)
+    plans = plans_of_ops(recomputes=schedule.recomputes, splits_backward=schedule.splits_backward)
+    is_maskable_plan = lambda plan: is_maskable(node.equation for node in layer.plans[plan].nodes)
+    if program.masks and (skips := ends.skips | {op for op, plan in plans.items() if not is_maskable_plan(plan)}):
+        program = spmd_program(schedule, masks=True, overlaps=program.overlaps, skips=skips)
     outer = jax.tree.leaves(params[OUTER])
     specs = [PartitionSpec()] * len(outer) if outer_specs is None else jax.tree.leaves(outer_specs)
     if program.masks and not all(segment.masks("F") for segment in program.segments):
@@ -172,13 +174,10 @@ def build_stage(
     )
 
 
-def _skips(layer: SplitLayer, program: Program) -> set[str]:
-    """The kinds of op that an idle stage must skip, for what a layer does in them."""
-    stores = {("R" if program.schedule.recomputes else "F"): "forward_and_store"}
-    plans = {"F": "forward"} | stores | {"B": "backward"}
-    if program.schedule.splits_backward:
-        plans |= {"B": "backward_input", "W": "backward_weights"}
-    return {kind for kind, plan in plans.items() if not is_maskable(node.equation for node in layer.plans[plan].nodes)}
+def plans_of_ops(*, recomputes: bool, splits_backward: bool) -> dict[str, str]:
+    """Returns which of ``SplitLayer.plans`` each kind of op of a schedule runs."""
+    plans = {"F": "forward"} | {("R" if recomputes else "F"): "forward_and_store"}
+    return plans | ({"B": "backward_input", "W": "backward_weights"} if splits_backward else {"B": "backward"})
 
 
 def _in_order(

@@ -23,13 +23,15 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer, constraint_of
 from jaxpar.backward.graph import ELEMENTWISE, Graph, Node, trace
+from jaxpar.backward.partition import RULES
 from jaxpar.dtypes import is_float, is_key
 from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.shard_map import on_tensor_shards
 
-_SHAPED = {"broadcast_in_dim", "expand_dims", "iota", "reshape", "slice", "squeeze", "transpose"}
-_OF_EACH = (ELEMENTWISE - _SHAPED) | {"reshard"}
 _REDUCTIONS = {f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or")} | {"argmax", "argmin"}
+# Where positions are in what these make of them is where a sharded dim would be.
+_BY_RULE = {"dot_general", "reshape", "slice", "squeeze", "transpose"} | _REDUCTIONS
+_OF_EACH = (ELEMENTWISE - _BY_RULE - {"broadcast_in_dim", "expand_dims", "iota"}) | {"reshard"}
 _LINEAR = {"add", "add_any", "convert_element_type", "copy", "neg", "reshape", "squeeze", "stop_gradient", "sub"}
 
 
@@ -195,26 +197,14 @@ def _is_of_each(graph: Graph, node: Node, dims: dict[int, int | None]) -> bool:
         return False
     if name in _OF_EACH or constraint_of(node.equation) is not None:
         return True  # operands without positions are scalars
-    source = graph.avals[node.inputs[0]].shape if node.inputs else ()
-    made = graph.avals[node.outputs[0]].shape
     if name == "iota":
         return params["dimension"] != out
     if name == "broadcast_in_dim":
+        source = graph.avals[node.inputs[0]].shape
         of = dict(enumerate(params["broadcast_dimensions"]))
         return all(source[i] == 1 or given[0] == i for i, to in of.items() if to == out)
-    if name == "dot_general":
-        (contract_l, contract_r), (batch_l, batch_r) = params["dimension_numbers"]
-        left, right = given
-        both = left is not None and right is not None
-        in_batch = left in batch_l and right in batch_r and batch_l.index(left) == batch_r.index(right)
-        return left not in contract_l and right not in contract_r and (in_batch if both else True)
-    (at,) = given[:1] or [None]
-    if at is None or len(node.inputs) > 1:
+    sizes = {graph.avals[i].shape[dim] for i, dim in zip(node.inputs, given, strict=True) if dim is not None}
+    if name not in _BY_RULE or sizes != {graph.avals[node.outputs[0]].shape[out]}:
         return False
-    if name == "transpose":
-        return params["permutation"][out] == at
-    if name in _REDUCTIONS:
-        return at not in params["axes"]
-    if name in ("reshape", "squeeze", "expand_dims"):
-        return source[at] == made[out] and np.prod(source[:at]) == np.prod(made[:out])
-    return name == "slice" and source[at] == made[out]
+    found = RULES[name](graph, node, given)
+    return found is not None and found.collective is None and set(found.cuts) == {out}

@@ -14,6 +14,7 @@ order equals canonical order (stages of equal size, one chunk), layers are not w
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -21,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar.fields import arg, check_one_of
-from jaxpar.layered_model import LAYERS, PackedLayers, check_unpacked, is_layered, is_packed, is_stacked
+from jaxpar.fields import arg, check_kind, check_one_of
+from jaxpar.layered_model import LAYERS, PackedLayers, check_unpacked, is_layered, is_packed, is_stacked, num_layers
 from jaxpar.schedule import PLACEMENTS, Schedule, check_sizes, stage_and_chunk
 
 
@@ -53,6 +54,11 @@ class LayerLayout:
     def __post_init__(self) -> None:
         check_sizes(num_layers=self.num_layers, num_stages=self.num_stages, num_chunks=self.num_chunks)
         check_one_of(PLACEMENTS, placement=self.placement)
+        for name in ("layers_per_virtual_stage", "end_layers"):
+            counts, rule, remedy = getattr(self, name), "integers in a tuple", "Write (1, 2), say."
+            check_kind((tuple, list, np.ndarray, None), rule, remedy, **{name: counts})
+            for each in () if counts is None else counts:
+                check_kind((Integral,), rule, remedy, **{name: each})
         count = self.num_stages * self.num_chunks
         if self.num_layers < count and self.layers_per_virtual_stage is None:
             raise ValueError(
@@ -224,19 +230,32 @@ def _numpy_of(leaf: Any) -> Any:
     return np if isinstance(leaf, np.ndarray) else jnp
 
 
-def check_layout(layout: LayerLayout, schedule: Schedule, num_layers: int, *, is_packed: bool) -> None:
-    """Raises unless a layout fits the schedule and the params."""
+def fitting_layout(layout: LayerLayout | None, schedule: Schedule, params: PyTree) -> tuple[LayerLayout, PyTree]:
+    """Returns the layout of a model's layers, and the params with the shapes of layers in the model's order.
+
+    Args:
+        layout: The layout, which packed stacked layers; None: layers are in the model's order, and spread evenly.
+        schedule: The schedule, which the layout must fit.
+        params: The params, or their shapes.
+
+    Raises:
+        ValueError: The layout does not fit the schedule or the params.
+    """
+    num, is_packed = num_layers(params), layout is not None and is_stacked(params)
+    layout = layout or LayerLayout(num, schedule.num_stages, schedule.num_chunks, schedule.placement)
     for name, own, asked in (
         ("num_stages", layout.num_stages, schedule.num_stages),
         ("num_chunks", layout.num_chunks, schedule.num_chunks),
         ("placement", layout.placement, schedule.placement),
-        ("layers", layout.num_positions if is_packed else layout.num_layers, num_layers),
+        ("layers", layout.num_positions if is_packed else layout.num_layers, num),
     ):
         if own != asked:
             raise ValueError(
                 f"a layout must fit the schedule and the packed params; got {name}={own} in the layout and {asked} in the run. "
                 "Make the LayerLayout for this schedule, and pack params with it (LayerLayout.pack)."
             )
+    in_order = {LAYERS: jax.eval_shape(layout.in_canonical_order, params[LAYERS])} if is_packed else {}
+    return layout, params | in_order
 
 
 def open_params(params: PyTree, layout: LayerLayout | None) -> PyTree:

@@ -22,9 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked
 from jaxpar.mesh import num_replicas, spec_of_rows
-from jaxpar.pipeline.layout import LayerLayout, check_layout, close_params, open_params
+from jaxpar.pipeline.layout import LayerLayout, close_params, fitting_layout, open_params
 from jaxpar.pipeline.mpmd_params import ListedLayers, OnOneStage, StackedLayers, check_one_process, submeshes
 from jaxpar.pipeline.mpmd_stages import (
     jit_grads,
@@ -100,7 +100,11 @@ class MpmdExecutor:
 
     def _pipeline(self, params: PyTree, batch: PyTree) -> "_Pipeline":
         leaves, tree = jax.tree.flatten((params, batch))
-        _check_not_traced(leaves)
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
+            raise TypeError(
+                'executor="mpmd" dispatches many programs from Python, so it must be called with arrays; got a traced '
+                'argument, as under jax.jit or jax.grad. Call it directly, or use executor="spmd".'
+            )
         key = (tree, *((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves))
         if key not in self._pipelines:
             self.check(params, batch)
@@ -108,38 +112,24 @@ class MpmdExecutor:
         return self._pipelines[key]
 
 
-def _check_not_traced(leaves: list) -> None:
-    if any(isinstance(leaf, Tracer) for leaf in leaves):
-        raise TypeError(
-            'executor="mpmd" dispatches many programs from Python, so it must be called with arrays; got a traced argument, as '
-            'under jax.jit or jax.grad. Call it directly, or use executor="spmd".'
-        )
-
-
 class _Pipeline:
     """The jitted functions and shardings for params and batches of given shapes, made once."""
 
     def __init__(self, executor: MpmdExecutor, params: PyTree, batch: PyTree) -> None:
-        mesh, schedule, layout = executor.mesh, executor.schedule, executor.layout
-        count, stacked = num_layers(params), is_stacked(params)
-        is_packed = layout is not None and stacked
-        layout = layout or LayerLayout(count, schedule.num_stages, schedule.num_chunks, schedule.placement)
-        check_layout(layout, schedule, count, is_packed=is_packed)
+        mesh, schedule = executor.mesh, executor.schedule
         shapes, rows = jax.eval_shape(lambda *trees: trees, params, batch)
+        layout, canonical = fitting_layout(executor.layout, schedule, shapes)
         one_replica = lambda a: jax.ShapeDtypeStruct((a.shape[0] // num_replicas(mesh), *a.shape[1:]), a.dtype)
         split = lambda rows: executor.split(rows, schedule.num_microbatches)
 
         self.mesh, self.meshes, self.schedule = mesh, submeshes(mesh), schedule
         self.outer = OnOneStage(params[OUTER], mesh)
         self.layers = (
-            StackedLayers(params[LAYERS], mesh, layout, is_packed=is_packed)
-            if stacked
+            StackedLayers(params[LAYERS], mesh, layout, is_packed=executor.layout is not None)
+            if is_stacked(params)
             else ListedLayers(params[LAYERS], mesh, layout)
         )
         rows = jax.tree.map(one_replica, rows)
-        canonical = (
-            shapes | {LAYERS: jax.eval_shape(layout.in_canonical_order, shapes[LAYERS])} if is_packed else shapes
-        )
         axes = executor.traced_loss(canonical, batch).manual_axes
         with as_manual_over(axes, self.meshes[0]):
             traced = executor.traced_loss(canonical, batch)

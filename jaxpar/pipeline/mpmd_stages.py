@@ -183,8 +183,16 @@ def make_virtual_stages(
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), split(rows))
 
     microbatch = jax.eval_shape(microbatch_of, rows, 0)
-    layers, y = _split_layers(model, layout, params, microbatch, shards)
-    ends = Ends(model, loss, params[OUTER], y, microbatch)
+    x, functions = jax.eval_shape(model.embed, params[OUTER], microbatch), model.layers(layout.num_layers)
+    if isinstance(shards, ParamShards):  # equal layers are split once
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[LAYERS])
+        layers = [split_layer(functions[0], one, x, shards)] * layout.num_layers
+    else:
+        layers = []
+        for function, own, own_shards in zip(functions, params[LAYERS], shards, strict=True):
+            layers.append(split_layer(function, own, x, own_shards))
+            x = jax.eval_shape(function, own, x)
+    ends = Ends(model, loss, params[OUTER], x, microbatch)
     virtual_stages, each, counts = [], iter(layers), [0] * schedule.num_stages
     for number, count in enumerate(layout.layers_per_virtual_stage or ()):
         stage, _ = schedule.stage_and_chunk(number)
@@ -194,26 +202,6 @@ def make_virtual_stages(
         virtual_stages.append(VirtualStage(stage, own, positions, number == 0, is_last, ends, microbatch_of, schedule))
         counts[stage] += count
     return virtual_stages
-
-
-def _split_layers(
-    model: LayeredModel,
-    layout: LayerLayout,
-    params: PyTree,
-    microbatch: PyTree,
-    shards: ParamShards | list[ParamShards],
-) -> tuple[list[SplitLayer], PyTree]:
-    """The layers of the model, equal ones split once, and the shape of what the last of them returns."""
-    x = jax.eval_shape(model.embed, params[OUTER], microbatch)
-    functions = model.layers(layout.num_layers)
-    if isinstance(shards, ParamShards):
-        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[LAYERS])
-        return [split_layer(functions[0], one, x, shards)] * layout.num_layers, x
-    layers = []
-    for function, own, own_shards in zip(functions, params[LAYERS], shards, strict=True):
-        layers.append(split_layer(function, own, x, own_shards))
-        x = jax.eval_shape(function, own, x)
-    return layers, x
 
 
 def jit_params(virtual_stages: Sequence[VirtualStage], split: Callable[[PyTree], list]) -> Callable[[PyTree], list]:

@@ -81,16 +81,13 @@ class OpRow(NamedTuple):
     has_head: bool = True
 
 
-class Row(NamedTuple):
-    """A stage's row of all tables, by their names."""
+Row = dict[str, Any]  # a stage's row of all tables, by their names
 
-    columns: dict[str, Any]
 
-    def op(self, name: str, *, reduces: bool = False) -> OpRow:
-        """Returns the part of an op, by its name in the tick."""
-        own = {field: self.columns[f"{name}_{field}"] for field in _FIELDS[name[0]]}
-        turned = self.columns.get(f"{name}_reversed")
-        return OpRow(on=self.columns[f"{name}_on"] > 0, **own, reversed=turned, reduces=reduces)
+def op_row(row: Row, name: str, *, reduces: bool = False) -> OpRow:
+    """Returns the part of an op of a row, by its name in the tick."""
+    own = {field: row[f"{name}_{field}"] for field in _FIELDS[name[0]]}
+    return OpRow(on=row[f"{name}_on"] > 0, **own, reversed=row.get(f"{name}_reversed"), reduces=reduces)
 
 
 @dataclass(frozen=True)

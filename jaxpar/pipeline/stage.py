@@ -36,7 +36,7 @@ from jaxpar.pipeline import buffers
 from jaxpar.pipeline.control_flow import Mask, both, do_if, masked, stage_index, where
 from jaxpar.pipeline.embed_and_head import Ends
 from jaxpar.pipeline.layer_loop import LayerLoop
-from jaxpar.pipeline.program import OpRow, Program, Row, Segment
+from jaxpar.pipeline.program import OpRow, Program, Row, Segment, op_row
 from jaxpar.shard_map import whole_over_tensor
 
 BUFFERS = ("residuals_b", "residuals_w", "cotangents_w")  # those that hold values of each layer
@@ -114,9 +114,9 @@ class Stage:
         sends = {"F": blank, "B": [blank[i] for i in self.floats]}
         over_links = partial(buffers.transfer, self.program, segment, number, self.x, row)
         early, arrived = self.program.masks and self.program.schedule.num_stages > 1, None
-        rows = {name: row.op(name, reduces=segment.reduces == name) for name in segment.ops}
+        rows = {name: op_row(row, name, reduces=segment.reduces == name) for name in segment.ops}
         if "F" in rows and segment.masks("F"):
-            rows["F"] = rows["F"]._replace(last=last.op("F") if last else None, has_head=segment.has_head)
+            rows["F"] = rows["F"]._replace(last=op_row(last, "F") if last else None, has_head=segment.has_head)
         for name in segment.ops:
             if name == "W" and early:
                 # The messages travel while W runs. Without the barrier below XLA may wait for them before W.

@@ -31,17 +31,19 @@ class Timetable:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.moments: dict[tuple[int, Op], Moment] = {}
-        most = Counter({kind: int(kind in schedule.kinds) for kind in KINDS})
-        for tick, row in enumerate(schedule.ops):
-            for stage, ops in enumerate(row):
-                seen: Counter[str] = Counter()
-                for op in ops:
-                    seen[op.kind] += 1
-                    _check_repeat(op, seen[op.kind], stage, tick)
-                    name = op.kind if seen[op.kind] == 1 else f"{op.kind}{seen[op.kind]}"
-                    self.moments[stage, op] = Moment(tick, name)
-                most |= seen
-        self.names = tuple(kind if i == 0 else f"{kind}{i + 1}" for kind in KINDS for i in range(most[kind]))
+        seen: Counter[tuple[int, int, str]] = Counter()
+        for (stage, op), (tick, _) in schedule.moments().items():
+            seen[stage, tick, op.kind] += 1
+            times = seen[stage, tick, op.kind]
+            if op.kind != "W" and times > 1:
+                raise ValueError(
+                    f"a stage can run one {op.kind} in a tick, since it sends one message each way; got a second, {op}, on "
+                    f"stage {stage} in tick {tick}. Give it a tick of its own."
+                )
+            self.moments[stage, op] = Moment(tick, op.kind if times == 1 else f"{op.kind}{times}")
+        used = {name for _, name in self.moments.values()}
+        more = (f"W{number}" for number in range(2, 1 + max(seen.values())))
+        self.names = tuple(name for name in (*KINDS, *more) if name in used)
         self._phases = {phase: i for i, phase in enumerate((*self.names, "arrival"))}
 
     def time(self, tick: int, phase: str) -> int:
@@ -62,14 +64,6 @@ def sends_right(schedule: Schedule, op: Op) -> bool:
     """Returns whether the output of an F or B is sent to the next stage (the first after the last), not the previous one."""
     runs_back = schedule.placement == "v" and op.chunk % 2 == 1
     return (op.kind == "F") != runs_back
-
-
-def _check_repeat(op: Op, times: int, stage: int, tick: int) -> None:
-    if op.kind != "W" and times > 1:
-        raise ValueError(
-            f"a stage can run one {op.kind} in a tick, since it sends one message each way; got a second, {op}, on stage "
-            f"{stage} in tick {tick}. Give it a tick of its own."
-        )
 
 
 @dataclass(frozen=True)
@@ -93,10 +87,10 @@ def lives_of(
         merged: The ticks in which B reads the residuals of one layer before F writes those of another.
     """
     schedule = timetable.schedule
-    lives = {"inbox": _activations(timetable)} | {name: [] for name in ("residuals_b", "residuals_w", "cotangents_w")}
+    lives = {"inbox": _messages(timetable, "F")} | {name: [] for name in ("residuals_b", "residuals_w", "cotangents_w")}
     if schedule.is_forward:
         return lives
-    lives["inbox"] += _cotangents(timetable)
+    lives["inbox"] += _messages(timetable, "B")
     first, splits = "R" if schedule.recomputes else "F", schedule.splits_backward
     of_b = [("residuals_b", first, "B"), ("residuals_w", first, "BW" if splits else "B")]
     for buffer, writer, readers in [*of_b, ("cotangents_w", "B", "W")] if splits else of_b:
@@ -120,39 +114,28 @@ def allot(lives: Iterable[Life], tables: dict[str, np.ndarray]) -> int:
     return max((len(slots) for slots in free_after.values()), default=0)
 
 
-def _activations(timetable: Timetable) -> list[Life]:
-    """The inputs of F and R on every virtual stage but the first, which starts from the embedding."""
-    schedule, lives = timetable.schedule, []
-    for virtual_stage, m in product(range(1, schedule.num_virtual_stages), range(schedule.num_microbatches)):
-        stage, chunk = schedule.stage_and_chunk(virtual_stage)
-        source, source_chunk = schedule.stage_and_chunk(virtual_stage - 1)
-        readers = [Op(kind, m, chunk) for kind in "FR" if kind in schedule.kinds]
-        uses = [timetable.use(stage, reader, "x") for reader in readers]
-        end = timetable.when(stage, readers[-1])
-        lives.append(_message(timetable, source, Op("F", m, source_chunk), stage, end, uses))
-    return lives
+def _messages(timetable: Timetable, kind: str) -> list[Life]:
+    """The inputs of F and R, or of B, from their arrival, or their write on the same stage, to their last use.
 
-
-def _cotangents(timetable: Timetable) -> list[Life]:
-    """The inputs of B: from B of the next virtual stage, or from the head, which runs in F of the last one."""
+    They come from the neighbouring virtual stage, those of the last B from the head, which runs in F. The first F starts from
+    the embedding.
+    """
     schedule, lives = timetable.schedule, []
     for virtual_stage, m in product(range(schedule.num_virtual_stages), range(schedule.num_microbatches)):
         stage, chunk = schedule.stage_and_chunk(virtual_stage)
-        is_last = virtual_stage == schedule.num_virtual_stages - 1
-        source, source_chunk = schedule.stage_and_chunk(virtual_stage if is_last else virtual_stage + 1)
-        sender, reader = Op("F" if is_last else "B", m, source_chunk), Op("B", m, chunk)
-        uses = [timetable.use(stage, reader, "ct")]
-        lives.append(_message(timetable, source, sender, stage, timetable.when(stage, reader), uses))
+        readers = [Op(each, m, chunk) for each in ("FR" if kind == "F" else "B") if each in schedule.kinds]
+        senders = [each for each in schedule.inputs_of(stage, readers[0]) if each[1].kind == kind]
+        if kind == "B" and not senders:
+            senders = [(stage, Op("F", m, chunk))]
+        for source, sent in senders:
+            written, where = timetable.when(source, sent), timetable.use(source, sent, "out")
+            if source != stage:
+                tick = timetable.moments[source, sent].tick
+                written = timetable.time(tick, "arrival")
+                where = ("right" if sends_right(schedule, sent) else "left"), tick
+            uses = (timetable.use(stage, reader, "x" if kind == "F" else "ct") for reader in readers)
+            lives.append(Life(stage, written, timetable.when(stage, readers[-1]), (where, *uses)))
     return lives
-
-
-def _message(timetable: Timetable, source: int, sent: Op, stage: int, end: int, uses: list[tuple[str, int]]) -> Life:
-    """A message from its arrival, or from its write on the same stage, to its last use."""
-    if source == stage:
-        return Life(stage, timetable.when(source, sent), end, (timetable.use(source, sent, "out"), *uses))
-    tick = timetable.moments[source, sent].tick
-    channel = "right" if sends_right(timetable.schedule, sent) else "left"
-    return Life(stage, timetable.time(tick, "arrival"), end, ((channel, tick), *uses))
 
 
 def _held(timetable: Timetable, buffer: str, stage: int, op: Op, readers: str) -> Life:

@@ -12,22 +12,21 @@ The faster of the two is taken, as NCCL does. Most steps of a ring over nodes ar
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_kind
 from jaxpar.gpus import GPUS as DATASHEETS
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.mesh import FROM_SLOWEST
 
 GPUS = tuple(DATASHEETS)
-# Multiprocessors (datasheets), and the shares of the peak that kernels reach. That of large products is calibrated on the
-# published steps of `docs/plan.md`, for A100 and H100, whose clocks fall under load, and assumed to be as for H100 for others.
-# That of fused attention: Dao 2023, arXiv 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
-_HOPPER = {"product_share": 0.68, "attention_share": 0.34, "fp8_rate": 1.7}
-_KERNELS = {
-    "a100": {"multiprocessors": 108, "product_share": 0.82, "attention_share": 0.5},
-    "h100": {"multiprocessors": 132, **_HOPPER},
-    "h200": {"multiprocessors": 132, **_HOPPER},
-    "b200": {"multiprocessors": 148, **_HOPPER},
+# The shares of the peak that kernels reach. That of large products is calibrated on the published steps of `docs/plan.md`, for
+# A100 and H100, whose clocks fall under load, and assumed to be as for H100 for others. That of fused attention: Dao 2023,
+# arXiv 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
+_KERNELS: dict[str, dict[str, Any]] = {
+    "a100": {"product_share": 0.82, "attention_share": 0.5},
+    "other": {"product_share": 0.68, "attention_share": 0.34, "fp8_rate": 1.7},
 }
 _TREE_SHARE = 0.9  # of a ring's bandwidth
 
@@ -76,7 +75,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
-            if field != "name" and value is not None and not value > 0:
+            if field == "name":
+                continue
+            check_kind((Real, None), "a number", "Give one above 0.", **{f"{field} of a cluster": value})
+            if value is not None and not value > 0:
                 raise ValueError(f"{field} of a cluster must be positive; got {value}.")
 
     @property
@@ -105,8 +107,8 @@ def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
         raise ValueError(
             f"{arg('gpu')} must be one of {', '.join(GPUS)}; got {gpu!r}. Or describe yours as a Cluster(...)."
         )
-    datasheet = {name: value for name, value in vars(DATASHEETS[gpu]).items() if name != "driver_name"}
-    kernels = _KERNELS[gpu.split("-")[0]]
+    datasheet = {name: value for name, value in vars(DATASHEETS[gpu]).items() if name not in ("driver_name", "target")}
+    kernels = _KERNELS.get(gpu.split("-")[0], _KERNELS["other"])
     return Cluster(num_nodes=num_nodes, devices_per_node=devices_per_node, **datasheet, **kernels)
 
 

@@ -110,23 +110,13 @@ class Choice:
 
     def _scheduled(self, num_microbatches: int) -> "Choice":
         """Returns the settings on which the schedule depends and no others, since its tables are cached by them."""
-        return Choice(
-            stage=self.stage,
-            schedule=self.schedule,
-            num_microbatches=num_microbatches,
-            num_chunks=self.num_chunks,
-            remat=self.remat is True,
-        )
+        own: dict[str, Any] = {name: getattr(self, name) for name in ("stage", "schedule", "num_chunks")}
+        return Choice(num_microbatches=num_microbatches, remat=self.remat is True, **own)
 
     @property
     def splits_backward(self) -> bool:
         """Whether B and W are ops of their own: the schedules without a bubble need it, the others have both in one tick."""
         return self.stage > 1 and self.schedule.startswith("zb-")
-
-    @property
-    def may_share_head(self) -> bool:
-        """Whether the stages share a head that is a sum over rows or positions, as ``pipeline/executor.py`` says."""
-        return self.num_chunks < self.stage and not self.splits_backward
 
     @cached_property
     def num_slots(self) -> dict[str, int]:

@@ -87,9 +87,6 @@ class Kernels:
     num_others: int = 0
 
 
-NO_KERNELS = Kernels()
-
-
 def kernels_of(graph: Graph, nodes: Iterable[Node], results: Collection[int], sharded: Collection[int]) -> Kernels:
     """Returns the kernels that run nodes of a graph.
 

@@ -17,6 +17,7 @@ from jaxpar.backward.graph import Graph, trace
 from jaxpar.backward.partition import ParamShards, cut_of, shard_shape
 from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
+from jaxpar.fields import check_at_least, check_kind
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, num_layers
 from jaxpar.losses import softmax_cross_entropy
 from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh
@@ -84,12 +85,6 @@ class ModelShape:
         """Parameters that are trained."""
         return sum(leaf.size for leaf in jax.tree.leaves(only_trained(self.frozen(self.params))))
 
-    def model_of_frozen(self) -> LayeredModel:
-        """Returns the model as a function of params of which some are ``Frozen``."""
-        model = accept_frozen(self.model, self.trainable)
-        assert isinstance(model, LayeredModel)
-        return model
-
     def frozen(self, tree: PyTree) -> PyTree:
         """Returns a tree of the structure of the params, in which those that are not trained are ``Frozen``."""
         return freeze(tree, self.trainable)
@@ -131,6 +126,8 @@ def transformer_shape(
         **changes: Fields of the configuration to change. Unless they are among these, a preset's ``compute_dtype`` is bfloat16
             and its vocabulary is padded to a multiple of 128 (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
     """
+    kinds, rule = (str, transformer.TransformerConfig), "a preset's name or a TransformerConfig"
+    check_kind(kinds, rule, "Describe a model of your own as a ModelShape.", config=config)
     name = config if isinstance(config, str) else "transformer"
     if isinstance(config, str):
         config = transformer.preset(config, **({"compute_dtype": jnp.bfloat16, "vocab_multiple": 128} | changes))
@@ -150,7 +147,8 @@ def transformer_shape(
     specs = jax.tree_util.tree_leaves_with_path(
         specs_from_dims(table, rules), is_leaf=lambda spec: isinstance(spec, PartitionSpec)
     )
-    seq = seq or config.max_positions
+    seq = config.max_positions if seq is None else seq
+    check_at_least(1, seq=seq)
     tokens = jax.ShapeDtypeStruct((1, seq), jnp.int32)
     shape = ModelShape(
         name=name,
@@ -215,7 +213,9 @@ class Traced:
     def __init__(self, shape: ModelShape, num_rows: int, mesh: AbstractMesh) -> None:
         context, data = mesh.shape[CONTEXT], mesh.shape[DATA]
         self._shape, self._mesh = shape, abstract_mesh(data=data, tensor=mesh.shape[TENSOR])
-        self._batch, self._model = shape.batch(num_rows, context), shape.model_of_frozen()
+        model = accept_frozen(shape.model, shape.trainable)
+        assert isinstance(model, LayeredModel)
+        self._batch, self._model = shape.batch(num_rows, context), model
         self._params = shape.frozen(shape.params) if data == 1 else _with_owned(shape, mesh)
         self._key = num_rows, context, data, *(mesh.shape[axis] for axis in shape.depends_on)
 

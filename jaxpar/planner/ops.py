@@ -16,9 +16,10 @@ from jaxpar.dtypes import num_bytes
 from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh
+from jaxpar.pipeline.executor import plans_of_ops
 from jaxpar.planner.fused import BACKWARD, FORWARD, RULES, Grouped, grouped_of
 from jaxpar.planner.job import Choice
-from jaxpar.planner.kernels import NO_KERNELS, VIEWS, Kernels, kernels_of, peak_of_kernels
+from jaxpar.planner.kernels import VIEWS, Kernels, kernels_of, peak_of_kernels
 from jaxpar.planner.model_shape import ModelShape, Traced
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.trainable import trained_indices
@@ -42,14 +43,14 @@ class Work:
     Attributes:
         flops: Floating-point operations of matrix products.
         sent: Its collectives.
-        reads: Indices of the params of one layer that the op reads.
         kernels: What runs on the device.
+        reads: Indices of the params of one layer that the op reads.
     """
 
-    flops: int = 0
-    sent: tuple[Sent, ...] = ()
+    flops: int
+    sent: tuple[Sent, ...]
+    kernels: Kernels
     reads: frozenset[int] = frozenset()
-    kernels: Kernels = NO_KERNELS
 
 
 class Analysis:
@@ -178,11 +179,6 @@ class Analysis:
         pairs = tokens * self.shape.experts_per_token * self._grouped.experts / (self.shape.experts or 1)
         return pairs / self._grouped.pairs
 
-    @property
-    def _stream(self) -> Any:
-        """The shape of the activations that layers read and write, on a device that has all of ``tensor``."""
-        return max(jax.tree.leaves(self._traced.ends.x), key=lambda leaf: leaf.size * leaf.dtype.itemsize)
-
     def _over_data(self, nodes: Iterable[Node]) -> Iterator[Sent]:
         """Yields the collectives over ``data`` that carry rows to experts and back, in the form that the layer has."""
         for node in nodes if self.data > 1 else ():
@@ -222,7 +218,9 @@ class Analysis:
             rows = sum(2 * each.pairs * each.depth * each.columns for each in work.kernels.grouped)
             work = replace(work, flops=work.flops + round(rows * self.own_share))
         if self.data > 1:
-            is_of_rows = lambda each: each.payload_bytes > num_bytes([self._stream])
+            # Larger than the activations that layers read and write.
+            stream = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._traced.ends.x))
+            is_of_rows = lambda each: each.payload_bytes > stream
             over_tensor = (each._replace(of_rows=is_of_rows(each)) for each in work.sent)
             work = replace(work, sent=(*over_tensor, *self._over_data(nodes)))
         if self.context > 1:  # to the keys of complete sequences
@@ -285,8 +283,8 @@ class Analysis:
         return self._head_bytes(graph.needed(outputs, graph.inputs), outputs)
 
     def part_of_head(self, choice: Choice) -> Work | None:
-        """The work of a stage that shares the head, if it is a sum over rows or positions (``head_parts.py``); else None."""
-        if not choice.may_share_head:
+        """The work of a stage that shares the head, if it is a sum over rows or positions (``executor.py``); else None."""
+        if choice.num_chunks >= choice.stage or choice.splits_backward:
             return None
         is_split = any(self.layer.cuts.get(value) == 1 for value in self.split.values["y"])
         part = self._traced.part_of_head(choice.stage, self.tensor if is_split else 1)
@@ -334,7 +332,7 @@ def _work_of(part: Partition, nodes: list[Node], makes: Iterable[int]) -> Work:
     summed = {i for node in nodes if node.outputs[0] in part.collectives for i in node.outputs}
     kernels = kernels_of(part.graph, nodes, {*makes, *summed}, sharded)
     # Rates are published as if the scores above the diagonal were computed.
-    return Work(part.flops_of(nodes) + 2 * sum(kernels.attention), tuple(_over_tensor(part, nodes)), kernels=kernels)
+    return Work(part.flops_of(nodes) + 2 * sum(kernels.attention), tuple(_over_tensor(part, nodes)), kernels)
 
 
 def _over_tensor(part: Partition, nodes: Iterable[Node]) -> Iterator[Sent]:
@@ -353,12 +351,9 @@ def _over_tensor(part: Partition, nodes: Iterable[Node]) -> Iterator[Sent]:
 
 def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:
     """Returns the work of a layer in each op."""
-    one_stage, again = choice.stage == 1, choice.remat is True
-    plans = {"F": "forward" if again or one_stage else "forward_and_store"}
-    if again and not one_stage:
-        plans["R"] = "forward_and_store"
-    if choice.splits_backward:
-        plans |= {"B": "backward_input", "W": "backward_weights"}
+    again = choice.remat is True
+    if choice.stage == 1:
+        plans = {"F": "forward", "B": "again" if again else "backward"}
     else:
-        plans["B"] = "again" if again and one_stage else "backward"
+        plans = plans_of_ops(recomputes=again, splits_backward=choice.splits_backward)
     return {op: analysis.works[plan] for op, plan in plans.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 import optax
 
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_kind
 from jaxpar.mesh import AXES, OF_MODELS
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.optimizer_state import Optimizer
@@ -62,7 +62,8 @@ def plan(
         (2, 1, 1)
     """
     shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
-    batch_size = batch_size or max(1, DEFAULT_TOKENS // shape.tokens_per_row)
+    check_kind((Cluster,), "a Cluster", 'Use jaxpar.planner.cluster("h100"), say.', cluster=cluster)
+    batch_size = max(1, DEFAULT_TOKENS // shape.tokens_per_row) if batch_size is None else batch_size
     if not 0 <= memory_headroom < 1:
         raise ValueError(
             f"{arg('memory_headroom')} must be a share of the memory, at least 0 and less than 1; got {memory_headroom}. "

@@ -79,11 +79,12 @@ def candidates(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict
         fixed: Fixed settings, by name.
     """
     for mesh in _meshes(cluster, batch_size, shape, fixed):
-        schedules = _schedules(mesh.stage, shape.num_layers, fixed)
-        microbatches = _microbatches(batch_size // mesh.num_replicas, fixed)
+        schedules, rows = _schedules(mesh.stage, shape.num_layers, fixed), batch_size // mesh.num_replicas
+        microbatches = fixed_or(fixed, "num_microbatches", [rows // each for each in ROWS if rows % each == 0])
         remats = fixed_or(fixed, "remat", (False, "dots", True))
         for number, remat, (name, chunks) in product(microbatches, remats, schedules):
-            yield replace(mesh, schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat)
+            if rows % number == 0:
+                yield replace(mesh, schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat)
 
 
 def spreads(num_layers: int, num_virtual_stages: int, leading: int = 0) -> list[tuple[int, ...]]:
@@ -133,11 +134,6 @@ def _schedules(stage: int, num_layers: int, fixed: dict[str, Any]) -> list[tuple
     found = {name: fixed.get("num_chunks") or count for name, count in usual.items()}
     fits = lambda name: found[name] * stage <= num_layers and (found[name] == usual[name] or name == "interleaved")
     return [(name, count) for name, count in found.items() if fits(name)]
-
-
-def _microbatches(rows: int, fixed: dict[str, Any]) -> list[int]:
-    numbers = fixed_or(fixed, "num_microbatches", [rows // each for each in ROWS if rows % each == 0])
-    return [number for number in numbers if rows % number == 0]
 
 
 @dataclass

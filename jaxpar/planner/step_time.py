@@ -14,7 +14,7 @@ in jaxpar's program for GPUs:
 ``Software`` says what others overlap.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from jaxpar.planner.ops import Analysis, Work, layer_works
 from jaxpar.planner.state import wide_bytes
 from jaxpar.planner.traffic import Transfer
 from jaxpar.schedule import Costs, stage_and_chunk
-from jaxpar.schedule.simulate import Messages, Row, makespan
+from jaxpar.schedule.simulate import Row, makespan
 
 # Collectives take multiprocessors and memory bandwidth from the computation beside which they run: by this share of their time
 # they lengthen it.
@@ -62,79 +62,20 @@ class StepTime:
         return sum(vars(self).values())
 
 
-@dataclass(frozen=True)
-class OpTimes:
-    """Seconds for one microbatch.
+class Prices:
+    """Seconds of the ops, messages and collectives of a choice, those of ops for one microbatch.
 
     Attributes:
         computing: Those of the kernels of each op of one layer. The last op of the backward pass adds its gradients to those of
             earlier microbatches.
         sending: Those of the collectives over ``tensor`` of each op.
-        beside: The part of ``sending`` that runs beside computation where F of a layer runs beside B of another (``merges``).
         again: The part of ``computing`` that is recomputed.
         head_computing: Those of the kernels of the head and the loss, forward and backward, and of the sums of its gradients.
         head_sending: Those of their collectives.
         embed: Those of the embedding.
         embed_back: Those of its backward pass.
-    """
-
-    computing: dict[str, float]
-    sending: dict[str, float]
-    beside: float
-    again: float
-    head_computing: float
-    head_sending: float
-    embed: float
-    embed_back: float
-
-
-def op_times(
-    choice: Choice, analysis: Analysis, links: Links, assumed: Assumptions, software: Software, *, ideal: bool
-) -> OpTimes:
-    """Returns the seconds of the ops of a choice, ``ideal`` for stages that run freely."""
-    cluster, works = links.cluster, layer_works(choice, analysis)
-    head = (None if ideal else analysis.part_of_head(choice)) or analysis.end_works["head"]
-
-    def computes(work: Work) -> float:
-        if assumed.compute is not None:
-            return work.flops / (cluster.peak_flops * assumed.compute)
-        return seconds_of(work.kernels, cluster, choice.tensor, software, analysis.own_share)
-
-    def sends(work: Work) -> float:
-        sent = [each for each in work.sent if not (each.of_rows and software.folds_experts)]
-        seconds = [(each.axis, collective_seconds(links, *each[:3])) for each in sent]
-        hides = lambda axis: (EXPERTS if axis == DATA else axis) in software.overlaps
-        hidden = min(sum(each for axis, each in seconds if hides(axis)), computes(work))
-        return sum(each for _, each in seconds) - (1 - INTERFERENCE) * hidden
-
-    computing = {op: computes(work) for op, work in works.items()}
-    if "W" in works and software.products_alone_in_w:
-        alone = computes(replace(works["W"], kernels=Kernels(works["W"].kernels.products)))
-        computing |= {"B": computing["B"] + computing["W"] - alone, "W": alone}
-    forward = computes(analysis.works["forward"])
-    again = computing.get("R", forward if choice.remat is True else 0.0) + software.recompute * forward
-    computing["B"] += software.recompute * forward
-    of_head = computes(head)
-    if assumed.compute is None:
-        if choice.runs_pipeline and not ideal:  # the params of a layer are copied out of their stacks
-            params = analysis.layer.shapes(analysis.split.values["params"])
-            copied = lambda work: 2 * num_bytes(params[i] for i in work.reads) / memory_rate(cluster)
-            computing = {op: seconds + copied(works[op]) for op, seconds in computing.items()}
-        if choice.num_microbatches > 1 and not software.fused_accumulation:
-            computing["W" if "W" in works else "B"] += 2 * wide_bytes(analysis.trained_params) / memory_rate(cluster)
-            of_head += 2 * wide_bytes(analysis.head_grads) / memory_rate(cluster)
-    of_ends = (analysis.end_works[name] for name in ("embed", "embed_back"))
-    embed, embed_back = (computes(work) + sends(work) for work in of_ends)
-    sending = {op: sends(work) for op, work in works.items()}
-    # The collectives of F run beside the kernels of the backward pass, and the other way around.
-    of_backward = lambda seconds: sum(each for op, each in seconds.items() if op != "F")
-    beside = min(sending["F"], of_backward(computing)) + min(of_backward(sending), computing["F"])
-    beside *= 1 - INTERFERENCE
-    return OpTimes(computing, sending, beside, again, of_head, sends(head), embed, embed_back)
-
-
-class Prices:
-    """Seconds of the ops, messages and collectives of a choice.
+        counts: The layers of each virtual stage; the first has more if it alone runs the layers of the embedding.
+        shares_head: Whether the stages share the head.
 
     Args:
         choice: Mesh axes and settings.
@@ -157,37 +98,85 @@ class Prices:
         ideal: bool,
     ) -> None:
         self.choice, self.cluster, self.software, self.ideal = choice, cluster, software, ideal
+        self._analysis, self._assumed, self._message = analysis, assumed, num_bytes(analysis.x)
         self.links = Links(cluster, choice.mesh.shape, assumed.network)
+        works, ends = layer_works(choice, analysis), analysis.end_works
+        part_of_head = None if ideal else analysis.part_of_head(choice)
+        head, self.shares_head = part_of_head or ends["head"], part_of_head is not None
+        self.head_computing, self.head_sending = self._computes(head), self._sends(head)
+        self.embed, self.embed_back = (
+            self._computes(ends[name]) + self._sends(ends[name]) for name in ("embed", "embed_back")
+        )
+        self.computing = {op: self._computes(work) for op, work in works.items()}
+        self.sending = {op: self._sends(work) for op, work in works.items()}
+        if "W" in works and software.products_alone_in_w:
+            alone = self._computes(replace(works["W"], kernels=Kernels(works["W"].kernels.products)))
+            self.computing |= {"B": self.computing["B"] + self.computing["W"] - alone, "W": alone}
+        forward = self._computes(analysis.works["forward"])
+        again = self.computing.get("R", forward if choice.remat is True else 0.0)
+        self.again = again + software.recompute * forward
+        self.computing["B"] += software.recompute * forward
+        if assumed.compute is None:
+            self._move_params_and_sums(works)
         self.counts: tuple[float, ...] = tuple(choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ())
-        self.times: OpTimes = op_times(choice, analysis, self.links, assumed, software, ideal=ideal)
-        self._leading = 0.0 if analysis.ends.embed_is_lookup else self.times.embed + self.times.embed_back
+        self._leading = 0.0 if analysis.ends.embed_is_lookup else self.embed + self.embed_back
         if self._leading and (ideal or choice.num_chunks > 1 or len(set(self.counts)) > 1):
             # The first stage alone runs the layers of the embedding, as if it had more of its own.
             self.counts = (self.counts[0] + self._leading / self.one_layer, *self.counts[1:])
-            self.times, self._leading = replace(self.times, embed=0.0, embed_back=0.0), 0.0
-        self.shares_head = not ideal and analysis.part_of_head(choice) is not None
-        self._message = num_bytes(analysis.x)
+            self.embed = self.embed_back = self._leading = 0.0
+
+    def _computes(self, work: Work) -> float:
+        """Returns the seconds of the kernels of an op."""
+        if self._assumed.compute is not None:
+            return work.flops / (self.cluster.peak_flops * self._assumed.compute)
+        return seconds_of(work.kernels, self.cluster, self.choice.tensor, self.software, self._analysis.own_share)
+
+    def _sends(self, work: Work) -> float:
+        """Returns the seconds of the collectives of an op."""
+        sent = [each for each in work.sent if not (each.of_rows and self.software.folds_experts)]
+        seconds = [(each.axis, collective_seconds(self.links, *each[:3])) for each in sent]
+        hides = lambda axis: (EXPERTS if axis == DATA else axis) in self.software.overlaps
+        hidden = min(sum(each for axis, each in seconds if hides(axis)), self._computes(work))
+        return sum(each for _, each in seconds) - (1 - INTERFERENCE) * hidden
+
+    def _move_params_and_sums(self, works: Mapping[str, Work]) -> None:
+        """Adds what copies the params of a layer out of their stacks, and adds gradients to sums."""
+        analysis, rate = self._analysis, memory_rate(self.cluster)
+        if self.choice.runs_pipeline and not self.ideal:
+            params = analysis.layer.shapes(analysis.split.values["params"])
+            for op, work in works.items():
+                self.computing[op] += 2 * num_bytes(params[i] for i in work.reads) / rate
+        if self.choice.num_microbatches > 1 and not self.software.fused_accumulation:
+            self.computing["W" if "W" in works else "B"] += 2 * wide_bytes(analysis.trained_params) / rate
+            self.head_computing += 2 * wide_bytes(analysis.head_grads) / rate
 
     def op(self, name: str) -> int | float:
         """Returns the seconds of an op of one layer."""
-        return self.times.computing.get(name, 0.0) + self.times.sending.get(name, 0.0)
+        return self.computing.get(name, 0.0) + self.sending.get(name, 0.0)
 
     @property
     def one_layer(self) -> int | float:
         """The seconds of all ops of one layer for one microbatch."""
-        return sum(map(self.op, self.times.computing))
+        return sum(map(self.op, self.computing))
 
     @property
     def beside(self) -> int | float:
-        """The seconds of the collectives of one layer, for one microbatch, that run beside the kernels of another."""
-        return self.times.beside if self.choice.merges and not self.ideal else 0.0
+        """The seconds of the collectives of one layer, for one microbatch, that run beside the kernels of another.
+
+        Those of F run beside the kernels of the backward pass, and the other way around (``Choice.merges``).
+        """
+        if self.ideal or not self.choice.merges:
+            return 0.0
+        of_backward = lambda seconds: sum(each for op, each in seconds.items() if op != "F")
+        of_f = min(self.sending["F"], of_backward(self.computing))
+        return (of_f + min(of_backward(self.sending), self.computing["F"])) * (1 - INTERFERENCE)
 
     @property
     def head_seconds(self) -> int | float:
         """The seconds of the head and the loss for one microbatch, forward and backward, on the stage with the head."""
         exchanged = ("reduce-scatter", "all-gather") if self.shares_head else ()  # y, and the gradient of y
         exchange = sum(collective_seconds(self.links, STAGE, kind, self._message) for kind in exchanged)
-        return self.times.head_computing + self.times.head_sending + exchange
+        return self.head_computing + self.head_sending + exchange
 
     @property
     def messages(self) -> list[int | float]:
@@ -205,7 +194,7 @@ class Prices:
             return 0.0
         meanwhile = 0.0
         if self.shares_head and "F" in kinds:
-            meanwhile = self.times.head_computing
+            meanwhile = self.head_computing
         elif self.choice.form == "fused" and "W" in kinds:
             meanwhile = max(self.counts) * self.op("W")
         return max(max(self.messages) - meanwhile, self.cluster.latency(crosses_nodes=self.links.crosses(STAGE)))
@@ -256,7 +245,7 @@ class Prices:
         choice, counts = self.choice, self.by_stage()
         if choice.stage == 1:
             return choice.num_microbatches * self.busiest()
-        ops = {name: max(counts) * self.op(name) for name in self.times.computing}
+        ops = {name: max(counts) * self.op(name) for name in self.computing}
         w = ops.get("W", 0)
         waits = {"zb-h1": sum(ops.values()) - 2 * w, "zb-v": (sum(ops.values()) - 2 * w) / 2}
         fill = (choice.stage - 1) * waits.get(choice.schedule, sum(ops.values()) / choice.num_chunks)
@@ -284,19 +273,20 @@ def step_time(prices: Prices, transfers: list[Transfer], state_bytes: int) -> St
         transfers: Its collectives.
         state_bytes: Bytes of params, optimizer state and gradients that a device updates; it reads and writes them.
     """
-    choice, layers, of = prices.choice, prices.by_stage(), prices.times
+    choice, layers = prices.choice, prices.by_stage()
     busiest = max(range(len(layers)), key=lambda i: layers[i] * 1000 + (i == len(layers) - 1))
     times = choice.num_microbatches * layers[busiest]
     heads = choice.num_microbatches if busiest == len(layers) - 1 or prices.shares_head else 0
-    ends = 0.0 if prices.ideal else choice.num_microbatches * (of.embed + of.embed_back)  # every stage computes them
-    compute = times * sum(of.computing.values()) + heads * of.head_computing + ends
+    # In lock-step every stage computes them.
+    ends = 0.0 if prices.ideal else choice.num_microbatches * (prices.embed + prices.embed_back)
+    compute = times * sum(prices.computing.values()) + heads * prices.head_computing + ends
     # The first F and the last B have nothing beside them.
     beside = (choice.num_microbatches - 1) * layers[busiest] * prices.beside
-    tensor = times * sum(of.sending.values()) + heads * of.head_sending - beside
+    tensor = times * sum(prices.sending.values()) + heads * prices.head_sending - beside
     pipeline = _pipeline(prices) if choice.stage > 1 else compute + tensor
     return StepTime(
-        compute=compute - times * of.again,
-        again=times * of.again,
+        compute=compute - times * prices.again,
+        again=times * prices.again,
         tensor=tensor,
         bubble=pipeline - compute - tensor,
         data=prices.exposed_data(transfers),
@@ -332,7 +322,7 @@ def _ticks(prices: Prices, num_microbatches: int) -> int | float:
 
     def of_tick(tick: frozenset[Row]) -> int | float:
         kinds = {kind for row in tick for _, kind in row}
-        ends = ("F" in kinds) * (everywhere + prices.times.embed) + ("B" in kinds) * prices.times.embed_back
+        ends = ("F" in kinds) * (everywhere + prices.embed) + ("B" in kinds) * prices.embed_back
         return max(map(of_row, tick)) + ends + prices.exposed_message(kinds)
 
     return sum(count * of_tick(tick) for tick, count in prices.choice.structure(num_microbatches).ticks)
@@ -348,7 +338,7 @@ def _makespan(prices: Prices, num_microbatches: int) -> int | float:
     return makespan(
         choice.structure(num_microbatches, "fused" if in_pairs else "published", by_tick=in_pairs),
         Costs(head=prices.head_seconds / 3, **ops),
-        is_free=True,
-        messages=Messages(tuple(prices.messages), blocks=software.blocks_on_messages or in_pairs),
+        prices.messages,
+        blocks=software.blocks_on_messages or in_pairs,
         waits_for_all=software.waits_between_steps,
     )

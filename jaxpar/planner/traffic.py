@@ -61,7 +61,7 @@ def step_traffic(choice: Choice, analysis: Analysis, at_rest: AtRest, *, message
         messages: Whether to include messages between stages, for which the schedule is compiled.
     """
     transfers = [*_over_replicas(choice, analysis, at_rest), *_over_stage(choice, at_rest)]
-    transfers += _messages(choice, analysis) if messages else []
+    transfers += _messages(choice, analysis) if messages and choice.stage > 1 else []
     transfers += [*_of_ops(choice, analysis), *_of_norm(choice, at_rest)]
     return [each for each in transfers if each.group_size > 1 and each.payload_bytes and each.times]
 
@@ -126,8 +126,6 @@ def _over(
 
 
 def _over_stage(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
-    if choice.stage == 1:
-        return
     yield Transfer(STAGE, "all-reduce", SCALAR, 1, choice.stage, "loss")
     specs = jax.tree.leaves(at_rest.step.replica_grads[OUTER], is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     for leaf, spec in zip((at_rest.outer_in_use[i] for i in at_rest.trained_outer), specs, strict=True):
@@ -140,8 +138,6 @@ def _over_stage(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
 
 
 def _messages(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
-    if choice.stage == 1:
-        return
     sizes = {
         "right": num_bytes(analysis.x),
         "left": num_bytes(leaf for leaf in analysis.x if jnp.issubdtype(leaf.dtype, jnp.inexact)),

@@ -6,7 +6,7 @@ from itertools import cycle
 from os import PathLike
 from typing import Any
 
-from jaxpar.plot.figure import check_format, figure_to, panels
+from jaxpar.plot.figure import figure_to, panels
 
 BARS = "▁▂▃▄▅▆▇█"
 SKETCH_WIDTH = 40
@@ -14,6 +14,7 @@ LINE_COLOURS = ("#1b6ca8", "#d95f02", "#1b9e77", "#b0308c", "#7a6a00", "#5b5b5b"
 STYLES = ("-", "--", "-.", ":")
 
 Curve = tuple[Sequence[int], Sequence[float]]
+Bars = Mapping[str, Mapping[str, int | float]]  # the parts of each bar
 MEMORY_COLOURS = {
     "params": "#5b92d0",
     "optimizer": "#bfaede",
@@ -75,28 +76,18 @@ def plot_curves(runs: Mapping[str, Curve], path: str | PathLike[str], *, name: s
         ImportError: matplotlib is not installed.
         ValueError: The suffix is not a known format.
     """
-    check_format(path)
     with figure_to(path, (8.0, 5.0), asked_by="plot_curves") as figure:
         panel = figure.add_subplot()
-        for i, (run, (steps, values)) in enumerate(runs.items()):
-            style = {
-                "color": LINE_COLOURS[i % len(LINE_COLOURS)],
-                "linestyle": STYLES[i % len(STYLES)],
-                "linewidth": 1.4,
-            }
-            panel.plot([step + 1 for step in steps], values, label=f"{run}: {values[-1]:.4g} at the end", **style)
+        for (run, (steps, values)), color, line in zip(runs.items(), cycle(LINE_COLOURS), cycle(STYLES), strict=False):
+            label = f"{run}: {values[-1]:.4g} at the end"
+            panel.plot([step + 1 for step in steps], values, color=color, linestyle=line, linewidth=1.4, label=label)
         panel.set(title=f"{name} of {len(runs)} runs, step by step", xlabel="steps taken", ylabel=name)
-        panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", color="0.9")
         panel.legend(loc="best", frameon=False)
 
 
 def plot_memory(
-    bytes_by_stage: Mapping[str, Mapping[str, int | float]],
-    memory_bytes: int | float,
-    *,
-    path: str | PathLike[str],
-    title: str | None = None,
+    bytes_by_stage: Bars, memory_bytes: int | float, *, path: str | PathLike[str], title: str | None = None
 ) -> None:
     """Draws the bytes on one device of each stage, by kind, and the memory that it has.
 
@@ -110,12 +101,11 @@ def plot_memory(
         ImportError: matplotlib is not installed.
         ValueError: There are no bars, or the suffix is not a known format.
     """
-    _check_bars(bytes_by_stage, path, "plot_memory")
     sizes = {name: {kind: n / GIB for kind, n in parts.items()} for name, parts in bytes_by_stage.items()}
     others, names = cycle(OTHERS), list(sizes)
     with figure_to(path, (min(15.0, 3.2 + 0.75 * len(names)), 4.8), asked_by="plot_memory") as figure:
         panel = figure.add_subplot()
-        totals = _stack(panel.bar, sizes, lambda kind: MEMORY_COLOURS.get(kind) or next(others))
+        totals = _stack("plot_memory", panel.bar, sizes, lambda kind: MEMORY_COLOURS.get(kind) or next(others))
         for at, total in enumerate(totals):
             panel.text(at, total + 0.01 * memory_bytes / GIB, f"{total:.3g}", ha="center", va="bottom", fontsize=8)
         panel.axhline(memory_bytes / GIB, color="#c0392b", linestyle="--", linewidth=1.2)
@@ -124,15 +114,12 @@ def plot_memory(
         panel.set_ylim(0, 1.15 * max(*totals, memory_bytes / GIB))
         panel.set_ylabel("GiB on one device")
         panel.set_title(title or "What one device of each stage holds", loc="left", fontsize=11)
-        panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(axis="x", length=0, rotation=0 if len(names) < 9 else 45)
         handles, labels = panel.get_legend_handles_labels()
         figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
 
 
-def plot_step_time(
-    seconds_by_plan: Mapping[str, Mapping[str, int | float]], *, path: str | PathLike[str], title: str | None = None
-) -> None:
+def plot_step_time(seconds_by_plan: Bars, *, path: str | PathLike[str], title: str | None = None) -> None:
     """Draws the seconds of a step by part, a bar for each plan.
 
     Args:
@@ -144,18 +131,16 @@ def plot_step_time(
         ImportError: matplotlib is not installed.
         ValueError: There are no bars, or the suffix is not a known format.
     """
-    _check_bars(seconds_by_plan, path, "plot_step_time")
     colours = cycle(TIME_COLOURS)
     with figure_to(path, (9.5, 1.6 + 0.42 * len(seconds_by_plan)), asked_by="plot_step_time") as figure:
         panel = figure.add_subplot()
-        totals = _stack(panel.barh, seconds_by_plan, lambda _: next(colours))
+        totals = _stack("plot_step_time", panel.barh, seconds_by_plan, lambda _: next(colours))
         for at, total in enumerate(totals):
             panel.text(total, at, f" {total:.3g} s", va="center", fontsize=8)
         panel.invert_yaxis()
         panel.set_xlim(0, 1.1 * max(totals) or 1)
         panel.set_xlabel("seconds of a step")
         panel.set_title(title or "Where the time of a step goes", loc="left", fontsize=11)
-        panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(axis="y", length=0, labelsize=8)
         figure.legend(loc="outside right center", frameon=False)
 
@@ -173,14 +158,9 @@ def plot_loss(path: str | PathLike[str], lines: Sequence[Mapping[str, float]], e
     steps, of_steps = ([line[name] for line in lines] for name in ("step", "loss"))
     tested = [line for line in lines if "test_loss" in line]
     axes.plot([step + 1 for step in steps], of_steps, color="#1b9e77", linewidth=1, label="text learned from, one step")
-    axes.plot(
-        [line["step"] + 1 for line in tested],
-        [line["test_loss"] for line in tested],
-        color="#d95f02",
-        marker="o",
-        markersize=4,
-        label=f"text held out; at the end {tested[-1]['test_loss']:.3f}" if tested else "text held out",
-    )
+    held_out = [[line["step"] + 1 for line in tested], [line["test_loss"] for line in tested]]
+    label = "text held out" + (f"; at the end {tested[-1]['test_loss']:.3f}" if tested else "")
+    axes.plot(*held_out, color="#d95f02", marker="o", markersize=4, label=label)
     axes.axhline(entropy, color="#808080", linestyle="--", label=f"knowing frequencies alone: {entropy:.3f}")
     axes.set(title="The loss as the model learns", xlabel="steps taken", ylabel=f"cross-entropy (nats a {unit})")
     axes.set_ylim(0, 1.05 * max(*filter(math.isfinite, of_steps), entropy, 0.0))
@@ -189,16 +169,10 @@ def plot_loss(path: str | PathLike[str], lines: Sequence[Mapping[str, float]], e
     figure.savefig(path, dpi=120)
 
 
-def _check_bars(bars: Mapping[str, Any], path: str | PathLike[str], asked_by: str) -> None:
-    check_format(path)
+def _stack(asked_by: str, draw: Callable[..., Any], bars: Bars, colour: Callable[[str], str]) -> list[float]:
+    """Draws bars of parts by a panel's ``bar`` or ``barh``, without parts that are 0 everywhere; returns their lengths."""
     if not bars:
         raise ValueError(f"{asked_by} must get one bar or more; got none.")
-
-
-def _stack(
-    draw: Callable[..., Any], bars: Mapping[str, Mapping[str, int | float]], colour: Callable[[str], str]
-) -> list[float]:
-    """Draws bars of parts by a panel's ``bar`` or ``barh``, without parts that are 0 everywhere; returns their lengths."""
     until = [0.0] * len(bars)
     for part in dict.fromkeys(part for parts in bars.values() for part in parts):
         lengths, own = [parts.get(part, 0) for parts in bars.values()], colour(part)

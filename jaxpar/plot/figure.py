@@ -44,7 +44,8 @@ def figure_to(
     with needing_extra(f"{asked_by} needs matplotlib", "plot"):
         import matplotlib as mpl
         from matplotlib.figure import Figure
-    settings: Any = {"svg.hashsalt": "jaxpar", "font.size": 9} | dict(style or {})
+    settings: dict[Any, Any] = {"svg.hashsalt": "jaxpar", "font.size": 9}
+    settings |= {"axes.spines.top": False, "axes.spines.right": False, **(style or {})}
     with mpl.rc_context(settings):
         figure = Figure(figsize=size, layout="constrained")
         yield figure

@@ -18,13 +18,12 @@ Of many GPUs the first stage is large, and all stages are small below it, joined
 
 from collections.abc import Iterator, Mapping
 from colorsys import hls_to_rgb
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import pairwise, product
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.plot.figure import check_format, figure_to
+from jaxpar.plot.figure import figure_to
 from jaxpar.plot.topology import (
     CELL_HEIGHT,
     DATA,
@@ -42,10 +41,10 @@ from jaxpar.plot.topology import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLOURS = {TENSOR: "#c0392b", STAGE: "#1f4e9c", DATA: "#2e7d32"}
 GREY, PAPER = "0.35", {"fc": "white", "lw": 0, "pad": 0.6}
+DASHED = (0, (1.6, 0.9))  # from node to node
 MANY_DEVICES = 64
 MAX_SMALL, COLUMNS = 16, 4
 GAP_X, GAP_Y, ABOVE = 0.16, 0.95, 0.35  # in widths and heights of a small stage
@@ -69,14 +68,20 @@ def plot_placement(
         ImportError: matplotlib is not installed.
         ValueError: A size is below 1, an axis is unknown, or the suffix is not a known format.
     """
-    check_format(path)
     topology = Topology.of(axes, devices_per_node)
-    paper = Overview(topology) if needs_overview(topology) else Sheet(topology)
-    with figure_to(path, paper.size, asked_by="plot_placement") as figure:
-        if isinstance(paper, Overview):
-            draw_overview(figure, paper)
+    stages = _small_stages(topology)
+    sheet = Sheet(replace(topology, data=topology.in_group, stage=1, replica=1) if stages else topology)
+    rows, (width, height) = -(-len(stages) // COLUMNS), sheet.size
+    heights = height - LEGEND, SMALL_HEIGHT * (rows * (1 + GAP_Y) + ABOVE)
+    if stages:
+        width, height = max(width, COLUMNS * SMALL_WIDTH * (1 + GAP_X)), sum(heights) + LEGEND + 0.1
+    with figure_to(path, (width, height), asked_by="plot_placement") as figure:
+        if stages:
+            large, small = figure.subplots(2, height_ratios=heights)
+            draw(large, sheet)
+            _draw_stages(small, topology, stages, rows)
         else:
-            draw(figure.add_subplot(), paper)
+            draw(figure.add_subplot(), sheet)
         summary = topology.summary()
         figure.suptitle(f"{title}\n{summary}" if title else summary, x=0.01, ha="left", fontsize=11)
         figure.legend(handles=list(_legend(topology)), loc="outside lower left", frameon=False, fontsize=9)
@@ -87,14 +92,14 @@ def _legend(topology: Topology) -> Iterator:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    used = [axis for axis in MEANINGS if sum(topology.crossing(axis))]
-    for axis in used:
-        inside, _ = topology.crossing(axis)
-        name = f"{axis}, {topology.links(axis)}: {MEANINGS[axis]}"
-        yield Line2D([], [], color=COLOURS[axis], lw=3, linestyle="-" if inside else (0, (1.6, 0.9)), label=name)
-    if any(topology.crossing(axis)[1] for axis in used):
+    hops = {axis: topology.crossing(axis) for axis in MEANINGS}
+    for axis, (inside, across) in hops.items():
+        if inside + across:
+            name = f"{axis}, {topology.links(axis)}: {MEANINGS[axis]}"
+            yield Line2D([], [], color=COLOURS[axis], lw=3, linestyle="-" if inside else DASHED, label=name)
+    if any(across for _, across in hops.values()):
         name = "dashed: from node to node; solid: inside a node"
-        yield Line2D([], [], color=GREY, lw=3, linestyle=(0, (1.6, 0.9)), label=name)
+        yield Line2D([], [], color=GREY, lw=3, linestyle=DASHED, label=name)
     yield Patch(fc="0.9", ec="0.25", label="GPUs of one colour hold the same weights")
 
 
@@ -144,7 +149,7 @@ def _draw_links(panel: "Axes", sheet: Sheet) -> None:
             continue
         for axis in (STAGE, TENSOR):
             for (_, *a), (_, *b) in of_one.hops(axis):
-                ends = _centre(sheet, index, *a), _centre(sheet, index, *b)
+                ends = [(x + 0.5, y + CELL_HEIGHT / 2) for x, y in (sheet.cell(index, *a), sheet.cell(index, *b))]
                 _draw_link(panel, sheet, axis, *ends, across=topology.node(replica, *a) != topology.node(replica, *b))
         for to in _next_replicas(sheet, index):
             for start, end, across in _between(sheet, index, to):
@@ -184,18 +189,11 @@ def _both(a: range, b: range) -> range:
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
-def _centre(sheet: Sheet, index: int, stage: int, shard: int) -> tuple[float, float]:
-    x, y = sheet.cell(index, stage, shard)
-    return x + 0.5, y + CELL_HEIGHT / 2
-
-
 def _draw_link(panel: "Axes", sheet: Sheet, axis: str, *points: tuple[float, float], across: bool) -> None:
     thick = max(1.0, 3.2 * sheet.inches / MAX_CELL)
     width = {TENSOR: 1.6 * thick, STAGE: thick, DATA: 1.2 * thick}[axis]
-    style = (0, (1.6, 0.9)) if across else "-"
-    panel.plot(
-        *zip(*points, strict=True), color=COLOURS[axis], lw=width, linestyle=style, zorder=2, solid_capstyle="butt"
-    )
+    style = {"color": COLOURS[axis], "lw": width, "linestyle": DASHED if across else "-", "zorder": 2}
+    panel.plot(*zip(*points, strict=True), solid_capstyle="butt", **style)
 
 
 def _draw_replica(panel: "Axes", sheet: Sheet, index: int, replica: int) -> None:
@@ -253,58 +251,31 @@ def colour_of(topology: Topology, stage: int, shard: int) -> tuple[float, float,
     return hls_to_rgb(hue, lightness, 0.55)
 
 
-def needs_overview(topology: Topology) -> bool:
-    """Returns whether a mesh has too many GPUs to draw each of them with its links."""
-    return topology.num_devices > MANY_DEVICES and topology.stage > 1 and topology.data > 1
+def _small_stages(topology: Topology) -> list[int | None]:
+    """Returns the stages that are drawn small, group by group; none where each GPU can be drawn with its links.
+
+    None marks the place of those that are left out.
+    """
+    if topology.num_devices <= MANY_DEVICES or topology.stage == 1 or topology.data == 1:
+        return []
+    count = topology.replica * topology.stage
+    return list(range(count)) if count <= MAX_SMALL else [*range(MAX_SMALL - 2), None, count - 1]
 
 
-@dataclass(frozen=True)
-class Overview:
-    """The size of the drawing, and the stages that are drawn small."""
-
-    topology: Topology
-
-    @cached_property
-    def first(self) -> Sheet:
-        """The sheet of the first stage of the first group of replicas."""
-        return Sheet(replace(self.topology, data=self.topology.in_group, stage=1, replica=1))
-
-    @cached_property
-    def stages(self) -> list[int | None]:
-        """The stages that are drawn small, group by group; None marks the place of those that are left out."""
-        count = self.topology.replica * self.topology.stage
-        if count <= MAX_SMALL:
-            return list(range(count))
-        return [*range(MAX_SMALL - 2), None, count - 1]
-
-    @cached_property
-    def heights(self) -> tuple[float, float]:
-        """The heights of the large stage and of the small ones, in inches."""
-        rows = -(-len(self.stages) // COLUMNS)
-        return self.first.size[1] - LEGEND, SMALL_HEIGHT * (rows * (1 + GAP_Y) + ABOVE)
-
-    @cached_property
-    def size(self) -> tuple[float, float]:
-        """Width and height of the figure in inches, with room for title and legend."""
-        return max(self.first.size[0], COLUMNS * SMALL_WIDTH * (1 + GAP_X)), sum(self.heights) + LEGEND + 0.1
-
-
-def draw_overview(figure: "Figure", paper: Overview) -> None:
-    """Draws the first stage with its links, and below it every stage as a map of its replicas and shards."""
-    large, small = figure.subplots(2, height_ratios=paper.heights)
-    draw(large, paper.first)
-    small.set_axis_off()
-    small.set_xlim(-0.02, COLUMNS * (1 + GAP_X) - GAP_X + 0.02)
-    small.set_ylim(paper.heights[1] / SMALL_HEIGHT - ABOVE, -ABOVE)
-    corners = [_corner(index) for index in range(len(paper.stages))]
-    for corner, number in zip(corners, paper.stages, strict=True):
+def _draw_stages(panel: "Axes", topology: Topology, stages: list[int | None], rows: int) -> None:
+    """Draws every stage as a map of its replicas and shards, and the way of the messages to the next one of its group."""
+    panel.set_axis_off()
+    panel.set_xlim(-0.02, COLUMNS * (1 + GAP_X) - GAP_X + 0.02)
+    panel.set_ylim(rows * (1 + GAP_Y), -ABOVE)
+    corners = [_corner(index) for index in range(len(stages))]
+    for (x, y), number in zip(corners, stages, strict=True):
         if number is None:
-            missing = paper.topology.replica * paper.topology.stage - len(paper.stages) + 1
+            missing = topology.replica * topology.stage - len(stages) + 1
             text = f"... {missing} more\nstages, alike ..."
-            small.text(corner[0] + 0.5, corner[1] + 0.5, text, ha="center", va="center", color=GREY, fontsize=9)
+            panel.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=GREY, fontsize=9)
         else:
-            _draw_small(small, paper.topology, number, corner)
-    _draw_messages(small, paper, corners)
+            _draw_small(panel, topology, number, (x, y))
+    _draw_messages(panel, topology, corners)
 
 
 def _corner(index: int) -> tuple[float, float]:
@@ -331,14 +302,12 @@ def _draw_small(panel: "Axes", topology: Topology, index: int, corner: tuple[flo
     panel.text(x, y + 1.06, f"GPUs {devices[0]}-{devices[1]}, {where}", fontsize=8, va="top", color=GREY)
 
 
-def _draw_messages(panel: "Axes", paper: Overview, corners: list[tuple[float, float]]) -> None:
-    """Draws the way of the messages, from each small stage to the next one of its group."""
-    topology = paper.topology
+def _draw_messages(panel: "Axes", topology: Topology, corners: list[tuple[float, float]]) -> None:
     for (index, (x, y)), (to, (to_x, to_y)) in pairwise(enumerate(corners)):
         if to % topology.stage == 0:
             continue
         across = topology.node(0, index % topology.stage, 0) != topology.node(0, to % topology.stage, 0)
-        style = {"color": COLOURS[STAGE], "lw": 2.2, "linestyle": (0, (1.6, 0.9)) if across else "-", "zorder": 1}
+        style = {"color": COLOURS[STAGE], "lw": 2.2, "linestyle": DASHED if across else "-", "zorder": 1}
         if y == to_y:
             left = min(x, to_x)
             panel.plot((left + 1, left + 1 + GAP_X), (y + 0.5, y + 0.5), **style)

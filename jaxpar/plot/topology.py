@@ -144,7 +144,9 @@ def render_placement(axes: Mapping[str, int], devices_per_node: int = 8) -> str:
         stage   across nodes: a stage hands activations to the next, gradients back
     """
     topology = Topology.of(axes, devices_per_node)
-    lines = _elide(_lines(topology))
+    lines, half = _lines(topology), MAX_LINES // 2
+    if len(lines) > MAX_LINES:
+        lines = [*lines[:half], f"... {len(lines) - 2 * half} more, alike ...", *lines[-half:]]
     links = [f"{axis:<6}  {topology.links(axis)}: {meaning}" for axis, meaning in MEANINGS.items()]
     return "\n".join([topology.summary(), "", *lines, "", *links])
 
@@ -169,13 +171,6 @@ def _lines(topology: Topology) -> list[str]:
 def _range(devices: list[int], width: int) -> str:
     first, last = devices[0], devices[-1]
     return f"GPU {first:>{width}}" if first == last else f"GPUs {first:>{width}}-{last:>{width}}"
-
-
-def _elide(lines: list[str]) -> list[str]:
-    if len(lines) <= MAX_LINES:
-        return lines
-    half = MAX_LINES // 2
-    return [*lines[:half], f"... {len(lines) - 2 * half} more, alike ...", *lines[-half:]]
 
 
 def rectangles(topology: Topology, replica: int) -> list[tuple[int, range, range]]:

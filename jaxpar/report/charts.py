@@ -1,10 +1,12 @@
 """The charts of a report, as HTML, one for each name. All text goes through ``html.escape``: names come from users."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from typing import Any
+
+import numpy as np
 
 from jaxpar.inspect.text import bytes_text, unit_of
 from jaxpar.plot.charts import MEMORY_COLOURS, OTHERS, TIME_COLOURS
@@ -51,31 +53,36 @@ def grad_norm(found: Mapping[str, Any]) -> str | None:
 
 def _curves(found: Mapping[str, Any], wanted: Callable[[str], bool]) -> list[Curve]:
     mean = lambda curve: f", mean of {curve['mean_of']} steps" if curve["mean_of"] > 1 else ""
-    return [
-        Curve(name + mean(curve), curve["steps"], curve["values"])
-        for name, curve in found["curves"].items()
-        if wanted(name)
-    ]
+    curves = {name: curve for name, curve in found["curves"].items() if wanted(name)}
+    return [Curve(name + mean(curve), curve["steps"], curve["values"]) for name, curve in curves.items()]
 
 
 def timeline(found: Mapping[str, Any]) -> str | None:
     """Returns the ops of a pipeline: a row for each stage, a bar for each op."""
-    groups = sorted({(kind, chunk) for _, kind, _, chunk, *_ in found["ops"]}, key=lambda g: ("FRBW".find(g[0]), g[1]))
-    kinds = [_ops(found, kind, chunk) for kind, chunk in groups]
-    count, until = found["num_stages"], max(end for *_, end in found["ops"])
+    count, until, num_chunks = found["num_stages"], max(end for *_, end in found["ops"]), found["num_chunks"]
     scale, has_labels = Scale(0.0, until), until <= LABELLED_TIME
+    ops: dict[tuple[str, int], list[tuple[float, float, float, str]]] = {}
+    labels = []
+    for stage, kind, microbatch, chunk, start, end in found["ops"]:
+        tip = f"stage {stage}, microbatch {microbatch}, from {start:.6g} to {end:.6g}"
+        ops.setdefault((kind, chunk), []).append((stage, start, end - start, tip))
+        at = f'x="{percent(scale.share((start + end) / 2))}" y="{STAGE * (stage + 0.5) + 4:g}"'
+        labels.append(f'<text class="on" {at}>{escape(str(microbatch))}</text>')
+    kinds = []
+    for kind, chunk in sorted(ops, key=lambda group: ("FRBW".find(group[0]), group[1])):
+        colour = op_colour(kind, chunk, num_chunks, splits_backward=found["splits_backward"])
+        name = f"{kind} {found['meanings'][kind]}" + (f", chunk {chunk}" if num_chunks > 1 else "")
+        kinds.append((colour, name, ops[kind, chunk]))
     ends = "".join(f"M{end:g} 0V{count}" for end in found["tick_ends"])
     return _rows(
         bars(kinds) + f'<path class="ticks" d="{ends}"/>',
         [f"stage {stage}" for stage in range(count)],
         STAGE,
         until,
-        above="".join(_labels(found, scale)) if has_labels else "",
+        above="".join(labels) if has_labels else "",
         title="Ops of each stage",
         below=scale.ticks(8),
-        across="time; one forward of a stage = 1. Dotted: end of a tick"
-        if ends
-        else "time; one forward of a stage = 1",
+        across="time; one forward of a stage = 1" + (". Dotted: end of a tick" if ends else ""),
         legend={about: colour for colour, about, _ in kinds},
         buttons=ZOOM,
         min_width=int(12 * until) if has_labels else 600,
@@ -98,24 +105,6 @@ def _rows(plot: str, names: Sequence[str], pixels: int, width: float, *, above: 
     return frame(stretched(plot, width, len(names), height) + above, height, kind="rows", left=left, **about)
 
 
-def _ops(found: Mapping[str, Any], kind: str, chunk: int) -> tuple[str, str, list[tuple[float, float, float, str]]]:
-    """Returns the colour and the name of a kind of op, and its bars."""
-    of_chunk = f", chunk {chunk}" if found["num_chunks"] > 1 else ""
-    found_bars = [
-        (stage, start, end - start, f"stage {stage}, microbatch {microbatch}, from {start:.6g} to {end:.6g}")
-        for stage, a_kind, microbatch, a_chunk, start, end in found["ops"]
-        if (a_kind, a_chunk) == (kind, chunk)
-    ]
-    colour = op_colour(kind, chunk, found["num_chunks"], splits_backward=found["splits_backward"])
-    return colour, f"{kind} {found['meanings'][kind]}{of_chunk}", found_bars
-
-
-def _labels(found: Mapping[str, Any], scale: Scale) -> Iterator[str]:
-    for stage, _, microbatch, _, start, end in found["ops"]:
-        at = percent(scale.share((start + end) / 2))
-        yield f'<text class="on" x="{at}" y="{STAGE * (stage + 0.5) + 4:g}">{escape(str(microbatch))}</text>'
-
-
 def shards(found: Mapping[str, Any]) -> str | None:
     """Returns the shard of each array that each device holds: a row for each array, a column for each device."""
     arrays, devices = found["arrays"], found["devices"]
@@ -126,14 +115,13 @@ def shards(found: Mapping[str, Any]) -> str | None:
     ]
     named = len(devices) <= MAX_NAMED_DEVICES
     every = 1 if named else -(-len(devices) // 8)
-    middle = lambda at: (at + 0.5) / len(devices)
     return _rows(
         bars(cells),
         [array["name"] for array in arrays],
         ARRAY,
         len(devices),
         title="Parts of the arrays on the devices",
-        below=[(middle(at), str(at)) for at in range(0, len(devices), every)],
+        below=[((at + 0.5) / len(devices), str(at)) for at in range(0, len(devices), every)],
         across=f"device; {_order(devices)}",
         min_width=22 * len(devices) if named else 0,
     )
@@ -244,33 +232,28 @@ def _stacks(
         mark: A size at which a line is drawn, and its name.
     """
     kinds = list(dict.fromkeys(kind for parts in found.values() for kind in parts))
-    used = [(kind, colour(kind, at)) for at, kind in enumerate(kinds) if any(p.get(kind) for p in found.values())]
-    scale = Scale.of([*(sum(parts.values()) for parts in found.values()), *(mark or ())[:1]], from_zero=True)
-    until = [0.0] * len(found)
-    drawn = []
-    for kind, of_kind in used:
-        row_bars = []
-        for row, parts in enumerate(found.values()):
-            share = scale.share(parts.get(kind, 0.0))
-            row_bars.append((row, until[row], share, text(parts.get(kind, 0.0))))
-            until[row] += share
-        drawn.append((of_kind, kind, row_bars))
+    sizes = np.array([[parts.get(kind, 0.0) for kind in kinds] for parts in found.values()])
+    scale = Scale.of([*sizes.sum(1), *(mark or ())[:1]], from_zero=True)
+    shares = sizes / scale.high
+    starts = shares.cumsum(1) - shares
+    row_bars = lambda at: [(row, starts[row, at], shares[row, at], text(sizes[row, at])) for row in range(len(found))]
+    used = {kind: colour(kind, at) for at, kind in enumerate(kinds) if sizes[:, at].any()}
+    above, height = "", BAR * len(found)
+    if mark:
+        at = percent(scale.share(mark[0]))
+        above = f'<line class="mark" x1="{at}" x2="{at}" y1="0" y2="{height}"/>'
+        across += f"; dashed: {mark[1]}"
     return _rows(
-        bars(drawn),
+        bars((of_kind, kind, row_bars(kinds.index(kind))) for kind, of_kind in used.items()),
         list(found),
         BAR,
         1,
-        above=_mark(scale.share(mark[0]), BAR * len(found)) if mark else "",
+        above=above,
         title=title,
         below=scale.ticks(),
-        across=across + (f"; dashed: {mark[1]}" if mark else ""),
-        legend=dict(used) if len(used) > 1 else None,
+        across=across,
+        legend=used if len(used) > 1 else None,
     )
-
-
-def _mark(share: float, height: int) -> str:
-    at = escape(percent(share))
-    return f'<line class="mark" x1="{at}" x2="{at}" y1="0" y2="{height}"/>'
 
 
 def line_bytes(rows: Sequence[Mapping[str, Any]]) -> str | None:
@@ -300,11 +283,10 @@ def staleness(runs: Mapping[str, Any]) -> str | None:
 
 
 def _by_devices(rows: Sequence[Mapping[str, Any]], column: str) -> list[Curve]:
-    of = lambda way: [row for row in rows if row["way"] == way]
-    return [
-        Curve(way, [row["devices"] for row in of(way)], [row[column] for row in of(way)])
-        for way in dict.fromkeys(row["way"] for row in rows)
-    ]
+    ways: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        ways.setdefault(row["way"], []).append(row)
+    return [Curve(way, [row["devices"] for row in of], [row[column] for row in of]) for way, of in ways.items()]
 
 
 # The charts of each section of the data; their names in the page have hyphens.

@@ -1,5 +1,8 @@
 """Renders the data of a report as one HTML page with its styles, charts, tables and script.
 
+`page.html` is the frame of the page, and `page.json` has its sections in order: the title of each, what it says about itself,
+its charts and tables from top to bottom, and whether every run has it, even without its data.
+
 The page loads nothing. A Content-Security-Policy in it forbids that, and any script but its own, so text that a user chose
 could not run even if it were not escaped; all text goes through ``html.escape`` nevertheless. A page that is served live may
 fetch data from its server.
@@ -11,44 +14,22 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from jaxpar.inspect.text import bytes_text, seconds_text
 from jaxpar.mesh import AXES
 from jaxpar.metrics.status import duration
-from jaxpar.planner.plans import COLUMNS, remat_text
+from jaxpar.planner.plans import remat_text
 from jaxpar.report.charts import make_charts
 from jaxpar.runtime.output import write_whole
 
-HERE = Path(__file__).parent
-# For each section its title, the tables before its charts, the names of its charts, and the tables after them.
-SECTIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
-    "metrics": ("Loss and rate", (), ("loss", "rate", "grad-norm"), ("metrics",)),
-    "experts": ("Loads of the experts", (), ("experts",), ("experts",)),
-    "plans": ("Plans", ("plans",), ("step-time",), ()),
-    "ways": ("Ways to reduce gradients", ("ways",), ("line-bytes", "way-seconds"), ()),
-    "staleness": ("Servers that do not wait", (), ("staleness",), ()),
-    "timeline": ("Timeline of the pipeline", ("timeline",), ("timeline",), ()),
-    "shards": ("Shards of the parameters", (), ("shards",), ("shards",)),
-    "memory": ("Memory", (), ("memory",), ("memory",)),
-    "traffic": ("Traffic", (), ("traffic",), ("traffic",)),
-    "config": ("Configuration", (), (), ("config",)),
-}
-ABOUT = {
-    "metrics": "Point at a curve for its values.",
-    "experts": "Tokens of the rows held out that use each expert, over the mean of its layer. Point at a cell for its value.",
-    "ways": "Bytes are counted in the compiled programs, in units of the bytes of the gradients. A link carries what one "
-    "device sends to another; a device's line carries all that it sends and receives. Grey: by the formula. The time is "
-    "that of the fastest step; fake devices copy in the memory of one machine, which has no such lines.",
-    "staleness": "Simulated: workers of unlike speed send gradients to one server. The bound is how many gradients a worker "
-    "may be ahead of the slowest; with bound 0 all wait for it. Staleness: how many updates a gradient missed.",
-    "timeline": "Point at an op for its microbatch and time.",
-    "shards": "Parameters between two steps. Devices of one colour in a row hold the same part of an array: point at a cell.",
-    "memory": "What one device needs during a step.",
-    "traffic": "Bytes that the busiest device sends in a step, by ring algorithms.",
-}
-EMPTY = {"metrics": "<p>No step has been logged yet.</p>", "config": "<p>There is no config.json.</p>"}
-NOT_OF_RUNS = "experts", "plans", "ways", "staleness"  # or not of all
+
+def _read(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+SECTIONS: dict[str, dict[str, Any]] = json.loads(_read("page.json"))
 NUM_COLUMNS = 3  # of settings
 
 
@@ -60,21 +41,19 @@ def render_page(data: Mapping[str, Any], *, seconds: float | None = None, versio
         seconds: For a page that is served live, the time between two updates.
         version: For such a page, a text that changes when it must be loaded again.
     """
-    own, is_live = _read("page.js"), bool(seconds)
-    settings = json.dumps({"seconds": seconds, "version": version}).replace("<", chr(92) + "u003c")
-    title, charts = f"{data['kind']} {data['name']}", make_charts(data)
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy(own, live=is_live)}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>\n<style>\n{_read('page.css')}</style>\n</head>\n<body>",
-            _header(data, title, live=is_live),
-            *(_section(name, data, charts) for name in SECTIONS if _has(data, name)),
-            # In a script "<" could end it or begin a comment.
-            f'<script type="application/json" id="page">{settings}</script>',
-            f"<script>{own}</script>\n</body>\n</html>\n",
-        ]
+    script, is_live, charts = _read("page.js"), bool(seconds), make_charts(data)
+    shown = [name for name in SECTIONS if _has(data, name)]
+    settings = json.dumps({"seconds": seconds, "version": version})
+    return Template(_read("page.html")).substitute(
+        policy=policy(script, live=is_live),
+        title=escape(f"{data['kind']} {data['name']}"),
+        styles=_read("page.css"),
+        state='<p id="state">live</p>' if is_live else "",
+        facts=facts(data),
+        links="".join(f'<a href="#{name}">{escape(SECTIONS[name]["title"])}</a>' for name in shown),
+        sections="\n".join(_section(name, data, charts) for name in shown),
+        settings=settings.replace("<", chr(92) + "u003c"),  # in a script "<" could end it or begin a comment
+        script=script,
     )
 
 
@@ -108,55 +87,30 @@ def _has(data: Mapping[str, Any], name: str) -> bool:
     """Returns whether a page has a section: a run has those of runs even without their data, but no timeline of one stage."""
     if name in data.get("problems", {}):
         return True
-    if name == "timeline" and name in data:
-        return data[name] is not None
-    return name in data or (name not in NOT_OF_RUNS and data["kind"] == "run")
+    if name in data:
+        return name != "timeline" or data[name] is not None
+    return data["kind"] == "run" and SECTIONS[name].get("of_runs", False)
 
 
-def _header(data: Mapping[str, Any], title: str, *, live: bool) -> str:
-    links = "".join(f'<a href="#{name}">{escape(SECTIONS[name][0])}</a>' for name in SECTIONS if _has(data, name))
-    state = '<p id="state">live</p>' if live else ""
-    return (
-        f'<header><h1>{escape(title)}</h1>{state}<div id="table-facts">{facts(data)}</div><nav>{links}</nav></header>'
-    )
-
-
-def _section(name: str, data: Mapping[str, Any], made: Mapping[str, str]) -> str:
-    title, before, charts, after = SECTIONS[name]
-    places = [f'<div class="chart" id="chart-{chart}">{made.get(chart, "")}</div>' for chart in charts]
-    about = [f"<p>{ABOUT[name]}</p>"] if name in ABOUT and data.get(name) else []
-    return "\n".join(
-        [
-            f'<section id="{name}"><h2>{escape(title)}</h2>',
-            *about,
-            *_problem(name, data),
-            *(_table(each, data) for each in before),
-            *places,
-            *(_table(each, data) for each in after),
-            "</section>",
-        ]
-    )
-
-
-def _table(name: str, data: Mapping[str, Any]) -> str:
-    return f'<div id="table-{name}">{_filled(name, data)}</div>'
+def _section(name: str, data: Mapping[str, Any], charts: Mapping[str, str]) -> str:
+    section, lines = SECTIONS[name], []
+    if "about" in section and data.get(name):
+        lines.append(f"<p>{section['about']}</p>")
+    if name in data.get("problems", {}):
+        lines.append(f'<p class="problem">This data could not be gathered: {escape(data["problems"][name])}</p>')
+    elif name not in data and "empty" not in section:
+        lines.append("<p>This data is known once the step is compiled.</p>")
+    for part in section["parts"]:
+        kind, _, of = part.partition("-")
+        is_chart = kind == "chart"
+        inner, style = (charts.get(of, ""), ' class="chart"') if is_chart else (_filled(of, data), "")
+        lines.append(f'<div{style} id="{part}">{inner}</div>')
+    return "\n".join([f'<section id="{name}"><h2>{escape(section["title"])}</h2>', *lines, "</section>"])
 
 
 def _filled(name: str, data: Mapping[str, Any]) -> str:
     found = data.get(name)
-    return TABLES[name](found) if found else EMPTY.get(name, "")
-
-
-def _problem(name: str, data: Mapping[str, Any]) -> list[str]:
-    if name in data.get("problems", {}):
-        return [f'<p class="problem">This data could not be gathered: {escape(data["problems"][name])}</p>']
-    if data["kind"] == "run" and name not in data and name not in ("metrics", "config"):
-        return ["<p>This data is known once the step is compiled.</p>"]
-    return []
-
-
-def _read(name: str) -> str:
-    return (HERE / name).read_text(encoding="utf-8")
+    return TABLES[name](found) if found else SECTIONS[name].get("empty", "")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -230,7 +184,7 @@ def metrics(found: Mapping[str, Any]) -> str:
     """Returns a row for each column of metrics.jsonl."""
     names = "first", "lowest", "at_step", "highest", "median", "last", "num_not_finite"
     if not (rows := found["rows"]):
-        return EMPTY["metrics"]
+        return SECTIONS["metrics"]["empty"]
     header = "column", *(name.replace("_", " ").replace("num ", "") for name in names)
     return table(header, ([column, *(row.get(name) for name in names)] for column, row in rows.items()))
 
@@ -244,43 +198,33 @@ def experts(found: Mapping[str, Any]) -> str:
 
 def plans(found: Sequence[Mapping[str, Any]]) -> str:
     """Returns a row for each plan."""
-    any_why = any(plan["why"] for plan in found)
-    axes = [axis for axis in AXES if axis in COLUMNS or any(plan.get(axis, 1) > 1 for plan in found)]
+    axes = [
+        axis for axis in AXES if axis in ("data", "stage", "tensor") or any(plan.get(axis, 1) > 1 for plan in found)
+    ]
     axes += ["experts"] if any(plan.get("experts") for plan in found) else []
-    rows = (
-        (
-            rank,
-            *(plan.get(axis, 1) for axis in axes),
-            plan["schedule"] if plan["stage"] > 1 else "-",
-            plan["num_microbatches"],
-            plan["zero"],
-            remat_text(plan["remat"]),
-            bytes_text(plan["memory_bytes"]),
-            seconds_text(plan["step_seconds"]),
-            f"{plan['bubble_fraction']:.1%}",
-            *([plan["why"]] if any_why else []),
-        )
-        for rank, plan in enumerate(found, 1)
-    )
-    others = [name for name in COLUMNS[1:] if name not in AXES]
-    return table(("", *axes, *others, *(["why"] if any_why else [])), rows)
+    columns: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+        "": lambda plan: plan["rank"],
+        **{axis: lambda plan, axis=axis: plan.get(axis, 1) for axis in axes},
+        "schedule": lambda plan: plan["schedule"] if plan["stage"] > 1 else "-",
+        "microbatches": lambda plan: plan["num_microbatches"],
+        "zero": lambda plan: plan["zero"],
+        "remat": lambda plan: remat_text(plan["remat"]),
+        "memory": lambda plan: bytes_text(plan["memory_bytes"]),
+        "step": lambda plan: seconds_text(plan["step_seconds"]),
+        "bubble": lambda plan: f"{plan['bubble_fraction']:.1%}",
+    }
+    if any(plan["why"] for plan in found):
+        columns["why"] = lambda plan: plan["why"]
+    return table_of([{**plan, "rank": rank} for rank, plan in enumerate(found, 1)], columns)
 
 
 def ways(found: Sequence[Mapping[str, Any]]) -> str:
     """Returns a row for each way to reduce gradients on each number of devices."""
     names = "link", "link_formula", "line", "line_formula"
     header = "way", "devices", "busiest link", "formula", "busiest line", "formula", "ms a step", "parameters apart"
-    rows = (
-        (
-            row["way"],
-            row["devices"],
-            *(round(float(row[name]), 3) for name in names),
-            round(row["seconds"] * 1e3, 2),
-            float(f"{row['apart']:.0e}"),
-        )
-        for row in found
-    )
-    return table(header, rows)
+    sent = lambda row: [round(float(row[name]), 3) for name in names]
+    times = lambda row: (round(row["seconds"] * 1e3, 2), float(f"{row['apart']:.0e}"))
+    return table(header, ([row["way"], row["devices"], *sent(row), *times(row)] for row in found))
 
 
 def timeline(found: Mapping[str, Any]) -> str:
@@ -288,9 +232,8 @@ def timeline(found: Mapping[str, Any]) -> str:
     shown, count, all_ = len(found["ops"]), found["num_microbatches"], found["of_microbatches"]
     few = (
         f" {count} microbatches stand for {all_}, since the steady state repeats: with {all_} a smaller share is idle."
-        if count < all_
-        else ""
     )
+    few = few if count < all_ else ""
     cut = f" The first {shown:,} of {found['num_ops']:,} ops are shown." if shown < found["num_ops"] else ""
     peak = ", ".join(map(str, found["peak_live"]))
     return (
@@ -302,12 +245,8 @@ def timeline(found: Mapping[str, Any]) -> str:
 
 def shards(found: Mapping[str, Any]) -> str:
     """Returns a row for each array: how it is split, and how many devices hold the same part."""
-    shown = len(found["devices"])
-    cut = (
-        f"<p>The first {shown} of {found['num_devices']:,} devices are shown.</p>"
-        if shown < found["num_devices"]
-        else ""
-    )
+    shown, count = len(found["devices"]), found["num_devices"]
+    cut = f"<p>The first {shown} of {count:,} devices are shown.</p>" if shown < count else ""
     columns = {
         "array": lambda array: array["name"],
         "shape": lambda array: f"{array['dtype']}[{', '.join(map(str, array['shape']))}]",

@@ -1,7 +1,8 @@
-"""Published training runs: their models, meshes and steps; and what a step costs, as text, figures, a page and pictures."""
+"""Published training runs, from ``published_jobs.toml``; and what a step costs, as text, figures, a page and pictures."""
 
 import dataclasses
 import math
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ from jaxpar.planner.compiled import inspect_pipeline, step_of_choice
 from jaxpar.planner.model_shape import transformer_shape
 from jaxpar.planner.state import local_bytes
 from jaxpar.plot import plot_placement
-from jaxpar.report import sections
-from jaxpar.report.data import plan_data
+from jaxpar.report import data
 from jaxpar.schedule import (
     Schedule,
     check_schedule_name,
@@ -78,31 +78,14 @@ class Job:
         return -(-self.num_devices // gpus_per_node)
 
 
-JOBS = {
-    # The 3D figure of Microsoft's announcement, "DeepSpeed: Extreme-scale model training for everyone" (2020): 32 workers, 4
-    # stages of 4 tensor shards, 2 replicas, ZeRO-1. It names no model; this is the 32-layer one of Brown et al. 2020, arXiv
-    # 2005.14165, table 2.1: GPT-3 6.7B, with a batch of 2 million tokens.
-    "deepspeed": Job(
-        "DeepSpeed's 3D figure",
-        transformer.preset("gpt3-6.7b", vocab_multiple=128, compute_dtype="bfloat16"),
-        {"data": 2, "stage": 4, "tensor": 4},
-        end_layers=(0, 0),
-        batch_size=1024,
-        seq=2048,
-        microbatch_size=4,
-    ),
-    # BigScience 2022, arXiv 2211.05100, sections 3.4 and 3.5 and table 3: 48 nodes of 8 A100-80GB, ZeRO-1, embedding and head
-    # counted as a layer each so that 72 divide by 12.
-    "bloom": Job(
-        "BLOOM-176B",
-        transformer.preset("bloom-176b", vocab_multiple=128, compute_dtype="bfloat16"),
-        {"data": 8, "stage": 12, "tensor": 4},
-        end_layers=(1, 1),
-        batch_size=2048,
-        seq=2048,
-        microbatch_size=2,
-    ),
-}
+def _read_jobs() -> dict[str, Job]:
+    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    model = lambda name: transformer.preset(name, vocab_multiple=128, compute_dtype="bfloat16")
+    of = lambda table: {"model": model(table["model"]), "end_layers": tuple(table["end_layers"])}
+    return {name: Job(**table | of(table)) for name, table in tables.items()}
+
+
+JOBS = _read_jobs()
 
 
 def with_mesh(job: Job, flags: Any) -> Job:
@@ -118,8 +101,8 @@ def with_mesh(job: Job, flags: Any) -> Job:
             f"replicas must share out a batch in whole microbatches; got --mesh.data {job.mesh['data']} for {job.batch_size} "
             f"rows in microbatches of {job.microbatch_size}. Choose --mesh.data from {', '.join(map(str, fitting))}."
         )
-    divisors = [n for n in range(1, flags.gpus_per_node + 1) if flags.gpus_per_node % n == 0]
     if flags.gpus_per_node % job.mesh["tensor"] and job.mesh["tensor"] % flags.gpus_per_node:
+        divisors = [n for n in range(1, flags.gpus_per_node + 1) if flags.gpus_per_node % n == 0]
         raise ValueError(
             f"the tensor axis must fill a node's GPUs or divide them; got --mesh.tensor {job.mesh['tensor']}, "
             f"--gpus-per-node {flags.gpus_per_node}. Choose --mesh.tensor from {', '.join(map(str, divisors))}."
@@ -136,9 +119,9 @@ def mesh_of(job: Job, flags: Any) -> jax.sharding.Mesh:
     return make_mesh(**job.mesh, devices=devices)
 
 
-def cluster_of(job: Job, flags: Any) -> Cluster:
-    """Returns the GPUs to plan for."""
-    return cluster(flags.gpu, job.num_nodes(flags.gpus_per_node), flags.gpus_per_node)
+def cluster_of(job: Job, flags: Any, gpu: str | None = None) -> Cluster:
+    """Returns the GPUs to plan for, or as many of another kind."""
+    return cluster(gpu or flags.gpu, job.num_nodes(flags.gpus_per_node), flags.gpus_per_node)
 
 
 def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, Any, Any]:
@@ -148,13 +131,8 @@ def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, A
     mesh, remat = mesh_of(job, flags), flags.remat == "full"
     form = lockstep_form(flags.schedule, masks=masks_idle_ops(mesh))
     schedule = make_schedule(flags.schedule, job.mesh["stage"], count, form=form, remat=remat)
-    layout = LayerLayout(
-        job.model.num_layers,
-        schedule.num_stages,
-        schedule.num_chunks,
-        schedule.placement,
-        end_layers=job.end_layers if schedule.num_stages > 1 else (0, 0),
-    )
+    ends, sizes = job.end_layers if schedule.num_stages > 1 else (0, 0), (schedule.num_stages, schedule.num_chunks)
+    layout = LayerLayout(job.model.num_layers, *sizes, schedule.placement, end_layers=ends)
     shape, choice = transformer_shape(job.model, seq=job.seq), choice_of(job, flags, layout)
     step = step_of_choice(shape, choice, mesh, optax.adamw(1e-4), job.batch_size, max_grad_norm=1.0)
     return schedule, layout, *step
@@ -213,8 +191,7 @@ def step_cost(
         text.append(
             f"\nthe host waits {step.gpu.host_waits:g} times a step; {bytes_text(step.gpu.bytes_copied)} are copied in it"
         )
-        gpus = cluster(flags.compile_for or flags.gpu, job.num_nodes(flags.gpus_per_node), flags.gpus_per_node)
-        text.append("\n" + roofline(step, gpus).render())
+        text.append("\n" + roofline(step, cluster_of(job, flags, flags.compile_for)).render())
     bubble = {timing: simulate(schedule, timing=timing).bubble_fraction for timing in ("free", "lockstep")}
     text.append(
         f"\nstages idle {bubble['lockstep']:.1%} of the time in lock-step, {bubble['free']:.1%} free-running "
@@ -226,7 +203,7 @@ def step_cost(
         text.append(
             f"{', '.join(whole)}: whole on every stage, since {schedule.num_stages} stages divide no free dim of it"
         )
-    shown = {"memory": sections.memory(step, state), "traffic": sections.traffic(step)}
+    shown = {"memory": data.memory(step, state), "traffic": data.traffic(step)}
     figures = {
         "mesh": job.mesh,
         "num_microbatches": schedule.num_microbatches,
@@ -243,7 +220,7 @@ def step_cost(
 def page_data(job: Job, flags: Any, plan: Plan, schedule: Schedule, measured: dict) -> dict[str, Any]:
     """Returns the data of the page of a layout: the plan for GPUs, and memory and traffic of the compiled step."""
     model = transformer_shape(job.model, seq=job.seq)
-    found = plan_data([plan], model, cluster_of(job, flags), name=job.title)
+    found = data.plan_data([plan], model, cluster_of(job, flags), name=job.title)
     kind = f"{job.num_devices} {flags.compile_for or 'CPU devices'}"
     compiled, planned = (bytes_text(each["memory"]["total_bytes"]) for each in (measured, found))
     facts = found["facts"] | {
@@ -251,20 +228,15 @@ def page_data(job: Job, flags: Any, plan: Plan, schedule: Schedule, measured: di
         "memory and traffic below": f"of the step compiled for {kind}"
         + ("" if flags.compile_for else ", which widen bfloat16 to float32"),
     }
-    few = few_microbatches(flags, schedule)
-    pipeline = timeline_data(few, of_microbatches=schedule.num_microbatches)
+    pipeline = timeline_data(few_microbatches(flags, schedule), of_microbatches=schedule.num_microbatches)
     return found | measured | {"facts": facts, "timeline": pipeline}
 
 
 def few_microbatches(flags: Any, schedule: Schedule) -> Schedule:
     """Returns the schedule with as many microbatches as show its steady state."""
-    return make_schedule(
-        flags.schedule,
-        schedule.num_stages,
-        min(schedule.num_microbatches, 2 * schedule.num_stages),
-        form=lockstep_form(flags.schedule, masks=bool(flags.compile_for)),
-        remat=schedule.recomputes,
-    )
+    count = min(schedule.num_microbatches, 2 * schedule.num_stages)
+    form = lockstep_form(flags.schedule, masks=bool(flags.compile_for))
+    return make_schedule(flags.schedule, schedule.num_stages, count, form=form, remat=schedule.recomputes)
 
 
 def draw(name: str, job: Job, flags: Any, schedule: Schedule, out_dir: Path) -> None:

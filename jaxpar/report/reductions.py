@@ -30,6 +30,7 @@ COLORS = {
     "ZeRO-1": "#7570b3",
 }
 MARKS = dict(zip(COLORS, "osv^Dx", strict=True))
+Figures = Mapping[str, Any]  # by name
 
 
 def check_batch_size(batch_size: int, sizes: Sequence[int], num_rows: int) -> None:
@@ -93,7 +94,7 @@ def measure(
     }
 
 
-def beside_first(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def beside_first(rows: Sequence[Figures]) -> list[dict[str, Any]]:
     """Returns the figures of ways on one number of devices with "apart" in place of "params".
 
     This is the largest difference from the params of the first way, in units of the largest value of their array.
@@ -163,7 +164,7 @@ def formula(way: str, size: int) -> tuple[float, float]:
     return link, both
 
 
-def describe(rows: Sequence[Mapping[str, Any]], *, header: bool) -> list[str]:
+def describe(rows: Sequence[Figures], *, header: bool) -> list[str]:
     """Returns a table of the ways on one number of devices, compared with the formulas and with the parameters of the first."""
     head = f"{'':16} {'devices':>7}  {'busiest link':>24}  {'busiest line, both ways':>24}  {'a step':>8}  params"
     line = (
@@ -174,13 +175,7 @@ def describe(rows: Sequence[Mapping[str, Any]], *, header: bool) -> list[str]:
     return [head, *lines] if header else lines
 
 
-def write_report(
-    folder: Path,
-    ways: Sequence[Mapping[str, Any]],
-    staleness: Mapping[str, Mapping[str, Any]],
-    *,
-    settings: Mapping[str, Any],
-) -> None:
+def write_report(folder: Path, ways: Sequence[Figures], staleness: Mapping[str, Figures], *, settings: Figures) -> None:
     """Writes report.html and the pictures of a comparison.
 
     Args:
@@ -205,7 +200,7 @@ def bound_name(bound: int | None) -> str:
     return "no bound" if bound is None else f"bound {bound}"
 
 
-def describe_stale(curves: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def describe_stale(curves: Mapping[str, Figures]) -> list[str]:
     """Returns lines about the asynchronous parameter servers."""
     lines = [
         f"{len(SPEEDS)} workers, {', '.join(f'{s:g}' for s in SPEEDS)} s a gradient, and one server that does not wait:"
@@ -216,14 +211,12 @@ def describe_stale(curves: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def plot_traffic(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def plot_traffic(path: Path, rows: Sequence[Figures]) -> None:
     """Draws the bytes through the busiest device's line, counted and by textbook formulas, and the time of a step."""
     figure, (lines, times) = _two_panels()
     for way in dict.fromkeys(row["way"] for row in rows):
-        sizes, line, book, seconds = zip(
-            *((row["devices"], row["line"], row["line_formula"], row["seconds"]) for row in rows if row["way"] == way),
-            strict=True,
-        )
+        of_way, names = [row for row in rows if row["way"] == way], ("devices", "line", "line_formula", "seconds")
+        sizes, line, book, seconds = ([row[name] for row in of_way] for name in names)
         style = {"color": COLORS[way], "marker": MARKS[way], "label": way, "markersize": 7}
         lines.plot(sizes, line, linestyle="none", **style)
         lines.plot(sizes, book, color=COLORS[way], linewidth=1, alpha=0.6)
@@ -231,15 +224,14 @@ def plot_traffic(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     lines.set(title="Through the busiest device's line, in and out together", xlabel="devices", ylim=(0, None))
     lines.set(ylabel="times the bytes of the gradients, a step")
     lines.legend(title="marks: counted in the compiled program\nlines: by the book", loc="upper left")
-    times.set(
-        title="Time of a step on fake devices of one machine", xlabel="devices", ylabel="ms (fastest)", ylim=(0, None)
-    )
+    times.set(title="Time of a step on fake devices of one machine", xlabel="devices", ylim=(0, None))
+    times.set(ylabel="ms (fastest)")
     for axes in (lines, times):
         axes.set_xticks(sorted({row["devices"] for row in rows}))
     figure.savefig(path, dpi=110)
 
 
-def plot_staleness(path: Path, curves: Mapping[str, Mapping[str, Any]]) -> None:
+def plot_staleness(path: Path, curves: Mapping[str, Figures]) -> None:
     """Draws the loss over gradients and over time, for each bound."""
     figure, (by_count, by_time) = _two_panels()
     for (name, run), color in zip(curves.items(), ("#1f77b4", "#1b9e77", "#c1121f"), strict=True):

@@ -123,12 +123,8 @@ def plot_loss(
         compared.plot(course, color=color, linewidth=2, label=f"{name}: {rate:.2g}")
     compared.axhline(least, color="black", linestyle="--", label="least squares")
     compared.set(title="A learning rate too small crawls, one too large diverges", xlabel="steps taken")
-    compared.set(
-        ylabel=f"{error_label(table)}, log scale",
-        yscale="log",
-        xlim=(0, 50),
-        ylim=(max(0.8 * least, 1e-3 * errors[0]), 15 * errors[0]),
-    )
+    compared.set(ylabel=f"{error_label(table)}, log scale", yscale="log", xlim=(0, 50))
+    compared.set(ylim=(max(0.8 * least, 1e-3 * errors[0]), 15 * errors[0]))
     compared.legend(loc="best", title=f"learning rate, {all_rows} a step")
     for axes in (run, compared):
         axes.yaxis.set_major_formatter(number)

@@ -15,17 +15,8 @@ from jaxpar.metrics.log import read_metrics
 from jaxpar.run.flags import check_out_dir, own_values
 
 CHECKPOINTS = "checkpoints"
-PICTURES = ("loss.png", "surface.png", "errors.png", "predictions.png", "timeline.png", "timeline.svg")
-PICTURES += ("traffic.png", "staleness.png", "*-nodes.png", "*-timeline.png")
-_OF_RECIPES = "config.json metrics.jsonl report.json expert_loads.json report.html *-report.html model.json sample.txt"
-OWN_FILES = (
-    *_OF_RECIPES.split(),
-    *PICTURES,
-    *(f"model/{name}" for name in (CONFIG, *CARRIED)),
-    *("adapter/adapter_config.json", "adapter/adapter_model.safetensors"),
-    "tensorboard/events.out.tfevents.*",
-    "profile/plugins/profile/*/*",
-)
+PICTURES, _OTHERS = json.loads(Path(__file__).with_name("own_files.json").read_text()).values()
+OWN_FILES = (*_OTHERS, *PICTURES, *(f"model/{name}" for name in (CONFIG, *CARRIED)))
 
 
 def own_files(out_dir: Path) -> Iterator[Path]:

@@ -364,16 +364,9 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
         packed = [PackedRows(documents, seq, vocab_size=vocab_size) for documents in (train, test)]
         return packed[0], packed[1], some + others
 
-    return Part(
-        rows,
-        (corpus.train.num_tokens, corpus.test.num_tokens),
-        corpus.train.learned_tokens(),
-        corpus.test.tokens_of(0),
-        f"sha256 {corpus.digest[:32]}",
-        is_bytes,
-        corpus.ignored,
-        corpus.is_chat,
-    )
+    num_tokens, checksum = (corpus.train.num_tokens, corpus.test.num_tokens), f"sha256 {corpus.digest[:32]}"
+    sample, held_out = corpus.train.learned_tokens(), corpus.test.tokens_of(0)
+    return Part(rows, num_tokens, sample, held_out, checksum, is_bytes, corpus.ignored, corpus.is_chat)
 
 
 def _of_recall() -> Part:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 import jaxpar
@@ -20,7 +20,8 @@ from jaxpar.fields import check_at_least, check_positive
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
-from jaxpar.params import count_params, init_params, stack_layers
+from jaxpar.models.transformer import TransformerConfig
+from jaxpar.params import count_params, init_params, is_spec, stack_layers, zeros
 from jaxpar.pipeline import LayerLayout
 from jaxpar.run.flags import GpuFlags
 from jaxpar.run.language_data import Data
@@ -123,7 +124,7 @@ def check_model(flags: ModelFlags, seq: int, *, needs_weights: bool) -> None:
         raise ValueError(f"--temperature must be 0 or more; got {flags.temperature:g}. 0 takes the likeliest token.")
 
 
-def _check_experts(flags: ModelFlags, config: transformer.TransformerConfig, named: str) -> None:
+def _check_experts(flags: ModelFlags, config: TransformerConfig, named: str) -> None:
     """Raises where a flag of experts has no effect, or does not fit another."""
     given = {
         "--experts data": flags.experts == "data",
@@ -195,7 +196,7 @@ def check_lora(flags: LoraFlags, optimizer: OptimizerFlags, model: ModelFlags) -
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def config_of_flags(flags: ModelFlags, seq: int) -> tuple[transformer.TransformerConfig, str]:
+def config_of_flags(flags: ModelFlags, seq: int) -> tuple[TransformerConfig, str]:
     """Returns the model that the flags ask for, before its data are known, and the flag that names it."""
     changes = {"vocab_multiple": VOCAB_MULTIPLE, "compute_dtype": flags.dtype}
     changes |= {} if flags.window is None else {"window": flags.window}
@@ -217,9 +218,7 @@ def config_of_flags(flags: ModelFlags, seq: int) -> tuple[transformer.Transforme
     return config, named
 
 
-def model_config(
-    flags: ModelFlags, seq: int, text: Data, mesh: jax.sharding.Mesh, gpu: GpuFlags | None = None
-) -> transformer.TransformerConfig:
+def model_config(flags: ModelFlags, seq: int, text: Data, mesh: Mesh, gpu: GpuFlags | None = None) -> TransformerConfig:
     """Returns the model that the flags ask for, for these data and this mesh."""
     config, named = config_of_flags(flags, seq)
     if text.is_bytes and (config.tokens != "bytes" or config.vocab_size < BYTES):
@@ -240,9 +239,7 @@ def model_config(
     return config
 
 
-def make_layout(
-    config: transformer.TransformerConfig, schedule: Schedule, layers: Sequence[int] | None = None
-) -> LayerLayout:
+def make_layout(config: TransformerConfig, schedule: Schedule, layers: Sequence[int] | None = None) -> LayerLayout:
     """Returns the layout that stores each layer on its stage, so that no step moves weights.
 
     Args:
@@ -260,13 +257,20 @@ def make_layout(
 
 def make_params(
     flags: LoraFlags,
-    config: transformer.TransformerConfig,
+    config: TransformerConfig,
     layout: LayerLayout,
-    mesh: jax.sharding.Mesh,
+    mesh: Mesh,
     experts: Literal["tensor", "data"] = "tensor",
+    *,
+    reads_weights: bool = False,
 ) -> tuple[Callable[[jax.Array], PyTree], PyTree]:
-    """Returns the function that makes the params, in the order of the layout and with factors of LoRA, and their shardings."""
+    """Returns the function that makes the params, in the order of the layout and with factors of LoRA, and their shardings.
+
+    Weights that ``read_weights`` replaces begin at zero: random ones would take longer to compile and to draw.
+    """
     table, factors = transformer.param_table(config), make_lora(flags)
+    if reads_weights:
+        table = jax.tree.map(lambda spec: dataclasses.replace(spec, init=zeros), table, is_leaf=is_spec)
     packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
     of_experts = EXPERTS_OVER_DATA if experts == "data" else EXPERT_RULES[config.expert_split]
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES | of_experts)
@@ -276,9 +280,7 @@ def make_params(
     return init, factors.shardings(shardings)
 
 
-def read_weights(
-    folder: Path, config: transformer.TransformerConfig, layout: LayerLayout, state: jaxpar.TrainState
-) -> dict:
+def read_weights(folder: Path, config: TransformerConfig, layout: LayerLayout, state: jaxpar.TrainState) -> dict:
     """Returns the weights of a model as saved by transformers, laid out as those of ``state``."""
     packed = jax.tree.map(lambda leaf: leaf.sharding, lora.without_factors(state.params))
     if layout.is_canonical:
@@ -303,7 +305,7 @@ def checksum_of_model(folder: Path) -> str:
     return f"{found:08x}"
 
 
-def flops_per_token(config: transformer.TransformerConfig, seq: int, num_factors: int = 0) -> int:
+def flops_per_token(config: TransformerConfig, seq: int, num_factors: int = 0) -> int:
     """Returns the useful operations of training on a token (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
 
     A frozen weight takes 4 operations a token instead of 6, since it has no gradient; experts that a token does not use take
@@ -343,13 +345,7 @@ def merged(params: PyTree) -> PyTree:
 
 
 def describe(
-    flags: ModelFlags,
-    factors: LoraFlags,
-    config: transformer.TransformerConfig,
-    mesh: jax.sharding.Mesh,
-    num_factors: int,
-    *,
-    of_pipeline: str,
+    flags: ModelFlags, factors: LoraFlags, config: TransformerConfig, mesh: Mesh, num_factors: int, *, schedule: str
 ) -> str:
     """Returns lines about the model, its mesh and what of it is trained.
 
@@ -359,12 +355,12 @@ def describe(
         config: The model.
         mesh: The mesh.
         num_factors: The number of params in factors of LoRA.
-        of_pipeline: What to add where the mesh has stages.
+        schedule: The schedule of its pipeline, if the mesh has stages.
     """
     lines = [
         f"{flags.init_from or flags.model}: {config.num_layers} layer{'s' * (config.num_layers > 1)}, {config.embed_dim} wide, "
         f"{count_params(transformer.param_table(config)):,} parameters; "
-        f"{sizes_text(mesh.shape)}" + (of_pipeline if mesh.shape["stage"] > 1 else "")
+        f"{sizes_text(mesh.shape)}" + (f", {schedule}" if mesh.shape["stage"] > 1 else "")
     ]
     if num_factors:
         targets = ", ".join(factors.lora_targets)
@@ -374,14 +370,14 @@ def describe(
     return "\n".join(lines)
 
 
-def save_adapters(folder: Path, flags: ModelFlags, config: transformer.TransformerConfig, params: PyTree) -> None:
+def save_adapters(folder: Path, flags: ModelFlags, config: TransformerConfig, params: PyTree) -> None:
     """Writes the factors of LoRA as peft reads them."""
     base = None if flags.init_from is None else str(flags.init_from)
     jaxpar.huggingface.write_adapters(folder, config, params, base=base)
     say(f"written: {folder}/, adapters for peft")
 
 
-def save_model(folder: Path, config: transformer.TransformerConfig, params: PyTree, *, described_by: Path) -> None:
+def save_model(folder: Path, config: TransformerConfig, params: PyTree, *, described_by: Path) -> None:
     """Writes the model as transformers reads it, with the description in another folder."""
     jaxpar.huggingface.write_model(folder, config, merged(params), source=described_by)
     say(f"written: {folder}/, a model for transformers")

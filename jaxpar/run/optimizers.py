@@ -15,15 +15,10 @@ from jaxpar.layered_model import OUTER
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
 
-MUON_RMS = (
-    0.2  # of an update before the learning rate, as AdamW's is about (Liu et al. 2025, arXiv 2502.16982, section 2.2)
-)
-USED_BY = {
-    "beta1": ("adamw", "muon"),
-    "beta2": ("adamw", "muon"),
-    "epsilon": ("adamw", "muon"),
-    "weight_decay": ("adamw", "muon"),
-    "momentum": ("sgd", "muon"),
+# Of an update before the learning rate, as AdamW's is about (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+MUON_RMS = 0.2
+USED_BY = dict.fromkeys(("beta1", "beta2", "epsilon", "weight_decay"), ("adamw", "muon")) | {
+    "momentum": ("sgd", "muon")
 }
 MOST_WARMUP = 20  # steps, by default
 CHANGE_NUMBERS = ("beta1", "beta2", "epsilon", "learning_rate_schedule", "final_learning_rate", "decay_steps")
@@ -89,27 +84,18 @@ Flags = TypeVar("Flags", bound=OptimizedFlags)
 
 def make_optimizer(flags: OptimizedFlags) -> optax.GradientTransformation:
     """Returns the optimizer that the flags ask for."""
-    rate, momentum = learning_rate(flags), momentum_of(flags)
-    if flags.optimizer.optimizer == "sgd":
+    rate, momentum, own = learning_rate(flags), momentum_of(flags), flags.optimizer
+    betas, decay = (own.beta1, own.beta2), own.weight_decay
+    if own.optimizer == "sgd":
         return optax.sgd(rate, momentum=momentum or None)
-    if flags.optimizer.optimizer == "adamw":
-        decay, eps = flags.optimizer.weight_decay, flags.optimizer.epsilon
-        return optax.adamw(
-            rate, b1=flags.optimizer.beta1, b2=flags.optimizer.beta2, eps=eps, weight_decay=decay, mask=is_weight
-        )
+    if own.optimizer == "adamw":
+        return optax.adamw(rate, *betas, eps=own.epsilon, weight_decay=decay, mask=is_weight)
+    of_adam = dict(zip(("adam_b1", "adam_b2"), betas, strict=True))
     direction = contrib.muon(
-        1.0,
-        beta=momentum,
-        eps=flags.optimizer.epsilon,
-        consistent_rms=MUON_RMS,
-        muon_weight_dimension_numbers=matrices,
-        adam_b1=flags.optimizer.beta1,
-        adam_b2=flags.optimizer.beta2,
+        1.0, beta=momentum, eps=own.epsilon, consistent_rms=MUON_RMS, muon_weight_dimension_numbers=matrices, **of_adam
     )
     # The direction is one to subtract already, so that what it adds for weight decay is negative.
-    return optax.chain(
-        direction, optax.add_decayed_weights(-flags.optimizer.weight_decay, is_weight), optax.scale_by_schedule(rate)
-    )
+    return optax.chain(direction, optax.add_decayed_weights(-decay, is_weight), optax.scale_by_schedule(rate))
 
 
 def learning_rate(flags: OptimizedFlags) -> optax.Schedule:
@@ -166,11 +152,9 @@ def matrices(params: Any) -> Any:
 
     def dims(path: tuple, _: Any) -> contrib.MuonDimensionNumbers | None:
         found, is_alone = MATRICES.get(_name(path)), path[0].key == OUTER  # not stacked: a leading dense layer
-        return (
-            None
-            if found is None
-            else contrib.MuonDimensionNumbers(*(tuple(d - is_alone for d in each) for each in found))
-        )
+        if found is None:
+            return None
+        return contrib.MuonDimensionNumbers(*(tuple(dim - is_alone for dim in each) for each in found))
 
     return jax.tree_util.tree_map_with_path(dims, params)
 

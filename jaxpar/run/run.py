@@ -3,20 +3,22 @@
 import dataclasses
 import hashlib
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import jax
 
 import jaxpar
-from jaxpar.checkpoint import CheckpointManager, Manifest
+from jaxpar.checkpoint import CheckpointManager
 from jaxpar.checkpoint.folder import Folder
 from jaxpar.data.batches import Origin
 from jaxpar.guard import Guard
-from jaxpar.mesh import shown_sizes
+from jaxpar.inspect.text import bytes_text
+from jaxpar.mesh import OF_ZERO, shown_sizes
 from jaxpar.metrics import exporters
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.pipeline import check_permutes
@@ -33,11 +35,12 @@ from jaxpar.runtime.output import write_whole
 from jaxpar.runtime.supervise import is_restarted
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule
+from jaxpar.step_sharding import left_whole
 
 BEGAN = time.monotonic()
 
 
-class Run:
+class Run(AbstractContextManager["Run"]):
     """A run in ``--out-dir``, which it owns from its construction to the end of the ``with`` block.
 
     Its methods are called in the order of the loop in ``jaxpar.run``: ``restore`` and ``compile`` write nothing, and ``begin``
@@ -118,6 +121,8 @@ class Run:
         """
         self.target = jaxpar.abstract_state(*init_state, **where)
         self._init = lambda: jaxpar.init_state(*init_state, **where)
+        for parallel in (each for each in init_state if isinstance(each, jaxpar.Parallel)):
+            self._say_whole(parallel)
         if not self.flags.common.resume:
             return
         allowed = ("steps", *self.flags.checkpoint.allow_change)
@@ -127,6 +132,18 @@ class Run:
         saved_on = ", ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
         self._say(f"resumed from step {manifest.step}, saved on {saved_on}")
         self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
+
+    def _say_whole(self, parallel: jaxpar.Parallel) -> None:
+        """Prints the params that ZeRO leaves whole, the largest first."""
+        if whole := left_whole(self.target.params, parallel):
+            largest = sorted(whole, key=lambda path: -whole[path])
+            named = ", ".join(f"{path} {bytes_text(whole[path])}" for path in largest[:3])
+            more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+            self._say(
+                f"--zero {parallel.zero} leaves {bytes_text(sum(whole.values()))} of params whole on each device, with their "
+                f"optimizer state, since data times context, "
+                f"{math.prod(self.mesh.shape[axis] for axis in OF_ZERO)}, divides none of their free dims: {named}{more}"
+            )
 
     def compile(self, train_step: Any, batch: Any) -> jax.stages.Compiled:
         """Returns the training step compiled, and prints the time, which no step's time includes.
@@ -258,9 +275,6 @@ class Run:
         if skipped := int(jaxpar.fetch(state.num_skipped)):
             self._say(f"{skipped} steps changed nothing, since their loss or gradients were not finite")
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: Any) -> None:
         self._resources.__exit__(*error)
         self.checkpoints.disown()
@@ -302,16 +316,10 @@ class Run:
 
 def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
     """Returns the manager of the checkpoints in ``--out-dir``; unless it is a --dry-run, this run then owns the folder."""
-    common, checkpoint = flags.common, flags.checkpoint
-    checkpoints = CheckpointManager(
-        common.out_dir / folder.CHECKPOINTS,
-        mesh,
-        keep=checkpoint.keep,
-        keep_every=checkpoint.keep_every,
-        keep_best=checkpoint.keep_best,
-        save_seconds=flags.budget.save,
-        lease=Lease(common.out_dir),
-    )
+    common, directory = flags.common, flags.common.out_dir / folder.CHECKPOINTS
+    kept = {name: getattr(flags.checkpoint, name) for name in ("keep", "keep_every", "keep_best")}
+    lease = Lease(common.out_dir)
+    checkpoints = CheckpointManager(directory, mesh, **kept, save_seconds=flags.budget.save, lease=lease)
     if not common.dry_run:
         checkpoints.own()
     latest = checkpoints.latest()
@@ -345,9 +353,8 @@ def _check_new(flags: RunFlags, checkpoints: CheckpointManager, latest: int | No
 
 def saved_settings(flags: RunFlags) -> dict[str, Any]:
     """Returns the settings that the newest checkpoint to --resume was saved with; none without one."""
-    saved = Folder(flags.common.out_dir / folder.CHECKPOINTS)
-    found = [saved.look(step) for step in reversed(saved.numbered())] if flags.common.resume else []
-    return next((dict(each.config or {}) for each in found if isinstance(each, Manifest)), {})
+    saved = Folder(flags.common.out_dir / folder.CHECKPOINTS).committed() if flags.common.resume else {}
+    return dict(saved[max(saved)].config or {}) if saved else {}
 
 
 def make_mesh(flags: RunFlags) -> jax.sharding.Mesh:

@@ -15,6 +15,7 @@ import jax
 from jaxpar import _compat
 
 TIMEOUT_SECONDS = 600.0
+POLL_SECONDS = 0.2  # between two looks for requests
 _uses: Counter[str] = Counter()  # all processes use a name equally often, so its count identifies each use
 _lock = threading.Lock()
 
@@ -100,13 +101,9 @@ class AgreedStep:
     A thread polls for requests, so that no step waits for one. After a request each process reports how many steps it has done
     and blocks its loop until all have reported. The action is due after the step that follows the largest of these numbers,
     which no process has finished yet.
-
-    Args:
-        poll_seconds: The interval at which the thread polls.
     """
 
-    def __init__(self, *, poll_seconds: float = 0.2) -> None:
-        self._poll_seconds = poll_seconds
+    def __init__(self) -> None:
         self._asked: list[str] = []
         self._steps_done = 0
         self._agreeing = False
@@ -126,7 +123,7 @@ class AgreedStep:
         if kind is None or issubclass(kind, SystemExit):
             exchange("end", True)  # another process may still wait for this one's thread
         self._over.set()
-        self._thread.join(timeout=10 * self._poll_seconds)  # the thread may be waiting for a process that is gone
+        self._thread.join(timeout=10 * POLL_SECONDS)  # the thread may be waiting for a process that is gone
 
     def ask(self, what: str) -> None:
         """Requests the action ``what`` of all processes. It only records the request, so a signal handler may call it."""
@@ -148,7 +145,7 @@ class AgreedStep:
 
     def _watch(self) -> None:
         number = 0
-        while not self._over.wait(self._poll_seconds):
+        while not self._over.wait(POLL_SECONDS):
             what = self._news(f"jaxpar/ask/{number}")
             if what is None:
                 continue
@@ -156,7 +153,7 @@ class AgreedStep:
             number += 1
             with self._changed:
                 while self._due is not None and not self._over.is_set():
-                    self._changed.wait(self._poll_seconds)
+                    self._changed.wait(POLL_SECONDS)
 
     def _news(self, key: str) -> str | None:
         if self._asked:

@@ -12,7 +12,8 @@ from typing import NoReturn
 import jax
 
 from jaxpar._compat import coordination
-from jaxpar.runtime.process_env import read_process_env
+from jaxpar.fields import check_kind, check_positive
+from jaxpar.runtime.process_env import NAMES, read_process_env
 from jaxpar.runtime.rendezvous import meet
 
 TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
@@ -44,10 +45,8 @@ def use_fake_devices(num_devices: int) -> None:
     Raises:
         RuntimeError: JAX has already started with other devices.
     """
-    if not isinstance(num_devices, int) or isinstance(num_devices, bool):
-        raise TypeError(f"num_devices must be an integer; got {num_devices!r}. Write use_fake_devices(8).")
-    if num_devices < 1:
-        raise ValueError(f"num_devices must be positive; got {num_devices}. Write use_fake_devices(8).")
+    check_kind((int,), "an integer", "Write use_fake_devices(8).", num_devices=num_devices)
+    check_positive("Write use_fake_devices(8).", num_devices=num_devices)
     give_threads(num_devices)
     try:
         jax.config.update("jax_platforms", "cpu")
@@ -107,12 +106,8 @@ def initialize(
         OSError: Process 0 cannot listen at the address.
     """
     set_gpu_flags()
-    given = {
-        "JAX_COORDINATOR_ADDRESS": coordinator_address,
-        "JAX_NUM_PROCESSES": num_processes,
-        "JAX_PROCESS_ID": process_id,
-    }
-    env = read_process_env({**os.environ, **{name: str(value) for name, value in given.items() if value is not None}})
+    given = zip(NAMES, (coordinator_address, num_processes, process_id), strict=True)
+    env = read_process_env({**os.environ, **{name: str(value) for name, value in given if value is not None}})
     if env is None or jax.distributed.is_initialized():
         return env is not None
     if timeout_seconds is None:

@@ -28,8 +28,8 @@ from typing import Literal
 from jaxpar.runtime.output import tell
 
 NAME = ".lease"
-BEAT_SECONDS = 5.0
-STALE_SECONDS = 60.0
+BEAT_SECONDS = 5.0  # between two renewals
+STALE_SECONDS = 60.0  # without one, after which a lease of another machine has expired
 PATIENCE_SECONDS = 6.0  # a worker ends within 5 s of its launcher, and must not make a restarted run fail
 POLL_SECONDS = 0.1
 UNREADABLE = "a process whose lease cannot be read"
@@ -87,29 +87,15 @@ class Lease:
     Args:
         folder: The folder of the run. Created if needed, as are those above it, and removed at the end if nothing else was
             written to it.
-        beat_seconds: The interval between two renewals.
-        stale_seconds: A lease of another machine expires when it was not renewed for this long.
-        patience_seconds: How long to wait for a live owner to release the folder before raising HeldError.
-        say: Called with a message when it has to wait; by default prints to standard error.
 
     Attributes:
         lost: A message that names the run which took the folder from this process; empty if it was not lost.
         when_lost: Called once when it is lost, possibly from another thread.
     """
 
-    def __init__(
-        self,
-        folder: Path | str,
-        *,
-        beat_seconds: float = BEAT_SECONDS,
-        stale_seconds: float = STALE_SECONDS,
-        patience_seconds: float = PATIENCE_SECONDS,
-        say: Callable[[str], None] = tell,
-    ) -> None:
+    def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder).absolute()
         self._files = self.folder / NAME
-        self._beat_seconds, self._stale_seconds, self._patience = beat_seconds, stale_seconds, patience_seconds
-        self._say = say
         self.lost = ""
         self.when_lost: Callable[[], None] = lambda: None
         self._lock = threading.RLock()
@@ -145,18 +131,18 @@ class Lease:
                 has_beaten, seen, quiet_since = seen is not None, newest, now
             named = owner or named
             is_here = owner is not None and owner.is_here()
-            is_stale = not is_here and now - quiet_since >= self._stale_seconds
+            is_stale = not is_here and now - quiet_since >= STALE_SECONDS
             if number == 0 or is_stale or (owner is not None and owner.is_gone()):
                 if self._create(number + 1):
                     return
-            elif now - begun >= self._patience and (is_here or has_beaten):
+            elif now - begun >= PATIENCE_SECONDS and (is_here or has_beaten):
                 raise HeldError(
                     f"one run at a time may write to a folder; got {self.folder}, which is held by {named or UNREADABLE}. "
                     "Wait until it ends, stop it, or give another folder (--out-dir)."
                 )
             else:
                 if quiet_since == now and not has_beaten:
-                    self._say(f"waiting for {self.folder}: it is held by {owner or UNREADABLE}")
+                    tell(f"waiting for {self.folder}: it is held by {owner or UNREADABLE}")
                 time.sleep(POLL_SECONDS)
 
     def release(self) -> None:
@@ -197,7 +183,7 @@ class Lease:
                 raise LostError(self.lost)
 
     def _renew(self, over: threading.Event) -> None:
-        while not over.wait(self._beat_seconds):
+        while not over.wait(BEAT_SECONDS):
             with self._lock, contextlib.suppress(OSError):  # the next beat may succeed
                 if over.is_set() or self._me is None or not self._still_holds():
                     return
@@ -207,7 +193,7 @@ class Lease:
         if not self.lost and not self._is_mine():
             self.lost = (
                 f"one run at a time may write to a folder; got {self.folder}, which another run has taken from this one: "
-                f"{self._newest()[1] or UNREADABLE}. This run did not renew its lease for {self._stale_seconds:g} s, or "
+                f"{self._newest()[1] or UNREADABLE}. This run did not renew its lease for {STALE_SECONDS:g} s, or "
                 "its lease was overwritten"
             )
             self.when_lost()

@@ -43,7 +43,7 @@ def write_whole(path: Path, text: str) -> None:
     write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], Any], *, sync: bool = False) -> None:
     """Writes a file under another name and renames it, so that readers see the old file or the new one.
 
     If that fails, an existing file is unchanged and the part that was written is removed. The file has the permissions that the
@@ -52,6 +52,7 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     Args:
         path: The file.
         write: Writes the file at the path that it is given, in the same folder.
+        sync: Whether its contents are flushed to disk before it is renamed.
 
     Raises:
         OSError: It cannot be written; or the error that ``write`` raises.
@@ -62,6 +63,8 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
         part.touch()
         mode = stat.S_IMODE(part.stat().st_mode)
         write(part)
+        if sync:
+            fsync(part)
         if stat.S_IMODE(part.stat().st_mode) != mode:
             part.chmod(mode)
         os.replace(part, path)

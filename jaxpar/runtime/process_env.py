@@ -78,10 +78,7 @@ def check_process_env(env: ProcessEnv) -> None:
             "a process's number must be from 0 to one less than their count; got "
             f"JAX_PROCESS_ID={env.process_id}, JAX_NUM_PROCESSES={env.num_processes}. Count processes from 0."
         )
-    for name, address in (
-        ("JAX_COORDINATOR_ADDRESS", env.coordinator),
-        ("JAX_COORDINATOR_BIND_ADDRESS", env.bind),
-    ):
+    for name, address in (("JAX_COORDINATOR_ADDRESS", env.coordinator), ("JAX_COORDINATOR_BIND_ADDRESS", env.bind)):
         if address is not None:
             split_address(address, name)
     if not re.fullmatch("[!-~]{0,256}", env.token):

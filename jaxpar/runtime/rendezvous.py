@@ -18,7 +18,6 @@ too many. It counts only processes that send the run's token.
 import contextlib
 import errno
 import hmac
-import ipaddress
 import os
 import re
 import selectors
@@ -28,6 +27,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from jaxpar.runtime.host_names import is_loopback
 from jaxpar.runtime.output import printable
 from jaxpar.runtime.process_env import TOKEN_VARIABLE, ProcessEnv, split_address
 
@@ -68,16 +68,12 @@ def meet(env: ProcessEnv, timeout_seconds: float) -> str:
 def check_reach(env: ProcessEnv) -> None:
     """Raises ValueError if the coordinator's address is a loopback address and the run spans several hosts."""
     ip, _ = _resolve(env.coordinator, "JAX_COORDINATOR_ADDRESS", must=False)
-    if env.on_several_hosts and ip and _is_loopback(ip):
+    if env.on_several_hosts and is_loopback(ip):
         raise ValueError(
             "the coordinator's address must be one that every host can reach; got "
             f"{env.coordinator}, a loopback address ({ip}), with processes on several hosts. Set JAX_COORDINATOR_ADDRESS to "
             "process 0's address in the network between them."
         )
-
-
-def _is_loopback(ip: str) -> bool:
-    return ipaddress.ip_address(ip.split("%")[0]).is_loopback
 
 
 def _resolve(address: str, name: str, *, must: bool = True) -> tuple[str, int]:
@@ -135,7 +131,7 @@ class Caller:
     number: int | None = None
 
 
-class Connections:
+class Connections(contextlib.AbstractContextManager["Connections"]):
     """The processes of a run that have connected. No method waits for others, except ``reply`` for ``SECONDS_TO_HANG_UP``.
 
     Args:
@@ -154,9 +150,6 @@ class Connections:
         self._selector.register(listener, selectors.EVENT_READ)
         self.trouble: ValueError | None = None
         self.num_refused = 0
-
-    def __enter__(self) -> "Connections":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._drop([*self._callers])
@@ -284,7 +277,7 @@ def _late(env: ProcessEnv, connections: Connections, timeout_seconds: float) -> 
 
 def _hint(env: ProcessEnv) -> str:
     ip, _ = _resolve(env.coordinator, "JAX_COORDINATOR_ADDRESS", must=False)
-    if ip and _is_loopback(ip):
+    if is_loopback(ip):
         return " That is a loopback address, which only processes on the same machine can reach."
     return "" if ip else " Its name does not resolve here."
 

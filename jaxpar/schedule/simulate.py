@@ -7,14 +7,15 @@ A table has two timings:
     lockstep    a tick starts on all stages at once, when the slowest stage has finished the previous tick and all
                 messages have arrived, as in a program in which every stage takes part in every exchange.
 
-``makespan`` gives the time alone, for many costs: the table is read only once, into a ``Structure``.
+``makespan`` gives the free time alone, for many costs: the table is read only once, into a ``Structure``.
 """
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from jaxpar.fields import check_one_of
+from jaxpar.fields import check_kind, check_one_of
 from jaxpar.schedule.table import Op, Schedule
 
 TIMINGS = ("free", "lockstep")
@@ -141,6 +142,7 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "fr
             f"stage_scale must have one factor a virtual stage; got {len(costs.stage_scale)} for {schedule.name} with "
             f"num_stages={schedule.num_stages}, num_chunks={schedule.num_chunks}. Give {schedule.num_virtual_stages}."
         )
+    check_kind((Schedule,), "a Schedule", "Make one with jaxpar.schedule.make_schedule.", schedule=schedule)
     schedule.check()
     spans, tick_ends = _run(schedule, costs, in_lockstep=timing == "lockstep")
     end = max([*tick_ends, *(order[-1].end for order in spans)])
@@ -248,67 +250,37 @@ def _boundary(source: int, stage: int, num_stages: int) -> int:
     return min(source, stage) if abs(source - stage) == 1 else num_stages - 1
 
 
-@dataclass(frozen=True)
-class Messages:
-    """The messages of stages that run freely.
-
-    Attributes:
-        seconds: The time of one over each boundary, as in ``Structure.rows``.
-        blocks: Whether a stage computes nothing while it sends.
-    """
-
-    seconds: tuple[int | float, ...]
-    blocks: bool = False
-
-    def waits(self) -> tuple[int | float, ...]:
-        """Returns the time from the end of a row until its result arrives, by boundary; the last is that within a stage."""
-        return (*([0] * len(self.seconds) if self.blocks else self.seconds), 0)
-
-    def sending(self, schedule: Schedule, row: Row) -> int | float:
-        """Returns the seconds after a row during which its stage only sends; both directions are sent at once."""
-        return max((self._of_op(schedule, *of) for of in row), default=0) if self.blocks else 0
-
-    def _of_op(self, schedule: Schedule, virtual_stage: int, kind: str) -> int | float:
-        to = virtual_stage + {"F": 1, "B": -1}.get(kind, 0)
-        if not 0 <= to < schedule.num_virtual_stages:
-            return 0
-        source, stage = (schedule.stage_and_chunk(each)[0] for each in (virtual_stage, to))
-        return 0 if source == stage else self.seconds[_boundary(source, stage, schedule.num_stages)]
-
-
 def makespan(
-    structure: Structure, costs: Costs, *, is_free: bool, messages: Messages | None = None, waits_for_all: bool = True
+    structure: Structure,
+    costs: Costs,
+    messages: Sequence[int | float],
+    *,
+    blocks: bool = False,
+    waits_for_all: bool = True,
 ) -> int | float:
-    """Returns the makespan of a schedule, with stages that run freely or in lock-step.
+    """Returns the makespan of a schedule whose stages run freely.
 
     Args:
         structure: The schedule's structure.
-        costs: The times of ops and of messages.
-        is_free: Whether stages run freely.
-        messages: The messages of stages that run freely; by default each takes ``costs.p2p``.
+        costs: The times of ops.
+        messages: The time of a message over each boundary, as in ``Structure.rows``.
+        blocks: Whether a stage computes nothing while it sends; both directions are sent at once.
         waits_for_all: Whether the next step begins when all stages are done. Otherwise each stage begins it when it is done
             itself, and the time from one step to the next is returned: that of the stage which takes the longest.
     """
     schedule = structure.schedule
-    kinds = {of for _, row, _ in structure.rows for of in row}
-    seconds = {of: costs.of(schedule, *of) for of in kinds}
-    of_row = lambda row: sum(seconds[of] for of in row)
-    if not is_free:
-        exchange = costs.p2p if schedule.num_stages > 1 else 0
-        one = lambda tick: max(map(of_row, tick), default=0)
-        return sum(count * (one(tick) + exchange) for tick, count in structure.ticks)
-    messages = messages or Messages((costs.p2p,) * schedule.num_stages)
-    of_rows = {row: of_row(row) + messages.sending(schedule, row) for row in {row for _, row, _ in structure.rows}}
-    begins, free = _run_rows(structure, of_rows, messages.waits())
-    return max(free) if waits_for_all else max(end - begin for begin, end in zip(begins, free, strict=True))
-
-
-def _run_rows(
-    structure: Structure, seconds: dict[Row, int | float], waits: tuple[int | float, ...]
-) -> tuple[list[int | float], list[int | float]]:
-    """Returns when each stage begins its first row and when it ends its last."""
+    rows = {row for _, row, _ in structure.rows}
+    seconds = {of: costs.of(schedule, *of) for row in rows for of in row}
+    sends = lambda row: max((_sending(schedule, messages, *of) for of in row), default=0)
+    of_rows = {row: sum(seconds[of] for of in row) + (sends(row) if blocks else 0) for row in rows}
+    waits = (
+        *([0] * len(messages) if blocks else messages),
+        0,
+    )  # until a result arrives; the last is that within a stage
     ends: list[int | float] = []
-    begins, free = ([at] * structure.schedule.num_stages for at in (-1.0, 0.0))
+    begins, free = (
+        [at] * schedule.num_stages for at in (-1.0, 0.0)
+    )  # of each stage: its first row, and when it is free
     for stage, row, needs in structure.rows:
         start = free[stage]
         for number, boundary in needs:
@@ -316,6 +288,15 @@ def _run_rows(
             start = arrival if arrival > start else start
         if begins[stage] < 0:
             begins[stage] = start
-        free[stage] = start + seconds[row]
+        free[stage] = start + of_rows[row]
         ends.append(free[stage])
-    return begins, free
+    return max(free) if waits_for_all else max(end - begin for begin, end in zip(begins, free, strict=True))
+
+
+def _sending(schedule: Schedule, messages: Sequence[int | float], virtual_stage: int, kind: str) -> int | float:
+    """Returns the time in which the result of an op is sent to another stage."""
+    to = virtual_stage + {"F": 1, "B": -1}.get(kind, 0)
+    if not 0 <= to < schedule.num_virtual_stages:
+        return 0
+    source, stage = (schedule.stage_and_chunk(each)[0] for each in (virtual_stage, to))
+    return 0 if source == stage else messages[_boundary(source, stage, schedule.num_stages)]

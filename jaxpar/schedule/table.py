@@ -105,7 +105,7 @@ class Schedule:
             ops=tuple(zip_longest(*steps, fillvalue=())),
             placement=placement,
         )
-        schedule._check_complete(schedule._moments())
+        schedule._check_complete(schedule.moments())
         return replace(schedule, ops=_assign_ticks(schedule, steps))._known_as_checked()
 
     @property
@@ -180,7 +180,7 @@ class Schedule:
     @cached_property
     def _checked(self) -> None:
         """Runs ``check`` once per schedule, which is immutable; both simulators and executors check theirs."""
-        moments = self._moments()
+        moments = self.moments()
         self._check_complete(moments)
         for (stage, op), moment in moments.items():
             for needed_stage, needed in self.inputs_of(stage, op):
@@ -194,7 +194,7 @@ class Schedule:
         self.__dict__["_checked"] = None
         return self
 
-    def _moments(self) -> dict[tuple[int, Op], tuple[int, int]]:
+    def moments(self) -> dict[tuple[int, Op], tuple[int, int]]:
         """Returns for each (stage, op) its tick and its index in the tick; raises for an invalid or repeated op."""
         moments = {}
         microbatches, chunks = range(self.num_microbatches), range(self.num_chunks)

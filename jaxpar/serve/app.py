@@ -17,32 +17,15 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import (
-    HTMLResponse,
-    JSONResponse,
-    PlainTextResponse,
-    RedirectResponse,
-    Response,
-    StreamingResponse,
-)
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxpar import fields
 from jaxpar.runtime.host_names import allowed_hosts, is_allowed
+from jaxpar.serve.openai_api import check_name
 from jaxpar.serve.pages import ServerMetrics, describe, docs_page
-from jaxpar.serve.requests import (
-    Answer,
-    Endpoint,
-    Reply,
-    RequestError,
-    Served,
-    Settings,
-    Worker,
-    parse,
-    read_body,
-    unknown_model,
-)
+from jaxpar.serve.requests import Answer, Endpoint, Reply, RequestError, Served, Settings, Worker, parse, read_body
 
 Result = TypeVar("Result")
 MAX_OPEN = 256  # requests at a time, those whose bodies are being read among them
@@ -183,8 +166,7 @@ class App:
         return JSONResponse({"object": "list", "data": [self._about_model()]})
 
     async def _model(self, request: Request) -> Response:
-        if (name := request.path_params["name"]) != self.served.name:
-            raise unknown_model(name, self.served.name)
+        check_name(request.path_params["name"], self.served.name)
         return JSONResponse(self._about_model())
 
     def _about_model(self) -> dict[str, Any]:
@@ -192,7 +174,7 @@ class App:
 
     async def _docs(self, request: Request) -> Response:
         page = docs_page(self._description, str(request.base_url).rstrip("/"))
-        return HTMLResponse(page, headers={"Content-Security-Policy": CONTENT_POLICY})
+        return Response(page, headers={"Content-Security-Policy": CONTENT_POLICY}, media_type="text/html")
 
     def _no_route(self, request: Request, error: HTTPException) -> Response:
         posts = [endpoint.path for endpoint in self.served.endpoints]

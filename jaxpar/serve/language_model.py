@@ -87,16 +87,10 @@ class LanguageModel:
         """
         self._bound_programs(request)
         rows = {i: TextStream(self.tokenizer, prompt, request.stop) for i, prompt in enumerate(request.prompts)}
-        steps = stream(
-            self.config,
-            self._params,
-            _padded(request.prompts),
-            request.max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            key=jax.random.key(request.seed),
-            eos=self._eos,
-        )
+        prompts = _padded(request.prompts)
+        drawn: dict[str, Any] = {"temperature": request.temperature, "top_p": request.top_p}
+        key = jax.random.key(request.seed)
+        steps = stream(self.config, self._params, prompts, request.max_tokens, key=key, eos=self._eos, **drawn)
         for count, tokens in enumerate(steps, 1):
             is_last = count == request.max_tokens
             deltas = [self._delta(i, row, tokens[i], is_last=is_last) for i, row in rows.items()]

@@ -163,19 +163,10 @@ def house_prices(run: Path, name: str) -> Served:
     """Returns the endpoint of a run of recipes/house_prices.py. Raises ValueError if its model.json is damaged."""
     linear = read_linear(run / MODEL)
     middles = [float(f"{(low + high) / 2:.4g}") for low, high in linear.seen]
-    features: dict[str, Any] = {  # under names of our own, since a column may have any name
-        f"feature_{i}": (
-            float,
-            Field(
-                alias=feature,
-                ge=-LARGEST,
-                le=LARGEST,
-                description=f"from {low:g} to {high:g} in training",
-                examples=[middles[i]],
-            ),
-        )
-        for i, (feature, (low, high)) in enumerate(zip(linear.features, linear.seen, strict=True))
-    }
+    features: dict[str, Any] = {}  # under names of our own, since a column may have any name
+    for i, (feature, (low, high)) in enumerate(zip(linear.features, linear.seen, strict=True)):
+        rule = {"ge": -LARGEST, "le": LARGEST, "description": f"from {low:g} to {high:g} in training"}
+        features[f"feature_{i}"] = float, Field(alias=feature, examples=[middles[i]], **rule)
     example = dict(zip(linear.features, middles, strict=True))
     about = f"predicts {linear.target} from {', '.join(linear.features)}"
     instance = create_model("House", __base__=Body, **features)

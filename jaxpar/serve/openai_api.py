@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxpar.huggingface.tokenizer import FolderTokenizer
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextDelta
-from jaxpar.serve.requests import Body, Endpoint, Reply, RequestError, Served, unknown_model
+from jaxpar.serve.requests import Body, Endpoint, Reply, RequestError, Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's API has it
@@ -259,8 +259,7 @@ class Api:
 
     def reply(self, body: CompletionBody | ChatBody) -> Reply:
         """Returns the reply to a body; raises RequestError for one that cannot be answered."""
-        if body.model != self.name:
-            raise unknown_model(body.model, self.name)
+        check_name(body.model, self.name)
         count, is_chat = body.n or 1, isinstance(body, ChatBody)
         try:
             prompts = _prompts(self.model, body)
@@ -317,6 +316,13 @@ class Api:
         return tokens
 
 
+def check_name(name: str, served: str) -> None:
+    """Raises RequestError for a request that names a model other than the one that is served."""
+    if name != served:
+        message = f"model must be the one that is served; got {ascii(name)[:80]}. Give {served!r}."
+        raise RequestError(404, message, param="model", code="model_not_found")
+
+
 def language_model(model: LanguageModel, name: str, about: str, max_tokens: int) -> Served:
     """Returns the endpoints of a language model.
 
@@ -333,11 +339,10 @@ def language_model(model: LanguageModel, name: str, about: str, max_tokens: int)
     asked = {"model": name, "max_tokens": min(16, max_tokens)}
     text = asked | {"prompt": "def "}
     chat = asked | {"messages": [{"role": "user", "content": "What is a pipeline?"}]}
+    about_text, of_text, of_chat = "Continues a text.", api.example(is_chat=False), api.example(is_chat=True)
     endpoints = (
-        Endpoint(
-            COMPLETIONS, f"Continues a text. {limits}", CompletionBody, text, api.example(is_chat=False), api.reply
-        ),
-        Endpoint(CHAT, f"{about_chat} {limits}", ChatBody, chat, api.example(is_chat=True), api.reply),
+        Endpoint(COMPLETIONS, f"{about_text} {limits}", CompletionBody, text, of_text, api.reply),
+        Endpoint(CHAT, f"{about_chat} {limits}", ChatBody, chat, of_chat, api.reply),
     )
     first = {"model": name, "prompt": [0], "max_tokens": 1}
     return Served(name, about, endpoints, first, is_language_model=True, usage=api.usage)

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from html import escape
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import prometheus_client
@@ -14,23 +16,8 @@ from jaxpar.metrics.exporters import Totals
 from jaxpar.serve.requests import Served
 
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 20, 60, 120)  # seconds
-ERRORS = {
-    "400": "The body is wrong.",
-    "404": "There is no such path or model.",
-    "405": "The path does not take this method: Allow names those that it takes.",
-    "408": "The body did not arrive in time.",
-    "413": "The body is too large.",
-    "415": "The Content-Type is not application/json.",
-    "421": "The Host is not a name of this server.",
-    "500": "The server failed, or the model's scores are not finite.",
-    "503": "Too many requests wait, time ran out, or the server is about to stop: Retry-After says when to ask again.",
-    "default": "Any other error.",
-}
-STYLE = """
-body { font-family: sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse } td { text-align: left; vertical-align: top; padding: .2em 1em .2em 0 }
-pre { background: #f4f4f4; padding: .8em; overflow-x: auto } h2 { border-top: 1px solid #ccc; padding-top: 1em }
-"""
+ERRORS = json.loads(Path(__file__).with_name("errors.json").read_text())  # what each status means
+PAGE, POST = (Template(Path(__file__).with_name(name).read_text()) for name in ("docs.html", "docs_post.html"))
 
 
 class Problem(BaseModel):
@@ -65,13 +52,8 @@ class ServerMetrics:
         self._requests = prometheus_client.Counter(
             "jaxpar_serve_requests", "Requests answered, by path and status.", ("path", "code"), **where
         )
-        self._seconds = prometheus_client.Histogram(
-            "jaxpar_serve_request_seconds",
-            "Seconds until the end of the response.",
-            ("path",),
-            buckets=BUCKETS,
-            **where,
-        )
+        name, about = "jaxpar_serve_request_seconds", "Seconds until the end of the response."
+        self._seconds = prometheus_client.Histogram(name, about, ("path",), buckets=BUCKETS, **where)
         gauge = lambda name, about: prometheus_client.Gauge(f"jaxpar_serve_{name}", about, **where)
         gauge("waiting_requests", "Requests that wait for their turn.").set_function(num_waiting)
         gauge("running_requests", "Requests that are computed, 0 or 1.").set_function(num_running)
@@ -138,11 +120,7 @@ def docs_page(description: Mapping[str, Any], url: str) -> str:
         for path, at in description["paths"].items()
         if "get" in at
     )
-    return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(info["title"])}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{escape(info['title'])}</h1><p>{escape(info['description'])}; jaxpar "
-        f"{escape(info['version'])}</p>{posts}<h2>Others</h2><table>{gets}</table></body></html>"
-    )
+    return PAGE.substitute({name: escape(text) for name, text in info.items()}, posts=posts, gets=gets)
 
 
 def _section(path: str, operation: Mapping[str, Any], schemas: Mapping[str, Any], url: str) -> str:
@@ -153,11 +131,9 @@ def _section(path: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]
     answer = json.dumps(responses["200"]["content"]["application/json"]["example"], indent=2)
     rows = lambda found: "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in found)
     errors = [(code, response["description"]) for code, response in responses.items() if code != "200"]
-    return (
-        f"<h2>POST {escape(path)}</h2><p>{escape(operation['summary'])}</p><pre>{escape(command)}</pre>"
-        f"<pre>{escape(answer)}</pre><h3>Body</h3><table>{rows(_fields(schema, schemas))}</table>"
-        f"<h3>Errors</h3><table>{rows(errors)}</table>"
-    )
+    texts = {"path": path, "summary": operation["summary"], "command": command, "answer": answer}
+    tables = {"fields": rows(_fields(schema, schemas)), "errors": rows(errors)}
+    return POST.substitute({name: escape(text) for name, text in texts.items()} | tables)
 
 
 def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str, str]]:

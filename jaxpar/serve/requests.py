@@ -88,16 +88,6 @@ class RequestError(Exception):
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
 
-def unknown_model(name: str, served: str) -> RequestError:
-    """Returns the error of a request that names a model other than the one that is served."""
-    return RequestError(
-        404,
-        f"model must be the one that is served; got {ascii(name)[:80]}. Give {served!r}.",
-        param="model",
-        code="model_not_found",
-    )
-
-
 async def read_body(request: "Request", max_bytes: int) -> bytes:
     """Returns the body of a request; raises RequestError if it is not JSON, too large or too slow."""
     kind = request.headers.get("content-type", "")
@@ -328,15 +318,11 @@ class Worker:
                 await self._compute(work, results)
             results.put_nowait(END)
         except TimeoutError:
-            results.put_nowait(
-                RequestError(
-                    503,
-                    f"a request must be answered within {self._timeout:g} s, with the time that it waits; got one that was "
-                    "not. Ask for less, or ask again after the seconds in Retry-After.",
-                    code="timeout",
-                    retry_after=self.retry_seconds(),
-                )
+            message = (
+                f"a request must be answered within {self._timeout:g} s, with the time that it waits; got one that was not. "
+                "Ask for less, or ask again after the seconds in Retry-After."
             )
+            results.put_nowait(RequestError(503, message, code="timeout", retry_after=self.retry_seconds()))
         except Exception as error:  # of the work: who reads the results raises it
             results.put_nowait(error)
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import uvicorn
 
@@ -69,19 +70,10 @@ class Server:
     def __init__(self, app: App) -> None:
         self._app, self._exit_code = app, ExitCode.DONE
         self._tasks = set[asyncio.Task[None]]()  # a task that nothing holds may be collected
-        self._uvicorn = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                loop="asyncio",
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=LEAVE_SECONDS,
-            )
-        )
+        of_protocols: dict[str, Any] = {"loop": "asyncio", "http": "h11", "ws": "none", "lifespan": "off"}
+        says_nothing: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+        config = uvicorn.Config(app, **of_protocols, **says_nothing, timeout_graceful_shutdown=LEAVE_SECONDS)
+        self._uvicorn = uvicorn.Server(config)
 
     async def serve(self, listening: socket.socket, signals: Sequence[signal.Signals] = ()) -> int:
         """Answers, a first request of its own before all others, until ``begin_to_stop``; returns the exit code of the process.

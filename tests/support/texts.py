@@ -89,4 +89,5 @@ def make_documents(rng, lengths, *, vocab=VOCAB, learned=True):
     tokens = rng.integers(0, vocab, sum(lengths)).astype(np.uint16)
     ends = np.cumsum(lengths)
     marks = None if learned is True else (rng.uniform(size=len(tokens)) < learned).astype(np.uint8)
-    return Documents(tokens, ends - lengths, ends, marks, np.arange(len(ends)), lambda i: f"a.jsonl:{i + 1}")
+    place = lambda start: f"a.jsonl:{np.searchsorted(ends, start, 'right') + 1}"
+    return Documents(tokens, ends - lengths, ends, marks, place)

@@ -11,36 +11,19 @@ params), `layers.py` (the model), `norms.py`, `attention.py`, `flash_chunks.py` 
 `generate.py` with `sampling.py`.
 """
 
-from jaxpar.models.transformer.config import TransformerConfig
-from jaxpar.models.transformer.generate import generate, stream
-from jaxpar.models.transformer.layers import make_model
-from jaxpar.models.transformer.params import LAYER_WEIGHTS, num_active_params, param_table
-from jaxpar.models.transformer.presets import PRESETS, preset
-from jaxpar.models.transformer.rope import RopeScaling
-from jaxpar.models.transformer.router import (
-    RoutedLogits,
-    add_routing_losses,
-    balance_experts,
-    expert_loads,
-    loads_of,
-    logits_of,
-)
-
-__all__ = [
-    "LAYER_WEIGHTS",
-    "PRESETS",
-    "RopeScaling",
-    "RoutedLogits",
-    "TransformerConfig",
-    "add_routing_losses",
-    "balance_experts",
-    "expert_loads",
-    "generate",
-    "loads_of",
-    "logits_of",
-    "make_model",
-    "num_active_params",
-    "param_table",
-    "preset",
-    "stream",
-]
+from jaxpar.models.transformer.config import TransformerConfig as TransformerConfig
+from jaxpar.models.transformer.generate import generate as generate
+from jaxpar.models.transformer.generate import stream as stream
+from jaxpar.models.transformer.layers import make_model as make_model
+from jaxpar.models.transformer.params import LAYER_WEIGHTS as LAYER_WEIGHTS
+from jaxpar.models.transformer.params import num_active_params as num_active_params
+from jaxpar.models.transformer.params import param_table as param_table
+from jaxpar.models.transformer.presets import PRESETS as PRESETS
+from jaxpar.models.transformer.presets import preset as preset
+from jaxpar.models.transformer.rope import RopeScaling as RopeScaling
+from jaxpar.models.transformer.router import RoutedLogits as RoutedLogits
+from jaxpar.models.transformer.router import add_routing_losses as add_routing_losses
+from jaxpar.models.transformer.router import balance_experts as balance_experts
+from jaxpar.models.transformer.router import expert_loads as expert_loads
+from jaxpar.models.transformer.router import loads_of as loads_of
+from jaxpar.models.transformer.router import logits_of as logits_of

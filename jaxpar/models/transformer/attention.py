@@ -55,9 +55,11 @@ class Span(NamedTuple):
 
     @classmethod
     def packed(cls, segments: Int[Array, "batch seq"]) -> "Span":
-        """Returns the span of whole rows of several segments, in each of which positions begin anew."""
-        first, last = _ends_of(segments)
-        return cls(_index(segments) - first, last - first + 1, segments=segments)
+        """Returns the span of whole rows of several segments (``runs_in``), in each of which positions begin anew."""
+        index = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
+        begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+        firsts = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+        return cls.given(index - firsts, segments)._replace(is_in_order=True)
 
     @classmethod
     def given(cls, positions: Int[Array, "batch seq"], segments: Int[Array, "batch seq"] | None) -> "Span":
@@ -79,19 +81,6 @@ def runs_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
     """Returns the segments of each row numbered from 0, so that no two of them have the same number."""
     changes = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
     return jnp.cumsum(changes, axis=1, dtype=jnp.int32)
-
-
-def _ends_of(segments: Int[Array, "batch seq"]) -> tuple[Array, Array]:
-    """Returns for each token the first and the last index of its segment, a run of equal numbers."""
-    index, last = _index(segments), segments.shape[1] - 1
-    changes = segments[:, 1:] != segments[:, :-1]
-    is_first, is_last = (jnp.pad(changes, ((0, 0), side), constant_values=True) for side in ((1, 0), (0, 1)))
-    firsts, lasts = jnp.where(is_first, index, 0), jnp.where(is_last, index, last)
-    return jax.lax.cummax(firsts, axis=1), jax.lax.cummin(lasts, axis=1, reverse=True)
-
-
-def _index(segments: Int[Array, "batch seq"]) -> Array:
-    return jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
 
 
 def attention(
@@ -294,9 +283,8 @@ def attend(
     in_order = jnp.arange(k.shape[1])[None] if places is None else places
     ahead = in_order[:, None, :] - positions[:, :, None]
     bias = _alibi(config, ahead, q.dtype, slopes) if config.positions == "alibi" else None
-    is_whole = (
-        q.shape[1] == k.shape[1] and places is None
-    )  # no cache: with is_causal a flash kernel skips later positions
+    # Without a cache: with is_causal a flash kernel skips later positions.
+    is_whole = q.shape[1] == k.shape[1] and places is None
     window = None if config.window is None or config.window >= k.shape[1] else config.window
     kernel = config.attention if is_whole and q.dtype != jnp.float64 else "xla"
     of_keys = segments if of_keys is None else of_keys

@@ -8,40 +8,24 @@ from typing import Any, Literal, get_args, get_origin
 
 import jax.numpy as jnp
 
-from jaxpar.fields import arg, check_at_least, check_one_of, check_positive
+from jaxpar.fields import arg, check_at_least, check_kind, check_one_of, check_positive
 from jaxpar.models.transformer.rope import RopeScaling
 
-EXPERT_FIELDS = (  # which have no effect without experts
-    *(
-        "experts_per_token",
-        "expert_dim",
-        "num_dense_layers",
-        "num_shared_experts",
-        "num_expert_groups",
-        "groups_per_token",
-    ),
-    *(
-        "router_score",
-        "normalized_routing",
-        "routed_scaling_factor",
-        "router_bias",
-        "balance_coefficient",
-        "z_coefficient",
-    ),
-    *("capacity_factor", "expert_split", "expert_products", "expert_exchange", "expert_buffer"),
-)
+# fmt: off
+EXPERT_FIELDS = frozenset({  # which have no effect without experts
+    "experts_per_token", "expert_dim", "num_dense_layers", "num_shared_experts", "num_expert_groups", "groups_per_token",
+    "router_score", "normalized_routing", "routed_scaling_factor", "router_bias", "balance_coefficient", "z_coefficient",
+    "capacity_factor", "expert_split", "expert_products", "expert_exchange", "expert_buffer",
+})
 POSITIVE = (
-    *("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "explicit_head_dim", "mlp_dim"),
-    *("max_positions", "window", "vocab_multiple", "kv_copies"),
-    *("num_experts", "experts_per_token", "expert_dim", "num_expert_groups", "groups_per_token"),
+    "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "explicit_head_dim", "mlp_dim", "max_positions",
+    "window", "vocab_multiple", "kv_copies", "num_experts", "experts_per_token", "expert_dim", "num_expert_groups",
+    "groups_per_token",
 )
 NOT_NEGATIVE = (
-    "num_shared_experts",
-    "num_dense_layers",
-    "routed_scaling_factor",
-    "balance_coefficient",
-    "z_coefficient",
+    "num_shared_experts", "num_dense_layers", "routed_scaling_factor", "balance_coefficient", "z_coefficient",
 )
+# fmt: on
 DIVIDES = {
     "num_heads": "embed_dim",
     "num_kv_heads": "num_heads",
@@ -330,9 +314,8 @@ def _check_kind(of: Field, value: Any) -> None:
     if value is None and of.default is None:
         return
     kind, choices = NUMBERS.get(of.type), _choices(of.type)
-    if kind and not isinstance(value, kind):
-        name = "an integer" if kind is Integral else "a number"
-        raise TypeError(f"{arg(of.name)} must be {name}; got {value!r}. Convert it.")
+    if kind:
+        check_kind((kind,), "an integer" if kind is Integral else "a number", "Convert it.", **{of.name: value})
     if choices and value not in choices and not callable(value):
         raise ValueError(
             f"{arg(of.name)} must be one of {', '.join(map(repr, choices))}; got {value!r}. Choose one of them."

@@ -90,7 +90,7 @@ def experts(
             f"the weights of experts take no factors of LoRA; got some for {adapted[0]}. Take the weights of attention and of "
             "shared experts as targets: transformer.LAYER_WEIGHTS."
         )
-    shards = Shards.of_experts(config, len(own["w_expert_down"]))
+    shards, num_experts = Shards.of_experts(config, len(own["w_expert_down"])), config.num_experts or 0
     capacity = capacity_of(config, x.shape[1]) if drops else None
     product, tile = _product(config, shards, x.dtype) if capacity is None else (_batched, 1)
 
@@ -108,7 +108,7 @@ def experts(
 
     dropped = jnp.zeros(len(x), jnp.int32)
     if capacity is not None:
-        dropped = num_over(routing.experts, config.num_experts or 0, capacity)
+        dropped = num_over(routing.experts, num_experts, capacity)
     if shards.owners > 1:
         exchange = _gathered if _gathers(config, shards) else _sent
         # Beside a slice XLA would split the width of its source too, and of what that is made of.
@@ -116,11 +116,9 @@ def experts(
         y = shards.whole(y.reshape(x.shape))
         return y if shared is None else y + mlp(config, shared, x), dropped
     if capacity is None:
-        slots = dropless(
-            routing.experts.reshape(-1), config.num_experts or 0, shards, tile=tile, room=routing.experts.size
-        )
+        slots = dropless(routing.experts.reshape(-1), num_experts, shards, tile=tile, room=routing.experts.size)
     else:
-        slots = within_capacity(routing.experts, config.num_experts or 0, shards, capacity=capacity)
+        slots = within_capacity(routing.experts, num_experts, shards, capacity=capacity)
     tokens = shards.on_each(x.reshape(-1, x.shape[-1]))
     y = of_rows(config.experts_per_token, tokens, routing.weights, slots)
     is_cut = shared is not None and shards.count > 1 and _can_be_cut(shared, shards.count)

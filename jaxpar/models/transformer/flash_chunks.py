@@ -53,6 +53,9 @@ class Kernel(NamedTuple):
     backward: Callable[..., tuple[Array, Array, Array]]
 
 
+CUDNN = Kernel(cudnn_attention, cudnn_attention_gradients)
+
+
 def chunked_causal_attention(
     q: Float[Array, "rows two_chunks heads head_dim"],
     own: tuple[Float[Array, "rows two_chunks kv_heads head_dim"], Float[Array, "rows two_chunks kv_heads head_dim"]],
@@ -61,7 +64,7 @@ def chunked_causal_attention(
     chunk_of_context: tuple[Int[Array, ""] | int, int],
     segments: tuple[Int[Array, "rows two_chunks"], Int[Array, "rows seq"]] | None = None,
     scale: float | None = None,
-    kernel: Kernel | None = None,
+    kernel: Kernel = CUDNN,
 ) -> Float[Array, "rows two_chunks heads head_dim"]:
     """Returns for each query the mean of the values up to its position in the sequence, weighted by the softmax of its scores.
 
@@ -76,14 +79,14 @@ def chunked_causal_attention(
         segments: The document of each query, and of each key of the whole sequence, a run of a number of its own; keys of other
             documents are masked. None: each row is one.
         scale: Factor of the scores; None: one by the square root of head_dim.
-        kernel: ``CUDNN``, for 16-bit floats on NVIDIA GPUs, or ``WRITTEN_OUT``; None: ``CUDNN``.
+        kernel: By default ``CUDNN``, for 16-bit floats on NVIDIA GPUs.
 
     **Collectives**: none.
 
     Raises:
         ValueError: There are not C times as many keys as queries, or cuDNN takes no such arrays.
     """
-    (index, size), kernel = chunk_of_context, CUDNN if kernel is None else kernel
+    index, size = chunk_of_context
     if q.shape[1] % 2 or whole[0].shape[1] != size * q.shape[1]:
         raise ValueError(
             "each device must have two of the 2C chunks of a sequence; got "
@@ -93,7 +96,7 @@ def chunked_causal_attention(
     if kernel == CUDNN and (q.dtype.itemsize != 2 or q.shape[3] % 8 or q.shape[3] > 256):
         raise ValueError(
             "cuDNN's attention takes 16-bit floats and a head_dim that 8 divides, up to 256; got "
-            f"{q.dtype}, head_dim={q.shape[3]}. Use kernel=WRITTEN_OUT, which stores all scores."
+            f'{q.dtype}, head_dim={q.shape[3]}. Use attention="xla", which stores all scores.'
         )
     begins = [jnp.asarray(place * (q.shape[1] // 2), jnp.int32) for place in (index, 2 * size - 1 - index)]
     of_chunks, of_keys = (None, None) if segments is None else (_as_rows(segments[0]), segments[1])
@@ -209,57 +212,3 @@ def _between(segments: Array | None, dtype: Any) -> Array | None:
         return None
     same = segments[:, None, :, None] == segments[:, None, None, :]
     return jnp.where(same, 0, jnp.finfo(dtype).min / 2).astype(dtype)
-
-
-def _written_out(q: Array, k: Array, v: Array, scale: float, lengths: tuple | None, bias: Array | None) -> tuple:
-    scores, seen = _scores(q, k, scale, lengths, bias)
-    lse = jax.nn.logsumexp(scores, axis=-1, where=seen)
-    out = jnp.einsum("bhgts,bshk->bthgk", _weights(scores, seen, lse), v)
-    return out.reshape(q.shape).astype(q.dtype), lse.reshape(len(q), -1, q.shape[1])
-
-
-def _written_out_gradients(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    ct: Array,
-    scale: float,
-    lengths: tuple | None,
-    bias: Array | None,
-) -> tuple:
-    scores, seen = _scores(q, k, scale, lengths, bias)
-    weights = _weights(scores, seen, lse.reshape(scores.shape[:4]))
-    grouped_q, grouped_ct = (_grouped(each, k) for each in (q, ct))
-    of_out = jnp.sum(grouped_ct * _grouped(out, k), axis=-1).transpose(0, 2, 3, 1)
-    of_scores = weights * (jnp.einsum("bthgk,bshk->bhgts", grouped_ct, v) - of_out[..., None]) * scale
-    dq = jnp.einsum("bhgts,bshk->bthgk", of_scores, k).reshape(q.shape)
-    dk = jnp.einsum("bhgts,bthgk->bshk", of_scores, grouped_q)
-    dv = jnp.einsum("bhgts,bthgk->bshk", weights, grouped_ct)
-    return dq.astype(q.dtype), dk.astype(q.dtype), dv.astype(q.dtype)
-
-
-def _scores(q: Array, k: Array, scale: float, lengths: tuple | None, bias: Array | None) -> tuple[Array, Array]:
-    """Returns the scores ``[rows, kv_heads, heads of each, seq, keys]``, and which of the keys a query sees."""
-    scores = jnp.einsum("bthgk,bshk->bhgts", _grouped(q, k), k) * scale
-    scores = scores if bias is None else scores + bias[:, :, None]
-    queries, keys = jnp.arange(q.shape[1])[None, :, None], jnp.arange(k.shape[1])[None, None]
-    if lengths is None:
-        return scores, (keys <= queries)[:, None, None]
-    num_queries, num_keys = (each[:, None, None] for each in lengths)
-    return scores, ((queries < num_queries) & (keys < num_keys))[:, None, None]
-
-
-def _weights(scores: Array, seen: Array, lse: Array) -> Array:
-    return jnp.exp(jnp.where(seen, scores - lse[..., None], -jnp.inf))
-
-
-def _grouped(array: Array, k: Array) -> Array:
-    """Returns an array by query head with a dim for the head of keys, and in float32 at least."""
-    wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
-    return wide.reshape(*array.shape[:2], k.shape[2], -1, array.shape[3])
-
-
-CUDNN = Kernel(cudnn_attention, cudnn_attention_gradients)
-WRITTEN_OUT = Kernel(_written_out, _written_out_gradients)

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar._compat import Tracer
+from jaxpar.dtypes import on_host
 from jaxpar.fields import check_at_least
 from jaxpar.layered_model import LAYERS, OUTER, check_unpacked
 from jaxpar.models.transformer.attention import Cache, Span, unconstrained
@@ -35,17 +35,13 @@ class Prompts(NamedTuple):
     Attributes:
         tokens: Those of the prompts, padded with zeros on the right to a power of two.
         lengths: The tokens of each row.
-        longest: The tokens of the longest row.
-        cache_length: The positions that the cache must have.
-        room: The columns for new tokens.
+        sizes: The positions that the cache must have, and the columns for new tokens.
         rows: The rows as they were given, on the host, if they are of unequal lengths.
     """
 
     tokens: Int[Array, "batch seq"]
     lengths: Int[np.ndarray, " batch"]
-    longest: int
-    cache_length: int
-    room: int
+    sizes: tuple[int, int]
     rows: list[np.ndarray] | None
 
 
@@ -97,9 +93,10 @@ def generate(
     """
     sampling = make_sampling(config, temperature, top_k, top_p, key=key, eos=eos, pad=pad)
     prompts, params = read_prompts(config, prompt, num_tokens), _with_all_layers(params)
-    state = _extend(config, params, _prefill(config, prompts, sampling, params), sampling, num_tokens)
+    state = _first(config, prompts.sizes, params, prompts.tokens, prompts.lengths, sampling)
+    state = _extend(config, params, state, sampling, num_tokens)
     if prompts.rows is None:
-        tokens = jnp.concatenate([prompts.tokens[:, : prompts.longest], state.new[:, :num_tokens]], axis=1)
+        tokens = jnp.concatenate([prompts.tokens[:, : prompts.lengths[0]], state.new[:, :num_tokens]], axis=1)
         check_drawn(tokens)
         return tokens
     new, counts = on_host(state.new), on_host(state.counts)
@@ -132,7 +129,7 @@ def stream(
 def _steps(
     config: TransformerConfig, prompts: Prompts, sampling: Sampling, params: PyTree, num_tokens: int
 ) -> Iterator[list[int | None]]:
-    state = _prefill(config, prompts, sampling, params)
+    state = _first(config, prompts.sizes, params, prompts.tokens, prompts.lengths, sampling)
     for step in range(num_tokens):
         if step:
             state = _extend(config, params, state, sampling, step + 1)
@@ -168,16 +165,10 @@ class _State(NamedTuple):
     new: Int[Array, "batch room"]
 
 
-def _prefill(config: TransformerConfig, prompts: Prompts, sampling: Sampling, params: PyTree) -> _State:
-    arrays = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
-    return _first(config, prompts.cache_length, prompts.room, params, *arrays, sampling)
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(0, 1))
 def _first(
     config: TransformerConfig,
-    cache_length: int,
-    room: int,
+    sizes: tuple[int, int],
     params: PyTree,
     tokens: Int[Array, "batch seq"],
     lengths: Int[Array, " batch"],
@@ -186,10 +177,10 @@ def _first(
     """Returns the rows with their first token."""
     batch, seq = tokens.shape
     span = Span(jnp.arange(seq)[None], lengths[:, None])
-    h, caches = advance(config, params, tokens, span, empty_caches(config, batch, cache_length))
+    h, caches = advance(config, params, tokens, span, empty_caches(config, batch, sizes[0]))
     last = jnp.take_along_axis(h, lengths[:, None, None] - 1, axis=1)
     nothing, none = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
-    new = jnp.full((batch, room), sampling.pad, jnp.int32)
+    new = jnp.full((batch, sizes[1]), sampling.pad, jnp.int32)
     state = _State(caches, nothing, lengths - 1, none, nothing, jnp.int32(0), new)
     return _add(state, sampling, logits(config, params[OUTER], last, unconstrained)[:, 0])
 
@@ -291,8 +282,8 @@ def read_prompts(config: TransformerConfig, prompt: Any, num_tokens: int) -> Pro
         )
     most = config.max_positions if config.positions == "learned" else None
     padded = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, round_up(longest, most) - longest)))
-    cache_length, room = round_up(longest + num_tokens, most), round_up(num_tokens, None)
-    return Prompts(padded, np.asarray(lengths, np.int32), longest, cache_length, room, rows)
+    sizes = round_up(longest + num_tokens, most), round_up(num_tokens, None)
+    return Prompts(padded, np.asarray(lengths, np.int32), sizes, rows)
 
 
 def next_power_of_two(count: int) -> int:
@@ -345,10 +336,3 @@ def check_drawn(tokens: jax.Array | np.ndarray) -> None:
             "a model's scores must be finite for a token to be drawn; got some that are not. Look for NaN or infinity in the "
             'params, or compute in a wider dtype, such as compute_dtype="float32".'
         )
-
-
-def on_host(x: jax.Array) -> np.ndarray:
-    """Returns a whole array on this host; every process must call it."""
-    if x.is_fully_addressable:
-        return np.asarray(x)
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +18,7 @@ _FLOAT32 = np.finfo(np.float32)
 NO_TOKEN = -1
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("temperature", "top_p", "eos", "pad", "key"),
-    meta_fields=("top_k",),
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn, and which of them end a row. A compiled program depends on ``top_k`` and on what is None.
@@ -38,7 +33,7 @@ class Sampling:
     """
 
     temperature: PyTree
-    top_k: int | None
+    top_k: int | None = field(metadata={"static": True})
     top_p: PyTree
     eos: PyTree
     pad: PyTree
