@@ -128,7 +128,8 @@ def copied(tmp_path):
     return tmp_path
 
 
-def test_wrong_imports_are_noticed(copied):
+def test_wrong_imports_and_a_module_that_no_layer_names_are_noticed(copied):
+    (copied / "jaxpar" / "helpers.py").write_text('"""A module that no layer names."""\n')
     for module, (line, _) in WRONG.items():
         with (copied / "jaxpar" / module).open("a") as file:
             file.write(f"\n{line}\n")
@@ -136,12 +137,6 @@ def test_wrong_imports_are_noticed(copied):
     assert lint.returncode == 1
     for _, named in WRONG.values():
         assert re.search(rf"{named}\b", lint.stdout), f"{named} passed:\n{lint.stdout}{lint.stderr}"
-
-
-def test_a_module_that_no_layer_names_is_noticed(copied):
-    (copied / "jaxpar" / "helpers.py").write_text('"""A module that no layer names."""\n')
-    lint = lint_imports(copied)
-    assert lint.returncode == 1
     assert "jaxpar.helpers" in lint.stdout, lint.stdout + lint.stderr
 
 

@@ -21,7 +21,7 @@ TABLE = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden
 
 
 def make_run(mesh, zero=0, trainable=None, **settings):
-    init = lambda key: init_params(TABLE, key, jnp.float64)
+    init = lambda key: jax.tree.map(jnp.asarray, tiny.draw_params(2))
     shardings = tiny.shardings(mesh, jax.eval_shape(init, jax.random.key(0)))
     parallel = jaxpar.Parallel(mesh, shardings, zero=zero, trainable=trainable)
     state = jaxpar.init_state(init, jax.random.key(0), optax.adam(1e-2), parallel)
@@ -43,7 +43,7 @@ RUNS = [
     pytest.param({"replica": 2, "data": 2, "stage": 2}, 1, {"mask_idle_ops": True}, marks=pytest.mark.slow),
     ({"replica": 2, "data": 4}, 2, {}),
     pytest.param({"replica": 2, "data": 2, "stage": 2}, 2, {"schedule": "1f1b"}, marks=pytest.mark.slow),
-    ({"replica": 4, "data": 2}, 3, {}),
+    pytest.param({"replica": 4, "data": 2}, 3, {}, marks=pytest.mark.slow),
     ({"replica": 2, "data": 2, "stage": 2}, 3, {"schedule": "zb-h1", "mask_idle_ops": True}),
 ]
 
@@ -53,21 +53,20 @@ def test_groups_of_replicas_have_the_numbers_of_one_device(x64, axes, zero, sett
     mesh, optimizer = jaxpar.make_mesh(**axes), optax.adam(1e-2)
     state, value_and_grad = make_run(mesh, zero, **settings)
     params = jaxpar.fetch(state.params)
-    train_step, opt_state = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=0.5), optimizer.init(params)
-    one_step = jax.jit(optax.chain(optax.clip_by_global_norm(0.5), optimizer).update)
-    opt_state = (optax.EmptyState(), opt_state)
+    train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=0.5)
+    clipping = optax.chain(optax.clip_by_global_norm(0.5), optimizer)
+    opt_state, update = clipping.init(params), tiny.update_on_one_device(clipping)
     for step in range(3):
         batch = tiny.make_batch(step, np.float64)
         loss, grads = tiny.reference(params, batch)
         state, metrics = train_step(state, jaxpar.shard_batch(batch, mesh))
-        norm = optax.tree.norm(grads)
+        norm = np.sqrt(sum(np.sum(np.square(grad)) for grad in jax.tree.leaves(jaxpar.fetch(grads))))
         assert_same(
             {name: metrics[name] for name in ("loss", "grad_norm")},
             {"loss": np.float32(loss), "grad_norm": np.float32(norm)},
             within=1e-6,
         )
-        updates, opt_state = one_step(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = update(grads, opt_state, params)
     assert_same(state.params, params, within=1e-10)
 
 
@@ -82,7 +81,7 @@ def test_groups_of_replicas_have_the_numbers_of_one_device(x64, axes, zero, sett
 )
 def test_gradients_reduced_in_other_ways_equal_those_of_one_device(x64, axes, zero, settings):
     mesh, batch = jaxpar.make_mesh(**axes), tiny.make_batch(0, np.float64)
-    params = jax.jit(lambda key: init_params(TABLE, key, jnp.float64))(jax.random.key(0))
+    params = tiny.draw_params(2)
     shardings = tiny.shardings(mesh, params)
     value_and_grad = jaxpar.value_and_grad(
         mlp.MODEL, tiny.loss, mesh, zero=zero, shardings=shardings, num_microbatches=2, **settings
@@ -91,7 +90,7 @@ def test_gradients_reduced_in_other_ways_equal_those_of_one_device(x64, axes, ze
     assert_same(jaxpar.fetch(got), tiny.reference(params, batch))
 
 
-@pytest.mark.parametrize(("zero", "stage"), covering([(1, 2), (2, 1), (3, 1), (3, 2)], (1, 2, 3), (1, 2)))
+@pytest.mark.parametrize(("zero", "stage"), covering([(1, 2), (2, 1), (3, 2)], (1, 2, 3), (1, 2)))
 def test_zero_stays_inside_a_group_and_one_all_reduce_joins_the_groups(zero, stage):
     mesh = jaxpar.make_mesh(replica=2, data=2, stage=stage)
     parallel = jaxpar.Parallel(mesh, tiny.shardings(mesh, TABLE_SHAPES), zero=zero)

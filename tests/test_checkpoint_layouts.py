@@ -100,7 +100,7 @@ def saved(tmp_path_factory):
         {"data": 4, "tensor": 2},
         pytest.param({"tensor": 8}, marks=pytest.mark.slow),
         {"stage": 8},
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"data": 2, "stage": 4, "schedule": "zb-v", "num_chunks": 2}, marks=pytest.mark.slow),
         pytest.param(
             {"data": 2, "stage": 2, "tensor": 2, "schedule": "interleaved", "num_chunks": 2, "zero": 3},

@@ -1,7 +1,7 @@
 """Attention of two chunks to a whole sequence, by parts that are merged: the numbers of plain attention, and its gradients."""
 
 import re
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 import jaxpar
 from jaxpar.models.transformer.flash_chunks import Kernel, chunked_causal_attention
 from tests.support import tiny
+from tests.support.covering import covering
 from tests.support.oracle import assert_same
 from tests.support.written_out import WRITTEN_OUT
 
@@ -64,22 +65,29 @@ def expected(q, k, v, ct, scale, segments=None):
     return out, *backward(ct)
 
 
-def found(q, k, v, ct, *, size, scale, segments=None, kernel=WRITTEN_OUT):
-    """The output and gradients for whole sequences, of which each device computes a part, with its index traced."""
+@cache
+def on_device(size, scale, kernel):
+    """The output and gradients of one of ``size`` devices as a program, with its index traced."""
 
     @jax.jit
-    def on_device(index, q, own, whole, ct, of_own):
-        numbers = None if segments is None else (of_own, jnp.asarray(segments))
+    def run(index, q, own, whole, ct, of_own, segments):
+        numbers = None if segments is None else (of_own, segments)
         attend = partial(
             chunked_causal_attention, chunk_of_context=(index, size), segments=numbers, scale=scale, kernel=kernel
         )
         out, backward = jax.vjp(attend, q, own, whole)
         return out, *backward(ct)
 
+    return run
+
+
+def found(q, k, v, ct, *, size, scale, segments=None, kernel=WRITTEN_OUT):
+    """The output and gradients for whole sequences, of which each device computes a part."""
+    run = on_device(size, scale, kernel)
     local = lambda whole: [None if whole is None else chunks_of(whole, index, size) for index in range(size)]
     own = zip(local(k), local(v), strict=True)
     each = [
-        on_device(index, q, own, (k, v), ct, of_own)
+        run(index, q, own, (k, v), ct, of_own, segments)
         for index, q, own, ct, of_own in zip(range(size), local(q), own, local(ct), local(segments), strict=True)
     ]
     outs, dqs, d_own, d_whole = zip(*jax.device_get(each), strict=True)
@@ -113,8 +121,11 @@ def nan_where_it_may(kernel):
     return Kernel(forward, backward)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize(("group", "scale"), [(1, 0.5), (3, 0.5), (1, 8.0)])
+SIZES, GROUPS, SCALES = (1, 2, 4), (1, 3), (0.5, 8.0)
+FEW = [(1, 3, 0.5), (2, 1, 8.0), (4, 3, 0.5), (4, 1, 0.5)]
+
+
+@pytest.mark.parametrize(("size", "group", "scale"), covering(FEW, SIZES, GROUPS, SCALES))
 def test_merged_parts_have_the_output_and_gradients_of_whole_attention(x64, rng, size, group, scale):
     given = arrays(rng, size, group)
     assert_same(found(*given, size=size, scale=scale), expected(*given, scale))

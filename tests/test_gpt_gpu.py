@@ -1,6 +1,5 @@
 """benchmarks/gpt_gpu.py runs on any machine, says what its figures mean, and refuses to compare two different models."""
 
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -9,30 +8,19 @@ import pytest
 import report
 
 from jaxpar.models import transformer
-from tests.support.waiting import WAIT_SECONDS
 
 
-def test_the_smoke_run_needs_no_gpu_and_no_pytorch(tmp_path):
-    command = [
-        sys.executable,
-        gpt_gpu.HERE / "gpt_gpu.py",
-        "--smoke",
-        "--torch",
-        "none",
-        "--out",
-        tmp_path / "figures.json",
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=gpt_gpu.HERE.parent, timeout=WAIT_SECONDS
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_smoke_run_needs_no_gpu_and_no_pytorch(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpt_gpu.py"])
+    gpt_gpu.main(gpt_gpu.Config(smoke=True, torch="none", out=tmp_path / "figures.json"))
+    said = capsys.readouterr().out
     steps, pair = report.Record.read(tmp_path / "figures.json").tables
     assert [row["run"] for row in steps.rows] == ["jaxpar"]
     assert steps.rows[0]["tokens/s"] > 0
     assert steps.rows[0]["peak GiB"] > 0
     assert [row["run"] for row in pair.rows] == ["jax.value_and_grad", "jaxpar.value_and_grad"]
-    assert report.render(report.Record.read(tmp_path / "figures.json")) in done.stdout
-    assert "llama-bytes, made tiny" in done.stdout
+    assert report.render(report.Record.read(tmp_path / "figures.json")) in said
+    assert "llama-bytes, made tiny" in said
 
 
 def test_without_a_gpu_it_says_so_in_one_line(capsys):

@@ -10,7 +10,7 @@ import pytest
 
 import jaxpar
 from jaxpar.models import transformer
-from jaxpar.params import abstract_params, init_params
+from jaxpar.params import abstract_params
 from jaxpar.pipeline import embed_and_head
 from jaxpar.pipeline.head_parts import HeadParts, find_parts
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
@@ -126,15 +126,18 @@ def test_the_head_of_a_transformer_is_shared(constrain):
     assert parts == HeadParts(1, 16, 4, 2)
 
 
+def draw_params(shape, dtype):
+    """Params of a transformer on the host, where nothing is compiled."""
+    rng, leaves = np.random.default_rng(0), abstract_params(transformer.param_table(shape))
+    return jax.tree.map(lambda leaf: (0.3 * rng.normal(size=leaf.shape)).astype(dtype), leaves)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_takes_what_it_only_casts_already_cast(tied):
     """A table that is also the embedding's stays as it is there: the embedding looks up its rows in float32."""
     sizes = {"num_layers": 1, "embed_dim": 8, "num_heads": 2, "num_kv_heads": 2, "mlp_dim": 8, "vocab_size": 16}
     shape = dataclasses.replace(transformer.preset("llama3.1-8b", compute_dtype="bfloat16"), **sizes, tied=tied)
-    model, outer = (
-        transformer.make_model(shape),
-        jax.jit(functools.partial(init_params, transformer.param_table(shape)))(jax.random.key(0))["outer"],
-    )
+    model, outer = transformer.make_model(shape), draw_params(shape, np.float32)["outer"]
     tokens = jnp.arange(8, dtype=jnp.int32)[None]
     batch, y = {"tokens": tokens, "targets": tokens}, jax.random.normal(jax.random.key(1), (1, 8, 8), jnp.bfloat16)
     loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
@@ -172,9 +175,7 @@ def test_gradients_of_a_shared_head_equal_one_device_in_float64(x64, monkeypatch
     shape = transformer.preset("llama3.1-8b", compute_dtype="float64", vocab_multiple=8)
     sizes = {"num_layers": 4, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 16, "vocab_size": 64}
     shape = dataclasses.replace(shape, **sizes).for_tensor(2)
-    params = jax.jit(functools.partial(init_params, transformer.param_table(shape), dtype=jnp.float64))(
-        jax.random.key(0)
-    )
+    params = draw_params(shape, np.float64)
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(0, 64, (4, SEQ)) for name in ("tokens", "targets")}
     loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])

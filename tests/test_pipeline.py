@@ -395,17 +395,6 @@ def test_a_microbatch_of_no_weight_adds_nothing(x64):
 # Training.
 
 
-def on_one_device(optimizer):
-    """A training step of one device, as one program: ``step(params, opt_state, batch)``."""
-
-    @jax.jit
-    def step(params, opt_state, batch):
-        updates, opt_state = optimizer.update(tiny.reference(params, batch)[1], opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step
-
-
 @pytest.mark.slow  # the next test trains packed layers
 @pytest.mark.parametrize(
     ("mesh", "schedule", "optimizer"),
@@ -421,11 +410,11 @@ def test_parameters_after_three_steps_equal_one_device_in_float64(x64, mesh, sch
     )
     value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, schedule=schedule, num_microbatches=4)
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
-    opt_state, step_of_one = optimizer.init(params), on_one_device(optimizer)
+    opt_state, update = optimizer.init(params), tiny.update_on_one_device(optimizer)
     for step in range(3):
         batch = tiny.make_batch(step, np.float64)
         state, _ = train_step(state, jaxpar.shard_batch(batch, mesh))
-        params, opt_state = step_of_one(params, opt_state, batch)
+        params, opt_state = update(tiny.reference(params, batch)[1], opt_state, params)
     assert_same(state.params, params, within=1e-10)
 
 
@@ -445,10 +434,10 @@ def test_uneven_layers_train_packed_and_their_padding_stays_zero(x64):
         tiny.MODEL, tiny.loss, mesh, schedule="zb-h1", num_microbatches=2, layout=layout
     )
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
-    want, opt_state, step_of_one = params, optimizer.init(params), on_one_device(optimizer)
+    want, opt_state, update = params, optimizer.init(params), tiny.update_on_one_device(optimizer)
     for _ in range(3):
         state, _ = train_step(state, jaxpar.shard_batch(batch, mesh))
-        want, opt_state = step_of_one(want, opt_state, batch)
+        want, opt_state = update(tiny.reference(want, batch)[1], opt_state, want)
     got = state.params | {"layers": layout.unpack(state.params["layers"])}
     assert_same(got, want, within=1e-10)
     check_padding(state.params["layers"], layout, num_padded=3)

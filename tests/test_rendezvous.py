@@ -3,7 +3,6 @@
 import re
 import socket
 import threading
-import time
 
 import pytest
 
@@ -112,15 +111,17 @@ def test_a_name_that_does_not_resolve_is_told():
 def test_strangers_at_the_port_are_passed_over(address):
     host, port = address.split(":")
 
+    def says(noise):
+        try:
+            with socket.create_connection((host, int(port)), timeout=WAIT_SECONDS) as stranger:
+                stranger.sendall(noise)
+        except OSError:
+            return False
+        return True
+
     def disturb():
         for noise in (b"GET / HTTP/1.1\r\n\r\n\n", b"", b"[1, 2]\n", b'{"process": "x", "of": 2}\n'):
-            for _ in range(100):
-                try:
-                    with socket.create_connection((host, int(port)), timeout=WAIT_SECONDS) as stranger:
-                        stranger.sendall(noise)
-                    break
-                except OSError:
-                    time.sleep(0.02)
+            wait_until(lambda noise=noise: says(noise), "process 0 must listen")
         return meet(ProcessEnv(address, 2, 1), NEVER)
 
     thread = threading.Thread(target=disturb, daemon=True)

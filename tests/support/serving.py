@@ -8,7 +8,6 @@ import threading
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -19,6 +18,7 @@ from jaxpar.serve.app import App
 from jaxpar.serve.open_run import ModelSettings, open_model
 from jaxpar.serve.requests import Settings
 from jaxpar.serve.server import Server, listen
+from jaxpar.train import TrainState
 from tests.support import tiny_transformer
 from tests.support.waiting import WAIT_SECONDS, wait_until
 
@@ -34,9 +34,8 @@ def write_checkpoint(folder, table, seed=0):
     mesh, rng = jaxpar.make_mesh(), np.random.default_rng(seed)
     draw = lambda leaf: (0.3 * rng.normal(size=leaf.shape)).astype(leaf.dtype)
     params = jax.tree.map(draw, jaxpar.params.abstract_params(table))
-    shardings = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P()), params)
-    init = lambda key: jax.tree.map(jnp.asarray, params)
-    state = jaxpar.init_state(init, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+    state = TrainState(np.int32(0), params, optax.sgd(0.1).init(params), np.int32(0))
+    state = jaxpar.shard(state, jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P()), state))
     CheckpointManager(folder / "checkpoints", mesh).save(state)
     return params
 

@@ -1,10 +1,12 @@
 """A small model and its batches, which many tests share. The reference is one device, plain JAX."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import config as jaxtyping_config
 
@@ -30,12 +32,9 @@ def init(key):
     return init_params(TABLE, key, jnp.float64 if jax.config.jax_enable_x64 else jnp.float32)
 
 
-_jitted_init = jax.jit(init)
-
-
 def make_params(seed: int = 0) -> dict:
-    """Params on the host."""
-    return jaxpar.fetch(_jitted_init(jax.random.key(seed)))
+    """Params on the host, float64 where JAX has it."""
+    return draw_params(NUM_LAYERS, seed, np.float64 if jax.config.jax_enable_x64 else np.float32)
 
 
 def draw_params(num_layers: int, seed: int = 0, dtype=np.float64) -> dict:
@@ -68,6 +67,18 @@ def reference(params, batch):
         return total / weight
 
     return jax.value_and_grad(mean)(params)
+
+
+@functools.cache
+def update_on_one_device(optimizer):
+    """An update as one program: ``update(grads, opt_state, params)`` returns the new params and state of the optimizer."""
+
+    @jax.jit
+    def update(grads, opt_state, params):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return update
 
 
 def shardings(mesh, params):
