@@ -137,7 +137,7 @@ def curve(out_dir):
 
 @pytest.mark.parametrize("recipe", ["digits", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_two_processes_that_share_a_pipeline_have_the_loss_curve_of_one(tmp_path, monkeypatch, recipe):
-    """The GPT as the README starts it, on two processes of four devices; both without their evaluations and pictures."""
+    """recipes/gpt.py as the README starts it, on two processes of four devices; both without their evaluations and pictures."""
     text = tmp_path / "alphabet.txt"
     text.write_text("abcdefghijklmnopqrstuvwxyz, " * 400)
     mesh, own, devices = {

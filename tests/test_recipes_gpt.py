@@ -322,7 +322,7 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, experts
         ({"window": 0}, "window must be at least 1; got 0"),
         (
             {"model": "moe-bytes", "router_bias_rate": -1.0},
-            "--router-bias-rate must be 0 or more; got -1. Choose 0.001",
+            "router_bias_rate must be 0 or more; got -1. Choose 0.001",
         ),
     ],
 )

@@ -36,8 +36,8 @@ class Documents:
     tokens: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
-    learned: np.ndarray | None
-    place_of: Callable[[int], str]
+    learned: np.ndarray | None = None
+    place_of: Callable[[int], str] = "the document at token {}".format
 
     def __len__(self) -> int:
         return len(self.ends)
