@@ -197,7 +197,8 @@ def check_flags(config: Config, mesh: Mesh) -> None:
     language_model.check_lora(config.lora, config.optimizer, own)
     check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
     language_model.check_model(own, data.seq, needs_weights=config.makes_state)
-    check_mesh_of_model(config, mesh)
+    pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage
+    language_model.check_mesh(own, config.lora, data.seq, mesh, *pipeline)
     check_sequences({"tokens": jax.ShapeDtypeStruct((1, data.seq), "int32")}, mesh)
     if own.sequence_parallel and data.seq % mesh.shape["tensor"]:
         raise ValueError(
@@ -210,20 +211,6 @@ def check_flags(config: Config, mesh: Mesh) -> None:
                 "a model of transformers has no biases of --router-bias-rate; got it with --save-hf. Leave out one of the two."
             )
         jaxpar.huggingface.check_no_model(own.save_hf)
-
-
-def check_mesh_of_model(config: Config, mesh: Mesh) -> None:
-    """Raises where the mesh cannot split the model, before text is read."""
-    own, stage = config.recipe, mesh.shape["stage"]
-    if stage == 1 and (own.num_chunks or own.layers_per_virtual_stage):
-        raise ValueError(
-            "--num-chunks and --layers-per-virtual-stage apply to pipelines; got one of them with --mesh.stage 1. "
-            "Leave it out, or choose --mesh.stage 2 or more."
-        )
-    shape = language_model.config_of_flags(own, config.data.seq)[0].for_tensor(mesh.shape["tensor"])
-    schedule = make_schedule(own.schedule, stage, 1, own.num_chunks)
-    layout = language_model.make_layout(shape, schedule, own.layers_per_virtual_stage)
-    language_model.make_params(config.lora, shape, layout, mesh, own.experts)
 
 
 def make_pipeline(config: Config, mesh: Mesh, num_rows: int) -> Schedule:

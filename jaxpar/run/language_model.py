@@ -26,7 +26,7 @@ from jaxpar.run.flags import GpuFlags
 from jaxpar.run.language_data import Data
 from jaxpar.run.messages import say
 from jaxpar.run.optimizers import OptimizerFlags
-from jaxpar.schedule import Schedule
+from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
 
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
@@ -234,6 +234,26 @@ def model_config(flags: ModelFlags, seq: int, text: Data, mesh: Mesh, gpu: GpuFl
             check_cudnn()
         config = dataclasses.replace(config, attention=jaxpar.flash_attention)
     return config
+
+
+def check_mesh(
+    flags: ModelFlags,
+    lora_flags: LoraFlags,
+    seq: int,
+    mesh: Mesh,
+    schedule: str,
+    num_chunks: int | None,
+    layers: Sequence[int] | None,
+) -> None:
+    """Raises where a mesh cannot split the model that the flags ask for, before its data are read."""
+    if mesh.shape["stage"] == 1 and (num_chunks or layers):
+        raise ValueError(
+            "--num-chunks and --layers-per-virtual-stage apply to pipelines; got one of them with --mesh.stage 1. "
+            "Leave it out, or choose --mesh.stage 2 or more."
+        )
+    config = config_of_flags(flags, seq)[0].for_tensor(mesh.shape["tensor"])
+    layout = make_layout(config, make_schedule(schedule, mesh.shape["stage"], 1, num_chunks), layers)
+    make_params(lora_flags, config, layout, mesh, flags.experts)
 
 
 def make_layout(config: TransformerConfig, schedule: Schedule, layers: Sequence[int] | None = None) -> LayerLayout:
