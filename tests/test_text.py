@@ -202,6 +202,7 @@ def test_windows_that_do_not_fit_are_refused():
 def test_entropy_is_that_of_the_frequencies():
     assert unigram_entropy([np.array([0, 1]), np.array([2, 3])]) == pytest.approx(np.log(4))
     assert unigram_entropy([np.zeros(9, np.uint8)]) == 0
+    assert unigram_entropy([]) == 0, "of no tokens"
     assert unigram_entropy([np.array([0, 0, 1, 1])], max_tokens=2) == 0
 
 

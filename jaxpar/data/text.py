@@ -259,7 +259,7 @@ def unigram_entropy(parts: Sequence[np.ndarray], *, max_tokens: int = 10_000_000
         parts: Tokens.
         max_tokens: The number of tokens to count, from the beginning of the parts.
     """
-    counted: list[np.ndarray] = []
+    counted = [np.zeros(0, np.int64)]
     for part in parts:
         counted.append(part[: max_tokens - sum(map(len, counted))])
     # Only of tokens that occur: a table up to 2**32 would take 32 GiB.
