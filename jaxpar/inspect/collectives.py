@@ -26,12 +26,15 @@ from jaxpar.inspect import groups as device_groups
 from jaxpar.inspect import hlo
 from jaxpar.inspect.hlo import Computation, Instruction, Module, Shape, plain_number
 
-# fmt: off
 KINDS = (
-    "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all", "ragged-all-to-all",
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "collective-permute",
+    "all-to-all",
+    "ragged-all-to-all",
     "collective-broadcast",
 )
-# fmt: on
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,18 @@ _CONVOLUTIONS = {
 }
 _MASK = re.compile(r'"mask_type":\s*"(\w+)"')
 _LIBRARY = re.compile(r"gemm|matmul|\bdot|conv|fmha|attention|flash|onednn|triton|mosaic|pallas", re.IGNORECASE)
-# fmt: off
 _FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "optimization-barrier", "opt-barrier",
-    "partition-id", "replica-id",
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "optimization-barrier",
+    "opt-barrier",
+    "partition-id",
+    "replica-id",
 }
-# fmt: on
 CALLS = {"while", "conditional", "call"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _IN_PLACE = {"dynamic-update-slice", "scatter"}  # XLA updates their first operand in its own memory

@@ -11,21 +11,52 @@ import jax.numpy as jnp
 from jaxpar.fields import arg, check_at_least, check_kind, check_one_of, check_positive
 from jaxpar.models.transformer.rope import RopeScaling
 
-# fmt: off
-EXPERT_FIELDS = frozenset({  # which have no effect without experts
-    "experts_per_token", "expert_dim", "num_dense_layers", "num_shared_experts", "num_expert_groups", "groups_per_token",
-    "router_score", "normalized_routing", "routed_scaling_factor", "router_bias", "balance_coefficient", "z_coefficient",
-    "capacity_factor", "expert_split", "expert_products", "expert_exchange", "expert_buffer",
-})
+EXPERT_FIELDS = frozenset(
+    {  # which have no effect without experts
+        "experts_per_token",
+        "expert_dim",
+        "num_dense_layers",
+        "num_shared_experts",
+        "num_expert_groups",
+        "groups_per_token",
+        "router_score",
+        "normalized_routing",
+        "routed_scaling_factor",
+        "router_bias",
+        "balance_coefficient",
+        "z_coefficient",
+        "capacity_factor",
+        "expert_split",
+        "expert_products",
+        "expert_exchange",
+        "expert_buffer",
+    }
+)
 POSITIVE = (
-    "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "explicit_head_dim", "mlp_dim", "max_positions",
-    "window", "vocab_multiple", "kv_copies", "num_experts", "experts_per_token", "expert_dim", "num_expert_groups",
+    "vocab_size",
+    "num_layers",
+    "embed_dim",
+    "num_heads",
+    "num_kv_heads",
+    "explicit_head_dim",
+    "mlp_dim",
+    "max_positions",
+    "window",
+    "vocab_multiple",
+    "kv_copies",
+    "num_experts",
+    "experts_per_token",
+    "expert_dim",
+    "num_expert_groups",
     "groups_per_token",
 )
 NOT_NEGATIVE = (
-    "num_shared_experts", "num_dense_layers", "routed_scaling_factor", "balance_coefficient", "z_coefficient",
+    "num_shared_experts",
+    "num_dense_layers",
+    "routed_scaling_factor",
+    "balance_coefficient",
+    "z_coefficient",
 )
-# fmt: on
 DIVIDES = {
     "num_heads": "embed_dim",
     "num_kv_heads": "num_heads",
