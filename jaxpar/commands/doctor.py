@@ -6,7 +6,6 @@ It shows only the environment variables that are listed in doctor.json, none of 
 import json
 import os
 import platform
-import resource
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -71,12 +70,16 @@ def _versions() -> list[str]:
 
 
 def _machine() -> list[str]:
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()}
-    lines = [
-        f"{platform.platform()}, {platform.machine()}",
-        f"{len(os.sched_getaffinity(0))} cores for this process",
-        f"memory: {kib['MemTotal'] / 2**20:.1f} GiB, {kib['MemAvailable'] / 2**20:.1f} GiB free",
-    ]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    lines = [f"{platform.platform()}, {platform.machine()}", f"{cores} cores for this process"]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        kib = {line.split(":")[0]: int(line.split()[1]) for line in meminfo.read_text().splitlines()}
+        lines.append(f"memory: {kib['MemTotal'] / 2**20:.1f} GiB, {kib['MemAvailable'] / 2**20:.1f} GiB free")
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits
+        return lines
     for name, limit in (("open files", resource.RLIMIT_NOFILE), ("locked memory", resource.RLIMIT_MEMLOCK)):
         soft = resource.getrlimit(limit)[0]
         lines.append(f"limit of {name}: {'none' if soft == resource.RLIM_INFINITY else f'{soft:,}'}")

@@ -29,12 +29,8 @@ from jaxpar.plot import plot_memory, plot_placement, plot_step_time
 from jaxpar.report import plan_data, write_page
 from jaxpar.runtime.output import tell
 
-SEARCHED = (
-    "batch_size",
-    "executor",
-    "memory_headroom",
-    "top",
-)  # flags of the search itself, beside the plans' settings
+# Flags of the search itself, beside the settings of the plans.
+SEARCHED = ("batch_size", "executor", "memory_headroom", "top")
 
 
 @dataclass(frozen=True, kw_only=True)
