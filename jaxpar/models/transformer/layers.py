@@ -134,7 +134,7 @@ def embed_tokens(
     tokens = tokens.astype(jnp.int32)
     # Otherwise -1 would select the last row, and a token from vocab_size to vocab_rows - 1 a padding row.
     rows = jnp.where((tokens >= 0) & (tokens < config.vocab_size), tokens, config.vocab_rows)
-    h = _look_up(jnp.asarray(outer["tokens"]), rows, config.compute_dtype)
+    h: Array = _look_up(jnp.asarray(outer["tokens"]), rows, config.compute_dtype)
     if config.positions == "learned":
         if (seq := tokens.shape[1] * context_parallel.num_parts()) > config.max_positions:
             raise ValueError(
