@@ -158,6 +158,24 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
+def check_state(optimizer: Optimizer, params: PyTree, opt_state: PyTree) -> None:
+    """Raises ValueError for a state that is not one of the optimizer for these params."""
+    own = jax.eval_shape(optimizer.init, params)
+    paths = lambda state: [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    if paths(opt_state) != paths(own):
+        raise ValueError(
+            f"a step's optimizer must be that of its state; got one with {_described(own)}, and a state with "
+            f"{_described(opt_state)}. Give init_state and make_train_step the same optimizer and trainable params."
+        )
+
+
+def _described(opt_state: PyTree) -> str:
+    """Returns the parts of a state as text: "ScaleByAdamState of 9 arrays"."""
+    parts = jax.tree.leaves(opt_state, is_leaf=lambda part: hasattr(part, "_fields"))
+    named = dict.fromkeys(type(part).__name__ for part in parts)
+    return f"{', '.join(named) or 'no state'} of {len(jax.tree.leaves(opt_state))} arrays"
+
+
 def check_packed(optimizer: Optimizer, params: PyTree) -> None:
     """Raises for an optimizer that would update packed layers otherwise than layers in the model's order.
 

@@ -22,6 +22,7 @@ from jaxpar.optimizer_state import (
     call_update,
     check_optimizer,
     check_packed,
+    check_state,
     no_value_fn,
     optimizer_shardings,
     value_fn_of,
@@ -193,6 +194,7 @@ def make_train_step(
             clipped = clip(grads, grad_norm, max_grad_norm)
             finite &= jnp.isfinite(grad_norm)
         trained = where_grads(grads, state.params)
+        check_state(optimizer, trained, state.opt_state)
         further = {"value": loss, "grad": grads, "value_fn": value_fn}
         updates, opt_state = call_update(optimizer.update, clipped, state.opt_state, trained, **further)
         new = (optax.apply_updates(trained, updates), opt_state)

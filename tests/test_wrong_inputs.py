@@ -30,6 +30,10 @@ def called(mesh, **settings):
     return jax.eval_shape(made(mesh, **settings), PARAMS, tiny.make_batch())
 
 
+def state_of(optimizer):
+    return jaxpar.TrainState(jnp.int32(0), PARAMS, optimizer.init(PARAMS), jnp.int32(0))
+
+
 def shardings(mesh):
     return tiny.shardings(mesh, PARAMS)
 
@@ -133,6 +137,18 @@ FUNCTIONS = {
         lambda mesh: jaxpar.make_train_step(made(mesh), OPTIMIZER, max_grad_norm=True),
         "max_grad_norm must be a number; got True",
     ),
+    "a state of another optimizer": (
+        lambda mesh: jaxpar.make_train_step(made(mesh), optax.adam(0.1))(state_of(OPTIMIZER), tiny.make_batch()),
+        "a step's optimizer must be that of its state; got one with ScaleByAdamState, EmptyState of .* arrays, and a "
+        "state with EmptyState of 0 arrays.",
+    ),
+    "a state of other trained params": (
+        lambda mesh: jaxpar.make_train_step(made(mesh, trainable=("layers/*",)), optax.adam(0.1))(
+            state_of(optax.adam(0.1)), tiny.make_batch()
+        ),
+        "a step's optimizer must be that of its state; got .*same optimizer and trainable params",
+    ),
+    "no folder": (lambda mesh: CheckpointManager(None, mesh), "directory must be a path; got None"),
     "params for a state": (
         lambda mesh: jaxpar.make_train_step(made(mesh), OPTIMIZER)(PARAMS, tiny.make_batch()),
         "a step takes a state; got dict. .*jaxpar.init_state",

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class CheckpointManager(Saver):
     ) -> None:
         assert isinstance(mesh, Parallel), "made of a mesh and its layout"
         assert isinstance(mesh.mesh, Mesh), "states are saved from devices"
+        check_kind((str, PathLike), "a path", "Name the folder of a run's checkpoints.", directory=directory)
         self.directory, self.mesh, self.layout = Path(directory).absolute(), mesh.mesh, mesh.layout
         self.lease, self._is_owner = lease or Lease(self.directory), False
         super().__init__(Folder(self.directory, self.lease.check), Keep(keep, keep_every, keep_best), save_seconds, say)
