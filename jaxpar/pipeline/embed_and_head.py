@@ -79,15 +79,16 @@ class Ends:
 
         self._embed_graph = trace(self._embed, shapes, microbatch)
         self.embed_reads = _inputs_read(self._embed_graph, len(shapes))
-        head_graph = trace(self._head, shapes, y_leaves, microbatch)
-        self.head_reads = _inputs_read(head_graph, len(shapes))
-        narrow = head_graph.narrow(head_graph.inputs[: len(shapes)]).avals
-        self.head_dtypes = [narrow[head_graph.inputs[i]].dtype for i in self.head_reads]
+        self._head_graph = trace(self._head, shapes, y_leaves, microbatch)
+        self.head_reads = _inputs_read(self._head_graph, len(shapes))
+        narrow = self._head_graph.narrow(self._head_graph.inputs[: len(shapes)]).avals
+        self.head_dtypes = [narrow[self._head_graph.inputs[i]].dtype for i in self.head_reads]
         self.embed_trains = [i for i in self.embed_reads if i in trained]
         self.head_trains = [i for i in self.head_reads if i in trained]
 
         self.loss_sums = jax.eval_shape(self._head, shapes, y_leaves, microbatch)
-        dx = [leaf for leaf in jax.eval_shape(self._embed, shapes, microbatch) if is_float(leaf)]
+        x = (self._embed_graph.avals[number] for number in self._embed_graph.outputs)
+        dx = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in x if is_float(leaf)]
         read = [shapes[i] for i in self.embed_reads]
         embed_back = nodes_of_grads(trace(self.embed_backward, read, microbatch, dx), len(dx))
         names = {inner.primitive.name for node in embed_back for inner in with_inner(node.equation)}
@@ -100,9 +101,12 @@ class Ends:
             "head": opened(of_head).eqns,
         }
         self.skips = frozenset(end for end, equations in operations.items() if not is_maskable(equations))
-        self.parts: HeadParts | None = None
-        if num_stages > 1:
-            self.parts = find_parts(self._head, shapes, y_leaves, microbatch, num_stages, num_shards)
+        self.parts = self.parts_for(y, microbatch, num_stages, num_shards) if num_stages > 1 else None
+
+    def parts_for(self, y: PyTree, microbatch: PyTree, num_stages: int, num_shards: int) -> HeadParts | None:
+        """Returns ``parts`` for another number of stages."""
+        args = self._shapes, jax.tree.leaves(y), microbatch
+        return find_parts(self._head, self._head_graph, *args, num_stages, num_shards)
 
     def is_masked(self, end: str, program: Program, layout: LayerLayout) -> bool:
         """Whether all stages run "embed", "head" or "embed_back" in a masked tick, and the others discard what it returns.

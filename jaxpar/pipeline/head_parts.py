@@ -90,6 +90,7 @@ class HeadParts:
 
 def find_parts(
     head: Callable[..., PyTree],
+    graph: Graph,
     outer: Sequence[Any],
     y: Sequence[Any],
     microbatch: PyTree,
@@ -100,6 +101,7 @@ def find_parts(
 
     Args:
         head: ``(outer, y, microbatch) -> sums``, of flat lists of outer and y.
+        graph: ``head`` traced for the shapes below.
         outer: The shapes of the outer params.
         y: The shapes of the outputs of the last layer.
         microbatch: The shapes of a microbatch.
@@ -114,13 +116,18 @@ def find_parts(
             continue
         parts = HeadParts(dim, size, num_stages, num_blocks)
         has_keys = any(is_key(leaf) for leaf in jax.tree.leaves((y, microbatch)) if parts.is_split(leaf))
-        if not has_keys and _is_sum(head, outer, y, microbatch, parts):
+        if not has_keys and _is_sum(head, graph, outer, y, microbatch, parts):
             return parts
     return None
 
 
 def _is_sum(
-    head: Callable[..., PyTree], outer: Sequence[Any], y: Sequence[Any], microbatch: PyTree, parts: HeadParts
+    head: Callable[..., PyTree],
+    whole: Graph,
+    outer: Sequence[Any],
+    y: Sequence[Any],
+    microbatch: PyTree,
+    parts: HeadParts,
 ) -> bool:
     def of_part(leaf: Any) -> jax.ShapeDtypeStruct:
         shape = list(leaf.shape)
@@ -129,7 +136,6 @@ def _is_sum(
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     try:
-        whole = trace(head, outer, y, microbatch)
         part = trace(head, outer, *jax.tree.map(of_part, (list(y), microbatch)))
     except (TypeError, ValueError):  # a shape is written into the head or the loss
         return False

@@ -231,8 +231,8 @@ class Traced:
 
     def part_of_head(self, num_stages: int, num_shards: int) -> tuple[Graph, list[int]] | None:
         """The graph of a stage's part of the head and the outer params that it reads; None if the stages do not share it."""
-        parts = {"num_stages": num_stages, "num_shards": num_shards}
-        return self._cached(("part of head", *parts.values()), lambda: self._trace_part_of_head(**parts))
+        ends, sizes = self.ends, (num_stages, num_shards)
+        return self._cached(("part of head", *sizes), lambda: self._trace_part_of_head(ends, *sizes))
 
     def _cached(self, what: Any, make: Callable[[], Any]) -> Any:
         """Returns the result of ``make``, which is called where a step calls the model: over the shards of all axes."""
@@ -241,12 +241,6 @@ class Traced:
             cache[key] = _on_a_device(make, self._mesh) if self._shape.depends_on else make()
         return cache[key]
 
-    def _x(self) -> PyTree:
-        return jax.eval_shape(self._model.embed, self._params[OUTER], self._batch)
-
-    def _split_ends(self, **parts: Any) -> Ends:
-        return Ends(self._model, self._shape.loss, self._params[OUTER], self._x(), self._batch, **parts)
-
     def _trace_layer(self, keeps_products: bool) -> TracedLayer:
         one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), self._params[LAYERS])
         layer = self._model.layers(1)[0]
@@ -254,7 +248,9 @@ class Traced:
         return trace_layer(layer, one_layer, self.ends.x)
 
     def _trace_ends(self) -> TracedEnds:
-        ends, x, batch = self._split_ends(), self._x(), self._batch
+        outer, batch = self._params[OUTER], self._batch
+        x = jax.eval_shape(self._model.embed, outer, batch)
+        ends = Ends(self._model, self._shape.loss, outer, x, batch)
         embed = self._outer(ends.embed_reads)
         floats = [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
         graphs = {
@@ -264,12 +260,12 @@ class Traced:
         }
         return TracedEnds(x, ends, graphs)
 
-    def _trace_part_of_head(self, **sizes: int) -> tuple[Graph, list[int]] | None:
-        ends = self._split_ends(**sizes)
-        if (parts := ends.parts) is None:
+    def _trace_part_of_head(self, traced: TracedEnds, *sizes: int) -> tuple[Graph, list[int]] | None:
+        whole = traced.x, self._batch
+        if (parts := traced.ends.parts_for(*whole, *sizes)) is None:
             return None
         of_stage = lambda a: jax.eval_shape(partial(parts.of_stage, stage=jnp.int32(0)), a)
-        return self._trace_head(ends, *jax.tree.map(of_stage, (self._x(), self._batch)))
+        return self._trace_head(traced.ends, *jax.tree.map(of_stage, whole))
 
     def _trace_head(self, ends: Ends, x: PyTree, batch: PyTree) -> tuple[Graph, list[int]]:
         weight = jax.ShapeDtypeStruct((), jnp.float32)
