@@ -67,6 +67,7 @@ def rows_of(out, printed, script, *flags):
     return [row for table in record.tables for row in table.rows]
 
 
+@pytest.mark.slow
 def test_traffic_of_a_step_is_the_least_on_each_axis(smoke_here):
     own = [row for row in smoke_here("traffic.py") if row["step"].startswith("jaxpar")]
     assert {row["mesh"] for row in own} == {"data 4", "tensor 4", "stage 4"}
@@ -75,6 +76,7 @@ def test_traffic_of_a_step_is_the_least_on_each_axis(smoke_here):
         assert 1 <= row["ratio"] < 1.005, row  # beside the gradients go a loss and a weight
 
 
+@pytest.mark.slow
 def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_by_autodiff_does(smoke_here):
     by_step = {row["step"]: row for row in smoke_here("memory.py")}
     own, gpipe = by_step["jaxpar 1f1b"], by_step["GPipe by jax.grad"]

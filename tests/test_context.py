@@ -202,7 +202,7 @@ def trained_on_one_device(config, num_steps):
 @pytest.mark.parametrize(
     ("axes", "zero", "schedule"),
     [
-        ({"replica": 2, "data": 2, "context": 2}, 1, "1f1b"),
+        pytest.param({"replica": 2, "data": 2, "context": 2}, 1, "1f1b", marks=pytest.mark.slow),
         pytest.param({"replica": 2, "data": 2, "context": 2}, 2, "1f1b", marks=pytest.mark.slow),
         ({"data": 2, "context": 2, "stage": 2}, 3, "gpipe"),
         pytest.param({"data": 2, "context": 2, "stage": 2}, 3, "1f1b", marks=pytest.mark.slow),

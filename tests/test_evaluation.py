@@ -53,7 +53,12 @@ PACKED = np.sort(np.arange(ROWS * SEQ).reshape(ROWS, SEQ) * 7 % 3, axis=1).astyp
     ("name", "axes", "settings"),
     [
         pytest.param("olmoe", {"context": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1"}, marks=pytest.mark.slow),
-        ("qwen3", {"data": 2, "context": 2, "stage": 2}, {"rules": OVER_DATA, "zero": 3, "schedule": "interleaved"}),
+        pytest.param(
+            "qwen3",
+            {"data": 2, "context": 2, "stage": 2},
+            {"rules": OVER_DATA, "zero": 3, "schedule": "interleaved"},
+            marks=pytest.mark.slow,
+        ),
         ("deepseek", {"replica": 2, "data": 2, "context": 2}, {"rules": OVER_DATA, "zero": 1, "remat": "full"}),
         ("llama", {"context": 4, "tensor": 2}, {"constrain": sequence_parallel, "zero": 2}),
         ("gpt2", {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-v", "mask_idle_ops": True}),

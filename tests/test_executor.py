@@ -242,6 +242,7 @@ def test_products_of_ops_that_are_masked_or_skipped_are_counted_as_often_as_they
     assert masked.flops == of_layers / 3 + (of_layers * 2 / 3 + embed) * 8.5 / 8 + of_head
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_of_a_transformer_layer_costs_two_all_reduces_forward_and_two_backward():
     """Megatron's four, of one activation each: after attention and after the MLP, and before them on the way back."""
     mesh, num_microbatches = jaxpar.make_mesh(data=2, stage=2, tensor=2), 4

@@ -416,10 +416,10 @@ def check_parity(name, split, mesh_sizes, *, schedule="zb-h1", **how):
         ("deepseek", "expert_mlp", (2, 2, 2), {"schedule": "1f1b", "zero": 3, "layers": (1, 3), "remat": True}),
         ("olmoe", "experts", (1, 2, 4), {"schedule": "1f1b", "constrain": sequence_parallel}),
         ("capacity", "experts", (1, 2, 2), {"schedule": "1f1b", "changes": GELU}),
-        ("deepseek", "experts", (1, 2, 2), {"executor": "mpmd", "schedule": "1f1b"}),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in [
+                ("deepseek", "experts", (1, 2, 2), {"executor": "mpmd", "schedule": "1f1b"}),
                 ("mixtral", "experts", (2, 2, 2), {"schedule": "1f1b"}),
                 ("qwen3", "experts", (1, 2, 4), {"schedule": "1f1b", "zero": 1, "constrain": sequence_parallel}),
                 ("olmoe", "expert_mlp", (1, 2, 4), {"schedule": "zb-v"}),
@@ -496,7 +496,7 @@ def test_loss_gradients_and_loads_of_the_mpmd_executor_equal_one_device(x64, nam
     check_parity(name, split, mesh_sizes, executor="mpmd", **how)
 
 
-@pytest.mark.parametrize("split", BY)
+@pytest.mark.parametrize("split", [pytest.param("experts", marks=pytest.mark.slow), "expert_mlp"])
 def test_experts_cost_two_all_reduces_of_an_activation_a_layer_as_an_mlp_does(x64, split):
     """And in the backward pass one of the routing weights, which is joined with that of the activation."""
     config, mesh = config_of("deepseek", expert_split=split), jaxpar.make_mesh(data=2, tensor=4)

@@ -49,7 +49,7 @@ def check(name, axes, *, schedule="zb-h1", changes=None, **how):
     ("name", "axes", "how"),
     [
         ("mixtral", {"data": 2, "stage": 2, "tensor": 2}, {"changes": A2A | TILES, "schedule": "1f1b", "masks": False}),
-        ("deepseek", {"replica": 2, "data": 2, "tensor": 2}, {"changes": A2A, "zero": 3}),
+        pytest.param("deepseek", {"replica": 2, "data": 2, "tensor": 2}, {"changes": A2A, "zero": 3}, marks=SLOW),
         ("qwen3", {"data": 2, "tensor": 2}, {"changes": TILES, "zero": 2}),
         pytest.param("qwen3", {"data": 4, "stage": 2}, {"schedule": "1f1b", "masks": True, "zero": 2}, marks=SLOW),
         ("capacity", {"data": 4, "tensor": 2}, {"remat": True, "zero": 1}),
@@ -152,6 +152,21 @@ def save_in(folder, mesh):
     return save
 
 
+def check_steps(got, alone):
+    """Compares what ``train`` returns with what it returns on one device."""
+    (state, metrics, losses), (state_alone, metrics_alone, losses_alone) = got, alone
+    assert_same(losses, losses_alone, within=1e-10)
+    assert_same(jaxpar.fetch(state.params), jaxpar.fetch(state_alone.params), within=1e-10)
+    assert_same(metrics, metrics_alone, within=1e-6)
+
+
+@pytest.mark.slow
+def test_three_steps_with_experts_over_tensor_equal_one_device(x64_in_threads):
+    config = config_of("deepseek", **TWO_LAYERS)
+    over_tensor = train(config, mesh_of(data=2, tensor=2), 3, rules=OVER_TENSOR, num_microbatches=2, zero=2)
+    check_steps(over_tensor, train(config, mesh_of(), 3))
+
+
 def test_three_steps_equal_one_device_and_are_restored_on_fewer(x64_in_threads, tmp_path):
     config, saved = config_of("deepseek", **TWO_LAYERS), []
     alone, want, losses = train(config, mesh_of(), 3)
@@ -163,11 +178,7 @@ def test_three_steps_equal_one_device_and_are_restored_on_fewer(x64_in_threads, 
         saved.append(jaxpar.fetch(state))
 
     over_data = train(config, mesh_of(data=4), 3, num_microbatches=2, zero=2, before_last=save)
-    over_tensor = train(config, mesh_of(data=2, tensor=2), 3, rules=OVER_TENSOR, num_microbatches=2, zero=2)
-    for state, metrics, found in (over_data, over_tensor):
-        assert_same(found, losses, within=1e-10)
-        assert_same(jaxpar.fetch(state.params), jaxpar.fetch(alone.params), within=1e-10)
-        assert_same(metrics, want, within=1e-6)
+    check_steps(over_data, (alone, want, losses))
     held = lambda state: state.params["layers"]["experts"]["w_expert_up"].addressable_shards[0].data.shape
     assert held(over_data[0]) == (2, 2, EMBED, 16)
     mesh = mesh_of(data=2)
@@ -198,7 +209,11 @@ def adapted_job():
 
 
 @pytest.mark.parametrize(
-    ("axes", "rules"), [({"data": 2, "tensor": 2}, RULES), ({"stage": 2, "tensor": 2}, OVER_TENSOR)]
+    ("axes", "rules"),
+    [
+        pytest.param({"data": 2, "tensor": 2}, RULES, marks=SLOW),
+        ({"stage": 2, "tensor": 2}, OVER_TENSOR),
+    ],
 )
 def test_lora_adapts_attention_and_shared_experts_beside_frozen_experts(x64, axes, rules):
     mesh, (config, lora, adapted, batch, want) = mesh_of(**axes), adapted_job()

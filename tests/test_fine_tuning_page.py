@@ -93,11 +93,17 @@ def train(folder, command, *flags):
 
 
 @pytest.fixture(scope="module")
-def rehearsed(tmp_path_factory):
-    """The folder after the page's rehearsal, and what the training printed."""
+def made(tmp_path_factory):
+    """The folder in which the page made the model that its rehearsal trains."""
     folder = tmp_path_factory.mktemp("rehearsal")
     assert "written: small/" in follow(folder, MAKE)
-    return folder, train(folder, REHEARSE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rehearsed(made):
+    """That folder after the rehearsal, and what the training printed."""
+    return made, train(made, REHEARSE)
 
 
 def make_qwen(folder):
@@ -162,6 +168,7 @@ def test_the_page_shows_conversations_of_the_file_that_it_names():
     assert set(shown.splitlines()) <= set(file)
 
 
+@pytest.mark.slow
 def test_the_rehearsal_prints_what_the_page_quotes_and_learns_the_answers(rehearsed):
     folder, printed = rehearsed
     doc_pages.check_quoted(REHEARSE.quoted, printed, numbers=True)
@@ -170,6 +177,7 @@ def test_the_rehearsal_prints_what_the_page_quotes_and_learns_the_answers(rehear
     assert losses[-1] < 0.5
 
 
+@pytest.mark.slow
 def test_the_server_answers_the_page_s_question_as_the_model_does(rehearsed):
     folder, _ = rehearsed
     *command, name = SERVE.words
@@ -200,12 +208,9 @@ def test_the_page_quotes_what_is_printed_with_the_sizes_of_the_model_that_it_nam
     assert f": {count_params(factors):,} parameters are trained" in TUNE.quoted
 
 
-def test_few_conversations_are_refused_with_all_flags_to_change_in_one_message(
-    rehearsed, tmp_path, capsys, monkeypatch
-):
+def test_few_conversations_are_refused_with_all_flags_to_change_in_one_message(made, tmp_path, capsys, monkeypatch):
     """The devices too: on one, the rehearsal's mesh cannot be made."""
-    folder, _ = rehearsed
-    (tmp_path / "small").symlink_to(folder / "small")
+    (tmp_path / "small").symlink_to(made / "small")
     lines = (ROOT / "recipes/data/chats.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "few.jsonl").write_text("".join(lines[:3]))
     flags = ["--data", "few.jsonl", "--out-dir", "few", "--save-hf", "few-tuned", "--fake-devices", "0"]

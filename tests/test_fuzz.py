@@ -96,7 +96,7 @@ BOTH = MIXTURE, ("mixture", "w0", "e1", 2), ("scan", 2, (("experts", "w1", "e1")
 @pytest.mark.parametrize(
     ("layer", "mesh"),
     [
-        ((MIXTURE,), (2, 2, 1)),
+        pytest.param((MIXTURE,), (2, 2, 1), marks=pytest.mark.slow),
         pytest.param(BOTH, (2, 2, 1), marks=pytest.mark.slow),
         pytest.param(BOTH, (2, 1, 2), marks=pytest.mark.slow),
     ],

@@ -155,7 +155,7 @@ def test_gradients_in_bfloat16_are_added_in_float32_and_rounded_once(zero):
     ("layout", "zero"),
     [
         (None, 0),
-        (None, 1),
+        pytest.param(None, 1, marks=pytest.mark.slow),
         pytest.param(None, 2, marks=pytest.mark.slow),
         pytest.param(UNEVEN, 0, marks=pytest.mark.slow),
         pytest.param(UNEVEN, 1, marks=pytest.mark.slow),

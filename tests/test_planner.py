@@ -609,7 +609,7 @@ def test_seconds_are_written_without_powers_of_ten(seconds, digits, text):
 
 
 def test_plans_that_do_not_fit_by_the_compilers_account_are_dropped(monkeypatch, capsys):
-    args = ["plan", *GPT2, "--remat", "no", "--json"]
+    args = ["plan", *GPT2, "--tensor", "1", "--remat", "no", "--json"]
     assert main(args) == 0
     first, second, *_ = json.loads(capsys.readouterr().out)
     sizes = iter([10**12, 7])
@@ -641,7 +641,7 @@ def test_what_cannot_be_compiled_is_refused(capsys, flags, said):
 def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)
-    assert main(["plan", *GPT2, "--remat", "no", "--compile", "1"]) == 2
+    assert main(["plan", *GPT2, "--tensor", "1", "--stage", "1", "--remat", "no", "--compile", "1"]) == 2
     assert "Install it: pip install '.[gpu-compile]'" in capsys.readouterr().err
 
 

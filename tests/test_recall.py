@@ -81,6 +81,7 @@ def train(folder, *own, seq=256, steps=100):
 OVER_CONTEXT = "--mesh.data", "2", "--mesh.context", "4"
 
 
+@pytest.mark.slow
 def test_recipes_gpt_py_trains_on_them_over_context_as_on_one_device(tmp_path, monkeypatch):
     monkeypatch.setattr(gpt, "conclude", lambda *_: None)
     runs = {"mesh": OVER_CONTEXT, "device": ()}
