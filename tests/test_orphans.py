@@ -65,6 +65,27 @@ def test_a_program_inside_a_shell_ends_when_the_launcher_is_killed(tmp_path):
     assert_all_end(started)
 
 
+KILLED_BEFORE_IT_TELLS = """
+import os, signal, sys
+from pathlib import Path
+from jaxpar.runtime import launch
+
+def add(self, group):
+    Path(sys.argv[1], str(group)).touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+launch.ProcessGroups.add = add
+launch.run(launch.Launch(("sh", "-c", "touch $HERE/started; sleep 9000"), 1, log_dir=Path(sys.argv[1], "logs")))
+"""
+
+
+def test_a_launcher_killed_before_its_watcher_knows_a_process_leaves_none(tmp_path):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "HERE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", KILLED_BEFORE_IT_TELLS, str(tmp_path)], env=env, check=False)
+    assert_all_end(pids(tmp_path, 1))
+    assert not (tmp_path / "started").exists()
+
+
 def watchers():
     """The watchers that run, of all launchers."""
     found = (path for path in Path("/proc").glob("[0-9]*/cmdline"))

@@ -10,7 +10,7 @@ processes and their children:
 
     launcher ---- pipe ----> watcher      reads the numbers of the process groups; kills them when the pipe closes,
        |                                  because the launcher has ended
-       +-- process 0 and its children, a process group
+       +-- process 0 and its children, a process group, which starts when the watcher has been told its number
        +-- process 1 and its children, a process group
 
 The kernel's own PR_SET_PDEATHSIG would end the processes alone, not their children, and only on Linux.
@@ -41,6 +41,8 @@ SECONDS_TO_EXPLAIN = 1.0  # after a failure: the others may report the cause, or
 SECONDS_TO_STOP = 5.0
 SECONDS_TO_FOLLOW = 60.0  # after process 0 has ended, without whose service the others can do nothing together
 LINES_SHOWN = 40
+# Of a shell: waits for a line of the launcher, and becomes the process. Without a line, the launcher has ended.
+ON_A_LINE = 'read -r _ && exec "$@" < /dev/null'
 # Exit codes of processes that end because another one did: JAX aborts, jaxpar returns PEER_LOST.
 CONSEQUENCES = (-signal.SIGABRT, ExitCode.PEER_LOST)
 GLOO_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to [^\n]*\n")  # a line for each group of devices
@@ -195,20 +197,25 @@ class Gang:
         try:
             for number in range(self.launch.num_processes):
                 variables = self._variables | token | self.launch.environment(number, port)
-                self.processes.append(self._start(number, os.environ | variables))
-                self._groups.add(self.processes[-1].pid)
+                process = self._prepare(number, os.environ | variables)
+                self.processes.append(process)
+                self._groups.add(process.pid)
+                assert process.stdin is not None, "a pipe"
+                with contextlib.suppress(BrokenPipeError), process.stdin:  # it was killed
+                    process.stdin.write(b"\n")
                 if number == 0:
                     self._screen.start()
         except OSError:
             self.stop()
             raise
 
-    def _start(self, number: int, environment: Mapping[str, str]) -> subprocess.Popen:
+    def _prepare(self, number: int, environment: Mapping[str, str]) -> subprocess.Popen:
+        """Returns a process that starts when it reads a line."""
         with self.log_path(number).open("wb") as log:
             return subprocess.Popen(
-                self.launch.arguments(),
+                ["/bin/sh", "-c", ON_A_LINE, "sh", *self.launch.arguments()],
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if number == 0 else log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches it through send_signal alone
