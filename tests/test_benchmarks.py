@@ -17,7 +17,6 @@ import report
 import small_gpt
 from peer_questions import jax_peer, jaxpp_peer, torch_peer
 
-from tests.support import compiled_programs
 from tests.support.oracle import assert_same
 from tests.support.waiting import WAIT_SECONDS
 
@@ -28,8 +27,7 @@ def smoke(tmp_path, script, *flags):
     """Returns the rows of all tables of a tiny run in a process of its own."""
     out = tmp_path / "figures.json"
     command = [sys.executable, str(BENCHMARKS / script), "--smoke", "--out", str(out), *flags]
-    env = os.environ | compiled_programs.environment()
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
     assert done.returncode == 0, done.stderr[-3000:]
     return rows_of(out, done.stdout, script, *flags)
 
@@ -40,8 +38,6 @@ def smoke_here(tmp_path, monkeypatch, capsys):
 
     A script that measures in processes of their own starts those alone.
     """
-    for name, value in compiled_programs.environment().items():
-        monkeypatch.setenv(name, value)
 
     def run(script, *flags):
         out, devices = tmp_path / "figures.json", jax.devices()

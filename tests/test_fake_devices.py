@@ -37,6 +37,21 @@ for _ in range(200):
 print(jax.device_count(), float(x[0]))
 """
 
+LOADED = """
+import sys
+
+import jax
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+from jaxpar.runtime.distributed import use_fake_devices
+
+use_fake_devices(2)
+jax.jit(lambda x: x + 1)(1.0).block_until_ready()
+print(jax.device_count())
+"""
+
 
 def test_200_unsynchronised_steps_end():
     # What pytest's own process has set must not be what saves the child.
@@ -46,6 +61,14 @@ def test_200_unsynchronised_steps_end():
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["8", "3.5"], "8 devices should agree on the mean of 0 to 7"
+
+
+def test_programs_of_fake_devices_are_neither_kept_nor_loaded(tmp_path):
+    """XLA would run the collectives of a program that it loads in any order."""
+    command = [sys.executable, "-c", LOADED, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    assert (run.returncode, run.stdout.split()) == (0, ["2"]), run.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_threads_are_two_a_device_and_no_fewer_than_cores_or_than_asked_for(monkeypatch):

@@ -28,7 +28,7 @@ from jaxpar.models.lora import ADAPTERS, Adapted, Lora
 from jaxpar.params import abstract_params, count_params
 from jaxpar.run import language_model
 from jaxpar.trainable import trained_part
-from tests.support import compiled_programs, doc_pages, serving
+from tests.support import doc_pages, serving
 from tests.support.oracle import assert_same
 from tests.support.tiny_lora import check_merged
 from tests.support.waiting import WAIT_SECONDS, XLA_WAITS, wait_until
@@ -81,7 +81,7 @@ def train(folder, command, *flags):
     link_recipes(folder)
     done = subprocess.run(
         [sys.executable, *command.words[1:], *flags],
-        env=optimized(folder) | compiled_programs.environment(),
+        env=optimized(folder),
         cwd=folder,
         capture_output=True,
         text=True,

@@ -16,7 +16,7 @@ from jaxpar.commands import recipe as cli
 from jaxpar.inspect.text import bytes_text
 from jaxpar.report import published_jobs
 from jaxpar.run import folder as run_folder
-from tests.support import compiled_programs, doc_pages
+from tests.support import doc_pages
 from tests.support.waiting import WAIT_SECONDS
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "bloom.py"
@@ -36,7 +36,7 @@ ENVIRONMENT = {
 def run_recipe(*flags):
     return subprocess.run(
         [sys.executable, str(RECIPE), *flags],
-        env=ENVIRONMENT | compiled_programs.environment(),
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,

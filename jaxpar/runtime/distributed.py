@@ -39,6 +39,9 @@ def use_fake_devices(num_devices: int) -> None:
     client deadlocks when all its threads hold programs that wait for one another, so it gets at least twice as many threads
     as devices (``PJRT_NPROC``). In a run of several processes each process gets ``num_devices``.
 
+    JAX's persistent compilation cache is turned off: XLA's CPU client, of jaxlib 0.10 and 0.11, runs the collectives of a
+    program that it loads in any order, so that devices take one another's messages or end the process.
+
     Args:
         num_devices: At least 1.
 
@@ -51,6 +54,7 @@ def use_fake_devices(num_devices: int) -> None:
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", num_devices)
+        jax.config.update("jax_enable_compilation_cache", False)
     except RuntimeError as error:
         raise RuntimeError(
             f"fake devices must be requested before JAX starts; got {num_devices} after it started with "
@@ -113,6 +117,8 @@ def initialize(
     if timeout_seconds is None:
         timeout_seconds = _timeout()
     give_threads(max(int(jax.config.values["jax_num_cpu_devices"]), 1))
+    if jax.config.values["jax_platforms"] == "cpu":
+        jax.config.update("jax_enable_compilation_cache", False)  # as for fake devices
     bind = meet(env, timeout_seconds)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(

@@ -1,4 +1,4 @@
-"""Programs that the tests compile are kept for the next run of the tests, in pytest's folder of caches.
+"""Programs of one device that the tests compile are kept for the next run of the tests, in pytest's folder of caches.
 
 Where a program is the same, to the byte, JAX's persistent compilation cache loads it in a tenth of the time; a program that a
 change of jaxpar alters is compiled. The key of an entry covers the whole program with the names and lines that it mentions,
@@ -6,6 +6,10 @@ the versions of jaxlib and of XLA, the flags and options of the compiler, the de
 loaded has the same text, costs and planned memory as what was compiled. So no test passes because of a program of an older
 jaxpar. A test of what the compiler says while it works asks for the fixture compiled_afresh. `pytest --cache-clear` deletes
 them, and `-p no:cacheprovider` runs without them.
+
+Programs of several devices are always compiled: XLA's CPU client, of jaxlib 0.10 and 0.11, runs the collectives of a program
+that it loads in any order. Devices then take one another's messages, or end the process with "Id can't be larger than the
+number of participating threads"; the program of tests/test_ring_and_server.py does so each time.
 """
 
 import contextlib
@@ -14,7 +18,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from jax._src import lru_cache  # its entries must be whole, below
+from jax._src import compiler, lru_cache  # which programs it keeps, and its entries, which must be whole, below
 from jax.experimental.compilation_cache import compilation_cache
 
 MOST_BYTES = 400 * 2**20  # of each folder; the programs of one run of all tests take about a fifth
@@ -41,24 +45,20 @@ def prune(folder: Path) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if (cache := getattr(config, "cache", None)) is None:
         return
-    folder = cache.mkdir("programs")
+    folder, or_load = cache.mkdir("programs"), compiler.compile_or_get_cached
+
+    def of_one_device(backend, computation, devices, options, host_callbacks, executable_devices, *more):
+        if devices.size == 1:
+            return or_load(backend, computation, devices, options, host_callbacks, executable_devices, *more)
+        return compiler.backend_compile_and_load(backend, computation, executable_devices, options, host_callbacks)
+
+    compiler.compile_or_get_cached = of_one_device
     if not hasattr(config, "workerinput"):
         prune(folder)
     lru_cache.LRUCache.put = put_whole
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # tests read names of operations and lines
     jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
-
-
-def environment() -> dict[str, str]:
-    """Variables by which a process keeps its programs too; for one that no test kills, since JAX writes entries in place."""
-    if (folder := jax.config.jax_compilation_cache_dir) is None:
-        return {}
-    return {
-        "JAX_COMPILATION_CACHE_DIR": folder,
-        "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "1",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": str(LEAST_SECONDS),
-    }
 
 
 @pytest.fixture
