@@ -10,7 +10,7 @@ import pytest
 
 from jaxpar.runtime.launch import Gang, Launch, ProcessGroups, run
 from tests.support.real_runs import assert_all_end
-from tests.support.waiting import NEVER, wait_until
+from tests.support.waiting import NEVER, WAIT_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[1]
 WATCHER = ProcessGroups.WATCHER.splitlines()[0].encode()
@@ -65,7 +65,7 @@ def test_a_program_inside_a_shell_ends_when_the_launcher_is_killed(tmp_path):
     assert_all_end(started)
 
 
-KILLED_BEFORE_IT_TELLS = """
+KILLED_BEFORE_IT_TELLS = f"""
 import os, signal, sys
 from pathlib import Path
 from jaxpar.runtime import launch
@@ -75,13 +75,14 @@ def add(self, group):
     os.kill(os.getpid(), signal.SIGKILL)
 
 launch.ProcessGroups.add = add
-launch.run(launch.Launch(("sh", "-c", "touch $HERE/started; sleep 9000"), 1, log_dir=Path(sys.argv[1], "logs")))
+launch.run(launch.Launch(("sh", "-c", "touch $HERE/started; sleep {NEVER}"), 1, log_dir=Path(sys.argv[1], "logs")))
 """
 
 
 def test_a_launcher_killed_before_its_watcher_knows_a_process_leaves_none(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT), "HERE": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", KILLED_BEFORE_IT_TELLS, str(tmp_path)], env=env, check=False)
+    command = [sys.executable, "-c", KILLED_BEFORE_IT_TELLS, str(tmp_path)]
+    subprocess.run(command, env=env, check=False, timeout=WAIT_SECONDS)
     assert_all_end(pids(tmp_path, 1))
     assert not (tmp_path / "started").exists()
 
