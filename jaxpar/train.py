@@ -308,8 +308,8 @@ class TrainStep:
 
         Raises:
             TypeError: ``state`` is no TrainState.
-            ValueError: It was donated to an earlier step; or the compiled step of a pipeline would never end
-                (``jaxpar.pipeline.check_permutes``).
+            ValueError: It was donated to an earlier step; its optimizer state is not one of the step's optimizer; or the
+                compiled step of a pipeline would never end (``jaxpar.pipeline.check_permutes``).
         """
         step = self._for(state, batch)
         if self._before is not None:

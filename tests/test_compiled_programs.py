@@ -50,6 +50,14 @@ def test_a_program_is_loaded_only_where_names_and_numbers_are_the_same(events):
     assert other(np.arange(4, dtype=np.float32)).tolist() == [2.0, 3.0, 6.0, 11.0]
 
 
+def test_programs_of_several_devices_are_neither_loaded_nor_kept(events):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    for _ in range(2):
+        jax.jit(lambda x: x.sum(), in_shardings=rows).lower(np.zeros(4, np.float32)).compile()
+    assert not {"cache_hits", "cache_misses"} & set(events)
+
+
 def test_compiled_afresh_neither_loads_nor_keeps(events, compiled_afresh):
     for _ in range(2):
         compile_square("mean", 1.0)

@@ -9,8 +9,10 @@ import subprocess
 import sys
 
 import jax
+import pytest
 
 from jaxpar.runtime.distributed import give_threads
+from jaxpar.runtime.launch import Launch, free_port
 from tests.support.waiting import WAIT_SECONDS, XLA_WAITS
 
 TWO_HUNDRED_STEPS = """
@@ -45,9 +47,12 @@ import jax
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
-from jaxpar.runtime.distributed import use_fake_devices
+from jaxpar.runtime.distributed import initialize, use_fake_devices
 
-use_fake_devices(2)
+if sys.argv[2] == "launched":
+    initialize()
+else:
+    use_fake_devices(2)
 jax.jit(lambda x: x + 1)(1.0).block_until_ready()
 print(jax.device_count())
 """
@@ -63,10 +68,13 @@ def test_200_unsynchronised_steps_end():
     assert run.stdout.split() == ["8", "3.5"], "8 devices should agree on the mean of 0 to 7"
 
 
-def test_programs_of_fake_devices_are_neither_kept_nor_loaded(tmp_path):
-    """XLA would run the collectives of a program that it loads in any order."""
-    command = [sys.executable, "-c", LOADED, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+@pytest.mark.parametrize("how", ["asked for", "launched"])
+def test_programs_of_fake_devices_are_neither_kept_nor_loaded(tmp_path, how):
+    """XLA does not keep the order of the collectives of a program that it loads."""
+    command = [sys.executable, "-c", LOADED, str(tmp_path), how]
+    launch = Launch(("true",), 1, devices_per_process=2)
+    env = os.environ | (launch.environment(0, free_port()) if how == "launched" else {})
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
     assert (run.returncode, run.stdout.split()) == (0, ["2"]), run.stderr
     assert not list(tmp_path.iterdir())
 

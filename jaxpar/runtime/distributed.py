@@ -39,8 +39,8 @@ def use_fake_devices(num_devices: int) -> None:
     client deadlocks when all its threads hold programs that wait for one another, so it gets at least twice as many threads
     as devices (``PJRT_NPROC``). In a run of several processes each process gets ``num_devices``.
 
-    JAX's persistent compilation cache is turned off: XLA's CPU client, of jaxlib 0.10 and 0.11, runs the collectives of a
-    program that it loads in any order, so that devices take one another's messages or end the process.
+    JAX's persistent compilation cache is turned off. The CPU client of jaxlib 0.10 and 0.11 does not keep the order of the
+    collectives of a program loaded from it: the process aborts, or devices may receive messages meant for others.
 
     Args:
         num_devices: At least 1.

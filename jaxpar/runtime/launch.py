@@ -41,7 +41,7 @@ SECONDS_TO_EXPLAIN = 1.0  # after a failure: the others may report the cause, or
 SECONDS_TO_STOP = 5.0
 SECONDS_TO_FOLLOW = 60.0  # after process 0 has ended, without whose service the others can do nothing together
 LINES_SHOWN = 40
-# Of a shell: waits for a line of the launcher, and becomes the process. Without a line, the launcher has ended.
+# A shell runs this: it waits for a line from the launcher and then becomes the process. It exits if the launcher has ended.
 ON_A_LINE = 'read -r _ && exec "$@" < /dev/null'
 # Exit codes of processes that end because another one did: JAX aborts, jaxpar returns PEER_LOST.
 CONSEQUENCES = (-signal.SIGABRT, ExitCode.PEER_LOST)

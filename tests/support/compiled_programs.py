@@ -7,9 +7,9 @@ loaded has the same text, costs and planned memory as what was compiled. So no t
 jaxpar. A test of what the compiler says while it works asks for the fixture compiled_afresh. `pytest --cache-clear` deletes
 them, and `-p no:cacheprovider` runs without them.
 
-Programs of several devices are always compiled: XLA's CPU client, of jaxlib 0.10 and 0.11, runs the collectives of a program
-that it loads in any order. Devices then take one another's messages, or end the process with "Id can't be larger than the
-number of participating threads"; the program of tests/test_ring_and_server.py does so each time.
+Programs of several devices are always compiled. The CPU client of jaxlib 0.10 and 0.11 does not keep the order of the
+collectives of a program that it loads; that of tests/test_ring_and_server.py then aborts each time: "Id can't be larger than
+the number of participating threads".
 """
 
 import contextlib
@@ -43,16 +43,17 @@ def prune(folder: Path) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    compile_or_load = compiler.compile_or_get_cached
+
+    def load_programs_of_one_device(backend, computation, devices, options, callbacks, executable_devices, *more):
+        if devices.size == 1:
+            return compile_or_load(backend, computation, devices, options, callbacks, executable_devices, *more)
+        return compiler.backend_compile_and_load(backend, computation, executable_devices, options, callbacks)
+
+    compiler.compile_or_get_cached = load_programs_of_one_device
     if (cache := getattr(config, "cache", None)) is None:
         return
-    folder, or_load = cache.mkdir("programs"), compiler.compile_or_get_cached
-
-    def of_one_device(backend, computation, devices, options, host_callbacks, executable_devices, *more):
-        if devices.size == 1:
-            return or_load(backend, computation, devices, options, host_callbacks, executable_devices, *more)
-        return compiler.backend_compile_and_load(backend, computation, executable_devices, options, host_callbacks)
-
-    compiler.compile_or_get_cached = of_one_device
+    folder = cache.mkdir("programs")
     if not hasattr(config, "workerinput"):
         prune(folder)
     lru_cache.LRUCache.put = put_whole

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jaxpar.fields import arg, check_at_least, check_kind, check_one_of, check_positive
 from jaxpar.models.transformer.rope import RopeScaling
 
+# Fields that have no effect without experts.
 EXPERT_FIELDS = frozenset(
-    {  # which have no effect without experts
+    {
         "experts_per_token",
         "expert_dim",
         "num_dense_layers",
