@@ -6,15 +6,15 @@ BIN := $(VENV)/bin
 WORKERS ?= 4
 
 .DELETE_ON_ERROR:
-.PHONY: help train unit test check check-slow mutations gpu-compiler check-gpu chaos docs bench
+.PHONY: help train test test-all check check-slow mutations gpu-compiler check-gpu chaos docs bench
 
 help:
 	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/train/"
-	@echo "make unit        run the tests that start no process and follow no page of the guide"
-	@echo "make test        run the tests"
+	@echo "make test        run the tests: each property once, at most 600 CPU seconds"
+	@echo "make test-all    run all tests but those of check-slow: a change lands when they pass"
 	@echo "make docs        build the guide and the reference: site/index.html"
 	@echo "make check       formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
-	@echo "make check-slow  run the tests that make test leaves out, every mesh, schedule and setting: 40 minutes on 2 cores"
+	@echo "make check-slow  run the tests that make test-all leaves out, every mesh, schedule and setting: 40 minutes on 2 cores"
 	@echo "make mutations   break the package in 56 places, one after another: the tests must notice each; 17 minutes on 2 cores"
 	@echo "make check-gpu   compile steps for GPUs that are not here, and count what they would do; installs CUDA's compiler (0.8 GB)"
 	@echo "make gpu-compiler  install only that compiler, as make check-gpu does first"
@@ -53,13 +53,15 @@ train: $(VENV)/for-training
 	@echo
 	@echo "  $(BIN)/jaxpar serve runs/train/digits    and open http://127.0.0.1:8000/docs, which has a request to try"
 
-unit: $(VENV)/for-tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not (slow or process or document)"
+# A file's fixtures and compiled steps are made once, and the longest files start first (tests/conftest.py). More workers than
+# two cores, since tests of processes wait for them.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/for-tests
-	@# A file's fixtures and compiled steps are made once, and the longest files start first (tests/conftest.py). More workers
-	@# than two cores, since tests of processes wait for them.
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+test-all: $(VENV)/for-tests
+	$(PYTEST) -m "not slow"
 
 check: $(VENV)/installed
 	$(BIN)/ruff format --check
@@ -67,10 +69,10 @@ check: $(VENV)/installed
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 	$(MAKE) docs
-	$(MAKE) test
+	$(MAKE) test-all
 
 check-slow: $(VENV)/for-tests
-	$(BIN)/python -m pytest -n $(WORKERS) -q -m slow --durations=15
+	$(PYTEST) -q -m slow --durations=15
 
 mutations: $(VENV)/for-tests
 	$(BIN)/python -m tests.support.mutate

@@ -59,43 +59,9 @@ LONGEST = (
 ORDER = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
 
 
-# The tests that start processes, or follow a page: `make unit` leaves them out.
-TIERS = {
-    "process": (
-        *(
-            "benchmarks",
-            "checkpointing",
-            "ends_of_runs",
-            "fake_devices",
-            "faults",
-            "full_disk",
-            "gpu_day",
-            "launch",
-            "lease",
-        ),
-        *(
-            "one_run",
-            "orphans",
-            "packaging",
-            "preemption",
-            "recipes_all_reduce",
-            "recipes_bloom",
-            "rendezvous",
-            "stopped_runs",
-        ),
-    ),
-    "document": ("docs", "fine_tuning_page", "monitoring", "readme", "your_model"),
-}
-TIER_OF = {f"test_{name}.py": tier for tier, names in TIERS.items() for name in names}
-
-
-@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first, where the order within a file stays, and marks the tiers."""
+    """Puts the files that take longest first, where the order within a file stays."""
     items.sort(key=lambda item: ORDER.get(item.path.name, len(ORDER)))
-    for item in items:
-        if tier := TIER_OF.get(item.path.name):
-            item.add_marker(tier)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

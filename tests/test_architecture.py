@@ -277,7 +277,7 @@ def is_number(node: ast.AST, least: float) -> bool:
 
 
 def test_files_that_are_started_first_or_left_out_of_a_tier_exist():
-    named = {*conftest.ORDER, *conftest.TIER_OF}
+    named = {*conftest.ORDER}
     assert not {name for name in named if not (ROOT / "tests" / name).is_file()}
 
 

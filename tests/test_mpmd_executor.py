@@ -41,7 +41,7 @@ def lie_like(grads, params):
         ((1, 2, 2), "interleaved", 2, 5, True),
         pytest.param((1, 4, 2), "interleaved", 2, 9, True, marks=pytest.mark.slow),
         pytest.param((4, 2, 1), "zb-v", 2, 5, False, marks=pytest.mark.slow),
-        ((2, 2, 2), "gpipe", 1, 2, jax.checkpoint_policies.dots_saveable),
+        pytest.param((2, 2, 2), "gpipe", 1, 2, jax.checkpoint_policies.dots_saveable, id="(2, 2, 2)-gpipe-1-2-dots"),
         pytest.param((1, 2, 4), "zb-h1", 1, 3, True, marks=pytest.mark.slow),
     ],
     ids=str,
