@@ -12,9 +12,10 @@ from jaxpar.commands.cli import call, check_size, parse_json, read_file
 from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
 from jaxpar.jobs.flags import OF_SERVICE, first_plan, lost_results, plan_flags, slow_network, unused_flags
 from jaxpar.jobs.job import AXES, CommonSettings, JobSettings, KubernetesSettings, Mesh, SlurmSettings, is_recipe
+from jaxpar.jobs.plain_scalars import check_plain_scalars, load_yaml, to_yaml
 from jaxpar.jobs.service import ServiceSettings
 from jaxpar.runtime.launch import split_command
-from jaxpar.runtime.output import needing_extra, printable, printable_lines, tell
+from jaxpar.runtime.output import printable, printable_lines, tell
 
 MAX_YAML_LETTERS = 2**20  # Kubernetes accepts no more, and parsing is slow
 
@@ -125,9 +126,10 @@ def read_yaml(text: str, flag: str) -> list[Any]:
     """Returns the documents of YAML (or of JSON, which is YAML) of bounded size; they hold only plain values.
 
     Raises:
-        ValueError: The text is not YAML, or is too large or deep; the message contains the flag that named its file.
+        ValueError: The text is not YAML, is too large or deep, or is not the same to every program; the message contains the
+            flag that named its file.
     """
-    yaml = _yaml()
+    yaml = load_yaml()
     if text.startswith("#!"):
         raise ValueError(f"{flag} must name a manifest for Kubernetes; got a script. Leave its check to sbatch.")
     if len(text) > MAX_YAML_LETTERS:
@@ -135,21 +137,11 @@ def read_yaml(text: str, flag: str) -> list[Any]:
             f"{flag} must name a manifest of at most {MAX_YAML_LETTERS} letters; got {len(text)}. Split it."
         )
     try:
-        return check_size([each for each in yaml.safe_load_all(text) if each is not None], flag)
+        found = check_size([each for each in yaml.safe_load_all(text) if each is not None], flag)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = printable(" ".join(str(error).split()))
         raise ValueError(
             f"{flag} must be YAML, as `manifest` writes it; got other text: {why}. Write it again."
         ) from error
-
-
-def to_yaml(*manifests: dict[str, Any]) -> str:
-    """Returns manifests as YAML, one document each, without sorting their fields."""
-    dumper: Any = type("NoAliases", (_yaml().SafeDumper,), {"ignore_aliases": lambda *_: True})
-    return _yaml().dump_all(manifests, Dumper=dumper, sort_keys=False, width=120)
-
-
-def _yaml() -> Any:
-    with needing_extra("writing YAML needs the package pyyaml", "kubernetes"):
-        import yaml
-    return yaml
+    check_plain_scalars(text, flag)
+    return found

@@ -2,8 +2,8 @@
 
 Read `job.py` (the fields of a job), `forms.py` with `forms.toml` (the rules of their values), `manifests.json` (the objects of
 Kubernetes), `job.sbatch` (the script for SLURM), `manifests.py` (fills them in), `service.py` (a trained model that answers
-requests), `check.py` (checks manifests by the API's own schema, and by rules that no schema has), and `flags.py` (those that a
-plan sets, and those that do not help).
+requests), `plain_scalars.py` (writes them as YAML that all programs read alike), `check.py` (checks manifests by the API's own
+schema, and by rules that no schema has), and `flags.py` (those that a plan sets, and those that do not help).
 """
 
 from jaxpar.jobs.check import check_manifest, check_manifests

@@ -6,16 +6,21 @@ The other rules are about names by which one part refers to another, and counts 
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from jaxpar.jobs.forms import DNS_LABEL
 from jaxpar.jobs.job import MAX_NAME
 from jaxpar.jobs.manifests import API_VERSIONS, INDEX
-from jaxpar.runtime.output import needing_extra
+from jaxpar.runtime.output import needing_extra, printable
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+# The fields that are strings in the API, so that YAML's numbers, truth values and dates are errors there: fields of one string,
+# lists of strings, and objects of strings.
+STRINGS = {"kind", "name", "namespace", "image", "value", "key", "subdomain", "fieldPath", "mountPath", "claimName"}
+LISTS_OF_STRINGS = {"command", "args"}
+OBJECTS_OF_STRINGS = {"labels", "annotations", "matchLabels"}
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 
@@ -124,6 +129,7 @@ def check_rules(manifest: Mapping[str, Any]) -> None:
         raise ValueError(
             f"apiVersion of a {kind} must be {API_VERSIONS[kind]}; got {str(manifest.get('apiVersion'))[:80]!r}. Correct it."
         )
+    _check_strings(manifest, "")
     name = manifest.get("metadata", {}).get("name", "")
     if not DNS_LABEL.fullmatch(name) or len(name) > MAX_NAME:
         raise ValueError(
@@ -137,6 +143,25 @@ def check_rules(manifest: Mapping[str, Any]) -> None:
     }
     if kind in checks:
         checks[kind](manifest)
+
+
+def _check_strings(part: Any, path: str) -> None:
+    """Raises ValueError if YAML has something else than a string in one of the API's fields of strings."""
+    for name, value in _items(part):
+        at = f"{path}.{name}".lstrip(".")
+        strings = {at: value} if name in STRINGS else {}
+        if name in LISTS_OF_STRINGS | OBJECTS_OF_STRINGS:
+            strings = {f"{at}.{each}": text for each, text in _items(value)}
+        for where, text in strings.items():
+            if not isinstance(text, str):
+                raise ValueError(
+                    f"{where} must be a string; got {printable(repr(text))[:80]}, without quotes in YAML. Put it into quotes."
+                )
+        _check_strings(value, at)
+
+
+def _items(part: Any) -> Iterable[tuple[Any, Any]]:
+    return part.items() if isinstance(part, Mapping) else enumerate(part) if isinstance(part, list) else ()
 
 
 def check_together(manifests: Sequence[Mapping[str, Any]]) -> None:

@@ -35,7 +35,8 @@ class CommonSettings:
         cpus: CPU cores that a node's process is guaranteed; 0: not stated, and a pod without GPUs may get almost none.
         memory_gib: Memory of a node's process in GiB, with what it has in shared memory, beyond which it is ended; 0: not
             stated.
-        env: A variable for each process, NAME=VALUE, such as NCCL_IB_HCA=mlx5. Give it once for each.
+        env: A variable for each process, NAME=VALUE, such as NCCL_IB_HCA=mlx5. Give it once for each. Nothing in the value is
+            expanded, such as $HOME or $(POD_IP).
         metrics_port: Port at which a recipe serves its metrics to Prometheus, with the annotations of a scrape; 0: none.
         save_seconds: How long a checkpoint takes to save, as measured: a drained node waits twice that plus 30 s.
         max_restarts: Number of restarts after failures; a drained node does not count.

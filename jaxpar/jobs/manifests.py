@@ -149,14 +149,25 @@ def of_pod(job: Any, limits: Mapping[str, Any], variables: Mapping[str, str]) ->
     """
     limits = ({"memory": f"{job.memory_gib}Gi"} if job.memory_gib else {}) | dict(limits)
     return {
-        "arguments": job.arguments(),
+        "arguments": [as_written(word) for word in job.arguments()],
         "grace_seconds": job.grace_seconds,
-        "environment": [{"name": name, "value": value} for name, value in variables.items()],
+        "environment": [{"name": name, "value": as_written(value)} for name, value in variables.items()],
         "tolerations": [_toleration(taint) for taint in job.toleration],
         "requests": ({"cpu": str(job.cpus)} if job.cpus else {}) | limits,
         "limits": limits,
         "checkpoints": CHECKPOINTS,
     }
+
+
+def as_written(text: str) -> str:
+    """Returns a word of a command, or the value of a variable, so that it arrives in a container as it was given.
+
+    Kubernetes puts the value of a variable in the place of $(NAME) there, and one $ in the place of $$.
+
+    >>> as_written("costs $5")
+    'costs $$5'
+    """
+    return text.replace("$", "$$")
 
 
 def _toleration(taint: str) -> dict[str, str]:
