@@ -59,6 +59,11 @@ def has_started() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def backend_errors() -> dict[str, str]:
+    """Returns why JAX cannot use a platform, such as "cuda", by its name; nothing before JAX has used a device."""
+    return dict(xla_bridge._backend_errors)
+
+
 def is_compile_only(device: jax.Device) -> bool:
     """Returns whether a device exists for the compiler alone."""
     return type(device.client).__name__ == "CompileOnlyPyClient"

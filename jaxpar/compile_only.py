@@ -17,6 +17,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxpar._compat import has_started
+from jaxpar.devices import PLUGINS
 from jaxpar.fields import arg
 from jaxpar.gpus import GPUS, Gpu
 from jaxpar.runtime.distributed import with_gpu_flags
@@ -25,7 +26,6 @@ from jaxpar.runtime.output import install_extra, version_of
 # Kernels cannot be measured without a GPU.
 NO_MEASUREMENT = "--xla_gpu_autotune_level=0"
 CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
-PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 TARGETS = {name: gpu for name, gpu in GPUS.items() if gpu.target is not None}  # those that the compiler knows

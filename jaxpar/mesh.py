@@ -25,6 +25,7 @@ data=2, stage=2, tensor=2 over eight devices:
 
 import functools
 import inspect
+import logging
 import math
 import reprlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -35,6 +36,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxpar._compat import is_compile_only
+from jaxpar.devices import started_devices
 from jaxpar.fields import arg, check_kind
 
 REPLICA, DATA, CONTEXT, STAGE, TENSOR = "replica", "data", "context", "stage", "tensor"
@@ -91,6 +93,8 @@ def make_mesh(
 ) -> Mesh:
     """Returns a mesh with the axes ``("replica", "data", "context", "stage", "tensor")``, all of type Auto.
 
+    Where it leaves devices idle, a warning of the logger "jaxpar" says so; not for a mesh of one of several CPU devices.
+
     Args:
         replica: Number of groups of ``data`` replicas each, such as one a node. The batch is split over all replicas; ZeRO
             shards inside a group, and over the groups gradients alone are summed.
@@ -103,10 +107,36 @@ def make_mesh(
 
     Raises:
         TypeError: An axis size is not an integer, or an axis is unknown.
-        ValueError: The sizes do not fit the devices, or ``tensor`` crosses nodes without ``tensor_across_nodes``.
+        ValueError: The sizes do not fit the devices, or ``tensor`` crosses nodes without ``tensor_across_nodes``; or JAX cannot
+            use the GPUs of this machine, and runs on the CPU though it was not told to.
     """
-    available = sorted(jax.devices() if devices is None else _checked(devices), key=lambda d: (node_of(d), d.id))
-    given = {REPLICA: replica, DATA: data, CONTEXT: context, STAGE: stage, TENSOR: tensor}
+    sizes = {REPLICA: replica, DATA: data, CONTEXT: context, STAGE: stage, TENSOR: tensor}
+    mesh, num_devices = arrange(sizes, devices, tensor_across_nodes=tensor_across_nodes)
+    is_reference = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"  # beside fake devices
+    if not is_reference and mesh.size < num_devices and jax.process_index() == 0:
+        logging.getLogger("jaxpar").warning("%s", idle_text(mesh, num_devices))
+    return mesh
+
+
+def idle_text(mesh: Mesh, num_devices: int) -> str:
+    """Returns that a mesh leaves some of the devices idle, and what takes all of them, if ``data`` can."""
+    fits = num_devices % (mesh.size // mesh.shape[DATA]) == 0
+    more = f"; {arg(data=-1)} takes all of them" if fits else ""
+    return f"the mesh has {mesh.size} of {num_devices} devices, the others are idle{more}"
+
+
+def arrange(
+    given: dict[str, int], devices: Sequence[jax.Device] | None = None, *, tensor_across_nodes: bool = False
+) -> tuple[Mesh, int]:
+    """Returns a mesh as ``make_mesh`` does, and the number of devices that there were to choose from.
+
+    Args:
+        given: The size of each axis.
+        devices: As for ``make_mesh``.
+        tensor_across_nodes: As there.
+    """
+    found = started_devices() if devices is None else _checked(devices)
+    available = sorted(found, key=lambda d: (node_of(d), d.id))
     sizes = resolve_sizes(given, len(available))
     used = available[: math.prod(sizes.values())]
     _check_every_process_takes_part(used, available)
@@ -114,7 +144,8 @@ def make_mesh(
         _check_tensor_inside_node(used, sizes[TENSOR])
     auto, in_order = (AxisType.Auto,) * len(AXES), tuple(sizes[axis] for axis in FROM_SLOWEST)
     mesh = jax.make_mesh(in_order, FROM_SLOWEST, devices=used, axis_types=auto)
-    return Mesh(mesh.devices.transpose([FROM_SLOWEST.index(axis) for axis in AXES]), AXES, axis_types=auto)
+    transposed = mesh.devices.transpose([FROM_SLOWEST.index(axis) for axis in AXES])
+    return Mesh(transposed, AXES, axis_types=auto), len(available)
 
 
 def _checked(devices: Any) -> list[jax.Device]:

@@ -34,7 +34,7 @@ from jaxpar.plot.figure import check_matplotlib
 from jaxpar.run import Run, batches, checks, evaluation, language_data, language_model, make_mesh, optimizers, say
 from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, OwnFlags
 from jaxpar.run.language_data import Data, DataFlags
-from jaxpar.run.run import saved_settings
+from jaxpar.run.start import saved_settings
 from jaxpar.runtime.watchdog import Budgets
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
 from jaxpar.tensor_parallel import split_copied_heads

@@ -14,7 +14,7 @@ import pytest
 
 from jaxpar.commands import recipe as cli
 from jaxpar.run import make_mesh, messages
-from jaxpar.run.run import write_config
+from jaxpar.run.start import write_config
 from tests.support.failed_saves import GIVES_WRITES_UP, writes_given_up  # noqa: F401 (a fixture)
 from tests.support.real_runs import PLAIN, ROOT, environment
 from tests.support.waiting import WAIT_SECONDS

@@ -16,6 +16,7 @@ import pytest
 from jaxpar.__main__ import main
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names
+from jaxpar.fields import given_by
 from jaxpar.metrics import exporters
 from jaxpar.metrics.log import MetricsLog
 from jaxpar.metrics.status import JsonStream, StatusLines, render_status
@@ -320,7 +321,8 @@ def test_suggestions_name_flags_that_recipes_have():
 
 
 def test_devices_that_a_mesh_leaves_idle_are_counted(capsys):
-    make_mesh(house_prices.Config.of(mesh=MeshFlags(data=2)))
+    with given_by(flag_names(house_prices.Config)):
+        make_mesh(house_prices.Config.of(mesh=MeshFlags(data=2)))
     assert (
         "the mesh has 2 of 8 devices, the others are idle; --mesh.data -1 takes all of them" in capsys.readouterr().out
     )

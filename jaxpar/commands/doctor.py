@@ -16,6 +16,7 @@ import jax
 
 import jaxpar
 from jaxpar.commands.cli import call
+from jaxpar.devices import gpu_nodes, unused_gpus
 from jaxpar.runtime.distributed import GPU_FLAGS
 from jaxpar.runtime.output import printable, version_of
 
@@ -129,10 +130,10 @@ def advice(environment: Mapping[str, str], backend: str, num_devices: int) -> li
         found.append("NCCL_P2P_DISABLE or NCCL_IB_DISABLE is 1: the fast links are not used")
     if backend == "cpu" and num_devices > 1 and threads < 2 * num_devices:
         found.append(f"PJRT_NPROC under {2 * num_devices}, twice the devices: fake devices can deadlock")
-    if backend == "cpu" and shutil.which("nvidia-smi"):
-        found.append(
-            "there is a GPU, but JAX runs on the CPU: install jax[cuda12] or jax[cuda13], or see JAX_PLATFORMS"
-        )
+    if unused := unused_gpus(backend, gpu_nodes(), environment):
+        found += [f"there is a GPU, but JAX runs on the CPU: {unused[0]}", f"{unused[1]}."]
+    elif backend == "cpu" and gpu_nodes():
+        found.append("there is a GPU, but JAX_PLATFORMS or fake devices ask for the CPU")
     return found
 
 

@@ -33,7 +33,16 @@ from jaxpar.compile_only import start_on_cpu
 from jaxpar.fields import given_by
 from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.folder import CHECKPOINTS, has_run
-from jaxpar.run.messages import DISK_FAULTS, ConfigError, checks, only_on_first_process, phase, status_lines, stop
+from jaxpar.run.messages import (
+    DISK_FAULTS,
+    ConfigError,
+    checks,
+    only_on_first_process,
+    phase,
+    say_devices,
+    status_lines,
+    stop,
+)
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import released_at_end
@@ -147,6 +156,8 @@ def _set_up(flags: RunFlags) -> RunFlags:
     with phase("connecting to the other processes", then="setting up"):
         join_run()
     only_on_first_process()
+    if flags.trains:
+        say_devices(compile_for=flags.gpu.compile_for)
     if is_restarted() and has_steps(flags.common.out_dir / CHECKPOINTS):
         return flags.replace(resume=True, overwrite=False)
     return flags

@@ -12,13 +12,15 @@ Ten lines, with checkpoints, --resume, metrics.jsonl, report.html, a lease of th
             run.log(step, state, metrics)
 
 `flags.py` has the flags of a run, of which a script composes its own; `jaxpar.commands.recipe` reads them from a command line.
-`folder.py` has the files of a run, `messages.py` what it prints. `batches.py`, `optimizers.py`, `language_data.py` and
-`language_model.py` have flags of several scripts, and what they stand for; `evaluation.py` says what a model has learned.
+`start.py` has what a run needs before its first step, `folder.py` its files, `messages.py` what it prints. `batches.py`,
+`optimizers.py`, `language_data.py` and `language_model.py` have flags of several scripts, and what they stand for;
+`evaluation.py` says what a model has learned.
 """
 
 from jaxpar.run.flags import BasicFlags, CheckpointFlags, CommonFlags, GpuFlags, MeshFlags, MonitoringFlags, RunFlags
 from jaxpar.run.messages import ConfigError, checks, phase, say
-from jaxpar.run.run import Run, make_mesh
+from jaxpar.run.run import Run
+from jaxpar.run.start import make_mesh
 
 __all__ = [
     "BasicFlags",

@@ -6,12 +6,13 @@ Those lines come every --log-seconds, as text or with --log-json as JSON.
 import contextlib
 import errno
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import jax
 
+from jaxpar.devices import describe_devices, started_devices
 from jaxpar.metrics.status import JsonStream, StatusLines, render_status
 from jaxpar.run.flags import MonitoringFlags, RunFlags, log_seconds
 from jaxpar.runtime.distributed import leave
@@ -22,6 +23,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 DISK_FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # and of one that has become read-only or unavailable
 
 _shown: list[StatusLines] = []  # at most one: that of the run of this process
+_named: list[str] = []  # the devices of the run of this process, once it has said which they are
 
 
 class ConfigError(Exception):
@@ -56,6 +58,27 @@ def say(text: str) -> None:
         print(printable_lines(text), flush=True)
 
 
+def say_devices(say: Callable[[str], None] = say, *, compile_for: str | None = None) -> None:
+    """Prints which devices a run trains on, once a run and before all else.
+
+    Args:
+        say: Prints a message.
+        compile_for: The GPUs that it compiles for, and does not train.
+
+    Raises:
+        ValueError: JAX cannot use the GPUs of this machine.
+    """
+    started_devices()
+    if not _named:
+        _named.append(f"none, it compiles for {compile_for}" if compile_for else describe_devices())
+        say(f"devices: {_named[0]}")
+
+
+def forget_devices() -> None:
+    """Lets the next run of this process say which devices it trains on."""
+    _named.clear()
+
+
 def stop(code: int, message: str) -> NoReturn:
     """Ends the program with an exit code and a message on standard error."""
     tell(f"error: {printable_lines(message)}")
@@ -73,6 +96,7 @@ def status_lines(flags: Any) -> Iterator[None]:
     monitoring = flags.monitoring if is_run else MonitoringFlags()
     seconds = 0.0
     with contextlib.ExitStack() as resources:
+        resources.callback(forget_devices)
         with contextlib.suppress(ValueError):  # the checks of the flags will report it
             seconds = log_seconds(monitoring.log_seconds) if not is_run or flags.trains else 0.0
         if monitoring.log_json:

@@ -1,8 +1,6 @@
 """A run around a training loop: its folder and lease, checkpoints, metrics, report, and the guard that stops and watches it."""
 
-import dataclasses
 import hashlib
-import json
 import math
 import statistics
 import time
@@ -13,12 +11,10 @@ from typing import Any
 import jax
 
 import jaxpar
-from jaxpar.checkpoint import CheckpointManager
-from jaxpar.checkpoint.folder import Folder
 from jaxpar.data.batches import Origin
 from jaxpar.guard import Guard
 from jaxpar.inspect.text import bytes_text
-from jaxpar.mesh import OF_ZERO, shown_sizes
+from jaxpar.mesh import OF_ZERO
 from jaxpar.metrics import exporters
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.pipeline import check_permutes
@@ -26,13 +22,20 @@ from jaxpar.planner import cluster, roofline
 from jaxpar.planner.compiled import inspect_pipeline
 from jaxpar.report import ReportWriter, step_data
 from jaxpar.run import folder
-from jaxpar.run.flags import MeshFlags, RunFlags
-from jaxpar.run.messages import FULL, ConfigError, checks, phase, say, spared, status_watchers, stop
+from jaxpar.run.flags import RunFlags, check_run_flags
+from jaxpar.run.messages import (
+    checks,
+    forget_devices,
+    phase,
+    say,
+    say_devices,
+    spared,
+    status_watchers,
+    stop,
+)
+from jaxpar.run.start import open_checkpoints, write_config
 from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.lease import Lease
-from jaxpar.runtime.output import write_whole
-from jaxpar.runtime.supervise import is_restarted
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule
 from jaxpar.step_sharding import left_whole
@@ -66,7 +69,8 @@ class Run(AbstractContextManager["Run"]):
     Raises:
         FileNotFoundError: There is nothing to --resume.
         HeldError: Another run writes to ``--out-dir``.
-        ValueError: The run to resume is past --steps, or a new run would overwrite an earlier one without --overwrite.
+        ValueError: A flag is out of range, JAX cannot use the GPUs of this machine, the run to resume is past --steps, or a
+            new run would overwrite an earlier one without --overwrite.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Run(AbstractContextManager["Run"]):
         draw: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = say,
     ) -> None:
+        check_run_flags(flags)
         self.flags, self.mesh, self.schedule = flags, mesh, schedule
         self.out_dir, self.is_dry = flags.common.out_dir, flags.common.dry_run
         self.origin, self.saved = Origin(), dict[str, Any]()
@@ -101,6 +106,7 @@ class Run(AbstractContextManager["Run"]):
         self._has_all_metrics = not has_evaluations
         self._resources = ExitStack()
         self.checkpoints = open_checkpoints(flags, mesh)
+        say_devices(say, compile_for=flags.gpu.compile_for)
 
     @property
     def first_step(self) -> int:
@@ -278,6 +284,7 @@ class Run(AbstractContextManager["Run"]):
     def __exit__(self, *error: Any) -> None:
         self._resources.__exit__(*error)
         self.checkpoints.disown()
+        forget_devices()
 
     def _open_watchers(self) -> None:
         """Opens the exporters that the flags ask for beside metrics.jsonl; a --dry-run has none."""
@@ -312,77 +319,3 @@ class Run(AbstractContextManager["Run"]):
         if common.checkpoint_every or self.flags.checkpoint.checkpoint_minutes or common.resume:
             advice += " To continue from a checkpoint with another, add --resume --allow-change learning_rate."
         return f"{advice} To begin again, add --overwrite."
-
-
-def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
-    """Returns the manager of the checkpoints in ``--out-dir``; unless it is a --dry-run, this run then owns the folder."""
-    common, directory = flags.common, flags.common.out_dir / folder.CHECKPOINTS
-    kept = {name: getattr(flags.checkpoint, name) for name in ("keep", "keep_every", "keep_best")}
-    lease = Lease(common.out_dir)
-    checkpoints = CheckpointManager(directory, mesh, **kept, save_seconds=flags.budget.save, lease=lease)
-    if not common.dry_run:
-        checkpoints.own()
-    latest = checkpoints.latest()
-    if common.resume and not checkpoints.has_any():
-        raise FileNotFoundError(
-            f"--resume needs a checkpoint; got none in {checkpoints.directory}. Name a run's folder by --out-dir, or leave "
-            "--resume out to begin one."
-        )
-    if common.resume and latest is not None and latest > common.steps:
-        raise ValueError(
-            f"--steps must be at least the step to resume from; got --steps {common.steps}, a checkpoint of step {latest}. "
-            f"Choose --steps {latest} or more: it counts from the beginning of the run."
-        )
-    if not (common.resume or common.overwrite or common.dry_run):
-        _check_new(flags, checkpoints, latest)
-    return checkpoints
-
-
-def _check_new(flags: RunFlags, checkpoints: CheckpointManager, latest: int | None) -> None:
-    """Raises ValueError if ``--out-dir`` has checkpoints, or results of a run other than this one before a restart."""
-    if checkpoints.has_any():
-        of = "one that is damaged" if latest is None else f"one of step {latest}"
-        go_on = "Choose" if latest is None else "Continue it with --resume, choose"
-        raise ValueError(
-            f"a new run needs a folder without checkpoints; got {of} in {checkpoints.directory}. {go_on} another --out-dir, or "
-            "add --overwrite, which deletes the earlier run."
-        )
-    if not (is_restarted() and folder.is_of(flags.common.out_dir, flags.as_json())):
-        folder.check_new(flags.common.out_dir, overwrite=flags.common.overwrite)
-
-
-def saved_settings(flags: RunFlags) -> dict[str, Any]:
-    """Returns the settings that the newest checkpoint to --resume was saved with; none without one."""
-    saved = Folder(flags.common.out_dir / folder.CHECKPOINTS).committed() if flags.common.resume else {}
-    return dict(saved[max(saved)].config or {}) if saved else {}
-
-
-def make_mesh(flags: RunFlags) -> jax.sharding.Mesh:
-    """Returns the mesh that the flags ask for."""
-    devices = None
-    if flags.gpu.compile_for:
-        num_nodes, each = flags.gpu.shape
-        devices = jaxpar.compile_only_devices(flags.gpu.compile_for, num_nodes=num_nodes, devices_per_node=each)
-    mesh = jaxpar.make_mesh(**dataclasses.asdict(flags.mesh), devices=devices)
-    num_devices = jax.device_count() if devices is None else len(devices)
-    if mesh.size < num_devices:
-        fits = num_devices % (mesh.size // mesh.shape["data"]) == 0
-        more = "; --mesh.data -1 takes all of them" if fits else ""
-        say(f"the mesh has {mesh.size} of {num_devices} devices, the others are idle{more}")
-    return mesh
-
-
-def write_config(flags: RunFlags, mesh: jax.sharding.Mesh) -> None:
-    """Writes every flag to ``config.json``, with the actual sizes of the mesh; only the first process writes."""
-    values = flags.replace(mesh=MeshFlags(**shown_sizes(mesh.shape))).as_json()
-    out_dir = flags.common.out_dir
-    if jax.process_index() == 0:
-        try:
-            out_dir.mkdir(parents=True, exist_ok=True)
-            write_whole(out_dir / "config.json", json.dumps(values, indent=2) + "\n")
-        except OSError as error:  # errors that check_out_dir cannot detect
-            if error.errno in FULL:
-                raise
-            raise ConfigError(
-                f"--out-dir must be a folder that can be written to; got {out_dir}: {error.strerror}. Name another."
-            ) from error

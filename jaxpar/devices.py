@@ -1,0 +1,103 @@
+"""The devices that JAX has found, and the GPUs of this machine that it cannot use.
+
+Where JAX cannot start on a GPU, because a plugin is missing or a variable leads to other libraries, it prints a warning and
+runs on the CPU, where a run takes many times longer. Here that is an error, unless the CPU was asked for.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+from jaxpar._compat import backend_errors
+from jaxpar.runtime.output import version_of
+
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+INSTALL = "Install JAX for the driver that nvidia-smi shows: pip install 'jax[cuda13]', or 'jax[cuda12]' before 580"
+OF_NO_DEVICE = ("visible", "no supported", "no_device")  # in JAX's errors
+ON_CPU = "set JAX_PLATFORMS=cpu to run on the CPU"
+
+
+class DeviceError(ValueError):
+    """JAX cannot use the devices of this machine."""
+
+
+def started_devices() -> list[jax.Device]:
+    """Returns ``jax.devices()``, all devices of this run.
+
+    Raises:
+        DeviceError: JAX cannot start on the platform that it is told to use, or runs on the CPU of a machine with a GPU
+            though neither JAX_PLATFORMS nor fake devices ask for it.
+    """
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # a GPU that JAX_PLATFORMS names
+        raise DeviceError(
+            f"JAX must be able to use the devices that it is told to use; got: {error}. "
+            f"{_remedy(str(error), os.environ)}, or {ON_CPU}."
+        ) from error
+    if found := unused_gpus(devices[0].platform, gpu_nodes(), os.environ):
+        why, remedy = found
+        raise DeviceError(
+            f"JAX must use the GPU of a machine that has one, unless it is told to run on the CPU; got a GPU, "
+            f"{', '.join(gpu_nodes())}, and JAX on the {devices[0].platform}: {why}. {remedy}, or {ON_CPU}."
+        )
+    return devices
+
+
+def unused_gpus(platform: str, nodes: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str] | None:
+    """Returns why JAX does not use the GPUs of this machine, and the remedy without a full stop; None if all is as asked.
+
+    Args:
+        platform: What JAX runs on.
+        nodes: The GPUs of this machine, as ``gpu_nodes`` returns them.
+        environment: The environment variables.
+    """
+    if platform != "cpu" or not nodes or cpu_is_asked_for(environment):
+        return None
+    why = _reason()
+    return why, _remedy(why, environment)
+
+
+def gpu_nodes() -> list[str]:
+    """Returns the device files of NVIDIA's GPUs on this machine, such as /dev/nvidia0."""
+    return sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def cpu_is_asked_for(environment: Mapping[str, str]) -> bool:
+    """Returns whether JAX is told to run on the CPU: by JAX_PLATFORMS, by fake devices, or in the program."""
+    fake = int(jax.config.values["jax_num_cpu_devices"]) > 0
+    fake |= "xla_force_host_platform_device_count" in environment.get("XLA_FLAGS", "")
+    return fake or bool(jax.config.values["jax_platforms"])
+
+
+def _reason() -> str:
+    """Returns JAX's own reason why it cannot use a GPU."""
+    if given := backend_errors().get("cuda"):
+        return " ".join(given.split()).rstrip(".")
+    installed = [f"{name} {version}" for name in PLUGINS if (version := version_of(name))]
+    if not installed:
+        return "its CUDA plugin is not installed"
+    return f"{', '.join(installed)} did not start beside jaxlib {version_of('jaxlib')}, as JAX's lines above say"
+
+
+def _remedy(why: str, environment: Mapping[str, str]) -> str:
+    if not any(map(version_of, PLUGINS)):
+        return INSTALL
+    visible, is_hidden = environment.get("CUDA_VISIBLE_DEVICES"), any(each in why.lower() for each in OF_NO_DEVICE)
+    if visible is not None and is_hidden:
+        return f"Unset CUDA_VISIBLE_DEVICES, which is {visible!r}, or name GPUs that nvidia-smi lists"
+    if path := environment.get("LD_LIBRARY_PATH"):
+        return f"Unset LD_LIBRARY_PATH, which is {path!r}: it can lead to other CUDA libraries than those installed with JAX"
+    return "See whether nvidia-smi works, then python -m jaxpar doctor"
+
+
+def describe_devices() -> str:
+    """Returns what a run trains on: "8 NVIDIA H100 80GB HBM3, in 2 processes"."""
+    devices, count = jax.devices(), jax.process_count()
+    kinds = sorted({"CPU" if each.platform == "cpu" else each.device_kind for each in devices})
+    is_fake = kinds == ["CPU"] and len(devices) > count
+    of_cpu = "fake CPU devices" if is_fake else f"CPU{'s' * (len(devices) > 1)}"
+    what = of_cpu if kinds == ["CPU"] else ", ".join(kinds)
+    return f"{len(devices)} {what}" + (f", in {count} processes" if count > 1 else "")

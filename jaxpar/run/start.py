@@ -1,0 +1,89 @@
+"""What a run has before its first step: the mesh that its flags ask for, the checkpoints in its folder, and its config.json."""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+
+import jaxpar
+from jaxpar.checkpoint import CheckpointManager
+from jaxpar.checkpoint.folder import Folder
+from jaxpar.mesh import arrange, idle_text, shown_sizes
+from jaxpar.run import folder
+from jaxpar.run.flags import MeshFlags, RunFlags
+from jaxpar.run.messages import FULL, ConfigError, say
+from jaxpar.runtime.lease import Lease
+from jaxpar.runtime.output import write_whole
+from jaxpar.runtime.supervise import is_restarted
+
+
+def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
+    """Returns the manager of the checkpoints in ``--out-dir``; unless it is a --dry-run, this run then owns the folder."""
+    common, directory = flags.common, flags.common.out_dir / folder.CHECKPOINTS
+    kept = {name: getattr(flags.checkpoint, name) for name in ("keep", "keep_every", "keep_best")}
+    lease = Lease(common.out_dir)
+    checkpoints = CheckpointManager(directory, mesh, **kept, save_seconds=flags.budget.save, lease=lease)
+    if not common.dry_run:
+        checkpoints.own()
+    latest = checkpoints.latest()
+    if common.resume and not checkpoints.has_any():
+        raise FileNotFoundError(
+            f"--resume needs a checkpoint; got none in {checkpoints.directory}. Name a run's folder by --out-dir, or leave "
+            "--resume out to begin one."
+        )
+    if common.resume and latest is not None and latest > common.steps:
+        raise ValueError(
+            f"--steps must be at least the step to resume from; got --steps {common.steps}, a checkpoint of step {latest}. "
+            f"Choose --steps {latest} or more: it counts from the beginning of the run."
+        )
+    if not (common.resume or common.overwrite or common.dry_run):
+        _check_new(flags, checkpoints, latest)
+    return checkpoints
+
+
+def _check_new(flags: RunFlags, checkpoints: CheckpointManager, latest: int | None) -> None:
+    """Raises ValueError if ``--out-dir`` has checkpoints, or results of a run other than this one before a restart."""
+    if checkpoints.has_any():
+        of = "one that is damaged" if latest is None else f"one of step {latest}"
+        go_on = "Choose" if latest is None else "Continue it with --resume, choose"
+        raise ValueError(
+            f"a new run needs a folder without checkpoints; got {of} in {checkpoints.directory}. {go_on} another --out-dir, or "
+            "add --overwrite, which deletes the earlier run."
+        )
+    if not (is_restarted() and folder.is_of(flags.common.out_dir, flags.as_json())):
+        folder.check_new(flags.common.out_dir, overwrite=flags.common.overwrite)
+
+
+def saved_settings(flags: RunFlags) -> dict[str, Any]:
+    """Returns the settings that the newest checkpoint to --resume was saved with; none without one."""
+    saved = Folder(flags.common.out_dir / folder.CHECKPOINTS).committed() if flags.common.resume else {}
+    return dict(saved[max(saved)].config or {}) if saved else {}
+
+
+def make_mesh(flags: RunFlags) -> jax.sharding.Mesh:
+    """Returns the mesh that the flags ask for."""
+    devices = None
+    if flags.gpu.compile_for:
+        num_nodes, each = flags.gpu.shape
+        devices = jaxpar.compile_only_devices(flags.gpu.compile_for, num_nodes=num_nodes, devices_per_node=each)
+    mesh, num_devices = arrange(dataclasses.asdict(flags.mesh), devices)
+    if mesh.size < num_devices:
+        say(idle_text(mesh, num_devices))
+    return mesh
+
+
+def write_config(flags: RunFlags, mesh: jax.sharding.Mesh) -> None:
+    """Writes every flag to ``config.json``, with the actual sizes of the mesh; only the first process writes."""
+    values = flags.replace(mesh=MeshFlags(**shown_sizes(mesh.shape))).as_json()
+    out_dir = flags.common.out_dir
+    if jax.process_index() == 0:
+        try:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            write_whole(out_dir / "config.json", json.dumps(values, indent=2) + "\n")
+        except OSError as error:  # errors that check_out_dir cannot detect
+            if error.errno in FULL:
+                raise
+            raise ConfigError(
+                f"--out-dir must be a folder that can be written to; got {out_dir}: {error.strerror}. Name another."
+            ) from error
