@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar._compat import closure_converted
+from jaxpar._compat import Tracer, closure_converted
 from jaxpar.context_parallel import zig_zag
 from jaxpar.dtypes import from_floats, is_key, to_floats, wide_dtype, widen
 from jaxpar.fields import arg, check_at_least, check_kind
@@ -260,15 +260,39 @@ def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     return jax.tree.map(as_sharded, shapes, batch_specs(shapes, mesh))
 
 
+def _lists_of_numbers(batch: PyTree) -> list[str]:
+    """Returns the paths of lists that have numbers in them, at any depth, where an array is meant."""
+    is_list = lambda node: isinstance(node, list | tuple) and not hasattr(node, "_fields")
+    first = lambda node: first(node[0]) if is_list(node) and node else node
+    is_number = lambda node: (
+        isinstance(node, int | float) or (isinstance(node, Tracer) and not node.ndim)
+    )  # under jax.jit
+    is_meant = lambda node: is_list(node) and is_number(first(node))
+    found = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_meant)
+    return [path_string(path) or "the batch" for path, leaf in found if is_meant(leaf)]
+
+
+def _few(names: Sequence[str]) -> str:
+    """Returns the first names as text, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
 def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None, *, replica: int = 1) -> int:
     """Returns the number of rows of a batch; raises unless it splits evenly into replicas, and into microbatches if known."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     rows = {path_string(path) or "batch": jnp.shape(leaf)[:1] for path, leaf in leaves}
     without = sorted(path for path, dim in rows.items() if not dim)
+    if lists := _lists_of_numbers(batch):
+        raise TypeError(
+            f"a batch must have arrays, not Python lists; got lists of numbers in {_few(lists)}. Give "
+            "numpy.asarray(list), whose first dim is that of the rows."
+        )
     if without or not rows:
         raise ValueError(
-            f"every array of a batch must have a leading dim, its rows; got none for {without or 'an empty batch'}. "
-            "Repeat a value for each row; for a PRNG key use jax.random.split(key, batch_size)."
+            "every array of a batch must have a leading dim, its rows; got none for "
+            f"{_few(without) or 'an empty batch'}. Repeat a value for each row; for a PRNG key use "
+            "jax.random.split(key, batch_size)."
         )
     if len(set(rows.values())) > 1:
         sizes = {path: dim[0] for path, dim in rows.items()}

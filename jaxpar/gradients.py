@@ -34,7 +34,7 @@ from jaxpar.pipeline import (
     sum_over_stages,
 )
 from jaxpar.schedule import Schedule, make_schedule
-from jaxpar.sharding import check_same_tree
+from jaxpar.sharding import check_batch_on, check_same_tree
 from jaxpar.step_sharding import StepSharding, run_on_shards, shard_step
 from jaxpar.traced_loss import TracedLoss, once_for_shapes, trace_loss
 from jaxpar.trainable import Frozen, Trainable, accept_frozen, check_params, freeze, only_trained, with_trained
@@ -168,6 +168,7 @@ def with_settings(
         """Returns the loss over the whole batch and its gradients, which have the structure of params."""
         params = frozen(open_params(params, layout))
         step.check(params, batch)
+        check_batch_on(batch, step.mesh)
         value, grads = compiled(params, batch)
         return value, close_params(grads, layout)
 

@@ -28,6 +28,11 @@ from jaxpar.runtime.watchdog import Budgets, Watchdog
 from jaxpar.train import TrainState
 
 SAVE, LOST = "save", "lost"  # requests between processes, beside signals
+# Where the first loss of a run is not finite, no update has been made that a smaller learning rate could have made smaller.
+AT_FIRST = (
+    "The loss of the first step was not finite, before any update, so the learning rate is not the cause: look at the labels "
+    "and ids, which must be from 0 to the vocabulary's size - 1, at the inputs, and at the initial params."
+)
 CONNECTION = re.compile("gloo|connection (reset|closed)|coordination service|heartbeat", re.IGNORECASE)
 
 
@@ -48,7 +53,8 @@ class Guard:
             the run; 0: no limit. A run whose last step was such a step ends in the same way.
         budgets: Seconds that each phase may take.
         about: ``about(step)`` returns the keyword arguments of ``CheckpointManager.save_async`` that are saved with the state.
-        remedy: The advice in the message about steps that are not finite.
+        remedy: The advice in the message about steps that are not finite; where the first loss was not, the advice is to look
+            at the data and the initial params.
         before_save: Called before a save, for example to write metrics of the steps that it includes.
         at_stop: Called once the state is saved in a run that was asked to stop, for example to plot results.
         say: Prints a message; by default to standard error of the first process.
@@ -72,6 +78,8 @@ class Guard:
         self._saves = checkpoints
         self._num_steps, self._save_every, self._save_seconds = num_steps, save_every, 60 * save_minutes
         self._max_skipped, self._num_skipped = max_skipped, 0
+        self._first_loss: Any = None
+        self._has_updated = False  # by a step of this run
         self._about, self._remedy, self._say = about, remedy, say
         self._before_save, self._at_stop = before_save, at_stop
         self._watchdog = Watchdog(budgets or Budgets())
@@ -135,6 +143,7 @@ class Guard:
         self._progress.done(step)
         self._count_skipped()
         self._before = metrics.get("skipped")
+        self._first_loss = metrics.get("loss") if self._first_loss is None else self._first_loss
         if 0 < self._save_seconds <= time.monotonic() - self._saved_at and jax.process_index() == 0:
             self._saved_at = time.monotonic()
             self._agreed.ask(SAVE)
@@ -162,6 +171,7 @@ class Guard:
         skipped, self._before = self._before, None
         if skipped is None or not np.asarray(skipped):
             self._num_skipped = 0 if skipped is not None else self._num_skipped
+            self._has_updated |= skipped is not None
             return
         self._num_skipped += 1
         if self._num_skipped == self._max_skipped:
@@ -173,8 +183,13 @@ class Guard:
         self._end(
             ExitCode.NOT_FINITE,
             f"error: {self._num_skipped} consecutive steps had a loss or gradients that were not finite, and were skipped. "
-            f"{last_good} {self._remedy}",
+            f"{last_good} {self._advice()}",
         )
+
+    def _advice(self) -> str:
+        if self._has_updated or self._first_loss is None or np.isfinite(self._first_loss):
+            return self._remedy
+        return AT_FIRST
 
     def _save(self, checkpoints: CheckpointManager, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         self._before_save()

@@ -10,6 +10,7 @@ PartitionSpec, or a dim of a table of params to an axis. For the params of a Lay
 """
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -20,11 +21,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar._compat import Tracer
 from jaxpar.dtypes import is_key, on_host
 from jaxpar.fields import arg, check_kind
 from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, outer_stage_dim, path_string
-from jaxpar.mesh import STAGE, check_mesh, entry_axes, shown_sizes
+from jaxpar.mesh import STAGE, check_mesh, entry_axes, shown_sizes, sizes_text
 from jaxpar.params import abstract_params, specs_from_dims
+
+MOST_PARTS = 4  # queries, keys, values and a gate in one weight
 
 
 def replicated() -> PartitionSpec:
@@ -118,6 +122,10 @@ def _match_steps(steps: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
 
 
 def _check_rules_used(rules: Mapping[str, PartitionSpec], paths: list[str], chosen: list[str | None]) -> None:
+    lists = sorted({path.split("/")[1] for path in paths if re.match(rf"{LAYERS}/\d+(/|$)", path)})
+    stack = (
+        f"{len(lists)} equal layers are stacked by jax.tree.map(lambda *a: jnp.stack(a), *layers). " if lists else ""
+    )
     for rule in rules:
         if rule in chosen:
             continue
@@ -125,7 +133,7 @@ def _check_rules_used(rules: Mapping[str, PartitionSpec], paths: list[str], chos
         why = f"{shadowed} are taken by earlier rules" if shadowed else f"no path matches, of {paths}"
         raise ValueError(
             f"every sharding rule must apply to a parameter; got {rule!r}, which applies to none: {why}. "
-            "Correct the pattern (* is one step of the path, ** any number), move it up, or remove it."
+            f"{stack}Correct the pattern (* is one step of the path, ** any number), move it up, or remove it."
         )
 
 
@@ -200,8 +208,29 @@ def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh 
                 )
             raise ValueError(
                 f"dim {dim} of {path} must be divisible by the {name} axis; got {shape[dim]} of shape {tuple(shape)}, "
-                f"{arg(**{name: size})}. Choose {arg(name)} from {_divisors(shape[dim], mesh.size)}."
+                f"{arg(**{name: size})}. {_other_dim(path, shape, spec, dim, size)}"
+                f"Choose {arg(name)} from {_divisors(shape[dim], mesh.size)}."
             )
+
+
+def _other_dim(path: str, shape: Sequence[int], spec: PartitionSpec, dim: int, size: int) -> str:
+    """Returns the rule that splits another dim than one of few parts that is not divisible; "" if there is none.
+
+    A weight of queries, keys and values together ``[embed, 3, heads, head_dim]`` is split by its heads, which come after.
+    """
+    if shape[dim] > MOST_PARTS:
+        return ""
+    is_layer = spec[:1] == (STAGE,) and (path == LAYERS or path.startswith(f"{LAYERS}/"))
+    entries = [*spec, *(None,) * (len(shape) - len(spec))]
+    is_free = lambda at: entries[at] is None and shape[at] > 1 and shape[at] % size == 0
+    free = [at for at in (*range(dim + 1, len(shape)), *range(dim)) if is_free(at)]
+    if not free:
+        return ""
+    entries[dim], entries[free[0]] = None, entries[dim]
+    rule = [*entries[is_layer:]]
+    while rule and rule[-1] is None:
+        rule.pop()
+    return f"To split dim {free[0]}, of {shape[free[0]]}, write jax.sharding.PartitionSpec{tuple(rule)} as the rule. "
 
 
 def shard(tree: PyTree, shardings: PyTree) -> PyTree:
@@ -216,6 +245,27 @@ def shard(tree: PyTree, shardings: PyTree) -> PyTree:
         shardings = jax.tree.map(lambda _: one, tree)
     check_same_tree(shardings, tree)
     return jax.tree.map(_put, tree, shardings)
+
+
+def check_batch_on(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
+    """Raises ValueError for an array of a batch that is on other devices than those of a mesh, or in another order.
+
+    Args:
+        batch: Arrays; those without a NamedSharding can go to any mesh.
+        mesh: The mesh of the params.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+        other = sharding.mesh if isinstance(sharding, NamedSharding) else mesh
+        if other == mesh or isinstance(other, AbstractMesh) or isinstance(mesh, AbstractMesh):
+            continue
+        ids, of_mesh = ([device.id for device in each.devices.flat] for each in (other, mesh))
+        if ids != of_mesh:
+            raise ValueError(
+                f"a batch must be on the mesh of the params; got {path_string(path) or 'a batch'} on "
+                f"{sizes_text(other.shape)}, devices {ids}, and params on {sizes_text(mesh.shape)}, devices {of_mesh}. Shard "
+                "it with jaxpar.shard_batch(batch, mesh) on their mesh."
+            )
 
 
 def check_same_tree(shardings: PyTree, tree: PyTree) -> None:

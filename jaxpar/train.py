@@ -29,7 +29,7 @@ from jaxpar.optimizer_state import (
 )
 from jaxpar.parallel import Parallel, Pipeline, accepts_settings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
-from jaxpar.sharding import check_same_tree, replicated
+from jaxpar.sharding import check_batch_on, check_same_tree, replicated
 from jaxpar.traced_loss import once_for_shapes
 from jaxpar.trainable import Trainable, only_trained, trained_part, update_trained, where_grads
 from jaxpar.zero import shardings_at_rest
@@ -308,8 +308,8 @@ class TrainStep:
 
         Raises:
             TypeError: ``state`` is no TrainState.
-            ValueError: It was donated to an earlier step; its optimizer state is not one of the step's optimizer; or the
-                compiled step of a pipeline would never end (``jaxpar.pipeline.check_permutes``).
+            ValueError: It was donated to an earlier step; its optimizer state is not one of the step's optimizer; the batch is
+                on another mesh; or the compiled step of a pipeline would never end (``jaxpar.pipeline.check_permutes``).
         """
         step = self._for(state, batch)
         if self._before is not None:
@@ -341,6 +341,8 @@ class TrainStep:
                 "Go on with the state that the step returned: state, metrics = train_step(state, batch)."
             )
         shardings = tuple(None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in leaves)
+        if self._before is None and (on := next((each for each in shardings if isinstance(each, NamedSharding)), None)):
+            check_batch_on(batch, on.mesh)
         if (treedef, shardings) not in self._jitted:
             # Errors in the step are raised before the programs that run before it are compiled.
             if self._before is not None:

@@ -37,7 +37,7 @@ def test_prng_keys_can_be_rows():
     [
         (
             {"x": np.ones(4), "rate": np.float32(1), "key": jax.random.key(0)},
-            r"must have a leading dim, its rows; got none for \['key', 'rate'\]. Repeat a value .* jax.random.split\(key",
+            r"must have a leading dim, its rows; got none for key, rate. Repeat a value .* jax.random.split\(key",
         ),
         ({}, "must have a leading dim, its rows; got none for an empty batch"),
         ({"x": np.ones(4), "y": np.ones(5)}, r"must have the same number of rows; got \{'x': 4, 'y': 5\}. Cut or pad"),
@@ -51,6 +51,16 @@ def test_prng_keys_can_be_rows():
 def test_a_batch_that_cannot_be_split_is_refused(batch, message):
     with pytest.raises(ValueError, match=message):
         jaxpar.shard_batch(batch, jaxpar.make_mesh(data=4))
+
+
+def test_python_lists_are_refused_as_such_and_not_number_by_number():
+    rows = {"x": [[1.0, 2.0], [3.0, 4.0]], "y": np.ones(2), "z": [1, 2], "pair": (np.ones(2), np.ones(2))}
+    message = r"must have arrays, not Python lists; got lists of numbers in x, z\. Give numpy.asarray"
+    with pytest.raises(TypeError, match=message):
+        jaxpar.shard_batch(rows, jaxpar.make_mesh(data=2))
+    with pytest.raises(TypeError, match=message):  # jax.jit takes the numbers for arrays
+        jax.eval_shape(lambda batch: check_batch(batch, 2), rows)
+    assert check_batch({name: rows[name] for name in ("y", "pair")}, 2) == 2
 
 
 def test_rows_must_be_divisible_by_replicas_times_microbatches():

@@ -23,7 +23,7 @@ def test_each_exit_code_has_its_own_number_and_meaning():
     ("code", "words"),
     [
         (0, "exit code 0: done"),
-        (65, "exit code 65: a bad checkpoint or bad data"),
+        (65, "exit code 65: a bad checkpoint, or bad data met while training"),
         (3, "exit code 3: an error"),
         (-6, "ended by SIGABRT"),
         (-250, "ended by signal 250"),

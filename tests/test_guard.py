@@ -63,6 +63,24 @@ def test_it_saves_every_so_many_steps_and_at_the_end(manager):
     assert manager.steps() == (4, 8, 11)
 
 
+@pytest.mark.parametrize("first", [np.nan, np.inf, 2.5])
+def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(first, said):
+    guard = Guard(num_steps=9, max_skipped=2, say=said.append, remedy="Choose a smaller learning rate.")
+    with pytest.raises(SystemExit, match="86"):
+        train(guard, make_state(jaxpar.make_mesh()), range(1, 9), lambda step: BROKEN | {"loss": np.float32(first)})
+    blamed = said[-1].endswith("Choose a smaller learning rate.")
+    assert blamed == np.isfinite(first)
+    assert ("look at the labels and ids, which must be from 0 to the vocabulary's size - 1" in said[-1]) != blamed
+
+
+def test_a_loss_that_is_not_finite_after_an_update_is_blamed_on_the_learning_rate(said):
+    guard = Guard(num_steps=9, max_skipped=2, say=said.append, remedy="Choose a smaller learning rate.")
+    step = lambda step: (FINE if step == 1 else BROKEN) | {"loss": np.float32(1 if step == 1 else np.nan)}
+    with pytest.raises(SystemExit, match="86"):
+        train(guard, make_state(jaxpar.make_mesh()), range(1, 9), step)
+    assert said[-1].endswith("Choose a smaller learning rate.")
+
+
 def test_it_saves_by_time(manager, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("jaxpar.guard.time.monotonic", lambda: now[0])

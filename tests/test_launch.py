@@ -77,7 +77,9 @@ def test_the_cause_is_named_not_its_consequences(launch, monkeypatch):
     gang.start()
     assert gang.wait() == 65
     assert gang.first_failed == 2
-    assert "process 2 of 3 ended first (exit code 65: a bad checkpoint or bad data)" in explain(gang, 65)
+    assert "process 2 of 3 ended first (exit code 65: a bad checkpoint, or bad data met while training)" in explain(
+        gang, 65
+    )
 
 
 def test_a_process_that_is_frozen_after_the_first_has_ended_is_ended(launch, capfd, monkeypatch):

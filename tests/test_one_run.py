@@ -82,7 +82,7 @@ def test_a_second_run_of_two_processes_is_refused_on_both(tmp_path):
         first.release()
     assert code == 2, out + err
     assert f"held by process {os.getpid()} on" in out
-    assert "ended first (exit code 2: bad configuration)" in err
+    assert "ended first (exit code 2: bad configuration or data)" in err
 
 
 def test_a_run_killed_in_its_folder_is_started_again_without_a_wait(tmp_path, held):

@@ -1,5 +1,7 @@
 """Rules to shardings, and moving arrays to the mesh and back."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -155,11 +157,29 @@ def test_without_strict_what_no_rule_matches_is_replicated(mesh):
             ALL,
             r"must be divisible by the stage axis; got 3 layers in layers/w of shape \(3, 4\), stage=2. Pack them.* from 1, 3",
         ),
+        (
+            {"outer": {}, "layers": [{"w": shape(4, 4)}, {"w": shape(4, 4)}]},
+            {"layers/w": COLUMN},
+            r"no path matches, of .*\. 2 equal layers are stacked by jax.tree.map\(lambda \*a: jnp.stack\(a\), \*layers\)\.",
+        ),
     ],
 )
 def test_a_rule_that_does_not_fit_is_refused(mesh, params, rules, message):
     with pytest.raises(ValueError, match=message):
         jaxpar.shardings_from_paths(params, mesh, rules)
+
+
+@pytest.mark.parametrize("is_layer", [False, True])
+def test_the_remedy_for_queries_keys_and_values_in_one_weight_works(mesh, is_layer):
+    params = {"outer": {}, "layers": {"w": shape(2, 64, 3, 8, 16)}} if is_layer else {"w": shape(64, 3, 8, 16)}
+    rule = "layers/w" if is_layer else "w"
+    with pytest.raises(ValueError, match=r"axis; got 3 of shape") as refused:
+        jaxpar.shardings_from_paths(params, mesh, {rule: COLUMN})
+    told = re.search(r"To split dim (\d), of 8, write (jax.sharding.PartitionSpec.*) as the rule", str(refused.value))
+    assert told
+    spec = eval(told[2], {"jax": jax})
+    found = jax.tree.leaves(jaxpar.shardings_from_paths(params, mesh, {rule: spec}))[0]
+    assert found.spec[int(told[1])] == "tensor"
 
 
 def test_a_sharded_array_has_only_its_part_on_each_device(mesh):

@@ -139,6 +139,19 @@ def test_metrics_are_loss_gradient_norm_and_skipped_in_float32(mesh, adam_step, 
     assert_same(metrics, want, within=1e-5)
 
 
+def test_a_batch_of_another_mesh_is_refused_with_both_named(mesh, adam_step, state):
+    other = jaxpar.make_mesh(data=2, devices=jax.devices()[6:])
+    message = (
+        r"must be on the mesh of the params; got features on data=2, stage=1, tensor=1, devices \[6, 7\], and params on "
+        r"data=2, stage=1, tensor=2, devices .*jaxpar.shard_batch\(batch, mesh\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        adam_step(state, on_mesh(other))
+    grads = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh)
+    with pytest.raises(ValueError, match=message):
+        grads(state.params, on_mesh(other))
+
+
 def test_the_state_is_donated(mesh, adam_step, state):
     new, _ = adam_step(state, on_mesh(mesh))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state)))

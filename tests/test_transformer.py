@@ -291,6 +291,8 @@ def test_sizes_that_a_refusal_names_fit():
 def test_an_unknown_preset_is_refused():
     with pytest.raises(ValueError, match=r"no transformer of this name; got 'gpt5'. Choose from gpt2, gpt2-medium"):
         transformer.preset("gpt5")
+    with pytest.raises(ValueError, match=r"got 'meta-llama/Llama-3.1-8B'\. Did you mean 'llama3.1-8b'\? Choose from"):
+        transformer.preset("meta-llama/Llama-3.1-8B")
 
 
 def test_a_sequence_longer_than_the_table_of_positions_is_refused():

@@ -21,9 +21,12 @@ import jax
 import numpy as np
 import tensorstore
 from jaxtyping import PyTree
-from orbax.checkpoint import v1 as ocp
 
 from jaxpar.runtime import coordination
+from jaxpar.runtime.output import logging_kept
+
+with logging_kept():
+    from orbax.checkpoint import v1 as ocp
 
 SECONDS = 1800.0
 LEAST_PART_BYTES = 1 << 20

@@ -1,8 +1,9 @@
 """The exit codes of a run: a supervisor decides by them whether to restart, and a job's status shows them.
 
     0    done
-    2    bad configuration, or another run writes to the folder: nothing was trained or written
-    65   a damaged or foreign checkpoint, or bad data, from which the run cannot continue: needs inspection
+    2    bad configuration, data found bad before training, or another run writes to the folder: nothing was trained or written
+    65   a damaged or foreign checkpoint, or a bad row first read while training, from which the run cannot continue: needs
+         inspection
     70   another process of the run is gone, or disagrees
     74   trained, but the newest state, or another file of the run, could not be written
     75   asked to stop (SIGTERM, SIGINT): saved, and can be resumed
@@ -26,8 +27,8 @@ class ExitCode(IntEnum):
 
     meaning: str
     DONE = 0, "done"
-    BAD_CONFIG = 2, "bad configuration"
-    BAD_DATA = 65, "a bad checkpoint or bad data"
+    BAD_CONFIG = 2, "bad configuration or data"
+    BAD_DATA = 65, "a bad checkpoint, or bad data met while training"
     PEER_LOST = 70, "another process was lost"
     NOT_SAVED = 74, "the newest state could not be saved"
     PREEMPTED = 75, "asked to stop; saved"

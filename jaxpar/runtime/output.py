@@ -5,6 +5,7 @@ jaxpar is on no package index, so an extra is installed from the clone.
 """
 
 import io
+import logging
 import os
 import stat
 import sys
@@ -99,6 +100,19 @@ def install_extra(extra: str) -> str:
     "Install it: pip install '.[hf]' in the clone of jaxpar"
     """
     return f"Install it: pip install '.[{extra}]' in the clone of jaxpar"
+
+
+@contextmanager
+def logging_kept() -> Iterator[None]:
+    """Removes the handlers that an import inside gives the root logger, whose owner is the program.
+
+    Orbax logs when it is imported, and absl then calls ``logging.basicConfig()``. That of the program itself would do nothing.
+    """
+    before = logging.root.handlers[:]
+    try:
+        yield
+    finally:
+        logging.root.handlers[:] = before
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """The published transformers by name, and small ones for a laptop, from ``presets.toml``."""
 
+import re
 import tomllib
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -41,5 +43,18 @@ def preset(name: str, **changes: Any) -> TransformerConfig:
     """
     if name not in PRESETS:
         why = REFUSED.get(name, "there is no transformer of this name")
-        raise ValueError(f"{why}; got {name!r}. Choose from {', '.join(PRESETS)}.")
+        near = "" if name in REFUSED else _near(name)
+        raise ValueError(f"{why}; got {name!r}. {near}Choose from {', '.join(PRESETS)}.")
     return replace(PRESETS[name], **changes)
+
+
+def _near(name: str) -> str:
+    """Returns a question for the preset that a name of a hub or a misspelt one means; "" if there is none.
+
+    >>> _near("meta-llama/Llama-3.1-8B"), _near("t5")
+    ("Did you mean 'llama3.1-8b'? ", '')
+    """
+    plain = lambda text: re.sub(r"[^a-z0-9.]", "", text.lower())
+    known = {plain(each): each for each in PRESETS}
+    near = get_close_matches(plain(name.rpartition("/")[2]), known, 1, cutoff=0.8)
+    return f"Did you mean {known[near[0]]!r}? " if near else ""
