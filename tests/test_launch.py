@@ -14,7 +14,7 @@ import pytest
 from jaxpar.__main__ import main
 from jaxpar.commands import recipe as cli
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.launch import Gang, Launch, explain, forwarded_signals, free_port, run
+from jaxpar.runtime.launch import Gang, Launch, explain, forwarded_signals, free_port, run, without_chatter
 from tests.support.oracle import assert_same
 from tests.support.plain_recipe import make_plain
 from tests.support.real_runs import PLAIN
@@ -72,14 +72,28 @@ def test_one_that_fails_takes_the_others_down_and_is_shown_last(launch, capfd):
 def test_the_cause_is_named_not_its_consequences(launch, monkeypatch):
     """A peer of the one that failed often ends before it does: JAX aborts, our own code says 70."""
     monkeypatch.setattr("jaxpar.runtime.launch.SECONDS_TO_EXPLAIN", WAIT_SECONDS)  # the cause may be late
-    work = launch("if me == 2: time.sleep(0.3); sys.exit(65)\nif me == 1: sys.exit(70)\nos.abort()")
+    gloo = "[Gloo] Rank 2 is connected to 2 peer ranks. Expected number of connected peer ranks is : 2"
+    work = launch(
+        f"if me == 2: print('{gloo}', flush=True); print('the cause', flush=True); time.sleep(0.3); sys.exit(65)\n"
+        "if me == 1: sys.exit(70)\nos.abort()"
+    )
     gang = Gang(work)
     gang.start()
     assert gang.wait() == 65
     assert gang.first_failed == 2
-    assert "process 2 of 3 ended first (exit code 65: a bad checkpoint, or bad data met while training)" in explain(
-        gang, 65
-    )
+    told = explain(gang, 65)
+    assert "process 2 of 3 ended first (exit code 65: a bad checkpoint, or bad data met while training)" in told
+    assert "the cause" in told
+    assert "Gloo" not in told
+
+
+def test_lines_of_gloo_are_hidden_wherever_they_are_cut_and_no_others():
+    line = b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
+    output = b"loss 2\n" + line + b"[Gloo] Rank " + line + b"[Gloo-like] progress 10%"
+    for cut in range(len(output)):
+        first, held = without_chatter(output[:cut])
+        second, rest = without_chatter(held + output[cut:])
+        assert first + second + rest == b"loss 2\n[Gloo-like] progress 10%", output[:cut]
 
 
 def test_a_process_that_is_frozen_after_the_first_has_ended_is_ended(launch, capfd, monkeypatch):

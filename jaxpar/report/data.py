@@ -28,6 +28,7 @@ from jaxpar.planner import Cluster, ModelShape, Plan
 from jaxpar.planner.compiled import inspect_pipeline
 from jaxpar.planner.plans import SETTINGS
 from jaxpar.planner.state import AtRest, local_bytes
+from jaxpar.runtime.life import LifeWatch
 from jaxpar.schedule import Schedule, timeline_data
 from jaxpar.sharding import path_string
 from jaxpar.train import TrainState
@@ -99,8 +100,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         folder: The run's folder: a recipe's ``--out-dir``.
 
     Returns:
-        "name", "kind", "metrics", "config", "experts" if there are loads of experts, as ``write_loads`` wrote them, and what
-        ``step_data`` returned if the step was compiled.
+        "name", "kind", "life" as ``jaxpar.runtime.life`` has it, "metrics", "config", "experts" if there are loads of experts,
+        as ``write_loads`` wrote them, and what ``step_data`` returned if the step was compiled.
 
     Raises:
         ValueError: It is not the folder of a run, or one of its files is not as a run writes it.
@@ -119,6 +120,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         **({"experts": loads} if loads else {}),
         "kind": "run",
         "name": folder.absolute().name,
+        "life": LifeWatch(folder).look(),
         "metrics": lines,
         "config": _read_object(folder / "config.json"),
     }

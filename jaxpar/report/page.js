@@ -47,7 +47,7 @@ async function update() {
     if (live.version !== page.version) return location.reload();
     for (const [name, html] of Object.entries(live.charts)) replace(document.getElementById("chart-" + name), html);
     for (const [name, html] of Object.entries(live.tables)) replace(document.getElementById("table-" + name), html);
-    state.textContent = "live, " + new Date().toLocaleTimeString();
+    state.textContent = live.state + ", " + new Date().toLocaleTimeString();
   } catch (error) {
     state.textContent = "no new data since then: " + error.message;
   }

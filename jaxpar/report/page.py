@@ -22,6 +22,7 @@ from jaxpar.mesh import AXES
 from jaxpar.metrics.status import duration
 from jaxpar.planner.plans import remat_text
 from jaxpar.report.charts import make_charts
+from jaxpar.runtime.life import RUNNING
 from jaxpar.runtime.output import write_whole
 
 
@@ -48,7 +49,7 @@ def render_page(data: Mapping[str, Any], *, seconds: float | None = None, versio
         policy=policy(script, live=is_live),
         title=escape(f"{data['kind']} {data['name']}"),
         styles=_read("page.css"),
-        state='<p id="state">live</p>' if is_live else "",
+        state=f'<p id="state">{escape(data["life"].text)}</p>' if is_live else "",
         facts=facts(data),
         links="".join(f'<a href="#{name}">{escape(SECTIONS[name]["title"])}</a>' for name in shown),
         sections="\n".join(_section(name, data, charts) for name in shown),
@@ -61,7 +62,12 @@ def live_data(data: Mapping[str, Any], version: str) -> dict[str, Any]:
     """Returns the charts and tables that a live page polls for."""
     changing = [name for name in ("metrics", "experts") if _has(data, name)]
     tables = {"facts": facts(data), **{name: _filled(name, data) for name in changing}}
-    return {"version": version, "charts": make_charts({name: data.get(name) for name in changing}), "tables": tables}
+    return {
+        "version": version,
+        "state": data["life"].text,
+        "charts": make_charts({name: data.get(name) for name in changing}),
+        "tables": tables,
+    }
 
 
 def write_page(path: Path, data: Mapping[str, Any]) -> None:
@@ -154,6 +160,9 @@ def _progress(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     done, end, rows = found["num_steps_done"], data.get("num_steps"), found["rows"]
     yield "steps", f"{done:,}" + (f" of {end:,}" if end else "")
+    state, text = data.get("life", RUNNING)
+    if state != "running" and not (state in ("ended", "unknown") and done == end):
+        yield "state", text
     if data.get("first_step"):
         yield "resumed", f"from step {data['first_step']:,}"
     for name, row in rows.items():
@@ -164,7 +173,7 @@ def _progress(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     seconds = rows.get("step_seconds", {}).get("median")
     if seconds is not None:
         yield "a step", f"{seconds_text(seconds)} (median)"
-        if end and done < end:
+        if end and done < end and state == "running":
             yield "left at this pace", duration(seconds * (end - done))
 
 

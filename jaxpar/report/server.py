@@ -9,6 +9,7 @@ There is no other path, and no method that changes anything.
 """
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -23,6 +24,7 @@ from jaxpar.metrics.exporters import Watcher
 from jaxpar.report.data import FILE, LOADS, read_run, readable
 from jaxpar.report.page import live_data, render_page, write_page
 from jaxpar.runtime.host_names import allowed_hosts, is_allowed
+from jaxpar.runtime.life import ENDED, LifeWatch
 from jaxpar.runtime.output import tell, write_whole
 
 PAGE = "report.html"
@@ -51,7 +53,7 @@ class ReportWriter(Watcher):
     def close(self) -> None:
         """Writes report.html."""
         with _told(self._folder / PAGE):
-            write_page(self._folder / PAGE, read_run(self._folder))
+            write_page(self._folder / PAGE, read_run(self._folder) | {"life": ENDED})  # its lease is released later
 
 
 def write_loads(folder: Path, tokens: np.ndarray, step: int) -> None:
@@ -107,6 +109,7 @@ class RunServer(ThreadingHTTPServer):
     ) -> None:
         read_run(folder)
         self.folder, self.seconds = folder, seconds
+        self._life, self._looking = LifeWatch(folder), threading.Lock()  # a thread for each request
         self.hosts = allowed_hosts(address, hosts)
         super().__init__((address, port), _Handler)
 
@@ -117,11 +120,15 @@ class RunServer(ThreadingHTTPServer):
 
     def page(self) -> str:
         """Returns the page."""
-        return render_page(read_run(self.folder), seconds=self.seconds, version=self.version())
+        return render_page(self._run(), seconds=self.seconds, version=self.version())
 
     def live(self) -> str:
         """Returns the data that changes, as JSON."""
-        return json.dumps(live_data(read_run(self.folder), self.version()))
+        return json.dumps(live_data(self._run(), self.version()))
+
+    def _run(self) -> dict[str, Any]:
+        with self._looking:
+            return read_run(self.folder) | {"life": self._life.look()}
 
 
 class _Handler(BaseHTTPRequestHandler):

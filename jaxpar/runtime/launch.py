@@ -45,7 +45,9 @@ LINES_SHOWN = 40
 ON_A_LINE = 'read -r _ && exec "$@" < /dev/null'
 # Exit codes of processes that end because another one did: JAX aborts, jaxpar returns PEER_LOST.
 CONSEQUENCES = (-signal.SIGABRT, ExitCode.PEER_LOST)
-GLOO_CHATTER = re.compile(rb"\[Gloo\] Rank \d+ is connected to [^\n]*\n")  # a line for each group of devices
+# A line for each group of devices. Threads write them at once, so that one may begin within another.
+GLOO_CHATTER = re.compile(rb"[^\n]*\[Gloo\] Rank [^\n]* peer ranks[^\n]*(\n|$)")
+GLOO_BEGINS = b"[Gloo] Rank "
 
 
 @dataclass(frozen=True)
@@ -283,13 +285,32 @@ class Gang:
     def _copy_to_screen(self) -> None:
         output = self.processes[0].stdout
         assert output is not None, "process 0 has a pipe"
+        held = b""
         with output, self.log_path(0).open("wb", buffering=0) as log:
             while part := os.read(output.fileno(), 2**16):
                 with contextlib.suppress(OSError):  # a full disk loses lines of the log; it must not end the run
                     log.write(part)
-                with contextlib.suppress(OSError):
-                    sys.stdout.buffer.write(GLOO_CHATTER.sub(b"", part))
-                    sys.stdout.flush()
+                shown, held = without_chatter(held + part)
+                _show(shown)
+        _show(held)
+
+
+def without_chatter(output: bytes) -> tuple[bytes, bytes]:
+    r"""Returns output without Gloo's lines, and its last line where that may become one and is not complete.
+
+    >>> without_chatter(b"loss 2\n[Gloo] Rank 0 is connected to 3 peer ranks. Expected\nloss 1\n[Glo")
+    (b'loss 2\nloss 1\n', b'[Glo')
+    """
+    begun, end, last = output.rpartition(b"\n")
+    if last and (last.startswith(GLOO_BEGINS) or GLOO_BEGINS.startswith(last)):
+        return GLOO_CHATTER.sub(b"", begun + end), last
+    return GLOO_CHATTER.sub(b"", output), b""
+
+
+def _show(output: bytes) -> None:
+    with contextlib.suppress(OSError):
+        sys.stdout.buffer.write(output)
+        sys.stdout.flush()
 
 
 @contextlib.contextmanager
@@ -333,7 +354,8 @@ def explain(gang: Gang, code: int) -> str:
     """Returns the report on a failed run: the end of the log of the process that failed first, then which one it was."""
     number = gang.first_failed or 0
     path = gang.log_path(number)
-    last = path.read_text(errors="replace").splitlines()[-LINES_SHOWN:]
+    log = GLOO_CHATTER.sub(b"", path.read_bytes())
+    last = log.decode(errors="replace").splitlines()[-LINES_SHOWN:]
     shown = [] if number == 0 else [f"--- the end of {path}", *last, "---"]
     late = f"did not end within {SECONDS_TO_FOLLOW:g} s of process 0"
     ended = late if gang.is_late else f"ended first ({describe_exit(code)})"

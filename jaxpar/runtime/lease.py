@@ -122,7 +122,7 @@ class Lease:
     def _wait_until_taken(self) -> None:
         begun, seen, quiet_since, has_beaten, named = time.monotonic(), None, 0.0, False, None
         while True:
-            now, newest = time.monotonic(), self._newest()
+            now, newest = time.monotonic(), self.newest()
             number, owner = newest
             if owner is not None and owner.token == _token() and not owner.released:
                 self._number, self._me = newest  # another Lease of this process has taken the folder, and shares it
@@ -175,7 +175,7 @@ class Lease:
             try:
                 if self._me is None:
                     self.take()
-                elif not self.lost and not self._path(self._number).exists() and self._newest()[0] <= self._number:
+                elif not self.lost and not self._path(self._number).exists() and self.newest()[0] <= self._number:
                     self._create(self._number + 1)  # the file was deleted
             except HeldError as error:
                 raise LostError(str(error)) from error
@@ -193,7 +193,7 @@ class Lease:
         if not self.lost and not self._is_mine():
             self.lost = (
                 f"one run at a time may write to a folder; got {self.folder}, which another run has taken from this one: "
-                f"{self._newest()[1] or UNREADABLE}. This run did not renew its lease for {STALE_SECONDS:g} s, or "
+                f"{self.newest()[1] or UNREADABLE}. This run did not renew its lease for {STALE_SECONDS:g} s, or "
                 "its lease was overwritten"
             )
             self.when_lost()
@@ -219,7 +219,7 @@ class Lease:
         names = os.listdir(self._files) if self._files.is_dir() else []
         return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal()]
 
-    def _newest(self) -> tuple[int, Owner | None]:
+    def newest(self) -> tuple[int, Owner | None]:
         """Returns the highest number, 0 if there is none, and its owner, None if the file is not valid."""
         number = max(self._numbers(), default=0)
         try:
