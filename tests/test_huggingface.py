@@ -19,6 +19,9 @@ from jaxpar.huggingface import params as reading
 from jaxpar.huggingface import read_params, write_model
 from jaxpar.huggingface.config import family_of
 from jaxpar.models import transformer
+from jaxpar.params import ParamSpec
+from jaxpar.run.language_model import save_model
+from jaxpar.serve import open_run
 from tests.support.model_folders import CONFIG, GOLDEN, INDEX, ONE_FILE, all_tensors, change, copy, read_config
 from tests.support.oracle import assert_same_bits
 from tests.support.tiny_transformer import FAMILIES, THREE, make_params, shardings
@@ -233,6 +236,76 @@ def test_float64_is_refused_where_jax_has_it_not():
         read_params(GOLDEN / "gpt2", read_config(GOLDEN / "gpt2"), dtype="float64")
 
 
+def with_weight(params, value, at=(0, 1, 2)):
+    """Params of which one weight of a layer has another value."""
+    params = jax.tree.map(np.array, params)
+    params["layers"]["mlp"]["w_up"][1][at] = value
+    return params
+
+
+def test_weights_that_a_dtype_cannot_hold_are_refused_when_they_are_written_and_read(tmp_path):
+    config = FAMILIES["llama"]
+    params = with_weight(make_params(config, dtype=np.float32), 1e5)
+    message = (
+        "weights must be numbers of the dtype float16; got 100000, where the largest float16 is 65504, in "
+        "model.layers.1.mlp.up_proj.weight to be written to {}. Choose bfloat16 or float32."
+    )
+    for max_file_bytes in (10**6, 8000):
+        with pytest.raises(ValueError, match=re.escape(message.format(tmp_path / "new"))):
+            write_model(tmp_path / "new", config, params, dtype="float16", max_file_bytes=max_file_bytes)
+        assert not list(tmp_path.rglob("*.safetensors")), "a part of the model is left"
+    write_model(tmp_path / "new", config, params, dtype="bfloat16")
+    written = load_file(tmp_path / "new" / ONE_FILE)["model.layers.1.mlp.up_proj.weight"]
+    assert float(written.T[0, 2]) == float(ml_dtypes.bfloat16(1e5))
+    assert float(read_params(tmp_path / "new", config)["layers"]["mlp"]["w_up"][1, 0, 1, 2]) == float(written.T[0, 2])
+    got = re.escape("got 99840, where the largest float16 is 65504, in model.layers.1.mlp.up_proj.weight of ")
+    with pytest.raises(ValueError, match=got):
+        read_params(tmp_path / "new", config, dtype="float16")
+
+
+@pytest.mark.parametrize(("value", "text"), [(np.nan, "NaN in 1 of"), (-np.inf, "infinity in 1 of")])
+def test_weights_that_are_not_finite_are_refused_when_they_are_written_and_read(value, text, tmp_path):
+    config = FAMILIES["llama"]
+    params = make_params(config, dtype=np.float32)
+    for dtype in ("float32", "bfloat16"):
+        message = (
+            rf"weights must be finite; got {text} .* in model.layers.1.mlp.up_proj.weight .*\. Write a step from before"
+        )
+        with pytest.raises(ValueError, match=message):
+            write_model(tmp_path / "new", config, with_weight(params, value), dtype=dtype)
+    assert not (tmp_path / "new").exists()
+    write_model(tmp_path / "new", config, params)
+    tensors = load_file(tmp_path / "new" / ONE_FILE)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 1] = value
+    save_file(tensors, tmp_path / "new" / ONE_FILE)
+    with pytest.raises(
+        ValueError, match=rf"got {text} .* in model.layers.1.mlp.up_proj.weight of .* download it again"
+    ):
+        read_params(tmp_path / "new", config, dtype="bfloat16")
+
+
+def test_a_run_whose_weights_its_models_dtype_cannot_hold_is_written_as_float32(tmp_path, capsys):
+    config = FAMILIES["llama"]
+    params = make_params(config, dtype=np.float32)
+    write_model(tmp_path / "source", config, params, dtype="float16")
+    save_model(tmp_path / "new", config, with_weight(params, 1e5), described_by=tmp_path / "source")
+    said = capsys.readouterr().out
+    assert "a model for transformers, as float32: weights must be numbers of the dtype float16; got 100000" in said
+    assert_same_bits(read_params(tmp_path / "new", config), with_weight(params, 1e5))
+
+
+def test_a_checkpoint_that_is_served_must_fit_the_dtype():
+    table = {"a": ParamSpec((2,), ("embed",))}
+    with pytest.raises(
+        ValueError, match="dtype float16; got 100000, where the largest float16 is 65504, in a of the ch"
+    ):
+        open_run._on_device({"a": np.array([1e5, 1], np.float32)}, table, "float16")
+    with pytest.raises(
+        ValueError, match=r"finite; got NaN in 1 of 2 values, in a of the checkpoint. Serve an earlier step"
+    ):
+        open_run._on_device({"a": np.array([np.nan, 1], np.float32)}, table, "float32")
+
+
 ON_TWO_PROCESSES = """
 import sys
 from pathlib import Path
@@ -252,6 +325,11 @@ try:
     write_model(new, config, params)
 except ValueError as error:
     print("refused:", error)
+params["layers"]["mlp"]["w_up"] = params["layers"]["mlp"]["w_up"].at[1, 0, 1, 2].set(1e5)
+try:
+    write_model(new.with_name("narrow"), config, params, dtype="float16", max_file_bytes=8000)
+except ValueError as error:
+    print("refused too:", error)
 """
 
 
@@ -273,3 +351,5 @@ def test_two_processes_read_and_write_one_model(tmp_path):
     assert_same_bits(all_tensors(tmp_path / "new"), all_tensors(GOLDEN / "llama"))
     logs = [(tmp_path / f"{process}.log").read_text() for process in range(2)]
     assert all("refused: a model is written to a folder without one" in log for log in logs), logs
+    assert all("refused too: weights must be numbers of the dtype float16; got 100000" in log for log in logs), logs
+    assert not [*(tmp_path / "narrow").glob("*")]

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxpar
+from jaxpar.huggingface import write_adapters
 from jaxpar.huggingface.peft import merge_factors
 from jaxpar.models import lora, transformer
 from jaxpar.models.lora import ADAPTERS, Lora
@@ -188,3 +189,13 @@ def test_stored_factors_are_merged_a_layer_at_a_time_or_all_at_once():
     whole = w + 3 * np.einsum("ldr,lrhk->ldhk", a, b)
     np.testing.assert_allclose(np.asarray(merged["layers/w"]), whole, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(merged["layers/w"][1], whole[1], rtol=1e-5, atol=1e-6)
+
+
+def test_factors_that_are_not_finite_are_not_written(tmp_path):
+    params = make_params(tiny.FAMILIES["llama"], Lora(2, {"w_down": transformer.LAYER_WEIGHTS["w_down"]}, alpha=3.0))
+    params["layers"]["mlp"]["w_down"].lora_b[1, 0, 0] = np.nan
+    with pytest.raises(
+        ValueError, match=r"finite; got NaN in 1 of .* in base_model.model.model.layers.1.mlp.down_proj.lora_B"
+    ):
+        write_adapters(tmp_path / "adapter", tiny.FAMILIES["llama"], params)
+    assert not (tmp_path / "adapter").exists()

@@ -15,6 +15,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +28,7 @@ from jaxtyping import PyTree
 from jaxpar.fields import arg
 from jaxpar.huggingface.config import config_json, read_config, unmodelled_keys
 from jaxpar.huggingface.families import ROUTER_BIAS
+from jaxpar.huggingface.finite import cast, check_finite, is_finite, what_is_wrong
 from jaxpar.huggingface.folder import CONFIG, FLOATS, INDEX, ONE_FILE, file_inside, read_json, shorten, write_json
 from jaxpar.huggingface.params import ParamSlice, check_dtype, specs_of, tensors_of
 from jaxpar.huggingface.peft import merge_factors
@@ -44,6 +46,7 @@ CARRIED = (
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
     *("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md"),
 )
+REMEDY = "Write a step from before they appeared, such as by --step of `python -m jaxpar export`."
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5 and 4
 
 
@@ -73,7 +76,8 @@ def write_model(
 
     Raises:
         ImportError: The extra ``hf`` is not installed.
-        ValueError: The model is of no family, or not that of the source; the params are not its params; the folder has a model.
+        ValueError: The model is of no family, or not that of the source; the params are not its params; the folder has a model;
+            a weight is NaN, infinite, or too large for the dtype. No weights are left in the folder.
     """
     if isinstance(params, TransformerConfig):
         config, params = params, config
@@ -88,18 +92,22 @@ def write_model(
     check_no_model(folder)
     files = _share_out(config, dtype, max_file_bytes)
     is_first = jax.process_index() == 0
-    if is_first:
-        folder.mkdir(parents=True, exist_ok=True)
-        if source is not None:
-            copy_files(source, folder)
     for name, slices in files.items():
-        tensors = {}
+        tensors, wrong = {}, {}
         for tensor, layer in _gather(leaves, slices, at):
             if is_first:
-                tensors[tensor] = slices[tensor][2].to_tensor(layer).astype(dtype)
+                given = slices[tensor][2].to_tensor(layer)
+                tensors[tensor] = cast(given, dtype)
+                if not is_finite(tensors[tensor]):
+                    wrong[tensor] = what_is_wrong(given, dtype)
+        with _without_files(folder, files):
+            check_finite(wrong, f"to be written to {folder}", dtype, REMEDY)
         if is_first:
+            folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / name, lambda path, tensors=tensors: save_file(tensors, path, {"format": "pt"}))
     if is_first:
+        if source is not None:
+            copy_files(source, folder)
         if len(files) > 1:
             write_json(folder / INDEX, _index(files, dtype))
         write_json(folder / CONFIG, make_about(config, source, dtype))
@@ -135,6 +143,18 @@ def _check_one_dtype(leaves: dict[str, Any], dtype: Any) -> np.dtype:
 
 
 Files = dict[str, dict[str, ParamSlice]]
+
+
+@contextmanager
+def _without_files(folder: Path, files: Files) -> Iterator[None]:
+    """Removes the files of a model that are already there if the ``with`` block raises; every process raises together."""
+    try:
+        yield
+    except ValueError:
+        if jax.process_index() == 0:
+            for name in files:
+                (folder / name).unlink(missing_ok=True)
+        raise
 
 
 def _share_out(config: TransformerConfig, dtype: np.dtype, max_file_bytes: int) -> Files:

@@ -26,6 +26,7 @@ from jaxtyping import PyTree
 
 from jaxpar.huggingface.config import family_of
 from jaxpar.huggingface.families import FAMILIES
+from jaxpar.huggingface.finite import cast, check_finite, is_finite, to_infinity, what_is_wrong
 from jaxpar.huggingface.folder import FLOATS, open_folder, shorten
 from jaxpar.models.transformer import TransformerConfig, param_table
 from jaxpar.params import ParamSpec, is_spec
@@ -146,8 +147,8 @@ def read_params(
 
     Raises:
         FileNotFoundError: The folder has no safetensors.
-        ValueError: A file is damaged or foreign; a tensor is missing, unknown, of another shape or not floating-point; or a
-            tied model has a head that differs from its embedding.
+        ValueError: A file is damaged or foreign; a tensor is missing, unknown, of another shape or not floating-point; a weight
+            is NaN, infinite, or too large for the dtype; or a tied model has a head that differs from its embedding.
     """
     folder, dtype = Path(folder), check_dtype(dtype)
     tensors = _with_prefix(open_folder(folder), FAMILIES[family_of(config)].prefix)
@@ -164,11 +165,25 @@ def read_params(
             f"shardings must have the structure of the params; got {jax.tree.structure(shardings)} for {treedef}. Make them "
             "with jaxpar.shardings_from_dims(transformer.param_table(config), mesh, rules)."
         )
-    params = []
-    for pieces, sharding in zip(pieces_of(config).values(), jax.tree.leaves(shardings), strict=True):
-        block = lambda index, pieces=pieces: read_block(tensors, pieces, index, dtype, config.num_dense_layers)
+    params, wrong = [], {}
+    for (path, pieces), sharding in zip(pieces_of(config).items(), jax.tree.leaves(shardings), strict=True):
+
+        def block(index: Index, path: str = path, pieces: list[Piece] = pieces) -> np.ndarray:
+            found = read_block(tensors, pieces, index, dtype, config.num_dense_layers)
+            if not is_finite(found):
+                wrong.update(_not_finite(tensors, config, path, dtype))
+            return found
+
         params.append(_on_devices(pieces[0].spec.full_shape, sharding, block))
+    check_finite(wrong, f"of {folder}", dtype, "The model is damaged: download it again, or name another.")
     return treedef.unflatten(params)
+
+
+def _not_finite(tensors: Tensors, config: TransformerConfig, path: str, dtype: np.dtype) -> dict[str, tuple[str, bool]]:
+    """Returns what is wrong with each tensor of a param that is not finite as a dtype."""
+    names = [name for name, (param, _, _) in tensors_of(config) if param == path]
+    wrong = [name for name in names if not is_finite(cast(tensors[name], dtype))]
+    return {name: what_is_wrong(tensors[name], dtype) for name in wrong}
 
 
 def _on_devices(
@@ -206,7 +221,8 @@ def read_block(tensors: Tensors, pieces: Sequence[Piece], index: Index, dtype: n
             ]
             if all(at.start < at.stop for at in both):
                 source = piece.to_param(tensors[piece.name.format(layer=first + layer)])
-                target[_relative(both, within)] = source[_relative(both, piece.region)]
+                with to_infinity():
+                    target[_relative(both, within)] = source[_relative(both, piece.region)]
     return block
 
 

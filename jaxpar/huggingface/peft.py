@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.huggingface.config import family_of
+from jaxpar.huggingface.finite import check_finite, is_finite, what_is_wrong
 from jaxpar.huggingface.folder import ADAPTER_CONFIG, write_json
 from jaxpar.huggingface.params import Piece, names_of, split_dims, tensors_of
 from jaxpar.layered_model import LAYERS, is_packed
@@ -44,7 +45,7 @@ def write_adapters(folder: Path | str, config: TransformerConfig, params: PyTree
 
     Raises:
         ImportError: The extra ``hf`` is not installed.
-        ValueError: The model is of no family, or no weight has factors.
+        ValueError: The model is of no family, no weight has factors, or a factor is NaN or infinite.
     """
     from jaxpar.checkpoint.export import load_save_file  # here, since it imports Orbax
 
@@ -55,6 +56,10 @@ def write_adapters(folder: Path | str, config: TransformerConfig, params: PyTree
             "adapters are written of params with factors; got no weight that has any. Make them: jaxpar.models.lora.Lora.init."
         )
     tensors = dict(_tensors(config, nodes))
+    wrong = {name: what_is_wrong(tensor, tensor.dtype) for name, tensor in tensors.items() if not is_finite(tensor)}
+    check_finite(
+        wrong, f"to be written to {folder}", np.dtype("float32"), "Write those of a step before they appeared."
+    )
     node = next(iter(nodes.values()))
     rank = int(node.lora_a.shape[-1])
     modules = {".".join(name.split(".")[-4:-2]) for name in tensors}  # mlp.c_proj is not attn.c_proj

@@ -16,6 +16,7 @@ from jaxpar.checkpoint.export import load_save_file
 from jaxpar.compile_only import check_cudnn
 from jaxpar.data.text import BYTES
 from jaxpar.fields import check_at_least, check_not_negative, check_positive
+from jaxpar.huggingface.finite import OutOfRangeError
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
@@ -395,6 +396,14 @@ def save_adapters(folder: Path, flags: ModelFlags, config: TransformerConfig, pa
 
 
 def save_model(folder: Path, config: TransformerConfig, params: PyTree, *, described_by: Path) -> None:
-    """Writes the model as transformers reads it, with the description in another folder."""
-    jaxpar.huggingface.write_model(folder, config, merged(params), source=described_by)
-    say(f"written: {folder}/, a model for transformers")
+    """Writes the model as transformers reads it, with the description in another folder.
+
+    Its dtype is that of the description, or float32 if a weight is too large for that one: params may be nowhere else.
+    """
+    params, remark = merged(params), ""
+    try:
+        jaxpar.huggingface.write_model(folder, config, params, source=described_by)
+    except OutOfRangeError as error:
+        remark = f", as float32: {error}"
+        jaxpar.huggingface.write_model(folder, config, params, source=described_by, dtype="float32")
+    say(f"written: {folder}/, a model for transformers{remark}")

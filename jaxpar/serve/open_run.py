@@ -24,6 +24,7 @@ from jaxpar import fields, huggingface
 from jaxpar.data.text import ByteTokenizer, Tokenizer
 from jaxpar.huggingface.config import unmodelled_keys
 from jaxpar.huggingface.export import RunModel, open_run
+from jaxpar.huggingface.finite import cast, check_finite, is_finite, what_is_wrong
 from jaxpar.huggingface.folder import CONFIG, check_no_adapters, download_remedy, file_inside, read_json
 from jaxpar.huggingface.tokenizer import has_tokenizer
 from jaxpar.models import mlp
@@ -34,6 +35,7 @@ from jaxpar.params import is_spec
 from jaxpar.serve.language_model import LanguageModel
 from jaxpar.serve.openai_api import language_model
 from jaxpar.serve.requests import Body, Endpoint, Reply, Served
+from jaxpar.sharding import path_string
 
 PREDICT = "/predict"
 MAX_INSTANCES = 64
@@ -148,7 +150,7 @@ def _tokenizer(config: TransformerConfig, folder: Path) -> Tokenizer:
 
 
 def _on_device(params: PyTree, table: PyTree, dtype: str) -> PyTree:
-    """Returns stored params on the first device; raises ValueError if they have not the shapes of a table."""
+    """Returns stored params on the first device; raises ValueError if they have not a table's shapes, or are not finite."""
     shapes = [spec.full_shape for spec in jax.tree.leaves(table, is_leaf=is_spec)]
     found = [leaf.shape for leaf in jax.tree.leaves(params)]
     if wrong := [pair for pair in zip(found, shapes, strict=True) if pair[0] != pair[1]]:
@@ -156,7 +158,18 @@ def _on_device(params: PyTree, table: PyTree, dtype: str) -> PyTree:
             f"a checkpoint must have the shapes of its model; got {wrong[0][0]} for {wrong[0][1]}. Give the checkpoints and "
             "the description of one run."
         )
-    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), dtype), params)
+    wrong = {}
+
+    def put(path: tuple, leaf: Any) -> jax.Array:
+        host = np.asarray(leaf)
+        found = cast(host, np.dtype(dtype))
+        if not is_finite(found):
+            wrong[path_string(path)] = what_is_wrong(host, np.dtype(dtype))
+        return jnp.asarray(found)
+
+    placed = jax.tree_util.tree_map_with_path(put, params)
+    check_finite(wrong, "of the checkpoint", np.dtype(dtype), "Serve an earlier step by --step.")
+    return placed
 
 
 def house_prices(run: Path, name: str) -> Served:
