@@ -873,7 +873,9 @@ def test_the_queue_and_the_volume_of_the_page_are_those_of_its_job(page, capsys)
     (command,) = (c for c in doc_pages.commands(ROOT / "docs" / page) if c.words[-1] == "job.yaml" and ">" in c.words)
     printed = written(capsys, *command.without_redirection()[0][4:])
     (listing,) = re.findall(r"```text\n( +kueue.*?)```", text, re.DOTALL)
-    assert [part for part in listing.split("...\n") if part not in printed] == [], "lines of the page that are not printed"
+    assert [part for part in listing.split("...\n") if part not in printed] == [], (
+        "lines of the page that are not printed"
+    )
     manifest = yaml.safe_load(printed)
     assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == parts["LocalQueue"]["metadata"]["name"]
     claims = {
