@@ -31,7 +31,18 @@ from jaxpar.models import lora, transformer
 from jaxpar.pipeline import masks_idle_ops
 from jaxpar.plot.charts import plot_loss
 from jaxpar.plot.figure import check_matplotlib
-from jaxpar.run import Run, batches, checks, evaluation, language_data, language_model, make_mesh, optimizers, say
+from jaxpar.run import (
+    Run,
+    batches,
+    checks,
+    evaluation,
+    language_data,
+    language_model,
+    make_mesh,
+    model_files,
+    optimizers,
+    say,
+)
 from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, OwnFlags
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.start import saved_settings
@@ -153,9 +164,9 @@ def main(config: Config) -> None:
         conclude(config, run, shape, text, params, float(evaluate(state.params)))
         run.say_skipped(state)
         if config.lora.lora_rank is not None:
-            language_model.save_adapters(run.out_dir / "adapter", own, shape, state.params)
+            model_files.save_adapters(run.out_dir / "adapter", own, shape, state.params)
         if own.save_hf is not None:
-            language_model.save_model(own.save_hf, shape, state.params, described_by=run.out_dir / "model")
+            model_files.save_model(own.save_hf, shape, state.params, described_by=run.out_dir / "model")
 
 
 def read_flags(config: Config) -> tuple[Config, Mesh, Data]:

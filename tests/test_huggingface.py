@@ -20,7 +20,7 @@ from jaxpar.huggingface import read_params, write_model
 from jaxpar.huggingface.config import family_of
 from jaxpar.models import transformer
 from jaxpar.params import ParamSpec
-from jaxpar.run.language_model import save_model
+from jaxpar.run.model_files import save_model
 from jaxpar.serve import open_run
 from tests.support.model_folders import CONFIG, GOLDEN, INDEX, ONE_FILE, all_tensors, change, copy, read_config
 from tests.support.oracle import assert_same_bits

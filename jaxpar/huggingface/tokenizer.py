@@ -62,6 +62,7 @@ class FolderTokenizer(Tokenizer):
         end: The token after a document; None: the folder names none.
         vocab_size: The number of tokens, with those added.
         has_chat_template: Whether messages can be rendered.
+        folder: The folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +81,7 @@ class FolderTokenizer(Tokenizer):
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.end = self._end(_text_of(settings.get("eos_token")), folder)
         self._special = {name: _text_of(settings.get(name)) or "" for name in SPECIAL}
-        self._folder, self.has_chat_template, self._marks_answers = folder, template is not None, False
+        self.folder, self.has_chat_template, self._marks_answers = folder, template is not None, False
         if template is not None:
             self._compile(template)
 
@@ -103,7 +104,7 @@ class FolderTokenizer(Tokenizer):
         self._marks_answers, environment = num_tags > 0, _environment()
         # A TemplateSyntaxError, or a RecursionError.
         remedy = "Correct it, or give prompt and completion."
-        with refusing(Exception, "a chat template must be a Jinja template", self._folder, remedy):
+        with refusing(Exception, "a chat template must be a Jinja template", self.folder, remedy):
             self._template = environment.from_string(template)
 
     def fingerprint(self) -> str:
@@ -134,6 +135,10 @@ class FolderTokenizer(Tokenizer):
         known = [int(token) for token in np.ravel(tokens) if 0 <= token < self.vocab_size]
         return self._tokenizer.decode(known, skip_special_tokens=True)
 
+    def text_of(self, token: int) -> str:
+        """Returns the text of a token, also of a special one."""
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
     def render(self, messages: Sequence[Mapping[str, Any]], *, ask: bool = False) -> tuple[str, Spans]:
         """Returns a conversation as text by the chat template, and the spans of characters that the assistant says.
 
@@ -146,7 +151,7 @@ class FolderTokenizer(Tokenizer):
         """
         if not self.has_chat_template:
             raise ValueError(
-                f"messages need a chat template; got none in {self._folder}. Add {TEMPLATE}, or give prompt and completion."
+                f"messages need a chat template; got none in {self.folder}. Add {TEMPLATE}, or give prompt and completion."
             )
         if re.search(r"\\ufdd[01]", ascii(list(messages))):
             raise ValueError("messages must have no noncharacters of Unicode; got U+FDD0 or U+FDD1. Remove them.")
@@ -158,7 +163,7 @@ class FolderTokenizer(Tokenizer):
     def _text(self, messages: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
         given = {"messages": list(messages), "add_generation_prompt": ask, "tools": None, "documents": None}
         rule = "a conversation must be one that the model's chat template takes"
-        where = f"the template of {self._folder}"
+        where = f"the template of {self.folder}"
         with refusing(Exception, rule, where, "Correct the messages."):  # the program in it may fail in any way
             return self._template.render(**given, **self._special)
 
@@ -173,7 +178,7 @@ class FolderTokenizer(Tokenizer):
                 raise ValueError(
                     "the text of a conversation must begin with that of its first messages, for the assistant's part to be "
                     f"told; got another text for the first {i + 1} of {len(messages)} messages from the chat template of "
-                    f"{self._folder}. End each conversation with the first answer that is to be learned, or give prompt and "
+                    f"{self.folder}. End each conversation with the first answer that is to be learned, or give prompt and "
                     "completion."
                 )
             spans.append((len(before), len(after)))

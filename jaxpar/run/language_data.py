@@ -25,6 +25,7 @@ from jaxpar.huggingface.families import TOKENS
 from jaxpar.huggingface.folder import CONFIG, file_inside, missing_tokenizer, read_json
 from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
 from jaxpar.mesh import num_replicas
+from jaxpar.run.answers import remark_on_ends
 from jaxpar.run.batches import check_microbatches, flags_of_replicas
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
@@ -103,6 +104,7 @@ class Part:
         is_bytes: Whether tokens are bytes.
         ignored: Fields of examples that are not used.
         is_chat: Whether examples are conversations.
+        remark: What to say about them when they are read.
     """
 
     rows: Callable[[int, int], tuple[RowSource, RowSource, int]]
@@ -113,6 +115,7 @@ class Part:
     is_bytes: bool
     ignored: tuple[str, ...] = ()
     is_chat: bool = False
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -263,6 +266,8 @@ def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
 
 def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource, RowSource]:
     """Returns the rows to learn from and those held out, checked as far as can be before training."""
+    for remark in filter(None, (part.remark for part in data.parts)):
+        say(remark)
     rows = [part.rows(flags.seq, vocab_size) for part in data.parts]
     for train, test, num_left_out in rows:
         train.check()
@@ -346,7 +351,10 @@ def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_
     _check_reads_bytes(init_from, tokenizer, f"text in {path}")
     chosen = tokenizer or ByteTokenizer()
     corpus = load_corpus(files, chosen, flags.token_cache or default_cache(), test_fraction=TEST_FRACTION)
-    return _of_corpus(corpus, flags, is_bytes=tokenizer is None)
+    part = _of_corpus(corpus, flags, is_bytes=tokenizer is None)
+    if tokenizer is None or not corpus.is_chat:
+        return part
+    return dataclasses.replace(part, remark=remark_on_ends(corpus.documents, tokenizer, path, init_from))
 
 
 def _of_text(text: Text) -> Part:

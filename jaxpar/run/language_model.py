@@ -16,7 +16,6 @@ from jaxpar.checkpoint.export import load_save_file
 from jaxpar.compile_only import check_cudnn
 from jaxpar.data.text import BYTES
 from jaxpar.fields import check_at_least, check_not_negative, check_positive
-from jaxpar.huggingface.finite import OutOfRangeError
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
@@ -25,7 +24,6 @@ from jaxpar.params import count_params, init_params, is_spec, stack_layers, zero
 from jaxpar.pipeline import LayerLayout
 from jaxpar.run.flags import GpuFlags
 from jaxpar.run.language_data import Data
-from jaxpar.run.messages import say
 from jaxpar.run.optimizers import OptimizerFlags
 from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
@@ -351,17 +349,6 @@ def num_factor_params(params: PyTree) -> int:
     return sum(count_params((node.lora_a, node.lora_b)) for node in leaves if lora.is_adapted(node))
 
 
-def merged(params: PyTree) -> PyTree:
-    """Returns params on the mesh with the factors merged into the weights, which keep their shardings."""
-    if not any(map(lora.is_adapted, jax.tree.leaves(params, is_leaf=lora.is_adapted))):
-        return params
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, lora.without_factors(params))
-    return jax.jit(lora.merge, out_shardings=shardings)(params)
-
-
-# -- text and files ----------------------------------------------------------------------------------------------------
-
-
 def describe(
     flags: ModelFlags, factors: LoraFlags, config: TransformerConfig, mesh: Mesh, num_factors: int, *, schedule: str
 ) -> str:
@@ -386,24 +373,3 @@ def describe(
     if config.ignored:
         lines.append(f"ignored in its config.json: {', '.join(config.ignored)}")
     return "\n".join(lines)
-
-
-def save_adapters(folder: Path, flags: ModelFlags, config: TransformerConfig, params: PyTree) -> None:
-    """Writes the factors of LoRA as peft reads them."""
-    base = None if flags.init_from is None else str(flags.init_from)
-    jaxpar.huggingface.write_adapters(folder, config, params, base=base)
-    say(f"written: {folder}/, adapters for peft")
-
-
-def save_model(folder: Path, config: TransformerConfig, params: PyTree, *, described_by: Path) -> None:
-    """Writes the model as transformers reads it, with the description in another folder.
-
-    Its dtype is that of the description, or float32 if a weight is too large for that one: params may be nowhere else.
-    """
-    params, remark = merged(params), ""
-    try:
-        jaxpar.huggingface.write_model(folder, config, params, source=described_by)
-    except OutOfRangeError as error:
-        remark = f", as float32: {error}"
-        jaxpar.huggingface.write_model(folder, config, params, source=described_by, dtype="float32")
-    say(f"written: {folder}/, a model for transformers{remark}")

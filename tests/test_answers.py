@@ -1,0 +1,102 @@
+"""Conversations whose answers teach no end are told when they are read, and the remedies that are told work."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jaxpar.data.packing import Documents
+from jaxpar.run import language_data
+from jaxpar.run.answers import without_end
+from jaxpar.run.language_data import DataFlags
+from tests.support.texts import CHATML, write_tokenizer
+
+# As GLM's: a turn ends where the next begins.
+NO_END = (
+    "{% for message in messages %}[{{ message['role'] }}]\n{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
+# The block has what the assistant says and not the end after it.
+LEFT_OUT = (
+    "{% for message in messages %}[{{ message['role'] }}]\n{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}{% endgeneration %}<|im_end|>{% else %}{{ message['content'] }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
+ANSWER = "{{ message['content'] }}"
+
+
+@pytest.fixture
+def read(tmp_path, capsys):
+    """Reads conversations by a chat template; returns what is said, and the text of the learned tokens of one of them."""
+    lines = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "a small animal"}] * 2}
+        for i in range(20)
+    ]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def reading(template, *, stops=None, **settings):
+        folder = write_tokenizer(tmp_path / "model", template=template, **settings)
+        (folder / "config.json").write_text("{}")
+        if stops is not None:
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+        flags = DataFlags(data=(tmp_path / "chat.jsonl",), token_cache=tmp_path / "cache", seq=64)
+        data = language_data.load_data(flags, folder)
+        train, _ = language_data.make_rows(flags, data, 400)
+        row = train.take(np.arange(1))
+        learned = row["targets"][row["targets"] >= 0]
+        text = data.tokenizer._tokenizer.decode(learned.tolist(), skip_special_tokens=False)
+        return capsys.readouterr().out, text
+
+    return reading
+
+
+def test_a_template_that_marks_no_end_of_a_turn_is_told_with_the_remedy(read, tmp_path):
+    said, learned = read(NO_END)
+    assert "<|im_end|>" not in learned
+    assert (
+        f"40 of the first 40 answers in {tmp_path}/chat.jsonl have no token at which the model stops (<|im_end|>), and the "
+        'first of them ends with "a small animal": a model that learns them writes on after its answer. Add <|im_end|> to the '
+        f"chat template of {tmp_path}/model, after what the assistant says and inside {{% generation %}} if it has that; or"
+    ) in said
+    said, learned = read(
+        NO_END.replace(ANSWER, ANSWER + "{% if message['role'] == 'assistant' %}<|im_end|>{% endif %}")
+    )
+    assert "answers" not in said
+    assert learned.startswith("a small animal<|im_end|>a small animal<|im_end|>")
+
+
+def test_a_block_that_leaves_the_end_out_is_told_with_the_remedy(read):
+    said, learned = read(LEFT_OUT)
+    assert (
+        'have no token at which the model stops (<|im_end|>), and the first of them ends with "a small animal"' in said
+    )
+    assert "<|im_end|>" not in learned
+    said, learned = read(LEFT_OUT.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}"))
+    assert "answers" not in said
+    assert learned.startswith("a small animal<|im_end|>a small animal<|im_end|>")
+
+
+def test_answers_that_end_with_a_token_at_which_the_model_does_not_stop_are_told_with_the_remedy(read, tmp_path):
+    """As a base model with ChatML, whose files name another token."""
+    said, _ = read(CHATML, eos_token="<|begin|>", stops=0)
+    assert re.search(r'stops \(<\|begin\|>\), and the first of them ends with "[a-z ]*<\|im_end\|>\\n":', said), said
+    assert f"name it in eos_token_id of {tmp_path}/model/generation_config.json." in said
+    said, _ = read(CHATML, eos_token="<|begin|>", stops=[0, 2])
+    assert "answers" not in said
+    said, _ = read(CHATML, eos_token="<|im_end|>", stops=0)
+    assert "stops (<|begin|>)" in said, "what generate goes by is generation_config.json"
+    said, _ = read(CHATML, eos_token=None, stops=[])
+    assert "(its files name none)" in said
+    assert (
+        f"Name a token as eos_token in {tmp_path}/model/tokenizer_config.json, and add it to the chat template" in said
+    )
+
+
+def test_answers_are_runs_of_learned_tokens_within_documents():
+    tokens, learned = np.array([5, 6, 9, 5, 7, 5, 8, 9]), np.array([0, 1, 1, 0, 1, 0, 1, 1], np.uint8)
+    documents = Documents(tokens, np.array([0, 5]), np.array([5, 8]), learned)
+    missing, total, first = without_end(documents, [9])
+    assert (missing, total, first.tolist()) == (1, 3, [7])
+    assert without_end(documents, [])[:2] == (3, 3)
+    assert without_end(Documents(tokens, np.array([0]), np.array([8])), [9])[:2] == (0, 1), "all is learned"
