@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.checkpoint import BadCheckpointError, orbax_tree
+from jaxpar.checkpoint import BadCheckpointError, restore
 from tests.support import tiny
 from tests.support.oracle import assert_same_bits
 from tests.support.tiny_state import at_step, make_state, newest_verified
@@ -225,27 +225,27 @@ def test_a_damaged_step_is_saved_again_and_put_aside(folder, manager):
 
 
 def test_values_that_are_not_those_saved_are_found_after_reading(manager, said, monkeypatch):
-    load = orbax_tree.load
+    read = restore.read_arrays
 
     def wrong(folder, abstract):
-        state = load(folder, abstract)
+        state = read(folder, abstract)
         state.params["bias"] = state.params["bias"].at[2].add(1e-6 if folder.name == "10" else 0.0)
         return state
 
-    monkeypatch.setattr(orbax_tree, "load", wrong)
+    monkeypatch.setattr(restore, "read_arrays", wrong)
     assert restored_step(manager) == 5
     assert said == ["NOT USED: checkpoint of step 10: the values of params/bias are not those that were saved"]
 
 
 def test_arrays_that_cannot_be_read_are_named(manager, said, monkeypatch):
-    load = orbax_tree.load
+    read = restore.read_arrays
 
     def fail(folder, abstract):
         if folder.name == "10":
             raise KeyError("a tree of another kind")
-        return load(folder, abstract)
+        return read(folder, abstract)
 
-    monkeypatch.setattr(orbax_tree, "load", fail)
+    monkeypatch.setattr(restore, "read_arrays", fail)
     assert restored_step(manager) == 5
     assert said == ["NOT USED: checkpoint of step 10: it cannot be read: KeyError: 'a tree of another kind'"]
 
@@ -258,7 +258,7 @@ def test_a_manifest_larger_than_any_is_not_read(folder, manager, said):
 
 
 def test_a_manifest_of_another_model_is_refused_before_anything_is_read(folder, manager, monkeypatch):
-    monkeypatch.setattr(orbax_tree, "load", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(restore, "read_arrays", lambda *_: pytest.fail("read"))
     other = jax.tree.map(lambda x: x, make_state(manager.mesh, width=16))
     with pytest.raises(ValueError, match="must hold the arrays of the target"):
         manager.restore(other)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxpar
-from jaxpar.checkpoint.state import check_arrays
+from jaxpar.checkpoint.checksums import check_arrays
 from jaxpar.models import mlp
 from jaxpar.params import init_params
 from jaxpar.schedule import make_schedule

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.__main__ import main as jaxpar_main
-from jaxpar.checkpoint.restore import open_stored_params
+from jaxpar.checkpoint.stored_params import open_stored_params
 from jaxpar.commands import recipe as cli
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Adapted, Lora

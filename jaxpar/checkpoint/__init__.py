@@ -1,4 +1,4 @@
-"""Saves and restores the complete state of a run, verified, on any mesh. Orbax reads and writes the arrays (`orbax_tree.py`).
+"""Saves and restores the complete state of a run, verified, on any mesh. Orbax writes the arrays (`orbax_tree.py`).
 
     runs/gpt/checkpoints/
         200/  300/  400/            one folder per saved step
@@ -12,8 +12,9 @@ wherever its arrays fit: on another mesh, with another schedule, on more process
 follow from the seed and the step (`jaxpar.data.batches`), which are saved too. A step is committed if it has a manifest, and is
 restored only if every file has the SHA-256, and every array the checksum, that the manifest records.
 
-Read in this order: `folder.py` and `manifest.py` (what is on disk), `state.py` (what of a state), `manager.py` (the entry
-point), `save.py`, `restore.py`, and for other programs `export.py`. Only `orbax_tree.py` uses Orbax.
+Read in this order: `folder.py` and `manifest.py` (what is on disk), `state.py` (what of a state), `checksums.py` (of its values,
+and whether replicas agree), `manager.py` (the entry point), `save.py`, `restore.py` with `array_file.py` (one array on disk),
+`stored_params.py` (params alone, for export and serving), and for other programs `export.py`. Only `orbax_tree.py` uses Orbax.
 """
 
 from jaxpar.checkpoint.export import export_orbax, export_safetensors

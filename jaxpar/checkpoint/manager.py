@@ -240,7 +240,7 @@ class CheckpointManager(Saver):
         check_kind((TrainState,), "a TrainState", "Make it with jaxpar.abstract_state.", target=target)
         self._check_layout(target)
         self.wait()
-        check_agreement("restore", {"steps": self._folder.numbered(), "asked step": step})
+        check_agreement("restore", {"asked step": step})
         wanted = as_numbers(target)
         canonical = canonical_target(wanted, self.mesh)
 

@@ -59,7 +59,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class ArrayRecord:
-    """A manifest's record of an array, layers in canonical order; the checksum is that of `jaxpar.checkpoint.state`."""
+    """A manifest's record of an array, layers in canonical order; the checksum is that of `jaxpar.checkpoint.checksums`."""
 
     __pydantic_config__ = NOTHING_ELSE
     shape: Counts

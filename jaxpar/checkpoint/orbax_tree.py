@@ -1,4 +1,4 @@
-"""Writes and reads a tree of arrays with Orbax, by its public functions; only this module uses Orbax.
+"""Writes a tree of arrays with Orbax, by its public functions; only this module uses Orbax. `array_file.py` reads them.
 
 Orbax's part of one process waits for those of the others at barriers, and for minutes if one of them has failed. Nothing here
 waits for Orbax that long: a process that fails says so over the coordination service, and the others then leave Orbax's threads
@@ -10,7 +10,6 @@ import functools
 import itertools
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import tensorstore
 from jaxtyping import PyTree
 
 from jaxpar.runtime import coordination
@@ -31,16 +28,16 @@ with logging_kept():
 SECONDS = 1800.0
 LEAST_PART_BYTES = 1 << 20
 SLICE_SECONDS = 1.0
-SECONDS_TO_END = 5.0  # for this process's part of a save or a load that another process has given up
-_numbers = itertools.count()  # of the saves and loads, which all processes do in the same order
+SECONDS_TO_END = 5.0  # for this process's part of a save that another process has given up
+_numbers = itertools.count()  # of the saves, which all processes do in the same order
 
 
 class GivenUpError(RuntimeError):
-    """Another process failed in a save or a load."""
+    """Another process failed in a save."""
 
 
 class Operation(contextlib.AbstractContextManager["Operation"]):
-    """A save or a load by all processes. A process that fails in the ``with`` block gives it up for all.
+    """A save by all processes. A process that fails in the ``with`` block gives it up for all.
 
     Args:
         seconds: The time that it may take.
@@ -128,45 +125,3 @@ def _accept_closed_loops() -> None:
             show(raised)
 
     sys.unraisablehook = hook
-
-
-def load(folder: Path, abstract: PyTree, seconds: float = SECONDS) -> PyTree:
-    """Returns a saved tree with the structure, shapes, dtypes and shardings of ``abstract``; every process must call it.
-
-    Its shapes and dtypes must be the saved ones: Orbax casts silently.
-    """
-    if jax.process_count() == 1:
-        return ocp.load(str(folder), abstract)
-    loaded: Future[PyTree] = Future()
-
-    def run() -> None:
-        try:
-            loaded.set_result(ocp.load(str(folder), abstract))
-        except BaseException as error:
-            loaded.set_exception(error)
-
-    with Operation(seconds) as operation:
-        threading.Thread(target=run, name="jaxpar-load", daemon=True).start()
-        return operation.result(loaded)
-
-
-def open_array(folder: Path, path: str, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """Returns one array of a saved tree as a TensorStore, which reads what is indexed.
-
-    Args:
-        folder: The folder of the tree.
-        path: The path of the array in the tree, with slashes.
-        shape: The shape that it must have.
-        dtype: Its dtype.
-
-    Raises:
-        ValueError: There is no such array, or it has another shape or dtype.
-    """
-    where = {"driver": "ocdbt", "base": f"file://{folder.absolute()}/state/", "path": path.replace("/", ".") + "/"}
-    store = tensorstore.open({"driver": "zarr3", "kvstore": where}, open=True, read=True).result()
-    if tuple(store.shape) != shape or store.dtype.numpy_dtype != dtype:
-        raise ValueError(
-            f"a checkpoint's array must be that of its manifest; got {store.dtype.numpy_dtype}{list(store.shape)} for {path} "
-            f"in {folder}, where the manifest has {dtype}{list(shape)}. It is damaged: restore a backup."
-        )
-    return store

@@ -1,10 +1,14 @@
 """Reads a checkpoint: the newest of which every file, and then every value, is as it was saved, if it is of this run.
 
-To export a model, ``open_stored_params`` returns its params as arrays that are read when they are indexed, on one process and
-without a mesh: one layer of one param at a time is in memory. To go on training, use ``CheckpointManager.restore``.
+`CheckpointManager.restore` reads a state to go on training, `stored_params.py` the params alone.
+
+Another process may train meanwhile, and delete the step that is read. Such a step is not taken for damaged: a newer one is
+chosen, unless the step was asked for by its number.
 """
 
+import os
 import shlex
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,20 +20,20 @@ from jax import process_count, process_index
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from jaxpar.checkpoint import orbax_tree
+from jaxpar.checkpoint.array_file import ArrayFile
+from jaxpar.checkpoint.checksums import check_arrays
 from jaxpar.checkpoint.folder import Folder, damaged, differences
 from jaxpar.checkpoint.manifest import FILE_NAME, ArrayRecord, Manifest, plain_json
-from jaxpar.checkpoint.state import check_arrays
 from jaxpar.fields import arg
-from jaxpar.params import is_spec
-from jaxpar.runtime.coordination import exchange
+from jaxpar.runtime.coordination import check_agreement, exchange
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import printable
 from jaxpar.sharding import path_string
 
 Result = TypeVar("Result")
 MOST_NAMED = 5  # problems of one step in a message
-PARAMS = "params/"
+MOST_LISTED = 20  # times that the steps are listed, because one was deleted before it was read
+SECONDS_BETWEEN_LISTS = 0.2
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -39,11 +43,20 @@ class BadCheckpointError(RuntimeError):
     exit_code = ExitCode.BAD_DATA
 
 
+class DeletedError(BadCheckpointError):
+    """The checkpoint was deleted or replaced by another process while it was read; another one can be chosen."""
+
+
 def verify(folder: Folder, step: int) -> list[str]:
     """Returns the problems of a step, none if it is intact; every process must call it, and reads its share of the files."""
+    return _look_and_verify(folder, step)[1]
+
+
+def _look_and_verify(folder: Folder, step: int) -> tuple[Manifest | str, list[str]]:
+    """Returns what ``verify`` does, and the manifest that it verified. Without problems every process has one."""
     manifest = folder.look(step)
     problems = [manifest] if isinstance(manifest, str) else _wrong_files(folder, manifest)
-    return list(dict.fromkeys(problem for each in exchange("verify", problems) for problem in each))
+    return manifest, list(dict.fromkeys(problem for each in exchange("verify", problems) for problem in each))
 
 
 def _wrong_files(folder: Folder, manifest: Manifest) -> list[str]:
@@ -74,47 +87,106 @@ def read_newest(
         action: What is done, for the message.
         without: The message where there is no step.
         remedy: What to do where no step is intact.
-        passed_over: Called with each step that is not intact, and the reason.
+        passed_over: Called with each step that is not intact, and the reason. A step that is deleted meanwhile is not passed
+            over: the steps are listed again.
 
     Raises:
         FileNotFoundError: There is no step.
         ValueError: There is no such step.
         BadCheckpointError: No step is intact.
     """
-    saved, wrong = folder.numbered(), []
-    if not saved:
-        raise FileNotFoundError(without)
-    if step not in (None, *saved):
-        raise ValueError(
-            f"{action} needs a saved step; got {arg(step=step)}, saved {', '.join(map(str, saved))}. Choose one of these."
-        )
-    for each in reversed(saved) if step is None else [step]:
-        problems, manifest = verify(folder, each), folder.look(each)
-        if not problems and isinstance(manifest, Manifest):
-            found, problems = read(manifest)
-            if not problems:
+    wrong: dict[int, str] = {}
+    for _ in range(MOST_LISTED):
+        saved = _agreed_steps(folder)
+        if not (saved or wrong):
+            raise FileNotFoundError(without)
+        if step not in (None, *saved):
+            shown = ", ".join(map(str, saved))
+            raise ValueError(f"{action} needs a saved step; got {arg(step=step)}, saved {shown}. Choose one of these.")
+        left = [each for each in reversed(saved) if step in (None, each) and each not in wrong]
+        for each in left:
+            found, problems, is_gone = _read_one(folder, each, read)
+            if is_gone:
+                break
+            if found is not None and not problems:
                 return found
-        shown = "; ".join(problems[:MOST_NAMED]) + ("; ..." if len(problems) > MOST_NAMED else "")
-        passed_over(each, shown)
-        wrong.append(f"step {each}: {shown}")
-    raise BadCheckpointError(
-        f"{action} needs an intact checkpoint; got {len(wrong)} in {folder.path}, none of which is: "
-        f"{' | '.join(wrong)}. {remedy}"
+            wrong[each] = "; ".join(problems[:MOST_NAMED]) + ("; ..." if len(problems) > MOST_NAMED else "")
+            passed_over(each, wrong[each])
+        else:
+            raise BadCheckpointError(
+                f"{action} needs an intact checkpoint; got {len(wrong)} in {folder.path}, none of which is: "
+                f"{' | '.join(f'step {each}: {problem}' for each, problem in wrong.items())}. {remedy}"
+            )
+    raise DeletedError(
+        f"{action} needs a checkpoint that stays while it is read; got {MOST_LISTED} in {folder.path} that another process "
+        "deleted meanwhile. Let the run keep more, with --keep or --keep-every."
     )
 
 
+def _read_one(
+    folder: Folder, step: int, read: Callable[[Manifest], tuple[Result, list[str]]]
+) -> tuple[Result | None, list[str], bool]:
+    """Returns what a step holds, its problems, and whether these are that another process has deleted it meanwhile."""
+    found, (manifest, problems) = None, _look_and_verify(folder, step)
+    if not problems:
+        assert isinstance(manifest, Manifest), "else there were problems"
+        found, problems = read(manifest)
+    return found, problems, bool(problems) and _is_gone(folder, step, manifest)
+
+
+def _agreed_steps(folder: Folder) -> list[int]:
+    """Returns the steps that all processes see. While another process saves they may see different ones for a moment."""
+    for _ in range(MOST_LISTED):
+        seen = exchange("steps", folder.numbered())
+        if all(steps == seen[0] for steps in seen):
+            return seen[0]
+        time.sleep(SECONDS_BETWEEN_LISTS)
+    check_agreement("restore", {"steps": folder.numbered()})
+    return _agreed_steps(folder)
+
+
+def _is_gone(folder: Folder, step: int, manifest: Manifest | str) -> bool:
+    """Returns whether the first process no longer finds a step as it was read."""
+    now = folder.look(step)
+    is_gone = now != manifest if isinstance(manifest, Manifest) else not os.path.lexists(folder.of(step))
+    return exchange("is gone", is_gone)[0]
+
+
 def load(folder: Folder, manifest: Manifest, abstract: PyTree, mesh: Mesh) -> tuple[PyTree, list[str]]:
-    """Returns a step's state and its problems: its arrays must have the checksums that they were saved with."""
+    """Returns a step's state and its problems: its arrays must have the checksums that they were saved with.
+
+    Every process must call it, and reads the shards of its devices.
+
+    Args:
+        folder: The folder of the checkpoints.
+        manifest: The step's manifest.
+        abstract: ShapeDtypeStructs with the saved shapes and dtypes, and with shardings on ``mesh``.
+        mesh: The mesh.
+    """
     state, problem = None, None
     try:
-        state = orbax_tree.load(folder.of(manifest.step), abstract)
-    except Exception as error:  # Orbax and TensorStore raise many types of exceptions for a damaged tree
-        problem = f"it cannot be read: {type(error).__name__}: {str(error)[:500]}"
+        state = read_arrays(folder.of(manifest.step), abstract)
+    except Exception as error:  # TensorStore raises many types of exceptions for a damaged tree
+        problem = f"it cannot be read: {type(error).__name__}: {printable(str(error)[:500])}"
     if problems := [each for each in exchange("load", problem) if each]:
         return None, problems
     found = check_arrays(state, mesh)
     wrong = [path for path, record in manifest.arrays.items() if found[path].checksum != record.checksum]
     return state, [f"the values of {printable(path)} are not those that were saved" for path in wrong]
+
+
+def read_arrays(folder: Path, abstract: PyTree) -> PyTree:
+    """Returns the arrays of a tree in a folder, each with its shape, dtype and sharding in ``abstract``."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _read_array(folder, path_string(path), leaf), abstract)
+
+
+def _read_array(folder: Path, path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    file, sharding = ArrayFile(folder, path, leaf.shape, np.dtype(leaf.dtype)), leaf.sharding
+    assert sharding is not None, "``canonical_target`` gives each leaf one"
+    places = sharding.addressable_devices_indices_map(leaf.shape).values()
+    parts = {str(place): file.start_reading(place) for place in places if place is not None}  # each part once
+    read = lambda place: parts[str(place)].result()
+    return jax.make_array_from_callback(leaf.shape, sharding, read, dtype=leaf.dtype)
 
 
 # -- of this run? -------------------------------------------------------------------------------------------------------
@@ -171,71 +243,3 @@ def _differ_in_float(want: Any, have: ArrayRecord | None) -> bool:
     if want is None or have is None or tuple(want.shape) != have.shape:
         return False
     return have.dtype in _FLOATS and str(want.dtype) in _FLOATS
-
-
-# -- params alone -------------------------------------------------------------------------------------------------------
-
-
-class StoredArray:
-    """An array in a checkpoint. ``array[index]`` reads a part of it, ``numpy.asarray(array)`` all of it.
-
-    Attributes:
-        shape: Its shape, with layers in canonical order.
-        dtype: Its dtype.
-    """
-
-    def __init__(self, folder: Path, path: str, record: ArrayRecord) -> None:
-        self.shape, self.dtype = record.shape, np.dtype(record.dtype)
-        self._array = orbax_tree.open_array(folder, path, record.shape, self.dtype)
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        return self._array[index].read().result()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        del copy
-        return np.asarray(self[...], dtype)
-
-
-def open_stored_params(
-    directory: Path | str, step: int | None = None, *, otherwise: str = ""
-) -> tuple[dict[str, StoredArray], Manifest]:
-    """Returns the params of a checkpoint by path, such as "layers/mlp/w_up", and its manifest.
-
-    Every file of the checkpoint is verified first.
-
-    Args:
-        directory: The folder of a run's checkpoints.
-        step: The step to read; by default the newest intact one.
-        otherwise: What to read a run's model from if it has no checkpoints, for the message.
-
-    Raises:
-        FileNotFoundError: There is no checkpoint.
-        BadCheckpointError: There are checkpoints, but none is intact.
-        ValueError: There is no such step.
-    """
-    folder = Folder(Path(directory).absolute())
-
-    def read(manifest: Manifest) -> tuple[tuple[dict[str, StoredArray], Manifest], list[str]]:
-        at, found = folder.of(manifest.step), {}
-        for path, record in manifest.arrays.items():
-            if path.startswith(PARAMS):
-                found[path.removeprefix(PARAMS)] = StoredArray(at, path, record)
-        return (found, manifest), []
-
-    without = (
-        f"a run's model is read from its checkpoints; got none in {directory}. Train it with --checkpoint-every 100, say, "
-        f"which also saves the last step{otherwise}."
-    )
-    return read_newest(folder, step, read, action="reading params", without=without)
-
-
-def as_tree(stored: Mapping[str, Any], table: PyTree) -> PyTree:
-    """Returns stored params with the structure of a table; raises ValueError if they are not those of its model."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(table, is_leaf=is_spec)
-    paths = [path_string(path) for path, _ in leaves]
-    if wrong := sorted(set(paths) ^ set(stored)):
-        raise ValueError(
-            f"a checkpoint must hold the params of its model; got {', '.join(wrong[:3])} in only one of them. Give the "
-            "checkpoints and the description of one run."
-        )
-    return treedef.unflatten([stored[path] for path in paths])

@@ -20,10 +20,10 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxpar.checkpoint import orbax_tree
+from jaxpar.checkpoint.checksums import check_arrays
 from jaxpar.checkpoint.folder import Folder, Keep, list_files, record_files
 from jaxpar.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
 from jaxpar.checkpoint.orbax_tree import GivenUpError
-from jaxpar.checkpoint.state import check_arrays
 from jaxpar.fields import check_at_least
 from jaxpar.runtime.coordination import exchange
 

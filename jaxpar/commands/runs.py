@@ -71,10 +71,15 @@ def export_model(
         dtype: float32, bfloat16 or float16. None: that of the source.
         max_file_bytes: The size of a file of weights, which memory must have room for.
     """
-    from jaxpar.huggingface.export import open_run, write_model
+    from jaxpar.checkpoint.stored_params import choosing_again
+    from jaxpar.huggingface.export import RunModel, open_run, write_model
 
-    opened = open_run(run, step, source)
-    write_model(out, opened.config, opened.params, source=opened.source, dtype=dtype, max_file_bytes=max_file_bytes)
+    def write() -> RunModel:
+        opened = open_run(run, step, source)
+        write_model(out, opened.config, opened.params, source=opened.source, dtype=dtype, max_file_bytes=max_file_bytes)
+        return opened
+
+    opened = choosing_again(step, write)
     count = len(list(out.glob("*.safetensors")))
     print(f"{out}: step {opened.step} of {run}, {count} file{'s' * (count > 1)} of weights")
 

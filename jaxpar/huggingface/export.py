@@ -92,19 +92,21 @@ def write_model(
     check_no_model(folder)
     files = _share_out(config, dtype, max_file_bytes)
     is_first = jax.process_index() == 0
-    for name, slices in files.items():
-        tensors, wrong = {}, {}
-        for tensor, layer in _gather(leaves, slices, at):
-            if is_first:
-                given = slices[tensor][2].to_tensor(layer)
-                tensors[tensor] = cast(given, dtype)
-                if not is_finite(tensors[tensor]):
-                    wrong[tensor] = what_is_wrong(given, dtype)
-        with _without_files(folder, files):
+    with _without_files(folder, files):
+        for name, slices in files.items():
+            tensors, wrong = {}, {}
+            for tensor, layer in _gather(leaves, slices, at):
+                if is_first:
+                    given = slices[tensor][2].to_tensor(layer)
+                    tensors[tensor] = cast(given, dtype)
+                    if not is_finite(tensors[tensor]):
+                        wrong[tensor] = what_is_wrong(given, dtype)
             check_finite(wrong, f"to be written to {folder}", dtype, REMEDY)
-        if is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / name, lambda path, tensors=tensors: save_file(tensors, path, {"format": "pt"}))
+            if is_first:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(
+                    folder / name, lambda path, tensors=tensors: save_file(tensors, path, {"format": "pt"})
+                )
     if is_first:
         if source is not None:
             copy_files(source, folder)
@@ -147,10 +149,12 @@ Files = dict[str, dict[str, ParamSlice]]
 
 @contextmanager
 def _without_files(folder: Path, files: Files) -> Iterator[None]:
-    """Removes the files of a model that are already there if the ``with`` block raises; every process raises together."""
+    """Removes the files of a model that are already there if the ``with`` block raises, such as for a checkpoint that is deleted
+    while it is read: the next try needs a folder without weights.
+    """
     try:
         yield
-    except ValueError:
+    except BaseException:
         if jax.process_index() == 0:
             for name in files:
                 (folder / name).unlink(missing_ok=True)
@@ -317,7 +321,7 @@ def open_run(run: Path, step: int | None = None, source: Path | None = None) -> 
             f"a run must have a description of its model; got no {CONFIG} in {source}. Name the --out-dir of recipes/gpt.py, "
             "or give --source, the folder that the run began from."
         )
-    from jaxpar.checkpoint.restore import as_tree, open_stored_params  # here, since it imports Orbax
+    from jaxpar.checkpoint.stored_params import as_tree, open_stored_params  # here, since it imports Orbax
 
     stored, manifest = open_stored_params(run / "checkpoints", step, otherwise=", or use the folder of its --save-hf")
     rows = stored["outer/tokens"].shape[0] if "outer/tokens" in stored else 1

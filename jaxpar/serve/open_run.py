@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from jaxpar.serve.openai_api import language_model
 from jaxpar.serve.requests import Body, Endpoint, Reply, Served
 from jaxpar.sharding import path_string
 
+Result = TypeVar("Result")
 PREDICT = "/predict"
 MAX_INSTANCES = 64
 LARGEST = 1e12  # of a feature, so that no prediction overflows
@@ -80,13 +81,14 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
     if (folder / MODEL).is_file():
         return house_prices(folder, name)
     if (folder / "model" / CONFIG).is_file():
-        return _gpt_run(folder, name, settings)
+        return _choosing_again(settings.step, lambda: _gpt_run(folder, name, settings))
     config = read_json(file_inside(folder, CONFIG, str(folder))) if (folder / CONFIG).is_file() else {}
     if "model_type" in config:
         return _pretrained(folder, name, settings)
     check_no_adapters(folder)
     if {"hidden_layers", "width"} <= set(config):
-        return digits(_digits(folder, config, settings.step), name)
+        params = _choosing_again(settings.step, lambda: _digits(folder, config, settings.step))
+        return digits(params, name)
     if {"features", "target"} <= set(config):
         raise ValueError(
             f"a run of house_prices.py is served once it has ended; got no {MODEL} in {folder}. Complete it with --resume."
@@ -100,9 +102,15 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
     )
 
 
+def _choosing_again(step: int | None, read: Callable[[], Result]) -> Result:
+    from jaxpar.checkpoint.stored_params import choosing_again  # here, since it imports Orbax
+
+    return choosing_again(step, read)
+
+
 def _digits(folder: Path, config: dict[str, Any], step: int | None) -> PyTree:
     """Returns the params of a run of digits.py on the first device."""
-    from jaxpar.checkpoint.restore import as_tree, open_stored_params
+    from jaxpar.checkpoint.stored_params import as_tree, open_stored_params
 
     width, num_hidden = config["width"], config["hidden_layers"]
     if not all(type(size) is int and 0 < size < 2**20 for size in (width, num_hidden)):

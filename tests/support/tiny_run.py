@@ -23,7 +23,7 @@ from orbax.checkpoint._src.futures import signaling_client
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, has_steps
-from jaxpar.checkpoint.state import check_arrays
+from jaxpar.checkpoint.checksums import check_arrays
 from jaxpar.data.batches import batch_rows, samples_before
 from jaxpar.guard import Guard
 from jaxpar.runtime.distributed import leave
