@@ -18,7 +18,9 @@ import jax
 import numpy as np
 
 from jaxpar.checkpoint import CheckpointManager, DivergedError, NotFiniteError
+from jaxpar.checkpoint.checksums import diverged_replicas
 from jaxpar.checkpoint.manager import say
+from jaxpar.checkpoint.state import as_numbers
 from jaxpar.runtime.coordination import AgreedStep, PeerLostError
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import HeldError
@@ -49,6 +51,10 @@ class Guard:
         num_steps: The last step of the run. It is saved if ``save_every`` or ``save_minutes`` is set.
         save_every: Steps between two saves; 0: none by steps. A run that is asked to stop saves in any case.
         save_minutes: Minutes between two saves; 0: none by time.
+        compare_every: Steps between two comparisons of the replicas of the state, beside those of
+            the saves; 0: none. After a fault of a device its replica differs, unnoticed. A
+            comparison waits for the step and reads once, on each device, the arrays that have
+            replicas. What ZeRO shards has a single copy, so there is nothing to compare it with.
         max_skipped: The number of steps in a row with gradients that were not finite, and hence without an update, that ends
             the run; 0: no limit. A run whose last step was such a step ends in the same way.
         budgets: Seconds that each phase may take.
@@ -67,6 +73,7 @@ class Guard:
         num_steps: int,
         save_every: int = 0,
         save_minutes: float = 0.0,
+        compare_every: int = 0,
         max_skipped: int = 10,
         budgets: Budgets | None = None,
         about: Callable[[int], Mapping[str, Any]] = lambda step: {},
@@ -77,6 +84,7 @@ class Guard:
     ) -> None:
         self._saves = checkpoints
         self._num_steps, self._save_every, self._save_seconds = num_steps, save_every, 60 * save_minutes
+        self._compare_every = compare_every
         self._max_skipped, self._num_skipped = max_skipped, 0
         self._first_loss: Any = None
         self._has_updated = False  # by a step of this run
@@ -156,6 +164,22 @@ class Guard:
                 self._close()
                 if step < self._num_steps:
                     self._stop(self._saves, step, asked)
+        elif self._is_to_compare(step):
+            self._compare(step, state)
+
+    def _is_to_compare(self, step: int) -> bool:
+        every = self._compare_every
+        return every > 0 and (step % every == 0 or step == self._num_steps > every)
+
+    def _compare(self, step: int, state: TrainState) -> None:
+        """Ends the run if the replicas of the state differ."""
+        if diverged := diverged_replicas(as_numbers(state)):
+            self._end(
+                ExitCode.PEER_LOST,
+                "error: devices that hold the same part of an array must hold the same values; got "
+                f"different ones in {diverged} at step {step}. {self._last_good()} Resume from a "
+                "checkpoint, or begin again; a device may compute wrongly.",
+            )
 
     def _is_due(self, step: int) -> bool:
         is_last = step == self._num_steps and bool(self._save_every or self._save_seconds)
@@ -178,18 +202,20 @@ class Guard:
             self._end_not_finite()
 
     def _end_not_finite(self) -> None:
-        latest = None if self._saves is None else self._saves.latest()
-        last_good = "Nothing was saved." if latest is None else f"The checkpoint of step {latest} is intact."
         self._end(
             ExitCode.NOT_FINITE,
             f"error: {self._num_skipped} consecutive steps had a loss or gradients that were not finite, and were skipped. "
-            f"{last_good} {self._advice()}",
+            f"{self._last_good()} {self._advice()}",
         )
 
     def _advice(self) -> str:
         if self._has_updated or self._first_loss is None or np.isfinite(self._first_loss):
             return self._remedy
         return AT_FIRST
+
+    def _last_good(self) -> str:
+        latest = None if self._saves is None else self._saves.latest()
+        return "Nothing was saved." if latest is None else f"The checkpoint of step {latest} is intact."
 
     def _save(self, checkpoints: CheckpointManager, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         self._before_save()

@@ -154,6 +154,46 @@ def test_so_many_steps_in_a_row_or_at_the_end_that_are_not_finite_end_the_run(ma
     assert said[-1].endswith("is intact. Do this.")
 
 
+def spoil(state, name="bias"):
+    """The state with another value in one element of one device's copy of a param."""
+    array = state.params[name]
+    parts = [np.array(shard.data) for shard in array.addressable_shards]
+    parts[-1].flat[0] += 1
+    put = [jax.device_put(part, shard.device) for part, shard in zip(parts, array.addressable_shards, strict=True)]
+    changed = jax.make_array_from_single_device_arrays(array.shape, array.sharding, put)
+    return dataclasses.replace(state, params=state.params | {name: changed})
+
+
+def test_replicas_that_differ_end_a_run_without_checkpoints_at_the_next_comparison(said):
+    fine = make_state(jaxpar.make_mesh(data=2, tensor=2))
+    guard = Guard(num_steps=9, compare_every=2, say=said.append)
+    with guard:
+        for step in range(1, 5):
+            guard.after_step(step, at_step(fine, step), FINE)
+        guard.after_step(5, at_step(spoil(fine), 5), FINE)
+        with pytest.raises(SystemExit) as end:
+            guard.after_step(6, at_step(spoil(fine), 6), FINE)
+    assert end.value.code == 70
+    assert said == [
+        "error: devices that hold the same part of an array must hold the same values; got different ones in "
+        "['params/bias'] at step 6. Nothing was saved. Resume from a checkpoint, or begin again; a device may compute wrongly."
+    ]
+
+
+def test_replicas_are_compared_at_the_steps_that_are_not_saved_and_at_the_last_one(tmp_path, monkeypatch):
+    compared = []
+    monkeypatch.setattr("jaxpar.guard.diverged_replicas", lambda state: compared.append(int(state.step)) or [])
+    mesh = jaxpar.make_mesh()
+    train(Guard(num_steps=7, compare_every=3), make_state(mesh), range(1, 8))
+    train(Guard(num_steps=7, compare_every=100), make_state(mesh), range(1, 8))
+    train(Guard(num_steps=7), make_state(mesh), range(1, 8))
+    assert compared == [3, 6, 7]
+    compared.clear()
+    manager = jaxpar.CheckpointManager(tmp_path, mesh)
+    train(Guard(manager, num_steps=8, save_every=4, compare_every=2), make_state(mesh), range(1, 9))
+    assert compared == [2, 6], "a save compares replicas itself"
+
+
 def test_parameters_that_are_not_finite_end_the_run_instead_of_being_saved(manager, said):
     state = make_state(manager.mesh)
     state = dataclasses.replace(state, params=jax.tree.map(lambda x: x * np.float32(np.inf), state.params))

@@ -19,6 +19,7 @@ import pytest
 
 import jaxpar
 from jaxpar.guard import Guard
+from jaxpar.metrics.jumps import find_jumps
 from jaxpar.metrics.log import MetricsLog, read_metrics
 from jaxpar.run import BasicFlags, Run
 from tests.support import tiny
@@ -96,6 +97,17 @@ def test_the_rate_of_a_run_is_that_of_its_items_or_else_of_steps(tmp_path):
         assert [line[rate] for line in lines] == [pytest.approx((count or 1) / line["step_seconds"]) for line in lines]
 
 
+def test_a_run_compares_replicas_unless_its_flags_say_otherwise(tmp_path, monkeypatch):
+    guarded = []
+    monkeypatch.setattr(
+        "jaxpar.run.run.Guard", lambda *args, **kwargs: guarded.append(kwargs) or contextlib.nullcontext()
+    )
+    for given in ({}, {"compare_every": 7}):
+        with Run(BasicFlags.of(out_dir=tmp_path / str(len(guarded)), steps=2, **given), jaxpar.make_mesh()) as run:
+            next(run.steps())
+    assert [kwargs["compare_every"] for kwargs in guarded] == [100, 7]
+
+
 @pytest.mark.parametrize("has_evaluations", [True, False])
 def test_a_run_refuses_steps_out_of_order_and_a_best_metric_that_it_does_not_have(tmp_path, capsys, has_evaluations):
     flags, mesh = BasicFlags.of(out_dir=tmp_path, keep_best="-test_loss"), jaxpar.make_mesh()
@@ -130,6 +142,43 @@ def test_a_resumed_run_goes_on_behind_the_lines_of_its_steps(tmp_path):
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(8))
     assert [line["loss"] for line in lines[3:5]] == [0.25, 104]
+
+
+def test_a_loss_that_jumps_for_a_step_is_told_also_after_a_resume(tmp_path, capfd):
+    usual = lambda step: 2.0 + 0.5 * (step % 3)
+    log_steps(tmp_path, range(30), loss=lambda step: 2.0**40 if step == 25 else usual(step))
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split(". ")[0] for line in said] == [
+        "the loss of step 26 is 1.0995e+12, after a median of 2.5 in the steps before it"
+    ]
+    log_steps(tmp_path, range(30, 40), loss=lambda step: -3e5 if step == 30 else usual(step), first_step=30)
+    assert "the loss of step 31 is -3e+05, after a median of 2.5" in capfd.readouterr().err
+    assert find_jumps(read_metrics(tmp_path / "metrics.jsonl")) == [
+        {"step": 26, "loss": 2.0**40, "usual": 2.5},
+        {"step": 31, "loss": -3e5, "usual": 2.5},
+    ]
+
+
+def test_of_many_jumps_the_first_are_told(tmp_path, capfd):
+    log_steps(tmp_path, range(200), loss=lambda step: 1e6 if step % 10 == 9 else 1.0)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 10
+    assert said[-1].endswith("look at its rows. Further jumps are in the report alone.")
+    assert len(find_jumps(read_metrics(tmp_path / "metrics.jsonl"))) == 20
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [1e9 * 0.5**step for step in range(60)],
+        [5.0, 4.0, 3.0, 2.0, 1e12],
+        [1e-12 * 10 ** (step % 5) for step in range(60)],
+        [math.nan, 2.0, math.nan, math.inf, 2.0, 3.0, 2.5, 2.0, math.inf, 40.0, None, "2"],
+    ],
+    ids=["falls", "begins", "rounding", "not finite"],
+)
+def test_losses_that_fall_or_vary_or_are_not_finite_are_no_jumps(losses):
+    assert find_jumps([{"step": step, "loss": loss} for step, loss in enumerate(losses)]) == []
 
 
 def test_a_new_run_begins_a_new_file(tmp_path):

@@ -252,6 +252,13 @@ def test_many_steps_are_thinned_out_to_means():
     assert curve["steps"][-1] == len(lines)
 
 
+def test_jumps_of_the_loss_are_among_the_facts():
+    lines = [{"step": step, "loss": 1e12 if step in (30, 60) else 2.0} for step in range(70)]
+    page = render_page({"kind": "run", "name": "jumps", "metrics": metrics(lines)})
+    assert "jumps of the loss: 2</dt><dd>1e+12 at step 31, after 2; 1e+12 at step 61, after 2</dd>" in page
+    assert "jumps of the loss" not in render_page({"kind": "run", "name": "none", "metrics": metrics(lines[:20])})
+
+
 def test_axes_have_round_numbers_inside_them():
     for low, high in ((0, 1), (1.25, 3.0), (-3, 12_345), (1e-9, 2e-9), (7, 7), (0, 0), (-2, -2)):
         scale = Scale.of([low, high])

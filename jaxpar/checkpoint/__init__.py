@@ -12,7 +12,7 @@ wherever its arrays fit: on another mesh, with another schedule, on more process
 follow from the seed and the step (`jaxpar.data.batches`), which are saved too. A step is committed if it has a manifest, and is
 restored only if every file has the SHA-256, and every array the checksum, that the manifest records.
 
-Read in this order: `folder.py` and `manifest.py` (what is on disk), `state.py` (what of a state), `checksums.py` (of its values,
+Read in this order: `folder.py` and `manifest.py` (what is on disk), `state.py` (what of a state), `checksums.py` (of values,
 and whether replicas agree), `manager.py` (the entry point), `save.py`, `restore.py` with `array_file.py` (one array on disk),
 `stored_params.py` (params alone, for export and serving), and for other programs `export.py`. Only `orbax_tree.py` uses Orbax.
 """

@@ -149,8 +149,9 @@ Files = dict[str, dict[str, ParamSlice]]
 
 @contextmanager
 def _without_files(folder: Path, files: Files) -> Iterator[None]:
-    """Removes the files of a model that are already there if the ``with`` block raises, such as for a checkpoint that is deleted
-    while it is read: the next try needs a folder without weights.
+    """Removes the files of weights that are already there if the ``with`` block raises.
+
+    A checkpoint may be deleted while it is read: the next try needs a folder without weights.
     """
     try:
         yield

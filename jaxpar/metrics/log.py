@@ -19,19 +19,21 @@ import jax
 import numpy as np
 
 from jaxpar.metrics.exporters import Watcher
+from jaxpar.metrics.jumps import Jumps
 from jaxpar.runtime.output import fsync, tell, write_atomically
 
 Number = int | float
 # Names that further metrics must not have: those that a training step and the log set.
 OF_STEP = ("loss", "grad_norm", "skipped")
 OF_LOG = ("step", "step_seconds")  # and a rate
+MOST_TOLD = 10  # jumps of the loss; the report names further ones
 
 
 class MetricsLog:
     """Writes ``metrics.jsonl``: ``step loss grad_norm step_seconds`` and a rate, one JSON object per line, one line per step.
 
     Lines that cannot be written to the disk wait in memory until it has room again, while the run continues. At the end of the
-    ``with`` missing lines raise an OSError, or are reported if another exception ends it.
+    ``with`` missing lines raise an OSError, or are reported if another exception ends it. A loss that jumps is reported too.
 
     Args:
         out_dir: The folder of the file; a resumed run appends to it, after the lines of steps before ``first_step``.
@@ -61,10 +63,11 @@ class MetricsLog:
         self._pending: tuple[int, Mapping[str, jax.Array | Number]] | None = None
         self._pause: tuple[float, float] | None = None  # when that after the last step began and ended
         self._file: LineFile | None = None
+        self._jumps, self._num_told = Jumps(), 0
 
     def __enter__(self) -> "MetricsLog":
         if self._is_first_process:
-            self._file = LineFile(self.path, _lines_before(self.path, self._first_step))
+            self._file = LineFile(self.path, _lines_before(self.path, self._first_step, self._jumps))
         self._progress = self._progress_bar() if self._is_first_process and sys.stderr.isatty() else None
         for watcher in self._watchers:
             watcher.open(self._first_step)
@@ -112,11 +115,26 @@ class MetricsLog:
         self.last = {"step": step, **values, "step_seconds": seconds, f"{self._items}_per_second": rate}
         if self._file is not None:
             self._file.write(_line(self.last))
+        if self._is_first_process:
+            self._tell_jump(step + 1, values["loss"])
         for watcher in self._watchers:
             watcher.written(self.last)
         if self._progress is not None:
             shown = f"loss {values['loss']:.5g}  {rate:,.0f} {self._items}/s"
             self._progress.update(self._progress.task_ids[0], completed=step + 1, shown=shown)
+
+    def _tell_jump(self, step: int, loss: float) -> None:
+        """Reports a loss that is far above that of the steps before it."""
+        usual = self._jumps.usual_before(loss)
+        if usual is None or self._num_told == MOST_TOLD:
+            return
+        self._num_told += 1
+        more = "" if self._num_told < MOST_TOLD else " Further jumps are in the report alone."
+        tell(
+            f"the loss of step {step} is {loss:.5g}, after a median of {usual:.5g} in the steps before "
+            "it. Run the step again from the checkpoint before: if its loss is another then, a device "
+            f"computes wrongly; if not, look at its rows.{more}"
+        )
 
     def _progress_bar(self) -> Any:
         """Returns a progress bar that is shown; None where rich is not installed, which no training needs."""
@@ -211,12 +229,16 @@ class LineFile:
         )
 
 
-def _lines_before(path: Path, step: int) -> Iterator[bytes]:
-    """Yields the lines of the steps before ``step``, unchanged; damaged or truncated lines are omitted."""
+def _lines_before(path: Path, step: int, jumps: Jumps) -> Iterator[bytes]:
+    """Yields the lines of the steps before ``step``, unchanged; damaged or truncated lines are omitted.
+
+    ``jumps`` takes their losses, with which those of the following steps are compared.
+    """
     if step and path.exists():
         with path.open("rb") as file:
             for text in file:
                 if (line := _parse(text)) and line["step"] < step:
+                    jumps.usual_before(line.get("loss"))
                     yield text if text.endswith(b"\n") else text + b"\n"
 
 

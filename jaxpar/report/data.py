@@ -23,6 +23,7 @@ from jaxpar.dtypes import num_bytes
 from jaxpar.inspect import StepReport
 from jaxpar.inspect.report import axes_text
 from jaxpar.mesh import entry_axes, shown_sizes, sizes_text
+from jaxpar.metrics.jumps import find_jumps
 from jaxpar.metrics.log import figures_of, read_metrics
 from jaxpar.planner import Cluster, ModelShape, Plan
 from jaxpar.planner.compiled import inspect_pipeline
@@ -35,6 +36,7 @@ from jaxpar.train import TrainState
 
 MAX_DEVICES = 64  # columns of a chart that can be read
 MAX_POINTS = 4000
+MAX_JUMPS = 5
 FILE = "report.json"
 LOADS = "expert_loads.json"
 Number = int | float
@@ -321,14 +323,18 @@ def metrics(lines: Sequence[Mapping[str, Number]]) -> dict[str, Any]:
 
     Returns:
         "num_steps_done"; "curves": for each column its "steps" taken and "values", each the mean of "mean_of" lines; "rows":
-        for each column its first, lowest, highest, median and last finite value, and how many are not finite.
+        for each column its first, lowest, highest, median and last finite value, and how many are not finite; "jumps": the
+        last steps whose loss was far above that of the steps before, and "num_jumps", how many there were.
     """
+    jumps = find_jumps(lines)
     names = list(dict.fromkeys(name for line in lines for name in line if name != "step"))
     columns = {name: [(int(line["step"]) + 1, line[name]) for line in lines if name in line] for name in names}
     return {
         "num_steps_done": int(lines[-1]["step"]) + 1 if lines else 0,
         "curves": {name: _curve(points) for name, points in columns.items()},
         "rows": {name: _row(points) for name, points in columns.items()},
+        "jumps": jumps[-MAX_JUMPS:],
+        "num_jumps": len(jumps),
     }
 
 

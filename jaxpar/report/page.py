@@ -170,6 +170,9 @@ def _progress(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"{row['last']:.5g}"
         if name.endswith("_per_second") and row.get("median") is not None:
             yield "rate", f"{row['median']:,.0f} {name.removesuffix('_per_second')}/s (median)"
+    if jumps := found.get("jumps"):
+        last = (f"{each['loss']:.5g} at step {each['step']:,}, after {each['usual']:.5g}" for each in jumps)
+        yield f"jumps of the loss: {found['num_jumps']:,}", "; ".join(last)
     seconds = rows.get("step_seconds", {}).get("median")
     if seconds is not None:
         yield "a step", f"{seconds_text(seconds)} (median)"

@@ -87,6 +87,9 @@ class CheckpointFlags:
             largest.
         allow_change: Flags that may differ from the checkpoint's run on --resume, such as learning_rate or batch_size; errors
             name them.
+        compare_every: Steps between two comparisons of the replicas of the state, beside those of
+            the saves; the run ends if they differ. 0: none. What ZeRO shards has no second copy, and
+            is not compared.
         max_skipped: Consecutive skipped steps, whose gradients are not finite, before the run ends with exit code 86; 0: any
             number.
     """
@@ -96,6 +99,7 @@ class CheckpointFlags:
     keep_every: int = 0
     keep_best: str | None = None
     allow_change: tuple[str, ...] = ()
+    compare_every: int = 100
     max_skipped: int = 10
 
 
@@ -238,6 +242,7 @@ def check_run_flags(flags: RunFlags) -> None:
     check_at_least(1, steps=common.steps)
     check_at_least(0, f"Give a number of steps, {no_saves}", checkpoint_every=common.checkpoint_every)
     check_at_least(0, f"Give a number of minutes, {no_saves}", checkpoint_minutes=checkpoint.checkpoint_minutes)
+    check_at_least(0, "Choose 100, say, or 0 for no comparisons.", compare_every=checkpoint.compare_every)
     check_at_least(0, "Choose 10, say, or 0 for any number.", max_skipped=checkpoint.max_skipped)
     if flags.monitoring.metrics_port:
         check_from(1, 65535, "Choose 9090, say.", metrics_port=flags.monitoring.metrics_port)

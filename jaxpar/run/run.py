@@ -223,6 +223,7 @@ class Run(AbstractContextManager["Run"]):
                 num_steps=common.steps,
                 save_every=common.checkpoint_every,
                 save_minutes=checkpoint.checkpoint_minutes,
+                compare_every=checkpoint.compare_every,
                 max_skipped=checkpoint.max_skipped,
                 budgets=self.flags.budget,
                 about=lambda step: {"config": self._settings, "samples": self._samples(step), "key": key},
