@@ -7,6 +7,9 @@ launcher that has ended is started again until the run is done. Then its arrays,
 rates, which no two runs share) must be those of the undisturbed run, byte for byte, and no process of it may be left. The seed
 decides which faults strike, and after how long; the exact moments depend on the machine.
 
+Beside each run a reader follows its checkpoints. Beside all of them other programs save, restore and export without a pause
+(`live_checkpoints.py`); the one that saves is killed now and then. None of them may read a wrong value, or find no step intact.
+
 As root, checkpoints are on a small tmpfs, which can be filled and made read-only. Otherwise a limit on the size of files
 simulates a full disk, and no disk is read-only.
 """
@@ -29,6 +32,7 @@ from pathlib import Path
 from jaxpar.checkpoint.folder import damaged, differences
 from jaxpar.checkpoint.manifest import FILE_NAME, read_manifest
 from jaxpar.runtime.exit_codes import ExitCode
+from tests.support.live_checkpoints import EXPECTED
 from tests.support.waiting import WAIT_SECONDS, wait_until
 
 DISK_BYTES = 16 << 20
@@ -45,8 +49,9 @@ LIMIT_FILES = (
 )
 RECIPE = (
     *("recipes/house_prices.py", "--mesh.data", 2, "--batch-size", 8, "--steps", STEPS),
-    *("--checkpoint-every", SAVE_EVERY, "--keep", 4, "--budget.step", 8, "--budget.save", 15),
+    *("--checkpoint-every", SAVE_EVERY, "--budget.step", 8, "--budget.save", 15),
 )
+KEEP = 4  # checkpoints of a disturbed run
 
 
 class Run:
@@ -55,10 +60,11 @@ class Run:
     Args:
         folder: An empty folder.
         rng: Makes the random choices.
+        keep: Checkpoints to keep.
     """
 
-    def __init__(self, folder: Path, rng: random.Random) -> None:
-        self.folder, self.rng = folder, rng
+    def __init__(self, folder: Path, rng: random.Random, keep: int = KEEP) -> None:
+        self.folder, self.rng, self.keep = folder, rng, keep
         self.out = folder / "run"
         self.starts, self.files_are_limited = 0, False
         self.was_overtaken = False  # by a second run, which ended what the first had begun
@@ -68,7 +74,7 @@ class Run:
         """Starts a launcher; the run's own becomes ``launcher``."""
         self.starts += 1
         own = self.folder / f"{logs}-{self.starts}"
-        args = ("-n", 2, "--log-dir", own, "--max-restarts", 3, *RECIPE, "--out-dir", self.out)
+        args = ("-n", 2, "--log-dir", own, "--max-restarts", 3, *RECIPE, "--keep", self.keep, "--out-dir", self.out)
         limit = (sys.executable, "-c", LIMIT_FILES) if self.files_are_limited else ()
         with (self.folder / f"{logs}-{self.starts}.txt").open("w") as log:
             return subprocess.Popen(
@@ -87,6 +93,14 @@ class Run:
         """The steps of which there are metrics."""
         path = self.out / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def checksums(self) -> dict[str, dict[str, int]]:
+        """The checksums of the arrays of each checkpoint, by step."""
+        manifests = map(read_manifest, (self.out / "checkpoints").glob("[0-9]*"))
+        return {
+            str(manifest.step): {name: array.checksum for name, array in manifest.arrays.items()}
+            for manifest in manifests
+        }
 
     def result(self) -> dict:
         """What must be equal in every run."""
@@ -250,14 +264,72 @@ FAULTS = {
 BETWEEN_STARTS = {"a flipped bit": flip_a_bit}
 
 
+class Beside:
+    """Programs that write and read checkpoints beside the runs; the ``with`` block ends them.
+
+    Args:
+        folder: Where their output goes.
+        counts: What they have done is added to it.
+    """
+
+    def __init__(self, folder: Path, counts: Counter) -> None:
+        self.folder, self.counts = folder, counts
+        self.programs: dict[str, subprocess.Popen] = {}
+
+    def __enter__(self) -> "Beside":
+        return self
+
+    def start(self, name: str, place: Path) -> None:
+        """Starts a program of ``live_checkpoints.py``, after the last one of its name."""
+        with (self.folder / f"{name}.txt").open("a") as log:
+            self.programs[name] = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.live_checkpoints", name, str(place)],
+                env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+            )
+
+    def check(self) -> None:
+        """Fails if a program has ended by itself."""
+        for name, program in self.programs.items():
+            assert program.poll() is None, f"{name} found a wrong value or ended; see {self.folder / name}.txt"
+
+    def end(self, name: str) -> None:
+        """Kills a program, which must still run, and counts what it has done."""
+        self.check()
+        program = self.programs.pop(name)
+        program.kill()
+        program.wait(WAIT_SECONDS)
+        lines = (self.folder / f"{name}.txt").read_text().splitlines()
+        last = next((line for line in reversed(lines) if line.startswith("{") and line.endswith("}")), "{}")
+        self.counts.update({f"{name}: {what}": count for what, count in json.loads(last).items()})
+        (self.folder / f"{name}.txt").unlink()
+
+    def restart(self, name: str, place: Path) -> None:
+        """Kills a program and starts it again."""
+        self.end(name)
+        self.start(name, place)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        for name in list(self.programs):
+            if kind is None:
+                self.end(name)
+            else:
+                self.programs[name].kill()
+                self.programs[name].wait(WAIT_SECONDS)
+
+
 # --- runs that are disturbed ---------------------------------------------------------------------------------------------
 
 
-def disturb(run: Run, counts: Counter, until: float) -> None:
+def disturb(run: Run, counts: Counter, until: float, beside: Beside, live: Path) -> None:
     """Runs to the end, with faults until it is time to stop."""
     while True:
         run.launcher = run.start()
+        beside.restart("write", live)
         while run.launcher.poll() is None:
+            beside.check()
             if time.monotonic() < until and not is_done(run.launcher, run.rng.uniform(3, 14)):
                 strike(run, FAULTS, counts)
             elif time.monotonic() >= until:
@@ -303,18 +375,27 @@ def main(seconds: float, seed: int) -> Counter:
     print(f"seed {seed}", flush=True)
     rng, counts = random.Random(seed), Counter()
     with disk() as folder:
-        undisturbed = Run(folder, rng)
+        undisturbed = Run(folder, rng, keep=STEPS // SAVE_EVERY)
         assert undisturbed.start().wait() == 0, f"a run without faults must end with 0; see {folder}"
-        want = undisturbed.result()
+        want, expected = undisturbed.result(), json.dumps(undisturbed.checksums())
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        with disk() as folder:
-            run = Run(folder, rng)
-            disturb(run, counts, until)
-            for name, got in run.result().items():
-                assert got == want[name], f"{name} of a disturbed run are not the undisturbed one's; see {folder}"
-        counts["runs that ended as the undisturbed one"] += 1
-        print(f"{counts['runs that ended as the undisturbed one']} runs ended as the undisturbed one", flush=True)
+    place = Path(tempfile.mkdtemp(prefix="live-"))  # it stays where something failed
+    with Beside(place, counts) as beside:
+        live = place / "live"
+        for name in ("write", "restore", "export"):
+            beside.start(name, live)
+        while time.monotonic() < until:
+            with disk() as folder:
+                run = Run(folder, rng)
+                (folder / EXPECTED).write_text(expected)
+                beside.start("follow", folder)
+                disturb(run, counts, until, beside, live)
+                beside.end("follow")
+                for name, got in run.result().items():
+                    assert got == want[name], f"{name} of a disturbed run are not the undisturbed one's; see {folder}"
+            counts["runs that ended as the undisturbed one"] += 1
+            print(f"{counts['runs that ended as the undisturbed one']} runs ended as the undisturbed one", flush=True)
+    shutil.rmtree(place)
     return counts
 
 
