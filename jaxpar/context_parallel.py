@@ -21,7 +21,7 @@ or a loss that pairs neighbours, such as by ``tokens[:, 1:]``, does not: shift t
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,43 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 CONTEXT = "context"
+# Arrays of a batch by these names have a value for each position, by which name something else is never meant.
+SEQUENCES = frozenset({"tokens", "targets", "positions", "segments", "mask", "weight", "weights"})
+SEQUENCES |= {"input_ids", "position_ids", "segment_ids", "attention_mask", "loss_mask"}
 
 
 def num_parts() -> int:
     """Returns the number of devices that share each sequence, where this is traced: 1 outside ``value_and_grad``."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[CONTEXT] if CONTEXT in mesh.manual_axes else 1
+
+
+def check_are_sequences(shapes: Mapping[str, tuple[int, ...]], named: Collection[str]) -> None:
+    """Raises ValueError where it is not known whether dim 1 of an array is the sequence or features of a row.
+
+    Args:
+        shapes: The arrays of a batch that have two or more dims, by path.
+        named: The paths of those that the caller calls sequences; each must be there.
+    """
+    check_are_there(shapes, named)
+    is_known = lambda path: path in named or path.split("/")[-1] in SEQUENCES
+    unknown = [path for path in shapes if not is_known(path)]
+    if unknown and len(shapes) > 1:  # a single one must be what is to be split
+        got = ", ".join(f"{path} {list(shapes[path])}" for path in unknown)
+        raise ValueError(
+            "the context axis splits dim 1 of an array, which must be the sequence and not the features of a row; got "
+            f"{got}, which may be either. If each has a value for each position, name them: "
+            f"shard_batch(batch, mesh, sequences={unknown}). Give features of a row as arrays [rows], one for each."
+        )
+
+
+def check_are_there(shapes: Mapping[str, tuple[int, ...]], named: Collection[str]) -> None:
+    """Raises ValueError if an array that is called a sequence is none of a batch."""
+    if unknown := sorted(set(named) - set(shapes)):
+        raise ValueError(
+            f"sequences must name arrays of two or more dims of the batch; got {', '.join(unknown)}, where those are "
+            f"{', '.join(shapes) or 'none'}. Correct the names."
+        )
 
 
 def zig_zag(seq: int, parts: int) -> np.ndarray:

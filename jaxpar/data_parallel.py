@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer, closure_converted
-from jaxpar.context_parallel import zig_zag
+from jaxpar.context_parallel import check_are_sequences, check_are_there, zig_zag
 from jaxpar.dtypes import from_floats, is_key, to_floats, wide_dtype, widen
 from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
@@ -34,13 +34,24 @@ from jaxpar.sharding import from_host, path_string, shard
 _PAD = ' (jaxpar.data.batches.pad_rows adds rows, and a column "weight", 0 for these, by which the loss must multiply)'
 
 
-def shard_batch(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None, seq: int | None = None) -> PyTree:
+def shard_batch(
+    batch: PyTree,
+    mesh: Mesh,
+    *,
+    num_rows: int | None = None,
+    seq: int | None = None,
+    sequences: Collection[str] = (),
+) -> PyTree:
     """Returns a host batch as global arrays with rows sharded over ``replica`` and ``data``, and sequences over ``context``.
 
     With a ``context`` axis the positions of each row are in the order of the devices (``context_parallel.py``), of every array
-    of two or more dims: the second is the sequence. A dict gets ``positions`` [rows, seq], int32, if it has none: 0, 1, ... in
-    each row, or in each document if there are ``segments`` [rows, seq]; segments, runs of equal numbers, are numbered from 0 in
-    each row. The same batch on one device then gives the same numbers, to a model that goes by positions and segments.
+    of two or more dims. Their second dim must be the sequence, and an array says that it is by its name (tokens, targets,
+    positions, segments, mask, weight, weights, input_ids, position_ids, segment_ids, attention_mask, loss_mask) or is named in
+    ``sequences``.
+
+    A dict gets ``positions`` [rows, seq], int32, if it has none: 0, 1, ... in each row, or in each document if there are
+    ``segments`` [rows, seq]; segments, runs of equal numbers, are numbered from 0 in each row. The same batch on one device
+    then gives the same numbers, to a model that goes by positions and segments.
 
     Args:
         batch: Arrays with a common leading dim, the rows: all of them, the same on every process, or with ``num_rows`` those of
@@ -52,14 +63,17 @@ def shard_batch(batch: PyTree, mesh: Mesh, *, num_rows: int | None = None, seq: 
         num_rows: The number of rows of the whole batch, for a batch of which each process has its own rows; None: the batch is
             whole.
         seq: The length of whole sequences, for a batch of which each process has its own columns; None: sequences are whole.
+        sequences: The paths of other arrays ``[rows, seq, ...]``, such as "x" or "inputs/x". A batch with a single array of two
+            or more dims needs none.
 
     Raises:
         ValueError: A leaf without rows, unequal numbers of rows, a number of rows that the replicas do not divide, or rows or
-            columns that are not as many as this process holds; with ``context`` unequal lengths, a length that twice the axis
-            does not divide, or positions that do not count up by one in each document.
+            columns that are not as many as this process holds; a name in ``sequences`` that the batch does not have; with
+            ``context`` unequal lengths, an array whose second dim may not be the sequence, a length that twice the axis does
+            not divide, or positions that do not count up by one in each document.
     """
     check_mesh(mesh)
-    batch, dims = _in_order_of_devices(batch, mesh, seq)
+    batch, dims = _in_order_of_devices(batch, mesh, seq, sequences)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch, mesh))
     if num_rows is None:
         num_rows = check_batch(batch, mesh.shape[DATA], replica=mesh.shape[REPLICA])
@@ -98,24 +112,34 @@ def microbatch_shapes(batch: PyTree, mesh: Mesh | AbstractMesh, num_microbatches
     return jax.tree.map(part, jax.eval_shape(lambda batch: batch, batch))
 
 
-def check_sequences(batch: PyTree, mesh: Mesh | AbstractMesh, seq: int | None = None) -> int:
+def check_sequences(
+    batch: PyTree, mesh: Mesh | AbstractMesh, seq: int | None = None, sequences: Collection[str] | None = None
+) -> int:
     """Returns how many columns a batch has; raises where a ``context`` axis cannot split its sequences, without one 0.
 
     Args:
         batch: Arrays or ShapeDtypeStructs.
         mesh: The mesh.
         seq: The length of whole sequences; None: that of the batch.
+        sequences: The paths of arrays that are sequences although their names do not say so; None: all are.
     """
-    if (context := mesh.shape[CONTEXT]) == 1:
+    context = mesh.shape[CONTEXT]
+    if context == 1 and not sequences:
         return 0
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    lengths = {path_string(path) or "batch": jnp.shape(leaf)[1] for path, leaf in leaves if jnp.ndim(leaf) > 1}
+    shapes = {path_string(path) or "batch": jnp.shape(leaf) for path, leaf in leaves if jnp.ndim(leaf) > 1}
+    if context == 1:
+        check_are_there(shapes, sequences or ())
+        return 0
+    lengths = {path: shape[1] for path, shape in shapes.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(
             "the context axis splits dim 1, the sequence, of every array of two or more dims, so all must have the same; got "
             f"{lengths or 'no such array'} and {arg(context=context)}. Give what belongs to a row as an array [rows], and "
             f"features as [rows, seq, features], or use {arg(context=1)}."
         )
+    if sequences is not None:
+        check_are_sequences(shapes, sequences)
     count, chunks = next(iter(lengths.values())), 2 * context
     seq = count if seq is None else seq
     if seq < 1 or seq % chunks:
@@ -126,12 +150,14 @@ def check_sequences(batch: PyTree, mesh: Mesh | AbstractMesh, seq: int | None = 
     return count
 
 
-def _in_order_of_devices(batch: PyTree, mesh: Mesh, seq: int | None) -> tuple[PyTree, list[tuple[np.ndarray, int]]]:
+def _in_order_of_devices(
+    batch: PyTree, mesh: Mesh, seq: int | None, sequences: Collection[str]
+) -> tuple[PyTree, list[tuple[np.ndarray, int]]]:
     """Returns a host batch with the positions of each row in the order of the devices, and a dict with ``positions``.
 
     With a ``context`` axis there is one item beside it: which places in that order are here, and how many there are.
     """
-    count, is_whole = check_sequences(batch, mesh, seq), seq is None
+    count, is_whole = check_sequences(batch, mesh, seq, sequences), seq is None
     if mesh.shape[CONTEXT] == 1:
         return batch, []
     seq = count if seq is None else seq
@@ -237,19 +263,20 @@ def local_rows(
     return rows, np.sort(order.reshape(parts, -1)[are_here].reshape(-1))
 
 
-def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, *, sequences: Collection[str] = ()) -> PyTree:
     """Returns the result of ``shard_batch`` as ShapeDtypeStructs with shardings, to compile a step. Nothing is sent.
 
     Args:
         batch: Arrays or ShapeDtypeStructs with a common leading dim, the rows.
         mesh: A mesh from ``make_mesh``, also of devices for the compiler alone.
+        sequences: As for ``shard_batch``.
 
     Raises:
         ValueError: As for ``shard_batch``.
     """
     check_mesh(mesh)
     check_batch(batch, mesh.shape[DATA], replica=mesh.shape[REPLICA])
-    check_sequences(batch, mesh)
+    check_sequences(batch, mesh, sequences=sequences)
     shapes = jax.eval_shape(lambda batch: batch, batch)
     if mesh.shape[CONTEXT] > 1 and isinstance(shapes, dict):
         position = jax.ShapeDtypeStruct(

@@ -327,7 +327,7 @@ def test_columns_of_a_process_are_placed_like_whole_sequences():
     ],
 )
 def test_columns_that_do_not_fit_are_refused(changes, seq, message):
-    batch = {"x": np.ones((ROWS, SEQ)), "segments": np.zeros((ROWS, SEQ), int)} | changes
+    batch = {"tokens": np.ones((ROWS, SEQ)), "segments": np.zeros((ROWS, SEQ), int)} | changes
     with pytest.raises(ValueError, match=message):
         jaxpar.shard_batch(batch, jaxpar.make_mesh(context=4), seq=seq)
 
@@ -371,15 +371,15 @@ def test_a_batch_that_is_not_in_the_order_of_the_devices_gives_nan(x64):
         ),
         ({"x": np.ones(8)}, "got no such array and context=4"),
         (
-            {"x": np.ones((8, 16)), "positions": np.zeros((8, 16), int)},
+            {"tokens": np.ones((8, 16)), "positions": np.zeros((8, 16), int)},
             "positions must count up by one in each document",
         ),
         (
-            {"x": np.ones((8, 16)), "positions": np.tile(np.arange(16.0), (8, 1))},
+            {"tokens": np.ones((8, 16)), "positions": np.tile(np.arange(16.0), (8, 1))},
             r"positions must be integers \[rows, seq\]; got float64 of shape \(8, 16\)",
         ),
         (
-            {"x": np.ones((8, 16)), "segments": np.zeros(8, int)},
+            {"tokens": np.ones((8, 16)), "segments": np.zeros(8, int)},
             r"segments must be integers \[rows, seq\]; got int64 of shape \(8,\), where rows, seq are 8, 16\. Give one",
         ),
     ],
@@ -426,11 +426,40 @@ def test_a_batch_that_was_not_sharded_is_refused_for_any_model():
     loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["y"])
     mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}
     for step in (jaxpar.value_and_grad(model, loss, mesh), jaxpar.make_eval_step(model, loss, mesh)):
-        step({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
+        step({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh, sequences=["x", "y"]))
         with pytest.raises(
             ValueError, match=r"must have positions; got context=2 and none\. Make it with jaxpar\.shard"
         ):
             step({"w": np.float32(1)}, batch)
+
+
+def test_an_array_that_may_be_features_of_a_row_is_refused_unless_it_is_named():
+    """Sixteen features of a row are as long as its sixteen tokens, and are not split between devices as those are."""
+    mesh, tokens = jaxpar.make_mesh(context=2), np.arange(2 * SEQ, dtype=np.int32).reshape(2, SEQ)
+    message = (
+        r"must be the sequence and not the features of a row; got {}, which may be either\. If each has a value for each "
+        r"position, name them: shard_batch\(batch, mesh, sequences={}\)\. Give features of a row as arrays \[rows\], one"
+    )
+    for name, array in (
+        ("features", np.ones((2, SEQ), np.float32)),
+        ("labels", tokens),
+        ("image", np.ones((2, SEQ, SEQ), np.float32)),
+    ):
+        batch, got = {"tokens": tokens, name: array}, re.escape(f"{name} {list(array.shape)}")
+        for make in (jaxpar.shard_batch, jaxpar.abstract_batch):
+            with pytest.raises(ValueError, match=message.format(got, re.escape(f"['{name}']"))):
+                make(batch, mesh)
+            split = make(batch, mesh, sequences=[name])
+            assert split[name].sharding.spec[1] == CONTEXT
+        assert_same(jaxpar.fetch(jaxpar.shard_batch(batch, jaxpar.make_mesh(data=2))), batch)
+    split = jaxpar.fetch(jaxpar.shard_batch({"tokens": tokens, "in": {"x": tokens}}, mesh, sequences=["in/x"]))
+    np.testing.assert_array_equal(split["in"]["x"], tokens[:, context_parallel.zig_zag(SEQ, 2)])
+    with pytest.raises(ValueError, match=r"0 .*, 1 .*, which may be either"):
+        jaxpar.shard_batch((tokens, tokens), mesh)
+    jaxpar.shard_batch((tokens, np.ones(2)), mesh)  # a single one is what is to be split
+    for axes in ({"context": 2}, {"data": 2}):
+        with pytest.raises(ValueError, match=r"sequences must name arrays .* got x, where those are tokens\. Correct"):
+            jaxpar.shard_batch({"tokens": tokens, "label": np.ones(2)}, jaxpar.make_mesh(**axes), sequences=["x"])
 
 
 def test_a_model_that_sends_nothing_over_context_is_refused():
@@ -439,7 +468,7 @@ def test_a_model_that_sends_nothing_over_context_is_refused():
     mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}
     step = jaxpar.value_and_grad(model, loss, mesh)
     with pytest.raises(ValueError, match=r"no collective over context in the model\. Give attention the keys"):
-        step({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
+        step({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh, sequences=["x", "y"]))
 
 
 @pytest.mark.parametrize(

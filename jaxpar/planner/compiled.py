@@ -32,7 +32,7 @@ from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.schedule import Schedule
-from jaxpar.sharding import shardings_from_paths
+from jaxpar.sharding import path_string, shardings_from_paths
 from jaxpar.train import Optimizer, TrainState, TrainStep, abstract_state, make_train_step
 
 
@@ -65,7 +65,9 @@ def step_of_choice(
     state = abstract_state(zeros, jax.random.key(0), optimizer, parallel)
     of_mesh = value_and_grad(shape.model, shape.loss, parallel, _pipeline(choice))
     step = make_train_step(of_mesh, optimizer, max_grad_norm=max_grad_norm)
-    return step, state, abstract_batch(shape.batch(batch_size), mesh)
+    leaves = jax.tree_util.tree_leaves_with_path(shape.row)  # of which the search, too, takes dim 1 for the sequence
+    sequences = [path_string(path) or "batch" for path, leaf in leaves if leaf.ndim > 1]
+    return step, state, abstract_batch(shape.batch(batch_size), mesh, sequences=sequences)
 
 
 def _pipeline(choice: Choice) -> Pipeline:

@@ -147,7 +147,8 @@ def run_case(case):
         params, batch = jax.tree.map(jnp.asarray, (params, batch))
     elif case.cuts is not None:
         shardings = jaxpar.shardings_from_paths(params, mesh, rules_of(params, case))
-        params, batch = jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)
+        sequences = [name for name, leaf in batch.items() if leaf.ndim > 1]
+        params, batch = jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh, sequences=sequences)
         if case.zero or case.cuts % 2:
             options["shardings"] = shardings
 
