@@ -339,7 +339,7 @@ def test_params_of_another_module_are_refused():
 )
 def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch, library, adapt):
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ImportError, match=rf"this adapter needs {library}.*pip install '\.\[adapters\]'"):
+    with pytest.raises(ImportError, match=rf"this adapter needs {library}.*pip install -e '\.\[adapters\]'"):
         adapt()
 
 

@@ -48,7 +48,7 @@ def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch, installed, got
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     remedy = (
-        rf"{jax.__version__}; got {got}. Install it: pip install '\.\[gpu-compile\]' in the clone of jaxpar, or "
+        rf"{jax.__version__}; got {got}. Install it: pip install -e '\.\[gpu-compile\]' in the clone of jaxpar, or "
         rf"jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__}\."
     )
     with pytest.raises(ImportError, match=remedy):

@@ -82,5 +82,5 @@ def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ImportError, match=r"got safetensors.*Install it: pip install '\.\[hf\]'"):
+    with pytest.raises(ImportError, match=r"got safetensors.*Install it: pip install -e '\.\[hf\]'"):
         export_safetensors(tmp_path / "x", {"w": np.zeros(3)})

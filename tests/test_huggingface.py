@@ -220,7 +220,7 @@ def test_the_extra_is_named_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     config = read_config(GOLDEN / "gpt2")
     params = read_params(GOLDEN / "gpt2", config)
-    with pytest.raises(ImportError, match=r"need the package safetensors; got .* Install it: pip install '\.\[hf\]'"):
+    with pytest.raises(ImportError, match=r"need the package safetensors; got .* Install it: pip install -e '\.\[hf\]'"):
         write_model(tmp_path, config, params)
 
 

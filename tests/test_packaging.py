@@ -20,6 +20,7 @@ from jaxpar.report import regression
 from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
+PURELIB = sysconfig.get_path("purelib")
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
 
@@ -121,6 +122,22 @@ print(jaxpar.__file__, main(["--version"])); sys.exit(main())"""
     assert Path(where.removesuffix(" 0")).is_relative_to(installed.parent)
     assert "47 rows of portland_houses.csv" in said
     assert "all-reduce" in said
+
+
+def test_a_clone_is_found_from_beside_it(source, tmp_path):
+    """In the folder of a clone, the clone itself looks like a package: only an entry of the path is asked before it."""
+    clone = source.with_name("jaxpar")
+    source.rename(clone)
+    try:
+        editable = build("build_editable", clone, tmp_path)
+        with zipfile.ZipFile(editable) as archive:
+            archive.extractall(tmp_path / "site")
+        script = f"""import site, sys; site.addsitedir({str(tmp_path / "site")!r}); sys.path.append({PURELIB!r})
+import jaxpar; print(jaxpar.__file__); jaxpar.use_fake_devices"""
+        found = run(sys.executable, "-S", "-c", script, cwd=clone.parent)
+        assert Path(found.strip()) == clone / "jaxpar" / "__init__.py"
+    finally:
+        clone.rename(source)
 
 
 def test_the_console_script_is_declared(wheel):

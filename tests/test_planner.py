@@ -642,7 +642,7 @@ def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)
     assert main(["plan", *GPT2, "--tensor", "1", "--stage", "1", "--remat", "no", "--compile", "1"]) == 2
-    assert "Install it: pip install '.[gpu-compile]'" in capsys.readouterr().err
+    assert "Install it: pip install -e '.[gpu-compile]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 15)])

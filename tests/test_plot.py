@@ -208,5 +208,5 @@ def test_picture_without_matplotlib_says_what_to_install(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"plot_placement needs matplotlib; .* pip install '\.\[plot\]'"):
+    with pytest.raises(ImportError, match=r"plot_placement needs matplotlib; .* pip install -e '\.\[plot\]'"):
         plot_placement({"data": 2}, path="mesh.svg")

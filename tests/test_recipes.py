@@ -255,7 +255,7 @@ def test_flags_of_gpus_to_compile_for_are_checked(tmp_path, capsys, monkeypatch,
 def test_a_compiler_for_gpus_that_is_missing_is_named_with_its_remedy(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
-    assert "got none. Install it: pip install '.[gpu-compile]' in the clone of jaxpar, or" in refused(
+    assert "got none. Install it: pip install -e '.[gpu-compile]' in the clone of jaxpar, or" in refused(
         capsys, tmp_path, "--compile-for", "h100"
     )
 
@@ -495,7 +495,7 @@ def test_pictures_without_matplotlib_are_refused(tmp_path, capsys, monkeypatch):
     said = refused(capsys, tmp_path)
     assert (
         said
-        == "the recipe's pictures need matplotlib; got none. Install it: pip install '.[plot]' in the clone of jaxpar."
+        == "the recipe's pictures need matplotlib; got none. Install it: pip install -e '.[plot]' in the clone of jaxpar."
     )
 
 

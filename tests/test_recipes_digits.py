@@ -210,7 +210,7 @@ def test_flags_that_cannot_be_used_are_refused_before_anything_is_compiled(capsy
 @pytest.mark.parametrize(("library", "extra"), [("sklearn", "data"), ("matplotlib", "plot")])
 def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch, capsys, tmp_path, library, extra):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == library else object())
-    assert f"got none. Install it: pip install '.[{extra}]' in the clone of jaxpar." in refused(capsys, tmp_path)
+    assert f"got none. Install it: pip install -e '.[{extra}]' in the clone of jaxpar." in refused(capsys, tmp_path)
 
 
 def test_a_loss_that_does_not_stay_finite_ends_with_its_own_code(capsys, tmp_path):

@@ -202,7 +202,7 @@ def test_records_of_tokens_are_told_from_records_of_text(file, tmp_path):
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package, suffix):
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / f"a.{suffix}").write_bytes(b"")
-    with pytest.raises(ImportError, match=r"got .*\. Install it: pip install '\.\[records\]'"):
+    with pytest.raises(ImportError, match=r"got .*\. Install it: pip install -e '\.\[records\]'"):
         open_records([tmp_path / f"a.{suffix}"])
 
 

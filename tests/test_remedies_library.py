@@ -281,7 +281,7 @@ def test_every_extra_that_a_message_names_exists_and_is_installed_by_a_command_f
         assert extra in extras, f"{path}: {extra}"
     for where, text in messages():
         assert "jaxpar[" not in text, f"{where}: {text}"
-    assert install_extra("hf") == "Install it: pip install '.[hf]' in the clone of jaxpar"
+    assert install_extra("hf") == "Install it: pip install -e '.[hf]' in the clone of jaxpar"
 
 
 def test_nothing_installs_jaxpar_from_an_index_where_it_is_not():
@@ -293,6 +293,7 @@ def test_nothing_installs_jaxpar_from_an_index_where_it_is_not():
     ):
         if path.name != "CHANGELOG.md":
             assert not re.search(r"pip install [^\n`]*jaxpar\[", path.read_text()), path
+            assert not re.search(r"pip install (?:-\S+ )*'?\.", path.read_text().replace("-e '.", "")), path
 
 
 def test_every_name_of_jaxpar_that_a_message_names_exists():

@@ -249,5 +249,5 @@ def test_simulate_checks_the_table_first():
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"plot_timeline needs matplotlib; .* pip install '\.\[plot\]'"):
+    with pytest.raises(ImportError, match=r"plot_timeline needs matplotlib; .* pip install -e '\.\[plot\]'"):
         plot_timeline(make_schedule("1f1b", 2, 2), "timeline.svg")

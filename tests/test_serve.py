@@ -850,7 +850,7 @@ def test_without_a_package_of_the_extra_it_is_named(tmp_path, capsys, monkeypatc
     assert jaxpar_main(["serve", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "serving needs starlette, uvicorn and prometheus-client; got import of uvicorn halted" in said
-    assert "Install it: pip install '.[serve]' in the clone of jaxpar." in said
+    assert "Install it: pip install -e '.[serve]' in the clone of jaxpar." in said
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, capsys):

@@ -225,5 +225,5 @@ def test_a_missing_package_is_named_with_its_extra(folder, monkeypatch, package,
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"{message}.*got .*\. Install it: pip install '\.\[hf\]'"):
+    with pytest.raises(ImportError, match=rf"{message}.*got .*\. Install it: pip install -e '\.\[hf\]'"):
         read_tokenizer(folder)

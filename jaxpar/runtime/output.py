@@ -97,9 +97,9 @@ def install_extra(extra: str) -> str:
     """Returns the remedy for a package that is missing, without a full stop.
 
     >>> install_extra("hf")
-    "Install it: pip install '.[hf]' in the clone of jaxpar"
+    "Install it: pip install -e '.[hf]' in the clone of jaxpar"
     """
-    return f"Install it: pip install '.[{extra}]' in the clone of jaxpar"
+    return f"Install it: pip install -e '.[{extra}]' in the clone of jaxpar"
 
 
 @contextmanager
