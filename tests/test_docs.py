@@ -1,6 +1,7 @@
 """README and docs/ tell the truth: programs print what is shown, commands run, pictures are those that the code draws."""
 
 import contextlib
+import functools
 import importlib
 import io
 import itertools
@@ -13,6 +14,7 @@ import sys
 import types
 from pathlib import Path
 
+import all_reduce
 import digits
 import gpt
 import house_prices
@@ -22,6 +24,7 @@ import pictures
 import pictures_zh
 import pytest
 import reference
+import tyro
 import yaml
 from fontTools.ttLib import TTFont
 from matplotlib import font_manager
@@ -31,8 +34,8 @@ from jaxpar.__main__ import COMMANDS
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names
-from jaxpar.report import classification, regression
-from jaxpar.run import evaluation
+from jaxpar.report import classification, published_jobs, regression
+from jaxpar.run import Run, evaluation
 from jaxpar.runtime import launch
 from tests.support import doc_pages
 from tests.support.waiting import WAIT_SECONDS
@@ -178,6 +181,40 @@ def reads_a_run(command):
     return any("runs/" in word for word in command.words) or "--predict" in command.words
 
 
+class AcceptedError(Exception):
+    """All checks have passed: what follows would compile."""
+
+
+def accept(*_):
+    raise AcceptedError
+
+
+def test_the_programs_of_readme_and_guide_take_their_commands(run, monkeypatch):
+    """A recipe checks its flags and model, up to where it would compile; other commands, and what reads a run, their flags."""
+    monkeypatch.setattr(Run, "compile", accept)
+    monkeypatch.setattr(all_reduce, "init_params", accept)
+    monkeypatch.setattr(published_jobs, "make_step", accept)
+    parse = tyro.cli
+    as_it_is = lambda kind: kind if isinstance(kind, type) else functools.wraps(kind)(lambda *_, **__: None)
+    tried = set()
+    for command in itertools.chain.from_iterable(map(doc_pages.commands, (README, *IN_ORDER))):
+        if command.words[0] != "python" or command.words in tried:
+            continue
+        tried.add(command.words)
+        (_, script, *args), _ = command.without_redirection()
+        if args[:2] == ["jaxpar", "train"]:
+            script, args = args[2].replace("-", "_"), args[3:]
+        if script == "-m":
+            monkeypatch.setattr(tyro, "cli", lambda kind, **settings: parse(as_it_is(kind), **settings))
+            jaxpar_main(args[1:])
+        elif str(command) in RUN_BY or {"--resume", "--predict", "--init-from"} & set(args):
+            parse(importlib.import_module(Path(script).stem).Config, args=args)
+        else:
+            with contextlib.suppress(AcceptedError):
+                run(command)
+
+
+@pytest.mark.full
 def test_who_follows_readme_and_guide_gets_what_they_quote(run):
     """Each Python command once, in the order of the pages, in one folder."""
     printed = {}
