@@ -6,14 +6,15 @@ BIN := $(VENV)/bin
 WORKERS ?= 4
 
 .DELETE_ON_ERROR:
-.PHONY: help train test test-all check check-slow mutations gpu-compiler check-gpu chaos docs bench
+.PHONY: help train installed test test-all lint check check-slow mutations gpu-compiler check-gpu chaos docs bench
 
 help:
 	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/train/"
 	@echo "make test        run the tests: each property once, at most 600 CPU seconds"
 	@echo "make test-all    run all tests but those of check-slow: a change lands when they pass"
 	@echo "make docs        build the guide and the reference: site/index.html"
-	@echo "make check       formatting, lint, types, import contracts, tests: what has to pass before a commit lands"
+	@echo "make lint        formatting, lint, types, import contracts"
+	@echo "make check       lint, docs, test-all: what has to pass before a change lands"
 	@echo "make check-slow  run the tests that make test-all leaves out, every mesh, schedule and setting: 40 minutes on 2 cores"
 	@echo "make mutations   break the package in 56 places, one after another: the tests must notice each; 17 minutes on 2 cores"
 	@echo "make check-gpu   compile steps for GPUs that are not here, and count what they would do; installs CUDA's compiler (0.8 GB)"
@@ -63,13 +64,15 @@ test: $(VENV)/for-tests
 test-all: $(VENV)/for-tests
 	$(PYTEST) -m "not slow"
 
-check: $(VENV)/installed
+installed: $(VENV)/installed
+
+lint: $(VENV)/installed
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
-	$(MAKE) docs
-	$(MAKE) test-all
+
+check: lint docs test-all
 
 check-slow: $(VENV)/for-tests
 	$(PYTEST) -q -m slow --durations=15
