@@ -113,6 +113,7 @@ def mean_square(outputs, batch):
     return jnp.mean((outputs - batch["y"]) ** 2)
 
 
+@pytest.mark.full
 @each_library
 def test_three_steps_on_data_2_tensor_2_give_the_losses_of_one_device(library):
     make, sharding_rules = MODELS[library]
@@ -172,6 +173,7 @@ def test_modules_are_stacked_as_the_layers_of_a_model():
     assert model.apply(params, make_batch(0)).shape == (8, FEATURES)
 
 
+@pytest.mark.full
 def test_stacked_modules_run_in_a_pipeline_with_the_numbers_of_one_device():
     init, apply = adapters.from_linen(linen.Dense(FEATURES), example())
     model = jaxpar.LayeredModel(

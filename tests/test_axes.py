@@ -48,6 +48,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("axes", "zero", "settings"), RUNS)
 def test_groups_of_replicas_have_the_numbers_of_one_device(x64, axes, zero, settings):
     mesh, optimizer = jaxpar.make_mesh(**axes), optax.adam(1e-2)
@@ -73,10 +74,15 @@ def test_groups_of_replicas_have_the_numbers_of_one_device(x64, axes, zero, sett
 @pytest.mark.parametrize(
     ("axes", "zero", "settings"),
     [
-        ({"replica": 2, "data": 2, "tensor": 2}, 1, {"overlap_grad_reduce": True}),
-        ({"replica": 2, "data": 2, "stage": 2}, 2, {"overlap_grad_reduce": True, "mask_idle_ops": True}),
+        pytest.param({"replica": 2, "data": 2, "tensor": 2}, 1, {"overlap_grad_reduce": True}, marks=pytest.mark.full),
+        pytest.param(
+            {"replica": 2, "data": 2, "stage": 2},
+            2,
+            {"overlap_grad_reduce": True, "mask_idle_ops": True},
+            marks=pytest.mark.full,
+        ),
         ({"replica": 2, "data": 4}, 3, {"grad_reduce_dtype": jnp.float64}),
-        ({"replica": 2, "data": 2, "stage": 2}, 0, {"executor": "mpmd"}),
+        pytest.param({"replica": 2, "data": 2, "stage": 2}, 0, {"executor": "mpmd"}, marks=pytest.mark.full),
     ],
 )
 def test_gradients_reduced_in_other_ways_equal_those_of_one_device(x64, axes, zero, settings):
@@ -90,6 +96,7 @@ def test_gradients_reduced_in_other_ways_equal_those_of_one_device(x64, axes, ze
     assert_same(jaxpar.fetch(got), tiny.reference(params, batch))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("zero", "stage"), covering([(1, 2), (2, 1), (3, 2)], (1, 2, 3), (1, 2)))
 def test_zero_stays_inside_a_group_and_one_all_reduce_joins_the_groups(zero, stage):
     mesh = jaxpar.make_mesh(replica=2, data=2, stage=stage)

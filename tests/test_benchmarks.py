@@ -82,6 +82,7 @@ def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_b
     assert own["32, ratio"] == own[many] / gpipe[many]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
@@ -124,6 +125,7 @@ def test_a_roofline_without_the_compiler_for_gpus_or_of_a_job_that_there_is_not_
         gpu_roofline.main(gpu_roofline.Config(jobs=("9b",)))
 
 
+@pytest.mark.full
 def test_peers_step_in_turn_and_have_the_same_losses(smoke_here):
     rows = smoke_here("peers.py", "--only", "data")
     assert {"jax.jit with shardings, DP 2", "jaxpar, DP 2"} <= {row["peer"] for row in rows}
@@ -243,6 +245,7 @@ def mpmd_jit_with_loop(fun, mpmd_mesh, donate_argnums):
 """
 
 
+@pytest.mark.full
 def test_the_step_of_the_jaxpp_peer_marks_each_stage_and_trains_as_one_device(monkeypatch):
     api = types.ModuleType("jaxpp.api")
     exec(IN_SEQUENCE.replace("WANTED", "8"), vars(api))

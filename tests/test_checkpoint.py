@@ -21,8 +21,8 @@ from tests.support.waiting import WAIT_SECONDS
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({"data": 4, "tensor": 2}, {"data": 2, "tensor": 4}),
-        ({"data": 8}, {}),
+        pytest.param({"data": 4, "tensor": 2}, {"data": 2, "tensor": 4}, marks=pytest.mark.full),
+        pytest.param({"data": 8}, {}, marks=pytest.mark.full),
         ({}, {"data": 4, "tensor": 2}),
     ],
     ids=str,
@@ -156,9 +156,9 @@ def test_what_is_kept_must_make_sense(tmp_path, keep, message):
 @pytest.mark.parametrize(
     ("keep", "left"),
     [
-        ({"keep": 1}, (12,)),
-        ({"keep": 2, "keep_every": 4}, (4, 8, 10, 12)),
-        ({"keep": 1, "keep_best": "test_loss"}, (6, 12)),
+        pytest.param({"keep": 1}, (12,), marks=pytest.mark.full),
+        pytest.param({"keep": 2, "keep_every": 4}, (4, 8, 10, 12), marks=pytest.mark.full),
+        pytest.param({"keep": 1, "keep_best": "test_loss"}, (6, 12), marks=pytest.mark.full),
         ({"keep": 1, "keep_best": "-accuracy"}, (2, 12)),
     ],
     ids=str,
@@ -272,7 +272,9 @@ def test_a_save_that_fails_on_its_way_leaves_the_others_whole(tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["0"], "it takes its own leavings away"
 
 
-@pytest.mark.parametrize(("saved", "wanted"), [(np.float32, "bfloat16"), (np.float32, "float16")])
+@pytest.mark.parametrize(
+    ("saved", "wanted"), [pytest.param(np.float32, "bfloat16", marks=pytest.mark.full), (np.float32, "float16")]
+)
 def test_another_dtype_is_refused_unless_a_cast_is_asked_for(tmp_path, saved, wanted):
     mesh = jaxpar.make_mesh(data=2, tensor=2)
     state = make_state(mesh)

@@ -38,7 +38,11 @@ def damage(folder, step, file="_CHECKPOINT_METADATA"):
     path.write_bytes(path.read_bytes()[:-1] + b"?")
 
 
-@pytest.mark.parametrize("new", [(6, 7, 8, 10), (12,), (10,)], ids=str)
+@pytest.mark.parametrize(
+    "new",
+    [pytest.param((6, 7, 8, 10), marks=pytest.mark.full), (12,), pytest.param((10,), marks=pytest.mark.full)],
+    ids=str,
+)
 def test_a_run_that_goes_back_to_a_step_sets_the_later_ones_aside(folder, new):
     said = []
     manager = open_folder(folder, keep=100, say=said.append)

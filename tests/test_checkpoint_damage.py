@@ -47,6 +47,7 @@ def restored_step(manager):
     return int(manager.restore(make_state(manager.mesh)).step)
 
 
+@pytest.mark.full
 def test_each_of_200_flipped_bits_is_found_and_its_file_named(folder, manager):
     assert manager.verify(10) == []
     seed = tiny.fresh_seed()

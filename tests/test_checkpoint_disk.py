@@ -16,6 +16,7 @@ from jaxpar.runtime import coordination
 from tests.support.broken_disk import failing
 from tests.support.failed_saves import GIVES_WRITES_UP, writes_given_up  # noqa: F401 (a fixture)
 from tests.support.oracle import assert_same_bits
+from tests.support.tiers import quick
 from tests.support.tiny_state import at_step, make_state
 from tests.support.waiting import NEVER, wait_until
 
@@ -43,7 +44,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(("place", "name"), [*((place, "ENOSPC") for place in PLACES), ("the root", "EROFS")])
+@pytest.mark.parametrize(
+    ("place", "name"), quick([*((place, "ENOSPC") for place in PLACES), ("the root", "EROFS")], 0, 2)
+)
 def test_a_save_that_fails_anywhere_is_told_and_the_next_begins_anew(manager, said, place, name):
     state = make_state(manager.mesh)
     manager.save(at_step(state, 1))
@@ -194,6 +197,7 @@ def test_each_operation_has_a_key_of_its_own():
     assert Operation(1)._key != Operation(1)._key
 
 
+@pytest.mark.full
 def test_a_write_that_ends_after_its_loop_was_closed_prints_nothing(monkeypatch):
     shown = []
     monkeypatch.setattr(sys, "unraisablehook", lambda raised: shown.append(str(raised.exc_value)))

@@ -94,6 +94,7 @@ def saved(tmp_path_factory):
     return folder, run.digests(), run.train(STEPS_AFTER)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "where",
     [
@@ -117,6 +118,7 @@ def test_a_run_goes_on_in_another_layout_from_the_same_values(saved, where):
     assert_same(run.train(STEPS_AFTER), losses, within=1e-6)
 
 
+@pytest.mark.full
 def test_layers_that_do_not_share_out_evenly_are_saved_in_the_models_order(tmp_path):
     run = Run(tmp_path, stage=4, layers_per_virtual_stage=(1, 2, 2, 2), num_layers=7).begin()
 

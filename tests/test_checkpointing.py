@@ -85,6 +85,7 @@ def curve(folder):
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",
     ["house_prices", "digits", pytest.param("gpt", marks=pytest.mark.slow)],  # which tests/test_recipes_gpt.py resumes
@@ -114,6 +115,7 @@ def test_a_recipe_that_is_asked_to_stop_saves_and_draws_and_goes_on_to_the_same_
     assert curve(tmp_path) == want, "bit for bit"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ONE_AND_SLOW_OTHERS)
 def test_a_recipe_asked_to_stop_while_it_compiles_saves_its_first_step(recipe, tmp_path, monkeypatch):
     send_while_compiling(monkeypatch, signal.SIGTERM)
@@ -179,6 +181,7 @@ def stop(process, folder, number, until):
 LONG = ("--steps", "1000000", "--fake-devices", "2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "number", "until"),
     [

@@ -29,7 +29,18 @@ def checksums(tree, specs=SPECS, **sizes):
     return {path: found.checksum for path, found in check_arrays(arrays, mesh).items()}
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8, np.bool_, np.float16, np.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(np.float32, marks=pytest.mark.full),
+        pytest.param(jnp.bfloat16, marks=pytest.mark.full),
+        pytest.param(np.int8, marks=pytest.mark.full),
+        np.bool_,
+        pytest.param(np.float16, marks=pytest.mark.full),
+        pytest.param(np.complex64, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_a_checksum_is_the_same_on_every_mesh(dtype):
     one = checksums(values(dtype))
     assert one == checksums(values(dtype), data=4, tensor=2) == checksums(values(dtype), data=2, stage=2, tensor=2)

@@ -109,7 +109,13 @@ DYNAMIC = {"rope_scaling": transformer.RopeScaling(kind="dynamic", factor=2.0, o
     ("axes", "changes", "packed", "settings"),
     [
         ({"context": 2, "stage": 2, "tensor": 2}, GATHER, True, {"schedule": "1f1b", "zero": 2}),
-        ({"data": 2, "context": 2}, GATHER | EXPERTS, False, {"zero": 3, "experts": EXPERTS_OVER_DATA}),
+        pytest.param(
+            {"data": 2, "context": 2},
+            GATHER | EXPERTS,
+            False,
+            {"zero": 3, "experts": EXPERTS_OVER_DATA},
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_split_sequences_have_the_numbers_of_one_device(x64, axes, changes, packed, settings):
@@ -199,6 +205,7 @@ def trained_on_one_device(config, num_steps):
     return params, norm
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "zero", "schedule"),
     [
@@ -332,6 +339,7 @@ def test_columns_that_do_not_fit_are_refused(changes, seq, message):
         jaxpar.shard_batch(batch, jaxpar.make_mesh(context=4), seq=seq)
 
 
+@pytest.mark.full
 def test_bfloat16_is_trained_on_cpu_devices():
     step, mesh, shardings = make_run({"context": 2}, make_config(compute_dtype="bfloat16", **GATHER))
     params, batch = make_params(make_config(), jnp.float32), cast(make_batch(), np.float32)
@@ -341,6 +349,7 @@ def test_bfloat16_is_trained_on_cpu_devices():
     assert_same(grads, want[1], within=0.1)
 
 
+@pytest.mark.full
 def test_the_batch_in_the_order_of_the_devices_is_the_same_batch_on_one_device(x64):
     config, batch = make_config(), make_batch(packed=True)
     params, model, loss = make_params(config), transformer.make_model(config), make_loss(config)
@@ -349,6 +358,7 @@ def test_the_batch_in_the_order_of_the_devices_is_the_same_batch_on_one_device(x
     assert_same(of(in_order), of(batch))
 
 
+@pytest.mark.full
 def test_a_batch_that_is_not_in_the_order_of_the_devices_gives_nan(x64):
     step, mesh, shardings = make_run({"context": 2}, make_config(num_layers=1), num_microbatches=1)
     params, batch = jaxpar.shard(make_params(make_config(num_layers=1)), shardings), make_batch()
@@ -525,6 +535,7 @@ def counted(report):
     return found
 
 
+@pytest.mark.full
 def test_a_layer_gathers_its_keys_and_values_once_in_each_pass_and_scatters_their_gradients_once():
     found, sizes = collectives({"data": 2, "context": 2, "tensor": 2}, GATHER)
     passes = SMALL["num_layers"] * 2  # of two microbatches
@@ -540,7 +551,7 @@ def test_a_layer_gathers_its_keys_and_values_once_in_each_pass_and_scatters_thei
     assert sizes["all-gather", CONTEXT] == 4 * rows * SEQ * heads * 2 * head_dim, "each shard of tensor gathers its own"
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_what_was_gathered_is_not_stored(tensor):
     config, mesh = make_config(compute_dtype="float32"), jaxpar.make_mesh(context=4, tensor=tensor)
     model, one = transformer.make_model(config), partial(jax.tree.map, lambda p: p.update(shape=p.shape[1:]))
@@ -569,6 +580,7 @@ def memory(context, seq=512):
     return compiled.memory_analysis().temp_size_in_bytes, compiled.as_text()
 
 
+@pytest.mark.full
 def test_a_fourth_of_each_sequence_takes_less_than_a_third_of_the_memory():
     whole, _ = memory(1)
     part, text = memory(4)
@@ -590,6 +602,7 @@ def test_the_form_that_moves_fewer_bytes_is_the_default():
     assert context_parallel.CONTEXT == CONTEXT
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("packed", "axes"),
     [

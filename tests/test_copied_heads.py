@@ -27,6 +27,7 @@ from tests.support.tiny_transformer import (
 FEW = {"num_kv_heads": 2, "explicit_head_dim": 8}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("switches", "mesh_sizes", "constrain"),
     [
@@ -50,6 +51,7 @@ def test_copied_heads_have_the_loss_and_gradients_of_one_device_in_float64(x64, 
     assert_same(got, reference(config, params, batch), message=f"seed {seed}")
 
 
+@pytest.mark.full
 def test_copied_heads_hold_no_copy_at_rest_and_gather_no_activation():
     config = dataclasses.replace(FAMILIES["llama"], **FEW).for_tensor(4)
     mesh = jaxpar.make_mesh(tensor=4, devices=jax.devices()[:4])
@@ -69,6 +71,7 @@ def test_copied_heads_hold_no_copy_at_rest_and_gather_no_activation():
     assert len(rest) == 3, report.render()  # forward, backward, and the gradient
 
 
+@pytest.mark.full
 def test_a_mesh_without_a_key_and_value_head_for_each_device_generates_what_one_device_does():
     config = dataclasses.replace(FAMILIES["llama"], **FEW)
     params, mesh = make_params(config), jaxpar.make_mesh(stage=2, tensor=4)

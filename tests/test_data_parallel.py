@@ -15,6 +15,7 @@ from jaxpar.inspect import assert_collectives
 from tests.support import tiny
 from tests.support.covering import covering
 from tests.support.oracle import assert_same
+from tests.support.tiers import quick
 
 
 def test_rows_are_split_over_data_and_whole_on_tensor():
@@ -88,7 +89,9 @@ def test_bfloat16_is_accumulated_in_float32():
     assert accumulate(lambda part: part.sum(), ones, 512) == 512
 
 
-@pytest.mark.parametrize(("tensor", "num_microbatches"), covering([(1, 1), (1, 8), (2, 4)], (1, 2), (1, 4, 8)))
+@pytest.mark.parametrize(
+    ("tensor", "num_microbatches"), quick(covering([(1, 1), (1, 8), (2, 4)], (1, 2), (1, 4, 8)), 2)
+)
 def test_gradients_cross_the_data_axis_once_a_step(num_microbatches, tensor):
     mesh = jaxpar.make_mesh(data=4, tensor=tensor)
     value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=num_microbatches)
@@ -180,7 +183,7 @@ def rotating_step(run, dtype):
     return step, jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)
 
 
-@pytest.mark.parametrize("run", REDUCED_RUNS)
+@pytest.mark.parametrize("run", quick(REDUCED_RUNS, "ZeRO 2 overlap"))
 def test_complex_gradients_keep_both_parts_in_the_dtype_of_reductions(run):
     step, params, batch = rotating_step(run, jnp.float32)
     got, want = jaxpar.fetch(step(params, batch)), rotating_reference()
@@ -188,7 +191,15 @@ def test_complex_gradients_keep_both_parts_in_the_dtype_of_reductions(run):
     assert_same(got, want, within=1e-5)
 
 
-@pytest.mark.parametrize("run", ["plain", "ZeRO 2 overlap", "ZeRO 3", "pipeline"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        "plain",
+        pytest.param("ZeRO 2 overlap", marks=pytest.mark.full),
+        pytest.param("ZeRO 3", marks=pytest.mark.full),
+        pytest.param("pipeline", marks=pytest.mark.full),
+    ],
+)
 def test_complex_gradients_are_as_many_collectives_and_half_the_bytes_in_16_bits(run, monkeypatch):
     monkeypatch.setattr("jaxpar.parallel.check_reduce_dtype", lambda dtype, mesh: None)  # is not compiled
 

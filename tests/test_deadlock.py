@@ -55,6 +55,7 @@ FUSED = (in_one_dim, (WIDTH, 3 * WIDTH), PartitionSpec(None, "tensor"))
 APART = (in_two_dims, (WIDTH, 3, WIDTH), PartitionSpec(None, None, "tensor"))
 
 
+@pytest.mark.full
 def test_a_fused_projection_that_is_split_over_tensor_is_refused(x64):
     step, state, batch = make_step(*FUSED)
     with pytest.raises(ValueError, match=REFUSED):
@@ -63,6 +64,7 @@ def test_a_fused_projection_that_is_split_over_tensor_is_refused(x64):
         check_permutes(step.lower(state, batch).compile())
 
 
+@pytest.mark.full
 def test_so_is_one_in_a_layer_that_one_stage_alone_has(x64):
     """Masked ticks have no branches, but the loop over the third layer is one that the other stage leaves earlier."""
     step, state, batch = make_step(*FUSED, num_layers=3, mask_idle_ops=True)
@@ -70,12 +72,14 @@ def test_so_is_one_in_a_layer_that_one_stage_alone_has(x64):
         step(state, batch)
 
 
+@pytest.mark.full
 def test_where_all_stages_take_part_it_is_no_fault(x64):
     step, state, batch = make_step(*FUSED, mask_idle_ops=True)
     other, same, _ = make_step(*FUSED, executor="mpmd")
     oracle.assert_same(float(step(state, batch)[1]["loss"]), float(other(same, batch)[1]["loss"]), within=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("form", "executor"), [(APART, "spmd"), (FUSED, "mpmd")])
 def test_what_the_message_names_gives_the_loss_of_one_device(x64, form, executor):
     layer, shape, _ = form
@@ -86,6 +90,7 @@ def test_what_the_message_names_gives_the_loss_of_one_device(x64, form, executor
     oracle.assert_same(float(metrics["loss"]), float(want), within=1e-6)
 
 
+@pytest.mark.full
 def test_a_step_is_checked_once(x64, monkeypatch):
     checks = []
     monkeypatch.setattr("jaxpar.train.check_permutes", checks.append)

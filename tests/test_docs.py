@@ -38,6 +38,7 @@ from jaxpar.report import classification, published_jobs, regression
 from jaxpar.run import Run, evaluation
 from jaxpar.runtime import launch
 from tests.support import doc_pages
+from tests.support.tiers import quick, without
 from tests.support.waiting import WAIT_SECONDS
 
 ROOT = doc_pages.ROOT
@@ -109,7 +110,14 @@ def _devices_are_here(monkeypatch):
 
 
 @pytest.mark.usefixtures("_devices_are_here")
-@pytest.mark.parametrize("page", ENGLISH, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    without(
+        ENGLISH,
+        *(DOCS / f"{name}.md" for name in ("coming_from", "long-sequences", "pretrained", "ring", "your_model")),
+    ),
+    ids=name_of,
+)
 def test_page_shows_what_its_programs_print(page):
     names: dict = {}
     for program, shown in re.findall(
@@ -366,7 +374,8 @@ def test_every_picture_is_shown():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in pictures.SLOW else n for n in pictures.PICTURES]
+    "name",
+    quick([pytest.param(n, marks=pytest.mark.slow) if n in pictures.SLOW else n for n in pictures.PICTURES], "neuron"),
 )
 def test_picture_is_the_one_that_the_code_draws(tmp_path, name):
     pictures.draw(name, tmp_path)

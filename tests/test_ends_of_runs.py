@@ -72,6 +72,7 @@ def both(*args):
     return [code for code, _, _ in ends], [err for _, _, err in ends]
 
 
+@pytest.mark.full
 def test_flags_that_cannot_be_used_end_a_recipe_with_2_on_every_process(tmp_path):
     codes, errors = both("-c", MEET, ROOT / "recipes/house_prices.py", "--mesh.data", 3, "--out-dir", tmp_path / "run")
     for code, err in zip(codes, errors, strict=True):
@@ -80,6 +81,7 @@ def test_flags_that_cannot_be_used_end_a_recipe_with_2_on_every_process(tmp_path
     assert not (tmp_path / "run").exists(), "nothing was written"
 
 
+@pytest.mark.full
 def test_checkpoints_none_of_which_is_whole_end_a_run_with_65_on_every_process(tmp_path):
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     codes, errors = both("-c", MEET, RUN, tmp_path / "run", "--resume")
@@ -114,6 +116,7 @@ def processes_of(folder):
     return found
 
 
+@pytest.mark.full
 def test_a_launcher_killed_while_its_run_trains_leaves_nothing_running_and_the_next_goes_on(tmp_path):
     folder = tmp_path / "run"
     process = start(*launched(folder, "--steps", 10**6, "--every", 2, "--seconds", 0.02), stderr=subprocess.DEVNULL)

@@ -49,6 +49,7 @@ def make_eval(config, axes, *, rules=OVER_TENSOR, layout=None, constrain=None, z
 PACKED = np.sort(np.arange(ROWS * SEQ).reshape(ROWS, SEQ) * 7 % 3, axis=1).astype(np.int32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "axes", "settings"),
     [
@@ -107,6 +108,7 @@ def _compiled(axes, *, rows=8, seq=256, train=False, **pipeline):
     return jaxpar.inspect_step(jax.jit(step), params, jaxpar.abstract_batch(batch, mesh))
 
 
+@pytest.mark.full
 def test_nothing_is_computed_for_gradients():
     assert 3 * compiled({}).flops == compiled({}, train=True).flops
     kinds = [(each.kind, each.axes) for each in compiled({"context": 2, "stage": 2}).collectives]
@@ -116,6 +118,7 @@ def test_nothing_is_computed_for_gradients():
     )
 
 
+@pytest.mark.full
 def test_microbatches_and_context_bound_the_memory_of_an_evaluation():
     temp = lambda *args, **settings: compiled(*args, **settings).memory.temp_bytes
     whole = temp({})

@@ -71,6 +71,7 @@ STAGES = {"mesh": (1, 4, 1), "num_layers": 24}
 SHARDS = {"mesh": (2, 2, 2)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "remat", "where"),
     covering(
@@ -137,12 +138,14 @@ def test_tensor_parallelism_costs_one_all_reduce_a_pair_of_weights_each_way_insi
     assert got == [(ACTIVATION_BYTES, runs)] * (3 if remat else 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-h1"])
 def test_temp_bytes_do_not_grow_with_the_number_of_microbatches(name):
     few, many = (compiled(name, (2, 2, 2), num_microbatches=count)[1].memory.temp_bytes for count in (8, 64))
     assert few == many
 
 
+@pytest.mark.full
 def test_temp_bytes_of_gpipe_do_grow():
     few, many = (compiled("gpipe", (2, 2, 2), num_microbatches=count)[1].memory.temp_bytes for count in (8, 64))
     assert many > 4 * few
@@ -157,7 +160,7 @@ def num_instructions(program):
     [
         pytest.param("1f1b", {"num_microbatches": 64}, marks=pytest.mark.slow),
         ("zb-h1", {"num_microbatches": 64}),
-        ("zb-h1", {"num_layers": 64}),
+        pytest.param("zb-h1", {"num_layers": 64}, marks=pytest.mark.full),
         pytest.param("1f1b", {"num_layers": 64}, marks=pytest.mark.slow),
     ],
 )
@@ -221,6 +224,7 @@ def test_copies_in_loops_are_found():
     assert (4, 8) in copies_in_loops(text)
 
 
+@pytest.mark.full
 def test_products_of_ops_that_are_masked_or_skipped_are_counted_as_often_as_they_run():
     """zb-h1 on 2 stages, with 8 microbatches: the last two of its ten ticks skip, all others mask."""
     settings = {"name": "zb-h1", "mesh": (1, 2, 1), "form": "fused"}

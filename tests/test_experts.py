@@ -25,6 +25,7 @@ from jaxpar.tensor_parallel import EXPERT_RULES, TRANSFORMER_RULES, sequence_par
 from tests.support import tiny
 from tests.support.model_folders import all_tensors, change_config
 from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.tiers import quick
 from tests.support.tiny_experts import MOE, check_step, config_of, job, loss_of, reference
 from tests.support.tiny_transformer import EMBED, ROWS, SEQ, jit, make_params
 
@@ -232,7 +233,7 @@ def numpy_experts(config, params, x):
     return y
 
 
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("name", quick(MOE, "capacity"))
 def test_experts_compute_what_a_loop_over_them_computes(x64, name):
     config = config_of(name)
     params, x = one_layer(config)
@@ -271,6 +272,7 @@ def test_the_bias_of_a_router_chooses_and_does_not_weigh(x64):
 # Room.
 
 
+@pytest.mark.full
 def test_a_row_drops_the_same_tokens_whatever_lies_beside_it(x64):
     config = config_of("capacity")
     params, x = one_layer(config)
@@ -283,6 +285,7 @@ def test_a_row_drops_the_same_tokens_whatever_lies_beside_it(x64):
         assert own[0] == dropped[row]
 
 
+@pytest.mark.full
 def test_what_an_expert_has_no_room_for_depends_on_no_later_token(x64):
     config = config_of("capacity", z_coefficient=0.0)
     params, batch = job(config)
@@ -292,6 +295,7 @@ def test_what_an_expert_has_no_room_for_depends_on_no_later_token(x64):
     np.testing.assert_array_equal(logits(one)[:, :-1], logits(changed)[:, :-1])
 
 
+@pytest.mark.full
 def test_with_room_for_all_nothing_is_dropped(x64):
     config = config_of("capacity", capacity_factor=8.0)
     params, batch = job(config)
@@ -317,7 +321,7 @@ def test_the_balance_loss_is_that_of_the_paper(x64):
         assert_same(got[row], np.full(SEQ, uses @ shares))
 
 
-@pytest.mark.parametrize("name", ["olmoe", "deepseek"])
+@pytest.mark.parametrize("name", ["olmoe", pytest.param("deepseek", marks=pytest.mark.full)])
 def test_a_document_has_the_loss_of_a_row_of_its_own(x64, name):
     """Packed or not (Megatron-LM's issue 6115)."""
     config = config_of(name)
@@ -332,6 +336,7 @@ def test_a_document_has_the_loss_of_a_row_of_its_own(x64, name):
     assert_same(packed, tuple(sum(each) for each in zip(*alone, strict=True)))
 
 
+@pytest.mark.full
 def test_the_gradient_of_a_bias_is_the_load_of_each_expert(x64):
     """Padding rows do not count (Megatron-LM's issue 6114).
 
@@ -357,6 +362,7 @@ def test_loads_are_in_no_norm(x64):
     assert np.abs(grads["layers"]["router"]["bias"]).max() > LOAD_SCALE * 1e-3
 
 
+@pytest.mark.full
 def test_a_bias_rises_where_the_load_is_below_the_mean(x64):
     config = config_of("deepseek")
     params, batch = job(config)
@@ -372,6 +378,7 @@ def test_a_bias_rises_where_the_load_is_below_the_mean(x64):
         transformer.balance_experts(adamw, rate=-1.0)
 
 
+@pytest.mark.full
 def test_metrics_of_routers_are_means_over_the_weight():
     with jax.enable_x64(True):
         config = config_of("capacity", balance_coefficient=0.1)
@@ -410,6 +417,7 @@ def check_parity(name, split, mesh_sizes, *, schedule="zb-h1", **how):
     check_step(config, mesh, BY[split], seed=tiny.fresh_seed(), schedule=schedule, **how)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "split", "mesh_sizes", "how"),
     [
@@ -496,6 +504,7 @@ def test_loss_gradients_and_loads_of_the_mpmd_executor_equal_one_device(x64, nam
     check_parity(name, split, mesh_sizes, executor="mpmd", **how)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("split", [pytest.param("experts", marks=pytest.mark.slow), "expert_mlp"])
 def test_experts_cost_two_all_reduces_of_an_activation_a_layer_as_an_mlp_does(x64, split):
     """And in the backward pass one of the routing weights, which is joined with that of the activation."""
@@ -522,6 +531,7 @@ def test_experts_cost_two_all_reduces_of_an_activation_a_layer_as_an_mlp_does(x6
 # Products.
 
 
+@pytest.mark.full
 def test_the_kernel_multiplies_rows_by_the_weights_of_their_groups():
     rng = np.random.default_rng(0)
     rows, weights = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((1, 4 * TILE, 48), (1, 3, 48, 32)))
@@ -536,6 +546,7 @@ def test_the_kernel_multiplies_rows_by_the_weights_of_their_groups():
     assert not np.any(jit(product)(rows, weights)[:, 3 * TILE :]), "rows of no group are zeros"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("split", "mesh_sizes"),
     [
@@ -552,6 +563,7 @@ def test_the_kernel_has_the_numbers_of_ragged_products_on_a_mesh(x64, split, mes
     check_step(config, mesh_of(*mesh_sizes), BY[split], seed=tiny.fresh_seed(), num_microbatches=1, schedule="1f1b")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh_sizes", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 1, 2)])
 def test_a_function_can_take_the_place_of_the_products(x64, mesh_sizes):
     calls = []
@@ -573,6 +585,7 @@ def test_a_function_can_take_the_place_of_the_products(x64, mesh_sizes):
 # Beside others.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["deepseek", "capacity"])
 def test_generated_tokens_are_those_of_full_passes_that_drop_nothing(name):
     config = config_of(name, compute_dtype="float32", max_positions=16)
@@ -595,6 +608,7 @@ def test_factors_for_experts_are_refused(x64):
         jax.eval_shape(transformer.make_model(config).apply, adapted, batch)
 
 
+@pytest.mark.full
 def test_a_new_model_balances_its_experts():
     config = transformer.preset("moe-bytes", num_layers=1)
     params = jit(lambda key: init_params(transformer.param_table(config), key))(jax.random.key(0))
@@ -647,7 +661,7 @@ def test_a_folder_has_a_tensor_for_each_weight_of_each_expert(name, tmp_path):
     assert not [left for left in tensors if "expert" in left or "mlp" in left or "moe" in left]
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", quick(FOLDERS, "olmoe"))
 def test_a_folder_is_read_as_it_was_written(name, tmp_path):
     config, params, folder = folder_of(name, tmp_path)
     got = read_config(folder)

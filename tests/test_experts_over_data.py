@@ -48,9 +48,14 @@ def check(name, axes, *, schedule="zb-h1", changes=None, **how):
 @pytest.mark.parametrize(
     ("name", "axes", "how"),
     [
-        ("mixtral", {"data": 2, "stage": 2, "tensor": 2}, {"changes": A2A | TILES, "schedule": "1f1b", "masks": False}),
+        pytest.param(
+            "mixtral",
+            {"data": 2, "stage": 2, "tensor": 2},
+            {"changes": A2A | TILES, "schedule": "1f1b", "masks": False},
+            marks=pytest.mark.full,
+        ),
         pytest.param("deepseek", {"replica": 2, "data": 2, "tensor": 2}, {"changes": A2A, "zero": 3}, marks=SLOW),
-        ("qwen3", {"data": 2, "tensor": 2}, {"changes": TILES, "zero": 2}),
+        pytest.param("qwen3", {"data": 2, "tensor": 2}, {"changes": TILES, "zero": 2}, marks=pytest.mark.full),
         pytest.param("qwen3", {"data": 4, "stage": 2}, {"schedule": "1f1b", "masks": True, "zero": 2}, marks=SLOW),
         ("capacity", {"data": 4, "tensor": 2}, {"remat": True, "zero": 1}),
         pytest.param("mixtral", {"data": 2, "stage": 2, "tensor": 2}, {"changes": A2A, "masks": False}, marks=SLOW),
@@ -98,6 +103,7 @@ def test_every_schedule_has_the_numbers_of_one_device(x64, at, masks):
     check(name, {"data": 2, "stage": 2, "tensor": 2}, schedule=SCHEDULES[at], masks=masks, changes=changes, **how)
 
 
+@pytest.mark.full
 def test_an_idle_stage_may_get_too_many_rows(x64):
     """It routes all its zeros to the same experts, and what it computes, NaN, is discarded."""
     changes, how = {"expert_buffer": 3.0}, {"schedule": "1f1b", "masks": True, "num_microbatches": 1}
@@ -167,6 +173,7 @@ def test_three_steps_with_experts_over_tensor_equal_one_device(x64_in_threads):
     check_steps(over_tensor, train(config, mesh_of(), 3))
 
 
+@pytest.mark.full
 def test_three_steps_equal_one_device_and_are_restored_on_fewer(x64_in_threads, tmp_path):
     config, saved = config_of("deepseek", **TWO_LAYERS), []
     alone, want, losses = train(config, mesh_of(), 3)
@@ -208,6 +215,7 @@ def adapted_job():
     return config, lora, adapted, batch, jaxpar.fetch(jit(jax.value_and_grad(mean))(adapted))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "rules"),
     [
@@ -234,6 +242,7 @@ def too_little_room(exchange):
     return config_of("mixtral", expert_buffer=1.0, expert_exchange=exchange, **changes)
 
 
+@pytest.mark.full
 def test_a_step_with_too_many_rows_for_a_buffer_changes_nothing_and_is_counted():
     config = too_little_room("all_to_all")
     state, metrics, _ = train(config, mesh_of(data=4), 2)
@@ -242,6 +251,7 @@ def test_a_step_with_too_many_rows_for_a_buffer_changes_nothing_and_is_counted()
     assert_same_bits(jaxpar.fetch(state.params), job(config)[0])
 
 
+@pytest.mark.full
 def test_gathered_rows_that_are_too_many_for_a_buffer_make_the_loss_nan():
     config, mesh = too_little_room("gather"), mesh_of(data=4)
     *args, shardings = placed(config, mesh, RULES, *job(config))

@@ -52,7 +52,7 @@ def test_orbax_reads_the_tree_alone(tmp_path):
     assert_same_bits(read_orbax(tmp_path / "params", host), host)
 
 
-@pytest.mark.parametrize("export", [export_safetensors, export_orbax])
+@pytest.mark.parametrize("export", [export_safetensors, pytest.param(export_orbax, marks=pytest.mark.full)])
 def test_packed_layers_are_written_in_the_models_order(tmp_path, export):
     layout = jaxpar.LayerLayout(tiny.NUM_LAYERS, 1, tiny.NUM_LAYERS, layers_per_virtual_stage=(2, 0))
     host, params = params_on(layout)

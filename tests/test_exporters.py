@@ -62,6 +62,7 @@ def test_metrics_of_any_name_are_gauges_of_their_own(tmp_path):
     assert 0 < seen["jaxpar_goodput"] <= 1
 
 
+@pytest.mark.full
 def test_a_recipe_serves_its_numbers_while_it_trains(tmp_path, capsys, monkeypatch):
     for after_training in ("conclude", "draw_descent"):
         monkeypatch.setattr(house_prices, after_training, lambda *_: None)

@@ -58,6 +58,7 @@ print(jax.device_count())
 """
 
 
+@pytest.mark.full
 def test_200_unsynchronised_steps_end():
     # What pytest's own process has set must not be what saves the child.
     env = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "JAX_PLATFORMS")}
@@ -68,7 +69,7 @@ def test_200_unsynchronised_steps_end():
     assert run.stdout.split() == ["8", "3.5"], "8 devices should agree on the mean of 0 to 7"
 
 
-@pytest.mark.parametrize("how", ["asked for", "launched"])
+@pytest.mark.parametrize("how", [pytest.param("asked for", marks=pytest.mark.full), "launched"])
 def test_programs_of_fake_devices_are_neither_kept_nor_loaded(tmp_path, how):
     """XLA does not keep the order of the collectives of a program that it loads."""
     command = [sys.executable, "-c", LOADED, str(tmp_path), how]

@@ -18,6 +18,7 @@ from jaxpar.models.transformer.rope import KINDS, frequencies
 from tests.support import tiny
 from tests.support.model_folders import GOLDEN, all_tensors, copy_with, golden
 from tests.support.oracle import assert_same_bits
+from tests.support.tiers import quick
 from tests.support.tiny_transformer import FAMILIES, check_twenty_steps, jit, make_batch, make_params
 
 FIRST = ("gpt2", "llama", "bloom")  # their logits and what is written: test_huggingface.py
@@ -28,7 +29,7 @@ EOS, PAD = 3, 0
 # The numbers of transformers.
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", quick(NEW, "smollm2"))
 def test_logits_equal_those_of_transformers(name):
     config, params, expected = golden(name)
     logits = transformer.make_model(config).apply(params, {"tokens": expected["tokens"]})
@@ -45,6 +46,7 @@ def test_what_is_written_is_what_was_read(name, tmp_path):
     assert huggingface.stop_tokens(GOLDEN / name) == (EOS,)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*FIRST, *NEW])
 def test_texts_of_unequal_prompts_are_those_of_transformers_up_to_the_end(name):
     config, params, expected = golden(name)
@@ -90,7 +92,7 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", quick(SCALED, "dynamic"))
 def test_scaled_positions_have_the_logits_of_transformers(name):
     config = dataclasses.replace(read_config(GOLDEN / "llama"), rope_scaling=SCALED[name])
     params = read_params(GOLDEN / "llama", config)
@@ -160,6 +162,7 @@ def test_scaling_of_every_kind_comes_back_as_it_was_written(kind, tmp_path):
         assert read_config(tmp_path) == config
 
 
+@pytest.mark.full
 def test_original_positions_are_written_where_transformers_reads_them_and_max_positions_beside_them(tmp_path):
     config, params, expected = golden("llama3.1")
     config = dataclasses.replace(config, rope_scaling=SCALED["dynamic"], max_positions=40)
@@ -215,6 +218,7 @@ def test_a_window_reaches_as_many_positions_as_it_says():
     np.testing.assert_array_equal(reached, np.tri(8, dtype=bool) & ~np.tri(8, k=-3, dtype=bool))
 
 
+@pytest.mark.full
 def test_a_window_no_shorter_than_the_sequence_changes_no_bit():
     config, batch = FAMILIES["llama"], make_batch()
     params = make_params(config)

@@ -17,6 +17,7 @@ from tests.support.failed_saves import GIVES_WRITES_UP, writes_given_up  # noqa:
 from tests.support.killed_save import COMMITTED, PHASES
 from tests.support.oracle import assert_same_bits
 from tests.support.real_runs import ROOT, RUN, end_of, finish, launched, run, start, steps_of, wait_for, wait_for_a_step
+from tests.support.tiers import quick
 from tests.support.tiny_state import at_step, make_state, newest_verified
 from tests.support.waiting import WAIT_SECONDS, wait_until
 
@@ -37,7 +38,11 @@ QUICK = ("the manifest is named", "the old step is put away")
 
 
 @pytest.mark.parametrize(
-    "phase", [phase if phase in QUICK else pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES]
+    "phase",
+    quick(
+        [phase if phase in QUICK else pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES],
+        "the old step is put away",
+    ),
 )
 def test_a_save_killed_at_any_phase_leaves_a_whole_step(tmp_path, phase):
     folder = tmp_path / "checkpoints"
@@ -97,6 +102,7 @@ def rows_seen(folder, start_steps):
     return {line["step"]: line["rows"] for line in lines}
 
 
+@pytest.mark.full
 def test_a_process_killed_in_a_run_of_two_is_started_again_to_the_same_end(tmp_path, undisturbed):
     folder = tmp_path / "run"
     code, out, err = run(*launched(folder, "--faults", "kill-saved@9:1", restarts=2))
@@ -174,6 +180,7 @@ def test_a_disk_that_is_full_stops_no_training_and_fails_loudly_at_the_end(tmp_p
     assert steps_of(folder) == [5]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("faults", "whole"),
     [
@@ -252,6 +259,7 @@ def end_lines(folder):
     return {json.loads(line)["step"] for line in (folder / "rows-0.jsonl").read_text().splitlines()}
 
 
+@pytest.mark.full
 def test_ten_steps_in_a_row_that_are_not_finite_end_a_run_with_86_and_keep_the_last_good(tmp_path):
     folder = tmp_path / "run"
     faults = ",".join(f"nan@{step}:0" for step in (3, *range(6, 20)))

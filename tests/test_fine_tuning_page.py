@@ -197,6 +197,7 @@ def test_the_server_answers_the_page_s_question_as_the_model_does(rehearsed):
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.full
 def test_the_page_quotes_what_is_printed_with_the_sizes_of_the_model_that_it_names(trained):
     doc_pages.check_quoted(TUNE.quoted, trained[1], numbers=False)
     shape = transformer.preset("qwen2.5-0.5b", vocab_multiple=language_model.VOCAB_MULTIPLE)
@@ -238,6 +239,7 @@ def test_a_model_of_messages_that_are_not_there_is_refused(tmp_path, capsys):
     assert not out.exists()
 
 
+@pytest.mark.full
 def test_the_tuned_model_has_the_logits_of_the_run_with_its_adapters_beside_the_weights(folder, wanted_logits):
     config = huggingface.read_config(folder / "tuned")
     apply = jax.jit(transformer.make_model(config).apply)
@@ -297,6 +299,7 @@ def test_a_process_that_is_killed_and_started_again_writes_the_same_bytes(tmp_pa
     assert written(tmp_path) == written(whole)
 
 
+@pytest.mark.full
 def test_the_tuned_model_is_served_under_the_name_of_its_folder(folder):
     *command, name = SERVE_TUNED.words
     assert command == ["python", "-m", "jaxpar", "serve"]

@@ -125,6 +125,7 @@ SIZES, GROUPS, SCALES = (1, 2, 4), (1, 3), (0.5, 8.0)
 FEW = [(1, 3, 0.5), (2, 1, 8.0), (4, 3, 0.5), (4, 1, 0.5)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("size", "group", "scale"), covering(FEW, SIZES, GROUPS, SCALES))
 def test_merged_parts_have_the_output_and_gradients_of_whole_attention(x64, rng, size, group, scale):
     given = arrays(rng, size, group)
@@ -133,12 +134,13 @@ def test_merged_parts_have_the_output_and_gradients_of_whole_attention(x64, rng,
 
 # A mean of 1: each position is a document; of 100: most rows are one.
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("mean", [1, 2, 5, 100])
+@pytest.mark.parametrize("mean", [pytest.param(1, marks=pytest.mark.full), 2, 5, 100])
 def test_documents_in_a_row_do_not_see_one_another(x64, rng, size, mean):
     given, segments = arrays(rng, size, 2), documents(rng, size, mean)
     assert_same(found(*given, size=size, scale=0.5, segments=segments), expected(*given, 0.5, segments))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mean", [None, 4], ids=["whole rows", "documents"])
 def test_what_a_kernel_returns_for_what_sees_nothing_is_not_read(x64, rng, mean):
     given, segments = arrays(rng, 2, 2), None if mean is None else documents(rng, 2, mean)
@@ -146,6 +148,7 @@ def test_what_a_kernel_returns_for_what_sees_nothing_is_not_read(x64, rng, mean)
     assert_same(got, expected(*given, 0.5, segments))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mean", [None, 5], ids=["whole rows", "documents"])
 def test_devices_that_gather_keys_have_the_output_and_gradients_of_whole_attention(x64, rng, mean):
     size = 4
@@ -172,6 +175,7 @@ def test_devices_that_gather_keys_have_the_output_and_gradients_of_whole_attenti
     assert_same(got, list(expected(*given, 0.5, segments)))
 
 
+@pytest.mark.full
 def test_sums_of_16_bit_floats_are_in_float32(rng):
     given = arrays(rng, 2, 2, jnp.bfloat16)
     got = found(*given, size=2, scale=0.5)
@@ -180,6 +184,7 @@ def test_sums_of_16_bit_floats_are_in_float32(rng):
     assert_same([each.astype(np.float32) for each in got], list(expected(*wide, 0.5)), within=2e-2)
 
 
+@pytest.mark.full
 def test_the_scale_is_by_head_dim_unless_it_is_given(x64, rng):
     q, k, v, _ = arrays(rng, 1, 1)
     attend = partial(chunked_causal_attention, chunk_of_context=(0, 1), kernel=WRITTEN_OUT)
@@ -205,7 +210,7 @@ def test_what_the_kernel_does_not_take_is_refused(queries, keys, dtype, head_dim
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.full), "float16"])
 def test_on_gpus_all_parts_are_cudnns(dtype, packed):
     array = lambda seq, *dims, dtype=dtype: jax.ShapeDtypeStruct((2, seq, *dims), dtype)
     q, own, whole = array(256, 4, 64), array(256, 2, 64), array(512, 2, 64)

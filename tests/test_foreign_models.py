@@ -58,6 +58,7 @@ def reference(model, params=PARAMS, loss=loss):
 # --- what works -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["1f1b", "mpmd"])
 def test_python_numbers_may_travel_between_layers(x64, name):
     model = jaxpar.LayeredModel(
@@ -94,6 +95,7 @@ def test_arrays_without_elements_have_gradients_without_elements(x64, name):
         assert_same(run(model, name, params), reference(model, params))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n == "zero 3" else n for n in (*RUNS, "layer by layer")]
 )
@@ -104,6 +106,7 @@ def test_strict_promotion_and_leak_checks_find_nothing(x64, name):
         assert_same(run(MODEL, chosen), want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("constrains", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", ["1f1b", "mpmd"])
 def test_a_mesh_may_be_set_around_the_call(x64, name, constrains):
@@ -114,7 +117,15 @@ def test_a_mesh_may_be_set_around_the_call(x64, name, constrains):
         assert_same(run(model, (axes | {"tensor": 2}, settings)), reference(MODEL))
 
 
-@pytest.mark.parametrize("name", ["replicas", "1f1b", "mpmd", pytest.param("zero 3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "replicas",
+        pytest.param("1f1b", marks=pytest.mark.full),
+        pytest.param("mpmd", marks=pytest.mark.full),
+        pytest.param("zero 3", marks=pytest.mark.slow),
+    ],
+)
 def test_a_host_callback_runs_where_tensor_is_1(name):
     def calling(params, x):
         h = layer(params, x)
@@ -125,7 +136,7 @@ def test_a_host_callback_runs_where_tensor_is_1(name):
     assert_same(run(jaxpar.LayeredModel(embed, calling, head), name), reference(plain), within=1e-5)
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_list_of_layers_may_be_cut_over_data(x64, zero):
     layers = [{"w": w} for w in LAYERS["w"]]
     params = PARAMS | {"layers": layers}
@@ -205,7 +216,7 @@ def test_params_without_gradients_are_refused(name, leaf):
         run(MODEL, name, params)
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_plain_function_may_have_params_named_like_those_of_a_layered_model(x64, zero):
     mesh = jaxpar.make_mesh(data=4)
     shardings = jaxpar.shardings_from_paths(PARAMS, mesh, {"outer/*": P(), "layers/*": P()})
@@ -215,7 +226,7 @@ def test_a_plain_function_may_have_params_named_like_those_of_a_layered_model(x6
     assert_same(value_and_grad(params, BATCH), reference(MODEL))
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_plain_function_reads_all_of_a_param_that_zero_cuts(x64, zero):
     """It sums over the layers, which has a value for a part of them too: a part gives a wrong loss rather than an error."""
     model = lambda params, batch: (

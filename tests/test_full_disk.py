@@ -52,7 +52,10 @@ def steps_in(folder):
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines() if line[-1] == "}"]
 
 
-@pytest.mark.parametrize(("file_bytes", "steps", "what"), [(8192, 300, "metrics.jsonl"), (16384, 5, "loss.png")])
+@pytest.mark.parametrize(
+    ("file_bytes", "steps", "what"),
+    [(8192, 300, "metrics.jsonl"), pytest.param(16384, 5, "loss.png", marks=pytest.mark.full)],
+)
 def test_a_recipe_whose_files_cannot_be_written_ends_with_74_and_one_message(
     tmp_path, monkeypatch, capsys, compiled_afresh, file_bytes, steps, what
 ):
@@ -118,6 +121,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", place], check=True, timeout=WAIT_SECONDS)
 
 
+@pytest.mark.full
 def test_a_recipe_that_fills_its_disk_ends_with_74_and_resumes_to_the_same_end_once_there_is_room(
     tmp_path, small_disk, monkeypatch
 ):

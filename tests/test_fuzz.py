@@ -33,6 +33,7 @@ def check(case):
         reject()
 
 
+@pytest.mark.full
 @quiet(max_examples=8, derandomize=True)
 @given(cases())
 def test_random_models_run_in_random_ways_give_the_numbers_of_one_device(case):
@@ -118,6 +119,7 @@ PIPELINE = Case(
 )
 
 
+@pytest.mark.full
 def test_a_wrong_sign_in_a_weights_gradient_is_found(monkeypatch):
     split_layer = executor.split_layer
 
@@ -158,6 +160,7 @@ FOLLOWING = replace(
 )
 
 
+@pytest.mark.full
 def test_a_leaf_that_the_split_of_rows_changes_is_found_where_it_is_taken(monkeypatch):
     fuzz_run.check(LEAKING)
     monkeypatch.setattr("jaxpar.gradients.check_rows", lambda *args: None)
@@ -167,6 +170,7 @@ def test_a_leaf_that_the_split_of_rows_changes_is_found_where_it_is_taken(monkey
         fuzz_run.check(LEAKING)
 
 
+@pytest.mark.full
 def test_noise_on_packed_layers_is_found_where_it_is_taken_and_is_that_of_one_device_on_others(monkeypatch):
     fuzz_run.check(TRAINING)
     fuzz_run.check(FOLLOWING)

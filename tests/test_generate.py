@@ -11,6 +11,7 @@ import jaxpar
 from jaxpar.models import transformer
 from jaxpar.models.transformer.generate import _extend, _first, round_up
 from jaxpar.models.transformer.sampling import draw, keep_highest, keep_likeliest, make_sampling
+from tests.support.tiers import quick
 from tests.support.tiny_transformer import FAMILIES, THREE, make_params, shardings
 
 NUM_TOKENS = 6
@@ -33,7 +34,7 @@ def by_full_passes(config, params, *, temperature=0.0, top_k=None, key=None):
     return tokens
 
 
-@pytest.mark.parametrize("family", THREE)
+@pytest.mark.parametrize("family", quick(THREE, "llama"))
 def test_the_likeliest_tokens_are_those_of_full_passes(family):
     config = CONFIGS[family]
     params = make_params(config)
@@ -42,6 +43,7 @@ def test_the_likeliest_tokens_are_those_of_full_passes(family):
     assert len(np.unique(np.asarray(got[:, 5:]))) > 2, "a model that says one thing tests nothing"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt2", "bloom"))]
 )
@@ -53,6 +55,7 @@ def test_in_float64_the_likeliest_tokens_are_those_of_full_passes(x64, family):
     assert got.dtype == jnp.int32
 
 
+@pytest.mark.full
 def test_with_64_bit_integers_tokens_are_drawn_and_streamed(x64):
     config = dataclasses.replace(CONFIGS["llama"], num_layers=1)
     params, how = make_params(config), DRAWN | {"top_p": 0.9}
@@ -61,6 +64,7 @@ def test_with_64_bit_integers_tokens_are_drawn_and_streamed(x64):
     assert [[*row, *tokens] for row, tokens in zip(ROWS, new, strict=True)] == [row.tolist() for row in drawn]
 
 
+@pytest.mark.full
 def test_drawn_tokens_are_those_of_full_passes_with_the_same_key():
     config = CONFIGS["llama"]
     params = make_params(config)
@@ -69,6 +73,7 @@ def test_drawn_tokens_are_those_of_full_passes_with_the_same_key():
     assert not np.array_equal(got, transformer.generate(config, params, PROMPT, NUM_TOKENS))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, DRAWN], ids=["likeliest", "drawn"])
 def test_a_mesh_gives_the_tokens_of_one_device(options):
     config = CONFIGS["llama"]
@@ -116,6 +121,7 @@ def drawn(scores, temperature, vocab_size=4, num_draws=64, **how):
     return {int(run(each, scores, jnp.int32(0))[0]) for each in samplings}
 
 
+@pytest.mark.full
 def test_temperatures_and_shares_next_to_0_draw_the_likeliest_token():
     scores = jnp.asarray([[50.0, 60.0, -60.0, 10.0]])
     for temperature in (1e-3, 1e-37, 1e-45, 1e-300):
@@ -124,6 +130,7 @@ def test_temperatures_and_shares_next_to_0_draw_the_likeliest_token():
         assert drawn(jnp.zeros((1, 4)).at[0, 2].set(0.1), 1.0, num_draws=4, top_p=top_p) == {2}, top_p
 
 
+@pytest.mark.full
 def test_high_temperatures_draw_every_token_of_the_vocabulary_and_none_beyond_it():
     lowest = jnp.finfo(jnp.float16).min
     scores = jnp.asarray([[1.0, 2.0, 3.0, lowest]], jnp.float16)
@@ -141,6 +148,7 @@ def test_a_score_that_is_not_finite_draws_no_token_at_any_temperature(score):
         assert drawn(jnp.asarray([[1.0, 2.0, score, 0.0]]), 1.0, num_draws=1, **how) == {-1}
 
 
+@pytest.mark.full
 def test_the_least_share_of_probability_gives_the_likeliest_tokens():
     config = CONFIGS["llama"]
     params = make_params(config)
@@ -151,7 +159,7 @@ def test_the_least_share_of_probability_gives_the_likeliest_tokens():
 ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8]]
 
 
-@pytest.mark.parametrize("family", THREE)
+@pytest.mark.parametrize("family", quick(THREE, "bloom"))
 def test_a_row_among_longer_ones_is_continued_as_alone(family):
     config = CONFIGS[family]
     params = make_params(config)
@@ -160,6 +168,7 @@ def test_a_row_among_longer_ones_is_continued_as_alone(family):
         np.testing.assert_array_equal(found, transformer.generate(config, params, [row], NUM_TOKENS)[0])
 
 
+@pytest.mark.full
 def test_a_row_ends_with_its_end_and_the_others_go_on():
     config = CONFIGS["llama"]
     params = make_params(config)
@@ -179,6 +188,7 @@ def test_a_row_ends_with_its_end_and_the_others_go_on():
     assert (np.asarray(array[0, len(got[0]) :]) == 7).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, DRAWN], ids=["likeliest", "drawn"])
 def test_a_stream_gives_the_same_tokens_one_by_one(options):
     config = CONFIGS["llama"]
@@ -203,6 +213,7 @@ def test_a_stream_ends_with_its_last_row_and_is_checked_at_once():
         transformer.stream(config, params, [[1, 2]], 0)
 
 
+@pytest.mark.full
 def test_prompts_of_many_lengths_share_a_few_programs():
     config = dataclasses.replace(CONFIGS["llama"], num_layers=1, norm_epsilon=3e-5)
     params = make_params(config)
@@ -214,6 +225,7 @@ def test_prompts_of_many_lengths_share_a_few_programs():
     assert round_up(17, 24) == 24
 
 
+@pytest.mark.full
 def test_rows_that_fill_up_the_vocabulary_are_never_drawn():
     config = dataclasses.replace(CONFIGS["gpt2"], vocab_size=3, vocab_multiple=64)
     hot = transformer.generate(
@@ -272,6 +284,7 @@ def test_a_prompt_of_anything_but_tokens_of_the_vocabulary_is_refused(prompt, er
             transformer.generate(CONFIGS["gpt2"], PARAMS, given, NUM_TOKENS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, DRAWN], ids=["likeliest", "drawn"])
 def test_a_model_whose_scores_are_not_finite_gives_no_tokens(options):
     config = dataclasses.replace(CONFIGS["llama"], num_layers=1)

@@ -10,6 +10,7 @@ import report
 from jaxpar.models import transformer
 
 
+@pytest.mark.full
 def test_the_smoke_run_needs_no_gpu_and_no_pytorch(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gpt_gpu.py"])
     gpt_gpu.main(gpt_gpu.Config(smoke=True, torch="none", out=tmp_path / "figures.json"))

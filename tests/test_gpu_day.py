@@ -69,6 +69,7 @@ def without_tyro_and_rich(folder):
 QUICK = [name for name in gpu_day.MINUTES if name != "pipelines"]  # those run in this process below
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "parts", [pytest.param(QUICK, id="quick"), pytest.param(list(gpu_day.MINUTES), id="all", marks=pytest.mark.slow)]
 )
@@ -109,6 +110,7 @@ def test_parts_run_tiny_without_tyro_and_rich(tmp_path, parts):
     assert None not in checkpoint.values()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "runs",
     [
@@ -128,6 +130,7 @@ def test_pipelines_of_a_day_have_the_gradients_of_no_pipeline(context, monkeypat
         assert row["of schedule alone"] == pytest.approx((8 + 3 / 2) / 8 / 4), "a bubble of (S - 1) / v"
 
 
+@pytest.mark.full
 def test_attention_under_a_mesh_is_attention(context):
     sizes = attention.TINY
     inputs = attention.random_inputs(sizes, jax.random.key(1))

@@ -98,6 +98,7 @@ def test_a_leaf_of_y_without_positions_ends_the_proof_if_it_is_read():
     assert parts_of(cross_entropy, (Y, jax.ShapeDtypeStruct((), jnp.float32))) is None, "its gradient is that of a part"
 
 
+@pytest.mark.full
 def test_the_parts_of_a_microbatch_add_up_to_its_loss():
     rng = np.random.default_rng(0)
     values = lambda shape: jnp.asarray(rng.normal(size=shape.shape).astype(shape.dtype))
@@ -135,7 +136,7 @@ def draw_params(shape, dtype):
     return jax.tree.map(lambda leaf: (0.3 * rng.normal(size=leaf.shape)).astype(dtype), leaves)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_head_takes_what_it_only_casts_already_cast(tied):
     """A table that is also the embedding's stays as it is there: the embedding looks up its rows in float32."""
     sizes = {"num_layers": 1, "embed_dim": 8, "num_heads": 2, "num_kv_heads": 2, "mlp_dim": 8, "vocab_size": 16}
@@ -163,6 +164,7 @@ def _mean(model, loss):
     return mean
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "settings", "num_blocks"),
     [

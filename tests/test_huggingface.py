@@ -24,6 +24,7 @@ from jaxpar.run.model_files import save_model
 from jaxpar.serve import open_run
 from tests.support.model_folders import CONFIG, GOLDEN, INDEX, ONE_FILE, all_tensors, change, copy, read_config
 from tests.support.oracle import assert_same_bits
+from tests.support.tiers import quick
 from tests.support.tiny_transformer import FAMILIES, THREE, make_params, shardings
 from tests.support.waiting import WAIT_SECONDS
 
@@ -33,7 +34,7 @@ MODELS = FAMILIES | {"bloom": dataclasses.replace(FAMILIES["bloom"], mlp_dim=Non
 # The same numbers.
 
 
-@pytest.mark.parametrize("family", THREE)
+@pytest.mark.parametrize("family", quick(THREE, "bloom"))
 def test_logits_equal_those_of_transformers(family):
     config = read_config(GOLDEN / family)
     expected = np.load(GOLDEN / family / "expected.npz")
@@ -42,7 +43,7 @@ def test_logits_equal_those_of_transformers(family):
     np.testing.assert_allclose(logits, expected["logits"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", THREE)
+@pytest.mark.parametrize("family", quick(THREE, "bloom"))
 def test_what_is_written_is_what_was_read(family, tmp_path):
     config = read_config(GOLDEN / family)
     params = read_params(GOLDEN / family, config)
@@ -86,7 +87,7 @@ def test_each_device_gets_its_own_part_and_a_host_holds_no_more(family, zero, tm
     assert max(block.size for block in blocks) < max(leaf.size for leaf in jax.tree.leaves(got))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(FAMILIES, "gpt2-untied", "llama-tied"))
 def test_every_model_comes_back_from_a_mesh_and_several_files(family, tmp_path):
     config = MODELS[family]
     params = make_params(config, dtype=np.float32)
@@ -220,7 +221,9 @@ def test_the_extra_is_named_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     config = read_config(GOLDEN / "gpt2")
     params = read_params(GOLDEN / "gpt2", config)
-    with pytest.raises(ImportError, match=r"need the package safetensors; got .* Install it: pip install -e '\.\[hf\]'"):
+    with pytest.raises(
+        ImportError, match=r"need the package safetensors; got .* Install it: pip install -e '\.\[hf\]'"
+    ):
         write_model(tmp_path, config, params)
 
 

@@ -173,6 +173,7 @@ def test_no_change_of_a_header_leads_past_the_checks(tmp_path_factory, data):
     judge(path)
 
 
+@pytest.mark.full
 @settings(max_examples=150)
 @given(st.data())
 def test_no_value_in_a_header_leads_past_the_checks(tmp_path_factory, data):
@@ -191,6 +192,7 @@ def test_no_value_in_a_header_leads_past_the_checks(tmp_path_factory, data):
     judge(path)
 
 
+@pytest.mark.full
 @settings(max_examples=100)
 @given(st.data())
 def test_no_value_in_an_index_or_a_config_leads_past_the_checks(tmp_path_factory, data):

@@ -74,7 +74,11 @@ def paths(tree, path=()):
         yield from paths(value, (*path, key))
 
 
-@pytest.mark.parametrize(("write", "name"), [(to_jobset, JOBSET), (to_trainjob, TRAINJOB)], ids=["jobset", "trainjob"])
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [pytest.param(to_jobset, JOBSET, marks=pytest.mark.full), (to_trainjob, TRAINJOB)],
+    ids=["jobset", "trainjob"],
+)
 def test_a_typo_in_any_field_is_caught(write, name):
     api = schema(name)
     manifest = write(BLOOM)
@@ -322,6 +326,7 @@ def test_a_plan_of_interleaved_in_one_chunk_says_so():
     assert " ".join(plan_flags(first_plan(plan), ())).endswith("--schedule interleaved --num-chunks 1")
 
 
+@pytest.mark.full
 def test_the_job_of_a_plan_trains_the_model_that_was_planned(capsys, tmp_path, monkeypatch):
     asked = [
         "plan",

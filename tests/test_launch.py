@@ -151,6 +151,7 @@ def curve(out_dir):
     return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", ["digits", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_two_processes_that_share_a_pipeline_have_the_loss_curve_of_one(tmp_path, monkeypatch, recipe):
     """recipes/gpt.py as the README starts it, on two processes of four devices; both without their evaluations and pictures."""
@@ -242,6 +243,7 @@ def two_without_one(tmp_path_factory):
     return done
 
 
+@pytest.mark.full
 def test_processes_listen_at_their_own_addresses(two_without_one):
     listens = [line.split()[1] for line in two_without_one.stdout.splitlines() if line.startswith("listens ")]
     assert listens, "the coordinator at least"
@@ -260,6 +262,7 @@ def test_an_exception_in_one_process_ends_the_run_at_once_with_its_traceback_las
     assert "launch: process 1 of 2 ended first (exit code 1: an error)" in err.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_a_recipe_whose_peer_never_comes_ends_with_code_70_and_its_name(tmp_path):
     place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
     env = os.environ | place | {"JAXPAR_INITIALIZATION_TIMEOUT": "1"}
@@ -288,7 +291,9 @@ def test_a_full_disk_under_the_log_of_the_first_process_costs_lines_and_not_the_
     assert (tmp_path / "logs" / "0.log").stat().st_size == 4096
 
 
-@pytest.mark.parametrize("options", [(), ("--max-restarts", "2")], ids=["once", "supervised"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--max-restarts", "2"), marks=pytest.mark.full)], ids=["once", "supervised"]
+)
 def test_standard_error_on_a_full_disk_changes_no_exit_code(tmp_path, options):
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(74)")

@@ -49,6 +49,7 @@ def make_value_and_grad(config, mesh, how=LORA, **settings):
     return shardings, jaxpar.value_and_grad(model, tiny.loss, mesh, **settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "axes", "settings"),
     [
@@ -68,6 +69,7 @@ def test_gradients_are_those_through_merged_weights_in_float64(x64, config, axes
     assert_same(jaxpar.fetch(got), jaxpar.fetch(reference(config, params, batch)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "schedule"),
     [
@@ -106,6 +108,7 @@ def train(mesh, state, train_step, steps):
     return state
 
 
+@pytest.mark.full
 def test_training_updates_factors_alone_and_a_restored_run_goes_on_bit_for_bit(tmp_path):
     mesh, config, optimizer = jaxpar.make_mesh(stage=2), tiny.FAMILIES["llama"], optax.adamw(0.01)
     layout = jaxpar.LayerLayout(4, 2, layers_per_virtual_stage=(3, 1))

@@ -86,6 +86,7 @@ CUBE = {"data": 2, "stage": 2, "tensor": 2}
 UNEVEN = jaxpar.LayerLayout(NUM_LAYERS, 2, 1, "loop", (3, 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
@@ -124,6 +125,7 @@ def test_every_schedule_executor_and_zero_level_has_the_means_of_one_device(x64,
     assert_same(value_and_grad(*given), reference())
 
 
+@pytest.mark.full
 def test_means_are_reduced_in_their_own_dtype_and_there_for_frozen_params(x64):
     value_and_grad, given = on_mesh(
         {"data": 2, "stage": 2}, grad_reduce_dtype=jnp.float32, trainable=("layers/**",), mask_idle_ops=True
@@ -135,6 +137,7 @@ def test_means_are_reduced_in_their_own_dtype_and_there_for_frozen_params(x64):
     assert grads["outer"] == {"w_in": None, "w_out": None}
 
 
+@pytest.mark.full
 def test_without_the_mask_the_sums_of_idle_stages_would_be_found(monkeypatch):
     monkeypatch.setattr("jaxpar.pipeline.stage.masked", lambda mask, arrays: list(arrays))
     value_and_grad, given = on_mesh({"stage": 2}, mask_idle_ops=True, schedule="gpipe")
@@ -143,6 +146,7 @@ def test_without_the_mask_the_sums_of_idle_stages_would_be_found(monkeypatch):
     assert all(abs(means[name] / want[name] - 1) > 0.1 for name in want)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
@@ -193,7 +197,10 @@ def test_integers_are_added_exactly_on_every_mesh():
         assert got == {name: int(column.sum(dtype=np.int64)) for name, column in columns.items()}
 
 
-@pytest.mark.parametrize("dtype", ["int64", "uint64", "int32", "uint32"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param("int64", marks=pytest.mark.full), pytest.param("uint64", marks=pytest.mark.full), "int32", "uint32"],
+)
 def test_an_integer_of_any_size_is_put_together_again(x64, dtype):
     info = np.iinfo(dtype)
     values = np.array([info.min, info.max, 0, 1, info.max // 3, info.min // 3], dtype)
@@ -261,6 +268,7 @@ def a_step(value_and_grad, mesh, optimizer, **options):
     return train_step(state, jaxpar.shard_batch(tiny.make_batch(dtype=np.float64), mesh))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("executor", ["spmd", "mpmd"])
 def test_means_are_metrics_of_a_step_and_change_no_param(executor):
     mesh, optimizer = jaxpar.make_mesh(data=2, stage=2), optax.adam(1e-2)
@@ -278,7 +286,10 @@ def test_means_are_metrics_of_a_step_and_change_no_param(executor):
 
 @pytest.mark.parametrize(
     "optimizer",
-    [optax.lbfgs(), optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())],
+    [
+        pytest.param(optax.lbfgs(), marks=pytest.mark.full),
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+    ],
     ids=["lbfgs", "plateau"],
 )
 def test_an_optimizer_that_takes_the_loss_is_given_it_alone(optimizer):
@@ -296,7 +307,7 @@ def test_an_optimizer_that_takes_the_loss_is_given_it_alone(optimizer):
     assert_same(params_after_a_step(has_aux=True), params_after_a_step(has_aux=False), within=1e-6)
 
 
-@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
+@pytest.mark.parametrize("executor", [pytest.param("spmd", marks=pytest.mark.full), "mpmd"])
 def test_sums_named_like_metrics_of_the_step_are_refused_before_it_is_compiled(executor, caplog):
     mesh, optimizer = jaxpar.make_mesh(stage=2), optax.sgd(0.1)
     named = lambda o, b: (*tiny.loss(o, b), {"grad_norm": 0.0, "step": 1, "fine": 2})

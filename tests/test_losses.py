@@ -12,6 +12,7 @@ from jaxpar.data.batches import pad_rows
 from jaxpar.inspect import inspect_step
 from tests.support import tiny
 from tests.support.oracle import assert_same, distance
+from tests.support.tiers import quick
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(3, 4, 5)).astype(np.float32)
@@ -47,7 +48,7 @@ def test_softmax_cross_entropy_of_bfloat16_is_computed_in_float32():
     assert total == want
 
 
-@pytest.mark.parametrize("shape", [(3,), (3, 4)])
+@pytest.mark.parametrize("shape", [pytest.param((3,), marks=pytest.mark.full), (3, 4)])
 def test_weights_count_examples_or_elements(shape):
     weights = RNG.uniform(size=shape).astype(np.float32)
     total, weight = losses.softmax_cross_entropy(LOGITS, LABELS, weights)
@@ -127,7 +128,8 @@ def loss_and_gradient(logits, *rest, **options):
 
 
 @pytest.mark.parametrize(
-    ("labels", "options"), [(IGNORED, {}), (np.where(IGNORED < 0, 3, IGNORED), {"ignore_index": 3})]
+    ("labels", "options"),
+    [(IGNORED, {}), pytest.param(np.where(IGNORED < 0, 3, IGNORED), {"ignore_index": 3}, marks=pytest.mark.full)],
 )
 def test_ignored_labels_have_neither_loss_nor_weight_nor_gradient(labels, options):
     counted = labels != options.get("ignore_index", -100)
@@ -167,7 +169,7 @@ def test_a_label_of_weight_0_may_be_no_class():
     assert_same((value, gradient), (want, want_gradient), within=1e-6)
 
 
-@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("dtype", quick(KINDS, "uint8", "int32", "uint32"))
 def test_labels_of_every_integer_dtype_are_the_same_classes(dtype):
     logits = RNG.normal(size=(64, 300)).astype(np.float32)
     labels = RNG.integers(0, min(300, np.iinfo(dtype).max + 1), 64)
@@ -196,6 +198,7 @@ def test_labels_that_are_no_integers_are_refused_with_what_makes_them_some(dtype
     losses.softmax_cross_entropy(LOGITS, LABELS.astype(dtype).astype(jnp.int32))
 
 
+@pytest.mark.full
 def test_a_step_with_a_label_that_is_no_class_is_skipped():
     batch = tiny.make_batch() | {"weight": np.ones(tiny.NUM_ROWS, np.float32)}
     batch["label"][3] = tiny.NUM_CLASSES
@@ -216,8 +219,8 @@ def test_a_step_with_a_label_that_is_no_class_is_skipped():
 NARROW = ("bfloat16", "float16")
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("weights", [None, 1], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("dtype", quick(NARROW, "float16"))
+@pytest.mark.parametrize("weights", [pytest.param(None, marks=pytest.mark.full), 1], ids=["unweighted", "weighted"])
 def test_rows_are_counted_and_summed_in_float32_whatever_the_dtypes_are(dtype, weights):
     rows = 70_001 if dtype == "float16" else 257  # the first whole numbers that the dtype does not have
     dtype = jnp.dtype(dtype)
@@ -261,7 +264,7 @@ def test_the_weight_is_that_of_the_batch_whatever_the_outputs_are():
 # The number of right answers.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_right_answers_are_those_of_argmax_also_among_equal_logits(dtype):
     logits = jnp.asarray(RNG.integers(0, 3, (40, 5)), dtype)  # most rows have equal ones
     labels, weights = RNG.integers(0, 5, 40).astype(np.int32), RNG.uniform(size=40).astype(np.float32)

@@ -43,9 +43,16 @@ def test_zero_bubble_gains_where_stages_do_not_wait_between_steps():
     assert 2 * 3 * 16 <= step(False) < step(True)
 
 
-@pytest.mark.parametrize("ideal", [True, False])
+@pytest.mark.parametrize("ideal", [pytest.param(True, marks=pytest.mark.full), False])
 @pytest.mark.parametrize(
-    ("schedule", "num_chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
+    ("schedule", "num_chunks"),
+    [
+        pytest.param("gpipe", 1, marks=pytest.mark.full),
+        pytest.param("1f1b", 1, marks=pytest.mark.full),
+        pytest.param("interleaved", 2, marks=pytest.mark.full),
+        ("zb-h1", 1),
+        pytest.param("zb-v", 2, marks=pytest.mark.full),
+    ],
 )
 def test_steps_of_many_microbatches_take_as_long_as_if_all_were_simulated(schedule, num_chunks, ideal, monkeypatch):
     shape = transformer_shape(

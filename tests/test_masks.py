@@ -133,11 +133,13 @@ def again(settings):
     return kinds if settings.get("remat") is True else []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("axes", "num_layers", "settings"), RUNS)
 def test_the_host_is_called_for_values_of_microbatches_alone(x64, axes, num_layers, settings):
     check(*model_and_loss(calls), axes, num_layers, again=again(settings), mask_idle_ops=True, **settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "num_layers", "settings"), [RUNS[1], pytest.param(*RUNS[0], marks=pytest.mark.slow), *RUNS[3:]]
 )
@@ -177,6 +179,7 @@ def telling_backward(kinds):
     return jaxpar.LayeredModel(embed, layer, head), lambda o, b: (jnp.sum(tell("loss", o) ** 2), jnp.sum(b["weight"]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "num_layers", "settings"),
     [
@@ -272,6 +275,7 @@ def test_a_loop_that_counts_between_written_numbers_is_known_to_end(more, step, 
     assert _compat.has_known_trips(equation) is wanted
 
 
+@pytest.mark.full
 def test_a_model_that_has_nothing_to_skip_has_no_conditionals():
     params, batch = tiny_gpt.make_params(num_layers=4, dtype=np.float32), tiny_gpt.make_batch(dtype=np.float32)
     mesh = jaxpar.make_mesh(stage=4, devices=jax.devices()[:4])

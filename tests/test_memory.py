@@ -36,6 +36,7 @@ def planned_bytes(program, params, batch):
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "form", "remat"),
     [

@@ -82,6 +82,7 @@ def test_no_step_s_time_includes_an_evaluation(tmp_path, monkeypatch):
     assert [line["step"] for line in lines if "test_loss" in line] == [0, 3, 5]
 
 
+@pytest.mark.full
 def test_the_rate_of_a_run_is_that_of_its_items_or_else_of_steps(tmp_path):
     mesh, batch = jaxpar.make_mesh(), tiny.make_batch()
     step = jaxpar.make_train_step(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh), optax.sgd(0.1))
@@ -266,7 +267,7 @@ def test_a_resumed_run_that_cannot_write_leaves_the_old_lines(tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("event", ["open", "os.rename"])
+@pytest.mark.parametrize("event", ["open", pytest.param("os.rename", marks=pytest.mark.full)])
 def test_a_resume_that_is_killed_loses_no_line(tmp_path, event):
     log_steps(tmp_path, range(6))
     before = (tmp_path / "metrics.jsonl").read_bytes()

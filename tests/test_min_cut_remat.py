@@ -15,6 +15,7 @@ def compiled_temp_bytes(function, *args):
     return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.full
 def test_one_device_keeps_much_less_than_jax_does():
     made = tiny_gpt.make_params(num_layers=6, embed=64, mlp=256, positions=64, dtype=np.float32)
     params = jax.tree.map(jnp.asarray, made)
@@ -46,11 +47,11 @@ def test_params_are_not_kept_once_more():
     ("axes", "settings"),
     [
         ({}, {}),
-        ({"data": 2}, {"overlap_grad_reduce": True}),
-        ({"stage": 2}, {}),
-        ({"stage": 2}, {"schedule": "zb-h1"}),
-        ({"stage": 2}, {"executor": "mpmd"}),
-        ({"stage": 2}, {"remat": True}),
+        pytest.param({"data": 2}, {"overlap_grad_reduce": True}, marks=pytest.mark.full),
+        pytest.param({"stage": 2}, {}, marks=pytest.mark.full),
+        pytest.param({"stage": 2}, {"schedule": "zb-h1"}, marks=pytest.mark.full),
+        pytest.param({"stage": 2}, {"executor": "mpmd"}, marks=pytest.mark.full),
+        pytest.param({"stage": 2}, {"remat": True}, marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -76,7 +77,11 @@ def test_what_a_layer_prints_is_printed_once_a_layer_and_microbatch(capfd, axes,
     assert capfd.readouterr().out.count("seen") == 4 * 2 * replicas * again
 
 
-@pytest.mark.parametrize("axes", [{}, {"data": 2}, {"stage": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [pytest.param({}, marks=pytest.mark.full), {"data": 2}, pytest.param({"stage": 2}, marks=pytest.mark.full)],
+    ids=str,
+)
 def test_a_model_made_inside_jit_may_close_over_what_is_traced_there(axes):
     mesh = jaxpar.make_mesh(**axes, devices=jax.devices()[: max([1, *axes.values()])])
     rng = np.random.default_rng(0)
@@ -123,9 +128,19 @@ def with_noise(params, x, key, rows):
 @pytest.mark.parametrize(
     ("function", "shape", "inputs"),
     [
-        (convolutions, (3, 3, 3, 3), lambda rng: (rng.normal(size=(2, 3, 5, 5)), rng.normal(size=()))),
+        pytest.param(
+            convolutions,
+            (3, 3, 3, 3),
+            lambda rng: (rng.normal(size=(2, 3, 5, 5)), rng.normal(size=())),
+            marks=pytest.mark.full,
+        ),
         (over_time, (4, 4), lambda rng: (rng.normal(size=(6, 2, 4)), rng.normal(size=(2, 4)))),
-        (with_noise, (4, 4), lambda rng: (rng.normal(size=(3, 4)), jax.random.key(1), np.arange(3))),
+        pytest.param(
+            with_noise,
+            (4, 4),
+            lambda rng: (rng.normal(size=(3, 4)), jax.random.key(1), np.arange(3)),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_any_function_of_params_and_inputs_keeps_its_results_and_gradients(x64, function, shape, inputs):

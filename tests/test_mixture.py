@@ -35,6 +35,7 @@ def drawn(mixture, samples, *, batch_size=64, seed=0):
     return np.concatenate(rows)[:samples]
 
 
+@pytest.mark.full
 @given(weights=st.lists(st.floats(0.05, 1), min_size=1, max_size=4), seed=st.integers(0, 9))
 def test_each_block_has_the_share_of_each_source(weights, seed):
     mixture = Mixture([Numbers(i, 50 + i) for i in range(len(weights))], weights)

@@ -83,6 +83,7 @@ def test_a_stage_stores_what_the_schedule_says_in_its_order_and_lets_go_of_all(n
     assert not any(step.stored)
 
 
+@pytest.mark.full
 def test_live_arrays_do_not_grow_with_microbatches_and_a_second_step_compiles_nothing(monkeypatch):
     compiled, live = [], []
     listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
@@ -128,6 +129,7 @@ def record_ops(monkeypatch):
     return texts, args
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("schedule", "remat"), [("1f1b", False), ("zb-h1", True)])
 def test_no_op_copies_the_weights_of_a_layer_out_of_a_stack_or_a_sum_of_gradients(monkeypatch, schedule, remat):
     texts, _ = record_ops(monkeypatch)
@@ -141,6 +143,7 @@ def test_no_op_copies_the_weights_of_a_layer_out_of_a_stack_or_a_sum_of_gradient
         assert not re.search(rf"= \w+\[1,{WIDTH},{WIDTH}\]\S* copy\(", text), f"{which} copies sums of gradients"
 
 
+@pytest.mark.full
 def test_params_are_cast_once_a_step_and_their_gradients_are_added_in_float32(monkeypatch):
     def narrow(p, x):
         half = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
@@ -157,6 +160,7 @@ def test_params_are_cast_once_a_step_and_their_gradients_are_added_in_float32(mo
     assert_same(got, reference(model)(params, batch), within=2e-2)
 
 
+@pytest.mark.full
 def test_layers_lie_on_their_stage_as_they_are_sharded_over_tensor(monkeypatch):
     found, call = {}, mpmd._Step.call
 
@@ -177,6 +181,7 @@ def test_layers_lie_on_their_stage_as_they_are_sharded_over_tensor(monkeypatch):
             assert shapes == [(WIDTH // 2,), (WIDTH // 2, WIDTH), (WIDTH, WIDTH // 2)]
 
 
+@pytest.mark.full
 def test_ops_reduce_nothing_over_data_and_each_stage_reduces_once_a_step(monkeypatch):
     texts, _ = record_ops(monkeypatch)
     reductions, jit_grads = [], mpmd.jit_grads

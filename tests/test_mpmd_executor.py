@@ -38,7 +38,7 @@ def lie_like(grads, params):
         pytest.param((1, 4, 1), "zb-h1", 1, 4, False, marks=pytest.mark.slow),
         pytest.param((1, 8, 1), "zb-h1", 1, 8, False, marks=pytest.mark.slow),
         pytest.param((2, 4, 1), "1f1b", 1, 4, True, marks=pytest.mark.slow),
-        ((1, 2, 2), "interleaved", 2, 5, True),
+        pytest.param((1, 2, 2), "interleaved", 2, 5, True, marks=pytest.mark.full),
         pytest.param((1, 4, 2), "interleaved", 2, 9, True, marks=pytest.mark.slow),
         pytest.param((4, 2, 1), "zb-v", 2, 5, False, marks=pytest.mark.slow),
         pytest.param((2, 2, 2), "gpipe", 1, 2, jax.checkpoint_policies.dots_saveable, id="(2, 2, 2)-gpipe-1-2-dots"),
@@ -61,6 +61,7 @@ def test_loss_and_gradients_equal_one_device_in_float64(x64, sizes, schedule, nu
     assert_same(got, want, message=f"seed {seed}")
 
 
+@pytest.mark.full
 def test_attention_dropout_keys_and_tied_weights_on_three_axes(x64):
     mesh, seed = jaxpar.make_mesh(data=2, stage=2, tensor=2), tiny.fresh_seed()
     params, batch = tiny_gpt.make_params(num_layers=2, seed=seed), tiny_gpt.make_batch(seed=seed)
@@ -70,6 +71,7 @@ def test_attention_dropout_keys_and_tied_weights_on_three_axes(x64):
     assert_same(got, want, message=f"seed {seed}")
 
 
+@pytest.mark.full
 def test_params_that_lie_packed_give_packed_gradients(x64):
     mesh, params, batch = jaxpar.make_mesh(stage=2), make_params(3), make_batch()
     layout = jaxpar.LayerLayout(3, num_stages=2, layers_per_virtual_stage=(1, 2))
@@ -82,6 +84,7 @@ def test_params_that_lie_packed_give_packed_gradients(x64):
     assert_same(got, reference(MODEL)(params, batch))
 
 
+@pytest.mark.full
 def test_layers_replicated_over_stage_or_cut_over_data_too_keep_their_sharding(x64):
     mesh, params, batch = jaxpar.make_mesh(data=2, stage=2), make_params(4), make_batch()
     place = lambda *spec: jax.NamedSharding(mesh, jax.P(*spec))
@@ -95,6 +98,7 @@ def test_layers_replicated_over_stage_or_cut_over_data_too_keep_their_sharding(x
     assert lie_like(got[1], at_rest)
 
 
+@pytest.mark.full
 def test_float32_params_have_float32_gradients_and_so_have_bfloat16_ones():
     mesh = jaxpar.make_mesh(stage=2, tensor=2)
     params, batch = make_params(2, dtype=np.float32), make_batch(dtype=np.float32)
@@ -108,6 +112,7 @@ def test_float32_params_have_float32_gradients_and_so_have_bfloat16_ones():
 # Layers that are unlike each other: a CNN whose x changes shape and structure on its way.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "settings"),
     [
@@ -144,6 +149,7 @@ def test_a_list_of_layers_lies_over_stage_at_rest_like_outer_params():
     assert shardings["layers"][3]["b"].spec == jax.P()
 
 
+@pytest.mark.full
 def test_training_steps_equal_those_of_one_device(x64):
     mesh, optimizer, seed = jaxpar.make_mesh(data=2, stage=2), optax.adam(1e-2), tiny.fresh_seed()
     params, batch = make_cnn(seed)

@@ -72,6 +72,7 @@ def test_a_recipe_whose_folder_another_process_holds_is_refused(tmp_path, capsys
     assert sorted(path.name for path in out.iterdir()) == [".lease"], "nothing was written"
 
 
+@pytest.mark.full
 def test_a_second_run_of_two_processes_is_refused_on_both(tmp_path):
     first = Lease(tmp_path / "run" / "checkpoints")
     first.take()
@@ -85,6 +86,7 @@ def test_a_second_run_of_two_processes_is_refused_on_both(tmp_path):
     assert "ended first (exit code 2: bad configuration or data)" in err
 
 
+@pytest.mark.full
 def test_a_run_killed_in_its_folder_is_started_again_without_a_wait(tmp_path, held):
     folder = tmp_path / "run"
     first = held(RUN, folder, *ENDLESS, "--every", 2, "--seconds", 0.02)
@@ -96,6 +98,7 @@ def test_a_run_killed_in_its_folder_is_started_again_without_a_wait(tmp_path, he
     assert "waiting" not in err
 
 
+@pytest.mark.full
 def test_a_run_whose_folder_was_taken_commits_nothing_more_and_ends_with_74(tmp_path, held):
     folder = tmp_path / "run"
     first = held(RUN, folder, *ENDLESS, "--every", 1, "--seconds", 0.02)

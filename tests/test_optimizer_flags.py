@@ -115,6 +115,7 @@ def test_betas_and_epsilon_are_those_of_adamw():
 MUON = {"optimizer": "muon", "learning_rate_schedule": "constant", "warmup_steps": 0, "learning_rate": 0.1}
 
 
+@pytest.mark.full
 def test_muon_orthogonalizes_each_matrix_of_the_layers_and_leaves_the_rest_to_adamw():
     config = FAMILIES["llama"]
     params = make_params(config, dtype=np.float32)
@@ -146,6 +147,7 @@ def test_muon_decays_weights_and_embeddings_by_the_learning_rate():
         np.testing.assert_allclose(decayed[name] - plain[name], -share * PARAMS[name], atol=1e-6)
 
 
+@pytest.mark.full
 def test_muon_on_a_mesh_gives_the_params_of_one_device():
     """Layers over stages, heads over tensor, momentum over replicas: the matrices are those of one device."""
     config = FAMILIES["llama"]
@@ -169,6 +171,7 @@ def test_muon_on_a_mesh_gives_the_params_of_one_device():
     assert_same(got, jaxpar.fetch(want), within=1e-4)
 
 
+@pytest.mark.full
 def test_muon_is_that_of_optax_for_one_matrix():
     matrix = {"w_down": np.random.default_rng(0).normal(size=(1, 6, 4)).astype(np.float32)}
     own = contrib.muon(0.1, beta=0.95, eps=1e-8, consistent_rms=0.2, weight_decay=0.1)

@@ -206,6 +206,7 @@ def run(request):
         return Run(*request.param)
 
 
+@pytest.mark.full
 def test_an_optimizer_gives_one_devices_params_and_state(x64, run):
     oracle.assert_same((run.last.params, run.last.opt_state), on_one_device(run.name), within=1e-10)
 
@@ -290,6 +291,7 @@ def three_steps_of_a_pipeline(optimizer, zero, max_grad_norm=None, **settings):
     return (state.params, state.opt_state), (params, opt_state)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("zero", [pytest.param(zero, marks=[] if zero == 3 else pytest.mark.slow) for zero in range(4)])
 def test_a_pipeline_whose_parts_have_optimizers_of_their_own_trains_as_one_device_does(x64, zero):
     got, want = three_steps_of_a_pipeline(optimizer_of_each_part(), zero, max_grad_norm=0.1)
@@ -418,6 +420,7 @@ def test_an_optimizer_whose_sums_do_not_see_padding_is_taken(name):
 # --- saved --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_state_with_masked_factored_and_random_parts_is_restored_on_another_mesh(tmp_path):
     trained = optax.chain(
         optax.masked(optax.trace(0.9), is_matrix),

@@ -14,6 +14,7 @@ from jaxpar.inspect import inspect_step
 from tests.support import tiny
 from tests.support.covering import covering
 from tests.support.oracle import assert_same
+from tests.support.tiers import quick
 
 
 def both(mesh, **settings):
@@ -29,6 +30,7 @@ def is_cut(array):
     return "data" in jax.tree.leaves(tuple(array.sharding.spec))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_microbatches", "remat"), covering([(1, False), (2, False), (4, True)], (1, 2, 4), (False, True))
 )
@@ -40,6 +42,7 @@ def test_gradients_reduced_layer_by_layer_equal_one_device(x64, num_microbatches
     assert_same(got, tiny.reference(params, batch))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("zero", "num_microbatches", "remat"),
     covering([(1, 1, True), (2, 4, False)], (1, 2), (1, 4), (False, True)),
@@ -66,6 +69,7 @@ def test_sharded_gradients_and_params_after_steps_equal_one_device(x64, zero, nu
     assert_same(state.params, params, within=1e-10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("zero", "dtype"),
     covering(
@@ -83,6 +87,7 @@ def test_gradients_keep_the_dtype_of_their_params_and_are_added_in_float32(zero,
     assert {grad.dtype for grad in jax.tree.leaves(layer[1])} == {jnp.dtype(dtype)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(x64, zero):
     mesh = jaxpar.make_mesh(data=4, tensor=2)
@@ -95,6 +100,7 @@ def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(x64, zero):
         assert_same(got["layers"], want["layers"], within=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("zero", "is_listed"), covering([(0, False), (1, True), (2, True)], (0, 1, 2), (False, True)))
 def test_tied_embeddings_are_reduced_with_outer(x64, zero, is_listed):
     """A lookup and a head of one table, and layers of an odd vector too, which no axis divides."""
@@ -115,7 +121,7 @@ def test_tied_embeddings_are_reduced_with_outer(x64, zero, is_listed):
     assert_same(of_mesh(params, jaxpar.shard_batch(batch, mesh)), jax.jit(jax.value_and_grad(mean))(params))
 
 
-@pytest.mark.parametrize(("zero", "num_microbatches"), covering([(0, 1), (1, 2), (2, 1)], (0, 1, 2), (1, 2)))
+@pytest.mark.parametrize(("zero", "num_microbatches"), quick(covering([(0, 1), (1, 2), (2, 1)], (0, 1, 2), (1, 2)), 4))
 def test_layers_of_a_list_are_reduced_too(x64, zero, num_microbatches):
     mesh = jaxpar.make_mesh(data=2)
     stacked, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
@@ -141,6 +147,7 @@ def reports(zero, num_microbatches):
     return params, *(inspect_step(f, params, batch, mesh=mesh) for f in functions)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("zero", "num_microbatches"), covering([(1, 4), (2, 4)], (1, 2), (1, 4)))
 def test_as_many_bytes_travel_in_a_reduce_scatter_for_each_leaf_of_a_layer(zero, num_microbatches):
     params, layer, step = reports(zero, num_microbatches)
@@ -153,6 +160,7 @@ def test_as_many_bytes_travel_in_a_reduce_scatter_for_each_leaf_of_a_layer(zero,
         assert layer.bytes_moved(kind, "data") == step.bytes_moved(kind, "data") > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_as_many_bytes_travel_in_an_all_reduce_a_layer_and_one(num_microbatches):
     _, layer, step = reports(0, num_microbatches)

@@ -48,8 +48,10 @@ def check_parity(sizes, layout=None, *, masks=True, **settings):
     ("schedule", "sizes", "zero", "remat"),
     [
         ("gpipe", (2, 2, 2), 1, True),  # 1f1b is in the tests below
-        ("interleaved", (4, 2, 1), 2, True),
-        ("zb-v", (2, 2, 2), 0, False),  # whose last tick is not masked: nothing is reduced in it
+        pytest.param("interleaved", (4, 2, 1), 2, True, marks=pytest.mark.full),
+        pytest.param(
+            "zb-v", (2, 2, 2), 0, False, marks=pytest.mark.full
+        ),  # whose last tick is not masked: nothing is reduced in it
         pytest.param("zb-h1", (2, 4, 1), 1, False, marks=pytest.mark.slow),  # likewise
     ],
 )
@@ -57,6 +59,7 @@ def test_gradients_reduced_in_the_last_tick_equal_one_device(x64, schedule, size
     check_parity(sizes, schedule=schedule, zero=zero, remat=remat)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "sizes", "zero", "layout"),
     [
@@ -91,6 +94,7 @@ def test_gradients_in_every_schedule_and_level_equal_one_device(x64, schedule, s
     check_parity(sizes, schedule=schedule, zero=zero, remat=remat, masks=masks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "layout", "zero"),
     [
@@ -106,6 +110,7 @@ def test_layers_that_some_stages_lack_are_reduced_too(x64, schedule, layout, zer
     check_parity((2, 2, 2), layout, schedule=schedule, zero=zero)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("zero", [0, *SLOW_LEVELS])
 def test_a_backward_pass_that_is_not_split_reduces_in_b(x64, zero):
     schedule = join_backward(make_schedule("1f1b", 2, 4, form="fused"))
@@ -130,6 +135,7 @@ def test_params_after_steps_of_adam_equal_one_device(x64, schedule, zero):
     assert_same(state.params, params, within=1e-10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("zero", [0, *SLOW_LEVELS])
 def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(x64, zero):
     mesh, params = jaxpar.make_mesh(data=4, stage=2), make_params()
@@ -141,6 +147,7 @@ def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(x64, zero):
         assert_same(got["layers"], want["layers"], within=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gradients_in_bfloat16_are_added_in_float32_and_rounded_once(zero):
     mesh, params = jaxpar.make_mesh(data=4, stage=2), make_params(dtype=jnp.bfloat16)
@@ -151,6 +158,7 @@ def test_gradients_in_bfloat16_are_added_in_float32_and_rounded_once(zero):
 
 
 # At level 2 the trips of the layers that one stage has alone are not known, so that the bytes cannot be counted.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "zero"),
     [
@@ -183,6 +191,7 @@ def test_as_many_bytes_travel_and_a_layer_of_each_stage_at_a_time(layout, zero):
         assert sum(each.payload_bytes for each in in_loop(in_last_tick)) == one_layer, "the bucket is a layer a stage"
 
 
+@pytest.mark.full
 def test_a_last_tick_that_skips_idle_ops_is_followed_by_the_reduction_as_without():
     mesh, params = jaxpar.make_mesh(data=4, stage=2), make_params(dtype=np.float32)
     batch = jaxpar.shard_batch(tiny.make_batch(), mesh)

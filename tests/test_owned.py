@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.tiers import quick
 
 ROWS, SEQ, EMBED, HIDDEN, EXPERTS, LAYERS, VOCAB = 16, 4, 8, 16, 4, 4, 16
 OWNED = ("w_up", "w_down")
@@ -143,7 +144,8 @@ SLOW_RUNS = [
 
 
 @pytest.mark.parametrize(
-    ("axes", "zero", "settings"), [*RUNS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_RUNS)]
+    ("axes", "zero", "settings"),
+    quick([*RUNS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_RUNS)], 1),
 )
 def test_owned_params_have_the_numbers_of_one_device_and_cross_data_in_all_to_alls_alone(x64, axes, zero, settings):
     """The gradients of three steps are in the moments of Adam."""
@@ -169,6 +171,7 @@ def check_bytes(run):
     assert between >= owned, "the groups must add up the gradients of what each owns"
 
 
+@pytest.mark.full
 def test_each_replica_holds_its_part_of_params_and_optimizer_state(x64):
     state = Run({"replica": 2, "data": 4}, zero=1).state
     for tree in (state.params, state.opt_state[0].mu):
@@ -184,6 +187,7 @@ def x64_in_threads():
     jax.config.update("jax_enable_x64", False)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_its_experts_on_fewer_devices_and_skips_a_step_that_is_not_finite(x64_in_threads, tmp_path):
     run = Run({"data": 4}, zero=1).train(2)
     manager = jaxpar.CheckpointManager(tmp_path, run.mesh)
@@ -203,6 +207,7 @@ def test_a_run_goes_on_with_its_experts_on_fewer_devices_and_skips_a_step_that_i
     assert_same_bits(jaxpar.fetch(run.state.params)["layers"], before["layers"])
 
 
+@pytest.mark.full
 def test_packed_layers_accumulated_steps_and_a_frozen_router(x64):
     uneven, optimizer = (lambda key: init(key, num_layers=3)), optax.MultiSteps(OPTIMIZER, 2)
     trainable = ("layers/w_*", "outer/*")

@@ -72,6 +72,7 @@ def installed(wheel, tmp_path_factory):
     return home / "bin"
 
 
+@pytest.mark.full
 def test_the_sdist_has_what_its_tests_read(source):
     for name in (
         "tests/conftest.py",
@@ -111,6 +112,7 @@ def test_the_wheel_has_the_same_recipes(wheel):
     assert not [name for name in names if not name.startswith(("jaxpar/", "jaxpar-"))], "nothing else at the top"
 
 
+@pytest.mark.full
 def test_the_installed_program_trains_far_from_the_repository(installed, tmp_path):
     program = installed / "python"
     script = """import sys; import jaxpar; from jaxpar.__main__ import main
@@ -178,6 +180,7 @@ def test_a_recipe_of_the_command_is_named_as_it_was_called(name, capsys, monkeyp
     assert ".py" not in said
 
 
+@pytest.mark.full
 def test_a_recipe_ends_with_a_command_by_which_it_was_called(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["bin/jaxpar"])
     monkeypatch.setattr(sys, "path", list(sys.path))

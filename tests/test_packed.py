@@ -198,6 +198,7 @@ def test_layers_of_another_number_are_named(order, told):
 # Training works on them
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("executor", "schedule", "layout"),
     [
@@ -229,6 +230,7 @@ def test_an_even_layout_leaves_params_as_they_are():
     assert jax.tree.structure(grads) == jax.tree.structure(params)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_packed_layers_train_as_one_device_does(x64, zero):
     """A state is packed at birth, its optimizer looks at paths, its step donates it: all through the node."""
@@ -294,6 +296,7 @@ def canonical(state, layout):
     return jax.tree.map(unpack, jaxpar.fetch(state), is_leaf=lambda node: isinstance(node, PackedLayers))
 
 
+@pytest.mark.full
 def test_a_state_goes_from_one_layout_through_the_models_order_to_another(tmp_path):
     mesh, rng = jaxpar.make_mesh(data=2, stage=2), np.random.default_rng(0)
     abstract = abstract_state(IN_A_V, mesh)

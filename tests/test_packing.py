@@ -193,7 +193,9 @@ def mean_and_grads(config):
 SLOW = pytest.mark.slow  # in the fast tier each family is tested once, here or on meshes, below
 
 
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=SLOW), "bloom"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", pytest.param("llama", marks=SLOW), pytest.param("bloom", marks=pytest.mark.full)]
+)
 def test_packed_documents_have_the_loss_and_gradients_of_documents_apart(x64, family):
     """For a BLOOM also with a kernel that takes a bias alone; on a mesh, where each device runs it on its own heads."""
     seed = tiny.fresh_seed()
@@ -224,6 +226,7 @@ def test_packed_documents_have_the_loss_of_documents_apart_in_float32():
     assert_same(got_grads, want_grads, within=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "mesh_sizes", "schedule", "constrain"),
     [
@@ -257,6 +260,7 @@ def test_packed_documents_have_that_loss_in_every_schedule(x64, family, schedule
     assert_same(got, mean_and_grads(config)(params, apart), message=f"seed {seed}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", [pytest.param("gpt2", marks=SLOW), pytest.param("llama", marks=SLOW), "bloom"])
 def test_no_position_sees_another_document(family):
     """By gradients: each output depends on the inputs of its own document up to its position, and on none else."""

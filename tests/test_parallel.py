@@ -26,6 +26,7 @@ def gradients(*settings, **keywords):
     )
 
 
+@pytest.mark.full
 def test_objects_are_their_settings(mesh):
     shardings = tiny.shardings(mesh, tiny.make_params())
     settings = {"zero": 1, "schedule": "zb-h1", "num_microbatches": 4, "remat": True}

@@ -10,6 +10,7 @@ import jaxpar
 from tests.support import tiny
 from tests.support.covering import covering
 from tests.support.oracle import assert_same
+from tests.support.tiers import quick
 
 MESHES = [(data, tensor) for data in (1, 2, 4, 8) for tensor in (1, 2, 4, 8) if data * tensor <= 8]
 LARGEST = [(data, tensor) for data, tensor in MESHES if data * tensor == 8]
@@ -18,8 +19,11 @@ SMALLER = [mesh for mesh in MESHES if mesh not in LARGEST]
 
 @pytest.mark.parametrize(
     ("data", "tensor", "num_microbatches"),
-    [(*mesh, num_microbatches) for mesh in LARGEST for num_microbatches in (1, 4)]
-    + [pytest.param(*mesh, 1, marks=() if mesh[0] == mesh[1] else pytest.mark.slow) for mesh in SMALLER],
+    quick(
+        [(*mesh, num_microbatches) for mesh in LARGEST for num_microbatches in (1, 4)]
+        + [pytest.param(*mesh, 1, marks=() if mesh[0] == mesh[1] else pytest.mark.slow) for mesh in SMALLER],
+        7,
+    ),
 )
 def test_loss_and_gradients_equal_one_device_in_float64(x64, data, tensor, num_microbatches):
     seed = tiny.fresh_seed()
@@ -53,6 +57,7 @@ OPTIMIZERS = {"sgd": optax.sgd(0.1), "momentum": optax.sgd(0.1, momentum=0.9), "
 EACH_ONCE = zip(("adam", "sgd", "momentum", "adam"), LARGEST, strict=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "sizes"), covering(EACH_ONCE, OPTIMIZERS, LARGEST))
 def test_parameters_after_three_steps_equal_one_device_in_float64(x64, name, sizes):
     seed, optimizer = tiny.fresh_seed(), OPTIMIZERS[name]
@@ -63,6 +68,7 @@ def test_parameters_after_three_steps_equal_one_device_in_float64(x64, name, siz
     assert_same(losses, want, within=1e-6, message=f"seed {seed}")  # metrics are float32
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("data", "tensor"), [(8, 1), (2, 4)])
 def test_loss_and_sgd_parameters_equal_one_device_in_float32(data, tensor):
     seed = tiny.fresh_seed()

@@ -24,6 +24,7 @@ def layer_of(constrain):
     return model.layers(1)[0], params["layers"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("constrain", [None, jaxpar.sequence_parallel])
 def test_passes_in_order_have_the_same_results_alone_and_side_by_side(x64, constrain):
     layer, params = layer_of(constrain)
@@ -81,6 +82,7 @@ def test_passes_of_unequal_lengths_wait_for_each_other_while_both_run():
     assert seen == [("a", 0, 0.0), ("b", 0, 0.0), ("b", 1, 1.0), ("b", 2, 2.0)]
 
 
+@pytest.mark.full
 def test_gradients_of_weights_that_are_sums_are_made_before_they_are_added(x64):
     layer, params = layer_of(None)
     draw = lambda key: jax.random.normal(jax.random.key(key), (1, 8, 16), jnp.float64)

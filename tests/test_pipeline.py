@@ -17,6 +17,7 @@ from jaxpar.pipeline.stage import Stage
 from jaxpar.schedule import Op, Schedule, make_schedule
 from tests.support import tiny, tiny_gpt
 from tests.support.oracle import assert_same, assert_same_bits, distance
+from tests.support.tiers import quick
 
 SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 REMAT = {"no remat": False, "remat": True, "policy": SAVE_DOTS}
@@ -89,7 +90,9 @@ COVERING = [
 ]
 
 
-@pytest.mark.parametrize(("check", "mesh", "schedule", "remat", "num_layers", "num_microbatches"), COVERING)
+@pytest.mark.parametrize(
+    ("check", "mesh", "schedule", "remat", "num_layers", "num_microbatches"), quick(COVERING, 2, 3)
+)
 def test_loss_and_gradients_equal_one_device_in_float64(
     x64, monkeypatch, check, mesh, schedule, remat, num_layers, num_microbatches
 ):
@@ -118,6 +121,7 @@ def test_masked_idle_ops_change_nothing_in_float64(x64, mesh, schedule, remat, n
     check_mlp(mesh, schedule, **options, masks=True)
 
 
+@pytest.mark.full
 def test_masked_idle_ops_discard_nan(x64):
     """A layer of zeros gives NaN, as an idle stage computes before its first activation arrives."""
 
@@ -216,7 +220,9 @@ def test_every_form_of_a_schedule_equals_one_device_in_float64(x64, name, form, 
     ("name", "mesh", "num_layers", "remat"),
     [
         # Two layers or more in each chunk, or their order would not matter.
-        ("1f1b", (2, 2, 2), 5, False),  # a loop for the layer that one stage has more
+        pytest.param(
+            "1f1b", (2, 2, 2), 5, False, marks=pytest.mark.full
+        ),  # a loop for the layer that one stage has more
         ("interleaved", (4, 2, 1), 8, True),
         pytest.param("interleaved", (1, 4, 2), 9, False, marks=pytest.mark.slow),
         pytest.param("1f1b", (1, 8, 1), 8, True, marks=pytest.mark.slow),
@@ -238,6 +244,7 @@ BESIDE = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "settings"), BESIDE)
 def test_f_beside_b_with_one_stage_equals_one_device_in_float64(x64, monkeypatch, mesh, settings):
     """Where idle ops are masked and there is a tensor axis, F of a microbatch runs beside B of the one before."""
@@ -259,6 +266,7 @@ def test_f_beside_b_with_one_stage_equals_one_device_in_float64(x64, monkeypatch
     assert ran
 
 
+@pytest.mark.full
 def test_a_table_of_ones_own_equals_one_device_in_float64(x64):
     """A V on two stages, in which a stage does what no named schedule does: B before it must, F of the second chunk late."""
     first = [Op("F", 0, 0), Op("F", 1, 0), Op("F", 0, 1), Op("B", 0, 1), Op("F", 1, 1), Op("B", 1, 1)]
@@ -297,6 +305,7 @@ def test_float32_equals_one_device():
     assert_same(grads, want_grads, within=1e-4)
 
 
+@pytest.mark.full
 def test_bfloat16_compute_keeps_float32_params_is_as_near_as_one_device_and_the_same_bits_again():
     """Rounding differs between any two programs, so both are held against float32."""
 
@@ -369,6 +378,7 @@ def test_any_tree_travels_from_layer_to_layer(x64, schedule):
     check_model(trees_model(), params, batch, tiny.loss, schedule, num_microbatches=1, data=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", [pytest.param("interleaved", marks=pytest.mark.slow), "zb-h1"])
 def test_params_may_be_missing_unread_or_in_any_tree(x64, schedule):
     """No outer params at all, a weight in a tuple, a scalar weight a layer, and one that no layer reads."""
@@ -418,6 +428,7 @@ def test_parameters_after_three_steps_equal_one_device_in_float64(x64, mesh, sch
     assert_same(state.params, params, within=1e-10)
 
 
+@pytest.mark.full
 def test_uneven_layers_train_packed_and_their_padding_stays_zero(x64):
     """The state holds packed layers, so that nothing moves between stages in a step."""
     mesh, optimizer = jaxpar.make_mesh(data=2, stage=4), optax.adam(1e-2)

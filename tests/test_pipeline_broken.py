@@ -30,10 +30,12 @@ def mlp_error(schedule="1f1b", **options):
     return distance(got, tiny.reference(params, batch))
 
 
+@pytest.mark.full
 def test_the_unbroken_pipeline_passes_as_the_broken_ones_are_run(x64):
     assert mlp_error() <= 1e-12
 
 
+@pytest.mark.full
 def test_parity_notices_outer_gradients_that_are_not_summed_over_the_stages(x64, monkeypatch):
     """The sums over ``stage`` of all that is no scalar are left out, in whichever of their two forms."""
     psum, psum_scatter = jax.lax.psum, jax.lax.psum_scatter
@@ -58,6 +60,7 @@ def test_parity_notices_outer_gradients_that_are_not_summed_over_the_stages(x64,
     assert left_out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "table",
     [
@@ -92,6 +95,7 @@ def test_parity_notices_a_table_with_one_number_off_by_one(x64, monkeypatch, tab
     assert mlp_error("zb-h1" if "cotangents_w" in table else schedule, mask_idle_ops=masks) > 1e-6
 
 
+@pytest.mark.full
 def test_parity_notices_layers_in_another_order(x64, monkeypatch):
     backwards = lambda self, layers: jax.tree.map(lambda leaf: leaf[::-1], layers)
     monkeypatch.setattr(LayerLayout, "in_packed_order", backwards)

@@ -63,6 +63,7 @@ def test_blooms_mesh_is_among_the_first_five(executor):
     assert (8, 12, 4) in meshes, render(plans)
 
 
+@pytest.mark.full
 def test_the_best_is_first_and_each_other_says_why_not():
     plans = jaxpar.plan(SMALL, cluster("h100"), **OF_FOUR, top=4)
     assert len(plans) == 4
@@ -74,6 +75,7 @@ def test_the_best_is_first_and_each_other_says_why_not():
     assert len(render(plans).splitlines()) == 2 + len(plans)
 
 
+@pytest.mark.full
 def test_groups_of_replicas_are_preferred_where_zero_3_would_send_over_a_slow_network():
     plans = jaxpar.plan(SMALL, node(num_nodes=4, network_bandwidth=1e9), batch_size=256, zero=3, stage=1, tensor=1)
     assert [(plan.choice.replica, plan.choice.data) for plan in plans] == [(4, 8), (1, 32)]
@@ -86,6 +88,7 @@ def test_groups_of_replicas_are_preferred_where_zero_3_would_send_over_a_slow_ne
     assert held.replica == 2
 
 
+@pytest.mark.full
 def test_long_sequences_are_cut_over_context():
     config = preset("llama3.1-8b", compute_dtype="bfloat16", vocab_multiple=128, attention=planned_attention)
     shape = KEPT(config, seq=2**18)
@@ -128,6 +131,7 @@ EXPERTS = TransformerConfig(
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
     long = dataclasses.replace(EXPERTS, positions="rope", max_positions=2**15, attention=planned_attention)
     held = {"num_microbatches": 4, "remat": False}
@@ -143,6 +147,7 @@ def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
             jaxpar.plan(KEPT(long), cluster("h100"), batch_size=16, executor="mpmd", stage=2, **held)
 
 
+@pytest.mark.full
 def test_leading_dense_layers_are_further_layers_of_the_first_stage():
     shape, machines, rows = KEPT(EXPERTS), cluster("h100"), 64
     leading = KEPT(dataclasses.replace(EXPERTS, num_layers=6, num_dense_layers=2))
@@ -162,6 +167,7 @@ def test_leading_dense_layers_are_further_layers_of_the_first_stage():
     assert more > price(shape, machines, choice, batch_size=rows).useful_flops * 1.2
 
 
+@pytest.mark.full
 def test_experts_are_planned_over_tensor_and_over_data():
     shape, machines, rows = KEPT(dataclasses.replace(EXPERTS, expert_buffer=1.0)), cluster("h100"), 64
     plain, over_tensor, over_data = (
@@ -232,7 +238,7 @@ def test_gains_are_of_changes_that_are_faster_and_say_what_they_need():
     assert "faster" in plans[0].details(80e9)
 
 
-@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("width", [80, pytest.param(100, marks=pytest.mark.full)])
 def test_text_fits_the_terminal(width):
     plans = jaxpar.plan(SMALL, cluster("h100"), **OF_FOUR, top=4)
     for text in (render(plans, width=width), plans[0].details(80e9, width=width), plans[-1].details(80e9, width=width)):
@@ -367,7 +373,7 @@ def test_fused_attention_stores_no_scores():
     assert stored(plain) - stored(fused) > 0.9 * scores
 
 
-@pytest.mark.parametrize("stage", [1, 4])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_zero_3_gathers_layers_in_the_dtype_of_the_computation(stage):
     choice = Choice(data=8, stage=stage, num_microbatches=4, zero=3)
 
@@ -382,7 +388,12 @@ def test_zero_3_gathers_layers_in_the_dtype_of_the_computation(stage):
 
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "num_microbatches", "most"),
-    [("1f1b", 1, 8, 1.0), ("1f1b", 1, 256, 0.9), ("interleaved", 2, 32, 1.0), ("zb-h1", 1, 32, 1.09)],
+    [
+        pytest.param("1f1b", 1, 8, 1.0, marks=pytest.mark.full),
+        ("1f1b", 1, 256, 0.9),
+        pytest.param("interleaved", 2, 32, 1.0, marks=pytest.mark.full),
+        ("zb-h1", 1, 32, 1.09),
+    ],
 )
 def test_equal_stages_in_lock_step_take_no_longer_where_collectives_run_beside_products(
     schedule, num_chunks, num_microbatches, most
@@ -410,6 +421,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.full
 def test_plans_are_as_far_from_one_another_as_their_compiled_steps():
     """A plan's kernels are below the datasheet's rates, of which a roofline is: the ratio of the two is that of all jobs."""
     ratios = []
@@ -465,8 +477,17 @@ def test_candidates_come_in_the_order_of_their_estimates_and_are_held_against_th
     assert len(lazy._states) < begun
 
 
-@pytest.mark.parametrize("executor", ["spmd", "mpmd"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe", "interleaved", "zb-v"])
+@pytest.mark.parametrize("executor", [pytest.param("spmd", marks=pytest.mark.full), "mpmd"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param("1f1b", marks=pytest.mark.full),
+        "zb-h1",
+        pytest.param("gpipe", marks=pytest.mark.full),
+        pytest.param("interleaved", marks=pytest.mark.full),
+        pytest.param("zb-v", marks=pytest.mark.full),
+    ],
+)
 def test_no_plan_of_a_sweep_has_a_negative_bubble(schedule, executor):
     held = {"stage": 4, "schedule": schedule, "num_microbatches": 64, "remat": False, "zero": 0}
     for plan in jaxpar.plan(SMALL, cluster("a100-40gb"), batch_size=512, executor=executor, **held):
@@ -474,13 +495,20 @@ def test_no_plan_of_a_sweep_has_a_negative_bubble(schedule, executor):
 
 
 @pytest.mark.parametrize(
-    "held", [{"tensor": 2}, {"stage": 2, "schedule": "zb-h1"}, {"zero": 0, "data": 4}, {"remat": True}]
+    "held",
+    [
+        pytest.param({"tensor": 2}, marks=pytest.mark.full),
+        pytest.param({"stage": 2, "schedule": "zb-h1"}, marks=pytest.mark.full),
+        {"zero": 0, "data": 4},
+        pytest.param({"remat": True}, marks=pytest.mark.full),
+    ],
 )
 def test_what_is_held_is_kept(held):
     for plan in jaxpar.plan(SMALL, cluster("h100"), **OF_FOUR, top=3, **held):
         assert all(getattr(plan.choice, name) == value for name, value in held.items())
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_named_with_the_nearest_that_does():
     big = TransformerConfig(vocab_size=512, num_layers=8, embed_dim=4096, num_heads=32, max_positions=512)
     shape = KEPT(big)
@@ -564,6 +592,7 @@ def test_bad_input_is_refused(call, message):
 GPT2 = ("--model", "gpt2", "--gpu", "h100", "--batch-size", "64", "--num-microbatches", "2")
 
 
+@pytest.mark.full
 def test_the_command_prints_a_table_or_a_list_for_programs(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     args = ["plan", *GPT2, "--tensor", "1"]
@@ -584,6 +613,7 @@ def test_the_command_prints_a_table_or_a_list_for_programs(capsys, tmp_path, mon
     assert "gpt5" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", [False, True])
 def test_slots_and_times_of_many_microbatches_go_on_as_those_of_few(monkeypatch, remat):
     def slots_and_times(schedule, chunks):
@@ -608,6 +638,7 @@ def test_seconds_are_written_without_powers_of_ten(seconds, digits, text):
     assert seconds_text(seconds, digits) == text
 
 
+@pytest.mark.full
 def test_plans_that_do_not_fit_by_the_compilers_account_are_dropped(monkeypatch, capsys):
     args = ["plan", *GPT2, "--tensor", "1", "--remat", "no", "--json"]
     assert main(args) == 0
@@ -638,6 +669,7 @@ def test_what_cannot_be_compiled_is_refused(capsys, flags, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)

@@ -23,6 +23,7 @@ from jaxpar.planner.state import AtRest, step_memory, wide_bytes
 from jaxpar.planner.traffic import bytes_by_axis, step_traffic
 from jaxpar.sharding import shardings_from_paths
 from tests.support import tiny_transformer
+from tests.support.tiers import quick
 
 ROWS, OPTIMIZER = 32, optax.adam(1e-3)
 WIDE = TransformerConfig(vocab_size=512, num_layers=8, embed_dim=128, num_heads=4, max_positions=64)
@@ -142,7 +143,9 @@ MORE = [
 ALL = [pytest.param(*each) for each in DRAWS] + [pytest.param(*each, marks=pytest.mark.slow) for each in MORE]
 
 
-@pytest.mark.parametrize(("model", "data", "stage", "tensor", "schedule", "num_microbatches", "zero", "remat"), ALL)
+@pytest.mark.parametrize(
+    ("model", "data", "stage", "tensor", "schedule", "num_microbatches", "zero", "remat"), quick(ALL, 3)
+)
 def test_bytes_at_rest_and_traffic_are_the_compiled_steps(
     model, data, stage, tensor, schedule, num_microbatches, zero, remat
 ):
@@ -159,6 +162,7 @@ def test_bytes_at_rest_and_traffic_are_the_compiled_steps(
     assert bytes_by_axis(step_traffic(choice, analysis, at_rest)) == moved, report.render()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "exchange", "products"),
     [
@@ -182,6 +186,7 @@ def test_experts_over_data_send_what_is_planned(stage, exchange, products):
     assert bytes_by_axis(traffic) == moved, report.render()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "stage", "zero"), [("gpt2", 1, 1), pytest.param("gpt2", 2, 3, marks=pytest.mark.slow)]
 )
@@ -197,6 +202,7 @@ def test_groups_of_replicas_sum_the_shards_of_their_gradients(model, stage, zero
     assert found["replica"] < 1.1 * wide_bytes(at_rest.grads)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("data", "stage", "tensor", "zero"),
     [

@@ -83,6 +83,7 @@ def test_picture_has_a_cell_a_gpu_and_a_box_a_node(tmp_path, monkeypatch, axes, 
     assert {str(i) for i in range(np.prod(list(axes.values())))} <= set(names)
 
 
+@pytest.mark.full
 def test_picture_of_thousands_says_what_it_leaves_out(tmp_path, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib.figure")
     drawn = []

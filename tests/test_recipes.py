@@ -19,6 +19,7 @@ from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names
 from jaxpar.run import Run
 from tests.support.oracle import assert_same
+from tests.support.tiers import without
 from tests.support.waiting import WAIT_SECONDS, XLA_WAITS
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +90,7 @@ def trained(tmp_path_factory):
     return folders
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", without(MESHES, "1 device"))
 def test_house_prices_end_at_least_squares(trained, mesh):
     table = np.loadtxt(house_prices.HOUSES, delimiter=",", skiprows=3)
     closed_form = np.linalg.lstsq(np.column_stack([table[:, :2], np.ones(len(table))]), table[:, 2])[0]
@@ -158,7 +159,7 @@ def test_no_step_s_time_includes_the_compilation(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("_without_pictures")
-@pytest.mark.parametrize(("batch_size", "within"), [(1, 0.05), (8, 0.01)])
+@pytest.mark.parametrize(("batch_size", "within"), [(1, 0.05), pytest.param(8, 0.01, marks=pytest.mark.full)])
 def test_descent_on_parts_of_the_rows_comes_near_least_squares(tmp_path, capsys, batch_size, within):
     run(tmp_path, "--batch-size", str(batch_size), "--mesh.data", str(batch_size))
     weight, _, intercept = learned(tmp_path) / LEAST_SQUARES
@@ -167,6 +168,7 @@ def test_descent_on_parts_of_the_rows_comes_near_least_squares(tmp_path, capsys,
     assert "steps on part of the rows end near the least squares, not on it" in capsys.readouterr().out
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_without_end")
 def test_a_run_resumes_on_another_mesh_as_if_it_had_not_stopped(tmp_path, trained, capsys):
     run(tmp_path, "--mesh.data", "2", "--steps", "6", "--checkpoint-every", "4")
@@ -189,6 +191,7 @@ def test_a_run_resumes_on_another_mesh_as_if_it_had_not_stopped(tmp_path, traine
     assert_same([x["loss"] for x in resumed], [x["loss"] for x in straight], within=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("_without_end")
 def test_a_run_resumes_with_what_it_is_told_may_change(tmp_path, capsys):
     run(tmp_path, "--steps", "4", "--checkpoint-every", "4", "--batch-size", "10")
@@ -317,6 +320,7 @@ size_m2,floor,"rent, monthly",note
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("features", [("size_m2",), ("size_m2", "floor")])
 def test_house_prices_learn_from_another_table(tmp_path, features):
     table = tmp_path / "flats.csv"
@@ -524,6 +528,7 @@ def script(*flags, **env):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
 
 
+@pytest.mark.full
 def test_house_prices_run_as_a_script_on_8_fake_devices(tmp_path):
     end = script("--fake-devices", "8", "--mesh.data", "8", "--out-dir", str(tmp_path))
     assert end.returncode == 0, end.stderr

@@ -78,6 +78,7 @@ def test_it_fits_on_a_laptop(both):
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < 8 * GIB
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [BLOOM, "deepspeed"])
 def test_a_page_shows_the_compiled_step_beside_the_plan(run_of, name):
     folder, figures, _ = run_of(name)

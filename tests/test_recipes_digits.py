@@ -68,12 +68,14 @@ def one_device(timed):
     return curve(timed)
 
 
+@pytest.mark.full
 def test_no_step_s_time_includes_an_evaluation(timed):
     lines = read_lines(timed)
     assert [line["step"] for line in lines if "test_loss" in line] == [4, 9, 11]
     assert all(0 < line["step_seconds"] < 3600 for line in lines)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     [
@@ -112,6 +114,7 @@ def test_the_folder_of_a_run_holds_config_metrics_and_pictures(trained):
         assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 50, f"{name}.png is blank"
 
 
+@pytest.mark.full
 def test_a_run_resumes_on_another_mesh_and_says_how_well_it_reads(trained, tmp_path, capsys):
     folder = shutil.copytree(trained, tmp_path / "stopped")
     shutil.rmtree(folder / "checkpoints" / str(STEPS))
@@ -131,6 +134,7 @@ def test_a_run_resumes_on_another_mesh_and_says_how_well_it_reads(trained, tmp_p
     assert "digits     held out: loss" in said
 
 
+@pytest.mark.full
 def test_a_dry_run_prints_the_cost_of_a_step_and_writes_nothing(tmp_path, capsys):
     run(tmp_path / "new", *ON_4_BY_2, "--dry-run")
     said = capsys.readouterr().out
@@ -213,6 +217,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch, ca
     assert f"got none. Install it: pip install -e '.[{extra}]' in the clone of jaxpar." in refused(capsys, tmp_path)
 
 
+@pytest.mark.full
 def test_a_loss_that_does_not_stay_finite_ends_with_its_own_code(capsys, tmp_path):
     with pytest.raises(SystemExit) as end:
         curve_of(tmp_path, "--learning-rate", "1e30", "--hidden-layers", "2")
@@ -220,6 +225,7 @@ def test_a_loss_that_does_not_stay_finite_ends_with_its_own_code(capsys, tmp_pat
     assert "consecutive steps had a loss or gradients that were not finite" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_narrowed_model_is_a_smaller_one_and_stays_so():
     table = digits.mlp.param_table(64, 10, width=8, num_hidden=4)
     rng = np.random.default_rng(0)

@@ -101,6 +101,7 @@ def one_device(timed):
     return curve(timed[0])
 
 
+@pytest.mark.full
 def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device):
     assert_same(curve(trained), one_device, within=1e-4)
 
@@ -148,6 +149,7 @@ def uneven(run, trained, tmp_path_factory):
     return folder
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_layers_that_stages_do_not_divide_and_is_exported(uneven, one_device):
     assert_same(curve(uneven), one_device[FEW_STEPS // 2 :], within=1e-4)
     check_exported(uneven)
@@ -259,6 +261,7 @@ def experts(run, tmp_path_factory):
     return folder, flags, printed.getvalue(), exported["text"]
 
 
+@pytest.mark.full
 def test_a_run_with_experts_has_their_metrics_and_loads(experts):
     folder, _, printed, exported = experts
     of_page, over_data = [
@@ -331,6 +334,7 @@ def test_flags_of_experts_that_do_not_fit_are_refused(flags, message):
         language_model.check_model(ModelFlags(**flags), 16, needs_weights=False)
 
 
+@pytest.mark.full
 def test_a_mixture_after_a_dense_layer_is_tuned_goes_on_elsewhere_and_is_exported(run, tmp_path):
     options = {"qk_norm": "head", "num_experts": 4, "expert_dim": 16, "num_dense_layers": 1, "num_layers": 4}
     config = transformer.TransformerConfig(
@@ -386,6 +390,7 @@ def test_no_model_of_transformers_gets_biases_of_routers(run, tmp_path, capsys):
     )
 
 
+@pytest.mark.full
 def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(run, tmp_path, capsys):
     run(tmp_path / "none", "--mesh.tensor", "2", "--dry-run")
     assert "all-reduce" in capsys.readouterr().out
@@ -395,6 +400,7 @@ def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(run, tmp_path, caps
 LLAMA = Path(__file__).parent / "data" / "huggingface" / "llama"
 
 
+@pytest.mark.full
 def test_training_goes_on_from_published_weights_on_tokens_of_a_bin_in_bfloat16(run, tmp_path):
     tokens = tmp_path / "tokens.bin"
     (np.arange(4000) ** 2 % 24).astype(np.uint16).tofile(tokens)
@@ -457,6 +463,7 @@ def test_bytes_are_read_by_models_that_say_so_and_by_no_others(text, tmp_path):
         language_model.model_config(read, 128, load_text(text), jaxpar.make_mesh())
 
 
+@pytest.mark.full
 def test_a_model_whose_scores_are_not_finite_ends_with_code_86_in_place_of_a_sample(text, capsys):
     shape = transformer.preset("gpt2-bytes", num_layers=1, embed_dim=4, num_heads=1)
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan), abstract_params(transformer.param_table(shape)))

@@ -54,6 +54,7 @@ def tuned(run, mixed, tmp_path_factory):
     return out_dir, printed.getvalue()
 
 
+@pytest.mark.full
 def test_a_model_is_tuned_on_a_mixture(tuned):
     """Loss falls, and the sample answers in the form of a conversation."""
     out_dir, said = tuned
@@ -214,6 +215,7 @@ def test_adapters_to_start_from_are_refused_with_the_way_to_merge_them(checked, 
     assert f"got the adapters in {tmp_path}, which peft adds to those of 'llama'. Merge them: python -m jaxpar" in said
 
 
+@pytest.mark.full
 def test_the_sample_ends_where_the_model_ends_a_text(folder, tmp_path):
     source, cache = shutil.copytree(folder / "llama", tmp_path / "llama"), folder / "cache"
     flags = gpt.Config.of(data=(folder / "lines.jsonl",), token_cache=cache, seq=SEQ, temperature=0.0, prompt="the cat")
@@ -254,6 +256,7 @@ def test_examples_are_read_as_bytes_by_models_of_bytes(tmp_path):
     assert bytes(row["targets"][row["targets"] > 0].astype(np.uint8)).decode().isdigit()
 
 
+@pytest.mark.full
 def test_a_record_that_is_wrong_ends_a_run_with_code_65(run, folder, tmp_path, capsys):
     import pyarrow
     from pyarrow import parquet

@@ -206,6 +206,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, packag
         open_records([tmp_path / f"a.{suffix}"])
 
 
+@pytest.mark.full
 def test_two_processes_read_their_own_records_and_columns_and_go_on_with_the_batches_of_one(packed, tmp_path):
     for number in range(2):
         write_rows(tmp_path / f"rows-{number}.parquet", packed)

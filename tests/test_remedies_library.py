@@ -252,6 +252,7 @@ def test_errors_of_the_library_name_arguments_and_not_flags():
     assert flags_by_hand('raise ValueError(f"--keep must be {least}; got {arg(keep=1)}.")') == {"--keep"}
 
 
+@pytest.mark.full
 def test_every_flag_that_a_message_names_exists():
     programs = [digits, gpt, house_prices, all_reduce, bloom, untrained_model]
     known = {"--help"}.union(*(flags_of(lambda r=r: cli.run(r.main, r.Config, ["--help"])) for r in programs))
@@ -268,6 +269,7 @@ def test_every_flag_that_a_message_names_exists():
             assert any(other == flag or other.startswith(f"{flag}.") for other in known), f"{where}: {flag}"
 
 
+@pytest.mark.full
 def test_every_extra_that_a_message_names_exists_and_is_installed_by_a_command_for_any_shell():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     code = [*ROOT.glob("jaxpar/**/*.py"), *ROOT.glob("recipes/*.py")]
@@ -296,6 +298,7 @@ def test_nothing_installs_jaxpar_from_an_index_where_it_is_not():
             assert not re.search(r"pip install (?:-\S+ )*'?\.", path.read_text().replace("-e '.", "")), path
 
 
+@pytest.mark.full
 def test_every_name_of_jaxpar_that_a_message_names_exists():
     for where, text in messages():
         for name in re.findall(

@@ -148,6 +148,7 @@ def test_shards_are_those_that_jax_puts_on_each_device():
         assert found["device_bytes"] * len(found["shards"]) == found["bytes"] == 8 * 4 * 16 * 4
 
 
+@pytest.mark.full
 def test_memory_and_traffic_are_those_of_the_compiled_step(step, data):
     compiled, _, mesh = step
     report = jaxpar.inspect_step(compiled, mesh=mesh)

@@ -16,6 +16,7 @@ from jaxpar.inspect import inspect_step, line_bytes, link_bytes
 from tests.support.covering import covering
 from tests.support.one_axis import mesh_of, numbers, on_devices
 from tests.support.oracle import assert_same
+from tests.support.tiers import quick
 
 SIZES = [2, 3, 8, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5, 6, 7))]
 ARCHITECTURES = {
@@ -54,7 +55,15 @@ FEW = ("ring", "2 servers")
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    covering([*((2, name) for name in FEW), *((4, name) for name in ARCHITECTURES)], (2, 4, 8), ARCHITECTURES),
+    quick(
+        covering([*((2, name) for name in FEW), *((4, name) for name in ARCHITECTURES)], (2, 4, 8), ARCHITECTURES),
+        4,
+        7,
+        8,
+        9,
+        10,
+        11,
+    ),
 )
 def test_architecture_and_its_gradient_are_the_native_ones(x64, name, size):
     check_against_native(name, size, names=FEW if size == 2 and name in FEW else tuple(ARCHITECTURES))
@@ -80,14 +89,14 @@ def traffic(name, size, num_elements):
     return link_bytes(report.collectives, size), 4 * num_elements
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", quick(SIZES, 2))
 def test_a_ring_puts_two_times_n_minus_1_over_n_of_the_bytes_on_each_link(size):
     links, num_bytes = traffic("ring", size, 840)
     assert set(links) == {(d, (d + 1) % size) for d in range(size)}, "neighbours alone talk"
     assert set(links.values()) == {Fraction(2 * (size - 1), size) * num_bytes}
 
 
-@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.full), 8])
 def test_a_ring_both_ways_halves_what_a_link_carries_one_way(size):
     links, num_bytes = traffic("ring both ways", size, 1680)
     assert len(links) == 2 * size
@@ -100,7 +109,7 @@ def test_one_server_s_line_carries_two_times_n_minus_1_of_the_bytes(size):
     assert line_bytes(links) == {0: 2 * (size - 1) * num_bytes} | dict.fromkeys(range(1, size), 2 * num_bytes)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", quick(SIZES, 2))
 def test_as_many_servers_as_workers_have_the_traffic_of_a_ring(size):
     links, num_bytes = traffic("all serve", size, 840)
     assert set(line_bytes(links).values()) == {2 * Fraction(2 * (size - 1), size) * num_bytes}
@@ -132,7 +141,11 @@ def training(size, optimizer, num_steps=3):
     return jax.shard_map(run, mesh=mesh_of(size), in_specs=(whole, cut, cut), out_specs=whole, check_vma=False)
 
 
-@pytest.mark.parametrize("base", [optax.sgd(0.1, momentum=0.9), optax.adamw(0.01)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "base",
+    [optax.sgd(0.1, momentum=0.9), pytest.param(optax.adamw(0.01), marks=pytest.mark.full)],
+    ids=["sgd", "adamw"],
+)
 def test_training_ends_at_the_params_of_all_reduce_and_of_one_device(x64, base):
     made = {
         "all-reduce": collectives.distributed_optimizer(base),

@@ -104,6 +104,7 @@ def make_packed(seed=0):
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["dynamic", pytest.param("bloom", marks=pytest.mark.slow)])
 def test_each_document_of_a_packed_row_has_the_logits_that_it_has_alone(x64, family):
     own = DYNAMIC if family == "dynamic" else FAMILIES[family]
@@ -115,6 +116,7 @@ def test_each_document_of_a_packed_row_has_the_logits_that_it_has_alone(x64, fam
         np.testing.assert_allclose(together[row, first:end], alone[0], rtol=0, atol=1e-12)
 
 
+@pytest.mark.full
 def test_packed_documents_have_the_loss_and_gradients_of_one_device_on_a_mesh(x64):
     """There each row is a microbatch of its own, with another longest document."""
     config, seed = dataclasses.replace(DYNAMIC, compute_dtype="float64"), tiny.fresh_seed()
@@ -130,6 +132,7 @@ def test_packed_documents_have_the_loss_and_gradients_of_one_device_on_a_mesh(x6
     assert_same(got, jit(jax.value_and_grad(mean))(params), message=f"seed {seed}")
 
 
+@pytest.mark.full
 def test_generated_rows_are_rotated_by_their_own_lengths_and_keys_keep_their_rotation(x64):
     """As transformers continues each row alone: by one pass in which each token has the length at which its key was made."""
     config = dataclasses.replace(DYNAMIC, compute_dtype="float64")

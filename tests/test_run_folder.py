@@ -44,6 +44,7 @@ def first_loss(folder):
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["loss"]
 
 
+@pytest.mark.full
 def test_a_run_writes_only_files_that_overwrite_would_delete(tmp_path):
     run(tmp_path, *FEW, "--checkpoint-every", "2", "--tensorboard", "--profile", "1:3")
     (tmp_path / "checkpoints" / "saving-6").mkdir()
@@ -95,6 +96,7 @@ def test_nothing_is_deleted_before_the_new_run_is_compiled(tmp_path, monkeypatch
     assert contents(tmp_path) == before
 
 
+@pytest.mark.full
 def test_checkpoints_are_continued_or_overwritten(tmp_path, capsys):
     run(tmp_path, *FEW, "--checkpoint-every", "2")
     said = refused(capsys, tmp_path, *FEW)
@@ -110,6 +112,7 @@ def test_checkpoints_are_continued_or_overwritten(tmp_path, capsys):
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.full
 def test_a_dry_run_needs_no_empty_folder_and_deletes_nothing(tmp_path):
     run(tmp_path, *FEW, "--checkpoint-every", "2")
     before = contents(tmp_path)

@@ -22,6 +22,7 @@ from jaxpar.schedule import (
     write_trace,
 )
 from tests.support.schedules import VARIANTS, WITHOUT, variants
+from tests.support.tiers import quick
 
 ROOT = Path(__file__).parents[1]
 
@@ -131,7 +132,7 @@ def test_the_bubbles_of_four_stages_and_32_microbatches():
     assert simulate(make_schedule("zb-v", 4, 32)).bubble_fraction == 1 / 65
 
 
-@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("timing", quick(TIMINGS, "lockstep"))
 def test_bubbles_match_their_formulas(timing):
     form = "published" if timing == "free" else "fused"
     for s, m in itertools.product([1, 2, 3, 5, 8], [8, 11, 16]):
@@ -354,7 +355,14 @@ def test_trace_has_a_slice_for_each_op(name, num_chunks, form, remat, tmp_path):
         assert live[-1] == 0, "all that was kept is let go"
 
 
-@pytest.mark.parametrize(("suffix", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
+@pytest.mark.parametrize(
+    ("suffix", "magic"),
+    [
+        ("svg", b"<?xml"),
+        pytest.param("png", b"\x89PNG", marks=pytest.mark.full),
+        pytest.param("pdf", b"%PDF", marks=pytest.mark.full),
+    ],
+)
 def test_plot_is_the_same_file_each_time(tmp_path, suffix, magic):
     schedules = [make_schedule("1f1b", 2, 3), make_schedule("zb-v", 2, 3, remat=True)]
     contents = []

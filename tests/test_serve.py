@@ -113,6 +113,7 @@ def test_requests_that_do_not_name_this_machine_are_refused_unless_their_name_is
         assert other.send("GET", "/docs", headers={"Host": "elsewhere.example"}).status == 421
 
 
+@pytest.mark.full
 def test_digits_are_those_that_the_recipe_reads(tmp_path):
     table = mlp.param_table(64, 10, width=16, num_hidden=4)
     params = jax.tree.map(jnp.asarray, serving.write_checkpoint(tmp_path / "digits", table))
@@ -139,6 +140,7 @@ def test_a_completion_has_the_tokens_that_generate_draws(gpt):
     assert (found["choices"][0]["finish_reason"], found["object"]) == ("length", "text_completion")
 
 
+@pytest.mark.full
 def test_a_model_with_experts_completes_as_full_passes_do(tmp_path):
     experts = {"num_experts": 4, "balance_coefficient": 0.01, "tied": False}
     config = dataclasses.replace(serving.CONFIG, **experts)
@@ -154,6 +156,7 @@ def test_a_model_with_experts_completes_as_full_passes_do(tmp_path):
     assert found["choices"][0]["text"] == serving.text_of(tokens[0, len(PROMPT) :])
 
 
+@pytest.mark.full
 def test_a_seed_draws_what_generate_draws_with_its_key(gpt):
     params, client = gpt
     rows = np.stack([PROMPT] * 4)  # a power of two, as three answers are computed
@@ -164,6 +167,7 @@ def test_a_seed_draws_what_generate_draws_with_its_key(gpt):
     assert len({*first, *other}) == 6, "each draws its own"
 
 
+@pytest.mark.full
 def test_prompts_of_unequal_lengths_get_the_answers_that_each_gets_alone(gpt):
     prompts = ["def main", "a = b", "import sys as"]
     alone = [gpt[1].post(GPT, ask(prompt=prompt)).json["choices"][0]["text"] for prompt in prompts]
@@ -187,6 +191,7 @@ def test_a_stream_has_the_text_of_the_whole_answer(gpt):
     assert len(events) > 2, "it should come in pieces"
 
 
+@pytest.mark.full
 def test_a_model_in_float64_answers_with_what_generate_draws(gpt, x64):
     params, client = gpt
     config = dataclasses.replace(model_of(client).config, compute_dtype="float64")
@@ -208,6 +213,7 @@ def test_stop_strings_end_answers(gpt):
         assert choices[-1]["finish_reason"] == "stop"
 
 
+@pytest.mark.full
 def test_a_conversation_is_answered_as_its_template_has_it(chat):
     folder, _, params, client = chat
     config = model_of(client).config
@@ -435,11 +441,13 @@ def test_a_template_that_writes_nothing_for_a_conversation_is_a_400(chat, monkey
     ("path", "fields"),
     [
         (GPT, {"prompt": ["a"] * 200_000}),
-        (GPT, {"prompt": [1] * 300_000 + ["a"]}),
-        (GPT, {"prompt": [[-1]] * 150_000}),
-        (GPT, {"prompt": "a", **dict.fromkeys(map(str, range(80_000)), 1)}),
-        ("/v1/chat/completions", {"messages": [{}] * 250_000}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 300_000}]}),
+        pytest.param(GPT, {"prompt": [1] * 300_000 + ["a"]}, marks=pytest.mark.full),
+        pytest.param(GPT, {"prompt": [[-1]] * 150_000}, marks=pytest.mark.full),
+        pytest.param(GPT, {"prompt": "a", **dict.fromkeys(map(str, range(80_000)), 1)}, marks=pytest.mark.full),
+        pytest.param("/v1/chat/completions", {"messages": [{}] * 250_000}, marks=pytest.mark.full),
+        pytest.param(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 300_000}]}, marks=pytest.mark.full
+        ),
     ],
     ids=["texts", "tokens", "rows", "keys", "messages", "parts"],
 )
@@ -756,6 +764,7 @@ def test_pieces_of_random_bytes_add_up_to_their_text_up_to_a_stop_string():
 # The process ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_sigterm_answers_those_who_asked_refuses_others_and_ends_with_0(tmp_path):
     folder = tmp_path / "gpt"
     serving.write_gpt_run(folder)

@@ -19,6 +19,7 @@ from jaxpar.backward.split import split_layer
 from jaxpar.dtypes import is_float
 from tests.support import tiny, tiny_gpt
 from tests.support.oracle import assert_same
+from tests.support.tiers import quick
 
 NUM_ROWS, WIDTH = 5, 4
 KEY = "key"
@@ -244,6 +245,7 @@ random_blocks = st.lists(st.sampled_from(sorted(BLOCKS)), min_size=1, max_size=6
 seeds = st.integers(0, 2**31)
 
 
+@pytest.mark.full
 @settings(max_examples=10)
 @example(blocks=[], seed=0)
 @example(blocks=["nothing"], seed=0)
@@ -281,7 +283,9 @@ def test_nothing_stored_is_shaped_like_weights_or_depends_on_weights_alone(x64, 
     assert not alone, f"stored though weights alone give it: {alone}"
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(
+    "block", quick(BLOCKS, "matmul", "affine", "transposed", "tanh", "nothing", "only params", "factored, checkpointed")
+)
 def test_b_and_w_of_each_block_between_two_others_are_the_whole_backward_pass(x64, block):
     check_split(["affine", block, "residual"], 0)
 
@@ -317,6 +321,7 @@ def flops(function, *args):
     return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
 
 
+@pytest.mark.full
 def test_b_and_w_of_a_transformer_layer_have_the_flops_of_its_whole_backward_pass(transformer_layer):
     params, x, split = transformer_layer
     p, ct = jax.tree.leaves(params), [x["h"]]

@@ -204,6 +204,7 @@ def test_no_first_line_is_printed_without_a_run(words, capsys, monkeypatch):
     assert "starting" not in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_command_prints_its_first_line_once(tmp_path):
     command = [sys.executable, "-m", "jaxpar", "train", "house-prices", "--steps", "0", "--out-dir", str(tmp_path)]
     env = os.environ | {"JAXPAR_LOG_SECONDS": "900"}

@@ -26,6 +26,7 @@ def test_a_signal_saves_at_the_end_of_a_step_and_exits_75(tmp_path, number, ever
     assert jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh()).verify(step) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_to_one_of_two_processes_makes_both_save_the_same_step(tmp_path, process):
     folder = tmp_path / "run"
@@ -65,6 +66,7 @@ def test_a_process_that_is_stuck_ends_with_124_and_its_stack(tmp_path):
     assert "in stuck_here\n" in log
 
 
+@pytest.mark.full
 def test_a_process_stuck_with_the_interpreters_lock_ends_too():
     program = (
         "import re\n"
@@ -79,6 +81,7 @@ def test_a_process_stuck_with_the_interpreters_lock_ends_too():
     assert 'File "<string>", line 5' in err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_process_that_is_stopped_in_a_save_is_named_by_the_one_that_waits(tmp_path, process):
     folder = tmp_path / "run"

@@ -58,7 +58,7 @@ def test_a_column_row_pair_costs_one_all_reduce_forward(on_tensor):
     )
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("num_microbatches", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_a_column_row_pair_costs_one_all_reduce_forward_and_one_backward(on_tensor, num_microbatches):
     mesh, params, batch = on_tensor
     value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=num_microbatches)
@@ -81,7 +81,7 @@ def test_on_one_shard_nothing_crosses_the_tensor_axis():
     assert inspect_step(value_and_grad, params, batch).select(axis="tensor") == ()
 
 
-@pytest.mark.parametrize("vocab_dim", [0, 1])
+@pytest.mark.parametrize("vocab_dim", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_vocabulary_parallel_embedding_gives_the_numbers_of_a_whole_one(vocab_dim):
     mesh = jaxpar.make_mesh(data=2, tensor=4)
     rng = np.random.default_rng(0)

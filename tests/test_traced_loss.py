@@ -15,6 +15,7 @@ from jaxpar.params import init_params
 from jaxpar.traced_loss import trace_loss
 from tests.support import tiny
 from tests.support.oracle import assert_same, distance
+from tests.support.tiers import quick
 
 BOUND = 1e-3
 DEEP = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=8)
@@ -50,7 +51,7 @@ def reference(model, loss, params, batch):
     return jax.value_and_grad(lambda params: jnp.divide(*loss(model.apply(params, batch), batch)))(params)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", quick(RUNS, "zero 3"))
 def test_a_backward_pass_that_clips_cotangents_gives_the_gradients_of_one_device(x64, run):
     (data, stage, tensor), settings = RUNS[run]
     mesh, params, batch = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor), tiny.make_params(3), batch_of(3)
@@ -78,7 +79,9 @@ def loss_of_carried(outputs, batch):
     return jaxpar.losses.softmax_cross_entropy(outputs["logits"], batch["label"], outputs["weight"])
 
 
-@pytest.mark.parametrize("model", [CARRYING, CARRYING.apply], ids=["layered", "plain"])
+@pytest.mark.parametrize(
+    "model", [pytest.param(CARRYING, marks=pytest.mark.full), CARRYING.apply], ids=["layered", "plain"]
+)
 def test_a_weight_may_travel_through_the_model(x64, model):
     mesh, params, batch = jaxpar.make_mesh(data=2), tiny.make_params(1), batch_of(1)
     value_and_grad = jaxpar.value_and_grad(model, loss_of_carried, mesh, num_microbatches=2)
@@ -86,6 +89,7 @@ def test_a_weight_may_travel_through_the_model(x64, model):
     assert_same(value_and_grad(params, batch), want)
 
 
+@pytest.mark.full
 def test_a_weight_travels_through_a_pipeline_of_packed_layers(x64):
     mesh, params, batch = jaxpar.make_mesh(stage=2), tiny.make_params(1), batch_of(1)
     value_and_grad = jaxpar.value_and_grad(CARRYING, loss_of_carried, mesh, num_microbatches=4)
@@ -139,6 +143,7 @@ def test_the_weight_runs_nothing_of_the_model():
 # --- losses and weights in 16 bits --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("run", "dtype"),
     [
@@ -209,6 +214,7 @@ def deep_params():
     return jaxpar.fetch(init_params(DEEP, jax.random.key(0)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "zero", "settings"), SIXTEEN_BIT_RUNS)
 def test_no_step_reduces_in_16_bits(mesh, zero, settings):
     mesh, step, params, batch = sixteen_bit_step(mesh, zero, settings)

@@ -132,6 +132,7 @@ def test_shardings_of_another_structure_are_refused(mesh):
 # --- the step -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_metrics_are_loss_gradient_norm_and_skipped_in_float32(mesh, adam_step, state):
     want_loss, grads = tiny.reference(copy_of(state.params), tiny.make_batch())
     _, metrics = adam_step(state, on_mesh(mesh))
@@ -164,6 +165,7 @@ def test_the_new_state_keeps_the_shardings_of_the_old_one(mesh, adam_step, state
     assert jax.tree.map(lambda leaf: leaf.sharding, after) == before
 
 
+@pytest.mark.full
 def test_nothing_is_compiled_after_the_first_step(mesh, state, caplog):
     train_step = make_step(mesh)
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
@@ -210,6 +212,7 @@ def test_an_optimizer_is_given_what_its_update_takes(update):
     np.testing.assert_array_equal(new.params["w"], 2)
 
 
+@pytest.mark.full
 def test_a_line_search_beside_programs_without_a_loss_in_them_is_refused_before_any_is_compiled(caplog):
     mesh, optimizer = jaxpar.make_mesh(stage=2), optax.lbfgs()
     shardings = tiny.shardings(mesh, jax.eval_shape(tiny.init, KEY))
@@ -224,6 +227,7 @@ def test_a_line_search_beside_programs_without_a_loss_in_them_is_refused_before_
     assert "Compiling jit" not in caplog.text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("max_grad_norm", [0.05, 100.0], ids=["clips", "leaves"])
 def test_clipping_under_sharding_is_that_of_one_device(mesh, first_state, max_grad_norm):
     optimizer = optax.sgd(1.0)
@@ -274,7 +278,7 @@ def test_gradients_whose_norm_cannot_be_told_are_skipped_where_it_is_needed():
     np.testing.assert_allclose(new.params["w"], -1e29)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_complex_params_train_as_on_one_device(zero):
     mesh, optimizer = jaxpar.make_mesh(data=2, tensor=2), optax.adam(1e-2)
     rng = np.random.default_rng(0)

@@ -14,6 +14,7 @@ from jaxpar.models.transformer.attention import alibi_slopes, attend
 from jaxpar.models.transformer.rope import frequencies, rotate
 from jaxpar.params import abstract_params, count_params, init_params
 from tests.support.oracle import assert_same, cast
+from tests.support.tiers import quick
 from tests.support.tiny import signatures_unchecked
 from tests.support.tiny_transformer import (
     EMBED,
@@ -137,7 +138,7 @@ def numpy_logits(config, params, tokens):
     return norm(outer["norm_out"], h) @ (outer["tokens"].T if config.tied else outer["head"])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(FAMILIES, "gpt2"))
 def test_logits_are_those_of_the_model_written_a_head_at_a_time(x64, family):
     config = dataclasses.replace(FAMILIES[family], compute_dtype="float64")
     params, batch = make_params(config), make_batch()
@@ -147,7 +148,7 @@ def test_logits_are_those_of_the_model_written_a_head_at_a_time(x64, family):
         np.testing.assert_allclose(got[row], want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("family", THREE)
+@pytest.mark.parametrize("family", quick(THREE, "llama"))
 def test_attention_in_float32_gives_the_numbers_of_float64(x64, family):
     config, rng = FAMILIES[family], np.random.default_rng(0)
     q = rng.normal(size=(2, SEQ, config.num_heads, config.head_dim))
@@ -157,6 +158,7 @@ def test_attention_in_float32_gives_the_numbers_of_float64(x64, family):
     assert_same(narrow, cast(wide, np.float32), within=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", THREE)
 def test_no_position_sees_those_ahead(family):
     """By gradients: each output depends on each input up to its position, and on none after it."""
@@ -191,6 +193,7 @@ def test_slopes_are_the_published_ones():
     assert len(alibi_slopes(112)) == 112
 
 
+@pytest.mark.full
 def test_statistics_are_taken_in_float32_and_gradients_come_in_the_dtype_of_the_params():
     config = FAMILIES["llama"]
     params, batch = make_params(config), make_batch()
@@ -203,6 +206,7 @@ def test_statistics_are_taken_in_float32_and_gradients_come_in_the_dtype_of_the_
     assert_same(grads, want_grads, within=0.1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_float16_computes_what_float32_does_to_its_precision(family):
     config = FAMILIES[family]
@@ -215,6 +219,7 @@ def test_float16_computes_what_float32_does_to_its_precision(family):
     assert_same(grads, want_grads, within=2e-2)
 
 
+@pytest.mark.full
 def test_float16_has_the_scores_of_a_whole_pass_when_it_generates():
     config = dataclasses.replace(FAMILIES["bloom"], compute_dtype="float16", num_layers=1)
     params, tokens = make_params(config, dtype=np.float32), make_batch()["tokens"][:2, :4]
@@ -236,6 +241,7 @@ def test_a_token_outside_the_vocabulary_gives_nan_and_no_other_rows_numbers(toke
     assert np.isnan(h).sum() == EMBED
 
 
+@pytest.mark.full
 def test_rows_that_fill_up_the_vocabulary_change_no_number():
     config = dataclasses.replace(FAMILIES["gpt2"], vocab_multiple=24)
     assert transformer.param_table(config)["outer"]["tokens"].shape == (24, EMBED)
@@ -248,6 +254,7 @@ def test_rows_that_fill_up_the_vocabulary_change_no_number():
     assert_same(fewer(grads), want_grads, within=1e-4)
 
 
+@pytest.mark.full
 def test_a_new_model_is_as_unsure_as_can_be():
     config = dataclasses.replace(FAMILIES["gpt2"], embed_dim=64)
     params = jit(lambda key: init_params(transformer.param_table(config), key))(jax.random.key(0))
@@ -303,7 +310,7 @@ def test_a_sequence_longer_than_the_table_of_positions_is_refused():
         transformer.make_model(FAMILIES["gpt2"]).apply(make_params(FAMILIES["gpt2"]), batch)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.full), "float32"])
 def test_rows_are_cast_when_they_are_looked_up_and_their_gradients_are_added_in_the_dtype_of_the_table(dtype):
     table = jax.random.normal(jax.random.key(0), (16, 8))
     rows = jnp.array([[3, 3, 3, 1, 15]])

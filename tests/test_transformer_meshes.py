@@ -54,6 +54,7 @@ def check_parity(family, mesh_sizes, *, constrain=None, num_microbatches=2, sche
     assert_same(got, reference(config, params, batch), message=f"seed {seed}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "mesh_sizes", "schedule", "constrain"),
     [
@@ -76,6 +77,7 @@ def test_transposed_residuals_that_are_fixed_in_memory_change_no_number(x64, sch
     check_parity("llama", (1, 2, 4), schedule=schedule, masks=True)
 
 
+@pytest.mark.full
 def test_bfloat16_on_a_mesh_has_the_loss_of_float32_on_one_device():
     config = dataclasses.replace(FAMILIES["llama"], compute_dtype="bfloat16")
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
@@ -105,6 +107,7 @@ def test_loss_and_gradients_equal_one_device_on_every_mesh(x64, family, mesh_siz
     check_parity(family, mesh_sizes, constrain=constrain, **changes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "mesh_sizes"),
     [
@@ -124,6 +127,7 @@ def test_a_fused_kernel_runs_on_the_heads_of_each_device(family, mesh_sizes):
     assert_same(got, reference(FAMILIES[family], params, batch), within=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "kv_heads", "mesh_sizes"),
     [
@@ -169,7 +173,8 @@ ONE_A_TOKEN = 2 * 3 * ROWS * SEQ * 4 // 4
 
 
 @pytest.mark.parametrize(
-    ("family", "num_microbatches"), [("gpt2", 1), ("llama", 4), pytest.param("bloom", 2, marks=pytest.mark.slow)]
+    ("family", "num_microbatches"),
+    [("gpt2", 1), pytest.param("llama", 4, marks=pytest.mark.full), pytest.param("bloom", 2, marks=pytest.mark.slow)],
 )
 def test_tensor_parallelism_costs_four_all_reduces_a_layer_and_three_numbers_a_token(family, num_microbatches):
     """Beside the layers' there are one of an activation for the lookup, one for the head's input gradient; no table, no
@@ -190,6 +195,7 @@ def test_tensor_parallelism_costs_four_all_reduces_a_layer_and_three_numbers_a_t
     assert report.count("all-reduce") == report.count(), report.render()
 
 
+@pytest.mark.full
 def test_sequence_parallelism_gathers_six_activations_a_layer_and_sends_a_part_of_them_between_stages():
     config = FAMILIES["llama"]
     mesh = jaxpar.make_mesh(stage=2, tensor=4)

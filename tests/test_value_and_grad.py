@@ -51,7 +51,9 @@ def test_a_plain_function_is_a_model(mesh):
     assert_same(got, jax.value_and_grad(mean)(params), within=1e-5)
 
 
-@pytest.mark.parametrize("remat", [True, jax.checkpoint_policies.dots_saveable], ids=["all", "policy"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param(True, marks=pytest.mark.full), jax.checkpoint_policies.dots_saveable], ids=["all", "policy"]
+)
 def test_recomputing_activations_changes_no_number(mesh, remat):
     got, want = on(mesh, remat=remat, num_microbatches=2)
     assert_same(got, want, within=1e-5)
@@ -80,6 +82,7 @@ def test_without_the_gradient_reduction_parity_fails(mesh, monkeypatch):
     assert distance(grads, want) > 0.1, "a replica alone should not have the gradients of the whole batch"
 
 
+@pytest.mark.full
 def test_a_mean_of_means_is_refused_since_it_fails_parity(mesh, monkeypatch):
     def mean_loss(outputs, batch):
         total, weight = tiny.loss(outputs, batch)

@@ -262,6 +262,7 @@ def test_a_state_is_restored_like_a_state(tmp_path):
         CheckpointManager(tmp_path, jaxpar.make_mesh()).restore(None)
 
 
+@pytest.mark.full
 def test_a_state_that_was_donated_is_refused():
     """JAX 0.10 ends the process where it is given to several CPU devices."""
     mesh = jaxpar.make_mesh(data=2)

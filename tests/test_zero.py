@@ -17,6 +17,7 @@ from jaxpar.step_sharding import left_whole
 from tests.support import tiny
 from tests.support.covering import covering
 from tests.support.oracle import assert_same
+from tests.support.tiers import quick
 
 # Eight wide, and four layers: enough for the stages, and every matrix has a dim that data divides.
 TABLE = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=8)
@@ -40,7 +41,7 @@ def make_run(mesh, zero, optimizer, make_state=jaxpar.abstract_state, key=None, 
     return state, value_and_grad, shapes
 
 
-@pytest.mark.parametrize(("data", "stage", "tensor", "zero"), RUNS)
+@pytest.mark.parametrize(("data", "stage", "tensor", "zero"), quick(RUNS, 1))
 def test_loss_gradients_and_parameters_equal_one_device(x64, data, stage, tensor, zero):
     seed, optimizer = tiny.fresh_seed(), optax.adam(1e-2)
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
@@ -73,6 +74,7 @@ MASKED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("run", "remat"),
     covering([(MASKED[1], False), (MASKED[2], True)], MASKED, (False, True)),
@@ -120,6 +122,7 @@ def test_bytes_at_rest_fall_by_the_data_axis(stage):
     assert by_level[3] == (params / 4, momentum / 4)
 
 
+@pytest.mark.full
 def test_level_1_costs_one_reduce_scatter_and_one_all_gather_of_the_params():
     mesh = jaxpar.make_mesh(data=4, tensor=2)
     optimizer = optax.adam(1e-2)
@@ -161,8 +164,8 @@ def test_settings_that_cannot_be_are_refused():
         jaxpar.value_and_grad(mlp.MODEL, tiny.loss, jaxpar.make_mesh(data=2, stage=2), zero=2, executor="mpmd")
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "stage": 2}])
-@pytest.mark.parametrize("masks", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("axes", [{"data": 2}, pytest.param({"data": 2, "stage": 2}, marks=pytest.mark.full)])
+@pytest.mark.parametrize("masks", [pytest.param(False, marks=pytest.mark.full), True], ids=["", "masked"])
 def test_zero_3_adds_gradients_of_16_bit_params_over_replicas_and_microbatches_without_rounding(axes, masks):
     """2048 and 1 are the first microbatch's, -2048 and 1 the second's: in float16 their sum would be 1, not 2."""
     model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], lambda p, h: h * p["w"][None], lambda outer, h: h)
