@@ -10,6 +10,7 @@ WORKERS ?= 4
 
 help:
 	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/train/"
+	@echo "make installed   make $(VENV) with all that the other targets need"
 	@echo "make test        run the tests: each property once, at most 600 CPU seconds"
 	@echo "make test-all    run all tests but those of check-slow: a change lands when they pass"
 	@echo "make docs        build the guide and the reference: site/index.html"

@@ -251,6 +251,7 @@ def test_the_tuned_model_has_the_logits_of_the_run_with_its_adapters_beside_the_
     assert np.abs(untrained - wanted_logits).max() > 1e-3, "training changed the model"
 
 
+@pytest.mark.full
 def test_the_adapters_in_the_format_of_peft_are_those_of_the_run(folder):
     about = json.loads((folder / "runs/chat/adapter/adapter_config.json").read_text())
     assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (8, 8, "qwen")
@@ -260,18 +261,21 @@ def test_the_adapters_in_the_format_of_peft_are_those_of_the_run(folder):
     check_merged(tuned, base, adapters, scale=1)
 
 
+@pytest.mark.full
 def test_the_folder_keeps_the_files_of_the_original_beside_the_weights(folder):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (folder / "tuned" / name).read_bytes() == (folder / "qwen" / name).read_bytes()
     assert huggingface.stop_tokens(folder / "tuned") == huggingface.stop_tokens(folder / "qwen") != ()
 
 
+@pytest.mark.full
 def test_export_of_the_checkpoint_is_the_same_model(folder, tmp_path):
     assert jaxpar_main(["export", str(folder / "runs/chat"), str(tmp_path / "exported")]) == 0
     exported, tuned = (load_file(each / "model.safetensors") for each in (tmp_path / "exported", folder / "tuned"))
     assert_same(exported, tuned, within=1e-6)
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_and_goes_on_writes_the_same_bytes(folder, tmp_path):
     for name in ("qwen", "cache"):
         (tmp_path / name).symlink_to(folder / name)
@@ -308,6 +312,7 @@ def test_the_tuned_model_is_served_under_the_name_of_its_folder(folder):
     assert response.status == 200, response.text
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # theirs
 def test_transformers_loads_the_tuned_model_with_equal_logits(folder, wanted_logits, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

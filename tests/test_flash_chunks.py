@@ -137,7 +137,9 @@ def test_merged_parts_have_the_output_and_gradients_of_whole_attention(x64, rng,
 @pytest.mark.parametrize("mean", [pytest.param(1, marks=pytest.mark.full), 2, 5, 100])
 def test_documents_in_a_row_do_not_see_one_another(x64, rng, size, mean):
     given, segments = arrays(rng, size, 2), documents(rng, size, mean)
-    assert_same(found(*given, size=size, scale=0.5, segments=segments), expected(*given, 0.5, segments))
+    got, want = found(*given, size=size, scale=0.5, segments=segments), expected(*given, 0.5, segments)
+    # The gradients of a lone key's scores are 0 but for rounding, which has no relative size: hence 1 is added to all.
+    assert_same([1 + each for each in got], [1 + each for each in want])
 
 
 @pytest.mark.full

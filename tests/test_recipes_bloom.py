@@ -97,6 +97,7 @@ def test_a_page_shows_the_compiled_step_beside_the_plan(run_of, name):
     assert sent == {axis: bytes_text(size) for axis, size in figures[name]["sent_bytes"].items()}
 
 
+@pytest.mark.full
 def test_every_file_is_one_that_overwrite_would_delete(smaller):
     folder, _, _ = smaller
     assert {path for path in folder.rglob("*") if path.is_file()} == set(run_folder.own_files(folder))
@@ -134,6 +135,7 @@ def test_each_device_holds_its_places_of_the_layers_and_its_part_of_the_optimize
     assert moments <= held["optimizer state, float32"] < 1.001 * moments
 
 
+@pytest.mark.full
 def test_a_stage_sends_an_activation_and_a_gradient_a_microbatch(smaller):
     _, figures, _ = smaller
     figure = figures["deepspeed"]
@@ -151,6 +153,7 @@ def test_it_says_what_is_whole_on_every_stage(both):
     assert "tokens: whole on every stage, since 12 stages divide no free dim of it" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [BLOOM, "deepspeed"])
 def test_pictures_are_drawn(run_of, name):
     folder, _, _ = run_of(name)

@@ -90,14 +90,17 @@ def test_a_split_has_the_loss_curve_of_one_device(tmp_path, one_device, flags):
     assert_same(curve_of(tmp_path, *flags), one_device, within=1e-5)
 
 
+@pytest.mark.full
 def test_the_mixed_split_has_the_loss_curve_of_one_device(trained, one_device):
     assert_same(curve(trained), one_device, within=1e-5)
 
 
+@pytest.mark.full
 def test_more_than_95_of_100_digits_held_out_are_read_right(trained):
     assert read_lines(trained)[-1]["test_accuracy"] > 0.95
 
 
+@pytest.mark.full
 def test_the_folder_of_a_run_holds_config_metrics_and_pictures(trained):
     config = json.loads((trained / "config.json").read_text())
     assert {

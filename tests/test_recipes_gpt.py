@@ -155,6 +155,7 @@ def test_a_run_goes_on_with_layers_that_stages_do_not_divide_and_is_exported(une
     check_exported(uneven)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_without_stages_with_split_sequences_and_flags_that_save_memory(
     run, uneven, tmp_path, one_device
 ):
@@ -180,6 +181,7 @@ def check_exported(out_dir):
     assert huggingface.read_config(out_dir / "hf") == transformer.preset("llama-bytes", max_positions=256)
 
 
+@pytest.mark.full
 def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys):
     cases = [
         ([str(tmp_path), str(tmp_path / "out")], "must have a description of its model; got no config.json in"),
@@ -198,12 +200,14 @@ def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys):
     assert "reading params needs an intact checkpoint; got 2 in" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_loss_falls_below_the_entropy_of_the_frequencies(trained):
     lines = read_lines(trained)
     assert lines[0]["loss"] > 5, "a new model knows nothing of 256 bytes"
     assert lines[-1]["test_loss"] < np.log(28) - 0.3
 
 
+@pytest.mark.full
 def test_the_folder_of_a_run_holds_config_metrics_pictures_and_a_sample(trained):
     config = json.loads((trained / "config.json").read_text())
     assert {
@@ -285,6 +289,7 @@ def test_a_run_with_experts_has_their_metrics_and_loads(experts):
     assert folder / "expert_loads.json" in set(own_files(folder)), "--overwrite deletes it"
 
 
+@pytest.mark.full
 def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, experts, tmp_path, capsys):
     folder, flags, _, _ = experts
     losses = [line["loss"] for line in read_lines(folder)]

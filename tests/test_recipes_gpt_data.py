@@ -120,6 +120,7 @@ def test_only_answers_are_targets(folder):
     assert rows["segments"].max() > 1, "several conversations a row"
 
 
+@pytest.mark.full
 def test_the_first_batch_has_the_loss_of_the_model_alone(tuned, folder, mixed):
     """Rows read by their numbers and packed are the rows that the loss is computed on."""
     flags = gpt.Config.of(data=tuple(map(Path, mixed[1:3])), data_weights=(3.0, 1.0), seq=SEQ, init_from=folder / "llama",

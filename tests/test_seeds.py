@@ -46,7 +46,6 @@ def failures(folder, *chosen, **variables):
     return named, {variable for *_, variable in found}, done.stdout
 
 
-@pytest.mark.full
 def test_a_failure_names_its_seeds_and_one_variable_repeats_them(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_suite.py").write_text(SUITE)

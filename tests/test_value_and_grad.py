@@ -200,7 +200,7 @@ def test_a_loss_that_is_not_a_sum_and_its_weight_is_refused(mesh, loss, kind, me
     [
         ({"outer": {}}, {}, r'must be a dict with the keys "outer" and "layers"; got \[\'outer\'\]'),
         (None, {"features": np.ones((6, 6), np.float32)}, r"got 6 rows, data=2, num_microbatches=2. Use 8 rows"),
-        (None, {"rate": np.float32(1)}, r"must have a leading dim, its rows; got none for \['rate'\]"),
+        (None, {"rate": np.float32(1)}, r"must have a leading dim, its rows; got none for rate"),
     ],
 )
 def test_params_and_batches_that_do_not_fit_are_refused_when_it_is_called(mesh, params, batch, message):

@@ -41,7 +41,7 @@ def what_is_wrong(array: np.ndarray, dtype: np.dtype) -> tuple[str, bool]:
     """Returns what is not finite in an array as a dtype, and whether it is so in that dtype alone.
 
     >>> what_is_wrong(np.array([1e5, 2.0], np.float32), np.dtype("float16"))
-    ('1e+05, where the largest float16 is 65504', True)
+    ('100000, where the largest float16 is 65504', True)
     """
     own = ~np.isfinite(array)
     if own.any():
