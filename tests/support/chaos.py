@@ -32,7 +32,7 @@ from pathlib import Path
 from jaxpar.checkpoint.folder import damaged, differences
 from jaxpar.checkpoint.manifest import FILE_NAME, read_manifest
 from jaxpar.runtime.exit_codes import ExitCode
-from tests.support.live_checkpoints import EXPECTED
+from tests.support.live_checkpoints import EXPECTED, make_run
 from tests.support.waiting import WAIT_SECONDS, wait_until
 
 DISK_BYTES = 16 << 20
@@ -381,7 +381,7 @@ def main(seconds: float, seed: int) -> Counter:
     until = time.monotonic() + seconds
     place = Path(tempfile.mkdtemp(prefix="live-"))  # it stays where something failed
     with Beside(place, counts) as beside:
-        live = place / "live"
+        live = make_run(place / "live")
         for name in ("write", "restore", "export"):
             beside.start(name, live)
         while time.monotonic() < until:

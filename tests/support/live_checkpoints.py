@@ -59,10 +59,14 @@ def make_state(mesh: jax.sharding.Mesh, step: int) -> jaxpar.TrainState:
     return jaxpar.TrainState(jaxpar.shard(np.int32(step), whole), on_mesh, OPTIMIZER.init(on_mesh), zero)
 
 
+def make_run(run: Path) -> Path:
+    """A run's folder without checkpoints, at a path that is free."""
+    shutil.copytree(SOURCE, run / "model")
+    return run
+
+
 def write(run: Path) -> Iterator[str]:
     """Saves step after step, after those that are there."""
-    if not (run / "model").exists():
-        shutil.copytree(SOURCE, run / "model")
     mesh = jaxpar.make_mesh()
     manager = jaxpar.CheckpointManager(run / "checkpoints", mesh, keep=KEEP)
     step = manager.latest() or 0
@@ -92,6 +96,8 @@ def export(run: Path) -> Iterator[str]:
             out, said, told = Path(folder) / "out", io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
                 code = jaxpar_main(["export", str(run), str(out), "--dtype", "float32"])
+            if code and "got none in" in told.getvalue():
+                raise FileNotFoundError(told.getvalue())
             assert code == 0 or "another process" in told.getvalue(), told.getvalue()
             if code == 0:
                 times = factor(int(re.search(r"step (\d+) of", said.getvalue())[1]))
@@ -122,6 +128,7 @@ def repeat(rounds: Callable[[Path], Iterator[str]], folder: Path, pause: float) 
             counts[next(going)] += 1
         except (FileNotFoundError, DeletedError) as error:
             counts["none yet" if isinstance(error, FileNotFoundError) else "deleted each time"] += 1
+            assert counts["none yet"] == counts.total() or not isinstance(error, FileNotFoundError), "there was one"
             going = rounds(folder)
         except BadCheckpointError as error:
             if "needs an intact checkpoint" in str(error):
