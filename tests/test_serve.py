@@ -23,9 +23,11 @@ from pydantic import ValidationError
 
 import jaxpar
 from jaxpar.__main__ import main as jaxpar_main
+from jaxpar.checkpoint.restore import DeletedError
 from jaxpar.data.text import ByteTokenizer
 from jaxpar.models import mlp, trained_linear, transformer
 from jaxpar.models.least_squares import least_squares, read_table
+from jaxpar.serve import open_run
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextStream
 from jaxpar.serve.requests import RequestError, Settings, Worker, parse
 from tests.support import doc_pages, serving
@@ -834,6 +836,23 @@ def test_the_name_of_a_model_on_the_hub_is_answered_with_the_command_that_downlo
     said = " ".join(capsys.readouterr().err.split())
     assert "got Qwen/Qwen2.5-0.5B, which does not exist. Name another; or" in said
     assert "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B, and serve Qwen2.5-0.5B." in said
+
+
+def test_a_server_opens_the_next_step_where_a_run_deletes_the_one_that_it_reads(tmp_path, monkeypatch, capfd):
+    (tmp_path / "config.json").write_text('{"hidden_layers": 1, "width": 4}')
+    opened = []
+
+    def read(folder, config, step):
+        opened.append(step)
+        if len(opened) == 1:
+            raise DeletedError("it was deleted.")
+        return "params"
+
+    monkeypatch.setattr(open_run, "_digits", read)
+    monkeypatch.setattr(open_run, "digits", lambda params, name: (params, name))
+    assert open_run.open_model(tmp_path, open_run.ModelSettings(model_name="mine")) == ("params", "mine")
+    assert opened == [None, None]
+    assert capfd.readouterr().err == "it was deleted. The newest step is read now.\n"
 
 
 def test_the_model_of_a_run_without_checkpoints_is_not_exported(tmp_path, capsys):
