@@ -58,6 +58,7 @@ REFERENCE = (
     "pipeline.md",
     "plan.md",
 )  # not of the guide: for those who work on jaxpar, or know others
+ALSO_IN_CHINESE = ("cheatsheet.md", "glossary.md")  # of the reference
 name_of = lambda page: page.relative_to(ROOT).as_posix()
 
 # All that is changed of a command that trains, if it does not say --steps itself.
@@ -334,7 +335,7 @@ def test_chinese_page_has_the_code_and_pictures_of_the_english_one(page):
 
 
 def test_guide_is_whole_in_both_languages():
-    guide = [page.name for page in ENGLISH if page.name not in REFERENCE]
+    guide = [page.name for page in ENGLISH if page.name not in REFERENCE or page.name in ALSO_IN_CHINESE]
     assert [page.name for page in CHINESE] == guide
     assert {"index.md", *(page.name for page in IN_ORDER)} == {page.name for page in ENGLISH}, "the index leads to all"
 
@@ -413,6 +414,10 @@ def test_a_label_is_translated_with_its_numbers(label, chinese):
 
 def test_the_cheat_sheet_has_flags_that_the_recipe_takes():
     text = (DOCS / "cheatsheet.md").read_text()
+    rows = lambda text: [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    names = lambda row: [re.findall(r"`[^`]+`", cell) for cell in (row[0], *row[2:])]
+    in_chinese = rows((DOCS / "zh" / "cheatsheet.md").read_text())
+    assert [*map(names, in_chinese)] == [*map(names, rows(text))], "the Chinese page has the names of the English one"
     flags = re.findall(r"^\| `(--[\w.-]+)", text, flags=re.MULTILINE)
     taken = set(flag_names(gpt.Config).values())
     assert set(flags) <= taken
@@ -429,7 +434,8 @@ def test_every_page_of_the_navigation_hangs_under_a_heading_of_its_language():
     assert sorted(listed["中文"]) == [f"zh/{page.name}" for page in CHINESE]
     others = [page for name, pages in listed.items() if name != "中文" for page in pages]
     assert sorted(others) == [page.name for page in ENGLISH]
-    guide = [page.removeprefix("zh/") for page in listed["中文"] if page != "zh/when-not.md"]
+    chinese = [page.removeprefix("zh/") for page in listed["中文"]]
+    guide = [page for page in chinese if page not in ("when-not.md", *ALSO_IN_CHINESE)]
     assert listed["Guide"] == guide, "both languages have one order"
 
 

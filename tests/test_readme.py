@@ -66,6 +66,8 @@ def test_readers_learn_when_to_choose_another_library_and_what_is_missing(page):
     assert "`context`" in text
 
 
+# Rows of the Chinese page by the names that the benchmarks have for them.
+OF_RESULTS = {"`jax.jit` 加切分标注": "jax.jit with shardings", "用 `jax.grad` 实现的 GPipe": "GPipe by jax.grad"}
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
 LIBRARIES = ("jax.jit", "jaxpar", "PyTorch", "JaxPP")
 
@@ -104,7 +106,7 @@ def test_memory_and_traffic_are_those_of_the_benchmarks(page):
     found = rows_of(page, "| step | temporary" if page is README else "| 做法")
     assert len(found) == 3
     for name, memory, sent in found:
-        name = name.replace("`", "")
+        name = OF_RESULTS.get(name, name).replace("`", "")
         row = lambda after, name=name: re.search(
             rf"^\| {after}{re.escape(name)} +\|(.*)\|$", RESULTS, flags=re.MULTILINE
         )[1]
@@ -138,6 +140,26 @@ def test_the_chinese_readme_has_the_code_of_the_english_one():
     assert doc_pages.blocks(CHINESE) == doc_pages.blocks(README)
     pictures = lambda text: re.findall(r"pictures/(?:zh/)?([\w-]+\.png)", text)
     assert pictures(CHINESE.read_text()) == pictures(TEXT)
+
+
+def test_the_first_lines_say_what_it_is_for_where_containers_are_run_and_lead_to_the_guide():
+    for page, guide, words in (
+        (README, "docs/index.md", "If you run containers"),
+        (CHINESE, "docs/zh/index.md", "容器"),
+    ):
+        (line,) = [line for line in page.read_text().splitlines()[:5] if words in line]
+        assert f"]({guide})" in line
+        assert "Kubernetes" in line
+
+
+def test_no_row_of_a_table_is_missing_or_english_in_the_chinese_readme():
+    cells = lambda page: [line.split("|")[1:-1] for line in page.read_text().splitlines() if line.startswith("|")]
+    pairs = list(zip(cells(README), cells(CHINESE), strict=True))
+    assert len(pairs) > 20
+    sentence = re.compile(r"[a-z]+ [a-z]+ [a-z]+")
+    in_english = [cell for _, row in pairs for cell in row if sentence.search(re.sub(r"`[^`]*`", "", cell))]
+    assert not in_english
+    assert [len(row) for row, _ in pairs] == [len(row) for _, row in pairs]
 
 
 def test_jobs_of_the_readme_and_the_guide_save_before_they_end():

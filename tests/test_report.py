@@ -285,6 +285,16 @@ def test_curves_of_steps_have_axes_of_one_width_and_buttons_outside_the_plots(ru
     assert re.search(r"<dd>[\d,]+ rows/s \(median\)</dd>", style)
 
 
+def test_on_a_telephone_facts_are_two_in_a_row_and_what_is_wider_shows_that_it_scrolls(run):
+    """What the styles say; test_a_browser... looks at it where there is one."""
+    styles = re.search(r"<style>(.*?)</style>", (run / "report.html").read_text(), re.DOTALL)[1]
+    narrow = re.search(r"@media \(max-width: 600px\) \{(.*?)\n\}", styles, re.DOTALL)[1]
+    assert "dl { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); }" in narrow
+    scroll = re.search(r"\.scroll \{(.*?)\}", styles, re.DOTALL)[1]
+    assert scroll.count("no-repeat scroll") == scroll.count("no-repeat local") == 2
+    assert len(re.findall("--shade: ", styles)) == 2, "in light and dark"
+
+
 def test_the_page_has_dark_colours_for_readers_who_want_them(run):
     style = re.search(r"<style>(.*?)</style>", (run / "report.html").read_text(), re.DOTALL)[1]
     light, dark = (set(re.findall(r"(--[\w-]+):", part)) for part in style.split("prefers-color-scheme: dark")[:2])
@@ -621,6 +631,13 @@ document.querySelector("#chart-rate button[data-zoom='2']").click();
 found.zoomed = svg.clientWidth / before;
 const left = (name) => document.querySelector("#chart-" + name + " .scroll").getBoundingClientRect().left;
 found.lefts = ["loss .of-log", "rate", "grad-norm"].map(left);
+const boxes = [...document.querySelectorAll("#table-facts dl > div")].map((box) => box.getBoundingClientRect());
+found.facts = boxes.map((box) => [Math.round(box.left), Math.round(box.top)]);
+found.facts_width = Math.max(...boxes.map((box) => box.right)) - Math.min(...boxes.map((box) => box.left));
+const wide = [...document.querySelectorAll(".scroll:has(> table)")].filter((box) => box.scrollWidth > box.clientWidth);
+found.wide = wide.length;
+found.shadows = wide.map((box) => getComputedStyle(box).backgroundImage.split("linear-gradient").length - 1);
+found.scrolls = wide.map((box) => { box.scrollLeft = 50; return box.scrollLeft; });
 found.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
 parent.document.title = JSON.stringify(found);
 """
@@ -652,3 +669,11 @@ def test_a_browser_shows_values_zooms_and_keeps_the_page_in_its_width(run, tmp_p
     assert found["zoomed"] == pytest.approx(2, rel=0.01)
     assert len(set(found["lefts"])) == 1, "the axes of the curves are aligned"
     assert found["overflow"] == 0
+    lefts, tops = zip(*found["facts"], strict=True)
+    assert lefts == (*lefts[:2] * (len(lefts) // 2), *lefts[: len(lefts) % 2]), "facts are two in a row"
+    assert lefts[0] < lefts[1]
+    assert tops[0] == tops[1] < tops[2]
+    assert found["facts_width"] > 330, "as wide as the page"
+    assert found["wide"] >= 2, "tables that are wider than the page"
+    assert set(found["shadows"]) == {4}, "a shadow at each side where there is more, which the ends of the table cover"
+    assert all(found["scrolls"])
