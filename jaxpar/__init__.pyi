@@ -23,6 +23,7 @@ from jaxpar.parallel import Pipeline as Pipeline
 from jaxpar.params import ParamSpec as ParamSpec
 from jaxpar.pipeline import LayerLayout as LayerLayout
 from jaxpar.planner import plan as plan
+from jaxpar.row_dependence import row_wise as row_wise
 from jaxpar.runtime.distributed import initialize as initialize
 from jaxpar.runtime.distributed import use_fake_devices as use_fake_devices
 from jaxpar.sharding import fetch as fetch
@@ -30,6 +31,7 @@ from jaxpar.sharding import replicated as replicated
 from jaxpar.sharding import shard as shard
 from jaxpar.sharding import shardings_from_dims as shardings_from_dims
 from jaxpar.sharding import shardings_from_paths as shardings_from_paths
+from jaxpar.split_check import check_split as check_split
 from jaxpar.tensor_parallel import column_parallel as column_parallel
 from jaxpar.tensor_parallel import flash_attention as flash_attention
 from jaxpar.tensor_parallel import row_parallel as row_parallel

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed as _distributed
+from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax.core import Tracer
@@ -238,8 +239,10 @@ def called(equation: Any) -> Any:
 
 def inlined(equation: Any) -> Any:
     """Returns the jaxpr of a call, also of one with a derivative of its own; None for other equations."""
-    held = [equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params]
-    is_call = equation.primitive.name in _CALLS or equation.primitive.name.startswith("custom_")
+    keys = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+    held = [equation.params[key] for key in keys if key in equation.params]
+    name = equation.primitive.name
+    is_call = name in _CALLS or name == "composite" or name.startswith("custom_")
     return held[0] if is_call and held and is_jaxpr(held[0]) else None
 
 
@@ -252,6 +255,17 @@ def scan_counts(equation: Any) -> tuple[int, int]:
     pairs = zip(equation.invars, body.invars, strict=True), zip(equation.outvars, body.outvars, strict=True)
     num_inputs, num_carry = (sum(a.aval.shape == b.aval.shape for a, b in each) for each in pairs)
     return num_inputs - num_carry, num_carry
+
+
+def source_line(equation: Any) -> str:
+    """Returns the user's line of code that made an equation, "file:line:column (function)"; "" if none is known."""
+    return _source_info.summarize(equation.source_info)
+
+
+def linear_solve(equation: Any) -> tuple[Any, int, int]:
+    """Returns the jaxpr by which a ``custom_linear_solve`` solves, the number of its constants, and where they start."""
+    counts = equation.params["const_lengths"]
+    return equation.params["jaxprs"].solve, counts.solve, counts.matvec + counts.vecmat
 
 
 def literal_value(literal: Any) -> Any:

@@ -16,7 +16,7 @@ from jaxpar.backward.remat import forward_with_remat, with_remat
 from jaxpar.data_parallel import accumulate, check_batch, check_sequences, reduce_gradients, split_microbatches
 from jaxpar.fields import check_kind
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers, output_shapes
-from jaxpar.loss_checks import check_loss, check_positions, check_rows
+from jaxpar.loss_checks import check_loss
 from jaxpar.loss_sums import sums_of, with_float_sums
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, STAGE, TENSOR, num_replicas
 from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_equal_layers, check_settings
@@ -33,6 +33,7 @@ from jaxpar.pipeline import (
     spmd_program,
     sum_over_stages,
 )
+from jaxpar.row_checks import check_positions, check_rows
 from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.sharding import check_batch_on, check_same_tree
 from jaxpar.step_sharding import StepSharding, run_on_shards, shard_step
@@ -85,7 +86,8 @@ def value_and_grad(
     Args:
         model: A LayeredModel, or with ``stage=1`` any pure function ``model(params, batch) -> outputs``.
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``. The loss is the ratio of the two over the whole batch.
-            Both are sums over the rows of one microbatch (``jnp.sum(errors), 1.0`` is refused). weight_sum must depend on the
+            Both are sums over the rows of one microbatch: ``jnp.sum(errors), 1.0`` is refused, as is a term that is a mean
+            over rows. What cannot be proved is taken with a warning (``row_checks.py``). weight_sum must depend on the
             batch alone: its total is computed first, and the backward pass of each loss_sum starts from its inverse.
         mesh: A mesh from ``make_mesh``, or a ``Parallel``, which holds it with the settings of its own.
         pipeline: A ``Pipeline``, in place of its settings.

@@ -33,10 +33,10 @@ class LayeredModel:
     Attributes:
         embed: ``embed(outer, batch) -> x``.
         layer: ``layer(layer_params, x) -> x``, which keeps the structure, shapes and dtypes of ``x``. ``x`` is any pytree:
-            masks, positions or PRNG keys may be part of it. A leaf without rows must be the same for every row or a sum over
-            rows that the loss adds (``loss_checks.py``). If layers differ, a sequence of one function per
-            layer, or one function for all, with ``params["layers"]`` a list of the params of each layer; the shapes of ``x``
-            may then change between layers.
+            masks, positions or PRNG keys may be part of it. No row may depend on others. A leaf without rows must be the same
+            for every row or a sum over rows that the loss adds (``row_checks.py``). If layers differ, a sequence of one
+            function per layer, or one function for all, with ``params["layers"]`` a list of the params of each layer; the
+            shapes of ``x`` may then change between layers.
         head: ``head(outer, x) -> outputs``. Both embed and head get ``outer``, so tied weights need no special handling.
     """
 

@@ -53,7 +53,7 @@ LONGEST = (
     *("recipes_digits", "pipeline", "transformer_meshes", "recipes", "planner_exact", "fuzz", "remedies"),
     *("benchmarks", "loss_sums", "generate", "lora", "gpu_day", "overlap", "optimizers", "traced_loss"),
     *("owned", "serve", "evaluation", "mpmd_executor", "faults", "launch", "foreign_models"),
-    *("recipes_all_reduce", "executor", "zero", "row_dependence", "fine_tuning_page", "transformer", "packing"),
+    *("recipes_all_reduce", "executor", "zero", "row_checks", "fine_tuning_page", "transformer", "packing"),
     *("recipes_bloom", "ends_of_runs", "parity", "one_run", "masks", "axes", "families", "split"),
 )
 ORDER = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}

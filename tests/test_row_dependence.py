@@ -1,346 +1,237 @@
-"""Leaves of x and sums of a loss: those that make the loss depend on how rows are split are refused, the others are taken."""
+"""What is read of two jaxprs: rows, sums over them with their growth, and operations that mix them, each by its rule."""
 
 import jax
+import jax.extend.core.primitives
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.loss_checks import check_rows
-from jaxpar.row_dependence import CONSTANT, ROWS, Kind, trace_dependences
-from tests.support.oracle import assert_same
-from tests.support.tiers import quick
+from jaxpar.row_dependence import Kind, Reader, Span, Value, traced
+from jaxpar.row_dependence.reader import SPECIAL
+from jaxpar.row_dependence.rules import RULES
 
-RNG = np.random.default_rng(0)
-PARAMS = {
-    "outer": {"w": RNG.normal(size=(3, 4)), "out": RNG.normal(size=(4, 2))},
-    "layers": {"w": RNG.normal(size=(2, 4, 4)) / 2},
+FEW, MANY, RATIO = 4, 16, 4.0
+PARAM = jax.ShapeDtypeStruct((6,), jnp.float32)
+
+
+def read(function):
+    """The values of what a function of a param [6], of h [rows, 5, 6], y [rows] and tokens [rows, 5] returns."""
+    given = [
+        (
+            PARAM,
+            jax.ShapeDtypeStruct((rows, 5, 6), jnp.float32),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            jax.ShapeDtypeStruct((rows, 5), jnp.int32),
+        )
+        for rows in (FEW, MANY)
+    ]
+    jaxprs, _ = traced(function, *given)
+    rows = Value(Kind.ROWS, span=Span(0, 0))
+    return Reader(FEW, RATIO).read(*jaxprs, [Value(), rows, rows, rows])
+
+
+def logsumexp_of_all(h):
+    shift = jax.lax.stop_gradient(jnp.max(h))
+    return jnp.log(jnp.sum(jnp.exp(h - shift)))
+
+
+@jax.custom_vjp
+def doubled(h):
+    return 2 * h
+
+
+doubled.defvjp(lambda h: (2 * h, None), lambda _, ct: (2 * ct,))
+
+ROWS = {
+    "a norm of each row": lambda p, h, y, t: h - h.mean((1, 2), keepdims=True),
+    "a softmax": lambda p, h, y, t: jax.nn.softmax(h),
+    "params in each row": lambda p, h, y, t: h * p[None, None] + jnp.sum(p**2),
+    "attention": lambda p, h, y, t: jnp.einsum("bts,bsd->btd", jax.nn.softmax(jnp.einsum("btd,bsd->bts", h, h)), h),
+    "heads that are merged and parted": lambda p, h, y, t: h.reshape(-1, 5, 2, 3).swapaxes(1, 2).reshape(-1, 3),
+    "rows beside rows": lambda p, h, y, t: jnp.concatenate([h, 2 * h]),
+    "rows that are cut and joined": lambda p, h, y, t: jnp.concatenate([h[: len(h) // 2], h[len(h) // 2 :]]),
+    "rows in another place": lambda p, h, y, t: jnp.moveaxis(h, 0, 1) @ p,
+    "a lookup": lambda p, h, y, t: p[t],
+    "an element of each row": lambda p, h, y, t: jnp.take_along_axis(h, t[..., None], axis=2),
+    "each row at its own index": lambda p, h, y, t: h[jnp.arange(len(h)), t[:, 0]],
+    "a write into each row": lambda p, h, y, t: h.at[jnp.arange(len(h)), t[:, 0]].set(0),
+    "the largest of each row": lambda p, h, y, t: jax.lax.top_k(h, 2)[0] + jnp.sort(h)[..., :2],
+    "a convolution": lambda p, h, y, t: jax.lax.conv_general_dilated(
+        h, jnp.ones((3, 6, 2)), (1,), "SAME", dimension_numbers=("NTC", "TIO", "NTC")
+    ),
+    "a loop over positions": lambda p, h, y, t: jax.lax.scan(lambda c, x: (c + x, c), h[:, 0], h.swapaxes(0, 1))[1],
+    "a loop over rows": lambda p, h, y, t: jax.lax.map(lambda row: jnp.cumsum(row, 0) @ p, h),
+    "groups of rows in a loop": lambda p, h, y, t: jax.lax.map(lambda row: row @ p, h, batch_size=2),
+    "a vmap": lambda p, h, y, t: jax.vmap(lambda row, weight: weight * jnp.outer(p, row.mean(0)))(h, y),
+    "a branch for each row": lambda p, h, y, t: jax.lax.map(
+        lambda r: jax.lax.cond(r[0, 0] > 0, jnp.sin, jnp.cos, r), h
+    ),
+    "a maximum that shifts": lambda p, h, y, t: jnp.exp(h - jax.lax.stop_gradient(h.max())),
+    "a solution for each row": lambda p, h, y, t: jnp.linalg.solve(jnp.outer(p, p) + jnp.eye(6), h.reshape(-1, 6).T),
+    "a gradient": lambda p, h, y, t: jax.grad(lambda h: jnp.sum(jnp.sin(h @ p)))(h),
+    "a function with a derivative of its own": lambda p, h, y, t: doubled(jax.checkpoint(jnp.tanh)(h)),
+    "noise of keys of rows": lambda p, h, y, t: jax.vmap(
+        lambda seed: jax.random.normal(jax.random.fold_in(jax.random.key(0), seed), (6,))
+    )(t[:, 0]),
+    "a mask of positions": lambda p, h, y, t: jnp.where(jnp.tril(jnp.ones((5, 5), bool))[None], h[..., :5], -jnp.inf),
+    "kept from 0": lambda p, h, y, t: h / jnp.maximum(jnp.linalg.norm(h, axis=-1, keepdims=True), 1e-6),
 }
-BATCH = {"x": RNG.normal(size=(16, 3)), "y": RNG.normal(size=(16, 2)), "number": np.arange(16, dtype=np.int32)}
-FEW = jax.tree.map(lambda a: a[:8], BATCH)
-
-
-def loss(outputs, batch):
-    loss_sum, weight_sum = jaxpar.losses.squared_error(outputs[0], batch["y"])
-    return loss_sum + 0.1 * jnp.sum(outputs[1]), weight_sum
-
-
-def model(layer, *, embed=lambda batch: jnp.zeros(()), change=lambda h, aux: h, head=lambda aux, h: aux):
-    """A model whose layers make ``aux`` of params, of ``aux`` and of h, and may change h by it."""
-    return jaxpar.LayeredModel(
-        lambda outer, batch: {"h": batch["x"] @ outer["w"], "aux": embed(batch)},
-        lambda params, x: {
-            "h": jnp.tanh(change(x["h"], x["aux"]) @ params["w"]),
-            "aux": layer(params["w"], x["aux"], x["h"]),
-        },
-        lambda outer, x: (x["h"] @ outer["out"], head(x["aux"], x["h"])),
-    )
-
-
-def count_experts(aux, h, weight):
-    return aux + jnp.zeros(4).at[jnp.argmax(h, axis=-1)].add(weight)
-
-
-def over_rows(add):
-    """A loop over the rows, which carries what it adds."""
-    return lambda w, aux, h: jax.lax.scan(lambda aux, row: (add(aux, row), None), aux, h)[0]
-
-
-def trips(h, limit):
-    """How often each number is halved until it is below the limit."""
-    halved = lambda a: jax.lax.while_loop(lambda s: s[0] > limit, lambda s: (s[0] / 2, s[1] + 1), (a, 0.0))[1]
-    return jax.vmap(halved)(jnp.abs(h).reshape(-1))
-
-
-def noise(w, key, h):
-    return jax.random.split(key)[0]
-
-
-drop = lambda h, key: h * jax.random.bernoulli(key, 0.5, (4,))[None]
-ignored = lambda aux, h: jnp.zeros(())
-
-TAKEN = {
-    "a sum": model(lambda w, aux, h: aux + jnp.sum(h**2)),
-    "a mean times the rows": model(lambda w, aux, h: aux + jnp.mean(h**2) * len(h)),
-    "a product that adds up rows": model(lambda w, aux, h: aux + jnp.einsum("bd,bd->", h, h) / 4),
-    "a sum in a loop": model(lambda w, aux, h: jax.lax.fori_loop(0, 3, lambda i, a: a + i * jnp.sum(h), aux)),
-    "a sum in a branch": model(lambda w, aux, h: jax.lax.cond(w[0, 0] > -9, lambda: aux + jnp.sum(h), lambda: aux)),
-    "a sum in a while loop": model(
-        lambda w, aux, h: jax.lax.while_loop(
-            lambda s: s[0] < 3 + w[0, 0], lambda s: (s[0] + 1, s[1] + jnp.sum(h)), (0.0, aux)
-        )[1]
+SUMS = {
+    "a sum": (lambda p, h, y, t: jnp.sum(h), 1),
+    "a sum of means": (lambda p, h, y, t: jnp.sum(h.mean((1, 2)) * y), 1),
+    "a mean": (lambda p, h, y, t: jnp.mean(h), 1 / RATIO),
+    "a mean times the rows": (lambda p, h, y, t: jnp.mean(h) * len(h), 1),
+    "a sum times the rows": (lambda p, h, y, t: jnp.sum(h) * len(h), RATIO),
+    "a mean that is less than one": (lambda p, h, y, t: jnp.sum(h) / (len(h) - 1), 3 / 15),
+    "a product that adds up rows": (lambda p, h, y, t: jnp.einsum("btd,b,d->", h, y, p), 1),
+    "a sum for each class": (lambda p, h, y, t: jnp.zeros(9).at[t].add(h[..., 0]), 1),
+    "a sum and penalties for each row": (lambda p, h, y, t: jnp.sum(h) + len(h) * jnp.sum(p), 1),
+    "a sum in a loop over rows": (
+        lambda p, h, y, t: jax.lax.scan(lambda c, r: (c + jnp.sin(r @ p), None), p[:5], h)[0],
+        None,
     ),
-    "a sum under jit, remat and of vmap": model(
-        jax.checkpoint(jax.jit(lambda w, aux, h: aux + jnp.sum(jax.vmap(jax.nn.softmax)(h)))),
-    ),
-    "a sum of what a loop over rows makes": model(lambda w, aux, h: aux + jnp.sum(jax.lax.map(jnp.max, h))),
-    "a sum of numbers that each loop as long as they say": model(lambda w, aux, h: aux + jnp.sum(trips(h, 0.1))),
-    "a sum of what a loop over rows chooses": model(
-        lambda w, aux, h: aux + jnp.sum(jax.lax.map(lambda row: jax.lax.cond(row[0] > 0, jnp.sum, jnp.max, row), h))
-    ),
-    "counts of experts": model(lambda w, aux, h: count_experts(aux, h, 1.0), embed=lambda batch: jnp.zeros(4)),
-    "a sum for each layer": model(
-        lambda w, aux, h: (aux[0].at[aux[1]].set(jnp.sum(h)), aux[1] + 1),
-        embed=lambda batch: (jnp.zeros(2), 0),
-        head=lambda aux, h: aux[0],
-    ),
-    "a sum that a branch on rows passes on": model(
-        lambda w, aux, h: jax.lax.cond(jnp.any(h > 0), lambda a: (h, a), lambda a: (2 * h, a), aux + jnp.sum(h))[1]
-    ),
-    "a mean that is not read": model(lambda w, aux, h: aux + jnp.mean(h), head=ignored),
-    "a mean that layers forget": model(lambda w, aux, h: jnp.zeros(()), embed=lambda batch: jnp.mean(batch["x"])),
-    "params that scale rows": model(
-        lambda w, aux, h: aux + jnp.sum(w**2), change=lambda h, aux: h * (1 + aux), head=ignored
-    ),
-    "params for each row": model(lambda w, aux, h: aux + jnp.sum(w**2), head=lambda aux, h: aux * len(h)),
-    "a key that is one number": model(noise, embed=lambda batch: jax.random.key(0), change=drop, head=ignored),
-    "the shape of rows alone": model(lambda w, aux, h: aux + jnp.sum(jnp.zeros_like(h))),
-    "the number of rows": model(lambda w, aux, h: aux + jnp.float32(len(h))),
+    "a sum of squares of sums of rows": (lambda p, h, y, t: jnp.sum(h.sum((1, 2)) ** 2), 1),
+    "the square of a norm": (lambda p, h, y, t: jnp.linalg.norm(h.reshape(-1)) ** 2, 1),
+    "a number of right answers": (lambda p, h, y, t: jnp.sum(jnp.argmax(h, -1) == t), 1),
 }
-REFUSED = {
-    "a mean": model(lambda w, aux, h: aux + jnp.mean(h**2)),
-    "a mean of products": model(lambda w, aux, h: aux + jnp.einsum("bd,bd->", h, h) / len(h)),
-    "a mean by weights": model(lambda w, aux, h: aux + jnp.sum(h * jnp.full((len(h), 1), 1 / len(h)))),
-    "a mean by the sum of a mask": model(lambda w, aux, h: aux + jnp.sum(h) / jnp.sum(h > 0)),
-    "a product of means": model(lambda w, aux, h: aux + jnp.sum(jax.nn.softmax(h).mean(0) * (h > 0).mean(0))),
-    "a mean in a loop": model(lambda w, aux, h: jax.lax.fori_loop(0, 3, lambda i, a: a + i * jnp.mean(h), aux)),
-    "a mean in a branch": model(lambda w, aux, h: jax.lax.cond(w[0, 0] > -9, lambda: aux + jnp.mean(h), lambda: aux)),
-    "a mean in a while loop": model(
-        lambda w, aux, h: jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] + jnp.mean(h)), (0, aux))[1]
-    ),
-    "a loop as long as a row says": model(
-        lambda w, aux, h: jax.lax.while_loop(
-            lambda s: s[0] < 9 + 9 * h[0, 0], lambda s: (s[0] + 1, s[1] + 1), (0, aux)
-        )[1]
-    ),
-    "a sum of numbers that loop as long as the number of rows says": model(
-        lambda w, aux, h: aux + jnp.sum(trips(h, 1 / len(h)))
-    ),
-    "a mean under remat": model(jax.checkpoint(lambda w, aux, h: aux + jnp.mean(h))),
-    "shares of experts": model(lambda w, aux, h: count_experts(aux, h, 1 / len(h)), embed=lambda batch: jnp.zeros(4)),
-    "a maximum": model(lambda w, aux, h: aux + jnp.max(h)),
-    "the last of a loop over rows": model(over_rows(lambda aux, row: aux * 0.5 + jnp.sum(row))),
-    "a branch on a row": model(lambda w, aux, h: jax.lax.cond(h[0, 0] > 0, lambda: aux + jnp.sum(h), lambda: aux)),
-    "a sum that is squared": model(lambda w, aux, h: aux + jnp.sum(h), head=lambda aux, h: aux**2),
-    "a sum that scales rows": model(
-        lambda w, aux, h: aux + jnp.sum(h), change=lambda h, aux: h * (1 + aux), head=ignored
-    ),
-    "a sum beside a number": model(lambda w, aux, h: aux + jnp.sum(h), embed=lambda batch: jnp.ones(())),
-    "a mean of the batch": model(lambda w, aux, h: aux, embed=lambda batch: jnp.mean(batch["x"])),
-    "a mean without a gradient": model(lambda w, aux, h: jax.lax.stop_gradient(aux + jnp.mean(h))),
-    "a key of the first row": model(
-        noise,
-        embed=lambda batch: jax.random.fold_in(jax.random.key(0), batch["number"][0]),
-        change=drop,
-        head=ignored,
-    ),
-    "an integer of the first row": model(
-        lambda w, aux, h: aux, embed=lambda batch: batch["number"][0], change=lambda h, aux: h * aux, head=ignored
-    ),
-    "params that are added once": model(lambda w, aux, h: aux + jnp.sum(w**2)),
+MIXED = {
+    "a norm of the batch": lambda p, h, y, t: (h - h.mean(0, keepdims=True)) / (h.std(0, keepdims=True) + 1e-5),
+    "a softmax over rows": lambda p, h, y, t: jax.nn.softmax(y),
+    "all pairs": lambda p, h, y, t: jnp.einsum("btd,ctd->bc", h, h),
+    "the next row": lambda p, h, y, t: h + jnp.roll(h, 1, axis=0),
+    "the first row": lambda p, h, y, t: h - h[:1],
+    "a row of a number": lambda p, h, y, t: h * jnp.take(h, 2, axis=0)[None],
+    "rows in another order": lambda p, h, y, t: h + h[::-1],
+    "sorted rows": lambda p, h, y, t: jnp.sort(y),
+    "a sum so far": lambda p, h, y, t: jnp.cumsum(y),
+    "a row for its number": lambda p, h, y, t: h / len(h) + jnp.sin(y / len(y))[:, None, None],
+    "a maximum": lambda p, h, y, t: jnp.max(h),
+    "a deviation": lambda p, h, y, t: jnp.std(h),
+    "a logarithm of a sum": lambda p, h, y, t: logsumexp_of_all(h),
+    "a square of a sum": lambda p, h, y, t: jnp.sum(h) ** 2,
+    "a product of means": lambda p, h, y, t: jnp.sum(h.mean(0) * jax.nn.softmax(h).mean(0)),
+    "a sum and a mean": lambda p, h, y, t: jnp.sum(h) + jnp.mean(y),
+    "a sum and a number": lambda p, h, y, t: jnp.sum(h) + jnp.sum(p**2),
+    "a ratio of sums": lambda p, h, y, t: jnp.sum(h) / jnp.sum(y),
+    "a last row of a loop": lambda p, h, y, t: jax.lax.scan(lambda c, r: (0.5 * c + r.sum(), None), 0.0, h)[0],
+    "a row that the one before it changes": lambda p, h, y, t: jax.lax.scan(lambda c, r: (r, r - c), h[0], h)[1],
 }
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_a_leaf_that_is_the_same_or_a_sum_is_taken(name):
-    check_rows(TAKEN[name], loss, PARAMS, BATCH, 4)
+@pytest.mark.parametrize("name", ROWS)
+def test_what_treats_rows_apart_has_rows_without_a_doubt(name):
+    (found,) = read(ROWS[name])
+    assert (found.kind, found.growth, found.why) == (Kind.ROWS, 1, "")
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_leaf_that_depends_on_how_rows_are_split_is_refused(name):
-    with pytest.raises(
-        ValueError, match=r"a leaf of x without rows must not make .*; got x\['aux'\] of shape \(4?,?\), wh"
-    ):
-        check_rows(REFUSED[name], loss, PARAMS, BATCH, 4)
+@pytest.mark.parametrize("name", [name for name, (_, growth) in SUMS.items() if growth is not None])
+def test_a_sum_over_rows_has_the_ratio_of_the_factors_beside_it(name):
+    function, growth = SUMS[name]
+    (found,) = read(function)
+    assert (found.kind, found.why) == (Kind.SUM, "")
+    assert found.growth == pytest.approx(growth)
 
 
-def total(model, *parts):
-    return sum(float(loss(model.apply(PARAMS, part), part)[0]) for part in parts)
+@pytest.mark.parametrize("name", MIXED)
+def test_what_mixes_rows_is_proved_to_and_its_line_is_named(name):
+    found = max(read(MIXED[name]), key=lambda value: value.kind)
+    assert found.kind is Kind.MIXED
+    assert "test_row_dependence.py" in found.why or "site-packages" in found.why
 
 
-@pytest.mark.parametrize("name", quick([*TAKEN, *REFUSED], "params that are added once"))
-def test_what_is_refused_does_change_with_the_split_and_what_is_taken_does_not(x64, name):
-    model = (TAKEN | REFUSED)[name]
-    parts = [jax.tree.map(lambda a, part=part: a[part], BATCH) for part in (slice(6), slice(6, None))]
-    differs = abs(total(model, *parts) / total(model, BATCH) - 1)
-    assert differs > 1e-6 if name in REFUSED else differs < 1e-12
-
-
-# --- in steps -------------------------------------------------------------------------------------------------------------
-
-RUNS = {
-    "microbatches": ({}, {"num_microbatches": 2}),
-    "replicas": ({"data": 2}, {"overlap_grad_reduce": True}),
-    "1f1b": ({"stage": 2}, {"num_microbatches": 2}),
-    "mpmd": ({"stage": 2}, {"num_microbatches": 2, "executor": "mpmd"}),
-}
-BY_ROW = model(lambda w, aux, h: aux + jnp.mean(h**2, axis=-1), embed=lambda batch: jnp.zeros(len(batch["x"])))
-
-
-@pytest.mark.parametrize("name", quick(RUNS, "replicas"))
-def test_every_executor_refuses_a_mean_and_takes_a_number_for_each_row(x64, name):
-    axes, settings = RUNS[name]
-    mesh = jaxpar.make_mesh(**axes)
-    with pytest.raises(ValueError, match=r"Give it a number for each row, of shape \[rows\], and sum it in the loss"):
-        jaxpar.value_and_grad(REFUSED["a mean"], loss, mesh, **settings)(PARAMS, BATCH)
-    got = jaxpar.value_and_grad(BY_ROW, loss, mesh, **settings)(PARAMS, BATCH)
-    mean = lambda params: jnp.divide(*loss(BY_ROW.apply(params, BATCH), BATCH))
-    assert_same(got, jax.value_and_grad(mean)(PARAMS))
+NUMBERS = {name: function for name, (function, growth) in SUMS.items() if growth} | ROWS | MIXED
 
 
 @pytest.mark.full
-def test_one_part_splits_nothing_and_takes_all(x64):
-    mean = REFUSED["a mean"]
-    got = jaxpar.value_and_grad(mean, loss, jaxpar.make_mesh(stage=2))(PARAMS, BATCH)
-    assert_same(got, jax.value_and_grad(lambda params: jnp.divide(*loss(mean.apply(params, BATCH), BATCH)))(PARAMS))
-
-
-def in_layers_of_its_own(step):
-    """A list of layers; x becomes another tree after the first."""
-    first = lambda params, h: (h @ params["w"], jnp.zeros(()))
-    return jaxpar.LayeredModel(
-        lambda outer, batch: batch["x"] @ outer["w"],
-        [first, lambda params, x: (jnp.tanh(x[0] @ params["w"]), step(x[1], x[0]))],
-        lambda outer, x: (x[0] @ outer["out"], x[1]),
-    )
-
-
-def test_a_leaf_that_only_later_layers_have_is_checked():
-    params = PARAMS | {"layers": [{"w": w} for w in PARAMS["layers"]["w"]]}
-    check_rows(in_layers_of_its_own(lambda aux, h: aux + jnp.sum(h)), loss, params, BATCH, 2)
-    with pytest.raises(ValueError, match=r"got x\[1\] of shape \(\), which"):
-        check_rows(in_layers_of_its_own(lambda aux, h: aux + jnp.mean(h)), loss, params, BATCH, 2)
-
-
-@pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean])
-def test_a_model_that_takes_two_numbers_of_rows_only_is_checked_with_these(reduce):
-    def of_known_rows(w, aux, h):
-        assert len(h) in (4, 16)
-        return aux + reduce(h)
-
-    known = model(of_known_rows)
-    if reduce is jnp.sum:
-        check_rows(known, loss, PARAMS, BATCH, 4)
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name != "a maximum that shifts"])  # it cancels later
+def test_values_agree_with_numbers(x64, name):
+    """Rows are those of the parts, sums are the sum of theirs times the factor, and what is mixed is neither."""
+    rng = np.random.default_rng(0)
+    p, h, y = rng.normal(size=6), rng.normal(size=(MANY, 5, 6)), rng.normal(size=MANY)
+    t = rng.integers(0, 5, (MANY, 5))
+    function = jax.jit(lambda *given: jax.tree.leaves(NUMBERS[name](*given))[-1])
+    whole = function(p, h, y, t)
+    parts = [function(p, *(a[i : i + FEW] for a in (h, y, t))) for i in range(0, MANY, FEW)]
+    if name in ROWS:  # of whatever dim
+        np.testing.assert_allclose(np.sort(np.ravel(parts)), np.sort(np.ravel(whole)))
+    elif name in SUMS:
+        np.testing.assert_allclose(sum(parts) * SUMS[name][1], whole)
     else:
-        with pytest.raises(ValueError, match="a leaf of x without rows"):
-            check_rows(known, loss, PARAMS, BATCH, 4)
+        made = np.ravel(sum(parts) if whole.shape == parts[0].shape else parts)
+        assert made.size != whole.size or not np.allclose(made, np.ravel(whole))
 
 
-# --- the sums of a loss ---------------------------------------------------------------------------------------------------
-
-WEIGHTS = {"w": RNG.normal(size=(3, 2)), "scale": np.float64(0.3)}
-MASKED = BATCH | {"mask": np.where(np.arange(16) < 5, 1.0, np.arange(16) % 2)[:, None]}
-
-
-def forward(params, batch):
-    """Any function, with outputs that have no rows beside those that have."""
-    return {"h": batch["x"] @ params["w"], "decay": jnp.sum(params["w"] ** 2), "scale": params["scale"]}
+def test_constants_grow_as_they_are_computed_from_the_number_of_rows():
+    (number,) = read(lambda p, h, y, t: jnp.maximum(jnp.float32(len(h)), 8.0) * 3)
+    assert (number.kind, number.number) == (Kind.FREE, (24, 48))
+    assert number.growth == 2
 
 
-def squares(outputs, batch):
-    return (outputs["h"] - batch["y"]) ** 2 * batch["mask"]
+def test_a_loop_over_rows_that_starts_from_params_adds_them_once():
+    (found,) = read(SUMS["a sum in a loop over rows"][0])
+    assert found.kind is Kind.MIXED
+    assert "a mean or a number (scan at" in found.why
 
 
-def number(batch):
-    return jnp.float32(len(batch["y"]))
+# --- doubts and marks -------------------------------------------------------------------------------------------------
 
 
-TAKEN_LOSSES = {
-    "a sum and a number": lambda o, b: (jnp.sum(squares(o, b)), number(b)),
-    "a sum and its weights": lambda o, b: (jnp.sum(squares(o, b)), jnp.sum(b["mask"])),
-    "two means": lambda o, b: (jnp.mean(squares(o, b)), jnp.mean(b["mask"])),
-    "a mean and one": lambda o, b: (jnp.mean(squares(o, b)), 1.0),
-    "a mean times the rows": lambda o, b: (jnp.mean(squares(o, b)) * len(b["y"]), number(b)),
-    "params that scale": lambda o, b: (jnp.sum(squares(o, b)) * o["scale"], number(b)),
-    "params in each row": lambda o, b: (jnp.sum(squares(o, b) + o["decay"]), number(b)),
-    "params times the rows": lambda o, b: (jnp.sum(squares(o, b)) + o["decay"] * len(b["y"]), number(b)),
-    "a part of the batch": lambda o, b: (jnp.sum(squares(o, b)), jnp.float32(len(b["y"]) / 16)),
-    "sums of integers": lambda o, b: (jnp.sum(squares(o, b)), number(b), {"n": jnp.sum(b["number"]), "a": len(b["y"])}),
+def by_token(h, t):
+    """Rows in the order of their first token, and back."""
+    order = jnp.argsort(t[:, 0])
+    return jnp.tanh(h[order])[jnp.argsort(order)]
+
+
+def test_integers_that_order_rows_are_a_doubt_with_its_line_and_no_proof():
+    (found,) = read(lambda p, h, y, t: by_token(h, t))
+    assert found.kind is Kind.ROWS
+    assert "test_row_dependence.py" in found.why
+
+
+def test_a_function_that_is_marked_as_row_wise_is_taken_without_a_doubt():
+    (found,) = read(lambda p, h, y, t: jaxpar.row_wise(by_token)(h, t))
+    assert (found.kind, found.why) == (Kind.ROWS, "")
+
+
+def test_a_marked_function_computes_the_same_and_may_close_over_anything():
+    h, t, name = jnp.arange(8.0).reshape(4, 2), jnp.array([[2], [1], [3], [0]]), "a constant"
+    marked = jaxpar.row_wise(lambda h, *, t: by_token(h, t) if name else None)
+    np.testing.assert_allclose(marked(h, t=t), jnp.tanh(h), rtol=1e-6)
+    grad = jax.grad(lambda h: jnp.sum(marked(h, t=t) ** 2))
+    np.testing.assert_allclose(grad(h), 2 * jnp.tanh(h) / jnp.cosh(h) ** 2, atol=1e-5)
+
+
+def test_another_program_for_another_number_of_rows_is_a_doubt():
+    (found,) = read(lambda p, h, y, t: h * 2 if len(h) == FEW else h + h)
+    assert found.kind is Kind.ROWS
+    assert found.why.startswith("another program")
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+# Primitives of JAX without a rule: what they make of rows is a doubt.
+WITHOUT_RULE = {
+    "collectives, of which a model has none outside a step": {
+        *("all_gather", "all_to_all", "axis_index", "pmax", "pmin", "ppermute", "ragged_all_to_all"),
+    },
+    "tokens and references": {"after_all", "create_token", "get", "swap"},
+    "calls, which are read as such": {
+        *("call", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "remat2"),
+    },
+    "of derivatives and of other operations alone": {"custom_lin", "empty2"},
+    "functions of a user": {"reduce"},
+    "rare": {"rng_bit_generator", "rng_uniform", "select_and_scatter", "tridiagonal_solve"},
 }
-SUMS = "loss_sum and weight_sum must be sums over the rows"
-ONCE = r"an output without rows must not be added once .*; got outputs\['decay'\] of shape \(\)"
-FURTHER = "each sum of a loss must be one over the rows .*; got 'found', "
-REFUSED_LOSSES = {
-    "one": (
-        lambda o, b: (jnp.sum(squares(o, b)), 1.0),
-        f"{SUMS}.*loss_sum a sum over rows and weight_sum the same for",
-    ),
-    "a mean": (lambda o, b: (jnp.mean(squares(o, b)), number(b)), f"{SUMS}.*a mean over rows and .* a multiple of the"),
-    "a mean of weights": (
-        lambda o, b: (jnp.sum(squares(o, b)), jnp.mean(b["mask"])),
-        f"{SUMS}.*weight_sum a mean over",
-    ),
-    "a masked mean": (
-        lambda o, b: (jnp.sum(squares(o, b)) / jnp.sum(b["mask"]), 1.0),
-        f"{SUMS}.*loss_sum no sum over rows and weight_sum the same for any number of rows. Return jnp.sum of the losses",
-    ),
-    "params once": (
-        lambda o, b: (jnp.sum(squares(o, b)) + o["decay"], number(b)),
-        f"{ONCE}. Give it a number for each",
-    ),
-    "a mean beside": (
-        lambda o, b: (jnp.sum(squares(o, b)), number(b), {"found": jnp.mean(o["h"])}),
-        f"{FURTHER}a mean over rows, and weight_sum, a multiple of the number of rows. Return jnp.sum of it",
-    ),
-    "a number beside": (lambda o, b: (jnp.sum(squares(o, b)), number(b), {"found": 0.1}), f"{FURTHER}the same for any"),
-}
 
 
-@pytest.mark.parametrize("name", TAKEN_LOSSES)
-def test_a_loss_that_returns_sums_is_taken(name):
-    check_rows(forward, TAKEN_LOSSES[name], WEIGHTS, MASKED, 4)
+def test_every_primitive_of_jax_has_a_rule_or_is_listed_as_one_without():
+    module = jax.extend.core.primitives
+    names = {getattr(module, name).name for name in dir(module) if name.endswith("_p")}
+    missing = names - set(RULES) - set(SPECIAL)
+    assert missing <= set().union(*WITHOUT_RULE.values()), "a new primitive needs a rule, or a line in the list"
 
 
-@pytest.mark.parametrize("name", REFUSED_LOSSES)
-def test_a_loss_that_returns_other_than_sums_is_refused(name):
-    refused, message = REFUSED_LOSSES[name]
-    with pytest.raises(ValueError, match=message):
-        check_rows(forward, refused, WEIGHTS, MASKED, 4)
-    check_rows(forward, refused, WEIGHTS, MASKED, 1)
-
-
-@pytest.mark.parametrize("name", [*TAKEN_LOSSES, *REFUSED_LOSSES])
-def test_the_ratios_of_a_refused_loss_change_with_the_split_and_those_of_others_do_not(x64, name):
-    given = TAKEN_LOSSES[name] if name in TAKEN_LOSSES else REFUSED_LOSSES[name][0]
-
-    def ratios(*parts):
-        made = [given(forward(WEIGHTS, part), part) for part in parts]
-        loss_sum, weight_sum, *sums = jax.tree.map(lambda *each: sum(map(float, each)), *made)
-        return np.array([total / weight_sum for total in (loss_sum, *jax.tree.leaves(sums))])
-
-    halves = [jax.tree.map(lambda a, part=part: a[part], MASKED) for part in (slice(8), slice(8, None))]
-    differs = np.max(abs(ratios(*halves) / ratios(MASKED) - 1))
-    assert differs > 1e-6 if name in REFUSED_LOSSES else differs < 1e-6
-
-
-def test_a_step_checks_the_sums_of_its_loss_before_it_is_compiled():
-    refused, message = REFUSED_LOSSES["one"]
-    mesh = jaxpar.make_mesh(data=2)
-    with pytest.raises(ValueError, match=message):
-        jaxpar.value_and_grad(forward, refused, mesh)(WEIGHTS, MASKED)
-
-
-# --- what is read of a jaxpr ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("function", "kind", "degree"),
-    [
-        (lambda p, h: jnp.sum(h), Kind.SUM, 0),
-        (lambda p, h: jnp.mean(h), Kind.SUM, -1),
-        (lambda p, h: jnp.mean(h) * len(h) ** 2, Kind.SUM, 1),
-        (lambda p, h: jnp.sum(h) / (len(h) - 1), Kind.SUM, None),
-        (lambda p, h: jnp.ones(len(h)).sum() * p[0], Kind.CONSTANT, 1),
-        (lambda p, h: p * 0, Kind.ZERO, 0),
-        (lambda p, h: h @ p, Kind.ROWS, 0),
-        (lambda p, h: h[0], Kind.OTHER, None),
-        (lambda p, h: h - jnp.mean(h, axis=0, keepdims=True), Kind.OTHER, None),
-        (lambda p, h: jnp.concatenate([p, jnp.zeros(1)]), Kind.CONSTANT, 0),
-    ],
-)
-def test_kinds_and_powers_of_the_number_of_rows_are_found(function, kind, degree):
-    few, many = ((jnp.ones(4), jax.ShapeDtypeStruct((rows, 4), jnp.float32)) for rows in (8, 16))
-    _, read = trace_dependences(function, few, many, 2)
-    (found,) = read([CONSTANT, ROWS])
-    assert found.kind is kind
-    assert kind is Kind.OTHER or found.degree == degree
+def test_every_rule_is_that_of_one_kind_of_operation():
+    assert set(RULES).isdisjoint(SPECIAL)
+    assert set().union(*WITHOUT_RULE.values()).isdisjoint(RULES)

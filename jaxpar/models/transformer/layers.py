@@ -28,6 +28,7 @@ from jaxpar.models.transformer.experts import experts
 from jaxpar.models.transformer.mlp import mlp
 from jaxpar.models.transformer.norms import norm
 from jaxpar.models.transformer.router import RoutedLogits, RouterSums, route
+from jaxpar.row_dependence import row_wise
 
 
 class Stream(NamedTuple):
@@ -183,7 +184,9 @@ def block(
         y = mlp(config, params["mlp"], x)
     else:
         routing = route(config, params["router"], x)
-        y, dropped = experts(config, params, x, routing, drops=cache is None)
+        # Tokens of all rows are sorted by expert, and put back.
+        of_tokens = row_wise(partial(experts, config, drops=cache is None))
+        y, dropped = of_tokens(params, x, routing)
         if sums is not None:
             sums = sums.plus(config, params["router"], routing, dropped, span.segments)
     return h + normed("norm_2", constrain(y, "out"), "post"), cache, sums

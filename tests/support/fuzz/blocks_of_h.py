@@ -1,9 +1,12 @@
 """Blocks of the fuzz test that compute with ``h``: products, norms, convolutions, transforms, orders, indices."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxpar
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.models.transformer.experts import experts as experts_of_tokens
 from jaxpar.models.transformer.router import route
@@ -182,7 +185,8 @@ def mixture(p, h, w, e, n):
     )
     weights = {"w_expert_gate": p[e], "w_expert_up": p[e][:, ::-1], "w_expert_down": p[e]}
     routing = route(config, {"w_router": p[w][:, :EXPERTS]}, h)
-    return h + experts_of_tokens(config, {"experts": weights}, h, routing)[0]
+    of_tokens = jaxpar.row_wise(functools.partial(experts_of_tokens, config))
+    return h + of_tokens({"experts": weights}, h, routing)[0]
 
 
 @block_of_h("v", exact=True)

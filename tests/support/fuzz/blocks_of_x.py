@@ -128,7 +128,10 @@ def wave(p, x, v):
 
 # --- what makes the loss depend on how rows are split ---------------------------------------------------------------
 
-LEAKS = ("mean_of_rows", "scalar_of_rows", "counter_of_rows", "aux_of_params")
+LEAKS = (
+    *("mean_of_rows", "scalar_of_rows", "counter_of_rows", "aux_of_params"),
+    *("batch_norm", "centred_by_the_batch", "balance_of_the_batch"),  # of blocks_of_rows.py
+)
 
 
 @block("v", needs=["aux"])

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 import hypothesis.strategies as st
 
 import tests.support.fuzz.blocks_of_h
-import tests.support.fuzz.blocks_of_loops  # noqa: F401
+import tests.support.fuzz.blocks_of_loops
+import tests.support.fuzz.blocks_of_rows  # noqa: F401
 from tests.support.fuzz.block import BLOCKS, LOW_DTYPES, POLICIES, SHAPES, needs_of, walk
 from tests.support.fuzz.blocks_of_effects import ASKING
 from tests.support.fuzz.blocks_of_x import LEAKS, WITHOUT_ROWS
+from tests.support.fuzz.losses import LOSSES
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v")
 MESHES = (
@@ -42,8 +44,8 @@ class Model:
         structure: Of x and of the params: dict, or tuple.
         embed: "lookup", "dense" or "plain", which reads no params.
         head: "tied", "dense" or "none", which reads no params.
-        loss: "cross entropy", "squared", "linear"; "unweighted", "by mask", whose weight passes through the model, or "by
-            position", where each position has a weight.
+        loss: "cross entropy", "squared", "linear", or one of LOSSES; "unweighted", "by mask", whose weight passes through the
+            model, or "by position", where each position has a weight.
         unread: Whether there are params that nothing reads.
         changes: Whether x has another structure, shape and dtype before every second layer of a list.
         closes_over: Which of its functions, "layer", "embed", "head" or "loss", closes over an array; "" for none.
@@ -181,7 +183,7 @@ def models(draw, num_layers, is_listed):
         of_params = draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
         dtypes = (draw(kinds), draw(kinds), draw(wide), *of_params)
     embed = draw(st.sampled_from(["plain", "lookup", "dense"]))
-    losses = ["linear", "squared", *["cross entropy", "unweighted"] * (not exact)]
+    losses = ["linear", "squared", *["cross entropy", "unweighted", *LOSSES] * (not exact)]
     if not exact and "mask" in extras and OVER_MASKS.isdisjoint(words):
         losses.append("by mask")
     return Model(

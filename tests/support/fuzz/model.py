@@ -9,6 +9,7 @@ import numpy as np
 import jaxpar
 from jaxpar.context_parallel import gather_sequence, num_parts, places
 from tests.support.fuzz.block import SHAPES, D, T, draw_param, params_of, run
+from tests.support.fuzz.losses import LOSSES
 
 VOCAB = 16
 # What a model closes over: factors, and which of them it takes.
@@ -139,6 +140,8 @@ def loss_of(model, closed_over=CLOSED_OVER):
         y = batch["y" if model.head != "none" else "small_y"].astype(out.dtype)
         if model.loss == "by mask":
             weight = weight * (1 + outputs["mask"].sum(axis=1))
+        if model.loss in LOSSES:
+            return jnp.sum(LOSSES[model.loss](out, y, batch["target"]) * weight), jnp.sum(weight)
         if model.loss == "by position":
             return jnp.sum(out * y * weight[:, None, None]), jnp.sum(weight[:, None] * jnp.ones_like(out[..., 0]))
         if model.loss in ("linear", "by mask"):

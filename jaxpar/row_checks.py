@@ -1,0 +1,366 @@
+"""The checks that a model treats rows apart and that a loss is a sum over them, since rows are split among microbatches.
+
+Both sums of a loss are added over microbatches and replicas:
+
+    jnp.sum(errors), jnp.float32(len(errors))    a sum over rows and their number: accepted
+    jnp.mean(errors), 1.0                        both divided by the number of rows, so their ratio is the same: accepted
+    jnp.sum(errors), 1.0                         the ratio would be divided by the number of microbatches: refused
+    jnp.sum(errors) + 5 * jnp.mean(h), len(h)    each microbatch would add a mean of its own: refused
+
+A row must not depend on others, nor a leaf of ``x`` without rows on rows:
+
+    h - h.mean(-1)      of each row: accepted
+    h - h.mean(0)       of the batch: refused
+    x["aux"] + sum(h)   a sum over rows, of which the loss is one: accepted
+    x["aux"] + mean(h)  another in each microbatch: refused, if the loss adds it to a sum
+
+What is proved to be wrong is refused, before anything is compiled. What is not known to be right is taken, with one warning
+that names the line of code. ``row_dependence`` proves it.
+
+Where ``context`` splits sequences, both sums are added over the parts of positions too.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from jaxpar._compat import equations
+from jaxpar.fields import arg
+from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
+from jaxpar.row_dependence import Kind, Reader, Value, span_of_shape, traced
+from jaxpar.row_dependence.values import same_growth
+
+Model = LayeredModel | Callable[[PyTree, PyTree], PyTree]
+
+_SAME = "the same for any number of rows"
+_DOUBT = Value(Kind.UNKNOWN, None)
+
+
+def check_rows(model: Model, loss: Callable, params: PyTree, batch: PyTree, num_parts: int) -> None:
+    """Raises if the loss, a metric or a gradient would depend on how rows are split; warns where it may.
+
+    Refused is what is proved to be wrong and reaches the loss. Traces, computes nothing.
+
+    Args:
+        model: The model.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with a dict of further sums.
+        params: Arrays or ShapeDtypeStructs.
+        batch: Likewise.
+        num_parts: The number of microbatches of all replicas; with one nothing is split and nothing is refused.
+    """
+    if num_parts == 1:
+        return
+    sizes = _two_sizes(_size(batch, 0), num_parts)
+    found = _examine(model, loss, _shapes(params), _shapes(batch), sizes)
+    if found is None:
+        doubts = [f"model and loss take no {sizes[0]} and no {sizes[1]} rows"]
+    else:
+        _refuse_parts(found)
+        _refuse_sums(found)
+        doubts = found.doubts
+    if doubts and jax.process_index() == 0:
+        warnings.warn(_warning(doubts), stacklevel=2)
+
+
+def _two_sizes(num_rows: int, num_parts: int) -> tuple[int, int]:
+    """Returns the rows of a microbatch and of the batch; one row is no number, since its dim may be another's."""
+    few = max(num_rows // num_parts, 2)
+    return few, num_rows if num_rows > few else 2 * few
+
+
+# What is found --------------------------------------------------------------------------------
+
+
+@dataclass
+class _Found:
+    """How a loss depends on the rows.
+
+    Attributes:
+        ratio: How many times more rows the batch has than a microbatch.
+        sums: The values of what the loss returns: loss_sum, weight_sum and further sums.
+        names: The names of these sums.
+        part_of: Of each operation that mixes rows in the model, the part that it is in.
+        doubts: What is taken though it may be wrong.
+    """
+
+    ratio: float
+    sums: list[Value] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    part_of: dict[str, str] = field(default_factory=dict)
+    doubts: list[str] = field(default_factory=list)
+
+    def doubt(self, value: Value, part: str) -> None:
+        """Notes what is in doubt about a value that a part returns."""
+        if value.kind is not Kind.MIXED:
+            new = [f"{part}: {each}" for each in (value.why, value.assumed) if each]
+            self.doubts += [each for each in new if each not in self.doubts]
+
+    def settled(self, value: Value, part: str, shapes: tuple[Any, Any], rows: int) -> Value:
+        """Returns the value that the next part is given; what is in doubt is noted, and then taken to be right."""
+        is_leaf_of_x = part in ("embed", "layer")
+        if is_leaf_of_x and value.kind is Kind.UNKNOWN:  # without rows, and yet of rows
+            value = Value(Kind.MIXED, None, why=value.why)
+        self.doubt(value, part)
+        if value.kind is Kind.MIXED:
+            self.part_of.setdefault(value.why, part)
+            return value
+        if value.kind is not Kind.ROWS:
+            return value
+        return _rows_of(shapes, rows) if value.why else replace(value, assumed="")
+
+    def power(self, value: Value) -> float | None:
+        """Returns the factor of a sum over rows, few / many for a mean; None: not known."""
+        if value.growth is None or value.is_zero or value.kind not in (Kind.FREE, Kind.SUM):
+            return None
+        return value.growth / self.ratio if value.is_free else value.growth
+
+    def disagree(self, a: Value, b: Value) -> bool:
+        """Whether two sums are known to grow differently with the number of rows."""
+        powers = self.power(a), self.power(b)
+        return None not in powers and not same_growth(*powers)
+
+    def described(self, value: Value) -> str:
+        """Returns what a sum is, in words."""
+        if value.kind in (Kind.MIXED, Kind.ROWS):
+            return f"no sum over rows: {value.why}"
+        power = self.power(value)
+        if same_growth(power, 1.0):
+            return "a multiple of the number of rows" if value.is_free else "a sum over rows"
+        if same_growth(power, 1 / self.ratio):
+            return _SAME if value.is_free else "a mean over rows"
+        return "a sum over rows times what depends on their number"
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A part of the model, or the loss, traced for both numbers of rows.
+
+    Attributes:
+        name: The name of the part.
+        jaxprs: The jaxprs for few and for many rows.
+        num_params: The number of leaves of its params, which come first.
+        count: How often it is applied.
+        returned: The shapes that it returns, for few and for many rows.
+    """
+
+    name: str
+    jaxprs: tuple[Any, Any]
+    num_params: int
+    count: int
+    returned: tuple[PyTree, PyTree]
+
+
+def _examine(model: Model, loss: Callable, params: PyTree, batch: PyTree, sizes: tuple[int, int]) -> _Found | None:
+    """Returns how the loss depends on the rows; None if model and loss take no such numbers of rows."""
+    batches = [_resized(batch, size) for size in sizes]
+    try:
+        *parts, of_loss = _trace(model, loss, params, batches)
+    except Exception:  # any error that a model raises for another number of rows than its own
+        return None
+    found, rows = _Found(sizes[1] / sizes[0]), sizes[0]
+    reader = Reader(rows, found.ratio)
+    of_batch = [_rows_of(pair, rows) for pair in _pairs(batches)]
+    values = of_batch
+    for part in parts:
+        values = _after(part, values, reader, found)
+    found.sums = reader.read(*of_loss.jaxprs, [*values, *of_batch])
+    found.names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(of_loss.returned[0])]
+    for value in found.sums:
+        found.doubt(value, "loss")
+    return found
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Returns the name of a further sum, from its path in what a loss returns."""
+    return jax.tree_util.keystr(path[1:], simple=True, separator="/")
+
+
+def _trace(model: Model, loss: Callable, params: PyTree, batches: list[PyTree]) -> Iterator[_Traced]:
+    """Yields the parts of the model, and then the loss."""
+    x = batches[0], batches[1]
+    for name, function, own, count in _parts(model, params):
+        jaxprs, x = traced(function, (own, x[0]), (own, x[1]))
+        num_params = len(jax.tree.leaves(own))
+        yield _Traced(name, jaxprs, num_params, count, x)
+    jaxprs, returned = traced(loss, (x[0], batches[0]), (x[1], batches[1]))
+    yield _Traced("loss", jaxprs, 0, 1, returned)
+
+
+def _pairs(trees: Sequence[PyTree]) -> list[tuple[Any, Any]]:
+    return list(zip(*map(jax.tree.leaves, trees), strict=True))
+
+
+def _after(part: _Traced, values: list[Value], reader: Reader, found: _Found) -> list[Value]:
+    """Returns the values that a part returns, applied as often as the model does."""
+    of_params = [Value()] * part.num_params
+    for _ in range(part.count):
+        before = values
+        made = reader.read(*part.jaxprs, [*of_params, *before])
+        settled = zip(made, _pairs(part.returned), strict=True)
+        values = [found.settled(value, part.name, shapes, reader.rows) for value, shapes in settled]
+        if values == before:
+            break
+    return values
+
+
+def _parts(model: Model, params: PyTree) -> Iterator[tuple[str, Callable, PyTree, int]]:
+    """Yields the functions that make up the model: name, function, params, and how often it is applied."""
+    if not isinstance(model, LayeredModel):
+        yield "model", model, params, 1
+        return
+    outer, layers, count = params[OUTER], params[LAYERS], num_layers(params)
+    yield "embed", model.embed, outer, 1
+    if is_stacked(params):
+        first = jax.eval_shape(lambda layers: jax.tree.map(lambda p: p[0], layers), layers)
+        yield "layer", model.layers(1)[0], first, count
+    else:
+        yield from (("layer", *each, 1) for each in zip(model.layers(count), layers, strict=True))
+    yield "head", model.head, outer, 1
+
+
+# What is refused ------------------------------------------------------------------------------
+
+
+def _refuse_parts(found: _Found) -> None:
+    """Raises if rows that a part of the model mixes reach the loss."""
+    for value in found.sums:
+        part = found.part_of.get(value.why)
+        if value.kind is Kind.MIXED and part is not None:
+            raise ValueError(
+                f"{part} must treat each row of a batch on its own, since rows are split into microbatches and replicas; got "
+                f"one that mixes them, on the way to the loss: {value.why}. Normalize over other dims than rows, as LayerNorm "
+                "does; give a leaf of x a number for each row, of shape [rows], and sum it in the loss; or mark a function "
+                "that treats rows on their own after all with jaxpar.row_wise."
+            )
+
+
+def _refuse_sums(found: _Found) -> None:
+    """Raises if the loss returns other than sums over rows."""
+    loss_sum, weight_sum, *sums = found.sums
+    is_wrong = any(value.kind in (Kind.MIXED, Kind.ROWS) for value in (loss_sum, weight_sum))
+    if is_wrong or found.disagree(loss_sum, weight_sum):
+        raise ValueError(
+            "loss_sum and weight_sum must be sums over the rows that the loss is given, since both are added over microbatches "
+            f"and replicas; got loss_sum {found.described(loss_sum)}, and weight_sum {found.described(weight_sum)}. Return "
+            "jnp.sum of the losses of rows, and jnp.sum of their weights or the number of these rows, such as "
+            "jnp.float32(len(outputs)). Make a term that is a mean a sum over rows, and multiply a penalty of params by "
+            "weight_sum."
+        )
+    for name, each in zip(found.names[2:], sums, strict=True):
+        if each.kind in (Kind.MIXED, Kind.ROWS) or found.disagree(each, weight_sum):
+            raise ValueError(
+                "each sum of a loss must be one over the rows that the loss is given, since it is added over microbatches and "
+                f"replicas, and divided by weight_sum; got {name!r}, {found.described(each)}, and weight_sum, "
+                f"{found.described(weight_sum)}. Return jnp.sum of it over the rows, or leave it out."
+            )
+
+
+def _warning(doubts: Sequence[str]) -> str:
+    return (
+        "each row of a batch must be treated on its own and a loss must be a sum over rows, since rows are split into "
+        f"microbatches and replicas; got code of which that is not known: {'; '.join(doubts)}. It is taken to be right. "
+        "Compare numbers with jaxpar.check_split, and mark a function that treats rows on their own with jaxpar.row_wise."
+    )
+
+
+# Sequences that are split ---------------------------------------------------------------------
+
+
+def check_positions(model: Model, loss: Callable, params: PyTree, batch: PyTree, num_parts: int) -> None:
+    """Raises if the loss would depend on how sequences are split: it is no sum over positions, or it pairs neighbours.
+
+    Raises too for a dict without ``positions``: it has not been through ``shard_batch``, so its tokens are on other devices
+    than ``context_parallel.places`` says.
+
+    Args:
+        model: The model.
+        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with a dict of further sums.
+        params: Arrays or ShapeDtypeStructs.
+        batch: Likewise.
+        num_parts: The number of parts of a sequence; with one nothing is refused, nor is a model of one length alone.
+    """
+    if num_parts == 1:
+        return
+    if isinstance(batch, dict) and "positions" not in batch:
+        raise ValueError(
+            f"a batch whose sequences are split must have positions; got {arg(context=num_parts)} and none. Make it with "
+            "jaxpar.shard_batch, which adds them."
+        )
+    sizes = _size(batch, 1), 2 * _size(batch, 1)
+    batches = [_resized(_shapes(batch), size, dim=1) for size in sizes]
+    try:
+        outputs = [jax.eval_shape(_forward(model), params, each) for each in batches]
+        found = _Found(2.0, _read_loss(loss, outputs, batches, sizes))
+    except Exception:  # a model of one length alone
+        return
+    loss_sum, weight_sum, *_ = found.sums
+    if found.disagree(loss_sum, weight_sum):
+        loss_is, weight_is = (found.described(each).replace("row", "position") for each in (loss_sum, weight_sum))
+        raise ValueError(
+            "loss_sum and weight_sum must be sums over the positions that the loss is given, since both are added over the "
+            f"devices that share a sequence; got loss_sum {loss_is} and weight_sum {weight_is}. Return jnp.sum of the losses "
+            "of positions, and jnp.sum of their weights or their number."
+        )
+    functions = {"loss": (loss, outputs[0], batches[0])}
+    functions |= {"embed": (model.embed, params[OUTER], batches[0])} if isinstance(model, LayeredModel) else {}
+    for name, (function, *args) in functions.items():
+        if size := _cut_positions(function, args, sizes[0]):
+            raise ValueError(
+                f"{name} must treat each position on its own, since a device has some of a sequence; got a slice of {size} of "
+                f"{sizes[0]} positions. Shift targets before jaxpar.shard_batch, and give positions that do not count a "
+                "weight of 0."
+            )
+
+
+def _read_loss(
+    loss: Callable, outputs: Sequence[PyTree], batches: Sequence[PyTree], sizes: tuple[int, int]
+) -> list[Value]:
+    """Returns how a loss depends on the positions, if each output that has positions depends on its own alone."""
+    jaxprs, _ = traced(loss, (outputs[0], batches[0]), (outputs[1], batches[1]))
+    of_outputs, of_batch = ([_rows_of(pair, sizes[0]) for pair in _pairs(trees)] for trees in (outputs, batches))
+    unknown = [_DOUBT if value.is_free else value for value in of_outputs]
+    return Reader(sizes[0], sizes[1] / sizes[0]).read(*jaxprs, [*unknown, *of_batch])
+
+
+def _cut_positions(function: Callable, args: list, seq: int) -> int | None:
+    """Returns the size of a slice that a function takes of dim 1 of an array ``[rows, seq, ...]``; None if it takes none."""
+    for equation in equations(jax.make_jaxpr(function)(*args)):
+        if equation.primitive.name in ("slice", "dynamic_slice"):
+            given, made = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            if given[1:2] == (seq,) != made[1:2] and given[0] == _size(args[1], 0):
+                return made[1]
+    return None
+
+
+# Shapes ---------------------------------------------------------------------------------------
+
+
+def _forward(model: Model) -> Callable[[PyTree, PyTree], PyTree]:
+    return model.apply if isinstance(model, LayeredModel) else model
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    return jax.eval_shape(lambda tree: tree, tree)
+
+
+def _rows_of(shapes: tuple[Any, Any], rows: int) -> Value:
+    """Returns the value of an array that has rows where its shapes differ, and if they do not, none."""
+    few, many = (each.shape for each in shapes)
+    dims = [d for d, (a, b) in enumerate(zip(few, many, strict=True)) if a != b]
+    return Value(Kind.ROWS, span=span_of_shape(few, dims, rows)) if dims else Value()
+
+
+def _size(batch: PyTree, dim: int) -> int:
+    return next(leaf.shape[dim] for leaf in jax.tree.leaves(batch) if leaf.ndim > dim)
+
+
+def _resized(batch: PyTree, size: int, dim: int = 0) -> PyTree:
+    def resized(leaf: Any) -> jax.ShapeDtypeStruct:
+        sizes = (size if at == dim else own for at, own in enumerate(leaf.shape))
+        return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
+
+    return jax.tree.map(resized, batch)

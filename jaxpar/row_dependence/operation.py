@@ -1,0 +1,178 @@
+"""An operation as it is in both jaxprs, for few rows and for many, and the results that its rules have in common."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxpar._compat import source_line
+from jaxpar.row_dependence.values import (
+    Kind,
+    Place,
+    Span,
+    Value,
+    first_assumed,
+    first_why,
+    same_growth,
+)
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One equation of the two jaxprs.
+
+    Attributes:
+        few: The equation for few rows.
+        many: The equation for many rows.
+        rows: How many rows few are.
+        ratio: How many times more the many are.
+        trips_vary: Whether the loop around is over rows.
+        caller: The line that calls the function around.
+    """
+
+    few: Any
+    many: Any
+    rows: int
+    ratio: float
+    trips_vary: bool = False
+    caller: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        return self.few.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Its parameters, for few rows."""
+        return self.few.params
+
+    @property
+    def line(self) -> str:
+        """The user's line of code."""
+        return source_line(self.few) or self.caller
+
+    def told(self, what: str) -> str:
+        """Returns a sentence with the operation and its line."""
+        return f"{what} ({self.name} at {self.line})"
+
+    # Shapes -----------------------------------------------------------------------------------
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of its results."""
+        return len(self.few.outvars)
+
+    def in_shapes(self, at: int = 0) -> tuple[Shape, Shape]:
+        """Returns the shapes of an operand, for few and for many rows."""
+        return self.few.invars[at].aval.shape, self.many.invars[at].aval.shape
+
+    def out_shapes(self, at: int = 0) -> tuple[Shape, Shape]:
+        """Returns the shapes of a result, for few and for many rows."""
+        return self.few.outvars[at].aval.shape, self.many.outvars[at].aval.shape
+
+    def varying_in(self, at: int = 0) -> list[int]:
+        """Returns the dims of an operand whose sizes differ: they hold rows."""
+        return _differing(*self.in_shapes(at))
+
+    def varying_out(self, at: int = 0) -> list[int]:
+        """Returns the dims of a result whose sizes differ."""
+        return _differing(*self.out_shapes(at))
+
+    def growth_of_size(self, at: int, dims: Sequence[int]) -> float:
+        """Returns how many times more elements some dims of an operand have for many rows."""
+        few, many = self.in_shapes(at)
+        return math.prod(many[d] / few[d] for d in dims if few[d] != many[d])
+
+    def is_float(self, at: int = 0) -> bool:
+        """Whether a result is of real or complex numbers."""
+        return jnp.issubdtype(self.few.outvars[at].aval.dtype, jnp.inexact)
+
+    def reads_floats(self) -> bool:
+        """Whether an operand is of real or complex numbers."""
+        return any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in self.few.invars)
+
+    # Results ----------------------------------------------------------------------------------
+
+    def free(self, given: Sequence[Value], at: int = 0) -> Value:
+        """Returns a result of values that do not depend on rows."""
+        place = max(v.place for v in given) if self.varying_out(at) else Place.NONE
+        is_same = place or all(v.growth == 1 for v in given)
+        return Value(
+            growth=1.0 if is_same else None,
+            place=place,
+            is_bound=any(v.is_bound for v in given),
+            assumed=first_assumed(given),
+        )
+
+    def rows_at(self, given: Sequence[Value], span: Span | None, growth: float | None = 1.0) -> Value:
+        """Returns a result that has rows at ``span``, each made of the same row; None: they are torn apart."""
+        why = first_why(given)
+        if span is None:
+            return self.unknown(given, why or self.told("it moves rows apart"))
+        place = max(v.place for v in given)
+        if place and self.is_float() and not why:
+            why = self.told("it depends on the place of a row in its microbatch")
+        return Value(Kind.ROWS, growth, span, place=place, why=why, assumed=first_assumed(given))
+
+    def mixed(
+        self,
+        given: Sequence[Value],
+        what: str,
+        at: int = 0,
+        *,
+        is_sure: bool = False,
+        is_bound: bool = False,
+    ) -> Value:
+        """Returns a result in which rows are mixed. If it is of integers, or of values in doubt, it is a doubt.
+
+        Integers order and count rows where each is treated on its own after all, as by the routers of experts.
+        """
+        is_proved = self.is_float(at) or is_sure
+        why = first_why(given)
+        if why or not is_proved or any(v.kind is Kind.UNKNOWN for v in given):
+            return self.unknown(given, why or self.told(what), at)
+        return Value(Kind.MIXED, None, why=self.told(what), is_bound=is_bound)
+
+    def unknown(self, given: Sequence[Value], why: str = "", at: int = 0) -> Value:
+        """Returns a result of an operation that is not known: it is taken to have rows where its size says so."""
+        mixed = [v for v in given if v.kind is Kind.MIXED]
+        if mixed:
+            is_bound = all(v.is_free or v.is_bound for v in given)
+            return replace(mixed[0], is_bound=is_bound, root_of=None)
+        dims = self.varying_out(at)
+        if all(v.is_free for v in given):
+            is_same = dims or all(v.growth == 1 for v in given)
+            return Value(growth=1.0 if is_same else None, place=Place.OTHER if dims else Place.NONE)
+        span = self._guessed_span(given, dims, at)
+        return Value(Kind.UNKNOWN, None, why=why) if span is None else Value(Kind.ROWS, span=span, why=why)
+
+    def _guessed_span(self, given: Sequence[Value], dims: list[int], at: int) -> Span | None:
+        spans = [v.span for v in given if v.span is not None]
+        if not dims:
+            return next((span for span in spans if span.in_loop), None)
+        known = [span for span in spans if set(dims) <= set(span.dims)]
+        return known[0] if known else span_of_shape(self.out_shapes(at)[0], dims, self.rows)
+
+    # Sums -------------------------------------------------------------------------------------
+
+    def is_like_a_sum(self, value: Value, of_sum: Value) -> bool:
+        """Whether a constant is larger for more rows as a sum over them is, so that it may be added to one."""
+        if of_sum.growth is None:
+            return False
+        return same_growth(value.growth, of_sum.growth * self.ratio)
+
+
+def span_of_shape(shape: Shape, dims: Sequence[int], rows: int) -> Span:
+    """Returns where an array has rows whose dims of these numbers differ with the number of rows."""
+    size = math.prod(shape[dims[0] : dims[-1] + 1])
+    return Span(dims[0], dims[-1], inner=Fraction(size, rows))
+
+
+def _differing(few: Shape, many: Shape) -> list[int]:
+    return [d for d, (a, b) in enumerate(zip(few, many, strict=True)) if a != b]

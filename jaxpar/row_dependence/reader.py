@@ -1,0 +1,284 @@
+"""The reader of two jaxprs of one function: it follows values through operations, calls, branches and loops."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxpar._compat import Literal, Tracer, inlined, is_jaxpr, linear_solve, opened, scan_counts
+from jaxpar.row_dependence.elements import chosen, elementwise, joined
+from jaxpar.row_dependence.mark import is_row_wise
+from jaxpar.row_dependence.operation import Operation
+from jaxpar.row_dependence.rules import DRAWS, OF_NUMBERS, RULES, TAKE_MIXED
+from jaxpar.row_dependence.values import ZERO, Kind, Place, Value, of_array, of_number
+
+_MOST_TRIPS = 6  # after which what a loop carries has settled
+_LARGEST_CONSTANT = 4096  # elements; of larger ones only the shape is read
+
+Values = list[Value]
+Pair = tuple[Any, Any]  # for few and for many rows
+
+
+def traced(function: Callable[..., PyTree], few: Sequence[PyTree], many: Sequence[PyTree]) -> tuple[Pair, Pair]:
+    """Returns the jaxprs of a function for few and for many rows, and the shapes that it returns for both.
+
+    Traces, computes nothing.
+
+    Args:
+        function: A function of pytrees.
+        few: Its arguments, arrays or ShapeDtypeStructs.
+        many: The same with more rows.
+    """
+    of_few, few_shapes = jax.make_jaxpr(function, return_shape=True)(*few)
+    of_many, many_shapes = jax.make_jaxpr(function, return_shape=True)(*many)
+    return (of_few, of_many), (few_shapes, many_shapes)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the jaxprs for few and for many rows side by side.
+
+    Attributes:
+        rows: How many rows few are.
+        ratio: How many times more the many are.
+        trips_vary: Whether it reads the body of a loop over rows.
+        caller: The line that calls what it reads.
+    """
+
+    rows: int
+    ratio: float
+    trips_vary: bool = False
+    caller: str = ""
+
+    def read(self, few: Any, many: Any, given: Sequence[Value]) -> Values:
+        """Returns the value of each output of a jaxpr, open or closed, from those of its inputs."""
+        constants = zip(getattr(few, "consts", ()), getattr(many, "consts", ()), strict=False)
+        few, many = opened(few), opened(many)
+        if not _are_alike(few, many):
+            return self._of_other_program(few, many, given)
+        known = dict(zip(few.constvars, (_of_constant(*pair) for pair in constants), strict=True))
+        known |= dict(zip(few.invars, given, strict=True))
+
+        def value_of(a: Any, b: Any) -> Value:
+            if not isinstance(a, Literal):
+                return known[a]
+            return _of_constant(a.val, b.val) if isinstance(b, Literal) else Value(growth=None)
+
+        for a, b in zip(few.eqns, many.eqns, strict=True):
+            values = [value_of(*pair) for pair in zip(a.invars, b.invars, strict=True)]
+            op = self._operation(a, b)
+            known.update(zip(a.outvars, self._results(op, values), strict=True))
+        return [value_of(*pair) for pair in zip(few.outvars, many.outvars, strict=True)]
+
+    def _operation(self, few: Any, many: Any) -> Operation:
+        return Operation(few, many, self.rows, self.ratio, self.trips_vary, self.caller)
+
+    def _of_other_program(self, few: Any, many: Any, given: Sequence[Value]) -> Values:
+        op = self._operation(_Whole(few), _Whole(many))
+        why = f"another program for another number of rows, called at {self.caller}"
+        values = list(given) or [Value(Kind.UNKNOWN)]
+        return [op.unknown(values, why, at) for at in range(op.num_outputs)]
+
+    def _results(self, op: Operation, given: Values) -> Values:
+        """Returns the values that an operation returns."""
+        outputs = range(op.num_outputs)
+        if op.name in SPECIAL:
+            return SPECIAL[op.name](self, op, given)
+        if is_row_wise(op.few):
+            return [op.unknown(given, "", at) for at in outputs]
+        if (inner := inlined(op.few)) is not None:
+            return replace(self, caller=op.line).read(inner, inlined(op.many), given)
+        if op.name in OF_NUMBERS and given and all(v.number for v in given):
+            return [_computed(op, given)]
+        if op.name in DRAWS and all(v.is_free for v in given):
+            return [Value(place=Place.OTHER if op.varying_out(at) else Place.NONE) for at in outputs]
+        if any(v.kind is Kind.MIXED for v in given) and op.name not in TAKE_MIXED:
+            return [op.unknown(given, "", at) for at in outputs]
+        return self._by_rule(op, given)
+
+    def _by_rule(self, op: Operation, given: Values) -> Values:
+        outputs = range(op.num_outputs)
+        try:
+            made = RULES[op.name](op, given)
+        except Exception:  # no rule, or a form of an operation that its rule does not know
+            return [op.unknown(given, op.told("it is not known"), at) for at in outputs]
+        return made if isinstance(made, list) else [made for _ in outputs]
+
+    # Calls and branches -----------------------------------------------------------------------
+
+    def _linear_solve(self, op: Operation, given: Values) -> Values:
+        (few, count, start), (many, _, _) = linear_solve(op.few), linear_solve(op.many)
+        num_sides = op.num_outputs
+        own = [*given[start : start + count], *given[len(given) - num_sides :]]
+        return replace(self, caller=op.line).read(few, many, own)
+
+    def _branches(self, op: Operation, given: Values) -> Values:
+        few, many = op.params["branches"], op.many.params["branches"]
+        made = [self.read(a, b, given[1:]) for a, b in zip(few, many, strict=True)]
+        results = []
+        for at, values in enumerate(zip(*made, strict=True)):
+            is_passed = _passes_one(few, at)
+            results.append(values[0] if is_passed else chosen(op, [given[0], *values], at))
+        return results
+
+    # Loops ------------------------------------------------------------------------------------
+
+    def _while_loop(self, op: Operation, given: Values) -> Values:
+        of_condition, of_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+        start = of_condition + of_body
+        first, second, carry = given[:of_condition], given[of_condition:start], given[start:]
+        few, many = op.params["body_jaxpr"], op.many.params["body_jaxpr"]
+        carry, _ = self._settled(op, lambda carry: self.read(few, many, [*second, *carry]), carry)
+        condition = op.params["cond_jaxpr"], op.many.params["cond_jaxpr"]
+        (goes_on,) = self.read(*condition, [*first, *carry])
+        if goes_on.is_free and goes_on.growth == 1:
+            return carry
+        kept = _kept(opened(few), of_body, len(carry))
+        pairs = zip(carry, kept, strict=True)
+        return [v if k else _after_trips(op, goes_on, v, at) for at, (v, k) in enumerate(pairs)]
+
+    def _scan(self, op: Operation, given: Values) -> Values:
+        first, count = scan_counts(op.few)
+        constants, start, xs = given[:first], given[first : first + count], given[first + count :]
+        varies = op.params["length"] != op.many.params["length"]
+        is_over_rows = any(v.span and 0 in v.span.dims for v in xs)
+        entered = [replace(v, span=v.span and v.span.shifted(-1)) for v in xs]
+        body = replace(self, trips_vary=varies if is_over_rows else self.trips_vary)
+        few, many = op.params["jaxpr"], op.many.params["jaxpr"]
+        run = lambda carry: body.read(few, many, [*constants, *carry, *entered])
+        if is_over_rows:
+            kept = _kept(opened(few), first, count)
+            carry, made = self._added_up(op, run, start, kept)
+        else:
+            carry, made = self._settled(op, run, start)
+        if varies and not is_over_rows:
+            pairs = enumerate(zip(start, carry, strict=True))
+            carry = [a if a == b else _of_varying_trips(op, a, b, at) for at, (a, b) in pairs]
+        ys = enumerate(made[count:], count)
+        return [*carry, *(_stacked_over_trips(op, v, at, is_over_rows=is_over_rows) for at, v in ys)]
+
+    def _settled(self, op: Operation, body: Callable[[Values], Values], carry: Values) -> tuple[Values, Values]:
+        """Returns what a loop carries after any number of trips, and what its body then returns."""
+        made: Values = []
+        for _ in range(_MOST_TRIPS):
+            made = body(carry)
+            pairs = enumerate(zip(carry, made, strict=False))
+            following = [a if a == b else joined(op, [a, b], at) for at, (a, b) in pairs]
+            if following == carry:
+                break
+            carry = following
+        return carry, made
+
+    def _added_up(
+        self, op: Operation, body: Callable[[Values], Values], start: Values, kept: Sequence[bool]
+    ) -> tuple[Values, Values]:
+        """Returns the same of a loop over rows: it may add up what each gives, if it reads nothing of the sum."""
+        terms = body([v if k else ZERO for v, k in zip(start, kept, strict=True)])
+        running = [Value(Kind.SUM, term.growth, is_running=True) for term in terms]
+        made = body([v if k else r for v, k, r in zip(start, kept, running, strict=False)])
+        carry = []
+        for at, (value, is_kept, new) in enumerate(zip(start, kept, made, strict=False)):
+            if is_kept:
+                carry.append(value)
+            elif new.kind is Kind.SUM and new.is_running:
+                total = replace(new, growth=terms[at].growth, is_running=False)
+                carry.append(joined(op, [value, total], at, adds=True))
+            else:
+                carry.append(op.mixed([new], "it carries one row to the next", at))
+        return carry, made
+
+
+# The operations that are read by the reader itself.
+SPECIAL = {
+    "scan": Reader._scan,
+    "while": Reader._while_loop,
+    "cond": Reader._branches,
+    "custom_linear_solve": Reader._linear_solve,
+}
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A jaxpr in place of an equation."""
+
+    jaxpr: Any
+
+    @property
+    def outvars(self) -> Sequence[Any]:
+        return self.jaxpr.outvars
+
+
+def _are_alike(few: Any, many: Any) -> bool:
+    """Whether two jaxprs have the same operations."""
+    names = [[equation.primitive for equation in jaxpr.eqns] for jaxpr in (few, many)]
+    return names[0] == names[1] and len(few.constvars) == len(many.constvars)
+
+
+def _passes_one(branches: Sequence[Any], at: int) -> bool:
+    """Whether all branches return one operand as it is."""
+    passed = set()
+    for branch in map(opened, branches):
+        out = branch.outvars[at]
+        places = [i for i, operand in enumerate(branch.invars) if operand is out]
+        passed.add(places[0] if places else None)
+    return len(passed) == 1 and None not in passed
+
+
+def _kept(body: Any, first: int, count: int) -> list[bool]:
+    """Returns which of the values that a loop carries no trip changes."""
+    carried = body.invars[first : first + count]
+    return [a is b for a, b in zip(carried, body.outvars, strict=False)]
+
+
+def _after_trips(op: Operation, goes_on: Value, value: Value, at: int) -> Value:
+    """Returns a value after trips whose number depends on the rows."""
+    if goes_on.kind is Kind.ROWS:
+        return elementwise(op, [goes_on, value], at)
+    # Under vmap a loop makes as many trips as any row needs, and each row keeps what its own made.
+    if value.kind is Kind.ROWS and goes_on.kind is not Kind.MIXED:
+        return value
+    what = goes_on.why or op.told("the number of trips depends on the rows")
+    return op.mixed([goes_on, value], what, at)
+
+
+def _of_varying_trips(op: Operation, before: Value, after: Value, at: int) -> Value:
+    why = op.told("the number of trips depends on the number of rows")
+    return op.unknown([before, after], why, at)
+
+
+def _stacked_over_trips(op: Operation, value: Value, at: int, *, is_over_rows: bool) -> Value:
+    """Returns what the trips of a loop return, one after another along a new dim."""
+    if value.is_running:
+        return op.mixed([value], "it carries one row to the next", at)
+    if value.span is None or (value.in_loop and not is_over_rows):
+        return value
+    return replace(value, span=value.span._replace(first=value.span.first + 1, last=value.span.last + 1))
+
+
+def _computed(op: Operation, given: Values) -> Value:
+    """Returns a number made of numbers."""
+    numbers = zip(*(v.number for v in given if v.number), strict=True)
+    with np.errstate(all="ignore"):
+        few, many = (OF_NUMBERS[op.name](*each) for each in numbers)
+    return of_number(few, many)
+
+
+def _of_constant(few: Any, many: Any) -> Value:
+    """Returns the value of an array, or of a number, that a function closes over or that is written in it."""
+    pair = few, many
+    if not all(map(_can_be_read, pair)):
+        return Value(place=Place.OTHER if np.shape(few) != np.shape(many) else Place.NONE)
+    is_key = any(jnp.issubdtype(jnp.result_type(each), jax.dtypes.extended) for each in pair)
+    if is_key or not all(map(np.size, pair)):
+        return Value()
+    return of_array(np.asarray(few), np.asarray(many))
+
+
+def _can_be_read(value: Any) -> bool:
+    if isinstance(value, Tracer) or is_jaxpr(value):
+        return False
+    return getattr(value, "is_fully_addressable", True) and np.size(value) <= _LARGEST_CONSTANT

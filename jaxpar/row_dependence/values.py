@@ -1,0 +1,169 @@
+"""Values: how the result of an operation depends on the rows of a batch, and along which dims it has them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from fractions import Fraction
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Kind(IntEnum):
+    """How a value depends on the rows, from the simplest to the worst."""
+
+    FREE = 0  # not at all
+    ROWS = 1  # it has rows, each of which depends on the same row alone
+    SUM = 2  # it is a sum over rows
+    UNKNOWN = 3  # it may be right
+    MIXED = 4  # otherwise: the values for parts of the rows do not add up to it
+
+
+class Place(IntEnum):
+    """Whether a value depends on the places that rows have in their microbatch."""
+
+    NONE = 0
+    INDEX = 1  # it is the index of each row: 0, 1, 2, ...
+    OTHER = 2  # it is another function of the indices
+
+
+class Span(NamedTuple):
+    """Where the rows are: dims ``first`` to ``last``, taken as one, are ``[outer, rows, inner]``.
+
+        [rows, seq, embed]      first=0, last=0
+        [seq, rows, embed]      first=1, last=1
+        [rows * seq, embed]     first=0, last=0, inner=seq
+        [2, rows / 2, embed]    first=0, last=1
+
+    In the body of a loop over rows each trip has one of them, or some: that dim is -1.
+
+    Attributes:
+        first: The first dim.
+        last: The last dim.
+        outer: How often the rows are repeated.
+        inner: The size of a row, along these dims.
+        part: Of a value that has some of the rows, where these start and stop for few rows and for many: two pairs.
+    """
+
+    first: int
+    last: int
+    outer: int = 1
+    inner: Fraction = Fraction(1)
+    part: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def dims(self) -> range:
+        """The dims that hold rows."""
+        return range(self.first, self.last + 1)
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether only a loop around has rows."""
+        return self.last < 0
+
+    def at(self, dims: Sequence[int | None]) -> "Span | None":
+        """Returns the span with its dims at these places; None if they are no longer neighbours, or gone."""
+        places = [d for d in dims if d is not None]
+        if len(places) < len(dims) or any(b != a + 1 for a, b in pairwise(places)):
+            return None
+        return self._replace(first=places[0], last=places[-1])
+
+    def moved(self, places: Sequence[int | None]) -> "Span | None":
+        """Returns the span where dim d becomes dim ``places[d]``; a loop stays around."""
+        return self.at([places[d] if d >= 0 else d for d in self.dims])
+
+    def shifted(self, by: int) -> "Span":
+        """Returns the span with this number added to its dims."""
+        return self._replace(first=max(self.first + by, -1), last=max(self.last + by, -1))
+
+
+@dataclass(frozen=True)
+class Value:
+    """How a value depends on the rows.
+
+    Attributes:
+        kind: The kind.
+        growth: By which factor all its elements are larger for many rows than for few; None: not known. Of a sum over rows it
+            is the factor beside the sum: 1 for ``jnp.sum``, few / many for ``jnp.mean``.
+        span: Where it has rows.
+        number: The number that all its elements are, for few and for many rows; None: not known, or several.
+        place: Whether it depends on the places of rows.
+        is_bound: Whether it is a maximum over rows, made of nothing else that mixes them. Without its gradient it is taken for
+            a constant that cancels, as in a softmax.
+        is_running: Whether it is the sum so far, in a loop over rows.
+        root_of: The sum over rows of which it is the square root.
+        assumed: What is taken to be right, such as that a maximum cancels.
+        why: The operation that mixed rows, or that is in doubt.
+    """
+
+    kind: Kind = Kind.FREE
+    growth: float | None = 1.0
+    span: Span | None = None
+    number: tuple[float, float] | None = None
+    place: Place = Place.NONE
+    is_bound: bool = False
+    is_running: bool = False
+    root_of: "Value | None" = None
+    assumed: str = ""
+    why: str = ""
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is known to be zero."""
+        return self.number == (0, 0)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it does not depend on the rows."""
+        return self.kind is Kind.FREE
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether it is of one row of a loop around."""
+        return self.span is not None and self.span.in_loop
+
+
+def of_number(few: float, many: float) -> Value:
+    """Returns the value of a constant, which may depend on the number of rows."""
+    same_sign = few * many > 0
+    growth = 1.0 if few == many else many / few if same_sign else None
+    return Value(growth=growth, number=(float(few), float(many)))
+
+
+ZERO = of_number(0, 0)
+
+
+def same_growth(a: float | None, b: float | None) -> bool:
+    """Returns whether two factors are known to be the same, but for rounding, or are both unknown."""
+    if a is None or b is None:
+        return a is b
+    return math.isclose(a, b, rel_tol=1e-4)
+
+
+def product_of_growths(a: float | None, b: float | None, power: int = 1) -> float | None:
+    """Returns the factor of ``a * b ** power``."""
+    return None if a is None or b is None else a * b**power
+
+
+def first_why(values: Sequence[Value]) -> str:
+    """Returns what is in doubt about the first value of which something is."""
+    return next((value.why for value in values if value.why), "")
+
+
+def first_assumed(values: Sequence[Value]) -> str:
+    """Returns what is assumed of the first value of which something is."""
+    return next((value.assumed for value in values if value.assumed), "")
+
+
+def of_array(few: np.ndarray, many: np.ndarray) -> Value:
+    """Returns the value of an array that is written into a function."""
+    is_one_number = few.dtype.kind in "biuf" or few.dtype.name.startswith(("bfloat", "float", "int"))
+    if is_one_number and np.all(few == few.flat[0]) and np.all(many == many.flat[0]):
+        return of_number(float(few.flat[0]), float(many.flat[0]))
+    if few.shape != many.shape:
+        counts = np.array_equal(few, np.arange(few.size))
+        return Value(place=Place.INDEX if counts else Place.OTHER)
+    has_nan = few.dtype.kind in "fc"
+    return Value(growth=1.0 if np.array_equal(few, many, equal_nan=has_nan) else None)

@@ -1,0 +1,503 @@
+"""Models that mix rows and losses that are no sums over rows are refused before anything is compiled; the others are taken."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxpar
+from jaxpar.row_checks import check_rows
+from tests.support.oracle import assert_same
+
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "outer": {"w": RNG.normal(size=(3, 4)), "out": RNG.normal(size=(4, 2))},
+    "layers": {"w": RNG.normal(size=(2, 4, 4)) / 2},
+}
+BATCH = {"x": RNG.normal(size=(16, 3)), "y": RNG.normal(size=(16, 2)), "number": np.arange(16, dtype=np.int32)}
+FEW = jax.tree.map(lambda a: a[:8], BATCH)
+
+
+def loss(outputs, batch):
+    loss_sum, weight_sum = jaxpar.losses.squared_error(outputs[0], batch["y"])
+    return loss_sum + 0.1 * jnp.sum(outputs[1]), weight_sum
+
+
+def model(layer, *, embed=lambda batch: jnp.zeros(()), change=lambda h, aux: h, head=lambda aux, h: aux):
+    """A model whose layers make ``aux`` of params, of ``aux`` and of h, and may change h by it."""
+    return jaxpar.LayeredModel(
+        lambda outer, batch: {"h": batch["x"] @ outer["w"], "aux": embed(batch)},
+        lambda params, x: {
+            "h": jnp.tanh(change(x["h"], x["aux"]) @ params["w"]),
+            "aux": layer(params["w"], x["aux"], x["h"]),
+        },
+        lambda outer, x: (x["h"] @ outer["out"], head(x["aux"], x["h"])),
+    )
+
+
+def count_experts(aux, h, weight):
+    return aux + jnp.zeros(4).at[jnp.argmax(h, axis=-1)].add(weight)
+
+
+def over_rows(add):
+    """A loop over the rows, which carries what it adds."""
+    return lambda w, aux, h: jax.lax.scan(lambda aux, row: (add(aux, row), None), aux, h)[0]
+
+
+def trips(h, limit):
+    """How often each number is halved until it is below the limit."""
+    halved = lambda a: jax.lax.while_loop(lambda s: s[0] > limit, lambda s: (s[0] / 2, s[1] + 1), (a, 0.0))[1]
+    return jax.vmap(halved)(jnp.abs(h).reshape(-1))
+
+
+def noise(w, key, h):
+    return jax.random.split(key)[0]
+
+
+drop = lambda h, key: h * jax.random.bernoulli(key, 0.5, (4,))[None]
+ignored = lambda aux, h: jnp.zeros(())
+
+TAKEN = {
+    "a sum": model(lambda w, aux, h: aux + jnp.sum(h**2)),
+    "a mean times the rows": model(lambda w, aux, h: aux + jnp.mean(h**2) * len(h)),
+    "a product that adds up rows": model(lambda w, aux, h: aux + jnp.einsum("bd,bd->", h, h) / 4),
+    "a sum in a loop": model(lambda w, aux, h: jax.lax.fori_loop(0, 3, lambda i, a: a + i * jnp.sum(h), aux)),
+    "a sum in a branch": model(lambda w, aux, h: jax.lax.cond(w[0, 0] > -9, lambda: aux + jnp.sum(h), lambda: aux)),
+    "a sum in a while loop": model(
+        lambda w, aux, h: jax.lax.while_loop(
+            lambda s: s[0] < 3 + w[0, 0], lambda s: (s[0] + 1, s[1] + jnp.sum(h)), (0.0, aux)
+        )[1]
+    ),
+    "a sum under jit, remat and of vmap": model(
+        jax.checkpoint(jax.jit(lambda w, aux, h: aux + jnp.sum(jax.vmap(jax.nn.softmax)(h)))),
+    ),
+    "a sum of what a loop over rows makes": model(lambda w, aux, h: aux + jnp.sum(jax.lax.map(jnp.max, h))),
+    "a sum of numbers that each loop as long as they say": model(lambda w, aux, h: aux + jnp.sum(trips(h, 0.1))),
+    "a sum of what a loop over rows chooses": model(
+        lambda w, aux, h: aux + jnp.sum(jax.lax.map(lambda row: jax.lax.cond(row[0] > 0, jnp.sum, jnp.max, row), h))
+    ),
+    "counts of experts": model(lambda w, aux, h: count_experts(aux, h, 1.0), embed=lambda batch: jnp.zeros(4)),
+    "a sum for each layer": model(
+        lambda w, aux, h: (aux[0].at[aux[1]].set(jnp.sum(h)), aux[1] + 1),
+        embed=lambda batch: (jnp.zeros(2), 0),
+        head=lambda aux, h: aux[0],
+    ),
+    "a sum that a branch on rows passes on": model(
+        lambda w, aux, h: jax.lax.cond(jnp.any(h > 0), lambda a: (h, a), lambda a: (2 * h, a), aux + jnp.sum(h))[1]
+    ),
+    "a mean that is not read": model(lambda w, aux, h: aux + jnp.mean(h), head=ignored),
+    "a mean that layers forget": model(lambda w, aux, h: jnp.zeros(()), embed=lambda batch: jnp.mean(batch["x"])),
+    "params that scale rows": model(
+        lambda w, aux, h: aux + jnp.sum(w**2), change=lambda h, aux: h * (1 + aux), head=ignored
+    ),
+    "params for each row": model(lambda w, aux, h: aux + jnp.sum(w**2), head=lambda aux, h: aux * len(h)),
+    "a key that is one number": model(noise, embed=lambda batch: jax.random.key(0), change=drop, head=ignored),
+    "the shape of rows alone": model(lambda w, aux, h: aux + jnp.sum(jnp.zeros_like(h))),
+    "the number of rows": model(lambda w, aux, h: aux + jnp.float32(len(h))),
+}
+REFUSED = {
+    "a mean": model(lambda w, aux, h: aux + jnp.mean(h**2)),
+    "a mean of products": model(lambda w, aux, h: aux + jnp.einsum("bd,bd->", h, h) / len(h)),
+    "a mean by weights": model(lambda w, aux, h: aux + jnp.sum(h * jnp.full((len(h), 1), 1 / len(h)))),
+    "a mean by the sum of a mask": model(lambda w, aux, h: aux + jnp.sum(h) / jnp.sum(h > 0)),
+    "a product of means": model(lambda w, aux, h: aux + jnp.sum(jax.nn.softmax(h).mean(0) * (h > 0).mean(0))),
+    "a mean in a loop": model(lambda w, aux, h: jax.lax.fori_loop(0, 3, lambda i, a: a + i * jnp.mean(h), aux)),
+    "a mean in a branch": model(lambda w, aux, h: jax.lax.cond(w[0, 0] > -9, lambda: aux + jnp.mean(h), lambda: aux)),
+    "a mean in a while loop": model(
+        lambda w, aux, h: jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] + jnp.mean(h)), (0, aux))[1]
+    ),
+    "a loop as long as a row says": model(
+        lambda w, aux, h: jax.lax.while_loop(
+            lambda s: s[0] < 9 + 9 * h[0, 0], lambda s: (s[0] + 1, s[1] + 1), (0, aux)
+        )[1]
+    ),
+    "a sum of numbers that loop as long as the number of rows says": model(
+        lambda w, aux, h: aux + jnp.sum(trips(h, 1 / len(h)))
+    ),
+    "a mean under remat": model(jax.checkpoint(lambda w, aux, h: aux + jnp.mean(h))),
+    "shares of experts": model(lambda w, aux, h: count_experts(aux, h, 1 / len(h)), embed=lambda batch: jnp.zeros(4)),
+    "a maximum": model(lambda w, aux, h: aux + jnp.max(h)),
+    "the last of a loop over rows": model(over_rows(lambda aux, row: aux * 0.5 + jnp.sum(row))),
+    "a branch on a row": model(lambda w, aux, h: jax.lax.cond(h[0, 0] > 0, lambda: aux + jnp.sum(h), lambda: aux)),
+    "a sum that is squared": model(lambda w, aux, h: aux + jnp.sum(h), head=lambda aux, h: aux**2),
+    "a sum that scales rows": model(
+        lambda w, aux, h: aux + jnp.sum(h), change=lambda h, aux: h * (1 + aux), head=ignored
+    ),
+    "a sum beside a number": model(lambda w, aux, h: aux + jnp.sum(h), embed=lambda batch: jnp.ones(())),
+    "a mean of the batch": model(lambda w, aux, h: aux, embed=lambda batch: jnp.mean(batch["x"])),
+    "a mean without a gradient": model(lambda w, aux, h: jax.lax.stop_gradient(aux + jnp.mean(h))),
+    "a key of the first row": model(
+        noise,
+        embed=lambda batch: jax.random.fold_in(jax.random.key(0), batch["number"][0]),
+        change=drop,
+        head=ignored,
+    ),
+    "an integer of the first row": model(
+        lambda w, aux, h: aux, embed=lambda batch: batch["number"][0], change=lambda h, aux: h * aux, head=ignored
+    ),
+    "params that are added once": model(lambda w, aux, h: aux + jnp.sum(w**2)),
+}
+OF_X = r"(must treat each row of a batch on its own|must be sums over the rows).*; got .* at .*(test_row_checks|reductions)\.py"
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_leaf_that_is_the_same_or_a_sum_is_taken(name):
+    check_rows(TAKEN[name], loss, PARAMS, BATCH, 4)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_leaf_that_depends_on_how_rows_are_split_is_refused(name):
+    with pytest.raises(ValueError, match=OF_X):
+        check_rows(REFUSED[name], loss, PARAMS, BATCH, 4)
+
+
+def total(model, *parts):
+    return sum(float(loss(model.apply(PARAMS, part), part)[0]) for part in parts)
+
+
+@pytest.mark.parametrize("name", [*TAKEN, *REFUSED])
+def test_what_is_refused_does_change_with_the_split_and_what_is_taken_does_not(x64, name):
+    model = (TAKEN | REFUSED)[name]
+    parts = [jax.tree.map(lambda a, part=part: a[part], BATCH) for part in (slice(6), slice(6, None))]
+    differs = abs(total(model, *parts) / total(model, BATCH) - 1)
+    assert differs > 1e-6 if name in REFUSED else differs < 1e-12
+
+
+# --- in steps -------------------------------------------------------------------------------------------------------------
+
+RUNS = {
+    "microbatches": ({}, {"num_microbatches": 2}),
+    "replicas": ({"data": 2}, {"overlap_grad_reduce": True}),
+    "1f1b": ({"stage": 2}, {"num_microbatches": 2}),
+    "mpmd": ({"stage": 2}, {"num_microbatches": 2, "executor": "mpmd"}),
+}
+BY_ROW = model(lambda w, aux, h: aux + jnp.mean(h**2, axis=-1), embed=lambda batch: jnp.zeros(len(batch["x"])))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_executor_refuses_a_mean_and_takes_a_number_for_each_row(x64, name):
+    axes, settings = RUNS[name]
+    mesh = jaxpar.make_mesh(**axes)
+    with pytest.raises(ValueError, match=r"Make a term that is a mean a sum over rows"):
+        jaxpar.value_and_grad(REFUSED["a mean"], loss, mesh, **settings)(PARAMS, BATCH)
+    got = jaxpar.value_and_grad(BY_ROW, loss, mesh, **settings)(PARAMS, BATCH)
+    mean = lambda params: jnp.divide(*loss(BY_ROW.apply(params, BATCH), BATCH))
+    assert_same(got, jax.value_and_grad(mean)(PARAMS))
+
+
+def test_one_part_splits_nothing_and_takes_all(x64):
+    mean = REFUSED["a mean"]
+    got = jaxpar.value_and_grad(mean, loss, jaxpar.make_mesh(stage=2))(PARAMS, BATCH)
+    assert_same(got, jax.value_and_grad(lambda params: jnp.divide(*loss(mean.apply(params, BATCH), BATCH)))(PARAMS))
+
+
+def in_layers_of_its_own(step):
+    """A list of layers; x becomes another tree after the first."""
+    first = lambda params, h: (h @ params["w"], jnp.zeros(()))
+    return jaxpar.LayeredModel(
+        lambda outer, batch: batch["x"] @ outer["w"],
+        [first, lambda params, x: (jnp.tanh(x[0] @ params["w"]), step(x[1], x[0]))],
+        lambda outer, x: (x[0] @ outer["out"], x[1]),
+    )
+
+
+def test_a_leaf_that_only_later_layers_have_is_checked():
+    params = PARAMS | {"layers": [{"w": w} for w in PARAMS["layers"]["w"]]}
+    check_rows(in_layers_of_its_own(lambda aux, h: aux + jnp.sum(h)), loss, params, BATCH, 2)
+    with pytest.raises(ValueError, match="Make a term that is a mean a sum over rows"):
+        check_rows(in_layers_of_its_own(lambda aux, h: aux + jnp.mean(h)), loss, params, BATCH, 2)
+
+
+@pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean])
+def test_a_model_that_takes_two_numbers_of_rows_only_is_checked_with_these(reduce):
+    def of_known_rows(w, aux, h):
+        assert len(h) in (4, 16)
+        return aux + reduce(h)
+
+    known = model(of_known_rows)
+    if reduce is jnp.sum:
+        check_rows(known, loss, PARAMS, BATCH, 4)
+    else:
+        with pytest.raises(ValueError, match="Make a term that is a mean a sum over rows"):
+            check_rows(known, loss, PARAMS, BATCH, 4)
+
+
+# --- the sums of a loss ---------------------------------------------------------------------------------------------------
+
+WEIGHTS = {"w": RNG.normal(size=(3, 2)), "scale": np.float64(0.3)}
+MASKED = BATCH | {"mask": np.where(np.arange(16) < 5, 1.0, np.arange(16) % 2)[:, None]}
+
+
+def forward(params, batch):
+    """Any function, with outputs that have no rows beside those that have."""
+    return {"h": batch["x"] @ params["w"], "decay": jnp.sum(params["w"] ** 2), "scale": params["scale"]}
+
+
+def squares(outputs, batch):
+    return (outputs["h"] - batch["y"]) ** 2 * batch["mask"]
+
+
+def number(batch):
+    return jnp.float32(len(batch["y"]))
+
+
+TAKEN_LOSSES = {
+    "a sum and a number": lambda o, b: (jnp.sum(squares(o, b)), number(b)),
+    "a sum and its weights": lambda o, b: (jnp.sum(squares(o, b)), jnp.sum(b["mask"])),
+    "two means": lambda o, b: (jnp.mean(squares(o, b)), jnp.mean(b["mask"])),
+    "a mean and one": lambda o, b: (jnp.mean(squares(o, b)), 1.0),
+    "a mean times the rows": lambda o, b: (jnp.mean(squares(o, b)) * len(b["y"]), number(b)),
+    "params that scale": lambda o, b: (jnp.sum(squares(o, b)) * o["scale"], number(b)),
+    "params in each row": lambda o, b: (jnp.sum(squares(o, b) + o["decay"]), number(b)),
+    "params times the rows": lambda o, b: (jnp.sum(squares(o, b)) + o["decay"] * len(b["y"]), number(b)),
+    "a part of the batch": lambda o, b: (jnp.sum(squares(o, b)), jnp.float32(len(b["y"]) / 16)),
+    "sums of integers": lambda o, b: (jnp.sum(squares(o, b)), number(b), {"n": jnp.sum(b["number"]), "a": len(b["y"])}),
+}
+SUMS = "loss_sum and weight_sum must be sums over the rows"
+FURTHER = "each sum of a loss must be one over the rows .*; got 'found', "
+REFUSED_LOSSES = {
+    "one": (
+        lambda o, b: (jnp.sum(squares(o, b)), 1.0),
+        f"{SUMS}.*loss_sum a sum over rows, and weight_sum the same for any number of rows. Return jnp.sum of the losses",
+    ),
+    "a mean": (
+        lambda o, b: (jnp.mean(squares(o, b)), number(b)),
+        f"{SUMS}.*a mean over rows, and .* a multiple of the",
+    ),
+    "a mean of weights": (
+        lambda o, b: (jnp.sum(squares(o, b)), jnp.mean(b["mask"])),
+        f"{SUMS}.*weight_sum a mean over",
+    ),
+    "a masked mean": (
+        lambda o, b: (jnp.sum(squares(o, b)) / jnp.sum(b["mask"]), 1.0),
+        f"{SUMS}.*loss_sum no sum over rows: it makes of a sum over rows what is no sum .*div at .*test_row_checks.py",
+    ),
+    "params once": (
+        lambda o, b: (jnp.sum(squares(o, b)) + o["decay"], number(b)),
+        f"{SUMS}.*it adds to a sum over rows what is none.* multiply a penalty of params by weight_sum",
+    ),
+    "a mean beside": (
+        lambda o, b: (jnp.sum(squares(o, b)), number(b), {"found": jnp.mean(o["h"])}),
+        f"{FURTHER}a mean over rows, and weight_sum, a multiple of the number of rows. Return jnp.sum of it",
+    ),
+    "a number beside": (lambda o, b: (jnp.sum(squares(o, b)), number(b), {"found": 0.1}), f"{FURTHER}the same for any"),
+    "a maximum beside": (
+        lambda o, b: (jnp.sum(squares(o, b)), number(b), {"found": jnp.max(o["h"])}),
+        f"{FURTHER}no sum over rows: a maximum over rows .reduce_max at",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_LOSSES)
+def test_a_loss_that_returns_sums_is_taken(name):
+    check_rows(forward, TAKEN_LOSSES[name], WEIGHTS, MASKED, 4)
+
+
+@pytest.mark.parametrize("name", REFUSED_LOSSES)
+def test_a_loss_that_returns_other_than_sums_is_refused(name):
+    refused, message = REFUSED_LOSSES[name]
+    with pytest.raises(ValueError, match=message):
+        check_rows(forward, refused, WEIGHTS, MASKED, 4)
+    check_rows(forward, refused, WEIGHTS, MASKED, 1)
+
+
+@pytest.mark.parametrize("name", [*TAKEN_LOSSES, *REFUSED_LOSSES])
+def test_the_ratios_of_a_refused_loss_change_with_the_split_and_those_of_others_do_not(x64, name):
+    given = TAKEN_LOSSES[name] if name in TAKEN_LOSSES else REFUSED_LOSSES[name][0]
+
+    def ratios(*parts):
+        made = [given(forward(WEIGHTS, part), part) for part in parts]
+        loss_sum, weight_sum, *sums = jax.tree.map(lambda *each: sum(map(float, each)), *made)
+        return np.array([total / weight_sum for total in (loss_sum, *jax.tree.leaves(sums))])
+
+    halves = [jax.tree.map(lambda a, part=part: a[part], MASKED) for part in (slice(8), slice(8, None))]
+    differs = np.max(abs(ratios(*halves) / ratios(MASKED) - 1))
+    assert differs > 1e-6 if name in REFUSED_LOSSES else differs < 1e-6
+
+
+def test_a_step_checks_the_sums_of_its_loss_before_it_is_compiled():
+    refused, message = REFUSED_LOSSES["one"]
+    mesh = jaxpar.make_mesh(data=2)
+    with pytest.raises(ValueError, match=message):
+        jaxpar.value_and_grad(forward, refused, mesh)(WEIGHTS, MASKED)
+
+
+# --- a loss that is a sum plus something of the batch -----------------------------------------------------------------
+
+README = {"outer": RNG.normal(size=(8, 1)), "layers": RNG.normal(size=(3, 8, 8)) / 3}
+README_BATCH = {"x": RNG.normal(size=(64, 8)), "y": RNG.normal(size=(64, 1)), "part": np.arange(64) % 4}
+README_MODEL = jaxpar.LayeredModel(
+    lambda outer, batch: batch["x"], lambda w, x: x + jnp.tanh(x @ w), lambda outer, x: x @ outer
+)
+
+
+def z(o):
+    return jax.nn.logsumexp(o, axis=-1)
+
+
+PLUS = {
+    "a mean": lambda o, b: 5 * jnp.mean(o**2),
+    "a z-loss that is a mean": lambda o, b: 10 * jnp.mean(z(o) ** 2),
+    "a maximum": lambda o, b: jnp.max(jnp.abs(o)),
+    "a deviation": lambda o, b: jnp.std(o),
+    "a variance": lambda o, b: jnp.var(o),
+    "a square of a sum": lambda o, b: jnp.sum(o) ** 2,
+    "a logarithm of a sum": lambda o, b: jax.nn.logsumexp(o),
+    "a penalty of the mean": lambda o, b: jnp.square(jnp.mean(o) - 0.5),
+    "a contrast with the other rows": lambda o, b: -jnp.trace(jax.nn.log_softmax(o @ o.T)),
+    "an entropy of the mean": lambda o, b: -jnp.sum(jax.nn.softmax(o).mean(0) * jnp.log(jax.nn.softmax(o).mean(0))),
+    "a number": lambda o, b: 0.1,
+    "neighbours": lambda o, b: jnp.sum((o[1:] - o[:-1]) ** 2),
+    "a mean of each class": lambda o, b: jnp.sum(
+        (jnp.zeros(4).at[b["part"]].add(o[:, 0]) / jnp.zeros(4).at[b["part"]].add(1.0)) ** 2
+    ),
+    "a mean without a gradient": lambda o, b: jax.lax.stop_gradient(jnp.mean(o)),
+}
+RIGHT = {
+    "a sum": lambda o, b: 5 * jnp.sum(o**2),
+    "a z-loss": lambda o, b: 10 * jnp.sum(z(o) ** 2),
+    "a mean of each row": lambda o, b: jnp.sum(jnp.mean(o**2, axis=-1)),
+    "a maximum of each row": lambda o, b: jnp.sum(jnp.max(jnp.abs(o), axis=-1)),
+    "a deviation of each row": lambda o, b: jnp.sum(jnp.std(o, axis=-1)),
+    "a mean times the rows": lambda o, b: len(o) * jnp.mean(o),
+    "a number for each row": lambda o, b: 0.1 * len(o),
+    "a share of right rows": lambda o, b: jnp.sum(jnp.where(b["part"] == 1, jnp.log1p(o[:, 0] ** 2), 0)),
+}
+
+
+def plus(term):
+    def with_term(outputs, batch):
+        loss_sum, weight_sum = jaxpar.losses.squared_error(outputs, batch["y"])
+        return loss_sum + term(outputs, batch), weight_sum
+
+    return with_term
+
+
+@pytest.mark.parametrize("name", PLUS)
+def test_a_sum_plus_something_of_the_batch_is_refused(name):
+    with pytest.raises(ValueError, match=f"{SUMS}.*got loss_sum no sum over rows: .* at .*test_row_checks.py"):
+        check_rows(README_MODEL, plus(PLUS[name]), README, README_BATCH, 8)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_sum_plus_a_sum_is_taken(name):
+    check_rows(README_MODEL, plus(RIGHT[name]), README, README_BATCH, 8)
+
+
+@pytest.mark.parametrize("num_parts", [2, 8, 32, 64])
+def test_a_weight_with_a_least_value_is_refused_where_a_microbatch_has_fewer_rows(num_parts):
+    loss = lambda o, b: (jnp.sum((o - b["y"]) ** 2), jnp.maximum(jnp.float32(len(o)), 20))
+    if num_parts == 2:
+        check_rows(README_MODEL, loss, README, README_BATCH, num_parts)
+    else:
+        with pytest.raises(ValueError, match=f"{SUMS}.*a sum over rows times what depends on their number"):
+            check_rows(README_MODEL, loss, README, README_BATCH, num_parts)
+
+
+# --- layers that mix rows ---------------------------------------------------------------------------------------------
+
+
+def of_row(x):
+    return (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-5)
+
+
+def of_batch(x):
+    return (x - x.mean(0, keepdims=True)) / (x.std(0, keepdims=True) + 1e-5)
+
+
+def normed(norm, part):
+    functions = {
+        "embed": lambda outer, batch: batch["x"],
+        "layer": lambda w, x: x + jnp.tanh(x @ w),
+        "head": lambda outer, x: x @ outer,
+    }
+    plain = functions[part]
+    return jaxpar.LayeredModel(**functions | {part: lambda params, x: norm(plain(params, x))})
+
+
+@pytest.mark.parametrize("part", ["embed", "layer", "head"])
+def test_a_part_that_normalizes_over_the_batch_is_refused_and_one_that_does_so_in_rows_is_taken(part):
+    check_rows(normed(of_row, part), plus(lambda o, b: 0), README, README_BATCH, 8)
+    message = f"{part} must treat each row of a batch on its own.*got one that mixes them.*sub at .*test_row_checks.py"
+    for norm in (of_batch, lambda x: x - x.mean(0)):
+        with jax.numpy_rank_promotion("allow"), pytest.raises(ValueError, match=message):
+            check_rows(normed(norm, part), plus(lambda o, b: 0), README, README_BATCH, 8)
+
+
+def test_a_plain_function_that_normalizes_over_the_batch_is_refused():
+    model = normed(of_batch, "layer").apply
+    with pytest.raises(ValueError, match="model must treat each row of a batch on its own"):
+        check_rows(model, plus(lambda o, b: 0), README, README_BATCH, 8)
+
+
+def test_rows_that_are_mixed_on_no_way_to_the_loss_are_taken():
+    model = jaxpar.LayeredModel(
+        lambda outer, batch: {"h": batch["x"], "seen": batch["x"]},
+        lambda w, x: {"h": x["h"] + jnp.tanh(x["h"] @ w), "seen": of_batch(x["seen"])},
+        lambda outer, x: x["h"] @ outer,
+    )
+    check_rows(model, plus(lambda o, b: 0), README, README_BATCH, 8)
+
+
+# --- what is in doubt -------------------------------------------------------------------------------------------------
+
+
+def by_part(outputs, batch):
+    """Rows are sorted, and put back."""
+    order = jnp.argsort(batch["part"])
+    return outputs[order][jnp.argsort(order)]
+
+
+def sorted_loss(treat):
+    return lambda o, b: jaxpar.losses.squared_error(treat(o, b), b["y"])
+
+
+def test_what_is_not_known_is_taken_with_one_warning_that_names_the_line():
+    with pytest.warns(UserWarning, match="not known: loss: .* at .*test_row_checks.py.*jaxpar.check_split") as found:
+        check_rows(README_MODEL, sorted_loss(by_part), README, README_BATCH, 8)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        (lambda o, b: jnp.median(o), "a maximum over rows .reduce_or at"),
+        (lambda o, b: jnp.sum(o[b["part"][0]]), "reads one row|moves rows|not known"),
+        (lambda o, b: jnp.sum(o) + 1e-6, "a small number is added"),
+    ],
+)
+def test_a_loss_that_may_be_wrong_is_taken_with_a_warning(term, message):
+    with pytest.warns(UserWarning, match=f"not known: loss: .*{message}"):
+        check_rows(README_MODEL, plus(term), README, README_BATCH, 8)
+
+
+def test_a_weight_that_is_kept_from_0_is_taken_with_a_warning():
+    loss = lambda o, b: (jnp.sum((o - b["y"]) ** 2), jnp.maximum(jnp.sum(b["part"] > 0), 1).astype(jnp.float32))
+    with pytest.warns(UserWarning, match="not known: loss: a sum over rows is kept from 0 .max at"):
+        check_rows(README_MODEL, loss, README, README_BATCH, 8)
+
+
+def test_a_marked_function_is_taken_without_a_warning():
+    check_rows(README_MODEL, sorted_loss(jaxpar.row_wise(by_part)), README, README_BATCH, 8)
+
+
+def test_a_model_of_its_own_number_of_rows_alone_is_taken_with_a_warning():
+    def embed(outer, batch):
+        assert len(batch["x"]) in (1, 64)
+        return batch["x"]
+
+    model = jaxpar.LayeredModel(embed, README_MODEL.layer, README_MODEL.head)
+    with pytest.warns(UserWarning, match="not known: model and loss take no 2 and no 64 rows"):
+        check_rows(model, plus(lambda o, b: 0), README, README_BATCH, 64)
+
+
+# --- with numbers -----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_of_the_readme_model_refuses_before_it_compiles_what_depends_on_the_split(x64):
+    mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
+    params = README | {"layers": RNG.normal(size=(8, 8, 8)) / 3}
+    for term, message in ((PLUS["a mean"], SUMS), (PLUS["a maximum"], SUMS)):
+        step = jaxpar.value_and_grad(README_MODEL, plus(term), mesh, schedule="1f1b", num_microbatches=8)
+        with pytest.raises(ValueError, match=message):
+            step(params, README_BATCH)
