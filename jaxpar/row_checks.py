@@ -30,8 +30,20 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import equations
 from jaxpar.fields import arg
-from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers
-from jaxpar.row_dependence import Kind, Reader, Value, span_of_shape, traced
+from jaxpar.layered_model import (
+    LAYERS,
+    OUTER,
+    LayeredModel,
+    is_stacked,
+    num_layers,
+)
+from jaxpar.row_dependence import (
+    Kind,
+    Reader,
+    Value,
+    span_of_shape,
+    traced,
+)
 from jaxpar.row_dependence.values import same_growth
 
 Model = LayeredModel | Callable[[PyTree, PyTree], PyTree]
@@ -40,7 +52,13 @@ _SAME = "the same for any number of rows"
 _DOUBT = Value(Kind.UNKNOWN, None)
 
 
-def check_rows(model: Model, loss: Callable, params: PyTree, batch: PyTree, num_parts: int) -> None:
+def check_rows(
+    model: Model,
+    loss: Callable,
+    params: PyTree,
+    batch: PyTree,
+    num_parts: int,
+) -> None:
     """Raises if the loss, a metric or a gradient would depend on how rows are split; warns where it may.
 
     Refused is what is proved to be wrong and reaches the loss. Traces, computes nothing.
@@ -99,7 +117,13 @@ class _Found:
             new = [f"{part}: {each}" for each in (value.why, value.assumed) if each]
             self.doubts += [each for each in new if each not in self.doubts]
 
-    def settled(self, value: Value, part: str, shapes: tuple[Any, Any], rows: int) -> Value:
+    def settled(
+        self,
+        value: Value,
+        part: str,
+        shapes: tuple[Any, Any],
+        rows: int,
+    ) -> Value:
         """Returns the value that the next part is given; what is in doubt is noted, and then taken to be right."""
         is_leaf_of_x = part in ("embed", "layer")
         if is_leaf_of_x and value.kind is Kind.UNKNOWN:  # without rows, and yet of rows
@@ -154,7 +178,13 @@ class _Traced:
     returned: tuple[PyTree, PyTree]
 
 
-def _examine(model: Model, loss: Callable, params: PyTree, batch: PyTree, sizes: tuple[int, int]) -> _Found | None:
+def _examine(
+    model: Model,
+    loss: Callable,
+    params: PyTree,
+    batch: PyTree,
+    sizes: tuple[int, int],
+) -> _Found | None:
     """Returns how the loss depends on the rows; None if model and loss take no such numbers of rows."""
     batches = [_resized(batch, size) for size in sizes]
     try:
@@ -212,7 +242,11 @@ def _parts(model: Model, params: PyTree) -> Iterator[tuple[str, Callable, PyTree
     if not isinstance(model, LayeredModel):
         yield "model", model, params, 1
         return
-    outer, layers, count = params[OUTER], params[LAYERS], num_layers(params)
+    outer, layers, count = (
+        params[OUTER],
+        params[LAYERS],
+        num_layers(params),
+    )
     yield "embed", model.embed, outer, 1
     if is_stacked(params):
         first = jax.eval_shape(lambda layers: jax.tree.map(lambda p: p[0], layers), layers)
@@ -270,7 +304,13 @@ def _warning(doubts: Sequence[str]) -> str:
 # Sequences that are split ---------------------------------------------------------------------
 
 
-def check_positions(model: Model, loss: Callable, params: PyTree, batch: PyTree, num_parts: int) -> None:
+def check_positions(
+    model: Model,
+    loss: Callable,
+    params: PyTree,
+    batch: PyTree,
+    num_parts: int,
+) -> None:
     """Raises if the loss would depend on how sequences are split: it is no sum over positions, or it pairs neighbours.
 
     Raises too for a dict without ``positions``: it has not been through ``shard_batch``, so its tokens are on other devices
@@ -317,7 +357,10 @@ def check_positions(model: Model, loss: Callable, params: PyTree, batch: PyTree,
 
 
 def _read_loss(
-    loss: Callable, outputs: Sequence[PyTree], batches: Sequence[PyTree], sizes: tuple[int, int]
+    loss: Callable,
+    outputs: Sequence[PyTree],
+    batches: Sequence[PyTree],
+    sizes: tuple[int, int],
 ) -> list[Value]:
     """Returns how a loss depends on the positions, if each output that has positions depends on its own alone."""
     jaxprs, _ = traced(loss, (outputs[0], batches[0]), (outputs[1], batches[1]))
@@ -330,7 +373,10 @@ def _cut_positions(function: Callable, args: list, seq: int) -> int | None:
     """Returns the size of a slice that a function takes of dim 1 of an array ``[rows, seq, ...]``; None if it takes none."""
     for equation in equations(jax.make_jaxpr(function)(*args)):
         if equation.primitive.name in ("slice", "dynamic_slice"):
-            given, made = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            given, made = (
+                equation.invars[0].aval.shape,
+                equation.outvars[0].aval.shape,
+            )
             if given[1:2] == (seq,) != made[1:2] and given[0] == _size(args[1], 0):
                 return made[1]
     return None

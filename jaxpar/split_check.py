@@ -12,7 +12,11 @@ from jaxtyping import PyTree
 
 from jaxpar.data_parallel import check_batch
 from jaxpar.fields import check_at_least
-from jaxpar.layered_model import LayeredModel, check_unpacked, path_string
+from jaxpar.layered_model import (
+    LayeredModel,
+    check_unpacked,
+    path_string,
+)
 
 _SMALL = 1e-3  # of the largest gradient; a smaller one is held against this
 
@@ -100,7 +104,9 @@ def _wide(array: jax.Array) -> np.ndarray:
     return found.astype(np.complex128 if np.iscomplexobj(found) else np.float64)
 
 
-def _named(shares: tuple[tuple[np.ndarray, list], PyTree]) -> dict[str, np.ndarray]:
+def _named(
+    shares: tuple[tuple[np.ndarray, list], PyTree],
+) -> dict[str, np.ndarray]:
     (loss, further), grads = shares
     metrics = further[0] if further else {}
     named = {"loss": loss}

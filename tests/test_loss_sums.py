@@ -186,7 +186,8 @@ def test_integers_are_added_exactly_on_every_mesh():
 
     def loss(outputs, batch):
         sums = {name: jnp.sum(value, dtype=value.dtype) for name, value in outputs.items() if name != "bool"}
-        return jnp.float32(0), jnp.sum(batch["first"]), sums | {"bool": outputs["bool"].any()}
+        of_one_row = jaxpar.row_wise(jnp.any)  # each microbatch has one
+        return jnp.float32(0), jnp.sum(batch["first"]), sums | {"bool": of_one_row(outputs["bool"])}
 
     for axes, num_microbatches in (({"data": 2}, 4), ({}, 8)):
         mesh = jaxpar.make_mesh(**axes)

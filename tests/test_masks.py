@@ -145,7 +145,8 @@ def test_the_host_is_called_for_values_of_microbatches_alone(x64, axes, num_laye
 )
 def test_a_loop_that_ends_for_values_of_microbatches_ends(x64, monkeypatch, axes, num_layers, settings):
     monkeypatch.setattr(control_flow, "HOST_CALLBACKS", ())  # the loops are to be seen, not what notes their trips
-    check(*model_and_loss(loops), axes, num_layers, again=again(settings), mask_idle_ops=True, **settings)
+    of_microbatch = lambda place, h: jaxpar.row_wise(lambda h: loops(place, h))(h)  # which is held against microbatches
+    check(*model_and_loss(of_microbatch), axes, num_layers, again=again(settings), mask_idle_ops=True, **settings)
 
 
 # --- backward passes --------------------------------------------------------------------------------------------------

@@ -44,7 +44,8 @@ def layer(p, h):
     scores = jax.nn.softmax(xs @ p["router"], -1)
     expert = jnp.argmax(scores, -1)
     manual = "data" in jax.sharding.get_abstract_mesh().manual_axes
-    ys = over_owners(p, xs, expert) if manual else over_experts(p, xs, expert, EXPERTS)
+    of_tokens = over_owners if manual else functools.partial(over_experts, num_experts=EXPERTS)
+    ys = jaxpar.row_wise(of_tokens)(p, xs, expert)
     return h + (ys * jnp.max(scores, -1, keepdims=True)).reshape(h.shape)
 
 

@@ -27,4 +27,12 @@ from jaxpar.row_dependence.operation import span_of_shape
 from jaxpar.row_dependence.reader import Reader, traced
 from jaxpar.row_dependence.values import Kind, Span, Value
 
-__all__ = ["Kind", "Reader", "Span", "Value", "row_wise", "span_of_shape", "traced"]
+__all__ = [
+    "Kind",
+    "Reader",
+    "Span",
+    "Value",
+    "row_wise",
+    "span_of_shape",
+    "traced",
+]

@@ -8,12 +8,18 @@ from typing import Any
 
 from jaxpar.row_dependence.elements import elementwise, joined
 from jaxpar.row_dependence.operation import Operation, Shape
-from jaxpar.row_dependence.values import Kind, Place, Span, Value
+from jaxpar.row_dependence.values import (
+    Kind,
+    Place,
+    Span,
+    Value,
+    Values,
+)
 
 # Reductions -----------------------------------------------------------------------------------
 
 
-def reduced(op: Operation, given: Sequence[Value]) -> Value:
+def reduced(op: Operation, given: Values) -> Value:
     """Of a sum, a maximum or a product over dims, and of the index of a maximum."""
     value, axes = given[0], op.params["axes"]
     if value.kind is not Kind.ROWS:
@@ -81,7 +87,7 @@ def _summed(op: Operation, value: Value, *, is_left: bool) -> Value:
 # Other shapes ---------------------------------------------------------------------------------
 
 
-def broadcast(op: Operation, given: Sequence[Value]) -> Value:
+def broadcast(op: Operation, given: Values) -> Value:
     """Of copies along new dims."""
     value = given[0]
     if value.span is None:
@@ -90,7 +96,7 @@ def broadcast(op: Operation, given: Sequence[Value]) -> Value:
     return op.rows_at(given, value.span.moved(dims), value.growth)
 
 
-def transposed(op: Operation, given: Sequence[Value]) -> Value:
+def transposed(op: Operation, given: Values) -> Value:
     """Of dims in another order."""
     value = given[0]
     if value.span is None:
@@ -100,9 +106,13 @@ def transposed(op: Operation, given: Sequence[Value]) -> Value:
     return op.rows_at(given, value.span.moved(places), value.growth)
 
 
-def reshaped(op: Operation, given: Sequence[Value]) -> Value:
+def reshaped(op: Operation, given: Values) -> Value:
     """Of the same elements in another shape."""
-    value, (_, old), (_, new) = given[0], op.in_shapes(), op.out_shapes()
+    value, (_, old), (_, new) = (
+        given[0],
+        op.in_shapes(),
+        op.out_shapes(),
+    )
     span = value.span
     if span is None or span.in_loop or 0 in new:
         return value
@@ -129,14 +139,20 @@ def _span_of_reshaped(span: Span, old: Shape, new: Shape) -> Span | None:
         return None
     fitting = [first for first in firsts if first <= lasts[0]]
     first, last = (fitting[-1], lasts[0]) if fitting else (firsts[-1], firsts[-1])
-    return Span(first, last, before // befores[first], after / afters[last], span.part)
+    return Span(
+        first,
+        last,
+        before // befores[first],
+        after / afters[last],
+        span.part,
+    )
 
 
 def _divides(size: int, whole: Fraction) -> bool:
     return (whole / size).denominator == whole.denominator
 
 
-def stacked(op: Operation, given: Sequence[Value]) -> Value:
+def stacked(op: Operation, given: Values) -> Value:
     """Of a new dim, along which there are values."""
     made, axis = joined(op, given), op.params["axis"]
     if made.span is None:
@@ -145,7 +161,7 @@ def stacked(op: Operation, given: Sequence[Value]) -> Value:
     return replace(made, span=made.span.moved(places))
 
 
-def unstacked(op: Operation, given: Sequence[Value]) -> list[Value]:
+def unstacked(op: Operation, given: Values) -> list[Value]:
     """Of the slices along a dim, each without it."""
     value, axis = given[0], op.params["axis"]
     if value.span is None:
@@ -156,7 +172,7 @@ def unstacked(op: Operation, given: Sequence[Value]) -> list[Value]:
     return [op.rows_at(given, span, value.growth)] * op.num_outputs
 
 
-def tiled(op: Operation, given: Sequence[Value]) -> Value:
+def tiled(op: Operation, given: Values) -> Value:
     """Of copies one after another."""
     value, repeats = given[0], op.params["reps"]
     if value.span is None:
@@ -167,7 +183,7 @@ def tiled(op: Operation, given: Sequence[Value]) -> Value:
     return replace(value, span=value.span._replace(outer=value.span.outer * times))
 
 
-def counted(op: Operation, given: Sequence[Value]) -> Value:
+def counted(op: Operation, given: Values) -> Value:
     """Of the indices 0, 1, 2, ... along a dim."""
     is_of_rows = op.params["dimension"] in op.varying_out()
     return Value(place=Place.INDEX if is_of_rows else Place.NONE)
@@ -176,7 +192,7 @@ def counted(op: Operation, given: Sequence[Value]) -> Value:
 # Parts ----------------------------------------------------------------------------------------
 
 
-def sliced(op: Operation, given: Sequence[Value]) -> Value:
+def sliced(op: Operation, given: Values) -> Value:
     """Of a slice from constant indices."""
     value, span = given[0], given[0].span
     pairs = [zip(*shapes, strict=True) for shapes in zip(op.in_shapes(), op.out_shapes(), strict=True)]
@@ -188,8 +204,14 @@ def sliced(op: Operation, given: Sequence[Value]) -> Value:
         return op.mixed(given, "it takes some rows")
     (dim,) = dims
     if dim == span.last > span.first and dim not in op.varying_in():
-        (few, _), (made, _) = op.in_shapes(), op.out_shapes()  # groups of neighbouring rows
-        return replace(value, span=span._replace(inner=span.inner * made[dim] / few[dim]))
+        (few, _), (made, _) = (
+            op.in_shapes(),
+            op.out_shapes(),
+        )  # groups of neighbouring rows
+        return replace(
+            value,
+            span=span._replace(inner=span.inner * made[dim] / few[dim]),
+        )
     return _sliced_rows(op, value, span, dim)
 
 
@@ -206,13 +228,19 @@ def _sliced_rows(op: Operation, value: Value, span: Span, dim: int) -> Value:
     block = Fraction(sizes[0], span.outer)
     is_whole = starts[0] % block == stops[0] % block == 0
     if is_whole and span.first == span.last and not span.part:
-        return replace(value, span=span._replace(outer=int((stops[0] - starts[0]) / block)))
+        return replace(
+            value,
+            span=span._replace(outer=int((stops[0] - starts[0]) / block)),
+        )
     if not op.is_float() and stops[0] - starts[0] == stops[1] - starts[1]:
         return op.mixed([value], "it takes some rows")
-    return replace(value, span=span._replace(part=tuple(zip(starts, stops, strict=True))))
+    return replace(
+        value,
+        span=span._replace(part=tuple(zip(starts, stops, strict=True))),
+    )
 
 
-def concatenated(op: Operation, given: Sequence[Value]) -> Value:
+def concatenated(op: Operation, given: Values) -> Value:
     """Of arrays one after another: repetitions of rows, or parts of them in their order."""
     axis, spans = op.params["dimension"], [v.span for v in given]
     along = [span for span in spans if span and axis in span.dims]
@@ -241,8 +269,10 @@ def _are_in_order(parts: Sequence[tuple], sizes: tuple[int, ...]) -> bool:
 
 
 def along(
-    dims_of: Callable[[dict[str, Any]], Sequence[int]], *, adds: bool = False
-) -> Callable[[Operation, Sequence[Value]], list[Value]]:
+    dims_of: Callable[[dict[str, Any]], Sequence[int]],
+    *,
+    adds: bool = False,
+) -> Callable[[Operation, Values], list[Value]]:
     """Returns the rule of an operation that mixes elements along some dims, and along others treats each on its own.
 
     Args:
@@ -250,13 +280,13 @@ def along(
         adds: Whether it returns elements, or sums of some.
     """
 
-    def rule(op: Operation, given: Sequence[Value]) -> list[Value]:
+    def rule(op: Operation, given: Values) -> list[Value]:
         ndim = max((v.aval.ndim for v in op.few.invars), default=0)
         dims = {d % max(ndim, 1) for d in dims_of(op.params)}
         mixes = any(v.span and dims & set(v.span.dims) for v in given)
         return [one(op, given, at, mixes=mixes) for at in range(op.num_outputs)]
 
-    def one(op: Operation, given: Sequence[Value], at: int, *, mixes: bool) -> Value:
+    def one(op: Operation, given: Values, at: int, *, mixes: bool) -> Value:
         if mixes:
             return op.mixed(given, "it orders or adds up rows", at)
         return joined(op, given, at) if adds else elementwise(op, given, at)

@@ -1,6 +1,5 @@
 """The rules of operations on each element: sums, products, choices and functions of numbers."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jaxpar.row_dependence.values import (
     Kind,
     Place,
     Value,
+    Values,
     first_assumed,
     first_why,
     product_of_growths,
@@ -21,7 +21,7 @@ _CANCELS = "a maximum over rows is taken to cancel"
 _SMALL = 1e-4  # a number below it that is added to a sum, against a division by zero, is taken to be none
 
 
-def elementwise(op: Operation, given: Sequence[Value], at: int = 0) -> Value:
+def elementwise(op: Operation, given: Values, at: int = 0) -> Value:
     """Of a function of the elements at the same place."""
     kinds = {v.kind for v in given}
     spans = {v.span for v in given if v.span}
@@ -30,7 +30,11 @@ def elementwise(op: Operation, given: Sequence[Value], at: int = 0) -> Value:
     if kinds & {Kind.UNKNOWN, Kind.MIXED}:
         return op.unknown(given, first_why(given), at)
     if Kind.SUM in kinds:
-        return op.mixed(given, "it makes of a sum over rows what is no sum over rows", at)
+        return op.mixed(
+            given,
+            "it makes of a sum over rows what is no sum over rows",
+            at,
+        )
     if len(spans) > 1 or _is_spread(op, given, at):
         return op.mixed(given, "it makes one row of several", at)
     if any(v.growth != 1 for v in given):
@@ -39,24 +43,24 @@ def elementwise(op: Operation, given: Sequence[Value], at: int = 0) -> Value:
     return op.rows_at(given, spans.pop())
 
 
-def _is_spread(op: Operation, given: Sequence[Value], at: int) -> bool:
+def _is_spread(op: Operation, given: Values, at: int) -> bool:
     """Whether one row meets many: JAX broadcasts dims of size 1."""
     parts = [v.span for v in given if v.span and v.span.part]
     single = [span for span in parts if len({stop - start for start, stop in span.part}) == 1]
     return any(set(span.dims) & set(op.varying_out(at)) for span in single)
 
 
-def unchanged(op: Operation, given: Sequence[Value]) -> list[Value]:
+def unchanged(op: Operation, given: Values) -> list[Value]:
     """Of an operation that returns its operands."""
     return list(given[: op.num_outputs])
 
 
-def last(op: Operation, given: Sequence[Value]) -> Value:
+def last(op: Operation, given: Values) -> Value:
     """Of an operation that returns its last operand."""
     return given[-1]
 
 
-def believed(op: Operation, given: Sequence[Value]) -> list[Value]:
+def believed(op: Operation, given: Values) -> list[Value]:
     """Of a function that JAX calls on the host and cannot read: its author knows that it gets some of the rows."""
     return [op.unknown(given, first_why(given), at) for at in range(op.num_outputs)]
 
@@ -64,7 +68,7 @@ def believed(op: Operation, given: Sequence[Value]) -> list[Value]:
 # Sums and choices -----------------------------------------------------------------------------
 
 
-def added(op: Operation, given: Sequence[Value]) -> Value:
+def added(op: Operation, given: Values) -> Value:
     """Of a sum or difference of two values."""
     is_shift = op.name == "sub" and given[0].kind is Kind.ROWS
     if is_shift and given[1].kind is Kind.MIXED and given[1].is_bound:
@@ -74,7 +78,7 @@ def added(op: Operation, given: Sequence[Value]) -> Value:
     return replace(made, place=Place.OTHER) if made.place and op.name == "sub" else made
 
 
-def joined(op: Operation, given: Sequence[Value], at: int = 0, *, adds: bool = False) -> Value:
+def joined(op: Operation, given: Values, at: int = 0, *, adds: bool = False) -> Value:
     """Of a value each of whose elements is one of the operands', or with ``adds`` their sum."""
     terms = [v for v in given if not v.is_zero]
     if not terms:
@@ -92,7 +96,7 @@ def joined(op: Operation, given: Sequence[Value], at: int = 0, *, adds: bool = F
     return with_growth(elementwise(op, _without_growth(terms), at), terms[0].growth)
 
 
-def _joined_constants(op: Operation, terms: Sequence[Value], at: int, *, is_even: bool) -> Value:
+def _joined_constants(op: Operation, terms: Values, at: int, *, is_even: bool) -> Value:
     made = op.free(_without_growth(terms), at)
     if is_even:
         return replace(made, growth=terms[0].growth)
@@ -100,7 +104,7 @@ def _joined_constants(op: Operation, terms: Sequence[Value], at: int, *, is_even
     return replace(made, growth=1.0 if is_index else None)
 
 
-def _joined_sums(op: Operation, terms: Sequence[Value], at: int, *, adds: bool, is_even: bool) -> Value:
+def _joined_sums(op: Operation, terms: Values, at: int, *, adds: bool, is_even: bool) -> Value:
     """Of terms one of which is a sum over rows: the others must be sums too, or as large as sums are."""
     sums = [v for v in terms if v.kind is Kind.SUM]
     first = replace(sums[0], why=first_why(terms), assumed=first_assumed(terms))
@@ -111,15 +115,26 @@ def _joined_sums(op: Operation, terms: Sequence[Value], at: int, *, adds: bool, 
         return op.mixed(terms, "a sum over rows reaches each row", at)
     once = [v for v in terms if v.is_free and not op.is_like_a_sum(v, first)]
     if once and all(v.number and abs(v.number[0]) < _SMALL for v in once):
-        return replace(first, assumed=op.told("a small number is added to a sum over rows"))
+        return replace(
+            first,
+            assumed=op.told("a small number is added to a sum over rows"),
+        )
     if any(v.growth is None for v in terms) or (once and not adds):
-        return Value(Kind.UNKNOWN, None, why=op.told("a number beside a sum over rows"))
+        return Value(
+            Kind.UNKNOWN,
+            None,
+            why=op.told("a number beside a sum over rows"),
+        )
     if once or not all(same_growth(first.growth, v.growth) for v in sums):
-        return op.mixed(terms, "it adds to a sum over rows what is none, such as a mean or a number", at)
+        return op.mixed(
+            terms,
+            "it adds to a sum over rows what is none, such as a mean or a number",
+            at,
+        )
     return first
 
 
-def chosen(op: Operation, given: Sequence[Value], at: int = 0) -> Value:
+def chosen(op: Operation, given: Values, at: int = 0) -> Value:
     """Of a condition that chooses between cases."""
     condition, *cases = given
     if condition.kind is Kind.MIXED and not condition.is_bound:
@@ -139,7 +154,7 @@ def _at_most_unknown(value: Value) -> Value:
     return replace(value, kind=Kind.UNKNOWN) if value.kind is Kind.MIXED else value
 
 
-def largest(op: Operation, given: Sequence[Value]) -> Value:
+def largest(op: Operation, given: Values) -> Value:
     """Of the larger of two values: a weight is often kept from being 0."""
     sums = [v for v in given if v.kind is Kind.SUM]
     bounds = [v for v in given if v.number and 0 <= v.number[0] <= 1]
@@ -151,13 +166,13 @@ def largest(op: Operation, given: Sequence[Value]) -> Value:
 # Products -------------------------------------------------------------------------------------
 
 
-def multiplied(op: Operation, given: Sequence[Value]) -> Value:
+def multiplied(op: Operation, given: Values) -> Value:
     """Of a product."""
     a, b = given
     return _scaled(op, b, a) if a.is_free else _scaled(op, a, b)
 
 
-def divided(op: Operation, given: Sequence[Value]) -> Value:
+def divided(op: Operation, given: Values) -> Value:
     """Of a quotient."""
     return _scaled(op, given[0], given[1], power=-1)
 
@@ -180,34 +195,34 @@ def with_growth(value: Value, growth: float | None) -> Value:
     return replace(value, growth=growth) if value.kind in (Kind.FREE, Kind.ROWS) else value
 
 
-def _without_growth(values: Sequence[Value]) -> list[Value]:
+def _without_growth(values: Values) -> list[Value]:
     return [replace(v, growth=1.0) for v in values]
 
 
 # Functions ------------------------------------------------------------------------------------
 
 
-def rooted(op: Operation, given: Sequence[Value]) -> Value:
+def rooted(op: Operation, given: Values) -> Value:
     """Of a square root: its square is a sum over rows again."""
     made = elementwise(op, given)
     is_root = made.kind is Kind.MIXED and given[0].kind is Kind.SUM
     return replace(made, root_of=given[0]) if is_root else made
 
 
-def squared(op: Operation, given: Sequence[Value]) -> Value:
+def squared(op: Operation, given: Values) -> Value:
     """Of a power of an integer."""
     is_square = op.params.get("y", 2) == 2
     return (given[0].root_of if is_square else None) or elementwise(op, given)
 
 
-def stopped(op: Operation, given: Sequence[Value]) -> Value:
+def stopped(op: Operation, given: Values) -> Value:
     """Of a value whose gradient is stopped: a maximum is then one that shifts what is exponentiated."""
     if given[0].is_bound:
         return Value(is_bound=True, assumed=op.told(_CANCELS))
     return given[0]
 
 
-def converted(op: Operation, given: Sequence[Value]) -> Value:
+def converted(op: Operation, given: Values) -> Value:
     """Of another dtype: a number is cut where it becomes an integer."""
     (value,) = given
     if jnp.issubdtype(op.few.invars[0].aval.dtype, jnp.inexact) and not op.is_float():

@@ -1,6 +1,5 @@
 """The rules of products of matrices, of convolutions, and of reads and writes at indices."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,7 @@ from jaxpar.row_dependence.values import (
     Place,
     Span,
     Value,
+    Values,
     first_assumed,
     first_why,
     product_of_growths,
@@ -24,7 +24,7 @@ Dims = list[int | None]
 # Products -------------------------------------------------------------------------------------
 
 
-def multiplied_matrices(op: Operation, given: Sequence[Value]) -> Value:
+def multiplied_matrices(op: Operation, given: Values) -> Value:
     """Of a product of matrices, with any dims contracted and any batched."""
     if any(v.is_zero for v in given):
         return ZERO
@@ -46,17 +46,21 @@ def _contracted_growth(op: Operation, growth: float | None) -> float | None:
     return None if growth is None else growth * op.growth_of_size(0, contracted)
 
 
-def _product_with_sums(op: Operation, given: Sequence[Value], growth: float | None) -> Value:
+def _product_with_sums(op: Operation, given: Values, growth: float | None) -> Value:
     kinds = {v.kind for v in given}
     if kinds == {Kind.FREE, Kind.SUM} and not any(v.place for v in given):
         (of_rows,) = (v for v in given if not v.is_free)
-        return replace(of_rows, growth=_contracted_growth(op, growth), is_running=False)
+        return replace(
+            of_rows,
+            growth=_contracted_growth(op, growth),
+            is_running=False,
+        )
     if max(kinds) is Kind.ROWS:
         return op.unknown(given, op.told("a loop over rows multiplies them by others"))
     return elementwise(op, given)
 
 
-def _product_of_rows(op: Operation, given: Sequence[Value], rows: list[int], growth: float | None) -> Value:
+def _product_of_rows(op: Operation, given: Values, rows: list[int], growth: float | None) -> Value:
     contracted = op.params["dimension_numbers"][0]
     spans = [_span(given[at]) for at in rows]
     summed = [at for at in rows if set(_span(given[at]).dims) <= set(contracted[at])]
@@ -71,7 +75,11 @@ def _product_of_rows(op: Operation, given: Sequence[Value], rows: list[int], gro
 
 
 def _sum_of_products(
-    op: Operation, given: Sequence[Value], rows: list[int], summed: list[int], growth: float | None
+    op: Operation,
+    given: Values,
+    rows: list[int],
+    summed: list[int],
+    growth: float | None,
 ) -> Value:
     """Of a product that adds up the rows."""
     contracted = op.params["dimension_numbers"][0]
@@ -106,7 +114,7 @@ def _span(value: Value) -> Span:
     return value.span
 
 
-def solved_triangle(op: Operation, given: Sequence[Value]) -> Value:
+def solved_triangle(op: Operation, given: Values) -> Value:
     """Of the solution of a triangular system: that of each right side is its own."""
     matrix, sides = given
     ndim = op.few.invars[1].aval.ndim
@@ -117,7 +125,7 @@ def solved_triangle(op: Operation, given: Sequence[Value]) -> Value:
     return op.mixed(given, "it solves for several rows together")
 
 
-def convolved(op: Operation, given: Sequence[Value]) -> Value:
+def convolved(op: Operation, given: Values) -> Value:
     """Of a convolution: rows are its batch."""
     x, kernel = given
     numbers = op.params["dimension_numbers"]
@@ -129,7 +137,7 @@ def convolved(op: Operation, given: Sequence[Value]) -> Value:
     return op.rows_at(given, _span(x).at([numbers.out_spec[0]]), growth)
 
 
-def by_batch(op: Operation, given: Sequence[Value]) -> list[Value]:
+def by_batch(op: Operation, given: Values) -> list[Value]:
     """Of a kernel whose first dim is a batch, such as cuDNN's attention."""
     spans = {v.span for v in given if v.span}
     is_batch = spans == {Span(0, 0)} and all(v.kind <= Kind.ROWS for v in given)
@@ -141,7 +149,7 @@ def by_batch(op: Operation, given: Sequence[Value]) -> list[Value]:
 # Indices --------------------------------------------------------------------------------------
 
 
-def gathered(op: Operation, given: Sequence[Value]) -> Value:
+def gathered(op: Operation, given: Values) -> Value:
     """Of slices of an array, one at each index."""
     x, index = given[:2]
     if x.is_free and index.kind is Kind.ROWS:
@@ -185,7 +193,11 @@ def _gathered_rows(op: Operation, x: Value, index: Value) -> Value:
 def _gathered_in_rows(op: Operation, x: Value, index: Value) -> Value:
     """Of elements of each row, at indices of the same row."""
     numbers, dims = op.params["dimension_numbers"], _of_index(op)
-    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    pairs = zip(
+        numbers.operand_batching_dims,
+        numbers.start_indices_batching_dims,
+        strict=True,
+    )
     of_dim = {operand: dims[start] for operand, start in pairs}
     span = _span(x).at([of_dim[d] for d in _span(x).dims])
     if _span_of_index(op, index) not in (None, span):
@@ -196,14 +208,17 @@ def _gathered_in_rows(op: Operation, x: Value, index: Value) -> Value:
 def _span_of_slices(op: Operation, span: Span) -> Span | None:
     """Returns where rows are in slices that have all of them."""
     numbers = op.params["dimension_numbers"]
-    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    gone = (
+        *numbers.collapsed_slice_dims,
+        *numbers.operand_batching_dims,
+    )
     kept = [d for d in range(op.few.invars[0].aval.ndim) if d not in gone]
     if not set(span.dims) <= set(kept):
         return None
     return span.at([numbers.offset_dims[kept.index(d)] for d in span.dims])
 
 
-def scattered(op: Operation, given: Sequence[Value]) -> Value:
+def scattered(op: Operation, given: Values) -> Value:
     """Of an array with slices written at indices, or added there."""
     x, index, updates = given
     if index.kind > Kind.ROWS or all(v.is_free for v in given):
@@ -226,12 +241,15 @@ def _scattered_without_rows(op: Operation, x: Value, index: Value, updates: Valu
     if Kind.ROWS not in (index.kind, updates.kind):
         return joined(op, [x, updates], adds=adds)
     if not adds or updates.kind > Kind.ROWS:
-        return op.mixed([x, index, updates], "it keeps what the last of some rows writes")
+        return op.mixed(
+            [x, index, updates],
+            "it keeps what the last of some rows writes",
+        )
     total = Value(Kind.SUM, updates.growth, why=updates.why or index.why)
     return joined(op, [x, total], adds=True)
 
 
-def sliced_at(op: Operation, given: Sequence[Value]) -> Value:
+def sliced_at(op: Operation, given: Values) -> Value:
     """Of a slice from indices that are values."""
     x, *indices = given
     if not all(v.is_free for v in indices):
@@ -242,7 +260,7 @@ def sliced_at(op: Operation, given: Sequence[Value]) -> Value:
     return op.unknown(given, op.told("it takes some rows"))
 
 
-def updated_at(op: Operation, given: Sequence[Value]) -> Value:
+def updated_at(op: Operation, given: Values) -> Value:
     """Of an array with a slice written from indices that are values."""
     x, update, *indices = given
     (few, _), (few_update, _) = op.in_shapes(0), op.in_shapes(1)

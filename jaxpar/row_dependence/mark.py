@@ -12,7 +12,9 @@ Result = TypeVar("Result")
 _NAME = "jaxpar_row_wise"  # of the call in a jaxpr
 
 
-def row_wise(function: Callable[Args, Result]) -> Callable[Args, Result]:
+def row_wise(
+    function: Callable[Args, Result],
+) -> Callable[Args, Result]:
     """Returns ``function``, marked as one that treats each row of a batch on its own.
 
     jaxpar proves from the operations of a model and a loss that no row depends on another. It cannot where rows are sorted

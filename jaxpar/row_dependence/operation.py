@@ -14,6 +14,7 @@ from jaxpar.row_dependence.values import (
     Place,
     Span,
     Value,
+    Values,
     first_assumed,
     first_why,
     same_growth,
@@ -99,7 +100,7 @@ class Operation:
 
     # Results ----------------------------------------------------------------------------------
 
-    def free(self, given: Sequence[Value], at: int = 0) -> Value:
+    def free(self, given: Values, at: int = 0) -> Value:
         """Returns a result of values that do not depend on rows."""
         place = max(v.place for v in given) if self.varying_out(at) else Place.NONE
         is_same = place or all(v.growth == 1 for v in given)
@@ -110,7 +111,12 @@ class Operation:
             assumed=first_assumed(given),
         )
 
-    def rows_at(self, given: Sequence[Value], span: Span | None, growth: float | None = 1.0) -> Value:
+    def rows_at(
+        self,
+        given: Values,
+        span: Span | None,
+        growth: float | None = 1.0,
+    ) -> Value:
         """Returns a result that has rows at ``span``, each made of the same row; None: they are torn apart."""
         why = first_why(given)
         if span is None:
@@ -118,11 +124,18 @@ class Operation:
         place = max(v.place for v in given)
         if place and self.is_float() and not why:
             why = self.told("it depends on the place of a row in its microbatch")
-        return Value(Kind.ROWS, growth, span, place=place, why=why, assumed=first_assumed(given))
+        return Value(
+            Kind.ROWS,
+            growth,
+            span,
+            place=place,
+            why=why,
+            assumed=first_assumed(given),
+        )
 
     def mixed(
         self,
-        given: Sequence[Value],
+        given: Values,
         what: str,
         at: int = 0,
         *,
@@ -139,7 +152,7 @@ class Operation:
             return self.unknown(given, why or self.told(what), at)
         return Value(Kind.MIXED, None, why=self.told(what), is_bound=is_bound)
 
-    def unknown(self, given: Sequence[Value], why: str = "", at: int = 0) -> Value:
+    def unknown(self, given: Values, why: str = "", at: int = 0) -> Value:
         """Returns a result of an operation that is not known: it is taken to have rows where its size says so."""
         mixed = [v for v in given if v.kind is Kind.MIXED]
         if mixed:
@@ -148,11 +161,14 @@ class Operation:
         dims = self.varying_out(at)
         if all(v.is_free for v in given):
             is_same = dims or all(v.growth == 1 for v in given)
-            return Value(growth=1.0 if is_same else None, place=Place.OTHER if dims else Place.NONE)
+            return Value(
+                growth=1.0 if is_same else None,
+                place=Place.OTHER if dims else Place.NONE,
+            )
         span = self._guessed_span(given, dims, at)
         return Value(Kind.UNKNOWN, None, why=why) if span is None else Value(Kind.ROWS, span=span, why=why)
 
-    def _guessed_span(self, given: Sequence[Value], dims: list[int], at: int) -> Span | None:
+    def _guessed_span(self, given: Values, dims: list[int], at: int) -> Span | None:
         spans = [v.span for v in given if v.span is not None]
         if not dims:
             return next((span for span in spans if span.in_loop), None)

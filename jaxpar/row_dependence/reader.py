@@ -9,21 +9,46 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from jaxpar._compat import Literal, Tracer, inlined, is_jaxpr, linear_solve, opened, scan_counts
+from jaxpar._compat import (
+    Literal,
+    Tracer,
+    inlined,
+    is_jaxpr,
+    linear_solve,
+    opened,
+    scan_counts,
+)
 from jaxpar.row_dependence.elements import chosen, elementwise, joined
 from jaxpar.row_dependence.mark import is_row_wise
 from jaxpar.row_dependence.operation import Operation
-from jaxpar.row_dependence.rules import DRAWS, OF_NUMBERS, RULES, TAKE_MIXED
-from jaxpar.row_dependence.values import ZERO, Kind, Place, Value, of_array, of_number
+from jaxpar.row_dependence.rules import (
+    DRAWS,
+    OF_NUMBERS,
+    RULES,
+    TAKE_MIXED,
+)
+from jaxpar.row_dependence.values import (
+    ZERO,
+    Kind,
+    Place,
+    Value,
+    Values,
+    of_array,
+    of_number,
+)
 
 _MOST_TRIPS = 6  # after which what a loop carries has settled
 _LARGEST_CONSTANT = 4096  # elements; of larger ones only the shape is read
 
-Values = list[Value]
+Results = list[Value]
 Pair = tuple[Any, Any]  # for few and for many rows
 
 
-def traced(function: Callable[..., PyTree], few: Sequence[PyTree], many: Sequence[PyTree]) -> tuple[Pair, Pair]:
+def traced(
+    function: Callable[..., PyTree],
+    few: Sequence[PyTree],
+    many: Sequence[PyTree],
+) -> tuple[Pair, Pair]:
     """Returns the jaxprs of a function for few and for many rows, and the shapes that it returns for both.
 
     Traces, computes nothing.
@@ -54,13 +79,23 @@ class Reader:
     trips_vary: bool = False
     caller: str = ""
 
-    def read(self, few: Any, many: Any, given: Sequence[Value]) -> Values:
+    def read(self, few: Any, many: Any, given: Values) -> Results:
         """Returns the value of each output of a jaxpr, open or closed, from those of its inputs."""
-        constants = zip(getattr(few, "consts", ()), getattr(many, "consts", ()), strict=False)
+        constants = zip(
+            getattr(few, "consts", ()),
+            getattr(many, "consts", ()),
+            strict=False,
+        )
         few, many = opened(few), opened(many)
         if not _are_alike(few, many):
             return self._of_other_program(few, many, given)
-        known = dict(zip(few.constvars, (_of_constant(*pair) for pair in constants), strict=True))
+        known = dict(
+            zip(
+                few.constvars,
+                (_of_constant(*pair) for pair in constants),
+                strict=True,
+            )
+        )
         known |= dict(zip(few.invars, given, strict=True))
 
         def value_of(a: Any, b: Any) -> Value:
@@ -75,15 +110,22 @@ class Reader:
         return [value_of(*pair) for pair in zip(few.outvars, many.outvars, strict=True)]
 
     def _operation(self, few: Any, many: Any) -> Operation:
-        return Operation(few, many, self.rows, self.ratio, self.trips_vary, self.caller)
+        return Operation(
+            few,
+            many,
+            self.rows,
+            self.ratio,
+            self.trips_vary,
+            self.caller,
+        )
 
-    def _of_other_program(self, few: Any, many: Any, given: Sequence[Value]) -> Values:
+    def _of_other_program(self, few: Any, many: Any, given: Values) -> Results:
         op = self._operation(_Whole(few), _Whole(many))
         why = f"another program for another number of rows, called at {self.caller}"
         values = list(given) or [Value(Kind.UNKNOWN)]
         return [op.unknown(values, why, at) for at in range(op.num_outputs)]
 
-    def _results(self, op: Operation, given: Values) -> Values:
+    def _results(self, op: Operation, given: Values) -> Results:
         """Returns the values that an operation returns."""
         outputs = range(op.num_outputs)
         if op.name in SPECIAL:
@@ -100,7 +142,7 @@ class Reader:
             return [op.unknown(given, "", at) for at in outputs]
         return self._by_rule(op, given)
 
-    def _by_rule(self, op: Operation, given: Values) -> Values:
+    def _by_rule(self, op: Operation, given: Values) -> Results:
         outputs = range(op.num_outputs)
         try:
             made = RULES[op.name](op, given)
@@ -110,13 +152,19 @@ class Reader:
 
     # Calls and branches -----------------------------------------------------------------------
 
-    def _linear_solve(self, op: Operation, given: Values) -> Values:
-        (few, count, start), (many, _, _) = linear_solve(op.few), linear_solve(op.many)
+    def _linear_solve(self, op: Operation, given: Values) -> Results:
+        (few, count, start), (many, _, _) = (
+            linear_solve(op.few),
+            linear_solve(op.many),
+        )
         num_sides = op.num_outputs
-        own = [*given[start : start + count], *given[len(given) - num_sides :]]
+        own = [
+            *given[start : start + count],
+            *given[len(given) - num_sides :],
+        ]
         return replace(self, caller=op.line).read(few, many, own)
 
-    def _branches(self, op: Operation, given: Values) -> Values:
+    def _branches(self, op: Operation, given: Values) -> Results:
         few, many = op.params["branches"], op.many.params["branches"]
         made = [self.read(a, b, given[1:]) for a, b in zip(few, many, strict=True)]
         results = []
@@ -127,13 +175,30 @@ class Reader:
 
     # Loops ------------------------------------------------------------------------------------
 
-    def _while_loop(self, op: Operation, given: Values) -> Values:
-        of_condition, of_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+    def _while_loop(self, op: Operation, given: Values) -> Results:
+        of_condition, of_body = (
+            op.params["cond_nconsts"],
+            op.params["body_nconsts"],
+        )
         start = of_condition + of_body
-        first, second, carry = given[:of_condition], given[of_condition:start], given[start:]
-        few, many = op.params["body_jaxpr"], op.many.params["body_jaxpr"]
-        carry, _ = self._settled(op, lambda carry: self.read(few, many, [*second, *carry]), carry)
-        condition = op.params["cond_jaxpr"], op.many.params["cond_jaxpr"]
+        first, second, carry = (
+            given[:of_condition],
+            given[of_condition:start],
+            given[start:],
+        )
+        few, many = (
+            op.params["body_jaxpr"],
+            op.many.params["body_jaxpr"],
+        )
+        carry, _ = self._settled(
+            op,
+            lambda carry: self.read(few, many, [*second, *carry]),
+            carry,
+        )
+        condition = (
+            op.params["cond_jaxpr"],
+            op.many.params["cond_jaxpr"],
+        )
         (goes_on,) = self.read(*condition, [*first, *carry])
         if goes_on.is_free and goes_on.growth == 1:
             return carry
@@ -141,9 +206,13 @@ class Reader:
         pairs = zip(carry, kept, strict=True)
         return [v if k else _after_trips(op, goes_on, v, at) for at, (v, k) in enumerate(pairs)]
 
-    def _scan(self, op: Operation, given: Values) -> Values:
+    def _scan(self, op: Operation, given: Values) -> Results:
         first, count = scan_counts(op.few)
-        constants, start, xs = given[:first], given[first : first + count], given[first + count :]
+        constants, start, xs = (
+            given[:first],
+            given[first : first + count],
+            given[first + count :],
+        )
         varies = op.params["length"] != op.many.params["length"]
         is_over_rows = any(v.span and 0 in v.span.dims for v in xs)
         entered = [replace(v, span=v.span and v.span.shifted(-1)) for v in xs]
@@ -159,23 +228,34 @@ class Reader:
             pairs = enumerate(zip(start, carry, strict=True))
             carry = [a if a == b else _of_varying_trips(op, a, b, at) for at, (a, b) in pairs]
         ys = enumerate(made[count:], count)
-        return [*carry, *(_stacked_over_trips(op, v, at, is_over_rows=is_over_rows) for at, v in ys)]
+        return [
+            *carry,
+            *(_stacked_over_trips(op, v, at, is_over_rows=is_over_rows) for at, v in ys),
+        ]
 
-    def _settled(self, op: Operation, body: Callable[[Values], Values], carry: Values) -> tuple[Values, Values]:
+    def _settled(
+        self,
+        op: Operation,
+        body: Callable[[Values], Results],
+        start: Values,
+    ) -> tuple[Results, Results]:
         """Returns what a loop carries after any number of trips, and what its body then returns."""
-        made: Values = []
+        carry, made = list(start), body(start)
         for _ in range(_MOST_TRIPS):
-            made = body(carry)
             pairs = enumerate(zip(carry, made, strict=False))
             following = [a if a == b else joined(op, [a, b], at) for at, (a, b) in pairs]
             if following == carry:
                 break
-            carry = following
+            carry, made = following, body(following)
         return carry, made
 
     def _added_up(
-        self, op: Operation, body: Callable[[Values], Values], start: Values, kept: Sequence[bool]
-    ) -> tuple[Values, Values]:
+        self,
+        op: Operation,
+        body: Callable[[Values], Results],
+        start: Values,
+        kept: Sequence[bool],
+    ) -> tuple[Results, Results]:
         """Returns the same of a loop over rows: it may add up what each gives, if it reads nothing of the sum."""
         terms = body([v if k else ZERO for v, k in zip(start, kept, strict=True)])
         running = [Value(Kind.SUM, term.growth, is_running=True) for term in terms]
@@ -256,7 +336,10 @@ def _stacked_over_trips(op: Operation, value: Value, at: int, *, is_over_rows: b
         return op.mixed([value], "it carries one row to the next", at)
     if value.span is None or (value.in_loop and not is_over_rows):
         return value
-    return replace(value, span=value.span._replace(first=value.span.first + 1, last=value.span.last + 1))
+    return replace(
+        value,
+        span=value.span._replace(first=value.span.first + 1, last=value.span.last + 1),
+    )
 
 
 def _computed(op: Operation, given: Values) -> Value:

@@ -1,15 +1,15 @@
 """The rules as tables: what each operation of JAX makes of values that depend on the rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from jaxpar.row_dependence import dims, elements, indices
 from jaxpar.row_dependence.operation import Operation
-from jaxpar.row_dependence.values import Value
+from jaxpar.row_dependence.values import Value, Values
 
-Rule = Callable[[Operation, Sequence[Value]], Value | list[Value]]
+Rule = Callable[[Operation, Values], Value | list[Value]]
 
 _RULES: dict[str, Rule] = {
     # elements
@@ -76,10 +76,28 @@ _RULES: dict[str, Rule] = {
 RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
 
 # What draws random numbers of keys that do not depend on rows.
-DRAWS = frozenset(["random_bits", "random_split", "random_gamma", "rng_bit_generator", "rng_uniform"])
+DRAWS = frozenset(
+    [
+        "random_bits",
+        "random_split",
+        "random_gamma",
+        "rng_bit_generator",
+        "rng_uniform",
+    ]
+)
 
 # Whose rules know what to do with values that mix rows. All others make such values of them.
-TAKE_MIXED = frozenset(["select_n", "stop_gradient", "sub", "square", "integer_pow", "copy", "convert_element_type"])
+TAKE_MIXED = frozenset(
+    [
+        "select_n",
+        "stop_gradient",
+        "sub",
+        "square",
+        "integer_pow",
+        "copy",
+        "convert_element_type",
+    ]
+)
 
 # Of constants that are numbers: their number is known.
 OF_NUMBERS: dict[str, Callable[..., Any]] = {

@@ -125,6 +125,9 @@ class Value:
         return self.span is not None and self.span.in_loop
 
 
+Values = Sequence[Value]
+
+
 def of_number(few: float, many: float) -> Value:
     """Returns the value of a constant, which may depend on the number of rows."""
     same_sign = few * many > 0
@@ -147,12 +150,12 @@ def product_of_growths(a: float | None, b: float | None, power: int = 1) -> floa
     return None if a is None or b is None else a * b**power
 
 
-def first_why(values: Sequence[Value]) -> str:
+def first_why(values: Values) -> str:
     """Returns what is in doubt about the first value of which something is."""
     return next((value.why for value in values if value.why), "")
 
 
-def first_assumed(values: Sequence[Value]) -> str:
+def first_assumed(values: Values) -> str:
     """Returns what is assumed of the first value of which something is."""
     return next((value.assumed for value in values if value.assumed), "")
 
