@@ -48,8 +48,8 @@ from jaxpar.row_dependence.values import same_growth
 
 Model = LayeredModel | Callable[[PyTree, PyTree], PyTree]
 
-_SAME = "the same for any number of rows"
 _DOUBT = Value(Kind.UNKNOWN, None)
+_NO_SUMS = (Kind.MIXED, Kind.ROWS)
 
 
 def check_rows(
@@ -147,16 +147,18 @@ class _Found:
         powers = self.power(a), self.power(b)
         return None not in powers and not same_growth(*powers)
 
-    def described(self, value: Value) -> str:
+    def described(self, value: Value, of: str = "row") -> str:
         """Returns what a sum is, in words."""
-        if value.kind in (Kind.MIXED, Kind.ROWS):
-            return f"no sum over rows: {value.why}"
+        if value.kind is Kind.MIXED:
+            return f"no sum over {of}s: {value.why}"
+        if value.kind is Kind.ROWS:
+            return f"a number for each {of}"
         power = self.power(value)
         if same_growth(power, 1.0):
-            return "a multiple of the number of rows" if value.is_free else "a sum over rows"
+            return f"a multiple of the number of {of}s" if value.is_free else f"a sum over {of}s"
         if same_growth(power, 1 / self.ratio):
-            return _SAME if value.is_free else "a mean over rows"
-        return "a sum over rows times what depends on their number"
+            return f"the same for any number of {of}s" if value.is_free else f"a mean over {of}s"
+        return f"a sum over {of}s times what depends on their number"
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,12 @@ def _name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path[1:], simple=True, separator="/")
 
 
-def _trace(model: Model, loss: Callable, params: PyTree, batches: list[PyTree]) -> Iterator[_Traced]:
+def _trace(
+    model: Model,
+    loss: Callable,
+    params: PyTree,
+    batches: list[PyTree],
+) -> Iterator[_Traced]:
     """Yields the parts of the model, and then the loss."""
     x = batches[0], batches[1]
     for name, function, own, count in _parts(model, params):
@@ -220,11 +227,18 @@ def _trace(model: Model, loss: Callable, params: PyTree, batches: list[PyTree]) 
     yield _Traced("loss", jaxprs, 0, 1, returned)
 
 
-def _pairs(trees: Sequence[PyTree]) -> list[tuple[Any, Any]]:
+def _pairs(
+    trees: Sequence[PyTree],
+) -> list[tuple[Any, Any]]:
     return list(zip(*map(jax.tree.leaves, trees), strict=True))
 
 
-def _after(part: _Traced, values: list[Value], reader: Reader, found: _Found) -> list[Value]:
+def _after(
+    part: _Traced,
+    values: list[Value],
+    reader: Reader,
+    found: _Found,
+) -> list[Value]:
     """Returns the values that a part returns, applied as often as the model does."""
     of_params = [Value()] * part.num_params
     for _ in range(part.count):
@@ -249,7 +263,10 @@ def _parts(model: Model, params: PyTree) -> Iterator[tuple[str, Callable, PyTree
     )
     yield "embed", model.embed, outer, 1
     if is_stacked(params):
-        first = jax.eval_shape(lambda layers: jax.tree.map(lambda p: p[0], layers), layers)
+        first = jax.eval_shape(
+            lambda layers: jax.tree.map(lambda p: p[0], layers),
+            layers,
+        )
         yield "layer", model.layers(1)[0], first, count
     else:
         yield from (("layer", *each, 1) for each in zip(model.layers(count), layers, strict=True))
@@ -275,7 +292,7 @@ def _refuse_parts(found: _Found) -> None:
 def _refuse_sums(found: _Found) -> None:
     """Raises if the loss returns other than sums over rows."""
     loss_sum, weight_sum, *sums = found.sums
-    is_wrong = any(value.kind in (Kind.MIXED, Kind.ROWS) for value in (loss_sum, weight_sum))
+    is_wrong = any(value.kind in _NO_SUMS for value in (loss_sum, weight_sum))
     if is_wrong or found.disagree(loss_sum, weight_sum):
         raise ValueError(
             "loss_sum and weight_sum must be sums over the rows that the loss is given, since both are added over microbatches "
@@ -285,7 +302,7 @@ def _refuse_sums(found: _Found) -> None:
             "weight_sum."
         )
     for name, each in zip(found.names[2:], sums, strict=True):
-        if each.kind in (Kind.MIXED, Kind.ROWS) or found.disagree(each, weight_sum):
+        if each.kind in _NO_SUMS or found.disagree(each, weight_sum):
             raise ValueError(
                 "each sum of a loss must be one over the rows that the loss is given, since it is added over microbatches and "
                 f"replicas, and divided by weight_sum; got {name!r}, {found.described(each)}, and weight_sum, "
@@ -337,22 +354,42 @@ def check_positions(
         found = _Found(2.0, _read_loss(loss, outputs, batches, sizes))
     except Exception:  # a model of one length alone
         return
+    _refuse_neighbours(
+        model,
+        loss,
+        params,
+        outputs[0],
+        batches[0],
+        sizes[0],
+    )
     loss_sum, weight_sum, *_ = found.sums
-    if found.disagree(loss_sum, weight_sum):
-        loss_is, weight_is = (found.described(each).replace("row", "position") for each in (loss_sum, weight_sum))
+    is_wrong = any(value.kind in _NO_SUMS for value in (loss_sum, weight_sum))
+    if is_wrong or found.disagree(loss_sum, weight_sum):
+        loss_is, weight_is = (found.described(each, "position") for each in (loss_sum, weight_sum))
         raise ValueError(
             "loss_sum and weight_sum must be sums over the positions that the loss is given, since both are added over the "
-            f"devices that share a sequence; got loss_sum {loss_is} and weight_sum {weight_is}. Return jnp.sum of the losses "
+            f"devices that share a sequence; got loss_sum {loss_is}, and weight_sum {weight_is}. Return jnp.sum of the losses "
             "of positions, and jnp.sum of their weights or their number."
         )
-    functions = {"loss": (loss, outputs[0], batches[0])}
-    functions |= {"embed": (model.embed, params[OUTER], batches[0])} if isinstance(model, LayeredModel) else {}
-    for name, (function, *args) in functions.items():
-        if size := _cut_positions(function, args, sizes[0]):
+
+
+def _refuse_neighbours(
+    model: Model,
+    loss: Callable,
+    params: PyTree,
+    outputs: PyTree,
+    batch: PyTree,
+    seq: int,
+) -> None:
+    """Raises if the loss or the embedding takes a slice of the positions, as those do that shift targets."""
+    functions = {"loss": (loss, outputs)}
+    if isinstance(model, LayeredModel):
+        functions["embed"] = model.embed, params[OUTER]
+    for name, (function, first) in functions.items():
+        if size := _cut_positions(function, [first, batch], seq):
             raise ValueError(
                 f"{name} must treat each position on its own, since a device has some of a sequence; got a slice of {size} of "
-                f"{sizes[0]} positions. Shift targets before jaxpar.shard_batch, and give positions that do not count a "
-                "weight of 0."
+                f"{seq} positions. Shift targets before jaxpar.shard_batch, and give positions that do not count a weight of 0."
             )
 
 
@@ -363,7 +400,11 @@ def _read_loss(
     sizes: tuple[int, int],
 ) -> list[Value]:
     """Returns how a loss depends on the positions, if each output that has positions depends on its own alone."""
-    jaxprs, _ = traced(loss, (outputs[0], batches[0]), (outputs[1], batches[1]))
+    jaxprs, _ = traced(
+        loss,
+        (outputs[0], batches[0]),
+        (outputs[1], batches[1]),
+    )
     of_outputs, of_batch = ([_rows_of(pair, sizes[0]) for pair in _pairs(trees)] for trees in (outputs, batches))
     unknown = [_DOUBT if value.is_free else value for value in of_outputs]
     return Reader(sizes[0], sizes[1] / sizes[0]).read(*jaxprs, [*unknown, *of_batch])
@@ -372,7 +413,10 @@ def _read_loss(
 def _cut_positions(function: Callable, args: list, seq: int) -> int | None:
     """Returns the size of a slice that a function takes of dim 1 of an array ``[rows, seq, ...]``; None if it takes none."""
     for equation in equations(jax.make_jaxpr(function)(*args)):
-        if equation.primitive.name in ("slice", "dynamic_slice"):
+        if equation.primitive.name in (
+            "slice",
+            "dynamic_slice",
+        ):
             given, made = (
                 equation.invars[0].aval.shape,
                 equation.outvars[0].aval.shape,
@@ -385,7 +429,9 @@ def _cut_positions(function: Callable, args: list, seq: int) -> int | None:
 # Shapes ---------------------------------------------------------------------------------------
 
 
-def _forward(model: Model) -> Callable[[PyTree, PyTree], PyTree]:
+def _forward(
+    model: Model,
+) -> Callable[[PyTree, PyTree], PyTree]:
     return model.apply if isinstance(model, LayeredModel) else model
 
 

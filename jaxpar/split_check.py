@@ -60,10 +60,16 @@ def check_split(
             "cut the batch."
         )
     forward = model.apply if isinstance(model, LayeredModel) else model
-    step, size = _make_step(forward, loss), num_rows // num_parts
+    step, size = (
+        _make_step(forward, loss),
+        num_rows // num_parts,
+    )
     rows = lambda start: jax.tree.map(lambda leaf: leaf[start : start + size], batch)
     whole = step(params, [batch])
-    split = step(params, [rows(start) for start in range(0, num_rows, size)])
+    split = step(
+        params,
+        [rows(start) for start in range(0, num_rows, size)],
+    )
     distances = _distances(split, whole)
     worst = max(distances, key=lambda name: distances[name])
     allowed = _precision(params, jax.eval_shape(forward, params, batch)) if within is None else within
@@ -131,4 +137,12 @@ def _distances(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> dict[
 def _precision(params: PyTree, outputs: PyTree) -> float:
     """Returns the square root of the precision of the coarsest floats."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves((params, outputs)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return float(max([jnp.finfo(dtype).eps for dtype in dtypes], default=0)) ** 0.5
+    return (
+        float(
+            max(
+                [jnp.finfo(dtype).eps for dtype in dtypes],
+                default=0,
+            )
+        )
+        ** 0.5
+    )

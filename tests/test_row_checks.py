@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.row_checks import check_rows
+from jaxpar.row_checks import check_positions, check_rows
 from tests.support.oracle import assert_same
 
 RNG = np.random.default_rng(0)
@@ -501,3 +501,44 @@ def test_a_step_of_the_readme_model_refuses_before_it_compiles_what_depends_on_t
         step = jaxpar.value_and_grad(README_MODEL, plus(term), mesh, schedule="1f1b", num_microbatches=8)
         with pytest.raises(ValueError, match=message):
             step(params, README_BATCH)
+
+
+# --- sequences that are split -----------------------------------------------------------------------------------------
+
+SEQUENCES = {name: np.zeros((4, 8), np.int32) for name in ("tokens", "targets", "positions")}
+TABLE = {"outer": RNG.normal(size=(16, 4)), "layers": RNG.normal(size=(2, 4, 4))}
+LOOKUP = jaxpar.LayeredModel(
+    lambda outer, batch: outer[batch["tokens"]], lambda w, x: x + jnp.tanh(x @ w), lambda outer, x: x @ outer.T
+)
+
+
+def each(o, b):
+    return -jnp.take_along_axis(jax.nn.log_softmax(o), b["targets"][..., None], axis=-1)[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda o, b: (jnp.sum(each(o, b)), jnp.float32(each(o, b).size)), ""),
+        (lambda o, b: (jnp.sum(jnp.mean(each(o, b), axis=1)), jnp.float32(len(o))), ""),
+        (
+            lambda o, b: (jnp.sum(each(o, b)), jnp.float32(len(o))),
+            "got loss_sum a sum over positions, and weight_sum the same for any number of positions",
+        ),
+        (
+            lambda o, b: (jnp.sum(jnp.sum(each(o, b), axis=1) ** 2), jnp.float32(each(o, b).size)),
+            "got loss_sum no sum over positions: it makes of a sum",
+        ),
+        (
+            lambda o, b: (jnp.sum(each(o, b)) + jnp.sum(o[:, 1:] - o[:, :-1]), jnp.float32(each(o, b).size)),
+            "loss must treat each position on its own.*got a slice of 7 of 8 positions",
+        ),
+    ],
+)
+def test_a_loss_of_sequences_that_are_split_is_a_sum_over_positions(loss, message):
+    if message:
+        with pytest.raises(ValueError, match=message):
+            check_positions(LOOKUP, loss, TABLE, SEQUENCES, 2)
+    check_positions(LOOKUP, loss, TABLE, SEQUENCES, 1)
+    if not message:
+        check_positions(LOOKUP, loss, TABLE, SEQUENCES, 2)

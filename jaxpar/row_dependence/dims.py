@@ -6,7 +6,10 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from jaxpar.row_dependence.elements import elementwise, joined
+from jaxpar.row_dependence.elements import (
+    elementwise,
+    joined,
+)
 from jaxpar.row_dependence.operation import Operation, Shape
 from jaxpar.row_dependence.values import (
     Kind,
@@ -27,7 +30,11 @@ def reduced(op: Operation, given: Values) -> Value:
     assert value.span is not None, "rows have a span"
     left = [d for d in value.span.dims if d not in axes]
     if len(left) == len(value.span.dims):
-        return op.rows_at(given, value.span.at(_renumbered(left, axes)), value.growth)
+        return op.rows_at(
+            given,
+            value.span.at(_renumbered(left, axes)),
+            value.growth,
+        )
     leads = left == list(value.span.dims)[: len(left)]
     if leads and left and _varies(op, left[0]):
         return _reduced_groups(op, value, left)
@@ -72,16 +79,29 @@ def _reduced_groups(op: Operation, value: Value, left: list[int]) -> Value:
     axes, (few, _) = op.params["axes"], op.in_shapes()
     size = math.prod(few[d] for d in value.span.dims if d in axes)
     span = value.span._replace(inner=value.span.inner / size)
-    return op.rows_at([value], span.at(_renumbered(left, axes)), value.growth)
+    return op.rows_at(
+        [value],
+        span.at(_renumbered(left, axes)),
+        value.growth,
+    )
 
 
 def _summed(op: Operation, value: Value, *, is_left: bool) -> Value:
     assert value.span is not None, "rows have a span"
     if value.span.part and set(value.span.dims) <= set(op.params["axes"]):
-        return Value(Kind.UNKNOWN, None, why=op.told("a sum over some rows"))
+        return Value(
+            Kind.UNKNOWN,
+            None,
+            why=op.told("a sum over some rows"),
+        )
     if not is_left:
         return op.mixed([value], "it is no sum over rows")
-    return Value(Kind.SUM, value.growth, why=value.why, assumed=value.assumed)
+    return Value(
+        Kind.SUM,
+        value.growth,
+        why=value.why,
+        assumed=value.assumed,
+    )
 
 
 # Other shapes ---------------------------------------------------------------------------------
@@ -124,7 +144,10 @@ def reshaped(op: Operation, given: Values) -> Value:
         return replace(value, span=made)
     if made.first > 0:
         return op.unknown(given, op.told("a loop over rows reshapes them"))
-    return replace(value, span=made._replace(first=-1, outer=span.outer))
+    return replace(
+        value,
+        span=made._replace(first=-1, outer=span.outer),
+    )
 
 
 def _span_of_reshaped(span: Span, old: Shape, new: Shape) -> Span | None:
@@ -180,7 +203,10 @@ def tiled(op: Operation, given: Values) -> Value:
     times = math.prod(repeats[d] for d in value.span.dims if d >= 0)
     if times > 1 and value.span.first < value.span.last:
         return op.unknown(given, op.told("it repeats rows"))
-    return replace(value, span=value.span._replace(outer=value.span.outer * times))
+    return replace(
+        value,
+        span=value.span._replace(outer=value.span.outer * times),
+    )
 
 
 def counted(op: Operation, given: Values) -> Value:
@@ -242,7 +268,10 @@ def _sliced_rows(op: Operation, value: Value, span: Span, dim: int) -> Value:
 
 def concatenated(op: Operation, given: Values) -> Value:
     """Of arrays one after another: repetitions of rows, or parts of them in their order."""
-    axis, spans = op.params["dimension"], [v.span for v in given]
+    axis, spans = (
+        op.params["dimension"],
+        [v.span for v in given],
+    )
     along = [span for span in spans if span and axis in span.dims]
     if not along or max(v.kind for v in given) is not Kind.ROWS:
         return joined(op, given)
@@ -252,7 +281,11 @@ def concatenated(op: Operation, given: Values) -> Value:
         return op.mixed(given, "it joins rows in another order")
     if not any(span.part for span in along):
         total = sum(span.outer for span in along)
-        return op.rows_at(given, along[0]._replace(outer=total), given[0].growth)
+        return op.rows_at(
+            given,
+            along[0]._replace(outer=total),
+            given[0].growth,
+        )
     sizes = tuple(shape[axis] for shape in op.out_shapes())
     if not _are_in_order([span.part for span in along], sizes):
         return op.mixed(given, "it moves rows")
@@ -286,7 +319,13 @@ def along(
         mixes = any(v.span and dims & set(v.span.dims) for v in given)
         return [one(op, given, at, mixes=mixes) for at in range(op.num_outputs)]
 
-    def one(op: Operation, given: Values, at: int, *, mixes: bool) -> Value:
+    def one(
+        op: Operation,
+        given: Values,
+        at: int,
+        *,
+        mixes: bool,
+    ) -> Value:
         if mixes:
             return op.mixed(given, "it orders or adds up rows", at)
         return joined(op, given, at) if adds else elementwise(op, given, at)

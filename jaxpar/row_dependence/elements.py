@@ -78,7 +78,13 @@ def added(op: Operation, given: Values) -> Value:
     return replace(made, place=Place.OTHER) if made.place and op.name == "sub" else made
 
 
-def joined(op: Operation, given: Values, at: int = 0, *, adds: bool = False) -> Value:
+def joined(
+    op: Operation,
+    given: Values,
+    at: int = 0,
+    *,
+    adds: bool = False,
+) -> Value:
     """Of a value each of whose elements is one of the operands', or with ``adds`` their sum."""
     terms = [v for v in given if not v.is_zero]
     if not terms:
@@ -92,8 +98,15 @@ def joined(op: Operation, given: Values, at: int = 0, *, adds: bool = False) -> 
     if Kind.SUM in kinds:
         return _joined_sums(op, terms, at, adds=adds, is_even=is_even)
     if not is_even:
-        return op.mixed(terms, "it adds rows and what depends on their number", at)
-    return with_growth(elementwise(op, _without_growth(terms), at), terms[0].growth)
+        return op.mixed(
+            terms,
+            "it adds rows and what depends on their number",
+            at,
+        )
+    return with_growth(
+        elementwise(op, _without_growth(terms), at),
+        terms[0].growth,
+    )
 
 
 def _joined_constants(op: Operation, terms: Values, at: int, *, is_even: bool) -> Value:
@@ -104,10 +117,21 @@ def _joined_constants(op: Operation, terms: Values, at: int, *, is_even: bool) -
     return replace(made, growth=1.0 if is_index else None)
 
 
-def _joined_sums(op: Operation, terms: Values, at: int, *, adds: bool, is_even: bool) -> Value:
+def _joined_sums(
+    op: Operation,
+    terms: Values,
+    at: int,
+    *,
+    adds: bool,
+    is_even: bool,
+) -> Value:
     """Of terms one of which is a sum over rows: the others must be sums too, or as large as sums are."""
     sums = [v for v in terms if v.kind is Kind.SUM]
-    first = replace(sums[0], why=first_why(terms), assumed=first_assumed(terms))
+    first = replace(
+        sums[0],
+        why=first_why(terms),
+        assumed=first_assumed(terms),
+    )
     of_trip = all(v.span is None or v.in_loop for v in terms)
     if adds and is_even and of_trip and any(v.is_running for v in sums):
         return replace(first, is_running=True)
@@ -159,7 +183,10 @@ def largest(op: Operation, given: Values) -> Value:
     sums = [v for v in given if v.kind is Kind.SUM]
     bounds = [v for v in given if v.number and 0 <= v.number[0] <= 1]
     if len(sums) == len(bounds) == 1:
-        return replace(sums[0], assumed=op.told("a sum over rows is kept from 0"))
+        return replace(
+            sums[0],
+            assumed=op.told("a sum over rows is kept from 0"),
+        )
     return elementwise(op, given)
 
 

@@ -4,8 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 from jaxpar.row_dependence.dims import sliced
-from jaxpar.row_dependence.elements import elementwise, joined
-from jaxpar.row_dependence.operation import Operation, span_of_shape
+from jaxpar.row_dependence.elements import (
+    elementwise,
+    joined,
+)
+from jaxpar.row_dependence.operation import (
+    Operation,
+    span_of_shape,
+)
 from jaxpar.row_dependence.values import (
     ZERO,
     Kind,
@@ -37,7 +43,10 @@ def multiplied_matrices(op: Operation, given: Values) -> Value:
     rows = [at for at, v in enumerate(given) if v.kind is Kind.ROWS]
     if not rows:
         place = Place.OTHER if any(v.place for v in given) and op.varying_out() else Place.NONE
-        return Value(growth=_contracted_growth(op, growth), place=place)
+        return Value(
+            growth=_contracted_growth(op, growth),
+            place=place,
+        )
     return _product_of_rows(op, given, rows, growth)
 
 
@@ -56,11 +65,19 @@ def _product_with_sums(op: Operation, given: Values, growth: float | None) -> Va
             is_running=False,
         )
     if max(kinds) is Kind.ROWS:
-        return op.unknown(given, op.told("a loop over rows multiplies them by others"))
+        return op.unknown(
+            given,
+            op.told("a loop over rows multiplies them by others"),
+        )
     return elementwise(op, given)
 
 
-def _product_of_rows(op: Operation, given: Values, rows: list[int], growth: float | None) -> Value:
+def _product_of_rows(
+    op: Operation,
+    given: Values,
+    rows: list[int],
+    growth: float | None,
+) -> Value:
     contracted = op.params["dimension_numbers"][0]
     spans = [_span(given[at]) for at in rows]
     summed = [at for at in rows if set(_span(given[at]).dims) <= set(contracted[at])]
@@ -89,7 +106,12 @@ def _sum_of_products(
     why = first_why(given)
     if not why and any(v.place for v in given):
         why = op.told("each row has a weight by its place")
-    return Value(Kind.SUM, growth, why=why, assumed=first_assumed(given))
+    return Value(
+        Kind.SUM,
+        growth,
+        why=why,
+        assumed=first_assumed(given),
+    )
 
 
 def _out_dims(op: Operation, at: int) -> Dims:
@@ -158,7 +180,10 @@ def gathered(op: Operation, given: Values) -> Value:
         return x
     if x.kind is not Kind.ROWS or index.kind > Kind.ROWS or _span(x).first < 0:
         return elementwise(op, given)
-    numbers, dims = op.params["dimension_numbers"], set(_span(x).dims)
+    numbers, dims = (
+        op.params["dimension_numbers"],
+        set(_span(x).dims),
+    )
     if dims & set(numbers.start_index_map) and op.params["slice_sizes"][_span(x).first] == 1:
         return _gathered_rows(op, x, index)
     if dims <= set(numbers.operand_batching_dims):
@@ -184,7 +209,10 @@ def _gathered_rows(op: Operation, x: Value, index: Value) -> Value:
     """Of rows at indices: each row at its own index is what it was."""
     span = _span(x)
     if index.place is Place.INDEX and span == Span(span.first, span.first):
-        return replace(op.unknown([replace(x, span=None)]), why=x.why or index.why)
+        return replace(
+            op.unknown([replace(x, span=None)]),
+            why=x.why or index.why,
+        )
     if index.is_free:
         return op.mixed([x, index], "it reads one row")
     return op.unknown([x, index], op.told("it moves rows"))
@@ -192,7 +220,10 @@ def _gathered_rows(op: Operation, x: Value, index: Value) -> Value:
 
 def _gathered_in_rows(op: Operation, x: Value, index: Value) -> Value:
     """Of elements of each row, at indices of the same row."""
-    numbers, dims = op.params["dimension_numbers"], _of_index(op)
+    numbers, dims = (
+        op.params["dimension_numbers"],
+        _of_index(op),
+    )
     pairs = zip(
         numbers.operand_batching_dims,
         numbers.start_indices_batching_dims,
@@ -245,7 +276,11 @@ def _scattered_without_rows(op: Operation, x: Value, index: Value, updates: Valu
             [x, index, updates],
             "it keeps what the last of some rows writes",
         )
-    total = Value(Kind.SUM, updates.growth, why=updates.why or index.why)
+    total = Value(
+        Kind.SUM,
+        updates.growth,
+        why=updates.why or index.why,
+    )
     return joined(op, [x, total], adds=True)
 
 
@@ -253,7 +288,10 @@ def sliced_at(op: Operation, given: Values) -> Value:
     """Of a slice from indices that are values."""
     x, *indices = given
     if not all(v.is_free for v in indices):
-        return elementwise(op, [x, *(replace(v, growth=1.0) for v in indices)])
+        return elementwise(
+            op,
+            [x, *(replace(v, growth=1.0) for v in indices)],
+        )
     made = sliced(op, [x])
     if made.kind is x.kind or all(v.number for v in indices):
         return made
@@ -263,8 +301,14 @@ def sliced_at(op: Operation, given: Values) -> Value:
 def updated_at(op: Operation, given: Values) -> Value:
     """Of an array with a slice written from indices that are values."""
     x, update, *indices = given
-    (few, _), (few_update, _) = op.in_shapes(0), op.in_shapes(1)
+    (few, _), (few_update, _) = (
+        op.in_shapes(0),
+        op.in_shapes(1),
+    )
     dims: Any = update.span.dims if update.span else ()
     if not all(d < 0 or few[d] == few_update[d] for d in dims):
         return op.mixed(given, "it writes some rows")
-    return joined(op, [x, update, *(v for v in indices if not v.is_free)])
+    return joined(
+        op,
+        [x, update, *(v for v in indices if not v.is_free)],
+    )

@@ -120,7 +120,10 @@ class Operation:
         """Returns a result that has rows at ``span``, each made of the same row; None: they are torn apart."""
         why = first_why(given)
         if span is None:
-            return self.unknown(given, why or self.told("it moves rows apart"))
+            return self.unknown(
+                given,
+                why or self.told("it moves rows apart"),
+            )
         place = max(v.place for v in given)
         if place and self.is_float() and not why:
             why = self.told("it depends on the place of a row in its microbatch")
@@ -150,7 +153,12 @@ class Operation:
         why = first_why(given)
         if why or not is_proved or any(v.kind is Kind.UNKNOWN for v in given):
             return self.unknown(given, why or self.told(what), at)
-        return Value(Kind.MIXED, None, why=self.told(what), is_bound=is_bound)
+        return Value(
+            Kind.MIXED,
+            None,
+            why=self.told(what),
+            is_bound=is_bound,
+        )
 
     def unknown(self, given: Values, why: str = "", at: int = 0) -> Value:
         """Returns a result of an operation that is not known: it is taken to have rows where its size says so."""
@@ -171,7 +179,10 @@ class Operation:
     def _guessed_span(self, given: Values, dims: list[int], at: int) -> Span | None:
         spans = [v.span for v in given if v.span is not None]
         if not dims:
-            return next((span for span in spans if span.in_loop), None)
+            return next(
+                (span for span in spans if span.in_loop),
+                None,
+            )
         known = [span for span in spans if set(dims) <= set(span.dims)]
         return known[0] if known else span_of_shape(self.out_shapes(at)[0], dims, self.rows)
 

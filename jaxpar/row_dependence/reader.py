@@ -18,7 +18,11 @@ from jaxpar._compat import (
     opened,
     scan_counts,
 )
-from jaxpar.row_dependence.elements import chosen, elementwise, joined
+from jaxpar.row_dependence.elements import (
+    chosen,
+    elementwise,
+    joined,
+)
 from jaxpar.row_dependence.mark import is_row_wise
 from jaxpar.row_dependence.operation import Operation
 from jaxpar.row_dependence.rules import (
@@ -106,7 +110,13 @@ class Reader:
         for a, b in zip(few.eqns, many.eqns, strict=True):
             values = [value_of(*pair) for pair in zip(a.invars, b.invars, strict=True)]
             op = self._operation(a, b)
-            known.update(zip(a.outvars, self._results(op, values), strict=True))
+            known.update(
+                zip(
+                    a.outvars,
+                    self._results(op, values),
+                    strict=True,
+                )
+            )
         return [value_of(*pair) for pair in zip(few.outvars, many.outvars, strict=True)]
 
     def _operation(self, few: Any, many: Any) -> Operation:
@@ -165,7 +175,10 @@ class Reader:
         return replace(self, caller=op.line).read(few, many, own)
 
     def _branches(self, op: Operation, given: Values) -> Results:
-        few, many = op.params["branches"], op.many.params["branches"]
+        few, many = (
+            op.params["branches"],
+            op.many.params["branches"],
+        )
         made = [self.read(a, b, given[1:]) for a, b in zip(few, many, strict=True)]
         results = []
         for at, values in enumerate(zip(*made, strict=True)):
@@ -216,8 +229,14 @@ class Reader:
         varies = op.params["length"] != op.many.params["length"]
         is_over_rows = any(v.span and 0 in v.span.dims for v in xs)
         entered = [replace(v, span=v.span and v.span.shifted(-1)) for v in xs]
-        body = replace(self, trips_vary=varies if is_over_rows else self.trips_vary)
-        few, many = op.params["jaxpr"], op.many.params["jaxpr"]
+        body = replace(
+            self,
+            trips_vary=varies if is_over_rows else self.trips_vary,
+        )
+        few, many = (
+            op.params["jaxpr"],
+            op.many.params["jaxpr"],
+        )
         run = lambda carry: body.read(few, many, [*constants, *carry, *entered])
         if is_over_rows:
             kept = _kept(opened(few), first, count)
@@ -265,10 +284,20 @@ class Reader:
             if is_kept:
                 carry.append(value)
             elif new.kind is Kind.SUM and new.is_running:
-                total = replace(new, growth=terms[at].growth, is_running=False)
+                total = replace(
+                    new,
+                    growth=terms[at].growth,
+                    is_running=False,
+                )
                 carry.append(joined(op, [value, total], at, adds=True))
             else:
-                carry.append(op.mixed([new], "it carries one row to the next", at))
+                carry.append(
+                    op.mixed(
+                        [new],
+                        "it carries one row to the next",
+                        at,
+                    )
+                )
         return carry, made
 
 
@@ -330,7 +359,13 @@ def _of_varying_trips(op: Operation, before: Value, after: Value, at: int) -> Va
     return op.unknown([before, after], why, at)
 
 
-def _stacked_over_trips(op: Operation, value: Value, at: int, *, is_over_rows: bool) -> Value:
+def _stacked_over_trips(
+    op: Operation,
+    value: Value,
+    at: int,
+    *,
+    is_over_rows: bool,
+) -> Value:
     """Returns what the trips of a loop return, one after another along a new dim."""
     if value.is_running:
         return op.mixed([value], "it carries one row to the next", at)
@@ -338,7 +373,10 @@ def _stacked_over_trips(op: Operation, value: Value, at: int, *, is_over_rows: b
         return value
     return replace(
         value,
-        span=value.span._replace(first=value.span.first + 1, last=value.span.last + 1),
+        span=value.span._replace(
+            first=value.span.first + 1,
+            last=value.span.last + 1,
+        ),
     )
 
 

@@ -76,7 +76,10 @@ class Span(NamedTuple):
 
     def shifted(self, by: int) -> "Span":
         """Returns the span with this number added to its dims."""
-        return self._replace(first=max(self.first + by, -1), last=max(self.last + by, -1))
+        return self._replace(
+            first=max(self.first + by, -1),
+            last=max(self.last + by, -1),
+        )
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,10 @@ def first_why(values: Values) -> str:
 
 def first_assumed(values: Values) -> str:
     """Returns what is assumed of the first value of which something is."""
-    return next((value.assumed for value in values if value.assumed), "")
+    return next(
+        (value.assumed for value in values if value.assumed),
+        "",
+    )
 
 
 def of_array(few: np.ndarray, many: np.ndarray) -> Value:
