@@ -8,6 +8,7 @@ import pytest
 import jaxpar
 from jaxpar.row_checks import check_positions, check_rows
 from tests.support.oracle import assert_same
+from tests.support.tiers import quick
 
 RNG = np.random.default_rng(0)
 PARAMS = {
@@ -155,7 +156,7 @@ def total(model, *parts):
     return sum(float(loss(model.apply(PARAMS, part), part)[0]) for part in parts)
 
 
-@pytest.mark.parametrize("name", [*TAKEN, *REFUSED])
+@pytest.mark.parametrize("name", quick([*TAKEN, *REFUSED], "params that are added once"))
 def test_what_is_refused_does_change_with_the_split_and_what_is_taken_does_not(x64, name):
     model = (TAKEN | REFUSED)[name]
     parts = [jax.tree.map(lambda a, part=part: a[part], BATCH) for part in (slice(6), slice(6, None))]
@@ -174,7 +175,7 @@ RUNS = {
 BY_ROW = model(lambda w, aux, h: aux + jnp.mean(h**2, axis=-1), embed=lambda batch: jnp.zeros(len(batch["x"])))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", quick(RUNS, "replicas"))
 def test_every_executor_refuses_a_mean_and_takes_a_number_for_each_row(x64, name):
     axes, settings = RUNS[name]
     mesh = jaxpar.make_mesh(**axes)
@@ -185,6 +186,7 @@ def test_every_executor_refuses_a_mean_and_takes_a_number_for_each_row(x64, name
     assert_same(got, jax.value_and_grad(mean)(PARAMS))
 
 
+@pytest.mark.full
 def test_one_part_splits_nothing_and_takes_all(x64):
     mean = REFUSED["a mean"]
     got = jaxpar.value_and_grad(mean, loss, jaxpar.make_mesh(stage=2))(PARAMS, BATCH)
