@@ -33,7 +33,8 @@ from jaxpar.pipeline import (
     spmd_program,
     sum_over_stages,
 )
-from jaxpar.row_checks import check_positions, check_rows
+from jaxpar.position_checks import check_positions
+from jaxpar.row_checks import check_rows
 from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.sharding import check_batch_on, check_same_tree
 from jaxpar.step_sharding import StepSharding, run_on_shards, shard_step

@@ -17,7 +17,7 @@ A row must not depend on others, nor a leaf of ``x`` without rows on rows:
 What is proved to be wrong is refused, before anything is compiled. What is not known to be right is taken, with one warning
 that names the line of code. ``row_dependence`` proves it.
 
-Where ``context`` splits sequences, both sums are added over the parts of positions too.
+``position_checks.py`` does the same for sequences that ``context`` splits.
 """
 
 import warnings
@@ -28,8 +28,6 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jaxpar._compat import equations
-from jaxpar.fields import arg
 from jaxpar.layered_model import (
     LAYERS,
     OUTER,
@@ -48,8 +46,7 @@ from jaxpar.row_dependence.values import same_growth
 
 Model = LayeredModel | Callable[[PyTree, PyTree], PyTree]
 
-_DOUBT = Value(Kind.UNKNOWN, None)
-_NO_SUMS = (Kind.MIXED, Kind.ROWS)
+NO_SUMS = (Kind.MIXED, Kind.ROWS)
 
 
 def check_rows(
@@ -72,8 +69,8 @@ def check_rows(
     """
     if num_parts == 1:
         return
-    sizes = _two_sizes(_size(batch, 0), num_parts)
-    found = _examine(model, loss, _shapes(params), _shapes(batch), sizes)
+    sizes = _two_sizes(size_of(batch, 0), num_parts)
+    found = _examine(model, loss, shapes_of(params), shapes_of(batch), sizes)
     if found is None:
         doubts = [f"model and loss take no {sizes[0]} and no {sizes[1]} rows"]
     else:
@@ -94,7 +91,7 @@ def _two_sizes(num_rows: int, num_parts: int) -> tuple[int, int]:
 
 
 @dataclass
-class _Found:
+class Found:
     """How a loss depends on the rows.
 
     Attributes:
@@ -134,7 +131,7 @@ class _Found:
             return value
         if value.kind is not Kind.ROWS:
             return value
-        return _rows_of(shapes, rows) if value.why else replace(value, assumed="")
+        return rows_of(shapes, rows) if value.why else replace(value, assumed="")
 
     def power(self, value: Value) -> float | None:
         """Returns the factor of a sum over rows, few / many for a mean; None: not known."""
@@ -186,16 +183,16 @@ def _examine(
     params: PyTree,
     batch: PyTree,
     sizes: tuple[int, int],
-) -> _Found | None:
+) -> Found | None:
     """Returns how the loss depends on the rows; None if model and loss take no such numbers of rows."""
-    batches = [_resized(batch, size) for size in sizes]
+    batches = [resized(batch, size) for size in sizes]
     try:
         *parts, of_loss = _trace(model, loss, params, batches)
     except Exception:  # any error that a model raises for another number of rows than its own
         return None
-    found, rows = _Found(sizes[1] / sizes[0]), sizes[0]
+    found, rows = Found(sizes[1] / sizes[0]), sizes[0]
     reader = Reader(rows, found.ratio)
-    of_batch = [_rows_of(pair, rows) for pair in _pairs(batches)]
+    of_batch = [rows_of(pair, rows) for pair in pairs_of(batches)]
     values = of_batch
     for part in parts:
         values = _after(part, values, reader, found)
@@ -227,9 +224,10 @@ def _trace(
     yield _Traced("loss", jaxprs, 0, 1, returned)
 
 
-def _pairs(
+def pairs_of(
     trees: Sequence[PyTree],
 ) -> list[tuple[Any, Any]]:
+    """Returns the leaves of two trees side by side."""
     return list(zip(*map(jax.tree.leaves, trees), strict=True))
 
 
@@ -237,14 +235,14 @@ def _after(
     part: _Traced,
     values: list[Value],
     reader: Reader,
-    found: _Found,
+    found: Found,
 ) -> list[Value]:
     """Returns the values that a part returns, applied as often as the model does."""
     of_params = [Value()] * part.num_params
     for _ in range(part.count):
         before = values
         made = reader.read(*part.jaxprs, [*of_params, *before])
-        settled = zip(made, _pairs(part.returned), strict=True)
+        settled = zip(made, pairs_of(part.returned), strict=True)
         values = [found.settled(value, part.name, shapes, reader.rows) for value, shapes in settled]
         if values == before:
             break
@@ -276,7 +274,7 @@ def _parts(model: Model, params: PyTree) -> Iterator[tuple[str, Callable, PyTree
 # What is refused ------------------------------------------------------------------------------
 
 
-def _refuse_parts(found: _Found) -> None:
+def _refuse_parts(found: Found) -> None:
     """Raises if rows that a part of the model mixes reach the loss."""
     for value in found.sums:
         part = found.part_of.get(value.why)
@@ -289,10 +287,10 @@ def _refuse_parts(found: _Found) -> None:
             )
 
 
-def _refuse_sums(found: _Found) -> None:
+def _refuse_sums(found: Found) -> None:
     """Raises if the loss returns other than sums over rows."""
     loss_sum, weight_sum, *sums = found.sums
-    is_wrong = any(value.kind in _NO_SUMS for value in (loss_sum, weight_sum))
+    is_wrong = any(value.kind in NO_SUMS for value in (loss_sum, weight_sum))
     if is_wrong or found.disagree(loss_sum, weight_sum):
         raise ValueError(
             "loss_sum and weight_sum must be sums over the rows that the loss is given, since both are added over microbatches "
@@ -302,7 +300,7 @@ def _refuse_sums(found: _Found) -> None:
             "weight_sum."
         )
     for name, each in zip(found.names[2:], sums, strict=True):
-        if each.kind in _NO_SUMS or found.disagree(each, weight_sum):
+        if each.kind in NO_SUMS or found.disagree(each, weight_sum):
             raise ValueError(
                 "each sum of a loss must be one over the rows that the loss is given, since it is added over microbatches and "
                 f"replicas, and divided by weight_sum; got {name!r}, {found.described(each)}, and weight_sum, "
@@ -318,141 +316,31 @@ def _warning(doubts: Sequence[str]) -> str:
     )
 
 
-# Sequences that are split ---------------------------------------------------------------------
-
-
-def check_positions(
-    model: Model,
-    loss: Callable,
-    params: PyTree,
-    batch: PyTree,
-    num_parts: int,
-) -> None:
-    """Raises if the loss would depend on how sequences are split: it is no sum over positions, or it pairs neighbours.
-
-    Raises too for a dict without ``positions``: it has not been through ``shard_batch``, so its tokens are on other devices
-    than ``context_parallel.places`` says.
-
-    Args:
-        model: The model.
-        loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with a dict of further sums.
-        params: Arrays or ShapeDtypeStructs.
-        batch: Likewise.
-        num_parts: The number of parts of a sequence; with one nothing is refused, nor is a model of one length alone.
-    """
-    if num_parts == 1:
-        return
-    if isinstance(batch, dict) and "positions" not in batch:
-        raise ValueError(
-            f"a batch whose sequences are split must have positions; got {arg(context=num_parts)} and none. Make it with "
-            "jaxpar.shard_batch, which adds them."
-        )
-    sizes = _size(batch, 1), 2 * _size(batch, 1)
-    batches = [_resized(_shapes(batch), size, dim=1) for size in sizes]
-    try:
-        outputs = [jax.eval_shape(_forward(model), params, each) for each in batches]
-        found = _Found(2.0, _read_loss(loss, outputs, batches, sizes))
-    except Exception:  # a model of one length alone
-        return
-    _refuse_neighbours(
-        model,
-        loss,
-        params,
-        outputs[0],
-        batches[0],
-        sizes[0],
-    )
-    loss_sum, weight_sum, *_ = found.sums
-    is_wrong = any(value.kind in _NO_SUMS for value in (loss_sum, weight_sum))
-    if is_wrong or found.disagree(loss_sum, weight_sum):
-        loss_is, weight_is = (found.described(each, "position") for each in (loss_sum, weight_sum))
-        raise ValueError(
-            "loss_sum and weight_sum must be sums over the positions that the loss is given, since both are added over the "
-            f"devices that share a sequence; got loss_sum {loss_is}, and weight_sum {weight_is}. Return jnp.sum of the losses "
-            "of positions, and jnp.sum of their weights or their number."
-        )
-
-
-def _refuse_neighbours(
-    model: Model,
-    loss: Callable,
-    params: PyTree,
-    outputs: PyTree,
-    batch: PyTree,
-    seq: int,
-) -> None:
-    """Raises if the loss or the embedding takes a slice of the positions, as those do that shift targets."""
-    functions = {"loss": (loss, outputs)}
-    if isinstance(model, LayeredModel):
-        functions["embed"] = model.embed, params[OUTER]
-    for name, (function, first) in functions.items():
-        if size := _cut_positions(function, [first, batch], seq):
-            raise ValueError(
-                f"{name} must treat each position on its own, since a device has some of a sequence; got a slice of {size} of "
-                f"{seq} positions. Shift targets before jaxpar.shard_batch, and give positions that do not count a weight of 0."
-            )
-
-
-def _read_loss(
-    loss: Callable,
-    outputs: Sequence[PyTree],
-    batches: Sequence[PyTree],
-    sizes: tuple[int, int],
-) -> list[Value]:
-    """Returns how a loss depends on the positions, if each output that has positions depends on its own alone."""
-    jaxprs, _ = traced(
-        loss,
-        (outputs[0], batches[0]),
-        (outputs[1], batches[1]),
-    )
-    of_outputs, of_batch = ([_rows_of(pair, sizes[0]) for pair in _pairs(trees)] for trees in (outputs, batches))
-    unknown = [_DOUBT if value.is_free else value for value in of_outputs]
-    return Reader(sizes[0], sizes[1] / sizes[0]).read(*jaxprs, [*unknown, *of_batch])
-
-
-def _cut_positions(function: Callable, args: list, seq: int) -> int | None:
-    """Returns the size of a slice that a function takes of dim 1 of an array ``[rows, seq, ...]``; None if it takes none."""
-    for equation in equations(jax.make_jaxpr(function)(*args)):
-        if equation.primitive.name in (
-            "slice",
-            "dynamic_slice",
-        ):
-            given, made = (
-                equation.invars[0].aval.shape,
-                equation.outvars[0].aval.shape,
-            )
-            if given[1:2] == (seq,) != made[1:2] and given[0] == _size(args[1], 0):
-                return made[1]
-    return None
-
-
 # Shapes ---------------------------------------------------------------------------------------
 
 
-def _forward(
-    model: Model,
-) -> Callable[[PyTree, PyTree], PyTree]:
-    return model.apply if isinstance(model, LayeredModel) else model
-
-
-def _shapes(tree: PyTree) -> PyTree:
+def shapes_of(tree: PyTree) -> PyTree:
+    """Returns a tree with its arrays as ShapeDtypeStructs."""
     return jax.eval_shape(lambda tree: tree, tree)
 
 
-def _rows_of(shapes: tuple[Any, Any], rows: int) -> Value:
+def rows_of(shapes: tuple[Any, Any], rows: int) -> Value:
     """Returns the value of an array that has rows where its shapes differ, and if they do not, none."""
     few, many = (each.shape for each in shapes)
     dims = [d for d, (a, b) in enumerate(zip(few, many, strict=True)) if a != b]
     return Value(Kind.ROWS, span=span_of_shape(few, dims, rows)) if dims else Value()
 
 
-def _size(batch: PyTree, dim: int) -> int:
+def size_of(batch: PyTree, dim: int) -> int:
+    """Returns the size of a dim of the first leaf that has it."""
     return next(leaf.shape[dim] for leaf in jax.tree.leaves(batch) if leaf.ndim > dim)
 
 
-def _resized(batch: PyTree, size: int, dim: int = 0) -> PyTree:
-    def resized(leaf: Any) -> jax.ShapeDtypeStruct:
+def resized(batch: PyTree, size: int, dim: int = 0) -> PyTree:
+    """Returns the shapes of a batch with another size of a dim, of the leaves that have it."""
+
+    def of(leaf: Any) -> jax.ShapeDtypeStruct:
         sizes = (size if at == dim else own for at, own in enumerate(leaf.shape))
         return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
 
-    return jax.tree.map(resized, batch)
+    return jax.tree.map(of, batch)

@@ -18,6 +18,7 @@ says so, and the doubt goes along with it.
 - `elements.py`: the rules of operations on each element: sums, products, choices.
 - `dims.py`: the rules of operations that reduce, move, cut or join dims.
 - `indices.py`: the rules of products of matrices, and of reads and writes at indices.
+- `constants.py`: arrays and numbers that are written in a function.
 - `reader.py`: reads jaxprs: calls, branches and loops.
 - `mark.py`: ``row_wise``, the mark of functions that are not read.
 """

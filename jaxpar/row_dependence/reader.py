@@ -5,19 +5,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar._compat import (
     Literal,
-    Tracer,
     inlined,
-    is_jaxpr,
     linear_solve,
     opened,
     scan_counts,
 )
+from jaxpar.row_dependence.constants import of_constant
 from jaxpar.row_dependence.elements import (
     chosen,
     elementwise,
@@ -37,12 +35,10 @@ from jaxpar.row_dependence.values import (
     Place,
     Value,
     Values,
-    of_array,
     of_number,
 )
 
 _MOST_TRIPS = 6  # after which what a loop carries has settled
-_LARGEST_CONSTANT = 4096  # elements; of larger ones only the shape is read
 
 Results = list[Value]
 Pair = tuple[Any, Any]  # for few and for many rows
@@ -96,7 +92,7 @@ class Reader:
         known = dict(
             zip(
                 few.constvars,
-                (_of_constant(*pair) for pair in constants),
+                (of_constant(*pair) for pair in constants),
                 strict=True,
             )
         )
@@ -105,7 +101,7 @@ class Reader:
         def value_of(a: Any, b: Any) -> Value:
             if not isinstance(a, Literal):
                 return known[a]
-            return _of_constant(a.val, b.val) if isinstance(b, Literal) else Value(growth=None)
+            return of_constant(a.val, b.val) if isinstance(b, Literal) else Value(growth=None)
 
         for a, b in zip(few.eqns, many.eqns, strict=True):
             values = [value_of(*pair) for pair in zip(a.invars, b.invars, strict=True)]
@@ -386,20 +382,3 @@ def _computed(op: Operation, given: Values) -> Value:
     with np.errstate(all="ignore"):
         few, many = (OF_NUMBERS[op.name](*each) for each in numbers)
     return of_number(few, many)
-
-
-def _of_constant(few: Any, many: Any) -> Value:
-    """Returns the value of an array, or of a number, that a function closes over or that is written in it."""
-    pair = few, many
-    if not all(map(_can_be_read, pair)):
-        return Value(place=Place.OTHER if np.shape(few) != np.shape(many) else Place.NONE)
-    is_key = any(jnp.issubdtype(jnp.result_type(each), jax.dtypes.extended) for each in pair)
-    if is_key or not all(map(np.size, pair)):
-        return Value()
-    return of_array(np.asarray(few), np.asarray(many))
-
-
-def _can_be_read(value: Any) -> bool:
-    if isinstance(value, Tracer) or is_jaxpr(value):
-        return False
-    return getattr(value, "is_fully_addressable", True) and np.size(value) <= _LARGEST_CONSTANT

@@ -8,8 +8,6 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
-
 
 class Kind(IntEnum):
     """How a value depends on the rows, from the simplest to the worst."""
@@ -164,15 +162,3 @@ def first_assumed(values: Values) -> str:
         (value.assumed for value in values if value.assumed),
         "",
     )
-
-
-def of_array(few: np.ndarray, many: np.ndarray) -> Value:
-    """Returns the value of an array that is written into a function."""
-    is_one_number = few.dtype.kind in "biuf" or few.dtype.name.startswith(("bfloat", "float", "int"))
-    if is_one_number and np.all(few == few.flat[0]) and np.all(many == many.flat[0]):
-        return of_number(float(few.flat[0]), float(many.flat[0]))
-    if few.shape != many.shape:
-        counts = np.array_equal(few, np.arange(few.size))
-        return Value(place=Place.INDEX if counts else Place.OTHER)
-    has_nan = few.dtype.kind in "fc"
-    return Value(growth=1.0 if np.array_equal(few, many, equal_nan=has_nan) else None)
