@@ -159,7 +159,7 @@ def test_the_least_share_of_probability_gives_the_likeliest_tokens():
 ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8]]
 
 
-@pytest.mark.parametrize("family", quick(THREE, "bloom"))
+@pytest.mark.parametrize("family", quick(THREE, "llama"))
 def test_a_row_among_longer_ones_is_continued_as_alone(family):
     config = CONFIGS[family]
     params = make_params(config)

@@ -98,7 +98,6 @@ def test_a_leaf_of_y_without_positions_ends_the_proof_if_it_is_read():
     assert parts_of(cross_entropy, (Y, jax.ShapeDtypeStruct((), jnp.float32))) is None, "its gradient is that of a part"
 
 
-@pytest.mark.full
 def test_the_parts_of_a_microbatch_add_up_to_its_loss():
     rng = np.random.default_rng(0)
     values = lambda shape: jnp.asarray(rng.normal(size=shape.shape).astype(shape.dtype))

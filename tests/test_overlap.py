@@ -30,9 +30,8 @@ def is_cut(array):
     return "data" in jax.tree.leaves(tuple(array.sharding.spec))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
-    ("num_microbatches", "remat"), covering([(1, False), (2, False), (4, True)], (1, 2, 4), (False, True))
+    ("num_microbatches", "remat"), quick(covering([(1, False), (2, False), (4, True)], (1, 2, 4), (False, True)), 2)
 )
 def test_gradients_reduced_layer_by_layer_equal_one_device(x64, num_microbatches, remat):
     mesh = jaxpar.make_mesh(data=4, tensor=2)

@@ -146,7 +146,7 @@ SLOW_RUNS = [
 
 @pytest.mark.parametrize(
     ("axes", "zero", "settings"),
-    quick([*RUNS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_RUNS)], 1),
+    quick([*RUNS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_RUNS)], 0),
 )
 def test_owned_params_have_the_numbers_of_one_device_and_cross_data_in_all_to_alls_alone(x64, axes, zero, settings):
     """The gradients of three steps are in the moments of Adam."""
