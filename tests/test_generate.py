@@ -14,24 +14,24 @@ from jaxpar.models.transformer.sampling import draw, keep_highest, keep_likelies
 from tests.support.tiers import quick
 from tests.support.tiny_transformer import FAMILIES, THREE, make_params, shardings
 
-NUM_TOKENS = 6
+NUM_TOKENS, LONGEST = 6, 14  # new ones, and those of the longest row with them
 PROMPT = np.random.default_rng(0).integers(0, 16, (4, 5)).astype(np.int32)
 CONFIGS = {family: dataclasses.replace(FAMILIES[family], max_positions=16, num_layers=2) for family in THREE}
 DRAWN = {"temperature": 0.7, "top_k": 5, "key": jax.random.key(1)}
 
 
-def by_full_passes(config, params, *, temperature=0.0, top_k=None, key=None):
+def by_full_passes(config, params, *, temperature=0.0, top_k=None, key=None, apply=None, prompt=PROMPT):
     """The same tokens with nothing kept: a whole pass over one padded length for each token."""
-    apply = jax.jit(transformer.make_model(config).apply)
-    tokens = np.pad(PROMPT, ((0, 0), (0, NUM_TOKENS)))
-    for position in range(PROMPT.shape[1], tokens.shape[1]):
+    apply = apply or jax.jit(transformer.make_model(config).apply)
+    tokens = np.pad(prompt, ((0, 0), (0, LONGEST - prompt.shape[1])))
+    for position in range(prompt.shape[1], prompt.shape[1] + NUM_TOKENS):
         scores = apply(params, {"tokens": tokens})[:, position - 1]
         if temperature == 0:
             tokens[:, position] = jnp.argmax(scores, axis=-1)
         else:
             scores = keep_highest(scores / temperature, top_k)
             tokens[:, position] = jax.random.categorical(jax.random.fold_in(key, position), scores)
-    return tokens
+    return tokens[:, : prompt.shape[1] + NUM_TOKENS]
 
 
 @pytest.mark.parametrize("family", quick(THREE, "llama"))
@@ -164,8 +164,10 @@ def test_a_row_among_longer_ones_is_continued_as_alone(family):
     config = CONFIGS[family]
     params = make_params(config)
     got = transformer.generate(config, params, ROWS, NUM_TOKENS)
+    apply = jax.jit(transformer.make_model(config).apply)
     for row, found in zip(ROWS, got, strict=True):
-        np.testing.assert_array_equal(found, transformer.generate(config, params, [row], NUM_TOKENS)[0])
+        alone = by_full_passes(config, params, apply=apply, prompt=np.array([row]))
+        np.testing.assert_array_equal(found, alone[0])
 
 
 @pytest.mark.full
