@@ -91,6 +91,16 @@ def test_values_that_are_not_those_saved_are_refused(manager, read):
     read(params["w_down"])
 
 
+def test_a_row_that_is_read_otherwise_than_when_all_were_checked_is_refused(manager, monkeypatch):
+    save(manager, 5)
+    params, _ = open_stored_params(manager.directory)
+    params["w_up"][0]
+    read = ArrayFile.read
+    monkeypatch.setattr(ArrayFile, "read", lambda self, index: 0 * read(self, index))
+    with pytest.raises(BadCheckpointError, match="its values are not those that were saved"):
+        params["w_up"][1]
+
+
 # -- the next step is chosen --------------------------------------------------------------------------------------------
 
 

@@ -4,10 +4,10 @@
         params.w_up/zarr.json    shape, dtype, the shape of a chunk, how chunks are encoded
         params.w_up/c/0/1        a chunk
 
-TensorStore replaces missing chunks by zeros unless told otherwise, and treats a store without its files as an empty one: a
-checkpoint that another process deletes meanwhile would be read as zeros. It allocates whatever the shape of a chunk asks for,
-and ends the process where there is no such memory. Both are errors here. Values are compared with their checksums by the
-callers.
+TensorStore replaces missing chunks by zeros unless told otherwise, and treats a store without its
+files as an empty one: a checkpoint that another process deletes meanwhile would be read as zeros.
+It allocates whatever the shape of a chunk asks for, and ends the process where there is no such
+memory. Both are errors here. Values are compared with their checksums by the callers.
 """
 
 import json
@@ -43,7 +43,8 @@ class ArrayFile:
         chunk_shape: The shape of a chunk, which is read at once.
 
     Raises:
-        ValueError: There is no such array, it has another shape or dtype, or its chunks are not such as Orbax writes.
+        ValueError: There is no such array, it has another shape or dtype, or its chunks are not
+            such as Orbax writes.
     """
 
     def __init__(self, folder: Path, path: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
@@ -88,7 +89,8 @@ def chunk_shape(raw: bytes, name: str, shape: Sequence[int], dtype: np.dtype) ->
         dtype: Its dtype.
 
     Raises:
-        ValueError: The chunks are larger than the array or than memory, or are encoded in another way than Orbax's.
+        ValueError: The chunks are larger than the array or than memory, or are encoded in another
+            way than Orbax's.
     """
     if len(raw) > MAX_METADATA_BYTES:
         raise ValueError(f"an array's {METADATA} must be small; got {len(raw)} bytes for {name}. {REMEDY}")

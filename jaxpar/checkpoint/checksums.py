@@ -1,13 +1,13 @@
 """The checksum of an array, equal on any mesh and on the host, and the comparison of its replicas.
 
-Each 32-bit word of an array is mixed with its index in the complete array, and the mixed words are added modulo 2**32. The sum
-does not depend on the order of addition, so each device adds the words of its shard, and these sums are added; a reader on the
-host adds those of one part of the array after another. The mixing is one to one, so changing a single word always changes the
-sum.
+Each 32-bit word of an array is mixed with its index in the complete array, and the mixed words are
+added modulo 2**32. The sum does not depend on the order of addition, so each device adds the words
+of its shard, and these sums are added; a reader on the host adds those of one part of the array
+after another. The mixing is one to one, so changing a single word always changes the sum.
 
-JAX and SPMD programs assume that replicas are equal and never check it: after a fault of a device or a program they diverge
-unnoticed, and a checkpoint would hold a mixture of them. Arrays that ZeRO shards have a single copy, so there is nothing to
-compare them with.
+JAX and SPMD programs assume that replicas are equal and never check it: after a fault of a device
+or a program they diverge unnoticed, and a checkpoint would hold a mixture of them. Arrays that
+ZeRO shards have a single copy, so there is nothing to compare them with.
 """
 
 import math
@@ -135,7 +135,8 @@ def _mix(words: Any) -> Any:
 def diverged_replicas(tree: PyTree) -> list[str]:
     """Returns the paths of the arrays whose replicas differ; every process must call it.
 
-    Arrays without a second copy, as those that ZeRO shards, are not read. It waits for the arrays to be computed.
+    Arrays without a second copy, as those that ZeRO shards, are not read. It waits for the arrays
+    to be computed.
 
     **Collectives**: two all-reduces of a number per array, for each set of axes over which arrays are replicated.
 

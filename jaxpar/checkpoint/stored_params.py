@@ -1,7 +1,7 @@
 """The params of a checkpoint, for export and for serving: arrays that are read, and checked, when they are indexed.
 
-They are read on one process and without a mesh: one layer of one param, or a chunk of it as it was saved, is in memory at a
-time. To go on training, use ``CheckpointManager.restore``.
+They are read on one process and without a mesh: one layer of one param, or a chunk of it as it was
+saved, is in memory at a time. To go on training, use ``CheckpointManager.restore``.
 """
 
 import contextlib
@@ -30,8 +30,9 @@ MOST_READ = 5  # steps that are opened and then deleted before all is read
 class StoredArray:
     """An array in a checkpoint. ``array[index]`` reads a part of it, ``numpy.asarray(array)`` all of it.
 
-    No value is returned that is not the saved one. The checksum in the manifest is that of the complete array, so before the
-    first row is returned all chunks are read once, and the sum of each row is kept.
+    No value is returned that is not the saved one. The checksum in the manifest is that of the
+    complete array, so before the first row is returned all chunks are read once, and the sum of
+    each row is kept.
 
     Attributes:
         shape: Its shape, with layers in canonical order.
@@ -124,8 +125,8 @@ def open_stored_params(
 ) -> tuple[dict[str, StoredArray], Manifest]:
     """Returns the params of a checkpoint by path, such as "layers/mlp/w_up", and its manifest.
 
-    Every file of the checkpoint is verified first, and every array when it is read. If another process trains meanwhile, the
-    step may be deleted before all is read: see ``choosing_again``.
+    Every file of the checkpoint is verified first, and every array when it is read. If another
+    process trains meanwhile, the step may be deleted before all is read: see ``choosing_again``.
 
     Args:
         directory: The folder of a run's checkpoints.

@@ -1,7 +1,8 @@
 """Sudden jumps of the loss: a step whose loss is far above that of the steps before it.
 
-A device that computes wrongly, or rows that are unlike all others, can raise the loss a millionfold for a single step. The step
-is finite, so it is not skipped, and later losses may not show it.
+A device that computes wrongly, or rows that are unlike all others, can raise the loss a
+millionfold for a single step. The step is finite, so it is not skipped, and later losses may not
+show it.
 """
 
 import math

@@ -1,14 +1,14 @@
 """Programs that write checkpoints and read them at the same time; no value that is read may be wrong.
 
     python -m tests.support.live_checkpoints write RUN       saves step after step, and keeps two
-    python -m tests.support.live_checkpoints restore RUN     restores the newest step again and again
-    python -m tests.support.live_checkpoints export RUN      exports it, as `python -m jaxpar export` does
-    python -m tests.support.live_checkpoints follow FOLDER   reads the params of a run of chaos.py in the folder
+    python -m tests.support.live_checkpoints restore RUN     restores the newest, again and again
+    python -m tests.support.live_checkpoints export RUN      exports it, as `jaxpar export` does
+    python -m tests.support.live_checkpoints follow FOLDER   reads the params of a run of chaos.py
 
-RUN is a folder like that of recipes/gpt.py. The params of a step follow from its number, so that every value is known. What
-`follow` reads is compared with the checksums of an undisturbed run, in FOLDER's expected.json. Each prints a line of JSON with
-what it has done so far. They end with 1 where a value is wrong, or no step is found intact; otherwise they run until they are
-killed.
+RUN is a folder like that of recipes/gpt.py. The params of a step follow from its number, so that
+every value is known. What `follow` reads is compared with the checksums of an undisturbed run, in
+FOLDER's expected.json. Each prints a line of JSON with what it has done so far. They end with 1
+where a value is wrong, or no step is found intact; otherwise they run until they are killed.
 """
 
 import contextlib
