@@ -48,7 +48,6 @@ from jaxpar.layered_model import LAYERS
 from jaxpar.models import transformer
 from jaxpar.planner import Choice, ModelShape, Plan, cluster, price, roofline, transformer_shape
 from jaxpar.planner.compiled import compile_choice
-from jaxpar.planner.fused import planned_attention
 from jaxpar.planner.ops import Analysis
 
 MIB, GIB = 2**20, 2**30
@@ -337,9 +336,9 @@ def said(columns: dict[str, str], cells: tuple) -> dict[str, Any]:
 def compiled(job: Job) -> tuple[ModelShape, Plan, StepReport, float]:
     """Returns a job's shape, its plan, the report on its compiled step, and the seconds that it took to compile."""
     choice, optimizer = job.choice, optax.adamw(1e-4)
-    shape, num_rows = shape_of(job), choice.num_replicas * choice.num_microbatches * job.rows
+    shape, num_rows = shape_of(job, is_planned=False), choice.num_replicas * choice.num_microbatches * job.rows
     plan = price(
-        shape_of(job, planned_attention),
+        shape_of(job, is_planned=True),
         cluster(job.gpu, num_nodes=job.nodes),
         choice,
         batch_size=num_rows,
@@ -353,14 +352,15 @@ def compiled(job: Job) -> tuple[ModelShape, Plan, StepReport, float]:
     return shape, plan, found, time.perf_counter() - began
 
 
-def shape_of(job: Job, kernel: Callable = jaxpar.flash_attention) -> ModelShape:
-    """Returns the shapes of a job's model, with a kernel of attention."""
+def shape_of(job: Job, *, is_planned: bool) -> ModelShape:
+    """Returns the shapes of a job's model, to plan for or to compile."""
     config = transformer.preset(job.model, compute_dtype="bfloat16", vocab_multiple=128, **dict(job.changes))
     config = config.for_tensor(job.choice.tensor)
     if job.flash:
-        config = dataclasses.replace(config, attention=kernel)
+        config = dataclasses.replace(config, attention=jaxpar.flash_attention)
     of_tokens = job.flash and job.choice.tensor > 1
-    return transformer_shape(config, seq=job.seq, sequence_parallel=of_tokens, experts=job.choice.experts)
+    given = {"seq": job.seq, "sequence_parallel": of_tokens, "experts": job.choice.experts}
+    return transformer_shape(config, is_planned=is_planned, **given)
 
 
 def useful_flops(shape: ModelShape, job: Job) -> float:

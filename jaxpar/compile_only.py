@@ -109,10 +109,14 @@ def _check_plugin() -> None:
         )
 
 
-def check_cudnn() -> None:
-    """Raises ImportError unless cuDNN is installed, which compiling ``flash_attention`` for NVIDIA GPUs needs."""
+def check_cudnn(otherwise: str = "") -> None:
+    """Raises ImportError unless cuDNN is installed, which compiling ``flash_attention`` for NVIDIA GPUs needs.
+
+    Args:
+        otherwise: The setting with XLA's attention, for the message; by default the recipes' dtype.
+    """
     if not any(map(version_of, CUDNN)):
         raise ImportError(
             "compiling flash attention needs cuDNN; got none. Install nvidia-cudnn-cu12, or choose "
-            f"{arg(dtype='float32')}, which has XLA's attention."
+            f"{otherwise or arg(dtype='float32')}, which has XLA's attention."
         )

@@ -57,6 +57,7 @@ REFERENCE = (
     "optimizers.md",
     "pipeline.md",
     "plan.md",
+    "published.md",
 )  # not of the guide: for those who work on jaxpar, or know others
 ALSO_IN_CHINESE = ("cheatsheet.md", "glossary.md")  # of the reference
 name_of = lambda page: page.relative_to(ROOT).as_posix()
@@ -69,10 +70,9 @@ CUT_SHORT = {
 }
 # The mesh of each plan: the search for it is that of test_planner.py.
 MESHES_OF_PLANS = {
-    "bloom-176b": ["--data", "8", "--stage", "12"],
-    "gpt2": ["--data", "8", "--stage", "2"],
-    "gpt2-xl": ["--data", "4", "--stage", "2"],
-    "llama3-70b": ["--data", "2", "--stage", "8"],
+    "bloom-176b": ["--data", "8", "--stage", "12", "--num-microbatches", "128"],
+    "gpt2": ["--data", "8", "--stage", "2", "--num-microbatches", "64"],
+    "llama3.1-8b": ["--data", "8", "--stage", "1", "--num-microbatches", "32"],
 }
 # What draws the pictures of a run, which the tests of its recipe look at.
 DRAWING = (
@@ -91,8 +91,7 @@ RUN_BY = {
     "runs/moe": "test_recipes_gpt.py",
     "python recipes/gpt.py --model moe-bytes --experts data --fake-devices 8 --mesh.data 4 --mesh.stage 2 --out-dir "
     "runs/moe-data": "test_recipes_gpt.py",
-    # With flags at their defaults; without them on sizing.md.
-    "python -m jaxpar plan --model bloom-176b --nodes 48 --gpus-per-node 8 --gpu a100-80gb": "test_planner.py",
+    "python -m jaxpar plan --model my_model:SHAPE --batch-size 256": "test_planner.py",
     "python -m jaxpar serve runs/house_prices": "test_serve.py",  # which sends what the page sends
     "python -m jaxpar serve runs/job": "test_serve.py",
     "python -m jaxpar serve exported --port 8001": "test_serve.py",
@@ -455,6 +454,10 @@ def test_a_page_of_the_reference_has_each_name_once():
         assert text.count("\n# ") + text.startswith("# ") == (name == reference.ONE_PAGE)
         assert re.findall(r"^::: (.*)$", text, re.MULTILINE) == modules
         assert text.count("heading_level: 1") == (name != reference.ONE_PAGE), "the package is the title"
+
+
+def test_the_page_on_plans_is_read_in_ten_minutes():
+    assert len((DOCS / "plan.md").read_text().split()) <= 2500
 
 
 def test_every_public_module_is_in_the_reference():

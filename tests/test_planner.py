@@ -1,12 +1,17 @@
 """The search: what is found for published models, what is refused and what is nearest; the command."""
 
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import random
+import re
+import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 
@@ -17,9 +22,10 @@ from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.text import seconds_text
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig, preset
-from jaxpar.planner import Assumptions, Choice, Software, cluster, price, render, transformer_shape
+from jaxpar.planner import Assumptions, Choice, ModelShape, Software, cluster, price, render, transformer_shape
 from jaxpar.planner.cluster import Links, collective_seconds
-from jaxpar.planner.fused import planned_attention
+from jaxpar.planner.fused import FORWARD, planned_attention
+from jaxpar.planner.job import SCHEDULES, divisors
 from jaxpar.planner.kernels import Product, kernels_of, memory_rate, product_seconds
 from jaxpar.planner.ops import Analysis
 from jaxpar.planner.search import Estimator, likely_choices
@@ -37,6 +43,8 @@ BLOOM = Choice(
 
 OF_FOUR = {"batch_size": 64, "num_microbatches": 4}  # fewer sizes of a microbatch, of which each is traced
 KEPT = functools.cache(transformer_shape)
+FULL = pytest.mark.full  # another of its cases is quick
+OTHERS = ("zb-h1", "gpipe", "interleaved")  # schedules
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,10 +56,11 @@ def each_model_is_traced_once():
         yield
 
 
+@pytest.mark.full
 def test_bloom_as_it_was_trained_fits_and_runs_freely_faster_than_in_lock_step():
     """Its published rate is a row of `data/published.json`."""
     plan = price("bloom-176b", cluster("a100-80gb", 48), BLOOM, batch_size=2048)
-    assert 60 * 2**30 < plan.memory_bytes < 0.9 * 80 * 2**30
+    assert 50 * 2**30 < plan.memory_bytes < 0.9 * 80 * 2**30
     assert plan.ideal_time.total < plan.time.total < 1.2 * plan.ideal_time.total
 
 
@@ -77,15 +86,15 @@ def test_the_best_is_first_and_each_other_says_why_not():
 
 @pytest.mark.full
 def test_groups_of_replicas_are_preferred_where_zero_3_would_send_over_a_slow_network():
-    plans = jaxpar.plan(SMALL, node(num_nodes=4, network_bandwidth=1e9), batch_size=256, zero=3, stage=1, tensor=1)
+    slow, held = node(num_nodes=4, network_bandwidth=1e9), {"batch_size": 256, "num_microbatches": 2}
+    plans = jaxpar.plan(SMALL, slow, zero=3, stage=1, tensor=1, **held)
     assert [(plan.choice.replica, plan.choice.data) for plan in plans] == [(4, 8), (1, 32)]
     grouped, flat = plans
     assert grouped.bytes_moved["replica"] < 0.2 * flat.bytes_moved["data"]
     assert grouped.step_seconds < 0.9 * flat.step_seconds
     assert "replica  data" in render(plans)
     assert grouped.as_json()["replica"] == 4
-    held = jaxpar.plan(SMALL, node(num_nodes=4), batch_size=256, replica=2, top=1)[0].choice
-    assert held.replica == 2
+    assert jaxpar.plan(SMALL, node(num_nodes=4), replica=2, tensor=1, stage=1, **held)[0].choice.replica == 2
 
 
 @pytest.mark.full
@@ -107,7 +116,7 @@ def test_long_sequences_are_cut_over_context():
     assert best.choice.context > 1
 
 
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("zero", [1, 3, pytest.param(0, marks=FULL), pytest.param(2, marks=FULL)])
 def test_zero_shards_over_context_as_over_data(zero):
     config = TransformerConfig(
         vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, max_positions=512, attention=planned_attention
@@ -135,7 +144,7 @@ EXPERTS = TransformerConfig(
 def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
     long = dataclasses.replace(EXPERTS, positions="rope", max_positions=2**15, attention=planned_attention)
     held = {"num_microbatches": 4, "remat": False}
-    plans = jaxpar.plan(KEPT(long), cluster("h100", 1, 4), batch_size=16, executor="mpmd", stage=2, top=9, **held)
+    plans = jaxpar.plan(KEPT(long), cluster("h100", 1, 4), batch_size=16, executor="mpmd", stage=2, top=2, **held)
     choices = [plan.choice for plan in plans]
     assert len(choices) > 1
     assert {(choice.zero, choice.context, choice.experts) for choice in choices} == {(0, 1, "tensor")}
@@ -224,6 +233,106 @@ def test_a_tenth_of_the_memory_stays_free_unless_told_otherwise():
     assert usual <= all_of_it <= 3e9
     with pytest.raises(ValueError, match=r"memory_headroom must be a share .* got 1\. Choose 0\.1"):
         jaxpar.plan(SMALL, tight, batch_size=512, memory_headroom=1)
+
+
+def mlp(width, hidden, num_layers):
+    """A model whose functions take little time to trace."""
+    leaf = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    layer = lambda params, x: x + jnp.tanh(x @ params["up"]) @ params["down"]
+    return ModelShape(
+        name="mlp",
+        model=jaxpar.LayeredModel(lambda outer, batch: batch["x"], layer, lambda outer, x: x @ outer["out"]),
+        loss=lambda outputs, batch: (jnp.sum((outputs - batch["y"]) ** 2), jnp.float32(outputs.size)),
+        params={
+            "outer": {"out": leaf(width, 8)},
+            "layers": {"up": leaf(num_layers, width, hidden), "down": leaf(num_layers, hidden, width)},
+        },
+        rules={
+            "outer/out": jaxpar.replicated(),
+            "layers/up": jaxpar.column_parallel(),
+            "layers/down": jaxpar.row_parallel(),
+        },
+        row={"x": leaf(1, width), "y": leaf(1, 8)},
+    )
+
+
+def draw_model(rng, kind):
+    if kind == "mlp":
+        return mlp(rng.choice((256, 4096)), rng.choice((512, 8192)), rng.choice((4, 6, 8)))
+    return transformer_shape(
+        TransformerConfig(
+            vocab_size=rng.choice((512, 32768)),
+            num_layers=rng.choice((4, 6, 8)),
+            embed_dim=rng.choice((128, 1024)),
+            num_heads=8,
+            max_positions=rng.choice((64, 1024)),
+            compute_dtype="bfloat16",
+            attention=planned_attention,
+        )
+    )
+
+
+def changes_of_one_setting(shape, choice, batch_size):
+    for count in divisors(batch_size // choice.num_replicas):
+        yield dataclasses.replace(choice, num_microbatches=count)
+    for zero in range(4) if choice.parts() > 1 else ():
+        yield dataclasses.replace(choice, zero=zero)
+    for remat in (False, "dots", True):
+        yield dataclasses.replace(choice, remat=remat)
+    for name, chunks in SCHEDULES if choice.stage > 1 else ():
+        if chunks * choice.stage <= shape.num_layers:
+            given = {"schedule": name, "num_chunks": chunks, "layers_per_virtual_stage": None}
+            yield dataclasses.replace(choice, **given)
+
+
+@pytest.mark.parametrize("draw", [0, *(pytest.param(draw, marks=FULL) for draw in range(1, 5))])
+@pytest.mark.parametrize("kind", ["mlp", pytest.param("transformer", marks=FULL)])
+def test_no_change_of_one_setting_makes_the_best_plan_faster(kind, draw):
+    del draw  # each has a seed of its own
+    rng = random.Random(tiny.fresh_seed())
+    shape, batch_size = draw_model(rng, kind), rng.choice((24, 32, 48, 72))
+    gpus = node(devices_per_node=rng.choice((2, 4)), memory_bytes=rng.uniform(4, 40) * shape.num_params)
+    plans = []
+    while not plans:
+        with contextlib.suppress(ValueError):
+            plans = jaxpar.plan(shape, gpus, batch_size=batch_size, top=1)
+        gpus = dataclasses.replace(gpus, memory_bytes=gpus.memory_bytes * (1 if plans else 2))
+    best = plans[0]
+    for choice in changes_of_one_setting(shape, best.choice, batch_size):
+        other = price(shape, gpus, choice, batch_size=batch_size)
+        if other.memory_bytes <= 0.9 * gpus.memory_bytes:
+            assert other.step_seconds > 0.998 * best.step_seconds, (shape.params, gpus, batch_size, best.choice, choice)
+
+
+@pytest.mark.full
+def test_the_best_plan_of_gpt2_on_two_nodes_is_no_slower_than_with_four_microbatches():
+    free, held = (
+        jaxpar.plan("gpt2", cluster("h100", 2), batch_size=4096, tensor=1, stage=1, top=1, **given)[0]
+        for given in ({}, {"num_microbatches": 4})
+    )
+    assert free.step_seconds <= 1.001 * held.step_seconds
+    assert free.why != "the only mesh that fits", "the plans of other meshes, which are not asked for, fit too"
+
+
+def test_presets_are_planned_as_they_are_trained():
+    shape = KEPT("llama3.1-8b")
+    assert shape.tokens_per_row == 8192
+    assert shape.row["tokens"].shape == (1, 8192)
+    fused = lambda shape: any(node.name == FORWARD for node in Analysis(shape, 1, 1).layer.graph.nodes)
+    assert fused(KEPT("gpt2"))
+    assert not fused(KEPT("gpt2", compute_dtype="float32")), "its kernel takes 16-bit floats"
+    config = preset("gpt2", compute_dtype="bfloat16", attention=jaxpar.flash_attention)
+    assert fused(transformer_shape(config)), "the kernel that no machine without a GPU traces"
+
+
+def test_a_window_of_fused_attention_has_the_operations_of_its_scores():
+    config = dataclasses.replace(SMALL, compute_dtype="bfloat16", attention=planned_attention)
+    whole, windowed = (
+        Analysis(KEPT(dataclasses.replace(config, window=window)), 1, 1).works["forward"].kernels.attention[0]
+        for window in (None, 32)
+    )
+    seen = lambda window: sum(min(1 + at, window) for at in range(SMALL.max_positions))
+    assert windowed / whole == pytest.approx(seen(32) / seen(SMALL.max_positions), rel=0.02)
 
 
 def test_gains_are_of_changes_that_are_faster_and_say_what_they_need():
@@ -340,9 +449,15 @@ def test_software_changes_times_and_is_named():
     assert theirs.as_json()["software"] == "Theirs"
 
 
+@pytest.mark.full
 def test_recomputing_scores_alone_costs_less_than_recomputing_layers():
     plans = {
-        remat: price("gpt2-xl", cluster("a100-80gb"), Choice(data=8, num_microbatches=4, remat=remat), batch_size=32)
+        remat: price(
+            KEPT("gpt2-xl", attention="xla"),
+            cluster("a100-80gb"),
+            Choice(data=8, num_microbatches=4, remat=remat),
+            batch_size=32,
+        )
         for remat in (False, "dots", True)
     }
     flops, stored = ({k: pick(plan) for k, plan in plans.items()} for pick in (_flops, _activations))
@@ -461,6 +576,7 @@ def test_lora_needs_no_state_and_no_products_for_gradients_of_frozen_params():
     assert factors.useful_flops < 0.8 * whole.useful_flops
 
 
+@pytest.mark.full
 def test_candidates_come_in_the_order_of_their_estimates_and_are_held_against_the_memory_only_in_their_turn():
     shape, held = KEPT(SMALL), {"num_microbatches": 4}
     estimator = Estimator(shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions())
@@ -598,7 +714,9 @@ def test_the_command_prints_a_table_or_a_list_for_programs(capsys, tmp_path, mon
     args = ["plan", *GPT2, "--tensor", "1"]
     assert main([*args, "--out-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("gpt2, 0.1245 billion parameters, 64 rows of 1024 tokens a step, on 1 x 8 h100")
+    assert out.startswith(
+        "gpt2, 0.1245 billion parameters, 64 rows of 1024 tokens a step, flash attention, on 1 x 8 h100"
+    )
     assert "best: tensor=1, stage=1, data=8" in out
     assert max(map(len, out.splitlines()[:-1])) <= 100, "but for the paths of pictures"
     assert (tmp_path / "placement.svg").exists()
@@ -645,6 +763,7 @@ def test_plans_that_do_not_fit_by_the_compilers_account_are_dropped(monkeypatch,
     first, second, *_ = json.loads(capsys.readouterr().out)
     sizes = iter([10**12, 7])
     monkeypatch.setattr("jaxpar.commands.plan._compile", lambda plans, *_: {each.choice: next(sizes) for each in plans})
+    monkeypatch.setattr("jaxpar.commands.plan.check_cudnn", lambda otherwise: None)
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)  # too late here
     assert main([*args, "--compile", "2"]) == 0
     left = json.loads(capsys.readouterr().out)
@@ -661,7 +780,6 @@ def test_plans_that_do_not_fit_by_the_compilers_account_are_dropped(monkeypatch,
     [
         (("--compile", "-1"), "--compile must be at least 0; got -1."),
         (("--compile", "2", "--executor", "mpmd"), "got --executor mpmd, --compile 2. Leave one out."),
-        (("--compile", "2", "--attention", "flash"), "got --attention flash, --compile 2. Leave one out."),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(capsys, flags, said):
@@ -672,6 +790,7 @@ def test_what_cannot_be_compiled_is_refused(capsys, flags, said):
 @pytest.mark.full
 def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
+    monkeypatch.setattr("jaxpar.commands.plan.check_cudnn", lambda otherwise: None)
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)
     assert main(["plan", *GPT2, "--tensor", "1", "--stage", "1", "--remat", "no", "--compile", "1"]) == 2
     assert "Install it: pip install -e '.[gpu-compile]'" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from tyro.conf import OmitArgPrefixes
 
 from jaxpar.commands.cli import call, check_size, parse_json, read_file
 from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
-from jaxpar.jobs.flags import OF_SERVICE, first_plan, lost_results, plan_flags, slow_network, unused_flags
+from jaxpar.jobs.flags import OF_SERVICE, check_recipe, first_plan, lost_results, plan_flags, slow_network, unused_flags
 from jaxpar.jobs.job import AXES, CommonSettings, JobSettings, KubernetesSettings, Mesh, SlurmSettings, is_recipe
 from jaxpar.jobs.plain_scalars import check_plain_scalars, load_yaml, to_yaml
 from jaxpar.jobs.service import ServiceSettings
@@ -110,11 +110,8 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
         raise ValueError(f"a plan has its own mesh; got --plan {flags.plan} and --mesh too. Leave one out.")
     plan = first_plan(parse_json(read_file(flags.plan, "--plan"), "--plan"))
     of_recipe = is_recipe(command)
-    if of_recipe and plan.stage > 1 and plan.executor not in (None, "spmd"):
-        raise ValueError(
-            f"recipes run a pipeline with executor=spmd; got a plan for executor={plan.executor}, ranked by free-running "
-            "time. Plan again with --executor spmd."
-        )
+    if of_recipe:
+        check_recipe(plan, command)
     return Job(
         command=(*command, *plan_flags(plan, command)) if of_recipe else command,
         **{axis: getattr(plan, axis) for axis in AXES},

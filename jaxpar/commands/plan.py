@@ -14,16 +14,14 @@ import optax
 import tyro
 
 from jaxpar.commands.cli import call, make_folder
-from jaxpar.compile_only import compile_only_devices, start_on_cpu
+from jaxpar.commands.plan_model import PlannedModel, planned_model
+from jaxpar.compile_only import check_cudnn, compile_only_devices, start_on_cpu
 from jaxpar.fields import arg, check_at_least
 from jaxpar.inspect.text import bytes_text
 from jaxpar.mesh import AXES, make_mesh
-from jaxpar.models.lora import Lora
-from jaxpar.models.transformer import LAYER_WEIGHTS
-from jaxpar.planner import Assumptions, Choice, Cluster, ModelShape, Plan, cluster, render, transformer_shape
+from jaxpar.planner import Assumptions, Choice, Cluster, ModelShape, Plan, cluster, render
 from jaxpar.planner import plan as search
 from jaxpar.planner.compiled import compile_choice
-from jaxpar.planner.fused import planned_attention
 from jaxpar.planner.plans import SETTINGS
 from jaxpar.plot import plot_memory, plot_placement, plot_step_time
 from jaxpar.report import plan_data, write_page
@@ -38,12 +36,14 @@ class PlanFlags:
     """The flags of the command.
 
     Attributes:
-        model: A transformer by name: bloom-176b, llama3-70b, gpt2.
+        model: A transformer by name, such as bloom-176b, llama3-70b or gpt2; a folder as transformers writes it, such as
+            ./Llama-3.1-8B; or module:name of a ModelShape or a TransformerConfig of your own.
+        ignore_config_keys: Keys of the folder's config.json to ignore, as the recipes' flag of that name.
         nodes: Machines.
         gpus_per_node: GPUs per machine, joined by fast links.
         gpu: a100-40gb, a100-80gb, a100-80gb-jeanzay, h100, h200 or b200.
         batch_size: Rows per step, over all replicas; by default 4 million tokens.
-        seq: Tokens per row; by default the model's longest.
+        seq: Tokens per row; by default the model's longest, at most 8192.
         replica: Fixes the number of groups of replicas, inside which ZeRO shards.
         data: Fixes the number of replicas of a group.
         context: Fixes the number of parts of each sequence.
@@ -62,7 +62,8 @@ class PlanFlags:
         compute_efficiency: Fraction of the peak FLOPs that a layer reaches; by default each kernel's time is told by its shape.
         network_efficiency: Fraction of a link's bandwidth that collectives reach.
         memory_headroom: Fraction of a GPU's memory that a plan leaves free, since CUDA, NCCL and fragmentation take it.
-        attention: Attention by XLA, which stores scores, or by a fused kernel, which does not (flash).
+        attention: Attention by a fused kernel, as recipes run it on GPUs in bfloat16 (flash), or by XLA, which stores scores;
+            by default flash, and of a TransformerConfig of your own what it says.
         sequence_parallel: Shard activations between pairs of splits over tensor, as the recipes' --sequence-parallel.
         lora_rank: Trains factors of this rank beside the weights of layers and nothing else, as the recipes' --lora-rank.
         compile_: Number of the best plans to compile for these GPUs, which need not be there; plans that do not fit by the
@@ -73,6 +74,7 @@ class PlanFlags:
     """
 
     model: str
+    ignore_config_keys: tuple[str, ...] = ()
     nodes: int = 1
     gpus_per_node: int = 8
     gpu: str = "h100"
@@ -95,7 +97,7 @@ class PlanFlags:
     compute_efficiency: float | None = None
     network_efficiency: float = 0.7
     memory_headroom: float = 0.1
-    attention: Literal["xla", "flash"] = "xla"
+    attention: Literal["flash", "xla"] | None = None
     sequence_parallel: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     lora_rank: int | None = None
     compile_: Annotated[int, tyro.conf.arg(name="compile")] = 0
@@ -113,16 +115,18 @@ def plan(flags: Annotated[PlanFlags, tyro.conf.arg(name="")]) -> None:
         make_folder(flags.out_dir)
     if flags.report is not None:
         make_folder(flags.report.absolute().parent, "--report's folder")
-    shape = _shape(flags)
+    model = planned_model(flags)
+    if flags.compile_ and model.attention == "flash":
+        check_cudnn(arg(attention="xla"))
     machines = cluster(flags.gpu, flags.nodes, flags.gpus_per_node)
-    plans, compiled = _search(flags, shape, machines)
+    plans, compiled = _search(flags, model, machines)
     for path in (flags.report, flags.out_dir and flags.out_dir / "report.html"):
         if path is not None:
-            _write_report(path, plans, shape, machines, flags.model)
+            _write_report(path, plans, model.shape, machines, flags.model)
     if flags.json_:
-        print(_json(flags, plans, shape, compiled))
+        print(_json(flags, plans, model, compiled))
         return
-    _print(flags, plans, shape, machines)
+    _print(flags, plans, model, machines)
     if flags.out_dir is not None:
         _draw(plans, machines, flags.out_dir, flags.model)
 
@@ -131,32 +135,20 @@ def _check(flags: PlanFlags) -> None:
     names = ("nodes", "gpus_per_node", "top", "batch_size", "seq", "lora_rank")
     check_at_least(1, **{name: getattr(flags, name) for name in names})
     check_at_least(0, "Choose the number of plans to compile, such as 3.", compile=flags.compile_)
-    for is_wrong, rule, got in (
-        (flags.attention == "flash", "attention by XLA", "--attention flash"),
-        (flags.executor == "mpmd", "the one program of --executor spmd", "--executor mpmd"),
-    ):
-        if flags.compile_ and is_wrong:
-            raise ValueError(f"--compile compiles {rule}; got {got}, --compile {flags.compile_}. Leave one out.")
+    if flags.compile_ and flags.executor == "mpmd":
+        raise ValueError(
+            "--compile compiles the one program of --executor spmd; got --executor mpmd, "
+            f"--compile {flags.compile_}. Leave one out."
+        )
 
 
-def _shape(flags: PlanFlags) -> ModelShape:
-    changes: dict[str, Any] = {"seq": flags.seq, "sequence_parallel": flags.sequence_parallel}
-    if flags.lora_rank is not None:
-        changes["lora"] = Lora(flags.lora_rank, LAYER_WEIGHTS)  # for all weights, as the recipes have them by default
-    if flags.expert_buffer is not None:
-        changes["expert_buffer"] = flags.expert_buffer
-    if flags.attention == "flash":
-        changes["attention"] = planned_attention
-    return transformer_shape(flags.model, **changes)
-
-
-def _search(flags: PlanFlags, shape: ModelShape, machines: Cluster) -> tuple[Sequence[Plan], dict[Choice, int]]:
+def _search(flags: PlanFlags, model: PlannedModel, machines: Cluster) -> tuple[Sequence[Plan], dict[Choice, int]]:
     """Returns the plans that fit, the best first, and the bytes of those that were compiled."""
     remat = {None: None, "yes": True, "no": False}.get(flags.remat, flags.remat)
     names, assumed = (*SETTINGS, *SEARCHED), Assumptions(flags.compute_efficiency, flags.network_efficiency)
     wanted = {name: getattr(flags, name) for name in names} | {"remat": remat}
-    plans = search(shape, machines, assumed=assumed, **wanted)
-    compiled = _compile(plans[: flags.compile_], shape, machines) if flags.compile_ else {}
+    plans = search(model.shape, machines, assumed=assumed, **wanted)
+    compiled = _compile(plans[: flags.compile_], model.to_compile, machines) if flags.compile_ else {}
     limit = machines.memory_bytes * (1 - flags.memory_headroom)
     best, plans = plans[0], [each for each in plans if compiled.get(each.choice, 0) <= limit]
     if not plans:
@@ -168,10 +160,10 @@ def _search(flags: PlanFlags, shape: ModelShape, machines: Cluster) -> tuple[Seq
     return plans, compiled
 
 
-def _json(flags: PlanFlags, plans: Sequence[Plan], shape: ModelShape, compiled: Mapping[Choice, int]) -> str:
-    # Presets are planned for bfloat16.
-    run = {"model": flags.model, "batch_size": _rows(plans, shape), "seq": shape.tokens_per_row, "dtype": "bfloat16"}
+def _json(flags: PlanFlags, plans: Sequence[Plan], model: PlannedModel, compiled: Mapping[Choice, int]) -> str:
+    run = model.run | {"batch_size": _rows(plans, model.shape)}
     run |= {name: getattr(flags, name) for name in ("lora_rank", "sequence_parallel") if getattr(flags, name)}
+    run |= {"attention": model.attention} if model.attention else {}
 
     def as_json(plan: Plan) -> dict[str, Any]:
         found = run | plan.as_json()
@@ -189,12 +181,14 @@ def _rows(plans: Sequence[Plan], shape: ModelShape) -> int:
     return plans[0].tokens // shape.tokens_per_row
 
 
-def _print(flags: PlanFlags, plans: Sequence[Plan], shape: ModelShape, machines: Cluster) -> None:
-    width = max(80, shutil.get_terminal_size((100, 24)).columns)
+def _print(flags: PlanFlags, plans: Sequence[Plan], model: PlannedModel, machines: Cluster) -> None:
+    width, shape = max(80, shutil.get_terminal_size((100, 24)).columns), model.shape
     trained = "" if flags.lora_rank is None else f", {shape.num_trained / 1e6:.4g} million trained"
+    tokens = f" of {shape.tokens_per_row} tokens" if shape.tokens_per_row > 1 else ""
+    attention = {"flash": ", flash attention", "xla": ", XLA's attention"}.get(model.attention or "", "")
     title = (
-        f"{flags.model}, {shape.num_params / 1e9:.4g} billion parameters{trained}, {_rows(plans, shape)} rows of "
-        f"{shape.tokens_per_row} tokens a step, on {flags.nodes} x {flags.gpus_per_node} {flags.gpu}"
+        f"{flags.model}, {shape.num_params / 1e9:.4g} billion parameters{trained}, {_rows(plans, shape)} rows{tokens} a step"
+        f"{attention}, on {flags.nodes} x {flags.gpus_per_node} {flags.gpu}"
     )
     print(textwrap.fill(title, width) + "\n")
     print(render(plans, width=width))

@@ -24,8 +24,10 @@ from jaxpar.jobs.job import (
     is_recipe,
     mesh_of,
 )
+from jaxpar.runtime.output import printable
 
-# The settings of a plan that are also flags of a recipe. A plan without the first four is of a model that is not a preset.
+# The settings of a plan that are also flags of a recipe. A plan without model, seq and dtype is of a model that is no preset, a
+# folder's or one's own.
 FLAGS = (
     *("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero"),
     *("experts", "expert_buffer", "lora_rank"),
@@ -60,6 +62,8 @@ class PlannedSettings:
     executor: forms.Word | None = None
     batch_size: forms.Count | None = None
     seq: forms.Count | None = None
+    init_from: str | None = None
+    attention: forms.Word | None = None
     num_microbatches: forms.Count | None = None
     num_chunks: forms.Count | None = None
     lora_rank: forms.Count | None = None
@@ -79,6 +83,25 @@ def first_plan(found: Any) -> PlannedSettings:
     """
     plan = found[0] if isinstance(found, list) and found else found
     return fields.read(PlannedSettings, plan, "a plan", "Write it by `python -m jaxpar plan --json`.")
+
+
+def check_recipe(plan: PlannedSettings, command: Sequence[str]) -> None:
+    """Raises ValueError where the recipe of a command would run something else than what a plan is for."""
+    if plan.stage > 1 and plan.executor not in (None, "spmd"):
+        raise ValueError(
+            f"recipes run a pipeline with executor=spmd; got a plan for executor={plan.executor}, ranked by free-running "
+            "time. Plan again with --executor spmd."
+        )
+    if plan.attention not in (None, "flash"):
+        raise ValueError(
+            f"recipes in bfloat16 run flash attention on GPUs; got a plan for attention={plan.attention}. Plan again without "
+            "--attention."
+        )
+    if plan.init_from is not None and flag_value(command, "--init-from") is None:
+        raise ValueError(
+            "a plan for a folder needs a command with --init-from, the same folder where the job runs; got a plan for "
+            f"{printable(plan.init_from)} and none. Add it to the command."
+        )
 
 
 def plan_flags(plan: PlannedSettings, command: Sequence[str]) -> list[str]:

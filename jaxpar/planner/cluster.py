@@ -21,14 +21,47 @@ from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.mesh import FROM_SLOWEST
 
 GPUS = tuple(DATASHEETS)
-# The shares of the peak that kernels reach. That of large products is calibrated on the published steps of `docs/plan.md`, for
-# A100 and H100, whose clocks fall under load, and assumed to be as for H100 for others. That of fused attention: Dao 2023,
-# arXiv 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
+_TREE_SHARE = 0.9  # of a ring's bandwidth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The rates of the kernels of jaxpar's own steps, measured on a device, where they differ from those of others.
+
+    Attributes:
+        product_share: The share of the peak that large matrix products reach.
+        attention_shares: A head_dim, and the shares of fused attention with it, forward and backward.
+        grouped_shares: Rates of products of rows with the weights of experts, and of those that give the gradients of the
+            weights, over that of one product.
+        chain_bytes: Bytes that fused chains of operations read and write, over those with which they begin and end.
+    """
+
+    product_share: float
+    attention_shares: tuple[tuple[int, float, float], ...]
+    grouped_shares: tuple[float, float]
+    chain_bytes: float
+
+    def attention(self, head_dim: int) -> tuple[float, float]:
+        """Returns the shares of fused attention, of the nearest head_dim that was measured."""
+        _, *shares = min(self.attention_shares, key=lambda each: abs(each[0] - head_dim))
+        return shares[0], shares[1]
+
+
+# One H100 of 700 W with cuDNN 9.19, in `tests/data/measured.json`. The shares of attention and of products of experts are those
+# of single kernels; of large products and of bytes those with which the steps are planned best.
+_H100 = Measured(
+    product_share=0.75,
+    attention_shares=((64, 0.41, 0.34), (128, 0.58, 0.45)),
+    grouped_shares=(0.45, 0.7),
+    chain_bytes=1.3,
+)
+# The shares of the peak that kernels reach. That of large products is calibrated on the steps of `docs/published.md`, for A100
+# and H100, whose clocks fall under load, and assumed to be as for H100 for others. That of fused attention: Dao 2023, arXiv
+# 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
 _KERNELS: dict[str, dict[str, Any]] = {
     "a100": {"product_share": 0.82, "attention_share": 0.5},
-    "other": {"product_share": 0.68, "attention_share": 0.34, "fp8_rate": 1.7},
+    "other": {"product_share": 0.68, "attention_share": 0.34, "fp8_rate": 1.7, "memory_share": 0.83, "measured": _H100},
 }
-_TREE_SHARE = 0.9  # of a ring's bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +85,7 @@ class Cluster:
         launch_seconds: Seconds to launch a kernel.
         fp8_rate: Rate of large matrix products in FP8 over that in 16 bits; 1 for devices without FP8.
         fast_devices: Devices that the fast links join, if more than a node.
+        measured: The rates of jaxpar's own kernels, where they were measured.
         name: Name of the devices, for display.
     """
 
@@ -71,11 +105,12 @@ class Cluster:
     launch_seconds: int | float = 4e-6
     fp8_rate: int | float = 1.0
     fast_devices: int | None = None
+    measured: Measured | None = None
     name: str = "device"
 
     def __post_init__(self) -> None:
         for field, value in vars(self).items():
-            if field == "name":
+            if field in ("name", "measured"):
                 continue
             check_kind((Real, None), "a number", "Give one above 0.", **{f"{field} of a cluster": value})
             if value is not None and not value > 0:

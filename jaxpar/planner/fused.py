@@ -13,7 +13,7 @@ backward pass, and no scores (Dao et al. 2022, arXiv 2205.14135, section 3).
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,20 +32,19 @@ _forward.multiple_results = _backward.multiple_results = True
 
 
 @_forward.def_abstract_eval
-def _(q: Any, k: Any, v: Any, *bias: Any) -> list[Any]:
-    del k, v, bias
+def _(q: Any, k: Any, v: Any, *bias: Any, window: int | None) -> list[Any]:
+    del k, v, bias, window
     batch, seq, heads, _ = q.shape
     return [q, q.update(shape=(batch, heads, seq), dtype=jnp.dtype(jnp.float32))]
 
 
 @_backward.def_abstract_eval
-def _(q: Any, k: Any, v: Any, *others: Any) -> list[Any]:
-    del others
+def _(q: Any, k: Any, v: Any, *others: Any, window: int | None) -> list[Any]:
+    del others, window
     return [q, k, v]
 
 
-@jax.custom_vjp
-def planned_attention(q: Array, k: Array, v: Array, bias: Array | None = None) -> Array:
+def planned_attention(q: Array, k: Array, v: Array, bias: Array | None = None, *, window: int | None = None) -> Array:
     """Returns what stands for causal attention in a traced function: ``TransformerConfig.attention`` for the planner.
 
     Args:
@@ -53,29 +52,40 @@ def planned_attention(q: Array, k: Array, v: Array, bias: Array | None = None) -
         k: Keys ``[batch, seq, kv_heads, head_dim]``.
         v: Values, likewise.
         bias: Added to the scores; no gradient is computed for it.
+        window: Each position attends to this many, itself included; None: to all up to itself.
     """
-    return _forward.bind(q, k, v, *([] if bias is None else [bias]))[0]
+    return _attention(window, q, k, v, bias)
 
 
-def _run(q: Array, k: Array, v: Array, bias: Array | None = None) -> tuple[Array, tuple]:
-    mixed, sums = _forward.bind(q, k, v, *([] if bias is None else [bias]))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(window: int | None, q: Array, k: Array, v: Array, bias: Array | None) -> Array:
+    return _forward.bind(q, k, v, *([] if bias is None else [bias]), window=window)[0]
+
+
+def _run(window: int | None, q: Array, k: Array, v: Array, bias: Array | None) -> tuple[Array, tuple]:
+    mixed, sums = _forward.bind(q, k, v, *([] if bias is None else [bias]), window=window)
     return mixed, (q, k, v, bias, mixed, sums)
 
 
-def _run_backward(kept: tuple, ct: Array) -> tuple:
+def _run_backward(window: int | None, kept: tuple, ct: Array) -> tuple:
     q, k, v, bias, mixed, sums = kept
-    grads = _backward.bind(q, k, v, *([] if bias is None else [bias]), mixed, sums, ct)
+    grads = _backward.bind(q, k, v, *([] if bias is None else [bias]), mixed, sums, ct, window=window)
     return (*grads, None if bias is None else jnp.zeros_like(bias))
 
 
-planned_attention.defvjp(_run, _run_backward)
+_attention.defvjp(_run, _run_backward)
 
 
 def attention_flops(graph: Graph, node: Node) -> int:
-    """Returns the operations of the two products of scores and values below the diagonal; twice as many backward."""
+    """Returns the operations of the two products of scores and values below the diagonal; twice as many backward.
+
+    Of a window, those of the scores in it.
+    """
     q, k = (graph.avals[i].shape for i in node.inputs[:2])
     batch, seq, heads, head_dim = q
-    return (2 if node.name == BACKWARD else 1) * 2 * batch * heads * seq * k[1] * head_dim
+    window = min(node.equation.params["window"] or k[1], k[1])
+    scores = seq * k[1] - (k[1] - window) ** 2  # twice as many as are below the diagonal and in the window
+    return (2 if node.name == BACKWARD else 1) * 2 * batch * heads * scores * head_dim
 
 
 def shard_attention(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:

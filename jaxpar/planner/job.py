@@ -212,6 +212,8 @@ class Software:
         folds_experts: Whether each device of ``tensor`` has experts of its own (parallel folding, Liu et al. 2025, arXiv
             2504.14960), so that it receives whole rows.
         expert_imbalance: Rows of the busiest expert over the mean.
+        measured_kernels: Whether kernels take the time of jaxpar's own, where the cluster has it measured; otherwise that which
+            fits the published steps of others.
         product_rate: Rate of products with weights over that in 16 bits, 2 for FP8 on a GPU that has it.
     """
 
@@ -232,6 +234,7 @@ class Software:
     recompute: float = 0.0
     folds_experts: bool = False
     expert_imbalance: float = 1.0
+    measured_kernels: bool = True
     product_rate: float = 1.0
 
     def __post_init__(self) -> None:

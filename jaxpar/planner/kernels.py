@@ -23,7 +23,7 @@ from functools import lru_cache
 from jaxpar._compat import constraint_of
 from jaxpar.backward.graph import Graph, Node
 from jaxpar.backward.partition import dot_flops
-from jaxpar.planner.cluster import Cluster
+from jaxpar.planner.cluster import Cluster, Measured
 from jaxpar.planner.fused import BACKWARD, FORWARD, Grouped, attention_flops, grouped_of
 from jaxpar.planner.job import JAXPAR, Software
 
@@ -34,8 +34,8 @@ _OF_THEIR_OWN = _ADDED | {"dot_general", "gather", FORWARD, BACKWARD}
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (64, 64, 0.6))
 _PARTS = (1, 2, 4, 8)
 FILL = 256
-# Bytes that kernels of single operations read and write, relative to those of fused chains: calibrated on the published steps
-# of `docs/plan.md`.
+# Bytes that kernels of single operations read and write, relative to those of fused chains: calibrated on the steps of
+# `docs/published.md`.
 UNFUSED = 2.5
 # Scores in 16 bits, with a kernel for scale, mask and softmax and one for dropout, which together read and write 20 bytes a
 # score forward and backward; XLA's, in float32, 34.
@@ -69,6 +69,7 @@ class Kernels:
         products: Matrix products, each with its number.
         grouped: Products of rows with the weights of their experts.
         attention: Operations of fused attention, without those above the diagonal: of forward and of backward passes.
+        head_dim: That of fused attention.
         attention_bytes: Bytes that fused attention reads and writes.
         num_bytes: Bytes that all other kernels read and write, those of ``replicated_bytes`` among them.
         replicated_bytes: Those of values that are not sharded over ``tensor``.
@@ -80,6 +81,7 @@ class Kernels:
     products: tuple[tuple[Product, int], ...] = ()
     grouped: tuple[Grouped, ...] = ()
     attention: tuple[int, int] = (0, 0)
+    head_dim: int = 0
     attention_bytes: int = 0
     num_bytes: int = 0
     replicated_bytes: int = 0
@@ -110,6 +112,7 @@ def kernels_of(graph: Graph, nodes: Iterable[Node], results: Collection[int], sh
         products=tuple(sorted(products.items())),
         grouped=tuple(each for node in nodes if (each := grouped_of(node))),
         attention=(flops(FORWARD), flops(BACKWARD)),
+        head_dim=max((graph.avals[node.inputs[0]].shape[-1] for node in fused), default=0),
         attention_bytes=sum(graph.num_bytes(i) for node in fused for i in (*node.inputs, *node.outputs)),
         num_bytes=counted.num_bytes,
         replicated_bytes=counted.replicated_bytes,
@@ -251,25 +254,42 @@ def seconds_of(
         software: What runs them.
         own_share: The share of the slots for rows of experts that a device's own experts fill.
     """
+    measured = cluster.measured if software.measured_kernels else None
     of_scores = kernels.score_bytes * (FUSED_SOFTMAX if software.fused_softmax else 1.0)
     others = kernels.num_bytes - kernels.score_bytes
     others -= kernels.replicated_bytes * (tensor - 1) / tensor if software.sequence_parallel else 0
-    num_bytes = of_scores + others * (1.0 if software.fused else UNFUSED)
-    forward, backward = kernels.attention
-    # Backward recomputes the scores: five products for the four that count.
-    attention = (forward + 1.25 * backward) / (cluster.attention_share * cluster.peak_flops)
-    launches = kernels.num_others + bool(forward) + bool(backward)
-    of_experts = [(Product(*each.as_batch(software.expert_imbalance, own_share)), 1) for each in kernels.grouped]
-    of_products = sum(
-        count * product_seconds(each, cluster, software.product_rate)
-        for each, count in (*kernels.products, *of_experts)
-    )
+    chain_bytes = 1.0 if measured is None else measured.chain_bytes
+    num_bytes = of_scores + others * (chain_bytes if software.fused else UNFUSED)
+    rate = software.product_rate * (measured.product_share / cluster.product_share if measured else 1.0)
+    of_products = sum(count * product_seconds(each, cluster, rate) for each, count in kernels.products)
     return (
         of_products
-        + max(attention, kernels.attention_bytes / memory_rate(cluster))
+        + _of_experts(kernels, cluster, software, own_share, rate)
+        + _of_attention(kernels, cluster, measured)
         + num_bytes / memory_rate(cluster)
-        + launches * cluster.launch_seconds
+        + kernels.num_others * cluster.launch_seconds
     )
+
+
+def _of_experts(kernels: Kernels, cluster: Cluster, software: Software, own_share: float, rate: float) -> float:
+    """Returns the seconds of products of rows with the weights of their experts."""
+    measured = cluster.measured if software.measured_kernels else None
+    of_rows, of_weights = measured.grouped_shares if measured else (1.0, 1.0)
+    seconds = 0.0
+    for each in kernels.grouped:
+        product = Product(*each.as_batch(software.expert_imbalance, own_share))
+        seconds += product_seconds(product, cluster, rate * (of_weights if each.is_gradient else of_rows))
+    return seconds
+
+
+def _of_attention(kernels: Kernels, cluster: Cluster, measured: Measured | None) -> float:
+    """Returns the seconds of fused attention."""
+    forward, backward = kernels.attention
+    shares = (cluster.attention_share,) * 2 if measured is None else measured.attention(kernels.head_dim)
+    # Backward recomputes the scores: five products for the four that count.
+    arithmetic = (forward / shares[0] + 1.25 * backward / shares[1]) / cluster.peak_flops
+    launches = bool(forward) + bool(backward)
+    return max(arithmetic, kernels.attention_bytes / memory_rate(cluster)) + launches * cluster.launch_seconds
 
 
 def memory_rate(cluster: Cluster) -> float:

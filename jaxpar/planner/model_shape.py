@@ -25,11 +25,20 @@ from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Lora
 from jaxpar.params import abstract_params, specs_from_dims
 from jaxpar.pipeline.embed_and_head import Ends
+from jaxpar.planner.fused import planned_attention
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import path_string, shardings_from_paths
-from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES, split_copied_heads
+from jaxpar.tensor_parallel import (
+    EXPERT_RULES,
+    EXPERTS_OVER_DATA,
+    TRANSFORMER_RULES,
+    flash_attention,
+    split_copied_heads,
+)
 from jaxpar.tensor_parallel import sequence_parallel as constrain_sequence
 from jaxpar.trainable import Trainable, accept_frozen, freeze, only_trained
+
+MAX_SEQ = 2**13  # tokens of a row by default: few train at the longest sequences of a model
 
 
 @dataclass(frozen=True)
@@ -112,17 +121,21 @@ def transformer_shape(
     lora: Lora | None = None,
     sequence_parallel: bool = False,
     experts: str | None = None,
+    is_planned: bool = True,
     **changes: Any,
 ) -> ModelShape:
     """Returns the shapes of a transformer that learns to predict the next token.
 
     Args:
-        config: A preset's name, or a configuration.
-        seq: Tokens of a row; by default the model's ``max_positions``.
+        config: A preset's name, or a configuration. A preset with a 16-bit ``compute_dtype`` has ``flash_attention``, as the
+            recipes on GPUs.
+        seq: Tokens of a row; by default the model's ``max_positions``, at most 8,192.
         param_dtype: Dtype of the params between steps.
         lora: The factors that are trained in place of the params; None: the params are trained.
         sequence_parallel: Whether activations between pairs of column and row splits are sharded over ``tensor``.
         experts: The axis over which experts are: "tensor", as ``expert_split`` says, or "data". None: ``plan`` tries both.
+        is_planned: Whether ``planned_attention`` stands for fused kernels, which no machine without a GPU can trace. False:
+            the shapes are those to compile for GPUs.
         **changes: Fields of the configuration to change. Unless they are among these, a preset's ``compute_dtype`` is bfloat16
             and its vocabulary is padded to a multiple of 128 (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
     """
@@ -131,9 +144,14 @@ def transformer_shape(
     name = config if isinstance(config, str) else "transformer"
     if isinstance(config, str):
         config = transformer.preset(config, **({"compute_dtype": jnp.bfloat16, "vocab_multiple": 128} | changes))
+        if "attention" not in changes and jnp.dtype(config.compute_dtype).itemsize == 2:
+            config = replace(config, attention=flash_attention)
+    if is_planned and config.attention in ("cudnn", flash_attention):
+        config = replace(config, attention=planned_attention)
     if config.num_experts is not None and experts is None:
         axes = (TENSOR, DATA)
-        given = {"seq": seq, "param_dtype": param_dtype, "lora": lora, "sequence_parallel": sequence_parallel}
+        given: dict[str, Any] = {"seq": seq, "param_dtype": param_dtype, "lora": lora, "is_planned": is_planned}
+        given |= {"sequence_parallel": sequence_parallel}
         placements = {axis: transformer_shape(config, experts=axis, **given) for axis in axes}
         return replace(placements[TENSOR], name=name, placements=placements)
     rules, constrain = TRANSFORMER_RULES, constrain_sequence if sequence_parallel else split_copied_heads
@@ -147,7 +165,7 @@ def transformer_shape(
     specs = jax.tree_util.tree_leaves_with_path(
         specs_from_dims(table, rules), is_leaf=lambda spec: isinstance(spec, PartitionSpec)
     )
-    seq = config.max_positions if seq is None else seq
+    seq = min(config.max_positions, MAX_SEQ) if seq is None else seq
     check_at_least(1, seq=seq)
     tokens = jax.ShapeDtypeStruct((1, seq), jnp.int32)
     shape = ModelShape(

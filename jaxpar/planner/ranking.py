@@ -17,9 +17,9 @@ from jaxpar.models.transformer import TransformerConfig
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.cluster import Cluster, Links
 from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, Software, divisors, fixed_or
-from jaxpar.planner.model_shape import ModelShape, transformer_shape
+from jaxpar.planner.model_shape import MAX_SEQ, ModelShape, transformer_shape
 from jaxpar.planner.plans import Gain, Plan, remat_text, why_best, why_not
-from jaxpar.planner.search import Estimator, best_plans, check_fixed
+from jaxpar.planner.search import Estimator, best_plans, check_fixed, fitting_plans
 
 DEFAULT_TOKENS = 2**22
 COUNT, LEAST = 3, 0.005  # gains to report, and the smallest
@@ -73,12 +73,13 @@ def plan(
         shape, cluster, batch_size, optimizer or optax.adam(1e-4), executor, assumed, memory_headroom=memory_headroom
     )
     check_fixed(fixed, executor, batch_size, top, shape)
-    plans = best_plans(estimator, fixed, top)
+    plans = best_plans(estimator, fixed, max(2, top))  # the best is compared with the next
     if not plans:
         raise ValueError(why_nothing(estimator, fixed))
     best = plans[0]
     whys = [why_best(best, plans[1:]), *(why_not(each, best) for each in plans[1:])]
-    return [replace(p, why=why, gains=gains_of(estimator, p.choice)) for p, why in zip(plans, whys, strict=True)]
+    pairs = zip(plans[:top], whys, strict=False)
+    return [replace(each, why=why, gains=gains_of(estimator, each.choice)) for each, why in pairs]
 
 
 def price(
@@ -126,18 +127,25 @@ def price(
 
 def gains_of(estimator: Estimator, choice: Choice) -> tuple[Gain, ...]:
     """Returns the changes that would help a choice most, the best first; changes that do not fit the memory come last."""
-    seconds, memory = estimator.quick_seconds(choice), estimator.quick_bytes(choice)
-    found = []
+    memory, found = estimator.quick_bytes(choice), []
     for change, other, changed in _changes(estimator, choice):
         if other.analysis(changed) is None:
             continue
-        share = other.batch_size / estimator.batch_size
         needed = other.quick_bytes(changed)
         missing = max(0, round(needed - estimator.memory_limit))
-        found.append(Gain(change, 1 - other.quick_seconds(changed) / share / seconds, needed - memory, missing))
+        found.append(Gain(change, _faster(estimator, choice, other, changed), needed - memory, missing))
     # What fits comes first.
     found.sort(key=lambda gain: (gain.missing_bytes > 0, -gain.faster))
     return tuple([gain for gain in found if gain.faster >= LEAST][:COUNT])
+
+
+def _faster(estimator: Estimator, choice: Choice, other: Estimator, changed: Choice) -> float:
+    """Returns the share of the time that a change saves, with the schedule of a pipeline where it is another setting's."""
+    plans = [estimator.price(each, quick=True) for each in (choice, changed)] if other is estimator else []
+    if choice.stage > 1 and (known := [each.step_seconds for each in plans if each])[1:]:
+        return 1 - known[1] / known[0]
+    share = other.batch_size / estimator.batch_size
+    return 1 - other.quick_seconds(changed) / share / estimator.quick_seconds(choice)
 
 
 def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estimator, Choice]]:
@@ -179,14 +187,30 @@ def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
         why, _, remedy = next(iter(estimator.refused.values())).rpartition(". ")
         return f"{why}. {_remedy(estimator, fixed) if fixed.get('tensor') else remedy}"
     choice, num_bytes = needs
-    name, limit = estimator.shape.name, estimator.memory_limit
+    limit = estimator.memory_limit
     gib = lambda size: f"{size / 2**30:,.{0 if size >= 10 * 2**30 else 1}f}".removesuffix(".0")
     free = f", since {estimator.memory_headroom:.0%} of {gib(estimator.cluster.memory_bytes)} stays free"
     free = free if estimator.memory_headroom else ""
+    named, remedy = _rows_and_scores(estimator, choice)
     return (
-        f"{name} needs {gib(num_bytes)} GiB a device at {arg(**choice.sizes)}; have {gib(limit)}{free}. "
-        f"{_nearest(estimator, fixed, choice)}"
+        f"{estimator.shape.name}{named} needs {gib(num_bytes)} GiB a device at {arg(**choice.sizes)}; have {gib(limit)}{free}. "
+        f"{remedy or _nearest(estimator, fixed, choice)}"
     )
+
+
+def _rows_and_scores(estimator: Estimator, choice: Choice) -> tuple[str, str]:
+    """Returns what needs much memory in many models, long rows and stored scores of attention, and what to do about it."""
+    analysis, seq = estimator.analysis(choice), estimator.shape.tokens_per_row
+    assert analysis is not None
+    causes, remedies = [], []
+    if seq > MAX_SEQ:
+        causes.append(f"rows of {seq:,} tokens")
+        remedies.append(f"{arg(seq=MAX_SEQ)}")
+    is_narrow = all(leaf.dtype.itemsize == 2 for leaf in analysis.x)  # as fused attention takes it
+    if is_narrow and analysis.works["forward"].kernels.score_bytes:
+        causes.append("attention that stores its scores")
+        remedies.append(f"{arg(attention='flash')}")
+    return (f" with {' and '.join(causes)}", f"Choose {' or '.join(remedies)}.") if causes else ("", "")
 
 
 def _undivided(estimator: Estimator, fixed: dict[str, Any]) -> str:
@@ -242,9 +266,14 @@ def _is_possible(estimator: Estimator, fixed: dict[str, Any]) -> bool:
 
 def _smallest(estimator: Estimator, fixed: dict[str, Any]) -> tuple[Choice, int] | None:
     """Returns the choice that needs the least memory, and its bytes."""
+    smallest: dict[Choice, Choice] = {}  # more microbatches of fewer rows need no more memory
+    for choice in estimator.candidates(fixed):
+        alike = replace(choice, num_microbatches=1)
+        if alike not in smallest or choice.num_microbatches > smallest[alike].num_microbatches:
+            smallest[alike] = choice
     variants = [
         replace(choice, zero=zero)
-        for choice in map(estimator.balanced, estimator.candidates(fixed))
+        for choice in map(estimator.balanced, smallest.values())
         for zero in fixed_or(fixed, "zero", (0, 1, 2, 3) if choice.parts() > 1 else (0,))
         if estimator.analysis(choice) is not None
     ]
@@ -257,7 +286,7 @@ def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str
     for free in ("remat", "zero", "schedule", "num_microbatches", "num_chunks", "stage", "data", "tensor"):
         released = {free, "data"} if free in OF_MODELS else {free}
         looser = {name: value for name, value in fixed.items() if name not in released}
-        if fixed.get(free) is None or not (found := best_plans(estimator, looser, 1000)):
+        if fixed.get(free) is None or not (found := fitting_plans(estimator, looser, 1000)):
             continue
         nearest = found[0].choice
         if free in OF_MODELS:
@@ -269,12 +298,12 @@ def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str
             return f"Nearest: {arg(**nearest.sizes)}."
         return f"Nearest: {arg(**{free: getattr(nearest, free)})}."
     anywhere = {name: value for name, value in fixed.items() if name not in AXES}
-    if any(fixed.get(axis) for axis in OF_MODELS) and (found := best_plans(estimator, anywhere, 1)):
+    if any(fixed.get(axis) for axis in OF_MODELS) and (found := fitting_plans(estimator, anywhere, 1)):
         return f"Nearest: {arg(**found[0].choice.sizes)}."
     for more in (2, 4, 8, 16, 32):
         num_nodes = more * estimator.cluster.num_nodes
         larger = replace(estimator, cluster=replace(estimator.cluster, num_nodes=num_nodes))
-        if best_plans(larger, anywhere, 1):
+        if fitting_plans(larger, anywhere, 1):
             held = " or ".join(axis for axis in OF_MODELS if fixed.get(axis))
             return f"Nearest: {num_nodes} nodes" + (f", without a fixed {held}." if held else ".")
     return "Choose devices with more memory."

@@ -5,8 +5,13 @@
     likely_choices  the candidates in the order of a quick estimate of their time, which needs no state and no slots; the memory
                     that a choice needs, the ZeRO level and the recomputation with which it fits, and its collectives over
                     ``data`` are computed only for the few choices whose estimate becomes the lowest
-    best_plans      visits them until the estimates are far from the plans found, prices the most promising settings of each
-                    mesh, and the best meshes again in full
+    fitting_plans   visits them until the estimates are far from the plans found, and prices the most promising settings of each
+                    mesh
+    improved        a plan after the changes of one setting each that make it fastest, to any number of rows in a microbatch
+    best_plans      improves the plans of the best meshes, and prices them again in full
+
+To trace a model for a number of rows takes most of the time of a search. So the candidates have few numbers of rows, and
+``improved`` tries those between.
 
 gpipe is left out unless it is fixed: 1f1b takes as long and needs less memory.
 """
@@ -19,6 +24,7 @@ from itertools import count, product
 from typing import Any
 
 from jaxpar.data_parallel import check_sequences
+from jaxpar.dtypes import num_bytes
 from jaxpar.fields import arg, check_at_least
 from jaxpar.mesh import AXES, DATA, TENSOR, abstract_mesh
 from jaxpar.optimizer_state import Optimizer
@@ -32,10 +38,11 @@ from jaxpar.planner.state import AtRest, step_memory
 from jaxpar.planner.step_time import Prices, step_time
 from jaxpar.planner.traffic import Transfer, bytes_by_axis, step_traffic
 
-ROWS = (1, 2, 4, 8)  # of a microbatch
+ROWS_APART = 4  # each number of rows in a microbatch of the candidates is at least so many times the one before
 LONG, CONTEXTS = 2**14, (2, 4, 8, 16, 32, 64)  # tokens below which no sequence is cut; into how many parts
 SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
 SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced
+LEAST_GAIN = 0.001  # the share of the time that a change must save
 
 
 def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int, shape: ModelShape) -> None:
@@ -70,7 +77,8 @@ def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int,
 def candidates(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict[str, Any]) -> Iterator[Choice]:
     """Yields the choices that use all devices, divide the batch and have a layer for each virtual stage, at ZeRO level 0.
 
-    Unless they are fixed, microbatches have 1, 2, 4 or 8 rows, sequences are whole unless they are long, and gpipe is left out.
+    Unless they are fixed, microbatches have one row, all rows or some numbers between (``likely_rows``), sequences are whole
+    unless they are long, and gpipe is left out.
 
     Args:
         cluster: The machines.
@@ -80,11 +88,24 @@ def candidates(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict
     """
     for mesh in _meshes(cluster, batch_size, shape, fixed):
         schedules, rows = _schedules(mesh.stage, shape.num_layers, fixed), batch_size // mesh.num_replicas
-        microbatches = fixed_or(fixed, "num_microbatches", [rows // each for each in ROWS if rows % each == 0])
+        microbatches = fixed_or(fixed, "num_microbatches", [rows // each for each in likely_rows(rows)])
         remats = fixed_or(fixed, "remat", (False, "dots", True))
         for number, remat, (name, chunks) in product(microbatches, remats, schedules):
             if rows % number == 0:
                 yield replace(mesh, schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat)
+
+
+def likely_rows(rows: int) -> list[int]:
+    """Returns some of the numbers of rows in a microbatch that divide the rows of a replica, one and all of them among these.
+
+    >>> likely_rows(96)
+    [1, 4, 16, 96]
+    """
+    found = [1]
+    for each in divisors(rows):
+        if each >= ROWS_APART * found[-1]:
+            found.append(each)
+    return found if found[-1] == rows else [*found, rows]
 
 
 def spreads(num_layers: int, num_virtual_stages: int, leading: int = 0) -> list[tuple[int, ...]]:
@@ -194,6 +215,17 @@ class Estimator:
                 self._analyses[key] = None
                 self.refused[f"tensor={choice.tensor}"] = str(error)
         return self._analyses[key]
+
+    def may_fit(self, choice: Choice) -> bool:
+        """Returns whether the inputs of layers alone fit, by what is traced for microbatches of one row."""
+        rows = self.batch_size // choice.num_replicas // choice.num_microbatches
+        of_one_row = self.analysis(replace(choice, num_microbatches=rows * choice.num_microbatches, remat=False))
+        if of_one_row is None:
+            return False
+        inputs = rows * num_bytes(of_one_row.x) * self.shape.num_layers
+        # A stage stores those of its own layers, of at least half as many microbatches as there are stages.
+        share = 1.0 if choice.stage == 1 else min(choice.num_microbatches, choice.stage) / (2 * choice.stage)
+        return share * inputs <= self.memory_limit
 
     def _analysis(self, choice: Choice) -> Analysis:
         """Returns the work of a choice's ops, for a choice whose ``tensor`` divides the model."""
@@ -306,8 +338,9 @@ def likely_choices(
     by_rest: dict[Choice, list[Choice]] = {}
     for choice in estimator.candidates(fixed):
         by_rest.setdefault(replace(choice, remat=False), []).append(choice)
-    for recomputing in by_rest.values():
-        push_first(recomputing)
+    for first, recomputing in by_rest.items():
+        if fixed.get("num_microbatches") or estimator.may_fit(first):
+            push_first(recomputing)
     while heap:
         seconds, _, choice, others, is_known = heapq.heappop(heap)
         if is_known:
@@ -323,25 +356,101 @@ def likely_choices(
                 push_first(others)
 
 
-def best_plans(estimator: Estimator, fixed: dict[str, Any], top: int) -> list[Plan]:
-    """Returns the plans of the fastest meshes, at most ``top``, the fastest first."""
+def fitting_plans(estimator: Estimator, fixed: dict[str, Any], top: int) -> list[Plan]:
+    """Returns the plans of the fastest meshes among the candidates, about ``top``, the fastest first; priced quickly."""
     found: dict[tuple, Plan] = {}
     tried: Counter[tuple] = Counter()
-    mesh_of = lambda choice: tuple(choice.mesh.shape.values())
 
     def is_done(seconds: int | float, choice: Choice) -> bool:
         times = sorted(each.step_seconds for each in found.values())
-        return tried[mesh_of(choice)] >= TRIES or (len(times) >= top and seconds > SLACK * times[top - 1])
+        return tried[_mesh_of(choice)] >= TRIES or (len(times) >= top and seconds > SLACK * times[top - 1])
 
     for likely, choice in likely_choices(estimator, fixed, is_done):
         if is_done(likely, choice):
             continue
-        priced, mesh = estimator.price(choice, quick=True), mesh_of(choice)
+        priced, mesh = estimator.price(choice, quick=True), _mesh_of(choice)
         tried[mesh] += priced is not None
         if priced and (mesh not in found or _rank(priced) < _rank(found[mesh])):
             found[mesh] = priced
-    quick = sorted(found.values(), key=_rank)[: top + 2]
-    return sorted(filter(None, (estimator.price(each.choice) for each in quick)), key=_rank)[:top]
+    return sorted(found.values(), key=_rank)
+
+
+def best_plans(estimator: Estimator, fixed: dict[str, Any], top: int) -> list[Plan]:
+    """Returns the plans of the fastest meshes, at most ``top``, the fastest first.
+
+    No change of one setting makes the first of them faster. Of the others, no change to the next number of rows does.
+    """
+    quick = fitting_plans(estimator, fixed, top)[: top + 2]
+    quick = sorted((improved(estimator, fixed, each, reach=1) for each in quick), key=_rank)
+    plans = sorted(filter(None, (estimator.price(each.choice) for each in quick)), key=_rank)[:top]
+    if plans:
+        best = estimator.price(improved(estimator, fixed, plans[0], reach=estimator.batch_size).choice)
+        plans[0] = best or plans[0]
+    return plans
+
+
+def improved(estimator: Estimator, fixed: dict[str, Any], plan: Plan, *, reach: int) -> Plan:
+    """Returns a plan after changes of one setting each, while one makes it faster; priced quickly if it was changed.
+
+    Args:
+        estimator: Estimates memory and time.
+        fixed: Fixed settings, by name.
+        plan: The plan to begin with.
+        reach: How many larger and how many smaller numbers of rows in a microbatch to try.
+    """
+    tried = {plan.choice}
+    while True:
+        changes = [each for each in _changes(estimator, fixed, plan.choice, reach) if each not in tried]
+        tried.update(changes)
+        priced = [found for each in changes if (found := estimator.price(each, quick=True))]
+        fastest = min(priced, key=lambda found: found.step_seconds, default=plan)
+        if fastest.step_seconds > (1 - LEAST_GAIN) * plan.step_seconds:
+            return plan
+        plan = fastest
+
+
+def _changes(estimator: Estimator, fixed: dict[str, Any], choice: Choice, reach: int) -> Iterator[Choice]:
+    """Yields choices that differ in one setting which is not fixed."""
+    yield from _other_rows(estimator, fixed, choice, reach)
+    if not estimator.replicates(choice) and choice.parts() > 1:
+        for zero in fixed_or(fixed, "zero", (1, 2, 3)):
+            yield replace(choice, zero=zero)
+    less = {True: ("dots", False), "dots": (False,)}.get(choice.remat, ())
+    for remat in fixed_or(fixed, "remat", less):
+        yield replace(choice, remat=remat)
+    if choice.stage > 1:
+        for name, chunks in _schedules(choice.stage, estimator.shape.num_layers, fixed):
+            changed = replace(choice, schedule=name, num_chunks=chunks, layers_per_virtual_stage=None)
+            yield estimator.balanced(changed)
+        given = estimator.shape.num_layers, choice.stage * choice.num_chunks, estimator.shape.num_leading
+        for layers in spreads(*given):
+            yield replace(choice, layers_per_virtual_stage=layers)
+    if choice.experts and choice.data > 1 and (estimator.shape.experts or 1) % choice.data == 0:
+        for experts in fixed_or(fixed, "experts", list(estimator.shape.placements)):
+            if experts == TENSOR or not estimator.replicates(choice):
+                yield replace(choice, experts=experts)
+
+
+def _other_rows(estimator: Estimator, fixed: dict[str, Any], choice: Choice, reach: int) -> Iterator[Choice]:
+    """Yields choices with more rows in a microbatch, up to one that does not fit, and with fewer, the nearest first."""
+    if fixed.get("num_microbatches"):
+        return
+    counts = divisors(estimator.batch_size // choice.num_replicas)
+    at = counts.index(choice.num_microbatches)
+    for fewer in reversed(counts[max(0, at - reach) : at]):
+        changed = replace(choice, num_microbatches=fewer)
+        if not estimator.may_fit(changed):
+            break
+        yield changed
+        # With stages fewer microbatches can be in flight, and larger ones fit again.
+        if choice.stage == 1 and estimator.quick_bytes(changed) > estimator.memory_limit:
+            break
+    for more in counts[at + 1 : at + 1 + reach]:
+        yield replace(choice, num_microbatches=more)
+
+
+def _mesh_of(choice: Choice) -> tuple:
+    return tuple(choice.mesh.shape.values())
 
 
 def _rank(plan: Plan) -> tuple:

@@ -1,0 +1,143 @@
+"""The model of `plan --model`: a preset, a folder as transformers writes it, or a model of one's own, as `module:name`.
+
+plan --model llama3.1-8b                   a preset
+plan --model ./Llama-3.1-8B                a folder with a config.json; no weights are read
+plan --model my_model:SHAPE                a ModelShape, or a TransformerConfig, in my_model.py
+"""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxpar.fields import arg
+from jaxpar.huggingface import read_config
+from jaxpar.huggingface.folder import check_model_folder
+from jaxpar.models.lora import Lora
+from jaxpar.models.transformer import LAYER_WEIGHTS, PRESETS, TransformerConfig, preset
+from jaxpar.planner import ModelShape, transformer_shape
+from jaxpar.tensor_parallel import flash_attention
+
+KERNELS = {"flash": flash_attention, "xla": "xla"}
+DTYPE = "bfloat16"  # of products and activations, for which presets and folders are planned
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model to plan for.
+
+    Attributes:
+        name: For titles.
+        shape: What is planned.
+        to_compile: What --compile compiles: the same with the kernels of GPUs.
+        attention: "flash" or "xla"; None: that of a ModelShape of one's own.
+        run: The flags of a recipe that trains it, and their values, as a plan of `plan --json` has them.
+    """
+
+    name: str
+    shape: ModelShape
+    to_compile: ModelShape
+    attention: str | None = None
+    run: dict[str, Any] = field(default_factory=dict)
+
+
+def planned_model(flags: Any) -> PlannedModel:
+    """Returns the model that the flags of `plan` name.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        TypeError: A module has something else by this name.
+        ValueError: There is no such preset or module, or a flag is for transformers alone.
+    """
+    named = flags.model
+    if named not in PRESETS and (Path(named).is_dir() or "/" in named or named.startswith(".")):
+        run: dict[str, Any] = {"init_from": named, "dtype": DTYPE}
+        run |= {"ignore_config_keys": list(flags.ignore_config_keys)} if flags.ignore_config_keys else {}
+        return _of_config(flags, _read_folder(Path(named), flags.ignore_config_keys), "flash", run)
+    if flags.ignore_config_keys:
+        raise ValueError(
+            f"{arg('ignore_config_keys')} are of the config.json in a folder; got {' '.join(flags.ignore_config_keys)} for "
+            f"{named}. Leave them out."
+        )
+    if ":" in named:
+        found = _of_module(named)
+        if isinstance(found, ModelShape):
+            _check_unused(flags)
+            return PlannedModel(named, found, found)
+        return _of_config(flags, found, None, {})
+    config = preset(named, compute_dtype=DTYPE, vocab_multiple=128)
+    return _of_config(flags, config, "flash", {"model": named, "dtype": DTYPE})
+
+
+def _of_config(flags: Any, config: TransformerConfig, usual: str | None, run: dict[str, Any]) -> PlannedModel:
+    """Returns a transformer with the attention and the rows that the flags ask for.
+
+    Args:
+        flags: The flags of `plan`.
+        config: The transformer.
+        usual: Its attention where the flags do not say; None: its own.
+        run: What names it to a recipe.
+    """
+    attention = flags.attention or usual
+    config = config if attention is None else dataclasses.replace(config, attention=KERNELS[attention])
+    if flags.expert_buffer is not None:
+        config = dataclasses.replace(config, expert_buffer=flags.expert_buffer)
+    rows: dict[str, Any] = {"seq": flags.seq, "sequence_parallel": flags.sequence_parallel}
+    if flags.lora_rank is not None:
+        rows["lora"] = Lora(flags.lora_rank, LAYER_WEIGHTS)  # for all weights, as the recipes have them by default
+    if config.positions == "learned" and (flags.seq or 0) > config.max_positions and "model" not in run:
+        raise ValueError(
+            f"{arg('seq')} must not be longer than a learned table of positions; got {flags.seq}, and {config.max_positions} "
+            f"positions in {flags.model}. Choose {arg(seq=config.max_positions)} or less."
+        )
+    shape, to_compile = (transformer_shape(config, is_planned=planned, **rows) for planned in (True, False))
+    named = {"name": flags.model}
+    return PlannedModel(
+        flags.model,
+        dataclasses.replace(shape, **named),
+        dataclasses.replace(to_compile, **named),
+        "xla" if config.attention == "xla" else "flash",
+        run | ({"seq": shape.tokens_per_row} if run else {}),
+    )
+
+
+def _read_folder(folder: Path, ignore: Sequence[str]) -> TransformerConfig:
+    check_model_folder(folder, "--model", needs_weights=False)
+    return read_config(folder, ignore=ignore, compute_dtype=DTYPE, vocab_multiple=128)
+
+
+def _of_module(named: str) -> ModelShape | TransformerConfig:
+    """Returns what ``module:name`` names; modules are looked for in the current folder too."""
+    module, _, name = named.partition(":")
+    remedy = f"Name a {ModelShape.__name__} or a {TransformerConfig.__name__}, such as my_model:SHAPE for SHAPE in my_model.py."
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        imported = importlib.import_module(module)
+    except (ModuleNotFoundError, TypeError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
+            raise  # a module that this one imports
+        raise ValueError(f"{arg('model')} must name a module that is there; got {named}: {error}. {remedy}") from error
+    finally:
+        sys.path.remove(here)
+    if not hasattr(imported, name):
+        raise ValueError(f"{arg('model')} must name a value of {module}; got {named}, which is not there. {remedy}")
+    found = getattr(imported, name)
+    if not isinstance(found, (ModelShape, TransformerConfig)):
+        kind = type(found).__name__
+        raise TypeError(f"{arg('model')} must name a ModelShape; got {named}, of type {kind}. {remedy}")
+    return found
+
+
+def _check_unused(flags: Any) -> None:
+    """Raises for flags that change a transformer, of which a ModelShape has none."""
+    names = ("seq", "attention", "sequence_parallel", "lora_rank", "expert_buffer")
+    given = {name: value for name in names if (value := getattr(flags, name))}
+    if given:
+        raise ValueError(
+            f"a ModelShape has its own rows, layers and sharding rules; got {arg(**given)} with {flags.model}. Change them in "
+            "its module, and leave the flags out."
+        )
