@@ -768,6 +768,25 @@ def test_a_plan_for_another_executor_than_the_recipes_is_refused(tmp_path):
         main(job)
 
 
+def test_a_plan_of_what_the_recipe_would_not_run_is_refused(tmp_path, capsys):
+    path, job = tmp_path / "plan.json", ["--plan", str(tmp_path / "plan.json"), "--image", "a", "recipes/gpt.py"]
+    plan = {"data": 8, "stage": 1, "tensor": 1, "dtype": "bfloat16", "attention": "flash"}
+    path.write_text(json.dumps([plan | {"attention": "xla"}]))
+    with pytest.raises(
+        ValueError, match=r"recipes in bfloat16 run flash attention .* attention=xla\. Plan again without"
+    ):
+        main(job)
+    path.write_text(json.dumps([plan | {"init_from": "./llama", "seq": 512}]))
+    with pytest.raises(
+        ValueError, match=r"needs a command with --init-from, .* got a plan for \./llama and none\. Add it"
+    ):
+        main(job)
+    main([*job, "--init-from", "/models/llama"])
+    said = capsys.readouterr().out
+    assert "--model" not in said
+    assert "bfloat16" in said
+
+
 def test_a_plan_that_is_none_is_refused(tmp_path):
     plan = tmp_path / "plan.json"
     for text, message in (

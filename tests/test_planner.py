@@ -44,7 +44,6 @@ BLOOM = Choice(
 OF_FOUR = {"batch_size": 64, "num_microbatches": 4}  # fewer sizes of a microbatch, of which each is traced
 KEPT = functools.cache(transformer_shape)
 FULL = pytest.mark.full  # another of its cases is quick
-OTHERS = ("zb-h1", "gpipe", "interleaved")  # schedules
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,20 +139,30 @@ EXPERTS = TransformerConfig(
 )  # fmt: skip
 
 
-@pytest.mark.full
-def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
-    long = dataclasses.replace(EXPERTS, positions="rope", max_positions=2**15, attention=planned_attention)
-    held = {"num_microbatches": 4, "remat": False}
-    plans = jaxpar.plan(KEPT(long), cluster("h100", 1, 4), batch_size=16, executor="mpmd", stage=2, top=2, **held)
-    choices = [plan.choice for plan in plans]
-    assert len(choices) > 1
-    assert {(choice.zero, choice.context, choice.experts) for choice in choices} == {(0, 1, "tensor")}
+LONG_EXPERTS = dataclasses.replace(EXPERTS, positions="rope", max_positions=2**15, attention=planned_attention)
+
+
+def test_stages_that_run_freely_hold_all_params_and_whole_sequences():
+    shape = KEPT(LONG_EXPERTS, seq=2**15)
+    estimator = Estimator(shape, cluster("h100", 1, 4), 16, optax.adam(1e-4), "mpmd", Assumptions())
+    found = list(estimator.candidates({"stage": 2}))
+    assert len(found) > 1
+    assert {(choice.zero, choice.context, choice.experts) for choice in found} == {(0, 1, "tensor")}
     for held in ({"zero": 1}, {"context": 2}, {"experts": "data"}):
         (name,) = held
         with pytest.raises(
             ValueError, match=rf"hold all params and whole sequences; got .*stage=2, {name}=.* Leave {name} out"
         ):
-            jaxpar.plan(KEPT(long), cluster("h100"), batch_size=16, executor="mpmd", stage=2, **held)
+            jaxpar.plan(shape, cluster("h100"), batch_size=16, executor="mpmd", stage=2, **held)
+
+
+@pytest.mark.full
+def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
+    held = {"num_microbatches": 4, "remat": False, "stage": 2}
+    shape = KEPT(LONG_EXPERTS, seq=2**15)
+    plans = jaxpar.plan(shape, cluster("h100", 1, 4), batch_size=16, executor="mpmd", top=9, **held)
+    assert len(plans) > 1
+    assert {(plan.choice.zero, plan.choice.context, plan.choice.experts) for plan in plans} == {(0, 1, "tensor")}
 
 
 @pytest.mark.full
@@ -347,7 +356,7 @@ def test_gains_are_of_changes_that_are_faster_and_say_what_they_need():
     assert "faster" in plans[0].details(80e9)
 
 
-@pytest.mark.parametrize("width", [80, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("width", [80, pytest.param(100, marks=FULL)])
 def test_text_fits_the_terminal(width):
     plans = jaxpar.plan(SMALL, cluster("h100"), **OF_FOUR, top=4)
     for text in (render(plans, width=width), plans[0].details(80e9, width=width), plans[-1].details(80e9, width=width)):
@@ -488,7 +497,7 @@ def test_fused_attention_stores_no_scores():
     assert stored(plain) - stored(fused) > 0.9 * scores
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=FULL), 4])
 def test_zero_3_gathers_layers_in_the_dtype_of_the_computation(stage):
     choice = Choice(data=8, stage=stage, num_microbatches=4, zero=3)
 
@@ -504,9 +513,9 @@ def test_zero_3_gathers_layers_in_the_dtype_of_the_computation(stage):
 @pytest.mark.parametrize(
     ("schedule", "num_chunks", "num_microbatches", "most"),
     [
-        pytest.param("1f1b", 1, 8, 1.0, marks=pytest.mark.full),
+        pytest.param("1f1b", 1, 8, 1.0, marks=FULL),
         ("1f1b", 1, 256, 0.9),
-        pytest.param("interleaved", 2, 32, 1.0, marks=pytest.mark.full),
+        pytest.param("interleaved", 2, 32, 1.0, marks=FULL),
         ("zb-h1", 1, 32, 1.09),
     ],
 )
@@ -593,15 +602,15 @@ def test_candidates_come_in_the_order_of_their_estimates_and_are_held_against_th
     assert len(lazy._states) < begun
 
 
-@pytest.mark.parametrize("executor", [pytest.param("spmd", marks=pytest.mark.full), "mpmd"])
+@pytest.mark.parametrize("executor", [pytest.param("spmd", marks=FULL), "mpmd"])
 @pytest.mark.parametrize(
     "schedule",
     [
-        pytest.param("1f1b", marks=pytest.mark.full),
+        pytest.param("1f1b", marks=FULL),
         "zb-h1",
-        pytest.param("gpipe", marks=pytest.mark.full),
-        pytest.param("interleaved", marks=pytest.mark.full),
-        pytest.param("zb-v", marks=pytest.mark.full),
+        pytest.param("gpipe", marks=FULL),
+        pytest.param("interleaved", marks=FULL),
+        pytest.param("zb-v", marks=FULL),
     ],
 )
 def test_no_plan_of_a_sweep_has_a_negative_bubble(schedule, executor):
@@ -613,10 +622,10 @@ def test_no_plan_of_a_sweep_has_a_negative_bubble(schedule, executor):
 @pytest.mark.parametrize(
     "held",
     [
-        pytest.param({"tensor": 2}, marks=pytest.mark.full),
-        pytest.param({"stage": 2, "schedule": "zb-h1"}, marks=pytest.mark.full),
+        pytest.param({"tensor": 2}, marks=FULL),
+        pytest.param({"stage": 2, "schedule": "zb-h1"}, marks=FULL),
         {"zero": 0, "data": 4},
-        pytest.param({"remat": True}, marks=pytest.mark.full),
+        pytest.param({"remat": True}, marks=FULL),
     ],
 )
 def test_what_is_held_is_kept(held):
@@ -624,19 +633,15 @@ def test_what_is_held_is_kept(held):
         assert all(getattr(plan.choice, name) == value for name, value in held.items())
 
 
-@pytest.mark.full
 def test_what_does_not_fit_is_named_with_the_nearest_that_does():
-    big = TransformerConfig(vocab_size=512, num_layers=8, embed_dim=4096, num_heads=32, max_positions=512)
-    shape = KEPT(big)
+    shape = mlp(4096, 16384, 8)
     held = {"tensor": 1, "stage": 2, "zero": 0, "remat": False, "schedule": "1f1b", "num_microbatches": 16}
     with pytest.raises(
         ValueError,
-        match=r"transformer needs [\d.]+ GiB a device at tensor=1, stage=2, data=4; have 7\.2, since 10% of 8 stays free\. ",
+        match=r"mlp needs [\d.]+ GiB a device at tensor=1, stage=2, data=4; have 7\.2, since 10% of 8 stays free\. ",
     ):
         jaxpar.plan(shape, node(memory_bytes=8 * 2**30), batch_size=64, **held)
-    with pytest.raises(
-        ValueError, match=r"transformer needs [\d.]+ GiB a device at .*; have 2\.7, .*\. Nearest: \d+ nodes\."
-    ):
+    with pytest.raises(ValueError, match=r"mlp needs [\d.]+ GiB a device at .*; have 2\.7, .*\. Nearest: \d+ nodes\."):
         jaxpar.plan(shape, node(memory_bytes=3 * 2**30, devices_per_node=1), batch_size=4)
 
 
