@@ -761,6 +761,63 @@ def test_seconds_are_written_without_powers_of_ten(seconds, digits, text):
     assert seconds_text(seconds, digits) == text
 
 
+def test_what_needs_the_memory_is_named_first(capsys):
+    """With one layer of one row on one GPU, so that the refusal takes little time."""
+    args = ["plan", "--model", "llama3.1-8b", "--gpus-per-node", "1", "--seq", "131072", "--batch-size", "1"]
+    assert main([*args, "--attention", "xla", "--remat", "yes"]) == 2
+    said = capsys.readouterr().err
+    assert "llama3.1-8b with rows of 131,072 tokens and attention that stores its scores needs" in said
+    assert said.strip().endswith("stays free. Choose --seq 8192 or --attention flash.")
+
+
+HELD = ("--batch-size", "8", "--num-microbatches", "1", "--gpus-per-node", "2", "--tensor", "2", "--json")
+
+
+def test_the_command_plans_for_the_config_of_a_folder(tmp_path, capsys):
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 500,
+    }
+    config |= {"intermediate_size": 128, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--model", str(tmp_path), *HELD]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    wanted = {"init_from": str(tmp_path), "seq": 8192, "attention": "flash", "batch_size": 8}
+    assert plan | wanted == plan
+    assert "model" not in plan
+    assert main(["plan", "--model", str(tmp_path / "elsewhere"), *HELD]) == 2
+    assert "--model must be a folder with a model; got" in capsys.readouterr().err
+    assert main(["plan", "--model", "gpt2", "--ignore-config-keys", "attn_pdrop", *HELD]) == 2
+    assert "--ignore-config-keys are of the config.json in a folder; got attn_pdrop for gpt2" in capsys.readouterr().err
+
+
+def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(tmp_path, capsys, monkeypatch):
+    """python -m jaxpar plan --model my_model:SHAPE"""
+    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
+    (program,) = re.findall(r"`my_model.py`:\n\n```python\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "my_model.py").write_text(program + "\nOTHER = 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
+    assert main(["plan", "--model", "my_model:SHAPE", *HELD]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)
+    assert plan["tensor"] == 2
+    assert not {"model", "seq", "attention"} & set(plan)
+    for given, message in (
+        (["my_model:OTHER"], "--model must name a ModelShape; got my_model:OTHER, of type int"),
+        (["my_model:SHAPES"], "--model must name a value of my_model; got my_model:SHAPES, which is not there"),
+        (
+            ["no_model:SHAPE"],
+            "--model must name a module that is there; got no_model:SHAPE: No module named 'no_model'",
+        ),
+        (["my_model:SHAPE", "--seq", "8"], "a ModelShape has its own rows, layers and sharding rules; got --seq 8"),
+    ):
+        assert main(["plan", "--model", *given, *HELD]) == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.full
 def test_plans_that_do_not_fit_by_the_compilers_account_are_dropped(monkeypatch, capsys):
     args = ["plan", *GPT2, "--tensor", "1", "--remat", "no", "--json"]
