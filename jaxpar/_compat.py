@@ -299,10 +299,15 @@ def rewrite(jaxpr: Any, change: Callable[[Sequence[Any], Sequence[Any]], list[An
     return jaxpr.replace(eqns=change([inside(equation) for equation in jaxpr.eqns], jaxpr.outvars))
 
 
-def rewritten(function: Callable[..., PyTree], change: Callable, *args: PyTree) -> PyTree:
-    """Returns ``function(*args)``, computed by its jaxpr after ``rewrite``."""
+def evaluate(closed: Any, leaves: Sequence[Any]) -> list[Any]:
+    """Returns the outputs of a closed jaxpr."""
+    return jaxpr_as_fun(closed)(*leaves)
+
+
+def rewritten(function: Callable[..., PyTree], change: Callable, *args: PyTree, run: Callable = evaluate) -> PyTree:
+    """Returns ``function(*args)``, computed by ``run(jaxpr, leaves)``, such as ``evaluate``, after ``rewrite``."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    return _evaluate(rewrite(closed, change), shapes, args)
+    return _evaluate(rewrite(closed, change), shapes, args, run)
 
 
 def closure_converted(function: Callable[..., PyTree], *args: PyTree) -> tuple[Callable[..., PyTree], list[jax.Array]]:
@@ -335,6 +340,6 @@ def drawn_shapes(jaxpr: Any) -> list[tuple[int, ...]]:
     return [v.aval.shape for equation in draws for v in equation.outvars]
 
 
-def _evaluate(closed: Any, shapes: PyTree, args: tuple) -> PyTree:
-    made = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+def _evaluate(closed: Any, shapes: PyTree, args: tuple, run: Callable = evaluate) -> PyTree:
+    made = run(closed, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shapes), map(jnp.asarray, made))  # constants are NumPy arrays

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar.backward.graph import fold_transposes
+from jaxpar.backward.padded_dims import keep_padding
 from jaxpar.backward.remat import forward_with_remat, with_remat
 from jaxpar.data_parallel import accumulate, check_batch, check_sequences, reduce_gradients, split_microbatches
 from jaxpar.fields import check_kind
@@ -352,7 +353,7 @@ def _loss_and_grads(
 ) -> tuple[PyTree, PyTree]:
     """Returns ((loss_sum, further sums), gradients) of a microbatch, of loss_sum / total_weight for ``trained``."""
 
-    @fold_transposes
+    @partial(fold_transposes, run=keep_padding)
     def differentiate(trained: PyTree, microbatch: PyTree, total_weight: jax.Array) -> tuple[PyTree, PyTree]:
         loss_of = lambda trained: sums_of(loss, outputs(params_of(trained), microbatch), microbatch)
         loss_sum, vjp, further = jax.vjp(loss_of, trained, has_aux=True)

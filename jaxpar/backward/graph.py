@@ -16,7 +16,17 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar._compat import Literal, bind, called, has_side_effects, is_remat, literal_value, rewrite, rewritten
+from jaxpar._compat import (
+    Literal,
+    bind,
+    called,
+    evaluate,
+    has_side_effects,
+    is_remat,
+    literal_value,
+    rewrite,
+    rewritten,
+)
 
 # fmt: off
 ELEMENTWISE = frozenset({
@@ -177,14 +187,20 @@ class _Builder:
         return [number(atom) for atom in jaxpr.outvars]
 
 
-def fold_transposes(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def fold_transposes(
+    function: Callable[..., PyTree], run: Callable[[Any, Sequence[Any]], list[Any]] = evaluate
+) -> Callable[..., PyTree]:
     """Returns a function that computes the same with fewer transposes of matrix products.
 
     JAX's derivative of ``x @ w`` with respect to w is the transpose of the product of ct and x. The product of x and ct needs
     no transpose. If x is no larger than ct, XLA's CPU compiler computes it in half the time, because it transposes the left
     factor. Products inside loops, branches, ``jit``, ``jax.checkpoint`` and ``shard_map`` are rewritten too.
+
+    Args:
+        function: The function.
+        run: Computes the outputs of a closed jaxpr from the leaves of the arguments.
     """
-    return wraps(function)(partial(rewritten, function, fold))
+    return wraps(function)(partial(rewritten, function, fold, run=run))
 
 
 def fold(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:

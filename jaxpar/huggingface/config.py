@@ -15,7 +15,7 @@ from typing import Any
 from jaxpar.huggingface.families import DENSE_LAYERS, FAMILIES, MAX_POSITIONS, REFUSED, ROUTER_BIAS, TOKENS, Family
 from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, file_inside, read_json, shorten
 from jaxpar.models.transformer import RopeScaling, TransformerConfig
-from jaxpar.models.transformer.config import EXPERT_DEFAULTS
+from jaxpar.models.transformer.config import EXPERT_DEFAULTS, balance_of_aux_loss
 from jaxpar.runtime.output import printable
 
 MAX_NAMED = 32  # keys that a message names
@@ -26,6 +26,8 @@ NOT_IN_FOLDERS = (
 )
 # With these BLOOM adds the products of each slice separately, as that many shards would, which rounds differently.
 SLICED_SUMS = ("pretraining_tp", "slow_but_exact")
+# A loss that balances experts, and whether transformers adds it: only a model that returns its router's scores has it.
+_AUX_LOSS, _HAS_AUX_LOSS = "router_aux_loss_coef", "output_router_logits"
 _WINDOW_KEYS = ("use_sliding_window", "layer_types")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # The keys of RoPE by the way in which it is scaled to longer sequences. Up to transformers 4 they are at the top level and in
@@ -212,7 +214,8 @@ def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     if config.tokens is not None:
         found |= {TOKENS: config.tokens}
     found |= {key: family.only[key][0] for key in ("activation_function", "hidden_act") if key in family.only}
-    return found | (_relative_json(family, config) if _is_relative(family) else {}) | dict(config.ignored)
+    found |= (_relative_json(family, config) if _is_relative(family) else {}) | dict(config.ignored)
+    return found | (_balance_json(config, family.defaults[_AUX_LOSS]) if _AUX_LOSS in family.more else {})
 
 
 def _is_relative(family: Family) -> bool:
@@ -245,7 +248,24 @@ def _read_relative(family: Family, read: Reader, sizes: Mapping[str, Any], ignor
         found[field] = (read.flag if isinstance(default, bool) else read.share)(key, default=default)
     if DENSE_LAYERS in family.more:
         found["num_dense_layers"] = _num_dense_layers(read, sizes["num_layers"])
+    if _AUX_LOSS in family.more:
+        num_layers = sizes["num_layers"] - found.get("num_dense_layers", 0)
+        found |= _read_balance(read, sizes["experts_per_token"], num_layers, sizes["ignored"])
     return found | _read_rope(read, sizes["max_positions"])
+
+
+def _read_balance(read: Reader, experts_per_token: int, num_layers: int, ignored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the coefficient of the balance loss, 0 where transformers adds none, which then is a key without effect."""
+    coefficient = read.share(_AUX_LOSS, default=0.0)
+    if read.flag(_HAS_AUX_LOSS, default=False):
+        return {"balance_coefficient": balance_of_aux_loss(coefficient, experts_per_token, num_layers)}
+    return {"ignored": {**ignored, _AUX_LOSS: coefficient}}
+
+
+def _balance_json(config: TransformerConfig, default: float) -> dict[str, Any]:
+    if config.balance_coefficient:
+        return {_AUX_LOSS: config.router_aux_loss_coef, _HAS_AUX_LOSS: True}
+    return {_AUX_LOSS: config.ignored.get(_AUX_LOSS, default), _HAS_AUX_LOSS: False}
 
 
 def _num_dense_layers(read: Reader, num_layers: int) -> int:

@@ -235,7 +235,9 @@ def make_about(config: TransformerConfig, source: Path | str | None, dtype: np.d
         return config_json(config, "float32" if dtype is None else dtype.name)
     given = read_json(file_inside(source, CONFIG))
     theirs = read_config(source, ignore=unmodelled_keys(source))
-    one, other = (config_json(replace(each, ignored={}, tokens=None), "") for each in (config, theirs))
+    # A loss in training is no part of a model.
+    alike = {"ignored": {}, "tokens": None, "balance_coefficient": 0.0}
+    one, other = (config_json(replace(each, **alike), "") for each in (config, theirs))
     if wrong := sorted(key for key in {**one, **other} if one.get(key) != other.get(key)):
         raise ValueError(
             f"a model must be that of its source; got {shorten(wrong)} that differ from {Path(source) / CONFIG}: "

@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 from jaxpar._compat import opened, with_inner
 from jaxpar.backward.add_grads import nodes_of_grads
 from jaxpar.backward.graph import ELEMENTWISE, Graph, fold_transposes, trace
+from jaxpar.backward.padded_dims import keep_padding
 from jaxpar.dtypes import float_indices, is_float, merge
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, outer_stage_dim
 from jaxpar.loss_sums import sums_of
@@ -140,7 +141,8 @@ class Ends:
 
         ct is that of the float leaves of y; the cotangent of loss_sum is 1 / total_weight.
         """
-        return fold_transposes(self._head_and_backward)(read, y, microbatch, total_weight)
+        run = fold_transposes(self._head_and_backward, keep_padding)
+        return run(read, y, microbatch, total_weight)
 
     def _head_and_backward(self, read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
         floats = [] if self._is_forward else float_indices(y)

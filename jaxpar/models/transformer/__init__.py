@@ -7,14 +7,15 @@
 
 Read in this order: `config.py` (the options), `presets.py` with `presets.toml` (the published models), `params.py` (the
 params), `layers.py` (the model), `norms.py`, `attention.py`, `flash_chunks.py` (attention to a gathered sequence), `rope.py`
-(rotary positions), `mlp.py`, `router.py` (with the optimizer of its bias), `experts.py` with `dispatch.py` (the slots of rows),
-`generate.py` with `sampling.py`.
+(rotary positions), `mlp.py`, `padding.py`, `router.py` (with the optimizer of its bias), `experts.py` with `dispatch.py` (the
+slots of rows), `generate.py` with `sampling.py`.
 """
 
 from jaxpar.models.transformer.config import TransformerConfig as TransformerConfig
 from jaxpar.models.transformer.generate import generate as generate
 from jaxpar.models.transformer.generate import stream as stream
 from jaxpar.models.transformer.layers import make_model as make_model
+from jaxpar.models.transformer.padding import token_weights as token_weights
 from jaxpar.models.transformer.params import LAYER_WEIGHTS as LAYER_WEIGHTS
 from jaxpar.models.transformer.params import num_active_params as num_active_params
 from jaxpar.models.transformer.params import param_table as param_table

@@ -69,12 +69,24 @@ class Span(NamedTuple):
             positions: The position of each token in its segment, or row.
             segments: The segment of each token, a number below the tokens of a row.
         """
-        numbers = jnp.zeros_like(positions) if segments is None else segments
-        rows, parts = jnp.arange(len(positions))[:, None], context_parallel.num_parts()
-        ends = jnp.zeros((len(positions), parts * positions.shape[1]), positions.dtype)
-        ends = ends.at[rows, numbers].max(positions + 1)
-        ends = ends if parts == 1 else jax.lax.pmax(ends, context_parallel.CONTEXT)
-        return cls(positions, jnp.take_along_axis(ends, numbers, 1), segments=segments, is_in_order=False)
+        return cls(positions, most_of_segment(positions + 1, segments), segments=segments, is_in_order=False)
+
+
+def most_of_segment(
+    values: Int[Array, "batch seq"], segments: Int[Array, "batch seq"] | None
+) -> Int[Array, "batch seq"]:
+    """Returns for each token the most of the values of its segment, or row, over ``context`` of all its parts.
+
+    Args:
+        values: Numbers of 0 or more.
+        segments: The segment of each token, a number below the tokens of a row.
+    """
+    numbers = jnp.zeros_like(values) if segments is None else segments
+    rows, parts = jnp.arange(len(values))[:, None], context_parallel.num_parts()
+    most = jnp.zeros((len(values), parts * values.shape[1]), values.dtype)
+    most = most.at[rows, numbers].max(values)
+    most = most if parts == 1 else jax.lax.pmax(most, context_parallel.CONTEXT)
+    return jnp.take_along_axis(most, numbers, 1)
 
 
 def runs_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:

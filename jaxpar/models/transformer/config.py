@@ -102,7 +102,7 @@ class TransformerConfig:
         kv_copies: Copies of each key and value head that a pass computes, so that a ``tensor`` axis divides them; see
             ``for_tensor``. The params, and so checkpoints, are the same.
         vocab_multiple: The rows of the embedding are padded to a multiple of this, so that a ``tensor`` axis divides them;
-            logits of the padding rows are the lowest finite number of their dtype.
+            logits are those of the ``vocab_size`` words alone.
         compute_dtype: The dtype of matrix products and activations. Params keep their own dtype and are cast at each use;
             softmax and norms are computed in float32 or wider.
         attention: "xla" runs anywhere; "cudnn" is flash attention on one NVIDIA GPU, for 16-bit ``compute_dtype``. Or a
@@ -128,7 +128,8 @@ class TransformerConfig:
         groups_per_token: The number of groups that a token's experts may come from.
         router_bias: Whether each expert has a bias that counts when experts are chosen, and not in their weights
             (Wang et al. 2024, arXiv 2408.15664). Its gradient counts tokens; see ``balance_experts``.
-        balance_coefficient: Factor of the balance loss of each document, as ``add_routing_losses`` adds it.
+        balance_coefficient: Factor of the balance loss of each document, as ``add_routing_losses`` adds it: a sum over layers,
+            each of 1 if experts are used equally. ``router_aux_loss_coef`` is what transformers calls the same strength.
         z_coefficient: Factor of the mean square of the logarithm of the router's normalizer (Zoph et al. 2022, arXiv
             2202.08906).
         capacity_factor: An expert takes at most this many times its equal share of the tokens of a row, the first ones, and
@@ -307,6 +308,11 @@ class TransformerConfig:
         )
 
     @property
+    def router_aux_loss_coef(self) -> float:
+        """``balance_coefficient`` as transformers has it: there the loss is of all layers together, and at least top-k."""
+        return _rounded(self.balance_coefficient * self.num_stacked_layers / self.experts_per_token)
+
+    @property
     def vocab_rows(self) -> int:
         """Rows of the embedding, including padding."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
@@ -339,6 +345,25 @@ class TransformerConfig:
 
 
 EXPERT_DEFAULTS = {each.name: each.default for each in fields(TransformerConfig) if each.name in EXPERT_FIELDS}
+
+
+def balance_of_aux_loss(router_aux_loss_coef: float, experts_per_token: int, num_layers: int) -> float:
+    """Returns the ``balance_coefficient`` of the same strength as a coefficient of transformers.
+
+    Its loss is the number of experts times the sum over experts of share of uses times mean score, both over all layers and
+    tokens: ``experts_per_token`` if experts are used equally, for any number of layers. jaxpar's is then ``num_layers``.
+
+    Args:
+        router_aux_loss_coef: The coefficient in transformers.
+        experts_per_token: The experts of a token.
+        num_layers: The layers with experts.
+    """
+    return _rounded(router_aux_loss_coef * experts_per_token / num_layers)
+
+
+def _rounded(coefficient: float) -> float:
+    """Returns a coefficient without the rounding of a product and a division, so that it survives the way there and back."""
+    return float(f"{coefficient:.14g}")
 
 
 def _check_kind(of: Field, value: Any) -> None:

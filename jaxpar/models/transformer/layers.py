@@ -12,6 +12,7 @@ returns x. ``where`` is "stream" for h, "in" and "out" for the inputs and output
 looked up embeddings. "kv_heads" is for weights and biases [..., kv_heads, qkv, head_dim] with copied heads.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
 from jaxpar import context_parallel
+from jaxpar.backward.padded_dims import without_padding
 from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
 from jaxpar.models.transformer.attention import Cache, Constrain, Span, attention, runs_in, unconstrained
@@ -27,23 +29,38 @@ from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.experts import experts
 from jaxpar.models.transformer.mlp import mlp
 from jaxpar.models.transformer.norms import norm
+from jaxpar.models.transformer.padding import real_tokens, token_weights
 from jaxpar.models.transformer.router import RoutedLogits, RouterSums, route
 from jaxpar.row_dependence import row_wise
 
 
 class Stream(NamedTuple):
-    """What travels between blocks, where it is more than ``h``: segments and positions of tokens, and the sums of routers."""
+    """What travels between blocks, where it is more than ``h``.
+
+    Attributes:
+        h: The activations.
+        segments: The segments of the tokens.
+        sums: The sums of routers.
+        positions: The positions of the tokens.
+        real: For a model with experts, whether a token is not padding.
+    """
 
     h: Float[Array, "batch seq embed"]
     segments: Int[Array, "batch seq"] | None
     sums: RouterSums | None
     positions: Int[Array, "batch seq"] | None = None
+    real: Bool[Array, "batch seq"] | None = None
 
 
 Activations = Array | Stream
 
 
-def make_model(config: TransformerConfig, *, constrain: Constrain = unconstrained) -> LayeredModel:
+def make_model(
+    config: TransformerConfig,
+    *,
+    constrain: Constrain = unconstrained,
+    weights: Callable[[PyTree], Any] = token_weights,
+) -> LayeredModel:
     """Returns the transformer as a LayeredModel whose batch has ``tokens`` [batch, seq] and whose outputs are logits.
 
     If the batch has ``segments`` [batch, seq], int32, as packed documents do, attention does not cross from one segment, a run
@@ -54,12 +71,18 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
     another order, and each document of a row has a segment of its own number, below seq. Over ``context`` a batch must have
     them; one that is not in the order of ``shard_batch`` gives NaN, as far as its positions show it.
 
+    With experts, tokens that no loss depends on are padding: neither they nor a later token of their row or segment have a
+    weight (``padding.py``). No expert computes them and no router counts them, so logits of such tokens are not those of a
+    batch in which they are learned.
+
     Where routers have losses or drop tokens (``config.has_routing_losses``), outputs are ``RoutedLogits``, for
     ``add_routing_losses``.
 
     Args:
         config: The model.
         constrain: Constrains the sharding of activations, such as ``jaxpar.tensor_parallel.sequence_parallel``.
+        weights: ``weights(batch)``: the weights of the tokens in the loss, ``[batch, seq]`` or ``[batch]``; None: all tokens
+            count. By default ``weight`` of the batch, and 0 where ``targets`` is -100.
     """
 
     def embed(outer: PyTree, batch: PyTree) -> Activations:
@@ -81,12 +104,15 @@ def make_model(config: TransformerConfig, *, constrain: Constrain = unconstraine
         for params in outer.get("dense_layers", ()):
             h, *_ = block(config, params, h, span, constrain)
         sums = RouterSums.zeros(config, h) if config.has_routing_losses else None
-        return h if segments is None and sums is None and positions is None else Stream(h, segments, sums, positions)
+        given = weights(batch) if config.num_experts is not None else None
+        real = None if given is None else real_tokens(given, span, tokens.shape)
+        others = (segments, sums, positions, real)
+        return h if all(each is None for each in others) else Stream(h, *others)
 
     def layer(params: PyTree, x: Activations) -> Activations:
         stream = x if isinstance(x, Stream) else Stream(x, None, None)
         span = _span(stream.h, stream.segments, stream.positions)
-        h, _, sums = block(config, params, stream.h, span, constrain, sums=stream.sums)
+        h, _, sums = block(config, params, stream.h, span, constrain, sums=stream.sums, real=stream.real)
         return stream._replace(h=h, sums=sums) if isinstance(x, Stream) else h
 
     def head(outer: PyTree, x: Activations) -> Float[Array, "batch seq vocab"] | RoutedLogits:
@@ -169,8 +195,12 @@ def block(
     constrain: Constrain,
     cache: Cache | None = None,
     sums: RouterSums | None = None,
+    real: Bool[Array, "batch seq"] | None = None,
 ) -> tuple[Float[Array, "batch seq embed"], Cache | None, RouterSums | None]:
-    """Returns the output of a block, its cache updated with the keys and values of the span's positions, and the sums."""
+    """Returns the output of a block, its cache updated with the keys and values of the span's positions, and the sums.
+
+    Tokens that are not ``real`` get no expert.
+    """
 
     def normed(name: str, x: Array, order: str) -> Array:
         return norm(config, params[name], x) if config.norm_order == order else x
@@ -183,7 +213,7 @@ def block(
     if "mlp" in params:
         y = mlp(config, params["mlp"], x)
     else:
-        routing = route(config, params["router"], x)
+        routing = route(config, params["router"], x, real)
         # Tokens of all rows are sorted by expert, and put back.
         of_tokens = row_wise(partial(experts, config, drops=cache is None))
         y, dropped = of_tokens(params, x, routing)
@@ -193,13 +223,10 @@ def block(
 
 
 def logits(config: TransformerConfig, outer: PyTree, h: Float[Array, "batch seq embed"], constrain: Constrain) -> Array:
-    """Returns the scores ``[batch, seq, vocab]`` of each token as the next one."""
+    """Returns the scores ``[batch, seq, vocab]`` of each word of the vocabulary as the next one."""
     h = constrain(norm(config, outer["norm_out"], constrain(h, "stream")), "in")
     if config.tied:
         scores = jnp.einsum("btd,vd->btv", h, outer["tokens"].astype(h.dtype))
     else:
         scores = jnp.einsum("btd,dv->btv", h, outer["head"].astype(h.dtype))
-    if config.vocab_rows == config.vocab_size:
-        return scores
-    real = jnp.arange(config.vocab_rows) < config.vocab_size
-    return jnp.where(real[None, None], scores, jnp.finfo(scores.dtype).min)
+    return without_padding(scores, config.vocab_size)

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.config import TransformerConfig, balance_of_aux_loss
 from jaxpar.models.transformer.rope import RopeScaling
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -28,7 +28,12 @@ def _config(given: dict[str, Any]) -> TransformerConfig:
     shape = _fields(given)
     if "rope_scaling" in shape:
         shape["rope_scaling"] = RopeScaling(**shape["rope_scaling"])
-    return TransformerConfig(**shape)
+    coefficient = shape.pop("router_aux_loss_coef", None)
+    config = TransformerConfig(**shape)
+    if coefficient is None:
+        return config
+    balance = balance_of_aux_loss(coefficient, config.experts_per_token, config.num_stacked_layers)
+    return replace(config, balance_coefficient=balance)
 
 
 PRESETS = {name: _config(given) for name, given in _TABLE["models"].items()}

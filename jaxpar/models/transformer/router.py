@@ -6,6 +6,8 @@
 All of it is computed in float32 or wider, and the same on each shard of a tensor axis. Of equal scores the expert with the
 lowest number is taken.
 
+Padding (``padding.py``) has no expert: it is in no sum and no load, and takes no room.
+
 The balance loss is one of each document. With f_e the share of its tokens that use expert e, times the number of experts and
 over k, and P_e the mean of their scores for e, it is the sum of f_e P_e, 1 if all are equal (DeepSeek-V3, arXiv 2412.19437,
 section 2.1.2). Each token has that of its document, so that a loss weighs it like the token's cross-entropy, and a batch has
@@ -24,10 +26,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jaxpar.context_parallel import gather_sequence, num_parts, sum_over_sequence
+from jaxpar.backward.graph import trace
+from jaxpar.context_parallel import gather_sequence, sum_over_sequence
 from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.padding import token_weights
 
 # The gradient of a router's bias is the load of each expert times this power of two: far below the rounding of a gradient norm,
 # so that neither norms nor clipping see it, and exact.
@@ -39,20 +43,22 @@ class Routing(NamedTuple):
     """What a router chose.
 
     Attributes:
-        experts: The experts of each token.
-        weights: Their weights.
+        experts: The experts of each token, ``num_experts`` for padding.
+        weights: Their weights, 0 for padding.
         logits: The router's outputs for all experts.
         scores: Their softmax or sigmoid.
+        real: Whether a token is not padding; None: all are real.
     """
 
     experts: Int[Array, "batch seq chosen"]
     weights: Float[Array, "batch seq chosen"]
     logits: Float[Array, "batch seq experts"]
     scores: Float[Array, "batch seq experts"]
+    real: Bool[Array, "batch seq"] | None = None
 
 
 class RouterSums(NamedTuple):
-    """What routers add up from layer to layer.
+    """What routers add up from layer to layer, for padding 0.
 
     Attributes:
         balance: The balance losses of a token's document, summed over layers.
@@ -94,20 +100,26 @@ class RouterSums(NamedTuple):
             tally = tally + LOAD_SCALE * (loads.astype(tally.dtype) @ (bias - jax.lax.stop_gradient(bias)))
         return RouterSums(
             balance=self.balance + balance_loss(config, routing, segments),
-            z=self.z + jnp.square(jax.nn.logsumexp(routing.logits, -1)),
+            z=self.z + _of_real(jnp.square(jax.nn.logsumexp(routing.logits, -1)), routing),
             tally=tally,
             loads=jnp.concatenate([self.loads[:, 1:], loads[:, None]], 1),
             dropped=self.dropped + dropped,
         )
 
 
-def route(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Routing:
+def route(
+    config: TransformerConfig,
+    params: PyTree,
+    x: Float[Array, "batch seq embed"],
+    real: Bool[Array, "batch seq"] | None = None,
+) -> Routing:
     """Returns the experts of each token and their weights.
 
     Args:
         config: The model.
         params: The params under ``router`` of a layer.
         x: The normalized input.
+        real: Whether a token is not padding; None: all are real.
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     # A GPU's default for float32 products would round the inputs to 10 bits.
@@ -119,7 +131,19 @@ def route(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq 
     weights = jnp.where(_one_hot(experts, scores.shape[-1]), scores[:, :, None], 0).sum(-1)
     if config.normalized_routing:
         weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), jnp.finfo(wide).tiny)
-    return Routing(experts, weights * config.routed_scaling_factor, logits, scores)
+    weights = weights * config.routed_scaling_factor
+    if real is not None:
+        experts = jnp.where(real[..., None], experts, scores.shape[-1])
+        weights = jnp.where(real[..., None], weights, 0)
+    return Routing(experts, weights, logits, scores, real)
+
+
+def _of_real(values: Float[Array, "batch seq *dims"], routing: Routing) -> Array:
+    """Returns the values of tokens with 0 for those that are padding."""
+    if routing.real is None:
+        return values
+    real = routing.real.reshape(*routing.real.shape, *(1,) * (values.ndim - 2))
+    return jnp.where(real, values, 0)
 
 
 def _in_best_groups(config: TransformerConfig, appeal: Float[Array, "batch seq experts"]) -> Array:
@@ -145,16 +169,21 @@ def balance_loss(
     scores, count = routing.scores, routing.scores.shape[-1]
     shares = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdims=True)
     uses = _one_hot(routing.experts, count).any(2).astype(scores.dtype) * (count / config.experts_per_token)
-    both = jnp.stack([uses, shares], 2)
+    both = jnp.stack([uses, _of_real(shares, routing)], 2)
+    real = jnp.ones(scores.shape[:2], scores.dtype) if routing.real is None else routing.real.astype(scores.dtype)
     if segments is None:
-        means = sum_over_sequence(both.mean(1)) / num_parts()
-        return jnp.broadcast_to((means[:, 0] * means[:, 1]).sum(-1)[:, None], scores.shape[:2])
+        sums = jnp.concatenate([both.sum(1).reshape(len(both), -1), real.sum(1, keepdims=True)], 1)
+        sums = sum_over_sequence(sums)
+        means = (sums[:, :-1] / jnp.maximum(sums[:, -1:], 1)).reshape(len(both), 2, count)
+        of_row = (means[:, 0] * means[:, 1]).sum(-1)
+        return _of_real(jnp.broadcast_to(of_row[:, None], scores.shape[:2]), routing)
     together = (segments[:, :, None] == gather_sequence(segments)[:, None, :]).astype(scores.dtype)
-    together = together / together.sum(-1, keepdims=True)
+    together = together * gather_sequence(real)[:, None, :]
+    together = together / jnp.maximum(together.sum(-1, keepdims=True), 1)
     # Experts are no heads, which a tensor axis may split.
     whole = gather_sequence(both.reshape(*both.shape[:2], 1, -1)).reshape(len(both), -1, *both.shape[2:])
     means = jnp.einsum("bts,bsie->btie", together, whole, precision="highest")
-    return (means[:, :, 0] * means[:, :, 1]).sum(-1)
+    return _of_real((means[:, :, 0] * means[:, :, 1]).sum(-1), routing)
 
 
 class RoutedLogits(NamedTuple):
@@ -186,18 +215,21 @@ def add_routing_losses(
     config: TransformerConfig,
     loss: Callable[..., tuple],
     *,
-    weights: Callable[[PyTree], Any] = lambda batch: batch.get("weight"),
+    weights: Callable[[PyTree], Any] = token_weights,
     metrics: bool = False,
 ) -> Callable[..., tuple]:
     """Returns a loss of a model's outputs, from one of its logits: the losses of its routers are added.
 
-    A token's balance and z losses, sums over the layers, are weighed like its cross-entropy. Rows of weight 0, such as padding,
-    count nowhere. For a model without such losses the result computes the same as ``loss``.
+    A token's balance and z losses, sums over the layers, are weighed like its cross-entropy: those of a row have the weight
+    that ``loss`` gives the row, which its tokens share by their ``weights``. So their means over a batch are those of its
+    documents, however few of their tokens are learned. Rows of weight 0 count nowhere. For a model without such losses the
+    result computes the same as ``loss``.
 
     Args:
         config: The model.
         loss: ``loss(logits, batch) -> (loss_sum, weight_sum)``, with further sums in a dict or without.
         weights: ``weights(batch)``: the weights of the tokens in ``loss``, ``[batch, seq]`` or ``[batch]``; None: 1 each.
+            By default those of ``token_weights``. Give the same function to ``make_model``, which finds padding by it.
         metrics: Whether the loss returns further sums, for ``value_and_grad(..., has_aux=True)``: ``balance_loss`` and
             ``router_z_loss``, means over the layers, without their coefficients; ``expert_imbalance``, the load of the
             busiest expert of a row over the mean load; ``dropped_experts``, the share of tokens' experts that were dropped.
@@ -210,21 +242,21 @@ def add_routing_losses(
         total, weight, *further = loss(logits, batch)
         per_token = _per_token(weights(batch), sums.balance)
         counts = _counts(per_token)
+        per_token = _as_loss_weighs(per_token, loss, logits, batch)
         of_layers = lambda each: jnp.sum(jnp.where(per_token != 0, each * per_token, 0))
         balance, z = of_layers(sums.balance), of_layers(sums.z)
         tally = jnp.sum(jnp.where(counts, sums.tally, 0))
         total = total + config.balance_coefficient * balance + config.z_coefficient * z + tally
         if not metrics:
             return total, weight, *further
-        num_chosen = num_parts() * sums.balance.shape[1] * config.experts_per_token
-        busiest = sum_over_sequence(sums.loads).max(-1).mean(-1) / num_chosen
-        dropped = sums.dropped / (num_chosen * config.num_stacked_layers)
         of_rows = lambda each: jnp.sum(jnp.where(counts, each.astype(per_token.dtype) * per_token.sum(-1), 0))
+        loads = sum_over_sequence(sums.loads)
+        num_chosen = jnp.maximum(loads.sum(-1), 1)  # of each layer; the experts of a token are several
         own = {
             "balance_loss": balance / config.num_stacked_layers,
             "router_z_loss": z / config.num_stacked_layers,
-            "expert_imbalance": of_rows(busiest * sums.loads.shape[-1]),
-            "dropped_experts": of_rows(dropped),
+            "expert_imbalance": of_rows((loads.max(-1) * loads.shape[-1] / num_chosen).mean(-1)),
+            "dropped_experts": of_rows(sums.dropped / num_chosen.sum(-1)),
         }
         return total, weight, {**(further[0] if further else {}), **own}
 
@@ -241,6 +273,38 @@ def _per_token(weights: Any, like: Float[Array, "batch seq"]) -> Array:
         return jnp.ones_like(like)
     weights = jnp.asarray(weights).astype(like.dtype)
     return jnp.broadcast_to(weights.reshape(*weights.shape, *(1,) * (like.ndim - weights.ndim)), like.shape)
+
+
+def _as_loss_weighs(per_token: Float[Array, "batch seq"], loss: Callable, logits: PyTree, batch: PyTree) -> Array:
+    """Returns the weights of tokens, which add up to what ``loss`` weighs each row with."""
+    try:
+        wanted = weights_of_rows(loss, logits, batch).astype(per_token.dtype)
+    except (TypeError, ValueError):  # a number of rows is written into the loss, which then is not split
+        return per_token
+    wanted, given = sum_over_sequence(jnp.stack([wanted, per_token.sum(-1)]))
+    factors = jnp.where(given != 0, wanted / jnp.where(given != 0, given, 1), 0)
+    return per_token * factors[:, None]
+
+
+def weights_of_rows(loss: Callable[..., tuple], outputs: PyTree, batch: PyTree) -> Float[Array, " batch"]:
+    """Returns the weight_sum of each row alone, of which that of the batch is the sum.
+
+    Only the operations of weight_sum are repeated, none of those of the loss.
+    """
+    rows = jnp.shape(jax.tree.leaves(outputs)[0])[:1]
+    has_rows = lambda a: jnp.shape(a)[:1] == rows
+    given = jax.tree.map(lambda a: jnp.asarray(a)[:, None] if has_rows(a) else jnp.asarray(a), (outputs, batch))
+    one_row = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:] if has_rows(a) else a.shape, a.dtype), given)
+    graph = trace(lambda outputs, batch: loss(outputs, batch)[1], *one_row)
+    nodes = graph.needed(graph.outputs, ())
+
+    def of_row(leaves: list) -> Array:
+        values = dict(zip(graph.inputs, leaves, strict=True))
+        return jnp.asarray(graph.run(nodes, values, graph.outputs)[0])
+
+    leaves = jax.tree.leaves(given)
+    in_axes = [0 if has_rows(leaf) else None for leaf in leaves]
+    return jax.vmap(of_row, in_axes=(in_axes,), axis_size=rows[0])(leaves)
 
 
 # The optimizer of biases -----------------------------------------------------------------------------------------------------

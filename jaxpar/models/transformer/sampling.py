@@ -88,14 +88,9 @@ def draw(sampling: Sampling, scores: Float[Array, "batch vocab"], position: Int[
 
 
 def _tempered(scores: Float[Array, "batch vocab"], temperature: Float[Array, ""]) -> Float[Array, "batch vocab"]:
-    """Returns scores divided by a temperature, shifted so that a row's highest is 0 and none overflows.
-
-    The lowest finite number, the score of rows that only pad the vocabulary, becomes minus infinity: divided by a high
-    temperature it would be a score like others.
-    """
+    """Returns scores divided by a temperature, shifted so that a row's highest is 0 and none overflows."""
     wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
-    shifted = (wide - wide.max(-1, keepdims=True)).astype(jnp.float32)
-    return jnp.where(scores > jnp.finfo(scores.dtype).min, shifted / temperature, -jnp.inf)
+    return (wide - wide.max(-1, keepdims=True)).astype(jnp.float32) / temperature
 
 
 def keep_highest(scores: Float[Array, "batch vocab"], top_k: int | None) -> Float[Array, "batch vocab"]:
