@@ -10,6 +10,7 @@ import pytest
 
 import jaxpar
 from jaxpar.models import transformer
+from jaxpar.pipeline.embed_and_head import Ends
 from tests.support.oracle import assert_same
 from tests.support.tiny_transformer import FAMILIES, jit, make_batch, make_params, shardings
 from tests.support.tiny_transformer import loss as cross_entropy
@@ -132,3 +133,12 @@ def test_a_model_gives_the_words_of_its_vocabulary_alone():
     with jax.enable_x64(True):
         logits = jax.eval_shape(transformer.make_model(config).apply, params, batch)
     assert logits.shape == (*batch["tokens"].shape, WORDS)
+
+
+def test_stages_share_the_head_of_a_padded_vocabulary():
+    config, params, batch = job("llama", 16)
+    with jax.enable_x64(True):
+        model, loss = transformer.make_model(config), lambda logits, batch: all_losses(logits, batch)[:2]
+        y = jax.eval_shape(model.embed, params["outer"], batch)
+        ends = Ends(model, loss, params["outer"], y, batch, num_stages=2)
+    assert ends.parts is not None
