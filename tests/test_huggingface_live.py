@@ -79,11 +79,11 @@ MODELS = {
 }  # fmt: skip
 
 
-def make_theirs(name):
+def make_theirs(name, **changes):
     """A model of transformers of which every number counts: no bias is zero, no norm's scale one."""
     torch.manual_seed(0)
     kind, sizes = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(**sizes)
+    config = getattr(transformers, f"{kind}Config")(**sizes | changes)
     model = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(config).eval()
     for path, param in model.named_parameters():
         is_norm = param.ndim == 1 and path.endswith("weight")
@@ -137,6 +137,19 @@ def test_their_model_has_the_same_logits_here_and_on_the_way_back(name, tmp_path
     if theirs.config.model_type in ("qwen2", "qwen3", "qwen3_moe"):
         differ -= {"max_window_layers"}  # of no effect without a window, and written as 0 with one of all layers
     assert differ <= {"_name_or_path", "architectures", "activation_function", "seq_length"}, differ
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe"])
+def test_a_row_of_a_model_of_one_layer_has_their_balance_loss(name, tmp_path):
+    """Theirs is of all layers and rows together, ours the mean over those of each: with one of both they are equal."""
+    theirs = make_theirs(name, num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.02)
+    theirs.save_pretrained(tmp_path)
+    tokens = make_tokens()[:1]
+    with torch.no_grad():
+        wanted = 0.02 * float(theirs(torch.from_numpy(tokens).long()).aux_loss)
+    config = read_config(tmp_path, ignore=DROPOUTS)
+    outputs = transformer.make_model(config).apply(read_params(tmp_path, config), {"tokens": tokens})
+    np.testing.assert_allclose(config.balance_coefficient * outputs.sums.balance, np.full((1, SEQ), wanted), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -45,6 +45,9 @@ _ROPE_KEYS = {
 def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: Any) -> TransformerConfig:
     """Returns the model that ``config.json`` in a folder describes.
 
+    ``router_aux_loss_coef`` becomes the ``balance_coefficient`` of the same strength, which is not the same number
+    (``balance_of_aux_loss``), and 0 where ``output_router_logits`` is not true: transformers then adds no such loss.
+
     Args:
         folder: A folder as ``transformers`` writes it.
         ignore: Keys of ``config.json`` to ignore: settings that jaxpar does not support, such as dropout in training, or
