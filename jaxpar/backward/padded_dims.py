@@ -17,27 +17,27 @@ The function is a jaxpr that has its gradients in it, so no derivative is taken 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
 
 from jaxpar._compat import Literal, bind, called, equations, evaluate, is_remat, literal_value
-
-# fmt: off
-EACH = frozenset({
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
-    "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
-    "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max",
-    "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pow", "reduce_precision", "rem", "round",
-    "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-})
-# fmt: on
+from jaxpar.backward.padded_values import (
+    EACH,
+    LATER,
+    Kept,
+    Known,
+    Later,
+    Sizes,
+    Value,
+    again,
+    cut,
+    each_wide,
+    with_entry,
+)
 
 
 def without_padding(x: Shaped[Array, "*dims padded"], count: int) -> Shaped[Array, "*dims entries"]:
@@ -50,7 +50,7 @@ def without_padding(x: Shaped[Array, "*dims padded"], count: int) -> Shaped[Arra
 
 @partial(jax.jit, static_argnums=1)
 def _without_padding(x: Array, count: int) -> Array:
-    return _cut(x, x.ndim - 1, count)
+    return cut(x, x.ndim - 1, count)
 
 
 _MARK = "_without_padding"  # the name of that function, in the equations of a jaxpr
@@ -74,109 +74,6 @@ def _is_mark(equation: Any) -> bool:
 def _sizes_at(mark: Any) -> tuple[int, int]:
     """Returns the sizes of the last dim before and after a ``without_padding``, or after and before it in the gradient."""
     return mark.invars[0].aval.shape[-1], mark.outvars[0].aval.shape[-1]
-
-
-# Values ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Known:
-    """An array.
-
-    Attributes:
-        plain: The array.
-    """
-
-    plain: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return np.shape(self.plain)
-
-    def wide(self, dim: int, size: int) -> Array:
-        """Returns the array with padding after the entries of a dim, up to a size."""
-        config = [(0, size - n if at == dim else 0, 0) for at, n in enumerate(self.shape)]
-        whole = _whole(jnp.asarray(self.plain))
-        return jax.lax.pad(whole, np.zeros((), whole.dtype), config)
-
-
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """An array with padding in place.
-
-    Attributes:
-        array: The array, padded.
-        dim: The dim that has padding.
-        count: The entries before it.
-    """
-
-    array: Array
-    dim: int
-    count: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape without padding."""
-        return tuple(self.count if at == self.dim else n for at, n in enumerate(self.array.shape))
-
-    @cached_property
-    def plain(self) -> Array:
-        """The array without padding."""
-        return _cut(self.array, self.dim, self.count)
-
-    def wide(self, dim: int, size: int) -> Array:
-        """Returns the array with padding in a dim."""
-        return self.array if dim == self.dim else Known(self.plain).wide(dim, size)
-
-    def masked(self, value: Any) -> Array:
-        """Returns the array, padded with a value."""
-        is_entry = jax.lax.broadcasted_iota(jnp.int32, self.array.shape, self.dim) < self.count
-        return jnp.where(is_entry, self.array, jnp.asarray(value, self.array.dtype))
-
-
-@dataclass(frozen=True, eq=False)
-class Later:
-    """The output of an operation that can make its entries with padding too, such as a broadcast; made when it is needed.
-
-    Attributes:
-        equation: The operation.
-        inputs: Its inputs.
-    """
-
-    equation: Any
-    inputs: Sequence["Value"]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape without padding."""
-        return self.equation.outvars[0].aval.shape
-
-    @cached_property
-    def plain(self) -> Array:
-        """The array without padding."""
-        return bind(self.equation, [each.plain for each in self.inputs])[0]
-
-    def wide(self, dim: int, size: int) -> Array:
-        """Returns the array with padding in a dim."""
-        made = _LATER[self.equation.primitive.name](self.equation, self.inputs, dim, size)
-        return Known(self.plain).wide(dim, size) if made is None else made
-
-
-Value = Known | Kept | Later
-Sizes = dict[int, int]  # of a dim with its padding, by its size without
-
-
-def _cut(x: Array, dim: int, count: int) -> Array:
-    return jax.lax.slice_in_dim(_whole(x), 0, count, axis=dim)
-
-
-def _whole(x: Array) -> Array:
-    """Returns an array that every shard of a step has whole."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = mesh.auto_axes if mesh.manual_axes else ()
-    is_split = math.prod(mesh.shape[axis] for axis in axes) > 1
-    return jax.lax.with_sharding_constraint(x, PartitionSpec()) if is_split else x
 
 
 # Running --------------------------------------------------------------------------------------------------------------------
@@ -205,7 +102,7 @@ def _made(equation: Any, values: Sequence[Value], sizes: Sizes) -> list[Value]:
     if inner is not None and (is_kept or may_wait or _has_mark(inner)):
         return _run(inner, values, sizes)
     made = _RULES.get(name, _none)(equation, values) if is_kept else None
-    if made is None and not is_kept and may_wait and name in _LATER and _waits(equation, values, sizes):
+    if made is None and not is_kept and may_wait and name in LATER and _waits(equation, values, sizes):
         made = Later(equation, values)
     if made is not None:
         return [made]
@@ -246,22 +143,13 @@ def _waits(equation: Any, values: Sequence[Value], sizes: Sizes) -> bool:
     return all(isinstance(value, Later) or is_one(value) for value in values)
 
 
-def _again(equation: Any, inputs: Sequence[Any], **changes: Any) -> Array:
-    """Returns the output of an equation for inputs with padding, with some parameters changed."""
-    return bind(equation.replace(params=equation.params | changes), inputs)[0]
-
-
-def _with(entries: Sequence[int], at: int, entry: int) -> tuple[int, ...]:
-    return (*entries[:at], entry, *entries[at + 1 :])
-
-
 # Operations on kept padding -------------------------------------------------------------------------------------------------
 # Each returns its output, or None where it has to see the entries alone.
 
 
 def _each_kept(equation: Any, values: Sequence[Value]) -> Value | None:
     kept = next(value for value in values if isinstance(value, Kept))
-    made = _each_wide(equation, values, kept.dim, kept.array.shape[kept.dim])
+    made = each_wide(equation, values, kept.dim, kept.array.shape[kept.dim])
     return None if made is None else Kept(made, kept.dim, kept.count)
 
 
@@ -270,8 +158,8 @@ def _broadcast(equation: Any, values: Sequence[Value]) -> Value | None:
     if kept is None:
         return None
     dim = int(equation.params["broadcast_dimensions"][kept.dim])
-    shape = _with(equation.params["shape"], dim, kept.array.shape[kept.dim])
-    return Kept(_again(equation, [kept.array], shape=shape), dim, kept.count)
+    shape = with_entry(equation.params["shape"], dim, kept.array.shape[kept.dim])
+    return Kept(again(equation, [kept.array], shape=shape), dim, kept.count)
 
 
 def _reduction(lowest: Callable[[Any], Any], equation: Any, values: Sequence[Value]) -> Value | None:
@@ -279,9 +167,9 @@ def _reduction(lowest: Callable[[Any], Any], equation: Any, values: Sequence[Val
     assert isinstance(kept, Kept)
     axes = equation.params["axes"]
     if kept.dim in axes:
-        return Known(_again(equation, [kept.masked(lowest(kept.array.dtype))]))
+        return Known(again(equation, [kept.masked(lowest(kept.array.dtype))]))
     dim = kept.dim - sum(axis < kept.dim for axis in axes)
-    return Kept(_again(equation, [kept.array]), dim, kept.count)
+    return Kept(again(equation, [kept.array]), dim, kept.count)
 
 
 def _reshape(equation: Any, values: Sequence[Value]) -> Value | None:
@@ -292,22 +180,22 @@ def _reshape(equation: Any, values: Sequence[Value]) -> Value | None:
     places = [at for at, n in enumerate(new) if n == kept.count and math.prod(new[:at]) == before]
     if not places:
         return None
-    shape = _with(new, places[-1], kept.array.shape[kept.dim])
-    return Kept(_again(equation, [kept.array], new_sizes=shape), places[-1], kept.count)
+    shape = with_entry(new, places[-1], kept.array.shape[kept.dim])
+    return Kept(again(equation, [kept.array], new_sizes=shape), places[-1], kept.count)
 
 
 def _transpose(equation: Any, values: Sequence[Value]) -> Value | None:
     (kept,) = values
     assert isinstance(kept, Kept)
     dim = tuple(equation.params["permutation"]).index(kept.dim)
-    return Kept(_again(equation, [kept.array]), dim, kept.count)
+    return Kept(again(equation, [kept.array]), dim, kept.count)
 
 
 def _squeeze(equation: Any, values: Sequence[Value]) -> Value | None:
     (kept,), dims = values, equation.params["dimensions"]
     assert isinstance(kept, Kept)
     dim = kept.dim - sum(each < kept.dim for each in dims)
-    return None if kept.dim in dims else Kept(_again(equation, [kept.array]), dim, kept.count)
+    return None if kept.dim in dims else Kept(again(equation, [kept.array]), dim, kept.count)
 
 
 def _slice(equation: Any, values: Sequence[Value]) -> Value | None:
@@ -317,15 +205,15 @@ def _slice(equation: Any, values: Sequence[Value]) -> Value | None:
     own = tuple(int(each[kept.dim]) for each in (params["start_indices"], params["limit_indices"], strides))
     if own != (0, kept.count, 1):
         return None
-    limits = _with(params["limit_indices"], kept.dim, kept.array.shape[kept.dim])
-    return Kept(_again(equation, [kept.array], limit_indices=limits), kept.dim, kept.count)
+    limits = with_entry(params["limit_indices"], kept.dim, kept.array.shape[kept.dim])
+    return Kept(again(equation, [kept.array], limit_indices=limits), kept.dim, kept.count)
 
 
 def _pad(equation: Any, values: Sequence[Value]) -> Value | None:
     kept = _first_alone(values)
     if kept is None or any(equation.params["padding_config"][kept.dim]):
         return None
-    return Kept(_again(equation, [kept.array, values[1].plain]), kept.dim, kept.count)
+    return Kept(again(equation, [kept.array, values[1].plain]), kept.dim, kept.count)
 
 
 def _gather(equation: Any, values: Sequence[Value]) -> Value | None:
@@ -338,7 +226,7 @@ def _gather(equation: Any, values: Sequence[Value]) -> Value | None:
     if mode != jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS and not is_float:
         return None
     fill = jnp.nan if params["fill_value"] is None else params["fill_value"]
-    return Known(_again(equation, [kept.masked(fill if is_float else 0), values[1].plain]))
+    return Known(again(equation, [kept.masked(fill if is_float else 0), values[1].plain]))
 
 
 def _first_alone(values: Sequence[Value]) -> Kept | None:
@@ -385,51 +273,4 @@ _RULES: dict[str, Callable[..., Value | None]] = {
     "transpose": _transpose,
     **{name: partial(_reduction, neutral) for name, neutral in _NEUTRAL.items()},
     **dict.fromkeys(EACH, _each_kept),
-}
-
-
-# Arrays made with padding ---------------------------------------------------------------------------------------------------
-
-
-def _each_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Array | None:
-    """Returns the output of an operation on each entry, from inputs with padding."""
-    kept = [value for value in inputs if isinstance(value, Kept)]
-    if any(value.dim != dim for value in kept):
-        return None
-
-    def is_one(value: Value) -> bool:  # a number for all entries
-        return not value.shape or (value.shape[dim] == 1 and not isinstance(value, Kept))
-
-    return bind(equation, [value.plain if is_one(value) else value.wide(dim, size) for value in inputs])[0]
-
-
-def _broadcast_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Array | None:
-    of, places = inputs[0], [int(at) for at in equation.params["broadcast_dimensions"]]
-    is_mapped = dim in places and of.shape[places.index(dim)] != 1
-    array = of.wide(places.index(dim), size) if is_mapped else of.plain
-    return _again(equation, [array], shape=_with(equation.params["shape"], dim, size))
-
-
-def _iota_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Array | None:
-    return _again(equation, [], shape=_with(equation.params["shape"], dim, size))
-
-
-def _pad_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Array | None:
-    if any(equation.params["padding_config"][dim]):
-        return None
-    return _again(equation, [inputs[0].wide(dim, size), inputs[1].plain])
-
-
-def _scatter_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Array | None:
-    if dim not in equation.params["dimension_numbers"].inserted_window_dims:
-        return None
-    return _again(equation, [inputs[0].wide(dim, size), *(value.plain for value in inputs[1:])])
-
-
-_LATER: dict[str, Callable[..., Array | None]] = {
-    "broadcast_in_dim": _broadcast_wide,
-    "iota": _iota_wide,
-    "pad": _pad_wide,
-    "scatter-add": _scatter_wide,
-    **dict.fromkeys(EACH, _each_wide),
 }
