@@ -145,4 +145,6 @@ def test_replicas_are_compared_where_there_are_any():
     }
     assert diverged_replicas(spoilt) == ["columns", "whole"]
     assert diverged_replicas({"zero": spoilt["zero"]}) == []
+    half = NamedSharding(jaxpar.make_mesh(data=2, devices=jax.devices()[:2]), PartitionSpec())
+    assert diverged_replicas({"half": jax.device_put(np.ones(3), half), "whole": spoilt["whole"]}) == ["whole"]
     assert diverged_replicas({}) == []

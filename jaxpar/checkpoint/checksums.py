@@ -141,16 +141,18 @@ def diverged_replicas(tree: PyTree) -> list[str]:
     **Collectives**: two all-reduces of a number per array, for each set of axes over which arrays are replicated.
 
     Args:
-        tree: Arrays with NamedShardings on one mesh.
+        tree: Any tree. Only arrays with NamedShardings have replicas.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    copied = [(path_string(path), leaf) for path, leaf in leaves if _has_copies(leaf)]
-    if not copied:
-        return []
-    mesh = copied[0][1].sharding.mesh
-    arrays = tuple(leaf for _, leaf in copied)
-    differ = jax.device_get(_differ(arrays, tuple(map(_spec, arrays)), mesh))
-    return [path for (path, _), it_does in zip(copied, differ, strict=True) if it_does]
+    by_mesh: dict[Any, list[tuple[str, jax.Array]]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if _has_copies(leaf):
+            by_mesh.setdefault(leaf.sharding.mesh, []).append((path_string(path), leaf))
+    diverged = []
+    for mesh, copied in by_mesh.items():
+        arrays = tuple(leaf for _, leaf in copied)
+        differ = jax.device_get(_differ(arrays, tuple(map(_spec, arrays)), mesh))
+        diverged += [path for (path, _), it_does in zip(copied, differ, strict=True) if it_does]
+    return diverged
 
 
 def _has_copies(leaf: Any) -> bool:
