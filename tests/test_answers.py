@@ -57,7 +57,7 @@ def test_a_template_that_marks_no_end_of_a_turn_is_told_with_the_remedy(read, tm
     assert (
         f"40 of the first 40 answers in {tmp_path}/chat.jsonl have no token at which the model stops (<|im_end|>), and the "
         'first of them ends with "a small animal": a model that learns them writes on after its answer. Add <|im_end|> to the '
-        f"chat template of {tmp_path}/model, after what the assistant says and inside {{% generation %}} if it has that; or"
+        f"chat template of {tmp_path}/model, after what the assistant says and inside {{% generation %}} if it has that. If"
     ) in said
     said, learned = read(
         NO_END.replace(ANSWER, ANSWER + "{% if message['role'] == 'assistant' %}<|im_end|>{% endif %}")
@@ -91,6 +91,23 @@ def test_answers_that_end_with_a_token_at_which_the_model_does_not_stop_are_told
     assert (
         f"Name a token as eos_token in {tmp_path}/model/tokenizer_config.json, and add it to the chat template" in said
     )
+
+
+def test_completions_whose_end_the_model_does_not_stop_at_are_told_with_the_remedy(tmp_path, capsys):
+    line = json.dumps({"prompt": "what is a cat?", "completion": " a small animal"}) + "\n"
+    (tmp_path / "a.jsonl").write_text(line + line.replace("cat", "dog"))
+    flags = DataFlags(data=(tmp_path / "a.jsonl",), token_cache=tmp_path / "cache", seq=64)
+
+    def said(stops, **settings):
+        folder = write_tokenizer(tmp_path / "model", template=None, **settings)
+        (folder / "config.json").write_text(json.dumps({"eos_token_id": stops}))
+        language_data.make_rows(flags, language_data.load_data(flags, folder), 400)
+        return capsys.readouterr().out
+
+    assert "answers" not in said(2)
+    assert "stops (<|begin|>)" in (told := said(0))
+    assert "answer. If answers end with a token of their own, name it in eos_token_id of " in told
+    assert f"Name a token as eos_token in {tmp_path}/model/tokenizer_config.json. If" in said(None, eos_token=None)
 
 
 def test_answers_are_runs_of_learned_tokens_within_documents():

@@ -10,8 +10,10 @@ import yaml
 from jaxpar.commands.manifest import main
 from jaxpar.jobs import Job, Serving, to_jobset, to_podmonitor, to_service, to_trainjob
 from jaxpar.jobs.plain_scalars import check_plain_scalars, is_string, readings, to_yaml
+from tests.support import doc_pages
 from tests.support.cluster import READERS, read
 
+DOCS = doc_pages.ROOT / "docs"
 # What YAML 1.1, YAML 1.2 and Go read these as without quotes.
 DIFFERING = {
     "3e-4": ("3e-4", 0.0003, 0.0003),
@@ -97,6 +99,15 @@ def test_all_programs_read_the_manifest_that_was_meant():
         assert read(text, rule) == manifests, rule
     assert list(yaml.safe_load_all(text)) == manifests
     check_plain_scalars(text, "a.yaml")
+
+
+def test_all_programs_read_alike_what_the_pages_have_for_kubernetes_and_prometheus():
+    pages = [*DOCS.glob("**/*.md")]
+    blocks = [block.text for page in pages for block in doc_pages.blocks(page) if block.language == "yaml"]
+    assert len(blocks) >= 4
+    for text in (*blocks, (DOCS / "monitoring" / "alerts.yaml").read_text()):
+        check_plain_scalars(text, "a page")
+        assert len({repr(read(text, rule)) for rule in READERS}) == 1
 
 
 def test_names_of_fields_are_quoted_where_a_program_would_take_them_for_something_else():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxpar.data.corpus import Corpus
 from jaxpar.data.packing import Documents
 from jaxpar.huggingface.export import CONFIG, GENERATION, stop_tokens
 from jaxpar.huggingface.tokenizer import SETTINGS, FolderTokenizer
@@ -47,11 +48,11 @@ def _answers(documents: Documents, start: int, stop: int) -> list[np.ndarray]:
     return [np.asarray(tokens[part]) for part in parts if len(part) and marks[part[0]]]
 
 
-def remark_on_ends(documents: Documents, tokenizer: FolderTokenizer, data: Path, init_from: Path | None) -> str:
+def remark_on_ends(corpus: Corpus, tokenizer: FolderTokenizer, data: Path, init_from: Path | None) -> str:
     """Returns what to say where answers teach no end, and how to add one; "" where all teach it.
 
     Args:
-        documents: The documents of the conversations.
+        corpus: Conversations, or completions of prompts, after which the tokenizer's own end of a text follows.
         tokenizer: Their tokenizer, with the chat template.
         data: The file or folder that they are in.
         init_from: The folder of the model, if there is one.
@@ -59,16 +60,25 @@ def remark_on_ends(documents: Documents, tokenizer: FolderTokenizer, data: Path,
     # As generate of transformers and `jaxpar serve` choose them.
     own = stop_tokens(init_from) if init_from is not None and (init_from / CONFIG).exists() else ()
     ends = own or (() if tokenizer.end is None else (tokenizer.end,))
-    missing, total, last = without_end(documents, ends)
+    missing, total, last = without_end(corpus.documents, ends)
     if not missing:
         return ""
     names = [tokenizer.text_of(token) for token in ends if token < tokenizer.vocab_size]
-    to_add = f"Add {names[0]}" if names else f"Name a token as eos_token in {tokenizer.folder / SETTINGS}, and add it"
-    named = f"eos_token_id of {init_from / GENERATION}" if init_from else f"eos_token of {tokenizer.folder / SETTINGS}"
+    of_tokenizer = f"eos_token of {tokenizer.folder / SETTINGS}"
+    named = f"eos_token_id of {init_from / GENERATION}" if init_from else of_tokenizer
     text = printable("".join(map(tokenizer.text_of, last.tolist())))
     return (
         f"{missing} of the first {total} answers in {data} have no token at which the model stops "
         f'({" or ".join(names) or "its files name none"}), and the first of them ends with "{text}": a model that learns them '
-        f"writes on after its answer. {to_add} to the chat template of {tokenizer.folder}, after what the assistant says and "
-        f"inside {{% generation %}} if it has that; or, if answers end with a token of their own, name it in {named}."
+        f"writes on after its answer. {_remedy(names, corpus.is_chat, tokenizer.folder)}If answers end with a token of "
+        f"their own, name it in {named}."
     )
+
+
+def _remedy(names: Sequence[str], is_chat: bool, folder: Path) -> str:
+    to_name = f"Name a token as eos_token in {folder / SETTINGS}"
+    if not is_chat:  # a completion is followed by it
+        return "" if names else f"{to_name}. "
+    to_add = f"Add {names[0]}" if names else f"{to_name}, and add it"
+    where = f"the chat template of {folder}, after what the assistant says and inside {{% generation %}} if it has that"
+    return f"{to_add} to {where}. "

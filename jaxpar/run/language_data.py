@@ -352,9 +352,9 @@ def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_
     chosen = tokenizer or ByteTokenizer()
     corpus = load_corpus(files, chosen, flags.token_cache or default_cache(), test_fraction=TEST_FRACTION)
     part = _of_corpus(corpus, flags, is_bytes=tokenizer is None)
-    if tokenizer is None or not corpus.is_chat:
+    if tokenizer is None or corpus.documents.learned is None:
         return part
-    return dataclasses.replace(part, remark=remark_on_ends(corpus.documents, tokenizer, path, init_from))
+    return dataclasses.replace(part, remark=remark_on_ends(corpus, tokenizer, path, init_from))
 
 
 def _of_text(text: Text) -> Part:
