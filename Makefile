@@ -17,7 +17,7 @@ help:
 	@echo "make lint        formatting, lint, types, import contracts"
 	@echo "make check       lint, docs, test-all: what has to pass before a change lands"
 	@echo "make check-slow  run the tests that make test-all leaves out, every mesh, schedule and setting: 40 minutes on 2 cores"
-	@echo "make mutations   break the package in 88 places, one after another: the tests must notice each; 17 minutes on 2 cores"
+	@echo "make mutations   break the package in one place after another, by tests/mutations.txt: make test must notice each"
 	@echo "make check-gpu   compile steps for GPUs that are not here, and count what they would do; installs CUDA's compiler (0.8 GB)"
 	@echo "make gpu-compiler  install only that compiler, as make check-gpu does first"
 	@echo "make chaos       random faults for 20 minutes: runs of two processes that are killed, stopped, out of disk, damaged; SEED=7: again"
