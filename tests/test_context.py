@@ -494,7 +494,7 @@ def test_a_model_that_sends_nothing_over_context_is_refused():
         ),
         (
             lambda y, batch: (jnp.sum(y), jnp.float32(len(y))),
-            "got loss_sum a sum over positions and weight_sum the same for any",
+            "got loss_sum a sum over positions, and weight_sum the same for any",
         ),
         (lambda y, batch: (jnp.sum(jnp.mean(y, 1)), jnp.float32(len(y))), None),
         (lambda y, batch: (jnp.sum(y), jnp.float32(y.size)), None),

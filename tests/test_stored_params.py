@@ -142,7 +142,7 @@ def test_a_restore_gives_up_where_every_step_is_deleted_in_turn(manager, monkeyp
     save(manager, 5)
     monkeypatch.setattr(restore, "_is_gone", lambda *args: True)
     monkeypatch.setattr(restore, "_look_and_verify", lambda folder, step: ("gone", ["gone"]))
-    message = r"needs a checkpoint that stays while it is read; got 20 in .*checkpoints .*with --keep or --keep-every"
+    message = r"needs a checkpoint that stays while it is read; got 20 in .*checkpoints .*by keep or keep_every"
     with pytest.raises(DeletedError, match=message):
         manager.restore(make_state(manager.mesh))
 

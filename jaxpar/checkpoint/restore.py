@@ -119,7 +119,7 @@ def read_newest(
             )
     raise DeletedError(
         f"{action} needs a checkpoint that stays while it is read; got {MOST_LISTED} in {folder.path} that another process "
-        "deleted meanwhile. Let the run keep more, with --keep or --keep-every."
+        f"deleted meanwhile. Let the run keep more steps, by {arg('keep')} or {arg('keep_every')}."
     )
 
 
