@@ -18,6 +18,7 @@ from jaxpar.checkpoint.checksums import row_sums
 from jaxpar.checkpoint.folder import Folder
 from jaxpar.checkpoint.manifest import Manifest
 from jaxpar.checkpoint.restore import BadCheckpointError, DeletedError, read_newest
+from jaxpar.fields import arg
 from jaxpar.params import is_spec
 from jaxpar.runtime.output import printable, tell
 from jaxpar.sharding import path_string
@@ -88,7 +89,7 @@ class StoredArray:
             if self._folder.look(step) != self._manifest:
                 raise DeletedError(
                     f"a checkpoint must stay while it is read; got {name}, which another process has deleted or replaced "
-                    "meanwhile. Read a newer step, or let the run keep more, with --keep or --keep-every."
+                    f"meanwhile. Read a newer step, or let the run keep more, by {arg('keep')} or {arg('keep_every')}."
                 ) from error
             found = f"{type(error).__name__}: {printable(str(error)[:500])}"
             raise BadCheckpointError(
