@@ -110,14 +110,9 @@ def _read_loss(
 def _cut_positions(function: Callable, args: list, seq: int) -> int | None:
     """Returns the size of a slice that a function takes of dim 1 of an array ``[rows, seq, ...]``; None if it takes none."""
     for equation in equations(jax.make_jaxpr(function)(*args)):
-        if equation.primitive.name in (
-            "slice",
-            "dynamic_slice",
-        ):
-            given, made = (
-                equation.invars[0].aval.shape,
-                equation.outvars[0].aval.shape,
-            )
+        if equation.primitive.name in ("slice", "dynamic_slice"):
+            given = equation.invars[0].aval.shape
+            made = equation.outvars[0].aval.shape
             if given[1:2] == (seq,) != made[1:2] and given[0] == size_of(args[1], 0):
                 return made[1]
     return None

@@ -254,11 +254,8 @@ def _parts(model: Model, params: PyTree) -> Iterator[tuple[str, Callable, PyTree
     if not isinstance(model, LayeredModel):
         yield "model", model, params, 1
         return
-    outer, layers, count = (
-        params[OUTER],
-        params[LAYERS],
-        num_layers(params),
-    )
+    outer, layers = params[OUTER], params[LAYERS]
+    count = num_layers(params)
     yield "embed", model.embed, outer, 1
     if is_stacked(params):
         first = jax.eval_shape(

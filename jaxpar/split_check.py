@@ -3,6 +3,7 @@
 ``row_checks.py`` proves from traces what this measures, and says where it cannot.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -18,6 +19,9 @@ from jaxpar.layered_model import (
     path_string,
 )
 
+Named = dict[str, np.ndarray]  # loss, metrics and gradients, by name
+
+_GRADS = "the gradients of"
 _SMALL = 1e-3  # of the largest gradient; a smaller one is held against this
 
 
@@ -60,19 +64,17 @@ def check_split(
             "cut the batch."
         )
     forward = model.apply if isinstance(model, LayeredModel) else model
-    step, size = (
-        _make_step(forward, loss),
-        num_rows // num_parts,
-    )
+    step = _make_step(forward, loss)
+    size = num_rows // num_parts
     rows = lambda start: jax.tree.map(lambda leaf: leaf[start : start + size], batch)
+    parts = [rows(start) for start in range(0, num_rows, size)]
     whole = step(params, [batch])
-    split = step(
-        params,
-        [rows(start) for start in range(0, num_rows, size)],
-    )
+    split = step(params, parts)
     distances = _distances(split, whole)
     worst = max(distances, key=lambda name: distances[name])
-    allowed = _precision(params, jax.eval_shape(forward, params, batch)) if within is None else within
+    allowed = within
+    if allowed is None:
+        allowed = _precision(params, jax.eval_shape(forward, params, batch))
     if not distances[worst] <= allowed:
         raise ValueError(
             f"a step must give the same for a batch and for its parts added up; got loss {whole['loss']:.6g} whole and "
@@ -83,7 +85,7 @@ def check_split(
     return distances[worst]
 
 
-def _make_step(forward: Callable, loss: Callable) -> Callable[[PyTree, Sequence[PyTree]], dict[str, np.ndarray]]:
+def _make_step(forward: Callable, loss: Callable) -> Callable[..., Named]:
     """Returns ``(params, parts) -> {name: array}``: loss, metrics and gradients of the parts together."""
     sums = lambda params, rows: loss(forward(params, rows), rows)
     weigh = jax.jit(lambda params, rows: sums(params, rows)[1])
@@ -94,7 +96,7 @@ def _make_step(forward: Callable, loss: Callable) -> Callable[[PyTree, Sequence[
 
     differentiate = jax.jit(jax.value_and_grad(share, has_aux=True, allow_int=True))
 
-    def step(params: PyTree, parts: Sequence[PyTree]) -> dict[str, np.ndarray]:
+    def step(params: PyTree, parts: Sequence[PyTree]) -> Named:
         total = sum(weigh(params, rows) for rows in parts)
         shares = [differentiate(params, rows, total) for rows in parts]
         return _named(jax.tree.map(lambda *each: sum(map(_wide, each)), *shares))
@@ -110,39 +112,40 @@ def _wide(array: jax.Array) -> np.ndarray:
     return found.astype(np.complex128 if np.iscomplexobj(found) else np.float64)
 
 
-def _named(
-    shares: tuple[tuple[np.ndarray, list], PyTree],
-) -> dict[str, np.ndarray]:
+def _named(shares: tuple) -> Named:
     (loss, further), grads = shares
     metrics = further[0] if further else {}
-    named = {"loss": loss}
-    named |= {f"metric {path_string(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(metrics)}
-    leaves = jax.tree_util.tree_leaves_with_path(grads)
-    return named | {f"the gradients of {path_string(path)}": leaf for path, leaf in leaves}
+    of_metrics = _by_path("metric", metrics)
+    of_grads = _by_path(_GRADS, grads)
+    return {"loss": loss} | of_metrics | of_grads
 
 
-def _distances(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> dict[str, float]:
+def _by_path(kind: str, tree: PyTree) -> Named:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {f"{kind} {path_string(path)}": leaf for path, leaf in leaves}
+
+
+def _distances(got: Named, want: Named) -> dict[str, float]:
     """Returns the relative distance of each value; infinity where one is not finite."""
-    norms = {name: float(np.linalg.norm(value)) for name, value in want.items()}
-    grads = [norm for name, norm in norms.items() if name.startswith("the gradients")]
-    least = _SMALL * max([abs(norms["loss"]), *grads])
+    norms = {name: _norm(value) for name, value in want.items()}
+    of_grads = [norm for name, norm in norms.items() if name.startswith(_GRADS)]
+    tiny = float(np.finfo(np.float64).tiny)
+    least = max(_SMALL * max([norms["loss"], *of_grads]), tiny)
     distances = {}
     for name, value in want.items():
-        difference = float(np.linalg.norm(got[name] - value))
-        distance = difference / max(norms[name], least, np.finfo(np.float64).tiny)
-        distances[name] = distance if np.isfinite(distance) else float("inf")
+        difference = _norm(got[name] - value)
+        distance = difference / max(norms[name], least)
+        distances[name] = distance if math.isfinite(distance) else math.inf
     return distances
+
+
+def _norm(value: np.ndarray) -> float:
+    return float(np.linalg.norm(value))
 
 
 def _precision(params: PyTree, outputs: PyTree) -> float:
     """Returns the square root of the precision of the coarsest floats."""
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves((params, outputs)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return (
-        float(
-            max(
-                [jnp.finfo(dtype).eps for dtype in dtypes],
-                default=0,
-            )
-        )
-        ** 0.5
-    )
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves((params, outputs))]
+    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    precisions = [float(jnp.finfo(dtype).eps) for dtype in floats]
+    return max(precisions, default=0.0) ** 0.5

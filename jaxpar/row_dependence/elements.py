@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import jax.numpy as jnp
-
 from jaxpar.row_dependence.operation import Operation
 from jaxpar.row_dependence.values import (
     ZERO,
@@ -45,9 +43,13 @@ def elementwise(op: Operation, given: Values, at: int = 0) -> Value:
 
 def _is_spread(op: Operation, given: Values, at: int) -> bool:
     """Whether one row meets many: JAX broadcasts dims of size 1."""
-    parts = [v.span for v in given if v.span and v.span.part]
-    single = [span for span in parts if len({stop - start for start, stop in span.part}) == 1]
-    return any(set(span.dims) & set(op.varying_out(at)) for span in single)
+    varying = set(op.varying_out(at))
+    spans = [v.span for v in given if v.span]
+    for span in spans:
+        counts = {stop - start for start, stop in span.part}
+        if len(counts) == 1 and varying & set(span.dims):
+            return True
+    return False
 
 
 def unchanged(op: Operation, given: Values) -> list[Value]:
@@ -62,7 +64,9 @@ def last(op: Operation, given: Values) -> Value:
 
 def believed(op: Operation, given: Values) -> list[Value]:
     """Of a function that JAX calls on the host and cannot read: its author knows that it gets some of the rows."""
-    return [op.unknown(given, first_why(given), at) for at in range(op.num_outputs)]
+    why = first_why(given)
+    results = range(op.num_outputs)
+    return [op.unknown(given, why, at) for at in results]
 
 
 # Sums and choices -----------------------------------------------------------------------------
@@ -70,12 +74,16 @@ def believed(op: Operation, given: Values) -> list[Value]:
 
 def added(op: Operation, given: Values) -> Value:
     """Of a sum or difference of two values."""
-    is_shift = op.name == "sub" and given[0].kind is Kind.ROWS
-    if is_shift and given[1].kind is Kind.MIXED and given[1].is_bound:
+    a, b = given
+    subtracts = op.name == "sub"
+    is_maximum = b.kind is Kind.MIXED and b.is_bound
+    if subtracts and is_maximum and a.kind is Kind.ROWS:
         bound = Value(assumed=op.told(_CANCELS))
-        return op.rows_at([given[0], bound], given[0].span)
+        return op.rows_at([a, bound], a.span)
     made = joined(op, given, adds=True)
-    return replace(made, place=Place.OTHER) if made.place and op.name == "sub" else made
+    if subtracts and made.place:
+        return replace(made, place=Place.OTHER)
+    return made
 
 
 def joined(
@@ -90,7 +98,8 @@ def joined(
     if not terms:
         return given[0] if given else Value()
     kinds = {v.kind for v in terms}
-    is_even = all(same_growth(terms[0].growth, v.growth) for v in terms)
+    growth = terms[0].growth
+    is_even = all(same_growth(growth, v.growth) for v in terms)
     if kinds == {Kind.FREE}:
         return _joined_constants(op, terms, at, is_even=is_even)
     if kinds & {Kind.UNKNOWN, Kind.MIXED}:
@@ -103,10 +112,8 @@ def joined(
             "it adds rows and what depends on their number",
             at,
         )
-    return with_growth(
-        elementwise(op, _without_growth(terms), at),
-        terms[0].growth,
-    )
+    made = elementwise(op, _without_growth(terms), at)
+    return with_growth(made, growth)
 
 
 def _joined_constants(op: Operation, terms: Values, at: int, *, is_even: bool) -> Value:
@@ -127,18 +134,17 @@ def _joined_sums(
 ) -> Value:
     """Of terms one of which is a sum over rows: the others must be sums too, or as large as sums are."""
     sums = [v for v in terms if v.kind is Kind.SUM]
-    first = replace(
-        sums[0],
-        why=first_why(terms),
-        assumed=first_assumed(terms),
-    )
+    why = first_why(terms)
+    assumed = first_assumed(terms)
+    first = replace(sums[0], why=why, assumed=assumed)
     of_trip = all(v.span is None or v.in_loop for v in terms)
     if adds and is_even and of_trip and any(v.is_running for v in sums):
         return replace(first, is_running=True)
     if any(v.kind is Kind.ROWS for v in terms):
         return op.mixed(terms, "a sum over rows reaches each row", at)
-    once = [v for v in terms if v.is_free and not op.is_like_a_sum(v, first)]
-    if once and all(v.number and abs(v.number[0]) < _SMALL for v in once):
+    constants = [v for v in terms if v.is_free]
+    once = [v for v in constants if not op.is_like_a_sum(v, first)]
+    if once and all(map(_is_small, once)):
         return replace(
             first,
             assumed=op.told("a small number is added to a sum over rows"),
@@ -158,30 +164,42 @@ def _joined_sums(
     return first
 
 
+def _is_small(value: Value) -> bool:
+    return value.number is not None and abs(value.number[0]) < _SMALL
+
+
 def chosen(op: Operation, given: Values, at: int = 0) -> Value:
     """Of a condition that chooses between cases."""
     condition, *cases = given
     if condition.kind is Kind.MIXED and not condition.is_bound:
         return condition
-    is_mixed = condition.kind is Kind.MIXED
-    if condition.kind in (Kind.SUM, Kind.UNKNOWN) or (condition.why and not is_mixed):
+    in_doubt = condition.why and condition.kind is not Kind.MIXED
+    if in_doubt or condition.kind in (Kind.SUM, Kind.UNKNOWN):
         why = condition.why or op.told("a condition on a sum over rows")
-        return op.unknown([_at_most_unknown(v) for v in given], why, at)
+        values = [_at_most_unknown(v) for v in given]
+        return op.unknown(values, why, at)
     made = joined(op, cases, at)
-    if condition.is_free or (condition.kind is Kind.ROWS and made.is_running):
+    if condition.is_free:
+        return made
+    if condition.kind is Kind.ROWS and made.is_running:
         return made
     both = elementwise(op, [condition, with_growth(made, 1.0)], at)
-    return with_growth(both, made.growth) if both.kind is Kind.ROWS else both
+    if both.kind is Kind.ROWS:
+        return with_growth(both, made.growth)
+    return both
 
 
 def _at_most_unknown(value: Value) -> Value:
-    return replace(value, kind=Kind.UNKNOWN) if value.kind is Kind.MIXED else value
+    if value.kind is Kind.MIXED:
+        return replace(value, kind=Kind.UNKNOWN)
+    return value
 
 
 def largest(op: Operation, given: Values) -> Value:
     """Of the larger of two values: a weight is often kept from being 0."""
     sums = [v for v in given if v.kind is Kind.SUM]
-    bounds = [v for v in given if v.number and 0 <= v.number[0] <= 1]
+    numbers = [v.number[0] for v in given if v.number]
+    bounds = [number for number in numbers if 0 <= number <= 1]
     if len(sums) == len(bounds) == 1:
         return replace(
             sums[0],
@@ -196,12 +214,15 @@ def largest(op: Operation, given: Values) -> Value:
 def multiplied(op: Operation, given: Values) -> Value:
     """Of a product."""
     a, b = given
-    return _scaled(op, b, a) if a.is_free else _scaled(op, a, b)
+    if a.is_free:
+        a, b = b, a
+    return _scaled(op, a, b)
 
 
 def divided(op: Operation, given: Values) -> Value:
     """Of a quotient."""
-    return _scaled(op, given[0], given[1], power=-1)
+    a, b = given
+    return _scaled(op, a, b, power=-1)
 
 
 def _scaled(op: Operation, a: Value, b: Value, power: int = 1) -> Value:
@@ -211,15 +232,19 @@ def _scaled(op: Operation, a: Value, b: Value, power: int = 1) -> Value:
     if a.kind is Kind.SUM and b.is_free and not b.place:
         is_running = a.is_running and b.number == (1, 1)
         return replace(a, growth=growth, is_running=is_running)
-    of_rows = {a.kind, b.kind} <= {Kind.FREE, Kind.ROWS}
+    kinds = {a.kind, b.kind}
+    of_rows = kinds <= {Kind.FREE, Kind.ROWS}
     if of_rows and (b.is_free or power > 0):
-        return with_growth(elementwise(op, _without_growth([a, b])), growth)
+        made = elementwise(op, _without_growth([a, b]))
+        return with_growth(made, growth)
     return elementwise(op, [a, b])
 
 
 def with_growth(value: Value, growth: float | None) -> Value:
     """Returns a value with another factor, if it is one for which that is known."""
-    return replace(value, growth=growth) if value.kind in (Kind.FREE, Kind.ROWS) else value
+    if value.kind in (Kind.FREE, Kind.ROWS):
+        return replace(value, growth=growth)
+    return value
 
 
 def _without_growth(values: Values) -> list[Value]:
@@ -239,7 +264,10 @@ def rooted(op: Operation, given: Values) -> Value:
 def squared(op: Operation, given: Values) -> Value:
     """Of a power of an integer."""
     is_square = op.params.get("y", 2) == 2
-    return (given[0].root_of if is_square else None) or elementwise(op, given)
+    root_of = given[0].root_of
+    if is_square and root_of is not None:
+        return root_of
+    return elementwise(op, given)
 
 
 def stopped(op: Operation, given: Values) -> Value:
@@ -252,6 +280,8 @@ def stopped(op: Operation, given: Values) -> Value:
 def converted(op: Operation, given: Values) -> Value:
     """Of another dtype: a number is cut where it becomes an integer."""
     (value,) = given
-    if jnp.issubdtype(op.few.invars[0].aval.dtype, jnp.inexact) and not op.is_float():
+    if op.reads_floats() and not op.is_float():
         return elementwise(op, given)
-    return op.rows_at(given, value.span, value.growth) if value.kind is Kind.ROWS else value
+    if value.kind is Kind.ROWS:
+        return op.rows_at(given, value.span, value.growth)
+    return value

@@ -1,7 +1,6 @@
 """The rules of products of matrices, of convolutions, and of reads and writes at indices."""
 
 from dataclasses import replace
-from typing import Any
 
 from jaxpar.row_dependence.dims import sliced
 from jaxpar.row_dependence.elements import (
@@ -32,38 +31,46 @@ Dims = list[int | None]
 
 def multiplied_matrices(op: Operation, given: Values) -> Value:
     """Of a product of matrices, with any dims contracted and any batched."""
-    if any(v.is_zero for v in given):
+    a, b = given
+    if a.is_zero or b.is_zero:
         return ZERO
-    growth = product_of_growths(given[0].growth, given[1].growth)
+    growth = product_of_growths(a.growth, b.growth)
     loops = {v.span for v in given if v.in_loop}
-    if loops and all(v.is_free or v.span in loops for v in given) and len(loops) == 1:
-        return op.rows_at(given, loops.pop(), growth)
-    if loops or max(v.kind for v in given) > Kind.ROWS:
+    if loops and all(v.is_free or v.in_loop for v in given):
+        return _product_in_loop(op, given, growth)
+    if loops or max(a.kind, b.kind) > Kind.ROWS:
         return _product_with_sums(op, given, growth)
-    rows = [at for at, v in enumerate(given) if v.kind is Kind.ROWS]
-    if not rows:
-        place = Place.OTHER if any(v.place for v in given) and op.varying_out() else Place.NONE
-        return Value(
-            growth=_contracted_growth(op, growth),
-            place=place,
-        )
-    return _product_of_rows(op, given, rows, growth)
+    if not a.is_free or not b.is_free:
+        return _product_of_rows(op, given, growth)
+    keeps_place = max(a.place, b.place) and op.varying_out()
+    place = Place.OTHER if keeps_place else Place.NONE
+    return Value(growth=_contracted_growth(op, growth), place=place)
 
 
 def _contracted_growth(op: Operation, growth: float | None) -> float | None:
-    contracted = op.params["dimension_numbers"][0][0]
-    return None if growth is None else growth * op.growth_of_size(0, contracted)
+    (contracted, _), _ = op.params["dimension_numbers"]
+    more = op.growth_of_size(0, contracted)
+    return product_of_growths(growth, more)
+
+
+def _product_in_loop(op: Operation, given: Values, growth: float | None) -> Value:
+    """Of one row of a loop, and of what belongs to it."""
+    spans = {v.span for v in given if v.span}
+    if len(spans) > 1:
+        return op.unknown(
+            given,
+            op.told("a loop over rows multiplies them by others"),
+        )
+    return op.rows_at(given, spans.pop(), growth)
 
 
 def _product_with_sums(op: Operation, given: Values, growth: float | None) -> Value:
     kinds = {v.kind for v in given}
-    if kinds == {Kind.FREE, Kind.SUM} and not any(v.place for v in given):
-        (of_rows,) = (v for v in given if not v.is_free)
-        return replace(
-            of_rows,
-            growth=_contracted_growth(op, growth),
-            is_running=False,
-        )
+    has_place = any(v.place for v in given)
+    if kinds == {Kind.FREE, Kind.SUM} and not has_place:
+        of_rows = max(given, key=lambda v: v.kind)
+        growth = _contracted_growth(op, growth)
+        return replace(of_rows, growth=growth, is_running=False)
     if max(kinds) is Kind.ROWS:
         return op.unknown(
             given,
@@ -72,20 +79,26 @@ def _product_with_sums(op: Operation, given: Values, growth: float | None) -> Va
     return elementwise(op, given)
 
 
-def _product_of_rows(
-    op: Operation,
-    given: Values,
-    rows: list[int],
-    growth: float | None,
-) -> Value:
-    contracted = op.params["dimension_numbers"][0]
-    spans = [_span(given[at]) for at in rows]
-    summed = [at for at in rows if set(_span(given[at]).dims) <= set(contracted[at])]
+def _product_of_rows(op: Operation, given: Values, growth: float | None) -> Value:
+    contracted, _ = op.params["dimension_numbers"]
+    moved, summed, num_torn = set(), [], 0
+    for at, value in enumerate(given):
+        if value.kind is not Kind.ROWS:
+            continue
+        dims = set(value.rows.dims)
+        gone = dims & set(contracted[at])
+        if gone == dims:
+            places = [contracted[at].index(d) for d in value.rows.dims]
+            summed.append(tuple(places))
+        elif gone:
+            num_torn += 1
+        else:
+            moved.add(value.rows.moved(_out_dims(op, at)))
     if summed:
-        return _sum_of_products(op, given, rows, summed, growth)
-    if any(set(_span(given[at]).dims) & set(contracted[at]) for at in rows):
+        are_pairs = len(set(summed)) == 1 and not moved and not num_torn
+        return _sum_of_products(op, given, growth, are_pairs=are_pairs)
+    if num_torn:
         return op.unknown(given, op.told("it adds up some dims of rows"))
-    moved = {span.moved(_out_dims(op, at)) for at, span in zip(rows, spans, strict=True)}
     if len(moved) > 1:
         return op.mixed(given, "it multiplies rows by other rows")
     return op.rows_at(given, moved.pop(), growth)
@@ -94,33 +107,29 @@ def _product_of_rows(
 def _sum_of_products(
     op: Operation,
     given: Values,
-    rows: list[int],
-    summed: list[int],
     growth: float | None,
+    *,
+    are_pairs: bool,
 ) -> Value:
     """Of a product that adds up the rows."""
-    contracted = op.params["dimension_numbers"][0]
-    pairs = {tuple(contracted[at].index(d) for d in _span(given[at]).dims) for at in summed}
-    if len(summed) < len(rows) or len(pairs) > 1:
+    if not are_pairs:
         return op.mixed(given, "it multiplies rows by other rows")
     why = first_why(given)
-    if not why and any(v.place for v in given):
+    has_place = any(v.place for v in given)
+    if has_place and not why:
         why = op.told("each row has a weight by its place")
-    return Value(
-        Kind.SUM,
-        growth,
-        why=why,
-        assumed=first_assumed(given),
-    )
+    assumed = first_assumed(given)
+    return Value(Kind.SUM, growth, why=why, assumed=assumed)
 
 
 def _out_dims(op: Operation, at: int) -> Dims:
     """Returns where each dim of an operand is in the result; None: nowhere."""
     contracted, batched = op.params["dimension_numbers"]
-    num_free = [v.aval.ndim - len(c) - len(b) for v, c, b in zip(op.few.invars, contracted, batched, strict=True)]
-    following = len(batched[0]) + (num_free[0] if at else 0)
+    following = len(batched[0])
+    if at == 1:
+        following += op.ndim_in(0) - len(contracted[0]) - len(batched[0])
     places: Dims = []
-    for dim in range(op.few.invars[at].aval.ndim):
+    for dim in range(op.ndim_in(at)):
         if dim in batched[at]:
             places.append(batched[at].index(dim))
         elif dim in contracted[at]:
@@ -131,20 +140,16 @@ def _out_dims(op: Operation, at: int) -> Dims:
     return places
 
 
-def _span(value: Value) -> Span:
-    assert value.span is not None, "rows have a span"
-    return value.span
-
-
 def solved_triangle(op: Operation, given: Values) -> Value:
     """Of the solution of a triangular system: that of each right side is its own."""
     matrix, sides = given
-    ndim = op.few.invars[1].aval.ndim
+    ndim = op.ndim_in(1)
     mixed = ndim - 2 if op.params["left_side"] else ndim - 1
-    is_batched = matrix.is_free or _span(matrix).last < ndim - 2
-    if is_batched and not (sides.span and mixed in sides.span.dims):
-        return elementwise(op, given)
-    return op.mixed(given, "it solves for several rows together")
+    is_batched = matrix.is_free or matrix.rows.last < ndim - 2
+    mixes = sides.span is not None and mixed in sides.span.dims
+    if mixes or not is_batched:
+        return op.mixed(given, "it solves for several rows together")
+    return elementwise(op, given)
 
 
 def convolved(op: Operation, given: Values) -> Value:
@@ -152,20 +157,24 @@ def convolved(op: Operation, given: Values) -> Value:
     x, kernel = given
     numbers = op.params["dimension_numbers"]
     batch = numbers.lhs_spec[0]
-    of_batch = x.span is not None and x.span.first == x.span.last == batch
     growth = product_of_growths(x.growth, kernel.growth)
-    if not of_batch or not kernel.is_free or op.params["batch_group_count"] > 1 or growth is None:
+    of_batch = x.span is not None and list(x.span.dims) == [batch]
+    is_plain = kernel.is_free and op.params["batch_group_count"] == 1
+    if not of_batch or not is_plain or growth is None:
         return op.unknown(given, op.told("a convolution along rows"))
-    return op.rows_at(given, _span(x).at([numbers.out_spec[0]]), growth)
+    out = numbers.out_spec[0]
+    return op.rows_at(given, x.rows.at([out]), growth)
 
 
 def by_batch(op: Operation, given: Values) -> list[Value]:
     """Of a kernel whose first dim is a batch, such as cuDNN's attention."""
+    first = Span(0, 0)
+    results = range(op.num_outputs)
     spans = {v.span for v in given if v.span}
-    is_batch = spans == {Span(0, 0)} and all(v.kind <= Kind.ROWS for v in given)
-    if not is_batch:
-        return [elementwise(op, given, at) for at in range(op.num_outputs)]
-    return [op.rows_at(given, Span(0, 0)) for _ in range(op.num_outputs)]
+    kind = max(v.kind for v in given)
+    if spans == {first} and kind is Kind.ROWS:
+        return [op.rows_at(given, first) for _ in results]
+    return [elementwise(op, given, at) for at in results]
 
 
 # Indices --------------------------------------------------------------------------------------
@@ -178,41 +187,43 @@ def gathered(op: Operation, given: Values) -> Value:
         return op.rows_at(given, _span_of_index(op, index), x.growth)
     if x.kind is Kind.SUM and index.is_free and not index.place:
         return x
-    if x.kind is not Kind.ROWS or index.kind > Kind.ROWS or _span(x).first < 0:
+    if x.kind is not Kind.ROWS or index.kind > Kind.ROWS or x.rows.first < 0:
         return elementwise(op, given)
-    numbers, dims = (
-        op.params["dimension_numbers"],
-        set(_span(x).dims),
-    )
-    if dims & set(numbers.start_index_map) and op.params["slice_sizes"][_span(x).first] == 1:
+    numbers = op.params["dimension_numbers"]
+    dims = set(x.rows.dims)
+    size = op.params["slice_sizes"][x.rows.first]
+    if size == 1 and dims & set(numbers.start_index_map):
         return _gathered_rows(op, x, index)
     if dims <= set(numbers.operand_batching_dims):
         return _gathered_in_rows(op, x, index)
     if index.kind is Kind.ROWS:
         return op.unknown(given, op.told("rows choose of rows"))
-    return op.rows_at(given, _span_of_slices(op, _span(x)), x.growth)
+    span = _span_of_slices(op, x.rows)
+    return op.rows_at(given, span, x.growth)
 
 
 def _of_index(op: Operation) -> list[int]:
     """Returns the dims of the result that are those of the indices."""
     ndim = op.few.outvars[0].aval.ndim
-    return [d for d in range(ndim) if d not in op.params["dimension_numbers"].offset_dims]
+    of_slices = op.params["dimension_numbers"].offset_dims
+    return [d for d in range(ndim) if d not in of_slices]
 
 
 def _span_of_index(op: Operation, index: Value) -> Span | None:
     """Returns where the rows of indices are in the result."""
     dims = _of_index(op)
-    return index.span.moved(dims) if index.span and index.span.last < len(dims) else None
+    if index.span is None or index.span.last >= len(dims):
+        return None
+    return index.span.moved(dims)
 
 
 def _gathered_rows(op: Operation, x: Value, index: Value) -> Value:
     """Of rows at indices: each row at its own index is what it was."""
-    span = _span(x)
-    if index.place is Place.INDEX and span == Span(span.first, span.first):
-        return replace(
-            op.unknown([replace(x, span=None)]),
-            why=x.why or index.why,
-        )
+    span = x.rows
+    is_plain = span == Span(span.first, span.first)
+    if is_plain and index.place is Place.INDEX:
+        made = op.unknown([replace(x, span=None)])
+        return replace(made, why=x.why or index.why)
     if index.is_free:
         return op.mixed([x, index], "it reads one row")
     return op.unknown([x, index], op.told("it moves rows"))
@@ -220,17 +231,12 @@ def _gathered_rows(op: Operation, x: Value, index: Value) -> Value:
 
 def _gathered_in_rows(op: Operation, x: Value, index: Value) -> Value:
     """Of elements of each row, at indices of the same row."""
-    numbers, dims = (
-        op.params["dimension_numbers"],
-        _of_index(op),
-    )
-    pairs = zip(
-        numbers.operand_batching_dims,
-        numbers.start_indices_batching_dims,
-        strict=True,
-    )
-    of_dim = {operand: dims[start] for operand, start in pairs}
-    span = _span(x).at([of_dim[d] for d in _span(x).dims])
+    numbers = op.params["dimension_numbers"]
+    operand = list(numbers.operand_batching_dims)
+    starts = numbers.start_indices_batching_dims
+    dims = _of_index(op)
+    places = [dims[starts[operand.index(d)]] for d in x.rows.dims]
+    span = x.rows.at(places)
     if _span_of_index(op, index) not in (None, span):
         return op.mixed([x, index], "it pairs rows with other rows")
     return op.rows_at([x, index], span, x.growth)
@@ -239,14 +245,15 @@ def _gathered_in_rows(op: Operation, x: Value, index: Value) -> Value:
 def _span_of_slices(op: Operation, span: Span) -> Span | None:
     """Returns where rows are in slices that have all of them."""
     numbers = op.params["dimension_numbers"]
-    gone = (
+    gone = {
         *numbers.collapsed_slice_dims,
         *numbers.operand_batching_dims,
-    )
-    kept = [d for d in range(op.few.invars[0].aval.ndim) if d not in gone]
-    if not set(span.dims) <= set(kept):
+    }
+    kept = [d for d in range(op.ndim_in(0)) if d not in gone]
+    if gone & set(span.dims):
         return None
-    return span.at([numbers.offset_dims[kept.index(d)] for d in span.dims])
+    places = [numbers.offset_dims[kept.index(d)] for d in span.dims]
+    return span.at(places)
 
 
 def scattered(op: Operation, given: Values) -> Value:
@@ -257,14 +264,16 @@ def scattered(op: Operation, given: Values) -> Value:
     dims = op.varying_out()
     if not dims:
         return _scattered_without_rows(op, x, index, updates)
-    by_index = set(dims) & set(op.params["dimension_numbers"].scatter_dims_to_operand_dims)
+    numbers = op.params["dimension_numbers"]
+    by_index = set(dims) & set(numbers.scatter_dims_to_operand_dims)
     if by_index and index.place is not Place.INDEX:
         return op.unknown(given, op.told("it puts rows in another order"))
-    span = x.span or span_of_shape(op.out_shapes()[0], dims, op.rows)
-    if updates.kind < Kind.SUM:
-        others = [x, updates, index] if index.why else [x, updates]
-        return op.rows_at(others, span)
-    return joined(op, [x, updates])
+    if updates.kind is Kind.SUM:
+        return joined(op, [x, updates])
+    few, _ = op.out_shapes()
+    span = x.span or span_of_shape(few, dims, op.rows)
+    others = [x, updates, index] if index.why else [x, updates]
+    return op.rows_at(others, span)
 
 
 def _scattered_without_rows(op: Operation, x: Value, index: Value, updates: Value) -> Value:
@@ -288,12 +297,11 @@ def sliced_at(op: Operation, given: Values) -> Value:
     """Of a slice from indices that are values."""
     x, *indices = given
     if not all(v.is_free for v in indices):
-        return elementwise(
-            op,
-            [x, *(replace(v, growth=1.0) for v in indices)],
-        )
+        plain = [replace(v, growth=1.0) for v in indices]
+        return elementwise(op, [x, *plain])
     made = sliced(op, [x])
-    if made.kind is x.kind or all(v.number for v in indices):
+    are_known = all(v.number for v in indices)
+    if made.kind is x.kind or are_known:
         return made
     return op.unknown(given, op.told("it takes some rows"))
 
@@ -301,14 +309,10 @@ def sliced_at(op: Operation, given: Values) -> Value:
 def updated_at(op: Operation, given: Values) -> Value:
     """Of an array with a slice written from indices that are values."""
     x, update, *indices = given
-    (few, _), (few_update, _) = (
-        op.in_shapes(0),
-        op.in_shapes(1),
-    )
-    dims: Any = update.span.dims if update.span else ()
-    if not all(d < 0 or few[d] == few_update[d] for d in dims):
+    few, _ = op.in_shapes(0)
+    few_update, _ = op.in_shapes(1)
+    dims = [d for d in update.span.dims if d >= 0] if update.span else []
+    if any(few[d] != few_update[d] for d in dims):
         return op.mixed(given, "it writes some rows")
-    return joined(
-        op,
-        [x, update, *(v for v in indices if not v.is_free)],
-    )
+    chosen = [v for v in indices if not v.is_free]
+    return joined(op, [x, update, *chosen])

@@ -85,10 +85,34 @@ class Operation:
         """Returns the dims of a result whose sizes differ."""
         return _differing(*self.out_shapes(at))
 
+    def changed_dims(self) -> list[int]:
+        """Returns the dims of which the result has another size than the operand."""
+        few = _differing(self.in_shapes()[0], self.out_shapes()[0])
+        many = _differing(self.in_shapes()[1], self.out_shapes()[1])
+        return sorted({*few, *many})
+
+    def ndim_in(self, at: int) -> int:
+        """Returns the number of dims of an operand."""
+        return self.few.invars[at].aval.ndim
+
+    def sizes_in(self, at: int, dims: Sequence[int]) -> tuple[int, int]:
+        """Returns how many elements some dims of an operand have, for few and for many rows."""
+        few, many = self.in_shapes(at)
+        return math.prod(few[d] for d in dims), math.prod(many[d] for d in dims)
+
     def growth_of_size(self, at: int, dims: Sequence[int]) -> float:
         """Returns how many times more elements some dims of an operand have for many rows."""
-        few, many = self.in_shapes(at)
-        return math.prod(many[d] / few[d] for d in dims if few[d] != many[d])
+        varying = [d for d in dims if d in self.varying_in(at)]
+        few, many = self.sizes_in(at, varying)
+        return many / few
+
+    def both(self, name: str) -> tuple[Any, Any]:
+        """Returns a parameter, for few and for many rows."""
+        return self.few.params[name], self.many.params[name]
+
+    def params_of(self, name: str, dim: int) -> tuple[int, int]:
+        """Returns a parameter's entry for a dim, for few and for many rows."""
+        return self.few.params[name][dim], self.many.params[name][dim]
 
     def is_float(self, at: int = 0) -> bool:
         """Whether a result is of real or complex numbers."""

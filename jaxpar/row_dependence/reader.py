@@ -159,56 +159,35 @@ class Reader:
     # Calls and branches -----------------------------------------------------------------------
 
     def _linear_solve(self, op: Operation, given: Values) -> Results:
-        (few, count, start), (many, _, _) = (
-            linear_solve(op.few),
-            linear_solve(op.many),
-        )
-        num_sides = op.num_outputs
-        own = [
-            *given[start : start + count],
-            *given[len(given) - num_sides :],
-        ]
-        return replace(self, caller=op.line).read(few, many, own)
+        few, count, start = linear_solve(op.few)
+        many, _, _ = linear_solve(op.many)
+        constants = given[start : start + count]
+        sides = given[len(given) - op.num_outputs :]
+        inside = replace(self, caller=op.line)
+        return inside.read(few, many, [*constants, *sides])
 
     def _branches(self, op: Operation, given: Values) -> Results:
-        few, many = (
-            op.params["branches"],
-            op.many.params["branches"],
-        )
+        few, many = op.both("branches")
         made = [self.read(a, b, given[1:]) for a, b in zip(few, many, strict=True)]
         results = []
         for at, values in enumerate(zip(*made, strict=True)):
             is_passed = _passes_one(few, at)
-            results.append(values[0] if is_passed else chosen(op, [given[0], *values], at))
+            made_of = [given[0], *values]
+            results.append(values[0] if is_passed else chosen(op, made_of, at))
         return results
 
     # Loops ------------------------------------------------------------------------------------
 
     def _while_loop(self, op: Operation, given: Values) -> Results:
-        of_condition, of_body = (
-            op.params["cond_nconsts"],
-            op.params["body_nconsts"],
-        )
+        of_condition = op.params["cond_nconsts"]
+        of_body = op.params["body_nconsts"]
         start = of_condition + of_body
-        first, second, carry = (
-            given[:of_condition],
-            given[of_condition:start],
-            given[start:],
-        )
-        few, many = (
-            op.params["body_jaxpr"],
-            op.many.params["body_jaxpr"],
-        )
-        carry, _ = self._settled(
-            op,
-            lambda carry: self.read(few, many, [*second, *carry]),
-            carry,
-        )
-        condition = (
-            op.params["cond_jaxpr"],
-            op.many.params["cond_jaxpr"],
-        )
-        (goes_on,) = self.read(*condition, [*first, *carry])
+        first = given[:of_condition]
+        second = given[of_condition:start]
+        few, many = op.both("body_jaxpr")
+        run = lambda carry: self.read(few, many, [*second, *carry])
+        carry, _ = self._settled(op, run, given[start:])
+        (goes_on,) = self.read(*op.both("cond_jaxpr"), [*first, *carry])
         if goes_on.is_free and goes_on.growth == 1:
             return carry
         kept = _kept(opened(few), of_body, len(carry))
@@ -217,22 +196,15 @@ class Reader:
 
     def _scan(self, op: Operation, given: Values) -> Results:
         first, count = scan_counts(op.few)
-        constants, start, xs = (
-            given[:first],
-            given[first : first + count],
-            given[first + count :],
-        )
+        constants = given[:first]
+        start = given[first : first + count]
+        xs = given[first + count :]
         varies = op.params["length"] != op.many.params["length"]
         is_over_rows = any(v.span and 0 in v.span.dims for v in xs)
         entered = [replace(v, span=v.span and v.span.shifted(-1)) for v in xs]
-        body = replace(
-            self,
-            trips_vary=varies if is_over_rows else self.trips_vary,
-        )
-        few, many = (
-            op.params["jaxpr"],
-            op.many.params["jaxpr"],
-        )
+        trips_vary = varies if is_over_rows else self.trips_vary
+        body = replace(self, trips_vary=trips_vary)
+        few, many = op.both("jaxpr")
         run = lambda carry: body.read(few, many, [*constants, *carry, *entered])
         if is_over_rows:
             kept = _kept(opened(few), first, count)

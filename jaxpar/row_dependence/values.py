@@ -64,7 +64,8 @@ class Span(NamedTuple):
     def at(self, dims: Sequence[int | None]) -> "Span | None":
         """Returns the span with its dims at these places; None if they are no longer neighbours, or gone."""
         places = [d for d in dims if d is not None]
-        if len(places) < len(dims) or any(b != a + 1 for a, b in pairwise(places)):
+        are_neighbours = all(b == a + 1 for a, b in pairwise(places))
+        if len(places) < len(dims) or not are_neighbours:
             return None
         return self._replace(first=places[0], last=places[-1])
 
@@ -109,6 +110,12 @@ class Value:
     root_of: "Value | None" = None
     assumed: str = ""
     why: str = ""
+
+    @property
+    def rows(self) -> Span:
+        """Where it has rows, of a value that has them."""
+        assert self.span is not None, "it has rows"
+        return self.span
 
     @property
     def is_zero(self) -> bool:
