@@ -5,10 +5,10 @@
             state, metrics = train_step(state, batch_of(step))
             guard.after_step(step + 1, state, metrics)
 
-In a run of several processes, all processes save and stop after the same step.
+In a run of several processes, all processes save and stop after the same step. One that leaves the loop earlier than the
+others, or ends its program, is named by them, and all end within seconds.
 """
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -21,7 +21,7 @@ from jaxpar.checkpoint import CheckpointManager, DivergedError, NotFiniteError
 from jaxpar.checkpoint.checksums import diverged_replicas
 from jaxpar.checkpoint.manager import say
 from jaxpar.checkpoint.state import as_numbers
-from jaxpar.runtime.coordination import AgreedStep, PeerLostError
+from jaxpar.runtime.coordination import AgreedStep, is_peer_lost
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import HeldError
 from jaxpar.runtime.preemption import StopSignals
@@ -35,7 +35,6 @@ AT_FIRST = (
     "The loss of the first step was not finite, before any update, so the learning rate is not the cause: look at the labels "
     "and ids, which must be from 0 to the vocabulary's size - 1, at the inputs, and at the initial params."
 )
-CONNECTION = re.compile("gloo|connection (reset|closed)|coordination service|heartbeat", re.IGNORECASE)
 
 
 class Guard:
@@ -43,8 +42,9 @@ class Guard:
 
     It prints the reason and raises SystemExit with a code of ``jaxpar.runtime.exit_codes``: 75 it was asked to stop, and saved;
     86 too many steps in a row were not finite; 74 the newest state could not be saved; 70 devices disagree, or a process is
-    gone; 2 another run writes to the folder of the checkpoints, which this run owns inside the ``with`` block. A phase that
-    exceeds its budget ends the process with 124. Without checkpoints SIGTERM and Ctrl-C keep their usual handlers.
+    gone or has left the loop; 2 another run writes to the folder of the checkpoints, which this run owns inside the ``with``
+    block. A phase that exceeds its budget ends the process with 124. Without checkpoints SIGTERM and Ctrl-C keep their usual
+    handlers.
 
     Args:
         checkpoints: Where states are saved; None: nowhere.
@@ -91,7 +91,7 @@ class Guard:
         self._about, self._remedy, self._say = about, remedy, say
         self._before_save, self._at_stop = before_save, at_stop
         self._watchdog = Watchdog(budgets or Budgets())
-        self._agreed = AgreedStep()
+        self._agreed = AgreedStep(num_steps)
         self._progress = Progress.from_environment(jax.process_index())
         self._before: jax.Array | None = None  # whether the previous step was skipped
         self._resources = ExitStack()
@@ -108,6 +108,8 @@ class Guard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if kind is None or issubclass(kind, SystemExit):
+            self._agreed.leave()
         try:
             if kind is None:
                 self._count_skipped()
@@ -138,6 +140,18 @@ class Guard:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Applies the budget of ``name`` (evaluation, save or compile) to a ``with`` block."""
         return self._watchdog.phase(name)
+
+    def before_step(self, step: int) -> None:
+        """Notes that a step begins; without it a process takes longer to find out that another one has left the loop.
+
+        Args:
+            step: The step, counted from 0.
+        """
+        self._agreed.begin(step)
+
+    def leave_loop(self) -> None:
+        """Tells the other processes that this one leaves the loop, before the ``with`` block ends."""
+        self._agreed.leave()
 
     def after_step(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         """Saves or stops if due; every process must call it after every step, before the state is donated.
@@ -251,11 +265,3 @@ class Guard:
     def _end(self, code: ExitCode, message: str) -> NoReturn:
         self._say(message)
         raise SystemExit(int(code))
-
-
-def is_peer_lost(error: BaseException) -> bool:
-    """Returns whether a collective failed because a process is gone. JAX has no error type of its own for this."""
-    of_jax = isinstance(error, (jax.errors.JaxRuntimeError, ValueError, PeerLostError))
-    return (
-        jax.process_count() > 1 and of_jax and (isinstance(error, PeerLostError) or bool(CONNECTION.search(str(error))))
-    )

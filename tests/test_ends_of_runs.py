@@ -53,8 +53,8 @@ def test_each_exit_code_is_that_of_a_real_run(code):
 # Runs a script whose processes wait for one another at their end, however late one is, in place of 2 s.
 MEET = (
     "import os, runpy, sys\n"
-    "from jaxpar.runtime import distributed\n"
-    f"distributed.SECONDS_TO_MEET = {WAIT_SECONDS:.0f}\n"
+    "from jaxpar.runtime import endings\n"
+    f"endings.SECONDS_TO_MEET = {WAIT_SECONDS:.0f}\n"
     "sys.argv = sys.argv[1:]\n"
     "sys.path.insert(0, os.path.dirname(sys.argv[0]))\n"
     "runpy.run_path(sys.argv[0], run_name='__main__')\n"

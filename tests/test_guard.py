@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.guard import Guard, is_peer_lost
+from jaxpar.guard import Guard
 from jaxpar.runtime import coordination
-from jaxpar.runtime.coordination import AgreedStep, PeerLostError, check_agreement
+from jaxpar.runtime.coordination import AgreedStep, PeerLostError, check_agreement, is_peer_lost
 from jaxpar.runtime.watchdog import Budgets, Heartbeat, Watchdog
 from tests.support.tiny_state import at_step, make_state
 from tests.support.waiting import WAIT_SECONDS, wait_until

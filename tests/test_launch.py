@@ -106,7 +106,30 @@ def test_a_process_that_is_frozen_after_the_first_has_ended_is_ended(launch, cap
         "    while not os.path.exists(ended) or os.path.exists('/proc/' + open(ended).read()): time.sleep(0.02)\n"
     )
     assert run(work) == ExitCode.STUCK
-    assert "process 2 of 3 did not end within 1 s of process 0; its log: " in capfd.readouterr().err
+    told = "process 1 of 3 ended early, with exit code 0 while process 2 still ran: all must end together; its log: "
+    assert told in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_process_that_ends_with_0_while_others_run_is_a_failure_that_names_it(launch, capfd, monkeypatch, early):
+    monkeypatch.setattr("jaxpar.runtime.launch.SECONDS_TO_FOLLOW", 0.5)
+    code = run(launch(f"if me != {early}: print('waiting', flush=True); time.sleep({NEVER})"))
+    assert code == (ExitCode.PEER_LOST if early else ExitCode.STUCK)
+    others = ", ".join(str(number) for number in range(3) if number != early)
+    said = capfd.readouterr().err
+    assert f"process {early} of 3 ended early, with exit code 0 while processes {others} still ran" in said
+    assert early or "waiting" in said, "the end of a log of those that ran"
+
+
+def test_who_lost_a_process_that_ended_with_0_is_not_blamed(launch, capfd):
+    work = launch(
+        "import pathlib\nmark = pathlib.Path(sys.argv[0] + '.1')\n"
+        "if me == 1: mark.write_text(str(os.getpid())); sys.exit(0)\n"
+        "while not mark.exists() or not mark.read_text() or os.path.exists('/proc/' + mark.read_text()): time.sleep(0.02)\n"
+        "time.sleep(0.1)\nsys.exit(70)"
+    )
+    assert run(work) == ExitCode.PEER_LOST
+    assert "process 1 of 3 ended early, with exit code 0 while processes 0, 2 still ran" in capfd.readouterr().err
 
 
 def test_a_process_that_is_killed_gives_the_code_of_a_shell(launch, capfd):

@@ -26,6 +26,7 @@ from jaxpar.checkpoint.manifest import ArrayRecord, FileRecord, Manifest
 from jaxpar.checkpoint.orbax_tree import GivenUpError
 from jaxpar.fields import check_at_least
 from jaxpar.runtime.coordination import exchange
+from jaxpar.runtime.exit_codes import ExitCode
 
 LIBRARIES = ("jax", "jaxlib", "orbax-checkpoint", "optax", "numpy")
 ANY_SECONDS = 1e6
@@ -35,9 +36,13 @@ SPARE = 1.2  # a save needs this multiple of the state's size free: old steps ar
 class DivergedError(RuntimeError):
     """Devices that should hold the same values do not; such a state is not saved."""
 
+    exit_code = ExitCode.PEER_LOST
+
 
 class NotFiniteError(RuntimeError):
     """Parameters are NaN or infinite; such a state is not saved."""
+
+    exit_code = ExitCode.NOT_FINITE
 
 
 class Saver:

@@ -34,7 +34,6 @@ from jaxpar.fields import given_by
 from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.folder import CHECKPOINTS, has_run
 from jaxpar.run.messages import (
-    DISK_FAULTS,
     ConfigError,
     checks,
     only_on_first_process,
@@ -50,8 +49,8 @@ from jaxpar.runtime.output import tell
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.process_env import read_process_env
 from jaxpar.runtime.supervise import is_restarted
+from jaxpar.runtime.uncaught import DISK_FAULTS, INTERRUPTED
 
-INTERRUPTED = 130  # the exit code of Ctrl-C, as in shells
 # Flags by the names that other trainers have for them; and names without an equal here, with the flag to use and how.
 OTHER_NAMES, ADVICE = json.loads(Path(__file__).with_name("other_names.json").read_text()).values()
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxpar.data.checksums import checksum
 from jaxpar.fields import arg
 
 WEIGHT = "weight"
@@ -119,6 +120,10 @@ class RowSource(ABC):
     def check(self) -> None:  # noqa: B027, rows without tokens have none to check
         """Raises ValueError if a token is outside the model's vocabulary, as far as that can be known before training."""
 
+    def checksum(self) -> str:
+        """Returns a checksum of the rows, for processes to compare; by default of the first and the last one."""
+        return checksum([*self.take(np.array([0, len(self) - 1])).values()])
+
     def describe(self) -> str:
         """Returns a line about the rows, and what becomes of a document longer than one; "" if there is nothing to say."""
         return ""
@@ -192,6 +197,10 @@ class Columns(RowSource):
     def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the columns of these rows."""
         return {name: column[rows] for name, column in self._data.items()}
+
+    def checksum(self) -> str:
+        """Returns a checksum of the columns."""
+        return checksum([*self._data.values()])
 
 
 def take_batch(data: Mapping[str, np.ndarray], batch_size: int, **where: Any) -> dict[str, np.ndarray]:
@@ -275,6 +284,10 @@ class Mixture(RowSource):
         column = lambda columns, name: columns[name] if name in columns else np.zeros_like(columns["tokens"])
         names = sorted(set().union(*taken))
         return {name: np.concatenate([column(columns, name) for columns in taken])[order] for name in names}
+
+    def checksum(self) -> str:
+        """Returns the checksums of the sources."""
+        return " and ".join(source.checksum() for source in self.sources)
 
     def check(self) -> None:
         """Raises ValueError if a source's check does."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxpar.data.batches import RowSource, check_vocabulary
+from jaxpar.data.checksums import checksum
 from jaxpar.fields import arg, check_one_of, check_positive
 
 IGNORED = -100  # the label that jaxpar.losses.softmax_cross_entropy ignores
@@ -125,6 +126,12 @@ class PackedRows(RowSource):
     def check(self) -> None:
         """Raises ValueError if a token is outside the model's vocabulary. Reads every token, one block at a time."""
         check_vocabulary([self._documents.tokens], self._vocab_size)
+
+    def checksum(self) -> str:
+        """Returns a checksum of the documents: their tokens, which of them are learned, and where each begins and ends."""
+        documents = self._documents
+        learned = () if documents.learned is None else (documents.learned,)
+        return checksum([documents.tokens, *learned, documents.starts, documents.ends])
 
     def describe(self) -> str:
         """Returns how full the rows are, and how many documents were cut to fit into them."""

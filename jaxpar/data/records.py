@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpar.data.batches import RowSource, check_vocabulary, locate
+from jaxpar.data.checksums import checksum, checksum_of_files
 from jaxpar.data.packing import IGNORED, empty_rows
 from jaxpar.data.readers import import_parquet, is_records, open_array_record, parse_json, read_records, whole_parquet
 from jaxpar.fields import arg
@@ -112,6 +113,13 @@ class RecordRows(RowSource):
         if (self.take(chosen)["targets"] == IGNORED).all():
             raise ValueError("records must have labels to learn; got -100 alone. Write them again.")
 
+    def checksum(self) -> str:
+        """Returns a checksum of the records' files; of records from elsewhere, of as many as ``check`` reads."""
+        if isinstance(self._records, Records) and self._records.files:
+            return checksum_of_files(self._records.files)
+        chosen = np.unique(np.linspace(0, len(self) - 1, NUM_CHECKED).astype(np.int64))
+        return checksum([*self.take(chosen).values()])
+
 
 def _integers(values: Any, name: str) -> np.ndarray:
     found = np.asarray(values)
@@ -137,7 +145,7 @@ def open_records(files: Sequence[Path]) -> "Records":
         ImportError: The package that reads the format is not installed.
         ValueError: A file is damaged or of another format.
     """
-    return Records([_open(file) for file in files])
+    return Records([_open(file) for file in files], files)
 
 
 def digest_of_records(records: "Records", files: Sequence[Path]) -> str:
@@ -151,11 +159,17 @@ Opened = tuple[int, Callable[[int], Mapping[str, Any]]]
 
 
 class Records:
-    """The records of several files, one file after another."""
+    """The records of several files, one file after another.
 
-    def __init__(self, files: Sequence[Opened]) -> None:
-        self._reads = [read for _, read in files]
-        self._starts = np.cumsum([0, *(count for count, _ in files)])
+    Args:
+        opened: Each file, opened.
+        files: Their paths.
+    """
+
+    def __init__(self, opened: Sequence[Opened], files: Sequence[Path] = ()) -> None:
+        self.files = tuple(files)
+        self._reads = [read for _, read in opened]
+        self._starts = np.cumsum([0, *(count for count, _ in opened)])
 
     def __len__(self) -> int:
         return int(self._starts[-1])

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.data.batches import BLOCK, RowSource, check_vocabulary, locate
+from jaxpar.data.checksums import checksum
 from jaxpar.data.readers import find_files
 from jaxpar.fields import arg, check_positive
 from jaxpar.runtime.output import needing_extra, printable
@@ -246,6 +247,10 @@ class Windows(RowSource):
     def check(self) -> None:
         """Raises ValueError if a token is outside the model's vocabulary. Reads every token, one block at a time."""
         check_vocabulary(self._parts, self._vocab_size)
+
+    def checksum(self) -> str:
+        """Returns a checksum of the parts."""
+        return checksum(self._parts)
 
     def describe(self) -> str:
         """Returns how many rows there are, and where a document goes on that is longer than one."""

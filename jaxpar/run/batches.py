@@ -13,8 +13,9 @@ from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
 from jaxpar.fields import arg
 from jaxpar.mesh import ROWS, num_replicas, shown_sizes
 from jaxpar.run.flags import RunFlags
-from jaxpar.run.messages import stop
+from jaxpar.run.messages import checks, stop
 from jaxpar.run.run import Run
+from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.exit_codes import ExitCode
 
 
@@ -115,7 +116,7 @@ def check_no_sequences(mesh: Any) -> None:
 
 
 class Batches:
-    """The batches of a run on its mesh, from rows that all processes can read.
+    """The batches of a run on its mesh, from rows that all processes can read: ``Run.compile`` checks that they are the same.
 
     Args:
         run: The run, whose seed and position in the data they follow.
@@ -129,6 +130,7 @@ class Batches:
         self._multiple = num_replicas(run.mesh) * num_microbatches
         self._num_rows = round_up(batch_size, self._multiple)
         self._local = local_rows(self._num_rows, run.mesh)
+        run.must_agree("rows to learn from", lambda: describe_rows(rows))
 
     def __call__(self, step: int) -> dict[str, jax.Array]:
         """Returns the batch of a step."""
@@ -148,13 +150,25 @@ class Batches:
 def held_out_batches(
     batch_size: int, num_rows: int, test: RowSource, mesh: Any, num_microbatches: int = 1
 ) -> list[dict[str, jax.Array]]:
-    """Returns some rows of the text held out, the same for every mesh; rows of weight 0 make whole microbatches."""
+    """Returns some rows of the text held out, the same for every mesh; rows of weight 0 make whole microbatches.
+
+    Raises:
+        ConfigError: Processes of the run have other rows.
+    """
+    if jax.process_count() > 1:
+        with checks():
+            check_agreement("evaluate", {"rows held out": describe_rows(test)})
     size, multiple = min(batch_size, len(test)), num_replicas(mesh) * num_microbatches
     count, padded = -(-min(num_rows, len(test)) // size), round_up(size, multiple)
     read = {"seed": 0, "multiple": multiple, "only": local_rows(padded, mesh)}
     with bad_data():
         batches = [test.batch(size, step=step, **read) for step in range(count)]
     return [shard_batch(batch, mesh, num_rows=padded) for batch in batches]
+
+
+def describe_rows(rows: RowSource) -> str:
+    """Returns how many rows there are and their checksum, for the processes of a run to compare."""
+    return f"{len(rows):,} rows, {rows.checksum()}"
 
 
 @contextmanager

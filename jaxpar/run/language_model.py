@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 import jaxpar
 from jaxpar.checkpoint.export import load_save_file
 from jaxpar.compile_only import check_cudnn
+from jaxpar.data.checksums import checksum_of_files
 from jaxpar.data.text import BYTES
 from jaxpar.fields import check_at_least, check_not_negative, check_positive
 from jaxpar.huggingface.folder import check_model_folder
@@ -25,6 +26,7 @@ from jaxpar.pipeline import LayerLayout
 from jaxpar.run.flags import GpuFlags
 from jaxpar.run.language_data import Data
 from jaxpar.run.optimizers import OptimizerFlags
+from jaxpar.runtime.coordination import check_agreement
 from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
 
@@ -297,7 +299,14 @@ def make_params(
 
 
 def read_weights(folder: Path, config: TransformerConfig, layout: LayerLayout, state: jaxpar.TrainState) -> dict:
-    """Returns the weights of a model as saved by transformers, laid out as those of ``state``."""
+    """Returns the weights of a model as saved by transformers, laid out as those of ``state``.
+
+    Raises:
+        ValueError: The weights cannot be used, or processes of the run have others at this path.
+    """
+    if jax.process_count() > 1:
+        files = sorted(folder.glob("*.safetensors"))
+        check_agreement("read --init-from", {"weights": f"{len(files)} files, {checksum_of_files(files)}"})
     packed = jax.tree.map(lambda leaf: leaf.sharding, lora.without_factors(state.params))
     if layout.is_canonical:
         return jaxpar.huggingface.read_params(folder, config, packed)

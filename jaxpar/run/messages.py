@@ -4,7 +4,6 @@ Those lines come every --log-seconds, as text or with --log-json as JSON.
 """
 
 import contextlib
-import errno
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -18,9 +17,7 @@ from jaxpar.run.flags import MonitoringFlags, RunFlags, log_seconds
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import printable_lines, tell
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
-DISK_FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # and of one that has become read-only or unavailable
+from jaxpar.runtime.uncaught import DISK_FAULTS
 
 _shown: list[StatusLines] = []  # at most one: that of the run of this process
 _named: list[str] = []  # the devices of the run of this process, once it has said which they are

@@ -104,6 +104,7 @@ class Run(AbstractContextManager["Run"]):
         self._state: jaxpar.TrainState | None = None
         self._compiled: jax.stages.Compiled | None = None
         self._has_all_metrics = not has_evaluations
+        self._read: dict[str, Callable[[], Any]] = {}
         self._resources = ExitStack()
         self.checkpoints = open_checkpoints(flags, mesh)
         say_devices(say, compile_for=flags.gpu.compile_for)
@@ -155,12 +156,15 @@ class Run(AbstractContextManager["Run"]):
         """Returns the training step compiled, and prints the time, which no step's time includes.
 
         Every later batch must have the shapes and shardings of this one, as those of ``jaxpar.shard_batch`` do. In a run of
-        several processes all must have the same flags and the same program; otherwise they would wait for one another forever.
-        Metrics are served from here on, since compiling can take minutes.
+        several processes all must have the same flags, settings, data (``must_agree``) and program; otherwise they would wait
+        for one another forever, or train on different rows. Metrics are served from here on, since compiling can take minutes.
 
         Args:
             train_step: What ``jaxpar.make_train_step`` returns.
             batch: A batch on the mesh, or its shapes from ``jaxpar.abstract_batch``.
+
+        Raises:
+            ConfigError: The processes do not agree; the message says on what, and which of them differ.
         """
         if self.target is None:
             raise RuntimeError("a run must restore before it compiles; got no state. Call run.restore first.")
@@ -171,16 +175,34 @@ class Run(AbstractContextManager["Run"]):
             Watchdog(self.flags.budget) as watchdog,
             watchdog.phase("compile"),
         ):
+            self._check_agreement()
             lowered = train_step.lower(self.target, batch)
             if jax.process_count() > 1:
                 program = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
                 with checks():
-                    check_agreement("train", {"flags": self.flags.as_json(), "program": program})
+                    check_agreement("train", {"program": program})
             compiled = self._compiled = lowered.compile()
             with checks():
                 check_permutes(compiled)
         self._say(f"compiled in {time.perf_counter() - start:.1f} s")
         return compiled
+
+    def must_agree(self, name: str, value: Callable[[], Any]) -> None:
+        """Adds what ``compile`` compares between the processes of a run, such as a checksum of data that each of them reads.
+
+        Args:
+            name: What it is, for the message.
+            value: Returns it as plain JSON; called in a run of several processes alone.
+        """
+        self._read[name] = value
+
+    def _check_agreement(self) -> None:
+        if jax.process_count() == 1:
+            return
+        with checks():
+            flags = {f"flag {name}": value for name, value in self.flags.as_json().items()}
+            settings = {f"setting {name}": value for name, value in self._settings.items()}
+            check_agreement("train", flags | settings | {name: value() for name, value in self._read.items()})
 
     def say_cost(self) -> None:
         """Prints the cost of the step on each device: collectives by mesh axis, memory, FLOPs; for GPUs also its roofline."""
@@ -233,7 +255,13 @@ class Run(AbstractContextManager["Run"]):
             )
         )
         began = time.perf_counter()
-        yield from range(self.first_step, common.steps)
+        try:
+            for step in range(self.first_step, common.steps):
+                self._guard.before_step(step)
+                yield step
+        except GeneratorExit:  # a break
+            self._guard.leave_loop()
+            raise
         self._resources.close()
         self.seconds = time.perf_counter() - began
 

@@ -6,16 +6,29 @@ immediately. The service has no authentication: see SECURITY.md.
 
 import contextlib
 import json
+import os
+import re
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxpar import _compat
+from jaxpar.runtime import endings
+from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.output import tell
 
 TIMEOUT_SECONDS = 600.0
+MOST_SHOWN = 8  # differences, and processes, in a message
 POLL_SECONDS = 0.2  # between two looks for requests
+SECONDS_TO_ASK = 1.0  # for an answer, between two looks for processes that have ended
+# After another process has left a training loop, this one may be at its last step of it too: it is given three times as long as
+# its longest step, or this many seconds, more of them before its first step is done.
+SECONDS_TO_LEAVE, SECONDS_TO_LEAVE_FIRST = 10.0, 60.0
+CONNECTION = re.compile("gloo|connection (reset|closed)|coordination service|heartbeat", re.IGNORECASE)
 _uses: Counter[str] = Counter()  # all processes use a name equally often, so its count identifies each use
 _lock = threading.Lock()
 
@@ -35,7 +48,7 @@ def exchange(name: str, value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS)
         timeout_seconds: How long to wait for the other processes.
 
     Raises:
-        PeerLostError: A process did not answer in time.
+        PeerLostError: A process did not answer in time, or has ended.
     """
     service = client()
     if service is None:
@@ -65,14 +78,40 @@ def try_get(key: str) -> str | None:
 class PeerLostError(RuntimeError):
     """Another process of the run did not answer, or does not agree."""
 
+    exit_code = ExitCode.PEER_LOST
+
+
+def is_peer_lost(error: BaseException) -> bool:
+    """Returns whether a collective failed because a process is gone. JAX has no error type of its own for this."""
+    of_jax = isinstance(error, (jax.errors.JaxRuntimeError, ValueError, PeerLostError))
+    return (
+        jax.process_count() > 1 and of_jax and (isinstance(error, PeerLostError) or bool(CONNECTION.search(str(error))))
+    )
+
 
 def _get(service: Any, key: str, timeout_seconds: float) -> str:
-    try:
-        return service.blocking_key_value_get(key, round(timeout_seconds * 1000))
-    except Exception as error:  # jaxlib raises its own exception types, which differ between versions
-        raise PeerLostError(
-            f"process {key.rsplit('/', 1)[1]} must answer within {timeout_seconds:g} s; got nothing for {key}: {error}"
-        ) from error
+    process, deadline = key.rsplit("/", 1)[1], time.monotonic() + timeout_seconds
+    while True:
+        has_ended = endings.news(
+            f"{endings.ENDED}/{process}"
+        )  # before the last look: it may have answered and ended since
+        left = deadline - time.monotonic()
+        try:
+            return service.blocking_key_value_get(key, round(1000 * max(min(left, SECONDS_TO_ASK), 0.001)))
+        except Exception as error:  # jaxlib raises its own exception types, which differ between versions
+            if goer := endings.who_goes_on():
+                raise PeerLostError(f"{goer} goes on without an answer for {key}") from error
+            if has_ended is not None:
+                raise _lost(f"{endings.describe_end(has_ended)} without an answer for {key}") from error
+            if left < SECONDS_TO_ASK or "DEADLINE" not in str(error).upper():
+                raise PeerLostError(
+                    f"process {process} must answer within {timeout_seconds:g} s; got nothing for {key}: {error}"
+                ) from error
+
+
+def _lost(told: str) -> PeerLostError:
+    endings.tell_that_this_goes_on()
+    return PeerLostError(f"{told}. {endings.REMEDY}")
 
 
 def check_agreement(what: str, values: dict[str, Any]) -> None:
@@ -86,13 +125,25 @@ def check_agreement(what: str, values: dict[str, Any]) -> None:
         ValueError: The values differ; the message names the values and processes.
     """
     answers = exchange(f"check/{what}", values)
-    for name in values:
-        given = [other.get(name) for other in answers]
-        if odd := [process for process, value in enumerate(given) if value != given[0]]:
-            raise ValueError(
-                f"all processes must agree on their {name} before they {what}; got {given[odd[0]]!r} on process "
-                f"{', '.join(map(str, odd))}, {given[0]!r} on process 0. Start all with the same code, flags and data."
-            )
+    names = dict.fromkeys(name for answer in answers for name in answer)
+    differing = {name: told for name in names if (told := _difference([answer.get(name) for answer in answers]))}
+    if differing:
+        many = len(differing) > 1
+        got = "; ".join(f"{name} {told}" if many else told for name, told in list(differing.items())[:MOST_SHOWN])
+        raise ValueError(
+            f"all processes must agree on their {', '.join(differing)} before they {what}; got {got}. Start all with the same "
+            "code, flags and data."
+        )
+
+
+def _difference(given: list[Any]) -> str:
+    """Returns which processes have another value than process 0; "" if none has."""
+    odd = [process for process, value in enumerate(given) if value != given[0]]
+    if not odd:
+        return ""
+    more = f" and {len(odd) - MOST_SHOWN} more" if len(odd) > MOST_SHOWN else ""
+    numbers = ", ".join(map(str, odd[:MOST_SHOWN])) + more
+    return f"{given[odd[0]]!r} on process {numbers}, {given[0]!r} on process 0"
 
 
 class AgreedStep:
@@ -101,9 +152,20 @@ class AgreedStep:
     A thread polls for requests, so that no step waits for one. After a request each process reports how many steps it has done
     and blocks its loop until all have reported. The action is due after the step that follows the largest of these numbers,
     which no process has finished yet.
+
+    All processes leave the ``with`` block after the same step. If one leaves it before the last step while another goes on, it
+    raises SystemExit, and the other process ends, both with exit code 70 unless the first had a code of its own.
+
+    Args:
+        num_steps: The last step of the loop; None: it may be left after any step.
+        end: Ends the process; replaces ``os._exit`` in tests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_steps: int | None = None, end: Callable[[int], None] = os._exit) -> None:
+        self._num_steps, self._end = num_steps, end
+        self._steps_begun, self._longest, self._step_began = 0, 0.0, time.monotonic()
+        self._has_left, self._is_agreed = False, False  # the loop, and that all stop after the same step
+        self._looked_at = self._seen_at = 0.0
         self._asked: list[str] = []
         self._steps_done = 0
         self._agreeing = False
@@ -114,16 +176,59 @@ class AgreedStep:
 
     def __enter__(self) -> "AgreedStep":
         if client() is not None:
+            with _lock:
+                use, _uses["loop"] = _uses["loop"], _uses["loop"] + 1
+            self._left_key = f"jaxpar/left/{use}"
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if client() is None:
             return
-        if kind is None or issubclass(kind, SystemExit):
-            exchange("end", True)  # another process may still wait for this one's thread
-        self._over.set()
-        self._thread.join(timeout=10 * POLL_SECONDS)  # the thread may be waiting for a process that is gone
+        code = getattr(error, "code", None) if isinstance(error, SystemExit) else 0
+        try:
+            if kind is None or isinstance(error, SystemExit):
+                self._leave_together(code if isinstance(code, int) else int(code is not None))
+        finally:
+            self._over.set()
+            self._thread.join(timeout=10 * POLL_SECONDS)  # the thread may be waiting for a process that is gone
+
+    def _leave_together(self, code: int) -> None:
+        """Waits until the others leave too, since they may still wait for this one's thread."""
+        self.leave(f"with SystemExit({code})" if code else "")
+        if code:
+            endings.will_end_with(code)
+        try:
+            exchange("end", self._steps_done)
+        except PeerLostError as error:
+            if (goer := endings.who_goes_on()) is None:
+                raise
+            where = f"step {self._steps_done}" + (f" of {self._num_steps}" if self._num_steps else "")
+            tell(
+                "error: all processes must leave a training loop after the same step; got "
+                f"{endings.named(jax.process_index())} after {where}, and {goer} goes on. {endings.REMEDY}"
+            )
+            code = code or int(ExitCode.PEER_LOST)
+            endings.will_end_with(code)
+            raise SystemExit(code) from error
+        if self._is_complete():
+            endings.has_completed(self._steps_done)
+
+    def _is_complete(self) -> bool:
+        return self._num_steps is None or self._steps_done >= self._num_steps or self._is_agreed
+
+    def leave(self, how: str = "") -> None:
+        """Tells the other processes that this one leaves the loop; it may be called before the ``with`` block ends."""
+        if self._has_left or client() is None:
+            return
+        self._has_left = True
+        if not self._is_complete():
+            told = {"process": jax.process_index(), "done": self._steps_done, "begun": self._steps_begun, "how": how}
+            endings.publish(self._left_key, told)
+
+    def begin(self, step: int) -> None:
+        """Notes that this process begins ``step``, counted from 0: it then knows sooner if another one has left."""
+        self._steps_begun = max(self._steps_begun, step + 1)
 
     def ask(self, what: str) -> None:
         """Requests the action ``what`` of all processes. It only records the request, so a signal handler may call it."""
@@ -133,19 +238,23 @@ class AgreedStep:
         """Returns the action that is due after ``step`` steps, else None; every process must call it after every step."""
         if client() is None:
             return self._asked.pop(0) if self._asked else None
+        self._longest = max(self._longest, time.monotonic() - self._step_began) if self._steps_done else 0.0
+        self._step_began = time.monotonic()
         with self._changed:
-            self._steps_done = step
+            self._steps_done, self._steps_begun = step, max(self._steps_begun, step)
+            self._is_agreed = False
             while self._agreeing:
                 self._changed.wait()
             if self._due is None or step < self._due[0]:
                 return None
-            what, self._due = self._due[1], None
+            what, self._due, self._is_agreed = self._due[1], None, True
             self._changed.notify_all()
             return what
 
     def _watch(self) -> None:
         number = 0
         while not self._over.wait(POLL_SECONDS):
+            self._look_for_leavers()
             what = self._news(f"jaxpar/ask/{number}")
             if what is None:
                 continue
@@ -154,6 +263,26 @@ class AgreedStep:
             with self._changed:
                 while self._due is not None and not self._over.is_set():
                     self._changed.wait(POLL_SECONDS)
+                    self._look_for_leavers()
+
+    def _look_for_leavers(self) -> None:
+        """Ends this process if another one has left the loop, or ended, and this one goes on."""
+        if self._has_left or time.monotonic() - self._looked_at < SECONDS_TO_ASK:
+            return
+        self._looked_at = time.monotonic()
+        if (told := endings.news(self._left_key)) is not None:
+            self._seen_at = self._seen_at or time.monotonic()
+            if self._steps_begun > told["begun"] or self._has_waited():
+                who, step = endings.named(told["process"]), told["done"]
+                how = f" {told['how']}" if told["how"] else ""
+                endings.go_on_without(f"{who} has left the training loop after step {step}{how}", self._end)
+        elif (told := endings.news(endings.ENDED)) is not None and told["process"] != jax.process_index():
+            endings.go_on_without(endings.describe_end(told), self._end)
+
+    def _has_waited(self) -> bool:
+        """Returns whether this process has had the time to leave the loop too."""
+        seconds = max(3 * self._longest, SECONDS_TO_LEAVE) if self._longest else SECONDS_TO_LEAVE_FIRST
+        return time.monotonic() - max(self._seen_at, self._step_began) > seconds
 
     def _news(self, key: str) -> str | None:
         if self._asked:

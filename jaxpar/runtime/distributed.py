@@ -1,10 +1,9 @@
 """Joining and leaving a run of several processes, and fake devices for runs on one machine."""
 
-import contextlib
+import atexit
 import importlib.util
 import os
 import sys
-import time
 import traceback
 from types import TracebackType
 from typing import NoReturn
@@ -13,8 +12,10 @@ import jax
 
 from jaxpar._compat import coordination
 from jaxpar.fields import check_kind, check_positive
+from jaxpar.runtime import endings
 from jaxpar.runtime.process_env import NAMES, read_process_env
 from jaxpar.runtime.rendezvous import meet
+from jaxpar.runtime.uncaught import exit_code_of
 
 TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
 # XLA then schedules the start of a collective earlier and its end later, so that it overlaps with computation. It has eight
@@ -29,7 +30,6 @@ GPU_FLAGS = (
     "--xla_gpu_enable_pipelined_all_reduce=true",
     "--xla_gpu_enable_pipelined_reduce_scatter=true",
 )
-SECONDS_TO_MEET = 2
 
 
 def use_fake_devices(num_devices: int) -> None:
@@ -109,6 +109,7 @@ def initialize(
         ValueError: The environment is incomplete or invalid, or the processes disagree.
         OSError: Process 0 cannot listen at the address.
     """
+    sys.excepthook = _leave_on_error
     set_gpu_flags()
     given = zip(NAMES, (coordinator_address, num_processes, process_id), strict=True)
     env = read_process_env({**os.environ, **{name: str(value) for name, value in given if value is not None}})
@@ -132,7 +133,8 @@ def initialize(
         heartbeat_timeout_seconds=heartbeat_seconds,
         shutdown_timeout_seconds=max(heartbeat_seconds, 60),
     )
-    sys.excepthook = _leave_on_error
+    atexit.register(endings.end_of_program)
+    endings.watch_ends()
     return True
 
 
@@ -164,23 +166,21 @@ def with_gpu_flags(flags: str) -> str:
 def leave(code: int) -> NoReturn:
     """Ends this process with an exit code, which is also preserved in a run of several processes.
 
-    If a single process exits normally, JAX's shutdown waits for all others, aborts, and loses the exit code. Therefore
-    processes that leave wait briefly at a barrier, in case all of them leave, and then exit immediately. Process 0, which runs
-    the service that the others depend on, exits last.
+    A single process that exits by itself would wait for all others, abort, and lose its exit code. Processes that leave with a
+    code wait two seconds for one another, in case all of them leave, and then exit immediately; those in a training loop then
+    end too, with exit code 70. With 0 a process waits a minute for the others to end, ten after a complete training loop, and
+    its own code is 70 if they do not. Process 0, which runs the service that the others depend on, exits last.
+
+    Args:
+        code: The exit code; ``jaxpar.runtime.exit_codes`` has those that mean something to a supervisor.
     """
     state = coordination()
     if state.client is None or (state.num_processes or 1) == 1:
         raise SystemExit(code)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a file on a full disk
-            stream.flush()
-    with contextlib.suppress(Exception):
-        state.client.wait_at_barrier("jaxpar: leave", SECONDS_TO_MEET * 1000)
-    if state.process_id == 0:
-        time.sleep(0.3)
-    os._exit(code)
+    endings.end_now(endings.end_with(code))
+    raise AssertionError("the process has ended")
 
 
 def _leave_on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     traceback.print_exception(kind, error, trace)
-    leave(1)
+    leave(exit_code_of(error))

@@ -4,9 +4,10 @@
     runs/launch/1.log   ...
 
 The processes end together: when one fails, the launcher ends the others, which could only wait for it, within seconds. It shows
-the last lines of the log of the process that failed first, and returns its exit code. It ends a process that has not ended a
-minute after process 0, such as one that is frozen, and returns 124. When the launcher ends, even by SIGKILL, so do all
-processes and their children:
+the last lines of the log of the process that failed first, and returns its exit code. A process that ends with 0 while others
+still run 20 s later is a failure too: the launcher names it and those that run, ends them, and returns 70; or 124 if process 0
+has ended, since the others, such as one that is frozen, can do nothing without its service. When the launcher ends, even by
+SIGKILL, so do all processes and their children:
 
     launcher ---- pipe ----> watcher      reads the numbers of the process groups; kills them when the pipe closes,
        |                                  because the launcher has ended
@@ -39,7 +40,7 @@ from jaxpar.runtime.process_env import TOKEN_VARIABLE
 POLL_SECONDS = 0.02
 SECONDS_TO_EXPLAIN = 1.0  # after a failure: the others may report the cause, or one of them may have failed earlier
 SECONDS_TO_STOP = 5.0
-SECONDS_TO_FOLLOW = 60.0  # after process 0 has ended, without whose service the others can do nothing together
+SECONDS_TO_FOLLOW = 20.0  # after a process has ended with 0: those that jaxpar has joined wait for one another before
 LINES_SHOWN = 40
 # A shell runs this: it waits for a line from the launcher and then becomes the process. It exits if the launcher has ended.
 ON_A_LINE = 'read -r _ && exec "$@" < /dev/null'
@@ -187,7 +188,8 @@ class Gang:
         self.launch, self._variables = launch, dict(variables or {})
         self.processes: list[subprocess.Popen] = []
         self.first_failed: int | None = None
-        self.is_late = False  # the first that failed, which did not end after process 0
+        self.still_running: list[int] = []  # when the first that failed had ended with 0, too early
+        self._ended: dict[int, None] = {}  # in their order
         self._screen = threading.Thread(target=self._copy_to_screen, daemon=True)
 
     def start(self) -> None:
@@ -225,26 +227,34 @@ class Gang:
 
     def wait(self) -> int:
         """Waits until no process is left; returns the run's exit code: 0, or that of the process that failed first."""
-        failed, deadline = [], float("inf")
-        while not failed and self._is_running() and time.monotonic() < deadline:
-            failed = self._failed()
-            if self.processes[0].poll() is not None:
+        deadline = float("inf")
+        while self._is_running() and not self._failed() and time.monotonic() < deadline:
+            if self._ended:
                 deadline = min(deadline, time.monotonic() + SECONDS_TO_FOLLOW)
             time.sleep(POLL_SECONDS)
-        failed = failed or self._failed()
-        if not failed and self._is_running():
-            self.first_failed = [process.poll() for process in self.processes].index(None)
-            self.is_late = True
-            self.stop()
-            return int(ExitCode.STUCK)
-        if failed:
+        if self._failed():
+            running = self._running()
             self._wait_for_all(SECONDS_TO_EXPLAIN)
-            failed += [number for number in self._failed() if number not in failed]
-            causes = [number for number in failed if self.processes[number].returncode not in CONSEQUENCES]
-            self.first_failed = (causes or failed)[0]
-        code = 0 if self.first_failed is None else int(self.processes[self.first_failed].returncode)
+            self.first_failed = self._cause(running)
+        elif self._is_running():
+            self.first_failed, self.still_running = next(iter(self._ended)), self._running()
+        code = self._code()
         self.stop()
         return code
+
+    def _cause(self, running: Sequence[int]) -> int:
+        """Returns the first process that failed for a reason of its own; else one that had ended with 0 before any failed."""
+        failed = self._failed()
+        causes = [number for number in failed if self.processes[number].returncode not in CONSEQUENCES]
+        early = list(self._ended)[: list(self._ended).index(failed[0])]
+        if not causes and early:
+            self.still_running = sorted({*running, *failed})
+        return [*causes, *early, *failed][0]
+
+    def _code(self) -> int:
+        if self.still_running:
+            return int(ExitCode.PEER_LOST if 0 in self.still_running else ExitCode.STUCK)
+        return 0 if self.first_failed is None else int(self.processes[self.first_failed].returncode)
 
     def stop(self) -> None:
         """Ends the processes that still run: SIGTERM, then SIGKILL after a few seconds. Their children are killed too."""
@@ -269,13 +279,18 @@ class Gang:
 
     def _is_running(self) -> bool:
         """Returns whether any process still runs; kills the remaining children of those that have ended."""
-        ended = [process.pid for process in self.processes if process.poll() is not None]
-        for group in ended:
-            self._groups.kill(group)
-        return len(ended) < len(self.processes)
+        for number, process in enumerate(self.processes):
+            if process.poll() is not None:
+                self._ended.setdefault(number)
+                self._groups.kill(process.pid)
+        return len(self._ended) < len(self.processes)
+
+    def _running(self) -> list[int]:
+        return [number for number in range(len(self.processes)) if number not in self._ended]
 
     def _failed(self) -> list[int]:
-        return [number for number, process in enumerate(self.processes) if process.poll()]
+        """Returns the processes that have ended with another code than 0, in the order in which they did."""
+        return [number for number in self._ended if self.processes[number].returncode]
 
     def _wait_for_all(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -353,14 +368,19 @@ def shell_code(code: int) -> int:
 def explain(gang: Gang, code: int) -> str:
     """Returns the report on a failed run: the end of the log of the process that failed first, then which one it was."""
     number = gang.first_failed or 0
-    path = gang.log_path(number)
-    log = GLOO_CHATTER.sub(b"", path.read_bytes())
-    last = log.decode(errors="replace").splitlines()[-LINES_SHOWN:]
-    shown = [] if number == 0 else [f"--- the end of {path}", *last, "---"]
-    late = f"did not end within {SECONDS_TO_FOLLOW:g} s of process 0"
-    ended = late if gang.is_late else f"ended first ({describe_exit(code)})"
+    path, running = gang.log_path(number), gang.still_running
+    shown = [line for each in [number, *running[:1]] if each for line in _end_of(gang.log_path(each))]
+    ended = f"ended first ({describe_exit(code)})"
+    if running:
+        others = f"process{'es' * (len(running) > 1)} {', '.join(map(str, running))}"
+        ended = f"ended early, with exit code 0 while {others} still ran: all must end together"
     verdict = f"process {number} of {gang.launch.num_processes} {ended}; its log: {path}"
     return "\n".join([*shown, f"launch: {verdict}"])
+
+
+def _end_of(log: Path) -> list[str]:
+    text = GLOO_CHATTER.sub(b"", log.read_bytes()).decode(errors="replace")
+    return [f"--- the end of {log}", *text.splitlines()[-LINES_SHOWN:], "---"]
 
 
 def split_command(args: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
+from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import tell
 
 NAME = ".lease"
@@ -42,6 +43,8 @@ class HeldError(ValueError):
 
 class LostError(OSError):
     """Another run has taken the folder from this one, which must no longer write to it."""
+
+    exit_code = ExitCode.NOT_SAVED
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,225 @@
+"""How the processes of a run end: together, or one of them early, which it tells the others.
+
+    process 1 ends, at the end of its program or with a code    -> jaxpar/ended, jaxpar/ended/1
+    process 0 is in a training loop, or waits for an answer     -> jaxpar/goes on: it cannot go on without process 1
+    process 1 reads that and ends at once; process 0 follows with exit code 70
+
+A process that ends its program waits until the others do. JAX's own shutdown waits too, but tells nobody, aborts a minute later
+and loses the exit code.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxpar._compat import coordination
+from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.output import tell
+
+ENDED, GOES_ON, BARRIER = "jaxpar/ended", "jaxpar/goes on", "jaxpar: leave"
+POLL_SECONDS = 1.0
+SECONDS_TO_MEET = 2  # for processes that end with a code, in case all of them do
+SECONDS_TO_FOLLOW = 60  # for the others to end their programs too
+SECONDS_TO_CONCLUDE = 600  # the same once a training loop is complete, since process 0 may write and draw for long
+SECONDS_TO_TELL = 5.0  # after which a process says that another one has ended
+SECONDS_OF_GRACE = 3.0  # for a process that ended early to name itself as the cause
+REMEDY = (
+    "Let all processes leave a loop after the same step and end together; to end one with a code of its own, call "
+    "jaxpar.leave(code)."
+)
+
+_completed: list[int] = []  # the steps of the training loops that are complete
+_codes: list[int] = []  # with which this process is about to end
+
+
+def has_completed(num_steps: int) -> None:
+    """Notes that a training loop is complete, after which processes wait longer for one another."""
+    _completed.append(num_steps)
+
+
+def will_end_with(code: int) -> None:
+    """Notes the exit code of a SystemExit, since Python does not tell it at exit."""
+    _codes.append(code)
+
+
+def named(process: int) -> str:
+    """Returns how messages name a process."""
+    return f"process {process} of {coordination().num_processes}"
+
+
+def news(key: str) -> Any:
+    """Returns the value of a key of the coordination service; None if there is none, or no service."""
+    try:
+        return json.loads(coordination().client.key_value_try_get(key))
+    except Exception:  # jaxlib's NOT_FOUND, or the service is gone
+        return None
+
+
+def who_goes_on() -> str | None:
+    """Returns the other process that cannot go on without one that has left, if there is one."""
+    told = news(GOES_ON)
+    return None if told is None or told["process"] == coordination().process_id else named(told["process"])
+
+
+def publish(key: str, value: Any) -> None:
+    """Sets a key for all processes, unless another one was first."""
+    with contextlib.suppress(Exception):
+        coordination().client.key_value_set(key, json.dumps(value))
+
+
+def meet_at_end(code: int) -> bool:
+    """Tells the others that this process ends, and returns whether all of them end too, in time.
+
+    Args:
+        code: Its exit code; with another one than 0 it waits briefly.
+    """
+    state = coordination()
+    _flush()
+    told = {"process": state.process_id, "code": code}
+    publish(f"{ENDED}/{state.process_id}", told)
+    publish(ENDED, told)
+    if who_goes_on():
+        return False
+    patience = SECONDS_TO_CONCLUDE if _completed else SECONDS_TO_FOLLOW
+    seconds = SECONDS_TO_MEET if code else patience
+    try:
+        state.client.wait_at_barrier(BARRIER, round(1000 * seconds))
+    except Exception:  # jaxlib raises its own exception types
+        return False
+    return True
+
+
+def describe_end(told: dict[str, Any]) -> str:
+    """Returns who has ended, and how."""
+    how = f"with exit code {told['code']}" if told["code"] else "its program"
+    return f"{named(told['process'])} has ended {how}"
+
+
+def say_ended_early() -> None:
+    """Says that this process ended while others run."""
+    me, goer = named(coordination().process_id), who_goes_on()
+    who = "others still run" if goer is None else f"{goer} goes on"
+    tell(f"error: the processes of a run must end together; got the end of the program of {me} while {who}. {REMEDY}")
+
+
+def tell_that_this_goes_on() -> None:
+    """Tells a process that ended early that this one cannot go on without it; it has time to name itself and end first."""
+    publish(GOES_ON, {"process": coordination().process_id})
+    time.sleep(SECONDS_OF_GRACE)
+
+
+def go_on_without(told: str, end: Callable[[int], None] = os._exit) -> None:
+    """Ends this process, which another one has left; first the other one is told, so that it can name itself.
+
+    Args:
+        told: What the other one did.
+        end: Ends the process.
+    """
+    tell_that_this_goes_on()
+    me = named(coordination().process_id)
+    tell(f"error: another process of the run is gone: {told}, and {me} cannot go on without it. {REMEDY}")
+    end_now(int(ExitCode.PEER_LOST), end)
+
+
+def end_now(code: int, end: Callable[[int], None] = os._exit) -> None:
+    """Ends this process without waiting for anyone; process 0, whose service the others need, a little later."""
+    _flush()
+    if coordination().process_id == 0:
+        time.sleep(0.3)
+    end(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a file on a full disk
+            stream.flush()
+
+
+class EndWatch:
+    """A thread that says when another process has ended, and ends this one if it ended early.
+
+    Args:
+        end: Ends the process; replaces ``os._exit`` in tests.
+    """
+
+    def __init__(self, end: Callable[[int], None] = os._exit) -> None:
+        self._end = end
+        self._code: int | None = None  # of this process, which is about to end
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="jaxpar-ends", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2 * POLL_SECONDS)
+
+    def leave(self, code: int) -> int:
+        """Waits for the others, briefly with another code than 0; returns the exit code: 70 in place of 0 if they go on."""
+        self._code = code
+        together = meet_at_end(code)
+        self.stop()
+        if together or code:
+            return code
+        say_ended_early()
+        return int(ExitCode.PEER_LOST)
+
+    def _watch(self) -> None:
+        since: float | None = None
+        while not self._over.wait(POLL_SECONDS):
+            if self._code is not None:
+                self._end_if_missed(self._code)
+            elif (told := news(ENDED)) is not None:
+                since = self._tell_once(told, since)
+
+    def _end_if_missed(self, code: int) -> None:
+        """Ends this process if another one has found that it cannot go on without it."""
+        if who_goes_on():
+            if not code:
+                say_ended_early()
+            end_now(code or int(ExitCode.PEER_LOST), self._end)
+
+    def _tell_once(self, told: dict[str, Any], since: float | None) -> float:
+        now = time.monotonic()
+        if since is not None and since <= now - SECONDS_TO_TELL:
+            tell(
+                f"{describe_end(told)} while this one runs: it waits {SECONDS_TO_FOLLOW} s for the others, and no step or "
+                "collective can be done without it"
+            )
+            return float("inf")
+        return now if since is None else since
+
+
+_watch: list[EndWatch] = []
+
+
+def watch_ends() -> None:
+    """Starts to watch how processes end, once in a process."""
+    if not _watch:
+        _watch.append(EndWatch())
+        _watch[0].start()
+
+
+def end_with(code: int) -> int:
+    """Waits for the others as ``EndWatch.leave`` does, and returns the exit code of this process."""
+    return (_watch[0] if _watch else EndWatch()).leave(code)
+
+
+def end_of_program() -> None:
+    """Ends this process at exit, before JAX's shutdown: together with the others, or at once and with an exit code."""
+    state = coordination()
+    if state.client is None or (state.num_processes or 1) == 1:
+        return
+    code = _codes[-1] if _codes else 0
+    found = end_with(code)
+    if found:
+        end_now(found)

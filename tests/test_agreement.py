@@ -1,0 +1,166 @@
+"""Processes that would train on different data are told before the first step, and the message says what differs."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxpar
+from jaxpar.data import checksums
+from jaxpar.data.batches import Columns, Mixture, RowSource
+from jaxpar.data.packing import Documents, PackedRows
+from jaxpar.data.records import RecordRows, Records, open_records, write_rows
+from jaxpar.data.text import Windows
+from jaxpar.run import BasicFlags, ConfigError, Run
+from jaxpar.run.batches import Batches, held_out_batches
+from jaxpar.runtime import coordination
+from tests.support.real_runs import ROOT, run
+
+TOKENS = np.arange(64, dtype=np.uint16) % 50
+
+
+def rows_of(kind, tokens, folder):
+    """Rows of a kind, of these tokens."""
+    documents = Documents(tokens, np.array([0, 30]), np.array([30, 64]))
+    if kind == "records":
+        path = folder / f"{tokens[40]}.parquet"
+        write_rows(path, PackedRows(documents, 8, vocab_size=100))
+        return RecordRows(open_records([path]), 8, vocab_size=100)
+    if kind == "other records":
+        return RecordRows(Records([(1, lambda index: {"input_ids": tokens.tolist()})]), 64, vocab_size=100)
+    made = {
+        "columns": lambda: Columns({"x": tokens}),
+        "windows": lambda: Windows([tokens], 8, vocab_size=100),
+        "packed": lambda: PackedRows(documents, 8, vocab_size=100),
+    }
+    if kind == "mixture":
+        return Mixture([made["packed"](), made["windows"]()])
+    return made[kind]()
+
+
+@pytest.mark.parametrize("kind", ["columns", "windows", "packed", "records", "other records", "mixture"])
+def test_the_checksum_of_rows_depends_on_each_of_their_tokens(tmp_path, kind):
+    changed = TOKENS.copy()
+    changed[40] += 1
+    first, again, other = (
+        rows_of(kind, tokens, tmp_path / name).checksum() for name, tokens in folders(tmp_path, changed)
+    )
+    assert first == again
+    assert first != other
+
+
+def folders(tmp_path, changed):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    return zip("abc", (TOKENS, TOKENS, changed), strict=True)
+
+
+def test_the_checksum_of_rows_of_a_class_of_ones_own_is_that_of_the_first_and_the_last():
+    class Own(RowSource):
+        def __init__(self, last):
+            self.last = last
+
+        def __len__(self):
+            return 5
+
+        def take(self, rows):
+            return {"x": np.where(rows == 4, self.last, rows)}
+
+    assert Own(1).checksum() == Own(1).checksum() != Own(2).checksum()
+
+
+def test_of_data_that_are_too_large_evenly_spread_blocks_are_read(monkeypatch):
+    monkeypatch.setattr(checksums, "MOST_BYTES", 2**18)
+    read = []
+    monkeypatch.setattr(checksums.zlib, "crc32", lambda block, found: read.append(len(block)) or 0)
+    checksums.checksum([np.zeros(2**20, np.uint8)])
+    assert sum(read[1:]) == 2**18
+
+
+def with_another(monkeypatch, change):
+    """Makes this process one of two that exchange values; the other has those of this one, changed."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(coordination, "exchange", lambda name, value: [value, change(dict(value))])
+
+
+@pytest.fixture
+def tiny_run(tmp_path):
+    run = Run(BasicFlags.of(out_dir=tmp_path / "out", steps=3), jaxpar.make_mesh(), {"text": "crc32 1"})
+    run.target = "a state"  # none is compiled here
+    return run
+
+
+class NotLowered:
+    def lower(self, *_):
+        raise AssertionError("nothing is traced before the processes agree")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("rows to learn from", "7 rows, crc32 0", "'7 rows, crc32 0' on process 1, '16 rows, crc32 .*' on process 0"),
+        ("setting text", "crc32 2", "'crc32 2' on process 1, 'crc32 1' on process 0"),
+        ("flag steps", 4, "4 on process 1, 3 on process 0"),
+    ],
+)
+def test_a_run_whose_processes_differ_is_refused_before_anything_is_traced(tiny_run, monkeypatch, name, value, message):
+    Batches(tiny_run, Columns({"x": TOKENS[:16]}), 8, 1)
+    with_another(monkeypatch, lambda values: values | {name: value})
+    with pytest.raises(ConfigError, match=f"all processes must agree on their {name} before they train; got {message}"):
+        tiny_run.compile(NotLowered(), None)
+
+
+def test_all_that_differs_is_named(monkeypatch):
+    with_another(monkeypatch, lambda values: {"rows": 2, "steps": 4})
+    with pytest.raises(
+        ValueError, match="on their rows, steps before they train; got rows 2 on process 1, 1 on process 0; ste"
+    ):
+        coordination.check_agreement("train", {"rows": 1, "steps": 3})
+
+
+def test_rows_held_out_are_compared_too(monkeypatch):
+    with_another(monkeypatch, lambda values: values | {"rows held out": "others"})
+    with pytest.raises(ConfigError, match="on their rows held out before they evaluate; got 'others' on process 1"):
+        held_out_batches(8, 8, Columns({"x": TOKENS}), jaxpar.make_mesh())
+
+
+def test_the_first_whole_batch_of_its_shapes_must_be_the_same_everywhere(monkeypatch):
+    mesh, asked = jaxpar.make_mesh(data=8), []
+    monkeypatch.setattr("jaxpar.data_parallel._compared", set())
+    with_another(monkeypatch, lambda values: asked.append(values) or values)
+    for rows in (8, 8, 16):
+        jaxpar.shard_batch({"x": np.ones((rows, 2)), "key": jax.random.split(jax.random.key(0), rows)}, mesh)
+    assert len(asked) == 2, "once for each kind"
+    with_another(monkeypatch, lambda values: {"batch": "another"})
+    with pytest.raises(
+        ValueError, match="must agree on their batch before they shard a whole batch; got 'another' on process 1"
+    ):
+        jaxpar.shard_batch({"x": np.ones((24, 2))}, mesh)
+
+
+DATA_OF_ITS_OWN = """
+import os, sys
+os.chdir(os.path.join(sys.argv.pop(1), os.environ["JAX_PROCESS_ID"]))
+sys.path.insert(0, sys.argv.pop(1))
+import gpt
+from jaxpar.commands import recipe
+recipe.run(gpt.main, gpt.Config, sys.argv[1:])
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("change", ["a byte", "a third"])
+def test_two_real_processes_with_other_data_at_one_path_end_with_2(tmp_path, change):
+    text = bytes(np.random.default_rng(0).integers(97, 122, 3 * 2**16, np.uint8))
+    middle = len(text) // 3
+    other = text[:middle] if change == "a third" else text[:middle] + b"~" + text[middle + 1 :]
+    for process, content in enumerate((text, other)):
+        (tmp_path / str(process)).mkdir()
+        (tmp_path / str(process) / "text.txt").write_bytes(content)
+    (tmp_path / "script.py").write_text(DATA_OF_ITS_OWN)
+    launch = ["-m", "jaxpar", "launch", "-n", 2, "--log-dir", tmp_path / "logs", tmp_path / "script.py"]
+    flags = ["--mesh.data", 2, "--data", "text.txt", "--steps", 3, "--out-dir", tmp_path / "out"]
+    code, out, err = run(*launch, tmp_path, ROOT / "recipes", *flags)
+    assert code == 2, out + err
+    assert "all processes must agree on their" in out, out + err
+    assert "rows to learn from" in out
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
