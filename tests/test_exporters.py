@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gzip
+import http.client
 import json
 import os
 import re
@@ -99,6 +100,18 @@ def test_it_listens_at_the_given_address_alone():
             socket.create_connection(("127.0.0.2", exporter.port), timeout=WAIT_SECONDS)
     finally:
         exporter.close()
+
+
+def test_it_answers_only_to_names_of_this_machine():
+    exporter = PrometheusExporter(0)
+    status = {}
+    for host in (f"localhost:{exporter.port}", "elsewhere.example"):
+        connection = http.client.HTTPConnection("127.0.0.1", exporter.port, timeout=WAIT_SECONDS)
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics", headers={"Host": host})
+            status[host.partition(":")[0]] = connection.getresponse().status
+    exporter.close()
+    assert status == {"localhost": 200, "elsewhere.example": 421}
 
 
 def test_a_busy_port_is_refused():

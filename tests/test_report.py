@@ -441,7 +441,7 @@ def test_a_report_that_cannot_be_written_does_not_end_a_run(data, tmp_path, caps
 @contextlib.contextmanager
 def served(folder, **flags):
     server = RunServer(folder, seconds=1, **flags)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         yield server

@@ -1,6 +1,7 @@
 """Serving: answers are those of the recipe, requests that are wrong get a clear error, those that are too many get 503."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import re
@@ -524,6 +525,33 @@ def test_what_is_no_http_gets_a_400_and_harms_nothing(houses):
         connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
     assert houses[1].post("/predict", HOUSES).status == 200
+
+
+def test_connections_that_send_nothing_or_too_slowly_keep_nobody_out(houses, monkeypatch):
+    client, connections = houses[1], houses[1].app.connections
+    monkeypatch.setattr(connections, "_most", 8)
+    connect = lambda: socket.create_connection(("127.0.0.1", client.port), timeout=WAIT_SECONDS)
+    with contextlib.ExitStack() as held:
+        silent = [held.enter_context(connect()) for _ in range(20)]
+        assert client.get("/healthz").status == 200
+        assert client.post("/predict", HOUSES).status == 200
+        assert silent[0].recv(1) == b"", "the oldest made room"
+        assert len(connections) <= 8
+    monkeypatch.setattr("jaxpar.runtime.connections.SECONDS_TO_ASK", 0.2)
+    with connect() as slow:
+        slow.sendall(b"GET / HTTP/1.1\r\nHost")
+        assert slow.recv(1) == b""
+    wait_until(lambda: len(connections) == 0)
+
+
+def test_a_client_that_goes_away_while_it_sends_its_body_is_a_499_and_no_error(houses, capfd):
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS) as connection:
+        connection.sendall(head)
+        wait_until(lambda: houses[1].app.num_open)
+    wait_until(lambda: 'jaxpar_serve_requests_total{code="499",path="/predict"} 1.0' in houses[1].get("/metrics").text)
+    assert 'code="500"' not in houses[1].get("/metrics").text
+    assert "Traceback" not in capfd.readouterr().err
 
 
 # The interface -------------------------------------------------------------------------------------------------------

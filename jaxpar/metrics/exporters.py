@@ -13,6 +13,7 @@ import math
 import re
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import jax
 
 from jaxpar.gpus import GPUS
 from jaxpar.runtime.output import needing_extra, tell
+from jaxpar.runtime.page_server import PageServer
 
 Number = int | float
 SECONDS_TO_FLUSH = 60.0  # after which TensorBoard sees new values
@@ -67,7 +69,8 @@ class PrometheusExporter(Watcher):
 
     Args:
         port: The port to listen on; 0: any free one, which the attribute ``port`` holds.
-        address: The address to listen on; the default accepts connections from this machine only. There is no authentication.
+        address: The address to listen on; the default accepts connections from this machine only, and of these requests that
+            name it (``localhost``, ``127.0.0.1``). There is no authentication.
         num_saves: Returns how many checkpoints this process has saved.
         flops_per_step: The useful FLOPs per step of all devices together, for the MFU.
         peak_flops: The peak FLOPs per second of all devices together; by default from the kind of device.
@@ -101,12 +104,15 @@ class PrometheusExporter(Watcher):
         goodput = self._gauge("goodput", "Steps at their median pace, over the time since the run began.")
         goodput.set_function(self._goodput)
         try:
-            self._server, self._thread = prometheus.start_http_server(port, address, registry=self._registry)
+            page = prometheus.CONTENT_TYPE_LATEST, lambda: prometheus.generate_latest(self._registry)
+            self._server = PageServer({"/metrics": page, "/": page}, address, port)
         except OSError as error:
             raise OSError(
                 f"--metrics-port must be free; got {address}:{port} ({error.strerror}). Choose another port."
             ) from error
         self.port: int = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="jaxpar-metrics", daemon=True)
+        self._thread.start()
 
     def _gauge(self, name: str, about: str, *, of: str = "exporter") -> Any:
         if (of, name) not in self._gauges:

@@ -12,8 +12,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,9 @@ import numpy as np
 from jaxpar.metrics.exporters import Watcher
 from jaxpar.report.data import FILE, LOADS, read_run, readable
 from jaxpar.report.page import live_data, render_page, write_page
-from jaxpar.runtime.host_names import allowed_hosts, is_allowed
 from jaxpar.runtime.life import ENDED, LifeWatch
 from jaxpar.runtime.output import tell, write_whole
+from jaxpar.runtime.page_server import PageServer
 
 PAGE = "report.html"
 
@@ -80,7 +78,7 @@ def _told(path: Path) -> Iterator[None]:
         tell(f"{path} could not be written: {why}")
 
 
-class RunServer(ThreadingHTTPServer):
+class RunServer(PageServer):
     """Serves one run; ``serve_forever`` answers requests until ``shutdown``.
 
     Args:
@@ -96,8 +94,6 @@ class RunServer(ThreadingHTTPServer):
         OSError: Another program listens on the port, or the address is not one of this machine.
     """
 
-    daemon_threads = True
-
     def __init__(
         self,
         folder: Path,
@@ -109,9 +105,9 @@ class RunServer(ThreadingHTTPServer):
     ) -> None:
         read_run(folder)
         self.folder, self.seconds = folder, seconds
-        self._life, self._looking = LifeWatch(folder), threading.Lock()  # a thread for each request
-        self.hosts = allowed_hosts(address, hosts)
-        super().__init__((address, port), _Handler)
+        self._life, self._looking = LifeWatch(folder), threading.Lock()  # pages are made in several threads
+        pages = {"/": ("text/html", self.page), "/live.json": ("application/json", self.live)}
+        super().__init__(pages, address, port, hosts)
 
     def version(self) -> str:
         """Returns a text that changes when the page gets sections: when the run begins to train, or has loads of experts."""
@@ -120,50 +116,14 @@ class RunServer(ThreadingHTTPServer):
 
     def page(self) -> str:
         """Returns the page."""
-        return render_page(self._run(), seconds=self.seconds, version=self.version())
+        with readable(self.folder):
+            return render_page(self._run(), seconds=self.seconds, version=self.version())
 
     def live(self) -> str:
         """Returns the data that changes, as JSON."""
-        return json.dumps(live_data(self._run(), self.version()))
+        with readable(self.folder):
+            return json.dumps(live_data(self._run(), self.version()))
 
     def _run(self) -> dict[str, Any]:
         with self._looking:
             return read_run(self.folder) | {"life": self._life.look()}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: RunServer  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def do_GET(self) -> None:
-        """Answers a request."""
-        answers: dict[str, tuple[str, Callable[[], str]]] = {
-            "/": ("text/html", self.server.page),
-            "/live.json": ("application/json", self.server.live),
-        }
-        path = self.path.partition("?")[0]
-        if not is_allowed(self.headers.get("Host", ""), self.server.hosts):  # DNS rebinding
-            self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", "the Host is not one of --allowed-hosts")
-        elif path not in answers:
-            self._send(HTTPStatus.NOT_FOUND, "text/plain", "there are / and /live.json only")
-        else:
-            kind, answer = answers[path]
-            try:
-                with readable(self.server.folder):
-                    text = answer()
-            except (ValueError, OSError) as error:
-                self._send(HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps({"error": str(error)}))
-            else:
-                self._send(HTTPStatus.OK, kind, text)
-
-    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
-        content = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Prints nothing for a request."""

@@ -12,7 +12,7 @@ from jaxpar.checkpoint.folder import Folder
 from jaxpar.mesh import arrange, idle_text, shown_sizes
 from jaxpar.run import folder
 from jaxpar.run.flags import MeshFlags, RunFlags
-from jaxpar.run.messages import FULL, ConfigError, say
+from jaxpar.run.messages import ConfigError, say
 from jaxpar.runtime.lease import Lease
 from jaxpar.runtime.output import write_whole
 from jaxpar.runtime.supervise import is_restarted

@@ -16,12 +16,13 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from jaxpar import fields
+from jaxpar.runtime.connections import Connections
 from jaxpar.runtime.host_names import allowed_hosts, is_allowed
 from jaxpar.serve.openai_api import check_name
 from jaxpar.serve.pages import ServerMetrics, describe, docs_page
@@ -52,6 +53,7 @@ class App:
 
     Attributes:
         num_open: The requests that are not answered yet.
+        connections: The connections of its server.
         is_draining: Whether new requests are refused, since the server is about to stop.
         is_ready: Whether the first request has been computed.
     """
@@ -63,6 +65,7 @@ class App:
             served.usage, lambda: self.worker.num_waiting, lambda: int(self.worker.is_running)
         )
         self.num_open, self.is_draining, self.is_ready = 0, False, False
+        self.connections = Connections()
         self._began, self._hosts = int(time.time()), allowed_hosts(address, settings.allowed_hosts)
         ready = "Whether requests are taken: 503 before the model is loaded, and once the server is told to stop."
         pages: dict[str, tuple[str, Callable[[Request], Any]]] = {
@@ -79,6 +82,7 @@ class App:
             RequestError: lambda request, error: _refused(error),
             HTTPException: self._no_route,
             ClientGoneError: lambda request, error: Response(status_code=CLIENT_GONE),
+            ClientDisconnect: lambda request, error: Response(status_code=CLIENT_GONE),  # while its body was read
             FloatingPointError: lambda request, error: _failed(error),
             Exception: lambda request, error: _refused(RequestError(500, INTERNAL)),
         }

@@ -11,11 +11,14 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxpar.fields import check_from
+from jaxpar.runtime.connections import ACCEPTED_AT_ONCE, BACKLOG, Connections
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import printable_lines, tell
 from jaxpar.serve.app import App
@@ -36,7 +39,7 @@ def listen(address: str, port: int) -> socket.socket:
     check_from(0, 65535, "Choose such as 8000; 0 takes one that is free.", port=port)
     try:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, port), family=family, backlog=128)
+        return socket.create_server((address, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise OSError(
             f"--address and --port must be free to listen on; got {address} port {port}: {error.strerror}. Choose "
@@ -70,7 +73,9 @@ class Server:
     def __init__(self, app: App) -> None:
         self._app, self._exit_code = app, ExitCode.DONE
         self._tasks = set[asyncio.Task[None]]()  # a task that nothing holds may be collected
-        of_protocols: dict[str, Any] = {"loop": "asyncio", "http": "h11", "ws": "none", "lifespan": "off"}
+        protocol = partial(_Protocol, app.connections)
+        of_protocols: dict[str, Any] = {"loop": "asyncio", "http": protocol, "ws": "none", "lifespan": "off"}
+        of_protocols["backlog"] = ACCEPTED_AT_ONCE
         says_nothing: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
         config = uvicorn.Config(app, **of_protocols, **says_nothing, timeout_graceful_shutdown=LEAVE_SECONDS)
         self._uvicorn = uvicorn.Server(config)
@@ -82,9 +87,12 @@ class Server:
             listening: The socket.
             signals: On the first of these it begins to stop; the next one has its default action.
         """
+        asyncio.get_running_loop().set_exception_handler(self._app.connections.handle)
         serving = asyncio.ensure_future(self._uvicorn.serve(sockets=[listening]))
         while not (self._uvicorn.started or serving.done()):
             await asyncio.sleep(POLL_SECONDS)
+        if not serving.done():
+            listening.listen(BACKLOG)  # uvicorn's would be the number that is accepted at once
         for number in signals:  # in place of uvicorn's own handlers, which it sets before it starts
             asyncio.get_running_loop().add_signal_handler(number, self._stop_on, number, signals)
         self._tasks.add(asyncio.ensure_future(self._warm_up()))
@@ -118,3 +126,41 @@ class Server:
                 while self._app.num_open:
                     await asyncio.sleep(POLL_SECONDS)
         self._uvicorn.should_exit = True
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's connection, limited as ``Connections`` says; uvicorn itself lets one wait for its first request for ever."""
+
+    def __init__(self, connections: Connections, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._all = connections
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._all.waits(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.is_lost(self.transport)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_busy():
+            self._all.is_busy(self.transport)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not (self._is_busy() or self.transport.is_closing()):
+            self._all.waits(self.transport)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._all.cannot_write(self.transport)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._all.is_busy(self.transport)
+
+    def _is_busy(self) -> bool:
+        """Returns whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
