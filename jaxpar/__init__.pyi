@@ -25,6 +25,7 @@ from jaxpar.pipeline import LayerLayout as LayerLayout
 from jaxpar.planner import plan as plan
 from jaxpar.row_dependence import row_wise as row_wise
 from jaxpar.runtime.distributed import initialize as initialize
+from jaxpar.runtime.distributed import leave as leave
 from jaxpar.runtime.distributed import use_fake_devices as use_fake_devices
 from jaxpar.sharding import fetch as fetch
 from jaxpar.sharding import replicated as replicated

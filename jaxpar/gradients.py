@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from jaxpar._compat import is_compile_only
 from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.padded_dims import keep_padding
 from jaxpar.backward.remat import forward_with_remat, with_remat
@@ -36,6 +37,7 @@ from jaxpar.pipeline import (
 )
 from jaxpar.position_checks import check_positions
 from jaxpar.row_checks import check_rows
+from jaxpar.runtime.distributed import check_joined
 from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.sharding import check_batch_on, check_same_tree
 from jaxpar.step_sharding import StepSharding, run_on_shards, shard_step
@@ -114,6 +116,7 @@ def value_and_grad(
             differentiated. They are reduced with the loss, without further collectives; those of integers are exact.
 
     Raises:
+        NotJoinedError: A launcher or cluster has started this process as one of several, and ``initialize`` was not called.
         TypeError: An argument of the wrong kind.
         ValueError: An argument out of range, or one that contradicts the objects; or, at a call and before anything is
             compiled, params or a batch that do not fit.
@@ -135,6 +138,8 @@ def with_settings(
     model: LayeredModel | Callable, loss: Loss, parallel: Parallel, pipeline: Pipeline, *, has_aux: bool | None
 ) -> ValueAndGrad:
     """Returns ``value_and_grad``; with ``has_aux=None`` it trains nothing, and its value is what ``loss`` returns."""
+    if not any(map(is_compile_only, parallel.mesh.devices.flat)):
+        check_joined()
     check_settings(model, loss, parallel, pipeline)
     mesh, layout, trains = parallel.mesh, parallel.layout, has_aux is not None
     assert isinstance(mesh, Mesh), "check_settings takes no other"

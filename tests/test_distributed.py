@@ -2,12 +2,18 @@
 
 import importlib.util
 import os
+import sys
 
 import jax
 import pytest
 
 import jaxpar
+from jaxpar.checkpoint import BadCheckpointError
+from jaxpar.run import ConfigError
 from jaxpar.runtime import distributed
+from jaxpar.runtime.lease import LostError
+from jaxpar.runtime.uncaught import exit_code_of
+from tests.support.real_runs import run
 
 
 def test_initialize_joins_nothing_where_nothing_speaks_of_other_processes(monkeypatch):
@@ -41,3 +47,91 @@ def test_flags_of_gpus_are_left_alone_on_cpus(monkeypatch):
     before = os.environ.get("XLA_FLAGS")
     distributed.set_gpu_flags()
     assert os.environ.get("XLA_FLAGS") == before
+
+
+# -- scripts of one's own ----------------------------------------------------------------------------------------------
+
+TOLD = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    """Makes this process one of two, as ``launch`` does."""
+    for name, value in TOLD.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+def make_step():
+    return jaxpar.value_and_grad(lambda params, batch: batch, lambda out, batch: (0.0, 0.0), jaxpar.make_mesh())
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_a_process_of_several_that_has_joined_none_makes_no_step(monkeypatch):
+    message = r"got process 1 of 2 \(JAX_NUM_PROCESSES=2, JAX_PROCESS_ID=1\) without a call to jaxpar.initialize\(\)"
+    with pytest.raises(distributed.NotJoinedError, match=message) as error:
+        make_step()
+    assert exit_code_of(error.value) == 2
+    assert sys.excepthook is distributed._leave_on_error, "which ends it with that code"
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    make_step()
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_a_process_that_joins_after_jax_has_started_is_told_where_to_do_it():
+    jax.devices()
+    with pytest.raises(distributed.NotJoinedError, match="before JAX first uses a device; got process 1 of 2"):
+        jaxpar.initialize()
+
+
+def raised_by(call):
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        call()
+    return error.value
+
+
+def raise_(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        (lambda: jaxpar.make_mesh(data=9), 2),  # an error of jaxpar about what it was given
+        (lambda: jaxpar.make_mesh(data="two"), 2),
+        (lambda: raise_(ConfigError("flags")), 2),
+        (lambda: raise_(BadCheckpointError("none is intact")), 65),
+        (lambda: raise_(LostError("taken")), 74),
+        (lambda: raise_(OSError(28, "No space left on device")), 74),
+        (lambda: raise_(ValueError("of the script")), 1),
+        (lambda: raise_(TimeoutError("of the script")), 1),
+        (lambda: raise_(KeyError("of the script")), 1),
+    ],
+)
+def test_an_uncaught_error_has_the_exit_code_that_it_has_in_a_recipe(call, code):
+    assert exit_code_of(raised_by(call)) == code
+
+
+def test_ctrl_c_has_the_code_of_a_shell():
+    assert exit_code_of(KeyboardInterrupt()) == 130
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (
+            "import jaxpar\njaxpar.use_fake_devices(2)\nmesh = jaxpar.make_mesh(data=2)\n"
+            "jaxpar.value_and_grad(lambda params, batch: batch, lambda out, batch: (0.0, 0.0), mesh)",
+            "Call jaxpar.initialize() first in the script",
+        ),
+        ("import jaxpar\njaxpar.initialize()\njaxpar.make_mesh(data=3)", "ValueError: "),
+    ],
+    ids=["not joined", "wrong mesh"],
+)
+def test_a_script_of_ones_own_that_cannot_train_ends_with_2_on_every_process(tmp_path, script, told):
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    code, out, err = run("-m", "jaxpar", "launch", "-n", 2, "--log-dir", tmp_path, path)
+    assert code == 2, out + err
+    assert told in out + err

@@ -10,10 +10,11 @@ from typing import NoReturn
 
 import jax
 
-from jaxpar._compat import coordination
+from jaxpar._compat import coordination, has_started
 from jaxpar.fields import check_kind, check_positive
 from jaxpar.runtime import endings
-from jaxpar.runtime.process_env import NAMES, read_process_env
+from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.process_env import LAUNCHERS, NAMES, ProcessEnv, read_process_env
 from jaxpar.runtime.rendezvous import meet
 from jaxpar.runtime.uncaught import exit_code_of
 
@@ -72,6 +73,37 @@ def give_threads(num_devices: int) -> None:
     os.environ["PJRT_NPROC"] = str(max(threads, 2 * num_devices))
 
 
+class NotJoinedError(RuntimeError):
+    """A process of a run has not joined it, or joins it too late."""
+
+    exit_code = ExitCode.BAD_CONFIG
+
+
+def check_joined() -> None:
+    """Raises NotJoinedError if a launcher or cluster has started this process as one of several, and it has joined none.
+
+    Each would then train alone, on all rows, and write to the same folder.
+    """
+    if jax.distributed.is_initialized():
+        return
+    try:
+        env = read_process_env(os.environ)
+    except ValueError:  # whoever calls initialize is told
+        return
+    if env is not None and env.num_processes > 1:
+        sys.excepthook = _leave_on_error  # no restart can help
+        raise NotJoinedError(
+            f"each process of a run must join it before it trains; got {_told(env)} without a call to jaxpar.initialize(), so "
+            "that each would train alone. Call jaxpar.initialize() first in the script, after jaxpar.use_fake_devices if it "
+            "has that; to train alone, unset these variables."
+        )
+
+
+def _told(env: ProcessEnv) -> str:
+    variables = ", ".join(f"{name}={os.environ[name]}" for name in LAUNCHERS if name in os.environ)
+    return f"process {env.process_id} of {env.num_processes} ({variables})"
+
+
 def initialize(
     *,
     coordinator_address: str | None = None,
@@ -93,7 +125,9 @@ def initialize(
 
     CPU devices of several processes communicate through gloo. On GPUs it sets the XLA flags that let collectives overlap with
     computation, unless XLA_FLAGS sets them. In a run of several processes an uncaught exception ends its process immediately,
-    since the others would otherwise wait for it.
+    since the others would otherwise wait for it, and a process that reaches the end of its program waits for the others, as
+    ``leave(0)`` does. An uncaught exception has the exit code that it has in a recipe (``uncaught.py``), such as 2 for an error
+    of jaxpar about what it was given, also in a process that is alone.
 
     Args:
         coordinator_address: ``host:port`` of process 0. This and the next two override the environment.
@@ -104,17 +138,23 @@ def initialize(
         heartbeat_seconds: How long a process may be silent before the others consider it dead.
 
     Raises:
-        RuntimeError: JAX has already started.
+        NotJoinedError: JAX has already started.
         TimeoutError: Not all processes connected in time; the message names the missing ones.
         ValueError: The environment is incomplete or invalid, or the processes disagree.
         OSError: Process 0 cannot listen at the address.
     """
-    sys.excepthook = _leave_on_error
+    if not hasattr(sys, "ps1"):  # an interactive session must outlive its errors
+        sys.excepthook = _leave_on_error
     set_gpu_flags()
     given = zip(NAMES, (coordinator_address, num_processes, process_id), strict=True)
     env = read_process_env({**os.environ, **{name: str(value) for name, value in given if value is not None}})
     if env is None or jax.distributed.is_initialized():
         return env is not None
+    if has_started() and env.num_processes > 1:
+        raise NotJoinedError(
+            f"a process must join its run before JAX first uses a device; got {_told(env)}, which uses {jax.device_count()} "
+            "devices. Call jaxpar.initialize() first in the script, before jaxpar.make_mesh, jax.devices() or an array."
+        )
     if timeout_seconds is None:
         timeout_seconds = _timeout()
     give_threads(max(int(jax.config.values["jax_num_cpu_devices"]), 1))

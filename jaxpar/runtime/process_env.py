@@ -15,6 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+LAUNCHERS = (
+    *NAMES[1:],
+    "JOB_COMPLETION_INDEX",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+)
 TOKEN_VARIABLE = "JAXPAR_RUN_TOKEN"
 LAST_PORTS = 4096  # SLURM and Open MPI set no port: the job's number selects one of the highest ports
 

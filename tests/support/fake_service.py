@@ -27,11 +27,11 @@ class Service:
         del self.values[key]
 
     def blocking_key_value_get(self, key, milliseconds):
-        deadline = time.monotonic() + milliseconds / 1000
-        while key not in self.values:
-            if time.monotonic() > deadline:
-                raise RuntimeError("DEADLINE_EXCEEDED")
-            time.sleep(0.005)
+        for _ in range(milliseconds // 5):
+            if key not in self.values:
+                time.sleep(0.005)
+        if key not in self.values:
+            raise RuntimeError("DEADLINE_EXCEEDED")
         return self.values[key]
 
     def wait_at_barrier(self, name, milliseconds):
