@@ -13,7 +13,6 @@ are then summed over all devices that share a row, in the same all-reduce.
 Losses, weights and gradients are added and reduced in float32 or wider, whatever the dtype of the params.
 """
 
-import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from numbers import Integral
@@ -27,14 +26,12 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer, closure_converted
 from jaxpar.context_parallel import check_are_sequences, check_are_there, zig_zag
-from jaxpar.data.checksums import checksum
+from jaxpar.data.same_batch import check_same_everywhere
 from jaxpar.dtypes import from_floats, is_key, to_floats, wide_dtype, widen
 from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
-from jaxpar.runtime.coordination import check_agreement
 from jaxpar.sharding import from_host, path_string, shard
 
-_compared: set[Any] = set()  # the kinds of whole batches that the processes of this run have compared
 _PAD = ' (jaxpar.data.batches.pad_rows adds rows, and a column "weight", 0 for these, by which the loss must multiply)'
 
 
@@ -79,7 +76,7 @@ def shard_batch(
     """
     check_mesh(mesh)
     if num_rows is None and seq is None:
-        _check_same_everywhere(batch)
+        check_same_everywhere(batch)
     batch, dims = _in_order_of_devices(batch, mesh, seq, sequences)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch, mesh))
     if num_rows is None:
@@ -96,21 +93,6 @@ def shard_batch(
             "jaxpar.local_rows(num_rows, mesh), or the whole batch without num_rows."
         )
     return jax.tree.map(partial(from_host, dims=[(local, num_rows), *dims]), batch, shardings)
-
-
-def _check_same_everywhere(batch: PyTree) -> None:
-    """Raises ValueError if the first whole batch of its shapes differs between the processes of a run.
-
-    A thread other than the main one may come to its first batch in another order on each process, so its batches are not
-    compared.
-    """
-    if jax.process_count() == 1 or threading.current_thread() is not threading.main_thread():
-        return
-    leaves = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(batch)]
-    kind = jax.tree.structure(batch), *((np.shape(leaf), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
-    if kind not in _compared:
-        _compared.add(kind)
-        check_agreement("shard a whole batch", {"batch": checksum([np.asarray(leaf) for leaf in leaves])})
 
 
 # -- sequences ---------------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_rows_held_out_are_compared_too(monkeypatch):
 
 def test_the_first_whole_batch_of_its_shapes_must_be_the_same_everywhere(monkeypatch):
     mesh, asked = jaxpar.make_mesh(data=8), []
-    monkeypatch.setattr("jaxpar.data_parallel._compared", set())
+    monkeypatch.setattr("jaxpar.data.same_batch._compared", set())
     with_another(monkeypatch, lambda values: asked.append(values) or values)
     for rows in (8, 8, 16):
         jaxpar.shard_batch({"x": np.ones((rows, 2)), "key": jax.random.split(jax.random.key(0), rows)}, mesh)

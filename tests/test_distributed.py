@@ -98,7 +98,7 @@ def raise_(error):
     ("call", "code"),
     [
         (lambda: jaxpar.make_mesh(data=9), 2),  # an error of jaxpar about what it was given
-        (lambda: jaxpar.make_mesh(data="two"), 2),
+        (lambda: jaxpar.make_mesh(data="two"), 2),  # pyright: ignore[reportArgumentType]
         (lambda: raise_(ConfigError("flags")), 2),
         (lambda: raise_(BadCheckpointError("none is intact")), 65),
         (lambda: raise_(LostError("taken")), 74),

@@ -96,7 +96,8 @@ RUN_BY = {
     "python -m jaxpar serve runs/job": "test_serve.py",
     "python -m jaxpar serve exported --port 8001": "test_serve.py",
 }
-FOLLOWED_BY = {"fine-tuning.md": "test_fine_tuning_page.py"}  # pages that a test of their own follows from end to end
+# Pages that a test of their own follows from end to end.
+FOLLOWED_BY = {"fine-tuning.md": "test_fine_tuning_page.py", "own_script.md": "test_own_script.py"}
 NOT_OURS = ("git", "docker", "kubectl", "kind", "sbatch", "curl", "vllm", "hf")
 
 

@@ -110,7 +110,7 @@ def test_a_server_that_ends_leaves_no_client_waiting():
                 assert client.recv(1) == b""
 
 
-class Closing:
+class Closing(asyncio.WriteTransport):
     def __init__(self, number, closed):
         self.abort = lambda: closed.append(number)
 

@@ -5,6 +5,6 @@ tokenizers), from `packing.py` (documents packed into rows), from `records.py` (
 `recall.py` (rows made for a test of the far past). `corpus.py` gives documents: examples (`examples.py`) of files
 (`readers.py`), as tokens that are stored once.
 
-`checksums.py` lets the processes of a run compare what they read. `csv_columns.py` reads columns of numbers, `digits.py` the
-handwritten digits of scikit-learn.
+`checksums.py` and `same_batch.py` let the processes of a run compare what they read. `csv_columns.py` reads columns of numbers,
+`digits.py` the handwritten digits of scikit-learn.
 """

@@ -16,6 +16,7 @@ from jaxpar.run.messages import ConfigError, say
 from jaxpar.runtime.lease import Lease
 from jaxpar.runtime.output import write_whole
 from jaxpar.runtime.supervise import is_restarted
+from jaxpar.runtime.uncaught import FULL
 
 
 def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:

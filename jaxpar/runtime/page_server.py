@@ -140,16 +140,15 @@ class _Protocol(asyncio.Protocol):
 
 
 def _answer_to(head: bytes, server: PageServer) -> bytes:
-    return _Handler(head, server).wfile.getvalue()
+    return _Handler(head, server).answer.getvalue()
 
 
 class _Handler(BaseHTTPRequestHandler):
     """The standard library's reader of requests, of one that is in memory."""
 
-    wfile: BytesIO  # pyright: ignore[reportIncompatibleVariableOverride]
-
     def __init__(self, head: bytes, server: PageServer) -> None:
         self.rfile, self.wfile = BytesIO(head), BytesIO()
+        self.answer = self.wfile
         self._pages, self._hosts = server.pages, server.hosts
         self.handle_one_request()
 
