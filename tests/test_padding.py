@@ -68,7 +68,8 @@ def with_padding(batch, lengths):
     return batch | {"targets": np.where(is_learned, batch["targets"], -100).astype(np.int32)}
 
 
-@pytest.mark.parametrize("name", ["targets", pytest.param("labels", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["targets", "labels"])
 def test_a_balance_loss_is_that_of_documents_however_few_tokens_are_learned(x64, name):
     """Targets that the loss finds by another name are not known to the model, and weigh no less."""
     config = config_of("olmoe", num_layers=1)
@@ -99,14 +100,26 @@ def test_a_loss_weighs_the_balance_loss_of_a_row_as_it_weighs_the_row(x64):
     labels = np.where(np.arange(SEQ)[None] < np.arange(ROWS)[:, None] % SEQ, -100, batch["targets"])
     of_rows = lambda logits, batch: (jnp.sum(logits[:, -1, 0]), jnp.float64(len(logits)))
     of_labels = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["labels"])
-    for loss, weights in ((of_rows, np.ones(ROWS)), (of_labels, (labels != -100).sum(1))):
+    of_targets = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
+    learned = (labels != -100).sum(1)
+    for loss, name, weights in (
+        (of_rows, "targets", np.ones(ROWS)),
+        (of_labels, "labels", learned),
+        (of_targets, "targets", learned),
+    ):
         run = transformer.add_routing_losses(config, loss, metrics=True)
-        _, weight, found = run(outputs, {"tokens": batch["tokens"], "labels": labels})
+        _, weight, found = run(outputs, {"tokens": batch["tokens"], name: labels})
         assert_same(found["balance_loss"] / weight, np.average(balance[:, 0], weights=weights))
 
 
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.full), True])
-def test_padding_changes_no_sum_of_the_router_and_no_gradient(x64, packed):
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("packed", "gradients"),
+    [(True, False), *(pytest.param(packed, True, marks=FULL) for packed in (False, True))],
+)
+def test_padding_changes_no_sum_of_the_router_and_no_gradient(x64, packed, gradients):
     """Documents of 3 and 2 tokens in a row of 8, against the same ones without padding."""
     config = config_of("deepseek", num_layers=1, num_dense_layers=0)
     params, batch = job(config)
@@ -125,7 +138,7 @@ def test_padding_changes_no_sum_of_the_router_and_no_gradient(x64, packed):
             total, weight = loss(outputs, batch)
             return total / weight, outputs.sums
 
-        return jit(jax.value_and_grad(mean, has_aux=True))(params)
+        return jit(jax.value_and_grad(mean, has_aux=True) if gradients else lambda params: (mean(params), ()))(params)
 
     (value, sums), grads = sums_and_gradients(padded)
     (wanted, wanted_sums), wanted_grads = sums_and_gradients(short)
@@ -154,15 +167,11 @@ def test_padding_takes_no_room_of_an_expert_over_data(x64, exchange):
         "experts": jax.tree.map(lambda leaf: P("data"), params["experts"])
     }
     layer = lambda params, x, real: experts(config, params, x, route(config, params["router"], x, real))[0]
-    everywhere = lambda params, x, real: layer(params, x, jnp.ones_like(real))
     in_specs = (specs, P("data"), P("data"))
-    on_mesh = [
-        jit(manual_over_data_and_stage(run, mesh, in_specs=in_specs, out_specs=P("data")))
-        for run in (layer, everywhere)
-    ]
-    got, full = (run(params, x, real) for run in on_mesh)
+    on_mesh = jit(manual_over_data_and_stage(layer, mesh, in_specs=in_specs, out_specs=P("data")))
+    got, full = on_mesh(params, x, real), on_mesh(params, x, np.ones_like(real))
     assert np.isnan(full).any(), "or nothing is shown"
-    assert_same(np.asarray(got), np.asarray(layer(params, jnp.asarray(x), jnp.asarray(real))))
+    assert_same(np.asarray(got), np.asarray(jit(layer)(params, x, real)))
 
 
 @pytest.mark.full
