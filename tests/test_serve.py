@@ -325,7 +325,7 @@ def test_a_wrong_instance_is_a_400_that_names_it(houses, body, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_tokens": -3}, "max_tokens must be at least 1; got -3. Give such as "),
+        ({"max_tokens": -3}, "max_tokens must be at least 0; got -3. Give such as "),
         ({"max_tokens": 65}, "max_tokens must be at most 64; got 65"),
         (
             {"max_tokens": 60},
@@ -349,8 +349,10 @@ def test_a_wrong_instance_is_a_400_that_names_it(houses, body, message):
         ({"stop": [""]}, "stop must be a text before which"),
         ({"stream": "yes"}, "stream must be true or false or null"),
         ({"stream_options": {"include_usage": True}}, "stream_options are of a stream"),
-        ({"echo": True}, "echo must be false or null; got true. Leave it out."),
-        ({"logprobs": 5}, "logprobs must be null; got 5. Leave it out."),
+        ({"max_tokens": 0}, "max_tokens must be at least 1 without echo; got 0. Give such as 16, or echo=true."),
+        ({"logprobs": 6}, "logprobs must be at most 5; got 6"),
+        ({"echo": True, "stream": True}, "echo and logprobs are of a whole answer; got one of them with stream=true."),
+        ({"logprobs": 0, "stream": True}, "echo and logprobs are of a whole answer"),
         ({"frequency_penalty": 0.5}, "frequency_penalty must be 0 or null"),
         ({"top_k": 5}, "must have no fields but model, max_tokens"),
         ({"maxtokens": 5}, "(did you mean 'max_tokens'?)"),

@@ -9,6 +9,6 @@ One request is computed at a time and at most --max-waiting wait; others get 503
 process. For more load, export the run and serve the folder with an engine such as vLLM (docs/serving.md).
 
 Read in this order: `open_run.py` (a folder as a model), `language_model.py` and `openai_api.py` (what a language model is asked
-and answers), `requests.py` (untrusted requests, computed one at a time), `app.py` (HTTP), `pages.py` (/docs and /metrics), and
-`server.py` (the process).
+and answers), with `bodies.py` and `logprobs.py` (fields of both), `requests.py` (untrusted requests, computed one at a time),
+`app.py` (HTTP), `pages.py` (/docs and /metrics), and `server.py` (the process).
 """

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxpar.data.text import Tokenizer
-from jaxpar.models.transformer import TransformerConfig, stream
+from jaxpar.models.transformer import TokenScores, TransformerConfig, score_tokens, stream
 from jaxpar.models.transformer.generate import next_power_of_two, round_up
 
 MAX_SHAPES = 64  # shapes of requests whose programs are kept
@@ -43,12 +43,13 @@ class GenerationRequest:
 
 
 class TextDelta(NamedTuple):
-    """What a step adds to a row: text, the number of tokens, and why the row has ended, if it has."""
+    """What a step adds to a row: text, the number of tokens, why the row has ended, if it has, and the token."""
 
     row: int
     text: str
     num_tokens: int
     finish: Finish | None
+    token: int | None = None
 
 
 class LanguageModel:
@@ -105,13 +106,24 @@ class LanguageModel:
         if is_end or is_last:
             text += row.end()
         finish: Finish | None = "stop" if is_end or row.is_stopped else "length" if is_last else None
-        return TextDelta(i, text, int(token is not None), finish)
+        return TextDelta(i, text, int(token is not None), finish, token)
+
+    def score(self, rows: Sequence[np.ndarray], num_top: int) -> list[TokenScores]:
+        """Returns how likely the tokens of each row are after those before them, and the likeliest in each place.
+
+        Raises:
+            FloatingPointError: The model's scores are not finite.
+        """
+        self._bound("scores", len(_padded(rows)), round_up(max(map(len, rows)), None))
+        return score_tokens(self.config, self._params, _padded(rows), num_top=num_top)[: len(rows)]
 
     def _bound_programs(self, request: GenerationRequest) -> None:
-        """Drops all compiled programs once requests have had many shapes: programs are kept in memory."""
         rows, longest = len(_padded(request.prompts)), max(map(len, request.prompts))
         lengths = (round_up(each, None) for each in (longest, longest + request.max_tokens, request.max_tokens))
-        shape = rows, *lengths, request.temperature == 0, request.top_p == 1
+        self._bound(rows, *lengths, request.temperature == 0, request.top_p == 1)
+
+    def _bound(self, *shape: Any) -> None:
+        """Drops all compiled programs once requests have had many shapes: programs are kept in memory."""
         if len(self._shapes) >= MAX_SHAPES and shape not in self._shapes:
             jax.clear_caches()
             self._shapes.clear()

@@ -1,157 +1,23 @@
-"""/v1/completions and /v1/chat/completions: from a body to a GenerationRequest, and from the text to the response.
-
-A field of OpenAI's API without effect here is accepted only with a value that changes nothing.
-"""
+"""/v1/completions and /v1/chat/completions: from a body to a GenerationRequest, and from the text to the response."""
 
 import itertools
-import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import Field, ValidationError, field_validator
-from pydantic_core import PydanticCustomError
 
 from jaxpar.huggingface.tokenizer import FolderTokenizer
+from jaxpar.serve.bodies import MAX_ROWS, ChatBody, ChatMessage, CompletionBody, Generation
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextDelta
-from jaxpar.serve.requests import Body, Endpoint, Reply, RequestError, Served
+from jaxpar.serve.logprobs import logprobs
+from jaxpar.serve.requests import Endpoint, Reply, RequestError, Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's API has it
 LEAST_TEMPERATURE = 0.01  # scores over less overflow; below it the likeliest token is taken
-MAX_ROWS = 8  # prompts times n
-MAX_STOPS = 4
-
-# fail_fast: a wrong list of many items is one error, not many.
-Token = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
-Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_ROWS)]
-RowsOfTokens = Annotated[list[Tokens], Field(min_length=1, max_length=MAX_ROWS)]
-Stop = Annotated[str, Field(min_length=1)]
-
-
-def _only(*values: Any) -> Any:
-    """Returns a field without effect: a client may send it with one of these values, or null."""
-    return Field(None, json_schema_extra={"enum": [*values, None]})
-
-
-def _as_described(cls: type[Body], value: Any, check: Callable[[Any], Any], info: Any) -> Any:
-    """Says what a value of several types must be by the field's description, not type by type."""
-    try:
-        return check(value)
-    except ValidationError as error:
-        rule = cls.model_fields[info.field_name].description
-        raise PydanticCustomError("described", "must be {rule}", {"rule": rule}) from error
-
-
-class Fields(Body):
-    """Fields of OpenAI's API. One without effect here is taken with a value that changes nothing."""
-
-    @field_validator("*")
-    @classmethod
-    def _changes_nothing(cls, value: Any, info: Any) -> Any:
-        more = cls.model_fields[info.field_name].json_schema_extra
-        allowed = more.get("enum") if isinstance(more, dict) else None
-        if isinstance(allowed, list) and value not in allowed:
-            values = " or ".join(map(json.dumps, allowed))
-            raise PydanticCustomError("without_effect", "must be {values}", {"values": values})
-        return value
-
-
-class Generation(Fields):
-    """What both kinds of requests have."""
-
-    model: str = Field(description="the model's name")
-    max_tokens: int | None = Field(None, ge=1, description="the most tokens to add", examples=[16])
-    temperature: float | None = Field(
-        None, ge=0, le=2, description="divides the scores, by default 1; 0 takes the likeliest token", examples=[1]
-    )
-    top_p: float | None = Field(
-        None, gt=0, le=1, description="draw from the fewest tokens that are together as likely as this", examples=[0.9]
-    )
-    n: int | None = Field(None, ge=1, le=MAX_ROWS, description="answers", examples=[1])
-    seed: int | None = Field(None, ge=0, lt=2**32, description="the same seed draws the same tokens", examples=[0])
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(
-        None, description=f"a text before which the answer ends, or up to {MAX_STOPS} of them", examples=["\n"]
-    )
-    stream: bool | None = Field(None, description="send events as tokens are drawn", examples=[True])
-    stream_options: "StreamOptions | None" = Field(None, examples=[{"include_usage": True}])
-    user: str | None = None
-    frequency_penalty: Any = _only(0)
-    presence_penalty: Any = _only(0)
-    logit_bias: Any = _only({})
-    service_tier: Any = _only("auto", "default")
-
-    _describes_stop = field_validator("stop", mode="wrap")(_as_described)
-
-
-class StreamOptions(Fields):
-    """How a stream ends."""
-
-    include_usage: bool = Field(False, examples=[True])
-    include_obfuscation: Any = _only(False)
-
-
-class CompletionBody(Generation):
-    """A body of /v1/completions."""
-
-    prompt: str | Tokens | Texts | RowsOfTokens = Field(
-        description=f"a text, tokens, or an array of up to {MAX_ROWS} of either", examples=["def "]
-    )
-    best_of: Any = _only(1)
-    echo: Any = _only(False)
-    logprobs: Any = _only()
-    suffix: Any = _only("")
-
-    _describes_prompt = field_validator("prompt", mode="wrap")(_as_described)
-
-
-class TextPart(Body):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Fields):
-    """A message of a conversation; those of an earlier answer may have all fields that a client gives them."""
-
-    role: Literal["system", "developer", "user", "assistant"] = Field(examples=["user"])
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
-        description='a text, or an array of {"type": "text", "text": ...}', examples=["What is a pipeline?"]
-    )
-    name: str | None = None
-    refusal: Any = _only()
-    annotations: Any = _only([])
-    audio: Any = _only()
-    function_call: Any = _only()
-    tool_calls: Any = _only([])
-
-    _describes_content = field_validator("content", mode="wrap")(_as_described)
-
-
-class ChatBody(Generation):
-    """A body of /v1/chat/completions."""
-
-    messages: list[ChatMessage] = Field(
-        min_length=1,
-        fail_fast=True,
-        description="the conversation",
-        examples=[[{"role": "user", "content": "What is a pipeline?"}]],
-    )
-    max_completion_tokens: int | None = Field(None, ge=1, description="the most tokens to add", examples=[16])
-    logprobs: Any = _only(False)
-    top_logprobs: Any = _only(0)
-    tools: Any = _only([])
-    tool_choice: Any = _only("none")
-    parallel_tool_calls: Any = _only(True, False)
-    response_format: Any = _only({"type": "text"})
-    modalities: Any = _only(["text"])
-    store: Any = _only(False)
-    metadata: dict[str, Any] | None = None
 
 
 @dataclass
@@ -165,6 +31,8 @@ class Completion:
         is_chat: Whether the answers are messages.
         is_stream: Whether they are sent in events.
         include_usage: Whether the last event has the numbers of tokens.
+        echoes: The text of each prompt, where the answer begins with it.
+        num_top: The likeliest tokens to tell of each token; None: nothing is told.
     """
 
     api: "Api"
@@ -173,8 +41,11 @@ class Completion:
     is_chat: bool
     is_stream: bool
     include_usage: bool
+    echoes: Sequence[str] | None = None
+    num_top: int | None = None
     new_tokens: int = 0
     is_begun: bool = False
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     about: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -186,11 +57,23 @@ class Completion:
     def work(self) -> Iterator[list[TextDelta]]:
         """Computes the answers, and counts their tokens."""
         self.api.usage["prompt_tokens"] += self.prompt_tokens
-        for deltas in self.api.model.answer(self.request):
+        rows = [prompt.tolist() for prompt in self.request.prompts]
+        for deltas in self.api.model.answer(self.request) if self.request.max_tokens else ():
             count = sum(delta.num_tokens for delta in deltas)
             self.new_tokens += count
             self.api.usage["completion_tokens"] += count
+            for delta in deltas:
+                rows[delta.row] += [] if delta.token is None else [delta.token]
             yield deltas
+        if self.num_top is not None:
+            self.logprobs = self._logprobs(rows, self.num_top)
+
+    def _logprobs(self, rows: Sequence[list[int]], num_top: int) -> list[dict[str, Any]]:
+        model, prompts = self.api.model, self.request.prompts
+        scores = model.score([np.array(row, np.int32) for row in rows], max(num_top, 1))
+        first = [0 if self.echoes is not None else len(prompt) for prompt in prompts]
+        told = zip(rows, scores, first, strict=True)
+        return [logprobs(model.tokenizer, row, of_row, first=at, num_top=num_top) for row, of_row, at in told]
 
     @property
     def prompt_tokens(self) -> int:
@@ -205,7 +88,7 @@ class Completion:
             begin = {"delta": {"role": "assistant", "content": ""}}
             choices = [_choice(row, begin, None) for row in range(len(self.request.prompts))]
         self.is_begun = True
-        for row, text, _, finish in result:
+        for row, text, _, finish, _ in result:
             if text or finish:
                 told = {"delta": {"content": text} if text else {}} if self.is_chat else {"text": text}
                 choices.append(_choice(row, told, finish))
@@ -218,12 +101,13 @@ class Completion:
 
     def whole(self, results: Sequence[Sequence[TextDelta]]) -> dict[str, Any]:
         """Returns the answers and the usage."""
-        texts, finish = [""] * len(self.request.prompts), [""] * len(self.request.prompts)
+        count = len(self.request.prompts)
+        texts, finish = [*(self.echoes or [""] * count)], ["length"] * count
         for delta in itertools.chain(*results):
             texts[delta.row] += delta.text
             finish[delta.row] = delta.finish or ""
         told = lambda text: {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        choices = [_choice(row, told(text), finish[row]) for row, text in enumerate(texts)]
+        choices = [_choice(row, told(text), finish[row], self.logprobs) for row, text in enumerate(texts)]
         return self.about | {"choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
@@ -231,8 +115,10 @@ class Completion:
         return counts | {"total_tokens": sum(counts.values())}
 
 
-def _choice(row: int, told: dict[str, Any], finish: str | None) -> dict[str, Any]:
-    return {"index": row, **told, "logprobs": None, "finish_reason": finish}
+def _choice(
+    row: int, told: dict[str, Any], finish: str | None, logprobs: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    return {"index": row, **told, "logprobs": logprobs[row] if logprobs else None, "finish_reason": finish}
 
 
 @dataclass(frozen=True)
@@ -278,6 +164,7 @@ class Api:
                 "stream_options are of a stream; got them without one. Leave them out, or give stream=true.",
                 param="stream_options",
             )
+        echoes, num_top = _of_prompts(self.model, body, prompts)
         temperature = 1.0 if body.temperature is None else body.temperature
         request = GenerationRequest(
             prompts=[prompt for prompt in prompts for _ in range(count)],
@@ -288,7 +175,8 @@ class Api:
             stop=[body.stop] if isinstance(body.stop, str) else body.stop or [],
         )
         usage = body.stream_options is not None and body.stream_options.include_usage
-        found = Completion(self, request, len(prompts), is_chat, bool(body.stream), usage)
+        echoes = echoes and [echo for echo in echoes for _ in range(count)]
+        found = Completion(self, request, len(prompts), is_chat, bool(body.stream), usage, echoes, num_top)
         return Reply(found.work, found.whole, found.events if body.stream else None, found.last_events)
 
     def _num_tokens(self, body: Generation, longest: int) -> int:
@@ -297,7 +185,12 @@ class Api:
         name = "max_completion_tokens" if is_chat and body.max_completion_tokens else "max_tokens"
         room = self.model.max_context - longest
         default = max(min(room, self.max_tokens, self.max_tokens if is_chat else DEFAULT_TOKENS), 1)
-        tokens = getattr(body, name) or default
+        asked = getattr(body, name)
+        tokens = default if asked is None else asked
+        if tokens == 0 and not getattr(body, "echo", None):
+            raise RequestError(
+                400, f"{name} must be at least 1 without echo; got 0. Give such as 16, or echo=true.", param=name
+            )
         if tokens > self.max_tokens:
             raise RequestError(
                 400,
@@ -365,6 +258,24 @@ def _prompts(model: LanguageModel, body: CompletionBody | ChatBody) -> list[np.n
                 "tokenizer."
             )
     return [tokens.astype(np.int32) for tokens in found]
+
+
+def _of_prompts(
+    model: LanguageModel, body: CompletionBody | ChatBody, prompts: Sequence[np.ndarray]
+) -> tuple[list[str] | None, int | None]:
+    """Returns the texts of the prompts, where the answer begins with them, and how many likeliest tokens are told."""
+    if isinstance(body, ChatBody) or not (body.echo or body.logprobs is not None):
+        return None, None
+    if body.stream:
+        raise RequestError(
+            400,
+            "echo and logprobs are of a whole answer; got one of them with stream=true. Leave stream out.",
+            param="stream",
+        )
+    asked = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    text = lambda given, tokens: given if isinstance(given, str) else model.tokenizer.decode(tokens.astype(np.int64))
+    given = asked if isinstance(asked[0], str) else [None] * len(prompts)
+    return [text(*both) for both in zip(given, prompts, strict=True)] if body.echo else None, body.logprobs
 
 
 def _text(model: LanguageModel, text: str, *, begins: bool = True) -> np.ndarray:

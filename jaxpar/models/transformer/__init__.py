@@ -8,7 +8,7 @@
 Read in this order: `config.py` (the options), `presets.py` with `presets.toml` (the published models), `params.py` (the
 params), `layers.py` (the model), `norms.py`, `attention.py`, `flash_chunks.py` (attention to a gathered sequence), `rope.py`
 (rotary positions), `mlp.py`, `padding.py`, `router.py` (with the optimizer of its bias), `experts.py` with `dispatch.py` (the
-slots of rows), `generate.py` with `sampling.py`.
+slots of rows), `generate.py` with `sampling.py`, `scoring.py` (how likely given tokens are).
 """
 
 from jaxpar.models.transformer.config import TransformerConfig as TransformerConfig
@@ -28,3 +28,5 @@ from jaxpar.models.transformer.router import balance_experts as balance_experts
 from jaxpar.models.transformer.router import expert_loads as expert_loads
 from jaxpar.models.transformer.router import loads_of as loads_of
 from jaxpar.models.transformer.router import logits_of as logits_of
+from jaxpar.models.transformer.scoring import TokenScores as TokenScores
+from jaxpar.models.transformer.scoring import score_tokens as score_tokens

@@ -92,7 +92,7 @@ def generate(
     sharded over ``stage`` are gathered once per call, so each device must have room for its tensor shard of all layers.
     """
     sampling = make_sampling(config, temperature, top_k, top_p, key=key, eos=eos, pad=pad)
-    prompts, params = read_prompts(config, prompt, num_tokens), _with_all_layers(params)
+    prompts, params = read_prompts(config, prompt, num_tokens), with_all_layers(params)
     state = _first(config, prompts.sizes, params, prompts.tokens, prompts.lengths, sampling)
     state = _extend(config, params, state, sampling, num_tokens)
     if prompts.rows is None:
@@ -122,7 +122,7 @@ def stream(
     at once.
     """
     sampling = make_sampling(config, temperature, top_k, top_p, key=key, eos=eos)
-    prompts, params = read_prompts(config, prompt, num_tokens), _with_all_layers(params)
+    prompts, params = read_prompts(config, prompt, num_tokens), with_all_layers(params)
     return _steps(config, prompts, sampling, params, num_tokens)
 
 
@@ -241,7 +241,7 @@ def advance(
     return h, (stacked, tuple(leading))
 
 
-def _with_all_layers(params: PyTree) -> PyTree:
+def with_all_layers(params: PyTree) -> PyTree:
     """Returns params whose layers are not sharded over their leading dim: each step needs all of them."""
     check_unpacked(params)
 
@@ -264,12 +264,12 @@ def read_prompts(config: TransformerConfig, prompt: Any, num_tokens: int) -> Pro
     if rows is None:
         tokens = prompt if isinstance(prompt, jax.Array) else np.asarray(prompt)
         _check_shape(tokens.shape)
-        _check_tokens(config, tokens)
+        check_tokens(config, tokens)
         lengths = [tokens.shape[1]] * len(tokens)
     else:
         lengths = [len(row) for row in rows]
         _check_shape((len(rows), min(lengths)))
-        _check_tokens(config, np.concatenate(rows))
+        check_tokens(config, np.concatenate(rows))
         rows = [row.astype(np.int32) for row in rows]
         tokens = np.array([*zip_longest(*rows, fillvalue=0)]).T
     longest = max(lengths)
@@ -316,7 +316,8 @@ def _check_shape(shape: tuple[int, ...]) -> None:
         )
 
 
-def _check_tokens(config: TransformerConfig, prompt: jax.Array | np.ndarray) -> None:
+def check_tokens(config: TransformerConfig, prompt: jax.Array | np.ndarray) -> None:
+    """Raises for tokens that are no integers, or outside the vocabulary."""
     if not jnp.issubdtype(prompt.dtype, jnp.integer):
         raise TypeError(f"tokens must be integers; got {prompt.dtype}. Give those that the model's tokenizer makes.")
     if isinstance(prompt, Tracer):

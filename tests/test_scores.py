@@ -1,0 +1,100 @@
+"""How likely given tokens are: against the model's own pass, and as a server tells it of prompts and answers."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.models import transformer
+from jaxpar.models.transformer import scoring
+from jaxpar.serve.open_run import ModelSettings, open_model
+from tests.support import serving, tiny_transformer
+
+CONFIG = serving.CONFIG
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny_transformer.make_params(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def completions(tmp_path_factory):
+    """Returns the endpoint of completions of a run, without a server, and the model's config and params."""
+    folder = tmp_path_factory.mktemp("runs") / "gpt"
+    params = serving.write_gpt_run(folder)
+    (endpoint, *_) = open_model(folder, ModelSettings()).endpoints
+
+    def ask(**fields):
+        body = {"model": "gpt", "prompt": "def main", "max_tokens": 1, "temperature": 0} | fields
+        reply = endpoint.make_reply(endpoint.body.model_validate(body))
+        return reply.whole([*reply.work()])
+
+    return ask, params
+
+
+def of_full_pass(params, row):
+    logits = transformer.make_model(CONFIG).apply(params, {"tokens": np.array([row])})[0]
+    return np.asarray(jax.nn.log_softmax(np.float32(logits), axis=-1))
+
+
+def test_scores_are_those_of_a_full_pass_for_rows_of_any_length_and_in_any_parts(params, monkeypatch):
+    monkeypatch.setattr(scoring, "POSITIONS", 16)
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(256, size=length).astype(np.int32) for length in (29, 1, 17)]
+    found = transformer.score_tokens(CONFIG, params, rows, num_top=3)
+    for row, scores in zip(rows, found, strict=True):
+        whole = of_full_pass(params, row)
+        assert scores.log_probs.shape == (len(row),)
+        assert np.isnan(scores.log_probs[0])
+        np.testing.assert_allclose(scores.log_probs[1:], whole[np.arange(len(row) - 1), row[1:]], rtol=1e-4, atol=1e-5)
+        best = np.sort(whole[:-1], axis=-1)[:, :-4:-1]
+        np.testing.assert_allclose(scores.top_log_probs[1:], best, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(scores.top[1:, 0], whole[:-1].argmax(-1))
+
+
+def test_scores_that_are_not_finite_are_an_error(params):
+    broken = jax.tree.map(lambda leaf: leaf * np.nan, params)
+    with pytest.raises(FloatingPointError, match="scores must be finite"):
+        transformer.score_tokens(CONFIG, broken, [np.arange(4)])
+    with pytest.raises(ValueError, match="vocab_size=256"):
+        transformer.score_tokens(CONFIG, params, [np.array([256])])
+
+
+def test_a_prompt_is_told_with_the_likelihood_of_each_token_and_one_token_more(completions):
+    ask, params = completions
+    (choice,) = ask(prompt=[*b"def main"], echo=True, logprobs=1)["choices"]
+    told = choice["logprobs"]
+    assert choice["text"].startswith("def main")
+    assert told["tokens"][:8] == [*"def main"]
+    assert len(told["tokens"]) == 9, "an evaluation cuts off one token, that of the answer"
+    assert told["token_logprobs"][0] is None
+    assert told["top_logprobs"][0] is None
+    assert told["text_offset"][:8] == [*range(8)]
+    row = np.frombuffer(b"def main", np.uint8).astype(np.int32)
+    whole = of_full_pass(params, row)
+    np.testing.assert_allclose(told["token_logprobs"][1:8], whole[np.arange(7), row[1:]], rtol=1e-4, atol=1e-5)
+    for token, own, top in zip(told["tokens"][1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True):
+        assert top[token] == own <= max(top.values()), "the token is among them, to be compared with the likeliest"
+        assert len(top) <= 2
+    assert told["token_logprobs"][8] == max(told["top_logprobs"][8].values()), "it was drawn as the likeliest"
+
+
+def test_the_forms_of_echo_and_logprobs_agree(completions):
+    ask, _ = completions
+    both = ask(prompt=["def main", "import"], echo=True, logprobs=2, max_tokens=3)["choices"]
+    one = ask(prompt="import", logprobs=2, max_tokens=3)["choices"][0]
+    assert both[1]["text"] == "import" + one["text"]
+    assert both[1]["logprobs"]["tokens"] == [*"import", *one["logprobs"]["tokens"]]
+    np.testing.assert_allclose(
+        both[1]["logprobs"]["token_logprobs"][6:], one["logprobs"]["token_logprobs"], rtol=1e-4, atol=1e-5
+    )
+    assert one["logprobs"]["text_offset"][0] == 0
+    alone = ask(prompt="import", echo=True, logprobs=0, max_tokens=0)
+    assert alone["usage"] == {"prompt_tokens": 6, "completion_tokens": 0, "total_tokens": 6}
+    (choice,) = alone["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("import", "length")
+    assert choice["logprobs"]["tokens"] == [*"import"]
+    assert [top and len(top) for top in choice["logprobs"]["top_logprobs"]] == [None, 1, 1, 1, 1, 1]
+    plain = ask(prompt="import", echo=True, max_tokens=2)["choices"][0]
+    assert plain["logprobs"] is None
+    assert plain["text"].startswith("import")
