@@ -137,6 +137,10 @@ class Guard:
             checkpoints.wait()  # for the save in progress, which is refused
         self._end(ExitCode.NOT_SAVED, f"error: {checkpoints.lease.lost}. Begin again in another folder.")
 
+    def end_at(self, step: int) -> None:
+        """Makes a step the last one of the run, which is saved as the last one is; call it before ``after_step``."""
+        self._num_steps = step
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Applies the budget of ``name`` (evaluation, save or compile) to a ``with`` block."""
         return self._watchdog.phase(name)

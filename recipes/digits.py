@@ -110,6 +110,7 @@ def main(config: Config) -> None:
             items="digits",
             items_per_step=common.batch_size,
             schedule=schedule,
+            learning_rate=common.learning_rate,
             samples=lambda step: rows.samples_before(common.batch_size, step, run.origin),
             remedy=f"Choose a smaller one than --learning-rate {common.learning_rate:g}.",
             draw=draw_course,

@@ -129,6 +129,7 @@ def main(config: Config) -> None:
             items_per_step=num_tokens,
             flops_per_step=num_tokens * language_model.flops_per_token(shape, config.data.seq, num_factors),
             schedule=schedule,
+            learning_rate=optimizers.learning_rate(config),
             samples=lambda step: train.samples_before(common.batch_size, step, run.origin),
             remedy=f"Choose a smaller one than --learning-rate {common.learning_rate:g}"
             + (f", or a larger --expert-buffer than {own.expert_buffer:g}." if own.expert_buffer else "."),

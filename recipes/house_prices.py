@@ -97,7 +97,8 @@ def main(config: Config) -> None:
         checksum = zlib.crc32(rows["features"].tobytes() + rows["target"].tobytes())
         config = config.replace(batch_size=batch_size, learning_rate=rate)
         falling = optax.linear_schedule(rate, 0.0, config.common.steps)
-        fit = Fit(table, mesh, optax.sgd(rate if batch_size == table.num_rows else falling))
+        schedule = rate if batch_size == table.num_rows else falling
+        fit = Fit(table, mesh, optax.sgd(schedule))
         run = Run(
             config,
             mesh,
@@ -105,6 +106,7 @@ def main(config: Config) -> None:
             config.values("features", "target", "batch_size", "learning_rate", "seed") | {"checksum_of_rows": checksum},
             items_per_step=batch_size,
             has_evaluations=False,
+            learning_rate=schedule,
             samples=lambda step: source.samples_before(batch_size, step, run.origin),
             remedy=f"--learning-rate {rate:g} is too large, {safe:.3g} is safe.",
             draw=lambda: draw_descent(config, table, mesh),

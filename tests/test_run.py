@@ -1,14 +1,25 @@
 """A run in a loop of one's own: what it refuses, and what it prints by."""
 
+import dataclasses
+import json
 import logging
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import jaxpar
+from jaxpar.metrics import follow, read_metrics
+from jaxpar.report import read_run, render_page
 from jaxpar.run import BasicFlags, Run
+from jaxpar.run.early_stop import EarlyStop
+from jaxpar.runtime.lease import this_process
 from jaxpar.runtime.output import logging_kept
+from tests.support.leases import put
 from tests.support.waiting import WAIT_SECONDS
 
 
@@ -17,6 +28,10 @@ from tests.support.waiting import WAIT_SECONDS
     [
         ({"steps": -4}, "steps must be at least 1; got -4"),
         ({"checkpoint_every": -1}, "checkpoint_every must be at least 0; got -1"),
+        (
+            {"patience": 3},
+            "patience waits for a better metric of keep_best; got 3 and no metric. Name it, such as keep_best",
+        ),
         ({"max_skipped": -1}, "max_skipped must be at least 0; got -1"),
     ],
 )
@@ -32,6 +47,68 @@ def test_an_import_leaves_the_root_logger_as_it_was():
     with logging_kept():
         logging.root.addHandler(logging.NullHandler())
     assert logging.root.handlers == before
+
+
+RATE = optax.linear_schedule(0.4, 0.0, 8)
+
+
+def test_a_run_logs_its_learning_rate_calls_back_and_ends_early(tmp_path):
+    flags = BasicFlags.of(out_dir=tmp_path, steps=20, checkpoint_every=100, keep_best="test_loss", patience=2)
+    mesh, calls, said = jaxpar.make_mesh(), [], []
+    shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
+    optimizer, seen = optax.sgd(RATE), []
+    grads = jax.value_and_grad(lambda params, batch: jnp.mean((params["w"] - batch) ** 2))
+    with Run(flags, mesh, learning_rate=RATE, say=said.append) as run:
+        run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optimizer, mesh, shardings)
+        train_step = run.compile(jaxpar.make_train_step(grads, optimizer), jax.ShapeDtypeStruct((2,), "float32"))
+        state = run.begin()
+        run.every(2, lambda step, state, metrics: calls.append((step, float(state.params["w"][0]))))
+        for step in run.steps():
+            seen.append(step)
+            batch = np.full(2, np.nan if step == 1 else 0, np.float32)
+            state, metrics = train_step(state, batch)
+            if step % 2:
+                metrics |= {"test_loss": (3.0, 2.0, 2.5, 2.5)[step // 2]}
+            run.log(step, state, metrics)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert seen == [*range(8)], "of 20"
+    assert run.checkpoints.latest() == 8, "the last state is saved"
+    assert said[-1] == "ended early at step 8: 2 evaluations in a row without a better test_loss than 2"
+    # Step 1 is skipped, so that the schedule of the optimizer is one behind from then on.
+    np.testing.assert_allclose([line["learning_rate"] for line in lines], [0.4, 0.35, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1])
+    assert [step for step, _ in calls] == [2, 4, 6, 8]
+    assert calls[0][1] == pytest.approx(1 - 0.4), "the state after the step"
+    assert "<b>learning rate</b>" in render_page(read_run(tmp_path))
+
+
+def test_patience_counts_evaluations_without_a_better_metric_in_a_row():
+    lower, higher = EarlyStop("test_loss", 2), EarlyStop("-accuracy", 1)
+    values = [3.0, 2.0, 2.5, 1.9, 2.0, float("nan")]
+    assert [lower.after({"test_loss": value}) for value in values] == [False] * 5 + [True]
+    assert lower.describe() == "2 evaluations in a row without a better test_loss than 1.9"
+    assert not lower.after({"loss": 9.0}), "a step without an evaluation"
+    assert [higher.after({"accuracy": value}) for value in (0.5, 0.6, 0.6)] == [False, False, True]
+    assert higher.describe().endswith("better accuracy than 0.6")
+
+
+def test_lines_are_followed_as_they_come_and_once(tmp_path):
+    path, looks = tmp_path / "metrics.jsonl", iter(range(9))
+    lines = [json.dumps({"step": step, "loss": 1.0 / (step + 1)}) + "\n" for step in range(4)]
+
+    def sleep(seconds):
+        look = next(looks)
+        if look == 0:
+            put(tmp_path, this_process())
+            path.write_text(lines[0] + lines[1] + lines[2][:7])  # the last line is not complete
+        elif look == 1:
+            path.write_text("".join(lines[:3]))
+        elif look == 2:
+            path.write_text("".join(lines[:2]))  # a resume from an earlier step
+        else:
+            path.write_text("".join(lines))
+            put(tmp_path, dataclasses.replace(this_process(), released=True))
+
+    assert [line["step"] for line in follow(tmp_path, sleep=sleep)] == [0, 1, 2, 3]
 
 
 LOGGED = """

@@ -96,7 +96,9 @@ class MetricsLog:
         """
         self.flush()
         jax.block_until_ready(metrics)
-        began = time.perf_counter()
+        began = (
+            time.perf_counter() if self._pause is None else self._pause[0]
+        )  # one pause with an earlier one of the step
         yield
         self._pause = (began, time.perf_counter())
 

@@ -51,6 +51,13 @@ def grad_norm(found: Mapping[str, Any]) -> str | None:
     return chart(curves, title="norm of the gradients", across=ACROSS)
 
 
+def learning_rate(found: Mapping[str, Any]) -> str | None:
+    """Returns the learning rate by step, of a run that logs it."""
+    return chart(
+        _curves(found, lambda name: name == "learning_rate"), title="learning rate", across=ACROSS, from_zero=True
+    )
+
+
 def _curves(found: Mapping[str, Any], wanted: Callable[[str], bool]) -> list[Curve]:
     mean = lambda curve: f", mean of {curve['mean_of']} steps" if curve["mean_of"] > 1 else ""
     curves = {name: curve for name, curve in found["curves"].items() if wanted(name)}
@@ -291,7 +298,7 @@ def _by_devices(rows: Sequence[Mapping[str, Any]], column: str) -> list[Curve]:
 
 # The charts of each section of the data; their names in the page have hyphens.
 CHARTS: dict[str, tuple[Callable[[Any], str | None], ...]] = {
-    "metrics": (loss, rate, grad_norm),
+    "metrics": (loss, rate, grad_norm, learning_rate),
     "experts": (experts,),
     "ways": (line_bytes, way_seconds),
     **{each.__name__: (each,) for each in (staleness, step_time, timeline, shards, memory, traffic)},

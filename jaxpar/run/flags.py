@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from tyro.conf import OmitArgPrefixes
 
-from jaxpar.fields import check_at_least, check_from
+from jaxpar.fields import arg, check_at_least, check_from
 from jaxpar.mesh import shown_sizes
 from jaxpar.metrics import exporters
 from jaxpar.runtime.watchdog import Budgets
@@ -85,6 +85,8 @@ class CheckpointFlags:
         keep_every: Also keep each checkpoint whose step this divides; 0: none.
         keep_best: Also keep the checkpoint with the smallest metric of this name, such as test_loss; with "-" before it, the
             largest.
+        patience: End the run early, with its last state saved if it has checkpoints, after so many evaluations in a row without
+            a better metric of --keep-best; counted anew after a --resume. 0: never.
         allow_change: Flags that may differ from the checkpoint's run on --resume, such as learning_rate or batch_size; errors
             name them.
         compare_every: Steps between two comparisons of the replicas of the state, beside those of
@@ -98,6 +100,7 @@ class CheckpointFlags:
     keep: int = 3
     keep_every: int = 0
     keep_best: str | None = None
+    patience: int = 0
     allow_change: tuple[str, ...] = ()
     compare_every: int = 100
     max_skipped: int = 10
@@ -244,6 +247,12 @@ def check_run_flags(flags: RunFlags) -> None:
     check_at_least(0, f"Give a number of minutes, {no_saves}", checkpoint_minutes=checkpoint.checkpoint_minutes)
     check_at_least(0, "Choose 100, say, or 0 for no comparisons.", compare_every=checkpoint.compare_every)
     check_at_least(0, "Choose 10, say, or 0 for any number.", max_skipped=checkpoint.max_skipped)
+    check_at_least(0, "Choose 5, say, or 0 to train all steps.", patience=checkpoint.patience)
+    if checkpoint.patience and not checkpoint.keep_best:
+        raise ValueError(
+            f"{arg('patience')} waits for a better metric of {arg('keep_best')}; got {checkpoint.patience} and no metric. Name "
+            f"it, such as {arg(keep_best='test_loss')}."
+        )
     if flags.monitoring.metrics_port:
         check_from(1, 65535, "Choose 9090, say.", metrics_port=flags.monitoring.metrics_port)
     log_seconds(flags.monitoring.log_seconds)

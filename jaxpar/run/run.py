@@ -9,19 +9,24 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 
 import jaxpar
 from jaxpar.data.batches import Origin
+from jaxpar.fields import check_at_least
 from jaxpar.guard import Guard
 from jaxpar.inspect.text import bytes_text
 from jaxpar.mesh import OF_ZERO
 from jaxpar.metrics import exporters
-from jaxpar.metrics.log import MetricsLog, read_metrics
+from jaxpar.metrics.log import MetricsLog, check_names, read_metrics
 from jaxpar.pipeline import check_permutes
 from jaxpar.planner import cluster, roofline
 from jaxpar.planner.compiled import inspect_pipeline
 from jaxpar.report import ReportWriter, step_data
 from jaxpar.run import folder
+from jaxpar.run.early_stop import EarlyStop
 from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.messages import (
     checks,
@@ -41,6 +46,7 @@ from jaxpar.schedule import Schedule
 from jaxpar.step_sharding import left_whole
 
 BEGAN = time.monotonic()
+Callback = Callable[[int, jaxpar.TrainState, Mapping[str, Any]], object]
 
 
 class Run(AbstractContextManager["Run"]):
@@ -61,6 +67,7 @@ class Run(AbstractContextManager["Run"]):
         flops_per_step: Useful operations of a step on all devices together, for the MFU.
         schedule: The schedule of its pipeline, if it has one.
         has_evaluations: Whether evaluations add metrics, which --keep-best may name: it is checked at the first one.
+        learning_rate: The schedule of optax that the optimizer has, or a number; it then is a metric of each step.
         samples: ``samples(step)``: the position in the data after that many steps, which is ``origin.samples`` after a resume.
         remedy: What to choose if steps are not finite.
         draw: Draws the pictures of a run that is asked to stop.
@@ -84,12 +91,14 @@ class Run(AbstractContextManager["Run"]):
         flops_per_step: float | None = None,
         schedule: Schedule | None = None,
         has_evaluations: bool = True,
+        learning_rate: optax.ScalarOrSchedule | None = None,
         samples: Callable[[int], int] = lambda step: 0,
         remedy: str = "Choose a smaller learning rate.",
         draw: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = say,
     ) -> None:
         check_run_flags(flags)
+        keep = flags.checkpoint
         self.flags, self.mesh, self.schedule = flags, mesh, schedule
         self.out_dir, self.is_dry = flags.common.out_dir, flags.common.dry_run
         self.origin, self.saved = Origin(), dict[str, Any]()
@@ -105,6 +114,10 @@ class Run(AbstractContextManager["Run"]):
         self._compiled: jax.stages.Compiled | None = None
         self._has_all_metrics = not has_evaluations
         self._read: dict[str, Callable[[], Any]] = {}
+        self._learning_rate = None if learning_rate is None else _rate_after(learning_rate)
+        self._calls: list[tuple[int, Callback]] = []
+        self._early_stop = EarlyStop(keep.keep_best, keep.patience) if keep.keep_best and keep.patience else None
+        self._is_over = False
         self._resources = ExitStack()
         self.checkpoints = open_checkpoints(flags, mesh)
         say_devices(say, compile_for=flags.gpu.compile_for)
@@ -259,6 +272,8 @@ class Run(AbstractContextManager["Run"]):
             for step in range(self.first_step, common.steps):
                 self._guard.before_step(step)
                 yield step
+                if self._is_over:
+                    break
         except GeneratorExit:  # a break
             self._guard.leave_loop()
             raise
@@ -277,8 +292,31 @@ class Run(AbstractContextManager["Run"]):
         if self._has_all_metrics and best and best not in metrics:
             message = f"--keep-best must name a metric of the run; got {best}. Choose from {', '.join(metrics)}."
             stop(ExitCode.BAD_CONFIG, message)
+        for every, call in self._calls:
+            if self.is_due(step, every):
+                with self._log.pause(metrics), self._guard.phase("evaluation"):
+                    call(step + 1, state, metrics)
+        if self._learning_rate is not None:
+            check_names(metrics, ("learning_rate",))
+            metrics = {**metrics, "learning_rate": self._learning_rate(step, state, metrics)}
         self._log.log(step, metrics)
+        self._end_early(step + 1, metrics)
         self._guard.after_step(step + 1, state, metrics)
+
+    def every(self, num_steps: int, call: "Callback") -> None:
+        """Has a function called every so many steps and after the last one: ``call(step, state, metrics)``.
+
+        ``step`` counts the steps done, ``state`` is the one after them, which the next step donates. It is called in every
+        process, when the metrics of the step are computed; its time counts for no step, and it has the budget of an evaluation.
+        """
+        check_at_least(1, num_steps=num_steps)
+        self._calls.append((num_steps, call))
+
+    def _end_early(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._early_stop is not None and self._early_stop.after(metrics) and step < self.flags.common.steps:
+            self._is_over = True
+            self._guard.end_at(step)
+            self._say(f"ended early at step {step}: {self._early_stop.describe()}")
 
     def is_due(self, step: int, every: int) -> bool:
         """Returns whether something is due after a step: every so many steps, and after the last one."""
@@ -299,7 +337,7 @@ class Run(AbstractContextManager["Run"]):
         """Prints the time of this run's steps after the last one, if there were any."""
         lines = read_metrics(self.out_dir / "metrics.jsonl") if jax.process_index() == 0 else []
         if seconds := [line["step_seconds"] for line in lines if line["step"] >= self.first_step]:
-            median, count = statistics.median(seconds), self.flags.common.steps - self.first_step
+            median, count = statistics.median(seconds), len(seconds)
             self._say(
                 f"{count} steps in {self.seconds:.1f} s, evaluations included; a step takes {median * 1e3:.0f} ms (median), "
                 f"{self._rate['items_per_step'] / median:,.0f} {self._rate['items']}/s"
@@ -348,3 +386,18 @@ class Run(AbstractContextManager["Run"]):
         if common.checkpoint_every or self.flags.checkpoint.checkpoint_minutes or common.resume:
             advice += " To continue from a checkpoint with another, add --resume --allow-change learning_rate."
         return f"{advice} To begin again, add --overwrite."
+
+
+def _rate_after(learning_rate: optax.ScalarOrSchedule) -> Callable[[int, jaxpar.TrainState, Mapping[str, Any]], Any]:
+    """Returns a function that returns the learning rate of a step, of the state and the metrics after it.
+
+    Skipped steps do not count for the optimizer's schedule.
+    """
+    if not callable(learning_rate):
+        return lambda step, state, metrics: learning_rate
+
+    @jax.jit
+    def rate(step: jax.Array, num_skipped: jax.Array, skipped: jax.Array) -> jax.Array:
+        return jnp.asarray(learning_rate(step - (num_skipped - skipped.astype(num_skipped.dtype))), jnp.float32)
+
+    return lambda step, state, metrics: rate(np.int32(step), state.num_skipped, jnp.asarray(metrics.get("skipped", 0)))
