@@ -98,7 +98,7 @@ RUN_BY = {
 }
 # Pages that a test of their own follows from end to end.
 FOLLOWED_BY = {"fine-tuning.md": "test_fine_tuning_page.py", "own_script.md": "test_own_script.py"}
-NOT_OURS = ("git", "docker", "kubectl", "kind", "sbatch", "curl", "vllm", "hf")
+NOT_OURS = ("git", "docker", "kubectl", "kind", "sbatch", "curl", "vllm", "hf", "lm_eval")
 
 
 def use_fake_devices(num_devices):

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness, where it is installed: a served model gets the scores that its own backend for transformers gives it."""
+"""lm-evaluation-harness, where it is installed: a served model has the scores of its own backend for transformers."""
 
 import json
 import os

@@ -1,10 +1,14 @@
 """A run in a loop of one's own: what it refuses, and what it prints by."""
 
+import contextlib
 import dataclasses
 import json
 import logging
+import re
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +25,8 @@ from jaxpar.runtime.lease import this_process
 from jaxpar.runtime.output import logging_kept
 from tests.support.leases import put
 from tests.support.waiting import WAIT_SECONDS
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +115,34 @@ def test_lines_are_followed_as_they_come_and_once(tmp_path):
             put(tmp_path, dataclasses.replace(this_process(), released=True))
 
     assert [line["step"] for line in follow(tmp_path, sleep=sleep)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("page", ["docs/watching.md", "docs/zh/watching.md"])
+def test_the_script_for_another_service_sends_each_line_of_a_run_that_has_ended(page, tmp_path, monkeypatch):
+    sent, told = [], {}
+
+    class Service(contextlib.nullcontext):
+        def log(self, line, step):
+            sent.append((step, line["loss"]))
+
+    def init(**about):
+        told.update(about)
+        service = Service()
+        service.enter_result = service
+        return service
+
+    (tmp_path / "config.json").write_text('{"seed": 7}')
+    lines = [json.dumps({"step": step, "loss": 0.5}) + "\n" for step in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    put(tmp_path, dataclasses.replace(this_process(), released=True))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setattr(sys, "argv", ["wandb_run.py", str(tmp_path)])
+    (script, of_mlflow) = re.findall(r"```py\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+    assert len(script.splitlines()) <= 20
+    exec(script, {})
+    assert sent == [(0, 0.5), (1, 0.5), (2, 0.5)]
+    assert told == {"project": "jaxpar", "id": tmp_path.name, "resume": "allow", "config": {"seed": 7}}
+    compile(of_mlflow, page, "exec")
 
 
 LOGGED = """
