@@ -56,7 +56,7 @@ metric_list: [{metric: exact_match}]
 @pytest.fixture
 def folder(tmp_path):
     """A tiny Llama as transformers reads it."""
-    folder = write_tokenizer(tmp_path / "tiny")
+    folder = write_tokenizer(tmp_path / "tiny", eos_token="<|im_end|>", tokenizer_class="PreTrainedTokenizerFast")
     sizes = tiny_transformer.SHAPE | {"vocab_size": 512, "num_layers": 2, "max_positions": 128}
     config = transformer.TransformerConfig(**sizes, **tiny_transformer.LLAMA)
     jaxpar.huggingface.write_model(folder, config, tiny_transformer.make_params(config))
@@ -77,11 +77,17 @@ def tasks(tmp_path):
     return TaskManager(include_path=str(place), include_defaults=False)
 
 
-def evaluate(tasks, model, **args):
+def evaluate(tasks, backend, **args):
     names = ["choices", "whole", "written"]
     args = ",".join(f"{name}={value}" for name, value in args.items())
     return lm_eval.simple_evaluate(
-        model=model, model_args=args, tasks=names, task_manager=tasks, log_samples=True, bootstrap_iters=0, device="cpu"
+        model=backend,
+        model_args=args,
+        tasks=names,
+        task_manager=tasks,
+        log_samples=True,
+        bootstrap_iters=0,
+        device="cpu",
     )
 
 
