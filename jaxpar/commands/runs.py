@@ -150,6 +150,7 @@ def watch(args: Sequence[str]) -> None:
 
 def serve(args: Sequence[str]) -> int:
     """Answers HTTP requests for a trained model, for trying it and for small models; returns the exit code."""
+    from jaxpar.devices import started_devices
     from jaxpar.serve.open_run import ModelSettings, open_model
     from jaxpar.serve.requests import Settings
 
@@ -176,6 +177,7 @@ def serve(args: Sequence[str]) -> int:
             from jaxpar.serve import server
 
         allowed_hosts(address, limits.allowed_hosts)  # raises for what is no name
+        started_devices()  # raises where it would answer from the CPU of a machine with a GPU
         with server.listen(address, port) as listening:  # before the model is loaded, which may take long
             served = open_model(run, model)
             host, port = listening.getsockname()[:2]

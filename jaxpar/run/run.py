@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 import jaxpar
@@ -28,6 +26,7 @@ from jaxpar.report import ReportWriter, step_data
 from jaxpar.run import folder
 from jaxpar.run.early_stop import EarlyStop
 from jaxpar.run.flags import RunFlags, check_run_flags
+from jaxpar.run.learning_rate import rate_after
 from jaxpar.run.messages import (
     checks,
     forget_devices,
@@ -114,7 +113,7 @@ class Run(AbstractContextManager["Run"]):
         self._compiled: jax.stages.Compiled | None = None
         self._has_all_metrics = not has_evaluations
         self._read: dict[str, Callable[[], Any]] = {}
-        self._learning_rate = None if learning_rate is None else _rate_after(learning_rate)
+        self._learning_rate = None if learning_rate is None else rate_after(learning_rate)
         self._calls: list[tuple[int, Callback]] = []
         self._early_stop = EarlyStop(keep.keep_best, keep.patience) if keep.keep_best and keep.patience else None
         self._is_over = False
@@ -386,18 +385,3 @@ class Run(AbstractContextManager["Run"]):
         if common.checkpoint_every or self.flags.checkpoint.checkpoint_minutes or common.resume:
             advice += " To continue from a checkpoint with another, add --resume --allow-change learning_rate."
         return f"{advice} To begin again, add --overwrite."
-
-
-def _rate_after(learning_rate: optax.ScalarOrSchedule) -> Callable[[int, jaxpar.TrainState, Mapping[str, Any]], Any]:
-    """Returns a function that returns the learning rate of a step, of the state and the metrics after it.
-
-    Skipped steps do not count for the optimizer's schedule.
-    """
-    if not callable(learning_rate):
-        return lambda step, state, metrics: learning_rate
-
-    @jax.jit
-    def rate(step: jax.Array, num_skipped: jax.Array, skipped: jax.Array) -> jax.Array:
-        return jnp.asarray(learning_rate(step - (num_skipped - skipped.astype(num_skipped.dtype))), jnp.float32)
-
-    return lambda step, state, metrics: rate(np.int32(step), state.num_skipped, jnp.asarray(metrics.get("skipped", 0)))
