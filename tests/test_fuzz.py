@@ -19,6 +19,8 @@ from jaxpar.pipeline import executor
 from tests.support import tiny
 from tests.support.fuzz import run as fuzz_run
 from tests.support.fuzz.grammar import Case, Model, cases
+from tests.support.fuzz.losses import LOSSES
+from tests.support.tiers import quick
 
 NUM_CASES = int(os.environ.get("JAXPAR_FUZZ_CASES", "400"))
 SEED = int(os.environ.get("JAXPAR_FUZZ_SEED", tiny.fresh_seed()))
@@ -107,6 +109,33 @@ def test_replicas_own_the_experts_of_a_drawn_case(layer, mesh):
     assert fuzz_run.owned_of(case) == {"e0"}
     assert fuzz_run.owned_of(replace(case, model=replace(case.model, layers=(BOTH,)))) == {"e0"}, "others route to e1"
     check(case)
+
+
+# Layers, routers and losses that mix the positions of a row, each pair on another mesh.
+OF_ROWS = (
+    (("group_norm", "v0"), ("squeeze_and_excite", "w0"), ("matmul", "w1")),
+    (("instance_norm", "v0"), ("rotary",), ("linear_attention", "w0", "w1")),
+    (("expert_choice", "w0", "e0"), ("tanh",)),
+    (("soft_experts", "w0", "e0"), ("group_norm", "v0")),
+    (("hashed_experts", "w0", "e0"), ("balanced_experts", "w1", "e1"), ("tanh",)),
+    (("some_depths", "v0", "w0"), ("norm", "v1")),
+    (("squeeze_and_excite", "w0"), ("expert_choice", "w1", "e0"), ("norm", "v0")),
+)
+ROW_MESHES = ((2, 2, 1), (1, 2, 2), (4, 1, 1), (4, 2, 1), (1, 4, 1), (2, 1, 1), (2, 1, 2))
+BY_ROWS = [*zip(OF_ROWS, LOSSES, ROW_MESHES, strict=True)]
+
+
+@pytest.mark.parametrize(("layer", "loss", "mesh"), quick(BY_ROWS, 5))
+def test_layers_routers_and_losses_of_rows_have_the_numbers_of_one_device(layer, loss, mesh):
+    model = Model(layers=(layer,), embed="dense", num_layers=2 * mesh[1], loss=loss)
+    check(Case(model=model, mesh=mesh, num_chunks=1, num_microbatches=2, cuts=1))
+
+
+@pytest.mark.parametrize("leak", ["batch_norm", "centred_by_the_batch", "balance_of_the_batch"])
+def test_layers_that_read_the_batch_are_refused_on_every_mesh(x64, leak):
+    model = Model(layers=((("matmul", "w0"), (leak, "v0")),), embed="dense", extras=("aux",))
+    for mesh in ((2, 1, 1), (1, 2, 1)):
+        assert fuzz_run.run_or_refusal(Case(model=model, mesh=mesh, num_chunks=1, num_microbatches=2)) is None
 
 
 # --- mutations: a fault that must be found ----------------------------------------------------------------------------

@@ -45,6 +45,8 @@ def test_one_shard_is_the_whole():
         (lambda x: x[:, :3], 2, 2, None),
         (lambda x: x[..., :4], 2, None, "all-gather"),
         (lambda x: jnp.take(x, jnp.array([1, 0]), axis=0), 2, 2, None),
+        (lambda x: jnp.take_along_axis(x, jnp.ones((2, 3, 1), int), axis=1), 2, 2, None),
+        (lambda x: jnp.take_along_axis(x, jnp.ones((2, 3, 8), int), axis=1), 0, 0, None),
     ],
 )
 def test_a_cut_goes_where_its_dim_goes(function, cut, after, crosses):

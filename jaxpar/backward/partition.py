@@ -254,7 +254,12 @@ def _gather(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
         return None
     if cut in numbers.collapsed_slice_dims:
         return Found([None], "all-reduce")
-    kept = [dim for dim in range(len(_shape(graph, node.inputs[0]))) if dim not in numbers.collapsed_slice_dims]
+    batching = list(numbers.operand_batching_dims)
+    if cut in batching:  # each slice at indices of its own, as by take_along_axis
+        of_indices = [d for d in range(len(_shape(graph, node.outputs[0]))) if d not in numbers.offset_dims]
+        return Found([of_indices[numbers.start_indices_batching_dims[batching.index(cut)]]])
+    gone = (*numbers.collapsed_slice_dims, *batching)
+    kept = [dim for dim in range(len(_shape(graph, node.inputs[0]))) if dim not in gone]
     return Found([int(numbers.offset_dims[kept.index(cut)])])
 
 
