@@ -20,7 +20,6 @@ from tests.support import tiny
 from tests.support.fuzz import run as fuzz_run
 from tests.support.fuzz.grammar import Case, Model, cases
 from tests.support.fuzz.losses import LOSSES
-from tests.support.tiers import quick
 
 NUM_CASES = int(os.environ.get("JAXPAR_FUZZ_CASES", "400"))
 SEED = int(os.environ.get("JAXPAR_FUZZ_SEED", tiny.fresh_seed()))
@@ -125,12 +124,14 @@ ROW_MESHES = ((2, 2, 1), (1, 2, 2), (4, 1, 1), (4, 2, 1), (1, 4, 1), (2, 1, 1), 
 BY_ROWS = [*zip(OF_ROWS, LOSSES, ROW_MESHES, strict=True)]
 
 
-@pytest.mark.parametrize(("layer", "loss", "mesh"), quick(BY_ROWS, 5))
+@pytest.mark.full
+@pytest.mark.parametrize(("layer", "loss", "mesh"), BY_ROWS)
 def test_layers_routers_and_losses_of_rows_have_the_numbers_of_one_device(layer, loss, mesh):
     model = Model(layers=(layer,), embed="dense", num_layers=2 * mesh[1], loss=loss)
     check(Case(model=model, mesh=mesh, num_chunks=1, num_microbatches=2, cuts=1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("leak", ["batch_norm", "centred_by_the_batch", "balance_of_the_batch"])
 def test_layers_that_read_the_batch_are_refused_on_every_mesh(x64, leak):
     model = Model(layers=((("matmul", "w0"), (leak, "v0")),), embed="dense", extras=("aux",))
