@@ -138,7 +138,7 @@ def with_settings(
     model: LayeredModel | Callable, loss: Loss, parallel: Parallel, pipeline: Pipeline, *, has_aux: bool | None
 ) -> ValueAndGrad:
     """Returns ``value_and_grad``; with ``has_aux=None`` it trains nothing, and its value is what ``loss`` returns."""
-    if (devices := parallel.mesh.devices) is not None and not is_compile_only(devices.flat[0]):
+    if isinstance(parallel.mesh, Mesh) and not is_compile_only(parallel.mesh.devices.flat[0]):
         check_joined()
     check_settings(model, loss, parallel, pipeline)
     mesh, layout, trains = parallel.mesh, parallel.layout, has_aux is not None
