@@ -105,7 +105,7 @@ def test_recovery_is_measured_in_a_process_of_its_own(tmp_path):
 def test_rings_are_told_from_activations_of_as_many_elements():
     job = next(each for each in gpu_roofline.SMALL if each.choice.schedule == "zb-v")
     choice = job.choice
-    is_ring = gpu_roofline.rings_of(gpu_roofline.shape_of(job), choice)
+    is_ring = gpu_roofline.rings_of(gpu_roofline.shape_of(job, is_planned=False), choice)
     # 4 slots, 4 layers in a chunk, keys of 2 heads of 64: as many elements as an activation, 2,048 positions of 2,048.
     assert choice.num_slots["residuals_b"] == 4
     assert is_ring("bf16[4,4,1,2048,2,64]")

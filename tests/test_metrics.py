@@ -99,9 +99,10 @@ def test_the_rate_of_a_run_is_that_of_its_items_or_else_of_steps(tmp_path):
 
 
 def test_a_run_compares_replicas_unless_its_flags_say_otherwise(tmp_path, monkeypatch):
-    guarded = []
+    guarded, ignore = [], lambda *_: None
+    guard = SimpleNamespace(before_step=ignore, leave_loop=ignore)
     monkeypatch.setattr(
-        "jaxpar.run.run.Guard", lambda *args, **kwargs: guarded.append(kwargs) or contextlib.nullcontext()
+        "jaxpar.run.run.Guard", lambda *args, **kwargs: guarded.append(kwargs) or contextlib.nullcontext(guard)
     )
     for given in ({}, {"compare_every": 7}):
         with Run(BasicFlags.of(out_dir=tmp_path / str(len(guarded)), steps=2, **given), jaxpar.make_mesh()) as run:

@@ -36,8 +36,8 @@ class PlanFlags:
     """The flags of the command.
 
     Attributes:
-        model: A transformer by name, such as bloom-176b, llama3-70b or gpt2; a folder as transformers writes it, such as
-            ./Llama-3.1-8B; or module:name of a ModelShape or a TransformerConfig of your own.
+        model: A transformer by name, such as bloom-176b, llama3-70b or gpt2; the folder of a model as
+            transformers writes it, such as ./Llama-3.1-8B; or module:name of a ModelShape or a TransformerConfig of your own.
         ignore_config_keys: Keys of the folder's config.json to ignore, as the recipes' flag of that name.
         nodes: Machines.
         gpus_per_node: GPUs per machine, joined by fast links.
