@@ -101,6 +101,7 @@ def test_processes_that_leave_a_loop_together_end_as_they_like(monkeypatch):
     with AgreedStep(10) as agreed:  # before its last step
         agreed.after(3)
         agreed.leave()
+    assert endings._completed == [3], "they then wait longer for one another"
     service = stand_in(monkeypatch, {"jaxpar/end/0/1": 10})
     with AgreedStep(10) as agreed:
         agreed.after(10)

@@ -199,7 +199,7 @@ class AgreedStep:
         if code:
             endings.will_end_with(code)
         try:
-            exchange("end", self._steps_done)
+            ends = exchange("end", self._steps_done)
         except PeerLostError as error:
             if (goer := endings.who_goes_on()) is None:
                 raise
@@ -211,7 +211,7 @@ class AgreedStep:
             code = code or int(ExitCode.PEER_LOST)
             endings.will_end_with(code)
             raise SystemExit(code) from error
-        if self._is_complete():
+        if len(set(ends)) == 1:
             endings.has_completed(self._steps_done)
 
     def _is_complete(self) -> bool:
