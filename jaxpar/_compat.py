@@ -3,6 +3,7 @@
 jaxprs          equations of a traced function: read, bind, rewrite, evaluate
 coordination    the client of a run of several processes; devices for the compiler alone
 memory          the order of dims in memory; arrays without initial values
+operations      primitives of jaxpar's own
 kernels         cuDNN's attention with what merges its parts
 known faults    of the installed version
 """
@@ -21,6 +22,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.extend.source_info_util import current_name_stack, user_context
+from jax.interpreters import mlir
 from jaxtyping import PyTree
 
 __all__ = ["Literal", "Primitive", "Tracer"]
@@ -38,7 +40,8 @@ PIPELINED_ALL_GATHER: dict[str, bool | str] = (
     else {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
 )
 
-_REMAT = "remat2"  # the primitive of jax.checkpoint
+# The primitive of jax.checkpoint; under ``jax_remat3``, of JAX 0.12, one that holds another, of this class.
+_REMAT, _HOLDER, _REMAT_3 = "remat2", "call_hi_primitive", "RematTraced"
 # The parameter that holds the jaxpr of a call; eval_jaxpr is of JAX 0.11.
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr", _REMAT: "jaxpr"}
 _HOLDS_JAXPRS = (*_CALLS, "cond", "scan", "shard_map", "while")
@@ -92,11 +95,36 @@ def empty(shape: Sequence[int], dtype: Any, number: int) -> jax.Array:
     return jax.lax.platform_dependent(cpu=lambda: sink(np.int32(number)), default=lambda: jnp.zeros(shape, dtype))
 
 
+# Operations -----------------------------------------------------------------------------------------------------------------
+
+
+def operation(name: str, function: Callable[..., jax.Array], shape: Callable[..., Any]) -> Primitive:
+    """Returns a primitive that is one equation of a jaxpr, and that is compiled as a function of the same arguments.
+
+    Args:
+        name: Its name.
+        function: ``function(*arrays, **params)`` returns an array.
+        shape: ``shape(*avals, **params)`` returns its abstract value, such as one of the given ones with ``update``.
+    """
+    made = Primitive(name)
+    made.def_abstract_eval(shape)
+    made.def_impl(lambda *arrays, **params: jax.jit(lambda *arrays: function(*arrays, **params))(*arrays))
+    mlir.register_lowering(made, mlir.lower_fun(function, multiple_results=False))
+    return made
+
+
 # Kernels --------------------------------------------------------------------------------------------------------------------
 
 
 def cudnn_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, lengths: tuple | None, bias: jax.Array | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scale: float,
+    lengths: tuple | None,
+    bias: jax.Array | None,
+    documents: tuple | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cuDNN's attention and, in float32, the logarithm of the sum of exponentials of each query's scores.
 
@@ -109,9 +137,16 @@ def cudnn_attention(
         scale: Factor of the scores.
         lengths: None: causal; else how many queries, the first of each row, see how many of its keys: two arrays [rows].
         bias: Added to the scores, ``[rows or 1, heads or 1, seq, keys]``; None: nothing.
+        documents: The documents of all rows, at most ``most`` a row (2 or more), causal each: lengths of queries and keys
+            [rows, most], and where both begin [rows, most + 1], in elements, those of all rows first. Then XLA cannot partition
+            the call, and the sums are [rows * most, heads, seq], from the first query of each document. None: rows are whole.
+        window: How many keys each query sees, its own included; None: all that it may.
     """
-    operands, settings = _cudnn_call(q, scale, lengths, bias)
-    out, lse = _cudnn._dot_product_attention_fwd_p_wrapper.bind(q, k, v, *operands, **settings, is_training=True)
+    operands, settings = _cudnn_call(q, scale, lengths, bias, documents, window)
+    primitive = (
+        _cudnn._dot_product_attention_fwd_p_wrapper if documents is None else _cudnn._dot_product_attention_fwd_p
+    )
+    out, lse = primitive.bind(q, k, v, *operands, **settings, is_training=True)
     return out, lse
 
 
@@ -125,29 +160,50 @@ def cudnn_attention_gradients(
     scale: float,
     lengths: tuple | None,
     bias: jax.Array | None,
+    documents: tuple | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients of q, k and v; ``out`` and ``lse`` may be those of a softmax over more keys than these."""
-    operands, settings = _cudnn_call(q, scale, lengths, bias)
-    dq, dk, dv = _cudnn._dot_product_attention_bwd_p_wrapper.bind(q, k, v, *operands, lse, out, ct, **settings)
+    operands, settings = _cudnn_call(q, scale, lengths, bias, documents, window)
+    primitive = (
+        _cudnn._dot_product_attention_bwd_p_wrapper if documents is None else _cudnn._dot_product_attention_bwd_p
+    )
+    dq, dk, dv = primitive.bind(q, k, v, *operands, lse, out, ct, **settings)
     return dq, dk, dv
 
 
 def _cudnn_call(
-    q: jax.Array, scale: float, lengths: tuple | None, bias: jax.Array | None
+    q: jax.Array,
+    scale: float,
+    lengths: tuple | None,
+    bias: jax.Array | None,
+    documents: tuple | None,
+    window: int | None,
 ) -> tuple[list, dict[str, Any]]:
-    """Returns the operands of both primitives after q, k and v, those of offsets and pages empty, and their parameters."""
+    """Returns the operands of both primitives after q, k and v, those of pages empty, and their parameters."""
     none = jnp.zeros(0, q.dtype)
     masks = _cudnn.MaskType
+    mask = masks.CAUSAL if lengths is None else masks.PADDING
     settings = {
         "scale": float(scale),
         "seed": 0,
         "dropout_rate": 0.0,
         "variadic_args": (bias is not None, False),  # there is a bias, and its gradient is asked for
-        "mask_type": masks.CAUSAL if lengths is None else masks.PADDING,
+        "mask_type": mask if documents is None else masks.PADDING_CAUSAL,
         "layout": _cudnn.AttentionLayout.BTNH.value,
-        "sliding_window_length": None,
+        "sliding_window_length": window,
+        **_SCORE_MOD[documents is None],
     }
-    return [none if bias is None else bias, *(lengths or (none, none)), none, none, none, none], settings
+    places = documents or (*(lengths or (none, none)), none, none)
+    return [none if bias is None else bias, *places, none, none], settings
+
+
+# What the primitives, and those that are not wrapped, take since JAX 0.12: functions of the scores.
+_HAS_SCORE_MOD = jax.__version_info__ >= (0, 12)
+_SCORE_MOD: dict[bool, dict[str, Any]] = {
+    True: {"score_mod": None} if _HAS_SCORE_MOD else {},
+    False: {"score_mod_name": None, "score_mod_jaxpr": None} if _HAS_SCORE_MOD else {},
+}
 
 
 # Jaxprs ---------------------------------------------------------------------------------------------------------------------
@@ -173,14 +229,25 @@ def with_inner(equation: Any) -> Iterator[Any]:
     """Yields an equation and those inside it, except those of a kernel."""
     yield equation
     if equation.primitive.name != "pallas_call":
-        for param in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+        for param in jax.tree.leaves(list(_params(equation).values()), is_leaf=is_jaxpr):
             if is_jaxpr(param):
                 yield from equations(param)
 
 
 def is_remat(equation: Any) -> bool:
     """Returns whether an equation is a ``jax.checkpoint``."""
-    return equation.primitive.name == _REMAT
+    return _name(equation) == _REMAT
+
+
+def _name(equation: Any) -> str:
+    """Returns the name of an equation's primitive."""
+    is_new = equation.primitive.name == _HOLDER and type(equation.params["_prim"]).__name__ == _REMAT_3
+    return _REMAT if is_new else equation.primitive.name
+
+
+def _params(equation: Any) -> dict[str, Any]:
+    """Returns the parameters of an equation's primitive, or of the one that it holds."""
+    return equation.params["_prim"].params if equation.primitive.name == _HOLDER else equation.params
 
 
 def constraint_of(equation: Any) -> Any:
@@ -227,21 +294,20 @@ def has_known_trips(loop: Any) -> bool:
 
 def called(equation: Any) -> Any:
     """Returns the closed jaxpr of a call that can be inlined; None for other equations, and for jits that set shardings."""
-    key = _CALLS.get(equation.primitive.name)
-    if key is None or key not in equation.params:
+    key, params = _CALLS.get(_name(equation)), _params(equation)
+    if key is None or key not in params:
         return None
-    shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
+    shardings = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     if any(isinstance(s, jax.sharding.Sharding) for s in shardings):
         return None
-    inner = equation.params[key]
+    inner = params[key]
     return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
 
 
 def inlined(equation: Any) -> Any:
     """Returns the jaxpr of a call, also of one with a derivative of its own; None for other equations."""
-    keys = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
-    held = [equation.params[key] for key in keys if key in equation.params]
-    name = equation.primitive.name
+    params, name = _params(equation), _name(equation)
+    held = [params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if key in params]
     is_call = name in _CALLS or name == "composite" or name.startswith("custom_")
     return held[0] if is_call and held and is_jaxpr(held[0]) else None
 
@@ -290,11 +356,14 @@ def rewrite(jaxpr: Any, change: Callable[[Sequence[Any], Sequence[Any]], list[An
         return jaxpr.replace(jaxpr=rewrite(inner, change))
 
     def inside(equation: Any) -> Any:
-        if equation.primitive.name not in _HOLDS_JAXPRS:
+        if _name(equation) not in _HOLDS_JAXPRS:
             return equation
         one = lambda value: rewrite(value, change) if is_jaxpr(value) else value
         of = lambda value: tuple(map(one, value)) if isinstance(value, tuple) else one(value)
-        return equation.replace(params={name: of(value) for name, value in equation.params.items()})
+        params = {name: of(value) for name, value in _params(equation).items()}
+        if equation.primitive.name == _HOLDER:
+            params = {"_prim": type(equation.params["_prim"])(**params)}
+        return equation.replace(params=params)
 
     return jaxpr.replace(eqns=change([inside(equation) for equation in jaxpr.eqns], jaxpr.outvars))
 

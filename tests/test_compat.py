@@ -1,6 +1,7 @@
 """The JAX API that jaxpar/_compat.py holds: each test names what broke when JAX moves."""
 
 import re
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxpar
 from jaxpar import _compat
+from tests.support import tiny
+from tests.support.oracle import assert_same
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "jaxpar").rglob("*.py"))
@@ -92,6 +96,43 @@ def test_a_checkpoint_is_known_as_such():
     (outer,) = jax.make_jaxpr(jax.checkpoint(jnp.sin))(1.0).eqns
     assert _compat.is_remat(outer)
     assert not _compat.is_remat(equation(jnp.sin, 1.0, name="sin"))
+
+
+def test_a_checkpoint_of_the_new_kind_is_one_equation_that_holds_a_jaxpr():
+    """Under ``jax_remat3``, of JAX 0.12, it is a primitive inside another one's parameters."""
+    if not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("this JAX has one kind of checkpoint")
+    with remat3():
+        closed = jax.make_jaxpr(jax.checkpoint(lambda x: jnp.sin(jnp.cos(x))))(jnp.float32(0.3))
+        (outer,) = closed.eqns
+        assert _compat.is_remat(outer)
+        assert [each.primitive.name for each in _compat.called(outer).eqns] == ["cos", "sin"]
+        assert [each.primitive.name for each in _compat.equations(closed)][1:] == ["cos", "sin"]
+        only_first = lambda equations, outputs: [each.replace(outvars=outputs) for each in equations[:1]]
+        shorter = _compat.rewrite(closed, lambda e, outputs: e if e[0] is outer else only_first(e, outputs))
+    assert [each.primitive.name for each in _compat.equations(shorter)][1:] == ["cos"]
+
+
+@pytest.mark.full
+def test_layers_of_the_new_kind_of_checkpoint_have_the_same_gradients(x64):
+    if not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("this JAX has one kind of checkpoint")
+    params, batch = tiny.draw_params(4, 0, np.float64), tiny.make_batch()
+    found = []
+    for context in (nullcontext, remat3):
+        with context():
+            mesh = jaxpar.make_mesh(stage=2)
+            how = {"schedule": "zb-h1", "num_microbatches": 4, "remat": True}
+            run = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, **how)
+            found.append(jax.jit(run)(params, jaxpar.shard_batch(batch, mesh)))
+    assert_same(found[1], found[0])
+
+
+@contextmanager
+def remat3():
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", False)
 
 
 def test_references_are_seen_by_their_effects():
