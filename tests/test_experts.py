@@ -15,7 +15,6 @@ from jaxpar.huggingface import read_config, read_params, write_model
 from jaxpar.huggingface.config import config_json
 from jaxpar.inspect import inspect_step
 from jaxpar.models import transformer
-from jaxpar.models.grouped_product import TILE, grouped_product
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer.experts import capacity_of, experts
 from jaxpar.models.transformer.router import LOAD_SCALE, balance_loss, route
@@ -530,21 +529,6 @@ def test_experts_cost_two_all_reduces_of_an_activation_a_layer_as_an_mlp_does(x6
 
 
 # Products.
-
-
-@pytest.mark.full
-def test_the_kernel_multiplies_rows_by_the_weights_of_their_groups():
-    rng = np.random.default_rng(0)
-    rows, weights = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((1, 4 * TILE, 48), (1, 3, 48, 32)))
-    sizes = jnp.array([[TILE, 0, 2 * TILE]], jnp.int32)
-    each = lambda kernel, *args: kernel(*args)
-    product = lambda *args: grouped_product(each, *args, sizes)
-    weigh = rng.normal(size=(1, 4 * TILE, 32)).astype(np.float32)
-    got = jit(jax.value_and_grad(lambda *args: jnp.sum(product(*args) * weigh), (0, 1)))(rows, weights)
-    ragged = lambda rows, weights: jax.lax.ragged_dot(rows[0], weights[0], sizes[0])[None]
-    want = jit(jax.value_and_grad(lambda *args: jnp.sum(ragged(*args) * weigh), (0, 1)))(rows, weights)
-    assert_same(got, want, within=1e-5)
-    assert not np.any(jit(product)(rows, weights)[:, 3 * TILE :]), "rows of no group are zeros"
 
 
 @pytest.mark.full

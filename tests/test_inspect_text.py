@@ -318,13 +318,20 @@ def test_a_mask_takes_its_part_off_fused_attention(mask, num_keys, scores):
         assert flops_of([heads, keys, keys], f"({heads}, u8[0])", call) == (2 * products * 2 * 8 * 64 * scores, set())
 
 
-def test_flops_of_rows_times_the_weights_of_their_experts():
-    rows, weights, outputs = "bf16[1,256,32]", "bf16[1,4,32,64]", "bf16[1,256,64]"
-    call = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={grid_x = 2 : i32, name = "grouped_product"}'
+@pytest.mark.parametrize(
+    "call",
+    [
+        'custom_call_target="__gpu$xla.gpu.triton", backend_config={grid_x = 2 : i32, name = "grouped_product"}',
+        'custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/grouped_product/mpmd_map"}',
+    ],
+    ids=["triton", "mosaic"],
+)
+def test_flops_of_rows_times_the_weights_of_their_experts(call):
+    rows, weights, outputs = "bf16[256,32]", "bf16[4,32,64]", "bf16[256,64]"
     of_all = (2 * 256 * 32 * 64, frozenset())
-    assert flops_of(["s32[2]", rows, weights], outputs, call) == of_all
-    assert flops_of(["s32[2]", outputs, weights], rows, call) == of_all
-    assert flops_of(["s32[4]", "s32[4]", rows, outputs], weights, call) == of_all
+    assert flops_of([rows, weights, "s32[2]"], outputs, call) == of_all
+    assert flops_of([outputs, weights, "s32[2]"], rows, call) == of_all
+    assert flops_of([rows, outputs, "s32[4]", "s32[4]"], weights, call) == of_all
 
 
 def test_products_that_cannot_be_counted_are_named():

@@ -165,18 +165,25 @@ def _custom_call_flops(computation: Computation, instruction: Instruction) -> in
         return _conv_flops([arrays[index] for index in _CONVOLUTIONS[target]], instruction)
     if target.startswith("__cudnn$fmha"):
         return _attention_flops(target, instruction, operands)
-    if "triton" in target and 'name = "grouped_product"' in instruction.attributes:
+    if _is_grouped(target, instruction):
         return _grouped_flops(computation, instruction)
     return None if _LIBRARY.search(target) else 0
+
+
+def _is_grouped(target: str, instruction: Instruction) -> bool:
+    """Whether a call is a kernel of ``models/grouped_product.py``, by its name in op_name, or in the settings of Triton's."""
+    if "mosaic_gpu" in target:
+        return "grouped_product" in instruction.op_name
+    return "triton" in target and 'name = "grouped_product"' in instruction.attributes
 
 
 def _grouped_flops(computation: Computation, instruction: Instruction) -> int:
     """The products of rows with a weight each (``models/grouped_product.py``), as if all rows for which there is room had one.
 
-    Of the arrays rows [1, r, in], results [1, r, out] and weights [1, e, in, out] any may be the result of the call.
+    Of the arrays rows [r, in], results [r, out] and weights [e, in, out] any may be the result of the call.
     """
     arrays = [*(shapes[0] for shapes in computation.operand_shapes(instruction)), instruction.shapes[0]]
-    rows, others = (shape.dims for shape in arrays if len(shape.dims) == 3)
+    rows, others = (shape.dims for shape in arrays if len(shape.dims) == 2)
     return 2 * math.prod(rows) * others[-1]
 
 

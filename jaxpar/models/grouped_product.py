@@ -1,41 +1,51 @@
-"""Products of rows with one of several weights each, as a kernel for GPUs (Pallas, by way of Triton).
+"""Products of rows with one of several weights each, as a kernel on GPUs.
 
     rows [r, in]   weights [e, in, out]   sizes [e]: the first sizes[0] rows are for weights[0], the next for weights[1] ...
 
-    forward               out[i] = rows[i] @ weights[e of i]            a program for each tile of rows and columns
+    forward               out[i] = rows[i] @ weights[e of i]
     gradient of rows      the same with transposed weights
-    gradient of weights   rows[of e].T @ ct[of e]                       a program for each expert and tile of its weight
+    gradient of weights   rows[of e].T @ ct[of e]
 
 ``jax.lax.ragged_dot`` does the same, but on GPUs XLA multiplies each row by all weights. Here sizes must be multiples of
 ``TILE``, so that a tile of rows has one weight; rows that fill a group up are zero. Rows after the last group give zeros.
 
 The three are separate calls of a ``jax.custom_vjp``, since a pipeline's backward pass computes the gradient of weights later
-than that of rows. Sums are in float32 at least. Elsewhere than on GPUs the kernel is interpreted, which is slow.
+than that of rows. Sums are in float32 at least. Each is one operation of a traced function, ``PRODUCT`` or ``OF_WEIGHTS``,
+which becomes one of these where it is compiled:
+
+    "mosaic"   grouped_mosaic.py, on Hopper, in 16-bit floats, where 128 divides the widths
+    "triton"   grouped_triton.py, on other GPUs and for what the former does not take
+    "plain"    elsewhere, written out below
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxpar.context_parallel import platform
+from jaxpar._compat import operation
+from jaxpar.context_parallel import num_multiprocessors, on_gpus, on_hopper
 from jaxpar.dtypes import wide_dtype
 
 TILE = 128  # rows
-_COLUMNS, _DEPTH = 128, 64  # of a tile of the result, and of the products that are added to it at a time
 
-
-def on_gpus() -> bool:
-    """Returns whether this is traced for GPUs."""
-    return platform() in ("gpu", "cuda", "rocm")
+Form = Literal["mosaic", "triton", "plain"]
 
 
 def fits(dtype: Any, *widths: int) -> bool:
-    """Returns whether the kernel takes weights of these widths, which 16 must divide, and of this dtype, of up to 32 bits."""
+    """Returns whether a kernel takes weights of these widths, which 16 must divide, and of this dtype, of up to 32 bits."""
     return all(width % 16 == 0 for width in widths) and jnp.dtype(dtype).itemsize <= 4
+
+
+def form_of(dtype: Any, *widths: int) -> Form:
+    """Returns what products of this dtype with weights of these widths become where this is traced."""
+    if not on_gpus():
+        return "plain"
+    is_for_mosaic = on_hopper() and jnp.dtype(dtype).itemsize == 2 and all(width % 128 == 0 for width in widths)
+    return "mosaic" if is_for_mosaic else "triton"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -65,80 +75,86 @@ grouped_product.defvjp(lambda each, *given: (grouped_product(each, *given), give
 
 
 def _multiply(rows: Array, weights: Array, sizes: Array, *, transposed: bool) -> Array:
-    _, experts, *widths = weights.shape
-    depth, width = reversed(widths) if transposed else widths
-    num_tiles, step, columns = rows.shape[1] // TILE, _block(depth, _DEPTH), _block(width, _COLUMNS)
-    # The group of each tile; for those after the last group there is none.
-    ends, tiles = jnp.cumsum(sizes[0]) // TILE, jnp.arange(num_tiles)
-    owner = jnp.sum(ends[:, None] <= tiles[None], 0, dtype=jnp.int32)
-
-    def kernel(owner_ref: Any, rows_ref: Any, weights_ref: Any, out_ref: Any) -> None:
-        tile, column = pl.program_id(0) * TILE, pl.program_id(1) * columns
-        expert = owner_ref[pl.program_id(0)]
-        known = jnp.minimum(expert, experts - 1)
-
-        def add(i: Any, total: Array) -> Array:
-            here = rows_ref[0, pl.ds(tile, TILE), pl.ds(i * step, step)]
-            if transposed:
-                return total + _dot(here, weights_ref[0, known, pl.ds(column, columns), pl.ds(i * step, step)].T)
-            return total + _dot(here, weights_ref[0, known, pl.ds(i * step, step), pl.ds(column, columns)])
-
-        steps = (expert < experts).astype(jnp.int32) * (depth // step)
-        total = jax.lax.fori_loop(0, steps, add, jnp.zeros((TILE, columns), wide_dtype(rows.dtype)))
-        out_ref[0, pl.ds(tile, TILE), pl.ds(column, columns)] = total.astype(out_ref.dtype)
-
-    pl = _pallas()
-    out = jax.ShapeDtypeStruct((1, num_tiles * TILE, width), rows.dtype)
-    return _call(kernel, (num_tiles, width // columns), out)(owner, rows, weights)
+    return PRODUCT.bind(sizes, rows, weights, transposed=transposed, **_settings(rows, weights.shape[2:]))
 
 
 def _contract(rows: Array, ct: Array, sizes: Array) -> Array:
-    experts, depth, width = sizes.shape[1], rows.shape[2], ct.shape[2]
-    height, columns = _block(depth, _COLUMNS), _block(width, _COLUMNS)
-    ends = jnp.cumsum(sizes[0]).astype(jnp.int32) // _DEPTH
-
-    def kernel(begins_ref: Any, ends_ref: Any, rows_ref: Any, ct_ref: Any, out_ref: Any) -> None:
-        row, column, expert = pl.program_id(0) * height, pl.program_id(1) * columns, pl.program_id(2)
-
-        def add(i: Any, total: Array) -> Array:
-            here = rows_ref[0, pl.ds(i * _DEPTH, _DEPTH), pl.ds(row, height)]
-            return total + _dot(here.T, ct_ref[0, pl.ds(i * _DEPTH, _DEPTH), pl.ds(column, columns)])
-
-        start = jnp.zeros((height, columns), wide_dtype(rows.dtype))
-        total = jax.lax.fori_loop(begins_ref[expert], ends_ref[expert], add, start)
-        out_ref[0, expert, pl.ds(row, height), pl.ds(column, columns)] = total.astype(out_ref.dtype)
-
-    pl = _pallas()
-    out = jax.ShapeDtypeStruct((1, experts, depth, width), rows.dtype)
-    call = _call(kernel, (depth // height, width // columns, experts), out)
-    return call(ends - sizes[0].astype(jnp.int32) // _DEPTH, ends, rows, ct)
+    return OF_WEIGHTS.bind(sizes, rows, ct, **_settings(rows, (rows.shape[2], ct.shape[2])))
 
 
-def _call(kernel: Callable[..., None], grid: tuple[int, ...], out: jax.ShapeDtypeStruct) -> Callable[..., Array]:
-    from jax.experimental.pallas import triton
-
-    options = triton.CompilerParams(num_warps=8, num_stages=3)
-    interpret = not on_gpus()
-    return _pallas().pallas_call(
-        kernel,
-        grid=grid,
-        out_shape=out,
-        interpret=interpret,
-        name="grouped_product",  # by which ``inspect/costs.py`` knows it in a compiled program
-        compiler_params=None if interpret else options,
-    )
+def _settings(rows: Array, widths: tuple[int, ...]) -> dict[str, Any]:
+    return {"form": form_of(rows.dtype, *widths), "blocks": num_multiprocessors()}
 
 
-def _pallas() -> Any:
-    from jax.experimental import pallas  # imported here: few programs need it
-
-    return pallas
+# Operations -----------------------------------------------------------------------------------------------------------------
 
 
-def _dot(a: Array, b: Array) -> Array:
-    return jnp.dot(a, b, preferred_element_type=wide_dtype(a.dtype))
+def _product(sizes: Array, rows: Array, weights: Array, *, transposed: bool, form: Form, blocks: int) -> Array:
+    """Returns the products ``[1, rows, out]`` of rows ``[1, rows, in]`` with weights ``[1, experts, in, out]``."""
+    # The group of each tile; for those after the last group there is none.
+    ends, tiles = jnp.cumsum(sizes[0]) // TILE, jnp.arange(rows.shape[1] // TILE)
+    owner = jnp.sum(ends[:, None] <= tiles[None], 0, dtype=jnp.int32)
+    return _kernels(form, blocks)[0](rows[0], weights[0], owner, transposed=transposed)[None]
 
 
-def _block(width: int, most: int) -> int:
-    """Returns the largest power of two that divides a width, up to ``most``."""
-    return min(width & -width, most)
+def _of_weights(sizes: Array, rows: Array, ct: Array, *, form: Form, blocks: int) -> Array:
+    """Returns the gradients ``[1, experts, in, out]`` of the weights."""
+    return _kernels(form, blocks)[1](rows[0], ct[0], sizes[0])[None]
+
+
+def _kernels(form: Form, blocks: int) -> tuple[Callable[..., Array], Callable[..., Array]]:
+    # Imported here: few programs need them.
+    if form == "mosaic":
+        from jaxpar.models import grouped_mosaic
+
+        return partial(grouped_mosaic.multiply, blocks=blocks), partial(grouped_mosaic.contract, blocks=blocks)
+    if form == "triton":
+        from jaxpar.models import grouped_triton
+
+        return grouped_triton.multiply, grouped_triton.contract
+    return multiply, contract
+
+
+def multiply(
+    rows: Float[Array, "rows depth"],
+    weights: Float[Array, "experts _ _"],
+    owner: Int[Array, " tiles"],
+    *,
+    transposed: bool,
+) -> Float[Array, "rows width"]:
+    """Returns each tile of rows times the weight of its owner, or times that transposed, and zeros where it has none."""
+    own = jnp.take(weights, owner, axis=0, mode="fill", fill_value=0)
+    own = own.swapaxes(1, 2) if transposed else own
+    return _wide("mti,mio->mto", _in_tiles(rows), own).reshape(len(rows), -1)
+
+
+def contract(
+    rows: Float[Array, "rows in"], ct: Float[Array, "rows out"], sizes: Int[Array, " experts"]
+) -> Float[Array, "experts in out"]:
+    """Returns for each group its rows, transposed, times their cotangents."""
+    ends, tiles = jnp.cumsum(sizes) // TILE, jnp.arange(len(rows) // TILE)
+    begins = ends - sizes // TILE
+    is_of = ((tiles[None] >= begins[:, None]) & (tiles[None] < ends[:, None])).astype(rows.dtype)
+    return _wide("em,mti,mto->eio", is_of, _in_tiles(rows), _in_tiles(ct))
+
+
+def _in_tiles(rows: Array) -> Array:
+    return rows.reshape(-1, TILE, rows.shape[-1])
+
+
+def _wide(legend: str, *arrays: Array) -> Array:
+    dtype = arrays[-1].dtype
+    return jnp.einsum(legend, *arrays, preferred_element_type=wide_dtype(dtype)).astype(dtype)
+
+
+def _product_shape(sizes: Any, rows: Any, weights: Any, *, transposed: bool, **_: Any) -> Any:
+    del sizes
+    return rows.update(shape=(*rows.shape[:2], weights.shape[2 if transposed else 3]))
+
+
+def _weights_shape(sizes: Any, rows: Any, ct: Any, **_: Any) -> Any:
+    return rows.update(shape=(*sizes.shape, rows.shape[2], ct.shape[2]))
+
+
+PRODUCT = operation("grouped_product", _product, _product_shape)
+OF_WEIGHTS = operation("grouped_product_of_weights", _of_weights, _weights_shape)

@@ -24,7 +24,7 @@ from jaxpar._compat import Primitive, with_inner
 from jaxpar.backward.graph import Graph, Node
 from jaxpar.backward.partition import RULES as BUILT_IN
 from jaxpar.backward.partition import Cut, Found, elementwise
-from jaxpar.models.grouped_product import TILE
+from jaxpar.models.grouped_product import OF_WEIGHTS, PRODUCT, TILE
 
 FORWARD, BACKWARD = "planned_attention", "planned_attention_backward"
 _forward, _backward = Primitive(FORWARD), Primitive(BACKWARD)
@@ -119,6 +119,9 @@ RULES = {
 }
 
 
+_GROUPED = (PRODUCT.name, OF_WEIGHTS.name)
+
+
 class Grouped(NamedTuple):
     """A product of rows with the weights of their experts on a device, or one that gives the gradient of the weights.
 
@@ -159,14 +162,14 @@ class Grouped(NamedTuple):
 @lru_cache(maxsize=4096)
 def grouped_of(node: Node) -> Grouped | None:
     """Returns the grouped product that a node is, if it is one."""
-    if node.name not in ("shard_map", "custom_vjp_call", "pallas_call"):
+    if node.name not in ("shard_map", "custom_vjp_call", *_GROUPED):
         return None
-    kernel = next((each for each in with_inner(node.equation) if each.primitive.name == "pallas_call"), None)
-    if kernel is None:
+    product = next((each for each in with_inner(node.equation) if each.primitive.name in _GROUPED), None)
+    if product is None:
         return None
-    *_, left, right = (each.aval.shape for each in kernel.invars)
-    num_bytes = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in (*kernel.invars, *kernel.outvars))
-    if len(kernel.invars) == 4:  # rows and the gradients of their products
-        return Grouped(left[1], kernel.outvars[0].aval.shape[1], left[2], right[2], num_bytes, is_gradient=True)
-    columns = kernel.outvars[0].aval.shape[2]
-    return Grouped(left[1], right[1], left[2], columns, num_bytes, is_gradient=False)
+    _, left, right = (each.aval.shape for each in product.invars)
+    made = product.outvars[0].aval.shape
+    num_bytes = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in (*product.invars, *product.outvars))
+    if product.primitive is OF_WEIGHTS:
+        return Grouped(left[1], made[1], left[2], right[2], num_bytes, is_gradient=True)
+    return Grouped(left[1], right[1], left[2], made[2], num_bytes, is_gradient=False)

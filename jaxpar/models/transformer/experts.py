@@ -36,7 +36,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxpar.models.grouped_product import TILE, fits, grouped_product, on_gpus
+from jaxpar.context_parallel import on_gpus
+from jaxpar.models.grouped_product import TILE, fits, grouped_product
 from jaxpar.models.lora import is_adapted
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.dispatch import (
