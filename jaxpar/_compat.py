@@ -142,47 +142,30 @@ def cudnn_attention(
             the call, and the sums are [rows * most, heads, seq], from the first query of each document. None: rows are whole.
         window: How many keys each query sees, its own included; None: all that it may.
     """
-    operands, settings = _cudnn_call(q, scale, lengths, bias, documents, window)
-    primitive = (
-        _cudnn._dot_product_attention_fwd_p_wrapper if documents is None else _cudnn._dot_product_attention_fwd_p
-    )
+    operands, settings, is_whole = _cudnn_call(q, scale, lengths, bias, documents, window)
+    primitive = _cudnn._dot_product_attention_fwd_p_wrapper if is_whole else _cudnn._dot_product_attention_fwd_p
     out, lse = primitive.bind(q, k, v, *operands, **settings, is_training=True)
     return out, lse
 
 
 def cudnn_attention_gradients(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    ct: jax.Array,
-    scale: float,
-    lengths: tuple | None,
-    bias: jax.Array | None,
-    documents: tuple | None = None,
-    window: int | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, lse: jax.Array, ct: jax.Array, *how: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of q, k and v; ``out`` and ``lse`` may be those of a softmax over more keys than these."""
-    operands, settings = _cudnn_call(q, scale, lengths, bias, documents, window)
-    primitive = (
-        _cudnn._dot_product_attention_bwd_p_wrapper if documents is None else _cudnn._dot_product_attention_bwd_p
-    )
+    """Returns the gradients of q, k and v; ``how`` is what follows v in ``cudnn_attention``.
+
+    ``out`` and ``lse`` may be those of a softmax over more keys than these.
+    """
+    operands, settings, is_whole = _cudnn_call(q, *how)
+    primitive = _cudnn._dot_product_attention_bwd_p_wrapper if is_whole else _cudnn._dot_product_attention_bwd_p
     dq, dk, dv = primitive.bind(q, k, v, *operands, lse, out, ct, **settings)
     return dq, dk, dv
 
 
 def _cudnn_call(
-    q: jax.Array,
-    scale: float,
-    lengths: tuple | None,
-    bias: jax.Array | None,
-    documents: tuple | None,
-    window: int | None,
-) -> tuple[list, dict[str, Any]]:
-    """Returns the operands of both primitives after q, k and v, those of pages empty, and their parameters."""
-    none = jnp.zeros(0, q.dtype)
-    masks = _cudnn.MaskType
+    q: jax.Array, scale: float, lengths: Any, bias: Any, documents: Any = None, window: int | None = None
+) -> tuple[list, dict[str, Any], bool]:
+    """Returns the operands of both primitives after q, k and v, those of pages empty, their parameters, and which ones."""
+    none, masks = jnp.zeros(0, q.dtype), _cudnn.MaskType
     mask = masks.CAUSAL if lengths is None else masks.PADDING
     settings = {
         "scale": float(scale),
@@ -195,15 +178,13 @@ def _cudnn_call(
         **_SCORE_MOD[documents is None],
     }
     places = documents or (*(lengths or (none, none)), none, none)
-    return [none if bias is None else bias, *places, none, none], settings
+    return [none if bias is None else bias, *places, none, none], settings, documents is None
 
 
-# What the primitives, and those that are not wrapped, take since JAX 0.12: functions of the scores.
-_HAS_SCORE_MOD = jax.__version_info__ >= (0, 12)
-_SCORE_MOD: dict[bool, dict[str, Any]] = {
-    True: {"score_mod": None} if _HAS_SCORE_MOD else {},
-    False: {"score_mod_name": None, "score_mod_jaxpr": None} if _HAS_SCORE_MOD else {},
-}
+# Since JAX 0.12 the primitives, wrapped or not, may be given functions of the scores.
+_SCORE_MOD: dict[bool, dict[str, None]] = {True: {}, False: {}}
+if jax.__version_info__ >= (0, 12):
+    _SCORE_MOD = {True: {"score_mod": None}, False: {"score_mod_name": None, "score_mod_jaxpr": None}}
 
 
 # Jaxprs ---------------------------------------------------------------------------------------------------------------------

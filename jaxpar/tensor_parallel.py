@@ -34,6 +34,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxpar import documents
 from jaxpar._compat import cudnn_attention, cudnn_attention_gradients
 from jaxpar.fields import arg, check_kind
 from jaxpar.mesh import DATA, TENSOR
@@ -130,6 +131,8 @@ def flash_attention(
 
 # For keys and values that are gathered over ``context`` (models/transformer/flash_chunks.py).
 flash_attention.kernel_of_chunks = cudnn_attention, cudnn_attention_gradients  # pyright: ignore[reportFunctionMemberAccess]
+# For several documents in a row (documents.py).
+flash_attention.kernel_of_documents = documents.CUDNN  # pyright: ignore[reportFunctionMemberAccess]
 
 # The axis over which the sequence of an activation is split, and that of its gradient.
 _PLACES = {

@@ -105,6 +105,7 @@ def main(config: Config) -> None:
         common, own = config.common, config.recipe
         shape = language_model.model_config(own, config.data.seq, text, mesh, config.gpu)
         train, test = language_data.make_rows(config.data, text, shape.vocab_size)
+        shape = language_model.with_documents(shape, config.data.max_documents, (train, test))
         schedule = make_pipeline(config, mesh, len(train))
         layout = language_model.make_layout(shape, schedule, own.layers_per_virtual_stage)
         init, shardings = language_model.make_params(

@@ -604,20 +604,21 @@ def test_the_form_that_moves_fewer_bytes_is_the_default():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("packed", "axes"),
+    ("packed", "axes", "told"),
     [
-        (False, {"context": 2}),
-        (True, {"context": 2, "tensor": 2}),
-        pytest.param(True, {"context": 2, "stage": 2, "tensor": 2}, marks=pytest.mark.slow),
+        (False, {"context": 2}, False),
+        (True, {"context": 2, "tensor": 2}, True),
+        pytest.param(True, {"context": 2, "tensor": 2}, False, marks=pytest.mark.full),
+        pytest.param(True, {"context": 2, "stage": 2, "tensor": 2}, True, marks=pytest.mark.slow),
     ],
-    ids=["whole rows", "documents", "stages"],
+    ids=["whole rows", "documents", "a bias", "stages"],
 )
-def test_a_kernel_of_chunks_takes_the_place_of_scores(x64, packed, axes):
+def test_a_kernel_of_chunks_takes_the_place_of_scores(x64, packed, axes, told):
     def never(*args, **options):
         raise AssertionError("it is given whole sequences")
 
-    never.kernel_of_chunks = WRITTEN_OUT
-    config = make_config(compute_dtype="float32", **GATHER)
+    never.kernel_of_chunks, never.kernel_of_documents = WRITTEN_OUT, WRITTEN_OUT.of_documents if told else None
+    config = make_config(compute_dtype="float32", max_documents=SEQ, **GATHER)
     params, batch = make_params(config, jnp.float32), cast(make_batch(packed=packed), np.float32)
     step, mesh, shardings = make_run(axes, replace(config, attention=never))
     got = jaxpar.fetch(step(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)))

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxpar
-from jaxpar.models.transformer.flash_chunks import Kernel, chunked_causal_attention
+from jaxpar.documents import find_documents
+from jaxpar.models.transformer.flash_chunks import Kernel, as_rows, chunked_causal_attention
 from tests.support import tiny
 from tests.support.covering import covering
 from tests.support.oracle import assert_same
@@ -66,24 +67,27 @@ def expected(q, k, v, ct, scale, segments=None):
 
 
 @cache
-def on_device(size, scale, kernel):
-    """The output and gradients of one of ``size`` devices as a program, with its index traced."""
+def on_device(size, scale, kernel, most=None):
+    """The output and gradients of one of ``size`` devices as a program, with its index traced.
+
+    With ``most`` the kernel is told where documents lie.
+    """
 
     @jax.jit
     def run(index, q, own, whole, ct, of_own, segments):
-        numbers = None if segments is None else (of_own, segments)
-        attend = partial(
-            chunked_causal_attention, chunk_of_context=(index, size), segments=numbers, scale=scale, kernel=kernel
-        )
+        how = {"chunk_of_context": (index, size), "scale": scale, "kernel": kernel}
+        how |= {} if segments is None else {"segments": (of_own, segments)}
+        how |= {} if most is None else {"documents": find_documents(as_rows(of_own), most)}
+        attend = partial(chunked_causal_attention, **how)
         out, backward = jax.vjp(attend, q, own, whole)
         return out, *backward(ct)
 
     return run
 
 
-def found(q, k, v, ct, *, size, scale, segments=None, kernel=WRITTEN_OUT):
+def found(q, k, v, ct, *, size, scale, segments=None, kernel=WRITTEN_OUT, most=None):
     """The output and gradients for whole sequences, of which each device computes a part."""
-    run = on_device(size, scale, kernel)
+    run = on_device(size, scale, kernel, most)
     local = lambda whole: [None if whole is None else chunks_of(whole, index, size) for index in range(size)]
     own = zip(local(k), local(v), strict=True)
     each = [
@@ -137,9 +141,11 @@ def test_merged_parts_have_the_output_and_gradients_of_whole_attention(x64, rng,
 @pytest.mark.parametrize("mean", [pytest.param(1, marks=pytest.mark.full), 2, 5, 100])
 def test_documents_in_a_row_do_not_see_one_another(x64, rng, size, mean):
     given, segments = arrays(rng, size, 2), documents(rng, size, mean)
-    got, want = found(*given, size=size, scale=0.5, segments=segments), expected(*given, 0.5, segments)
-    # The gradients of a lone key's scores are 0 but for rounding, which has no relative size: hence 1 is added to all.
-    assert_same([1 + each for each in got], [1 + each for each in want])
+    want = [1 + each for each in expected(*given, 0.5, segments)]
+    for most in (None, CHUNK):
+        got = found(*given, size=size, scale=0.5, segments=segments, most=most)
+        # The gradients of a lone key's scores are 0 but for rounding, which has no relative size: hence 1 is added to all.
+        assert_same([1 + each for each in got], want)
 
 
 @pytest.mark.full
@@ -151,8 +157,10 @@ def test_what_a_kernel_returns_for_what_sees_nothing_is_not_read(x64, rng, mean)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mean", [None, 5], ids=["whole rows", "documents"])
-def test_devices_that_gather_keys_have_the_output_and_gradients_of_whole_attention(x64, rng, mean):
+@pytest.mark.parametrize(
+    ("mean", "most"), [(None, None), (5, None), (5, CHUNK)], ids=["whole rows", "a bias", "documents"]
+)
+def test_devices_that_gather_keys_have_the_output_and_gradients_of_whole_attention(x64, rng, mean, most):
     size = 4
     given, segments = arrays(rng, size, 2), None if mean is None else documents(rng, size, mean)
     mesh = jaxpar.make_mesh(context=size, devices=jax.devices()[:size])
@@ -167,6 +175,7 @@ def test_devices_that_gather_keys_have_the_output_and_gradients_of_whole_attenti
             chunk_of_context = jax.lax.axis_index("context"), size
             numbers = None if segments is None else (segments, whole(segments))
             settings = {"chunk_of_context": chunk_of_context, "segments": numbers, "kernel": WRITTEN_OUT}
+            settings |= {} if most is None else {"documents": find_documents(as_rows(segments), most)}
             return chunked_causal_attention(q, (k, v), (whole(k), whole(v)), scale=0.5, **settings)
 
         out, backward = jax.vjp(attend, q, k, v)
@@ -211,22 +220,25 @@ def test_what_the_kernel_does_not_take_is_refused(queries, keys, dtype, head_dim
         jax.eval_shape(attend, q, (q, q), (k, k))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
+@pytest.mark.parametrize("how", ["whole rows", "a bias", "documents"])
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.full), "float16"])
-def test_on_gpus_all_parts_are_cudnns(dtype, packed):
+def test_on_gpus_all_parts_are_cudnns(dtype, how):
     array = lambda seq, *dims, dtype=dtype: jax.ShapeDtypeStruct((2, seq, *dims), dtype)
     q, own, whole = array(256, 4, 64), array(256, 2, 64), array(512, 2, 64)
-    segments = (array(256, dtype="int32"), array(512, dtype="int32")) if packed else None
+    segments = None if how == "whole rows" else (array(256, dtype="int32"), array(512, dtype="int32"))
 
     def run(index, q, own, whole, segments):
-        attend = partial(chunked_causal_attention, chunk_of_context=(index, 2), segments=segments)
-        out, backward = jax.vjp(attend, q, own, whole)
+        given = {"segments": segments} | (
+            {"documents": find_documents(as_rows(segments[0]), 5)} if how == "documents" else {}
+        )
+        out, backward = jax.vjp(partial(chunked_causal_attention, chunk_of_context=(index, 2), **given), q, own, whole)
         return backward(out)
 
     traced = jax.jit(run).trace(jax.ShapeDtypeStruct((), jnp.int32), q, (own, own), (whole, whole), segments)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernels = re.findall(r"custom_call @(__cudnn\$\w+)", text)
-    own_part = "__cudnn$fmhaScaleBiasSoftmax" if packed else "__cudnn$fmhaSoftmax"
+    own_part = "__cudnn$fmhaScaleBiasSoftmax" if how == "a bias" else "__cudnn$fmhaSoftmax"
     names = [own_part, "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmax"]
     assert kernels == [*names, *(f"{name}Backward" for name in names)]
+    assert text.count("PADDING_CAUSAL") == (2 if how == "documents" else 0)
     assert "dot_general" not in text

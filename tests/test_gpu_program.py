@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -22,9 +23,10 @@ import optax
 import pytest
 
 import jaxpar
+from jaxpar.documents import find_documents
 from jaxpar.models import transformer
-from jaxpar.models.grouped_product import TILE
-from jaxpar.models.transformer.flash_chunks import chunked_causal_attention
+from jaxpar.models.grouped_product import TILE, grouped_product
+from jaxpar.models.transformer.flash_chunks import as_rows, chunked_causal_attention
 from jaxpar.params import abstract_params
 from jaxpar.planner import Choice, cluster, price, transformer_shape
 from jaxpar.planner.compiled import compile_choice
@@ -301,11 +303,14 @@ def rings(found, layers):
 TOKENS, EXPERTS, WIDTH = 4 * 256, 16, 256  # tokens of a microbatch on a device, experts and their rows' width
 
 
-def step_with_experts(mesh, rules, num_microbatches, **changes):
-    """A compiled step of a small Mixtral, and the most elements of an array of bfloat16 in it, rings aside."""
+def small_mixtral(**changes):
     sizes = {"embed_dim": WIDTH, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "mlp_dim": 128, "expert_dim": None}
     more = {"vocab_size": 512, "num_experts": EXPERTS, "experts_per_token": 2, "compute_dtype": "bfloat16"}
-    config = config_of("mixtral", **sizes | more | changes)
+    return config_of("mixtral", **sizes | more | changes)
+
+
+def step_with_experts(mesh, rules, num_microbatches, config, *, packed=False):
+    """A compiled step of a model with experts, and the most elements of an array of bfloat16 in it, rings aside."""
     table = transformer.param_table(config)
     shardings = shardings_from_dims(table, mesh, TRANSFORMER_RULES | rules)
     run = jaxpar.value_and_grad(
@@ -318,7 +323,8 @@ def step_with_experts(mesh, rules, num_microbatches, **changes):
     )
     rows = 4 * mesh.shape["data"] * num_microbatches
     tokens, weight = (jax.ShapeDtypeStruct((rows, 256), dtype) for dtype in (jnp.int32, jnp.float32))
-    batch = jaxpar.abstract_batch({"tokens": tokens, "targets": tokens, "weight": weight}, mesh)
+    batch = {"tokens": tokens, "targets": tokens, "weight": weight} | ({"segments": tokens} if packed else {})
+    batch = jaxpar.abstract_batch(batch, mesh)
     shaped = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
     compiled = jax.jit(run).lower(jax.tree.map(shaped, abstract_params(table), shardings), batch).compile()
     dims = re.findall(r"bf16\[([\d,]+)\]", compiled.as_text())
@@ -326,25 +332,63 @@ def step_with_experts(mesh, rules, num_microbatches, **changes):
 
 
 def num_kernels(compiled):
-    return len(re.findall(r'custom_call_target="__gpu\$xla.gpu.triton"', compiled.as_text()))
+    return len(re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text()))
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # by JAX 0.11; it has all that is needed
-@pytest.mark.parametrize("split", EXPERT_RULES)
-def test_compiled_for_gpus_each_product_is_the_kernel_and_no_row_meets_another_expert(gpus, split):
+def attention(q, k, v, bias=None):
+    """What ``jaxpar.flash_attention`` is, where cuDNN is not installed: the step is also traced where there is no mesh."""
+    del k, v, bias
+    return q
+
+
+attention.kernel_of_documents = jaxpar.flash_attention.kernel_of_documents
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "packed"), [("olmoe-1b-7b", "experts", False), ("mixtral-8x7b", "expert_mlp", True)]
+)
+def test_compiled_for_gpus_each_product_is_the_kernel_and_documents_are_told_to_that_of_attention(
+    gpus, name, split, packed
+):
     mesh = jaxpar.make_mesh(data=4, tensor=2, devices=list(gpus))
-    compiled, largest = step_with_experts(mesh, EXPERT_RULES[split], 1, expert_split=split)
+    shape = transformer.preset(name, num_layers=2, compute_dtype="bfloat16", expert_split=split, vocab_size=512)
+    how = {"attention": attention, "max_documents": 5} if packed else {}
+    config = transformer.TransformerConfig(**vars(shape) | how)
+    compiled, _ = step_with_experts(mesh, EXPERT_RULES[split], 1, config, packed=packed)
     assert num_kernels(compiled) == 9, "gate, up and down; their input gradients; their weight gradients"
-    rows = 2 * TOKENS + (8 if split == "experts" else 16) * TILE
-    assert largest < TOKENS * EXPERTS * WIDTH, "no buffer of tokens times experts times width"
-    text = compiled.as_text()
-    assert f"bf16[{rows},256]" in text or f"bf16[1,{rows},256]" in text, "rows in groups of whole tiles"
+    text, k = compiled.as_text(), config.experts_per_token
+    rows = k * TOKENS + config.num_experts // (2 if split == "experts" else 1) * TILE
+    assert re.search(rf"bf16\[(1,)?{rows},{config.embed_dim}\]", text), "rows in groups of whole tiles"
+    assert not re.search(rf"bf16\[{config.num_experts},\d*{rows},", text), "rows by all experts"
+    calls = re.findall(r'custom_call_target="(__cudnn\$\w+)"', text)
+    assert sorted(calls) == (["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"] if packed else [])
+    assert (re.search(r"bf16\[[\d,]*256,256\]", text) is None) is packed, "scores"
+    assert not jaxpar.inspect_step(compiled, mesh=mesh).uncounted_calls
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.filterwarnings(
+    "ignore:The Pallas Triton backend is deprecated"
+)  # by JAX 0.11; these GPUs have no other kernel
+def test_on_gpus_before_hopper_a_row_meets_no_weight_of_another_expert_either():
+    mesh = jaxpar.make_mesh(devices=jaxpar.compile_only_devices("a100-80gb", devices_per_node=1))
+    own = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shapes = ((1, 8 * TILE, 256), jnp.bfloat16), ((1, 4, 256, 128), jnp.bfloat16), ((1, 4), jnp.int32)
+    given = [jax.ShapeDtypeStruct(*shape, sharding=own) for shape in shapes]
+    grouped = partial(grouped_product, lambda kernel, *args: kernel(*args))
+    ragged = lambda rows, weights, sizes: jax.lax.ragged_dot(rows[0], weights[0], sizes[0])
+
+    def flops_of(product):
+        whole = jax.sharding.PartitionSpec()
+        run = jax.jit(manual_over_data_and_stage(product, mesh, in_specs=whole, out_specs=whole))
+        return jaxpar.inspect_step(run.lower(*given).compile(), mesh=mesh).flops
+
+    assert flops_of(grouped) == 2 * 8 * TILE * 256 * 128
+    assert flops_of(ragged) == 4 * flops_of(grouped), "what XLA does: so the kernel is needed"
+
+
 def test_rows_of_f_travel_to_their_experts_beside_products_of_b_and_those_of_b_beside_products_of_f(gpus):
     mesh = jaxpar.make_mesh(data=4, stage=2, devices=list(gpus))
-    compiled, largest = step_with_experts(mesh, EXPERTS_OVER_DATA, 4, num_layers=4, expert_buffer=1.5)
+    compiled, largest = step_with_experts(mesh, EXPERTS_OVER_DATA, 4, small_mixtral(num_layers=4, expert_buffer=1.5))
     found = jaxpar.inspect_step(compiled, mesh=mesh, large_bytes=1 << 19)
     assert found.gpu.host_waits == 0, found.render()
     steady = [e for e in found.gpu.transfers if e.kind == "all-to-all" and "/FB/while/" in e.op_name]
@@ -358,26 +402,26 @@ def test_rows_of_f_travel_to_their_experts_beside_products_of_b_and_those_of_b_b
     assert largest < TOKENS * EXPERTS * WIDTH
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_every_stage_runs_leading_dense_layers_and_no_tick_waits_for_the_host(gpus):
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2, devices=list(gpus))
     sizes = {"num_layers": 3, "num_dense_layers": 1, "mlp_dim": 384, "expert_dim": 128}
-    compiled, _ = step_with_experts(mesh, EXPERT_RULES["experts"], 4, **sizes)
+    compiled, _ = step_with_experts(mesh, EXPERT_RULES["experts"], 4, small_mixtral(**sizes))
     found = jaxpar.inspect_step(compiled, mesh=mesh)
     assert found.gpu.host_waits == 0, found.render()
     of_leading = [each for each in found.select("all-reduce", "tensor") if "/embed" in each.op_name and each.times > 1]
     assert len(of_leading) >= 2 + 2, found.render()
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
-def test_attention_over_a_gathered_sequence_is_flash_kernels_alone_and_stores_no_scores(gpus, packed):
+@pytest.mark.parametrize("how", ["whole rows", "documents", "a bias"])
+def test_attention_over_a_gathered_sequence_is_flash_kernels_alone_and_stores_no_scores(gpus, how):
     mesh, seq = jaxpar.make_mesh(context=4, tensor=2, devices=list(gpus)), 1 << 15
     rows, heads = (jax.sharding.PartitionSpec(None, *axes) for axes in (("context",), (None, "tensor")))
 
     def on_shard(q, k, v, segments):
         gather = lambda x: jax.lax.all_gather(x, "context", axis=1, tiled=True)
-        numbers = (segments, gather(segments)) if packed else None
-        settings = {"chunk_of_context": (jax.lax.axis_index("context"), 4), "segments": numbers}
+        settings = {"chunk_of_context": (jax.lax.axis_index("context"), 4)}
+        settings |= {} if how == "whole rows" else {"segments": (segments, gather(segments))}
+        settings |= {"documents": find_documents(as_rows(segments), 8)} if how == "documents" else {}
         return chunked_causal_attention(q, (k, v), (gather(k), gather(v)), **settings)
 
     def run(q, k, v, segments, ct):
@@ -392,13 +436,16 @@ def test_attention_over_a_gathered_sequence_is_flash_kernels_alone_and_stores_no
     run_on_mesh = jax.jit(manual_over_data_and_stage(run, mesh, in_specs=rows, out_specs=rows))
     compiled = run_on_mesh.lower(q, k, k, segments, q).compile()
     text = compiled.as_text()
-    own = "ScaleBias" if packed else ""
+    own = "ScaleBias" if how == "a bias" else ""
     names = [f"__cudnn$fmha{part}Softmax{way}" for part in (own, "", "") for way in ("", "Backward")]
     assert sorted(re.findall(r'custom_call_target="(__cudnn\$\w+)"', text)) == sorted(names)
     found = jaxpar.inspect_step(compiled, mesh=mesh)
     assert found.gpu.host_waits == 0, "the device knows how many keys each chunk sees"
     keys, chunk = 2 * seq * 128, seq // 8  # of the whole sequence, or queries of a device
     largest = max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b(?:bf16|f32|pred)\[([\d,]+)\]", text))
-    assert largest == (2 * 2 * chunk**2 if packed else keys), "scores of a chunk by a chunk are 16 times the keys"
-    bias = 2 * 2 * 2 * chunk**2 if packed else 0
-    assert found.memory.temp_bytes < 8 * 2 * keys + 2.1 * bias, found.render()
+    assert largest == (2 * 2 * chunk**2 if how == "a bias" else keys), (
+        "scores of a chunk by a chunk are 16 times the keys"
+    )
+    bias = 2 * 2 * 2 * chunk**2 if how == "a bias" else 0
+    num_copies = 8 if how == "whole rows" else 10  # keys and values from the first one on that is seen
+    assert found.memory.temp_bytes < num_copies * 2 * keys + 2.1 * bias, found.render()

@@ -80,6 +80,20 @@ def test_segments_are_documents_and_what_is_left_is_one_of_its_own():
     assert rows["targets"][0, 5] == IGNORED
 
 
+def test_no_more_documents_are_in_a_row_than_the_model_is_told():
+    documents = make_documents(np.random.default_rng(0), [7, 2, 2, 2, 2, 2, 2, 3])  # of 6, 1 and 2 targets
+    most_in = lambda rows: max(1 + np.count_nonzero(np.diff(rows["segments"]), axis=1))
+    for told, found in ((None, 5), (4, 4), (3, 3), (2, 2)):
+        packed = PackedRows(documents, 6, vocab_size=VOCAB, max_documents=told)
+        rows = packed.take(np.arange(len(packed)))
+        assert packed.max_documents == most_in(rows) == found
+        assert np.count_nonzero(rows["targets"] != IGNORED) == 14
+    with pytest.raises(
+        ValueError, match=r"max_documents must be at least 2; got 1. A row has one document and padding"
+    ):
+        PackedRows(documents, 6, vocab_size=VOCAB, max_documents=1)
+
+
 def test_rows_say_how_full_they_are_and_what_was_cut():
     documents = make_documents(np.random.default_rng(0), [4, 3, 3])
     assert PackedRows(documents, 6, vocab_size=VOCAB).describe() == "3 documents in 2 rows of 6 tokens, 58.3% filled"

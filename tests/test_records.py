@@ -156,6 +156,19 @@ def test_a_record_that_cannot_be_used_is_refused_with_its_number(record, message
         RecordRows([{"input_ids": [1, 2]}, record], SEQ, vocab_size=VOCAB).check()
 
 
+def test_a_record_of_more_documents_than_the_model_is_told_is_refused_when_it_is_read():
+    few, many = ({"input_ids": [1] * 7, "segment_ids": each} for each in ([0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, 2]))
+    told = lambda most: RecordRows([few, many], SEQ, vocab_size=VOCAB, max_documents=most)
+    told(3).take(np.array([0]))
+    with pytest.raises(
+        ValueError, match=r"got 4, max_documents=3. Choose max_documents=4 or more, or leave it out. It is record 2"
+    ):
+        told(3).take(np.arange(2))
+    told(4).take(np.arange(2))
+    assert told(4).max_documents == 4
+    assert told(None).max_documents is None
+
+
 def test_files_that_cannot_be_used_are_refused(tmp_path):
     for suffix in ("parquet", "arrayrecord"):
         (tmp_path / f"a.{suffix}").write_bytes(b"nothing of the kind" * 9)

@@ -107,7 +107,12 @@ class RowSource(ABC):
     """Rows that are read by their numbers, and the batches made of them.
 
     A process may read some rows of a batch only: those that ``jaxpar.local_rows`` names.
+
+    Attributes:
+        max_documents: The most documents of a row, its padding included; None: that is not known without reading all.
     """
+
+    max_documents: int | None = None
 
     @abstractmethod
     def __len__(self) -> int:
@@ -242,6 +247,8 @@ class Mixture(RowSource):
 
     def __init__(self, sources: Sequence[RowSource], weights: Sequence[float] | None = None) -> None:
         self.sources = tuple(sources)
+        known = [most for source in sources if (most := source.max_documents) is not None]
+        self.max_documents = max(known) if len(known) == len(sources) else None
         weights = [len(source) for source in sources] if weights is None else weights
         self._counts = _samples_per_block(weights, len(sources))
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxpar.data.batches import RowSource, check_vocabulary
 from jaxpar.data.checksums import checksum
-from jaxpar.fields import arg, check_one_of, check_positive
+from jaxpar.fields import arg, check_at_least, check_one_of, check_positive
 
 IGNORED = -100  # the label that jaxpar.losses.softmax_cross_entropy ignores
 
@@ -79,13 +79,16 @@ class PackedRows(RowSource):
         documents: The documents.
         seq: Tokens per row.
         vocab_size: The vocabulary size of the model, which all tokens must be below.
+        max_documents: The most documents of a row, its padding included, 2 or more, for a model with such a ``max_documents``;
+            None: as many as fit.
 
     Raises:
-        ValueError: No document has a token to learn.
+        ValueError: No document has a token to learn, or a number is too small.
     """
 
-    def __init__(self, documents: Documents, seq: int, *, vocab_size: int) -> None:
+    def __init__(self, documents: Documents, seq: int, *, vocab_size: int, max_documents: int | None = None) -> None:
         check_positive("Choose 1 or more.", seq=seq)
+        check_at_least(2, "A row has one document and padding, or more of them.", max_documents=max_documents)
         self._documents, self._seq, self._vocab_size = documents, seq, vocab_size
         starts, counts = _pieces(documents, seq)
         if len(starts) == 0:
@@ -93,10 +96,12 @@ class PackedRows(RowSource):
                 "documents must have a token to learn after their first one; got none in "
                 f"{len(documents)} documents of {documents.num_tokens} tokens. Give more text."
             )
-        row_of = pack(counts, seq)
+        row_of = pack(counts, seq, None if max_documents is None else max_documents - 1)
         order = np.argsort(row_of, kind="stable")
         self._starts, self._counts = starts[order], counts[order]
         self._row_starts = np.append(0, np.cumsum(np.bincount(row_of)))  # of the pieces
+        filled = np.add.reduceat(self._counts, self._row_starts[:-1])
+        self.max_documents = int(np.max(np.diff(self._row_starts) + (filled < seq)))
 
     def __len__(self) -> int:
         return len(self._row_starts) - 1
@@ -162,16 +167,18 @@ def _pieces(documents: Documents, seq: int) -> tuple[np.ndarray, np.ndarray]:
     return starts[has_target], counts[has_target]
 
 
-def pack(sizes: np.ndarray, capacity: int) -> np.ndarray:
+def pack(sizes: np.ndarray, capacity: int, most: int | None = None) -> np.ndarray:
     """Returns the number of the row of each item: largest first, each into the row with the least room that it fits into.
 
     Args:
         sizes: Sizes from 1 to ``capacity``.
         capacity: The size of a row.
+        most: The most items of a row; None: as many as fit.
     """
     rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit r: there is a row with room r
     row_of, num_rows = np.empty(len(sizes), np.int64), 0
+    num_items = [0] * len(sizes)  # of each row
     of_item = sizes.tolist()
     for item in np.argsort(-sizes, kind="stable").tolist():
         size = of_item[item]
@@ -183,7 +190,8 @@ def pack(sizes: np.ndarray, capacity: int) -> np.ndarray:
         else:
             room, row, num_rows = capacity, num_rows, num_rows + 1
         row_of[item] = row
-        if left := room - size:
+        num_items[row] += 1
+        if (left := room - size) and num_items[row] != most:
             rows_by_room[left].append(row)
             rooms |= 1 << left
     return row_of

@@ -37,6 +37,8 @@ class Recall(RowSource):
         ValueError: The rows are too short, or the vocabulary is too small.
     """
 
+    max_documents = 1
+
     def __init__(self, seq: int, *, vocab_size: int, is_test: bool = False) -> None:
         if seq < 4:
             raise ValueError(

@@ -50,12 +50,21 @@ class RecordRows(RowSource):
         seq: Tokens per row.
         vocab_size: The vocabulary size of the model, which all tokens must be below.
         part: The first record and the one after the last; None: all.
+        max_documents: The most documents of a row, its padding included, for a model with such a ``max_documents``: a record
+            with more is refused when it is read. None: any number.
     """
 
     def __init__(
-        self, records: RandomAccess, seq: int, *, vocab_size: int, part: tuple[int, int] | None = None
+        self,
+        records: RandomAccess,
+        seq: int,
+        *,
+        vocab_size: int,
+        part: tuple[int, int] | None = None,
+        max_documents: int | None = None,
     ) -> None:
         self._records, self._seq, self._vocab_size = records, seq, vocab_size
+        self.max_documents = max_documents
         self._first, self._end = part or (0, len(records))
         if self._end <= self._first:
             raise ValueError("a source of records must have at least one; got none. Name files that contain records.")
@@ -81,7 +90,17 @@ class RecordRows(RowSource):
             found["targets"][index, :count] = targets
             found["segments"][index, 1:count] = np.cumsum(segments[1:] != segments[:-1])
             found["segments"][index, count:] = count + 1
+            self._check_documents(found["segments"][index], number)
         return found
+
+    def _check_documents(self, segments: np.ndarray, number: int) -> None:
+        count, most = 1 + np.count_nonzero(np.diff(segments)), self.max_documents
+        if most is not None and count > most:
+            raise ValueError(
+                "a row must not have more documents than the model is told, its padding included; got "
+                f"{count}, {arg(max_documents=most)}. Choose {arg(max_documents=int(count))} or more, or leave it out. "
+                f"It is record {number + 1}."
+            )
 
     def _columns(self, record: Mapping[str, Any]) -> list[np.ndarray]:
         """Returns the tokens of a record that are given to the model, their targets and their documents."""

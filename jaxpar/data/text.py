@@ -217,6 +217,8 @@ class Windows(RowSource):
         vocab_size: The vocabulary size of the model, which all tokens must be below.
     """
 
+    max_documents = 1
+
     def __init__(self, parts: Sequence[np.ndarray], seq: int, *, vocab_size: int) -> None:
         check_positive("Choose 1 or more.", seq=seq)
         self._parts, self._seq, self._vocab_size = parts, seq, vocab_size

@@ -52,6 +52,7 @@ class DataFlags:
         token_cache: Folder for the tokens of files, which are tokenised once. None: jaxpar/tokens in the user's cache folder.
         long_examples: What to do with examples with a prompt that are longer than a row: refuse them, leave them out, or cut
             them into rows.
+        max_documents: Most documents of a row, its padding included; records with more are refused. None: as many as fit.
         seq: Tokens of a row.
         batch_tokens: Tokens of a step, instead of --batch-size: a multiple of --seq.
         num_microbatches: Microbatches of each replica in a step, whose gradients are added. None: 2 for each stage of a
@@ -66,6 +67,7 @@ class DataFlags:
     tokenizer: Path | None = None
     token_cache: Path | None = None
     long_examples: Literal["refuse", "drop", "cut"] = "refuse"
+    max_documents: int | None = None
     seq: int = 128
     batch_tokens: int | None = None
     num_microbatches: int | None = None
@@ -156,7 +158,8 @@ class Data:
             found["train_tokens"] = sum(part.num_tokens[0] for part in self.parts if part.num_tokens)
         if len(self.parts) > 1:
             found["data_weights"] = list(flags.data_weights)
-        return found | ({} if flags.long_examples == "refuse" else {"long_examples": flags.long_examples})
+        others = {"long_examples": flags.long_examples, "max_documents": flags.max_documents}
+        return found | {name: value for name, value in others.items() if value not in ("refuse", None)}
 
     def describe(self) -> str:
         """Returns a line about the data."""
@@ -193,7 +196,7 @@ Flags = TypeVar("Flags", bound=LanguageFlags)
 
 def check_data_flags(flags: DataFlags) -> None:
     """Raises where the flags of the data do not go together."""
-    check_at_least(2, seq=flags.seq)
+    check_at_least(2, seq=flags.seq, max_documents=flags.max_documents)
     if flags.prompt == "":
         raise ValueError('--prompt must not be empty; got "". Give what the sample is to begin with.')
     if flags.data_weights and len(flags.data_weights) != len(flags.data):
@@ -347,7 +350,7 @@ def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_
     if not files:
         raise FileNotFoundError(f"a folder of data must hold files; got none in {path}. Name another by its path.")
     if any(map(is_records, files)) and all(map(holds_tokens, files)):
-        return _of_records(files)
+        return _of_records(files, flags)
     _check_reads_bytes(init_from, tokenizer, f"text in {path}")
     chosen = tokenizer or ByteTokenizer()
     corpus = load_corpus(files, chosen, flags.token_cache or default_cache(), test_fraction=TEST_FRACTION)
@@ -358,10 +361,7 @@ def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_
 
 
 def _of_text(text: Text) -> Part:
-    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
-        train, test = (Windows(parts, seq, vocab_size=vocab_size) for parts in (text.train, text.test))
-        return train, test, 0
-
+    rows = lambda seq, size: (Windows(text.train, seq, vocab_size=size), Windows(text.test, seq, vocab_size=size), 0)
     num_tokens = sum(map(len, text.train)), sum(map(len, text.test))
     return Part(rows, num_tokens, text.train, text.test[0], f"crc32 {text.checksum()}", text.is_bytes)
 
@@ -369,8 +369,8 @@ def _of_text(text: Text) -> Part:
 def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
     def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
         (train, some), (test, others) = (fit(each, seq, flags.long_examples) for each in (corpus.train, corpus.test))
-        packed = [PackedRows(documents, seq, vocab_size=vocab_size) for documents in (train, test)]
-        return packed[0], packed[1], some + others
+        make = partial(PackedRows, seq=seq, vocab_size=vocab_size, max_documents=flags.max_documents)
+        return make(train), make(test), some + others
 
     num_tokens, checksum = (corpus.train.num_tokens, corpus.test.num_tokens), f"sha256 {corpus.digest[:32]}"
     sample, held_out = corpus.train.learned_tokens(), corpus.test.tokens_of(0)
@@ -383,15 +383,14 @@ def _of_recall() -> Part:
     return Part(rows, None, [np.arange(NUM_VALUES)], some, "recall", is_bytes=False)
 
 
-def _of_records(files: Sequence[Path]) -> Part:
-    records = open_records(files)
-    count = len(records)
+def _of_records(files: Sequence[Path], flags: DataFlags) -> Part:
+    count = len(records := open_records(files))
     num_test = min(max(round(TEST_FRACTION * count), 1), MOST_HELD_OUT)
     if count < 2:
         raise ValueError(f"records are split into two; got {count} in {files[0]}. Give 2 or more.")
 
     def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
-        make = partial(RecordRows, records, seq, vocab_size=vocab_size)
+        make = partial(RecordRows, records, seq, vocab_size=vocab_size, max_documents=flags.max_documents)
         return make(part=(0, count - num_test)), make(part=(count - num_test, count)), 0
 
     sample = [np.asarray(records[i]["input_ids"]) for i in range(min(count, 64))]

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 import jaxpar
 from jaxpar.checkpoint.export import load_save_file
 from jaxpar.compile_only import check_cudnn
+from jaxpar.data.batches import RowSource
 from jaxpar.data.checksums import checksum_of_files
 from jaxpar.data.text import BYTES
 from jaxpar.fields import check_at_least, check_not_negative, check_positive
@@ -25,12 +26,15 @@ from jaxpar.params import count_params, init_params, is_spec, stack_layers, zero
 from jaxpar.pipeline import LayerLayout
 from jaxpar.run.flags import GpuFlags
 from jaxpar.run.language_data import Data
+from jaxpar.run.messages import say
 from jaxpar.run.optimizers import OptimizerFlags
 from jaxpar.runtime.coordination import check_agreement
 from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
 
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
+# Of a row, unless a run is told another number: 64 take as much memory as a bias of 32 heads of 4,096 tokens.
+MOST_DOCUMENTS = 64
 CHECKED_BYTES = 2**20  # at each end of a file
 
 Target = Literal["w_qkv", "w_out", "w_up", "w_down"]
@@ -235,6 +239,18 @@ def model_config(flags: ModelFlags, seq: int, text: Data, mesh: Mesh, gpu: GpuFl
             check_cudnn()
         config = dataclasses.replace(config, attention=jaxpar.flash_attention)
     return config
+
+
+def with_documents(config: TransformerConfig, most: int | None, sources: Sequence[RowSource]) -> TransformerConfig:
+    """Returns the model whose kernel may be told of ``most`` documents a row, by default as many as the sources know of."""
+    known = [each.max_documents for each in sources]
+    found = most or max((each for each in known if each is not None), default=1)
+    if config.attention == "xla" or found == 1 or (most is None and None in known):
+        return config
+    if most is None and found > MOST_DOCUMENTS:
+        say(f"rows have up to {found} documents; attention is faster with --max-documents {MOST_DOCUMENTS} or fewer")
+        return config
+    return dataclasses.replace(config, max_documents=found)
 
 
 def check_mesh(

@@ -1,17 +1,25 @@
-"""The kernel of ``flash_chunks.py`` written out as matrix products, for devices without cuDNN: it stores all scores."""
+"""The kernels of ``flash_chunks.py`` and of documents in rows written out as matrix products: they store all scores."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxpar import documents
+from jaxpar.documents import Documents
 from jaxpar.models.transformer.flash_chunks import Kernel
 
 
 def _written_out(q: Array, k: Array, v: Array, scale: float, lengths: tuple | None, bias: Array | None) -> tuple:
-    scores, seen = _scores(q, k, scale, lengths, bias)
+    return _output(v, *_scores(q, k, scale, lengths, bias))
+
+
+def _output(v: Array, scores: Array, seen: Array) -> tuple[Array, Array]:
     lse = jax.nn.logsumexp(scores, axis=-1, where=seen)
     out = jnp.einsum("bhgts,bshk->bthgk", _weights(scores, seen, lse), v)
-    return out.reshape(q.shape).astype(q.dtype), lse.reshape(len(q), -1, q.shape[1])
+    rows, seq, *_, head_dim = out.shape
+    return out.reshape(rows, seq, -1, head_dim).astype(v.dtype), lse.reshape(rows, -1, seq)
 
 
 def _written_out_gradients(
@@ -25,7 +33,12 @@ def _written_out_gradients(
     lengths: tuple | None,
     bias: Array | None,
 ) -> tuple:
-    scores, seen = _scores(q, k, scale, lengths, bias)
+    return _gradients(q, k, v, out, lse, ct, scale, *_scores(q, k, scale, lengths, bias))
+
+
+def _gradients(
+    q: Array, k: Array, v: Array, out: Array, lse: Array, ct: Array, scale: float, scores: Array, seen: Array
+) -> tuple[Array, Array, Array]:
     weights = _weights(scores, seen, lse.reshape(scores.shape[:4]))
     grouped_q, grouped_ct = (_grouped(each, k) for each in (q, ct))
     of_out = jnp.sum(grouped_ct * _grouped(out, k), axis=-1).transpose(0, 2, 3, 1)
@@ -57,4 +70,26 @@ def _grouped(array: Array, k: Array) -> Array:
     return wide.reshape(*array.shape[:2], k.shape[2], -1, array.shape[3])
 
 
-WRITTEN_OUT = Kernel(_written_out, _written_out_gradients)
+def _in_documents(q: Array, k: Array, v: Array, scale: float, documents: Documents, window: int | None) -> tuple:
+    return _output(v, _scores(q, k, scale, None, None)[0], _seen(documents, window))
+
+
+def _in_documents_gradients(*arrays_and_how: Any) -> tuple:
+    *arrays, scale, documents, window = arrays_and_how
+    scores, _ = _scores(*arrays[:2], scale, None, None)
+    return _gradients(*arrays, scale, scores, _seen(documents, window))
+
+
+def _seen(documents: Documents, window: int | None) -> Array:
+    """Returns which keys each query sees, by where documents begin and how long they are."""
+    rows, seq = documents.of_tokens.shape
+    of_tokens = documents.of_tokens.reshape(-1)
+    begins, lengths = (each.reshape(-1)[of_tokens].reshape(rows, seq, 1) for each in documents[:2])
+    places = jnp.arange(rows * seq).reshape(rows, 1, seq)
+    queries = places.reshape(rows, seq, 1)
+    first = begins if window is None else jnp.maximum(begins, queries - window + 1)
+    return ((places >= first) & (places <= queries) & (places < begins + lengths))[:, None, None]
+
+
+IN_DOCUMENTS = documents.Kernel(_in_documents, _in_documents_gradients)
+WRITTEN_OUT = Kernel(_written_out, _written_out_gradients, IN_DOCUMENTS)

@@ -14,16 +14,18 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar import context_parallel
 from jaxpar.context_parallel import gather_sequence, heads_to_sequence, sequence_to_heads
+from jaxpar.documents import Documents, attend_in_documents, find_documents
+from jaxpar.documents import Kernel as KernelOfDocuments
 from jaxpar.fields import arg
 from jaxpar.models.lora import Adapted, einsum
 from jaxpar.models.transformer import rope
+from jaxpar.models.transformer.alibi import alibi_bias, own_slopes
 from jaxpar.models.transformer.config import TransformerConfig
-from jaxpar.models.transformer.flash_chunks import CUDNN, Kernel, chunked_causal_attention
+from jaxpar.models.transformer.flash_chunks import CUDNN, Kernel, as_rows, chunked_causal_attention
 from jaxpar.models.transformer.norms import rms_norm
 
 Cache = tuple[Array, Array]
@@ -45,6 +47,7 @@ class Span(NamedTuple):
         is_start: Whether these are the first tokens of each row; if not, there is one token a row, after those in a cache.
         segments: The segment of each token; None: each row is one.
         is_in_order: Whether the tokens are in the order of their row; if not, attention goes by positions.
+        documents: Where the segments lie, for a kernel that takes them so (``documents_of``); None: it is given a bias.
     """
 
     positions: Int[Array, "rows seq"]
@@ -52,6 +55,7 @@ class Span(NamedTuple):
     is_start: bool = True
     segments: Int[Array, "batch seq"] | None = None
     is_in_order: bool = True
+    documents: Documents | None = None
 
     @classmethod
     def packed(cls, segments: Int[Array, "batch seq"]) -> "Span":
@@ -95,6 +99,26 @@ def runs_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
     return jnp.cumsum(changes, axis=1, dtype=jnp.int32)
 
 
+def documents_of(config: TransformerConfig, segments: Int[Array, "batch seq"] | None) -> Documents | None:
+    """Returns where the documents of rows lie, if the model's kernel takes them so; over ``context`` of each chunk as a row."""
+    if segments is None or config.max_documents is None or _kernel_of_documents(config) is None:
+        return None
+    in_rows = segments if context_parallel.num_parts() == 1 else as_rows(segments)
+    return find_documents(in_rows, config.max_documents)
+
+
+def _kernel_of_documents(config: TransformerConfig) -> KernelOfDocuments | None:
+    """The kernel for rows of several documents that belongs to a model's attention, if the devices here have one.
+
+    It takes no penalties, and is not partitioned, so all axes must be manual where it is called.
+    """
+    if config.max_documents is None or config.positions == "alibi" or config.attention == "xla":
+        return None
+    own = CUDNN.of_documents if config.attention == "cudnn" else getattr(config.attention, "kernel_of_documents", None)
+    mesh = jax.sharding.get_abstract_mesh()
+    return own if own and mesh.manual_axes and own.runs(config.compute_dtype) else None
+
+
 def attention(
     config: TransformerConfig,
     params: PyTree,
@@ -122,13 +146,13 @@ def attention(
         cache = _write(cache, (k, v), span)
         config = replace(config, attention="xla")
     if context_parallel.num_parts() > 1:
-        mixed = _attend_over_context(config, q, k, v, span.segments)
+        mixed = _attend_over_context(config, q, k, v, span.segments, span.documents)
     elif not span.is_in_order:
         mixed = attend(config, q, k, v, span.positions, span.segments, places=span.positions)
     else:
         seen_k, seen_v = (k, v) if cache is None or span.is_start else cache
         in_rows = span.positions if span.segments is None else jnp.arange(x.shape[1])[None]
-        mixed = attend(config, q, seen_k, seen_v, in_rows, span.segments)
+        mixed = attend(config, q, seen_k, seen_v, in_rows, span.segments, documents=span.documents)
     out = einsum("bthk,hkd->btd", mixed, params["w_out"].astype(x.dtype))
     return _plus(out, params.get("b_out")), cache
 
@@ -177,22 +201,13 @@ def _plus(x: Array, bias: PyTree) -> Array:
     return x if bias is None else x + bias.astype(x.dtype)[None, None]
 
 
-def alibi_slopes(num_heads: int) -> np.ndarray:
-    """Returns the penalty of each head per unit of distance.
-
-    For a power of two the slopes are 2^(-8/n), 2^(-16/n) and so on; for other numbers those of the power below, then every
-    second slope of the power above.
-
-    **Reference**: Press et al. 2021, arXiv 2108.12409, section 3 and the authors' code.
-    """
-    power = 2 ** math.floor(math.log2(num_heads))
-    slopes = 2.0 ** (-8 * np.arange(1, power + 1) / power)
-    between = 2.0 ** (-4 * np.arange(1, 2 * power, 2) / power)
-    return np.concatenate([slopes, between])[:num_heads]
-
-
 def _attend_over_context(
-    config: TransformerConfig, q: Array, k: Array, v: Array, segments: Int[Array, "batch seq"] | None
+    config: TransformerConfig,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Int[Array, "batch seq"] | None,
+    documents: Documents | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Returns what ``attend`` does, where a device has the queries, keys and values of its part of each sequence."""
     parts = context_parallel.num_parts()
@@ -201,9 +216,11 @@ def _attend_over_context(
         copies = parts // math.gcd(parts, k.shape[2] // context_parallel.num_shards_of_heads(k.shape[2]))
         k, v = (each if copies == 1 else jnp.repeat(each, copies, 2) for each in (k, v))
         q, k, v = (sequence_to_heads(each) for each in (q, k, v))
-        slopes = _own_slopes(config, parts) if config.positions == "alibi" else None
-        mixed = attend(config, q, k, v, jnp.arange(q.shape[1])[None], segments_of_all, slopes=slopes)
-        return heads_to_sequence(mixed)
+        slopes = own_slopes(config, parts) if config.positions == "alibi" else None
+        places = jnp.arange(q.shape[1])[None]
+        most = None if documents is None else config.max_documents
+        in_rows = None if segments_of_all is None or most is None else find_documents(segments_of_all, most)
+        return heads_to_sequence(attend(config, q, k, v, places, segments_of_all, slopes=slopes, documents=in_rows))
     own = jnp.concatenate([k, v], axis=3)  # one collective, and one array to store
     half = lambda both, at: jax.lax.slice_in_dim(both, at * k.shape[3], (at + 1) * k.shape[3], axis=3)
     own, whole = ((half(both, 0), half(both, 1)) for both in (own, gather_sequence(own)))
@@ -214,10 +231,12 @@ def _attend_over_context(
 
     def on_shard(q: Array, k: Array, v: Array, all_k: Array, all_v: Array, *numbers: Array) -> Array:
         at = jax.lax.axis_index(context_parallel.CONTEXT), parts
-        pair = (numbers[0], numbers[1]) if numbers else None
-        return chunked_causal_attention(q, (k, v), (all_k, all_v), chunk_of_context=at, segments=pair, kernel=kernel)
+        how = {"chunk_of_context": at, "kernel": kernel}
+        if numbers:
+            how |= {"segments": numbers[:2], "documents": Documents(*numbers[2:]) if numbers[2:] else None}
+        return chunked_causal_attention(q, (k, v), (all_k, all_v), **how)
 
-    numbers = () if segments is None or segments_of_all is None else (segments, segments_of_all)
+    numbers = () if segments is None or segments_of_all is None else (segments, segments_of_all, *(documents or ()))
     return context_parallel.on_shards_of_heads(on_shard, q, *own, *whole, *numbers)
 
 
@@ -231,7 +250,7 @@ def _kernel_of_chunks(config: TransformerConfig, dtype: jnp.dtype) -> Kernel | N
     if config.attention == "cudnn":
         return CUDNN
     own = getattr(config.attention, "kernel_of_chunks", None)
-    return None if own is None else Kernel(forward=own[0], backward=own[1])
+    return None if own is None else Kernel(own[0], own[1], getattr(config.attention, "kernel_of_documents", None))
 
 
 def over_context(config: TransformerConfig, parts: int, segments: Any = None) -> Literal["gather", "ulysses"]:
@@ -278,6 +297,7 @@ def attend(
     places: Int[Array, "rows length"] | None = None,
     of_keys: Int[Array, "batch length"] | None = None,
     slopes: Float[Array, " heads"] | None = None,
+    documents: Documents | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Returns for each query the mean of the values up to its position, weighted by the softmax of its scores.
 
@@ -291,13 +311,16 @@ def attend(
         places: The positions of the keys in their rows; None: from 0.
         of_keys: The segment of each key; None: keys are of the same tokens as queries.
         slopes: The penalties of the heads; None: those of all heads (``alibi_slopes``).
+        documents: Where the segments lie (``documents_of``).
     """
     in_order = jnp.arange(k.shape[1])[None] if places is None else places
     ahead = in_order[:, None, :] - positions[:, :, None]
-    bias = _alibi(config, ahead, q.dtype, slopes) if config.positions == "alibi" else None
+    bias = alibi_bias(config, ahead, q.dtype, slopes) if config.positions == "alibi" else None
     # Without a cache: with is_causal a flash kernel skips later positions.
     is_whole = q.shape[1] == k.shape[1] and places is None
     window = None if config.window is None or config.window >= k.shape[1] else config.window
+    if is_whole and documents is not None and (own := _kernel_of_documents(config)):
+        return _attend_in_documents(own, window, documents, q, k, v)
     kernel = config.attention if is_whole and q.dtype != jnp.float64 else "xla"
     of_keys = segments if of_keys is None else of_keys
     together = None if segments is None or of_keys is None else (segments[:, :, None] == of_keys[:, None, :])[:, None]
@@ -314,6 +337,17 @@ def attend(
     return _written_out(q, k, v, bias, seen if together is None else seen & together)
 
 
+def _attend_in_documents(
+    kernel: KernelOfDocuments, window: int | None, documents: Documents, *arrays: Array
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Returns the attention of rows whose documents the kernel is told, from each shard of the heads."""
+
+    def on_shard(q: Array, k: Array, v: Array, *places: Array) -> Array:
+        return attend_in_documents(kernel, q.shape[3] ** -0.5, window, q, k, v, Documents(*places))
+
+    return context_parallel.on_shards_of_heads(on_shard, *arrays, *documents)
+
+
 def _masked(bias: Array | None, seen: Bool[Array, "batch 1 seq seq"], dtype: jnp.dtype) -> Array:
     """Returns a bias that is so low where ``seen`` is false that the softmax gives 0, and no sum with a score overflows."""
     lowest = jnp.asarray(jnp.finfo(dtype).min / 2, dtype)
@@ -328,22 +362,6 @@ def _check_can_be_split() -> None:
             'attention="cudnn" runs on one device, or where no axis is manual; got a mesh of '
             f"{dict(mesh.shape)}. Use attention=jaxpar.flash_attention, which is the same kernel on any mesh."
         )
-
-
-def _alibi(
-    config: TransformerConfig, ahead: Int[Array, "rows seq length"], dtype: jnp.dtype, slopes: Array | None
-) -> Array:
-    wide = dtype if config.attention != "xla" else jnp.promote_types(dtype, jnp.float32)
-    of_heads = alibi_slopes(config.num_heads) if slopes is None else slopes
-    slopes = jnp.asarray(of_heads, jnp.promote_types(dtype, jnp.float32))
-    return (slopes[None, :, None, None] * ahead[:, None].astype(slopes.dtype)).astype(wide)
-
-
-def _own_slopes(config: TransformerConfig, parts: int) -> Float[Array, " heads"]:
-    """Returns the penalties of the heads that a device gets by ``sequence_to_heads``."""
-    shards = context_parallel.num_shards_of_heads(config.num_heads)
-    by_part = jnp.asarray(alibi_slopes(config.num_heads).reshape(shards, parts, -1))
-    return by_part[:, jax.lax.axis_index(context_parallel.CONTEXT)].reshape(-1)
 
 
 def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "rows 1 seq length"]) -> Array:

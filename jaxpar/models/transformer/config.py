@@ -108,8 +108,12 @@ class TransformerConfig:
         attention: "xla" runs anywhere; "cudnn" is flash attention on one NVIDIA GPU, for 16-bit ``compute_dtype``. Or a
             function ``(q, k, v, bias) -> mixed`` of causal attention, such as ``jaxpar.flash_attention``, which
             runs cuDNN's on any mesh; it also gets ``window=`` where a window is shorter than the sequence. A function may have
-            the attribute ``kernel_of_chunks``, a ``flash_chunks.Kernel``, for gathered keys. With a cache or in float64 "xla"
+            the attribute ``kernel_of_chunks``, a ``flash_chunks.Kernel``, for gathered keys, and ``kernel_of_documents``, a
+            ``jaxpar.documents.Kernel``, for rows of several documents. With a cache or in float64 "xla"
             is always used.
+        max_documents: The most documents of a row, its padding included: cuDNN's attention on Hopper and later GPUs is then
+            told where they lie (``jaxpar.documents``), in memory that grows with this number. A row with more gives NaN, with
+            any attention. None: any number, parted by a bias [seq, seq].
         attention_over_context: How attention reads other positions where a mesh splits sequences over ``context``. "gather":
             keys and values are gathered. "ulysses": heads are exchanged for positions, which needs as many heads. None: what
             moves fewer bytes (``attention.over_context``).
@@ -174,6 +178,7 @@ class TransformerConfig:
     vocab_multiple: int = 1
     compute_dtype: Any = jnp.float32
     attention: Literal["xla", "cudnn"] | Callable[..., Any] = "xla"
+    max_documents: int | None = None
     attention_over_context: Literal["gather", "ulysses"] | None = None
     num_experts: int | None = None
     experts_per_token: int = 2
@@ -215,6 +220,7 @@ class TransformerConfig:
                 f'a "dynamic" rope scaling needs two pairs or more, so head_dim must be 4 or more; got {self.head_dim}. Choose '
                 "fewer num_heads, or another kind of rope scaling."
             )
+        check_at_least(2, "Leave it out where each row is one document.", max_documents=self.max_documents)
         check_one_of(COMPUTE_DTYPES, compute_dtype=_name_of(self.compute_dtype))
         if self.attention == "cudnn" and jnp.dtype(self.compute_dtype).itemsize != 2:
             raise ValueError(

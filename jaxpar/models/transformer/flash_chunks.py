@@ -20,7 +20,8 @@ parts that it differentiates have wrong gradients.
 
 The kernel can leave out the last keys of a row and not the first, so keys and values must be in the order of the sequence,
 which is a copy of them after a gather. In a row of several documents only the first one in a chunk has earlier keys, which
-another copy puts first; in the chunk itself a bias [chunk, chunk] parts documents. There is no sliding window.
+another copy puts first; in the chunk itself the kernel is told where documents lie (``documents.py``), or else a bias
+[chunk, chunk] parts them. There is no sliding window.
 
 **Reference**: Dao 2023, arXiv 2307.08691, section 3.1 (the backward pass from out and lse); Grattafiori et al. 2024, arXiv
 2407.21783, section 3.3.2 (keys and values gathered over zig-zag chunks).
@@ -34,7 +35,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxpar import documents
 from jaxpar._compat import cudnn_attention, cudnn_attention_gradients
+from jaxpar.documents import Documents
 
 
 class Kernel(NamedTuple):
@@ -47,13 +50,15 @@ class Kernel(NamedTuple):
             added to the scores.
         backward: ``backward(q, k, v, out, lse, ct, scale, lengths, bias)`` returns the gradients of q, k and v, where ``out``
             and ``lse`` may be those of a softmax over more keys. Gradients of what sees or is seen by nothing may be anything.
+        of_documents: The kernel for rows of several documents; None: they are parted by a bias.
     """
 
     forward: Callable[..., tuple[Array, Array]]
     backward: Callable[..., tuple[Array, Array, Array]]
+    of_documents: documents.Kernel | None = None
 
 
-CUDNN = Kernel(cudnn_attention, cudnn_attention_gradients)
+CUDNN = Kernel(cudnn_attention, cudnn_attention_gradients, documents.CUDNN)
 
 
 def chunked_causal_attention(
@@ -63,6 +68,7 @@ def chunked_causal_attention(
     *,
     chunk_of_context: tuple[Int[Array, ""] | int, int],
     segments: tuple[Int[Array, "rows two_chunks"], Int[Array, "rows seq"]] | None = None,
+    documents: Documents | None = None,
     scale: float | None = None,
     kernel: Kernel = CUDNN,
 ) -> Float[Array, "rows two_chunks heads head_dim"]:
@@ -78,6 +84,8 @@ def chunked_causal_attention(
         chunk_of_context: The device's index c, which may be traced (by the same ``shard_map``), and the number C of devices.
         segments: The document of each query, and of each key of the whole sequence, a run of a number of its own; keys of other
             documents are masked. None: each row is one.
+        documents: Those of ``segments`` in the two chunks, which are rows of their own (``as_rows``), for a kernel that has
+            ``of_documents``. None: a bias parts them.
         scale: Factor of the scores; None: one by the square root of head_dim.
         kernel: By default ``CUDNN``, for 16-bit floats on NVIDIA GPUs.
 
@@ -99,11 +107,11 @@ def chunked_causal_attention(
             f'{q.dtype}, head_dim={q.shape[3]}. Use attention="xla", which stores all scores.'
         )
     begins = [jnp.asarray(place * (q.shape[1] // 2), jnp.int32) for place in (index, 2 * size - 1 - index)]
-    of_chunks, of_keys = (None, None) if segments is None else (_as_rows(segments[0]), segments[1])
+    of_chunks, of_keys = (None, None) if segments is None else (as_rows(segments[0]), segments[1])
     numbers = (None, None) if of_chunks is None else _chunks(of_chunks)
     earlier = [_earlier_keys(q, *each, of_keys) for each in zip(begins, numbers, strict=True)]
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    return _attend(kernel, scale, q, own, whole, of_chunks, tuple(earlier))
+    return _attend(kernel, scale, q, own, whole, of_chunks if documents is None else documents, tuple(earlier))
 
 
 class _Earlier(NamedTuple):
@@ -134,27 +142,27 @@ def _earlier_keys(q: Array, begin: Array, of_chunk: Array | None, of_keys: Array
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    kernel: Kernel, scale: float, q: Array, own: tuple, whole: tuple, segments: Array | None, earlier: tuple
+    kernel: Kernel, scale: float, q: Array, own: tuple, whole: tuple, within: Array | Documents | None, earlier: tuple
 ) -> Array:
-    return _forward(kernel, scale, q, own, whole, segments, earlier)[0]
+    return _forward(kernel, scale, q, own, whole, within, earlier)[0]
 
 
 def _forward(
-    kernel: Kernel, scale: float, q: Array, own: tuple, whole: tuple, segments: Array | None, earlier: tuple
+    kernel: Kernel, scale: float, q: Array, own: tuple, whole: tuple, within: Array | Documents | None, earlier: tuple
 ) -> tuple:
-    own_out, own_lse = kernel.forward(*map(_as_rows, (q, *own)), scale, None, _between(segments, q.dtype))
-    parts = [_to_earlier(kernel, scale, whole, *each) for each in zip(earlier, _chunks(_as_rows(q)), strict=True)]
+    own_out, own_lse = _to_own(kernel, scale, within, *map(as_rows, (q, *own)))
+    parts = [_to_earlier(kernel, scale, whole, *each) for each in zip(earlier, _chunks(as_rows(q)), strict=True)]
     out, lse = (_from_chunks(each) for each in zip(*parts, strict=True))
     total = jnp.logaddexp(own_lse, lse)
     own_weight, weight = (jnp.exp(each - total).swapaxes(1, 2)[..., None] for each in (own_lse, lse))
     merged = (own_out * own_weight + out * weight).astype(q.dtype).reshape(q.shape)
-    return merged, (q, own, whole, segments, earlier, merged, total)
+    return merged, (q, own, whole, within, earlier, merged, total)
 
 
 def _backward(kernel: Kernel, scale: float, kept: tuple, ct: Array) -> tuple:
-    q, own, whole, segments, earlier, out, lse = kept
-    in_rows = [*map(_as_rows, (q, out)), lse, _as_rows(ct)]
-    of_own = kernel.backward(in_rows[0], *map(_as_rows, own), *in_rows[1:], scale, None, _between(segments, q.dtype))
+    q, own, whole, within, earlier, out, lse = kept
+    in_rows = [*map(as_rows, (q, out)), lse, as_rows(ct)]
+    of_own = _own_gradients(kernel, scale, within, in_rows[0], *map(as_rows, own), *in_rows[1:])
     by_chunk = zip(earlier, *map(_chunks, in_rows), strict=True)
     dq, dk, dv = zip(*(_earlier_gradients(kernel, scale, whole, *each) for each in by_chunk), strict=True)
     dq = (of_own[0] + _from_chunks(dq)).reshape(q.shape)
@@ -162,6 +170,26 @@ def _backward(kernel: Kernel, scale: float, kept: tuple, ct: Array) -> tuple:
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def _to_own(kernel: Kernel, scale: float, within: Array | Documents | None, *arrays: Array) -> tuple[Array, Array]:
+    """Returns the output and lse of chunks' attention to themselves."""
+    if isinstance(within, Documents):
+        return _of_documents(kernel).forward(*arrays, scale, within, None)
+    return kernel.forward(*arrays, scale, None, _between(within, arrays[0].dtype))
+
+
+def _own_gradients(
+    kernel: Kernel, scale: float, within: Array | Documents | None, *arrays: Array
+) -> tuple[Array, Array, Array]:
+    if isinstance(within, Documents):
+        return _of_documents(kernel).backward(*arrays, scale, within, None)
+    return kernel.backward(*arrays, scale, None, _between(within, arrays[0].dtype))
+
+
+def _of_documents(kernel: Kernel) -> documents.Kernel:
+    assert kernel.of_documents is not None, "documents are given to a kernel that takes them"
+    return kernel.of_documents
 
 
 def _to_earlier(kernel: Kernel, scale: float, whole: tuple, earlier: _Earlier, q: Array) -> tuple[Array, Array]:
@@ -191,7 +219,7 @@ def _from(array: Array, first: Array) -> Array:
     return jnp.take_along_axis(array, places[:, :, None, None], axis=1)
 
 
-def _as_rows(array: Array) -> Array:
+def as_rows(array: Array) -> Array:
     """Returns ``[rows, two_chunks, ...]`` as ``[rows * 2, chunk, ...]``, which is the same in memory."""
     return array.reshape(array.shape[0] * 2, array.shape[1] // 2, *array.shape[2:])
 

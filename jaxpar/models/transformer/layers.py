@@ -22,9 +22,18 @@ from jaxtyping import Array, Bool, Float, Int, Integer, PyTree
 
 from jaxpar import context_parallel
 from jaxpar.backward.padded_dims import without_padding
+from jaxpar.documents import Documents
 from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
-from jaxpar.models.transformer.attention import Cache, Constrain, Span, attention, runs_in, unconstrained
+from jaxpar.models.transformer.attention import (
+    Cache,
+    Constrain,
+    Span,
+    attention,
+    documents_of,
+    runs_in,
+    unconstrained,
+)
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.experts import experts
 from jaxpar.models.transformer.mlp import mlp
@@ -43,6 +52,7 @@ class Stream(NamedTuple):
         sums: The sums of routers.
         positions: The positions of the tokens.
         real: For a model with experts, whether a token is not padding.
+        documents: Where segments lie, for a kernel that takes them so: found once, not in each pass of each layer.
     """
 
     h: Float[Array, "batch seq embed"]
@@ -50,6 +60,7 @@ class Stream(NamedTuple):
     sums: RouterSums | None
     positions: Int[Array, "batch seq"] | None = None
     real: Bool[Array, "batch seq"] | None = None
+    documents: Documents | None = None
 
 
 Activations = Array | Stream
@@ -96,8 +107,12 @@ def make_model(
                 f"capacity_factor={config.capacity_factor}. Leave capacity_factor out, or the segments."
             )
         _check_context(config)
-        span = _span(tokens, segments, positions)
+        documents = documents_of(config, segments)
+        span = _span(tokens, segments, positions)._replace(documents=documents)
         h = embed_tokens(config, outer, tokens, span, constrain)
+        if segments is not None and config.max_documents is not None:
+            are_few = _num_documents(segments, positions) <= config.max_documents
+            h = h + jnp.where(are_few, 0, jnp.nan).astype(h.dtype)[:, None, None]
         if context_parallel.num_parts() > 1 and positions is not None:
             # Added, so that the backward pass is that of a lookup alone (``pipeline/embed_and_head.py``).
             h = h + jnp.where(_are_in_place(positions, segments), 0, jnp.nan).astype(h.dtype)[:, None, None]
@@ -107,11 +122,11 @@ def make_model(
         given = weights(batch) if config.num_experts is not None else None
         real = None if given is None else real_tokens(given, span, tokens.shape)
         others = (segments, sums, positions, real)
-        return h if all(each is None for each in others) else Stream(h, *others)
+        return h if all(each is None for each in others) else Stream(h, *others, documents)
 
     def layer(params: PyTree, x: Activations) -> Activations:
         stream = x if isinstance(x, Stream) else Stream(x, None, None)
-        span = _span(stream.h, stream.segments, stream.positions)
+        span = _span(stream.h, stream.segments, stream.positions)._replace(documents=stream.documents)
         h, _, sums = block(config, params, stream.h, span, constrain, sums=stream.sums, real=stream.real)
         return stream._replace(h=h, sums=sums) if isinstance(x, Stream) else h
 
@@ -148,6 +163,15 @@ def _are_in_place(
     starts = context_parallel.places(positions.shape[1])[None] - positions
     goes_on = starts[:, 1:] == starts[:, :-1]
     return jnp.all(goes_on if segments is None else goes_on | (segments[:, 1:] != segments[:, :-1]), axis=1)
+
+
+def _num_documents(
+    segments: Int[Array, "batch seq"], positions: Int[Array, "batch seq"] | None
+) -> Int[Array, " batch"]:
+    """Returns the number of documents of each row; over ``context`` of the whole row."""
+    if positions is None:
+        return segments[:, -1] + 1  # they are numbered
+    return context_parallel.sum_over_sequence(jnp.sum(positions == 0, axis=1))
 
 
 def embed_tokens(
