@@ -20,7 +20,7 @@ from jax._src import xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.source_info_util import current_name_stack, user_context
 from jax.interpreters import mlir
 from jaxtyping import PyTree
