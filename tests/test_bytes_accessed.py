@@ -69,6 +69,8 @@ ENTRY %main (state: (s32[], f32[4,16,16], f32[16,16])) -> (f32[4,16,16], f32[16,
   %taken = f32[1,16,16]{2,1,0} dynamic-slice(%ring, %i, %i, %i), dynamic_slice_sizes={1,16,16}
   %copied = f32[16,16]{1,0} copy(%x)
   %narrow = bf16[16,16]{1,0} fusion(%x), kind=kLoop, calls=%narrowed
+  %begun = ((f32[4,16,16], f32[16,16], s32[]), f32[16,16], u32[]) fusion-start(%ring, %x, %i), kind=kLoop, calls=%added
+  %ended = f32[16,16]{1,0} fusion-done(%begun)
   ROOT %out = (f32[4,16,16], f32[16,16]) fusion(%ring, %x), kind=kLoop, calls=%both
 }
 """
@@ -86,6 +88,8 @@ IN_BODY = (KIB + KIB + INDEX + KIB) + 3 * KIB + (KIB + INDEX + KIB)
         ("main", "copied", 2 * KIB),
         ("main", "narrow", KIB + KIB // 2),  # written in 16 bits
         ("main", "out", 5 * KIB + 5 * KIB),  # all of both, read and written
+        ("main", "begun", KIB + KIB + INDEX + KIB),  # as y, beside what runs until it ends
+        ("main", "ended", 0),
         ("main", "loop", 0),
         ("main", "ring", 0),
     ],

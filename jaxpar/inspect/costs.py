@@ -227,7 +227,8 @@ def _free_dims(operand: Shape, dims: dict[str, list[int]], side: str) -> list[in
 def own_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Returns the bytes that one run of an instruction reads and writes, without those of loops and branches."""
     opcode = instruction.opcode
-    if opcode in _FREE or opcode in CALLS or opcode.endswith(("-start", "-done")):
+    is_fusion = opcode in ("fusion", "fusion-start")  # asynchronous: a slice that is copied out of a stack or into one
+    if opcode in _FREE or opcode in CALLS or (opcode.endswith(("-start", "-done")) and not is_fusion):
         return 0
     if (fused := module.fused(instruction)) is not None:
         read = sum(_read(fused, each) for each in fused.instructions if each.opcode == "parameter")

@@ -142,7 +142,7 @@ class Module:
 
     def fused(self, instruction: Instruction) -> Computation | None:
         """Returns the computation inside a fusion; None for another instruction."""
-        if instruction.opcode != "fusion":
+        if instruction.opcode not in ("fusion", "fusion-start"):
             return None
         return self.computations[(instruction.attribute("calls") or "").lstrip("%")]
 
