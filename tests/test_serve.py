@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import digits
 import gpt as gpt_recipe
@@ -29,6 +31,7 @@ from jaxpar.data.text import ByteTokenizer
 from jaxpar.models import mlp, trained_linear, transformer
 from jaxpar.models.least_squares import least_squares, read_table
 from jaxpar.serve import open_run
+from jaxpar.serve.app import App
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextStream
 from jaxpar.serve.requests import RequestError, Settings, Worker, parse
 from tests.support import doc_pages, serving
@@ -682,6 +685,27 @@ def test_a_client_that_goes_away_ends_its_work(gpt):
 
 def worker_of(seconds=60.0, waiting=2):
     return Worker(waiting, seconds)
+
+
+def test_the_first_request_which_compiles_may_take_longer_than_any_other():
+    def slow():
+        time.sleep(0.2)
+        yield 1
+
+    async def run():
+        worker = worker_of(0.05)
+        endpoint = SimpleNamespace(
+            body=SimpleNamespace(model_validate=lambda body: body),
+            make_reply=lambda body: SimpleNamespace(work=slow),
+        )
+        app = SimpleNamespace(worker=worker, served=SimpleNamespace(endpoints=[endpoint], first={}), is_ready=False)
+        await App.warm_up(app)
+        assert app.is_ready
+        with pytest.raises(RequestError, match=r"must be answered within 0.05 s"):
+            await worker.ask(slow).all()
+        worker.close()
+
+    asyncio.run(run())
 
 
 def test_a_request_that_takes_too_long_is_given_up_and_those_behind_it_go_on():

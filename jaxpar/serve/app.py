@@ -98,7 +98,8 @@ class App:
     async def warm_up(self) -> None:
         """Computes a first request, which compiles its program; raises what it raises."""
         endpoint = self.served.endpoints[0]
-        await self.worker.ask(endpoint.make_reply(endpoint.body.model_validate(self.served.first)).work).all()
+        first = endpoint.make_reply(endpoint.body.model_validate(self.served.first))
+        await self.worker.ask(first.work, is_timed=False).all()  # to compile may take longer than any request may
         self.is_ready = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

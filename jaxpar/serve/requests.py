@@ -277,11 +277,12 @@ class Worker:
         """The number of requests that wait for their turn."""
         return len(self._waiting)
 
-    def ask(self, work: Work) -> Answer:
+    def ask(self, work: Work, *, is_timed: bool = True) -> Answer:
         """Returns the results of a request.
 
         Args:
             work: Called at the request's turn; the iterator that it returns runs in the thread.
+            is_timed: Whether it may take ``timeout_seconds`` at most. The first one, which compiles, may take longer.
 
         Raises:
             RequestError: 503, too many wait; also from the iterator, after ``timeout_seconds``.
@@ -295,7 +296,7 @@ class Worker:
                 retry_after=self.retry_seconds(),
             )
         results: asyncio.Queue[Any] = asyncio.Queue()
-        answer = Answer(results, asyncio.ensure_future(self._produce(work, results)))
+        answer = Answer(results, asyncio.ensure_future(self._produce(work, results, is_timed)))
         self._waiting.add(answer.producer)
         answer.producer.add_done_callback(self._waiting.discard)  # also of one that is cancelled before it begins
         return answer
@@ -310,10 +311,10 @@ class Worker:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
-    async def _produce(self, work: Work, results: asyncio.Queue[Any]) -> None:
+    async def _produce(self, work: Work, results: asyncio.Queue[Any], is_timed: bool) -> None:
         """Puts the results into a queue, then END or the error."""
         try:
-            async with asyncio.timeout(self._timeout), self._turn:
+            async with asyncio.timeout(self._timeout if is_timed else None), self._turn:
                 self._waiting.discard(asyncio.current_task())
                 await self._compute(work, results)
             results.put_nowait(END)
