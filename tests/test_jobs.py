@@ -556,6 +556,11 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
             "nvidia.com/gpu=present:NoSchedule, at most 253",
         ),
         (
+            {"toleration": ("nvidia.com/gpu=NoSchedule",)},
+            "toleration must be a taint whose effect is NoSchedule, PreferNoSchedule or NoExecute, as in "
+            "nvidia.com/gpu=present:NoSchedule, at most 253",
+        ),
+        (
             {"env": ("NCCL_DEBUG",)},
             "env must be a variable without line ends, as in NCCL_DEBUG=INFO, at most 253 long",
         ),
