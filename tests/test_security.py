@@ -12,8 +12,10 @@ CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
 UNSAFE = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.load", "os.system", "os.popen", "pydoc.locate"}
 # Tables of our own, of literal names: a command of `python -m jaxpar`, a library whose modules an adapter takes, a recipe of
 # `jaxpar train`, the public names of the package.
-IMPORTS_BY_NAME = {"jaxpar/__init__.py", "jaxpar/__main__.py", "jaxpar/adapters.py", "jaxpar/commands/train.py"}
-IMPORTS_BY_NAME |= {"jaxpar/commands/plan_model.py"}  # the module that a user names on the command line
+IMPORTS_BY_NAME = {
+    *("jaxpar/__init__.py", "jaxpar/__main__.py", "jaxpar/adapters.py", "jaxpar/commands/train.py"),
+    "jaxpar/commands/plan_model.py",  # the module that a user names on the command line
+}
 
 
 def name_of(node):

@@ -15,12 +15,18 @@ def quick(cases: Iterable[Any], *kept: Any) -> list[Any]:
         cases: Values, tuples of values, or what ``pytest.param`` makes of them.
         kept: Which are of `make test`, by value; by place where cases have several values.
     """
-    return [case if _is_one_of(kept, place, case) else full(case) for place, case in enumerate(cases)]
+    cases = list(cases)
+    places = _places_of(kept, cases)
+    slow = [case for case in map(cases.__getitem__, places) if _is_slow(case)]
+    assert not slow, f"a case of `make test` must not be slow; got {slow}"
+    return [case if place in places else full(case) for place, case in enumerate(cases)]
 
 
 def without(cases: Iterable[Any], *costly: Any) -> list[Any]:
     """Returns the cases likewise, the costly ones marked ``full``."""
-    return [full(case) if _is_one_of(costly, place, case) else case for place, case in enumerate(cases)]
+    cases = list(cases)
+    places = _places_of(costly, cases)
+    return [full(case) if place in places else case for place, case in enumerate(cases)]
 
 
 def full(case: Any) -> Any:
@@ -31,6 +37,18 @@ def full(case: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-def _is_one_of(some: Collection[Any], place: int, case: Any) -> bool:
+def _places_of(some: Collection[Any], cases: list[Any]) -> set[int]:
+    """Returns the places of some cases, each of which must be there once: else a test would leave a tier unnoticed."""
+    names = [_name_of(place, case) for place, case in enumerate(cases)]
+    wrong = [each for each in some if names.count(each) != 1]
+    assert not wrong, f"each must be one of {names}; got {wrong}"
+    return {names.index(each) for each in some}
+
+
+def _name_of(place: int, case: Any) -> Any:
     values = case.values if isinstance(case, PARAM) else case if isinstance(case, tuple) else (case,)
-    return (place if len(values) > 1 else values[0]) in some
+    return place if len(values) > 1 else values[0]
+
+
+def _is_slow(case: Any) -> bool:
+    return isinstance(case, PARAM) and "slow" in {mark.name for mark in case.marks}
