@@ -15,8 +15,8 @@ import jaxpar
 from jaxpar.data.batches import pad_rows
 from jaxpar.data.packing import IGNORED, Documents, PackedRows, fit, pack
 from jaxpar.models import transformer
-from jaxpar.models.transformer.attention import Span
 from jaxpar.models.transformer.layers import Stream
+from jaxpar.models.transformer.span import Span
 from jaxpar.tensor_parallel import sequence_parallel
 from tests.support import tiny
 from tests.support.oracle import assert_same

@@ -13,10 +13,10 @@ import jaxpar
 from jaxpar.huggingface import read_config
 from jaxpar.huggingface.config import config_json
 from jaxpar.models import transformer
-from jaxpar.models.transformer.attention import Span, runs_in
 from jaxpar.models.transformer.experts import experts
 from jaxpar.models.transformer.padding import real_tokens
 from jaxpar.models.transformer.router import RouterSums, balance_loss, route
+from jaxpar.models.transformer.span import Span, runs_in
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import shardings_from_dims
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES

@@ -12,10 +12,11 @@ import pytest
 import jaxpar
 from jaxpar.models import transformer
 from jaxpar.models.transformer import RopeScaling
-from jaxpar.models.transformer.attention import Span, unconstrained
+from jaxpar.models.transformer.attention import unconstrained
 from jaxpar.models.transformer.generate import advance, empty_caches
 from jaxpar.models.transformer.layers import logits
 from jaxpar.models.transformer.rope import frequencies, rotate
+from jaxpar.models.transformer.span import Span
 from tests.support import tiny
 from tests.support.oracle import assert_same
 from tests.support.tiny_transformer import FAMILIES, VOCAB, jit, loss, make_params, shardings

@@ -6,10 +6,10 @@
     tokens = transformer.generate(config, params, prompt, 100, temperature=0.8, key=key)
 
 Read in this order: `config.py` (the options), `presets.py` with `presets.toml` (the published models), `params.py` (the
-params), `layers.py` (the model), `norms.py`, `attention.py`, `flash_chunks.py` (attention to a gathered sequence), `rope.py`
-(rotary positions), `alibi.py` (penalties on distance), `mlp.py`, `padding.py`, `router.py` (with the optimizer of its bias),
-`experts.py` with `dispatch.py` (the slots of rows), `generate.py` with `sampling.py`, `scoring.py` (how likely given tokens
-are).
+params), `layers.py` (the model), `norms.py`, `span.py` (positions and segments of tokens), `attention.py`, `flash_chunks.py`
+(attention to a gathered sequence), `rope.py` (rotary positions), `mlp.py`, `padding.py`, `router.py` (with the optimizer of its
+bias), `experts.py` with `dispatch.py` (the slots of rows), `generate.py` with `sampling.py`, `scoring.py` (how likely given
+tokens are).
 """
 
 from jaxpar.models.transformer.config import TransformerConfig as TransformerConfig

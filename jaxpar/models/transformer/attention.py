@@ -10,10 +10,11 @@ over ``context``, keys and values are gathered, or heads exchanged for positions
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar import context_parallel
@@ -23,10 +24,10 @@ from jaxpar.documents import Kernel as KernelOfDocuments
 from jaxpar.fields import arg
 from jaxpar.models.lora import Adapted, einsum
 from jaxpar.models.transformer import rope
-from jaxpar.models.transformer.alibi import alibi_bias, own_slopes
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.flash_chunks import CUDNN, Kernel, as_rows, chunked_causal_attention
 from jaxpar.models.transformer.norms import rms_norm
+from jaxpar.models.transformer.span import Span
 
 Cache = tuple[Array, Array]
 Constrain = Callable[[jax.Array, str], jax.Array]
@@ -36,67 +37,6 @@ def unconstrained(x: jax.Array, where: str) -> jax.Array:
     """Returns ``x``: no constraint on its sharding."""
     del where
     return x
-
-
-class Span(NamedTuple):
-    """The positions of the tokens that a call gets.
-
-    Attributes:
-        positions: Those of each row; one row if all have the same.
-        lengths: The length of the row or document of each token, these included; one for a row, or for all.
-        is_start: Whether these are the first tokens of each row; if not, there is one token a row, after those in a cache.
-        segments: The segment of each token; None: each row is one.
-        is_in_order: Whether the tokens are in the order of their row; if not, attention goes by positions.
-        documents: Where the segments lie, for a kernel that takes them so (``documents_of``); None: it is given a bias.
-    """
-
-    positions: Int[Array, "rows seq"]
-    lengths: Int[Array, "batch seq"] | Int[Array, "batch 1"] | int
-    is_start: bool = True
-    segments: Int[Array, "batch seq"] | None = None
-    is_in_order: bool = True
-    documents: Documents | None = None
-
-    @classmethod
-    def packed(cls, segments: Int[Array, "batch seq"]) -> "Span":
-        """Returns the span of whole rows of several segments (``runs_in``), in each of which positions begin anew."""
-        index = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
-        begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
-        firsts = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
-        return cls.given(index - firsts, segments)._replace(is_in_order=True)
-
-    @classmethod
-    def given(cls, positions: Int[Array, "batch seq"], segments: Int[Array, "batch seq"] | None) -> "Span":
-        """Returns the span of the tokens of whole rows in any order, and over ``context`` of a device's part of them.
-
-        Args:
-            positions: The position of each token in its segment, or row.
-            segments: The segment of each token, a number below the tokens of a row.
-        """
-        return cls(positions, most_of_segment(positions + 1, segments), segments=segments, is_in_order=False)
-
-
-def most_of_segment(
-    values: Int[Array, "batch seq"], segments: Int[Array, "batch seq"] | None
-) -> Int[Array, "batch seq"]:
-    """Returns for each token the most of the values of its segment, or row, over ``context`` of all its parts.
-
-    Args:
-        values: Numbers of 0 or more.
-        segments: The segment of each token, a number below the tokens of a row.
-    """
-    numbers = jnp.zeros_like(values) if segments is None else segments
-    rows, parts = jnp.arange(len(values))[:, None], context_parallel.num_parts()
-    most = jnp.zeros((len(values), parts * values.shape[1]), values.dtype)
-    most = most.at[rows, numbers].max(values)
-    most = most if parts == 1 else jax.lax.pmax(most, context_parallel.CONTEXT)
-    return jnp.take_along_axis(most, numbers, 1)
-
-
-def runs_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
-    """Returns the segments of each row numbered from 0, so that no two of them have the same number."""
-    changes = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
-    return jnp.cumsum(changes, axis=1, dtype=jnp.int32)
 
 
 def documents_of(config: TransformerConfig, segments: Int[Array, "batch seq"] | None) -> Documents | None:
@@ -216,7 +156,7 @@ def _attend_over_context(
         copies = parts // math.gcd(parts, k.shape[2] // context_parallel.num_shards_of_heads(k.shape[2]))
         k, v = (each if copies == 1 else jnp.repeat(each, copies, 2) for each in (k, v))
         q, k, v = (sequence_to_heads(each) for each in (q, k, v))
-        slopes = own_slopes(config, parts) if config.positions == "alibi" else None
+        slopes = _own_slopes(config, parts) if config.positions == "alibi" else None
         places = jnp.arange(q.shape[1])[None]
         most = None if documents is None else config.max_documents
         in_rows = None if segments_of_all is None or most is None else find_documents(segments_of_all, most)
@@ -315,7 +255,7 @@ def attend(
     """
     in_order = jnp.arange(k.shape[1])[None] if places is None else places
     ahead = in_order[:, None, :] - positions[:, :, None]
-    bias = alibi_bias(config, ahead, q.dtype, slopes) if config.positions == "alibi" else None
+    bias = _alibi_bias(config, ahead, q.dtype, slopes) if config.positions == "alibi" else None
     # Without a cache: with is_causal a flash kernel skips later positions.
     is_whole = q.shape[1] == k.shape[1] and places is None
     window = None if config.window is None or config.window >= k.shape[1] else config.window
@@ -380,3 +320,37 @@ def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Ar
     weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, jnp.finfo(wide).min), axis=-1).astype(v.dtype)
     mixed = jnp.einsum("bhgts,bhsk->bhgtk", weights, v)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, seq, num_heads, head_dim)
+
+
+# ALiBi: a penalty on distance, a slope for each head, added to the scores ----------------------------------------------------
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """Returns the penalty of each head per unit of distance.
+
+    For a power of two the slopes are 2^(-8/n), 2^(-16/n) and so on; for other numbers those of the power below, then every
+    second slope of the power above.
+
+    **Reference**: Press et al. 2021, arXiv 2108.12409, section 3 and the authors' code.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = 2.0 ** (-8 * np.arange(1, power + 1) / power)
+    between = 2.0 ** (-4 * np.arange(1, 2 * power, 2) / power)
+    return np.concatenate([slopes, between])[:num_heads]
+
+
+def _alibi_bias(
+    config: TransformerConfig, ahead: Int[Array, "rows seq length"], dtype: jnp.dtype, slopes: Array | None
+) -> Array:
+    """Returns the penalties of queries for keys that are ``ahead``, of the given slopes or else those of all heads."""
+    wide = dtype if config.attention != "xla" else jnp.promote_types(dtype, jnp.float32)
+    of_heads = alibi_slopes(config.num_heads) if slopes is None else slopes
+    slopes = jnp.asarray(of_heads, jnp.promote_types(dtype, jnp.float32))
+    return (slopes[None, :, None, None] * ahead[:, None].astype(slopes.dtype)).astype(wide)
+
+
+def _own_slopes(config: TransformerConfig, parts: int) -> Float[Array, " heads"]:
+    """Returns the penalties of the heads that a device gets by ``sequence_to_heads``."""
+    shards = context_parallel.num_shards_of_heads(config.num_heads)
+    by_part = jnp.asarray(alibi_slopes(config.num_heads).reshape(shards, parts, -1))
+    return by_part[:, jax.lax.axis_index(context_parallel.CONTEXT)].reshape(-1)

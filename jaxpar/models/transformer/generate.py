@@ -21,10 +21,11 @@ from jaxpar._compat import Tracer
 from jaxpar.dtypes import on_host
 from jaxpar.fields import check_at_least
 from jaxpar.layered_model import LAYERS, OUTER, check_unpacked
-from jaxpar.models.transformer.attention import Cache, Span, unconstrained
+from jaxpar.models.transformer.attention import Cache, unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.layers import block, embed_tokens, logits
 from jaxpar.models.transformer.sampling import NO_TOKEN, Sampling, draw, make_sampling
+from jaxpar.models.transformer.span import Span
 
 LEAST = 16  # below it a program for each power of two would save nothing
 

@@ -28,10 +28,8 @@ from jaxpar.layered_model import LayeredModel
 from jaxpar.models.transformer.attention import (
     Cache,
     Constrain,
-    Span,
     attention,
     documents_of,
-    runs_in,
     unconstrained,
 )
 from jaxpar.models.transformer.config import TransformerConfig
@@ -40,6 +38,7 @@ from jaxpar.models.transformer.mlp import mlp
 from jaxpar.models.transformer.norms import norm
 from jaxpar.models.transformer.padding import real_tokens, token_weights
 from jaxpar.models.transformer.router import RoutedLogits, RouterSums, route
+from jaxpar.models.transformer.span import Span, runs_in
 from jaxpar.row_dependence import row_wise
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jaxpar.models.transformer.attention import Span, most_of_segment
+from jaxpar.models.transformer.span import Span, max_of_segment
 
 IGNORED = -100  # the label that jaxpar.losses.softmax_cross_entropy ignores
 
@@ -53,7 +53,7 @@ def real_tokens(weights: Any, span: Span, shape: tuple[int, ...]) -> Bool[Array,
     counts = jnp.broadcast_to(counts, shape)
     if not span.is_in_order:
         positions = jnp.broadcast_to(span.positions, shape)
-        ends = most_of_segment(jnp.where(counts, positions + 1, 0), span.segments)
+        ends = max_of_segment(jnp.where(counts, positions + 1, 0), span.segments)
         return positions < ends
     return _next_that_counts(counts, span.segments)
 

@@ -14,10 +14,11 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.dtypes import on_host, widen
 from jaxpar.layered_model import OUTER
-from jaxpar.models.transformer.attention import Span, unconstrained
+from jaxpar.models.transformer.attention import unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.generate import advance, check_tokens, empty_caches, round_up, with_all_layers
 from jaxpar.models.transformer.layers import logits
+from jaxpar.models.transformer.span import Span
 
 POSITIONS = 64  # of each row, whose scores are in memory at once
 
