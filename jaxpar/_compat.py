@@ -108,7 +108,8 @@ def operation(name: str, function: Callable[..., jax.Array], shape: Callable[...
     """
     made = Primitive(name)
     made.def_abstract_eval(shape)
-    made.def_impl(lambda *arrays, **params: jax.jit(lambda *arrays: function(*arrays, **params))(*arrays))
+    compiled = jax.jit(lambda params, *arrays: function(*arrays, **dict(params)), static_argnums=0)
+    made.def_impl(lambda *arrays, **params: compiled(tuple(params.items()), *arrays))
     mlir.register_lowering(made, mlir.lower_fun(function, multiple_results=False))
     return made
 

@@ -98,11 +98,20 @@ def test_a_checkpoint_is_known_as_such():
     assert not _compat.is_remat(equation(jnp.sin, 1.0, name="sin"))
 
 
-def test_a_checkpoint_of_the_new_kind_is_one_equation_that_holds_a_jaxpr():
-    """Under ``jax_remat3``, of JAX 0.12, it is a primitive inside another one's parameters."""
-    if not hasattr(jax.config, "jax_remat3"):
-        pytest.skip("this JAX has one kind of checkpoint")
-    with remat3():
+@contextmanager
+def remat3():
+    """Another kind of checkpoint, of JAX 0.12: a primitive inside another one's parameters."""
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", False)
+
+
+CHECKPOINTS = [nullcontext, *([remat3] if hasattr(jax.config, "jax_remat3") else [])]
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_a_checkpoint_of_each_kind_is_one_equation_that_holds_a_jaxpr(kind):
+    with kind():
         closed = jax.make_jaxpr(jax.checkpoint(lambda x: jnp.sin(jnp.cos(x))))(jnp.float32(0.3))
         (outer,) = closed.eqns
         assert _compat.is_remat(outer)
@@ -114,25 +123,27 @@ def test_a_checkpoint_of_the_new_kind_is_one_equation_that_holds_a_jaxpr():
 
 
 @pytest.mark.full
-def test_layers_of_the_new_kind_of_checkpoint_have_the_same_gradients(x64):
-    if not hasattr(jax.config, "jax_remat3"):
-        pytest.skip("this JAX has one kind of checkpoint")
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_layers_of_each_kind_of_checkpoint_have_the_gradients_of_one_device(x64, kind):
     params, batch = tiny.draw_params(4, 0, np.float64), tiny.make_batch()
-    found = []
-    for context in (nullcontext, remat3):
-        with context():
-            mesh = jaxpar.make_mesh(stage=2)
-            how = {"schedule": "zb-h1", "num_microbatches": 4, "remat": True}
-            run = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, **how)
-            found.append(jax.jit(run)(params, jaxpar.shard_batch(batch, mesh)))
-    assert_same(found[1], found[0])
+    mesh = jaxpar.make_mesh(stage=2)
+    how = {"schedule": "zb-h1", "num_microbatches": 4, "remat": True}
+    with kind():
+        run = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, **how)
+        got = jax.jit(run)(params, jaxpar.shard_batch(batch, mesh))
+    assert_same(got, tiny.reference(params, batch))
 
 
-@contextmanager
-def remat3():
-    jax.config.update("jax_remat3", True)
-    yield
-    jax.config.update("jax_remat3", False)
+def test_an_operation_that_runs_eagerly_is_compiled_once_for_each_of_its_parameters():
+    traced = []
+
+    def add(x, *, number):
+        traced.append(number)
+        return x + number
+
+    operation = _compat.operation("add_number", add, lambda x, **_: x)
+    assert [float(operation.bind(jnp.float32(1), number=number)) for number in (1, 2, 1, 2)] == [2, 3, 2, 3]
+    assert traced == [1, 2]
 
 
 def test_references_are_seen_by_their_effects():
