@@ -56,7 +56,7 @@ def test_sums_of_16_bit_floats_are_in_float32():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the interpreter does not transpose tiles")
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="no interpreter, or none that transposes tiles")
 @pytest.mark.parametrize("widths", [(128, 256), (384, 128)], ids=["wide tiles", "narrow tiles"])
 def test_the_kernels_for_hopper_have_the_same_numbers_and_no_races(widths):
     from jax.experimental.pallas import mosaic_gpu

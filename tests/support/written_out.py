@@ -22,18 +22,9 @@ def _output(v: Array, scores: Array, seen: Array) -> tuple[Array, Array]:
     return out.reshape(rows, seq, -1, head_dim).astype(v.dtype), lse.reshape(rows, -1, seq)
 
 
-def _written_out_gradients(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    ct: Array,
-    scale: float,
-    lengths: tuple | None,
-    bias: Array | None,
-) -> tuple:
-    return _gradients(q, k, v, out, lse, ct, scale, *_scores(q, k, scale, lengths, bias))
+def _written_out_gradients(*arrays_and_how: Any) -> tuple:
+    *arrays, scale, lengths, bias = arrays_and_how
+    return _gradients(*arrays, scale, *_scores(*arrays[:2], scale, lengths, bias))
 
 
 def _gradients(
