@@ -227,12 +227,13 @@ def _free_dims(operand: Shape, dims: dict[str, list[int]], side: str) -> list[in
 def own_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
     """Returns the bytes that one run of an instruction reads and writes, without those of loops and branches."""
     opcode = instruction.opcode
-    is_fusion = opcode in ("fusion", "fusion-start")  # asynchronous: a slice that is copied out of a stack or into one
-    if opcode in _FREE or opcode in CALLS or (opcode.endswith(("-start", "-done")) and not is_fusion):
+    if opcode in _FREE or opcode in CALLS:
         return 0
     if (fused := module.fused(instruction)) is not None:
         read = sum(_read(fused, each) for each in fused.instructions if each.opcode == "parameter")
         return read + sum(_written(fused, each) for each in written_outputs(fused))
+    if opcode.endswith(("-start", "-done")):
+        return 0
     operands = [sum(shape.num_bytes for shape in shapes) for shapes in computation.operand_shapes(instruction)]
     result = sum(shape.num_bytes for shape in instruction.shapes)
     if opcode in _SLICES:

@@ -141,7 +141,7 @@ class Module:
                 yield computation, instruction
 
     def fused(self, instruction: Instruction) -> Computation | None:
-        """Returns the computation inside a fusion; None for another instruction."""
+        """Returns the computation inside a fusion, or one that is begun (``fusion-start``); None for another instruction."""
         if instruction.opcode not in ("fusion", "fusion-start"):
             return None
         return self.computations[(instruction.attribute("calls") or "").lstrip("%")]
