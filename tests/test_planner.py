@@ -57,9 +57,10 @@ def each_model_is_traced_once():
 
 @pytest.mark.full
 def test_bloom_as_it_was_trained_fits_and_runs_freely_faster_than_in_lock_step():
-    """Its published rate is a row of `data/published.json`."""
-    plan = price("bloom-176b", cluster("a100-80gb", 48), BLOOM, batch_size=2048)
-    assert 50 * 2**30 < plan.memory_bytes < 0.9 * 80 * 2**30
+    """Its published rate is a row of `data/published.json`; it stored the scores of attention."""
+    shape = KEPT(preset("bloom-176b", compute_dtype="bfloat16", vocab_multiple=128, attention="xla"))
+    plan = price(shape, cluster("a100-80gb", 48), BLOOM, batch_size=2048)
+    assert 60 * 2**30 < plan.memory_bytes < 0.9 * 80 * 2**30
     assert plan.ideal_time.total < plan.time.total < 1.2 * plan.ideal_time.total
 
 
