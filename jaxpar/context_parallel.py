@@ -21,9 +21,7 @@ or a loss that pairs neighbours, such as by ``tokens[:, 1:]``, does not: shift t
 """
 
 import math
-import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +29,12 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
+from jaxpar.devices import traced_platform
+
 CONTEXT = "context"
-# Arrays of a batch by these names have a value for each position, by which name something else is never meant.
+# Names that only arrays of a batch with a value for each position have.
 SEQUENCES = frozenset({"tokens", "targets", "positions", "segments", "mask", "weight", "weights"})
 SEQUENCES |= {"input_ids", "position_ids", "segment_ids", "attention_mask", "loss_mask"}
-
-# Names of GPUs by the driver: NVIDIA H100 80GB HBM3, NVIDIA GH200 480GB, NVIDIA H20, NVIDIA B200, NVIDIA GB300.
-HOPPER, HOPPER_OR_LATER = r"\bG?H\d{2,3}\b", r"\bG?[HB]\d{2,3}\b"
 
 
 def num_parts() -> int:
@@ -141,37 +138,7 @@ def sum_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 def _reduced_in(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype in which arrays, or their gradients, are sent and added: XLA's CPU compiler ends the process on 16-bit sums."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return jnp.dtype(jnp.float32) if is_narrow and platform() == "cpu" else dtype
-
-
-def platform() -> str:
-    """Returns the platform for which this is traced: that of the mesh, which may exist for the compiler alone, or JAX's own."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return getattr(device, "platform", None) or jax.default_backend()
-
-
-def on_gpus() -> bool:
-    """Returns whether this is traced for GPUs."""
-    return platform() in ("gpu", "cuda", "rocm")
-
-
-def on_hopper(*, or_later: bool = False) -> bool:
-    """Returns whether this is traced for NVIDIA GPUs of the architecture Hopper, or of a later one."""
-    names = HOPPER_OR_LATER if or_later else HOPPER
-    return on_gpus() and re.search(names, _device("device_kind") or "") is not None
-
-
-def num_multiprocessors() -> int:
-    """Returns how many multiprocessors the GPU has for which this is traced; those of an H100 where it does not say."""
-    return _device("num_cores") or 132
-
-
-def _device(name: str) -> Any:
-    """Returns an attribute of the device for which this is traced."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        return getattr(device, name, None)
-    return getattr(jax.local_devices()[0], {"num_cores": "core_count"}.get(name, name), None)
+    return jnp.dtype(jnp.float32) if is_narrow and traced_platform() == "cpu" else dtype
 
 
 def num_shards_of_heads(num_heads: int) -> int:

@@ -1,22 +1,29 @@
-"""The devices that JAX has found, and the GPUs of this machine that it cannot use.
+"""The devices that JAX has found, the GPUs of this machine that it cannot use, and what a function is traced for.
 
 Where JAX cannot start on a GPU, because a plugin is missing or a variable leads to other libraries, it prints a warning and
 runs on the CPU, where a run takes many times longer. Here that is an error, unless the CPU was asked for.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxpar._compat import backend_errors
+from jaxpar.gpus import GPUS
 from jaxpar.runtime.output import version_of
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 INSTALL = "Install JAX for the driver that nvidia-smi shows: pip install 'jax[cuda13]', or 'jax[cuda12]' before 580"
 OF_NO_DEVICE = ("visible", "no supported", "no_device")  # in JAX's errors
 ON_CPU = "set JAX_PLATFORMS=cpu to run on the CPU"
+
+# Names of GPUs by the driver: NVIDIA H100 80GB HBM3, NVIDIA GH200 480GB, NVIDIA H20, NVIDIA B200, NVIDIA GB300.
+HOPPER = r"\bG?H\d{2,3}\b"
+HOPPER_OR_LATER = r"\bG?[HB]\d{2,3}\b"
 
 
 class DeviceError(ValueError):
@@ -101,3 +108,37 @@ def describe_devices() -> str:
     of_cpu = "fake CPU devices" if is_fake else f"CPU{'s' * (len(devices) > 1)}"
     what = of_cpu if kinds == ["CPU"] else ", ".join(kinds)
     return f"{len(devices)} {what}" + (f", in {count} processes" if count > 1 else "")
+
+
+# The devices for which a function is traced ----------------------------------------------------------------------------------
+
+
+def traced_platform() -> str:
+    """Returns the platform for which this is traced: that of the mesh, which may exist for the compiler alone, or JAX's own."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return getattr(device, "platform", None) or jax.default_backend()
+
+
+def on_gpus() -> bool:
+    """Returns whether this is traced for GPUs."""
+    return traced_platform() in ("gpu", "cuda", "rocm")
+
+
+def on_hopper(*, or_later: bool = False) -> bool:
+    """Returns whether this is traced for NVIDIA GPUs of the architecture Hopper, or of a later one."""
+    names = HOPPER_OR_LATER if or_later else HOPPER
+    return on_gpus() and re.search(names, _of_traced_device("device_kind") or "") is not None
+
+
+def num_multiprocessors() -> int:
+    """Returns how many multiprocessors the GPU has for which this is traced; those of an H100 where it does not say."""
+    return _of_traced_device("num_cores") or GPUS["h100"].multiprocessors
+
+
+def _of_traced_device(name: str) -> Any:
+    """Returns an attribute of the device for which this is traced; None if it lacks it."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return getattr(device, name, None)
+    own_name = "core_count" if name == "num_cores" else name
+    return getattr(jax.local_devices()[0], own_name, None)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar import _compat
-from jaxpar.context_parallel import on_hopper
+from jaxpar.devices import on_hopper
 
 
 class Documents(NamedTuple):

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxpar._compat import operation
-from jaxpar.context_parallel import num_multiprocessors, on_gpus, on_hopper
+from jaxpar.devices import num_multiprocessors, on_gpus, on_hopper
 from jaxpar.dtypes import wide_dtype
 
 TILE = 128  # rows

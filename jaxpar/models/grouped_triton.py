@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from jaxpar.context_parallel import on_gpus
+from jaxpar.devices import on_gpus
 from jaxpar.dtypes import wide_dtype
 
 _COLUMNS, _DEPTH = 128, 64  # of a tile of the result, and of the products that are added to it at a time

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxpar.context_parallel import on_gpus
+from jaxpar.devices import on_gpus
 from jaxpar.models.grouped_product import TILE, fits, grouped_product
 from jaxpar.models.lora import is_adapted
 from jaxpar.models.transformer.config import TransformerConfig
