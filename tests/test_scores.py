@@ -60,6 +60,21 @@ def test_scores_that_are_not_finite_are_an_error(params):
         transformer.score_tokens(CONFIG, params, [np.array([256])])
 
 
+@pytest.mark.parametrize(
+    ("rows", "num_top", "error", "said"),
+    [
+        ([], 1, ValueError, "got no rows"),
+        ([np.arange(3), np.arange(0)], 1, ValueError, r"got \(3,\), \(0,\)"),
+        ([np.zeros((2, 3), np.int32)], 1, ValueError, r"got \(2, 3\)"),
+        ([np.arange(3.0)], 1, TypeError, "tokens must be integers"),
+        ([np.arange(3)], 0, ValueError, "num_top must be at least 1; got 0"),
+    ],
+)
+def test_rows_that_cannot_be_scored_are_refused(params, rows, num_top, error, said):
+    with pytest.raises(error, match=said):
+        transformer.score_tokens(CONFIG, params, rows, num_top=num_top)
+
+
 def test_a_prompt_is_told_with_the_likelihood_of_each_token_and_one_token_more(completions):
     ask, params = completions
     (choice,) = ask(prompt=[*b"def main"], echo=True, logprobs=1)["choices"]

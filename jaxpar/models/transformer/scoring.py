@@ -1,6 +1,6 @@
-"""How likely each token of given rows is after those before it, by one pass over the rows; nothing is generated.
+"""How likely each token of a row is after those before it, from one pass over the row; nothing is generated.
 
-The scores of a whole row over the vocabulary could take gigabytes, so those of a few positions at a time are computed.
+The scores of a whole row over the vocabulary could take gigabytes, so they are computed for a few positions at a time.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.dtypes import on_host, widen
+from jaxpar.fields import check_at_least
 from jaxpar.layered_model import OUTER
 from jaxpar.models.transformer.attention import unconstrained
 from jaxpar.models.transformer.config import TransformerConfig
@@ -21,15 +22,18 @@ from jaxpar.models.transformer.layers import logits
 from jaxpar.models.transformer.span import Span
 
 POSITIONS = 64  # of each row, whose scores are in memory at once
+MAX_SHOWN = 4  # shapes in a message
 
 
 class TokenScores(NamedTuple):
-    """Natural logarithms of probabilities of the tokens of a row, on the host; those of the first token are NaN.
+    """The log probabilities of the tokens of a row, in nats, on the host.
+
+    Nothing comes before the first token: its log probabilities are NaN, and its likeliest tokens are 0.
 
     Attributes:
-        log_probs: float32 [length], that of each token after those before it.
-        top: int32 [length, num_top], the likeliest tokens in its place, the likeliest first.
-        top_log_probs: float32 [length, num_top], theirs.
+        log_probs: ``[length]``, of each token after those before it; float32, or float64 of a model that computes in it.
+        top: int32 ``[length, num_top]``, the likeliest tokens at each position, the likeliest first.
+        top_log_probs: ``[length, num_top]``, of these, in the dtype of ``log_probs``.
     """
 
     log_probs: np.ndarray
@@ -45,32 +49,55 @@ def score_tokens(
     Args:
         config: The model.
         params: Its params, as for ``generate``.
-        rows: Tokens [length] of each row, at least one.
-        num_top: The likeliest tokens to return for each place.
+        rows: Tokens of each row, integers ``[length]``; at least one row, and at least one token in each.
+        num_top: The likeliest tokens to return for each place, at least 1; with more than the vocabulary has, all of them.
+
+    Returns:
+        The scores of each row, in order.
 
     Raises:
-        ValueError: A token outside the vocabulary, or more positions than a learned table has.
+        TypeError: Tokens that are no integers.
+        ValueError: No rows or no tokens, a row that is not one-dimensional, a token outside the vocabulary, more positions
+            than a learned table has, or a ``num_top`` below 1.
         FloatingPointError: The model's scores are not finite.
     """
-    check_tokens(config, np.concatenate(rows))
-    most, longest = config.max_positions if config.positions == "learned" else None, max(map(len, rows))
-    if most is not None and longest > most:
-        raise ValueError(f"a row must have at most max_positions tokens; got {longest}, max_positions={most}. Cut it.")
-    length = round_up(longest, most)
-    tokens = np.stack([np.pad(row, (0, length - len(row))) for row in rows]).astype(np.int32)
-    lengths = np.array([len(row) for row in rows], np.int32)
-    found = _score(config, min(num_top, config.vocab_size), with_all_layers(params), tokens, lengths)
-    log_probs, top, top_log_probs = (on_host(each) for each in found)
-    scores = [
-        TokenScores(*(_shifted(each[i, : len(row)]) for each in (log_probs, top, top_log_probs)))
-        for i, row in enumerate(rows)
-    ]
+    check_at_least(1, num_top=num_top)
+    arrays = [np.asarray(row) for row in rows]
+    _check_rows(config, arrays)
+    num_tokens = np.array([len(row) for row in arrays], np.int32)
+    most = config.max_positions if config.positions == "learned" else None
+    length = round_up(int(num_tokens.max()), most)
+    padded = [np.pad(row, (0, length - len(row))) for row in arrays]
+    tokens = np.stack(padded).astype(np.int32)
+    num_top = min(num_top, config.vocab_size)
+    found = _score(config, num_top, with_all_layers(params), tokens, num_tokens)
+    on_rows = [on_host(each) for each in found]
+    scores = []
+    for i, count in enumerate(num_tokens.tolist()):
+        of_row = [_shifted(each[i, :count]) for each in on_rows]
+        scores.append(TokenScores(*of_row))
     if not all(np.isfinite(each.log_probs[1:]).all() for each in scores):
         raise FloatingPointError(
             "a model's scores must be finite; got some that are not. Look for NaN or infinity in the params, or compute in a "
             'wider dtype, such as compute_dtype="float32".'
         )
     return scores
+
+
+def _check_rows(config: TransformerConfig, rows: Sequence[np.ndarray]) -> None:
+    """Raises unless each row has tokens of the model, and no more than it has positions."""
+    if not rows or any(row.ndim != 1 or not row.size for row in rows):
+        shapes = ", ".join(str(row.shape) for row in rows[:MAX_SHOWN]) or "no rows"
+        raise ValueError(
+            f"rows must be a sequence of arrays [length], each of at least one token; got {shapes}. Give [tokens] for one row."
+        )
+    for row in rows:
+        check_tokens(config, row)
+    longest = max(map(len, rows))
+    if config.positions == "learned" and longest > config.max_positions:
+        raise ValueError(
+            f"a row must have at most max_positions tokens; got {longest}, max_positions={config.max_positions}. Cut it."
+        )
 
 
 def _shifted(values: np.ndarray) -> np.ndarray:
@@ -102,9 +129,21 @@ def _score(
         return own, top, top_log_probs
 
     size = min(POSITIONS, seq)
-    padding = -seq % size
-    in_parts = lambda x: jnp.moveaxis(
-        jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))).reshape(batch, -1, size, *x.shape[2:]), 1, 0
-    )
-    whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :seq]
-    return jax.tree.map(whole, jax.lax.map(of_part, (in_parts(h), in_parts(following))))
+    parts = jax.lax.map(of_part, (_in_parts(h, size), _in_parts(following, size)))
+    return jax.tree.map(lambda each: _joined(each, seq), parts)
+
+
+def _in_parts(x: Array, size: int) -> Array:
+    """Returns ``[batch, seq, ...]`` as ``[parts, batch, size, ...]``, the last part padded with zeros."""
+    batch, seq = x.shape[:2]
+    widths = [(0, 0)] * x.ndim
+    widths[1] = 0, -seq % size
+    parts = jnp.pad(x, widths).reshape(batch, -1, size, *x.shape[2:])
+    return jnp.moveaxis(parts, 1, 0)
+
+
+def _joined(parts: Array, seq: int) -> Array:
+    """Returns ``[parts, batch, size, ...]`` as ``[batch, seq, ...]``, without the padding."""
+    _, batch, _, *others = parts.shape
+    rows = jnp.moveaxis(parts, 0, 1).reshape(batch, -1, *others)
+    return rows[:, :seq]
