@@ -6,6 +6,7 @@ import shutil
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -234,6 +235,17 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
     state = dataclasses.replace(state, params=state.params | {"bias": state.params["bias"] * np.float32(np.nan)})
     with pytest.raises(NotFiniteError, match=r"NaN or infinity in \['params/bias'\] at step 0"):
         jaxpar.CheckpointManager(tmp_path, mesh).save(state)
+
+
+@pytest.mark.parametrize(("bias", "got"), [(np.zeros((0, 3)), "float64[0, 3]"), (jnp.zeros(4, jnp.int4), "int4[4]")])
+def test_an_array_that_cannot_be_stored_is_refused_before_anything_is_written(x64, tmp_path, bias, got):
+    mesh = jaxpar.make_mesh(data=2)
+    state = make_state(mesh)
+    bias = jax.device_put(bias, state.params["bias"].sharding)
+    state = dataclasses.replace(state, params=state.params | {"bias": bias})
+    with pytest.raises(ValueError, match=re.escape(f"got {got} at params/bias")):
+        jaxpar.CheckpointManager(tmp_path, mesh).save_async(state)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_save_that_the_disk_has_no_room_for_is_foreseen(tmp_path, monkeypatch, capsys):

@@ -144,6 +144,7 @@ class CheckpointManager(Saver):
             metrics: Numbers by which the best checkpoint is kept; those that are not finite are omitted.
 
         Raises:
+            ValueError: An array that cannot be stored, since it has no elements or its elements are smaller than a byte.
             DivergedError: Devices that should hold the same values do not.
             NotFiniteError: A parameter is NaN or infinite.
 

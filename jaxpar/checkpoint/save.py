@@ -15,7 +15,7 @@ from dataclasses import astuple
 from importlib import metadata
 from typing import Any
 
-from jax import process_count, process_index, tree
+from jax import dtypes, process_count, process_index, tree
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
@@ -27,6 +27,7 @@ from jaxpar.checkpoint.orbax_tree import GivenUpError
 from jaxpar.fields import check_at_least
 from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.sharding import path_string
 
 LIBRARIES = ("jax", "jaxlib", "orbax-checkpoint", "optax", "numpy")
 ANY_SECONDS = 1e6
@@ -235,9 +236,11 @@ def array_records(state: PyTree, step: int, mesh: Mesh) -> dict[str, ArrayRecord
     """Returns the manifest's record of each array; every process must call it.
 
     Raises:
+        ValueError: An array that cannot be stored, since it has no elements or its elements are smaller than a byte.
         DivergedError: Devices that should hold the same values do not.
         NotFiniteError: A parameter is NaN or infinite.
     """
+    _check_storable(state)
     checked = check_arrays(state, mesh)
     if diverged := [path for path, found in checked.items() if found.is_diverged]:
         raise DivergedError(
@@ -253,6 +256,17 @@ def array_records(state: PyTree, step: int, mesh: Mesh) -> dict[str, ArrayRecord
         path: ArrayRecord(tuple(leaf.shape), str(leaf.dtype), found.checksum)
         for (path, found), leaf in zip(checked.items(), tree.leaves(state), strict=True)
     }
+
+
+def _check_storable(state: PyTree) -> None:
+    """Raises for arrays that Orbax or the checksums cannot take, before anything is written."""
+    for path, leaf in tree.leaves_with_path(state):
+        if leaf.size == 0 or dtypes.itemsize_bits(leaf.dtype) < 8:
+            raise ValueError(
+                "an array of a checkpoint must have elements, each of at least a byte; got "
+                f"{leaf.dtype}{[*leaf.shape]} at {path_string(path)}. Leave arrays without elements out of the params, and "
+                "pack smaller elements into uint8."
+            )
 
 
 def _first_problem(told: list[dict[str, Any]]) -> str | None:
