@@ -7,10 +7,10 @@ imported when it is called. To add a command, write it and add a line here.
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 
 from jaxpar import __version__
 from jaxpar.commands.cli import named, program
+from jaxpar.fields import near_name
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import printable_lines, tell
 
@@ -54,8 +54,8 @@ def _run(name: str, args: Sequence[str]) -> int:
         print(f"jaxpar {__version__}" if name == "--version" else usage(), flush=True)
         return ExitCode.DONE
     if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, 1)
-        meant = f" Did you mean {near[0]}?" if near else ""
+        near = near_name(name, COMMANDS)
+        meant = f" Did you mean {near}?" if near else ""
         raise ValueError(f"the command must be one of {', '.join(COMMANDS)}; got {name!r}.{meant}")
     return command(name)(args) or ExitCode.DONE
 

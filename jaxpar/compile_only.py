@@ -18,7 +18,7 @@ from jax.experimental import topologies
 
 from jaxpar._compat import has_started
 from jaxpar.devices import PLUGINS
-from jaxpar.fields import arg
+from jaxpar.fields import arg, check_one_of
 from jaxpar.gpus import GPUS, Gpu
 from jaxpar.runtime.distributed import with_gpu_flags
 from jaxpar.runtime.output import install_extra, version_of
@@ -51,8 +51,7 @@ def compile_only_devices(gpu: str, *, num_nodes: int = 1, devices_per_node: int 
         ImportError: The CUDA wheels for the installed JAX are missing; with ``jaxpar[gpu-compile]`` they are installed.
         ValueError: There is no such GPU, or a number is not a positive integer.
     """
-    if gpu not in TARGETS:
-        raise ValueError(f"{arg('gpu')} must be one of {', '.join(TARGETS)}; got {gpu!r}. Choose the nearest one.")
+    check_one_of([*TARGETS], "Choose the nearest one.", gpu=gpu)
     for name, number in (("num_nodes", num_nodes), ("devices_per_node", devices_per_node)):
         if not isinstance(number, int) or number < 1:
             raise ValueError(

@@ -98,13 +98,25 @@ def check_kind(kinds: Sequence[Any], rule: str, remedy: str, **values: object) -
             raise TypeError(message) if types else ValueError(message)
 
 
-def check_one_of(names: Sequence[str], **values: object) -> None:
-    """Raises ValueError for an argument that is none of some names, with the one that is meant."""
+def check_one_of(names: Sequence[str], remedy: str = "", /, **values: object) -> None:
+    """Raises ValueError for an argument that is none of some names, with the one that is meant, or else with the remedy."""
     for name, value in values.items():
         if value not in names:
-            near = get_close_matches(str(value).lower(), names, 1)
-            meant = f" Did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{arg(name)} must be one of {', '.join(names)}; got {value!r}.{meant}")
+            meant = near_name(value, names)
+            ending = f" Did you mean {meant!r}?" if meant else f" {remedy}" if remedy else ""
+            raise ValueError(f"{arg(name)} must be one of {', '.join(names)}; got {value!r}.{ending}")
+
+
+def near_name(value: object, names: Iterable[str]) -> str | None:
+    """Returns the name that a misspelt one means, or one in capitals; None if there is none.
+
+    >>> near_name("H100", ["h100", "h200"]), near_name("v100x", ["h100"])
+    ('h100', None)
+    """
+    names = [*names]
+    text = str(value).lower()
+    near = [text] if text in names else get_close_matches(text, names, 1)
+    return near[0] if near else None
 
 
 def check_at_least(least: float, remedy: str = "", **values: float | None) -> None:
@@ -217,8 +229,8 @@ def explain(
         return f"{named(at[:-1])} must have the field {at[-1]!r}; got {got}", at
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         known, unknown = list(_fields(_model(model, at[:-1]))), str(at[-1])
-        near = get_close_matches(unknown, known, 1)
-        meant = f" (did you mean {near[0]!r}?)" if near else ""
+        near = near_name(unknown, known)
+        meant = f" (did you mean {near!r}?)" if near else ""
         rule = f"no fields but {', '.join(known)}" if known else "no other fields"
         message = f"{named(at[:-1])} must have {rule}; got {brief(repr(unknown))}{meant}"
         return message, (*at[:-1], unknown[:MAX_SHOWN])

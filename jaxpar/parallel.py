@@ -15,7 +15,6 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -25,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jaxpar.backward.remat import REMAT
-from jaxpar.fields import arg, check_kind, check_positive
+from jaxpar.fields import arg, check_kind, check_positive, near_name
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, STAGE, TENSOR, check_mesh, entry_axes, shown_sizes
 from jaxpar.pipeline import LayerLayout, masks_idle_ops
@@ -268,8 +267,8 @@ def _misfit(
     for name, kind in kinds.items():
         if unknown[0] in {each.name for each in fields(kind)}:
             return f"{message} Write {name}=jaxpar.{kind.__name__}({'mesh, ' * (kind is Parallel)}{unknown[0]}=...)."
-    near = get_close_matches(unknown[0], known, 1)
-    return f"{message} Did you mean {near[0]}?" if near else f"{message} Leave it out."
+    near = near_name(unknown[0], known)
+    return f"{message} Did you mean {near}?" if near else f"{message} Leave it out."
 
 
 def _settings(kind: type, given: Any, keywords: Mapping[str, Any]) -> Parallel | Pipeline:

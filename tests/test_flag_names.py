@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +22,13 @@ from jaxpar.__main__ import main
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names
 from jaxpar.commands.manifest import Flags
-from jaxpar.commands.plan import PlanFlags, plan
+from jaxpar.commands.plan import plan
+from jaxpar.commands.plan_flags import PlanFlags
 from jaxpar.commands.runs import export_model, watch_run
 from jaxpar.fields import arg, given_by
 from jaxpar.serve.open_run import ModelSettings
 from jaxpar.serve.requests import Settings
+from tests.support.waiting import WAIT_SECONDS
 
 GPT = flag_names(gpt.Config)
 
@@ -111,6 +115,48 @@ def test_arguments_are_flags_where_a_command_calls_the_library_and_nowhere_else(
 def test_a_command_tells_errors_with_the_flags_of_the_user(args, said, capsys):
     assert main(args) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["plan", "--model", "gpt2", "--gpu", "H100"], "got 'H100'. Did you mean 'h100'?"),
+        (["plan", "--model", "gpt2", "--gpu", "h10"], "got 'h10'. Did you mean 'h100'?"),
+        (["plan", "--model", "gpt2", "--gpu", "v9"], "got 'v9'. Choose the nearest one."),
+        (["plan", "--model", "gpt2", "--schedule", "1F1B"], "got '1F1B'. Did you mean '1f1b'?"),
+        (["plan", "--model", "gpt2", "--remat=yess"], "--remat: did you mean yes?"),
+        (["manifest", "--kind", "jobsett", "recipes/gpt.py"], "--kind: did you mean jobset?"),
+        (["manifest", "--kind", "JobSet", "recipes/gpt.py"], "--kind: did you mean jobset?"),
+        (["manifest", "--cpus", "1e2", "recipes/gpt.py"], "in digits alone; got '1e2'. Did you mean 100?"),
+        (
+            ["manifest", "--mesh.data=8x", "recipes/gpt.py"],
+            "--mesh.data: a whole number, such as 8, is written in digits",
+        ),
+        (["manifest", "--service.port", "8k", "jaxpar", "serve"], "--service.port: a whole number, such as 8, is"),
+        (["tarin", "gpt"], "got 'tarin'. Did you mean train?"),
+        (["train", "GPT"], "got 'GPT'. Did you mean gpt?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_value_that_is_nearly_right_is_corrected(args, said, capsys):
+    try:
+        code = main(args)
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_plan_that_is_refused_loads_neither_jax_nor_the_planner():
+    """Their imports take seconds. This process has them already, so another one is asked."""
+    wrong = [["--nodes", "0"], ["--gpu", "h1000"], ["--data", "0"], ["--schedule", "1f2b"]]
+    program = (
+        "import sys\nfrom jaxpar.__main__ import main\n"
+        f"codes = [int(main(['plan', '--model', 'gpt2', *flags])) for flags in {wrong}]\n"
+        "print(codes, {'jax', 'optax', 'jaxpar.planner'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_SECONDS)
+    assert done.stdout == "[2, 2, 2, 2] set()\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -825,8 +825,10 @@ def test_plans_that_do_not_fit_by_the_compilers_account_are_dropped(monkeypatch,
     assert main(args) == 0
     first, second, *_ = json.loads(capsys.readouterr().out)
     sizes = iter([10**12, 7])
-    monkeypatch.setattr("jaxpar.commands.plan._compile", lambda plans, *_: {each.choice: next(sizes) for each in plans})
-    monkeypatch.setattr("jaxpar.commands.plan.check_cudnn", lambda otherwise: None)
+    monkeypatch.setattr(
+        "jaxpar.commands.plans._compile", lambda plans, *_: {each.choice: next(sizes) for each in plans}
+    )
+    monkeypatch.setattr("jaxpar.commands.plans.check_cudnn", lambda otherwise: None)
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)  # too late here
     assert main([*args, "--compile", "2"]) == 0
     left = json.loads(capsys.readouterr().out)
@@ -853,7 +855,7 @@ def test_what_cannot_be_compiled_is_refused(capsys, flags, said):
 @pytest.mark.full
 def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
-    monkeypatch.setattr("jaxpar.commands.plan.check_cudnn", lambda otherwise: None)
+    monkeypatch.setattr("jaxpar.commands.plans.check_cudnn", lambda otherwise: None)
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)
     assert main(["plan", *GPT2, "--tensor", "1", "--stage", "1", "--remat", "no", "--compile", "1"]) == 2
     assert "Install it: pip install -e '.[gpu-compile]'" in capsys.readouterr().err

@@ -17,9 +17,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from jaxpar.fields import given_by
+from jaxpar.fields import given_by, near_name
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.output import tell
+from jaxpar.runtime.output import printable, tell
 
 Result = TypeVar("Result")
 MAX_FILE_BYTES = 16 * 2**20  # far more than the list of plans for the largest cluster
@@ -52,7 +52,47 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str, *, 
     except SystemExit as end:
         if end.code == ExitCode.BAD_CONFIG and example and not args:
             tell(f"for example: {program()} {command} {example}")
+        elif end.code == ExitCode.BAD_CONFIG:
+            suggest_values(function, args)
         raise
+
+
+def suggest_values(flags: Callable[..., Any], args: Sequence[str]) -> None:
+    """Prints what is meant by values of a command line that the flags do not take: another name, or a whole number.
+
+    Args:
+        flags: A function or a dataclass, as ``flag_names`` takes it.
+        args: The command line, which tyro has refused.
+    """
+    kinds = {flag: [*_parts(kind)] for _, flag, kind in list_flags(flags)}
+    for word, after in zip(args, [*args[1:], ""], strict=True):
+        name, is_joined, value = word.partition("=")
+        meant = _meant_value(value if is_joined else after, kinds.get(name, ()))
+        if meant:
+            tell(printable(f"{name}: {meant}"))
+
+
+def _parts(kind: Any) -> Iterator[Any]:
+    """Yields a type, and what it is made of: the types of a union, the values of a Literal."""
+    yield kind
+    for part in get_args(kind):
+        yield from _parts(part)
+
+
+def _meant_value(value: str, kinds: Sequence[Any]) -> str:
+    """Returns what to say of a value for a flag of some kinds; "" if it is one of them, or is meant for none."""
+    choices = [each for each in kinds if isinstance(each, str)]
+    near = near_name(value, choices)
+    if near and near != value:
+        return f"did you mean {near}?"
+    is_number = int in kinds and not {float, str, Path}.intersection(kinds)
+    if not is_number or value.startswith("--") or re.fullmatch(r"[+-]?[0-9_]+", value):
+        return ""
+    try:
+        whole = int(float(value))
+    except (ValueError, OverflowError):
+        return f"a whole number, such as 8, is written in digits alone; got {value!r}"
+    return f"a whole number is written in digits alone; got {value!r}. Did you mean {whole}?"
 
 
 def flag_names(flags: Callable[..., Any]) -> dict[str, str]:
@@ -63,7 +103,10 @@ def flag_names(flags: Callable[..., Any]) -> dict[str, str]:
     """
     found, of_mesh = {}, {}
     for name, flag, _ in list_flags(flags):
-        (of_mesh if flag.startswith("--mesh.") else found)[name] = flag
+        if flag.startswith("--mesh."):
+            of_mesh[name] = flag
+        elif "." not in flag:  # the checks of other groups name their flags themselves
+            found[name] = flag
     for other, name in OTHER_NAMES.items():
         if name in found and found.pop(other, None) is None:  # else a message may mean either
             found[other] = found[name]
@@ -82,8 +125,7 @@ def list_flags(of: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, 
         part = name.rstrip("_").replace("_", "-") if named is None else named
         if dataclasses.is_dataclass(kind):
             is_flat = part == "" or tyro.conf.OmitArgPrefixes in more
-            if is_flat or part == "mesh":  # the checks of other groups name their flags themselves
-                yield from list_flags(kind, prefix if is_flat else f"{part}.")  # pyright: ignore[reportArgumentType]
+            yield from list_flags(kind, prefix if is_flat else f"{prefix}{part}.")  # pyright: ignore[reportArgumentType]
         elif tyro.conf.Positional not in more:
             yield name.rstrip("_"), f"--{prefix}{part}", kind
 

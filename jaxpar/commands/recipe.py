@@ -19,16 +19,15 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import jax
 import tyro
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, has_steps
-from jaxpar.commands.cli import flag_names, list_flags, wrapped
+from jaxpar.commands.cli import flag_names, list_flags, suggest_values, wrapped
 from jaxpar.compile_only import start_on_cpu
 from jaxpar.fields import given_by
 from jaxpar.run.flags import RunFlags, check_run_flags
@@ -97,16 +96,13 @@ def _parse(kind: type[Flags], args: Sequence[str], **about: Any) -> Flags:
 
 
 def _suggest(kind: type, args: Sequence[str]) -> None:
-    own = {flag: get_args(of_flag) for _, flag, of_flag in list_flags(kind)}
-    for word, after in zip(args, [*args[1:], ""], strict=True):
-        name, _, value = word.partition("=")
+    own = {flag for _, flag, _ in list_flags(kind)}
+    for word in args:
+        name = word.partition("=")[0]
         for flag, text in _meant(name.replace("_", "-")) if word.startswith("--") else ():
             if flag in own:
                 tell(f"{name}: {text}")
-        choices = [each for each in own.get(name, ()) if isinstance(each, str)]
-        near = get_close_matches(value or after, choices, 1)
-        if near and near[0] != (value or after):
-            tell(f"{name}: did you mean {near[0]}?")
+    suggest_values(kind, args)
 
 
 def _meant(name: str) -> Iterator[tuple[str, str]]:

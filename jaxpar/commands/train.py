@@ -4,11 +4,11 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 
 from jaxpar.commands.cli import named, program
+from jaxpar.fields import near_name
 
 RECIPES = ("gpt", "house-prices", "digits", "all-reduce", "bloom")
 
@@ -42,8 +42,8 @@ def path_of(name: str) -> Path:
         ValueError: There is no such recipe.
     """
     if name not in RECIPES:
-        near = get_close_matches(name.replace("_", "-").removesuffix(".py"), RECIPES, 1)
-        meant = f"Did you mean {near[0]}?" if near else "Choose one of these."
+        near = near_name(name.replace("_", "-").removesuffix(".py"), RECIPES)
+        meant = f"Did you mean {near}?" if near else "Choose one of these."
         raise ValueError(f"the recipe must be one of {', '.join(RECIPES)}; got {name!r}. {meant}")
     return recipes() / f"{name.replace('-', '_')}.py"
 
