@@ -107,7 +107,7 @@ def test_arguments_are_flags_where_a_command_calls_the_library_and_nowhere_else(
             ["manifest", "--mesh.data", "3", "recipes/gpt.py"],
             "got --mesh.data 3, --mesh.stage 1, --mesh.tensor 1, 3 GPUs",
         ),
-        (["manifest", "--metrics-port", "6379", "recipes/gpt.py"], "error: --metrics-port must be from 1 to 65535"),
+        (["manifest", "--metrics-port", "6379", "recipes/gpt.py"], "error: --metrics-port must be from 1024 to 65535"),
         (["plan", "--model", "gpt2", "--network-efficiency", "0"], "figure; got --network-efficiency 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -520,7 +520,7 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
     ("changes", "message"),
     [
         ({"name": "My_Job"}, "a job's name must be lower-case letters, digits and -"),
-        ({"name": "a" * 60}, "at most 49 long; got 'aaa"),
+        ({"name": "a" * 60}, "at most 43 long; got 'aaa"),
         ({"tensor": 3}, "must stay inside a node; got tensor=3, 8 GPUs a node. Choose tensor from 1, 2, 4, 8."),
         ({"tensor": 16}, "must stay inside a node; got tensor=16"),
         (
@@ -546,23 +546,24 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
         ({"cpus": -1}, "cpus must be at least 0; got -1"),
         (
             {"rdma": "rdma/ib"},
-            "rdma must be a resource with its domain, and how many of it a node has, as in rdma/ib=8, at most 253 long; got "
+            "rdma must be a resource with its domain, its name at most 63 long, and how many of it a node has, as in "
+            "rdma/ib=8, at most 253 long; got "
             '"rdma/ib". Give such a value, and nothing else.',
         ),
         ({"rdma": "nvidia.com/gpu=4"}, "rdma names a resource beside the GPUs; got nvidia.com/gpu=4. Name that of the"),
         (
             {"toleration": ("a:Never",)},
-            "toleration must be a taint whose effect is NoSchedule, PreferNoSchedule or NoExecute, as in "
-            "nvidia.com/gpu=present:NoSchedule, at most 253",
+            "toleration must be a taint whose effect is NoSchedule, PreferNoSchedule or NoExecute, its name and value at most "
+            "63 long, as in nvidia.com/gpu=present:NoSchedule, at most 253",
         ),
         (
             {"toleration": ("nvidia.com/gpu=NoSchedule",)},
-            "toleration must be a taint whose effect is NoSchedule, PreferNoSchedule or NoExecute, as in "
-            "nvidia.com/gpu=present:NoSchedule, at most 253",
+            "toleration must be a taint whose effect is NoSchedule, PreferNoSchedule or NoExecute, its name and value at most "
+            "63 long, as in nvidia.com/gpu=present:NoSchedule, at most 253",
         ),
         (
             {"env": ("NCCL_DEBUG",)},
-            "env must be a variable without line ends, as in NCCL_DEBUG=INFO, at most 253 long",
+            "env must be a variable without line ends, as in NCCL_DEBUG=INFO, at most 32768 long",
         ),
         (
             {"env": ("JAX_PROCESS_ID=3",)},
@@ -582,6 +583,32 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
 def test_a_job_that_no_cluster_could_run_is_refused(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Job(**{**BLOOM.__dict__, **changes})
+
+
+LONGEST = {  # that Kubernetes takes; a pod of a JobSet is called NAME-nodes-0-NUMBER-xxxxx, which must fit a host name's label
+    "name": "a" * 43,
+    "namespace": "a" * 63,
+    "queue": "a" * 63,
+    "checkpoint_claim": "a" * 253,
+    "topology": f"example.com/{'a' * 63}",
+    "rdma": f"example.com/{'a' * 63}=8",
+    "toleration": (f"example.com/{'a' * 63}={'b' * 63}:NoSchedule",),
+    "env": (f"XLA_FLAGS={'a' * 4000}",),
+}
+LONGER = LONGEST | {
+    "topology": f"example.com/{'a' * 64}",
+    "rdma": f"example.com/{'a' * 64}=8",
+    "toleration": (f"example.com/a={'b' * 64}:NoSchedule",),
+    "env": (f"XLA_FLAGS={'a' * 32768}",),
+}
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_a_name_is_as_long_as_kubernetes_takes_it(name):
+    dataclasses.replace(BLOOM, **{name: LONGEST[name]})
+    longer = LONGER[name] if LONGER[name] != LONGEST[name] else LONGER[name] + "a"
+    with pytest.raises(ValueError, match=rf"{name} must be .*at most|a job's name must be .* at most 43 long"):
+        dataclasses.replace(BLOOM, **{name: longer})
 
 
 def test_a_recipe_s_own_mesh_of_the_job_stays_and_is_completed():
@@ -617,6 +644,7 @@ OTHERS = {
     "cache_claim": "another",
     "metrics_port": 9091,
     "shm_gib": 7,
+    "run_as_user": 7,
     "save_seconds": 7.0,
     "max_restarts": 7,
     "start_seconds": 7,
@@ -665,6 +693,7 @@ def test_flags_without_effect_are_named(capsys, kind, flags, line):
     assert printed.out, "the job is written"
 
 
+SAVED = ("--checkpoint-claim", "runs", "recipes/gpt.py", "--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
 KEPT = ("--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
 
 
@@ -755,6 +784,48 @@ def test_nodes_without_rdma_are_told(capsys):
     ):
         main([*flags, "recipes/gpt.py"])
         assert capsys.readouterr().err == ""
+
+
+RESTRICTED = {  # what a namespace with pod-security.kubernetes.io/enforce: restricted asks of a pod and of each container
+    "pod": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+    "container": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+}
+
+
+def pods(job, serving):
+    """The pods of each kind that has them."""
+    (patch,) = to_trainjob(job)["spec"]["runtimePatches"]
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    of_trainjob = replicated["template"]["spec"]["template"]["spec"]
+    return [pod(to_jobset(job))["spec"], of_trainjob, to_service(serving)[0]["spec"]["template"]["spec"]]
+
+
+def test_pods_run_in_a_namespace_that_is_restricted():
+    job = dataclasses.replace(BLOOM, rdma="", cache_claim="programs", metrics_port=9090)
+    serving = Serving(command=SERVE, name="gpt", image="a:1", checkpoint_claim="runs")
+    for spec in pods(job, serving):
+        of_pod, (container,) = spec["securityContext"], spec["containers"]
+        assert {name: of_pod[name] for name in RESTRICTED["pod"]} == RESTRICTED["pod"]
+        assert container["securityContext"] == RESTRICTED["container"]
+        assert of_pod["runAsUser"] == of_pod["fsGroup"] == 1000, "volumes are made writable for the user"
+        assert of_pod["fsGroupChangePolicy"] == "OnRootMismatch", "without touching each checkpoint at each start"
+        assert not re.search(r'"host(Network|PID|IPC|Path|Port)"|"privileged"', json.dumps(spec))
+        kinds = {kind for volume in spec["volumes"] for kind in volume if kind != "name"}
+        assert kinds <= {"emptyDir", "persistentVolumeClaim"}
+    check_manifest(to_trainjob(job), schema(TRAINJOB))
+    check_manifest(to_jobset(job), schema(JOBSET))
+
+
+def test_rdma_needs_root_unless_the_nodes_lock_memory_for_all(capsys):
+    serving = Serving(command=SERVE, name="gpt", image="a:1", run_as_user=0)
+    for spec, rights in zip(pods(BLOOM, serving), ("add", "add", "drop"), strict=True):
+        assert spec["securityContext"] == {"runAsUser": 0, "seccompProfile": {"type": "RuntimeDefault"}}
+        assert list(spec["containers"][0]["securityContext"]["capabilities"]) == [rights]
+    other, *_ = pods(dataclasses.replace(BLOOM, run_as_user=2000), serving)
+    assert other["securityContext"]["runAsUser"] == 2000
+    assert other["containers"][0]["securityContext"] == RESTRICTED["container"]
+    main([*FLAGS, "--rdma", "rdma/ib=8", "--run-as-user", "2000", *SAVED])
+    assert capsys.readouterr().err.startswith("--rdma and --run-as-user 2000: only root gets IPC_LOCK")
 
 
 def test_a_pod_needs_an_image():
@@ -875,6 +946,11 @@ def test_a_pod_that_serves_has_the_flags_of_its_command_and_the_time_to_answer(c
             "--service.replicas must be at least 1; got 0. Leave it out for the default.",
         ),
         (["--service.port", "70000"], SERVE, "--service.port must be under 65536; got 70000"),
+        (
+            ["--service.port", "80"],
+            SERVE,
+            "--service.port must be at least 1024; got 80. Leave it out for the default.",
+        ),
         (["--name", "GPT"], SERVE, "a Service's name must be lower-case letters"),
         (["--image", ""], SERVE, "a pod needs a container image"),
         (["--checkpoint-claim", "a b"], SERVE, "--checkpoint-claim must be lower-case letters"),

@@ -10,7 +10,16 @@ from tyro.conf import OmitArgPrefixes
 
 from jaxpar.commands.cli import call, check_size, parse_json, read_file
 from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
-from jaxpar.jobs.flags import OF_SERVICE, check_recipe, first_plan, lost_results, plan_flags, slow_network, unused_flags
+from jaxpar.jobs.flags import (
+    OF_SERVICE,
+    check_recipe,
+    first_plan,
+    locked_memory,
+    lost_results,
+    plan_flags,
+    slow_network,
+    unused_flags,
+)
 from jaxpar.jobs.job import AXES, CommonSettings, JobSettings, KubernetesSettings, Mesh, SlurmSettings, is_recipe
 from jaxpar.jobs.plain_scalars import check_plain_scalars, load_yaml, to_yaml
 from jaxpar.jobs.service import ServiceSettings
@@ -88,7 +97,7 @@ def _print(flags: Flags, command: tuple[str, ...]) -> None:
     check_manifests(manifests, schema)
     print(to_yaml(*manifests), end="")
     if flags.kind in ("jobset", "trainjob"):
-        _tell(lost_results(job) + slow_network(job))
+        _tell(lost_results(job) + slow_network(job) + locked_memory(job))
 
 
 def _given(flags: Flags) -> list[str]:

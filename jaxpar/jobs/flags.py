@@ -16,6 +16,7 @@ from jaxpar import fields
 from jaxpar.jobs import forms
 from jaxpar.jobs.job import (
     CHECKPOINTS,
+    ROOT,
     Job,
     JobSettings,
     KubernetesSettings,
@@ -34,7 +35,7 @@ FLAGS = (
 )
 MAX_PARTS = 2**16
 _SLURM, _KUBERNETES = ([each.name for each in dataclasses.fields(of)] for of in (SlurmSettings, KubernetesSettings))
-OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim", "toleration", "env")
+OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim", "toleration", "env", "run_as_user")
 _NOT_OF_SERVICE = [each.name for each in dataclasses.fields(JobSettings) if each.name not in OF_SERVICE]
 _GROUPS = ("service", "mesh")  # of flags
 # A PodMonitor takes all flags of its job, so that one command line writes both.
@@ -139,6 +140,16 @@ def slow_network(job: Job) -> list[str]:
     return [
         f"{job.num_nodes} nodes and no --rdma: NCCL uses TCP between pods. If the nodes have InfiniBand or RoCE, give the "
         "resource that the cluster's device plugin offers, such as --rdma rdma/ib=8"
+    ]
+
+
+def locked_memory(job: Job) -> list[str]:
+    """Returns a line if the pods of a job may not lock the memory that RDMA needs."""
+    if not job.rdma or job.user == ROOT:
+        return []
+    return [
+        f"--rdma and --run-as-user {job.user}: only root gets IPC_LOCK, the right to lock memory. RDMA works if the nodes' "
+        "container runtime sets no limit to locked memory (ulimit -l unlimited); else leave --run-as-user out"
     ]
 
 

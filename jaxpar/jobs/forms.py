@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-MAX_LENGTH = 253  # of a Kubernetes name; images and partitions are shorter too
+MAX_LENGTH = 253  # of most names of Kubernetes; images and partitions are shorter too
 
 
 def _pattern(text: str) -> str:
@@ -18,13 +18,14 @@ def _pattern(text: str) -> str:
 
 def _form(name: str) -> AfterValidator:
     """Returns a check of a string, so that none contains syntax that YAML, a shell, sbatch or a terminal would interpret."""
-    text, rule = _FORMS["forms"][name]
+    text, rule, *other = _FORMS["forms"][name]
     pattern = re.compile(_pattern(text))
+    (most,) = other or [MAX_LENGTH]
 
     def check(value: str) -> str:
-        if value.isprintable() and len(value) <= MAX_LENGTH and pattern.fullmatch(value):
+        if value.isprintable() and len(value) <= most and pattern.fullmatch(value):
             return value
-        raise PydanticCustomError("form", "must be {rule}, at most {most} long", {"rule": rule, "most": MAX_LENGTH})
+        raise PydanticCustomError("form", "must be {rule}, at most {most} long", {"rule": rule, "most": most})
 
     return AfterValidator(check)
 
@@ -36,6 +37,7 @@ CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, Field(gt=0, lt=2**31, allow_inf_nan=False)]
 Image = Annotated[str, _form("image")]
 Namespace = Annotated[str, _form("namespace")]
+Queue = Annotated[str, _form("queue")]
 HostName = Annotated[str, _form("host_name")]
 NodeLabel = Annotated[str, _form("node_label")]
 Resource = Annotated[str, _form("resource")]

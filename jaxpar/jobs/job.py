@@ -13,11 +13,14 @@ from jaxpar.runtime.launch import fake_devices
 from jaxpar.runtime.process_env import NAMES
 
 MAX_NAME = 63  # the limit of a host name's label
+POD_SUFFIX = "-nodes-0-99999-abcde"  # of the name of a pod: its replicated job, its number and what Kubernetes adds
 PORT = 6379
+LEAST_PORT = 1024  # that needs no rights
 AXES = ("replica", "data", "context", "stage", "tensor")
 CHECKPOINTS = "/checkpoints"
 COMPILED = "/compiled"
 GPUS = "nvidia.com/gpu"  # the resource
+ROOT, USER = 0, 1000  # the numbers of users of a pod
 OWN_VARIABLES = (*NAMES, "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COMPILATION_CACHE_DIR", "POD_IP")
 INSTALLED = ("jaxpar", "train")  # begins the command of a recipe that pip installed
 REMEDY = "Give such a value, and nothing else."
@@ -74,11 +77,13 @@ class KubernetesSettings:
         cache_claim: Another one, mounted at /compiled, for compiled programs, which the next start runs: let nothing else write
             to it.
         shm_gib: Shared memory of a node in GiB, which NCCL needs.
+        run_as_user: The number of the user that pods run as, whatever the image says; 0: root. By default 1000; with rdma root,
+            since others cannot have the right to lock memory.
     """
 
     image: forms.Image = ""
     namespace: forms.Namespace = ""
-    queue: forms.HostName = ""
+    queue: forms.Queue = ""
     topology: forms.NodeLabel = ""
     replica_topology: forms.NodeLabel = ""
     toleration: tuple[forms.Taint, ...] = ()
@@ -86,6 +91,7 @@ class KubernetesSettings:
     checkpoint_claim: forms.HostName = ""
     cache_claim: forms.HostName = ""
     shm_gib: forms.Count = 64
+    run_as_user: forms.CountOrZero | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +170,19 @@ class Job(JobSettings, Mesh):
         return self.data * self.context * self.tensor
 
     @property
+    def user(self) -> int:
+        """The number of the user that a pod runs as."""
+        usual = ROOT if self.rdma else USER
+        return usual if self.run_as_user is None else self.run_as_user
+
+    @property
+    def capabilities(self) -> dict[str, list[str]]:
+        """The rights that a container gives up and gets. A user other than root can use none that it gets."""
+        if self.user != ROOT:
+            return {"drop": ["ALL"]}
+        return {"add": ["IPC_LOCK"]} if self.rdma else {}
+
+    @property
     def grace_seconds(self) -> int:
         """The seconds from the signal to stop until the end: a save in progress, the last save, and a margin."""
         return math.ceil(2 * self.save_seconds) + 30
@@ -207,9 +226,10 @@ def check_settings(settings: JobSettings) -> None:
     """Raises ValueError unless the settings that need neither a mesh nor a command are well-formed."""
     fields.check(settings, REMEDY, gives_default=True)
     port, cache = settings.metrics_port, settings.cache_claim
-    if not 0 <= port < 2**16 or port == PORT:
+    if port and (not LEAST_PORT <= port < 2**16 or port == PORT):
         raise ValueError(
-            f"{arg('metrics_port')} must be from 1 to 65535 and not {PORT}, process 0's own; got {port}. Choose 9090, say."
+            f"{arg('metrics_port')} must be from {LEAST_PORT} to 65535, since lower ones are for root, and not {PORT}, process "
+            f"0's own; got {port}. Choose 9090, say."
         )
     if cache and cache == settings.checkpoint_claim:
         raise ValueError(
@@ -297,8 +317,12 @@ def check_environment(env: Sequence[str]) -> None:
             raise ValueError(f"{arg('env')} must have each variable once; got {name} twice. Leave one out.")
 
 
-def check_name(name: str, of: str = "a job", suffix: str = "-nodes-0-99999") -> None:
-    """Raises ValueError unless it may be the name of a job, whose pods' host names are the name, a suffix and a number."""
+def check_name(name: str, of: str = "a job", suffix: str = POD_SUFFIX) -> None:
+    """Raises ValueError unless it may be the name of a job, whose pods' names are that name and a suffix.
+
+    Reference:
+        JobSet's webhook refuses a JobSet whose pods would have names longer than a host name's label.
+    """
     most = MAX_NAME - len(suffix)
     if not forms.DNS_LABEL.fullmatch(name) or not name[0].isalpha() or len(name) > most:
         raise ValueError(

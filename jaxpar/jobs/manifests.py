@@ -156,6 +156,19 @@ def of_pod(job: Any, limits: Mapping[str, Any], variables: Mapping[str, str]) ->
         "requests": ({"cpu": str(job.cpus)} if job.cpus else {}) | limits,
         "limits": limits,
         "checkpoints": CHECKPOINTS,
+        **_security(job),
+    }
+
+
+def _security(job: Any) -> dict[str, Any]:
+    """Returns the values of the security contexts of a job's or a service's pods; what root has no need of is None."""
+    is_not_root = job.user > 0 or None
+    return {
+        "is_not_root": is_not_root,
+        "user": job.user,
+        "group": is_not_root and job.user,
+        "group_policy": is_not_root and "OnRootMismatch",  # else every start would change each file of the volume
+        "capabilities": job.capabilities,
     }
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from jaxpar import fields
 from jaxpar.jobs import forms
-from jaxpar.jobs.job import GPUS, check_command, check_environment, check_name
+from jaxpar.jobs.job import GPUS, LEAST_PORT, USER, check_command, check_environment, check_name
 from jaxpar.jobs.manifests import PARTS, check_image, fill, of_pod
 
 SERVED = (("jaxpar", "serve"), ("python", "-m", "jaxpar", "serve"))
@@ -26,7 +26,7 @@ class ServiceSettings:
     """The settings of --kind service.
 
     Attributes:
-        port: The port of a pod; that of the Service is 80.
+        port: The port of a pod, 1024 or more; that of the Service is 80.
         replicas: Pods, each with the whole model.
         gpus: GPUs of a pod; 0: it computes on CPUs.
         cpus: CPU cores that a pod is guaranteed.
@@ -34,7 +34,7 @@ class ServiceSettings:
         timeout_seconds: After this long a request is given up; a pod that is stopped finishes its requests for as long.
     """
 
-    port: Annotated[int, Field(ge=1, lt=2**16)] = 8000
+    port: Annotated[int, Field(ge=LEAST_PORT, lt=2**16)] = 8000
     replicas: forms.Count = 1
     gpus: forms.CountOrZero = 0
     cpus: forms.Count = 2
@@ -54,6 +54,7 @@ class Serving(ServiceSettings):
         checkpoint_claim: A PersistentVolumeClaim with the folder, mounted read-only at /checkpoints; "": the image has it.
         toleration: Taints on which a pod may run, as a job has them.
         env: Variables of a pod, as a job has them.
+        run_as_user: The number of the user that a pod runs as, as a job has it. None: 1000.
     """
 
     command: tuple[str, ...]
@@ -63,6 +64,8 @@ class Serving(ServiceSettings):
     checkpoint_claim: forms.HostName = ""
     toleration: tuple[forms.Taint, ...] = ()
     env: tuple[forms.Variable, ...] = ()
+    run_as_user: forms.CountOrZero | None = None
+    capabilities = {"drop": ["ALL"]}  # noqa: RUF012, of every container; no field
 
     def __post_init__(self) -> None:
         own = {each.name: f"--service.{each.name.replace('_', '-')}" for each in dataclasses.fields(ServiceSettings)}
@@ -88,6 +91,11 @@ class Serving(ServiceSettings):
         """Returns the command line, with the flags that a pod needs unless it has its own."""
         told = {"--address": "0.0.0.0", "--port": str(self.port), "--timeout-seconds": f"{self.timeout_seconds:g}"}
         return [*self.command, *(word for pair in told.items() for word in pair)]
+
+    @property
+    def user(self) -> int:
+        """The number of the user that a pod runs as."""
+        return USER if self.run_as_user is None else self.run_as_user
 
     @property
     def grace_seconds(self) -> int:
