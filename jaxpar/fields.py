@@ -99,18 +99,19 @@ def check_kind(kinds: Sequence[Any], rule: str, remedy: str, **values: object) -
 
 
 def check_one_of(names: Sequence[str], remedy: str = "", /, **values: object) -> None:
-    """Raises ValueError for an argument that is none of some names, with the one that is meant, or else with the remedy."""
+    """Raises ValueError for an argument that is none of some names, with the one that may be meant and the remedy."""
     for name, value in values.items():
         if value not in names:
-            meant = near_name(value, names)
-            ending = f" Did you mean {meant!r}?" if meant else f" {remedy}" if remedy else ""
-            raise ValueError(f"{arg(name)} must be one of {', '.join(names)}; got {value!r}.{ending}")
+            near = near_name(value, names)
+            meant = f" Did you mean {near!r}?" if near else ""
+            otherwise = f" {remedy}" if remedy else ""
+            raise ValueError(f"{arg(name)} must be one of {', '.join(names)}; got {value!r}.{meant}{otherwise}")
 
 
 def near_name(value: object, names: Iterable[str]) -> str | None:
     """Returns the name that a misspelt one means, or one in capitals; None if there is none.
 
-    >>> near_name("H100", ["h100", "h200"]), near_name("v100x", ["h100"])
+    >>> near_name("H100", ["h100", "h200"]), near_name("tpu", ["h100"])
     ('h100', None)
     """
     names = [*names]

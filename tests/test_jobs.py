@@ -395,7 +395,7 @@ def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
         (
             '    subdomain: "jaxpar-nodes"\n  fail',
             '    subdomain: "gpt"\n  fail',
-            "must be pod 0's host, jaxpar-nodes-0-0.gpt; got",
+            "subdomain of spec.replicatedJobs.0 must be that of spec.network; got 'jaxpar-nodes' and 'gpt'",
         ),
         (
             '- name: "train"',
@@ -687,12 +687,13 @@ def test_the_settings_without_effect_on_a_service_are_those_that_are_named():
     ],
 )
 def test_flags_without_effect_are_named(capsys, kind, flags, line):
-    main(["--kind", kind, "--mesh.data", "8", *flags, "recipes/gpt.py"])
+    main(["--kind", kind, "--mesh.data", "8", *flags, *(SAVED if kind != "sbatch" else SAVED[2:])])
     printed = capsys.readouterr()
     assert printed.err.strip() == line
     assert printed.out, "the job is written"
 
 
+SERVE = ("jaxpar", "serve", "/checkpoints/gpt")
 SAVED = ("--checkpoint-claim", "runs", "recipes/gpt.py", "--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
 KEPT = ("--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
 
@@ -720,6 +721,47 @@ def test_work_that_would_be_lost_despite_a_claim_is_told(capsys, flags, lines):
     assert all(line.startswith(begins) for line, begins in zip(told, lines, strict=True)), told
     main([*FLAGS, "--rdma", "rdma/ib=8", "--checkpoint-claim", "runs", "mine"])
     assert capsys.readouterr().err == "", "a program of one's own has flags of its own"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            ["recipes/gpt.py"],
+            "the recipe has no --out-dir and there is no --checkpoint-claim: results and checkpoints are lost",
+        ),
+        (
+            ["recipes/gpt.py", *KEPT],
+            "the recipe has --out-dir /checkpoints/gpt and there is no --checkpoint-claim: results",
+        ),
+        (["python", "-m", "jaxpar", "train", "gpt"], "the recipe has no --out-dir and there is no --checkpoint-claim"),
+        (
+            ["mine", "--to=/checkpoints/mine"],
+            "the command names /checkpoints/mine and there is no --checkpoint-claim: what",
+        ),
+        (
+            ["--kind", "service", *SERVE],
+            "the folder to serve is /checkpoints/gpt and there is no --checkpoint-claim: it must",
+        ),
+        (
+            ["--kind", "service", "--checkpoint-claim", "runs", "jaxpar", "serve", "runs/gpt"],
+            "the folder to serve is runs/gpt and the claim is mounted at /checkpoints: it must be in the image",
+        ),
+        (
+            ["--topology", "example.com/rack", *SAVED],
+            "--topology or --replica-topology, and no --queue: Kueue places the",
+        ),
+    ],
+)
+def test_what_no_claim_holds_and_no_queue_places_is_told_when_written_and_when_checked(flags, line, capsys, tmp_path):
+    given = ["--image", "a:1"] if "service" in flags else ["--image", "a:1", "--mesh.data", "8"]
+    main([*given, *flags])
+    printed = capsys.readouterr()
+    assert printed.err.startswith(line)
+    assert printed.err.count("\n") == 1
+    (tmp_path / "job.yaml").write_text(printed.out)
+    main(["--check", str(tmp_path / "job.yaml")])
+    assert capsys.readouterr().err == printed.err
 
 
 def test_a_pod_tolerates_the_taints_that_are_named(capsys):
@@ -775,14 +817,14 @@ def test_a_rehearsal_needs_no_gpus_and_has_the_devices_of_a_launched_process():
 
 def test_nodes_without_rdma_are_told(capsys):
     line = "2 nodes and no --rdma: NCCL uses TCP between pods. If the nodes have InfiniBand or RoCE, give the resource"
-    main([*FLAGS, "recipes/gpt.py"])
+    main([*FLAGS, *SAVED])
     assert capsys.readouterr().err.startswith(line)
     for flags in (
         (*FLAGS, "--rdma", "rdma/ib=8"),
         (*FLAGS, "--gpus-per-node", "16"),
         (*FLAGS, "--fake-devices-per-node", "8"),
     ):
-        main([*flags, "recipes/gpt.py"])
+        main([*flags, *SAVED])
         assert capsys.readouterr().err == ""
 
 
@@ -825,7 +867,7 @@ def test_rdma_needs_root_unless_the_nodes_lock_memory_for_all(capsys):
     assert other["securityContext"]["runAsUser"] == 2000
     assert other["containers"][0]["securityContext"] == RESTRICTED["container"]
     main([*FLAGS, "--rdma", "rdma/ib=8", "--run-as-user", "2000", *SAVED])
-    assert capsys.readouterr().err.startswith("--rdma and --run-as-user 2000: only root gets IPC_LOCK")
+    assert capsys.readouterr().err.startswith("rdma/ib and --run-as-user 2000: only root gets IPC_LOCK")
 
 
 def test_a_pod_needs_an_image():
@@ -873,9 +915,6 @@ def test_a_plan_that_is_none_is_refused(tmp_path):
         plan.write_text(text)
         with pytest.raises(ValueError, match=message):
             main(["--plan", str(plan), "--image", "a", "recipes/gpt.py"])
-
-
-SERVE = ("jaxpar", "serve", "/checkpoints/gpt")
 
 
 def service(capsys, *flags, command=SERVE):

@@ -9,15 +9,22 @@ import tyro
 from tyro.conf import OmitArgPrefixes
 
 from jaxpar.commands.cli import call, check_size, parse_json, read_file
-from jaxpar.jobs import Job, Serving, check_manifests, to_jobset, to_podmonitor, to_sbatch, to_service, to_trainjob
+from jaxpar.jobs import (
+    Job,
+    Serving,
+    check_manifests,
+    remarks,
+    to_jobset,
+    to_podmonitor,
+    to_sbatch,
+    to_service,
+    to_trainjob,
+)
 from jaxpar.jobs.flags import (
     OF_SERVICE,
     check_recipe,
     first_plan,
-    locked_memory,
-    lost_results,
     plan_flags,
-    slow_network,
     unused_flags,
 )
 from jaxpar.jobs.job import AXES, CommonSettings, JobSettings, KubernetesSettings, Mesh, SlurmSettings, is_recipe
@@ -79,8 +86,10 @@ def main(args: Sequence[str]) -> None:
 def _print(flags: Flags, command: tuple[str, ...]) -> None:
     schema = None if flags.schema is None else parse_json(read_file(flags.schema, "--schema"), "--schema")
     if flags.check is not None:
-        check_manifests(read_yaml(read_file(flags.check, "--check"), "--check"), schema)
-        print(f"{printable(str(flags.check))}: nothing wrong found")
+        found = read_yaml(read_file(flags.check, "--check"), "--check")
+        check_manifests(found, schema)
+        print(f"{printable(str(flags.check))}: nothing wrong found", flush=True)
+        _tell([line for manifest in found for line in remarks(manifest)])
         return
     _tell(unused_flags(flags.kind, _given(flags)))
     # All flags of the job are taken, and checked if the command is there; of a PodMonitor its name and port alone are needed.
@@ -96,8 +105,7 @@ def _print(flags: Flags, command: tuple[str, ...]) -> None:
         manifests = [{"podmonitor": to_podmonitor, "jobset": to_jobset, "trainjob": to_trainjob}[flags.kind](job)]
     check_manifests(manifests, schema)
     print(to_yaml(*manifests), end="")
-    if flags.kind in ("jobset", "trainjob"):
-        _tell(lost_results(job) + slow_network(job) + locked_memory(job))
+    _tell([line for manifest in manifests for line in remarks(manifest)])
 
 
 def _given(flags: Flags) -> list[str]:

@@ -3,12 +3,14 @@
 Read `job.py` (the fields of a job), `forms.py` with `forms.toml` (the rules of their values), `manifests.json` (the objects of
 Kubernetes), `job.sbatch` (the script for SLURM), `manifests.py` (fills them in), `service.py` (a trained model that answers
 requests), `plain_scalars.py` (writes them as YAML that all programs read alike), `check.py` (checks manifests by the API's own
-schema, and by rules that no schema has), and `flags.py` (those that a plan sets, and those that do not help).
+schema, and by rules that no schema has), `workload.py` (reads the pods of a manifest), `agreement.py` (compares what it says
+twice), `remarks.py` (what may not be meant), and `flags.py` (those that a plan sets, and those that have no effect).
 """
 
 from jaxpar.jobs.check import check_manifest, check_manifests
 from jaxpar.jobs.job import Job
 from jaxpar.jobs.manifests import to_jobset, to_podmonitor, to_sbatch, to_trainjob
+from jaxpar.jobs.remarks import remarks
 from jaxpar.jobs.service import Serving, to_service
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "Serving",
     "check_manifest",
     "check_manifests",
+    "remarks",
     "to_jobset",
     "to_podmonitor",
     "to_sbatch",

@@ -2,7 +2,7 @@
 
 The schema is the ``openAPIV3Schema`` of a CustomResourceDefinition, as JSON. Get it from a cluster by
 ``kubectl get crd jobsets.jobset.x-k8s.io -o json``: it is in ``spec.versions[].schema``. Unknown fields are forbidden.
-The other rules are about names by which one part refers to another, and counts that must agree.
+The other rules are about names by which one part refers to another; `agreement.py` has those about what a manifest says twice.
 """
 
 import re
@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from jaxpar.jobs.agreement import check_agreement, check_exit_codes, check_grace
 from jaxpar.jobs.forms import DNS_LABEL
 from jaxpar.jobs.job import MAX_NAME
 from jaxpar.jobs.manifests import API_VERSIONS, INDEX
+from jaxpar.jobs.workload import workloads
 from jaxpar.runtime.output import needing_extra, printable
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
@@ -22,6 +24,7 @@ STRINGS = {"kind", "name", "namespace", "image", "value", "key", "subdomain", "f
 LISTS_OF_STRINGS = {"command", "args"}
 OBJECTS_OF_STRINGS = {"labels", "annotations", "matchLabels"}
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+JOB_LABEL = "jobset.sigs.k8s.io/jobset-name"
 
 
 def check_manifest(manifest: Any, schema: Any = None) -> None:
@@ -57,7 +60,7 @@ def check_manifest(manifest: Any, schema: Any = None) -> None:
 def _fields_as_in_the_api(kind: str) -> Iterator[None]:
     try:
         yield
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(
             f"a {kind} must have its fields as its API has them; got a {type(error).__name__} at {error}. Check it against the "
             "schema too, by --schema, which names the field."
@@ -143,6 +146,10 @@ def check_rules(manifest: Mapping[str, Any]) -> None:
     }
     if kind in checks:
         checks[kind](manifest)
+    for pods in workloads(manifest):
+        check_agreement(pods)
+        if kind == "Deployment":
+            check_grace(pods, manifest["spec"]["template"]["spec"])
 
 
 def _check_strings(part: Any, path: str) -> None:
@@ -165,26 +172,71 @@ def _items(part: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def check_together(manifests: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError unless each Service of a file leads to a Deployment there, if there is one."""
+    """Raises ValueError unless what leads to the pods of another manifest of a file finds them, if there is one."""
+    named = [(each["kind"], _namespace(each), each["metadata"]["name"]) for each in manifests]
+    for kind, _, name in named:
+        if named.count((kind, _, name)) > 1:
+            raise ValueError(f"a file may have one {kind} of a name; got two named {name!r}. Rename one.")
     deployments = [each for each in manifests if each["kind"] == "Deployment"]
     for service in (each for each in manifests if each["kind"] == "Service"):
-        wanted = service["spec"]["selector"]
-        pods = [each["spec"]["template"] for each in deployments]
-        chosen = [pod for pod in pods if wanted.items() <= _labels(pod).items()]
-        if pods and not chosen:
-            raise ValueError(
-                f"spec.selector of a Service must be labels of the Deployment's pods; got {wanted}. Correct it."
-            )
-        for pod in chosen:
-            _check_targets(service, {port.get("name") for port in _ports(pod["spec"])})
+        _check_leads_to(service, deployments)
+    jobs = [each for each in manifests if each["kind"] in ("JobSet", "TrainJob")]
+    for monitor in (each for each in manifests if each["kind"] == "PodMonitor"):
+        _check_monitors(monitor, jobs)
 
 
-def _check_targets(service: Mapping[str, Any], names: set[Any]) -> None:
+def _namespace(manifest: Mapping[str, Any]) -> str | None:
+    return manifest["metadata"].get("namespace")
+
+
+def _check_leads_to(service: Mapping[str, Any], deployments: Sequence[Mapping[str, Any]]) -> None:
+    wanted = service["spec"]["selector"]
+    chosen = [each for each in deployments if wanted.items() <= _labels(each["spec"]["template"]).items()]
+    if deployments and not chosen:
+        raise ValueError(
+            f"spec.selector of a Service must be labels of the Deployment's pods; got {wanted}. Correct it."
+        )
+    for deployment in chosen:
+        _check_namespaces(service, deployment)
+        _check_targets(service, _ports(deployment["spec"]["template"]["spec"]))
+
+
+def _check_namespaces(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    if _namespace(one) != _namespace(other):
+        raise ValueError(
+            f"a {one['kind']} and its {other['kind']} must have one namespace; got {_namespace(one)} and {_namespace(other)}. "
+            "Make them equal."
+        )
+
+
+def _check_targets(service: Mapping[str, Any], ports: Sequence[Mapping[str, Any]]) -> None:
+    known = {port.get("name") for port in ports} | {port["containerPort"] for port in ports}
     for port in service["spec"]["ports"]:
-        target = port.get("targetPort")
-        if isinstance(target, str) and target not in names:
+        target = port.get("targetPort", port["port"])
+        if target not in known:
             raise ValueError(
                 f"targetPort of a Service must be a named port of its pods; got {target!r}. Name that of the Deployment."
+            )
+
+
+def _check_monitors(monitor: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]]) -> None:
+    wanted = monitor["spec"]["selector"].get("matchLabels", {}).get(JOB_LABEL)
+    chosen = [job for job in jobs if job["metadata"]["name"] == wanted]
+    if wanted is None or not jobs:
+        return
+    if not chosen:
+        names = ", ".join(job["metadata"]["name"] for job in jobs)
+        raise ValueError(
+            f"a PodMonitor must select a job of its file, {names}; got {JOB_LABEL} {wanted!r}. Correct it."
+        )
+    if "namespaceSelector" not in monitor["spec"]:
+        _check_namespaces(monitor, chosen[0])
+    ports = {port.get("name") for pods in workloads(chosen[0]) for port in pods.ports or ()}
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        if chosen[0]["kind"] == "JobSet" and endpoint.get("port") not in {None, *ports}:
+            raise ValueError(
+                f"the port of a PodMonitor must be a named port of the pods; got {endpoint['port']!r}, which {wanted} has not. "
+                "Write the job with --metrics-port."
             )
 
 
@@ -216,11 +268,11 @@ def _check_deployment(manifest: Mapping[str, Any]) -> None:
         )
     pod = spec["template"]["spec"]
     _check_volumes(pod, "spec.template.spec")
-    names = {port.get("name") for port in _ports(pod)}
+    known = {port.get("name") for port in _ports(pod)} | {port["containerPort"] for port in _ports(pod)}
     for container in pod["containers"]:
         for probe in PROBES:
             port = container.get(probe, {}).get("httpGet", {}).get("port")
-            if isinstance(port, str) and port not in names:
+            if port is not None and port not in known:
                 raise ValueError(f"{probe} must ask a named port of the container; got {port!r}. Correct it.")
 
 
@@ -241,6 +293,7 @@ def _check_podmonitor(manifest: Mapping[str, Any]) -> None:
 def _check_jobset(manifest: Mapping[str, Any]) -> None:
     if not manifest["spec"]["replicatedJobs"]:
         raise ValueError("spec.replicatedJobs of a JobSet must have a job; got none. Write it with `manifest`.")
+    check_exit_codes(manifest)
     name = manifest["metadata"]["name"]
     subdomain = manifest["spec"].get("network", {}).get("subdomain", name)
     for number, job in enumerate(manifest["spec"]["replicatedJobs"]):
@@ -251,6 +304,7 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
                 "parallelism and completions."
             )
         _check_policy(spec, path)
+        _check_pods_of_job(spec, name, subdomain, job["name"], path)
         count = spec.get("parallelism")
         if count != spec.get("completions"):
             raise ValueError(
@@ -262,6 +316,25 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
         for container in spec["template"]["spec"]["containers"]:
             told = {variable["name"]: variable for variable in container.get("env", [])}
             _check_environment(told, count, f"{name}-{job['name']}-0-0.{subdomain}", path)
+
+
+def _check_pods_of_job(spec: Mapping[str, Any], name: str, subdomain: str, job: str, path: str) -> None:
+    """Raises ValueError unless the pods of a Job are numbered, and are found by names that are short enough."""
+    if spec.get("completionMode") != "Indexed":
+        raise ValueError(
+            f"{path}.completionMode must be Indexed, by which pods are numbered; got {spec.get('completionMode')}. Correct it."
+        )
+    own = spec["template"]["spec"].get("subdomain", subdomain)
+    if own != subdomain:
+        raise ValueError(
+            f"subdomain of {path} must be that of spec.network; got {own!r} and {subdomain!r}. Make them equal."
+        )
+    longest = f"{name}-{job}-0-{(spec.get('completions') or 1) - 1}-abcde"  # as JobSet's webhook counts
+    if len(longest) > MAX_NAME:
+        raise ValueError(
+            f"a pod's name must have at most {MAX_NAME} letters; got {longest!r}. Shorten metadata.name by "
+            f"{len(longest) - MAX_NAME}."
+        )
 
 
 def _check_policy(spec: Mapping[str, Any], path: str) -> None:

@@ -1,13 +1,11 @@
-"""The flags of `manifest`, and of the recipe that a job runs: those that a plan sets, and remarks on those that do not help.
+"""The flags of `manifest`, and of the recipe that a job runs: those that a plan sets, and those that have no effect.
 
-A plan is untrusted data, as `python -m jaxpar plan --json` writes it: no setting may hold a flag. A remark is about a job that
-can run but may not do what was meant: flags that have no effect, and results that are lost.
+A plan is untrusted data, as `python -m jaxpar plan --json` writes it: no setting may hold a flag.
 """
 
 import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -15,14 +13,10 @@ from pydantic import Field
 from jaxpar import fields
 from jaxpar.jobs import forms
 from jaxpar.jobs.job import (
-    CHECKPOINTS,
-    ROOT,
-    Job,
     JobSettings,
     KubernetesSettings,
     SlurmSettings,
     flag_value,
-    is_recipe,
     mesh_of,
 )
 from jaxpar.runtime.output import printable
@@ -131,43 +125,3 @@ def unused_flags(kind: str, given: Collection[str]) -> list[str]:
     """
     names = [f"--{name.replace('_', '-')}" + ".*" * (name in _GROUPS) for name in UNUSED[kind] if name in given]
     return [f"not used by --kind {kind}: {', '.join(names)}"] if names else []
-
-
-def slow_network(job: Job) -> list[str]:
-    """Returns a line if the pods of a job may communicate by TCP where the cluster has something faster."""
-    if job.num_nodes == 1 or job.rdma or job.fake_devices_per_node:
-        return []
-    return [
-        f"{job.num_nodes} nodes and no --rdma: NCCL uses TCP between pods. If the nodes have InfiniBand or RoCE, give the "
-        "resource that the cluster's device plugin offers, such as --rdma rdma/ib=8"
-    ]
-
-
-def locked_memory(job: Job) -> list[str]:
-    """Returns a line if the pods of a job may not lock the memory that RDMA needs."""
-    if not job.rdma or job.user == ROOT:
-        return []
-    return [
-        f"--rdma and --run-as-user {job.user}: only root gets IPC_LOCK, the right to lock memory. RDMA works if the nodes' "
-        "container runtime sets no limit to locked memory (ulimit -l unlimited); else leave --run-as-user out"
-    ]
-
-
-def lost_results(job: Job) -> list[str]:
-    """Returns a line for each way in which a recipe with a claim for checkpoints still loses its work with its pods."""
-    if not is_recipe(job.command) or not job.checkpoint_claim:
-        return []
-    lines = []
-    folder = flag_value(job.command, "--out-dir")
-    if folder is None or not PurePosixPath(folder).is_relative_to(CHECKPOINTS):
-        given = "no --out-dir" if folder is None else f"--out-dir {folder}"
-        lines.append(
-            f"the recipe has {given} and the claim is mounted at {CHECKPOINTS}: results and checkpoints are lost with the "
-            f"pods. Give it a folder there, such as --out-dir {CHECKPOINTS}/{job.name}"
-        )
-    if all(flag_value(job.command, name) is None for name in ("--checkpoint-every", "--checkpoint-minutes")):
-        lines.append(
-            "the recipe has no --checkpoint-every: it saves only when asked to stop, and after a failure it begins again. "
-            "Give it such as --checkpoint-every 500"
-        )
-    return lines

@@ -22,7 +22,11 @@ COMPILED = "/compiled"
 GPUS = "nvidia.com/gpu"  # the resource
 ROOT, USER = 0, 1000  # the numbers of users of a pod
 OWN_VARIABLES = (*NAMES, "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COMPILATION_CACHE_DIR", "POD_IP")
-INSTALLED = ("jaxpar", "train")  # begins the command of a recipe that pip installed
+INSTALLED = (
+    ("jaxpar", "train"),
+    ("python", "-m", "jaxpar", "train"),
+)  # begin the command of a recipe that pip installed
+SERVED = (("jaxpar", "serve"), ("python", "-m", "jaxpar", "serve"))  # begin the command of a Service
 REMEDY = "Give such a value, and nothing else."
 MAX_WORD = 2**16
 
@@ -206,7 +210,9 @@ class Job(JobSettings, Mesh):
 
 def is_recipe(command: Sequence[str]) -> bool:
     """Returns whether a command is a script or an installed recipe, which take the flags of recipes."""
-    return bool(command) and (command[0].endswith(".py") or tuple(command[:2]) == INSTALLED)
+    return bool(command) and (
+        command[0].endswith(".py") or any(tuple(command[: len(words)]) == words for words in INSTALLED)
+    )
 
 
 def flag_value(command: Sequence[str], name: str) -> str | None:

@@ -14,10 +14,10 @@ from pydantic import Field
 
 from jaxpar import fields
 from jaxpar.jobs import forms
-from jaxpar.jobs.job import GPUS, LEAST_PORT, USER, check_command, check_environment, check_name
+from jaxpar.jobs.job import GPUS, LEAST_PORT, SERVED, USER, check_command, check_environment, check_name
 from jaxpar.jobs.manifests import PARTS, check_image, fill, of_pod
+from jaxpar.jobs.workload import served_folder
 
-SERVED = (("jaxpar", "serve"), ("python", "-m", "jaxpar", "serve"))
 PRE_STOP_SECONDS, MARGIN_SECONDS = 5, 10
 
 
@@ -75,7 +75,7 @@ class Serving(ServiceSettings):
         check_environment(self.env)
         check_name(self.name, "a Service", suffix="")
         begins = next((words for words in SERVED if self.command[: len(words)] == words), None)
-        if begins is None or len(self.command) == len(begins):
+        if begins is None or served_folder(self.command[len(begins) :]) is None:
             raise ValueError(
                 f"a Service runs jaxpar serve; got {' '.join(self.command)[:80] or 'no command'}. Give it and a folder after "
                 "the options: jaxpar serve /checkpoints/gpt"

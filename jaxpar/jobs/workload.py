@@ -1,0 +1,206 @@
+"""What a manifest says of its pods, read alike from each kind that has pods: a JobSet, a TrainJob, a Deployment."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from jaxpar.jobs.job import GPUS, INSTALLED, SERVED, flag_value
+
+QUEUE = "kueue.x-k8s.io/queue-name"
+FAKE_DEVICES = "JAX_NUM_CPU_DEVICES"
+SHARED_MEMORY = PurePosixPath("/dev/shm")
+UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGTP", 1)}
+QUANTITY = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)(m|[kMGTP]|[KMGTP]i)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The pods of a manifest, which are alike.
+
+    Attributes:
+        kind: Of the manifest.
+        path: Where the manifest describes them, for messages.
+        words: The command line of the program, as it arrives in its container.
+        variables: Its environment variables that have a value.
+        num_pods: Their number; None: not stated.
+        requests: What each requests.
+        limits: What each may use.
+        mounts: The volume mounts of the program's container.
+        volumes: The volumes of a pod.
+        mounted: The names of the volumes that any of its containers mounts.
+        ports: The container ports; None: this kind of manifest has none.
+        annotations: Of a pod.
+        name: That of the manifest.
+        is_queued: Whether it names a queue of Kueue.
+        user: The number of the user that a pod runs as; None: that of the image.
+    """
+
+    kind: str
+    path: str
+    words: Sequence[str]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    num_pods: int | None = None
+    requests: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    mounts: Sequence[Mapping[str, Any]] = ()
+    volumes: Sequence[Mapping[str, Any]] = ()
+    mounted: frozenset[str] = frozenset()
+    ports: Sequence[Mapping[str, Any]] | None = None
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    is_queued: bool = False
+    user: int | None = None
+
+    @property
+    def recipe(self) -> Sequence[str] | None:
+        """The flags of the recipe that the pods run; None: a program of one's own, which `manifest` starts without -u."""
+        words = tuple(self.words)
+        if words[:2] == ("python", "-u") and len(words) > 2:
+            return words[3:] if words[2].endswith(".py") else None
+        begins = [each for each in INSTALLED if words[: len(each)] == each]
+        return words[len(begins[0]) + 1 :] if begins else None
+
+    @property
+    def served(self) -> str | None:
+        """The folder that `jaxpar serve` is given; None: none, or the pods run something else."""
+        begins = [words for words in SERVED if tuple(self.words[: len(words)]) == words]
+        return served_folder(self.words[len(begins[0]) :]) if begins else None
+
+    def flag(self, name: str) -> str | None:
+        """Returns the value that the command gives to a flag; None if it does not."""
+        return flag_value(self.words, name)
+
+    @property
+    def devices(self) -> tuple[int, str] | None:
+        """The devices of a pod and what they are; None: not stated."""
+        if FAKE_DEVICES in self.variables:
+            return whole(self.variables[FAKE_DEVICES], FAKE_DEVICES), FAKE_DEVICES
+        number = self.limits.get(GPUS, self.requests.get(GPUS))
+        return None if number is None else (whole(number, GPUS), GPUS)
+
+    @property
+    def folders(self) -> dict[PurePosixPath, Mapping[str, Any]]:
+        """The mounts of volumes that hold files, by their paths; shared memory holds none."""
+        found = {PurePosixPath(mount["mountPath"]): mount for mount in self.mounts}
+        return {path: mount for path, mount in found.items() if path != SHARED_MEMORY}
+
+    def folder_of(self, path: str) -> Mapping[str, Any] | None:
+        """Returns the mount that holds a path; None if it is in no volume."""
+        inside = [folder for folder in self.folders if PurePosixPath(path).is_relative_to(folder)]
+        return self.folders[max(inside, key=lambda folder: len(folder.parts))] if inside else None
+
+
+def served_folder(words: Sequence[str]) -> str | None:
+    """Returns the folder among the arguments of `jaxpar serve`, whose flags each take a value; None if there is none.
+
+    >>> served_folder(["--max-tokens", "64", "--model-name=gpt", "runs/gpt"])
+    'runs/gpt'
+    """
+    position = 0
+    while position < len(words) and words[position].startswith("-"):
+        position += 1 if "=" in words[position] else 2
+    return words[position] if position < len(words) else None
+
+
+def workloads(manifest: Mapping[str, Any]) -> Iterator[Workload]:
+    """Yields the pods of a manifest; of a kind without pods, none."""
+    metadata = manifest["metadata"]
+    of_manifest = {"name": metadata["name"], "is_queued": QUEUE in metadata.get("labels", {})}
+    for pods in _pods_of(manifest):
+        yield replace(pods, **of_manifest)
+
+
+def _pods_of(manifest: Mapping[str, Any]) -> Iterator[Workload]:
+    spec = manifest["spec"]
+    if manifest["kind"] == "JobSet":
+        for number, job in enumerate(spec["replicatedJobs"]):
+            of_job = job["template"]["spec"]
+            yield _of_pods("JobSet", of_job["template"], f"spec.replicatedJobs.{number}", of_job.get("parallelism"))
+    elif manifest["kind"] == "Deployment":
+        yield _of_pods("Deployment", spec["template"], "spec.template", None)
+    elif manifest["kind"] == "TrainJob":
+        yield _of_trainjob(spec)
+
+
+def _of_pods(kind: str, template: Mapping[str, Any], path: str, num_pods: int | None) -> Workload:
+    spec = template["spec"]
+    containers = spec["containers"]
+    program = next((each for each in containers if each["name"] in ("train", "serve")), containers[0])
+    resources = program.get("resources", {})
+    return Workload(
+        kind=kind,
+        path=path,
+        words=_words(program),
+        variables=_variables(program),
+        num_pods=num_pods,
+        requests=resources.get("requests", {}),
+        limits=resources.get("limits", {}),
+        mounts=program.get("volumeMounts", []),
+        volumes=spec.get("volumes", []),
+        mounted=_mounted(spec),
+        ports=program.get("ports", []),
+        annotations=template.get("metadata", {}).get("annotations", {}),
+        user=spec.get("securityContext", {}).get("runAsUser"),
+    )
+
+
+def _of_trainjob(spec: Mapping[str, Any]) -> Workload:
+    trainer, patched = spec["trainer"], _patched_pods(spec)
+    pod = patched.get("spec", {})
+    node = next((each for each in pod.get("containers", []) if each["name"] == "node"), {})
+    resources = trainer.get("resourcesPerNode", {})
+    return Workload(
+        kind="TrainJob",
+        path="spec.trainer",
+        words=_words(trainer),
+        variables=_variables(trainer),
+        num_pods=trainer.get("numNodes"),
+        requests=resources.get("requests", {}),
+        limits=resources.get("limits", {}),
+        mounts=node.get("volumeMounts", []),
+        volumes=pod.get("volumes", []),
+        mounted=_mounted(pod),
+        annotations=patched.get("metadata", {}).get("annotations", {}),
+        user=pod.get("securityContext", {}).get("runAsUser"),
+    )
+
+
+def _patched_pods(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the pods of the first patch of a TrainJob's runtime that has some."""
+    for patch in spec.get("runtimePatches", []):
+        jobs = patch.get("trainingRuntimeSpec", {}).get("template", {}).get("spec", {}).get("replicatedJobs", [])
+        for job in jobs:
+            return job["template"]["spec"]["template"]
+    return {}
+
+
+def _words(container: Mapping[str, Any]) -> list[str]:
+    words = [*container.get("command", []), *container.get("args", [])]
+    return [word.replace("$$", "$") for word in words]
+
+
+def _variables(container: Mapping[str, Any]) -> dict[str, str]:
+    return {each["name"]: each["value"] for each in container.get("env", []) if "value" in each}
+
+
+def _mounted(spec: Mapping[str, Any]) -> frozenset[str]:
+    containers = [*spec.get("containers", []), *spec.get("initContainers", [])]
+    return frozenset(mount["name"] for each in containers for mount in each.get("volumeMounts", []))
+
+
+def whole(value: Any, name: str) -> int:
+    """Returns a count, which a manifest has as a number or as text; raises ValueError if it is none."""
+    if isinstance(value, bool) or not re.fullmatch(r"-?\d{1,9}", str(value)):
+        raise ValueError(f"{name} must be a whole number; got {str(value)[:80]!r}. Write it in digits.")
+    return int(value)
+
+
+def amount(value: Any, name: str) -> float:
+    """Returns a quantity of Kubernetes, such as 800Gi; raises ValueError if it is none."""
+    found = QUANTITY.fullmatch(str(value))
+    if isinstance(value, bool) or not found:
+        raise ValueError(f"{name} must be a quantity, such as 8 or 800Gi; got {str(value)[:80]!r}. Correct it.")
+    return float(found[1]) * UNITS[found[2] or ""]

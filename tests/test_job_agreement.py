@@ -1,0 +1,169 @@
+"""Manifests that say one thing twice, edited in one of the places: the check finds each, and passes what was written."""
+
+import re
+
+import pytest
+import yaml
+
+from jaxpar.commands.manifest import main
+from jaxpar.jobs import check_manifests
+
+JOB = (
+    *("--image", "a:1", "--name", "gpt", "--mesh.data", "4", "--mesh.stage", "2", "--mesh.tensor", "2", "--queue", "q"),
+    *("--replica-topology", "example.com/rack", "--memory-gib", "800", "--cpus", "8", "--rdma", "rdma/ib=8"),
+    *("--checkpoint-claim", "runs", "--cache-claim", "programs", "--metrics-port", "9090", "--namespace", "lab"),
+    *("recipes/gpt.py", "--out-dir", "/checkpoints/gpt", "--data", "/checkpoints/rows", "--checkpoint-every", "9"),
+)
+FAKE = ("--image", "a:1", "--mesh.data", "8", "--fake-devices-per-node", "4", "recipes/gpt.py")
+SERVED = ("--kind", "service", "--image", "a:1", "--name", "gpt", "--namespace", "lab", "--checkpoint-claim", "runs")
+SERVED = (*SERVED, "--service.gpus", "1", "jaxpar", "serve", "/checkpoints/gpt")
+MONITOR = ("--kind", "podmonitor", "--name", "gpt", "--namespace", "lab", "--metrics-port", "9090")
+OWN = ("--image", "a:1", "--mesh.data", "8", "--checkpoint-claim", "runs", "mine", "/checkpoints/a", "--mesh.data", "3")
+WRITTEN = {
+    "jobset": [JOB],
+    "trainjob": [("--kind", "trainjob", *JOB)],
+    "fake": [FAKE],
+    "service": [SERVED],
+    "own": [OWN],
+    "monitor": [MONITOR, JOB],
+}
+JOB_AT = "spec replicatedJobs 0 template spec"
+PATCH = "spec runtimePatches 0 trainingRuntimeSpec template spec replicatedJobs 0 template spec template"
+PLACES = {
+    "jobset": {"job": JOB_AT, "pod": f"{JOB_AT} template spec", "notes": f"{JOB_AT} template metadata annotations"},
+    "trainjob": {"main": "spec trainer", "pod": f"{PATCH} spec", "notes": f"{PATCH} metadata annotations"},
+    "service": {"pod": "spec template spec", "notes": "spec template metadata annotations"},
+}
+PLACES |= {"fake": PLACES["jobset"], "monitor": {}}
+MAIN = {kind: {"main": f"{places.get('pod')} containers 0"} | places for kind, places in PLACES.items()}
+SCRAPED, SLICE = "prometheus.io/port", "kueue.x-k8s.io/podset-slice-size"
+GPU, LIMITS, REQUESTS = "nvidia.com/gpu", "main resources limits", "main resources requests"
+COORDINATOR, BOUND = "main env JAX_COORDINATOR_ADDRESS value", "main env JAX_COORDINATOR_BIND_ADDRESS value"
+
+
+def documents(kind, capsys):
+    for flags in WRITTEN[kind]:
+        main(flags)
+        yield from yaml.safe_load_all(capsys.readouterr().out)
+
+
+def edit(manifest, kind, place, value):
+    """Sets a value, or deletes it for None. A name in a list is that of an item, or the word before one."""
+    first, *rest = place.split(" ")
+    *path, last = [*MAIN[kind].get(first, first).split(), *rest]
+    part = manifest
+    for key in path:
+        part = part[index(part, key)]
+    if value is None:
+        del part[index(part, last)]
+    else:
+        part[index(part, last)] = value
+
+
+def index(part, key):
+    if not isinstance(part, list):
+        return key
+    if key.isdigit():
+        return int(key)
+    return part.index(key) + 1 if key in part else [each["name"] for each in part].index(key)
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_what_is_written_agrees_with_itself(kind, capsys):
+    check_manifests([*documents(kind, capsys)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value", "message"),
+    [
+        ("jobset", "main command --mesh.data", "32",
+         "got --mesh.data 32, --mesh.stage 2, --mesh.tensor 2, 128 devices, and 2 pods with nvidia.com/gpu 8, 16 devices"),
+        ("jobset", "main command --mesh.data", "four", "--mesh.data must be a whole number; got 'four'. Write it in digits."),
+        ("jobset", f"{LIMITS} {GPU}", 4, "nvidia.com/gpu of spec.replicatedJobs.0 must be the same in requests and limits"),
+        ("jobset", f"{LIMITS} rdma/ib", "4", "rdma/ib of spec.replicatedJobs.0 must be the same in requests and limits; got 8"),
+        ("jobset", "main resources", {"limits": {GPU: 4}}, "16 devices, and 2 pods with nvidia.com/gpu 4, 8 devices"),
+        ("jobset", f"{LIMITS} {GPU}", None, "nvidia.com/gpu of spec.replicatedJobs.0 must be the same in requests and limits"),
+        ("jobset", f"{REQUESTS} memory", "900Gi", "must be at most the limit in requests and limits; got 900Gi and 800Gi"),
+        ("jobset", f"{LIMITS} memory", "much", "memory must be a quantity, such as 8 or 800Gi; got 'much'. Correct it."),
+        ("jobset", "pod volumes shm emptyDir sizeLimit", "800Gi", "which counts towards it; got 800Gi and 800Gi"),
+        ("jobset", f"notes {SLICE}", "2", "data x context x tensor devices; got 2 pods of 8, and 8 devices a stage"),
+        ("jobset", f"notes {SLICE}", None, "need each other; got kueue.x-k8s.io/podset-slice-required-topology alone"),
+        ("jobset", "main volumeMounts checkpoints mountPath", "/data",
+         "a folder in the command of spec.replicatedJobs.0 must be in a volume; got /checkpoints/gpt, and mounts at /compiled"),
+        ("jobset", "main command --out-dir", "/checkpoint/gpt",
+         "--out-dir of spec.replicatedJobs.0 must be in a volume; got /checkpoint/gpt, and mounts at /checkpoints, /compiled"),
+        ("jobset", "main volumeMounts compiled mountPath", "/programs",
+         "JAX_COMPILATION_CACHE_DIR of spec.replicatedJobs.0 must be in a volume; got /compiled, and mounts at /checkpoints"),
+        ("jobset", "main volumeMounts compiled mountPath", "/checkpoints", "a path may have one mount; got two at /checkpoint"),
+        ("jobset", "main volumeMounts checkpoints readOnly", True, "must be writable; got /checkpoints/gpt in a volume with"),
+        ("jobset", "main volumeMounts shm", None, "the volumes of spec.replicatedJobs.0 must be mounted; got 'shm', which no"),
+        ("jobset", "pod volumes compiled persistentVolumeClaim claimName", "runs", "must not be shared; got runs for two"),
+        ("jobset", "main ports", [], "got prometheus.io/port 9090, containerPort metrics missing, --metrics-port 9090. Make"),
+        ("jobset", f"notes {SCRAPED}", "1", "got prometheus.io/port 1, containerPort metrics 9090, --metrics-port 9090."),
+        ("jobset", "main command --metrics-port", "1", "io/port 9090, containerPort metrics 9090, --metrics-port 1. Make"),
+        ("jobset", "main command --metrics-address", "127.0.0.1", "reached from other pods; got --metrics-address 127.0.0.1"),
+        ("jobset", "main ports 0 containerPort", 6380, "must be a containerPort of spec.replicatedJobs.0; got 6379, and"),
+        ("jobset", BOUND, "$(POD_IP):6380", "one port; got JAX_COORDINATOR_ADDRESS 6379, JAX_COORDINATOR_BIND_ADDRESS 6380."),
+        ("jobset", COORDINATOR, "gpt-nodes-0-0.gpt-nodes:1", "one port; got JAX_COORDINATOR_ADDRESS 1, JAX_COORDINATOR_BIND"),
+        ("jobset", "job podFailurePolicy rules 0 onExitCodes values", [2, 65], "podFailurePolicy; got [2, 65, 74, 86] and [[2"),
+        ("jobset", "job completionMode", "NonIndexed", "completionMode must be Indexed, by which pods are numbered; got NonI"),
+        ("jobset", "pod subdomain", "gpt", "must be that of spec.network; got 'gpt' and 'gpt-nodes'. Make them equal."),
+        ("jobset", "metadata name", "a" * 50, "a pod's name must have at most 63 letters; got 'aaa"),
+        ("trainjob", "main numNodes", 3, "16 devices, and 3 pods with nvidia.com/gpu 8, 24 devices. Make them equal."),
+        ("trainjob", "pod containers node volumeMounts checkpoints mountPath", "/data",
+         "a folder in the command of spec.trainer must be in a volume; got /checkpoints/gpt, and mounts at /compiled, /data"),
+        ("trainjob", f"notes {SCRAPED}", "1", "got prometheus.io/port 1, --metrics-port 9090. Make them equal."),
+        ("fake", "main env JAX_NUM_CPU_DEVICES value", "2", "8 devices, and 2 pods with JAX_NUM_CPU_DEVICES 2, 4 devices"),
+        ("fake", "main env PJRT_NPROC value", "4", "PJRT_NPROC must be twice JAX_NUM_CPU_DEVICES, or collectives deadlock"),
+        ("fake", "main resources", {"limits": {GPU: 4}}, "pods have GPUs or fake devices; got nvidia.com/gpu and JAX_NUM_CPU"),
+        ("service", f"{LIMITS} {GPU}", 2, "nvidia.com/gpu of spec.template must be the same in requests and limits; got 1 and"),
+        ("service", "main volumeMounts checkpoints mountPath", "/data", "in a volume; got /checkpoints/gpt, and mounts at"),
+        ("service", "main ports http containerPort", 1, "got prometheus.io/port 8000, containerPort http 1, --port 8000. Make"),
+        ("service", "main command --port", "1", "got prometheus.io/port 8000, containerPort http 8000, --port 1. Make them"),
+        ("service", "main command --address", "localhost", "from other pods; got --address localhost. Give --address 0.0.0.0."),
+        ("service", "pod terminationGracePeriodSeconds", 30, "must be more than --timeout-seconds; got 30 and 60. Raise it."),
+        ("service", "main livenessProbe httpGet port", 80, "livenessProbe must ask a named port of the container; got 80."),
+        ("service", "metadata namespace", "b", "a Service and its Deployment must have one namespace; got lab and b. Make"),
+        ("monitor", "metadata namespace", "b", "a PodMonitor and its JobSet must have one namespace; got b and lab. Make"),
+        ("monitor", "spec podMetricsEndpoints 0 port", "web", "must be a named port of the pods; got 'web', which gpt has"),
+        ("monitor", "spec selector matchLabels jobset.sigs.k8s.io/jobset-name", "b", "must select a job of its file, gpt; got"),
+    ],
+)  # fmt: skip
+def test_what_was_edited_in_one_of_two_places_is_found(kind, place, value, message, capsys):
+    found = [*documents(kind, capsys)]
+    edit(found[0], kind, place, value)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_manifests(found)
+
+
+def test_a_flag_that_other_parts_depend_on_is_given_once(capsys):
+    (job,) = documents("jobset", capsys)
+    job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["args"] = [
+        "--mesh.data=-1"
+    ]
+    with pytest.raises(ValueError, match=r"must have --mesh.data once; got -1, 4\. Leave one out\."):
+        check_manifests([job])
+
+
+def test_an_axis_of_all_devices_must_divide_them(capsys):
+    (job,) = documents("jobset", capsys)
+    edit(job, "jobset", f"notes {SLICE}", "1")
+    edit(job, "jobset", "main command --mesh.data", "-1")
+    check_manifests([job])
+    edit(job, "jobset", "main command --mesh.stage", "3")
+    with pytest.raises(ValueError, match=r"got --mesh.data -1, --mesh.stage 3, --mesh.tensor 2, 6 devices, and 2 pods"):
+        check_manifests([job])
+
+
+def test_two_manifests_of_one_name_are_refused(capsys):
+    (job,) = documents("jobset", capsys)
+    with pytest.raises(ValueError, match="a file may have one JobSet of a name; got two named 'gpt'"):
+        check_manifests([job, job])
+
+
+def test_a_hostile_pattern_is_read_and_not_run(capsys):
+    """One with nested repetitions would take longer than the universe has."""
+    (job,) = documents("jobset", capsys)
+    rule = job["spec"]["failurePolicy"]["rules"][0]
+    rule["onJobFailureMessagePatterns"] = [".*failed with exit code (" + "(a+)+" * 50 + "|2|65|74|86) matching.*"]
+    check_manifests([job])
