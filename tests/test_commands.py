@@ -122,7 +122,11 @@ HELP = tuple(COMMANDS)
             for columns in (80, 100)
             for args in (["--help"], ["doctor"], *([n, "--help"] for n in HELP))
         ),
-        (80, ["plan", *BLOOM.split(), "--schedule", "interleaved", "--num-microbatches", "128", "--num-chunks", "2"]),
+        pytest.param(
+            80,
+            ["plan", *BLOOM.split(), "--schedule", "interleaved", "--num-microbatches", "128", "--num-chunks", "2"],
+            marks=pytest.mark.full,
+        ),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else str(value),
 )

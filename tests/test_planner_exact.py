@@ -265,7 +265,7 @@ def needed(model, choice):
 
 @pytest.mark.parametrize(
     "run",
-    [pytest.param(run) for run in MEMORY]
+    quick(map(pytest.param, MEMORY), MEMORY[0])
     + [pytest.param(run, marks=pytest.mark.slow) for run in MORE_MEMORY]
     + [pytest.param(run, marks=[pytest.mark.slow, MORE_THAN_PLANNED]) for run in REPLICAS_ALONE],
     ids=lambda run: "-".join(map(str, run)),
@@ -280,7 +280,11 @@ def test_memory_of_a_step_is_within_a_tenth_of_the_compilers(run):
 
 
 @pytest.mark.parametrize(
-    "runs", [pytest.param(MEMORY, id="some"), pytest.param(MEMORY + MORE_MEMORY, id="all", marks=pytest.mark.slow)]
+    "runs",
+    [
+        pytest.param(MEMORY, id="some", marks=pytest.mark.full),
+        pytest.param(MEMORY + MORE_MEMORY, id="all", marks=pytest.mark.slow),
+    ],
 )
 def test_ranking_of_memory_is_the_compilers_where_runs_differ_by_a_tenth(runs):
     sizes = {run: needed(*draw(*run))[1:] for run in runs}
