@@ -137,7 +137,7 @@ def test_merged_parts_have_the_output_and_gradients_of_whole_attention(x64, rng,
 
 
 # A mean of 1: each position is a document; of 100: most rows are one.
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("mean", [pytest.param(1, marks=pytest.mark.full), 2, 5, 100])
 def test_documents_in_a_row_do_not_see_one_another(x64, rng, size, mean):
     given, segments = arrays(rng, size, 2), documents(rng, size, mean)

@@ -191,12 +191,20 @@ LEVELS = dict.fromkeys(OPTIMIZERS, 1) | {"masked": 0, "adafactor": 3, "frozen": 
 LEVELS |= dict.fromkeys(
     ("adam", "inject_hyperparams", "lbfgs", "lbfgs of one rate", "lion", "reduce_on_plateau", "rng")
 )
+# Of these levels, those whose states differ in kind are of `make test`: in parts, factored, per dim, in matrices, in copies.
+QUICK = ("masked", "adafactor", "sm3", "muon", "line search", "MultiSteps")
+
+
+def marks(name, zero):
+    if LEVELS[name] != zero:
+        return pytest.mark.slow
+    return () if name in QUICK else pytest.mark.full
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((name, zero), id=f"{name}-{zero}", marks=[] if LEVELS[name] == zero else pytest.mark.slow)
+        pytest.param((name, zero), id=f"{name}-{zero}", marks=marks(name, zero))
         for name in OPTIMIZERS
         for zero in range(4)
     ],

@@ -94,6 +94,7 @@ def test_a_prompt_is_told_with_the_likelihood_of_each_token_and_one_token_more(c
     assert told["token_logprobs"][8] == max(told["top_logprobs"][8].values()), "it was drawn as the likeliest"
 
 
+@pytest.mark.full
 def test_the_forms_of_echo_and_logprobs_agree(completions):
     ask, _ = completions
     both = ask(prompt=["def main", "import"], echo=True, logprobs=2, max_tokens=3)["choices"]
