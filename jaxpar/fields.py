@@ -109,14 +109,17 @@ def check_one_of(names: Sequence[str], remedy: str = "", /, **values: object) ->
 
 
 def near_name(value: object, names: Iterable[str]) -> str | None:
-    """Returns the name that a misspelt one means, or one in capitals; None if there is none.
+    """Returns the name that one misspelt, cut short or in capitals means; None if there is none.
 
-    >>> near_name("H100", ["h100", "h200"]), near_name("tpu", ["h100"])
-    ('h100', None)
+    One with another letter in four is another name, not a misspelt one:
+
+    >>> near_name("H100", ["h100", "h200"]), near_name("h800", ["h100", "h200"]), near_name("jobsett", ["jobset"])
+    ('h100', None, 'jobset')
     """
     names = [*names]
     text = str(value).lower()
-    near = [text] if text in names else get_close_matches(text, names, 1)
+    longer = sorted((name for name in names if text and name.startswith(text)), key=len)
+    near = longer or get_close_matches(text, names, 1, cutoff=0.8)
     return near[0] if near else None
 
 
