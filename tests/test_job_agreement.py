@@ -1,6 +1,9 @@
 """Manifests that say one thing twice, edited in one of the places: the check finds each, and passes what was written."""
 
+import functools
+import io
 import re
+from contextlib import redirect_stdout
 
 import pytest
 import yaml
@@ -41,10 +44,17 @@ GPU, LIMITS, REQUESTS = "nvidia.com/gpu", "main resources limits", "main resourc
 COORDINATOR, BOUND = "main env JAX_COORDINATOR_ADDRESS value", "main env JAX_COORDINATOR_BIND_ADDRESS value"
 
 
-def documents(kind, capsys):
-    for flags in WRITTEN[kind]:
-        main(flags)
-        yield from yaml.safe_load_all(capsys.readouterr().out)
+@functools.cache
+def written(kind):
+    with redirect_stdout(io.StringIO()) as printed:
+        for flags in WRITTEN[kind]:
+            print("---")
+            main(flags)
+    return printed.getvalue()
+
+
+def documents(kind):
+    return yaml.safe_load_all(written(kind))
 
 
 def edit(manifest, kind, place, value):
@@ -69,8 +79,8 @@ def index(part, key):
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
-def test_what_is_written_agrees_with_itself(kind, capsys):
-    check_manifests([*documents(kind, capsys)])
+def test_what_is_written_agrees_with_itself(kind):
+    check_manifests([*documents(kind)])
 
 
 @pytest.mark.parametrize(
@@ -129,15 +139,15 @@ def test_what_is_written_agrees_with_itself(kind, capsys):
         ("monitor", "spec selector matchLabels jobset.sigs.k8s.io/jobset-name", "b", "must select a job of its file, gpt; got"),
     ],
 )  # fmt: skip
-def test_what_was_edited_in_one_of_two_places_is_found(kind, place, value, message, capsys):
-    found = [*documents(kind, capsys)]
+def test_what_was_edited_in_one_of_two_places_is_found(kind, place, value, message):
+    found = [*documents(kind)]
     edit(found[0], kind, place, value)
     with pytest.raises(ValueError, match=re.escape(message)):
         check_manifests(found)
 
 
-def test_a_flag_that_other_parts_depend_on_is_given_once(capsys):
-    (job,) = documents("jobset", capsys)
+def test_a_flag_that_other_parts_depend_on_is_given_once():
+    (job,) = documents("jobset")
     job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["args"] = [
         "--mesh.data=-1"
     ]
@@ -145,8 +155,8 @@ def test_a_flag_that_other_parts_depend_on_is_given_once(capsys):
         check_manifests([job])
 
 
-def test_an_axis_of_all_devices_must_divide_them(capsys):
-    (job,) = documents("jobset", capsys)
+def test_an_axis_of_all_devices_must_divide_them():
+    (job,) = documents("jobset")
     edit(job, "jobset", f"notes {SLICE}", "1")
     edit(job, "jobset", "main command --mesh.data", "-1")
     check_manifests([job])
@@ -155,15 +165,15 @@ def test_an_axis_of_all_devices_must_divide_them(capsys):
         check_manifests([job])
 
 
-def test_two_manifests_of_one_name_are_refused(capsys):
-    (job,) = documents("jobset", capsys)
+def test_two_manifests_of_one_name_are_refused():
+    (job,) = documents("jobset")
     with pytest.raises(ValueError, match="a file may have one JobSet of a name; got two named 'gpt'"):
         check_manifests([job, job])
 
 
-def test_a_hostile_pattern_is_read_and_not_run(capsys):
+def test_a_hostile_pattern_is_read_and_not_run():
     """One with nested repetitions would take longer than the universe has."""
-    (job,) = documents("jobset", capsys)
+    (job,) = documents("jobset")
     rule = job["spec"]["failurePolicy"]["rules"][0]
     rule["onJobFailureMessagePatterns"] = [".*failed with exit code (" + "(a+)+" * 50 + "|2|65|74|86) matching.*"]
     check_manifests([job])

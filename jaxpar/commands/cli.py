@@ -72,6 +72,26 @@ def suggest_values(flags: Callable[..., Any], args: Sequence[str]) -> None:
             tell(printable(f"{name}: {meant}"))
 
 
+@contextmanager
+def foreign_flags_told(flags: Callable[..., Any], options: Sequence[str], command: str) -> Iterator[None]:
+    """Says, where the options of a command are refused in the ``with`` block, that those of a program come after it.
+
+    Args:
+        flags: The function whose parameters are the options.
+        options: What is before the program.
+        command: The name of the command.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        known = {flag for _, flag, _ in list_flags(flags)}
+        names = [word.partition("=")[0].replace("_", "-") for word in options if word.startswith("--")]
+        foreign = [name for name in names if name not in known and name != "--help"]
+        if end.code == ExitCode.BAD_CONFIG and foreign:
+            tell(printable(f"{foreign[0]} is no option of {command}: the flags of a script come after the script"))
+        raise
+
+
 def _parts(kind: Any) -> Iterator[Any]:
     """Yields a type, and what it is made of: the types of a union, the values of a Literal."""
     yield kind

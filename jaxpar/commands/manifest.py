@@ -1,6 +1,6 @@
 """`python -m jaxpar manifest`: prints a job for Kubernetes or SLURM, from a plan or a mesh."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes
 
-from jaxpar.commands.cli import call, check_size, parse_json, read_file
+from jaxpar.commands.cli import call, check_size, foreign_flags_told, parse_json, read_file
+from jaxpar.commands.program_flags import check_program, check_served
 from jaxpar.jobs import (
     Job,
     Serving,
@@ -22,9 +23,11 @@ from jaxpar.jobs import (
 )
 from jaxpar.jobs.flags import (
     OF_SERVICE,
+    PlannedSettings,
     check_recipe,
     first_plan,
     plan_flags,
+    plan_remarks,
     unused_flags,
 )
 from jaxpar.jobs.job import AXES, CommonSettings, JobSettings, KubernetesSettings, Mesh, SlurmSettings, is_recipe
@@ -78,12 +81,13 @@ def main(args: Sequence[str]) -> None:
 
         What a cluster needs beyond this, such as secrets and node selectors, is added with kustomize.
         """
-        _print(flags, command)
+        _print(flags, command, {word.partition("=")[0].replace("_", "-") for word in options})
 
-    call(manifest, options, "manifest")
+    with foreign_flags_told(manifest, options, "manifest"):
+        call(manifest, options, "manifest")
 
 
-def _print(flags: Flags, command: tuple[str, ...]) -> None:
+def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> None:
     schema = None if flags.schema is None else parse_json(read_file(flags.schema, "--schema"), "--schema")
     if flags.check is not None:
         found = read_yaml(read_file(flags.check, "--check"), "--check")
@@ -94,13 +98,17 @@ def _print(flags: Flags, command: tuple[str, ...]) -> None:
     _tell(unused_flags(flags.kind, _given(flags)))
     # All flags of the job are taken, and checked if the command is there; of a PodMonitor its name and port alone are needed.
     is_job = flags.kind != "service" and (flags.kind != "podmonitor" or command)
-    job: Any = make_job(flags, command) if is_job else JobSettings(**flags.settings)
+    job: Any = make_job(flags, command, given) if is_job else JobSettings(**flags.settings)
+    if is_job:
+        _tell(check_program(job.command, job.added_flags()))
     if flags.kind == "sbatch":
         print(to_sbatch(job), end="")
         return
     if flags.kind == "service":
         shared = {name: flags.settings[name] for name in OF_SERVICE}
-        manifests = to_service(Serving(command=command, **shared, **vars(flags.service)))
+        serving = Serving(command=command, **shared, **vars(flags.service))
+        check_served(serving.served)
+        manifests = to_service(serving)
     else:
         manifests = [{"podmonitor": to_podmonitor, "jobset": to_jobset, "trainjob": to_trainjob}[flags.kind](job)]
     check_manifests(manifests, schema)
@@ -119,8 +127,14 @@ def _tell(remarks: Sequence[str]) -> None:
         tell(printable_lines(remark))
 
 
-def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
-    """Returns the job that the flags describe, with the mesh and the settings of the plan if one is given."""
+def make_job(flags: Flags, command: tuple[str, ...], given: Collection[str] = ()) -> Job:
+    """Returns the job that the flags describe, with the mesh and the settings of the plan if one is given.
+
+    Args:
+        flags: The flags.
+        command: The program and its flags.
+        given: The flags that the user has given.
+    """
     if flags.plan is None:
         return Job(command=command, **vars(flags.mesh), **flags.settings)
     if flags.mesh != Mesh():
@@ -129,11 +143,26 @@ def make_job(flags: Flags, command: tuple[str, ...]) -> Job:
     of_recipe = is_recipe(command)
     if of_recipe:
         check_recipe(plan, command)
+    settings = flags.settings | _nodes_of(plan, flags, given)
+    _tell(plan_remarks(plan, command) if command else [])
     return Job(
         command=(*command, *plan_flags(plan, command)) if of_recipe else command,
         **{axis: getattr(plan, axis) for axis in AXES},
-        **flags.settings,
+        **settings,
     )
+
+
+def _nodes_of(plan: PlannedSettings, flags: Flags, given: Collection[str]) -> dict[str, Any]:
+    """Returns the GPUs of a node for which a plan was made; raises ValueError if the user wants others."""
+    planned, wanted = plan.gpus_per_node, flags.job.gpus_per_node
+    if planned is None:
+        return {}
+    if "--gpus-per-node" in given and wanted != planned:
+        raise ValueError(
+            f"a plan is for nodes with as many GPUs as it says; got {planned} in --plan {flags.plan}, and --gpus-per-node "
+            f"{wanted}. Plan again with --gpus-per-node {wanted}, or leave it out."
+        )
+    return {"gpus_per_node": planned}
 
 
 def read_yaml(text: str, flag: str) -> list[Any]:

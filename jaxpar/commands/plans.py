@@ -72,7 +72,8 @@ def _search(flags: PlanFlags, model: PlannedModel, machines: Cluster) -> tuple[S
 
 
 def _json(flags: PlanFlags, plans: Sequence[Plan], model: PlannedModel, compiled: Mapping[Choice, int]) -> str:
-    run = model.run | {"batch_size": _rows(plans, model.shape)}
+    run = {"gpu": flags.gpu, "nodes": flags.nodes, "gpus_per_node": flags.gpus_per_node, **model.run}
+    run |= {"batch_size": _rows(plans, model.shape)}
     run |= {name: getattr(flags, name) for name in ("lora_rank", "sequence_parallel") if getattr(flags, name)}
     run |= {"attention": model.attention} if model.attention else {}
 

@@ -30,7 +30,7 @@ from jaxpar.checkpoint import BadCheckpointError, has_steps
 from jaxpar.commands.cli import flag_names, list_flags, suggest_values, wrapped
 from jaxpar.compile_only import start_on_cpu
 from jaxpar.fields import given_by
-from jaxpar.run.flags import RunFlags, check_run_flags
+from jaxpar.run.flags import RunFlags, check_run_flags, check_run_numbers
 from jaxpar.run.folder import CHECKPOINTS, has_run
 from jaxpar.run.messages import (
     ConfigError,
@@ -70,12 +70,32 @@ def run(
         program: The command in the usage and in messages about flags; None: the script.
     """
     _command[:] = [program or f"python {_script(main)}"]
-    # Help comes from docstrings alone: a comment beside a field is for readers of the code, or for pyright.
-    config_of_help = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
-    about = {"prog": program, "description": _about(main, program), "config": config_of_help}
-    flags = _parse(config, sys.argv[1:] if args is None else args, **about)
+    flags = parse(main, config, sys.argv[1:] if args is None else args, program=program)
     with status_lines(flags), given_by(flag_names(config)):
         _run(main, flags)
+
+
+def parse(
+    main: Callable[[Flags], None], config: type[Flags], args: Sequence[str], *, program: str | None = None
+) -> Flags:
+    """Returns the flags of a command line as ``config``; exits with code 2 where it does not take one.
+
+    Args:
+        main: The recipe's main function; the docstring of its module opens the help.
+        config: Its flags.
+        args: The command line.
+        program: The command in the usage and in messages about flags; None: the script.
+    """
+    # Help comes from docstrings alone: a comment beside a field is for readers of the code, or for pyright.
+    config_of_help = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
+    return _parse(config, args, prog=program, description=_about(main, program), config=config_of_help)
+
+
+def check_numbers(flags: Any) -> None:
+    """Raises ValueError where a flag of a run is out of range, as far as that does not depend on the machine."""
+    if isinstance(flags, RunFlags):
+        with given_by(flag_names(type(flags))):
+            check_run_numbers(flags)
 
 
 def _parse(kind: type[Flags], args: Sequence[str], **about: Any) -> Flags:

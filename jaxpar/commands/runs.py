@@ -3,19 +3,21 @@
 Each imports what it needs when it is called: `launch` nothing of JAX, and only `serve` the packages of its extra.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from jaxpar.commands.cli import call, make_folder
+from jaxpar.commands.cli import call, foreign_flags_told, make_folder
 from jaxpar.fields import check_at_least, check_from
 from jaxpar.runtime.host_names import allowed_hosts
 from jaxpar.runtime.output import needing_extra, printable, printable_lines, tell
 
 if TYPE_CHECKING:
     from jaxpar.plot.charts import Curve
+    from jaxpar.serve.open_run import ModelSettings
+    from jaxpar.serve.requests import Settings
 
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
@@ -48,7 +50,8 @@ def launch(args: Sequence[str]) -> int:
         return Launch(command, num_processes, devices_per_process, gpus_per_process, port, log_dir), max_restarts
 
     example = "-n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 8"
-    started, max_restarts = call(read, options, "launch", example=example)
+    with foreign_flags_told(read, options, "launch"):
+        started, max_restarts = call(read, options, "launch", example=example)
     make_folder(started.log_dir, "--log-dir")
     return supervise(started, max_restarts) if max_restarts else run(started)
 
@@ -150,8 +153,16 @@ def watch(args: Sequence[str]) -> None:
 
 def serve(args: Sequence[str]) -> int:
     """Answers HTTP requests for a trained model, for trying it and for small models; returns the exit code."""
-    from jaxpar.devices import started_devices
-    from jaxpar.serve.open_run import ModelSettings, open_model
+    return _call_serve(args, _serve_model)
+
+
+def check_serve(args: Sequence[str]) -> None:
+    """Ends the process with code 2 where ``serve`` would not take a flag; it opens nothing."""
+    _call_serve(args, lambda *_: 0)
+
+
+def _call_serve(args: Sequence[str], act: "Callable[[Path, str, int, ModelSettings, Settings], int]") -> int:
+    from jaxpar.serve.open_run import ModelSettings
     from jaxpar.serve.requests import Settings
 
     def serve_model(
@@ -173,19 +184,26 @@ def serve(args: Sequence[str]) -> int:
             model: How the model is opened.
             limits: The limits of requests.
         """
-        with needing_extra("serving needs starlette, uvicorn and prometheus-client", "serve"):
-            from jaxpar.serve import server
-
         allowed_hosts(address, limits.allowed_hosts)  # raises for what is no name
-        started_devices()  # raises where it would answer from the CPU of a machine with a GPU
-        with server.listen(address, port) as listening:  # before the model is loaded, which may take long
-            served = open_model(run, model)
-            host, port = listening.getsockname()[:2]
-            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            tell(f"{printable(served.name)}: {printable(served.about)}; {url}/docs")
-            return server.run(served, limits, listening)
+        return act(run, address, port, model, limits)
 
     return call(serve_model, args, "serve", example="runs/gpt")
+
+
+def _serve_model(run: Path, address: str, port: int, model: "ModelSettings", limits: "Settings") -> int:
+    from jaxpar.devices import started_devices
+    from jaxpar.serve.open_run import open_model
+
+    with needing_extra("serving needs starlette, uvicorn and prometheus-client", "serve"):
+        from jaxpar.serve import server
+
+    started_devices()  # raises where it would answer from the CPU of a machine with a GPU
+    with server.listen(address, port) as listening:  # before the model is loaded, which may take long
+        served = open_model(run, model)
+        host, port = listening.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        tell(f"{printable(served.name)}: {printable(served.about)}; {url}/docs")
+        return server.run(served, limits, listening)
 
 
 def plot_runs(

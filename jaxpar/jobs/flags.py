@@ -17,6 +17,8 @@ from jaxpar.jobs.job import (
     KubernetesSettings,
     SlurmSettings,
     flag_value,
+    flag_values,
+    is_recipe,
     mesh_of,
 )
 from jaxpar.runtime.output import printable
@@ -27,6 +29,14 @@ FLAGS = (
     *("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero"),
     *("experts", "expert_buffer", "lora_rank"),
 )
+# Flags that change what was planned, and which a plan sets only where they do not have these values.
+OPTIONAL = {
+    "--num-chunks": ["1"],
+    "--remat": ["none"],
+    "--sequence-parallel": ["off"],
+    "--layers-per-virtual-stage": [],
+}
+OPTIONAL |= {"--experts": [], "--expert-buffer": [], "--lora-rank": []}
 MAX_PARTS = 2**16
 _SLURM, _KUBERNETES = ([each.name for each in dataclasses.fields(of)] for of in (SlurmSettings, KubernetesSettings))
 OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim", "toleration", "env", "run_as_user")
@@ -51,6 +61,7 @@ class PlannedSettings:
     tensor: forms.Count
     replica: forms.Count = 1
     context: forms.Count = 1
+    gpus_per_node: forms.Count | None = None
     model: forms.Word | None = None
     dtype: forms.Word | None = None
     schedule: forms.Word | None = None
@@ -101,6 +112,34 @@ def check_recipe(plan: PlannedSettings, command: Sequence[str]) -> None:
 
 def plan_flags(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
     """Returns a plan's settings as a recipe's flags, except those that the command already has."""
+    given = {word.split("=")[0] for word in command}
+    return [word for flag, values in _planned(plan).items() if flag not in given for word in (flag, *values)]
+
+
+def plan_remarks(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
+    """Returns a line about what the command changes of a plan, or does not take from it."""
+    planned = _planned(plan)
+    if not is_recipe(command):
+        missing = " ".join(word for flag, values in planned.items() for word in (flag, *values))
+        return [
+            f"the plan sets the number of nodes alone: {printable(command[0])[:80]} is a program of your own, which gets only "
+            f"its own flags, and none of {missing}"
+        ]
+    meant, changed = OPTIONAL | planned, []
+    for flag in sorted({word.split("=")[0] for word in command} & {*meant}):
+        own, values = flag_values(command, flag), meant[flag]
+        if own != values and not flag.startswith("--mesh."):  # which must be that of the job
+            changed.append(printable(f"{' '.join([flag, *own])} where it has {' '.join(values) or 'none'}"))
+    if not changed:
+        return []
+    return [
+        f"the command changes the plan: {', '.join(changed)}. Memory and time that were planned are not those of this job: "
+        "leave these flags out, or plan again with them"
+    ]
+
+
+def _planned(plan: PlannedSettings) -> dict[str, list[str]]:
+    """Returns the values of the flags of a recipe that a plan sets."""
     flags: dict[str, list[Any]] = {f"--mesh.{axis}": [size] for axis, size in mesh_of(plan).items()}
     told = {name: getattr(plan, name) for name in FLAGS}
     flags |= {f"--{name.replace('_', '-')}": [value] for name, value in told.items() if value is not None}
@@ -112,8 +151,7 @@ def plan_flags(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
         flags["--remat"] = ["full" if plan.remat is True else plan.remat]
     if plan.sequence_parallel:
         flags["--sequence-parallel"] = []
-    given = {word.split("=")[0] for word in command}
-    return [str(word) for flag, values in flags.items() if flag not in given for word in (flag, *values)]
+    return {flag: [str(value) for value in values] for flag, values in flags.items()}
 
 
 def unused_flags(kind: str, given: Collection[str]) -> list[str]:

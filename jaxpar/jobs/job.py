@@ -4,6 +4,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from jaxpar import fields
@@ -197,15 +198,19 @@ class Job(JobSettings, Mesh):
         return fake | dict(each.split("=", 1) for each in self.env)
 
     def arguments(self) -> list[str]:
-        """Returns the command line; that of a recipe has the flags of the mesh and of the metrics, unless it has its own."""
+        """Returns the command line, with the flags that the job adds."""
         run = ["python", "-u", *self.command] if self.command[0].endswith(".py") else list(self.command)
+        return [*run, *self.added_flags()]
+
+    def added_flags(self) -> list[str]:
+        """Returns the flags of the mesh and of the metrics that a recipe gets, unless it has its own."""
         if not is_recipe(self.command):
-            return run
+            return []
         told = {f"--mesh.{axis}": str(size) for axis, size in mesh_of(self).items()}
         if self.metrics_port:
             told |= {"--metrics-port": str(self.metrics_port), "--metrics-address": "0.0.0.0"}
         missing = {name: value for name, value in told.items() if flag_value(self.command, name) is None}
-        return [*run, *(word for pair in missing.items() for word in pair)]
+        return [word for pair in missing.items() for word in pair]
 
 
 def is_recipe(command: Sequence[str]) -> bool:
@@ -225,6 +230,20 @@ def flag_value(command: Sequence[str], name: str) -> str | None:
     for word, after in zip(command, [*command[1:], ""], strict=True):
         if word.split("=")[0] == name:
             found = word.partition("=")[2] if "=" in word else after
+    return found
+
+
+def flag_values(command: Sequence[str], name: str) -> list[str]:
+    """Returns all values that a command line gives to a flag, the last time that it is given.
+
+    >>> flag_values(("gpt.py", "--layers", "2", "3", "--steps", "9"), "--layers")
+    ['2', '3']
+    """
+    found: list[str] = []
+    for position, word in enumerate(command):
+        if word.split("=")[0] == name:
+            after = takewhile(lambda each: not each.startswith("--"), command[position + 1 :])
+            found = [word.partition("=")[2]] if "=" in word else list(after)
     return found
 
 

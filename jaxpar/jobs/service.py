@@ -87,6 +87,12 @@ class Serving(ServiceSettings):
                 "command. Leave them out; --service.port and --service.timeout-seconds set them."
             )
 
+    @property
+    def served(self) -> list[str]:
+        """The words after ``jaxpar serve``: the folder, and its flags."""
+        words = self.arguments()
+        return words[words.index("serve") + 1 :]
+
     def arguments(self) -> list[str]:
         """Returns the command line, with the flags that a pod needs unless it has its own."""
         told = {"--address": "0.0.0.0", "--port": str(self.port), "--timeout-seconds": f"{self.timeout_seconds:g}"}

@@ -237,7 +237,13 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_run_flags(flags: RunFlags) -> None:
-    """Raises ValueError where a flag is out of range; the mesh is checked when it is created."""
+    """Raises ValueError where a flag is out of range or does not fit this machine; the mesh is checked when it is created."""
+    check_run_numbers(flags)
+    check_out_dir(flags.common.out_dir)
+
+
+def check_run_numbers(flags: RunFlags) -> None:
+    """Raises ValueError where a flag is out of range, or does not go together with another, on any machine."""
     common, checkpoint = flags.common, flags.checkpoint
     no_saves = "or leave it out for no checkpoints."
     devices = "Give the number of CPU devices to simulate, or leave it out for the real ones."
@@ -260,7 +266,6 @@ def check_run_flags(flags: RunFlags) -> None:
         exporters.parse_steps(flags.monitoring.profile, common.steps)
     check_from(0, 2**32 - 1, "Choose 0, say.", seed=common.seed)  # JAX would drop the higher bits
     _check_devices(flags)
-    check_out_dir(common.out_dir)
 
 
 def log_seconds(given: float | None) -> float:

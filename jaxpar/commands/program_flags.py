@@ -1,0 +1,129 @@
+"""Checks the flags of the program that a job runs, by the recipe's own parser; nothing is trained.
+
+Only recipes of jaxpar are loaded: a script of one's own would run. It may also be in the image alone, and not on this machine.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Any
+
+from jaxpar.commands.cli import list_flags
+from jaxpar.commands.train import load, path_of, recipes
+from jaxpar.fields import near_name
+from jaxpar.jobs.job import INSTALLED
+from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.output import tell
+
+HELP = ("-h", "--help")
+
+
+def check_program(command: Sequence[str], added: Sequence[str]) -> list[str]:
+    """Returns a line about what is not checked of a program, if there is anything.
+
+    Args:
+        command: The program and its flags.
+        added: The flags that its job adds.
+
+    Raises:
+        ValueError: There is no such recipe or script, or a flag is out of range, or is none of the recipe's.
+        SystemExit: The recipe refuses a flag; it has said which.
+    """
+    name, own = _split(command)
+    path = _recipe_of(name, command)
+    if path is None:
+        is_elsewhere = name.endswith(".py") and not Path(name).is_file()
+        what = "is not on this machine" if is_elsewhere else "is no recipe of jaxpar"
+        gets = f", and it gets {' '.join(added)}" if added else ""
+        return [f"{name} {what}: its flags are not checked{gets}"]
+    if {*HELP} & {*own}:
+        raise ValueError(f"a job runs {name}; got a command that asks for its help. Leave {' and '.join(HELP)} out.")
+    try:
+        module = load(path)
+    except ImportError as error:
+        return [f"{name} cannot be loaded on this machine, and its flags are not checked: {error}"]
+    _check_added(module, name, added)
+    _parse(module, name, [*own, *added])
+    return []
+
+
+def check_served(args: Sequence[str]) -> None:
+    """Exits if `jaxpar serve` refuses a flag; it has said which.
+
+    Args:
+        args: The command line after ``serve``.
+    """
+    from jaxpar.commands.runs import check_serve
+
+    if {*HELP} & {*args}:
+        raise ValueError("a Service runs jaxpar serve; got a command that asks for its help. Leave --help out.")
+    _refused_told("jaxpar serve", lambda: check_serve(args))
+
+
+def _refused_told(name: str, parse: Callable[[], Any]) -> Any:
+    try:
+        return parse()
+    except SystemExit as end:
+        if end.code == ExitCode.BAD_CONFIG:
+            tell(f"error: {name} would refuse these flags, so no job is written")
+        raise
+
+
+def _split(command: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the recipe's name, the script or the program of a command, and the flags that follow it."""
+    for begins in INSTALLED:
+        if tuple(command[: len(begins)]) == begins and len(command) > len(begins):
+            return command[len(begins)], list(command[len(begins) + 1 :])
+    scripts = [position for position, word in enumerate(command) if word.endswith(".py")]
+    is_python = PurePosixPath(command[0]).name.startswith("python")
+    at = scripts[0] if scripts and (is_python or scripts[0] == 0) else 0
+    return command[at], list(command[at + 1 :])
+
+
+def _recipe_of(name: str, command: Sequence[str]) -> Path | None:
+    """Returns the script of the recipe that a command runs; None if it is none of jaxpar's."""
+    if any(tuple(command[: len(begins)]) == begins for begins in INSTALLED):
+        return path_of(name)
+    ours = recipes() / PurePosixPath(name).name
+    given = Path(name)
+    if given.is_file():
+        is_ours = ours.is_file() and given.read_bytes() == ours.read_bytes()
+        return ours if is_ours else None
+    _check_near(given)
+    return ours if ours.is_file() and given.parent.name == "recipes" else None
+
+
+def _check_near(given: Path) -> None:
+    """Raises ValueError if a script is not there, and one of nearly the same name is."""
+    folder = recipes() if given.parent.name == "recipes" else given.parent
+    if not given.name.endswith(".py") or given.name in (known := _scripts(folder)):
+        return
+    near = near_name(given.name, known)
+    if near is not None:
+        raise ValueError(f"the script must exist; got {given}. Did you mean {given.parent / near}?")
+
+
+def _scripts(folder: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(folder) if name.endswith(".py")]
+    except OSError:  # it is in the image
+        return []
+
+
+def _check_added(module: ModuleType, name: str, added: Sequence[str]) -> None:
+    """Raises ValueError if a recipe does not take the flags that its job adds."""
+    known = {flag for _, flag, _ in list_flags(module.Config)}
+    unknown = [word for word in added if word.startswith("--") and word not in known]
+    if unknown:
+        raise ValueError(
+            f"a job gives its recipe the mesh and the port of metrics; got {name}, which does not take {unknown[0]}. Write it "
+            f"as a program, which gets only its own flags: python {recipes().name}/{Path(name).stem.replace('-', '_')}.py"
+        )
+
+
+def _parse(module: ModuleType, name: str, args: Sequence[str]) -> None:
+    from jaxpar.commands import recipe  # with JAX
+
+    flags = _refused_told(name, lambda: recipe.parse(module.main, module.Config, args, program=name))
+    recipe.check_numbers(flags)

@@ -1,0 +1,168 @@
+"""The flags of the program in a job: those of recipes are checked by their own parsers; of others it is told."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from jaxpar.__main__ import main as jaxpar_main
+from jaxpar.commands.manifest import main
+
+JOB = ("--image", "a:1", "--mesh.data", "8", "--checkpoint-claim", "runs")
+KEPT = ("--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
+SERVICE = ("--kind", "service", "--image", "a:1", "--checkpoint-claim", "runs", "jaxpar", "serve", "/checkpoints/gpt")
+
+
+def code_of(args):
+    try:
+        return jaxpar_main(args)
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([*JOB, "recipes/gpt.py", "--stepss", "9"], "recipes/gpt.py would refuse these flags, so no job is written"),
+        (
+            [*JOB, "recipes/gpt.py", "--steps", "1e3"],
+            "--steps: a whole number is written in digits alone; got '1e3'. Did you",
+        ),
+        ([*JOB, "recipes/gpt.py", "--steps", "0"], "error: --steps must be at least 1; got 0"),
+        ([*JOB, "recipes/gpt.py", "--remat", "ful"], "--remat: did you mean full?"),
+        ([*JOB, "/jaxpar/recipes/gpt.py", "--stepss", "9"], "/jaxpar/recipes/gpt.py would refuse these flags"),
+        ([*JOB, "python", "recipes/gpt.py", "--stepss", "9"], "recipes/gpt.py would refuse these flags"),
+        ([*JOB, "jaxpar", "train", "gpt", "--stepss", "9"], "gpt would refuse these flags"),
+        ([*JOB, "python", "-m", "jaxpar", "train", "gptt"], "the recipe must be one of gpt, house-prices"),
+        (
+            [*JOB, "recipes/gpt.py", "--help"],
+            "a job runs recipes/gpt.py; got a command that asks for its help. Leave -h and",
+        ),
+        ([*JOB, "recipes/gptt.py"], "the script must exist; got recipes/gptt.py. Did you mean recipes/gpt.py?"),
+        (
+            [*JOB, "recipes/all_reduce.py"],
+            "does not take --mesh.data. Write it as a program, which gets only its own flags: p",
+        ),
+        (
+            [*JOB, "--steps", "9", "recipes/gpt.py"],
+            "--steps is no option of manifest: the flags of a script come after the",
+        ),
+        (
+            [*JOB, "--dry-run", "recipes/gpt.py", "--steps", "9"],
+            "--dry-run is no option of manifest: the flags of a script",
+        ),
+        ([*SERVICE, "--max-waitings", "9"], "jaxpar serve would refuse these flags, so no job is written"),
+        ([*SERVICE, "--max-waiting", "-1"], "error: --max-waiting must be at least 0; got -1"),
+        ([*SERVICE, "--help"], "a Service runs jaxpar serve; got a command that asks for its help."),
+        (
+            [*SERVICE[:-1], "--max-waiting", "9"],
+            "a Service runs jaxpar serve; got jaxpar serve --max-waiting 9. Give it and a",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_flags_that_a_job_s_program_would_refuse_are_refused_before_it_is_written(flags, said, capsys):
+    assert code_of(["manifest", *flags]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["recipes/gpt.py", *KEPT], ""),
+        (["/jaxpar/recipes/gpt.py", *KEPT], ""),
+        (["jaxpar", "train", "gpt", *KEPT], ""),
+        (["recipes/gpt.py", "--data", "/checkpoints/rows", *KEPT], ""),
+        (["python", "recipes/all_reduce.py"], ""),
+        (["python", "train.py"], "train.py is not on this machine: its flags are not checked\n"),
+        (
+            ["train.py", *KEPT],
+            "train.py is not on this machine: its flags are not checked, and it gets --mesh.data 8 --mesh.st",
+        ),
+        (["bash", "train.sh"], "bash is no recipe of jaxpar: its flags are not checked\n"),
+        (
+            ["python", "tests/conftest.py", "--a", "b"],
+            "tests/conftest.py is no recipe of jaxpar: its flags are not checked\n",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be_checked_is_told_and_written(command, said, capsys):
+    main([*JOB, *command])
+    printed = capsys.readouterr()
+    assert printed.err.startswith(said)
+    assert bool(printed.err) == bool(said)
+    assert yaml.safe_load(printed.out)["kind"] == "JobSet"
+
+
+def test_a_script_with_the_name_of_a_recipe_is_not_run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "gpt.py").write_text("raise SystemExit('it was run')\n")
+    monkeypatch.chdir(tmp_path)
+    main([*JOB, "recipes/gpt.py", "--my-own", "9", *KEPT])
+    assert capsys.readouterr().err.startswith(
+        "recipes/gpt.py is no recipe of jaxpar: its flags are not checked, and it gets"
+    )
+
+
+PLAN = {"data": 8, "stage": 1, "tensor": 2, "zero": 1, "batch_size": 64, "num_chunks": 1, "gpus_per_node": 4}
+
+
+def planned(tmp_path, **changes):
+    (tmp_path / "plan.json").write_text(json.dumps([PLAN | changes]))
+    return "--plan", str(tmp_path / "plan.json"), "--image", "a:1", "--checkpoint-claim", "runs", "--rdma", "rdma/ib=8"
+
+
+def test_a_job_has_the_nodes_of_its_plan(tmp_path, capsys):
+    main([*planned(tmp_path), "recipes/gpt.py", *KEPT])
+    printed = capsys.readouterr()
+    assert "parallelism: 4\n" in printed.out
+    assert "nvidia.com/gpu: 4\n" in printed.out
+    assert printed.err == ""
+    main([*planned(tmp_path, gpus_per_node=None), "recipes/gpt.py", *KEPT])
+    assert "nvidia.com/gpu: 8\n" in capsys.readouterr().out
+    for flags in (["--gpus-per-node", "8"], ["--gpus-per-node=8"], ["--gpus_per_node", "8"]):
+        with pytest.raises(
+            ValueError, match=r"got 4 in --plan .*, and --gpus-per-node 8\. Plan again with --gpus-per-node 8"
+        ):
+            main([*planned(tmp_path), *flags, "recipes/gpt.py", *KEPT])
+    main([*planned(tmp_path), "--gpus-per-node", "4", "--fake-devices-per-node", "8", "recipes/gpt.py", *KEPT])
+    assert "parallelism: 2\n" in capsys.readouterr().out, "a rehearsal has other nodes"
+
+
+@pytest.mark.parametrize(
+    ("flags", "changed"),
+    [
+        ([], ""),
+        (["--batch-size", "64", "--mesh.data", "-1", "--remat", "none"], ""),
+        (["--batch-size", "32"], "--batch-size 32 where it has 64"),
+        (["--zero=0", "--seq", "512"], "--zero 0 where it has 1"),
+        (
+            ["--remat", "full", "--sequence-parallel"],
+            "--remat full where it has none, --sequence-parallel where it has off",
+        ),
+        (["--lora-rank", "4"], "--lora-rank 4 where it has none"),
+    ],
+)
+def test_what_a_command_changes_of_a_plan_is_told(flags, changed, tmp_path, capsys):
+    main([*planned(tmp_path), "recipes/gpt.py", *KEPT, *flags])
+    said = capsys.readouterr().err
+    assert said == (said and f"the command changes the plan: {changed}. Memory and time that were planned are not those of "
+                    "this job: leave these flags out, or plan again with them\n")  # fmt: skip
+    assert bool(said) == bool(changed)
+
+
+def test_a_program_of_one_s_own_gets_the_nodes_of_a_plan_alone(tmp_path, capsys):
+    main([*planned(tmp_path), "python", "train.py"])
+    said = capsys.readouterr().err
+    assert re.search(
+        r"python is a program of your own, which gets only its own flags, and none of --mesh.data 8 .*--zero 1", said
+    )
+
+
+def test_options_of_a_script_before_it_are_told_by_launch_too(capsys):
+    assert code_of(["launch", "-n", "2", "--steps", "9", "recipes/gpt.py"]) == 2
+    assert "--steps is no option of launch: the flags of a script come after the script" in capsys.readouterr().err
