@@ -207,10 +207,10 @@ def test_a_podmonitor_s_name_is_checked():
         to_podmonitor(JobSettings(name="My_Job", metrics_port=9090))
 
 
-@pytest.mark.parametrize("port", [-1, 65536, 6379])
+@pytest.mark.parametrize("port", [-1, 80, 65536, 6379])
 def test_a_port_that_cannot_be_served_is_refused(port):
     with pytest.raises(
-        ValueError, match=rf"metrics_port must be from 1 to 65535 and not 6379, .*; got {port}. Choose 9090"
+        ValueError, match=rf"metrics_port must be from 1024 to 65535, .* and not 6379, .*; got {port}. Choose 9090"
     ):
         Job(command=("recipes/gpt.py",), data=8, metrics_port=port)
 
