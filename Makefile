@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 3
 
 .DELETE_ON_ERROR:
-.PHONY: help train installed test test-all lint check check-slow mutations gpu-compiler check-gpu chaos docs bench
+.PHONY: help train installed test test-all lint check check-slow mutations gpu-compiler check-gpu check-on-gpu chaos docs bench
 
 help:
 	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/train/"
@@ -20,6 +20,7 @@ help:
 	@echo "make mutations   break the package in one place after another, by tests/mutations.txt: make test must notice each"
 	@echo "make check-gpu   compile steps for GPUs that are not here, and count what they would do; installs CUDA's compiler (0.8 GB)"
 	@echo "make gpu-compiler  install only that compiler, as make check-gpu does first"
+	@echo "make check-on-gpu  check what this machine's GPU computes, with \$$(PYTHON), which needs jaxpar and JAX for the GPU"
 	@echo "make chaos       random faults for 20 minutes: runs of two processes that are killed, stopped, out of disk, damaged; SEED=7: again"
 	@echo "make bench       run every benchmark (allow 25 minutes on 2 quiet cores) and render benchmarks/RESULTS.md; SMOKE=1: only try them"
 	@echo "PYTHON=...       the interpreter that $(VENV) is made from, 3.11 or newer (now: $(PYTHON))"
@@ -88,6 +89,10 @@ check-gpu: gpu-compiler
 	@# The machine code is neither run nor measured; leaving it unoptimized takes a fifth of the time off with JAX 0.11.
 	JAX_PLATFORMS=cpu XLA_FLAGS="$$($(BIN)/python -c 'from jaxpar.compile_only import with_compiler_flags; print(with_compiler_flags(""))') --xla_gpu_disable_gpuasm_optimizations=true" \
 		$(BIN)/python -m pytest -q tests/test_gpu_program.py
+
+check-on-gpu:
+	@# Not with $(VENV), whose JAX has no GPUs.
+	$(PYTHON) benchmarks/check_on_gpu.py
 
 chaos: $(VENV)/for-tests
 	$(BIN)/python -m tests.support.chaos --seconds 1200 $(if $(SEED),--seed $(SEED))

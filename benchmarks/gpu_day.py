@@ -1,19 +1,24 @@
-"""What do training steps, pipelines, attention and checkpoints cost on a GPU? Measured in one command of 25 minutes.
+"""How fast are training, decoding and single kernels on a GPU? Measured in one command of 12 minutes, most wanted first.
 
     python benchmarks/gpu_day.py --out benchmarks/results/gpu_day.json
-    python benchmarks/gpu_day.py --only training --minutes 9 --out a.json       where a command may not take as long
+    python benchmarks/gpu_day.py --only training lora --minutes 3 --out a.json      where a command may not take as long
     python benchmarks/gpu_day.py --join a.json b.json --out benchmarks/results/gpu_day.json
-    python benchmarks/gpu_day.py --smoke                                        tiny cases, on any machine
+    python benchmarks/gpu_day.py --smoke                                            tiny cases, on any machine
+    python benchmarks/gpu_day.py --torch-python ../torch/bin/python                 PyTorch of another environment
 
-In this order: training steps of a Llama of 1B parameters (4 rows of 4,096 tokens, bfloat16 products, float32 parameters,
-AdamW, cuDNN's attention) by jaxpar, plain JAX and PyTorch with ``torch.compile``, beside what the roofline and the planner
-expected of them; ``jaxpar.value_and_grad`` against ``jax.value_and_grad``; the executor of pipelines against no pipeline; flash
-attention under a mesh; the cost of a predicate; a checkpoint. On one GPU the executor runs a schedule of one stage, with all
-layers in one chunk or in four, which are four virtual stages, and its gradients must be those of no pipeline; messages, and
-stages that wait for one another, are measured with two GPUs or more.
+In this order: training steps of a Llama of 1.1B parameters (bfloat16 products, float32 parameters, AdamW, cuDNN's attention) by
+jaxpar and by PyTorch with ``torch.compile``, with documents in its rows, of Llama 3.1 8B with LoRA, of GPT-2 by both, of OLMoE
+with experts, and of three layers of a 70B; greedy decoding; products of experts; a profile of a step by its kernels; the
+executor of pipelines against no pipeline; plain JAX with ``jax.checkpoint``. With more minutes: attention under a mesh,
+``jaxpar.value_and_grad`` against ``jax.value_and_grad``, the cost of a predicate, a checkpoint. Beside a step is what the
+roofline and the planner expected of it. On one GPU the executor runs a schedule of one stage, with all layers in one chunk or
+in four; messages, and stages that wait for one another, are measured with two GPUs or more.
 
-Each part runs in a process of its own for its share of the minutes. One that fails or takes too long leaves the figures of the
-others alone, and those are written as they come. MFU as in `gpt_gpu.py`. It needs no network, and PyTorch only for its rows.
+Each job runs in a process of its own for at most twice the time that it takes on an H100. One that does not fit in what is left
+of the minutes is left out, and the last table says so; one that fails or takes too long costs no figures of the others, which
+are written as they come. MFU: (6 * parameters + 12 * layers * heads * head_dim * sequence) * tokens/s (Chowdhery et al. 2022,
+arXiv 2204.02311, appendix B, without subtracting the causal half of attention) over the datasheet's dense bfloat16 peak; frozen
+parameters count 4 times. It needs no network and no tyro, PyTorch only for its rows, and pydantic only for the checkpoint.
 """
 
 import argparse
@@ -35,46 +40,43 @@ from pathlib import Path
 from typing import Any
 
 import report
+from gpu_day_parts import schedule
+from gpu_day_parts.schedule import GRACE, JOBS, NAMES, Job, Turn
 
 SCRIPT = Path(__file__).resolve()
-# The parts in their order, each with its share of the minutes.
-MINUTES = {
-    "training": 9.5,
-    "gradients": 3.5,
-    "pipelines": 4.0,
-    "attention": 2.0,
-    "host_waits": 1.5,
-    "checkpoints": 4.0,
-}
+MINUTES = 12.0
 LIBRARIES = ("optax", "orbax-checkpoint", "torch", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 OUTCOMES = "What was run"
+OF_OUTCOMES = {"job": "", "seconds": ".0f", "outcome": ""}
+MEASURED = "measured"
+# Where each row was measured, which ``marked`` adds.
+ORIGIN = {"GPU": "", "jax": "", "at": ""}
 DAY = 86400.0  # in seconds
-GRACE = 10.0  # seconds after its time in which a part may still end by itself
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the parts; returns the exit code: 0 if something was measured, in a smoke run if nothing failed."""
+    """Runs the jobs; returns the exit code: 0 if something was measured, in a smoke run if nothing failed."""
+    end = time.time() + 60 * args.minutes  # which the start of JAX below is part of
     device = "" if args.smoke else find_gpu()
     if not args.smoke and not device:
         print("gpu_day.py needs a GPU, and there is none here: nothing was measured; --smoke tries it on any machine")
         return report.CANNOT_RUN
-    options = report.Options(args.out, args.smoke)
-    record = report.Record.start("gpu_day", options)
+    record = report.Record.start("gpu_day", report.Options(args.out, args.smoke))
     machine = ", ".join(filter(None, (record.machine, device)))
     record = dataclasses.replace(record, machine=machine, versions=record.versions | versions())
     outcomes: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        save = partial(written, record, args, folder, outcomes)
-        for names, until, all_until in turns(args, time.time()):
+        save = partial(written, record, args, folder, outcomes, device)
+        for jobs, until in smoke_turns(args) if args.smoke else gpu_turns(args, end, outcomes):
             began = time.time()
-            code = run_in_child(args, names, folder, until, all_until, save)
-            outcomes += outcomes_of(folder, names, code, began)
+            code = run_in_child(args, jobs, folder, until, end, save)
+            outcomes += outcomes_of(folder, jobs, code, began)
             save()
         save().finish(args.out)
-        measured = [name for name in args.only if tables_of(folder, name)]
-    failed = [row for row in outcomes if row["outcome"] != "measured"]
-    return 1 if not measured or (args.smoke and failed) else 0
+        found = tables_of(folder, args.only)
+    failed = [row for row in outcomes if row["outcome"] != MEASURED]
+    return 1 if not found or (args.smoke and failed) else 0
 
 
 def find_gpu() -> str:
@@ -95,34 +97,42 @@ def versions() -> dict[str, str]:
     return found
 
 
-def turns(args: argparse.Namespace, began: float) -> Iterator[tuple[list[str], float, float]]:
-    """Yields parts that share a process, and the times at which they and the whole run end; unused time goes to later parts.
+def wanted(args: argparse.Namespace) -> list[Job]:
+    """The jobs that were asked for; without PyTorch none of its rows."""
+    jobs = [job for job in JOBS if job.name in args.only]
+    return [job for job in jobs if args.torch_python or not job.name.endswith("-torch")]
 
-    In a smoke run all parts share one process, since starting JAX takes longer than they do, and no time ends them.
-    """
-    if args.smoke:
-        yield list(args.only), began + DAY, began + DAY
-        return
-    end = began + 60 * args.minutes
-    for index, name in enumerate(args.only):
-        share = MINUTES[name] / sum(MINUTES[other] for other in args.only[index:])
-        yield [name], time.time() + share * (end - time.time()), end
+
+def smoke_turns(args: argparse.Namespace) -> Iterator[tuple[list[Job], float]]:
+    """Yields all jobs for one process, since starting JAX takes longer than they do; no time ends them."""
+    yield wanted(args), time.time() + DAY
+
+
+def gpu_turns(
+    args: argparse.Namespace, end: float, outcomes: list[dict[str, Any]]
+) -> Iterator[tuple[list[Job], float]]:
+    """Yields each job with the time at which it has to be done, and notes those that are left out."""
+    for turn in schedule.turns(wanted(args), end, time.time):
+        if turn.until is None:
+            outcomes.append(left_out(turn))
+        else:
+            yield [turn.job], turn.until
+
+
+def left_out(turn: Turn) -> dict[str, Any]:
+    print(f"{turn.job.name}: {turn.why}", flush=True)
+    return dict(zip(OF_OUTCOMES, (turn.job.name, None, turn.why), strict=True))
 
 
 def run_in_child(
-    args: argparse.Namespace, names: Sequence[str], folder: Path, until: float, all_until: float, save: Callable
+    args: argparse.Namespace, jobs: Sequence[Job], folder: Path, until: float, end: float, save: Callable
 ) -> int:
-    """Runs parts in a process of their own, and saves their figures whenever they grow; returns its exit code."""
+    """Runs jobs in a process of their own, and saves their figures whenever they grow; returns its exit code."""
     from gpu_day_parts.processes import started
 
-    command = [sys.executable, str(SCRIPT), "--child", *names, "--folder", str(folder), "--until", str(until)]
-    command += [
-        "--all-until",
-        str(all_until),
-        "--torch-python",
-        args.torch_python,
-        *(["--smoke"] if args.smoke else []),
-    ]
+    command = [sys.executable, str(SCRIPT), "--child", *(job.name for job in jobs), "--folder", str(folder)]
+    command += ["--until", str(until), "--all-until", str(end), "--torch-python", args.torch_python]
+    command += ["--smoke"] if args.smoke else []
     seen = None
     with started(command, child_env(folder, args.smoke)) as process:
         while process.poll() is None and time.time() < until + GRACE:
@@ -135,11 +145,11 @@ def run_in_child(
 
 
 def child_env(folder: Path, smoke: bool) -> dict[str, str]:
-    """The environment of a part: nearly all of the GPU's memory, and programs that an earlier part compiled."""
+    """The environment of a job: nearly all of the GPU's memory, and programs that an earlier job compiled."""
     env = {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
-    env["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = (
-        "none"  # a program that is compiled for the first time takes its full time
-    )
+    # A program that is compiled for the first time takes its full time.
+    env["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
+    # Both of them would keep JAX off the GPU.
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
         env["XLA_CLIENT_MEM_FRACTION"] = "0.92"
     if smoke:
@@ -151,100 +161,121 @@ def part_file(folder: Path, name: str) -> Path:
     return folder / f"part-{name}.json"
 
 
-def tables_of(folder: Path, name: str) -> list[report.Table]:
-    """Returns the tables that a part has written so far."""
-    path = part_file(folder, name)
-    return [report.Table(**table) for table in json.loads(path.read_text())["tables"]] if path.exists() else []
+def tables_of(folder: Path, jobs: Sequence[str]) -> list[report.Table]:
+    """Returns the tables that jobs have written so far, those of one title as one."""
+    found: dict[str, report.Table] = {}
+    for path in (part_file(folder, name) for name in jobs):
+        for table in json.loads(path.read_text())["tables"] if path.exists() else []:
+            found[table["title"]] = merged(found.get(table["title"]), report.Table(**table))
+    return list(found.values())
 
 
-def outcomes_of(folder: Path, names: Sequence[str], code: int, began: float) -> list[dict[str, Any]]:
-    """Returns how each of the parts that shared a process ended."""
+def merged(first: report.Table | None, second: report.Table) -> report.Table:
+    """Returns a table with the rows of both; the note of the second one follows unless the first one has it."""
+    if first is None:
+        return second
+    note = first.note if second.note in first.note else f"{first.note} {second.note}".strip()
+    return dataclasses.replace(first, rows=[*first.rows, *second.rows], note=note)
+
+
+def outcomes_of(folder: Path, jobs: Sequence[Job], code: int, began: float) -> list[dict[str, Any]]:
+    """Returns how each of the jobs that shared a process ended."""
     rows = []
-    for name in names:
-        path = part_file(folder, name)
+    for job in jobs:
+        path = part_file(folder, job.name)
         found = json.loads(path.read_text()) if path.exists() else {"outcome": None}
         stopped = "stopped at the end of its time" if code == -signal.SIGKILL else f"ended with exit code {code}"
-        minutes = found.get("minutes") or (time.time() - began) / 60
-        rows.append({"part": name, "minutes": minutes, "outcome": found["outcome"] or stopped})
+        cells = (job.name, found.get("seconds") or time.time() - began, found["outcome"] or stopped)
+        rows.append(dict(zip(OF_OUTCOMES, cells, strict=True)))
     return rows
 
 
 def outcome_table(rows: list[dict[str, Any]]) -> list[report.Table]:
-    return [report.Table(OUTCOMES, {"part": "", "minutes": ".1f", "outcome": ""}, list(rows))] if rows else []
+    order = {name: number for number, name in enumerate(NAMES)}
+    rows = sorted(rows, key=lambda row: order[row["job"]])
+    return [report.Table(OUTCOMES, OF_OUTCOMES, rows)] if rows else []
 
 
 def written(
-    record: report.Record, args: argparse.Namespace, folder: Path, outcomes: list[dict[str, Any]]
+    record: report.Record, args: argparse.Namespace, folder: Path, outcomes: list[dict[str, Any]], device: str
 ) -> report.Record:
     """Returns the record with the tables that there are so far, written where asked."""
-    tables = [table for name in args.only for table in tables_of(folder, name)]
-    record = dataclasses.replace(record, tables=tables + outcome_table(outcomes))
+    from gpu_day_parts import published, steps
+
+    found = [steps.with_ratios(t) if t.title == steps.TITLE else t for t in tables_of(folder, args.only)]
+    origin = dict(zip(ORIGIN, (device, record.versions["jax"], record.commit), strict=True))
+    tables = [marked(table, origin) for table in found]
+    record = dataclasses.replace(record, tables=[*tables, published.table(), *outcome_table(outcomes)])
     if args.out is not None:
         record.write(args.out)
     return record
 
 
+def marked(table: report.Table, origin: dict[str, str]) -> report.Table:
+    """Returns the table whose rows say on which GPU, by which JAX and at which commit they were measured."""
+    columns, rows = table.columns | ORIGIN, [row | origin for row in table.rows]
+    return dataclasses.replace(table, columns=columns, rows=rows)
+
+
 def child(args: argparse.Namespace) -> int:
-    """Runs parts in this process, one after another; returns the exit code."""
-    from gpu_day_parts import PARTS
-    from gpu_day_parts.common import Context, in_words
-
-    import jaxpar
-
-    if args.child != ["training"]:  # whose candidates have processes of their own, and flags of their own
-        jaxpar.initialize()  # XLA's flags for GPUs, as in a training run
-    outcomes = []
-    for name in args.child:
-        context = Context(name, args.folder, args.smoke, args.until, args.all_until, args.torch_python)
-        began, tables = time.time(), {}
-
-        def save(outcome: str | None, tables: dict = tables, began: float = began, name: str = name) -> None:
-            found = {"tables": [dataclasses.asdict(each) for each in tables.values()], "outcome": outcome}
-            part = args.folder / f"{name}.new"
-            part.write_text(json.dumps(found | {"minutes": (time.time() - began) / 60}))
-            part.replace(part_file(args.folder, name))
-
-        context.say("starts")
-        try:
-            for table in PARTS[name]()(context):
-                tables[table.title] = table
-                save(None)
-            outcomes.append("measured")
-        except Exception as error:  # the other parts go on
-            traceback.print_exc()
-            outcomes.append(f"failed: {in_words(error)}")
-        save(outcomes[-1])
-        context.say(outcomes[-1])
-    return 0 if set(outcomes) == {"measured"} else 1
-
-
-def candidate(args: argparse.Namespace) -> int:
-    """Runs one candidate of the part "training" in this process, and writes its figures."""
-    from gpu_day_parts import training
+    """Runs jobs in this process, one after another; returns the exit code."""
     from gpu_day_parts.common import Context
 
-    context = Context("training", args.folder, False, args.until, args.until, args.torch_python)
-    if training.CANDIDATES[args.candidate].library == "jaxpar":
-        import jaxpar
+    outcomes = []
+    for job in JOBS:
+        if job.name in args.child:
+            flags = (args.folder, args.smoke, args.until, args.all_until, args.torch_python)
+            outcomes.append(run_job(job, Context(job.name, *flags)))
+    return 0 if set(outcomes) == {MEASURED} else 1
 
-        jaxpar.initialize()
-    (args.folder / "candidate.json").write_text(json.dumps(training.answer_of(context, args.candidate)))
-    return 0
+
+def run_job(job: Job, context: Any) -> str:
+    """Runs a job, writes its tables as they grow, and returns how it ended."""
+    from gpu_day_parts import measure
+    from gpu_day_parts.common import in_words
+
+    began, tables = time.time(), {}
+
+    def save(outcome: str | None) -> None:
+        found = {"tables": [dataclasses.asdict(each) for each in tables.values()], "outcome": outcome}
+        part = context.folder / f"{job.name}.new"
+        part.write_text(json.dumps(found | {"seconds": time.time() - began}))
+        part.replace(part_file(context.folder, job.name))
+
+    context.say("starts")
+    try:
+        for table in measure(job.part, context, *job.args):
+            tables[table.title] = table
+            save(None)
+        outcome = MEASURED
+    except (Exception, SystemExit) as error:  # the other jobs go on
+        traceback.print_exc()
+        outcome = f"failed: {in_words(error)}"
+    save(outcome)
+    context.say(outcome)
+    return outcome
 
 
 def join(paths: Sequence[Path], out: Path | None) -> int:
     """Joins records of several commands on one machine, at one commit; returns the exit code."""
+    from gpu_day_parts import published
+
     records = [report.Record.read(path) for path in paths]
     first = records[0]
     for name in ("commit", "machine", "versions", "smoke"):
         if len(values := {str(getattr(record, name)) for record in records}) > 1:
             raise SystemExit(f"records to join must have one {name}; got {'; '.join(sorted(values))}. Measure again.")
-    parts = [table for record in records for table in record.tables if table.title != OUTCOMES]
-    if len({table.title for table in parts}) < len(parts):
-        raise SystemExit("records to join must be of different parts; got a table twice. Leave one of the files out.")
     rows = [row for record in records for table in record.tables if table.title == OUTCOMES for row in table.rows]
+    if len({row["job"] for row in rows}) < len(rows):
+        raise SystemExit("records to join must be of different jobs; got one twice. Leave one of the files out.")
+    found: dict[str, report.Table] = {}
+    theirs = published.table()
+    for table in (
+        table for record in records for table in record.tables if table.title not in (OUTCOMES, theirs.title)
+    ):
+        found[table.title] = merged(found.get(table.title), table)
     command = "; ".join(record.command for record in records)
-    dataclasses.replace(first, command=command, tables=[*parts, *outcome_table(rows)]).finish(out)
+    dataclasses.replace(first, command=command, tables=[*found.values(), theirs, *outcome_table(rows)]).finish(out)
     return 0
 
 
@@ -257,19 +288,18 @@ def parse(flags: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--smoke", action="store_true", help="run tiny cases on any machine; the figures mean nothing")
-    parser.add_argument("--only", nargs="+", choices=list(MINUTES), default=list(MINUTES), help="the parts to run")
-    parser.add_argument("--minutes", type=float, default=25.0, help="the time for all parts")
-    parser.add_argument(
-        "--torch-python", default=has_torch(), help='the interpreter that has PyTorch; "": without PyTorch'
-    )
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="the jobs to run")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="the time for all of it")
+    torch = 'the interpreter that has PyTorch; "": without PyTorch'
+    parser.add_argument("--torch-python", default=has_torch(), help=torch)
     parser.add_argument("--join", type=Path, nargs="+", help="join the figures of several commands, run nothing")
-    for name, kind in {"--folder": Path, "--until": float, "--all-until": float, "--candidate": str}.items():
+    for name, kind in {"--folder": Path, "--until": float, "--all-until": float}.items():
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(flags)
-    args.only = [name for name in MINUTES if name in args.only]
+    args.only = [name for name in NAMES if name in args.only]
     if not args.minutes > 0:
-        parser.error(f"--minutes must be positive; got {args.minutes}. Choose 25, or less.")
+        parser.error(f"--minutes must be positive; got {args.minutes}. Choose {MINUTES:.0f}, or less.")
     return args
 
 
@@ -278,4 +308,4 @@ if __name__ == "__main__":
     asked = parse(sys.argv[1:])
     if asked.join:
         sys.exit(join(asked.join, asked.out))
-    sys.exit(child(asked) if asked.child else candidate(asked) if asked.candidate else main(asked))
+    sys.exit(child(asked) if asked.child else main(asked))

@@ -29,7 +29,6 @@ BENCHMARKS = (
     "recovery",
     "scaling",
     "gpu_roofline",
-    "gpt_gpu",
     "gpu_day",
 )
 

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import Any
 from gpt_training import CHECKED_STEPS, GIB, OPTIMIZER, Work
 
 HERE = Path(__file__).parent
-SHAPE = ("num_layers", "embed_dim", "num_heads", "kv_heads", "head_dim", "tied", "norm_epsilon", "rope_theta")
+MODELS = ("tinyllama-1.1b", "gpt2")  # the kinds of which there is a PyTorch side
+SHAPE = ("num_layers", "embed_dim", "num_heads", "kv_heads", "head_dim", "tied", "norm", "norm_epsilon", "positions")
+SHAPE += ("rope_theta", "mlp", "biases", "vocab_size")
 
 
 class Theirs:
@@ -42,6 +43,11 @@ class Theirs:
         raise SystemExit(f"the PyTorch side ended with exit code {self._process.wait()}: see its message above")
 
 
+def has_model(work: Work) -> bool:
+    """Returns whether PyTorch's side can train this."""
+    return work.model in MODELS and not work.documents
+
+
 def write_inputs(folder: Path, work: Work, shape: Any, params: dict, batch: dict) -> None:
     """Writes the model, its initial parameters and the batch for gpt_torch.py."""
     import jax.numpy as jnp
@@ -55,14 +61,14 @@ def write_inputs(folder: Path, work: Work, shape: Any, params: dict, batch: dict
 
 
 @contextlib.contextmanager
-def start(python: str, folder: Path, how: str, *, attention: str = "flash", cpu: bool = False) -> Iterator[Theirs]:
+def start(python: str, folder: Path, how: str, attention: str, *, cpu: bool = False) -> Iterator[Theirs]:
     """Starts the PyTorch side on the inputs of a folder, and ends it at the end of the block.
 
     Args:
         python: The interpreter that has PyTorch.
         folder: What ``write_inputs`` wrote.
         how: "compile" or "eager".
-        attention: The kernel on a GPU: "flash", or "cudnn".
+        attention: The kernel on a GPU: "flash" or "cudnn".
         cpu: Whether it runs on the CPU also where there is a GPU.
     """
     (folder / "run.json").write_text(json.dumps({"torch": how, "attention": attention, "cpu": cpu}))
@@ -72,17 +78,6 @@ def start(python: str, folder: Path, how: str, *, attention: str = "flash", cpu:
             yield Theirs(process)
         finally:
             process.kill()
-
-
-@contextlib.contextmanager
-def start_on(
-    python: str, how: str, work: Work, shape: Any, params: dict, batch: dict, *, cpu: bool
-) -> Iterator[Theirs]:
-    """Starts the PyTorch side on these parameters and this batch, in a folder that ends with the block."""
-    with tempfile.TemporaryDirectory() as name:
-        write_inputs(Path(name), work, shape, params, batch)
-        with start(python, Path(name), how, cpu=cpu) as theirs:
-            yield theirs
 
 
 def losses_agree(shape: Any, ours: list[float], theirs: list[float]) -> bool:
@@ -99,13 +94,3 @@ def first_losses(theirs: Any) -> list[float]:
     losses = theirs.train(1)
     theirs.facts["first compile s"] = time.perf_counter() - start  # includes one step
     return losses + theirs.train(CHECKED_STEPS - 1)
-
-
-def check_same(shape: Any, ours: Any, theirs: Any) -> None:
-    """Raises unless both have the same number of parameters and their first losses agree; times PyTorch's first step."""
-    if theirs.about["num_params"] != ours.num_params:
-        raise SystemExit(f"the models differ: {ours.num_params} parameters, {theirs.about['num_params']} in PyTorch")
-    losses = first_losses(theirs)
-    ours_losses = ours.train(CHECKED_STEPS)
-    if not losses_agree(shape, ours_losses, losses):
-        raise SystemExit(f"the two do not train one model: losses {ours_losses}, {losses} in PyTorch")

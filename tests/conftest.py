@@ -52,7 +52,7 @@ LONGEST = (
     *("docs", "recipes_gpt", "experts_over_data", "experts", "context"),
     *("planner", "padding", "fuzz", "overlap_pipeline", "padded_vocabulary"),
     *("benchmarks", "generate", "transformer_meshes", "pipeline", "planner_exact"),
-    *("recipes_digits", "loss_sums", "remedies", "gpu_day", "optimizers"),
+    *("recipes_digits", "loss_sums", "remedies", "gpu_day", "check_on_gpu", "optimizers"),
     *("lora", "recipes", "documents", "owned", "traced_loss"),
     *("overlap", "mpmd_executor", "transformer", "evaluation", "row_checks"),
     *("launch", "serve", "faults", "foreign_models", "zero"),

@@ -105,7 +105,7 @@ def test_a_row_without_one_of_the_columns_is_refused():
 
 def test_a_command_names_no_folder_of_this_machine():
     flags = ["--out", "figures.json", "--smoke", "--torch-python", str(Path("bin", "python").resolve())]
-    assert report.command("gpt_gpu", flags) == "python benchmarks/gpt_gpu.py --smoke --torch-python python"
+    assert report.command("gpu_day", flags) == "python benchmarks/gpu_day.py --smoke --torch-python python"
 
 
 def test_one_benchmark_stops_no_other_and_each_that_did_not_run_keeps_its_figures(made_up, capfd):

@@ -1,15 +1,14 @@
 """The parts of gpu_day.py: one module for each question that it asks a GPU, which yields tables as they grow."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
 
-def _measure(module: str) -> Callable[[], Callable[[Any], Iterator[Any]]]:
-    """Returns what imports a part when it runs, so that one that cannot be imported fails alone."""
-    return lambda: import_module(f"gpu_day_parts.{module}").measure
+def measure(part: str, context: Any, *args: str) -> Iterator[Any]:
+    """Yields the tables of a part, which is imported when it runs, so that one that cannot be imported fails alone."""
+    import jaxpar
 
-
-PARTS = {
-    name: _measure(name) for name in ("training", "gradients", "pipelines", "attention", "host_waits", "checkpoints")
-}
+    if part != "steps":  # of which some have flags of their own
+        jaxpar.initialize()  # XLA's flags for GPUs, as in a training run
+    yield from import_module(f"gpu_day_parts.{part}").measure(context, *args)

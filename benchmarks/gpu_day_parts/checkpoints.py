@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from gpt_training import GIB, Ours, make_batch, make_shape
+from gpt_training import GIB, Ours
 
 from gpu_day_parts.common import Context
 
@@ -39,9 +39,9 @@ def measure(context: Context) -> Iterator[report.Table]:
     import jaxpar
 
     with tempfile.TemporaryDirectory(dir=context.folder) as folder:
-        work = context.work()
-        shape = make_shape(work, **({} if context.smoke else layers_that_fit(Path(folder))))
-        ours = Ours(shape, make_batch(work, shape), "none")
+        layers = () if context.smoke else tuple(layers_that_fit(Path(folder)).items())
+        work = context.work("llama", changes=layers)
+        ours = Ours(work)
         ours.train(1 if context.smoke else 3)
         step_seconds = per_step(ours, 2 if context.smoke else 10)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(ours.state))
@@ -55,14 +55,14 @@ def measure(context: Context) -> Iterator[report.Table]:
         row |= {"loop stands still s": waited, "save s": saved, "written GB/s": size / saved / 1e9}
         row |= {"ms a step beside a save": beside * 1e3, "on disk GiB": on_disk(Path(folder)) / GIB}
         context.say(f"saved in {saved:.1f} s, of which the loop stood still {waited:.2f} s")
-        yield table(work, shape, row)
+        yield table(work, ours.shape, row)
         began = time.perf_counter()
         restored = manager.restore(kept, step=step)
         jax.block_until_ready(restored)
         row |= {"restore s": time.perf_counter() - began}
         row |= {"read GB/s": size / row["restore s"] / 1e9, "restored equal": "yes" if equal(kept, restored) else "NO"}
         manager.close()
-        yield table(work, shape, row)
+        yield table(work, ours.shape, row)
         if row["restored equal"] != "yes":
             raise AssertionError("the restored state is not the saved one")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import timing
-from gpt_training import GIB, TINY, Work
+from gpt_training import GIB, TINY, WORKS, Work
 
 RESERVE_SECONDS = 20.0  # to time candidates that are compiled
 
@@ -43,9 +43,10 @@ class Context:
         left = [max(0.0, until - time.time()) / 60 for until in (self.until, self.all_until)]
         print(f"[{left[0]:4.1f} min left of {self.part}, {left[1]:4.1f} in all] {text}", flush=True)
 
-    def work(self, **changes: Any) -> Work:
-        """Returns the model and batch that parts train, with some fields changed; in a smoke run a tiny one."""
-        return dataclasses.replace(Work(smoke=self.smoke), **(TINY | changes if self.smoke else changes))
+    def work(self, name: str, **changes: Any) -> Work:
+        """Returns one of the models and batches of ``WORKS``, with some fields changed; in a smoke run made tiny."""
+        tiny = {"smoke": True} | TINY | changes
+        return dataclasses.replace(WORKS[name], **(tiny if self.smoke else changes))
 
 
 @dataclass
@@ -135,7 +136,7 @@ def temporary(run: Any) -> dict[str, Any]:
     return {"temporary GiB": run.memory_analysis().temp_size_in_bytes / GIB}
 
 
-def in_words(error: Exception) -> str:
+def in_words(error: BaseException) -> str:
     """Returns an error as one short line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:160]}"

@@ -21,7 +21,7 @@ def measure(context: Context) -> Iterator[report.Table]:
 
     import jaxpar
 
-    work, mesh = context.work(), jaxpar.make_mesh(devices=jax.devices()[:1])
+    work, mesh = context.work("llama"), jaxpar.make_mesh(devices=jax.devices()[:1])
     shape = make_shape(work)
     params, batch = (
         jax.jit(Model(shape, mesh).init)(jax.random.key(0)),
@@ -71,7 +71,7 @@ def host_table(context: Context) -> report.Table:
     import jaxpar
 
     mesh = jaxpar.make_mesh(devices=jax.devices()[:1])
-    tiny = Context("gradients", context.folder, True, context.until, context.all_until).work()
+    tiny = Context("gradients", context.folder, True, context.until, context.all_until).work("llama")
     shape = make_shape(tiny)
     model = Model(shape, mesh)
     params, batch = jax.jit(model.init)(jax.random.key(0)), jaxpar.shard_batch(make_batch(tiny, shape), mesh)

@@ -33,7 +33,7 @@ def measure(context: Context) -> Iterator[report.Table]:
     """Times no pipeline and each form of one, in turn."""
     import jax
 
-    work = context.work(batch_size=NUM_MICROBATCHES)
+    work = context.work("llama", batch_size=NUM_MICROBATCHES)
     shape = make_shape(work, **shape_changes(context.smoke))
     mesh = one_device(jax.devices())
     params = jax.jit(Model(shape, mesh).init)(jax.random.key(0))
@@ -55,9 +55,7 @@ def measure(context: Context) -> Iterator[report.Table]:
 
 
 def shape_changes(smoke: bool) -> dict[str, Any]:
-    import jaxpar
-
-    return {"num_layers": 8 if smoke else NUM_LAYERS} | ({} if smoke else {"attention": jaxpar.flash_attention})
+    return {"num_layers": 8 if smoke else NUM_LAYERS}
 
 
 def one_device(devices: list[Any]) -> Any:

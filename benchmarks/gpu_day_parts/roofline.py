@@ -3,22 +3,25 @@
 from typing import Any
 
 import report
-from gpt_training import GIB, Ours, Work, device_peak, planned_bytes
+from gpt_training import GIB, Ours, device_peak, planned_bytes
 
 from gpu_day_parts.common import gpu_of, in_words
 
-COLUMNS = {"run": "", "products ms": ".2f", "least ms": ".2f", "as compiled ms": ".2f", "most ms": ".2f"}
-COLUMNS |= {"measured ms": ".2f", "measured / as compiled": ".3f", "host waits": ".0f", "planned ms": ".2f"}
-COLUMNS |= {"plan GiB": ".2f", "compiler GiB": ".2f", "device GiB": ".2f", "device / plan": ".3f"}
+COLUMNS = {"job": "", "run": "", "products ms": ".1f", "as compiled ms": ".1f", "measured ms": ".1f"}
+COLUMNS |= {"measured / as compiled": ".3f", "host waits": ".0f", "planned ms": ".1f", "measured / planned": ".3f"}
+COLUMNS |= {"plan GiB": ".1f", "compiler GiB": ".1f", "device GiB": ".1f", "device / plan": ".3f"}
 REMAT = {"none": False, "full": True}
+TITLE = "The same steps by the roofline, the planner and the device"
+NOTE = (
+    "As compiled: by the roofline, at the datasheet's rates. Planned: by the planner, with its constants for this GPU. Plan "
+    "and compiler: the bytes that they expect; device: the peak of the process."
+)
 
 
-def of_step(work: Work, shape: Any, ours: Ours, seconds: float, remat: str | None) -> dict[str, Any]:
+def of_step(ours: Ours, seconds: float, remat: str | None) -> dict[str, Any]:
     """Returns the bounds of a step that took ``seconds``, what the planner says of it, and the memory; or an "error".
 
     Args:
-        work: What it trains.
-        shape: The model's configuration.
         ours: The compiled step.
         seconds: What a step took.
         remat: Its rematerialisation by name, where the planner knows it.
@@ -29,14 +32,21 @@ def of_step(work: Work, shape: Any, ours: Ours, seconds: float, remat: str | Non
     gpu = gpu_of(ours.mesh.devices.flat[0])
     try:
         found |= {} if gpu is None else roofline_of(ours.step, ours.mesh, gpu)
-        found |= planned(work, shape, gpu or "h100", REMAT[remat]) if remat in REMAT else {}
+        is_planned = remat in REMAT and not ours.work.documents  # for which attention takes less time
+        found |= planned(ours, gpu or "h100", REMAT[remat]) if is_planned else {}
     except Exception as error:  # the step's own figures stay
         return found | {"error": in_words(error)}
-    if "as compiled ms" in found:
-        found["measured / as compiled"] = found["measured ms"] / found["as compiled ms"]
-    if "plan GiB" in found and "device GiB" in found:
-        found["device / plan"] = found["device GiB"] / found["plan GiB"]
-    return found
+    return found | ratios(found)
+
+
+def ratios(found: dict[str, Any]) -> dict[str, float]:
+    """Returns what was measured over what was expected, where both are there."""
+    pairs = {
+        "measured / as compiled": ("measured ms", "as compiled ms"),
+        "measured / planned": ("measured ms", "planned ms"),
+        "device / plan": ("device GiB", "plan GiB"),
+    }
+    return {name: found[top] / found[base] for name, (top, base) in pairs.items() if {top, base} <= set(found)}
 
 
 def roofline_of(compiled: Any, mesh: Any, gpu: str) -> dict[str, Any]:
@@ -45,42 +55,26 @@ def roofline_of(compiled: Any, mesh: Any, gpu: str) -> dict[str, Any]:
     from jaxpar.planner import cluster, roofline
 
     bound = roofline(jaxpar.inspect_step(compiled, mesh=mesh), cluster(gpu, devices_per_node=1))
-    names = ("products", "least", "as_compiled", "most")
-    found = {f"{name.replace('_', ' ')} ms": getattr(bound, name) * 1e3 for name in names}
+    found = {"products ms": bound.products * 1e3, "as compiled ms": bound.as_compiled * 1e3}
     return found | {"host waits": bound.host_waits}
 
 
-def planned(work: Work, shape: Any, gpu: str, remat: bool) -> dict[str, Any]:
+def planned(ours: Ours, gpu: str, remat: bool) -> dict[str, Any]:
     """Returns the time and the memory of a step by the planner, which compiles nothing."""
+    import jax.numpy as jnp
     import optax
 
     from jaxpar.planner import Choice, cluster, price, transformer_shape
 
-    model = transformer_shape(shape, seq=work.seq)
-    plan = price(
-        model,
-        cluster(gpu, devices_per_node=1),
-        Choice(remat=remat),
-        batch_size=work.batch_size,
-        optimizer=optax.adamw(1e-4),
-    )
+    dtype = jnp.float32 if ours.lora is None else jnp.bfloat16
+    model = transformer_shape(ours.shape, seq=ours.work.seq, lora=ours.lora, param_dtype=dtype)
+    machine, choice, rows = cluster(gpu, devices_per_node=1), Choice(remat=remat), ours.work.batch_size
+    plan = price(model, machine, choice, batch_size=rows, optimizer=optax.adamw(1e-4))
     return {"planned ms": plan.step_seconds * 1e3, "plan GiB": plan.memory_bytes / GIB}
 
 
-def table(found: dict[str, dict]) -> report.Table:
-    """Returns the bounds of all candidates that have them."""
-    rows, errors = [], ""
-    for run, answer in found.items():
-        if "bounds" not in answer:
-            continue
-        own = {"run": run} | answer["bounds"]
-        rows.append({column: own.get(column) for column in COLUMNS})
-        errors += f" {run}: {own['error']}." if "error" in own else ""
-    return report.Table(
-        "The same steps by the roofline, the planner and the device",
-        COLUMNS,
-        rows,
-        "one device",
-        "Least, as compiled and most are one time on one device, since nothing is sent. Planned: by the planner's assumed "
-        f"efficiencies. Plan and compiler: the bytes that they expect; device: the peak of the process.{errors}",
-    )
+def table(job: str, run: str, bounds: dict[str, Any]) -> report.Table:
+    """Returns the bounds of a run."""
+    row = {"job": job, "run": run} | bounds
+    note = f"{NOTE} {run}: {row['error']}." if "error" in row else NOTE
+    return report.Table(TITLE, COLUMNS, [{column: row.get(column) for column in COLUMNS}], "one device", note)
