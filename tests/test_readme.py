@@ -1,11 +1,15 @@
 """What the README says is true: its program prints what is shown, its figures are measured, its links lead somewhere."""
 
+import functools
+import json
 import math
 import re
 import unicodedata
 from pathlib import Path
 
 import pytest
+import report
+from gpu_day_parts.published import ROWS
 
 from jaxpar.tensor_parallel import EXPERT_RULES
 from tests.support import doc_pages
@@ -117,6 +121,46 @@ def test_memory_and_traffic_are_those_of_the_benchmarks(page):
         of_axis = re.findall(rf"^\| {axis} +\| jaxpar[^|]*\|[^|]*\|[^|]*\| +([\d.]+) \|", RESULTS, flags=re.MULTILINE)
         assert set(of_axis) == {"1.0000"}, axis
     assert "1.0000" in page.read_text()
+
+
+@functools.cache
+def on_a_gpu():
+    """Returns the tables of the benchmark on a GPU, by title."""
+    record = report.Record.read(ROOT / "benchmarks" / "results" / "gpu_day.json")
+    return {table.title: table.rows for table in record.tables}
+
+
+def said(row):
+    gib = f", {row['peak GiB']:.1f} GiB" if row["peak GiB"] else ""
+    return f"{row['tokens/s']:,.0f}, {row['MFU']:.1%}{gib}"
+
+
+@pytest.mark.parametrize("page", [README, CHINESE], ids=lambda page: page.name)
+def test_speed_on_a_gpu_is_that_of_its_record(page):
+    found = rows_of(page, "| job |" if page is README else "| 任务")
+    plain = [[cell.replace("，", ", ").replace("：", ": ").replace("；", "; ") for cell in row[1:]] for row in found]
+    steps = on_a_gpu()["Training steps"]
+    ours = [row for row in steps if row["run"] == "jaxpar"]
+    assert [row[0] for row in plain[:-1]] == [said(row) for row in ours]
+    torch, checkpointed = (row for row in steps if row["run"] != "jaxpar")
+    assert torch["run"] == "PyTorch 2.11.0, torch.compile"
+    assert plain[0][1] == f"PyTorch 2.11.0, `torch.compile`: {said(torch)}; `jax.checkpoint`: {said(checkpointed)}"
+    one, sixteen = (f"{row['tokens/s']:,.0f}" for row in on_a_gpu()["Greedy decoding in bfloat16"])
+    assert re.findall(r"[\d,]+", plain[-1][0]) == [one, sixteen]
+    published = {row[2].rpartition(": ")[2] for row in plain if row[2]}
+    assert published == {f"{row[3]:,}" for row in ROWS[:2]}
+    assert {row["at"] for row in steps} == {"52505c8"}
+    assert "52505c8" in page.read_text()
+    assert {row["jax"] for row in steps} == {"0.11.2"}
+
+
+def test_steps_that_the_planner_is_held_against_are_those_of_the_record():
+    """``tests/data/measured.json``, whose milliseconds and memory the pages of the planner show."""
+    names = {row["job"]: row for row in on_a_gpu()["Training steps"] if row["run"] == "jaxpar"}
+    planned = json.loads((ROOT / "tests" / "data" / "measured.json").read_text())["rows"]
+    for row in planned:
+        measured = names[row["job"]]
+        assert (row["milliseconds"], row["gib"]) == (round(measured["ms a step"], 1), round(measured["peak GiB"], 1))
 
 
 def test_every_recipe_and_make_target_that_is_named_exists():
