@@ -58,7 +58,7 @@ def check(name, axes, *, schedule="zb-h1", changes=None, **how):
         pytest.param("qwen3", {"data": 2, "tensor": 2}, {"changes": TILES, "zero": 2}, marks=pytest.mark.full),
         pytest.param("qwen3", {"data": 4, "stage": 2}, {"schedule": "1f1b", "masks": True, "zero": 2}, marks=SLOW),
         ("mixtral", {"data": 2}, {"changes": A2A, "zero": 1}),
-        pytest.param("capacity", {"data": 2}, {}, marks=pytest.mark.full),
+        ("capacity", {"data": 2}, {}),
         pytest.param("capacity", {"data": 4, "tensor": 2}, {"remat": True, "zero": 1}, marks=pytest.mark.full),
         pytest.param("mixtral", {"data": 2, "stage": 2, "tensor": 2}, {"changes": A2A, "masks": False}, marks=SLOW),
         pytest.param("qwen3", {"data": 4}, {"zero": 2}, marks=SLOW),
