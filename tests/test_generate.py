@@ -219,10 +219,10 @@ def test_a_stream_ends_with_its_last_row_and_is_checked_at_once():
 def test_prompts_of_many_lengths_share_a_few_programs():
     config = dataclasses.replace(CONFIGS["llama"], num_layers=1, norm_epsilon=3e-5)
     params = make_params(config)
-    before = _first._cache_size(), _extend._cache_size()
+    before = _first.plain._cache_size(), _extend.plain._cache_size()
     for length, num_tokens in ((1, 1), (3, 9), (7, 2), (12, 4), (15, 1)):
         transformer.generate(config, params, [[1] * length], num_tokens)
-    assert (_first._cache_size(), _extend._cache_size()) == (before[0] + 1, before[1] + 1)
+    assert (_first.plain._cache_size(), _extend.plain._cache_size()) == (before[0] + 1, before[1] + 1)
     assert [round_up(n, None) for n in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
     assert round_up(17, 24) == 24
 

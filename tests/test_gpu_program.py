@@ -28,6 +28,8 @@ from jaxpar.inspect.hlo import parse_module
 from jaxpar.models import transformer
 from jaxpar.models.grouped_product import TILE, grouped_product
 from jaxpar.models.transformer.flash_chunks import as_rows, chunked_causal_attention
+from jaxpar.models.transformer.generate import _extend, _first
+from jaxpar.models.transformer.sampling import make_sampling
 from jaxpar.params import abstract_params
 from jaxpar.planner import Choice, cluster, price, transformer_shape
 from jaxpar.planner.compiled import compile_choice
@@ -428,6 +430,32 @@ def test_every_stage_runs_leading_dense_layers_and_no_tick_waits_for_the_host(gp
     assert found.gpu.host_waits == 0, found.render()
     of_leading = [each for each in found.select("all-reduce", "tensor") if "/embed" in each.op_name and each.times > 1]
     assert len(of_leading) >= 2 + 2, found.render()
+
+
+def compiled_step(gpus, config, rows):
+    """The report on a step of greedy generation on one GPU: one token a row, with a cache of 512 positions."""
+    mesh = jaxpar.make_mesh(devices=list(gpus[:1]))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    on_gpu = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), tree)
+    narrow = lambda a: jax.ShapeDtypeStruct(a.shape, config.compute_dtype)
+    params = on_gpu(jax.tree.map(narrow, abstract_params(transformer.param_table(config))))
+    sampling = make_sampling(config, 0.0, None, None, key=jax.random.key(0), eos=())
+    prompts = jax.ShapeDtypeStruct((rows, 64), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    state = jax.eval_shape(lambda *args: _first.plain(config, (512, 256), *args, sampling), params, *prompts)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = _extend.for_gpus.lower(config, params, on_gpu(state), on_gpu(sampling), 256)
+    return jaxpar.inspect_step(lowered.compile(), mesh=mesh)
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 330), (16, 306)])
+def test_a_token_reads_weights_and_cache_where_they_are_by_few_kernels(gpus, rows, most):
+    """Of TinyLlama: 527 kernels for one row and 617 for 16, and 2.8 GiB of weights copied, when layers were a loop's inputs."""
+    config = transformer.preset("tinyllama-1.1b", compute_dtype="bfloat16")
+    found = compiled_step(gpus, config, rows)
+    assert sum(each.times for each in found.gpu.work) <= most, found.render()
+    moved = [each for each in found.gpu.work if each.kind in ("slices", "updates", "copies")]
+    assert sum(each.num_bytes * each.times for each in moved) < 2**21, found.render()
+    assert found.memory.temp_bytes < 40 * 2**20, "32 MiB of them are the products' own"
 
 
 @pytest.mark.parametrize("how", ["whole rows", "documents", "a bias"])

@@ -12,8 +12,9 @@ import pytest
 import jaxpar
 from jaxpar.models import transformer
 from jaxpar.models.transformer import RopeScaling
+from jaxpar.models.transformer.advance import advance
 from jaxpar.models.transformer.attention import unconstrained
-from jaxpar.models.transformer.generate import advance, empty_caches
+from jaxpar.models.transformer.cache import empty_cache
 from jaxpar.models.transformer.layers import logits
 from jaxpar.models.transformer.rope import frequencies, rotate
 from jaxpar.models.transformer.span import Span
@@ -144,7 +145,7 @@ def test_generated_rows_are_rotated_by_their_own_lengths_and_keys_keep_their_rot
     @jax.jit
     def scores_of(tokens, lengths):
         span = Span(jnp.arange(16)[None], lengths)
-        h, _ = advance(config, params, tokens, span, empty_caches(config, 1, 16))
+        h, _ = advance(config, params, tokens, span, empty_cache(config, 1, 16))
         return logits(config, params["outer"], h, unconstrained)
 
     for row, found in zip(rows, got, strict=True):

@@ -24,12 +24,12 @@ from jaxpar.documents import Kernel as KernelOfDocuments
 from jaxpar.fields import arg
 from jaxpar.models.lora import Adapted, einsum
 from jaxpar.models.transformer import rope
+from jaxpar.models.transformer.cache import Cache
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.flash_chunks import CUDNN, Kernel, as_rows, chunked_causal_attention
 from jaxpar.models.transformer.norms import rms_norm
 from jaxpar.models.transformer.span import Span
 
-Cache = tuple[Array, Array]
 Constrain = Callable[[jax.Array, str], jax.Array]
 
 
@@ -74,7 +74,7 @@ def attention(
         params: The params under ``attention`` of a layer.
         x: The normalized input.
         span: The positions of its tokens.
-        cache: Keys and values ``[batch, length, kv_heads, head_dim]``, by position.
+        cache: Keys and values of earlier positions.
         constrain: Constrains the sharding of copied heads.
     """
     q, k, v = project(config, params, x, constrain)
@@ -83,27 +83,19 @@ def attention(
         scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
         q, k = (rope.rotate(each, span.positions, turns, scale) for each in (q, k))
     if cache is not None:
-        cache = _write(cache, (k, v), span)
+        cache = cache.write(k, v, span)
         config = replace(config, attention="xla")
     if context_parallel.num_parts() > 1:
         mixed = _attend_over_context(config, q, k, v, span.segments, span.documents)
     elif not span.is_in_order:
         mixed = attend(config, q, k, v, span.positions, span.segments, places=span.positions)
+    elif cache is not None and not span.is_start:
+        mixed = _attend_to_cache(config, q, cache, span.positions)
     else:
-        seen_k, seen_v = (k, v) if cache is None or span.is_start else cache
         in_rows = span.positions if span.segments is None else jnp.arange(x.shape[1])[None]
-        mixed = attend(config, q, seen_k, seen_v, in_rows, span.segments, documents=span.documents)
+        mixed = attend(config, q, k, v, in_rows, span.segments, documents=span.documents)
     out = einsum("bthk,hkd->btd", mixed, params["w_out"].astype(x.dtype))
     return _plus(out, params.get("b_out")), cache
-
-
-def _write(cache: Cache, new: Cache, span: Span) -> Cache:
-    def at_positions(old: Array, one: Array) -> Array:
-        if span.is_start:
-            return jax.lax.dynamic_update_slice(old, one, (0, 0, 0, 0))
-        return old.at[jnp.arange(len(one)), span.positions[:, 0]].set(one[:, 0])
-
-    return at_positions(cache[0], new[0]), at_positions(cache[1], new[1])
 
 
 def project(
@@ -273,7 +265,7 @@ def attend(
         return jax.nn.dot_product_attention(
             q, k, v, bias, together, is_causal=True, local_window_size=sides, implementation="cudnn"
         )
-    seen = (ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window))[:, None]
+    seen = _seen(config, ahead)[:, None]
     return _written_out(q, k, v, bias, seen if together is None else seen & together)
 
 
@@ -304,15 +296,40 @@ def _check_can_be_split() -> None:
         )
 
 
+def _attend_to_cache(
+    config: TransformerConfig, q: Float[Array, "rows 1 heads head_dim"], cache: Cache, positions: Int[Array, "rows 1"]
+) -> Float[Array, "rows 1 heads head_dim"]:
+    """Returns what ``attend`` does, of one position a row and the keys and values of a cache.
+
+    Of a row of the cache there may be several copies, which attend as several queries.
+    """
+    k, v = cache.read()
+    ahead = jnp.arange(k.shape[2])[None, None] - positions.reshape(len(k), -1, 1)
+    bias = _alibi_bias(config, ahead, q.dtype, None) if config.positions == "alibi" else None
+    of_rows = q.reshape(len(k), -1, *q.shape[2:])
+    return _products(of_rows, k, v, bias, _seen(config, ahead)[:, None]).reshape(q.shape)
+
+
+def _seen(config: TransformerConfig, ahead: Int[Array, "rows seq length"]) -> Bool[Array, "rows seq length"]:
+    """Returns which keys a query sees, of those that are so many positions ``ahead`` of it."""
+    is_past, window = ahead <= 0, config.window
+    return is_past if window is None or window >= ahead.shape[-1] else is_past & (ahead > -window)
+
+
 def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "rows 1 seq length"]) -> Array:
-    """Attention as matrix products, with scores and softmax in float32 at least.
+    """Attention as matrix products, with scores and softmax in float32 at least."""
+    k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
+    return _products(q, k, v, bias, seen)
+
+
+def _products(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "rows 1 seq length"]) -> Array:
+    """Attention to keys and values ``[batch, kv_heads, length, head_dim]``.
 
     Rows and heads are the leading dims of each array that a product reads, as matrix libraries require. Otherwise XLA would, in
     a pipeline on GPUs, transpose all stored microbatches in each tick instead of one layer of one of them.
     """
     batch, seq, num_heads, head_dim = q.shape
-    grouped = q.reshape(batch, seq, k.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)
-    k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
+    grouped = q.reshape(batch, seq, k.shape[1], -1, head_dim).transpose(0, 2, 3, 1, 4)
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bhgtk,bhsk->bhgts", grouped, k, preferred_element_type=wide) * head_dim**-0.5
     if bias is not None:

@@ -1,14 +1,13 @@
 """Generates text one token at a time, with a cache of the keys and values of earlier positions.
 
-prompts, padded on the right --one pass--> cache [l, b, length, kv_heads, head_dim], scores of the next token
+prompts, padded on the right --one pass--> cache [l, b, kv_heads, length, head_dim], scores of the next token
 up to num_tokens times: drawn token --one position a row--> cache, scores of the next token
 
 Lengths are rounded up to powers of two, so that prompts of all lengths share a few compiled programs. Padding is never attended
 to: it comes after the last token of a row, and a generated token replaces it before it is reached.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -18,12 +17,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar._compat import Tracer
+from jaxpar.devices import on_gpus
 from jaxpar.dtypes import on_host
 from jaxpar.fields import check_at_least
 from jaxpar.layered_model import LAYERS, OUTER, check_unpacked
-from jaxpar.models.transformer.attention import Cache, unconstrained
+from jaxpar.models.transformer.advance import advance
+from jaxpar.models.transformer.attention import unconstrained
+from jaxpar.models.transformer.cache import Cache, empty_cache
 from jaxpar.models.transformer.config import TransformerConfig
-from jaxpar.models.transformer.layers import block, embed_tokens, logits
+from jaxpar.models.transformer.layers import logits
 from jaxpar.models.transformer.sampling import NO_TOKEN, Sampling, draw, make_sampling
 from jaxpar.models.transformer.span import Span
 
@@ -141,15 +143,32 @@ def _steps(
             return
 
 
-Caches = tuple[Cache, tuple[Cache, ...]]  # of the stacked layers, and of each leading dense layer
+# A kernel of Triton's multiplies the weights of one layer only after XLA has copied them out of those of all layers.
+FOR_GPUS = {"xla_gpu_enable_triton_gemm": False}
+
+
+class _Program(NamedTuple):
+    """A compiled function, and the same with options for GPUs, which JAX takes only where nothing is being traced."""
+
+    plain: Any
+    for_gpus: Any
+
+    def __call__(self, *args: Any) -> Any:
+        is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
+        return (self.for_gpus if on_gpus() and not is_traced else self.plain)(*args)
+
+
+def _program(**how: Any) -> Callable[[Callable[..., Any]], _Program]:
+    """Returns a decorator to compile a function; ``how`` are arguments of ``jax.jit``."""
+    return lambda function: _Program(jax.jit(function, **how), jax.jit(function, compiler_options=FOR_GPUS, **how))
 
 
 class _State(NamedTuple):
     """Rows that are being generated.
 
     Attributes:
-        caches: Keys and values of the stacked layers, and of each leading dense layer.
-        token: The last token of each row, which is not in the caches.
+        cache: Keys and values of all layers.
+        token: The last token of each row, which is not in the cache.
         positions: Its position.
         done: Whether the row has ended.
         counts: The tokens drawn for the row, up to and including the one that ended it.
@@ -157,7 +176,7 @@ class _State(NamedTuple):
         new: These tokens, then padding.
     """
 
-    caches: Caches
+    cache: Cache
     token: Int[Array, " batch"]
     positions: Int[Array, " batch"]
     done: Bool[Array, " batch"]
@@ -166,7 +185,7 @@ class _State(NamedTuple):
     new: Int[Array, "batch room"]
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@_program(static_argnums=(0, 1))
 def _first(
     config: TransformerConfig,
     sizes: tuple[int, int],
@@ -178,15 +197,15 @@ def _first(
     """Returns the rows with their first token."""
     batch, seq = tokens.shape
     span = Span(jnp.arange(seq)[None], lengths[:, None])
-    h, caches = advance(config, params, tokens, span, empty_caches(config, batch, sizes[0]))
+    h, cache = advance(config, params, tokens, span, empty_cache(config, batch, sizes[0]))
     last = jnp.take_along_axis(h, lengths[:, None, None] - 1, axis=1)
     nothing, none = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
     new = jnp.full((batch, sizes[1]), sampling.pad, jnp.int32)
-    state = _State(caches, nothing, lengths - 1, none, nothing, jnp.int32(0), new)
+    state = _State(cache, nothing, lengths - 1, none, nothing, jnp.int32(0), new)
     return _add(state, sampling, logits(config, params[OUTER], last, unconstrained)[:, 0])
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@_program(static_argnums=0, donate_argnums=2)
 def _extend(
     config: TransformerConfig, params: PyTree, state: _State, sampling: Sampling, num_tokens: Int[Array, ""] | int
 ) -> _State:
@@ -195,9 +214,9 @@ def _extend(
     def one(state: _State) -> _State:
         positions = state.positions[:, None]
         span = Span(positions, positions + 1, is_start=False)
-        h, caches = advance(config, params, state.token[:, None], span, state.caches)
+        h, cache = advance(config, params, state.token[:, None], span, state.cache)
         scores = logits(config, params[OUTER], h, unconstrained)[:, 0]
-        return _add(state._replace(caches=caches), sampling, scores)
+        return _add(state._replace(cache=cache), sampling, scores)
 
     return jax.lax.while_loop(lambda state: (state.num_new < num_tokens) & ~state.done.all(), one, state)
 
@@ -214,32 +233,6 @@ def _add(state: _State, sampling: Sampling, scores: Float[Array, "batch vocab"])
         num_new=state.num_new + 1,
         new=jax.lax.dynamic_update_slice_in_dim(state.new, token[:, None], state.num_new, axis=1),
     )
-
-
-def empty_caches(config: TransformerConfig, batch: int, length: int) -> Caches:
-    """Returns zeros for the keys and values of ``length`` positions in all layers."""
-    shape = (batch, length, config.kv_heads * config.kv_copies, config.head_dim)
-    zeros = lambda *dims: jnp.zeros((*dims, *shape), config.compute_dtype)
-    layers = config.num_stacked_layers
-    return (zeros(layers), zeros(layers)), tuple((zeros(), zeros()) for _ in range(config.num_dense_layers))
-
-
-def advance(
-    config: TransformerConfig, params: PyTree, tokens: Int[Array, "batch seq"], span: Span, caches: Caches
-) -> tuple[Float[Array, "batch seq embed"], Caches]:
-    """Returns the output of the last block for the tokens of a span, and the updated caches."""
-
-    def layer(h: Array, one_layer: tuple[PyTree, Cache]) -> tuple[Array, Any]:
-        layer_params, cache = one_layer
-        h, cache, _ = block(config, layer_params, h, span, unconstrained, cache)
-        return h, cache
-
-    h, leading = embed_tokens(config, params[OUTER], tokens, span, unconstrained), []
-    for one_layer in zip(params[OUTER].get("dense_layers", ()), caches[1], strict=True):
-        h, cache = layer(h, one_layer)
-        leading.append(cache)
-    h, stacked = jax.lax.scan(layer, h, (params[LAYERS], caches[0]))
-    return h, (stacked, tuple(leading))
 
 
 def with_all_layers(params: PyTree) -> PyTree:

@@ -15,9 +15,11 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxpar.dtypes import on_host, widen
 from jaxpar.fields import check_at_least
 from jaxpar.layered_model import OUTER
+from jaxpar.models.transformer.advance import advance
 from jaxpar.models.transformer.attention import unconstrained
+from jaxpar.models.transformer.cache import empty_cache
 from jaxpar.models.transformer.config import TransformerConfig
-from jaxpar.models.transformer.generate import advance, check_tokens, empty_caches, round_up, with_all_layers
+from jaxpar.models.transformer.generate import check_tokens, round_up, with_all_layers
 from jaxpar.models.transformer.layers import logits
 from jaxpar.models.transformer.span import Span
 
@@ -117,7 +119,7 @@ def _score(
     """Returns at each position what it says of the next token."""
     batch, seq = tokens.shape
     span = Span(jnp.arange(seq)[None], lengths[:, None])
-    h, _ = advance(config, params, tokens, span, empty_caches(config, batch, seq))
+    h, _ = advance(config, params, tokens, span, empty_cache(config, batch, seq))
     following = jnp.roll(tokens, -1, axis=1)
 
     def of_part(part: tuple[Array, Array]) -> Any:
