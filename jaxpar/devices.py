@@ -7,13 +7,12 @@ runs on the CPU, where a run takes many times longer. Here that is an error, unl
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxpar._compat import backend_errors
-from jaxpar.gpus import GPUS
+from jaxpar.gpus import GPUS, gpu_nodes
 from jaxpar.runtime.output import version_of
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -65,11 +64,6 @@ def unused_gpus(platform: str, nodes: Sequence[str], environment: Mapping[str, s
         return None
     why = _reason()
     return why, _remedy(why, environment)
-
-
-def gpu_nodes() -> list[str]:
-    """Returns the device files of NVIDIA's GPUs on this machine, such as /dev/nvidia0."""
-    return sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def cpu_is_asked_for(environment: Mapping[str, str]) -> bool:

@@ -34,6 +34,11 @@ class Gpu:
     target: Mapping[str, Any] | None = None
 
 
+def gpu_nodes() -> list[str]:
+    """Returns the device files of NVIDIA's GPUs on this machine, such as /dev/nvidia0."""
+    return sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
 GPUS = {
     name: Gpu(name, **sheet) for name, sheet in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
 }

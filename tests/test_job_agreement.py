@@ -102,6 +102,7 @@ def test_what_is_written_agrees_with_itself(kind):
          "a folder in the command of spec.replicatedJobs.0 must be in a volume; got /checkpoints/gpt, and mounts at /compiled"),
         ("jobset", "main command --out-dir", "/checkpoint/gpt",
          "--out-dir of spec.replicatedJobs.0 must be in a volume; got /checkpoint/gpt, and mounts at /checkpoints, /compiled"),
+        ("jobset", "main command --out-dir", "/checkpoints/../gpt", "must be in a volume; got /checkpoints/../gpt, and mounts"),
         ("jobset", "main volumeMounts compiled mountPath", "/programs",
          "JAX_COMPILATION_CACHE_DIR of spec.replicatedJobs.0 must be in a volume; got /compiled, and mounts at /checkpoints"),
         ("jobset", "main volumeMounts compiled mountPath", "/checkpoints", "a path may have one mount; got two at /checkpoint"),

@@ -375,7 +375,7 @@ def test_the_job_of_a_plan_trains_the_model_that_was_planned(capsys, tmp_path, m
 def test_a_file_that_is_not_there_is_named_with_its_flag(flag):
     message = f"{flag} must name a text file that can be read; got nowhere: No such file or directory. Name one that is there."
     with pytest.raises(ValueError, match=re.escape(message)):
-        main([flag, "nowhere", "--image", "a", "recipes/gpt.py"])
+        main([flag, "nowhere", *([] if flag == "--check" else ["--image", "a", "recipes/gpt.py"])])
 
 
 def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
@@ -708,6 +708,7 @@ KEPT = ("--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
             ["the recipe has no --out-dir and the claim is mounted at /checkpoints: results and checkpoints are lost"],
         ),
         (("--out-dir", "runs/gpt", *KEPT[2:]), ["the recipe has --out-dir runs/gpt and the claim"]),
+        ((*KEPT[:3], "0"), ["the recipe has --checkpoint-every 0: it saves only when asked to stop"]),
         (
             KEPT[:2],
             ["the recipe has no --checkpoint-every: it saves only when asked to stop, and after a failure it begins"],

@@ -18,10 +18,13 @@ import pytest
 import jaxpar
 from jaxpar.__main__ import main
 from jaxpar.backward.graph import trace
+from jaxpar.commands.plan_flags import PlanFlags
+from jaxpar.commands.plan_model import planned_model
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.text import seconds_text
 from jaxpar.models.lora import Lora
-from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig, preset
+from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig, param_table, preset
+from jaxpar.params import count_params
 from jaxpar.planner import Assumptions, Choice, ModelShape, Software, cluster, price, render, transformer_shape
 from jaxpar.planner.cluster import Links, collective_seconds
 from jaxpar.planner.fused import FORWARD, planned_attention
@@ -31,6 +34,7 @@ from jaxpar.planner.ops import Analysis
 from jaxpar.planner.search import Estimator, likely_choices
 from jaxpar.planner.state import AtRest
 from jaxpar.planner.traffic import step_traffic
+from jaxpar.run.language_model import ModelFlags, config_of_flags
 from jaxpar.schedule import Costs, make_schedule, simulate
 from jaxpar.schedule.simulate import makespan, structure_of
 from tests.support import tiny
@@ -860,6 +864,12 @@ def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)
     assert main(["plan", *GPT2, "--tensor", "1", "--stage", "1", "--remat", "no", "--compile", "1"]) == 2
     assert "Install it: pip install -e '.[gpu-compile]'" in capsys.readouterr().err
+
+
+def test_a_published_model_is_planned_with_the_table_of_positions_that_the_recipe_makes():
+    asked = PlanFlags(model="gpt2", seq=2048)
+    config, _ = config_of_flags(ModelFlags(model="gpt2", dtype="bfloat16"), 2048)
+    assert planned_model(asked).shape.num_params == count_params(param_table(config))
 
 
 @pytest.mark.parametrize(("num_microbatches", "slots"), [(8, 9), (32, 15)])

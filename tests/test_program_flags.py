@@ -45,6 +45,12 @@ def code_of(args):
             "does not take --mesh.data. Write it as a program, which gets only its own flags: p",
         ),
         (
+            [*JOB, "--check", "job.yaml", "--kind", "trainjob"],
+            "--check checks a file, and writes nothing; got --checkpoint-c",
+        ),
+        (["--check", "job.yaml", "recipes/gpt.py"], "got recipes/gpt.py too. Leave one of them out."),
+        (["recipes/gpt.py"], "1 GPUs on nodes of 8. Choose a mesh of 8, such as --mesh.data 8, or give the actual"),
+        (
             [*JOB, "--steps", "9", "recipes/gpt.py"],
             "--steps is no option of manifest: the flags of a script come after the",
         ),
@@ -73,6 +79,7 @@ def test_flags_that_a_job_s_program_would_refuse_are_refused_before_it_is_writte
     ("command", "said"),
     [
         (["recipes/gpt.py", *KEPT], ""),
+        (["--", "recipes/gpt.py", *KEPT], ""),
         (["/jaxpar/recipes/gpt.py", *KEPT], ""),
         (["jaxpar", "train", "gpt", *KEPT], ""),
         (["recipes/gpt.py", "--data", "/checkpoints/rows", *KEPT], ""),
@@ -163,6 +170,22 @@ def test_a_program_of_one_s_own_gets_the_nodes_of_a_plan_alone(tmp_path, capsys)
     )
 
 
-def test_options_of_a_script_before_it_are_told_by_launch_too(capsys):
-    assert code_of(["launch", "-n", "2", "--steps", "9", "recipes/gpt.py"]) == 2
-    assert "--steps is no option of launch: the flags of a script come after the script" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--steps", "9", "recipes/gpt.py"],
+            "--steps is no option of launch: the flags of a script come after the script",
+        ),
+        (["recipes/gptt.py"], "the script must exist; got recipes/gptt.py. Did you mean recipes/gpt.py?"),
+        (
+            ["--gpus-per-process", "4", "recipes/gpt.py"],
+            "got 4 for each of 2 processes, and /dev/nvidia0. Choose fewer, or",
+        ),
+    ],
+)
+def test_what_cannot_be_launched_is_refused(flags, said, capsys, monkeypatch):
+    monkeypatch.setattr("jaxpar.runtime.program.gpu_nodes", lambda: ["/dev/nvidia0"])
+    monkeypatch.setattr("jaxpar.runtime.program.OTHER_GPUS", ())
+    assert code_of(["launch", "-n", "2", *flags]) == 2
+    assert said in capsys.readouterr().err

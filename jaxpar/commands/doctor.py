@@ -16,7 +16,8 @@ import jax
 
 import jaxpar
 from jaxpar.commands.cli import call
-from jaxpar.devices import gpu_nodes, unused_gpus
+from jaxpar.devices import unused_gpus
+from jaxpar.gpus import gpu_nodes
 from jaxpar.runtime.distributed import GPU_FLAGS
 from jaxpar.runtime.output import printable, version_of
 

@@ -33,8 +33,8 @@ from jaxpar.jobs.flags import (
 from jaxpar.jobs.job import AXES, CommonSettings, JobSettings, KubernetesSettings, Mesh, SlurmSettings, is_recipe
 from jaxpar.jobs.plain_scalars import check_plain_scalars, load_yaml, to_yaml
 from jaxpar.jobs.service import ServiceSettings
-from jaxpar.runtime.launch import split_command
 from jaxpar.runtime.output import printable, printable_lines, tell
+from jaxpar.runtime.program import split_command
 
 MAX_YAML_LETTERS = 2**20  # Kubernetes accepts no more, and parsing is slow
 
@@ -81,7 +81,8 @@ def main(args: Sequence[str]) -> None:
 
         What a cluster needs beyond this, such as secrets and node selectors, is added with kustomize.
         """
-        _print(flags, command, {word.partition("=")[0].replace("_", "-") for word in options})
+        words = (word.partition("=")[0].replace("_", "-") for word in options if word.startswith("--"))
+        _print(flags, command, {*words})
 
     with foreign_flags_told(manifest, options, "manifest"):
         call(manifest, options, "manifest")
@@ -90,6 +91,7 @@ def main(args: Sequence[str]) -> None:
 def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> None:
     schema = None if flags.schema is None else parse_json(read_file(flags.schema, "--schema"), "--schema")
     if flags.check is not None:
+        _check_alone(command, given)
         found = read_yaml(read_file(flags.check, "--check"), "--check")
         check_manifests(found, schema)
         print(f"{printable(str(flags.check))}: nothing wrong found", flush=True)
@@ -114,6 +116,15 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
     check_manifests(manifests, schema)
     print(to_yaml(*manifests), end="")
     _tell([line for manifest in manifests for line in remarks(manifest)])
+
+
+def _check_alone(command: Sequence[str], given: Collection[str]) -> None:
+    """Raises ValueError if a manifest is checked and something else is asked for too."""
+    others = [*sorted({*given} - {"--check", "--schema"}), *command[:1]]
+    if others:
+        raise ValueError(
+            f"--check checks a file, and writes nothing; got {printable(' '.join(others))[:80]} too. Leave one of them out."
+        )
 
 
 def _given(flags: Flags) -> list[str]:

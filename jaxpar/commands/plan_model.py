@@ -69,6 +69,8 @@ def planned_model(flags: Any) -> PlannedModel:
             return PlannedModel(named, found, found)
         return _of_config(flags, found, None, {})
     config = preset(named, compute_dtype=DTYPE, vocab_multiple=128)
+    if config.positions == "learned" and flags.seq is not None:
+        config = dataclasses.replace(config, max_positions=flags.seq)  # as the recipe makes its table
     return _of_config(flags, config, "flash", {"model": named, "dtype": DTYPE})
 
 
@@ -88,7 +90,7 @@ def _of_config(flags: Any, config: TransformerConfig, usual: str | None, run: di
     rows: dict[str, Any] = {"seq": flags.seq, "sequence_parallel": flags.sequence_parallel}
     if flags.lora_rank is not None:
         rows["lora"] = Lora(flags.lora_rank, LAYER_WEIGHTS)  # for all weights, as the recipes have them by default
-    if config.positions == "learned" and (flags.seq or 0) > config.max_positions and "model" not in run:
+    if config.positions == "learned" and (flags.seq or 0) > config.max_positions:
         raise ValueError(
             f"{arg('seq')} must not be longer than a learned table of positions; got {flags.seq}, and {config.max_positions} "
             f"positions in {flags.model}. Choose {arg(seq=config.max_positions)} or less."

@@ -3,7 +3,6 @@
 Only recipes of jaxpar are loaded: a script of one's own would run. It may also be in the image alone, and not on this machine.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -11,10 +10,10 @@ from typing import Any
 
 from jaxpar.commands.cli import list_flags
 from jaxpar.commands.train import load, path_of, recipes
-from jaxpar.fields import near_name
 from jaxpar.jobs.job import INSTALLED
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import tell
+from jaxpar.runtime.program import near_script
 
 HELP = ("-h", "--help")
 
@@ -90,25 +89,12 @@ def _recipe_of(name: str, command: Sequence[str]) -> Path | None:
     if given.is_file():
         is_ours = ours.is_file() and given.read_bytes() == ours.read_bytes()
         return ours if is_ours else None
-    _check_near(given)
-    return ours if ours.is_file() and given.parent.name == "recipes" else None
-
-
-def _check_near(given: Path) -> None:
-    """Raises ValueError if a script is not there, and one of nearly the same name is."""
-    folder = recipes() if given.parent.name == "recipes" else given.parent
-    if not given.name.endswith(".py") or given.name in (known := _scripts(folder)):
-        return
-    near = near_name(given.name, known)
+    if given.parent.name == "recipes" and ours.is_file():  # in the image
+        return ours
+    near = near_script(ours if given.parent.name == "recipes" else given) if name.endswith(".py") else None
     if near is not None:
-        raise ValueError(f"the script must exist; got {given}. Did you mean {given.parent / near}?")
-
-
-def _scripts(folder: Path) -> list[str]:
-    try:
-        return [name for name in os.listdir(folder) if name.endswith(".py")]
-    except OSError:  # it is in the image
-        return []
+        raise ValueError(f"the script must exist; got {given}. Did you mean {given.parent / near.name}?")
+    return None
 
 
 def _check_added(module: ModuleType, name: str, added: Sequence[str]) -> None:

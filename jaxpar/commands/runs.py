@@ -24,7 +24,8 @@ Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 def launch(args: Sequence[str]) -> int:
     """Starts a program's processes; ``args`` is the command line after ``launch``: options, the program and its arguments."""
-    from jaxpar.runtime.launch import Launch, run, split_command
+    from jaxpar.runtime.launch import Launch, run
+    from jaxpar.runtime.program import check_gpus, split_command
     from jaxpar.runtime.supervise import supervise
 
     options, command = split_command(args)
@@ -52,6 +53,7 @@ def launch(args: Sequence[str]) -> int:
     example = "-n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 8"
     with foreign_flags_told(read, options, "launch"):
         started, max_restarts = call(read, options, "launch", example=example)
+    check_gpus(started.num_processes, started.gpus_per_process)
     make_folder(started.log_dir, "--log-dir")
     return supervise(started, max_restarts) if max_restarts else run(started)
 

@@ -313,9 +313,10 @@ def _check_nodes(job: Job) -> None:
             f"{arg('tensor')} from {fits}."
         )
     if devices % of_node:
+        example = f", such as {arg(data=of_node)}" if devices == 1 else ""
         raise ValueError(
             f"the mesh must fill its nodes; got {got}, {devices} {kind} on nodes of {of_node}. Choose a mesh of "
-            f"{math.ceil(devices / of_node) * of_node}, or give the actual {flag}."
+            f"{math.ceil(devices / of_node) * of_node}{example}, or give the actual {flag}."
         )
     if job.replica_topology and job.devices_per_stage % of_node:
         raise ValueError(

@@ -117,9 +117,11 @@ def _check_fields(mapping: Any, what: str) -> None:
     seen = set()
     for key in (key for key, _ in mapping.value if isinstance(key.value, str)):
         if key.value in seen:
+            begins = key.value in ("apiVersion", "kind")  # of another manifest
+            remedy = "Put a line with --- between two manifests." if begins else "Leave one out."
             raise ValueError(
                 f"{what} must have each field of an object once; got {printable(key.value)} again in line "
-                f"{key.start_mark.line + 1}, where programs take different ones. Leave one out."
+                f"{key.start_mark.line + 1}, where programs take different ones. {remedy}"
             )
         seen.add(key.value)
 

@@ -44,9 +44,11 @@ def _lost_results(pods: Workload) -> Iterator[str]:
             f"the recipe has {given} and the claim is mounted at {mounts}: results and checkpoints are lost with the pods. "
             f"Give it a folder there, such as --out-dir {place}"
         )
-    if pods.flag("--checkpoint-every") is None and pods.flag("--checkpoint-minutes") is None:
+    every = pods.flag("--checkpoint-every")
+    if every in (None, "0") and pods.flag("--checkpoint-minutes") in (None, "0"):
+        has = "no --checkpoint-every" if every is None else "--checkpoint-every 0"
         yield (
-            "the recipe has no --checkpoint-every: it saves only when asked to stop, and after a failure it begins again. "
+            f"the recipe has {has}: it saves only when asked to stop, and after a failure it begins again. "
             "Give it such as --checkpoint-every 500"
         )
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
+from posixpath import normpath
 from typing import Any
 
 from jaxpar.jobs.job import GPUS, INSTALLED, SERVED, flag_value
@@ -89,7 +90,8 @@ class Workload:
 
     def folder_of(self, path: str) -> Mapping[str, Any] | None:
         """Returns the mount that holds a path; None if it is in no volume."""
-        inside = [folder for folder in self.folders if PurePosixPath(path).is_relative_to(folder)]
+        place = PurePosixPath(normpath(path))  # without ..
+        inside = [folder for folder in self.folders if place.is_relative_to(folder)]
         return self.folders[max(inside, key=lambda folder: len(folder.parts))] if inside else None
 
 

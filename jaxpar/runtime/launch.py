@@ -36,6 +36,7 @@ from jaxpar.fields import check_at_least
 from jaxpar.runtime.exit_codes import ExitCode, describe_exit
 from jaxpar.runtime.output import tell
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
+from jaxpar.runtime.program import near_script
 
 POLL_SECONDS = 0.02
 SECONDS_TO_EXPLAIN = 1.0  # after a failure: the others may report the cause, or one of them may have failed earlier
@@ -83,7 +84,9 @@ class Launch:
                 "launch needs a program to start; got none. Name a script after the options: recipes/gpt.py"
             )
         if self.command[0].endswith(".py") and not Path(self.command[0]).is_file():
-            raise ValueError(f"the script must exist; got {self.command[0]}. Give its path from here, {Path.cwd()}.")
+            near = near_script(Path(self.command[0]))
+            remedy = f"Did you mean {near}?" if near else f"Give its path from here, {Path.cwd()}."
+            raise ValueError(f"the script must exist; got {self.command[0]}. {remedy}")
         if not self.command[0].endswith(".py") and shutil.which(self.command[0]) is None:
             raise ValueError(
                 f"the program must be on the PATH; got {self.command[0]}. Name one that is, or a script: recipes/gpt.py"
@@ -381,15 +384,3 @@ def explain(gang: Gang, code: int) -> str:
 def _end_of(log: Path) -> list[str]:
     text = GLOO_CHATTER.sub(b"", log.read_bytes()).decode(errors="replace")
     return [f"--- the end of {log}", *text.splitlines()[-LINES_SHOWN:], "---"]
-
-
-def split_command(args: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Returns the launcher's own options and the command that follows them; each option but --help takes a value.
-
-    >>> split_command(["-n", "2", "recipes/gpt.py", "--steps", "3"])
-    (['-n', '2'], ('recipes/gpt.py', '--steps', '3'))
-    """
-    position = 0
-    while position < len(args) and args[position].startswith("-"):
-        position += 1 if "=" in args[position] or args[position] in ("-h", "--help") else 2
-    return list(args[:position]), tuple(args[position:])
