@@ -43,7 +43,7 @@ from jaxpar.run import (
     optimizers,
     say,
 )
-from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, OwnFlags
+from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, OwnFlags, check_best_is_saved
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.start import saved_settings
 from jaxpar.runtime.watchdog import Budgets
@@ -169,6 +169,7 @@ def main(config: Config) -> None:
             model_files.save_adapters(run.out_dir / "adapter", own, shape, state.params)
         if own.save_hf is not None:
             model_files.save_model(own.save_hf, shape, state.params, described_by=run.out_dir / "model")
+        evaluation.say_best(run)
 
 
 def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
@@ -209,6 +210,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
     optimizers.check_optimizer(config)
     language_model.check_lora(config.lora, config.optimizer, own)
     check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
+    check_best_is_saved(config, own.eval_every)
     language_model.check_model(own, data.seq, needs_weights=config.makes_state)
     pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage
     language_model.check_mesh(own, config.lora, data.seq, mesh, *pipeline)

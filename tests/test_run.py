@@ -21,6 +21,8 @@ from jaxpar.metrics import follow, read_metrics
 from jaxpar.report import read_run, render_page
 from jaxpar.run import BasicFlags, Run
 from jaxpar.run.early_stop import EarlyStop
+from jaxpar.run.evaluation import say_best
+from jaxpar.run.flags import check_best_is_saved
 from jaxpar.runtime.lease import this_process
 from jaxpar.runtime.output import logging_kept
 from tests.support.leases import put
@@ -163,3 +165,42 @@ def test_a_run_can_print_by_logging_that_is_configured_after_the_import(tmp_path
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
     )
     assert "INFO:root:devices: 2 fake CPU devices" in ended.stderr, ended.stderr
+
+
+def test_steps_after_an_evaluation_may_lack_the_best_metric_and_the_best_checkpoint_is_named(tmp_path, capsys):
+    """Of steps 2, 4 and 6, which are saved, step 4 is the best."""
+    flags = BasicFlags.of(out_dir=tmp_path, steps=6, checkpoint_every=2, keep_best="test_loss", keep=1)
+    mesh = jaxpar.make_mesh()
+    shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
+    count = jax.jit(lambda state, batch: dataclasses.replace(state, step=state.step + 1))
+    with Run(flags, mesh) as run:
+        run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+        count = run.compile(count, jax.ShapeDtypeStruct((2,), "float32"))
+        state = run.begin()
+        for step in run.steps():
+            state, metrics = count(state, np.zeros(2, np.float32)), {"loss": 1.0}
+            if step % 2:
+                with run.evaluation(metrics):
+                    metrics["test_loss"] = (3.0, 2.0, 2.5)[step // 2]
+            run.log(step, state, metrics)
+        say_best(run)
+    assert run.checkpoints.steps() == (4, 6)
+    told = "of the checkpoints, that of step 4 has the best test_loss, 2. To write its model: python -m jaxpar export"
+    assert f"{told} {tmp_path} {tmp_path.name}-best --step 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"checkpoint_every": 20},
+            "checkpoint_every=20 and eval_every=50. Choose checkpoint_every=50, or eval_every=20.",
+        ),
+        ({"checkpoint_minutes": 5}, "got checkpoint_minutes, which saves at any step. Choose checkpoint_every=50"),
+    ],
+)
+def test_checkpoints_without_the_metric_that_chooses_the_best_are_refused(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_best_is_saved(BasicFlags.of(keep_best="-test_accuracy", **given), 50)
+    check_best_is_saved(BasicFlags.of(keep_best="loss", **given), 50)
+    check_best_is_saved(BasicFlags.of(keep_best="test_loss", checkpoint_every=100), 50)

@@ -53,10 +53,16 @@ class Keep:
         """Returns the steps to keep."""
         steps = sorted(manifest.step for manifest in manifests)
         stay = set(steps[-self.last :]) | {step for step in steps if self.every and step % self.every == 0}
+        best = self.best_of(manifests)
+        return stay if best is None else stay | {best}
+
+    def best_of(self, manifests: Sequence[Manifest]) -> int | None:
+        """Returns the step with the best metric, the newest of equal ones; None if no step has the metric."""
         name, sign = (self.best or "").lstrip("-"), -1 if (self.best or "").startswith("-") else 1
-        if measured := [manifest for manifest in manifests if name in manifest.metrics]:
-            stay.add(min(measured, key=lambda manifest: (sign * manifest.metrics[name], -manifest.step)).step)
-        return stay
+        measured = [manifest for manifest in manifests if name in manifest.metrics]
+        if not measured:
+            return None
+        return min(measured, key=lambda manifest: (sign * manifest.metrics[name], -manifest.step)).step
 
 
 class Folder:

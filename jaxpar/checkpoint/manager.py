@@ -190,6 +190,11 @@ class CheckpointManager(Saver):
         """Returns the newest committed step; None if there is none."""
         return max(self.steps(), default=None)
 
+    def best(self) -> int | None:
+        """Returns the committed step with the best metric of ``keep_best``; None if no step has it."""
+        self.wait()
+        return self._keep.best_of([*self._folder.committed().values()])
+
     def manifest(self, step: int) -> Manifest:
         """Returns the manifest of a checkpoint.
 

@@ -15,7 +15,8 @@ from jaxpar.models import transformer
 from jaxpar.report import write_loads
 from jaxpar.run.language_data import Data, LanguageFlags
 from jaxpar.run.language_model import ModelFlags
-from jaxpar.run.messages import phase, stop
+from jaxpar.run.messages import phase, say, stop
+from jaxpar.run.run import Run
 from jaxpar.runtime.exit_codes import ExitCode
 
 MOST_WRITTEN = 256  # tokens of the sample after its prompt, each of which reads all before it
@@ -65,6 +66,19 @@ class Evaluation:
         if self.loads is not None:
             write_loads(out_dir, jaxpar.fetch(self.loads), step)
         return found
+
+
+def say_best(run: Run) -> None:
+    """Prints which checkpoint of a run is the best one of --keep-best, and how to export it, if it is not the last one."""
+    name, best = run.flags.checkpoint.keep_best, run.checkpoints.best()
+    if name is None or best is None or best == run.checkpoints.latest():
+        return
+    metric, folder = name.removeprefix("-"), run.out_dir
+    value = run.checkpoints.manifest(best).metrics[metric]
+    say(
+        f"the last state is not the best: of the checkpoints, that of step {best} has the best {metric}, {value:.6g}. To write "
+        f"its model: python -m jaxpar export {folder} {folder.name}-best --step {best}"
+    )
 
 
 def write_sample(

@@ -268,6 +268,29 @@ def check_run_numbers(flags: RunFlags) -> None:
     _check_devices(flags)
 
 
+def check_best_is_saved(flags: RunFlags, eval_every: int) -> None:
+    """Raises ValueError where checkpoints would lack the metric of evaluations that --keep-best chooses them by.
+
+    Args:
+        flags: The flags of the run.
+        eval_every: The steps between two evaluations, whose metrics have names that begin with "test_".
+    """
+    best, every = flags.checkpoint.keep_best or "", flags.common.checkpoint_every
+    if not best.removeprefix("-").startswith("test_"):
+        return
+    if flags.checkpoint.checkpoint_minutes:
+        raise ValueError(
+            f"{arg(keep_best=best)} needs checkpoints of steps with an evaluation; got {arg('checkpoint_minutes')}, which "
+            f"saves at any step. Choose {arg(checkpoint_every=eval_every)} instead."
+        )
+    if every % eval_every:
+        raise ValueError(
+            f"{arg(keep_best=best)} needs checkpoints of steps with an evaluation; got {arg(checkpoint_every=every)} and "
+            f"{arg(eval_every=eval_every)}. Choose {arg(checkpoint_every=-(-every // eval_every) * eval_every)}, or "
+            f"{arg(eval_every=every)}."
+        )
+
+
 def log_seconds(given: float | None) -> float:
     """Returns the seconds between two lines about the run; raises ValueError where they are no such number.
 

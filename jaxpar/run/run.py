@@ -289,8 +289,10 @@ class Run(AbstractContextManager["Run"]):
         """
         best = (self.flags.checkpoint.keep_best or "").removeprefix("-")
         if self._has_all_metrics and best and best not in metrics:
+            self.checkpoints.wait()  # a save in progress would be lost
             message = f"--keep-best must name a metric of the run; got {best}. Choose from {', '.join(metrics)}."
             stop(ExitCode.BAD_CONFIG, message)
+        self._has_all_metrics = False  # steps without an evaluation have fewer
         for every, call in self._calls:
             if self.is_due(step, every):
                 with self._log.pause(metrics), self._guard.phase("evaluation"):
