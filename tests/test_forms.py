@@ -198,3 +198,33 @@ def test_a_wrong_line_is_named_by_one_number(tmp_path):
         documents_of(file, tmp_path / "cache", WordTokenizer())
     assert re.findall(r"line \d+|char \d+|jsonl:\d+", str(refused.value)) == ["jsonl:2"]
     assert "at column 11 in" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["a.ndjson", "A.JSONL", "a.JsonL"])
+def test_other_names_of_json_lines_are_read_as_such(tmp_path, name):
+    file = write_lines(tmp_path / name, *PAIRS)
+    assert is_records(file)
+    assert [example for _, example in read_records(file)] == PAIRS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl.gz", b"\x1f\x8b", r"data must not be compressed; got .*a.jsonl.gz. Decompress it"),
+        ("a.txt", "é".encode("utf-16"), r"text must be UTF-8; got UTF-16 in .*a.txt. Save it as UTF-8: iconv"),
+        ("a.jsonl", "{}".encode("utf-16"), r"a .jsonl must be in UTF-8; got UTF-16 in .*a.jsonl. Save it as UTF-8: iconv"),
+        ("a.jsonl", b'{"text": "\xe9"}', r"got UnicodeDecodeError: .*a.jsonl:1. Save the file as UTF-8, or remove"),
+        ("a.data", b'{"text": "a"}\n', r"a file with an example a line must be named .jsonl; got .*a.data. Rename it, or to"),
+        ("conversations", b'{"messages": []}\n', r"must be named .jsonl; got .*conversations. Rename it"),
+    ],
+)  # fmt: skip
+def test_a_file_that_would_be_learned_as_other_text_than_it_has_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        documents_of(tmp_path / name, tmp_path / "cache")
+
+
+def test_lines_of_examples_in_a_txt_and_other_json_stay_text(tmp_path):
+    for name, text in (("a.txt", '{"text": "a"}\n'), ("b.log", '{"level": 1}\n')):
+        [(ids, _)], _ = written(tmp_path, name, text, ByteTokenizer())
+        assert bytes(ids[:-1]).decode() == text

@@ -102,7 +102,7 @@ def test_an_example_that_cannot_be_used_is_refused_with_its_file_and_line(tmp_pa
 
 
 def test_data_that_are_no_text_are_refused(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfa")
     with pytest.raises(ValueError, match=r"text must be UTF-8; got .* invalid start byte in .*a.txt"):
         tokenise([tmp_path / "a.txt"], WordTokenizer(), tmp_path / "cache")
     (tmp_path / "b.txt").write_bytes(b"a\0b")

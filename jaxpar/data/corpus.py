@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxpar.data.examples import Examples, Passage, place_text
 from jaxpar.data.packing import Documents
-from jaxpar.data.readers import SNIFFED, is_records
+from jaxpar.data.readers import SNIFFED, format_of, is_records
 from jaxpar.data.text import Tokenizer, check_test_fraction, is_held_out
 from jaxpar.fields import arg
 from jaxpar.runtime.output import fsync, printable, refusing
@@ -159,8 +159,8 @@ def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:
                 "file first."
             )
         with file.open("rb") as content:
-            form = " examples" if file.suffix in SNIFFED and is_records(file) else ""  # else text
-            whole.update(f"{file.suffix}{form} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+            form = " examples" if format_of(file) in SNIFFED and is_records(file) else ""  # else text
+            whole.update(f"{format_of(file)}{form} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
     return whole.hexdigest()
 
 

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar import fields
-from jaxpar.data.readers import as_learned, is_of_lines, is_records, kind_of, read_records
+from jaxpar.data.readers import UTF_16, as_learned, is_of_lines, is_records, kind_of, parse_json, read_records
 from jaxpar.data.text import Tokenizer
 from jaxpar.runtime.output import printable, refusing
 
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z")
 TEXT_BLOCK = 2**20  # characters of a text file that are tokenised at once, up to the end of a line
 
 
@@ -114,6 +115,7 @@ def _read_text(file: Path, number: int) -> Iterator[Passage]:
         raise ValueError(
             f"text must come from a plain file; got {printable(str(file))}, a device or a pipe. Copy it to a file first."
         )
+    _check_is_text(file)
     decoder, text, begins = codecs.getincrementaldecoder("utf-8")(), "", True
     remedy = "Convert the file, or remove it from the folder."
     with file.open("rb") as opened:
@@ -132,6 +134,27 @@ def _read_text(file: Path, number: int) -> Iterator[Passage]:
                 yield Passage(text[:cut], None, begins, ends=False, is_marked=False, place=(number, 0))
                 text, begins = text[cut:], False
     yield Passage(text, None, begins, ends=True, is_marked=True, place=(number, 0))
+
+
+def _check_is_text(file: Path) -> None:
+    """Raises ValueError where a file that is named as text is compressed, in UTF-16, or has an example a line."""
+    named = printable(str(file))
+    if file.suffix.lower() in COMPRESSED:
+        raise ValueError(f"data must not be compressed; got {named}. Decompress it, or remove it from the folder.")
+    with file.open("rb") as opened:
+        line = opened.readline(TEXT_BLOCK)
+    if line.startswith(UTF_16):
+        raise ValueError(f"text must be UTF-8; got UTF-16 in {named}. Save it as UTF-8: iconv -f UTF-16 -t UTF-8.")
+    if file.suffix == ".txt" or not line.lstrip().startswith(b"{"):
+        return
+    try:
+        kind_of(parse_json(line, str(file)))
+    except ValueError:
+        return
+    raise ValueError(
+        f"a file with an example a line must be named .jsonl; got {named}. Rename it, or to learn the lines as plain text, "
+        "rename it to .txt."
+    )
 
 
 def _checked(text: Any, name: str) -> str:

@@ -30,6 +30,8 @@ ROLES = {"human": "user", "user": "user", "system": "system"}
 ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant")
 MAX_LINE_BYTES = 2**26
 JSON_BLOCK = 2**20  # characters of a list of JSON that are read at once
+OTHER_NAMES = {".ndjson": ".jsonl"}
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 SNIFFED = (".json", ".csv", ".tsv")  # formats of other things too: examples are known by the fields of the first
 
 
@@ -111,10 +113,16 @@ def find_files(path: Path) -> list[Path]:
     return [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
 
 
+def format_of(file: Path) -> str:
+    """Returns the end of a file's name that tells its format, such as ".jsonl", also of "A.JSONL" and "a.ndjson"."""
+    suffix = file.suffix.lower()
+    return OTHER_NAMES.get(suffix, suffix)
+
+
 def is_records(file: Path) -> bool:
     """Returns whether a file holds an example a line, object, row or record; a .json or .csv may be plain text instead."""
-    if file.suffix not in SNIFFED:
-        return file.suffix in RECORD_READERS
+    if format_of(file) not in SNIFFED:
+        return format_of(file) in RECORD_READERS
     try:
         kind_of(next(iter(read_records(file)), (0, None))[1])
     except (ValueError, OSError):
@@ -129,13 +137,13 @@ def read_records(file: Path) -> Iterator[tuple[int, Any]]:
         ImportError: The package that reads the format is not installed.
         ValueError: The file is damaged; the message names it and the line.
     """
-    yield from RECORD_READERS[file.suffix](file)
+    yield from RECORD_READERS[format_of(file)](file)
 
 
 def is_of_lines(file: Path) -> bool:
     """Returns whether the numbers of ``read_records`` are those of lines; elsewhere they count examples."""
-    if file.suffix != ".json":
-        return file.suffix in (".jsonl", ".csv", ".tsv")
+    if format_of(file) != ".json":
+        return format_of(file) in (".jsonl", ".csv", ".tsv")
     with suppress(OSError, ValueError), file.open(encoding="utf-8-sig") as opened:
         return _Text(opened).peek() != "["
     return False
@@ -144,6 +152,11 @@ def is_of_lines(file: Path) -> bool:
 def _read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
     with file.open("rb") as lines:
         for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b""), 1):
+            if number == 1 and line.startswith(UTF_16):
+                raise ValueError(
+                    f"a {file.suffix} must be in UTF-8; got UTF-16 in {printable(str(file))}. Save it as UTF-8: "
+                    "iconv -f UTF-16 -t UTF-8."
+                )
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)  # some editors begin a file of UTF-8 with it
             if len(line) > MAX_LINE_BYTES:
@@ -160,12 +173,14 @@ def parse_json(text: bytes, place: str) -> Any:
     try:
         return json.loads(text.decode().rstrip())
     except (ValueError, RecursionError) as error:
-        why = str(error)
+        why, remedy = str(error), "Correct or remove the line."
+        if isinstance(error, UnicodeDecodeError):
+            remedy = "Save the file as UTF-8, or remove the line."
         if isinstance(error, json.JSONDecodeError):
             why = f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
         raise ValueError(
             f"a line must be JSON in UTF-8; got {type(error).__name__}: {printable(why)[:120]} in {printable(place)}. "
-            "Correct or remove the line."
+            f"{remedy}"
         ) from error
 
 
@@ -254,7 +269,7 @@ class _Text:
 def _read_csv(file: Path) -> Iterator[tuple[int, Any]]:
     """Yields the last line of each row, and its fields by the names in the first row."""
     with file.open(encoding="utf-8-sig", newline="") as opened:
-        rows = csv.DictReader(opened, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
+        rows = csv.DictReader(opened, delimiter="\t" if format_of(file) == ".tsv" else ",", strict=True)
         rule = f"a {file.suffix} must have a row of names, then rows of as many fields"
         place = lambda: f"{file}, near line {rows.line_num}"
         save = "Save it as UTF-8: spreadsheets call it CSV UTF-8."

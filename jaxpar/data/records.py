@@ -23,7 +23,15 @@ import numpy as np
 from jaxpar.data.batches import RowSource, check_vocabulary, locate
 from jaxpar.data.checksums import checksum, checksum_of_files
 from jaxpar.data.packing import IGNORED, empty_rows
-from jaxpar.data.readers import import_parquet, is_records, open_array_record, parse_json, read_records, whole_parquet
+from jaxpar.data.readers import (
+    format_of,
+    import_parquet,
+    is_records,
+    open_array_record,
+    parse_json,
+    read_records,
+    whole_parquet,
+)
 from jaxpar.fields import arg
 from jaxpar.runtime.output import printable
 
@@ -199,9 +207,9 @@ class Records:
 
 
 def _open(file: Path) -> Opened:
-    if file.suffix == ".parquet":
+    if format_of(file) == ".parquet":
         return _open_parquet(file)
-    if file.suffix in (".arrayrecord", ".array_record"):
+    if format_of(file) in (".arrayrecord", ".array_record"):
         source = open_array_record([file])
         return len(source), lambda index: parse_json(source[index], f"{file}:{index + 1}")
     raise ValueError(

@@ -15,7 +15,7 @@ from jaxpar.data.batches import Mixture, RowSource
 from jaxpar.data.corpus import Corpus, default_cache, load_corpus
 from jaxpar.data.examples import check_examples
 from jaxpar.data.packing import PackedRows, fit
-from jaxpar.data.readers import SNIFFED, find_files, is_records
+from jaxpar.data.readers import SNIFFED, find_files, format_of, is_records
 from jaxpar.data.recall import NUM_VALUES, Recall
 from jaxpar.data.records import RecordRows, digest_of_records, holds_tokens, open_records
 from jaxpar.data.text import ByteTokenizer, Text, Tokenizer, Windows, check_inside, load_text, unigram_entropy
@@ -340,7 +340,7 @@ def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_
     is_tokens = path.suffix == ".bin" or (path.is_dir() and any(path.glob("*.bin")))
     if is_tokens:
         return _of_text(load_text(path))
-    if not path.is_dir() and path.suffix in SNIFFED:
+    if not path.is_dir() and format_of(path) in SNIFFED:
         check_examples(path)
     if not (tokenizer or any(map(is_records, files))):
         _check_reads_bytes(init_from, tokenizer, f"text in {path}")
