@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from jaxpar.commands.manifest import main
-from jaxpar.jobs import check_manifests
+from jaxpar.jobs import check_manifests, remarks
 
 JOB = (
     *("--image", "a:1", "--name", "gpt", "--mesh.data", "4", "--mesh.stage", "2", "--mesh.tensor", "2", "--queue", "q"),
@@ -118,6 +118,11 @@ def test_what_is_written_agrees_with_itself(kind):
         ("jobset", COORDINATOR, "gpt-nodes-0-0.gpt-nodes:1", "one port; got JAX_COORDINATOR_ADDRESS 1, JAX_COORDINATOR_BIND"),
         ("jobset", "job podFailurePolicy rules 0 onExitCodes values", [2, 65], "podFailurePolicy; got [2, 65, 74, 86] and [[2"),
         ("jobset", "job completionMode", "NonIndexed", "completionMode must be Indexed, by which pods are numbered; got NonI"),
+        ("jobset", "job backoffLimit", 6, "are restarted together, not alone; got restartPolicy Never and backoffLimit 6."),
+        ("jobset", "pod restartPolicy", "OnFailure", "not alone; got restartPolicy OnFailure and backoffLimit 0. Write Never"),
+        ("jobset", "main env", [], "must be told which process each is; got no JAX_COORDINATOR_ADDRESS, JAX"),
+        ("jobset", "main image", "", "containers.0.image must name a container image; got none. Give one that has jaxpar."),
+        ("jobset", "main command", "python x.py", "command must be a list of words; got 'python x.py'. Write each word in a"),
         ("jobset", "pod subdomain", "gpt", "must be that of spec.network; got 'gpt' and 'gpt-nodes'. Make them equal."),
         ("jobset", "metadata name", "a" * 50, "a pod's name must have at most 63 letters; got 'aaa"),
         ("trainjob", "main numNodes", 3, "16 devices, and 3 pods with nvidia.com/gpu 8, 24 devices. Make them equal."),
@@ -164,6 +169,16 @@ def test_an_axis_of_all_devices_must_divide_them():
     edit(job, "jobset", "main command --mesh.stage", "3")
     with pytest.raises(ValueError, match=r"got --mesh.data -1, --mesh.stage 3, --mesh.tensor 2, 6 devices, and 2 pods"):
         check_manifests([job])
+
+
+def test_pods_without_gpus_or_a_command_are_told_or_taken():
+    (job,) = documents("jobset")
+    edit(job, "jobset", "main resources", None)
+    edit(job, "jobset", "main command", None)
+    check_manifests([job])
+    assert "spec.replicatedJobs.0 requests no nvidia.com/gpu: pods get no GPUs, unless by another resource" in remarks(
+        job
+    )
 
 
 def test_two_manifests_of_one_name_are_refused():

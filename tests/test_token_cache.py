@@ -1,6 +1,8 @@
 """Files tokenised once: what an example may be, what is learned of it, what is refused and where, and the cache's safety."""
 
+import os
 import shutil
+import stat
 import threading
 import zlib
 
@@ -29,6 +31,16 @@ def test_texts_are_learned_whole_with_their_beginning_and_end(tmp_path):
     assert found.ignored == ("id",)
     assert [found.documents.place(i) for i in (0, 1)] == [f"{file}:1", f"{file}:3"]
     assert found.documents.tokens.dtype == np.uint32, "a vocabulary of 70,000 needs more than 16 bits"
+
+
+def test_another_user_can_read_the_cache_as_the_umask_says(tmp_path):
+    before = os.umask(0o022)
+    try:
+        documents_of(write_lines(tmp_path / "a.jsonl", {"text": "one two"}), tmp_path / "cache")
+    finally:
+        os.umask(before)
+    (folder,) = (path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755, "pods of another user share the volume"
 
 
 def test_of_a_completion_the_prompt_is_not_learned(tmp_path):

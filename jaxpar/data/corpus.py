@@ -19,8 +19,8 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -183,7 +183,8 @@ def _make(folder: Path, examples: Examples, tokenizer: Tokenizer, digest: str, i
     if is_alone:
         for left in folder.parent.glob(f".{folder.name}.*.part"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
+    part = folder.parent / f".{folder.name}.{secrets.token_hex(8)}.part"
+    part.mkdir()  # with the permissions of the umask: others may share the cache
     try:
         _write(part, examples, tokenizer, digest)
         _sync(part)

@@ -16,6 +16,7 @@ from jaxpar.jobs.job import MAX_NAME
 from jaxpar.jobs.manifests import API_VERSIONS, INDEX
 from jaxpar.jobs.workload import workloads
 from jaxpar.runtime.output import needing_extra, printable
+from jaxpar.runtime.process_env import NAMES
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 # The fields that are strings in the API, so that YAML's numbers, truth values and dates are errors there: fields of one string,
@@ -156,7 +157,13 @@ def _check_strings(part: Any, path: str) -> None:
     """Raises ValueError if YAML has something else than a string in one of the API's fields of strings."""
     for name, value in _items(part):
         at = f"{path}.{name}".lstrip(".")
+        if name == "image" and value == "":
+            raise ValueError(f"{at} must name a container image; got none. Give one that has jaxpar.")
         strings = {at: value} if name in STRINGS else {}
+        if name in LISTS_OF_STRINGS and isinstance(value, str):
+            raise ValueError(
+                f"{at} must be a list of words; got {printable(repr(value))[:80]}. Write each word in a line with -."
+            )
         if name in LISTS_OF_STRINGS | OBJECTS_OF_STRINGS:
             strings = {f"{at}.{each}": text for each, text in _items(value)}
         for where, text in strings.items():
@@ -304,6 +311,7 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
                 "parallelism and completions."
             )
         _check_policy(spec, path)
+        _check_restarts(spec, path)
         _check_pods_of_job(spec, name, subdomain, job["name"], path)
         count = spec.get("parallelism")
         if count != spec.get("completions"):
@@ -313,6 +321,7 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
             )
         if "volumeClaimPolicies" not in manifest["spec"]:  # those are volumes of all pods
             _check_volumes(spec["template"]["spec"], path)
+        _check_place_is_told(spec["template"]["spec"]["containers"], count, path)
         for container in spec["template"]["spec"]["containers"]:
             told = {variable["name"]: variable for variable in container.get("env", [])}
             _check_environment(told, count, f"{name}-{job['name']}-0-0.{subdomain}", path)
@@ -348,6 +357,27 @@ def _check_policy(spec: Mapping[str, Any], path: str) -> None:
                 f"containerName in {path}.podFailurePolicy must be a container of the pods, {', '.join(names)}; got "
                 f"{wanted!r}. Make them equal."
             )
+
+
+def _check_place_is_told(containers: Sequence[Mapping[str, Any]], count: int | None, path: str) -> None:
+    """Raises ValueError if no container of several pods is told which process it is: each would train alone."""
+    told = {variable["name"] for each in containers for variable in each.get("env", [])}
+    missing = [name for name in NAMES if name not in told]
+    if (count or 1) > 1 and missing and not any("envFrom" in each for each in containers):
+        raise ValueError(
+            f"the {count} pods of {path} must be told which process each is; got no {', '.join(missing)}. Write them with "
+            "`manifest`."
+        )
+
+
+def _check_restarts(spec: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError if a pod may be restarted alone: its peers have lost their program with it, and would wait."""
+    restarts, alone = spec["template"]["spec"].get("restartPolicy"), spec.get("backoffLimit", 6)  # the API's default
+    if restarts != "Never" or alone != 0:
+        raise ValueError(
+            f"pods of {path} are restarted together, not alone; got restartPolicy {restarts} and backoffLimit {alone}. Write "
+            "Never and 0."
+        )
 
 
 def _check_environment(told: Mapping[str, Any], count: int, host: str, path: str) -> None:

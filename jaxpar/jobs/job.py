@@ -4,7 +4,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any
 
 from jaxpar import fields
@@ -227,7 +227,7 @@ def flag_value(command: Sequence[str], name: str) -> str | None:
     '8'
     """
     found = None
-    for word, after in zip(command, [*command[1:], ""], strict=True):
+    for word, after in pairwise([*command, ""]):
         if word.split("=")[0] == name:
             found = word.partition("=")[2] if "=" in word else after
     return found

@@ -23,6 +23,7 @@ def _of(pods: Workload) -> Iterator[str]:
         yield from _unheld_folder(pods)
         return
     yield from _lost_results(pods) if pods.recipe is not None else _unheld_paths(pods)
+    yield from _no_devices(pods)
     yield from _slow_network(pods)
     yield from _locked_memory(pods)
     yield from _unmet_placement(pods)
@@ -75,6 +76,12 @@ def _unheld_folder(pods: Workload) -> Iterator[str]:
         f"the folder to serve is {folder} and {claim}: it must be in the image. If it is on a volume, name its claim, and give "
         f"the folder below {CHECKPOINTS}: --checkpoint-claim runs ... jaxpar serve {CHECKPOINTS}/{name}"
     )
+
+
+def _no_devices(pods: Workload) -> Iterator[str]:
+    """Yields a line if pods get no GPUs, as far as the manifest tells."""
+    if pods.devices is None:
+        yield f"{pods.path} requests no {GPUS}: pods get no GPUs, unless by another resource"
 
 
 def _slow_network(pods: Workload) -> Iterator[str]:
