@@ -96,7 +96,10 @@ def holds(check: Check) -> bool:
         text = f"{'holds' if is_right else 'FAILS'}: {off:.2g}, at most {check.limit:g}"
     except Exception as error:  # the others are run all the same
         traceback.print_exc()
-        is_right, text = False, f"FAILS: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        is_right, text = (
+            False,
+            f"FAILS: {type(error).__name__}: {' '.join(str(error).split())[:300]}",
+        )
     print(f"{check.name}: {text}; {time.time() - began:.0f} s", flush=True)
     return is_right
 
@@ -109,8 +112,16 @@ def checks(sizes: Sizes, on_gpu: bool) -> Iterator[Check]:
         words = "{}, {} chunks, {}, masks {}".format(*executor)
         yield Check(f"executor {words}", EXACT, partial(of_executor, sizes, executor))
     yield Check("experts in tiles, float32", 10 * EXACT, partial(of_experts, sizes, {}))
-    yield Check("experts with a capacity, float32", 10 * EXACT, partial(of_experts, sizes, {"capacity_factor": 1.5}))
-    yield Check("experts in tiles, bfloat16, over plain JAX's error", 1.5, partial(of_narrow_experts, sizes))
+    yield Check(
+        "experts with a capacity, float32",
+        10 * EXACT,
+        partial(of_experts, sizes, {"capacity_factor": 1.5}),
+    )
+    yield Check(
+        "experts in tiles, bfloat16, over plain JAX's error",
+        1.5,
+        partial(of_narrow_experts, sizes),
+    )
     if on_gpu:
         yield from of_kernels(sizes)
     yield Check("cached tokens", 0.0, partial(of_cache, sizes))
@@ -223,7 +234,12 @@ def of_executor(sizes: Sizes, executor: tuple[str, int, str, bool]) -> float:
 
 
 def experts(sizes: Sizes, products: str, **changes: Any) -> Any:
-    of_experts = {"num_experts": 8, "experts_per_token": 2, "expert_dim": sizes.expert_dim, "balance_coefficient": 0.01}
+    of_experts = {
+        "num_experts": 8,
+        "experts_per_token": 2,
+        "expert_dim": sizes.expert_dim,
+        "balance_coefficient": 0.01,
+    }
     return shape_of(sizes, expert_products=products, **of_experts | changes)
 
 
@@ -238,7 +254,10 @@ def of_narrow_experts(sizes: Sizes) -> float:
     """Returns the error of bfloat16 over that of plain JAX in bfloat16, both against float32."""
     narrow = {"compute_dtype": "bfloat16"}
     params, model, loss, batch = job(sizes, experts(sizes, "tiles", **narrow))
-    wide, plain = right(sizes, experts(sizes, "ragged")), right(sizes, experts(sizes, "ragged", **narrow))
+    wide, plain = (
+        right(sizes, experts(sizes, "ragged")),
+        right(sizes, experts(sizes, "ragged", **narrow)),
+    )
     return off_by(by_jaxpar(model, loss)(params, batch), wide) / off_by(plain, wide)
 
 
@@ -313,7 +332,13 @@ def of_checkpoint(sizes: Sizes) -> float:
 
     table, mesh = transformer.param_table(shape_of(sizes)), one_device()
     shardings = jaxpar.shardings_from_dims(table, mesh, TRANSFORMER_RULES)
-    given = (lambda key: init_params(table, key), jax.random.key(0), optax.adamw(1e-3), mesh, shardings)
+    given = (
+        lambda key: init_params(table, key),
+        jax.random.key(0),
+        optax.adamw(1e-3),
+        mesh,
+        shardings,
+    )
     state = jaxpar.init_state(*given)
     with tempfile.TemporaryDirectory() as folder:
         manager = jaxpar.CheckpointManager(folder, jaxpar.Parallel(mesh, shardings))

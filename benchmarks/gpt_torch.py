@@ -17,7 +17,12 @@ def make_model(spec: dict, load):
     import torch
     from torch.nn import functional
 
-    embed, heads, kv_heads, head_dim = spec["embed_dim"], spec["num_heads"], spec["kv_heads"], spec["head_dim"]
+    embed, heads, kv_heads, head_dim = (
+        spec["embed_dim"],
+        spec["num_heads"],
+        spec["kv_heads"],
+        spec["head_dim"],
+    )
     dtype = getattr(torch, spec["compute_dtype"])
     sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
 
@@ -61,7 +66,10 @@ def make_model(spec: dict, load):
                 param(load("layers/attention/w_out", i).reshape(-1, embed).T),
                 bias("attention/b_out"),
             )
-            self.w_up, self.b_up = param(load("layers/mlp/w_up", i).reshape(embed, -1).T), bias("mlp/b_up")
+            self.w_up, self.b_up = (
+                param(load("layers/mlp/w_up", i).reshape(embed, -1).T),
+                bias("mlp/b_up"),
+            )
             self.w_down, self.b_down = param(load("layers/mlp/w_down", i).T), bias("mlp/b_down")
 
         def forward(self, h, cos, sin):

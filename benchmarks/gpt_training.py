@@ -64,7 +64,14 @@ WORKS = {
     ),
 }
 TINY = {"seq": 32, "batch_size": 2}
-TINY_SHAPE = {"vocab_size": 256, "max_positions": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 4, "mlp_dim": 64}
+TINY_SHAPE = {
+    "vocab_size": 256,
+    "max_positions": 64,
+    "num_layers": 2,
+    "embed_dim": 32,
+    "num_heads": 4,
+    "mlp_dim": 64,
+}
 TINY_EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_dim": 32}
 
 

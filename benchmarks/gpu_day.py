@@ -125,13 +125,32 @@ def left_out(turn: Turn) -> dict[str, Any]:
 
 
 def run_in_child(
-    args: argparse.Namespace, jobs: Sequence[Job], folder: Path, until: float, end: float, save: Callable
+    args: argparse.Namespace,
+    jobs: Sequence[Job],
+    folder: Path,
+    until: float,
+    end: float,
+    save: Callable,
 ) -> int:
     """Runs jobs in a process of their own, and saves their figures whenever they grow; returns its exit code."""
     from gpu_day_parts.processes import started
 
-    command = [sys.executable, str(SCRIPT), "--child", *(job.name for job in jobs), "--folder", str(folder)]
-    command += ["--until", str(until), "--all-until", str(end), "--torch-python", args.torch_python]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--child",
+        *(job.name for job in jobs),
+        "--folder",
+        str(folder),
+    ]
+    command += [
+        "--until",
+        str(until),
+        "--all-until",
+        str(end),
+        "--torch-python",
+        args.torch_python,
+    ]
     command += ["--smoke"] if args.smoke else []
     seen = None
     with started(command, child_env(folder, args.smoke)) as process:
@@ -185,7 +204,11 @@ def outcomes_of(folder: Path, jobs: Sequence[Job], code: int, began: float) -> l
         path = part_file(folder, job.name)
         found = json.loads(path.read_text()) if path.exists() else {"outcome": None}
         stopped = "stopped at the end of its time" if code == -signal.SIGKILL else f"ended with exit code {code}"
-        cells = (job.name, found.get("seconds") or time.time() - began, found["outcome"] or stopped)
+        cells = (
+            job.name,
+            found.get("seconds") or time.time() - began,
+            found["outcome"] or stopped,
+        )
         rows.append(dict(zip(OF_OUTCOMES, cells, strict=True)))
     return rows
 
@@ -197,7 +220,11 @@ def outcome_table(rows: list[dict[str, Any]]) -> list[report.Table]:
 
 
 def written(
-    record: report.Record, args: argparse.Namespace, folder: Path, outcomes: list[dict[str, Any]], device: str
+    record: report.Record,
+    args: argparse.Namespace,
+    folder: Path,
+    outcomes: list[dict[str, Any]],
+    device: str,
 ) -> report.Record:
     """Returns the record with the tables that there are so far, written where asked."""
     from gpu_day_parts import published, steps
@@ -237,7 +264,10 @@ def run_job(job: Job, context: Any) -> str:
     began, tables = time.time(), {}
 
     def save(outcome: str | None) -> None:
-        found = {"tables": [dataclasses.asdict(each) for each in tables.values()], "outcome": outcome}
+        found = {
+            "tables": [dataclasses.asdict(each) for each in tables.values()],
+            "outcome": outcome,
+        }
         part = context.folder / f"{job.name}.new"
         part.write_text(json.dumps(found | {"seconds": time.time() - began}))
         part.replace(part_file(context.folder, job.name))
@@ -287,7 +317,11 @@ def has_torch() -> str:
 def parse(flags: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
-    parser.add_argument("--smoke", action="store_true", help="run tiny cases on any machine; the figures mean nothing")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="run tiny cases on any machine; the figures mean nothing",
+    )
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="the jobs to run")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="the time for all of it")
     torch = 'the interpreter that has PyTorch; "": without PyTorch'

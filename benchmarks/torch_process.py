@@ -12,7 +12,17 @@ from gpt_training import CHECKED_STEPS, GIB, OPTIMIZER, Work
 
 HERE = Path(__file__).parent
 MODELS = ("tinyllama-1.1b", "gpt2")  # the kinds of which there is a PyTorch side
-SHAPE = ("num_layers", "embed_dim", "num_heads", "kv_heads", "head_dim", "tied", "norm", "norm_epsilon", "positions")
+SHAPE = (
+    "num_layers",
+    "embed_dim",
+    "num_heads",
+    "kv_heads",
+    "head_dim",
+    "tied",
+    "norm",
+    "norm_epsilon",
+    "positions",
+)
 SHAPE += ("rope_theta", "mlp", "biases", "vocab_size")
 
 

@@ -63,7 +63,11 @@ def test_two_settings_of_memory_that_keep_jax_off_the_gpu_are_refused(monkeypatc
 
 def test_a_check_that_is_off_or_raises_is_named_and_the_others_go_on(monkeypatch, capsys):
     off, broken = check_on_gpu.Check("far off", 1e-5, lambda: float("nan")), lambda: 1 / 0
-    given = [off, check_on_gpu.Check("broken", 1.0, broken), check_on_gpu.Check("right", 0.0, lambda: 0.0)]
+    given = [
+        off,
+        check_on_gpu.Check("broken", 1.0, broken),
+        check_on_gpu.Check("right", 0.0, lambda: 0.0),
+    ]
     monkeypatch.setattr(check_on_gpu, "checks", lambda *_: given)
     precision = jax.config.jax_default_matmul_precision
     assert check_on_gpu.main(check_on_gpu.parse(["--small"])) == 1

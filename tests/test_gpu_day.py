@@ -17,7 +17,16 @@ import pytest
 import report
 import torch_process
 from gpt_training import WORKS, make_shape
-from gpu_day_parts import attention, grouped, kernels, pipelines, published, roofline, schedule, steps
+from gpu_day_parts import (
+    attention,
+    grouped,
+    kernels,
+    pipelines,
+    published,
+    roofline,
+    schedule,
+    steps,
+)
 from gpu_day_parts.common import Candidates, Context, off_by
 
 from tests.support.waiting import WAIT_SECONDS
@@ -77,7 +86,8 @@ QUICK = [name for name in schedule.NAMES if name not in LONG and not name.endswi
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "jobs", [pytest.param(QUICK, id="quick"), pytest.param(list(LONG), id="long", marks=pytest.mark.slow)]
+    "jobs",
+    [pytest.param(QUICK, id="quick"), pytest.param(list(LONG), id="long", marks=pytest.mark.slow)],
 )
 def test_jobs_run_tiny_without_tyro_and_rich(tmp_path, jobs):
     out = tmp_path / "figures.json"
@@ -155,7 +165,16 @@ def test_a_job_that_crashes_or_takes_too_long_costs_no_figures(tmp_path, monkeyp
     monkeypatch.setattr(gpu_day, "find_gpu", lambda: "1 x NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(sys, "argv", ["gpu_day.py"])
     out = tmp_path / "figures.json"
-    flags = ["--only", "checkpoint", "host_waits", "attention", "--minutes", "6", "--out", str(out)]
+    flags = [
+        "--only",
+        "checkpoint",
+        "host_waits",
+        "attention",
+        "--minutes",
+        "6",
+        "--out",
+        str(out),
+    ]
     assert gpu_day.main(gpu_day.parse(flags)) == 0
     record = report.Record.read(out)
     written = ["attention", "host_waits", published.TITLE, gpu_day.OUTCOMES]
@@ -172,7 +191,10 @@ def test_a_job_that_crashes_or_takes_too_long_costs_no_figures(tmp_path, monkeyp
 # The schedule ----------------------------------------------------------------------------------------------------------------
 
 FIGURES = Path(gpu_day.SCRIPT).parent / "results" / "gpu_day.json"
-FIRST_START, START = 30.0, 10.0  # seconds of the first process on a bare machine, and of another one
+FIRST_START, START = (
+    30.0,
+    10.0,
+)  # seconds of the first process on a bare machine, and of another one
 
 
 def measured_seconds(job):
@@ -277,7 +299,10 @@ def test_pytorch_trains_the_same_model(context, name):
     if not (python := os.environ.get("JAXPAR_TEST_TORCH_PYTHON") or gpu_day.has_torch()):
         pytest.skip("PyTorch is not installed, and JAXPAR_TEST_TORCH_PYTHON names no Python that has it")
     context = dataclasses.replace(context, torch_python=python)
-    for run in ("jaxpar", "PyTorch, torch.compile"):  # raises unless its losses are those of the first one
+    for run in (
+        "jaxpar",
+        "PyTorch, torch.compile",
+    ):  # raises unless its losses are those of the first one
         table = next(iter(steps.measure(context, name, run)))
     assert table.rows[0]["run"].endswith(", no compiler")
 
@@ -313,7 +338,11 @@ def test_mfu_is_that_of_the_formula():
 
 def test_tables_of_one_title_are_one_and_steps_are_compared_with_the_first_of_their_job(tmp_path):
     row = dict.fromkeys(steps.COLUMNS)
-    for name, job, seconds in (("training", "a", 2.0), ("gpt2", "b", 5.0), ("training-torch", "a", 3.0)):
+    for name, job, seconds in (
+        ("training", "a", 2.0),
+        ("gpt2", "b", 5.0),
+        ("training-torch", "a", 3.0),
+    ):
         rows = [row | {"job": job, "ms a step": seconds}]
         table = report.Table(steps.TITLE, steps.COLUMNS, rows, "one device", steps.NOTE)
         gpu_day.part_file(tmp_path, name).write_text(json.dumps({"tables": [dataclasses.asdict(table)]}))
@@ -323,7 +352,11 @@ def test_tables_of_one_title_are_one_and_steps_are_compared_with_the_first_of_th
 
 
 def test_kernels_of_a_profile_are_told_apart_by_their_names():
-    spent = {"nvjet_sm90_tst_128x160": 3.0, "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": 2.0, "memcpy128": 1.0}
+    spent = {
+        "nvjet_sm90_tst_128x160": 3.0,
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": 2.0,
+        "memcpy128": 1.0,
+    }
     by_kind, longest = kernels.tables(
         "a job", spent | {"loop_add_fusion": 4.0}, dict.fromkeys([*spent, "loop_add_fusion"], 1)
     )
@@ -336,7 +369,12 @@ def test_kernels_of_a_profile_are_told_apart_by_their_names():
 def record_of(part, **changes):
     table = report.Table(part, {"run": ""}, [{"run": "x"}])
     outcomes = gpu_day.outcome_table([{"job": part, "seconds": 60.0, "outcome": "measured"}])
-    given = {"commit": "abc1234", "machine": "A processor", "versions": {"jax": "0.11.2"}, "smoke": False} | changes
+    given = {
+        "commit": "abc1234",
+        "machine": "A processor",
+        "versions": {"jax": "0.11.2"},
+        "smoke": False,
+    } | changes
     command = f"python benchmarks/gpu_day.py --only {part}"
     return report.Record("gpu_day", command=command, tables=[table, *outcomes], **given)
 
@@ -347,7 +385,12 @@ def test_figures_of_several_commands_are_joined(tmp_path, capsys):
     paths = [tmp_path / "training.json", tmp_path / "attention.json"]
     assert gpu_day.join(paths, tmp_path / "joined.json") == 0
     joined = report.Record.read(tmp_path / "joined.json")
-    assert [table.title for table in joined.tables] == ["training", "attention", published.TITLE, gpu_day.OUTCOMES]
+    assert [table.title for table in joined.tables] == [
+        "training",
+        "attention",
+        published.TITLE,
+        gpu_day.OUTCOMES,
+    ]
     assert [row["job"] for row in joined.tables[-1].rows] == ["training", "attention"]
     assert joined.command.count("--only") == 2
 
@@ -355,7 +398,10 @@ def test_figures_of_several_commands_are_joined(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        (record_of("attention", commit="0123abc"), r"one commit; got 0123abc; abc1234\. Measure again"),
+        (
+            record_of("attention", commit="0123abc"),
+            r"one commit; got 0123abc; abc1234\. Measure again",
+        ),
         (record_of("training"), r"different jobs; got one twice\. Leave one of the files out"),
     ],
 )

@@ -10,7 +10,13 @@ from gpt_training import Model, make_shape
 from gpu_day_parts.common import Context, gpu_of
 
 ROWS, PROMPT, NEW = (1, 16), 64, 256
-COLUMNS = {"job": "", "rows": "d", "tokens/s": ",.0f", "ms a token": ".2f", "ms to read the weights": ".2f"}
+COLUMNS = {
+    "job": "",
+    "rows": "d",
+    "tokens/s": ",.0f",
+    "ms a token": ".2f",
+    "ms to read the weights": ".2f",
+}
 NOTE = (
     f"{NEW} tokens after a prompt of {PROMPT}, the likeliest ones, the prompt's pass included. To read the weights: once, at "
     "the datasheet's bandwidth, which no step can beat."
@@ -25,7 +31,7 @@ def measure(context: Context) -> Iterator[report.Table]:
     import jaxpar
 
     work = context.work("llama")
-    shape, device = make_shape(work, attention="xla"), jax.devices()[0]
+    shape, device = make_shape(work), jax.devices()[0]
     model = Model(shape, jaxpar.make_mesh(devices=[device]))
     narrow = lambda params: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     params = jax.jit(lambda key: narrow(model.init(key)))(jax.random.key(0))

@@ -13,11 +13,18 @@ from typing import Any
 
 import report
 
-from gpu_day_parts.common import Candidates, Context
+from gpu_day_parts.common import Candidates, Context, in_words
 
 TORCH = Path(__file__).parents[1] / "grouped_torch.py"
 TURN = 10
-COLUMNS = {"experts": "", "product": "", "ms a call": ".3f", "TFLOP/s": ".0f", "of dense": ".3f", "spread": ".1%"}
+COLUMNS = {
+    "experts": "",
+    "product": "",
+    "ms a call": ".3f",
+    "TFLOP/s": ".0f",
+    "of dense": ".3f",
+    "spread": ".1%",
+}
 TITLE = "Products of rows with the weights of their experts, in bfloat16"
 NOTE = (
     "The operations are those of the rows without padding. Dense: a batch of products, experts with equally many rows."
@@ -108,9 +115,15 @@ def passes(case: Case) -> dict[str, tuple[Callable, tuple]]:
 
 
 def torch_seconds(context: Context, cases: dict[str, Case]) -> dict[str, float]:
-    """Returns the seconds of PyTorch's forward pass for each case, nothing if it fails."""
-    asked = {name: [case.rows, case.experts, case.depth, case.width] for name, case in cases.items()}
+    """Returns the seconds of PyTorch's forward pass for each case, nothing if it fails or takes too long."""
+    asked = {}
+    for name, case in cases.items():
+        asked[name] = [case.rows, case.experts, case.depth, case.width]
     command = [context.torch_python, str(TORCH), json.dumps(asked)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=max(1.0, context.left))
-    lines = done.stdout.splitlines()
-    return json.loads(lines[-1]) if done.returncode == 0 and lines else {}
+    limit = max(1.0, context.left / 2)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=limit)
+    except (subprocess.SubprocessError, OSError) as error:
+        context.say(f"PyTorch's products: left out: {in_words(error)}")
+        return {}
+    return json.loads(done.stdout.splitlines()[-1])

@@ -3,7 +3,14 @@
 import report
 
 TITLE = "Published by others for one H100, or a GPU of eight"
-COLUMNS = {"job": "", "software": "", "setting": "", "tokens/s a GPU": ",.0f", "MFU": ".3f", "source": ""}
+COLUMNS = {
+    "job": "",
+    "software": "",
+    "setting": "",
+    "tokens/s a GPU": ",.0f",
+    "MFU": ".3f",
+    "source": "",
+}
 NOTE = (
     "MFU by the formula above, from the tokens/s. None was measured beside jaxpar; other machines and other settings."
 )

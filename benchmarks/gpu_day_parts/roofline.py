@@ -7,8 +7,19 @@ from gpt_training import GIB, Ours, device_peak, planned_bytes
 
 from gpu_day_parts.common import gpu_of, in_words
 
-COLUMNS = {"job": "", "run": "", "products ms": ".1f", "as compiled ms": ".1f", "measured ms": ".1f"}
-COLUMNS |= {"measured / as compiled": ".3f", "host waits": ".0f", "planned ms": ".1f", "measured / planned": ".3f"}
+COLUMNS = {
+    "job": "",
+    "run": "",
+    "products ms": ".1f",
+    "as compiled ms": ".1f",
+    "measured ms": ".1f",
+}
+COLUMNS |= {
+    "measured / as compiled": ".3f",
+    "host waits": ".0f",
+    "planned ms": ".1f",
+    "measured / planned": ".3f",
+}
 COLUMNS |= {"plan GiB": ".1f", "compiler GiB": ".1f", "device GiB": ".1f", "device / plan": ".3f"}
 REMAT = {"none": False, "full": True}
 TITLE = "The same steps by the roofline, the planner and the device"
@@ -68,7 +79,11 @@ def planned(ours: Ours, gpu: str, remat: bool) -> dict[str, Any]:
 
     dtype = jnp.float32 if ours.lora is None else jnp.bfloat16
     model = transformer_shape(ours.shape, seq=ours.work.seq, lora=ours.lora, param_dtype=dtype)
-    machine, choice, rows = cluster(gpu, devices_per_node=1), Choice(remat=remat), ours.work.batch_size
+    machine, choice, rows = (
+        cluster(gpu, devices_per_node=1),
+        Choice(remat=remat),
+        ours.work.batch_size,
+    )
     plan = price(model, machine, choice, batch_size=rows, optimizer=optax.adamw(1e-4))
     return {"planned ms": plan.step_seconds * 1e3, "plan GiB": plan.memory_bytes / GIB}
 

@@ -21,7 +21,14 @@ from gpu_day_parts.common import Context
 
 STEPS, ROUNDS = 3, 7
 TITLE = "Training steps"
-COLUMNS = {"job": "", "run": "", "ms a step": ".1f", "spread": ".1%", "time ratio": ".3f", "tokens/s": ",.0f"}
+COLUMNS = {
+    "job": "",
+    "run": "",
+    "ms a step": ".1f",
+    "spread": ".1%",
+    "time ratio": ".3f",
+    "tokens/s": ",.0f",
+}
 COLUMNS |= {"TFLOP/s": ".0f", "MFU": ".3f", "peak GiB": ".1f", "first compile s": ".1f"}
 NOTE = (
     f"Medians of up to {ROUNDS} rounds of {STEPS} steps, each row in a process of its own; the spread is that of the rounds. "
