@@ -89,6 +89,10 @@ def test_flags_that_a_job_s_program_would_refuse_are_refused_before_it_is_writte
             ["train.py", *KEPT],
             "train.py is not on this machine: its flags are not checked, and it gets --mesh.data 8 --mesh.st",
         ),
+        (
+            ["--metrics-port", "9090", "python", "-u", "train.py"],
+            "train.py is not on this machine: its flags are not checked\n",
+        ),
         (["bash", "train.sh"], "bash is no recipe of jaxpar: its flags are not checked\n"),
         (
             ["python", "tests/conftest.py", "--a", "b"],

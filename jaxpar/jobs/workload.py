@@ -57,10 +57,11 @@ class Workload:
 
     @property
     def recipe(self) -> Sequence[str] | None:
-        """The flags of the recipe that the pods run; None: a program of one's own, which `manifest` starts without -u."""
+        """The flags of the recipe that the pods run; None: a program of one's own, to which `manifest` gives no mesh."""
         words = tuple(self.words)
         if words[:2] == ("python", "-u") and len(words) > 2:
-            return words[3:] if words[2].endswith(".py") else None
+            has_mesh = any(word.startswith("--mesh.") for word in words)
+            return words[3:] if words[2].endswith(".py") and has_mesh else None
         begins = [each for each in INSTALLED if words[: len(each)] == each]
         return words[len(begins[0]) + 1 :] if begins else None
 
