@@ -163,6 +163,15 @@ def test_long_examples_are_refused_with_their_place_and_the_seq_that_holds_them(
         fit(documents, 5, "shorten")
 
 
+def test_examples_that_are_all_too_long_are_not_dropped_to_nothing():
+    learned = np.array([0, 0, 1, 0, 0, 1, 1], np.uint8)
+    documents = Documents(np.arange(7), np.array([0, 3]), np.array([3, 7]), learned)
+    message = r"got seq=1 and 2 examples, which are all longer, from 3 tokens on. Choose seq=3\."
+    with pytest.raises(ValueError, match=message):
+        fit(documents, 1, "drop")
+    assert len(fit(documents, 3, "drop")[0]) == 2
+
+
 def test_documents_that_do_not_fit_the_model_are_refused():
     documents = make_documents(np.random.default_rng(0), [9, 4], vocab=50)
     with pytest.raises(ValueError, match=r"must be below the model's vocab_size; got \d+, vocab_size=3"):

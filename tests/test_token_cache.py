@@ -12,7 +12,7 @@ import pytest
 from jaxpar.data import corpus
 from jaxpar.data.corpus import default_cache, load_corpus, tokenise
 from jaxpar.data.examples import TEXT_BLOCK, place_text
-from jaxpar.data.readers import find_files, parse_json
+from jaxpar.data.readers import find_files, parse_json, unread_fields
 from jaxpar.data.text import ByteTokenizer
 from tests.support.texts import WordTokenizer, documents_of, write_lines
 
@@ -138,6 +138,62 @@ def test_places_from_files_are_printed_without_control_characters(tmp_path):
         parse_json(b"?", "a\x1b:1")
 
 
+# What is told of examples that can be used.
+
+
+def said(question, **answer):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", **answer}]}
+
+
+def test_what_is_learned_but_may_not_be_meant_is_told_also_from_the_cache(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "README.md").write_text("about these data\n")
+    empty, typed = said("a", content=" "), said("b", content="c")
+    typed["messages"][0]["role"] = "usr"
+    rows = [empty, typed, said("d", content="e"), {"prompt": "f", "completion": ""}, {"text": ""}]
+    file = write_lines(folder / "a.jsonl", *rows)
+    for _ in range(2):
+        remarks = tokenise(find_files(folder), WordTokenizer(), tmp_path / "cache").remarks
+        assert remarks == (
+            f"2 of 6 examples have an empty answer, which the model learns to give, the first in {file}:1",
+            f"1 of 6 examples have messages of the role 'usr', the first in {file}:2",
+            f"1 of 6 examples have an empty text, the first in {file}:5",
+            f"1 of 2 files are learned as plain text beside examples: {folder}/README.md. Move them out of the folder if they "
+            "are not to be learned.",
+        )
+
+
+def test_fields_of_messages_and_columns_that_are_not_used_are_told(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    example = said("a", content="b", reasoning_content="c", tool_calls=[{"id": "d"}])
+    file = write_lines(tmp_path / "a.jsonl", example, said("e", content="f"))
+    found = tokenise([file], WordTokenizer(), tmp_path / "cache")
+    assert found.ignored == ("reasoning_content of messages",), "the template has the other one"
+    parquet.write_table(pyarrow.table({"text": ["a", "b"], "id": [1, 2]}), tmp_path / "a.parquet")
+    assert tokenise([tmp_path / "a.parquet"], WordTokenizer(), tmp_path / "cache").ignored == ("id",)
+    assert unread_fields(tmp_path / "a.parquet", ["id"]) == {"text"}
+
+
+def test_an_answer_of_weight_0_is_not_learned_and_calls_of_tools_need_no_content(tmp_path):
+    turns = said("a", content="b", weight=0)["messages"] + said("c", content="d", weight=1)["messages"]
+    file = write_lines(tmp_path / "a.jsonl", {"messages": turns})
+    _, [(ids, marks)] = documents_of(file, tmp_path / "cache")
+    assert [token for token, is_learned in zip(ids, marks, strict=True) if is_learned] == [word("d"), word("END")]
+    sharegpt = [{"from": "human", "value": "a", "weight": 0}, {"from": "gpt", "value": "b", "weight": 0}]
+    file = write_lines(tmp_path / "b.jsonl", {"conversations": sharegpt})
+    with pytest.raises(
+        ValueError, match=r'must have an answer of "weight" 1, to learn from; got 0 for all. .*b.jsonl:1'
+    ):
+        documents_of(file, tmp_path / "cache")
+    with pytest.raises(ValueError, match=r'"weight" of a message must be 0, .*; got 0.5. Correct it. .*c.jsonl:1'):
+        documents_of(write_lines(tmp_path / "c.jsonl", said("a", content="b", weight=0.5)), tmp_path / "cache")
+    file = write_lines(tmp_path / "d.jsonl", said("a", content=None, tool_calls=[{"id": "b"}]))
+    assert tokenise([file], WordTokenizer(), tmp_path / "cache").remarks == ()
+
+
 # The split.
 
 
@@ -150,6 +206,17 @@ def test_equal_documents_are_on_one_side_and_a_tenth_is_held_out(tmp_path):
     assert len(corpus.test) == 20
     again = load_corpus([file], WordTokenizer(), tmp_path / "cache")
     np.testing.assert_array_equal(again.test.starts, corpus.test.starts)
+
+
+@pytest.mark.parametrize("repeated", ["dup 0", "dup 1", "dup 2", "dup 3"])
+def test_a_document_that_is_repeated_often_is_not_most_of_what_is_held_out(tmp_path, repeated):
+    texts = [*({"text": f"number {i}"} for i in range(20)), *[{"text": repeated}] * 100]
+    corpus = load_corpus([write_lines(tmp_path / "a.jsonl", *texts)], WordTokenizer(), tmp_path / "cache")
+    assert (len(corpus.train), len(corpus.test)) == (108, 12)
+    assert f"99 of 120 documents in {tmp_path}/a.jsonl equal an earlier one" in corpus.remarks
+    texts = [{"text": "a"}] * 2 + [{"text": "b"}] * 3
+    corpus = load_corpus([write_lines(tmp_path / "b.jsonl", *texts)], WordTokenizer(), tmp_path / "cache")
+    assert (len(corpus.train), len(corpus.test)) == (3, 2), "the least repeated ones"
 
 
 def test_files_named_for_it_are_held_out(tmp_path):

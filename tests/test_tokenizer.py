@@ -100,6 +100,13 @@ def test_a_question_ends_with_the_beginning_of_an_answer(folder):
     assert spans == ()
 
 
+def test_a_template_uses_the_fields_of_messages_that_it_names(tmp_path):
+    calls = CHATML + "{% if messages[0].tool_calls %}{{ messages[0]['tool_calls'] | tojson }}{% endif %}"
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path / "a", template=calls))
+    assert [tokenizer.uses(name) for name in ("tool_calls", "weight", "calls")] == [True, False, False]
+    assert not read_tokenizer(write_tokenizer(tmp_path / "b", template=None)).uses("tool_calls")
+
+
 def test_a_template_that_forgets_is_refused_for_more_than_one_answer(tmp_path):
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=FORGETFUL))
     text, [(start, end)] = own.render(CHAT[:3])

@@ -36,7 +36,7 @@ from jaxpar.data.text import Tokenizer, check_test_fraction, is_held_out
 from jaxpar.fields import arg
 from jaxpar.runtime.output import fsync, printable, refusing
 
-FORMAT = "jaxpar tokens 1"
+FORMAT = "jaxpar tokens 2"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
 PASSAGES_AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**23  # that are tokenised at once, whichever is fewer
@@ -53,6 +53,7 @@ class TokenisedFiles:
         digest: The digest of files and tokenizer, which names the folder in the cache.
         ignored: Names of fields of the examples that are not used.
         is_chat: Whether there are messages among the examples.
+        remarks: What a reader of the data should know: examples, texts and repetitions that may not be meant.
     """
 
     documents: Documents
@@ -61,6 +62,7 @@ class TokenisedFiles:
     digest: str
     ignored: tuple[str, ...]
     is_chat: bool
+    remarks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,29 @@ def _split(found: TokenisedFiles, files: Sequence[Path], test_fraction: float) -
         if len(documents) == 1:
             return _cut(documents, test_fraction)
         count = min(max(round(test_fraction * len(documents)), 1), len(documents) - 1)
-        is_test = found.checksums <= np.sort(found.checksums)[count - 1]
+        is_test = _choose(found.checksums, count)
         if is_test.all():
             raise ValueError(
                 "documents are split into those to learn from and held-out ones, by their text; got "
-                f"{len(documents)} equal ones. Give more text."
+                f"{len(documents)} equal ones in {_names(files)}. Give more text."
             )
     return documents.take(np.flatnonzero(~is_test)), documents.take(np.flatnonzero(is_test))
+
+
+def _choose(checksums: np.ndarray, count: int) -> np.ndarray:
+    """Returns which documents are held out: ``count``, or fewer where equal ones, which stay together, are too many.
+
+    They are those of the smallest checksums; if all are repeated too often, the ones that are repeated least.
+    """
+    values, sizes = np.unique(checksums, return_counts=True)
+    chosen, left = [], count
+    for value, size in zip(values.tolist(), sizes.tolist(), strict=True):
+        if size <= left:
+            chosen.append(value)
+            left -= size
+        if not left:
+            break
+    return np.isin(checksums, chosen or values[np.argmin(sizes)])
 
 
 def _cut(document: Documents, test_fraction: float) -> tuple[Documents, Documents]:
@@ -217,6 +235,7 @@ def _write(part: Path, examples: Examples, tokenizer: Tokenizer, digest: str) ->
         "dtype": dtype.name,
         "ignored": sorted(map(str, examples.ignored)),
         "is_chat": examples.is_chat,
+        "odd": {what: [count, *place] for what, (count, place) in examples.odd.items()},
         "files": {name: {"bytes": (part / name).stat().st_size, "crc32": _crc32(part / name)} for name in names},
     }
     (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -294,11 +313,40 @@ def _open(folder: Path, files: Sequence[Path], digest: str) -> TokenisedFiles:
         learned = np.memmap(folder / LEARNED, np.uint8, mode="r") if is_there else None
         table = np.load(folder / DOCUMENTS, allow_pickle=False)
         ignored, is_chat = tuple(manifest["ignored"]), bool(manifest["is_chat"])
+        odd = [
+            (str(what), count, place_text(files, file, line)) for what, (count, file, line) in manifest["odd"].items()
+        ]
     ends = table[:, END]
     starts = np.concatenate([[0], ends[:-1]])
     place = lambda start: place_text(files, *table[np.searchsorted(ends, start, "right"), [FILE, LINE]].tolist())
     documents = Documents(tokens, starts, ends, learned, place)
-    return TokenisedFiles(documents, table[:, FILE], table[:, CHECKSUM], digest, ignored, is_chat)
+    remarks = [
+        f"{count:,} of {len(documents):,} examples have {what}, the first in {place}" for what, count, place in odd
+    ]
+    remarks += [*_remarks_on_texts(files), *_remarks_on_repeated(table[:, CHECKSUM], files)]
+    return TokenisedFiles(documents, table[:, FILE], table[:, CHECKSUM], digest, ignored, is_chat, tuple(remarks))
+
+
+def _remarks_on_texts(files: Sequence[Path]) -> Iterator[str]:
+    """Yields what to say of text files among files of examples, such as the README.md of a data set."""
+    texts = [printable(str(file)) for file in files if not is_records(file)]
+    if 0 < len(texts) < len(files):
+        others = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+        yield (
+            f"{len(texts)} of {len(files)} files are learned as plain text beside examples: {', '.join(texts[:3])}{others}. "
+            "Move them out of the folder if they are not to be learned."
+        )
+
+
+def _remarks_on_repeated(checksums: np.ndarray, files: Sequence[Path]) -> Iterator[str]:
+    count = len(checksums)
+    repeated = count - len(np.unique(checksums))
+    if repeated > count**2 / 2**32:  # more than checksums of 32 bits that are equal by chance
+        yield f"{repeated:,} of {count:,} documents in {_names(files)} equal an earlier one"
+
+
+def _names(files: Sequence[Path]) -> str:
+    return printable(str(files[0])) + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
 
 
 def _check(path: Path, want: dict[str, int]) -> None:

@@ -11,17 +11,30 @@ Other fields are ignored, and named by ``ignored``. A .json, .csv or .tsv withou
 """
 
 import codecs
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar import fields
-from jaxpar.data.readers import UTF_16, as_learned, is_of_lines, is_records, kind_of, parse_json, read_records
+from jaxpar.data.readers import (
+    UTF_16,
+    as_learned,
+    is_of_lines,
+    is_records,
+    kind_of,
+    parse_json,
+    read_records,
+    unread_fields,
+)
 from jaxpar.data.text import Tokenizer
 from jaxpar.runtime.output import printable, refusing
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z")
+EMPTY = "an empty answer, which the model learns to give"
+EMPTY_TEXT = "an empty text"
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # of the messages of published data
+MOST_ODD = 8
 TEXT_BLOCK = 2**20  # characters of a text file that are tokenised at once, up to the end of a line
 
 
@@ -54,12 +67,14 @@ class Examples:
         tokenizer: Renders messages.
         ignored: The names of fields that were met and ignored.
         is_chat: Whether messages were met.
+        odd: What examples have that is learned but may not be meant, the number of these examples, and the place of the first.
     """
 
     files: Sequence[Path]
     tokenizer: Tokenizer
     ignored: set[str] = field(default_factory=set)
     is_chat: bool = False
+    odd: dict[str, tuple[int, tuple[int, int]]] = field(default_factory=dict)
 
     def passages(self) -> Iterator[Passage]:
         """Yields the passages of all files.
@@ -69,6 +84,7 @@ class Examples:
         """
         for number, file in enumerate(self.files):
             if is_records(file):
+                self.ignored.update(unread_fields(file))
                 for line, example in read_records(file):
                     try:
                         yield self._passage(example, (number, line))
@@ -82,12 +98,63 @@ class Examples:
         self.ignored.update(ignored)
         if "messages" in example:
             self.is_chat = True
-            text, learned = self.tokenizer.render(check_messages(example["messages"]))
+            text, learned = self._conversation(example["messages"], place)
             return Passage(_checked(text, "messages"), learned, begins=False, ends=True, is_marked=False, place=place)
         texts = [_checked(value, name) for name, value in example.items()]
+        if not texts[-1].strip():
+            self._note([EMPTY_TEXT if "text" in example else EMPTY], place)
         start = len(texts[0])
         learned = None if "text" in example else ((start, start + len(texts[1])),)
         return Passage("".join(texts), learned, begins=True, ends=True, is_marked=True, place=place)
+
+    def _conversation(self, given: Any, place: tuple[int, int]) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """Returns the text of messages, and the spans that are learned."""
+        uses, takes_calls = self.tokenizer.uses, self.tokenizer.uses("tool_calls")
+        messages = check_messages(given, takes_calls=takes_calls)
+        weights = [_weight(message.pop("weight", 1)) for message in messages]
+        others = {name for message in messages for name in message} - {"role", "content"}
+        self.ignored.update(f"{name} of messages" for name in others if not uses(name))
+        self._note({what for message in messages for what in _odd(message, takes_calls=takes_calls)}, place)
+        text, spans = self.tokenizer.render(messages)
+        answers = [w for message, w in zip(messages, weights, strict=True) if message["role"] == "assistant"]
+        return text, spans if all(answers) else _weighted(spans, answers)
+
+    def _note(self, found: Iterable[str], place: tuple[int, int]) -> None:
+        for what in found:
+            count, first = self.odd.get(what, (0, place))
+            if count or len(self.odd) < MOST_ODD:
+                self.odd[what] = count + 1, first
+
+
+def _odd(message: Mapping[str, Any], *, takes_calls: bool) -> Iterator[str]:
+    """Yields what of a message is learned but may not be meant."""
+    role, has_calls = message["role"], takes_calls and message.get("tool_calls")
+    if role not in ROLES:
+        yield f"messages of the role {printable(repr(role))[:80]}"
+    if role == "assistant" and not (message["content"].strip() or has_calls):
+        yield EMPTY
+
+
+def _weight(given: Any) -> bool:
+    if given not in (0, 1):
+        raise ValueError(
+            f'"weight" of a message must be 0, for an answer that is not learned, or 1; got {fields.shown(given)}. Correct it.'
+        )
+    return bool(given)
+
+
+def _weighted(spans: Sequence[tuple[int, int]], answers: Sequence[bool]) -> tuple[tuple[int, int], ...]:
+    """Returns the spans of the answers that have a weight."""
+    if len(spans) != len(answers):
+        raise ValueError(
+            f'"weight" of 0 needs a chat template that marks each answer; got {len(spans)} marked parts for {len(answers)} '
+            "answers. Remove the weights, or the example."
+        )
+    if not any(answers):
+        raise ValueError(
+            'messages must have an answer of "weight" 1, to learn from; got 0 for all. Correct a weight, or remove the example.'
+        )
+    return tuple(span for span, is_learned in zip(spans, answers, strict=True) if is_learned)
 
 
 def check_examples(file: Path) -> None:
@@ -169,8 +236,16 @@ def _checked(text: Any, name: str) -> str:
     return text
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Returns the messages of a conversation; raises ValueError unless one is the assistant's and each has a role."""
+def check_messages(messages: Any, *, takes_calls: bool = False) -> list[dict[str, Any]]:
+    """Returns the messages of a conversation.
+
+    Args:
+        messages: The messages.
+        takes_calls: Whether a message may have ``tool_calls`` in place of ``content``.
+
+    Raises:
+        ValueError: None is the assistant's, or one has no role or no content.
+    """
     is_whole = isinstance(messages, list) and all(
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages
     )
@@ -179,7 +254,10 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
             '"messages" must be a list of objects with "role" and "content"; got another form. Correct it.'
         )
     given = lambda message: {name: value for name, value in message.items() if value is not None}
-    found = [given(message) | {"content": _content(message)} for message in messages]
+    content = lambda message: _content(
+        {"content": "", **given(message)} if takes_calls and message.get("tool_calls") else message
+    )
+    found = [given(message) | {"content": content(message)} for message in messages]
     if not any(message["role"] == "assistant" for message in found):
         roles = ", ".join(dict.fromkeys(printable(repr(message["role"]))[:80] for message in found)) or "no messages"
         raise ValueError(

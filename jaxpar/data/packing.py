@@ -218,6 +218,12 @@ def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, 
     longer = np.flatnonzero(documents.ends - documents.starts > seq + 1)
     has_prompt = [not learned[documents.starts[i] + 1 : documents.ends[i]].all() for i in longer.tolist()]
     too_long = longer[np.array(has_prompt, bool)]
+    if long_examples == "drop" and 0 < len(too_long) == len(documents):
+        sizes = documents.ends - documents.starts
+        raise ValueError(
+            f"an example with a prompt must fit in a row of seq + 1 tokens; got {arg(seq=seq)} and {len(documents)} examples, "
+            f"which are all longer, from {sizes.min()} tokens on. Choose {arg(seq=int(sizes.max()) - 1)}."
+        )
     if long_examples == "drop" or len(too_long) == 0:
         return documents.take(np.setdiff1d(np.arange(len(documents)), too_long)), len(too_long)
     sizes = documents.ends[too_long] - documents.starts[too_long]

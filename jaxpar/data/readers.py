@@ -14,7 +14,7 @@ import codecs
 import csv
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -102,7 +102,8 @@ def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     if role is None:
         got = printable(repr(turn["from"]))[:80]
         raise ValueError(f'"from" must be human, gpt or system; got {got}. Rename it, or remove the example.')
-    return {"role": role, "content": turn.get("value")}
+    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return {"role": role, "content": turn.get("value"), **others}
 
 
 def find_files(path: Path) -> list[Path]:
@@ -138,6 +139,20 @@ def read_records(file: Path) -> Iterator[tuple[int, Any]]:
         ValueError: The file is damaged; the message names it and the line.
     """
     yield from RECORD_READERS[format_of(file)](file)
+
+
+def unread_fields(file: Path, read: Collection[str] = ()) -> set[str]:
+    """Returns the names of columns that are not read; none where examples are read with all their fields.
+
+    Args:
+        file: A file of examples.
+        read: The names that are read; by default those of ``read_records``.
+    """
+    if format_of(file) != ".parquet":
+        return set()
+    with whole_parquet(file):
+        names = import_parquet().read_schema(file).names
+    return set(names) - {*(read or (*FIELDS, "input_ids"))}
 
 
 def is_of_lines(file: Path) -> bool:

@@ -304,6 +304,11 @@ class Tokenizer(ABC):
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Returns a conversation as text, and the spans of what the assistant says."""
 
+    def uses(self, name: str) -> bool:
+        """Returns whether ``render`` may write a field of this name of a message, besides role and content."""
+        del name
+        return False
+
 
 class ByteTokenizer(Tokenizer):
     """Bytes of UTF-8 as tokens; a document ends with a zero byte."""

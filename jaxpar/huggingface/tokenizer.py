@@ -82,6 +82,7 @@ class FolderTokenizer(Tokenizer):
         self.end = self._end(_text_of(settings.get("eos_token")), folder)
         self._special = {name: _text_of(settings.get(name)) or "" for name in SPECIAL}
         self.folder, self.has_chat_template, self._marks_answers = folder, template is not None, False
+        self._names = frozenset(re.findall(r"\w+", template or ""))
         if template is not None:
             self._compile(template)
 
@@ -159,6 +160,10 @@ class FolderTokenizer(Tokenizer):
         if ask:
             return text.replace(BEGIN, "").replace(END, ""), ()
         return _split_marked(text) if self._marks_answers else (text, self._added_by_assistant(messages, text))
+
+    def uses(self, name: str) -> bool:
+        """Returns whether the chat template has this name, and so may write such a field of a message."""
+        return name in self._names
 
     def _text(self, messages: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
         given = {"messages": list(messages), "add_generation_prompt": ask, "tools": None, "documents": None}

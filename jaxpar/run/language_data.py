@@ -15,9 +15,9 @@ from jaxpar.data.batches import Mixture, RowSource
 from jaxpar.data.corpus import Corpus, default_cache, load_corpus
 from jaxpar.data.examples import check_examples
 from jaxpar.data.packing import PackedRows, fit
-from jaxpar.data.readers import SNIFFED, find_files, format_of, is_records
+from jaxpar.data.readers import SNIFFED, find_files, format_of, is_records, unread_fields
 from jaxpar.data.recall import NUM_VALUES, Recall
-from jaxpar.data.records import RecordRows, digest_of_records, holds_tokens, open_records
+from jaxpar.data.records import COLUMNS, RecordRows, digest_of_records, holds_tokens, open_records
 from jaxpar.data.text import ByteTokenizer, Text, Tokenizer, Windows, check_inside, load_text, unigram_entropy
 from jaxpar.fields import check_at_least
 from jaxpar.huggingface import stop_tokens
@@ -98,7 +98,7 @@ class Part:
     """One --data.
 
     Attributes:
-        rows: ``rows(seq, vocab_size)`` returns the rows to learn from and those held out, and how many examples are left out.
+        rows: ``rows(seq, vocab_size)`` returns the rows to learn from and those held out, and what is left out of them.
         num_tokens: The numbers of tokens to learn from and held out; None: not known without reading all.
         sample: Tokens to count, for the entropy of their frequencies.
         held_out: Some tokens that are held out.
@@ -109,7 +109,7 @@ class Part:
         remark: What to say about them when they are read.
     """
 
-    rows: Callable[[int, int], tuple[RowSource, RowSource, int]]
+    rows: Callable[[int, int], tuple[RowSource, RowSource, str]]
     num_tokens: tuple[int, int] | None
     sample: Sequence[np.ndarray]
     held_out: np.ndarray
@@ -272,13 +272,11 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
     for remark in filter(None, (part.remark for part in data.parts)):
         say(remark)
     rows = [part.rows(flags.seq, vocab_size) for part in data.parts]
-    for train, test, num_left_out in rows:
+    for train, test, left_out in rows:
         train.check()
         test.check()
-        if told := train.describe():
+        for told in filter(None, (train.describe(), left_out)):
             say(told)
-        if num_left_out:
-            say(f"{num_left_out} examples longer than --seq {flags.seq} are left out")
     if len(rows) == 1:
         return rows[0][0], rows[0][1]
     trains, tests, _ = zip(*rows, strict=True)
@@ -354,23 +352,26 @@ def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_
     _check_reads_bytes(init_from, tokenizer, f"text in {path}")
     chosen = tokenizer or ByteTokenizer()
     corpus = load_corpus(files, chosen, flags.token_cache or default_cache(), test_fraction=TEST_FRACTION)
+    remarks = list(corpus.remarks)
+    if tokenizer is not None and corpus.documents.learned is not None:
+        remarks.append(remark_on_ends(corpus, tokenizer, path, init_from))
     part = _of_corpus(corpus, flags, is_bytes=tokenizer is None)
-    if tokenizer is None or corpus.documents.learned is None:
-        return part
-    return dataclasses.replace(part, remark=remark_on_ends(corpus, tokenizer, path, init_from))
+    return dataclasses.replace(part, remark="\n".join(filter(None, remarks)))
 
 
 def _of_text(text: Text) -> Part:
-    rows = lambda seq, size: (Windows(text.train, seq, vocab_size=size), Windows(text.test, seq, vocab_size=size), 0)
+    rows = lambda seq, size: (Windows(text.train, seq, vocab_size=size), Windows(text.test, seq, vocab_size=size), "")
     num_tokens = sum(map(len, text.train)), sum(map(len, text.test))
     return Part(rows, num_tokens, text.train, text.test[0], f"crc32 {text.checksum()}", text.is_bytes)
 
 
 def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
-    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
+    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, str]:
         (train, some), (test, others) = (fit(each, seq, flags.long_examples) for each in (corpus.train, corpus.test))
         make = partial(PackedRows, seq=seq, vocab_size=vocab_size, max_documents=flags.max_documents)
-        return make(train), make(test), some + others
+        lost = corpus.train.num_tokens + corpus.test.num_tokens - train.num_tokens - test.num_tokens
+        told = f"left out: {some + others} of {len(corpus.documents)} examples, longer than --seq {seq}, with {lost:,} tokens"
+        return make(train), make(test), told if some + others else ""
 
     num_tokens, checksum = (corpus.train.num_tokens, corpus.test.num_tokens), f"sha256 {corpus.digest[:32]}"
     sample, held_out = corpus.train.learned_tokens(), corpus.test.tokens_of(0)
@@ -378,7 +379,7 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
 
 
 def _of_recall() -> Part:
-    rows = lambda seq, size: (Recall(seq, vocab_size=size), Recall(seq, vocab_size=size, is_test=True), 0)
+    rows = lambda seq, size: (Recall(seq, vocab_size=size), Recall(seq, vocab_size=size, is_test=True), "")
     some = Recall(160, vocab_size=MOST_TOKENS, is_test=True).take(np.arange(1))["tokens"][0, :121]  # with one question
     return Part(rows, None, [np.arange(NUM_VALUES)], some, "recall", is_bytes=False)
 
@@ -389,10 +390,11 @@ def _of_records(files: Sequence[Path], flags: DataFlags) -> Part:
     if count < 2:
         raise ValueError(f"records are split into two; got {count} in {files[0]}. Give 2 or more.")
 
-    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, int]:
+    def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, str]:
         make = partial(RecordRows, records, seq, vocab_size=vocab_size, max_documents=flags.max_documents)
-        return make(part=(0, count - num_test)), make(part=(count - num_test, count)), 0
+        return make(part=(0, count - num_test)), make(part=(count - num_test, count)), ""
 
     sample = [np.asarray(records[i]["input_ids"]) for i in range(min(count, 64))]
     held_out = np.asarray(records[count - num_test]["input_ids"])
-    return Part(rows, None, sample, held_out, digest_of_records(records, files), is_bytes=False)
+    ignored = tuple(sorted(set().union(*(unread_fields(file, COLUMNS) for file in files))))
+    return Part(rows, None, sample, held_out, digest_of_records(records, files), is_bytes=False, ignored=ignored)

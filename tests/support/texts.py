@@ -44,6 +44,9 @@ class WordTokenizer:
             text += f"{message['content']} END "
         return text, tuple(spans)
 
+    def uses(self, name):
+        return name == "tool_calls"
+
     def decode(self, tokens):
         return " ".join(map(str, tokens))
 
