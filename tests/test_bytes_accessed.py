@@ -71,6 +71,7 @@ ENTRY %main (state: (s32[], f32[4,16,16], f32[16,16])) -> (f32[4,16,16], f32[16,
   %narrow = bf16[16,16]{1,0} fusion(%x), kind=kLoop, calls=%narrowed
   %begun = ((f32[4,16,16], f32[16,16], s32[]), f32[16,16], u32[]) fusion-start(%ring, %x, %i), kind=kLoop, calls=%added
   %ended = f32[16,16]{1,0} fusion-done(%begun)
+  %multiplied = (f32[16,16], s8[4096]) custom-call(%x, %x), custom_call_target="__cublas$lt$matmul"
   ROOT %out = (f32[4,16,16], f32[16,16]) fusion(%ring, %x), kind=kLoop, calls=%both
 }
 """
@@ -90,6 +91,7 @@ IN_BODY = (KIB + KIB + INDEX + KIB) + 3 * KIB + (KIB + INDEX + KIB)
         ("main", "out", 5 * KIB + 5 * KIB),  # all of both, read and written
         ("main", "begun", KIB + KIB + INDEX + KIB),  # as y, beside what runs until it ends
         ("main", "ended", 0),
+        ("main", "multiplied", 3 * KIB),  # not the room for sums
         ("main", "loop", 0),
         ("main", "ring", 0),
     ],

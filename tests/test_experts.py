@@ -16,6 +16,7 @@ from jaxpar.huggingface.config import config_json
 from jaxpar.inspect import inspect_step
 from jaxpar.models import transformer
 from jaxpar.models.lora import Lora
+from jaxpar.models.transformer.dispatch import Shards, dropless
 from jaxpar.models.transformer.experts import capacity_of, experts
 from jaxpar.models.transformer.router import LOAD_SCALE, balance_loss, route
 from jaxpar.params import count_params, init_params
@@ -565,6 +566,18 @@ def test_a_function_can_take_the_place_of_the_products(x64, mesh_sizes):
     got = jit(run)(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
     assert_same(got, reference(config_of("mixtral"), params, batch))
     assert {weights[0] for _, weights in calls} >= {8 // mesh_sizes[2]}, "each device has its own experts"
+
+
+@pytest.mark.parametrize("chosen", [[3, 0, 3, 60, 5, 5, 5, 9], [7, 6, 5, 4, 3, 2, 1, 0], [2] * 8])
+def test_a_few_pairs_have_no_more_slots_than_the_tiles_of_their_experts(chosen):
+    shards = Shards(axes=(), size=1, count=1, by_expert=True, owners=1)
+    slots = jax.jit(lambda a: dropless(a, 64, shards, tile=4, room=8))(jnp.array(chosen))
+    pair, slot, sizes = (np.asarray(each[0]) for each in slots)
+    assert len(pair) == 8 * 4, "not 4 for each of 64 experts"
+    np.testing.assert_array_equal(pair[slot], np.arange(8))
+    owner = np.repeat(np.arange(64), sizes)
+    np.testing.assert_array_equal(owner[slot], chosen)
+    assert (pair == 8).sum() == len(pair) - 8
 
 
 # Beside others.

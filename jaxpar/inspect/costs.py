@@ -235,7 +235,7 @@ def own_bytes(module: Module, computation: Computation, instruction: Instruction
     if opcode.endswith(("-start", "-done")):
         return 0
     operands = [sum(shape.num_bytes for shape in shapes) for shapes in computation.operand_shapes(instruction)]
-    result = sum(shape.num_bytes for shape in instruction.shapes)
+    result = _result_bytes(instruction)
     if opcode in _SLICES:
         return 2 * result
     if opcode == "dynamic-update-slice":
@@ -278,4 +278,11 @@ def _written(fused: Computation, output: Instruction) -> int:
     if output.opcode in _IN_PLACE:  # a scatter also reads what it adds to
         updates = fused.by_name[output.operands[-1] if output.opcode == "scatter" else output.operands[1]]
         return (2 if output.opcode == "scatter" else 1) * sum(shape.num_bytes for shape in updates.shapes)
-    return sum(shape.num_bytes for shape in output.shapes)
+    return _result_bytes(output)
+
+
+def _result_bytes(instruction: Instruction) -> int:
+    """The bytes of a result; those in which cuBLAS may put sums, the last of a product's results, count as none."""
+    is_product = instruction.opcode == "custom-call" and _target(instruction).startswith("__cublas$")
+    shapes = instruction.shapes[:-1] if is_product and len(instruction.shapes) > 1 else instruction.shapes
+    return sum(shape.num_bytes for shape in shapes)

@@ -32,7 +32,7 @@ def advance(
     """Returns the output of the last block for the tokens of a span, and the cache with their keys and values."""
     is_step = on_gpus() and not span.is_start
     h = embed_tokens(config, params[OUTER], tokens, span, unconstrained)
-    copies = _copies(config, len(tokens)) if is_step else 1
+    copies = _copies(len(tokens)) if is_step else 1
     if copies > 1:
         h, positions, lengths = (jnp.repeat(each, copies, axis=0) for each in (h, span.positions, span.lengths))
         span = span._replace(positions=positions, lengths=lengths)
@@ -49,14 +49,12 @@ def _layers_of_a_trip(config: TransformerConfig, is_step: bool) -> int:
     return max(LAYERS_OF_A_TRIP if is_step else 1, math.ceil(config.num_layers / MOST_TRIPS))
 
 
-def _copies(config: TransformerConfig, rows: int) -> int:
+def _copies(rows: int) -> int:
     """Returns how many copies of each row make products of as many rows as libraries multiply.
 
     XLA also computes a product of one row without a library, if it is small, and reads a transposed copy of all its weights.
-    Experts would count the copies as tokens.
     """
-    is_wide = rows >= ROWS_OF_A_PRODUCT or config.num_experts is not None
-    return 1 if is_wide else ROWS_OF_A_PRODUCT // math.gcd(rows, ROWS_OF_A_PRODUCT)
+    return 1 if rows >= ROWS_OF_A_PRODUCT else ROWS_OF_A_PRODUCT // math.gcd(rows, ROWS_OF_A_PRODUCT)
 
 
 def _layer(

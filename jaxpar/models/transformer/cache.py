@@ -25,6 +25,11 @@ class Cache(NamedTuple):
     both: Float[Array, "layers 2 batch kv_heads length head_dim"]
     layer: Int[Array, ""] | int | None = None
 
+    @property
+    def batch(self) -> int:
+        """The number of its rows."""
+        return self.both.shape[2]
+
     def write(
         self, k: Float[Array, "rows seq kv_heads head_dim"], v: Float[Array, "rows seq kv_heads head_dim"], span: Span
     ) -> "Cache":
@@ -32,14 +37,13 @@ class Cache(NamedTuple):
         new = jnp.stack([k, v]).astype(self.both.dtype).transpose(0, 1, 3, 2, 4)
         if span.is_start:
             return self._replace(both=jax.lax.dynamic_update_slice(self.both, new[None], _place(self.layer)))
-        batch = self.both.shape[2]
-        new, positions = new[:, :: new.shape[1] // batch], span.positions.reshape(batch, -1)[:, 0]
-        if batch == 1:
+        new, positions = new[:, :: new.shape[1] // self.batch], span.positions.reshape(self.batch, -1)[:, 0]
+        if self.batch == 1:
             at = _place(self.layer, position=positions[0])
             return self._replace(both=jax.lax.dynamic_update_slice(self.both, new[None], at))
         # A cache has room for all positions of its rows, so none is out of bounds.
         how = {"mode": "promise_in_bounds", "unique_indices": True, "indices_are_sorted": True}
-        at = self.both.at[self.layer, :, jnp.arange(batch), :, positions]
+        at = self.both.at[self.layer, :, jnp.arange(self.batch), :, positions]
         return self._replace(both=at.set(new[:, :, :, 0].transpose(1, 0, 2, 3), **how))
 
     def read(self) -> tuple[Array, Array]:

@@ -152,7 +152,8 @@ def dropless(chosen: Int[Array, " pairs"], num_experts: int, shards: Shards, *, 
     num_pairs, count, (own, part) = len(chosen), shards.count, shards.own(num_experts)
     order, rank, sizes, starts = _sorted(chosen[None], num_experts, shards)
     of_shard = lambda a: jnp.broadcast_to(a.reshape(-1, own), (count, own))
-    num_slots = -(-room // tile) * tile + (own * tile if tile > 1 else 0)
+    # Experts without pairs have no slots: of a few tokens most have none.
+    num_slots = min(room * tile, -(-room // tile) * tile + (own * tile if tile > 1 else 0))
     ends = jnp.minimum(jnp.cumsum(-(-of_shard(sizes) // tile) * tile, 1), num_slots)
     padded = jnp.diff(ends, axis=1, prepend=0)
     begins = ends - padded

@@ -91,8 +91,9 @@ def generate(
         ValueError: An argument out of range, a token outside the vocabulary, or more positions than a learned table has.
         FloatingPointError: The model's scores are not finite, so there is no token to draw.
 
-    **Collectives**: over ``tensor`` two all-reduces of the activation of one position per layer and token. Layers that are
-    sharded over ``stage`` are gathered once per call, so each device must have room for its tensor shard of all layers.
+    **Collectives**: over ``tensor`` two all-reduces of the activation of one position per layer and token, on GPUs of eight
+    rows at least. Layers that are sharded over ``stage`` are gathered once per call, so each device must have room for its
+    tensor shard of all layers.
     """
     sampling = make_sampling(config, temperature, top_k, top_p, key=key, eos=eos, pad=pad)
     prompts, params = read_prompts(config, prompt, num_tokens), with_all_layers(params)

@@ -236,12 +236,16 @@ def block(
     if "mlp" in params:
         y = mlp(config, params["mlp"], x)
     else:
+        # Copies of a row (``advance.py``) have the experts of the first.
+        copies = 1 if cache is None else len(x) // cache.batch
+        x = x[::copies]
         routing = route(config, params["router"], x, real)
         # Tokens of all rows are sorted by expert, and put back.
         of_tokens = row_wise(partial(experts, config, drops=cache is None))
         y, dropped = of_tokens(params, x, routing)
         if sums is not None:
             sums = sums.plus(config, params["router"], routing, dropped, span.segments)
+        y = jnp.repeat(y, copies, axis=0) if copies > 1 else y
     return h + normed("norm_2", constrain(y, "out"), "post"), cache, sums
 
 
