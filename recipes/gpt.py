@@ -142,6 +142,8 @@ def main(config: Config) -> None:
     optimizers.say_new_rate(config, run.saved, run.first_step)
     say(text.describe())
     say(language_model.describe(own, config.lora, shape, mesh, num_factors, schedule=own.schedule))
+    if remark := remark_on_positions(config, shape):
+        say(remark)
     batch_of = batches.Batches(run, train, common.batch_size, schedule.num_microbatches)
 
     with run:
@@ -234,6 +236,14 @@ def make_pipeline(config: Config, mesh: Mesh, num_rows: int) -> Schedule:
     num_microbatches = language_data.check_rows(config, num_rows, mesh)
     form, remat = lockstep_form(own.schedule, masks=masks_idle_ops(mesh)), own.remat == "full"
     return make_schedule(own.schedule, stage, num_microbatches, own.num_chunks, form=form, remat=remat)
+
+
+def remark_on_positions(config: Config, shape: transformer.TransformerConfig) -> str:
+    """Returns what to say where rows are longer than the sequences that the model in --init-from was made for; else ""."""
+    folder, seq, most = config.recipe.init_from, config.data.seq, shape.max_positions
+    if folder is None or shape.positions != "rope" or seq <= most:
+        return ""
+    return f"--seq {seq} is longer than the {most} positions that {folder} was trained for (max_position_embeddings)"
 
 
 def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def test_microbatches_and_context_bound_the_memory_of_an_evaluation():
 
 
 @pytest.mark.parametrize(("axes", "num_microbatches"), [({}, 1), ({"data": 2, "context": 2}, 4), ({"data": 8}, 3)])
-def test_each_row_held_out_counts_once_on_every_mesh(axes, num_microbatches):
+def test_each_row_held_out_counts_once_on_every_mesh(capsys, axes, num_microbatches):
     mesh, x = jaxpar.make_mesh(**axes, devices=jax.devices()[: int(np.prod([*axes.values()]))]), np.arange(26)
     test = Columns({"x": x.reshape(13, 2).repeat(4, 1)})
     of = lambda num_rows: held_out_batches(6, num_rows, test, mesh, num_microbatches)
@@ -140,6 +140,8 @@ def test_each_row_held_out_counts_once_on_every_mesh(axes, num_microbatches):
     assert rows[0] == rows[1], "the same rows, however many follow"
     assert rows[1:] == [test.batch(6, seed=0, step=step)["x"].min(1).tolist() for step in range(2)]
     assert {each["weight"].sum() for each in found} == {6}
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"an evaluation reads {count} of 13 rows held out" for count in (6, 12)]
 
 
 def test_an_evaluation_is_one_program():

@@ -10,6 +10,7 @@ import pytest
 import jaxpar
 from jaxpar import huggingface
 from jaxpar.huggingface import read_config, read_params, write_model
+from jaxpar.huggingface.export import check_no_model
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.pipeline import LayerLayout
 from tests.support.model_folders import (
@@ -102,3 +103,19 @@ def test_the_folder_of_a_run_is_refused_with_the_command_that_writes_its_model(t
     wanted = f"write its model with python -m jaxpar export {tmp_path} DIR, and give --init-from DIR."
     with pytest.raises(FileNotFoundError, match=re.escape(wanted)):
         check_model_folder(tmp_path, "--init-from")
+
+
+def test_pickled_weights_are_refused_with_the_way_to_write_them_again(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a")
+    message = (
+        r"jaxpar reads no pickles, such as pytorch_model.bin there: write the weights again, by AutoModelForCausalLM"
+    )
+    with pytest.raises(FileNotFoundError, match=message):
+        check_model_folder(tmp_path, "--init-from")
+
+
+def test_no_model_is_written_to_a_file(tmp_path):
+    (tmp_path / "a").write_text("b")
+    with pytest.raises(ValueError, match=r"a model is written to a folder; got .*a, which is a file. Name another."):
+        check_no_model(tmp_path / "a")

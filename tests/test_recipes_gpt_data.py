@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import gpt
 import jax
@@ -170,6 +171,28 @@ def test_the_remedies_for_long_examples_are_taken(checked, tmp_path):
     assert checked(*data, "--seq", seq) is None
     assert checked(*data, "--long-examples", "drop") is None
     assert checked(*data, "--long-examples", "cut") is None
+
+
+LLAMA = Path(__file__).parent / "data" / "huggingface" / "llama"
+
+
+def test_rows_longer_than_the_positions_of_a_model_are_told():
+    shape = huggingface.read_config(LLAMA)
+    of = lambda seq: gpt.remark_on_positions(gpt.Config.of(init_from=LLAMA, seq=seq), shape)
+    most = shape.max_positions
+    assert of(most + 1) == (
+        f"--seq {most + 1} is longer than the {most} positions that {LLAMA} was trained for (max_position_embeddings)"
+    )
+    assert of(most) == ""
+    assert gpt.remark_on_positions(gpt.Config.of(seq=most + 1), shape) == "", "of a model that begins with this run"
+
+
+def test_a_prompt_that_is_longer_than_a_row_is_told(capsys, monkeypatch):
+    monkeypatch.setattr(evaluation.transformer, "generate", lambda config, params, prompt, *_, **__: prompt)
+    flags, shape = gpt.Config.of(seq=8, prompt="a b c d e f g h i"), huggingface.read_config(LLAMA)
+    data = SimpleNamespace(prompt=lambda _: np.arange(9), ends=(), unit="token", decode=lambda tokens, _: len(tokens))
+    assert evaluation.write_sample(flags, flags.recipe, shape, data, {}) == 7
+    assert "the sample begins with the last 7 of the 9 tokens of --prompt, for --seq 8" in capsys.readouterr().out
 
 
 def test_a_damaged_cache_ends_the_run_with_its_folder(checked, folder, tmp_path):

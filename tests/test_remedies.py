@@ -284,6 +284,14 @@ def test_what_a_refused_resume_says_may_change_does(recipes, house):
     assert recipes(house_prices, [*flags, *remedy.split()]) is None
 
 
+def test_a_setting_that_may_change_but_is_not_there_is_told(recipes, house, monkeypatch):
+    told = []
+    monkeypatch.setattr(Run.__init__, "__kwdefaults__", Run.__init__.__kwdefaults__ | {"say": told.append})
+    flags = ["--out-dir", str(house), "--batch-size", "10", "--resume", "--allow-change", "seed", "lr"]
+    assert recipes(house_prices, flags) is None
+    assert told[-1].startswith("--allow-change has no effect for lr: the settings are batch_size, "), told
+
+
 def test_a_new_run_in_the_folder_of_another_may_do_each_thing_that_it_is_told(recipes, house, tmp_path):
     said = recipes(house_prices, ["--out-dir", str(house), "--batch-size", "10"])
     assert (

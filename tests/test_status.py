@@ -290,6 +290,20 @@ def test_another_trainer_s_name_of_a_flag_is_answered_with_ours(given, meant, ca
     ("given", "said"),
     [
         ("--epochs", "jaxpar counts steps; --steps = epochs x rows / --batch-size"),
+        (
+            "--per_device_train_batch_size",
+            "--batch-size has the rows of a step on all devices, in --num-microbatches of each replica",
+        ),
+        ("--warmup-ratio", "jaxpar counts steps; --warmup-steps = ratio x --steps"),
+        (
+            "--eval-data",
+            "of a folder in --data, files with val or test in their names are held out; else a tenth of the examples",
+        ),
+        ("--lora-target-modules", "did you mean --lora-targets?"),
+        (
+            "--load_in_4bit",
+            "jaxpar does not quantize; --lora-rank keeps frozen weights in float32, sharded over the mesh",
+        ),
         ("--model.num_layers", "the model's size comes from --model"),
         ("--lr_scheduler.warmup_steps", "did you mean --warmup-steps?"),
     ],

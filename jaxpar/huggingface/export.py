@@ -285,6 +285,8 @@ def check_no_model(folder: Path | str) -> None:
     there: Sequence[Path] = sorted(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
     own = [path.name for path in there if path.name == CONFIG or ".safetensors" in path.name or path == folder]
     if found := exchange("model to write", own)[0]:  # of the first process, which may be ahead of the others
+        if found == [folder.name] and folder.is_file():
+            raise ValueError(f"a model is written to a folder; got {folder}, which is a file. Name another.")
         raise ValueError(
             f"a model is written to a folder without one; got {folder} with {shorten(found)}. Name another, or empty it."
         )

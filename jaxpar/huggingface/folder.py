@@ -27,7 +27,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.runtime.output import needing_extra, refusing, write_whole
+from jaxpar.runtime.output import needing_extra, printable, refusing, write_whole
 
 # The largest header or index of a published model, Llama 3.1 405B's in one piece, would have about 0.2 MB.
 MAX_JSON_BYTES = 4 * 2**20
@@ -235,6 +235,11 @@ def check_model_folder(folder: Path, flag: str, *, needs_weights: bool = True) -
     missing += [f"{ONE_FILE} or {INDEX}"] if needs_weights and not has_weights else []
     if missing:
         remedy = f"Name another folder, or download the model again: {_download('ID', str(folder))}."
+        if others := sorted(path.name for path in folder.glob("pytorch_model*.bin")):
+            remedy = (
+                f"jaxpar reads no pickles, such as {printable(others[0])} there: write the weights again, by "
+                "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers."
+            )
         if (folder / "checkpoints").is_dir():
             command = f"python -m jaxpar export {shlex.quote(str(folder))} DIR"
             remedy = f"It is a run: write its model with {command}, and give {flag} DIR."

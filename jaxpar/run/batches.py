@@ -13,7 +13,7 @@ from jaxpar.data_parallel import abstract_batch, local_rows, shard_batch
 from jaxpar.fields import arg
 from jaxpar.mesh import ROWS, num_replicas, shown_sizes
 from jaxpar.run.flags import RunFlags
-from jaxpar.run.messages import checks, stop
+from jaxpar.run.messages import checks, say, stop
 from jaxpar.run.run import Run
 from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.exit_codes import ExitCode
@@ -160,6 +160,7 @@ def held_out_batches(
             check_agreement("evaluate", {"rows held out": describe_rows(test)})
     size, multiple = min(batch_size, len(test)), num_replicas(mesh) * num_microbatches
     count, padded = -(-min(num_rows, len(test)) // size), round_up(size, multiple)
+    say(f"an evaluation reads {min(count * size, len(test)):,} of {len(test):,} rows held out")
     read = {"seed": 0, "multiple": multiple, "only": local_rows(padded, mesh)}
     with bad_data():
         batches = [test.batch(size, step=step, **read) for step in range(count)]

@@ -85,8 +85,12 @@ def write_sample(
     flags: LanguageFlags, model: ModelFlags, config: transformer.TransformerConfig, text: Data, params: dict
 ) -> str:
     """Returns the prompt and its continuation up to the end of a text; without a tokenizer, the prompt is text held out."""
-    seq = flags.data.seq
-    prompt = np.asarray(text.prompt(flags.data)[-(seq - 1) :], np.int32)
+    seq, whole = flags.data.seq, text.prompt(flags.data)
+    prompt = np.asarray(whole[-(seq - 1) :], np.int32)
+    if flags.data.prompt is not None and len(prompt) < len(whole):
+        say(
+            f"the sample begins with the last {len(prompt)} of the {len(whole)} {text.unit}s of --prompt, for --seq {seq}"
+        )
     drawn = {"temperature": model.temperature, "top_k": model.top_k, "key": jax.random.key(flags.common.seed)}
     drawn["eos"] = [token for token in text.ends if token < config.vocab_size]
     try:

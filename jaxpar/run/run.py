@@ -151,6 +151,11 @@ class Run(AbstractContextManager["Run"]):
         saved_on = ", ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
         self._say(f"resumed from step {manifest.step}, saved on {saved_on}")
         self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
+        names = {**self.saved, **self._settings}
+        if unknown := [name for name in allowed[1:] if name not in names]:
+            self._say(
+                f"--allow-change has no effect for {', '.join(unknown)}: the settings are {', '.join(sorted(names))}"
+            )
 
     def _say_whole(self, parallel: jaxpar.Parallel) -> None:
         """Prints the params that ZeRO leaves whole, the largest first."""
