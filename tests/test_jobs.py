@@ -749,6 +749,10 @@ def test_work_that_would_be_lost_despite_a_claim_is_told(capsys, flags, lines):
             "the folder to serve is runs/gpt and the claim is mounted at /checkpoints: it must be in the image",
         ),
         (
+            ["--fake-devices-per-node", "8", "--rdma", "rdma/ib=8", *SAVED],
+            "fake devices communicate by TCP, and rdma/ib is",
+        ),
+        (
             ["--topology", "example.com/rack", *SAVED],
             "--topology or --replica-topology, and no --queue: Kueue places the",
         ),

@@ -48,6 +48,21 @@ def code_of(args):
             [*JOB, "--check", "job.yaml", "--kind", "trainjob"],
             "--check checks a file, and writes nothing; got --checkpoint-c",
         ),
+        (
+            [*JOB, "recipes/gpt.py", "--fake-devices", "8"],
+            "got --fake-devices 8 for recipes/gpt.py. Leave it out; to rehearse",
+        ),
+        (
+            [*JOB, "recipes/gpt.py", "--model", "gpt-2"],
+            "there is no transformer of this name; got 'gpt-2'. Did you mean",
+        ),
+        (
+            [*JOB, "recipes/gpt.py --steps 9"],
+            "are words of their own; got 'recipes/gpt.py --steps 9' as one. Leave the quotes",
+        ),
+        ([*JOB, "recipes"], "a job runs a script or a program; got the folder recipes. Name a script in it."),
+        ([*JOB, "jaxpar", "serve", "/checkpoints/gpt"], "got jaxpar serve. Write it with --kind service."),
+        ([*JOB, "jaxpar", "train"], "the recipe must be one of gpt, house-prices, digits, all-reduce, bloom; got ''."),
         (["--check", "job.yaml", "recipes/gpt.py"], "got recipes/gpt.py too. Leave one of them out."),
         (["recipes/gpt.py"], "1 GPUs on nodes of 8. Choose a mesh of 8, such as --mesh.data 8, or give the actual"),
         (

@@ -10,9 +10,9 @@ from typing import Any
 
 from jaxpar.commands.cli import list_flags
 from jaxpar.commands.train import load, path_of, recipes
-from jaxpar.jobs.job import INSTALLED
+from jaxpar.jobs.job import INSTALLED, SERVED
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.output import tell
+from jaxpar.runtime.output import printable, tell
 from jaxpar.runtime.program import near_script
 
 HELP = ("-h", "--help")
@@ -30,6 +30,7 @@ def check_program(command: Sequence[str], added: Sequence[str]) -> list[str]:
         SystemExit: The recipe refuses a flag; it has said which.
     """
     name, own = _split(command)
+    _check_word(name, command)
     path = _recipe_of(name, command)
     if path is None:
         is_elsewhere = name.endswith(".py") and not Path(name).is_file()
@@ -72,12 +73,24 @@ def _refused_told(name: str, parse: Callable[[], Any]) -> Any:
 def _split(command: Sequence[str]) -> tuple[str, list[str]]:
     """Returns the recipe's name, the script or the program of a command, and the flags that follow it."""
     for begins in INSTALLED:
-        if tuple(command[: len(begins)]) == begins and len(command) > len(begins):
-            return command[len(begins)], list(command[len(begins) + 1 :])
+        if tuple(command[: len(begins)]) == begins:
+            return "".join(command[len(begins) : len(begins) + 1]), list(command[len(begins) + 1 :])
     scripts = [position for position, word in enumerate(command) if word.endswith(".py")]
     is_python = PurePosixPath(command[0]).name.startswith("python")
     at = scripts[0] if scripts and (is_python or scripts[0] == 0) else 0
     return command[at], list(command[at + 1 :])
+
+
+def _check_word(name: str, command: Sequence[str]) -> None:
+    """Raises ValueError if a program is no word of its own, is a folder, or is to be written otherwise."""
+    if any(tuple(command[: len(begins)]) == begins for begins in SERVED):
+        raise ValueError("a job ends and a server does not; got jaxpar serve. Write it with --kind service.")
+    if ".py " in name:
+        raise ValueError(
+            f"a program and its flags are words of their own; got {printable(name)[:80]!r} as one. Leave the quotes out."
+        )
+    if name and Path(name).is_dir():
+        raise ValueError(f"a job runs a script or a program; got the folder {name}. Name a script in it.")
 
 
 def _recipe_of(name: str, command: Sequence[str]) -> Path | None:
@@ -110,6 +123,23 @@ def _check_added(module: ModuleType, name: str, added: Sequence[str]) -> None:
 
 def _parse(module: ModuleType, name: str, args: Sequence[str]) -> None:
     from jaxpar.commands import recipe  # with JAX
+    from jaxpar.run import RunFlags
 
     flags = _refused_told(name, lambda: recipe.parse(module.main, module.Config, args, program=name))
     recipe.check_numbers(flags)
+    if isinstance(flags, RunFlags):
+        _check_run(flags, name)
+
+
+def _check_run(flags: Any, name: str) -> None:
+    """Raises ValueError if a run would train on the CPUs of its pods, or its model is none."""
+    from jaxpar.run.language_model import ModelFlags, config_of_flags
+
+    if flags.common.fake_devices:
+        raise ValueError(
+            f"a job trains on its nodes' devices; got --fake-devices {flags.common.fake_devices} for {name}. Leave it out; to "
+            "rehearse a job without GPUs, give --fake-devices-per-node before the script."
+        )
+    own = getattr(flags, "recipe", None)
+    if isinstance(own, ModelFlags) and own.init_from is None:  # a folder is in the image or on the volume
+        config_of_flags(own, flags.data.seq)

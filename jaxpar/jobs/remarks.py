@@ -25,6 +25,7 @@ def _of(pods: Workload) -> Iterator[str]:
     yield from _lost_results(pods) if pods.recipe is not None else _unheld_paths(pods)
     yield from _no_devices(pods)
     yield from _slow_network(pods)
+    yield from _unused_network(pods)
     yield from _locked_memory(pods)
     yield from _unmet_placement(pods)
 
@@ -96,6 +97,15 @@ def _slow_network(pods: Workload) -> Iterator[str]:
 def _networks(pods: Workload) -> list[str]:
     """Returns the resources of device plugins beside the GPUs."""
     return [name for name in {**pods.requests, **pods.limits} if "/" in name and name != GPUS]
+
+
+def _unused_network(pods: Workload) -> Iterator[str]:
+    """Yields a line if pods of a rehearsal wait for nodes with a network that they do not use."""
+    if FAKE_DEVICES in pods.variables and _networks(pods):
+        yield (
+            f"fake devices communicate by TCP, and {_networks(pods)[0]} is requested: pods wait for nodes that have it. Leave "
+            "it out"
+        )
 
 
 def _locked_memory(pods: Workload) -> Iterator[str]:
