@@ -49,9 +49,10 @@ class Work:
         return f"{self.title}, {rows} of {self.seq:,} tokens{', made tiny' if self.smoke else ''}"
 
 
+IN_DOCUMENTS = " with 8 documents in each row"
 WORKS = {
     "llama": Work(),
-    "documents": Work("Llama of 1.1B with 8 documents in each row", documents=8),
+    "documents": Work(f"Llama of 1.1B{IN_DOCUMENTS}", documents=8),
     "lora": Work("Llama 3.1 8B in bfloat16 with LoRA of rank 16", "llama3.1-8b", batch_size=2, lora_rank=16),
     "gpt2": Work("GPT-2 of 124M", "gpt2", 1024, 32, (("vocab_multiple", 128),)),
     "experts": Work("Four layers of OLMoE 7B, 64 experts", "olmoe-1b-7b", changes=(("num_layers", 4),)),

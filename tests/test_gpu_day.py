@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import report
 import torch_process
-from gpt_training import WORKS, make_shape
+from gpt_training import IN_DOCUMENTS, WORKS, make_shape
 from gpu_day_parts import (
     attention,
     grouped,
@@ -341,6 +341,7 @@ def test_tables_of_one_title_are_one_and_steps_are_compared_with_the_first_of_th
     for name, job, seconds in (
         ("training", "a", 2.0),
         ("gpt2", "b", 5.0),
+        ("documents", f"a{IN_DOCUMENTS}", 4.0),
         ("training-torch", "a", 3.0),
     ):
         rows = [row | {"job": job, "ms a step": seconds}]
@@ -348,7 +349,7 @@ def test_tables_of_one_title_are_one_and_steps_are_compared_with_the_first_of_th
         gpu_day.part_file(tmp_path, name).write_text(json.dumps({"tables": [dataclasses.asdict(table)]}))
     (table,) = gpu_day.tables_of(tmp_path, schedule.NAMES)
     assert table.note == steps.NOTE
-    assert [each["time ratio"] for each in steps.with_ratios(table).rows] == [1.0, 1.5, 1.0]
+    assert [each["time ratio"] for each in steps.with_ratios(table).rows] == [1.0, 1.5, 2.0, 1.0]
 
 
 def test_kernels_of_a_profile_are_told_apart_by_their_names():

@@ -2,7 +2,7 @@
 
     all jobs fit       each may take twice its seconds, and what it leaves is for the others
     time is short      a job that would not fit is left out, and the next one is tried, which may be shorter
-    a job takes longer it is ended when its time is over, and the least wanted ones are left out
+    a job takes long   it is ended when its time is over, and the least wanted ones are left out
 
 So a run ends within its minutes whatever happens.
 """

@@ -14,7 +14,7 @@ from typing import Any
 import report
 import timing
 import torch_process
-from gpt_training import CHECKED_STEPS, Ours, Work, figures, make_batch, make_shape
+from gpt_training import CHECKED_STEPS, IN_DOCUMENTS, Ours, Work, figures, make_batch, make_shape
 
 from gpu_day_parts import roofline
 from gpu_day_parts.common import Context
@@ -32,8 +32,8 @@ COLUMNS = {
 COLUMNS |= {"TFLOP/s": ".0f", "MFU": ".3f", "peak GiB": ".1f", "first compile s": ".1f"}
 NOTE = (
     f"Medians of up to {ROUNDS} rounds of {STEPS} steps, each row in a process of its own; the spread is that of the rounds. "
-    "Time ratio: over jaxpar's first row of the job. All rows of a job have the same first losses. Only jaxpar's rows have the "
-    "flags of XLA that `jaxpar.initialize` sets."
+    "Time ratio: over jaxpar's first row of the job; of documents over that of whole rows. All rows of a job have the same "
+    "first losses. Only jaxpar's rows have the flags of XLA that `jaxpar.initialize` sets."
 )
 
 
@@ -141,9 +141,10 @@ def table(work: Work, run: str, found: dict[str, Any]) -> report.Table:
 
 
 def with_ratios(steps: report.Table) -> report.Table:
-    """Returns the table with each row's time over that of the first row of its job."""
+    """Returns the table with each row's time over that of the first row of its job, of documents of whole rows."""
     first: dict[str, float] = {}
+    rows = []
     for row in steps.rows:
-        first.setdefault(row["job"], row["ms a step"])
-    rows = [row | {"time ratio": row["ms a step"] / first[row["job"]]} for row in steps.rows]
+        reference = first.setdefault(row["job"].replace(IN_DOCUMENTS, ""), row["ms a step"])
+        rows.append(row | {"time ratio": row["ms a step"] / reference})
     return replace(steps, rows=rows)
