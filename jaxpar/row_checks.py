@@ -198,8 +198,11 @@ def _examine(
         values = _after(part, values, reader, found)
     found.sums = reader.read(*of_loss.jaxprs, [*values, *of_batch])
     found.names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(of_loss.returned[0])]
-    for value in found.sums:
+    for at, value in enumerate(found.sums):
         found.doubt(value, "loss")
+        if value.growth is None and value.kind in (Kind.FREE, Kind.SUM):
+            name = found.names[at] or ("loss_sum", "weight_sum")[at]
+            found.doubts.append(f"loss: how {name} depends on the number of rows")
     return found
 
 
@@ -294,7 +297,8 @@ def _refuse_sums(found: Found) -> None:
             f"and replicas; got loss_sum {found.described(loss_sum)}, and weight_sum {found.described(weight_sum)}. Return "
             "jnp.sum of the losses of rows, and jnp.sum of their weights or the number of these rows, such as "
             "jnp.float32(len(outputs)). Make a term that is a mean a sum over rows, and multiply a penalty of params by "
-            "weight_sum."
+            "weight_sum. What needs all rows, such as counts of classes or a mean to subtract, compute before the step and put "
+            "into the batch, a number for each row."
         )
     for name, each in zip(found.names[2:], sums, strict=True):
         if each.kind in NO_SUMS or found.disagree(each, weight_sum):

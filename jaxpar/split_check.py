@@ -18,6 +18,7 @@ from jaxpar.layered_model import (
     check_unpacked,
     path_string,
 )
+from jaxpar.loss_checks import check_loss
 
 Named = dict[str, np.ndarray]  # loss, metrics and gradients, by name
 
@@ -68,6 +69,7 @@ def check_split(
     size = num_rows // num_parts
     rows = lambda start: jax.tree.map(lambda leaf: leaf[start : start + size], batch)
     parts = [rows(start) for start in range(0, num_rows, size)]
+    check_loss(loss, jax.eval_shape(forward, params, batch), batch, has_aux=None)
     whole = step(params, [batch])
     split = step(params, parts)
     distances = _distances(split, whole)

@@ -480,6 +480,23 @@ def test_a_weight_that_is_kept_from_0_is_taken_with_a_warning():
         check_rows(README_MODEL, loss, README, README_BATCH, 8)
 
 
+def test_a_weight_of_which_the_growth_with_the_rows_is_not_known_is_taken_with_a_warning():
+    loss = lambda o, b: (jnp.sum((o - b["y"]) ** 2), jnp.cbrt(jnp.float32(len(o))))
+    with pytest.warns(UserWarning, match="not known: loss: how weight_sum depends on the number of rows. It is taken"):
+        check_rows(README_MODEL, loss, README, README_BATCH, 8)
+
+
+def test_what_needs_all_rows_is_to_be_put_into_the_batch():
+    loss = lambda o, b: (jnp.sum((o - b["y"].mean(0)[None]) ** 2), jnp.float32(len(o)))
+    with pytest.raises(
+        ValueError, match="counts of classes or a mean to subtract, compute before the step and put into"
+    ):
+        check_rows(README_MODEL, loss, README, README_BATCH, 8)
+    known = README_BATCH | {"mean": np.broadcast_to(README_BATCH["y"].mean(0), README_BATCH["y"].shape)}
+    loss = lambda o, b: (jnp.sum((o - b["mean"]) ** 2), jnp.float32(len(o)))
+    check_rows(README_MODEL, loss, README, known, 8)
+
+
 def test_a_marked_function_is_taken_without_a_warning():
     check_rows(README_MODEL, sorted_loss(jaxpar.row_wise(by_part)), README, README_BATCH, 8)
 

@@ -206,6 +206,63 @@ def test_another_program_for_another_number_of_rows_is_a_doubt():
     (found,) = read(lambda p, h, y, t: h * 2 if len(h) == FEW else h + h)
     assert found.kind is Kind.ROWS
     assert found.why.startswith("another program")
+    assert "test_row_dependence.py" in found.why, "the line of the first other operation"
+
+
+BY_THEIR_NUMBER = {
+    "a write into rows": lambda p, h, y, t: h.at[jnp.arange(len(h)), t[:, 0]].set(h[:, 0] / len(h)),
+    "rows beside rows": lambda p, h, y, t: jnp.concatenate([h, h / len(h)]),
+    "the square of a gradient of a mean": lambda p, h, y, t: (
+        jax.grad(lambda h: jnp.mean(jnp.take_along_axis(h, t[..., None], axis=2)))(h) ** 2
+    ),
+    "a difference to a maximum": lambda p, h, y, t: jnp.exp(h / len(h) - jax.lax.stop_gradient(h.max())),
+}
+
+
+@pytest.mark.parametrize("name", BY_THEIR_NUMBER)
+def test_rows_that_depend_on_their_number_are_found_where_they_are_written_or_joined(name):
+    (found,) = read(BY_THEIR_NUMBER[name])
+    assert found.kind is Kind.MIXED, found
+
+
+def test_a_power_of_the_number_of_rows_is_a_number():
+    square = lambda p, h, y, t: jnp.float32(len(h)) ** 2
+    (found,) = read(square)
+    assert found.growth == RATIO**2
+
+
+def with_derivative(backward):
+    function = jax.custom_vjp(lambda p, h: h * p[None, None])
+    function.defvjp(lambda p, h: (h * p[None, None], h), lambda h, ct: (jnp.sum(ct * h, (0, 1)), backward(ct)))
+    return lambda p, h, y, t: function(p, h)
+
+
+OWN = {
+    "clipped": (jnp.tanh, ""),
+    "a norm of each row": (lambda ct: ct / jnp.linalg.norm(ct, axis=(1, 2), keepdims=True), ""),
+    "a norm of all": (lambda ct: ct / jnp.linalg.norm(ct), "its own derivative mixes rows: it makes of a sum"),
+    "without its mean": (
+        lambda ct: ct - ct.mean(0, keepdims=True),
+        "its own derivative mixes rows: a sum over rows reaches each row",
+    ),
+    "by their number": (lambda ct: ct / len(ct), "its own derivative depends on the number of rows"),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_derivative_of_its_own_that_mixes_rows_puts_a_function_in_doubt(name):
+    backward, why = OWN[name]
+    (found,) = read(with_derivative(backward))
+    assert found.kind is Kind.ROWS
+    assert found.why.startswith(why) if why else not found.why
+
+
+def test_a_sum_with_a_derivative_of_its_own_that_mixes_rows_is_in_doubt():
+    total = jax.custom_vjp(lambda h: jnp.sum(h))
+    total.defvjp(lambda h: (jnp.sum(h), h), lambda h, ct: (ct * h / jnp.linalg.norm(h),))
+    (found,) = read(lambda p, h, y, t: total(h))
+    assert found.kind is Kind.SUM
+    assert "derivative mixes rows" in found.why
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

@@ -50,6 +50,11 @@ def test_params_of_integers_have_no_gradients_to_compare():
     assert jaxpar.check_split(scaled, loss, params, BATCH) < 1e-5
 
 
+def test_a_loss_without_a_weight_is_refused_as_a_step_refuses_it():
+    with pytest.raises(TypeError, match="loss must return the tuple"):
+        jaxpar.check_split(MODEL, lambda out, batch: loss(out, batch)[0], PARAMS, BATCH)
+
+
 def test_parts_must_divide_the_rows_and_be_one_at_least():
     with pytest.raises(ValueError, match="num_parts must divide the rows of the batch; got num_parts=7 and 64 rows"):
         jaxpar.check_split(MODEL, loss, PARAMS, BATCH, num_parts=7)

@@ -20,6 +20,7 @@ says so, and the doubt goes along with it.
 - `indices.py`: the rules of products of matrices, and of reads and writes at indices.
 - `constants.py`: arrays and numbers that are written in a function.
 - `reader.py`: reads jaxprs: calls, branches and loops.
+- `gradient.py`: the backward passes of functions with a derivative of their own.
 - `mark.py`: ``row_wise``, the mark of functions that are not read.
 """
 

@@ -18,6 +18,7 @@ from jaxpar.row_dependence.values import (
     Value,
     Values,
     product_of_growths,
+    same_growth,
 )
 
 # Reductions -----------------------------------------------------------------------------------
@@ -283,16 +284,20 @@ def concatenated(op: Operation, given: Values) -> Value:
     plain = {span._replace(outer=1, part=()) for span in along}
     if len(plain) > 1:
         return op.mixed(given, "it joins rows in another order")
+    growth = given[0].growth
+    if not all(same_growth(growth, v.growth) for v in given):
+        what = "it joins rows and what depends on their number"
+        return op.mixed(given, what)
     first = along[0]
     parts = [span.part for span in along]
     if not any(parts):
         outer = sum(span.outer for span in along)
         whole = first._replace(outer=outer)
-        return op.rows_at(given, whole, given[0].growth)
+        return op.rows_at(given, whole, growth)
     sizes = tuple(shape[axis] for shape in op.out_shapes())
     if not _are_in_order(parts, sizes):
         return op.mixed(given, "it moves rows")
-    return op.rows_at(given, first._replace(part=()))
+    return op.rows_at(given, first._replace(part=()), growth)
 
 
 def _are_in_order(parts: Sequence[tuple], sizes: tuple[int, ...]) -> bool:

@@ -79,7 +79,7 @@ def added(op: Operation, given: Values) -> Value:
     is_maximum = b.kind is Kind.MIXED and b.is_bound
     if subtracts and is_maximum and a.kind is Kind.ROWS:
         bound = Value(assumed=op.told(_CANCELS))
-        return op.rows_at([a, bound], a.span)
+        return op.rows_at([a, bound], a.span, a.growth)
     made = joined(op, given, adds=True)
     if subtracts and made.place:
         return replace(made, place=Place.OTHER)

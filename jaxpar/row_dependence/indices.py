@@ -21,6 +21,7 @@ from jaxpar.row_dependence.values import (
     first_assumed,
     first_why,
     product_of_growths,
+    same_growth,
 )
 
 ADDS = ("scatter-add", "scatter-sub")
@@ -172,7 +173,8 @@ def by_batch(op: Operation, given: Values) -> list[Value]:
     results = range(op.num_outputs)
     spans = {v.span for v in given if v.span}
     kind = max(v.kind for v in given)
-    if spans == {first} and kind is Kind.ROWS:
+    is_even = all(v.growth == 1 for v in given)
+    if spans == {first} and kind is Kind.ROWS and is_even:
         return [op.rows_at(given, first) for _ in results]
     return [elementwise(op, given, at) for at in results]
 
@@ -273,7 +275,12 @@ def scattered(op: Operation, given: Values) -> Value:
     few, _ = op.out_shapes()
     span = x.span or span_of_shape(few, dims, op.rows)
     others = [x, updates, index] if index.why else [x, updates]
-    return op.rows_at(others, span)
+    growths = [v.growth for v in (x, updates) if not v.is_zero]
+    growth = growths[0] if growths else 1.0
+    if not all(same_growth(growth, each) for each in growths):
+        what = "it writes into rows what depends on their number"
+        return op.mixed(others, what)
+    return op.rows_at(others, span, growth)
 
 
 def _scattered_without_rows(op: Operation, x: Value, index: Value, updates: Value) -> Value:

@@ -150,7 +150,9 @@ class Operation:
             )
         place = max(v.place for v in given)
         if place and self.is_float() and not why:
-            why = self.told("it depends on the place of a row in its microbatch")
+            why = self.told(
+                "it depends on the place of a row in its microbatch, where the batch can bring a key or number of each row"
+            )
         return Value(
             Kind.ROWS,
             growth,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jaxpar._compat import (
     linear_solve,
     opened,
     scan_counts,
+    source_line,
 )
 from jaxpar.row_dependence.constants import of_constant
 from jaxpar.row_dependence.elements import (
@@ -21,6 +23,7 @@ from jaxpar.row_dependence.elements import (
     elementwise,
     joined,
 )
+from jaxpar.row_dependence.gradient import in_doubt_by_gradient
 from jaxpar.row_dependence.mark import is_row_wise
 from jaxpar.row_dependence.operation import Operation
 from jaxpar.row_dependence.rules import (
@@ -127,7 +130,8 @@ class Reader:
 
     def _of_other_program(self, few: Any, many: Any, given: Values) -> Results:
         op = self._operation(_Whole(few), _Whole(many))
-        why = f"another program for another number of rows, called at {self.caller}"
+        line = _first_other_line(few, many) or self.caller
+        why = f"another program for another number of rows, at {line}"
         values = list(given) or [Value(Kind.UNKNOWN)]
         return [op.unknown(values, why, at) for at in range(op.num_outputs)]
 
@@ -139,7 +143,9 @@ class Reader:
         if is_row_wise(op.few):
             return [op.unknown(given, "", at) for at in outputs]
         if (inner := inlined(op.few)) is not None:
-            return replace(self, caller=op.line).read(inner, inlined(op.many), given)
+            inside = replace(self, caller=op.line)
+            made = inside.read(inner, inlined(op.many), given)
+            return in_doubt_by_gradient(inside.read, op, given, made)
         if op.name in OF_NUMBERS and given and all(v.number for v in given):
             return [_computed(op, given)]
         if op.name in DRAWS and all(v.is_free for v in given):
@@ -295,6 +301,15 @@ def _are_alike(few: Any, many: Any) -> bool:
     return names[0] == names[1] and len(few.constvars) == len(many.constvars)
 
 
+def _first_other_line(few: Any, many: Any) -> str:
+    """Returns the line of the first operation that the other jaxpr does not have; "" if none is known."""
+    for pair in zip_longest(few.eqns, many.eqns):
+        names = {each and each.primitive for each in pair}
+        if len(names) > 1:
+            return source_line(pair[0] or pair[1])
+    return ""
+
+
 def _passes_one(branches: Sequence[Any], at: int) -> bool:
     """Whether all branches return one operand as it is."""
     passed = set()
@@ -351,6 +366,7 @@ def _stacked_over_trips(
 def _computed(op: Operation, given: Values) -> Value:
     """Returns a number made of numbers."""
     numbers = zip(*(v.number for v in given if v.number), strict=True)
+    exponent = [op.params["y"]] if op.name == "integer_pow" else []
     with np.errstate(all="ignore"):
-        few, many = (OF_NUMBERS[op.name](*each) for each in numbers)
+        few, many = (OF_NUMBERS[op.name](*each, *exponent) for each in numbers)
     return of_number(few, many)

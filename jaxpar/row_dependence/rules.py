@@ -112,6 +112,7 @@ OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "sqrt": np.sqrt,
     "square": np.square,
     "pow": np.power,
+    "integer_pow": np.float_power,
     "exp": np.exp,
     "log": np.log,
     "floor": np.floor,

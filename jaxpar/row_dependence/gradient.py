@@ -1,0 +1,98 @@
+"""Functions whose author wrote their derivative: its backward pass is read too, since it may mix rows where the values do not."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar._compat import bind
+from jaxpar.row_dependence.operation import Operation
+from jaxpar.row_dependence.values import Kind, Value, Values
+
+Read = Callable[[Any, Any, Values], list[Value]]
+
+_NAME = "custom_vjp_call"
+_OF_ROWS = (Kind.ROWS, Kind.SUM)
+
+
+def in_doubt_by_gradient(
+    read: Read,
+    op: Operation,
+    given: Values,
+    made: Sequence[Value],
+) -> list[Value]:
+    """Returns what a call returns, in doubt if its own backward pass mixes the rows of gradients.
+
+    Args:
+        read: Returns the values of what a jaxpr returns, for few and for many rows.
+        op: The call.
+        given: The values of its operands.
+        made: Those of its results.
+    """
+    is_own = op.name.startswith(_NAME)
+    if not is_own or not any(v.kind in _OF_ROWS for v in made):
+        return list(made)
+    why = _doubt(read, op, given, made)
+    return [replace(v, why=v.why or why) if v.kind in _OF_ROWS else v for v in made]
+
+
+def _doubt(
+    read: Read,
+    op: Operation,
+    given: Values,
+    made: Sequence[Value],
+) -> str:
+    """Returns why gradients are not those of each row, if that is proved."""
+    pairs = zip(made, op.few.outvars, strict=True)
+    of_results = [_gradient_of(v) for v, at in pairs if _is_real(at)]
+    try:
+        few, many = _backward(op.few), _backward(op.many)
+    except Exception:  # it is never differentiated, or raises the same error then
+        return ""
+    found = read(few, many, [*given, *of_results])
+    for value in found:
+        if value.kind is Kind.MIXED:
+            return f"its own derivative mixes rows: {value.why}"
+    is_plain = all(v.growth == 1 for v in given)
+    if is_plain and any(v.kind in _OF_ROWS and v.growth not in (1, None) for v in found):
+        return op.told("its own derivative depends on the number of rows")
+    return ""
+
+
+def _gradient_of(value: Value) -> Value:
+    """Returns the value of the gradient of a result: of a sum it is the same number for all rows."""
+    return Value(Kind.ROWS, span=value.span) if value.kind is Kind.ROWS else Value()
+
+
+def _backward(equation: Any) -> Any:
+    """Returns the jaxpr of a call's gradients, of its operands and of the gradients of its results."""
+
+    def gradients(operands: list[Any], of_results: list[Any]) -> list[Any]:
+        call = lambda *real: _real_results(equation, operands, real)
+        real = [x for x, at in zip(operands, equation.invars, strict=True) if _is_real(at)]
+        _, pull = jax.vjp(call, *real)
+        return list(pull(of_results))
+
+    shapes = [each.aval for each in equation.invars]
+    of_results = [each.aval for each in equation.outvars if _is_real(each)]
+    return jax.make_jaxpr(gradients)(shapes, of_results)
+
+
+def _real_results(
+    equation: Any,
+    operands: Sequence[Any],
+    real: Sequence[Any],
+) -> list[Any]:
+    """Returns the real results of a call, of all its operands and of the real ones."""
+    rest = iter(real)
+    pairs = zip(operands, equation.invars, strict=True)
+    inputs = [next(rest) if _is_real(at) else x for x, at in pairs]
+    made = bind(equation, inputs)
+    return [y for y, at in zip(made, equation.outvars, strict=True) if _is_real(at)]
+
+
+def _is_real(variable: Any) -> bool:
+    """Whether a variable is of numbers that have a gradient."""
+    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)
