@@ -47,6 +47,8 @@ def test_each_step_has_a_line_with_loss_norm_seconds_and_rate(tmp_path):
 class OnDevice:
     """A value that a device has computed at some time of a clock, which advances only where the host waits."""
 
+    dtype, shape, size = np.dtype("float32"), (), 1
+
     def __init__(self, clock, at):
         self.clock, self.at = clock, at
 

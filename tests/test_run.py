@@ -97,6 +97,34 @@ def test_patience_counts_evaluations_without_a_better_metric_in_a_row():
     assert not lower.after({"loss": 9.0}), "a step without an evaluation"
     assert [higher.after({"accuracy": value}) for value in (0.5, 0.6, 0.6)] == [False, False, True]
     assert higher.describe().endswith("better accuracy than 0.6")
+    assert (
+        higher.describe()
+        != EarlyStop("-accuracy", 1).describe()
+        == "1 evaluations in a row whose accuracy is not finite"
+    )
+
+
+def test_a_metric_that_no_step_has_is_named_at_the_end_and_calls_and_metrics_must_be_right(tmp_path):
+    flags = BasicFlags.of(out_dir=tmp_path, steps=2, keep_best="test_los", patience=1)
+    mesh, said = jaxpar.make_mesh(), []
+    shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
+    grads = jax.value_and_grad(lambda params, batch: jnp.mean((params["w"] - batch) ** 2))
+    with Run(flags, mesh, say=said.append) as run:
+        run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+        train_step = run.compile(jaxpar.make_train_step(grads, optax.sgd(0.1)), jax.ShapeDtypeStruct((2,), "float32"))
+        state = run.begin()
+        with pytest.raises(TypeError, match=r"num_steps must be a number of steps; got 2\.5\."):
+            run.every(2.5, lambda *given: None)
+        for step in run.steps():
+            state, metrics = train_step(state, np.zeros(2, np.float32))
+            for wrong in (jnp.zeros(3), "0.5", None, {"a": 1.0}, 1j):
+                with pytest.raises(TypeError, match="a metric must be one real number, .*; got 'wrong' "):
+                    run.log(step, state, metrics | {"wrong": wrong})
+            run.log(step, state, metrics | {"test_loss": 1.0})
+    assert said[-1].startswith(
+        "no step had the metric test_los of keep_best=test_los, so none was the best and none ended"
+    )
+    assert ", skipped, test_loss, wrong: name one of these" in said[-1]
 
 
 def test_lines_are_followed_as_they_come_and_once(tmp_path):
@@ -117,6 +145,13 @@ def test_lines_are_followed_as_they_come_and_once(tmp_path):
             put(tmp_path, dataclasses.replace(this_process(), released=True))
 
     assert [line["step"] for line in follow(tmp_path, sleep=sleep)] == [0, 1, 2, 3]
+
+
+def test_who_follows_a_folder_that_is_not_there_is_told_so(tmp_path, capsys):
+    sleep = {}.__getitem__  # KeyError: it would wait
+    with pytest.raises(KeyError):
+        next(follow(tmp_path / "tpyo", sleep=sleep))
+    assert "tpyo does not exist yet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("page", ["docs/watching.md", "docs/zh/watching.md"])

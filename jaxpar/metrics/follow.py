@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxpar.metrics.log import Number, read_metrics
 from jaxpar.runtime.life import LifeWatch
+from jaxpar.runtime.output import tell
 
 
 def follow(
@@ -17,8 +18,8 @@ def follow(
 ) -> Iterator[dict[str, Number]]:
     """Yields each line of a run's metrics.jsonl once, as it is written, until the run has ended or was killed.
 
-    The run need not have begun. One that resumes from an earlier step writes the steps since then again, with the same values:
-    they are not yielded again.
+    The run need not have begun: if there is no folder, standard error says so. One that resumes from an earlier step writes the
+    steps since then again, with the same values: they are not yielded again.
 
     Args:
         folder: The run's folder, its --out-dir.
@@ -26,6 +27,8 @@ def follow(
         sleep: Replaces ``time.sleep`` in tests.
     """
     watch, last, was_seen = LifeWatch(Path(folder)), -1, False
+    if not Path(folder).is_dir():
+        tell(f"{folder} does not exist yet: the metrics of a run are followed once it begins there")
     while True:
         state = watch.look().state  # before the lines, so that the last ones are not missed
         for line in read_metrics(Path(folder) / "metrics.jsonl"):

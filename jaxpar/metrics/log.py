@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.metrics.exporters import Watcher
@@ -78,8 +79,10 @@ class MetricsLog:
         """Accepts the metrics of ``step`` as the train step returns them, and writes those of the previous step.
 
         Raises:
+            TypeError: A metric is no number.
             ValueError: A metric has the name of a column that the log adds.
         """
+        _check_numbers(metrics)
         check_names(metrics, (*OF_LOG, f"{self._items}_per_second"))
         self.flush()
         self._pending = (step, metrics)
@@ -288,6 +291,19 @@ def check_further(metrics: Any) -> None:
             f'{metrics}. Return such as {{"accuracy": accuracy}}, or use value_and_grad without has_aux.'
         )
     check_names(metrics, (*OF_STEP, *OF_LOG))
+
+
+def _check_numbers(metrics: Mapping[str, Any]) -> None:
+    """Raises, without waiting for the step, unless each metric is one real number."""
+    for name, value in metrics.items():
+        dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
+        is_real = jnp.issubdtype(dtype, np.number) or dtype == bool
+        if np.size(value) != 1 or not is_real or jnp.issubdtype(dtype, np.complexfloating):
+            told = f"{dtype}{list(np.shape(value))}" if is_real else repr(value)
+            raise TypeError(
+                f"a metric must be one real number, which becomes a column of metrics.jsonl; got {name!r} {told}. Reduce "
+                f"it, such as by jnp.mean, give each of several numbers a name, or write it elsewhere."
+            )
 
 
 def check_names(names: Iterable[str], taken: Iterable[str]) -> None:

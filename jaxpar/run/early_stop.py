@@ -1,9 +1,11 @@
 """When a run may end early: a metric of its evaluations has not improved for long."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
+
+from jaxpar.fields import arg
 
 
 class EarlyStop:
@@ -30,4 +32,18 @@ class EarlyStop:
 
     def describe(self) -> str:
         """Returns why a run ends."""
-        return f"{self.patience} evaluations in a row without a better {self.metric} than {self._sign * self._best:.6g}"
+        in_a_row = f"{self.patience} evaluations in a row"
+        if np.isinf(self._best):
+            return f"{in_a_row} whose {self.metric} is not finite"
+        return f"{in_a_row} without a better {self.metric} than {self._sign * self._best:.6g}"
+
+
+def without_metric(keep_best: str | None, names: Collection[str]) -> str:
+    """Returns what to say after steps none of which had the metric that decides which is best; "" if one had it."""
+    best = (keep_best or "").removeprefix("-")
+    if not best or not names or best in names:
+        return ""
+    return (
+        f"no step had the metric {best} of {arg(keep_best=keep_best)}, so none was the best and none ended the run early. The "
+        f"steps had {', '.join(sorted(names))}: name one of these, or add {best} to the metrics before run.log"
+    )

@@ -13,7 +13,7 @@ import optax
 
 import jaxpar
 from jaxpar.data.batches import Origin
-from jaxpar.fields import check_at_least
+from jaxpar.fields import check_at_least, check_kind
 from jaxpar.guard import Guard
 from jaxpar.inspect.text import bytes_text
 from jaxpar.mesh import OF_ZERO
@@ -24,7 +24,7 @@ from jaxpar.planner import cluster, roofline
 from jaxpar.planner.compiled import inspect_pipeline
 from jaxpar.report import ReportWriter, step_data
 from jaxpar.run import folder
-from jaxpar.run.early_stop import EarlyStop
+from jaxpar.run.early_stop import EarlyStop, without_metric
 from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.learning_rate import rate_after
 from jaxpar.run.messages import (
@@ -117,6 +117,7 @@ class Run(AbstractContextManager["Run"]):
         self._calls: list[tuple[int, Callback]] = []
         self._early_stop = EarlyStop(keep.keep_best, keep.patience) if keep.keep_best and keep.patience else None
         self._is_over = False
+        self._named = set[str]()  # the metrics of this run's steps
         self._resources = ExitStack()
         self.checkpoints = open_checkpoints(flags, mesh)
         say_devices(say, compile_for=flags.gpu.compile_for)
@@ -278,6 +279,8 @@ class Run(AbstractContextManager["Run"]):
                 yield step
                 if self._is_over:
                     break
+            if told := without_metric(checkpoint.keep_best, self._named):
+                self._say(told)
         except GeneratorExit:  # a break
             self._guard.leave_loop()
             raise
@@ -293,6 +296,7 @@ class Run(AbstractContextManager["Run"]):
             metrics: What the train step returned, and others.
         """
         best = (self.flags.checkpoint.keep_best or "").removeprefix("-")
+        self._named |= {*metrics}
         if self._has_all_metrics and best and best not in metrics:
             self.checkpoints.wait()  # a save in progress would be lost
             message = f"--keep-best must name a metric of the run; got {best}. Choose from {', '.join(metrics)}."
@@ -315,6 +319,7 @@ class Run(AbstractContextManager["Run"]):
         ``step`` counts the steps done, ``state`` is the one after them, which the next step donates. It is called in every
         process, when the metrics of the step are computed; its time counts for no step, and it has the budget of an evaluation.
         """
+        check_kind((int,), "a number of steps", "Choose one such as 100.", num_steps=num_steps)
         check_at_least(1, num_steps=num_steps)
         self._calls.append((num_steps, call))
 
