@@ -118,7 +118,7 @@ def test_a_metric_that_no_step_has_is_named_at_the_end_and_calls_and_metrics_mus
         for step in run.steps():
             state, metrics = train_step(state, np.zeros(2, np.float32))
             for wrong in (jnp.zeros(3), "0.5", None, {"a": 1.0}, 1j):
-                with pytest.raises(TypeError, match="a metric must be one real number, .*; got 'wrong' "):
+                with pytest.raises(TypeError, match=r"a metric must be one real number, .*; got 'wrong' "):
                     run.log(step, state, metrics | {"wrong": wrong})
             run.log(step, state, metrics | {"test_loss": 1.0})
     assert said[-1].startswith(

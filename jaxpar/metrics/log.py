@@ -297,8 +297,8 @@ def _check_numbers(metrics: Mapping[str, Any]) -> None:
     """Raises, without waiting for the step, unless each metric is one real number."""
     for name, value in metrics.items():
         dtype = getattr(value, "dtype", None) or np.asarray(value).dtype
-        is_real = jnp.issubdtype(dtype, np.number) or dtype == bool
-        if np.size(value) != 1 or not is_real or jnp.issubdtype(dtype, np.complexfloating):
+        is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, bool))
+        if np.size(value) != 1 or not is_real:
             told = f"{dtype}{list(np.shape(value))}" if is_real else repr(value)
             raise TypeError(
                 f"a metric must be one real number, which becomes a column of metrics.jsonl; got {name!r} {told}. Reduce "

@@ -1,4 +1,4 @@
-"""Functions whose author wrote their derivative: its backward pass is read too, since it may mix rows where the values do not."""
+"""Functions with a derivative of their own: its backward pass is read too, since it may mix rows where the values do not."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
