@@ -43,7 +43,15 @@ from jaxpar.run import (
     optimizers,
     say,
 )
-from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, OwnFlags, check_best_is_saved
+from jaxpar.run.flags import (
+    CheckpointFlags,
+    GpuFlags,
+    MeshFlags,
+    MonitoringFlags,
+    OwnFlags,
+    check_best_is_saved,
+    check_out_dir,
+)
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.start import saved_settings
 from jaxpar.runtime.watchdog import Budgets
@@ -228,6 +236,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
                 "a model of transformers has no biases of --router-bias-rate; got it with --save-hf. Leave out one of the two."
             )
         jaxpar.huggingface.check_no_model(own.save_hf)
+        check_out_dir(own.save_hf, "--save-hf")
 
 
 def make_pipeline(config: Config, mesh: Mesh, num_rows: int) -> Schedule:

@@ -94,6 +94,15 @@ def test_alpaca_without_a_chat_template_is_a_prompt_and_its_completion():
     )
 
 
+def test_a_prompt_of_messages_is_not_learned_and_the_completion_is(tmp_path):
+    turns = [*SAID[0], {"role": "user", "content": "again"}, {"role": "assistant", "content": "5"}]
+    weighted = [turns[0], turns[1] | {"weight": 0}, *turns[2:]]
+    want, _ = written(tmp_path, "want.jsonl", json.dumps({"messages": weighted}))
+    got, found = written(tmp_path, "a.jsonl", json.dumps({"prompt": turns[:3], "completion": turns[3:]}))
+    assert got == want
+    assert found.is_chat
+
+
 def test_a_system_message_comes_first():
     for example in (ALPACA[0] | {"system": "Be brief."}, SHAREGPT[0] | {"system": "Be brief."}):
         learned, ignored = as_learned(example, has_chat_template=True)

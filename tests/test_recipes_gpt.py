@@ -184,6 +184,10 @@ def check_exported(out_dir):
 @pytest.mark.full
 def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys):
     cases = [
+        (
+            [str(tmp_path / "no"), str(tmp_path / "out")],
+            "a run must be a folder; got .*no, which is none. Name the --out-dir",
+        ),
         ([str(tmp_path), str(tmp_path / "out")], "must have a description of its model; got no config.json in"),
         ([str(trained), str(tmp_path / "out"), "--step", "7"], "needs a saved step; got --step 7, saved 8, 16. Choose"),
         ([str(trained), str(tmp_path / "out"), "--source", str(LLAMA)], "params must be those of the model; got"),
@@ -618,6 +622,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
         (
             ["--model", "gpt2-bytes", "--mesh.tensor", "8", "--data", "nowhere"],  # before text is read
             "the tensor axis must divide the heads, .*; got --mesh.tensor 8, num_heads=4, .* Choose --mesh.tensor from 1, 2, 4",
+        ),
+        (
+            ["--save-hf", "/proc/tuned"],
+            r"--save-hf must be a folder that can be written to; got /proc/tuned, but /proc may not",
         ),
         (["--save-hf", str(LLAMA)], "a model is written to a folder without one; got .*llama with 'config.json'"),
         (

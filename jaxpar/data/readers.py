@@ -4,7 +4,8 @@ Every format but Parquet's row groups is read an example at a time, so files may
 these forms, known by its fields, and is turned into one of the first three:
 
     text                                  as it is
-    prompt, completion                    as they are
+    prompt, completion                    as they are; lists of messages, as TRL has them: messages, of which the prompt's are
+                                          not learned
     messages                              as they are: a list of objects with role and content, as OpenAI's API has them
     instruction, output, perhaps input    of Alpaca: messages for a tokenizer with a chat template, else prompt and completion
     conversations                         of ShareGPT, a list of objects with from and value: messages
@@ -67,6 +68,8 @@ def as_learned(example: Mapping[str, Any], *, has_chat_template: bool) -> tuple[
     ignored = set(example) - set(kind)
     if kind == ("conversations",):
         return {"messages": [*_system(given), *_messages(example["conversations"])]}, ignored - {"system"}
+    if kind == ("prompt", "completion") and all(isinstance(example[name], list) for name in kind):
+        return {"messages": [*map(_not_learned, example["prompt"]), *example["completion"]]}, ignored
     if kind != ("instruction", "output"):
         return {name: example[name] for name in kind}, ignored
     asked = [example["instruction"], *([given["input"]] if given.get("input") else [])]
@@ -80,6 +83,11 @@ def as_learned(example: Mapping[str, Any], *, has_chat_template: bool) -> tuple[
         turns = [{"role": "user", "content": "\n\n".join(asked)}, {"role": "assistant", "content": example["output"]}]
         return {"messages": [*_system(given), *turns]}, ignored - set(OPTIONAL)
     return {"prompt": "".join(f"{each}\n\n" for each in asked), "completion": example["output"]}, ignored - {"input"}
+
+
+def _not_learned(message: Any) -> Any:
+    is_answer = isinstance(message, Mapping) and message.get("role") == "assistant"
+    return {**message, "weight": 0} if is_answer else message
 
 
 def _system(given: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -320,6 +320,10 @@ def open_run(run: Path, step: int | None = None, source: Path | None = None) -> 
     Raises:
         FileNotFoundError, ValueError, BadCheckpointError: There is no such model, or it is damaged.
     """
+    if not run.is_dir():
+        raise FileNotFoundError(
+            f"a run must be a folder; got {run}, which is none. Name the --out-dir of recipes/gpt.py."
+        )
     source = run / "model" if source is None else source
     if not (source / CONFIG).is_file():
         raise ValueError(

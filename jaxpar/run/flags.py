@@ -326,8 +326,8 @@ def _check_devices(flags: RunFlags) -> None:
             )
 
 
-def check_out_dir(out_dir: Path) -> None:
-    """Raises ValueError unless ``--out-dir`` is a writable folder, or can be created."""
+def check_out_dir(out_dir: Path, flag: str = "--out-dir") -> None:
+    """Raises ValueError unless the folder of a flag is a writable folder, or can be created."""
     there = next(path for path in (out_dir.absolute(), *out_dir.absolute().parents) if path.exists())
     why = "" if there.is_dir() else "is a file"
     if not why:
@@ -338,5 +338,5 @@ def check_out_dir(out_dir: Path) -> None:
             why = f"may not be written to ({error.strerror})"
     if why:
         raise ValueError(
-            f"--out-dir must be a folder that can be written to; got {out_dir}, but {there} {why}. Name another."
+            f"{flag} must be a folder that can be written to; got {out_dir}, but {there} {why}. Name another."
         )
