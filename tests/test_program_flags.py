@@ -8,6 +8,7 @@ import yaml
 
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands.manifest import main
+from tests.support.tiers import without
 
 JOB = ("--image", "a:1", "--mesh.data", "8", "--checkpoint-claim", "runs")
 KEPT = ("--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
@@ -23,64 +24,76 @@ def code_of(args):
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [
-        ([*JOB, "recipes/gpt.py", "--stepss", "9"], "recipes/gpt.py would refuse these flags, so no job is written"),
-        (
-            [*JOB, "recipes/gpt.py", "--steps", "1e3"],
-            "--steps: a whole number is written in digits alone; got '1e3'. Did you",
-        ),
-        ([*JOB, "recipes/gpt.py", "--steps", "0"], "error: --steps must be at least 1; got 0"),
-        ([*JOB, "recipes/gpt.py", "--remat", "ful"], "--remat: did you mean full?"),
-        ([*JOB, "/jaxpar/recipes/gpt.py", "--stepss", "9"], "/jaxpar/recipes/gpt.py would refuse these flags"),
-        ([*JOB, "python", "recipes/gpt.py", "--stepss", "9"], "recipes/gpt.py would refuse these flags"),
-        ([*JOB, "jaxpar", "train", "gpt", "--stepss", "9"], "gpt would refuse these flags"),
-        ([*JOB, "python", "-m", "jaxpar", "train", "gptt"], "the recipe must be one of gpt, house-prices"),
-        (
-            [*JOB, "recipes/gpt.py", "--help"],
-            "a job runs recipes/gpt.py; got a command that asks for its help. Leave -h and",
-        ),
-        ([*JOB, "recipes/gptt.py"], "the script must exist; got recipes/gptt.py. Did you mean recipes/gpt.py?"),
-        (
-            [*JOB, "recipes/all_reduce.py"],
-            "does not take --mesh.data. Write it as a program, which gets only its own flags: p",
-        ),
-        (
-            [*JOB, "--check", "job.yaml", "--kind", "trainjob"],
-            "--check checks a file, and writes nothing; got --checkpoint-c",
-        ),
-        (
-            [*JOB, "recipes/gpt.py", "--fake-devices", "8"],
-            "got --fake-devices 8 for recipes/gpt.py. Leave it out; to rehearse",
-        ),
-        (
-            [*JOB, "recipes/gpt.py", "--model", "gpt-2"],
-            "there is no transformer of this name; got 'gpt-2'. Did you mean",
-        ),
-        (
-            [*JOB, "recipes/gpt.py --steps 9"],
-            "are words of their own; got 'recipes/gpt.py --steps 9' as one. Leave the quotes",
-        ),
-        ([*JOB, "recipes"], "a job runs a script or a program; got the folder recipes. Name a script in it."),
-        ([*JOB, "jaxpar", "serve", "/checkpoints/gpt"], "got jaxpar serve. Write it with --kind service."),
-        ([*JOB, "jaxpar", "train"], "the recipe must be one of gpt, house-prices, digits, all-reduce, bloom; got ''."),
-        (["--check", "job.yaml", "recipes/gpt.py"], "got recipes/gpt.py too. Leave one of them out."),
-        (["recipes/gpt.py"], "1 GPUs on nodes of 8. Choose a mesh of 8, such as --mesh.data 8, or give the actual"),
-        (
-            [*JOB, "--steps", "9", "recipes/gpt.py"],
-            "--steps is no option of manifest: the flags of a script come after the",
-        ),
-        (
-            [*JOB, "--dry-run", "recipes/gpt.py", "--steps", "9"],
-            "--dry-run is no option of manifest: the flags of a script",
-        ),
-        ([*SERVICE, "--max-waitings", "9"], "jaxpar serve would refuse these flags, so no job is written"),
-        ([*SERVICE, "--max-waiting", "-1"], "error: --max-waiting must be at least 0; got -1"),
-        ([*SERVICE, "--help"], "a Service runs jaxpar serve; got a command that asks for its help."),
-        (
-            [*SERVICE[:-1], "--max-waiting", "9"],
-            "a Service runs jaxpar serve; got jaxpar serve --max-waiting 9. Give it and a",
-        ),
-    ],
+    without(
+        [
+            (
+                [*JOB, "recipes/gpt.py", "--stepss", "9"],
+                "recipes/gpt.py would refuse these flags, so no job is written",
+            ),
+            (
+                [*JOB, "recipes/gpt.py", "--steps", "1e3"],
+                "--steps: a whole number is written in digits alone; got '1e3'. Did you",
+            ),
+            ([*JOB, "recipes/gpt.py", "--steps", "0"], "error: --steps must be at least 1; got 0"),
+            ([*JOB, "recipes/gpt.py", "--remat", "ful"], "--remat: did you mean full?"),
+            ([*JOB, "/jaxpar/recipes/gpt.py", "--stepss", "9"], "/jaxpar/recipes/gpt.py would refuse these flags"),
+            ([*JOB, "python", "recipes/gpt.py", "--stepss", "9"], "recipes/gpt.py would refuse these flags"),
+            ([*JOB, "jaxpar", "train", "gpt", "--stepss", "9"], "gpt would refuse these flags"),
+            ([*JOB, "python", "-m", "jaxpar", "train", "gptt"], "the recipe must be one of gpt, house-prices"),
+            (
+                [*JOB, "recipes/gpt.py", "--help"],
+                "a job runs recipes/gpt.py; got a command that asks for its help. Leave -h and",
+            ),
+            ([*JOB, "recipes/gptt.py"], "the script must exist; got recipes/gptt.py. Did you mean recipes/gpt.py?"),
+            (
+                [*JOB, "recipes/all_reduce.py"],
+                "does not take --mesh.data. Write it as a program, which gets only its own flags: p",
+            ),
+            (
+                [*JOB, "--check", "job.yaml", "--kind", "trainjob"],
+                "--check checks a file, and writes nothing; got --checkpoint-c",
+            ),
+            (
+                [*JOB, "recipes/gpt.py", "--fake-devices", "8"],
+                "got --fake-devices 8 for recipes/gpt.py. Leave it out; to rehearse",
+            ),
+            (
+                [*JOB, "recipes/gpt.py", "--model", "gpt-2"],
+                "there is no transformer of this name; got 'gpt-2'. Did you mean",
+            ),
+            (
+                [*JOB, "recipes/gpt.py --steps 9"],
+                "are words of their own; got 'recipes/gpt.py --steps 9' as one. Leave the quotes",
+            ),
+            ([*JOB, "recipes"], "a job runs a script or a program; got the folder recipes. Name a script in it."),
+            ([*JOB, "jaxpar", "serve", "/checkpoints/gpt"], "got jaxpar serve. Write it with --kind service."),
+            (
+                [*JOB, "jaxpar", "train"],
+                "the recipe must be one of gpt, house-prices, digits, all-reduce, bloom; got ''.",
+            ),
+            (["--check", "job.yaml", "recipes/gpt.py"], "got recipes/gpt.py too. Leave one of them out."),
+            (["recipes/gpt.py"], "1 GPUs on nodes of 8. Choose a mesh of 8, such as --mesh.data 8, or give the actual"),
+            (
+                [*JOB, "--steps", "9", "recipes/gpt.py"],
+                "--steps is no option of manifest: the flags of a script come after the",
+            ),
+            (
+                [*JOB, "--dry-run", "recipes/gpt.py", "--steps", "9"],
+                "--dry-run is no option of manifest: the flags of a script",
+            ),
+            ([*SERVICE, "--max-waitings", "9"], "jaxpar serve would refuse these flags, so no job is written"),
+            ([*SERVICE, "--max-waiting", "-1"], "error: --max-waiting must be at least 0; got -1"),
+            ([*SERVICE, "--help"], "a Service runs jaxpar serve; got a command that asks for its help."),
+            (
+                [*SERVICE[:-1], "--max-waiting", "9"],
+                "a Service runs jaxpar serve; got jaxpar serve --max-waiting 9. Give it and a",
+            ),
+        ],
+        3,
+        4,
+        5,
+        6,
+    ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_flags_that_a_job_s_program_would_refuse_are_refused_before_it_is_written(flags, said, capsys):
@@ -92,28 +105,32 @@ def test_flags_that_a_job_s_program_would_refuse_are_refused_before_it_is_writte
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [
-        (["recipes/gpt.py", *KEPT], ""),
-        (["--", "recipes/gpt.py", *KEPT], ""),
-        (["/jaxpar/recipes/gpt.py", *KEPT], ""),
-        (["jaxpar", "train", "gpt", *KEPT], ""),
-        (["recipes/gpt.py", "--data", "/checkpoints/rows", *KEPT], ""),
-        (["python", "recipes/all_reduce.py"], ""),
-        (["python", "train.py"], "train.py is not on this machine: its flags are not checked\n"),
-        (
-            ["train.py", *KEPT],
-            "train.py is not on this machine: its flags are not checked, and it gets --mesh.data 8 --mesh.st",
-        ),
-        (
-            ["--metrics-port", "9090", "python", "-u", "train.py"],
-            "train.py is not on this machine: its flags are not checked\n",
-        ),
-        (["bash", "train.sh"], "bash is no recipe of jaxpar: its flags are not checked\n"),
-        (
-            ["python", "tests/conftest.py", "--a", "b"],
-            "tests/conftest.py is no recipe of jaxpar: its flags are not checked\n",
-        ),
-    ],
+    without(
+        [
+            (["recipes/gpt.py", *KEPT], ""),
+            (["--", "recipes/gpt.py", *KEPT], ""),
+            (["/jaxpar/recipes/gpt.py", *KEPT], ""),
+            (["jaxpar", "train", "gpt", *KEPT], ""),
+            (["recipes/gpt.py", "--data", "/checkpoints/rows", *KEPT], ""),
+            (["python", "recipes/all_reduce.py"], ""),
+            (["python", "train.py"], "train.py is not on this machine: its flags are not checked\n"),
+            (
+                ["train.py", *KEPT],
+                "train.py is not on this machine: its flags are not checked, and it gets --mesh.data 8 --mesh.st",
+            ),
+            (
+                ["--metrics-port", "9090", "python", "-u", "train.py"],
+                "train.py is not on this machine: its flags are not checked\n",
+            ),
+            (["bash", "train.sh"], "bash is no recipe of jaxpar: its flags are not checked\n"),
+            (
+                ["python", "tests/conftest.py", "--a", "b"],
+                "tests/conftest.py is no recipe of jaxpar: its flags are not checked\n",
+            ),
+        ],
+        2,
+        4,
+    ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_what_cannot_be_checked_is_told_and_written(command, said, capsys):
@@ -161,17 +178,21 @@ def test_a_job_has_the_nodes_of_its_plan(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("flags", "changed"),
-    [
-        ([], ""),
-        (["--batch-size", "64", "--mesh.data", "-1", "--remat", "none"], ""),
-        (["--batch-size", "32"], "--batch-size 32 where it has 64"),
-        (["--zero=0", "--seq", "512"], "--zero 0 where it has 1"),
-        (
-            ["--remat", "full", "--sequence-parallel"],
-            "--remat full where it has none, --sequence-parallel where it has off",
-        ),
-        (["--lora-rank", "4"], "--lora-rank 4 where it has none"),
-    ],
+    without(
+        [
+            ([], ""),
+            (["--batch-size", "64", "--mesh.data", "-1", "--remat", "none"], ""),
+            (["--batch-size", "32"], "--batch-size 32 where it has 64"),
+            (["--zero=0", "--seq", "512"], "--zero 0 where it has 1"),
+            (
+                ["--remat", "full", "--sequence-parallel"],
+                "--remat full where it has none, --sequence-parallel where it has off",
+            ),
+            (["--lora-rank", "4"], "--lora-rank 4 where it has none"),
+        ],
+        0,
+        3,
+    ),
 )
 def test_what_a_command_changes_of_a_plan_is_told(flags, changed, tmp_path, capsys):
     main([*planned(tmp_path), "recipes/gpt.py", *KEPT, *flags])
