@@ -177,6 +177,25 @@ def test_fields_of_messages_and_columns_that_are_not_used_are_told(tmp_path):
     assert unread_fields(tmp_path / "a.parquet", ["id"]) == {"text"}
 
 
+def test_a_null_in_a_column_is_named(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "completion": ["c", None]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r'"completion" must be a string; got null. .*a.parquet, example 2'):
+        documents_of(tmp_path / "a.parquet", tmp_path / "cache")
+    parquet.write_table(
+        pyarrow.table({"text": ["a", None], "prompt": [None, "b"], "completion": [None, "c"]}), tmp_path / "b.parquet"
+    )
+    assert len(documents_of(tmp_path / "b.parquet", tmp_path / "cache")[1]) == 2, "each row has a form of its own"
+
+
+def test_the_only_example_is_cut_and_that_is_told(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl", {"prompt": "a b c ", "completion": " ".join("defghijklmnopqrst")})
+    told = f"the only example in {file} is cut in two: its last 2 tokens are held out"
+    assert load_corpus([file], WordTokenizer(), tmp_path / "cache").remarks == (told,)
+
+
 def test_an_answer_of_weight_0_is_not_learned_and_calls_of_tools_need_no_content(tmp_path):
     turns = said("a", content="b", weight=0)["messages"] + said("c", content="d", weight=1)["messages"]
     file = write_lines(tmp_path / "a.jsonl", {"messages": turns})

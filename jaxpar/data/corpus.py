@@ -94,6 +94,9 @@ def load_corpus(files: Sequence[Path], tokenizer: Tokenizer, cache: Path, *, tes
     check_test_fraction(test_fraction)
     found = tokenise(files, tokenizer, cache)
     train, test = _split(found, files, test_fraction)
+    if len(found.documents) == 1 and found.documents.learned is not None:
+        told = f"the only example in {_names(files)} is cut in two: its last {test.num_tokens:,} tokens are held out"
+        found = replace(found, remarks=(*found.remarks, told))
     return Corpus(**vars(found), train=train, test=test)
 
 

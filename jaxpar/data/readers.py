@@ -314,7 +314,14 @@ def _read_parquet(file: Path) -> Iterator[tuple[int, Any]]:
         for batch in opened.iter_batches(batch_size=1024, columns=names):
             for row in batch.to_pylist():
                 number += 1
-                yield number, {name: value for name, value in row.items() if value is not None}
+                yield number, _without_nulls(row)
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a row that have values; all, for messages to name the null, if no form is left."""
+    given = {name: value for name, value in row.items() if value is not None}
+    has_form = any(set(kind) <= set(given) for kind in (*KINDS, *OTHER_KINDS, ("input_ids",)))
+    return given if has_form else row
 
 
 def whole_parquet(place: object) -> AbstractContextManager[None]:
