@@ -12,6 +12,7 @@ The results are those of one device, for every mesh and schedule.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -190,6 +191,7 @@ def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
     saved = saved_settings(config)
     config = optimizers.with_saved_warmup(config, saved)
     language_model.check_biases(config.recipe, saved)
+    check_factors(config.lora, saved)
     check_flags(config, mesh)
     config = language_data.in_rows(config, mesh)
     return config, mesh, language_data.load_data(config.data, config.recipe.init_from)
@@ -237,6 +239,20 @@ def check_flags(config: Config, mesh: Mesh) -> None:
             )
         jaxpar.huggingface.check_no_model(own.save_hf)
         check_out_dir(own.save_hf, "--save-hf")
+
+
+def check_factors(flags: language_model.LoraFlags, saved: Mapping[str, Any]) -> None:
+    """Raises where a run with ``saved`` settings cannot go on, since its params have other factors of LoRA than the flags."""
+    given = lambda settings: [settings.get("lora_rank"), settings.get("lora_targets")]
+    now, was = given(flags.settings), given(saved)
+    if not saved or now == was:
+        return
+    text = lambda rank, targets: "no --lora-rank" if rank is None else f"--lora-rank {rank} on {' '.join(targets)}"
+    back = "Leave --lora-rank out" if was[0] is None else f"Give --lora-rank {was[0]} --lora-targets {' '.join(was[1])}"
+    raise ValueError(
+        f"a run has the factors of LoRA that it began with; got {text(*now)} for a run saved with {text(*was)}. {back}, or "
+        "start a run in another folder."
+    )
 
 
 def make_pipeline(config: Config, mesh: Mesh, num_rows: int) -> Schedule:

@@ -101,3 +101,22 @@ def test_flags_that_do_not_fit_are_refused(run, tmp_path, capsys, flags, message
     assert stopped.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_goes_on_with_other_factors_is_refused_with_those_that_it_has():
+    of = lambda **flags: gpt.Config.of(**flags).lora
+    saved = of(lora_rank=4, lora_targets=("w_up", "w_out")).settings
+    with pytest.raises(
+        ValueError, match=r"got --lora-rank 8 on w_down .* saved with --lora-rank 4 on w_out w_up\. Give --lora-rank 4 "
+    ):
+        gpt.check_factors(of(lora_rank=8), saved)
+    with pytest.raises(
+        ValueError, match=r"got no --lora-rank for .* Give --lora-rank 4 --lora-targets w_out w_up, or start a run"
+    ):
+        gpt.check_factors(of(), saved)
+    with pytest.raises(
+        ValueError, match=r"saved with no --lora-rank\. Leave --lora-rank out, or start a run in another"
+    ):
+        gpt.check_factors(of(lora_rank=8), {"seed": 0})
+    gpt.check_factors(of(lora_rank=4, lora_targets=("w_out", "w_up")), saved)
+    gpt.check_factors(of(lora_rank=8), {})
