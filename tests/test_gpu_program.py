@@ -30,6 +30,7 @@ from jaxpar.models.grouped_product import TILE, grouped_product
 from jaxpar.models.transformer.flash_chunks import as_rows, chunked_causal_attention
 from jaxpar.models.transformer.generate import _extend, _first
 from jaxpar.models.transformer.sampling import make_sampling
+from jaxpar.models.transformer.scoring import _score
 from jaxpar.params import abstract_params
 from jaxpar.planner import Choice, cluster, price, transformer_shape
 from jaxpar.planner.compiled import compile_choice
@@ -432,13 +433,18 @@ def test_every_stage_runs_leading_dense_layers_and_no_tick_waits_for_the_host(gp
     assert len(of_leading) >= 2 + 2, found.render()
 
 
-def compiled_step(gpus, config, rows):
-    """The report on a step of greedy generation on one GPU: one token a row, with a cache of 512 positions."""
+def on_one_gpu(gpus, config, dtype):
+    """A mesh of one GPU, what puts the shapes of arrays on it, and the params of a model there."""
     mesh = jaxpar.make_mesh(devices=list(gpus[:1]))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     on_gpu = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), tree)
-    narrow = lambda a: jax.ShapeDtypeStruct(a.shape, config.compute_dtype)
-    params = on_gpu(jax.tree.map(narrow, abstract_params(transformer.param_table(config))))
+    stored = lambda a: jax.ShapeDtypeStruct(a.shape, dtype)
+    return mesh, on_gpu, on_gpu(jax.tree.map(stored, abstract_params(transformer.param_table(config))))
+
+
+def compiled_step(gpus, config, rows, dtype=jnp.bfloat16):
+    """The report on a step of greedy generation on one GPU: one token a row, with a cache of 512 positions."""
+    mesh, on_gpu, params = on_one_gpu(gpus, config, dtype)
     sampling = make_sampling(config, 0.0, None, None, key=jax.random.key(0), eos=())
     prompts = jax.ShapeDtypeStruct((rows, 64), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
     state = jax.eval_shape(lambda *args: _first.plain(config, (512, 256), *args, sampling), params, *prompts)
@@ -456,6 +462,23 @@ def test_a_token_reads_weights_and_cache_where_they_are_by_few_kernels(gpus, row
     moved = [each for each in found.gpu.work if each.kind in ("slices", "updates", "copies")]
     assert sum(each.num_bytes * each.times for each in moved) < 2**21, found.render()
     assert found.memory.temp_bytes < 40 * 2**20, "32 MiB of them are the products' own"
+
+
+def test_weights_that_a_token_casts_are_cast_layer_by_layer(gpus):
+    """537 MiB with four layers in a trip, and 245 when layers were a loop's inputs."""
+    config = transformer.preset("tinyllama-1.1b", compute_dtype="bfloat16", num_layers=6)
+    found = compiled_step(gpus, config, 1, dtype=jnp.float32)
+    assert found.memory.temp_bytes < 150 * 2**20, found.render()
+
+
+def test_the_program_that_scores_given_tokens_compiles_for_gpus(gpus):
+    config = transformer.preset("tinyllama-1.1b", compute_dtype="bfloat16", num_layers=2)
+    mesh, on_gpu, params = on_one_gpu(gpus, config, jnp.bfloat16)
+    given = jax.ShapeDtypeStruct((4, 256), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = _score.for_gpus.lower(config, 1, params, *on_gpu(given))
+    compiled = lowered.compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 256 * 2**20, "not the scores of all positions"
 
 
 @pytest.mark.parametrize("how", ["whole rows", "documents", "a bias"])

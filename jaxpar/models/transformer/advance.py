@@ -38,15 +38,18 @@ def advance(
         span = span._replace(positions=positions, lengths=lengths)
     for index, own in enumerate(params[OUTER].get("dense_layers", ())):
         h, cache = _layer(config, own, span, h, cache, index)
-    at_once = _layers_of_a_trip(config, is_step)
+    at_once = _layers_of_a_trip(config, params[LAYERS], is_step)
     h, cache = _stacked_layers(config, params[LAYERS], span, h, cache, at_once)
     return h[::copies], cache
 
 
-def _layers_of_a_trip(config: TransformerConfig, is_step: bool) -> int:
+def _layers_of_a_trip(config: TransformerConfig, params: PyTree, is_step: bool) -> int:
     if not on_gpus():
         return 1
-    return max(LAYERS_OF_A_TRIP if is_step else 1, math.ceil(config.num_layers / MOST_TRIPS))
+    is_cast = any(leaf.dtype != jnp.dtype(config.compute_dtype) for leaf in jax.tree.leaves(params))
+    # XLA would cast the weights of all layers of a trip before the first is used.
+    at_once = LAYERS_OF_A_TRIP if is_step and not is_cast else 1
+    return max(at_once, math.ceil(config.num_layers / MOST_TRIPS))
 
 
 def _copies(rows: int) -> int:

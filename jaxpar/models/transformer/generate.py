@@ -145,23 +145,24 @@ def _steps(
 
 
 # A kernel of Triton's multiplies the weights of one layer only after XLA has copied them out of those of all layers.
-FOR_GPUS = {"xla_gpu_enable_triton_gemm": False}
+BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
-class _Program(NamedTuple):
+class Program(NamedTuple):
     """A compiled function, and the same with options for GPUs, which JAX takes only where nothing is being traced."""
 
     plain: Any
     for_gpus: Any
 
     def __call__(self, *args: Any) -> Any:
+        """Returns what the function does."""
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
         return (self.for_gpus if on_gpus() and not is_traced else self.plain)(*args)
 
 
-def _program(**how: Any) -> Callable[[Callable[..., Any]], _Program]:
-    """Returns a decorator to compile a function; ``how`` are arguments of ``jax.jit``."""
-    return lambda function: _Program(jax.jit(function, **how), jax.jit(function, compiler_options=FOR_GPUS, **how))
+def program(for_gpus: dict[str, Any], **how: Any) -> Callable[[Callable[..., Any]], Program]:
+    """Returns a decorator to compile a function; ``how`` are arguments of ``jax.jit``, ``for_gpus`` options of XLA."""
+    return lambda function: Program(jax.jit(function, **how), jax.jit(function, compiler_options=for_gpus, **how))
 
 
 class _State(NamedTuple):
@@ -186,7 +187,7 @@ class _State(NamedTuple):
     new: Int[Array, "batch room"]
 
 
-@_program(static_argnums=(0, 1))
+@program(BY_CUBLAS, static_argnums=(0, 1))
 def _first(
     config: TransformerConfig,
     sizes: tuple[int, int],
@@ -206,7 +207,7 @@ def _first(
     return _add(state, sampling, logits(config, params[OUTER], last, unconstrained)[:, 0])
 
 
-@_program(static_argnums=0, donate_argnums=2)
+@program(BY_CUBLAS, static_argnums=0, donate_argnums=2)
 def _extend(
     config: TransformerConfig, params: PyTree, state: _State, sampling: Sampling, num_tokens: Int[Array, ""] | int
 ) -> _State:

@@ -4,7 +4,6 @@ The scores of a whole row over the vocabulary could take gigabytes, so they are 
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +18,13 @@ from jaxpar.models.transformer.advance import advance
 from jaxpar.models.transformer.attention import unconstrained
 from jaxpar.models.transformer.cache import empty_cache
 from jaxpar.models.transformer.config import TransformerConfig
-from jaxpar.models.transformer.generate import check_tokens, round_up, with_all_layers
+from jaxpar.models.transformer.generate import check_tokens, program, round_up, with_all_layers
 from jaxpar.models.transformer.layers import logits
 from jaxpar.models.transformer.span import Span
 
 POSITIONS = 64  # of each row, whose scores are in memory at once
+# XLA for GPUs, as of JAX 0.12, fails where it would read a slice of the hidden states in place.
+WITH_COPIED_SLICES = {"xla_gpu_enable_dynamic_slice_fusion": False}
 MAX_SHOWN = 4  # shapes in a message
 
 
@@ -108,7 +109,7 @@ def _shifted(values: np.ndarray) -> np.ndarray:
     return np.concatenate([np.full_like(values[:1], nothing), values[:-1]])
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@program(WITH_COPIED_SLICES, static_argnums=(0, 1))
 def _score(
     config: TransformerConfig,
     num_top: int,
