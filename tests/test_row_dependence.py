@@ -225,6 +225,12 @@ def test_rows_that_depend_on_their_number_are_found_where_they_are_written_or_jo
     assert found.kind is Kind.MIXED, found
 
 
+def test_numbers_that_are_written_into_some_rows_are_a_doubt():
+    write = lambda p, h, y, t: jax.lax.dynamic_update_slice(h, jnp.zeros((1, 5, 6)), (0, 0, 0))
+    (found,) = read(write)
+    assert found.why.startswith("it writes some rows")
+
+
 def test_a_power_of_the_number_of_rows_is_a_number():
     square = lambda p, h, y, t: jnp.float32(len(h)) ** 2
     (found,) = read(square)

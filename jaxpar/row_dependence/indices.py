@@ -321,5 +321,8 @@ def updated_at(op: Operation, given: Values) -> Value:
     dims = [d for d in update.span.dims if d >= 0] if update.span else []
     if any(few[d] != few_update[d] for d in dims):
         return op.mixed(given, "it writes some rows")
+    own = [d for d in x.span.dims if d >= 0] if x.span else []
+    if any(few[d] != few_update[d] for d in own):
+        return op.unknown(given, op.told("it writes some rows"))
     chosen = [v for v in indices if not v.is_free]
     return joined(op, [x, update, *chosen])
