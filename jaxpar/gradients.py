@@ -166,11 +166,12 @@ def with_settings(
                 frozen=frozen,
             )
         run = partial(step.pipelined, spmd_program(schedule, masks=masks, overlaps=overlaps))
-    elif isinstance(model, LayeredModel) and trains and masks and mesh.shape[TENSOR] > 1 < pipeline.num_microbatches:
-        # F of one microbatch beside B of another, so that collectives run beside products.
-        schedule = make_schedule("1f1b", 1, pipeline.num_microbatches, form="merged")
-        merged = partial(step.pipelined, spmd_program(schedule, masks=True, overlaps=overlaps))
-        run = lambda params, batch: (merged if is_stacked(params) else step.one_stage)(params, batch)
+    elif isinstance(model, LayeredModel) and trains and masks and pipeline.num_microbatches > 1:
+        form = _form_on_one_stage(parallel)
+        if form is not None:
+            schedule = make_schedule("1f1b", 1, pipeline.num_microbatches, form=form)
+            of_stack = partial(step.pipelined, spmd_program(schedule, masks=True, overlaps=overlaps))
+            run = lambda params, batch: (of_stack if is_stacked(params) else step.one_stage)(params, batch)
     compiled = jax.jit(run)
 
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -182,6 +183,13 @@ def with_settings(
         return value, close_params(grads, layout)
 
     return value_and_grad_on_mesh
+
+
+def _form_on_one_stage(parallel: Parallel) -> str | None:
+    """Returns the form of 1F1B for the microbatches of one stage, where idle ops are masked; None: plain accumulation."""
+    if parallel.mesh.shape[TENSOR] > 1:
+        return "merged"  # F of one microbatch beside B of another, so that collectives run beside products
+    return None if parallel.zero == 3 or parallel.overlap_grad_reduce else "fused"
 
 
 def _storing(model: LayeredModel, pipeline: Pipeline, schedule: Schedule) -> LayeredModel:

@@ -40,6 +40,8 @@ ELEMENTWISE = frozenset({
 # Operations that move elements and compute no products or sums of them.
 MOVES = ELEMENTWISE | {"concatenate", "dynamic_slice", "pad", "rev", "split"}
 
+_OF_PRODUCTS = {"convert_element_type", "reshape", "squeeze", "transpose"}
+
 
 @dataclass(frozen=True)
 class Node:
@@ -133,6 +135,22 @@ class Graph:
         nodes = [replace(node, inputs=renamed(node.inputs)) for node in self.nodes if node not in casts]
         avals = {number: aval for number, aval in self.avals.items() if number not in same}
         return replace(self, nodes=tuple(nodes), outputs=renamed(self.outputs), avals=avals | cast)
+
+    def widen(self, numbers: Iterable[int]) -> "Graph":
+        """Returns the graph whose products are in the dtype to which alone they are cast to be one of these values."""
+        makers = {output: node for node in self.nodes for output in node.outputs}
+        read = Counter([*(i for node in self.nodes for i in node.inputs), *self.outputs])
+        nodes, avals = {id(node): node for node in self.nodes}, dict(self.avals)
+        for number in numbers:
+            wide, path = self.avals[number].dtype, [number]
+            while (maker := makers.get(path[-1])) and maker.name in _OF_PRODUCTS and read[maker.inputs[0]] == 1:
+                path.append(maker.inputs[0])
+            if maker is None or maker.name != "dot_general" or self.avals[path[-1]].dtype.itemsize >= wide.itemsize:
+                continue
+            equation = maker.equation.replace(params=maker.equation.params | {"preferred_element_type": wide})
+            nodes[id(maker)] = replace(maker, equation=equation)
+            avals |= {i: jax.ShapeDtypeStruct(self.avals[i].shape, wide) for i in path}
+        return replace(self, nodes=tuple(nodes.values()), avals=avals)
 
     def run(self, nodes: Sequence[Node], values: Mapping[int, Any], outputs: Sequence[int]) -> list[Any]:
         """Returns the values of ``outputs`` after ``nodes`` have run on ``values``."""

@@ -18,7 +18,7 @@ they read values that W alone computes, in W.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -115,6 +115,10 @@ class TracedLayer:
         values = self.values | _choose_stored(self, parts, num_bytes)
         return SplitLayer(self.graph, values, _make_plans(self.graph, values, parts))
 
+    def with_wide_grads(self) -> "TracedLayer":
+        """Returns the layer whose products that are gradients of params are in the dtype of the params."""
+        return replace(self, graph=self.graph.widen(self.values["dp"]))
+
     def _on_device(self, shards: ParamShards) -> Graph:
         """The graph with the shapes on a device. Layers follow each other: input and cotangent are sharded like the output."""
         graph, y, params = self.graph, self.values["y"], self.values["params"]
@@ -126,7 +130,12 @@ class TracedLayer:
 
 
 def split_layer(
-    layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree, shards: ParamShards | None = None
+    layer: Callable[[PyTree, PyTree], PyTree],
+    params: PyTree,
+    x: PyTree,
+    shards: ParamShards | None = None,
+    *,
+    widens_grads: bool = False,
 ) -> SplitLayer:
     """Returns ``layer`` split into forward pass, B and W.
 
@@ -136,8 +145,11 @@ def split_layer(
         x: Its input, or ShapeDtypeStructs. Leaves that are not floats (positions, masks, PRNG keys) carry no gradient.
         shards: How the params are sharded over ``tensor``. What is stored is then what takes the fewest bytes on a device: a
             sharded activation costs a shard. By default whole arrays are compared.
+        widens_grads: Whether products that are gradients of params are computed in the dtype of the params, where JAX casts
+            them to it, so that they are not rounded before they are added; XLA can then add while it computes them.
     """
-    return trace_layer(layer, params, x).split(shards)
+    traced = trace_layer(layer, params, x)
+    return (traced.with_wide_grads() if widens_grads else traced).split(shards)
 
 
 def trace_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree) -> TracedLayer:

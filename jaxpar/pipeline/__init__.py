@@ -4,7 +4,8 @@ From a Schedule to the loops that run it: `layout.py` assigns layers to stages a
 tables of integers, from the time of each op and the lives of values in buffers (`timetable.py`). `executor.py` prepares a stage
 and runs the tables in loops over ticks: `stage.py` runs its ops, which are skipped or masked where it is idle
 (`control_flow.py`), `layer_loop.py` runs them over layers, adds the layers' gradients and reduces them, `buffers.py` stores
-values between ops and sends them between stages.
+values between ops and sends them between stages. `one_stage.py` runs F and B of each microbatch in turn where there is one
+stage, without tables.
 `jaxpar/backward/split.py` splits a layer into the functions of these ops, `embed_and_head.py` embedding and head, of which
 `head_parts.py` proves that the stages may share it.
 

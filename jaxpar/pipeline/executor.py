@@ -25,6 +25,7 @@ from jaxpar.pipeline.control_flow import is_maskable, stage_index
 from jaxpar.pipeline.embed_and_head import Ends
 from jaxpar.pipeline.layer_loop import LayerLoop
 from jaxpar.pipeline.layout import LayerLayout
+from jaxpar.pipeline.one_stage import accumulate_in_turn, writes_out
 from jaxpar.pipeline.program import Program, Row, Segment, spmd_program
 from jaxpar.pipeline.stage import BUFFERS, Stage, State
 from jaxpar.shard_map import on_tensor_shards
@@ -69,6 +70,14 @@ def accumulate_pipelined(stage: Stage, params: PyTree) -> tuple[PyTree, PyTree]:
     **Collectives**: over ``stage`` at most two collective-permutes a tick, of one activation each. For each microbatch and
     chunk a stage sends one activation to the next stage and one cotangent to the previous one.
     """
+    state = accumulate_in_turn(stage) if stage.program.is_in_turn else _accumulate_over_ticks(stage)
+    outer = jax.tree.unflatten(jax.tree.structure(params[OUTER]), state.outer_grads)
+    layers = jax.tree.unflatten(jax.tree.structure(only_trained(params[LAYERS])), state.layer_grads)
+    return state.loss, {OUTER: only_trained(outer), LAYERS: layers}
+
+
+def _accumulate_over_ticks(stage: Stage) -> State:
+    """Runs the ticks of a program, and returns the last state."""
     index = stage_index()
     names, columns = stage.program.table()
     table = jnp.asarray(columns)
@@ -87,9 +96,7 @@ def accumulate_pipelined(stage: Stage, params: PyTree) -> tuple[PyTree, PyTree]:
             state = tick(segment, jnp.int32(segment.start), state)
         else:
             state = jax.lax.fori_loop(segment.start, segment.stop, partial(tick, segment), state)
-    outer = jax.tree.unflatten(jax.tree.structure(params[OUTER]), state.outer_grads)
-    layers = jax.tree.unflatten(jax.tree.structure(only_trained(params[LAYERS])), state.layer_grads)
-    return state.loss, {OUTER: only_trained(outer), LAYERS: layers}
+    return state
 
 
 def build_stage(
@@ -126,7 +133,7 @@ def build_stage(
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), microbatches)
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     shards = layer_shards or ParamShards((None,) * len(layers), jax.sharding.get_abstract_mesh().shape[TENSOR])
-    layer = split_layer(model.layers(1)[0], one_layer, x, shards)
+    layer = split_layer(model.layers(1)[0], one_layer, x, shards, widens_grads=writes_out(program, layout))
     schedule = program.schedule
     # With more chunks than stages the parts in all ticks are more than the heads in some. In a V a stage sends to itself.
     shares_head = program.masks and schedule.num_chunks < schedule.num_stages and schedule.placement == "loop"

@@ -123,6 +123,12 @@ class Program:
         """Whether its last tick reduces the gradients of layers over the replicas."""
         return bool(self.segments[-1].reduces)
 
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether its only stage runs F and the complete B of one microbatch in each tick."""
+        in_turn = (((Op("F", number, 0), Op("B", number, 0)),) for number in range(self.schedule.num_microbatches))
+        return self.schedule.ops == tuple(in_turn)
+
     def table(self) -> tuple[list[str], np.ndarray]:
         """Returns the names of the tables, and all as one array ``[num_ticks, num_stages, tables]`` for the executor.
 

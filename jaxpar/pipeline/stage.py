@@ -286,7 +286,7 @@ class Stage:
 
     def backward(self, state: State, row: OpRow) -> tuple[State, list]:
         """B: returns the cotangent to send."""
-        ct, residuals = self.cotangent(state, row), partial(self.residuals, (state.residuals_b, state.residuals_w), row)
+        ct, residuals = self.cotangent(state, row), self.residuals_of(state, row)
 
         def input_grads(carry: tuple, position: Any, params: list) -> tuple:
             dx, cotangents_w = self.layer.backward_input(params, *residuals(position), carry[0])
@@ -296,15 +296,24 @@ class Stage:
             dx, ring = self.layers.over_layers(input_grads, row.chunk, (ct, state.cotangents_w), back=True)
             state = state._replace(cotangents_w=ring)
         else:
-            all_grads = lambda ct, position, params: self.layer_backward(ct, residuals(position), params)
-            carry = (ct, self.passes.gathered(ct))
-            (dx, _), grads = self.layers.add_over_layers(all_grads, row, carry, state.layer_grads, back=True)
-            state = state._replace(layer_grads=grads)
+            state, dx = self.backward_over_layers(state, row, ct)
         return self.before_layers(state, row, dx)
+
+    def backward_over_layers(self, state: State, row: OpRow, ct: list) -> tuple[State, list]:
+        """The complete B of the layers of a chunk: returns dx."""
+        residuals = self.residuals_of(state, row)
+        all_grads = lambda ct, position, params: self.layer_backward(ct, residuals(position), params)
+        carry = (ct, self.passes.gathered(ct))
+        (dx, _), grads = self.layers.add_over_layers(all_grads, row, carry, state.layer_grads, back=True)
+        return state._replace(layer_grads=grads), dx
 
     def cotangent(self, state: State, row: OpRow) -> list:
         """The input of B, for the float leaves of x."""
         return [self.with_keys(buffers.take(state.inbox, row.ct))[i] for i in self.floats]
+
+    def residuals_of(self, state: State, row: OpRow) -> Callable[[Any], tuple[list, list]]:
+        """Returns what gives the residuals of the layer at a position."""
+        return partial(self.residuals, (state.residuals_b, state.residuals_w), row)
 
     def residuals(self, rings: Sequence[list], row: OpRow, position: Any) -> tuple[list, list]:
         """The residuals of one layer, for B alone and for the gradients of the weights."""

@@ -85,6 +85,11 @@ class Choice:
         return self.stage > 1 or (self.tensor > 1 and self.num_microbatches > 1)
 
     @property
+    def is_in_turn(self) -> bool:
+        """Whether GPUs run F and B of each microbatch of one stage in turn, with layers written out (``one_stage.py``)."""
+        return self.stage == 1 and not self.runs_pipeline and self.num_microbatches > 1 and self.zero < 3
+
+    @property
     def form(self) -> str:
         """The form of its schedule's table on GPUs, where stages run in lock-step."""
         return lockstep_form(self.schedule, masks=True)

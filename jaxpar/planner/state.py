@@ -126,6 +126,8 @@ def step_memory(
         quick: Whether to estimate the slots of long pipelines from short ones instead of compiling their schedules.
         masks: Whether idle stages compute too, as on GPUs; not on CPU devices.
     """
+    if masks and choice.is_in_turn:
+        return at_rest.bytes | _in_turn(choice, analysis, at_rest)
     if choice.stage == 1 and not (masks and choice.runs_pipeline):
         return at_rest.bytes | _accumulating(choice, analysis, at_rest, masks=masks)
     if masks:
@@ -176,6 +178,19 @@ def _pipelined(
         "activations": sum(buffers[name] for name in rings),
         "working": working + _cast_layers(choice, analysis, at_rest, positions) + _gathered(at_rest),
     }
+
+
+def _in_turn(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, int]:
+    """The microbatches of one stage in turn: what layers store is kept once, and gradients are added layer by layer.
+
+    The peak is in a microbatch, or at the end, where the largest of the sums is stacked to be reduced.
+    """
+    slots = {"residuals_b": 1, "residuals_w": 1, "cotangents_w": 0, "inbox": -1}
+    found = _pipelined(choice, analysis, at_rest, slots, masks=True, splits=False)
+    layers = analysis.shape.num_layers
+    own = [layers * wide_bytes([at_rest.one_layer[i]]) for i in at_rest.trained_layers]
+    at_end = max(own, default=0) - found["activations"]
+    return found | {"working": max(found["working"], at_end)}
 
 
 def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks: bool) -> dict[str, int]:

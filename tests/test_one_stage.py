@@ -1,0 +1,116 @@
+"""Microbatches on one stage, with layers written out as on GPUs: the numbers of one device, and what a microbatch writes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxpar
+from jaxpar._compat import equations
+from jaxpar.trainable import trained_part, where_grads
+from tests.support import tiny_gpt
+from tests.support.oracle import assert_same
+from tests.support.tiers import quick
+
+NUM_LAYERS = 3
+PARAMS = tiny_gpt.make_params(num_layers=NUM_LAYERS)
+SOME = ("layers/w_up", "layers/b_*", "layers/scale_1", "outer/tokens")
+
+
+def with_counts(outputs, batch):
+    """The loss, and how many tokens are right."""
+    right = (outputs.argmax(-1) == batch["targets"]) & (batch["weight"] > 0)
+    return *tiny_gpt.loss(outputs, batch), {"right": right.sum()}
+
+
+CASES = [
+    (2, 1, False, SOME, True),
+    (1, 0, True, None, False),
+    (2, 0, "dots", None, True),
+    (2, 2, False, None, False),
+    (2, 2, True, SOME, False),
+    (2, 3, False, SOME, False),
+    (4, 3, True, None, False),
+    (8, 1, True, SOME, True),
+]
+
+
+def check(data, zero, remat, trainable, has_aux):
+    """Holds two microbatches on each replica to one device."""
+    mesh, batch = jaxpar.make_mesh(data=data), tiny_gpt.make_batch()
+    value_and_grad = jaxpar.value_and_grad(
+        tiny_gpt.MODEL,
+        with_counts if has_aux else tiny_gpt.loss,
+        mesh,
+        num_microbatches=2,
+        zero=zero,
+        remat=remat,
+        trainable=trainable,
+        has_aux=has_aux,
+        mask_idle_ops=True,
+    )
+    value, grads = value_and_grad(tiny_gpt.on_mesh(mesh, PARAMS), jaxpar.shard_batch(batch, mesh))
+    want, want_grads = tiny_gpt.reference(PARAMS, batch)
+    assert_same(grads, where_grads(trained_part(PARAMS, trainable), want_grads))
+    if has_aux:
+        outputs = tiny_gpt.MODEL.apply(PARAMS, batch)
+        assert_same(value[1]["right"], with_counts(outputs, batch)[2]["right"] / batch["weight"].sum())
+    assert_same(value[0] if has_aux else value, want)
+
+
+@pytest.mark.parametrize(("data", "zero", "remat", "trainable", "has_aux"), quick(CASES, 0))
+def test_layers_written_out_have_the_numbers_of_one_device_in_float64(x64, data, zero, remat, trainable, has_aux):
+    check(data, zero, remat, trainable, has_aux)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [(2, 2, "dots", None, False), (1, 0, True, SOME, True)])
+def test_layers_in_a_loop_have_the_numbers_of_one_device_in_float64(x64, monkeypatch, case):
+    monkeypatch.setattr("jaxpar.pipeline.one_stage.MOST_WRITTEN_OUT", NUM_LAYERS - 1)
+    check(*case)
+
+
+SHAPES = {"up": (16, 24), "down": (24, 16)}
+
+
+def layer(params, x):
+    up, down = (params[name].astype(jnp.bfloat16) for name in ("up", "down"))
+    return x + jnp.tanh(x @ up) @ down
+
+
+def body_of_microbatches(num_layers):
+    """The equations of the loop over microbatches of a step on one device."""
+    shaped = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    layers = {name: shaped((num_layers, *shape)) for name, shape in SHAPES.items()}
+    embed = lambda outer, batch: outer[batch].astype(jnp.bfloat16)
+    model = jaxpar.LayeredModel(embed, layer, lambda outer, x: x @ outer.T.astype(jnp.bfloat16))
+    of_mesh = jaxpar.value_and_grad(
+        model, jaxpar.losses.softmax_cross_entropy, jaxpar.make_mesh(), num_microbatches=3, mask_idle_ops=True
+    )
+    traced = jax.make_jaxpr(of_mesh)(
+        {"outer": shaped((8, 16)), "layers": layers}, jax.ShapeDtypeStruct((6, 5), jnp.int32)
+    )
+    loops = [each for each in equations(traced) if each.primitive.name == "scan" and len(each.outvars) > 3]
+    (loop,) = (each for each in loops if each.params["length"] == 3)
+    return list(equations(loop.params["jaxpr"]))
+
+
+def test_a_microbatch_makes_no_stack_of_layers_casts_no_params_and_rounds_no_gradients_of_weights():
+    body = body_of_microbatches(num_layers=5)
+    assert not [each for each in body if any(v.aval.shape[:1] == (5,) for v in each.outvars)], (
+        "a stack, or a part of one"
+    )
+    of_weights = [each for each in body if each.outvars and each.outvars[0].aval.shape in SHAPES.values()]
+    dtypes = {
+        name: {e.outvars[0].aval.dtype for e in of_weights if e.primitive.name == name}
+        for name in ("add", "dot_general")
+    }
+    assert dtypes == {"add": {jnp.dtype("float32")}, "dot_general": {jnp.dtype("float32")}}
+    assert not [e for e in of_weights if e.outvars[0].aval.dtype == jnp.bfloat16 and e.primitive.name != "transpose"], (
+        "a cast"
+    )
+
+
+def test_more_layers_have_a_loop_so_that_the_time_to_compile_does_not_grow():
+    count = {num_layers: len(body_of_microbatches(num_layers)) for num_layers in (48, 49, 100)}
+    assert count[48] > 3 * count[49]
+    assert count[49] == count[100]
