@@ -6,8 +6,7 @@
                           trip writes what belongs to its layer in place.
 
 Layers written out take less time: nothing is sliced out of a stack or written into one. But the more of them there are, the
-longer they take to compile, so there may be ``MOST_WRITTEN_OUT``; and reductions beside the products of other layers need the
-loop.
+longer they take to compile, so there may be ``MOST_WRITTEN_OUT``.
 """
 
 from functools import partial
@@ -26,27 +25,20 @@ MOST_WRITTEN_OUT = 48
 
 def writes_out(program: Program, layout: LayerLayout) -> bool:
     """Returns whether the layers of a program are written out."""
-    return program.is_in_turn and layout.num_layers <= MOST_WRITTEN_OUT and not program.overlaps
+    return program.is_in_turn and layout.num_layers <= MOST_WRITTEN_OUT
 
 
 def accumulate_in_turn(stage: Stage) -> State:
     """Returns the sums over all microbatches, of a program that ``is_in_turn``."""
     layers = _WrittenOut(stage) if writes_out(stage.program, stage.layers.layout) else _Loop(stage)
-    state = layers.first_state()
-    for segment in stage.program.segments:
-        tick = partial(_tick, stage, layers, reduces=bool(segment.reduces))
-        if segment.reduces:  # one tick; with ZeRO 1 gradients have another shape after it
-            state = tick(jnp.int32(segment.start), state)
-        else:
-            state = jax.lax.fori_loop(segment.start, segment.stop, tick, state)
+    tick = partial(_tick, stage, layers)
+    state = jax.lax.fori_loop(0, stage.program.schedule.num_ticks, tick, layers.first_state())
     return layers.with_stacked_sums(state)
 
 
-def _tick(stage: Stage, layers: "_WrittenOut | _Loop", number: jax.Array, state: State, *, reduces: bool) -> State:
+def _tick(stage: Stage, layers: "_WrittenOut | _Loop", number: jax.Array, state: State) -> State:
     """F and B of one microbatch."""
-    # Where gradients are reduced one trip late, the loop takes the form of a masked tick.
-    on = jnp.bool_(True) if stage.layers.is_late else True
-    row = OpRow(on, number, chunk=jnp.int32(0), residuals_b=0, residuals_w=0, reduces=reduces)
+    row = OpRow(True, number, chunk=jnp.int32(0), residuals_b=0, residuals_w=0)
     ends, microbatch = stage.ends, stage.microbatch(number)
     with jax.named_scope("F"):
         x = ends.embed(stage.read(ends.embed_reads), microbatch)
