@@ -76,7 +76,9 @@ class _WrittenOut:
             residuals, ct = jax.lax.optimization_barrier((stored[index], ct))
             ct, grads = self.stage.layer.backward(self.stage.layers.gather(self.params[index]), *residuals, ct)
             added = zip(sums[index], self.stage.layers.scatter(grads), strict=True)
-            sums[index] = [total + grad.astype(total.dtype) for total, grad in added]
+            total = [total + grad.astype(total.dtype) for total, grad in added]
+            # Where collectives follow, XLA would leave these products to the end, and keep what they read of all layers.
+            ct, sums[index] = jax.lax.optimization_barrier((ct, total))
         return state._replace(layer_grads=sums), ct
 
     def with_stacked_sums(self, state: State) -> State:
