@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.dtypes import unwrap_key
+from jaxpar.dtypes import merge, unwrap_key
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import OpRow, Program
 from jaxpar.pipeline.stage import Stage, State
@@ -75,10 +75,12 @@ class _WrittenOut:
             # XLA would find what B recomputes in F, and store it.
             residuals, ct = jax.lax.optimization_barrier((stored[index], ct))
             ct, grads = self.stage.layer.backward(self.stage.layers.gather(self.params[index]), *residuals, ct)
-            added = zip(sums[index], self.stage.layers.scatter(grads), strict=True)
-            total = [total + grad.astype(total.dtype) for total, grad in added]
             # Where collectives follow, XLA would leave these products to the end, and keep what they read of all layers.
-            ct, sums[index] = jax.lax.optimization_barrier((ct, total))
+            sent = [i for i, grad in enumerate(grads) if grad.shape != sums[index][i].shape]
+            added = [i for i in range(len(grads)) if i not in sent]
+            ct, grads = _after(ct, grads, sent)
+            grads = zip(sums[index], self.stage.layers.scatter(grads), strict=True)
+            ct, sums[index] = _after(ct, [total + grad.astype(total.dtype) for total, grad in grads], added)
         return state._replace(layer_grads=sums), ct
 
     def with_stacked_sums(self, state: State) -> State:
@@ -105,6 +107,12 @@ class _Loop:
 
     def with_stacked_sums(self, state: State) -> State:
         return state
+
+
+def _after(ct: list, arrays: list, which: list[int]) -> tuple[list, list]:
+    """Returns ct and arrays, of which ct waits for some."""
+    ct, waits = jax.lax.optimization_barrier((ct, [arrays[i] for i in which]))
+    return ct, merge(arrays, which, waits)
 
 
 def _unstacked(stacks: list, count: int) -> list[list[Any]]:
