@@ -104,6 +104,14 @@ def test_patience_counts_evaluations_without_a_better_metric_in_a_row():
     )
 
 
+def test_a_metric_that_ends_runs_is_the_same_on_all_processes(monkeypatch):
+    others = lambda _, mine: [mine, {name: "0.25" for name in mine}]
+    monkeypatch.setattr("jaxpar.runtime.coordination.exchange", others)
+    with pytest.raises(ValueError, match=r"must agree on their test_loss before they count an evaluation; got .*0\.25"):
+        EarlyStop("test_loss", 2).after({"test_loss": 0.5})
+    assert not EarlyStop("-accuracy", 2).after({"accuracy": 0.25})
+
+
 def test_a_metric_that_no_step_has_is_named_at_the_end_and_calls_and_metrics_must_be_right(tmp_path):
     flags = BasicFlags.of(out_dir=tmp_path, steps=2, keep_best="test_los", patience=1)
     mesh, said = jaxpar.make_mesh(), []

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 
 from jaxpar.fields import arg
+from jaxpar.runtime.coordination import check_agreement
 
 
 class EarlyStop:
-    """Counts evaluations in a row that did not improve a metric. All processes count alike, since a metric is the same on all.
+    """Counts evaluations in a row that did not improve a metric, which must be the same on all processes.
 
     Args:
         metric: The name of the metric, of which smaller is better; with "-" before it, larger. Steps without it do not count.
@@ -22,10 +23,17 @@ class EarlyStop:
         self._best, self._num_worse = np.inf, 0
 
     def after(self, metrics: Mapping[str, Any]) -> bool:
-        """Returns whether the run may end after a step with these metrics; a value that is NaN is no improvement."""
+        """Returns whether the run may end after a step with these metrics; every process must call it.
+
+        A value that is NaN is no improvement.
+
+        Raises:
+            ValueError: The metric differs between processes, of which one would end while the others wait for it.
+        """
         if self.metric not in metrics:
             return False
         value = self._sign * float(np.asarray(metrics[self.metric]))
+        check_agreement("count an evaluation", {self.metric: repr(self._sign * value)})
         self._num_worse = 0 if value < self._best else self._num_worse + 1
         self._best = value if value < self._best else self._best
         return self._num_worse >= self.patience
