@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxpar
@@ -78,24 +79,30 @@ def layer(params, x):
     return x + jnp.tanh(x @ up) @ down
 
 
-def body_of_microbatches(num_layers):
-    """The equations of the loop over microbatches of a step on one device."""
-    shaped = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    layers = {name: shaped((num_layers, *shape)) for name, shape in SHAPES.items()}
+def step_of_16_bits():
+    """Value and gradients on one device, of a model that computes in bfloat16."""
     embed = lambda outer, batch: outer[batch].astype(jnp.bfloat16)
     model = jaxpar.LayeredModel(embed, layer, lambda outer, x: x @ outer.T.astype(jnp.bfloat16))
-    of_mesh = jaxpar.value_and_grad(
-        model, jaxpar.losses.softmax_cross_entropy, jaxpar.make_mesh(), num_microbatches=3, mask_idle_ops=True
-    )
-    traced = jax.make_jaxpr(of_mesh)(
-        {"outer": shaped((8, 16)), "layers": layers}, jax.ShapeDtypeStruct((6, 5), jnp.int32)
-    )
+    loss = jaxpar.losses.softmax_cross_entropy
+    return jaxpar.value_and_grad(model, loss, jaxpar.make_mesh(), num_microbatches=3, mask_idle_ops=True)
+
+
+def params_of(num_layers, make):
+    layers = {name: make((num_layers, *shape)) for name, shape in SHAPES.items()}
+    return {"outer": make((8, 16)), "layers": layers}
+
+
+def body_of_microbatches(num_layers):
+    """The equations of the loop over microbatches of a step on one device."""
+    params = params_of(num_layers, lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32))
+    traced = jax.make_jaxpr(step_of_16_bits())(params, jax.ShapeDtypeStruct((6, 5), jnp.int32))
     loops = [each for each in equations(traced) if each.primitive.name == "scan" and len(each.outvars) > 3]
     (loop,) = (each for each in loops if each.params["length"] == 3)
     return list(equations(loop.params["jaxpr"]))
 
 
-def test_a_microbatch_makes_no_stack_of_layers_casts_no_params_and_rounds_no_gradients_of_weights():
+def test_a_microbatch_makes_no_stack_of_layers_casts_no_params_and_rounds_no_gradients_of_weights(monkeypatch):
+    monkeypatch.setattr("jaxpar.pipeline.executor.on_gpus", lambda: True)
     body = body_of_microbatches(num_layers=5)
     assert not [each for each in body if any(v.aval.shape[:1] == (5,) for v in each.outvars)], (
         "a stack, or a part of one"
@@ -115,3 +122,12 @@ def test_more_layers_have_a_loop_so_that_the_time_to_compile_does_not_grow():
     count = {num_layers: len(body_of_microbatches(num_layers)) for num_layers in (48, 49, 100)}
     assert count[48] > 3 * count[49]
     assert count[49] == count[100]
+
+
+def test_a_step_in_16_bits_is_also_computed_on_cpus():
+    rng = np.random.default_rng(0)
+    params = params_of(2, lambda shape: rng.normal(size=shape).astype(np.float32))
+    batch = rng.integers(8, size=(6, 5)).astype(np.int32)
+    loss, grads = step_of_16_bits()(params, batch)
+    assert np.isfinite(loss)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(jaxpar.fetch(grads)))

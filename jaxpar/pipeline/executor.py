@@ -18,6 +18,7 @@ from jaxpar._compat import row_major
 from jaxpar.backward.partition import Cut, ParamShards
 from jaxpar.backward.passes import LayerPasses
 from jaxpar.backward.split import SplitLayer, split_layer
+from jaxpar.devices import on_gpus
 from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
@@ -133,7 +134,9 @@ def build_stage(
     microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), microbatches)
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
     shards = layer_shards or ParamShards((None,) * len(layers), jax.sharding.get_abstract_mesh().shape[TENSOR])
-    layer = split_layer(model.layers(1)[0], one_layer, x, shards, widens_grads=writes_out(program, layout))
+    # XLA's CPU backend has not all products of 16-bit floats in float32.
+    widens_grads = on_gpus() and writes_out(program, layout)
+    layer = split_layer(model.layers(1)[0], one_layer, x, shards, widens_grads=widens_grads)
     schedule = program.schedule
     # With more chunks than stages the parts in all ticks are more than the heads in some. In a V a stage sends to itself.
     shares_head = program.masks and schedule.num_chunks < schedule.num_stages and schedule.placement == "loop"
