@@ -592,6 +592,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
             "--init-from must be a folder with a model; got Qwen/Qwen2.5-0.5B, which does not exist. .* download it: hf "
             "download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B, and give --init-from Qwen2.5-0.5B.",
         ),
+        (
+            ["--init-from", str(LLAMA), "--ignore-config-keys", "use_cach"],
+            r"must name keys of .*config\.json; got 'use_cach', which it lacks\. Did you mean use_cache\?",
+        ),
         (["--init-from", "../no/where"], "got ../no/where, which does not exist. Name the folder of a model."),
         (
             ["--init-from", str(Path(__file__))],

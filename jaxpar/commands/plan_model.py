@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.fields import arg
-from jaxpar.huggingface import read_config
+from jaxpar.huggingface.config import read_config_for
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, PRESETS, TransformerConfig, preset
@@ -108,7 +108,7 @@ def _of_config(flags: Any, config: TransformerConfig, usual: str | None, run: di
 
 def _read_folder(folder: Path, ignore: Sequence[str]) -> TransformerConfig:
     check_model_folder(folder, "--model", needs_weights=False)
-    return read_config(folder, ignore=ignore, compute_dtype=DTYPE, vocab_multiple=128)
+    return read_config_for(folder, ignore, compute_dtype=DTYPE, vocab_multiple=128)
 
 
 def _of_module(named: str) -> ModelShape | TransformerConfig:

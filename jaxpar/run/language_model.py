@@ -1,9 +1,8 @@
 """The language model of a run: size, layout over stages, weights to begin from, and LoRA."""
 
-import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from jaxpar.data.batches import RowSource
 from jaxpar.data.checksums import checksum_of_files
 from jaxpar.data.text import BYTES
 from jaxpar.fields import check_at_least, check_not_negative, check_positive
+from jaxpar.huggingface.config import read_config_for
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
@@ -205,13 +205,13 @@ def config_of_flags(flags: ModelFlags, seq: int) -> tuple[TransformerConfig, str
     if flags.init_from is None:
         config, named = transformer.preset(flags.model, **changes), f"--model {flags.model}"
         if config.positions == "learned":
-            config = dataclasses.replace(config, max_positions=seq)
+            config = replace(config, max_positions=seq)
     else:
-        config = jaxpar.huggingface.read_config(flags.init_from, ignore=flags.ignore_config_keys, **changes)
+        config = read_config_for(flags.init_from, flags.ignore_config_keys, **changes)
         named = f"--init-from {flags.init_from}"
     if config.num_experts is not None:
         own = {"expert_split": flags.expert_split, "expert_buffer": flags.expert_buffer}
-        config = dataclasses.replace(config, router_bias=flags.router_bias_rate is not None, **own)
+        config = replace(config, router_bias=flags.router_bias_rate is not None, **own)
     if config.positions == "learned" and seq > config.max_positions:
         raise ValueError(
             f"--seq must not be longer than a learned table of positions; got {seq}, and {config.max_positions} "
@@ -237,7 +237,7 @@ def model_config(flags: ModelFlags, seq: int, text: Data, mesh: Mesh, gpu: GpuFl
     if mesh.devices.flat[0].platform == "gpu" and flags.dtype == "bfloat16":
         if gpu is not None and gpu.compile_for:
             check_cudnn()
-        config = dataclasses.replace(config, attention=jaxpar.flash_attention)
+        config = replace(config, attention=jaxpar.flash_attention)
     return config
 
 
@@ -250,7 +250,7 @@ def with_documents(config: TransformerConfig, most: int | None, sources: Sequenc
     if most is None and found > MOST_DOCUMENTS:
         say(f"rows have up to {found} documents; attention is faster with --max-documents {MOST_DOCUMENTS} or fewer")
         return config
-    return dataclasses.replace(config, max_documents=found)
+    return replace(config, max_documents=found)
 
 
 def check_mesh(
@@ -304,7 +304,7 @@ def make_params(
     """
     table, factors = transformer.param_table(config), make_lora(flags)
     if reads_weights:
-        table = jax.tree.map(lambda spec: dataclasses.replace(spec, init=zeros), table, is_leaf=is_spec)
+        table = jax.tree.map(lambda spec: replace(spec, init=zeros), table, is_leaf=is_spec)
     packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
     of_experts = EXPERTS_OVER_DATA if experts == "data" else EXPERT_RULES[config.expert_split]
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES | of_experts)
