@@ -153,8 +153,8 @@ PIPELINE = Case(
 def test_a_wrong_sign_in_a_weights_gradient_is_found(monkeypatch):
     split_layer = executor.split_layer
 
-    def wrong(*args):
-        split = split_layer(*args)
+    def wrong(*args, **how):
+        split = split_layer(*args, **how)
         wrong = type(
             "Wrong",
             (type(split),),
