@@ -297,5 +297,6 @@ def one_stage(draw):
         "num_layers": draw(st.integers(1, 3)),
         "is_listed": is_listed,
         "is_plain": is_plain,
+        "masks": not is_plain and draw(st.booleans()),
         "overlap_grad_reduce": overlap,
     }
