@@ -243,6 +243,10 @@ def with_derivative(backward):
     return lambda p, h, y, t: function(p, h)
 
 
+def fails(ct):
+    raise NotImplementedError
+
+
 OWN = {
     "clipped": (jnp.tanh, ""),
     "a norm of each row": (lambda ct: ct / jnp.linalg.norm(ct, axis=(1, 2), keepdims=True), ""),
@@ -251,6 +255,7 @@ OWN = {
         lambda ct: ct - ct.mean(0, keepdims=True),
         "its own derivative mixes rows: a sum over rows reaches each row",
     ),
+    "none": (fails, "its own derivative cannot be traced"),
     "by their number": (lambda ct: ct / len(ct), "its own derivative depends on the number of rows"),
 }
 

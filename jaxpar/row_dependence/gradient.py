@@ -44,13 +44,13 @@ def _doubt(
     given: Values,
     made: Sequence[Value],
 ) -> str:
-    """Returns why gradients are not those of each row, if that is proved."""
+    """Returns why gradients may not be those of each row; "" if they are as far as can be seen."""
     pairs = zip(made, op.few.outvars, strict=True)
     of_results = [_gradient_of(v) for v, at in pairs if _is_real(at)]
     try:
         few, many = _backward(op.few), _backward(op.many)
-    except Exception:  # it is never differentiated, or raises the same error then
-        return ""
+    except Exception:  # code of the user's, which may fail in any way
+        return op.told("its own derivative cannot be traced")
     found = read(few, many, [*given, *of_results])
     for value in found:
         if value.kind is Kind.MIXED:
