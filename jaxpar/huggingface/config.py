@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from jaxpar.fields import near_name
+from jaxpar.fields import arg, near_name
 from jaxpar.huggingface.families import DENSE_LAYERS, FAMILIES, MAX_POSITIONS, REFUSED, ROUTER_BIAS, TOKENS, Family
 from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, file_inside, read_json, shorten
 from jaxpar.models.transformer import RopeScaling, TransformerConfig
@@ -93,13 +93,12 @@ def read_config_for(folder: Path, ignore_config_keys: Sequence[str], **changes: 
         ValueError: A key to ignore is not in the folder's ``config.json``; and as ``read_config``.
     """
     config = read_config(folder, ignore=ignore_config_keys, **changes)
-    absent = [key for key in ignore_config_keys if key not in config.ignored]
-    if not absent:
-        return config
-    path = folder / CONFIG
-    near = near_name(absent[0], read_json(path))
-    remedy = f"Did you mean {near}?" if near else "Leave them out."
-    raise ValueError(f"--ignore-config-keys must name keys of {path}; got {shorten(absent)}, which it lacks. {remedy}")
+    if absent := [key for key in ignore_config_keys if key not in config.ignored]:
+        near = near_name(absent[0], read_json(folder / CONFIG))
+        remedy = f"Did you mean {near}?" if near else "Leave them out."
+        rule = f"{arg('ignore_config_keys')} must name keys of {folder / CONFIG}"
+        raise ValueError(f"{rule}; got {shorten(absent)}, which it lacks. {remedy}")
+    return config
 
 
 def unmodelled_keys(folder: Path | str) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ longer they take to compile, so there may be ``MOST_WRITTEN_OUT``.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,8 @@ from jaxpar.pipeline.stage import Stage, State
 
 MOST_WRITTEN_OUT = 48
 
+Arrays = list[jax.Array]
+
 
 def writes_out(program: Program, layout: LayerLayout) -> bool:
     """Returns whether the layers of a program are written out."""
@@ -30,13 +31,19 @@ def writes_out(program: Program, layout: LayerLayout) -> bool:
 
 def accumulate_in_turn(stage: Stage) -> State:
     """Returns the sums over all microbatches, of a program that ``is_in_turn``."""
-    layers = _WrittenOut(stage) if writes_out(stage.program, stage.layers.layout) else _Loop(stage)
-    tick = partial(_tick, stage, layers)
-    state = jax.lax.fori_loop(0, stage.program.schedule.num_ticks, tick, layers.first_state())
+    is_written_out = writes_out(stage.program, stage.layers.layout)
+    layers = _WrittenOut(stage) if is_written_out else _Loop(stage)
+    count = stage.program.schedule.num_ticks
+    state = jax.lax.fori_loop(0, count, partial(_tick, stage, layers), layers.first_state())
     return layers.with_stacked_sums(state)
 
 
-def _tick(stage: Stage, layers: "_WrittenOut | _Loop", number: jax.Array, state: State) -> State:
+def _tick(
+    stage: Stage,
+    layers: "_WrittenOut | _Loop",
+    number: jax.Array,
+    state: State,
+) -> State:
     """F and B of one microbatch."""
     row = OpRow(True, number, chunk=jnp.int32(0), residuals_b=0, residuals_w=0)
     ends, microbatch = stage.ends, stage.microbatch(number)
@@ -48,43 +55,66 @@ def _tick(stage: Stage, layers: "_WrittenOut | _Loop", number: jax.Array, state:
         state = stage.add_head(True, state, row, loss_sums, grads, [])
     with jax.named_scope("B"):
         state, dx = layers.backward(state, row, ct, stored)
-        return stage.run_embed_back(True, state, row, dx) if ends.embed_trains else state
+        if ends.embed_trains:
+            state = stage.run_embed_back(True, state, row, dx)
+    return state
 
 
 class _WrittenOut:
     """Layers one after another; ``layer_grads`` of a State are then a list of arrays for each layer."""
 
     def __init__(self, stage: Stage) -> None:
-        self.stage = stage
+        self.layer, self.layers = stage.layer, stage.layers
+        self.sums = stage.sums
         self.params = _unstacked(stage.layers.params, stage.layers.layout.num_layers)
 
     def first_state(self) -> State:
-        layer_grads, outer_grads, loss = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.stage.sums)
-        return State([], [], _unstacked(layer_grads, len(self.params)), loss, outer_grads, [], [])
+        zeros = lambda total: jnp.zeros(total.shape, total.dtype)
+        layer_grads, outer_grads, loss = jax.tree.map(zeros, self.sums)
+        of_layers = _unstacked(layer_grads, len(self.params))
+        return State([], [], of_layers, loss, outer_grads, [], [])
 
-    def forward(self, state: State, row: OpRow, x: list) -> tuple[State, list, list]:
+    def forward(self, state: State, row: OpRow, x: Arrays) -> tuple[State, Arrays, list]:
         stored = []
         for params in self.params:
-            x, *residuals = self.stage.layer.forward_and_store(self.stage.layers.gather(params), x)
+            x, *residuals = self.layer.forward_and_store(self.layers.gather(params), x)
             stored.append(residuals)
         return state, x, stored
 
-    def backward(self, state: State, row: OpRow, ct: list, stored: list) -> tuple[State, list]:
+    def backward(
+        self,
+        state: State,
+        row: OpRow,
+        ct: Arrays,
+        stored: list,
+    ) -> tuple[State, Arrays]:
         sums = list(state.layer_grads)
         for index in reversed(range(len(sums))):
-            # XLA would find what B recomputes in F, and store it.
-            residuals, ct = jax.lax.optimization_barrier((stored[index], ct))
-            ct, grads = self.stage.layer.backward(self.stage.layers.gather(self.params[index]), *residuals, ct)
-            # Where collectives follow, XLA would leave these products to the end, and keep what they read of all layers.
-            sent = [i for i, grad in enumerate(grads) if grad.shape != sums[index][i].shape]
-            added = [i for i in range(len(grads)) if i not in sent]
-            ct, grads = _after(ct, grads, sent)
-            grads = zip(sums[index], self.stage.layers.scatter(grads), strict=True)
-            ct, sums[index] = _after(ct, [total + grad.astype(total.dtype) for total, grad in grads], added)
+            ct, sums[index] = self._backward_one(self.params[index], stored[index], ct, sums[index])
         return state._replace(layer_grads=sums), ct
 
+    def _backward_one(
+        self,
+        params: Arrays,
+        residuals: list,
+        ct: Arrays,
+        sums: Arrays,
+    ) -> tuple[Arrays, Arrays]:
+        """Returns the cotangent of a layer's input, and the sums with its gradients."""
+        # XLA would find what B recomputes in F, and store it.
+        (for_b, for_w), ct = jax.lax.optimization_barrier((residuals, ct))
+        ct, grads = self.layer.backward(self.layers.gather(params), for_b, for_w, ct)
+        # XLA would leave gradients to the end, and keep what they read of all layers. So the layer
+        # below waits for the sums, and where collectives come first, for the products alone.
+        is_sent = [grad.shape != total.shape for grad, total in zip(grads, sums, strict=True)]
+        ct, grads = _after(ct, grads, is_sent)
+        scattered = zip(sums, self.layers.scatter(grads), strict=True)
+        sums = [total + grad.astype(total.dtype) for total, grad in scattered]
+        return _after(ct, sums, [not each for each in is_sent])
+
     def with_stacked_sums(self, state: State) -> State:
-        return state._replace(layer_grads=[jnp.stack(each) for each in zip(*state.layer_grads, strict=True)])
+        by_array = zip(*state.layer_grads, strict=True)
+        return state._replace(layer_grads=[jnp.stack(each) for each in by_array])
 
 
 class _Loop:
@@ -96,24 +126,32 @@ class _Loop:
     def first_state(self) -> State:
         return self.stage.first_state()._replace(inbox=[])
 
-    def forward(self, state: State, row: OpRow, x: list) -> tuple[State, list, list]:
+    def forward(self, state: State, row: OpRow, x: Arrays) -> tuple[State, Arrays, list]:
         carry = [unwrap_key(a) for a in x], state.residuals_b, state.residuals_w
         body = self.stage.layer_forward(row, store=True)
-        y, residuals_b, residuals_w = self.stage.layers.over_layers(body, row.chunk, carry)
-        return state._replace(residuals_b=residuals_b, residuals_w=residuals_w), self.stage.with_keys(y), []
+        y, for_b, for_w = self.stage.layers.over_layers(body, row.chunk, carry)
+        state = state._replace(residuals_b=for_b, residuals_w=for_w)
+        return state, self.stage.with_keys(y), []
 
-    def backward(self, state: State, row: OpRow, ct: list, stored: list) -> tuple[State, list]:
+    def backward(
+        self,
+        state: State,
+        row: OpRow,
+        ct: Arrays,
+        stored: list,
+    ) -> tuple[State, Arrays]:
         return self.stage.backward_over_layers(state, row, ct)
 
     def with_stacked_sums(self, state: State) -> State:
         return state
 
 
-def _after(ct: list, arrays: list, which: list[int]) -> tuple[list, list]:
+def _after(ct: Arrays, arrays: Arrays, which: list[bool]) -> tuple[Arrays, Arrays]:
     """Returns ct and arrays, of which ct waits for some."""
-    ct, waits = jax.lax.optimization_barrier((ct, [arrays[i] for i in which]))
-    return ct, merge(arrays, which, waits)
+    chosen = [i for i, waits in enumerate(which) if waits]
+    ct, waited = jax.lax.optimization_barrier((ct, [arrays[i] for i in chosen]))
+    return ct, merge(arrays, chosen, waited)
 
 
-def _unstacked(stacks: list, count: int) -> list[list[Any]]:
+def _unstacked(stacks: Arrays, count: int) -> list[Arrays]:
     return [[stack[index] for stack in stacks] for index in range(count)]

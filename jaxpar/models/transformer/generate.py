@@ -148,7 +148,7 @@ def _steps(
 BY_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 
 
-class Program(NamedTuple):
+class JitForGpus(NamedTuple):
     """A compiled function, and the same with options for GPUs, which JAX takes only where nothing is being traced."""
 
     plain: Any
@@ -160,9 +160,9 @@ class Program(NamedTuple):
         return (self.for_gpus if on_gpus() and not is_traced else self.plain)(*args)
 
 
-def program(for_gpus: dict[str, Any], **how: Any) -> Callable[[Callable[..., Any]], Program]:
+def jit_for_gpus(for_gpus: dict[str, Any], **how: Any) -> Callable[[Callable[..., Any]], JitForGpus]:
     """Returns a decorator to compile a function; ``how`` are arguments of ``jax.jit``, ``for_gpus`` options of XLA."""
-    return lambda function: Program(jax.jit(function, **how), jax.jit(function, compiler_options=for_gpus, **how))
+    return lambda function: JitForGpus(jax.jit(function, **how), jax.jit(function, compiler_options=for_gpus, **how))
 
 
 class _State(NamedTuple):
@@ -187,7 +187,7 @@ class _State(NamedTuple):
     new: Int[Array, "batch room"]
 
 
-@program(BY_CUBLAS, static_argnums=(0, 1))
+@jit_for_gpus(BY_CUBLAS, static_argnums=(0, 1))
 def _first(
     config: TransformerConfig,
     sizes: tuple[int, int],
@@ -207,7 +207,7 @@ def _first(
     return _add(state, sampling, logits(config, params[OUTER], last, unconstrained)[:, 0])
 
 
-@program(BY_CUBLAS, static_argnums=0, donate_argnums=2)
+@jit_for_gpus(BY_CUBLAS, static_argnums=0, donate_argnums=2)
 def _extend(
     config: TransformerConfig, params: PyTree, state: _State, sampling: Sampling, num_tokens: Int[Array, ""] | int
 ) -> _State:

@@ -18,7 +18,7 @@ from jaxpar.models.transformer.advance import advance
 from jaxpar.models.transformer.attention import unconstrained
 from jaxpar.models.transformer.cache import empty_cache
 from jaxpar.models.transformer.config import TransformerConfig
-from jaxpar.models.transformer.generate import check_tokens, program, round_up, with_all_layers
+from jaxpar.models.transformer.generate import check_tokens, jit_for_gpus, round_up, with_all_layers
 from jaxpar.models.transformer.layers import logits
 from jaxpar.models.transformer.span import Span
 
@@ -109,7 +109,7 @@ def _shifted(values: np.ndarray) -> np.ndarray:
     return np.concatenate([np.full_like(values[:1], nothing), values[:-1]])
 
 
-@program(WITH_COPIED_SLICES, static_argnums=(0, 1))
+@jit_for_gpus(WITH_COPIED_SLICES, static_argnums=(0, 1))
 def _score(
     config: TransformerConfig,
     num_top: int,
