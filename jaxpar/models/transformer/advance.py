@@ -19,7 +19,10 @@ from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.layers import block, embed_tokens
 from jaxpar.models.transformer.span import Span
 
-LAYERS_OF_A_TRIP = 4  # with fewer there are more counters and slices of vectors, with more it takes longer to compile
+# With fewer there are more counters and slices of vectors, with more it takes longer to compile.
+LAYERS_OF_A_TRIP = 4
+# The layers of a step of one row that are written out, without a loop. Where products add biases, XLA would copy all weights.
+MOST_OF_ONE_ROW = 24
 MOST_TRIPS = 16  # of which XLA keeps the products as it has recorded them (xla_cmd_buffer_trace_cache_size)
 ROWS_OF_A_PRODUCT = 8  # of 16-bit floats: XLA pads fewer before each product
 
@@ -36,19 +39,24 @@ def advance(
     if copies > 1:
         h, positions, lengths = (jnp.repeat(each, copies, axis=0) for each in (h, span.positions, span.lengths))
         span = span._replace(positions=positions, lengths=lengths)
+        h = jax.lax.optimization_barrier(h)  # XLA would take equal rows for a bias of the first product
     for index, own in enumerate(params[OUTER].get("dense_layers", ())):
         h, cache = _layer(config, own, span, h, cache, index)
-    at_once = _layers_of_a_trip(config, params[LAYERS], is_step)
+    at_once = _layers_of_a_trip(config, params[LAYERS], len(tokens), is_step)
     h, cache = _stacked_layers(config, params[LAYERS], span, h, cache, at_once)
     return h[::copies], cache
 
 
-def _layers_of_a_trip(config: TransformerConfig, params: PyTree, is_step: bool) -> int:
+def _layers_of_a_trip(config: TransformerConfig, params: PyTree, rows: int, is_step: bool) -> int:
     if not on_gpus():
         return 1
     is_cast = any(leaf.dtype != jnp.dtype(config.compute_dtype) for leaf in jax.tree.leaves(params))
-    # XLA would cast the weights of all layers of a trip before the first is used.
-    at_once = LAYERS_OF_A_TRIP if is_step and not is_cast else 1
+    if is_cast or not is_step:
+        at_once = 1  # XLA would cast the weights of all layers of a trip before the first is used
+    elif rows == 1 and config.num_layers <= MOST_OF_ONE_ROW and config.biases is False:
+        at_once = config.num_layers
+    else:
+        at_once = LAYERS_OF_A_TRIP
     return max(at_once, math.ceil(config.num_layers / MOST_TRIPS))
 
 
@@ -82,6 +90,8 @@ def _stacked_layers(
         i, h, cache = carry
         return i + 1, *some(i * at_once, h, cache, at_once)
 
+    if at_once >= count:
+        return some(0, h, cache, count)
     # A loop of JAX's over inputs would have a second counter, by which XLA does not know where a layer's weights begin.
     num_trips, left = divmod(count, at_once)
     _, h, cache = jax.lax.while_loop(lambda carry: carry[0] < num_trips, trip, (jnp.int32(0), h, cache))

@@ -59,6 +59,10 @@ def _kernel_of_documents(config: TransformerConfig) -> KernelOfDocuments | None:
     return own if own and mesh.manual_axes and own.runs(config.compute_dtype) else None
 
 
+# The positions of a cache whose keys a sum reads once for each query head of a group, a product once.
+MOST_SUMMED = 4096
+
+
 def attention(
     config: TransformerConfig,
     params: PyTree,
@@ -304,10 +308,15 @@ def _attend_to_cache(
     Of a row of the cache there may be several copies, which attend as several queries.
     """
     k, v = cache.read()
-    ahead = jnp.arange(k.shape[2])[None, None] - positions.reshape(len(k), -1, 1)
+    copies = len(q) // len(k)
+    is_summed = len(k) == 1 and copies > 1 and k.shape[2] <= MOST_SUMMED
+    of_rows = q[:1] if is_summed else q.reshape(len(k), -1, *q.shape[2:])
+    ahead = jnp.arange(k.shape[2])[None, None] - positions.reshape(len(k), -1, 1)[:, : of_rows.shape[1]]
     bias = _alibi_bias(config, ahead, q.dtype, None) if config.positions == "alibi" else None
-    of_rows = q.reshape(len(k), -1, *q.shape[2:])
-    return _products(of_rows, k, v, bias, _seen(config, ahead)[:, None]).reshape(q.shape)
+    seen = _seen(config, ahead)[:, None]
+    if is_summed:
+        return jnp.repeat(_sums(of_rows, k, v, bias, seen), copies, axis=0)
+    return _products(of_rows, k, v, bias, seen).reshape(q.shape)
 
 
 def _seen(config: TransformerConfig, ahead: Int[Array, "rows seq length"]) -> Bool[Array, "rows seq length"]:
@@ -337,6 +346,19 @@ def _products(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array
     weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, jnp.finfo(wide).min), axis=-1).astype(v.dtype)
     mixed = jnp.einsum("bhgts,bhsk->bhgtk", weights, v)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, seq, num_heads, head_dim)
+
+
+def _sums(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "1 1 1 length"]) -> Array:
+    """Returns what ``_products`` does, for one query: XLA makes two kernels of these sums, and of products five."""
+    length, head_dim = k.shape[2:]
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    of_heads = q.reshape(k.shape[1], -1, 1, head_dim).astype(wide)
+    scores = (of_heads * k[0, :, None].astype(wide)).sum(-1) * head_dim**-0.5
+    if bias is not None:
+        scores = scores + bias.reshape(*scores.shape[:2], length).astype(wide)
+    weights = jax.nn.softmax(jnp.where(seen[0], scores, jnp.finfo(wide).min), axis=-1)
+    mixed = (weights[..., None] * v[0, :, None].astype(wide)).sum(-2)
+    return mixed.astype(v.dtype).reshape(q.shape)
 
 
 # ALiBi: a penalty on distance, a slope for each head, added to the scores ----------------------------------------------------
