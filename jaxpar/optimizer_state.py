@@ -141,13 +141,23 @@ def _distinct_sizes(shape: Sequence[int]) -> tuple[int, ...]:
 def call_update(
     update: Callable, grads: PyTree, opt_state: PyTree, params: PyTree, **more: Any
 ) -> tuple[PyTree, PyTree]:
-    """Returns the result of an optimizer's update, called with those keyword arguments that it accepts."""
+    """Returns the result of an optimizer's update, called with those keyword arguments that it accepts.
+
+    Raises:
+        TypeError: The update takes something else than params.
+    """
     parameters = inspect.signature(update).parameters.values()
     if not any(each.kind is each.VAR_KEYWORD for each in parameters):
         more = {
             each.name: more[each.name] for each in parameters if each.kind is each.KEYWORD_ONLY and each.name in more
         }
-    return update(grads, opt_state, params, **more)
+    try:
+        return update(grads, opt_state, params, **more)
+    except AttributeError as error:
+        raise TypeError(
+            "an optimizer must take params as they are, a tree of arrays; got one whose update ends "
+            f"with an AttributeError: {error}. Leave out what takes other ones, as optax.lookahead."
+        ) from error
 
 
 def check_optimizer(optimizer: Any) -> None:

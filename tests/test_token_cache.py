@@ -164,6 +164,20 @@ def test_what_is_learned_but_may_not_be_meant_is_told_also_from_the_cache(tmp_pa
         )
 
 
+def test_special_tokens_in_texts_are_told_and_kinds_for_which_there_is_no_room_are_counted(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    typed = said("see <|end|> here", content="a <|end|>")
+    file = write_lines(folder / "a.jsonl", typed, {"prompt": "b <|end|>", "completion": "c"})
+    text = write_lines(folder / "b.txt", " ".join(f"<|{number}|>" for number in range(9)))
+    remarks = tokenise([file, text], WordTokenizer(), tmp_path / "cache").remarks
+    what = "in their text, which is read as the special token, the first in"
+    assert remarks[0] == f"2 of 3 examples have <|end|> {what} {file}:1"
+    assert remarks[1:8] == tuple(f"1 of 3 examples have <|{number}|> {what} {text}" for number in range(7))
+    further = "more that may not be meant, of kinds that are not named here"
+    assert remarks[8] == f"1 of 3 examples have {further}, the first in {text}"
+
+
 def test_fields_of_messages_and_columns_that_are_not_used_are_told(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

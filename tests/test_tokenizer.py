@@ -43,6 +43,12 @@ def learned_text(found, tokens):
     return [tokens._tokenizer.decode(ids[run].tolist(), skip_special_tokens=False) for run in runs if marks[run[0]]]
 
 
+def test_special_tokens_that_somebody_wrote_in_a_text_are_found(folder):
+    own = read_tokenizer(folder)
+    assert own.special_in("a <|im_end|> b <|begin|>") == {"<|im_end|>", "<|begin|>"}
+    assert own.special_in(TEXT[0]) == set()
+
+
 def test_tokens_are_those_of_the_library_and_decode_to_the_text(folder):
     import tokenizers
 

@@ -36,7 +36,7 @@ from jaxpar.data.text import Tokenizer, check_test_fraction, is_held_out
 from jaxpar.fields import arg
 from jaxpar.runtime.output import fsync, printable, refusing
 
-FORMAT = "jaxpar tokens 2"
+FORMAT = "jaxpar tokens 3"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
 PASSAGES_AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**23  # that are tokenised at once, whichever is fewer

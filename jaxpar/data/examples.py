@@ -35,6 +35,7 @@ EMPTY = "an empty answer, which the model learns to give"
 EMPTY_TEXT = "an empty text"
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # of the messages of published data
 MOST_ODD = 8
+FURTHER = "more that may not be meant, of kinds that are not named here"
 TEXT_BLOCK = 2**20  # characters of a text file that are tokenised at once, up to the end of a line
 
 
@@ -91,7 +92,14 @@ class Examples:
                     except ValueError as error:
                         raise ValueError(f"{error} It is in {place_text(self.files, number, line)}.") from error
             else:
-                yield from _read_text(file, number)
+                yield from self._text(file, number)
+
+    def _text(self, file: Path, number: int) -> Iterator[Passage]:
+        special: set[str] = set()
+        for passage in _read_text(file, number):
+            special.update(self._special_in([passage.text]))
+            yield passage
+        self._note(special, (number, 0))
 
     def _passage(self, example: Any, place: tuple[int, int]) -> Passage:
         example, ignored = as_learned(example, has_chat_template=self.tokenizer.has_chat_template)
@@ -103,6 +111,7 @@ class Examples:
         texts = [_checked(value, name) for name, value in example.items()]
         if not texts[-1].strip():
             self._note([EMPTY_TEXT if "text" in example else EMPTY], place)
+        self._note(self._special_in(texts), place)
         start = len(texts[0])
         learned = None if "text" in example else ((start, start + len(texts[1])),)
         return Passage("".join(texts), learned, begins=True, ends=True, is_marked=True, place=place)
@@ -115,15 +124,29 @@ class Examples:
         others = {name for message in messages for name in message} - {"role", "content"}
         self.ignored.update(f"{name} of messages" for name in others if not uses(name))
         self._note({what for message in messages for what in _odd(message, takes_calls=takes_calls)}, place)
+        self._note(self._special_in([message["content"] for message in messages]), place)
         text, spans = self.tokenizer.render(messages)
         answers = [w for message, w in zip(messages, weights, strict=True) if message["role"] == "assistant"]
         return text, spans if all(answers) else _weighted(spans, answers)
 
+    def _special_in(self, texts: Iterable[str]) -> set[str]:
+        """Returns what to say of special tokens that somebody wrote in texts, where they are read as these tokens."""
+        tokens = {token for text in texts for token in self.tokenizer.special_in(text)}
+        return {f"{printable(token)} in their text, which is read as the special token" for token in tokens}
+
     def _note(self, found: Iterable[str], place: tuple[int, int]) -> None:
-        for what in found:
-            count, first = self.odd.get(what, (0, place))
-            if count or len(self.odd) < MOST_ODD:
-                self.odd[what] = count + 1, first
+        has_more = False
+        for what in sorted(found):
+            if what in self.odd or len(self.odd) < MOST_ODD:
+                self._count(what, place)
+            else:
+                has_more = True
+        if has_more:
+            self._count(FURTHER, place)
+
+    def _count(self, what: str, place: tuple[int, int]) -> None:
+        count, first = self.odd.get(what, (0, place))
+        self.odd[what] = count + 1, first
 
 
 def _odd(message: Mapping[str, Any], *, takes_calls: bool) -> Iterator[str]:

@@ -309,6 +309,11 @@ class Tokenizer(ABC):
         del name
         return False
 
+    def special_in(self, text: str) -> set[str]:
+        """Returns the special tokens that ``encode`` would read in a text, as they are written."""
+        del text
+        return set()
+
 
 class ByteTokenizer(Tokenizer):
     """Bytes of UTF-8 as tokens; a document ends with a zero byte."""

@@ -81,6 +81,8 @@ class FolderTokenizer(Tokenizer):
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.end = self._end(_text_of(settings.get("eos_token")), folder)
         self._special = {name: _text_of(settings.get(name)) or "" for name in SPECIAL}
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self._written = re.compile("|".join(re.escape(t.content) for t in added if t.special and t.content) or "(?!)")
         self.folder, self.has_chat_template, self._marks_answers = folder, template is not None, False
         self._names = frozenset(re.findall(r"\w+", template or ""))
         if template is not None:
@@ -139,6 +141,10 @@ class FolderTokenizer(Tokenizer):
     def text_of(self, token: int) -> str:
         """Returns the text of a token, also of a special one."""
         return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def special_in(self, text: str) -> set[str]:
+        """Returns the special tokens that ``encode`` would read in a text, as they are written."""
+        return set(self._written.findall(text))
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, ask: bool = False) -> tuple[str, Spans]:
         """Returns a conversation as text by the chat template, and the spans of characters that the assistant says.

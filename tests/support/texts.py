@@ -47,6 +47,9 @@ class WordTokenizer:
     def uses(self, name):
         return name == "tool_calls"
 
+    def special_in(self, text):
+        return {word for word in text.split() if word.startswith("<|")}
+
     def decode(self, tokens):
         return " ".join(map(str, tokens))
 
