@@ -155,6 +155,13 @@ def test_a_usage_that_is_wrapped_is_whole_and_breaks_between_flags(monkeypatch, 
         assert line.count("[") == line.count("]"), "a flag and its value stay on one line"
 
 
+def test_a_run_that_is_given_by_a_flag_is_answered_with_how_to_give_it(capsys):
+    for given in (["--run", "runs/a"], ["--run=runs/a"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["watch", *given])
+        assert "--run is no flag: give runs/a alone, without --run" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("given", [["--json", "plans.json"], ["--json=plans.json"]])
 def test_a_file_after_json_is_answered_with_how_to_write_one(given, capsys):
     assert main(["plan", "--model", "gpt2", *given, "--nodes", "2"]) == 2

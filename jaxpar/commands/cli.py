@@ -65,8 +65,11 @@ def suggest_values(flags: Callable[..., Any], args: Sequence[str]) -> None:
         args: The command line, which tyro has refused.
     """
     kinds = {flag: [*_parts(kind)] for _, flag, kind in list_flags(flags)}
+    positional = {f"--{name}" for name in _positional(flags)}
     for word, after in zip(args, [*args[1:], ""], strict=True):
         name, is_joined, value = word.partition("=")
+        if name in positional:
+            tell(printable(f"{name} is no flag: give {value if is_joined else after} alone, without {name}"))
         meant = _meant_value(value if is_joined else after, kinds.get(name, ()))
         if meant:
             tell(printable(f"{name}: {meant}"))
@@ -148,6 +151,15 @@ def list_flags(of: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from list_flags(kind, prefix if is_flat else f"{prefix}{part}.")  # pyright: ignore[reportArgumentType]
         elif tyro.conf.Positional not in more:
             yield name.rstrip("_"), f"--{prefix}{part}", kind
+
+
+def _positional(function: Callable[..., Any]) -> list[str]:
+    """Returns the names of the parameters that are given without a flag."""
+    import tyro
+
+    hints = get_type_hints(function, include_extras=True)
+    is_one = lambda hint: get_origin(hint) is Annotated and tyro.conf.Positional in get_args(hint)
+    return [name for name, hint in hints.items() if is_one(hint)]
 
 
 def program() -> str:
