@@ -280,6 +280,46 @@ def test_examples_are_read_as_bytes_by_models_of_bytes(tmp_path):
     assert bytes(row["targets"][row["targets"] > 0].astype(np.uint8)).decode().isdigit()
 
 
+def test_rows_of_files_named_for_it_are_held_out_and_a_record_without_tokens_is_named(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    for name, count in (("train", 30), ("test", 7)):
+        parquet.write_table(pyarrow.table({"input_ids": [[1, 2, count]] * count}), tmp_path / f"{name}.parquet")
+    flags = gpt.Config.of(data=(tmp_path,), seq=16)
+    data = language_data.load_data(flags.data)
+    train, test = language_data.make_rows(flags.data, data, 256)
+    assert (len(train), len(test)) == (30, 7)
+    assert data.parts[0].checksum.endswith(", 7 held out"), "a run that held others out is not resumed"
+    np.testing.assert_array_equal(test.take(np.arange(7))["targets"][:, :2], [[2, 7]] * 7)
+    parquet.write_table(pyarrow.table({"input_ids": [[1, 2], None]}), tmp_path / "test.parquet")
+    with pytest.raises(ValueError, match=r'must have "input_ids", a list of integers; .* It is record 32.'):
+        language_data.load_data(flags.data)
+
+
+def test_files_that_are_not_read_or_not_held_out_are_told(tmp_path, capsys):
+    lines = [json.dumps({"text": f"number {i}"}) + "\n" for i in range(40)]
+    for name in ("train.jsonl", "val.jsonl"):
+        (tmp_path / name).write_text("".join(lines))
+    flags = gpt.Config.of(
+        data=(tmp_path / "train.jsonl", tmp_path / "val.jsonl"), seq=16, token_cache=tmp_path.parent / "cache"
+    )
+    language_data.make_rows(flags.data, language_data.load_data(flags.data), 256)
+    said = capsys.readouterr().out
+    assert (
+        f"{tmp_path}/val.jsonl: learned like the other --data, but for a share of its own. Files with val or test"
+        in said
+    )
+    for name in ("train.bin", "val.bin", "more/train.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        np.zeros(100, np.uint16).tofile(tmp_path / name)
+    flags = gpt.Config.of(data=(tmp_path,), seq=16)
+    [part] = language_data.load_data(flags.data).parts
+    names = f"{tmp_path}/more/train.bin, {tmp_path}/train.jsonl, {tmp_path}/val.jsonl"
+    assert part.remark == f"of {tmp_path} only its .bin files are read, not {names}"
+    assert not language_data.load_data(gpt.Config.of(data=(tmp_path / "val.bin",)).data).parts[0].remark
+
+
 @pytest.mark.full
 def test_a_record_that_is_wrong_ends_a_run_with_code_65(run, folder, tmp_path, capsys):
     import pyarrow

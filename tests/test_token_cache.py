@@ -12,9 +12,10 @@ import pytest
 from jaxpar.data import corpus
 from jaxpar.data.corpus import default_cache, load_corpus, tokenise
 from jaxpar.data.examples import TEXT_BLOCK, place_text
-from jaxpar.data.readers import find_files, parse_json, unread_fields
+from jaxpar.data.readers import find_files, parse_json, read_records, unread_fields
 from jaxpar.data.text import ByteTokenizer
-from tests.support.texts import WordTokenizer, documents_of, write_lines
+from jaxpar.huggingface import read_tokenizer
+from tests.support.texts import CHATML, WordTokenizer, documents_of, write_lines, write_tokenizer
 
 
 def word(text):
@@ -176,6 +177,58 @@ def test_special_tokens_in_texts_are_told_and_kinds_for_which_there_is_no_room_a
     assert remarks[1:8] == tuple(f"1 of 3 examples have <|{number}|> {what} {text}" for number in range(7))
     further = "more that may not be meant, of kinds that are not named here"
     assert remarks[8] == f"1 of 3 examples have {further}, the first in {text}"
+
+
+def test_messages_that_the_template_leaves_out_and_weights_without_effect_are_told(tmp_path):
+    template = CHATML.replace(
+        "{% for message in messages %}", "{% for message in messages if message.role != 'system' %}"
+    )
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path / "model", template=template))
+    roles = {"system": "be brief", "user": " a\n", "assistant": "b"}
+    turns = [{"role": role, "content": text, "weight": 1} for role, text in roles.items()]
+    file = write_lines(tmp_path / "a.jsonl", {"messages": turns}, said("c", content="d"))
+    assert tokenise([file], tokenizer, tmp_path / "cache").remarks == (
+        '1 of 2 examples have a "weight" of 1 for a message that is not the assistant\'s, which is not learned, the first in '
+        f"{file}:1",
+        "1 of 2 examples have a message of the role 'system' that the chat template leaves out or cuts, the first in "
+        f"{file}:1",
+    )
+    called = said("a", content=None, tool_calls=[{"id": "b"}])
+    with pytest.raises(ValueError, match=r'needs a chat template that writes "tool_calls"; got one without'):
+        tokenise([write_lines(tmp_path / "b.jsonl", called)], tokenizer, tmp_path / "cache")
+
+
+def test_names_that_are_given_twice_are_refused(tmp_path):
+    twice = '{"prompt": "a", "completion": "b", "completion": "c"}'
+    listed = {"prompt": ["a"], "completion": ["b"]}
+    with pytest.raises(ValueError, match=r'must be two strings, or two lists of messages; got \["a"\] for "prompt".'):
+        documents_of(write_lines(tmp_path / "d.jsonl", listed), tmp_path / "cache")
+    for name, text in {"a.jsonl": twice, "b.json": f"[{twice}]"}.items():
+        with pytest.raises(ValueError, match=rf"the key 'completion' twice in an object in .*{name}"):
+            list(read_records(write_lines(tmp_path / name, text)))
+    with pytest.raises(ValueError, match=r"got the name 'text' twice in .*c.csv, near line 1. Correct the file"):
+        list(read_records(write_lines(tmp_path / "c.csv", "text,text", "a,b")))
+
+
+def test_tables_without_examples_that_are_learned_as_text_are_told(tmp_path):
+    (tmp_path / "a.json").write_text('{"data": [{"text": "a"}]}')
+    (tmp_path / "b.txt").write_text("b")
+    assert tokenise(find_files(tmp_path), WordTokenizer(), tmp_path.parent / "cache").remarks == (
+        f"1 file is learned as plain text, since its first value is no example: {tmp_path}/a.json",
+    )
+
+
+def test_links_to_folders_and_to_nothing_are_refused_and_hidden_files_left_out(tmp_path):
+    for name in ("data", "other"):
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "a.jsonl", {"text": "a"})
+    write_lines(tmp_path / "data" / ".b.jsonl", {"text": "b"})
+    assert find_files(tmp_path / "data") == [tmp_path / "data" / "a.jsonl"]
+    for target, kind in (("other", "a folder"), ("none", "nothing")):
+        (tmp_path / "data" / target).symlink_to(tmp_path / target)
+        with pytest.raises(ValueError, match=rf"hold its files itself; got .*data/{target}, a link to {kind}. Copy"):
+            find_files(tmp_path / "data")
+        (tmp_path / "data" / target).unlink()
 
 
 def test_fields_of_messages_and_columns_that_are_not_used_are_told(tmp_path):

@@ -39,6 +39,7 @@ from jaxpar.runtime.output import fsync, printable, refusing
 FORMAT = "jaxpar tokens 3"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
+LOOKED_FOR = 2  # raised when examples are looked through for more: caches whose remarks lack it are made again
 PASSAGES_AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**23  # that are tokenised at once, whichever is fewer
 
 
@@ -162,7 +163,7 @@ def tokenise(files: Sequence[Path], tokenizer: Tokenizer, cache: Path) -> Tokeni
         OSError: The cache cannot be written.
     """
     digest = _digest(files, tokenizer)
-    folder = cache / digest[:32]
+    folder = cache / f"{digest[:32]}-{LOOKED_FOR}"
     if not folder.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with _only_one(cache / f".{folder.name}.lock") as is_alone:
@@ -338,6 +339,13 @@ def _remarks_on_texts(files: Sequence[Path]) -> Iterator[str]:
         yield (
             f"{len(texts)} of {len(files)} files are learned as plain text beside examples: {', '.join(texts[:3])}{others}. "
             "Move them out of the folder if they are not to be learned."
+        )
+    elif tables := [printable(str(file)) for file in files if format_of(file) in SNIFFED and not is_records(file)]:
+        is_one, others = len(tables) == 1, f" and {len(tables) - 3} more" if len(tables) > 3 else ""
+        names = "1 file is" if is_one else f"{len(tables)} files are"
+        yield (
+            f"{names} learned as plain text, since {'its' if is_one else 'their'} first value is no example: "
+            f"{', '.join(tables[:3])}{others}"
         )
 
 

@@ -33,6 +33,7 @@ from jaxpar.runtime.output import printable, refusing
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z")
 EMPTY = "an empty answer, which the model learns to give"
 EMPTY_TEXT = "an empty text"
+NOT_AN_ANSWER = 'a "weight" of 1 for a message that is not the assistant\'s, which is not learned'
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # of the messages of published data
 MOST_ODD = 8
 FURTHER = "more that may not be meant, of kinds that are not named here"
@@ -120,12 +121,14 @@ class Examples:
         """Returns the text of messages, and the spans that are learned."""
         uses, takes_calls = self.tokenizer.uses, self.tokenizer.uses("tool_calls")
         messages = check_messages(given, takes_calls=takes_calls)
+        self._note([NOT_AN_ANSWER] * any(m["role"] != "assistant" and m.get("weight") for m in messages), place)
         weights = [_weight(message.pop("weight", 1)) for message in messages]
         others = {name for message in messages for name in message} - {"role", "content"}
         self.ignored.update(f"{name} of messages" for name in others if not uses(name))
         self._note({what for message in messages for what in _odd(message, takes_calls=takes_calls)}, place)
         self._note(self._special_in([message["content"] for message in messages]), place)
         text, spans = self.tokenizer.render(messages)
+        self._note(_left_out(messages, text), place)
         answers = [w for message, w in zip(messages, weights, strict=True) if message["role"] == "assistant"]
         return text, spans if all(answers) else _weighted(spans, answers)
 
@@ -156,6 +159,12 @@ def _odd(message: Mapping[str, Any], *, takes_calls: bool) -> Iterator[str]:
         yield f"messages of the role {printable(repr(role))[:80]}"
     if role == "assistant" and not (message["content"].strip() or has_calls):
         yield EMPTY
+
+
+def _left_out(messages: Sequence[Mapping[str, Any]], text: str) -> set[str]:
+    """Returns what to say of messages that a chat template did not write as they are, but for spaces around them."""
+    roles = {message["role"] for message in messages if message["content"].strip() not in text}
+    return {f"a message of the role {printable(repr(r))[:80]} that the chat template leaves out or cuts" for r in roles}
 
 
 def _weight(given: Any) -> bool:
@@ -297,6 +306,11 @@ def _content(message: Mapping[str, Any]) -> str:
     others = [part for part in parts if not _is_text(part)]
     if not others:
         return "".join(part["text"] for part in parts)
+    if content is None and message.get("tool_calls"):
+        raise ValueError(
+            'a message with "tool_calls" and no "content" needs a chat template that writes "tool_calls"; got one without '
+            "them. Take a model whose template has them, or write the call as the content."
+        )
     got = "none" if content is None else f"a {type(content).__name__}"
     got += f" with {printable(repr(others[0]))[:80]}" if isinstance(content, list) else ""
     raise ValueError(

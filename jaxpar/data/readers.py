@@ -69,6 +69,7 @@ def as_learned(example: Mapping[str, Any], *, has_chat_template: bool) -> tuple[
     if kind == ("conversations",):
         return {"messages": [*_system(given), *_messages(example["conversations"])]}, ignored - {"system"}
     if kind == ("prompt", "completion") and all(isinstance(example[name], list) for name in kind):
+        _check_turns(example, kind)
         return {"messages": [*map(_not_learned, example["prompt"]), *example["completion"]]}, ignored
     if kind != ("instruction", "output"):
         return {name: example[name] for name in kind}, ignored
@@ -83,6 +84,15 @@ def as_learned(example: Mapping[str, Any], *, has_chat_template: bool) -> tuple[
         turns = [{"role": "user", "content": "\n\n".join(asked)}, {"role": "assistant", "content": example["output"]}]
         return {"messages": [*_system(given), *turns]}, ignored - set(OPTIONAL)
     return {"prompt": "".join(f"{each}\n\n" for each in asked), "completion": example["output"]}, ignored - {"input"}
+
+
+def _check_turns(example: Mapping[str, Any], kind: Sequence[str]) -> None:
+    for name in kind:
+        if not all(isinstance(turn, Mapping) for turn in example[name]):
+            raise ValueError(
+                '"prompt" and "completion" must be two strings, or two lists of messages; got '
+                f'{fields.shown(example[name])} for "{name}". Correct the example.'
+            )
 
 
 def _not_learned(message: Any) -> Any:
@@ -115,11 +125,22 @@ def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def find_files(path: Path) -> list[Path]:
-    """Returns the files of examples at a path, a file or a folder, in order of their names; none in hidden folders."""
+    """Returns the files of examples at a path, a file or a folder, in order of their names; none that are hidden.
+
+    Raises:
+        ValueError: A link in the folder leads to a folder, or to nothing.
+    """
     if not path.is_dir():
         return [path]
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    is_hidden = lambda file: any(part.startswith(".") for part in file.relative_to(path).parts)
+    found = sorted(file for file in path.rglob("*") if not is_hidden(file))
+    for file in found:
+        if file.is_symlink() and not file.is_file():
+            raise ValueError(
+                f"a folder of data must hold its files itself; got {printable(str(file))}, a link to "
+                f"{'a folder' if file.is_dir() else 'nothing'}. Copy the files, or remove the link."
+            )
+    return [file for file in found if file.is_file()]
 
 
 def format_of(file: Path) -> str:
@@ -194,7 +215,7 @@ def _read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
 def parse_json(text: bytes, place: str) -> Any:
     """Returns the value of a line of JSON; raises ValueError, with its place, if it is none."""
     try:
-        return json.loads(text.decode().rstrip())
+        return json.loads(text.decode().rstrip(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         why, remedy = str(error), "Correct or remove the line."
         if isinstance(error, UnicodeDecodeError):
@@ -205,6 +226,14 @@ def parse_json(text: bytes, place: str) -> Any:
             f"a line must be JSON in UTF-8; got {type(error).__name__}: {printable(why)[:120]} in {printable(place)}. "
             f"{remedy}"
         ) from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in an object")
+    return found
 
 
 def _read_json(file: Path) -> Iterator[tuple[int, Any]]:
@@ -251,7 +280,7 @@ class _Text:
 
     def __init__(self, file: TextIO) -> None:
         self._file, self._text, self._at = file, "", 0
-        self._decode = json.JSONDecoder().raw_decode
+        self._decode = json.JSONDecoder(object_pairs_hook=_once).raw_decode
 
     def peek(self) -> str:
         """Returns the next character that is no space; "" at the end."""
@@ -279,6 +308,8 @@ class _Text:
             except json.JSONDecodeError as error:
                 if len(self._text) - self._at > MAX_LINE_BYTES or not self._more():
                     raise _JsonError(error.msg) from error
+            except ValueError as error:
+                raise _JsonError(str(error)) from error
             except RecursionError as error:
                 raise _JsonError("too many brackets") from error
 
@@ -300,6 +331,9 @@ def _read_csv(file: Path) -> Iterator[tuple[int, Any]]:
             refusing(UnicodeDecodeError, f"a {file.suffix} must be in UTF-8", file, save),
             refusing(csv.Error, rule, place, "Correct the file, or write it as .jsonl."),
         ):
+            names = rows.fieldnames or ()
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise csv.Error(f"the name {repeated[0]!r} twice")
             for row in rows:
                 if None in row or None in row.values():
                     raise csv.Error(f"a row of another length than the {len(rows.fieldnames or ())} names")

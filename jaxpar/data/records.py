@@ -112,10 +112,7 @@ class RecordRows(RowSource):
 
     def _columns(self, record: Mapping[str, Any]) -> list[np.ndarray]:
         """Returns the tokens of a record that are given to the model, their targets and their documents."""
-        if not isinstance(record, Mapping) or not isinstance(record.get("input_ids"), list | np.ndarray):
-            raise ValueError(
-                'a record of tokens must have "input_ids", a list of integers; got another. Write it again.'
-            )
+        check_has_tokens(record)
         last = "targets" if "targets" in record else "labels"
         defaults = {"labels": record["input_ids"], "segment_ids": [0] * len(record["input_ids"])}
         names = ("input_ids", last, "segment_ids")
@@ -146,6 +143,22 @@ class RecordRows(RowSource):
             return checksum_of_files(self._records.files)
         chosen = np.unique(np.linspace(0, len(self) - 1, NUM_CHECKED).astype(np.int64))
         return checksum([*self.take(chosen).values()])
+
+
+def tokens_of(records: RandomAccess, number: int) -> np.ndarray:
+    """Returns the tokens of a record; raises ValueError if it has none."""
+    record = records[number]
+    try:
+        check_has_tokens(record)
+        return _integers(record["input_ids"], "input_ids")
+    except ValueError as error:
+        raise ValueError(f"{error} It is record {number + 1}.") from error
+
+
+def check_has_tokens(record: Any) -> None:
+    """Raises ValueError unless a record is a mapping with ``input_ids``."""
+    if not isinstance(record, Mapping) or not isinstance(record.get("input_ids"), list | np.ndarray):
+        raise ValueError('a record of tokens must have "input_ids", a list of integers; got another. Write it again.')
 
 
 def _integers(values: Any, name: str) -> np.ndarray:

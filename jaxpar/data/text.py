@@ -68,7 +68,8 @@ def load_text(path: Path | None = None, *, test_fraction: float = 0.1) -> Text:
     Args:
         path: A file or folder of text, a ``.bin`` of tokens, or a folder of ``.bin`` files, of which those with the word
             "val" or "test" in their names are held out.
-        test_fraction: The share of the files that is held out, chosen by a hash of their names; of a single file, its end.
+        test_fraction: The share of the files of text that is held out, chosen by a hash of their names, if none has the word
+            "val" or "test" in its name; of a single file, its end.
 
     Raises:
         FileNotFoundError: ``path`` does not exist, or a folder is empty.
@@ -88,7 +89,7 @@ def load_text(path: Path | None = None, *, test_fraction: float = 0.1) -> Text:
     if path.is_dir():
         files = find_files(path)
         check_inside(path, files)
-        return _split_by_file(path, files, test_fraction, str(path))
+        return _split_by_file(path, files, test_fraction, str(path), by_name=True)
     tokens = read_tokens(path) if path.suffix == ".bin" else _read_bytes(path)
     return _cut(tokens, test_fraction, str(path), is_bytes=path.suffix != ".bin")
 
@@ -123,10 +124,14 @@ def check_inside(folder: Path, files: Sequence[Path]) -> None:
             )
 
 
-def _split_by_file(root: Path, files: Sequence[Path], test_fraction: float, source: str) -> Text:
+def _split_by_file(
+    root: Path, files: Sequence[Path], test_fraction: float, source: str, *, by_name: bool = False
+) -> Text:
     if not files:
         raise FileNotFoundError(f"a folder of text must hold files; got none in {root}. Name another by its path.")
-    is_test = [zlib.crc32(f.relative_to(root).as_posix().encode()) < test_fraction * 2**32 for f in files]
+    is_test = [by_name and is_held_out(file) for file in files]
+    if len(set(is_test)) < 2:
+        is_test = [zlib.crc32(f.relative_to(root).as_posix().encode()) < test_fraction * 2**32 for f in files]
     if len(set(is_test)) < 2:
         raise ValueError(
             "a folder of text is split into train and test by file; got "
