@@ -427,6 +427,16 @@ def test_a_wrong_conversation_is_a_400(chat, messages, message):
         ),
         ({"max_completion_tokens": 60}, "messages", "and max_completion_tokens=60. Give max_completion_tokens="),
         ({"max_tokens": 9999}, "max_tokens", "max_tokens must be at most 64"),
+        (
+            {"max_tokens": 2, "max_completion_tokens": 3},
+            "max_completion_tokens",
+            "are two names of one number; got 2 and 3",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "cat", "name": "Ann"}]},
+            "messages",
+            "the name of a message needs a chat template that writes names; got 'Ann'. Leave it out.",
+        ),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "half of a surrogate pair"),
     ],
 )
@@ -435,6 +445,14 @@ def test_the_field_that_is_wrong_is_the_one_that_was_sent(chat, fields, param, m
     found = chat[3].post("/v1/chat/completions", asked | fields)
     assert (found.status, found.json["error"]["param"]) == (400, param)
     assert message in found.message
+
+
+def test_a_message_that_the_template_leaves_out_is_a_400(chat, monkeypatch):
+    monkeypatch.setattr(model_of(chat[3]).tokenizer, "render", lambda messages, ask: (messages[-1]["content"], []))
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "cat"}]
+    found = chat[3].post("/v1/chat/completions", {"model": "tiny-chat", "messages": messages})
+    assert (found.status, found.json["error"]["param"]) == (400, "messages")
+    assert "got a message of the role 'system' that it leaves out or changes" in found.message
 
 
 def test_a_template_that_writes_nothing_for_a_conversation_is_a_400(chat, monkeypatch):

@@ -183,6 +183,13 @@ class Api:
         """Returns the tokens to add to each prompt; raises RequestError where the longest one leaves no room for them."""
         is_chat = isinstance(body, ChatBody)
         name = "max_completion_tokens" if is_chat and body.max_completion_tokens else "max_tokens"
+        if name != "max_tokens" and body.max_tokens not in (None, getattr(body, name)):
+            raise RequestError(
+                400,
+                f"max_tokens and {name} are two names of one number; got {body.max_tokens} and {getattr(body, name)}. Give one "
+                "of them.",
+                param=name,
+            )
         room = self.model.max_context - longest
         default = max(min(room, self.max_tokens, self.max_tokens if is_chat else DEFAULT_TOKENS), 1)
         asked = getattr(body, name)
@@ -297,4 +304,18 @@ def _conversation(model: LanguageModel, messages: list[ChatMessage]) -> str:
         )
     text_of = lambda content: content if isinstance(content, str) else "".join(part.text for part in content)
     told = [{"role": each.role, "content": text_of(each.content)} for each in messages]
-    return tokenizer.render(told, ask=True)[0]
+    for given, message in zip(messages, told, strict=True):
+        if given.name is not None:
+            if not tokenizer.uses("name"):
+                raise ValueError(
+                    f"the name of a message needs a chat template that writes names; got {given.name[:80]!r}. Leave it out."
+                )
+            message["name"] = given.name
+    text = tokenizer.render(told, ask=True)[0]
+    given = [message for message in told if message["role"] != "assistant" and text]
+    if left_out := [message["role"] for message in given if message["content"].strip() not in text]:
+        raise ValueError(
+            "the model's chat template must write what it is told; got a message of the role "
+            f"{left_out[0]!r} that it leaves out or changes. Give its text in a message of the user."
+        )
+    return text
