@@ -73,6 +73,18 @@ def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(firs
     assert ("look at the labels and ids, which must be from 0 to the vocabulary's size - 1" in said[-1]) != blamed
 
 
+def test_params_that_were_never_finite_are_not_blamed_on_the_learning_rate(manager, said):
+    state = make_state(manager.mesh)
+    state = dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params))
+    for first, blamed in ((np.nan, False), (2.5, True)):
+        guard = Guard(manager, num_steps=9, save_every=1, say=said.append, remedy="Choose a smaller learning rate.")
+        with pytest.raises(SystemExit, match="86"):
+            train(guard, state, range(1, 9), lambda step, loss=first: BROKEN | {"loss": np.float32(loss)})
+        assert "parameters must be finite to be saved; got NaN" in said[-1]
+        assert said[-1].endswith("with a smaller learning rate.") == blamed
+        assert ("Nothing was saved. The loss of the first step was not finite" in said[-1]) != blamed
+
+
 def test_a_loss_that_is_not_finite_after_an_update_is_blamed_on_the_learning_rate(said):
     guard = Guard(num_steps=9, max_skipped=2, say=said.append, remedy="Choose a smaller learning rate.")
     step = lambda step: (FINE if step == 1 else BROKEN) | {"loss": np.float32(1 if step == 1 else np.nan)}

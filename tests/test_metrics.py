@@ -114,7 +114,7 @@ def test_a_run_compares_replicas_unless_its_flags_say_otherwise(tmp_path, monkey
 
 @pytest.mark.parametrize("has_evaluations", [True, False])
 def test_a_run_refuses_steps_out_of_order_and_a_best_metric_that_it_does_not_have(tmp_path, capsys, has_evaluations):
-    flags, mesh = BasicFlags.of(out_dir=tmp_path, keep_best="-test_loss"), jaxpar.make_mesh()
+    flags, mesh = BasicFlags.of(out_dir=tmp_path, keep_best="-test_loss", patience=9), jaxpar.make_mesh()
     with Run(flags, mesh, has_evaluations=has_evaluations) as run:
         with pytest.raises(RuntimeError, match=r"must restore before it compiles; .* Call run\.restore first"):
             run.compile(None, None)

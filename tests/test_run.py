@@ -17,9 +17,10 @@ import optax
 import pytest
 
 import jaxpar
+from jaxpar.fields import given_by
 from jaxpar.metrics import follow, read_metrics
 from jaxpar.report import read_run, render_page
-from jaxpar.run import BasicFlags, Run
+from jaxpar.run import BasicFlags, ConfigError, Run
 from jaxpar.run.early_stop import EarlyStop
 from jaxpar.run.evaluation import say_best
 from jaxpar.run.flags import check_best_is_saved
@@ -40,6 +41,7 @@ ROOT = Path(__file__).parents[1]
             {"patience": 3},
             "patience waits for a better metric of keep_best; got 3 and no metric. Name it, such as keep_best",
         ),
+        ({"keep_best": "loss"}, "keep_best keeps the best of the checkpoints; got loss, and no checkpoints. Add"),
         ({"max_skipped": -1}, "max_skipped must be at least 0; got -1"),
     ],
 )
@@ -55,6 +57,32 @@ def test_an_import_leaves_the_root_logger_as_it_was():
     with logging_kept():
         logging.root.addHandler(logging.NullHandler())
     assert logging.root.handlers == before
+
+
+def test_processes_that_begin_with_different_params_are_refused(tmp_path, monkeypatch):
+    mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
+    everywhere = jax.sharding.NamedSharding(mesh, jaxpar.replicated())
+    parts = [
+        jax.device_put(jnp.full(4, value), device) for value, device in zip((1, 2), mesh.devices.flat, strict=True)
+    ]
+    apart = jax.make_array_from_single_device_arrays((4,), everywhere, parts)
+    with Run(BasicFlags.of(out_dir=tmp_path), mesh) as run:
+        run._init = lambda: {"w": apart, "b": jax.device_put(jnp.ones(4), everywhere)}
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        with pytest.raises(
+            ConfigError, match=r"begin with the same state; got other values in w. Draw params from a key"
+        ):
+            run._first_state()
+        monkeypatch.undo()
+
+
+def test_a_run_of_ones_own_is_told_how_to_go_on_in_its_own_words(tmp_path):
+    flags = BasicFlags.of(out_dir=tmp_path, checkpoint_every=2)
+    with Run(flags, jaxpar.make_mesh()) as run:
+        assert run._advice().endswith("with another, add resume=True. To begin again, add overwrite=True.")
+    names = {"resume": "--resume", "overwrite": "--overwrite", "allow_change": "--allow-change"}
+    with Run(flags, jaxpar.make_mesh(), {"learning_rate": 0.1}) as run, given_by(names):
+        assert "another, add --resume --allow-change learning_rate. To begin again, add --overwrite." in run._advice()
 
 
 RATE = optax.linear_schedule(0.4, 0.0, 8)

@@ -259,6 +259,11 @@ def check_run_numbers(flags: RunFlags) -> None:
             f"{arg('patience')} waits for a better metric of {arg('keep_best')}; got {checkpoint.patience} and no metric. Name "
             f"it, such as {arg(keep_best='test_loss')}."
         )
+    if checkpoint.keep_best and not (checkpoint.patience or common.checkpoint_every or checkpoint.checkpoint_minutes):
+        raise ValueError(
+            f"{arg('keep_best')} keeps the best of the checkpoints; got {checkpoint.keep_best}, and no checkpoints. Add "
+            f"{arg(checkpoint_every=50)}, say, or leave it out."
+        )
     if flags.monitoring.metrics_port:
         check_from(1, 65535, "Choose 9090, say.", metrics_port=flags.monitoring.metrics_port)
     log_seconds(flags.monitoring.log_seconds)

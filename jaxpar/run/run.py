@@ -12,8 +12,10 @@ import jax
 import optax
 
 import jaxpar
+from jaxpar.checkpoint.checksums import diverged_replicas
+from jaxpar.checkpoint.state import as_numbers
 from jaxpar.data.batches import Origin
-from jaxpar.fields import check_at_least, check_kind
+from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.guard import Guard
 from jaxpar.inspect.text import bytes_text
 from jaxpar.mesh import OF_ZERO
@@ -28,6 +30,7 @@ from jaxpar.run.early_stop import EarlyStop, without_metric
 from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.learning_rate import rate_after
 from jaxpar.run.messages import (
+    ConfigError,
     checks,
     forget_devices,
     phase,
@@ -233,17 +236,28 @@ class Run(AbstractContextManager["Run"]):
         """Returns the first state, new or restored, once the folder is prepared: --overwrite, config.json.
 
         Raises:
+            ConfigError: The processes of a new run have made different params.
             LostError: Another run has taken the folder.
         """
         compiled, shared = self._step(), {"schedule": self.schedule, "num_steps": self.flags.common.steps}
         self._watchers.append(ReportWriter(self.out_dir, lambda: step_data(compiled, self.target, self.mesh, **shared)))
-        state = self._init() if self._state is None else self._state
+        state = self._first_state() if self._state is None else self._state
         self._state = None  # the first step donates it
         if self.flags.common.overwrite and jax.process_index() == 0 and folder.has_run(self.out_dir):
             self.checkpoints.lease.check()
             folder.delete_run(self.out_dir)
             self._say(f"deleted: the earlier run in {self.out_dir}")
         write_config(self.flags, self.mesh)
+        return state
+
+    def _first_state(self) -> jaxpar.TrainState:
+        """Returns a new state; raises ConfigError where processes have made different ones."""
+        state = self._init()
+        if jax.process_count() > 1 and (apart := diverged_replicas(as_numbers(state))):
+            raise ConfigError(
+                f"all processes must begin with the same state; got other values in {', '.join(apart[:8])}. Draw params from a "
+                "key that is the same on all processes, or load them from one file: NumPy without a seed draws others."
+            )
         return state
 
     def _step(self) -> jax.stages.Compiled:
@@ -395,5 +409,12 @@ class Run(AbstractContextManager["Run"]):
         """Returns the remedy where steps are not finite, with the flags for another try."""
         advice, common = self._remedy, self.flags.common
         if common.checkpoint_every or self.flags.checkpoint.checkpoint_minutes or common.resume:
-            advice += " To continue from a checkpoint with another, add --resume --allow-change learning_rate."
-        return f"{advice} To begin again, add --overwrite."
+            allowed = f" {arg('allow_change')} learning_rate" if "learning_rate" in self._settings else ""
+            advice += f" To continue from a checkpoint with another, add {_switch('resume')}{allowed}."
+        return f"{advice} To begin again, add {_switch('overwrite')}."
+
+
+def _switch(name: str) -> str:
+    """Returns how to set a flag that is on or off, for a message."""
+    named = arg(name)
+    return f"{name}=True" if named == name else named
