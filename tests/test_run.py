@@ -24,6 +24,7 @@ from jaxpar.run import BasicFlags, ConfigError, Run
 from jaxpar.run.early_stop import EarlyStop
 from jaxpar.run.evaluation import say_best
 from jaxpar.run.flags import check_best_is_saved
+from jaxpar.run.start import first_state
 from jaxpar.runtime.lease import this_process
 from jaxpar.runtime.output import logging_kept
 from tests.support.leases import put
@@ -59,21 +60,16 @@ def test_an_import_leaves_the_root_logger_as_it_was():
     assert logging.root.handlers == before
 
 
-def test_processes_that_begin_with_different_params_are_refused(tmp_path, monkeypatch):
+def test_processes_that_begin_with_different_params_are_refused(monkeypatch):
     mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
     everywhere = jax.sharding.NamedSharding(mesh, jaxpar.replicated())
     parts = [
         jax.device_put(jnp.full(4, value), device) for value, device in zip((1, 2), mesh.devices.flat, strict=True)
     ]
     apart = jax.make_array_from_single_device_arrays((4,), everywhere, parts)
-    with Run(BasicFlags.of(out_dir=tmp_path), mesh) as run:
-        run._init = lambda: {"w": apart, "b": jax.device_put(jnp.ones(4), everywhere)}
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
-        with pytest.raises(
-            ConfigError, match=r"begin with the same state; got other values in w. Draw params from a key"
-        ):
-            run._first_state()
-        monkeypatch.undo()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"begin with the same state; got other values in w. Draw params from a key"):
+        first_state(lambda: {"w": apart, "b": jax.device_put(jnp.ones(4), everywhere)})
 
 
 def test_a_run_of_ones_own_is_told_how_to_go_on_in_its_own_words(tmp_path):

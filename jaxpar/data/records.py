@@ -32,6 +32,7 @@ from jaxpar.data.readers import (
     read_records,
     whole_parquet,
 )
+from jaxpar.data.text import is_held_out
 from jaxpar.fields import arg
 from jaxpar.runtime.output import printable
 
@@ -186,6 +187,27 @@ def open_records(files: Sequence[Path]) -> "Records":
         ValueError: A file is damaged or of another format.
     """
     return Records([_open(file) for file in files], files)
+
+
+def open_split(files: Sequence[Path], test_fraction: float, most: int) -> tuple["Records", int, str]:
+    """Returns the records of files, the number of those held out, which are the last ones, and a digest of all.
+
+    Held out are files whose names have the word "val" or "test"; if none or all have, a share of the records, ``most`` at most.
+
+    Raises:
+        ImportError: The package that reads the format is not installed.
+        ValueError: A file is damaged or of another format, or there are fewer than two records.
+    """
+    files = sorted(files, key=is_held_out)
+    records, held_out = open_records(files), [file for file in files if is_held_out(file)]
+    count = len(records)
+    if count < 2:
+        raise ValueError(f"records are split into two; got {count} in {files[0]}. Give 2 or more.")
+    digest = digest_of_records(records, files)
+    if not 0 < len(held_out) < len(files):
+        return records, min(max(round(test_fraction * count), 1), most), digest
+    num_test = len(open_records(held_out))
+    return records, num_test, f"{digest}, {num_test} held out"
 
 
 def digest_of_records(records: "Records", files: Sequence[Path]) -> str:

@@ -17,17 +17,8 @@ from jaxpar.data.examples import check_examples
 from jaxpar.data.packing import PackedRows, fit
 from jaxpar.data.readers import SNIFFED, find_files, format_of, is_records, unread_fields
 from jaxpar.data.recall import NUM_VALUES, Recall
-from jaxpar.data.records import COLUMNS, RecordRows, digest_of_records, holds_tokens, open_records, tokens_of
-from jaxpar.data.text import (
-    ByteTokenizer,
-    Text,
-    Tokenizer,
-    Windows,
-    check_inside,
-    is_held_out,
-    load_text,
-    unigram_entropy,
-)
+from jaxpar.data.records import COLUMNS, RecordRows, holds_tokens, open_split, tokens_of
+from jaxpar.data.text import ByteTokenizer, Text, Tokenizer, Windows, check_inside, load_text, unigram_entropy
 from jaxpar.fields import check_at_least
 from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.families import TOKENS
@@ -38,6 +29,7 @@ from jaxpar.run.answers import remark_on_ends
 from jaxpar.run.batches import check_microbatches, flags_of_replicas
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
+from jaxpar.run.remarks import remark_on_names, remark_on_others
 
 RECALL = Path("recall")  # of --data
 MOST_HELD_OUT = 4096  # records
@@ -278,9 +270,8 @@ def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
 
 def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource, RowSource]:
     """Returns the rows to learn from and those held out, checked as far as can be before training."""
-    for remark in filter(None, (part.remark for part in data.parts)):
+    for remark in filter(None, [*(part.remark for part in data.parts), remark_on_names(flags.data)]):
         say(remark)
-    say_named_as_held_out(flags.data)
     rows = [part.rows(flags.seq, vocab_size) for part in data.parts]
     for train, test, left_out in rows:
         train.check()
@@ -294,16 +285,6 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
     shares = ", ".join(f"{path} {share:.1%}" for path, share in zip(flags.data, train.shares, strict=True))
     say(f"rows from {shares}")
     return train, test
-
-
-def say_named_as_held_out(paths: Sequence[Path]) -> None:
-    """Prints which of several --data are learned although their names say that they are held out."""
-    named = [str(path) for path in paths if is_held_out(path)]
-    if 0 < len(named) < len(paths):
-        say(
-            f"{', '.join(named)}: learned like the other --data, but for a share of its own. Files with val or test in their "
-            "names are held out of a folder: put them and the others into one, and name the folder."
-        )
 
 
 @contextmanager
@@ -357,7 +338,7 @@ def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_
     files = find_files(path)
     is_tokens = path.suffix == ".bin" or (path.is_dir() and any(path.glob("*.bin")))
     if is_tokens:
-        return dataclasses.replace(_of_text(load_text(path)), remark=_remark_on_others(path, files))
+        return dataclasses.replace(_of_text(load_text(path)), remark=remark_on_others(path, files))
     if not path.is_dir() and format_of(path) in SNIFFED:
         check_examples(path)
     if not (tokenizer or any(map(is_records, files))):
@@ -377,13 +358,6 @@ def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_
         remarks.append(remark_on_ends(corpus, tokenizer, path, init_from))
     part = _of_corpus(corpus, flags, is_bytes=tokenizer is None)
     return dataclasses.replace(part, remark="\n".join(filter(None, remarks)))
-
-
-def _remark_on_others(path: Path, files: Sequence[Path]) -> str:
-    """Returns what to say of files beside the .bin files of a folder; "" if there are none."""
-    others = [str(file) for file in files if file.suffix != ".bin" or file.parent not in (path, path.parent)]
-    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    return f"of {path} only its .bin files are read, not {', '.join(others[:3])}{more}" if others else ""
 
 
 def _of_text(text: Text) -> Part:
@@ -412,14 +386,8 @@ def _of_recall() -> Part:
 
 
 def _of_records(files: Sequence[Path], flags: DataFlags) -> Part:
-    files = sorted(files, key=is_held_out)
-    by_name = is_held_out(files[-1]) and not is_held_out(files[0])
-    count = len(records := open_records(files))
-    num_test = min(max(round(TEST_FRACTION * count), 1), MOST_HELD_OUT)
-    if by_name:
-        num_test = len(open_records([file for file in files if is_held_out(file)]))
-    if count < 2:
-        raise ValueError(f"records are split into two; got {count} in {files[0]}. Give 2 or more.")
+    records, num_test, checksum = open_split(files, TEST_FRACTION, MOST_HELD_OUT)
+    count = len(records)
 
     def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, str]:
         make = partial(RecordRows, records, seq, vocab_size=vocab_size, max_documents=flags.max_documents)
@@ -428,5 +396,4 @@ def _of_records(files: Sequence[Path], flags: DataFlags) -> Part:
     sample = [tokens_of(records, i) for i in range(min(count, 64))]
     held_out = tokens_of(records, count - num_test)
     ignored = set(records[0]).union(*(unread_fields(file, COLUMNS) for file in files)) - set(COLUMNS)
-    checksum = digest_of_records(records, files) + (f", {num_test} held out" if by_name else "")
     return Part(rows, None, sample, held_out, checksum, is_bytes=False, ignored=tuple(sorted(ignored)))

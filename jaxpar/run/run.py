@@ -12,10 +12,8 @@ import jax
 import optax
 
 import jaxpar
-from jaxpar.checkpoint.checksums import diverged_replicas
-from jaxpar.checkpoint.state import as_numbers
 from jaxpar.data.batches import Origin
-from jaxpar.fields import arg, check_at_least, check_kind
+from jaxpar.fields import check_at_least, check_kind
 from jaxpar.guard import Guard
 from jaxpar.inspect.text import bytes_text
 from jaxpar.mesh import OF_ZERO
@@ -30,7 +28,6 @@ from jaxpar.run.early_stop import EarlyStop, without_metric
 from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.learning_rate import rate_after
 from jaxpar.run.messages import (
-    ConfigError,
     checks,
     forget_devices,
     phase,
@@ -40,7 +37,7 @@ from jaxpar.run.messages import (
     status_watchers,
     stop,
 )
-from jaxpar.run.start import open_checkpoints, write_config
+from jaxpar.run.start import advice_on_finite_steps, first_state, open_checkpoints, write_config
 from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.watchdog import Watchdog
@@ -241,23 +238,13 @@ class Run(AbstractContextManager["Run"]):
         """
         compiled, shared = self._step(), {"schedule": self.schedule, "num_steps": self.flags.common.steps}
         self._watchers.append(ReportWriter(self.out_dir, lambda: step_data(compiled, self.target, self.mesh, **shared)))
-        state = self._first_state() if self._state is None else self._state
+        state = first_state(self._init) if self._state is None else self._state
         self._state = None  # the first step donates it
         if self.flags.common.overwrite and jax.process_index() == 0 and folder.has_run(self.out_dir):
             self.checkpoints.lease.check()
             folder.delete_run(self.out_dir)
             self._say(f"deleted: the earlier run in {self.out_dir}")
         write_config(self.flags, self.mesh)
-        return state
-
-    def _first_state(self) -> jaxpar.TrainState:
-        """Returns a new state; raises ConfigError where processes have made different ones."""
-        state = self._init()
-        if jax.process_count() > 1 and (apart := diverged_replicas(as_numbers(state))):
-            raise ConfigError(
-                f"all processes must begin with the same state; got other values in {', '.join(apart[:8])}. Draw params from a "
-                "key that is the same on all processes, or load them from one file: NumPy without a seed draws others."
-            )
         return state
 
     def _step(self) -> jax.stages.Compiled:
@@ -407,14 +394,4 @@ class Run(AbstractContextManager["Run"]):
 
     def _advice(self) -> str:
         """Returns the remedy where steps are not finite, with the flags for another try."""
-        advice, common = self._remedy, self.flags.common
-        if common.checkpoint_every or self.flags.checkpoint.checkpoint_minutes or common.resume:
-            allowed = f" {arg('allow_change')} learning_rate" if "learning_rate" in self._settings else ""
-            advice += f" To continue from a checkpoint with another, add {_switch('resume')}{allowed}."
-        return f"{advice} To begin again, add {_switch('overwrite')}."
-
-
-def _switch(name: str) -> str:
-    """Returns how to set a flag that is on or off, for a message."""
-    named = arg(name)
-    return f"{name}=True" if named == name else named
+        return advice_on_finite_steps(self.flags, self._remedy, self._settings)

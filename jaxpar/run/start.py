@@ -2,13 +2,17 @@
 
 import dataclasses
 import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 import jaxpar
 from jaxpar.checkpoint import CheckpointManager
+from jaxpar.checkpoint.checksums import diverged_replicas
 from jaxpar.checkpoint.folder import Folder
+from jaxpar.checkpoint.state import as_numbers
+from jaxpar.fields import arg
 from jaxpar.mesh import arrange, idle_text, shown_sizes
 from jaxpar.run import folder
 from jaxpar.run.flags import MeshFlags, RunFlags
@@ -72,6 +76,32 @@ def make_mesh(flags: RunFlags) -> jax.sharding.Mesh:
     if mesh.size < num_devices:
         say(idle_text(mesh, num_devices))
     return mesh
+
+
+def first_state(make_state: Callable[[], jaxpar.TrainState]) -> jaxpar.TrainState:
+    """Returns a new state; raises ConfigError where the processes of a run have made different ones."""
+    state = make_state()
+    if jax.process_count() > 1 and (apart := diverged_replicas(as_numbers(state))):
+        raise ConfigError(
+            f"all processes must begin with the same state; got other values in {', '.join(apart[:8])}. Draw params from a "
+            "key that is the same on all processes, or load them from one file: NumPy without a seed draws others."
+        )
+    return state
+
+
+def advice_on_finite_steps(flags: RunFlags, remedy: str, settings: Mapping[str, Any]) -> str:
+    """Returns a remedy with what to set for another try: the flags of a command, or the arguments of a script."""
+    common, saves = flags.common, flags.checkpoint.checkpoint_minutes
+    if common.checkpoint_every or saves or common.resume:
+        allowed = f" {arg('allow_change')} learning_rate" if "learning_rate" in settings else ""
+        remedy += f" To continue from a checkpoint with another, add {_switch('resume')}{allowed}."
+    return f"{remedy} To begin again, add {_switch('overwrite')}."
+
+
+def _switch(name: str) -> str:
+    """Returns how to set a flag that is on or off, for a message."""
+    named = arg(name)
+    return f"{name}=True" if named == name else named
 
 
 def write_config(flags: RunFlags, mesh: jax.sharding.Mesh) -> None:
