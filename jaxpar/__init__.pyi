@@ -2,6 +2,7 @@
 
 from jaxpar import adapters as adapters
 from jaxpar import collectives as collectives
+from jaxpar import fp8 as fp8
 from jaxpar import huggingface as huggingface
 from jaxpar import losses as losses
 from jaxpar import planner as planner

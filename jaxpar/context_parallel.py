@@ -15,6 +15,7 @@ positions, and they return what they are given.
     sequence_to_heads    the whole sequence of a part of the heads, and heads_to_sequence back (DeepSpeed-Ulysses, Jacobs et
                          al. 2023, arXiv 2309.14509)
     sum_over_sequence    a sum over the positions of all devices
+    max_over_sequence    the largest value of all devices
 
 ``places`` says which positions of the sequence a device has. All else of a layer treats each position on its own. An embedding
 or a loss that pairs neighbours, such as by ``tokens[:, 1:]``, does not: shift targets before ``shard_batch``.
@@ -133,6 +134,14 @@ def sum_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
     **Collectives**: an all-reduce over ``context``, and one of the gradient.
     """
     return x if num_parts() == 1 else jax.lax.psum(x.astype(_reduced_in(x.dtype)), CONTEXT).astype(x.dtype)
+
+
+def max_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
+    """Returns the largest values of the devices that share each sequence; it has no derivative.
+
+    **Collectives**: an all-reduce over ``context``.
+    """
+    return x if num_parts() == 1 else jax.lax.pmax(x, CONTEXT)
 
 
 def _reduced_in(dtype: jnp.dtype) -> jnp.dtype:

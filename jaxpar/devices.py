@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxpar._compat import backend_errors
 from jaxpar.gpus import GPUS, gpu_nodes
@@ -104,6 +105,11 @@ def describe_devices() -> str:
     return f"{len(devices)} {what}" + (f", in {count} processes" if count > 1 else "")
 
 
+def are_gpus(mesh: Mesh | AbstractMesh) -> bool:
+    """Returns whether the devices of a mesh are GPUs, also those that exist for the compiler alone."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
+
+
 # The devices for which a function is traced ----------------------------------------------------------------------------------
 
 
@@ -121,7 +127,12 @@ def on_gpus() -> bool:
 def on_hopper(*, or_later: bool = False) -> bool:
     """Returns whether this is traced for NVIDIA GPUs of the architecture Hopper, or of a later one."""
     names = HOPPER_OR_LATER if or_later else HOPPER
-    return on_gpus() and re.search(names, _of_traced_device("device_kind") or "") is not None
+    return on_gpus() and re.search(names, traced_kind()) is not None
+
+
+def traced_kind() -> str:
+    """Returns the name of the device for which this is traced, such as "NVIDIA H100 80GB HBM3"."""
+    return _of_traced_device("device_kind") or ""
 
 
 def num_multiprocessors() -> int:

@@ -19,14 +19,17 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import Field
 from difflib import get_close_matches
 from functools import cache
-from numbers import Real
-from typing import Any, TypeVar, get_args, get_type_hints
+from numbers import Integral, Real
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Kind = TypeVar("Kind")
 _flags: ContextVar[Mapping[str, str]] = ContextVar("_flags", default={})  # noqa: B039, it is never changed
 MAX_SHOWN = 60  # letters of a wrong value
+# The kinds of numbers of a dataclass's fields.
+_NUMBERS: dict[Any, Any] = dict.fromkeys((int, int | None), Integral) | dict.fromkeys((float, float | None), Real)
 # What a value must be, by the type of pydantic's error, in which braces are filled in from its context.
 _RULES = {
     "int_type": "be an integer",
@@ -158,6 +161,31 @@ def _check_numbers(
         if value is not None and not is_right(value):
             shown = f"{value:g}" if isinstance(value, float) else value
             raise ValueError(f"{arg(name)} must be {rule}; got {shown}. {remedy}")
+
+
+def check_field(of: Field, value: Any) -> None:
+    """Raises unless a value is of the kind of number that a field of a dataclass has, or one of its choices or its default.
+
+    Args:
+        of: The field. Only integers, numbers and Literals, alone or in a union, are checked; a function is always accepted.
+        value: Its value.
+    """
+    if value is None and of.default is None:
+        return
+    kind, choices = _NUMBERS.get(of.type), _choices(of.type)
+    if kind:
+        check_kind((kind,), "an integer" if kind is Integral else "a number", "Convert it.", **{of.name: value})
+    if choices and value not in choices and not callable(value):
+        raise ValueError(
+            f"{arg(of.name)} must be one of {', '.join(map(repr, choices))}; got {value!r}. Choose one of them."
+        )
+
+
+def _choices(kind: Any) -> tuple:
+    """Returns the values of a Literal, alone or in a union."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    return tuple(choice for part in get_args(kind) for choice in _choices(part))
 
 
 def read(kind: type[Kind], value: Any, whole: str, remedy: str) -> Kind:

@@ -11,8 +11,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from jaxpar._compat import PIPELINED_ALL_GATHER, Tracer
+from jaxpar.devices import are_gpus
 from jaxpar.dtypes import widen
 from jaxpar.fields import arg, check_kind
+from jaxpar.fp8 import check_products
 from jaxpar.gradients import with_settings
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import OF_ZERO, STAGE, TENSOR
@@ -309,13 +311,15 @@ class TrainStep:
         Raises:
             TypeError: ``state`` is no TrainState.
             ValueError: It was donated to an earlier step; its optimizer state is not one of the step's optimizer; the batch is
-                on another mesh; or the compiled step of a pipeline would never end (``jaxpar.pipeline.check_permutes``).
+                on another mesh; or the compiled step would not end (``check_permutes``) or not be in FP8 (``check_products``).
         """
         step = self._for(state, batch)
         if self._before is not None:
             return step(state, self._before(state.params, batch))
-        if step not in self._checked and _has_stages_and_shards(state):
-            check_permutes(step.lower(state, batch).compile())  # the call below reuses the compiled step
+        if step not in self._checked and (_has_stages_and_shards(state) or _on_gpus(state)):
+            compiled = step.lower(state, batch).compile()  # the call below reuses the compiled step
+            check_permutes(compiled)
+            check_products(compiled.as_text() if _on_gpus(state) else "")
         self._checked.add(step)
         return step(state, batch)
 
@@ -379,8 +383,7 @@ def _compiler_options(state: TrainState) -> dict[str, bool | str | int] | None:
     computes. It would do the same with what sequence parallelism gathers over ``tensor``, for more than twice the temporary
     memory, and may take a fifth more in a pipeline.
     """
-    on_gpus = lambda mesh: isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
-    shardings = [each for each in _shardings(state.params) if on_gpus(each.mesh)]
+    shardings = _on_gpus(state.params)
     if any(each.mesh.shape.get(TENSOR, 1) > 1 for each in shardings):
         return _APART
     is_cut = lambda spec: not set(OF_ZERO).isdisjoint(jax.tree.leaves(tuple(spec)))
@@ -388,7 +391,10 @@ def _compiler_options(state: TrainState) -> dict[str, bool | str | int] | None:
     return dict(PIPELINED_ALL_GATHER) if gathers else None
 
 
+def _on_gpus(tree: PyTree) -> list[NamedSharding]:
+    return [each for each in _shardings(tree) if are_gpus(each.mesh)]
+
+
 def _shardings(tree: PyTree) -> list[NamedSharding]:
-    """Returns the NamedShardings of the leaves that have one."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree) if not isinstance(leaf, Tracer))
     return [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]

@@ -147,7 +147,7 @@ def main(config: Config) -> None:
         )
         run.restore(init, jax.random.key(common.seed), optimizer, parallel)
         begins_with = own.init_from if config.makes_state else None
-        weights = begins_with and language_model.read_weights(begins_with, shape, layout, run.target)
+        weights = begins_with and model_files.read_weights(begins_with, shape, layout, run.target)
     optimizers.say_new_rate(config, run.saved, run.first_step)
     say(text.describe())
     say(language_model.describe(own, config.lora, shape, mesh, num_factors, schedule=own.schedule))
@@ -158,6 +158,8 @@ def main(config: Config) -> None:
     with run:
         train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.optimizer.max_grad_norm)
         train_step = run.compile(train_step, batch_of.abstract())
+        with checks():
+            language_model.check_compiled(train_step, shape, mesh, num_factors)
         if run.is_dry:
             return run.say_cost()
         state = run.begin()
@@ -274,10 +276,12 @@ def remark_on_positions(config: Config, shape: transformer.TransformerConfig) ->
 def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:
     """Returns the settings that a resumed run must share with the saved one, which excludes mesh, schedule, ZeRO and remat."""
     found = config.values("seed", "steps", "model", "seq", "batch_size", "dtype")
+    if config.recipe.products != "compute":
+        found["products"] = config.recipe.products
     if config.recipe.window is not None:
         found["window"] = config.recipe.window
     if config.recipe.init_from is not None:
-        found["init_from"] = f"crc32 {language_model.checksum_of_model(config.recipe.init_from)}"
+        found["init_from"] = f"crc32 {model_files.checksum_of_model(config.recipe.init_from)}"
     if config.recipe.router_bias_rate is not None:
         found["router_bias_rate"] = config.recipe.router_bias_rate
     return found | optimizers.settings(config) | config.lora.settings | text.settings(config.data)

@@ -491,7 +491,7 @@ def test_published_weights_are_packed_for_the_stages():
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
     init = lambda key: layout.pack_params(init_params(table, key))
     state = jaxpar.abstract_state(init, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
-    got = language_model.read_weights(LLAMA, shape, layout, state)
+    got = model_files.read_weights(LLAMA, shape, layout, state)
     assert jax.tree.map(lambda leaf: leaf.sharding, got) == shardings
     oracle.assert_same_bits(layout.unpack_params(got), huggingface.read_params(LLAMA, shape))
 

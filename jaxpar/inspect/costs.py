@@ -12,12 +12,23 @@ slices alone, and an output that is an updated slice of an input is written in p
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
+from jaxpar.fp8 import CALL as FP8_CALL
 from jaxpar.inspect.groups import integers
-from jaxpar.inspect.hlo import NO_ASSUMPTIONS, Assumptions, Computation, Instruction, Module, Shape, calls, plain_number
+from jaxpar.inspect.hlo import (
+    NO_ASSUMPTIONS,
+    Assumptions,
+    Computation,
+    Instruction,
+    Module,
+    Shape,
+    calls,
+    plain_number,
+    runs,
+)
 
 _CONVOLUTIONS = {
     # Which of (first operand, second operand, result) is the forward convolution's (input, kernel, output).
@@ -61,7 +72,24 @@ def count_flops(module: Module, assumptions: Assumptions = NO_ASSUMPTIONS) -> di
         "flops_least": plain_number(least),
         "unknown_loops": tuple(sorted({each.op_name or each.name for each in unknown})),
         "uncounted_calls": tuple(sorted(uncounted)),
+        "fp8_products": plain_number(sum(_runs_in_fp8(module, assumptions), Fraction(0))),
     }
+
+
+def _runs_in_fp8(module: Module, assumptions: Assumptions) -> Iterator[Fraction]:
+    """Yields the runs in a step of each product of factors in FP8."""
+    for run, computation, each in runs(module, assumptions, lambda instruction, _: instruction.opcode in CALLS):
+        if is_in_fp8(module, computation, each):
+            yield run.times
+
+
+def is_in_fp8(module: Module, computation: Computation, instruction: Instruction) -> bool:
+    """Returns whether an instruction is a product of two factors in FP8: a call of cuBLASLt, or a fusion that has one."""
+    fused = module.fused(instruction) or Computation("", ())
+    products = [(computation, instruction), *((fused, each) for each in fused.instructions)]
+    of_bytes = lambda where, each: all(shape.dtype.startswith("f8") for shape in _first_operands(where, each))
+    is_dot = any(each.opcode == "dot" and of_bytes(where, each) for where, each in products)
+    return is_dot or _target(instruction) == FP8_CALL
 
 
 def costs_of_instructions(module: Module, assumptions: Assumptions) -> tuple[Cost, Cost]:

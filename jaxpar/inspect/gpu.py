@@ -25,7 +25,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from jaxpar.gpus import GPUS, Gpu
-from jaxpar.inspect.costs import CALLS, VIEWS, Cost, costs_of_instructions, own_bytes, written_outputs
+from jaxpar.inspect.costs import (
+    CALLS,
+    VIEWS,
+    Cost,
+    costs_of_instructions,
+    is_in_fp8,
+    own_bytes,
+    written_outputs,
+)
 from jaxpar.inspect.hlo import NO_ASSUMPTIONS, Assumptions, Computation, Instruction, Module, calls, plain_number, runs
 from jaxpar.inspect.text import bytes_text, device_seconds_text, flops_text, table, table_of
 
@@ -48,6 +56,7 @@ class Work:
         kind: One of ``KINDS``.
         array: Dtype and dims of its result.
         op_name: JAX's name for the operation; empty where XLA inserted it.
+        rate: How many times the peak of 16-bit products its own may reach: 2 in FP8.
     """
 
     flops: int | float
@@ -56,10 +65,11 @@ class Work:
     kind: str
     array: str
     op_name: str
+    rate: int = 1
 
     def seconds(self, peak_flops: float, memory_bandwidth: float) -> float:
-        """Returns the seconds of all its runs in a step at these rates, operations and bytes per second."""
-        return self.times * max(self.flops / peak_flops, self.num_bytes / memory_bandwidth)
+        """Returns the seconds of all its runs in a step, by the peak of 16-bit products and the bytes of memory a second."""
+        return self.times * max(self.flops / (self.rate * peak_flops), self.num_bytes / memory_bandwidth)
 
 
 def gpu_of(device_kind: str) -> Gpu | None:
@@ -234,7 +244,8 @@ def read_gpu_program(
         if num_bytes := own_bytes(module, computation, each):
             flops = plain_number(costs[0](computation, each))
             kind, array = kind_of(module, each, flops), ", ".join(map(str, each.shapes))
-            work.append(Work(flops, num_bytes, times, kind, array, each.op_name))
+            rate = 2 if is_in_fp8(module, computation, each) else 1
+            work.append(Work(flops, num_bytes, times, kind, array, each.op_name, rate))
     return GpuProgram(tuple(copies), plain_number(waits), tuple(transfers), tuple(work), gpu_of(device_kind))
 
 

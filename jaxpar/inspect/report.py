@@ -67,6 +67,8 @@ class StepReport:
         large_bytes: the size in bytes at which an array counts as large.
         name: name of the compiled module.
         gpu: copies, waits of the host and overlap of a program for GPUs; None for other devices.
+        fp8_products: runs in a step of products of factors in FP8, with loop trips; branches count as taken, and a loop of
+            `unknown_loops` as one trip.
     """
 
     collectives: tuple[Collective, ...]
@@ -82,6 +84,7 @@ class StepReport:
     large_bytes: int
     name: str
     gpu: GpuProgram | None = None
+    fp8_products: int | float = 0
 
     def select(
         self, kind: str | None = None, axis: Axes | None = None, *, min_bytes: int = 0
@@ -227,6 +230,8 @@ def _axes_table(report: StepReport) -> str:
 
 def _flops_lines(report: StepReport) -> str:
     lines = [f"matrix products and convolutions on each device: {flops_text(report.flops)}"]
+    if report.fp8_products:
+        lines.append(f"products in FP8 on each device: {report.fp8_products:g} a step")
     if report.flops_least != report.flops:
         lines[0] += f" at most, {flops_text(report.flops_least)} at least (branches)"
     lines += [

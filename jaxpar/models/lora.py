@@ -90,19 +90,25 @@ def is_adapted(node: object) -> bool:
     return isinstance(node, Adapted)
 
 
-def einsum(spec: str, x: jax.Array, weight: Any) -> jax.Array:
+def einsum(
+    spec: str,
+    x: jax.Array,
+    weight: Any,
+    product: Callable[[str, jax.Array, jax.Array], jax.Array] = jnp.einsum,
+) -> jax.Array:
     """Returns ``jnp.einsum(spec, x, weight)``, with the factors of a weight that has any.
 
     Args:
         spec: Such as "btd,df->btf", for two arrays. The dims of the weight that are summed over come first.
         x: The input.
         weight: An array, or an Adapted of arrays.
+        product: Computes the product with the weight in place of ``jnp.einsum``; not those with its factors.
 
     Raises:
         ValueError: The summed dims of the weight are not first in ``spec``, or not those that its factors were made for.
     """
     if not is_adapted(weight):
-        return jnp.einsum(spec, x, weight)
+        return product(spec, x, weight)
     inputs, y_dims = spec.replace(" ", "").split("->")
     x_dims, w_dims = inputs.split(",")
     ins = "".join(dim for dim in w_dims if dim not in y_dims)
@@ -115,7 +121,7 @@ def einsum(spec: str, x: jax.Array, weight: Any) -> jax.Array:
         )
     low_dims = "".join(dim for dim in x_dims if dim not in ins) + rank
     low = jnp.einsum(f"{x_dims},{ins}{rank}->{low_dims}", x, weight.lora_a) * weight.scale
-    return jnp.einsum(spec, x, weight.weight) + jnp.einsum(f"{low_dims},{rank}{outs}->{y_dims}", low, weight.lora_b)
+    return product(spec, x, weight.weight) + jnp.einsum(f"{low_dims},{rank}{outs}->{y_dims}", low, weight.lora_b)
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,21 @@
 """The language model of a run: size, layout over stages, weights to begin from, and LoRA."""
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 import jaxpar
+from jaxpar import fp8
 from jaxpar.checkpoint.export import load_save_file
 from jaxpar.compile_only import check_cudnn
 from jaxpar.data.batches import RowSource
-from jaxpar.data.checksums import checksum_of_files
 from jaxpar.data.text import BYTES
+from jaxpar.devices import are_gpus
 from jaxpar.fields import check_at_least, check_not_negative, check_positive
 from jaxpar.huggingface.config import read_config_for
 from jaxpar.huggingface.folder import check_model_folder
@@ -28,14 +28,12 @@ from jaxpar.run.flags import GpuFlags
 from jaxpar.run.language_data import Data
 from jaxpar.run.messages import say
 from jaxpar.run.optimizers import OptimizerFlags
-from jaxpar.runtime.coordination import check_agreement
 from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
 
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 # Of a row, unless a run is told another number: 64 take as much memory as a bias of 32 heads of 4,096 tokens.
 MOST_DOCUMENTS = 64
-CHECKED_BYTES = 2**20  # at each end of a file
 
 Target = Literal["w_qkv", "w_out", "w_up", "w_down"]
 
@@ -52,6 +50,8 @@ class ModelFlags:
         window: Each position attends to this many, itself included. None: as many as in the model named above.
         ignore_config_keys: Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout.
         dtype: Dtype of products and activations. Parameters, their updates, norms and the loss are float32.
+        products: What layers multiply by their weights in. compute: --dtype. fp8: FP8 with a scale for each tensor, for weights
+            whose widths are both at least 1024 and multiples of 16, on Hopper and later GPUs.
         expert_split: What --mesh.tensor splits in a model with experts: their number, or the hidden width of each.
         experts: The axis over which the experts of a model are divided: --mesh.tensor, as --expert-split says; or --mesh.data,
             whose replicas send each other rows, and --mesh.tensor splits their hidden width.
@@ -68,6 +68,7 @@ class ModelFlags:
     window: int | None = None
     ignore_config_keys: tuple[str, ...] = ()
     dtype: Literal["float32", "bfloat16"] = "float32"
+    products: Literal["compute", "fp8"] = "compute"
     expert_split: Literal["experts", "expert_mlp"] = "experts"
     experts: Literal["tensor", "data"] = "tensor"
     expert_buffer: float | None = None
@@ -200,7 +201,7 @@ def check_lora(flags: LoraFlags, optimizer: OptimizerFlags, model: ModelFlags) -
 
 def config_of_flags(flags: ModelFlags, seq: int) -> tuple[TransformerConfig, str]:
     """Returns the model that the flags ask for, before its data are known, and the flag that names it."""
-    changes = {"vocab_multiple": VOCAB_MULTIPLE, "compute_dtype": flags.dtype}
+    changes = {"vocab_multiple": VOCAB_MULTIPLE, "compute_dtype": flags.dtype, "products": flags.products}
     changes |= {} if flags.window is None else {"window": flags.window}
     if flags.init_from is None:
         config, named = transformer.preset(flags.model, **changes), f"--model {flags.model}"
@@ -269,6 +270,9 @@ def check_mesh(
             "Leave it out, or choose --mesh.stage 2 or more."
         )
     config = config_of_flags(flags, seq)[0].for_tensor(mesh.shape["tensor"])
+    transformer.check_products(config)
+    if config.products == "fp8" and are_gpus(mesh):
+        fp8.check_gpu(mesh.devices.flat[0].device_kind)
     layout = make_layout(config, make_schedule(schedule, mesh.shape["stage"], 1, num_chunks), layers)
     make_params(lora_flags, config, layout, mesh, flags.experts)
 
@@ -314,36 +318,14 @@ def make_params(
     return init, factors.shardings(shardings)
 
 
-def read_weights(folder: Path, config: TransformerConfig, layout: LayerLayout, state: jaxpar.TrainState) -> dict:
-    """Returns the weights of a model as saved by transformers, laid out as those of ``state``.
+def check_compiled(compiled: jax.stages.Compiled, config: TransformerConfig, mesh: Mesh, num_factors: int) -> None:
+    """Raises ValueError where a step in FP8 was compiled for GPUs with fewer products in FP8 than its weights have.
 
-    Raises:
-        ValueError: The weights cannot be used, or processes of the run have others at this path.
+    A weight has three, without a gradient two.
     """
-    if jax.process_count() > 1:
-        files = sorted(folder.glob("*.safetensors"))
-        check_agreement("read --init-from", {"weights": f"{len(files)} files, {checksum_of_files(files)}"})
-    packed = jax.tree.map(lambda leaf: leaf.sharding, lora.without_factors(state.params))
-    if layout.is_canonical:
-        return jaxpar.huggingface.read_params(folder, config, packed)
-    # The number of layers need not be divisible by the stages, so each stage has all layers until they are packed.
-    on_all = lambda sharding: NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
-    canonical = packed | {"layers": jax.tree.map(on_all, packed["layers"].tree)}
-    params = jaxpar.huggingface.read_params(folder, config, canonical)
-    return jax.jit(layout.pack_params, out_shardings=packed)(params)
-
-
-def checksum_of_model(folder: Path) -> str:
-    """Returns a checksum of the names, sizes, beginnings and ends of a model's files, which does not depend on the folder."""
-    found = 0
-    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
-        size = path.stat().st_size
-        found = zlib.crc32(f"{path.name} {size}".encode(), found)
-        with path.open("rb") as file:
-            found = zlib.crc32(file.read(CHECKED_BYTES), found)
-            file.seek(max(size - CHECKED_BYTES, 0))
-            found = zlib.crc32(file.read(), found)
-    return f"{found:08x}"
+    if config.products == "fp8" and are_gpus(mesh):
+        num_weights = sum(transformer.fp8_weights(config).values())
+        fp8.check_products(compiled.as_text() or "", (fp8.PASSES - bool(num_factors)) * num_weights)
 
 
 def flops_per_token(config: TransformerConfig, seq: int, num_factors: int = 0) -> int:
@@ -395,6 +377,8 @@ def describe(
     if num_factors:
         targets = ", ".join(factors.lora_targets)
         lines.append(f"LoRA of rank {factors.lora_rank} on {targets}: {num_factors:,} parameters are trained")
+    if products := transformer.describe_products(config):
+        lines.append(products)
     if config.ignored:
         lines.append(f"ignored in its config.json: {', '.join(config.ignored)}")
     return "\n".join(lines)

@@ -1,16 +1,55 @@
-"""The folders that a run of a language model leaves: its model as transformers reads it, its factors of LoRA as peft does."""
+"""The folders of models: that which a run begins with, those that it leaves for transformers, and for peft with LoRA."""
 
+import zlib
 from pathlib import Path
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 import jaxpar
+from jaxpar.data.checksums import checksum_of_files
 from jaxpar.huggingface.finite import OutOfRangeError
 from jaxpar.models import lora
 from jaxpar.models.transformer import TransformerConfig
+from jaxpar.pipeline import LayerLayout
 from jaxpar.run.language_model import ModelFlags
 from jaxpar.run.messages import say
+from jaxpar.runtime.coordination import check_agreement
+
+CHECKED_BYTES = 2**20  # at each end of a file
+
+
+def read_weights(folder: Path, config: TransformerConfig, layout: LayerLayout, state: jaxpar.TrainState) -> dict:
+    """Returns the weights of a model as saved by transformers, laid out as those of ``state``.
+
+    Raises:
+        ValueError: The weights cannot be used, or processes of the run have others at this path.
+    """
+    if jax.process_count() > 1:
+        files = sorted(folder.glob("*.safetensors"))
+        check_agreement("read --init-from", {"weights": f"{len(files)} files, {checksum_of_files(files)}"})
+    packed = jax.tree.map(lambda leaf: leaf.sharding, lora.without_factors(state.params))
+    if layout.is_canonical:
+        return jaxpar.huggingface.read_params(folder, config, packed)
+    # The number of layers need not be divisible by the stages, so each stage has all layers until they are packed.
+    on_all = lambda sharding: NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec[1:]))
+    canonical = packed | {"layers": jax.tree.map(on_all, packed["layers"].tree)}
+    params = jaxpar.huggingface.read_params(folder, config, canonical)
+    return jax.jit(layout.pack_params, out_shardings=packed)(params)
+
+
+def checksum_of_model(folder: Path) -> str:
+    """Returns a checksum of the names, sizes, beginnings and ends of a model's files, which does not depend on the folder."""
+    found = 0
+    for path in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+        size = path.stat().st_size
+        found = zlib.crc32(f"{path.name} {size}".encode(), found)
+        with path.open("rb") as file:
+            found = zlib.crc32(file.read(CHECKED_BYTES), found)
+            file.seek(max(size - CHECKED_BYTES, 0))
+            found = zlib.crc32(file.read(), found)
+    return f"{found:08x}"
 
 
 def save_adapters(folder: Path, flags: ModelFlags, config: TransformerConfig, params: PyTree) -> None:

@@ -6,10 +6,11 @@
     tokens = transformer.generate(config, params, prompt, 100, temperature=0.8, key=key)
 
 Read in this order: `config.py` (the options), `presets.py` with `presets.toml` (the published models), `params.py` (the
-params), `layers.py` (the model), `norms.py`, `span.py` (positions and segments of tokens), `attention.py`, `flash_chunks.py`
-(attention to a gathered sequence), `rope.py` (rotary positions), `mlp.py`, `padding.py`, `router.py` (with the optimizer of its
-bias), `experts.py` with `dispatch.py` (the slots of rows), `generate.py` with `advance.py` (all layers, beside a cache),
-`cache.py` and `sampling.py`, `scoring.py` (how likely given tokens are).
+params), `layers.py` (the model), `norms.py`, `products.py` (with weights, some of them in FP8), `span.py` (positions and
+segments of tokens), `attention.py`, `flash_chunks.py` (attention to a gathered sequence), `rope.py` (rotary positions),
+`mlp.py`, `padding.py`, `router.py` (with the optimizer of its bias), `experts.py` with `dispatch.py` (the slots of rows),
+`generate.py` with `advance.py` (all layers, beside a cache), `cache.py` and `sampling.py`, `scoring.py` (how likely given
+tokens are).
 """
 
 from jaxpar.models.transformer.config import TransformerConfig as TransformerConfig
@@ -22,6 +23,9 @@ from jaxpar.models.transformer.params import num_active_params as num_active_par
 from jaxpar.models.transformer.params import param_table as param_table
 from jaxpar.models.transformer.presets import PRESETS as PRESETS
 from jaxpar.models.transformer.presets import preset as preset
+from jaxpar.models.transformer.products import check_products as check_products
+from jaxpar.models.transformer.products import describe_products as describe_products
+from jaxpar.models.transformer.products import fp8_weights as fp8_weights
 from jaxpar.models.transformer.rope import RopeScaling as RopeScaling
 from jaxpar.models.transformer.router import RoutedLogits as RoutedLogits
 from jaxpar.models.transformer.router import add_routing_losses as add_routing_losses

@@ -22,12 +22,13 @@ from jaxpar.context_parallel import gather_sequence, heads_to_sequence, sequence
 from jaxpar.documents import Documents, attend_in_documents, find_documents
 from jaxpar.documents import Kernel as KernelOfDocuments
 from jaxpar.fields import arg
-from jaxpar.models.lora import Adapted, einsum
+from jaxpar.models.lora import Adapted
 from jaxpar.models.transformer import rope
 from jaxpar.models.transformer.cache import Cache
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.flash_chunks import CUDNN, Kernel, as_rows, chunked_causal_attention
 from jaxpar.models.transformer.norms import rms_norm
+from jaxpar.models.transformer.products import product
 from jaxpar.models.transformer.span import Span
 
 Constrain = Callable[[jax.Array, str], jax.Array]
@@ -98,7 +99,7 @@ def attention(
     else:
         in_rows = span.positions if span.segments is None else jnp.arange(x.shape[1])[None]
         mixed = attend(config, q, k, v, in_rows, span.segments, documents=span.documents)
-    out = einsum("bthk,hkd->btd", mixed, params["w_out"].astype(x.dtype))
+    out = product(config, "bthk,hkd->btd", mixed, params["w_out"].astype(x.dtype))
     return _plus(out, params.get("b_out")), cache
 
 
@@ -110,7 +111,7 @@ def project(
     With ``kv_copies`` there are that many of each key and value head, each for a part of its group of query heads.
     """
     w_qkv, b_qkv = (_copied(config, params.get(name), x.dtype, constrain) for name in ("w_qkv", "b_qkv"))
-    qkv = _plus(einsum("btd,dhgk->bthgk", x, w_qkv), b_qkv)
+    qkv = _plus(product(config, "btd,dhgk->bthgk", x, w_qkv), b_qkv)
     q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
     q, k, v = q.reshape(*x.shape[:2], config.num_heads, config.head_dim), k[:, :, :, 0], v[:, :, :, 0]
     if config.qk_norm is not None:

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
-from numbers import Integral, Real
-from typing import Any, Literal, get_args, get_origin
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxpar.fields import arg, check_at_least, check_kind, check_one_of, check_positive
+from jaxpar.fields import arg, check_at_least, check_field, check_one_of, check_positive
 from jaxpar.models.transformer.rope import RopeScaling
 
 # Fields that have no effect without experts.
@@ -64,7 +63,6 @@ DIVIDES = {
     "kv_copies": "group_size",
     "num_expert_groups": "num_experts",
 }
-NUMBERS: dict[Any, Any] = dict.fromkeys((int, int | None), Integral) | dict.fromkeys((float, float | None), Real)
 COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -105,6 +103,8 @@ class TransformerConfig:
             logits are those of the ``vocab_size`` words alone.
         compute_dtype: The dtype of matrix products and activations. Params keep their own dtype and are cast at each use;
             softmax and norms are computed in float32 or wider.
+        products: What layers multiply by their weights in: "compute": the compute dtype. "fp8": FP8 with a scale for each
+            tensor (``jaxpar.fp8``), of weights of at least 1,024 by 1,024 (``products.py``), on Hopper and later GPUs.
         attention: "xla" runs anywhere; "cudnn" is flash attention on one NVIDIA GPU, for 16-bit ``compute_dtype``. Or a
             function ``(q, k, v, bias) -> mixed`` of causal attention, such as ``jaxpar.flash_attention``, which
             runs cuDNN's on any mesh; it also gets ``window=`` where a window is shorter than the sequence. A function may have
@@ -177,6 +177,7 @@ class TransformerConfig:
     kv_copies: int = 1
     vocab_multiple: int = 1
     compute_dtype: Any = jnp.float32
+    products: Literal["compute", "fp8"] = "compute"
     attention: Literal["xla", "cudnn"] | Callable[..., Any] = "xla"
     max_documents: int | None = None
     attention_over_context: Literal["gather", "ulysses"] | None = None
@@ -203,7 +204,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            _check_kind(each, getattr(self, each.name))
+            check_field(each, getattr(self, each.name))
         check_at_least(1, **{name: getattr(self, name) for name in POSITIVE})
         check_at_least(0, **{name: getattr(self, name) for name in NOT_NEGATIVE})
         for name, of in DIVIDES.items():
@@ -370,26 +371,6 @@ def balance_of_aux_loss(router_aux_loss_coef: float, experts_per_token: int, num
 def _rounded(coefficient: float) -> float:
     """Returns a coefficient without the rounding of a product and a division, so that it survives the way there and back."""
     return float(f"{coefficient:.14g}")
-
-
-def _check_kind(of: Field, value: Any) -> None:
-    """Raises unless a value is of the kind of number that a field has, or one of its choices."""
-    if value is None and of.default is None:
-        return
-    kind, choices = NUMBERS.get(of.type), _choices(of.type)
-    if kind:
-        check_kind((kind,), "an integer" if kind is Integral else "a number", "Convert it.", **{of.name: value})
-    if choices and value not in choices and not callable(value):
-        raise ValueError(
-            f"{arg(of.name)} must be one of {', '.join(map(repr, choices))}; got {value!r}. Choose one of them."
-        )
-
-
-def _choices(kind: Any) -> tuple:
-    """Returns the values of a Literal, alone or in a union."""
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    return tuple(choice for part in get_args(kind) for choice in _choices(part))
 
 
 def _name_of(dtype: Any) -> Any:

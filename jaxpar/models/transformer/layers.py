@@ -13,6 +13,7 @@ looked up embeddings. "kv_heads" is for weights and biases [..., kv_heads, qkv, 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from jaxpar.models.transformer.experts import experts
 from jaxpar.models.transformer.mlp import mlp
 from jaxpar.models.transformer.norms import norm
 from jaxpar.models.transformer.padding import real_tokens, token_weights
+from jaxpar.models.transformer.products import check_products
 from jaxpar.models.transformer.router import RoutedLogits, RouterSums, route
 from jaxpar.models.transformer.span import Span, runs_in
 from jaxpar.row_dependence import row_wise
@@ -93,7 +95,11 @@ def make_model(
         constrain: Constrains the sharding of activations, such as ``jaxpar.tensor_parallel.sequence_parallel``.
         weights: ``weights(batch)``: the weights of the tokens in the loss, ``[batch, seq]`` or ``[batch]``; None: all tokens
             count. By default ``weight`` of the batch, and 0 where ``targets`` is -100.
+
+    Raises:
+        ValueError: Products are asked for in FP8, for which all of the model's are too small.
     """
+    check_products(config)
 
     def embed(outer: PyTree, batch: PyTree) -> Activations:
         tokens = jnp.asarray(batch["tokens"])
@@ -222,8 +228,9 @@ def block(
 ) -> tuple[Float[Array, "batch seq embed"], Cache | None, RouterSums | None]:
     """Returns the output of a block, its cache updated with the keys and values of the span's positions, and the sums.
 
-    Tokens that are not ``real`` get no expert.
+    Tokens that are not ``real`` get no expert. With a cache products are in the compute dtype: in FP8 rows share a scale.
     """
+    config = config if cache is None else replace(config, products="compute")
 
     def normed(name: str, x: Array, order: str) -> Array:
         return norm(config, params[name], x) if config.norm_order == order else x

@@ -3,17 +3,17 @@
 import jax
 from jaxtyping import Array, Float, PyTree
 
-from jaxpar.models.lora import einsum
 from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.products import product
 
 
 def mlp(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Array:
     """Returns the output of the MLP."""
-    up = einsum("btd,dgf->btgf", x, params["w_up"].astype(x.dtype))
+    up = product(config, "btd,dgf->btgf", x, params["w_up"].astype(x.dtype))
     if "b_up" in params:
         up = up + params["b_up"].astype(x.dtype)[None, None]
     gate, up = (up[:, :, 0], up[:, :, 1]) if config.mlp == "swiglu" else (None, up[:, :, 0])
-    out = einsum("btf,fd->btd", activated(gate, up), params["w_down"].astype(x.dtype))
+    out = product(config, "btf,fd->btd", activated(gate, up), params["w_down"].astype(x.dtype))
     return out + params["b_down"].astype(x.dtype)[None, None] if "b_down" in params else out
 
 

@@ -50,10 +50,14 @@ def param_table(config: TransformerConfig) -> PyTree:
         outer["head"] = ParamSpec((embed, vocab), ("embed", "vocab"), _normal)
     if config.num_dense_layers:
         outer["dense_layers"] = [_layer(config, {"mlp": _mlp(config, config.hidden_dim)})] * config.num_dense_layers
-    own = (
-        {"mlp": _mlp(config, config.hidden_dim)} if config.num_experts is None else _experts(config, config.num_experts)
-    )
-    return {"outer": outer, "layers": stack_layers(_layer(config, own), config.num_stacked_layers)}
+    return {"outer": outer, "layers": stack_layers(layer_table(config), config.num_stacked_layers)}
+
+
+def layer_table(config: TransformerConfig) -> PyTree:
+    """Returns the table of one of the stacked layers."""
+    if config.num_experts is None:
+        return _layer(config, {"mlp": _mlp(config, config.hidden_dim)})
+    return _layer(config, _experts(config, config.num_experts))
 
 
 def num_active_params(config: TransformerConfig) -> int:

@@ -1,0 +1,172 @@
+"""Products in FP8: the numbers of rounded factors, one byte a value stored, and what is refused."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+
+import jaxpar
+from jaxpar import fp8
+from jaxpar.backward.split import split_layer
+from jaxpar.models import lora, transformer
+from jaxpar.models.lora import ADAPTERS
+from tests.support import tiny_transformer as tiny
+from tests.support.oracle import assert_same
+from tests.support.tiers import quick
+from tests.support.tiny_lora import LORA
+
+
+def draw(*shape):
+    rng = np.random.default_rng(shape)
+    return (rng.normal(size=shape) * rng.choice([0.01, 1.0], shape)).astype(np.float32)
+
+
+def rounded(x, dtype):
+    """What a tensor is in FP8, written out on the host."""
+    most, largest = float(jnp.finfo(dtype).max), np.abs(x).max(initial=0)
+    scale = np.float32(largest / most if largest else 1)
+    return np.clip(x * (1 / scale), -most, most).astype(dtype).astype(np.float32) * scale
+
+
+def with_grads(x, w, ct, num_in):
+    y, backward = jax.vjp(lambda x, w: fp8.dot(x, w, num_in), x, w)
+    return y, *backward(ct)
+
+
+@pytest.mark.parametrize(("rows", "ins", "outs"), [((6,), (32,), (48,)), ((2, 3), (4, 8), (2, 2, 8))], ids=str)
+def test_values_and_both_gradients_are_those_of_rounded_factors(rows, ins, outs):
+    x, w, ct = draw(*rows, *ins), draw(*ins, *outs), 1e-6 * draw(*rows, *outs)
+    got = jax.jit(partial(with_grads, num_in=len(ins)))(x, w, ct)
+    x8, w8, ct8 = rounded(x, fp8.OF_VALUES), rounded(w, fp8.OF_VALUES), rounded(ct, fp8.OF_COTANGENTS)
+    flat = lambda a, count: a.reshape(int(np.prod(a.shape[:count])), -1)
+    x8, w8, ct8 = flat(x8, len(rows)), flat(w8, len(ins)), flat(ct8, len(rows))
+    want = (x8 @ w8).reshape(ct.shape), (ct8 @ w8.T).reshape(x.shape), (x8.T @ ct8).reshape(w.shape)
+    assert_same(jaxpar.fetch(got), want, within=1e-6)
+    plain = np.tensordot(x, w, len(ins))
+    off = np.linalg.norm(got[0] - plain) / np.linalg.norm(plain)
+    assert 0.005 < off < 0.1, "rounded, and not by more than FP8 does"
+
+
+def test_scales_and_sums_of_16_bit_floats_are_in_float32_and_gradients_have_the_dtypes_of_what_they_are_of():
+    given = draw(4, 32), draw(32, 16), draw(4, 16)
+    wide = with_grads(*given, 1)
+    bf16 = [jnp.asarray(each, jnp.bfloat16) for each in given]
+    half = [jnp.asarray(each, jnp.float16) for each in given]
+    for narrow in (bf16, half):
+        got = with_grads(*narrow, 1)
+        assert [each.dtype for each in got] == [each.dtype for each in narrow[:1] * 2 + narrow[1:2]]
+        assert_same([np.float32(each) for each in got], [np.asarray(each) for each in wide], within=0.05)
+    assert {each.dtype for each in with_grads(bf16[0], given[1], bf16[2], 1)} == {np.dtype("float32"), bf16[0].dtype}
+
+
+def test_the_largest_value_becomes_the_largest_number_and_zeros_and_small_values_stay_finite():
+    for dtype in (fp8.OF_VALUES, fp8.OF_COTANGENTS):
+        for largest in (3e38, 1.7, 1e-30):
+            units, scale = fp8.to_bytes(jnp.array([largest, -largest / 3, 0.0]), dtype)
+            assert float(units[0]) == float(jnp.finfo(dtype).max)
+            assert float(units[2]) == 0
+            np.testing.assert_allclose(float(scale) * np.float32(units[0]), largest, rtol=1e-6)
+        for nothing in (0.0, 1e-36):
+            units, scale = fp8.to_bytes(jnp.full(3, nothing), dtype)
+            assert (float(jnp.abs(units.astype(jnp.float32)).max()), float(scale)) == (0, 1)
+    zeros = with_grads(jnp.zeros((4, 16)), jnp.zeros((16, 16)), jnp.zeros((4, 16)), 1)
+    assert all(np.all(each == 0) for each in zeros)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_what_is_not_finite_stays_so_and_is_not_clipped(wrong):
+    x = draw(4, 16)
+    x[1, 2] = wrong
+    y, _, dw = with_grads(x, draw(16, 16), draw(4, 16), 1)
+    assert not np.isfinite(y[1]).any()
+    assert not np.isfinite(dw[2]).any()
+
+
+def test_a_layer_stores_one_byte_a_value_of_its_rows_and_b_gives_w_bytes():
+    layer = lambda w, x: jnp.tanh(fp8.dot(x, w["up"])) @ w["down"]
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+    split = split_layer(layer, {"up": shape(64, 32), "down": shape(32, 64)}, shape(128, 64))
+    found = [(each.shape, each.dtype) for name in ("residuals_b", "residuals_w") for each in split.shapes(name)]
+    assert ((128, 64), fp8.OF_VALUES) in found
+    assert ((128, 64), jnp.bfloat16) not in found, "x itself"
+    assert not [each for each in found if 64 in each[0] and 32 in each[0]], "weights are rounded again"
+    assert ((128, 32), fp8.OF_COTANGENTS) in [(each.shape, each.dtype) for each in split.shapes("cotangents_w")]
+
+
+def traced_for(kind):
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("data",), abstract_device=device))
+
+
+def test_widths_and_gpus_without_such_products_are_refused():
+    with pytest.raises(ValueError, match=r"multiples of 16; got a weight of 24 by 32\. Multiply by x @ w instead"):
+        fp8.dot(draw(4, 24), draw(24, 4, 8))
+    with traced_for("NVIDIA H100 80GB HBM3"):
+        jax.eval_shape(fp8.dot, draw(4, 16), draw(16, 16))
+    with (
+        traced_for("NVIDIA A100-SXM4-80GB"),
+        pytest.raises(ValueError, match=r"of the architecture Hopper.*got NVIDIA A100.*products=compute"),
+    ):
+        jax.eval_shape(fp8.dot, draw(4, 16), draw(16, 16))
+
+
+# A model ----------------------------------------------------------------------------------------------------------------------
+
+SMALL = {"mlp_dim": 32, "products": "fp8"}
+LLAMA = dataclasses.replace(tiny.FAMILIES["llama"], **SMALL, compute_dtype="float64")
+GPT2 = dataclasses.replace(tiny.FAMILIES["gpt2"], **SMALL, compute_dtype="float64")
+
+
+@pytest.fixture
+def every_width(monkeypatch):
+    monkeypatch.setattr(fp8, "LEAST_WIDTH", 16)
+
+
+def test_a_model_says_which_products_are_in_fp8_and_refuses_to_have_none():
+    wide = dataclasses.replace(LLAMA, embed_dim=1024, mlp_dim=1032, num_kv_heads=2)
+    assert transformer.describe_products(wide).startswith("FP8: 3 of 4 products of a layer, with w_qkv 1024 x 1536")
+    assert transformer.describe_products(wide).endswith("; not with w_down 1032 x 1024")
+    assert transformer.describe_products(dataclasses.replace(wide, products="compute")) == ""
+    with pytest.raises(
+        ValueError, match=r"at least 1,024 and multiples of 16; got a layer with w_qkv 16 x 32, w_out 16"
+    ):
+        transformer.make_model(LLAMA)
+
+
+def loss_and_grads(config, axes, params, batch, **settings):
+    mesh = jaxpar.make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
+    shardings, how = tiny.shardings(config, mesh), {}
+    if lora.is_adapted(params["layers"]["mlp"]["w_up"]):
+        shardings, how = LORA.shardings(shardings), {"trainable": ADAPTERS}
+    settings = {"shardings": shardings, **how, **settings}
+    constrain = settings.pop("constrain", jaxpar.tensor_parallel.split_copied_heads)
+    model = transformer.make_model(config, constrain=constrain)
+    run = jaxpar.value_and_grad(model, tiny.loss, mesh, **settings)
+    run = run if settings.get("executor") == "mpmd" else tiny.jit(run)
+    return jaxpar.fetch(run(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)))
+
+
+CASES = [
+    ({"data": 2, "stage": 2, "tensor": 2}, {"schedule": "1f1b", "num_microbatches": 2, "zero": 2}),
+    ({"data": 4, "tensor": 2}, {"num_microbatches": 1, "remat": True, "zero": 3}),
+    ({"data": 2, "stage": 2}, {"schedule": "zb-h1", "num_microbatches": 2, "remat": "dots"}),
+    ({"stage": 2, "tensor": 4}, {"schedule": "zb-v", "num_microbatches": 4}),
+    ({"stage": 2, "tensor": 2}, {"schedule": "interleaved", "num_microbatches": 4, "remat": True}),
+    ({"stage": 4}, {"schedule": "1f1b", "num_microbatches": 4, "executor": "mpmd"}),
+    ({"data": 2, "context": 2, "tensor": 2}, {"num_microbatches": 2, "zero": 1}),
+    ({"context": 2, "stage": 2}, {"schedule": "1f1b", "num_microbatches": 4}),
+    ({"data": 2, "tensor": 4}, {"num_microbatches": 2, "constrain": jaxpar.sequence_parallel}),
+]
+
+
+@pytest.mark.usefixtures("x64", "every_width")
+@pytest.mark.parametrize(("axes", "settings"), quick(CASES, 0), ids=str)
+def test_every_mesh_has_the_numbers_of_one_device_with_the_same_microbatches(axes, settings):
+    params, batch = tiny.make_params(LLAMA), tiny.make_batch(dtype=np.float64)
+    num_microbatches = settings["num_microbatches"] * axes.get("data", 1)
+    want = loss_and_grads(LLAMA, {}, params, batch, num_microbatches=num_microbatches)
+    assert_same(loss_and_grads(LLAMA, axes, params, batch, **settings), want)
