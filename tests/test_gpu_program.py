@@ -23,6 +23,7 @@ import optax
 import pytest
 
 import jaxpar
+from jaxpar import fp8
 from jaxpar.documents import find_documents
 from jaxpar.inspect.hlo import parse_module
 from jaxpar.models import transformer
@@ -31,7 +32,7 @@ from jaxpar.models.transformer.flash_chunks import as_rows, chunked_causal_atten
 from jaxpar.models.transformer.generate import _extend, _first
 from jaxpar.models.transformer.sampling import make_sampling
 from jaxpar.models.transformer.scoring import _score
-from jaxpar.params import abstract_params
+from jaxpar.params import abstract_params, init_params
 from jaxpar.planner import Choice, cluster, price, transformer_shape
 from jaxpar.planner.compiled import compile_choice
 from jaxpar.shard_map import each_on_its_tensor_shard, manual_over_data_and_stage
@@ -535,3 +536,52 @@ def test_attention_over_a_gathered_sequence_is_flash_kernels_alone_and_stores_no
     bias = 2 * 2 * 2 * chunk**2 if how == "a bias" else 0
     num_copies = 8 if how == "whole rows" else 10  # keys and values from the first one on that is seen
     assert found.memory.temp_bytes < num_copies * 2 * keys + 2.1 * bias, found.render()
+
+
+def step_in(products, mesh, num_layers=4, **settings):
+    """A compiled step of a Llama with layers 1,024 wide, whose products are those of libraries, and its report."""
+    config = transformer.preset("llama-7b", compute_dtype="bfloat16", products=products, num_layers=num_layers)
+    sizes = {"embed_dim": 1024, "num_heads": 8, "num_kv_heads": 8, "mlp_dim": 2048, "vocab_size": 1024}
+    config = transformer.TransformerConfig(**vars(config) | sizes | {"attention": attention})
+    table = transformer.param_table(config)
+    shardings = shardings_from_dims(table, mesh, TRANSFORMER_RULES)
+    loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
+    model, how = transformer.make_model(config), {"num_microbatches": 2, "shardings": shardings} | settings
+    run = jaxpar.value_and_grad(model, loss, mesh, **how)
+    state = jaxpar.abstract_state(lambda key: init_params(table, key), jax.random.key(0), SGD, mesh, shardings)
+    tokens = jax.ShapeDtypeStruct((8, 1024), jnp.int32)
+    batch = jaxpar.abstract_batch({"tokens": tokens, "targets": tokens}, mesh)
+    lowered = jaxpar.make_train_step(run, SGD).lower(state, batch)
+    compiled = lowered.compile(
+        compiler_options={"xla_gpu_enable_triton_gemm": False}
+    )  # chosen by measurement otherwise
+    return compiled.as_text(), jaxpar.inspect_step(compiled, mesh=mesh, large_bytes=1)
+
+
+SGD = optax.sgd(0.1)
+WEIGHTS = 4  # of a layer
+
+
+def test_in_fp8_each_weight_has_three_products_of_cublaslt_and_no_byte_is_transposed_by_itself(gpus):
+    mesh = jaxpar.make_mesh(devices=list(gpus[:1]))
+    text, found = step_in("fp8", mesh)
+    assert text.count(fp8.CALL) == fp8.PASSES * WEIGHTS * 4
+    assert fp8.products_of(text) == (fp8.PASSES * WEIGHTS * 4, [])
+    assert found.fp8_products == fp8.PASSES * WEIGHTS * 4 * 2, "of two microbatches"
+    fp8.check_products(text, fp8.PASSES * WEIGHTS)
+    alone = [each for each in found.gpu.copies if each.array.startswith("f8")]
+    assert len(alone) <= 4, "at most the output of attention, which is stored as bytes, once a layer"
+    _, before = step_in("compute", mesh)
+    assert before.fp8_products == 0
+    assert found.flops == before.flops
+    assert found.memory.temp_bytes <= before.memory.temp_bytes
+
+
+def test_in_a_pipeline_with_b_and_w_apart_products_stay_in_fp8_and_no_more_activations_are_added_over_tensor(gpus):
+    mesh = jaxpar.make_mesh(stage=2, tensor=2, devices=list(gpus[:4]))
+    (text, found), (_, before) = (step_in(each, mesh, schedule="zb-h1") for each in ("fp8", "compute"))
+    count, others = fp8.products_of(text)
+    assert others == []
+    assert count >= fp8.PASSES * WEIGHTS
+    large = lambda report: [report.count("all-reduce", "tensor", min_bytes=2**16), report.count("all-gather", "tensor")]
+    assert large(found) == large(before)
