@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, Polygon, Rectangle
 
 import jaxpar
+from jaxpar import fp8 as products
 
 SHARD_COLOURS = ("#5b92d0", "#f2b45c", "#8fca8b", "#bfaede")
 INK, WHOLE = "0.25", "0.82"
@@ -133,6 +135,30 @@ def weights(path: Path) -> None:
         panel.add_patch(Rectangle((at, below), 0.25, 0.3, facecolor=colour))
         panel.text(at + 0.35, below + 0.14, text, va="center", fontsize=11)
     write(figure, panel, path, (-0.05, 7.6), (below - 0.1, 2.55))
+
+
+def fp8(path: Path) -> None:
+    """The values of a gradient among the numbers that a byte holds, before they are divided by their scale and after."""
+    gradient = 1e-6 * np.random.default_rng(0).normal(size=100_000)
+    dtype = products.OF_COTANGENTS
+    units, scale = products.to_bytes(jnp.asarray(gradient, jnp.float32), dtype)
+    least, most = float(jnp.finfo(dtype).smallest_subnormal), float(jnp.finfo(dtype).max)
+    assert float(np.abs(np.float32(units)).max()) == most
+    figure, panel = plot(8.0, 3.6)
+    panel.axvspan(least, most, color=SHARD_COLOURS[2], alpha=0.35, linewidth=0)
+    bins = np.geomspace(1e-12, 1e7, 160)
+    for values, colour, name in (
+        (gradient, SHARD_COLOURS[1], "gradients"),
+        (gradient / float(scale), SHARD_COLOURS[0], "gradients / scale"),
+    ):
+        counts, _ = np.histogram(np.abs(values), bins)
+        panel.fill_between(bins[:-1], counts / counts.max(), color=colour, step="post", label=name, alpha=0.9)
+    panel.text(np.sqrt(least * most), 1.08, f"a byte (e5m2): {least:.1e} to {most:,.0f}", ha="center", color=INK)
+    panel.text(1e-9, 1.08, "becomes 0", ha="center", color=INK)
+    panel.set(xscale="log", xlim=(1e-12, 1e7), ylim=(0, 1.22), yticks=[])
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.legend(loc="center left", frameon=False)
+    figure.savefig(path, dpi=130)
 
 
 def experts(path: Path) -> None:

@@ -35,6 +35,10 @@ LABELS: tuple[tuple[str, str], ...] = (
     # experts
     ("experts", "各 expert"),
     ("by weight,\nadded up", "按权重\n相加"),
+    # FP8
+    ("gradients / scale", "梯度 / scale"),
+    ("becomes 0", "成为 0"),
+    (r"a byte \(e5m2\): (\S+) to (\S+)", r"一个字节（e5m2）：\1 到 \2"),
     # a row over context
     (r"a row, cut into (\d) chunks", r"一行，切成 \1 块"),
     (r"device (\d)", r"设备 \1"),

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxpar
-from jaxpar import huggingface
+from jaxpar import fp8, huggingface
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.data.text import Windows, load_text
@@ -27,7 +27,7 @@ from jaxpar.metrics.exporters import PrometheusExporter
 from jaxpar.models import transformer
 from jaxpar.models.transformer import presets
 from jaxpar.params import abstract_params, init_params, stack_layers
-from jaxpar.run import evaluation, language_data, language_model, optimizers
+from jaxpar.run import evaluation, language_data, language_model, model_files, optimizers
 from jaxpar.run.evaluation import Evaluation
 from jaxpar.run.folder import own_files
 from jaxpar.run.language_model import ModelFlags
@@ -104,6 +104,24 @@ def one_device(timed):
 @pytest.mark.full
 def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device):
     assert_same(curve(trained), one_device, within=1e-4)
+
+
+@pytest.mark.full
+def test_a_run_in_fp8_says_so_learns_as_much_and_goes_on_in_fp8_alone(run, tmp_path, one_device, monkeypatch, capsys):
+    monkeypatch.setattr(fp8, "LEAST_WIDTH", 16)
+    flags = [*IN_THREE_DIMENSIONS, "--products", "fp8", "--checkpoint-every", HALF]
+    run(tmp_path, *flags)
+    assert (
+        "FP8: 4 of 4 products of a layer, with w_qkv 32 x 64, w_out 32 x 32, w_up 32 x 192" in capsys.readouterr().out
+    )
+    got, plain = ([loss for loss, _ in each] for each in (curve(tmp_path), one_device))
+    assert got != plain, "values are rounded"
+    assert_same(got, plain, within=0.05)
+    with pytest.raises(SystemExit):
+        run(tmp_path, *flags[:-2], "--products", "compute", "--resume", "--steps", "20")
+    assert "products" in capsys.readouterr().err
+    assert jaxpar_main(["export", str(tmp_path), str(tmp_path / "exported")]) == 0
+    assert "fp8" not in (tmp_path / "exported/config.json").read_text()
 
 
 @pytest.mark.slow
@@ -642,6 +660,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (["--data", "nowhere"], "--data must be a file or a folder; got nowhere, which does not exist"),
         (["--schedule", "best"], "best"),
+        (
+            ["--products", "fp8"],
+            r"both at least 1,024 and multiples of 16; got a layer with w_qkv 32 x 64, .*Choose --products compute",
+        ),
         (["--resume"], "--resume needs a checkpoint; got none"),
     ],
 )
