@@ -11,13 +11,18 @@ from jax.sharding import AbstractMesh
 
 import jaxpar
 from jaxpar import fp8
+from jaxpar._compat import equations
 from jaxpar.backward.split import split_layer
 from jaxpar.models import lora, transformer
 from jaxpar.models.lora import ADAPTERS
+from jaxpar.models.transformer.attention import unconstrained
+from jaxpar.models.transformer.cache import empty_cache
+from jaxpar.models.transformer.layers import block
+from jaxpar.models.transformer.span import Span
 from tests.support import tiny_transformer as tiny
 from tests.support.oracle import assert_same
 from tests.support.tiers import quick
-from tests.support.tiny_lora import LORA
+from tests.support.tiny_lora import LORA, make_params
 
 
 def draw(*shape):
@@ -103,7 +108,7 @@ def traced_for(kind):
 
 def test_widths_and_gpus_without_such_products_are_refused():
     with pytest.raises(ValueError, match=r"multiples of 16; got a weight of 24 by 32\. Multiply by x @ w instead"):
-        fp8.dot(draw(4, 24), draw(24, 4, 8))
+        fp8.dot(jnp.zeros((4, 24)), jnp.zeros((24, 4, 8)))
     with traced_for("NVIDIA H100 80GB HBM3"):
         jax.eval_shape(fp8.dot, draw(4, 16), draw(16, 16))
     with (
@@ -134,6 +139,30 @@ def test_a_model_says_which_products_are_in_fp8_and_refuses_to_have_none():
         ValueError, match=r"at least 1,024 and multiples of 16; got a layer with w_qkv 16 x 32, w_out 16"
     ):
         transformer.make_model(LLAMA)
+
+
+def num_in_fp8(function, *args):
+    """The products of factors in FP8 of a function as it is traced; those of all layers are in one loop."""
+    products = [each for each in equations(jax.make_jaxpr(function)(*args)) if each.primitive.name == "dot_general"]
+    return sum(all(x.aval.dtype.itemsize == 1 for x in each.invars) for each in products)
+
+
+@pytest.mark.usefixtures("every_width")
+def test_the_products_with_the_weights_of_a_layer_are_in_fp8_and_no_others_and_none_beside_a_cache():
+    config = dataclasses.replace(LLAMA, compute_dtype="float32")
+    params, batch = tiny.make_params(config), tiny.make_batch()
+    model = transformer.make_model(config)
+    assert num_in_fp8(model.apply, params, batch) == 4
+    assert num_in_fp8(model.apply, make_params(config), batch) == 4, "not the factors of LoRA"
+    narrow = dataclasses.replace(config, mlp_dim=24)
+    assert num_in_fp8(transformer.make_model(narrow).apply, tiny.make_params(narrow), batch) == 3
+    plain = dataclasses.replace(config, products="compute")
+    assert num_in_fp8(transformer.make_model(plain).apply, params, batch) == 0
+    one = jax.tree.map(lambda p: p[0], params["layers"])
+    h, cache = jnp.zeros((2, tiny.SEQ, tiny.EMBED)), empty_cache(config, 2, tiny.SEQ)._replace(layer=0)
+    span = Span(jnp.arange(tiny.SEQ)[None], tiny.SEQ)
+    with_cache = lambda one, h: block(config, one, h, span, unconstrained, cache)[0]
+    assert num_in_fp8(with_cache, one, h) == 0
 
 
 def loss_and_grads(config, axes, params, batch, **settings):
@@ -170,6 +199,15 @@ def test_every_mesh_has_the_numbers_of_one_device_with_the_same_microbatches(axe
     num_microbatches = settings["num_microbatches"] * axes.get("data", 1)
     want = loss_and_grads(LLAMA, {}, params, batch, num_microbatches=num_microbatches)
     assert_same(loss_and_grads(LLAMA, axes, params, batch, **settings), want)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("x64", "every_width")
+def test_factors_of_lora_beside_weights_in_fp8_have_the_gradients_of_one_device():
+    params, batch = make_params(GPT2), tiny.make_batch(dtype=np.float64)
+    want = loss_and_grads(GPT2, {}, params, batch, num_microbatches=4)
+    axes, settings = {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "1f1b", "num_microbatches": 2}
+    assert_same(loss_and_grads(GPT2, axes, params, batch, **settings), want)
 
 
 def tanh_layers(w, x):
