@@ -1,4 +1,4 @@
-"""Products with weights in FP8: bytes for the factors, float32 for the sums, a scale for each tensor.
+"""Products with weights in FP8: bytes for factors, float32 for sums, a scale for each tensor.
 
     x [rows, in]  --/ scale, rounded-->  e4m3      of  x and w: 4 bits of exponent, 3 of mantissa
     w [in, out]   --/ scale, rounded-->  e4m3
@@ -15,9 +15,9 @@ The three products are separate calls of a ``jax.custom_vjp``, since a pipeline'
 computes the gradient of weights later than that of rows. For the latter x is stored as bytes, with
 its scale; weights are rounded again.
 
-The factors are in FP8 where the product reads them, and the scales are multiplied after it: of that
-XLA makes cuBLASLt's FP8 product, which an H100 runs at up to twice the rate of a 16-bit one. Where
-factors are scaled back before the product, it runs in 16 bits. ``check_products`` finds the latter.
+The factors are in FP8 where the product reads them, and the scales are multiplied after it: of
+that XLA makes cuBLASLt's FP8 product, which an H100 runs at up to twice the rate of a 16-bit one.
+Where factors are scaled back before the product, it runs in 16 bits. ``check_products`` finds it.
 
 **Reference**: Micikevicius et al. 2022, arXiv 2209.05433, for the dtypes.
 """
@@ -63,12 +63,20 @@ class Bytes(NamedTuple):
     scale: Float[Array, ""]
 
 
+Residuals = tuple[Bytes, Array]  # x, and w
+
+
 def fits(*widths: int) -> bool:
     """Returns whether a model's product with a weight of these widths is one in FP8."""
-    return all(width >= LEAST_WIDTH and width % MULTIPLE == 0 for width in widths)
+    are_multiples = all(width % MULTIPLE == 0 for width in widths)
+    return min(widths) >= LEAST_WIDTH and are_multiples
 
 
-def dot(x: Float[Array, "..."], w: Float[Array, "..."], num_in: int = 1) -> Array:
+def dot(
+    x: Float[Array, "..."],
+    w: Float[Array, "..."],
+    num_in: int = 1,
+) -> Array:
     """Returns x times a weight, computed in FP8, and so are its gradients.
 
     It may be called in any layer. Each value of x, w and of the gradient of the result is rounded
@@ -91,15 +99,18 @@ def dot(x: Float[Array, "..."], w: Float[Array, "..."], num_in: int = 1) -> Arra
     **Collectives**: over ``context`` the maximum of a scalar for x and one for the gradient; where
     ``tensor`` splits one of the three tensors, one for it.
     """
-    check_widths(math.prod(w.shape[:num_in]), math.prod(w.shape[num_in:]))
+    ins, outs = w.shape[:num_in], w.shape[num_in:]
+    check_widths(math.prod(ins), math.prod(outs))
     if on_gpus():
         check_gpu(traced_kind())
-    return row_wise(lambda x, w: _dot(x, w, num_in))(x, w)
+    product = lambda x, w: _dot(x, w, num_in)
+    return row_wise(product)(x, w)
 
 
 def check_widths(num_in: int, num_out: int) -> None:
     """Raises ValueError for a weight ``[num_in, num_out]`` that a product in FP8 does not take."""
-    if num_in % MULTIPLE or num_out % MULTIPLE or not num_in * num_out:
+    are_multiples = not (num_in % MULTIPLE or num_out % MULTIPLE)
+    if not are_multiples or 0 in (num_in, num_out):
         raise ValueError(
             f"the widths of a product in FP8 must be multiples of {MULTIPLE}; got a weight of "
             f"{num_in} by {num_out}. Multiply by x @ w instead, or choose other widths."
@@ -110,8 +121,9 @@ def check_gpu(kind: str) -> None:
     """Raises ValueError for a GPU, by the name that JAX gives it, without products in FP8."""
     if not re.search(HOPPER_OR_LATER, kind):
         raise ValueError(
-            "products in FP8 need an NVIDIA GPU of the architecture Hopper, such as H100, or a later "
-            f"one; got {kind}. Choose {arg(products='compute')} for a transformer, and x @ w elsewhere."
+            "products in FP8 need an NVIDIA GPU of the architecture Hopper, such as H100, or a "
+            f"later one; got {kind}. Choose {arg(products='compute')} for a transformer, and "
+            "x @ w elsewhere."
         )
 
 
@@ -123,32 +135,50 @@ def _dot(x: Array, w: Array, num_in: int) -> Array:
     return _forward(x, w, num_in)[0]
 
 
-def _forward(x: Array, w: Array, num_in: int) -> tuple[Array, tuple[Bytes, Array]]:
-    x8, w8 = to_bytes(x, OF_VALUES, is_of_rows=True), to_bytes(w, OF_VALUES)
+def _forward(
+    x: Array,
+    w: Array,
+    num_in: int,
+) -> tuple[Array, Residuals]:
+    x8 = to_bytes(x, OF_VALUES, is_of_rows=True)
+    w8 = to_bytes(w, OF_VALUES)
     dims = _last(x, num_in), _first(w, num_in)
-    return _product(x8, w8, dims, x.dtype, _sums_of_rows(x.dtype)), (x8, w)
+    sums = _sums_of_rows(x.dtype)
+    y = _product(x8, w8, dims, sums)
+    return y.astype(x.dtype), (x8, w)
 
 
-def _backward(num_in: int, residuals: tuple[Bytes, Array], ct: Array) -> tuple[Array, Array]:
+def _backward(
+    num_in: int,
+    residuals: Residuals,
+    ct: Array,
+) -> tuple[Array, Array]:
     x8, w = residuals
-    num_out = w.ndim - num_in
-    num_rows = ct.ndim - num_out
     scale = scale_of(w, OF_VALUES)
-    # Otherwise XLA would find that the forward pass has rounded w, and keep all layers' bytes for it.
+    # Otherwise XLA would find that F has rounded w too, and keep the bytes of all layers.
     w, ct = jax.lax.optimization_barrier((w, ct))
-    w8, ct8 = _rounded(w, scale, OF_VALUES), to_bytes(ct, OF_COTANGENTS, is_of_rows=True)
-    of_rows = _last(ct, num_out), _last(w, num_out)
-    dx = _product(ct8, w8, of_rows, ct.dtype, _sums_of_rows(ct.dtype))
+    w8 = _rounded(w, scale, OF_VALUES)
+    ct8 = to_bytes(ct, OF_COTANGENTS, is_of_rows=True)
+
+    num_out = w.ndim - num_in
+    dims = _last(ct, num_out), _last(w, num_out)
+    dx = _product(ct8, w8, dims, _sums_of_rows(ct.dtype))
+
+    rows = _first(ct, ct.ndim - num_out)
     # Not rounded before they are added to those of other microbatches.
-    of_weights = _first(ct, num_rows), _first(ct, num_rows)
-    dw = _product(x8, ct8, of_weights, w.dtype, wide_dtype(w.dtype))
-    return dx, dw
+    dw = _product(x8, ct8, (rows, rows), wide_dtype(w.dtype))
+    return dx.astype(ct.dtype), dw.astype(w.dtype)
 
 
 _dot.defvjp(_forward, _backward)
 
 
-def to_bytes(x: Float[Array, "..."], dtype: Any, *, is_of_rows: bool = False) -> Bytes:
+def to_bytes(
+    x: Float[Array, "..."],
+    dtype: Any,
+    *,
+    is_of_rows: bool = False,
+) -> Bytes:
     """Returns a tensor in FP8, with one scale that its largest absolute value gives.
 
     Args:
@@ -156,29 +186,54 @@ def to_bytes(x: Float[Array, "..."], dtype: Any, *, is_of_rows: bool = False) ->
         dtype: ``OF_VALUES`` or ``OF_COTANGENTS``.
         is_of_rows: Whether ``context`` splits it.
     """
-    return _rounded(x, scale_of(x, dtype, is_of_rows=is_of_rows), dtype)
+    scale = scale_of(x, dtype, is_of_rows=is_of_rows)
+    return _rounded(x, scale, dtype)
 
 
-def scale_of(x: Float[Array, "..."], dtype: Any, *, is_of_rows: bool = False) -> Float[Array, ""]:
+def scale_of(
+    x: Float[Array, "..."],
+    dtype: Any,
+    *,
+    is_of_rows: bool = False,
+) -> Float[Array, ""]:
     """Returns the scale of a tensor, the arguments as of ``to_bytes``; of zeros it is 1."""
-    largest = jnp.max(jnp.abs(x)).astype(wide_dtype(x.dtype))
+    largest = jnp.max(jnp.abs(x))
+    largest = largest.astype(wide_dtype(x.dtype))
     if is_of_rows:
         largest = max_over_sequence(largest)
-    return jnp.where(largest < _LEAST, 1, largest / float(jnp.finfo(dtype).max))
+    scale = largest / _largest_number(dtype)
+    return jnp.where(largest < _LEAST, 1, scale)
 
 
 def _rounded(x: Array, scale: Array, dtype: Any) -> Bytes:
-    most = float(jnp.finfo(dtype).max)
+    most = _largest_number(dtype)
+    units = x.astype(scale.dtype) * (1 / scale)
     # The largest value may be rounded to one above the largest number, which would be no number.
-    units = jnp.clip(x.astype(scale.dtype) * (1 / scale), -most, most)
+    units = jnp.clip(units, -most, most)
     return Bytes(units.astype(dtype), scale)
 
 
-def _product(a: Bytes, b: Bytes, dims: Dims, dtype: Any, sums: Any) -> Array:
-    """Returns the product summed over ``dims``, in ``dtype`` once the scales are multiplied."""
+def _largest_number(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).max)
+
+
+def _product(
+    a: Bytes,
+    b: Bytes,
+    dims: Dims,
+    sums: Any,
+) -> Array:
+    """Returns the product over ``dims``, scaled in float32 or wider, of sums in that dtype."""
+    no_batch = (), ()
     with jax.named_scope(_NAME):
-        product = jax.lax.dot_general(a.units, b.units, (dims, ((), ())), preferred_element_type=sums)
-    return (product.astype(a.scale.dtype) * (a.scale * b.scale)).astype(dtype)
+        product = jax.lax.dot_general(
+            a.units,
+            b.units,
+            (dims, no_batch),
+            preferred_element_type=sums,
+        )
+    scale = a.scale * b.scale
+    return product.astype(scale.dtype) * scale
 
 
 def _sums_of_rows(dtype: Any) -> Any:
@@ -201,7 +256,10 @@ def _last(x: Array, count: int) -> tuple[int, ...]:
 # Their form in a compiled program ---------------------------------------------------------------
 
 
-def check_products(program: str | None, least: int = 0) -> None:
+def check_products(
+    program: str | None,
+    least: int = 0,
+) -> None:
     """Raises ValueError where a GPU would compute products in 16 bits that were asked for in FP8.
 
     Args:
@@ -210,34 +268,40 @@ def check_products(program: str | None, least: int = 0) -> None:
     """
     count, others = products_of(program or "")
     if others or count < least:
+        kinds = ", ".join(sorted(set(others)))
         wanted = f" at least {least}" if least else ""
-        found = f", and {', '.join(sorted(set(others)))} in place of others" if others else ""
+        found = f", and {kinds} in place of others" if others else ""
         raise ValueError(
-            f"a step in FP8 must have{wanted} products of factors in FP8, {PASSES} for each weight "
-            f"that is trained; got {count}{found}, which XLA chose and which take longer. Leave out "
-            "flags of XLA_FLAGS that choose kernels for products, take a version of JAX that "
-            f"constraints.txt names, or choose {arg(products='compute')}."
+            f"a step in FP8 must have{wanted} products of factors in FP8, {PASSES} for each "
+            f"weight that is trained; got {count}{found}, which XLA chose and which take longer. "
+            "Leave out flags of XLA_FLAGS that choose kernels for products, take a version of JAX "
+            f"that constraints.txt names, or choose {arg(products='compute')}."
         )
 
 
 def products_of(program: str) -> tuple[int, list[str]]:
     """Returns the number of products in FP8 in a GPU's program, each once, and what others became.
 
-    In FP8 are cuBLASLt's, and those that XLA writes itself (Triton) of two factors in FP8. Others are
-    products that were traced in FP8 and whose factors are in another dtype.
+    In FP8 are cuBLASLt's, and those that XLA writes itself (Triton) of two factors in FP8. Others
+    are products that were traced in FP8 and whose factors are in another dtype.
     """
-    count, others, dtypes = 0, list[str](), dict[str, str]()
+    count = 0
+    others: list[str] = []
+    dtypes: dict[str, str] = {}
     for line in program.splitlines():
         if defined := _DEFINED.match(line):
-            dtypes[defined[1]] = defined[2]
-        if CALL in line:
+            name, dtype = defined.groups()
+            dtypes[name] = dtype
+        product = _PRODUCT.search(line)
+        if product is None:
+            continue
+        factors, call = product.groups("dot")
+        names = factors.replace("%", "").split(", ")
+        of_factors = [dtypes.get(name, "") for name in names]
+        if call == CALL or all(each.startswith("f8") for each in of_factors):
             count += 1
-        elif product := _PRODUCT.search(line):
-            factors = (product[1] or "").replace("%", "").split(", ")
-            if all(dtypes.get(each, "").startswith("f8") for each in factors):
-                count += 1
-            elif f"{_NAME}/" in line:
-                others.append(product[2] or "dot")
+        elif f"{_NAME}/" in line:
+            others.append(call)
     return count, others
 
 
