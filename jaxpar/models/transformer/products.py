@@ -52,7 +52,7 @@ def product(
 
 
 def fp8_weights(config: TransformerConfig) -> dict[str, bool]:
-    """Returns the weights of a layer, "w_up 4096 x 28672", and whether each is multiplied in FP8."""
+    """Returns the weights of a layer, "w_up 4096 x 28672", and whether each has products in FP8."""
     found = {}
     for name, widths in _layer_widths(config):
         ins, outs = widths
