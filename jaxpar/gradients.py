@@ -35,6 +35,7 @@ from jaxpar.pipeline import (
     spmd_program,
     sum_over_stages,
 )
+from jaxpar.pipeline.one_stage import MOST_WRITTEN_OUT
 from jaxpar.position_checks import check_positions
 from jaxpar.row_checks import check_rows
 from jaxpar.runtime.distributed import check_joined
@@ -171,7 +172,8 @@ def with_settings(
         if form is not None:
             schedule = make_schedule("1f1b", 1, pipeline.num_microbatches, form=form)
             of_stack = partial(step.pipelined, spmd_program(schedule, masks=True, overlaps=overlaps))
-            run = lambda params, batch: (of_stack if is_stacked(params) else step.one_stage)(params, batch)
+            fits = lambda params: is_stacked(params) and _runs_ticks(parallel, num_layers(params))
+            run = lambda params, batch: (of_stack if fits(params) else step.one_stage)(params, batch)
     compiled = jax.jit(run)
 
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -189,7 +191,12 @@ def _form_on_one_stage(parallel: Parallel) -> str | None:
     """Returns the form of 1F1B for the microbatches of one stage, where idle ops are masked; None: plain accumulation."""
     if parallel.mesh.shape[TENSOR] > 1:
         return "merged"  # F of one microbatch beside B of another, so that collectives run beside products
-    return None if parallel.zero == 3 or parallel.overlap_grad_reduce else "fused"
+    return None if parallel.overlap_grad_reduce else "fused"
+
+
+def _runs_ticks(parallel: Parallel, num_layers: int) -> bool:
+    """Returns whether one stage runs the ticks of a schedule. At ZeRO 3 a loop over layers gathers better without."""
+    return parallel.zero < 3 or parallel.mesh.shape[TENSOR] > 1 or num_layers <= MOST_WRITTEN_OUT
 
 
 def _storing(model: LayeredModel, pipeline: Pipeline, schedule: Schedule) -> LayeredModel:

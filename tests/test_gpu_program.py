@@ -236,7 +236,7 @@ def test_nothing_is_gathered_over_tensor(reports, program):
     assert not reports(program).select("all-gather", "tensor")
 
 
-ONE_STAGE = program("1f1b", data=8, stage=1, tensor=1, zero=3)
+ONE_STAGE = program("1f1b", data=8, stage=1, tensor=1, zero=3, num_layers=49)
 
 
 @compiles(ONE_STAGE, program("1f1b", **ZERO_3_OF_REPLICAS))
@@ -280,11 +280,12 @@ def test_in_a_pipeline_gradients_of_one_layer_are_reduced_while_the_next_compute
     assert not rings(found.gpu, 8), found.render()
 
 
-IN_TURN = {"data": 8, "stage": 1, "tensor": 1, "zero": 1, "num_layers": 10, "remat": True}
+def in_turn(zero, **changes):
+    return program("1f1b", data=8, stage=1, tensor=1, zero=zero, num_layers=10, remat=True, **changes)
 
 
 @pytest.mark.parametrize(
-    ("in_turn", "plain"), [(program("1f1b", **IN_TURN), program("1f1b", **IN_TURN, mask_idle_ops=False))], ids=str
+    ("in_turn", "plain"), [(in_turn(zero), in_turn(zero, mask_idle_ops=False)) for zero in (1, 3)], ids=str
 )
 def test_microbatches_of_one_stage_make_no_stack_of_layers_and_need_less_memory(reports, in_turn, plain):
     found, before = reports(in_turn), reports(plain)
@@ -295,6 +296,15 @@ def test_microbatches_of_one_stage_make_no_stack_of_layers_and_need_less_memory(
     assert {"slices", "updates"} <= {each.kind for each in stacks(before)}, "what plain accumulation does"
     assert moved(found) < moved(before), (found.render(), before.render())
     assert found.memory.temp_bytes < before.memory.temp_bytes
+
+
+@compiles(in_turn(3))
+def test_a_layer_that_is_written_out_is_gathered_and_reduced_while_others_compute(reports, program):
+    found = reports(program)
+    of_layers = [each for each in found.gpu.transfers if each.times == NUM_MICROBATCHES]
+    assert {each.kind for each in of_layers} == {"all-gather", "reduce-scatter"}
+    alone = [each for each in of_layers if not each.flops_meanwhile]
+    assert len(alone) <= 2, "the first layer that F reads, and the last one that B has"
 
 
 TENSOR = {"data": 2, "stage": 1, "tensor": 4, "num_layers": 8}

@@ -10,6 +10,7 @@ longer they take to compile, so there may be ``MOST_WRITTEN_OUT``.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,18 @@ from jaxpar.pipeline.stage import Stage, State
 MOST_WRITTEN_OUT = 48
 
 Arrays = list[jax.Array]
+
+
+class Stored(NamedTuple):
+    """What F of a microbatch keeps for B.
+
+    Attributes:
+        residuals: Of each layer.
+        last_weights: The last layer's, which B reads first.
+    """
+
+    residuals: list
+    last_weights: Arrays
 
 
 def writes_out(program: Program, layout: LayerLayout) -> bool:
@@ -67,6 +80,9 @@ class _WrittenOut:
         self.layer, self.layers = stage.layer, stage.layers
         self.sums = stage.sums
         self.params = _unstacked(stage.layers.params, stage.layers.layout.num_layers)
+        whole = jax.eval_shape(self.layers.gather, self.params[0])
+        shapes = lambda arrays: [each.shape for each in arrays]
+        self.gathers = shapes(whole) != shapes(self.params[0])
 
     def first_state(self) -> State:
         zeros = lambda total: jnp.zeros(total.shape, total.dtype)
@@ -74,28 +90,52 @@ class _WrittenOut:
         of_layers = _unstacked(layer_grads, len(self.params))
         return State([], [], of_layers, loss, outer_grads, [], [])
 
-    def forward(self, state: State, row: OpRow, x: Arrays) -> tuple[State, Arrays, list]:
-        stored = []
-        for params in self.params:
-            x, *residuals = self.layer.forward_and_store(self.layers.gather(params), x)
-            stored.append(residuals)
-        return state, x, stored
+    def forward(self, state: State, row: OpRow, x: Arrays) -> tuple[State, Arrays, Stored]:
+        residuals, sums = [], state.layer_grads
+        if self.gathers:
+            # XLA would run F of the next microbatch too, to gather weights for it.
+            x, sums = jax.lax.optimization_barrier((x, sums))
+        weights, x = self._fetch(0, x)
+        for index in range(len(self.params)):
+            ahead, x = self._fetch(index + 1, x)
+            x, *of_layer = self.layer.forward_and_store(weights, x)
+            residuals.append(of_layer)
+            weights = ahead or weights
+        return state._replace(layer_grads=sums), x, Stored(residuals, weights)
 
     def backward(
         self,
         state: State,
         row: OpRow,
         ct: Arrays,
-        stored: list,
+        stored: Stored,
     ) -> tuple[State, Arrays]:
-        sums = list(state.layer_grads)
+        sums, weights = list(state.layer_grads), stored.last_weights
         for index in reversed(range(len(sums))):
-            ct, sums[index] = self._backward_one(self.params[index], stored[index], ct, sums[index])
+            ahead, ct = self._fetch(index - 1, ct)
+            ct, sums[index] = self._backward_one(weights, stored.residuals[index], ct, sums[index])
+            weights = ahead
+            if index + 2 < len(sums):
+                # Gradients may be under way while two more layers compute.
+                ct, sums[index + 2] = jax.lax.optimization_barrier((ct, sums[index + 2]))
         return state._replace(layer_grads=sums), ct
+
+    def _fetch(self, index: int, beside: Arrays) -> tuple[Arrays, Arrays]:
+        """Returns the weights of a layer, none if there is none, and what the layer beside it reads.
+
+        Weights that are gathered (ZeRO 3) wait for that. XLA would gather those of all layers at
+        once, and keep those of F for B.
+        """
+        if not 0 <= index < len(self.params):
+            return [], beside
+        params = self.params[index]
+        if self.gathers:
+            params, beside = jax.lax.optimization_barrier((params, beside))
+        return self.layers.gather(params), beside
 
     def _backward_one(
         self,
-        params: Arrays,
+        weights: Arrays,
         residuals: list,
         ct: Arrays,
         sums: Arrays,
@@ -103,7 +143,7 @@ class _WrittenOut:
         """Returns the cotangent of a layer's input, and the sums with its gradients."""
         # XLA would find what B recomputes in F, and store it.
         (for_b, for_w), ct = jax.lax.optimization_barrier((residuals, ct))
-        ct, grads = self.layer.backward(self.layers.gather(params), for_b, for_w, ct)
+        ct, grads = self.layer.backward(weights, for_b, for_w, ct)
         # XLA would leave gradients to the end, and keep what they read of all layers. So the layer
         # below waits for the sums, and where collectives come first, for the products alone.
         is_sent = [grad.shape != total.shape for grad, total in zip(grads, sums, strict=True)]
@@ -126,19 +166,19 @@ class _Loop:
     def first_state(self) -> State:
         return self.stage.first_state()._replace(inbox=[])
 
-    def forward(self, state: State, row: OpRow, x: Arrays) -> tuple[State, Arrays, list]:
+    def forward(self, state: State, row: OpRow, x: Arrays) -> tuple[State, Arrays, Stored]:
         carry = [unwrap_key(a) for a in x], state.residuals_b, state.residuals_w
         body = self.stage.layer_forward(row, store=True)
         y, for_b, for_w = self.stage.layers.over_layers(body, row.chunk, carry)
         state = state._replace(residuals_b=for_b, residuals_w=for_w)
-        return state, self.stage.with_keys(y), []
+        return state, self.stage.with_keys(y), Stored([], [])
 
     def backward(
         self,
         state: State,
         row: OpRow,
         ct: Arrays,
-        stored: list,
+        stored: Stored,
     ) -> tuple[State, Arrays]:
         return self.stage.backward_over_layers(state, row, ct)
 

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh
 from jaxpar.fields import arg
 from jaxpar.mesh import AXES, OF_ZERO, abstract_mesh, shown_sizes
 from jaxpar.pipeline import LayerLayout, Program, spmd_program
+from jaxpar.pipeline.one_stage import MOST_WRITTEN_OUT
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 from jaxpar.schedule.simulate import Structure, structure_of
 
@@ -84,10 +85,11 @@ class Choice:
         """Whether GPUs run F of a microbatch beside B of another: in stages, and in one stage with a ``tensor`` axis."""
         return self.stage > 1 or (self.tensor > 1 and self.num_microbatches > 1)
 
-    @property
-    def is_in_turn(self) -> bool:
-        """Whether GPUs run F and B of each microbatch of one stage in turn, with layers written out (``one_stage.py``)."""
-        return self.stage == 1 and not self.runs_pipeline and self.num_microbatches > 1 and self.zero < 3
+    def is_in_turn(self, num_layers: int) -> bool:
+        """Returns whether GPUs run F and B of each microbatch of one stage in turn (``one_stage.py``)."""
+        if self.stage > 1 or self.runs_pipeline or self.num_microbatches == 1:
+            return False
+        return self.zero < 3 or num_layers <= MOST_WRITTEN_OUT
 
     @property
     def form(self) -> str:

@@ -126,7 +126,7 @@ def step_memory(
         quick: Whether to estimate the slots of long pipelines from short ones instead of compiling their schedules.
         masks: Whether idle stages compute too, as on GPUs; not on CPU devices.
     """
-    if masks and choice.is_in_turn:
+    if masks and choice.is_in_turn(analysis.shape.num_layers):
         return at_rest.bytes | _in_turn(choice, analysis, at_rest)
     if choice.stage == 1 and not (masks and choice.runs_pipeline):
         return at_rest.bytes | _accumulating(choice, analysis, at_rest, masks=masks)
