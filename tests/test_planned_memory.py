@@ -37,7 +37,7 @@ MODELS = {
 JOBS = [
     ("gpt", 4, Choice(data=8), 1762),
     ("gpt", 4, Choice(data=8, num_microbatches=4, zero=1, remat=True), 678),
-    ("llama", 2, Choice(data=8, num_microbatches=2, zero=3), 701),
+    ("llama", 2, Choice(data=8, num_microbatches=2, zero=3), 630),
     ("llama", 4, Choice(data=2, tensor=4, num_microbatches=4, zero=2, remat="dots"), 335),
     ("vocabulary", 2, Choice(data=4, tensor=2, num_microbatches=8, zero=1), 282),
     ("llama", 4, Choice(stage=4, tensor=2, num_microbatches=16), 1057),
@@ -64,9 +64,11 @@ JOBS = [
     ("llama, sequence parallel", 4, Choice(stage=2, tensor=4, num_microbatches=8), 486),
     # Layers so wide that their gradients, which wait for their reduction, are a large part.
     ("wide", 1, Choice(data=8, zero=3, remat=True), 3456),
-    ("wide", 1, Choice(data=8, num_microbatches=2, zero=3, remat=True), 4229),
+    ("wide", 1, Choice(data=8, num_microbatches=2, zero=3, remat=True), 4428),
     ("wide", 1, Choice(data=8, zero=2, remat=True), 9780),
-    ("wide", 1, Choice(data=8, num_microbatches=2, zero=1), 10016),
+    ("wide", 1, Choice(data=8, num_microbatches=2, zero=1), 9937),
+    ("wide", 1, Choice(data=8, num_microbatches=4, zero=2, remat=True), 8464),
+    ("vocabulary", 4, Choice(data=8, num_microbatches=4, zero=3), 634),
 ]
 
 

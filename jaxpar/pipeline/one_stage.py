@@ -113,11 +113,11 @@ class _WrittenOut:
         sums, weights = list(state.layer_grads), stored.last_weights
         for index in reversed(range(len(sums))):
             ahead, ct = self._fetch(index - 1, ct)
-            ct, sums[index] = self._backward_one(weights, stored.residuals[index], ct, sums[index])
+            # The sums of this layer and of the one above, whose gradients are under way.
+            ct, sums[index : index + 2] = self._backward_one(
+                weights, stored.residuals[index], ct, sums[index : index + 2]
+            )
             weights = ahead
-            if index + 2 < len(sums):
-                # Gradients may be under way while two more layers compute.
-                ct, sums[index + 2] = jax.lax.optimization_barrier((ct, sums[index + 2]))
         return state._replace(layer_grads=sums), ct
 
     def _fetch(self, index: int, beside: Arrays) -> tuple[Arrays, Arrays]:
@@ -138,19 +138,24 @@ class _WrittenOut:
         weights: Arrays,
         residuals: list,
         ct: Arrays,
-        sums: Arrays,
-    ) -> tuple[Arrays, Arrays]:
-        """Returns the cotangent of a layer's input, and the sums with its gradients."""
+        sums_and_above: list[Arrays],
+    ) -> tuple[Arrays, list[Arrays]]:
+        """Returns the cotangent of a layer's input, and the sums, the first with its gradients."""
+        sums, *above = sums_and_above
         # XLA would find what B recomputes in F, and store it.
         (for_b, for_w), ct = jax.lax.optimization_barrier((residuals, ct))
         ct, grads = self.layer.backward(weights, for_b, for_w, ct)
         # XLA would leave gradients to the end, and keep what they read of all layers. So the layer
         # below waits for the sums, and where collectives come first, for the products alone.
         is_sent = [grad.shape != total.shape for grad, total in zip(grads, sums, strict=True)]
+        if any(is_sent):
+            # XLA would reduce the gradients of several layers as one, when the last of them are there.
+            grads, above = jax.lax.optimization_barrier((grads, above))
         ct, grads = _after(ct, grads, is_sent)
         scattered = zip(sums, self.layers.scatter(grads), strict=True)
         sums = [total + grad.astype(total.dtype) for total, grad in scattered]
-        return _after(ct, sums, [not each for each in is_sent])
+        ct, sums = _after(ct, sums, [not each for each in is_sent])
+        return ct, [sums, *above]
 
     def with_stacked_sums(self, state: State) -> State:
         by_array = zip(*state.layer_grads, strict=True)

@@ -183,14 +183,24 @@ def _pipelined(
 def _in_turn(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, int]:
     """The microbatches of one stage in turn: what layers store is kept once, and gradients are added layer by layer.
 
-    The peak is in a microbatch, or at the end, where the largest of the sums is stacked to be reduced.
+    The peak is where the head runs, in the backward pass of a layer, or at the end, where the largest of the sums is stacked to
+    be reduced. A layer runs beside its own gradients, in float32, and at ZeRO 2 and 3 beside those of the layer above, which
+    are under way; what both stored is free.
     """
     slots = {"residuals_b": 1, "residuals_w": 1, "cotangents_w": 0, "inbox": -1}
     found = _pipelined(choice, analysis, at_rest, slots, masks=True, splits=False)
-    layers = analysis.shape.num_layers
-    own = [layers * wide_bytes([at_rest.one_layer[i]]) for i in at_rest.trained_layers]
-    at_end = max(own, default=0) - found["activations"]
-    return found | {"working": max(found["working"], at_end)}
+    layers, kept = analysis.shape.num_layers, found["activations"]
+    own = [wide_bytes([at_rest.one_layer[i]]) for i in at_rest.trained_layers]
+    in_use = analysis.layer.shapes(analysis.split.values["params"])
+    counted = num_bytes(in_use[i] for i in at_rest.trained_layers)  # by the op, as it computes them
+    waiting = 2 if choice.zero >= 2 and choice.parts() > 1 else 1
+    one_layer = analysis.again_bytes if choice.remat is True else analysis.one_layer_bytes
+    in_layer = one_layer - counted + min(waiting, layers) * (sum(own) - kept // layers)
+    of_params = _cast_layers(choice, analysis, at_rest, layers) + _gathered(at_rest) + _cast_head(analysis, at_rest)
+    at_end = layers * max(own, default=0) - kept
+    # Gathered params lie between what comes and goes, where XLA leaves about as much free as the largest of them takes.
+    gaps = max(_gathered_each(at_rest), default=0)
+    return found | {"working": max(found["working"] + gaps, in_layer + of_params + gaps, at_end)}
 
 
 def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks: bool) -> dict[str, int]:
@@ -253,10 +263,21 @@ def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions:
     return total
 
 
+def _cast_head(analysis: Analysis, at_rest: AtRest) -> int:
+    """The params of the head in the dtype of the computation, if it is not their own."""
+    reads = zip(analysis.ends.head_reads, analysis.ends.head_dtypes, strict=True)
+    cast = [(at_rest.outer_in_use[i], dtype) for i, dtype in reads if at_rest.outer_in_use[i].dtype != dtype]
+    return sum(leaf.size * dtype.itemsize for leaf, dtype in cast)
+
+
 def _gathered(at_rest: AtRest) -> int:
     """Params of embedding and head that a step gathers, since they are sharded between steps."""
+    return sum(_gathered_each(at_rest))
+
+
+def _gathered_each(at_rest: AtRest) -> list[int]:
     pairs = zip(at_rest.outer_in_use, at_rest.outer_at_rest, strict=True)
-    return num_bytes(whole for whole, own in pairs if whole.shape != own.shape)
+    return [num_bytes([whole]) for whole, own in pairs if whole.shape != own.shape]
 
 
 def wide_bytes(arrays: Iterable[Any]) -> int:
