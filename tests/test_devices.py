@@ -91,7 +91,8 @@ def test_a_platform_that_cannot_start_is_an_error_with_a_remedy(monkeypatch):
         make_mesh(data=2)
 
 
-def test_a_run_says_its_devices_first_and_once(tmp_path):
+def test_a_run_says_its_devices_first_and_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxpar.run.messages._named", [])
     for name in ("a", "b"):
         said = []
         with Run(BasicFlags.of(out_dir=tmp_path / name), make_mesh(data=-1), say=said.append):

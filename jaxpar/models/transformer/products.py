@@ -40,7 +40,7 @@ def product(
         weight: An array, or an Adapted of arrays.
     """
 
-    def times(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+    def times(spec: str, x: jax.Array, weight: Any) -> jax.Array:
         _, dims, result = spec.replace("->", ",").split(",")
         num_in = sum(dim not in result for dim in dims)
         widths = _widths(weight.shape, num_in)
