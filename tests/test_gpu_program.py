@@ -280,6 +280,15 @@ def test_in_a_pipeline_gradients_of_one_layer_are_reduced_while_the_next_compute
     assert not rings(found.gpu, 8), found.render()
 
 
+def test_branches_have_the_shares_that_are_given_for_them(gpus):
+    """From JAX 0.11 on XLA for GPUs makes the index of two branches a predicate, whose true branch is the first in the text."""
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(gpus[0]))
+    step = lambda x, _: (jax.lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ x), jnp.sin, x), None)
+    loop = jax.jit(lambda x: jax.lax.scan(step, x, length=4)[0])
+    found = jaxpar.inspect_step(loop, x, branch_shares={"cond$": (0.75, 0.25)})
+    assert found.flops == 2 * 256**3, found.render()
+
+
 def in_turn(zero, **changes):
     return program("1f1b", data=8, stage=1, tensor=1, zero=zero, num_layers=10, remat=True, **changes)
 

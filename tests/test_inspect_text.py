@@ -205,7 +205,7 @@ def test_condition_of_a_loop_runs_once_more_than_its_body():
 
 
 def test_branches_by_predicate_are_branches():
-    found = collectives_of("""
+    text = """
         HloModule branches, num_partitions=8
 
         %yes (x: f32[32]) -> f32[32] {
@@ -220,11 +220,14 @@ def test_branches_by_predicate_are_branches():
         ENTRY %main (p: pred[], x: f32[32]) -> f32[32] {
           %p = pred[] parameter(0)
           %x = f32[32]{0} parameter(1)
-          ROOT %choice = f32[32]{0} conditional(%p, %x, %x), true_computation=%yes, false_computation=%no
+          ROOT %choice = f32[32]{0} conditional(%p, %x, %x), true_computation=%yes, false_computation=%no,
+              metadata={op_name="jit(step)/cond"}
         }
-        """)
-    assert found["collective-permute"].is_bound
-    assert found["collective-permute"].times == 1
+        """
+    permute = collectives_of(text)["collective-permute"]
+    assert (permute.is_bound, permute.times) == (True, 1)
+    permute = collectives_of(text, branch_shares={"cond$": (0.75, 0.25)})["collective-permute"]
+    assert (permute.is_bound, permute.times) == (False, 0.25), "shares are in JAX's order, false before true"
 
 
 def test_source_lines_are_read_from_the_tables_before_the_program():

@@ -345,7 +345,8 @@ def _branch_calls(instruction: Instruction, assumptions: Assumptions) -> tuple[C
     if listed is not None:
         branches = _NAMES.findall(listed)
     else:
-        branches = [(instruction.attribute(f"{side}_computation") or "").lstrip("%") for side in ("true", "false")]
+        # In JAX's order, in which shares are given: XLA for GPUs turns the index 0 or 1 into a predicate from JAX 0.11 on.
+        branches = [(instruction.attribute(f"{side}_computation") or "").lstrip("%") for side in ("false", "true")]
     shares = _shares(instruction, len(branches), assumptions)
     if shares is None:
         return tuple(Call(branch, Fraction(1), is_branch=True, is_bound=True) for branch in branches)
