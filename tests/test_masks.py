@@ -299,8 +299,17 @@ def test_a_program_knows_what_it_skips():
     assert of(masked, "F") == of(masked, "B") == []
     ticks = sum(len(each.ticks) for each in skipping.segments if "F" in each.ops)
     assert of(skipping, "F") == of(skipping, "B") == [Fraction(12, ticks)]
-    assert of(skipping, "head") == of(skipping, "embed") == [1]
-    assert of(spmd_program(schedule, masks=True, skips=("head",)), "head") == [Fraction(12, ticks)]
+    assert of(skipping, "[FRB]") == [1, 1, 1], (
+        "embedding, head and the embedding's backward pass, inside the skipped op"
+    )
+    assert of(spmd_program(schedule, masks=True, skips=("head",)), "head") == [1], (
+        "but in the ticks before the first head"
+    )
+    # A stage that masks idle ops reaches the branch of its head in all ticks but those before the first head.
+    chunks = spmd_program(make_schedule("interleaved", 2, 4, num_chunks=4, form="merged"), masks=True)
+    reached = sum(len(each.ticks) for each in chunks.segments if "F" in each.ops and each.has_head)
+    assert (of(chunks, "head"), reached) == ([Fraction(4, 10)], 10)
+    assert of(chunks, "embed_back") == [Fraction(4, 17)]
 
 
 def test_only_what_must_be_skipped_is(x64, monkeypatch):

@@ -148,7 +148,7 @@ class Program:
         """
         num_ticks = self.schedule.num_ticks
         off_on = lambda share: (1 - share, share)
-        conditional = rf"(cond|{ONCE}/while)$"  # control_flow.do_if
+        conditional = rf"(cond|{ONCE}/while)"  # control_flow.do_if
         skips = {
             op: [t for each in self.segments if op in each.ops and not each.masks(op) for t in each.ticks]
             for op in self.ops
@@ -156,27 +156,36 @@ class Program:
         # Of all stages: one may divide its Ws differently between W and W2 than another.
         on = {op: self.tables[f"{op}_on"][:, ticks] for op, ticks in skips.items() if ticks}
         shares: dict[str, tuple[Fraction, ...]] = {
-            f"/{op}/{conditional}": off_on(Fraction(int(each.sum()), each.size)) for op, each in on.items()
+            f"/{op}/{conditional}$": off_on(Fraction(int(each.sum()), each.size)) for op, each in on.items()
         }
-        shares |= {f"/{end}/{conditional}": off_on(self._share_of_end(end)) for end in ("embed", "head", "embed_back")}
+        # Where a stage skips idle ops, the conditional of an end is inside that of the op.
+        for inside in (rf"/[FRB]/{conditional}/.*", ""):
+            of_end = lambda end, masked=not inside: off_on(self._share_of_end(end, masked=masked))
+            shares |= {f"{inside}/{end}/{conditional}$": of_end(end) for end in ("embed", "head", "embed_back")}
         for way, sends in self.sends.items():
             ticks = [int(np.sum(sends.which == i)) for i in range(len(sends.senders))]
             shares[f"/send_{way}/cond$"] = tuple(Fraction(each, num_ticks) for each in ticks)
         return shares
 
-    def _share_of_end(self, end: str) -> Fraction:
-        """How often the stage that holds an end of the model runs it, of all times that it runs an op with that end."""
-        if end not in self.skips:
-            return Fraction(1, self.schedule.num_chunks)
+    def _share_of_end(self, end: str, *, masked: bool) -> Fraction:
+        """How often the stage that holds an end of the model runs it, of all times that it reaches its conditional.
+
+        Args:
+            end: "embed", "head" or "embed_back".
+            masked: Whether in ticks that mask the op with that end; otherwise in those that skip it.
+        """
         last = self.schedule.num_virtual_stages - 1
         stage, chunk = self.schedule.stage_and_chunk(last if end == "head" else 0)
-        runs = times = 0
-        for op in {"embed": {"F", "R"}, "head": {"F"}, "embed_back": {"B"}}[end].intersection(self.ops):
-            chunks = self.tables[f"{op}_chunk"][stage]
-            masked = [t for each in self.segments if op in each.ops and each.masks(op) for t in each.ticks]
-            runs += len(masked) + int((np.delete(chunks, masked) != NONE).sum())
-            times += int((chunks == chunk).sum())
-        return Fraction(times, runs)
+        ops = {"embed": {"F", "R"}, "head": {"F"}, "embed_back": {"B"}}[end]
+        ticks = [
+            self.tables[f"{op}_chunk"][stage, each.start : each.stop]
+            for each in self.segments
+            for op in ops.intersection(each.ops)
+            if each.masks(op) == masked and (each.has_head or not masked or end != "head")
+        ]
+        chunks = np.concatenate([np.zeros(0, np.int32), *ticks])
+        reached = chunks if masked else chunks[chunks != NONE]
+        return Fraction(int((reached == chunk).sum()), max(reached.size, 1))
 
 
 class Segment(NamedTuple):
