@@ -169,3 +169,32 @@ def test_a_file_after_json_is_answered_with_how_to_write_one(given, capsys):
         "error: --json is a switch, which prints the plans; got --json plans.json. To write them to a file, redirect them: "
         "--json > plans.json\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--schedule", "interleaved", "--stage", "1"],
+            "has no schedule and no chunks; got --stage 1, --schedule interl",
+        ),
+        (
+            ["--num-chunks", "2", "--stage", "1"],
+            "has no schedule and no chunks; got --stage 1, --num-chunks 2. Leave one",
+        ),
+        (
+            ["--num-chunks", "2", "--schedule", "1f1b"],
+            "stages have 1 chunk with --schedule 1f1b; got --num-chunks 2. Leave",
+        ),
+        (["--report", "."], "--report must name a file; got the folder .. Name a page in it: plan.html"),
+        (
+            ["--expert-buffer", "2"],
+            "--expert-buffer is for a model with experts; got --expert-buffer 2.0 and llama-tiny.",
+        ),
+    ],
+)
+def test_settings_that_no_plan_can_have_are_refused_before_the_search(flags, said, capsys):
+    assert main(["plan", "--model", "llama-tiny", *flags]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.out == ""

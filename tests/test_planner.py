@@ -810,6 +810,7 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(tmp_path
     (plan,) = json.loads(capsys.readouterr().out)
     assert plan["tensor"] == 2
     assert not {"model", "seq", "attention"} & set(plan)
+    assert plan["own_model"] == "my_model:SHAPE", "by which `manifest` tells that a recipe trains another"
     assert (plan["gpu"], plan["nodes"], plan["gpus_per_node"]) == ("h100", 1, 2), "by which `manifest` makes nodes"
     for given, message in (
         (["my_model:OTHER"], "--model must name a ModelShape; got my_model:OTHER, of type int"),

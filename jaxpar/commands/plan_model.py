@@ -66,8 +66,9 @@ def planned_model(flags: Any) -> PlannedModel:
         found = _of_module(named)
         if isinstance(found, ModelShape):
             _check_unused(flags)
-            return PlannedModel(named, found, found)
-        return _of_config(flags, found, None, {})
+            return PlannedModel(named, found, found, run={"own_model": named})
+        planned = _of_config(flags, found, None, {})
+        return dataclasses.replace(planned, run={"own_model": named})
     config = preset(named, compute_dtype=DTYPE, vocab_multiple=128)
     if config.positions == "learned" and flags.seq is not None:
         config = dataclasses.replace(config, max_positions=flags.seq)  # as the recipe makes its table
@@ -85,6 +86,11 @@ def _of_config(flags: Any, config: TransformerConfig, usual: str | None, run: di
     """
     attention = flags.attention or usual
     config = config if attention is None else dataclasses.replace(config, attention=KERNELS[attention])
+    if flags.expert_buffer is not None and config.num_experts is None:
+        raise ValueError(
+            f"{arg('expert_buffer')} is for a model with experts; got {arg(expert_buffer=flags.expert_buffer)} and "
+            f"{flags.model}. Leave it out."
+        )
     if flags.expert_buffer is not None:
         config = dataclasses.replace(config, expert_buffer=flags.expert_buffer)
     rows: dict[str, Any] = {"seq": flags.seq, "sequence_parallel": flags.sequence_parallel}

@@ -36,6 +36,7 @@ def show_plans(flags: PlanFlags) -> None:
     if flags.out_dir is not None:
         make_folder(flags.out_dir)
     if flags.report is not None:
+        _check_page(flags.report)
         make_folder(flags.report.absolute().parent, "--report's folder")
     model = planned_model(flags)
     if flags.compile_ and model.attention == "flash":
@@ -51,6 +52,12 @@ def show_plans(flags: PlanFlags) -> None:
     _print(flags, plans, model, machines)
     if flags.out_dir is not None:
         _draw(plans, machines, flags.out_dir, flags.model)
+
+
+def _check_page(path: Path) -> None:
+    """Raises ValueError if a page cannot be written because its path is a folder; a search takes a minute."""
+    if path.is_dir():
+        raise ValueError(f"--report must name a file; got the folder {path}. Name a page in it: {path / 'plan.html'}")
 
 
 def _search(flags: PlanFlags, model: PlannedModel, machines: Cluster) -> tuple[Sequence[Plan], dict[Choice, int]]:

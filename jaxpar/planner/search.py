@@ -65,11 +65,28 @@ def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int,
     ):
         if fixed.get(name) is not None and fixed[name] not in values:
             raise ValueError(f"{arg(name)} must {rule.format(fixed[name])}")
+    _check_pipeline(fixed)
     if fixed.get("experts") is not None and shape.experts is None:
         raise ValueError(
             f"{arg('experts')} is for a model with experts; got {arg(experts=fixed['experts'])} and {shape.name}. Leave it out."
         )
     check_sequences(shape.row, abstract_mesh(context=fixed.get("context") or 1))
+
+
+def _check_pipeline(fixed: dict[str, Any]) -> None:
+    """Raises ValueError if settings of a pipeline are fixed that no plan has: without a pipeline, or beside one another."""
+    schedule, chunks = fixed.get("schedule"), fixed.get("num_chunks") or 1
+    given = {"schedule": schedule} if schedule else {"num_chunks": chunks} if chunks > 1 else {}
+    if fixed.get("stage") == 1 and given:
+        raise ValueError(
+            f"one stage is no pipeline, and has no schedule and no chunks; got {arg(stage=1)}, {arg(**given)}. Leave one out."
+        )
+    usual = dict(SCHEDULES).get(schedule or "")
+    if usual and fixed.get("num_chunks") not in (None, usual) and schedule != "interleaved":
+        raise ValueError(
+            f"stages have {usual} {'chunk' if usual == 1 else 'chunks'} with {arg(schedule=schedule)}; got "
+            f"{arg(num_chunks=chunks)}. Leave it out, or choose {arg(schedule='interleaved')}."
+        )
 
 
 @dataclass
