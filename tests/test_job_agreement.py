@@ -125,6 +125,9 @@ def test_what_is_written_agrees_with_itself(kind):
         ("jobset", "main command", "python x.py", "command must be a list of words; got 'python x.py'. Write each word in a"),
         ("jobset", "pod subdomain", "gpt", "must be that of spec.network; got 'gpt' and 'gpt-nodes'. Make them equal."),
         ("jobset", "metadata name", "a" * 50, "a pod's name must have at most 63 letters; got 'aaa"),
+        ("jobset", "pod volumes compiled persistentVolumeClaim claimName", "", "must name a PersistentVolumeClaim; got none."),
+        ("jobset", "spec failurePolicy maxRestarts", -1, "maxRestarts must be at least 0; got -1. For example: 10."),
+        ("jobset", "spec failurePolicy maxRestarts", "ten", "maxRestarts must be a whole number; got 'ten'. Write it in digit"),
         ("trainjob", "main numNodes", 3, "16 devices, and 3 pods with nvidia.com/gpu 8, 24 devices. Make them equal."),
         ("trainjob", "pod containers node volumeMounts checkpoints mountPath", "/data",
          "a folder in the command of spec.trainer must be in a volume; got /checkpoints/gpt, and mounts at /compiled, /data"),
@@ -139,6 +142,7 @@ def test_what_is_written_agrees_with_itself(kind):
         ("service", "main command --address", "localhost", "from other pods; got --address localhost. Give --address 0.0.0.0."),
         ("service", "pod terminationGracePeriodSeconds", 30, "must be more than --timeout-seconds; got 30 and 60. Raise it."),
         ("service", "main livenessProbe httpGet port", 80, "livenessProbe must ask a named port of the container; got 80."),
+        ("service", "main readinessProbe httpGet path", "/ready", "readinessProbe must ask for /readyz or /healthz; got '/rea"),
         ("service", "metadata namespace", "b", "a Service and its Deployment must have one namespace; got lab and b. Make"),
         ("monitor", "metadata namespace", "b", "a PodMonitor and its JobSet must have one namespace; got b and lab. Make"),
         ("monitor", "spec podMetricsEndpoints 0 port", "web", "must be a named port of the pods; got 'web', which gpt has"),
@@ -178,6 +182,35 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
     check_manifests([job])
     assert "spec.replicatedJobs.0 requests no nvidia.com/gpu: pods get no GPUs, unless by another resource" in remarks(
         job
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value", "line"),
+    [
+        ("jobset", "main env JAXPAR_RESUME", None, "spec.replicatedJobs.0 has no JAXPAR_RESUME: a restarted run does not res"),
+        ("jobset", "main env JAXPAR_RESUME value", "true", "spec.replicatedJobs.0 has JAXPAR_RESUME=true: a restarted run"),
+        ("jobset", "pod terminationGracePeriodSeconds", 5, "terminationGracePeriodSeconds of spec.replicatedJobs.0 is 5: a"),
+        ("jobset", "pod terminationGracePeriodSeconds", None, "terminationGracePeriodSeconds of spec.replicatedJobs.0 is 30"),
+        ("trainjob", "main numNodes", None, "spec.trainer has no numNodes: the runtime's number of nodes may not be that of"),
+    ],
+)  # fmt: skip
+def test_what_an_edit_takes_from_a_run_is_told(kind, place, value, line):
+    (job,) = documents(kind)
+    assert not remarks(job)
+    edit(job, kind, place, value)
+    check_manifests([job])
+    (said,) = remarks(job)
+    assert said.startswith(line)
+
+
+def test_metrics_of_which_pods_say_nothing_are_told():
+    (job,) = documents("fake")
+    words = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    words += ["--metrics-port", "99"]
+    check_manifests([job])
+    assert any(
+        line.startswith("the recipe has --metrics-port 99, and the pods say nothing of it") for line in remarks(job)
     )
 
 

@@ -721,7 +721,8 @@ def test_work_that_would_be_lost_despite_a_claim_is_told(capsys, flags, lines):
     assert len(told) == len(lines)
     assert all(line.startswith(begins) for line, begins in zip(told, lines, strict=True)), told
     main([*FLAGS, "--rdma", "rdma/ib=8", "--checkpoint-claim", "runs", "mine"])
-    assert capsys.readouterr().err == "mine is no recipe of jaxpar: its flags are not checked\n"
+    said = "mine is no recipe of jaxpar: its flags are not checked, and it does not get --mesh.data 2 --mesh.tensor 8\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(
@@ -762,12 +763,13 @@ def test_what_no_claim_holds_and_no_queue_places_is_told_when_written_and_when_c
     given = ["--image", "a:1"] if "service" in flags else ["--image", "a:1", "--mesh.data", "8"]
     main([*given, *flags])
     printed = capsys.readouterr()
-    told = printed.err.replace("mine is no recipe of jaxpar: its flags are not checked\n", "")
+    unchecked = "mine is no recipe of jaxpar: its flags are not checked"
+    told = printed.err.replace(f"{unchecked}, and it does not get --mesh.data 8\n", "")
     assert told.startswith(line)
     assert told.count("\n") == 1
     (tmp_path / "job.yaml").write_text(printed.out)
     main(["--check", str(tmp_path / "job.yaml")])
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err.replace(f"{unchecked}\n", "") == told
 
 
 def test_a_pod_tolerates_the_taints_that_are_named(capsys):

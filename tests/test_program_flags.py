@@ -28,7 +28,7 @@ def code_of(args):
         [
             (
                 [*JOB, "recipes/gpt.py", "--stepss", "9"],
-                "recipes/gpt.py would refuse these flags, so no job is written",
+                "recipes/gpt.py would refuse these flags",
             ),
             (
                 [*JOB, "recipes/gpt.py", "--steps", "1e3"],
@@ -71,6 +71,15 @@ def code_of(args):
                 [*JOB, "jaxpar", "train"],
                 "the recipe must be one of gpt, house-prices, digits, all-reduce, bloom; got ''.",
             ),
+            (
+                [*JOB, "gpt", "--steps", "9"],
+                "a recipe is started by jaxpar train; got gpt alone. Write jaxpar train gpt, or",
+            ),
+            ([*JOB, "jaxpar", "trian", "gpt"], "pods run jaxpar train or jaxpar serve; got trian. Write train."),
+            (
+                [*JOB, "python3", "-m", "jaxpar", "serv", "a"],
+                "pods run jaxpar train or jaxpar serve; got serv. Write serve.",
+            ),
             (["--check", "job.yaml", "recipes/gpt.py"], "got recipes/gpt.py too. Leave one of them out."),
             (["recipes/gpt.py"], "1 GPUs on nodes of 8. Choose a mesh of 8, such as --mesh.data 8, or give the actual"),
             (
@@ -81,7 +90,7 @@ def code_of(args):
                 [*JOB, "--dry-run", "recipes/gpt.py", "--steps", "9"],
                 "--dry-run is no option of manifest: the flags of a script",
             ),
-            ([*SERVICE, "--max-waitings", "9"], "jaxpar serve would refuse these flags, so no job is written"),
+            ([*SERVICE, "--max-waitings", "9"], "jaxpar serve would refuse these flags"),
             ([*SERVICE, "--max-waiting", "-1"], "error: --max-waiting must be at least 0; got -1"),
             ([*SERVICE, "--help"], "a Service runs jaxpar serve; got a command that asks for its help."),
             (
@@ -100,6 +109,7 @@ def test_flags_that_a_job_s_program_would_refuse_are_refused_before_it_is_writte
     assert code_of(["manifest", *flags]) == 2
     printed = capsys.readouterr()
     assert said in printed.err
+    assert "--mesh.data: did you mean" not in printed.err, "it is a flag of the recipe"
     assert printed.out == ""
 
 
@@ -113,19 +123,35 @@ def test_flags_that_a_job_s_program_would_refuse_are_refused_before_it_is_writte
             (["jaxpar", "train", "gpt", *KEPT], ""),
             (["recipes/gpt.py", "--data", "/checkpoints/rows", *KEPT], ""),
             (["python", "recipes/all_reduce.py"], ""),
-            (["python", "train.py"], "train.py is not on this machine: its flags are not checked\n"),
+            (
+                ["python", "train.py"],
+                "train.py is not on this machine: its flags are not checked, and it does not get --mesh.data 8\n",
+            ),
             (
                 ["train.py", *KEPT],
                 "train.py is not on this machine: its flags are not checked, and it gets --mesh.data 8 --mesh.st",
             ),
             (
                 ["--metrics-port", "9090", "python", "-u", "train.py"],
-                "train.py is not on this machine: its flags are not checked\n",
+                "train.py is not on this machine: its flags are not checked, and it does not get --mesh.data 8 --metrics",
             ),
-            (["bash", "train.sh"], "bash is no recipe of jaxpar: its flags are not checked\n"),
+            (
+                ["bash", "train.sh"],
+                "bash is no recipe of jaxpar: its flags are not checked, and it does not get --mesh",
+            ),
+            (["python3.12", "-m", "jaxpar", "train", "gpt", *KEPT], ""),
+            (["python3", "recipes/gpt.py", "--mesh.data", "8", *KEPT], ""),
+            (
+                ["--metrics-port", "9090", "python", "recipes/gpt.py", "--mesh.data", "8", *KEPT],
+                "written after python, recipes/gpt.py gets its own flags alone, and not --metrics-port 9090",
+            ),
+            (
+                ["python", "recipes/gpt.py", *KEPT],
+                "written after python, recipes/gpt.py gets its own flags alone, and not --mesh.data 8: write recipes/gpt.py",
+            ),
             (
                 ["python", "tests/conftest.py", "--a", "b"],
-                "tests/conftest.py is no recipe of jaxpar: its flags are not checked\n",
+                "tests/conftest.py is no recipe of jaxpar: its flags are not checked, and it does not get --mesh.data 8\n",
             ),
         ],
         2,
@@ -149,6 +175,53 @@ def test_a_script_with_the_name_of_a_recipe_is_not_run(tmp_path, monkeypatch, ca
     assert capsys.readouterr().err.startswith(
         "recipes/gpt.py is no recipe of jaxpar: its flags are not checked, and it gets"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "before", "after", "said"),
+    [
+        (
+            [*JOB, "recipes/gpt.py", *KEPT],
+            "--checkpoint-every",
+            "--checkpoint-evry",
+            "recipes/gpt.py would refuse these flags",
+        ),
+        (
+            [*JOB, "recipes/gpt.py", *KEPT, "--model", "gpt2"],
+            '"gpt2"',
+            '"gpt22"',
+            "there is no transformer of this name",
+        ),
+        ([*SERVICE, "--max-waiting", "9"], "--max-waiting", "--max-waitings", "jaxpar serve would refuse these flags"),
+    ],
+)
+def test_flags_that_were_edited_in_a_manifest_are_checked_too(flags, before, after, said, tmp_path, capsys):
+    main(flags)
+    text = capsys.readouterr().out
+    assert before in text
+    (tmp_path / "job.yaml").write_text(text.replace(before, after))
+    assert code_of(["manifest", "--check", str(tmp_path / "job.yaml")]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.out == ""
+
+
+def test_a_recipe_that_another_python_runs_is_checked_too(tmp_path, capsys):
+    main([*JOB, "recipes/gpt.py", *KEPT])
+    text = capsys.readouterr().out.replace('"python"', '"/venv/bin/python3.12"')
+    (tmp_path / "job.yaml").write_text(
+        text.replace('"--mesh.data"\n              - "8"', '"--mesh.data"\n              - "4"')
+    )
+    with pytest.raises(ValueError, match=r"got --mesh\.data 4, .*, 4 devices, and 1 pods"):
+        main(["--check", str(tmp_path / "job.yaml")])
+
+
+def test_a_script_for_slurm_without_checkpoints_is_told(capsys):
+    main(["--kind", "sbatch", "--mesh.data", "8", "recipes/gpt.py"])
+    assert capsys.readouterr().err.startswith("the recipe has no --checkpoint-every: it saves only when asked to stop")
+    said = r"--hours must be more than the time to save, 150 s; got --hours 0\.001, 3\.6 s"
+    with pytest.raises(ValueError, match=said):
+        main(["--kind", "sbatch", "--mesh.data", "8", "--hours", "0.001", "recipes/gpt.py"])
 
 
 PLAN = {"data": 8, "stage": 1, "tensor": 2, "zero": 1, "batch_size": 64, "num_chunks": 1, "gpus_per_node": 4}
@@ -200,6 +273,24 @@ def test_what_a_command_changes_of_a_plan_is_told(flags, changed, tmp_path, caps
     assert said == (said and f"the command changes the plan: {changed}. Memory and time that were planned are not those of "
                     "this job: leave these flags out, or plan again with them\n")  # fmt: skip
     assert bool(said) == bool(changed)
+
+
+def test_a_recipe_and_the_plan_for_a_model_of_one_s_own_are_told_apart(tmp_path, capsys):
+    main([*planned(tmp_path, own_model="my_model:SHAPE"), "recipes/gpt.py", *KEPT])
+    said = (
+        "the plan is for a model of your own, my_model:SHAPE, and recipes/gpt.py trains the model that its flags name."
+    )
+    assert capsys.readouterr().err.startswith(said)
+    main([*planned(tmp_path, own_model="my_model:SHAPE"), "python", "train.py"])
+    assert said not in capsys.readouterr().err
+
+
+def test_keys_that_a_plan_ignores_are_ignored_by_its_job(tmp_path, capsys):
+    planned_for = planned(tmp_path, init_from="./hf", ignore_config_keys=["attn_pdrop", "foo"])
+    main([*planned_for, "recipes/gpt.py", "--init-from", "/checkpoints/hf", *KEPT])
+    command = capsys.readouterr().out.split()
+    at = command.index('"--ignore-config-keys"')
+    assert command[at : at + 5 : 2] == ['"--ignore-config-keys"', '"attn_pdrop"', '"foo"']
 
 
 def test_a_program_of_one_s_own_gets_the_nodes_of_a_plan_alone(tmp_path, capsys):

@@ -9,7 +9,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes
 
 from jaxpar.commands.cli import call, check_size, foreign_flags_told, parse_json, read_file
-from jaxpar.commands.program_flags import check_program, check_served
+from jaxpar.commands.program_flags import check_program, check_served, model_remarks
 from jaxpar.jobs import (
     Job,
     Serving,
@@ -20,6 +20,7 @@ from jaxpar.jobs import (
     to_sbatch,
     to_service,
     to_trainjob,
+    unsaved,
 )
 from jaxpar.jobs.flags import (
     OF_SERVICE,
@@ -30,9 +31,20 @@ from jaxpar.jobs.flags import (
     plan_remarks,
     unused_flags,
 )
-from jaxpar.jobs.job import AXES, CommonSettings, JobSettings, KubernetesSettings, Mesh, SlurmSettings, is_recipe
+from jaxpar.jobs.job import (
+    AXES,
+    SERVED,
+    CommonSettings,
+    JobSettings,
+    KubernetesSettings,
+    Mesh,
+    SlurmSettings,
+    is_recipe,
+    num_words,
+)
 from jaxpar.jobs.plain_scalars import check_plain_scalars, load_yaml, to_yaml
 from jaxpar.jobs.service import ServiceSettings
+from jaxpar.jobs.workload import workloads
 from jaxpar.runtime.output import printable, printable_lines, tell
 from jaxpar.runtime.program import split_command
 
@@ -94,6 +106,7 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
         _check_alone(command, given)
         found = read_yaml(read_file(flags.check, "--check"), "--check")
         check_manifests(found, schema)
+        _check_programs(found)
         print(f"{printable(str(flags.check))}: nothing wrong found", flush=True)
         _tell([line for manifest in found for line in remarks(manifest)])
         return
@@ -102,9 +115,10 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
     is_job = flags.kind != "service" and (flags.kind != "podmonitor" or command)
     job: Any = make_job(flags, command, given) if is_job else JobSettings(**flags.settings)
     if is_job:
-        _tell(check_program(job.command, job.added_flags()))
+        _tell(check_program(job.command, job.added_flags(), _withheld(job, flags)))
     if flags.kind == "sbatch":
         print(to_sbatch(job), end="")
+        _tell([*unsaved(job.command)] if is_recipe(job.command) else [])
         return
     if flags.kind == "service":
         shared = {name: flags.settings[name] for name in OF_SERVICE}
@@ -116,6 +130,23 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
     check_manifests(manifests, schema)
     print(to_yaml(*manifests), end="")
     _tell([line for manifest in manifests for line in remarks(manifest)])
+
+
+def _check_programs(manifests: Sequence[Any]) -> None:
+    """Checks the flags of the programs that the pods of manifests run, as those of a job are before it is written."""
+    for pods in (each for manifest in manifests for each in workloads(manifest)):
+        begins = num_words(pods.words, SERVED)
+        if begins:
+            check_served(pods.words[begins:])
+        elif pods.words:
+            _tell(check_program(pods.words))
+
+
+def _withheld(job: Job, flags: Flags) -> list[str]:
+    """Returns the flags that a program of one's own does not get; of a plan's, a line of its own tells."""
+    words = job.withheld_flags()
+    is_told = lambda flag: flags.plan is not None and flag.startswith("--mesh.")
+    return [word for pair in zip(words[::2], words[1::2], strict=True) if not is_told(pair[0]) for word in pair]
 
 
 def _check_alone(command: Sequence[str], given: Collection[str]) -> None:
@@ -155,7 +186,7 @@ def make_job(flags: Flags, command: tuple[str, ...], given: Collection[str] = ()
     if of_recipe:
         check_recipe(plan, command)
     settings = flags.settings | _nodes_of(plan, flags, given)
-    _tell(plan_remarks(plan, command) if command else [])
+    _tell([*plan_remarks(plan, command), *model_remarks(plan.own_model, command)] if command else [])
     return Job(
         command=(*command, *plan_flags(plan, command)) if of_recipe else command,
         **{axis: getattr(plan, axis) for axis in AXES},

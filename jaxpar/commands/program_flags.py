@@ -9,21 +9,25 @@ from types import ModuleType
 from typing import Any
 
 from jaxpar.commands.cli import list_flags
-from jaxpar.commands.train import load, path_of, recipes
-from jaxpar.jobs.job import INSTALLED, SERVED
+from jaxpar.commands.train import RECIPES, load, path_of, recipes
+from jaxpar.fields import near_name
+from jaxpar.jobs.job import INSTALLED, SERVED, is_python, num_words
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import printable, tell
 from jaxpar.runtime.program import near_script
 
 HELP = ("-h", "--help")
+JAXPAR = (("jaxpar",), ("python", "-m", "jaxpar"))
+RUN_BY_PODS = ("train", "serve")
 
 
-def check_program(command: Sequence[str], added: Sequence[str]) -> list[str]:
-    """Returns a line about what is not checked of a program, if there is anything.
+def check_program(command: Sequence[str], added: Sequence[str] = (), withheld: Sequence[str] = ()) -> list[str]:
+    """Returns a line about what is not checked of a program, or not given to it, if there is anything.
 
     Args:
         command: The program and its flags.
         added: The flags that its job adds.
+        withheld: The flags that its job would add to those of a recipe.
 
     Raises:
         ValueError: There is no such recipe or script, or a flag is out of range, or is none of the recipe's.
@@ -36,6 +40,7 @@ def check_program(command: Sequence[str], added: Sequence[str]) -> list[str]:
         is_elsewhere = name.endswith(".py") and not Path(name).is_file()
         what = "is not on this machine" if is_elsewhere else "is no recipe of jaxpar"
         gets = f", and it gets {' '.join(added)}" if added else ""
+        gets = f", and it does not get {' '.join(withheld)}" if withheld else gets
         return [f"{name} {what}: its flags are not checked{gets}"]
     if {*HELP} & {*own}:
         raise ValueError(f"a job runs {name}; got a command that asks for its help. Leave {' and '.join(HELP)} out.")
@@ -45,7 +50,20 @@ def check_program(command: Sequence[str], added: Sequence[str]) -> list[str]:
         return [f"{name} cannot be loaded on this machine, and its flags are not checked: {error}"]
     _check_added(module, name, added)
     _parse(module, name, [*own, *added])
-    return []
+    return _missed(module, name, withheld)
+
+
+def model_remarks(own_model: str | None, command: Sequence[str]) -> list[str]:
+    """Returns a line if a plan is for a model of one's own, and its job runs a recipe, which trains another."""
+    if own_model is None or not command:
+        return []
+    name, _ = _split(command)
+    if _recipe_of(name, command) is None:
+        return []
+    return [
+        f"the plan is for a model of your own, {printable(own_model)[:80]}, and {name} trains the model that its flags name. "
+        "Memory and time that were planned are not those of this job: name the script that trains it, or plan for the recipe's"
+    ]
 
 
 def check_served(args: Sequence[str]) -> None:
@@ -66,36 +84,52 @@ def _refused_told(name: str, parse: Callable[[], Any]) -> Any:
         return parse()
     except SystemExit as end:
         if end.code == ExitCode.BAD_CONFIG:
-            tell(f"error: {name} would refuse these flags, so no job is written")
+            tell(f"error: {name} would refuse these flags")
         raise
 
 
 def _split(command: Sequence[str]) -> tuple[str, list[str]]:
     """Returns the recipe's name, the script or the program of a command, and the flags that follow it."""
-    for begins in INSTALLED:
-        if tuple(command[: len(begins)]) == begins:
-            return "".join(command[len(begins) : len(begins) + 1]), list(command[len(begins) + 1 :])
+    begins = num_words(command, INSTALLED)
+    if begins:
+        return "".join(command[begins : begins + 1]), list(command[begins + 1 :])
     scripts = [position for position, word in enumerate(command) if word.endswith(".py")]
-    is_python = PurePosixPath(command[0]).name.startswith("python")
-    at = scripts[0] if scripts and (is_python or scripts[0] == 0) else 0
+    at = scripts[0] if scripts and (is_python(command[0]) or scripts[0] == 0) else 0
     return command[at], list(command[at + 1 :])
 
 
 def _check_word(name: str, command: Sequence[str]) -> None:
     """Raises ValueError if a program is no word of its own, is a folder, or is to be written otherwise."""
-    if any(tuple(command[: len(begins)]) == begins for begins in SERVED):
+    if num_words(command, SERVED):
         raise ValueError("a job ends and a server does not; got jaxpar serve. Write it with --kind service.")
     if ".py " in name:
         raise ValueError(
             f"a program and its flags are words of their own; got {printable(name)[:80]!r} as one. Leave the quotes out."
         )
+    _check_jaxpar(command)
+    if len(PurePosixPath(name).parts) == 1 and name in RECIPES and not num_words(command, INSTALLED):
+        raise ValueError(
+            f"a recipe is started by jaxpar train; got {name} alone. Write jaxpar train {name}, or ./{name} for a program of "
+            "your own."
+        )
     if name and Path(name).is_dir():
         raise ValueError(f"a job runs a script or a program; got the folder {name}. Name a script in it.")
 
 
+def _check_jaxpar(command: Sequence[str]) -> None:
+    """Raises ValueError if a command misspells one of jaxpar's that pods run."""
+    begins = num_words(command, JAXPAR)
+    given = "".join(command[begins : begins + 1])
+    near = near_name(given, RUN_BY_PODS) if begins else None
+    if near and near != given:
+        raise ValueError(
+            f"pods run jaxpar {' or jaxpar '.join(RUN_BY_PODS)}; got {printable(given)[:80]}. Write {near}."
+        )
+
+
 def _recipe_of(name: str, command: Sequence[str]) -> Path | None:
     """Returns the script of the recipe that a command runs; None if it is none of jaxpar's."""
-    if any(tuple(command[: len(begins)]) == begins for begins in INSTALLED):
+    if num_words(command, INSTALLED):
         return path_of(name)
     ours = recipes() / PurePosixPath(name).name
     given = Path(name)
@@ -119,6 +153,17 @@ def _check_added(module: ModuleType, name: str, added: Sequence[str]) -> None:
             f"a job gives its recipe the mesh and the port of metrics; got {name}, which does not take {unknown[0]}. Write it "
             f"as a program, which gets only its own flags: python {recipes().name}/{Path(name).stem.replace('-', '_')}.py"
         )
+
+
+def _missed(module: ModuleType, name: str, withheld: Sequence[str]) -> list[str]:
+    """Returns a line if a recipe takes flags that its job does not give, since it is written as a program of one's own."""
+    known = {flag for _, flag, _ in list_flags(module.Config)}
+    if not {*withheld} & known:
+        return []
+    return [
+        f"written after python, {name} gets its own flags alone, and not {' '.join(withheld)}: write {name} without python, or "
+        "add them"
+    ]
 
 
 def _parse(module: ModuleType, name: str, args: Sequence[str]) -> None:

@@ -119,7 +119,8 @@ def _suggest(kind: type, args: Sequence[str]) -> None:
     own = {flag for _, flag, _ in list_flags(kind)}
     for word in args:
         name = word.partition("=")[0]
-        for flag, text in _meant(name.replace("_", "-")) if word.startswith("--") else ():
+        is_foreign = word.startswith("--") and name.replace("_", "-") not in own
+        for flag, text in _meant(name.replace("_", "-")) if is_foreign else ():
             if flag in own:
                 tell(f"{name}: {text}")
     suggest_values(kind, args)

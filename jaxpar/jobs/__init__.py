@@ -10,7 +10,7 @@ twice), `remarks.py` (what may not be meant), and `flags.py` (those that a plan 
 from jaxpar.jobs.check import check_manifest, check_manifests
 from jaxpar.jobs.job import Job
 from jaxpar.jobs.manifests import to_jobset, to_podmonitor, to_sbatch, to_trainjob
-from jaxpar.jobs.remarks import remarks
+from jaxpar.jobs.remarks import remarks, unsaved
 from jaxpar.jobs.service import Serving, to_service
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "to_sbatch",
     "to_service",
     "to_trainjob",
+    "unsaved",
 ]

@@ -4,7 +4,7 @@ A manifest that was edited by hand in one of two places is one that its API acce
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
@@ -28,6 +28,8 @@ METRICS = (
     "--metrics-address",
 )  # the flag of a port, the port's name, the flag of where it listens
 SERVER = ("--port", "http", "--address")
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+PROBED_PATHS = ("/readyz", "/healthz")  # of `jaxpar serve`
 LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
 
@@ -287,3 +289,23 @@ def check_grace(pods: Workload, spec: Mapping[str, Any]) -> None:
             f"terminationGracePeriodSeconds of {pods.path} must be more than --timeout-seconds; got {grace} and {given}. Raise "
             "it."
         )
+
+
+def check_probes(containers: Sequence[Mapping[str, Any]], *, is_served: bool) -> None:
+    """Raises ValueError if a probe asks a port or a path that pods do not have: none would become ready.
+
+    Args:
+        containers: Those of a pod.
+        is_served: Whether they run `jaxpar serve`.
+    """
+    ports = [port for each in containers for port in each.get("ports", [])]
+    known = {port.get("name") for port in ports} | {port["containerPort"] for port in ports}
+    asked = (
+        (probe, each[probe]["httpGet"]) for each in containers for probe in PROBES if "httpGet" in each.get(probe, {})
+    )
+    for probe, request in asked:
+        port, path = request.get("port"), request.get("path", "/")
+        if port is not None and port not in known:
+            raise ValueError(f"{probe} must ask a named port of the container; got {port!r}. Correct it.")
+        if is_served and path not in PROBED_PATHS:
+            raise ValueError(f"{probe} must ask for {' or '.join(PROBED_PATHS)}; got {path!r}. Correct it.")

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from jaxpar.jobs.agreement import check_agreement, check_exit_codes, check_grace
+from jaxpar.jobs.agreement import check_agreement, check_exit_codes, check_grace, check_probes
 from jaxpar.jobs.forms import DNS_LABEL
 from jaxpar.jobs.job import MAX_NAME
 from jaxpar.jobs.manifests import API_VERSIONS, INDEX
-from jaxpar.jobs.workload import workloads
+from jaxpar.jobs.workload import whole, workloads
 from jaxpar.runtime.output import needing_extra, printable
 from jaxpar.runtime.process_env import NAMES
 
@@ -24,7 +24,6 @@ INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 STRINGS = {"kind", "name", "namespace", "image", "value", "key", "subdomain", "fieldPath", "mountPath", "claimName"}
 LISTS_OF_STRINGS = {"command", "args"}
 OBJECTS_OF_STRINGS = {"labels", "annotations", "matchLabels"}
-PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 JOB_LABEL = "jobset.sigs.k8s.io/jobset-name"
 
 
@@ -159,6 +158,8 @@ def _check_strings(part: Any, path: str) -> None:
         at = f"{path}.{name}".lstrip(".")
         if name == "image" and value == "":
             raise ValueError(f"{at} must name a container image; got none. Give one that has jaxpar.")
+        if name == "claimName" and value == "":
+            raise ValueError(f"{at} must name a PersistentVolumeClaim; got none. Name it, or leave its volume out.")
         strings = {at: value} if name in STRINGS else {}
         if name in LISTS_OF_STRINGS and isinstance(value, str):
             raise ValueError(
@@ -275,12 +276,7 @@ def _check_deployment(manifest: Mapping[str, Any]) -> None:
         )
     pod = spec["template"]["spec"]
     _check_volumes(pod, "spec.template.spec")
-    known = {port.get("name") for port in _ports(pod)} | {port["containerPort"] for port in _ports(pod)}
-    for container in pod["containers"]:
-        for probe in PROBES:
-            port = container.get(probe, {}).get("httpGet", {}).get("port")
-            if port is not None and port not in known:
-                raise ValueError(f"{probe} must ask a named port of the container; got {port!r}. Correct it.")
+    check_probes(pod["containers"], is_served=any(pods.served for pods in workloads(manifest)))
 
 
 def _check_service(manifest: Mapping[str, Any]) -> None:
@@ -301,6 +297,9 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
     if not manifest["spec"]["replicatedJobs"]:
         raise ValueError("spec.replicatedJobs of a JobSet must have a job; got none. Write it with `manifest`.")
     check_exit_codes(manifest)
+    restarts = manifest["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
+    if whole(restarts, "maxRestarts") < 0:
+        raise ValueError(f"maxRestarts must be at least 0; got {restarts}. For example: 10.")
     name = manifest["metadata"]["name"]
     subdomain = manifest["spec"].get("network", {}).get("subdomain", name)
     for number, job in enumerate(manifest["spec"]["replicatedJobs"]):

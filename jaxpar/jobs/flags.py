@@ -69,6 +69,8 @@ class PlannedSettings:
     batch_size: forms.Count | None = None
     seq: forms.Count | None = None
     init_from: str | None = None
+    own_model: str | None = None
+    ignore_config_keys: Annotated[list[forms.Word], Field(max_length=MAX_PARTS)] | None = None
     attention: forms.Word | None = None
     num_microbatches: forms.Count | None = None
     num_chunks: forms.Count | None = None
@@ -143,6 +145,8 @@ def _planned(plan: PlannedSettings) -> dict[str, list[str]]:
     flags: dict[str, list[Any]] = {f"--mesh.{axis}": [size] for axis, size in mesh_of(plan).items()}
     told = {name: getattr(plan, name) for name in FLAGS}
     flags |= {f"--{name.replace('_', '-')}": [value] for name, value in told.items() if value is not None}
+    if plan.ignore_config_keys:
+        flags["--ignore-config-keys"] = list(plan.ignore_config_keys)
     if plan.num_chunks is not None and (plan.num_chunks > 1 or plan.schedule == "interleaved"):
         flags["--num-chunks"] = [plan.num_chunks]
     if len(set(parts := plan.layers_per_virtual_stage or ())) > 1:

@@ -1,10 +1,12 @@
 """A job, independent of the cluster that runs it: a program on a mesh of complete nodes, one process per node."""
 
 import math
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
+from pathlib import PurePosixPath
 from typing import Any
 
 from jaxpar import fields
@@ -204,8 +206,17 @@ class Job(JobSettings, Mesh):
 
     def added_flags(self) -> list[str]:
         """Returns the flags of the mesh and of the metrics that a recipe gets, unless it has its own."""
-        if not is_recipe(self.command):
-            return []
+        return self._told_flags() if is_recipe(self.command) else []
+
+    def withheld_flags(self) -> list[str]:
+        """Returns the flags, but for an axis of 1, that a recipe would get and a program of one's own does not."""
+        words = [] if is_recipe(self.command) else self._told_flags()
+        pairs = zip(words[::2], words[1::2], strict=True)
+        return [
+            word for flag, value in pairs if not (flag.startswith("--mesh.") and value == "1") for word in (flag, value)
+        ]
+
+    def _told_flags(self) -> list[str]:
         told = {f"--mesh.{axis}": str(size) for axis, size in mesh_of(self).items()}
         if self.metrics_port:
             told |= {"--metrics-port": str(self.metrics_port), "--metrics-address": "0.0.0.0"}
@@ -215,9 +226,25 @@ class Job(JobSettings, Mesh):
 
 def is_recipe(command: Sequence[str]) -> bool:
     """Returns whether a command is a script or an installed recipe, which take the flags of recipes."""
-    return bool(command) and (
-        command[0].endswith(".py") or any(tuple(command[: len(words)]) == words for words in INSTALLED)
-    )
+    return bool(command) and (command[0].endswith(".py") or num_words(command, INSTALLED) > 0)
+
+
+def is_python(word: str) -> bool:
+    """Returns whether a word starts Python: python, python3.12 or /usr/bin/python3."""
+    return re.fullmatch(r"python[\d.]*", PurePosixPath(word).name) is not None
+
+
+def num_words(command: Sequence[str], programs: Sequence[tuple[str, ...]]) -> int:
+    """Returns how many words of a command start one of some programs, whatever the path and version of Python; 0: it is none.
+
+    >>> num_words(("/usr/bin/python3", "-m", "jaxpar", "train", "gpt"), INSTALLED)
+    4
+    """
+    if not command:
+        return 0
+    name = "python" if is_python(command[0]) else PurePosixPath(command[0]).name
+    words = (name, *command[1:])
+    return next((len(each) for each in programs if words[: len(each)] == each), 0)
 
 
 def flag_value(command: Sequence[str], name: str) -> str | None:

@@ -197,7 +197,16 @@ def check_image(image: str) -> None:
 
 
 def to_sbatch(job: Job) -> str:
-    """Returns the job as the text of a script for ``sbatch``."""
+    """Returns the job as the text of a script for ``sbatch``.
+
+    Raises:
+        ValueError: The time limit leaves none to train, since the signal to save comes before it.
+    """
+    if job.hours * 3600 <= job.grace_seconds:
+        raise ValueError(
+            f"{arg('hours')} must be more than the time to save, {job.grace_seconds} s; got {arg(hours=job.hours)}, "
+            f"{job.hours * 3600:g} s. Choose more hours, or fewer {arg('save_seconds')}."
+        )
     options = {
         "job-name": job.name,
         "nodes": job.num_nodes,

@@ -1,12 +1,13 @@
 """Remarks on a manifest whose job can run but may not do what was meant: lost results, a slow network, unmet placement."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from jaxpar.jobs.agreement import paths_in
-from jaxpar.jobs.job import CHECKPOINTS, GPUS, ROOT
-from jaxpar.jobs.workload import FAKE_DEVICES, Workload, workloads
+from jaxpar.jobs.agreement import SCRAPED_PORT, mesh_in, paths_in
+from jaxpar.jobs.job import CHECKPOINTS, GPUS, ROOT, flag_value
+from jaxpar.jobs.workload import FAKE_DEVICES, USUAL_GRACE, Workload, workloads
+from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 
 
 def remarks(manifest: Mapping[str, Any]) -> list[str]:
@@ -22,12 +23,57 @@ def _of(pods: Workload) -> Iterator[str]:
     if pods.kind == "Deployment":
         yield from _unheld_folder(pods)
         return
-    yield from _lost_results(pods) if pods.recipe is not None else _unheld_paths(pods)
+    yield from _of_recipe(pods) if pods.recipe is not None else _unheld_paths(pods)
+    yield from _no_time_to_save(pods)
+    yield from _unknown_number(pods)
     yield from _no_devices(pods)
     yield from _slow_network(pods)
     yield from _unused_network(pods)
     yield from _locked_memory(pods)
     yield from _unmet_placement(pods)
+
+
+def _of_recipe(pods: Workload) -> Iterator[str]:
+    yield from _lost_results(pods)
+    yield from _starts_over(pods)
+    yield from _unscraped(pods)
+
+
+def _starts_over(pods: Workload) -> Iterator[str]:
+    """Yields a line if a restarted recipe would not resume: it refuses the folder of the run before it, and ends with 2."""
+    value = pods.variables.get(RESUME_VARIABLE)
+    if value != RESUME_IF_ANY and "--resume" not in pods.words:
+        given = f"no {RESUME_VARIABLE}" if value is None else f"{RESUME_VARIABLE}={value}"
+        yield (
+            f"{pods.path} has {given}: a restarted run does not resume, and the first failure ends the job. Give the variable "
+            f"the value {RESUME_IF_ANY}"
+        )
+
+
+def _unscraped(pods: Workload) -> Iterator[str]:
+    """Yields a line if a recipe serves metrics at a port of which the pods say nothing."""
+    port = pods.flag("--metrics-port")
+    if port not in (None, "0") and SCRAPED_PORT not in pods.annotations:
+        yield (
+            f"the recipe has --metrics-port {port}, and the pods say nothing of it: Prometheus does not find it. Give "
+            f"--metrics-port {port} before the script"
+        )
+
+
+def _no_time_to_save(pods: Workload) -> Iterator[str]:
+    """Yields a line if pods are ended sooner than `manifest` would ever write."""
+    grace = pods.grace_seconds
+    if grace is not None and grace <= USUAL_GRACE:
+        yield (
+            f"terminationGracePeriodSeconds of {pods.path} is {grace}: a drained pod has no longer to save. Write twice the "
+            "seconds of a save, and 30 more"
+        )
+
+
+def _unknown_number(pods: Workload) -> Iterator[str]:
+    """Yields a line if a manifest leaves the number of pods to its runtime, where the mesh needs a certain one."""
+    if pods.num_pods is None and mesh_in(pods):
+        yield f"{pods.path} has no numNodes: the runtime's number of nodes may not be that of the mesh in the command"
 
 
 def _lost_results(pods: Workload) -> Iterator[str]:
@@ -46,8 +92,17 @@ def _lost_results(pods: Workload) -> Iterator[str]:
             f"the recipe has {given} and the claim is mounted at {mounts}: results and checkpoints are lost with the pods. "
             f"Give it a folder there, such as --out-dir {place}"
         )
-    every = pods.flag("--checkpoint-every")
-    if every in (None, "0") and pods.flag("--checkpoint-minutes") in (None, "0"):
+    yield from unsaved(pods.words)
+
+
+def unsaved(command: Sequence[str]) -> Iterator[str]:
+    """Yields a line if the command of a recipe has no checkpoints, without which a failure costs all work.
+
+    Args:
+        command: The recipe and its flags.
+    """
+    every = flag_value(command, "--checkpoint-every")
+    if every in (None, "0") and flag_value(command, "--checkpoint-minutes") in (None, "0"):
         has = "no --checkpoint-every" if every is None else "--checkpoint-every 0"
         yield (
             f"the recipe has {has}: it saves only when asked to stop, and after a failure it begins again. "

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from jaxpar import fields
 from jaxpar.jobs import forms
-from jaxpar.jobs.job import GPUS, LEAST_PORT, SERVED, USER, check_command, check_environment, check_name
+from jaxpar.jobs.job import GPUS, LEAST_PORT, SERVED, USER, check_command, check_environment, check_name, num_words
 from jaxpar.jobs.manifests import PARTS, check_image, fill, of_pod
 from jaxpar.jobs.workload import served_folder
 
@@ -74,8 +74,8 @@ class Serving(ServiceSettings):
         check_image(self.image)
         check_environment(self.env)
         check_name(self.name, "a Service", suffix="")
-        begins = next((words for words in SERVED if self.command[: len(words)] == words), None)
-        if begins is None or served_folder(self.command[len(begins) :]) is None:
+        begins = num_words(self.command, SERVED)
+        if not begins or served_folder(self.command[begins:]) is None:
             raise ValueError(
                 f"a Service runs jaxpar serve; got {' '.join(self.command)[:80] or 'no command'}. Give it and a folder after "
                 "the options: jaxpar serve /checkpoints/gpt"

@@ -7,13 +7,14 @@ from pathlib import PurePosixPath
 from posixpath import normpath
 from typing import Any
 
-from jaxpar.jobs.job import GPUS, INSTALLED, SERVED, flag_value
+from jaxpar.jobs.job import GPUS, INSTALLED, SERVED, flag_value, is_python, num_words
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 FAKE_DEVICES = "JAX_NUM_CPU_DEVICES"
 SHARED_MEMORY = PurePosixPath("/dev/shm")
 UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGTP", 1)}
+USUAL_GRACE = 30  # seconds, of Kubernetes
 QUANTITY = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)(m|[kMGTP]|[KMGTP]i)?")
 
 
@@ -37,6 +38,7 @@ class Workload:
         name: That of the manifest.
         is_queued: Whether it names a queue of Kueue.
         user: The number of the user that a pod runs as; None: that of the image.
+        grace_seconds: From the signal to stop until the end; None: the runtime's, or not stated.
     """
 
     kind: str
@@ -54,22 +56,23 @@ class Workload:
     name: str = ""
     is_queued: bool = False
     user: int | None = None
+    grace_seconds: int | None = None
 
     @property
     def recipe(self) -> Sequence[str] | None:
         """The flags of the recipe that the pods run; None: a program of one's own, to which `manifest` gives no mesh."""
         words = tuple(self.words)
-        if words[:2] == ("python", "-u") and len(words) > 2:
+        if len(words) > 2 and is_python(words[0]) and words[1] == "-u":
             has_mesh = any(word.startswith("--mesh.") for word in words)
             return words[3:] if words[2].endswith(".py") and has_mesh else None
-        begins = [each for each in INSTALLED if words[: len(each)] == each]
-        return words[len(begins[0]) + 1 :] if begins else None
+        begins = num_words(words, INSTALLED)
+        return words[begins + 1 :] if begins else None
 
     @property
     def served(self) -> str | None:
         """The folder that `jaxpar serve` is given; None: none, or the pods run something else."""
-        begins = [words for words in SERVED if tuple(self.words[: len(words)]) == words]
-        return served_folder(self.words[len(begins[0]) :]) if begins else None
+        begins = num_words(self.words, SERVED)
+        return served_folder(self.words[begins:]) if begins else None
 
     def flag(self, name: str) -> str | None:
         """Returns the value that the command gives to a flag; None if it does not."""
@@ -146,6 +149,7 @@ def _of_pods(kind: str, template: Mapping[str, Any], path: str, num_pods: int | 
         mounted=_mounted(spec),
         ports=program.get("ports", []),
         annotations=template.get("metadata", {}).get("annotations", {}),
+        grace_seconds=spec.get("terminationGracePeriodSeconds", USUAL_GRACE),
         user=spec.get("securityContext", {}).get("runAsUser"),
     )
 
