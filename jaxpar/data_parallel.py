@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer, closure_converted
 from jaxpar.context_parallel import check_are_sequences, check_are_there, zig_zag
-from jaxpar.data.same_batch import check_same_everywhere
+from jaxpar.data.same_batch import check_kept, check_same_everywhere
 from jaxpar.dtypes import from_floats, is_key, to_floats, wide_dtype, widen
 from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
@@ -68,13 +68,14 @@ def shard_batch(
             or more dims needs none.
 
     Raises:
-        ValueError: A leaf without rows, unequal numbers of rows, a number of rows that the replicas do not divide, or rows or
-            columns that are not as many as this process holds; a whole batch, the first of its shapes, that other processes
-            have otherwise; a name in ``sequences`` that the batch does not have; with ``context`` unequal lengths, an array
-            whose second dim may not be the sequence, a length that twice the axis does not divide, or positions that do not
-            count up by one in each document.
+        ValueError: Integers beyond JAX's 32 bits; a leaf without rows, unequal numbers of rows, a number of rows that the
+            replicas do not divide, or rows or columns that are not as many as this process holds; a whole batch, the first of
+            its shapes, that other processes have otherwise; a name in ``sequences`` that the batch does not have; with
+            ``context`` unequal lengths, an array whose second dim may not be the sequence, a length that twice the axis does
+            not divide, or positions that do not count up by one in each document.
     """
     check_mesh(mesh)
+    check_kept(batch)
     if num_rows is None and seq is None:
         check_same_everywhere(batch)
     batch, dims = _in_order_of_devices(batch, mesh, seq, sequences)
@@ -305,8 +306,7 @@ def _lists_of_numbers(batch: PyTree) -> list[str]:
 
 def _few(names: Sequence[str]) -> str:
     """Returns the first names as text, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None, *, replica: int = 1) -> int:

@@ -54,6 +54,19 @@ def test_a_batch_that_cannot_be_split_is_refused(batch, message):
         jaxpar.shard_batch(batch, jaxpar.make_mesh(data=4))
 
 
+def test_integers_that_jax_would_cut_and_texts_are_refused_by_name():
+    mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
+    ids = np.array([0, 2**40])
+    if not jax.config.jax_enable_x64:
+        with pytest.raises(
+            ValueError, match=r"must fit in int32, .*; got user from 0 to 1099511627776. Number them anew"
+        ):
+            jaxpar.shard_batch({"user": ids}, mesh)
+    with pytest.raises(TypeError, match=r"must be numbers; got name of dtype <U1. Make numbers of it"):
+        jaxpar.shard_batch({"name": np.array(["a", "b"])}, mesh)
+    assert jaxpar.shard_batch(np.array([0, 2**31 - 1]), mesh)[1] == 2**31 - 1
+
+
 def test_python_lists_are_refused_as_such_and_not_number_by_number():
     rows = {"x": [[1.0, 2.0], [3.0, 4.0]], "y": np.ones(2), "z": [1, 2], "pair": (np.ones(2), np.ones(2))}
     message = r"must have arrays, not Python lists; got lists of numbers in x, z\. Give numpy.asarray"

@@ -1,4 +1,4 @@
-"""Whether the processes of a run give the same batch, where each of them gives it whole."""
+"""Whether a batch can be given to devices as it is, and whether the processes of a run give the same, each the whole of it."""
 
 import threading
 from typing import Any
@@ -12,6 +12,28 @@ from jaxpar.dtypes import is_key
 from jaxpar.runtime.coordination import check_agreement
 
 _compared: set[Any] = set()  # the kinds of batches of which the processes have compared the first
+
+
+def check_kept(batch: PyTree) -> None:
+    """Raises where an array of NumPy is none of numbers, or has integers that JAX, without x64, would cut to 32 bits."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not isinstance(leaf, np.ndarray):
+            continue
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "the batch"
+        if leaf.dtype.kind in "OSUMm":
+            raise TypeError(
+                f"the arrays of a batch must be numbers; got {name} of dtype {leaf.dtype}. Make numbers of it, such as the "
+                "tokens of a text, or leave it out of the batch."
+            )
+        kept = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        if leaf.dtype.kind not in "iu" or kept == leaf.dtype or not leaf.size:
+            continue
+        least, most = int(leaf.min()), int(leaf.max())
+        if least < np.iinfo(kept).min or most > np.iinfo(kept).max:
+            raise ValueError(
+                f"integers of a batch must fit in {kept}, which JAX makes of {leaf.dtype}; got {name} from {least} to {most}. "
+                'Number them anew, or set jax.config.update("jax_enable_x64", True) first.'
+            )
 
 
 def check_same_everywhere(batch: PyTree) -> None:
