@@ -25,11 +25,10 @@ from jaxpar.huggingface.families import TOKENS
 from jaxpar.huggingface.folder import CONFIG, file_inside, missing_tokenizer, read_json
 from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
 from jaxpar.mesh import num_replicas
-from jaxpar.run.answers import remark_on_ends
 from jaxpar.run.batches import check_microbatches, flags_of_replicas
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
-from jaxpar.run.remarks import remark_on_names, remark_on_others
+from jaxpar.run.remarks import remark_on_ends, remark_on_names, remark_on_others
 
 RECALL = Path("recall")  # of --data
 MOST_HELD_OUT = 4096  # records

@@ -1,12 +1,89 @@
-"""What a run says of the files of --data: those that are learned although their names say otherwise, and those not read."""
+"""What a run says of its data: answers that teach no end, and files that are not read, or not held out as their names say.
+
+    <|user|> what is a cat? <|assistant|> a small animal               teaches no end: the model goes on after its answer
+    <|user|> what is a cat? <|assistant|> a small animal <|im_end|>    teaches one
+
+The chat template decides: some mark no end of a turn but by the beginning of the next, and some have a block of
+``{% generation %}`` that leaves the end out. Or answers end with a token that the model's files do not name as one to stop at.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+from jaxpar.data.corpus import Corpus
+from jaxpar.data.packing import Documents
 from jaxpar.data.text import is_held_out
+from jaxpar.huggingface.export import CONFIG, GENERATION, stop_tokens
+from jaxpar.huggingface.tokenizer import SETTINGS, FolderTokenizer
 from jaxpar.runtime.output import printable
 
-MOST_NAMED = 3
+MOST_TOKENS = 2**18  # of the first conversations; the template is the same for all
+SHOWN_TOKENS = 4  # of the end of an answer
+MOST_NAMED = 3  # files
+
+
+def without_end(documents: Documents, ends: Sequence[int]) -> tuple[int, int, np.ndarray]:
+    """Returns how many answers have none of the tokens, of how many, and the last tokens of the first of these.
+
+    Args:
+        documents: The first of these are looked at. An answer is a run of tokens that are learned.
+        ends: The tokens that end a text.
+    """
+    starts, stops = documents.starts, documents.ends
+    count = max(int(np.searchsorted(np.cumsum(stops - starts), MOST_TOKENS)), 1)
+    missing, total, first = 0, 0, np.zeros(0, np.int64)
+    for start, stop in zip(starts[:count].tolist(), stops[:count].tolist(), strict=True):
+        for answer in _answers(documents, start, stop):
+            total += 1
+            if not np.isin(answer, ends).any():
+                first = first if missing else answer[-SHOWN_TOKENS:]
+                missing += 1
+    return missing, total, first
+
+
+def _answers(documents: Documents, start: int, stop: int) -> list[np.ndarray]:
+    tokens = documents.tokens[start:stop]
+    marks = np.ones(len(tokens), bool) if documents.learned is None else documents.learned[start:stop] != 0
+    parts = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(marks)) + 1)
+    return [np.asarray(tokens[part]) for part in parts if len(part) and marks[part[0]]]
+
+
+def remark_on_ends(corpus: Corpus, tokenizer: FolderTokenizer, data: Path, init_from: Path | None) -> str:
+    """Returns what to say where answers teach no end, and how to add one; "" where all teach it.
+
+    Args:
+        corpus: Conversations, or completions of prompts, after which the tokenizer's own end of a text follows.
+        tokenizer: Their tokenizer, with the chat template.
+        data: The file or folder that they are in.
+        init_from: The folder of the model, if there is one.
+    """
+    # As generate of transformers and `jaxpar serve` choose them.
+    own = stop_tokens(init_from) if init_from is not None and (init_from / CONFIG).exists() else ()
+    ends = own or (() if tokenizer.end is None else (tokenizer.end,))
+    missing, total, last = without_end(corpus.documents, ends)
+    if not missing:
+        return ""
+    names = [tokenizer.text_of(token) for token in ends if token < tokenizer.vocab_size]
+    of_tokenizer = f"eos_token of {tokenizer.folder / SETTINGS}"
+    named = f"eos_token_id of {init_from / GENERATION}" if init_from else of_tokenizer
+    text = printable("".join(map(tokenizer.text_of, last.tolist())))
+    return (
+        f"{missing} of the first {total} answers in {data} have no token at which the model stops "
+        f'({" or ".join(names) or "its files name none"}), and the first of them ends with "{text}": a model that learns them '
+        f"writes on after its answer. {_remedy(names, corpus.is_chat, tokenizer.folder)}If answers end with a token of "
+        f"their own, name it in {named}."
+    )
+
+
+def _remedy(names: Sequence[str], is_chat: bool, folder: Path) -> str:
+    to_name = f"Name a token as eos_token in {folder / SETTINGS}"
+    if not is_chat:  # a completion is followed by it
+        return "" if names else f"{to_name}. "
+    to_add = f"Add {names[0]}" if names else f"{to_name}, and add it"
+    where = f"the chat template of {folder}, after what the assistant says and inside {{% generation %}} if it has that"
+    return f"{to_add} to {where}. "
 
 
 def remark_on_names(paths: Sequence[Path]) -> str:

@@ -8,8 +8,8 @@ import pytest
 
 from jaxpar.data.packing import Documents
 from jaxpar.run import language_data
-from jaxpar.run.answers import without_end
 from jaxpar.run.language_data import DataFlags
+from jaxpar.run.remarks import without_end
 from tests.support.texts import CHATML, write_tokenizer
 
 # As GLM's: a turn ends where the next begins.
