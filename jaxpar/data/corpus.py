@@ -36,7 +36,7 @@ from jaxpar.data.text import Tokenizer, check_test_fraction, is_held_out
 from jaxpar.fields import arg
 from jaxpar.runtime.output import fsync, printable, refusing
 
-FORMAT = "jaxpar tokens 3"
+FORMAT = "jaxpar tokens 2"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
 END, FILE, LINE, CHECKSUM = range(4)  # the columns of documents.npy
 LOOKED_FOR = 2  # raised when examples are looked through for more: caches whose remarks lack it are made again
