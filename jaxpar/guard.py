@@ -20,7 +20,6 @@ import numpy as np
 from jaxpar.checkpoint import CheckpointManager, DivergedError, NotFiniteError
 from jaxpar.checkpoint.checksums import diverged_replicas
 from jaxpar.checkpoint.manager import say
-from jaxpar.checkpoint.save import TO_GO_ON
 from jaxpar.checkpoint.state import as_numbers
 from jaxpar.runtime.coordination import AgreedStep, is_peer_lost
 from jaxpar.runtime.exit_codes import ExitCode
@@ -242,9 +241,7 @@ class Guard:
             try:
                 checkpoints.save_async(state, metrics=metrics, **self._about(step))
             except NotFiniteError as error:
-                told = str(error)
-                if self._advice() == AT_FIRST:
-                    told = f"{told.removesuffix(TO_GO_ON)}. {AT_FIRST}"
+                told = f"{error.found} {AT_FIRST}" if self._advice() == AT_FIRST else error
                 self._end(ExitCode.NOT_FINITE, f"error: {told}")
             except DivergedError as error:
                 self._end(ExitCode.PEER_LOST, f"error: {error}")

@@ -31,7 +31,6 @@ from jaxpar.sharding import path_string
 
 LIBRARIES = ("jax", "jaxlib", "orbax-checkpoint", "optax", "numpy")
 ANY_SECONDS = 1e6
-TO_GO_ON = ": resume from the checkpoint before, with a smaller learning rate."  # after a state that is not finite
 SPARE = 1.2  # a save needs this multiple of the state's size free: old steps are deleted only after the commit
 
 
@@ -42,9 +41,18 @@ class DivergedError(RuntimeError):
 
 
 class NotFiniteError(RuntimeError):
-    """Parameters are NaN or infinite; such a state is not saved."""
+    """Parameters are NaN or infinite; such a state is not saved.
+
+    Args:
+        found: What was found, a sentence.
+        remedy: What to do, a sentence.
+    """
 
     exit_code = ExitCode.NOT_FINITE
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(f"{found} {remedy}")
+        self.found = found
 
 
 class Saver:
@@ -250,8 +258,8 @@ def array_records(state: PyTree, step: int, mesh: Mesh) -> dict[str, ArrayRecord
         )
     if broken := [path for path, found in checked.items() if path.startswith("params/") and not found.is_finite]:
         raise NotFiniteError(
-            f"parameters must be finite to be saved; got NaN or infinity in {broken} at step {step}. Nothing was saved"
-            f"{TO_GO_ON}"
+            f"parameters must be finite to be saved; got NaN or infinity in {broken} at step {step}. Nothing was saved.",
+            "Resume from the checkpoint before, with a smaller learning rate.",
         )
     return {
         path: ArrayRecord(tuple(leaf.shape), str(leaf.dtype), found.checksum)
