@@ -141,23 +141,13 @@ def _distinct_sizes(shape: Sequence[int]) -> tuple[int, ...]:
 def call_update(
     update: Callable, grads: PyTree, opt_state: PyTree, params: PyTree, **more: Any
 ) -> tuple[PyTree, PyTree]:
-    """Returns the result of an optimizer's update, called with those keyword arguments that it accepts.
-
-    Raises:
-        TypeError: The update takes something else than params.
-    """
+    """Returns the result of an optimizer's update, called with those keyword arguments that it accepts."""
     parameters = inspect.signature(update).parameters.values()
     if not any(each.kind is each.VAR_KEYWORD for each in parameters):
         more = {
             each.name: more[each.name] for each in parameters if each.kind is each.KEYWORD_ONLY and each.name in more
         }
-    try:
-        return update(grads, opt_state, params, **more)
-    except AttributeError as error:
-        raise TypeError(
-            "an optimizer must take params as they are, a tree of arrays; got one whose update ends "
-            f"with an AttributeError: {error}. Leave out what takes other ones, as optax.lookahead."
-        ) from error
+    return update(grads, opt_state, params, **more)
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -169,8 +159,19 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_state(optimizer: Optimizer, params: PyTree, opt_state: PyTree) -> None:
-    """Raises ValueError for a state that is not one of the optimizer for these params."""
+    """Raises unless a state is one of the optimizer for these params.
+
+    Raises:
+        TypeError: The optimizer takes pairs of params.
+        ValueError: The state is of another optimizer, or of other params.
+    """
     own = jax.eval_shape(optimizer.init, params)
+    parts = jax.tree.leaves(own, is_leaf=lambda part: isinstance(part, optax.LookaheadState))
+    if any(isinstance(part, optax.LookaheadState) for part in parts):
+        raise TypeError(
+            "an optimizer must take params as they are, a tree of arrays; got optax.lookahead, which takes pairs of them. "
+            "Leave it out."
+        )
     paths = lambda state: [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     if paths(opt_state) != paths(own):
         raise ValueError(

@@ -116,7 +116,7 @@ def test_a_factored_state_is_cut_along_the_dims_that_it_keeps(mesh):
 def test_an_optimizer_that_takes_pairs_of_params_is_refused(mesh):
     optimizer = optax.lookahead(ADAM, 5, 0.5)
     step, state = make_step(mesh, optimizer), make_state(mesh, optimizer)
-    with pytest.raises(TypeError, match=r"must take params as they are, a tree of arrays; .*as optax.lookahead\."):
+    with pytest.raises(TypeError, match=r"must take params as they are, a tree of arrays; got optax.lookahead, "):
         step(state, on_mesh(mesh))
 
 
