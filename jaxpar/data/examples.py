@@ -161,9 +161,14 @@ def _odd(message: Mapping[str, Any], *, takes_calls: bool) -> Iterator[str]:
         yield EMPTY
 
 
+def roles_left_out(messages: Sequence[Mapping[str, Any]], text: str) -> list[str]:
+    """Returns the roles of messages that a conversation's text does not have as they are, but for spaces around them."""
+    return [message["role"] for message in messages if message["content"].strip() not in text]
+
+
 def _left_out(messages: Sequence[Mapping[str, Any]], text: str) -> set[str]:
     """Returns what to say of messages that a chat template did not write as they are, but for spaces around them."""
-    roles = {message["role"] for message in messages if message["content"].strip() not in text}
+    roles = set(roles_left_out(messages, text))
     return {f"a message of the role {printable(repr(r))[:80]} that the chat template leaves out or cuts" for r in roles}
 
 

@@ -3,12 +3,13 @@
 import itertools
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from jaxpar.data.examples import roles_left_out
 from jaxpar.huggingface.tokenizer import FolderTokenizer
 from jaxpar.serve.bodies import MAX_ROWS, ChatBody, ChatMessage, CompletionBody, Generation
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextDelta
@@ -304,18 +305,29 @@ def _conversation(model: LanguageModel, messages: list[ChatMessage]) -> str:
         )
     text_of = lambda content: content if isinstance(content, str) else "".join(part.text for part in content)
     told = [{"role": each.role, "content": text_of(each.content)} for each in messages]
-    for given, message in zip(messages, told, strict=True):
-        if given.name is not None:
-            if not tokenizer.uses("name"):
-                raise ValueError(
-                    f"the name of a message needs a chat template that writes names; got {given.name[:80]!r}. Leave it out."
-                )
-            message["name"] = given.name
+    for message, named in zip(told, messages, strict=True):
+        message |= _name(tokenizer, named.name)
     text = tokenizer.render(told, ask=True)[0]
-    given = [message for message in told if message["role"] != "assistant" and text]
-    if left_out := [message["role"] for message in given if message["content"].strip() not in text]:
+    if text:  # else the prompt has no token, which is refused
+        _check_told(told, text)
+    return text
+
+
+def _name(tokenizer: FolderTokenizer, name: str | None) -> dict[str, str]:
+    if name is None:
+        return {}
+    if not tokenizer.uses("name"):
+        raise ValueError(
+            f"the name of a message needs a chat template that writes names; got {name[:80]!r}. Leave it out."
+        )
+    return {"name": name}
+
+
+def _check_told(messages: Sequence[Mapping[str, str]], text: str) -> None:
+    """Raises ValueError where a chat template does not write a message that the model is told."""
+    of_others = [message for message in messages if message["role"] != "assistant"]
+    if left_out := roles_left_out(of_others, text):
         raise ValueError(
             "the model's chat template must write what it is told; got a message of the role "
             f"{left_out[0]!r} that it leaves out or changes. Give its text in a message of the user."
         )
-    return text
