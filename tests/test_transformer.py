@@ -10,7 +10,8 @@ import pytest
 
 from jaxpar.models import transformer
 from jaxpar.models.transformer import layers
-from jaxpar.models.transformer.attention import alibi_slopes, attend
+from jaxpar.models.transformer.alibi import alibi_slopes
+from jaxpar.models.transformer.attention import attend
 from jaxpar.models.transformer.rope import frequencies, rotate
 from jaxpar.params import abstract_params, count_params, init_params
 from tests.support.oracle import assert_same, cast

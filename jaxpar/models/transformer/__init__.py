@@ -7,10 +7,10 @@
 
 Read in this order: `config.py` (the options), `presets.py` with `presets.toml` (the published models), `params.py` (the
 params), `layers.py` (the model), `norms.py`, `products.py` (with weights, some of them in FP8), `span.py` (positions and
-segments of tokens), `attention.py`, `flash_chunks.py` (attention to a gathered sequence), `rope.py` (rotary positions),
-`mlp.py`, `padding.py`, `router.py` (with the optimizer of its bias), `experts.py` with `dispatch.py` (the slots of rows),
-`generate.py` with `advance.py` (all layers, beside a cache), `cache.py` and `sampling.py`, `scoring.py` (how likely given
-tokens are).
+segments of tokens), `attention.py`, `flash_chunks.py` (attention to a gathered sequence), `rope.py` and `alibi.py` (positions
+of queries and keys), `mlp.py`, `padding.py`, `router.py` (with the optimizer of its bias), `experts.py` with `dispatch.py`
+(the slots of rows), `generate.py` with `advance.py` (all layers, beside a cache), `cache.py` and `sampling.py`, `scoring.py`
+(how likely given tokens are).
 """
 
 from jaxpar.models.transformer.config import TransformerConfig as TransformerConfig

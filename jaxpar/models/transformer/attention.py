@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar import context_parallel
@@ -24,6 +23,7 @@ from jaxpar.documents import Kernel as KernelOfDocuments
 from jaxpar.fields import arg
 from jaxpar.models.lora import Adapted
 from jaxpar.models.transformer import rope
+from jaxpar.models.transformer.alibi import alibi_bias, own_slopes
 from jaxpar.models.transformer.cache import Cache
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.flash_chunks import CUDNN, Kernel, as_rows, chunked_causal_attention
@@ -32,6 +32,8 @@ from jaxpar.models.transformer.products import product
 from jaxpar.models.transformer.span import Span
 
 Constrain = Callable[[jax.Array, str], jax.Array]
+# The positions of a cache whose keys a sum reads once for each query head of a group, a product once.
+MOST_SUMMED = 4096
 
 
 def unconstrained(x: jax.Array, where: str) -> jax.Array:
@@ -58,10 +60,6 @@ def _kernel_of_documents(config: TransformerConfig) -> KernelOfDocuments | None:
     own = CUDNN.of_documents if config.attention == "cudnn" else getattr(config.attention, "kernel_of_documents", None)
     mesh = jax.sharding.get_abstract_mesh()
     return own if own and mesh.manual_axes and own.runs(config.compute_dtype) else None
-
-
-# The positions of a cache whose keys a sum reads once for each query head of a group, a product once.
-MOST_SUMMED = 4096
 
 
 def attention(
@@ -153,7 +151,7 @@ def _attend_over_context(
         copies = parts // math.gcd(parts, k.shape[2] // context_parallel.num_shards_of_heads(k.shape[2]))
         k, v = (each if copies == 1 else jnp.repeat(each, copies, 2) for each in (k, v))
         q, k, v = (sequence_to_heads(each) for each in (q, k, v))
-        slopes = _own_slopes(config, parts) if config.positions == "alibi" else None
+        slopes = own_slopes(config, parts) if config.positions == "alibi" else None
         places = jnp.arange(q.shape[1])[None]
         most = None if documents is None else config.max_documents
         in_rows = None if segments_of_all is None or most is None else find_documents(segments_of_all, most)
@@ -252,7 +250,7 @@ def attend(
     """
     in_order = jnp.arange(k.shape[1])[None] if places is None else places
     ahead = in_order[:, None, :] - positions[:, :, None]
-    bias = _alibi_bias(config, ahead, q.dtype, slopes) if config.positions == "alibi" else None
+    bias = alibi_bias(config, ahead, q.dtype, slopes) if config.positions == "alibi" else None
     # Without a cache: with is_causal a flash kernel skips later positions.
     is_whole = q.shape[1] == k.shape[1] and places is None
     window = None if config.window is None or config.window >= k.shape[1] else config.window
@@ -309,14 +307,22 @@ def _attend_to_cache(
     Of a row of the cache there may be several copies, which attend as several queries.
     """
     k, v = cache.read()
-    copies = len(q) // len(k)
-    is_summed = len(k) == 1 and copies > 1 and k.shape[2] <= MOST_SUMMED
-    of_rows = q[:1] if is_summed else q.reshape(len(k), -1, *q.shape[2:])
-    ahead = jnp.arange(k.shape[2])[None, None] - positions.reshape(len(k), -1, 1)[:, : of_rows.shape[1]]
-    bias = _alibi_bias(config, ahead, q.dtype, None) if config.positions == "alibi" else None
-    seen = _seen(config, ahead)[:, None]
+    length = k.shape[2]
+    of_rows = q.reshape(len(k), -1, *q.shape[2:])
+    copies = of_rows.shape[1]
+    # Copies are made for GPUs alone (``advance.py``), and so are the kernels of which sums are fewer.
+    is_summed = len(k) == 1 and copies > 1 and length <= MOST_SUMMED
     if is_summed:
-        return jnp.repeat(_sums(of_rows, k, v, bias, seen), copies, axis=0)
+        of_rows, positions = of_rows[:, :1], positions[:1]
+    places = jnp.arange(length)[None, None]
+    ahead = places - positions.reshape(len(k), -1, 1)
+    seen = _seen(config, ahead)[:, None]
+    bias = None
+    if config.positions == "alibi":
+        bias = alibi_bias(config, ahead, q.dtype, None)
+    if is_summed:
+        mixed = _sums(of_rows, k[0], v[0], bias, seen)
+        return jnp.repeat(mixed, copies, axis=0)
     return _products(of_rows, k, v, bias, seen).reshape(q.shape)
 
 
@@ -349,48 +355,25 @@ def _products(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, seq, num_heads, head_dim)
 
 
-def _sums(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "1 1 1 length"]) -> Array:
-    """Returns what ``_products`` does, for one query: XLA makes two kernels of these sums, and of products five."""
-    length, head_dim = k.shape[2:]
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    of_heads = q.reshape(k.shape[1], -1, 1, head_dim).astype(wide)
-    scores = (of_heads * k[0, :, None].astype(wide)).sum(-1) * head_dim**-0.5
-    if bias is not None:
-        scores = scores + bias.reshape(*scores.shape[:2], length).astype(wide)
-    weights = jax.nn.softmax(jnp.where(seen[0], scores, jnp.finfo(wide).min), axis=-1)
-    mixed = (weights[..., None] * v[0, :, None].astype(wide)).sum(-2)
-    return mixed.astype(v.dtype).reshape(q.shape)
+def _sums(
+    q: Float[Array, "1 1 heads head_dim"],
+    k: Float[Array, "kv_heads length head_dim"],
+    v: Float[Array, "kv_heads length head_dim"],
+    bias: Array | None,
+    seen: Bool[Array, "1 1 1 length"],
+) -> Float[Array, "1 1 heads head_dim"]:
+    """Returns what ``_products`` does, for one query.
 
-
-# ALiBi: a penalty on distance, a slope for each head, added to the scores ----------------------------------------------------
-
-
-def alibi_slopes(num_heads: int) -> np.ndarray:
-    """Returns the penalty of each head per unit of distance.
-
-    For a power of two the slopes are 2^(-8/n), 2^(-16/n) and so on; for other numbers those of the power below, then every
-    second slope of the power above.
-
-    **Reference**: Press et al. 2021, arXiv 2108.12409, section 3 and the authors' code.
+    XLA makes two kernels of these sums, the second with the softmax, and of products five.
     """
-    power = 2 ** math.floor(math.log2(num_heads))
-    slopes = 2.0 ** (-8 * np.arange(1, power + 1) / power)
-    between = 2.0 ** (-4 * np.arange(1, 2 * power, 2) / power)
-    return np.concatenate([slopes, between])[:num_heads]
-
-
-def _alibi_bias(
-    config: TransformerConfig, ahead: Int[Array, "rows seq length"], dtype: jnp.dtype, slopes: Array | None
-) -> Array:
-    """Returns the penalties of queries for keys that are ``ahead``, of the given slopes or else those of all heads."""
-    wide = dtype if config.attention != "xla" else jnp.promote_types(dtype, jnp.float32)
-    of_heads = alibi_slopes(config.num_heads) if slopes is None else slopes
-    slopes = jnp.asarray(of_heads, jnp.promote_types(dtype, jnp.float32))
-    return (slopes[None, :, None, None] * ahead[:, None].astype(slopes.dtype)).astype(wide)
-
-
-def _own_slopes(config: TransformerConfig, parts: int) -> Float[Array, " heads"]:
-    """Returns the penalties of the heads that a device gets by ``sequence_to_heads``."""
-    shards = context_parallel.num_shards_of_heads(config.num_heads)
-    by_part = jnp.asarray(alibi_slopes(config.num_heads).reshape(shards, parts, -1))
-    return by_part[:, jax.lax.axis_index(context_parallel.CONTEXT)].reshape(-1)
+    kv_heads, length, head_dim = k.shape
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    grouped = q.reshape(kv_heads, -1, 1, head_dim).astype(wide)
+    scores = jnp.sum(grouped * k[:, None].astype(wide), axis=-1)
+    scores = scores * head_dim**-0.5
+    if bias is not None:
+        scores = scores + bias.reshape(kv_heads, -1, length).astype(wide)
+    scores = jnp.where(seen[0], scores, jnp.finfo(wide).min)
+    weights = jax.nn.softmax(scores, axis=-1)[..., None]
+    mixed = jnp.sum(weights * v[:, None].astype(wide), axis=-2)
+    return mixed.astype(v.dtype).reshape(q.shape)
