@@ -31,11 +31,11 @@ from jaxpar.pipeline import (
     build_stage,
     close_params,
     fitting_layout,
+    one_stage,
     open_params,
     spmd_program,
     sum_over_stages,
 )
-from jaxpar.pipeline.one_stage import MOST_WRITTEN_OUT
 from jaxpar.position_checks import check_positions
 from jaxpar.row_checks import check_rows
 from jaxpar.runtime.distributed import check_joined
@@ -168,12 +168,7 @@ def with_settings(
             )
         run = partial(step.pipelined, spmd_program(schedule, masks=masks, overlaps=overlaps))
     elif isinstance(model, LayeredModel) and trains and masks and pipeline.num_microbatches > 1:
-        form = _form_on_one_stage(parallel)
-        if form is not None:
-            schedule = make_schedule("1f1b", 1, pipeline.num_microbatches, form=form)
-            of_stack = partial(step.pipelined, spmd_program(schedule, masks=True, overlaps=overlaps))
-            fits = lambda params: is_stacked(params) and _runs_ticks(parallel, num_layers(params))
-            run = lambda params, batch: (of_stack if fits(params) else step.one_stage)(params, batch)
+        run = partial(step.microbatches_of_one_stage, overlaps=overlaps)
     compiled = jax.jit(run)
 
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -187,16 +182,14 @@ def with_settings(
     return value_and_grad_on_mesh
 
 
-def _form_on_one_stage(parallel: Parallel) -> str | None:
+def _form_on_one_stage(parallel: Parallel, params: PyTree) -> str | None:
     """Returns the form of 1F1B for the microbatches of one stage, where idle ops are masked; None: plain accumulation."""
+    if not is_stacked(params):
+        return None
     if parallel.mesh.shape[TENSOR] > 1:
         return "merged"  # F of one microbatch beside B of another, so that collectives run beside products
-    return None if parallel.overlap_grad_reduce else "fused"
-
-
-def _runs_ticks(parallel: Parallel, num_layers: int) -> bool:
-    """Returns whether one stage runs the ticks of a schedule. At ZeRO 3 a loop over layers gathers better without."""
-    return parallel.zero < 3 or parallel.mesh.shape[TENSOR] > 1 or num_layers <= MOST_WRITTEN_OUT
+    in_turn = one_stage.takes(parallel.zero, num_layers(params)) and not parallel.overlap_grad_reduce
+    return "fused" if in_turn else None
 
 
 def _storing(model: LayeredModel, pipeline: Pipeline, schedule: Schedule) -> LayeredModel:
@@ -268,6 +261,14 @@ class _Step:
         sharding = self._sharding(params)
         sums = partial(self._sums_overlapping if self.parallel.overlap_grad_reduce else self._sums, sharding)
         return run_on_shards(sums, sharding, params, batch, self.traced_loss(params, batch), self.mesh)
+
+    def microbatches_of_one_stage(self, params: PyTree, batch: PyTree, *, overlaps: bool) -> tuple[PyTree, PyTree]:
+        """One stage and several microbatches, where idle ops are masked."""
+        form = _form_on_one_stage(self.parallel, params)
+        if form is None:
+            return self.one_stage(params, batch)
+        schedule = make_schedule("1f1b", 1, self.pipeline.num_microbatches, form=form)
+        return self.pipelined(spmd_program(schedule, masks=True, overlaps=overlaps), params, batch)
 
     def _sharding(self, params: PyTree) -> StepSharding:
         return shard_step(params, self.parallel, self.shardings, layered=isinstance(self.model, LayeredModel))

@@ -37,6 +37,14 @@ class Stored(NamedTuple):
     last_weights: Arrays
 
 
+def takes(zero: int, num_layers: int) -> bool:
+    """Returns whether microbatches of one stage run in turn: at ZeRO 3 only if layers are written out.
+
+    In a loop XLA gathers the next layer beside the one that computes, but only in one of ``jax.lax.scan``.
+    """
+    return zero < 3 or num_layers <= MOST_WRITTEN_OUT
+
+
 def writes_out(program: Program, layout: LayerLayout) -> bool:
     """Returns whether the layers of a program are written out."""
     return program.is_in_turn and layout.num_layers <= MOST_WRITTEN_OUT
@@ -91,7 +99,7 @@ class _WrittenOut:
         return State([], [], of_layers, loss, outer_grads, [], [])
 
     def forward(self, state: State, row: OpRow, x: Arrays) -> tuple[State, Arrays, Stored]:
-        residuals, sums = [], state.layer_grads
+        residuals, sums, last = [], state.layer_grads, []
         if self.gathers:
             # XLA would run F of the next microbatch too, to gather weights for it.
             x, sums = jax.lax.optimization_barrier((x, sums))
@@ -100,8 +108,8 @@ class _WrittenOut:
             ahead, x = self._fetch(index + 1, x)
             x, *of_layer = self.layer.forward_and_store(weights, x)
             residuals.append(of_layer)
-            weights = ahead or weights
-        return state._replace(layer_grads=sums), x, Stored(residuals, weights)
+            last, weights = weights, ahead
+        return state._replace(layer_grads=sums), x, Stored(residuals, last)
 
     def backward(
         self,

@@ -19,8 +19,7 @@ from jax.sharding import AbstractMesh
 
 from jaxpar.fields import arg
 from jaxpar.mesh import AXES, OF_ZERO, abstract_mesh, shown_sizes
-from jaxpar.pipeline import LayerLayout, Program, spmd_program
-from jaxpar.pipeline.one_stage import MOST_WRITTEN_OUT
+from jaxpar.pipeline import LayerLayout, Program, one_stage, spmd_program
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 from jaxpar.schedule.simulate import Structure, structure_of
 
@@ -89,7 +88,7 @@ class Choice:
         """Returns whether GPUs run F and B of each microbatch of one stage in turn (``one_stage.py``)."""
         if self.stage > 1 or self.runs_pipeline or self.num_microbatches == 1:
             return False
-        return self.zero < 3 or num_layers <= MOST_WRITTEN_OUT
+        return one_stage.takes(self.zero, num_layers)
 
     @property
     def form(self) -> str:
