@@ -63,7 +63,12 @@ ORDER = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take longest first, where the order within a file stays."""
+    """Puts the files that take longest first, where the order within a file stays.
+
+    The name of a test must be the same in each worker, or pytest-xdist runs none.
+    """
+    if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"names of tests must not have addresses; got {addresses[0]}. Give ids=.")
     items.sort(key=lambda item: ORDER.get(item.path.name, len(ORDER)))
 
 

@@ -194,9 +194,14 @@ CASES = [
 ]
 
 
+def by_name(given):
+    """Axes or settings as text, the same in every process."""
+    return str({name: getattr(value, "__name__", value) for name, value in given.items()})
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("x64", "every_width")
-@pytest.mark.parametrize(("axes", "settings"), CASES, ids=str)
+@pytest.mark.parametrize(("axes", "settings"), CASES, ids=by_name)
 def test_every_mesh_has_the_numbers_of_one_device_with_the_same_microbatches(axes, settings):
     params, batch = tiny.make_params(LLAMA), tiny.make_batch(dtype=np.float64)
     num_microbatches = settings["num_microbatches"] * axes.get("data", 1)
