@@ -65,13 +65,13 @@ name_of = lambda page: page.relative_to(ROOT).as_posix()
 # All that is changed of a command that trains, if it does not say --steps itself.
 CUT_SHORT = {
     "digits.py": ["--steps", "4"],
-    "plan": ["--top", "1", "--remat", "yes", "--schedule", "1f1b", "--context", "1", "--zero", "1"],
+    "plan": ["--top", "1", "--remat", "yes", "--context", "1", "--zero", "1"],
     "gpt.py": ["--steps", "4", "--warmup-steps", "1", "--seq", "32", "--batch-size", "8", "--eval-rows", "8"],
 }
-# The mesh of each plan: the search for it is that of test_planner.py.
+# The mesh and schedule of each plan: the search for them is that of test_planner.py.
 MESHES_OF_PLANS = {
-    "bloom-176b": ["--data", "8", "--stage", "12", "--num-microbatches", "128"],
-    "gpt2": ["--data", "8", "--stage", "2", "--num-microbatches", "64"],
+    "bloom-176b": ["--data", "8", "--stage", "12", "--num-microbatches", "128", "--schedule", "1f1b"],
+    "gpt2": ["--data", "8", "--stage", "2", "--num-microbatches", "64", "--schedule", "1f1b"],
     "llama3.1-8b": ["--data", "8", "--stage", "1", "--num-microbatches", "32"],
 }
 # What draws the pictures of a run, which the tests of its recipe look at.
