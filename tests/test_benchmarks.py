@@ -86,9 +86,8 @@ def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_b
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
-        ("checkpoint.py", ("--fake-devices", "2")),
-        ("remat.py", ("--models", "llama")),
-        pytest.param("remat.py", ("--models", "convolutions", "recurrent", "experts"), marks=pytest.mark.slow),
+        pytest.param("checkpoint.py", ("--fake-devices", "2"), marks=pytest.mark.slow),
+        pytest.param("remat.py", (), marks=pytest.mark.slow),
         ("pipeline.py", ("--num-microbatches", "8", "--schedules", "1f1b", "--mpmd")),
         ("scaling.py", ()),
     ],

@@ -162,7 +162,7 @@ def step_on(config, axes, batch, **settings):
 @pytest.mark.parametrize(
     ("axes", "changes", "settings"),
     [
-        ({"tensor": 2}, {"window": 5, "num_layers": 1}, {}),
+        pytest.param({"tensor": 2}, {"window": 5, "num_layers": 1}, {}, marks=pytest.mark.full),
         pytest.param(
             {"data": 2, "stage": 2, "tensor": 2},
             {},

@@ -17,6 +17,7 @@ from jaxpar.pipeline import LayerLayout, spmd_program
 from jaxpar.schedule import make_schedule
 from tests.support import tiny, tiny_gpt
 from tests.support.covering import covering
+from tests.support.tiers import quick
 
 WIDTH, ROWS = 8, 2  # rows of a microbatch on a device
 CHUNKS = {"interleaved": 2, "zb-v": 2}
@@ -99,7 +100,11 @@ def test_a_link_between_stages_carries_one_activation_and_one_gradient_a_microba
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [("1f1b", SHARDS), ("zb-h1", SHARDS), *((name, STAGES) for name in ("1f1b", "zb-h1", "interleaved", "zb-v"))],
+    quick(
+        [("1f1b", SHARDS), ("zb-h1", SHARDS), *((name, STAGES) for name in ("1f1b", "zb-h1", "interleaved", "zb-v"))],
+        1,
+        4,
+    ),
 )
 def test_nothing_but_messages_crosses_stages_in_a_tick_and_at_most_one_each_way(name, where):
     _, report, program, _ = compiled(name, **where)

@@ -321,7 +321,8 @@ def test_the_balance_loss_is_that_of_the_paper(x64):
         assert_same(got[row], np.full(SEQ, uses @ shares))
 
 
-@pytest.mark.parametrize("name", ["olmoe", pytest.param("deepseek", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["olmoe", "deepseek"])
 def test_a_document_has_the_loss_of_a_row_of_its_own(x64, name):
     """Packed or not (Megatron-LM's issue 6115)."""
     config = config_of(name)
@@ -353,6 +354,7 @@ def test_the_gradient_of_a_bias_is_the_load_of_each_expert(x64):
     np.testing.assert_allclose(want.sum(-1) * batch["weight"].sum(), num_real * 2)
 
 
+@pytest.mark.full
 def test_loads_are_in_no_norm(x64):
     config = config_of("deepseek", num_layers=2, num_dense_layers=0)
     params, batch = job(config)
@@ -423,13 +425,13 @@ def check_parity(name, split, mesh_sizes, *, schedule="zb-h1", **how):
     ("name", "split", "mesh_sizes", "how"),
     [
         ("deepseek", "expert_mlp", (2, 2, 2), {"schedule": "1f1b", "zero": 3, "layers": (1, 3), "remat": True}),
-        ("olmoe", "experts", (1, 2, 4), {"schedule": "1f1b", "constrain": sequence_parallel}),
         ("capacity", "experts", (1, 2, 2), {"schedule": "1f1b", "changes": GELU}),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in [
                 ("deepseek", "experts", (1, 2, 2), {"executor": "mpmd", "schedule": "1f1b"}),
                 ("mixtral", "experts", (2, 2, 2), {"schedule": "1f1b"}),
+                ("olmoe", "experts", (1, 2, 4), {"schedule": "1f1b", "constrain": sequence_parallel}),
                 ("qwen3", "experts", (1, 2, 4), {"schedule": "1f1b", "zero": 1, "constrain": sequence_parallel}),
                 ("olmoe", "expert_mlp", (1, 2, 4), {"schedule": "zb-v"}),
                 ("capacity", "experts", (2, 2, 2), {"schedule": "1f1b", "masks": True, "zero": 2}),

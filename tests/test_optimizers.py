@@ -192,7 +192,7 @@ LEVELS |= dict.fromkeys(
     ("adam", "inject_hyperparams", "lbfgs", "lbfgs of one rate", "lion", "reduce_on_plateau", "rng")
 )
 # Of these levels, those whose states differ in kind are of `make test`: in parts, factored, per dim, in matrices, in copies.
-QUICK = ("masked", "adafactor", "sm3", "muon", "line search", "MultiSteps")
+QUICK = ("adafactor", "muon", "line search")
 
 
 def marks(name, zero):

@@ -48,7 +48,7 @@ def check_parity(sizes, layout=None, *, masks=True, **settings):
     ("schedule", "sizes", "zero", "remat"),
     [
         ("gpipe", (2, 2, 2), 1, True),  # 1f1b is in the tests below
-        pytest.param("interleaved", (4, 2, 1), 2, True, marks=pytest.mark.full),
+        pytest.param("interleaved", (4, 2, 1), 2, True, marks=pytest.mark.slow),
         pytest.param(
             "zb-v", (2, 2, 2), 0, False, marks=pytest.mark.full
         ),  # whose last tick is not masked: nothing is reduced in it
@@ -64,7 +64,7 @@ def test_gradients_reduced_in_the_last_tick_equal_one_device(x64, schedule, size
     ("name", "sizes", "zero", "layout"),
     [
         ("1f1b", (2, 2, 2), 2, UNEVEN),  # as of the name, masked
-        ("interleaved", (4, 2, 1), 3, None),
+        pytest.param("interleaved", (4, 2, 1), 3, None, marks=pytest.mark.slow),
         pytest.param("1f1b", (4, 2, 1), 3, UNEVEN, marks=pytest.mark.slow),
         pytest.param("interleaved", (2, 2, 2), 1, CHUNKS, marks=pytest.mark.slow),
     ],
@@ -102,7 +102,7 @@ def test_gradients_in_every_schedule_and_level_equal_one_device(x64, schedule, s
         pytest.param("1f1b", UNEVEN, 1, marks=pytest.mark.slow),
         ("1f1b", WITH_NONE, 0),
         pytest.param("1f1b", WITH_NONE, 1, marks=pytest.mark.slow),
-        ("interleaved", CHUNKS, 1),
+        pytest.param("interleaved", CHUNKS, 1, marks=pytest.mark.slow),
         pytest.param("interleaved", CHUNKS, 2, marks=pytest.mark.slow),
     ],
 )

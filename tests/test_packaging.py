@@ -101,6 +101,7 @@ def test_tests_of_the_sdist_run(source):
     )
 
 
+@pytest.mark.full
 def test_the_wheel_has_the_same_recipes(wheel):
     with zipfile.ZipFile(wheel) as archive:
         inside = {name: archive.read(name) for name in archive.namelist() if name.startswith("jaxpar/recipes/")}

@@ -16,7 +16,7 @@ from tests.support.tiny_transformer import FAMILIES, jit, make_batch, make_param
 from tests.support.tiny_transformer import loss as cross_entropy
 
 WORDS = 13
-FULL = pytest.mark.full
+FULL, SLOW = pytest.mark.full, pytest.mark.slow
 
 
 def smoothed(logits, targets):
@@ -93,12 +93,12 @@ THREE = {"data": 2, "stage": 2, "tensor": 2}
 @pytest.mark.parametrize(
     ("family", "multiple", "axes", "how"),
     [
-        ("llama-tied", 16, {"tensor": 2}, {}),
-        pytest.param("llama-tied", 16, THREE, {"schedule": "1f1b"}, marks=FULL),
-        pytest.param("llama-tied", 16, {"tensor": 4}, {}, marks=FULL),
-        pytest.param("llama", 8, {"stage": 2, "tensor": 4}, {"schedule": "zb-h1"}, marks=FULL),
+        pytest.param("llama-tied", 16, {"tensor": 2}, {}, marks=FULL),
+        pytest.param("llama-tied", 16, THREE, {"schedule": "1f1b"}, marks=SLOW),
+        pytest.param("llama-tied", 16, {"tensor": 4}, {}, marks=SLOW),
+        pytest.param("llama", 8, {"stage": 2, "tensor": 4}, {"schedule": "zb-h1"}, marks=SLOW),
         pytest.param("llama", 32, {"stage": 2, "tensor": 4}, {"schedule": "1f1b", "mask_idle_ops": True}, marks=FULL),
-        pytest.param("gpt2", 64, {"tensor": 2}, {}, marks=FULL),
+        pytest.param("gpt2", 64, {"tensor": 2}, {}, marks=SLOW),
         pytest.param("gpt2-untied", 24, {}, {}, marks=FULL),
         pytest.param("bloom", 14, {"stage": 2, "tensor": 2}, {"schedule": "gpipe", "executor": "mpmd"}, marks=FULL),
     ],

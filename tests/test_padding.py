@@ -112,7 +112,7 @@ def test_a_loss_weighs_the_balance_loss_of_a_row_as_it_weighs_the_row(x64):
         assert_same(found["balance_loss"] / weight, np.average(balance[:, 0], weights=weights))
 
 
-FULL = pytest.mark.full
+FULL, SLOW = pytest.mark.full, pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,10 @@ def test_padding_takes_no_room_of_an_expert_over_data(x64, exchange):
     ("name", "rules", "axes", "how"),
     [
         ("deepseek", RULES, {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "1f1b"}),
-        ("deepseek", OVER_DATA, {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1"}),
-        ("olmoe", OVER_DATA, {"data": 4, "tensor": 2}, {"zero": 2}),
+        pytest.param("deepseek", OVER_DATA, {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1"}, marks=SLOW),
+        pytest.param("olmoe", OVER_DATA, {"data": 4, "tensor": 2}, {"zero": 2}, marks=SLOW),
         ("qwen3", RULES, {"context": 2, "stage": 2, "tensor": 2}, {"schedule": "1f1b"}),
-        ("qwen3", RULES, {"stage": 2, "tensor": 4}, {"schedule": "interleaved"}),
+        pytest.param("qwen3", RULES, {"stage": 2, "tensor": 4}, {"schedule": "interleaved"}, marks=SLOW),
     ],
 )
 def test_packed_rows_with_padding_have_the_numbers_of_one_device(x64, name, rules, axes, how):

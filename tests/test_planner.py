@@ -299,7 +299,9 @@ def changes_of_one_setting(shape, choice, batch_size):
             yield dataclasses.replace(choice, **given)
 
 
-@pytest.mark.parametrize("draw", [0, *(pytest.param(draw, marks=FULL) for draw in range(1, 5))])
+@pytest.mark.parametrize(
+    "draw", [0, pytest.param(1, marks=FULL), *(pytest.param(draw, marks=pytest.mark.slow) for draw in range(2, 5))]
+)
 @pytest.mark.parametrize("kind", ["mlp", pytest.param("transformer", marks=FULL)])
 def test_no_change_of_one_setting_makes_the_best_plan_faster(kind, draw):
     del draw  # each has a seed of its own

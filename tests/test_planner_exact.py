@@ -265,7 +265,7 @@ def needed(model, choice):
 
 @pytest.mark.parametrize(
     "run",
-    quick(map(pytest.param, MEMORY), MEMORY[0])
+    [pytest.param(run, marks=pytest.mark.full) for run in MEMORY]
     + [pytest.param(run, marks=pytest.mark.slow) for run in MORE_MEMORY]
     + [pytest.param(run, marks=[pytest.mark.slow, MORE_THAN_PLANNED]) for run in REPLICAS_ALONE],
     ids=lambda run: "-".join(map(str, run)),

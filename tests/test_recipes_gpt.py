@@ -141,6 +141,7 @@ def test_flags_that_save_memory_keep_the_loss_curve(run, tmp_path, one_device, f
     assert_same(curve(tmp_path), one_device, within=1e-4)
 
 
+@pytest.mark.full
 def test_no_step_s_time_includes_an_evaluation(timed):
     folder, printed = timed
     lines = read_lines(folder)

@@ -212,7 +212,11 @@ def commands(capsys):
 @pytest.mark.parametrize(
     ("line", "remedies"),
     [
-        ("plan --model gpt2 --batch-size 8 --schedule 1f1b --remat no --tensor 5", ["--tensor 4"]),  # 12 heads
+        pytest.param(  # 12 heads
+            "plan --model gpt2 --batch-size 8 --schedule 1f1b --remat no --tensor 5",
+            ["--tensor 4"],
+            marks=pytest.mark.full,
+        ),
         pytest.param("plan --model bloom-176b --top 1", ["--nodes 8"], marks=pytest.mark.slow),
         pytest.param("plan --model bloom-176b --nodes 8 --remat no", ["--remat yes"], marks=pytest.mark.slow),
         pytest.param("plan --model bloom-176b --nodes 8 --data 64", ["--data 16"], marks=pytest.mark.slow),
@@ -339,7 +343,7 @@ def tuned(tmp_path_factory):
         pytest.param("./llama/", "../{name}/tokens.bin", marks=pytest.mark.full),
         pytest.param("{folder}/llama", "{folder}/tokens.bin", marks=pytest.mark.full),
         pytest.param("link", "tokens-link.bin", marks=pytest.mark.full),
-        ("copy", "copy.bin"),
+        pytest.param("copy", "copy.bin", marks=pytest.mark.full),
     ],
 )
 def test_a_run_resumes_from_the_same_weights_and_text_however_they_are_named(recipes, tuned, monkeypatch, model, text):

@@ -585,6 +585,7 @@ def test_plans_show_every_axis_that_one_of_them_uses():
     assert all(name in plans([plan, plan | {"replica": 2, "context": 4, "experts": "data"}]) for name in names)
 
 
+@pytest.mark.full
 def test_the_report_of_a_plan_has_the_figures_that_it_prints(tmp_path, capsys):
     out = tmp_path / "new" / "report.html"
     few = ["--num-microbatches", "64", "--top", "2"]

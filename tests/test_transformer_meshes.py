@@ -60,7 +60,7 @@ def check_parity(family, mesh_sizes, *, constrain=None, num_microbatches=2, sche
     [
         ("bloom", (2, 1, 4), "1f1b", sequence_parallel),
         ("llama", (2, 2, 2), "zb-h1", None),
-        ("gpt2", (1, 2, 4), "1f1b", sequence_parallel),
+        pytest.param("gpt2", (1, 2, 4), "1f1b", sequence_parallel, marks=pytest.mark.slow),
         pytest.param("gpt2", (8, 1, 1), "1f1b", None, marks=pytest.mark.slow),
         pytest.param("llama-tied", (1, 1, 4), "1f1b", None, marks=pytest.mark.slow),
         pytest.param("gpt2", (1, 2, 4), "zb-h1", sequence_parallel, marks=pytest.mark.slow),
@@ -112,7 +112,7 @@ def test_loss_and_gradients_equal_one_device_on_every_mesh(x64, family, mesh_siz
     ("family", "mesh_sizes"),
     [
         ("llama", (2, 2, 2)),
-        ("bloom", (2, 1, 4)),
+        pytest.param("bloom", (2, 1, 4), marks=pytest.mark.slow),
         pytest.param("gpt2", (8, 1, 1), marks=pytest.mark.slow),
         ("llama", (1, 1, 1)),
     ],
