@@ -152,9 +152,10 @@ def check_trainable(trainable: Any) -> None:
 
 
 def check_params(params: PyTree) -> None:
-    """Raises for params that have no gradient, or that XLA cannot compile."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+    """Raises for params that have no gradient and are not frozen, or that XLA cannot compile."""
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_frozen):
+        leaf = node.value if is_frozen(node) else node
+        if not is_frozen(node) and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
                 "params must be floating-point or complex arrays, since each is given a gradient; got "
                 f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Put it into the batch, or close over it."

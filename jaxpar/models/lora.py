@@ -11,6 +11,9 @@
 The product A B is never formed in a step, so no gradient of the size of W is. A model needs no change where it computes
 ``x @ weight``; in place of ``jnp.einsum(spec, x, weight)`` it calls ``einsum`` of this file.
 
+    params = quantize(params, "nf4")                   the weights in four bits, decoded in each layer (``quantized.py``)
+    shardings = quantized_shardings(params, shardings)
+
 A column-parallel W [in, out/2] has all of A and B [rank, out/2], a row-parallel W [in/2, out] has A [in/2, rank] and all of B.
 No weight is gathered. Each pair of factors adds one all-reduce of [..., rank] over ``tensor``: in the forward pass if W is
 row-parallel, in the backward pass if it is column-parallel.
@@ -30,6 +33,7 @@ from jax.tree_util import DictKey
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, is_layered, is_stacked, path_string
+from jaxpar.models.quantized import check_kind, dense, is_quantized, quantize_weight
 
 ADAPTERS = ("**/lora_a", "**/lora_b")
 FIELDS = ("weight", "lora_a", "lora_b")
@@ -40,7 +44,8 @@ class Adapted:
     """A weight with its factors, as a pytree node. The three array fields may also hold shardings or shapes.
 
     Attributes:
-        weight: ``[*in, *out]``; several dims may be summed over (in), and the product may have several new ones (out).
+        weight: ``[*in, *out]``; several dims may be summed over (in), and the product may have several new ones (out). It is an
+            array, or ``Quantized``.
         lora_a: A, ``[*in, rank]``.
         lora_b: B, ``[rank, *out]``.
         scale: Factor of x A B: alpha / rank.
@@ -75,7 +80,7 @@ class Adapted:
 
     def __rmatmul__(self, x: Any) -> jax.Array:
         low = (x @ self.lora_a) * self.scale
-        return x @ self.weight + low @ self.lora_b
+        return x @ dense(self.weight, x.dtype) + low @ self.lora_b
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -101,14 +106,14 @@ def einsum(
     Args:
         spec: Such as "btd,df->btf", for two arrays. The dims of the weight that are summed over come first.
         x: The input.
-        weight: An array, or an Adapted of arrays.
+        weight: An array, an Adapted of arrays, or either with a Quantized weight.
         product: Computes the product with the weight in place of ``jnp.einsum``; not those with its factors.
 
     Raises:
         ValueError: The summed dims of the weight are not first in ``spec``, or not those that its factors were made for.
     """
     if not is_adapted(weight):
-        return product(spec, x, weight)
+        return product(spec, x, dense(weight, x.dtype))
     inputs, y_dims = spec.replace(" ", "").split("->")
     x_dims, w_dims = inputs.split(",")
     ins = "".join(dim for dim in w_dims if dim not in y_dims)
@@ -121,7 +126,8 @@ def einsum(
         )
     low_dims = "".join(dim for dim in x_dims if dim not in ins) + rank
     low = jnp.einsum(f"{x_dims},{ins}{rank}->{low_dims}", x, weight.lora_a) * weight.scale
-    return product(spec, x, weight.weight) + jnp.einsum(f"{low_dims},{rank}{outs}->{y_dims}", low, weight.lora_b)
+    y = product(spec, x, dense(weight.weight, x.dtype))
+    return y + jnp.einsum(f"{low_dims},{rank}{outs}->{y_dims}", low, weight.lora_b)
 
 
 @dataclass(frozen=True)
@@ -250,3 +256,75 @@ def with_weights(params: PyTree, weights: PyTree) -> PyTree:
     """Returns params with other weights, given in a tree like ``without_factors(params)``; the factors are kept."""
     change = lambda node, weight: replace(node, weight=weight) if is_adapted(node) else weight
     return jax.tree.map(change, params, weights, is_leaf=is_adapted)
+
+
+# -- weights in four or eight bits -------------------------------------------------------------------------------------
+
+
+def quantize(params: PyTree, kind: str, weights: Mapping[str, int] | None = None) -> PyTree:
+    """Returns params with weights in codes, each of which is decoded where a product reads it.
+
+    Args:
+        params: Params with factors, from ``Lora.init``: arrays in the model's order or packed for a pipeline.
+        kind: "nf4": four bits, with a scale for each 64 values; "int8": a byte, with a scale for each output; "fp8": a byte,
+            with a scale for each weight.
+        weights: Further weights, without factors, named as in ``Lora.targets``, each with its number of dims that a product
+            sums over. They must not be trained.
+
+    Raises:
+        ValueError: Neither has a weight factors nor are there further ones, a name is of no weight, or blocks of 64 do not
+            divide what a product with it sums over.
+    """
+    kind, further, found = check_kind(kind), dict(weights or {}), set()
+
+    def of(path: tuple, node: Any) -> Any:
+        name = path_string(path)
+        target = next((target for target in further if target in (name, name.split("/")[-1])), None)
+        found.update([target] if target else [])
+        stacked = num_stacked(name, params)
+        if is_adapted(node):
+            num_in = node.lora_a.ndim - 1 - stacked
+            return replace(node, weight=quantize_weight(node.weight, kind, num_in, stacked, name))
+        return node if target is None else quantize_weight(node, kind, further[target], stacked, name)
+
+    quantized = jax.tree_util.tree_map_with_path(of, params, is_leaf=_is_weight)
+    if missing := sorted(set(further) - found):
+        raise ValueError(f"each of weights must name one; got {missing[0]!r}. Choose among {_names(params)}.")
+    if not any(map(_has_codes, jax.tree.leaves(quantized, is_leaf=_has_codes))):
+        raise ValueError(
+            f"weights are quantized where they are frozen, beside factors of LoRA; got params without factors: "
+            f"{_names(params)}. Make factors first: Lora.init."
+        )
+    return quantized
+
+
+def quantized_shardings(params: PyTree, shardings: PyTree) -> PyTree:
+    """Returns the NamedShardings of params from ``quantize``, given those with weights that are not in codes.
+
+    Args:
+        params: Arrays or ShapeDtypeStructs, with weights in codes.
+        shardings: ``Lora.shardings(shardings)``.
+
+    Raises:
+        ValueError: A device would have a part of a block.
+    """
+
+    def of(path: tuple, node: Any, sharding: Any) -> Any:
+        name = path_string(path)
+        if is_adapted(node) and is_quantized(node.weight):
+            return replace(sharding, weight=node.weight.shardings(sharding.weight, name))
+        return node.shardings(sharding, name) if is_quantized(node) else sharding
+
+    return jax.tree_util.tree_map_with_path(of, params, shardings, is_leaf=_has_codes)
+
+
+def _is_weight(node: object) -> bool:
+    return is_adapted(node) or is_quantized(node)
+
+
+def _has_codes(node: object) -> bool:
+    return is_quantized(node) or (is_adapted(node) and is_quantized(node.weight))
+
+
+def _names(params: PyTree) -> list[str]:
+    return [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]

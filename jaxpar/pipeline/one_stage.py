@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.dtypes import merge, unwrap_key
+from jaxpar.dtypes import is_float, merge, unwrap_key
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import OpRow, Program
 from jaxpar.pipeline.stage import Stage, State
@@ -91,6 +91,7 @@ class _WrittenOut:
         whole = jax.eval_shape(self.layers.gather, self.params[0])
         shapes = lambda arrays: [each.shape for each in arrays]
         self.gathers = shapes(whole) != shapes(self.params[0])
+        self.decodes = not all(map(is_float, self.params[0]))
 
     def first_state(self) -> State:
         zeros = lambda total: jnp.zeros(total.shape, total.dtype)
@@ -131,13 +132,13 @@ class _WrittenOut:
     def _fetch(self, index: int, beside: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the weights of a layer, none if there is none, and what the layer beside it reads.
 
-        Weights that are gathered (ZeRO 3) wait for that. XLA would gather those of all layers at
-        once, and keep those of F for B.
+        Weights that are gathered (ZeRO 3) or decoded wait for that. XLA would gather or decode
+        those of all layers at once, and keep those of F for B.
         """
         if not 0 <= index < len(self.params):
             return [], beside
         params = self.params[index]
-        if self.gathers:
+        if self.gathers or self.decodes:
             params, beside = jax.lax.optimization_barrier((params, beside))
         return self.layers.gather(params), beside
 

@@ -1,0 +1,284 @@
+"""Weights in four or eight bits, decoded where a product reads them. They are frozen: a code has no gradient.
+
+    weight [*stack, *in, *out]   --quantize-->   codes [*stack, in, *out]   scales [*stack, blocks, *out]
+
+    kind    a code                                          a scale of
+    nf4     one of 16 values, two codes to a byte           a block of 64 values along in
+    int8    an integer from -127 to 127                     all values along in, for each of out
+    fp8     a float8_e4m3fn, as its bits                    a whole weight, for each layer
+
+The in dims, those that a product sums over, are one dim here. A value is its code's value times the
+scale, in float32. The values of NF4 are quantiles of a normal distribution, scaled to [-1, 1]. Its
+codes, their order in a byte and their blocks are those of the library bitsandbytes, which stores
+weights as [out, in].
+
+Blocks lie along in. So a sharding of an out dim never divides one, and a sharding of in must give each
+shard whole blocks, which ``Quantized.shardings`` checks.
+
+**Reference**: Dettmers et al. 2023, arXiv 2305.14314, section 3 and appendix E. Scales are not
+quantized themselves.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+Kind = Literal["nf4", "int8", "fp8"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+BLOCK = 64  # values of a scale in NF4
+CODES_PER_BYTE = {"nf4": 2, "int8": 1, "fp8": 1}
+
+# fmt: off
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)
+# fmt: on
+
+_BITS = 4
+_LARGEST = {"int8": 127.0, "fp8": float(jnp.finfo(jnp.float8_e4m3fn).max)}
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("codes", "scales"),
+    meta_fields=("kind", "num_in", "of_one"),
+)
+@dataclass(frozen=True)
+class Quantized:
+    """A weight in codes, as a pytree node. Its two array fields may also hold shardings or shapes.
+
+    Attributes:
+        codes: ``[*stack, in, *out]``, two a byte in NF4: uint8, or int8 for "int8".
+        scales: ``[*stack, blocks, *out]`` in float32; "fp8" has one block and out dims of 1.
+        kind: What a code is.
+        num_in: The number of in dims of the weight.
+        of_one: The shape of the weight without stacked layers, ``(*in, *out)``.
+    """
+
+    codes: Any
+    scales: Any
+    kind: Kind
+    num_in: int
+    of_one: tuple[int, ...]
+
+    __array_ufunc__ = None  # a NumPy array, too, leaves ``x @ weight`` to __rmatmul__
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, with stacked layers."""
+        num_stacked = self.codes.ndim - 1 - len(self.of_one) + self.num_in
+        return (*self.codes.shape[:num_stacked], *self.of_one)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims of the weight."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype in which values are computed from codes."""
+        return np.dtype(np.float32)
+
+    def astype(self, dtype: Any) -> jax.Array:
+        """Returns the weight itself, computed in float32 and rounded to a dtype."""
+        at = len(self.shape) - len(self.of_one)
+        num_blocks = self.scales.shape[at]
+        units = _DECODE[self.kind](jnp.asarray(self.codes), at)
+        blocks = _split_dim(units, at, num_blocks)
+        values = blocks * jnp.expand_dims(self.scales, at + 1)
+        return values.reshape(self.shape).astype(dtype)
+
+    def __rmatmul__(self, x: Any) -> jax.Array:
+        return x @ self.astype(x.dtype)
+
+    def shardings(self, sharding: NamedSharding, path: str) -> "Quantized":
+        """Returns the shardings of codes and scales, of which each device has those of its values.
+
+        Args:
+            sharding: That of the weight.
+            path: The weight, for the error.
+
+        Raises:
+            ValueError: A device's part of in is not whole blocks, or no contiguous part.
+        """
+        num_stacked = len(self.shape) - len(self.of_one)
+        missing = len(self.shape) - len(sharding.spec)
+        entries = (*sharding.spec, *(None,) * missing)
+        stack, own = entries[:num_stacked], entries[num_stacked:]
+        ins, outs = own[: self.num_in], own[self.num_in :]
+        _check_blocks(self, ins, sharding, path)
+        of = lambda *entries: NamedSharding(sharding.mesh, PartitionSpec(*entries))
+        codes = of(*stack, ins[0], *outs)
+        if self.kind == "nf4":
+            scales = codes
+        else:
+            scales = of(*stack, None, *(outs if self.kind == "int8" else ()))
+        return replace(self, codes=codes, scales=scales)
+
+
+def is_quantized(node: object) -> bool:
+    """Returns whether a node of a tree is a weight in codes."""
+    return isinstance(node, Quantized)
+
+
+def dense(weight: Any, dtype: Any = None) -> Any:
+    """Returns a weight that is in codes as an array of a dtype, by default float32; any other as it is."""
+    return weight.astype(dtype or weight.dtype) if is_quantized(weight) else weight
+
+
+def check_kind(kind: str) -> Kind:
+    """Returns a kind of codes; raises ValueError for one that there is not."""
+    for known in KINDS:
+        if kind == known:
+            return known
+    raise ValueError(f"weights are quantized as {', '.join(KINDS)}; got {kind!r}. Choose nf4, say.")
+
+
+def quantize_weight(weight: Any, kind: Kind, num_in: int, num_stacked: int, path: str) -> Quantized:
+    """Returns a weight in codes.
+
+    Args:
+        weight: ``[*stack, *in, *out]``.
+        kind: What a code is.
+        num_in: The number of dims that a product sums over.
+        num_stacked: The number of leading dims of stacked layers.
+        path: The weight, for the error.
+
+    Raises:
+        ValueError: The weight is in codes already, or blocks do not divide the in dims.
+    """
+    if is_quantized(weight):
+        raise ValueError(
+            f"weights are quantized once; got {path} in {weight.kind}. Quantize the params that it was made of."
+        )
+    stack, of_one = weight.shape[:num_stacked], weight.shape[num_stacked:]
+    ins, outs = of_one[:num_in], of_one[num_in:]
+    size = math.prod(ins)
+    if kind == "nf4" and size % BLOCK:
+        raise ValueError(
+            f"nf4 has a scale for each {BLOCK} values along the dims that a product sums over; got "
+            f"{path} of shape {weight.shape}, which sums over {size}. Use int8 or fp8."
+        )
+    codes, scales = _encode(weight.reshape(*stack, size, *outs), kind, num_stacked)
+    return Quantized(codes, scales, kind, num_in, tuple(of_one))
+
+
+def _check_blocks(
+    weight: Quantized,
+    ins: Sequence[Any],
+    sharding: NamedSharding,
+    path: str,
+) -> None:
+    if any(entry is not None for entry in ins[1:]):
+        raise ValueError(
+            "codes are sharded along the first of the dims that a product sums over; got "
+            f"{path} of {sharding.spec}. Shard that dim, or one of the others."
+        )
+    size = math.prod(weight.of_one[: weight.num_in])
+    axes = ins[0] if isinstance(ins[0], tuple) else (ins[0],)
+    parts = math.prod(sharding.mesh.shape[axis] for axis in axes if axis is not None)
+    unit = BLOCK if weight.kind == "nf4" else 1
+    if size % (parts * unit):
+        raise ValueError(
+            f"each device must have whole blocks of {unit} values of a weight in {weight.kind}; got "
+            f"{path}, which sums over {size}, in {parts} parts of {size / parts:g}. "
+            f"Use int8, or a mesh that divides {size // unit} blocks."
+        )
+
+
+# -- codes and scales of weights [*stack, in, *out] with the dim in at ``at`` ------------------------
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _encode(weight: jax.Array, kind: Kind, at: int) -> tuple[jax.Array, jax.Array]:
+    return _ENCODE[kind](weight.astype(jnp.float32), at)
+
+
+def _encode_nf4(weight: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
+    blocks = _split_dim(weight, at, weight.shape[at] // BLOCK)
+    scales = jnp.max(jnp.abs(blocks), axis=at + 1)
+    inverse = jnp.where(scales > 0, 1 / scales, 0)
+    units = (blocks * jnp.expand_dims(inverse, at + 1)).reshape(weight.shape)
+    values = np.asarray(NF4, np.float32)
+    codes = jnp.zeros(weight.shape, jnp.uint8)
+    for between in (values[1:] + values[:-1]) / 2:
+        codes = codes + (units > between).astype(jnp.uint8)
+    pairs = _split_dim(codes, at, weight.shape[at] // 2)
+    first, second = (jax.lax.index_in_dim(pairs, i, at + 1, keepdims=False) for i in (0, 1))
+    return (first << _BITS) | second, scales
+
+
+def _decode_nf4(codes: jax.Array, at: int) -> jax.Array:
+    """Selects by one bit after another, which partitions as any elementwise operation and vectorizes."""
+    pairs = jnp.expand_dims(codes, at + 1)
+    values: list[Any] = [np.float32(value) for value in NF4]
+    of_pair = [2 if dim == at + 1 else 1 for dim in range(pairs.ndim)]
+    for bit in range(_BITS):
+        masks = np.array([1 << (bit + _BITS), 1 << bit], np.uint8)
+        is_set = (pairs & masks.reshape(of_pair)) != 0
+        values = [jnp.where(is_set, *odd_and_even) for odd_and_even in zip(values[1::2], values[::2], strict=True)]
+    return _join_dims(values[0], at)
+
+
+def _encode_int8(weight: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
+    units, scales = _in_units(weight, (at,), _LARGEST["int8"])
+    return jnp.round(units).astype(jnp.int8), scales
+
+
+def _encode_fp8(weight: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
+    units, scales = _in_units(weight, tuple(range(at, weight.ndim)), _LARGEST["fp8"])
+    return jax.lax.bitcast_convert_type(units.astype(jnp.float8_e4m3fn), jnp.uint8), scales
+
+
+def _decode_int8(codes: jax.Array, at: int) -> jax.Array:
+    return codes.astype(jnp.float32)
+
+
+def _decode_fp8(codes: jax.Array, at: int) -> jax.Array:
+    return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def _in_units(
+    weight: jax.Array,
+    axes: tuple[int, ...],
+    largest: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a weight divided by its scales, of which the largest value becomes ``largest``, and the scales."""
+    most = jnp.max(jnp.abs(weight), axis=axes, keepdims=True)
+    scales = most / np.float32(largest)
+    units = weight / jnp.where(scales > 0, scales, 1)
+    return jnp.clip(units, -largest, largest), scales
+
+
+def _split_dim(array: jax.Array, at: int, size: int) -> jax.Array:
+    """Returns ``[..., size, rest, ...]`` of an array whose dim at ``at`` is size * rest."""
+    rest = array.shape[at] // size
+    return array.reshape(*array.shape[:at], size, rest, *array.shape[at + 1 :])
+
+
+def _join_dims(array: jax.Array, at: int) -> jax.Array:
+    first, second = array.shape[at : at + 2]
+    return array.reshape(*array.shape[:at], first * second, *array.shape[at + 2 :])
+
+
+_ENCODE: dict[str, Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]] = {
+    "nf4": _encode_nf4,
+    "int8": _encode_int8,
+    "fp8": _encode_fp8,
+}
+_DECODE: dict[str, Callable[[jax.Array, int], jax.Array]] = {
+    "nf4": _decode_nf4,
+    "int8": _decode_int8,
+    "fp8": _decode_fp8,
+}
