@@ -90,7 +90,9 @@ COVERING = [
 ]
 
 
-@pytest.mark.parametrize(("check", "mesh", "schedule", "remat", "num_layers", "num_microbatches"), quick(COVERING, 2))
+@pytest.mark.parametrize(
+    ("check", "mesh", "schedule", "remat", "num_layers", "num_microbatches"), quick(COVERING, 2, 3)
+)
 def test_loss_and_gradients_equal_one_device_in_float64(
     x64, monkeypatch, check, mesh, schedule, remat, num_layers, num_microbatches
 ):
