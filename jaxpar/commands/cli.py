@@ -28,6 +28,8 @@ LEAST_WIDTH = 40
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # What messages of the library name, by the flags that give it, where the two have other names.
 OTHER_NAMES = json.loads(Path(__file__).with_name("argument_names.json").read_text())
+# Words for one value of a flag, of which each program takes its own, by what the value means.
+OTHER_VALUES = json.loads(Path(__file__).with_name("other_names.json").read_text())["values"]
 
 
 def call(function: Callable[..., Result], args: Sequence[str], command: str, *, example: str = "") -> Result:
@@ -70,7 +72,8 @@ def suggest_values(flags: Callable[..., Any], args: Sequence[str]) -> None:
         name, is_joined, value = word.partition("=")
         if name in positional:
             tell(printable(f"{name} is no flag: give {value if is_joined else after} alone, without {name}"))
-        meant = _meant_value(value if is_joined else after, kinds.get(name, ()))
+        given, of_flag = value if is_joined else after, kinds.get(name, ())
+        meant = _other_word(name, given, of_flag) or _meant_value(given, of_flag)
         if meant:
             tell(printable(f"{name}: {meant}"))
 
@@ -100,6 +103,17 @@ def _parts(kind: Any) -> Iterator[Any]:
     yield kind
     for part in get_args(kind):
         yield from _parts(part)
+
+
+def _other_word(flag: str, value: str, kinds: Sequence[Any]) -> str:
+    """Returns what to say of another word for one of a flag's values; "" if it is one of these, or stands for none."""
+    if value in kinds:
+        return ""
+    for meaning, words in OTHER_VALUES.get(flag, {}).items():
+        own = [word for word in words.split() if word in kinds]
+        if own and value.lower() in words.split():
+            return f"{value} is written {own[0]} here: {meaning}"
+    return ""
 
 
 def _meant_value(value: str, kinds: Sequence[Any]) -> str:

@@ -51,7 +51,8 @@ from jaxpar.runtime.supervise import is_restarted
 from jaxpar.runtime.uncaught import DISK_FAULTS, INTERRUPTED
 
 # Flags by the names that other trainers have for them; and names without an equal here, with the flag to use and how.
-OTHER_NAMES, ADVICE = json.loads(Path(__file__).with_name("other_names.json").read_text()).values()
+_NAMES = json.loads(Path(__file__).with_name("other_names.json").read_text())
+OTHER_NAMES, ADVICE = _NAMES["flags"], _NAMES["advice"]
 
 _command: list[str] = []  # by which the user started the recipe of this process
 
