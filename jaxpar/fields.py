@@ -83,6 +83,11 @@ def arg(*names: str, **values: Any) -> str:
     return ", ".join([flags.get(name, name) for name in names] + [flag(*each) for each in values.items()])
 
 
+def switch(name: str) -> str:
+    """Returns how an argument is turned on, for a message: ``resume=True``, or in ``given_by`` its flag alone."""
+    return _flags.get().get(name, f"{name}=True")
+
+
 def check_kind(kinds: Sequence[Any], rule: str, remedy: str, **values: object) -> None:
     """Raises for an argument that is none of some values and of none of some types; a bool is no int, and 1.0 is not 1.
 

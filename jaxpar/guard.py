@@ -21,6 +21,7 @@ from jaxpar.checkpoint import CheckpointManager, DivergedError, NotFiniteError
 from jaxpar.checkpoint.checksums import diverged_replicas
 from jaxpar.checkpoint.manager import say
 from jaxpar.checkpoint.state import as_numbers
+from jaxpar.fields import switch
 from jaxpar.runtime.coordination import AgreedStep, is_peer_lost
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.lease import HeldError
@@ -204,7 +205,9 @@ class Guard:
         return is_last or (self._save_every > 0 and step % self._save_every == 0)
 
     def _stop(self, checkpoints: CheckpointManager, step: int, asked: str) -> NoReturn:
-        self._say(f"{asked}: saved step {step}; go on with --resume, which reads it from {checkpoints.directory}")
+        self._say(
+            f"{asked}: saved step {step}; go on with {switch('resume')}, which reads it from {checkpoints.directory}"
+        )
         with self._watchdog.phase("evaluation"):
             self._at_stop()
         raise SystemExit(int(ExitCode.PREEMPTED))
@@ -263,7 +266,7 @@ class Guard:
             go_on = (
                 "There is no checkpoint. Make room, then begin again."
                 if latest is None
-                else f"The newest checkpoint is that of step {latest}. Make room, then go on from it with --resume."
+                else f"The newest checkpoint is that of step {latest}. Make room, then go on from it with {switch('resume')}."
             )
             self._end(ExitCode.NOT_SAVED, f"error: the final state was not saved: {'; '.join(problems)}. {go_on}")
 

@@ -83,8 +83,9 @@ def test_a_run_goes_on_only_with_its_own_config(tmp_path):
     manager.restore(state)
     message = (
         "a run must continue with the config that it was saved with; got learning_rate=0.2 (saved: 0.1), seed=1 (saved: None) "
-        f"for step 0 in {tmp_path}. Give the saved values, allow these to change (--allow-change "
-        "learning_rate seed, or allow=['learning_rate', 'seed'] of restore), or start a run in another folder."
+        f"for step 0 in {tmp_path}. Give the saved values, allow these to change (allow_change="
+        "('learning_rate', 'seed') of a Run's flags, or allow=('learning_rate', 'seed') of restore), or start "
+        "a run in another folder."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         manager.restore(state, config={"learning_rate": 0.2, "features": ["area", "rooms"], "seed": 1})

@@ -119,7 +119,7 @@ def test_a_busy_port_is_refused():
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match=rf"--metrics-port must be free; got 127.0.0.1:{port}"):
+        with pytest.raises(OSError, match=rf"metrics_port must be free; got 127.0.0.1:{port}"):
             PrometheusExporter(port)
 
 
@@ -185,5 +185,5 @@ def test_a_trace_holds_the_steps_asked_for_and_no_others(tmp_path):
 
 @pytest.mark.parametrize("text", ["3", "5:3", "a:b", "-1:2", "0:11", "2:2"])
 def test_steps_that_cannot_be_traced_are_refused(text):
-    with pytest.raises(ValueError, match=r"--profile must be first:end.*with --steps 10"):
+    with pytest.raises(ValueError, match=r"profile must be first:end.*with steps=10"):
         parse_steps(text, 10)

@@ -64,7 +64,7 @@ def test_the_help_of_a_flag_is_joined_to_whole_lines():
     assert len(helps) > 15
 
 
-def test_positional_arguments_and_inner_groups_with_checks_of_their_own_are_no_flags():
+def test_positional_arguments_are_no_flags_and_those_of_groups_have_the_names_of_both():
     @dataclass(frozen=True)
     class Inner:
         step: int = 3
@@ -79,7 +79,7 @@ def test_positional_arguments_and_inner_groups_with_checks_of_their_own_are_no_f
         flat: Annotated[Flat, tyro.conf.arg(name="")],
     ) -> None: ...
 
-    assert flag_names(command) == {"port": "--port"}
+    assert flag_names(command) == {"port": "--port", "budget.step": "--budget.step"}
 
 
 def test_arguments_are_flags_where_a_command_calls_the_library_and_nowhere_else():

@@ -265,7 +265,7 @@ def test_the_watchdog_names_the_phase_its_budget_and_the_line(capfd):
         watchdog._thread.join(timeout=WAIT_SECONDS)
     assert ends == [124]
     said = capfd.readouterr().err
-    assert "step must end within 0.3 s (--budget.step); got process 0 of 1 stuck in step 7." in said
+    assert "step must end within 0.3 s (budget.step); got process 0 of 1 stuck in step 7." in said
     assert "watchdog._thread.join(timeout=WAIT_SECONDS)" in said
 
 
@@ -292,7 +292,7 @@ def test_what_runs_beside_is_watched_until_it_is_over(capfd):
         clock.now += 2.5
         watchdog._thread.join(timeout=WAIT_SECONDS)
     assert ends == [124]
-    assert "(--budget.save); got process 0 of 1 stuck in save of step 6." in capfd.readouterr().err
+    assert "(budget.save); got process 0 of 1 stuck in save of step 6." in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("_fault_handler_off")
@@ -305,7 +305,7 @@ def test_the_watchdog_names_the_silent_process_and_not_the_one_that_waits(monkey
         watchdog._thread.join(timeout=WAIT_SECONDS)
     assert ends == [124]
     assert capfd.readouterr().err.startswith(
-        "error: step must end within 0.1 s (--budget.step); got process 3 of 4, silent for 6 s or more: stopped, or its "
+        "error: step must end within 0.1 s (budget.step); got process 3 of 4, silent for 6 s or more: stopped, or its "
         "machine is gone. Process 0 waits for it in step 7. The Python stack of process 0, the innermost call last:\n"
     )
 

@@ -250,8 +250,8 @@ def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(tmp_path, capsys):
     [
         (("--compile-for", "h800"), "--compile-for must be one of a100-40gb, a100-80gb, h100, h200, b200; got 'h800'."),
         (("--compile-for", "h100", "--nodes", "0"), "--nodes must be an integer of 1 or more; got 0."),
-        (("--nodes", "2"), "--nodes applies to --compile-for; got no such flag. Add --compile-for h100, say."),
-        (("--gpus-per-node", "4"), "--gpus-per-node applies to --compile-for; got no such flag."),
+        (("--nodes", "2"), "--nodes applies to --compile-for; got none. Add --compile-for h100, say."),
+        (("--gpus-per-node", "4"), "--gpus-per-node applies to --compile-for; got none."),
         (("--compile-for", "h100", "--fake-devices", "8"), "got --fake-devices too. Leave one of the two out."),
         (("--compile-for", "h100", "--resume"), "got --resume too. Leave one of the two out."),
     ],

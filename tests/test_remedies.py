@@ -284,7 +284,7 @@ def house(tmp_path_factory):
 def test_what_a_refused_resume_says_may_change_does(recipes, house):
     flags = ["--out-dir", str(house), "--resume", "--batch-size", "6", "--learning-rate", "0.1"]
     said = recipes(house_prices, flags)
-    [remedy] = re.findall(r"\((--allow-change [a-z_ ]+), or allow=", said)
+    [remedy] = re.findall(r"\((--allow-change [a-z_ ]+)\), or start", said)
     assert recipes(house_prices, [*flags, *remedy.split()]) is None
 
 
@@ -369,7 +369,7 @@ def test_a_run_does_not_resume_from_other_weights_or_another_text_unless_told(re
     flags = [*flags, "--out-dir", str(folder / "out"), "--init-from", "llama", "--data", "tokens.bin"]
     said = recipes(gpt, flags)
     assert f"got {changed}='crc32 " in said
-    [remedy] = re.findall(r"\((--allow-change [a-z_ ]+), or allow=", said)
+    [remedy] = re.findall(r"\((--allow-change [a-z_ ]+)\), or start", said)
     assert recipes(gpt, [*flags, *remedy.split()]) is None
 
 

@@ -224,15 +224,12 @@ OF_RECIPES = (
     "models/trained_linear",
 )
 FLAGS_BY_HAND = {
-    "checkpoint/restore": {"--allow-change", "--checkpoint-every"},
     "data/recall": {"--model"},
     "data/text": {"--init-from", "--tokenizer"},
     "huggingface/export": {"--out-dir", "--source"},
     "mesh": {"--fake-devices"},
-    "metrics/exporters": {"--metrics-port", "--profile", "--steps"},
     "planner/ops": {"--attention"},
     "report/data": {"--out-dir"},
-    "runtime/lease": {"--out-dir"},
 }
 
 

@@ -81,6 +81,33 @@ def test_a_run_of_ones_own_is_told_how_to_go_on_in_its_own_words(tmp_path):
         assert "another, add --resume --allow-change learning_rate. To begin again, add --overwrite." in run._advice()
 
 
+def test_errors_of_a_run_to_resume_name_the_arguments_of_a_script_that_has_no_flags(tmp_path):
+    mesh, flags = jaxpar.make_mesh(), BasicFlags.of(out_dir=tmp_path / "run", steps=4, checkpoint_every=2)
+    shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
+    target = lambda key: {"w": jnp.ones(2)}
+
+    def refused(settings=None, **changes):
+        with (
+            pytest.raises((ValueError, OSError, ConfigError)) as told,
+            Run(flags.replace(**changes), mesh, settings) as run,
+        ):
+            run.restore(target, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+        assert "--" not in str(told.value)
+        return str(told.value)
+
+    assert refused(resume=True).startswith("resume=True needs a checkpoint; got none in ")
+    assert refused(resume=True).endswith("Name a run's folder by out_dir, or leave resume out to begin one.")
+    state = jaxpar.init_state(target, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+    state = dataclasses.replace(state, step=state.step + 2)
+    jaxpar.CheckpointManager(tmp_path / "run" / "checkpoints", mesh).save(state, config={"rate": 0.1})
+    assert "Choose steps=2 or more: it counts" in refused(resume=True, steps=1)
+    assert "got rate=0.2 (saved: 0.1)" in refused({"rate": 0.2}, resume=True)
+    assert "allow these to change (allow_change=('rate',) of a Run's flags" in refused({"rate": 0.2}, resume=True)
+    assert "Continue it with resume=True, choose another out_dir, or add overwrite=True" in refused()
+    assert refused(resume=True, overwrite=True).startswith("overwrite=True deletes the earlier run, which resume=True")
+    assert refused(nodes=2) == "nodes applies to compile_for; got none. Add compile_for=h100, say."
+
+
 RATE = optax.linear_schedule(0.4, 0.0, 8)
 
 

@@ -22,7 +22,7 @@ def test_a_signal_saves_at_the_end_of_a_step_and_exits_75(tmp_path, number, ever
     code, _, err = finish(process)
     assert code == 75, err
     [step] = steps_of(folder)
-    assert f"{number.name}: saved step {step}; go on with --resume" in err
+    assert f"{number.name}: saved step {step}; go on with resume=True" in err
     assert jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh()).verify(step) == []
 
 
@@ -62,7 +62,7 @@ def test_a_process_that_is_stuck_ends_with_124_and_its_stack(tmp_path):
     code, out, err = run(*launched(folder, "--faults", "stick@3:1"))
     assert code == 124, out + err
     log = (tmp_path / "run-logs" / "1.log").read_text()
-    assert f"step must end within {NEVER:g} s (--budget.step); got process 1 of 2 stuck in step 4" in log
+    assert f"step must end within {NEVER:g} s (budget.step); got process 1 of 2 stuck in step 4" in log
     assert "in stuck_here\n" in log
 
 
@@ -88,7 +88,7 @@ def test_a_process_that_is_stopped_in_a_save_is_named_by_the_one_that_waits(tmp_
     code, out, err = run(*launched(folder, "--faults", f"stop@9:{process}", "--budget", 0))
     assert code == 124, out + err
     log = (tmp_path / "run-logs" / f"{1 - process}.log").read_text()
-    assert f"save must end within {NEVER:g} s (--budget.save); " in log, log
+    assert f"save must end within {NEVER:g} s (budget.save); " in log, log
     assert f"got process {process} of 2, silent for " in log
     # Saves run in the background, one every 5 steps, so it depends on the machine which of them is in progress.
     assert re.search(rf"Process {1 - process} waits for it in save of step (5|10|15|20)\.", log), log

@@ -192,7 +192,7 @@ def test_params_that_zero_leaves_whole_are_told_at_the_start_of_a_run(tmp_path):
     said = [line for line in said if "whole" in line]
     assert len(said) == 2, "at level 0 ZeRO shards nothing, and no param is left"
     assert re.match(
-        r"--zero 1 leaves 1\.\d+ KiB of params whole on each device, with their optimizer state, since data times context, 3, "
+        r"zero=1 leaves 1\.\d+ KiB of params whole on each device, with their optimizer state, since data times context, 3, "
         r"divides none of their free dims: layers/w_\w+ 512 B, layers/w_\w+ 512 B, outer/\S+ 160 B and 3 more$",
         said[0],
     )

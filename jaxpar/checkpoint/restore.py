@@ -201,13 +201,21 @@ def check_config(
     now = plain_json(config)
     names = [name for name in {**saved, **now} if now.get(name) != saved.get(name) and name not in allow]
     if names:
-        flags = shlex.join(map(printable, names))
         got = ", ".join(f"{printable(name)}={now.get(name)!r} (saved: {saved.get(name)!r})" for name in names)
         raise ValueError(
             f"a run must continue with the config that it was saved with; got {got} for {where}. "
-            f"Give the saved values, allow these to change (--allow-change {flags}, or allow={names} of restore), or "
+            f"Give the saved values, allow these to change ({_allowing(names)}), or "
             "start a run in another folder."
         )
+
+
+def _allowing(names: Collection[str]) -> str:
+    """Returns how names of a config are allowed to change: by the flag, by that of ``Run``, or by ``restore``."""
+    named = arg("allow_change")
+    if named != "allow_change":
+        return f"{named} {shlex.join(map(printable, names))}"
+    shown = tuple(map(printable, names))
+    return f"allow_change={shown} of a Run's flags, or allow={shown} of restore"
 
 
 def check_arrays_match(saved: Mapping[str, ArrayRecord], target: PyTree, where: str, *, cast: bool = False) -> PyTree:

@@ -142,8 +142,8 @@ def flag_names(flags: Callable[..., Any]) -> dict[str, str]:
     for name, flag, _ in list_flags(flags):
         if flag.startswith("--mesh."):
             of_mesh[name] = flag
-        elif "." not in flag:  # the checks of other groups name their flags themselves
-            found[name] = flag
+        else:  # of a group, "budget.save"
+            found[name if "." not in flag else flag.removeprefix("--")] = flag
     for other, name in OTHER_NAMES.items():
         if name in found and found.pop(other, None) is None:  # else a message may mean either
             found[other] = found[name]

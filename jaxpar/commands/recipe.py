@@ -103,7 +103,8 @@ def _parse(kind: type[Flags], args: Sequence[str], **about: Any) -> Flags:
     """Returns the flags of a command line; one that is refused is answered with the flags that its names stand for."""
     try:
         try:
-            return tyro.cli(kind, args=args, **about)
+            with given_by(flag_names(kind)):
+                return tyro.cli(kind, args=args, **about)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # here, since the error could not be caught when the process ends

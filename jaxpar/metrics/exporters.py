@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.fields import arg
 from jaxpar.gpus import GPUS
 from jaxpar.runtime.output import needing_extra, tell
 from jaxpar.runtime.page_server import PageServer
@@ -91,7 +92,7 @@ class PrometheusExporter(Watcher):
         peak_flops: float | None = None,
         began: float | None = None,
     ) -> None:
-        with needing_extra("--metrics-port needs the package prometheus-client", "metrics"):
+        with needing_extra(f"{arg('metrics_port')} needs the package prometheus-client", "metrics"):
             import prometheus_client as prometheus
         self._prometheus, self._registry = prometheus, prometheus.CollectorRegistry()
         self._gauges: dict[tuple[str, str], Any] = {}
@@ -108,7 +109,7 @@ class PrometheusExporter(Watcher):
             self._server = PageServer({"/metrics": page, "/": page}, address, port)
         except OSError as error:
             raise OSError(
-                f"--metrics-port must be free; got {address}:{port} ({error.strerror}). Choose another port."
+                f"{arg('metrics_port')} must be free; got {address}:{port} ({error.strerror}). Choose another port."
             ) from error
         self.port: int = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, name="jaxpar-metrics", daemon=True)
@@ -165,7 +166,7 @@ class TensorBoardWriter(Watcher):
     """
 
     def __init__(self, folder: Path) -> None:
-        with needing_extra("--tensorboard needs the package tensorboardX", "tb"):
+        with needing_extra(f"{arg('tensorboard')} needs the package tensorboardX", "tb"):
             from tensorboardX.proto import event_pb2
             from tensorboardX.record_writer import RecordWriter
             from tensorboardX.summary import scalar
@@ -264,7 +265,7 @@ def parse_steps(text: str, num_steps: int) -> tuple[int, int]:
     first, _, end = text.partition(":")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end) <= num_steps):
         raise ValueError(
-            f"--profile must be first:end, steps of the run; got {text!r} with --steps {num_steps}. Choose such as "
+            f"{arg('profile')} must be first:end, steps of the run; got {text!r} with {arg(steps=num_steps)}. Choose such as "
             f"{max(num_steps - 3, 0)}:{num_steps}."
         )
     return int(first), int(end)

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from tyro.conf import OmitArgPrefixes
 
-from jaxpar.fields import arg, check_at_least, check_from
+from jaxpar.fields import arg, check_at_least, check_from, switch
 from jaxpar.mesh import shown_sizes
 from jaxpar.metrics import exporters
 from jaxpar.runtime.watchdog import Budgets
@@ -309,30 +309,33 @@ def log_seconds(given: float | None) -> float:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
         raise ValueError(
-            f"--log-seconds, or JAXPAR_LOG_SECONDS, must be a number of seconds, 0 or more; got {value}. Choose 15, say, or 0 "
-            "for no lines."
+            f"{arg('log_seconds')}, or JAXPAR_LOG_SECONDS, must be a number of seconds, 0 or more; got {value}. Choose "
+            "15, say, or 0 for no lines."
         )
     return seconds
 
 
 def _check_devices(flags: RunFlags) -> None:
     """Raises where the flags that choose devices do not go together."""
-    for name, given in (("nodes", flags.gpu.nodes), ("gpus-per-node", flags.gpu.gpus_per_node)):
+    for name, given in (("nodes", flags.gpu.nodes), ("gpus_per_node", flags.gpu.gpus_per_node)):
         if given is not None and not flags.gpu.compile_for:
-            raise ValueError(f"--{name} applies to --compile-for; got no such flag. Add --compile-for h100, say.")
+            needed = arg("compile_for")
+            raise ValueError(f"{arg(name)} applies to {needed}; got none. Add {arg(compile_for='h100')}, say.")
     if flags.common.overwrite and flags.common.resume:
         raise ValueError(
-            "--overwrite deletes the earlier run, which --resume continues; got both. Leave one of the two out."
+            f"{switch('overwrite')} deletes the earlier run, which {switch('resume')} continues; got both. Leave one of "
+            "the two out."
         )
-    for name, given in (("--fake-devices", flags.common.fake_devices), ("--resume", flags.common.resume)):
+    for name, given in (("fake_devices", flags.common.fake_devices), ("resume", flags.common.resume)):
         if given and flags.gpu.compile_for:
             raise ValueError(
-                f"--compile-for compiles a first step for GPUs that are not here; got {name} too. Leave one of the two out."
+                f"{arg('compile_for')} compiles a first step for GPUs that are not here; got {arg(name)} too. Leave one of the "
+                "two out."
             )
 
 
-def check_out_dir(out_dir: Path, flag: str = "--out-dir") -> None:
-    """Raises ValueError unless the folder of a flag is a writable folder, or can be created."""
+def check_out_dir(out_dir: Path, flag: str | None = None) -> None:
+    """Raises ValueError unless the folder of a flag, by default --out-dir, is a writable folder, or can be created."""
     there = next(path for path in (out_dir.absolute(), *out_dir.absolute().parents) if path.exists())
     why = "" if there.is_dir() else "is a file"
     if not why:
@@ -343,5 +346,5 @@ def check_out_dir(out_dir: Path, flag: str = "--out-dir") -> None:
             why = f"may not be written to ({error.strerror})"
     if why:
         raise ValueError(
-            f"{flag} must be a folder that can be written to; got {out_dir}, but {there} {why}. Name another."
+            f"{flag or arg('out_dir')} must be a folder that can be written to; got {out_dir}, but {there} {why}. Name another."
         )

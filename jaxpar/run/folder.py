@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.checkpoint import delete_steps, has_steps
+from jaxpar.fields import arg, switch
 from jaxpar.huggingface.export import CARRIED
 from jaxpar.huggingface.folder import CONFIG
 from jaxpar.metrics.log import read_metrics
@@ -42,8 +43,8 @@ def check_new(out_dir: Path, *, overwrite: bool) -> None:
     if found and not overwrite:
         shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         raise ValueError(
-            f"a new run needs a folder without results; got {shown} in {out_dir}. Choose another --out-dir, or add "
-            "--overwrite, which deletes the earlier run."
+            f"a new run needs a folder without results; got {shown} in {out_dir}. Choose another {arg('out_dir')}, or "
+            f"add {switch('overwrite')}, which deletes the earlier run."
         )
 
 

@@ -13,7 +13,7 @@ import optax
 
 import jaxpar
 from jaxpar.data.batches import Origin
-from jaxpar.fields import check_at_least, check_kind
+from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.guard import Guard
 from jaxpar.inspect.text import bytes_text
 from jaxpar.mesh import OF_ZERO
@@ -155,7 +155,7 @@ class Run(AbstractContextManager["Run"]):
         names = {**self.saved, **self._settings}
         if unknown := [name for name in allowed[1:] if name not in names]:
             self._say(
-                f"--allow-change has no effect for {', '.join(unknown)}: the settings are {', '.join(sorted(names))}"
+                f"{arg('allow_change')} has no effect for {', '.join(unknown)}: the settings are {', '.join(sorted(names))}"
             )
 
     def _say_whole(self, parallel: jaxpar.Parallel) -> None:
@@ -165,8 +165,8 @@ class Run(AbstractContextManager["Run"]):
             named = ", ".join(f"{path} {bytes_text(whole[path])}" for path in largest[:3])
             more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
             self._say(
-                f"--zero {parallel.zero} leaves {bytes_text(sum(whole.values()))} of params whole on each device, with their "
-                f"optimizer state, since data times context, "
+                f"{arg(zero=parallel.zero)} leaves {bytes_text(sum(whole.values()))} of params whole on each device, with "
+                f"their optimizer state, since data times context, "
                 f"{math.prod(self.mesh.shape[axis] for axis in OF_ZERO)}, divides none of their free dims: {named}{more}"
             )
 
@@ -300,7 +300,7 @@ class Run(AbstractContextManager["Run"]):
         self._named |= {*metrics}
         if self._has_all_metrics and best and best not in metrics:
             self.checkpoints.wait()  # a save in progress would be lost
-            message = f"--keep-best must name a metric of the run; got {best}. Choose from {', '.join(metrics)}."
+            message = f"{arg('keep_best')} must name a metric of the run; got {best}. Choose from {', '.join(metrics)}."
             stop(ExitCode.BAD_CONFIG, message)
         self._has_all_metrics = False  # steps without an evaluation have fewer
         for every, call in self._calls:

@@ -12,7 +12,7 @@ from jaxpar.checkpoint import CheckpointManager
 from jaxpar.checkpoint.checksums import diverged_replicas
 from jaxpar.checkpoint.folder import Folder
 from jaxpar.checkpoint.state import as_numbers
-from jaxpar.fields import arg
+from jaxpar.fields import arg, switch
 from jaxpar.mesh import arrange, idle_text, shown_sizes
 from jaxpar.run import folder
 from jaxpar.run.flags import MeshFlags, RunFlags
@@ -34,13 +34,13 @@ def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointMana
     latest = checkpoints.latest()
     if common.resume and not checkpoints.has_any():
         raise FileNotFoundError(
-            f"--resume needs a checkpoint; got none in {checkpoints.directory}. Name a run's folder by --out-dir, or leave "
-            "--resume out to begin one."
+            f"{switch('resume')} needs a checkpoint; got none in {checkpoints.directory}. Name a run's folder by "
+            f"{arg('out_dir')}, or leave {arg('resume')} out to begin one."
         )
     if common.resume and latest is not None and latest > common.steps:
         raise ValueError(
-            f"--steps must be at least the step to resume from; got --steps {common.steps}, a checkpoint of step {latest}. "
-            f"Choose --steps {latest} or more: it counts from the beginning of the run."
+            f"{arg('steps')} must be at least the step to resume from; got {arg(steps=common.steps)}, a checkpoint of step "
+            f"{latest}. Choose {arg(steps=latest)} or more: it counts from the beginning of the run."
         )
     if not (common.resume or common.overwrite or common.dry_run):
         _check_new(flags, checkpoints, latest)
@@ -51,10 +51,10 @@ def _check_new(flags: RunFlags, checkpoints: CheckpointManager, latest: int | No
     """Raises ValueError if ``--out-dir`` has checkpoints, or results of a run other than this one before a restart."""
     if checkpoints.has_any():
         of = "one that is damaged" if latest is None else f"one of step {latest}"
-        go_on = "Choose" if latest is None else "Continue it with --resume, choose"
+        go_on = "Choose" if latest is None else f"Continue it with {switch('resume')}, choose"
         raise ValueError(
-            f"a new run needs a folder without checkpoints; got {of} in {checkpoints.directory}. {go_on} another --out-dir, or "
-            "add --overwrite, which deletes the earlier run."
+            f"a new run needs a folder without checkpoints; got {of} in {checkpoints.directory}. {go_on} another "
+            f"{arg('out_dir')}, or add {switch('overwrite')}, which deletes the earlier run."
         )
     if not (is_restarted() and folder.is_of(flags.common.out_dir, flags.as_json())):
         folder.check_new(flags.common.out_dir, overwrite=flags.common.overwrite)
@@ -94,14 +94,8 @@ def advice_on_finite_steps(flags: RunFlags, remedy: str, settings: Mapping[str, 
     common, saves = flags.common, flags.checkpoint.checkpoint_minutes
     if common.checkpoint_every or saves or common.resume:
         allowed = f" {arg('allow_change')} learning_rate" if "learning_rate" in settings else ""
-        remedy += f" To continue from a checkpoint with another, add {_switch('resume')}{allowed}."
-    return f"{remedy} To begin again, add {_switch('overwrite')}."
-
-
-def _switch(name: str) -> str:
-    """Returns how to set a flag that is on or off, for a message."""
-    named = arg(name)
-    return f"{name}=True" if named == name else named
+        remedy += f" To continue from a checkpoint with another, add {switch('resume')}{allowed}."
+    return f"{remedy} To begin again, add {switch('overwrite')}."
 
 
 def write_config(flags: RunFlags, mesh: jax.sharding.Mesh) -> None:
@@ -116,5 +110,5 @@ def write_config(flags: RunFlags, mesh: jax.sharding.Mesh) -> None:
             if error.errno in FULL:
                 raise
             raise ConfigError(
-                f"--out-dir must be a folder that can be written to; got {out_dir}: {error.strerror}. Name another."
+                f"{arg('out_dir')} must be a folder that can be written to; got {out_dir}: {error.strerror}. Name another."
             ) from error

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
+from jaxpar.fields import arg
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import tell
 
@@ -141,7 +142,7 @@ class Lease:
             elif now - begun >= PATIENCE_SECONDS and (is_here or has_beaten):
                 raise HeldError(
                     f"one run at a time may write to a folder; got {self.folder}, which is held by {named or UNREADABLE}. "
-                    "Wait until it ends, stop it, or give another folder (--out-dir)."
+                    f"Wait until it ends, stop it, or give another folder ({arg('out_dir')})."
                 )
             else:
                 if quiet_since == now and not has_beaten:

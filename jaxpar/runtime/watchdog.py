@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.fields import arg
 from jaxpar.runtime.coordination import client
 from jaxpar.runtime.exit_codes import ExitCode
 
@@ -51,7 +52,8 @@ class Budgets:
     def __post_init__(self) -> None:
         for name, seconds in asdict(self).items():
             if not 0 <= seconds < float("inf"):
-                raise ValueError(f"--budget.{name} must be 0 or more seconds; got {seconds:g}. Choose 0 for no limit.")
+                named = arg(f"budget.{name}")
+                raise ValueError(f"{named} must be 0 or more seconds; got {seconds:g}. Choose 0 for no limit.")
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Watchdog:
         self, budgets: Budgets, *, end: Callable[[int], None] = os._exit, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._budgets, self._end, self._clock = asdict(budgets), end, clock
+        # Of a command, which the thread that ends the run does not know.
+        self._named = {name: arg(f"budget.{name}") for name in self._budgets}
         self._phase, self._beside = Phase(), Phase()
         self._armed: float | None = None
         self._arming = threading.Lock()
@@ -179,7 +183,7 @@ class Watchdog:
         self._end(int(ExitCode.STUCK))
 
     def _report(self, phase: Phase) -> str:
-        rule = f"error: {phase.name} must end within {self._budgets[phase.name]:g} s (--budget.{phase.name}); got "
+        rule = f"error: {phase.name} must end within {self._budgets[phase.name]:g} s ({self._named[phase.name]}); got "
         what = " ".join(filter(None, (phase.name, phase.detail)))
         me, count = jax.process_index(), jax.process_count()
         stack = "Its Python stack"
