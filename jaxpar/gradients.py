@@ -249,7 +249,11 @@ class _Step:
             if isinstance(model, LayeredModel):
                 num_layers(params)
             check_loss(loss, output_shapes(model, params, batch), batch, has_aux=self.has_aux)
-            self.traced_loss(params, batch)
+            if not self.traced_loss(params, batch).reads_params and self.has_aux is not None:
+                raise ValueError(
+                    "a model's outputs must depend on its params; got outputs that depend on none of them, such as numbers of "
+                    "NumPy, so that nothing would be trained. Compute them from the params that the model is given."
+                )
             check_rows(model, loss, params, batch, num_replicas(mesh) * num_microbatches)
             check_positions(model, loss, params, batch, mesh.shape[CONTEXT])
             check_owned(forward, params, batch, self.shardings, mesh)

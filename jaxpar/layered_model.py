@@ -14,6 +14,7 @@ call ``check_unpacked``, which finds packed layers anywhere in a tree.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ import jax
 from jax.tree_util import FlattenedIndexKey
 from jaxtyping import PyTree
 
-from jaxpar.fields import check_kind
+from jaxpar.fields import brief, check_kind
 
 OUTER, LAYERS = "outer", "layers"
 
@@ -133,9 +134,9 @@ def check_layer(model: LayeredModel, params: PyTree, batch: PyTree) -> None:
     if not is_stacked(params) or not callable(model.layer):
         _check_list(model, params)
         return
-    x = jax.eval_shape(model.embed, params[OUTER], batch)
+    x = shapes_of(model.embed, params[OUTER], batch, of="embed")
     one_layer = jax.eval_shape(lambda layers: jax.tree.map(lambda p: p[0], layers), params[LAYERS])
-    y = jax.eval_shape(model.layer, one_layer, x)
+    y = shapes_of(model.layer, one_layer, x, of="layer")
     rule = "; a layer must keep them, since layers are chained. Cast or reshape at the end of layer, or in embed."
     if jax.tree.structure(x) != jax.tree.structure(y):
         raise ValueError(
@@ -156,13 +157,49 @@ def output_shapes(model: LayeredModel | Callable[[PyTree, PyTree], PyTree], para
     The functions of a LayeredModel are traced one by one: JAX keeps what it traced of each, and of ``apply`` nothing.
     """
     if not isinstance(model, LayeredModel):
-        return jax.eval_shape(model, params, batch)
+        return shapes_of(model, params, batch, of="a model")
     check_layer(model, params, batch)
-    x = jax.eval_shape(model.embed, params[OUTER], batch)
+    x = shapes_of(model.embed, params[OUTER], batch, of="embed")
     if not is_stacked(params):
         for layer, layer_params in zip(model.layers(num_layers(params)), params[LAYERS], strict=True):
-            x = jax.eval_shape(layer, layer_params, x)
-    return jax.eval_shape(model.head, params[OUTER], x)
+            x = shapes_of(layer, layer_params, x, of="layer")
+    return shapes_of(model.head, params[OUTER], x, of="head")
+
+
+def shapes_of(function: Callable[[PyTree, PyTree], PyTree], *given: PyTree, of: str) -> PyTree:
+    """Returns the shapes of what a function of a model returns; raises TypeError where that is none of arrays.
+
+    Args:
+        function: The function, which is traced.
+        *given: Its arguments.
+        of: What it is, for the message.
+    """
+    try:
+        shapes = jax.eval_shape(function, *given)
+    except TypeError as error:
+        wrong = [leaf for leaf in _returned(function, *given) if not hasattr(leaf, "dtype") and not _is_number(leaf)]
+        if not wrong:
+            raise
+        raise TypeError(_none_of_arrays(of, brief(repr(wrong[0])))) from error
+    if not jax.tree.leaves(shapes):
+        raise TypeError(_none_of_arrays(of, brief(repr(shapes))))
+    return shapes
+
+
+def _none_of_arrays(of: str, got: str) -> str:
+    return f"{of} must return an array, or a tree of arrays; got {got}. Return what it has computed of its arguments."
+
+
+def _returned(function: Callable[[PyTree, PyTree], PyTree], *given: PyTree) -> list[Any]:
+    """Returns the leaves of what a function returns, traced but not checked; none where it fails itself."""
+    found: list[Any] = []
+    with suppress(Exception):
+        jax.eval_shape(lambda *given: found.extend(jax.tree.leaves(function(*given))), *given)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, complex))
 
 
 def _check_list(model: LayeredModel, params: PyTree) -> None:

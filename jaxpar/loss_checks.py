@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxpar.fields import brief
+
 
 def check_loss(loss: Callable, outputs: PyTree, batch: PyTree, *, has_aux: bool | None) -> None:
     """Raises unless ``loss`` returns two real scalars, and with ``has_aux`` a dict of further ones; None takes arrays too."""
@@ -22,6 +24,11 @@ def check_loss(loss: Callable, outputs: PyTree, batch: PyTree, *, has_aux: bool 
         remedy = _remedy(given, count, has_aux)
         raise TypeError(f"loss must return the tuple {form}; got {jax.tree.map(_Told, given)}. {remedy}")
     for name, value in zip(("loss_sum", "weight_sum"), given[:2], strict=True):
+        if not hasattr(value, "dtype"):
+            raise TypeError(
+                f"loss must return two scalars; got {jax.tree.map(_Told, value)} for {name}. Return jnp.sum of "
+                + ("the losses of the rows." if name == "loss_sum" else "their weights, or their number as a float.")
+            )
         shape, dtype = jnp.shape(value), jnp.result_type(value)
         if shape != () or not jnp.issubdtype(dtype, jnp.floating):
             remedy = f"Sum it: jnp.sum({name})." if shape else f"Cast it: jnp.float32({name})."
@@ -80,6 +87,6 @@ class _Told(str):
 
     def __new__(cls, leaf: Any) -> "_Told":
         is_array = isinstance(leaf, jax.ShapeDtypeStruct)
-        return super().__new__(cls, f"{leaf.dtype}{list(leaf.shape)}" if is_array else repr(leaf))
+        return super().__new__(cls, f"{leaf.dtype}{list(leaf.shape)}" if is_array else brief(repr(leaf)))
 
     __repr__ = str.__str__

@@ -38,6 +38,7 @@ def squared_error(
         weights: One weight per element, or per index of the leading dims; by default 1. Where a weight is 0, prediction and
             target are ignored, even if they are NaN.
     """
+    _check_arrays(predictions=predictions, targets=targets)
     if predictions.shape != targets.shape:
         raise ValueError(
             f"predictions and targets must have one shape; got {predictions.shape} and {targets.shape}. Reshape one of them."
@@ -129,7 +130,18 @@ def num_correct(
     return jnp.sum(jnp.where(_known(labels, logits.shape[-1])[1] == predicted, whole, 0))
 
 
+def _check_arrays(**given: Any) -> None:
+    """Raises TypeError for what is no array, such as the tuple that a model returns."""
+    for name, value in given.items():
+        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+            raise TypeError(
+                f"{name} must be an array; got {type(value).__name__}. A loss is given what the model returns, and the batch: "
+                "take the array out of it, or return it from the model."
+            )
+
+
 def _check_labels(logits: AnyArray, labels: AnyArray, name: str) -> None:
+    _check_arrays(logits=logits, labels=labels)
     is_integer = [jnp.issubdtype(each.dtype, jnp.integer) for each in (logits, labels)]
     if is_integer[0]:
         got = f"got {logits.dtype}{list(logits.shape)} first and {labels.dtype}{list(labels.shape)} second"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from jaxpar._compat import equations, has_reference_effects
+from jaxpar._compat import equations, has_reference_effects, needed_inputs
 from jaxpar.backward.graph import trace
 from jaxpar.data_parallel import accumulate, microbatch_shapes
 from jaxpar.fields import arg
@@ -37,12 +37,14 @@ class TracedLoss:
         weight_of_rows: ``a replica's rows -> weight_sum``, the sum over its microbatches, in float32 or wider.
         dtype: The dtype of the loss on one device.
         manual_axes: The mesh axes over which a step is manual.
+        reads_params: Whether the outputs depend on any param, or the model has none.
         is_mean: Whether the value is that of ``value_and_grad``; otherwise it is that of an evaluation, the sums.
     """
 
     weight_of_rows: Callable[[PyTree], jax.Array]
     dtype: Any
     manual_axes: frozenset[str]
+    reads_params: bool = True
     is_mean: bool = True
 
     def value(self, sums: PyTree, total_weight: jax.Array) -> PyTree:
@@ -116,7 +118,11 @@ def trace_loss(
             )
         with jax.numpy_dtype_promotion("standard"):
             mean = jax.eval_shape(lambda *given: jnp.divide(*loss(*given)[:2]), outputs, microbatch)
-        return TracedLoss(lambda rows: accumulate(weight, rows, num_microbatches), mean.dtype, manual_axes)
+        count = len(jax.tree.leaves(params))
+        reads_params = not count or bool(needed_inputs(traced) & {*range(count)})
+        return TracedLoss(
+            lambda rows: accumulate(weight, rows, num_microbatches), mean.dtype, manual_axes, reads_params
+        )
 
     if mesh.shape[CONTEXT] == 1:
         return of_part()

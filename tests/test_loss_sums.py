@@ -182,7 +182,7 @@ def test_integers_are_added_exactly_on_every_mesh():
         "bool": np.array([True, False] * 4),
     }
     batch = columns | {"first": np.float32([1] + [0] * 7)}
-    model = lambda params, batch: {name: batch[name] * jnp.ones_like(params, batch[name].dtype) for name in columns}
+    model = lambda params, batch: {name: batch[name] * (params > 0).astype(batch[name].dtype) for name in columns}
 
     def loss(outputs, batch):
         sums = {name: jnp.sum(value, dtype=value.dtype) for name, value in outputs.items() if name != "bool"}

@@ -1,10 +1,13 @@
 """What the environment of each launcher says about a process."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from jaxpar.runtime.process_env import ProcessEnv, read_process_env
+import jaxpar
+from jaxpar.run import BasicFlags, Run
+from jaxpar.runtime.process_env import OF_TESTS, OWN_VARIABLES, ProcessEnv, read_process_env
 
 OWN = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
 SLURM = {
@@ -77,3 +80,22 @@ def test_each_launcher_is_understood(environ, place):
 def test_what_is_wrong_is_told(environ, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read_process_env(environ)
+
+
+@pytest.mark.parametrize("name", ["JAXPAR_RUN_TOKN", "JAXPAR_TOKEN", "jaxpar_run_token", "JAX_PAR_RUN_TOKEN"])
+def test_a_misspelt_variable_of_jaxpar_is_refused_and_another_told_once(name, monkeypatch, capsys, tmp_path):
+    with pytest.raises(ValueError, match=rf"got {name}\. Did you mean JAXPAR_RUN_TOKEN\?"):
+        read_process_env({**OWN, name: "x"})
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(ValueError, match=rf"got {name}\. Did you mean JAXPAR_RUN_TOKEN\?"):
+        Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh())
+    for _ in range(2):
+        read_process_env({**OWN, f"JAXPAR_COLOUR_{name}": "red", "JAX_ENABLE_X64": "1", "JAXPAR_TEST_SEED": "3"})
+    assert capsys.readouterr().err.count("is ignored: the variables that jaxpar reads are JAXPAR_RUN_TOKEN, ") == 1
+
+
+def test_every_variable_that_the_code_names_is_known():
+    root = Path(jaxpar.__file__).parent
+    texts = [path.read_text() for pattern in ("*.py", "*.sbatch") for path in root.rglob(pattern)]
+    named = {name for text in texts for name in re.findall(r"\bJAXPAR_[A-Z_]*[A-Z]", text)}
+    assert named - {*OF_TESTS} == {*OWN_VARIABLES}

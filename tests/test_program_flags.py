@@ -80,6 +80,10 @@ def code_of(args):
                 [*JOB, "python3", "-m", "jaxpar", "serv", "a"],
                 "pods run jaxpar train or jaxpar serve; got serv. Write serve.",
             ),
+            (
+                [*JOB, "python", "recipes/gpt.py", "--mesh.data", "4"],
+                "error: a recipe's mesh must have the devices of its job; got --mesh.data 4 in the command of recipes/gpt.py",
+            ),
             (["--check", "job.yaml", "recipes/gpt.py"], "got recipes/gpt.py too. Leave one of them out."),
             (["recipes/gpt.py"], "1 GPUs on nodes of 8. Choose a mesh of 8, such as --mesh.data 8, or give the actual"),
             (
@@ -134,6 +138,11 @@ def test_flags_that_a_job_s_program_would_refuse_are_refused_before_it_is_writte
             (
                 ["--metrics-port", "9090", "python", "-u", "train.py"],
                 "train.py is not on this machine: its flags are not checked, and it does not get --mesh.data 8 --metrics",
+            ),
+            (
+                ["python", "train.py", "--mesh.data", "-1", "--mesh.tensor=3"],
+                "train.py is not on this machine: its flags are not checked\n--mesh.data -1 "
+                "--mesh.tensor 3 in the command of train.py, another number of devices, and a job of 8: give both one mesh",
             ),
             (
                 ["bash", "train.sh"],
@@ -193,6 +202,12 @@ def test_a_script_with_the_name_of_a_recipe_is_not_run(tmp_path, monkeypatch, ca
             "there is no transformer of this name",
         ),
         ([*SERVICE, "--max-waiting", "9"], "--max-waiting", "--max-waitings", "jaxpar serve would refuse these flags"),
+        (
+            [*JOB, "python", "recipes/gpt.py", "--mesh.data", "8", *KEPT],
+            '"--mesh.data"\n              - "8"',
+            '"--mesh.data"\n              - "4"',
+            "got --mesh.data 4 in the command of recipes/gpt.py, 4 devices, and a job of 8: give both one mesh",
+        ),
     ],
 )
 def test_flags_that_were_edited_in_a_manifest_are_checked_too(flags, before, after, said, tmp_path, capsys):

@@ -186,12 +186,69 @@ def test_a_plain_function_in_a_pipeline_is_refused():
             ValueError,
             r"weight_sum must depend on the batch alone.*got a loss whose weight_sum depends on the outputs. Compute it",
         ),
+        (
+            lambda o, b: None,
+            TypeError,
+            r"loss must return the tuple \(loss_sum, weight_sum\); got None\. Return the sum",
+        ),
+        (
+            lambda o, b: (jnp.sum(o), None),
+            TypeError,
+            r"two scalars; got None for weight_sum\. Return jnp\.sum of their weights, or their number as a float\.",
+        ),
+        (
+            lambda o, b: ([1.0, 2.0], 3.0),
+            TypeError,
+            r"got \[float32\[\], float32\[\]\] for loss_sum\. Return jnp\.sum of the",
+        ),
+        (lambda o, b: ("low", 3.0), TypeError, r"two scalars; got 'low' for loss_sum\."),
+        (lambda o, b: (jnp.sum(o), object()), TypeError, r"two scalars; got <object object at .*> for weight_sum\."),
     ],
-    ids=["mean", "triple", "vector", "integer", "depends"],
+    ids=["mean", "triple", "vector", "integer", "depends", "none", "no weight", "list", "text", "object"],
 )
 def test_a_loss_that_is_not_a_sum_and_its_weight_is_refused(mesh, loss, kind, message):
     value_and_grad = jax.jit(jaxpar.value_and_grad(tiny.MODEL, loss, mesh))
     with pytest.raises(kind, match=message):
+        value_and_grad(tiny.make_params(), tiny.make_batch())
+
+
+def made(part, returned):
+    parts = {"embed": tiny.MODEL.embed, "layer": tiny.MODEL.layer, "head": tiny.MODEL.head}
+    return jaxpar.LayeredModel(**(parts | {part: lambda params, x: returned(x)}))
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "message"),
+    [
+        (
+            lambda params, batch: None,
+            TypeError,
+            r"a model must return an array, or a tree of arrays; got None\. Return what",
+        ),
+        (lambda params, batch: "high", TypeError, r"a model must return an array, or a tree of arrays; got 'high'\."),
+        (made("embed", lambda x: None), TypeError, r"embed must return an array, or a tree of arrays; got None\."),
+        (
+            made("layer", lambda x: (x, "high")),
+            TypeError,
+            r"layer must return an array, or a tree of arrays; got 'high'\.",
+        ),
+        (made("head", lambda x: ()), TypeError, r"head must return an array, or a tree of arrays; got \(\)\."),
+        (
+            made("head", lambda x: (x,)),
+            TypeError,
+            r"logits must be an array; got tuple\. A loss is given what the model ret",
+        ),
+        (
+            made("head", lambda x: np.ones((len(x), tiny.NUM_CLASSES), np.float32)),
+            ValueError,
+            r"outputs must depend on its params; got outputs that depend on none of them, such as numbers of NumPy",
+        ),
+    ],
+    ids=["none", "text", "embed", "layer", "empty", "tuple", "numbers"],
+)
+def test_what_a_model_must_not_return_is_refused_with_the_function_that_returned_it(mesh, model, kind, message):
+    value_and_grad = jax.jit(jaxpar.value_and_grad(model, tiny.loss, mesh))
+    with tiny.signatures_unchecked(), pytest.raises(kind, match=message):
         value_and_grad(tiny.make_params(), tiny.make_batch())
 
 

@@ -115,7 +115,7 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
     is_job = flags.kind != "service" and (flags.kind != "podmonitor" or command)
     job: Any = make_job(flags, command, given) if is_job else JobSettings(**flags.settings)
     if is_job:
-        _tell(check_program(job.command, job.added_flags(), _withheld(job, flags)))
+        _tell(check_program(job.command, job.added_flags(), _withheld(job, flags), job.num_devices))
     if flags.kind == "sbatch":
         print(to_sbatch(job), end="")
         _tell([*unsaved(job.command)] if is_recipe(job.command) else [])
@@ -139,7 +139,7 @@ def _check_programs(manifests: Sequence[Any]) -> None:
         if begins:
             check_served(pods.words[begins:])
         elif pods.words:
-            _tell(check_program(pods.words))
+            _tell(check_program(pods.words, num_devices=pods.num_devices))
 
 
 def _withheld(job: Job, flags: Flags) -> list[str]:

@@ -3,6 +3,7 @@
 Only recipes of jaxpar are loaded: a script of one's own would run. It may also be in the image alone, and not on this machine.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -11,7 +12,7 @@ from typing import Any
 from jaxpar.commands.cli import list_flags
 from jaxpar.commands.train import RECIPES, load, path_of, recipes
 from jaxpar.fields import near_name
-from jaxpar.jobs.job import INSTALLED, SERVED, is_python, num_words
+from jaxpar.jobs.job import INSTALLED, SERVED, fills, is_python, mesh_of_flags, num_words
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import printable, tell
 from jaxpar.runtime.program import near_script
@@ -21,16 +22,23 @@ JAXPAR = (("jaxpar",), ("python", "-m", "jaxpar"))
 RUN_BY_PODS = ("train", "serve")
 
 
-def check_program(command: Sequence[str], added: Sequence[str] = (), withheld: Sequence[str] = ()) -> list[str]:
-    """Returns a line about what is not checked of a program, or not given to it, if there is anything.
+def check_program(
+    command: Sequence[str],
+    added: Sequence[str] = (),
+    withheld: Sequence[str] = (),
+    num_devices: int | None = None,
+) -> list[str]:
+    """Returns a line about what is not checked of a program, or not given to it, or seems wrong, if there is anything.
 
     Args:
         command: The program and its flags.
         added: The flags that its job adds.
         withheld: The flags that its job would add to those of a recipe.
+        num_devices: The devices of its job; None: not known.
 
     Raises:
-        ValueError: There is no such recipe or script, or a flag is out of range, or is none of the recipe's.
+        ValueError: There is no such recipe or script, or a flag is out of range, or is none of the recipe's, or the recipe's
+            mesh has other devices than the job.
         SystemExit: The recipe refuses a flag; it has said which.
     """
     name, own = _split(command)
@@ -41,7 +49,7 @@ def check_program(command: Sequence[str], added: Sequence[str] = (), withheld: S
         what = "is not on this machine" if is_elsewhere else "is no recipe of jaxpar"
         gets = f", and it gets {' '.join(added)}" if added else ""
         gets = f", and it does not get {' '.join(withheld)}" if withheld else gets
-        return [f"{name} {what}: its flags are not checked{gets}"]
+        return [f"{name} {what}: its flags are not checked{gets}", *_other_mesh(name, command, num_devices)]
     if {*HELP} & {*own}:
         raise ValueError(f"a job runs {name}; got a command that asks for its help. Leave {' and '.join(HELP)} out.")
     try:
@@ -49,6 +57,8 @@ def check_program(command: Sequence[str], added: Sequence[str] = (), withheld: S
     except ImportError as error:
         return [f"{name} cannot be loaded on this machine, and its flags are not checked: {error}"]
     _check_added(module, name, added)
+    if other := _other_mesh(name, command, num_devices):
+        raise ValueError(f"a recipe's mesh must have the devices of its job; got {other[0]}.")
     _parse(module, name, [*own, *added])
     return _missed(module, name, withheld)
 
@@ -153,6 +163,19 @@ def _check_added(module: ModuleType, name: str, added: Sequence[str]) -> None:
             f"a job gives its recipe the mesh and the port of metrics; got {name}, which does not take {unknown[0]}. Write it "
             f"as a program, which gets only its own flags: python {recipes().name}/{Path(name).stem.replace('-', '_')}.py"
         )
+
+
+def _other_mesh(name: str, command: Sequence[str], num_devices: int | None) -> list[str]:
+    """Returns a line if the mesh in the command of a program has other devices than its job."""
+    sizes = mesh_of_flags(command)
+    if num_devices is None or not sizes or fills(sizes, num_devices):
+        return []
+    shown = " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
+    asked = "another number of" if -1 in sizes.values() else math.prod(sizes.values())
+    return [
+        f"{shown} in the command of {name}, {asked} devices, and a job of {num_devices}: give both one mesh, or the program "
+        "--mesh.data -1, if that is its flag, for all devices of the job"
+    ]
 
 
 def _missed(module: ModuleType, name: str, withheld: Sequence[str]) -> list[str]:

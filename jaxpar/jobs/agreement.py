@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
-from jaxpar.jobs.job import AXES, CHECKPOINTS
+from jaxpar.jobs.job import AXES, CHECKPOINTS, fills
 from jaxpar.jobs.workload import FAKE_DEVICES, Workload, amount, whole
 from jaxpar.runtime.output import printable
 
@@ -116,8 +116,7 @@ def _check_mesh(pods: Workload) -> None:
     each, kind = devices
     there, asked = each * pods.num_pods, math.prod(size for size in sizes.values() if size != -1)
     shown = ", ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
-    fills = there % max(asked, 1) == 0 if -1 in sizes.values() else there == asked
-    if min(asked, there) < 1 or not fills:
+    if not fills(sizes, there):
         raise ValueError(
             f"the mesh in the command of {pods.path} must have the devices of its pods; got {shown}, {asked} devices, and "
             f"{pods.num_pods} pods with {kind} {each}, {there} devices. Make them equal."

@@ -87,6 +87,12 @@ class Workload:
         return None if number is None else (whole(number, GPUS), GPUS)
 
     @property
+    def num_devices(self) -> int | None:
+        """The devices of all pods; None: not stated."""
+        each = self.devices
+        return None if each is None or self.num_pods is None else each[0] * self.num_pods
+
+    @property
     def folders(self) -> dict[PurePosixPath, Mapping[str, Any]]:
         """The mounts of volumes that hold files, by their paths; shared memory holds none."""
         found = {PurePosixPath(mount["mountPath"]): mount for mount in self.mounts}

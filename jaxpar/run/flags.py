@@ -22,6 +22,7 @@ from tyro.conf import OmitArgPrefixes
 from jaxpar.fields import arg, check_at_least, check_from, switch
 from jaxpar.mesh import shown_sizes
 from jaxpar.metrics import exporters
+from jaxpar.runtime.process_env import check_own_variables
 from jaxpar.runtime.watchdog import Budgets
 
 PREFIXED = ("mesh", "budget")  # the groups whose name is part of their flags
@@ -238,6 +239,7 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_run_flags(flags: RunFlags) -> None:
     """Raises ValueError where a flag is out of range or does not fit this machine; the mesh is checked when it is created."""
+    check_own_variables(os.environ)
     check_run_numbers(flags)
     check_out_dir(flags.common.out_dir)
 

@@ -14,6 +14,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from jaxpar.fields import near_name
+from jaxpar.runtime.output import printable, tell
+
 NAMES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 LAUNCHERS = (
     *NAMES[1:],
@@ -24,6 +27,13 @@ LAUNCHERS = (
     "OMPI_COMM_WORLD_RANK",
 )
 TOKEN_VARIABLE = "JAXPAR_RUN_TOKEN"
+PREFIX = "JAXPAR_"
+# All that jaxpar reads; those of its tests begin otherwise.
+OWN_VARIABLES = (
+    TOKEN_VARIABLE,
+    *("JAXPAR_INITIALIZATION_TIMEOUT", "JAXPAR_LOG_SECONDS", "JAXPAR_PROGRESS", "JAXPAR_RESUME"),
+)
+OF_TESTS = ("JAXPAR_TEST", "JAXPAR_FUZZ", "JAXPAR_CHAOS")
 LAST_PORTS = 4096  # SLURM and Open MPI set no port: the job's number selects one of the highest ports
 
 
@@ -54,8 +64,9 @@ def read_process_env(environ: Mapping[str, str]) -> ProcessEnv | None:
     """Returns the process that the environment describes; None if it describes no run of several processes.
 
     Raises:
-        ValueError: A variable is missing or not a number, or the process number is outside the run.
+        ValueError: A variable is missing, misspelt or not a number, or the process number is outside the run.
     """
+    check_own_variables(environ)
     given = _from_open_mpi(environ) | _from_slurm(environ) | _from_jax(environ)
     if not given:
         return None
@@ -77,6 +88,25 @@ def read_process_env(environ: Mapping[str, str]) -> ProcessEnv | None:
     )
     check_process_env(env)
     return env
+
+
+def check_own_variables(environ: Mapping[str, str]) -> None:
+    """Raises ValueError for a misspelt variable of jaxpar's, and tells once of others that begin as these do."""
+    by_name = {name.lower(): name for name in OWN_VARIABLES}
+    others = {*environ} - {*OWN_VARIABLES, *_told}
+    for name in sorted(name for name in others if name.upper().startswith("JAX") and not name.startswith(OF_TESTS)):
+        near = near_name(name, by_name) if len(name) > len(PREFIX) else None
+        if near is not None:
+            raise ValueError(
+                f"variables that begin with {PREFIX} must be those that jaxpar reads; got {printable(name)}. Did you mean "
+                f"{by_name[near]}?"
+            )
+        if name.startswith(PREFIX):
+            _told.add(name)
+            tell(f"{printable(name)} is ignored: the variables that jaxpar reads are {', '.join(OWN_VARIABLES)}")
+
+
+_told: set[str] = set()
 
 
 def check_process_env(env: ProcessEnv) -> None:
