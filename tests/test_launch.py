@@ -9,12 +9,14 @@ from pathlib import Path
 
 import digits
 import gpt
+import numpy as np
 import pytest
 
 from jaxpar.__main__ import main
 from jaxpar.commands import recipe as cli
+from jaxpar.runtime.chatter import Quiet, without_chatter
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.launch import Gang, Launch, explain, forwarded_signals, free_port, run, without_chatter
+from jaxpar.runtime.launch import Gang, Launch, explain, forwarded_signals, free_port, run
 from tests.support.oracle import assert_same
 from tests.support.plain_recipe import make_plain
 from tests.support.real_runs import PLAIN
@@ -89,11 +91,30 @@ def test_the_cause_is_named_not_its_consequences(launch, monkeypatch):
 
 def test_lines_of_gloo_are_hidden_wherever_they_are_cut_and_no_others():
     line = b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
-    output = b"loss 2\n" + line + b"[Gloo] Rank " + line + b"[Gloo-like] progress 10%"
+    output = b"loss 2\n" + line + b"[Gloo] Rank " + line + b"1\n[Gloo-like] progress 10%" + line + b" of 7\n7\n"
     for cut in range(len(output)):
-        first, held = without_chatter(output[:cut])
-        second, rest = without_chatter(held + output[cut:])
-        assert first + second + rest == b"loss 2\n[Gloo-like] progress 10%", output[:cut]
+        quiet = Quiet()
+        shown = quiet.feed(output[:cut]) + quiet.feed(output[cut:]) + quiet.end()
+        assert shown == b"loss 2\n[Gloo-like] progress 10% of 7\n7\n", output[:cut]
+    error = b"Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:50408\n"
+    assert without_chatter(line + error + line) == error
+
+
+def test_lines_of_gloo_that_threads_write_piece_by_piece_at_once_are_hidden():
+    rng = np.random.default_rng(0)
+    pieces = lambda rank: [
+        *(b"[Gloo] Rank ", b"%d" % rank, b" is connected to ", b"3"),
+        *(b" peer ranks. Expected number of connected peer ranks is : ", b"3", b"\n"),
+    ]
+    for _ in range(200):
+        threads = [pieces(0), pieces(1), pieces(12)]
+        order = rng.permutation(np.repeat(np.arange(3), [len(each) for each in threads]))
+        output = b"".join(threads[which].pop(0) for which in order)
+        assert without_chatter(output) == b"", output
+        # What the program writes comes after an end of a line, with which Gloo writes what it holds.
+        assert without_chatter(output.replace(b"\n", b"\nloss 2 is connected\n")) == 3 * b"loss 2 is connected\n", (
+            output
+        )
 
 
 def test_a_process_that_is_frozen_after_the_first_has_ended_is_ended(launch, capfd, monkeypatch):

@@ -19,7 +19,6 @@ The kernel's own PR_SET_PDEATHSIG would end the processes alone, not their child
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -33,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxpar.fields import check_at_least
+from jaxpar.runtime.chatter import Quiet, without_chatter
 from jaxpar.runtime.exit_codes import ExitCode, describe_exit
 from jaxpar.runtime.output import tell
 from jaxpar.runtime.process_env import TOKEN_VARIABLE
@@ -47,9 +47,6 @@ LINES_SHOWN = 40
 ON_A_LINE = 'read -r _ && exec "$@" < /dev/null'
 # Exit codes of processes that end because another one did: JAX aborts, jaxpar returns PEER_LOST.
 CONSEQUENCES = (-signal.SIGABRT, ExitCode.PEER_LOST)
-# A line for each group of devices. Threads write them at once, so that one may begin within another.
-GLOO_CHATTER = re.compile(rb"[^\n]*\[Gloo\] Rank [^\n]* peer ranks[^\n]*(\n|$)")
-GLOO_BEGINS = b"[Gloo] Rank "
 
 
 @dataclass(frozen=True)
@@ -303,26 +300,13 @@ class Gang:
     def _copy_to_screen(self) -> None:
         output = self.processes[0].stdout
         assert output is not None, "process 0 has a pipe"
-        held = b""
+        quiet = Quiet()
         with output, self.log_path(0).open("wb", buffering=0) as log:
             while part := os.read(output.fileno(), 2**16):
                 with contextlib.suppress(OSError):  # a full disk loses lines of the log; it must not end the run
                     log.write(part)
-                shown, held = without_chatter(held + part)
-                _show(shown)
-        _show(held)
-
-
-def without_chatter(output: bytes) -> tuple[bytes, bytes]:
-    r"""Returns output without Gloo's lines, and its last line where that may become one and is not complete.
-
-    >>> without_chatter(b"loss 2\n[Gloo] Rank 0 is connected to 3 peer ranks. Expected\nloss 1\n[Glo")
-    (b'loss 2\nloss 1\n', b'[Glo')
-    """
-    begun, end, last = output.rpartition(b"\n")
-    if last and (last.startswith(GLOO_BEGINS) or GLOO_BEGINS.startswith(last)):
-        return GLOO_CHATTER.sub(b"", begun + end), last
-    return GLOO_CHATTER.sub(b"", output), b""
+                _show(quiet.feed(part))
+        _show(quiet.end())
 
 
 def _show(output: bytes) -> None:
@@ -382,5 +366,5 @@ def explain(gang: Gang, code: int) -> str:
 
 
 def _end_of(log: Path) -> list[str]:
-    text = GLOO_CHATTER.sub(b"", log.read_bytes()).decode(errors="replace")
+    text = without_chatter(log.read_bytes()).decode(errors="replace")
     return [f"--- the end of {log}", *text.splitlines()[-LINES_SHOWN:], "---"]
