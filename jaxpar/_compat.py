@@ -378,16 +378,6 @@ def closure_converted(function: Callable[..., PyTree], *args: PyTree) -> tuple[C
     return converted, [closed.consts[i] for i in indices]
 
 
-def needed_inputs(jaxpr: Any) -> set[int]:
-    """Returns the places of the inputs of a jaxpr on which its outputs depend, a loop's as if each output needed each input."""
-    jaxpr = opened(jaxpr)
-    needed = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
-    for equation in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            needed |= {x for x in equation.invars if not isinstance(x, Literal)}
-    return {place for place, x in enumerate(jaxpr.invars) if x in needed}
-
-
 def float_literals(jaxpr: Any) -> list[str]:
     """Returns the floats that are written into a jaxpr's equations, in their order: "8.0" of a mean over 8 rows."""
     inputs = (x for equation in equations(jaxpr) for x in equation.invars)

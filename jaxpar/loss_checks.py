@@ -1,4 +1,4 @@
-"""The check of what a loss returns: two scalars, and with ``has_aux`` a dict of further ones.
+"""The check of what a loss returns: two scalars, and with ``has_aux`` a dict of further ones; and a ``value_and_grad`` a pair.
 
 Whether they are sums over rows, ``row_checks.py`` checks.
 """
@@ -74,6 +74,17 @@ def _check_sums(sums: PyTree, *, are_scalars: bool) -> None:
                 f"each sum of a loss must be a float, an integer or a boolean; got {name!r} {jax.tree.map(_Told, value)}. "
                 "Leave it out, or return its numbers, each by a name of its own."
             )
+
+
+def pair_of(returned: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns what a function of the form of ``value_and_grad`` has returned; raises TypeError unless that is a pair."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
+        raise TypeError(
+            f"value_and_grad must return a loss and the gradients, a pair; got {got}. Make it with jaxpar.value_and_grad, or "
+            "with jax.value_and_grad."
+        )
+    return returned
 
 
 def _abstract(leaf: Any) -> Any:

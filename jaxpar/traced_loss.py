@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from jaxpar._compat import equations, has_reference_effects, needed_inputs
+from jaxpar._compat import Literal, equations, has_reference_effects, opened
 from jaxpar.backward.graph import trace
 from jaxpar.data_parallel import accumulate, microbatch_shapes
 from jaxpar.fields import arg
@@ -119,7 +119,7 @@ def trace_loss(
         with jax.numpy_dtype_promotion("standard"):
             mean = jax.eval_shape(lambda *given: jnp.divide(*loss(*given)[:2]), outputs, microbatch)
         count = len(jax.tree.leaves(params))
-        reads_params = not count or bool(needed_inputs(traced) & {*range(count)})
+        reads_params = not count or _reads_first(traced, count)
         return TracedLoss(
             lambda rows: accumulate(weight, rows, num_microbatches), mean.dtype, manual_axes, reads_params
         )
@@ -130,6 +130,16 @@ def trace_loss(
     on_shards = manual_over_data_and_stage(lambda: found.append(of_part()), mesh, in_specs=(), out_specs=None)
     jax.eval_shape(on_shards)
     return found[0]
+
+
+def _reads_first(jaxpr: Any, count: int) -> bool:
+    """Returns whether outputs of a jaxpr depend on any of its first inputs, a loop's as if each output needed each input."""
+    jaxpr = opened(jaxpr)
+    needed = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(equation.outvars):
+            needed |= {x for x in equation.invars if not isinstance(x, Literal)}
+    return not needed.isdisjoint(jaxpr.invars[:count])
 
 
 def _of_batch_alone(function: Callable[[PyTree, PyTree], Any], first: PyTree, batch: PyTree) -> Callable | None:

@@ -17,6 +17,7 @@ from jaxpar.fields import arg, check_kind
 from jaxpar.fp8 import check_products
 from jaxpar.gradients import with_settings
 from jaxpar.layered_model import LayeredModel
+from jaxpar.loss_checks import pair_of
 from jaxpar.mesh import OF_ZERO, STAGE, TENSOR
 from jaxpar.metrics.log import check_further
 from jaxpar.optimizer_state import (
@@ -211,22 +212,10 @@ def make_train_step(
         return TrainStep(lambda state, both: update(state, *both, value_fn=no_value_fn), before=value_and_grad)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        value, grads = _pair(value_and_grad(state.params, batch))
         of_trained = lambda trained: value_and_grad(update_trained(state.params, trained), batch)
-        return update(state, value, grads, value_fn_of(of_trained))
+        return update(state, *pair_of(value_and_grad(state.params, batch)), value_fn_of(of_trained))
 
     return TrainStep(step)
-
-
-def _pair(returned: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns what a function of the form of ``value_and_grad`` has returned; raises TypeError unless that is a pair."""
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
-        raise TypeError(
-            f"value_and_grad must return a loss and the gradients, a pair; got {got}. Make it with jaxpar.value_and_grad, or "
-            "with jax.value_and_grad."
-        )
-    return returned
 
 
 def norm_and_finite(grads: PyTree) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,8 @@ from typing import Any
 from jaxpar.commands.cli import list_flags
 from jaxpar.commands.train import RECIPES, load, path_of, recipes
 from jaxpar.fields import near_name
-from jaxpar.jobs.job import INSTALLED, SERVED, fills, is_python, mesh_of_flags, num_words
+from jaxpar.jobs.job import INSTALLED, SERVED, is_python, num_words
+from jaxpar.jobs.workload import fills, mesh_of_flags
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import printable, tell
 from jaxpar.runtime.program import near_script

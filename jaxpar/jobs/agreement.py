@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
-from jaxpar.jobs.job import AXES, CHECKPOINTS, fills
-from jaxpar.jobs.workload import FAKE_DEVICES, Workload, amount, whole
+from jaxpar.jobs.job import AXES, CHECKPOINTS
+from jaxpar.jobs.workload import FAKE_DEVICES, Workload, amount, fills, whole
 from jaxpar.runtime.output import printable
 
 CACHE, THREADS = "JAX_COMPILATION_CACHE_DIR", "PJRT_NPROC"

@@ -3,7 +3,7 @@
 import math
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from pathlib import PurePosixPath
@@ -325,24 +325,6 @@ def _check_given_once(job: Job) -> None:
             f"the recipe's port of metrics must be that of the job; got --metrics-port {job.metrics_port}, and {own} for the "
             "recipe. Leave the second out."
         )
-
-
-def mesh_of_flags(command: Sequence[str]) -> dict[str, int]:
-    """Returns the sizes of the mesh's axes that a command line gives as flags of recipes, whatever its program.
-
-    >>> mesh_of_flags(("python", "train.py", "--mesh.data", "4", "--mesh.tensor=2"))
-    {'data': 4, 'tensor': 2}
-    """
-    given = {axis: flag_value(command, f"--mesh.{axis}") for axis in AXES}
-    return {axis: int(value) for axis, value in given.items() if value and re.fullmatch(r"-?\d{1,9}", value)}
-
-
-def fills(sizes: Mapping[str, int], num_devices: int) -> bool:
-    """Returns whether a mesh of these sizes, of which one may be -1, for the rest, has a number of devices."""
-    asked = math.prod(size for size in sizes.values() if size != -1)
-    if min(asked, num_devices) < 1:
-        return False
-    return num_devices % asked == 0 if -1 in sizes.values() else num_devices == asked
 
 
 def _check_nodes(job: Job) -> None:

@@ -1,5 +1,6 @@
 """What a manifest says of its pods, read alike from each kind that has pods: a JobSet, a TrainJob, a Deployment."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,7 +8,7 @@ from pathlib import PurePosixPath
 from posixpath import normpath
 from typing import Any
 
-from jaxpar.jobs.job import GPUS, INSTALLED, SERVED, flag_value, is_python, num_words
+from jaxpar.jobs.job import AXES, GPUS, INSTALLED, SERVED, flag_value, is_python, num_words
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 FAKE_DEVICES = "JAX_NUM_CPU_DEVICES"
@@ -115,6 +116,24 @@ def served_folder(words: Sequence[str]) -> str | None:
     while position < len(words) and words[position].startswith("-"):
         position += 1 if "=" in words[position] else 2
     return words[position] if position < len(words) else None
+
+
+def mesh_of_flags(command: Sequence[str]) -> dict[str, int]:
+    """Returns the sizes of the mesh's axes that a command line gives as flags of recipes, whatever its program.
+
+    >>> mesh_of_flags(("python", "train.py", "--mesh.data", "4", "--mesh.tensor=2"))
+    {'data': 4, 'tensor': 2}
+    """
+    given = {axis: flag_value(command, f"--mesh.{axis}") for axis in AXES}
+    return {axis: int(value) for axis, value in given.items() if value and re.fullmatch(r"-?\d{1,9}", value)}
+
+
+def fills(sizes: Mapping[str, int], num_devices: int) -> bool:
+    """Returns whether a mesh of these sizes, of which one may be -1, for the rest, has a number of devices."""
+    asked = math.prod(size for size in sizes.values() if size != -1)
+    if min(asked, num_devices) < 1:
+        return False
+    return num_devices % asked == 0 if -1 in sizes.values() else num_devices == asked
 
 
 def workloads(manifest: Mapping[str, Any]) -> Iterator[Workload]:
