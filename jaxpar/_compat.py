@@ -378,11 +378,10 @@ def closure_converted(function: Callable[..., PyTree], *args: PyTree) -> tuple[C
     return converted, [closed.consts[i] for i in indices]
 
 
-def float_literals(jaxpr: Any) -> list[str]:
-    """Returns the floats that are written into a jaxpr's equations, in their order: "8.0" of a mean over 8 rows."""
+def literals(jaxpr: Any) -> list[Any]:
+    """Returns the values that are written into a jaxpr's equations, in their order: 8.0 of a mean over 8 rows."""
     inputs = (x for equation in equations(jaxpr) for x in equation.invars)
-    values = [x.val for x in inputs if isinstance(x, Literal)]
-    return [str(value) for value in values if jnp.issubdtype(jnp.result_type(value), jnp.inexact)]
+    return [x.val for x in inputs if isinstance(x, Literal)]
 
 
 def drawn_shapes(jaxpr: Any) -> list[tuple[int, ...]]:

@@ -27,7 +27,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar._compat import drawn_shapes, float_literals
+from jaxpar._compat import drawn_shapes, literals
 from jaxpar.fields import brief
 from jaxpar.layered_model import is_packed
 from jaxpar.sharding import path_string
@@ -197,7 +197,7 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
     if not layouts:
         return
     layout, shorter = layouts[0], _with_one_position_fewer(params)
-    update, of_shorter = (jax.make_jaxpr(partial(_first_update, optimizer))(each) for each in (params, shorter))
+    update, of_shorter = (jax.make_jaxpr(partial(first_update, optimizer))(each) for each in (params, shorter))
     if drawn_shapes(update) != drawn_shapes(of_shorter):
         raise ValueError(
             "an optimizer that draws random numbers for the layers needs them in the model's order, in which one device draws; "
@@ -207,7 +207,7 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
         )
     if layout.num_positions == layout.num_layers:
         return
-    if float_literals(update) != float_literals(of_shorter):
+    if _floats(update) != _floats(of_shorter):
         got, factored = f"{layout.num_layers} layers in {layout.num_positions} positions", ""
         if found := _state_over_layers(optimizer, params, shorter):
             got, factored = f"{got}, and {found} over them", f"min_dim_size_to_factor={layout.num_positions + 1}, "
@@ -216,6 +216,10 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
             f"got {got}. Spread the layers evenly, or use an optimizer without such means "
             f"(optax.adafactor(rate, {factored}clipping_threshold=None, multiply_by_parameter_scale=False))."
         )
+
+
+def _floats(jaxpr: Any) -> list[str]:
+    return [str(value) for value in literals(jaxpr) if jnp.issubdtype(jnp.result_type(value), jnp.inexact)]
 
 
 def _with_one_position_fewer(params: PyTree) -> PyTree:
@@ -240,7 +244,7 @@ def _state_over_layers(optimizer: Optimizer, params: PyTree, shorter: PyTree) ->
     return ""
 
 
-def _first_update(optimizer: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
+def first_update(optimizer: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
     """Returns what an optimizer's init and update make of gradients, those of a sum, that are as large as the params."""
     value_fn = lambda params: jnp.sum(jnp.asarray([jnp.sum(jnp.real(leaf)) for leaf in jax.tree.leaves(params)]))
     further = {"value": value_fn(params), "grad": params, "value_fn": value_fn}

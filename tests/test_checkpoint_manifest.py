@@ -34,6 +34,10 @@ def crafted(**changes):
 
 def test_a_manifest_comes_back_as_it_was():
     assert parse_manifest(GOOD.render().encode()) == GOOD
+    body = json.loads(GOOD.render())["body"]
+    del body["traits"]
+    before = _render({"body": body, "sha256": _digest(body)}).encode()
+    assert parse_manifest(before) == GOOD, "one that was written before there were traits"
 
 
 @pytest.mark.parametrize(

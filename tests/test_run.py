@@ -25,6 +25,7 @@ from jaxpar.run.early_stop import EarlyStop
 from jaxpar.run.evaluation import say_best
 from jaxpar.run.flags import check_best_is_saved
 from jaxpar.run.start import first_state
+from jaxpar.run.traits import Traits, numbers_of
 from jaxpar.runtime.lease import this_process
 from jaxpar.runtime.output import logging_kept
 from tests.support.leases import put
@@ -106,6 +107,57 @@ def test_errors_of_a_run_to_resume_name_the_arguments_of_a_script_that_has_no_fl
     assert "Continue it with resume=True, choose another out_dir, or add overwrite=True" in refused()
     assert refused(resume=True, overwrite=True).startswith("overwrite=True deletes the earlier run, which resume=True")
     assert refused(nodes=2) == "nodes applies to compile_for; got none. Add compile_for=h100, say."
+
+
+def trained(flags, optimizer, num_rows=4, settings=None, steps=2):
+    """What a run of a script of one's own prints."""
+    mesh, said = jaxpar.make_mesh(), []
+    shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
+    grads = jax.value_and_grad(lambda params, batch: jnp.sum((batch["x"] @ params["w"] - 1) ** 2))
+    batch = {"x": np.zeros((num_rows, 2), np.float32)}
+    with Run(flags, mesh, settings, say=said.append) as run:
+        run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optimizer, mesh, shardings)
+        train_step = run.compile(jaxpar.make_train_step(grads, optimizer), batch)
+        state = run.begin()
+        for step in run.steps():
+            state, metrics = train_step(state, batch)
+            run.log(step, state, metrics)
+    return [line for line in said if "saved run" in line]
+
+
+def test_a_resume_tells_what_differs_from_the_saved_run_and_what_it_cannot_compare(tmp_path):
+    flags = BasicFlags.of(out_dir=tmp_path / "a", steps=2, checkpoint_every=1)
+    more = flags.replace(resume=True, steps=3)
+    assert trained(flags, optax.adam(1e-2)) == []
+    differs, rest = trained(more, optax.adam(5e-3))
+    assert differs.startswith(
+        "the optimizer is not that of the saved run: its update has -0.005 where the saved one has -0.01. Give what"
+    )
+    assert rest.startswith(
+        "not compared with the saved run, since Run has no settings: the data, the model and the loss. Give"
+    )
+    rest, differs = trained(more.replace(steps=4), optax.adam(5e-3), num_rows=8)
+    assert differs.startswith(
+        "a batch is not what it was in the saved run: x float32[8, 2], saved float32[4, 2]. Give what"
+    )
+    again, kept = BasicFlags.of(out_dir=tmp_path / "b", steps=2, checkpoint_every=1), {"batch_size": 4}
+    trained(again, optax.adam(1e-2), settings=kept)
+    assert trained(again.replace(resume=True, steps=3), optax.adam(1e-2), num_rows=8, settings=kept) == []
+
+
+def test_what_a_checkpoint_does_not_say_of_the_optimizer_is_told_as_not_compared():
+    said = []
+    traits = Traits({}, said.append)
+    traits.take_state(types.SimpleNamespace(params={"w": jnp.ones(2)}), None, None, optax.sgd(0.1), None)
+    for saved in (None, traits.as_json() | {"versions": {"jax": "0.1"}}):
+        traits.compare(saved)
+        assert "since Run has no settings: the numbers of the optimizer, the data, the model and the loss" in said.pop()
+    traits.compare(traits.as_json())
+    assert "since Run has no settings: the data, the model and the loss" in said.pop()
+    assert not said
+    assert (
+        numbers_of(optax.sgd(optax.cosine_decay_schedule(0.5, 100)), {"w": jnp.ones(2)})["numbers"].count("100.0") == 1
+    )
 
 
 RATE = optax.linear_schedule(0.4, 0.0, 8)

@@ -125,6 +125,7 @@ class CheckpointManager(Saver):
         state: TrainState,
         *,
         config: Mapping[str, Any] | None = None,
+        traits: Mapping[str, Any] | None = None,
         samples: int | None = None,
         key: jax.Array | None = None,
         metrics: Mapping[str, Any] | None = None,
@@ -139,6 +140,7 @@ class CheckpointManager(Saver):
         Args:
             state: Any TrainState.
             config: The settings that the run's numbers depend on, as JSON values: a restore with another config is refused.
+            traits: What else the run is known by, as JSON values, which a restore does not compare.
             samples: The position in the data: samples taken so far.
             key: The PRNG key that the run uses.
             metrics: Numbers by which the best checkpoint is kept; those that are not finite are omitted.
@@ -159,6 +161,7 @@ class CheckpointManager(Saver):
             samples=samples,
             prng_key=None if key is None else plain_key(key),
             config=None if config is None else plain_json(config),
+            traits=None if traits is None else plain_json(traits),
             mesh=shown_sizes(self.mesh.shape),
             num_processes=jax.process_count(),
             versions=versions(),

@@ -24,6 +24,7 @@ from jaxpar import fields
 
 FILE_NAME = "manifest.json"
 FORMAT = "jaxpar checkpoint 1"
+LATER = "traits"  # a field that the first manifests did not have
 MAX_BYTES = 64 << 20
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")  # each part of a path: no "..", no hidden file, no separator
 MAX_DEPTH = 16
@@ -88,6 +89,7 @@ class Manifest:
         samples: The position in the data: samples taken, or None if the run did not give it.
         prng_key: The run's key, or None.
         config: The settings that the run's numbers depend on, as plain JSON, or None.
+        traits: What else the run was known by (``jaxpar/run/traits.py``), or None.
         mesh: The mesh that it was saved on; it can be restored on any.
         num_processes: The number of processes that saved it.
         versions: The versions of the libraries.
@@ -101,6 +103,7 @@ class Manifest:
     samples: Count | None = None
     prng_key: PrngKey | None = None
     config: Mapping[Text, Any] | None = None
+    traits: Mapping[Text, Any] | None = None
     mesh: Mapping[Text, Count] = field(default_factory=dict)
     num_processes: Count = 1
     versions: Mapping[Text, Text] = field(default_factory=dict)
@@ -165,6 +168,6 @@ def parse_manifest(raw: bytes) -> Manifest:
     if not is_intact:
         raise ValueError(f"{FILE_NAME} is damaged (it does not fit its own SHA-256)")
     names = Manifest.__dataclass_fields__.keys()
-    if not isinstance(body, dict) or body.get("format") != FORMAT or body.keys() != names:
+    if not isinstance(body, dict) or body.get("format") != FORMAT or body.keys() | {LATER} != names:
         raise ValueError(f"{FILE_NAME} is not of the form {FORMAT!r}")
     return fields.read(Manifest, body, FILE_NAME, "Restore a backup.")

@@ -1,7 +1,6 @@
 """A run around a training loop: its folder and lease, checkpoints, metrics, report, and the guard that stops and watches it."""
 
 import hashlib
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +14,6 @@ import jaxpar
 from jaxpar.data.batches import Origin
 from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.guard import Guard
-from jaxpar.inspect.text import bytes_text
-from jaxpar.mesh import OF_ZERO
 from jaxpar.metrics import exporters
 from jaxpar.metrics.log import MetricsLog, check_names, read_metrics
 from jaxpar.pipeline import check_permutes
@@ -37,12 +34,12 @@ from jaxpar.run.messages import (
     status_watchers,
     stop,
 )
-from jaxpar.run.start import advice_on_finite_steps, first_state, open_checkpoints, write_config
+from jaxpar.run.start import advice_on_finite_steps, first_state, left_whole_lines, open_checkpoints, write_config
+from jaxpar.run.traits import Traits
 from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule
-from jaxpar.step_sharding import left_whole
 
 BEGAN = time.monotonic()
 Callback = Callable[[int, jaxpar.TrainState, Mapping[str, Any]], object]
@@ -60,7 +57,10 @@ class Run(AbstractContextManager["Run"]):
         flags: The run's flags, such as ``BasicFlags.of(out_dir=Path("runs/mine"), steps=1000, checkpoint_every=100)``.
         mesh: Its mesh.
         settings: The settings that the results depend on: with --resume they must equal the saved ones, except for names in
-            ``--allow-change``, and ``steps``: a run may be made longer or shorter.
+            ``--allow-change``, and ``steps``: a run may be made longer or shorter. Beside them a resume compares the params
+            and the optimizer's state by structure, shapes and dtypes, which must be the saved ones, and the numbers in the
+            optimizer's update and the shapes of a batch, of which it prints those that differ. It cannot compare the data, the
+            model and the loss: without settings it says so. Give a name or a checksum of the data here.
         items_per_step: The items that a step processes, for the rate in metrics.jsonl; None: the rate is that of steps.
         items: Their name, as in ``rows_per_second``.
         flops_per_step: Useful operations of a step on all devices together, for the MFU.
@@ -103,6 +103,7 @@ class Run(AbstractContextManager["Run"]):
         self.origin, self.saved = Origin(), dict[str, Any]()
         self.target: Any = None
         self._settings = dict(settings or {})
+        self._traits = Traits(self._settings, say)
         if items_per_step is None:
             items_per_step, items = 1, "steps"
         self._rate = {"items_per_step": items_per_step, "items": items}
@@ -140,9 +141,10 @@ class Run(AbstractContextManager["Run"]):
             ValueError: The checkpoint was saved with other settings, or has other params.
         """
         self.target = jaxpar.abstract_state(*init_state, **where)
+        self._traits.take_state(self.target, *init_state, **where)
         self._init = lambda: jaxpar.init_state(*init_state, **where)
-        for parallel in (each for each in init_state if isinstance(each, jaxpar.Parallel)):
-            self._say_whole(parallel)
+        for line in left_whole_lines(self.target.params, init_state):
+            self._say(line)
         if not self.flags.common.resume:
             return
         allowed = ("steps", *self.flags.checkpoint.allow_change)
@@ -152,22 +154,11 @@ class Run(AbstractContextManager["Run"]):
         saved_on = ", ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
         self._say(f"resumed from step {manifest.step}, saved on {saved_on}")
         self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
+        self._traits.compare(manifest.traits)
         names = {**self.saved, **self._settings}
         if unknown := [name for name in allowed[1:] if name not in names]:
             self._say(
                 f"{arg('allow_change')} has no effect for {', '.join(unknown)}: the settings are {', '.join(sorted(names))}"
-            )
-
-    def _say_whole(self, parallel: jaxpar.Parallel) -> None:
-        """Prints the params that ZeRO leaves whole, the largest first."""
-        if whole := left_whole(self.target.params, parallel):
-            largest = sorted(whole, key=lambda path: -whole[path])
-            named = ", ".join(f"{path} {bytes_text(whole[path])}" for path in largest[:3])
-            more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
-            self._say(
-                f"{arg(zero=parallel.zero)} leaves {bytes_text(sum(whole.values()))} of params whole on each device, with "
-                f"their optimizer state, since data times context, "
-                f"{math.prod(self.mesh.shape[axis] for axis in OF_ZERO)}, divides none of their free dims: {named}{more}"
             )
 
     def compile(self, train_step: Any, batch: Any) -> jax.stages.Compiled:
@@ -187,6 +178,7 @@ class Run(AbstractContextManager["Run"]):
         if self.target is None:
             raise RuntimeError("a run must restore before it compiles; got no state. Call run.restore first.")
         self._open_watchers()
+        self._traits.take_batch(batch)
         start = time.perf_counter()
         with (
             phase("compiling", then="preparing the first step"),
@@ -267,7 +259,7 @@ class Run(AbstractContextManager["Run"]):
                 compare_every=checkpoint.compare_every,
                 max_skipped=checkpoint.max_skipped,
                 budgets=self.flags.budget,
-                about=lambda step: {"config": self._settings, "samples": self._samples(step), "key": key},
+                about=lambda step: {"samples": self._samples(step), "key": key, **self._about()},
                 before_save=self._log.flush,
                 at_stop=self._draw_what_there_is,
                 remedy=self._advice(),
@@ -287,6 +279,9 @@ class Run(AbstractContextManager["Run"]):
             raise
         self._resources.close()
         self.seconds = time.perf_counter() - began
+
+    def _about(self) -> dict[str, Any]:
+        return {"config": self._settings, "traits": self._traits.as_json()}
 
     def log(self, step: int, state: jaxpar.TrainState, metrics: Mapping[str, Any]) -> None:
         """Writes the metrics of a step, then saves or stops if due; every process must call it after every step.

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from jaxpar.checkpoint.checksums import diverged_replicas
 from jaxpar.checkpoint.folder import Folder
 from jaxpar.checkpoint.state import as_numbers
 from jaxpar.fields import arg, switch
-from jaxpar.mesh import arrange, idle_text, shown_sizes
+from jaxpar.inspect.text import bytes_text
+from jaxpar.mesh import OF_ZERO, arrange, idle_text, shown_sizes
 from jaxpar.run import folder
 from jaxpar.run.flags import MeshFlags, RunFlags
 from jaxpar.run.messages import ConfigError, say
@@ -21,6 +23,7 @@ from jaxpar.runtime.lease import Lease
 from jaxpar.runtime.output import write_whole
 from jaxpar.runtime.supervise import is_restarted
 from jaxpar.runtime.uncaught import FULL
+from jaxpar.step_sharding import left_whole
 
 
 def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
@@ -76,6 +79,20 @@ def make_mesh(flags: RunFlags) -> jax.sharding.Mesh:
     if mesh.size < num_devices:
         say(idle_text(mesh, num_devices))
     return mesh
+
+
+def left_whole_lines(params: Any, init_state: Sequence[Any]) -> Iterator[str]:
+    """Yields a line on the params that ZeRO leaves whole, the largest first, if any; ``init_state`` may have a Parallel."""
+    for parallel in (each for each in init_state if isinstance(each, jaxpar.Parallel)):
+        if whole := left_whole(params, parallel):
+            largest = sorted(whole, key=lambda path: -whole[path])
+            named = ", ".join(f"{path} {bytes_text(whole[path])}" for path in largest[:3])
+            more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+            yield (
+                f"{arg(zero=parallel.zero)} leaves {bytes_text(sum(whole.values()))} of params whole on each device, with "
+                f"their optimizer state, since data times context, "
+                f"{math.prod(parallel.mesh.shape[axis] for axis in OF_ZERO)}, divides none of their free dims: {named}{more}"
+            )
 
 
 def first_state(make_state: Callable[[], jaxpar.TrainState]) -> jaxpar.TrainState:

@@ -1,0 +1,136 @@
+"""What a run knows of itself beside its settings, by which one that resumes is compared with the saved one.
+
+    optimizer    the numbers in its init and update, as they are traced: rates, decays, the steps of a schedule
+    batch        shapes and dtypes of the batch that the step is compiled for
+    versions     of JAX and optax: another version may write the same update with other numbers
+
+What differs is printed, not refused, since a schedule may follow from the number of steps, which may change. The data, the
+model and the loss are compared by the settings of a run alone: a run without any is told so.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxpar._compat import literals
+from jaxpar.data.checksums import checksum
+from jaxpar.fields import brief
+from jaxpar.optimizer_state import first_update
+from jaxpar.parallel import Parallel
+from jaxpar.runtime.output import printable, version_of
+from jaxpar.sharding import path_string
+from jaxpar.trainable import trained_part
+
+MOST = 200  # numbers that are kept, each once; a checksum is of all
+SHOWN = 4
+REMEDY = (
+    'Give what the results depend on to Run as settings when a run begins, such as {"learning_rate": 0.001, "data": '
+    '"rows.csv"}: a resume with other values is then refused.'
+)
+
+
+class Traits:
+    """The traits of a run.
+
+    Args:
+        settings: The settings of the run, which are compared on their own.
+        say: Prints a message.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self._settings, self._say = settings, say
+        self._saved: Mapping[str, Any] = {}
+        self._optimizer: Callable[[], dict[str, Any] | None] = lambda: None
+        self._batch: dict[str, str] | None = None
+        self._found: dict[str, Any] | None = None
+
+    def take_state(self, target: PyTree, *init_state: Any, **where: Any) -> None:
+        """Takes the state of the run and the arguments that ``jaxpar.init_state`` has made it of."""
+        given = dict(zip(("init_fn", "key", "optimizer", "mesh"), init_state, strict=False)) | where
+        parallel = given["mesh"]
+        trainable = parallel.trainable if isinstance(parallel, Parallel) else given.get("trainable")
+        params = trained_part(target.params, trainable)
+        self._optimizer = lambda: numbers_of(given["optimizer"], params)
+
+    def take_batch(self, batch: PyTree) -> None:
+        """Takes the batch that the step is compiled for; prints how it differs from that of the saved run, if it does."""
+        leaves = jax.tree_util.tree_leaves_with_path(batch)
+        self._batch = {path_string(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+        saved = self._saved.get("batch")
+        if isinstance(saved, Mapping) and (apart := self._apart(saved, self._batch)):
+            self._say(f"a batch is not what it was in the saved run: {apart}. {REMEDY}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the traits, for a checkpoint."""
+        if self._found is None:
+            self._found = {"optimizer": self._optimizer(), "batch": self._batch, "versions": _versions()}
+        return self._found
+
+    def compare(self, saved: Mapping[str, Any] | None) -> None:
+        """Takes the traits of the saved run, and prints which differ, and which cannot be compared."""
+        self._saved = saved or {}
+        then, now = self._saved.get("optimizer"), self._optimizer()
+        is_same_software = self._saved.get("versions") == _versions()
+        is_compared = isinstance(then, Mapping) and now is not None and is_same_software
+        if isinstance(then, Mapping) and now is not None and is_compared and then.get("checksum") != now["checksum"]:
+            more = "" if self._settings else f" {REMEDY}"
+            self._say(f"the optimizer is not that of the saved run: {_other_numbers(then, now)}.{more}")
+        if not self._settings:
+            numbers = "" if is_compared else "the numbers of the optimizer, "
+            self._say(
+                f"not compared with the saved run, since Run has no settings: {numbers}the data, the model and the loss. "
+                f"{REMEDY}"
+            )
+
+    def _apart(self, saved: Mapping[str, Any], batch: Mapping[str, str]) -> str:
+        """Returns the arrays of a batch that differ, without the number of rows where the settings have the size of a batch."""
+        of_row = lambda text: "".join(text.partition("[")[:2]) + text.partition("[")[2].partition(", ")[2]
+        shown = of_row if "batch_size" in self._settings else str
+        apart = [
+            f"{name} {batch.get(name, 'none')}, saved {saved.get(name, 'none')}"
+            for name in {**batch, **saved}
+            if shown(batch.get(name, "")) != shown(str(saved.get(name, "")))
+        ]
+        return printable(", ".join(apart[:SHOWN]))
+
+
+def numbers_of(optimizer: Any, params: PyTree) -> dict[str, Any] | None:
+    """Returns the numbers in an optimizer's init and update for these params; None where it cannot be traced alone.
+
+    Args:
+        optimizer: An optax optimizer.
+        params: Arrays or ShapeDtypeStructs.
+    """
+    try:
+        traced = jax.make_jaxpr(lambda params: first_update(optimizer, params))(params)
+    except Exception:  # of any kind: an optimizer is a function of the user
+        return None
+    found = [_text(np.asarray(value)) for value in (*literals(traced), *traced.consts)]
+    return {
+        "checksum": checksum([np.frombuffer(" ".join(found).encode(), np.uint8)]),
+        "numbers": [*dict.fromkeys(found)][:MOST],
+    }
+
+
+def _text(value: np.ndarray) -> str:
+    return str(value[()]) if value.ndim == 0 else checksum([value])
+
+
+def _other_numbers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Returns the numbers that only one of two optimizers has, those of the first one first."""
+    kept = saved.get("numbers")
+    then = list(map(str, kept)) if isinstance(kept, list) else []
+    new, old = (
+        [each for each in a if each not in b][:SHOWN] for a, b in ((now["numbers"], then), (then, now["numbers"]))
+    )
+    if not new and not old:
+        return "its update has the same numbers in other places"
+    listed = lambda numbers: printable(brief(", ".join(numbers))) or "none"
+    return f"its update has {listed(new)} where the saved one has {listed(old)}"
+
+
+def _versions() -> dict[str, str | None]:
+    return {name: version_of(name) for name in ("jax", "optax")}
