@@ -188,8 +188,7 @@ def _form_on_one_stage(parallel: Parallel, params: PyTree) -> str | None:
         return None
     if parallel.mesh.shape[TENSOR] > 1:
         return "merged"  # F of one microbatch beside B of another, so that collectives run beside products
-    in_turn = one_stage.takes(parallel.zero, num_layers(params)) and not parallel.overlap_grad_reduce
-    return "fused" if in_turn else None
+    return "fused" if one_stage.takes(parallel.zero, num_layers(params)) else None
 
 
 def _storing(model: LayeredModel, pipeline: Pipeline, schedule: Schedule) -> LayeredModel:

@@ -63,7 +63,7 @@ class Parallel:
             each sharded gradient of a layer (at level 2 in each microbatch, as without it). In a pipeline each covers a layer
             of every chunk and runs in the last tick, if that is masked (``Pipeline.mask_idle_ops``); else nothing changes. It
             needs a LayeredModel, ``zero`` up to 2 (level 3 does so by itself) and, with several stages, the spmd executor.
-            With one stage it takes the memory of the residuals of one more microbatch on GPUs.
+            With one stage and several microbatches the last one is compiled apart from the others on GPUs.
         grad_reduce_dtype: The dtype in which gradients are reduced over ``data``, such as bfloat16 for half of the traffic and
             less precision. By default float32, or the gradients' own dtype if it is wider. XLA's CPU backend cannot reduce in
             16 bits. Complex gradients are reduced as their real and imaginary parts.
@@ -141,9 +141,8 @@ class Pipeline:
     """How a batch goes through the stages of a pipeline, in microbatches, and what is stored for the backward pass.
 
     With one stage every schedule is plain gradient accumulation over the microbatches. Where idle ops are masked, as on GPUs,
-    up to 48 layers are then written out (``pipeline/one_stage.py``), but not with ``overlap_grad_reduce``. With a ``tensor``
-    axis the forward pass of one microbatch runs beside the backward pass of the one before, whose residuals are
-    stored too.
+    up to 48 layers are then written out (``pipeline/one_stage.py``). With a ``tensor`` axis the forward pass of one microbatch
+    runs beside the backward pass of the one before, whose residuals are stored too.
 
     Attributes:
         schedule: The schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "fused" form for the

@@ -236,7 +236,8 @@ def test_nothing_is_gathered_over_tensor(reports, program):
     assert not reports(program).select("all-gather", "tensor")
 
 
-ONE_STAGE = program("1f1b", data=8, stage=1, tensor=1, zero=3, num_layers=49)
+MANY_LAYERS = 49  # are not written out
+ONE_STAGE = program("1f1b", data=8, stage=1, tensor=1, zero=3, num_layers=MANY_LAYERS)
 
 
 @compiles(ONE_STAGE, program("1f1b", **ZERO_3_OF_REPLICAS))
@@ -253,7 +254,8 @@ REDUCTIONS = {0: "all-reduce", 1: "reduce-scatter", 2: "reduce-scatter"}
 
 
 def late_in_replicas(zero):
-    return program("1f1b", data=8, stage=1, tensor=1, overlap_grad_reduce=True, zero=zero)
+    settings = {"overlap_grad_reduce": True, "zero": zero}
+    return program("1f1b", data=8, stage=1, tensor=1, num_layers=MANY_LAYERS, **settings)
 
 
 def late_in_pipeline(zero):
@@ -263,7 +265,7 @@ def late_in_pipeline(zero):
 @compiles(late_in_replicas(0), late_in_replicas(1), slow=[late_in_replicas(2)])
 def test_gradients_of_one_layer_are_reduced_while_the_next_computes(reports, program):
     found = reports(program)
-    of_layers = [each for each in found.gpu.transfers if each.times >= NUM_LAYERS - 1]
+    of_layers = [each for each in found.gpu.transfers if each.times >= MANY_LAYERS - 1]
     assert {each.kind for each in of_layers} == {REDUCTIONS[program.zero]}
     assert all(each.flops_meanwhile > 0 for each in of_layers), found.render()
 
@@ -305,6 +307,20 @@ def test_microbatches_of_one_stage_make_no_stack_of_layers_and_need_less_memory(
     assert {"slices", "updates"} <= {each.kind for each in stacks(before)}, "what plain accumulation does"
     assert moved(found) < moved(before), (found.render(), before.render())
     assert found.memory.temp_bytes < before.memory.temp_bytes
+
+
+@pytest.mark.parametrize(
+    ("early", "at_end"), [(in_turn(zero, overlap_grad_reduce=True), in_turn(zero)) for zero in (0, 1)], ids=str
+)
+def test_the_last_microbatch_of_one_stage_reduces_each_layer_while_the_next_computes(reports, early, at_end):
+    found, after = reports(early), reports(at_end)
+    of_data = {each.name for each in found.select(REDUCTIONS[early.zero], "data")}
+    reductions = [each for each in found.gpu.transfers if each.name in of_data and each.num_bytes > 1 << 18]
+    beside = [each for each in reductions if each.flops_meanwhile]
+    moved = lambda transfers: sum(each.num_bytes for each in transfers)
+    assert len(beside) >= 9, found.render()
+    assert moved(beside) > 0.8 * moved(reductions), found.render()
+    assert found.memory.temp_bytes < 1.1 * after.memory.temp_bytes
 
 
 def test_a_layer_that_is_written_out_is_gathered_and_reduced_while_others_compute(gpus):

@@ -35,9 +35,9 @@ CASES = [
 ]
 
 
-def check(data, zero, remat, trainable, has_aux):
+def check(data, zero, remat, trainable, has_aux, *, replica=1, overlaps=False):
     """Holds two microbatches on each replica to one device."""
-    mesh, batch = jaxpar.make_mesh(data=data), tiny_gpt.make_batch()
+    mesh, batch = jaxpar.make_mesh(replica=replica, data=data), tiny_gpt.make_batch()
     value_and_grad = jaxpar.value_and_grad(
         tiny_gpt.MODEL,
         with_counts if has_aux else tiny_gpt.loss,
@@ -47,6 +47,7 @@ def check(data, zero, remat, trainable, has_aux):
         remat=remat,
         trainable=trainable,
         has_aux=has_aux,
+        overlap_grad_reduce=overlaps,
         mask_idle_ops=True,
     )
     value, grads = value_and_grad(tiny_gpt.on_mesh(mesh, PARAMS), jaxpar.shard_batch(batch, mesh))
@@ -71,6 +72,21 @@ def test_layers_in_a_loop_have_the_numbers_of_one_device_in_float64(x64, monkeyp
     check(*case)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("most_written_out", "replica", "data", "zero", "remat"),
+    [
+        *((NUM_LAYERS, *case) for case in [(1, 4, 0, False), (2, 2, 1, True), (2, 2, 2, "dots")]),
+        *((NUM_LAYERS - 1, *case) for case in [(2, 2, 0, "dots"), (1, 4, 1, False), (2, 2, 2, True)]),
+    ],
+)
+def test_sums_that_the_last_microbatch_reduces_have_the_numbers_of_one_device_in_float64(
+    x64, monkeypatch, most_written_out, replica, data, zero, remat
+):
+    monkeypatch.setattr("jaxpar.pipeline.one_stage.MOST_WRITTEN_OUT", most_written_out)
+    check(data, zero, remat, None, has_aux=True, replica=replica, overlaps=True)
+
+
 SHAPES = {"up": (16, 24), "down": (24, 16)}
 
 
@@ -79,12 +95,13 @@ def layer(params, x):
     return x + jnp.tanh(x @ up) @ down
 
 
-def step_of_16_bits():
-    """Value and gradients on one device, of a model that computes in bfloat16."""
+def step_of_16_bits(**settings):
+    """Value and gradients on one device, or as set, of a model that computes in bfloat16."""
+    settings = {"mesh": jaxpar.make_mesh(), "num_microbatches": 3, "mask_idle_ops": True} | settings
     embed = lambda outer, batch: outer[batch].astype(jnp.bfloat16)
     model = jaxpar.LayeredModel(embed, layer, lambda outer, x: x @ outer.T.astype(jnp.bfloat16))
     loss = jaxpar.losses.softmax_cross_entropy
-    return jaxpar.value_and_grad(model, loss, jaxpar.make_mesh(), num_microbatches=3, mask_idle_ops=True)
+    return jaxpar.value_and_grad(model, loss, **settings)
 
 
 def params_of(num_layers, make):
@@ -116,6 +133,18 @@ def test_a_microbatch_makes_no_stack_of_layers_casts_no_params_and_rounds_no_gra
     assert not [e for e in of_weights if e.outvars[0].aval.dtype == jnp.bfloat16 and e.primitive.name != "transpose"], (
         "a cast"
     )
+
+
+def test_the_last_microbatch_alone_is_out_of_the_loop_and_reduces_each_layer_by_itself():
+    params = params_of(5, lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32))
+    batch = jax.ShapeDtypeStruct((12, 5), jnp.int32)
+    step = step_of_16_bits(mesh=jaxpar.make_mesh(data=2), zero=1, overlap_grad_reduce=True)
+    traced = list(equations(jax.make_jaxpr(step)(params, batch)))
+    (loop,) = (each for each in traced if each.primitive.name == "scan" and each.params["length"] == 2)
+    scatters = lambda found: [each for each in found if each.primitive.name == "reduce_scatter"]
+    assert not scatters(equations(loop.params["jaxpr"]))
+    of_layers = [each.invars[0].aval.shape for each in scatters(traced)]
+    assert sorted(of_layers) == sorted([(1, *shape) for shape in SHAPES.values()] * 5 + [(8, 16)])
 
 
 def test_more_layers_have_a_loop_so_that_the_time_to_compile_does_not_grow():

@@ -114,7 +114,9 @@ class LayerLoop:
             everywhere: In place of ``grads_of`` at the positions that hold a layer in every chunk, in a program that masks.
         """
         everywhere = everywhere or grads_of
-        if not (row.reduces or (self.is_late and row.on is not True)):
+        # In a branch no collective runs beside anything; one stage has no branches.
+        in_branch = row.on is True and self.layout.num_stages > 1
+        if not (row.reduces or (self.is_late and not in_branch)):
             add, add_everywhere = self._adding(row, grads_of), self._adding(row, everywhere)
             return self.over_layers(add, row.chunk, (carry, sums), back=back, everywhere=add_everywhere)
         # Positions that do not hold a layer in every chunk have a loop whose length the host does not know.

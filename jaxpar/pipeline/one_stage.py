@@ -7,6 +7,9 @@
 
 Layers written out take less time: nothing is sliced out of a stack or written into one. But the more of them there are, the
 longer they take to compile, so there may be ``MOST_WRITTEN_OUT``.
+
+In a program that ``reduces``, the last microbatch is not in the loop over microbatches. Its B completes the sums of one layer
+after another, and reduces each over the replicas while the next layer runs.
 """
 
 from functools import partial
@@ -54,8 +57,14 @@ def accumulate_in_turn(stage: Stage) -> State:
     """Returns the sums over all microbatches, of a program that ``is_in_turn``."""
     is_written_out = writes_out(stage.program, stage.layers.layout)
     layers = _WrittenOut(stage) if is_written_out else _Loop(stage)
-    count = stage.program.schedule.num_ticks
-    state = jax.lax.fori_loop(0, count, partial(_tick, stage, layers), layers.first_state())
+    last = stage.program.schedule.num_ticks - 1
+    reduces = stage.program.reduces
+    tick = partial(_tick, stage, layers, reduces=False)
+    state = jax.lax.fori_loop(0, last if reduces else last + 1, tick, layers.first_state())
+    if reduces:
+        # XLA may otherwise run this F before the loop, and keep its residuals beside those of the loop.
+        number, state = jax.lax.optimization_barrier((jnp.int32(last), state))
+        state = _tick(stage, layers, number, state, reduces=True)
     return layers.with_stacked_sums(state)
 
 
@@ -64,9 +73,12 @@ def _tick(
     layers: "_WrittenOut | _Loop",
     number: jax.Array,
     state: State,
+    *,
+    reduces: bool,
 ) -> State:
-    """F and B of one microbatch."""
+    """F and B of one microbatch; ``reduces`` says whether B reduces the sums of layers."""
     row = OpRow(True, number, chunk=jnp.int32(0), residuals_b=0, residuals_w=0)
+    row = row._replace(reduces=reduces)
     ends, microbatch = stage.ends, stage.microbatch(number)
     with jax.named_scope("F"):
         x = ends.embed(stage.read(ends.embed_reads), microbatch)
@@ -123,9 +135,9 @@ class _WrittenOut:
         for index in reversed(range(len(sums))):
             ahead, ct = self._fetch(index - 1, ct)
             # The sums of this layer and of the one above, whose gradients are under way.
-            ct, sums[index : index + 2] = self._backward_one(
-                weights, stored.residuals[index], ct, sums[index : index + 2]
-            )
+            of_two = sums[index : index + 2]
+            ct, of_two = self._backward_one(weights, stored.residuals[index], ct, of_two)
+            sums[index : index + 2] = self._reduced(of_two) if row.reduces else of_two
             weights = ahead
         return state._replace(layer_grads=sums), ct
 
@@ -165,6 +177,13 @@ class _WrittenOut:
         sums = [total + grad.astype(total.dtype) for total, grad in scattered]
         ct, sums = _after(ct, sums, [not each for each in is_sent])
         return ct, [sums, *above]
+
+    def _reduced(self, sums_and_above: list[Arrays]) -> list[Arrays]:
+        """Returns the sums of a layer and of the one above, with the first reduced over the replicas."""
+        # XLA would reduce the sums of several layers as one, when the last of them are there.
+        sums, *above = jax.lax.optimization_barrier(sums_and_above)
+        reduced = self.layers.reduce([total[None] for total in sums])
+        return [[total[0] for total in reduced], *above]
 
     def with_stacked_sums(self, state: State) -> State:
         by_array = zip(*state.layer_grads, strict=True)
