@@ -7,6 +7,7 @@
     GPT-2 on its tokens:       python recipes/gpt.py --model gpt2 --data fineweb/ --seq 1024 --batch-size 512 --dtype bfloat16
     From published weights:    python recipes/gpt.py --init-from tinyllama/ --data chat.jsonl --lr 3e-5 --save-hf tuned/
     LoRA on such weights:      python recipes/gpt.py --init-from tinyllama/ --data chat.jsonl --lora-rank 8 --save-hf tuned/
+    On weights in four bits:   python recipes/gpt.py --init-from llama-70b/ --data chat.jsonl --lora-rank 16 --quantize nf4
 
 The results are those of one device, for every mesh and schedule.
 """
@@ -175,7 +176,7 @@ def main(config: Config) -> None:
                     metrics |= evaluate.metrics(state.params, run.out_dir, step)
             run.log(step, state, metrics)
         run.say_pace()
-        params = jax.jit(lambda packed: lora.merge(layout.unpack_params(packed)))(state.params)
+        params = language_model.params_to_generate(state.params, layout)
         conclude(config, run, shape, text, params, float(evaluate(state.params)))
         run.say_skipped(state)
         if config.lora.lora_rank is not None:
@@ -245,12 +246,19 @@ def check_flags(config: Config, mesh: Mesh) -> None:
 
 def check_factors(flags: language_model.LoraFlags, saved: Mapping[str, Any]) -> None:
     """Raises where a run with ``saved`` settings cannot go on, since its params have other factors of LoRA than the flags."""
-    given = lambda settings: [settings.get("lora_rank"), settings.get("lora_targets")]
+    given = lambda settings: [settings.get(name) for name in ("lora_rank", "lora_targets", "quantize")]
     now, was = given(flags.settings), given(saved)
     if not saved or now == was:
         return
-    text = lambda rank, targets: "no --lora-rank" if rank is None else f"--lora-rank {rank} on {' '.join(targets)}"
-    back = "Leave --lora-rank out" if was[0] is None else f"Give --lora-rank {was[0]} --lora-targets {' '.join(was[1])}"
+
+    def text(rank: int | None, targets: list[str], kind: str | None) -> str:
+        own = "no --lora-rank" if rank is None else f"--lora-rank {rank} on {' '.join(targets)}"
+        return own if kind is None else f"{own} --quantize {kind}"
+
+    rank, targets, kind = was
+    back = "Leave --lora-rank out" if rank is None else f"Give --lora-rank {rank} --lora-targets {' '.join(targets)}"
+    if rank is not None and now[2] != kind:
+        back += " and leave --quantize out" if kind is None else f" --quantize {kind}"
     raise ValueError(
         f"a run has the factors of LoRA that it began with; got {text(*now)} for a run saved with {text(*was)}. {back}, or "
         "start a run in another folder."

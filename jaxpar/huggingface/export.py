@@ -30,6 +30,7 @@ from jaxpar.huggingface.config import config_json, read_config, unmodelled_keys
 from jaxpar.huggingface.families import ROUTER_BIAS
 from jaxpar.huggingface.finite import cast, check_finite, is_finite, what_is_wrong
 from jaxpar.huggingface.folder import CONFIG, FLOATS, INDEX, ONE_FILE, file_inside, read_json, shorten, write_json
+from jaxpar.huggingface.from_codes import decoded, in_codes_of
 from jaxpar.huggingface.params import ParamSlice, check_dtype, specs_of, tensors_of
 from jaxpar.huggingface.peft import merge_factors
 from jaxpar.layered_model import LAYERS, is_packed
@@ -309,13 +310,14 @@ class RunModel:
     step: int
 
 
-def open_run(run: Path, step: int | None = None, source: Path | None = None) -> RunModel:
+def open_run(run: Path, step: int | None = None, source: Path | None = None, *, keeps_codes: bool = False) -> RunModel:
     """Returns the model of a run of recipes/gpt.py.
 
     Args:
         run: The run's folder.
         step: The step of the checkpoint. None: the newest intact one.
         source: The folder with its description. None: model/ in the run's folder.
+        keeps_codes: Whether weights in codes are left so, beside their factors; otherwise they are decoded, and merged.
 
     Raises:
         FileNotFoundError, ValueError, BadCheckpointError: There is no such model, or it is damaged.
@@ -336,5 +338,8 @@ def open_run(run: Path, step: int | None = None, source: Path | None = None) -> 
     rows = stored["outer/tokens"].shape[0] if "outer/tokens" in stored else 1
     config = read_config(source, ignore=unmodelled_keys(source))
     config = replace(config, vocab_multiple=rows) if rows >= config.vocab_size else config
-    stored = merge_factors(stored, manifest.config or {})
-    return RunModel(config, as_tree(stored, param_table(config)), source, manifest.step)
+    settings, table = manifest.config or {}, param_table(config)
+    params = as_tree(merge_factors(decoded(stored, config, settings), settings), table)
+    if keeps_codes and "quantize" in settings:
+        params = as_tree(in_codes_of(stored, config, settings), table)
+    return RunModel(config, params, source, manifest.step)

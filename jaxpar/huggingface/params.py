@@ -28,6 +28,8 @@ from jaxpar.huggingface.config import family_of
 from jaxpar.huggingface.families import FAMILIES
 from jaxpar.huggingface.finite import cast, check_finite, is_finite, to_infinity, what_is_wrong
 from jaxpar.huggingface.folder import FLOATS, open_folder, shorten
+from jaxpar.huggingface.in_codes import holders_of, in_codes
+from jaxpar.models.quantized import is_quantized
 from jaxpar.models.transformer import TransformerConfig, param_table
 from jaxpar.params import ParamSpec, is_spec
 from jaxpar.runtime.coordination import check_agreement
@@ -142,7 +144,8 @@ def read_params(
     Args:
         folder: A folder as ``transformers`` writes it, of the model with or without its head.
         config: The model, from ``read_config``. Rows that ``vocab_multiple`` adds are zeros.
-        shardings: A sharding for each param, or one for all; by default all params are on the first device.
+        shardings: A sharding for each param, or one for all; by default all params are on the first device. Where it is a
+            ``Quantized`` of shardings, the param is in codes, made layer by layer on the host.
         dtype: The dtype of the params, whatever that of the files: float32, which training needs, bfloat16 or float16.
 
     Raises:
@@ -160,13 +163,14 @@ def read_params(
         shardings = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     if isinstance(shardings, jax.sharding.Sharding):
         shardings = treedef.unflatten([shardings] * treedef.num_leaves)
-    if jax.tree.structure(shardings) != treedef:
+    if jax.tree.structure(shardings, is_leaf=is_quantized) != treedef:
         raise ValueError(
             f"shardings must have the structure of the params; got {jax.tree.structure(shardings)} for {treedef}. Make them "
             "with jaxpar.shardings_from_dims(transformer.param_table(config), mesh, rules)."
         )
     params, wrong = [], {}
-    for (path, pieces), sharding in zip(pieces_of(config).items(), jax.tree.leaves(shardings), strict=True):
+    each = jax.tree.leaves(shardings, is_leaf=is_quantized)
+    for (path, pieces), sharding in zip(pieces_of(config).items(), each, strict=True):
 
         def block(index: Index, path: str = path, pieces: list[Piece] = pieces) -> np.ndarray:
             found = read_block(tensors, pieces, index, dtype, config.num_dense_layers)
@@ -174,7 +178,8 @@ def read_params(
                 wrong.update(_not_finite(tensors, config, path, dtype))
             return found
 
-        params.append(_on_devices(pieces[0].spec.full_shape, sharding, block))
+        read = in_codes if is_quantized(sharding) else _on_devices
+        params.append(read(pieces[0].spec.full_shape, sharding, block))
     check_finite(wrong, f"of {folder}", dtype, "The model is damaged: download it again, or name another.")
     return treedef.unflatten(params)
 
@@ -190,12 +195,8 @@ def _on_devices(
     shape: tuple[int, ...], sharding: jax.sharding.Sharding, block: Callable[[Index], np.ndarray]
 ) -> jax.Array:
     """Puts each shard of an array on the devices that hold it, with one shard on the host at a time."""
-    holders: dict[tuple, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        ends = tuple(at.indices(size)[:2] for at, size in zip(index or (), shape, strict=True))
-        holders.setdefault(ends, []).append(device)
     parts = []
-    for ends, devices in holders.items():
+    for ends, devices in holders_of(shape, sharding).items():
         host = block(tuple(slice(*at) for at in ends))
         parts += jax.block_until_ready([jax.device_put(host, device) for device in devices])
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)

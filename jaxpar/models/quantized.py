@@ -77,7 +77,7 @@ class Quantized:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight, with stacked layers."""
-        num_stacked = self.codes.ndim - 1 - len(self.of_one) + self.num_in
+        num_stacked = len(self.codes.shape) - 1 - len(self.of_one) + self.num_in
         return (*self.codes.shape[:num_stacked], *self.of_one)
 
     @property

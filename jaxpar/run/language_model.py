@@ -19,6 +19,8 @@ from jaxpar.devices import are_gpus
 from jaxpar.fields import check_at_least, check_not_negative, check_positive
 from jaxpar.huggingface.config import read_config_for
 from jaxpar.huggingface.folder import check_model_folder
+from jaxpar.huggingface.from_codes import has_codes
+from jaxpar.layered_model import open_packed
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
 from jaxpar.models.transformer import TransformerConfig
@@ -86,11 +88,14 @@ class LoraFlags:
             weights.
         lora_targets: The weights that get factors: queries, keys and values, the output of attention, and the two of the MLP.
         lora_alpha: Scales the product of the factors by --lora-alpha / --lora-rank. None: --lora-rank, a scale of 1.
+        quantize: Hold the layers' weights, which are frozen, in nf4, of four bits, or in int8 or fp8, of eight; embedding,
+            head and norms stay float32. None: in float32.
     """
 
     lora_rank: int | None = None
     lora_targets: tuple[Target, ...] = ("w_qkv", "w_out", "w_up", "w_down")
     lora_alpha: float | None = None
+    quantize: Literal["nf4", "int8", "fp8"] | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -98,7 +103,8 @@ class LoraFlags:
         if self.lora_rank is None:
             return {}
         alpha = float(self.lora_rank if self.lora_alpha is None else self.lora_alpha)
-        return {"lora_rank": self.lora_rank, "lora_targets": sorted(self.lora_targets), "lora_alpha": alpha}
+        found = {"lora_rank": self.lora_rank, "lora_targets": sorted(self.lora_targets), "lora_alpha": alpha}
+        return found if self.quantize is None else found | {"quantize": self.quantize}
 
 
 # -- flags -------------------------------------------------------------------------------------------------------------
@@ -174,6 +180,11 @@ def check_lora(flags: LoraFlags, optimizer: OptimizerFlags, model: ModelFlags) -
             raise ValueError(
                 "--lora-targets and --lora-alpha apply to --lora-rank; got one of them without it. Add --lora-rank 8, or leave "
                 "it out."
+            )
+        if flags.quantize is not None:
+            raise ValueError(
+                f"--quantize is for weights that are frozen; got {flags.quantize} without --lora-rank, which trains all of "
+                "them. Add --lora-rank 8, or leave it out."
             )
         return
     check_at_least(1, "Choose 8, say.", lora_rank=flags.lora_rank)
@@ -273,6 +284,11 @@ def check_mesh(
     transformer.check_products(config)
     if config.products == "fp8" and are_gpus(mesh):
         fp8.check_gpu(mesh.devices.flat[0].device_kind)
+    if lora_flags.quantize is not None and config.num_experts is not None:
+        raise ValueError(
+            f"--quantize is for models without experts; got {lora_flags.quantize} with {config.num_experts} experts a layer. "
+            "Leave it out, or choose another model."
+        )
     layout = make_layout(config, make_schedule(schedule, mesh.shape["stage"], 1, num_chunks), layers)
     make_params(lora_flags, config, layout, mesh, flags.experts)
 
@@ -314,8 +330,13 @@ def make_params(
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES | of_experts)
     if factors is None:
         return lambda key: layout.pack_params(init_params(table, key)), shardings
-    init = lambda key: layout.pack_params(factors.init(jax.random.fold_in(key, 1), init_params(table, key)))
-    return init, factors.shardings(shardings)
+    with_factors = lambda key: factors.init(jax.random.fold_in(key, 1), init_params(table, key))
+    shardings, kind = factors.shardings(shardings), flags.quantize
+    if kind is None:
+        return lambda key: layout.pack_params(with_factors(key)), shardings
+    in_codes = lambda key: lora.quantize(with_factors(key), kind, transformer.LAYER_WEIGHTS)
+    init = lambda key: layout.pack_params(in_codes(key))
+    return init, lora.quantized_shardings(jax.eval_shape(init, jax.random.key(0)), shardings)
 
 
 def check_compiled(compiled: jax.stages.Compiled, config: TransformerConfig, mesh: Mesh, num_factors: int) -> None:
@@ -350,6 +371,18 @@ def make_lora(flags: LoraFlags) -> lora.Lora | None:
     return lora.Lora(flags.lora_rank, targets, flags.lora_alpha)
 
 
+def params_to_generate(params: PyTree, layout: LayerLayout) -> PyTree:
+    """Returns params of a run in the model's order, with factors merged, or as they are beside weights in codes.
+
+    Merged weights would not be in codes, and take several times the memory.
+    """
+    if not has_codes(params):
+        return jax.jit(lambda packed: lora.merge(layout.unpack_params(packed)))(params)
+    if layout.is_canonical:
+        return open_packed(params)
+    return jax.jit(layout.unpack_params)(params)
+
+
 def num_factor_params(params: PyTree) -> int:
     """Returns the number of params in the factors of LoRA: 0 without LoRA."""
     leaves = jax.tree.leaves(params, is_leaf=lora.is_adapted)
@@ -377,6 +410,8 @@ def describe(
     if num_factors:
         targets = ", ".join(factors.lora_targets)
         lines.append(f"LoRA of rank {factors.lora_rank} on {targets}: {num_factors:,} parameters are trained")
+    if factors.quantize is not None:
+        lines.append(f"{factors.quantize}: {', '.join(transformer.LAYER_WEIGHTS)} of each layer, which are frozen")
     if products := transformer.describe_products(config):
         lines.append(products)
     if config.ignored:

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 import jaxpar
 from jaxpar.data.checksums import checksum_of_files
 from jaxpar.huggingface.finite import OutOfRangeError
+from jaxpar.huggingface.from_codes import has_codes, layer_by_layer
 from jaxpar.models import lora
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.pipeline import LayerLayout
@@ -64,7 +65,7 @@ def save_model(folder: Path, config: TransformerConfig, params: PyTree, *, descr
 
     Its dtype is that of the description, or float32 if a weight is too large for that one: params may be nowhere else.
     """
-    params, remark = merged(params), ""
+    params, remark = layer_by_layer(params) if has_codes(params) else merged(params), ""
     try:
         jaxpar.huggingface.write_model(folder, config, params, source=described_by)
     except OutOfRangeError as error:

@@ -22,12 +22,15 @@ from pydantic import Field, create_model
 
 from jaxpar import fields, huggingface
 from jaxpar.data.text import ByteTokenizer, Tokenizer
+from jaxpar.dtypes import is_float
 from jaxpar.huggingface.config import unmodelled_keys
 from jaxpar.huggingface.export import RunModel, open_run
 from jaxpar.huggingface.finite import cast, check_finite, is_finite, what_is_wrong
 from jaxpar.huggingface.folder import CONFIG, check_no_adapters, download_remedy, file_inside, read_json
 from jaxpar.huggingface.tokenizer import has_tokenizer
 from jaxpar.models import mlp
+from jaxpar.models.lora import is_adapted
+from jaxpar.models.quantized import is_quantized
 from jaxpar.models.trained_linear import MODEL, TrainedLinear, read_linear
 from jaxpar.models.transformer import TransformerConfig, param_table
 from jaxpar.models.transformer.generate import next_power_of_two
@@ -124,7 +127,7 @@ def _digits(folder: Path, config: dict[str, Any], step: int | None) -> PyTree:
 
 
 def _gpt_run(folder: Path, name: str, settings: ModelSettings) -> Served:
-    run = open_run(folder, settings.step)
+    run = open_run(folder, settings.step, keeps_codes=True)
     named = read_json(folder / CONFIG).get("tokenizer") if (folder / CONFIG).is_file() else None
     run = replace(run, params=_on_device(run.params, param_table(run.config), settings.dtype))
     place = Path(named) if isinstance(named, str) else run.source
@@ -160,7 +163,7 @@ def _tokenizer(config: TransformerConfig, folder: Path) -> Tokenizer:
 def _on_device(params: PyTree, table: PyTree, dtype: str) -> PyTree:
     """Returns stored params on the first device; raises ValueError if they have not a table's shapes, or are not finite."""
     shapes = [spec.full_shape for spec in jax.tree.leaves(table, is_leaf=is_spec)]
-    found = [leaf.shape for leaf in jax.tree.leaves(params)]
+    found = [getattr(leaf, "weight", leaf).shape for leaf in jax.tree.leaves(params, is_leaf=_is_weight)]
     if wrong := [pair for pair in zip(found, shapes, strict=True) if pair[0] != pair[1]]:
         raise ValueError(
             f"a checkpoint must have the shapes of its model; got {wrong[0][0]} for {wrong[0][1]}. Give the checkpoints and "
@@ -170,7 +173,10 @@ def _on_device(params: PyTree, table: PyTree, dtype: str) -> PyTree:
 
     def put(path: tuple, leaf: Any) -> jax.Array:
         host = np.asarray(leaf)
-        found = cast(host, np.dtype(dtype))
+        is_of_codes = path_string(path).endswith(("/codes", "/scales"))
+        found = host if is_of_codes else cast(host, np.dtype(dtype))
+        if not is_float(found):
+            return jnp.asarray(found)
         if not is_finite(found):
             wrong[path_string(path)] = what_is_wrong(host, np.dtype(dtype))
         return jnp.asarray(found)
@@ -178,6 +184,10 @@ def _on_device(params: PyTree, table: PyTree, dtype: str) -> PyTree:
     placed = jax.tree_util.tree_map_with_path(put, params)
     check_finite(wrong, "of the checkpoint", np.dtype(dtype), "Serve an earlier step by --step.")
     return placed
+
+
+def _is_weight(node: object) -> bool:
+    return is_adapted(node) or is_quantized(node)
 
 
 def house_prices(run: Path, name: str) -> Served:

@@ -26,9 +26,9 @@ TINY = {
 TINY |= {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "num_kv_heads": 2}
 
 
-def make_folder(path):
+def make_folder(path, **changes):
     """Writes a tiny Llama with its tokenizer, and data: conversations, lines, and rows of tokens; returns the folder."""
-    shape, rng = transformer.TransformerConfig(**TINY), np.random.default_rng(0)
+    shape, rng = transformer.TransformerConfig(**(TINY | changes)), np.random.default_rng(0)
     abstract = abstract_params(transformer.param_table(shape))
     params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) * 0.1, abstract)
     huggingface.write_model(path / "llama", shape, params)

@@ -1,0 +1,125 @@
+"""The params of a run whose weights are in codes: their values, a layer at a time, for files; or the codes, to serve.
+
+    codes and scales --of one layer, with factors merged--> float32, as write_model indexes it
+
+A model that is merged is not in codes. So one that is served keeps its codes and its factors.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxpar.huggingface.params import specs_of
+from jaxpar.huggingface.peft import MergedArray
+from jaxpar.models.lora import Adapted, is_adapted
+from jaxpar.models.quantized import Quantized, dense, is_quantized
+from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
+from jaxpar.shard_map import take_layer
+from jaxpar.sharding import fetch, path_string
+
+_values = jax.jit(dense)
+
+
+class LayersInCodes:
+    """Stacked weights in codes, decoded when they are indexed: ``array[layer]`` is one layer, on the host.
+
+    Attributes:
+        shape: That of the weights.
+        dtype: That of the values, float32.
+    """
+
+    def __init__(self, weight: Quantized) -> None:
+        self.shape, self.dtype, self._weight = weight.shape, weight.dtype, weight
+
+    def __getitem__(self, layer: int) -> np.ndarray:
+        of_layer = lambda array: array[layer]
+        return np.asarray(_values(jax.tree.map(of_layer, self._weight)))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        return np.asarray(np.stack([self[layer] for layer in range(self.shape[0])]), dtype)
+
+
+class LayersOnMesh:
+    """A stacked array on a mesh, of which ``array[layer]`` is one layer, on every host.
+
+    Attributes:
+        shape: That of the array.
+        dtype: That of the array.
+    """
+
+    def __init__(self, array: jax.Array) -> None:
+        self.shape, self.dtype, self._array = array.shape, array.dtype, array
+
+    def __getitem__(self, layer: int) -> np.ndarray:
+        return fetch(take_layer(self._array, layer))
+
+
+def has_codes(params: PyTree) -> bool:
+    """Returns whether any weight of params is in codes."""
+    return any(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
+
+
+def layer_by_layer(params: PyTree) -> PyTree:
+    """Returns params on a mesh with merged weights that are computed when ``write_model`` indexes them."""
+
+    def of(path: tuple, node: Any) -> Any:
+        if is_quantized(node):
+            return LayersInCodes(jax.tree.map(LayersOnMesh, node))
+        if not is_adapted(node):
+            return node
+        lora_a, lora_b = LayersOnMesh(node.lora_a), LayersOnMesh(node.lora_b)
+        return MergedArray(of(path, node.weight), lora_a, lora_b, node.scale, path_string(path))
+
+    is_leaf = lambda node: is_quantized(node) or is_adapted(node)
+    return jax.tree_util.tree_map_with_path(of, params, is_leaf=is_leaf)
+
+
+def decoded(stored: Mapping[str, Any], config: TransformerConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns stored params, by path, with weights in place of codes and scales, decoded when these are indexed.
+
+    Args:
+        stored: Stored params.
+        config: The model.
+        settings: The settings of the run that stored them.
+    """
+    found = dict(stored)
+    for path in [path.removesuffix("/codes") for path in stored if path.endswith("/codes")]:
+        found[path] = LayersInCodes(_weight(found, path, config, settings))
+        del found[f"{path}/codes"], found[f"{path}/scales"]
+    return found
+
+
+def in_codes_of(
+    stored: Mapping[str, Any],
+    config: TransformerConfig,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns stored params by the paths of a model, each with the codes and factors that it has; as ``decoded``."""
+    scale = settings["lora_alpha"] / settings["lora_rank"]
+
+    def of(path: str) -> Any:
+        if f"{path}/codes" in stored:
+            return _weight(stored, path, config, settings)
+        if f"{path}/lora_a" not in stored:
+            return stored[path]
+        lora_a, lora_b = stored[f"{path}/lora_a"], stored[f"{path}/lora_b"]
+        return Adapted(of(f"{path}/weight"), lora_a, lora_b, scale)
+
+    return {path: of(path) for path in specs_of(config)}
+
+
+def _weight(
+    stored: Mapping[str, Any],
+    path: str,
+    config: TransformerConfig,
+    settings: Mapping[str, Any],
+) -> Quantized:
+    of_model = path.removesuffix("/weight")
+    num_in = LAYER_WEIGHTS[of_model.split("/")[-1]]
+    shape = specs_of(config)[of_model].shape
+    codes, scales = stored[f"{path}/codes"], stored[f"{path}/scales"]
+    return Quantized(codes, scales, settings["quantize"], num_in, shape)

@@ -1,0 +1,93 @@
+"""Reads weights into codes, four or eight bits a value, one layer at a time.
+
+    tensors of one layer --float32--> codes and scales --into those of all layers, on the host--> devices
+
+Of one weight the host holds the values of a layer and the codes of all layers that its devices have: of a
+70B's largest weight 2 GB and 21 GB. It reads all values of these layers, whatever its devices have of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar.models.quantized import Quantized, quantize_weight
+
+Index = tuple[slice, ...]
+Holders = dict[tuple[tuple[int, int], ...], list[jax.Device]]
+
+
+def in_codes(
+    shape: tuple[int, ...],
+    shardings: Quantized,
+    block: Callable[[Index], np.ndarray],
+) -> Quantized:
+    """Returns stacked weights in codes on devices.
+
+    Args:
+        shape: That of the weights, ``[layers, *in, *out]``.
+        shardings: The shardings of codes and scales, and the kind of codes.
+        block: Returns a part of the weights, on the host.
+    """
+    kind, num_in = shardings.kind, shardings.num_in
+    one = jax.eval_shape(lambda w: quantize_weight(w, kind, num_in, 0, ""), jax.ShapeDtypeStruct(shape[1:], "float32"))
+    parts = [
+        _Parts((shape[0], *leaf.shape), leaf.dtype, sharding)
+        for leaf, sharding in zip((one.codes, one.scales), (shardings.codes, shardings.scales), strict=True)
+    ]
+    of_layer = tuple(slice(0, size) for size in shape[1:])
+    for layer in range(shape[0]):
+        if not any(part.needs(layer) for part in parts):
+            continue
+        weight = block((slice(layer, layer + 1), *of_layer))[0]
+        with jax.default_device(_host()):
+            made = quantize_weight(weight, kind, num_in, 0, "a layer")
+        for part, array in zip(parts, (made.codes, made.scales), strict=True):
+            part.write(layer, np.asarray(array))
+    codes, scales = (part.on_devices() for part in parts)
+    return replace(shardings, codes=codes, scales=scales)
+
+
+class _Parts:
+    """The parts of a stacked array that the devices of this process hold, on the host."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> None:
+        self.shape, self.sharding = shape, sharding
+        self.holders = holders_of(shape, sharding)
+        sizes = lambda ends: [stop - start for start, stop in ends]
+        self.arrays = {ends: np.empty(sizes(ends), dtype) for ends in self.holders}
+
+    def needs(self, layer: int) -> bool:
+        return any(start <= layer < stop for (start, stop), *_ in self.holders)
+
+    def write(self, layer: int, array: np.ndarray) -> None:
+        for ends, part in self.arrays.items():
+            (start, stop), *of_one = ends
+            if start <= layer < stop:
+                part[layer - start] = array[tuple(slice(*each) for each in of_one)]
+
+    def on_devices(self) -> jax.Array:
+        placed = []
+        for ends, devices in self.holders.items():
+            host = self.arrays.pop(ends)
+            placed += jax.block_until_ready([jax.device_put(host, device) for device in devices])
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
+
+
+def holders_of(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Holders:
+    """Returns the devices of this process that hold each part of an array, by its ends along each dim."""
+    holders: Holders = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        ends = tuple(at.indices(size)[:2] for at, size in zip(index or (), shape, strict=True))
+        holders.setdefault(ends, []).append(device)
+    return holders
+
+
+def _host() -> jax.Device:
+    """The device of JAX's that is this machine's CPU, or the first one where JAX was told to leave CPUs out."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]

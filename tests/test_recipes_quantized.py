@@ -1,0 +1,140 @@
+"""recipes/gpt.py with LoRA beside weights in four bits: its files, resumed, exported and served; and what it refuses."""
+
+import json
+import shutil
+
+import gpt
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import jaxpar
+from jaxpar.__main__ import main as jaxpar_main
+from jaxpar.commands import recipe as cli
+from jaxpar.huggingface.export import open_run
+from jaxpar.models import lora, transformer
+from jaxpar.models.quantized import Quantized, dense, is_quantized, quantize_weight
+from jaxpar.serve.open_run import _on_device
+from jaxpar.tensor_parallel import TRANSFORMER_RULES
+from tests.support.gpt_data import make_folder
+from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.tiny_lora import check_merged
+
+SHAPE = {"embed_dim": 64, "mlp_dim": 128, "num_heads": 8, "num_kv_heads": 4, "explicit_head_dim": 16}
+LORA = ["--lora-rank", "8", "--lora-alpha", "16"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model"), **SHAPE)
+
+
+@pytest.fixture
+def run(folder):
+    usual = [
+        "--init-from",
+        str(folder / "llama"),
+        "--token-cache",
+        str(folder / "cache"),
+        "--seq",
+        "48",
+        "--steps",
+        "4",
+    ]
+    usual += ["--data", str(folder / "chat.jsonl"), "--warmup-steps", "1", "--batch-size", "8", "--eval-rows", "8"]
+    usual += ["--lr", "0.05", "--checkpoint-every", "2"]
+    return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, [*usual, "--out-dir", str(out_dir), *flags])
+
+
+def in_four_bits(path):
+    """The tensors of a folder, with those of layers rounded to nf4: its tensors are [out, in]."""
+    tensors = load_file(path / "model.safetensors")
+
+    def rounded(name, tensor):
+        if "layers" not in name or tensor.ndim == 1:
+            return tensor
+        return np.asarray(dense(quantize_weight(np.ascontiguousarray(tensor.T), "nf4", 1, 0, name))).T
+
+    return {name: rounded(name, tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.full
+def test_a_run_in_four_bits_is_resumed_saved_exported_and_served(run, folder, tmp_path, capsys):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    mesh = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", *LORA, "--quantize", "nf4"]
+    run(whole, *mesh, "--save-hf", str(whole / "hf"))
+    assert "nf4: w_qkv, w_out, w_up, w_down of each layer, which are frozen" in capsys.readouterr().out
+    merged = load_file(whole / "hf/model.safetensors")
+    adapters = load_file(whole / "adapter/adapter_model.safetensors")
+    base = in_four_bits(folder / "llama")
+    check_merged(merged, base, adapters, scale=16 / 8)
+    changed = "model.layers.1.mlp.down_proj.weight"
+    assert np.abs(base[changed] - load_file(folder / "llama/model.safetensors")[changed]).max() > 0.005, "rounded"
+
+    shutil.copytree(whole / "checkpoints/2", again / "checkpoints/2")  # as a kill after step 2 leaves it
+    run(again, *mesh, "--resume", "--save-hf", str(again / "hf"))
+    assert_same_bits(load_file(again / "hf/model.safetensors"), merged)
+
+    assert jaxpar_main(["export", str(whole), str(tmp_path / "exported")]) == 0
+    assert_same(load_file(tmp_path / "exported/model.safetensors"), merged, within=1e-6)
+
+    served, exported = open_run(whole, keeps_codes=True), open_run(whole)
+    params = _on_device(served.params, transformer.param_table(served.config), "float32")
+    of_mlp = params["layers"]["mlp"]
+    assert all(is_quantized(of_mlp[name].weight) for name in ("w_up", "w_down")), "codes stay codes"
+    prompt = np.arange(6)[None]
+    tokens = transformer.generate(served.config, params, prompt, 8)
+    want = transformer.generate(served.config, jax.tree.map(np.asarray, exported.params), prompt, 8)
+    assert_same_bits(np.asarray(tokens), np.asarray(want))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_folder_is_read_into_the_codes_of_its_weights(folder, kind):
+    config = jaxpar.huggingface.read_config(folder / "llama").for_tensor(2)
+    mesh = jaxpar.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
+    table = transformer.param_table(config)
+    shardings = jaxpar.shardings_from_dims(table, mesh, TRANSFORMER_RULES)
+    params = jaxpar.huggingface.read_params(folder / "llama", config, shardings)
+    want = lora.quantize(jaxpar.fetch(params), kind, transformer.LAYER_WEIGHTS)
+    in_codes = lora.quantized_shardings(want, shardings)
+    got = jaxpar.huggingface.read_params(folder / "llama", config, in_codes)
+    assert jax.tree.map(lambda leaf: leaf.sharding.spec, got) == jax.tree.map(lambda each: each.spec, in_codes)
+    assert_same_bits(jaxpar.fetch(got), jax.tree.map(np.asarray, want))
+    assert isinstance(got["layers"]["mlp"]["w_down"], Quantized)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--quantize", "nf4"], "--quantize is for weights that are frozen; got nf4 without --lora-rank"),
+        (["--quantize", "nf5", *LORA], "invalid choice 'nf5'"),
+        ([*LORA, "--quantize", "nf4", "--mesh.tensor", "4"], "whole blocks of 64 values of a weight in nf4; got"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(run, tmp_path, capsys, flags, message):
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path / "run", *flags)
+    assert stopped.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_experts_are_not_quantized(tmp_path, capsys):
+    flags = ["--model", "moe-bytes", *LORA, "--quantize", "int8", "--out-dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit):
+        cli.run(gpt.main, gpt.Config, flags)
+    assert "--quantize is for models without experts; got int8 with" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_goes_on_with_the_codes_that_it_began_with():
+    of = lambda **flags: gpt.Config.of(lora_rank=4, **flags).lora
+    saved = json.loads(json.dumps(of(quantize="nf4").settings))
+    assert saved["quantize"] == "nf4"
+    gpt.check_factors(of(quantize="nf4"), saved)
+    with pytest.raises(
+        ValueError, match=r"--lora-targets w_down w_out w_qkv w_up --quantize nf4, or start a run in another"
+    ):
+        gpt.check_factors(of(), saved)
+    with pytest.raises(ValueError, match=r"w_up and leave --quantize out, or start a run in another"):
+        gpt.check_factors(of(quantize="int8"), of().settings)
