@@ -124,7 +124,7 @@ def main(config: Config) -> None:
         optimizer, num_tokens = optimizers.make_optimizer(config), common.batch_size * config.data.seq
         if own.router_bias_rate is not None:
             optimizer = transformer.balance_experts(optimizer, own.router_bias_rate)
-        num_factors = language_model.num_factor_params(jax.eval_shape(init, jax.random.key(0)))
+        num_factors = model_files.num_factor_params(jax.eval_shape(init, jax.random.key(0)))
         trainable = lora.ADAPTERS if num_factors else None
         parallel = jaxpar.Parallel(mesh, shardings, zero=own.zero, trainable=trainable, layout=layout)
         pipeline = jaxpar.Pipeline(schedule, num_microbatches=schedule.num_microbatches, remat=own.remat)
@@ -176,7 +176,7 @@ def main(config: Config) -> None:
                     metrics |= evaluate.metrics(state.params, run.out_dir, step)
             run.log(step, state, metrics)
         run.say_pace()
-        params = language_model.params_to_generate(state.params, layout)
+        params = model_files.params_to_generate(state.params, layout)
         conclude(config, run, shape, text, params, float(evaluate(state.params)))
         run.say_skipped(state)
         if config.lora.lora_rank is not None:

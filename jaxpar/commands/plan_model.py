@@ -96,6 +96,7 @@ def _of_config(flags: Any, config: TransformerConfig, usual: str | None, run: di
     rows: dict[str, Any] = {"seq": flags.seq, "sequence_parallel": flags.sequence_parallel}
     if flags.lora_rank is not None:
         rows["lora"] = Lora(flags.lora_rank, LAYER_WEIGHTS)  # for all weights, as the recipes have them by default
+    rows["quantize"] = flags.quantize
     if config.positions == "learned" and (flags.seq or 0) > config.max_positions:
         raise ValueError(
             f"{arg('seq')} must not be longer than a learned table of positions; got {flags.seq}, and {config.max_positions} "
@@ -142,7 +143,7 @@ def _of_module(named: str) -> ModelShape | TransformerConfig:
 
 def _check_unused(flags: Any) -> None:
     """Raises for flags that change a transformer, of which a ModelShape has none."""
-    names = ("seq", "attention", "sequence_parallel", "lora_rank", "expert_buffer")
+    names = ("seq", "attention", "sequence_parallel", "lora_rank", "quantize", "expert_buffer")
     given = {name: value for name in names if (value := getattr(flags, name))}
     if given:
         raise ValueError(

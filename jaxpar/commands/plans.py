@@ -81,7 +81,9 @@ def _search(flags: PlanFlags, model: PlannedModel, machines: Cluster) -> tuple[S
 def _json(flags: PlanFlags, plans: Sequence[Plan], model: PlannedModel, compiled: Mapping[Choice, int]) -> str:
     run = {"gpu": flags.gpu, "nodes": flags.nodes, "gpus_per_node": flags.gpus_per_node, **model.run}
     run |= {"batch_size": _rows(plans, model.shape)}
-    run |= {name: getattr(flags, name) for name in ("lora_rank", "sequence_parallel") if getattr(flags, name)}
+    run |= {
+        name: getattr(flags, name) for name in ("lora_rank", "quantize", "sequence_parallel") if getattr(flags, name)
+    }
     run |= {"attention": model.attention} if model.attention else {}
 
     def as_json(plan: Plan) -> dict[str, Any]:
@@ -103,6 +105,7 @@ def _rows(plans: Sequence[Plan], shape: ModelShape) -> int:
 def _print(flags: PlanFlags, plans: Sequence[Plan], model: PlannedModel, machines: Cluster) -> None:
     width, shape = max(80, shutil.get_terminal_size((100, 24)).columns), model.shape
     trained = "" if flags.lora_rank is None else f", {shape.num_trained / 1e6:.4g} million trained"
+    trained += "" if flags.quantize is None else f", layers in {flags.quantize}"
     tokens = f" of {shape.tokens_per_row} tokens" if shape.tokens_per_row > 1 else ""
     attention = {"flash": ", flash attention", "xla": ", XLA's attention"}.get(model.attention or "", "")
     title = (

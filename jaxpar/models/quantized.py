@@ -86,6 +86,11 @@ class Quantized:
         return len(self.shape)
 
     @property
+    def size(self) -> int:
+        """The number of values of the weight."""
+        return math.prod(self.shape)
+
+    @property
     def dtype(self) -> np.dtype:
         """The dtype in which values are computed from codes."""
         return np.dtype(np.float32)

@@ -17,12 +17,14 @@ from jaxpar.backward.graph import Graph, trace
 from jaxpar.backward.partition import ParamShards, cut_of, shard_shape
 from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
-from jaxpar.fields import check_at_least, check_kind
+from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, num_layers
 from jaxpar.losses import softmax_cross_entropy
 from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh
 from jaxpar.models import transformer
-from jaxpar.models.lora import ADAPTERS, Lora
+from jaxpar.models.lora import ADAPTERS, Lora, quantized_shardings
+from jaxpar.models.lora import quantize as quantize_params
+from jaxpar.models.quantized import is_quantized
 from jaxpar.params import abstract_params, specs_from_dims
 from jaxpar.pipeline.embed_and_head import Ends
 from jaxpar.planner.fused import planned_attention
@@ -87,7 +89,7 @@ class ModelShape:
     @cached_property
     def num_params(self) -> int:
         """Parameters of the model."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params, is_leaf=is_quantized))
 
     @cached_property
     def num_trained(self) -> int:
@@ -119,6 +121,7 @@ def transformer_shape(
     seq: int | None = None,
     param_dtype: Any = jnp.float32,
     lora: Lora | None = None,
+    quantize: str | None = None,
     sequence_parallel: bool = False,
     experts: str | None = None,
     is_planned: bool = True,
@@ -132,6 +135,7 @@ def transformer_shape(
         seq: Tokens of a row; by default the model's ``max_positions``, at most 8,192.
         param_dtype: Dtype of the params between steps.
         lora: The factors that are trained in place of the params; None: the params are trained.
+        quantize: The codes in which the weights of layers are beside ``lora``, such as "nf4"; None: they are params as others.
         sequence_parallel: Whether activations between pairs of column and row splits are sharded over ``tensor``.
         experts: The axis over which experts are: "tensor", as ``expert_split`` says, or "data". None: ``plan`` tries both.
         is_planned: Whether ``planned_attention`` stands for fused kernels, which no machine without a GPU can trace. False:
@@ -151,6 +155,7 @@ def transformer_shape(
     if config.num_experts is not None and experts is None:
         axes = (TENSOR, DATA)
         given: dict[str, Any] = {"seq": seq, "param_dtype": param_dtype, "lora": lora, "is_planned": is_planned}
+        given |= {"quantize": quantize}
         given |= {"sequence_parallel": sequence_parallel}
         placements = {axis: transformer_shape(config, experts=axis, **given) for axis in axes}
         return replace(placements[TENSOR], name=name, placements=placements)
@@ -167,6 +172,12 @@ def transformer_shape(
     )
     seq = min(config.max_positions, MAX_SEQ) if seq is None else seq
     check_at_least(1, seq=seq)
+    if quantize is not None and (lora is None or config.num_experts is not None):
+        raise ValueError(
+            f"weights in codes are beside factors of LoRA, in a model without experts; got {arg(quantize=quantize)}, "
+            f"{'a model with experts' if lora is not None else 'no factors'}. Leave it out"
+            f"{'' if lora is not None else f', or give {arg(lora_rank=8)}'}."
+        )
     tokens = jax.ShapeDtypeStruct((1, seq), jnp.int32)
     shape = ModelShape(
         name=name,
@@ -184,16 +195,20 @@ def transformer_shape(
         num_leading=config.num_dense_layers,
         depends_on=(TENSOR,) if sequence_parallel or config.num_experts is not None else (),
     )
-    return shape if lora is None else _with_factors(shape, lora)
+    return shape if lora is None else _with_factors(shape, lora, quantize)
 
 
-def _with_factors(shape: ModelShape, lora: Lora) -> ModelShape:
-    """Returns a model with the factors of LoRA, of which nothing else is trained."""
+def _with_factors(shape: ModelShape, lora: Lora, kind: str | None) -> ModelShape:
+    """Returns a model with the factors of LoRA, of which nothing else is trained, beside weights in codes of a kind."""
     shardings = lora.shardings(shardings_from_paths(shape.params, abstract_mesh(), shape.rules))
+    params = jax.eval_shape(lora.init, jax.random.key(0), shape.params)
+    if kind is not None:
+        in_codes = partial(quantize_params, kind=kind, weights=transformer.LAYER_WEIGHTS)
+        params = jax.eval_shape(in_codes, params)
+        shardings = quantized_shardings(params, shardings)
     specs = [(path_string(path), each.spec) for path, each in jax.tree_util.tree_leaves_with_path(shardings)]
     # A rule describes one layer, without the leading dim.
     rules = {path: PartitionSpec(*spec[1:]) if path.startswith(f"{LAYERS}/") else spec for path, spec in specs}
-    params = jax.eval_shape(lora.init, jax.random.key(0), shape.params)
     return replace(shape, params=params, rules=rules, trainable=ADAPTERS, cache={})
 
 

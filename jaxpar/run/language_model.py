@@ -19,8 +19,6 @@ from jaxpar.devices import are_gpus
 from jaxpar.fields import check_at_least, check_not_negative, check_positive
 from jaxpar.huggingface.config import read_config_for
 from jaxpar.huggingface.folder import check_model_folder
-from jaxpar.huggingface.from_codes import has_codes
-from jaxpar.layered_model import open_packed
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
 from jaxpar.models.transformer import TransformerConfig
@@ -369,24 +367,6 @@ def make_lora(flags: LoraFlags) -> lora.Lora | None:
         return None
     targets = {name: transformer.LAYER_WEIGHTS[name] for name in flags.lora_targets}
     return lora.Lora(flags.lora_rank, targets, flags.lora_alpha)
-
-
-def params_to_generate(params: PyTree, layout: LayerLayout) -> PyTree:
-    """Returns params of a run in the model's order, with factors merged, or as they are beside weights in codes.
-
-    Merged weights would not be in codes, and take several times the memory.
-    """
-    if not has_codes(params):
-        return jax.jit(lambda packed: lora.merge(layout.unpack_params(packed)))(params)
-    if layout.is_canonical:
-        return open_packed(params)
-    return jax.jit(layout.unpack_params)(params)
-
-
-def num_factor_params(params: PyTree) -> int:
-    """Returns the number of params in the factors of LoRA: 0 without LoRA."""
-    leaves = jax.tree.leaves(params, is_leaf=lora.is_adapted)
-    return sum(count_params((node.lora_a, node.lora_b)) for node in leaves if lora.is_adapted(node))
 
 
 def describe(

@@ -1,4 +1,4 @@
-"""The folders of models: that which a run begins with, those that it leaves for transformers, and for peft with LoRA."""
+"""The weights of a run: the folder that it begins with, those that it leaves for transformers and peft, and what is trained."""
 
 import zlib
 from pathlib import Path
@@ -11,8 +11,10 @@ import jaxpar
 from jaxpar.data.checksums import checksum_of_files
 from jaxpar.huggingface.finite import OutOfRangeError
 from jaxpar.huggingface.from_codes import has_codes, layer_by_layer
+from jaxpar.layered_model import open_packed
 from jaxpar.models import lora
 from jaxpar.models.transformer import TransformerConfig
+from jaxpar.params import count_params
 from jaxpar.pipeline import LayerLayout
 from jaxpar.run.language_model import ModelFlags
 from jaxpar.run.messages import say
@@ -80,3 +82,21 @@ def merged(params: PyTree) -> PyTree:
         return params
     shardings = jax.tree.map(lambda leaf: leaf.sharding, lora.without_factors(params))
     return jax.jit(lora.merge, out_shardings=shardings)(params)
+
+
+def params_to_generate(params: PyTree, layout: LayerLayout) -> PyTree:
+    """Returns params of a run in the model's order, with factors merged, or as they are beside weights in codes.
+
+    Merged weights would not be in codes, and take several times the memory.
+    """
+    if not has_codes(params):
+        return jax.jit(lambda packed: lora.merge(layout.unpack_params(packed)))(params)
+    if layout.is_canonical:
+        return open_packed(params)
+    return jax.jit(layout.unpack_params)(params)
+
+
+def num_factor_params(params: PyTree) -> int:
+    """Returns the number of params in the factors of LoRA: 0 without LoRA."""
+    leaves = jax.tree.leaves(params, is_leaf=lora.is_adapted)
+    return sum(count_params((node.lora_a, node.lora_b)) for node in leaves if lora.is_adapted(node))
