@@ -592,6 +592,40 @@ def test_lora_needs_no_state_and_no_products_for_gradients_of_frozen_params():
     assert factors.useful_flops < 0.8 * whole.useful_flops
 
 
+def test_weights_in_four_bits_take_their_codes_and_scales_and_the_traffic_of_whole_ones():
+    shape = TransformerConfig(vocab_size=64, num_layers=2, embed_dim=128, num_heads=2, mlp_dim=256, max_positions=32)
+    choice = Choice(tensor=2, num_microbatches=2)
+    whole, coded = (transformer_shape(shape, lora=Lora(4, LAYER_WEIGHTS), quantize=kind) for kind in (None, "nf4"))
+    assert coded.num_params == whole.num_params
+    prices = [price(each, cluster("h100", 1, 2), choice, batch_size=4) for each in (whole, coded)]
+    weights = 2 * (
+        4 * 128 * 128 + 2 * 128 * 256
+    )  # of both layers, in float32 and at four bits with a scale for each 64
+    saved = prices[0].bytes_per_device["params"] - prices[1].bytes_per_device["params"]
+    assert saved == weights * (4 - 0.5 - 4 / 64) / 2
+    assert prices[0].bytes_moved == prices[1].bytes_moved
+    assert prices[0].useful_flops == prices[1].useful_flops
+    assert prices[1].bytes_per_device["activations"] == prices[0].bytes_per_device["activations"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {},
+            r"beside factors of LoRA, in a model without experts; got quantize=nf4, no factors\. .* give lora_rank=8",
+        ),
+        (
+            {"lora": Lora(4, LAYER_WEIGHTS), "config": "moe-bytes"},
+            r"got quantize=nf4, a model with experts\. Leave it out\.",
+        ),
+    ],
+)
+def test_codes_are_planned_beside_factors_and_without_experts(settings, message):
+    with pytest.raises(ValueError, match=message):
+        transformer_shape(**{"config": "llama-bytes", "quantize": "nf4"} | settings)
+
+
 @pytest.mark.full
 def test_candidates_come_in_the_order_of_their_estimates_and_are_held_against_the_memory_only_in_their_turn():
     shape, held = KEPT(SMALL), {"num_microbatches": 4}

@@ -66,9 +66,10 @@ def shape_of(model):
         return OWN
     name, _, lora = model.partition("+")
     factors = Lora(4, LAYER_WEIGHTS) if lora else None
+    kind = lora.partition("-")[2] or None  # of "lora-nf4"
     if name in ("wide", "long"):
-        return transformer_shape({"wide": WIDE, "long": LONG}[name], lora=factors)
-    return transformer_shape(tiny_transformer.FAMILIES[name], lora=factors)
+        return transformer_shape({"wide": WIDE, "long": LONG}[name], lora=factors, quantize=kind)
+    return transformer_shape(tiny_transformer.FAMILIES[name], lora=factors, quantize=kind)
 
 
 def draw(model, data, stage, tensor, schedule, num_microbatches, zero, remat=False):
@@ -139,6 +140,8 @@ MORE = [
     ("llama+lora", 4, 1, 2, "1f1b", 2, 3, False),
     ("llama+lora", 2, 2, 2, "zb-h1", 4, 2, True),
     ("bloom+lora", 4, 2, 1, "interleaved", 4, 1, False),
+    ("wide+lora-nf4", 2, 2, 2, "zb-h1", 4, 3, False),
+    ("wide+lora-nf4", 4, 1, 2, "1f1b", 2, 3, True),
 ]
 ALL = [pytest.param(*each) for each in DRAWS] + [pytest.param(*each, marks=pytest.mark.slow) for each in MORE]
 
@@ -240,6 +243,7 @@ MORE_MEMORY = [
     ("wide", 2, 1, 4, "1f1b", 4, 0, False),
     ("long", 2, 4, 1, "zb-h1", 8, 0, False),
     ("long+lora", 2, 4, 1, "1f1b", 8, 0, False),
+    ("long+lora-nf4", 2, 1, 2, "1f1b", 1, 0, True),
 ]
 REPLICAS_ALONE = [("wide", 8, 1, 1, "1f1b", 2, 0, True)]
 MORE_THAN_PLANNED = pytest.mark.xfail(

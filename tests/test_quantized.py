@@ -83,6 +83,15 @@ def test_stacked_weights_are_those_of_each_layer_within_the_rounding_of_a_code(k
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_no_operand_in_the_shape_of_a_weight_is_made_before_a_loop_over_layers(kind):
+    weight = quantize_weight(weight_of(64, 4), kind, 1, 0, "w")
+    closed = jax.make_jaxpr(dense)(weight)
+    assert not closed.consts
+    of_codes = lambda equation: any(not hasattr(atom, "val") for atom in equation.invars)
+    assert all(map(of_codes, closed.jaxpr.eqns)), "JAX makes constants before a loop that is differentiated"
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_on_data_and_tensor_are_those_beside_the_decoded_weights_in_float64(x64, kind):
     params = {"up": weight_of(128, 256), "down": weight_of(256, 4, seed=1)}
     how = Lora(2, {"up": 1, "down": 1}, alpha=3.0)

@@ -225,15 +225,19 @@ def _encode_nf4(weight: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _decode_nf4(codes: jax.Array, at: int) -> jax.Array:
-    """Selects by one bit after another, which partitions as any elementwise operation and vectorizes."""
-    pairs = jnp.expand_dims(codes, at + 1)
-    values: list[Any] = [np.float32(value) for value in NF4]
-    of_pair = [2 if dim == at + 1 else 1 for dim in range(pairs.ndim)]
+    """Selects the bits of a float32 by one bit of the code after another.
+
+    Every operand is made of codes or is a scalar: where a loop over layers is differentiated, JAX
+    makes other constants before the loop, in the shape of a weight.
+    """
+    of_pair = [jnp.expand_dims(each, at + 1) for each in (codes >> _BITS, codes & (2**_BITS - 1))]
+    units = _join_dims(jnp.concatenate(of_pair, axis=at + 1), at).astype(jnp.uint32)
+    values: list[Any] = list(np.asarray(NF4, np.float32).view(np.uint32))
     for bit in range(_BITS):
-        masks = np.array([1 << (bit + _BITS), 1 << bit], np.uint8)
-        is_set = (pairs & masks.reshape(of_pair)) != 0
-        values = [jnp.where(is_set, *odd_and_even) for odd_and_even in zip(values[1::2], values[::2], strict=True)]
-    return _join_dims(values[0], at)
+        is_set = -((units >> bit) & 1)  # all bits, or none
+        evens_and_odds = zip(values[::2], values[1::2], strict=True)
+        values = [(is_set & (even ^ odd)) ^ even for even, odd in evens_and_odds]
+    return jax.lax.bitcast_convert_type(values[0], jnp.float32)
 
 
 def _encode_int8(weight: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
