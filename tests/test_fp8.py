@@ -1,6 +1,7 @@
 """Products in FP8: the numbers of rounded factors, one byte a value stored, and what is refused."""
 
 import dataclasses
+import json
 from functools import partial
 
 import gpt
@@ -12,15 +13,18 @@ from jax.sharding import AbstractMesh
 
 import jaxpar
 from jaxpar import fp8
+from jaxpar.__main__ import main as command
 from jaxpar._compat import equations
 from jaxpar.backward.split import split_layer
 from jaxpar.commands import recipe as cli
+from jaxpar.jobs.flags import first_plan, plan_flags, plan_remarks
 from jaxpar.models import lora, transformer
 from jaxpar.models.lora import ADAPTERS
 from jaxpar.models.transformer.attention import unconstrained
 from jaxpar.models.transformer.cache import empty_cache
 from jaxpar.models.transformer.layers import block
 from jaxpar.models.transformer.span import Span
+from jaxpar.planner import Choice, cluster, price, transformer_shape
 from tests.support import tiny_transformer as tiny
 from tests.support.oracle import assert_same
 from tests.support.real_runs import curve
@@ -192,6 +196,46 @@ CASES = [
     ({"context": 2, "stage": 2}, {"schedule": "1f1b", "num_microbatches": 4}),
     ({"data": 2, "tensor": 4}, {"num_microbatches": 2, "constrain": jaxpar.sequence_parallel}),
 ]
+
+
+@pytest.mark.usefixtures("every_width")
+def test_the_planner_has_the_products_of_shards_in_fp8_and_refuses_gpus_without_them():
+    """What follows a barrier is sharded as what is before it."""
+    plans = {}
+    for products in ("compute", "fp8"):
+        config = dataclasses.replace(LLAMA, compute_dtype="bfloat16", products=products)
+        shape = transformer_shape(config, seq=16)
+        for tensor in (1, 2):
+            plans[products, tensor] = price(shape, cluster("h100", 1, 2), Choice(tensor=tensor), batch_size=2)
+    for tensor in (1, 2):
+        own, plain = plans["fp8", tensor], plans["compute", tensor]
+        assert own.flops == plain.flops
+        assert own.bytes_per_device["activations"] <= plain.bytes_per_device["activations"]
+    with pytest.raises(ValueError, match=r"Hopper, such as h100, or later ones; got gpu=a100-80gb\. Choose gpu=h100"):
+        price(shape, cluster("a100-80gb"), Choice(), batch_size=2)
+
+
+def test_a_plan_in_fp8_is_told_written_and_given_to_its_recipe(capsys):
+    flags = [
+        "plan",
+        "--model",
+        "llama3.2-1b",
+        "--gpus-per-node",
+        "1",
+        "--batch-size",
+        "2",
+        "--seq",
+        "2048",
+        "--top",
+        "1",
+    ]
+    assert command([*flags, "--products", "fp8", "--num-microbatches", "1", "--zero", "0", "--json"]) == 0
+    [plan] = json.loads(capsys.readouterr().out)
+    assert plan["products"] == "fp8"
+    assert "--products fp8" in " ".join(plan_flags(first_plan(plan), ["recipes/gpt.py"]))
+    assert (
+        "--products compute where it has fp8" in plan_remarks(first_plan(plan), ["gpt.py", "--products", "compute"])[0]
+    )
 
 
 def by_name(given):

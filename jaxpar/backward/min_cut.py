@@ -89,7 +89,8 @@ def peak_bytes(graph: Graph, nodes: Sequence[Node], inputs: Sequence[int], outpu
 
     Values that only elementwise operations read and write are assumed to stay in registers.
     """
-    real = {i for node in nodes if node.name not in ELEMENTWISE for i in (*node.inputs, *node.outputs)}
+    views = {*ELEMENTWISE, "optimization_barrier"}
+    real = {i for node in nodes if node.name not in views for i in (*node.inputs, *node.outputs)}
     last_read = {i: at for at, node in enumerate(nodes) for i in node.inputs}
     last_read |= dict.fromkeys(outputs, len(nodes))
     live = {i for i in inputs if i in real}

@@ -281,6 +281,12 @@ def _shard_map(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
     return Found([cut_of(spec, TENSOR) for spec in node.equation.params["out_specs"]])
 
 
+def _barrier(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found:
+    """Each result is one of the operands."""
+    del graph, node
+    return Found(list(cuts))
+
+
 def _custom_vjp(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
     """The rule for a param that is gathered (ZeRO 3): its ``shard_map`` over ``tensor`` gives the sharding."""
     called = equations(node.equation.params["call_jaxpr"])
@@ -299,6 +305,7 @@ RULES: dict[str, Rule] = {
     "gather": _gather,
     "shard_map": _shard_map,
     "custom_vjp_call": _custom_vjp,
+    "optimization_barrier": _barrier,
     "scatter-add": _scatter,
     **dict.fromkeys(
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"),

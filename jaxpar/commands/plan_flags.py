@@ -44,6 +44,8 @@ class PlanFlags:
         memory_headroom: Fraction of a GPU's memory that a plan leaves free, since CUDA, NCCL and fragmentation take it.
         attention: Attention by a fused kernel, as recipes run it on GPUs in bfloat16 (flash), or by XLA, which stores scores;
             by default flash, and of a TransformerConfig of your own what it says.
+        products: What layers multiply by their weights in, as the recipes' --products: bfloat16 (compute), or FP8 for large
+            weights (fp8); by default bfloat16, and of a TransformerConfig of your own what it says.
         sequence_parallel: Shard activations between pairs of splits over tensor, as the recipes' --sequence-parallel.
         lora_rank: Trains factors of this rank beside the weights of layers and nothing else, as the recipes' --lora-rank.
         quantize: Holds the weights of layers beside --lora-rank in nf4, int8 or fp8, as the recipes' --quantize.
@@ -79,6 +81,7 @@ class PlanFlags:
     network_efficiency: float = 0.7
     memory_headroom: float = 0.1
     attention: Literal["flash", "xla"] | None = None
+    products: Literal["compute", "fp8"] | None = None
     sequence_parallel: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     lora_rank: int | None = None
     quantize: Literal["nf4", "int8", "fp8"] | None = None

@@ -17,7 +17,7 @@ from jaxpar.fields import arg
 from jaxpar.huggingface.config import read_config_for
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.models.lora import Lora
-from jaxpar.models.transformer import LAYER_WEIGHTS, PRESETS, TransformerConfig, preset
+from jaxpar.models.transformer import LAYER_WEIGHTS, PRESETS, TransformerConfig, describe_products, preset
 from jaxpar.planner import ModelShape, transformer_shape
 from jaxpar.tensor_parallel import flash_attention
 
@@ -35,6 +35,7 @@ class PlannedModel:
         to_compile: What --compile compiles: the same with the kernels of GPUs.
         attention: "flash" or "xla"; None: that of a ModelShape of one's own.
         run: The flags of a recipe that trains it, and their values, as a plan of `plan --json` has them.
+        products: A line on its products in FP8; "" if there are none.
     """
 
     name: str
@@ -42,6 +43,7 @@ class PlannedModel:
     to_compile: ModelShape
     attention: str | None = None
     run: dict[str, Any] = field(default_factory=dict)
+    products: str = ""
 
 
 def planned_model(flags: Any) -> PlannedModel:
@@ -86,6 +88,7 @@ def _of_config(flags: Any, config: TransformerConfig, usual: str | None, run: di
     """
     attention = flags.attention or usual
     config = config if attention is None else dataclasses.replace(config, attention=KERNELS[attention])
+    config = config if flags.products is None else dataclasses.replace(config, products=flags.products)
     if flags.expert_buffer is not None and config.num_experts is None:
         raise ValueError(
             f"{arg('expert_buffer')} is for a model with experts; got {arg(expert_buffer=flags.expert_buffer)} and "
@@ -109,7 +112,8 @@ def _of_config(flags: Any, config: TransformerConfig, usual: str | None, run: di
         dataclasses.replace(shape, **named),
         dataclasses.replace(to_compile, **named),
         "xla" if config.attention == "xla" else "flash",
-        run | ({"seq": shape.tokens_per_row} if run else {}),
+        run | ({"seq": shape.tokens_per_row} if run else {}) | ({"products": "fp8"} if shape.in_fp8 else {}),
+        describe_products(config),
     )
 
 
@@ -143,7 +147,7 @@ def _of_module(named: str) -> ModelShape | TransformerConfig:
 
 def _check_unused(flags: Any) -> None:
     """Raises for flags that change a transformer, of which a ModelShape has none."""
-    names = ("seq", "attention", "sequence_parallel", "lora_rank", "quantize", "expert_buffer")
+    names = ("seq", "attention", "products", "sequence_parallel", "lora_rank", "quantize", "expert_buffer")
     given = {name: value for name in names if (value := getattr(flags, name))}
     if given:
         raise ValueError(

@@ -112,7 +112,8 @@ def _print(flags: PlanFlags, plans: Sequence[Plan], model: PlannedModel, machine
         f"{flags.model}, {shape.num_params / 1e9:.4g} billion parameters{trained}, {_rows(plans, shape)} rows{tokens} a step"
         f"{attention}, on {flags.nodes} x {flags.gpus_per_node} {flags.gpu}"
     )
-    print(textwrap.fill(title, width) + "\n")
+    lines = [title, model.products] if model.products else [title]
+    print("\n".join(textwrap.fill(line, width) for line in lines) + "\n")
     print(render(plans, width=width))
     print("\n" + plans[0].details(machines.memory_bytes, width=width, title="best: "))
 

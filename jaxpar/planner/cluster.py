@@ -34,12 +34,14 @@ class Measured:
         grouped_shares: Rates of products of rows with the weights of experts, and of those that give the gradients of the
             weights, over that of one product.
         chain_bytes: Bytes that fused chains of operations read and write, over those with which they begin and end.
+        fp8_rate: Rate of products of factors in FP8 over that in 16 bits, their rounding not included.
     """
 
     product_share: float
     attention_shares: tuple[tuple[int, float, float], ...]
     grouped_shares: tuple[float, float]
     chain_bytes: float
+    fp8_rate: float
 
     def attention(self, head_dim: int) -> tuple[float, float]:
         """Returns the shares of fused attention, of the nearest head_dim that was measured."""
@@ -48,12 +50,14 @@ class Measured:
 
 
 # One H100 of 700 W with cuDNN 9.19, in `tests/data/measured.json`. The shares of attention and of products of experts are those
-# of single kernels; of large products and of bytes those with which the steps are planned best.
+# of single kernels; of large products and of bytes those with which the steps are planned best; that of products in
+# FP8 the one with which two linear maps are.
 _H100 = Measured(
     product_share=0.75,
     attention_shares=((64, 0.41, 0.34), (128, 0.58, 0.45)),
     grouped_shares=(0.45, 0.7),
     chain_bytes=1.3,
+    fp8_rate=1.9,
 )
 # The shares of the peak that kernels reach. That of large products is calibrated on the steps of `docs/published.md`, for A100
 # and H100, whose clocks fall under load, and assumed to be as for H100 for others. That of fused attention: Dao 2023, arXiv

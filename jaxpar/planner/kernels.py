@@ -28,6 +28,7 @@ from jaxpar.planner.fused import BACKWARD, FORWARD, Grouped, attention_flops, gr
 from jaxpar.planner.job import JAXPAR, Software
 
 VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "split", "slice"})
+BARRIER = "optimization_barrier"
 _ADDED = frozenset({"scatter-add", "sort", "cumsum", "conv_general_dilated"})  # kernels that are counted by their bytes
 _OF_THEIR_OWN = _ADDED | {"dot_general", "gather", FORWARD, BACKWARD}
 # Rows and columns of a tile, and its share of the rate of the largest.
@@ -52,6 +53,7 @@ class Product:
         columns: Columns of the result.
         depth: The dim over which is summed.
         num_bytes: Bytes of operands and result.
+        in_fp8: Whether both operands are in FP8.
     """
 
     batch: int
@@ -59,6 +61,7 @@ class Product:
     columns: int
     depth: int
     num_bytes: int
+    in_fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,8 @@ def product_of(graph: Graph, node: Node) -> Product:
     rows = math.prod(size for i, size in enumerate(left) if i not in (*contracted, *batched))
     depth = dot_flops(graph, node) // max(1, 2 * size)
     num_bytes = sum(map(graph.num_bytes, (*node.inputs, *node.outputs)))
-    return Product(batch, rows, size // max(1, batch * rows), depth, num_bytes)
+    in_fp8 = all(graph.avals[i].dtype.itemsize == 1 for i in node.inputs)
+    return Product(batch, rows, size // max(1, batch * rows), depth, num_bytes, in_fp8)
 
 
 class _Counted:
@@ -163,12 +167,18 @@ class _Counted:
         elif node.name in _ADDED:  # a sum into rows reads and writes those
             rows = node.inputs[-1:] if node.name == "scatter-add" else node.outputs
             self._count([*node.inputs[1:], *rows, *rows])
+        elif node.name == BARRIER:
+            self._reads |= {after: self.reads(before) for before, after in zip(node.inputs, node.outputs, strict=True)}
+            self._is_view.update(after for after in node.outputs if self.reads(after))
         elif not self.is_alone(node):
             reads = frozenset().union(*map(self.reads, node.inputs))
             inputs = [i for i in node.inputs if self.reads(i)]
             is_view = node.name in VIEWS and all(i in self._is_view or self.reads(i) == {i} for i in inputs)
             self._reads |= dict.fromkeys(node.outputs, reads)
             self._is_view.update(node.outputs if is_view else ())
+            if node.name == "reduce_max" and self.graph.avals[node.outputs[0]].size == 1:  # before what is scaled by it
+                self._count(reads)
+                self._reads[node.outputs[0]] = frozenset()
 
     def write(self, value: int) -> None:
         reads = self.reads(value)
@@ -236,6 +246,9 @@ def _stored(
         read = frozenset().union(*(sources.get(i, frozenset()) for i in node.inputs))
         # What a scatter adds to is in memory too.
         is_written = not stored.isdisjoint(node.outputs) and node.name not in VIEWS - {"broadcast_in_dim"}
+        if node.name == BARRIER:
+            sources |= {o: sources.get(i, frozenset()) for i, o in zip(node.inputs, node.outputs, strict=True)}
+            continue
         sources |= {i: frozenset([i]) if is_written and i in stored else read for i in node.outputs}
         if is_written:
             last_read |= {i: at for i in read if last_read.get(i, -1) < at}
@@ -261,7 +274,9 @@ def seconds_of(
     chain_bytes = 1.0 if measured is None else measured.chain_bytes
     num_bytes = of_scores + others * (chain_bytes if software.fused else UNFUSED)
     rate = software.product_rate * (measured.product_share / cluster.product_share if measured else 1.0)
-    of_products = sum(count * product_seconds(each, cluster, rate) for each, count in kernels.products)
+    in_fp8 = cluster.fp8_rate if measured is None else measured.fp8_rate
+    rate_of = lambda product: rate * in_fp8 if product.in_fp8 else rate
+    of_products = sum(count * product_seconds(each, cluster, rate_of(each)) for each, count in kernels.products)
     return (
         of_products
         + _of_experts(kernels, cluster, software, own_share, rate)

@@ -61,6 +61,7 @@ class ModelShape:
         experts_per_token: The experts that a token uses.
         over_data: Whether the experts are over ``data``, so that layers are traced as on a device of that axis.
         num_leading: The layers that are part of the embedding.
+        in_fp8: Whether layers multiply by some of their weights in FP8.
         depends_on: The mesh axes for whose sizes the functions ask, so that they are traced anew for each.
         cache: The traced ops, by number of rows and by the sizes of these axes.
     """
@@ -78,6 +79,7 @@ class ModelShape:
     placements: Mapping[str, "ModelShape"] = field(default_factory=dict)
     over_data: bool = False
     num_leading: int = 0
+    in_fp8: bool = False
     depends_on: tuple[str, ...] = ()
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -193,6 +195,7 @@ def transformer_shape(
         experts_per_token=config.experts_per_token,
         over_data=config.num_experts is not None and experts == DATA,
         num_leading=config.num_dense_layers,
+        in_fp8=config.products == "fp8",
         depends_on=(TENSOR,) if sequence_parallel or config.num_experts is not None else (),
     )
     return shape if lora is None else _with_factors(shape, lora, quantize)

@@ -63,6 +63,7 @@ def plan(
     """
     shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
     check_kind((Cluster,), "a Cluster", 'Use jaxpar.planner.cluster("h100"), say.', cluster=cluster)
+    _check_fp8(shape, cluster)
     batch_size = max(1, DEFAULT_TOKENS // shape.tokens_per_row) if batch_size is None else batch_size
     if not 0 <= memory_headroom < 1:
         raise ValueError(
@@ -109,6 +110,7 @@ def price(
         ValueError: The choice does not divide the model or the batch.
     """
     shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
+    _check_fp8(shape, cluster)
     count = choice.num_replicas * choice.num_microbatches
     if batch_size % count:
         raise ValueError(
@@ -123,6 +125,15 @@ def price(
     priced = estimator.price(choice)
     assert priced is not None
     return priced
+
+
+def _check_fp8(shape: ModelShape, cluster: Cluster) -> None:
+    """Raises ValueError for products in FP8 on devices without them."""
+    if shape.in_fp8 and cluster.fp8_rate <= 1:
+        raise ValueError(
+            "products in FP8 need GPUs of the architecture Hopper, such as h100, or later ones; got "
+            f"{arg(gpu=cluster.name)}. Choose {arg(gpu='h100')}, or {arg(products='compute')}."
+        )
 
 
 def gains_of(estimator: Estimator, choice: Choice) -> tuple[Gain, ...]:

@@ -8,14 +8,19 @@ import json
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar import fp8
+from jaxpar.backward.graph import trace
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS
 from jaxpar.planner import Choice, cluster, price, transformer_shape
+from jaxpar.planner.kernels import kernels_of, seconds_of
 
-ROWS = json.loads((Path(__file__).parents[1] / "data" / "measured.json").read_text())["rows"]
+_DATA = json.loads((Path(__file__).parents[1] / "data" / "measured.json").read_text())
+ROWS, LINEAR = _DATA["rows"], _DATA["linear"]
 PAGE = Path(__file__).parents[2] / "docs" / "published.md"
 SECTION = re.compile(r"(?<=<!-- by tests/support/measured.py -->\n).*?(?=<!-- until here, measured -->)", re.DOTALL)
 
@@ -33,6 +38,19 @@ def planned(index):
 def error(index):
     """The planned seconds over the measured ones, less 1."""
     return 1e3 * planned(index).step_seconds / ROWS[index]["milliseconds"] - 1
+
+
+def linear_seconds(rows, ins, outs, products):
+    """The planned seconds of forward and backward of one weight, in 16 bits ("compute") or in FP8."""
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+
+    def both(x, w, ct):
+        y, backward = jax.vjp(fp8.dot if products == "fp8" else jnp.matmul, x, w)
+        return y, *backward(ct)
+
+    graph = trace(both, shape(rows, ins), shape(ins, outs), shape(rows, outs))
+    kernels = kernels_of(graph, graph.needed(graph.outputs, graph.inputs), graph.outputs, ())
+    return seconds_of(kernels, cluster("h100", 1, 1))
 
 
 def line(index):
