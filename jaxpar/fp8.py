@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxpar._compat import equations
 from jaxpar.context_parallel import max_over_sequence
 from jaxpar.devices import HOPPER_OR_LATER, on_gpus, traced_kind
 from jaxpar.dtypes import wide_dtype
@@ -277,6 +278,13 @@ def check_products(
             "Leave out flags of XLA_FLAGS that choose kernels for products, take a version of JAX "
             f"that constraints.txt names, or choose {arg(products='compute')}."
         )
+
+
+def num_asked(jaxpr: Any) -> int:
+    """Returns the number of products of factors in FP8 in a traced function, each once."""
+    dtypes = {jnp.dtype(OF_VALUES), jnp.dtype(OF_COTANGENTS)}
+    products = [each for each in equations(jaxpr) if each.primitive.name == "dot_general"]
+    return sum({x.aval.dtype for x in each.invars} <= dtypes for each in products)
 
 
 def products_of(program: str) -> tuple[int, list[str]]:

@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh
 import jaxpar
 from jaxpar import fp8
 from jaxpar.__main__ import main as command
-from jaxpar._compat import equations
 from jaxpar.backward.split import split_layer
 from jaxpar.commands import recipe as cli
 from jaxpar.jobs.flags import first_plan, plan_flags, plan_remarks
@@ -150,8 +149,7 @@ def test_a_model_says_which_products_are_in_fp8_and_refuses_to_have_none():
 
 def num_in_fp8(function, *args):
     """The products of factors in FP8 of a function as it is traced; those of all layers are in one loop."""
-    products = [each for each in equations(jax.make_jaxpr(function)(*args)) if each.primitive.name == "dot_general"]
-    return sum(all(x.aval.dtype.itemsize == 1 for x in each.invars) for each in products)
+    return fp8.num_asked(jax.make_jaxpr(function)(*args))
 
 
 @pytest.mark.usefixtures("every_width")
@@ -279,6 +277,25 @@ def test_a_model_of_ones_own_has_in_a_pipeline_the_numbers_of_one_device_with_th
     of_rows = jax.jit(jax.grad(mean_of))
     want = np.mean([np.asarray(of_rows(params["layers"], rows)) for rows in rows_of(batch)], axis=0)
     assert_same(got["layers"], want, within=1e-6)
+
+
+def test_the_programs_of_the_mpmd_executor_are_checked_too(monkeypatch):
+    """Those of a CPU, which has no products in FP8, taken for a GPU's."""
+    monkeypatch.setattr("jaxpar.pipeline.mpmd_stages.are_gpus", lambda mesh: True)
+    model = jaxpar.LayeredModel(lambda _, batch: batch["x"], tanh_layers, lambda _, x: x)
+    params = {"outer": {}, "layers": draw(2, 16, 16)}
+    loss = lambda y, batch: (jnp.sum((y - batch["y"]) ** 2), jnp.float32(len(y)))
+    mesh = jaxpar.make_mesh(stage=2, devices=jax.devices()[:2])
+    run = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, executor="mpmd")
+    batch = jaxpar.shard_batch({"x": draw(4, 16), "y": draw(4, 16)}, mesh)
+    with pytest.raises(ValueError, match=r"must have at least 1 products of factors in FP8.*; got 0"):
+        run(params, batch)
+    seen = []
+    monkeypatch.setattr(fp8, "check_products", lambda text, least: seen.append((least, "fp8_product/" in text)))
+    run(params, batch)
+    run(params, batch)
+    assert sum(least for least, _ in seen) == fp8.PASSES * 2, "of each of two layers"
+    assert len(seen) == 4, "F and B of each stage, once"
 
 
 def rows_of(batch):

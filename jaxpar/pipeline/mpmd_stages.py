@@ -23,9 +23,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar import fp8
 from jaxpar.backward.add_grads import add_grads
 from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import SplitLayer, split_layer
+from jaxpar.devices import are_gpus
 from jaxpar.dtypes import is_float, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import DATA, num_replicas, spec_of_rows
@@ -236,7 +238,23 @@ def jit_op(
     whole, each = PartitionSpec(), spec_of_rows(mesh)
     run = manual_over_data_and_stage(one_replica, mesh, in_specs=(each, whole, each, each), out_specs=each, axes=axes)
     sums = virtual_stage.values_of(sums, virtual_stage.changes(kind))
-    return jax.jit(run, donate_argnums=0, out_shardings=(None, jax.tree.map(lambda s: s.sharding, sums)))
+    jitted = jax.jit(run, donate_argnums=0, out_shardings=(None, jax.tree.map(lambda s: s.sharding, sums)))
+    return _checked(jitted) if are_gpus(mesh) else jitted
+
+
+def _checked(op: jax.stages.Wrapped) -> Callable[..., tuple[Values, Values]]:
+    """Returns an op for GPUs that at its first call raises ValueError where XLA took products in FP8 back to 16 bits."""
+    checked: list[jax.stages.Compiled] = []
+
+    def run(*given: Any) -> tuple[Values, Values]:
+        if not checked:
+            traced = op.trace(*given)
+            compiled = traced.lower().compile()  # the call below reuses it
+            fp8.check_products(compiled.as_text(), fp8.num_asked(traced.jaxpr))
+            checked.append(compiled)
+        return op(*given)
+
+    return run
 
 
 def jit_weight(mesh: Mesh, traced: Any, reduce: Reduce) -> Callable[[PyTree], jax.Array]:
