@@ -15,6 +15,7 @@ import gpt
 import jax
 import numpy as np
 import pytest
+import tyro
 import untrained_model
 from safetensors.numpy import load_file
 
@@ -38,7 +39,7 @@ PAGE = ROOT / "docs" / "fine-tuning.md"
 
 
 TINY = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 24, "max_positions": 512}
-MAKE, REHEARSE, SERVE, TUNE, SERVE_TUNED = (
+MAKE, REHEARSE, SERVE, TUNE, SERVE_TUNED, PLAN, FOUR_BITS, SERVE_FOUR_BITS, TUNE_70B = (
     command for command in doc_pages.commands(PAGE) if command.words[0] == "python"
 )
 RECIPES = {"recipes/gpt.py": gpt, "recipes/untrained_model.py": untrained_model}
@@ -195,6 +196,40 @@ def test_the_server_answers_the_page_s_question_as_the_model_does(rehearsed):
     [choice] = response.json["choices"]
     assert choice["message"]["content"] == tokenizer.decode(row[len(prompt) :]) == ANSWER
     assert choice["finish_reason"] == "stop"
+
+
+@pytest.fixture(scope="module")
+def in_four_bits(rehearsed):
+    """The folder after the training beside weights in four bits, and what it printed."""
+    folder, _ = rehearsed
+    return folder, train(folder, FOUR_BITS)
+
+
+@pytest.mark.slow
+def test_the_model_in_four_bits_gives_the_answer_of_the_page_and_the_server_of_its_run_too(in_four_bits):
+    folder, printed = in_four_bits
+    doc_pages.check_quoted(FOUR_BITS.quoted, printed, numbers=True)
+    *command, name = SERVE_FOUR_BITS.words
+    assert command == ["python", "-m", "jaxpar", "serve"]
+    asked = QUESTION | {"model": Path(name).name}
+    with serving.serving(folder / name) as client:
+        response = client.post("/v1/chat/completions", asked)
+    assert response.json["choices"][0]["message"]["content"] == ANSWER
+
+
+@pytest.mark.full
+def test_the_plan_of_the_70b_is_what_the_page_quotes(capsys):
+    assert jaxpar_main(list(PLAN.words[3:])) == 0
+    printed = capsys.readouterr().out
+    assert PLAN.quoted in printed
+
+
+def test_the_command_for_the_70b_has_flags_that_there_are():
+    flags = [word for word in TUNE_70B.words if word.startswith("--")]
+    assert {"--quantize", "--lora-rank", "--remat"} <= set(flags)
+    text = " ".join(TUNE_70B.words[2:]).replace("--init-from llama-70b", "--model llama3.1-70b")
+    config = tyro.cli(gpt.Config, args=text.split())
+    assert (config.lora.quantize, config.lora.lora_rank, config.recipe.remat) == ("nf4", 16, "full")
 
 
 @pytest.mark.full

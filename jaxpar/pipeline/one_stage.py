@@ -119,6 +119,7 @@ class _WrittenOut:
         weights, x = self._fetch(0, x)
         for index in range(len(self.params)):
             ahead, x = self._fetch(index + 1, x)
+            weights, x = self._to_decode(weights, x)
             x, *of_layer = self.layer.forward_and_store(weights, x)
             residuals.append(of_layer)
             last, weights = weights, ahead
@@ -144,15 +145,24 @@ class _WrittenOut:
     def _fetch(self, index: int, beside: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the weights of a layer, none if there is none, and what the layer beside it reads.
 
-        Weights that are gathered (ZeRO 3) or decoded wait for that. XLA would gather or decode
-        those of all layers at once, and keep those of F for B.
+        Weights that are gathered (ZeRO 3) wait for that. XLA would gather those of all layers at
+        once, and keep those of F for B.
         """
         if not 0 <= index < len(self.params):
             return [], beside
         params = self.params[index]
-        if self.gathers or self.decodes:
+        if self.gathers:
             params, beside = jax.lax.optimization_barrier((params, beside))
         return self.layers.gather(params), beside
+
+    def _to_decode(self, weights: Arrays, beside: Arrays) -> tuple[Arrays, Arrays]:
+        """Returns the weights of a layer, which wait for what it reads if they are in codes.
+
+        XLA would decode those of all layers at once, before the loop over microbatches.
+        """
+        if not self.decodes:
+            return weights, beside
+        return jax.lax.optimization_barrier((weights, beside))
 
     def _backward_one(
         self,
@@ -165,6 +175,7 @@ class _WrittenOut:
         sums, *above = sums_and_above
         # XLA would find what B recomputes in F, and store it.
         (for_b, for_w), ct = jax.lax.optimization_barrier((residuals, ct))
+        weights, ct = self._to_decode(weights, ct)
         ct, grads = self.layer.backward(weights, for_b, for_w, ct)
         # XLA would leave gradients to the end, and keep what they read of all layers. So the layer
         # below waits for the sums, and where collectives come first, for the products alone.
