@@ -7,6 +7,7 @@ beside the collectives over `tensor`.
 The programs of the chosen tests compile on two threads from the start, so the tests that wait for something else come first.
 """
 
+import functools
 import json
 import math
 import os
@@ -28,6 +29,8 @@ from jaxpar.documents import find_documents
 from jaxpar.inspect.hlo import parse_module
 from jaxpar.models import transformer
 from jaxpar.models.grouped_product import TILE, grouped_product
+from jaxpar.models.lora import Lora
+from jaxpar.models.transformer import LAYER_WEIGHTS
 from jaxpar.models.transformer.flash_chunks import as_rows, chunked_causal_attention
 from jaxpar.models.transformer.generate import _extend, _first
 from jaxpar.models.transformer.sampling import make_sampling
@@ -91,6 +94,19 @@ def test_a_plan_needs_the_memory_that_it_says(gpus, axes):
     mesh = jaxpar.make_mesh(**axes, devices=list(gpus))
     _, found = compile_choice(model, choice, mesh, optax.adam(1e-4), rows)
     assert 0.9 < found.memory.total_bytes / planned.memory_bytes < 1.1
+
+
+@pytest.mark.parametrize(("model", "tensor", "remat"), [("llama3.1-70b", 1, True), ("llama3.1-405b", 8, False)])
+def test_giants_in_four_bits_fit_few_gpus_as_planned_and_no_weight_is_gathered(model, tensor, remat):
+    shape_of = functools.partial(transformer_shape, model, seq=2048, lora=Lora(16, LAYER_WEIGHTS), quantize="nf4")
+    choice, optimizer = Choice(tensor=tensor, remat=remat), optax.adamw(1e-4)
+    planned = price(shape_of(), cluster("h100", 1, tensor), choice, batch_size=1)
+    gpus = jaxpar.compile_only_devices("h100", num_nodes=1, devices_per_node=tensor)
+    mesh = jaxpar.make_mesh(tensor=tensor, devices=gpus)
+    _, found = compile_choice(shape_of(is_planned=False), choice, mesh, optimizer, 1)
+    assert found.memory.total_bytes < 75 * 2**30
+    assert 0.9 < found.memory.total_bytes / planned.memory_bytes < 1.1
+    assert found.bytes_moved("all-gather", "tensor") == 0
 
 
 def test_a_recipe_compiles_for_gpus_that_are_not_here(tmp_path):

@@ -243,7 +243,7 @@ MORE_MEMORY = [
     ("wide", 2, 1, 4, "1f1b", 4, 0, False),
     ("long", 2, 4, 1, "zb-h1", 8, 0, False),
     ("long+lora", 2, 4, 1, "1f1b", 8, 0, False),
-    ("long+lora-nf4", 2, 1, 2, "1f1b", 1, 0, True),
+    ("long+lora-nf4", 2, 4, 1, "1f1b", 8, 0, False),
 ]
 REPLICAS_ALONE = [("wide", 8, 1, 1, "1f1b", 2, 0, True)]
 MORE_THAN_PLANNED = pytest.mark.xfail(
