@@ -98,7 +98,7 @@ def dot(
             or it is traced for GPUs before NVIDIA's Hopper, which have no products in FP8.
 
     **Collectives**: over ``context`` the maximum of a scalar for x and one for the gradient; where
-    ``tensor`` splits one of the three tensors, one for it.
+    ``tensor`` splits one of the three tensors, one for it, and for w one more in the backward pass.
     """
     ins, outs = w.shape[:num_in], w.shape[num_in:]
     check_widths(math.prod(ins), math.prod(outs))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from functools import partial
 
 import gpt
@@ -258,6 +259,38 @@ def test_factors_of_lora_beside_weights_in_fp8_have_the_gradients_of_one_device(
     want = loss_and_grads(GPT2, {}, params, batch, num_microbatches=4)
     axes, settings = {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "1f1b", "num_microbatches": 2}
     assert_same(loss_and_grads(GPT2, axes, params, batch, **settings), want)
+
+
+def scalar_maxima(text):
+    """The numbers of scalars of each all-reduce of maxima in a compiled program, a loop's once."""
+    maxima, inside = set(), ""
+    for line in text.splitlines():
+        if begins := re.match(r"%?([\w.\-]+) \(.*\{$", line):
+            inside = begins[1]
+        elif re.match(r"\s+ROOT .* maximum\(", line):
+            maxima.add(inside)
+    found = [re.search(r" = \(?(.*?)\)? all-reduce\(.*to_apply=%?([\w.\-]+)", line) for line in text.splitlines()]
+    return [each[1].count("f32[]") for each in found if each and each[2] in maxima and "f32[]" in each[1]]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("every_width")
+def test_over_tensor_a_pass_has_one_maximum_for_each_weight_and_each_activation_that_is_split():
+    config = dataclasses.replace(LLAMA, compute_dtype="float32", num_layers=2)
+    mesh = jaxpar.make_mesh(tensor=2, devices=jax.devices()[:2])
+    shardings = tiny.shardings(config, mesh)
+    model = transformer.make_model(config, constrain=jaxpar.tensor_parallel.split_copied_heads)
+    run = jax.jit(jaxpar.value_and_grad(model, tiny.loss, mesh, shardings=shardings))
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tiny.make_params(config),
+        shardings,
+    )
+    batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, tiny.make_batch()))
+    counts = scalar_maxima(run.lower(params, batch).compile().as_text())
+    forward = 4 + 2  # weights; what attention and the MLP give to the products by row
+    backward = 4 + 2  # weights; the gradients of what the products by column give
+    assert sum(counts) == forward + backward, "each is shared by the two products that read it"
 
 
 def tanh_layers(w, x):
