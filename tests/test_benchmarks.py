@@ -89,7 +89,7 @@ def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_b
         pytest.param("checkpoint.py", ("--fake-devices", "2"), marks=pytest.mark.slow),
         pytest.param("remat.py", (), marks=pytest.mark.slow),
         ("pipeline.py", ("--num-microbatches", "8", "--schedules", "1f1b", "--mpmd")),
-        ("scaling.py", ()),
+        pytest.param("scaling.py", (), marks=pytest.mark.slow),
     ],
 )
 def test_benchmarks_run(smoke_here, script, flags):
@@ -244,7 +244,7 @@ def mpmd_jit_with_loop(fun, mpmd_mesh, donate_argnums):
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_step_of_the_jaxpp_peer_marks_each_stage_and_trains_as_one_device(monkeypatch):
     api = types.ModuleType("jaxpp.api")
     exec(IN_SEQUENCE.replace("WANTED", "8"), vars(api))

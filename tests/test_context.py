@@ -114,7 +114,7 @@ DYNAMIC = {"rope_scaling": transformer.RopeScaling(kind="dynamic", factor=2.0, o
             GATHER | EXPERTS,
             False,
             {"zero": 3, "experts": EXPERTS_OVER_DATA},
-            marks=pytest.mark.full,
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -606,9 +606,9 @@ def test_the_form_that_moves_fewer_bytes_is_the_default():
 @pytest.mark.parametrize(
     ("packed", "axes", "told"),
     [
-        (False, {"context": 2}, False),
+        pytest.param(False, {"context": 2}, False, marks=pytest.mark.slow),
         (True, {"context": 2, "tensor": 2}, True),
-        pytest.param(True, {"context": 2, "tensor": 2}, False, marks=pytest.mark.full),
+        pytest.param(True, {"context": 2, "tensor": 2}, False, marks=pytest.mark.slow),
         pytest.param(True, {"context": 2, "stage": 2, "tensor": 2}, True, marks=pytest.mark.slow),
     ],
     ids=["whole rows", "documents", "a bias", "stages"],

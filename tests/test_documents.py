@@ -173,7 +173,7 @@ def step_on(config, axes, batch, **settings):
             {"context": 2, "stage": 2},
             {"attention_over_context": "ulysses"},
             {"num_microbatches": 2, "schedule": "1f1b"},
-            marks=pytest.mark.full,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,

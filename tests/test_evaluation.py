@@ -69,7 +69,12 @@ PACKED = np.sort(np.arange(ROWS * SEQ).reshape(ROWS, SEQ) * 7 % 3, axis=1).astyp
             {"schedule": "1f1b", "remat": "full", "num_microbatches": 4},
             marks=pytest.mark.slow,
         ),
-        ("gpt2", {"stage": 4, "data": 2}, {"schedule": "1f1b", "mask_idle_ops": True, "num_microbatches": 4}),
+        pytest.param(
+            "gpt2",
+            {"stage": 4, "data": 2},
+            {"schedule": "1f1b", "mask_idle_ops": True, "num_microbatches": 4},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_sums_over_the_mesh_are_those_of_one_device(x64, name, axes, settings):

@@ -538,10 +538,14 @@ def test_experts_cost_two_all_reduces_of_an_activation_a_layer_as_an_mlp_does(x6
 @pytest.mark.parametrize(
     ("split", "mesh_sizes"),
     [
-        ("experts", (1, 2, 2)),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in [("experts", (1, 1, 1)), ("experts", (1, 1, 2)), ("expert_mlp", (1, 2, 2))]
+            for each in [
+                ("experts", (1, 2, 2)),
+                ("experts", (1, 1, 1)),
+                ("experts", (1, 1, 2)),
+                ("expert_mlp", (1, 2, 2)),
+            ]
         ),
     ],
 )

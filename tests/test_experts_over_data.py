@@ -223,7 +223,7 @@ def adapted_job():
     ("axes", "rules"),
     [
         pytest.param({"data": 2, "tensor": 2}, RULES, marks=SLOW),
-        ({"stage": 2, "tensor": 2}, OVER_TENSOR),
+        pytest.param({"stage": 2, "tensor": 2}, OVER_TENSOR, marks=SLOW),
     ],
 )
 def test_lora_adapts_attention_and_shared_experts_beside_frozen_experts(x64, axes, rules):

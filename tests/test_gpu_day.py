@@ -119,7 +119,9 @@ def test_jobs_run_tiny_without_tyro_and_rich(tmp_path, jobs):
 @pytest.mark.parametrize(
     "runs",
     [
-        ("no pipeline", "interleaved, four virtual stages", "interleaved, 4 stages"),
+        pytest.param(
+            ("no pipeline", "interleaved, four virtual stages", "interleaved, 4 stages"), marks=pytest.mark.slow
+        ),
         pytest.param(("no pipeline", "mpmd, four virtual stages", "zb-h1, 4 stages"), marks=pytest.mark.slow),
     ],
 )

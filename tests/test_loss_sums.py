@@ -151,7 +151,7 @@ def test_without_the_mask_the_sums_of_idle_stages_would_be_found(monkeypatch):
     ("axes", "options"),
     [
         ({"data": 2, "tensor": 2}, {"zero": 1}),
-        ({"data": 2, "stage": 2}, {}),
+        pytest.param({"data": 2, "stage": 2}, {}, marks=pytest.mark.slow),
         ({"data": 2, "stage": 2}, {"mask_idle_ops": True, "overlap_grad_reduce": True, "schedule": "gpipe"}),
     ],
 )

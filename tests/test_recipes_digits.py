@@ -81,7 +81,7 @@ def test_no_step_s_time_includes_an_evaluation(timed):
     [
         ["--mesh.data", "8", "--split", "data"],
         [*ON_4_BY_2, "--split", "column"],
-        [*ON_4_BY_2, "--split", "row"],
+        pytest.param([*ON_4_BY_2, "--split", "row"], marks=pytest.mark.slow),
         ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", "--schedule", "zb-h1"],
     ],
     ids=["data", "column", "row", "pipeline"],

@@ -362,7 +362,7 @@ def test_flags_of_experts_that_do_not_fit_are_refused(flags, message):
         language_model.check_model(ModelFlags(**flags), 16, needs_weights=False)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_mixture_after_a_dense_layer_is_tuned_goes_on_elsewhere_and_is_exported(run, tmp_path):
     options = {"qk_norm": "head", "num_experts": 4, "expert_dim": 16, "num_dense_layers": 1, "num_layers": 4}
     config = transformer.TransformerConfig(
