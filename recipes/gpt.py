@@ -12,9 +12,9 @@
 The results are those of one device, for every mesh and schedule.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -146,7 +146,8 @@ def main(config: Config) -> None:
             + (f", or a larger --expert-buffer than {own.expert_buffer:g}." if own.expert_buffer else "."),
             draw=lambda: draw(run, text),
         )
-        run.restore(init, jax.random.key(common.seed), optimizer, parallel)
+        first = init, jax.random.key(common.seed), optimizer, parallel
+        run.restore(*first)
         begins_with = own.init_from if config.makes_state else None
         weights = begins_with and model_files.read_weights(begins_with, shape, layout, run.target)
     optimizers.say_new_rate(config, run.saved, run.first_step)
@@ -163,9 +164,7 @@ def main(config: Config) -> None:
             language_model.check_compiled(train_step, shape, mesh, num_factors)
         if run.is_dry:
             return run.say_cost()
-        state = run.begin()
-        if weights is not None:
-            state = dataclasses.replace(state, params=lora.with_weights(state.params, weights))
+        state = run.begin(None if weights is None else partial(model_files.first_state, weights, *first))
         jaxpar.huggingface.write_description(run.out_dir / "model", shape, source=own.init_from)
         held_out = batches.held_out_batches(common.batch_size, own.eval_rows, test, mesh, schedule.num_microbatches)
         evaluate = evaluation.Evaluation(model, loss, parallel, pipeline, held_out)

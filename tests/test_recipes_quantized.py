@@ -1,11 +1,13 @@
 """recipes/gpt.py with LoRA beside weights in four bits: its files, resumed, exported and served; and what it refuses."""
 
+import dataclasses
 import json
 import shutil
 
 import gpt
 import jax
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file
 
@@ -15,6 +17,7 @@ from jaxpar.commands import recipe as cli
 from jaxpar.huggingface.export import open_run
 from jaxpar.models import lora, transformer
 from jaxpar.models.quantized import Quantized, dense, is_quantized, quantize_weight
+from jaxpar.run import language_model, model_files
 from jaxpar.serve.open_run import _on_device
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support.gpt_data import make_folder
@@ -102,6 +105,26 @@ def test_a_folder_is_read_into_the_codes_of_its_weights(folder, kind):
     assert jax.tree.map(lambda leaf: leaf.sharding.spec, got) == jax.tree.map(lambda each: each.spec, in_codes)
     assert_same_bits(jaxpar.fetch(got), jax.tree.map(np.asarray, want))
     assert isinstance(got["layers"]["mlp"]["w_down"], Quantized)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [None, "nf4"])
+def test_a_run_that_reads_weights_begins_with_the_factors_that_it_would_draw_and_no_weights_of_its_own(folder, kind):
+    flags = gpt.Config.of(lora_rank=2, lora_targets=("w_up", "w_out"), quantize=kind).lora
+    config = jaxpar.huggingface.read_config(folder / "llama").for_tensor(1)
+    mesh, layout = jaxpar.make_mesh(data=2, devices=jax.devices()[:2]), jaxpar.LayerLayout(2, 1)
+    init, shardings = language_model.make_params(flags, config, layout, mesh, reads_weights=True)
+    parallel = jaxpar.Parallel(mesh, shardings, zero=3, trainable=lora.ADAPTERS, layout=layout)
+    first = init, jax.random.key(0), optax.adam(0.1), parallel
+    whole = jaxpar.init_state(*first)
+    weights = model_files.read_weights(folder / "llama", config, layout, whole)
+    got = model_files.first_state(weights, *first)
+    want = dataclasses.replace(whole, params=lora.with_weights(whole.params, weights))
+    assert_same_bits(jaxpar.fetch(got), jaxpar.fetch(want))
+    of = lambda state: jax.tree.map(lambda leaf: leaf.sharding, state)
+    assert of(got) == of(want)
+    read = {id(leaf) for leaf in jax.tree.leaves(weights)}
+    assert {id(leaf) for leaf in jax.tree.leaves(lora.without_factors(got.params))} == read, "not copied"
 
 
 @pytest.mark.parametrize(

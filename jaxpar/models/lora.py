@@ -253,9 +253,12 @@ def without_factors(params: PyTree) -> PyTree:
 
 
 def with_weights(params: PyTree, weights: PyTree) -> PyTree:
-    """Returns params with other weights, given in a tree like ``without_factors(params)``; the factors are kept."""
+    """Returns params with other weights, given in a tree like ``without_factors(params)``; the factors are kept.
+
+    Where params has None it gets what ``weights`` has.
+    """
     change = lambda node, weight: replace(node, weight=weight) if is_adapted(node) else weight
-    return jax.tree.map(change, params, weights, is_leaf=is_adapted)
+    return jax.tree.map(change, params, weights, is_leaf=lambda node: node is None or is_adapted(node))
 
 
 # -- weights in four or eight bits -------------------------------------------------------------------------------------
@@ -323,7 +326,7 @@ def _is_weight(node: object) -> bool:
 
 
 def _has_codes(node: object) -> bool:
-    return is_quantized(node) or (is_adapted(node) and is_quantized(node.weight))
+    return is_quantized(node.weight if isinstance(node, Adapted) else node)
 
 
 def _names(params: PyTree) -> list[str]:

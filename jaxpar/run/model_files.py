@@ -1,6 +1,9 @@
 """The weights of a run: the folder that it begins with, those that it leaves for transformers and peft, and what is trained."""
 
 import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,11 +17,13 @@ from jaxpar.huggingface.from_codes import has_codes, layer_by_layer
 from jaxpar.layered_model import open_packed
 from jaxpar.models import lora
 from jaxpar.models.transformer import TransformerConfig
+from jaxpar.optimizer_state import Optimizer
 from jaxpar.params import count_params
 from jaxpar.pipeline import LayerLayout
 from jaxpar.run.language_model import ModelFlags
 from jaxpar.run.messages import say
 from jaxpar.runtime.coordination import check_agreement
+from jaxpar.trainable import trained_part
 
 CHECKED_BYTES = 2**20  # at each end of a file
 
@@ -40,6 +45,30 @@ def read_weights(folder: Path, config: TransformerConfig, layout: LayerLayout, s
     canonical = packed | {"layers": jax.tree.map(on_all, packed["layers"].tree)}
     params = jaxpar.huggingface.read_params(folder, config, canonical)
     return jax.jit(layout.pack_params, out_shardings=packed)(params)
+
+
+def first_state(
+    weights: dict,
+    init: Callable[[jax.Array], PyTree],
+    key: jax.Array,
+    optimizer: Optimizer,
+    parallel: jaxpar.Parallel,
+) -> jaxpar.TrainState:
+    """Returns the first state of a run that begins with weights that were read.
+
+    With LoRA the factors and their moments are made, and nothing else: no device holds the frozen weights twice.
+
+    Args:
+        weights: The weights, from ``read_weights``.
+        init: As for ``jaxpar.init_state``, as are ``key``, ``optimizer`` and ``parallel``.
+        key: A PRNG key.
+        optimizer: The optimizer.
+        parallel: Where arrays live.
+    """
+    trained = partial(trained_part, trainable=parallel.trainable)
+    of_trained = replace(parallel, shardings=trained(parallel.shardings), trainable=None)
+    state = jaxpar.init_state(lambda key: trained(init(key)), key, optimizer, of_trained)
+    return replace(state, params=lora.with_weights(state.params, weights))
 
 
 def checksum_of_model(folder: Path) -> str:

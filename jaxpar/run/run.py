@@ -221,8 +221,11 @@ class Run(AbstractContextManager["Run"]):
         if self.flags.gpu.compile_for:
             self._say("\n" + roofline(report, cluster(self.flags.gpu.compile_for, *self.flags.gpu.shape)).render())
 
-    def begin(self) -> jaxpar.TrainState:
+    def begin(self, make_state: Callable[[], jaxpar.TrainState] | None = None) -> jaxpar.TrainState:
         """Returns the first state, new or restored, once the folder is prepared: --overwrite, config.json.
+
+        Args:
+            make_state: Makes the state of a new run in place of ``jaxpar.init_state``, whose arguments ``restore`` was given.
 
         Raises:
             ConfigError: The processes of a new run have made different params.
@@ -230,7 +233,7 @@ class Run(AbstractContextManager["Run"]):
         """
         compiled, shared = self._step(), {"schedule": self.schedule, "num_steps": self.flags.common.steps}
         self._watchers.append(ReportWriter(self.out_dir, lambda: step_data(compiled, self.target, self.mesh, **shared)))
-        state = first_state(self._init) if self._state is None else self._state
+        state = first_state(make_state or self._init) if self._state is None else self._state
         self._state = None  # the first step donates it
         if self.flags.common.overwrite and jax.process_index() == 0 and folder.has_run(self.out_dir):
             self.checkpoints.lease.check()
