@@ -314,9 +314,11 @@ def test_the_axis_of_a_plans_experts_is_a_flag():
     assert plan_flags(first_plan(roomy), ())[-4:] == ["--experts", "data", "--expert-buffer", "1.5"]
 
 
-def test_the_rank_of_a_plan_with_lora_is_a_flag():
+def test_the_rank_of_a_plan_with_lora_and_the_codes_of_its_weights_are_flags():
     plan = {"data": 1, "stage": 1, "tensor": 1, "lora_rank": 8}
     assert plan_flags(first_plan(plan), ())[-2:] == ["--lora-rank", "8"]
+    in_codes = plan_flags(first_plan(plan | {"quantize": "nf4"}), ())
+    assert in_codes[-4:] == ["--lora-rank", "8", "--quantize", "nf4"]
     with pytest.raises(ValueError, match="lora_rank of a plan must be at least 1; got 0"):
         first_plan(plan | {"lora_rank": 0})
 

@@ -27,7 +27,7 @@ from jaxpar.runtime.output import printable
 # folder's or one's own.
 FLAGS = (
     *("model", "batch_size", "seq", "dtype", "schedule", "num_microbatches", "zero"),
-    *("experts", "expert_buffer", "lora_rank", "products"),
+    *("experts", "expert_buffer", "lora_rank", "quantize", "products"),
 )
 # Flags that change what was planned, and which a plan sets only where they do not have these values.
 OPTIONAL = {
@@ -36,7 +36,8 @@ OPTIONAL = {
     "--sequence-parallel": ["off"],
     "--layers-per-virtual-stage": [],
 }
-OPTIONAL |= {"--experts": [], "--expert-buffer": [], "--lora-rank": [], "--products": ["compute"]}
+OPTIONAL |= {"--experts": [], "--expert-buffer": [], "--lora-rank": []}
+OPTIONAL |= {"--quantize": [], "--products": ["compute"]}
 MAX_PARTS = 2**16
 _SLURM, _KUBERNETES = ([each.name for each in dataclasses.fields(of)] for of in (SlurmSettings, KubernetesSettings))
 OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim", "toleration", "env", "run_as_user")
@@ -75,6 +76,7 @@ class PlannedSettings:
     num_microbatches: forms.Count | None = None
     num_chunks: forms.Count | None = None
     lora_rank: forms.Count | None = None
+    quantize: forms.Word | None = None
     products: forms.Word | None = None
     sequence_parallel: bool = False
     zero: forms.CountOrZero | None = None
