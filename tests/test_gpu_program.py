@@ -114,7 +114,7 @@ def test_a_recipe_compiles_for_gpus_that_are_not_here(tmp_path):
     command += ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", "--out-dir", str(tmp_path / "run")]
     env = os.environ | {
         "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": "--xla_gpu_memory_limit_slop_factor=116",
         "PYTHONWARNINGS": "error::UserWarning",
     }  # too late: a warning
     end = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
@@ -281,7 +281,7 @@ def late_in_pipeline(zero):
 @compiles(late_in_replicas(0), late_in_replicas(1), slow=[late_in_replicas(2)])
 def test_gradients_of_one_layer_are_reduced_while_the_next_computes(reports, program):
     found = reports(program)
-    of_layers = [each for each in found.gpu.transfers if each.times >= MANY_LAYERS - 1]
+    of_layers = [each for each in found.gpu.transfers if each.times > MANY_LAYERS // 2]
     assert {each.kind for each in of_layers} == {REDUCTIONS[program.zero]}
     assert all(each.flops_meanwhile > 0 for each in of_layers), found.render()
 
