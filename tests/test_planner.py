@@ -592,20 +592,31 @@ def test_lora_needs_no_state_and_no_products_for_gradients_of_frozen_params():
     assert factors.useful_flops < 0.8 * whole.useful_flops
 
 
-def test_weights_in_four_bits_take_their_codes_and_scales_and_the_traffic_of_whole_ones():
-    shape = TransformerConfig(vocab_size=64, num_layers=2, embed_dim=128, num_heads=2, mlp_dim=256, max_positions=32)
-    choice = Choice(tensor=2, num_microbatches=2)
-    whole, coded = (transformer_shape(shape, lora=Lora(4, LAYER_WEIGHTS), quantize=kind) for kind in (None, "nf4"))
+CODED = TransformerConfig(vocab_size=64, num_layers=2, embed_dim=128, num_heads=2, mlp_dim=256, max_positions=32)
+
+
+def with_and_without_codes():
+    return [transformer_shape(CODED, lora=Lora(4, LAYER_WEIGHTS), quantize=kind) for kind in (None, "nf4")]
+
+
+def test_a_model_has_as_many_parameters_in_four_bits():
+    whole, coded = with_and_without_codes()
     assert coded.num_params == whole.num_params
-    prices = [price(each, cluster("h100", 1, 2), choice, batch_size=4) for each in (whole, coded)]
+    assert num_bytes(jax.tree.leaves(coded.params)) < 0.4 * num_bytes(jax.tree.leaves(whole.params))
+
+
+@pytest.mark.full
+def test_weights_in_four_bits_take_their_codes_and_scales_and_the_traffic_of_whole_ones():
+    choice = Choice(tensor=2, num_microbatches=2)
+    whole, coded = (price(each, cluster("h100", 1, 2), choice, batch_size=4) for each in with_and_without_codes())
     weights = 2 * (
         4 * 128 * 128 + 2 * 128 * 256
     )  # of both layers, in float32 and at four bits with a scale for each 64
-    saved = prices[0].bytes_per_device["params"] - prices[1].bytes_per_device["params"]
+    saved = whole.bytes_per_device["params"] - coded.bytes_per_device["params"]
     assert saved == weights * (4 - 0.5 - 4 / 64) / 2
-    assert prices[0].bytes_moved == prices[1].bytes_moved
-    assert prices[0].useful_flops == prices[1].useful_flops
-    assert prices[1].bytes_per_device["activations"] == prices[0].bytes_per_device["activations"]
+    assert whole.bytes_moved == coded.bytes_moved
+    assert whole.useful_flops == coded.useful_flops
+    assert whole.bytes_per_device["activations"] == coded.bytes_per_device["activations"]
 
 
 @pytest.mark.parametrize(

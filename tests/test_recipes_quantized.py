@@ -22,6 +22,7 @@ from jaxpar.serve.open_run import _on_device
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support.gpt_data import make_folder
 from tests.support.oracle import assert_same, assert_same_bits
+from tests.support.tiers import quick
 from tests.support.tiny_lora import check_merged
 
 SHAPE = {"embed_dim": 64, "mlp_dim": 128, "num_heads": 8, "num_kv_heads": 4, "explicit_head_dim": 16}
@@ -92,7 +93,7 @@ def test_a_run_in_four_bits_is_resumed_saved_exported_and_served(run, folder, tm
     assert_same_bits(np.asarray(tokens), np.asarray(want))
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", quick(["nf4", "int8"], "nf4"))
 def test_a_folder_is_read_into_the_codes_of_its_weights(folder, kind):
     config = jaxpar.huggingface.read_config(folder / "llama").for_tensor(2)
     mesh = jaxpar.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
