@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar._compat import equations
+from jaxpar._compat import equations, row_major
 from jaxpar.context_parallel import max_over_sequence
 from jaxpar.devices import HOPPER_OR_LATER, on_gpus, traced_kind
 from jaxpar.dtypes import wide_dtype
@@ -142,7 +142,9 @@ def _forward(
     num_in: int,
 ) -> tuple[Array, Residuals]:
     x8 = to_bytes(x, OF_VALUES, is_of_rows=True)
-    w8 = to_bytes(w, OF_VALUES)
+    # This product reads w transposed, and that of the backward pass as it is. Where a loop runs the
+    # layers, XLA would keep the 16-bit weights of all of them in both orders.
+    w8 = to_bytes(row_major(w) if on_gpus() else w, OF_VALUES)
     dims = _last(x, num_in), _first(w, num_in)
     sums = _sums_of_rows(x.dtype)
     y = _product(x8, w8, dims, sums)

@@ -635,6 +635,13 @@ def test_in_fp8_each_weight_has_three_products_of_cublaslt_and_a_layer_transpose
     assert found.memory.temp_bytes <= before.memory.temp_bytes
 
 
+def test_over_tensor_no_more_memory_is_needed_in_fp8_since_weights_are_kept_in_one_order(gpus):
+    mesh = jaxpar.make_mesh(tensor=2, devices=list(gpus[:2]))
+    (text, found), (_, before) = (step_in(each, mesh) for each in ("fp8", "compute"))
+    assert fp8.products_of(text) == (fp8.PASSES * WEIGHTS * 2, []), "before, in and after the loop of F beside B"
+    assert found.memory.temp_bytes < before.memory.temp_bytes
+
+
 def test_in_a_pipeline_with_b_and_w_apart_products_stay_in_fp8_and_no_more_activations_are_added_over_tensor(gpus):
     mesh = jaxpar.make_mesh(stage=2, tensor=2, devices=list(gpus[:4]))
     (text, found), (_, before) = (step_in(each, mesh, schedule="zb-h1") for each in ("fp8", "compute"))
