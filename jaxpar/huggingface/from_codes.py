@@ -1,4 +1,4 @@
-"""The params of a run whose weights are in codes: their values, a layer at a time, for files; or the codes, to serve.
+"""The params of a run whose weights are in codes: values by the layer for files, or codes to serve.
 
     codes and scales --of one layer, with factors merged--> float32, as write_model indexes it
 
@@ -64,7 +64,7 @@ def has_codes(params: PyTree) -> bool:
 
 
 def layer_by_layer(params: PyTree) -> PyTree:
-    """Returns params on a mesh with merged weights that are computed when ``write_model`` indexes them."""
+    """Returns params on a mesh, with merged weights that are computed when they are indexed."""
 
     def of(path: tuple, node: Any) -> Any:
         if is_quantized(node):
@@ -79,7 +79,7 @@ def layer_by_layer(params: PyTree) -> PyTree:
 
 
 def decoded(stored: Mapping[str, Any], config: TransformerConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns stored params, by path, with weights in place of codes and scales, decoded when these are indexed.
+    """Returns stored params, by path, with weights in place of codes, decoded when they are indexed.
 
     Args:
         stored: Stored params.
@@ -98,7 +98,7 @@ def in_codes_of(
     config: TransformerConfig,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns stored params by the paths of a model, each with the codes and factors that it has; as ``decoded``."""
+    """Returns stored params by a model's paths, with the codes and factors that they have."""
     scale = settings["lora_alpha"] / settings["lora_rank"]
 
     def of(path: str) -> Any:

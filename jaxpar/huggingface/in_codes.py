@@ -1,9 +1,10 @@
 """Reads weights into codes, four or eight bits a value, one layer at a time.
 
-    tensors of one layer --float32--> codes and scales --into those of all layers, on the host--> devices
+    tensors of one layer --float32--> codes and scales --into those of all layers--> devices
 
-Of one weight the host holds the values of a layer and the codes of all layers that its devices have: of a
-70B's largest weight 2 GB and 21 GB. It reads all values of these layers, whatever its devices have of them.
+Of one weight the host holds the values of a layer and the codes of all layers that its devices
+have: of a 70B's largest weight 2 GB and 21 GB. It reads all values of these layers, whatever its
+devices have of them.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,10 @@ def in_codes(
         block: Returns a part of the weights, on the host.
     """
     kind, num_in = shardings.kind, shardings.num_in
-    one = jax.eval_shape(lambda w: quantize_weight(w, kind, num_in, 0, ""), jax.ShapeDtypeStruct(shape[1:], "float32"))
+    one = jax.eval_shape(
+        lambda w: quantize_weight(w, kind, num_in, 0, ""),
+        jax.ShapeDtypeStruct(shape[1:], "float32"),
+    )
     parts = [
         _Parts((shape[0], *leaf.shape), leaf.dtype, sharding)
         for leaf, sharding in zip((one.codes, one.scales), (shardings.codes, shardings.scales), strict=True)
@@ -77,7 +81,7 @@ class _Parts:
 
 
 def holders_of(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Holders:
-    """Returns the devices of this process that hold each part of an array, by its ends along each dim."""
+    """Returns the devices of this process with each part of an array, by its ends along each dim."""
     holders: Holders = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         ends = tuple(at.indices(size)[:2] for at, size in zip(index or (), shape, strict=True))
@@ -86,7 +90,7 @@ def holders_of(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Holde
 
 
 def _host() -> jax.Device:
-    """The device of JAX's that is this machine's CPU, or the first one where JAX was told to leave CPUs out."""
+    """This machine's CPU as a device, or the first device where JAX was told to leave CPUs out."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:

@@ -1,6 +1,6 @@
-"""Weights in four or eight bits, decoded where a product reads them. They are frozen: a code has no gradient.
+"""Weights in four or eight bits, decoded where a product reads them. They are frozen.
 
-    weight [*stack, *in, *out]   --quantize-->   codes [*stack, in, *out]   scales [*stack, blocks, *out]
+    weight [*stack, *in, *out]  -->  codes [*stack, in, *out]   scales [*stack, blocks, *out]
 
     kind    a code                                          a scale of
     nf4     one of 16 values, two codes to a byte           a block of 64 values along in
@@ -12,8 +12,8 @@ scale, in float32. The values of NF4 are quantiles of a normal distribution, sca
 codes, their order in a byte and their blocks are those of the library bitsandbytes, which stores
 weights as [out, in].
 
-Blocks lie along in. So a sharding of an out dim never divides one, and a sharding of in must give each
-shard whole blocks, which ``Quantized.shardings`` checks.
+Blocks lie along in. So a sharding of an out dim never divides one, and a sharding of in must give
+each shard whole blocks, which ``Quantized.shardings`` checks.
 
 **Reference**: Dettmers et al. 2023, arXiv 2305.14314, section 3 and appendix E. Scales are not
 quantized themselves.
@@ -138,7 +138,7 @@ def is_quantized(node: object) -> bool:
 
 
 def dense(weight: Any, dtype: Any = None) -> Any:
-    """Returns a weight that is in codes as an array of a dtype, by default float32; any other as it is."""
+    """Returns a weight in codes as an array of a dtype, by default float32; any other as it is."""
     return weight.astype(dtype or weight.dtype) if is_quantized(weight) else weight
 
 
@@ -263,7 +263,7 @@ def _in_units(
     axes: tuple[int, ...],
     largest: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a weight divided by its scales, of which the largest value becomes ``largest``, and the scales."""
+    """Returns a weight divided by its scales, with ``largest`` as its largest value, and the scales."""
     most = jnp.max(jnp.abs(weight), axis=axes, keepdims=True)
     scales = most / np.float32(largest)
     units = weight / jnp.where(scales > 0, scales, 1)
