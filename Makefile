@@ -64,7 +64,7 @@ test: $(VENV)/for-tests
 	$(PYTEST)
 
 test-all: $(VENV)/for-tests
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --durations=20
 
 installed: $(VENV)/installed
 
@@ -88,7 +88,7 @@ gpu-compiler: $(VENV)/for-tests
 check-gpu: gpu-compiler
 	@# The machine code is neither run nor measured; leaving it unoptimized takes a fifth of the time off with JAX 0.11.
 	JAX_PLATFORMS=cpu XLA_FLAGS="$$($(BIN)/python -c 'from jaxpar.compile_only import with_compiler_flags; print(with_compiler_flags(""))') --xla_gpu_disable_gpuasm_optimizations=true" \
-		$(BIN)/python -m pytest -q tests/test_gpu_program.py
+		$(BIN)/python -m pytest -q --durations=12 tests/test_gpu_program.py
 
 check-on-gpu:
 	@# Not with $(VENV), whose JAX has no GPUs.
