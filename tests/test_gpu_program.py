@@ -542,7 +542,7 @@ def test_weights_that_a_token_casts_are_cast_layer_by_layer(gpus):
     """537 MiB with four layers in a trip, and 245 when layers were a loop's inputs."""
     config = transformer.preset("tinyllama-1.1b", compute_dtype="bfloat16", num_layers=6)
     found = compiled_step(gpus, config, 1, dtype=jnp.float32)
-    assert found.memory.temp_bytes < 150 * 2**20, found.render()
+    assert found.memory.temp_bytes < 160 * 2**20, found.render()
 
 
 def test_the_program_that_scores_given_tokens_compiles_for_gpus(gpus):

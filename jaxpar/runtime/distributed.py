@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import jax
 
-from jaxpar._compat import coordination, has_started
+from jaxpar._compat import EACH_KERNEL_ONCE, coordination, has_started
 from jaxpar.fields import check_kind, check_positive
 from jaxpar.runtime import endings
 from jaxpar.runtime.exit_codes import ExitCode
@@ -30,6 +30,7 @@ GPU_FLAGS = (
     "--xla_gpu_experimental_collective_start_as_early_as_possible=true",
     "--xla_gpu_enable_pipelined_all_reduce=true",
     "--xla_gpu_enable_pipelined_reduce_scatter=true",
+    *EACH_KERNEL_ONCE,
 )
 
 
