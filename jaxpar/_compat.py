@@ -40,8 +40,7 @@ PIPELINED_ALL_GATHER: dict[str, bool | str] = (
     else {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
 )
 
-# XLA for GPUs runs a kernel twice whose result is written into a stack and read at once: the second run is what writes in
-# place. Seen with JAX 0.11.2, where a layer of experts has 11 grouped products instead of 9.
+# XLA for GPUs runs a kernel twice whose result is both written into a stack and read; seen with JAX 0.11.2.
 EACH_KERNEL_ONCE: tuple[str, ...] = (
     ("--xla_gpu_enable_dynamic_slice_fusion=false",) if (0, 11) <= jax.__version_info__ < (0, 12) else ()
 )
