@@ -218,7 +218,8 @@ def test_the_model_in_four_bits_gives_the_answer_of_the_page_and_the_server_of_i
 
 
 @pytest.mark.full
-def test_the_plan_of_the_70b_is_what_the_page_quotes(capsys):
+def test_the_plan_of_the_70b_is_what_the_page_quotes(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     assert jaxpar_main(list(PLAN.words[3:])) == 0
     printed = capsys.readouterr().out
     assert PLAN.quoted in printed
