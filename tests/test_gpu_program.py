@@ -98,7 +98,6 @@ def test_a_plan_needs_the_memory_that_it_says(gpus, axes):
     assert 0.9 < found.memory.total_bytes / planned.memory_bytes < 1.1
 
 
-@pytest.mark.skipif(not any(map(version_of, CUDNN)), reason="compiling flash attention needs cuDNN, a gigabyte")
 @pytest.mark.parametrize(("model", "tensor", "remat"), [("llama3.1-70b", 1, True), ("llama3.1-405b", 8, False)])
 def test_giants_in_four_bits_fit_few_gpus_as_planned_and_no_weight_is_gathered(model, tensor, remat):
     shape_of = functools.partial(transformer_shape, model, seq=2048, lora=Lora(16, LAYER_WEIGHTS), quantize="nf4")
@@ -106,7 +105,8 @@ def test_giants_in_four_bits_fit_few_gpus_as_planned_and_no_weight_is_gathered(m
     planned = price(shape_of(), cluster("h100", 1, tensor), choice, batch_size=1)
     gpus = jaxpar.compile_only_devices("h100", num_nodes=1, devices_per_node=tensor)
     mesh = jaxpar.make_mesh(tensor=tensor, devices=gpus)
-    _, found = compile_choice(shape_of(is_planned=False), choice, mesh, optimizer, 1)
+    own = {} if any(map(version_of, CUDNN)) else {"attention": attention}
+    _, found = compile_choice(shape_of(is_planned=False, **own), choice, mesh, optimizer, 1)
     assert found.memory.total_bytes < 75 * 2**30
     assert 0.9 < found.memory.total_bytes / planned.memory_bytes < 1.1
     assert found.bytes_moved("all-gather", "tensor") == 0
@@ -545,7 +545,7 @@ def test_weights_that_a_token_casts_are_cast_layer_by_layer(gpus):
     """537 MiB with four layers in a trip, and 245 when layers were a loop's inputs."""
     config = transformer.preset("tinyllama-1.1b", compute_dtype="bfloat16", num_layers=6)
     found = compiled_step(gpus, config, 1, dtype=jnp.float32)
-    assert found.memory.temp_bytes < 160 * 2**20, found.render()
+    assert found.memory.temp_bytes < 150 * 2**20, found.render()
 
 
 def test_the_program_that_scores_given_tokens_compiles_for_gpus(gpus):

@@ -127,7 +127,7 @@ def test_a_run_refuses_steps_out_of_order_and_a_best_metric_that_it_does_not_hav
                 pass
         with pytest.raises(SystemExit, match="2"):
             run.log(0, None, metrics)
-    assert "keep_best must name a metric of the run; got test_loss" in (said := capsys.readouterr().err)
+    assert "error: keep_best must name a metric of the run; got test_loss" in (said := capsys.readouterr().err)
     assert "Choose from loss, test_accuracy." in said
 
 
