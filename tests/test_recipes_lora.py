@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.run import language_model
-from tests.support.gpt_data import make_folder
+from tests.support.gpt_data import make_folder, tuning_flags
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.tiny_lora import check_merged
 
@@ -24,18 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def run(folder):
-    usual = [
-        "--init-from",
-        str(folder / "llama"),
-        "--token-cache",
-        str(folder / "cache"),
-        "--seq",
-        "48",
-        "--steps",
-        "6",
-    ]
-    usual += ["--data", str(folder / "chat.jsonl"), "--warmup-steps", "1", "--batch-size", "8", "--eval-rows", "8"]
-    usual += ["--lr", "0.05", "--checkpoint-every", "3", *LORA]
+    usual = [*tuning_flags(folder), "--steps", "6", "--checkpoint-every", "3", *LORA]
     return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, [*usual, "--out-dir", str(out_dir), *flags])
 
 

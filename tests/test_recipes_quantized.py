@@ -20,7 +20,7 @@ from jaxpar.models.quantized import Quantized, dense, is_quantized, quantize_wei
 from jaxpar.run import language_model, model_files
 from jaxpar.serve.open_run import _on_device
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
-from tests.support.gpt_data import make_folder
+from tests.support.gpt_data import make_folder, tuning_flags
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.tiers import quick
 from tests.support.tiny_lora import check_merged
@@ -36,18 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def run(folder):
-    usual = [
-        "--init-from",
-        str(folder / "llama"),
-        "--token-cache",
-        str(folder / "cache"),
-        "--seq",
-        "48",
-        "--steps",
-        "4",
-    ]
-    usual += ["--data", str(folder / "chat.jsonl"), "--warmup-steps", "1", "--batch-size", "8", "--eval-rows", "8"]
-    usual += ["--lr", "0.05", "--checkpoint-every", "2"]
+    usual = [*tuning_flags(folder), "--steps", "4", "--checkpoint-every", "2"]
     return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, [*usual, "--out-dir", str(out_dir), *flags])
 
 

@@ -244,14 +244,16 @@ def jit_op(
 
 def _checked(op: jax.stages.Wrapped) -> Callable[..., tuple[Values, Values]]:
     """Returns an op for GPUs that at its first call raises ValueError where XLA took products in FP8 back to 16 bits."""
-    checked: list[jax.stages.Compiled] = []
+    is_checked = False
 
     def run(*given: Any) -> tuple[Values, Values]:
-        if not checked:
+        nonlocal is_checked
+        if not is_checked:
             traced = op.trace(*given)
-            compiled = traced.lower().compile()  # the call below reuses it
-            fp8.check_products(compiled.as_text(), fp8.num_asked(traced.jaxpr))
-            checked.append(compiled)
+            if asked := fp8.num_asked(traced.jaxpr):
+                compiled = traced.lower().compile()  # the call below reuses it
+                fp8.check_products(compiled.as_text(), asked)
+            is_checked = True
         return op(*given)
 
     return run

@@ -26,6 +26,13 @@ TINY = {
 TINY |= {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "num_kv_heads": 2}
 
 
+def tuning_flags(folder):
+    """Flags of recipes/gpt.py for a short run that tunes the model of such a folder on its conversations."""
+    flags = ["--init-from", str(folder / "llama"), "--token-cache", str(folder / "cache")]
+    flags += ["--data", str(folder / "chat.jsonl"), "--seq", str(SEQ), "--batch-size", "8"]
+    return [*flags, "--eval-rows", "8", "--warmup-steps", "1", "--lr", "0.05"]
+
+
 def make_folder(path, **changes):
     """Writes a tiny Llama with its tokenizer, and data: conversations, lines, and rows of tokens; returns the folder."""
     shape, rng = transformer.TransformerConfig(**(TINY | changes)), np.random.default_rng(0)
