@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from jaxpar.huggingface.params import specs_of
 from jaxpar.huggingface.peft import MergedArray
-from jaxpar.models.lora import Adapted, is_adapted
+from jaxpar.models.lora import Adapted, is_adapted, is_weight
 from jaxpar.models.quantized import Quantized, dense, is_quantized
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
 from jaxpar.shard_map import take_layer
@@ -74,8 +74,7 @@ def layer_by_layer(params: PyTree) -> PyTree:
         lora_a, lora_b = LayersOnMesh(node.lora_a), LayersOnMesh(node.lora_b)
         return MergedArray(of(path, node.weight), lora_a, lora_b, node.scale, path_string(path))
 
-    is_leaf = lambda node: is_quantized(node) or is_adapted(node)
-    return jax.tree_util.tree_map_with_path(of, params, is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(of, params, is_leaf=is_weight)
 
 
 def decoded(stored: Mapping[str, Any], config: TransformerConfig, settings: Mapping[str, Any]) -> dict[str, Any]:

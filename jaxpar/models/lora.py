@@ -290,7 +290,7 @@ def quantize(params: PyTree, kind: str, weights: Mapping[str, int] | None = None
             return replace(node, weight=quantize_weight(node.weight, kind, num_in, stacked, name))
         return node if target is None else quantize_weight(node, kind, further[target], stacked, name)
 
-    quantized = jax.tree_util.tree_map_with_path(of, params, is_leaf=_is_weight)
+    quantized = jax.tree_util.tree_map_with_path(of, params, is_leaf=is_weight)
     if missing := sorted(set(further) - found):
         raise ValueError(f"each of weights must name one; got {missing[0]!r}. Choose among {_names(params)}.")
     if not any(map(_has_codes, jax.tree.leaves(quantized, is_leaf=_has_codes))):
@@ -321,7 +321,8 @@ def quantized_shardings(params: PyTree, shardings: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(of, params, shardings, is_leaf=_has_codes)
 
 
-def _is_weight(node: object) -> bool:
+def is_weight(node: object) -> bool:
+    """Returns whether a node of a tree is a weight with factors, or one in codes."""
     return is_adapted(node) or is_quantized(node)
 
 

@@ -29,8 +29,7 @@ from jaxpar.huggingface.finite import cast, check_finite, is_finite, what_is_wro
 from jaxpar.huggingface.folder import CONFIG, check_no_adapters, download_remedy, file_inside, read_json
 from jaxpar.huggingface.tokenizer import has_tokenizer
 from jaxpar.models import mlp
-from jaxpar.models.lora import is_adapted
-from jaxpar.models.quantized import is_quantized
+from jaxpar.models.lora import is_weight
 from jaxpar.models.trained_linear import MODEL, TrainedLinear, read_linear
 from jaxpar.models.transformer import TransformerConfig, param_table
 from jaxpar.models.transformer.generate import next_power_of_two
@@ -163,7 +162,7 @@ def _tokenizer(config: TransformerConfig, folder: Path) -> Tokenizer:
 def _on_device(params: PyTree, table: PyTree, dtype: str) -> PyTree:
     """Returns stored params on the first device; raises ValueError if they have not a table's shapes, or are not finite."""
     shapes = [spec.full_shape for spec in jax.tree.leaves(table, is_leaf=is_spec)]
-    found = [getattr(leaf, "weight", leaf).shape for leaf in jax.tree.leaves(params, is_leaf=_is_weight)]
+    found = [getattr(leaf, "weight", leaf).shape for leaf in jax.tree.leaves(params, is_leaf=is_weight)]
     if wrong := [pair for pair in zip(found, shapes, strict=True) if pair[0] != pair[1]]:
         raise ValueError(
             f"a checkpoint must have the shapes of its model; got {wrong[0][0]} for {wrong[0][1]}. Give the checkpoints and "
@@ -184,10 +183,6 @@ def _on_device(params: PyTree, table: PyTree, dtype: str) -> PyTree:
     placed = jax.tree_util.tree_map_with_path(put, params)
     check_finite(wrong, "of the checkpoint", np.dtype(dtype), "Serve an earlier step by --step.")
     return placed
-
-
-def _is_weight(node: object) -> bool:
-    return is_adapted(node) or is_quantized(node)
 
 
 def house_prices(run: Path, name: str) -> Served:
