@@ -148,8 +148,7 @@ def with_settings(
     frozen = partial(freeze, trainable=parallel.trainable) if trains else partial(jax.tree.map, Frozen)
     shardings = None if parallel.shardings is None else frozen(open_params(parallel.shardings, layout))
     step = _Step(model, loss, mesh, parallel, pipeline, shardings, has_aux)
-    masks, overlaps = pipeline.masks(mesh), parallel.overlap_grad_reduce and any(mesh.shape[a] > 1 for a in REPLICAS)
-    run = step.one_stage
+    masks, run = pipeline.masks(mesh), step.one_stage
     if isinstance(model, LayeredModel) and mesh.shape[STAGE] > 1:
         schedule = pipeline.table(mesh.shape[STAGE], masks=masks)
         if pipeline.executor == "mpmd":
@@ -166,9 +165,9 @@ def with_settings(
                 check=step.check,
                 frozen=frozen,
             )
-        run = partial(step.pipelined, spmd_program(schedule, masks=masks, overlaps=overlaps))
+        run = partial(step.pipelined, spmd_program(schedule, masks=masks))
     elif isinstance(model, LayeredModel) and trains and masks and pipeline.num_microbatches > 1:
-        run = partial(step.microbatches_of_one_stage, overlaps=overlaps)
+        run = step.microbatches_of_one_stage
     compiled = jax.jit(run)
 
     def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -265,11 +264,12 @@ class _Step:
         sums = partial(self._sums_overlapping if self.parallel.overlap_grad_reduce else self._sums, sharding)
         return run_on_shards(sums, sharding, params, batch, self.traced_loss(params, batch), self.mesh)
 
-    def microbatches_of_one_stage(self, params: PyTree, batch: PyTree, *, overlaps: bool) -> tuple[PyTree, PyTree]:
+    def microbatches_of_one_stage(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """One stage and several microbatches, where idle ops are masked."""
         form = _form_on_one_stage(self.parallel, params)
         if form is None:
             return self.one_stage(params, batch)
+        overlaps = self.parallel.overlap_grad_reduce and any(self.mesh.shape[axis] > 1 for axis in REPLICAS)
         schedule = make_schedule("1f1b", 1, self.pipeline.num_microbatches, form=form)
         return self.pipelined(spmd_program(schedule, masks=True, overlaps=overlaps), params, batch)
 

@@ -60,10 +60,9 @@ class Parallel:
         overlap_grad_reduce: Reduce the gradients of each layer over ``data`` as soon as they are complete, during the backward
             pass of the last microbatch, so that communication overlaps with the backward pass of other layers. As many bytes,
             in one all-reduce a layer and one more (XLA may join those of a list of layers), with ZeRO in a reduce-scatter for
-            each sharded gradient of a layer (at level 2 in each microbatch, as without it). In a pipeline each covers a layer
-            of every chunk and runs in the last tick, if that is masked (``Pipeline.mask_idle_ops``); else nothing changes. It
-            needs a LayeredModel, ``zero`` up to 2 (level 3 does so by itself) and, with several stages, the spmd executor.
-            With one stage and several microbatches the last one is compiled apart from the others on GPUs.
+            each sharded gradient of a layer (at level 2 in each microbatch, as without it). It needs a LayeredModel, one stage
+            and ``zero`` up to 2 (level 3 does so by itself). Of several microbatches the last one is compiled apart from the
+            others on GPUs.
         grad_reduce_dtype: The dtype in which gradients are reduced over ``data``, such as bfloat16 for half of the traffic and
             less precision. By default float32, or the gradients' own dtype if it is wider. XLA's CPU backend cannot reduce in
             16 bits. Complex gradients are reduced as their real and imaginary parts.
@@ -308,6 +307,12 @@ def check_settings(model: Any, loss: Any, parallel: Parallel, pipeline: Pipeline
         raise ValueError(
             f"overlap_grad_reduce=True needs a LayeredModel; got {type(model).__name__}. Use overlap_grad_reduce=False."
         )
+    if overlap and num_stages > 1:
+        raise ValueError(
+            "gradients can be reduced layer by layer on one stage alone, since those of a pipeline are complete in its last "
+            f"tick; got overlap_grad_reduce=True and {arg(stage=num_stages)}. Use overlap_grad_reduce=False, or "
+            f"{arg(stage=1)}."
+        )
     if num_stages == 1:
         if parallel.layout is not None and not parallel.layout.is_canonical:
             raise ValueError(
@@ -334,11 +339,6 @@ def check_settings(model: Any, loss: Any, parallel: Parallel, pipeline: Pipeline
     if pipeline.executor == "mpmd" and (owned := _owned(parallel.shardings)):
         raise ValueError(
             f'executor="mpmd" replicates params over data; got {owned} sharded over it. Use executor="spmd".'
-        )
-    if pipeline.executor == "mpmd" and overlap:
-        raise ValueError(
-            'executor="mpmd" reduces the gradients of each stage as soon as they are complete; got it with '
-            f'overlap_grad_reduce=True, stage={num_stages}. Use overlap_grad_reduce=False, or executor="spmd".'
         )
 
 

@@ -27,7 +27,7 @@ Gradients can also be reduced layer by layer, during the backward pass of earlie
 
 The traffic equals that of reductions at the end. It saves time if collectives overlap with computation: on GPUs, with the XLA
 flags that ``jaxpar.initialize`` sets (Li et al. 2020, PyTorch Distributed: Experiences on Accelerating Data Parallel Training,
-VLDB, section 3.2). A pipeline does so in its last tick (``pipeline/layer_loop.py``).
+VLDB, section 3.2). A pipeline of several stages does not: its gradients are complete in the last tick alone.
 """
 
 import math

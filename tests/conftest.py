@@ -50,7 +50,7 @@ settings.load_profile("jaxpar")
 # The files that take longest, in order. They are started first, so that no worker has one left when the others are done.
 LONGEST = (
     *("docs", "recipes_gpt", "experts_over_data", "experts", "context"),
-    *("planner", "padding", "fuzz", "overlap_pipeline", "padded_vocabulary"),
+    *("planner", "padding", "fuzz", "padded_vocabulary"),
     *("benchmarks", "generate", "transformer_meshes", "pipeline", "planner_exact"),
     *("recipes_digits", "loss_sums", "remedies", "gpu_day", "check_on_gpu", "optimizers"),
     *("lora", "recipes", "documents", "owned", "traced_loss"),

@@ -75,12 +75,7 @@ def test_groups_of_replicas_have_the_numbers_of_one_device(x64, axes, zero, sett
     ("axes", "zero", "settings"),
     [
         pytest.param({"replica": 2, "data": 2, "tensor": 2}, 1, {"overlap_grad_reduce": True}, marks=pytest.mark.full),
-        pytest.param(
-            {"replica": 2, "data": 2, "stage": 2},
-            2,
-            {"overlap_grad_reduce": True, "mask_idle_ops": True},
-            marks=pytest.mark.full,
-        ),
+        pytest.param({"replica": 2, "data": 2, "stage": 2}, 2, {"mask_idle_ops": True}, marks=pytest.mark.full),
         ({"replica": 2, "data": 4}, 3, {"grad_reduce_dtype": jnp.float64}),
         pytest.param({"replica": 2, "data": 2, "stage": 2}, 0, {"executor": "mpmd"}, marks=pytest.mark.full),
     ],

@@ -147,7 +147,7 @@ SWEEP = [
         {"context": 2, "stage": 2, "tensor": 2},
         ULYSSES,
         True,
-        {"schedule": "zb-v", "mask_idle_ops": True, "zero": 2, "overlap_grad_reduce": True},
+        {"schedule": "zb-v", "mask_idle_ops": True, "zero": 2},
     ),
     ({"context": 2, "stage": 4}, GATHER, False, {"schedule": "zb-h1", "mask_idle_ops": True, "num_microbatches": 4}),
     ({"context": 2, "stage": 2, "replica": 2}, GATHER, False, {"schedule": "zb-v", "zero": 1}),

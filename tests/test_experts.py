@@ -469,7 +469,7 @@ LEADING = [  # on one stage alone; beside parts of sequences; two of them; docum
     {"schedule": "zb-h1", "masks": True, "layers": (1, 3), "remat": True, "constrain": sequence_parallel, "tensor": 4},
     {"schedule": "zb-v", "masks": True, "num_dense_layers": 2, "num_layers": 6, "zero": 3},
     {"schedule": "interleaved", "layers": (0, 2, 1, 1), "num_dense_layers": 2, "num_layers": 6, "zero": 2},
-    {"schedule": "gpipe", "masks": True, "layers": (1, 3), "overlap_grad_reduce": True},
+    {"schedule": "gpipe", "masks": True, "layers": (1, 3)},
 ]
 
 

@@ -94,12 +94,8 @@ UNEVEN = jaxpar.LayerLayout(NUM_LAYERS, 2, 1, "loop", (3, 1))
         ({"data": 2, "tensor": 2}, {"zero": 3, "remat": True}),
         ({"data": 2}, {"overlap_grad_reduce": True, "zero": 1, "num_microbatches": 2}),
         pytest.param(CUBE, {"schedule": "1f1b", "zero": 1}, marks=pytest.mark.slow),
-        (CUBE, {"schedule": "gpipe", "mask_idle_ops": True, "overlap_grad_reduce": True, "zero": 2}),
-        pytest.param(
-            CUBE,
-            {"schedule": "zb-h1", "mask_idle_ops": True, "overlap_grad_reduce": True, "zero": 2},
-            marks=pytest.mark.slow,
-        ),
+        (CUBE, {"schedule": "gpipe", "mask_idle_ops": True, "zero": 2}),
+        pytest.param(CUBE, {"schedule": "zb-h1", "mask_idle_ops": True, "zero": 2}, marks=pytest.mark.slow),
         ({"stage": 2}, {"schedule": "1f1b", "layout": UNEVEN, "mask_idle_ops": True, "remat": True}),
         ({"data": 2, "stage": 2}, {"schedule": "1f1b", "executor": "mpmd"}),
     ],
@@ -152,7 +148,7 @@ def test_without_the_mask_the_sums_of_idle_stages_would_be_found(monkeypatch):
     [
         ({"data": 2, "tensor": 2}, {"zero": 1}),
         pytest.param({"data": 2, "stage": 2}, {}, marks=pytest.mark.slow),
-        ({"data": 2, "stage": 2}, {"mask_idle_ops": True, "overlap_grad_reduce": True, "schedule": "gpipe"}),
+        ({"data": 2, "stage": 2}, {"mask_idle_ops": True, "schedule": "gpipe"}),
     ],
 )
 def test_the_sums_travel_with_the_loss(axes, options, monkeypatch):

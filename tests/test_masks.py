@@ -184,7 +184,7 @@ def telling_backward(kinds):
 @pytest.mark.parametrize(
     ("axes", "num_layers", "settings"),
     [
-        ({"data": 2, "stage": 2}, 4, {"mask_idle_ops": True, "overlap_grad_reduce": True, "zero": 1}),
+        ({"data": 2, "stage": 2}, 4, {"mask_idle_ops": True, "zero": 1}),
         ({"stage": 3}, 5, {"mask_idle_ops": True, "schedule": "zb-h1", "remat": True}),
         ({"stage": 2}, 2, {}),
         ({"data": 2}, 2, {}),
@@ -288,12 +288,13 @@ def test_a_model_that_has_nothing_to_skip_has_no_conditionals():
 
 def test_a_program_knows_what_it_skips():
     schedule = make_schedule("1f1b", 4, 12, form="fused")
-    masked, skipping = (
-        spmd_program(schedule, masks=True, overlaps=True, skips=skips) for skips in ((), ("B", "F", "head"))
-    )
-    assert [each.ops for each in masked.segments[:-1]] == [each.ops for each in skipping.segments]
-    assert masked.segments[-1].reduces == "B"
-    assert not skipping.reduces
+    masked, skipping = (spmd_program(schedule, masks=True, skips=skips) for skips in ((), ("B", "F", "head")))
+    assert [each.ops for each in masked.segments] == [each.ops for each in skipping.segments]
+    of_one_stage = make_schedule("1f1b", 1, 3, form="merged")
+    reduces, skips_b = (spmd_program(of_one_stage, masks=True, overlaps=True, skips=skips) for skips in ((), "B"))
+    assert reduces.reduces
+    assert (reduces.segments[-1].ops, len(reduces.segments[-1].ticks)) == (("B",), 1)
+    assert not skips_b.reduces
     shares = lambda program: {name: share[1] for name, share in program.branch_shares().items() if "send" not in name}
     of = lambda program, name: [share for pattern, share in shares(program).items() if pattern.startswith(f"/{name}/")]
     assert of(masked, "F") == of(masked, "B") == []

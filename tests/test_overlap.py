@@ -186,13 +186,13 @@ def test_a_layer_s_gradients_travel_in_its_own_turn_of_the_backward_loop():
             {"zero": 3},
             "overlap_grad_reduce=True needs zero=0, 1 or 2; got zero=3. Use overlap_grad_reduce=False; zero=3 overlaps",
         ),
-        ({"stage": 2, "zero": 3}, "got zero=3"),
         ({"model": tiny.MODEL.apply}, "overlap_grad_reduce=True needs a LayeredModel; got method"),
         (
-            {"stage": 2, "executor": "mpmd"},
-            'executor="mpmd" reduces the gradients of each stage as soon as they are complete; got it with '
-            "overlap_grad_reduce=True, stage=2",
+            {"stage": 2},
+            "on one stage alone, since those of a pipeline are complete in its last tick; got overlap_grad_reduce=True and "
+            "stage=2. Use overlap_grad_reduce=False, or stage=1.",
         ),
+        ({"stage": 2, "executor": "mpmd"}, "got overlap_grad_reduce=True and stage=2."),
     ],
 )
 def test_what_cannot_be_reduced_so_is_refused(changes, message):

@@ -78,8 +78,8 @@ def test_parity_notices_outer_gradients_that_are_not_summed_over_the_stages(x64,
 )
 @pytest.mark.parametrize("masks", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parity_notices_a_table_with_one_number_off_by_one(x64, monkeypatch, table, masks):
-    def off_by_one(schedule, *, masks, overlaps):
-        program = spmd_program(schedule, masks=masks, overlaps=overlaps)
+    def off_by_one(schedule, *, masks):
+        program = spmd_program(schedule, masks=masks)
         values = program.tables[table].copy()
         op = table.partition("_")[0]
         on = program.tables[f"{op}_on"] == 1 if "_" in table else True

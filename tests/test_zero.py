@@ -74,10 +74,9 @@ MASKED = [
 ]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("run", "remat"),
-    covering([(MASKED[1], False), (MASKED[2], True)], MASKED, (False, True)),
+    quick(covering([(MASKED[0], False), (MASKED[1], False), (MASKED[2], True)], MASKED, (False, True)), 0),
 )
 def test_level_3_equals_one_device_where_gradients_are_scattered_a_layer_late(x64, run, remat):
     """As on GPUs: idle stages compute and discard ops, and W reduces one layer while it computes the next."""

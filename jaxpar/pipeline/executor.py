@@ -40,7 +40,7 @@ class OverReplicas:
     Attributes:
         gather_layer: Applied to the params of one layer, cast if the layer only casts them, before each use (ZeRO 3).
         scatter_layer: Applied to the gradients of one layer before they are added (ZeRO 2 and 3 shard them).
-        reduce_layers: Reduces the complete gradients of some layers over the replicas, in a segment that ``reduces``.
+        reduce_layers: Reduces the complete gradients of one layer over the replicas, in a program that ``reduces``.
         is_late: Whether masked ticks apply ``scatter_layer`` to a layer's gradients while they compute those of the next one.
     """
 
@@ -93,7 +93,7 @@ def _accumulate_over_ticks(stage: Stage) -> State:
 
     state = stage.first_state()
     for segment in stage.program.segments:
-        if segment.reduces:  # one tick; with ZeRO 1 gradients have another shape after it
+        if stage.program.reduces_in(segment):  # one tick; with ZeRO 1 gradients have another shape after it
             state = tick(segment, jnp.int32(segment.start), state)
         else:
             state = jax.lax.fori_loop(segment.start, segment.stop, partial(tick, segment), state)

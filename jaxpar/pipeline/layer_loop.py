@@ -1,16 +1,15 @@
 """Loops over the layers of a stage's chunks, and their gradients: added to the sums of earlier microbatches, and reduced.
 
-The sums of all stages are complete in the last tick only. There, in a program that masks, the loop over layers also reduces
-them over the replicas, if asked:
+ZeRO 3 reduce-scatters the gradients of a layer before it adds them. In a program that masks, the loop does so one trip behind:
 
     layer L      its gradients
-    layer L-1    its gradients; at the same time those of L are added to their sums, and these are reduced
+    layer L-1    its gradients; at the same time those of L are reduce-scattered and added to their sums
     ...
-    at the end   layer 0's are added and reduced
+    at the end   layer 0's are reduce-scattered and added
 
-Addition and reduction are one trip behind, so that they need nothing of the products of their trip, and XLA runs these between
-the start and the end of the collective. ZeRO 2 (if asked) and ZeRO 3 reduce-scatter the gradients of every microbatch before
-they add them; the loop then has this form in every masked tick.
+They then need nothing of the products of their trip, and XLA runs these between the start and the end of the collective. With
+one stage that overlaps reductions the last B has this form too, and reduces the complete sums of a layer in place of the
+reduce-scatter; at ZeRO 2 so does B of the microbatches before, as at ZeRO 3.
 """
 
 from collections.abc import Callable
@@ -39,7 +38,7 @@ class LayerLoop:
         masks: Whether the program masks idle ops.
         gather: Returns the params of one layer as ops read them; at ZeRO 3 it gathers them.
         scatter: Returns the gradients of one layer as they are added.
-        reduce: Returns the complete gradients of some layers, along their leading dim, reduced over the replicas.
+        reduce: Returns the complete gradients ``[1, ...]`` of a layer, reduced over the replicas.
         is_late: Whether masked ticks ``scatter`` and add the gradients of a layer while they compute those of the next one.
     """
 
@@ -125,8 +124,7 @@ class LayerLoop:
         if not row.reduces:
             return self._one_behind(everywhere, self._added_at(row), row.chunk, carry, sums)
         reduce, totals = self._reducing(row, sums)
-        carry, totals = self._one_behind(everywhere, reduce, row.chunk, carry, totals)
-        return carry, [total.reshape(-1, *total.shape[2:]) for total in totals]
+        return self._one_behind(everywhere, reduce, row.chunk, carry, totals)
 
     def _adding(self, row: OpRow, grads_of: GradsOf) -> Callable:
         """The body of a loop that adds the gradients of a layer at once."""
@@ -163,39 +161,25 @@ class LayerLoop:
         return carry, finish(totals, grads, first)
 
     def _reducing(self, row: OpRow, sums: list) -> tuple[Finish, list]:
-        """Returns a ``finish`` that adds gradients and reduces the complete sums of all chunks at a position, and its totals.
+        """Returns a ``finish`` that adds the gradients of a layer and reduces their complete sums, and its totals.
 
-        The totals take the place of the sums, except where reduced gradients have another shape (ZeRO 1). Those at positions
-        that do not hold a layer in every chunk are reduced at once, also where they are padding, as they are without overlap.
-
-        Args:
-            row: The op's row of the tables.
-            sums: ``[num_chunks * positions_per_chunk, ...]`` for each param of a layer.
-
-        Returns:
-            ``finish``, and the totals ``[num_chunks, positions_per_chunk, ...]``.
+        The totals take the place of the sums, except where reduced gradients have another shape (ZeRO 1). One stage has one
+        chunk, in which every position holds a layer.
         """
-        everywhere, positions = self.layout.min_layers, self.layout.positions_per_chunk
-        sums = [a.reshape(-1, positions, *a.shape[1:]) for a in sums]
-        like = jax.eval_shape(self.reduce, [a[:, 0] for a in sums])
-        in_place = [new.shape == a[:, 0].shape for new, a in zip(like, sums, strict=True)]
+        like = jax.eval_shape(self.reduce, [a[:1] for a in sums])
+        in_place = [new.shape == (1, *a.shape[1:]) for new, a in zip(like, sums, strict=True)]
         totals = [
-            a if same else jnp.zeros((len(a), positions, *new.shape[1:]), new.dtype)
+            a if same else jnp.zeros((len(a), *new.shape[1:]), new.dtype)
             for a, new, same in zip(sums, like, in_place, strict=True)
         ]
 
-        def put(totals: list, reduced: list, position: Any) -> list:
-            write = lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new.astype(a.dtype), position, axis=1)
-            return [write(a, new.reshape(len(a), -1, *a.shape[2:])) for a, new in zip(totals, reduced, strict=True)]
-
         def finish(totals: list, grads: list, position: Any) -> list:
             read = [total if same else a for total, a, same in zip(totals, sums, in_place, strict=True)]
-            here = [jax.lax.dynamic_index_in_dim(a, position, axis=1, keepdims=False) for a in read]
-            return put(totals, self.reduce(buffers.add_at(here, self._masked(grads, row), row.chunk)), position)
+            here = [jax.lax.dynamic_slice_in_dim(a, position, 1) for a in read]
+            reduced = self.reduce(buffers.add_at(here, self._masked(grads, row), 0))
+            write = lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new.astype(a.dtype), position, axis=0)
+            return list(map(write, totals, reduced))
 
-        if everywhere < positions:
-            rest = [a[:, everywhere:] for a in sums]
-            totals = put(totals, self.reduce([a.reshape(-1, *a.shape[2:]) for a in rest]), everywhere)
         return finish, totals
 
     def _masked(self, grads: list, row: OpRow) -> list:

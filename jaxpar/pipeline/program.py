@@ -61,7 +61,7 @@ class OpRow(NamedTuple):
         residuals_w: See above.
         cotangents_w: See above.
         reversed: 1 where its slots of residuals hold the layers from the last to the first; None if none ever does.
-        reduces: Whether it reduces the gradients of layers over the replicas.
+        reduces: Whether it reduces the gradients of each layer over the replicas (``Program.reduces``).
         last: The row of the last stage, where all stages share the head.
         has_head: Whether some stage runs the head in this tick, or may.
     """
@@ -84,10 +84,10 @@ class OpRow(NamedTuple):
 Row = dict[str, Any]  # a stage's row of all tables, by their names
 
 
-def op_row(row: Row, name: str, *, reduces: bool = False) -> OpRow:
+def op_row(row: Row, name: str) -> OpRow:
     """Returns the part of an op of a row, by its name in the tick."""
     own = {field: row[f"{name}_{field}"] for field in _FIELDS[name[0]]}
-    return OpRow(on=row[f"{name}_on"] > 0, **own, reversed=row.get(f"{name}_reversed"), reduces=reduces)
+    return OpRow(on=row[f"{name}_on"] > 0, **own, reversed=row.get(f"{name}_reversed"))
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ class Program:
         segments: The ticks in runs, mostly with the same ops; the executor has a loop for each.
         masks: Whether it was compiled with ``masks``.
         skips: The kinds of op, and of "embed", "head" and "embed_back", that idle stages skip in masked ticks too.
-        overlaps: Whether gradients of layers are reduced over the replicas while others are computed, in masked ticks.
+        overlaps: Whether the last B shall reduce the gradients of each layer over the replicas while the next one runs. With
+            one stage alone: in a pipeline they are complete in the last tick, of which reductions made a loop that took longer
+            than reducing them after it.
     """
 
     schedule: Schedule
@@ -120,8 +122,12 @@ class Program:
 
     @property
     def reduces(self) -> bool:
-        """Whether its last tick reduces the gradients of layers over the replicas."""
-        return bool(self.segments[-1].reduces)
+        """Whether its last B does reduce them: if it ``overlaps``, and need not skip that B."""
+        return self.overlaps and self.segments[-1].masks("B")
+
+    def reduces_in(self, segment: "Segment") -> bool:
+        """Whether a segment of a merged program is that of the last B, in which one stage runs nothing else."""
+        return self.reduces and segment == self.segments[-1]
 
     @property
     def is_in_turn(self) -> bool:
@@ -197,7 +203,6 @@ class Segment(NamedTuple):
         ops: The names of the ops that some stage runs.
         masked: Whether idle stages compute these ops and discard the results; otherwise they skip them.
         skips: The kinds of op that they skip all the same.
-        reduces: The op that reduces the gradients of layers over the replicas while it computes the last of them; "" for none.
         merges: Whether F and B run in one loop over the layers (``Stage.forward_and_backward``).
         has_head: Whether some stage runs the head in its ticks; masked ticks before the first head have none.
     """
@@ -207,7 +212,6 @@ class Segment(NamedTuple):
     ops: tuple[str, ...]
     masked: bool
     skips: frozenset[str] = frozenset()
-    reduces: str = ""
     merges: bool = False
     has_head: bool = True
 
@@ -282,22 +286,11 @@ def spmd_program(schedule: Schedule, *, masks: bool, overlaps: bool = False, ski
     Args:
         schedule: The schedule.
         masks: As for ``compile_schedule``.
-        overlaps: Whether gradients of layers are reduced over the replicas while others are computed, in masked ticks.
+        overlaps: As for ``Program``.
         skips: As for ``Program``.
     """
     program = compile_schedule(join_backward(schedule), masks=masks, skips=skips)
-    return _reducing_in_last_tick(replace(program, overlaps=True)) if overlaps else program
-
-
-def _reducing_in_last_tick(program: Program) -> Program:
-    """Returns a program with the last tick in a segment that ``reduces``; only then are the sums of all stages complete."""
-    *before, last = program.segments
-    adds = [name for name in last.ops if name[0] == ("W" if program.schedule.splits_backward else "B")]
-    if not adds or not last.masks(adds[-1]):
-        return program
-    if len(last.ticks) > 1:
-        before.append(last._replace(stop=last.stop - 1))
-    return replace(program, segments=(*before, last._replace(start=last.stop - 1, reduces=adds[-1])))
+    return replace(program, overlaps=overlaps)
 
 
 def join_backward(schedule: Schedule) -> Schedule:

@@ -114,7 +114,9 @@ class Stage:
         sends = {"F": blank, "B": [blank[i] for i in self.floats]}
         over_links = partial(buffers.transfer, self.program, segment, number, self.x, row)
         early, arrived = self.program.masks and self.program.schedule.num_stages > 1, None
-        rows = {name: op_row(row, name, reduces=segment.reduces == name) for name in segment.ops}
+        rows = {name: op_row(row, name) for name in segment.ops}
+        if self.program.reduces_in(segment):
+            rows["B"] = rows["B"]._replace(reduces=True)
         if "F" in rows and segment.masks("F"):
             rows["F"] = rows["F"]._replace(last=op_row(last, "F") if last else None, has_head=segment.has_head)
         for name in segment.ops:

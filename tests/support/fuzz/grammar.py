@@ -89,7 +89,7 @@ class Case:
         parts: None for canonical params, else the layers of each part, for params that come packed.
         cuts: None for params from the host, -1 for params on one device; else they come sharded, over ``tensor`` as this seed
             says.
-        overlap_grad_reduce: Whether gradients are reduced layer by layer.
+        overlap_grad_reduce: Whether gradients are reduced layer by layer, on one stage.
         is_plain: Whether the model is given as a plain function.
         is_traced: Whether what the model closes over is traced.
         masks: Whether idle stages compute ops and discard the results.
@@ -283,7 +283,6 @@ def pipelines(draw, mesh):
         "num_layers": mesh[1] * chunks + draw(st.integers(0, 2)),
         "is_listed": executor == "mpmd" and draw(st.booleans()),
         "masks": executor == "spmd" and draw(st.booleans()),
-        "overlap_grad_reduce": executor == "spmd" and draw(st.booleans()),
     }
 
 
