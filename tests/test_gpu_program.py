@@ -38,7 +38,7 @@ from jaxpar.models.transformer.sampling import make_sampling
 from jaxpar.models.transformer.scoring import _score
 from jaxpar.params import abstract_params, init_params
 from jaxpar.planner import Choice, cluster, price, transformer_shape
-from jaxpar.planner.compiled import compile_choice
+from jaxpar.planner.compiled import compile_choice, inspect_pipeline, step_of_choice
 from jaxpar.runtime.output import version_of
 from jaxpar.shard_map import each_on_its_tensor_shard, manual_over_data_and_stage
 from jaxpar.sharding import shardings_from_dims
@@ -98,18 +98,36 @@ def test_a_plan_needs_the_memory_that_it_says(gpus, axes):
     assert 0.9 < found.memory.total_bytes / planned.memory_bytes < 1.1
 
 
-@pytest.mark.parametrize(("model", "tensor", "remat"), [("llama3.1-70b", 1, True), ("llama3.1-405b", 8, False)])
-def test_giants_in_four_bits_fit_few_gpus_as_planned_and_no_weight_is_gathered(model, tensor, remat):
-    shape_of = functools.partial(transformer_shape, model, seq=2048, lora=Lora(16, LAYER_WEIGHTS), quantize="nf4")
+@pytest.mark.parametrize(
+    ("model", "tensor", "remat", "kind", "most"),
+    [
+        ("llama3.1-70b", 1, True, "nf4", 52),
+        ("llama3.1-70b", 1, True, "nf4-dq", 49),
+        ("llama3.1-405b", 8, False, "nf4", 75),
+    ],
+)
+def test_giants_in_four_bits_fit_few_gpus_as_planned_and_no_weight_is_gathered(model, tensor, remat, kind, most):
+    shape_of = functools.partial(transformer_shape, model, seq=2048, lora=Lora(16, LAYER_WEIGHTS), quantize=kind)
     choice, optimizer = Choice(tensor=tensor, remat=remat), optax.adamw(1e-4)
     planned = price(shape_of(), cluster("h100", 1, tensor), choice, batch_size=1)
     gpus = jaxpar.compile_only_devices("h100", num_nodes=1, devices_per_node=tensor)
     mesh = jaxpar.make_mesh(tensor=tensor, devices=gpus)
     own = {} if any(map(version_of, CUDNN)) else {"attention": attention}
-    _, found = compile_choice(shape_of(is_planned=False, **own), choice, mesh, optimizer, 1)
-    assert found.memory.total_bytes < 75 * 2**30
+    step, *shapes = step_of_choice(shape_of(is_planned=False, **own), choice, mesh, optimizer, 1)
+    with jax.numpy_rank_promotion("allow"):
+        compiled = step.lower(*shapes).compile()
+    found = inspect_pipeline(compiled, mesh)
+    assert found.memory.total_bytes < most * 2**30
     assert 0.9 < found.memory.total_bytes / planned.memory_bytes < 1.1
     assert found.bytes_moved("all-gather", "tensor") == 0
+    config = transformer.preset(model)
+    others = {2048, config.vocab_size // tensor}  # rows, and embedding and head
+    of_layer = config.embed_dim * 2 * config.mlp_dim // tensor
+    for dtype in ("bf16", "f32") if kind == "nf4-dq" else ("bf16",):
+        in_text = re.findall(rf"\b{dtype}\[([\d,]+)\]", compiled.as_text())
+        arrays = [[*map(int, dims.split(","))] for dims in set(in_text)]
+        largest = max(math.prod(dims) for dims in arrays if not others & {*dims})
+        assert largest == of_layer, "the largest weight of one layer, and no scales of all layers"
 
 
 def test_a_recipe_compiles_for_gpus_that_are_not_here(tmp_path):

@@ -596,19 +596,20 @@ CODED = TransformerConfig(vocab_size=64, num_layers=2, embed_dim=128, num_heads=
 
 
 def with_and_without_codes():
-    return [transformer_shape(CODED, lora=Lora(4, LAYER_WEIGHTS), quantize=kind) for kind in (None, "nf4")]
+    return [transformer_shape(CODED, lora=Lora(4, LAYER_WEIGHTS), quantize=kind) for kind in (None, "nf4", "nf4-dq")]
 
 
 def test_a_model_has_as_many_parameters_in_four_bits():
-    whole, coded = with_and_without_codes()
-    assert coded.num_params == whole.num_params
+    whole, coded, doubly = with_and_without_codes()
+    assert whole.num_params == coded.num_params == doubly.num_params
     assert num_bytes(jax.tree.leaves(coded.params)) < 0.4 * num_bytes(jax.tree.leaves(whole.params))
 
 
 @pytest.mark.full
 def test_weights_in_four_bits_take_their_codes_and_scales_and_the_traffic_of_whole_ones():
     choice = Choice(tensor=2, num_microbatches=2)
-    whole, coded = (price(each, cluster("h100", 1, 2), choice, batch_size=4) for each in with_and_without_codes())
+    shapes = with_and_without_codes()
+    whole, coded, doubly = (price(each, cluster("h100", 1, 2), choice, batch_size=4) for each in shapes)
     weights = 2 * (
         4 * 128 * 128 + 2 * 128 * 256
     )  # of both layers, in float32 and at four bits with a scale for each 64
@@ -617,6 +618,11 @@ def test_weights_in_four_bits_take_their_codes_and_scales_and_the_traffic_of_who
     assert whole.bytes_moved == coded.bytes_moved
     assert whole.useful_flops == coded.useful_flops
     assert whole.bytes_per_device["activations"] == coded.bytes_per_device["activations"]
+    # A byte for each scale, and 4 for each output of a weight, of which a weight split by row has all on each device.
+    of_outputs = 4 * 2 * (3 * 128 / 2 + 128 + 256 / 2 + 128)
+    saved = coded.bytes_per_device["params"] - doubly.bytes_per_device["params"]
+    assert saved == weights * 3 / 64 / 2 - of_outputs
+    assert doubly.bytes_moved == coded.bytes_moved
 
 
 @pytest.mark.parametrize(

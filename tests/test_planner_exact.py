@@ -66,7 +66,7 @@ def shape_of(model):
         return OWN
     name, _, lora = model.partition("+")
     factors = Lora(4, LAYER_WEIGHTS) if lora else None
-    kind = lora.partition("-")[2] or None  # of "lora-nf4"
+    kind = lora.partition("-")[2] or None  # of "lora-nf4" or "lora-nf4-dq"
     if name in ("wide", "long"):
         return transformer_shape({"wide": WIDE, "long": LONG}[name], lora=factors, quantize=kind)
     return transformer_shape(tiny_transformer.FAMILIES[name], lora=factors, quantize=kind)
@@ -142,6 +142,8 @@ MORE = [
     ("bloom+lora", 4, 2, 1, "interleaved", 4, 1, False),
     ("wide+lora-nf4", 2, 2, 2, "zb-h1", 4, 3, False),
     ("wide+lora-nf4", 4, 1, 2, "1f1b", 2, 3, True),
+    ("wide+lora-nf4-dq", 2, 2, 2, "zb-h1", 4, 3, False),
+    ("wide+lora-nf4-dq", 4, 1, 2, "1f1b", 2, 3, True),
 ]
 ALL = [pytest.param(*each) for each in DRAWS] + [pytest.param(*each, marks=pytest.mark.slow) for each in MORE]
 

@@ -69,7 +69,34 @@ def test_a_weight_in_nf4_has_the_nearest_values_and_the_bytes_of_rows_of_out_and
     assert_same_bits(values_of(got), values.reshape(6, 128).T.reshape(128, 2, 3))
 
 
-@pytest.mark.parametrize(("kind", "within"), [("nf4", 0.16), ("int8", 0.005), ("fp8", 0.0626)])
+def test_scales_of_nf4_dq_are_bytes_with_a_scale_for_each_output():
+    weight = weight_of(256, 2, 3) * np.exp(weight_of(2, 3, seed=1))
+    weight[64:128, 0, 0] = 0
+    weight[:, 1, 1] = 0
+    plain, got = (quantize_weight(weight, kind, 1, 0, "w") for kind in ("nf4", "nf4-dq"))
+    assert_same_bits(np.asarray(got.codes), np.asarray(plain.codes))
+    # Written out: the largest of an output's scales is 255.
+    scales, unit = np.asarray(plain.scales), np.asarray(got.scales.scales)
+    largest = scales.max(axis=0, keepdims=True)
+    assert_same(unit, largest / np.float32(255), within=1e-6)
+    of_scales = np.round(scales / np.where(largest, unit, 1))
+    assert_same_bits(np.asarray(got.scales.codes), of_scales.astype(np.uint8))
+    codes = np.asarray(got.codes)
+    units = np.array(NF4, np.float32)[np.stack([codes >> 4, codes & 15], axis=1)].reshape(4, 64, 2, 3)
+    values = units * (of_scales.astype(np.float32) * unit)[:, None]
+    assert_same_bits(values_of(got), values.reshape(256, 2, 3))
+    assert (np.abs(values_of(got) - values_of(plain)) <= largest / 509).all()
+    sizes = lambda made: sum(leaf.nbytes for leaf in jax.tree.leaves(made))
+    assert (sizes(plain), sizes(got)) == (128 * 6 + 4 * 4 * 6, 128 * 6 + 4 * 6 + 4 * 6)
+
+
+def test_scales_in_bytes_change_the_error_of_four_bits_by_less_than_a_thousandth():
+    weight = weight_of(2048, 32)
+    of = lambda kind: np.square(values_of(quantize_weight(weight, kind, 1, 0, "w")) - weight).mean()
+    assert of("nf4-dq") == pytest.approx(of("nf4"), rel=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "within"), [("nf4", 0.16), ("nf4-dq", 0.16), ("int8", 0.005), ("fp8", 0.0626)])
 def test_stacked_weights_are_those_of_each_layer_within_the_rounding_of_a_code(kind, within):
     weight = weight_of(3, 4, 32, 5) * np.array([1, 100, 1e-3], np.float32)[:, None, None, None]
     got = quantize_weight(weight, kind, 2, 1, "w")
@@ -92,7 +119,7 @@ def test_no_operand_in_the_shape_of_a_weight_is_made_before_a_loop_over_layers(k
     assert all(map(of_codes, closed.jaxpr.eqns)), "JAX makes constants before a loop that is differentiated"
 
 
-@pytest.mark.parametrize("kind", quick(KINDS, "nf4"))
+@pytest.mark.parametrize("kind", quick(KINDS, "nf4-dq"))
 def test_gradients_on_data_and_tensor_are_those_beside_the_decoded_weights_in_float64(x64, kind):
     params = {"up": weight_of(128, 256), "down": weight_of(256, 4, seed=1)}
     how = Lora(2, {"up": 1, "down": 1}, alpha=3.0)
@@ -133,6 +160,9 @@ def slow(*case):
         ("nf4", {"data": 2, "tensor": 2}, {}),
         ("nf4", {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1"}),
         ("nf4", {"data": 2}, {"zero": 3, "mask_idle_ops": True}),
+        ("nf4-dq", {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "1f1b", "zero": 3}),
+        slow("nf4-dq", {"stage": 2, "tensor": 2}, {"schedule": "zb-h1", "executor": "mpmd"}),
+        slow("nf4-dq", {"data": 2}, {"zero": 3, "mask_idle_ops": True}),
         slow("nf4", {"data": 2}, {"zero": 3}),
         slow("nf4", {"data": 2}, {"mask_idle_ops": True}),
         slow("nf4", {"data": 2, "tensor": 2}, {"remat": True, "num_microbatches": 1}),
@@ -187,15 +217,16 @@ def test_each_layer_of_microbatches_in_turn_decodes_its_weights_where_it_reads_t
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda params: lora.quantize(params, "int4"), r"as nf4, int8, fp8; got 'int4'\. Choose nf4"),
+        (lambda params: lora.quantize(params, "int4"), r"as nf4, nf4-dq, int8, fp8; got 'int4'\. Choose nf4"),
+        (lambda params: lora.quantize(params, "int8-dq"), r"as nf4, nf4-dq, int8, fp8; got 'int8-dq'\. Choose nf4"),
         (lambda params: lora.quantize(params, "nf4"), r"got params without factors: .*Make factors first: Lora\.init"),
         (
             lambda params: lora.quantize(params, "nf4", {"v": 1}),
             r"each of weights must name one; got 'v'\. Choose among",
         ),
         (
-            lambda params: lora.quantize(params, "nf4", {"w": 1}),
-            r"a scale for each 64 values .* got w of shape \(96, 4, 8\), which sums over 96\. Use int8 or fp8",
+            lambda params: lora.quantize(params, "nf4-dq", {"w": 1}),
+            r"nf4-dq has a scale for each 64 values .* got w of shape \(96, 4, 8\), which sums over 96\. Use int8 or fp8",
         ),
         (
             lambda params: lora.quantize(lora.quantize(params, "int8", {"w": 1}), "nf4", {"w": 1}),
@@ -215,13 +246,13 @@ def test_what_cannot_be_quantized_is_refused(make, message):
         (
             ("tensor", None, None),
             1,
-            r"whole blocks of 64 .* got w, which sums over 192, in 2 parts of 96\. Use int8, or a mesh",
+            r"whole blocks of 64 .* in nf4-dq; got w, which sums over 192, in 2 parts of 96\. Use int8, or a mesh",
         ),
         ((None, "tensor", None), 2, r"along the first of the dims that a product sums over; got w of "),
     ],
 )
 def test_a_sharding_that_cuts_a_block_is_refused(spec, num_in, message):
-    weight = quantize_weight(weight_of(192, 2, 4), "nf4", num_in, 0, "w")
+    weight = quantize_weight(weight_of(192, 2, 4), "nf4-dq", num_in, 0, "w")
     mesh = jaxpar.make_mesh(tensor=2, devices=jax.devices()[:2])
     with pytest.raises(ValueError, match=message):
         weight.shardings(jax.NamedSharding(mesh, jax.P(*spec)), "w")

@@ -40,27 +40,28 @@ def run(folder):
     return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, [*usual, "--out-dir", str(out_dir), *flags])
 
 
-def in_four_bits(path):
-    """The tensors of a folder, with those of layers rounded to nf4: its tensors are [out, in]."""
+def in_four_bits(path, kind):
+    """The tensors of a folder, with those of layers rounded to a kind: its tensors are [out, in]."""
     tensors = load_file(path / "model.safetensors")
 
     def rounded(name, tensor):
         if "layers" not in name or tensor.ndim == 1:
             return tensor
-        return np.asarray(dense(quantize_weight(np.ascontiguousarray(tensor.T), "nf4", 1, 0, name))).T
+        return np.asarray(dense(quantize_weight(np.ascontiguousarray(tensor.T), kind, 1, 0, name))).T
 
     return {name: rounded(name, tensor) for name, tensor in tensors.items()}
 
 
 @pytest.mark.full
-def test_a_run_in_four_bits_is_resumed_saved_exported_and_served(run, folder, tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["nf4", "nf4-dq"])
+def test_a_run_in_four_bits_is_resumed_saved_exported_and_served(run, folder, tmp_path, capsys, kind):
     whole, again = tmp_path / "whole", tmp_path / "again"
-    mesh = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", *LORA, "--quantize", "nf4"]
+    mesh = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", *LORA, "--quantize", kind]
     run(whole, *mesh, "--save-hf", str(whole / "hf"))
-    assert "nf4: w_qkv, w_out, w_up, w_down of each layer, which are frozen" in capsys.readouterr().out
+    assert f"{kind}: w_qkv, w_out, w_up, w_down of each layer, which are frozen" in capsys.readouterr().out
     merged = load_file(whole / "hf/model.safetensors")
     adapters = load_file(whole / "adapter/adapter_model.safetensors")
-    base = in_four_bits(folder / "llama")
+    base = in_four_bits(folder / "llama", kind)
     check_merged(merged, base, adapters, scale=16 / 8)
     changed = "model.layers.1.mlp.down_proj.weight"
     assert np.abs(base[changed] - load_file(folder / "llama/model.safetensors")[changed]).max() > 0.005, "rounded"
@@ -75,14 +76,17 @@ def test_a_run_in_four_bits_is_resumed_saved_exported_and_served(run, folder, tm
     served, exported = open_run(whole, keeps_codes=True), open_run(whole)
     params = _on_device(served.params, transformer.param_table(served.config), "float32")
     of_mlp = params["layers"]["mlp"]
-    assert all(is_quantized(of_mlp[name].weight) for name in ("w_up", "w_down")), "codes stay codes"
+    weights = [of_mlp[name].weight for name in ("w_up", "w_down")]
+    assert all(map(is_quantized, weights)), "codes stay codes"
+    assert [each.kind for each in weights] == [kind] * 2
+    assert [is_quantized(each.scales) for each in weights] == [kind == "nf4-dq"] * 2
     prompt = np.arange(6)[None]
     tokens = transformer.generate(served.config, params, prompt, 8)
     want = transformer.generate(served.config, jax.tree.map(np.asarray, exported.params), prompt, 8)
     assert_same_bits(np.asarray(tokens), np.asarray(want))
 
 
-@pytest.mark.parametrize("kind", quick(["nf4", "int8"], "nf4"))
+@pytest.mark.parametrize("kind", quick(["nf4", "nf4-dq", "int8"], "nf4-dq"))
 def test_a_folder_is_read_into_the_codes_of_its_weights(folder, kind):
     config = jaxpar.huggingface.read_config(folder / "llama").for_tensor(2)
     mesh = jaxpar.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
@@ -98,7 +102,7 @@ def test_a_folder_is_read_into_the_codes_of_its_weights(folder, kind):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", [None, "nf4"])
+@pytest.mark.parametrize("kind", [None, "nf4-dq"])
 def test_a_run_that_reads_weights_begins_with_the_factors_that_it_would_draw_and_no_weights_of_its_own(folder, kind):
     flags = gpt.Config.of(lora_rank=2, lora_targets=("w_up", "w_out"), quantize=kind).lora
     config = jaxpar.huggingface.read_config(folder / "llama").for_tensor(1)
@@ -151,3 +155,5 @@ def test_a_run_goes_on_with_the_codes_that_it_began_with():
         gpt.check_factors(of(), saved)
     with pytest.raises(ValueError, match=r"w_up and leave --quantize out, or start a run in another"):
         gpt.check_factors(of(quantize="int8"), of().settings)
+    with pytest.raises(ValueError, match=r"nf4-dq for a run saved with .* --quantize nf4\. Give .* --quantize nf4, or"):
+        gpt.check_factors(of(quantize="nf4-dq"), saved)

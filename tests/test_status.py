@@ -302,7 +302,11 @@ def test_another_trainer_s_name_of_a_flag_is_answered_with_ours(given, meant, ca
         ("--lora-target-modules", "did you mean --lora-targets?"),
         (
             "--load_in_4bit",
-            "jaxpar does not quantize; --lora-rank keeps frozen weights in float32, sharded over the mesh",
+            "use --lora-rank with --quantize nf4, which holds frozen weights in four bits",
+        ),
+        (
+            "--bnb_4bit_use_double_quant",
+            "use --lora-rank with --quantize nf4-dq, which holds the scales of four bits in a byte each",
         ),
         ("--model.num_layers", "the model's size comes from --model"),
         ("--lr_scheduler.warmup_steps", "did you mean --warmup-steps?"),

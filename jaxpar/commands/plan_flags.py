@@ -48,7 +48,7 @@ class PlanFlags:
             weights (fp8); by default bfloat16, and of a TransformerConfig of your own what it says.
         sequence_parallel: Shard activations between pairs of splits over tensor, as the recipes' --sequence-parallel.
         lora_rank: Trains factors of this rank beside the weights of layers and nothing else, as the recipes' --lora-rank.
-        quantize: Holds the weights of layers beside --lora-rank in nf4, int8 or fp8, as the recipes' --quantize.
+        quantize: Holds the weights of layers beside --lora-rank in nf4, nf4-dq, int8 or fp8, as the recipes' --quantize.
         compile_: Number of the best plans to compile for these GPUs, which need not be there; plans that do not fit by the
             compiler's account are dropped. It needs the extra gpu-compile, and about a minute for each.
         json_: Print the plans as JSON, with every figure.
@@ -84,7 +84,7 @@ class PlanFlags:
     products: Literal["compute", "fp8"] | None = None
     sequence_parallel: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     lora_rank: int | None = None
-    quantize: Literal["nf4", "int8", "fp8"] | None = None
+    quantize: Literal["nf4", "nf4-dq", "int8", "fp8"] | None = None
     compile_: Annotated[int, tyro.conf.arg(name="compile")] = 0
     json_: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False
     out_dir: Path | None = None

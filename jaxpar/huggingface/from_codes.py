@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from jaxpar.huggingface.params import specs_of
 from jaxpar.huggingface.peft import MergedArray
 from jaxpar.models.lora import Adapted, is_adapted, is_weight
-from jaxpar.models.quantized import Quantized, dense, is_quantized
+from jaxpar.models.quantized import Quantized, dense, is_quantized, quantize_weight
 from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
 from jaxpar.shard_map import take_layer
 from jaxpar.sharding import fetch, path_string
@@ -86,9 +86,12 @@ def decoded(stored: Mapping[str, Any], config: TransformerConfig, settings: Mapp
         settings: The settings of the run that stored them.
     """
     found = dict(stored)
-    for path in [path.removesuffix("/codes") for path in stored if path.endswith("/codes")]:
-        found[path] = LayersInCodes(_weight(found, path, config, settings))
-        del found[f"{path}/codes"], found[f"{path}/scales"]
+    for path in [own for each in specs_of(config) for own in (each, f"{each}/weight")]:
+        if f"{path}/codes" in stored:
+            weight = _weight(stored, path, config, settings)
+            for at, _ in jax.tree_util.tree_leaves_with_path(weight):
+                del found[f"{path}/{path_string(at)}"]
+            found[path] = LayersInCodes(weight)
     return found
 
 
@@ -119,6 +122,7 @@ def _weight(
 ) -> Quantized:
     of_model = path.removesuffix("/weight")
     num_in = LAYER_WEIGHTS[of_model.split("/")[-1]]
-    shape = specs_of(config)[of_model].shape
-    codes, scales = stored[f"{path}/codes"], stored[f"{path}/scales"]
-    return Quantized(codes, scales, settings["quantize"], num_in, shape)
+    shape = jax.ShapeDtypeStruct(specs_of(config)[of_model].shape, "float32")
+    quantize = lambda weight: quantize_weight(weight, settings["quantize"], num_in, 0, path)
+    one = jax.eval_shape(quantize, shape)
+    return jax.tree_util.tree_map_with_path(lambda at, _: stored[f"{path}/{path_string(at)}"], one)

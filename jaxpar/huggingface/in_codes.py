@@ -8,13 +8,12 @@ devices have of them.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxpar.models.quantized import Quantized, quantize_weight
+from jaxpar.models.quantized import Quantized, check_kind, quantize_weight
 
 Index = tuple[slice, ...]
 Holders = dict[tuple[tuple[int, int], ...], list[jax.Device]]
@@ -32,14 +31,15 @@ def in_codes(
         shardings: The shardings of codes and scales, and the kind of codes.
         block: Returns a part of the weights, on the host.
     """
-    kind, num_in = shardings.kind, shardings.num_in
+    kind, num_in = check_kind(shardings.kind), shardings.num_in
     one = jax.eval_shape(
         lambda w: quantize_weight(w, kind, num_in, 0, ""),
         jax.ShapeDtypeStruct(shape[1:], "float32"),
     )
+    each, treedef = jax.tree.flatten(shardings)
     parts = [
         _Parts((shape[0], *leaf.shape), leaf.dtype, sharding)
-        for leaf, sharding in zip((one.codes, one.scales), (shardings.codes, shardings.scales), strict=True)
+        for leaf, sharding in zip(jax.tree.leaves(one), each, strict=True)
     ]
     of_layer = tuple(slice(0, size) for size in shape[1:])
     for layer in range(shape[0]):
@@ -48,10 +48,9 @@ def in_codes(
         weight = block((slice(layer, layer + 1), *of_layer))[0]
         with jax.default_device(_host()):
             made = quantize_weight(weight, kind, num_in, 0, "a layer")
-        for part, array in zip(parts, (made.codes, made.scales), strict=True):
+        for part, array in zip(parts, jax.tree.leaves(made), strict=True):
             part.write(layer, np.asarray(array))
-    codes, scales = (part.on_devices() for part in parts)
-    return replace(shardings, codes=codes, scales=scales)
+    return treedef.unflatten([part.on_devices() for part in parts])
 
 
 class _Parts:

@@ -269,8 +269,8 @@ def quantize(params: PyTree, kind: str, weights: Mapping[str, int] | None = None
 
     Args:
         params: Params with factors, from ``Lora.init``: arrays in the model's order or packed for a pipeline.
-        kind: "nf4": four bits, with a scale for each 64 values; "int8": a byte, with a scale for each output; "fp8": a byte,
-            with a scale for each weight.
+        kind: "nf4": four bits, with a scale for each 64 values; "nf4-dq": likewise, with these scales in a byte each; "int8": a
+            byte, with a scale for each output; "fp8": a byte, with a scale for each weight.
         weights: Further weights, without factors, named as in ``Lora.targets``, each with its number of dims that a product
             sums over. They must not be trained.
 

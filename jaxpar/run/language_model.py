@@ -21,6 +21,7 @@ from jaxpar.huggingface.config import read_config_for
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.mesh import sizes_text
 from jaxpar.models import lora, transformer
+from jaxpar.models.quantized import Kind
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.params import count_params, init_params, is_spec, stack_layers, zeros
 from jaxpar.pipeline import LayerLayout
@@ -86,14 +87,14 @@ class LoraFlags:
             weights.
         lora_targets: The weights that get factors: queries, keys and values, the output of attention, and the two of the MLP.
         lora_alpha: Scales the product of the factors by --lora-alpha / --lora-rank. None: --lora-rank, a scale of 1.
-        quantize: Hold the layers' weights, which are frozen, in nf4, of four bits, or in int8 or fp8, of eight; embedding,
-            head and norms stay float32. None: in float32.
+        quantize: Hold the layers' weights, which are frozen, in nf4, of four bits, in nf4-dq, whose scales are in codes too, or
+            in int8 or fp8, of eight; embedding, head and norms stay float32. None: in float32.
     """
 
     lora_rank: int | None = None
     lora_targets: tuple[Target, ...] = ("w_qkv", "w_out", "w_up", "w_down")
     lora_alpha: float | None = None
-    quantize: Literal["nf4", "int8", "fp8"] | None = None
+    quantize: Kind | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
