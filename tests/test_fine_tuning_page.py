@@ -223,6 +223,11 @@ def test_the_plan_of_the_70b_is_what_the_page_quotes(capsys, monkeypatch):
     assert jaxpar_main(list(PLAN.words[3:])) == 0
     printed = capsys.readouterr().out
     assert PLAN.quoted in printed
+    doubly = [word if word != "nf4" else "nf4-dq" for word in PLAN.words[3:]]
+    assert jaxpar_main(doubly) == 0
+    planned = re.search(r"memory  ([\d.]+ GiB) of", capsys.readouterr().out)
+    assert planned
+    assert f"With `--quantize nf4-dq` {planned[1]} are planned" in PAGE.read_text()
 
 
 def test_the_command_for_the_70b_has_flags_that_there_are():
