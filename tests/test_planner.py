@@ -29,7 +29,7 @@ from jaxpar.planner import Assumptions, Choice, ModelShape, Software, cluster, p
 from jaxpar.planner.cluster import Links, collective_seconds
 from jaxpar.planner.fused import FORWARD, planned_attention
 from jaxpar.planner.job import SCHEDULES, divisors
-from jaxpar.planner.kernels import Product, kernels_of, memory_rate, product_seconds
+from jaxpar.planner.kernels import Product, kernels_of, memory_rate, peak_of_kernels, product_seconds
 from jaxpar.planner.ops import Analysis
 from jaxpar.planner.search import Estimator, likely_choices
 from jaxpar.planner.state import AtRest
@@ -426,6 +426,21 @@ def test_kernels_count_products_and_the_bytes_of_fused_chains():
     assert (product.rows, product.columns, product.depth, count) == (128, 32, 64, 1)
     assert found.num_bytes == 2 * 128 * 32 * 4, "one chain reads the product and writes the result"
     assert found.num_others == 1
+
+
+def test_a_barrier_is_no_kernel_and_takes_no_memory():
+    barrier, shape = jax.lax.optimization_barrier, jax.ShapeDtypeStruct((64, 64), "float32")
+
+    def kernels_and_peak(between):
+        def layer(w, x):
+            w, h = between((w, jax.numpy.tanh(x)))
+            return between(jax.numpy.sin(h @ w))
+
+        graph = trace(layer, shape, shape)
+        peak = peak_of_kernels(graph, graph.nodes, graph.inputs, graph.outputs)
+        return kernels_of(graph, graph.nodes, graph.outputs, ()), peak
+
+    assert kernels_and_peak(barrier) == kernels_and_peak(lambda values: values)
 
 
 def test_small_all_reduces_take_a_tree_and_large_ones_a_ring():

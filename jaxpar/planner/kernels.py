@@ -2,7 +2,8 @@
 
 Products and fused attention write their results to memory. Chains of other operations are fused into one kernel, which reads
 the values with which the chain begins and writes those that leave it: operands of products, results of the op, and sums over
-``tensor``. A normalization or a softmax is such a chain, with its reductions. Reshapes and transposes of a value cost nothing.
+``tensor``. A normalization or a softmax is such a chain, with its reductions. Reshapes and transposes of a value cost nothing,
+and an optimization barrier is left out: what it returns is what it was given.
 
 A product is computed in tiles, of which each multiprocessor computes one at a time:
 
@@ -17,7 +18,7 @@ each kernel has a cost of launching. NVIDIA's "Matrix Multiplication Background 
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from jaxpar._compat import constraint_of
@@ -28,7 +29,6 @@ from jaxpar.planner.fused import BACKWARD, FORWARD, Grouped, attention_flops, gr
 from jaxpar.planner.job import JAXPAR, Software
 
 VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "split", "slice"})
-BARRIER = "optimization_barrier"
 _ADDED = frozenset({"scatter-add", "sort", "cumsum", "conv_general_dilated"})  # kernels that are counted by their bytes
 _OF_THEIR_OWN = _ADDED | {"dot_general", "gather", FORWARD, BACKWARD}
 # Rows and columns of a tile, and its share of the rate of the largest.
@@ -101,8 +101,9 @@ def kernels_of(graph: Graph, nodes: Iterable[Node], results: Collection[int], sh
         results: The values that must be in memory afterwards.
         sharded: The values that are sharded over ``tensor``.
     """
-    nodes, counted = list(nodes), _Counted(graph, frozenset(sharded))
-    wanted = {i for node in nodes if counted.is_alone(node) for i in node.inputs} | set(results)
+    nodes, results = _without_barriers(nodes, results)
+    counted = _Counted(graph, frozenset(sharded))
+    wanted = {i for node in nodes if counted.is_alone(node) for i in node.inputs} | results
     for node in nodes:
         counted.add(node)
         for output in node.outputs:
@@ -122,6 +123,19 @@ def kernels_of(graph: Graph, nodes: Iterable[Node], results: Collection[int], sh
         score_bytes=counted.score_bytes,
         num_others=counted.num_others,
     )
+
+
+def _without_barriers(nodes: Iterable[Node], results: Collection[int]) -> tuple[list[Node], set[int]]:
+    """Returns the nodes without barriers, and the results, with what each barrier was given in place of what it returns."""
+    given: dict[int, int] = {}
+    kept = []
+    for node in nodes:
+        inputs = tuple(given.get(i, i) for i in node.inputs)
+        if node.name == "optimization_barrier":
+            given.update(zip(node.outputs, inputs, strict=True))
+        else:
+            kept.append(replace(node, inputs=inputs))
+    return kept, {given.get(i, i) for i in results}
 
 
 def product_of(graph: Graph, node: Node) -> Product:
@@ -167,9 +181,6 @@ class _Counted:
         elif node.name in _ADDED:  # a sum into rows reads and writes those
             rows = node.inputs[-1:] if node.name == "scatter-add" else node.outputs
             self._count([*node.inputs[1:], *rows, *rows])
-        elif node.name == BARRIER:
-            self._reads |= {after: self.reads(before) for before, after in zip(node.inputs, node.outputs, strict=True)}
-            self._is_view.update(after for after in node.outputs if self.reads(after))
         elif not self.is_alone(node):
             reads = frozenset().union(*map(self.reads, node.inputs))
             inputs = [i for i in node.inputs if self.reads(i)]
@@ -218,6 +229,7 @@ def peak_of_kernels(graph: Graph, nodes: Sequence[Node], inputs: Collection[int]
         inputs: The values that are in memory at first and not needed afterwards.
         outputs: The values that must be in memory afterwards.
     """
+    nodes, outputs = _without_barriers(nodes, outputs)
     sources, last_read = _stored(nodes, inputs, outputs)
     live, peak = set(inputs), 0
     for at, node in enumerate(nodes):
@@ -246,9 +258,6 @@ def _stored(
         read = frozenset().union(*(sources.get(i, frozenset()) for i in node.inputs))
         # What a scatter adds to is in memory too.
         is_written = not stored.isdisjoint(node.outputs) and node.name not in VIEWS - {"broadcast_in_dim"}
-        if node.name == BARRIER:
-            sources |= {o: sources.get(i, frozenset()) for i, o in zip(node.inputs, node.outputs, strict=True)}
-            continue
         sources |= {i: frozenset([i]) if is_written and i in stored else read for i in node.outputs}
         if is_written:
             last_read |= {i: at for i in read if last_read.get(i, -1) < at}
