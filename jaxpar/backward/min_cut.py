@@ -6,7 +6,8 @@ that are needed later is a minimum cut (Ford and Fulkerson 1956), as in the part
 cheap sets the one closest to the needed values is chosen, which recomputes least.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -36,28 +37,58 @@ def cheapest_to_store(
         num_bytes: The bytes of a value on a device, where they are not those of the whole array.
         gathers: Whether what may gather counts as an elementwise operation: a sharding constraint, and ``gather_sequence``.
     """
-    sizes = {value: (num_bytes or graph.num_bytes)(value) for value in among}
-    unit = max(1, sum(sizes.values()) >> 24)  # SciPy's maximum flow takes capacities in int32
-    price = {value: max(1, size // unit) for value, size in sizes.items()}
-    infinite = sum(price.values()) + 1
-    # An edge from the entry of a value to its exit is cut where the value is stored.
-    entry = {value: 2 + 2 * i for i, value in enumerate(sorted(among))}
-    exit_ = {value: vertex + 1 for value, vertex in entry.items()}
-    edges = {(entry[value], exit_[value]): price[value] for value in among}
-    edges |= {(exit_[value], _SINK): infinite for value in needed if value in exit_}
-    recomputable, gathered = set(), set()
+    size_of = num_bytes or graph.num_bytes
+    prices = _as_capacities({value: size_of(value) for value in among})
+    never_cut = sum(prices.values()) + 1
+    known = {*free, *graph.constants}
+    edges: dict[tuple[int, int], int] = {}
+    for value, price in prices.items():
+        edges[_entry(value), _exit(value)] = price
+    for value in prices.keys() & set(needed):
+        edges[_exit(value), _SINK] = never_cut
+    repeatable: set[int] = set()
+    for node in _repeatable(graph, prices, gathers):
+        inputs = set(node.inputs) - known
+        if prices.keys() >= inputs.union(node.outputs):
+            repeatable.update(node.outputs)
+            for before, after in product(inputs, node.outputs):
+                edges[_exit(before), _entry(after)] = never_cut
+    for value in prices.keys() - repeatable:
+        edges[_SOURCE, _entry(value)] = never_cut
+    later = _sink_side(edges)
+    is_cut = lambda value: _entry(value) not in later and _exit(value) in later
+    return set(filter(is_cut, prices))
+
+
+# A value is stored where the edge from its entry to its exit is cut:
+#
+#     source -> entry --price--> exit -> entry of what is computed from it --price--> exit -> sink
+
+
+def _entry(value: int) -> int:
+    return 2 + 2 * value
+
+
+def _exit(value: int) -> int:
+    return 3 + 2 * value
+
+
+def _as_capacities(sizes: dict[int, int]) -> dict[int, int]:
+    """Returns sizes in a unit in which SciPy's maximum flow, whose capacities are int32, can add them up."""
+    unit = max(1, sum(sizes.values()) >> 24)
+    return {value: max(1, size // unit) for value, size in sizes.items()}
+
+
+def _repeatable(graph: Graph, among: Collection[int], gathers: bool) -> Iterator[Node]:
+    """Yields the operations that may run again, with ``gathers`` those that gather and that move what was gathered."""
+    gathered: set[int] = set()
     for node in graph.nodes:
-        inputs = [i for i in node.inputs if i not in free and i not in graph.constants]
-        if _gathers_sequence(node) or (node.name in MOVES and not gathered.isdisjoint(node.inputs)):
+        moves = node.name in MOVES and not gathered.isdisjoint(node.inputs)
+        is_gathered = moves or _gathers_sequence(node)
+        if is_gathered:
             gathered.update(node.outputs)
-        is_gathered = gathers and not gathered.isdisjoint(node.outputs)
-        may_repeat = is_gathered or _is_recomputable(node, entry, gathers)
-        if may_repeat and all(i in entry for i in (*inputs, *node.outputs)):
-            recomputable.update(node.outputs)
-            edges |= {(exit_[i], entry[o]): infinite for i in inputs for o in node.outputs}
-    edges |= {(_SOURCE, entry[value]): infinite for value in among if value not in recomputable}
-    later = _sink_side(edges, 2 + 2 * len(entry))
-    return {value for value in among if entry[value] not in later and exit_[value] in later}
+        if (gathers and is_gathered) or _is_recomputable(node, among, gathers):
+            yield node
 
 
 def _is_recomputable(node: Node, among: Collection[int], gathers: bool) -> bool:
@@ -69,8 +100,11 @@ def _is_recomputable(node: Node, among: Collection[int], gathers: bool) -> bool:
     With sequence parallelism a device stores only its shard of an activation, and the backward pass gathers it again
     (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
     """
-    is_lookup = node.name == "gather" and node.inputs[0] in among
-    return node.name in ELEMENTWISE or is_lookup or (gathers and constraint_of(node.equation) is not None)
+    if node.name in ELEMENTWISE:
+        return True
+    if node.name == "gather" and node.inputs[0] in among:
+        return True
+    return gathers and constraint_of(node.equation) is not None
 
 
 def _gathers_sequence(node: Node) -> bool:
@@ -78,39 +112,57 @@ def _gathers_sequence(node: Node) -> bool:
 
     A device then stores its own keys and values alone, and gathers those of all others again in the backward pass.
     """
-    own = [equation for equation in with_inner(node.equation) if equation.primitive.name != "shard_map"]
-    return bool(own) and all(
-        equation.primitive.name == "all_gather" and CONTEXT in equation.params["axis_name"] for equation in own
-    )
+    gathers = False
+    for equation in with_inner(node.equation):
+        name = equation.primitive.name
+        if name == "shard_map":
+            continue
+        if name != "all_gather" or CONTEXT not in equation.params["axis_name"]:
+            return False
+        gathers = True
+    return gathers
 
 
-def peak_bytes(graph: Graph, nodes: Sequence[Node], inputs: Sequence[int], outputs: Sequence[int]) -> int:
+def peak_bytes(
+    graph: Graph,
+    nodes: Sequence[Node],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+) -> int:
     """Returns the peak number of bytes that are live while nodes run, if chains of elementwise operations are fused.
 
     Values that only elementwise operations read and write are assumed to stay in registers.
     """
     views = {*ELEMENTWISE, "optimization_barrier"}
-    real = {i for node in nodes if node.name not in views for i in (*node.inputs, *node.outputs)}
-    last_read = {i: at for at, node in enumerate(nodes) for i in node.inputs}
-    last_read |= dict.fromkeys(outputs, len(nodes))
-    live = {i for i in inputs if i in real}
-    peak = sum(graph.num_bytes(i) for i in live)
+    in_memory: set[int] = set()
+    last_read: dict[int, int] = {}
     for at, node in enumerate(nodes):
-        live |= {i for i in node.outputs if i in real}
-        peak = max(peak, sum(graph.num_bytes(i) for i in live))
-        live -= {i for i in live if last_read.get(i, -1) <= at}
+        last_read.update(dict.fromkeys(node.inputs, at))
+        if node.name not in views:
+            in_memory.update(node.inputs, node.outputs)
+    last_read.update(dict.fromkeys(outputs, len(nodes)))
+    live = in_memory.intersection(inputs)
+    peak = sum(map(graph.num_bytes, live))
+    for at, node in enumerate(nodes):
+        live |= in_memory.intersection(node.outputs)
+        total = sum(map(graph.num_bytes, live))
+        peak = max(peak, total)
+        live -= {value for value in live if last_read.get(value, -1) <= at}
     return peak
 
 
-def _sink_side(edges: dict[tuple[int, int], int], num_vertices: int) -> set[int]:
+def _sink_side(edges: Mapping[tuple[int, int], int]) -> set[int]:
     """The vertices from which the sink can be reached in the residual graph of a maximum flow."""
     from scipy.sparse import csr_array  # imported here: it takes a tenth of the time to import jaxpar
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-    rows, columns = np.array(list(edges)).T
-    capacity = csr_array(
-        (np.array(list(edges.values()), np.int32), (rows, columns)), shape=(num_vertices, num_vertices)
-    )
-    left = csr_array(capacity - maximum_flow(capacity, _SOURCE, _SINK).flow)
+    ends = np.array(list(edges)).T
+    widths = np.array(list(edges.values()), np.int32)
+    count = ends.max() + 1
+    capacity = csr_array((widths, ends), shape=(count, count))
+    flow = maximum_flow(capacity, _SOURCE, _SINK).flow
+    left = csr_array(capacity - flow)
     left.eliminate_zeros()
-    return set(breadth_first_order(csr_array(left.T), _SINK, return_predecessors=False).tolist())
+    backwards = csr_array(left.T)
+    found = breadth_first_order(backwards, _SINK, return_predecessors=False)
+    return set(found.tolist())
