@@ -24,8 +24,10 @@ from jaxpar.pipeline.control_flow import for_range, masked, stage_index
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import OpRow
 
-GradsOf = Callable[[Any, Any, list], tuple[Any, list]]
-Finish = Callable[[list, list, Any], list]
+Arrays = list[Any]
+Span = tuple[int, Any]  # positions of layers in a chunk: the first, and that after the last
+GradsOf = Callable[[Any, Any, Arrays], tuple[Any, Arrays]]
+Finish = Callable[[Arrays, Arrays, Any], Arrays]
 
 
 @dataclass(frozen=True)
@@ -43,23 +45,36 @@ class LayerLoop:
     """
 
     layout: LayerLayout
-    params: list
+    params: Arrays
     masks: bool
-    gather: Callable[[list], list]
-    scatter: Callable[[list], list]
-    reduce: Callable[[list], list]
+    gather: Callable[[Arrays], Arrays]
+    scatter: Callable[[Arrays], Arrays]
+    reduce: Callable[[Arrays], Arrays]
     is_late: bool
+
+    # -- positions -----------------------------------------------------------------------------------------------------
 
     def num_layers(self, chunk: jax.Array) -> Any:
         """The number of layers of a chunk of this stage: an int if all chunks have the same, so that trip counts are static."""
         if self.layout.is_even:
             return self.layout.positions_per_chunk
-        return jnp.asarray(self.layout.layer_counts)[stage_index(), chunk]
+        counts = jnp.asarray(self.layout.layer_counts)
+        return counts[stage_index(), chunk]
 
-    def params_at(self, chunk: jax.Array, position: Any) -> list:
+    @property
+    def common(self) -> Span:
+        """The positions that hold a layer in every chunk."""
+        return 0, self.layout.min_layers
+
+    def others(self, chunk: jax.Array) -> Span:
+        """The other positions at which a chunk holds a layer."""
+        return self.layout.min_layers, self.num_layers(chunk)
+
+    def params_at(self, chunk: jax.Array, position: Any) -> Arrays:
         """The params of the layer at a position of a chunk."""
-        index = chunk * self.layout.positions_per_chunk + position
-        return self.gather(buffers.take(self.params, index, as_stored=self.masks))
+        first = chunk * self.layout.positions_per_chunk
+        stored = buffers.take(self.params, first + position, as_stored=self.masks)
+        return self.gather(stored)
 
     def index(self, row: OpRow, name: str, position: Any) -> tuple:
         """The slot of a buffer and the place in it where the values of a layer are.
@@ -68,40 +83,62 @@ class LayerLoop:
         """
         if row.reversed is not None:
             common = self.layout.min_layers
-            position = jnp.where((row.reversed > 0) & (position < common), common - 1 - position, position)
+            is_turned = (row.reversed > 0) & (position < common)
+            position = jnp.where(is_turned, common - 1 - position, position)
         return getattr(row, name), position
 
+    # -- loops ---------------------------------------------------------------------------------------------------------
+
     def over_layers(
-        self, body: Callable, chunk: jax.Array, carry: Any, *, back: bool = False, everywhere: Callable | None = None
+        self,
+        body: Callable,
+        chunk: jax.Array,
+        carry: Any,
+        *,
+        back: bool = False,
+        everywhere: Callable | None = None,
     ) -> Any:
         """Runs ``body(carry, position, layer_params)`` over the layers of a chunk, forward or backward.
 
         On a GPU the host waits in each trip of a loop whose length it does not know, so in a program that masks the positions
         that hold a layer in every chunk have a loop of their own, with the body ``everywhere`` if there is one.
         """
-        common = self.layout.min_layers if self.masks else 0
-        loops = [(0, common, everywhere or body), (common, self.num_layers(chunk), body)]
-        for start, stop, each in loops[:: -1 if back else 1]:
-            carry = self.over_positions(start, stop, each, chunk, carry, back=back)
+        if not self.masks:
+            whole = 0, self.num_layers(chunk)
+            return self.over_positions(whole, body, chunk, carry, back=back)
+        loops = [(self.common, everywhere or body), (self.others(chunk), body)]
+        for positions, each in loops[:: -1 if back else 1]:
+            carry = self.over_positions(positions, each, chunk, carry, back=back)
         return carry
 
     def over_positions(
-        self, start: int, stop: Any, body: Callable, chunk: jax.Array, carry: Any, *, back: bool = False
+        self,
+        positions: Span,
+        body: Callable,
+        chunk: jax.Array,
+        carry: Any,
+        *,
+        back: bool = False,
     ) -> Any:
         """Does so over some positions."""
-        at = lambda position, carry: body(carry, position, self.params_at(chunk, position))
-        return for_range(start, stop, at, carry, back=back)
+
+        def at(position: Any, carry: Any) -> Any:
+            return body(carry, position, self.params_at(chunk, position))
+
+        return for_range(*positions, at, carry, back=back)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
 
     def add_over_layers(
         self,
         grads_of: GradsOf,
         row: OpRow,
         carry: Any,
-        sums: list,
+        sums: Arrays,
         *,
         back: bool = False,
         everywhere: GradsOf | None = None,
-    ) -> tuple[Any, list]:
+    ) -> tuple[Any, Arrays]:
         """Runs ``grads_of`` over the layers of a chunk; returns its last carry, and the sums with the gradients added.
 
         Args:
@@ -113,34 +150,53 @@ class LayerLoop:
             everywhere: In place of ``grads_of`` at the positions that hold a layer in every chunk, in a program that masks.
         """
         everywhere = everywhere or grads_of
+        chunk = row.chunk
+        if not self._is_behind(row):
+            add, at_common = (self._adding(row, each) for each in (grads_of, everywhere))
+            return self.over_layers(add, chunk, (carry, sums), back=back, everywhere=at_common)
+        # The other positions have a loop whose length the host does not know.
+        others, add = self.others(chunk), self._adding(row, grads_of)
+        carry, sums = self.over_positions(others, add, chunk, (carry, sums), back=True)
+        if row.reduces:
+            finish, sums = self._reducing(row, sums)
+        else:
+            finish = self._added_at(row)
+        return self._one_behind(everywhere, finish, chunk, carry, sums)
+
+    def _is_behind(self, row: OpRow) -> bool:
+        """Whether an op adds or reduces the gradients of a layer while it computes those of the next one."""
         # In a branch no collective runs beside anything; one stage has no branches.
         in_branch = row.on is True and self.layout.num_stages > 1
-        if not (row.reduces or (self.is_late and not in_branch)):
-            add, add_everywhere = self._adding(row, grads_of), self._adding(row, everywhere)
-            return self.over_layers(add, row.chunk, (carry, sums), back=back, everywhere=add_everywhere)
-        # Positions that do not hold a layer in every chunk have a loop whose length the host does not know.
-        of_some, add = (self.layout.min_layers, self.num_layers(row.chunk)), self._adding(row, grads_of)
-        carry, sums = self.over_positions(*of_some, add, row.chunk, (carry, sums), back=True)
-        if not row.reduces:
-            return self._one_behind(everywhere, self._added_at(row), row.chunk, carry, sums)
-        reduce, totals = self._reducing(row, sums)
-        return self._one_behind(everywhere, reduce, row.chunk, carry, totals)
+        return row.reduces or (self.is_late and not in_branch)
 
     def _adding(self, row: OpRow, grads_of: GradsOf) -> Callable:
         """The body of a loop that adds the gradients of a layer at once."""
         finish = self._added_at(row)
 
-        def add(state: tuple, position: Any, params: list) -> tuple:
-            carry, grads = grads_of(state[0], position, params)
-            return carry, finish(state[1], grads, position)
+        def add(state: tuple, position: Any, params: Arrays) -> tuple:
+            carry, sums = state
+            carry, grads = grads_of(carry, position, params)
+            return carry, finish(sums, grads, position)
 
         return add
 
     def _added_at(self, row: OpRow) -> Finish:
         first = row.chunk * self.layout.positions_per_chunk
-        return lambda sums, grads, at: buffers.add_at(sums, self._masked(grads, row), first + at)
 
-    def _one_behind(self, grads_of: GradsOf, finish: Finish, chunk: Any, carry: Any, totals: list) -> tuple[Any, list]:
+        def added(sums: Arrays, grads: Arrays, position: Any) -> Arrays:
+            own = self._masked(grads, row)
+            return buffers.add_at(sums, own, first + position)
+
+        return added
+
+    def _one_behind(
+        self,
+        grads_of: GradsOf,
+        finish: Finish,
+        chunk: Any,
+        carry: Any,
+        totals: Arrays,
+    ) -> tuple[Any, Arrays]:
         """Runs ``grads_of`` over the positions that hold a layer in every chunk, back, and ``finish`` one trip behind."""
         num_layers = self.layout.min_layers
         if num_layers == 0:
@@ -154,34 +210,40 @@ class LayerLoop:
         def trip(_: Any, state: tuple) -> tuple:
             carry, totals, grads, position = state
             totals = finish(totals, grads, position)
-            carry, grads = grads_of(carry, position - 1, self.params_at(chunk, position - 1))
-            return carry, totals, grads, position - 1
+            below = position - 1
+            carry, grads = grads_of(carry, below, self.params_at(chunk, below))
+            return carry, totals, grads, below
 
-        carry, totals, grads, first = jax.lax.fori_loop(0, num_layers - 1, trip, (carry, totals, grads, last))
+        state = carry, totals, grads, last
+        carry, totals, grads, first = jax.lax.fori_loop(0, num_layers - 1, trip, state)
         return carry, finish(totals, grads, first)
 
-    def _reducing(self, row: OpRow, sums: list) -> tuple[Finish, list]:
+    def _reducing(self, row: OpRow, sums: Arrays) -> tuple[Finish, Arrays]:
         """Returns a ``finish`` that adds the gradients of a layer and reduces their complete sums, and its totals.
 
         The totals take the place of the sums, except where reduced gradients have another shape (ZeRO 1). One stage has one
         chunk, in which every position holds a layer.
         """
-        like = jax.eval_shape(self.reduce, [a[:1] for a in sums])
-        in_place = [new.shape == (1, *a.shape[1:]) for new, a in zip(like, sums, strict=True)]
-        totals = [
-            a if same else jnp.zeros((len(a), *new.shape[1:]), new.dtype)
-            for a, new, same in zip(sums, like, in_place, strict=True)
-        ]
+        like = jax.eval_shape(self.reduce, [own[:1] for own in sums])
+        totals = []
+        for own, reduced in zip(sums, like, strict=True):
+            shape = len(own), *reduced.shape[1:]
+            totals.append(own if shape == own.shape else jnp.zeros(shape, reduced.dtype))
 
-        def finish(totals: list, grads: list, position: Any) -> list:
-            read = [total if same else a for total, a, same in zip(totals, sums, in_place, strict=True)]
-            here = [jax.lax.dynamic_slice_in_dim(a, position, 1) for a in read]
-            reduced = self.reduce(buffers.add_at(here, self._masked(grads, row), 0))
-            write = lambda a, new: jax.lax.dynamic_update_slice_in_dim(a, new.astype(a.dtype), position, axis=0)
-            return list(map(write, totals, reduced))
+        def finish(totals: Arrays, grads: Arrays, position: Any) -> Arrays:
+            complete = []
+            for total, own in zip(totals, sums, strict=True):
+                read = total if total.shape == own.shape else own
+                complete.append(jax.lax.dynamic_slice_in_dim(read, position, 1))
+            complete = buffers.add_at(complete, self._masked(grads, row), 0)
+            reduced = []
+            for total, new in zip(totals, self.reduce(complete), strict=True):
+                new = new.astype(total.dtype)
+                reduced.append(jax.lax.dynamic_update_slice_in_dim(total, new, position, axis=0))
+            return reduced
 
         return finish, totals
 
-    def _masked(self, grads: list, row: OpRow) -> list:
+    def _masked(self, grads: Arrays, row: OpRow) -> Arrays:
         """The gradients of one layer as they are added; zeros where the op is off."""
         return masked(row.on, self.scatter(grads))

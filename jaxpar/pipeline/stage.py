@@ -391,8 +391,8 @@ class Stage:
             ((dx, _), *carry), layer_grads = self.layers.add_over_layers(
                 one_backward, backward, carry, state.layer_grads, back=True, everywhere=one_of_each
             )
-            of_some = (num_common, layers.num_layers(forward.chunk))
-            y, *rings = layers.over_positions(*of_some, one_forward, forward.chunk, tuple(carry))
+            others = layers.others(forward.chunk)
+            y, *rings = layers.over_positions(others, one_forward, forward.chunk, tuple(carry))
         state = state._replace(layer_grads=layer_grads, residuals_b=rings[0], residuals_w=rings[1])
         state, y = self.after_layers(state, forward, y)
         state, dx = self.before_layers(state, backward, dx)
