@@ -25,6 +25,8 @@ from jaxpar.models.transformer.cache import empty_cache
 from jaxpar.models.transformer.layers import block
 from jaxpar.models.transformer.span import Span
 from jaxpar.planner import Choice, cluster, price, transformer_shape
+from jaxpar.trainable import accept_frozen, freeze
+from tests.support import tiny_quantized
 from tests.support import tiny_transformer as tiny
 from tests.support.oracle import assert_same
 from tests.support.real_runs import curve
@@ -259,6 +261,46 @@ def test_factors_of_lora_beside_weights_in_fp8_have_the_gradients_of_one_device(
     want = loss_and_grads(GPT2, {}, params, batch, num_microbatches=4)
     axes, settings = {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "1f1b", "num_microbatches": 2}
     assert_same(loss_and_grads(GPT2, axes, params, batch, **settings), want)
+
+
+CODED = dataclasses.replace(tiny_quantized.CONFIG64, products="fp8")
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("x64", "every_width")
+@pytest.mark.parametrize(
+    ("kind", "axes", "settings"),
+    [
+        ("nf4", {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "1f1b", "num_microbatches": 2}),
+        ("nf4-dq", {"data": 2}, {"num_microbatches": 2, "zero": 3, "mask_idle_ops": True}),
+    ],
+)
+def test_weights_in_four_bits_are_decoded_and_multiplied_in_fp8_with_the_gradients_of_one_device(kind, axes, settings):
+    params, batch = tiny_quantized.quantized_params(CODED, kind), tiny.make_batch(dtype=np.float64)
+    decoded = tiny_quantized.dense_params(params, np.float64)
+    want = loss_and_grads(CODED, {}, decoded, batch, num_microbatches=4)
+    mesh = jaxpar.make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
+    placed, shardings = tiny_quantized.on_mesh(CODED, params, mesh)
+    run = tiny_quantized.make_value_and_grad(CODED, mesh, shardings, **settings)
+    got = jaxpar.fetch(tiny.jit(run)(placed, jaxpar.shard_batch(batch, mesh)))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.usefixtures("every_width")
+def test_beside_factors_a_layer_in_fp8_stores_no_weight_that_it_decodes():
+    config = dataclasses.replace(tiny_quantized.CONFIG, products="fp8")
+    params, batch = tiny_quantized.quantized_params(config, "nf4-dq"), tiny.make_batch()
+    assert num_in_fp8(transformer.make_model(config).apply, params, batch) == 4
+    how = lora.Lora(2, {"up": 1, "down": 1})
+    weights = how.init(jax.random.key(0), {"up": draw(64, 128), "down": draw(128, 64)})
+    own = freeze(lora.quantize(weights, "nf4-dq"), ADAPTERS)
+    layer = lambda own, x: x + jnp.tanh(in_fp8(x, own["up"])) @ own["down"]
+    in_fp8 = lambda x, weight: lora.einsum("bi,io->bo", x, weight, lambda _, x, w: fp8.dot(x, w))
+    split = split_layer(accept_frozen(layer, ADAPTERS), own, jax.ShapeDtypeStruct((3, 64), np.float32))
+    stored = [each.shape for name in ("residuals_b", "residuals_w", "cotangents_w") for each in split.shapes(name)]
+    assert stored
+    assert all(shape[:1] in ((3,), ()) for shape in stored), "activations of the three rows, and scales"
 
 
 def scalar_maxima(text):

@@ -30,7 +30,7 @@ from jaxpar.documents import find_documents
 from jaxpar.inspect.hlo import parse_module
 from jaxpar.models import transformer
 from jaxpar.models.grouped_product import TILE, grouped_product
-from jaxpar.models.lora import Lora
+from jaxpar.models.lora import ADAPTERS, Lora, quantize, quantized_shardings
 from jaxpar.models.transformer import LAYER_WEIGHTS
 from jaxpar.models.transformer.flash_chunks import as_rows, chunked_causal_attention
 from jaxpar.models.transformer.generate import _extend, _first
@@ -599,17 +599,26 @@ def test_attention_over_a_gathered_sequence_is_flash_kernels_alone_and_stores_no
     assert found.memory.temp_bytes < num_copies * 2 * keys + 2.1 * bias, found.render()
 
 
-def step_in(products, mesh, num_layers=4, **settings):
-    """A compiled step of a Llama with layers 1,024 wide, whose products are those of libraries, and its report."""
+def step_in(products, mesh, num_layers=4, kind=None, **settings):
+    """A compiled step of a Llama with layers 1,024 wide, whose products are those of libraries, and its report.
+
+    With a kind of codes its weights are frozen beside factors of LoRA.
+    """
     config = transformer.preset("llama-7b", compute_dtype="bfloat16", products=products, num_layers=num_layers)
     sizes = {"embed_dim": 1024, "num_heads": 8, "num_kv_heads": 8, "mlp_dim": 2048, "vocab_size": 1024}
     config = transformer.TransformerConfig(**vars(config) | sizes | {"attention": attention})
     table = transformer.param_table(config)
     shardings = shardings_from_dims(table, mesh, TRANSFORMER_RULES)
     loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
-    model, how = transformer.make_model(config), {"num_microbatches": 2, "shardings": shardings} | settings
-    run = jaxpar.value_and_grad(model, loss, mesh, **how)
-    state = jaxpar.abstract_state(lambda key: init_params(table, key), jax.random.key(0), SGD, mesh, shardings)
+    init, trainable = lambda key: init_params(table, key), None
+    if kind:
+        factors, trainable = Lora(16, LAYER_WEIGHTS), ADAPTERS
+        init = lambda key: quantize(factors.init(key, init_params(table, key)), kind)
+        shardings = quantized_shardings(jax.eval_shape(init, jax.random.key(0)), factors.shardings(shardings))
+    model, how = transformer.make_model(config), {"num_microbatches": 2} | settings
+    parallel = jaxpar.Parallel(mesh, shardings, trainable=trainable)
+    run = jaxpar.value_and_grad(model, loss, parallel, jaxpar.Pipeline(**how))
+    state = jaxpar.abstract_state(init, jax.random.key(0), SGD, parallel)
     tokens = jax.ShapeDtypeStruct((8, 1024), jnp.int32)
     batch = jaxpar.abstract_batch({"tokens": tokens, "targets": tokens}, mesh)
     lowered = jaxpar.make_train_step(run, SGD).lower(state, batch)
@@ -638,6 +647,19 @@ def test_in_fp8_each_weight_has_three_products_of_cublaslt_and_a_layer_transpose
     assert before.fp8_products == 0
     assert found.flops == before.flops
     assert found.memory.temp_bytes <= before.memory.temp_bytes
+
+
+@pytest.mark.parametrize("axes", [{}, {"tensor": 2}])
+def test_weights_in_four_bits_are_multiplied_in_fp8_twice_each_since_they_are_frozen(gpus, axes):
+    mesh = jaxpar.make_mesh(**axes, devices=list(gpus[: axes.get("tensor", 1)]))
+    (text, found), (_, before) = (step_in(each, mesh, kind="nf4") for each in ("fp8", "compute"))
+    count, others = fp8.products_of(text)
+    assert others == []
+    assert count >= (fp8.PASSES - 1) * WEIGHTS
+    # Of two microbatches. The embedding is frozen, so the first layer need not give the gradient of what it reads.
+    most = (fp8.PASSES - 1) * WEIGHTS * 4 * 2
+    assert most - 2 <= found.fp8_products <= most
+    assert found.memory.temp_bytes < 1.1 * before.memory.temp_bytes, (found.memory, before.memory)
 
 
 def test_over_tensor_no_more_memory_is_needed_in_fp8_since_weights_are_kept_in_one_order(gpus):
