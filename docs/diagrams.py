@@ -10,6 +10,7 @@ from matplotlib.patches import Circle, Polygon, Rectangle
 
 import jaxpar
 from jaxpar import fp8 as products
+from jaxpar.models.quantized import NF4, dense, quantize_weight
 
 SHARD_COLOURS = ("#5b92d0", "#f2b45c", "#8fca8b", "#bfaede")
 INK, WHOLE = "0.25", "0.82"
@@ -159,6 +160,42 @@ def fp8(path: Path) -> None:
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.legend(loc="center left", frameon=False)
     figure.savefig(path, dpi=130)
+
+
+def four_bits(path: Path) -> None:
+    """Two weights of a block among the numbers of NF4, and the byte and the scale that are stored of them."""
+    block = 0.02 * np.random.default_rng(3).normal(size=64)
+    stored = quantize_weight(np.float32(block)[:, None], "nf4", 1, 0, "w")
+    scale, byte = float(stored.scales[0, 0]), int(stored.codes[0, 0])
+    decoded = np.asarray(dense(stored))[:, 0]
+    codes, colours = (byte >> 4, byte & 15), SHARD_COLOURS[:2]
+    figure = Figure(figsize=(8.0, 4.2), layout="constrained")
+    line, below = figure.subplots(2, 1, height_ratios=(1.35, 1))
+    counts, ends = np.histogram(block / scale, np.linspace(-1, 1, 17))
+    line.bar(ends[:-1], counts / counts.max(), width=np.diff(ends), align="edge", color=WHOLE, linewidth=0)
+    for code, number in enumerate(NF4):
+        own = [colour for colour, each in zip(colours, codes, strict=True) if each == code]
+        line.plot([number] * 2, [0, 1.12], color=own[0] if own else "0.55", linewidth=3 if own else 1)
+        line.text(number, 1.17, code, ha="center", fontsize=9, fontweight="bold" if own else "normal")
+    for weight, code, colour in zip(block, codes, colours, strict=False):
+        to_code = {"arrowstyle": "->", "color": INK, "shrinkA": 5, "shrinkB": 0}
+        line.annotate("", (NF4[code], 0.5), (weight / scale, 0.5), arrowprops=to_code)
+        line.plot(weight / scale, 0.5, "o", color=colour, markeredgecolor=INK, markersize=9)
+    line.set(xlim=(-1.06, 1.06), ylim=(0, 1.4), yticks=[], xlabel="weights / scale")
+    line.spines[["top", "right", "left"]].set_visible(False)
+
+    below.set_axis_off()
+    below.set_aspect("equal")
+    for place, bit in enumerate(f"{byte:08b}"):
+        _box(below, (0.55 * place, 0.6), (0.55, 0.6), colours[place // 4], bit)
+    below.text(2.2, 1.4, "a byte", ha="center", color=INK)
+    _box(below, (5.3, 0.6), (2.2, 0.6), SHARD_COLOURS[2], f"{scale:.4f}")
+    below.text(6.4, 1.4, "the scale of 64 weights", ha="center", color=INK)
+    for at, code, value in zip((1.1, 3.3), codes, decoded, strict=False):
+        below.text(at, 0.32, code, ha="center", va="center", fontweight="bold")
+        product = f"{NF4[code]:.3f} × {scale:.4f} = {value:.4f}"  # noqa: RUF001
+        below.text(at, 0.0, product, ha="center", va="center", fontsize=8.5)
+    write(figure, below, path, (-0.1, 8.0), (-0.2, 1.7))
 
 
 def experts(path: Path) -> None:

@@ -39,6 +39,10 @@ LABELS: tuple[tuple[str, str], ...] = (
     ("gradients / scale", "梯度 / scale"),
     ("becomes 0", "成为 0"),
     (r"a byte \(e5m2\): (\S+) to (\S+)", r"一个字节（e5m2）：\1 到 \2"),
+    # four bits
+    ("weights / scale", "权重 / scale"),
+    ("a byte", "一个字节"),
+    (r"the scale of (\d+) weights", r"\1 个权重的 scale"),
     # a row over context
     (r"a row, cut into (\d) chunks", r"一行，切成 \1 块"),
     (r"device (\d)", r"设备 \1"),
