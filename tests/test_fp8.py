@@ -356,7 +356,7 @@ def test_a_model_of_ones_own_has_in_a_pipeline_the_numbers_of_one_device_with_th
 
 def test_the_programs_of_the_mpmd_executor_are_checked_too(monkeypatch):
     """Those of a CPU, which has no products in FP8, taken for a GPU's."""
-    monkeypatch.setattr("jaxpar.pipeline.mpmd_stages.are_gpus", lambda mesh: True)
+    monkeypatch.setattr("jaxpar.pipeline.mpmd_programs.are_gpus", lambda mesh: True)
     model = jaxpar.LayeredModel(lambda _, batch: batch["x"], tanh_layers, lambda _, x: x)
     params = {"outer": {}, "layers": draw(2, 16, 16)}
     loss = lambda y, batch: (jnp.sum((y - batch["y"]) ** 2), jnp.float32(len(y)))

@@ -9,8 +9,8 @@ stage, without tables.
 `jaxpar/backward/split.py` splits a layer into the functions of these ops, `embed_and_head.py` embedding and head, of which
 `head_parts.py` proves that the stages may share it.
 
-`mpmd.py` is the other executor of a Schedule: it calls the ops of `mpmd_stages.py`, and `mpmd_params.py` moves params to the
-stages and gradients back.
+`mpmd.py` is the other executor of a Schedule: it calls the ops of `mpmd_stages.py`, which `mpmd_programs.py` jits, and
+`mpmd_params.py` moves params to the stages and gradients back.
 """
 
 from jaxpar.pipeline.control_flow import check_permutes

@@ -1,7 +1,7 @@
 """The MPMD executor runs a Schedule from Python: each stage runs its ops in order on its own devices, without lock-step.
 
     for each op, in an order in which its inputs are available:
-        dispatch the jitted function of the stage   F, R, B, W (mpmd_stages.py); returns immediately
+        dispatch the jitted function of the stage   F, R, B, W (mpmd_programs.py); returns immediately
         send its output to the next stage           device to device
 
 One process drives all devices. The ops of a stage run in the order of the schedule, since each depends on the previous one. The
@@ -26,16 +26,16 @@ from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked
 from jaxpar.mesh import num_replicas, spec_of_rows
 from jaxpar.pipeline.layout import LayerLayout, close_params, fitting_layout, open_params
 from jaxpar.pipeline.mpmd_params import ListedLayers, OnOneStage, StackedLayers, check_one_process, submeshes
-from jaxpar.pipeline.mpmd_stages import (
+from jaxpar.pipeline.mpmd_programs import (
     jit_grads,
     jit_op,
     jit_params,
     jit_value,
     jit_weight,
     jit_zeros,
-    make_virtual_stages,
     sum_like,
 )
+from jaxpar.pipeline.mpmd_stages import make_virtual_stages
 from jaxpar.schedule import Op, Schedule
 from jaxpar.shard_map import NO_MESH, as_manual_over
 
