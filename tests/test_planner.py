@@ -29,7 +29,8 @@ from jaxpar.planner import Assumptions, Choice, ModelShape, Software, cluster, p
 from jaxpar.planner.cluster import Links, collective_seconds
 from jaxpar.planner.fused import FORWARD, planned_attention
 from jaxpar.planner.job import SCHEDULES, divisors
-from jaxpar.planner.kernels import Product, kernels_of, memory_rate, peak_of_kernels, product_seconds
+from jaxpar.planner.kernel_seconds import memory_rate, product_seconds
+from jaxpar.planner.kernels import Product, kernels_of, peak_of_kernels
 from jaxpar.planner.ops import Analysis
 from jaxpar.planner.search import Estimator, likely_choices
 from jaxpar.planner.state import AtRest

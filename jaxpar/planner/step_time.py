@@ -2,8 +2,8 @@
 
     step = pipeline (or accumulation) + gradients over data + embedding and head over stage + the optimizer's update
 
-An op takes as long as its kernels (``kernels.py``) and its collectives (``cluster.py``), one after the other. What overlaps
-in jaxpar's program for GPUs:
+An op takes as long as its kernels (``kernel_seconds.py``) and its collectives (``cluster.py``), one after the other. What
+overlaps in jaxpar's program for GPUs:
 
     F beside B     where the two run in one loop over layers, the collectives over ``tensor`` of each run beside the kernels of
                    the other
@@ -22,7 +22,8 @@ from jaxpar.dtypes import num_bytes
 from jaxpar.mesh import DATA, OF_ZERO, REPLICAS, STAGE, TENSOR
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import EXPERTS, Assumptions, Choice, Software
-from jaxpar.planner.kernels import Kernels, memory_rate, seconds_of
+from jaxpar.planner.kernel_seconds import memory_rate, seconds_of
+from jaxpar.planner.kernels import Kernels
 from jaxpar.planner.ops import Analysis, Work, layer_works
 from jaxpar.planner.state import wide_bytes
 from jaxpar.planner.traffic import Transfer

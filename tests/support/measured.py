@@ -17,7 +17,8 @@ from jaxpar.backward.graph import trace
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS
 from jaxpar.planner import Choice, cluster, price, transformer_shape
-from jaxpar.planner.kernels import kernels_of, seconds_of
+from jaxpar.planner.kernel_seconds import seconds_of
+from jaxpar.planner.kernels import kernels_of
 
 _DATA = json.loads((Path(__file__).parents[1] / "data" / "measured.json").read_text())
 ROWS, LINEAR = _DATA["rows"], _DATA["linear"]
