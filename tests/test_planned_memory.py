@@ -13,7 +13,9 @@ import pytest
 
 import jaxpar
 from jaxpar.inspect.text import bytes_text
-from jaxpar.models.transformer import TransformerConfig
+from jaxpar.models.lora import Lora
+from jaxpar.models.quantized import KINDS
+from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
 from jaxpar.planner import Choice, cluster, price, transformer_shape
 from jaxpar.planner.compiled import compile_choice
 from tests.support.gpu_steps import needs_compiler
@@ -69,15 +71,20 @@ JOBS = [
     ("wide", 1, Choice(data=8, num_microbatches=2, zero=1), 9937),
     ("wide", 1, Choice(data=8, num_microbatches=4, zero=2, remat=True), 8464),
     ("vocabulary", 4, Choice(data=8, num_microbatches=4, zero=3), 634),
+    # Factors beside weights in four bits (jax 0.12.0.1).
+    ("llama, nf4", 4, Choice(data=4, tensor=2, remat=True), 138),
+    ("llama, nf4-dq", 4, Choice(data=2, stage=2, tensor=2, num_microbatches=4), 827),
 ]
 
 
 @functools.cache  # which keeps what is traced
 def shape_of(model):
     sizes = {"num_layers": 16, "embed_dim": 512, "num_heads": 8, "vocab_size": 4096, "max_positions": SEQ}
-    name, _, parallel = model.partition(", ")
+    name, _, how = model.partition(", ")
     config = TransformerConfig(**sizes | MODELS[name], compute_dtype="bfloat16")
-    return transformer_shape(config, sequence_parallel=bool(parallel))
+    if how in KINDS:
+        return transformer_shape(config, lora=Lora(8, LAYER_WEIGHTS), quantize=how)
+    return transformer_shape(config, sequence_parallel=bool(how))
 
 
 def planned(model, rows, choice):
@@ -96,7 +103,11 @@ def compiled(model, rows, choice):
 
 
 of_jobs = pytest.mark.parametrize(
-    ("model", "rows", "choice", "recorded"), [pytest.param(*job, id=f"{i}-{job[0]}") for i, job in enumerate(JOBS)]
+    ("model", "rows", "choice", "recorded"),
+    [
+        pytest.param(*job, id=f"{i}-{job[0]}", marks=[pytest.mark.full] * job[0].endswith("nf4-dq"))
+        for i, job in enumerate(JOBS)
+    ],
 )
 
 

@@ -252,6 +252,13 @@ MORE_THAN_PLANNED = pytest.mark.xfail(
     strict=True,
     reason="XLA's CPU backend keeps reduced gradients beside what the update makes of them: 14% more than is planned",
 )
+# For GPUs such steps need what is planned: those in test_planned_memory.py within a hundredth.
+BESIDE_FACTORS = [("long+lora", 2, 1, 2, "1f1b", 1, 0, True), ("long+lora-nf4", 2, 1, 2, "1f1b", 1, 0, True)]
+MORE_BESIDE_FACTORS = pytest.mark.xfail(
+    strict=True,
+    reason="XLA's CPU backend adds the products with a weight and with its factors each time that the sum is read, so both "
+    "stay, and stores what norms broadcast: the plan is 16% too low",
+)
 
 
 @functools.cache
@@ -273,7 +280,8 @@ def needed(model, choice):
     "run",
     [pytest.param(run, marks=pytest.mark.full) for run in MEMORY]
     + [pytest.param(run, marks=pytest.mark.slow) for run in MORE_MEMORY]
-    + [pytest.param(run, marks=[pytest.mark.slow, MORE_THAN_PLANNED]) for run in REPLICAS_ALONE],
+    + [pytest.param(run, marks=[pytest.mark.slow, MORE_THAN_PLANNED]) for run in REPLICAS_ALONE]
+    + [pytest.param(run, marks=[pytest.mark.slow, MORE_BESIDE_FACTORS]) for run in BESIDE_FACTORS],
     ids=lambda run: "-".join(map(str, run)),
 )
 def test_memory_of_a_step_is_within_a_tenth_of_the_compilers(run):
