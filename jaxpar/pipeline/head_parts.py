@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer, constraint_of
+from jaxpar.backward.cut_rules import RULES, Operation
 from jaxpar.backward.graph import ELEMENTWISE, Graph, Node, trace
-from jaxpar.backward.partition import RULES
 from jaxpar.dtypes import is_float, is_key
 from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.shard_map import on_tensor_shards
@@ -212,5 +212,5 @@ def _is_of_each(graph: Graph, node: Node, dims: dict[int, int | None]) -> bool:
     sizes = {graph.avals[i].shape[dim] for i, dim in zip(node.inputs, given, strict=True) if dim is not None}
     if name not in _BY_RULE or sizes != {graph.avals[node.outputs[0]].shape[out]}:
         return False
-    found = RULES[name](graph, node, given)
+    found = RULES[name](Operation.of(graph, node, given))
     return found is not None and found.collective is None and set(found.cuts) == {out}

@@ -12,7 +12,6 @@ backward pass, and no scores (Dao et al. 2022, arXiv 2205.14135, section 3).
 """
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -21,9 +20,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxpar._compat import Primitive, with_inner
+from jaxpar.backward.cut_rules import RULES as BUILT_IN
+from jaxpar.backward.cut_rules import Found, Operation, elementwise
 from jaxpar.backward.graph import Graph, Node
-from jaxpar.backward.partition import RULES as BUILT_IN
-from jaxpar.backward.partition import Cut, Found, elementwise
 from jaxpar.models.grouped_product import OF_WEIGHTS, PRODUCT, TILE
 
 FORWARD, BACKWARD = "planned_attention", "planned_attention_backward"
@@ -88,27 +87,27 @@ def attention_flops(graph: Graph, node: Node) -> int:
     return (2 if node.name == BACKWARD else 1) * 2 * batch * heads * scores * head_dim
 
 
-def shard_attention(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
+def shard_attention(op: Operation) -> Found | None:
     """The rule of ``backward.partition`` for both kernels: each device computes its own heads."""
-    del graph
-    if cuts[0] != 2:
+    if op.cuts[0] != 2:
         return None
-    return Found([2, 1] if node.name == FORWARD else [2, 2, 2])
+    return Found([2, 1] if op.node.name == FORWARD else [2, 2, 2])
 
 
-def shard_rows(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
+def shard_rows(op: Operation) -> Found | None:
     """The rule for what carries rows to experts and back, or multiplies them: the shards are the leading dim of all arrays."""
-    shapes = [graph.avals[i].shape for i in (*node.inputs, *node.outputs)]
-    if all(cut in (None, 0) for cut in cuts) and len({shape[0] for shape in shapes if len(shape) > 1}) == 1:
-        return Found([0] * len(node.outputs))
-    return BUILT_IN["custom_vjp_call"](graph, node, cuts)
+    leading = {shape[0] for shape in (*op.inputs, *op.outputs) if len(shape) > 1}
+    if set(op.cuts) <= {None, 0} and len(leading) == 1:
+        return op.gives(0)
+    return BUILT_IN["custom_vjp_call"](op)
 
 
-def shard_look_up(graph: Graph, node: Node, cuts: Sequence[Cut]) -> Found | None:
+def shard_look_up(op: Operation) -> Found | None:
     """The rule for a lookup with a derivative of its own: of a table whose rows are sharded the shards' finds are summed."""
-    if any(each.primitive.name == "gather" for each in with_inner(node.equation)) and set(cuts) <= {None, 0}:
-        return Found([None] * len(node.outputs), "all-reduce")
-    return elementwise(graph, node, cuts)
+    looks_up = any(each.primitive.name == "gather" for each in with_inner(op.node.equation))
+    if looks_up and set(op.cuts) <= {None, 0}:
+        return op.gives(None, "all-reduce")
+    return elementwise(op)
 
 
 RULES = {
