@@ -87,3 +87,18 @@ def test_a_resume_with_the_same_batch_size_changes_no_batch(num_rows, size, at, 
     origin = Origin(at, samples_before(num_rows, size, at))
     resumed = batch_rows(num_rows, size, seed=0, step=at + step, origin=origin)
     np.testing.assert_array_equal(resumed, batch_rows(num_rows, size, seed=0, step=at + step))
+
+
+@pytest.mark.parametrize(
+    ("columns", "got"),
+    [
+        ({"x": np.ones((3, 2)), "y": np.ones(4)}, "got x with 3, y with 4"),  # the fourth y would never be read
+        ({"x": np.ones((0, 2))}, "got x with 0"),
+        ({"x": np.ones(3), "rate": np.float32(0.1)}, "got x with 3, rate with 0"),
+        ({}, "got no columns"),
+    ],
+)
+def test_columns_of_other_numbers_of_rows_are_refused(columns, got):
+    for make in (lambda: take_batch(columns, 2, seed=0, step=0), lambda: pad_rows(columns, 8)):
+        with pytest.raises(ValueError, match=f"all columns must have the same number of rows, at least one; {got}"):
+            make()

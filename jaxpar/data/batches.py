@@ -186,14 +186,30 @@ def locate(starts: np.ndarray, index: int) -> tuple[int, int]:
     return part, index - int(starts[part])
 
 
+def check_columns(data: Mapping[str, np.ndarray]) -> None:
+    """Raises ValueError unless all columns have the same number of rows, at least one."""
+    rows = {name: len(column) if np.ndim(column) else 0 for name, column in data.items()}
+    if len({*rows.values()}) == 1 and all(rows.values()):
+        return
+    raise ValueError(
+        "all columns must have the same number of rows, at least one; got "
+        f"{', '.join(f'{name} with {count}' for name, count in rows.items()) or 'no columns'}. "
+        "Give each row a value in each."
+    )
+
+
 class Columns(RowSource):
     """Rows in memory.
 
     Args:
         data: Columns with a common leading dim, the rows.
+
+    Raises:
+        ValueError: They have other numbers of rows, or none.
     """
 
     def __init__(self, data: Mapping[str, np.ndarray]) -> None:
+        check_columns(data)
         self._data = data
 
     def __len__(self) -> int:
@@ -209,7 +225,10 @@ class Columns(RowSource):
 
 
 def take_batch(data: Mapping[str, np.ndarray], batch_size: int, **where: Any) -> dict[str, np.ndarray]:
-    """Returns the batch of a step, of columns with a common leading dim; takes the arguments of ``RowSource.batch``."""
+    """Returns the batch of a step, of columns with a common leading dim; takes the arguments of ``RowSource.batch``.
+
+    The last batch of an epoch may have fewer rows than ``batch_size``; ``pad_rows`` fills it up.
+    """
     return Columns(data).batch(batch_size, **where)
 
 
@@ -218,6 +237,7 @@ def pad_rows(batch: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.nda
 
     A loss weighted by it is independent of the padding: each real row counts once, and none is dropped.
     """
+    check_columns(batch)
     real = len(next(iter(batch.values())))
     if num_rows < real:
         raise ValueError(f"padding must not drop rows; got {real} rows to pad to {num_rows}. Give {real} or more.")
