@@ -96,6 +96,8 @@ def test_a_text_file_is_one_document_however_long(tmp_path):
         ('{"text": "a', r"got JSONDecodeError: Unterminated string starting at column 10 in .*a.jsonl:2"),
         ("[" * 100_000, r"a line must be JSON in UTF-8; got RecursionError"),
         ('["a"]', r'an example must be an object with fields; got \["a"\]. Correct it. It is in .*a.jsonl:2\.'),
+        ("[", r"in .*a.jsonl:2. A .jsonl has an object a line; if the file is one list of objects, name it .json."),
+        ('[{"text": "a"}]', r"A .jsonl has an object a line; if the file is one list .*a.jsonl:2"),
         ('{"txt": "a"}', r'must have "text", or "prompt" and "completion", or "messages", .*; got the fields txt. .*a.jsonl:2'),
         ('{"text": "a", "messages": []}', r"got the fields messages, text. Rename or remove fields. It is in .*a.jsonl:2"),
         ('{"text": 3}', r'"text" must be a string; got 3\. .*a.jsonl:2'),

@@ -30,6 +30,7 @@ FIELDS = tuple(dict.fromkeys(name for kind in (*KINDS, *OTHER_KINDS, OPTIONAL) f
 ROLES = {"human": "user", "user": "user", "system": "system"}
 ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant")
 MAX_LINE_BYTES = 2**26
+NOT_BY_LINE = "A .jsonl has an object a line; if the file is one list of objects, name it .json."
 JSON_BLOCK = 2**20  # characters of a list of JSON that are read at once
 OTHER_NAMES = {".ndjson": ".jsonl"}
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -39,7 +40,8 @@ SNIFFED = (".json", ".csv", ".tsv")  # formats of other things too: examples are
 def kind_of(example: Any) -> tuple[str, ...]:
     """Returns the fields by which an example is known; raises ValueError where it has none, or those of two kinds."""
     if not isinstance(example, Mapping):
-        raise ValueError(f"an example must be an object with fields; got {fields.shown(example)}. Correct it.")
+        remedy = NOT_BY_LINE if str(example).startswith("[{") else "Correct it."
+        raise ValueError(f"an example must be an object with fields; got {fields.shown(example)}. {remedy}")
     for kinds in (KINDS, OTHER_KINDS):
         found = [kind for kind in kinds if set(kind) <= set(example)]
         if len(found) == 1:
@@ -217,15 +219,14 @@ def parse_json(text: bytes, place: str) -> Any:
     try:
         return json.loads(text.decode().rstrip(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        why, remedy = str(error), "Correct or remove the line."
+        is_part = text.lstrip()[:1] == b"[" or text.strip() == b"{"
+        why, remedy = str(error), NOT_BY_LINE if is_part else "Correct or remove the line."
         if isinstance(error, UnicodeDecodeError):
             remedy = "Save the file as UTF-8, or remove the line."
         if isinstance(error, json.JSONDecodeError):
             why = f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
-        raise ValueError(
-            f"a line must be JSON in UTF-8; got {type(error).__name__}: {printable(why)[:120]} in {printable(place)}. "
-            f"{remedy}"
-        ) from error
+        got = f"{type(error).__name__}: {printable(why)[:120]} in {printable(place)}"
+        raise ValueError(f"a line must be JSON in UTF-8; got {got}. {remedy}") from error
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
