@@ -131,6 +131,7 @@ def test_a_command_tells_errors_with_the_flags_of_the_user(args, said, capsys):
         (["manifest", "--kind", "jobsett", "recipes/gpt.py"], "--kind: did you mean jobset?"),
         (["manifest", "--kind", "JobSet", "recipes/gpt.py"], "--kind: did you mean jobset?"),
         (["manifest", "--cpus", "1e2", "recipes/gpt.py"], "in digits alone; got '1e2'. Did you mean 100?"),
+        (["plan", "--model", "gpt2", "--nodes", "1.5"], "digits alone; got '1.5'.\n"),
         (
             ["manifest", "--mesh.data=8x", "recipes/gpt.py"],
             "--mesh.data: a whole number, such as 8, is written in digits",
@@ -179,3 +180,11 @@ def test_a_recipe_tells_errors_with_the_flags_of_the_user(args, said, capsys, tm
             gpt.main, gpt.Config, [*args, "--steps", "1", "--warmup-steps", "0", "--out-dir", str(tmp_path / "run")]
         )
     assert said in capsys.readouterr().err
+
+
+def test_a_flag_given_by_its_shorter_name_is_not_taken_for_a_wrong_one(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "gpt", "--lr", "1e-3", "--remat=false"])
+    said = capsys.readouterr().err
+    assert "--remat: false is written none here" in said
+    assert "--lr: did you mean" not in said

@@ -129,7 +129,8 @@ def _meant_value(value: str, kinds: Sequence[Any]) -> str:
         whole = int(float(value))
     except (ValueError, OverflowError):
         return f"a whole number, such as 8, is written in digits alone; got {value!r}"
-    return f"a whole number is written in digits alone; got {value!r}. Did you mean {whole}?"
+    meant = f" Did you mean {whole}?" if whole == float(value) else ""
+    return f"a whole number is written in digits alone; got {value!r}.{meant}"
 
 
 def flag_names(flags: Callable[..., Any]) -> dict[str, str]:
@@ -150,8 +151,21 @@ def flag_names(flags: Callable[..., Any]) -> dict[str, str]:
     return found | of_mesh
 
 
-def list_flags(of: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+def list_flags(of: Callable[..., Any]) -> Iterator[tuple[str, str, Any]]:
     """Yields the name, the flag and the type of each parameter of a function, or field of a dataclass, that is a flag."""
+    for name, flag, kind, _ in _flags(of):
+        yield name, flag, kind
+
+
+def list_aliases(of: Callable[..., Any]) -> Iterator[str]:
+    """Yields the further names by which the flags of a function, or of a dataclass, may be given."""
+    for *_, settings in _flags(of):
+        for each in settings:
+            yield from getattr(each, "aliases", None) or ()
+
+
+def _flags(of: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, str, Any, Sequence[Any]]]:
+    """Yields the name, the flag, the type and the settings for tyro of each flag."""
     import tyro
 
     hints = get_type_hints(of, include_extras=True)
@@ -162,9 +176,9 @@ def list_flags(of: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, 
         part = name.rstrip("_").replace("_", "-") if named is None else named
         if dataclasses.is_dataclass(kind):
             is_flat = part == "" or tyro.conf.OmitArgPrefixes in more
-            yield from list_flags(kind, prefix if is_flat else f"{prefix}{part}.")  # pyright: ignore[reportArgumentType]
+            yield from _flags(kind, prefix if is_flat else f"{prefix}{part}.")  # pyright: ignore[reportArgumentType]
         elif tyro.conf.Positional not in more:
-            yield name.rstrip("_"), f"--{prefix}{part}", kind
+            yield name.rstrip("_"), f"--{prefix}{part}", kind, more
 
 
 def _positional(function: Callable[..., Any]) -> list[str]:

@@ -27,7 +27,7 @@ import tyro
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, has_steps
-from jaxpar.commands.cli import flag_names, list_flags, suggest_values, wrapped
+from jaxpar.commands.cli import flag_names, list_aliases, list_flags, suggest_values, wrapped
 from jaxpar.compile_only import start_on_cpu
 from jaxpar.fields import given_by
 from jaxpar.run.flags import RunFlags, check_run_flags, check_run_numbers
@@ -118,10 +118,10 @@ def _parse(kind: type[Flags], args: Sequence[str], **about: Any) -> Flags:
 
 
 def _suggest(kind: type, args: Sequence[str]) -> None:
-    own = {flag for _, flag, _ in list_flags(kind)}
+    own, aliases = {flag for _, flag, _ in list_flags(kind)}, {*list_aliases(kind)}
     for word in args:
         name = word.partition("=")[0]
-        is_foreign = word.startswith("--") and name.replace("_", "-") not in own
+        is_foreign = word.startswith("--") and name.replace("_", "-") not in own | aliases
         for flag, text in _meant(name.replace("_", "-")) if is_foreign else ():
             if flag in own:
                 tell(f"{name}: {text}")
