@@ -170,6 +170,10 @@ def test_factors_are_zero_at_first_and_a_plain_model_takes_them():
             r"and others; got w of shape \(2, 2\) and 2",
         ),
         (
+            lambda: Lora(3, {"w": 1}).init(jax.random.key(0), {"w": jnp.ones((8, 2))}),
+            r"A B has no higher rank; got 3, w of 8 inputs and 2 outputs. Choose 2 or less",
+        ),
+        (
             lambda: lora.einsum(
                 "ab,cb->ac", jnp.ones((2, 2)), Lora(1, {"w": 1}).init(jax.random.key(0), {"w": jnp.ones((3, 2))})["w"]
             ),

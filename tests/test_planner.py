@@ -733,7 +733,7 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
         (lambda: node(peak_flops=0), r"peak_flops of a cluster must be positive; got 0\."),
         (
             lambda: Assumptions(compute=1.5),
-            r"an efficiency must be a share of the datasheet's figure; got compute=1.5\.",
+            r"an efficiency must be a share of the datasheet's figure; got compute=1.5\. Choose more than 0",
         ),
         (
             lambda: Software(overlaps=("model",)),

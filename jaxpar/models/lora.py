@@ -32,6 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 from jaxtyping import PyTree
 
+from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, is_layered, is_stacked, path_string
 from jaxpar.models.quantized import check_kind, dense, is_quantized, quantize_weight
 
@@ -171,7 +172,7 @@ class Lora:
             params: Params in the model's order.
 
         Raises:
-            ValueError: A target names no weight, or one with too few dims.
+            ValueError: A target names no weight, or one with too few dims, or with fewer inputs or outputs than the rank.
         """
 
         def adapt(path: str, weight: Any, num_stacked: int, num_in: int) -> Adapted:
@@ -180,6 +181,12 @@ class Lora:
                 raise ValueError(
                     f"a weight must have dims that a product sums over, and others; got {path} of shape {weight.shape} and "
                     f"{num_in} to sum over. Correct the number in targets, or leave it out."
+                )
+            if self.rank > (most := min(math.prod(ins), math.prod(outs))):
+                raise ValueError(
+                    f"{arg('lora_rank')} must be at most the number of inputs and of outputs of each weight, since A B has "
+                    f"no higher rank; got {self.rank}, {path} of {math.prod(ins)} inputs and {math.prod(outs)} "
+                    f"outputs. Choose {most} or less; 8, say."
                 )
             own = jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
             a = jax.random.normal(own, (*stack, *ins, self.rank), weight.dtype) * math.prod(ins) ** -0.5

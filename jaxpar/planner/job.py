@@ -279,5 +279,6 @@ class Assumptions:
         for name, share in vars(self).items():
             if share is not None and not 0 < share <= 1:
                 raise ValueError(
-                    f"an efficiency must be a share of the datasheet's figure; got {arg(**{name: share})}."
+                    f"an efficiency must be a share of the datasheet's figure; got {arg(**{name: share})}. Choose more than 0 "
+                    "and at most 1, such as 0.5."
                 )
