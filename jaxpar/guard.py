@@ -34,7 +34,8 @@ SAVE, LOST = "save", "lost"  # requests between processes, beside signals
 # Where the first loss of a run is not finite, no update has been made that a smaller learning rate could have made smaller.
 AT_FIRST = (
     "The loss of the first step was not finite, before any update, so the learning rate is not the cause: look at the labels "
-    "and ids, which must be from 0 to the vocabulary's size - 1, at the inputs, and at the initial params."
+    "and ids, which must be from 0 to the vocabulary's size - 1, at the inputs, at masks and "
+    "weights, of which a batch must have one that is not 0, and at the initial params."
 )
 
 

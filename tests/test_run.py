@@ -21,6 +21,7 @@ from jaxpar.fields import given_by
 from jaxpar.metrics import follow, read_metrics
 from jaxpar.report import read_run, render_page
 from jaxpar.run import BasicFlags, ConfigError, Run
+from jaxpar.run.call_order import CallOrderError
 from jaxpar.run.early_stop import EarlyStop
 from jaxpar.run.evaluation import say_best
 from jaxpar.run.flags import check_best_is_saved
@@ -28,6 +29,7 @@ from jaxpar.run.start import first_state
 from jaxpar.run.traits import Traits, numbers_of
 from jaxpar.runtime.lease import this_process
 from jaxpar.runtime.output import logging_kept
+from jaxpar.runtime.uncaught import exit_code_of
 from tests.support.leases import put
 from tests.support.waiting import WAIT_SECONDS
 
@@ -76,7 +78,10 @@ def test_processes_that_begin_with_different_params_are_refused(monkeypatch):
 def test_a_run_of_ones_own_is_told_how_to_go_on_in_its_own_words(tmp_path):
     flags = BasicFlags.of(out_dir=tmp_path, checkpoint_every=2)
     with Run(flags, jaxpar.make_mesh()) as run:
-        assert run._advice().endswith("with another, add resume=True. To begin again, add overwrite=True.")
+        advice = run._advice()
+        assert (
+            "with another, add resume=True. To begin again, add overwrite=True. If it ends so again, look at" in advice
+        )
     names = {"resume": "--resume", "overwrite": "--overwrite", "allow_change": "--allow-change"}
     with Run(flags, jaxpar.make_mesh(), {"learning_rate": 0.1}) as run, given_by(names):
         assert "another, add --resume --allow-change learning_rate. To begin again, add --overwrite." in run._advice()
@@ -109,6 +114,74 @@ def test_errors_of_a_run_to_resume_name_the_arguments_of_a_script_that_has_no_fl
     assert refused(nodes=2) == "nodes applies to compile_for; got none. Add compile_for=h100, say."
 
 
+def began(run, batch):
+    """The compiled step and the first state of a run, which reads the column "x" alone."""
+    shardings = {"w": jax.NamedSharding(run.mesh, jaxpar.replicated())}
+    grads = jax.value_and_grad(lambda params, batch: jnp.sum((batch["x"] @ params["w"] - 1) ** 2))
+    run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), run.mesh, shardings)
+    return run.compile(jaxpar.make_train_step(grads, optax.sgd(0.1)), batch), run.begin()
+
+
+def test_a_batch_unlike_the_one_of_the_compiled_step_is_told_by_its_arrays(tmp_path):
+    two, said = jaxpar.make_mesh(data=2, devices=jax.devices()[:2]), []
+    rows = lambda num_rows, **more: {"x": np.ones((num_rows, 2), np.float32), **more}
+    with Run(BasicFlags.of(out_dir=tmp_path), two, say=said.append) as run:
+        train_step, state = began(run, jaxpar.shard_batch(rows(4, weight=np.ones(4, np.float32)), two))
+        kept = rows(4, weight=np.ones(4, np.float32))
+        for batch, got in [
+            (
+                rows(6, weight=np.ones(6, np.float32)),
+                r"got weight float32\[6\] for float32\[4\], x float32\[6, 2\] for",
+            ),
+            (rows(4), r"got no weight\."),
+            (kept | {"y": np.ones(4)}, r"got y, which that one does not have\."),
+            (
+                jaxpar.shard_batch(kept, jaxpar.make_mesh(tensor=2, devices=jax.devices()[:2])),
+                "got weight on a mesh of tensor=2 for a mesh of data=2",
+            ),
+        ]:
+            with pytest.raises(ValueError, match=f"arrays, shapes, dtypes and mesh of the one .*; {got}"):
+                train_step(state, batch)
+        _, metrics = train_step(state, jaxpar.shard_batch(kept, two))
+    assert metrics["loss"] == 4
+    assert said[-1].endswith(
+        "neither the model nor the loss reads weight of a batch, which is 0 for rows of padding: they count like others"
+    )
+
+
+def test_a_loop_that_does_not_log_its_steps_is_refused_since_it_would_save_none(tmp_path):
+    batch = {"x": np.ones((4, 2), np.float32)}
+    with Run(BasicFlags.of(out_dir=tmp_path, checkpoint_every=1), jaxpar.make_mesh()) as run:
+        train_step, state = began(run, batch)
+        steps = run.steps()
+        for step in range(2):
+            assert next(steps) == step
+            state, metrics = train_step(state, batch)
+            if step == 0:
+                run.log(step, state, metrics)
+        with pytest.raises(
+            CallOrderError, match=r"each step must be logged once, .*; got none for step 2\. Call run\.log"
+        ) as told:
+            next(steps)
+    assert exit_code_of(told.value) == 2
+
+
+def test_a_setting_that_no_other_process_could_have_is_refused(tmp_path):
+    with pytest.raises(
+        TypeError, match=r"a setting must be .*; got f=<function .* Give its name, such as f='squared_error'"
+    ):
+        Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh(), {"f": jaxpar.losses.squared_error, "rate": 0.1})
+
+
+def test_a_misspelt_flag_of_a_script_is_named():
+    with pytest.raises(
+        TypeError, match=r"must be of a flag; got log_second, budgets\. Did you mean log_seconds, budget\?"
+    ):
+        BasicFlags.of(log_second=3, budgets=3)
+    with pytest.raises(TypeError, match=r"got foo\. Choose from allow_change, .*steps"):
+        BasicFlags.of(foo=3)
+
+
 def trained(flags, optimizer, num_rows=4, settings=None, steps=2):
     """What a run of a script of one's own prints."""
     mesh, said = jaxpar.make_mesh(), []
@@ -122,7 +195,7 @@ def trained(flags, optimizer, num_rows=4, settings=None, steps=2):
         for step in run.steps():
             state, metrics = train_step(state, batch)
             run.log(step, state, metrics)
-    return [line for line in said if "saved run" in line]
+    return [line for line in said if "saved run" in line or "no step is left" in line]
 
 
 def test_a_resume_tells_what_differs_from_the_saved_run_and_what_it_cannot_compare(tmp_path):
@@ -142,6 +215,8 @@ def test_a_resume_tells_what_differs_from_the_saved_run_and_what_it_cannot_compa
     )
     again, kept = BasicFlags.of(out_dir=tmp_path / "b", steps=2, checkpoint_every=1), {"batch_size": 4}
     trained(again, optax.adam(1e-2), settings=kept)
+    [over] = trained(again.replace(resume=True), optax.adam(1e-2), settings=kept)
+    assert over.startswith("resumed from step 2, saved on data=1, stage=1, tensor=1, the last one, so no step is left")
     assert trained(again.replace(resume=True, steps=3), optax.adam(1e-2), num_rows=8, settings=kept) == []
 
 

@@ -12,14 +12,14 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from tyro.conf import OmitArgPrefixes
 
-from jaxpar.fields import arg, check_at_least, check_from, switch
+from jaxpar.fields import arg, check_at_least, check_from, near_name, switch
 from jaxpar.mesh import shown_sizes
 from jaxpar.metrics import exporters
 from jaxpar.runtime.process_env import check_own_variables
@@ -177,7 +177,7 @@ class RunFlags:
             }:
                 changes[name] = dataclasses.replace(group, **inside)
         if values:
-            raise TypeError(f"a value must be of a flag; got {', '.join(values)}.")
+            raise TypeError(f"a value must be of a flag; got {', '.join(values)}. {_meant_flags(self, values)}")
         return dataclasses.replace(self, **changes)
 
     def as_json(self) -> dict[str, Any]:
@@ -224,6 +224,14 @@ class BasicFlags(RunFlags):
     monitoring: OmitArgPrefixes[MonitoringFlags] = MonitoringFlags()
     gpu: OmitArgPrefixes[GpuFlags] = GpuFlags()
     budget: Budgets = Budgets()
+
+
+def _meant_flags(flags: Any, wrong: Iterable[str]) -> str:
+    groups = _groups(flags)
+    names = [name for group in groups.values() for name in vars(group)]
+    names = [*(name for name in groups if name in PREFIXED), *names]
+    near = [name for each in wrong if (name := near_name(each, names))]
+    return f"Did you mean {', '.join(near)}?" if near else f"Choose from {', '.join(sorted({*names}))}."
 
 
 def _groups(flags: Any) -> dict[str, Any]:

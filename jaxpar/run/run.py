@@ -21,6 +21,8 @@ from jaxpar.planner import cluster, roofline
 from jaxpar.planner.compiled import inspect_pipeline
 from jaxpar.report import ReportWriter, step_data
 from jaxpar.run import folder
+from jaxpar.run.call_order import CallOrder, check_called
+from jaxpar.run.compiled_step import CompiledStep
 from jaxpar.run.early_stop import EarlyStop, without_metric
 from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.learning_rate import rate_after
@@ -118,6 +120,7 @@ class Run(AbstractContextManager["Run"]):
         self._calls: list[tuple[int, Callback]] = []
         self._early_stop = EarlyStop(keep.keep_best, keep.patience) if keep.keep_best and keep.patience else None
         self._is_over = False
+        self._order = CallOrder()
         self._named = set[str]()  # the metrics of this run's steps
         self._resources = ExitStack()
         self.checkpoints = open_checkpoints(flags, mesh)
@@ -152,7 +155,8 @@ class Run(AbstractContextManager["Run"]):
             self._state = self.checkpoints.restore(self.target, config=self._settings, allow=allowed)
         manifest = self.checkpoints.manifest(int(jaxpar.fetch(self._state.step)))
         saved_on = ", ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
-        self._say(f"resumed from step {manifest.step}, saved on {saved_on}")
+        over = ", the last one, so no step is left" if manifest.step == self.flags.common.steps else ""
+        self._say(f"resumed from step {manifest.step}, saved on {saved_on}{over}")
         self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
         self._traits.compare(manifest.traits)
         names = {**self.saved, **self._settings}
@@ -175,8 +179,7 @@ class Run(AbstractContextManager["Run"]):
         Raises:
             ConfigError: The processes do not agree; the message says on what, and which of them differ.
         """
-        if self.target is None:
-            raise RuntimeError("a run must restore before it compiles; got no state. Call run.restore first.")
+        check_called("restore before it compiles", "state", self.target)
         self._open_watchers()
         self._traits.take_batch(batch)
         start = time.perf_counter()
@@ -191,11 +194,11 @@ class Run(AbstractContextManager["Run"]):
                 program = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
                 with checks():
                     check_agreement("train", {"program": program})
-            compiled = self._compiled = lowered.compile()
+            self._compiled = CompiledStep(lowered.compile(), batch)
             with checks():
-                check_permutes(compiled)
-        self._say(f"compiled in {time.perf_counter() - start:.1f} s")
-        return compiled
+                check_permutes(self._compiled)
+        self._say(f"compiled in {time.perf_counter() - start:.1f} s{self._compiled.unread()}")
+        return self._compiled
 
     def must_agree(self, name: str, value: Callable[[], Any]) -> None:
         """Adds what ``compile`` compares between the processes of a run, such as a checksum of data that each of them reads.
@@ -240,15 +243,15 @@ class Run(AbstractContextManager["Run"]):
             folder.delete_run(self.out_dir)
             self._say(f"deleted: the earlier run in {self.out_dir}")
         write_config(self.flags, self.mesh)
+        self._order.begin(self.first_step)
         return state
 
     def _step(self) -> jax.stages.Compiled:
-        if self._compiled is None:
-            raise RuntimeError("a run must compile its step before it begins; got none. Call run.compile first.")
-        return self._compiled
+        return check_called("compile its step before it begins", "step", self._compiled)
 
     def steps(self) -> Iterator[int]:
-        """Yields the steps that are left, guarded and logged."""
+        """Yields the steps that are left, guarded and logged; raises CallOrderError where one was not logged."""
+        self._order.check_begun()
         common, checkpoint = self.flags.common, self.flags.checkpoint
         first = {"first_step": self.first_step, "watchers": self._watchers}
         self._log = self._resources.enter_context(MetricsLog(self.out_dir, common.steps, **self._rate, **first))
@@ -273,6 +276,7 @@ class Run(AbstractContextManager["Run"]):
             for step in range(self.first_step, common.steps):
                 self._guard.before_step(step)
                 yield step
+                self._order.check_logged(step + 1)
                 if self._is_over:
                     break
             if told := without_metric(checkpoint.keep_best, self._named):
@@ -309,6 +313,7 @@ class Run(AbstractContextManager["Run"]):
             check_names(metrics, ("learning_rate",))
             metrics = {**metrics, "learning_rate": self._learning_rate(step, state, metrics)}
         self._log.log(step, metrics)
+        self._order.count_logged()
         self._end_early(step + 1, metrics)
         self._guard.after_step(step + 1, state, metrics)
 

@@ -112,7 +112,10 @@ def advice_on_finite_steps(flags: RunFlags, remedy: str, settings: Mapping[str, 
     if common.checkpoint_every or saves or common.resume:
         allowed = f" {arg('allow_change')} learning_rate" if "learning_rate" in settings else ""
         remedy += f" To continue from a checkpoint with another, add {switch('resume')}{allowed}."
-    return f"{remedy} To begin again, add {switch('overwrite')}."
+    return (
+        f"{remedy} To begin again, add {switch('overwrite')}. If it ends so again, look at the rows "
+        "of these steps: inputs, masks and weights must be finite."
+    )
 
 
 def write_config(flags: RunFlags, mesh: jax.sharding.Mesh) -> None:

@@ -8,6 +8,7 @@ What differs is printed, not refused, since a schedule may follow from the numbe
 model and the loss are compared by the settings of a run alone: a run without any is told so.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,16 @@ REMEDY = (
 )
 
 
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises TypeError where a setting is told by its place in memory, which is another in each process and after a restart."""
+    if wrong := {name: value for name, value in settings.items() if re.search(r" at 0x[0-9a-f]+>", str(value))}:
+        raise TypeError(
+            "a setting must be a number, a text, or a list or dict of these, which a run that resumes compares; got "
+            f"{', '.join(f'{name}={brief(str(value))}' for name, value in wrong.items())}. Give its name, such as "
+            f"{next(iter(wrong))}={getattr(next(iter(wrong.values())), '__name__', 'cosine')!r}, or a checksum."
+        )
+
+
 class Traits:
     """The traits of a run.
 
@@ -41,6 +52,7 @@ class Traits:
     """
 
     def __init__(self, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        _check_settings(settings)
         self._settings, self._say = settings, say
         self._saved: Mapping[str, Any] = {}
         self._optimizer: Callable[[], dict[str, Any] | None] = lambda: None

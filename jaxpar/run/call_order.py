@@ -1,0 +1,49 @@
+"""The order in which a loop calls the methods of its run: restore, compile, begin, log after every step."""
+
+from typing import TypeVar
+
+from jaxpar.runtime.exit_codes import ExitCode
+
+Made = TypeVar("Made")
+
+
+class CallOrderError(RuntimeError):
+    """A loop calls the methods of its run out of order; a restart would end in the same way."""
+
+    exit_code = ExitCode.BAD_CONFIG
+
+
+def check_called(rule: str, name: str, made: Made | None) -> Made:
+    """Returns what the method that ``rule`` begins with has made; raises CallOrderError for None."""
+    if made is None:
+        method = rule.split()[0]
+        raise CallOrderError(f"a run must {rule}; got no {name}. Call run.{method} first.")
+    return made
+
+
+class CallOrder:
+    """Whether a run has begun, and how many of its steps are logged."""
+
+    def __init__(self) -> None:
+        self._num_logged: int | None = None  # with those before this run
+
+    def begin(self, first_step: int) -> None:
+        """Notes that the run begins with a step."""
+        self._num_logged = first_step
+
+    def check_begun(self) -> None:
+        """Raises CallOrderError if the run has not begun."""
+        check_called("begin before its steps", "state", self._num_logged)
+
+    def count_logged(self) -> None:
+        """Notes that a step was logged."""
+        self._num_logged = 1 + (self._num_logged or 0)
+
+    def check_logged(self, step: int) -> None:
+        """Raises CallOrderError unless each step before this one was logged once."""
+        if self._num_logged != step:
+            how_often = "none" if (self._num_logged or 0) < step else "two"
+            raise CallOrderError(
+                "each step must be logged once, which also saves and stops a run; got "
+                f"{how_often} for step {step}. Call run.log(step, state, metrics) at the end of each step."
+            )
