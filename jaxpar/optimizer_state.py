@@ -35,14 +35,22 @@ from jaxpar.sharding import path_string
 Optimizer = optax.GradientTransformation | optax.MultiSteps
 
 
+Shape = tuple[int, ...]
+
+
 class _Param(NamedTuple):
     path: tuple
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]  # of its dims, made distinct
+    shape: Shape
+    sizes: Shape  # of its dims, made distinct
     sharding: NamedSharding
 
 
-def optimizer_shardings(optimizer: Optimizer, params: PyTree, shardings: PyTree, otherwise: NamedSharding) -> PyTree:
+def optimizer_shardings(
+    optimizer: Optimizer,
+    params: PyTree,
+    shardings: PyTree,
+    otherwise: NamedSharding,
+) -> PyTree:
     """Returns a sharding for each array of the optimizer's state. Nothing is compiled or run.
 
     Args:
@@ -58,16 +66,18 @@ def optimizer_shardings(optimizer: Optimizer, params: PyTree, shardings: PyTree,
     state = jax.eval_shape(optimizer.init, params)
     distinct, distinct_state = _with_distinct_sizes(optimizer, params, state)
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    rest = map(jax.tree.leaves, (distinct, shardings))
-    named = [
-        _Param(path, leaf.shape, distinct.shape, sharding)
-        for (path, leaf), distinct, sharding in zip(leaves, *rest, strict=True)
-    ]
-    by_path = {param.path: param for param in named}
+    sizes = [leaf.shape for leaf in jax.tree.leaves(distinct)]
+    by_path: dict[tuple, _Param] = {}
+    for (path, leaf), own, sharding in zip(leaves, sizes, jax.tree.leaves(shardings), strict=True):
+        by_path[path] = _Param(path, leaf.shape, own, sharding)
 
-    def sharding_of(path: tuple, leaf: jax.ShapeDtypeStruct, distinct: jax.ShapeDtypeStruct) -> NamedSharding:
-        param = _owner(path, by_path) or _only_one_of_its_shape(path, leaf.shape, named)
-        return (param and _as_param(param, leaf.shape, distinct.shape)) or otherwise
+    def sharding_of(path: tuple, leaf: Any, distinct: Any) -> NamedSharding:
+        param = _owner(path, by_path)
+        if param is None:
+            param = _only_one_of_its_shape(path, leaf.shape, list(by_path.values()))
+        if param is None:
+            return otherwise
+        return _as_param(param, leaf.shape, distinct.shape) or otherwise
 
     return jax.tree_util.tree_map_with_path(sharding_of, state, distinct_state)
 
@@ -76,33 +86,50 @@ def _owner(path: tuple, params: Mapping[tuple, Any]) -> Any:
     """Returns the param whose path is part of ``path``; if there are several, the one with the longest path: "x/w", not "w"."""
     for length in range(len(path), -1, -1):
         for start in range(len(path) - length, -1, -1):
-            if (part := path[start : start + length]) in params:
+            part = path[start : start + length]
+            if part in params:
                 return params[part]
     return None
 
 
-def _only_one_of_its_shape(path: tuple, shape: tuple[int, ...], params: Sequence[_Param]) -> _Param | None:
+def _only_one_of_its_shape(path: tuple, shape: Shape, params: Sequence[_Param]) -> _Param | None:
     """Returns the param that a matrix without a param's path belongs to, found by its shape and the end of its path."""
-    candidates = [param for param in params if param.shape == shape and len(shape) > 1]
-    longest = max((_shared_end(path, param.path) for param in candidates), default=0)
-    candidates = [param for param in candidates if _shared_end(path, param.path) == longest]
-    if any(not param.sharding.is_equivalent_to(candidates[0].sharding, len(shape)) for param in candidates):
-        raise ValueError(
-            "a matrix of the optimizer's state must have the path of its param as part of its own; got "
-            f"{path_string(path)} of shape {shape}, which {[path_string(param.path) for param in candidates]} have too, and "
-            "these are sharded differently. Make the state with jax.tree.map over the params in the optimizer's init."
-        )
-    return candidates[0] if candidates else None
+    shared = {}
+    for param in params:
+        if param.shape == shape and len(shape) > 1:
+            shared[param.path] = _shared_end(path, param.path)
+    if not shared:
+        return None
+    longest = max(shared.values())
+    first, *others = (param for param in params if shared.get(param.path) == longest)
+    if all(other.sharding.is_equivalent_to(first.sharding, len(shape)) for other in others):
+        return first
+    names = [path_string(param.path) for param in (first, *others)]
+    raise ValueError(
+        "a matrix of the optimizer's state must have the path of its param as part of its own; got "
+        f"{path_string(path)} of shape {shape}, which {names} have too, and these are sharded differently. Make the state "
+        "with jax.tree.map over the params in the optimizer's init."
+    )
 
 
 def _shared_end(path: tuple, of: tuple) -> int:
     """Returns how many of the last steps of a param's path occur in ``path`` one after another."""
-    parts = {path[start:end] for end in range(len(path) + 1) for start in range(end + 1)}
-    return max(count for count in range(len(of) + 1) if of[len(of) - count :] in parts)
+    for count in range(len(of), 0, -1):
+        end = of[len(of) - count :]
+        starts = range(len(path) - count + 1)
+        if any(path[start : start + count] == end for start in starts):
+            return count
+    return 0
 
 
-def _as_param(param: _Param, shape: tuple[int, ...], distinct: tuple[int, ...]) -> NamedSharding | None:
+def _as_param(param: _Param, shape: Shape, distinct: Shape) -> NamedSharding | None:
     """Returns the sharding of an array that shares dims with a param; None if none of them is sharded.
+
+    A dim of the array is the one of the param that has its size, and its size where all sizes differ:
+
+                    its own    where all differ    sharding
+        the param   [4, 4]     [4, 5]              P(stage, data)
+        the array   [4]        [5]                 P(data), as its dim is the second one of the param
 
     Args:
         param: The param.
@@ -112,47 +139,71 @@ def _as_param(param: _Param, shape: tuple[int, ...], distinct: tuple[int, ...]) 
     if shape == param.shape:
         return param.sharding
     sizes = list(zip(param.shape, param.sizes, strict=True))
-    dims = [sizes.index(size) if sizes.count(size) == 1 else None for size in zip(shape, distinct, strict=False)]
-    entries = (*param.sharding.spec, *(None,) * (len(param.shape) - len(param.sharding.spec)))
+    spec = param.sharding.spec
+    entries = (*spec, *(None,) * (len(sizes) - len(spec)))
+    taken, own = set(), []
     # An axis shards one dim only. Copies of a param are stacked in front, so the last of several candidate dims is taken.
-    spec = [entries[dim] if dim is not None and dim not in dims[at + 1 :] else None for at, dim in enumerate(dims)]
-    return NamedSharding(param.sharding.mesh, PartitionSpec(*spec)) if any(spec) else None
+    for size in reversed(list(zip(shape, distinct, strict=False))):
+        entry = None
+        if sizes.count(size) == 1 and size not in taken:
+            taken.add(size)
+            entry = entries[sizes.index(size)]
+        own.insert(0, entry)
+    if not any(own):
+        return None
+    return NamedSharding(param.sharding.mesh, PartitionSpec(*own))
 
 
-def _with_distinct_sizes(optimizer: Optimizer, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+def _with_distinct_sizes(
+    optimizer: Optimizer,
+    params: PyTree,
+    state: PyTree,
+) -> tuple[PyTree, PyTree]:
     """Returns shapes of params whose dims all have different sizes, and their state; both unchanged if it has no such state."""
-    distinct = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(_distinct_sizes(leaf.shape), leaf.dtype), params)
+
+    def with_distinct(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(_distinct_sizes(leaf.shape), leaf.dtype)
+
+    distinct = jax.tree.map(with_distinct, params)
     try:
         distinct_state = jax.eval_shape(optimizer.init, distinct)
     except Exception:  # any error that an optimizer raises for shapes that are not those of its model
         return params, state
-    is_like = jax.tree.structure(distinct_state) == jax.tree.structure(state)
-    return (distinct, distinct_state) if is_like else (params, state)
+    if jax.tree.structure(distinct_state) != jax.tree.structure(state):
+        return params, state
+    return distinct, distinct_state
 
 
-def _distinct_sizes(shape: Sequence[int]) -> tuple[int, ...]:
+def _distinct_sizes(shape: Shape) -> Shape:
     """Returns sizes that are all different and in the order of those of ``shape``; equal ones keep their order."""
     distinct, last = list(shape), -1
-    for dim in sorted(range(len(shape)), key=shape.__getitem__):
-        distinct[dim] = last = max(shape[dim], last + 1)
+    ascending = sorted(range(len(shape)), key=shape.__getitem__)
+    for dim in ascending:
+        last = max(shape[dim], last + 1)
+        distinct[dim] = last
     return tuple(distinct)
 
 
 def call_update(
-    update: Callable, grads: PyTree, opt_state: PyTree, params: PyTree, **more: Any
+    update: Callable,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    **more: Any,
 ) -> tuple[PyTree, PyTree]:
     """Returns the result of an optimizer's update, called with those keyword arguments that it accepts."""
     parameters = inspect.signature(update).parameters.values()
-    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        more = {
-            each.name: more[each.name] for each in parameters if each.kind is each.KEYWORD_ONLY and each.name in more
-        }
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return update(grads, opt_state, params, **more)
+    accepted = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    more = {name: value for name, value in more.items() if name in accepted}
     return update(grads, opt_state, params, **more)
 
 
 def check_optimizer(optimizer: Any) -> None:
     """Raises TypeError for what is no optimizer, such as the function that makes one."""
-    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+    functions = (getattr(optimizer, name, None) for name in ("init", "update"))
+    if not all(map(callable, functions)):
         raise TypeError(
             f"optimizer must be an optax optimizer; got {brief(repr(optimizer))}. Make one: optax.adam(learning_rate), say."
         )
@@ -166,25 +217,30 @@ def check_state(optimizer: Optimizer, params: PyTree, opt_state: PyTree) -> None
         ValueError: The state is of another optimizer, or of other params.
     """
     own = jax.eval_shape(optimizer.init, params)
-    parts = jax.tree.leaves(own, is_leaf=lambda part: isinstance(part, optax.LookaheadState))
-    if any(isinstance(part, optax.LookaheadState) for part in parts):
+    is_lookahead = lambda part: isinstance(part, optax.LookaheadState)
+    parts = jax.tree.leaves(own, is_leaf=is_lookahead)
+    if any(map(is_lookahead, parts)):
         raise TypeError(
             "an optimizer must take params as they are, a tree of arrays; got optax.lookahead, which takes pairs of them. "
             "Leave it out."
         )
-    paths = lambda state: [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    if paths(opt_state) != paths(own):
+    if list(_by_path(opt_state)) != list(_by_path(own)):
         raise ValueError(
             f"a step's optimizer must be that of its state; got one with {_described(own)}, and a state with "
             f"{_described(opt_state)}. Give init_state and make_train_step the same optimizer and trainable params."
         )
 
 
+def _by_path(tree: PyTree) -> dict[tuple, Any]:
+    return dict(jax.tree_util.tree_leaves_with_path(tree))
+
+
 def _described(opt_state: PyTree) -> str:
     """Returns the parts of a state as text: "ScaleByAdamState of 9 arrays"."""
     parts = jax.tree.leaves(opt_state, is_leaf=lambda part: hasattr(part, "_fields"))
-    named = dict.fromkeys(type(part).__name__ for part in parts)
-    return f"{', '.join(named) or 'no state'} of {len(jax.tree.leaves(opt_state))} arrays"
+    names = dict.fromkeys(type(part).__name__ for part in parts)
+    count = len(jax.tree.leaves(opt_state))
+    return f"{', '.join(names) or 'no state'} of {count} arrays"
 
 
 def check_packed(optimizer: Optimizer, params: PyTree) -> None:
@@ -193,11 +249,14 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
     Random numbers drawn for a leaf have the order of the leaf. Means over padded layers count the padding. The shape of such a
     draw, and the number by which a mean divides, change with the number of positions, so one position fewer is also traced.
     """
-    layouts = [node.layout for node in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(node)]
+    nodes = jax.tree.leaves(params, is_leaf=is_packed)
+    layouts = [node.layout for node in nodes if is_packed(node)]
     if not layouts:
         return
-    layout, shorter = layouts[0], _with_one_position_fewer(params)
-    update, of_shorter = (jax.make_jaxpr(partial(first_update, optimizer))(each) for each in (params, shorter))
+    layout = layouts[0]
+    shorter = _with_one_position_fewer(params)
+    trace = jax.make_jaxpr(partial(first_update, optimizer))
+    update, of_shorter = trace(params), trace(shorter)
     if drawn_shapes(update) != drawn_shapes(of_shorter):
         raise ValueError(
             "an optimizer that draws random numbers for the layers needs them in the model's order, in which one device draws; "
@@ -208,9 +267,11 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
     if layout.num_positions == layout.num_layers:
         return
     if _floats(update) != _floats(of_shorter):
-        got, factored = f"{layout.num_layers} layers in {layout.num_positions} positions", ""
+        got = f"{layout.num_layers} layers in {layout.num_positions} positions"
+        factored = ""
         if found := _state_over_layers(optimizer, params, shorter):
-            got, factored = f"{got}, and {found} over them", f"min_dim_size_to_factor={layout.num_positions + 1}, "
+            got += f", and {found} over them"
+            factored = f"min_dim_size_to_factor={layout.num_positions + 1}, "
         raise ValueError(
             "an optimizer that takes means over the layers, as optax.adafactor does, would count the padding of uneven stages; "
             f"got {got}. Spread the layers evenly, or use an optimizer without such means "
@@ -219,34 +280,45 @@ def check_packed(optimizer: Optimizer, params: PyTree) -> None:
 
 
 def _floats(jaxpr: Any) -> list[str]:
-    return [str(value) for value in literals(jaxpr) if jnp.issubdtype(jnp.result_type(value), jnp.inexact)]
+    is_float = lambda value: jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+    return [str(value) for value in literals(jaxpr) if is_float(value)]
 
 
 def _with_one_position_fewer(params: PyTree) -> PyTree:
-    shorter = lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] - 1, *leaf.shape[1:]), leaf.dtype)
-    of = lambda node: replace(node, tree=jax.tree.map(shorter, node.tree)) if is_packed(node) else node
-    return jax.tree.map(of, params, is_leaf=is_packed)
+    def shorter(leaf: Any) -> jax.ShapeDtypeStruct:
+        positions, *rest = leaf.shape
+        return jax.ShapeDtypeStruct((positions - 1, *rest), leaf.dtype)
+
+    def of_node(node: Any) -> Any:
+        if not is_packed(node):
+            return node
+        return replace(node, tree=jax.tree.map(shorter, node.tree))
+
+    return jax.tree.map(of_node, params, is_leaf=is_packed)
 
 
 def _state_over_layers(optimizer: Optimizer, params: PyTree, shorter: PyTree) -> str:
     """Returns the path and shape of an array of the state that belongs to packed layers and has no dim of them; "" for none."""
-    packed, few = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (params, shorter))
-    packed = {path: leaf for path, leaf in packed.items() if few[path].shape != leaf.shape}
-    alone = dict(jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, shorter)))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, params)):
-        fewer = alone[path].shape if path in alone else ()
-        if (
-            leaf.size > 1
-            and _owner(path, packed)
-            and not any(a == b + 1 for a, b in zip(leaf.shape, fewer, strict=False))
-        ):
+    few = _by_path(shorter)
+    packed = {path: leaf for path, leaf in _by_path(params).items() if few[path].shape != leaf.shape}
+    state, of_shorter = (_by_path(jax.eval_shape(optimizer.init, each)) for each in (params, shorter))
+    for path, leaf in state.items():
+        if leaf.size <= 1 or not _owner(path, packed):
+            continue
+        fewer = of_shorter[path].shape if path in of_shorter else ()
+        sizes = zip(leaf.shape, fewer, strict=False)
+        if not any(size == less + 1 for size, less in sizes):
             return f"{path_string(path)} of shape {leaf.shape} with means"
     return ""
 
 
 def first_update(optimizer: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
     """Returns what an optimizer's init and update make of gradients, those of a sum, that are as large as the params."""
-    value_fn = lambda params: jnp.sum(jnp.asarray([jnp.sum(jnp.real(leaf)) for leaf in jax.tree.leaves(params)]))
+
+    def value_fn(params: PyTree) -> jax.Array:
+        sums = [jnp.sum(jnp.real(leaf)) for leaf in jax.tree.leaves(params)]
+        return jnp.sum(jnp.asarray(sums))
+
     further = {"value": value_fn(params), "grad": params, "value_fn": value_fn}
     return call_update(optimizer.update, params, optimizer.init(params), params, **further)
 
@@ -260,14 +332,16 @@ def value_fn_of(value_and_grad: Callable[[PyTree], tuple[PyTree, PyTree]]) -> Ca
 
     def loss_and_grads(params: PyTree) -> tuple[jax.Array, PyTree]:
         value, grads = value_and_grad(params)
-        return value[0] if isinstance(value, tuple) else value, grads
+        loss = value[0] if isinstance(value, tuple) else value
+        return loss, grads
 
     value_fn = jax.custom_jvp(lambda params: loss_and_grads(params)[0])
 
     @value_fn.defjvp
     def _(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[jax.Array, jax.Array]:
         value, grads = loss_and_grads(*primals)
-        along = jax.tree.map(lambda g, t: jnp.real(jnp.sum(g * t)).astype(value.dtype), grads, *tangents)
+        product = lambda grad, tangent: jnp.real(jnp.sum(grad * tangent)).astype(value.dtype)
+        along = jax.tree.map(product, grads, *tangents)
         return value, sum(jax.tree.leaves(along), jnp.zeros_like(value))
 
     return value_fn
