@@ -55,32 +55,46 @@ class Piece:
     @cached_property
     def region(self) -> tuple[slice, ...]:
         """The index of the tensor's values in the param."""
-        end = lambda text: int(text) if text else None
-        parts = {dim: slice(end(start), end(stop)) for dim, start, stop in _DIM.findall(self.dims)}
-        sizes = zip(self.spec.dims, self.spec.shape, strict=True)
-        return tuple(slice(*parts[dim].indices(size)[:2]) for dim, size in sizes)
+        parts = {dim: slice(_end(start), _end(stop)) for dim, start, stop in _DIM.findall(self.dims)}
+        region = []
+        for dim, size in zip(self.spec.dims, self.spec.shape, strict=True):
+            start, stop, _ = parts[dim].indices(size)
+            region.append(slice(start, stop))
+        return tuple(region)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape."""
-        return tuple(math.prod(self._sizes[dim] for dim in names_of(group)) for group in split_dims(self.dims))
+        groups = map(names_of, split_dims(self.dims))
+        return tuple(math.prod(map(self._sizes.__getitem__, group)) for group in groups)
 
     def to_param(self, tensor: np.ndarray) -> np.ndarray:
         """Returns the tensor with the param's dims, as a view of it."""
         flat = names_of(self.dims)
-        return tensor.reshape([self._sizes[dim] for dim in flat]).transpose([flat.index(dim) for dim in self.spec.dims])
+        apart = tensor.reshape([self._sizes[dim] for dim in flat])
+        return apart.transpose([flat.index(dim) for dim in self.spec.dims])
 
     def to_tensor(self, param: np.ndarray) -> np.ndarray:
         """Returns the tensor that holds this part of a param, or all of it."""
-        part = param[self.region].transpose([self.spec.dims.index(dim) for dim in names_of(self.dims)])
+        order = [self.spec.dims.index(dim) for dim in names_of(self.dims)]
+        part = param[self.region].transpose(order)
         return np.ascontiguousarray(part).reshape(self.shape)
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        return {dim: at.stop - at.start for dim, at in zip(self.spec.dims, self.region, strict=True)}
+        return dict(zip(self.spec.dims, sizes_of(self.region), strict=True))
 
 
 _DIM = re.compile(r"(\w+)(?:\[(-?\d*):(-?\d*)\])?")
+
+
+def _end(text: str) -> int | None:
+    return int(text) if text else None
+
+
+def sizes_of(index: Sequence[slice]) -> list[int]:
+    """Returns the shape of a part of an array."""
+    return [at.stop - at.start for at in index]
 
 
 def split_dims(dims: str) -> list[str]:
@@ -110,15 +124,19 @@ def specs_of(config: TransformerConfig) -> dict[str, ParamSpec]:
 
 def pieces_of(config: TransformerConfig) -> dict[str, list[Piece]]:
     """Returns the pieces of each param of a model, by its path: experts have tensors of their own."""
-    tensors, pieces, num_experts = FAMILIES[family_of(config)].tensors, {}, config.num_experts or 0
+    tensors = FAMILIES[family_of(config)].tensors
+    pieces: dict[str, list[Piece]] = {}
     for path, spec in specs_of(config).items():
-        dense = re.fullmatch(r"outer/dense_layers/(\d+)/(.*)", path)
-        layer, of = (dense[1], f"layers/{dense[2]}") if dense else ("{layer}", path)
+        layer, of = "{layer}", path
+        if dense := re.fullmatch(r"outer/dense_layers/(\d+)/(.*)", path):
+            layer, of = dense[1], f"layers/{dense[2]}"
         pieces[path] = []
         for name, dims in tensors[of].items():
-            for expert in range(num_experts if "{expert}" in name else 1):
+            count = (config.num_experts or 0) if "{expert}" in name else 1
+            for expert in range(count):
+                own_name = name.format(layer=layer, expert=expert)
                 own_dims = dims.format(expert=expert, after=expert + 1, vocab_size=config.vocab_size)
-                pieces[path].append(Piece(name.format(layer=layer, expert=expert), own_dims, spec))
+                pieces[path].append(Piece(own_name, own_dims, spec))
     return pieces
 
 
@@ -128,8 +146,11 @@ def tensors_of(config: TransformerConfig) -> Iterator[tuple[str, ParamSlice]]:
     for layer in (None, *range(config.num_stacked_layers)):
         number = config.num_dense_layers + (layer or 0)
         for path, of_param in pieces.items():
-            if (of_param[0].spec.num_layers is None) == (layer is None):
-                yield from ((piece.name.format(layer=number), (path, layer, piece)) for piece in of_param)
+            is_stacked = of_param[0].spec.num_layers is not None
+            if is_stacked == (layer is None):
+                continue
+            for piece in of_param:
+                yield piece.name.format(layer=number), (path, layer, piece)
 
 
 Index = tuple[slice, ...]
@@ -137,7 +158,11 @@ Tensors = dict[str, np.ndarray]
 
 
 def read_params(
-    folder: Path | str, config: TransformerConfig, shardings: PyTree | None = None, *, dtype: Any = "float32"
+    folder: Path | str,
+    config: TransformerConfig,
+    shardings: PyTree | None = None,
+    *,
+    dtype: Any = "float32",
 ) -> PyTree:
     """Returns the params in a folder, with the structure of ``transformer.param_table(config)``; every process must call it.
 
@@ -156,20 +181,10 @@ def read_params(
     folder, dtype = Path(folder), check_dtype(dtype)
     tensors = _with_prefix(open_folder(folder), FAMILIES[family_of(config)].prefix)
     _check_tensors(tensors, config, folder)
-    about = {name: f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors.items()}
-    check_agreement("read a model", {"tensors": hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()})
+    check_agreement("read a model", {"tensors": _digest(tensors)})
     treedef = jax.tree.structure(param_table(config), is_leaf=is_spec)
-    if shardings is None:
-        shardings = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    if isinstance(shardings, jax.sharding.Sharding):
-        shardings = treedef.unflatten([shardings] * treedef.num_leaves)
-    if jax.tree.structure(shardings, is_leaf=is_quantized) != treedef:
-        raise ValueError(
-            f"shardings must have the structure of the params; got {jax.tree.structure(shardings)} for {treedef}. Make them "
-            "with jaxpar.shardings_from_dims(transformer.param_table(config), mesh, rules)."
-        )
     params, wrong = [], {}
-    each = jax.tree.leaves(shardings, is_leaf=is_quantized)
+    each = _one_for_each(shardings, treedef)
     for (path, pieces), sharding in zip(pieces_of(config).items(), each, strict=True):
 
         def block(index: Index, path: str = path, pieces: list[Piece] = pieces) -> np.ndarray:
@@ -184,25 +199,62 @@ def read_params(
     return treedef.unflatten(params)
 
 
-def _not_finite(tensors: Tensors, config: TransformerConfig, path: str, dtype: np.dtype) -> dict[str, tuple[str, bool]]:
+def _digest(tensors: Tensors) -> str:
+    """Returns a digest of the names, dtypes and shapes of tensors."""
+    about = sorted((name, f"{tensor.dtype}{list(tensor.shape)}") for name, tensor in tensors.items())
+    return hashlib.sha256(repr(about).encode()).hexdigest()
+
+
+def _one_for_each(shardings: PyTree | None, treedef: Any) -> list[Any]:
+    """Returns the sharding of each param, from those of ``read_params``."""
+    if shardings is None:
+        shardings = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if isinstance(shardings, jax.sharding.Sharding):
+        return [shardings] * treedef.num_leaves
+    each, structure = jax.tree.flatten(shardings, is_leaf=is_quantized)
+    if structure != treedef:
+        raise ValueError(
+            f"shardings must have the structure of the params; got {jax.tree.structure(shardings)} for {treedef}. Make them "
+            "with jaxpar.shardings_from_dims(transformer.param_table(config), mesh, rules)."
+        )
+    return each
+
+
+def _not_finite(
+    tensors: Tensors,
+    config: TransformerConfig,
+    path: str,
+    dtype: np.dtype,
+) -> dict[str, tuple[str, bool]]:
     """Returns what is wrong with each tensor of a param that is not finite as a dtype."""
-    names = [name for name, (param, _, _) in tensors_of(config) if param == path]
-    wrong = [name for name in names if not is_finite(cast(tensors[name], dtype))]
-    return {name: what_is_wrong(tensors[name], dtype) for name in wrong}
+    wrong = {}
+    for name, (param, _, _) in tensors_of(config):
+        if param == path and not is_finite(cast(tensors[name], dtype)):
+            wrong[name] = what_is_wrong(tensors[name], dtype)
+    return wrong
 
 
 def _on_devices(
-    shape: tuple[int, ...], sharding: jax.sharding.Sharding, block: Callable[[Index], np.ndarray]
+    shape: tuple[int, ...],
+    sharding: jax.sharding.Sharding,
+    block: Callable[[Index], np.ndarray],
 ) -> jax.Array:
     """Puts each shard of an array on the devices that hold it, with one shard on the host at a time."""
     parts = []
     for ends, devices in holders_of(shape, sharding).items():
         host = block(tuple(slice(*at) for at in ends))
-        parts += jax.block_until_ready([jax.device_put(host, device) for device in devices])
+        own = [jax.device_put(host, device) for device in devices]
+        parts += jax.block_until_ready(own)
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
-def read_block(tensors: Tensors, pieces: Sequence[Piece], index: Index, dtype: np.dtype, first: int = 0) -> np.ndarray:
+def read_block(
+    tensors: Tensors,
+    pieces: Sequence[Piece],
+    index: Index,
+    dtype: np.dtype,
+    first: int = 0,
+) -> np.ndarray:
     """Returns a part of a param on the host; no other bytes are read.
 
     Args:
@@ -212,23 +264,47 @@ def read_block(tensors: Tensors, pieces: Sequence[Piece], index: Index, dtype: n
         dtype: The dtype of the result.
         first: The number of the first stacked layer in the names of tensors.
     """
-    block = np.zeros([at.stop - at.start for at in index], dtype)
-    is_stacked = pieces[0].spec.num_layers is not None
-    layers, within = (range(index[0].start, index[0].stop), index[1:]) if is_stacked else ((0,), index)
-    for target, layer in zip(block if is_stacked else block[None], layers, strict=True):
-        for piece in pieces:
-            both = [
-                slice(max(r.start, w.start), min(r.stop, w.stop)) for r, w in zip(piece.region, within, strict=True)
-            ]
-            if all(at.start < at.stop for at in both):
-                source = piece.to_param(tensors[piece.name.format(layer=first + layer)])
-                with to_infinity():
-                    target[_relative(both, within)] = source[_relative(both, piece.region)]
+    block = np.zeros(sizes_of(index), dtype)
+    if pieces[0].spec.num_layers is None:
+        _fill(block, tensors, pieces, index, first)
+        return block
+    stacked, *within = index
+    for target, layer in zip(block, range(stacked.start, stacked.stop), strict=True):
+        _fill(target, tensors, pieces, within, first + layer)
     return block
 
 
+def _fill(
+    target: np.ndarray,
+    tensors: Tensors,
+    pieces: Sequence[Piece],
+    within: Sequence[slice],
+    layer: int,
+) -> None:
+    """Writes a part of one layer of a param.
+
+    A piece is copied where its region and the part meet, of which each of the two counts from its own start:
+
+        param     0 1 2 3 4 5 6 7
+        within        2 3 4 5        target: [2:4]
+        region            4 5 6 7    source: [0:2]
+    """
+    for piece in pieces:
+        both = []
+        for region, part in zip(piece.region, within, strict=True):
+            both.append(slice(max(region.start, part.start), min(region.stop, part.stop)))
+        if min(sizes_of(both), default=1) < 1:
+            continue
+        source = piece.to_param(tensors[piece.name.format(layer=layer)])
+        with to_infinity():
+            target[_relative(both, within)] = source[_relative(both, piece.region)]
+
+
 def _relative(index: Sequence[slice], to: Sequence[slice]) -> Index:
-    return tuple(slice(at.start - base.start, at.stop - base.start) for at, base in zip(index, to, strict=True))
+    relative = []
+    for at, base in zip(index, to, strict=True):
+        relative.append(slice(at.start - base.start, at.stop - base.start))
+    return tuple(relative)
 
 
 def _with_prefix(tensors: Tensors, prefix: str) -> Tensors:
@@ -246,15 +322,17 @@ def _check_tensors(tensors: Tensors, config: TransformerConfig, folder: Path) ->
                 "Read the config of the same folder."
             )
     wanted = {name: piece.shape for name, (_, _, piece) in tensors_of(config)}
-    if missing := sorted(set(wanted) - set(tensors)):
+    if missing := sorted(wanted.keys() - tensors.keys()):
         raise ValueError(
             f"a folder must hold every tensor of its model; got none for {shorten(missing)} in {folder}. Read the config of "
             "the same folder, or download it again."
         )
     kind = family_of(config)
     known = re.compile(FAMILIES[kind].not_params)
-    is_spare_head = lambda name: config.tied and name == HEAD
-    if unknown := sorted(n for n in set(tensors) - set(wanted) if not known.fullmatch(n) and not is_spare_head(n)):
+    others = tensors.keys() - wanted.keys()
+    if config.tied:
+        others -= {HEAD}
+    if unknown := sorted(name for name in others if not known.fullmatch(name)):
         raise ValueError(
             f"every tensor must belong to the model; got {shorten(unknown)} in {folder}, which are not in a {kind}. Read the "
             "config of the same folder; another architecture is not modelled."
@@ -271,9 +349,9 @@ def _check_tensors(tensors: Tensors, config: TransformerConfig, folder: Path) ->
 
 
 def _check_same(tokens: np.ndarray, head: np.ndarray, folder: Path) -> None:
-    rows = range(0, len(tokens), 1024)  # in blocks: these are the largest tensors
     is_same = tokens.shape == head.shape and tokens.dtype == head.dtype
-    if not is_same or not all(np.array_equal(tokens[i : i + 1024], head[i : i + 1024]) for i in rows):
+    blocks = [slice(start, start + 1024) for start in range(0, len(tokens), 1024)]  # these are the largest tensors
+    if not is_same or not all(np.array_equal(tokens[rows], head[rows]) for rows in blocks):
         raise ValueError(
             f"a tied model's head must be its embedding; got {HEAD!r} that differs in {folder}. Read the config with "
             "tied=False to keep both."
@@ -284,7 +362,8 @@ def check_dtype(dtype: Any, what: str = "params") -> np.dtype:
     """Returns the dtype of params; raises ValueError if safetensors, or JAX as configured, does not support it."""
     with suppress(TypeError):  # of a name that is no dtype
         dtype = np.dtype(dtype)
-    if dtype not in FLOATS.values() or jax.dtypes.canonicalize_dtype(dtype) != dtype:
+    is_known = dtype in FLOATS.values()
+    if not is_known or jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
             f"{what} must be float32, bfloat16 or float16, or float64 where jax_enable_x64 is set; got {dtype}. Choose "
             "float32."
