@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.compiled_programs import compiled_afresh, pytest_configure  # noqa: F401 (a fixture and a hook of pytest)
 from tests.support.seeds import pytest_fixture_setup, pytest_runtest_makereport, pytest_runtest_protocol  # noqa: F401 (hooks of pytest)
+from tests.support.tiers import leave_to_slow
 from tests.support.waiting import XLA_WAITS
 
 NUM_DEVICES = 8
@@ -62,6 +63,7 @@ LONGEST = (
 ORDER = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
 
 
+@pytest.hookimpl(tryfirst=True)  # before the cases of other tiers are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files that take longest first, where the order within a file stays.
 
@@ -69,6 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"names of tests must not have addresses; got {addresses[0]}. Give ids=.")
+    leave_to_slow(items)
     items.sort(key=lambda item: ORDER.get(item.path.name, len(ORDER)))
 
 

@@ -113,6 +113,7 @@ def mean_square(outputs, batch):
     return jnp.mean((outputs - batch["y"]) ** 2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.full
 @each_library
 def test_three_steps_on_data_2_tensor_2_give_the_losses_of_one_device(library):

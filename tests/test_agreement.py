@@ -147,6 +147,7 @@ recipe.run(gpt.main, gpt.Config, sys.argv[1:])
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize("change", ["a byte", "a third"])
 def test_two_real_processes_with_other_data_at_one_path_end_with_2(tmp_path, change):

@@ -48,6 +48,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(("axes", "zero", "settings"), RUNS)
 def test_groups_of_replicas_have_the_numbers_of_one_device(x64, axes, zero, settings):

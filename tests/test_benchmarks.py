@@ -124,7 +124,7 @@ def test_a_roofline_without_the_compiler_for_gpus_or_of_a_job_that_there_is_not_
         gpu_roofline.main(gpu_roofline.Config(jobs=("9b",)))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_peers_step_in_turn_and_have_the_same_losses(smoke_here):
     rows = smoke_here("peers.py", "--only", "data")
     assert {"jax.jit with shardings, DP 2", "jaxpar, DP 2"} <= {row["peer"] for row in rows}

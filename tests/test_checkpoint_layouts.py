@@ -94,6 +94,7 @@ def saved(tmp_path_factory):
     return folder, run.digests(), run.train(STEPS_AFTER)
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     "where",

@@ -85,6 +85,7 @@ def curve(folder):
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",

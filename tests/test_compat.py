@@ -122,6 +122,7 @@ def test_a_checkpoint_of_each_kind_is_one_equation_that_holds_a_jaxpr(kind):
     assert [each.primitive.name for each in _compat.equations(shorter)][1:] == ["cos"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_layers_of_each_kind_of_checkpoint_have_the_gradients_of_one_device(x64, kind):

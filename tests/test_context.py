@@ -339,7 +339,7 @@ def test_columns_that_do_not_fit_are_refused(changes, seq, message):
         jaxpar.shard_batch(batch, jaxpar.make_mesh(context=4), seq=seq)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_bfloat16_is_trained_on_cpu_devices():
     step, mesh, shardings = make_run({"context": 2}, make_config(compute_dtype="bfloat16", **GATHER))
     params, batch = make_params(make_config(), jnp.float32), cast(make_batch(), np.float32)

@@ -196,6 +196,7 @@ def rotating_step(run, dtype):
     return step, jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("run", quick(REDUCED_RUNS, "ZeRO 2 overlap"))
 def test_complex_gradients_keep_both_parts_in_the_dtype_of_reductions(run):
     step, params, batch = rotating_step(run, jnp.float32)

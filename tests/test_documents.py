@@ -159,6 +159,7 @@ def step_on(config, axes, batch, **settings):
     return jaxpar.fetch(jax.jit(run)(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("axes", "changes", "settings"),
     [

@@ -175,6 +175,7 @@ with Run(BasicFlags.of(out_dir=Path(folder), steps=10**6), mesh) as run:
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["before", "break", "exit"])
 def test_of_two_real_processes_the_one_that_ends_early_is_named_by_the_launcher(tmp_path, how):

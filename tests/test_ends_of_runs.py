@@ -91,6 +91,7 @@ def test_checkpoints_none_of_which_is_whole_end_a_run_with_65_on_every_process(t
     assert "NOT USED: checkpoint of step 5: it has no manifest.json" in errors[0]
 
 
+@pytest.mark.full
 def test_a_process_that_is_killed_ends_the_other_with_70(tmp_path):
     codes, errors = both(RUN, tmp_path / "run", "--seconds", 0.02, "--faults", "kill@3:1")
     assert codes == [70, -signal.SIGKILL], errors

@@ -49,6 +49,7 @@ def make_eval(config, axes, *, rules=OVER_TENSOR, layout=None, constrain=None, z
 PACKED = np.sort(np.arange(ROWS * SEQ).reshape(ROWS, SEQ) * 7 % 3, axis=1).astype(np.int32)
 
 
+@pytest.mark.few(2)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "axes", "settings"),

@@ -72,6 +72,7 @@ STAGES = {"mesh": (1, 4, 1), "num_layers": 24}
 SHARDS = {"mesh": (2, 2, 2)}
 
 
+@pytest.mark.few(4)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "remat", "where"),
@@ -103,7 +104,6 @@ def test_a_link_between_stages_carries_one_activation_and_one_gradient_a_microba
     quick(
         [("1f1b", SHARDS), ("zb-h1", SHARDS), *((name, STAGES) for name in ("1f1b", "zb-h1", "interleaved", "zb-v"))],
         1,
-        4,
     ),
 )
 def test_nothing_but_messages_crosses_stages_in_a_tick_and_at_most_one_each_way(name, where):
@@ -130,7 +130,7 @@ def test_gradients_cross_data_once_a_step_and_the_stages_share_those_of_outer_on
     assert others == {frozenset({"tensor"})}
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", quick([False, True], False))
 def test_tensor_parallelism_costs_one_all_reduce_a_pair_of_weights_each_way_inside_the_branches(remat):
     """Megatron's: one after the row-parallel weight forward, one before the column-parallel one backward."""
     _, report, program, layout = compiled("zb-h1", (2, 2, 2), remat=remat)
@@ -204,7 +204,8 @@ def copies_in_loops(text):
 
 
 @pytest.mark.parametrize(
-    ("name", "remat"), [("1f1b", False), ("zb-h1", False), ("zb-h1", True), ("interleaved", False), ("zb-v", False)]
+    ("name", "remat"),
+    quick([("1f1b", False), ("zb-h1", False), ("zb-h1", True), ("interleaved", False), ("zb-v", False)], 0, 2),
 )
 def test_no_buffer_is_copied_in_a_tick(name, remat):
     program, _, tables, layout = compiled(name, **STAGES, remat=remat)

@@ -321,6 +321,7 @@ def test_the_balance_loss_is_that_of_the_paper(x64):
         assert_same(got[row], np.full(SEQ, uses @ shares))
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["olmoe", "deepseek"])
 def test_a_document_has_the_loss_of_a_row_of_its_own(x64, name):
@@ -420,6 +421,7 @@ def check_parity(name, split, mesh_sizes, *, schedule="zb-h1", **how):
     check_step(config, mesh, BY[split], seed=tiny.fresh_seed(), schedule=schedule, **how)
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "split", "mesh_sizes", "how"),
@@ -589,6 +591,7 @@ def test_a_few_pairs_have_no_more_slots_than_the_tiles_of_their_experts(chosen):
 # Beside others.
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["deepseek", "capacity"])
 def test_generated_tokens_are_those_of_full_passes_that_drop_nothing(name):

@@ -106,7 +106,7 @@ def test_every_schedule_has_the_numbers_of_one_device(x64, at, masks):
     check(name, {"data": 2, "stage": 2, "tensor": 2}, schedule=SCHEDULES[at], masks=masks, changes=changes, **how)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_idle_stage_may_get_too_many_rows(x64):
     """It routes all its zeros to the same experts, and what it computes, NaN, is discarded."""
     changes, how = {"expert_buffer": 3.0}, {"schedule": "1f1b", "masks": True, "num_microbatches": 1}

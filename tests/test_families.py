@@ -46,6 +46,7 @@ def test_what_is_written_is_what_was_read(name, tmp_path):
     assert huggingface.stop_tokens(GOLDEN / name) == (EOS,)
 
 
+@pytest.mark.few(4)
 @pytest.mark.full
 @pytest.mark.parametrize("name", [*FIRST, *NEW])
 def test_texts_of_unequal_prompts_are_those_of_transformers_up_to_the_end(name):

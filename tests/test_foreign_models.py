@@ -95,6 +95,7 @@ def test_arrays_without_elements_have_gradients_without_elements(x64, name):
         assert_same(run(model, name, params), reference(model, params))
 
 
+@pytest.mark.few(2)
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n == "zero 3" else n for n in (*RUNS, "layer by layer")]

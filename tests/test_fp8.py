@@ -244,6 +244,7 @@ def by_name(given):
     return str({name: getattr(value, "__name__", value) for name, value in given.items()})
 
 
+@pytest.mark.few(4)
 @pytest.mark.full
 @pytest.mark.usefixtures("x64", "every_width")
 @pytest.mark.parametrize(("axes", "settings"), CASES, ids=by_name)

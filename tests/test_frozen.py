@@ -19,6 +19,7 @@ def reference(params, batch, trainable=TRAINABLE):
     return loss, where_grads(kept, grads)
 
 
+@pytest.mark.few(2)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "settings"),

@@ -133,6 +133,7 @@ def test_layers_routers_and_losses_of_rows_have_the_numbers_of_one_device(layer,
     check(Case(model=model, mesh=mesh, num_chunks=1, num_microbatches=2, cuts=1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize("leak", ["batch_norm", "centred_by_the_batch", "balance_of_the_batch"])
 def test_layers_that_read_the_batch_are_refused_on_every_mesh(x64, leak):

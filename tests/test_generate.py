@@ -190,6 +190,7 @@ def test_a_row_ends_with_its_end_and_the_others_go_on():
     assert (np.asarray(array[0, len(got[0]) :]) == 7).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{}, DRAWN], ids=["likeliest", "drawn"])
 def test_a_stream_gives_the_same_tokens_one_by_one(options):

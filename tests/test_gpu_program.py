@@ -87,7 +87,9 @@ def test_devices_of_a_node_are_seen(gpus):
 
 
 # More jobs are in test_planned_memory.py.
-@pytest.mark.parametrize("axes", [{"data": 2, "stage": 2, "tensor": 2}, {"stage": 4, "tensor": 2}])
+@pytest.mark.parametrize(
+    "axes", [{"data": 2, "stage": 2, "tensor": 2}, pytest.param({"stage": 4, "tensor": 2}, marks=pytest.mark.slow)]
+)
 def test_a_plan_needs_the_memory_that_it_says(gpus, axes):
     model = transformer_shape(shape(8), seq=SEQ)
     choice = Choice(**axes, schedule="1f1b", num_microbatches=NUM_MICROBATCHES, zero=1 if "data" in axes else 0)
@@ -146,6 +148,7 @@ def test_a_recipe_compiles_for_gpus_that_are_not_here(tmp_path):
     assert not (tmp_path / "run").exists(), "nothing is written"
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_these_programs_runs(tmp_path):
     command = [sys.executable, "benchmarks/gpu_roofline.py", "--smoke", "--out", str(tmp_path / "figures.json")]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -175,8 +178,7 @@ def test_the_programs_of_a_day_with_a_gpu_compile_and_their_waits_are_counted(gp
     assert 0 < bound["products ms"] <= bound["as compiled ms"]
     assert bound["host waits"] == 0
     programs = pipelines.programs(shape, state.params, batch, list(gpus[:1]))
-    for name in pipelines.ON_ONE:
-        programs[name][0]()
+    programs[next(iter(pipelines.ON_ONE))][0]()
 
     case = host_waits.Case(64, 2**20, ticks=4, per_tick=2)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -295,7 +297,7 @@ def late_in_replicas(zero):
     return program("1f1b", data=8, stage=1, tensor=1, num_layers=MANY_LAYERS, **settings)
 
 
-@compiles(late_in_replicas(0), late_in_replicas(1), slow=[late_in_replicas(2)])
+@compiles(late_in_replicas(0), slow=[late_in_replicas(1), late_in_replicas(2)])
 def test_gradients_of_one_layer_are_reduced_while_the_next_computes(reports, program):
     found = reports(program)
     of_layers = [each for each in found.gpu.transfers if each.times > MANY_LAYERS // 2]
@@ -312,17 +314,30 @@ def test_branches_have_the_shares_that_are_given_for_them(gpus):
     assert found.flops == 2 * 256**3, found.render()
 
 
+IN_TURN_LAYERS = 6  # and no other dim
+
+
 def in_turn(zero, **changes):
-    return program("1f1b", data=8, stage=1, tensor=1, zero=zero, num_layers=10, remat=True, **changes)
+    return program("1f1b", data=8, stage=1, tensor=1, zero=zero, num_layers=IN_TURN_LAYERS, remat=True, **changes)
+
+
+def at_levels(of_other, *levels):
+    """The cases of a program in turn and another at levels of ZeRO, the later ones slow."""
+    marks = [(), *[pytest.mark.slow] * (len(levels) - 1)]
+    return [
+        pytest.param(*of_other(zero), marks=mark, id=f"zero {zero}") for zero, mark in zip(levels, marks, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("in_turn", "plain"), [(in_turn(zero), in_turn(zero, mask_idle_ops=False)) for zero in (1, 3)], ids=str
+    ("in_turn", "plain"), at_levels(lambda zero: (in_turn(zero), in_turn(zero, mask_idle_ops=False)), 1, 3)
 )
 def test_microbatches_of_one_stage_make_no_stack_of_layers_and_need_less_memory(reports, in_turn, plain):
     found, before = reports(in_turn), reports(plain)
     of_ticks = lambda report: [each for each in report.gpu.work if each.times > 1]
-    stacks = lambda report: [each for each in of_ticks(report) if re.search(r"\[10,|,10,", each.array)]
+    stacks = lambda report: [
+        each for each in of_ticks(report) if re.search(rf"\[{IN_TURN_LAYERS},|,{IN_TURN_LAYERS},", each.array)
+    ]
     moved = lambda report: sum(each.num_bytes * each.times for each in of_ticks(report))
     assert not stacks(found), found.render()
     assert {"slices", "updates"} <= {each.kind for each in stacks(before)}, "what plain accumulation does"
@@ -331,16 +346,16 @@ def test_microbatches_of_one_stage_make_no_stack_of_layers_and_need_less_memory(
 
 
 @pytest.mark.parametrize(
-    ("early", "at_end"), [(in_turn(zero, overlap_grad_reduce=True), in_turn(zero)) for zero in (0, 1)], ids=str
+    ("early", "at_end"), at_levels(lambda zero: (in_turn(zero, overlap_grad_reduce=True), in_turn(zero)), 1, 0)
 )
 def test_the_last_microbatch_of_one_stage_reduces_each_layer_while_the_next_computes(reports, early, at_end):
     found, after = reports(early), reports(at_end)
     of_data = {each.name for each in found.select(REDUCTIONS[early.zero], "data")}
     reductions = [each for each in found.gpu.transfers if each.name in of_data and each.num_bytes > 1 << 18]
-    beside = [each for each in reductions if each.flops_meanwhile]
+    hidden = [each for each in reductions if each.flops_meanwhile]
     moved = lambda transfers: sum(each.num_bytes for each in transfers)
-    assert len(beside) >= 9, found.render()
-    assert moved(beside) > 0.8 * moved(reductions), found.render()
+    assert len(hidden) >= IN_TURN_LAYERS - 1, found.render()
+    assert moved(hidden) > 0.8 * moved(reductions), found.render()
     assert found.memory.temp_bytes < 1.1 * after.memory.temp_bytes
 
 
@@ -544,10 +559,14 @@ def test_a_token_reads_weights_and_cache_where_they_are_by_few_kernels(gpus, row
 
 
 def test_weights_that_a_token_casts_are_cast_layer_by_layer(gpus):
-    """537 MiB with four layers in a trip, and 245 when layers were a loop's inputs."""
+    """Only the head is cast whole: 537 MiB with four layers in a trip, and 245 when layers were a loop's inputs."""
     config = transformer.preset("tinyllama-1.1b", compute_dtype="bfloat16", num_layers=6)
     found = compiled_step(gpus, config, 1, dtype=jnp.float32)
-    assert found.memory.temp_bytes < 150 * 2**20, found.render()
+    head = 2 * config.vocab_size * config.embed_dim
+    of_cublas = (
+        2**25 if jax.__version_info__ < (0, 12) else 0
+    )  # which multiplies the head, as XLA's own kernels do since
+    assert found.memory.temp_bytes < head + of_cublas + 2**23, found.render()
 
 
 def test_the_program_that_scores_given_tokens_compiles_for_gpus(gpus):

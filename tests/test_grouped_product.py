@@ -55,6 +55,7 @@ def test_sums_of_16_bit_floats_are_in_float32():
     assert_same([each.astype(jnp.float32) for each in got], list(wide), within=4e-3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="no interpreter, or none that transposes tiles")
 @pytest.mark.parametrize("widths", [(128, 256), (384, 128)], ids=["wide tiles", "narrow tiles"])

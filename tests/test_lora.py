@@ -49,7 +49,7 @@ def make_value_and_grad(config, mesh, how=LORA, **settings):
     return shardings, jaxpar.value_and_grad(model, tiny.loss, mesh, **settings)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "axes", "settings"),
     [

@@ -86,6 +86,7 @@ CUBE = {"data": 2, "stage": 2, "tensor": 2}
 UNEVEN = jaxpar.LayerLayout(NUM_LAYERS, 2, 1, "loop", (3, 1))
 
 
+@pytest.mark.few(3)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "options"),
@@ -142,6 +143,7 @@ def test_without_the_mask_the_sums_of_idle_stages_would_be_found(monkeypatch):
     assert all(abs(means[name] / want[name] - 1) > 0.1 for name in want)
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "options"),
@@ -265,6 +267,7 @@ def a_step(value_and_grad, mesh, optimizer, **options):
     return train_step(state, jaxpar.shard_batch(tiny.make_batch(dtype=np.float64), mesh))
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize("executor", ["spmd", "mpmd"])
 def test_means_are_metrics_of_a_step_and_change_no_param(executor):

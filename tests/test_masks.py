@@ -180,6 +180,7 @@ def telling_backward(kinds):
     return jaxpar.LayeredModel(embed, layer, head), lambda o, b: (jnp.sum(tell("loss", o) ** 2), jnp.sum(b["weight"]))
 
 
+@pytest.mark.few(2)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "num_layers", "settings"),

@@ -60,11 +60,13 @@ def check(data, zero, remat, trainable, has_aux, *, replica=1, overlaps=False):
     assert_same(value[0] if has_aux else value, want)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("data", "zero", "remat", "trainable", "has_aux"), quick(CASES, 0))
 def test_layers_written_out_have_the_numbers_of_one_device_in_float64(x64, data, zero, remat, trainable, has_aux):
     check(data, zero, remat, trainable, has_aux)
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize("case", [(2, 2, "dots", None, False), (1, 0, True, SOME, True)])
 def test_layers_in_a_loop_have_the_numbers_of_one_device_in_float64(x64, monkeypatch, case):
@@ -72,6 +74,7 @@ def test_layers_in_a_loop_have_the_numbers_of_one_device_in_float64(x64, monkeyp
     check(*case)
 
 
+@pytest.mark.few(2)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("most_written_out", "replica", "data", "zero", "remat"),

@@ -41,6 +41,7 @@ def test_gradients_reduced_layer_by_layer_equal_one_device(x64, num_microbatches
     assert_same(got, tiny.reference(params, batch))
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("zero", "num_microbatches", "remat"),

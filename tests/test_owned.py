@@ -208,7 +208,7 @@ def test_a_run_goes_on_with_its_experts_on_fewer_devices_and_skips_a_step_that_i
     assert_same_bits(jaxpar.fetch(run.state.params)["layers"], before["layers"])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_packed_layers_accumulated_steps_and_a_frozen_router(x64):
     uneven, optimizer = (lambda key: init(key, num_layers=3)), optax.MultiSteps(OPTIMIZER, 2)
     trainable = ("layers/w_*", "outer/*")

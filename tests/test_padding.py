@@ -174,6 +174,7 @@ def test_padding_takes_no_room_of_an_expert_over_data(x64, exchange):
     assert_same(np.asarray(got), np.asarray(jit(layer)(params, x, real)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "rules", "axes", "how"),

@@ -17,6 +17,7 @@ LARGEST = [(data, tensor) for data, tensor in MESHES if data * tensor == 8]
 SMALLER = [mesh for mesh in MESHES if mesh not in LARGEST]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("data", "tensor", "num_microbatches"),
     quick(
@@ -57,6 +58,7 @@ OPTIMIZERS = {"sgd": optax.sgd(0.1), "momentum": optax.sgd(0.1, momentum=0.9), "
 EACH_ONCE = zip(("adam", "sgd", "momentum", "adam"), LARGEST, strict=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "sizes"), covering(EACH_ONCE, OPTIMIZERS, LARGEST))
 def test_parameters_after_three_steps_equal_one_device_in_float64(x64, name, sizes):

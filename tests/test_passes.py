@@ -24,6 +24,7 @@ def layer_of(constrain):
     return model.layers(1)[0], params["layers"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize("constrain", [None, jaxpar.sequence_parallel])
 def test_passes_in_order_have_the_same_results_alone_and_side_by_side(x64, constrain):

@@ -90,6 +90,7 @@ COVERING = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("check", "mesh", "schedule", "remat", "num_layers", "num_microbatches"), quick(COVERING, 2, 3)
 )
@@ -279,6 +280,7 @@ def test_a_table_of_ones_own_equals_one_device_in_float64(x64):
     check_mlp((2, 2, 2), schedule, num_layers=5, num_microbatches=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "counts",
     [

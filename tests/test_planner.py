@@ -300,6 +300,7 @@ def changes_of_one_setting(shape, choice, batch_size):
             yield dataclasses.replace(choice, **given)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "draw", [0, pytest.param(1, marks=FULL), *(pytest.param(draw, marks=pytest.mark.slow) for draw in range(2, 5))]
 )

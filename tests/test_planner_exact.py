@@ -148,6 +148,7 @@ MORE = [
 ALL = [pytest.param(*each) for each in DRAWS] + [pytest.param(*each, marks=pytest.mark.slow) for each in MORE]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("model", "data", "stage", "tensor", "schedule", "num_microbatches", "zero", "remat"), quick(ALL, 3)
 )

@@ -119,6 +119,7 @@ def test_no_operand_in_the_shape_of_a_weight_is_made_before_a_loop_over_layers(k
     assert all(map(of_codes, closed.jaxpr.eqns)), "JAX makes constants before a loop that is differentiated"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", quick(KINDS, "nf4-dq"))
 def test_gradients_on_data_and_tensor_are_those_beside_the_decoded_weights_in_float64(x64, kind):
     params = {"up": weight_of(128, 256), "down": weight_of(256, 4, seed=1)}
@@ -153,6 +154,7 @@ def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "axes", "settings"),

@@ -96,7 +96,8 @@ def trained(tmp_path_factory):
     return Runs()
 
 
-@pytest.mark.parametrize("mesh", quick(MESHES, "data=8"))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("mesh", quick(MESHES))
 def test_house_prices_end_at_least_squares(trained, mesh):
     table = np.loadtxt(house_prices.HOUSES, delimiter=",", skiprows=3)
     closed_form = np.linalg.lstsq(np.column_stack([table[:, :2], np.ones(len(table))]), table[:, 2])[0]

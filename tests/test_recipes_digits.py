@@ -75,6 +75,7 @@ def test_no_step_s_time_includes_an_evaluation(timed):
     assert all(0 < line["step_seconds"] < 3600 for line in lines)
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     "flags",

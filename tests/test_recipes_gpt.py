@@ -106,7 +106,7 @@ def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device)
     assert_same(curve(trained), one_device, within=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_in_fp8_says_so_learns_as_much_and_goes_on_in_fp8_alone(run, tmp_path, one_device, monkeypatch, capsys):
     monkeypatch.setattr(fp8, "LEAST_WIDTH", 16)
     flags = [*IN_THREE_DIMENSIONS, "--products", "fp8", "--checkpoint-every", HALF]

@@ -238,6 +238,7 @@ def test_a_flag_that_a_command_names_is_taken(commands, line, remedies):
         assert commands([*with_remedy(words, remedy), *program]) is None, remedy
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("held", "remedy"),
@@ -336,6 +337,7 @@ def tuned(tmp_path_factory):
     return folder, ["--resume", *flags]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("model", "text"),
     [

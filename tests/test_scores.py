@@ -75,6 +75,7 @@ def test_rows_that_cannot_be_scored_are_refused(params, rows, num_top, error, sa
         transformer.score_tokens(CONFIG, params, rows, num_top=num_top)
 
 
+@pytest.mark.full
 def test_a_prompt_is_told_with_the_likelihood_of_each_token_and_one_token_more(completions):
     ask, params = completions
     (choice,) = ask(prompt=[*b"def main"], echo=True, logprobs=1)["choices"]

@@ -51,6 +51,7 @@ def reference(model, loss, params, batch):
     return jax.value_and_grad(lambda params: jnp.divide(*loss(model.apply(params, batch), batch)))(params)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("run", quick(RUNS, "zero 3"))
 def test_a_backward_pass_that_clips_cotangents_gives_the_gradients_of_one_device(x64, run):
     (data, stage, tensor), settings = RUNS[run]
@@ -143,6 +144,7 @@ def test_the_weight_runs_nothing_of_the_model():
 # --- losses and weights in 16 bits --------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("run", "dtype"),
@@ -214,6 +216,7 @@ def deep_params():
     return jaxpar.fetch(init_params(DEEP, jax.random.key(0)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.full
 @pytest.mark.parametrize(("mesh", "zero", "settings"), SIXTEEN_BIT_RUNS)
 def test_no_step_reduces_in_16_bits(mesh, zero, settings):

@@ -29,6 +29,7 @@ from tests.support.tiny_transformer import (
     loss,
     make_batch,
     make_params,
+    on_mesh_of,
     reference,
     shardings,
 )
@@ -36,9 +37,9 @@ from tests.support.tiny_transformer import (
 
 def check_parity(family, mesh_sizes, *, constrain=None, num_microbatches=2, schedule="zb-h1", masks=None, **changes):
     seed = tiny.fresh_seed()
-    config = dataclasses.replace(FAMILIES[family], compute_dtype="float64", **changes)
     data, stage, tensor = mesh_sizes
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
+    config = on_mesh_of(dataclasses.replace(FAMILIES[family], compute_dtype="float64", **changes), mesh)
     params, batch = make_params(config, seed=seed), make_batch(seed=seed, dtype=np.float64)
     model = transformer.make_model(config) if constrain is None else transformer.make_model(config, constrain=constrain)
     value_and_grad = jaxpar.value_and_grad(
@@ -54,6 +55,7 @@ def check_parity(family, mesh_sizes, *, constrain=None, num_microbatches=2, sche
     assert_same(got, reference(config, params, batch), message=f"seed {seed}")
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "mesh_sizes", "schedule", "constrain"),
@@ -179,8 +181,8 @@ ONE_A_TOKEN = 2 * 3 * ROWS * SEQ * 4 // 4
 def test_tensor_parallelism_costs_four_all_reduces_a_layer_and_three_numbers_a_token(family, num_microbatches):
     """Beside the layers' there are one of an activation for the lookup, one for the head's input gradient; no table, no
     logits and no weight is gathered."""
-    config = FAMILIES[family]
     mesh = jaxpar.make_mesh(tensor=4)
+    config = on_mesh_of(FAMILIES[family], mesh)
     value_and_grad = jaxpar.value_and_grad(
         transformer.make_model(config), loss, mesh, num_microbatches=num_microbatches
     )

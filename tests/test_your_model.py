@@ -13,7 +13,7 @@ from tests.support import doc_pages
 NOTEBOOK = json.loads((Path(__file__).parents[1] / "docs" / "your_model.ipynb").read_text())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_notebook_prints_what_it_shows(monkeypatch):
     monkeypatch.setattr(jaxpar, "use_fake_devices", lambda num_devices: None)  # they are here
     names, num_shown = {}, 0

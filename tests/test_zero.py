@@ -74,6 +74,7 @@ MASKED = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("run", "remat"),
     quick(covering([(MASKED[0], False), (MASKED[1], False), (MASKED[2], True)], MASKED, (False, True)), 0),

@@ -1,4 +1,4 @@
-"""Which cases of a test are of `make test`, and which of `make test-all` alone (the mark `full`)."""
+"""Which cases of a test are of `make test`, which of `make test-all` alone (`full`), which of `make check-slow` (`slow`)."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -35,6 +35,19 @@ def full(case: Any) -> Any:
         return pytest.param(*case.values, marks=[*case.marks, pytest.mark.full], id=case.id)
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=pytest.mark.full)
+
+
+def leave_to_slow(items: Iterable[pytest.Item]) -> None:
+    """Marks ``slow`` what a test has of ``full`` cases beyond the first so many, where it is marked ``few(so_many)``."""
+    left: dict[str, int] = {}
+    for item in items:
+        few, marks = item.get_closest_marker("few"), {mark.name for mark in item.iter_markers()}
+        if few is None or "slow" in marks or "full" not in marks:
+            continue
+        test = item.nodeid.partition("[")[0]
+        left[test] = left.get(test, few.args[0]) - 1
+        if left[test] < 0:
+            item.add_marker("slow")
 
 
 def _places_of(some: Collection[Any], cases: list[Any]) -> set[int]:

@@ -13,7 +13,7 @@ from jaxpar.params import stack_layers
 from jaxpar.pipeline import check_permutes
 from jaxpar.sharding import shardings_from_dims
 from tests.support.oracle import assert_same
-from tests.support.tiny_transformer import LLAMA, SHAPE, jit, make_batch, make_params
+from tests.support.tiny_transformer import LLAMA, SHAPE, jit, make_batch, make_params, on_mesh_of
 
 EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_dim": 16}
 MOE = {
@@ -87,6 +87,7 @@ def placed(config, mesh, rules, params, batch):
 
 def check_step(config, mesh, rules, *, seed, masks=None, constrain=None, num_microbatches=2, layers=None, **how):
     """Holds the loss and gradients of a step on a mesh, with so many layers a virtual stage, against those of one device."""
+    config = on_mesh_of(config, mesh)
     params, batch = job(config, seed=seed)
     if layers is None:
         *args, shardings = placed(config, mesh, rules, params, batch)
