@@ -55,7 +55,7 @@ def scores_with_a_cache(config, params, tokens, lengths):
     return jax.lax.scan(step, cache, jnp.arange(STEPS))[1]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("for_gpus", "rows"), quick([(True, 3), (True, 1), (False, 3)], 0), indirect=["for_gpus"])
 @pytest.mark.parametrize("name", quick(CONFIGS, "llama"))
 def test_scores_of_each_step_are_those_of_a_full_pass(x64, for_gpus, name, rows):

@@ -378,6 +378,7 @@ def test_every_picture_is_shown():
     assert shown - set(pictures.ENGLISH) == {path.stem for path in pictures.FOLDER.glob("zh/*.png")}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "name",
     quick([pytest.param(n, marks=pytest.mark.slow) if n in pictures.SLOW else n for n in pictures.PICTURES], "neuron"),

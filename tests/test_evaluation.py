@@ -49,7 +49,7 @@ def make_eval(config, axes, *, rules=OVER_TENSOR, layout=None, constrain=None, z
 PACKED = np.sort(np.arange(ROWS * SEQ).reshape(ROWS, SEQ) * 7 % 3, axis=1).astype(np.int32)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "axes", "settings"),
@@ -124,7 +124,7 @@ def test_nothing_is_computed_for_gradients():
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_microbatches_and_context_bound_the_memory_of_an_evaluation():
     temp = lambda *args, **settings: compiled(*args, **settings).memory.temp_bytes
     whole = temp({})

@@ -72,7 +72,7 @@ STAGES = {"mesh": (1, 4, 1), "num_layers": 24}
 SHARDS = {"mesh": (2, 2, 2)}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "remat", "where"),
@@ -99,6 +99,7 @@ def test_a_link_between_stages_carries_one_activation_and_one_gradient_a_microba
     assert report.bytes_moved("collective-permute", "stage") == messages * ACTIVATION_BYTES, report.render()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "where"),
     quick(
@@ -230,7 +231,7 @@ def test_copies_in_loops_are_found():
     assert (4, 8) in copies_in_loops(text)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_products_of_ops_that_are_masked_or_skipped_are_counted_as_often_as_they_run():
     """zb-h1 on 2 stages, with 8 microbatches: the last two of its ten ticks skip, all others mask."""
     settings = {"name": "zb-h1", "mesh": (1, 2, 1), "form": "fused"}

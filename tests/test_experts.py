@@ -557,7 +557,7 @@ def test_the_kernel_has_the_numbers_of_ragged_products_on_a_mesh(x64, split, mes
     check_step(config, mesh_of(*mesh_sizes), BY[split], seed=tiny.fresh_seed(), num_microbatches=1, schedule="1f1b")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_sizes", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 1, 2)])
 def test_a_function_can_take_the_place_of_the_products(x64, mesh_sizes):
     calls = []

@@ -52,7 +52,7 @@ def check(name, axes, *, schedule="zb-h1", changes=None, **how):
             "mixtral",
             {"data": 2, "stage": 2, "tensor": 2},
             {"changes": A2A | TILES, "schedule": "1f1b", "masks": False},
-            marks=pytest.mark.full,
+            marks=SLOW,
         ),
         pytest.param("deepseek", {"replica": 2, "data": 2, "tensor": 2}, {"changes": A2A, "zero": 3}, marks=SLOW),
         pytest.param("qwen3", {"data": 2, "tensor": 2}, {"changes": TILES, "zero": 2}, marks=SLOW),

@@ -19,7 +19,7 @@ def reference(params, batch, trainable=TRAINABLE):
     return loss, where_grads(kept, grads)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("axes", "settings"),

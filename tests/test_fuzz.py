@@ -201,7 +201,7 @@ def test_a_leaf_that_the_split_of_rows_changes_is_found_where_it_is_taken(monkey
         fuzz_run.check(LEAKING)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_noise_on_packed_layers_is_found_where_it_is_taken_and_is_that_of_one_device_on_others(monkeypatch):
     fuzz_run.check(TRAINING)
     fuzz_run.check(FOLLOWING)

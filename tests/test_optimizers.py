@@ -214,7 +214,7 @@ def run(request):
         return Run(*request.param)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.full
 def test_an_optimizer_gives_one_devices_params_and_state(x64, run):
     oracle.assert_same((run.last.params, run.last.opt_state), on_one_device(run.name), within=1e-10)

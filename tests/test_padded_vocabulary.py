@@ -90,7 +90,7 @@ def step_of(config, axes, **how):
 THREE = {"data": 2, "stage": 2, "tensor": 2}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "multiple", "axes", "how"),
     [

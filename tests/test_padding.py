@@ -115,6 +115,7 @@ def test_a_loss_weighs_the_balance_loss_of_a_row_as_it_weighs_the_row(x64):
 FULL, SLOW = pytest.mark.full, pytest.mark.slow
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("packed", "gradients"),
     [(True, False), *(pytest.param(packed, True, marks=FULL) for packed in (False, True))],

@@ -90,7 +90,7 @@ COVERING = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("check", "mesh", "schedule", "remat", "num_layers", "num_microbatches"), quick(COVERING, 2, 3)
 )

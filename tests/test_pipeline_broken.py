@@ -60,7 +60,7 @@ def test_parity_notices_outer_gradients_that_are_not_summed_over_the_stages(x64,
     assert left_out
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.full
 @pytest.mark.parametrize(
     "table",

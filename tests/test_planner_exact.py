@@ -148,7 +148,7 @@ MORE = [
 ALL = [pytest.param(*each) for each in DRAWS] + [pytest.param(*each, marks=pytest.mark.slow) for each in MORE]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "data", "stage", "tensor", "schedule", "num_microbatches", "zero", "remat"), quick(ALL, 3)
 )
@@ -277,6 +277,7 @@ def needed(model, choice):
     return memory, sum(memory.values()), report.memory
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "run",
     [pytest.param(run, marks=pytest.mark.full) for run in MEMORY]

@@ -327,7 +327,7 @@ size_m2,floor,"rent, monthly",note
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [("size_m2", "floor"), pytest.param(("size_m2",), marks=pytest.mark.slow)])
 def test_house_prices_learn_from_another_table(tmp_path, features):
     table = tmp_path / "flats.csv"

@@ -24,7 +24,7 @@ def run(*flags):
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_path):
     few = ["--devices", "2", "4", "--steps", "2", "--batch-size", "16", "--hidden-layers", "2", "--pushes", "40"]
     done = run(*few, "--out-dir", str(tmp_path))

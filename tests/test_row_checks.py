@@ -157,6 +157,7 @@ def total(model, *parts):
     return sum(float(loss(model.apply(PARAMS, part), part)[0]) for part in parts)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", quick([*TAKEN, *REFUSED], "params that are added once"))
 def test_what_is_refused_does_change_with_the_split_and_what_is_taken_does_not(x64, name):
     model = (TAKEN | REFUSED)[name]

@@ -283,6 +283,7 @@ def test_nothing_stored_is_shaped_like_weights_or_depends_on_weights_alone(x64, 
     assert not alone, f"stored though weights alone give it: {alone}"
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "block", quick(BLOCKS, "matmul", "affine", "transposed", "tanh", "nothing", "only params", "factored, checkpointed")
 )

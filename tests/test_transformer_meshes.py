@@ -109,6 +109,7 @@ def test_loss_and_gradients_equal_one_device_on_every_mesh(x64, family, mesh_siz
     check_parity(family, mesh_sizes, constrain=constrain, **changes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "mesh_sizes"),

@@ -41,6 +41,7 @@ def make_run(mesh, zero, optimizer, make_state=jaxpar.abstract_state, key=None, 
     return state, value_and_grad, shapes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("data", "stage", "tensor", "zero"), quick(RUNS, 1))
 def test_loss_gradients_and_parameters_equal_one_device(x64, data, stage, tensor, zero):
     seed, optimizer = tiny.fresh_seed(), optax.adam(1e-2)
