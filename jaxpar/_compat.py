@@ -22,10 +22,10 @@ from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.source_info_util import current_name_stack, user_context
-from jax.interpreters import mlir
+from jax.interpreters import mlir, partial_eval
 from jaxtyping import PyTree
 
-__all__ = ["Literal", "Primitive", "Tracer"]
+__all__ = ["Literal", "Primitive", "Tracer", "partial_eval"]
 
 # A sum of an array without elements inside a partly manual shard_map ends the process, on CPU at least; seen with JAX 0.11.2.
 EMPTY_ARRAYS_CRASH = jax.__version_info__ >= (0, 11)

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxpar._compat import equations, row_major
+from jaxpar._compat import equations, opened, partial_eval, row_major
 from jaxpar.context_parallel import max_over_sequence
 from jaxpar.devices import HOPPER_OR_LATER, on_gpus, traced_kind
 from jaxpar.dtypes import wide_dtype
@@ -283,9 +283,15 @@ def check_products(
 
 
 def num_asked(jaxpr: Any) -> int:
-    """Returns the number of products of factors in FP8 in a traced function, each once."""
+    """Returns the number of products of factors in FP8 in a traced function, each once.
+
+    Those that no output needs are not among them, and XLA leaves them out: below the lowest of
+    the factors of LoRA no layer need pass on the gradient of its input.
+    """
     dtypes = {jnp.dtype(OF_VALUES), jnp.dtype(OF_COTANGENTS)}
-    products = [each for each in equations(jaxpr) if each.primitive.name == "dot_general"]
+    whole = opened(jaxpr)
+    needed, _ = partial_eval.dce_jaxpr(whole, [True] * len(whole.outvars))
+    products = [each for each in equations(needed) if each.primitive.name == "dot_general"]
     return sum({x.aval.dtype for x in each.invars} <= dtypes for each in products)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import gpt
 import jax
@@ -25,6 +26,7 @@ from jaxpar.models.transformer.cache import empty_cache
 from jaxpar.models.transformer.layers import block
 from jaxpar.models.transformer.span import Span
 from jaxpar.planner import Choice, cluster, price, transformer_shape
+from jaxpar.run import language_model
 from jaxpar.trainable import accept_frozen, freeze
 from tests.support import tiny_quantized
 from tests.support import tiny_transformer as tiny
@@ -370,8 +372,49 @@ def test_the_programs_of_the_mpmd_executor_are_checked_too(monkeypatch):
     monkeypatch.setattr(fp8, "check_products", lambda text, least: seen.append((least, "fp8_product/" in text)))
     run(params, batch)
     run(params, batch)
-    assert sum(least for least, _ in seen) == fp8.PASSES * 2, "of each of two layers"
+    assert sum(least for least, _ in seen) == fp8.PASSES * 2 - 1, (
+        "of two layers; the input of the first has no gradient"
+    )
     assert len(seen) == 4, "F and B of each stage, once"
+
+
+def test_products_that_no_output_needs_are_not_asked_for():
+    loss = lambda x, w: jnp.sum(fp8.dot(x, w) ** 2)
+    given = draw(4, 16), draw(16, 16)
+    assert num_in_fp8(jax.value_and_grad(loss, argnums=(0, 1)), *given) == fp8.PASSES
+    assert num_in_fp8(jax.value_and_grad(loss), *given) == fp8.PASSES - 1, "w has no gradient"
+
+
+@pytest.mark.parametrize(("num_layers", "num_factors", "passes"), [(1, 0, 3), (2, 0, 3), (2, 8, 2), (1, 8, 1)])
+def test_a_recipe_asks_for_the_products_that_frozen_weights_have(monkeypatch, num_layers, num_factors, passes):
+    """With factors of LoRA alone the first layer need not give the gradient of what it reads."""
+    monkeypatch.setattr(language_model, "are_gpus", lambda mesh: True)
+    found = []
+    monkeypatch.setattr(fp8, "check_products", lambda text, least: found.append(least))
+    config = transformer.preset("llama3.2-1b", num_layers=num_layers, products="fp8")
+    compiled = SimpleNamespace(as_text=lambda: "")
+    language_model.check_compiled(compiled, config, None, num_factors)
+    assert found == [passes * 4]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("every_width")
+def test_the_programs_of_the_mpmd_executor_have_the_products_that_factors_of_lora_need(monkeypatch):
+    """Those of a CPU: each product in FP8 is there as the same number of operations."""
+    monkeypatch.setattr("jaxpar.pipeline.mpmd_programs.are_gpus", lambda mesh: True)
+    seen = []
+    in_text = lambda text: len(re.findall(r"(?:dot|fusion)\(.*fp8_product/dot_general", text))
+    monkeypatch.setattr(fp8, "check_products", lambda text, asked: seen.append((asked, in_text(text))))
+    config = dataclasses.replace(tiny_quantized.CONFIG, products="fp8")
+    params, batch = tiny_quantized.quantized_params(config, "nf4"), tiny.make_batch()
+    mesh = jaxpar.make_mesh(stage=2, devices=jax.devices()[:2])
+    placed, shardings = tiny_quantized.on_mesh(config, params, mesh)
+    run = tiny_quantized.make_value_and_grad(config, mesh, shardings, executor="mpmd")
+    run(placed, jaxpar.shard_batch(batch, mesh))
+    assert sorted(asked for asked, _ in seen) == [7, 8, 8, 8], (
+        "the embedding is frozen: B of the first layer gives none"
+    )
+    assert len({count / asked for asked, count in seen}) == 1
 
 
 def rows_of(batch):

@@ -20,8 +20,7 @@ from jaxpar.fields import check_at_least, check_not_negative, check_positive
 from jaxpar.huggingface.config import read_config_for
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.mesh import sizes_text
-from jaxpar.models import lora, transformer
-from jaxpar.models.quantized import Kind
+from jaxpar.models import lora, quantized, transformer
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.params import count_params, init_params, is_spec, stack_layers, zeros
 from jaxpar.pipeline import LayerLayout
@@ -94,7 +93,7 @@ class LoraFlags:
     lora_rank: int | None = None
     lora_targets: tuple[Target, ...] = ("w_qkv", "w_out", "w_up", "w_down")
     lora_alpha: float | None = None
-    quantize: Kind | None = None
+    quantize: quantized.Kind | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -341,11 +340,12 @@ def make_params(
 def check_compiled(compiled: jax.stages.Compiled, config: TransformerConfig, mesh: Mesh, num_factors: int) -> None:
     """Raises ValueError where a step in FP8 was compiled for GPUs with fewer products in FP8 than its weights have.
 
-    A weight has three, without a gradient two.
+    A weight has three, without a gradient two, and one where no layer below has factors that need it.
     """
     if config.products == "fp8" and are_gpus(mesh):
         num_weights = sum(transformer.fp8_weights(config).values())
-        fp8.check_products(compiled.as_text() or "", (fp8.PASSES - bool(num_factors)) * num_weights)
+        passes = fp8.PASSES if not num_factors else 2 if config.num_layers > 1 else 1
+        fp8.check_products(compiled.as_text() or "", passes * num_weights)
 
 
 def flops_per_token(config: TransformerConfig, seq: int, num_factors: int = 0) -> int:
