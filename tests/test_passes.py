@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpar
-from jaxpar.backward.passes import LayerPasses, run_passes
+from jaxpar.backward.order import Barrier, Part, backward_order
+from jaxpar.backward.passes import LayerPasses, Pass, run_passes
 from jaxpar.backward.split import split_layer
 from jaxpar.models import transformer
 from jaxpar.params import init_params
@@ -64,23 +65,22 @@ def test_what_follows_a_constraint_waits_for_gradients_that_can_be_computed_befo
     x = jax.ShapeDtypeStruct((2, 8, 16), jnp.float64)
     with jax.set_mesh(jaxpar.make_mesh(tensor=2, data=4)):
         split = split_layer(layer, params, x)
-        passes = LayerPasses(split, orders=True)
-    shapes = [[split.graph.avals[i].shape for i in values] for values in passes._waits.values()]
+        order = backward_order(split)
+    steps = [step for part in order.parts for step in part.steps if isinstance(step, Barrier)]
+    shapes = [[split.graph.avals[i].shape for i in values[1:]] for (values,) in steps]
     w_down, w_up, gathered = (16, 24), (16, 2, 24), (2, 8, 16)  # the product of w_down is transposed
     assert shapes == [[w_down, gathered], [w_up, gathered], [gathered], [gathered]]
 
 
 def test_passes_of_unequal_lengths_wait_for_each_other_while_both_run():
-    seen = []
+    def of_length(count, array):
+        """A pass that would wait ``count`` times."""
+        return Pass([*[Part([], meets=0)] * count, Part([])], {0: array}, lambda known: (known[0],))
 
-    def steps(name, length):
-        for i in range(length):
-            value = yield jnp.float32(i)
-            seen.append((name, i, float(value)))
-        return (name,)
-
-    assert run_passes(steps("a", 1), steps("b", 3)) == [("a",), ("b",)]
-    assert seen == [("a", 0, 0.0), ("b", 0, 0.0), ("b", 1, 1.0), ("b", 2, 2.0)]
+    beside = lambda a, b: run_passes(of_length(1, a), of_length(3, b))
+    assert beside(1.0, 2.0) == [(1.0,), (2.0,)]
+    (barrier,) = jax.make_jaxpr(beside)(1.0, 2.0).eqns
+    assert (barrier.primitive.name, len(barrier.invars)) == ("optimization_barrier", 2)
 
 
 @pytest.mark.full

@@ -2,10 +2,10 @@
 
 `graph.py` turns a traced function into a graph of operations, and removes transposes of matrix products. `split.py` traces a
 layer and its vjp into one graph, and splits it into functions: the forward pass, B and W. `min_cut.py` finds which values to
-store between them. `passes.py` runs them on GPUs in an order in which collectives over ``tensor`` have products beside them.
-`remat.py` combines them to a layer with the same derivatives that stores fewer bytes, and names the policies of
-rematerialisation. `add_grads.py` adds the gradients of a lookup to its rows alone. `padded_dims.py` with `padded_values.py`
-keeps a padded vocabulary in place from the head to the gradients, while the loss sees its words. `partition.py` finds how a
-sharding over ``tensor`` divides the values of a graph, by the rules of `cut_rules.py`, for the bytes that `min_cut.py` counts,
-and the collectives that it needs, for the planner.
+store between them. `order.py` finds an order for GPUs in which collectives over ``tensor`` have products beside them, and
+`passes.py` runs the functions in it. `remat.py` combines them to a layer with the same derivatives that stores fewer bytes, and
+names the policies of rematerialisation. `add_grads.py` adds the gradients of a lookup to its rows alone. `padded_dims.py` with
+`padded_values.py` keeps a padded vocabulary in place from the head to the gradients, while the loss sees its words.
+`partition.py` finds how a sharding over ``tensor`` divides the values of a graph, by the rules of `cut_rules.py`, for the bytes
+that `min_cut.py` counts, and the collectives that it needs, for the planner.
 """

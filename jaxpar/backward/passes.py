@@ -1,51 +1,73 @@
-"""The passes of a layer in an order in which their collectives over ``tensor`` run beside products.
+"""The passes of a layer as a loop over layers runs them: in the order of ``order.py``, alone or one beside the other."""
 
-Sequence parallelism constrains activations and cotangents, which XLA gathers before the products that need all positions and
-scatters after them. In a loop over layers its scheduler leaves the gradients of weights, for which nothing waits, to the end
-of a trip, and gathers what is needed next when nothing is left to run. Barriers make another order, here of a block of two
-parts:
-
-    products of B      dx of part 2               dx of part 1
-            of F                        part 1                   part 2
-            of W                        part 2                   part 1
-    collectives        of F             of B      of F           of B
-
-- What follows the scatter and the gather of a cotangent also waits for the gradients of weights that can be computed before.
-- What follows a product to dx waits for what F gathers at that time, and F for this product (``run_passes``).
-- What the backward pass gathers of ct before any product is an input (``gathered``): the trip before gathers it.
-"""
-
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import zip_longest
 from typing import Any
 
 import jax
 
-from jaxpar._compat import bind, constraint_of
+from jaxpar._compat import bind
 from jaxpar.backward.graph import Node
-from jaxpar.backward.split import SplitLayer
-from jaxpar.mesh import TENSOR
+from jaxpar.backward.order import BackwardOrder, Barrier, Part, backward_order, forward_order
+from jaxpar.backward.split import Plan, SplitLayer
 
 Arrays = Sequence[Any]
-Steps = Generator[Any, Any, tuple]  # yields values at which it may wait for another pass, and is sent them back
+Known = dict[int, Any]  # the values that were computed, by their numbers in the graph
 
 
-def run_passes(*passes: Steps) -> list[tuple]:
-    """Returns what the passes return. At the values that they yield, the first with the first, each waits for the others."""
-    values: list[Any] = [None] * len(passes)
-    returned: dict[int, tuple] = {}
-    while len(returned) < len(passes):
-        running = [i for i in range(len(passes)) if i not in returned]
-        for i in running:
-            try:
-                values[i] = passes[i].send(values[i])
-            except StopIteration as end:
-                returned[i] = end.value
-        if len(passes) > 1 and not returned:
-            values = list(jax.lax.optimization_barrier(values))
-    return [returned[i] for i in range(len(passes))]
+@dataclass(frozen=True)
+class Pass:
+    """A pass of a layer that is to be run.
+
+    Attributes:
+        parts: What it runs, in order.
+        known: What it is given, to which it adds what it computes.
+        result: Returns its result from all that is known.
+    """
+
+    parts: Sequence[Part]
+    known: Known
+    result: Callable[[Known], tuple]
+
+
+def run_passes(*passes: Pass) -> list[tuple]:
+    """Returns the results of the passes, of which two run in turns. Where the parts of both end, each waits for the other."""
+    for parts in zip_longest(*(each.parts for each in passes)):
+        for each, part in zip(passes, parts, strict=True):
+            if part is not None:
+                _run(part.steps, each.known)
+        ends = [part and part.meets for part in parts]
+        if len(passes) > 1 and None not in ends:
+            _wait_for_each_other([each.known for each in passes], ends)
+    return [each.result(each.known) for each in passes]
+
+
+def _wait_for_each_other(knowns: Sequence[Known], ends: Sequence[Any]) -> None:
+    pairs = list(zip(knowns, ends, strict=True))
+    waited = jax.lax.optimization_barrier([known[end] for known, end in pairs])
+    for (known, end), value in zip(pairs, waited, strict=True):
+        known[end] = value
+
+
+def _run(steps: Iterable[Node | Barrier], known: Known) -> None:
+    for step in steps:
+        if isinstance(step, Barrier):
+            numbers = step.values
+            made = jax.lax.optimization_barrier(_read(known, numbers))
+        else:
+            numbers = step.outputs
+            made = bind(step.equation, _read(known, step.inputs))
+        _write(known, numbers, made)
+
+
+def _read(known: Known, numbers: Iterable[int]) -> list:
+    return [known[number] for number in numbers]
+
+
+def _write(known: Known, numbers: Iterable[int], arrays: Arrays) -> None:
+    known.update(zip(numbers, arrays, strict=True))
 
 
 @dataclass(frozen=True)
@@ -60,173 +82,105 @@ class LayerPasses:
     layer: SplitLayer
     orders: bool
 
-    def forward(self, params: Arrays, x: Arrays, *, store: bool) -> Steps:
-        """Returns (y, residuals_b, residuals_w), or (y,) alone if it does not ``store``; it yields what it gathers."""
+    @cached_property
+    def order(self) -> BackwardOrder:
+        """The order of the backward pass."""
+        return backward_order(self.layer)
+
+    @property
+    def has_waits(self) -> bool:
+        """Whether anything in the backward pass waits for an order, as under sequence parallelism."""
+        return self.orders and self.order.has_waits
+
+    def _given(self, plan: Plan, arrays: Arrays) -> Known:
+        known: Known = dict(self.layer.graph.constants)
+        _write(known, plan.known, arrays)
+        return known
+
+    def forward(self, params: Arrays, x: Arrays, *, store: bool) -> Pass:
+        """Returns the pass whose result is (y, residuals_b, residuals_w), or (y,) alone if it does not ``store``."""
         layer = self.layer
         if not self.orders:
-            return layer.forward_and_store(params, x) if store else (layer.forward(params, x),)
+            whole = lambda _: layer.forward_and_store(params, x) if store else (layer.forward(params, x),)
+            return Pass([], {}, whole)
         plan = layer.plans["forward_and_store" if store else "forward"]
-        known = layer.graph.constants | dict(zip(plan.known, [*params, *x], strict=True))
-        of_x = layer.graph.reached(layer.values["x"])
-        for node in plan.nodes:
-            _run(node, known)
-            if _gathers(node) and not of_x.isdisjoint(node.inputs):
-                known[node.outputs[0]] = yield known[node.outputs[0]]
+        parts = forward_order(layer.graph, plan.nodes, layer.values["x"])
         names = ("y", "residuals_b", "residuals_w") if store else ("y",)
-        return tuple([known[i] for i in layer.values[name]] for name in names)
+
+        def result(known: Known) -> tuple:
+            return tuple(_read(known, layer.values[name]) for name in names)
+
+        return Pass(parts, self._given(plan, [*params, *x]), result)
 
     def gathered(self, ct: Arrays) -> list:
         """Returns what the backward pass gathers of ct before any product, which it takes beside ct."""
-        graph, makes = self.layer.graph, [node.outputs[0] for node in self._of_ct]
-        nodes = graph.needed(makes, self.layer.values["ct"])
-        return graph.run(nodes, dict(zip(self.layer.values["ct"], ct, strict=True)), makes)
+        if not self.orders:
+            return []
+        graph, of_ct = self.layer.graph, self.layer.values["ct"]
+        makes = [node.outputs[0] for node in self.order.gathers]
+        nodes = graph.needed(makes, of_ct)
+        given = dict(zip(of_ct, ct, strict=True))
+        return graph.run(nodes, given, makes)
 
-    def backward(self, params: Arrays, residuals_b: Arrays, residuals_w: Arrays, ct: Arrays, gathered: Arrays) -> Steps:
-        """Returns (dx, values, finish) of which ``finish(values)`` makes dp of the products for it, and reads no residuals.
+    def backward(
+        self,
+        params: Arrays,
+        residuals_b: Arrays,
+        residuals_w: Arrays,
+        ct: Arrays,
+        gathered: Arrays,
+    ) -> Pass:
+        """Returns the pass whose result is (dx, values, finish), of which ``finish(values)`` makes dp and reads no residuals.
 
-        dx and dp are those of ``SplitLayer.backward``. It yields a value before it scatters.
+        dx and dp are those of ``SplitLayer.backward``.
         """
         layer = self.layer
         if not self.orders:
-            dx, dp = layer.backward(params, residuals_b, residuals_w, ct)
-            return dx, dp, lambda dp: dp
-        plan = layer.plans["backward"]
-        given = zip(plan.known, [*params, *residuals_b, *residuals_w, *ct], strict=True)
-        known = layer.graph.constants | dict(given)
-        known |= {node.outputs[0]: array for node, array in zip(self._of_ct, gathered, strict=True)}
-        done = {id(node) for node in self._of_ct}
 
-        def run(nodes: Iterable[Node]) -> None:
-            for node in nodes:
-                if id(node) not in done:
-                    _run(node, known)
-                    done.add(id(node))
+            def whole(_: Known) -> tuple:
+                dx, dp = layer.backward(params, residuals_b, residuals_w, ct)
+                return dx, dp, lambda dp: dp
 
-        for node in self._for_dx:
-            if (met := self._met.get(node.outputs)) is not None:
-                known[met] = yield known[met]
-            run([node])
-            if values := self._waits.get(node.outputs):
-                run(layer.graph.needed(values, known))
-                together = [*node.outputs, *values]
-                known |= zip(together, jax.lax.optimization_barrier([known[i] for i in together]), strict=True)
-        made = self._before_dp
-        run(layer.graph.needed(made, known))
+            return Pass([], {}, whole)
+        order, stored = self.order, (*residuals_b, *residuals_w)
+        known = self._given(layer.plans["backward"], [*params, *stored, *ct])
+        _write(known, [node.outputs[0] for node in order.gathers], gathered)
 
-        def finish(values: Arrays) -> list:
-            known.update(zip(made, values, strict=True))
-            run(plan.nodes)
-            return [known[i] for i in layer.values["dp"]]
+        def result(known: Known) -> tuple:
+            def finish(values: Arrays) -> list:
+                _write(known, order.before_dp, values)
+                _run(order.rest, known)
+                return _read(known, layer.values["dp"])
 
-        return [known[i] for i in layer.values["dx"]], [known[i] for i in made], finish
+            dx = _read(known, layer.values["dx"])
+            return dx, _read(known, order.before_dp), finish
 
-    def backward_weights(self, params: Arrays, residuals_w: Arrays, cotangents_w: Arrays) -> list:
+        return Pass(order.parts, known, result)
+
+    def backward_weights(
+        self,
+        params: Arrays,
+        residuals_w: Arrays,
+        cotangents_w: Arrays,
+    ) -> list:
         """Returns dp, as ``SplitLayer.backward_weights``."""
         dp = self.layer.backward_weights(params, residuals_w, cotangents_w)
         if not self.orders:
             return dp
         # XLA would merge a sum with the leading dim that it gets where it is added, then want the summed dims of what is stored
         # to be the minor ones in memory, and transpose all slots for that.
-        made = zip(self.layer.values["dp"], dp, strict=True)
-        return [jax.lax.optimization_barrier(a) if number in self._sums else a for number, a in made]
+        waited = []
+        for number, grad in zip(self.layer.values["dp"], dp, strict=True):
+            is_sum = number in self._sums
+            waited.append(jax.lax.optimization_barrier(grad) if is_sum else grad)
+        return waited
 
     @cached_property
     def _sums(self) -> set[int]:
         """What W makes by a sum and unary operations on it, as the gradients of scales and biases."""
         sums: set[int] = set()
         for node in self.layer.plans["backward_weights"].nodes:
-            if node.name == "reduce_sum" or (len(node.inputs) == 1 and node.inputs[0] in sums):
+            is_of_sum = len(node.inputs) == 1 and node.inputs[0] in sums
+            if node.name == "reduce_sum" or is_of_sum:
                 sums.update(node.outputs)
         return sums
-
-    @property
-    def has_waits(self) -> bool:
-        """Whether anything in the backward pass waits for an order, as under sequence parallelism."""
-        return self.orders and bool(self._waits)
-
-    @cached_property
-    def _for_dx(self) -> list[Node]:
-        return self.layer.graph.needed(self.layer.values["dx"], self.layer.plans["backward"].known)
-
-    @cached_property
-    def _cotangents(self) -> set[int]:
-        """The values that depend on ct."""
-        return self.layer.graph.reached(self.layer.values["ct"])
-
-    @cached_property
-    def _of_ct(self) -> list[Node]:
-        """The gathers of what is made of ct alone."""
-        known, found = {*self.layer.values["ct"], *self.layer.graph.constants}, []
-        for node in self._for_dx if self.orders else []:
-            if node.inputs and known.issuperset(node.inputs):
-                known.update(node.outputs)
-                found += [node] if _gathers(node) else []
-        return found
-
-    @cached_property
-    def _on_the_way(self) -> list[Node]:
-        """Products and constraints of cotangents on the way from ct to dx."""
-        depends = lambda node: not self._cotangents.isdisjoint(node.inputs)
-        nodes = (node for node in self._for_dx if node not in self._of_ct and depends(node))
-        return [node for node in nodes if _is_product(node) or constraint_of(node.equation)]
-
-    @cached_property
-    def _met(self) -> dict[tuple[int, ...], int]:
-        """The input made of ct of the last product before each scatter, by the product's outputs."""
-        last = [a for a, b in pairwise(self._on_the_way) if _is_product(a) and not _is_product(b)]
-        return {node.outputs: next(i for i in node.inputs if i in self._cotangents) for node in last}
-
-    @cached_property
-    def _waits(self) -> dict[tuple[int, ...], list[int]]:
-        """For each constraint of a cotangent, by its outputs, what the rest waits for.
-
-        These are gradients of weights that do not depend on it, which constraints with no product to dx between them share
-        out, and what the gradients after the next constraint gather. After the last product to dx nothing waits for gradients.
-        """
-        graph, backward = self.layer.graph, self.layer.plans["backward"]
-        products = [node for node in backward.nodes if _is_product(node) and node not in self._for_dx]
-        shares: list[tuple[Node, list[Node]]] = []
-        groups = [list(nodes) for is_product, nodes in groupby(self._on_the_way, _is_product) if not is_product]
-        for constraints in groups:
-            after = graph.reached(i for each in constraints for i in each.outputs)
-            is_last = constraints[-1] is self._on_the_way[-1]
-            ready = [] if is_last else [each for each in products if after.isdisjoint(each.inputs)]
-            products = [each for each in products if each not in ready]
-            share = -(-len(ready) // len(constraints))
-            shares += [(each, ready[i * share :][:share]) for i, each in enumerate(constraints)]
-        made = lambda nodes: [i for each in nodes for i in each.outputs]
-        nexts = [*(own for _, own in shares[1:]), []]
-        return {
-            node.outputs: made(own) + made(self._gathers_for(following or products))
-            for (node, own), following in zip(shares, nexts, strict=False)
-        }
-
-    @cached_property
-    def _before_dp(self) -> list[int]:
-        """The products that only dp needs, and what else is made of residuals of what dp is made of."""
-        nodes, dp = self.layer.plans["backward"].nodes, self.layer.values["dp"]
-        products = [node for node in nodes if _is_product(node) and node not in self._for_dx]
-        after = self.layer.graph.reached(i for each in products for i in each.outputs)
-        last = [node for node in nodes if not after.isdisjoint(node.inputs)]
-        given = {*self.layer.values["params"], *self.layer.graph.constants, *(i for each in last for i in each.outputs)}
-        return sorted({*dp, *(i for each in last for i in each.inputs)} - given)
-
-    def _gathers_for(self, products: list[Node]) -> list[Node]:
-        """The gathers of stored values for products."""
-        inputs = [i for each in products for i in each.inputs]
-        nodes = self.layer.graph.needed(inputs, self.layer.plans["backward"].known)
-        return [each for each in nodes if _gathers(each) and self._cotangents.isdisjoint(each.inputs)]
-
-
-def _run(node: Node, known: dict[int, Any]) -> None:
-    known.update(zip(node.outputs, bind(node.equation, [known[i] for i in node.inputs]), strict=True))
-
-
-def _gathers(node: Node) -> bool:
-    """Whether it is a constraint that leaves nothing sharded over ``tensor``."""
-    sharding = constraint_of(node.equation)
-    return sharding is not None and TENSOR not in jax.tree.leaves(tuple(getattr(sharding, "spec", ())))
-
-
-def _is_product(node: Node) -> bool:
-    return node.name == "dot_general"

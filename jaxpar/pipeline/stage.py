@@ -361,7 +361,7 @@ class Stage:
             B         layer L-1    layer L-2           layer 0
 
         Neither reads what the other writes, so XLA can run the collectives over ``tensor`` of one beside the products of the
-        other (``backward/passes.py``). An op that is off runs on what its slots hold. Positions that do not hold a layer in
+        other (``backward/order.py``). An op that is off runs on what its slots hold. Positions that do not hold a layer in
         every chunk have loops of their own: those of B before, those of F after.
         """
         layers, num_common = self.layers, self.layers.layout.min_layers
