@@ -226,3 +226,16 @@ def test_a_hostile_pattern_is_read_and_not_run():
     rule = job["spec"]["failurePolicy"]["rules"][0]
     rule["onJobFailureMessagePatterns"] = [".*failed with exit code (" + "(a+)+" * 50 + "|2|65|74|86) matching.*"]
     check_manifests([job])
+
+
+def test_inputs_of_a_recipe_that_no_volume_holds_are_told():
+    (job,) = documents("jobset")
+    words = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    words += ["--data", "recipes/data/chats.jsonl", "/checkpoints/rows", "--tokenizer", "/checkpoints/gpt2"]
+    assert not remarks(job)
+    words += ["--init-from", "../qwen", "--data", "/checkpoints/a", "/checkpoints/../mine.jsonl"]
+    (said,) = remarks(job)
+    assert said.startswith(
+        "the recipe reads --init-from ../qwen, --data /checkpoints/../mine.jsonl, which no claim holds"
+    )
+    assert said.endswith("give the path there: --init-from /checkpoints/qwen")

@@ -145,7 +145,7 @@ def test_a_batch_unlike_the_one_of_the_compiled_step_is_told_by_its_arrays(tmp_p
         _, metrics = train_step(state, jaxpar.shard_batch(kept, two))
     assert metrics["loss"] == 4
     assert said[-1].endswith(
-        "neither the model nor the loss reads weight of a batch, which is 0 for rows of padding: they count like others"
+        "neither the model nor the loss reads weight of a batch, which is 0 for rows of padding: multiply their losses by it"
     )
 
 

@@ -5,9 +5,12 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from jaxpar.jobs.agreement import SCRAPED_PORT, mesh_in, paths_in
-from jaxpar.jobs.job import CHECKPOINTS, GPUS, ROOT, flag_value
+from jaxpar.jobs.job import CHECKPOINTS, GPUS, ROOT, flag_value, flag_values
 from jaxpar.jobs.workload import FAKE_DEVICES, USUAL_GRACE, Workload, workloads
 from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
+
+INPUTS = ("--init-from", "--tokenizer", "--data")
+NO_PATHS = ("recall",)  # a task for --data
 
 
 def remarks(manifest: Mapping[str, Any]) -> list[str]:
@@ -36,6 +39,7 @@ def _of(pods: Workload) -> Iterator[str]:
 def _of_recipe(pods: Workload) -> Iterator[str]:
     yield from _lost_results(pods)
     yield from _starts_over(pods)
+    yield from _unheld_inputs(pods)
     yield from _unscraped(pods)
 
 
@@ -107,6 +111,19 @@ def unsaved(command: Sequence[str]) -> Iterator[str]:
         yield (
             f"the recipe has {has}: it saves only when asked to stop, and after a failure it begins again. "
             "Give it such as --checkpoint-every 500"
+        )
+
+
+def _unheld_inputs(pods: Workload) -> Iterator[str]:
+    """Yields a line if a recipe reads files or folders that are in no volume, and not among those of jaxpar."""
+    given = [(flag, path) for flag in INPUTS for path in flag_values(pods.words, flag)]
+    is_there = lambda path: path in NO_PATHS or path.startswith("recipes/") or pods.folder_of(path)
+    if without := [(flag, path) for flag, path in given if not is_there(path)]:
+        named = ", ".join(f"{flag} {path}" for flag, path in without)
+        place = f"{CHECKPOINTS}/{PurePosixPath(without[0][1]).name}"
+        yield (
+            f"the recipe reads {named}, which no claim holds: it must be in the image. "
+            f"If it is on a volume, name its claim, and give the path there: {without[0][0]} {place}"
         )
 
 

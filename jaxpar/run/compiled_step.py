@@ -49,7 +49,8 @@ class CompiledStep(jax.stages.Compiled):
         names = [name for name in self._batch if name not in read]
         if not names:
             return ""
-        padding = ", which is 0 for rows of padding: they count like others" if WEIGHT in names else ""
+        of_padding = ", which is 0 for rows of padding: multiply their losses by it"
+        padding = of_padding if WEIGHT in names else ""
         return f"\nneither the model nor the loss reads {', '.join(names)} of a batch{padding}"
 
 
