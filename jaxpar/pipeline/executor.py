@@ -72,9 +72,11 @@ def accumulate_pipelined(stage: Stage, params: PyTree) -> tuple[PyTree, PyTree]:
     chunk a stage sends one activation to the next stage and one cotangent to the previous one.
     """
     state = accumulate_in_turn(stage) if stage.program.is_in_turn else _accumulate_over_ticks(stage)
-    outer = jax.tree.unflatten(jax.tree.structure(params[OUTER]), state.outer_grads)
-    layers = jax.tree.unflatten(jax.tree.structure(only_trained(params[LAYERS])), state.layer_grads)
-    return state.loss, {OUTER: only_trained(outer), LAYERS: layers}
+    of_outer = jax.tree.structure(params[OUTER])
+    of_layers = jax.tree.structure(only_trained(params[LAYERS]))
+    outer = only_trained(jax.tree.unflatten(of_outer, state.outer_grads))
+    layers = jax.tree.unflatten(of_layers, state.layer_grads)
+    return state.loss, {OUTER: outer, LAYERS: layers}
 
 
 def _accumulate_over_ticks(stage: Stage) -> State:
@@ -85,7 +87,8 @@ def _accumulate_over_ticks(stage: Stage) -> State:
 
     def tick(segment: Segment, number: jax.Array, state: State) -> State:
         def row_of(stage: jax.Array) -> Row:
-            row = jax.lax.dynamic_slice(table, (jnp.int32(number), stage, jnp.int32(0)), (1, 1, len(names)))[0, 0]
+            start = jnp.int32(number), stage, jnp.int32(0)
+            row = jax.lax.dynamic_slice(table, start, (1, 1, len(names)))[0, 0]
             return dict(zip(names, row, strict=True))
 
         last = row_of(jnp.int32(stage.program.schedule.num_stages - 1)) if stage.ends.parts else None
@@ -127,67 +130,137 @@ def build_stage(
         layer_shards: How the params of a layer are sharded over ``tensor``, by default replicated.
         outer_specs: The PartitionSpecs over ``tensor`` of outer, by default replicated.
     """
-    layers, params_tree = jax.tree.flatten(params[LAYERS])
-    shards_of_one = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params[LAYERS])
-    one_layer = jax.eval_shape(over_replicas.gather_layer, shards_of_one)
-    trained_layer, layer_tree = jax.tree.flatten(only_trained(one_layer))
-    microbatch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), microbatches)
+    over = over_replicas
+    leaves, params_tree = jax.tree.flatten(params[LAYERS])
+    num_shards = jax.sharding.get_abstract_mesh().shape[TENSOR]
+    shards = layer_shards or ParamShards((None,) * len(leaves), num_shards)
+    of_one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    microbatch = jax.tree.map(of_one, microbatches)
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
-    shards = layer_shards or ParamShards((None,) * len(layers), jax.sharding.get_abstract_mesh().shape[TENSOR])
+    one_layer = jax.eval_shape(over.gather_layer, jax.tree.map(of_one, params[LAYERS]))
+    trained_layer, layer_tree = jax.tree.flatten(only_trained(one_layer))
     # XLA's CPU backend has not all products of 16-bit floats in float32.
     widens_grads = on_gpus() and writes_out(program, layout)
     layer = split_layer(model.layers(1)[0], one_layer, x, shards, widens_grads=widens_grads)
-    schedule = program.schedule
-    # With more chunks than stages the parts in all ticks are more than the heads in some. In a V a stage sends to itself.
-    shares_head = program.masks and schedule.num_chunks < schedule.num_stages and schedule.placement == "loop"
-    num_parts = schedule.num_stages if shares_head else 1
     cuts = shards.partition(layer.graph, layer.values["params"]).cuts if program.masks else {}
-    # Under sequence parallelism the positions of a sequence are sharded between layers.
-    splits_positions = shares_head and any(cuts.get(value) == 1 for value in layer.values["y"])
-    num_shards = shards.num_shards if splits_positions else 1
-    parts = {"num_stages": num_parts, "num_shards": num_shards, "is_forward": schedule.is_forward}
-    ends = Ends(model, loss, params[OUTER], x, microbatch, **parts)
-    plans = plans_of_ops(recomputes=schedule.recomputes, splits_backward=schedule.splits_backward)
-    is_maskable_plan = lambda plan: is_maskable(node.equation for node in layer.plans[plan].nodes)
-    if program.masks and (skips := ends.skips | {op for op, plan in plans.items() if not is_maskable_plan(plan)}):
-        program = spmd_program(schedule, masks=True, overlaps=program.overlaps, skips=skips)
-    outer = jax.tree.leaves(params[OUTER])
-    specs = [PartitionSpec()] * len(outer) if outer_specs is None else jax.tree.leaves(outer_specs)
-    if program.masks and not all(segment.masks("F") for segment in program.segments):
-        # Otherwise a lookup in a branch first copies the complete table of embeddings to row-major order, in each tick.
-        outer = [on_tensor_shards(row_major, *each) for each in zip(outer, specs, strict=True)]
-    of_head = ends.head_reads, ends.head_dtypes
-    gather = lambda leaves: jax.tree.leaves(over_replicas.gather_layer(jax.tree.unflatten(params_tree, leaves)))
-    on_leaves = lambda function: lambda leaves: jax.tree.leaves(function(jax.tree.unflatten(layer_tree, leaves)))
-    scatter, reduce = on_leaves(over_replicas.scatter_layer), on_leaves(over_replicas.reduce_layers)
-    wide = lambda a: jax.ShapeDtypeStruct(a.shape, wide_dtype(a.dtype))
-    stacked = lambda g: jax.ShapeDtypeStruct((layout.num_chunks * layout.positions_per_chunk, *g.shape), g.dtype)
-    trained = trained_indices(params[OUTER])
+    num_parts = _parts_of_head(program, layer, cuts, shards.num_shards)
+    ends = Ends(model, loss, params[OUTER], x, microbatch, **num_parts)
+    program = _skipping(program, ends, layer)
+    outer = _in_memory(jax.tree.leaves(params[OUTER]), program, outer_specs)
+    head = _read_by_head(ends, outer, casts=program.masks)
+    scatter = _on_leaves(over.scatter_layer, layer_tree)
+    loop = LayerLoop(
+        layout=layout,
+        params=layer.cast(leaves),
+        masks=program.masks,
+        gather=_on_leaves(over.gather_layer, params_tree),
+        scatter=scatter,
+        reduce=_on_leaves(over.reduce_layers, layer_tree),
+        is_late=over.is_late,
+    )
+    added = jax.eval_shape(scatter, list(map(_wide, trained_layer)))
+    layer_sums = [_stacked(grad, layout) for grad in added]
+    loss_sums = jax.tree.map(_wide, ends.loss_sums)
     return Stage(
         program=program,
         ends=ends,
         layer=layer,
         passes=LayerPasses(layer, program.masks),
         outer=outer,
-        # Where idle stages mask the head, all of them would cast the same weights in each tick.
-        head=[outer[i].astype(d) if program.masks else outer[i] for i, d in zip(*of_head, strict=True)],
+        head=head,
         x=jax.tree.leaves(x),
         microbatches=microbatches,
         total_weight=total_weight,
-        layers=LayerLoop(layout, layer.cast(layers), program.masks, gather, scatter, reduce, over_replicas.is_late),
-        sums=(
-            [stacked(g) for g in jax.eval_shape(scatter, [wide(a) for a in trained_layer])],
-            [wide(leaf) if i in trained else None for i, leaf in enumerate(outer)],
-            jax.tree.map(wide, ends.loss_sums),
-        ),
+        layers=loop,
+        sums=(layer_sums, _outer_sums(params[OUTER]), loss_sums),
         in_order=_in_order(layer, cuts, shards.num_shards, masks=program.masks),
     )
 
 
+def _wide(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, wide_dtype(leaf.dtype))
+
+
+def _stacked(grad: Any, layout: LayerLayout) -> jax.ShapeDtypeStruct:
+    """Returns the shape of the sums of a gradient of all layers of a stage."""
+    positions = layout.num_chunks * layout.positions_per_chunk
+    return jax.ShapeDtypeStruct((positions, *grad.shape), grad.dtype)
+
+
+def _outer_sums(outer: PyTree) -> list[jax.ShapeDtypeStruct | None]:
+    """Returns the shapes of the sums of outer gradients; None for frozen params."""
+    trained = trained_indices(outer)
+    leaves = enumerate(jax.tree.leaves(outer))
+    return [_wide(leaf) if i in trained else None for i, leaf in leaves]
+
+
+def _on_leaves(function: Callable[[PyTree], PyTree], tree: Any) -> Callable[[list], list]:
+    """Returns a function of trees as one of their leaves."""
+    return lambda leaves: jax.tree.leaves(function(jax.tree.unflatten(tree, leaves)))
+
+
+def _parts_of_head(
+    program: Program,
+    layer: SplitLayer,
+    cuts: Mapping[int, Cut],
+    num_shards: int,
+) -> dict[str, Any]:
+    """Returns how many stages may share the head, and how many shards over ``tensor`` the positions have, for ``Ends``."""
+    schedule = program.schedule
+    # With more chunks than stages the parts in all ticks are more than the heads in some. In a V a stage sends to itself.
+    has_few_chunks = schedule.num_chunks < schedule.num_stages
+    shares = program.masks and has_few_chunks and schedule.placement == "loop"
+    # Under sequence parallelism the positions of a sequence are sharded between layers.
+    splits_positions = shares and any(cuts.get(value) == 1 for value in layer.values["y"])
+    return {
+        "num_stages": schedule.num_stages if shares else 1,
+        "num_shards": num_shards if splits_positions else 1,
+        "is_forward": schedule.is_forward,
+    }
+
+
+def _skipping(program: Program, ends: Ends, layer: SplitLayer) -> Program:
+    """Returns the program, in which idle stages skip what they must not run, if it masks idle ops."""
+    if not program.masks:
+        return program
+    schedule, skips = program.schedule, set(ends.skips)
+    plans = plans_of_ops(recomputes=schedule.recomputes, splits_backward=schedule.splits_backward)
+    for op, plan in plans.items():
+        equations = [node.equation for node in layer.plans[plan].nodes]
+        if not is_maskable(equations):
+            skips.add(op)
+    if not skips:
+        return program
+    return spmd_program(schedule, masks=True, overlaps=program.overlaps, skips=skips)
+
+
+def _in_memory(outer: list, program: Program, specs: PyTree | None) -> list:
+    """Returns the leaves of outer, row-major where a lookup in a branch reads them.
+
+    Otherwise it first copies the complete table of embeddings to that order, in each tick.
+    """
+    if not program.masks or all(segment.masks("F") for segment in program.segments):
+        return outer
+    of_each = [PartitionSpec()] * len(outer) if specs is None else jax.tree.leaves(specs)
+    pairs = zip(outer, of_each, strict=True)
+    return [on_tensor_shards(row_major, leaf, spec) for leaf, spec in pairs]
+
+
+def _read_by_head(ends: Ends, outer: list, *, casts: bool) -> list:
+    """Returns the leaves that the head reads, cast once: where idle stages mask it, all would cast them in each tick."""
+    leaves = [outer[i] for i in ends.head_reads]
+    if not casts:
+        return leaves
+    return [leaf.astype(dtype) for leaf, dtype in zip(leaves, ends.head_dtypes, strict=True)]
+
+
 def plans_of_ops(*, recomputes: bool, splits_backward: bool) -> dict[str, str]:
     """Returns which of ``SplitLayer.plans`` each kind of op of a schedule runs."""
-    plans = {"F": "forward"} | {("R" if recomputes else "F"): "forward_and_store"}
-    return plans | ({"B": "backward_input", "W": "backward_weights"} if splits_backward else {"B": "backward"})
+    plans = {"F": "forward"}
+    plans["R" if recomputes else "F"] = "forward_and_store"
+    if splits_backward:
+        return plans | {"B": "backward_input", "W": "backward_weights"}
+    return plans | {"B": "backward"}
 
 
 def _in_order(
@@ -208,10 +281,11 @@ def _in_order(
 
     def order(value: int) -> Callable[[Any], Any]:
         cut = cuts.get(value)
-        if not masks or not layer.graph.is_transposed(value) or (cut is None and num_shards > 1):
+        is_known = cut is not None or num_shards == 1
+        if not masks or not is_known or not layer.graph.is_transposed(value):
             return lambda array: array
         dims = range(len(layer.graph.avals[value].shape))
-        spec = PartitionSpec(*(TENSOR if dim == cut else None for dim in dims))
-        return partial(on_tensor_shards, row_major, spec=spec)
+        entries = [TENSOR if dim == cut else None for dim in dims]
+        return partial(on_tensor_shards, row_major, spec=PartitionSpec(*entries))
 
     return {name: [order(value) for value in layer.values[name]] for name in BUFFERS}
