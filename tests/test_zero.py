@@ -78,7 +78,7 @@ MASKED = [
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("run", "remat"),
-    quick(covering([(MASKED[0], False), (MASKED[1], False), (MASKED[2], True)], MASKED, (False, True)), 0),
+    quick(covering([(MASKED[5], False), (MASKED[1], False), (MASKED[2], True)], MASKED, (False, True)), 10),
 )
 def test_level_3_equals_one_device_where_gradients_are_scattered_a_layer_late(x64, run, remat):
     """As on GPUs: idle stages compute and discard ops, and W reduces one layer while it computes the next."""
