@@ -166,6 +166,14 @@ def test_a_loop_that_does_not_log_its_steps_is_refused_since_it_would_save_none(
     assert exit_code_of(told.value) == 2
 
 
+def test_a_restarted_script_goes_on_from_its_checkpoint_although_it_may_overwrite(tmp_path, monkeypatch):
+    flags = BasicFlags.of(out_dir=tmp_path, steps=1, checkpoint_every=1, overwrite=True)
+    for restarted, said in (("", []), ("if-any", ["resumed from step 1, saved on"])):
+        monkeypatch.setenv("JAXPAR_RESUME", restarted)
+        told = trained(flags, optax.sgd(0.1), settings={"rate": 0.1})
+        assert [line[:29] for line in told] == said
+
+
 def test_a_setting_that_no_other_process_could_have_is_refused(tmp_path):
     with pytest.raises(
         TypeError, match=r"a setting must be .*; got f=<function .* Give its name, such as f='squared_error'"

@@ -31,7 +31,7 @@ from jaxpar.commands.cli import flag_names, list_aliases, list_flags, suggest_va
 from jaxpar.compile_only import start_on_cpu
 from jaxpar.fields import given_by
 from jaxpar.run.flags import RunFlags, check_run_flags, check_run_numbers
-from jaxpar.run.folder import CHECKPOINTS, has_run
+from jaxpar.run.folder import CHECKPOINTS, has_run, resumed_if_restarted
 from jaxpar.run.messages import (
     ConfigError,
     checks,
@@ -47,7 +47,6 @@ from jaxpar.runtime.lease import released_at_end
 from jaxpar.runtime.output import tell
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.process_env import read_process_env
-from jaxpar.runtime.supervise import is_restarted
 from jaxpar.runtime.uncaught import DISK_FAULTS, INTERRUPTED
 
 # Flags by the names that other trainers have for them; and names without an equal here, with the flag to use and how.
@@ -176,9 +175,7 @@ def _set_up(flags: RunFlags) -> RunFlags:
     only_on_first_process()
     if flags.trains:
         say_devices(compile_for=flags.gpu.compile_for)
-    if is_restarted() and has_steps(flags.common.out_dir / CHECKPOINTS):
-        return flags.replace(resume=True, overwrite=False)
-    return flags
+    return resumed_if_restarted(flags)
 
 
 def join_run() -> None:

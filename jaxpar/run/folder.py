@@ -6,18 +6,21 @@ Only files that a run writes are deleted. All others stay, and so do links to fo
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxpar.checkpoint import delete_steps, has_steps
 from jaxpar.fields import arg, switch
 from jaxpar.huggingface.export import CARRIED
 from jaxpar.huggingface.folder import CONFIG
 from jaxpar.metrics.log import read_metrics
-from jaxpar.run.flags import check_out_dir, own_values
+from jaxpar.run.flags import RunFlags, check_out_dir, own_values
+from jaxpar.runtime.supervise import is_restarted
 
 CHECKPOINTS = "checkpoints"
 PICTURES, _OTHERS = json.loads(Path(__file__).with_name("own_files.json").read_text()).values()
 OWN_FILES = (*_OTHERS, *PICTURES, *(f"model/{name}" for name in (CONFIG, *CARRIED)))
+
+Flags = TypeVar("Flags", bound=RunFlags)
 
 
 def own_files(out_dir: Path) -> Iterator[Path]:
@@ -80,3 +83,10 @@ def make_new(out_dir: Path, *, overwrite: bool) -> None:
 def has_run(out_dir: Path) -> bool:
     """Returns whether ``--out-dir`` has results or checkpoints of an earlier run."""
     return bool(results(out_dir)) or has_steps(out_dir / CHECKPOINTS)
+
+
+def resumed_if_restarted(flags: Flags) -> Flags:
+    """Returns the flags of this start: a run that was restarted goes on from its checkpoints, and deletes none."""
+    if is_restarted() and has_steps(flags.common.out_dir / CHECKPOINTS):
+        return flags.replace(resume=True, overwrite=False)
+    return flags

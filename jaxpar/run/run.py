@@ -99,7 +99,7 @@ class Run(AbstractContextManager["Run"]):
         say: Callable[[str], None] = say,
     ) -> None:
         check_run_flags(flags)
-        keep = flags.checkpoint
+        flags, keep = folder.resumed_if_restarted(flags), flags.checkpoint
         self.flags, self.mesh, self.schedule = flags, mesh, schedule
         self.out_dir, self.is_dry = flags.common.out_dir, flags.common.dry_run
         self.origin, self.saved = Origin(), dict[str, Any]()
