@@ -150,6 +150,7 @@ def test_the_first_examples_of_a_list_need_not_the_rest_of_it(tmp_path, monkeypa
         ("a.json", '[{"conversations": [{"from": "tool"}]}]', r'"from" must be human, gpt or system; got .tool.*n, example 1'),
         ("a.json", '[{"conversations": "a"}]', r'"conversations" must be a list of objects with "from" and "value"'),
         ("a.json", '[{"instruction": "a", "output": null}]', r'"output" must be a string; got null\. .*n, example 1'),
+        ("a.json", '[{"messages": [{"role": "user", "content": 8}]}]', r"got 8 in one of 'user'. Correct"),
         ("a.json", '[{"messages": [{"role": "user", "content": [1]}]}]', r"got a list with 1 in one of 'user'. Correct"),
         ("a.json", '[{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "b.png"}}]}]}]',
          r"\"content\", a string or a list of .*; got a list with {'type': 'image_url', .* in one of 'user'. Correct"),

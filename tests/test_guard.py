@@ -71,6 +71,7 @@ def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(firs
     blamed = said[-1].endswith("Choose a smaller learning rate.")
     assert blamed == np.isfinite(first)
     assert ("look at the labels and ids, which must be from 0 to the vocabulary's size - 1" in said[-1]) != blamed
+    assert ("masks and weights, of which a batch must have one that is not 0" in said[-1]) != blamed
 
 
 def test_params_that_were_never_finite_are_not_blamed_on_the_learning_rate(manager, said):

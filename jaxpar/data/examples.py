@@ -316,8 +316,8 @@ def _content(message: Mapping[str, Any]) -> str:
             'a message with "tool_calls" and no "content" needs a chat template that writes "tool_calls"; got one without '
             "them. Take a model whose template has them, or write the call as the content."
         )
-    got = "none" if content is None else f"a {type(content).__name__}"
-    got += f" with {printable(repr(others[0]))[:80]}" if isinstance(content, list) else ""
+    got = "none" if content is None else fields.shown(content)
+    got = f"a list with {printable(repr(others[0]))[:80]}" if isinstance(content, list) else got
     raise ValueError(
         'each message must have "content", a string or a list of {"type": "text", "text": "..."}; got '
         f"{got} in one of {printable(repr(message['role']))[:80]}. Correct it."
