@@ -15,7 +15,7 @@ the host would wait for the selection, and XLA overlaps no transfer inside a bra
 spare slot of the inbox.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar._compat import empty
-from jaxpar.dtypes import is_float, rewrap_key, unwrap_key, unwrapped_shape
+from jaxpar.dtypes import float_indices, is_float, merge, rewrap_key, unwrap_key, unwrapped_shape
 from jaxpar.mesh import STAGE
 from jaxpar.pipeline.program import Program, Row, Segment, op_row
 from jaxpar.pipeline.timetable import sends_right
@@ -35,10 +35,15 @@ Arrays = list[Any]
 
 def zeros(shapes: Sequence[Any]) -> Arrays:
     """Returns zeros for arrays of the given shapes."""
-    return [jnp.zeros(a.shape, a.dtype) for a in map(unwrapped_shape, shapes)]
+    unwrapped = map(unwrapped_shape, shapes)
+    return [jnp.zeros(a.shape, a.dtype) for a in unwrapped]
 
 
-def make_rings(rings: Mapping[str, tuple[Sequence[Any], Sequence[int]]], *, clear: bool) -> dict[str, Arrays]:
+def make_rings(
+    rings: Mapping[str, tuple[Sequence[Any], Sequence[int]]],
+    *,
+    clear: bool,
+) -> dict[str, Arrays]:
     """Returns rings by name: arrays ``[*dims, ...]`` for the shapes of what is stored at one index.
 
     Args:
@@ -47,21 +52,26 @@ def make_rings(rings: Mapping[str, tuple[Sequence[Any], Sequence[int]]], *, clea
             tenth of a step's time to write them.
     """
     numbers = count()
-    new = lambda shape, dtype: jnp.zeros(shape, dtype) if clear else empty(shape, dtype, next(numbers))
-    return {
-        name: [new((*dims, *a.shape), a.dtype) for a in map(unwrapped_shape, shapes)]
-        for name, (shapes, dims) in rings.items()
-    }
+    made: dict[str, Arrays] = {}
+    for name, (shapes, dims) in rings.items():
+        made[name] = []
+        for stored in map(unwrapped_shape, shapes):
+            shape = *dims, *stored.shape
+            ring = jnp.zeros(shape, stored.dtype) if clear else empty(shape, stored.dtype, next(numbers))
+            made[name].append(ring)
+    return made
 
 
 def put(ring: Arrays, values: Sequence[Any], *index: Any) -> Arrays:
     """Returns the ring with ``values`` written at an index of its leading dims."""
-    return [_write(array, unwrap_key(value), index) for array, value in zip(ring, values, strict=True)]
+    pairs = zip(ring, map(unwrap_key, values), strict=True)
+    return [_write(array, value, index) for array, value in pairs]
 
 
 def get(ring: Arrays, shapes: Sequence[Any], *index: Any) -> Arrays:
     """Returns the values of a ring at an index of its leading dims (slot, position of a layer), as arrays like ``shapes``."""
-    return [rewrap_key(_read(array, index), like) for array, like in zip(ring, shapes, strict=True)]
+    pairs = zip(ring, shapes, strict=True)
+    return [rewrap_key(_read(array, index), like) for array, like in pairs]
 
 
 def add_at(totals: Arrays, values: Sequence[Any], index: Any) -> Arrays:
@@ -71,7 +81,8 @@ def add_at(totals: Arrays, values: Sequence[Any], index: Any) -> Arrays:
         # The slice keeps its leading dim: with a reshape behind it XLA adds in two passes on GPUs.
         starts = _starts(total, (index,))
         before = jax.lax.dynamic_slice(total, starts, (1, *value.shape))
-        return jax.lax.dynamic_update_slice(total, before + value[None].astype(total.dtype), starts)
+        after = before + value[None].astype(total.dtype)
+        return jax.lax.dynamic_update_slice(total, after, starts)
 
     return [add(*each) for each in zip(totals, values, strict=True)]
 
@@ -90,21 +101,31 @@ def take(arrays: Sequence[Any], index: Any, *, as_stored: bool = False) -> Array
 
 def _starts(array: Any, index: tuple) -> tuple:
     zero = jnp.int32(0)
-    return (*(jnp.asarray(i, jnp.int32) for i in index), *[zero] * (array.ndim - len(index)))
+    given = [jnp.asarray(i, jnp.int32) for i in index]
+    return *given, *[zero] * (array.ndim - len(index))
 
 
 def _write(array: Any, value: Any, index: tuple) -> Any:
-    return jax.lax.dynamic_update_slice(array, value.reshape((1,) * len(index) + value.shape), _starts(array, index))
+    ones = (1,) * len(index)
+    value = value.reshape(ones + value.shape)
+    return jax.lax.dynamic_update_slice(array, value, _starts(array, index))
 
 
 def _read(array: Any, index: tuple, as_stored: bool = False) -> Any:
-    rest = array.shape[len(index) :]
-    value = jax.lax.dynamic_slice(array, _starts(array, index), (1,) * len(index) + rest).reshape(rest)
+    ones, rest = (1,) * len(index), array.shape[len(index) :]
+    value = jax.lax.dynamic_slice(array, _starts(array, index), ones + rest)
+    value = value.reshape(rest)
     return jax.lax.optimization_barrier(value) if as_stored else value
 
 
 def transfer(
-    program: Program, segment: Segment, tick: jax.Array, x: Sequence[Any], row: Row, y: list, dx: list
+    program: Program,
+    segment: Segment,
+    tick: jax.Array,
+    x: Sequence[Any],
+    row: Row,
+    y: list,
+    dx: list,
 ) -> dict[str, list]:
     """Sends the outputs of F and B of this tick to the neighbours; returns by "left" and "right" what arrives on this stage.
 
@@ -121,42 +142,63 @@ def transfer(
     if schedule.placement == "loop":
         return {"left": to("left", dx), "right": to("right", y)}
     f = op_row(row, "F")
-    goes_right = jnp.asarray([sends_right(schedule, Op("F", 0, chunk)) for chunk in range(schedule.num_chunks)])[
-        f.chunk
-    ]
+    right_by_chunk = [sends_right(schedule, Op("F", 0, chunk)) for chunk in range(schedule.num_chunks)]
+    goes_right = jnp.asarray(right_by_chunk)[f.chunk]
     cotangents = iter(dx)
     back = [next(cotangents) if is_float(leaf) else blank for leaf, blank in zip(x, y, strict=True)]
-    return {
-        "right": to("right", [jnp.where(f.on & goes_right, a, b) for a, b in zip(y, back, strict=True)]),
-        "left": to("left", [jnp.where(f.on & ~goes_right, a, b) for a, b in zip(y, back, strict=True)]),
-    }
+    pairs = list(zip(y, back, strict=True))
+    right = to("right", [jnp.where(f.on & goes_right, a, b) for a, b in pairs])
+    left = to("left", [jnp.where(f.on & ~goes_right, a, b) for a, b in pairs])
+    return {"right": right, "left": left}
 
 
-def receive(schedule: Schedule, x: Sequence[Any], inbox: list, row: Row, arrived: Mapping[str, list]) -> list:
+def receive(
+    schedule: Schedule,
+    x: Sequence[Any],
+    inbox: list,
+    row: Row,
+    arrived: Mapping[str, list],
+) -> list:
     """Returns the inbox with the messages that arrived in this tick."""
     if schedule.placement == "loop":
         # B's message first: otherwise XLA sees a write that need not wait for B's read of the inbox, and copies the inbox.
         inbox = put_cotangent(inbox, x, arrived["left"], row["left"])
         return put(inbox, arrived["right"], row["right"])
-    return put(put(inbox, arrived["right"], row["right"]), arrived["left"], row["left"])
+    inbox = put(inbox, arrived["right"], row["right"])
+    return put(inbox, arrived["left"], row["left"])
 
 
-def put_cotangent(inbox: list, x: Sequence[Any], ct: Sequence[Any], slot: jax.Array) -> list:
+def put_cotangent(
+    inbox: list,
+    x: Sequence[Any],
+    ct: Sequence[Any],
+    slot: jax.Array,
+) -> list:
     """Returns the inbox with a cotangent in the float leaves of a slot."""
-    values = iter(ct)
-    return [
-        put([array], [next(values)], slot)[0] if is_float(leaf) else array for array, leaf in zip(inbox, x, strict=True)
-    ]
+    inbox, places = list(inbox), float_indices(x)
+    written = put([inbox[i] for i in places], ct, slot)
+    return merge(inbox, places, written)
 
 
-def send(program: Program, segment: Segment, tick: jax.Array, way: str, message: list) -> list:
+def send(
+    program: Program,
+    segment: Segment,
+    tick: jax.Array,
+    way: str,
+    message: list,
+) -> list:
     """Sends a message "right" or "left"; returns the one that arrives on this stage, if none does a value that is not read."""
     sends, step = program.sends[way], 1 if way == "right" else -1
     num_stages = program.schedule.num_stages
-    pairs = [[(stage, (stage + step) % num_stages) for stage in stages] for stages in sends.senders]
-    permute = lambda pairs: lambda message: jax.lax.ppermute(message, STAGE, pairs) if pairs else message
+
+    def permute(stages: Iterable[int]) -> Callable[[list], list]:
+        pairs = [(stage, (stage + step) % num_stages) for stage in stages]
+        return lambda message: jax.lax.ppermute(message, STAGE, pairs) if pairs else message
+
     with jax.named_scope(f"send_{way}"):
         if program.masks:
-            in_segment = {pair for which in sends.which[segment.start : segment.stop] for pair in pairs[which]}
+            in_ticks = sends.which[segment.start : segment.stop]
+            in_segment = {stage for which in in_ticks for stage in sends.senders[which]}
             return permute(sorted(in_segment))(message)
-        return jax.lax.switch(jnp.asarray(sends.which)[tick], [permute(each) for each in pairs], message)
+        which = jnp.asarray(sends.which)[tick]
+        return jax.lax.switch(which, list(map(permute, sends.senders)), message)
