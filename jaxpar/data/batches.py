@@ -186,16 +186,14 @@ def locate(starts: np.ndarray, index: int) -> tuple[int, int]:
     return part, index - int(starts[part])
 
 
-def check_columns(data: Mapping[str, np.ndarray]) -> None:
-    """Raises ValueError unless all columns have the same number of rows, at least one."""
-    rows = {name: len(column) if np.ndim(column) else 0 for name, column in data.items()}
-    if len({*rows.values()}) == 1 and all(rows.values()):
+def check_columns(data: Mapping[str, np.ndarray], *, least: int = 1) -> None:
+    """Raises ValueError unless all columns have the same number of rows, at least so many."""
+    rows = {name: len(column) if np.ndim(column) else -1 for name, column in data.items()}  # -1: it has no dims
+    if len({*rows.values()}) == 1 and min(rows.values()) >= least:
         return
-    raise ValueError(
-        "all columns must have the same number of rows, at least one; got "
-        f"{', '.join(f'{name} with {count}' for name, count in rows.items()) or 'no columns'}. "
-        "Give each row a value in each."
-    )
+    got = ", ".join(f"{name} with {max(count, 0)}" for name, count in rows.items()) or "no columns"
+    rule = f"all columns must have the same number of rows{', at least one' if least else ''}"
+    raise ValueError(f"{rule}; got {got}. Give each row a value in each.")
 
 
 class Columns(RowSource):
@@ -235,9 +233,10 @@ def take_batch(data: Mapping[str, np.ndarray], batch_size: int, **where: Any) ->
 def pad_rows(batch: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.ndarray]:
     """Returns ``batch`` padded with zeros to ``num_rows`` rows, and a column "weight": 1 for a real row, 0 for padding.
 
-    A loss weighted by it is independent of the padding: each real row counts once, and none is dropped.
+    A loss weighted by it is independent of the padding: each real row counts once, and none is dropped. A process whose rows
+    of a batch are all padding has none to pad.
     """
-    check_columns(batch)
+    check_columns(batch, least=0)
     real = len(next(iter(batch.values())))
     if num_rows < real:
         raise ValueError(f"padding must not drop rows; got {real} rows to pad to {num_rows}. Give {real} or more.")
