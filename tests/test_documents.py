@@ -109,7 +109,7 @@ class AsCudnn:
         return tuple(jnp.asarray(each.reshape(of.shape)) for each, of in zip(grads, (q, k, v), strict=True))
 
 
-@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("kernel", ["written out", "cuDNN"])
 def test_each_document_has_the_output_and_gradients_of_attention_that_is_parted_by_scores(
     x64, monkeypatch, window, kernel

@@ -165,7 +165,7 @@ def num_instructions(program):
     ("name", "more"),
     [
         pytest.param("1f1b", {"num_microbatches": 64}, marks=pytest.mark.slow),
-        ("zb-h1", {"num_microbatches": 64}),
+        pytest.param("zb-h1", {"num_microbatches": 64}, marks=pytest.mark.full),
         pytest.param("zb-h1", {"num_layers": 64}, marks=pytest.mark.full),
         pytest.param("1f1b", {"num_layers": 64}, marks=pytest.mark.slow),
     ],

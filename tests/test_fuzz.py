@@ -170,6 +170,7 @@ def test_a_wrong_sign_in_a_weights_gradient_is_found(monkeypatch):
         fuzz_run.check(PIPELINE)
 
 
+@pytest.mark.full
 def test_a_missing_reduction_over_the_replicas_is_found(monkeypatch):
     monkeypatch.setattr("jaxpar.zero.reduce_gradients", lambda sums, *dtype, axes=(): sums)
     with pytest.raises(AssertionError, match="relative L2 distance"):

@@ -207,6 +207,7 @@ def test_a_stream_gives_the_same_tokens_one_by_one(options):
         assert new == [*row[len(prompt) :].tolist(), *[None] * (len(got) - len(row) + len(prompt))]
 
 
+@pytest.mark.full
 def test_a_stream_ends_with_its_last_row_and_is_checked_at_once():
     config = CONFIGS["llama"]
     params = make_params(config)

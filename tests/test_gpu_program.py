@@ -103,7 +103,7 @@ def test_a_plan_needs_the_memory_that_it_says(gpus, axes):
 @pytest.mark.parametrize(
     ("model", "tensor", "remat", "kind", "most"),
     [
-        ("llama3.1-70b", 1, True, "nf4", 52),
+        pytest.param("llama3.1-70b", 1, True, "nf4", 52, marks=pytest.mark.slow),
         ("llama3.1-70b", 1, True, "nf4-dq", 49),
         ("llama3.1-405b", 8, False, "nf4", 75),
     ],
@@ -668,7 +668,7 @@ def test_in_fp8_each_weight_has_three_products_of_cublaslt_and_a_layer_transpose
     assert found.memory.temp_bytes <= before.memory.temp_bytes
 
 
-@pytest.mark.parametrize("axes", [{}, {"tensor": 2}])
+@pytest.mark.parametrize("axes", [pytest.param({}, marks=pytest.mark.slow), {"tensor": 2}])
 def test_weights_in_four_bits_are_multiplied_in_fp8_twice_each_since_they_are_frozen(gpus, axes):
     mesh = jaxpar.make_mesh(**axes, devices=list(gpus[: axes.get("tensor", 1)]))
     (text, found), (_, before) = (step_in(each, mesh, kind="nf4") for each in ("fp8", "compute"))

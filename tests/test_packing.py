@@ -213,9 +213,10 @@ def mean_and_grads(config):
     return jit(jax.value_and_grad(mean))
 
 
-SLOW = pytest.mark.slow  # in the fast tier each family is tested once, here or on meshes, below
+SLOW = pytest.mark.slow
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=SLOW), pytest.param("bloom", marks=SLOW)])
 def test_packed_documents_have_the_loss_and_gradients_of_documents_apart(x64, family):
     """For a BLOOM also with a kernel that takes a bias alone; on a mesh, where each device runs it on its own heads."""

@@ -21,6 +21,7 @@ from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import shardings_from_dims
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
 from tests.support.oracle import assert_same
+from tests.support.tiers import quick
 from tests.support.tiny_experts import config_of, job, loss_of
 from tests.support.tiny_transformer import EMBED, ROWS, SEQ, VOCAB, jit
 
@@ -245,7 +246,7 @@ def read_with(folder, kind, **keys):
     return read_config(folder)
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("kind", quick(FOLDERS, "qwen3_moe"))
 def test_a_folder_has_the_balance_loss_of_transformers(x64, kind, tmp_path):
     """Theirs is of all layers and documents together, ours the mean over those of each."""
     config = read_with(tmp_path, kind, router_aux_loss_coef=0.02, output_router_logits=True)

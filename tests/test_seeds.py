@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.waiting import WAIT_SECONDS
 
 CONFTEST = "from tests.support.seeds import pytest_fixture_setup, pytest_runtest_makereport, pytest_runtest_protocol\n"
@@ -46,6 +48,7 @@ def failures(folder, *chosen, **variables):
     return named, {variable for *_, variable in found}, done.stdout
 
 
+@pytest.mark.full
 def test_a_failure_names_its_seeds_and_one_variable_repeats_them(tmp_path):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_suite.py").write_text(SUITE)

@@ -52,7 +52,7 @@ def reference(model, loss, params, batch):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("run", quick(RUNS, "zero 3"))
+@pytest.mark.parametrize("run", quick(RUNS))
 def test_a_backward_pass_that_clips_cotangents_gives_the_gradients_of_one_device(x64, run):
     (data, stage, tensor), settings = RUNS[run]
     mesh, params, batch = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor), tiny.make_params(3), batch_of(3)
