@@ -1,6 +1,7 @@
 """Training steps that tests compile for GPUs, of a Llama of many layers, and the mark of tests that need the compiler."""
 
 import importlib.metadata
+import os
 from dataclasses import dataclass
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import jaxpar
+from jaxpar.compile_only import NO_MEASUREMENT
 from jaxpar.models import transformer
 from jaxpar.params import init_params, stack_layers
 from jaxpar.schedule import lockstep_form, make_schedule
@@ -100,10 +102,14 @@ def compiles(*programs, slow=()):
 
 
 def has_compiler():
+    """Whether CUDA's compiler is installed and XLA, which reads its flags once, has those of `make check-gpu`."""
     try:
-        return importlib.metadata.version("jax-cuda12-plugin") == jax.__version__
+        plugin = importlib.metadata.version("jax-cuda12-plugin")
     except importlib.metadata.PackageNotFoundError:
         return False
+    return plugin == jax.__version__ and NO_MEASUREMENT in os.environ.get("XLA_FLAGS", "")
 
 
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="jaxpar[gpu-compile] is not installed: make check-gpu")
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason="needs jaxpar[gpu-compile] and its flags: make check-gpu"
+)
