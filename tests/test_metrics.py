@@ -108,7 +108,7 @@ def test_a_run_compares_replicas_unless_its_flags_say_otherwise(tmp_path, monkey
     )
     for given in ({}, {"compare_every": 7}):
         with Run(BasicFlags.of(out_dir=tmp_path / str(len(guarded)), steps=2, **given), jaxpar.make_mesh()) as run:
-            run._order.begin(0)
+            run._order.begin(run.flags, 0)
             next(run.steps())
     assert [kwargs["compare_every"] for kwargs in guarded] == [100, 7]
 
@@ -123,6 +123,7 @@ def test_a_run_refuses_steps_out_of_order_and_a_best_metric_that_it_does_not_hav
             run.begin()
         with pytest.raises(RuntimeError, match=r"must begin before its steps; .* Call run\.begin first"):
             next(run.steps())
+        run._order.begin(flags, 0)
         run._log, run._guard = MetricsLog(tmp_path, 1, items_per_step=1), Guard(num_steps=1)
         metrics = {"loss": 1.0, "test_accuracy": 0.5}
         if has_evaluations:

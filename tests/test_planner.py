@@ -884,6 +884,10 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(tmp_path
     assert (plan["gpu"], plan["nodes"], plan["gpus_per_node"]) == ("h100", 1, 2), "by which `manifest` makes nodes"
     for given, message in (
         (["my_model:OTHER"], "--model must name a ModelShape; got my_model:OTHER, of type int"),
+        (
+            ["here/my_model.py:SHAPE"],
+            "a module, not its file; got here/my_model.py:SHAPE. Call `plan` in its folder, with --model my_model:SHAPE.",
+        ),
         (["my_model:SHAPES"], "--model must name a value of my_model; got my_model:SHAPES, which is not there"),
         (
             ["no_model:SHAPE"],

@@ -163,7 +163,32 @@ def test_a_loop_that_does_not_log_its_steps_is_refused_since_it_would_save_none(
             CallOrderError, match=r"each step must be logged once, .*; got none for step 2\. Call run\.log"
         ) as told:
             next(steps)
+        for other in (0, 2):
+            with pytest.raises(
+                CallOrderError, match=rf"number that run\.steps yields, .*; got {other} for step 1\. Call"
+            ):
+                run.log(other, state, metrics)
     assert exit_code_of(told.value) == 2
+
+
+@pytest.mark.parametrize("flag", [{"dry_run": True}, {"compile_for": "h100"}])
+def test_a_loop_trains_nothing_where_it_is_asked_to_write_nothing(tmp_path, flag):
+    with pytest.raises(
+        CallOrderError, match=rf"a run with {next(iter(flag))} trains nothing and writes nothing; got run\.begin"
+    ):
+        trained(BasicFlags.of(out_dir=tmp_path, **flag), optax.sgd(0.1), settings={"rate": 0.1})
+    assert not list(tmp_path.glob("**/metrics.jsonl"))
+
+
+def test_flags_of_a_script_have_their_kinds(tmp_path):
+    for flag, rule in (
+        ({"overwrite": "no"}, "overwrite must be a bool; got 'no'"),
+        ({"steps": 1.5}, "steps must be a whole"),
+    ):
+        with pytest.raises(TypeError, match=rule):
+            Run(BasicFlags.of(out_dir=str(tmp_path), **flag), jaxpar.make_mesh())
+    with pytest.raises(TypeError, match=r"budget must be its flags together; got 3\. Write budget=Budgets\(\.\.\.\)\."):
+        BasicFlags.of(budget=3)
 
 
 def test_a_restarted_script_goes_on_from_its_checkpoint_although_it_may_overwrite(tmp_path, monkeypatch):
@@ -179,6 +204,8 @@ def test_a_setting_that_no_other_process_could_have_is_refused(tmp_path):
         TypeError, match=r"a setting must be .*; got f=<function .* Give its name, such as f='squared_error'"
     ):
         Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh(), {"f": jaxpar.losses.squared_error, "rate": 0.1})
+    with pytest.raises(TypeError, match=r"a setting must be a number, .* compares; got w="):
+        Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh(), {"w": np.arange(5000)})
 
 
 def test_a_misspelt_flag_of_a_script_is_named():
@@ -188,6 +215,8 @@ def test_a_misspelt_flag_of_a_script_is_named():
         BasicFlags.of(log_second=3, budgets=3)
     with pytest.raises(TypeError, match=r"got foo\. Choose from allow_change, .*steps"):
         BasicFlags.of(foo=3)
+    with pytest.raises(TypeError, match=r"got tensor\. Did you mean mesh=MeshFlags\(tensor=\.\.\.\)\?"):
+        BasicFlags.of(tensor=2)
 
 
 def trained(flags, optimizer, num_rows=4, settings=None, steps=2):

@@ -52,8 +52,9 @@ def test_the_split_depends_on_the_names_of_the_files_alone(tmp_path):
     assert held_out <= set(first.split(b"\0"))
 
 
-def test_files_of_text_named_for_it_are_held_out(tmp_path):
-    (write_files(tmp_path, 8) / "val.txt").write_text("held out")
+@pytest.mark.parametrize("name", ["val", "eval", "my-dev-2"])
+def test_files_of_text_named_for_it_are_held_out(tmp_path, name):
+    (write_files(tmp_path, 8) / f"{name}.txt").write_text("held out")
     text = load_text(tmp_path)
     assert text.test[0].tobytes() == b"held out\0"
     assert len(text.train[0].tobytes().split(b"\0")) == 9

@@ -55,6 +55,12 @@ def planned_model(flags: Any) -> PlannedModel:
         ValueError: There is no such preset or module, or a flag is for transformers alone.
     """
     named = flags.model
+    if ".py:" in named:
+        path, _, shape = named.partition(".py:")
+        raise ValueError(
+            f"{arg('model')} must name a module, not its file; got {named}. Call `plan` in its folder, with "
+            f"{arg(model=f'{Path(path).name}:{shape}')}."
+        )
     if named not in PRESETS and (Path(named).is_dir() or "/" in named or named.startswith(".")):
         run: dict[str, Any] = {"init_from": named, "dtype": DTYPE}
         run |= {"ignore_config_keys": list(flags.ignore_config_keys)} if flags.ignore_config_keys else {}

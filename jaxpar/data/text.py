@@ -33,7 +33,7 @@ CHECKED_TOKENS = 2**20  # at each end of a part
 _HEADER_INTS = 256
 # llm.c's header: 256 int32, the first three of them magic, version and number of tokens.
 _LLM_C = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
-_HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|test)(?![a-z])")
+_HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|test|eval|evaluation|dev)(?![a-z])")
 _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
@@ -103,7 +103,7 @@ def check_test_fraction(test_fraction: float) -> None:
 
 
 def is_held_out(file: Path) -> bool:
-    """Returns whether a file's name has the word "val" or "test"."""
+    """Returns whether a file's name has a word for held-out rows, such as "val", "test" or "eval"."""
     return _HELD_OUT.search(file.stem.lower()) is not None
 
 

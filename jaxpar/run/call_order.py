@@ -2,6 +2,8 @@
 
 from typing import TypeVar
 
+from jaxpar.fields import arg
+from jaxpar.run.flags import RunFlags
 from jaxpar.runtime.exit_codes import ExitCode
 
 Made = TypeVar("Made")
@@ -27,23 +29,36 @@ class CallOrder:
     def __init__(self) -> None:
         self._num_logged: int | None = None  # with those before this run
 
-    def begin(self, first_step: int) -> None:
-        """Notes that the run begins with a step."""
+    def begin(self, flags: RunFlags, first_step: int) -> None:
+        """Notes that the run begins with a step; raises CallOrderError where its flags ask for no steps."""
+        if flags.common.dry_run or flags.gpu.compile_for:
+            name = "dry_run" if flags.common.dry_run else "compile_for"
+            raise CallOrderError(
+                f"a run with {arg(name)} trains nothing and writes nothing; got run.begin. Write before it "
+                "`if run.is_dry: run.say_cost()`, and leave the run."
+            )
         self._num_logged = first_step
 
     def check_begun(self) -> None:
         """Raises CallOrderError if the run has not begun."""
         check_called("begin before its steps", "state", self._num_logged)
 
+    def check_next(self, step: int) -> None:
+        """Raises CallOrderError for another step than the one to be logged next."""
+        if self._num_logged != step:
+            raise CallOrderError(
+                "a step must be logged once, by the number that run.steps yields, which checkpoints and metrics have; got "
+                f"{step} for step {self._num_logged}. Call run.log(step, state, metrics)."
+            )
+
     def count_logged(self) -> None:
         """Notes that a step was logged."""
         self._num_logged = 1 + (self._num_logged or 0)
 
     def check_logged(self, step: int) -> None:
-        """Raises CallOrderError unless each step before this one was logged once."""
+        """Raises CallOrderError unless each step before this one was logged."""
         if self._num_logged != step:
-            how_often = "none" if (self._num_logged or 0) < step else "two"
             raise CallOrderError(
                 "each step must be logged once, which also saves and stops a run; got "
-                f"{how_often} for step {step}. Call run.log(step, state, metrics) at the end of each step."
+                f"none for step {step}. Call run.log(step, state, metrics) at the end of each step."
             )

@@ -14,12 +14,13 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
 from tyro.conf import OmitArgPrefixes
 
-from jaxpar.fields import arg, check_at_least, check_from, near_name, switch
+from jaxpar.fields import arg, check_at_least, check_from, check_kind, near_name, switch
 from jaxpar.mesh import shown_sizes
 from jaxpar.metrics import exporters
 from jaxpar.runtime.process_env import check_own_variables
@@ -169,9 +170,14 @@ class RunFlags:
         """Returns the flags with other values, each under the name of its flag; raises TypeError if there is none."""
         assert dataclasses.is_dataclass(self)
         changes: dict[str, Any] = {}
+        if isinstance(values.get("out_dir"), str):
+            values["out_dir"] = Path(values["out_dir"])
         for name, group in _groups(self).items():
             if name in PREFIXED:
-                changes |= {name: values.pop(name)} if name in values else {}
+                if not isinstance(given := values.pop(name, group), type(group)):
+                    kind = type(group).__name__
+                    raise TypeError(f"{name} must be its flags together; got {given!r}. Write {name}={kind}(...).")
+                changes[name] = given
             elif inside := {
                 each.name: values.pop(each.name) for each in dataclasses.fields(group) if each.name in values
             }:
@@ -228,9 +234,12 @@ class BasicFlags(RunFlags):
 
 def _meant_flags(flags: Any, wrong: Iterable[str]) -> str:
     groups = _groups(flags)
-    names = [name for group in groups.values() for name in vars(group)]
-    names = [*(name for name in groups if name in PREFIXED), *names]
-    near = [name for each in wrong if (name := near_name(each, names))]
+    prefixed = {name: group for name, group in groups.items() if name in PREFIXED}
+    inside = {
+        name: f"{of}={type(group).__name__}({name}=...)" for of, group in prefixed.items() for name in vars(group)
+    }
+    names = [*prefixed, *(name for of, group in groups.items() if of not in PREFIXED for name in vars(group))]
+    near = [name for each in wrong if (name := inside.get(each) or near_name(each, names))]
     return f"Did you mean {', '.join(near)}?" if near else f"Choose from {', '.join(sorted({*names}))}."
 
 
@@ -245,6 +254,19 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in shared}
 
 
+def _check_kinds(flags: RunFlags) -> None:
+    """Raises TypeError for a switch that is no bool, such as "no", and for a number of steps that is not whole."""
+    for of, group in _groups(flags).items():
+        if of in PREFIXED or not isinstance(group, (CommonFlags, CheckpointFlags, MonitoringFlags, GpuFlags)):
+            continue
+        for field in dataclasses.fields(group):
+            value = {field.name: getattr(group, field.name)}
+            if field.type is bool:
+                check_kind((bool,), "a bool", "Use True or False.", **value)
+            elif field.type is int:
+                check_kind((Integral,), "a whole number", "Write 100, say.", **value)
+
+
 def check_run_flags(flags: RunFlags) -> None:
     """Raises ValueError where a flag is out of range or does not fit this machine; the mesh is checked when it is created."""
     check_own_variables(os.environ)
@@ -254,6 +276,7 @@ def check_run_flags(flags: RunFlags) -> None:
 
 def check_run_numbers(flags: RunFlags) -> None:
     """Raises ValueError where a flag is out of range, or does not go together with another, on any machine."""
+    _check_kinds(flags)
     common, checkpoint = flags.common, flags.checkpoint
     no_saves = "or leave it out for no checkpoints."
     devices = "Give the number of CPU devices to simulate, or leave it out for the real ones."

@@ -119,8 +119,7 @@ class Run(AbstractContextManager["Run"]):
         self._learning_rate = None if learning_rate is None else rate_after(learning_rate)
         self._calls: list[tuple[int, Callback]] = []
         self._early_stop = EarlyStop(keep.keep_best, keep.patience) if keep.keep_best and keep.patience else None
-        self._is_over = False
-        self._order = CallOrder()
+        self._is_over, self._order = False, CallOrder()
         self._named = set[str]()  # the metrics of this run's steps
         self._resources = ExitStack()
         self.checkpoints = open_checkpoints(flags, mesh)
@@ -235,6 +234,7 @@ class Run(AbstractContextManager["Run"]):
             LostError: Another run has taken the folder.
         """
         compiled, shared = self._step(), {"schedule": self.schedule, "num_steps": self.flags.common.steps}
+        self._order.begin(self.flags, self.first_step)
         self._watchers.append(ReportWriter(self.out_dir, lambda: step_data(compiled, self.target, self.mesh, **shared)))
         state = first_state(make_state or self._init) if self._state is None else self._state
         self._state = None  # the first step donates it
@@ -243,7 +243,6 @@ class Run(AbstractContextManager["Run"]):
             folder.delete_run(self.out_dir)
             self._say(f"deleted: the earlier run in {self.out_dir}")
         write_config(self.flags, self.mesh)
-        self._order.begin(self.first_step)
         return state
 
     def _step(self) -> jax.stages.Compiled:
@@ -298,6 +297,7 @@ class Run(AbstractContextManager["Run"]):
             state: The state after it, before it is donated.
             metrics: What the train step returned, and others.
         """
+        self._order.check_next(step)
         best = (self.flags.checkpoint.keep_best or "").removeprefix("-")
         self._named |= {*metrics}
         if self._has_all_metrics and best and best not in metrics:

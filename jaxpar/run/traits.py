@@ -35,7 +35,9 @@ REMEDY = (
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
     """Raises TypeError where a setting is told by its place in memory, which is another in each process and after a restart."""
-    if wrong := {name: value for name, value in settings.items() if re.search(r" at 0x[0-9a-f]+>", str(value))}:
+    is_cut = lambda value: isinstance(value, (np.ndarray, jax.Array)) and value.ndim > 0  # str leaves out the middle
+    is_object = lambda value: re.search(r" at 0x[0-9a-f]+>", str(value)) is not None
+    if wrong := {name: value for name, value in settings.items() if is_object(value) or is_cut(value)}:
         raise TypeError(
             "a setting must be a number, a text, or a list or dict of these, which a run that resumes compares; got "
             f"{', '.join(f'{name}={brief(str(value))}' for name, value in wrong.items())}. Give its name, such as "
