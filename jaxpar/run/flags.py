@@ -256,9 +256,7 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_kinds(flags: RunFlags) -> None:
     """Raises TypeError for a switch that is no bool, such as "no", and for a number of steps that is not whole."""
-    for of, group in _groups(flags).items():
-        if of in PREFIXED or not isinstance(group, (CommonFlags, CheckpointFlags, MonitoringFlags, GpuFlags)):
-            continue
+    for group in (flags.common, flags.checkpoint, flags.monitoring, flags.gpu):
         for field in dataclasses.fields(group):
             value = {field.name: getattr(group, field.name)}
             if field.type is bool:

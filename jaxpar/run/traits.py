@@ -34,8 +34,11 @@ REMEDY = (
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
-    """Raises TypeError where a setting is told by its place in memory, which is another in each process and after a restart."""
-    is_cut = lambda value: isinstance(value, (np.ndarray, jax.Array)) and value.ndim > 0  # str leaves out the middle
+    """Raises TypeError for a setting that cannot be compared by its text.
+
+    The text of an object has its address, which differs between processes; that of a long array leaves out the middle.
+    """
+    is_cut = lambda value: isinstance(value, (np.ndarray, jax.Array)) and value.ndim > 0
     is_object = lambda value: re.search(r" at 0x[0-9a-f]+>", str(value)) is not None
     if wrong := {name: value for name, value in settings.items() if is_object(value) or is_cut(value)}:
         raise TypeError(
