@@ -44,7 +44,8 @@ class CallOrder:
         check_called("begin before its steps", "state", self._num_logged)
 
     def check_next(self, step: int) -> None:
-        """Raises CallOrderError for another step than the one to be logged next."""
+        """Raises CallOrderError before the run has begun, and for another step than the one to be logged next."""
+        self.check_begun()
         if self._num_logged != step:
             raise CallOrderError(
                 "a step must be logged once, by the number that run.steps yields, which checkpoints and metrics have; got "
