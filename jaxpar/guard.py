@@ -30,7 +30,7 @@ from jaxpar.runtime.supervise import Progress
 from jaxpar.runtime.watchdog import Budgets, Watchdog
 from jaxpar.train import TrainState
 
-SAVE, LOST = "save", "lost"  # requests between processes, beside signals
+SAVE, LOST, END = "save", "lost", "end: "  # requests between processes, beside signals
 # Where the first loss of a run is not finite, no update has been made that a smaller learning rate could have made smaller.
 AT_FIRST = (
     "The loss of the first step was not finite, before any update, so the learning rate is not the cause: look at the labels "
@@ -96,6 +96,7 @@ class Guard:
         self._agreed = AgreedStep(num_steps)
         self._progress = Progress.from_environment(jax.process_index())
         self._before: jax.Array | None = None  # whether the previous step was skipped
+        self.ended: str | None = None  # why the loop ends before its last step
         self._resources = ExitStack()
 
     def __enter__(self) -> "Guard":
@@ -143,6 +144,13 @@ class Guard:
         """Makes a step the last one of the run, which is saved as the last one is; call it before ``after_step``."""
         self._num_steps = step
 
+    def end_early(self, reason: str) -> None:
+        """Makes the step that ends next the last one of the run; of several processes any may call it.
+
+        They agree on a step. ``ended`` is the reason from the ``after_step`` of that step on, and all must leave the loop.
+        """
+        self._agreed.ask(f"{END}{reason}")
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Applies the budget of ``name`` (evaluation, save or compile) to a ``with`` block."""
         return self._watchdog.phase(name)
@@ -178,6 +186,8 @@ class Guard:
         asked = self._agreed.after(step)
         if asked == LOST and self._saves is not None:
             self._end_lost(self._saves)
+        if asked is not None and asked.startswith(END):
+            self.ended, self._num_steps, asked = asked.removeprefix(END), step, None
         if self._saves is not None and (asked or self._is_due(step)):
             self._save(self._saves, step, state, metrics)
             if asked not in (None, SAVE):

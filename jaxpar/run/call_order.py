@@ -27,7 +27,7 @@ class CallOrder:
     """Whether a run has begun, and how many of its steps are logged."""
 
     def __init__(self) -> None:
-        self._num_logged: int | None = None  # with those before this run
+        self.num_logged: int | None = None  # with those before this run; None: it has not begun
 
     def begin(self, flags: RunFlags, first_step: int) -> None:
         """Notes that the run begins with a step; raises CallOrderError where its flags ask for no steps."""
@@ -37,28 +37,28 @@ class CallOrder:
                 f"a run with {arg(name)} trains nothing and writes nothing; got run.begin. Write before it "
                 "`if run.is_dry: run.say_cost()`, and leave the run."
             )
-        self._num_logged = first_step
+        self.num_logged = first_step
 
     def check_begun(self) -> None:
         """Raises CallOrderError if the run has not begun."""
-        check_called("begin before its steps", "state", self._num_logged)
+        check_called("begin before its steps", "state", self.num_logged)
 
     def check_next(self, step: int) -> None:
         """Raises CallOrderError before the run has begun, and for another step than the one to be logged next."""
         self.check_begun()
-        if self._num_logged != step:
+        if self.num_logged != step:
             raise CallOrderError(
                 "a step must be logged once, by the number that run.steps yields, which checkpoints and metrics have; got "
-                f"{step} for step {self._num_logged}. Call run.log(step, state, metrics)."
+                f"{step} for step {self.num_logged}. Call run.log(step, state, metrics)."
             )
 
     def count_logged(self) -> None:
         """Notes that a step was logged."""
-        self._num_logged = 1 + (self._num_logged or 0)
+        self.num_logged = 1 + (self.num_logged or 0)
 
     def check_logged(self, step: int) -> None:
         """Raises CallOrderError unless each step before this one was logged."""
-        if self._num_logged != step:
+        if self.num_logged != step:
             raise CallOrderError(
                 "each step must be logged once, which also saves and stops a run; got "
                 f"none for step {step}. Call run.log(step, state, metrics) at the end of each step."

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.fields import arg
+from jaxpar.run.flags import RunFlags
 from jaxpar.runtime.coordination import check_agreement
 
 
@@ -54,4 +55,25 @@ def without_metric(keep_best: str | None, names: Collection[str]) -> str:
     return (
         f"no step had the metric {best} of {arg(keep_best=keep_best)}, so none was the best and none ended the run early. The "
         f"steps had {', '.join(sorted(names))}: name one of these, or add {best} to the metrics before run.log"
+    )
+
+
+def left_early(done: int, flags: RunFlags, latest: int | None) -> str:
+    """Returns what to say of a loop that was left before the last step, without an error.
+
+    Args:
+        done: The number of steps that were logged.
+        flags: The flags of the run.
+        latest: The step of the newest checkpoint; None: there is none.
+    """
+    common, minutes = flags.common, flags.checkpoint.checkpoint_minutes
+    kept = "there is no checkpoint" if latest is None else f"the newest checkpoint is that of step {latest}"
+    lost = ", so none has what followed it" if latest and latest < done else ""
+    fewer = f", or choose {arg(steps=done)}" if done else ""
+    saves = "" if common.checkpoint_every or minutes else f", which {arg(checkpoint_every=100)} makes it save"
+    return (
+        f"the loop was left after step {done} of {common.steps}, by break or return, or since what it reads beside "
+        f"run.steps() has ended; {kept}{lost}. To end a run by a rule of yours, call run.end_early(reason) before run.log, "
+        f"in place of break: that step is the last one{saves or ', and is saved'}. If batches ran out, read them again "
+        f"from the first{fewer}."
     )

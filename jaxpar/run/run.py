@@ -14,7 +14,7 @@ import jaxpar
 from jaxpar.data.batches import Origin
 from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.guard import Guard
-from jaxpar.metrics import exporters
+from jaxpar.metrics.exporters import Watcher
 from jaxpar.metrics.log import MetricsLog, check_names, read_metrics
 from jaxpar.pipeline import check_permutes
 from jaxpar.planner import cluster, roofline
@@ -23,27 +23,18 @@ from jaxpar.report import ReportWriter, step_data
 from jaxpar.run import folder
 from jaxpar.run.call_order import CallOrder, check_called
 from jaxpar.run.compiled_step import CompiledStep
-from jaxpar.run.early_stop import EarlyStop, without_metric
+from jaxpar.run.early_stop import EarlyStop, left_early, without_metric
 from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.learning_rate import rate_after
-from jaxpar.run.messages import (
-    checks,
-    forget_devices,
-    phase,
-    say,
-    say_devices,
-    spared,
-    status_watchers,
-    stop,
-)
+from jaxpar.run.messages import checks, forget_devices, phase, say, say_devices, spared, stop
 from jaxpar.run.start import advice_on_finite_steps, first_state, left_whole_lines, open_checkpoints, write_config
 from jaxpar.run.traits import Traits
+from jaxpar.run.watchers import open_watchers
 from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule
 
-BEGAN = time.monotonic()
 Callback = Callable[[int, jaxpar.TrainState, Mapping[str, Any]], object]
 
 
@@ -111,7 +102,7 @@ class Run(AbstractContextManager["Run"]):
         self._rate = {"items_per_step": items_per_step, "items": items}
         self._flops_per_step = flops_per_step
         self._samples, self._remedy, self._draw, self._say = samples, remedy, draw, say
-        self._watchers: list[exporters.Watcher] = []
+        self._watchers: list[Watcher] = []
         self._state: jaxpar.TrainState | None = None
         self._compiled: jax.stages.Compiled | None = None
         self._has_all_metrics = not has_evaluations
@@ -119,7 +110,7 @@ class Run(AbstractContextManager["Run"]):
         self._learning_rate = None if learning_rate is None else rate_after(learning_rate)
         self._calls: list[tuple[int, Callback]] = []
         self._early_stop = EarlyStop(keep.keep_best, keep.patience) if keep.keep_best and keep.patience else None
-        self._is_over, self._order = False, CallOrder()
+        self._is_over, self._order, self._seconds = False, CallOrder(), 0.0
         self._named = set[str]()  # the metrics of this run's steps
         self._resources = ExitStack()
         self.checkpoints = open_checkpoints(flags, mesh)
@@ -129,6 +120,11 @@ class Run(AbstractContextManager["Run"]):
     def first_step(self) -> int:
         """The step at which this run begins; not 0 with --resume."""
         return self.origin.step
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of this run's steps and evaluations, those until now while it trains."""
+        return self._seconds or time.perf_counter() - self._began
 
     def restore(self, *init_state: Any, **where: Any) -> None:
         """With --resume, restores the newest undamaged checkpoint; ``first_step`` and ``origin`` then say where it is.
@@ -179,7 +175,9 @@ class Run(AbstractContextManager["Run"]):
             ConfigError: The processes do not agree; the message says on what, and which of them differ.
         """
         check_called("restore before it compiles", "state", self.target)
-        self._open_watchers()
+        self._watchers = open_watchers(
+            self.flags, self._say, num_saves=lambda: self.checkpoints.num_saved, flops_per_step=self._flops_per_step
+        )
         self._traits.take_batch(batch)
         start = time.perf_counter()
         with (
@@ -270,7 +268,7 @@ class Run(AbstractContextManager["Run"]):
                 remedy=self._advice(),
             )
         )
-        began = time.perf_counter()
+        self._began = time.perf_counter()
         try:
             for step in range(self.first_step, common.steps):
                 self._guard.before_step(step)
@@ -284,7 +282,7 @@ class Run(AbstractContextManager["Run"]):
             self._guard.leave_loop()
             raise
         self._resources.close()
-        self.seconds = time.perf_counter() - began
+        self._seconds = self.seconds
 
     def _about(self) -> dict[str, Any]:
         return {"config": self._settings, "traits": self._traits.as_json()}
@@ -316,6 +314,8 @@ class Run(AbstractContextManager["Run"]):
         self._order.count_logged()
         self._end_early(step + 1, metrics)
         self._guard.after_step(step + 1, state, metrics)
+        if self._guard.ended is not None:
+            self._end_loop(step + 1, self._guard.ended)
 
     def every(self, num_steps: int, call: "Callback") -> None:
         """Has a function called every so many steps and after the last one: ``call(step, state, metrics)``.
@@ -329,9 +329,24 @@ class Run(AbstractContextManager["Run"]):
 
     def _end_early(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._early_stop is not None and self._early_stop.after(metrics) and step < self.flags.common.steps:
-            self._is_over = True
             self._guard.end_at(step)
-            self._say(f"ended early at step {step}: {self._early_stop.describe()}")
+            self._end_loop(step, self._early_stop.describe())
+
+    def _end_loop(self, step: int, why: str) -> None:
+        self._is_over = True
+        self._say(f"ended early at step {step}: {why}")
+
+    def end_early(self, reason: str) -> None:
+        """Ends the loop after the step that is logged next, which is saved as the last one of a run is; call it before ``log``.
+
+        In a run of several processes one of them may call it, or all: they end together, after a step that follows within a
+        second.
+
+        Args:
+            reason: Why, for the message.
+        """
+        self._order.check_begun()
+        self._guard.end_early(reason)
 
     def is_due(self, step: int, every: int) -> bool:
         """Returns whether something is due after a step: every so many steps, and after the last one."""
@@ -365,31 +380,16 @@ class Run(AbstractContextManager["Run"]):
 
     def __exit__(self, *error: Any) -> None:
         self._resources.__exit__(*error)
+        if error[0] is None and not self._is_over:
+            self._say_left()
         self.checkpoints.disown()
         forget_devices()
 
-    def _open_watchers(self) -> None:
-        """Opens the exporters that the flags ask for beside metrics.jsonl; a --dry-run has none."""
-        flags = self.flags.monitoring
-        self._watchers = [*status_watchers()]
-        if jax.process_index() != 0 or self.is_dry:
-            return
-        with checks():
-            if flags.metrics_port:
-                server = exporters.PrometheusExporter(
-                    flags.metrics_port,
-                    address=flags.metrics_address,
-                    num_saves=lambda: self.checkpoints.num_saved,
-                    flops_per_step=self._flops_per_step,
-                    began=BEGAN,
-                )
-                self._watchers.append(server)
-                self._say(f"metrics at http://{flags.metrics_address}:{server.port}/metrics")
-            if flags.tensorboard:
-                self._watchers.append(exporters.TensorBoardWriter(self.out_dir / "tensorboard"))
-            if flags.profile:
-                steps = exporters.parse_steps(flags.profile, self.flags.common.steps)
-                self._watchers.append(exporters.StepProfiler(steps, self.out_dir / "profile"))
+    def _say_left(self) -> None:
+        """Prints what is lost where the loop was left without an error before its last step."""
+        done, steps = self._order.num_logged, self.flags.common.steps
+        if done is not None and done < steps:
+            self._say(left_early(done, self.flags, self.checkpoints.latest()))
 
     def _draw_what_there_is(self) -> None:
         with spared(f"a picture in {self.out_dir}"):  # the state is saved, which the exit code reports

@@ -1,0 +1,123 @@
+"""A loop that ends before its last step: by a rule of its own, by break, or since its batches have run out."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar
+from jaxpar.metrics import read_metrics
+from jaxpar.run import BasicFlags, Run
+from jaxpar.run.call_order import CallOrderError
+from tests.support.real_runs import run as run_of
+
+BATCH = np.zeros(2, np.float32)
+SCRIPT = """
+from pathlib import Path
+import jaxpar
+jaxpar.initialize()
+import jax, jax.numpy as jnp, numpy as np, optax, sys, time
+from jaxpar.run import BasicFlags, Run
+mesh = jaxpar.make_mesh(data=-1)
+shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
+grads = jax.value_and_grad(lambda params, batch: jnp.mean((params["w"] - batch["x"]) ** 2))
+batch = jaxpar.shard_batch({"x": np.zeros((4, 2), np.float32)}, mesh)
+with Run(BasicFlags.of(out_dir=Path(sys.argv[1]), steps=5000, checkpoint_every=5000), mesh) as run:
+    run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+    train_step = run.compile(jaxpar.make_train_step(grads, optax.sgd(0.1)), batch)
+    state = run.begin()
+    for step in run.steps():
+        state, metrics = train_step(state, batch)
+        if step == 3 and jax.process_index() == 1:
+            run.end_early("seen enough")
+        time.sleep(0.02)
+        run.log(step, state, metrics)
+print(run.checkpoints.latest() == step + 1, step < 4999)
+"""
+
+
+def left(flags, loop):
+    """What a run prints whose loop is ``loop(run, one_step)``, where ``one_step(step)`` trains and logs it."""
+    mesh, said = jaxpar.make_mesh(), []
+    shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
+    grads = jax.value_and_grad(lambda params, batch: jnp.mean((params["w"] - batch) ** 2))
+    with Run(flags, mesh, say=said.append) as run:
+        run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+        train_step = run.compile(jaxpar.make_train_step(grads, optax.sgd(0.1)), jax.ShapeDtypeStruct((2,), "float32"))
+        state = run.begin()
+
+        def one_step(step):
+            nonlocal state
+            state, metrics = train_step(state, BATCH)
+            run.log(step, state, metrics)
+
+        loop(run, one_step)
+        run.say_pace()
+    return said
+
+
+def short_of_batches(run, one_step):
+    for step, _ in zip(run.steps(), range(3), strict=False):
+        one_step(step)
+
+
+def broken_off(run, one_step):
+    for step in run.steps():
+        one_step(step)
+        if step == 2:
+            break
+
+
+def ended(run, one_step):
+    for step in run.steps():
+        if step == 2:
+            run.end_early("good enough")
+        one_step(step)
+
+
+def test_a_loop_that_is_left_before_its_last_step_tells_what_no_checkpoint_has(tmp_path):
+    told = left(BasicFlags.of(out_dir=tmp_path / "a", steps=10, checkpoint_every=2), short_of_batches)
+    expected = (
+        r"the loop was left after step 3 of 10, .*; the newest checkpoint is that of step 2, so none has "
+        r"what followed it\. .* call run\.end_early\(reason\) before run\.log.* or choose steps=3\."
+    )
+    assert re.fullmatch(expected, told[-1]), told
+    assert "2 steps in" in told[-2], "the pace of the steps that are written"
+    *_, told = left(BasicFlags.of(out_dir=tmp_path / "b", steps=10), broken_off)
+    assert "; there is no checkpoint. " in told
+    assert "checkpoint_every=100 makes it save" in told
+
+
+def test_a_loop_ends_early_by_a_rule_of_its_own_with_its_last_step_saved(tmp_path):
+    told = left(BasicFlags.of(out_dir=tmp_path, steps=10, checkpoint_every=50), ended)
+    assert [line for line in told if "step 3" in line] == ["ended early at step 3: good enough"]
+    assert not any("was left" in line for line in told)
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert (tmp_path / "checkpoints" / "3").is_dir()
+    flags = BasicFlags.of(out_dir=tmp_path / "b")
+    with (
+        pytest.raises(CallOrderError, match="must begin before its steps"),
+        Run(flags, jaxpar.make_mesh()) as run,
+    ):
+        run.end_early("too soon")
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(0)])
+def test_an_error_or_exit_in_a_loop_is_not_told_as_a_break(tmp_path, error, capsys):
+    run = Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh())
+    run._order.begin(run.flags, 0)
+    run.__exit__(type(error), error, None)
+    assert "was left" not in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_one_of_two_processes_ends_the_loop_of_both(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    launch = ("-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "1", "--log-dir", tmp_path)
+    code, out, err = run_of(*launch, tmp_path / "train.py", tmp_path / "run")
+    assert code == 0, out + err
+    assert "True True" in out
+    assert ": seen enough" in out
