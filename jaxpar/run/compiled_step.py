@@ -10,13 +10,14 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxpar._compat import CompiledCopy
 from jaxpar.data.batches import WEIGHT
 from jaxpar.sharding import path_string
 
 SHOWN = 3
 
 
-class CompiledStep(jax.stages.Compiled):
+class CompiledStep(CompiledCopy):
     """A compiled training step ``(state, batch) -> (state, metrics)``.
 
     Args:
@@ -28,8 +29,7 @@ class CompiledStep(jax.stages.Compiled):
     """
 
     def __init__(self, compiled: jax.stages.Compiled, batch: PyTree) -> None:
-        for name, value in _attributes(compiled):
-            setattr(self, name, value)
+        super().__init__(compiled)
         self._batch = dict(_arrays(batch))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,13 +62,6 @@ def _refusal(apart: Sequence[str]) -> str:
         "(jaxpar.data.batches.pad_rows) and sequences to one shape, and put each batch on the mesh of "
         "the run by jaxpar.shard_batch."
     )
-
-
-def _attributes(compiled: jax.stages.Compiled) -> Iterator[tuple[str, Any]]:
-    yield from vars(compiled).items()
-    for name in jax.stages.Compiled.__slots__:
-        if hasattr(compiled, name):
-            yield name, getattr(compiled, name)
 
 
 def _arrays(batch: PyTree) -> Iterator[tuple[str, Any]]:
