@@ -128,6 +128,13 @@ def test_what_is_written_agrees_with_itself(kind):
         ("jobset", "pod volumes compiled persistentVolumeClaim claimName", "", "must name a PersistentVolumeClaim; got none."),
         ("jobset", "spec failurePolicy maxRestarts", -1, "maxRestarts must be at least 0; got -1. For example: 10."),
         ("jobset", "spec failurePolicy maxRestarts", "ten", "maxRestarts must be a whole number; got 'ten'. Write it in digit"),
+        ("jobset", "pod securityContext runAsNonRoot", True, "must have another user than root, or its container never start"),
+        ("jobset", "main securityContext runAsNonRoot", True, "never starts; got runAsUser 0 in spec.replicatedJobs.0. Give"),
+        ("jobset", "pod volumes shm emptyDir medium", "", "must be memory, through which the GPUs of a node communicate; got"),
+        ("jobset", "pod volumes shm emptyDir sizeLimit", "64Mi", "must have more than 64Mi, which is too little for NCCL; got"),
+        ("jobset", "spec network publishNotReadyAddresses", False, "publishNotReadyAddresses of spec.network must be true, si"),
+        ("jobset", "spec network enableDNSHostnames", False, "enableDNSHostnames of spec.network must be true, since pods"),
+        ("trainjob", "pod volumes shm emptyDir medium", None, "at /dev/shm of spec.trainer must be memory, through which the"),
         ("trainjob", "main numNodes", 3, "16 devices, and 3 pods with nvidia.com/gpu 8, 24 devices. Make them equal."),
         ("trainjob", "pod containers node volumeMounts checkpoints mountPath", "/data",
          "a folder in the command of spec.trainer must be in a volume; got /checkpoints/gpt, and mounts at /compiled, /data"),
@@ -146,6 +153,10 @@ def test_what_is_written_agrees_with_itself(kind):
         ("service", "metadata namespace", "b", "a Service and its Deployment must have one namespace; got lab and b. Make"),
         ("monitor", "metadata namespace", "b", "a PodMonitor and its JobSet must have one namespace; got b and lab. Make"),
         ("monitor", "spec podMetricsEndpoints 0 port", "web", "must be a named port of the pods; got 'web', which gpt has"),
+        ("monitor", "spec podMetricsEndpoints 0 portNumber", 9091, "the portNumber of a PodMonitor must be a port of the po"),
+        ("monitor", "spec podMetricsEndpoints 0 targetPort", "web", "the targetPort of a PodMonitor must be a port of the po"),
+        ("monitor", "spec", {"selector": {"matchLabels": {"batch.kubernetes.io/job-completion-index": "0"}},
+                             "podMetricsEndpoints": [{"port": "web"}]}, "must be a named port of the pods; got 'web'"),
         ("monitor", "spec selector matchLabels jobset.sigs.k8s.io/jobset-name", "b", "must select a job of its file, gpt; got"),
     ],
 )  # fmt: skip
@@ -192,6 +203,8 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
         ("jobset", "main env JAXPAR_RESUME value", "true", "spec.replicatedJobs.0 has JAXPAR_RESUME=true: a restarted run"),
         ("jobset", "pod terminationGracePeriodSeconds", 5, "terminationGracePeriodSeconds of spec.replicatedJobs.0 is 5: a"),
         ("jobset", "pod terminationGracePeriodSeconds", None, "terminationGracePeriodSeconds of spec.replicatedJobs.0 is 30"),
+        ("jobset", "pod shareProcessNamespace", None, "spec.replicatedJobs.0 has no shareProcessNamespace: a pod that is"),
+        ("jobset", "main securityContext capabilities add", [], "rdma/ib and no IPC_LOCK: without this right RDMA may"),
         ("trainjob", "main numNodes", None, "spec.trainer has no numNodes: the runtime's number of nodes may not be that of"),
     ],
 )  # fmt: skip
@@ -202,6 +215,22 @@ def test_what_an_edit_takes_from_a_run_is_told(kind, place, value, line):
     check_manifests([job])
     (said,) = remarks(job)
     assert said.startswith(line)
+
+
+def test_pods_with_no_memory_to_share_and_no_queue_are_told():
+    (job,) = documents("jobset")
+    edit(job, "jobset", "main volumeMounts", [])
+    edit(job, "jobset", "pod volumes", [])
+    edit(job, "jobset", "metadata labels", {})
+    edit(job, "jobset", "pod shareProcessNamespace", None)
+    edit(job, "jobset", "main command", ["/usr/bin/tini", "--", "python", "mine.py"])
+    edit(job, "jobset", "notes", {})
+    edit(job, "jobset", "main env JAX_COMPILATION_CACHE_DIR", None)
+    edit(job, "jobset", "main ports", [{"containerPort": 6379}])
+    check_manifests([job])
+    memory, gang = remarks(job)
+    assert memory.startswith("spec.replicatedJobs.0 has nothing at /dev/shm: NCCL needs more than the usual 64 MiB there for 8")
+    assert gang.startswith("2 pods and no --queue: some may start, hold their GPUs and wait for the rest")
 
 
 def test_metrics_of_which_pods_say_nothing_are_told():

@@ -718,11 +718,11 @@ KEPT = ("--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
     ],
 )
 def test_work_that_would_be_lost_despite_a_claim_is_told(capsys, flags, lines):
-    main([*FLAGS, "--rdma", "rdma/ib=8", "--checkpoint-claim", "runs", "recipes/gpt.py", *flags])
+    main([*FLAGS, "--queue", "q", "--rdma", "rdma/ib=8", "--checkpoint-claim", "runs", "recipes/gpt.py", *flags])
     told = capsys.readouterr().err.splitlines()
     assert len(told) == len(lines)
     assert all(line.startswith(begins) for line, begins in zip(told, lines, strict=True)), told
-    main([*FLAGS, "--rdma", "rdma/ib=8", "--checkpoint-claim", "runs", "mine"])
+    main([*FLAGS, "--queue", "q", "--rdma", "rdma/ib=8", "--checkpoint-claim", "runs", "mine"])
     said = "mine is no recipe of jaxpar: its flags are not checked, and it does not get --mesh.data 2 --mesh.tensor 8\n"
     assert capsys.readouterr().err == said
 

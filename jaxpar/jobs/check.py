@@ -14,6 +14,8 @@ from jaxpar.jobs.agreement import check_agreement, check_exit_codes, check_grace
 from jaxpar.jobs.forms import DNS_LABEL
 from jaxpar.jobs.job import MAX_NAME
 from jaxpar.jobs.manifests import API_VERSIONS, INDEX
+from jaxpar.jobs.pods import check_mounts, check_network, check_pods, labels_of
+from jaxpar.jobs.selectors import check_together
 from jaxpar.jobs.workload import whole, workloads
 from jaxpar.runtime.output import needing_extra, printable
 from jaxpar.runtime.process_env import NAMES
@@ -24,7 +26,6 @@ INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 STRINGS = {"kind", "name", "namespace", "image", "value", "key", "subdomain", "fieldPath", "mountPath", "claimName"}
 LISTS_OF_STRINGS = {"command", "args"}
 OBJECTS_OF_STRINGS = {"labels", "annotations", "matchLabels"}
-JOB_LABEL = "jobset.sigs.k8s.io/jobset-name"
 
 
 def check_manifest(manifest: Any, schema: Any = None) -> None:
@@ -147,6 +148,7 @@ def check_rules(manifest: Mapping[str, Any]) -> None:
     if kind in checks:
         checks[kind](manifest)
     for pods in workloads(manifest):
+        check_pods(pods)
         check_agreement(pods)
         if kind == "Deployment":
             check_grace(pods, manifest["spec"]["template"]["spec"])
@@ -179,103 +181,16 @@ def _items(part: Any) -> Iterable[tuple[Any, Any]]:
     return part.items() if isinstance(part, Mapping) else enumerate(part) if isinstance(part, list) else ()
 
 
-def check_together(manifests: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError unless what leads to the pods of another manifest of a file finds them, if there is one."""
-    named = [(each["kind"], _namespace(each), each["metadata"]["name"]) for each in manifests]
-    for kind, _, name in named:
-        if named.count((kind, _, name)) > 1:
-            raise ValueError(f"a file may have one {kind} of a name; got two named {name!r}. Rename one.")
-    deployments = [each for each in manifests if each["kind"] == "Deployment"]
-    for service in (each for each in manifests if each["kind"] == "Service"):
-        _check_leads_to(service, deployments)
-    jobs = [each for each in manifests if each["kind"] in ("JobSet", "TrainJob")]
-    for monitor in (each for each in manifests if each["kind"] == "PodMonitor"):
-        _check_monitors(monitor, jobs)
-
-
-def _namespace(manifest: Mapping[str, Any]) -> str | None:
-    return manifest["metadata"].get("namespace")
-
-
-def _check_leads_to(service: Mapping[str, Any], deployments: Sequence[Mapping[str, Any]]) -> None:
-    wanted = service["spec"]["selector"]
-    chosen = [each for each in deployments if wanted.items() <= _labels(each["spec"]["template"]).items()]
-    if deployments and not chosen:
-        raise ValueError(
-            f"spec.selector of a Service must be labels of the Deployment's pods; got {wanted}. Correct it."
-        )
-    for deployment in chosen:
-        _check_namespaces(service, deployment)
-        _check_targets(service, _ports(deployment["spec"]["template"]["spec"]))
-
-
-def _check_namespaces(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    if _namespace(one) != _namespace(other):
-        raise ValueError(
-            f"a {one['kind']} and its {other['kind']} must have one namespace; got {_namespace(one)} and {_namespace(other)}. "
-            "Make them equal."
-        )
-
-
-def _check_targets(service: Mapping[str, Any], ports: Sequence[Mapping[str, Any]]) -> None:
-    known = {port.get("name") for port in ports} | {port["containerPort"] for port in ports}
-    for port in service["spec"]["ports"]:
-        target = port.get("targetPort", port["port"])
-        if target not in known:
-            raise ValueError(
-                f"targetPort of a Service must be a named port of its pods; got {target!r}. Name that of the Deployment."
-            )
-
-
-def _check_monitors(monitor: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]]) -> None:
-    wanted = monitor["spec"]["selector"].get("matchLabels", {}).get(JOB_LABEL)
-    chosen = [job for job in jobs if job["metadata"]["name"] == wanted]
-    if wanted is None or not jobs:
-        return
-    if not chosen:
-        names = ", ".join(job["metadata"]["name"] for job in jobs)
-        raise ValueError(
-            f"a PodMonitor must select a job of its file, {names}; got {JOB_LABEL} {wanted!r}. Correct it."
-        )
-    if "namespaceSelector" not in monitor["spec"]:
-        _check_namespaces(monitor, chosen[0])
-    ports = {port.get("name") for pods in workloads(chosen[0]) for port in pods.ports or ()}
-    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-        if chosen[0]["kind"] == "JobSet" and endpoint.get("port") not in {None, *ports}:
-            raise ValueError(
-                f"the port of a PodMonitor must be a named port of the pods; got {endpoint['port']!r}, which {wanted} has not. "
-                "Write the job with --metrics-port."
-            )
-
-
-def _labels(pod: Mapping[str, Any]) -> Mapping[str, str]:
-    return pod.get("metadata", {}).get("labels", {})
-
-
-def _ports(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [port for container in spec["containers"] for port in container.get("ports", [])]
-
-
-def _check_volumes(spec: Mapping[str, Any], path: str) -> None:
-    volumes = {volume["name"] for volume in spec.get("volumes", [])}
-    for container in spec["containers"]:
-        for mount in container.get("volumeMounts", []):
-            if mount["name"] not in volumes:
-                raise ValueError(
-                    f"volumeMounts of {path} must be of its volumes; got {mount['name']!r}. Add the volume, or leave it out."
-                )
-
-
 def _check_deployment(manifest: Mapping[str, Any]) -> None:
     spec = manifest["spec"]
-    labels, wanted = _labels(spec["template"]), spec["selector"]["matchLabels"]
+    labels, wanted = labels_of(spec["template"]), spec["selector"]["matchLabels"]
     if not wanted or not wanted.items() <= labels.items():
         raise ValueError(
             f"spec.selector.matchLabels of a Deployment must be labels of its pods, {dict(labels)}; got {wanted}. Make them "
             "equal."
         )
     pod = spec["template"]["spec"]
-    _check_volumes(pod, "spec.template.spec")
+    check_mounts(pod, "spec.template.spec")
     check_probes(pod["containers"], is_served=any(pods.served for pods in workloads(manifest)))
 
 
@@ -301,7 +216,9 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
     if whole(restarts, "maxRestarts") < 0:
         raise ValueError(f"maxRestarts must be at least 0; got {restarts}. For example: 10.")
     name = manifest["metadata"]["name"]
-    subdomain = manifest["spec"].get("network", {}).get("subdomain", name)
+    network = manifest["spec"].get("network", {})
+    check_network(network)
+    subdomain = network.get("subdomain", name)
     for number, job in enumerate(manifest["spec"]["replicatedJobs"]):
         path, spec = f"spec.replicatedJobs.{number}", job["template"]["spec"]
         if job.get("replicas", 1) != 1:
@@ -319,7 +236,7 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
                 f"{spec.get('completions')}. Make them equal."
             )
         if "volumeClaimPolicies" not in manifest["spec"]:  # those are volumes of all pods
-            _check_volumes(spec["template"]["spec"], path)
+            check_mounts(spec["template"]["spec"], path)
         _check_place_is_told(spec["template"]["spec"]["containers"], count, path)
         for container in spec["template"]["spec"]["containers"]:
             told = {variable["name"]: variable for variable in container.get("env", [])}

@@ -6,10 +6,12 @@ from typing import Any
 
 from jaxpar.jobs.agreement import SCRAPED_PORT, mesh_in, paths_in
 from jaxpar.jobs.job import CHECKPOINTS, GPUS, ROOT, flag_value, flag_values
-from jaxpar.jobs.workload import FAKE_DEVICES, USUAL_GRACE, Workload, workloads
+from jaxpar.jobs.workload import FAKE_DEVICES, SHARED_MEMORY, USUAL_GRACE, Workload, workloads
 from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 
 INPUTS = ("--init-from", "--tokenizer", "--data")
+INITS = ("tini", "dumb-init", "catatonit")  # which take signals as process 1, and pass them on
+LOCKS = "IPC_LOCK"
 NO_PATHS = ("recall",)  # a task for --data
 
 
@@ -28,12 +30,15 @@ def _of(pods: Workload) -> Iterator[str]:
         return
     yield from _of_recipe(pods) if pods.recipe is not None else _unheld_paths(pods)
     yield from _no_time_to_save(pods)
+    yield from _deaf_to_signals(pods)
     yield from _unknown_number(pods)
     yield from _no_devices(pods)
+    yield from _no_shared_memory(pods)
     yield from _slow_network(pods)
     yield from _unused_network(pods)
     yield from _locked_memory(pods)
     yield from _unmet_placement(pods)
+    yield from _no_gang(pods)
 
 
 def _of_recipe(pods: Workload) -> Iterator[str]:
@@ -72,6 +77,43 @@ def _no_time_to_save(pods: Workload) -> Iterator[str]:
             f"terminationGracePeriodSeconds of {pods.path} is {grace}: a drained pod has no longer to save. Write twice the "
             "seconds of a save, and 30 more"
         )
+
+
+def _deaf_to_signals(pods: Workload) -> Iterator[str]:
+    """Yields a line if the program is process 1 of its pod, to which the kernel does not send SIGTERM by default."""
+    is_first = pods.shares_processes is False and PurePosixPath([*pods.words, ""][0]).name not in INITS
+    if is_first:
+        yield (
+            f"{pods.path} has no shareProcessNamespace: a pod that is drained while it starts, or waits for others, does not "
+            "hear SIGTERM, and uses up its grace period. Write true"
+        )
+
+
+def _no_shared_memory(pods: Workload) -> Iterator[str]:
+    """Yields a line if the GPUs of a pod have the shared memory of the container runtime alone."""
+    each = pods.devices
+    if each is not None and each[1] == GPUS and each[0] > 1 and SHARED_MEMORY not in _mounted_at(pods):
+        yield (
+            f"{pods.path} has nothing at {SHARED_MEMORY}: NCCL needs more than the usual 64 MiB there for {each[0]} GPUs. "
+            "Mount an emptyDir whose medium is Memory"
+        )
+
+
+def _mounted_at(pods: Workload) -> set[PurePosixPath]:
+    return {PurePosixPath(mount["mountPath"]) for mount in pods.mounts}
+
+
+def _no_gang(pods: Workload) -> Iterator[str]:
+    """Yields a line if nothing sees to it that all pods with GPUs start, or none."""
+    if (pods.num_pods or 1) > 1 and not pods.is_queued and FAKE_DEVICES not in pods.variables and not _placed(pods):
+        yield (
+            f"{pods.num_pods} pods and no --queue: some may start, hold their GPUs and wait for the rest. Where the cluster "
+            "has Kueue, which admits all or none, name its queue: --queue research"
+        )
+
+
+def _placed(pods: Workload) -> bool:
+    return any(name.startswith("kueue.x-k8s.io/") for name in pods.annotations)
 
 
 def _unknown_number(pods: Workload) -> Iterator[str]:
@@ -188,11 +230,16 @@ def _locked_memory(pods: Workload) -> Iterator[str]:
             f"{rdma[0]} and --run-as-user {pods.user}: only root gets IPC_LOCK, the right to lock memory. RDMA works if the "
             "nodes' container runtime sets no limit to locked memory (ulimit -l unlimited); else leave --run-as-user out"
         )
+    elif rdma and pods.user == ROOT and LOCKS not in pods.security.get("capabilities", {}).get("add", []):
+        yield (
+            f"{rdma[0]} and no {LOCKS}: without this right RDMA may not lock memory, unless the nodes' container runtime sets "
+            "no limit (ulimit -l unlimited). Add it to the capabilities of the container"
+        )
 
 
 def _unmet_placement(pods: Workload) -> Iterator[str]:
     """Yields a line if pods shall be close together and nothing may see to it."""
-    if not pods.is_queued and any(name.startswith("kueue.x-k8s.io/") for name in pods.annotations):
+    if not pods.is_queued and _placed(pods):
         yield (
             "--topology or --replica-topology, and no --queue: Kueue places the pods of jobs that it admits, and it admits "
             "those without a queue only if the cluster or the namespace has one for them. Else the pods are anywhere. Name the "

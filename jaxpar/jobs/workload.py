@@ -38,7 +38,8 @@ class Workload:
         annotations: Of a pod.
         name: That of the manifest.
         is_queued: Whether it names a queue of Kueue.
-        user: The number of the user that a pod runs as; None: that of the image.
+        security: The security context of the program's container, with what that of its pod adds.
+        shares_processes: Whether process 1 of a pod is Kubernetes' own; None: not stated, and the runtime's.
         grace_seconds: From the signal to stop until the end; None: the runtime's, or not stated.
     """
 
@@ -56,7 +57,8 @@ class Workload:
     annotations: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
     is_queued: bool = False
-    user: int | None = None
+    security: Mapping[str, Any] = field(default_factory=dict)
+    shares_processes: bool | None = None
     grace_seconds: int | None = None
 
     @property
@@ -78,6 +80,17 @@ class Workload:
     def flag(self, name: str) -> str | None:
         """Returns the value that the command gives to a flag; None if it does not."""
         return flag_value(self.words, name)
+
+    @property
+    def user(self) -> int | None:
+        """The number of the user that the program runs as; None: that of the image."""
+        return self.security.get("runAsUser")
+
+    @property
+    def shared_memory(self) -> Mapping[str, Any] | None:
+        """The volume that is mounted as shared memory; None: there is none, or not one of the pod's volumes."""
+        names = [mount["name"] for mount in self.mounts if PurePosixPath(mount["mountPath"]) == SHARED_MEMORY]
+        return next((volume for volume in self.volumes if volume["name"] in names), None)
 
     @property
     def devices(self) -> tuple[int, str] | None:
@@ -175,8 +188,13 @@ def _of_pods(kind: str, template: Mapping[str, Any], path: str, num_pods: int | 
         ports=program.get("ports", []),
         annotations=template.get("metadata", {}).get("annotations", {}),
         grace_seconds=spec.get("terminationGracePeriodSeconds", USUAL_GRACE),
-        user=spec.get("securityContext", {}).get("runAsUser"),
+        security=_security(spec, program),
+        shares_processes=bool(spec.get("shareProcessNamespace")),
     )
+
+
+def _security(spec: Mapping[str, Any], container: Mapping[str, Any]) -> dict[str, Any]:
+    return {**spec.get("securityContext", {}), **container.get("securityContext", {})}
 
 
 def _of_trainjob(spec: Mapping[str, Any]) -> Workload:
@@ -196,7 +214,7 @@ def _of_trainjob(spec: Mapping[str, Any]) -> Workload:
         volumes=pod.get("volumes", []),
         mounted=_mounted(pod),
         annotations=patched.get("metadata", {}).get("annotations", {}),
-        user=pod.get("securityContext", {}).get("runAsUser"),
+        security=_security(pod, node),
     )
 
 
