@@ -132,7 +132,9 @@ def test_the_first_whole_batch_of_its_shapes_must_be_the_same_everywhere(monkeyp
     assert len(asked) == 2, "once for each kind"
     with_another(monkeypatch, lambda values: {"batch": "another"})
     with pytest.raises(
-        ValueError, match="must agree on their batch before they shard a whole batch; got 'another' on process 1"
+        ValueError,
+        match=r"must agree on their batch before they shard a whole batch; got 'another' on process 1, .*If each process gives "
+        r"its own rows, .* add num_rows, .*: jaxpar\.shard_batch\(batch, mesh, num_rows=\.\.\.\)\.",
     ):
         jaxpar.shard_batch({"x": np.ones((24, 2))}, mesh)
 

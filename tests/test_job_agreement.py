@@ -229,7 +229,9 @@ def test_pods_with_no_memory_to_share_and_no_queue_are_told():
     edit(job, "jobset", "main ports", [{"containerPort": 6379}])
     check_manifests([job])
     memory, gang = remarks(job)
-    assert memory.startswith("spec.replicatedJobs.0 has nothing at /dev/shm: NCCL needs more than the usual 64 MiB there for 8")
+    assert memory.startswith(
+        "spec.replicatedJobs.0 has nothing at /dev/shm: NCCL needs more than the usual 64 MiB there for 8"
+    )
     assert gang.startswith("2 pods and no --queue: some may start, hold their GPUs and wait for the rest")
 
 

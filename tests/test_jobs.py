@@ -830,7 +830,7 @@ def test_nodes_without_rdma_are_told(capsys):
     main([*FLAGS, *SAVED])
     assert capsys.readouterr().err.startswith(line)
     for flags in (
-        (*FLAGS, "--rdma", "rdma/ib=8"),
+        (*FLAGS, "--queue", "q", "--rdma", "rdma/ib=8"),
         (*FLAGS, "--gpus-per-node", "16"),
         (*FLAGS, "--fake-devices-per-node", "8"),
     ):

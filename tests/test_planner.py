@@ -874,6 +874,7 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(tmp_path
     page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
     (program,) = re.findall(r"`my_model.py`:\n\n```python\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "my_model.py").write_text(program + "\nOTHER = 3\n")
+    (tmp_path / "wrong_model.py").write_text("raise ValueError('not a number')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_model", raising=False)
     assert main(["plan", "--model", "my_model:SHAPE", *HELD]) == 0
@@ -893,6 +894,8 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(tmp_path
             ["no_model:SHAPE"],
             "--model must name a module that is there; got no_model:SHAPE: No module named 'no_model'",
         ),
+        (["wrong_model:SHAPE"], "error: not a number"),
+        (["a..b:SHAPE"], "--model must name a module, as in an import; got a..b:SHAPE. Name a ModelShape"),
         (["my_model:SHAPE", "--seq", "8"], "a ModelShape has its own rows, layers and sharding rules; got --seq 8"),
     ):
         assert main(["plan", "--model", *given, *HELD]) == 2

@@ -132,12 +132,14 @@ def _of_module(named: str) -> ModelShape | TransformerConfig:
     """Returns what ``module:name`` names; modules are looked for in the current folder too."""
     module, _, name = named.partition(":")
     remedy = f"Name a {ModelShape.__name__} or a {TransformerConfig.__name__}, such as my_model:SHAPE for SHAPE in my_model.py."
+    if not all(part.isidentifier() for part in module.split(".")):
+        raise ValueError(f"{arg('model')} must name a module, as in an import; got {named}. {remedy}")
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
         imported = importlib.import_module(module)
-    except (ModuleNotFoundError, TypeError, ValueError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name not in (module, module.partition(".")[0]):
+    except ModuleNotFoundError as error:
+        if error.name not in (module, module.partition(".")[0]):
             raise  # a module that this one imports
         raise ValueError(f"{arg('model')} must name a module that is there; got {named}: {error}. {remedy}") from error
     finally:

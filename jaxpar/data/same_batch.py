@@ -11,6 +11,11 @@ from jaxpar.data.checksums import checksum
 from jaxpar.dtypes import is_key
 from jaxpar.runtime.coordination import check_agreement
 
+REMEDY = (
+    "If each process gives its own rows, those of jaxpar.local_rows(num_rows, mesh), add num_rows, the rows "
+    "of the whole batch: jaxpar.shard_batch(batch, mesh, num_rows=...). If each gives the whole batch, read "
+    "the same data in the same order in all."
+)
 _compared: set[Any] = set()  # the kinds of batches of which the processes have compared the first
 
 
@@ -48,4 +53,5 @@ def check_same_everywhere(batch: PyTree) -> None:
     kind = jax.tree.structure(batch), *((np.shape(leaf), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
     if kind not in _compared:
         _compared.add(kind)
-        check_agreement("shard a whole batch", {"batch": checksum([np.asarray(leaf) for leaf in leaves])})
+        given = checksum([np.asarray(leaf) for leaf in leaves])
+        check_agreement("shard a whole batch", {"batch": given}, REMEDY)

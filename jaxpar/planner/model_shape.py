@@ -28,6 +28,7 @@ from jaxpar.models.quantized import is_quantized
 from jaxpar.params import abstract_params, specs_from_dims
 from jaxpar.pipeline.embed_and_head import Ends
 from jaxpar.planner.fused import planned_attention
+from jaxpar.planner.shape_checks import check_functions, check_parts
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import path_string, shardings_from_paths
 from jaxpar.tensor_parallel import (
@@ -64,6 +65,11 @@ class ModelShape:
         in_fp8: Whether layers multiply by some of their weights in FP8.
         depends_on: The mesh axes for whose sizes the functions ask, so that they are traced anew for each.
         cache: The traced ops, by number of rows and by the sizes of these axes.
+
+    Raises:
+        TypeError: The model is no LayeredModel.
+        ValueError: An array of the row has no leading dim of 1. A plan raises it, or a TypeError, where the functions do not
+            take the shapes of params and row, or the loss does not return two scalars.
     """
 
     name: str
@@ -82,6 +88,9 @@ class ModelShape:
     in_fp8: bool = False
     depends_on: tuple[str, ...] = ()
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_parts(self.model, self.row)
 
     @cached_property
     def num_layers(self) -> int:
@@ -285,6 +294,7 @@ class Traced:
 
     def _trace_ends(self) -> TracedEnds:
         outer, batch = self._params[OUTER], self._batch
+        check_functions(self._model, self._shape.loss, self._params, batch)
         x = jax.eval_shape(self._model.embed, outer, batch)
         ends = Ends(self._model, self._shape.loss, outer, x, batch)
         embed = self._outer(ends.embed_reads)

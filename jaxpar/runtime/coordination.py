@@ -114,12 +114,15 @@ def _lost(told: str) -> PeerLostError:
     return PeerLostError(f"{told}. {endings.REMEDY}")
 
 
-def check_agreement(what: str, values: dict[str, Any]) -> None:
+def check_agreement(
+    what: str, values: dict[str, Any], remedy: str = "Start all with the same code, flags and data."
+) -> None:
     """Raises ValueError unless all processes pass the same values; every process must call it.
 
     Args:
         what: The action that they are about to take, for the message.
         values: Plain JSON by name, such as a hash.
+        remedy: The end of the message, a sentence.
 
     Raises:
         ValueError: The values differ; the message names the values and processes.
@@ -131,8 +134,7 @@ def check_agreement(what: str, values: dict[str, Any]) -> None:
         many = len(differing) > 1
         got = "; ".join(f"{name} {told}" if many else told for name, told in list(differing.items())[:MOST_SHOWN])
         raise ValueError(
-            f"all processes must agree on their {', '.join(differing)} before they {what}; got {got}. Start all with the same "
-            "code, flags and data."
+            f"all processes must agree on their {', '.join(differing)} before they {what}; got {got}. {remedy}"
         )
 
 
