@@ -77,7 +77,7 @@ def shard_batch(
     check_mesh(mesh)
     check_kept(batch)
     if num_rows is None and seq is None:
-        check_same_everywhere(batch)
+        check_same_everywhere(batch, mesh)
     batch, dims = _in_order_of_devices(batch, mesh, seq, sequences)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), batch_specs(batch, mesh))
     if num_rows is None:

@@ -1,5 +1,7 @@
 """Processes that would train on different data are told before the first step, and the message says what differs."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -126,6 +128,9 @@ def test_rows_held_out_are_compared_too(monkeypatch):
 def test_the_first_whole_batch_of_its_shapes_must_be_the_same_everywhere(monkeypatch):
     mesh, asked = jaxpar.make_mesh(data=8), []
     monkeypatch.setattr("jaxpar.data.same_batch._compared", set())
+    with_another(monkeypatch, lambda values: {"batch": "another"})
+    jaxpar.shard_batch({"x": np.ones((24, 2))}, mesh)  # this process holds all of the mesh
+    monkeypatch.setattr("jaxpar.data.same_batch._is_of_one", lambda mesh: False)
     with_another(monkeypatch, lambda values: asked.append(values) or values)
     for rows in (8, 8, 16):
         jaxpar.shard_batch({"x": np.ones((rows, 2)), "key": jax.random.split(jax.random.key(0), rows)}, mesh)
@@ -137,6 +142,24 @@ def test_the_first_whole_batch_of_its_shapes_must_be_the_same_everywhere(monkeyp
         r"its own rows, .* add num_rows, .*: jaxpar\.shard_batch\(batch, mesh, num_rows=\.\.\.\)\.",
     ):
         jaxpar.shard_batch({"x": np.ones((24, 2))}, mesh)
+
+
+def test_later_whole_batches_are_compared_where_the_processes_meet(monkeypatch, tiny_run):
+    mesh, told = jaxpar.make_mesh(data=8), []
+    monkeypatch.setattr("jaxpar.data.same_batch._compared", set())
+    monkeypatch.setattr("jaxpar.data.same_batch._is_of_one", lambda mesh: False)
+    with_another(monkeypatch, lambda values: told.append(values) or values)
+    monkeypatch.setattr("jaxpar.data.same_batch._later", {"batches": 0, "crc32": 0})
+    tiny_run._log = types.SimpleNamespace(flush=lambda: None)
+    for value in (1, 2, 2, 3):
+        jaxpar.shard_batch({"x": np.full((8, 2), value)}, mesh)
+        tiny_run._before_save()
+    _, *later = [values["batches after the first"] for values in told if "batch" not in values]
+    assert len(set(later)) == 3, "each batch counts"
+    assert [each.split()[0] for each in later] == ["1", "2", "3"]
+    with_another(monkeypatch, lambda values: {"batches after the first": "3 of crc32 00000000"})
+    with pytest.raises(ValueError, match=r"on their batches after the first before they train on; .* add num_rows"):
+        tiny_run._before_save()
 
 
 DATA_OF_ITS_OWN = """

@@ -1,10 +1,12 @@
 """Whether a batch can be given to devices as it is, and whether the processes of a run give the same, each the whole of it."""
 
 import threading
+import zlib
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxpar.data.checksums import checksum
@@ -16,6 +18,8 @@ REMEDY = (
     "of the whole batch: jaxpar.shard_batch(batch, mesh, num_rows=...). If each gives the whole batch, read "
     "the same data in the same order in all."
 )
+SAMPLE = 4096  # numbers of an array
+_later = {"batches": 0, "crc32": 0}  # whole batches after the first of their kind
 _compared: set[Any] = set()  # the kinds of batches of which the processes have compared the first
 
 
@@ -41,17 +45,33 @@ def check_kept(batch: PyTree) -> None:
             )
 
 
-def check_same_everywhere(batch: PyTree) -> None:
+def check_same_everywhere(batch: PyTree, mesh: Mesh) -> None:
     """Raises ValueError if the first whole batch of its shapes differs between the processes of a run.
 
-    A thread other than the main one may come to its first batch in another order on each process, so its batches are not
-    compared.
+    Of later ones a sample is added to what ``check_same_since`` compares. A thread other than the main one may come to its
+    batches in another order on each process, so those are not compared, nor are those on a mesh of one process alone.
     """
-    if jax.process_count() == 1 or threading.current_thread() is not threading.main_thread():
+    if jax.process_count() == 1 or threading.current_thread() is not threading.main_thread() or _is_of_one(mesh):
         return
     leaves = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(batch)]
     kind = jax.tree.structure(batch), *((np.shape(leaf), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
+    arrays = [np.asarray(leaf) for leaf in leaves]
     if kind not in _compared:
         _compared.add(kind)
-        given = checksum([np.asarray(leaf) for leaf in leaves])
-        check_agreement("shard a whole batch", {"batch": given}, REMEDY)
+        check_agreement("shard a whole batch", {"batch": checksum(arrays)}, REMEDY)
+        return
+    _later["batches"] += 1
+    for array in arrays:
+        sample = array.reshape(-1)[:: max(array.size // SAMPLE, 1)]
+        _later["crc32"] = zlib.crc32(sample.tobytes(), _later["crc32"])
+
+
+def check_same_since() -> None:
+    """Raises ValueError if the whole batches after the first differ; every process must call it after the same step."""
+    if jax.process_count() > 1:
+        told = f"{_later['batches']} of crc32 {_later['crc32']:08x}"
+        check_agreement("train on", {"batches after the first": told}, REMEDY)
+
+
+def _is_of_one(mesh: Mesh) -> bool:
+    return len({device.process_index for device in mesh.devices.flat}) == 1

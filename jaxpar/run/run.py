@@ -1,7 +1,6 @@
 """A run around a training loop: its folder and lease, checkpoints, metrics, report, and the guard that stops and watches it."""
 
 import hashlib
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -12,10 +11,11 @@ import optax
 
 import jaxpar
 from jaxpar.data.batches import Origin
+from jaxpar.data.same_batch import check_same_since
 from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.guard import Guard
 from jaxpar.metrics.exporters import Watcher
-from jaxpar.metrics.log import MetricsLog, check_names, read_metrics
+from jaxpar.metrics.log import MetricsLog, check_names
 from jaxpar.pipeline import check_permutes
 from jaxpar.planner import cluster, roofline
 from jaxpar.planner.compiled import inspect_pipeline
@@ -27,6 +27,7 @@ from jaxpar.run.early_stop import EarlyStop, left_early, without_metric
 from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.learning_rate import rate_after
 from jaxpar.run.messages import checks, forget_devices, phase, say, say_devices, spared, stop
+from jaxpar.run.pace import pace
 from jaxpar.run.start import advice_on_finite_steps, first_state, left_whole_lines, open_checkpoints, write_config
 from jaxpar.run.traits import Traits
 from jaxpar.run.watchers import open_watchers
@@ -97,9 +98,8 @@ class Run(AbstractContextManager["Run"]):
         self.target: Any = None
         self._settings = dict(settings or {})
         self._traits = Traits(self._settings, say)
-        if items_per_step is None:
-            items_per_step, items = 1, "steps"
-        self._rate = {"items_per_step": items_per_step, "items": items}
+        rate = (1, "steps") if items_per_step is None else (items_per_step, items)
+        self._rate: dict[str, Any] = {"items_per_step": rate[0], "items": rate[1]}
         self._flops_per_step = flops_per_step
         self._samples, self._remedy, self._draw, self._say = samples, remedy, draw, say
         self._watchers: list[Watcher] = []
@@ -263,7 +263,7 @@ class Run(AbstractContextManager["Run"]):
                 max_skipped=checkpoint.max_skipped,
                 budgets=self.flags.budget,
                 about=lambda step: {"samples": self._samples(step), "key": key, **self._about()},
-                before_save=self._log.flush,
+                before_save=self._before_save,
                 at_stop=self._draw_what_there_is,
                 remedy=self._advice(),
             )
@@ -278,11 +278,16 @@ class Run(AbstractContextManager["Run"]):
                     break
             if told := without_metric(checkpoint.keep_best, self._named):
                 self._say(told)
+            check_same_since()
         except GeneratorExit:  # a break
             self._guard.leave_loop()
             raise
         self._resources.close()
         self._seconds = self.seconds
+
+    def _before_save(self) -> None:
+        check_same_since()
+        self._log.flush()
 
     def _about(self) -> dict[str, Any]:
         return {"config": self._settings, "traits": self._traits.as_json()}
@@ -365,13 +370,8 @@ class Run(AbstractContextManager["Run"]):
 
     def say_pace(self) -> None:
         """Prints the time of this run's steps after the last one, if there were any."""
-        lines = read_metrics(self.out_dir / "metrics.jsonl") if jax.process_index() == 0 else []
-        if seconds := [line["step_seconds"] for line in lines if line["step"] >= self.first_step]:
-            median, count = statistics.median(seconds), len(seconds)
-            self._say(
-                f"{count} steps in {self.seconds:.1f} s, evaluations included; a step takes {median * 1e3:.0f} ms (median), "
-                f"{self._rate['items_per_step'] / median:,.0f} {self._rate['items']}/s"
-            )
+        if told := pace(self.out_dir, self.first_step, self.seconds, **self._rate):
+            self._say(told)
 
     def say_skipped(self, state: jaxpar.TrainState) -> None:
         """Prints how many steps changed nothing, if any."""
