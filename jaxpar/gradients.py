@@ -269,7 +269,9 @@ class _Step:
         form = _form_on_one_stage(self.parallel, params)
         if form is None:
             return self.one_stage(params, batch)
-        overlaps = self.parallel.overlap_grad_reduce and any(self.mesh.shape[axis] > 1 for axis in REPLICAS)
+        # At ZeRO 2 every microbatch has reduced its layers' gradients, but for those over replica.
+        left = REPLICAS if self.parallel.zero < 2 else (REPLICA,)
+        overlaps = self.parallel.overlap_grad_reduce and any(self.mesh.shape[axis] > 1 for axis in left)
         schedule = make_schedule("1f1b", 1, self.pipeline.num_microbatches, form=form)
         return self.pipelined(spmd_program(schedule, masks=True, overlaps=overlaps), params, batch)
 
@@ -342,7 +344,8 @@ class _Step:
         batch: PyTree,
         total_weight: jax.Array,
     ) -> tuple[PyTree, PyTree]:
-        of_grads, level = sharding.zero_of_grads, self.parallel.zero
+        of_grads, parallel = sharding.zero_of_grads, self.parallel
+        scatters = any(zero.is_early for zero in jax.tree.leaves(of_grads[LAYERS]))
         of_layer, of_layer_grads = (
             jax.tree.map(ZeroShard.of_one_layer, zero[LAYERS]) for zero in (sharding.zero, of_grads)
         )
@@ -358,7 +361,8 @@ class _Step:
                 gather_layer=partial(jax.tree.map, gather_as_given, of_layer),
                 scatter_layer=partial(jax.tree.map, scatter_early, of_layer_grads),
                 reduce_layers=lambda layers: reduce_and_shard(None, layers, of_grads[LAYERS])[1],
-                is_late=level == 3 or (program.overlaps and level == 2),
+                # A gradient that waits takes memory: in other programs of ZeRO 2 as much as asked for.
+                is_late=scatters and (parallel.zero == 3 or program.is_in_turn or parallel.overlap_grad_reduce),
             ),
             layer_shards=sharding.layer_shards,
             outer_specs=jax.tree.map(lambda zero: zero.tensor, sharding.zero[OUTER]),

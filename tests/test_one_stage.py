@@ -1,5 +1,7 @@
 """Microbatches on one stage, with layers written out as on GPUs: the numbers of one device, and what a microbatch writes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,6 +150,18 @@ def test_the_last_microbatch_alone_is_out_of_the_loop_and_reduces_each_layer_by_
     assert not scatters(equations(loop.params["jaxpr"]))
     of_layers = [each.invars[0].aval.shape for each in scatters(traced)]
     assert sorted(of_layers) == sorted([(1, *shape) for shape in SHAPES.values()] * 5 + [(8, 16)])
+
+
+def test_at_zero_2_no_microbatch_is_apart_since_each_has_reduced_its_gradients():
+    params = params_of(1, lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32))
+    batch = jax.ShapeDtypeStruct((24, 5), jnp.int32)
+
+    def traced(overlaps, **axes):
+        step = step_of_16_bits(mesh=jaxpar.make_mesh(**axes), zero=2, overlap_grad_reduce=overlaps)
+        return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(step)(params, batch)))
+
+    assert traced(True, data=4) == traced(False, data=4)
+    assert traced(True, data=2, replica=2) != traced(False, data=2, replica=2), "which is left for the last one"
 
 
 def test_more_layers_have_a_loop_so_that_the_time_to_compile_does_not_grow():

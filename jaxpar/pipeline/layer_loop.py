@@ -7,9 +7,9 @@ ZeRO 3 reduce-scatters the gradients of a layer before it adds them. In a progra
     ...
     at the end   layer 0's are reduce-scattered and added
 
-They then need nothing of the products of their trip, and XLA runs these between the start and the end of the collective. With
-one stage that overlaps reductions the last B has this form too, and reduces the complete sums of a layer in place of the
-reduce-scatter; at ZeRO 2 so does B of the microbatches before, as at ZeRO 3.
+They then need nothing of the products of their trip, and XLA runs these between the start and the end of the collective. So
+does ZeRO 2 with one stage, beside ``tensor`` if ``overlap_grad_reduce`` asks for it. At lower levels that lets the last B
+reduce the complete sums of a layer in place of the reduce-scatter.
 """
 
 from collections.abc import Callable
