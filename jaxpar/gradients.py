@@ -25,7 +25,6 @@ from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_e
 from jaxpar.pipeline import (
     LayerLayout,
     MpmdExecutor,
-    OverReplicas,
     Program,
     accumulate_pipelined,
     build_stage,
@@ -36,7 +35,7 @@ from jaxpar.pipeline import (
     spmd_program,
     sum_over_stages,
 )
-from jaxpar.position_checks import check_positions
+from jaxpar.position_checks import check_owned, check_positions
 from jaxpar.row_checks import check_rows
 from jaxpar.runtime.distributed import check_joined
 from jaxpar.schedule import Schedule, make_schedule
@@ -44,19 +43,7 @@ from jaxpar.sharding import check_batch_on, check_same_tree
 from jaxpar.step_sharding import StepSharding, run_on_shards, shard_step
 from jaxpar.traced_loss import TracedLoss, once_for_shapes, trace_loss
 from jaxpar.trainable import Frozen, Trainable, accept_frozen, check_params, freeze, only_trained, with_trained
-from jaxpar.zero import (
-    ZeroShard,
-    beside_sums,
-    check_owned,
-    gather_as_given,
-    gathering_layers,
-    reduce_and_shard,
-    reduce_rest,
-    reduced_or_added,
-    reducing_layers,
-    scatter_early,
-    widen_shards,
-)
+from jaxpar.zero_layers import beside_sums, gathering_layers, reduced_or_added, reducing_layers, wide_shards
 
 Loss = Callable[[PyTree, PyTree], tuple]
 ValueAndGrad = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -281,29 +268,30 @@ class _Step:
     def _sums(
         self, sharding: StepSharding, params: PyTree, batch: PyTree, total_weight: jax.Array
     ) -> tuple[PyTree, PyTree]:
-        of_grads, remat = sharding.zero_of_grads, self.pipeline.policy
-        params = widen_shards(params, sharding.zero)
-        gathering = gathering_layers(self.model, sharding.zero, again=remat is True)
-        outputs = forward_with_remat(gathering, remat, sharding.layer_shards)
+        zero, remat, model = sharding.zero, self.pipeline.policy, self.model
+        if zero.gathers_layers:
+            model = gathering_layers(model, zero, again=remat is True)
+            params = wide_shards(params, zero)
+        outputs = forward_with_remat(model, remat, sharding.layer_shards)
 
         def one_microbatch(microbatch: PyTree) -> tuple[PyTree, PyTree]:
             params_of, trained = partial(with_trained, params), only_trained(params)
             loss_sums, grads = _loss_and_grads(self.float_loss, outputs, params_of, trained, microbatch, total_weight)
-            scattered = lambda z, grad: grad if z.is_param else scatter_early(z, grad)
-            return loss_sums, jax.tree.map(scattered, of_grads, grads)
+            # The vjp of a layer that gathers its params has added their gradients.
+            return loss_sums, grads if zero.gathers_layers else zero.add(grads)
 
         loss_sums, grads = accumulate(one_microbatch, batch, self.pipeline.num_microbatches)
-        return reduce_and_shard(loss_sums, grads, of_grads)
+        return zero.finish(loss_sums, grads)
 
     def _sums_overlapping(
         self, sharding: StepSharding, params: PyTree, batch: PyTree, total_weight: jax.Array
     ) -> tuple[PyTree, PyTree]:
-        of_grads, num_microbatches = sharding.zero_of_grads, self.pipeline.num_microbatches
+        zero, num_microbatches = sharding.zero, self.pipeline.num_microbatches
         rematerialised = with_remat(self.model, self.pipeline.policy, sharding.layer_shards)
-        outputs = reducing_layers(rematerialised, of_grads, params).apply
+        outputs = reducing_layers(rematerialised, zero, params).apply
 
         def zeros(earlier: PyTree | None) -> PyTree:
-            like = jax.eval_shape(partial(reduced_or_added, of_grads[LAYERS]), params[LAYERS], earlier)
+            like = jax.eval_shape(partial(reduced_or_added, zero[LAYERS]), params[LAYERS], earlier)
             return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
 
         def one_microbatch(microbatch: PyTree, earlier: PyTree | None = None) -> tuple[PyTree, PyTree]:
@@ -315,14 +303,14 @@ class _Step:
         at = jax.tree.leaves(batch)[0].shape[0] // num_microbatches * (num_microbatches - 1)
         first, last = (jax.tree.map(lambda a, part=part: a[part], batch) for part in (slice(at), slice(at, None)))
         if num_microbatches == 1:
-            return reduce_rest(*one_microbatch(last, zeros(None)), of_grads)
+            return zero.finish_outer(*one_microbatch(last, zeros(None)))
         earlier_loss, earlier = accumulate(one_microbatch, first, num_microbatches - 1)
         # Otherwise XLA may run the last forward pass first, and keep its residuals beside those of the loop.
         last, earlier_loss = jax.lax.optimization_barrier((last, earlier_loss))
         loss_sums, grads = one_microbatch(last, earlier[LAYERS])
         added = partial(jax.tree.map, lambda total, last: total + last.astype(total.dtype))
         total = grads | {OUTER: added(earlier[OUTER], grads[OUTER])}
-        return reduce_rest(added(earlier_loss, loss_sums), total, of_grads)
+        return zero.finish_outer(added(earlier_loss, loss_sums), total)
 
     def pipelined(self, program: Program, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Several stages, or one with a merged schedule: one loop over the ticks of each segment of the program."""
@@ -344,11 +332,7 @@ class _Step:
         batch: PyTree,
         total_weight: jax.Array,
     ) -> tuple[PyTree, PyTree]:
-        of_grads, parallel = sharding.zero_of_grads, self.parallel
-        scatters = any(zero.is_early for zero in jax.tree.leaves(of_grads[LAYERS]))
-        of_layer, of_layer_grads = (
-            jax.tree.map(ZeroShard.of_one_layer, zero[LAYERS]) for zero in (sharding.zero, of_grads)
-        )
+        zero = sharding.zero
         stage = build_stage(
             _storing(self.model, self.pipeline, program.schedule),
             self.float_loss,
@@ -357,18 +341,13 @@ class _Step:
             params,
             microbatches=split_microbatches(batch, program.schedule.num_microbatches),
             total_weight=total_weight,
-            over_replicas=OverReplicas(
-                gather_layer=partial(jax.tree.map, gather_as_given, of_layer),
-                scatter_layer=partial(jax.tree.map, scatter_early, of_layer_grads),
-                reduce_layers=lambda layers: reduce_and_shard(None, layers, of_grads[LAYERS])[1],
-                # A gradient that waits takes memory: in other programs of ZeRO 2 as much as asked for.
-                is_late=scatters and (parallel.zero == 3 or program.is_in_turn or parallel.overlap_grad_reduce),
-            ),
+            zero=zero[LAYERS],
             layer_shards=sharding.layer_shards,
-            outer_specs=jax.tree.map(lambda zero: zero.tensor, sharding.zero[OUTER]),
+            outer_specs=jax.tree.map(lambda shard: shard.tensor, zero.shards[OUTER]),
         )
-        loss_sum, grads = sum_over_stages(*accumulate_pipelined(stage, params), sharding.replica_grads)
-        return (reduce_rest if stage.program.reduces else reduce_and_shard)(loss_sum, grads, of_grads)
+        loss_sums, grads = sum_over_stages(*accumulate_pipelined(stage, params), sharding.replica_grads)
+        finish = zero.finish_outer if stage.program.reduces else zero.finish
+        return finish(loss_sums, grads)
 
 
 def _loss_and_grads(

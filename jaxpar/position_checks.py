@@ -1,19 +1,26 @@
 """The checks of sequences that ``context`` splits: a loss is a sum over positions too, and pairs no neighbours.
 
 Both sums of a loss are added over the devices that share a sequence, as they are over microbatches (``row_checks.py``). What a
-model does with positions is its own: attention reads those of other devices.
+model does with positions is its own: attention reads those of other devices. So a model must send something over ``context``,
+as it must over ``data`` to params that replicas own (``check_owned``).
 """
 
 from collections.abc import Callable, Sequence
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import equations
+from jaxpar.backward.partition import cut_of
+from jaxpar.data_parallel import batch_specs
 from jaxpar.fields import arg
 from jaxpar.layered_model import OUTER, LayeredModel
+from jaxpar.mesh import CONTEXT, DATA, entry_axes
 from jaxpar.row_checks import NO_SUMS, Found, Model, pairs_of, resized, rows_of, shapes_of, size_of
 from jaxpar.row_dependence import Kind, Reader, Value, traced
+from jaxpar.shard_map import manual_over_data_and_stage
+from jaxpar.sharding import path_string
 
 _UNKNOWN = Value(Kind.UNKNOWN, None)
 
@@ -68,6 +75,76 @@ def check_positions(
             f"devices that share a sequence; got loss_sum {loss_is}, and weight_sum {weight_is}. Return jnp.sum of the losses "
             "of positions, and jnp.sum of their weights or their number."
         )
+
+
+def check_owned(
+    forward: Callable[[PyTree, PyTree], PyTree],
+    params: PyTree,
+    batch: PyTree,
+    shardings: PyTree,
+    mesh: Mesh,
+) -> None:
+    """Raises for a model that sends nothing over ``data`` where it owns params, or over ``context``. Computes nothing.
+
+    Args:
+        forward: The model, ``(params, batch) -> outputs``.
+        params: The params, in the model's order or packed.
+        batch: The batch.
+        shardings: The NamedShardings of the params, if they are known.
+        mesh: The mesh.
+    """
+    found = jax.tree_util.tree_leaves_with_path(shardings)
+    owned = [(path, leaf.spec) for path, leaf in found if cut_of(leaf.spec, DATA) is not None]
+    has_owned = bool(owned) and mesh.shape[DATA] > 1
+    is_split = mesh.shape[CONTEXT] > 1
+    if not has_owned and not is_split:
+        return
+    axes = _axes_of_collectives(forward, params, batch, shardings, mesh)
+    if is_split and CONTEXT not in axes:
+        raise ValueError(
+            "each device has a part of every sequence, so layers must gather what they read of other positions; got "
+            f"{arg(context=mesh.shape[CONTEXT])} and no collective over context in the model. Give attention the keys and "
+            f"values of jaxpar.context_parallel.gather_sequence, or use {arg(context=1)}."
+        )
+    if has_owned and DATA not in axes:
+        path, spec = owned[0]
+        raise ValueError(
+            "layers must send rows to the owner of a param that is sharded over data for good; got "
+            f"{path_string(path)} of {spec} and no collective over data in the model. Write one, such as "
+            'jax.lax.all_to_all(rows, "data", 0, 0), or leave data out of the rule: zero=3 shards params over it, and gathers '
+            "them."
+        )
+
+
+def _axes_of_collectives(
+    forward: Callable[[PyTree, PyTree], PyTree],
+    params: PyTree,
+    batch: PyTree,
+    shardings: PyTree,
+    mesh: Mesh,
+) -> set[str]:
+    """Returns the manual axes over which a model sends anything, on a shard of the params that are owned."""
+
+    def as_owned(sharding: NamedSharding) -> PartitionSpec:
+        entries = [DATA if DATA in entry_axes(entry) else None for entry in sharding.spec]
+        return PartitionSpec(*entries)
+
+    def outputless(params: PyTree, batch: PyTree) -> tuple:
+        forward(params, batch)
+        return ()
+
+    shapes = jax.eval_shape(lambda *trees: trees, params, batch)
+    of_params = PartitionSpec() if shardings is None else jax.tree.map(as_owned, shardings)
+    in_specs = of_params, batch_specs(shapes[1], mesh)
+    on_shards = manual_over_data_and_stage(outputless, mesh, in_specs=in_specs, out_specs=())
+    axes: set[str] = set()
+    for equation in equations(jax.make_jaxpr(on_shards)(*shapes)):
+        if equation.primitive.name == "axis_index":
+            continue
+        for name in ("axis_name", "axes"):
+            over = equation.params.get(name) or ()
+            axes.update([over] if isinstance(over, str) else over)
+    return axes
 
 
 def _refuse_neighbours(

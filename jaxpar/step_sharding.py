@@ -18,7 +18,7 @@ from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import path_string
 from jaxpar.traced_loss import TracedLoss
 from jaxpar.trainable import only_trained, trained_part
-from jaxpar.zero import gather_once, zero_shards
+from jaxpar.zero import Zero, zero_of, zero_shard
 
 SumsAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[PyTree, PyTree]]
 
@@ -31,20 +31,15 @@ class StepSharding:
         params: The PartitionSpecs over ``data``, ``context`` and ``stage`` of the params that a step is given.
         grads: Those of the gradients that it returns.
         replica_grads: The PartitionSpecs over ``stage`` and ``tensor`` of the gradients of one replica.
-        zero: The ZeroShard of each param.
+        zero: What the replicas exchange.
         layer_shards: How the params of one layer are sharded over ``tensor``; None where layers are not stacked.
     """
 
     params: PyTree
     grads: PyTree
     replica_grads: PyTree
-    zero: PyTree
+    zero: Zero
     layer_shards: ParamShards | None
-
-    @property
-    def zero_of_grads(self) -> PyTree:
-        """The ZeroShard of each gradient."""
-        return only_trained(self.zero)
 
 
 def shard_step(params: PyTree, parallel: Parallel, shardings: PyTree | None, *, layered: bool) -> StepSharding:
@@ -65,15 +60,21 @@ def shard_step(params: PyTree, parallel: Parallel, shardings: PyTree | None, *, 
             of_grads |= {OUTER: jax.tree.map(_where_at_rest, of_grads[OUTER], shardings[OUTER])}
     with_tensor = of_grads if shardings is None else jax.tree.map(_both, of_grads, shardings)
     stacked = layered and is_stacked(params)
-    shards = zero_shards(
-        parallel.zero, params, with_tensor, mesh, stacked=stacked, reduce_dtype=parallel.grad_reduce_dtype
+    zero = zero_of(
+        parallel.zero,
+        params,
+        with_tensor,
+        mesh,
+        stacked=stacked,
+        reduce_dtype=parallel.grad_reduce_dtype,
+        overlaps=parallel.overlap_grad_reduce,
     )
-    of_layers = [shard.tensor for shard in jax.tree.leaves(shards[LAYERS])] if stacked else None
+    of_layers = [shard.tensor for shard in zero[LAYERS].of_params] if stacked else None
     return StepSharding(
-        params=jax.tree.map(lambda spec, z: z.in_step(spec), of_params, shards),
-        grads=only_trained(jax.tree.map(lambda spec, z: z.at_rest(spec), of_grads, shards)),
+        params=jax.tree.map(lambda spec, shard: shard.in_step(spec), of_params, zero.shards),
+        grads=only_trained(jax.tree.map(lambda spec, shard: shard.at_rest(spec), of_grads, zero.shards)),
         replica_grads=only_trained(with_tensor),
-        zero=shards,
+        zero=zero,
         layer_shards=None if of_layers is None else ParamShards.of_layers(of_layers, mesh.shape[TENSOR]),
     )
 
@@ -95,7 +96,7 @@ def left_whole(params: PyTree, parallel: Parallel) -> dict[str, int]:
     for (path, param), sharding in zip(
         jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
     ):
-        shard = zero_shards(parallel.zero, param, sharding.spec, parallel.mesh, stacked=False)
+        shard = zero_shard(parallel.zero, param, sharding.spec, parallel.mesh)
         if shard.axes and shard.dim is None:
             found[path_string(path)] = math.prod(sharding.shard_shape(param.shape)) * param.dtype.itemsize
     return found
@@ -119,7 +120,7 @@ def run_on_shards(
 
     def one_shard(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         total_weight = reduce_gradients(traced.weight_of_rows(batch))
-        totals, grads = sums(gather_once(params, sharding.zero), batch, total_weight)
+        totals, grads = sums(sharding.zero.fetch_once(params), batch, total_weight)
         value = traced.value(totals, total_weight)
         return value, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
 

@@ -9,7 +9,7 @@ from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.backward.split import split_layer
 from jaxpar.dtypes import num_bytes
 from jaxpar.pipeline import spmd_program
-from jaxpar.pipeline.stage import BUFFERS
+from jaxpar.pipeline.layer import BUFFERS
 from jaxpar.schedule import make_schedule
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 8

@@ -105,10 +105,13 @@ def through_executor(
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
+    import jaxpar
     from jaxpar.data_parallel import split_microbatches
+    from jaxpar.layered_model import LAYERS
     from jaxpar.pipeline import LayerLayout, accumulate_pipelined, build_stage, compile_schedule
     from jaxpar.schedule import make_schedule
     from jaxpar.shard_map import manual_over_data_and_stage
+    from jaxpar.step_sharding import shard_step
 
     program = compile_schedule(make_schedule(name, 1, NUM_MICROBATCHES, chunks, form=form), masks=masks)
     layout = LayerLayout(num_layers, 1, chunks)
@@ -116,7 +119,10 @@ def through_executor(
     def run(params: Any, batch: Any) -> tuple[Any, Any]:
         weight = jnp.float32(batch["targets"].size)
         microbatches = split_microbatches(batch, NUM_MICROBATCHES)
-        stage = build_stage(model, loss, program, layout, params, microbatches=microbatches, total_weight=weight)
+        zero = shard_step(params, jaxpar.Parallel(mesh), None, layered=True).zero[LAYERS]
+        stage = build_stage(
+            model, loss, program, layout, params, microbatches=microbatches, total_weight=weight, zero=zero
+        )
         (loss_sum, _), grads = accumulate_pipelined(stage, params)
         return loss_sum / weight, grads
 

@@ -3,9 +3,9 @@
 From a Schedule to the loops that run it: `layout.py` assigns layers to stages and chunks. `program.py` compiles the Schedule to
 tables of integers, from the time of each op and the lives of values in buffers (`timetable.py`). `executor.py` prepares a stage
 and runs the tables in loops over ticks: `stage.py` runs its ops, which are skipped or masked where it is idle
-(`control_flow.py`), `layer_loop.py` runs them over layers, adds the layers' gradients and reduces them, `buffers.py` stores
-values between ops and sends them between stages. `one_stage.py` runs F and B of each microbatch in turn where there is one
-stage, without tables.
+(`control_flow.py`), `layer_ops.py` runs them on layers, of which `layer.py` has the functions, in the loops of `layer_loop.py`,
+which add the gradients. `buffers.py` stores values between ops and sends them between stages. `one_stage.py` runs F and B of
+each microbatch in turn where there is one stage, without tables.
 `jaxpar/backward/split.py` splits a layer into the functions of these ops, `embed_and_head.py` embedding and head, of which
 `head_parts.py` proves that the stages may share it.
 
@@ -15,7 +15,7 @@ stage, without tables.
 
 from jaxpar.pipeline.control_flow import check_permutes
 from jaxpar.pipeline.embed_and_head import stage_specs, sum_over_stages
-from jaxpar.pipeline.executor import OverReplicas, accumulate_pipelined, build_stage, masks_idle_ops
+from jaxpar.pipeline.executor import accumulate_pipelined, build_stage, masks_idle_ops
 from jaxpar.pipeline.layout import LayerLayout, close_params, fitting_layout, open_params
 from jaxpar.pipeline.mpmd import MpmdExecutor
 from jaxpar.pipeline.program import Program, compile_schedule, join_backward, spmd_program
@@ -23,7 +23,6 @@ from jaxpar.pipeline.program import Program, compile_schedule, join_backward, sp
 __all__ = [
     "LayerLayout",
     "MpmdExecutor",
-    "OverReplicas",
     "Program",
     "accumulate_pipelined",
     "build_stage",

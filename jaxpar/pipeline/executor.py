@@ -5,7 +5,6 @@ its params.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,30 +23,14 @@ from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
 from jaxpar.pipeline.control_flow import is_maskable, stage_index
 from jaxpar.pipeline.embed_and_head import Ends
-from jaxpar.pipeline.layer_loop import LayerLoop
+from jaxpar.pipeline.layer import Layer, OverReplicas, orders_in_memory
+from jaxpar.pipeline.layer_ops import LayerOps
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.one_stage import accumulate_in_turn, writes_out
 from jaxpar.pipeline.program import Program, Row, Segment, spmd_program
-from jaxpar.pipeline.stage import BUFFERS, Stage, State
+from jaxpar.pipeline.stage import Stage, State
 from jaxpar.shard_map import on_tensor_shards
 from jaxpar.trainable import only_trained, trained_indices
-
-
-@dataclass(frozen=True)
-class OverReplicas:
-    """What a stage exchanges with the other replicas while it runs layers; nothing by default.
-
-    Attributes:
-        gather_layer: Applied to the params of one layer, cast if the layer only casts them, before each use (ZeRO 3).
-        scatter_layer: Applied to the gradients of one layer before they are added (ZeRO 2 and 3 shard them).
-        reduce_layers: Reduces the complete gradients of one layer over the replicas, in a program that ``reduces``.
-        is_late: Whether masked ticks apply ``scatter_layer`` to a layer's gradients while they compute those of the next one.
-    """
-
-    gather_layer: Callable[[PyTree], PyTree] = lambda params: params
-    scatter_layer: Callable[[PyTree], PyTree] = lambda grads: grads
-    reduce_layers: Callable[[PyTree], PyTree] = lambda grads: grads
-    is_late: bool = False
 
 
 def masks_idle_ops(mesh: Mesh) -> bool:
@@ -112,7 +95,7 @@ def build_stage(
     *,
     microbatches: PyTree,
     total_weight: jax.Array,
-    over_replicas: OverReplicas = OverReplicas(),
+    zero: OverReplicas,
     layer_shards: ParamShards | None = None,
     outer_specs: PyTree | None = None,
 ) -> Stage:
@@ -126,54 +109,41 @@ def build_stage(
         params: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]`` and all of outer.
         microbatches: ``[num_microbatches, rows, ...]``, the same on every stage.
         total_weight: The weight of the whole batch; gradients are those of loss_sum / total_weight.
-        over_replicas: What the stage exchanges with other replicas.
+        zero: What the stage exchanges with other replicas for its layers.
         layer_shards: How the params of a layer are sharded over ``tensor``, by default replicated.
         outer_specs: The PartitionSpecs over ``tensor`` of outer, by default replicated.
     """
-    over = over_replicas
-    leaves, params_tree = jax.tree.flatten(params[LAYERS])
+    leaves = jax.tree.leaves(params[LAYERS])
     num_shards = jax.sharding.get_abstract_mesh().shape[TENSOR]
     shards = layer_shards or ParamShards((None,) * len(leaves), num_shards)
     of_one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
     microbatch = jax.tree.map(of_one, microbatches)
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)
-    one_layer = jax.eval_shape(over.gather_layer, jax.tree.map(of_one, params[LAYERS]))
-    trained_layer, layer_tree = jax.tree.flatten(only_trained(one_layer))
+    one_layer = jax.eval_shape(zero.fetch, jax.tree.map(of_one, params[LAYERS]))
+    trained_layer = jax.tree.leaves(only_trained(one_layer))
     # XLA's CPU backend has not all products of 16-bit floats in float32.
     widens_grads = on_gpus() and writes_out(program, layout)
-    layer = split_layer(model.layers(1)[0], one_layer, x, shards, widens_grads=widens_grads)
-    cuts = shards.partition(layer.graph, layer.values["params"]).cuts if program.masks else {}
-    num_parts = _parts_of_head(program, layer, cuts, shards.num_shards)
+    split = split_layer(model.layers(1)[0], one_layer, x, shards, widens_grads=widens_grads)
+    cuts = shards.partition(split.graph, split.values["params"]).cuts if program.masks else {}
+    num_parts = _parts_of_head(program, split, cuts, shards.num_shards)
     ends = Ends(model, loss, params[OUTER], x, microbatch, **num_parts)
-    program = _skipping(program, ends, layer)
+    program = _skipping(program, ends, split)
     outer = _in_memory(jax.tree.leaves(params[OUTER]), program, outer_specs)
     head = _read_by_head(ends, outer, casts=program.masks)
-    scatter = _on_leaves(over.scatter_layer, layer_tree)
-    loop = LayerLoop(
-        layout=layout,
-        params=layer.cast(leaves),
-        masks=program.masks,
-        gather=_on_leaves(over.gather_layer, params_tree),
-        scatter=scatter,
-        reduce=_on_leaves(over.reduce_layers, layer_tree),
-        is_late=over.is_late,
-    )
-    added = jax.eval_shape(scatter, list(map(_wide, trained_layer)))
+    orders = orders_in_memory(split, cuts, shards.num_shards, masks=program.masks)
+    layer = Layer(split, LayerPasses(split, program.masks), zero, jax.tree.leaves(x), orders)
+    added = jax.eval_shape(zero.add, list(map(_wide, trained_layer)))
     layer_sums = [_stacked(grad, layout) for grad in added]
     loss_sums = jax.tree.map(_wide, ends.loss_sums)
     return Stage(
         program=program,
         ends=ends,
-        layer=layer,
-        passes=LayerPasses(layer, program.masks),
+        layers=LayerOps(layout, program, layer, split.cast(leaves)),
         outer=outer,
         head=head,
-        x=jax.tree.leaves(x),
         microbatches=microbatches,
         total_weight=total_weight,
-        layers=loop,
         sums=(layer_sums, _outer_sums(params[OUTER]), loss_sums),
-        in_order=_in_order(layer, cuts, shards.num_shards, masks=program.masks),
     )
 
 
@@ -192,11 +162,6 @@ def _outer_sums(outer: PyTree) -> list[jax.ShapeDtypeStruct | None]:
     trained = trained_indices(outer)
     leaves = enumerate(jax.tree.leaves(outer))
     return [_wide(leaf) if i in trained else None for i, leaf in leaves]
-
-
-def _on_leaves(function: Callable[[PyTree], PyTree], tree: Any) -> Callable[[list], list]:
-    """Returns a function of trees as one of their leaves."""
-    return lambda leaves: jax.tree.leaves(function(jax.tree.unflatten(tree, leaves)))
 
 
 def _parts_of_head(
@@ -261,31 +226,3 @@ def plans_of_ops(*, recomputes: bool, splits_backward: bool) -> dict[str, str]:
     if splits_backward:
         return plans | {"B": "backward_input", "W": "backward_weights"}
     return plans | {"B": "backward"}
-
-
-def _in_order(
-    layer: SplitLayer, cuts: Mapping[int, Cut], num_shards: int, *, masks: bool
-) -> dict[str, list[Callable[[Any], Any]]]:
-    """Returns, for each buffer, one function per stored value, which makes a transposed value row-major in memory.
-
-    Otherwise XLA may write a transposed value as it was before, or read it as a product wants it, and transpose the whole
-    buffer for that; it does so on GPUs. XLA's partitioner would gather a value to fix its order, so each shard over ``tensor``
-    is fixed on its own.
-
-    Args:
-        layer: The layer.
-        cuts: The dim of each of its values that is sharded over ``tensor``.
-        num_shards: The number of shards.
-        masks: Whether the program masks idle ops; otherwise XLA may choose the order.
-    """
-
-    def order(value: int) -> Callable[[Any], Any]:
-        cut = cuts.get(value)
-        is_known = cut is not None or num_shards == 1
-        if not masks or not is_known or not layer.graph.is_transposed(value):
-            return lambda array: array
-        dims = range(len(layer.graph.avals[value].shape))
-        entries = [TENSOR if dim == cut else None for dim in dims]
-        return partial(on_tensor_shards, row_major, spec=PartitionSpec(*entries))
-
-    return {name: [order(value) for value in layer.values[name]] for name in BUFFERS}

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 
 from jaxpar.pipeline import buffers
 from jaxpar.pipeline.control_flow import for_range, masked, stage_index
+from jaxpar.pipeline.layer import Arrays, Layer
 from jaxpar.pipeline.layout import LayerLayout
-from jaxpar.pipeline.program import OpRow
+from jaxpar.pipeline.program import OpRow, Program
 
-Arrays = list[Any]
 Span = tuple[int, Any]  # positions of layers in a chunk: the first, and that after the last
 GradsOf = Callable[[Any, Any, Arrays], tuple[Any, Arrays]]
 Finish = Callable[[Arrays, Arrays, Any], Arrays]
@@ -32,25 +32,19 @@ Finish = Callable[[Arrays, Arrays, Any], Arrays]
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """The layers of a stage, and how their gradients are added.
+    """The layers of a stage, and loops over them.
 
     Attributes:
         layout: Which stage and chunk holds which layers.
+        program: The compiled schedule.
+        layer: The functions of one layer.
         params: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]``, already cast.
-        masks: Whether the program masks idle ops.
-        gather: Returns the params of one layer as ops read them; at ZeRO 3 it gathers them.
-        scatter: Returns the gradients of one layer as they are added.
-        reduce: Returns the complete gradients ``[1, ...]`` of a layer, reduced over the replicas.
-        is_late: Whether masked ticks ``scatter`` and add the gradients of a layer while they compute those of the next one.
     """
 
     layout: LayerLayout
+    program: Program
+    layer: Layer
     params: Arrays
-    masks: bool
-    gather: Callable[[Arrays], Arrays]
-    scatter: Callable[[Arrays], Arrays]
-    reduce: Callable[[Arrays], Arrays]
-    is_late: bool
 
     # -- positions -----------------------------------------------------------------------------------------------------
 
@@ -73,8 +67,8 @@ class LayerLoop:
     def params_at(self, chunk: jax.Array, position: Any) -> Arrays:
         """The params of the layer at a position of a chunk."""
         first = chunk * self.layout.positions_per_chunk
-        stored = buffers.take(self.params, first + position, as_stored=self.masks)
-        return self.gather(stored)
+        stored = buffers.take(self.params, first + position, as_stored=self.program.masks)
+        return self.layer.fetch(stored)
 
     def index(self, row: OpRow, name: str, position: Any) -> tuple:
         """The slot of a buffer and the place in it where the values of a layer are.
@@ -103,7 +97,7 @@ class LayerLoop:
         On a GPU the host waits in each trip of a loop whose length it does not know, so in a program that masks the positions
         that hold a layer in every chunk have a loop of their own, with the body ``everywhere`` if there is one.
         """
-        if not self.masks:
+        if not self.program.masks:
             whole = 0, self.num_layers(chunk)
             return self.over_positions(whole, body, chunk, carry, back=back)
         loops = [(self.common, everywhere or body), (self.others(chunk), body)]
@@ -167,7 +161,17 @@ class LayerLoop:
         """Whether an op adds or reduces the gradients of a layer while it computes those of the next one."""
         # In a branch no collective runs beside anything; one stage has no branches.
         in_branch = row.on is True and self.layout.num_stages > 1
-        return row.reduces or (self.is_late and not in_branch)
+        return row.reduces or (self._is_late and not in_branch)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether masked ticks reduce-scatter and add the gradients of a layer while they compute those of the next one.
+
+        A gradient that waits takes memory: at ZeRO 2 it does so with microbatches in turn, and in other programs if asked for.
+        """
+        zero = self.layer.zero
+        waits = zero.gathers_layers or zero.overlaps or self.program.is_in_turn
+        return zero.scatters_layers and waits
 
     def _adding(self, row: OpRow, grads_of: GradsOf) -> Callable:
         """The body of a loop that adds the gradients of a layer at once."""
@@ -224,7 +228,7 @@ class LayerLoop:
         The totals take the place of the sums, except where reduced gradients have another shape (ZeRO 1). One stage has one
         chunk, in which every position holds a layer.
         """
-        like = jax.eval_shape(self.reduce, [own[:1] for own in sums])
+        like = jax.eval_shape(self.layer.finish, [own[:1] for own in sums])
         totals = []
         for own, reduced in zip(sums, like, strict=True):
             shape = len(own), *reduced.shape[1:]
@@ -237,7 +241,7 @@ class LayerLoop:
                 complete.append(jax.lax.dynamic_slice_in_dim(read, position, 1))
             complete = buffers.add_at(complete, self._masked(grads, row), 0)
             reduced = []
-            for total, new in zip(totals, self.reduce(complete), strict=True):
+            for total, new in zip(totals, self.layer.finish(complete), strict=True):
                 new = new.astype(total.dtype)
                 reduced.append(jax.lax.dynamic_update_slice_in_dim(total, new, position, axis=0))
             return reduced
@@ -246,4 +250,4 @@ class LayerLoop:
 
     def _masked(self, grads: Arrays, row: OpRow) -> Arrays:
         """The gradients of one layer as they are added; zeros where the op is off."""
-        return masked(row.on, self.scatter(grads))
+        return masked(row.on, self.layer.add(grads))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpar.dtypes import is_float, merge, unwrap_key
+from jaxpar.dtypes import is_float, merge
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import OpRow, Program
 from jaxpar.pipeline.stage import Stage, State
@@ -101,7 +101,7 @@ class _WrittenOut:
         self.layer, self.layers = stage.layer, stage.layers
         self.sums = stage.sums
         self.params = _unstacked(stage.layers.params, stage.layers.layout.num_layers)
-        whole = jax.eval_shape(self.layers.gather, self.params[0])
+        whole = jax.eval_shape(self.layer.fetch, self.params[0])
         shapes = lambda arrays: [each.shape for each in arrays]
         self.gathers = shapes(whole) != shapes(self.params[0])
         self.decodes = not all(map(is_float, self.params[0]))
@@ -121,7 +121,7 @@ class _WrittenOut:
         for index in range(len(self.params)):
             ahead, x = self._fetch(index + 1, x)
             weights, x = self._to_decode(weights, x)
-            x, *of_layer = self.layer.forward_and_store(weights, x)
+            x, *of_layer = self.layer.split.forward_and_store(weights, x)
             residuals.append(of_layer)
             last, weights = weights, ahead
         return state._replace(layer_grads=sums), x, Stored(residuals, last)
@@ -154,7 +154,7 @@ class _WrittenOut:
         params = self.params[index]
         if self.gathers:
             params, beside = jax.lax.optimization_barrier((params, beside))
-        return self.layers.gather(params), beside
+        return self.layer.fetch(params), beside
 
     def _to_decode(self, weights: Arrays, beside: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the weights of a layer, which wait for what it reads if they are in codes.
@@ -177,7 +177,7 @@ class _WrittenOut:
         # XLA would find what B recomputes in F, and store it.
         (for_b, for_w), ct = jax.lax.optimization_barrier((residuals, ct))
         weights, ct = self._to_decode(weights, ct)
-        ct, grads = self.layer.backward(weights, for_b, for_w, ct)
+        ct, grads = self.layer.split.backward(weights, for_b, for_w, ct)
         # XLA would leave gradients to the end, and keep what they read of all layers. So the layer
         # below waits for the sums, and where collectives come first, for the products alone.
         is_sent = [grad.shape != total.shape for grad, total in zip(grads, sums, strict=True)]
@@ -185,7 +185,7 @@ class _WrittenOut:
             # XLA would reduce the gradients of several layers as one, when the last of them are there.
             grads, above = jax.lax.optimization_barrier((grads, above))
         ct, grads = _after(ct, grads, is_sent)
-        scattered = zip(sums, self.layers.scatter(grads), strict=True)
+        scattered = zip(sums, self.layer.add(grads), strict=True)
         sums = [total + grad.astype(total.dtype) for total, grad in scattered]
         ct, sums = _after(ct, sums, [not each for each in is_sent])
         return ct, [sums, *above]
@@ -194,7 +194,7 @@ class _WrittenOut:
         """Returns the sums of a layer and of the one above, with the first reduced over the replicas."""
         # XLA would reduce the sums of several layers as one, when the last of them are there.
         sums, *above = jax.lax.optimization_barrier(sums_and_above)
-        reduced = self.layers.reduce([total[None] for total in sums])
+        reduced = self.layer.finish([total[None] for total in sums])
         return [[total[0] for total in reduced], *above]
 
     def with_stacked_sums(self, state: State) -> State:
@@ -212,11 +212,10 @@ class _Loop:
         return self.stage.first_state()._replace(inbox=[])
 
     def forward(self, state: State, row: OpRow, x: Arrays) -> tuple[State, Arrays, Stored]:
-        carry = [unwrap_key(a) for a in x], state.residuals_b, state.residuals_w
-        body = self.stage.layer_forward(row, store=True)
-        y, for_b, for_w = self.stage.layers.over_layers(body, row.chunk, carry)
-        state = state._replace(residuals_b=for_b, residuals_w=for_w)
-        return state, self.stage.with_keys(y), Stored([], [])
+        layers, layer = self.stage.layers, self.stage.layer
+        x = layer.without_keys(x)
+        y, rings = layers.forward(row, x, state.residuals, store=True)
+        return state.with_residuals(rings), layer.with_keys(y), Stored([], [])
 
     def backward(
         self,
@@ -225,7 +224,8 @@ class _Loop:
         ct: Arrays,
         stored: Stored,
     ) -> tuple[State, Arrays]:
-        return self.stage.backward_over_layers(state, row, ct)
+        dx, layer_grads = self.stage.layers.backward(row, ct, state.residuals, state.layer_grads)
+        return state._replace(layer_grads=layer_grads), dx
 
     def with_stacked_sums(self, state: State) -> State:
         return state

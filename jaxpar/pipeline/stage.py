@@ -28,18 +28,15 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.backward.add_grads import add_grads
-from jaxpar.backward.passes import LayerPasses, run_passes
-from jaxpar.backward.split import SplitLayer
-from jaxpar.dtypes import float_indices, merge, rewrap_key, unwrap_key
+from jaxpar.dtypes import merge
 from jaxpar.mesh import TENSOR
 from jaxpar.pipeline import buffers
 from jaxpar.pipeline.control_flow import Mask, both, do_if, masked, stage_index, where
 from jaxpar.pipeline.embed_and_head import Ends
-from jaxpar.pipeline.layer_loop import LayerLoop
+from jaxpar.pipeline.layer import BUFFERS, Layer
+from jaxpar.pipeline.layer_ops import LayerOps, Rings
 from jaxpar.pipeline.program import OpRow, Program, Row, Segment, op_row
 from jaxpar.shard_map import whole_over_tensor
-
-BUFFERS = ("residuals_b", "residuals_w", "cotangents_w")  # those that hold values of each layer
 
 
 class State(NamedTuple):
@@ -63,6 +60,16 @@ class State(NamedTuple):
     residuals_b: list
     residuals_w: list
 
+    @property
+    def residuals(self) -> tuple[list, list]:
+        """Both buffers of values of the forward pass."""
+        return self.residuals_b, self.residuals_w
+
+    def with_residuals(self, rings: Rings) -> "State":
+        """Returns the state with other ``residuals``."""
+        residuals_b, residuals_w = rings
+        return self._replace(residuals_b=residuals_b, residuals_w=residuals_w)
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -71,36 +78,38 @@ class Stage:
     Attributes:
         program: The compiled schedule.
         ends: Embedding and head.
-        layer: The functions of a layer.
-        passes: Its forward pass and its complete backward pass.
+        layers: The layers.
         outer: The leaves of the outer params.
         head: Those that the head reads, in the dtypes in which it takes them.
-        x: The shapes of the leaves of an activation.
         microbatches: ``[num_microbatches, rows, ...]``.
         total_weight: The weight of the whole batch.
-        layers: The layers, and how their gradients are added.
         sums: The shapes of ``layer_grads``, ``outer_grads`` and ``loss`` of a State.
-        in_order: For each buffer of values of layers a function for each value, which fixes its order of dims in memory.
     """
 
     program: Program
     ends: Ends
-    layer: SplitLayer
-    passes: LayerPasses
+    layers: LayerOps
     outer: list
     head: list
-    x: list[jax.ShapeDtypeStruct]
     microbatches: PyTree
     total_weight: jax.Array
-    layers: LayerLoop
     sums: tuple[list, list, PyTree]
-    in_order: dict[str, list[Callable[[Any], Any]]]
+
+    @property
+    def layer(self) -> Layer:
+        """The functions of one layer."""
+        return self.layers.layer
+
+    @property
+    def x(self) -> list[jax.ShapeDtypeStruct]:
+        """The shapes of the leaves of an activation."""
+        return self.layer.x
 
     def first_state(self) -> State:
         """Empty buffers and zero sums. Where idle stages run every op, they read slots to which nothing was written."""
         slots, positions = self.program.num_slots, self.layers.layout.positions_per_chunk
         rings = {"inbox": (self.x, (slots["inbox"] + 1,))} | {
-            name: (self.layer.shapes(name) if slots[name] else [], (slots[name], positions)) for name in BUFFERS
+            name: (self.layer.split.shapes(name) if slots[name] else [], (slots[name], positions)) for name in BUFFERS
         }
         # XLA would replicate rings without initial values over an automatic axis.
         clear = self.program.masks or jax.sharding.get_abstract_mesh().shape[TENSOR] > 1
@@ -111,7 +120,7 @@ class Stage:
     def tick(self, segment: Segment, number: jax.Array, state: State, row: Row, last: Row | None) -> State:
         """Runs the ops of one tick of a segment, then sends and receives; ``last`` is the row of the last stage."""
         blank = buffers.zeros(self.x)
-        sends = {"F": blank, "B": [blank[i] for i in self.floats]}
+        sends = {"F": blank, "B": [blank[i] for i in self.layer.floats]}
         over_links = partial(buffers.transfer, self.program, segment, number, self.x, row)
         early, arrived = self.program.masks and self.program.schedule.num_stages > 1, None
         rows = {name: op_row(row, name) for name in segment.ops}
@@ -157,11 +166,6 @@ class Stage:
                 return op(both(here, on), state)
         return self.do_if(name, both(here, on), lambda state: op(True, state), state)
 
-    @property
-    def floats(self) -> list[int]:
-        """Which leaves of x carry gradients."""
-        return float_indices(self.x)
-
     def microbatch(self, index: jax.Array) -> PyTree:
         """One microbatch."""
         return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False), self.microbatches)
@@ -177,56 +181,22 @@ class Stage:
         """The input of F and R: the embedding on the first virtual stage, else the inbox."""
         is_first = self.is_virtual_stage(0, row.chunk)
         args = lambda: (self.read(self.ends.embed_reads), self.microbatch(row.microbatch))
-        embedded = lambda: [unwrap_key(a) for a in embed(*args())]
-        received = lambda: [unwrap_key(a) for a in buffers.get(state.inbox, self.x, row.x)]
+        embedded = lambda: self.layer.without_keys(embed(*args()))
+        received = lambda: self.layer.without_keys(buffers.get(state.inbox, self.x, row.x))
         with jax.named_scope("embed"):
             if self.program.masks and self.ends.is_masked("embed", self.program, self.layers.layout):
                 # The other stages wait for the first one anyway.
                 return where(is_first, embedded(), received())
             return jax.lax.cond(both(is_first, row.on), lambda: list(map(whole_over_tensor, embedded())), received)
 
-    def store(self, ring: list, values: list, row: OpRow, name: str, position: Any) -> list:
-        """Writes the values of one layer to a buffer."""
-        values = [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
-        return buffers.put(ring, values, *self.layers.index(row, name, position))
-
-    def stored(self, ring: list, row: OpRow, name: str, position: Any) -> list:
-        """The values of one layer in a buffer."""
-        values = buffers.get(ring, self.layer.shapes(name), *self.layers.index(row, name, position))
-        return [in_order(value) for in_order, value in zip(self.in_order[name], values, strict=True)]
-
-    def with_keys(self, unwrapped: Sequence) -> list:
-        """X with PRNG keys rewrapped."""
-        return [rewrap_key(a, like) for a, like in zip(unwrapped, self.x, strict=True)]
-
     def run_layers(
         self, state: State, row: OpRow, embed: Callable[[list, Any], list], *, store: bool
     ) -> tuple[State, list]:
         """Runs the layers of a chunk on its input, and stores their residuals if asked."""
-        rings = (state.residuals_b, state.residuals_w) if store else ([], [])
-        carry = (self.input_of(state, row, embed), *rings)
-        y, residuals_b, residuals_w = self.layers.over_layers(self.layer_forward(row, store=store), row.chunk, carry)
-        return (state._replace(residuals_b=residuals_b, residuals_w=residuals_w) if store else state), y
-
-    def layer_forward(self, row: OpRow, *, store: bool) -> Callable[[tuple, Any, list], tuple]:
-        """The body of a loop that runs layers; its carry is x and the buffers of residuals."""
-
-        def body(carry: tuple, position: Any, params: list) -> tuple:
-            x, *rings = carry
-            ((y, *stored),) = run_passes(self.passes.forward(params, self.with_keys(x), store=store))
-            return [unwrap_key(a) for a in y], *self.store_layer(rings, stored, row, position)
-
-        return body
-
-    def store_layer(self, rings: list, stored: list, row: OpRow, position: Any) -> list:
-        """Writes what F of one layer stores, if it does, to the buffers of residuals."""
-        each = zip(rings, stored, ("residuals_b", "residuals_w"), strict=True) if stored else ()
-        return [self.store(ring, values, row, name, position) for ring, values, name in each] or rings
-
-    def layer_backward(self, carry: tuple, residuals: tuple[list, list], params: list) -> tuple[tuple, list]:
-        """Runs the complete backward pass of one layer in a loop, whose carry is ct and what the layer gathers of it."""
-        ((dx, made, finish),) = run_passes(self.passes.backward(params, *residuals, *carry))
-        return (dx, self.passes.gathered(dx)), finish(made)
+        rings = state.residuals if store else ([], [])
+        x = self.input_of(state, row, embed)
+        y, rings = self.layers.forward(row, x, rings, store=store)
+        return (state.with_residuals(rings) if store else state), y
 
     def forward(self, state: State, row: OpRow) -> tuple[State, list]:
         """F: returns the activation to send."""
@@ -237,7 +207,7 @@ class Stage:
     def after_layers(self, state: State, row: OpRow, y: list) -> tuple[State, list]:
         """F after the last layer of a chunk: the message to a virtual stage on the same stage, or the head."""
         if self.has_local_messages:
-            state = state._replace(inbox=buffers.put(state.inbox, self.with_keys(y), row.out))
+            state = state._replace(inbox=buffers.put(state.inbox, self.layer.with_keys(y), row.out))
         if not row.has_head:
             return state, y
         if row.last is not None and "head" not in self.program.skips:
@@ -255,7 +225,7 @@ class Stage:
     def run_head(self, on: Mask, state: State, row: OpRow, y: list) -> State:
         """Runs head and loss of one microbatch forward and backward; the cotangent of y goes to the inbox."""
         microbatch = self.microbatch(row.microbatch)
-        result = self.ends.head(self.head, self.with_keys(y), microbatch, self.total_weight)
+        result = self.ends.head(self.head, self.layer.with_keys(y), microbatch, self.total_weight)
         return self.add_head(on, state, row, *result)
 
     def run_part_of_head(self, state: State, row: OpRow, last: OpRow, y: list) -> State:
@@ -265,7 +235,7 @@ class Stage:
         on = last.on & (last.chunk == self.program.schedule.num_chunks - 1)
         with jax.named_scope("head"):
             of_last = lambda a: parts.scatter(jnp.where(stage_index() == stage, a, 0))
-            given = [of_last(a) if parts.is_split(a) else a for a in self.with_keys(y)]
+            given = [of_last(a) if parts.is_split(a) else a for a in self.layer.with_keys(y)]
             microbatch = jax.tree.map(lambda a: parts.of_stage(a, stage_index()), self.microbatch(last.microbatch))
             loss_sums, grads, ct = self.ends.head(self.head, given, microbatch, self.total_weight)
             return self.add_head(on, state, row, loss_sums, grads, [parts.gather(each) for each in ct])
@@ -288,39 +258,18 @@ class Stage:
 
     def backward(self, state: State, row: OpRow) -> tuple[State, list]:
         """B: returns the cotangent to send."""
-        ct, residuals = self.cotangent(state, row), self.residuals_of(state, row)
-
-        def input_grads(carry: tuple, position: Any, params: list) -> tuple:
-            dx, cotangents_w = self.layer.backward_input(params, *residuals(position), carry[0])
-            return dx, self.store(carry[1], cotangents_w, row, "cotangents_w", position)
-
+        ct = self.cotangent(state, row)
         if self.program.schedule.splits_backward:
-            dx, ring = self.layers.over_layers(input_grads, row.chunk, (ct, state.cotangents_w), back=True)
-            state = state._replace(cotangents_w=ring)
+            dx, cotangents_w = self.layers.backward_input(row, ct, state.residuals, state.cotangents_w)
+            state = state._replace(cotangents_w=cotangents_w)
         else:
-            state, dx = self.backward_over_layers(state, row, ct)
+            dx, layer_grads = self.layers.backward(row, ct, state.residuals, state.layer_grads)
+            state = state._replace(layer_grads=layer_grads)
         return self.before_layers(state, row, dx)
-
-    def backward_over_layers(self, state: State, row: OpRow, ct: list) -> tuple[State, list]:
-        """The complete B of the layers of a chunk: returns dx."""
-        residuals = self.residuals_of(state, row)
-        all_grads = lambda ct, position, params: self.layer_backward(ct, residuals(position), params)
-        carry = (ct, self.passes.gathered(ct))
-        (dx, _), grads = self.layers.add_over_layers(all_grads, row, carry, state.layer_grads, back=True)
-        return state._replace(layer_grads=grads), dx
 
     def cotangent(self, state: State, row: OpRow) -> list:
         """The input of B, for the float leaves of x."""
-        return [self.with_keys(buffers.take(state.inbox, row.ct))[i] for i in self.floats]
-
-    def residuals_of(self, state: State, row: OpRow) -> Callable[[Any], tuple[list, list]]:
-        """Returns what gives the residuals of the layer at a position."""
-        return partial(self.residuals, (state.residuals_b, state.residuals_w), row)
-
-    def residuals(self, rings: Sequence[list], row: OpRow, position: Any) -> tuple[list, list]:
-        """The residuals of one layer, for B alone and for the gradients of the weights."""
-        for_b, for_w = rings
-        return self.stored(for_b, row, "residuals_b", position), self.stored(for_w, row, "residuals_w", position)
+        return [self.layer.with_keys(buffers.take(state.inbox, row.ct))[i] for i in self.layer.floats]
 
     def before_layers(self, state: State, row: OpRow, dx: list) -> tuple[State, list]:
         """B before the first layer of a chunk: the message to a virtual stage on the same stage, or the embedding."""
@@ -345,55 +294,18 @@ class Stage:
 
     def weights(self, state: State, row: OpRow) -> tuple[State, tuple]:
         """W."""
-
-        def weight_grads(nothing: tuple, position: Any, params: list) -> tuple[tuple, list]:
-            stored = (self.stored(getattr(state, name), row, name, position) for name in BUFFERS[1:])
-            return nothing, self.passes.backward_weights(params, *stored)
-
-        _, grads = self.layers.add_over_layers(weight_grads, row, (), state.layer_grads)
-        return state._replace(layer_grads=grads), ()
+        layer_grads = self.layers.weights(row, state.residuals_w, state.cotangents_w, state.layer_grads)
+        return state._replace(layer_grads=layer_grads), ()
 
     def forward_and_backward(self, state: State, forward: OpRow, backward: OpRow) -> tuple[State, dict[str, list]]:
-        """Runs F of one microbatch and the complete B of another in one loop over the layers; returns what they send, by op.
-
-            trip      0            1            ...    L-1
-            F         layer 0      layer 1             layer L-1
-            B         layer L-1    layer L-2           layer 0
-
-        Neither reads what the other writes, so XLA can run the collectives over ``tensor`` of one beside the products of the
-        other (``backward/order.py``). An op that is off runs on what its slots hold. Positions that do not hold a layer in
-        every chunk have loops of their own: those of B before, those of F after.
-        """
-        layers, num_common = self.layers, self.layers.layout.min_layers
-        one_forward = self.layer_forward(forward, store=(stores := not self.program.schedule.recomputes))
-
-        def one_backward(carry: tuple, position: Any, params: list) -> tuple[tuple, list]:
-            ct, x, *rings = carry
-            ct, grads = self.layer_backward(ct, self.residuals(rings, backward, position), params)
-            return (ct, x, *rings), grads
-
-        def one_of_each(carry: tuple, position: Any, params: list) -> tuple[tuple, list]:
-            ct, x, *rings = carry
-            # B's reads come before F's writes, or XLA copies the rings: here, or after B's products if they are in order.
-            ahead, read = num_common - 1 - position, self.residuals(rings, backward, position)
-            ordered = self.passes.has_waits
-            rings, read = (rings, read) if ordered else jax.lax.optimization_barrier((rings, read))
-            of_forward = layers.params_at(forward.chunk, ahead), self.with_keys(x)
-            passes = self.passes.forward(*of_forward, store=stores), self.passes.backward(params, *read, *ct)
-            (y, *stored), (dx, made, finish) = run_passes(*passes)
-            rings, dx, made = jax.lax.optimization_barrier((rings, dx, made)) if ordered else (rings, dx, made)
-            rings, y = self.store_layer(rings, stored, forward, ahead), [unwrap_key(a) for a in y]
-            return ((dx, self.passes.gathered(dx)), y, *rings), finish(made)
-
-        ct, x = self.cotangent(state, backward), self.input_of(state, forward, self.ends.embed)
-        carry = ((ct, self.passes.gathered(ct)), x, state.residuals_b, state.residuals_w)
-        with jax.named_scope("FB"):
-            ((dx, _), *carry), layer_grads = self.layers.add_over_layers(
-                one_backward, backward, carry, state.layer_grads, back=True, everywhere=one_of_each
-            )
-            others = layers.others(forward.chunk)
-            y, *rings = layers.over_positions(others, one_forward, forward.chunk, tuple(carry))
-        state = state._replace(layer_grads=layer_grads, residuals_b=rings[0], residuals_w=rings[1])
+        """Runs F of one microbatch and the complete B of another in one loop over the layers; returns what they send, by op."""
+        ct = self.cotangent(state, backward)
+        x = self.input_of(state, forward, self.ends.embed)
+        stores = not self.program.schedule.recomputes
+        y, dx, rings, layer_grads = self.layers.forward_and_backward(
+            forward, backward, x, ct, state.residuals, state.layer_grads, store=stores
+        )
+        state = state.with_residuals(rings)._replace(layer_grads=layer_grads)
         state, y = self.after_layers(state, forward, y)
         state, dx = self.before_layers(state, backward, dx)
         return state, {"F": y, "B": dx}

@@ -18,7 +18,7 @@ from jaxpar.mesh import REPLICAS, TENSOR
 from jaxpar.optimizer_state import Optimizer
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline import spmd_program
-from jaxpar.pipeline.stage import BUFFERS
+from jaxpar.pipeline.layer import BUFFERS
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
@@ -70,8 +70,9 @@ class AtRest:
     @cached_property
     def grad_specs(self) -> list[PartitionSpec]:
         """The specs of the gradients that ``value_and_grad`` returns."""
-        specs = jax.tree.map(lambda spec, zero: zero.at_rest(spec), self.step.replica_grads, self.step.zero_of_grads)
-        return jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+        specs = jax.tree.leaves(self.step.replica_grads, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+        pairs = zip(self.step.zero.of_grads, specs, strict=True)
+        return [shard.at_rest(spec) for shard, spec in pairs]
 
     @cached_property
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
@@ -238,7 +239,7 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks:
 
 def _summed_layers(choice: Choice, at_rest: AtRest, positions: int, scattered: str = "is_early") -> int:
     """The sums of layers' gradients, float32 or wider; of those that are ``scattered`` a device stores only its shard."""
-    shards = jax.tree.leaves(at_rest.step.zero_of_grads[LAYERS])
+    shards = at_rest.step.zero[LAYERS].of_grads
     part = lambda shard: choice.parts(shard.axes) if getattr(shard, scattered) else 1
     trained = [at_rest.one_layer[i] for i in at_rest.trained_layers]
     return positions * sum(wide_bytes([leaf]) // part(shard) for leaf, shard in zip(trained, shards, strict=True))
@@ -255,7 +256,7 @@ def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions:
     Under ZeRO 3 these are shards, and the shard of one layer is sliced out of them to be gathered.
     """
     in_use = analysis.layer.shapes(analysis.split.values["params"])
-    shards = jax.tree.leaves(at_rest.step.zero[LAYERS])
+    shards = at_rest.step.zero[LAYERS].of_params
     total = 0
     for own, new, shard in zip(at_rest.one_layer, in_use, shards, strict=True):
         times = (positions if new.dtype != own.dtype else 0) + shard.is_param

@@ -82,7 +82,7 @@ def layers_of_a_stage(choice: Choice, num_layers: int) -> int:
 def _over_replicas(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
     over = partial(_over, choice)
     every = choice.num_microbatches * layers_of_a_stage(choice, analysis.shape.num_layers)
-    shards = jax.tree.leaves(at_rest.step.zero_of_grads)
+    shards = at_rest.step.zero.of_grads
     grads = [num_bytes([leaf]) for leaf in at_rest.local_grads]
     whole, owned = (
         sum(size for size, shard in zip(grads, shards, strict=True) if shard.dim is None and is_kind(shard))
@@ -101,14 +101,14 @@ def _over_replicas(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Itera
             yield from over(shard.axes, "all-gather", size, 1, "params after the update")
     one_layer = [num_bytes([leaf]) for leaf in at_rest.one_layer]
     cast = [num_bytes([leaf]) for leaf in analysis.layer.shapes(analysis.split.values["params"])]
-    of_layers = jax.tree.leaves(at_rest.step.zero[LAYERS])
+    of_layers = at_rest.step.zero[LAYERS].of_params
     for index, (size, gathered, shard) in enumerate(zip(one_layer, cast, of_layers, strict=True)):
         if shard.is_early and index in at_rest.trained_layers:
             yield from over(shard.axes, "reduce-scatter", size, every, "gradients of a layer")
         if shard.is_param:
             times = sum(index in work.reads for work in layer_works(choice, analysis).values())
             yield from over(shard.axes, "all-gather", gathered, every * times, "params of a layer")
-    for leaf, shard in zip(at_rest.outer_in_use, jax.tree.leaves(at_rest.step.zero[OUTER]), strict=True):
+    for leaf, shard in zip(at_rest.outer_in_use, at_rest.step.zero[OUTER].of_params, strict=True):
         if shard.is_param:
             yield from over(shard.axes, "all-gather", num_bytes([leaf]), 1, "params of embedding and head")
 
