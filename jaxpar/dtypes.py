@@ -79,6 +79,12 @@ def unwrapped_shape(like: Any) -> jax.ShapeDtypeStruct:
     return jax.eval_shape(unwrap_key, like) if is_key(like) else jax.ShapeDtypeStruct(like.shape, like.dtype)
 
 
+def is_spread(leaf: Any) -> bool:
+    """Returns whether an array has parts that only other processes hold."""
+    leaf = unwrap_key(leaf)
+    return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+
+
 def on_host(leaf: Any) -> np.ndarray:
     """Returns a whole array on this host, PRNG keys as their data; every process must call it."""
     leaf = unwrap_key(leaf)

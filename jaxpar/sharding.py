@@ -22,11 +22,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer
-from jaxpar.dtypes import is_key, on_host
+from jaxpar.dtypes import is_key, is_spread, on_host
 from jaxpar.fields import arg, check_kind
 from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, outer_stage_dim, path_string
 from jaxpar.mesh import STAGE, check_mesh, entry_axes, shown_sizes, sizes_text
 from jaxpar.params import abstract_params, specs_from_dims
+from jaxpar.runtime.coordination import meet
 
 MOST_PARTS = 4  # queries, keys, values and a gate in one weight
 
@@ -311,6 +312,28 @@ def from_host(leaf: Any, sharding: jax.sharding.Sharding, dims: Sequence[tuple[n
     return jax.make_array_from_callback((*(size for _, size in dims), *host.shape[len(dims) :]), sharding, of_shard)
 
 
+FETCHED = "Call it in all of them, also where one alone prints what it returns."
+
+
 def fetch(tree: PyTree) -> PyTree:
-    """Returns the complete arrays of ``tree`` as NumPy on this host, PRNG keys as key data; every process must call it."""
+    """Returns the complete arrays of ``tree`` as NumPy on this host, PRNG keys as key data; every process must call it.
+
+    Raises:
+        PeerLostError: Another process does not call it, and an array has parts on several processes.
+        ValueError: A step has donated an array.
+    """
+    check_not_donated(tree)
+    if any(is_spread(leaf) for leaf in jax.tree.leaves(tree)):
+        meet("fetch", "jaxpar.fetch of arrays that several processes hold must be called by every process", FETCHED)
     return jax.tree.map(on_host, tree)
+
+
+def check_not_donated(tree: PyTree) -> None:
+    """Raises ValueError for an array that a step has taken; JAX 0.10 ends the process where several CPU devices get one."""
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
+    if any(array.is_deleted() for array in arrays):
+        raise ValueError(
+            "a step donates its state, which cannot be used again; got one that an earlier step took, or that was deleted. "
+            "Go on with the state that the step returned: state, metrics = train_step(state, batch). What is needed later, "
+            "fetch before the next step: jaxpar.fetch(state.params)."
+        )

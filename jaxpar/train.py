@@ -32,7 +32,7 @@ from jaxpar.optimizer_state import (
 )
 from jaxpar.parallel import Parallel, Pipeline, accepts_settings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
-from jaxpar.sharding import check_batch_on, check_same_tree, replicated
+from jaxpar.sharding import check_batch_on, check_not_donated, check_same_tree, replicated
 from jaxpar.traced_loss import once_for_shapes
 from jaxpar.trainable import Trainable, only_trained, trained_part, update_trained, where_grads
 from jaxpar.zero import shardings_at_rest
@@ -337,13 +337,8 @@ class TrainStep:
                 f"a step takes a state; got {type(state).__name__}. Make the first one with jaxpar.init_state, which has the "
                 "optimizer's state too."
             )
+        check_not_donated(state)
         leaves, treedef = jax.tree.flatten(state)
-        # JAX 0.10 ends the process where an array that was donated is given to several CPU devices.
-        if any(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted() for leaf in leaves):
-            raise ValueError(
-                "a step donates its state, which cannot be used again; got one that an earlier step took, or that was deleted. "
-                "Go on with the state that the step returned: state, metrics = train_step(state, batch)."
-            )
         shardings = tuple(None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in leaves)
         if self._before is None and (on := next((each for each in shardings if isinstance(each, NamedSharding)), None)):
             check_batch_on(batch, on.mesh)

@@ -2,6 +2,7 @@
 
 import threading
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,8 +24,17 @@ _later = {"batches": 0, "crc32": 0}  # whole batches after the first of their ki
 _compared: set[Any] = set()  # the kinds of batches of which the processes have compared the first
 
 
+def check_one_batch(batch: PyTree) -> None:
+    """Raises TypeError for what yields batches, in place of one."""
+    if isinstance(batch, Iterator):
+        raise TypeError(
+            f"a batch must be arrays; got a {type(batch).__name__}, which yields some. Give one batch of it: next(batches)."
+        )
+
+
 def check_kept(batch: PyTree) -> None:
-    """Raises where an array of NumPy is none of numbers, or has integers that JAX, without x64, would cut to 32 bits."""
+    """Raises where a batch yields others, or an array has no numbers, or integers that JAX without x64 would cut to 32 bits."""
+    check_one_batch(batch)
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not isinstance(leaf, np.ndarray):
             continue

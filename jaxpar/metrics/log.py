@@ -80,9 +80,15 @@ class MetricsLog:
 
         Raises:
             TypeError: A metric is no number.
-            ValueError: A metric has the name of a column that the log adds.
+            ValueError: A metric has the name of a column that the log adds, or there is no loss.
         """
         _check_numbers(metrics)
+        if "loss" not in metrics:
+            raise ValueError(
+                "the metrics of a step must have its loss, which is watched, logged and drawn; got "
+                f"{', '.join(map(str, metrics)) or 'none'}. Give those that the step returned, with yours beside them: "
+                "metrics | {...}."
+            )
         check_names(metrics, (*OF_LOG, f"{self._items}_per_second"))
         self.flush()
         self._pending = (step, metrics)

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import CompiledCopy
 from jaxpar.data.batches import WEIGHT
-from jaxpar.sharding import path_string
+from jaxpar.sharding import check_not_donated, path_string
 
 SHOWN = 3
 
@@ -25,7 +25,7 @@ class CompiledStep(CompiledCopy):
         batch: The batch that it was compiled for, or its shapes.
 
     Raises:
-        ValueError: When called, with a batch of other arrays.
+        ValueError: When called, with a batch of other arrays, or with a state that a step has taken.
     """
 
     def __init__(self, compiled: jax.stages.Compiled, batch: PyTree) -> None:
@@ -34,6 +34,7 @@ class CompiledStep(CompiledCopy):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the next state and the metrics."""
+        check_not_donated(args[:1])
         try:
             return super().__call__(*args, **kwargs)
         except (TypeError, ValueError) as error:

@@ -254,15 +254,24 @@ def own_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in shared}
 
 
+# What a flag must be, by the type of its field; numbers that need not be whole are checked with their ranges.
+_KINDS: dict[Any, tuple[tuple[Any, ...], str, str]] = {
+    bool: ((bool,), "a bool", "Use True or False."),
+    int: ((Integral,), "a whole number", "Write 100, say."),
+    str: ((str,), "a text", "Put it in quotes."),
+    str | None: ((str, None), "a text", "Put it in quotes, or leave it out."),
+    tuple[str, ...]: ((tuple, list), "a tuple of texts", 'Write ("learning_rate",), say.'),
+    Path: ((Path,), "a path", 'Write Path("runs/mine"), say.'),
+}
+
+
 def _check_kinds(flags: RunFlags) -> None:
-    """Raises TypeError for a switch that is no bool, such as "no", and for a number of steps that is not whole."""
+    """Raises TypeError for a flag of another kind than its field's: a switch that is "no", steps that are not whole."""
     for group in (flags.common, flags.checkpoint, flags.monitoring, flags.gpu):
         for field in dataclasses.fields(group):
-            value = {field.name: getattr(group, field.name)}
-            if field.type is bool:
-                check_kind((bool,), "a bool", "Use True or False.", **value)
-            elif field.type is int:
-                check_kind((Integral,), "a whole number", "Write 100, say.", **value)
+            if field.type in _KINDS:
+                kinds, rule, remedy = _KINDS[field.type]
+                check_kind(kinds, rule, remedy, **{field.name: getattr(group, field.name)})
 
 
 def check_run_flags(flags: RunFlags) -> None:

@@ -11,7 +11,7 @@ import optax
 
 import jaxpar
 from jaxpar.data.batches import Origin
-from jaxpar.data.same_batch import check_same_since
+from jaxpar.data.same_batch import check_one_batch, check_same_since
 from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.guard import Guard
 from jaxpar.metrics.exporters import Watcher
@@ -21,6 +21,7 @@ from jaxpar.planner import cluster, roofline
 from jaxpar.planner.compiled import inspect_pipeline
 from jaxpar.report import ReportWriter, step_data
 from jaxpar.run import folder
+from jaxpar.run.arguments import check_arguments, check_function, lowered
 from jaxpar.run.call_order import CallOrder, check_called
 from jaxpar.run.compiled_step import CompiledStep
 from jaxpar.run.early_stop import EarlyStop, left_early, without_metric
@@ -28,13 +29,21 @@ from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.learning_rate import rate_after
 from jaxpar.run.messages import checks, forget_devices, phase, say, say_devices, spared, stop
 from jaxpar.run.pace import pace
-from jaxpar.run.start import advice_on_finite_steps, first_state, left_whole_lines, open_checkpoints, write_config
+from jaxpar.run.start import (
+    advice_on_finite_steps,
+    check_processes,
+    first_state,
+    left_whole_lines,
+    open_checkpoints,
+    write_config,
+)
 from jaxpar.run.traits import Traits
 from jaxpar.run.watchers import open_watchers
 from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule
+from jaxpar.sharding import check_not_donated
 
 Callback = Callable[[int, jaxpar.TrainState, Mapping[str, Any]], object]
 
@@ -90,6 +99,7 @@ class Run(AbstractContextManager["Run"]):
         draw: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = say,
     ) -> None:
+        check_arguments(flags, settings, items_per_step, learning_rate, samples=samples, draw=draw, say=say)
         check_run_flags(flags)
         flags, keep = folder.resumed_if_restarted(flags), flags.checkpoint
         self.flags, self.mesh, self.schedule = flags, mesh, schedule
@@ -110,7 +120,7 @@ class Run(AbstractContextManager["Run"]):
         self._learning_rate = None if learning_rate is None else rate_after(learning_rate)
         self._calls: list[tuple[int, Callback]] = []
         self._early_stop = EarlyStop(keep.keep_best, keep.patience) if keep.keep_best and keep.patience else None
-        self._is_over, self._order, self._seconds = False, CallOrder(), 0.0
+        self._is_over, self._seconds, self._order = False, 0.0, CallOrder()
         self._named = set[str]()  # the metrics of this run's steps
         self._resources = ExitStack()
         self.checkpoints = open_checkpoints(flags, mesh)
@@ -175,6 +185,7 @@ class Run(AbstractContextManager["Run"]):
             ConfigError: The processes do not agree; the message says on what, and which of them differ.
         """
         check_called("restore before it compiles", "state", self.target)
+        check_one_batch(batch)
         self._watchers = open_watchers(
             self.flags, self._say, num_saves=lambda: self.checkpoints.num_saved, flops_per_step=self._flops_per_step
         )
@@ -185,13 +196,13 @@ class Run(AbstractContextManager["Run"]):
             Watchdog(self.flags.budget) as watchdog,
             watchdog.phase("compile"),
         ):
-            self._check_agreement()
-            lowered = train_step.lower(self.target, batch)
+            check_processes(self.flags, self._settings, self._read)
+            step = lowered(train_step, self.target, batch)
             if jax.process_count() > 1:
-                program = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+                program = hashlib.sha256(step.as_text().encode()).hexdigest()[:16]
                 with checks():
                     check_agreement("train", {"program": program})
-            self._compiled = CompiledStep(lowered.compile(), batch)
+            self._compiled = CompiledStep(step.compile(), batch)
             with checks():
                 check_permutes(self._compiled)
         self._say(f"compiled in {time.perf_counter() - start:.1f} s{self._compiled.unread()}")
@@ -205,14 +216,6 @@ class Run(AbstractContextManager["Run"]):
             value: Returns it as plain JSON; called in a run of several processes alone.
         """
         self._read[name] = value
-
-    def _check_agreement(self) -> None:
-        if jax.process_count() == 1:
-            return
-        with checks():
-            flags = {f"flag {name}": value for name, value in self.flags.as_json().items()}
-            settings = {f"setting {name}": value for name, value in self._settings.items()}
-            check_agreement("train", flags | settings | {name: value() for name, value in self._read.items()})
 
     def say_cost(self) -> None:
         """Prints the cost of the step on each device: collectives by mesh axis, memory, FLOPs; for GPUs also its roofline."""
@@ -301,6 +304,7 @@ class Run(AbstractContextManager["Run"]):
             metrics: What the train step returned, and others.
         """
         self._order.check_next(step)
+        check_not_donated(state)
         best = (self.flags.checkpoint.keep_best or "").removeprefix("-")
         self._named |= {*metrics}
         if self._has_all_metrics and best and best not in metrics:
@@ -330,6 +334,7 @@ class Run(AbstractContextManager["Run"]):
         """
         check_kind((int,), "a number of steps", "Choose one such as 100.", num_steps=num_steps)
         check_at_least(1, num_steps=num_steps)
+        check_function(call, "what run.every calls", "Write a function call(step, state, metrics).")
         self._calls.append((num_steps, call))
 
     def _end_early(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -380,16 +385,11 @@ class Run(AbstractContextManager["Run"]):
 
     def __exit__(self, *error: Any) -> None:
         self._resources.__exit__(*error)
-        if error[0] is None and not self._is_over:
-            self._say_left()
+        done = self.flags.common.steps if error[0] or self._is_over else self._order.num_logged
+        if done is not None and done < self.flags.common.steps:
+            self._say(left_early(done, self.flags, self.checkpoints.latest()))
         self.checkpoints.disown()
         forget_devices()
-
-    def _say_left(self) -> None:
-        """Prints what is lost where the loop was left without an error before its last step."""
-        done, steps = self._order.num_logged, self.flags.common.steps
-        if done is not None and done < steps:
-            self._say(left_early(done, self.flags, self.checkpoints.latest()))
 
     def _draw_what_there_is(self) -> None:
         with spared(f"a picture in {self.out_dir}"):  # the state is saved, which the exit code reports

@@ -18,7 +18,8 @@ from jaxpar.inspect.text import bytes_text
 from jaxpar.mesh import OF_ZERO, arrange, idle_text, shown_sizes
 from jaxpar.run import folder
 from jaxpar.run.flags import MeshFlags, RunFlags
-from jaxpar.run.messages import ConfigError, say
+from jaxpar.run.messages import ConfigError, checks, say
+from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.lease import Lease
 from jaxpar.runtime.output import write_whole
 from jaxpar.runtime.supervise import is_restarted
@@ -93,6 +94,22 @@ def left_whole_lines(params: Any, init_state: Sequence[Any]) -> Iterator[str]:
                 f"their optimizer state, since data times context, "
                 f"{math.prod(parallel.mesh.shape[axis] for axis in OF_ZERO)}, divides none of their free dims: {named}{more}"
             )
+
+
+def check_processes(flags: RunFlags, settings: Mapping[str, Any], read: Mapping[str, Callable[[], Any]]) -> None:
+    """Raises ConfigError where the processes of a run have other flags, settings or data.
+
+    Args:
+        flags: The flags of the run.
+        settings: Its settings.
+        read: What they read, by name: functions that return it as plain JSON, called if there are several processes.
+    """
+    if jax.process_count() == 1:
+        return
+    with checks():
+        given = {f"flag {name}": value for name, value in flags.as_json().items()}
+        given |= {f"setting {name}": value for name, value in settings.items()}
+        check_agreement("train", given | {name: value() for name, value in read.items()})
 
 
 def first_state(make_state: Callable[[], jaxpar.TrainState]) -> jaxpar.TrainState:

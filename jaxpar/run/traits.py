@@ -38,6 +38,11 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
 
     The text of an object has its address, which differs between processes; that of a long array leaves out the middle.
     """
+    if nan := [name for name, value in settings.items() if _has_nan(value)]:
+        raise ValueError(
+            f"a setting must be equal to itself, by which a run that resumes compares it; got {', '.join(nan)} with nan. Give "
+            "None, or the number that was meant."
+        )
     is_cut = lambda value: isinstance(value, (np.ndarray, jax.Array)) and value.ndim > 0
     is_object = lambda value: re.search(r" at 0x[0-9a-f]+>", str(value)) is not None
     if wrong := {name: value for name, value in settings.items() if is_object(value) or is_cut(value)}:
@@ -46,6 +51,12 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
             f"{', '.join(f'{name}={brief(str(value))}' for name, value in wrong.items())}. Give its name, such as "
             f"{next(iter(wrong))}={getattr(next(iter(wrong.values())), '__name__', 'cosine')!r}, or a checksum."
         )
+
+
+def _has_nan(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_nan, value.values()))
+    return any(map(_has_nan, value)) if isinstance(value, (list, tuple)) else bool(np.all(value != value))
 
 
 class Traits:

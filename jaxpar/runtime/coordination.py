@@ -22,6 +22,7 @@ from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import tell
 
 TIMEOUT_SECONDS = 600.0
+SECONDS_TO_MEET = 20.0  # until a process that waits for others says so
 MOST_SHOWN = 8  # differences, and processes, in a message
 POLL_SECONDS = 0.2  # between two looks for requests
 SECONDS_TO_ASK = 1.0  # for an answer, between two looks for processes that have ended
@@ -64,6 +65,44 @@ def exchange(name: str, value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS)
     if use:  # all processes have reached this use, so none still reads the previous one
         service.key_value_delete(mine.format(use - 1))
     return values
+
+
+def meet(name: str, rule: str, remedy: str) -> None:
+    """Returns once every process has called it as often; unlike ``exchange`` it costs others than the first one answer each.
+
+    Args:
+        name: The name of the meeting.
+        rule: That all must come; a process that waits for long prints it, with the remedy.
+        remedy: A sentence.
+
+    Raises:
+        PeerLostError: A process did not come in time, or has ended.
+    """
+    service, mine = client(), jax.process_index()
+    if service is None:
+        return
+    with _lock:
+        use, _uses[name] = _uses[name], _uses[name] + 1
+    key = f"jaxpar/{name}/{{}}/{{}}"
+    others = range(1, jax.process_count()) if mine == 0 else (0,)
+    waits = threading.Timer(
+        SECONDS_TO_MEET, tell, [f"{rule}; process {mine} has waited {SECONDS_TO_MEET:g} s for the others. {remedy}"]
+    )
+    waits.daemon = True
+    waits.start()
+    try:
+        if mine != 0:
+            service.key_value_set(key.format(use, mine), "")
+        for process in others:
+            _get(service, key.format(use, process), TIMEOUT_SECONDS)
+        if mine == 0:
+            service.key_value_set(key.format(use, mine), "")
+    except PeerLostError as error:
+        raise PeerLostError(f"{rule}; got {error}. {remedy}") from error
+    finally:
+        waits.cancel()
+    if use:
+        service.key_value_delete(key.format(use - 1, mine))
 
 
 def try_get(key: str) -> str | None:
