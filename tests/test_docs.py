@@ -35,7 +35,7 @@ from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names
 from jaxpar.report import classification, published_jobs, regression
-from jaxpar.run import Run, evaluation
+from jaxpar.run import Run, evaluation, language_data
 from jaxpar.runtime import launch
 from tests.support import doc_pages
 from tests.support.tiers import quick, without
@@ -203,6 +203,7 @@ def test_the_programs_of_readme_and_guide_take_their_commands(run, monkeypatch):
     monkeypatch.setattr(Run, "compile", accept)
     monkeypatch.setattr(all_reduce, "init_params", accept)
     monkeypatch.setattr(published_jobs, "make_step", accept)
+    monkeypatch.setattr(language_data, "load_text", functools.cache(language_data.load_text))
     parse = tyro.cli
     as_it_is = lambda kind: kind if isinstance(kind, type) else functools.wraps(kind)(lambda *_, **__: None)
     tried = set()

@@ -28,6 +28,7 @@ RULES = TRANSFORMER_RULES | EXPERTS_OVER_DATA
 OVER_TENSOR = TRANSFORMER_RULES | EXPERT_RULES["experts"]
 SLOW = pytest.mark.slow
 TILES = {"expert_products": "tiles", "expert_buffer": 2.0}
+ONE_LAYER = {"num_layers": 1}
 A2A = {"expert_exchange": "all_to_all"}  # also where tokens have as many experts as there are owners
 
 
@@ -57,9 +58,10 @@ def check(name, axes, *, schedule="zb-h1", changes=None, **how):
         pytest.param("deepseek", {"replica": 2, "data": 2, "tensor": 2}, {"changes": A2A, "zero": 3}, marks=SLOW),
         pytest.param("qwen3", {"data": 2, "tensor": 2}, {"changes": TILES, "zero": 2}, marks=SLOW),
         pytest.param("qwen3", {"data": 4, "stage": 2}, {"schedule": "1f1b", "masks": True, "zero": 2}, marks=SLOW),
-        ("mixtral", {"data": 2}, {"changes": A2A, "zero": 1}),
-        ("mixtral", {"data": 2}, {}),
-        ("capacity", {"data": 2}, {"changes": A2A}),
+        ("mixtral", {"data": 2}, {"changes": A2A | ONE_LAYER, "zero": 1}),
+        ("capacity", {"data": 2}, {"changes": ONE_LAYER}),
+        pytest.param("mixtral", {"data": 2}, {}, marks=pytest.mark.full),
+        pytest.param("capacity", {"data": 2}, {"changes": A2A}, marks=pytest.mark.full),
         pytest.param("capacity", {"data": 4, "tensor": 2}, {"remat": True, "zero": 1}, marks=SLOW),
         pytest.param("mixtral", {"data": 2, "stage": 2, "tensor": 2}, {"changes": A2A, "masks": False}, marks=SLOW),
         pytest.param("qwen3", {"data": 4}, {"zero": 2}, marks=SLOW),

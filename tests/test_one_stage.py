@@ -14,7 +14,7 @@ from tests.support import tiny_gpt
 from tests.support.oracle import assert_same
 from tests.support.tiers import quick
 
-NUM_LAYERS = 3
+NUM_LAYERS = 2
 PARAMS = tiny_gpt.make_params(num_layers=NUM_LAYERS)
 SOME = ("layers/w_up", "layers/b_*", "layers/scale_1", "outer/tokens")
 
