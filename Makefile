@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-WORKERS ?= 4
+WORKERS ?= 3
 
 .DELETE_ON_ERROR:
 .PHONY: help train installed test test-all lint check check-slow mutations gpu-compiler check-gpu check-on-gpu chaos docs bench

@@ -173,9 +173,9 @@ def test_a_label_of_weight_0_may_be_no_class():
 def test_labels_of_every_integer_dtype_are_the_same_classes(dtype):
     logits = RNG.normal(size=(64, 300)).astype(np.float32)
     labels = RNG.integers(0, min(300, np.iinfo(dtype).max + 1), 64)
-    want = losses.softmax_cross_entropy(logits, labels.astype(np.int32))
-    assert losses.softmax_cross_entropy(logits, labels.astype(dtype)) == want
-    assert losses.softmax_cross_entropy(logits, jnp.asarray(labels, dtype)) == want
+    want = cross_entropy(logits, labels.astype(np.int32))
+    assert cross_entropy(logits, labels.astype(dtype)) == want
+    assert cross_entropy(logits, jnp.asarray(labels, dtype)) == want
     np.testing.assert_allclose(want[0], np.sum(optax_cross_entropy(logits, labels.astype(np.int32))), rtol=1e-5)
 
 
@@ -242,8 +242,9 @@ def test_squared_errors_of_16_bits_are_those_of_float32(dtype):
 
 def test_mixed_dtypes_are_widened_where_jax_promotes_nothing_by_itself():
     with jax.numpy_dtype_promotion("strict"):
-        losses.softmax_cross_entropy(jnp.asarray(LOGITS, jnp.bfloat16), LABELS, jnp.ones(3, jnp.float16))
-        losses.squared_error(jnp.asarray(LOGITS, jnp.bfloat16), LOGITS)
+        logits, weights = jnp.asarray(LOGITS, jnp.bfloat16), jnp.ones(3, jnp.float16)
+        jax.eval_shape(losses.softmax_cross_entropy, logits, LABELS, weights)
+        jax.eval_shape(losses.squared_error, logits, LOGITS)
 
 
 def test_targets_of_weight_0_may_be_nan():

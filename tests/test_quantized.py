@@ -136,12 +136,12 @@ def test_gradients_on_data_and_tensor_are_those_beside_the_decoded_weights_in_fl
         total, weight = loss(model(params, batch), batch)
         return total / weight
 
-    want = jax.value_and_grad(mean)(dense_params(params, np.float64))
+    want = jax.jit(jax.value_and_grad(mean))(dense_params(params, np.float64))
     mesh = jaxpar.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
     of = lambda spec: jax.NamedSharding(mesh, spec)
     given = how.shardings({"up": of(column_parallel()), "down": of(row_parallel())})
     shardings = lora.quantized_shardings(params, given)
-    step = jaxpar.value_and_grad(model, loss, mesh, trainable=ADAPTERS, shardings=shardings)
+    step = jax.jit(jaxpar.value_and_grad(model, loss, mesh, trainable=ADAPTERS, shardings=shardings))
     got = jaxpar.fetch(step(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)))
     assert_same(got[0], np.asarray(want[0]))
     for name in params:

@@ -33,7 +33,7 @@ def completions(tmp_path_factory):
 
 
 def of_full_pass(params, row):
-    logits = transformer.make_model(CONFIG).apply(params, {"tokens": np.array([row])})[0]
+    logits = jax.jit(transformer.make_model(CONFIG).apply)(params, {"tokens": np.array([row])})[0]
     return np.asarray(jax.nn.log_softmax(np.float32(logits), axis=-1))
 
 
