@@ -46,7 +46,7 @@ def test_an_argument_of_another_kind_is_told_before_a_folder_is_made(tmp_path, a
 def test_a_loop_that_compiles_logs_or_steps_with_something_else_is_told(tmp_path):
     mesh = jaxpar.make_mesh()
     shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
-    grads = jax.value_and_grad(lambda params, batch: jnp.mean((params["w"] - batch["x"]) ** 2))
+    grads = jax.value_and_grad(lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2))
     step = jaxpar.make_train_step(grads, optax.sgd(0.1))
     with Run(BasicFlags.of(out_dir=tmp_path), mesh) as run:
         run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
