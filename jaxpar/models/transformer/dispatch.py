@@ -67,46 +67,53 @@ class Shards:
         Raises:
             ValueError: The weights are of another number of experts.
         """
-        mesh, num_experts = jax.sharding.get_abstract_mesh(), config.num_experts or 1
+        mesh = jax.sharding.get_abstract_mesh()
+        num_experts = config.num_experts or 1
         axes = tuple(mesh.auto_axes) if mesh.manual_axes else ()
         size = math.prod(mesh.shape[axis] for axis in axes)
-        replicas = mesh.shape[OWNERS] if OWNERS in mesh.manual_axes else 1
-        if held * replicas != num_experts and held != num_experts:
-            raise ValueError(
-                f"the weights of experts must be of all of them, or of equal parts over {OWNERS}; got those of {held} experts "
-                f"with num_experts={num_experts}, {OWNERS}={replicas}. Make the params from "
-                "transformer.param_table(config), and shard them by its dims."
-            )
+        _check_held(held, num_experts, mesh)
         by_expert = config.expert_split == "experts" and held == num_experts
-        dim = num_experts if by_expert else config.expert_hidden_dim
-        return cls(axes, size, 1 if dim % size else size, by_expert, num_experts // held)
+        split_dim = num_experts if by_expert else config.expert_hidden_dim
+        count = size if split_dim % size == 0 else 1
+        return cls(axes, size, count, by_expert, owners=num_experts // held)
 
     def own(self, num_experts: int) -> tuple[int, Int[Array, "shards 1"]]:
         """Returns how many of a replica's experts each shard works on, and which part of them."""
         numbers = jnp.arange(self.count)[:, None]
-        return (num_experts // self.count, numbers) if self.by_expert else (num_experts, jnp.zeros_like(numbers))
+        if self.by_expert:
+            return num_experts // self.count, numbers
+        return num_experts, jnp.zeros_like(numbers)
 
     def split(self, x: Any) -> Array:
         """Returns an array whose leading dim, of the shards, is split over them."""
-        return x if self.count == 1 else jax.lax.with_sharding_constraint(x, self._spec)
+        if self.count == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, self._spec)
 
     def whole(self, x: Array) -> Array:
         """Returns an array that every shard has whole: XLA would split it, as its readers are, and gather it again."""
-        return x if self.size == 1 else jax.lax.with_sharding_constraint(x, PartitionSpec())
+        if self.size == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, PartitionSpec())
 
     def on_each(self, x: Shaped[Array, "*dims"]) -> Shaped[Array, "shards *dims"]:
         """Returns ``x`` on each shard."""
         if self.count == 1:  # not a broadcast, of which the derivative would be a sum
             return x.reshape(1, *x.shape)
-        return self.split(jnp.broadcast_to(x[None], (self.count, *x.shape)))
+        copies = jnp.broadcast_to(x[None], (self.count, *x.shape))
+        return self.split(copies)
 
     def total(self, x: Float[Array, "shards *dims"]) -> Float[Array, "*dims"]:
         """Returns the sum over the shards."""
-        return x.reshape(x.shape[1:]) if self.count == 1 else x.sum(0)
+        if self.count == 1:
+            return x.reshape(x.shape[1:])
+        return x.sum(0)
 
     def each(self, function: Callable[..., Array], *args: Array) -> Array:
         """Returns ``function`` of each shard's part of the arguments, for a kernel that XLA cannot split."""
-        return self._each(function, self._spec, *args) if self.axes else function(*args)
+        if not self.axes:
+            return function(*args)
+        return self._each(function, self._spec, *args)
 
     def send(
         self, function: Callable[[Array], Array], rows: Float[Array, "*rows width"]
@@ -116,24 +123,47 @@ class Shards:
         Otherwise every shard would send the whole rows.
         """
         spec = self._of_width(rows)
-        return function(rows) if spec is None else self._each(function, spec, rows)
+        if spec is None:
+            return function(rows)
+        return self._each(function, spec, rows)
 
     def sliced(self, rows: Any) -> Float[Array, "*rows width"]:
         """Returns rows of which each shard has a slice of the width, as they are sent."""
         spec = self._of_width(rows)
-        return rows if spec is None else jax.lax.with_sharding_constraint(rows, spec)
+        if spec is None:
+            return rows
+        return jax.lax.with_sharding_constraint(rows, spec)
 
     def _of_width(self, rows: Array) -> PartitionSpec | None:
         *others, width = rows.shape
-        return PartitionSpec(*(None for _ in others), self.axes) if self.size > 1 and width % self.size == 0 else None
+        if self.size == 1 or width % self.size:
+            return None
+        return PartitionSpec(*(None for _ in others), self.axes)
 
     def _each(self, function: Callable[..., Array], spec: PartitionSpec, *args: Array) -> Array:
-        in_specs, axes = (spec,) * len(args), set(self.axes)
-        return jax.shard_map(function, in_specs=in_specs, out_specs=spec, axis_names=axes, check_vma=False)(*args)
+        on_shards = jax.shard_map(
+            function,
+            in_specs=(spec,) * len(args),
+            out_specs=spec,
+            axis_names=set(self.axes),
+            check_vma=False,
+        )
+        return on_shards(*args)
 
     @property
     def _spec(self) -> PartitionSpec:
         return PartitionSpec() if self.count == 1 else PartitionSpec(self.axes)
+
+
+def _check_held(held: int, num_experts: int, mesh: jax.sharding.AbstractMesh) -> None:
+    """Raises ValueError unless the weights are of all experts, or of equal parts of them over the owners."""
+    replicas = mesh.shape[OWNERS] if OWNERS in mesh.manual_axes else 1
+    if held not in (num_experts, num_experts / replicas):
+        raise ValueError(
+            f"the weights of experts must be of all of them, or of equal parts over {OWNERS}; got those of {held} experts "
+            f"with num_experts={num_experts}, {OWNERS}={replicas}. Make the params from "
+            "transformer.param_table(config), and shard them by its dims."
+        )
 
 
 # Slots ----------------------------------------------------------------------------------------------------------------------
@@ -149,25 +179,41 @@ def dropless(chosen: Int[Array, " pairs"], num_experts: int, shards: Shards, *, 
         tile: A number of rows.
         room: The most pairs that may have an expert. Those after them get no slot.
     """
-    num_pairs, count, (own, part) = len(chosen), shards.count, shards.own(num_experts)
-    order, rank, sizes, starts = _sorted(chosen[None], num_experts, shards)
+    count, (own, part) = shards.count, shards.own(num_experts)
+    by_expert = _sorted(chosen[None], num_experts, shards)
     of_shard = lambda a: jnp.broadcast_to(a.reshape(-1, own), (count, own))
-    # Experts without pairs have no slots: of a few tokens most have none.
-    num_slots = min(room * tile, -(-room // tile) * tile + (own * tile if tile > 1 else 0))
-    ends = jnp.minimum(jnp.cumsum(-(-of_shard(sizes) // tile) * tile, 1), num_slots)
-    padded = jnp.diff(ends, axis=1, prepend=0)
-    begins = ends - padded
+    num_slots = _num_slots(own, tile, room)
+    padded_sizes = -(-of_shard(by_expert.sizes) // tile) * tile
+    ends = jnp.minimum(jnp.cumsum(padded_sizes, 1), num_slots)
+    sizes = jnp.diff(ends, axis=1, prepend=0)
+    begins = ends - sizes
+
     # The slot of a pair: that of its expert's first, and its place among the expert's.
-    slot = at(begins, jnp.broadcast_to(chosen[None] % own, (count, num_pairs))) + rank
-    slot = jnp.where((chosen[None] // own == part) & (slot < num_slots), slot, num_slots)
+    expert = jnp.broadcast_to(chosen[None] % own, (count, len(chosen)))
+    slot = at(begins, expert) + by_expert.rank
+    has_slot = (chosen[None] // own == part) & (slot < num_slots)
+    slot = jnp.where(has_slot, slot, num_slots)
+
     # The pair of a slot, the other way around.
-    here = jnp.broadcast_to(jnp.arange(num_slots, dtype=ends.dtype)[None], (count, num_slots))
-    owner = jnp.sum(ends[:, :, None] <= here[:, None], 1)
-    there = jnp.minimum(owner, own - 1)
-    within = here - at(begins, there)
-    is_taken = (owner < own) & (within < at(of_shard(sizes), there))
-    pair = order[0, jnp.where(is_taken, at(of_shard(starts), there) + within, 0)]
-    return Slots(jnp.where(is_taken, pair, num_pairs), slot, padded)
+    here = jnp.arange(num_slots, dtype=ends.dtype)[None]
+    here = jnp.broadcast_to(here, (count, num_slots))
+    expert = jnp.sum(ends[:, :, None] <= here[:, None], 1)
+    is_one = expert < own
+    expert = jnp.minimum(expert, own - 1)
+    within = here - at(begins, expert)
+    is_taken = is_one & (within < at(of_shard(by_expert.sizes), expert))
+    place = at(of_shard(by_expert.starts), expert) + within
+    pair = by_expert.order[0, jnp.where(is_taken, place, 0)]
+    pair = jnp.where(is_taken, pair, len(chosen))
+    return Slots(pair, slot, sizes)
+
+
+def _num_slots(num_experts: int, tile: int, room: int) -> int:
+    """Returns how many slots ``room`` pairs of some experts may take; experts without pairs have none."""
+    if tile == 1:
+        return room
+    of_all = -(-room // tile) * tile + num_experts * tile
+    return min(room * tile, of_all)
 
 
 def within_capacity(
@@ -183,35 +229,61 @@ def within_capacity(
     """
     rows, (own, part) = len(chosen), shards.own(num_experts)
     chosen = chosen.reshape(rows, -1)
-    order, rank, sizes, starts = _sorted(chosen, num_experts, shards)
-    row, num_pairs, num_slots = jnp.arange(rows)[:, None], chosen.size, own * rows * capacity
-    slot = (chosen % own * rows + row) * capacity + rank
-    has_slot = ((chosen // own).reshape(1, -1) == part) & (rank < capacity).reshape(1, -1)
+    by_expert = _sorted(chosen, num_experts, shards)
+    row = jnp.arange(rows)[:, None]
+    num_slots = own * rows * capacity
+
+    # The slot of a pair: experts, then rows, then the places of a row.
+    slot = (chosen % own * rows + row) * capacity + by_expert.rank
+    is_own = (chosen // own).reshape(1, -1) == part
+    has_slot = is_own & (by_expert.rank < capacity).reshape(1, -1)
     slot = jnp.where(has_slot, slot.reshape(1, -1), num_slots)
-    # [experts, rows, capacity]
+
+    # The pair of a slot [experts, rows, capacity], the other way around.
     here = jnp.arange(capacity)[None, None]
-    is_taken = here < sizes.T[:, :, None]
-    first = jnp.where(is_taken, starts.T[:, :, None] + here, 0)
-    pair = jnp.where(is_taken, order[row[None], first] + row[None] * chosen.shape[1], num_pairs)
+    is_taken = here < by_expert.sizes.T[:, :, None]
+    place = by_expert.starts.T[:, :, None] + here
+    place = jnp.where(is_taken, place, 0)
+    pair = by_expert.order[row[None], place] + row[None] * chosen.shape[1]
+    pair = jnp.where(is_taken, pair, chosen.size)
     pair = jnp.broadcast_to(pair.reshape(-1, num_slots), (shards.count, num_slots))
-    return Slots(pair, slot, jnp.full((shards.count, own), rows * capacity, sizes.dtype))
+    sizes = jnp.full((shards.count, own), rows * capacity, by_expert.sizes.dtype)
+    return Slots(pair, slot, sizes)
 
 
-def _sorted(
-    chosen: Int[Array, "rows pairs"], num_experts: int, shards: Shards
-) -> tuple[Int[Array, "rows pairs"], Int[Array, "rows pairs"], Int[Array, "rows experts"], Int[Array, "rows experts"]]:
-    """Returns each row's pairs in the order of the experts, the rank of each among its expert's, and their sizes and starts."""
+class ByExpert(NamedTuple):
+    """The pairs of each row in the order of the experts.
+
+    Attributes:
+        order: The pairs in this order.
+        rank: The place of each pair among its expert's.
+        sizes: How many pairs each expert has.
+        starts: Where in the order those of each expert begin.
+    """
+
+    order: Int[Array, "rows pairs"]
+    rank: Int[Array, "rows pairs"]
+    sizes: Int[Array, "rows experts"]
+    starts: Int[Array, "rows experts"]
+
+
+def _sorted(chosen: Int[Array, "rows pairs"], num_experts: int, shards: Shards) -> ByExpert:
     order = jnp.argsort(chosen, axis=1, stable=True)
     sizes = shards.whole(_counts(chosen, num_experts))
     starts = shards.whole(jnp.cumsum(sizes, 1) - sizes)
-    rank = jnp.argsort(order, axis=1) - at(starts, jnp.minimum(chosen, num_experts - 1))
-    return order, rank, sizes, starts
+    place = jnp.argsort(order, axis=1)
+    expert = jnp.minimum(chosen, num_experts - 1)
+    return ByExpert(order, place - at(starts, expert), sizes, starts)
 
 
 def by_expert_first(owners: int, num_experts: int, room: int, shards: Shards) -> Slots:
     """Returns the slots, in the order [experts, owners, room], of rows that come from each owner as [experts, room]."""
     pairs = jnp.arange(owners * num_experts * room)
-    swapped = lambda *sizes: shards.on_each(pairs.reshape(*sizes, room).swapaxes(0, 1).reshape(-1))
+
+    def swapped(*sizes: int) -> Array:
+        of_both = pairs.reshape(*sizes, room)
+        return shards.on_each(of_both.swapaxes(0, 1).reshape(-1))
+
     sizes = jnp.full((shards.count, num_experts), owners * room)
     return Slots(swapped(owners, num_experts), swapped(num_experts, owners), sizes)
 
@@ -237,15 +309,21 @@ def at(table: Int[Array, "rows entries"], index: Int[Array, "rows indices"]) -> 
 
 def _to_slots(k: int, x: Float[Array, "shards tokens width"], slots: Slots) -> Array:
     """Returns ``[shards, slots, width]``, the token of each slot's pair, zeros where there is none; a token has k pairs."""
-    is_taken = slots.pair < slots.slot.shape[1]
-    return _take(x, jnp.where(is_taken, slots.pair, 0) // k, is_taken)
+    num_pairs = slots.slot.shape[1]
+    is_taken = slots.pair < num_pairs
+    token = jnp.where(is_taken, slots.pair, 0) // k
+    return _take(x, token, is_taken)
 
 
 def _to_tokens(k: int, rows: Float[Array, "shards slots width"], slots: Slots) -> Array:
     """Returns ``[shards, tokens, width]``, the sum of the rows of each token's k pairs."""
-    has_slot = slots.slot < slots.pair.shape[1]
+    num_slots = slots.pair.shape[1]
+    has_slot = slots.slot < num_slots
     picked = _take(rows, jnp.where(has_slot, slots.slot, 0), has_slot)
-    return picked if k == 1 else picked.reshape(len(rows), -1, k, rows.shape[-1]).sum(2)
+    if k == 1:
+        return picked
+    of_tokens = picked.reshape(len(rows), -1, k, rows.shape[-1])
+    return of_tokens.sum(2)
 
 
 def _take(x: Float[Array, "shards from width"], index: Array, is_there: Bool[Array, "shards to"]) -> Array:
@@ -255,10 +333,18 @@ def _take(x: Float[Array, "shards from width"], index: Array, is_there: Bool[Arr
 
 def _with_transpose(move: Callable[..., Array], back: Callable[..., Array]) -> Callable[..., Any]:
     """Returns a linear ``move(k, rows, slots)`` whose transpose is ``back``."""
+
+    def forward(k: int, x: Array, slots: Slots) -> tuple[Array, Slots]:
+        # The gather itself, which a layer's backward pass may repeat: it does not look into a jax.custom_vjp.
+        return move(k, x, slots), slots
+
+    def backward(k: int, slots: Slots, ct: Array) -> tuple[Array, None]:
+        return back(k, ct, slots), None
+
     moved = jax.custom_vjp(move, nondiff_argnums=(0,))
-    # The gather itself, which a layer's backward pass may repeat: it does not look into a jax.custom_vjp.
-    moved.defvjp(lambda k, x, slots: (move(k, x, slots), slots), lambda k, slots, ct: (back(k, ct, slots), None))
+    moved.defvjp(forward, backward)
     return moved
 
 
-dispatch, combine = _with_transpose(_to_slots, _to_tokens), _with_transpose(_to_tokens, _to_slots)
+dispatch = _with_transpose(_to_slots, _to_tokens)
+combine = _with_transpose(_to_tokens, _to_slots)

@@ -9,14 +9,25 @@ from jaxpar.models.transformer.products import product
 
 def mlp(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Array:
     """Returns the output of the MLP."""
-    up = product(config, "btd,dgf->btgf", x, params["w_up"].astype(x.dtype))
+    up_weight = params["w_up"].astype(x.dtype)
+    up = product(config, "btd,dgf->btgf", x, up_weight)
     if "b_up" in params:
-        up = up + params["b_up"].astype(x.dtype)[None, None]
+        up = up + _as_bias(params["b_up"], x)
     gate, up = (up[:, :, 0], up[:, :, 1]) if config.mlp == "swiglu" else (None, up[:, :, 0])
-    out = product(config, "btf,fd->btd", activated(gate, up), params["w_down"].astype(x.dtype))
-    return out + params["b_down"].astype(x.dtype)[None, None] if "b_down" in params else out
+    hidden = activated(gate, up)
+    down_weight = params["w_down"].astype(x.dtype)
+    out = product(config, "btf,fd->btd", hidden, down_weight)
+    if "b_down" in params:
+        out = out + _as_bias(params["b_down"], x)
+    return out
+
+
+def _as_bias(bias: Float[Array, "*width"], x: Array) -> Float[Array, "1 1 *width"]:
+    return bias.astype(x.dtype)[None, None]
 
 
 def activated(gate: Float[Array, "*dims"] | None, up: Float[Array, "*dims"]) -> Array:
     """Returns the hidden activations: SiLU(gate) * up, or GELU(up), in its tanh form, where there is no gate."""
-    return jax.nn.gelu(up, approximate=True) if gate is None else jax.nn.silu(gate) * up
+    if gate is None:
+        return jax.nn.gelu(up, approximate=True)
+    return jax.nn.silu(gate) * up

@@ -11,19 +11,31 @@ from jaxpar.models.transformer.config import TransformerConfig
 
 def norm(config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"]) -> Array:
     """Returns ``x`` normalized over its width."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = _wide(x)
     if config.norm == "layer":
         wide = wide - wide.mean(-1, keepdims=True)
-    wide = _scaled_rms(wide, params["scale"], config.norm_epsilon, (-1,))
-    return (wide + params["shift"].astype(wide.dtype)[None, None] if "shift" in params else wide).astype(x.dtype)
+    normalized = _scaled_rms(wide, params["scale"], config.norm_epsilon, (-1,))
+    if "shift" in params:
+        shift = params["shift"].astype(wide.dtype)
+        normalized = normalized + shift[None, None]
+    return normalized.astype(x.dtype)
 
 
 def rms_norm(x: Float[Array, "batch seq heads head_dim"], scale: PyTree, epsilon: float) -> Array:
     """Returns queries or keys normalized over as many of their last dims as ``scale`` has."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return _scaled_rms(wide, scale, epsilon, range(-scale.ndim, 0)).astype(x.dtype)
+    dims = range(-scale.ndim, 0)
+    normalized = _scaled_rms(_wide(x), scale, epsilon, dims)
+    return normalized.astype(x.dtype)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _scaled_rms(wide: Array, scale: PyTree, epsilon: float, dims: Sequence[int]) -> Array:
-    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(tuple(dims), keepdims=True) + epsilon)
-    return wide * scale.astype(wide.dtype).reshape((1,) * (wide.ndim - scale.ndim) + scale.shape)
+    """Returns wide / sqrt(mean(wide^2 over dims) + epsilon) * scale, whose dims are the last ones."""
+    mean_square = jnp.square(wide).mean(tuple(dims), keepdims=True)
+    normalized = wide * jax.lax.rsqrt(mean_square + epsilon)
+    leading = (1,) * (wide.ndim - scale.ndim)
+    scale = scale.astype(wide.dtype)
+    return normalized * scale.reshape(leading + scale.shape)
