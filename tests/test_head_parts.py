@@ -147,14 +147,14 @@ def test_a_head_takes_what_it_only_casts_already_cast(tied):
     loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
     ends, leaves = embed_and_head.Ends(model, loss, outer, y, batch), jax.tree.leaves(outer)
     paths = [path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(outer)]
-    dtypes = {paths[i]: dtype.name for i, dtype in zip(ends.head_reads, ends.head_dtypes, strict=True)}
+    dtypes = {paths[i]: dtype.name for i, dtype in ends.head_dtypes.items()}
     assert dtypes == {"tokens" if tied else "head": "bfloat16", "norm_out": "float32"}
-    own = [leaves[i] for i in ends.head_reads]
-    cast = [leaf.astype(dtype) for leaf, dtype in zip(own, ends.head_dtypes, strict=True)]
+    own = ends.read_by_head(leaves)
+    cast = {i: leaf.astype(ends.head_dtypes[i]) for i, leaf in own.items()}
     head, embed = jax.jit(ends.head), jax.jit(model.embed)
     assert_same(head(cast, [y], batch, 8.0), head(own, [y], batch, 8.0), within=0)
     assert ends.embed_is_lookup
-    assert_same(ends.embed([leaves[i] for i in ends.embed_reads], batch), [embed(outer, batch)], within=0)
+    assert_same(ends.embed(ends.read_by_embed(leaves), batch), [embed(outer, batch)], within=0)
 
 
 def _mean(model, loss):

@@ -8,14 +8,15 @@ from jaxtyping import PyTree
 from jaxpar.backward.graph import Graph, Node, trace
 
 Select = Callable[[list], list]
+_OPTIONS = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
 
 
 def add_grads(
-    sums: Sequence[jax.Array],
-    function: Callable[..., Sequence[jax.Array]],
+    sums: PyTree,
+    function: Callable[..., PyTree],
     *args: PyTree,
     select: Select = list,
-) -> list[jax.Array]:
+) -> PyTree:
     """Returns ``sums`` plus the gradients that a function returns, added in the dtypes of the sums.
 
     JAX's derivative of a lookup in a table writes zeros of the table's size, adds rows to them, and is then added to the sum:
@@ -23,7 +24,7 @@ def add_grads(
     are added to the sum itself.
 
     Args:
-        sums: The sums, one for each gradient and of its shape.
+        sums: The sums, in a tree like the gradients.
         function: Returns the gradients.
         *args: Its arguments, the last of which are cotangents.
         select: Applied to the arrays that are added: gradients, or rows of them.
@@ -31,16 +32,25 @@ def add_grads(
     graph = trace(function, *args)
     num_cts = len(jax.tree.leaves(args[-1]))
     lookups = [_lookup_of(graph, number) for number in graph.outputs]
-    added = [node.inputs[2] if node else number for node, number in zip(lookups, graph.outputs, strict=True)]
-    wanted = [*added, *(node.inputs[1] for node in lookups if node)]
+    added = list(graph.outputs)
+    indices = []
+    for i, node in enumerate(lookups):
+        if node is not None:
+            _, at, added[i] = node.inputs
+            indices.append(at)
+    wanted = [*added, *indices]
     values = dict(zip(graph.inputs, jax.tree.leaves(args), strict=True))
     nodes = nodes_of_grads(graph, num_cts, wanted)
     known = dict(zip(wanted, graph.run(nodes, values, wanted), strict=True))
     grads = select([known[number] for number in added])
-    return [
-        total + grad.astype(total.dtype) if node is None else _add_rows(total, known[node.inputs[1]], grad, node)
-        for total, grad, node in zip(sums, grads, lookups, strict=True)
-    ]
+    totals, tree = jax.tree.flatten(sums)
+    for i, (grad, node) in enumerate(zip(grads, lookups, strict=True)):
+        if node is None:
+            totals[i] += grad.astype(totals[i].dtype)
+        else:
+            at = known[node.inputs[1]]
+            totals[i] = _add_rows(totals[i], at, grad, node)
+    return tree.unflatten(totals)
 
 
 def nodes_of_grads(graph: Graph, num_cts: int, wanted: Sequence[int] | None = None) -> list[Node]:
@@ -52,8 +62,10 @@ def nodes_of_grads(graph: Graph, num_cts: int, wanted: Sequence[int] | None = No
         wanted: The values that are wanted, by default its outputs.
     """
     backward = graph.reached(graph.inputs[len(graph.inputs) - num_cts :])
-    effects = [node for node in graph.nodes if node.has_effects and not backward.isdisjoint(node.inputs)]
-    return graph.needed(graph.outputs if wanted is None else wanted, graph.inputs, effects)
+    with_effects = [node for node in graph.nodes if node.has_effects]
+    effects = [node for node in with_effects if not backward.isdisjoint(node.inputs)]
+    wanted = graph.outputs if wanted is None else wanted
+    return graph.needed(wanted, graph.inputs, effects)
 
 
 def _lookup_of(graph: Graph, number: int) -> Node | None:
@@ -66,10 +78,16 @@ def _lookup_of(graph: Graph, number: int) -> Node | None:
     if zeros is None or zeros.name != "broadcast_in_dim":
         return None
     value = graph.constants.get(zeros.inputs[0])
-    return node if value is not None and jax.numpy.ndim(value) == 0 and value == 0 else None
+    is_zero = value is not None and jax.numpy.ndim(value) == 0 and value == 0
+    return node if is_zero else None
 
 
-def _add_rows(total: jax.Array, indices: jax.Array, rows: jax.Array, scatter: Node) -> jax.Array:
-    options = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-    params = {name: scatter.equation.params[name] for name in options}
+def _add_rows(
+    total: jax.Array,
+    indices: jax.Array,
+    rows: jax.Array,
+    scatter: Node,
+) -> jax.Array:
+    given = scatter.equation.params
+    params = {name: given[name] for name in _OPTIONS}
     return jax.lax.scatter_add(total, indices, rows.astype(total.dtype), **params)

@@ -1,6 +1,12 @@
-"""The two ends of a model, embedding and head with loss, as functions of flat lists of the outer params that they read.
+"""The two ends of a model, embedding and head with loss, as functions of the outer params that they read.
 
-An outer param that an end does not read is not sent to its stage and has no gradient there; a frozen one has none anywhere.
+Outer params are given, and their gradients returned, by the number of their leaf:
+
+    outer      {"norm": a, "tokens": b, "head": c}     its leaves in order: 0 head, 1 norm, 2 tokens
+    embedding  {2: b}
+    head       {0: c, 1: a}
+
+One that an end does not read is not sent to its stage and has no gradient there; a frozen one has none anywhere.
 
 Only the first and the last stage use outer params, but all stages run one program. At rest they and their optimizer state are
 therefore sharded over ``stage`` (by ``shardings_from_paths``). A step gathers them once, and reduce-scatters their gradients
@@ -17,7 +23,7 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import opened, with_inner
 from jaxpar.backward.add_grads import nodes_of_grads
-from jaxpar.backward.graph import ELEMENTWISE, Graph, fold_transposes, trace
+from jaxpar.backward.graph import ELEMENTWISE, Graph, Node, fold_transposes, trace
 from jaxpar.backward.padded_dims import keep_padding
 from jaxpar.dtypes import float_indices, is_float, merge
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, outer_stage_dim
@@ -31,7 +37,17 @@ from jaxpar.shard_map import on_tensor_shards, tensor_part
 from jaxpar.trainable import trained_indices
 
 Arrays = Sequence[Any]
-_IN_LOOKUPS = ELEMENTWISE | {"add_any", "gather", "pad", "reduce_sum", "reshard", "scatter-add", "sharding_constraint"}
+Outer = dict[int, Any]  # outer params, or their gradients, by the number of their leaf
+
+_IN_LOOKUPS = ELEMENTWISE | {
+    "add_any",
+    "gather",
+    "pad",
+    "reduce_sum",
+    "reshard",
+    "scatter-add",
+    "sharding_constraint",
+}
 _CALLS = {"custom_jvp_call", "jit"}  # whose operations count
 
 
@@ -39,11 +55,11 @@ class Ends:
     """The functions of embedding and head.
 
     Attributes:
-        embed_reads: The indices of the leaves of outer that the embedding reads.
-        head_reads: The indices of those that the head and the loss read.
+        embed_reads: The numbers of the outer params that the embedding reads.
+        head_reads: Those that the head and the loss read.
         head_dtypes: In which dtype the head takes each of them: a smaller one than its own if it only casts it to that.
-        embed_trains: The indices of those of embed_reads that are trained.
-        head_trains: The indices of those of head_reads that are trained.
+        embed_trains: Those of embed_reads that are trained.
+        head_trains: Those of head_reads that are trained.
         embed_is_lookup: Whether the backward pass of the embedding has only lookups, sums and elementwise operations, so that
             computing it costs less than a wait of the host that decides whether to.
         loss_sums: The shapes and dtypes of ``(loss_sum, further sums of the loss)``.
@@ -76,35 +92,69 @@ class Ends:
         self._model, self._loss, self._is_forward = model, loss, is_forward
         self._shapes, self._outer_tree = jax.tree.flatten(outer)
         y_leaves, self._y_tree = jax.tree.flatten(y)
-        shapes, trained = self._shapes, set(trained_indices(outer))
+        shapes, trained = self._shapes, trained_indices(outer)
 
         self._embed_graph = trace(self._embed, shapes, microbatch)
         self.embed_reads = _inputs_read(self._embed_graph, len(shapes))
+        self.embed_trains = [i for i in self.embed_reads if i in trained]
         self._head_graph = trace(self._head, shapes, y_leaves, microbatch)
         self.head_reads = _inputs_read(self._head_graph, len(shapes))
-        narrow = self._head_graph.narrow(self._head_graph.inputs[: len(shapes)]).avals
-        self.head_dtypes = [narrow[self._head_graph.inputs[i]].dtype for i in self.head_reads]
-        self.embed_trains = [i for i in self.embed_reads if i in trained]
         self.head_trains = [i for i in self.head_reads if i in trained]
-
+        self.head_dtypes = self._find_head_dtypes()
         self.loss_sums = jax.eval_shape(self._head, shapes, y_leaves, microbatch)
-        x = (self._embed_graph.avals[number] for number in self._embed_graph.outputs)
-        dx = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in x if is_float(leaf)]
-        read = [shapes[i] for i in self.embed_reads]
-        embed_back = nodes_of_grads(trace(self.embed_backward, read, microbatch, dx), len(dx))
-        names = {inner.primitive.name for node in embed_back for inner in with_inner(node.equation)}
+
+        embed_back = self._embed_back_nodes(microbatch)
+        inner = [each for node in embed_back for each in with_inner(node.equation)]
+        names = {equation.primitive.name for equation in inner}
         self.embed_is_lookup = names <= _IN_LOOKUPS | _CALLS
-        read = [shapes[i] for i in self.head_reads]
-        of_head = jax.make_jaxpr(self.head)(read, y_leaves, microbatch, self.loss_sums[0])
+        head = jax.make_jaxpr(self.head)
+        of_head = head(self.read_by_head(shapes), y_leaves, microbatch, self.loss_sums[0])
         operations = {
             "embed": [node.equation for node in self._embed_graph.nodes],
             "embed_back": [node.equation for node in embed_back],
             "head": opened(of_head).eqns,
         }
-        self.skips = frozenset(end for end, equations in operations.items() if not is_maskable(equations))
+        must_skip = (end for end, equations in operations.items() if not is_maskable(equations))
+        self.skips = frozenset(must_skip)
         self.parts = self.parts_for(y, microbatch, num_stages, num_shards) if num_stages > 1 else None
 
-    def parts_for(self, y: PyTree, microbatch: PyTree, num_stages: int, num_shards: int) -> HeadParts | None:
+    def _find_head_dtypes(self) -> Outer:
+        inputs = self._head_graph.inputs
+        avals = self._head_graph.narrow(inputs[: len(self._shapes)]).avals
+        return {i: avals[inputs[i]].dtype for i in self.head_reads}
+
+    def _embed_back_nodes(self, microbatch: PyTree) -> list[Node]:
+        """The operations of the embedding's backward pass."""
+        graph = self._embed_graph
+        x = [graph.avals[number] for number in graph.outputs]
+        dx = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in x if is_float(leaf)]
+        backward = trace(self.embed_backward, self.read_by_embed(self._shapes), microbatch, dx)
+        return nodes_of_grads(backward, len(dx))
+
+    # -- what the ends read --------------------------------------------------------------------------------------------
+
+    def read_by_embed(self, outer: Arrays) -> Outer:
+        """Returns what the embedding reads of the leaves of outer."""
+        return {i: outer[i] for i in self.embed_reads}
+
+    def read_by_head(self, outer: Arrays) -> Outer:
+        """Returns what the head reads of them."""
+        return {i: outer[i] for i in self.head_reads}
+
+    def _whole(self, read: Outer) -> list:
+        """Returns the leaves of outer, with zeros in place of those that are not read."""
+        zeros = [jnp.zeros(like.shape, like.dtype) for like in self._shapes]
+        return _replaced(zeros, read)
+
+    # -- where idle stages run them ------------------------------------------------------------------------------------
+
+    def parts_for(
+        self,
+        y: PyTree,
+        microbatch: PyTree,
+        num_stages: int,
+        num_shards: int,
+    ) -> HeadParts | None:
         """Returns ``parts`` for another number of stages."""
         args = self._shapes, jax.tree.leaves(y), microbatch
         return find_parts(self._head, self._head_graph, *args, num_stages, num_shards)
@@ -115,65 +165,94 @@ class Ends:
         With several chunks (few ticks run it) or unequal layers (a stage with fewer has time for it) it is skipped, but for an
         embedding that only looks rows up. One that the program skips always is.
         """
-        is_cheap = (program.schedule.num_chunks == 1 and layout.is_even) or (end != "head" and self.embed_is_lookup)
-        return is_cheap and end not in program.skips
+        if end in program.skips:
+            return False
+        is_in_each_tick = program.schedule.num_chunks == 1 and layout.is_even
+        return is_in_each_tick or (end != "head" and self.embed_is_lookup)
 
-    def embed(self, read: Arrays, microbatch: Any) -> list:
-        """Returns x, from the leaves of ``embed_reads``."""
-        return self._embed(self._with(self.embed_reads, read), microbatch)
+    # -- embedding -----------------------------------------------------------------------------------------------------
 
-    def embed_again(self, read: Arrays, microbatch: Any) -> list:
+    def embed(self, read: Outer, microbatch: PyTree) -> list:
+        """Returns x."""
+        return self._embed(self._whole(read), microbatch)
+
+    def embed_again(self, read: Outer, microbatch: PyTree) -> list:
         """Returns x likewise, without side effects that x does not depend on."""
-        graph, given = self._embed_graph, [*self._with(self.embed_reads, read), *jax.tree.leaves(microbatch)]
+        graph = self._embed_graph
+        given = [*self._whole(read), *jax.tree.leaves(microbatch)]
         values = dict(zip(graph.inputs, given, strict=True))
-        return [jnp.asarray(a) for a in graph.run(graph.needed(graph.outputs, ()), values, graph.outputs)]
+        nodes = graph.needed(graph.outputs, ())
+        return [jnp.asarray(leaf) for leaf in graph.run(nodes, values, graph.outputs)]
 
-    def embed_backward(self, read: Arrays, microbatch: Any, dx: Arrays) -> list:
+    def embed_backward(self, read: Outer, microbatch: PyTree, dx: Arrays) -> Outer:
         """Returns the gradients of ``embed_trains`` from dx, which has the float leaves of x."""
-        own = [self.embed_reads.index(i) for i in self.embed_trains]
-        of_floats = lambda trained: [
-            leaf for leaf in self.embed(merge(read, own, trained), microbatch) if is_float(leaf)
-        ]
-        return jax.vjp(of_floats, [read[at] for at in own])[1](list(dx))[0]
 
-    def head(self, read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
-        """Returns (loss_sums, gradients of head_trains, ct), from the leaves of ``head_reads``.
+        def of_floats(trained: Outer) -> list:
+            x = self.embed(read | trained, microbatch)
+            return [leaf for leaf in x if is_float(leaf)]
+
+        _, vjp = jax.vjp(of_floats, {i: read[i] for i in self.embed_trains})
+        (grads,) = vjp(list(dx))
+        return grads
+
+    def _embed(self, outer: Arrays, microbatch: PyTree) -> list:
+        x = self._model.embed(self._outer_tree.unflatten(outer), microbatch)
+        return [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
+
+    # -- head ----------------------------------------------------------------------------------------------------------
+
+    def head(
+        self,
+        read: Outer,
+        y: Arrays,
+        microbatch: PyTree,
+        total_weight: Any,
+    ) -> tuple[PyTree, Outer, list]:
+        """Returns (loss_sums, gradients of head_trains, ct).
 
         ct is that of the float leaves of y; the cotangent of loss_sum is 1 / total_weight.
         """
         run = fold_transposes(self._head_and_backward, keep_padding)
         return run(read, y, microbatch, total_weight)
 
-    def _head_and_backward(self, read: Arrays, y: Arrays, microbatch: Any, total_weight: Any) -> tuple[Any, list, list]:
+    def _head_and_backward(
+        self,
+        read: Outer,
+        y: Arrays,
+        microbatch: PyTree,
+        total_weight: Any,
+    ) -> tuple[PyTree, Outer, list]:
         floats = [] if self._is_forward else float_indices(y)
-        wide = [leaf.astype(self._shapes[i].dtype) for leaf, i in zip(read, self.head_reads, strict=True)]
-        outer = self._with(self.head_reads, wide)
+        wide = {i: leaf.astype(self._shapes[i].dtype) for i, leaf in read.items()}
+        outer = self._whole(wide)
 
-        def of_floats(trained: Arrays, y_floats: Arrays) -> tuple[jax.Array, list]:
-            return self._head(merge(outer, self.head_trains, trained), merge(y, floats, y_floats), microbatch)
+        def of_floats(trained: Outer, y_floats: Arrays) -> tuple[jax.Array, PyTree]:
+            whole_y = merge(y, floats, y_floats)
+            return self._head(_replaced(outer, trained), whole_y, microbatch)
 
-        trained, y_floats = [outer[i] for i in self.head_trains], [y[i] for i in floats]
+        trained = {i: outer[i] for i in self.head_trains}
+        y_floats = [y[i] for i in floats]
         loss_sum, vjp, further = jax.vjp(of_floats, trained, y_floats, has_aux=True)
-        return (loss_sum, further), *vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))
+        grads, ct = vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))
+        return (loss_sum, further), grads, ct
 
-    def _embed(self, outer: Arrays, microbatch: Any) -> list:
-        x = self._model.embed(jax.tree.unflatten(self._outer_tree, outer), microbatch)
-        return [jnp.asarray(a) for a in jax.tree.leaves(x)]
-
-    def _head(self, outer: Arrays, y: Arrays, microbatch: Any) -> tuple[jax.Array, list]:
-        unflatten = jax.tree.unflatten
-        outputs = self._model.head(unflatten(self._outer_tree, outer), unflatten(self._y_tree, y))
+    def _head(self, outer: Arrays, y: Arrays, microbatch: PyTree) -> tuple[jax.Array, PyTree]:
+        of_outer = self._outer_tree.unflatten(outer)
+        outputs = self._model.head(of_outer, self._y_tree.unflatten(y))
         return sums_of(self._loss, outputs, microbatch)
 
-    def _with(self, indices: Sequence[int], read: Arrays) -> list:
-        """The leaves of outer, with zeros in place of those that are not read."""
-        return merge([jnp.zeros(s.shape, s.dtype) for s in self._shapes], indices, read)
+
+def _replaced(leaves: Arrays, read: Outer) -> list:
+    return merge(leaves, read.keys(), read.values())
 
 
 def _inputs_read(graph: Graph, num_outer: int) -> list[int]:
-    """The indices of the leaves of outer, the first inputs of a graph, that it reads."""
-    read = {i for node in graph.needed(graph.outputs, ()) for i in node.inputs} | set(graph.outputs)
-    return [i for i, number in enumerate(graph.inputs[:num_outer]) if number in read]
+    """The numbers of the outer params, the first inputs of a graph, that it reads."""
+    read = set(graph.outputs)
+    for node in graph.needed(graph.outputs, ()):
+        read.update(node.inputs)
+    outer = graph.inputs[:num_outer]
+    return [i for i, number in enumerate(outer) if number in read]
 
 
 def stage_specs(params: PyTree, num_stages: int, *, spread: bool = True) -> tuple[PyTree, PyTree]:
@@ -186,13 +265,16 @@ def stage_specs(params: PyTree, num_stages: int, *, spread: bool = True) -> tupl
     """
 
     def of_grad(leaf: jax.Array | jax.ShapeDtypeStruct) -> PartitionSpec:
-        dim = outer_stage_dim(leaf.shape, num_stages) if spread and num_stages > 1 else None
+        is_spread = spread and num_stages > 1
+        dim = outer_stage_dim(leaf.shape, num_stages) if is_spread else None
         return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, STAGE)
 
-    whole = jax.tree.map(lambda _: PartitionSpec(), params[OUTER])
+    outer, layers = params[OUTER], params[LAYERS]
+    whole = jax.tree.map(lambda _: PartitionSpec(), outer)
     of_layer = PartitionSpec(STAGE) if is_stacked(params) else PartitionSpec()
-    layers = jax.tree.map(lambda _: of_layer, params[LAYERS])
-    return {OUTER: whole, LAYERS: layers}, {OUTER: jax.tree.map(of_grad, params[OUTER]), LAYERS: layers}
+    of_layers = jax.tree.map(lambda _: of_layer, layers)
+    of_grads = {OUTER: jax.tree.map(of_grad, outer), LAYERS: of_layers}
+    return {OUTER: whole, LAYERS: of_layers}, of_grads
 
 
 def sum_over_stages(loss_sums: PyTree, grads: PyTree, specs: PyTree) -> tuple[PyTree, PyTree]:
@@ -212,7 +294,8 @@ def sum_over_stages(loss_sums: PyTree, grads: PyTree, specs: PyTree) -> tuple[Py
     def spread(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
         if STAGE not in spec:
             return jax.lax.psum(grad, STAGE)
-        reduce = lambda g: jax.lax.psum_scatter(g, STAGE, scatter_dimension=tuple(spec).index(STAGE), tiled=True)
+        dim = tuple(spec).index(STAGE)
+        reduce = lambda g: jax.lax.psum_scatter(g, STAGE, scatter_dimension=dim, tiled=True)
         return on_tensor_shards(reduce, grad, tensor_part(spec))
 
     outer = jax.tree.map(spread, grads[OUTER], specs[OUTER])

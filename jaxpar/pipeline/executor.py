@@ -22,7 +22,7 @@ from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
 from jaxpar.pipeline.control_flow import is_maskable, stage_index
-from jaxpar.pipeline.embed_and_head import Ends
+from jaxpar.pipeline.embed_and_head import Ends, Outer
 from jaxpar.pipeline.layer import Layer, OverReplicas, orders_in_memory
 from jaxpar.pipeline.layer_ops import LayerOps
 from jaxpar.pipeline.layout import LayerLayout
@@ -55,11 +55,10 @@ def accumulate_pipelined(stage: Stage, params: PyTree) -> tuple[PyTree, PyTree]:
     chunk a stage sends one activation to the next stage and one cotangent to the previous one.
     """
     state = accumulate_in_turn(stage) if stage.program.is_in_turn else _accumulate_over_ticks(stage)
-    of_outer = jax.tree.structure(params[OUTER])
-    of_layers = jax.tree.structure(only_trained(params[LAYERS]))
-    outer = only_trained(jax.tree.unflatten(of_outer, state.outer_grads))
-    layers = jax.tree.unflatten(of_layers, state.layer_grads)
-    return state.loss, {OUTER: outer, LAYERS: layers}
+    outer, layers = (jax.tree.structure(only_trained(params[part])) for part in (OUTER, LAYERS))
+    of_outer = jax.tree.leaves(state.outer_grads)
+    grads = {OUTER: outer.unflatten(of_outer), LAYERS: layers.unflatten(state.layer_grads)}
+    return state.loss, grads
 
 
 def _accumulate_over_ticks(stage: Stage) -> State:
@@ -129,7 +128,6 @@ def build_stage(
     ends = Ends(model, loss, params[OUTER], x, microbatch, **num_parts)
     program = _skipping(program, ends, split)
     outer = _in_memory(jax.tree.leaves(params[OUTER]), program, outer_specs)
-    head = _read_by_head(ends, outer, casts=program.masks)
     orders = orders_in_memory(split, cuts, shards.num_shards, masks=program.masks)
     layer = Layer(split, LayerPasses(split, program.masks), zero, jax.tree.leaves(x), orders)
     added = jax.eval_shape(zero.add, list(map(_wide, trained_layer)))
@@ -139,8 +137,8 @@ def build_stage(
         program=program,
         ends=ends,
         layers=LayerOps(layout, program, layer, split.cast(leaves)),
-        outer=outer,
-        head=head,
+        embed=ends.read_by_embed(outer),
+        head=_read_by_head(ends, outer, casts=program.masks),
         microbatches=microbatches,
         total_weight=total_weight,
         sums=(layer_sums, _outer_sums(params[OUTER]), loss_sums),
@@ -157,11 +155,10 @@ def _stacked(grad: Any, layout: LayerLayout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((positions, *grad.shape), grad.dtype)
 
 
-def _outer_sums(outer: PyTree) -> list[jax.ShapeDtypeStruct | None]:
-    """Returns the shapes of the sums of outer gradients; None for frozen params."""
-    trained = trained_indices(outer)
-    leaves = enumerate(jax.tree.leaves(outer))
-    return [_wide(leaf) if i in trained else None for i, leaf in leaves]
+def _outer_sums(outer: PyTree) -> Outer:
+    """Returns the shapes of the sums of outer gradients."""
+    leaves = jax.tree.leaves(outer)
+    return {i: _wide(leaves[i]) for i in trained_indices(outer)}
 
 
 def _parts_of_head(
@@ -211,12 +208,12 @@ def _in_memory(outer: list, program: Program, specs: PyTree | None) -> list:
     return [on_tensor_shards(row_major, leaf, spec) for leaf, spec in pairs]
 
 
-def _read_by_head(ends: Ends, outer: list, *, casts: bool) -> list:
-    """Returns the leaves that the head reads, cast once: where idle stages mask it, all would cast them in each tick."""
-    leaves = [outer[i] for i in ends.head_reads]
+def _read_by_head(ends: Ends, outer: list, *, casts: bool) -> Outer:
+    """Returns what the head reads of outer, cast once: where idle stages mask it, all would cast it in each tick."""
+    read = ends.read_by_head(outer)
     if not casts:
-        return leaves
-    return [leaf.astype(dtype) for leaf, dtype in zip(leaves, ends.head_dtypes, strict=True)]
+        return read
+    return {i: leaf.astype(ends.head_dtypes[i]) for i, leaf in read.items()}
 
 
 def plans_of_ops(*, recomputes: bool, splits_backward: bool) -> dict[str, str]:

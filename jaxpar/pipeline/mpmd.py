@@ -249,14 +249,14 @@ class _Step:
 
     def value_and_grads(self) -> tuple[PyTree, PyTree]:
         """The loss over the whole batch, and the gradients, sharded like the params at rest."""
-        pipeline, ends = self.pipeline, self.pipeline.ends
+        pipeline = self.pipeline
         value = pipeline.value(self.sums[pipeline.last_stage].pop("loss"), self.total_weight)
         grads = [
             of_stage({name: sums.pop(name) for name in like})
             for of_stage, sums, like in zip(pipeline.grads, self.sums, pipeline.like, strict=True)
         ]
-        outer = dict(zip(ends.embed_trains, grads[pipeline.first_stage]["embed"], strict=True))
-        for i, grad in zip(ends.head_trains, grads[pipeline.last_stage]["head"], strict=True):
+        outer = dict(grads[pipeline.first_stage]["embed"])
+        for i, grad in grads[pipeline.last_stage]["head"].items():
             # Gradients of params that both ends read are added on the first stage.
             outer[i] = outer[i] + jax.device_put(grad, outer[i].sharding) if i in outer else grad
         layers = pipeline.layers.leave([own["layers"] for own in grads])

@@ -217,12 +217,16 @@ class ListedLayers:
         order = layout.packed_order.reshape(layout.num_stages, -1).tolist()
         self._by_stage = [[layer for layer in stage if layer >= 0] for stage in order]
         self.like = self.like_each = [
-            [self._each[i].like(self._each[i].trained, stage) for i in own] for stage, own in enumerate(self._by_stage)
+            [list(self._each[i].like(self._each[i].trained, stage).values()) for i in own]
+            for stage, own in enumerate(self._by_stage)
         ]
 
     def enter(self, layers: list[PyTree]) -> list[list[Arrays]]:
         """Returns each stage's layers, on the stage."""
-        return [[self._each[i].enter(layers[i], None, stage) for i in own] for stage, own in enumerate(self._by_stage)]
+        return [
+            [list(self._each[i].enter(layers[i], None, stage).values()) for i in own]
+            for stage, own in enumerate(self._by_stage)
+        ]
 
     def split(self, layers: list[Arrays], stage: int) -> list[Arrays]:
         """Returns the arrays of each layer of a stage."""
@@ -245,8 +249,10 @@ class ListedLayers:
 class OnOneStage:
     """A tree of params of which each leaf is used on one stage: outer params, or one of a list of layers.
 
+    Leaves are given and taken by their numbers, in the order of the tree.
+
     Attributes:
-        trained: The indices of the leaves that are trained.
+        trained: The numbers of the leaves that are trained.
         shards: How the leaves are sharded over ``tensor``.
     """
 
@@ -258,14 +264,15 @@ class OnOneStage:
         cuts = tuple(cut_of(rest.given.spec, TENSOR) for rest in self._at_rest)
         self.shards = ParamShards(cuts, mesh.shape[TENSOR])
 
-    def like(self, indices: Sequence[int], stage: int) -> Arrays:
+    def like(self, numbers: Sequence[int], stage: int) -> dict[int, Any]:
         """Returns the shapes, dtypes and shardings of some leaves on a stage."""
-        return [_like(self._shapes[i], self._at_rest[i], stage) for i in indices]
+        return {i: _like(self._shapes[i], self._at_rest[i], stage) for i in numbers}
 
-    def enter(self, params: PyTree, indices: Sequence[int] | None, stage: int) -> Arrays:
+    def enter(self, params: PyTree, numbers: Sequence[int] | None, stage: int) -> dict[int, Any]:
         """Returns some leaves, or all, on a stage."""
         leaves = jax.tree.leaves(params)
-        return [self._at_rest[i].gather(leaves[i], stage) for i in (range(len(leaves)) if indices is None else indices)]
+        numbers = range(len(leaves)) if numbers is None else numbers
+        return {i: self._at_rest[i].gather(leaves[i], stage) for i in numbers}
 
     def leave(self, grads: Mapping[int, jax.Array]) -> PyTree:
         """Returns the gradients at rest, from those of some leaves on their stages; the gradients of the others are zero."""

@@ -22,7 +22,7 @@ from jaxpar.backward.add_grads import add_grads
 from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
-from jaxpar.pipeline.embed_and_head import Ends
+from jaxpar.pipeline.embed_and_head import Ends, Outer
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.schedule import Schedule
 
@@ -112,7 +112,7 @@ class VirtualStage:
         sums, whole = given.sums, given.whole
         microbatch = self.microbatch(given)
         loss_sums, grads, ct = self.ends.head(whole["head"], y, microbatch, whole["total_weight"])
-        head = add(sums["head"], grads)
+        head = jax.tree.map(_add_one, sums["head"], grads)
         loss = jax.tree.map(_add_one, sums["loss"], loss_sums)
         return made | {"ct": ct}, {"head": head, "loss": loss}
 
@@ -157,12 +157,12 @@ class VirtualStage:
             for_weights.insert(0, made)
         return list(ct), for_weights
 
-    def _add_embedding(self, given: Given, ct: list) -> list:
+    def _add_embedding(self, given: Given, ct: list) -> Outer:
         """Returns the sums of the embedding with its gradients added."""
-        sums = [total[0] for total in given.sums["embed"]]
+        sums = jax.tree.map(lambda total: total[0], given.sums["embed"])
         params, microbatch = given.whole["embed"], self.microbatch(given)
         added = add_grads(sums, self.ends.embed_backward, params, microbatch, ct)
-        return [total[None] for total in added]
+        return jax.tree.map(lambda total: total[None], added)
 
     def weights(self, given: Given) -> Results:
         """W."""

@@ -82,7 +82,7 @@ def _tick(
     row = row._replace(reduces=reduces)
     ends, microbatch = stage.ends, stage.microbatch(number)
     with jax.named_scope("F"):
-        x = ends.embed(stage.read(ends.embed_reads), microbatch)
+        x = ends.embed(stage.embed, microbatch)
         state, y, stored = layers.forward(state, row, x)
     with jax.named_scope("head"):
         loss_sums, grads, ct = ends.head(stage.head, y, microbatch, stage.total_weight)

@@ -17,7 +17,7 @@ Embedding and head belong to one stage each; ``Ends.is_masked`` says when they a
 ticks each stage runs a part of the head, if it has parts (``head_parts.py``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,15 +28,16 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxpar.backward.add_grads import add_grads
-from jaxpar.dtypes import merge
 from jaxpar.mesh import TENSOR
 from jaxpar.pipeline import buffers
 from jaxpar.pipeline.control_flow import Mask, both, do_if, masked, stage_index, where
-from jaxpar.pipeline.embed_and_head import Ends
+from jaxpar.pipeline.embed_and_head import Ends, Outer
 from jaxpar.pipeline.layer import BUFFERS, Layer
 from jaxpar.pipeline.layer_ops import LayerOps, Rings
 from jaxpar.pipeline.program import OpRow, Program, Row, Segment, op_row
 from jaxpar.shard_map import whole_over_tensor
+
+Embed = Callable[[Outer, PyTree], list]
 
 
 class State(NamedTuple):
@@ -47,7 +48,7 @@ class State(NamedTuple):
         inbox: Activations and cotangents.
         layer_grads: Sums of gradients ``[num_chunks * positions_per_chunk, ...]``.
         loss: ``(loss_sum, further sums of the loss)``.
-        outer_grads: Sums of gradients; None for frozen params.
+        outer_grads: Sums of gradients, by the number of the param's leaf; none of frozen params.
         residuals_b: Values of the forward pass for B alone.
         residuals_w: Values of it for W.
     """
@@ -56,7 +57,7 @@ class State(NamedTuple):
     inbox: list
     layer_grads: list
     loss: PyTree
-    outer_grads: list
+    outer_grads: Outer
     residuals_b: list
     residuals_w: list
 
@@ -79,7 +80,7 @@ class Stage:
         program: The compiled schedule.
         ends: Embedding and head.
         layers: The layers.
-        outer: The leaves of the outer params.
+        embed: The outer params that the embedding reads.
         head: Those that the head reads, in the dtypes in which it takes them.
         microbatches: ``[num_microbatches, rows, ...]``.
         total_weight: The weight of the whole batch.
@@ -89,11 +90,11 @@ class Stage:
     program: Program
     ends: Ends
     layers: LayerOps
-    outer: list
-    head: list
+    embed: Outer
+    head: Outer
     microbatches: PyTree
     total_weight: jax.Array
-    sums: tuple[list, list, PyTree]
+    sums: tuple[list, Outer, PyTree]
 
     @property
     def layer(self) -> Layer:
@@ -177,10 +178,10 @@ class Stage:
         stage, its_chunk = self.layers.layout.stage_and_chunk(virtual_stage)
         return (stage_index() == stage) & (chunk == its_chunk)
 
-    def input_of(self, state: State, row: OpRow, embed: Callable[[list, Any], list]) -> list:
+    def input_of(self, state: State, row: OpRow, embed: Embed) -> list:
         """The input of F and R: the embedding on the first virtual stage, else the inbox."""
         is_first = self.is_virtual_stage(0, row.chunk)
-        args = lambda: (self.read(self.ends.embed_reads), self.microbatch(row.microbatch))
+        args = lambda: (self.embed, self.microbatch(row.microbatch))
         embedded = lambda: self.layer.without_keys(embed(*args()))
         received = lambda: self.layer.without_keys(buffers.get(state.inbox, self.x, row.x))
         with jax.named_scope("embed"):
@@ -190,7 +191,7 @@ class Stage:
             return jax.lax.cond(both(is_first, row.on), lambda: list(map(whole_over_tensor, embedded())), received)
 
     def run_layers(
-        self, state: State, row: OpRow, embed: Callable[[list, Any], list], *, store: bool
+        self, state: State, row: OpRow, embed: Embed, *, store: bool
     ) -> tuple[State, list]:
         """Runs the layers of a chunk on its input, and stores their residuals if asked."""
         rings = state.residuals if store else ([], [])
@@ -240,16 +241,20 @@ class Stage:
             loss_sums, grads, ct = self.ends.head(self.head, given, microbatch, self.total_weight)
             return self.add_head(on, state, row, loss_sums, grads, [parts.gather(each) for each in ct])
 
-    def add_head(self, on: Mask, state: State, row: OpRow, loss_sums: PyTree, grads: list, ct: list) -> State:
+    def add_head(self, on: Mask, state: State, row: OpRow, loss_sums: PyTree, grads: Outer, ct: list) -> State:
         """Adds what the head returns to the sums; the cotangent of y goes to the inbox."""
-        add = lambda total, own: total + masked(on, [own])[0].astype(total.dtype)
-        outer, trains = state.outer_grads, self.ends.head_trains
-        return state._replace(
+
+        def add(total: jax.Array, own: jax.Array) -> jax.Array:
+            (own,) = masked(on, [own])
+            return total + own.astype(total.dtype)
+
+        inbox, outer = state.inbox, state.outer_grads
+        if ct:
             # Where this is off, its slot is the spare one, which no op that is on reads.
-            inbox=buffers.put_cotangent(state.inbox, self.x, ct, row.out) if ct else state.inbox,
-            outer_grads=merge(outer, trains, map(add, [outer[i] for i in trains], grads)),
-            loss=jax.tree.map(add, state.loss, loss_sums),
-        )
+            inbox = buffers.put_cotangent(inbox, self.x, ct, row.out)
+        added = {i: add(outer[i], grad) for i, grad in grads.items()}
+        loss = jax.tree.map(add, state.loss, loss_sums)
+        return state._replace(inbox=inbox, outer_grads=outer | added, loss=loss)
 
     def recompute(self, state: State, row: OpRow) -> tuple[State, tuple]:
         """R."""
@@ -283,14 +288,11 @@ class Stage:
 
     def run_embed_back(self, on: Mask, state: State, row: OpRow, dx: list) -> State:
         """Runs the backward pass of the embedding."""
-        args = (self.read(self.ends.embed_reads), self.microbatch(row.microbatch), dx)
-        trains, totals = self.ends.embed_trains, state.outer_grads
-        added = add_grads([totals[i] for i in trains], self.ends.embed_backward, *args, select=partial(masked, on))
-        return state._replace(outer_grads=merge(totals, trains, added))
-
-    def read(self, indices: Sequence[int]) -> list:
-        """The outer params that an end of the model reads."""
-        return [self.outer[i] for i in indices]
+        outer, microbatch = state.outer_grads, self.microbatch(row.microbatch)
+        totals = {i: outer[i] for i in self.ends.embed_trains}
+        select = partial(masked, on)
+        added = add_grads(totals, self.ends.embed_backward, self.embed, microbatch, dx, select=select)
+        return state._replace(outer_grads=outer | added)
 
     def weights(self, state: State, row: OpRow) -> tuple[State, tuple]:
         """W."""

@@ -3,7 +3,7 @@
 A layer is split into ops (`jaxpar/backward/split.py`), and embedding, head and loss are ends (`pipeline/embed_and_head.py`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -297,7 +297,7 @@ class Traced:
         check_functions(self._model, self._shape.loss, self._params, batch)
         x = jax.eval_shape(self._model.embed, outer, batch)
         ends = Ends(self._model, self._shape.loss, outer, x, batch)
-        embed = self._outer(ends.embed_reads)
+        embed = ends.read_by_embed(jax.tree.leaves(outer))
         floats = [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
         graphs = {
             "embed": (trace(ends.embed, embed, batch), ends.embed_reads),
@@ -315,8 +315,5 @@ class Traced:
 
     def _trace_head(self, ends: Ends, x: PyTree, batch: PyTree) -> tuple[Graph, list[int]]:
         weight = jax.ShapeDtypeStruct((), jnp.float32)
-        return trace(ends.head, self._outer(ends.head_reads), jax.tree.leaves(x), batch, weight), ends.head_reads
-
-    def _outer(self, indices: Sequence[int]) -> list[Any]:
-        leaves = jax.tree.leaves(self._params[OUTER])
-        return [leaves[i] for i in indices]
+        read = ends.read_by_head(jax.tree.leaves(self._params[OUTER]))
+        return trace(ends.head, read, jax.tree.leaves(x), batch, weight), ends.head_reads

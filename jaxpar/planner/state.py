@@ -266,8 +266,8 @@ def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions:
 
 def _cast_head(analysis: Analysis, at_rest: AtRest) -> int:
     """The params of the head in the dtype of the computation, if it is not their own."""
-    reads = zip(analysis.ends.head_reads, analysis.ends.head_dtypes, strict=True)
-    cast = [(at_rest.outer_in_use[i], dtype) for i, dtype in reads if at_rest.outer_in_use[i].dtype != dtype]
+    reads = [(at_rest.outer_in_use[i], dtype) for i, dtype in analysis.ends.head_dtypes.items()]
+    cast = [(leaf, dtype) for leaf, dtype in reads if leaf.dtype != dtype]
     return sum(leaf.size * dtype.itemsize for leaf, dtype in cast)
 
 
