@@ -18,10 +18,11 @@ spare slot of the inbox.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from jaxpar._compat import empty
 from jaxpar.dtypes import float_indices, is_float, merge, rewrap_key, unwrap_key, unwrapped_shape
@@ -31,6 +32,38 @@ from jaxpar.pipeline.timetable import sends_right
 from jaxpar.schedule import Op, Schedule
 
 Arrays = list[Any]
+
+
+class State(NamedTuple):
+    """The buffers and sums of a stage. Buffers are lists of arrays ``[slots, ...]``, or for layers ``[slots, positions, ...]``.
+
+    Attributes:
+        cotangents_w: Values of B for W.
+        inbox: Activations and cotangents.
+        layer_grads: Sums of gradients ``[num_chunks * positions_per_chunk, ...]``.
+        loss: ``(loss_sum, further sums of the loss)``.
+        outer_grads: Sums of gradients, by the number of the param's leaf; none of frozen params.
+        residuals_b: Values of the forward pass for B alone.
+        residuals_w: Values of it for W.
+    """
+
+    cotangents_w: Arrays
+    inbox: Arrays
+    layer_grads: Arrays
+    loss: PyTree
+    outer_grads: dict[int, Any]
+    residuals_b: Arrays
+    residuals_w: Arrays
+
+    @property
+    def residuals(self) -> tuple[Arrays, Arrays]:
+        """Both buffers of values of the forward pass."""
+        return self.residuals_b, self.residuals_w
+
+    def with_residuals(self, rings: Sequence[Arrays]) -> "State":
+        """Returns the state with other ``residuals``."""
+        residuals_b, residuals_w = rings
+        return self._replace(residuals_b=residuals_b, residuals_w=residuals_w)
 
 
 def zeros(shapes: Sequence[Any]) -> Arrays:

@@ -21,6 +21,7 @@ from jaxpar.devices import on_gpus
 from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
+from jaxpar.pipeline.buffers import State
 from jaxpar.pipeline.control_flow import is_maskable, stage_index
 from jaxpar.pipeline.embed_and_head import Ends, Outer
 from jaxpar.pipeline.layer import Layer, OverReplicas, orders_in_memory
@@ -28,7 +29,7 @@ from jaxpar.pipeline.layer_ops import LayerOps
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.one_stage import accumulate_in_turn, writes_out
 from jaxpar.pipeline.program import Program, Row, Segment, spmd_program
-from jaxpar.pipeline.stage import Stage, State
+from jaxpar.pipeline.stage import Stage
 from jaxpar.shard_map import on_tensor_shards
 from jaxpar.trainable import only_trained, trained_indices
 

@@ -138,7 +138,7 @@ class _Pipeline:
             )
         self.ends, self.last = self.virtual_stages[0].ends, len(self.virtual_stages) - 1
         self.first_stage, self.last_stage = self.virtual_stages[0].stage, self.virtual_stages[-1].stage
-        self.like = [{"layers": own} for own in self.layers.like]
+        self.like: list[Values] = [{"layers": own} for own in self.layers.like]
         self.like[self.first_stage]["embed"] = self.outer.like(self.ends.embed_trains, self.first_stage)
         self.like[self.last_stage]["head"] = self.outer.like(self.ends.head_trains, self.last_stage)
         self._make_functions(traced, executor.reduce, executor.reduce_dtype)

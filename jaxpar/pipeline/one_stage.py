@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.dtypes import is_float, merge
+from jaxpar.pipeline.buffers import State
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import OpRow, Program
-from jaxpar.pipeline.stage import Stage, State
+from jaxpar.pipeline.stage import Stage
 
 MOST_WRITTEN_OUT = 48
 
