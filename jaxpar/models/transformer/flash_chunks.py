@@ -39,6 +39,12 @@ from jaxpar import documents
 from jaxpar._compat import cudnn_attention, cudnn_attention_gradients
 from jaxpar.documents import Documents
 
+Pair = tuple[Array, Array]  # keys and values, output and lse, or the two chunks of a device
+Gradients = tuple[Array, Array, Array]  # of queries, keys and values
+Queries = Float[Array, "rows two_chunks heads head_dim"]
+KeysOfChunks = Float[Array, "rows two_chunks kv_heads head_dim"]
+Keys = Float[Array, "rows seq kv_heads head_dim"]
+
 
 class Kernel(NamedTuple):
     """Attention of queries ``[rows, seq, heads, head_dim]`` to keys and values ``[rows, keys, kv_heads, head_dim]``.
@@ -53,8 +59,8 @@ class Kernel(NamedTuple):
         of_documents: The kernel for rows of several documents; None: they are parted by a bias.
     """
 
-    forward: Callable[..., tuple[Array, Array]]
-    backward: Callable[..., tuple[Array, Array, Array]]
+    forward: Callable[..., Pair]
+    backward: Callable[..., Gradients]
     of_documents: documents.Kernel | None = None
 
 
@@ -62,16 +68,16 @@ CUDNN = Kernel(cudnn_attention, cudnn_attention_gradients, documents.CUDNN)
 
 
 def chunked_causal_attention(
-    q: Float[Array, "rows two_chunks heads head_dim"],
-    own: tuple[Float[Array, "rows two_chunks kv_heads head_dim"], Float[Array, "rows two_chunks kv_heads head_dim"]],
-    whole: tuple[Float[Array, "rows seq kv_heads head_dim"], Float[Array, "rows seq kv_heads head_dim"]],
+    q: Queries,
+    own: tuple[KeysOfChunks, KeysOfChunks],
+    whole: tuple[Keys, Keys],
     *,
     chunk_of_context: tuple[Int[Array, ""] | int, int],
     segments: tuple[Int[Array, "rows two_chunks"], Int[Array, "rows seq"]] | None = None,
     documents: Documents | None = None,
     scale: float | None = None,
     kernel: Kernel = CUDNN,
-) -> Float[Array, "rows two_chunks heads head_dim"]:
+) -> Queries:
     """Returns for each query the mean of the values up to its position in the sequence, weighted by the softmax of its scores.
 
     XLA cannot partition cuDNN's kernel: call this where all axes are manual, with the heads of one shard over ``tensor``.
@@ -95,23 +101,33 @@ def chunked_causal_attention(
         ValueError: There are not C times as many keys as queries, or cuDNN takes no such arrays.
     """
     index, size = chunk_of_context
-    if q.shape[1] % 2 or whole[0].shape[1] != size * q.shape[1]:
+    _check_shapes(q, whole[0], size, kernel)
+    chunk = q.shape[1] // 2
+    begins = [jnp.asarray(place * chunk, jnp.int32) for place in (index, 2 * size - 1 - index)]
+    if segments is None:
+        within, earlier = None, [_all_before(begin, q) for begin in begins]
+    else:
+        within, of_keys = as_rows(segments[0]), segments[1]
+        numbers = _chunks(within)
+        earlier = [_same_document_before(*each, of_keys) for each in zip(begins, numbers, strict=True)]
+    given = _Given(own, whole, within if documents is None else documents, tuple(earlier))
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    return _attend(kernel, scale, q, given)
+
+
+def _check_shapes(q: Array, k: Array, size: int, kernel: Kernel) -> None:
+    num_queries, num_keys, head_dim = q.shape[1], k.shape[1], q.shape[3]
+    if num_queries % 2 or num_keys != size * num_queries:
         raise ValueError(
             "each device must have two of the 2C chunks of a sequence; got "
-            f"{q.shape[1]} queries of {whole[0].shape[1]} positions, C={size}. Gather the keys of all devices, and choose a "
+            f"{num_queries} queries of {num_keys} positions, C={size}. Gather the keys of all devices, and choose a "
             f"sequence that {2 * size} divides."
         )
-    if kernel == CUDNN and (q.dtype.itemsize != 2 or q.shape[3] % 8 or q.shape[3] > 256):
+    if kernel == CUDNN and (q.dtype.itemsize != 2 or head_dim % 8 or head_dim > 256):
         raise ValueError(
             "cuDNN's attention takes 16-bit floats and a head_dim that 8 divides, up to 256; got "
-            f'{q.dtype}, head_dim={q.shape[3]}. Use attention="xla", which stores all scores.'
+            f'{q.dtype}, head_dim={head_dim}. Use attention="xla", which stores all scores.'
         )
-    begins = [jnp.asarray(place * (q.shape[1] // 2), jnp.int32) for place in (index, 2 * size - 1 - index)]
-    of_chunks, of_keys = (None, None) if segments is None else (as_rows(segments[0]), segments[1])
-    numbers = (None, None) if of_chunks is None else _chunks(of_chunks)
-    earlier = [_earlier_keys(q, *each, of_keys) for each in zip(begins, numbers, strict=True)]
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    return _attend(kernel, scale, q, own, whole, of_chunks if documents is None else documents, tuple(earlier))
 
 
 class _Earlier(NamedTuple):
@@ -121,70 +137,104 @@ class _Earlier(NamedTuple):
     num_keys: Array
     num_queries: Array
 
-    def keys_of(self, whole: tuple) -> tuple:
-        return whole if self.first is None else tuple(_from(each, self.first) for each in whole)
+    def keys_of(self, whole: Pair) -> Pair:
+        if self.first is None:
+            return whole
+        k, v = whole
+        return _from(k, self.first), _from(v, self.first)
 
-    def lengths(self) -> tuple[Array, Array]:
+    def lengths(self) -> Pair:
         return self.num_queries, jnp.maximum(self.num_keys, 1)  # cuDNN 9.4 fails without keys
 
     def sees(self, q: Array) -> Array:
         """Returns whether each query sees any of them."""
-        return (jnp.arange(q.shape[1])[None] < self.num_queries[:, None]) & (self.num_keys > 0)[:, None]
+        is_first = jnp.arange(q.shape[1])[None] < self.num_queries[:, None]
+        has_keys = self.num_keys > 0
+        return is_first & has_keys[:, None]
 
 
-def _earlier_keys(q: Array, begin: Array, of_chunk: Array | None, of_keys: Array | None) -> _Earlier:
+def _all_before(begin: Array, q: Array) -> _Earlier:
+    """Returns all keys before a chunk, which all of its queries see."""
+    of_rows = lambda number: jnp.full(len(q), number, jnp.int32)
+    return _Earlier(None, of_rows(begin), of_rows(q.shape[1] // 2))
+
+
+def _same_document_before(begin: Array, of_chunk: Array, of_keys: Array) -> _Earlier:
     """Returns those of the document that goes on at ``begin``, where the chunk does."""
-    if of_chunk is None or of_keys is None:
-        return _Earlier(None, *(jnp.full(len(q), number, jnp.int32) for number in (begin, q.shape[1] // 2)))
-    first = jnp.argmax(of_keys == of_chunk[:, :1], axis=1).astype(jnp.int32)
-    return _Earlier(first, begin - first, jnp.sum(of_chunk == of_chunk[:, :1], axis=1, dtype=jnp.int32))
+    going_on = of_chunk[:, :1]
+    first = jnp.argmax(of_keys == going_on, axis=1).astype(jnp.int32)
+    num_queries = jnp.sum(of_chunk == going_on, axis=1, dtype=jnp.int32)
+    return _Earlier(first, begin - first, num_queries)
+
+
+class _Given(NamedTuple):
+    """What queries attend to.
+
+    Attributes:
+        own: Keys and values of the chunks themselves.
+        whole: Keys and values of the sequence.
+        within: The documents of the chunks, or the segment of each of their positions, or None.
+        earlier: For each chunk what its queries see of ``whole``.
+    """
+
+    own: Pair
+    whole: Pair
+    within: Array | Documents | None
+    earlier: tuple[_Earlier, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(
-    kernel: Kernel, scale: float, q: Array, own: tuple, whole: tuple, within: Array | Documents | None, earlier: tuple
-) -> Array:
-    return _forward(kernel, scale, q, own, whole, within, earlier)[0]
+def _attend(kernel: Kernel, scale: float, q: Array, given: _Given) -> Array:
+    return _forward(kernel, scale, q, given)[0]
 
 
-def _forward(
-    kernel: Kernel, scale: float, q: Array, own: tuple, whole: tuple, within: Array | Documents | None, earlier: tuple
-) -> tuple:
-    own_out, own_lse = _to_own(kernel, scale, within, *map(as_rows, (q, *own)))
-    parts = [_to_earlier(kernel, scale, whole, *each) for each in zip(earlier, _chunks(as_rows(q)), strict=True)]
-    out, lse = (_from_chunks(each) for each in zip(*parts, strict=True))
+def _forward(kernel: Kernel, scale: float, q: Array, given: _Given) -> tuple[Array, tuple]:
+    own_k, own_v = map(as_rows, given.own)
+    own_out, own_lse = _to_own(kernel, scale, given.within, as_rows(q), own_k, own_v)
+    to_earlier = partial(_to_earlier, kernel, scale, given.whole)
+    parts = map(to_earlier, given.earlier, _chunks(as_rows(q)))
+    out, lse = map(_from_chunks, zip(*parts, strict=True))
     total = jnp.logaddexp(own_lse, lse)
-    own_weight, weight = (jnp.exp(each - total).swapaxes(1, 2)[..., None] for each in (own_lse, lse))
-    merged = (own_out * own_weight + out * weight).astype(q.dtype).reshape(q.shape)
-    return merged, (q, own, whole, within, earlier, merged, total)
+    merged = own_out * _weight(own_lse, total) + out * _weight(lse, total)
+    merged = merged.astype(q.dtype).reshape(q.shape)
+    return merged, (q, given, merged, total)
 
 
-def _backward(kernel: Kernel, scale: float, kept: tuple, ct: Array) -> tuple:
-    q, own, whole, within, earlier, out, lse = kept
-    in_rows = [*map(as_rows, (q, out)), lse, as_rows(ct)]
-    of_own = _own_gradients(kernel, scale, within, in_rows[0], *map(as_rows, own), *in_rows[1:])
-    by_chunk = zip(earlier, *map(_chunks, in_rows), strict=True)
-    dq, dk, dv = zip(*(_earlier_gradients(kernel, scale, whole, *each) for each in by_chunk), strict=True)
-    dq = (of_own[0] + _from_chunks(dq)).reshape(q.shape)
-    return dq, tuple(each.reshape(own[0].shape) for each in of_own[1:]), (sum(dk), sum(dv)), None, None
+def _weight(lse: Float[Array, "rows heads seq"], total: Float[Array, "rows heads seq"]) -> Array:
+    """Returns exp(lse - total), a part's share of the whole softmax, for each query."""
+    return jnp.exp(lse - total).swapaxes(1, 2)[..., None]
+
+
+def _backward(kernel: Kernel, scale: float, kept: tuple, ct: Array) -> tuple[Array, _Given]:
+    q, given, out, lse = kept
+    q_rows, out_rows, ct_rows = map(as_rows, (q, out, ct))
+    own_k, own_v = map(as_rows, given.own)
+    own_dq, *of_own = _own_gradients(kernel, scale, given.within, q_rows, own_k, own_v, out_rows, lse, ct_rows)
+    of_earlier = partial(_earlier_gradients, kernel, scale, given.whole)
+    by_chunk = map(of_earlier, given.earlier, *map(_chunks, (q_rows, out_rows, lse, ct_rows)))
+    dq, dk, dv = zip(*by_chunk, strict=True)
+    dq = own_dq + _from_chunks(dq)
+    own_dk, own_dv = (each.reshape(given.own[0].shape) for each in of_own)
+    grads = _Given((own_dk, own_dv), (sum(dk), sum(dv)), None, None)  # type: ignore[arg-type]
+    return dq.reshape(q.shape), grads
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _to_own(kernel: Kernel, scale: float, within: Array | Documents | None, *arrays: Array) -> tuple[Array, Array]:
+def _to_own(kernel: Kernel, scale: float, within: Array | Documents | None, *arrays: Array) -> Pair:
     """Returns the output and lse of chunks' attention to themselves."""
     if isinstance(within, Documents):
         return _of_documents(kernel).forward(*arrays, scale, within, None)
-    return kernel.forward(*arrays, scale, None, _between(within, arrays[0].dtype))
+    bias = _between(within, arrays[0].dtype)
+    return kernel.forward(*arrays, scale, None, bias)
 
 
-def _own_gradients(
-    kernel: Kernel, scale: float, within: Array | Documents | None, *arrays: Array
-) -> tuple[Array, Array, Array]:
+def _own_gradients(kernel: Kernel, scale: float, within: Array | Documents | None, *arrays: Array) -> Gradients:
     if isinstance(within, Documents):
         return _of_documents(kernel).backward(*arrays, scale, within, None)
-    return kernel.backward(*arrays, scale, None, _between(within, arrays[0].dtype))
+    bias = _between(within, arrays[0].dtype)
+    return kernel.backward(*arrays, scale, None, bias)
 
 
 def _of_documents(kernel: Kernel) -> documents.Kernel:
@@ -192,51 +242,61 @@ def _of_documents(kernel: Kernel) -> documents.Kernel:
     return kernel.of_documents
 
 
-def _to_earlier(kernel: Kernel, scale: float, whole: tuple, earlier: _Earlier, q: Array) -> tuple[Array, Array]:
+def _to_earlier(kernel: Kernel, scale: float, whole: Pair, earlier: _Earlier, q: Array) -> Pair:
     """Returns the output and lse of one chunk's attention to earlier keys: 0 and -inf for queries that see none."""
-    out, lse = kernel.forward(q, *earlier.keys_of(whole), scale, earlier.lengths(), None)
+    k, v = earlier.keys_of(whole)
+    out, lse = kernel.forward(q, k, v, scale, earlier.lengths(), None)
     sees = earlier.sees(q)
-    return jnp.where(sees[:, :, None, None], out, 0), jnp.where(sees[:, None], lse, -jnp.inf)
+    out = jnp.where(sees[:, :, None, None], out, 0)
+    lse = jnp.where(sees[:, None], lse, -jnp.inf)
+    return out, lse
 
 
 def _earlier_gradients(
-    kernel: Kernel, scale: float, whole: tuple, earlier: _Earlier, q: Array, *others: Array
-) -> tuple[Array, Array, Array]:
+    kernel: Kernel, scale: float, whole: Pair, earlier: _Earlier, q: Array, *others: Array
+) -> Gradients:
     """Returns the gradients of a chunk's queries and of all keys and values."""
-    dq, *of_keys = kernel.backward(q, *earlier.keys_of(whole), *others, scale, earlier.lengths(), None)
+    k, v = earlier.keys_of(whole)
+    dq, dk, dv = kernel.backward(q, k, v, *others, scale, earlier.lengths(), None)
     place = jnp.arange(whole[0].shape[1])[None]
     if earlier.first is not None:
         place = place - earlier.first[:, None]
-        of_keys = [_from(each, -earlier.first) for each in of_keys]
-    is_seen = ((place >= 0) & (place < earlier.num_keys[:, None]))[:, :, None, None]
-    dk, dv = (jnp.where(is_seen, each, 0) for each in of_keys)
-    return jnp.where(earlier.sees(q)[:, :, None, None], dq, 0), dk, dv
+        dk, dv = _from(dk, -earlier.first), _from(dv, -earlier.first)
+    is_seen = (place >= 0) & (place < earlier.num_keys[:, None])
+    of_seen = lambda grad: jnp.where(is_seen[:, :, None, None], grad, 0)
+    dq = jnp.where(earlier.sees(q)[:, :, None, None], dq, 0)
+    return dq, of_seen(dk), of_seen(dv)
 
 
 def _from(array: Array, first: Array) -> Array:
     """Returns an array whose place 0 along dim 1 is ``first`` of each row; what comes from outside of it is arbitrary."""
-    places = jnp.clip(jnp.arange(array.shape[1])[None] + first[:, None], 0, array.shape[1] - 1)
+    length = array.shape[1]
+    places = jnp.arange(length)[None] + first[:, None]
+    places = jnp.clip(places, 0, length - 1)
     return jnp.take_along_axis(array, places[:, :, None, None], axis=1)
 
 
 def as_rows(array: Array) -> Array:
     """Returns ``[rows, two_chunks, ...]`` as ``[rows * 2, chunk, ...]``, which is the same in memory."""
-    return array.reshape(array.shape[0] * 2, array.shape[1] // 2, *array.shape[2:])
+    rows, two_chunks, *others = array.shape
+    return array.reshape(rows * 2, two_chunks // 2, *others)
 
 
-def _chunks(array: Array) -> tuple[Array, Array]:
+def _chunks(array: Array) -> Pair:
     """Returns the rows of each of the two chunks, of an array ``[rows * 2, ...]``."""
     pairs = array.reshape(-1, 2, *array.shape[1:])
     return pairs[:, 0], pairs[:, 1]
 
 
-def _from_chunks(chunks: tuple[Array, Array]) -> Array:
-    return jnp.stack(chunks, axis=1).reshape(-1, *chunks[0].shape[1:])
+def _from_chunks(chunks: tuple[Array, ...]) -> Array:
+    pairs = jnp.stack(chunks, axis=1)
+    return pairs.reshape(-1, *pairs.shape[2:])
 
 
 def _between(segments: Array | None, dtype: Any) -> Array | None:
     """Returns a bias ``[rows, 1, seq, seq]`` that is so low between segments that weights are 0, and no sum overflows."""
     if segments is None:
         return None
-    same = segments[:, None, :, None] == segments[:, None, None, :]
-    return jnp.where(same, 0, jnp.finfo(dtype).min / 2).astype(dtype)
+    is_same = segments[:, None, :, None] == segments[:, None, None, :]
+    lowest = jnp.finfo(dtype).min / 2
+    return jnp.where(is_same, 0, lowest).astype(dtype)
