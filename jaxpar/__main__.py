@@ -7,11 +7,13 @@ imported when it is called. To add a command, write it and add a line here.
 import importlib
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from jaxpar import __version__
 from jaxpar.commands.cli import named, program
 from jaxpar.fields import near_name
 from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.interrupt import INTERRUPTED, ended_by_interrupt
 from jaxpar.runtime.output import printable_lines, tell
 
 COMMANDS = {
@@ -25,6 +27,7 @@ COMMANDS = {
     "plot": "plot the loss curves of several runs, as text and as a picture",
     "doctor": "print versions, devices, settings and cluster variables, to paste into an issue",
 }
+QUICK = ("plan", "manifest", "plot", "doctor")  # which have nothing to save, and no handler of their own
 IN_RUNS = ("launch", "export", "watch", "serve", "plot")
 
 
@@ -36,10 +39,14 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     name, *rest = (sys.argv[1:] if args is None else args) or ["--help"]
     try:
-        return _run(name, rest)
+        with ended_by_interrupt() if name in QUICK else nullcontext():
+            return _run(name, rest)
     except BrokenPipeError:  # the reader of a pipe, such as head, has exited
         sys.stdout = None
         return ExitCode.DONE
+    except KeyboardInterrupt:
+        tell("interrupted")
+        return INTERRUPTED
     except Exception as error:
         usual = ExitCode.BAD_CONFIG if isinstance(error, (ValueError, TypeError, OSError, ImportError)) else None
         code = getattr(error, "exit_code", usual)

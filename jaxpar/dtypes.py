@@ -29,6 +29,14 @@ def widen(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda a: a.astype(wide_dtype(a.dtype)), tree)
 
 
+def unfolded(leaf: jax.Array) -> jax.Array:
+    """Returns an array that XLA does not know to be constant: it ends the process where it reduces a complex constant.
+
+    Such is the gradient of a complex param that the loss does not use.
+    """
+    return jax.lax.optimization_barrier(leaf) if jnp.iscomplexobj(leaf) else leaf
+
+
 def to_floats(value: jax.Array, dtype: Any) -> jax.Array:
     """Returns an array in a floating-point dtype, complex numbers as their two parts along a new last dim."""
     if jnp.iscomplexobj(value):

@@ -117,17 +117,20 @@ def check_one_of(names: Sequence[str], remedy: str = "", /, **values: object) ->
 
 
 def near_name(value: object, names: Iterable[str]) -> str | None:
-    """Returns the name that one misspelt, cut short or in capitals means; None if there is none.
+    """Returns the name that one misspelt, cut short, with more after a hyphen, or in capitals means; None if there is none.
 
     One with another letter in four is another name, not a misspelt one:
 
     >>> near_name("H100", ["h100", "h200"]), near_name("h800", ["h100", "h200"]), near_name("jobsett", ["jobset"])
     ('h100', None, 'jobset')
+    >>> near_name("h100-80gb", ["a100-80gb", "h100", "h200"])
+    'h100'
     """
     names = [*names]
     text = str(value).lower()
     longer = sorted((name for name in names if text and name.startswith(text)), key=len)
-    near = longer or get_close_matches(text, names, 1, cutoff=0.8)
+    shorter = sorted((name for name in names if text.startswith(f"{name.lower()}-")), key=len, reverse=True)
+    near = longer or shorter or get_close_matches(text, names, 1, cutoff=0.8)
     return near[0] if near else None
 
 

@@ -54,7 +54,7 @@ SATELLITES = (
     "serve",
 )
 CHEAP = {"jaxpar.__main__", "jaxpar._near_names", "jaxpar.commands", "jaxpar.commands.cli", "jaxpar.fields"}
-CHEAP |= {"jaxpar.runtime", "jaxpar.runtime.exit_codes", "jaxpar.runtime.output"}
+CHEAP |= {"jaxpar.runtime", "jaxpar.runtime.exit_codes", "jaxpar.runtime.interrupt", "jaxpar.runtime.output"}
 MACHINE_PATH = re.compile(r"(?<![\w.$})~-])/(?:home|root|Users|work|tmp|opt|scratch|data|private)/\w|\b[A-Z]:\\\w")
 
 

@@ -1,8 +1,15 @@
 """The exit codes are what the documentation and a supervisor take them for."""
 
+import contextlib
+import signal
+import threading
+
 import pytest
 
+from jaxpar.__main__ import main
+from jaxpar.runtime import interrupt
 from jaxpar.runtime.exit_codes import ExitCode, describe_exit
+from tests.support.waiting import WAIT_SECONDS
 
 
 def test_each_exit_code_has_its_own_number_and_meaning():
@@ -31,3 +38,24 @@ def test_each_exit_code_has_its_own_number_and_meaning():
 )
 def test_an_exit_is_told_in_words(code, words):
     assert describe_exit(code) == words
+
+
+def test_ctrl_c_ends_a_command_that_has_swallowed_it(monkeypatch):
+    """As JAX's callback of the garbage collector does."""
+    monkeypatch.setattr(interrupt, "SECONDS_TO_END", 0.05)
+    ended = threading.Event()
+    with interrupt.ended_by_interrupt(end=lambda code: ended.set() if code == 130 else None):
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert ended.wait(WAIT_SECONDS)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupted_command_says_so_and_ends_with_130(monkeypatch, capsys):
+    def command(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxpar.__main__.command", lambda name: command)
+    assert main(["plan"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

@@ -710,6 +710,12 @@ KEPT = ("--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
             ["the recipe has no --out-dir and the claim is mounted at /checkpoints: results and checkpoints are lost"],
         ),
         (("--out-dir", "runs/gpt", *KEPT[2:]), ["the recipe has --out-dir runs/gpt and the claim"]),
+        (
+            (*KEPT, "--dry-run"),
+            [
+                "the recipe has --dry-run: the job checks and compiles, trains nothing, and ends as if it had. Leave --dry-run"
+            ],
+        ),
         ((*KEPT[:3], "0"), ["the recipe has --checkpoint-every 0: it saves only when asked to stop"]),
         (
             KEPT[:2],

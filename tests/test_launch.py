@@ -347,3 +347,12 @@ def test_standard_error_on_a_full_disk_changes_no_exit_code(tmp_path, options):
             command, stdout=subprocess.DEVNULL, stderr=full, check=False, cwd=ROOT, timeout=WAIT_SECONDS
         )
     assert done.returncode == 74
+
+
+def test_more_processes_than_a_machine_can_start_are_refused(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    with pytest.raises(
+        ValueError, match=r"num_processes must be at most 128 on this machine of 8 CPU cores, .*; got 129\."
+    ):
+        Launch(("python",), 129)
+    Launch(("python",), 128)

@@ -312,6 +312,28 @@ def test_complex_params_train_as_on_one_device(zero):
     assert_same(state.params, params, within=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("axes", "zero"),
+    [
+        ({"data": 2}, 0),
+        pytest.param({"data": 2}, 1, marks=pytest.mark.full),
+        pytest.param({"stage": 2}, 0, marks=pytest.mark.full),
+    ],
+)
+def test_a_complex_param_that_the_loss_does_not_use_has_no_gradient_on_any_mesh(axes, zero):
+    """XLA ends the process where it reduces a constant of complex numbers."""
+    mesh = jaxpar.make_mesh(**axes, devices=jax.devices()[:2])
+    layer, head = lambda params, x: x @ params["a"], lambda outer, x: x @ outer["a"]
+    model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], layer, head)
+    params = {"outer": {"a": jnp.ones((1, 1)), "z": jnp.ones(4, jnp.complex64)}, "layers": {"a": jnp.ones((2, 1, 1))}}
+    sharded = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()}))
+    loss = lambda outputs, batch: (jnp.sum(outputs), jnp.float32(len(outputs)))
+    grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, zero=zero)
+    value, grads = jax.jit(grad)(sharded, jaxpar.shard_batch({"x": np.ones((8, 1), np.float32)}, mesh))
+    assert value == 1
+    np.testing.assert_array_equal(jaxpar.fetch(grads["outer"]["z"]), np.zeros(4))
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.0, -1.0, float("nan")])
 def test_a_norm_that_would_clip_all_is_refused(mesh, max_grad_norm):
     with pytest.raises(ValueError, match=r"max_grad_norm must be positive; got .*Leave it out to clip nothing"):

@@ -43,11 +43,12 @@ from jaxpar.run.messages import (
 )
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.interrupt import INTERRUPTED
 from jaxpar.runtime.lease import released_at_end
 from jaxpar.runtime.output import tell
 from jaxpar.runtime.preemption import StopSignals
 from jaxpar.runtime.process_env import read_process_env
-from jaxpar.runtime.uncaught import DISK_FAULTS, INTERRUPTED
+from jaxpar.runtime.uncaught import DISK_FAULTS
 
 # Flags by the names that other trainers have for them; and names without an equal here, with the flag to use and how.
 _NAMES = json.loads(Path(__file__).with_name("other_names.json").read_text())

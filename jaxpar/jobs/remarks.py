@@ -43,9 +43,20 @@ def _of(pods: Workload) -> Iterator[str]:
 
 def _of_recipe(pods: Workload) -> Iterator[str]:
     yield from _lost_results(pods)
+    yield from _trains_nothing(pods)
     yield from _starts_over(pods)
     yield from _unheld_inputs(pods)
     yield from _unscraped(pods)
+
+
+def _trains_nothing(pods: Workload) -> Iterator[str]:
+    """Yields a line if the pods of a recipe end before they train."""
+    given = [flag for flag in ("--dry-run", "--compile-for") if flag in {word.partition("=")[0] for word in pods.words}]
+    if given:
+        yield (
+            f"the recipe has {given[0]}: the job checks and compiles, trains nothing, and ends as if it had. Leave {given[0]} "
+            "out of the job; before it is sent, run the recipe with it on this machine"
+        )
 
 
 def _starts_over(pods: Workload) -> Iterator[str]:

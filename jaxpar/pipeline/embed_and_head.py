@@ -25,7 +25,7 @@ from jaxpar._compat import opened, with_inner
 from jaxpar.backward.add_grads import nodes_of_grads
 from jaxpar.backward.graph import ELEMENTWISE, Graph, Node, fold_transposes, trace
 from jaxpar.backward.padded_dims import keep_padding
-from jaxpar.dtypes import float_indices, is_float, merge
+from jaxpar.dtypes import float_indices, is_float, merge, unfolded
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, outer_stage_dim
 from jaxpar.loss_sums import sums_of
 from jaxpar.mesh import STAGE
@@ -293,10 +293,10 @@ def sum_over_stages(loss_sums: PyTree, grads: PyTree, specs: PyTree) -> tuple[Py
 
     def spread(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
         if STAGE not in spec:
-            return jax.lax.psum(grad, STAGE)
+            return jax.lax.psum(unfolded(grad), STAGE)
         dim = tuple(spec).index(STAGE)
         reduce = lambda g: jax.lax.psum_scatter(g, STAGE, scatter_dimension=dim, tiled=True)
-        return on_tensor_shards(reduce, grad, tensor_part(spec))
+        return on_tensor_shards(reduce, unfolded(grad), tensor_part(spec))
 
     outer = jax.tree.map(spread, grads[OUTER], specs[OUTER])
     return jax.lax.psum(loss_sums, STAGE), grads | {OUTER: outer}

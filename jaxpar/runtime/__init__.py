@@ -3,7 +3,7 @@
 Starting and ending: `program.py` finds the program on a command line, `launch.py` starts the processes of one machine and kills
 what they leave, `chatter.py` leaves out what Gloo prints, `supervise.py` restarts a failed run and records its progress;
 `endings.py` lets processes end together and tells the others of one that ends early; `exit_codes.py` lists the exit codes,
-`uncaught.py` has those of a script's errors.
+`uncaught.py` has those of a script's errors, `interrupt.py` ends a command by Ctrl-C.
 
 Connecting: `process_env.py` reads the environment that a launcher or cluster sets, `rendezvous.py` waits for all processes,
 `distributed.py` initialises JAX, `coordination.py` exchanges small values. `lease.py` allows one run at a time to write to a

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpar.fields import check_at_least
+from jaxpar.fields import arg, check_at_least
 from jaxpar.runtime.chatter import Quiet, without_chatter
 from jaxpar.runtime.exit_codes import ExitCode, describe_exit
 from jaxpar.runtime.output import tell
@@ -39,6 +39,7 @@ from jaxpar.runtime.process_env import TOKEN_VARIABLE
 from jaxpar.runtime.program import near_script
 
 POLL_SECONDS = 0.02
+MOST_PROCESSES, MOST_A_CORE = 64, 16  # beyond which a machine is busy with starting them
 SECONDS_TO_EXPLAIN = 1.0  # after a failure: the others may report the cause, or one of them may have failed earlier
 SECONDS_TO_STOP = 5.0
 SECONDS_TO_FOLLOW = 20.0  # after a process has ended with 0: those that jaxpar has joined wait for one another before
@@ -71,6 +72,13 @@ class Launch:
 
     def __post_init__(self) -> None:
         check_at_least(1, num_processes=self.num_processes, devices_per_process=self.devices_per_process)
+        cores = os.cpu_count() or 1
+        if self.num_processes > (most := max(MOST_PROCESSES, MOST_A_CORE * cores)):
+            raise ValueError(
+                f"{arg('num_processes')} must be at most {most} on this machine of {cores} CPU cores, since each starts Python "
+                f"and JAX; got {self.num_processes}. Choose fewer with more devices each, {arg(devices_per_process=8)}, say, "
+                "or start them on a cluster: python -m jaxpar manifest."
+            )
         check_at_least(0, gpus_per_process=self.gpus_per_process, port=self.port)
         if self.port >= 2**16:
             raise ValueError(
