@@ -398,6 +398,20 @@ def rings(found, layers):
     return [each for each in found.copies if each.times > 1 and is_ring(each)]
 
 
+def test_the_sum_of_the_embeddings_gradients_is_not_turned_round_in_each_tick(gpus):
+    """XLA of JAX 0.12 would, where a reduce-scatter after the loop wants it so."""
+    sizes = {"embed_dim": 1024, "num_heads": 8, "num_kv_heads": 8, "mlp_dim": 1024, "vocab_size": 8192}
+    config = transformer.preset("llama-7b", num_layers=2, compute_dtype="bfloat16")
+    config = transformer.TransformerConfig(**vars(config) | sizes)
+    model = transformer_shape(config, seq=1024, sequence_parallel=True)
+    mesh = jaxpar.make_mesh(stage=2, tensor=4, devices=list(gpus))
+    choice = Choice(stage=2, tensor=4, num_microbatches=4)
+    _, found = compile_choice(model, choice, mesh, optax.sgd(0.1), 4)
+    table = {"f32[2048,1024]", "f32[1024,2048]"}
+    in_ticks = [each for each in found.gpu.copies if each.times > 1]
+    assert not [each for each in in_ticks if each.array in table], found.render()
+
+
 TOKENS, EXPERTS, WIDTH = 4 * 256, 16, 256  # tokens of a microbatch on a device, experts and their rows' width
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar._compat import opened, with_inner
+from jaxpar._compat import opened, row_major, with_inner
 from jaxpar.backward.add_grads import nodes_of_grads
 from jaxpar.backward.graph import ELEMENTWISE, Graph, Node, fold_transposes, trace
 from jaxpar.backward.padded_dims import keep_padding
@@ -288,8 +288,9 @@ def sum_over_stages(loss_sums: PyTree, grads: PyTree, specs: PyTree) -> tuple[Py
     **Collectives**: over ``stage`` an all-reduce of the loss and the replicated gradients, and a reduce-scatter for each
     sharded gradient; none with one stage.
     """
+    outer = jax.tree.map(_in_rows, grads[OUTER], specs[OUTER])
     if jax.lax.axis_size(STAGE) == 1:
-        return loss_sums, grads
+        return loss_sums, grads | {OUTER: outer}
 
     def spread(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
         if STAGE not in spec:
@@ -298,5 +299,14 @@ def sum_over_stages(loss_sums: PyTree, grads: PyTree, specs: PyTree) -> tuple[Py
         reduce = lambda g: jax.lax.psum_scatter(g, STAGE, scatter_dimension=dim, tiled=True)
         return on_tensor_shards(reduce, unfolded(grad), tensor_part(spec))
 
-    outer = jax.tree.map(spread, grads[OUTER], specs[OUTER])
+    outer = jax.tree.map(spread, outer, specs[OUTER])
     return jax.lax.psum(loss_sums, STAGE), grads | {OUTER: outer}
+
+
+def _in_rows(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Returns a gradient that is row-major in memory.
+
+    A reduce-scatter along another dim than the first wants another order. XLA for GPUs would keep it for the
+    sums in the loop over ticks too, and turn a table of embeddings round and back for each scatter-add.
+    """
+    return on_tensor_shards(row_major, grad, tensor_part(spec))
