@@ -8,9 +8,9 @@
 Read in this order: `config.py` (the options), `presets.py` with `presets.toml` (the published models), `params.py` (the
 params), `layers.py` (the model), `norms.py`, `products.py` (with weights, some of them in FP8), `span.py` (positions and
 segments of tokens), `attention.py`, `flash_chunks.py` (attention to a gathered sequence), `rope.py` and `alibi.py` (positions
-of queries and keys), `mlp.py`, `padding.py`, `router.py` (with the optimizer of its bias), `experts.py` with `dispatch.py`
-(the slots of rows), `generate.py` with `advance.py` (all layers, beside a cache), `cache.py` and `sampling.py`, `scoring.py`
-(how likely given tokens are).
+of queries and keys), `mlp.py`, `padding.py`, `router.py` (with the optimizer of its bias) and `router_losses.py`,
+`experts.py` with `dispatch.py` (the slots of rows), `generate.py` with `advance.py` (all layers, beside a cache), `cache.py`
+and `sampling.py`, `scoring.py` (how likely given tokens are).
 """
 
 from jaxpar.models.transformer.config import TransformerConfig as TransformerConfig
@@ -27,11 +27,11 @@ from jaxpar.models.transformer.products import check_products as check_products
 from jaxpar.models.transformer.products import describe_products as describe_products
 from jaxpar.models.transformer.products import fp8_weights as fp8_weights
 from jaxpar.models.transformer.rope import RopeScaling as RopeScaling
-from jaxpar.models.transformer.router import RoutedLogits as RoutedLogits
-from jaxpar.models.transformer.router import add_routing_losses as add_routing_losses
 from jaxpar.models.transformer.router import balance_experts as balance_experts
 from jaxpar.models.transformer.router import expert_loads as expert_loads
-from jaxpar.models.transformer.router import loads_of as loads_of
-from jaxpar.models.transformer.router import logits_of as logits_of
+from jaxpar.models.transformer.router_losses import RoutedLogits as RoutedLogits
+from jaxpar.models.transformer.router_losses import add_routing_losses as add_routing_losses
+from jaxpar.models.transformer.router_losses import loads_of as loads_of
+from jaxpar.models.transformer.router_losses import logits_of as logits_of
 from jaxpar.models.transformer.scoring import TokenScores as TokenScores
 from jaxpar.models.transformer.scoring import score_tokens as score_tokens

@@ -39,7 +39,8 @@ from jaxpar.models.transformer.mlp import mlp
 from jaxpar.models.transformer.norms import norm
 from jaxpar.models.transformer.padding import real_tokens, token_weights
 from jaxpar.models.transformer.products import check_products
-from jaxpar.models.transformer.router import RoutedLogits, RouterSums, route
+from jaxpar.models.transformer.router import RouterSums, route
+from jaxpar.models.transformer.router_losses import RoutedLogits
 from jaxpar.models.transformer.span import Span, runs_in
 from jaxpar.row_dependence import row_wise
 
