@@ -60,9 +60,12 @@ def step_traffic(choice: Choice, analysis: Analysis, at_rest: AtRest, *, message
         at_rest: Its state between steps.
         messages: Whether to include messages between stages, for which the schedule is compiled.
     """
-    transfers = [*_over_replicas(choice, analysis, at_rest), *_over_stage(choice, at_rest)]
-    transfers += _messages(choice, analysis) if messages and choice.stage > 1 else []
-    transfers += [*_of_ops(choice, analysis), *_of_norm(choice, at_rest)]
+    transfers = [*_over_replicas(choice, analysis, at_rest)]
+    transfers += _over_stage(choice, at_rest)
+    if messages and choice.stage > 1:
+        transfers += _messages(choice, analysis)
+    transfers += _of_ops(choice, analysis)
+    transfers += _of_norm(choice, at_rest)
     return [each for each in transfers if each.group_size > 1 and each.payload_bytes and each.times]
 
 
@@ -76,41 +79,70 @@ def bytes_by_axis(transfers: list[Transfer]) -> dict[str, int]:
 
 def layers_of_a_stage(choice: Choice, num_layers: int) -> int:
     """Returns the number of layers of the stage that has the most."""
-    return int(choice.layout(num_layers).layer_counts.sum(axis=1).max()) if choice.stage > 1 else num_layers
+    if choice.stage == 1:
+        return num_layers
+    of_stages = choice.layout(num_layers).layer_counts.sum(axis=1)
+    return int(of_stages.max())
 
 
 def _over_replicas(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
+    yield from _whole_gradients(choice, at_rest)
+    yield from _sharded_gradients(choice, at_rest)
+    yield from _of_layers(choice, analysis, at_rest)
+    yield from _of_outer_params(choice, at_rest)
+
+
+def _whole_gradients(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
+    """Yields the sums of the loss, its weight, and of gradients that no replica has a part of."""
     over = partial(_over, choice)
-    every = choice.num_microbatches * layers_of_a_stage(choice, analysis.shape.num_layers)
     shards = at_rest.step.zero.of_grads
-    grads = [num_bytes([leaf]) for leaf in at_rest.local_grads]
-    whole, owned = (
-        sum(size for size, shard in zip(grads, shards, strict=True) if shard.dim is None and is_kind(shard))
-        for is_kind in (lambda shard: shard.owned is None, lambda shard: shard.owned is not None)
-    )
+    whole = owned = 0
+    for leaf, shard in zip(at_rest.local_grads, shards, strict=True):
+        if shard.dim is None:
+            size = num_bytes([leaf])
+            whole += size if shard.owned is None else 0
+            owned += size if shard.owned is not None else 0
     in_one = all(shard.is_replicated for shard in shards)
     yield from over(REPLICAS, "all-reduce", SCALAR, 1, "weight")
     yield from over(REPLICAS if in_one else OF_ZERO, "all-reduce", whole + SCALAR, 1, "gradients")
     yield from over((CONTEXT,), "all-reduce", owned, 1, "gradients")
     if not in_one:  # groups of replicas sum what each member has after its own group
         yield from over((REPLICA,), "all-reduce", wide_bytes(at_rest.grads) + SCALAR, 1, "gradients")
-    for size, shard in zip(grads, shards, strict=True):
+
+
+def _sharded_gradients(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
+    """Yields the sums of gradients of which each replica keeps a part, and the gathers of what it updates by it."""
+    for leaf, shard in zip(at_rest.local_grads, at_rest.step.zero.of_grads, strict=True):
+        size = num_bytes([leaf])
         if shard.dim is not None and not shard.is_early:
-            yield from over(shard.axes, "reduce-scatter", size, 1, "gradients")
+            yield from _over(choice, shard.axes, "reduce-scatter", size, 1, "gradients")
         if shard.dim is not None and not shard.is_param:
-            yield from over(shard.axes, "all-gather", size, 1, "params after the update")
-    one_layer = [num_bytes([leaf]) for leaf in at_rest.one_layer]
-    cast = [num_bytes([leaf]) for leaf in analysis.layer.shapes(analysis.split.values["params"])]
-    of_layers = at_rest.step.zero[LAYERS].of_params
-    for index, (size, gathered, shard) in enumerate(zip(one_layer, cast, of_layers, strict=True)):
+            yield from _over(choice, shard.axes, "all-gather", size, 1, "params after the update")
+
+
+def _of_layers(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
+    """Yields what ZeRO moves for each layer and microbatch: sums of gradients, and params where an op reads them."""
+    times = choice.num_microbatches * layers_of_a_stage(choice, analysis.shape.num_layers)
+    works = layer_works(choice, analysis).values()
+    as_read = analysis.layer.shapes(analysis.split.values["params"])
+    shards = at_rest.step.zero[LAYERS].of_params
+    leaves = zip(at_rest.one_layer, as_read, shards, strict=True)
+    for index, (leaf, read, shard) in enumerate(leaves):
         if shard.is_early and index in at_rest.trained_layers:
-            yield from over(shard.axes, "reduce-scatter", size, every, "gradients of a layer")
+            size = num_bytes([leaf])
+            yield from _over(choice, shard.axes, "reduce-scatter", size, times, "gradients of a layer")
         if shard.is_param:
-            times = sum(index in work.reads for work in layer_works(choice, analysis).values())
-            yield from over(shard.axes, "all-gather", gathered, every * times, "params of a layer")
-    for leaf, shard in zip(at_rest.outer_in_use, at_rest.step.zero[OUTER].of_params, strict=True):
+            num_ops = sum(index in work.reads for work in works)
+            size = num_bytes([read])
+            yield from _over(choice, shard.axes, "all-gather", size, times * num_ops, "params of a layer")
+
+
+def _of_outer_params(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
+    shards = at_rest.step.zero[OUTER].of_params
+    for leaf, shard in zip(at_rest.outer_in_use, shards, strict=True):
         if shard.is_param:
-            yield from over(shard.axes, "all-gather", num_bytes([leaf]), 1, "params of embedding and head")
+            size = num_bytes([leaf])
+            yield from _over(choice, shard.axes, "all-gather", size, 1, "params of embedding and head")
 
 
 def _over(
@@ -121,29 +153,32 @@ def _over(
     In all a device sends as many bytes as in a ring over all of them.
     """
     for axis in reversed(axes):
-        yield Transfer(axis, kind, payload_bytes, times, choice.mesh.shape[axis], what)
-        payload_bytes = -(-payload_bytes // choice.mesh.shape[axis])
+        size = choice.mesh.shape[axis]
+        yield Transfer(axis, kind, payload_bytes, times, size, what)
+        payload_bytes = -(-payload_bytes // size)
 
 
 def _over_stage(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
     yield Transfer(STAGE, "all-reduce", SCALAR, 1, choice.stage, "loss")
-    specs = jax.tree.leaves(at_rest.step.replica_grads[OUTER], is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    for leaf, spec in zip((at_rest.outer_in_use[i] for i in at_rest.trained_outer), specs, strict=True):
+    is_spec = lambda each: isinstance(each, PartitionSpec)
+    specs = jax.tree.leaves(at_rest.step.replica_grads[OUTER], is_leaf=is_spec)
+    trained = [at_rest.outer_in_use[index] for index in at_rest.trained_outer]
+    for leaf, spec in zip(trained, specs, strict=True):
         kind = "reduce-scatter" if STAGE in spec else "all-reduce"
-        yield Transfer(STAGE, kind, num_bytes([leaf]), 1, choice.stage, "gradients of embedding and head")
-    for leaf, on_device in zip(jax.tree.leaves(at_rest.params[OUTER]), at_rest.outer_at_rest, strict=True):
+        size = num_bytes([leaf])
+        yield Transfer(STAGE, kind, size, 1, choice.stage, "gradients of embedding and head")
+    outer = jax.tree.leaves(at_rest.params[OUTER])
+    for leaf, on_device in zip(outer, at_rest.outer_at_rest, strict=True):
         if STAGE in leaf.sharding.spec:
             payload = choice.stage * num_bytes([on_device])
             yield Transfer(STAGE, "all-gather", payload, 1, choice.stage, "params of embedding and head")
 
 
 def _messages(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
-    sizes = {
-        "right": num_bytes(analysis.x),
-        "left": num_bytes(leaf for leaf in analysis.x if jnp.issubdtype(leaf.dtype, jnp.inexact)),
-    }
-    if choice.schedule == "zb-v":
-        sizes["left"] = sizes["right"]
+    activations = num_bytes(analysis.x)
+    gradients = num_bytes(leaf for leaf in analysis.x if jnp.issubdtype(leaf.dtype, jnp.inexact))
+    goes_both_ways = choice.schedule == "zb-v"
+    sizes = {"right": activations, "left": activations if goes_both_ways else gradients}
     for way, times in _sends_of_busiest(choice, sizes).items():
         yield Transfer(STAGE, "collective-permute", sizes[way], times, choice.stage, f"messages {way}")
 
@@ -151,11 +186,13 @@ def _messages(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
 def _sends_of_busiest(choice: Choice, sizes: dict[str, int]) -> dict[str, int]:
     """Returns how often the stage that sends the most bytes sends in each direction."""
     by_stage: list[Counter[str]] = [Counter() for _ in range(choice.stage)]
-    for way, sends in choice.program(choice.num_simulated).sends.items():
+    program = choice.program(choice.num_simulated)
+    for way, sends in program.sends.items():
         for which in sends.which.tolist():
             for stage in sends.senders[which]:
                 by_stage[stage][way] += 1
-    busiest = max(by_stage, key=lambda times: sum(times[way] * sizes[way] for way in sizes))
+    bytes_of = lambda times: sum(times[way] * sizes[way] for way in sizes)
+    busiest = max(by_stage, key=bytes_of)
     # Each microbatch sends the same.
     return {way: count * choice.num_microbatches // choice.num_simulated for way, count in busiest.items()}
 
@@ -168,11 +205,17 @@ def _of_norm(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
 
 
 def _of_ops(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
-    count, layers = choice.num_microbatches, layers_of_a_stage(choice, analysis.shape.num_layers)
+    count = choice.num_microbatches
+    layers = layers_of_a_stage(choice, analysis.shape.num_layers)
     works = [(work, count * layers, f"a layer's {op}") for op, work in layer_works(choice, analysis).items()]
-    ends = analysis.end_works
-    works += [(ends["embed"], count * (2 if choice.stage > 1 and choice.remat is True else 1), "embedding")]
-    works += [(ends["embed_back"], count if choice.stage > 1 else 0, "embedding back"), (ends["head"], count, "head")]
+    ends, has_stages = analysis.end_works, choice.stage > 1
+    embeds_again = has_stages and choice.remat is True
+    works += [
+        (ends["embed"], 2 * count if embeds_again else count, "embedding"),
+        (ends["embed_back"], count if has_stages else 0, "embedding back"),
+        (ends["head"], count, "head"),
+    ]
     for work, times, what in works:
         for each in work.sent:
-            yield Transfer(each.axis, each.kind, each.payload_bytes, times, choice.mesh.shape[each.axis], what)
+            size = choice.mesh.shape[each.axis]
+            yield Transfer(each.axis, each.kind, each.payload_bytes, times, size, what)
