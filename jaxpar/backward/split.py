@@ -65,32 +65,58 @@ class SplitLayer:
 
     def cast(self, params: Arrays) -> list:
         """Returns params in the dtypes that the other functions take; works on stacked layers too."""
-        return [a.astype(like.dtype) for a, like in zip(params, self.shapes("params"), strict=True)]
+        pairs = zip(params, self.shapes("params"), strict=True)
+        return [param.astype(like.dtype) for param, like in pairs]
 
     def forward(self, params: Arrays, x: Arrays) -> list:
         """Returns y."""
-        return self._run("forward", (params, x), "y")[0]
+        (y,) = self._run("forward", (params, x), "y")
+        return y
 
     def forward_and_store(self, params: Arrays, x: Arrays) -> tuple[list, list, list]:
         """Returns (y, residuals_b, residuals_w)."""
-        return self._run("forward_and_store", (params, x), "y", "residuals_b", "residuals_w")
+        given = params, x
+        return self._run("forward_and_store", given, "y", "residuals_b", "residuals_w")
 
-    def backward_input(self, params: Arrays, residuals_b: Arrays, residuals_w: Arrays, ct: Arrays) -> tuple[list, list]:
+    def backward_input(
+        self,
+        params: Arrays,
+        residuals_b: Arrays,
+        residuals_w: Arrays,
+        ct: Arrays,
+    ) -> tuple[list, list]:
         """B: returns (dx, cotangents_w), dx for the float leaves of x."""
-        return self._run("backward_input", (params, residuals_b, residuals_w, ct), "dx", "cotangents_w")
+        given = params, residuals_b, residuals_w, ct
+        return self._run("backward_input", given, "dx", "cotangents_w")
 
-    def backward_weights(self, params: Arrays, residuals_w: Arrays, cotangents_w: Arrays) -> list:
+    def backward_weights(
+        self,
+        params: Arrays,
+        residuals_w: Arrays,
+        cotangents_w: Arrays,
+    ) -> list:
         """W: returns the gradients of the params that are trained."""
-        return self._run("backward_weights", (params, residuals_w, cotangents_w), "dp")[0]
+        given = params, residuals_w, cotangents_w
+        (dp,) = self._run("backward_weights", given, "dp")
+        return dp
 
-    def backward(self, params: Arrays, residuals_b: Arrays, residuals_w: Arrays, ct: Arrays) -> tuple[list, list]:
+    def backward(
+        self,
+        params: Arrays,
+        residuals_b: Arrays,
+        residuals_w: Arrays,
+        ct: Arrays,
+    ) -> tuple[list, list]:
         """B and W at once: returns (dx, dp)."""
-        return self._run("backward", (params, residuals_b, residuals_w, ct), "dx", "dp")
+        given = params, residuals_b, residuals_w, ct
+        return self._run("backward", given, "dx", "dp")
 
-    def _run(self, name: str, arrays: Iterable[Arrays], *returns: str) -> Any:
+    def _run(self, name: str, given: Iterable[Arrays], *returns: str) -> Any:
         plan = self.plans[name]
-        flat = self.graph.run(plan.nodes, dict(zip(plan.known, chain(*arrays), strict=True)), plan.makes)
-        return tuple(_divide(flat, *(len(self.values[each]) for each in returns)))
+        known = dict(zip(plan.known, chain(*given), strict=True))
+        made = self.graph.run(plan.nodes, known, plan.makes)
+        sizes = [len(self.values[each]) for each in returns]
+        return tuple(_divide(made, *sizes))
 
 
 @dataclass(frozen=True)
@@ -111,9 +137,11 @@ class TracedLayer:
     def split(self, shards: ParamShards | None = None) -> SplitLayer:
         """Returns the layer split into forward pass, B and W; ``shards`` as for ``split_layer``."""
         parts = _classify(self)
-        num_bytes = self.graph.num_bytes if shards is None else self._on_device(shards).num_bytes
-        values = self.values | _choose_stored(self, parts, num_bytes)
-        return SplitLayer(self.graph, values, _make_plans(self.graph, values, parts))
+        on_device = self.graph if shards is None else self._on_device(shards)
+        stored = _choose_stored(self, parts, on_device.num_bytes)
+        values = self.values | stored
+        plans = _make_plans(self.graph, values, parts)
+        return SplitLayer(self.graph, values, plans)
 
     def with_wide_grads(self) -> "TracedLayer":
         """Returns the layer whose products that are gradients of params are in the dtype of the params."""
@@ -121,11 +149,15 @@ class TracedLayer:
 
     def _on_device(self, shards: ParamShards) -> Graph:
         """The graph with the shapes on a device. Layers follow each other: input and cotangent are sharded like the output."""
-        graph, y, params = self.graph, self.values["y"], self.values["params"]
+        graph, values = self.graph, self.values
+        params, y = values["params"], values["y"]
         cuts = shards.partition(graph, params).cuts
-        same_shape = lambda i, o: graph.avals[i].shape == graph.avals[o].shape
-        ends = {i: cuts.get(y[n]) for n, i in zip(self.y_floats, self.values["ct"], strict=True)}
-        ends |= {i: cuts.get(o) for i, o in zip(self.values["x"], y, strict=False) if same_shape(i, o)}
+        ends = {}
+        for number, ct in zip(self.y_floats, values["ct"], strict=True):
+            ends[ct] = cuts.get(y[number])
+        for x, output in zip(values["x"], y, strict=False):
+            if graph.avals[x].shape == graph.avals[output].shape:
+                ends[x] = cuts.get(output)
         return shards.partition(graph, params, ends).graph
 
 
@@ -149,31 +181,42 @@ def split_layer(
             them to it, so that they are not rounded before they are added; XLA can then add while it computes them.
     """
     traced = trace_layer(layer, params, x)
-    return (traced.with_wide_grads() if widens_grads else traced).split(shards)
+    if widens_grads:
+        traced = traced.with_wide_grads()
+    return traced.split(shards)
 
 
-def trace_layer(layer: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree) -> TracedLayer:
+def trace_layer(
+    layer: Callable[[PyTree, PyTree], PyTree],
+    params: PyTree,
+    x: PyTree,
+) -> TracedLayer:
     """Returns the graph of a layer with its backward pass, to split it for several shardings; arguments as ``split_layer``."""
     p_leaves, p_tree = jax.tree.flatten(params)
     x_leaves, x_tree = jax.tree.flatten(x)
     y_leaves = jax.tree.leaves(jax.eval_shape(layer, params, x))
-    floats, y_floats, own = float_indices(x_leaves), float_indices(y_leaves), trained_indices(params)
+    own = trained_indices(params)
+    floats, y_floats = float_indices(x_leaves), float_indices(y_leaves)
 
     def joint(p: Arrays, x: Arrays, ct: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         def outputs(p_own: Arrays, x_floats: Arrays) -> tuple[list, list]:
-            whole_x = jax.tree.unflatten(x_tree, merge(x, floats, x_floats))
-            y = jax.tree.leaves(layer(jax.tree.unflatten(p_tree, merge(p, own, p_own)), whole_x))
+            whole_x = x_tree.unflatten(merge(x, floats, x_floats))
+            whole_p = p_tree.unflatten(merge(p, own, p_own))
+            y = jax.tree.leaves(layer(whole_p, whole_x))
             return [y[i] for i in y_floats], y
 
-        _, vjp, y = jax.vjp(outputs, [p[i] for i in own], [x[i] for i in floats], has_aux=True)
+        p_own, x_floats = [p[i] for i in own], [x[i] for i in floats]
+        _, vjp, y = jax.vjp(outputs, p_own, x_floats, has_aux=True)
         dp, dx = vjp(list(ct))
         return y, dx, dp
 
-    graph = trace(joint, p_leaves, x_leaves, [y_leaves[i] for i in y_floats])
+    of_floats = [y_leaves[i] for i in y_floats]
+    graph = trace(joint, p_leaves, x_leaves, of_floats)
     p, x, ct = _divide(graph.inputs, len(p_leaves), len(x_leaves), len(y_floats))
     graph = graph.narrow(p)
     y, dx, dp = _divide(graph.outputs, len(y_leaves), len(floats), len(own))
-    return TracedLayer(graph, {"params": p, "x": x, "ct": ct, "y": y, "dx": dx, "dp": dp}, y_floats)
+    values = {"params": p, "x": x, "ct": ct, "y": y, "dx": dx, "dp": dp}
+    return TracedLayer(graph, values, y_floats)
 
 
 class _Parts(NamedTuple):
@@ -195,38 +238,49 @@ def _classify(layer: TracedLayer) -> _Parts:
     """Divides the values and side effects of a layer into those of the forward pass, of B and of W."""
     graph, values = layer.graph, layer.values
     of_x, of_ct = graph.reached(values["x"]), graph.reached(values["ct"])
-    for_y = {i for node in graph.needed(values["y"], ()) for i in node.outputs}
-    deferred = {i for n in graph.nodes if n.in_remat for i in n.outputs if i in of_x and i not in for_y}
+    for_y = _made(graph.needed(values["y"], ()))
+    in_remat = _made(node for node in graph.nodes if node.in_remat)
+    deferred = (in_remat & of_x) - for_y
     backward = graph.reached({*values["ct"], *deferred})
     forward = of_x - backward
     of_params = set(graph.avals) - forward - backward
 
     effects = [node for node in graph.nodes if node.has_effects]
-    in_forward = [node for node in effects if not node.in_remat and backward.isdisjoint(node.inputs)]
+    once = [node for node in effects if not node.in_remat]
+    in_forward = [node for node in once if backward.isdisjoint(node.inputs)]
     in_backward = [node for node in effects if not of_ct.isdisjoint(node.inputs)]
     for_dx = graph.needed(values["dx"], of_params | forward)
-    made_by_b = {*values["ct"], *(i for node in for_dx for i in node.outputs)}
+    made_by_b = {*values["ct"], *_made(for_dx)}
     in_b = [node for node in in_backward if of_ct.intersection(node.inputs) <= made_by_b]
-    return _Parts(of_params, forward, in_forward, in_b, [node for node in in_backward if node not in in_b])
+    in_w = [node for node in in_backward if node not in in_b]
+    return _Parts(of_params, forward, in_forward, in_b, in_w)
 
 
-def _choose_stored(layer: TracedLayer, parts: _Parts, num_bytes: Callable[[int], int]) -> dict[str, list[int]]:
+def _choose_stored(
+    layer: TracedLayer,
+    parts: _Parts,
+    num_bytes: Callable[[int], int],
+) -> dict[str, list[int]]:
     """Returns the values to store by name: those of the forward pass, and of them those for B; ``num_bytes`` on a device."""
-    graph, dx, dp = layer.graph, layer.values["dx"], layer.values["dp"]
-    b_nodes = graph.needed(dx, parts.of_params | parts.forward, parts.effects_b)
-    b_values = {i for n in b_nodes for i in n.outputs} | set(layer.values["ct"])
-    w_nodes = graph.needed(dp, parts.of_params | parts.forward | b_values, parts.effects_w)
+    graph, values = layer.graph, layer.values
+    dx, dp = values["dx"], values["dp"]
+    before = parts.of_params | parts.forward
+    b_nodes = graph.needed(dx, before, parts.effects_b)
+    b_reads = _read(b_nodes, dx)
+    b_values = _made(b_nodes) | set(values["ct"])
+    w_nodes = graph.needed(dp, before | b_values, parts.effects_w)
+    w_reads = _read(w_nodes, dp)
 
-    cotangents_w = _read(w_nodes, dp) & b_values
     # W may look up rows where B does: integers that B reads are stored in any case.
-    integers = {i for i in _read(b_nodes, dx) & parts.forward if not is_float(graph.avals[i])}
-    free = parts.of_params | (_read(w_nodes, dp) & parts.forward) | integers
+    integers = {i for i in b_reads & parts.forward if not is_float(graph.avals[i])}
+    free = parts.of_params | (w_reads & parts.forward) | integers
     # W does not gather again what B has gathered: that would add to the traffic of one device's backward pass.
-    cotangents_w = cheapest_to_store(graph, cotangents_w, b_values, free, num_bytes, gathers=False)
-    w_nodes = graph.needed(dp, parts.of_params | parts.forward | cotangents_w, parts.effects_w)
-    residuals = (_read(b_nodes, dx) | _read(w_nodes, dp)) & parts.forward
+    cotangents_w = cheapest_to_store(graph, w_reads & b_values, b_values, free, num_bytes, gathers=False)
+    w_nodes = graph.needed(dp, before | cotangents_w, parts.effects_w)
+    residuals = (b_reads | _read(w_nodes, dp)) & parts.forward
     residuals = cheapest_to_store(graph, residuals, parts.forward, parts.of_params, num_bytes)
-    w_reads = _read(graph.needed(dp, {*layer.values["params"], *residuals, *cotangents_w}, parts.effects_w), dp)
+    given_to_w = {*values["params"], *residuals, *cotangents_w}
+    w_reads = _read(graph.needed(dp, given_to_w, parts.effects_w), dp)
     return {
         "residuals_b": sorted(residuals - w_reads),
         "residuals_w": sorted(residuals & w_reads),
@@ -234,27 +288,42 @@ def _choose_stored(layer: TracedLayer, parts: _Parts, num_bytes: Callable[[int],
     }
 
 
-def _make_plans(graph: Graph, values: dict[str, list[int]], parts: _Parts) -> dict[str, Plan]:
+def _make_plans(
+    graph: Graph,
+    values: dict[str, list[int]],
+    parts: _Parts,
+) -> dict[str, Plan]:
     """Returns the part of the graph of each function."""
 
+    def numbers(names: str) -> list[int]:
+        return [number for name in names.split() for number in values[name]]
+
     def plan(given: str, makes: str, effects: Sequence[Node] = ()) -> Plan:
-        known, made = ([i for name in names.split() for i in values[name]] for names in (given, makes))
-        return Plan(graph.needed(made, known, effects), known, made)
+        known, made = numbers(given), numbers(makes)
+        nodes = graph.needed(made, known, effects)
+        return Plan(nodes, known, made)
 
     of_b = "params residuals_b residuals_w ct"
+    effects_back = [*parts.effects_b, *parts.effects_w]
     return {
         "forward": plan("params x", "y", parts.effects),
         "forward_and_store": plan("params x", "y residuals_b residuals_w", parts.effects),
         "backward_input": plan(of_b, "dx cotangents_w", parts.effects_b),
         "backward_weights": plan("params residuals_w cotangents_w", "dp", parts.effects_w),
-        "backward": plan(of_b, "dx dp", [*parts.effects_b, *parts.effects_w]),
+        "backward": plan(of_b, "dx dp", effects_back),
         "again": plan("params x ct", "dx dp"),
     }
 
 
+def _made(nodes: Iterable[Node]) -> set[int]:
+    """The values that nodes make."""
+    return {number for node in nodes for number in node.outputs}
+
+
 def _read(nodes: Iterable[Node], targets: Iterable[int]) -> set[int]:
     """The values that nodes read, and targets that may need no node."""
-    return {i for node in nodes for i in node.inputs} | set(targets)
+    read = {number for node in nodes for number in node.inputs}
+    return read.union(targets)
 
 
 def _divide(flat: Sequence, *sizes: int) -> list[list]:
