@@ -1,7 +1,8 @@
 """Pipeline parallelism.
 
 From a Schedule to the loops that run it: `layout.py` assigns layers to stages and chunks. `program.py` compiles the Schedule to
-tables of integers, from the time of each op and the lives of values in buffers (`timetable.py`). `executor.py` prepares a stage
+tables of integers, from the time of each op and the lives of values in buffers (`timetable.py`), with its ticks in runs of the
+same ops (`segments.py`). `executor.py` prepares a stage
 and runs the tables in loops over ticks: `stage.py` runs its ops, which are skipped or masked where it is idle
 (`control_flow.py`), `layer_ops.py` runs them on layers, of which `layer.py` has the functions, in the loops of `layer_loop.py`,
 which add the gradients. `buffers.py` stores values between ops and sends them between stages. `one_stage.py` runs F and B of

@@ -27,7 +27,8 @@ from jaxtyping import PyTree
 from jaxpar._compat import empty
 from jaxpar.dtypes import float_indices, is_float, merge, rewrap_key, unwrap_key, unwrapped_shape
 from jaxpar.mesh import STAGE
-from jaxpar.pipeline.program import Program, Row, Segment, op_row
+from jaxpar.pipeline.program import Program, Row, op_row
+from jaxpar.pipeline.segments import Segment
 from jaxpar.pipeline.timetable import sends_right
 from jaxpar.schedule import Op, Schedule
 

@@ -28,7 +28,8 @@ from jaxpar.pipeline.layer import Layer, OverReplicas, orders_in_memory
 from jaxpar.pipeline.layer_ops import LayerOps
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.one_stage import accumulate_in_turn, writes_out
-from jaxpar.pipeline.program import Program, Row, Segment, spmd_program
+from jaxpar.pipeline.program import Program, Row, spmd_program
+from jaxpar.pipeline.segments import Segment
 from jaxpar.pipeline.stage import Stage
 from jaxpar.shard_map import on_tensor_shards
 from jaxpar.trainable import only_trained, trained_indices

@@ -35,7 +35,8 @@ from jaxpar.pipeline.control_flow import Mask, both, do_if, masked, stage_index,
 from jaxpar.pipeline.embed_and_head import Ends, Outer
 from jaxpar.pipeline.layer import BUFFERS, Layer
 from jaxpar.pipeline.layer_ops import LayerOps
-from jaxpar.pipeline.program import OpRow, Program, Row, Segment, op_row
+from jaxpar.pipeline.program import OpRow, Program, Row, op_row
+from jaxpar.pipeline.segments import Segment
 from jaxpar.schedule import Schedule
 from jaxpar.shard_map import whole_over_tensor
 
