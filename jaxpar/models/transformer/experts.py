@@ -54,8 +54,8 @@ from jaxpar.models.transformer.dispatch import (
 from jaxpar.models.transformer.mlp import activated, mlp
 from jaxpar.models.transformer.router import Routing
 
-# (k, tokens [shards, t, d], weights [t, k], slots) -> [shards, t, d], of which the sum over the shards is the output
-OfRows = Callable[[int, Array, Array, Slots], Array]
+Hidden = Float[Array, "batch seq embed"]
+OnShards = Float[Array, "shards tokens embed"]
 
 
 def experts(
@@ -85,61 +85,101 @@ def experts(
     reduce-scatter, and their transposes. Over the other axis the rows that a replica gets are then gathered, and what it gives
     is reduced, in slices.
     """
-    own, shared = params["experts"], params.get("shared")
-    if adapted := [name for name, weight in own.items() if is_adapted(weight)]:
-        raise ValueError(
-            f"the weights of experts take no factors of LoRA; got some for {adapted[0]}. Take the weights of attention and of "
-            "shared experts as targets: transformer.LAYER_WEIGHTS."
-        )
-    shards, num_experts = Shards.of_experts(config, len(own["w_expert_down"])), config.num_experts or 0
+    weights, shared = params["experts"], params.get("shared")
+    _check_not_adapted(weights)
+    shards = Shards.of_experts(config, len(weights["w_expert_down"]))
     capacity = capacity_of(config, x.shape[1]) if drops else None
-    product, tile = _product(config, shards, x.dtype) if capacity is None else (_batched, 1)
-
-    def times(rows: Array, name: str, sizes: Array) -> Array:
-        weight = shards.split(_of_shards(shards, jnp.asarray(own[name], x.dtype), name))
-        return shards.split(product(rows, weight, sizes))
-
-    def of_rows(k: int, tokens: Array, weights: Array, slots: Slots) -> Array:
-        slots = Slots(*map(shards.split, slots))
-        rows = shards.split(dispatch(k, tokens, slots))
-        by = shards.split(dispatch(1, shards.on_each(weights.reshape(-1, 1)), slots))
-        gate = times(rows, "w_expert_gate", slots.sizes) if config.mlp == "swiglu" else None
-        hidden = (activated(gate, times(rows, "w_expert_up", slots.sizes)).astype(by.dtype) * by).astype(x.dtype)
-        return shards.split(combine(k, times(hidden, "w_expert_down", slots.sizes), slots))
-
-    dropped = jnp.zeros(len(x), jnp.int32)
-    if capacity is not None:
-        dropped = num_over(routing.experts, num_experts, capacity)
+    layer = _Experts(config, weights, shards, capacity, x.dtype)
     if shards.owners > 1:
-        exchange = _gathered if _gathers(config, shards) else _sent
-        # Beside a slice XLA would split the width of its source too, and of what that is made of.
-        y = exchange(config, shards.whole(x), routing, shards, of_rows, capacity, tile)
-        y = shards.whole(y.reshape(x.shape))
-        return y if shared is None else y + mlp(config, shared, x), dropped
-    if capacity is None:
-        slots = dropless(routing.experts.reshape(-1), num_experts, shards, tile=tile, room=routing.experts.size)
+        y = _over_owners(layer, x, routing)
+        is_added = False
     else:
-        slots = within_capacity(routing.experts, num_experts, shards, capacity=capacity)
-    tokens = shards.on_each(x.reshape(-1, x.shape[-1]))
-    y = of_rows(config.experts_per_token, tokens, routing.weights, slots)
-    is_cut = shared is not None and shards.count > 1 and _can_be_cut(shared, shards.count)
-    y = y + _part_of_mlp(config, shared, tokens, shards) if is_cut else y
-    y = shards.total(y.reshape(shards.count, *x.shape))
-    return y if is_cut or shared is None else y + mlp(config, shared, x), dropped
+        y, is_added = _on_this_replica(layer, shared, x, routing)
+    if shared is not None and not is_added:
+        y = y + mlp(config, shared, x)
+    return y, _num_dropped(layer, routing)
 
 
 def capacity_of(config: TransformerConfig, seq: int) -> int | None:
     """Returns how many tokens of a row of ``seq`` an expert has room for; None: for all."""
     if config.capacity_factor is None or config.num_experts is None:
         return None
-    return min(seq, math.ceil(config.capacity_factor * config.experts_per_token * seq / config.num_experts))
+    mean = config.experts_per_token * seq / config.num_experts
+    return min(seq, math.ceil(config.capacity_factor * mean))
+
+
+def _check_not_adapted(weights: PyTree) -> None:
+    adapted = [name for name, weight in weights.items() if is_adapted(weight)]
+    if adapted:
+        raise ValueError(
+            f"the weights of experts take no factors of LoRA; got some for {adapted[0]}. Take the weights of attention and of "
+            "shared experts as targets: transformer.LAYER_WEIGHTS."
+        )
+
+
+class _Experts:
+    """The experts of a layer as this replica has them, and their products.
+
+    Attributes:
+        config: The model.
+        weights: The params of the experts.
+        shards: How the layer is split.
+        capacity: How many tokens of a row an expert has room for; None: for all.
+        tile: Where an expert's slots begin: at a multiple of it.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, weights: PyTree, shards: Shards, capacity: int | None, dtype: Any
+    ) -> None:
+        self.config, self.weights, self.shards, self.capacity = config, weights, shards, capacity
+        self._dtype = dtype
+        self._product, self.tile = _batched, 1
+        if capacity is None:
+            self._product, self.tile = _product(config, shards, dtype)
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts of all replicas."""
+        return self.config.num_experts or 0
+
+    @property
+    def num_own(self) -> int:
+        """The number of experts of this replica."""
+        return self.num_experts // self.shards.owners
+
+    def slots(self, chosen: Int[Array, "batch seq chosen"], num_experts: int) -> Slots:
+        """Returns the slots of pairs of this replica's tokens among some experts."""
+        if self.capacity is not None:
+            return within_capacity(chosen, num_experts, self.shards, capacity=self.capacity)
+        return dropless(chosen.reshape(-1), num_experts, self.shards, tile=self.tile, room=chosen.size)
+
+    def of_rows(self, k: int, tokens: OnShards, weights: Float[Array, "tokens k"], slots: Slots) -> OnShards:
+        """Returns what the experts give to tokens of k pairs each; the sum over the shards is the output."""
+        split, shards = self.shards.split, self.shards
+        slots = Slots(*map(split, slots))
+        rows = split(dispatch(k, tokens, slots))
+        of_pairs = shards.on_each(weights.reshape(-1, 1))
+        by = split(dispatch(1, of_pairs, slots))
+        gate = None
+        if self.config.mlp == "swiglu":
+            gate = self._times(rows, "w_expert_gate", slots)
+        up = self._times(rows, "w_expert_up", slots)
+        hidden = activated(gate, up).astype(by.dtype) * by
+        down = self._times(hidden.astype(self._dtype), "w_expert_down", slots)
+        return split(combine(k, down, slots))
+
+    def _times(self, rows: Array, name: str, slots: Slots) -> Array:
+        weight = jnp.asarray(self.weights[name], self._dtype)
+        weight = self.shards.split(_of_shards(self.shards, weight, name))
+        return self.shards.split(self._product(rows, weight, slots.sizes))
 
 
 def _of_shards(shards: Shards, weight: Array, name: str) -> Array:
     """Returns ``[shards, experts, in, out]``: each shard has some of the experts, or a slice of their hidden width."""
     if shards.by_expert:
         return weight.reshape(shards.count, -1, *weight.shape[1:])
-    return _cut(weight, 1 if name == "w_expert_down" else 2, shards.count)
+    hidden_dim = 1 if name == "w_expert_down" else 2
+    return _cut(weight, hidden_dim, shards.count)
 
 
 def _cut(weight: Array, dim: int, count: int) -> Array:
@@ -148,21 +188,52 @@ def _cut(weight: Array, dim: int, count: int) -> Array:
     return jnp.moveaxis(weight.reshape(shape), dim, 0)
 
 
+def _num_dropped(layer: _Experts, routing: Routing) -> Int[Array, " batch"]:
+    if layer.capacity is None:
+        return jnp.zeros(len(routing.experts), jnp.int32)
+    return num_over(routing.experts, layer.num_experts, layer.capacity)
+
+
+# On one replica -------------------------------------------------------------------------------------------------------------
+
+
+def _on_this_replica(layer: _Experts, shared: PyTree, x: Hidden, routing: Routing) -> tuple[Hidden, bool]:
+    """Returns the output of experts that each replica has all of, and whether that of shared ones is in it."""
+    config, shards = layer.config, layer.shards
+    slots = layer.slots(routing.experts, layer.num_experts)
+    tokens = shards.on_each(x.reshape(-1, x.shape[-1]))
+    y = layer.of_rows(config.experts_per_token, tokens, routing.weights, slots)
+    is_cut = shared is not None and shards.count > 1 and _can_be_cut(shared, shards.count)
+    if is_cut:
+        y = y + _part_of_mlp(config, shared, tokens, shards)
+    return shards.total(y.reshape(shards.count, *x.shape)), is_cut
+
+
 def _can_be_cut(params: PyTree, count: int) -> bool:
-    return not any(map(is_adapted, params.values())) and len(params["w_down"]) % count == 0
+    is_plain = not any(map(is_adapted, params.values()))
+    return is_plain and len(params["w_down"]) % count == 0
 
 
-def _part_of_mlp(
-    config: TransformerConfig, params: PyTree, z: Float[Array, "shards tokens embed"], shards: Shards
-) -> Array:
+def _part_of_mlp(config: TransformerConfig, params: PyTree, z: OnShards, shards: Shards) -> OnShards:
     """Returns each shard's part of the sum over the MLP's hidden width, so that one all-reduce adds it and the experts'."""
     w_up, w_down = params["w_up"].astype(z.dtype), params["w_down"].astype(z.dtype)
-    up = jnp.einsum("snd,sdgf->sngf", z, shards.split(_cut(w_up, 2, shards.count)))
+    w_up = shards.split(_cut(w_up, 2, shards.count))
+    up = jnp.einsum("snd,sdgf->sngf", z, w_up)
     gate, up = (up[:, :, 0], up[:, :, 1]) if config.mlp == "swiglu" else (None, up[:, :, 0])
-    return jnp.einsum("snf,sfd->snd", activated(gate, up), shards.split(_cut(w_down, 0, shards.count)))
+    w_down = shards.split(_cut(w_down, 0, shards.count))
+    return jnp.einsum("snf,sfd->snd", activated(gate, up), w_down)
 
 
 # Over replicas --------------------------------------------------------------------------------------------------------------
+
+
+def _over_owners(layer: _Experts, x: Hidden, routing: Routing) -> Hidden:
+    """Returns the output of experts that are divided among replicas."""
+    exchange = _gathered if _gathers(layer.config, layer.shards) else _sent
+    # Beside a slice XLA would split the width of its source too, and of what that is made of.
+    whole = layer.shards.whole
+    y = exchange(layer, whole(x), routing)
+    return whole(y.reshape(x.shape))
 
 
 def _gathers(config: TransformerConfig, shards: Shards) -> bool:
@@ -172,74 +243,85 @@ def _gathers(config: TransformerConfig, shards: Shards) -> bool:
     return config.expert_exchange == "gather"
 
 
-def _room(config: TransformerConfig, num_tokens: int, shards: Shards, parts: int) -> tuple[int, bool]:
+def _room(layer: _Experts, num_tokens: int, parts: int) -> tuple[int, bool]:
     """Returns the room for rows from each of ``parts`` of the replicas, and whether they may be too many for it."""
-    k, num_experts = config.experts_per_token, config.num_experts or 0
-    most = num_tokens * shards.owners // parts * min(k, num_experts // shards.owners)
+    config, owners = layer.config, layer.shards.owners
+    k = config.experts_per_token
+    most = num_tokens * owners // parts * min(k, layer.num_own)
     if config.expert_buffer is None:
         return most, False
     room = math.ceil(config.expert_buffer * k * num_tokens / parts)
     return min(room, most), room < most
 
 
-def _sent(
-    config: TransformerConfig,
-    x: Float[Array, "batch seq embed"],
-    routing: Routing,
-    shards: Shards,
-    of_rows: OfRows,
-    capacity: int | None,
-    tile: int,
-) -> Float[Array, "tokens embed"]:
+def _sent(layer: _Experts, x: Hidden, routing: Routing) -> Float[Array, "tokens embed"]:
     """Returns the output of experts to whose owners rows are sent, and back."""
-    k, owners, num_experts = config.experts_per_token, shards.owners, config.num_experts or 0
-    own, tokens, here = num_experts // owners, x.reshape(-1, x.shape[-1]), dataclasses.replace(shards, count=1)
+    shards, k = layer.shards, layer.config.experts_per_token
+    tokens = x.reshape(-1, x.shape[-1])
+    there, is_over = _slots_of_owners(layer, routing, len(tokens))
     move: Callable[[Any], Any] = lambda a: jax.lax.all_to_all(a, OWNERS, 1, 1, tiled=True)
-    if capacity is None:
-        room, may_overflow = _room(config, len(tokens), shards, owners)
-        to = (routing.experts // own).reshape(1, -1, k)
-        there = within_capacity(to, owners, here, capacity=room)
-        is_over = num_over(to, owners, room)[0] > 0 if may_overflow else None
-    else:
-        there, is_over = within_capacity(routing.experts, num_experts, here, capacity=capacity), None
+
     # A slot without a pair has the expert 0 - 1, of no owner.
-    marks = jnp.stack([routing.weights, (routing.experts % own + 1).astype(routing.weights.dtype)], -1)
-    marks = move(dispatch(1, marks.reshape(1, -1, 2), there))[0]
-    rows = shards.whole(shards.send(move, dispatch(k, shards.sliced(tokens)[None], there)))[0]
-    if capacity is None:
-        chosen = jax.lax.stop_gradient(marks[:, 1]).astype(jnp.int32) - 1
-        slots = dropless(jnp.where(chosen < 0, own, chosen), own, shards, tile=tile, room=len(rows))
-    else:
-        slots = by_expert_first(owners, own, len(x) * capacity, shards)
-    y = shards.sliced(shards.total(of_rows(1, shards.on_each(rows), marks[:, :1], slots)))
-    return _or_nan(shards.sliced(combine(k, shards.send(move, y[None]), there))[0], is_over)
+    expert = (routing.experts % layer.num_own + 1).astype(routing.weights.dtype)
+    marks = jnp.stack([routing.weights, expert], -1).reshape(1, -1, 2)
+    marks = move(dispatch(1, marks, there))[0]
+    sent = dispatch(k, shards.sliced(tokens)[None], there)
+    rows = shards.whole(shards.send(move, sent))[0]
+    slots = _slots_of_sent(layer, marks[:, 1], len(x))
+
+    y = layer.of_rows(1, shards.on_each(rows), marks[:, :1], slots)
+    y = shards.sliced(shards.total(y))
+    back = shards.send(move, y[None])
+    return _or_nan(shards.sliced(combine(k, back, there))[0], is_over)
 
 
-def _gathered(
-    config: TransformerConfig,
-    x: Float[Array, "batch seq embed"],
-    routing: Routing,
-    shards: Shards,
-    of_rows: OfRows,
-    capacity: int | None,
-    tile: int,
-) -> Float[Array, "tokens embed"]:
+def _slots_of_owners(layer: _Experts, routing: Routing, num_tokens: int) -> tuple[Slots, Array | None]:
+    """Returns the slots of the rows that are sent, by owner, and whether there are more rows than slots, if that can be."""
+    unsplit = dataclasses.replace(layer.shards, count=1)
+    if layer.capacity is not None:
+        return within_capacity(routing.experts, layer.num_experts, unsplit, capacity=layer.capacity), None
+    owners, own = layer.shards.owners, layer.num_own
+    room, may_overflow = _room(layer, num_tokens, owners)
+    to = (routing.experts // own).reshape(1, -1, layer.config.experts_per_token)
+    slots = within_capacity(to, owners, unsplit, capacity=room)
+    is_over = num_over(to, owners, room)[0] > 0 if may_overflow else None
+    return slots, is_over
+
+
+def _slots_of_sent(layer: _Experts, marks: Float[Array, " rows"], num_rows: int) -> Slots:
+    """Returns the slots of the rows that came, whose experts are told by their marks."""
+    if layer.capacity is not None:
+        room = num_rows * layer.capacity
+        return by_expert_first(layer.shards.owners, layer.num_own, room, layer.shards)
+    own = layer.num_own
+    chosen = jax.lax.stop_gradient(marks).astype(jnp.int32) - 1
+    chosen = jnp.where(chosen < 0, own, chosen)
+    return dropless(chosen, own, layer.shards, tile=layer.tile, room=len(marks))
+
+
+def _gathered(layer: _Experts, x: Hidden, routing: Routing) -> Float[Array, "tokens embed"]:
     """Returns the output of experts whose owners get all rows, and add up what they give."""
-    own, tokens = (config.num_experts or 0) // shards.owners, x.reshape(-1, x.shape[-1])
+    shards, own = layer.shards, layer.num_own
+    tokens = x.reshape(-1, x.shape[-1])
     gather = lambda a: jax.lax.all_gather(a, OWNERS, axis=0, tiled=True)
     add = lambda a: jax.lax.psum_scatter(a, OWNERS, scatter_dimension=0, tiled=True)
-    marks = gather(jnp.stack([routing.weights, routing.experts.astype(routing.weights.dtype)], -1))
+
+    expert = routing.experts.astype(routing.weights.dtype)
+    marks = gather(jnp.stack([routing.weights, expert], -1))
     rows = shards.whole(shards.send(gather, shards.sliced(tokens)))
-    chosen = jax.lax.stop_gradient(marks[..., 1]).astype(jnp.int32) - jax.lax.axis_index(OWNERS) * own
-    chosen, is_over = jnp.where((chosen >= 0) & (chosen < own), chosen, own), None
-    if capacity is None:
-        room, may_overflow = _room(config, len(tokens), shards, 1)
-        slots = dropless(chosen.reshape(-1), own, shards, tile=tile, room=room)
-        is_over = jnp.sum(chosen < own) > room if may_overflow else None
+    chosen = jax.lax.stop_gradient(marks[..., 1]).astype(jnp.int32)
+    chosen = chosen - jax.lax.axis_index(OWNERS) * own
+    chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
+    if layer.capacity is not None:
+        slots, is_over = layer.slots(chosen, own), None
     else:
-        slots = within_capacity(chosen, own, shards, capacity=capacity)
-    y = shards.total(of_rows(config.experts_per_token, shards.on_each(rows), marks[..., 0], slots))
-    return shards.send(add, _or_nan(shards.sliced(y), is_over))
+        room, may_overflow = _room(layer, len(tokens), 1)
+        slots = dropless(chosen.reshape(-1), own, shards, tile=layer.tile, room=room)
+        is_over = jnp.sum(chosen < own) > room if may_overflow else None
+
+    y = layer.of_rows(layer.config.experts_per_token, shards.on_each(rows), marks[..., 0], slots)
+    y = shards.sliced(shards.total(y))
+    return shards.send(add, _or_nan(y, is_over))
 
 
 def _or_nan(y: Array, is_over: Array | None) -> Array:
@@ -257,9 +339,12 @@ def _product(config: TransformerConfig, shards: Shards, dtype: Any) -> tuple[Cal
     given = config.expert_products
     if callable(given):
         of_shard = lambda *args: given(*(a[0] for a in args))[None]
-        return lambda *args: shards.each(of_shard, *args), 1
-    hidden = config.expert_hidden_dim // (1 if shards.by_expert else shards.count)
-    if given == "tiles" or (given == "auto" and on_gpus() and fits(dtype, config.embed_dim, hidden)):
+        return partial(shards.each, of_shard), 1
+    hidden = config.expert_hidden_dim
+    if not shards.by_expert:
+        hidden //= shards.count
+    fits_tiles = on_gpus() and fits(dtype, config.embed_dim, hidden)
+    if given == "tiles" or (given == "auto" and fits_tiles):
         return partial(grouped_product, shards.each), TILE
     return _ragged, 1
 
@@ -275,4 +360,5 @@ def _ragged(rows: Array, weights: Array, sizes: Array) -> Array:
 def _batched(rows: Array, weights: Array, sizes: Array) -> Array:
     del sizes  # all the same
     grouped = rows.reshape(*weights.shape[:2], -1, rows.shape[-1])
-    return jnp.einsum("semd,sedf->semf", grouped, weights).reshape(*rows.shape[:2], -1)
+    products = jnp.einsum("semd,sedf->semf", grouped, weights)
+    return products.reshape(*rows.shape[:2], -1)
