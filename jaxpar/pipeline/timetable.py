@@ -42,9 +42,11 @@ class Timetable:
                 )
             self.moments[stage, op] = Moment(tick, op.kind if times == 1 else f"{op.kind}{times}")
         used = {name for _, name in self.moments.values()}
-        more = (f"W{number}" for number in range(2, 1 + max(seen.values())))
-        self.names = tuple(name for name in (*KINDS, *more) if name in used)
-        self._phases = {phase: i for i, phase in enumerate((*self.names, "arrival"))}
+        more = [f"W{number}" for number in range(2, 1 + max(seen.values()))]
+        in_order = *KINDS, *more
+        self.names = tuple(name for name in in_order if name in used)
+        phases = *self.names, "arrival"
+        self._phases = {phase: i for i, phase in enumerate(phases)}
 
     def time(self, tick: int, phase: str) -> int:
         """Returns the time of a phase of a tick, in phases."""
@@ -77,7 +79,9 @@ class Life:
 
 
 def lives_of(
-    timetable: Timetable, masked: Sequence[tuple[int, str]], merged: Collection[int] = ()
+    timetable: Timetable,
+    masked: Sequence[tuple[int, str]],
+    merged: Collection[int] = (),
 ) -> dict[str, list[Life]]:
     """Returns the values that each buffer holds.
 
@@ -87,19 +91,40 @@ def lives_of(
         merged: The ticks in which B reads the residuals of one layer before F writes those of another.
     """
     schedule = timetable.schedule
-    lives = {"inbox": _messages(timetable, "F")} | {name: [] for name in ("residuals_b", "residuals_w", "cotangents_w")}
+    lives: dict[str, list[Life]] = {
+        "inbox": _messages(timetable, "F"),
+        "residuals_b": [],
+        "residuals_w": [],
+        "cotangents_w": [],
+    }
     if schedule.is_forward:
         return lives
     lives["inbox"] += _messages(timetable, "B")
-    first, splits = "R" if schedule.recomputes else "F", schedule.splits_backward
-    of_b = [("residuals_b", first, "B"), ("residuals_w", first, "BW" if splits else "B")]
-    for buffer, writer, readers in [*of_b, ("cotangents_w", "B", "W")] if splits else of_b:
-        held = [_held(timetable, buffer, stage, op, readers) for stage, op in timetable.moments if op.kind == writer]
-        # In a merged tick F may write where B has read.
-        before_f = {timetable.time(tick, "B"): timetable.time(tick, "F") - 1 for tick in merged if writer == "F"}
-        held = [replace(life, end=before_f.get(life.end, life.end)) for life in held]
+    writer = "R" if schedule.recomputes else "F"
+    users = {
+        "residuals_b": (writer, "B"),
+        "residuals_w": (writer, "BW" if schedule.splits_backward else "B"),
+    }
+    if schedule.splits_backward:
+        users["cotangents_w"] = "B", "W"
+    for buffer, (writer, readers) in users.items():
+        held = _all_held(timetable, buffer, writer, readers)
+        if writer == "F":
+            held = [_until_written_again(timetable, life, merged) for life in held]
         lives[buffer] = held + _discarded(timetable, buffer, writer, masked)
     return lives
+
+
+def _until_written_again(
+    timetable: Timetable,
+    life: Life,
+    merged: Collection[int],
+) -> Life:
+    """A value whose last reader is B of a merged tick, in which F may write where B has read."""
+    for tick in merged:
+        if timetable.time(tick, "B") == life.end:
+            return replace(life, end=timetable.time(tick, "F") - 1)
+    return life
 
 
 def allot(lives: Iterable[Life], tables: dict[str, np.ndarray]) -> int:
@@ -121,36 +146,69 @@ def _messages(timetable: Timetable, kind: str) -> list[Life]:
     the embedding.
     """
     schedule, lives = timetable.schedule, []
-    for virtual_stage, m in product(range(schedule.num_virtual_stages), range(schedule.num_microbatches)):
+    kinds = [each for each in ("FR" if kind == "F" else "B") if each in schedule.kinds]
+    field = "x" if kind == "F" else "ct"
+    virtual_stages = range(schedule.num_virtual_stages)
+    for virtual_stage, m in product(virtual_stages, range(schedule.num_microbatches)):
         stage, chunk = schedule.stage_and_chunk(virtual_stage)
-        readers = [Op(each, m, chunk) for each in ("FR" if kind == "F" else "B") if each in schedule.kinds]
-        senders = [each for each in schedule.inputs_of(stage, readers[0]) if each[1].kind == kind]
+        readers = [Op(each, m, chunk) for each in kinds]
+        inputs = schedule.inputs_of(stage, readers[0])
+        senders = [(source, op) for source, op in inputs if op.kind == kind]
         if kind == "B" and not senders:
             senders = [(stage, Op("F", m, chunk))]
+        uses = [timetable.use(stage, reader, field) for reader in readers]
+        last = timetable.when(stage, readers[-1])
         for source, sent in senders:
-            written, where = timetable.when(source, sent), timetable.use(source, sent, "out")
-            if source != stage:
-                tick = timetable.moments[source, sent].tick
-                written = timetable.time(tick, "arrival")
-                where = ("right" if sends_right(schedule, sent) else "left"), tick
-            uses = (timetable.use(stage, reader, "x" if kind == "F" else "ct") for reader in readers)
-            lives.append(Life(stage, written, timetable.when(stage, readers[-1]), (where, *uses)))
+            start, where = _entry(timetable, source, sent, stage)
+            lives.append(Life(stage, start, last, (where, *uses)))
     return lives
 
 
-def _held(timetable: Timetable, buffer: str, stage: int, op: Op, readers: str) -> Life:
-    """A value that is stored on a stage, from the op that writes it to the last op that reads it."""
-    ops = [op, *(Op(kind, op.microbatch, op.chunk) for kind in readers)]
-    uses = tuple(timetable.use(stage, user, buffer) for user in ops)
-    return Life(stage, timetable.when(stage, op), timetable.when(stage, ops[-1]), uses)
+def _entry(
+    timetable: Timetable,
+    source: int,
+    sent: Op,
+    stage: int,
+) -> tuple[int, tuple[str, int]]:
+    """When a message is written to the inbox of a stage, and the table and tick that say where."""
+    if source == stage:
+        return timetable.when(source, sent), timetable.use(source, sent, "out")
+    tick, _ = timetable.moments[source, sent]
+    way = "right" if sends_right(timetable.schedule, sent) else "left"
+    return timetable.time(tick, "arrival"), (way, tick)
 
 
-def _discarded(timetable: Timetable, buffer: str, writer: str, masked: Sequence[tuple[int, str]]) -> list[Life]:
+def _all_held(
+    timetable: Timetable,
+    buffer: str,
+    writer: str,
+    readers: str,
+) -> list[Life]:
+    """The values that are stored on stages, from the op that writes each to the last op that reads it."""
+    lives = []
+    for stage, op in timetable.moments:
+        if op.kind != writer:
+            continue
+        users = [op, *(Op(kind, op.microbatch, op.chunk) for kind in readers)]
+        uses = [timetable.use(stage, user, buffer) for user in users]
+        start, end = timetable.when(stage, op), timetable.when(stage, users[-1])
+        lives.append(Life(stage, start, end, tuple(uses)))
+    return lives
+
+
+def _discarded(
+    timetable: Timetable,
+    buffer: str,
+    writer: str,
+    masked: Sequence[tuple[int, str]],
+) -> list[Life]:
     """The results of ops that are off, which need a slot while they are written."""
     on = {(stage, *moment) for (stage, _), moment in timetable.moments.items()}
-    return [
-        Life(stage, timetable.time(tick, writer), timetable.time(tick, writer), ((f"{writer}_{buffer}", tick),))
-        for tick, name in masked
-        for stage in range(timetable.schedule.num_stages)
-        if name == writer and (stage, tick, name) not in on
-    ]
+    stages = range(timetable.schedule.num_stages)
+    ticks = [tick for tick, name in masked if name == writer]
+    lives = []
+    for tick, stage in product(ticks, stages):
+        if (stage, tick, writer) not in on:
+            now = timetable.time(tick, writer)
+            lives.append(Life(stage, now, now, ((f"{writer}_{buffer}", tick),)))
+    return lives
