@@ -7,7 +7,7 @@ in the other order; every traced function is rewritten so.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
@@ -90,19 +90,27 @@ class Graph:
 
     def num_bytes(self, number: int) -> int:
         """Returns the bytes of a value."""
-        return math.prod(self.avals[number].shape) * self.avals[number].dtype.itemsize
+        aval = self.avals[number]
+        return math.prod(aval.shape) * aval.dtype.itemsize
 
     def is_transposed(self, number: int) -> bool:
         """Returns whether a value is made of transposed ones by operations that compute no products or sums."""
         reached = {number}
         for node in reversed(self.nodes):
-            if not reached.isdisjoint(node.outputs):
-                if node.name == "transpose":
-                    return True
-                reached.update(node.inputs if node.name in MOVES else ())
+            if reached.isdisjoint(node.outputs):
+                continue
+            if node.name == "transpose":
+                return True
+            if node.name in MOVES:
+                reached.update(node.inputs)
         return False
 
-    def needed(self, targets: Iterable[int], available: Collection[int], effects: Collection[Node] = ()) -> list[Node]:
+    def needed(
+        self,
+        targets: Iterable[int],
+        available: Collection[int],
+        effects: Collection[Node] = (),
+    ) -> list[Node]:
         """Returns in order the nodes that compute ``targets`` from ``available`` values and constants, and ``effects``."""
         wanted = set(targets) - set(available)
         nodes = []
@@ -124,39 +132,69 @@ class Graph:
         """Returns the graph that takes those ``inputs`` already cast that it only casts to one smaller dtype."""
         cast = {}
         for number in inputs:
-            readers = [node for node in self.nodes if number in node.inputs]
-            dtypes = {self.avals[node.outputs[0]].dtype for node in readers if node.name == "convert_element_type"}
-            only_cast = all(node.name == "convert_element_type" for node in readers) and number not in self.outputs
-            if only_cast and len(dtypes) == 1 and (dtype := dtypes.pop()).itemsize < self.avals[number].dtype.itemsize:
-                cast[number] = jax.ShapeDtypeStruct(self.avals[number].shape, dtype)
+            aval, dtype = self.avals[number], self._only_cast_to(number)
+            if dtype is not None and dtype.itemsize < aval.dtype.itemsize:
+                cast[number] = jax.ShapeDtypeStruct(aval.shape, dtype)
         casts = [node for node in self.nodes if node.inputs and node.inputs[0] in cast]
         same = {node.outputs[0]: node.inputs[0] for node in casts}
-        renamed = lambda numbers: tuple(same.get(number, number) for number in numbers)
-        nodes = [replace(node, inputs=renamed(node.inputs)) for node in self.nodes if node not in casts]
+
+        def renamed(numbers: Iterable[int]) -> tuple[int, ...]:
+            return tuple(same.get(number, number) for number in numbers)
+
+        others = [node for node in self.nodes if node not in casts]
+        nodes = [replace(node, inputs=renamed(node.inputs)) for node in others]
         avals = {number: aval for number, aval in self.avals.items() if number not in same}
         return replace(self, nodes=tuple(nodes), outputs=renamed(self.outputs), avals=avals | cast)
 
+    def _only_cast_to(self, number: int) -> Any:
+        """The dtype to which alone a value is cast; None if something else reads it."""
+        readers = [node for node in self.nodes if number in node.inputs]
+        names = {node.name for node in readers}
+        if number in self.outputs or names != {"convert_element_type"}:
+            return None
+        dtypes = {self.avals[node.outputs[0]].dtype for node in readers}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
     def widen(self, numbers: Iterable[int]) -> "Graph":
         """Returns the graph whose products are in the dtype to which alone they are cast to be one of these values."""
-        makers = {output: node for node in self.nodes for output in node.outputs}
-        read = Counter([*(i for node in self.nodes for i in node.inputs), *self.outputs])
-        nodes, avals = {id(node): node for node in self.nodes}, dict(self.avals)
-        for number in numbers:
-            wide, path = self.avals[number].dtype, [number]
-            while (maker := makers.get(path[-1])) and maker.name in _OF_PRODUCTS and read[maker.inputs[0]] == 1:
-                path.append(maker.inputs[0])
-            if maker is None or maker.name != "dot_general" or self.avals[path[-1]].dtype.itemsize >= wide.itemsize:
+        nodes = {id(node): node for node in self.nodes}
+        avals = dict(self.avals)
+        for number, path, product in self._products_of(numbers):
+            wide = self.avals[number].dtype
+            if self.avals[path[-1]].dtype.itemsize >= wide.itemsize:
                 continue
-            equation = maker.equation.replace(params=maker.equation.params | {"preferred_element_type": wide})
-            nodes[id(maker)] = replace(maker, equation=equation)
-            avals |= {i: jax.ShapeDtypeStruct(self.avals[i].shape, wide) for i in path}
+            params = product.equation.params | {"preferred_element_type": wide}
+            equation = product.equation.replace(params=params)
+            nodes[id(product)] = replace(product, equation=equation)
+            for i in path:
+                avals[i] = jax.ShapeDtypeStruct(self.avals[i].shape, wide)
         return replace(self, nodes=tuple(nodes.values()), avals=avals)
 
-    def run(self, nodes: Sequence[Node], values: Mapping[int, Any], outputs: Sequence[int]) -> list[Any]:
+    def _products_of(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[int], Node]]:
+        """Yields the values that are products, each with the values on its way back to the product, and this one."""
+        makers = {output: node for node in self.nodes for output in node.outputs}
+        read = Counter(self.outputs)
+        for node in self.nodes:
+            read.update(node.inputs)
+        for number in numbers:
+            path, maker = [number], makers.get(number)
+            while maker and maker.name in _OF_PRODUCTS and read[maker.inputs[0]] == 1:
+                path.append(maker.inputs[0])
+                maker = makers.get(path[-1])
+            if maker is not None and maker.name == "dot_general":
+                yield number, path, maker
+
+    def run(
+        self,
+        nodes: Sequence[Node],
+        values: Mapping[int, Any],
+        outputs: Sequence[int],
+    ) -> list[Any]:
         """Returns the values of ``outputs`` after ``nodes`` have run on ``values``."""
         known = {**self.constants, **values}
         for node in nodes:
-            made = bind(node.equation, [known[i] for i in node.inputs])
+            inputs = [known[i] for i in node.inputs]
+            made = bind(node.equation, inputs)
             known.update(zip(node.outputs, made, strict=True))
         return [known[i] for i in outputs]
 
@@ -167,7 +205,13 @@ def trace(function: Callable[..., PyTree], *args: PyTree) -> Graph:
     builder = _Builder()
     inputs = [builder.new(v.aval) for v in closed.jaxpr.invars]
     outputs = builder.inline(closed, inputs, in_remat=False)
-    return Graph(tuple(builder.nodes), tuple(inputs), tuple(outputs), builder.constants, builder.avals)
+    return Graph(
+        tuple(builder.nodes),
+        tuple(inputs),
+        tuple(outputs),
+        builder.constants,
+        builder.avals,
+    )
 
 
 class _Builder:
@@ -187,26 +231,33 @@ class _Builder:
 
     def inline(self, closed: Any, inputs: Sequence[int], *, in_remat: bool) -> list[int]:
         jaxpr = closed.jaxpr
-        constants = [self.constant(v.aval, c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)]
-        numbers = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *inputs], strict=True))
+        pairs = zip(jaxpr.constvars, closed.consts, strict=True)
+        constants = [self.constant(variable.aval, value) for variable, value in pairs]
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        numbers = dict(zip(variables, [*constants, *inputs], strict=True))
 
         def number(atom: Any) -> int:
-            return self.constant(atom.aval, literal_value(atom)) if isinstance(atom, Literal) else numbers[atom]
+            if isinstance(atom, Literal):
+                return self.constant(atom.aval, literal_value(atom))
+            return numbers[atom]
 
         for equation in jaxpr.eqns:
             arguments = [number(atom) for atom in equation.invars]
             inner = called(equation)
             if inner is not None:
-                outputs = self.inline(inner, arguments, in_remat=in_remat or is_remat(equation))
+                inside = in_remat or is_remat(equation)
+                outputs = self.inline(inner, arguments, in_remat=inside)
             else:
-                outputs = [self.new(v.aval) for v in equation.outvars]
-                self.nodes.append(Node(equation, tuple(arguments), tuple(outputs), in_remat))
+                outputs = [self.new(variable.aval) for variable in equation.outvars]
+                node = Node(equation, tuple(arguments), tuple(outputs), in_remat)
+                self.nodes.append(node)
             numbers.update(zip(equation.outvars, outputs, strict=True))
         return [number(atom) for atom in jaxpr.outvars]
 
 
 def fold_transposes(
-    function: Callable[..., PyTree], run: Callable[[Any, Sequence[Any]], list[Any]] = evaluate
+    function: Callable[..., PyTree],
+    run: Callable[[Any, Sequence[Any]], list[Any]] = evaluate,
 ) -> Callable[..., PyTree]:
     """Returns a function that computes the same with fewer transposes of matrix products.
 
@@ -223,20 +274,25 @@ def fold_transposes(
 
 def fold(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     """Returns the equations of a jaxpr with foldable transposes folded into their products."""
-    read = Counter(v for e in equations for v in e.invars if not isinstance(v, Literal))
-    read.update(v for v in outputs if not isinstance(v, Literal))
-    products = {e.outvars[0]: e for e in equations if e.primitive.name == "dot_general" and read[e.outvars[0]] == 1}
-    product_of = {
-        e.outvars[0]: products[e.invars[0]]
-        for e in equations
-        if e.primitive.name == "transpose" and _is_foldable(products.get(e.invars[0]), e.params["permutation"])
-    }
+    read = Counter(atom for atom in outputs if not isinstance(atom, Literal))
+    for equation in equations:
+        read.update(atom for atom in equation.invars if not isinstance(atom, Literal))
+    products, product_of = {}, {}
+    for equation in equations:
+        output = equation.outvars[0] if equation.outvars else None
+        if equation.primitive.name == "dot_general" and read[output] == 1:
+            products[output] = equation
+        if equation.primitive.name == "transpose":
+            product = products.get(equation.invars[0])
+            if _is_foldable(product, equation.params["permutation"]):
+                product_of[output] = product
     unread = {product.outvars[0] for product in product_of.values()}
     folded = []
     for equation in equations:
         output = equation.outvars[0] if equation.outvars else None
         if output in product_of:
-            folded.append(_swapped(product_of[output], equation.params["permutation"], output))
+            permutation = equation.params["permutation"]
+            folded.append(_swapped(product_of[output], permutation, output))
         elif output not in unread:
             folded.append(equation)
     return folded
@@ -256,14 +312,18 @@ def _is_foldable(product: Any, permutation: Sequence[int]) -> bool:
 
 def _swapped(product: Any, permutation: Sequence[int], output: Any) -> Any:
     """The product of the same factors in the other order, which equals the transpose."""
-    (left, right), (batch_left, batch_right) = product.params["dimension_numbers"]
-    precision, sharding = product.params["precision"], product.params["out_sharding"]
+    given = product.params
+    (left, right), (batch_left, batch_right) = given["dimension_numbers"]
+    precision, sharding = given["precision"], given["out_sharding"]
     if sharding is not None:
-        entries = (*sharding.spec, *(None,) * (len(permutation) - len(sharding.spec)))
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*(entries[dim] for dim in permutation)))
-    params = product.params | {
+        missing = len(permutation) - len(sharding.spec)
+        entries = *sharding.spec, *(None,) * missing
+        spec = PartitionSpec(*(entries[dim] for dim in permutation))
+        sharding = NamedSharding(sharding.mesh, spec)
+    params = given | {
         "dimension_numbers": ((right, left), (batch_right, batch_left)),
         "precision": precision[::-1] if isinstance(precision, tuple) else precision,  # one for each factor
         "out_sharding": sharding,
     }
-    return product.replace(invars=list(product.invars[::-1]), outvars=[output], params=params)
+    factors = list(product.invars[::-1])
+    return product.replace(invars=factors, outvars=[output], params=params)
