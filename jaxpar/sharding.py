@@ -312,6 +312,7 @@ def from_host(leaf: Any, sharding: jax.sharding.Sharding, dims: Sequence[tuple[n
     return jax.make_array_from_callback((*(size for _, size in dims), *host.shape[len(dims) :]), sharding, of_shard)
 
 
+EVALUATE = "evaluate"
 FETCHED = "Call it in all of them, also where one alone prints what it returns."
 
 
@@ -326,6 +327,21 @@ def fetch(tree: PyTree) -> PyTree:
     if any(is_spread(leaf) for leaf in jax.tree.leaves(tree)):
         meet("fetch", "jaxpar.fetch of arrays that several processes hold must be called by every process", FETCHED)
     return jax.tree.map(on_host, tree)
+
+
+def meet_to_evaluate(params: PyTree, have_met: set[str]) -> None:
+    """Waits once until every process evaluates, if the params are on several.
+
+    One alone would receive what others send in a step of training, without an error.
+    """
+    if not have_met and _spans_processes(params):
+        have_met.add(EVALUATE)
+        meet(EVALUATE, "an evaluation on several processes must be called by every process", FETCHED)
+
+
+def _spans_processes(tree: PyTree) -> bool:
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
+    return any(not array.is_fully_addressable for array in arrays)
 
 
 def check_not_donated(tree: PyTree) -> None:

@@ -32,7 +32,7 @@ from jaxpar.optimizer_state import (
 )
 from jaxpar.parallel import Parallel, Pipeline, accepts_settings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
-from jaxpar.sharding import check_batch_on, check_not_donated, check_same_tree, replicated
+from jaxpar.sharding import check_batch_on, check_not_donated, check_same_tree, meet_to_evaluate, replicated
 from jaxpar.traced_loss import once_for_shapes
 from jaxpar.trainable import Trainable, only_trained, trained_part, update_trained, where_grads
 from jaxpar.zero import shardings_at_rest
@@ -265,7 +265,8 @@ def make_eval_step(
 
     Raises:
         TypeError: As for ``value_and_grad``.
-        ValueError: As for ``value_and_grad``, or several stages with the mpmd executor.
+        ValueError: As for ``value_and_grad``, or several stages with the mpmd executor. The function that is returned raises
+            PeerLostError if other processes do not call it too.
 
     **Collectives**: those of ``value_and_grad`` in the forward pass, and one all-reduce over the replicas of the sums.
     """
@@ -283,7 +284,10 @@ def make_eval_step(
     jitted = jax.jit(lambda params, batch: of_settings(params, batch)[0])
     check = once_for_shapes(lambda params, batch: check_permutes(jitted.lower(params, batch).compile()))
 
+    have_met: set[str] = set()
+
     def eval_step(params: PyTree, batch: PyTree) -> tuple:
+        meet_to_evaluate(params, have_met)
         if _has_stages_and_shards(params):
             check(params, batch)
         return jitted(params, batch)

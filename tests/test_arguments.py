@@ -117,3 +117,17 @@ def test_a_process_that_meets_others_alone_says_what_it_waits_for(monkeypatch, c
     with pytest.raises(PeerLostError, match=r"a rule; got process 1 must answer within 0\.2 s; .*\. A remedy\."):
         meet("here", "a rule", "A remedy.")
     assert "a rule; process 0 has waited 0 s for the others. A remedy." in capfd.readouterr().err
+
+
+def test_an_evaluation_meets_the_other_processes_once(monkeypatch):
+    mesh, met = jaxpar.make_mesh(data=2, devices=jax.devices()[:2]), []
+    monkeypatch.setattr("jaxpar.sharding.meet", lambda name, rule, remedy: met.append(name))
+    loss = lambda outputs, batch: (jnp.sum(outputs), jnp.float32(len(outputs)))
+    eval_step = jaxpar.make_eval_step(lambda params, batch: batch["x"] @ params["w"], loss, mesh)
+    params, batch = {"w": jnp.ones(2)}, jaxpar.shard_batch(BATCH, mesh)
+    eval_step(params, batch)
+    assert met == []
+    monkeypatch.setattr("jaxpar.sharding._spans_processes", lambda params: True)
+    eval_step(params, batch)
+    eval_step(params, batch)
+    assert met == ["evaluate"]
