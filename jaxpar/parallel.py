@@ -141,7 +141,7 @@ class Pipeline:
     """How a batch goes through the stages of a pipeline, in microbatches, and what is stored for the backward pass.
 
     With one stage every schedule is plain gradient accumulation over the microbatches. Where idle ops are masked, as on GPUs,
-    up to 48 layers are then written out (``pipeline/one_stage.py``). With a ``tensor`` axis the forward pass of one microbatch
+    up to 96 layers are then written out (``pipeline/one_stage.py``). With a ``tensor`` axis the forward pass of one microbatch
     runs beside the backward pass of the one before, whose residuals are stored too.
 
     Attributes:

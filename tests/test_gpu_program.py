@@ -275,7 +275,7 @@ def test_nothing_is_gathered_over_tensor(reports, program):
     assert not reports(program).select("all-gather", "tensor")
 
 
-MANY_LAYERS = 49  # are not written out
+MANY_LAYERS = 97  # are not written out
 ONE_STAGE = program("1f1b", data=8, stage=1, tensor=1, zero=3, num_layers=MANY_LAYERS)
 
 
