@@ -153,7 +153,7 @@ class _Experts:
             return within_capacity(chosen, num_experts, self.shards, capacity=self.capacity)
         return dropless(chosen.reshape(-1), num_experts, self.shards, tile=self.tile, room=chosen.size)
 
-    def of_rows(self, k: int, tokens: OnShards, weights: Float[Array, "tokens k"], slots: Slots) -> OnShards:
+    def of_rows(self, k: int, tokens: OnShards, weights: Float[Array, "*tokens k"], slots: Slots) -> OnShards:
         """Returns what the experts give to tokens of k pairs each; the sum over the shards is the output."""
         split, shards = self.shards.split, self.shards
         slots = Slots(*map(split, slots))
