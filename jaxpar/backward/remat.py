@@ -23,12 +23,13 @@ from jaxtyping import PyTree
 from jaxpar._compat import closure_converted
 from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import Arrays, split_layer
-from jaxpar.dtypes import float_indices, is_float
+from jaxpar.dtypes import float_indices, is_float, merge
 from jaxpar.layered_model import LayeredModel
 from jaxpar.trainable import trained_indices
 
 Layer = Callable[..., PyTree]
 
+_ATTENTION = ("dot_product_attention", "planned_attention")
 _products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
@@ -37,9 +38,8 @@ def keep_products(primitive: Any, *args: Any, **params: Any) -> Any:
 
     It treats the planner's stand-in for that kernel alike.
     """
-    return primitive.name.startswith(("dot_product_attention", "planned_attention")) or _products(
-        primitive, *args, **params
-    )
+    is_attention = primitive.name.startswith(_ATTENTION)
+    return is_attention or _products(primitive, *args, **params)
 
 
 # The argument of `value_and_grad(remat=...)`, by name.
@@ -47,7 +47,9 @@ REMAT: dict[str, bool | Callable[..., Any]] = {"none": False, "full": True, "dot
 
 
 def with_remat(
-    model: LayeredModel, remat: bool | Callable[..., Any], shards: ParamShards | None = None
+    model: LayeredModel,
+    remat: bool | Callable[..., Any],
+    shards: ParamShards | None = None,
 ) -> LayeredModel:
     """Returns the model whose layers' vjps store what ``remat`` says, with a checkpoint around its embedding.
 
@@ -58,14 +60,23 @@ def with_remat(
             give the rest.
         shards: How the params are sharded over ``tensor``: bytes are then those on a device. By default those of whole arrays.
     """
-    min_cut = lambda layer: _min_cut_remat(_checkpointed(layer, remat), shards)
+
+    def min_cut(layer: Layer) -> Layer:
+        return _min_cut_remat(_checkpointed(layer, remat), shards)
+
     wrapped = model.wrap_layers(jax.checkpoint if remat is True else min_cut)
     return replace(wrapped, embed=_checkpointed(model.embed, remat))
 
 
-def _checkpointed(function: Callable[..., PyTree], remat: bool | Callable[..., Any]) -> Callable[..., PyTree]:
+def _checkpointed(
+    function: Callable[..., PyTree],
+    remat: bool | Callable[..., Any],
+) -> Callable[..., PyTree]:
     """The function with one checkpoint around it, unless ``remat`` is False."""
-    return function if remat is False else jax.checkpoint(function, policy=None if remat is True else remat)
+    if remat is False:
+        return function
+    policy = None if remat is True else remat
+    return jax.checkpoint(function, policy=policy)
 
 
 def forward_with_remat(
@@ -119,7 +130,10 @@ def _min_cut_remat(layer: Layer, shards: ParamShards | None) -> Layer:
 
 
 def _hoist_tracers(
-    layer: Layer, params: PyTree, x: PyTree, shards: ParamShards | None
+    layer: Layer,
+    params: PyTree,
+    x: PyTree,
+    shards: ParamShards | None,
 ) -> tuple[Layer, PyTree, PyTree, ParamShards | None]:
     """Returns the arguments with the tracers that the layer closes over as further params and inputs."""
     converted, tracers = closure_converted(layer, params, x)
@@ -130,20 +144,29 @@ def _hoist_tracers(
     others = [value for value in tracers if not is_float(value)]
 
     def hoisted(params: tuple, x: tuple) -> PyTree:
-        floats, others = iter(params[1]), iter(x[1])
-        return converted([next(floats if own else others) for own in are_floats], params[0], x[0])
+        (own_params, floats), (own_x, others) = params, x
+        of_floats, of_others = iter(floats), iter(others)
+        tracers = [next(of_floats if is_one else of_others) for is_one in are_floats]
+        return converted(tracers, own_params, own_x)
 
     if shards is not None:  # what the layer closes over is taken to be replicated
-        shards = replace(shards, cuts=(*shards.cuts, *(None for _ in floats)))
+        whole = [None] * len(floats)
+        shards = replace(shards, cuts=(*shards.cuts, *whole))
     return hoisted, (params, floats), (x, others), shards
 
 
-def _rematerialised(layer: Layer, params: PyTree, x: PyTree, shards: ParamShards | None) -> PyTree:
+def _rematerialised(
+    layer: Layer,
+    params: PyTree,
+    x: PyTree,
+    shards: ParamShards | None,
+) -> PyTree:
     """Runs a layer that closes over no tracers, with a vjp that stores what the minimum cut chose."""
     p_leaves, x_leaves = jax.tree.leaves(params), jax.tree.leaves(x)
     y_leaves, y_tree = jax.tree.flatten(jax.eval_shape(layer, params, x))
-    split, num_params, num_x = split_layer(layer, params, x, shards), len(p_leaves), len(x_leaves)
-    floats, y_floats, own = float_indices(x_leaves), float_indices(y_leaves), trained_indices(params)
+    split = split_layer(layer, params, x, shards)
+    own, floats = trained_indices(params), float_indices(x_leaves)
+    y_floats = float_indices(y_leaves)
 
     @jax.custom_vjp
     def run(params: Arrays, x: Arrays) -> list:
@@ -155,10 +178,12 @@ def _rematerialised(layer: Layer, params: PyTree, x: PyTree, shards: ParamShards
 
     def backward(stored: tuple, ct: Arrays) -> tuple[list, list]:
         params, residuals_b, residuals_w = stored
-        dx, dp = split.backward(split.cast(params), residuals_b, residuals_w, [ct[i] for i in y_floats])
-        of_own, of_float = dict(zip(own, dp, strict=True)), dict(zip(floats, dx, strict=True))
-        none_but = lambda found, count: [found.get(i) for i in range(count)]  # None: no derivative
-        return none_but(of_own, num_params), none_but(of_float, num_x)
+        of_floats = [ct[i] for i in y_floats]
+        dx, dp = split.backward(split.cast(params), residuals_b, residuals_w, of_floats)
+        # None: no derivative
+        of_params = merge([None] * len(p_leaves), own, dp)
+        of_x = merge([None] * len(x_leaves), floats, dx)
+        return of_params, of_x
 
     run.defvjp(forward, backward)
-    return jax.tree.unflatten(y_tree, run(p_leaves, x_leaves))
+    return y_tree.unflatten(run(p_leaves, x_leaves))
