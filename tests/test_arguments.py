@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxpar
+from jaxpar.data.same_batch import check_on_mesh
 from jaxpar.run import BasicFlags, Run
 from jaxpar.runtime import coordination
 from jaxpar.runtime.coordination import PeerLostError, meet
@@ -131,3 +132,15 @@ def test_an_evaluation_meets_the_other_processes_once(monkeypatch):
     eval_step(params, batch)
     eval_step(params, batch)
     assert met == ["evaluate"]
+
+
+def test_a_batch_of_one_process_is_no_batch_of_a_mesh_of_several(monkeypatch):
+    mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
+    check_on_mesh(BATCH, mesh)
+    monkeypatch.setattr("jaxpar.data.same_batch._is_of_one", lambda mesh: False)
+    check_on_mesh(jax.eval_shape(lambda: BATCH), mesh)
+    for batch in (BATCH, jax.device_put(BATCH)):
+        with pytest.raises(
+            TypeError, match=r"must be on the mesh, .*; got x, an array of this process alone\. Put it there:"
+        ):
+            check_on_mesh(batch, mesh)

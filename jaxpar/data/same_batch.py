@@ -32,6 +32,23 @@ def check_one_batch(batch: PyTree) -> None:
         )
 
 
+def check_on_mesh(batch: PyTree, mesh: Mesh) -> None:
+    """Raises TypeError for what yields batches, and for an array of one process where the mesh has devices of several.
+
+    JAX would take such an array for the whole of it, the same everywhere, and each process would train on its own.
+    """
+    check_one_batch(batch)
+    if _is_of_one(mesh):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if isinstance(leaf, np.ndarray) or (isinstance(leaf, jax.Array) and leaf.is_fully_addressable):
+            name = jax.tree_util.keystr(path, simple=True, separator="/") or "a batch"
+            raise TypeError(
+                f"a batch must be on the mesh, whose devices several processes have; got {name}, an array of this process "
+                "alone. Put it there: jaxpar.shard_batch(batch, mesh), with num_rows=... if each process gives its own rows."
+            )
+
+
 def check_kept(batch: PyTree) -> None:
     """Raises where a batch yields others, or an array has no numbers, or integers that JAX without x64 would cut to 32 bits."""
     check_one_batch(batch)

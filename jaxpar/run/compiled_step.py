@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import CompiledCopy
 from jaxpar.data.batches import WEIGHT
+from jaxpar.data.same_batch import check_on_mesh
 from jaxpar.sharding import check_not_donated, path_string
 
 SHOWN = 3
@@ -23,22 +24,25 @@ class CompiledStep(CompiledCopy):
     Args:
         compiled: What JAX has compiled.
         batch: The batch that it was compiled for, or its shapes.
+        mesh: The mesh of the run.
 
     Raises:
         ValueError: When called, with a batch of other arrays, or with a state that a step has taken.
     """
 
-    def __init__(self, compiled: jax.stages.Compiled, batch: PyTree) -> None:
+    def __init__(self, compiled: jax.stages.Compiled, batch: PyTree, mesh: jax.sharding.Mesh) -> None:
         super().__init__(compiled)
+        self._mesh = mesh
         self._batch = dict(_arrays(batch))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the next state and the metrics."""
         check_not_donated(args[:1])
+        batch = args[1] if len(args) > 1 else kwargs.get("batch", {})
+        check_on_mesh(batch, self._mesh)
         try:
             return super().__call__(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            batch = args[1] if len(args) > 1 else kwargs.get("batch", {})
             if apart := [*_differences(dict(_arrays(batch)), self._batch)]:
                 raise ValueError(_refusal(apart)) from error
             raise

@@ -11,7 +11,7 @@ import optax
 
 import jaxpar
 from jaxpar.data.batches import Origin
-from jaxpar.data.same_batch import check_one_batch, check_same_since
+from jaxpar.data.same_batch import check_on_mesh, check_same_since
 from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.guard import Guard
 from jaxpar.metrics.exporters import Watcher
@@ -185,7 +185,7 @@ class Run(AbstractContextManager["Run"]):
             ConfigError: The processes do not agree; the message says on what, and which of them differ.
         """
         check_called("restore before it compiles", "state", self.target)
-        check_one_batch(batch)
+        check_on_mesh(batch, self.mesh)
         self._watchers = open_watchers(
             self.flags, self._say, num_saves=lambda: self.checkpoints.num_saved, flops_per_step=self._flops_per_step
         )
@@ -202,7 +202,7 @@ class Run(AbstractContextManager["Run"]):
                 program = hashlib.sha256(step.as_text().encode()).hexdigest()[:16]
                 with checks():
                     check_agreement("train", {"program": program})
-            self._compiled = CompiledStep(step.compile(), batch)
+            self._compiled = CompiledStep(step.compile(), batch, self.mesh)
             with checks():
                 check_permutes(self._compiled)
         self._say(f"compiled in {time.perf_counter() - start:.1f} s{self._compiled.unread()}")
