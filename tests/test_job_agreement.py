@@ -149,7 +149,13 @@ def test_what_is_written_agrees_with_itself(kind):
         ("service", "main command --address", "localhost", "from other pods; got --address localhost. Give --address 0.0.0.0."),
         ("service", "pod terminationGracePeriodSeconds", 30, "must be more than --timeout-seconds; got 30 and 60. Raise it."),
         ("service", "main livenessProbe httpGet port", 80, "livenessProbe must ask a named port of the container; got 80."),
-        ("service", "main readinessProbe httpGet path", "/ready", "readinessProbe must ask for /readyz or /healthz; got '/rea"),
+        ("service", "main readinessProbe httpGet path", "/ready", "readinessProbe must ask for /readyz; got '/ready'. Corr"),
+        ("service", "main livenessProbe httpGet path", "/readyz", "livenessProbe must ask for /healthz; got '/readyz'. Corr"),
+        ("jobset", "main env POD_IP", None, "$(POD_IP) in spec.replicatedJobs.0 must be a variable of its container; got no"),
+        ("jobset", "main command --out-dir", "/checkpoints/$(RUN)", "$(RUN) in spec.replicatedJobs.0 must be a variable of"),
+        ("jobset", "main env JAX_PROCESS_ID value", "0", "JAX_PROCESS_ID must be the pod's number, metadata.annotations['b"),
+        ("monitor", "spec podMetricsEndpoints 0 path", "/metric", "the path of a PodMonitor must be /metrics, where a run has"),
+        ("monitor", "spec podMetricsEndpoints 0 port", "9090", "the port of a PodMonitor must be the name of one; got '90"),
         ("service", "metadata namespace", "b", "a Service and its Deployment must have one namespace; got lab and b. Make"),
         ("monitor", "metadata namespace", "b", "a PodMonitor and its JobSet must have one namespace; got b and lab. Make"),
         ("monitor", "spec podMetricsEndpoints 0 port", "web", "must be a named port of the pods; got 'web', which gpt has"),
@@ -205,11 +211,15 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
         ("jobset", "pod terminationGracePeriodSeconds", None, "terminationGracePeriodSeconds of spec.replicatedJobs.0 is 30"),
         ("jobset", "pod shareProcessNamespace", None, "spec.replicatedJobs.0 has no shareProcessNamespace: a pod that is"),
         ("jobset", "main securityContext capabilities add", [], "rdma/ib and no IPC_LOCK: without this right RDMA may"),
+        ("jobset", "job podFailurePolicy rules 1 onExitCodes values", [77], "no rule of podFailurePolicy has exit code 75, wi"),
+        ("service", "main startupProbe", None, "the pods have no startupProbe: one that takes long to start is ended by its"),
+        ("service", "main livenessProbe", None, "the pods have no livenessProbe: one that hangs is not started again. Write"),
+        ("service", "main readinessProbe", None, "the pods have no readinessProbe: requests reach one that is still loading"),
         ("trainjob", "main numNodes", None, "spec.trainer has no numNodes: the runtime's number of nodes may not be that of"),
     ],
 )  # fmt: skip
 def test_what_an_edit_takes_from_a_run_is_told(kind, place, value, line):
-    (job,) = documents(kind)
+    job = next(iter(documents(kind)))
     assert not remarks(job)
     edit(job, kind, place, value)
     check_manifests([job])

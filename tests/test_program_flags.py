@@ -244,7 +244,8 @@ PLAN = {"data": 8, "stage": 1, "tensor": 2, "zero": 1, "batch_size": 64, "num_ch
 
 def planned(tmp_path, **changes):
     (tmp_path / "plan.json").write_text(json.dumps([PLAN | changes]))
-    return "--plan", str(tmp_path / "plan.json"), "--image", "a:1", "--checkpoint-claim", "runs", "--rdma", "rdma/ib=8"
+    usual = ("--image", "a:1", "--checkpoint-claim", "runs", "--rdma", "rdma/ib=8", "--queue", "research")
+    return "--plan", str(tmp_path / "plan.json"), *usual
 
 
 def test_a_job_has_the_nodes_of_its_plan(tmp_path, capsys):

@@ -262,14 +262,26 @@ def test_what_a_checkpoint_does_not_say_of_the_optimizer_is_told_as_not_compared
     traits = Traits({}, said.append)
     traits.take_state(types.SimpleNamespace(params={"w": jnp.ones(2)}), None, None, optax.sgd(0.1), None)
     for saved in (None, traits.as_json() | {"versions": {"jax": "0.1"}}):
-        traits.compare(saved)
+        traits.compare(saved, {})
         assert "since Run has no settings: the numbers of the optimizer, the data, the model and the loss" in said.pop()
-    traits.compare(traits.as_json())
+    traits.compare(traits.as_json(), {})
     assert "since Run has no settings: the data, the model and the loss" in said.pop()
     assert not said
     assert (
         numbers_of(optax.sgd(optax.cosine_decay_schedule(0.5, 100)), {"w": jnp.ones(2)})["numbers"].count("100.0") == 1
     )
+
+
+def test_an_optimizer_that_follows_a_changed_setting_is_told_with_the_setting():
+    said = []
+    of = lambda steps: Traits({"steps": steps, "rows": 8}, said.append)
+    state = types.SimpleNamespace(params={"w": jnp.ones(2)})
+    traits = [of(4), of(6)]
+    for each, steps in zip(traits, (4.0, 6.0), strict=True):
+        each.take_state(state, None, None, optax.sgd(optax.linear_schedule(0.1, 0.0, int(steps))), None)
+    traits[1].compare(traits[0].as_json(), {"steps": 4, "rows": 8})
+    [line] = said
+    assert line.endswith("6.0 where the saved one has 4, 4.0, as may be since other settings are: steps.")
 
 
 RATE = optax.linear_schedule(0.4, 0.0, 8)

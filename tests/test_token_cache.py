@@ -134,6 +134,13 @@ def test_data_that_are_no_text_are_refused(tmp_path):
         tokenise([file], ByteTokenizer(), tmp_path / "cache")
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_file_that_is_empty_is_refused_by_its_name(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=rf"must hold text or rows; got .*{name}, empty\. Name another file"):
+        tokenise([tmp_path / name], WordTokenizer(), tmp_path / "cache")
+
+
 def test_places_from_files_are_printed_without_control_characters(tmp_path):
     assert place_text([tmp_path / "a\x1b.jsonl"], 0, 3) == f"{tmp_path}/a\\x1b.jsonl:3"
     assert place_text([tmp_path / "a.parquet"], 0, 3) == f"{tmp_path}/a.parquet, example 3"

@@ -77,7 +77,10 @@ def planned_model(flags: Any) -> PlannedModel:
             return PlannedModel(named, found, found, run={"own_model": named})
         planned = _of_config(flags, found, None, {})
         return dataclasses.replace(planned, run={"own_model": named})
-    config = preset(named, compute_dtype=DTYPE, vocab_multiple=128)
+    try:
+        config = preset(named, compute_dtype=DTYPE, vocab_multiple=128)
+    except ValueError as error:
+        raise ValueError(f"{error} Or name a folder, such as ./{named}, which is not here, or module:name.") from error
     if config.positions == "learned" and flags.seq is not None:
         config = dataclasses.replace(config, max_positions=flags.seq)  # as the recipe makes its table
     return _of_config(flags, config, "flash", {"model": named, "dtype": DTYPE})

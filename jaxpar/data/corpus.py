@@ -173,6 +173,9 @@ def tokenise(files: Sequence[Path], tokenizer: Tokenizer, cache: Path) -> Tokeni
 
 
 def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:
+    if all(file.is_file() and file.stat().st_size == 0 for file in files):
+        names = ", ".join(printable(str(file)) for file in files[:3])
+        raise ValueError(f"{arg('data files')} must hold text or rows; got {names}, empty. Name another file.")
     whole = hashlib.sha256(f"{FORMAT}\n{tokenizer.fingerprint()}\n".encode())
     for file in files:
         if not file.is_file():

@@ -28,8 +28,12 @@ METRICS = (
     "--metrics-address",
 )  # the flag of a port, the port's name, the flag of where it listens
 SERVER = ("--port", "http", "--address")
-PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
-PROBED_PATHS = ("/readyz", "/healthz")  # of `jaxpar serve`
+# The probes of `jaxpar serve`. It answers /healthz while it loads a model, and /readyz by 503, which ends what is not live.
+PROBES = {
+    "startupProbe": ("/healthz", "/readyz"),
+    "livenessProbe": ("/healthz",),
+    "readinessProbe": ("/readyz",),
+}
 LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
 
@@ -306,5 +310,5 @@ def check_probes(containers: Sequence[Mapping[str, Any]], *, is_served: bool) ->
         port, path = request.get("port"), request.get("path", "/")
         if port is not None and port not in known:
             raise ValueError(f"{probe} must ask a named port of the container; got {port!r}. Correct it.")
-        if is_served and path not in PROBED_PATHS:
-            raise ValueError(f"{probe} must ask for {' or '.join(PROBED_PATHS)}; got {path!r}. Correct it.")
+        if is_served and path not in PROBES[probe]:
+            raise ValueError(f"{probe} must ask for {' or '.join(PROBES[probe])}; got {path!r}. Correct it.")

@@ -14,7 +14,7 @@ from jaxpar.jobs.agreement import check_agreement, check_exit_codes, check_grace
 from jaxpar.jobs.forms import DNS_LABEL
 from jaxpar.jobs.job import MAX_NAME
 from jaxpar.jobs.manifests import API_VERSIONS, INDEX
-from jaxpar.jobs.pods import check_mounts, check_network, check_pods, labels_of
+from jaxpar.jobs.pods import check_mounts, check_network, check_pods, check_references, labels_of
 from jaxpar.jobs.selectors import check_together
 from jaxpar.jobs.workload import whole, workloads
 from jaxpar.runtime.output import needing_extra, printable
@@ -24,6 +24,7 @@ INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 # The fields that are strings in the API, so that YAML's numbers, truth values and dates are errors there: fields of one string,
 # lists of strings, and objects of strings.
 STRINGS = {"kind", "name", "namespace", "image", "value", "key", "subdomain", "fieldPath", "mountPath", "claimName"}
+METRICS_PATH = "/metrics"  # of a run, and Prometheus's own default
 LISTS_OF_STRINGS = {"command", "args"}
 OBJECTS_OF_STRINGS = {"labels", "annotations", "matchLabels"}
 
@@ -191,6 +192,7 @@ def _check_deployment(manifest: Mapping[str, Any]) -> None:
         )
     pod = spec["template"]["spec"]
     check_mounts(pod, "spec.template.spec")
+    check_references(pod, "spec.template.spec")
     check_probes(pod["containers"], is_served=any(pods.served for pods in workloads(manifest)))
 
 
@@ -205,6 +207,20 @@ def _check_podmonitor(manifest: Mapping[str, Any]) -> None:
     if not spec["selector"].keys() & {"matchLabels", "matchExpressions"} or not spec["podMetricsEndpoints"]:
         raise ValueError(
             "a PodMonitor must have labels to select and an endpoint; got none. Write it with `manifest --kind podmonitor`."
+        )
+    for endpoint in spec["podMetricsEndpoints"]:
+        _check_endpoint(endpoint)
+
+
+def _check_endpoint(endpoint: Mapping[str, Any]) -> None:
+    path, port = endpoint.get("path", METRICS_PATH), endpoint.get("port", "metrics")
+    if path != METRICS_PATH:
+        raise ValueError(
+            f"the path of a PodMonitor must be {METRICS_PATH}, where a run has its metrics; got {path!r}. Correct it."
+        )
+    if str(port).isdigit():
+        raise ValueError(
+            f"the port of a PodMonitor must be the name of one; got {port!r}. Write the name, metrics, or portNumber: {port}."
         )
 
 
@@ -237,6 +253,7 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
             )
         if "volumeClaimPolicies" not in manifest["spec"]:  # those are volumes of all pods
             check_mounts(spec["template"]["spec"], path)
+        check_references(spec["template"]["spec"], path)
         _check_place_is_told(spec["template"]["spec"]["containers"], count, path)
         for container in spec["template"]["spec"]["containers"]:
             told = {variable["name"]: variable for variable in container.get("env", [])}
@@ -305,6 +322,12 @@ def _check_environment(told: Mapping[str, Any], count: int, host: str, path: str
     address = told.get("JAX_COORDINATOR_ADDRESS", {}).get("value", host)
     if not re.fullmatch(rf"{re.escape(host)}(\..*)?", address.partition(":")[0]):
         raise ValueError(f"JAX_COORDINATOR_ADDRESS must be pod 0's host, {host}; got {address}. Correct it.")
-    number = told.get("JAX_PROCESS_ID", {}).get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", INDEX)
+    given = told.get("JAX_PROCESS_ID", {})
+    if count > 1 and "value" in given:
+        raise ValueError(
+            f"JAX_PROCESS_ID must be the pod's number, {INDEX}; got the value {given['value']} for all {count} pods of {path}. "
+            "Write it as valueFrom a fieldRef."
+        )
+    number = given.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", INDEX)
     if number != INDEX:
         raise ValueError(f"JAX_PROCESS_ID must be the pod's number, {INDEX}; got {number}. Correct it.")

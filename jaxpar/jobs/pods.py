@@ -1,10 +1,12 @@
 """What pods need of Kubernetes to start, to find one another and to communicate, whatever else they run."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxpar.jobs.workload import SHARED_MEMORY, Workload, amount
 
+REFERENCE = re.compile(r"(?<!\$)(?:\$\$)*\$\(([^)]+)\)")  # $(NAME); $$ is a dollar sign
 USUAL_SHARED_BYTES = 64 * 2**20  # of a container runtime, which is too little for NCCL
 
 
@@ -22,6 +24,27 @@ def check_mounts(spec: Mapping[str, Any], path: str) -> None:
                 raise ValueError(
                     f"volumeMounts of {path} must be of its volumes; got {mount['name']!r}. Add the volume, or leave it out."
                 )
+
+
+def check_references(spec: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError if a container reads a variable that it does not have: its text would stay as it is."""
+    for container in spec["containers"]:
+        if "envFrom" in container:
+            continue
+        known = {variable["name"] for variable in container.get("env", [])}
+        for name in _references(container):
+            if name not in known:
+                raise ValueError(
+                    f"$({name}) in {path} must be a variable of its container; got none of this name. Add it to env, or write "
+                    f"$$({name}) for the text itself."
+                )
+
+
+def _references(container: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the names of the variables in a container's command and in the values of its variables."""
+    values = [variable.get("value", "") for variable in container.get("env", [])]
+    for text in (*container.get("command", []), *container.get("args", []), *values):
+        yield from REFERENCE.findall(text)
 
 
 def check_network(network: Mapping[str, Any]) -> None:

@@ -7,11 +7,17 @@ from typing import Any
 from jaxpar.jobs.agreement import SCRAPED_PORT, mesh_in, paths_in
 from jaxpar.jobs.job import CHECKPOINTS, GPUS, ROOT, flag_value, flag_values
 from jaxpar.jobs.workload import FAKE_DEVICES, SHARED_MEMORY, USUAL_GRACE, Workload, workloads
+from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 
 INPUTS = ("--init-from", "--tokenizer", "--data")
 INITS = ("tini", "dumb-init", "catatonit")  # which take signals as process 1, and pass them on
 LOCKS = "IPC_LOCK"
+UNPROBED = {  # what happens without a probe
+    "startupProbe": "one that takes long to start is ended by its livenessProbe",
+    "livenessProbe": "one that hangs is not started again",
+    "readinessProbe": "requests reach one that is still loading its model, and get 503",
+}
 NO_PATHS = ("recall",)  # a task for --data
 
 
@@ -21,7 +27,32 @@ def remarks(manifest: Mapping[str, Any]) -> list[str]:
     Args:
         manifest: A manifest that ``check_manifest`` takes.
     """
-    return [line for pods in workloads(manifest) for line in _of(pods)]
+    lines = [line for pods in workloads(manifest) for line in _of(pods)]
+    return [*lines, *_uncounted_ends(manifest), *_unprobed(manifest)]
+
+
+def _uncounted_ends(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line if a recipe that was asked to stop, and has saved, would use up a restart."""
+    if manifest["kind"] != "JobSet" or not any(pods.recipe is not None for pods in workloads(manifest)):
+        return
+    jobs = [job["template"]["spec"] for job in manifest["spec"]["replicatedJobs"]]
+    rules = [rule for job in jobs for rule in job.get("podFailurePolicy", {}).get("rules", [])]
+    codes = {code for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
+    if rules and ExitCode.PREEMPTED not in codes:
+        yield (
+            f"no rule of podFailurePolicy has exit code {int(ExitCode.PREEMPTED)}, with which a run ends that was asked to "
+            "stop and has saved: each such end counts towards maxRestarts. Add it as `manifest` writes it"
+        )
+
+
+def _unprobed(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line for each probe that pods which serve do not have."""
+    if manifest["kind"] != "Deployment" or not any(pods.served for pods in workloads(manifest)):
+        return
+    containers = manifest["spec"]["template"]["spec"]["containers"]
+    missing = [probe for probe in UNPROBED if not any(probe in each for each in containers)]
+    for probe in missing:
+        yield f"the pods have no {probe}: {UNPROBED[probe]}. Write it as `manifest --kind service` does"
 
 
 def _of(pods: Workload) -> Iterator[str]:

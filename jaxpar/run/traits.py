@@ -97,15 +97,22 @@ class Traits:
             self._found = {"optimizer": self._optimizer(), "batch": self._batch, "versions": _versions()}
         return self._found
 
-    def compare(self, saved: Mapping[str, Any] | None) -> None:
-        """Takes the traits of the saved run, and prints which differ, and which cannot be compared."""
+    def compare(self, saved: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> None:
+        """Takes the traits of the saved run, and prints which differ, and which cannot be compared.
+
+        Args:
+            saved: The traits.
+            settings: The settings of the saved run.
+        """
         self._saved = saved or {}
         then, now = self._saved.get("optimizer"), self._optimizer()
         is_same_software = self._saved.get("versions") == _versions()
         is_compared = isinstance(then, Mapping) and now is not None and is_same_software
         if isinstance(then, Mapping) and now is not None and is_compared and then.get("checksum") != now["checksum"]:
+            changed = [name for name, value in self._settings.items() if settings.get(name, value) != value]
+            why = f", as may be since other settings are: {', '.join(changed)}" if changed else ""
             more = "" if self._settings else f" {REMEDY}"
-            self._say(f"the optimizer is not that of the saved run: {_other_numbers(then, now)}.{more}")
+            self._say(f"the optimizer is not that of the saved run: {_other_numbers(then, now)}{why}.{more}")
         if not self._settings:
             numbers = "" if is_compared else "the numbers of the optimizer, "
             self._say(
