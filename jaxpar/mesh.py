@@ -139,7 +139,7 @@ def arrange(
     available = sorted(found, key=lambda d: (node_of(d), d.id))
     sizes = resolve_sizes(given, len(available))
     used = available[: math.prod(sizes.values())]
-    _check_every_process_takes_part(used, available)
+    check_every_process_takes_part(used, available)
     if not tensor_across_nodes:
         _check_tensor_inside_node(used, sizes[TENSOR])
     auto, in_order = (AxisType.Auto,) * len(AXES), tuple(sizes[axis] for axis in FROM_SLOWEST)
@@ -264,7 +264,8 @@ def node_of(device: jax.Device) -> Hashable:
     return device.process_index
 
 
-def _check_every_process_takes_part(used: Sequence[jax.Device], available: Sequence[jax.Device]) -> None:
+def check_every_process_takes_part(used: Sequence[jax.Device], available: Sequence[jax.Device]) -> None:
+    """Raises ValueError if a process owns available devices and none of those used."""
     idle = sorted({d.process_index for d in available} - {d.process_index for d in used})
     if idle:
         raise ValueError(

@@ -300,6 +300,12 @@ def check_settings(model: Any, loss: Any, parallel: Parallel, pipeline: Pipeline
             f"model must be a LayeredModel or a function of (params, batch); got {type(model).__name__}. "
             "Wrap a module of another library with jaxpar.adapters."
         )
+    if any(base.__module__.partition(".")[0] == "flax" for base in inspect.getmro(type(model))):
+        raise TypeError(
+            f"model must be a LayeredModel or a function of (params, batch); got {type(model).__name__}, a module of flax, "
+            "which is called in another way. Wrap it with jaxpar.adapters, or write lambda params, batch: "
+            "module.apply(params, batch[...])."
+        )
     check_kind((Callable,), "a function of (outputs, batch)", "Return (loss_sum, weight_sum) from it.", loss=loss)
     if not isinstance(parallel.mesh, Mesh):
         raise TypeError("a step runs on devices; got a mesh without any. Make one with jaxpar.make_mesh.")

@@ -194,6 +194,14 @@ def test_stacked_modules_run_in_a_pipeline_with_the_numbers_of_one_device():
     assert_same(got, want, within=1e-5)
 
 
+@pytest.mark.parametrize("module", [linen.Dense(FEATURES), LinenMLP()])
+def test_a_module_of_flax_is_no_function_of_params_and_batch(module):
+    with pytest.raises(
+        TypeError, match=r"a module of flax, which is called in another way\. Wrap it with jaxpar\.adapters"
+    ):
+        jaxpar.value_and_grad(module, lambda y, batch: (y.sum(), 1.0), jaxpar.make_mesh())
+
+
 def test_lists_of_modules_are_found_by_their_numbers():
     init, apply = adapters.from_equinox(lambda key: eqx.nn.MLP(FEATURES, OUT, HIDDEN, 1, key=key), call=vmapped)
     params = init(jax.random.key(0))

@@ -25,7 +25,7 @@ from jaxpar.run.call_order import CallOrderError
 from jaxpar.run.early_stop import EarlyStop
 from jaxpar.run.evaluation import say_best
 from jaxpar.run.flags import check_best_is_saved
-from jaxpar.run.start import first_state
+from jaxpar.run.start import advice_on_finite_steps, check_processes, first_state
 from jaxpar.run.traits import Traits, numbers_of
 from jaxpar.runtime.lease import this_process
 from jaxpar.runtime.output import logging_kept
@@ -78,13 +78,16 @@ def test_processes_that_begin_with_different_params_are_refused(monkeypatch):
 def test_a_run_of_ones_own_is_told_how_to_go_on_in_its_own_words(tmp_path):
     flags = BasicFlags.of(out_dir=tmp_path, checkpoint_every=2)
     with Run(flags, jaxpar.make_mesh()) as run:
-        advice = run._advice()
+        advice = advice_on_finite_steps(run.flags, run._remedy, run._settings)
         assert (
             "with another, add resume=True. To begin again, add overwrite=True. If it ends so again, look at" in advice
         )
     names = {"resume": "--resume", "overwrite": "--overwrite", "allow_change": "--allow-change"}
     with Run(flags, jaxpar.make_mesh(), {"learning_rate": 0.1}) as run, given_by(names):
-        assert "another, add --resume --allow-change learning_rate. To begin again, add --overwrite." in run._advice()
+        assert (
+            "another, add --resume --allow-change learning_rate. To begin again, add --overwrite."
+            in advice_on_finite_steps(run.flags, run._remedy, run._settings)
+        )
 
 
 def test_errors_of_a_run_to_resume_name_the_arguments_of_a_script_that_has_no_flags(tmp_path):
@@ -169,6 +172,40 @@ def test_a_loop_that_does_not_log_its_steps_is_refused_since_it_would_save_none(
             ):
                 run.log(other, state, metrics)
     assert exit_code_of(told.value) == 2
+
+
+def test_a_loop_of_other_steps_than_those_of_its_state_is_refused_or_told(tmp_path):
+    batch, said = {"x": np.ones((4, 2), np.float32)}, []
+    flags = BasicFlags.of(out_dir=tmp_path / "a", steps=4, checkpoint_every=2)
+    with Run(flags, jaxpar.make_mesh(), say=said.append) as run:
+        train_step, state = began(run, batch)
+        state, metrics = train_step(state, batch)
+        with pytest.raises(CallOrderError, match=r"got run\.log before run\.steps\. Write `for step in run\.steps"):
+            run.log(0, state, metrics)
+        assert next(run.steps()) == 0
+        state, metrics = train_step(state, batch)
+        with pytest.raises(
+            CallOrderError, match=r"training step once, .*; got a state of step 2 after step 0\. Call it"
+        ):
+            run.log(0, state, metrics)
+    flags = flags.replace(out_dir=tmp_path / "b")
+    with Run(flags, jaxpar.make_mesh(), say=said.append) as run:
+        train_step, state = began(run, batch)
+        for step in run.steps():
+            if step != 1:
+                state, metrics = train_step(state, batch)
+            run.log(step, state, metrics)
+    [told] = [line for line in said if line.startswith("the state has 1 steps after 2 of the loop")]
+    assert "a resume from its checkpoint goes on at step 1 of the loop" in told
+
+
+def test_a_mesh_that_leaves_out_a_process_is_refused_before_it_trains(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    there = [types.SimpleNamespace(process_index=number) for number in (0, 1)]
+    monkeypatch.setattr(jax, "devices", lambda: there)
+    own = types.SimpleNamespace(devices=np.array(there[:1]))
+    with pytest.raises(ConfigError, match=r"got a mesh of 1 of 2 devices, which leaves out process \[1\]"):
+        check_processes(own, BasicFlags.of(), {}, {})
 
 
 @pytest.mark.parametrize("flag", [{"dry_run": True}, {"compile_for": "h100"}])

@@ -1,5 +1,6 @@
 """The order in which a loop calls the methods of its run: restore, compile, begin, log after every step."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from jaxpar.fields import arg
@@ -28,6 +29,9 @@ class CallOrder:
 
     def __init__(self) -> None:
         self.num_logged: int | None = None  # with those before this run; None: it has not begun
+        self.is_iterated = False
+        self._first = 0
+        self._is_told = False
 
     def begin(self, flags: RunFlags, first_step: int) -> None:
         """Notes that the run begins with a step; raises CallOrderError where its flags ask for no steps."""
@@ -37,7 +41,35 @@ class CallOrder:
                 f"a run with {arg(name)} trains nothing and writes nothing; got run.begin. Write before it "
                 "`if run.is_dry: run.say_cost()`, and leave the run."
             )
-        self.num_logged = first_step
+        self.num_logged = self._first = first_step
+
+    def begin_loop(self) -> None:
+        """Notes that the steps of the run are iterated; raises CallOrderError if it has not begun."""
+        self.check_begun()
+        self.is_iterated = True
+
+    def check_state(self, step: int, done: int, say: Callable[[str], None]) -> None:
+        """Raises CallOrderError if the first step of a loop is another number of the optimizer's; later such a number is told.
+
+        Args:
+            step: The step that is logged.
+            done: The steps that its state has.
+            say: Prints a message.
+        """
+        if done == step + 1:
+            return
+        if step == self._first:
+            raise CallOrderError(
+                "each step of run.steps must call the training step once, since checkpoints are named by the steps of their "
+                f"state and a resume goes on from there; got a state of step {done} after step {step}. Call it once; several "
+                "batches for one update are num_microbatches, and a second model has a run of its own."
+            )
+        if not self._is_told:
+            self._is_told = True
+            say(
+                f"the state has {done} steps after {step + 1} of the loop, which did not call the training step once each: a "
+                f"resume from its checkpoint goes on at step {done} of the loop. Give a step that has no batch another one"
+            )
 
     def check_begun(self) -> None:
         """Raises CallOrderError if the run has not begun."""
@@ -46,6 +78,11 @@ class CallOrder:
     def check_next(self, step: int) -> None:
         """Raises CallOrderError before the run has begun, and for another step than the one to be logged next."""
         self.check_begun()
+        if not self.is_iterated:
+            raise CallOrderError(
+                f"a run logs the steps of its own loop, the first one {self.num_logged}; got run.log before run.steps. "
+                "Write `for step in run.steps():`, or `for step, batch in zip(run.steps(), batches):`."
+            )
         if self.num_logged != step:
             raise CallOrderError(
                 "a step must be logged once, by the number that run.steps yields, which checkpoints and metrics have; got "

@@ -196,7 +196,7 @@ class Run(AbstractContextManager["Run"]):
             Watchdog(self.flags.budget) as watchdog,
             watchdog.phase("compile"),
         ):
-            check_processes(self.flags, self._settings, self._read)
+            check_processes(self.mesh, self.flags, self._settings, self._read)
             step = lowered(train_step, self.target, batch)
             if jax.process_count() > 1:
                 program = hashlib.sha256(step.as_text().encode()).hexdigest()[:16]
@@ -251,7 +251,7 @@ class Run(AbstractContextManager["Run"]):
 
     def steps(self) -> Iterator[int]:
         """Yields the steps that are left, guarded and logged; raises CallOrderError where one was not logged."""
-        self._order.check_begun()
+        self._order.begin_loop()
         common, checkpoint = self.flags.common, self.flags.checkpoint
         first = {"first_step": self.first_step, "watchers": self._watchers}
         self._log = self._resources.enter_context(MetricsLog(self.out_dir, common.steps, **self._rate, **first))
@@ -268,7 +268,7 @@ class Run(AbstractContextManager["Run"]):
                 about=lambda step: {"samples": self._samples(step), "key": key, **self._about()},
                 before_save=self._before_save,
                 at_stop=self._draw_what_there_is,
-                remedy=self._advice(),
+                remedy=advice_on_finite_steps(self.flags, self._remedy, self._settings),
             )
         )
         self._began = time.perf_counter()
@@ -305,6 +305,8 @@ class Run(AbstractContextManager["Run"]):
         """
         self._order.check_next(step)
         check_not_donated(state)
+        if step == self.first_step or self.is_due(step, self.flags.common.checkpoint_every or self.flags.common.steps):
+            self._order.check_state(step, int(jaxpar.fetch(state.step)), self._say)
         best = (self.flags.checkpoint.keep_best or "").removeprefix("-")
         self._named |= {*metrics}
         if self._has_all_metrics and best and best not in metrics:
@@ -394,7 +396,3 @@ class Run(AbstractContextManager["Run"]):
     def _draw_what_there_is(self) -> None:
         with spared(f"a picture in {self.out_dir}"):  # the state is saved, which the exit code reports
             self._draw()
-
-    def _advice(self) -> str:
-        """Returns the remedy where steps are not finite, with the flags for another try."""
-        return advice_on_finite_steps(self.flags, self._remedy, self._settings)

@@ -15,7 +15,7 @@ from jaxpar.checkpoint.folder import Folder
 from jaxpar.checkpoint.state import as_numbers
 from jaxpar.fields import arg, switch
 from jaxpar.inspect.text import bytes_text
-from jaxpar.mesh import OF_ZERO, arrange, idle_text, shown_sizes
+from jaxpar.mesh import OF_ZERO, arrange, check_every_process_takes_part, idle_text, shown_sizes
 from jaxpar.run import folder
 from jaxpar.run.flags import MeshFlags, RunFlags
 from jaxpar.run.messages import ConfigError, checks, say
@@ -96,10 +96,13 @@ def left_whole_lines(params: Any, init_state: Sequence[Any]) -> Iterator[str]:
             )
 
 
-def check_processes(flags: RunFlags, settings: Mapping[str, Any], read: Mapping[str, Callable[[], Any]]) -> None:
-    """Raises ConfigError where the processes of a run have other flags, settings or data.
+def check_processes(
+    mesh: jax.sharding.Mesh, flags: RunFlags, settings: Mapping[str, Any], read: Mapping[str, Callable[[], Any]]
+) -> None:
+    """Raises ConfigError where the processes of a run have other flags, settings or data, or one has no part of its mesh.
 
     Args:
+        mesh: Its mesh.
         flags: The flags of the run.
         settings: Its settings.
         read: What they read, by name: functions that return it as plain JSON, called if there are several processes.
@@ -107,6 +110,7 @@ def check_processes(flags: RunFlags, settings: Mapping[str, Any], read: Mapping[
     if jax.process_count() == 1:
         return
     with checks():
+        check_every_process_takes_part(list(mesh.devices.flat), jax.devices())
         given = {f"flag {name}": value for name, value in flags.as_json().items()}
         given |= {f"setting {name}": value for name, value in settings.items()}
         check_agreement("train", given | {name: value() for name, value in read.items()})
