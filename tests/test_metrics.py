@@ -124,6 +124,7 @@ def test_a_run_refuses_steps_out_of_order_and_a_best_metric_that_it_does_not_hav
         with pytest.raises(RuntimeError, match=r"must begin before its steps; .* Call run\.begin first"):
             next(run.steps())
         run._order.begin(flags, 0)
+        run._order.begin_loop()
         run._log, run._guard = MetricsLog(tmp_path, 1, items_per_step=1), Guard(num_steps=1)
         metrics = {"loss": 1.0, "test_accuracy": 0.5}
         if has_evaluations:

@@ -164,6 +164,7 @@ def _rematerialised(
     """Runs a layer that closes over no tracers, with a vjp that stores what the minimum cut chose."""
     p_leaves, x_leaves = jax.tree.leaves(params), jax.tree.leaves(x)
     y_leaves, y_tree = jax.tree.flatten(jax.eval_shape(layer, params, x))
+    num_params, num_x = len(p_leaves), len(x_leaves)  # the vjp must hold no leaf
     split = split_layer(layer, params, x, shards)
     own, floats = trained_indices(params), float_indices(x_leaves)
     y_floats = float_indices(y_leaves)
@@ -181,8 +182,8 @@ def _rematerialised(
         of_floats = [ct[i] for i in y_floats]
         dx, dp = split.backward(split.cast(params), residuals_b, residuals_w, of_floats)
         # None: no derivative
-        of_params = merge([None] * len(p_leaves), own, dp)
-        of_x = merge([None] * len(x_leaves), floats, dx)
+        of_params = merge([None] * num_params, own, dp)
+        of_x = merge([None] * num_x, floats, dx)
         return of_params, of_x
 
     run.defvjp(forward, backward)

@@ -305,8 +305,6 @@ class Run(AbstractContextManager["Run"]):
         """
         self._order.check_next(step)
         check_not_donated(state)
-        if step == self.first_step or self.is_due(step, self.flags.common.checkpoint_every or self.flags.common.steps):
-            self._order.check_state(step, int(jaxpar.fetch(state.step)), self._say)
         best = (self.flags.checkpoint.keep_best or "").removeprefix("-")
         self._named |= {*metrics}
         if self._has_all_metrics and best and best not in metrics:
@@ -314,6 +312,8 @@ class Run(AbstractContextManager["Run"]):
             message = f"{arg('keep_best')} must name a metric of the run; got {best}. Choose from {', '.join(metrics)}."
             stop(ExitCode.BAD_CONFIG, message)
         self._has_all_metrics = False  # steps without an evaluation have fewer
+        if step == self.first_step or self.is_due(step, self.flags.common.checkpoint_every or self.flags.common.steps):
+            self._order.check_state(step, int(jaxpar.fetch(state.step)), self._say)
         for every, call in self._calls:
             if self.is_due(step, every):
                 with self._log.pause(metrics), self._guard.phase("evaluation"):
