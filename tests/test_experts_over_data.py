@@ -16,6 +16,7 @@ import jaxpar
 from jaxpar.backward.split import split_layer
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Lora
+from jaxpar.models.transformer.dispatch import Shards, by_expert_first
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import shardings_from_dims
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
@@ -69,6 +70,16 @@ def check(name, axes, *, schedule="zb-h1", changes=None, **how):
 )
 def test_loss_gradients_balance_and_loads_equal_one_device(x64, name, axes, how):
     check(name, axes, **how)
+
+
+def test_rows_that_come_from_each_owner_by_expert_have_slots_by_expert():
+    """From [owners, experts, room] to [experts, owners, room], and back."""
+    owners, num_experts, room = 2, 3, 4
+    slots = by_expert_first(owners, num_experts, room, Shards((), 1, 1, by_expert=False, owners=owners))
+    rows = np.arange(owners * num_experts * room).reshape(owners, num_experts, room)
+    np.testing.assert_array_equal(slots.pair[0], rows.transpose(1, 0, 2).ravel())
+    np.testing.assert_array_equal(slots.slot[0, slots.pair[0]], rows.ravel())
+    np.testing.assert_array_equal(slots.sizes, [[owners * room] * num_experts])
 
 
 MESHES = [
