@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 from jaxpar._compat import Tracer, closure_converted
 from jaxpar.context_parallel import check_are_sequences, check_are_there, zig_zag
 from jaxpar.data.same_batch import check_kept, check_same_everywhere
-from jaxpar.dtypes import from_floats, is_key, to_floats, unfolded, wide_dtype, widen
+from jaxpar.dtypes import by_parts, from_floats, is_key, to_floats, wide_dtype, widen
 from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
 from jaxpar.sharding import from_host, path_string, shard
@@ -395,6 +395,6 @@ def reduce_gradients(sums: PyTree, dtype: Any = None, axes: Sequence[str] = REPL
     if not axes:  # XLA refuses a sum over an axis of one beside an automatic axis
         return widen(sums)
     if dtype is None:
-        return jax.lax.psum(jax.tree.map(unfolded, widen(sums)), axes)
+        return by_parts(lambda parts: jax.lax.psum(parts, axes), widen(sums))
     sent = jax.tree.map(lambda a: to_floats(a, dtype), sums)
     return jax.tree.map(from_floats, jax.lax.psum(sent, axes), sums)

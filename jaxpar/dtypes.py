@@ -1,6 +1,6 @@
 """Kinds of arrays: which carry gradients, which are PRNG keys, how many bytes they take, and in which dtype they are added."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -29,12 +29,20 @@ def widen(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda a: a.astype(wide_dtype(a.dtype)), tree)
 
 
-def unfolded(leaf: jax.Array) -> jax.Array:
-    """Returns an array that XLA does not know to be constant: it ends the process where it reduces a complex constant.
+def by_parts(reduce: Callable[[list[jax.Array]], list[jax.Array]], tree: PyTree) -> PyTree:
+    """Returns a sum over devices of each leaf, that of complex ones by their real and imaginary parts.
 
-    Such is the gradient of a complex param that the loss does not use.
+    XLA ends the process where it reduces a complex constant, as the gradient of a complex param is that the loss does not use.
+
+    Args:
+        reduce: The sum of each of some arrays.
+        tree: Arrays.
     """
-    return jax.lax.optimization_barrier(leaf) if jnp.iscomplexobj(leaf) else leaf
+    leaves, treedef = jax.tree.flatten(tree)
+    are_complex = [jnp.iscomplexobj(leaf) for leaf in leaves]
+    sent = [to_floats(leaf, leaf.real.dtype) if both else leaf for leaf, both in zip(leaves, are_complex, strict=True)]
+    reduced = zip(reduce(sent), leaves, are_complex, strict=True)
+    return treedef.unflatten([from_floats(total, leaf) if both else total for total, leaf, both in reduced])
 
 
 def to_floats(value: jax.Array, dtype: Any) -> jax.Array:

@@ -34,7 +34,7 @@ from jaxtyping import PyTree
 
 from jaxpar.backward.partition import cut_of
 from jaxpar.data_parallel import reduce_gradients
-from jaxpar.dtypes import from_floats, merge, to_floats, unfolded, widen
+from jaxpar.dtypes import by_parts, from_floats, merge, to_floats, widen
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import CONTEXT, DATA, OF_ZERO, REPLICA, REPLICAS, TENSOR, entry_axes
 from jaxpar.shard_map import on_tensor_shards, tensor_part
@@ -115,7 +115,8 @@ class ZeroShard:
             return jax.lax.psum_scatter(sent, self.axes, scatter_dimension=dim, tiled=True)
 
         if dtype is None:
-            return on_tensor_shards(summed, unfolded(widen(grad)), tensor)
+            each = lambda parts: [on_tensor_shards(summed, part, tensor) for part in parts]
+            return by_parts(each, widen(grad))
         sent = to_floats(grad, dtype)
         return from_floats(on_tensor_shards(summed, sent, tensor), grad)
 

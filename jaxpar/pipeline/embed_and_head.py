@@ -25,7 +25,7 @@ from jaxpar._compat import opened, row_major, with_inner
 from jaxpar.backward.add_grads import nodes_of_grads
 from jaxpar.backward.graph import ELEMENTWISE, Graph, Node, fold_transposes, trace
 from jaxpar.backward.padded_dims import keep_padding
-from jaxpar.dtypes import float_indices, is_float, merge, unfolded
+from jaxpar.dtypes import by_parts, float_indices, is_float, merge
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, outer_stage_dim
 from jaxpar.loss_sums import sums_of
 from jaxpar.mesh import STAGE
@@ -294,10 +294,11 @@ def sum_over_stages(loss_sums: PyTree, grads: PyTree, specs: PyTree) -> tuple[Py
 
     def spread(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
         if STAGE not in spec:
-            return jax.lax.psum(unfolded(grad), STAGE)
+            return by_parts(lambda parts: jax.lax.psum(parts, STAGE), grad)
         dim = tuple(spec).index(STAGE)
         reduce = lambda g: jax.lax.psum_scatter(g, STAGE, scatter_dimension=dim, tiled=True)
-        return on_tensor_shards(reduce, unfolded(grad), tensor_part(spec))
+        each = lambda parts: [on_tensor_shards(reduce, part, tensor_part(spec)) for part in parts]
+        return by_parts(each, grad)
 
     outer = jax.tree.map(spread, outer, specs[OUTER])
     return jax.lax.psum(loss_sums, STAGE), grads | {OUTER: outer}
