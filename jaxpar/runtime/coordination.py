@@ -101,6 +101,7 @@ def meet(name: str, rule: str, remedy: str) -> None:
         raise PeerLostError(f"{rule}; got {error}. {remedy}") from error
     finally:
         waits.cancel()
+        waits.join()  # what it says comes before what follows
     if use:
         service.key_value_delete(key.format(use - 1, mine))
 
