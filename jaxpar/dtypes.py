@@ -32,17 +32,22 @@ def widen(tree: PyTree) -> PyTree:
 def by_parts(reduce: Callable[[list[jax.Array]], list[jax.Array]], tree: PyTree) -> PyTree:
     """Returns a sum over devices of each leaf, that of complex ones by their real and imaginary parts.
 
-    XLA ends the process where it reduces a complex constant, as the gradient of a complex param is that the loss does not use.
+    XLA ends the process where it reduces a complex constant. The gradient of a complex param that the loss does not use is one.
 
     Args:
-        reduce: The sum of each of some arrays.
-        tree: Arrays.
+        reduce: Returns the sum of each of some arrays, which are not complex.
+        tree: Arrays of float32 or wider, or complex; their sums have the same dtypes.
     """
+
+    def sent(leaf: jax.Array) -> jax.Array:
+        return to_floats(leaf, leaf.real.dtype) if jnp.iscomplexobj(leaf) else leaf
+
+    def received(total: jax.Array, leaf: jax.Array) -> jax.Array:
+        return from_floats(total, leaf) if jnp.iscomplexobj(leaf) else total
+
     leaves, treedef = jax.tree.flatten(tree)
-    are_complex = [jnp.iscomplexobj(leaf) for leaf in leaves]
-    sent = [to_floats(leaf, leaf.real.dtype) if both else leaf for leaf, both in zip(leaves, are_complex, strict=True)]
-    reduced = zip(reduce(sent), leaves, are_complex, strict=True)
-    return treedef.unflatten([from_floats(total, leaf) if both else total for total, leaf, both in reduced])
+    totals = reduce([sent(leaf) for leaf in leaves])
+    return treedef.unflatten(map(received, totals, leaves))
 
 
 def to_floats(value: jax.Array, dtype: Any) -> jax.Array:

@@ -68,7 +68,8 @@ class CallOrder:
             self._is_told = True
             say(
                 f"the state has {done} steps after {step + 1} of the loop, which did not call the training step once each: a "
-                f"resume from its checkpoint goes on at step {done} of the loop. Give a step that has no batch another one"
+                f"resume from its checkpoint goes on at step {done} of the loop. Train in every step: where a batch cannot be "
+                "used, take the next one"
             )
 
     def check_begun(self) -> None:
