@@ -257,6 +257,15 @@ def test_a_function_is_given_the_tracers_that_it_closes_over():
     assert jax.jit(outer)(jnp.float32(3)) == 61
 
 
+def test_outputs_that_are_inputs_are_found_through_calls_branches_and_choices():
+    def through(a, b, c):
+        taken = jax.lax.cond(c > 0, lambda a, b: (a, b + 1), lambda a, b: (a, b - 1), a, b)
+        chosen = jax.jit(lambda a, b: jnp.where(b > 0, a, a))(a, b)
+        return *taken, chosen, jnp.where(c > 0, a, b), a + 0, c, 1.0
+
+    assert _compat.forwarded(jax.make_jaxpr(through)(1.0, 2.0, 3.0)) == [0, None, 0, None, None, 2, None]
+
+
 def test_numbers_in_equations_are_read():
     assert 8.0 in map(float, _compat.literals(jax.make_jaxpr(lambda x: jnp.sum(x) / 8)(jnp.ones(8))))
     assert _compat.literals(jax.make_jaxpr(jnp.sin)(1.0)) == []

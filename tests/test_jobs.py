@@ -501,6 +501,53 @@ def test_every_kind_that_is_written_passes_its_own_check(capsys, tmp_path):
                 main(["--check", str(path)])
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            'effect: "NoSchedule"',
+            'effect: "NoShedule"',
+            "spec.replicatedJobs.0.template.spec.template.spec.tolerations.0.effect must be NoSchedule, PreferNoSchedule, "
+            "NoExecute; got 'NoShedule'. Did you mean NoSchedule?",
+        ),
+        ('operator: "Exists"', "operator: exist", "tolerations.0.operator must be Exists, Equal, Gt, Lt; got 'exist'."),
+        (
+            '- key: "nvidia.com/gpu"\n              operator: "Exists"',
+            '- operator: "Equal"',
+            "must have the key of a taint; got",
+        ),
+        (
+            'operator: "Exists"',
+            'operator: "Exists"\n              value: "1"',
+            "must have no value, since its operator",
+        ),
+        ('operator: "In"', 'operator: "in"', "onExitCodes.operator must be In, NotIn; got 'in'. Did you mean In?"),
+        ('action: "FailJob"', 'action: "FailPod"', "action must be FailJob, FailIndex, Ignore, Count; got 'FailPod'."),
+        ('action: "FailJobSet"', 'action: "FailJob"', "failurePolicy.rules.0.action must be FailJobSet, RestartJobSet"),
+        ('type: "RuntimeDefault"', 'type: "Default"', "seccompProfile.type must be RuntimeDefault, Unconfined"),
+        (
+            '- name: "train"',
+            '- imagePullPolicy: "IfNotPresnt"\n              name: "train"',
+            "Did you mean IfNotPresent?",
+        ),
+    ],
+)
+def test_a_value_that_the_api_does_not_know_is_told_with_those_that_it_knows(capsys, tmp_path, old, new, message):
+    path = tmp_path / "job.yaml"
+    text = written(capsys, *FLAGS, "--toleration", "nvidia.com/gpu:NoSchedule", "recipes/gpt.py")
+    assert old in text, old
+    path.write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        main(["--check", str(path)])
+
+
+def test_labels_may_have_the_names_of_fields(capsys, tmp_path):
+    path = tmp_path / "job.yaml"
+    text = written(capsys, *FLAGS, "recipes/gpt.py")
+    path.write_text(text.replace("metadata:\n", "metadata:\n  labels: {protocol: any, restartPolicy: mine}\n", 1))
+    assert "nothing wrong found" in written(capsys, "--check", str(path))
+
+
 def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_path):
     path = tmp_path / "job.yaml"
     for text, flags, message in (

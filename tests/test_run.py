@@ -294,6 +294,48 @@ def test_a_resume_tells_what_differs_from_the_saved_run_and_what_it_cannot_compa
     assert trained(again.replace(resume=True, steps=3), optax.adam(1e-2), num_rows=8, settings=kept) == []
 
 
+@pytest.mark.parametrize(
+    "around", [lambda inner: inner, lambda inner: optax.apply_if_finite(inner, 3)], ids=["own", "around"]
+)
+def test_a_rate_that_the_optimizer_keeps_in_its_state_is_told_and_can_be_set(tmp_path, around):
+    flags = BasicFlags.of(out_dir=tmp_path, steps=2, checkpoint_every=1)
+    of_rate = lambda rate: around(optax.inject_hyperparams(optax.adam)(learning_rate=rate))
+    trained(flags, of_rate(0.25), settings={"rows": 4})
+    assert trained(flags.replace(resume=True), of_rate(0.25), settings={"rows": 4})[1:] == []
+    said, states = [], []
+    for steps, change in ((3, lambda state: state), (4, None), (5, lambda state: state)):
+        states += trained_at(flags.replace(resume=True, steps=steps), of_rate(0.5), said, change)
+    remedy = "dataclasses.replace(state, opt_state=optax.tree.set(state.opt_state, learning_rate=jnp.float32(0.5)))"
+    told = [line for line in said if "goes on with the saved state" in line]
+    assert len(told) == 2, "once the state has the new rate, nothing is told"
+    assert told[0].endswith(
+        f"learning_rate=0.25 as saved, not 0.5. To use the new ones, write after `state = run.begin()`: state = {remedy}"
+    )
+    assert not [line for line in said if "is not that of the saved run" in line]
+    assert states == [0.25, 0.5, 0.5]
+
+
+def trained_at(flags, optimizer, said, change):
+    """The learning rate that a run ends with, whose first state is changed; None: as its message says."""
+    mesh = jaxpar.make_mesh()
+    shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
+    grads = jax.value_and_grad(lambda params, batch: jnp.sum((batch["x"] @ params["w"] - 1) ** 2))
+    batch = {"x": np.zeros((4, 2), np.float32)}
+    with Run(flags, mesh, {"rows": 4}, say=said.append) as run:
+        run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optimizer, mesh, shardings)
+        train_step = run.compile(jaxpar.make_train_step(grads, optimizer), batch)
+        state = run.begin()
+        if change is None:
+            [told] = [line for line in said if "To use the new ones" in line][-1:]
+            code = told.rpartition("state = ")[2]
+            change = lambda state: eval(code, {"state": state, "optax": optax, "jnp": jnp, "dataclasses": dataclasses})
+        state = change(state)
+        for step in run.steps():
+            state, metrics = train_step(state, batch)
+            run.log(step, state, metrics)
+    return [float(optax.tree.get(state.opt_state, "learning_rate"))]
+
+
 def test_what_a_checkpoint_does_not_say_of_the_optimizer_is_told_as_not_compared():
     said = []
     traits = Traits({}, said.append)

@@ -303,6 +303,24 @@ def test_an_unknown_preset_is_refused():
         transformer.preset("meta-llama/Llama-3.1-8B")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("llama3-8b-instruct", "llama3-8b"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama3-8b"),
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", "qwen2.5-7b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama2-7b"),
+        ("allenai/OLMoE-1B-7B-0924-Instruct", "olmoe-1b-7b"),
+        ("gpt2-small", "gpt2"),
+        ("gpt3", "gpt3-6.7b"),
+    ],
+)
+def test_a_variant_of_a_preset_on_a_hub_names_the_preset(name, meant):
+    with pytest.raises(ValueError, match=rf"got '{name}'\. Did you mean '{meant}'\?"):
+        transformer.preset(name)
+
+
 def test_a_sequence_longer_than_the_table_of_positions_is_refused():
     batch = {"tokens": np.zeros((1, SEQ + 1), np.int32)}
     with pytest.raises(

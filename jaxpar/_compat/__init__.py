@@ -3,6 +3,7 @@
 `jaxprs.py`       jaxprs and their equations: read
 `calls.py`        equations that call a jaxpr: checkpoints, jits, functions with a derivative of their own
 `effects.py`      what an equation does beside its outputs
+`forwarding.py`   which outputs of a jaxpr are inputs, unchanged
 `loops.py`        the trips of a loop, and what it carries
 `evaluation.py`   equations and jaxprs: bind, rewrite, evaluate
 `primitives.py`   primitives of jaxpar's own
@@ -33,6 +34,7 @@ from jaxpar._compat.evaluation import (
     rewrite,
     rewritten,
 )
+from jaxpar._compat.forwarding import forwarded
 from jaxpar._compat.jaxprs import (
     drawn_shapes,
     equations,

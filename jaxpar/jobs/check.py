@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from jaxpar.jobs.agreement import check_agreement, check_exit_codes, check_grace, check_probes
+from jaxpar.jobs.choices import check_choices
 from jaxpar.jobs.forms import DNS_LABEL
 from jaxpar.jobs.job import MAX_NAME
 from jaxpar.jobs.manifests import API_VERSIONS, INDEX
@@ -135,6 +136,7 @@ def check_rules(manifest: Mapping[str, Any]) -> None:
             f"apiVersion of a {kind} must be {API_VERSIONS[kind]}; got {str(manifest.get('apiVersion'))[:80]!r}. Correct it."
         )
     _check_strings(manifest, "")
+    check_choices(manifest)
     name = manifest.get("metadata", {}).get("name", "")
     if not DNS_LABEL.fullmatch(name) or len(name) > MAX_NAME:
         raise ValueError(

@@ -163,7 +163,7 @@ class Run(AbstractContextManager["Run"]):
         over = ", the last one, so no step is left" if manifest.step == self.flags.common.steps else ""
         self._say(f"resumed from step {manifest.step}, saved on {saved_on}{over}")
         self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
-        self._traits.compare(manifest.traits, self.saved)
+        self._traits.compare(manifest.traits, self.saved, self._state.opt_state)
         names = {**self.saved, **self._settings}
         if unknown := [name for name in allowed[1:] if name not in names]:
             self._say(

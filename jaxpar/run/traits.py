@@ -21,6 +21,7 @@ from jaxpar.data.checksums import checksum
 from jaxpar.fields import brief
 from jaxpar.optimizer_state import first_update
 from jaxpar.parallel import Parallel
+from jaxpar.run.kept_numbers import describe, kept_numbers
 from jaxpar.runtime.output import printable, version_of
 from jaxpar.sharding import path_string
 from jaxpar.trainable import trained_part
@@ -72,6 +73,7 @@ class Traits:
         self._settings, self._say = settings, say
         self._saved: Mapping[str, Any] = {}
         self._optimizer: Callable[[], dict[str, Any] | None] = lambda: None
+        self._kept: Callable[[PyTree], dict[str, tuple[Any, Any]]] = lambda opt_state: {}
         self._batch: dict[str, str] | None = None
         self._found: dict[str, Any] | None = None
 
@@ -82,6 +84,7 @@ class Traits:
         trainable = parallel.trainable if isinstance(parallel, Parallel) else given.get("trainable")
         params = trained_part(target.params, trainable)
         self._optimizer = lambda: numbers_of(given["optimizer"], params)
+        self._kept = lambda opt_state: kept_numbers(given["optimizer"], params, opt_state)
 
     def take_batch(self, batch: PyTree) -> None:
         """Takes the batch that the step is compiled for; prints how it differs from that of the saved run, if it does."""
@@ -97,18 +100,23 @@ class Traits:
             self._found = {"optimizer": self._optimizer(), "batch": self._batch, "versions": _versions()}
         return self._found
 
-    def compare(self, saved: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> None:
+    def compare(self, saved: Mapping[str, Any] | None, settings: Mapping[str, Any], opt_state: PyTree = None) -> None:
         """Takes the traits of the saved run, and prints which differ, and which cannot be compared.
 
         Args:
             saved: The traits.
             settings: The settings of the saved run.
+            opt_state: The optimizer's state that is restored.
         """
+        kept = self._kept(opt_state)
+        if kept:
+            self._say(describe(kept))
         self._saved = saved or {}
         then, now = self._saved.get("optimizer"), self._optimizer()
         is_same_software = self._saved.get("versions") == _versions()
         is_compared = isinstance(then, Mapping) and now is not None and is_same_software
-        if isinstance(then, Mapping) and now is not None and is_compared and then.get("checksum") != now["checksum"]:
+        is_apart = isinstance(then, Mapping) and now is not None and then.get("checksum") != now["checksum"]
+        if isinstance(then, Mapping) and now is not None and is_compared and is_apart and not _is_told(then, now, kept):
             changed = [name for name, value in self._settings.items() if settings.get(name, value) != value]
             why = f", as may be since other settings are: {', '.join(changed)}" if changed else ""
             more = "" if self._settings else f" {REMEDY}"
@@ -148,6 +156,14 @@ def numbers_of(optimizer: Any, params: PyTree) -> dict[str, Any] | None:
         "checksum": checksum([np.frombuffer(" ".join(found).encode(), np.uint8)]),
         "numbers": [*dict.fromkeys(found)][:MOST],
     }
+
+
+def _is_told(saved: Mapping[str, Any], now: Mapping[str, Any], kept: Mapping[str, tuple[Any, Any]]) -> bool:
+    """Returns whether two optimizers have other numbers only where the state keeps the saved ones."""
+    then = saved.get("numbers")
+    told = {_text(number) for pair in kept.values() for number in pair}
+    apart = {*now["numbers"]} ^ {*map(str, then if isinstance(then, list) else [])}
+    return bool(apart) and apart <= told
 
 
 def _text(value: np.ndarray) -> str:

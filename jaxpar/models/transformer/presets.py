@@ -18,6 +18,10 @@ REFUSED = {
 }
 
 
+MOST_PARTS = 12  # of a name that is looked for
+MANY_LETTERS = 3  # of the beginning of a name, which fewer do not tell
+
+
 def _fields(given: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a model or family: its own, and those of the family that it is like."""
     inherited = _fields(_TABLE["families"][given["like"]]) if "like" in given else {}
@@ -58,8 +62,23 @@ def _near(name: str) -> str:
 
     >>> _near("meta-llama/Llama-3.1-8B"), _near("t5")
     ("Did you mean 'llama3.1-8b'? ", '')
+    >>> _near("llama3-8b-instruct"), _near("unsloth/Meta-Llama-3-8B-bnb-4bit"), _near("olmoe")
+    ("Did you mean 'llama3-8b'? ", "Did you mean 'llama3-8b'? ", "Did you mean 'olmoe-1b-7b'? ")
     """
     plain = lambda text: re.sub(r"[^a-z0-9.]", "", text.lower())
     known = {plain(each): each for each in PRESETS}
-    near = get_close_matches(plain(name.rpartition("/")[2]), known, 1, cutoff=0.8)
+    own, *inner = map(plain, _spans(name.rpartition("/")[2]))
+    near = get_close_matches(own, known, 1, cutoff=0.8)
+    for part in inner:
+        near = near or get_close_matches(part, known, 1, cutoff=0.9)
+    longer = [each for each in known if len(own) > MANY_LETTERS and each.startswith(own)]
+    near = near or longer
     return f"Did you mean {known[near[0]]!r}? " if near else ""
+
+
+def _spans(name: str) -> list[str]:
+    """Returns a name and its parts, the longest first: without "-instruct", "-hf" or "Meta-", say."""
+    parts = re.split("[-_:]", name)[:MOST_PARTS]
+    ends = range(len(parts) + 1)
+    spans = ["".join(parts[start:end]) for start in ends for end in ends if start < end]
+    return [name, *sorted(spans, key=len, reverse=True)]

@@ -1,0 +1,86 @@
+"""Numbers that an optimizer keeps in its state, such as those of ``optax.inject_hyperparams``, after a resume.
+
+    saved    init writes learning_rate=0.1 into the state, and each update passes it on
+    now      init would write 0.2, but the state of a resume is the saved one: it goes on with 0.1
+
+A number that updates change, such as a count or a scale, is none of these: it differs from its initial value in any case.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxpar._compat import forwarded
+from jaxpar.optimizer_state import call_update
+from jaxpar.sharding import fetch, path_string
+
+SHOWN = 4
+
+
+def kept_numbers(optimizer: Any, params: PyTree, opt_state: PyTree) -> dict[str, tuple[Any, Any]]:
+    """Returns the numbers of a saved state that every update keeps, and that differ from the initial ones, by path.
+
+    Args:
+        optimizer: An optax optimizer.
+        params: Arrays or ShapeDtypeStructs.
+        opt_state: The saved state, on the mesh; every process must call this.
+
+    Returns:
+        Pairs of the saved number and the one that a new run would begin with; none where the optimizer cannot be traced alone.
+    """
+    try:
+        kept = _kept(optimizer, params)
+        initial = _initial(optimizer, params, kept)
+    except Exception:  # of any kind: an optimizer is a function of the user
+        return {}
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+    saved = fetch({path_string(path): leaf for path, leaf in leaves if path_string(path) in initial})
+    pairs = {path: (saved[path], initial[path]) for path in initial if path in saved}
+    return {path: pair for path, pair in pairs.items() if not np.array_equal(*pair, equal_nan=True)}
+
+
+def describe(kept: dict[str, tuple[Any, Any]]) -> str:
+    """Returns what to say of the numbers that a resume goes on with, and how to go on with the new ones."""
+    pairs = list(kept.items())[:SHOWN]
+    name = lambda path: path.rpartition("/")[2]
+    got = ", ".join(f"{name(path)}={saved!s} as saved, not {now!s}" for path, (saved, now) in pairs)
+    new = ", ".join(f"{name(path)}=jnp.{now.dtype}({now!s})" for path, (_, now) in pairs)
+    return (
+        "a resume goes on with the saved state of the optimizer, in which optax.inject_hyperparams keeps its numbers: "
+        f"{got}. To use the new ones, write after `state = run.begin()`: "
+        f"state = dataclasses.replace(state, opt_state=optax.tree.set(state.opt_state, {new}))"
+    )
+
+
+def _kept(optimizer: Any, params: PyTree) -> list[str]:
+    """Returns the paths of the single numbers of an optimizer's state that its update passes on unchanged."""
+    state = jax.eval_shape(optimizer.init, params)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+
+    def update(flat: list[Any], params: PyTree) -> list[Any]:
+        own = jax.tree.unflatten(structure, flat)
+        value_fn: Callable = lambda params: jnp.zeros(())
+        further = {"value": jnp.zeros(()), "grad": params, "value_fn": value_fn}
+        _, after = call_update(optimizer.update, params, own, params, **further)
+        return jax.tree.leaves(after)
+
+    traced = jax.make_jaxpr(update)([leaf for _, leaf in leaves], params)
+    passed_on = [index == number for number, index in enumerate(forwarded(traced))]
+    is_number = lambda leaf: leaf.size == 1 and jnp.issubdtype(leaf.dtype, jnp.number)
+    return [path_string(path) for (path, leaf), kept in zip(leaves, passed_on, strict=True) if kept and is_number(leaf)]
+
+
+def _initial(optimizer: Any, params: PyTree, paths: list[str]) -> dict[str, np.ndarray]:
+    """Returns the numbers at some paths of the initial state, for params of zeros, which the compiled program leaves out."""
+
+    @jax.jit
+    def numbers() -> dict[str, jax.Array]:
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
+        leaves = jax.tree_util.tree_leaves_with_path(optimizer.init(zeros))
+        return {path_string(path): leaf for path, leaf in leaves if path_string(path) in paths}
+
+    return jax.tree.map(np.asarray, numbers()) if paths else {}
