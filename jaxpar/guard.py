@@ -105,7 +105,7 @@ class Guard:
         self._resources.enter_context(self._watchdog)
         self._resources.enter_context(self._agreed)
         if self._saves is not None:
-            self._resources.enter_context(StopSignals(self._agreed.ask))
+            self._resources.enter_context(StopSignals(self._ask_to_stop))
         self._saved_at = time.monotonic()
         self._watchdog.begin("step")
         return self
@@ -125,6 +125,11 @@ class Guard:
             self._end(
                 ExitCode.PEER_LOST, f"error: another process of the run is gone: {str(error).splitlines()[0][:200]}"
             )
+
+    def _ask_to_stop(self, signal: str) -> None:
+        self._agreed.ask(signal)
+        if signal == "SIGINT":  # SIGTERM is of a cluster, which has a bound of its own
+            self._watchdog.hurry(signal)
 
     def _own(self, checkpoints: CheckpointManager) -> None:
         """Takes the lease of the folder; ends the run if another one holds it, now or later."""

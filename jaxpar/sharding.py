@@ -27,7 +27,7 @@ from jaxpar.fields import arg, check_kind
 from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, outer_stage_dim, path_string
 from jaxpar.mesh import STAGE, check_mesh, entry_axes, shown_sizes, sizes_text
 from jaxpar.params import abstract_params, specs_from_dims
-from jaxpar.runtime.coordination import meet
+from jaxpar.runtime.meetings import meet
 
 MOST_PARTS = 4  # queries, keys, values and a gate in one weight
 
@@ -320,7 +320,8 @@ def fetch(tree: PyTree) -> PyTree:
     """Returns the complete arrays of ``tree`` as NumPy on this host, PRNG keys as key data; every process must call it.
 
     Raises:
-        PeerLostError: Another process does not call it, and an array has parts on several processes.
+        NotTogetherError: An array has parts on several processes, and another process has passed the step without the call.
+        PeerLostError: Another process has ended, or does not call it within ten minutes.
         ValueError: A step has donated an array.
     """
     check_not_donated(tree)

@@ -12,8 +12,9 @@ import pytest
 import jaxpar
 from jaxpar.data.same_batch import check_on_mesh
 from jaxpar.run import BasicFlags, Run
-from jaxpar.runtime import coordination
-from jaxpar.runtime.coordination import PeerLostError, meet
+from jaxpar.runtime import coordination, meetings
+from jaxpar.runtime.coordination import PeerLostError
+from jaxpar.runtime.meetings import meet
 
 BATCH = {"x": np.zeros((4, 2), np.float32)}
 
@@ -107,7 +108,7 @@ class Service:
 
 def test_a_process_that_meets_others_alone_says_what_it_waits_for(monkeypatch, capfd):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(coordination, "SECONDS_TO_MEET", 0.0)
+    monkeypatch.setattr(meetings, "SECONDS_TO_MEET", 0.0)
     service = Service(comes=True)
     monkeypatch.setattr(coordination, "client", lambda: service)
     for _ in range(2):

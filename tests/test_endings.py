@@ -49,7 +49,7 @@ def ends_of_one_that_goes_on(steps):
 def test_a_process_that_another_one_has_left_in_the_loop_names_it_and_ends_with_70(monkeypatch, capfd):
     service = stand_in(monkeypatch, left(begun=3))
     assert ends_of_one_that_goes_on(3) == [70]
-    assert json.loads(service.values[GOES_ON]) == {"process": 0}, "which the other one reads"
+    assert json.loads(service.values[GOES_ON]) == {"process": 0, "waits": ""}, "which the other one reads"
     said = capfd.readouterr().err
     assert "another process of the run is gone: process 1 of 2 has left the training loop after step 3" in said
 

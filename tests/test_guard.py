@@ -271,6 +271,30 @@ def test_the_watchdog_names_the_phase_its_budget_and_the_line(capfd):
 
 
 @pytest.mark.usefixtures("_fault_handler_off")
+@pytest.mark.parametrize(("longest", "most"), [(0, 300), (2, 60), (40, 120)])
+def test_a_step_that_someone_waits_for_has_less_time_by_the_longest_one(capfd, longest, most):
+    ends, clock = [], Clock()
+    with Watchdog(Budgets(step=0.0), end=ends.append, clock=clock) as watchdog:
+        watchdog.begin("step", "6")
+        clock.now += longest
+        watchdog.begin("step", "7")
+        watchdog.hurry("SIGINT")
+        with watchdog.phase("save"):
+            clock.passes(500)
+        clock.passes(11)
+        assert ends == [], "a save has its own time, and the step as much as the longest ones"
+        clock.now += most
+        watchdog._thread.join(timeout=WAIT_SECONDS)
+    assert ends == [124]
+    said = capfd.readouterr().err
+    left = most - 11
+    assert f"SIGINT: process 0 of 1 waits for the end of step 7, and ends without it in {left} s; a second" in said
+    assert (
+        f"error: step must end within {most} s of SIGINT, after which the run is saved and ends; got process 0" in said
+    )
+
+
+@pytest.mark.usefixtures("_fault_handler_off")
 def test_a_phase_that_has_ended_is_not_watched():
     ends = []
     clock = Clock()

@@ -6,7 +6,8 @@ what they leave, `chatter.py` leaves out what Gloo prints, `supervise.py` restar
 `uncaught.py` has those of a script's errors, `interrupt.py` ends a command by Ctrl-C.
 
 Connecting: `process_env.py` reads the environment that a launcher or cluster sets, `rendezvous.py` waits for all processes,
-`distributed.py` initialises JAX, `coordination.py` exchanges small values. `lease.py` allows one run at a time to write to a
+`distributed.py` initialises JAX, `coordination.py` exchanges small values, `meetings.py` waits for all in what each must call,
+`place.py` has how far this process is. `lease.py` allows one run at a time to write to a
 folder, and `life.py` tells by the lease whether that run still runs.
 
 Monitoring and stopping: `watchdog.py` ends a process that is stuck and finds silent ones, `preemption.py` handles SIGTERM and

@@ -17,12 +17,11 @@ from typing import Any
 import jax
 
 from jaxpar import _compat
-from jaxpar.runtime import endings
+from jaxpar.runtime import endings, place
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import tell
 
 TIMEOUT_SECONDS = 600.0
-SECONDS_TO_MEET = 20.0  # until a process that waits for others says so
 MOST_SHOWN = 8  # differences, and processes, in a message
 POLL_SECONDS = 0.2  # between two looks for requests
 SECONDS_TO_ASK = 1.0  # for an answer, between two looks for processes that have ended
@@ -37,6 +36,13 @@ _lock = threading.Lock()
 def client() -> Any:
     """Returns the client of the coordination service; None if there is only one process."""
     return _compat.coordination().client if jax.process_count() > 1 else None
+
+
+def count_use(name: str) -> int:
+    """Returns how often this process has used a name before, and counts one more use."""
+    with _lock:
+        use, _uses[name] = _uses[name], _uses[name] + 1
+    return use
 
 
 def exchange(name: str, value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
@@ -54,56 +60,17 @@ def exchange(name: str, value: Any, *, timeout_seconds: float = TIMEOUT_SECONDS)
     service = client()
     if service is None:
         return [value]
-    with _lock:
-        use, _uses[name] = _uses[name], _uses[name] + 1
+    use = count_use(name)
     mine = f"jaxpar/{name}/{{}}/{jax.process_index()}"
     service.key_value_set(mine.format(use), json.dumps(value))
-    values = [
-        json.loads(_get(service, f"jaxpar/{name}/{use}/{process}", timeout_seconds))
-        for process in range(jax.process_count())
-    ]
+    with place.waiting(f"{name}/{use}", f"all processes must answer for {name!r}"):
+        values = [
+            json.loads(get(service, f"jaxpar/{name}/{use}/{process}", timeout_seconds))
+            for process in range(jax.process_count())
+        ]
     if use:  # all processes have reached this use, so none still reads the previous one
         service.key_value_delete(mine.format(use - 1))
     return values
-
-
-def meet(name: str, rule: str, remedy: str) -> None:
-    """Returns once every process has called it as often; unlike ``exchange`` it costs others than the first one answer each.
-
-    Args:
-        name: The name of the meeting.
-        rule: That all must come; a process that waits for long prints it, with the remedy.
-        remedy: A sentence.
-
-    Raises:
-        PeerLostError: A process did not come in time, or has ended.
-    """
-    service, mine = client(), jax.process_index()
-    if service is None:
-        return
-    with _lock:
-        use, _uses[name] = _uses[name], _uses[name] + 1
-    key = f"jaxpar/{name}/{{}}/{{}}"
-    others = range(1, jax.process_count()) if mine == 0 else (0,)
-    waits = threading.Timer(
-        SECONDS_TO_MEET, tell, [f"{rule}; process {mine} has waited {SECONDS_TO_MEET:g} s for the others. {remedy}"]
-    )
-    waits.daemon = True
-    waits.start()
-    try:
-        if mine != 0:
-            service.key_value_set(key.format(use, mine), "")
-        for process in others:
-            _get(service, key.format(use, process), TIMEOUT_SECONDS)
-        if mine == 0:
-            service.key_value_set(key.format(use, mine), "")
-    except PeerLostError as error:
-        raise PeerLostError(f"{rule}; got {error}. {remedy}") from error
-    finally:
-        waits.cancel()
-        waits.join()  # what it says comes before what follows
-    if use:
-        service.key_value_delete(key.format(use - 1, mine))
 
 
 def try_get(key: str) -> str | None:
@@ -129,7 +96,18 @@ def is_peer_lost(error: BaseException) -> bool:
     )
 
 
-def _get(service: Any, key: str, timeout_seconds: float) -> str:
+def get(service: Any, key: str, timeout_seconds: float, look: Callable[[], None] = lambda: None) -> str:
+    """Returns the value of a key that another process sets, whose number ends the key.
+
+    Args:
+        service: The client of the coordination service.
+        key: The key.
+        timeout_seconds: How long to wait.
+        look: Called each time that it was waited for in vain; it may raise.
+
+    Raises:
+        PeerLostError: The process did not set it in time, or has ended.
+    """
     process, deadline = key.rsplit("/", 1)[1], time.monotonic() + timeout_seconds
     while True:
         has_ended = endings.news(
@@ -139,6 +117,7 @@ def _get(service: Any, key: str, timeout_seconds: float) -> str:
         try:
             return service.blocking_key_value_get(key, round(1000 * max(min(left, SECONDS_TO_ASK), 0.001)))
         except Exception as error:  # jaxlib raises its own exception types, which differ between versions
+            look()
             if goer := endings.who_goes_on():
                 raise PeerLostError(f"{goer} goes on without an answer for {key}") from error
             if has_ended is not None:
@@ -218,9 +197,8 @@ class AgreedStep:
 
     def __enter__(self) -> "AgreedStep":
         if client() is not None:
-            with _lock:
-                use, _uses["loop"] = _uses["loop"], _uses["loop"] + 1
-            self._left_key = f"jaxpar/left/{use}"
+            self._left_key = f"jaxpar/left/{count_use('loop')}"
+            place.enter_loop()
             self._thread.start()
         return self
 
@@ -264,6 +242,7 @@ class AgreedStep:
         if self._has_left or client() is None:
             return
         self._has_left = True
+        place.leave_loop()
         if not self._is_complete():
             told = {"process": jax.process_index(), "done": self._steps_done, "begun": self._steps_begun, "how": how}
             endings.publish(self._left_key, told)
@@ -271,6 +250,7 @@ class AgreedStep:
     def begin(self, step: int) -> None:
         """Notes that this process begins ``step``, counted from 0: it then knows sooner if another one has left."""
         self._steps_begun = max(self._steps_begun, step + 1)
+        place.begin(self._steps_begun)
 
     def ask(self, what: str) -> None:
         """Requests the action ``what`` of all processes. It only records the request, so a signal handler may call it."""
@@ -285,6 +265,7 @@ class AgreedStep:
         with self._changed:
             self._steps_done, self._steps_begun = step, max(self._steps_begun, step)
             self._is_agreed = False
+            place.begin(self._steps_begun)
             while self._agreeing:
                 self._changed.wait()
             if self._due is None or step < self._due[0]:

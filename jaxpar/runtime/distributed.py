@@ -14,6 +14,8 @@ from jaxpar._compat import EACH_KERNEL_ONCE, coordination, has_started
 from jaxpar.fields import check_kind, check_positive
 from jaxpar.runtime import endings
 from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.interrupt import end_if_unhandled
+from jaxpar.runtime.meetings import answer_who_waits
 from jaxpar.runtime.process_env import LAUNCHERS, NAMES, ProcessEnv, read_process_env
 from jaxpar.runtime.rendezvous import meet
 from jaxpar.runtime.uncaught import exit_code_of
@@ -175,7 +177,9 @@ def initialize(
         shutdown_timeout_seconds=max(heartbeat_seconds, 60),
     )
     atexit.register(endings.end_of_program)
-    endings.watch_ends()
+    endings.watch_ends(answer_who_waits)
+    if not hasattr(sys, "ps1"):
+        end_if_unhandled()
     return True
 
 

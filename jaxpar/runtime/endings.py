@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpar._compat import coordination
+from jaxpar.runtime import place
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import tell
 
@@ -29,8 +30,8 @@ SECONDS_TO_CONCLUDE = 600  # the same once a training loop is complete, since pr
 SECONDS_TO_TELL = 5.0  # after which a process says that another one has ended
 SECONDS_OF_GRACE = 3.0  # for a process that ended early to name itself as the cause
 REMEDY = (
-    "Let all processes leave a loop after the same step and end together; to end one with a code of its own, call "
-    "jaxpar.leave(code)."
+    "Let all processes leave a loop after the same step and end together. To end a loop early, call run.end_early(reason) "
+    "before run.log, in one process or in all; to end a process with a code of its own, call jaxpar.leave(code)."
 )
 
 _completed: list[int] = []  # the steps of the training loops that are complete
@@ -72,6 +73,14 @@ def publish(key: str, value: Any) -> None:
         coordination().client.key_value_set(key, json.dumps(value))
 
 
+def withdraw(key: str, value: dict[str, Any]) -> None:
+    """Deletes a key that this process has published, of which ``value`` is a part, if it is there."""
+    told = news(key)
+    if told is not None and value.items() <= told.items():
+        with contextlib.suppress(Exception):
+            coordination().client.key_value_delete(key)
+
+
 def meet_at_end(code: int) -> bool:
     """Tells the others that this process ends, and returns whether all of them end too, in time.
 
@@ -103,13 +112,15 @@ def describe_end(told: dict[str, Any]) -> str:
 def say_ended_early() -> None:
     """Says that this process ended while others run."""
     me, goer = named(coordination().process_id), who_goes_on()
-    who = "others still run" if goer is None else f"{goer} goes on"
+    waits = (news(GOES_ON) or {}).get("waits")
+    who = "others still run" if goer is None else f"{goer} goes on" + (f" ({waits})" if waits else "")
     tell(f"error: the processes of a run must end together; got the end of the program of {me} while {who}. {REMEDY}")
 
 
 def tell_that_this_goes_on() -> None:
     """Tells a process that ended early that this one cannot go on without it; it has time to name itself and end first."""
-    publish(GOES_ON, {"process": coordination().process_id})
+    wait = place.wait_of_main_thread()
+    publish(GOES_ON, {"process": coordination().process_id, "waits": wait.rule if wait else ""})
     time.sleep(SECONDS_OF_GRACE)
 
 
@@ -145,10 +156,11 @@ class EndWatch:
 
     Args:
         end: Ends the process; replaces ``os._exit`` in tests.
+        look: Called at each look for processes that have ended.
     """
 
-    def __init__(self, end: Callable[[int], None] = os._exit) -> None:
-        self._end = end
+    def __init__(self, end: Callable[[int], None] = os._exit, look: Callable[[], None] = lambda: None) -> None:
+        self._end, self._look = end, look
         self._code: int | None = None  # of this process, which is about to end
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="jaxpar-ends", daemon=True)
@@ -176,6 +188,7 @@ class EndWatch:
     def _watch(self) -> None:
         since: float | None = None
         while not self._over.wait(POLL_SECONDS):
+            self._look()
             if self._code is not None:
                 self._end_if_missed(self._code)
             elif (told := news(ENDED)) is not None:
@@ -202,10 +215,10 @@ class EndWatch:
 _watch: list[EndWatch] = []
 
 
-def watch_ends() -> None:
-    """Starts to watch how processes end, once in a process."""
+def watch_ends(look: Callable[[], None] = lambda: None) -> None:
+    """Starts to watch how processes end, once in a process; ``look`` is called at each look for them."""
     if not _watch:
-        _watch.append(EndWatch())
+        _watch.append(EndWatch(look=look))
         _watch[0].start()
 
 

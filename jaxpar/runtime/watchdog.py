@@ -30,6 +30,10 @@ SILENT_SECONDS = 3 * BEAT_SECONDS
 HEARTBEATS = "jaxpar/heartbeat/"
 POLL_SECONDS = 0.1
 SECONDS_TO_LISTEN = 2 * SILENT_SECONDS  # before a deadline
+# Who presses Ctrl-C waits for the step in progress: three times as long as the longest one, or this many seconds, more of them
+# before the first step is done.
+SECONDS_TO_END, SECONDS_TO_END_FIRST = 60.0, 300.0
+SECONDS_TO_TELL = 10.0  # until it is told how long
 SECONDS_OF_GRACE = 1.0  # for the fault handler, and for others to report before process 0 ends, whose service they need
 
 
@@ -64,12 +68,14 @@ class Phase:
         name: Its name in ``Budgets``.
         detail: Which one, such as the step "37".
         deadline: In seconds of the watchdog's clock; None: no limit.
+        began: When it began, by the same clock.
         is_over: Returns whether it has ended without a call to ``Watchdog.end``.
     """
 
     name: str = ""
     detail: str = ""
     deadline: float | None = None
+    began: float = 0.0
     is_over: Callable[[], bool] = lambda: False
 
     def seconds_left(self, now: float) -> float:
@@ -93,6 +99,9 @@ class Watchdog:
         # Of a command, which the thread that ends the run does not know.
         self._named = {name: arg(f"budget.{name}") for name in self._budgets}
         self._phase, self._beside = Phase(), Phase()
+        self._longest = 0.0  # step
+        self._hurried: tuple[str, float] | None = None  # by which signal, and when
+        self._has_told = False
         self._armed: float | None = None
         self._arming = threading.Lock()
         self._over = threading.Event()
@@ -119,8 +128,19 @@ class Watchdog:
             phase: A name in ``Budgets``.
             detail: Which one, such as the step "37".
         """
-        self._phase = Phase(phase, detail, self._deadline(phase))
+        now = self._clock()
+        if self._phase.name == "step":
+            self._longest = max(self._longest, now - self._phase.began)
+        self._phase = Phase(phase, detail, self._deadline(phase), now)
         self._arm()
+
+    def hurry(self, signal: str) -> None:
+        """Gives the step in progress less time, since someone waits for its end; a signal handler may call it.
+
+        Args:
+            signal: The name of the signal, for the message.
+        """
+        self._hurried = signal, self._clock()
 
     def end(self) -> None:
         """Ends the phase; nothing is watched until the next begins."""
@@ -135,7 +155,7 @@ class Watchdog:
         try:
             yield
         finally:
-            self.begin(around.name, around.detail) if around.deadline is not None else self.end()
+            self.begin(around.name, around.detail) if around.name else self.end()
 
     def beside(self, phase: str, detail: str, is_over: Callable[[], bool]) -> None:
         """Also watches a phase in another thread, until it is over; its deadline is a little later, so it can give up first.
@@ -146,7 +166,8 @@ class Watchdog:
             is_over: Returns whether it has ended.
         """
         deadline = self._deadline(phase)
-        self._beside = Phase(phase, detail, deadline and deadline + 2 * SECONDS_OF_GRACE, is_over)
+        later = deadline and deadline + 2 * SECONDS_OF_GRACE
+        self._beside = Phase(phase, detail, later, self._clock(), is_over)
 
     def _deadline(self, phase: str) -> float | None:
         seconds = self._budgets[phase]
@@ -160,8 +181,28 @@ class Watchdog:
             left = next_due.seconds_left(now)
             self._heartbeat.listen(left < SECONDS_TO_LISTEN)
             if left < 0:
-                self._fire(next_due)
+                rule = (
+                    f"{next_due.name} must end within {self._budgets[next_due.name]:g} s ({self._named[next_due.name]})"
+                )
+                self._fire(next_due, rule)
                 return
+            if self._hurried is not None and self._phase.name == "step" and self._is_late(*self._hurried, now):
+                return
+
+    def _is_late(self, signal: str, asked_at: float, now: float) -> bool:
+        """Ends the run if its step has not ended long after a signal; says before that it will."""
+        phase, most = self._phase, max(3 * self._longest, SECONDS_TO_END if self._longest else SECONDS_TO_END_FIRST)
+        waited = now - max(asked_at, phase.began)
+        if waited > SECONDS_TO_TELL and not self._has_told:
+            self._has_told = True
+            me = f"process {jax.process_index()} of {jax.process_count()}"
+            step = f"step {phase.detail}".strip()
+            told = f"{signal}: {me} waits for the end of {step}, and ends without it in {most - waited:.0f} s"
+            os.write(2, f"{told}; a second signal ends it at once\n".encode())
+        if waited <= most:
+            return False
+        self._fire(phase, f"step must end within {most:.0f} s of {signal}, after which the run is saved and ends")
+        return True
 
     def _arm(self) -> None:
         """Sets Python's fault handler to fire shortly after the deadline, in case no thread can run."""
@@ -175,15 +216,14 @@ class Watchdog:
                 faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__ or 2)
                 self._armed = deadline
 
-    def _fire(self, phase: Phase) -> None:
+    def _fire(self, phase: Phase, rule: str) -> None:
         faulthandler.cancel_dump_traceback_later()
-        os.write(2, self._report(phase).encode())
+        os.write(2, self._report(phase, rule).encode())
         if jax.process_count() > 1 and jax.process_index() == 0:
             time.sleep(SECONDS_OF_GRACE)
         self._end(int(ExitCode.STUCK))
 
-    def _report(self, phase: Phase) -> str:
-        rule = f"error: {phase.name} must end within {self._budgets[phase.name]:g} s ({self._named[phase.name]}); got "
+    def _report(self, phase: Phase, rule: str) -> str:
         what = " ".join(filter(None, (phase.name, phase.detail)))
         me, count = jax.process_index(), jax.process_count()
         stack = "Its Python stack"
@@ -195,7 +235,7 @@ class Watchdog:
             found = f"{named}: stopped, or its machine is gone. Process {me} waits for it in {what}. "
             stack = f"The Python stack of process {me}"
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        return f"{rule}{found}{stack}, the innermost call last:\n" + "".join(traceback.format_stack(frame))
+        return f"error: {rule}; got {found}{stack}, the innermost call last:\n" + "".join(traceback.format_stack(frame))
 
 
 class Heartbeat:
