@@ -15,7 +15,7 @@ from jaxpar._compat import is_compile_only
 from jaxpar.backward.graph import fold_transposes
 from jaxpar.backward.padded_dims import keep_padding
 from jaxpar.backward.remat import forward_with_remat, with_remat
-from jaxpar.data_parallel import accumulate, check_batch, check_sequences, reduce_gradients, split_microbatches
+from jaxpar.data_parallel import accumulate, check_batch, check_sequences, split_microbatches
 from jaxpar.fields import check_kind
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, num_layers, output_shapes
 from jaxpar.loss_checks import check_loss
@@ -145,8 +145,6 @@ def with_settings(
                 mesh,
                 schedule,
                 layout,
-                split=split_microbatches,
-                reduce=reduce_gradients,
                 reduce_dtype=parallel.grad_reduce_dtype,
                 traced_loss=step.traced_loss,
                 check=step.check,

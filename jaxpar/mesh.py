@@ -288,3 +288,11 @@ def _check_tensor_inside_node(used: Sequence[jax.Device], tensor: int) -> None:
 def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Returns the mesh axes of one entry of a PartitionSpec."""
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def cut_of(spec: PartitionSpec | tuple, axis: str) -> int | None:
+    """Returns the dim of an array that a PartitionSpec shards over an axis; None if there is none."""
+    for dim, names in enumerate(spec):
+        if names == axis or (isinstance(names, tuple) and axis in names):
+            return dim
+    return None

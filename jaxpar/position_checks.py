@@ -12,11 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import equations
-from jaxpar.backward.partition import cut_of
 from jaxpar.data_parallel import batch_specs
 from jaxpar.fields import arg
 from jaxpar.layered_model import OUTER, LayeredModel
-from jaxpar.mesh import CONTEXT, DATA, entry_axes
+from jaxpar.mesh import CONTEXT, DATA, cut_of, entry_axes
 from jaxpar.row_checks import NO_SUMS, Found, Model, pairs_of, resized, rows_of, shapes_of, size_of
 from jaxpar.row_dependence import Kind, Reader, Value, traced
 from jaxpar.shard_map import manual_over_data_and_stage

@@ -32,11 +32,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxpar.backward.partition import cut_of
 from jaxpar.data_parallel import reduce_gradients
 from jaxpar.dtypes import by_parts, from_floats, merge, to_floats, widen
 from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.mesh import CONTEXT, DATA, OF_ZERO, REPLICA, REPLICAS, TENSOR, entry_axes
+from jaxpar.mesh import CONTEXT, DATA, OF_ZERO, REPLICA, REPLICAS, TENSOR, cut_of, entry_axes
 from jaxpar.shard_map import on_tensor_shards, tensor_part
 from jaxpar.trainable import only_trained
 

@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec
 
 import jaxpar
 from jaxpar.backward.graph import trace
-from jaxpar.backward.partition import Collective, cut_of, partition
+from jaxpar.backward.partition import Collective, partition
+from jaxpar.mesh import cut_of
 
 X, UP, DOWN = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 6, 8), (8, 16), (16, 8)))
 

@@ -131,7 +131,6 @@ def through_executor(
 
 def mpmd(model: Any, mesh: Any) -> Callable[[Any, Any], Any]:
     """Returns ``(params, batch) -> (loss, gradients)`` by the executor that dispatches each op from Python."""
-    from jaxpar.data_parallel import reduce_gradients, split_microbatches
     from jaxpar.pipeline import MpmdExecutor
     from jaxpar.schedule import make_schedule
     from jaxpar.traced_loss import trace_loss
@@ -142,8 +141,6 @@ def mpmd(model: Any, mesh: Any) -> Callable[[Any, Any], Any]:
         mesh,
         make_schedule("interleaved", 1, NUM_MICROBATCHES, NUM_CHUNKS, form="published"),
         layout=None,
-        split=split_microbatches,
-        reduce=reduce_gradients,
         reduce_dtype=None,
         traced_loss=partial(trace_loss, model, loss, mesh, NUM_MICROBATCHES, "mpmd"),
         check=lambda params, batch: None,

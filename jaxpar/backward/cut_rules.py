@@ -11,22 +11,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import PartitionSpec
-
 from jaxpar._compat import constraint_of, equations
 from jaxpar.backward.graph import Graph, Node
-from jaxpar.mesh import TENSOR
+from jaxpar.mesh import TENSOR, cut_of
 
 Cut = int | None  # the dim of an array that is sharded
 Shape = tuple[int, ...]
-
-
-def cut_of(spec: PartitionSpec | tuple, axis: str) -> Cut:
-    """Returns the dim of an array that a PartitionSpec shards over an axis; None if there is none."""
-    for dim, names in enumerate(spec):
-        if names == axis or (isinstance(names, tuple) and axis in names):
-            return dim
-    return None
 
 
 @dataclass(frozen=True)

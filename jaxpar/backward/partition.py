@@ -13,9 +13,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpar._compat import constraint_of
-from jaxpar.backward.cut_rules import RULES, Cut, Operation, Rule, constraint, cut_of, elementwise, shard_map
+from jaxpar.backward.cut_rules import RULES, Cut, Operation, Rule, constraint, elementwise, shard_map
 from jaxpar.backward.graph import Graph, Node
-from jaxpar.mesh import TENSOR
+from jaxpar.mesh import TENSOR, cut_of
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from jaxpar.mesh import TENSOR
 from jaxpar.pipeline.buffers import State
 from jaxpar.pipeline.control_flow import is_maskable, stage_index
 from jaxpar.pipeline.embed_and_head import Ends, Outer
-from jaxpar.pipeline.layer import Layer, OverReplicas, orders_in_memory
+from jaxpar.pipeline.layer import Layer, orders_in_memory
 from jaxpar.pipeline.layer_ops import LayerOps
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.one_stage import accumulate_in_turn, writes_out
@@ -33,6 +33,7 @@ from jaxpar.pipeline.segments import Segment
 from jaxpar.pipeline.stage import Stage
 from jaxpar.shard_map import on_tensor_shards
 from jaxpar.trainable import only_trained, trained_indices
+from jaxpar.zero import Zero
 
 
 def masks_idle_ops(mesh: Mesh) -> bool:
@@ -96,7 +97,7 @@ def build_stage(
     *,
     microbatches: PyTree,
     total_weight: jax.Array,
-    zero: OverReplicas,
+    zero: Zero,
     layer_shards: ParamShards | None = None,
     outer_specs: PyTree | None = None,
 ) -> Stage:

@@ -15,11 +15,10 @@ alone. Buffers hold PRNG keys as their data (``with_keys``).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
 
 from jaxpar._compat import row_major
 from jaxpar.backward.partition import Cut
@@ -28,6 +27,7 @@ from jaxpar.backward.split import SplitLayer
 from jaxpar.dtypes import float_indices, rewrap_key, unwrap_key
 from jaxpar.mesh import TENSOR
 from jaxpar.shard_map import on_tensor_shards
+from jaxpar.zero import Zero
 
 Arrays = list[Any]
 Backward = tuple[Arrays, Arrays]  # a cotangent, and what the layer gathers of it before any product
@@ -39,37 +39,6 @@ COTANGENTS = "cotangents_w"
 BUFFERS = (*RESIDUALS, COTANGENTS)
 
 
-class OverReplicas(Protocol):
-    """What a stage exchanges with the other replicas for its layers: ``zero[LAYERS]`` of a step (``zero.py``)."""
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether reductions were asked to run beside the backward pass."""
-        ...
-
-    @property
-    def gathers_layers(self) -> bool:
-        """Whether ``fetch`` gathers (ZeRO 3)."""
-        ...
-
-    @property
-    def scatters_layers(self) -> bool:
-        """Whether ``add`` reduce-scatters (ZeRO 2 and 3)."""
-        ...
-
-    def fetch(self, params: Any) -> Any:
-        """Returns the params of one layer as ops read them."""
-        ...
-
-    def add(self, grads: Any) -> Any:
-        """Returns the gradients of one layer as they are added."""
-        ...
-
-    def finish(self, loss_sums: PyTree, grads: Any) -> tuple[PyTree, Any]:
-        """Returns the complete gradients ``[1, ...]`` of a layer reduced over the replicas, beside a loss if there is one."""
-        ...
-
-
 @dataclass(frozen=True)
 class Layer:
     """The functions of a layer.
@@ -77,14 +46,14 @@ class Layer:
     Attributes:
         split: The layer split into forward pass, B and W.
         passes: Its forward pass and its complete backward pass, in order.
-        zero: What it exchanges with the other replicas.
+        zero: What it exchanges with the other replicas: ``zero[LAYERS]`` of a step.
         x: The shapes of the leaves of an activation.
         orders: For each buffer a function for each value, which fixes its order of dims in memory.
     """
 
     split: SplitLayer
     passes: LayerPasses
-    zero: OverReplicas
+    zero: Zero
     x: list[jax.ShapeDtypeStruct]
     orders: Orders
 

@@ -52,8 +52,6 @@ class MpmdExecutor:
         mesh: The mesh. This process must own all of its devices.
         schedule: The schedule.
         layout: The layout that packed stacked params; for a list of layers, which stage and chunk holds which.
-        split: ``(a replica's rows, num_microbatches) -> microbatches``, stacked along a leading dim.
-        reduce: ``(tree, dtype) -> tree``, reduced over the replicas; called inside ``shard_map``.
         reduce_dtype: The dtype in which gradients are reduced; None: float32 or wider.
         traced_loss: ``(params, batch) -> TracedLoss``, for params in the model's order.
         check: Raises if params or batch do not fit the model; called once for each new set of shapes.
@@ -72,8 +70,6 @@ class MpmdExecutor:
     mesh: Mesh
     schedule: Schedule
     layout: LayerLayout | None
-    split: Callable[[PyTree, int], PyTree]
-    reduce: Callable[..., PyTree]
     reduce_dtype: Any
     traced_loss: Callable[[PyTree, PyTree], Any]
     check: Callable[[PyTree, PyTree], None]
@@ -120,7 +116,6 @@ class _Pipeline:
         shapes, rows = jax.eval_shape(lambda *trees: trees, params, batch)
         layout, canonical = fitting_layout(executor.layout, schedule, shapes)
         one_replica = lambda a: jax.ShapeDtypeStruct((a.shape[0] // num_replicas(mesh), *a.shape[1:]), a.dtype)
-        split = lambda rows: executor.split(rows, schedule.num_microbatches)
 
         self.mesh, self.meshes, self.schedule = mesh, submeshes(mesh), schedule
         self.outer = OnOneStage(params[OUTER], mesh)
@@ -134,19 +129,19 @@ class _Pipeline:
         with as_manual_over(axes, self.meshes[0]):
             traced = executor.traced_loss(canonical, batch)
             self.virtual_stages = make_virtual_stages(
-                executor.model, executor.loss, schedule, layout, shapes, rows, split, self.layers.shards
+                executor.model, executor.loss, schedule, layout, shapes, rows, self.layers.shards
             )
         self.ends, self.last = self.virtual_stages[0].ends, len(self.virtual_stages) - 1
         self.first_stage, self.last_stage = self.virtual_stages[0].stage, self.virtual_stages[-1].stage
         self.like: list[Values] = [{"layers": own} for own in self.layers.like]
         self.like[self.first_stage]["embed"] = self.outer.like(self.ends.embed_trains, self.first_stage)
         self.like[self.last_stage]["head"] = self.outer.like(self.ends.head_trains, self.last_stage)
-        self._make_functions(traced, executor.reduce, executor.reduce_dtype)
+        self._make_functions(traced, executor.reduce_dtype)
         numbers = list(np.arange(schedule.num_microbatches, dtype=np.int32))
         self.indices = [jax.device_put(numbers, NamedSharding(each, PartitionSpec())) for each in self.meshes]
         self.routes: dict[tuple[int, int, str], list[NamedSharding]] = {}
 
-    def _make_functions(self, traced: Any, reduce: Callable[..., PyTree], reduce_dtype: Any) -> None:
+    def _make_functions(self, traced: Any, reduce_dtype: Any) -> None:
         """Jits the ops of each virtual stage, and the functions of each stage before and after them."""
         turn = jax.ShapeDtypeStruct((), jnp.int32)
         sums = [
@@ -160,8 +155,8 @@ class _Pipeline:
             for number, each in enumerate(self.virtual_stages)
             for kind in self.schedule.kinds
         }
-        self.weight = jit_weight(self.meshes[self.last_stage], traced, reduce)
-        self.value = jit_value(self.meshes[self.last_stage], traced, reduce)
+        self.weight = jit_weight(self.meshes[self.last_stage], traced)
+        self.value = jit_value(self.meshes[self.last_stage], traced)
         totals = sums[self.last_stage]["loss"]
         with jax.set_mesh(NO_MESH):
             self.value_shape = jax.eval_shape(self.value, totals, jax.ShapeDtypeStruct((), totals[0].dtype))
@@ -169,8 +164,7 @@ class _Pipeline:
         split, stack = self.layers.split, self.layers.stack
         self.params = [jit_params(of_stage(i), partial(split, stage=i)) for i in range(len(self.meshes))]
         self.grads = [
-            jit_grads(mesh, self.like[i], partial(stack, stage=i), partial(reduce, dtype=reduce_dtype))
-            for i, mesh in enumerate(self.meshes)
+            jit_grads(mesh, self.like[i], partial(stack, stage=i), reduce_dtype) for i, mesh in enumerate(self.meshes)
         ]
 
 

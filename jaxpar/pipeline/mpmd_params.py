@@ -30,10 +30,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
-from jaxpar.backward.partition import ParamShards, cut_of
+from jaxpar.backward.partition import ParamShards
 from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import outer_stage_dim
-from jaxpar.mesh import DATA, STAGE, TENSOR, entry_axes
+from jaxpar.mesh import DATA, STAGE, TENSOR, cut_of, entry_axes
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.trainable import only_trained, trained_indices
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar import fp8
+from jaxpar.data_parallel import reduce_gradients
 from jaxpar.devices import are_gpus
 from jaxpar.dtypes import is_float, wide_dtype
 from jaxpar.mesh import DATA, num_replicas, spec_of_rows
@@ -20,7 +21,6 @@ from jaxpar.pipeline.mpmd_params import without
 from jaxpar.pipeline.mpmd_stages import Given, Results, Values, VirtualStage
 from jaxpar.shard_map import manual_over_data_and_stage
 
-Reduce = Callable[[PyTree], PyTree]
 Op = Callable[..., Results]
 
 WHOLE = PartitionSpec()
@@ -98,12 +98,11 @@ def _checked(op: jax.stages.Wrapped) -> Op:
 def jit_weight(
     mesh: Mesh,
     traced: Any,
-    reduce: Reduce,
 ) -> Callable[[PyTree], jax.Array]:
     """Returns the jitted function of the weight of the whole batch, replicated on the devices of a stage."""
 
     def one_replica(rows: PyTree) -> jax.Array:
-        return reduce(traced.weight_of_rows(rows))
+        return reduce_gradients(traced.weight_of_rows(rows))
 
     specs, axes = (spec_of_rows(mesh),), traced.manual_axes
     run = manual_over_data_and_stage(one_replica, mesh, in_specs=specs, out_specs=WHOLE, axes=axes)
@@ -113,12 +112,11 @@ def jit_weight(
 def jit_value(
     mesh: Mesh,
     traced: Any,
-    reduce: Reduce,
 ) -> Callable[[PyTree, jax.Array], PyTree]:
     """Returns the jitted function that reduces the sums of the loss over the replicas and divides them by the weight."""
 
     def one_replica(sums: PyTree, total_weight: jax.Array) -> PyTree:
-        reduced = reduce(own_of(sums))
+        reduced = reduce_gradients(own_of(sums))
         return traced.value(reduced, total_weight)
 
     specs = spec_of_rows(mesh), WHOLE
@@ -130,7 +128,7 @@ def jit_grads(
     mesh: Mesh,
     like: Values,
     stack: Callable[[list], PyTree],
-    reduce: Reduce,
+    reduce_dtype: Any,
 ) -> Callable[[Values], Values]:
     """Returns the jitted function that reduces a stage's sums over the replicas to gradients, in the dtypes of the params.
 
@@ -138,14 +136,14 @@ def jit_grads(
         mesh: The mesh of the stage.
         like: The shapes, dtypes and shardings of the gradients.
         stack: The gradients of the stage's layers from the sums of each layer.
-        reduce: ``tree -> tree``, reduced over the replicas.
+        reduce_dtype: The dtype in which they are reduced; None: float32 or wider.
     """
 
     def one_replica(sums: Values) -> Values:
         own = own_of(sums)
         own["layers"] = stack(own["layers"])
         as_param = lambda grad, param: grad.astype(param.dtype)
-        return jax.tree.map(as_param, reduce(own), like)
+        return jax.tree.map(as_param, reduce_gradients(own, reduce_dtype), like)
 
     specs = (spec_of_rows(mesh),)
     run = manual_over_data_and_stage(one_replica, mesh, in_specs=specs, out_specs=WHOLE)

@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 from jaxpar.backward.add_grads import add_grads
 from jaxpar.backward.partition import ParamShards
 from jaxpar.backward.split import SplitLayer, split_layer
+from jaxpar.data_parallel import split_microbatches
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.pipeline.embed_and_head import Ends, Outer
 from jaxpar.pipeline.layout import LayerLayout
@@ -198,7 +199,6 @@ def make_virtual_stages(
     layout: LayerLayout,
     params: PyTree,
     rows: PyTree,
-    split: Callable[[PyTree], PyTree],
     shards: ParamShards | list[ParamShards],
 ) -> list[VirtualStage]:
     """Returns the virtual stages of a model, in its order.
@@ -210,13 +210,12 @@ def make_virtual_stages(
         layout: How many layers each virtual stage has.
         params: The shapes of the params.
         rows: The shapes of one replica's rows.
-        split: ``rows -> microbatches``, stacked along a leading dim.
         shards: How the params of a layer are sharded over ``tensor``; for a list of layers, those of each.
     """
 
     def microbatch_of(rows: PyTree, index: Any) -> PyTree:
         at_index = lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, keepdims=False)
-        return jax.tree.map(at_index, split(rows))
+        return jax.tree.map(at_index, split_microbatches(rows, schedule.num_microbatches))
 
     microbatch = jax.eval_shape(microbatch_of, rows, 0)
     x = jax.eval_shape(model.embed, params[OUTER], microbatch)

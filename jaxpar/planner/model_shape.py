@@ -14,13 +14,13 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.backward.graph import Graph, trace
-from jaxpar.backward.partition import ParamShards, cut_of, shard_shape
+from jaxpar.backward.partition import ParamShards, shard_shape
 from jaxpar.backward.remat import keep_products
 from jaxpar.backward.split import SplitLayer, TracedLayer, trace_layer
 from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, num_layers
 from jaxpar.losses import softmax_cross_entropy
-from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh
+from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh, cut_of
 from jaxpar.models import transformer
 from jaxpar.models.lora import ADAPTERS, Lora, quantized_shardings
 from jaxpar.models.lora import quantize as quantize_params

@@ -11,11 +11,11 @@ import jax
 from jaxpar._compat import constraint_of, with_inner
 from jaxpar.backward.graph import Graph, Node
 from jaxpar.backward.min_cut import peak_bytes
-from jaxpar.backward.partition import ParamShards, Partition, cut_of, partition, shard_shape
+from jaxpar.backward.partition import ParamShards, Partition, partition, shard_shape
 from jaxpar.dtypes import num_bytes
 from jaxpar.fields import arg
 from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh
+from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh, cut_of
 from jaxpar.pipeline.executor import plans_of_ops
 from jaxpar.planner.fused import BACKWARD, FORWARD, RULES, Grouped, grouped_of
 from jaxpar.planner.job import Choice

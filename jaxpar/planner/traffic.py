@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.backward.partition import cut_of
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.layered_model import LAYERS, OUTER
-from jaxpar.mesh import CONTEXT, OF_MODELS, OF_ZERO, REPLICA, REPLICAS, STAGE
+from jaxpar.mesh import CONTEXT, OF_MODELS, OF_ZERO, REPLICA, REPLICAS, STAGE, cut_of
 from jaxpar.planner.job import Choice
 from jaxpar.planner.ops import Analysis, layer_works
 from jaxpar.planner.state import AtRest, wide_bytes
