@@ -8,7 +8,7 @@
 
 The devices of both axes hold the same params and add up their gradients, whether they have other rows or other parts of the
 same rows. A param is sharded along its first dim that no other axis shards and that their number divides; a param without one
-is replicated, which a run says at its start (``step_sharding.left_whole``). With a ``replica`` axis (HSDP) all this happens
+is replicated, which a run says at its start (``left_whole``). With a ``replica`` axis (HSDP) all this happens
 inside each group of N such devices, and at the end of the step one all-reduce over ``replica`` adds up the shards of the
 groups: 1 / N of the gradients' bytes leave a group, and no param.
 

@@ -318,7 +318,7 @@ def test_only_what_must_be_skipped_is(x64, monkeypatch):
     """The head has a callback; no layer op is skipped for that, and the layers of idle stages run."""
     built = []
     monkeypatch.setattr(
-        sys.modules["jaxpar.gradients"],
+        sys.modules["jaxpar.step.run"],
         "build_stage",
         lambda *args, **given: built.append(build_stage(*args, **given)) or built[-1],
     )

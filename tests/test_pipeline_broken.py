@@ -113,7 +113,7 @@ def compiles_nothing(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("compiled, though the input is bad")
 
-    monkeypatch.setattr("jaxpar.step_sharding.manual_over_data_and_stage", refuse)
+    monkeypatch.setattr("jaxpar.step.run.manual_over_data_and_stage", refuse)
 
 
 def call(*, model=tiny.MODEL, num_layers=2, num_rows=32, data=1, stage=2, num_microbatches=2, **options):

@@ -90,7 +90,7 @@ def test_a_mean_of_means_is_refused_since_it_fails_parity(mesh, monkeypatch):
 
     with pytest.raises(ValueError, match="loss_sum and weight_sum must be sums over the rows that the loss is given"):
         on(mesh, loss=mean_loss, num_microbatches=4)
-    monkeypatch.setattr("jaxpar.gradients.check_rows", lambda *_: None)
+    monkeypatch.setattr("jaxpar.step.checks.check_rows", lambda *_: None)
     (value, grads), (want_value, want) = on(mesh, loss=mean_loss, num_microbatches=4)
     assert distance(grads, want) > 0.05, "microbatches of unequal weight should not count alike"
     assert abs(value - want_value) > 1e-3 * want_value
@@ -100,7 +100,7 @@ def test_without_accumulation_parity_fails(mesh, monkeypatch):
     def first_microbatch(part, batch, num_microbatches):
         return part(jax.tree.map(lambda a: a[: len(a) // num_microbatches], batch))
 
-    monkeypatch.setattr("jaxpar.gradients.accumulate", first_microbatch)
+    monkeypatch.setattr("jaxpar.step.microbatches.accumulate", first_microbatch)
     (_, grads), (_, want) = on(mesh, num_microbatches=4)
     assert distance(grads, want) > 0.1
 

@@ -13,7 +13,7 @@ import jaxpar
 from jaxpar.models import mlp
 from jaxpar.params import init_params
 from jaxpar.run import BasicFlags, Run
-from jaxpar.step_sharding import left_whole
+from jaxpar.step.sharding import left_whole
 from tests.support import tiny
 from tests.support.covering import covering
 from tests.support.oracle import assert_same

@@ -111,7 +111,7 @@ def through_executor(
     from jaxpar.pipeline import LayerLayout, accumulate_pipelined, build_stage, compile_schedule
     from jaxpar.schedule import make_schedule
     from jaxpar.shard_map import manual_over_data_and_stage
-    from jaxpar.step_sharding import shard_step
+    from jaxpar.step.sharding import shard_step
 
     program = compile_schedule(make_schedule(name, 1, NUM_MICROBATCHES, chunks, form=form), masks=masks)
     layout = LayerLayout(num_layers, 1, chunks)

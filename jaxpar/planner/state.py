@@ -24,7 +24,7 @@ from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
 from jaxpar.schedule import lockstep_form
 from jaxpar.sharding import shardings_from_paths
-from jaxpar.step_sharding import shard_step
+from jaxpar.step.sharding import shard_step
 from jaxpar.train import TrainState, abstract_state
 from jaxpar.trainable import only_trained, trained_indices
 

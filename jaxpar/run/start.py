@@ -24,7 +24,7 @@ from jaxpar.runtime.lease import Lease
 from jaxpar.runtime.output import write_whole
 from jaxpar.runtime.supervise import is_restarted
 from jaxpar.runtime.uncaught import FULL
-from jaxpar.step_sharding import left_whole
+from jaxpar.step.sharding import left_whole
 
 
 def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:

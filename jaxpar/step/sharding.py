@@ -1,26 +1,20 @@
-"""The shardings of params and gradients during a step, and the step itself over the shards of all axes but ``tensor``."""
+"""The shardings of params and gradients during a step."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar.backward.partition import ParamShards
-from jaxpar.data_parallel import batch_specs, reduce_gradients
 from jaxpar.layered_model import LAYERS, OUTER, is_stacked
 from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline import stage_specs
-from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import path_string
-from jaxpar.traced_loss import TracedLoss
 from jaxpar.trainable import only_trained, trained_part
 from jaxpar.zero import Zero, zero_of, zero_shard
-
-SumsAndGrads = Callable[[PyTree, PyTree, jax.Array], tuple[PyTree, PyTree]]
 
 
 @dataclass(frozen=True)
@@ -100,33 +94,6 @@ def left_whole(params: PyTree, parallel: Parallel) -> dict[str, int]:
         if shard.axes and shard.dim is None:
             found[path_string(path)] = math.prod(sharding.shard_shape(param.shape)) * param.dtype.itemsize
     return found
-
-
-def run_on_shards(
-    sums: SumsAndGrads, sharding: StepSharding, params: PyTree, batch: PyTree, traced: TracedLoss, mesh: Mesh
-) -> tuple[PyTree, PyTree]:
-    """Returns the loss and gradients: ``sums`` run on each shard.
-
-    Args:
-        sums: ``(params, a replica's rows, total weight) -> (loss_sum and further sums, gradients of the loss)``, reduced over
-            the replicas and the gradients sharded as ``sharding.zero`` says.
-        sharding: The shardings.
-        params: The params.
-        batch: The batch.
-        traced: The traced loss.
-        mesh: The mesh.
-    """
-    dtypes = only_trained(jax.tree.map(lambda p: p.dtype, params))
-
-    def one_shard(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        total_weight = reduce_gradients(traced.weight_of_rows(batch))
-        totals, grads = sums(sharding.zero.fetch_once(params), batch, total_weight)
-        value = traced.value(totals, total_weight)
-        return value, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
-
-    in_specs, out_specs = (sharding.params, batch_specs(batch, mesh)), (PartitionSpec(), sharding.grads)
-    run = manual_over_data_and_stage(one_shard, mesh, in_specs=in_specs, out_specs=out_specs, axes=traced.manual_axes)
-    return run(params, batch)
 
 
 def _where_at_rest(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:

@@ -2,7 +2,7 @@
 
 At ZeRO 3 a layer gathers its params, and its vjp reduce-scatters their gradients (``gathering_layers``).
 
-With ``overlap_grad_reduce`` gradients are reduced during the backward pass of earlier layers (``reducing_layers``):
+With ``overlap_grad_reduce`` gradients are reduced during the backward pass of earlier layers (``ReducingLayers``):
 
     all microbatches but the last   gradients are added on each replica
     last microbatch, layer L        backward; reduction of L's gradients, including those of earlier microbatches
@@ -16,7 +16,8 @@ VLDB, section 3.2). A pipeline of several stages does not: its gradients are com
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -93,22 +94,47 @@ def _store_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 # -- gradients that are reduced ----------------------------------------------------------------------------------------
 
 
-def reducing_layers(model: LayeredModel, zero: Zero, params: PyTree) -> LayeredModel:
-    """Returns the model whose layers reduce their gradients in their backward pass; for params from ``beside_sums``."""
-    of_layers = zero[LAYERS]
-    if is_stacked(params):
-        return model.wrap_layers(partial(reduce_in_backward, zero=of_layers))
-    layers = model.layers(num_layers(params))
-    reducing = [reduce_in_backward(layer, of_layers[i]) for i, layer in enumerate(layers)]
-    return LayeredModel(model.embed, reducing, model.head)
+@dataclass(frozen=True)
+class ReducingLayers:
+    """A model whose layers reduce their gradients in their backward pass.
 
+    Attributes:
+        model: The model.
+        zero: That of its params.
+        params: The params.
+    """
 
-def beside_sums(layers: PyTree, earlier: PyTree | None, totals: PyTree) -> PyTree:
-    """Returns layers whose params are beside the other inputs of ``reduce_in_backward``."""
-    if isinstance(layers, list):
+    model: LayeredModel
+    zero: Zero
+    params: PyTree
+
+    def zeros(self, earlier: PyTree | None) -> PyTree:
+        """Returns zeros like the gradients of layers, reduced with those of ``earlier`` microbatches or, without, added."""
+        result = partial(reduced_or_added, self.zero[LAYERS])
+        like = jax.eval_shape(result, self.params[LAYERS], earlier)
+        return jax.tree.map(lambda grad: jnp.zeros(grad.shape, grad.dtype), like)
+
+    def outputs(self, earlier: PyTree | None, trained: PyTree, microbatch: PyTree) -> PyTree:
+        """Returns the outputs of the model; the gradient of ``trained["layers"]``, any zeros, is the result of its layers."""
+        layers = self._beside_sums(earlier, trained[LAYERS])
+        return self._reducing.apply(trained | {LAYERS: layers}, microbatch)
+
+    @cached_property
+    def _reducing(self) -> LayeredModel:
+        of_layers = self.zero[LAYERS]
+        if is_stacked(self.params):
+            return self.model.wrap_layers(partial(reduce_in_backward, zero=of_layers))
+        layers = enumerate(self.model.layers(num_layers(self.params)))
+        reducing = [reduce_in_backward(layer, of_layers[i]) for i, layer in layers]
+        return LayeredModel(self.model.embed, reducing, self.model.head)
+
+    def _beside_sums(self, earlier: PyTree | None, totals: PyTree) -> PyTree:
+        """Returns layers whose params are beside the other inputs of ``reduce_in_backward``."""
+        layers = self.params[LAYERS]
+        if not isinstance(layers, list):
+            return _beside(layers, earlier, totals)
         each = zip(layers, earlier or [None] * len(layers), totals, strict=True)
         return [_beside(*one) for one in each]
-    return _beside(layers, earlier, totals)
 
 
 def _beside(params: PyTree, earlier: PyTree | None, total: PyTree) -> dict[str, PyTree]:
