@@ -33,7 +33,7 @@ from jaxpar.sharding import replicated as replicated
 from jaxpar.sharding import shard as shard
 from jaxpar.sharding import shardings_from_dims as shardings_from_dims
 from jaxpar.sharding import shardings_from_paths as shardings_from_paths
-from jaxpar.split_check import check_split as check_split
+from jaxpar.step.split_check import check_split as check_split
 from jaxpar.tensor_parallel import column_parallel as column_parallel
 from jaxpar.tensor_parallel import flash_attention as flash_attention
 from jaxpar.tensor_parallel import row_parallel as row_parallel

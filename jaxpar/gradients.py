@@ -22,7 +22,7 @@ from jaxpar.sharding import check_batch_on
 from jaxpar.step.checks import check_call
 from jaxpar.step.plan import Loss, Step
 from jaxpar.step.run import run_step
-from jaxpar.traced_loss import once_for_shapes
+from jaxpar.step.traced_loss import once_for_shapes
 from jaxpar.trainable import Frozen, Trainable, accept_frozen, freeze
 
 ValueAndGrad = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpar
 from jaxpar.mesh import abstract_mesh
-from jaxpar.optimizer_state import optimizer_shardings
+from jaxpar.step.optimizer_state import optimizer_shardings
 
 MESH = abstract_mesh(data=2, stage=2, tensor=2)
 WHOLE = NamedSharding(MESH, PartitionSpec())

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.position_checks import check_positions
-from jaxpar.row_checks import check_rows
+from jaxpar.step.position_checks import check_positions
+from jaxpar.step.row_checks import check_rows
 from tests.support.oracle import assert_same
 from tests.support.tiers import quick
 

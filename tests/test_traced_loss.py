@@ -12,7 +12,7 @@ import jaxpar
 from jaxpar._compat import equations
 from jaxpar.models import mlp
 from jaxpar.params import init_params
-from jaxpar.traced_loss import trace_loss
+from jaxpar.step.traced_loss import trace_loss
 from tests.support import tiny
 from tests.support.oracle import assert_same, distance
 from tests.support.tiers import quick

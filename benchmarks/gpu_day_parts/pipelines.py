@@ -133,7 +133,7 @@ def mpmd(model: Any, mesh: Any) -> Callable[[Any, Any], Any]:
     """Returns ``(params, batch) -> (loss, gradients)`` by the executor that dispatches each op from Python."""
     from jaxpar.pipeline import MpmdExecutor
     from jaxpar.schedule import make_schedule
-    from jaxpar.traced_loss import trace_loss
+    from jaxpar.step.traced_loss import trace_loss
 
     return MpmdExecutor(
         model,

@@ -14,12 +14,12 @@ import optax
 from jaxpar.fields import arg, check_kind
 from jaxpar.mesh import AXES, OF_MODELS
 from jaxpar.models.transformer import TransformerConfig
-from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.cluster import Cluster, Links
 from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, Software, divisors, fixed_or
 from jaxpar.planner.model_shape import MAX_SEQ, ModelShape, transformer_shape
 from jaxpar.planner.plans import Gain, Plan, remat_text, why_best, why_not
 from jaxpar.planner.search import Estimator, best_plans, check_fixed, fitting_plans
+from jaxpar.step.optimizer_state import Optimizer
 
 DEFAULT_TOKENS = 2**22
 COUNT, LEAST = 3, 0.005  # gains to report, and the smallest

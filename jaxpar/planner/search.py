@@ -27,7 +27,6 @@ from jaxpar.data_parallel import check_sequences
 from jaxpar.dtypes import num_bytes
 from jaxpar.fields import arg, check_at_least
 from jaxpar.mesh import AXES, DATA, TENSOR, abstract_mesh
-from jaxpar.optimizer_state import Optimizer
 from jaxpar.planner.candidates import candidates, schedules_of, spreads
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, Software, divisors, fixed_or
@@ -37,6 +36,7 @@ from jaxpar.planner.plans import SETTINGS, Plan
 from jaxpar.planner.state import AtRest, step_memory
 from jaxpar.planner.step_time import Prices, step_time
 from jaxpar.planner.traffic import Transfer, bytes_by_axis, step_traffic
+from jaxpar.step.optimizer_state import Optimizer
 
 SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
 SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mesh are priced

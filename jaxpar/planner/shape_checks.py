@@ -7,9 +7,9 @@ import jax
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, check_layer, shapes_of
-from jaxpar.loss_checks import check_loss
 from jaxpar.runtime.uncaught import is_raised_by_jaxpar
 from jaxpar.sharding import path_string
+from jaxpar.step.loss_checks import check_loss
 
 SHOWN = 8  # arrays of params or of a row
 OF_FUNCTIONS = (TypeError, ValueError, LookupError, AttributeError, NotImplementedError)

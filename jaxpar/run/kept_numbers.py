@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar._compat import forwarded
-from jaxpar.optimizer_state import call_update
 from jaxpar.sharding import fetch, path_string
+from jaxpar.step.optimizer_state import call_update
 
 SHOWN = 4
 

@@ -17,12 +17,12 @@ from jaxpar.huggingface.from_codes import has_codes, layer_by_layer
 from jaxpar.layered_model import open_packed
 from jaxpar.models import lora
 from jaxpar.models.transformer import TransformerConfig
-from jaxpar.optimizer_state import Optimizer
 from jaxpar.params import count_params
 from jaxpar.pipeline import LayerLayout
 from jaxpar.run.language_model import ModelFlags
 from jaxpar.run.messages import say
 from jaxpar.runtime.coordination import check_agreement
+from jaxpar.step.optimizer_state import Optimizer
 from jaxpar.trainable import trained_part
 
 CHECKED_BYTES = 2**20  # at each end of a file

@@ -4,12 +4,12 @@ from jaxtyping import PyTree
 
 from jaxpar.data_parallel import check_batch, check_sequences
 from jaxpar.layered_model import LayeredModel, num_layers, output_shapes
-from jaxpar.loss_checks import check_loss
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, num_replicas
-from jaxpar.position_checks import check_owned, check_positions
-from jaxpar.row_checks import check_rows
 from jaxpar.sharding import check_same_tree
+from jaxpar.step.loss_checks import check_loss
 from jaxpar.step.plan import Step
+from jaxpar.step.position_checks import check_owned, check_positions
+from jaxpar.step.row_checks import check_rows
 from jaxpar.trainable import check_params
 
 

@@ -25,7 +25,7 @@ from jaxpar.parallel import Parallel, Pipeline, check_equal_layers
 from jaxpar.pipeline import LayerLayout, Program, fitting_layout, one_stage, spmd_program
 from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.step.sharding import StepSharding, shard_step
-from jaxpar.traced_loss import TracedLoss, once_for_shapes, trace_loss
+from jaxpar.step.traced_loss import TracedLoss, once_for_shapes, trace_loss
 
 Loss = Callable[[PyTree, PyTree], tuple]
 

@@ -18,7 +18,7 @@ from jaxpar.layered_model import (
     check_unpacked,
     path_string,
 )
-from jaxpar.loss_checks import check_loss
+from jaxpar.step.loss_checks import check_loss
 
 Named = dict[str, np.ndarray]  # loss, metrics and gradients, by name
 

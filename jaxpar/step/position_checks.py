@@ -16,10 +16,10 @@ from jaxpar.data_parallel import batch_specs
 from jaxpar.fields import arg
 from jaxpar.layered_model import OUTER, LayeredModel
 from jaxpar.mesh import CONTEXT, DATA, cut_of, entry_axes
-from jaxpar.row_checks import NO_SUMS, Found, Model, pairs_of, resized, rows_of, shapes_of, size_of
 from jaxpar.row_dependence import Kind, Reader, Value, traced
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.sharding import path_string
+from jaxpar.step.row_checks import NO_SUMS, Found, Model, pairs_of, resized, rows_of, shapes_of, size_of
 
 _UNKNOWN = Value(Kind.UNKNOWN, None)
 
