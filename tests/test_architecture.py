@@ -9,12 +9,19 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import traceback
 from pathlib import Path
+from typing import Any
 
+import jax
+import optax
 import pytest
+import walk
 
 import jaxpar
+import jaxpar.pipeline.layer
 from tests import conftest
+from tests.support import tiny
 from tests.support.waiting import WAIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -86,6 +93,55 @@ def tracked_files() -> list[Path]:
         folders = ("jaxpar", "recipes", "tests", "benchmarks", "docs", ".ci")
         paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
     return [path for path in paths if path.is_file()]
+
+
+def test_the_walk_of_a_batch_has_the_lines_of_its_functions():
+    page = walk.PAGE.read_text()
+    assert len(walk.stops(page)) > 8
+    assert page == walk.renumbered(page), "run python docs/walk.py"
+
+
+def ways_to(monkeypatch, owner: Any, name: str, **sizes: int) -> list[list[tuple[str, str]]]:
+    """Returns the files of jaxpar/, and the functions in them, through which a step comes to each call of a function."""
+    ways, function, package = [], getattr(owner, name), f"{ROOT / 'jaxpar'}{os.sep}"
+
+    def noted(*args, **kwargs):
+        frames = [(frame.filename, frame.name) for frame in traceback.extract_stack()]
+        ways.append([(file.removeprefix(package), of) for file, of in frames if file.startswith(package)])
+        return function(*args, **kwargs)
+
+    mesh = jaxpar.make_mesh(devices=jax.devices()[:2], **sizes)
+    params, optimizer = tiny.make_params(), optax.sgd(0.1)
+    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=2)
+    where = tiny.shardings(mesh, params)
+    state = jaxpar.abstract_state(tiny.init, jax.random.key(0), optimizer, mesh, where)
+    batch = jaxpar.abstract_batch(tiny.make_batch(), mesh)
+    monkeypatch.setattr(owner, name, noted)
+    jax.eval_shape(jaxpar.make_train_step(value_and_grad, optimizer), state, batch)
+    return ways
+
+
+@pytest.mark.parametrize(
+    ("last", "sizes"),
+    [
+        pytest.param("pipeline/layer.py", {"stage": 2}, id="with a program"),
+        pytest.param("layered_model.py", {"data": 2}, id="without one"),
+    ],
+)
+def test_a_batch_goes_down_the_walk_and_never_up(monkeypatch, last, sizes):
+    stops = walk.stops(walk.PAGE.read_text())
+    end = next(at for at, stop in enumerate(stops) if stop.file == last)
+    begin = max(at for at, stop in enumerate(stops[: end + 1]) if stop.number == 4)
+    planned = [(stop.file, stop.function.split(".")[-1]) for stop in (*stops[:3], *stops[begin : end + 1])]
+    owner = jaxpar.pipeline.layer if "stage" in sizes else jaxpar.LayeredModel
+    ways = ways_to(monkeypatch, owner, "run_passes" if "stage" in sizes else "apply", **sizes)
+    way = next(way for way in ways if planned[3] in way)
+    passed = [each for each in dict.fromkeys(way) if each in planned]
+    files = [file for file, _ in planned]
+    depths = [files.index(file) for file, _ in way if file in files]
+    assert passed == (planned if "stage" in sizes else planned[:-1]), way
+    assert depths == sorted(depths), f"a batch goes up again: {way}"
+    assert max(stop.number for stop in stops) <= 8, "more files than a reader keeps in mind"
 
 
 def test_signatures_with_shapes_are_checked():
