@@ -19,8 +19,6 @@ from jaxpar.inspect import inspect_step as inspect_step
 from jaxpar.layered_model import LayeredModel as LayeredModel
 from jaxpar.layered_model import PackedLayers as PackedLayers
 from jaxpar.mesh import make_mesh as make_mesh
-from jaxpar.parallel import Parallel as Parallel
-from jaxpar.parallel import Pipeline as Pipeline
 from jaxpar.params import ParamSpec as ParamSpec
 from jaxpar.pipeline import LayerLayout as LayerLayout
 from jaxpar.planner import plan as plan
@@ -33,6 +31,8 @@ from jaxpar.sharding import replicated as replicated
 from jaxpar.sharding import shard as shard
 from jaxpar.sharding import shardings_from_dims as shardings_from_dims
 from jaxpar.sharding import shardings_from_paths as shardings_from_paths
+from jaxpar.step.settings import Parallel as Parallel
+from jaxpar.step.settings import Pipeline as Pipeline
 from jaxpar.step.split_check import check_split as check_split
 from jaxpar.tensor_parallel import column_parallel as column_parallel
 from jaxpar.tensor_parallel import flash_attention as flash_attention

@@ -14,7 +14,6 @@ from jaxpar._compat import is_compile_only
 from jaxpar.fields import check_kind
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import STAGE
-from jaxpar.parallel import Parallel, Pipeline, Remat, accepts_settings, check_settings
 from jaxpar.pipeline import LayerLayout, MpmdExecutor, close_params, open_params, spmd_program
 from jaxpar.runtime.distributed import check_joined
 from jaxpar.schedule import Schedule
@@ -22,6 +21,7 @@ from jaxpar.sharding import check_batch_on
 from jaxpar.step.checks import check_call
 from jaxpar.step.plan import Loss, Step
 from jaxpar.step.run import run_step
+from jaxpar.step.settings import Parallel, Pipeline, Remat, accepts_settings, check_settings
 from jaxpar.step.traced_loss import once_for_shapes
 from jaxpar.trainable import Frozen, Trainable, accept_frozen, freeze
 

@@ -19,7 +19,6 @@ from jaxpar.gradients import with_settings
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import OF_ZERO, STAGE, TENSOR
 from jaxpar.metrics.log import check_further
-from jaxpar.parallel import Parallel, Pipeline, accepts_settings
 from jaxpar.pipeline import MpmdExecutor, check_permutes
 from jaxpar.sharding import check_batch_on, check_not_donated, check_same_tree, meet_to_evaluate, replicated
 from jaxpar.step.loss_checks import pair_of
@@ -33,6 +32,7 @@ from jaxpar.step.optimizer_state import (
     optimizer_shardings,
     value_fn_of,
 )
+from jaxpar.step.settings import Parallel, Pipeline, accepts_settings
 from jaxpar.step.traced_loss import once_for_shapes
 from jaxpar.trainable import Trainable, only_trained, trained_part, update_trained, where_grads
 from jaxpar.zero import shardings_at_rest

@@ -215,7 +215,7 @@ def test_complex_gradients_keep_both_parts_in_the_dtype_of_reductions(run):
     ],
 )
 def test_complex_gradients_are_as_many_collectives_and_half_the_bytes_in_16_bits(run, monkeypatch):
-    monkeypatch.setattr("jaxpar.parallel.check_reduce_dtype", lambda dtype, mesh: None)  # is not compiled
+    monkeypatch.setattr("jaxpar.step.settings.check_reduce_dtype", lambda dtype, mesh: None)  # is not compiled
 
     def reduced(dtype):
         step, params, batch = rotating_step(run, dtype)

@@ -231,7 +231,7 @@ def test_no_step_reduces_in_16_bits(mesh, zero, settings):
 
 
 def test_gradients_travel_in_16_bits_where_they_are_told_to(monkeypatch):
-    monkeypatch.setattr("jaxpar.parallel.check_reduce_dtype", lambda dtype, mesh: None)  # compiles nothing here
+    monkeypatch.setattr("jaxpar.step.settings.check_reduce_dtype", lambda dtype, mesh: None)  # compiles nothing here
     by_layer = {"overlap_grad_reduce": True}
     runs = ((2, 2, 2), {}), ((4, 1, 1), by_layer), ((4, 1, 2), by_layer | {"zero": 1}), ((4, 1, 2), {"zero": 3})
     for mesh, settings in runs:

@@ -17,12 +17,12 @@ from jaxpar.checkpoint.save import Saver, array_records, versions
 from jaxpar.checkpoint.state import as_keys, as_numbers, canonical_target, from_canonical, plain_key, to_canonical
 from jaxpar.fields import check_kind
 from jaxpar.mesh import shown_sizes
-from jaxpar.parallel import Parallel, accepts_settings
 from jaxpar.pipeline import LayerLayout, open_params
 from jaxpar.runtime.coordination import check_agreement, exchange
 from jaxpar.runtime.lease import HeldError, Lease
 from jaxpar.runtime.output import printable_lines, tell
 from jaxpar.sharding import fetch
+from jaxpar.step.settings import Parallel, accepts_settings
 from jaxpar.train import TrainState
 
 

@@ -26,13 +26,13 @@ from jaxpar.inspect.report import axes_text
 from jaxpar.inspect.text import device_seconds_text, table
 from jaxpar.layered_model import LAYERS
 from jaxpar.mesh import AXES
-from jaxpar.parallel import Parallel, Pipeline
 from jaxpar.pipeline import masks_idle_ops, spmd_program
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.schedule import Schedule
 from jaxpar.sharding import path_string, shardings_from_paths
+from jaxpar.step.settings import Parallel, Pipeline
 from jaxpar.train import Optimizer, TrainState, TrainStep, abstract_state, make_train_step
 
 

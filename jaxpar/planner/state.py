@@ -15,7 +15,6 @@ from jaxpar.backward.min_cut import peak_bytes
 from jaxpar.dtypes import num_bytes, wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER
 from jaxpar.mesh import REPLICAS, TENSOR
-from jaxpar.parallel import Parallel
 from jaxpar.pipeline import spmd_program
 from jaxpar.pipeline.layer import BUFFERS
 from jaxpar.planner.job import Choice
@@ -24,6 +23,7 @@ from jaxpar.planner.ops import Analysis
 from jaxpar.schedule import lockstep_form
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.step.optimizer_state import Optimizer
+from jaxpar.step.settings import Parallel
 from jaxpar.step.sharding import shard_step
 from jaxpar.train import TrainState, abstract_state
 from jaxpar.trainable import only_trained, trained_indices

@@ -19,11 +19,11 @@ from jaxtyping import PyTree
 from jaxpar._compat import literals
 from jaxpar.data.checksums import checksum
 from jaxpar.fields import brief
-from jaxpar.parallel import Parallel
 from jaxpar.run.kept_numbers import describe, kept_numbers
 from jaxpar.runtime.output import printable, version_of
 from jaxpar.sharding import path_string
 from jaxpar.step.optimizer_state import first_update
+from jaxpar.step.settings import Parallel
 from jaxpar.trainable import trained_part
 
 MOST = 200  # numbers that are kept, each once; a checksum is of all

@@ -21,9 +21,9 @@ from jaxtyping import PyTree
 from jaxpar.layered_model import LAYERS, LayeredModel, is_stacked, num_layers
 from jaxpar.loss_sums import with_float_sums
 from jaxpar.mesh import REPLICA, REPLICAS, TENSOR
-from jaxpar.parallel import Parallel, Pipeline, check_equal_layers
 from jaxpar.pipeline import LayerLayout, Program, fitting_layout, one_stage, spmd_program
 from jaxpar.schedule import Schedule, make_schedule
+from jaxpar.step.settings import Parallel, Pipeline, check_equal_layers
 from jaxpar.step.sharding import StepSharding, shard_step
 from jaxpar.step.traced_loss import TracedLoss, once_for_shapes, trace_loss
 

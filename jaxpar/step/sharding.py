@@ -10,9 +10,9 @@ from jaxtyping import PyTree
 from jaxpar.backward.partition import ParamShards
 from jaxpar.layered_model import LAYERS, OUTER, is_stacked
 from jaxpar.mesh import STAGE, TENSOR
-from jaxpar.parallel import Parallel
 from jaxpar.pipeline import stage_specs
 from jaxpar.sharding import path_string
+from jaxpar.step.settings import Parallel
 from jaxpar.trainable import only_trained, trained_part
 from jaxpar.zero import Zero, zero_of, zero_shard
 
