@@ -14,7 +14,7 @@ from jaxpar.commands.cli import named, program
 from jaxpar.fields import near_name
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.interrupt import INTERRUPTED, ended_by_interrupt
-from jaxpar.runtime.output import printable_lines, tell
+from jaxpar.runtime.output import printable_lines, tell, text_of
 
 COMMANDS = {
     "train": "train a recipe: a GPT, house prices, digits, and others; train --help lists them",
@@ -52,7 +52,7 @@ def main(args: Sequence[str] | None = None) -> int:
         code = getattr(error, "exit_code", usual)
         if code is None:  # a bug
             raise
-        tell(f"error: {printable_lines(str(error))}")
+        tell(f"error: {printable_lines(text_of(error))}")
         return code
 
 

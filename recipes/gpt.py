@@ -38,6 +38,7 @@ from jaxpar.run import (
     batches,
     checks,
     evaluation,
+    folder,
     language_data,
     language_model,
     make_mesh,
@@ -223,6 +224,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
     language_data.check_data_flags(data)
     optimizers.check_optimizer(config)
     language_model.check_lora(config.lora, config.optimizer, own)
+    folder.check_apart(config.common.out_dir, data.data, own.save_hf)
     check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
     check_best_is_saved(config, own.eval_every)
     language_model.check_model(own, data.seq, needs_weights=config.makes_state)

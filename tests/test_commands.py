@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 
 import pytest
 
@@ -49,6 +50,33 @@ def test_plot_refuses(tmp_path, capsys, monkeypatch, args, message):
     write_run(tmp_path / "a", [1.0], grad_norm=1.0)
     assert main(["plot", *args]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["plan", "--model", ""],
+            "--model must not be empty; got ''. Give a value, or leave it out; a variable of the shell",
+        ),
+        (["plan", "--model", "gpt2", "--out-dir="], "--out-dir must not be empty; got ''."),
+        (["export", "runs/gpt", ""], "an argument must not be empty; got ''."),
+        (["serve", ""], "an argument must not be empty; got ''."),
+        (["train", "gpt", "--save-hf", ""], "--save-hf must not be empty; got ''."),
+        (
+            ["train", "gpt", "--data", "x", "--data=y"],
+            "--data is given 2 times, and the last is taken: to give all values, write --data A B",
+        ),
+        (["plot", "a", "--out", "/proc/loss.png"], "got No such file or directory: /proc/loss.png"),
+    ],
+)
+def test_words_that_mean_nothing_and_places_that_take_nothing_are_refused(tmp_path, capsys, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a", [1.0])
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(main(args))
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_plot_refuses_a_place_where_no_picture_can_lie(tmp_path, capsys):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxpar.data import readers
+from jaxpar.data import json_text
 from jaxpar.data.examples import check_examples, check_messages
 from jaxpar.data.readers import as_learned, is_records, read_records
 from jaxpar.data.text import ByteTokenizer
@@ -117,7 +117,7 @@ def test_a_text_beside_other_fields_stays_what_is_learned():
 
 @pytest.mark.parametrize("block", [1, 2, 7, 64])
 def test_a_list_is_read_a_value_at_a_time_wherever_blocks_end(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(readers, "JSON_BLOCK", block)
+    monkeypatch.setattr(json_text, "JSON_BLOCK", block)
     (tmp_path / "a.json").write_text(json.dumps(ALPACA, indent=3) + "\n")
     assert list(read_records(tmp_path / "a.json")) == list(enumerate(ALPACA, 1))
     (tmp_path / "a.json").write_text(" [ ] ")
@@ -125,11 +125,11 @@ def test_a_list_is_read_a_value_at_a_time_wherever_blocks_end(tmp_path, monkeypa
 
 
 def test_the_first_examples_of_a_list_need_not_the_rest_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "JSON_BLOCK", 64)
+    monkeypatch.setattr(json_text, "JSON_BLOCK", 64)
     (tmp_path / "a.json").write_text(json.dumps(PAIRS) + "x" * 10**6)
     read = []
-    of_text = readers._Text._more
-    monkeypatch.setattr(readers._Text, "_more", lambda self: read.append(1) or of_text(self))
+    of_text = json_text.JsonText._more
+    monkeypatch.setattr(json_text.JsonText, "_more", lambda self: read.append(1) or of_text(self))
     assert next(read_records(tmp_path / "a.json")) == (1, PAIRS[0])
     assert len(read) <= 2
 
@@ -143,6 +143,10 @@ def test_the_first_examples_of_a_list_need_not_the_rest_of_it(tmp_path, monkeypa
         ("a.json", "[]", r"a .json must have an example to learn from; got none. It is in .*a.json; to learn"),
         ("a.json", '[{"prompt": "a", "completion": "b"} 3]', r"got '3' between two values in .*a.json, example 2\. Correct"),
         ("a.json", '[{"prompt": "a", "completion": "b"}', r"got no end of the list in .*a.json, example 2"),
+        ("a.json", '[{"prompt": "a", "completion": "b"}]\n[{"prompt": "c", "completion": "d"}]',
+         r"got text after the end of the list in .*a.json, example 2\. Correct"),
+        ("a.csv", "prompt;completion\na;b\n", r"got ';' between the names, and not ',' in .*a.csv, near line 1"),
+        ("a.tsv", "prompt,completion\na,b\n", r"got ',' between the names, and not '\\t' in .*a.tsv, near line 1"),
         ("a.json", '[{"prompt": "a"', r"got Expecting ',' delimiter in .*a.json, example 1\."),
         ("a.csv", "a,b\n1,2\n", r"got the fields a, b. .*a.csv:2; to learn the file as plain text"),
         ("a.csv", "prompt,completion\n1,2\n1\n", r"got a row of another length than the 2 names .*a.csv, near line 3"),

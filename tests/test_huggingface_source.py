@@ -82,6 +82,11 @@ def test_texts_end_where_the_files_say(files, tokens, tmp_path):
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     with pytest.raises(ValueError, match="eos_token_id must be a token or a list of tokens; got '</s>'"):
         huggingface.stop_tokens(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": [9, 8], "vocab_size": 8}')
+    with pytest.raises(
+        ValueError, match=r"eos_token_id must have a token of the model, .*; got .9, 8. in .*, and vocab_size=8"
+    ):
+        huggingface.stop_tokens(tmp_path)
 
 
 def test_packed_layers_are_written_in_the_order_of_the_model(tmp_path):

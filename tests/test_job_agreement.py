@@ -245,6 +245,48 @@ def test_pods_with_no_memory_to_share_and_no_queue_are_told():
     assert gang.startswith("2 pods and no --queue: some may start, hold their GPUs and wait for the rest")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        (
+            "JAX_PLATFORMS",
+            "cpu",
+            "spec.replicatedJobs.0 has JAX_PLATFORMS=cpu and 8 GPUs a pod: the program does not use",
+        ),
+        (
+            "CUDA_VISIBLE_DEVICES",
+            "0",
+            "spec.replicatedJobs.0 has CUDA_VISIBLE_DEVICES=0, and the device plugin says which",
+        ),
+        ("JAX_PLATFORMS", "cuda,cpu", None),
+        ("NVIDIA_VISIBLE_DEVICES", "all", None),
+    ],
+)
+def test_a_variable_that_keeps_a_program_from_its_gpus_is_told(name, value, line):
+    (job,) = documents("jobset")
+    pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["containers"][0]["env"].append({"name": name, "value": value})
+    said = remarks(job)
+    assert len(said) == (line is not None)
+    assert all(each.startswith(line) for each in said)
+
+
+def test_a_job_that_nothing_starts_or_ends_is_told():
+    (job,) = documents("jobset")
+    job["spec"]["suspend"] = True
+    assert not remarks(job), "Kueue starts it"
+    pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["containers"].append({"name": "logs", "image": "a:1"})
+    (endless,) = remarks(job)
+    assert endless.startswith(
+        "spec.replicatedJobs.0 has the container logs beside the run: the pod ends when all containe"
+    )
+    del job["metadata"]["labels"]
+    assert "spec.suspend is true and there is no --queue: the job does not start. Leave it out, or name the queue" in (
+        remarks(job)
+    )
+
+
 def test_metrics_of_which_pods_say_nothing_are_told():
     (job,) = documents("fake")
     words = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]

@@ -323,6 +323,15 @@ def test_the_rank_of_a_plan_with_lora_and_the_codes_of_its_weights_are_flags():
         first_plan(plan | {"lora_rank": 0})
 
 
+def test_a_plan_of_other_machines_than_its_mesh_has_is_refused():
+    plan = {"data": 8, "stage": 1, "tensor": 2, "nodes": 2, "gpus_per_node": 8}
+    assert first_plan(plan).nodes == 2
+    with pytest.raises(
+        ValueError, match=r"must have its devices; got nodes=3 of gpus_per_node=8, and a mesh of 16\. Write"
+    ):
+        first_plan(plan | {"nodes": 3})
+
+
 def test_a_plan_of_interleaved_in_one_chunk_says_so():
     plan = {"data": 4, "stage": 2, "tensor": 2, "schedule": "interleaved", "num_chunks": 1}
     assert " ".join(plan_flags(first_plan(plan), ())).endswith("--schedule interleaved --num-chunks 1")
@@ -763,6 +772,11 @@ KEPT = ("--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
                 "the recipe has --dry-run: the job checks and compiles, trains nothing, and ends as if it had. Leave --dry-run"
             ],
         ),
+        ((*KEPT, "--save-hf", "/checkpoints/tuned"), []),
+        (
+            (*KEPT, "--save-hf", "tuned"),
+            ["the recipe has --save-hf tuned, which no claim holds: the model is lost with the po"],
+        ),
         ((*KEPT[:3], "0"), ["the recipe has --checkpoint-every 0: it saves only when asked to stop"]),
         (
             KEPT[:2],
@@ -1054,7 +1068,7 @@ def test_a_pod_that_serves_has_the_flags_of_its_command_and_the_time_to_answer(c
             "--service.port must be at least 1024; got 80. Leave it out for the default.",
         ),
         (["--name", "GPT"], SERVE, "a Service's name must be lower-case letters"),
-        (["--image", ""], SERVE, "a pod needs a container image"),
+        (["--image", ""], SERVE, "--image must not be empty; got ''. Give a value, or leave it out"),
         (["--checkpoint-claim", "a b"], SERVE, "--checkpoint-claim must be lower-case letters"),
     ],
 )

@@ -875,6 +875,9 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(tmp_path
     (program,) = re.findall(r"`my_model.py`:\n\n```python\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "my_model.py").write_text(program + "\nOTHER = 3\n")
     (tmp_path / "wrong_model.py").write_text("raise ValueError('not a number')\n")
+    (tmp_path / "program.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "unclosed.py").write_text("def (\n")
+    (tmp_path / "talks.py").write_text(f"{program}\nprint('a line of its own')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_model", raising=False)
     assert main(["plan", "--model", "my_model:SHAPE", *HELD]) == 0
@@ -894,12 +897,29 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(tmp_path
             ["no_model:SHAPE"],
             "--model must name a module that is there; got no_model:SHAPE: No module named 'no_model'",
         ),
-        (["wrong_model:SHAPE"], "error: not a number"),
+        (["wrong_model:SHAPE"], "got wrong_model:SHAPE: ValueError: not a number in"),
+        (
+            ["program:SHAPE"],
+            'program.py:2. Put what runs a program under if __name__ == "__main__", or correct the module.',
+        ),
+        (["unclosed:SHAPE"], "unclosed.py:1. Correct it."),
         (["a..b:SHAPE"], "--model must name a module, as in an import; got a..b:SHAPE. Name a ModelShape"),
         (["my_model:SHAPE", "--seq", "8"], "a ModelShape has its own rows, layers and sharding rules; got --seq 8"),
     ):
         assert main(["plan", "--model", *given, *HELD]) == 2
         assert message in capsys.readouterr().err
+    assert main(["plan", "--model", "talks:SHAPE", *HELD]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)[0]["own_model"] == "talks:SHAPE"
+    assert "a line of its own" in printed.err, "and not between the lines of the JSON"
+
+
+@pytest.mark.parametrize("flag", ["--batch-size", "--nodes", "--seq"])
+def test_a_number_whose_divisors_would_take_for_ever_is_refused(capsys, flag):
+    assert main(["plan", "--model", "gpt2", flag, "99999999999999999999"]) == 2
+    assert f"{flag} must be at most 2147483648; got 99999999999999999999. Choose less." in capsys.readouterr().err
+    assert divisors(2**31 - 1) == [1, 2**31 - 1]
+    assert [divisors(n) for n in (1, 12, 16)] == [[1], [1, 2, 3, 4, 6, 12], [1, 2, 4, 8, 16]]
 
 
 @pytest.mark.full

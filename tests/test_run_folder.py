@@ -67,6 +67,37 @@ def test_results_are_kept_unless_the_run_may_overwrite_them(tmp_path, capsys):
     assert json.loads((tmp_path / "config.json").read_text())["batch_size"] == 6
 
 
+@pytest.mark.parametrize("flags", [(), ("--overwrite",)])
+def test_the_folder_of_a_model_is_no_folder_of_a_run(tmp_path, capsys, flags):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    said = refused(capsys, tmp_path, *FEW, *flags)
+    assert "--out-dir must be a folder of runs, since a run writes its flags to config.json; got" in said
+    assert f"with a config.json, that of a model. Name another folder, such as {tmp_path}/run." in said
+
+
+def test_a_run_writes_apart_from_what_it_reads_and_from_its_model(tmp_path):
+    texts, out = tmp_path / "texts", tmp_path / "run"
+    texts.mkdir()
+    (texts / "a.txt").touch()
+    run_folder.check_apart(out, [texts, out / "a.txt"], out / "tuned")
+    run_folder.check_apart(texts, [texts / "a.txt"], None)
+    (tmp_path / "link").symlink_to(texts)
+    for path in (texts, texts / "runs", tmp_path / "link" / "runs"):
+        with pytest.raises(
+            ValueError, match=r"out_dir=.* must be outside|out_dir must be outside of the folder of data"
+        ):
+            run_folder.check_apart(path, [texts], None)
+    with pytest.raises(
+        ValueError, match=r"save_hf must be outside of the folder of data, all of whose files are learned"
+    ):
+        run_folder.check_apart(out, [texts], texts / "tuned")
+    for name in (".", "adapter", "model", "checkpoints"):
+        with pytest.raises(
+            ValueError, match=r"save_hf must be a folder of its own; got .*, where the run writes other"
+        ):
+            run_folder.check_apart(out, [texts], out / name)
+
+
 def test_files_of_others_stay(tmp_path):
     run(tmp_path, *FEW, "--checkpoint-every", "2")
     theirs = ("notes.txt", "hf/config.json", "model/model.safetensors", "checkpoints/README", "checkpoints/4-best/a")

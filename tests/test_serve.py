@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gzip
 import json
 import re
 import signal
@@ -515,6 +516,9 @@ def test_paths_methods_and_kinds_of_bodies_that_are_not_served(houses):
     assert client.send("HEAD", "/healthz").status == 200, "as load balancers ask"
     form = client.send("POST", "/predict", b"{}", {"Content-Type": "application/x-www-form-urlencoded"})
     assert (form.status, "Add the header Content-Type: application/json" in form.message) == (415, True)
+    packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    coded = client.send("POST", "/predict", gzip.compress(b"{}"), packed)
+    assert (coded.status, "got Content-Encoding 'gzip'. Send it uncompressed." in coded.message) == (415, True)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

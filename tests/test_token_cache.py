@@ -347,6 +347,16 @@ def cached(tmp_path):
     return file, found, folder
 
 
+@pytest.mark.parametrize("there", ["file", "/proc/none"])
+def test_a_cache_that_cannot_be_written_is_refused_with_its_flag(tmp_path, there):
+    file = write_lines(tmp_path / "a.jsonl", {"text": "three"})
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=r"cache.* must be a folder that can be written to; got .*: .*\. Name one, such"
+    ):
+        tokenise([file], WordTokenizer(), tmp_path / there)
+
+
 def test_files_are_tokenised_once(cached, tmp_path, monkeypatch):
     file, found, _ = cached
     monkeypatch.setattr(WordTokenizer, "encode", None)

@@ -42,12 +42,16 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str, *, 
         args: The command line after the command.
         command: The name of the command.
         example: Arguments to show where the command is called without any and needs some.
+
+    Raises:
+        ValueError: A word of the command line is empty.
     """
     import tyro
 
     about = wrapped((inspect.getdoc(function) or "").partition("\n\nArgs:")[0])
     config = (tyro.conf.FlagCreatePairsOff,)
     asks_for_help = {"-h", "--help"} & set(args)
+    check_words(args)
     try:
         with wrapped_usage() if asks_for_help else nullcontext(), given_by(flag_names(function)):
             return tyro.cli(function, args=args, prog=f"{program()} {command}", description=about, config=config)
@@ -57,6 +61,34 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str, *, 
         elif end.code == ExitCode.BAD_CONFIG:
             suggest_values(function, args)
         raise
+
+
+def check_words(args: Sequence[str]) -> None:
+    """Raises ValueError for an empty word, which a path would take for the current folder."""
+    for before, word in zip(["", *args], args, strict=False):
+        flag, is_joined, value = word.partition("=")
+        is_flag = word.startswith("--")
+        if value or (word and not (is_flag and is_joined)):
+            continue
+        of_flag = flag if is_flag else before if before.startswith("--") else ""
+        named = of_flag.partition("=")[0] or "an argument"
+        raise ValueError(
+            f"{printable(named)} must not be empty; got ''. Give a value, or leave it out; a variable of the shell that was "
+            "to give it may not be set."
+        )
+
+
+def given_again(flags: Callable[..., Any], args: Sequence[str]) -> Iterator[str]:
+    """Yields a line for each flag of several values that is given twice, of which tyro takes the last alone.
+
+    Args:
+        flags: A function or a dataclass, as ``flag_names`` takes it.
+        args: The command line.
+    """
+    given = [word.partition("=")[0].replace("_", "-") for word in args if word.startswith("--")]
+    for _, flag, kind in list_flags(flags):
+        if given.count(flag) > 1 and any(get_origin(part) is tuple for part in _parts(kind)):
+            yield f"{flag} is given {given.count(flag)} times, and the last is taken: to give all values, write {flag} A B"
 
 
 def suggest_values(flags: Callable[..., Any], args: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ plan --model my_model:SHAPE                a ModelShape, or a TransformerConfig,
 import dataclasses
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, PRESETS, TransformerConfig, describe_products, preset
 from jaxpar.planner import ModelShape, transformer_shape
+from jaxpar.runtime.output import printable
 from jaxpar.tensor_parallel import flash_attention
 
 KERNELS = {"flash": flash_attention, "xla": "xla"}
@@ -143,8 +145,10 @@ def _of_module(named: str) -> ModelShape | TransformerConfig:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name not in (module, module.partition(".")[0]):
-            raise  # a module that this one imports
+            raise _not_imported(named, error) from error  # a module that this one imports
         raise ValueError(f"{arg('model')} must name a module that is there; got {named}: {error}. {remedy}") from error
+    except (Exception, SystemExit) as error:
+        raise _not_imported(named, error) from error
     finally:
         sys.path.remove(here)
     if not hasattr(imported, name):
@@ -154,6 +158,20 @@ def _of_module(named: str) -> ModelShape | TransformerConfig:
         kind = type(found).__name__
         raise TypeError(f"{arg('model')} must name a ModelShape; got {named}, of type {kind}. {remedy}")
     return found
+
+
+def _not_imported(named: str, error: BaseException) -> ValueError:
+    """Returns what to say of an error of a module that is imported, with its line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{frame.filename}:{frame.lineno}"
+    if isinstance(error, SyntaxError):
+        where = f"{error.filename}:{error.lineno}"
+    main = 'Put what runs a program under if __name__ == "__main__", or correct the module.'
+    remedy = main if isinstance(error, SystemExit) else "Correct it."
+    got = printable(f"{type(error).__name__}: {error}")[:200]
+    return ValueError(
+        f"{arg('model')} must name a module that can be imported; got {named}: {got} in {printable(where)}. {remedy}"
+    )
 
 
 def _check_unused(flags: Any) -> None:

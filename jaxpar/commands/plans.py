@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,12 @@ def show_plans(flags: PlanFlags) -> None:
     if flags.report is not None:
         _check_page(flags.report)
         make_folder(flags.report.absolute().parent, "--report's folder")
-    model = planned_model(flags)
-    if flags.compile_ and model.attention == "flash":
-        check_cudnn(arg(attention="xla"))
-    machines = cluster(flags.gpu, flags.nodes, flags.gpus_per_node)
-    plans, compiled = _search(flags, model, machines)
+    with redirect_stdout(sys.stderr):  # what a model of one's own prints is no part of the JSON
+        model = planned_model(flags)
+        if flags.compile_ and model.attention == "flash":
+            check_cudnn(arg(attention="xla"))
+        machines = cluster(flags.gpu, flags.nodes, flags.gpus_per_node)
+        plans, compiled = _search(flags, model, machines)
     for path in (flags.report, flags.out_dir and flags.out_dir / "report.html"):
         if path is not None:
             _write_report(path, plans, model.shape, machines, flags.model)

@@ -21,6 +21,7 @@ import json
 import os
 import secrets
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from jaxpar.data.packing import Documents
 from jaxpar.data.readers import SNIFFED, format_of, is_records
 from jaxpar.data.text import Tokenizer, check_test_fraction, is_held_out
 from jaxpar.fields import arg
-from jaxpar.runtime.output import fsync, printable, refusing
+from jaxpar.runtime.output import FULL, fsync, printable, refusing
 
 FORMAT = "jaxpar tokens 2"
 MANIFEST, TOKENS, LEARNED, DOCUMENTS = "manifest.json", "tokens.bin", "learned.bin", "documents.npy"
@@ -165,11 +166,25 @@ def tokenise(files: Sequence[Path], tokenizer: Tokenizer, cache: Path) -> Tokeni
     digest = _digest(files, tokenizer)
     folder = cache / f"{digest[:32]}-{LOOKED_FOR}"
     if not folder.exists():
-        cache.mkdir(parents=True, exist_ok=True)
+        _make_cache(cache)
         with _only_one(cache / f".{folder.name}.lock") as is_alone:
             if not folder.exists():
                 _make(folder, Examples(files, tokenizer), tokenizer, digest, is_alone)
     return _open(folder, files, digest)
+
+
+def _make_cache(cache: Path) -> None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise ValueError(
+            f"{arg('token_cache')} must be a folder that can be written to; got {printable(str(cache))}: {error.strerror}. "
+            "Name one, such as a folder beside the data."
+        ) from error
 
 
 def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:

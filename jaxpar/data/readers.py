@@ -14,13 +14,13 @@ these forms, known by its fields, and is turned into one of the first three:
 import codecs
 import csv
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from jaxpar import fields
+from jaxpar.data.json_text import MAX_LINE_BYTES, JsonError, JsonText, once
 from jaxpar.runtime.output import needing_extra, printable, refusing
 
 KINDS = (("text",), ("prompt", "completion"), ("messages",))
@@ -29,9 +29,7 @@ OPTIONAL = ("input", "system")  # of the others
 FIELDS = tuple(dict.fromkeys(name for kind in (*KINDS, *OTHER_KINDS, OPTIONAL) for name in kind))
 ROLES = {"human": "user", "user": "user", "system": "system"}
 ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant")
-MAX_LINE_BYTES = 2**26
 NOT_BY_LINE = "A .jsonl has an object a line; if the file is one list of objects, name it .json."
-JSON_BLOCK = 2**20  # characters of a list of JSON that are read at once
 OTHER_NAMES = {".ndjson": ".jsonl"}
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 SNIFFED = (".json", ".csv", ".tsv")  # formats of other things too: examples are known by the fields of the first
@@ -191,7 +189,7 @@ def is_of_lines(file: Path) -> bool:
     if format_of(file) != ".json":
         return format_of(file) in (".jsonl", ".csv", ".tsv")
     with suppress(OSError, ValueError), file.open(encoding="utf-8-sig") as opened:
-        return _Text(opened).peek() != "["
+        return JsonText(opened).peek() != "["
     return False
 
 
@@ -217,7 +215,7 @@ def _read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
 def parse_json(text: bytes, place: str) -> Any:
     """Returns the value of a line of JSON; raises ValueError, with its place, if it is none."""
     try:
-        return json.loads(text.decode().rstrip(), object_pairs_hook=_once)
+        return json.loads(text.decode().rstrip(), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         is_part = text.lstrip()[:1] == b"[" or text.strip() == b"{"
         why, remedy = str(error), NOT_BY_LINE if is_part else "Correct or remove the line."
@@ -229,19 +227,11 @@ def parse_json(text: bytes, place: str) -> Any:
         raise ValueError(f"a line must be JSON in UTF-8; got {got}. {remedy}") from error
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in an object")
-    return found
-
-
 def _read_json(file: Path) -> Iterator[tuple[int, Any]]:
     """Yields the objects of one list, each read when it is asked for; a file that begins otherwise is JSON Lines."""
     with file.open(encoding="utf-8-sig") as opened:
-        number, text = 0, _Text(opened)
-        kinds, rule = (_JsonError, UnicodeDecodeError), "a .json must be a list of objects, or JSON Lines, in UTF-8"
+        number, text = 0, JsonText(opened)
+        kinds, rule = (JsonError, UnicodeDecodeError), "a .json must be a list of objects, or JSON Lines, in UTF-8"
         with refusing(kinds, rule, lambda: f"{file}, example {number + 1}", "Correct the file."):
             if text.peek() != "[":
                 yield from _read_json_lines(file)
@@ -252,7 +242,11 @@ def _read_json(file: Path) -> Iterator[tuple[int, Any]]:
                 number += 1
                 yield number, value
                 if (before := text.take()) not in ",]":
-                    raise _JsonError(f"{before!r} between two values")
+                    raise JsonError(f"{before!r} between two values")
+            if before == "[":  # an empty list
+                text.take()
+            if text.peek():
+                raise JsonError("text after the end of the list")
 
 
 def _read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
@@ -269,62 +263,11 @@ def _read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
         ) from error
 
 
-_NO_SPACE = re.compile(r"\S")
-
-
-class _JsonError(ValueError):
-    """The text is not JSON."""
-
-
-class _Text:
-    """The text of a file of JSON, of which no more than a value and a block are held."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file, self._text, self._at = file, "", 0
-        self._decode = json.JSONDecoder(object_pairs_hook=_once).raw_decode
-
-    def peek(self) -> str:
-        """Returns the next character that is no space; "" at the end."""
-        while not (found := _NO_SPACE.search(self._text, self._at)):
-            self._at = len(self._text)
-            if not self._more():
-                return ""
-        self._at = found.start()
-        return found[0]
-
-    def take(self) -> str:
-        """Returns the next character that is no space, and goes past it."""
-        if not (found := self.peek()):
-            raise _JsonError("no end of the list")
-        self._at += 1
-        return found
-
-    def read_value(self) -> Any:
-        """Returns the value that begins here, and goes past it."""
-        self.peek()
-        while True:
-            try:
-                value, self._at = self._decode(self._text, self._at)
-                return value
-            except json.JSONDecodeError as error:
-                if len(self._text) - self._at > MAX_LINE_BYTES or not self._more():
-                    raise _JsonError(error.msg) from error
-            except ValueError as error:
-                raise _JsonError(str(error)) from error
-            except RecursionError as error:
-                raise _JsonError("too many brackets") from error
-
-    def _more(self) -> bool:
-        left = self._text[self._at :]
-        block = self._file.read(max(JSON_BLOCK, len(left)))
-        self._text, self._at = left + block, 0
-        return bool(block)
-
-
 def _read_csv(file: Path) -> Iterator[tuple[int, Any]]:
     """Yields the last line of each row, and its fields by the names in the first row."""
     with file.open(encoding="utf-8-sig", newline="") as opened:
-        rows = csv.DictReader(opened, delimiter="\t" if format_of(file) == ".tsv" else ",", strict=True)
+        delimiter = "\t" if format_of(file) == ".tsv" else ","
+        rows = csv.DictReader(opened, delimiter=delimiter, strict=True)
         rule = f"a {file.suffix} must have a row of names, then rows of as many fields"
         place = lambda: f"{file}, near line {rows.line_num}"
         save = "Save it as UTF-8: spreadsheets call it CSV UTF-8."
@@ -333,6 +276,9 @@ def _read_csv(file: Path) -> Iterator[tuple[int, Any]]:
             refusing(csv.Error, rule, place, "Correct the file, or write it as .jsonl."),
         ):
             names = rows.fieldnames or ()
+            others = {";", "\t", ","} - {delimiter}
+            if len(names) == 1 and (given := [each for each in sorted(others) if each in names[0]]):
+                raise csv.Error(f"{given[0]!r} between the names, and not {delimiter!r}")
             if repeated := [name for name in names if names.count(name) > 1]:
                 raise csv.Error(f"the name {repeated[0]!r} twice")
             for row in rows:

@@ -261,10 +261,18 @@ def stop_tokens(folder: Path | str) -> tuple[int, ...]:
     for name in (GENERATION, CONFIG):
         if (Path(folder) / name).exists():
             found = read_json(file_inside(folder, name)).get("eos_token_id")
+            size = (
+                read_json(file_inside(folder, CONFIG)).get("vocab_size") if (Path(folder) / CONFIG).exists() else None
+            )
             tokens = found if isinstance(found, list) else [] if found is None else [found]
             if not all(type(token) is int and token >= 0 for token in tokens):
                 raise ValueError(
                     f"eos_token_id must be a token or a list of tokens; got {found!r} in {Path(folder) / name}. Correct it."
+                )
+            if tokens and isinstance(size, int) and min(tokens) >= size:
+                raise ValueError(
+                    f"eos_token_id must have a token of the model, which ends a text; got {found!r} in {Path(folder) / name}, "
+                    f"and vocab_size={size}. Correct it, since no text would end."
                 )
             if tokens:
                 return tuple(tokens)

@@ -4,6 +4,7 @@ A plan is untrusted data, as `python -m jaxpar plan --json` writes it: no settin
 """
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from pydantic import Field
 from jaxpar import fields
 from jaxpar.jobs import forms
 from jaxpar.jobs.job import (
+    AXES,
     JobSettings,
     KubernetesSettings,
     SlurmSettings,
@@ -62,6 +64,7 @@ class PlannedSettings:
     tensor: forms.Count
     replica: forms.Count = 1
     context: forms.Count = 1
+    nodes: forms.Count | None = None
     gpus_per_node: forms.Count | None = None
     model: forms.Word | None = None
     dtype: forms.Word | None = None
@@ -90,10 +93,19 @@ def first_plan(found: Any) -> PlannedSettings:
     """Returns the first plan in parsed JSON, a list of plans or a single one.
 
     Raises:
-        ValueError: There is no plan, or a setting has another type than `plan --json` writes.
+        ValueError: There is no plan, or a setting has another type than `plan --json` writes, or its mesh is of other machines.
     """
     plan = found[0] if isinstance(found, list) and found else found
-    return fields.read(PlannedSettings, plan, "a plan", "Write it by `python -m jaxpar plan --json`.")
+    remedy = "Write it by `python -m jaxpar plan --json`."
+    settings = fields.read(PlannedSettings, plan, "a plan", remedy)
+    num_devices = math.prod(getattr(settings, axis) for axis in AXES)
+    nodes, each = settings.nodes, settings.gpus_per_node
+    if nodes is not None and each is not None and nodes * each != num_devices:
+        raise ValueError(
+            f"the mesh of a plan must have its devices; got nodes={nodes} of gpus_per_node={each}, and a mesh of {num_devices}"
+            f". {remedy}"
+        )
+    return settings
 
 
 def check_recipe(plan: PlannedSettings, command: Sequence[str]) -> None:

@@ -19,6 +19,9 @@ UNPROBED = {  # what happens without a probe
     "readinessProbe": "requests reach one that is still loading its model, and get 503",
 }
 NO_PATHS = ("recall",)  # a task for --data
+PLATFORMS = "JAX_PLATFORMS"
+OF_GPUS = ("cuda", "gpu")  # in JAX_PLATFORMS
+HIDING = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
 
 def remarks(manifest: Mapping[str, Any]) -> list[str]:
@@ -28,7 +31,13 @@ def remarks(manifest: Mapping[str, Any]) -> list[str]:
         manifest: A manifest that ``check_manifest`` takes.
     """
     lines = [line for pods in workloads(manifest) for line in _of(pods)]
-    return [*lines, *_uncounted_ends(manifest), *_unprobed(manifest)]
+    return [*lines, *_uncounted_ends(manifest), *_unprobed(manifest), *_suspended(manifest)]
+
+
+def _suspended(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line if a job waits for someone to start it."""
+    if manifest.get("spec", {}).get("suspend") and not any(pods.is_queued for pods in workloads(manifest)):
+        yield "spec.suspend is true and there is no --queue: the job does not start. Leave it out, or name the queue"
 
 
 def _uncounted_ends(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -64,6 +73,8 @@ def _of(pods: Workload) -> Iterator[str]:
     yield from _deaf_to_signals(pods)
     yield from _unknown_number(pods)
     yield from _no_devices(pods)
+    yield from _hidden_devices(pods)
+    yield from _endless(pods)
     yield from _no_shared_memory(pods)
     yield from _slow_network(pods)
     yield from _unused_network(pods)
@@ -180,6 +191,12 @@ def _lost_results(pods: Workload) -> Iterator[str]:
             f"the recipe has {given} and the claim is mounted at {mounts}: results and checkpoints are lost with the pods. "
             f"Give it a folder there, such as --out-dir {place}"
         )
+    model = pods.flag("--save-hf")
+    if model is not None and pods.folder_of(model) is None:
+        yield (
+            f"the recipe has --save-hf {model}, which no claim holds: the model is lost with the pods. Give it a folder there, "
+            f"such as --save-hf {place}-model"
+        )
     yield from unsaved(pods.words)
 
 
@@ -239,6 +256,34 @@ def _no_devices(pods: Workload) -> Iterator[str]:
     """Yields a line if pods get no GPUs, as far as the manifest tells."""
     if pods.devices is None:
         yield f"{pods.path} requests no {GPUS}: pods get no GPUs, unless by another resource"
+
+
+def _hidden_devices(pods: Workload) -> Iterator[str]:
+    """Yields a line for each variable that keeps the program from the GPUs of its pod."""
+    each, platforms = pods.devices, pods.variables.get(PLATFORMS)
+    if each is None or each[1] != GPUS:
+        return
+    if platforms and not any(name in platforms.split(",") for name in OF_GPUS):
+        yield (
+            f"{pods.path} has {PLATFORMS}={platforms} and {each[0]} GPUs a pod: the program does not use "
+            "them. Leave the variable out"
+        )
+    for name in HIDING:
+        if (value := pods.variables.get(name)) not in (None, "all"):
+            yield (
+                f"{pods.path} has {name}={value}, and the device plugin says which of the {each[0]} GPUs a pod sees: the mesh "
+                "may not find its devices. Leave the variable out"
+            )
+
+
+def _endless(pods: Workload) -> Iterator[str]:
+    """Yields a line if a pod has containers that may not end with the run."""
+    others = [name for name in pods.containers if name != "train"]
+    if "train" in pods.containers and others:
+        yield (
+            f"{pods.path} has the container {others[0]} beside the run: the pod ends when all containers do, and the job waits "
+            "for it. Make it an init container with restartPolicy Always"
+        )
 
 
 def _slow_network(pods: Workload) -> Iterator[str]:

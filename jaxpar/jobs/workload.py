@@ -41,6 +41,7 @@ class Workload:
         security: The security context of the program's container, with what that of its pod adds.
         shares_processes: Whether process 1 of a pod is Kubernetes' own; None: not stated, and the runtime's.
         grace_seconds: From the signal to stop until the end; None: the runtime's, or not stated.
+        containers: The names of those of a pod that run together.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Workload:
     security: Mapping[str, Any] = field(default_factory=dict)
     shares_processes: bool | None = None
     grace_seconds: int | None = None
+    containers: tuple[str, ...] = ()
 
     @property
     def recipe(self) -> Sequence[str] | None:
@@ -190,6 +192,7 @@ def _of_pods(kind: str, template: Mapping[str, Any], path: str, num_pods: int | 
         grace_seconds=spec.get("terminationGracePeriodSeconds", USUAL_GRACE),
         security=_security(spec, program),
         shares_processes=bool(spec.get("shareProcessNamespace")),
+        containers=tuple(each["name"] for each in containers),
     )
 
 

@@ -164,7 +164,8 @@ def fixed_or(fixed: Mapping[str, Any], name: str, otherwise: Sequence) -> Sequen
 
 def divisors(number: int) -> list[int]:
     """Returns the divisors of a number in ascending order."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _extrapolate(before: dict[str, int], after: dict[str, int], more: int, step: int) -> dict[str, int]:

@@ -4,7 +4,7 @@ Only files that a run writes are deleted. All others stay, and so do links to fo
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,12 +42,52 @@ def results(out_dir: Path) -> list[str]:
 def check_new(out_dir: Path, *, overwrite: bool) -> None:
     """Raises ValueError unless ``--out-dir`` can be written to and has no earlier run, or the flag --overwrite deletes it."""
     check_out_dir(out_dir)
+    check_own_config(out_dir)
     found = [f"{CHECKPOINTS}/"] * has_steps(out_dir / CHECKPOINTS) + results(out_dir)
     if found and not overwrite:
         shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         raise ValueError(
             f"a new run needs a folder without results; got {shown} in {out_dir}. Choose another {arg('out_dir')}, or "
             f"add {switch('overwrite')}, which deletes the earlier run."
+        )
+
+
+def check_own_config(out_dir: Path) -> None:
+    """Raises ValueError if ``--out-dir`` has a config.json that is no run's, such as a model's, which a run would replace."""
+    try:
+        found = json.loads((out_dir / CONFIG).read_text())
+    except (OSError, ValueError):
+        return
+    if isinstance(found, dict) and found and "out_dir" not in found:
+        what = "that of a model" if "model_type" in found else "which no run wrote"
+        raise ValueError(
+            f"{arg('out_dir')} must be a folder of runs, since a run writes its flags to {CONFIG}; got {out_dir} with a "
+            f"{CONFIG}, {what}. Name another folder, such as {out_dir / 'run'}."
+        )
+
+
+def check_apart(out_dir: Path, data: Iterable[Path], save_hf: Path | None) -> None:
+    """Raises ValueError if a run would write among the files that it reads, or its model among its own files.
+
+    Args:
+        out_dir: The folder of the run.
+        data: The files and folders of --data.
+        save_hf: The folder of --save-hf, if any.
+    """
+    written = {arg("out_dir"): out_dir} | ({} if save_hf is None else {arg("save_hf"): save_hf})
+    for flag, path in written.items():
+        for folder in (each for each in data if each.is_dir()):
+            if path.resolve().is_relative_to(folder.resolve()):
+                raise ValueError(
+                    f"{flag} must be outside of the folder of {arg('data')}, all of whose files are learned; got {path} in "
+                    f"{folder}. Name another, or move the text to a folder of its own."
+                )
+    own = {Path(name).parts[0] for name in (*OWN_FILES, f"{CHECKPOINTS}/") if "/" in name}
+    taken = [out_dir, *(out_dir / name for name in sorted(own))]
+    if save_hf is not None and save_hf.resolve() in [each.resolve() for each in taken]:
+        raise ValueError(
+            f"{arg('save_hf')} must be a folder of its own; got {save_hf}, where the run writes other files. Choose "
+            f"{out_dir / 'tuned'}, say."
         )
 
 

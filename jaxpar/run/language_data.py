@@ -28,7 +28,7 @@ from jaxpar.mesh import num_replicas
 from jaxpar.run.batches import check_microbatches, flags_of_replicas
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
-from jaxpar.run.remarks import remark_on_ends, remark_on_names, remark_on_others
+from jaxpar.run.remarks import remark_on_ends, remark_on_names, remark_on_others, remark_on_text
 
 RECALL = Path("recall")  # of --data
 MOST_HELD_OUT = 4096  # records
@@ -269,7 +269,8 @@ def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
 
 def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource, RowSource]:
     """Returns the rows to learn from and those held out, checked as far as can be before training."""
-    for remark in filter(None, [*(part.remark for part in data.parts), remark_on_names(flags.data)]):
+    of_names = remark_on_names(flags.data), remark_on_text(flags.data)
+    for remark in filter(None, [*(part.remark for part in data.parts), *of_names]):
         say(remark)
     rows = [part.rows(flags.seq, vocab_size) for part in data.parts]
     for train, test, left_out in rows:

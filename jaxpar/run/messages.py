@@ -16,7 +16,7 @@ from jaxpar.metrics.status import JsonStream, StatusLines, render_status
 from jaxpar.run.flags import MonitoringFlags, RunFlags, log_seconds
 from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.runtime.output import printable_lines, tell
+from jaxpar.runtime.output import printable_lines, tell, text_of
 from jaxpar.runtime.uncaught import DISK_FAULTS
 
 _shown: list[StatusLines] = []  # at most one: that of the run of this process
@@ -35,7 +35,7 @@ def checks() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(text_of(error)) from error
 
 
 @contextmanager

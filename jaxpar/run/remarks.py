@@ -7,13 +7,16 @@ The chat template decides: some mark no end of a turn but by the beginning of th
 ``{% generation %}`` that leaves the end out. Or answers end with a token that the model's files do not name as one to stop at.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jaxpar.data.corpus import Corpus
+from jaxpar.data.json_text import MAX_LINE_BYTES
 from jaxpar.data.packing import Documents
+from jaxpar.data.readers import find_files, kind_of
 from jaxpar.data.text import is_held_out
 from jaxpar.huggingface.export import CONFIG, GENERATION, stop_tokens
 from jaxpar.huggingface.tokenizer import SETTINGS, FolderTokenizer
@@ -87,7 +90,9 @@ def _remedy(names: Sequence[str], is_chat: bool, folder: Path) -> str:
 
 
 def remark_on_names(paths: Sequence[Path]) -> str:
-    """Returns what to say of several --data, some of which are named as if they were held out; "" if none is."""
+    """Returns what to say of several --data, one of which is there twice, or named as if it were held out; "" if none is."""
+    if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
+        return f"{_shown(twice)}: named more than once in --data. To learn it more often, name it once and give --data-weights"
     named = [path for path in paths if is_held_out(path)]
     if not 0 < len(named) < len(paths):
         return ""
@@ -95,6 +100,27 @@ def remark_on_names(paths: Sequence[Path]) -> str:
         f"{_shown(named)}: learned like the other --data, but for a share of its own. Files with val or test in their names "
         "are held out of a folder: put them and the others into one, and name the folder."
     )
+
+
+def remark_on_text(paths: Sequence[Path]) -> str:
+    """Returns what to say of files that are learned as text, and begin with an example of JSON; "" if none does."""
+    files = [file for path in paths if path.exists() for file in find_files(path) if file.suffix == ".txt"]
+    found = [file for file in files if _begins_with_example(file)]
+    if not found:
+        return ""
+    return (
+        f"{_shown(found)}: an example a line, learned as plain text, names of fields and brackets too. Name the file .jsonl to "
+        "learn its examples"
+    )
+
+
+def _begins_with_example(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            kind_of(json.loads(opened.readline(MAX_LINE_BYTES)))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def remark_on_others(path: Path, files: Sequence[Path]) -> str:

@@ -31,6 +31,7 @@ def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointMana
     """Returns the manager of the checkpoints in ``--out-dir``; unless it is a --dry-run, this run then owns the folder."""
     common, directory = flags.common, flags.common.out_dir / folder.CHECKPOINTS
     kept = {name: getattr(flags.checkpoint, name) for name in ("keep", "keep_every", "keep_best")}
+    folder.check_own_config(common.out_dir)
     lease = Lease(common.out_dir)
     checkpoints = CheckpointManager(directory, mesh, **kept, save_seconds=flags.budget.save, lease=lease)
     if not common.dry_run:

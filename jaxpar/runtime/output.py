@@ -4,6 +4,7 @@ Printing does not fail if standard error is on a full disk. Only ``fsync`` syncs
 jaxpar is on no package index, so an extra is installed from the clone.
 """
 
+import errno
 import io
 import logging
 import os
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 Kinds = type[Exception] | tuple[type[Exception], ...]
 
 
@@ -29,6 +31,17 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Returns a message of several lines with each line escaped by ``printable``."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def text_of(error: BaseException) -> str:
+    """Returns what to say of an error; of one of the system, which has a code and a path alone, the rule and the remedy too."""
+    if not isinstance(error, OSError) or None in (error.errno, error.strerror):
+        return str(error)
+    remedy = "Make room." if error.errno in FULL else "Name another path, or change its permissions."
+    return (
+        "a file that is read must be there, and one that is written in a folder with room that takes it; got "
+        f"{error.strerror}: {error.filename or 'standard output'}. {remedy}"
+    )
 
 
 def tell(text: str) -> None:

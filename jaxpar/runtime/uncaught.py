@@ -12,9 +12,9 @@ from jaxpar._compat import coordination
 from jaxpar.runtime.coordination import is_peer_lost
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.interrupt import INTERRUPTED
+from jaxpar.runtime.output import FULL
 
 OTHER = 1
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 DISK_FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # and of one that has become read-only or unavailable
 
 

@@ -96,6 +96,11 @@ async def read_body(request: "Request", max_bytes: int) -> bytes:
             415,
             f"a body must be sent as application/json; got {ascii(kind)[:60]}. Add the header Content-Type: application/json.",
         )
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() != "identity":
+        raise RequestError(
+            415, f"a body must be sent as it is; got Content-Encoding {ascii(coding)[:60]}. Send it uncompressed."
+        )
     length = request.headers.get("content-length", "0")
     told = int(length) if length.isdecimal() else 0
     body, count = bytearray(), 0
