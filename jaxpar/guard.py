@@ -88,6 +88,7 @@ class Guard:
         self._num_steps, self._save_every, self._save_seconds = num_steps, save_every, 60 * save_minutes
         self._compare_every = compare_every
         self._max_skipped, self._num_skipped = max_skipped, 0
+        self._num_done, self._has_told_skip = 0, False
         self._first_loss: Any = None
         self._has_updated = False  # by a step of this run
         self._about, self._remedy, self._say = about, remedy, say
@@ -183,7 +184,7 @@ class Guard:
         self._watchdog.begin("step", str(step + 1))
         self._progress.done(step)
         self._count_skipped()
-        self._before = metrics.get("skipped")
+        self._num_done, self._before = step, metrics.get("skipped")
         self._first_loss = metrics.get("loss") if self._first_loss is None else self._first_loss
         if 0 < self._save_seconds <= time.monotonic() - self._saved_at and jax.process_index() == 0:
             self._saved_at = time.monotonic()
@@ -235,6 +236,12 @@ class Guard:
             self._has_updated |= skipped is not None
             return
         self._num_skipped += 1
+        if not self._has_told_skip:
+            self._has_told_skip = True
+            self._say(
+                f"step {self._num_done} changed nothing, since its loss or gradients were not finite; the metrics count "
+                "further ones"
+            )
         if self._num_skipped == self._max_skipped:
             self._end_not_finite()
 

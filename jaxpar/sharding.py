@@ -11,6 +11,7 @@ PartitionSpec, or a dim of a table of params to an axis. For the params of a Lay
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -63,6 +64,7 @@ def shardings_from_paths(
         check_kind((PartitionSpec,), "a PartitionSpec", remedy, **{f"the rule {pattern!r}": spec})
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [path_string(path) for path, _ in leaves]
+    check_paths(paths)
     chosen = [next((rule for rule in rules if path_matches(path, rule)), None) for path in paths]
     _check_rules_used(rules, paths, chosen)
     if strict and None in chosen:
@@ -73,6 +75,15 @@ def shardings_from_paths(
         )
     specs = [replicated() if rule is None else rules[rule] for rule in chosen]
     return _shardings(params, treedef.unflatten(specs), mesh)
+
+
+def check_paths(paths: Sequence[str]) -> None:
+    """Raises ValueError for two leaves of one path, of which a rule or a checkpoint would know one."""
+    if twice := [path for path, count in Counter(paths).items() if count > 1]:
+        raise ValueError(
+            f"each array must have a path of its own, by which rules and checkpoints know it; got {twice[0]} for two, such as "
+            'a["x/y"] and a["x"]["y"]. Rename one.'
+        )
 
 
 def shardings_from_dims(table: PyTree, mesh: Mesh, rules: Mapping[str, str | None]) -> PyTree:

@@ -102,6 +102,7 @@ class NotLowered:
         ("rows to learn from", "7 rows, crc32 0", "'7 rows, crc32 0' on process 1, '16 rows, crc32 .*' on process 0"),
         ("setting text", "crc32 2", "'crc32 2' on process 1, 'crc32 1' on process 0"),
         ("flag steps", 4, "4 on process 1, 3 on process 0"),
+        ("jax.config jax_enable_x64", "other", "'other' on process 1, 'False' on process 0"),
     ],
 )
 def test_a_run_whose_processes_differ_is_refused_before_anything_is_traced(tiny_run, monkeypatch, name, value, message):

@@ -163,6 +163,8 @@ def test_so_many_steps_in_a_row_or_at_the_end_that_are_not_finite_end_the_run(ma
     with pytest.raises(SystemExit) as end:
         run()
     assert end.value.code == code
+    [once] = [line for line in said if "changed nothing" in line]
+    assert once.startswith(f"step {min(broken)} changed nothing, since its loss or gradients were not finite")
     assert said[-1].startswith(f"error: {len(broken)} consecutive steps had a loss or gradients that were not finite")
     assert said[-1].endswith("is intact. Do this.")
 

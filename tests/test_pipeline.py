@@ -385,6 +385,7 @@ def test_any_tree_travels_from_layer_to_layer(x64, schedule):
 
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", [pytest.param("interleaved", marks=pytest.mark.slow), "zb-h1"])
+@pytest.mark.filterwarnings("ignore:a model's outputs must depend on a param")
 def test_params_may_be_missing_unread_or_in_any_tree(x64, schedule):
     """No outer params at all, a weight in a tuple, a scalar weight a layer, and one that no layer reads."""
     model = jaxpar.LayeredModel(

@@ -1,5 +1,7 @@
 """Models that mix rows and losses that are no sums over rows are refused before anything is compiled; the others are taken."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import jaxpar
 from jaxpar.step.position_checks import check_positions
+from jaxpar.step.purity import ImpureError, check_pure
 from jaxpar.step.row_checks import check_rows
 from tests.support.oracle import assert_same
 from tests.support.tiers import quick
@@ -563,3 +566,22 @@ def test_a_loss_of_sequences_that_are_split_is_a_sum_over_positions(loss, messag
     check_positions(LOOKUP, loss, TABLE, SEQUENCES, 1)
     if not message:
         check_positions(LOOKUP, loss, TABLE, SEQUENCES, 2)
+
+
+def test_a_model_that_is_traced_with_other_numbers_each_time_is_told_so_and_not_that_it_mixes_rows():
+    traces = itertools.count(1)
+    mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
+    model = lambda params, batch: batch["x"] * params["w"] + next(traces)
+    loss = lambda outputs, batch: (jnp.sum(outputs), jnp.float32(len(outputs)))
+    batch = {"x": np.ones((8, 1), np.float32)}
+    with pytest.raises(
+        ImpureError, match=r"must be pure functions, .* second trace, \d+ and then \d+\. Put what changes"
+    ):
+        jax.eval_shape(jaxpar.value_and_grad(model, loss, mesh), {"w": jnp.ones((1, 1))}, batch)
+
+
+def test_numbers_that_are_the_same_in_each_trace_are_pure():
+    key, table = jax.random.key(0), np.array([[np.nan, 1.0]], np.float32)
+    model = lambda params, batch: batch["x"] * params["w"] + table + jax.random.normal(key, (1, 2))
+    loss = lambda outputs, batch: (jnp.sum(outputs), jnp.float32(len(outputs)))
+    check_pure(model, loss, {"w": jnp.ones((1, 2))}, {"x": np.ones((8, 2), np.float32)})

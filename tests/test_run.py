@@ -24,6 +24,7 @@ from jaxpar.run import BasicFlags, ConfigError, Run
 from jaxpar.run.call_order import CallOrderError
 from jaxpar.run.early_stop import EarlyStop
 from jaxpar.run.evaluation import say_best
+from jaxpar.run.first_step import remark
 from jaxpar.run.flags import check_best_is_saved
 from jaxpar.run.start import advice_on_finite_steps, check_processes, first_state
 from jaxpar.run.traits import Traits, numbers_of
@@ -336,6 +337,94 @@ def trained_at(flags, optimizer, said, change):
     return [float(optax.tree.get(state.opt_state, "learning_rate"))]
 
 
+def test_settings_are_compared_as_plain_numbers_and_lists_whatever_they_were(tmp_path):
+    flags = BasicFlags.of(out_dir=tmp_path, steps=np.int64(2), checkpoint_every=1)
+    arrays = {
+        "rows": np.int64(4),
+        "rate": jnp.float32(0.5),
+        "names": {"b", "a"},
+        "clip": float("inf"),
+        "dir": Path("a"),
+    }
+    trained(flags, optax.adam(1e-2), settings=arrays)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["steps"] == 2, "a number, as given"
+    plain = {"rows": 4, "rate": 0.5, "names": ["a", "b"], "clip": "inf", "dir": "a"}
+    assert len(trained(flags.replace(resume=True), optax.adam(1e-2), settings=plain)) == 1, (
+        "resumed, and nothing differs"
+    )
+    with pytest.raises(ValueError, match=r"got rows=5 \(saved: 4\)"):
+        trained(flags.replace(resume=True), optax.adam(1e-2), settings=plain | {"rows": 5})
+
+
+def test_another_optimizer_is_refused_with_a_way_that_works(tmp_path):
+    first, second = (BasicFlags.of(out_dir=tmp_path / name, steps=2, checkpoint_every=1) for name in "ab")
+    trained(first, optax.adam(1e-2), settings={"rows": 4})
+    with pytest.raises(
+        ValueError,
+        match=r"got none for opt_state/0/count.* and another optimizer, begin a run in another folder: saved = ",
+    ) as refused:
+        trained(first.replace(resume=True), optax.sgd(1e-2), settings={"rows": 4})
+    assert "run.restore(lambda key: saved.params, key, optimizer, parallel)" in str(refused.value)
+    mesh, key = jaxpar.make_mesh(), jax.random.key(0)
+    shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
+    parallel = jaxpar.Parallel(mesh, shardings)
+    target = jaxpar.abstract_state(lambda key: {"w": jnp.ones(2)}, key, optax.adam(1e-2), parallel)
+    saved = jaxpar.CheckpointManager(tmp_path / "a" / "checkpoints", mesh).restore(target)
+    with Run(second, mesh, {"rows": 4}) as run:
+        run.restore(lambda key: saved.params, key, optax.sgd(1e-2), parallel)
+        grads = jax.value_and_grad(lambda params, batch: jnp.sum(params["w"]))
+        run.compile(jaxpar.make_train_step(grads, optax.sgd(1e-2)), {"x": np.zeros(1, np.float32)})
+        np.testing.assert_array_equal(run.begin().params["w"], saved.params["w"])
+
+
+def test_a_first_step_without_a_gradient_and_a_folder_that_cannot_be_are_told(tmp_path):
+    no_gradient = "the gradient of the first step is 0 in all params, so it has trained nothing: look for jax.lax.stop"
+    assert remark({"grad_norm": jnp.float32(0.0), "loss": 1.0}).startswith(no_gradient)
+    for metrics in (
+        {"loss": 0.0},
+        {"grad_norm": 0.0, "skipped": jnp.float32(1)},
+        {"grad_norm": np.nan},
+        {"grad_norm": 2.0},
+    ):
+        assert remark(metrics) == "", metrics
+    with pytest.raises(
+        ValueError, match=r"out_dir must be a folder that can be written to; got .*: File name too long. Name"
+    ):
+        Run(BasicFlags.of(out_dir=tmp_path / ("d" * 300)), jaxpar.make_mesh())
+
+
+def test_processes_that_begin_and_resume_are_refused_before_they_wait_for_one_another(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def refuse(what, values, remedy):
+        told.append((what, values))
+        raise ValueError("they differ")
+
+    monkeypatch.setattr("jaxpar.run.start.check_agreement", refuse)
+    with pytest.raises(ConfigError, match="they differ"):
+        Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh())
+    [(what, values)] = told
+    assert what == "begin"
+    assert values["path of out_dir"] == str(tmp_path)
+    assert [values[f"flag {name}"] for name in ("resume", "overwrite", "dry_run")] == [False, False, False]
+
+
+def test_processes_of_other_optimizers_and_programs_are_told_what_differs(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "jaxpar.run.traits.check_agreement", lambda what, values, remedy: asked.append((values, remedy))
+    )
+    traits = Traits({}, print)
+    traits.take_state(types.SimpleNamespace(params={"w": jnp.ones(2)}), None, None, optax.sgd(0.125), None)
+    traits.check_same_program("a program")
+    (optimizer, _), (program, remedy) = asked
+    assert "-0.125" in optimizer["optimizer, by the numbers in its update"]
+    assert list(program) == ["program"]
+    assert "random numbers of NumPy: put them into the batch" in remedy
+
+
 def test_what_a_checkpoint_does_not_say_of_the_optimizer_is_told_as_not_compared():
     said = []
     traits = Traits({}, said.append)
@@ -434,11 +523,11 @@ def test_a_metric_that_no_step_has_is_named_at_the_end_and_calls_and_metrics_mus
             for wrong in (jnp.zeros(3), "0.5", None, {"a": 1.0}, 1j):
                 with pytest.raises(TypeError, match=r"a metric must be one real number, .*; got 'wrong' "):
                     run.log(step, state, metrics | {"wrong": wrong})
-            run.log(step, state, metrics | {"test_loss": 1.0})
+            run.log(step, state, metrics | {"test_loss": np.ones(1), "of_one": jnp.ones((1, 1))})
     assert said[-1].startswith(
         "no step had the metric test_los of keep_best=test_los, so none was the best and none ended"
     )
-    assert ", skipped, test_loss, wrong: name one of these" in said[-1]
+    assert "of_one, skipped, test_loss, wrong: name one of these" in said[-1]
 
 
 def test_lines_are_followed_as_they_come_and_once(tmp_path):

@@ -243,3 +243,11 @@ def test_layers_of_a_table_lie_on_the_stage_axis_and_the_embedding_over_it_too(m
 def test_rules_by_dims_that_do_not_fit_are_refused(mesh, rules, message):
     with pytest.raises(ValueError, match=message):
         jaxpar.shardings_from_dims(TABLE, mesh, rules)
+
+
+def test_two_params_of_one_path_are_refused():
+    params = {"a/w": np.ones(2), "a": {"w": np.ones(2)}}
+    with pytest.raises(
+        ValueError, match=r"each array must have a path of its own, .*; got a/w for two, such as .*Rename one"
+    ):
+        jaxpar.shardings_from_paths(params, jaxpar.make_mesh(), {"**": jaxpar.replicated()})

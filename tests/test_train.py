@@ -320,6 +320,7 @@ def test_complex_params_train_as_on_one_device(zero):
         pytest.param({"stage": 2}, 0, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.filterwarnings("ignore:a model's outputs must depend on a param")
 def test_a_complex_param_that_the_loss_does_not_use_has_no_gradient_on_any_mesh(axes, zero):
     """XLA ends the process where it reduces a constant of complex numbers."""
     mesh = jaxpar.make_mesh(**axes, devices=jax.devices()[:2])

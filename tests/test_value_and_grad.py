@@ -1,5 +1,7 @@
 """The entry point with one stage: a drop-in for jax.value_and_grad, and proofs that its tests would notice a fault."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -250,6 +252,19 @@ def test_what_a_model_must_not_return_is_refused_with_the_function_that_returned
     value_and_grad = jax.jit(jaxpar.value_and_grad(model, tiny.loss, mesh))
     with tiny.signatures_unchecked(), pytest.raises(kind, match=message):
         value_and_grad(tiny.make_params(), tiny.make_batch())
+
+
+def test_params_that_the_outputs_do_not_depend_on_are_told_unless_they_are_frozen(mesh):
+    params = tiny.make_params()
+    more = params | {"outer": params["outer"] | {"forgotten": jnp.ones(3)}}
+    for trainable, told in ((None, True), (("layers/**",), False)):
+        value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, trainable=trainable)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            jax.eval_shape(value_and_grad, more, tiny.make_batch())
+        messages = [str(each.message) for each in found if "depend on a param" in str(each.message)]
+        assert bool(messages) == told
+        assert not told or "got none that depends on outer/forgotten, whose gradient is 0. Use it" in messages[0]
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,11 @@ class CheckpointManager(Saver):
             mesh=shown_sizes(self.mesh.shape),
             num_processes=jax.process_count(),
             versions=versions(),
-            metrics={name: float(value) for name, value in fetch(dict(metrics or {})).items() if np.isfinite(value)},
+            metrics={
+                name: np.asarray(value).item()
+                for name, value in fetch(dict(metrics or {})).items()
+                if np.isfinite(value)
+            },
             saved_at=time.time(),
             arrays=array_records(state, step, self.mesh),
         )

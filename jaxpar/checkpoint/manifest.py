@@ -12,6 +12,7 @@ checkpoint's folder. Its text must equal the output of `Manifest.render` byte fo
 import contextlib
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -133,8 +134,27 @@ def _digest(body: Any) -> str:
 
 
 def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config as plain JSON values; values that JSON does not support become strings."""
-    return json.loads(json.dumps(dict(config), default=str, allow_nan=False))
+    """Returns a config as plain JSON values: numbers of NumPy become those of Python, sets lists, and what else it lacks text.
+
+    >>> plain_json({"names": {"b", "a"}, "folder": Path("a"), "most": math.inf})
+    {'names': ['a', 'b'], 'folder': 'a', 'most': 'inf'}
+    """
+    return {str(name): _plain(value) for name, value in config.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return plain_json(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (set, frozenset)):  # in an order that is the same in each process
+        return sorted(map(_plain, value), key=str)
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of NumPy or JAX
+        return _plain(value.item())
+    is_plain = (
+        value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    )
+    return value if is_plain else str(value)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -34,6 +34,11 @@ Result = TypeVar("Result")
 MOST_NAMED = 5  # problems of one step in a message
 MOST_LISTED = 20  # times that the steps are listed, because one was deleted before it was read
 SECONDS_BETWEEN_LISTS = 0.2
+OTHER_OPTIMIZER = (
+    "Use the model and optimizer that it was saved with. To go on with its params and another optimizer, begin a run in "
+    "another folder: saved = jaxpar.CheckpointManager(folder, mesh).restore(jaxpar.abstract_state(init_fn, key, "
+    "saved_optimizer, parallel)), then run.restore(lambda key: saved.params, key, optimizer, parallel)."
+)
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -232,9 +237,10 @@ def check_arrays_match(saved: Mapping[str, ArrayRecord], target: PyTree, where: 
     for path in {**wanted, **saved}:
         want, have = _say_array(wanted.get(path)), _say_array(saved.get(path))
         if want != have and not (cast and _differ_in_float(wanted.get(path), saved.get(path))):
+            remedy = OTHER_OPTIMIZER if path.startswith("opt_state/") else "Use the model that it was saved with."
             raise ValueError(
                 f"a checkpoint must hold the arrays of the target, with their shapes and dtypes; got {want} for "
-                f"{printable(path)}, saved {printable(have)}, in {where}. Use the model and optimizer that it was saved with."
+                f"{printable(path)}, saved {printable(have)}, in {where}. {remedy}"
             )
     stored = [
         jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved[path].dtype), sharding=leaf.sharding)

@@ -15,7 +15,7 @@ from dataclasses import astuple
 from importlib import metadata
 from typing import Any
 
-from jax import dtypes, process_count, process_index, tree
+from jax import dtypes, process_count, process_index, tree, tree_util
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
@@ -27,7 +27,7 @@ from jaxpar.checkpoint.orbax_tree import GivenUpError
 from jaxpar.fields import check_at_least
 from jaxpar.runtime.coordination import exchange
 from jaxpar.runtime.exit_codes import ExitCode
-from jaxpar.sharding import path_string
+from jaxpar.sharding import check_paths, path_string
 
 LIBRARIES = ("jax", "jaxlib", "orbax-checkpoint", "optax", "numpy")
 ANY_SECONDS = 1e6
@@ -250,6 +250,7 @@ def array_records(state: PyTree, step: int, mesh: Mesh) -> dict[str, ArrayRecord
         NotFiniteError: A parameter is NaN or infinite.
     """
     _check_storable(state)
+    check_paths([path_string(path) for path, _ in tree_util.tree_leaves_with_path(state)])
     checked = check_arrays(state, mesh)
     if diverged := [path for path, found in checked.items() if found.is_diverged]:
         raise DivergedError(

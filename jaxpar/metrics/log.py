@@ -118,7 +118,7 @@ class MetricsLog:
         step, metrics = self._pending
         self._pending = None
         ordered = {"loss": metrics["loss"], **metrics}
-        values = {name: float(np.asarray(value)) for name, value in ordered.items()}
+        values = {name: float(np.asarray(value).item()) for name, value in ordered.items()}
         now = time.perf_counter()
         ended, resumed = self._pause or (now, now)
         seconds, self._then, self._pause = ended - self._then, resumed, None

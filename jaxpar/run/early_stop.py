@@ -33,7 +33,7 @@ class EarlyStop:
         """
         if self.metric not in metrics:
             return False
-        value = self._sign * float(np.asarray(metrics[self.metric]))
+        value = self._sign * float(np.asarray(metrics[self.metric]).item())
         check_agreement("count an evaluation", {self.metric: repr(self._sign * value)})
         self._num_worse = 0 if value < self._best else self._num_worse + 1
         self._best = value if value < self._best else self._best

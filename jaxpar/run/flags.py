@@ -18,9 +18,10 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from tyro.conf import OmitArgPrefixes
 
-from jaxpar.fields import arg, check_at_least, check_from, check_kind, near_name, switch
+from jaxpar.fields import arg, brief, check_at_least, check_from, check_kind, near_name, switch
 from jaxpar.mesh import shown_sizes
 from jaxpar.metrics import exporters
 from jaxpar.runtime.process_env import check_own_variables
@@ -170,6 +171,7 @@ class RunFlags:
         """Returns the flags with other values, each under the name of its flag; raises TypeError if there is none."""
         assert dataclasses.is_dataclass(self)
         changes: dict[str, Any] = {}
+        values = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
         if isinstance(values.get("out_dir"), str):
             values["out_dir"] = Path(values["out_dir"])
         for name, group in _groups(self).items():
@@ -376,7 +378,13 @@ def _check_devices(flags: RunFlags) -> None:
 
 def check_out_dir(out_dir: Path, flag: str | None = None) -> None:
     """Raises ValueError unless the folder of a flag, by default --out-dir, is a writable folder, or can be created."""
-    there = next(path for path in (out_dir.absolute(), *out_dir.absolute().parents) if path.exists())
+    try:
+        there = next(path for path in (out_dir.absolute(), *out_dir.absolute().parents) if path.exists())
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(
+            f"{flag or arg('out_dir')} must be a folder that can be written to; got {brief(str(out_dir))}: {error.strerror}. "
+            "Name another."
+        ) from error
     why = "" if there.is_dir() else "is a file"
     if not why:
         try:

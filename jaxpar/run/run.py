@@ -1,6 +1,5 @@
 """A run around a training loop: its folder and lease, checkpoints, metrics, report, and the guard that stops and watches it."""
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,7 +19,7 @@ from jaxpar.pipeline import check_permutes
 from jaxpar.planner import cluster, roofline
 from jaxpar.planner.compiled import inspect_pipeline
 from jaxpar.report import ReportWriter, step_data
-from jaxpar.run import folder
+from jaxpar.run import first_step, folder
 from jaxpar.run.arguments import check_arguments, check_function, lowered
 from jaxpar.run.call_order import CallOrder, check_called
 from jaxpar.run.compiled_step import CompiledStep
@@ -39,7 +38,6 @@ from jaxpar.run.start import (
 )
 from jaxpar.run.traits import Traits
 from jaxpar.run.watchers import open_watchers
-from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.schedule import Schedule
@@ -106,8 +104,8 @@ class Run(AbstractContextManager["Run"]):
         self.out_dir, self.is_dry = flags.common.out_dir, flags.common.dry_run
         self.origin, self.saved = Origin(), dict[str, Any]()
         self.target: Any = None
-        self._settings = dict(settings or {})
-        self._traits = Traits(self._settings, say)
+        self._traits = Traits(settings or {}, say)
+        self._settings = self._traits.settings
         rate = (1, "steps") if items_per_step is None else (items_per_step, items)
         self._rate: dict[str, Any] = {"items_per_step": rate[0], "items": rate[1]}
         self._flops_per_step = flops_per_step
@@ -199,9 +197,8 @@ class Run(AbstractContextManager["Run"]):
             check_processes(self.mesh, self.flags, self._settings, self._read)
             step = lowered(train_step, self.target, batch)
             if jax.process_count() > 1:
-                program = hashlib.sha256(step.as_text().encode()).hexdigest()[:16]
                 with checks():
-                    check_agreement("train", {"program": program})
+                    self._traits.check_same_program(step.as_text())
             self._compiled = CompiledStep(step.compile(), batch, self.mesh)
             with checks():
                 check_permutes(self._compiled)
@@ -314,6 +311,8 @@ class Run(AbstractContextManager["Run"]):
         self._has_all_metrics = False  # steps without an evaluation have fewer
         if step == self.first_step or self.is_due(step, self.flags.common.checkpoint_every or self.flags.common.steps):
             self._order.check_state(step, int(jaxpar.fetch(state.step)), self._say)
+        if step == self.first_step and (told := first_step.remark(metrics)):
+            self._say(told)
         for every, call in self._calls:
             if self.is_due(step, every):
                 with self._log.pause(metrics), self._guard.phase("evaluation"):

@@ -26,11 +26,21 @@ from jaxpar.runtime.supervise import is_restarted
 from jaxpar.runtime.uncaught import FULL
 from jaxpar.step.sharding import left_whole
 
+# Settings of JAX that change what a step computes, of which the message about different programs could not say.
+OF_PROGRAMS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_threefry_partitionable",
+)
+
 
 def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointManager:
     """Returns the manager of the checkpoints in ``--out-dir``; unless it is a --dry-run, this run then owns the folder."""
     common, directory = flags.common, flags.common.out_dir / folder.CHECKPOINTS
     kept = {name: getattr(flags.checkpoint, name) for name in ("keep", "keep_every", "keep_best")}
+    _check_same_start(flags)
     folder.check_own_config(common.out_dir)
     lease = Lease(common.out_dir)
     checkpoints = CheckpointManager(directory, mesh, **kept, save_seconds=flags.budget.save, lease=lease)
@@ -50,6 +60,17 @@ def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointMana
     if not (common.resume or common.overwrite or common.dry_run):
         _check_new(flags, checkpoints, latest)
     return checkpoints
+
+
+def _check_same_start(flags: RunFlags) -> None:
+    """Raises ConfigError where one process resumes and another begins: they would wait for one another."""
+    if jax.process_count() == 1:
+        return
+    common = flags.common
+    given = {f"flag {name}": getattr(common, name) for name in ("resume", "overwrite", "dry_run")}
+    given |= {"path of out_dir": str(common.out_dir.absolute()), "version of JAX": jax.__version__}
+    with checks():
+        check_agreement("begin", given, "Start all with the same code, flags and working directory.")
 
 
 def _check_new(flags: RunFlags, checkpoints: CheckpointManager, latest: int | None) -> None:
@@ -114,6 +135,7 @@ def check_processes(
         check_every_process_takes_part(list(mesh.devices.flat), jax.devices())
         given = {f"flag {name}": value for name, value in flags.as_json().items()}
         given |= {f"setting {name}": value for name, value in settings.items()}
+        given |= {f"jax.config {name}": str(jax.config.values.get(name)) for name in OF_PROGRAMS}
         check_agreement("train", given | {name: value() for name, value in read.items()})
 
 

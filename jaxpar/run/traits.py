@@ -8,6 +8,7 @@ What differs is printed, not refused, since a schedule may follow from the numbe
 model and the loss are compared by the settings of a run alone: a run without any is told so.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,9 +18,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar._compat import literals
+from jaxpar.checkpoint.manifest import plain_json
 from jaxpar.data.checksums import checksum
 from jaxpar.fields import brief
 from jaxpar.run.kept_numbers import describe, kept_numbers
+from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.output import printable, version_of
 from jaxpar.sharding import path_string
 from jaxpar.step.optimizer_state import first_update
@@ -31,6 +34,11 @@ SHOWN = 4
 REMEDY = (
     'Give what the results depend on to Run as settings when a run begins, such as {"learning_rate": 0.001, "data": '
     '"rows.csv"}: a resume with other values is then refused.'
+)
+
+SAME_PROGRAM = (
+    "Start all with the same code, flags and data. A model must not read the number of its process, the time or random numbers "
+    "of NumPy: put them into the batch."
 )
 
 
@@ -66,11 +74,14 @@ class Traits:
     Args:
         settings: The settings of the run, which are compared on their own.
         say: Prints a message.
+
+    Attributes:
+        settings: The settings as plain JSON, as a checkpoint has them and processes compare them.
     """
 
     def __init__(self, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
         _check_settings(settings)
-        self._settings, self._say = settings, say
+        self.settings, self._say = plain_json(settings), say
         self._saved: Mapping[str, Any] = {}
         self._optimizer: Callable[[], dict[str, Any] | None] = lambda: None
         self._kept: Callable[[PyTree], dict[str, tuple[Any, Any]]] = lambda opt_state: {}
@@ -93,6 +104,18 @@ class Traits:
         saved = self._saved.get("batch")
         if isinstance(saved, Mapping) and (apart := self._apart(saved, self._batch)):
             self._say(f"a batch is not what it was in the saved run: {apart}. {REMEDY}")
+
+    def check_same_program(self, program: str) -> None:
+        """Raises ValueError unless all processes have the same program and optimizer, with the numbers that differ.
+
+        Args:
+            program: The text of the step before it is compiled.
+        """
+        numbers = (self._optimizer() or {}).get("numbers", [])
+        given = {"optimizer, by the numbers in its update": ", ".join(numbers)}
+        check_agreement("train", given, "Start all with the same code and flags.")
+        digest = hashlib.sha256(program.encode()).hexdigest()[:16]
+        check_agreement("train", {"program": digest}, SAME_PROGRAM)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the traits, for a checkpoint."""
@@ -117,11 +140,11 @@ class Traits:
         is_compared = isinstance(then, Mapping) and now is not None and is_same_software
         is_apart = isinstance(then, Mapping) and now is not None and then.get("checksum") != now["checksum"]
         if isinstance(then, Mapping) and now is not None and is_compared and is_apart and not _is_told(then, now, kept):
-            changed = [name for name, value in self._settings.items() if settings.get(name, value) != value]
+            changed = [name for name, value in self.settings.items() if settings.get(name, value) != value]
             why = f", as may be since other settings are: {', '.join(changed)}" if changed else ""
-            more = "" if self._settings else f" {REMEDY}"
+            more = "" if self.settings else f" {REMEDY}"
             self._say(f"the optimizer is not that of the saved run: {_other_numbers(then, now)}{why}.{more}")
-        if not self._settings:
+        if not self.settings:
             numbers = "" if is_compared else "the numbers of the optimizer, "
             self._say(
                 f"not compared with the saved run, since Run has no settings: {numbers}the data, the model and the loss. "
@@ -131,7 +154,7 @@ class Traits:
     def _apart(self, saved: Mapping[str, Any], batch: Mapping[str, str]) -> str:
         """Returns the arrays of a batch that differ, without the number of rows where the settings have the size of a batch."""
         of_row = lambda text: "".join(text.partition("[")[:2]) + text.partition("[")[2].partition(", ")[2]
-        shown = of_row if "batch_size" in self._settings else str
+        shown = of_row if "batch_size" in self.settings else str
         apart = [
             f"{name} {batch.get(name, 'none')}, saved {saved.get(name, 'none')}"
             for name in {**batch, **saved}

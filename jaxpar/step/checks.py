@@ -1,16 +1,22 @@
 """The checks of params and a batch before a step is compiled for them: of each, and of what model and loss make of both."""
 
+import warnings
+from collections.abc import Sequence
+
+import jax
 from jaxtyping import PyTree
 
 from jaxpar.data_parallel import check_batch, check_sequences
 from jaxpar.layered_model import LayeredModel, num_layers, output_shapes
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, num_replicas
-from jaxpar.sharding import check_same_tree
+from jaxpar.sharding import check_same_tree, path_string
 from jaxpar.step.loss_checks import check_loss
 from jaxpar.step.plan import Step
 from jaxpar.step.position_checks import check_owned, check_positions
 from jaxpar.step.row_checks import check_rows
-from jaxpar.trainable import check_params
+from jaxpar.trainable import check_params, is_frozen
+
+SHOWN = 4
 
 
 def check_call(step: Step, params: PyTree, batch: PyTree) -> None:
@@ -27,12 +33,27 @@ def check_call(step: Step, params: PyTree, batch: PyTree) -> None:
         num_layers(params)
     check_loss(loss, output_shapes(model, params, batch), batch, has_aux=step.has_aux)
     traced = step.traced_loss(params, batch)  # refuses what cannot run on the mesh
-    if step.trains and not traced.reads_params:
-        raise ValueError(
-            "a model's outputs must depend on its params; got outputs that depend on none of them, such as numbers of "
-            "NumPy, so that nothing would be trained. Compute them from the params that the model is given."
-        )
+    if step.trains:
+        _check_read(params, traced.unread)
     check_rows(model, loss, params, batch, num_replicas(mesh) * num_microbatches)
     check_positions(model, loss, params, batch, mesh.shape[CONTEXT])
     forward = model.apply if is_layered else model
     check_owned(forward, params, batch, step.shardings, mesh)
+
+
+def _check_read(params: PyTree, unread: Sequence[int]) -> None:
+    """Raises if the outputs depend on no param; warns of params that are trained and that the outputs do not depend on."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_frozen)
+    if unread and len(unread) == len(leaves):
+        raise ValueError(
+            "a model's outputs must depend on its params; got outputs that depend on none of them, such as numbers of "
+            "NumPy, so that nothing would be trained. Compute them from the params that the model is given."
+        )
+    names = [path_string(leaves[index][0]) for index in unread if not is_frozen(leaves[index][1])]
+    if names:
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        warnings.warn(
+            f"a model's outputs must depend on a param to train it; got none that depends on {', '.join(names[:SHOWN])}{more}, "
+            "whose gradient is 0. Use it in the model, or leave it out of the params.",
+            stacklevel=2,
+        )

@@ -43,6 +43,7 @@ from jaxpar.row_dependence import (
     traced,
 )
 from jaxpar.row_dependence.values import same_growth
+from jaxpar.step.purity import check_pure
 
 Model = LayeredModel | Callable[[PyTree, PyTree], PyTree]
 
@@ -74,8 +75,12 @@ def check_rows(
     if found is None:
         doubts = [f"model and loss take no {sizes[0]} and no {sizes[1]} rows"]
     else:
-        _refuse_parts(found)
-        _refuse_sums(found)
+        try:
+            _refuse_parts(found)
+            _refuse_sums(found)
+        except ValueError:
+            check_pure(model, loss, params, batch)
+            raise
         doubts = found.doubts
     if doubts and jax.process_index() == 0:
         warnings.warn(_warning(doubts), stacklevel=2)

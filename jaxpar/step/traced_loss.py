@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from jaxpar._compat import Literal, equations, has_reference_effects, opened
+from jaxpar._compat import equations, has_reference_effects, opened, partial_eval
 from jaxpar.backward.graph import trace
 from jaxpar.data_parallel import accumulate, microbatch_shapes
 from jaxpar.fields import arg
@@ -37,14 +37,14 @@ class TracedLoss:
         weight_of_rows: ``a replica's rows -> weight_sum``, the sum over its microbatches, in float32 or wider.
         dtype: The dtype of the loss on one device.
         manual_axes: The mesh axes over which a step is manual.
-        reads_params: Whether the outputs depend on any param, or the model has none.
+        unread: The indices of the params on which the outputs do not depend.
         is_mean: Whether the value is that of ``value_and_grad``; otherwise it is that of an evaluation, the sums.
     """
 
     weight_of_rows: Callable[[PyTree], jax.Array]
     dtype: Any
     manual_axes: frozenset[str]
-    reads_params: bool = True
+    unread: tuple[int, ...] = ()
     is_mean: bool = True
 
     def value(self, sums: PyTree, total_weight: jax.Array) -> PyTree:
@@ -119,10 +119,8 @@ def trace_loss(
         with jax.numpy_dtype_promotion("standard"):
             mean = jax.eval_shape(lambda *given: jnp.divide(*loss(*given)[:2]), outputs, microbatch)
         count = len(jax.tree.leaves(params))
-        reads_params = not count or _reads_first(traced, count)
-        return TracedLoss(
-            lambda rows: accumulate(weight, rows, num_microbatches), mean.dtype, manual_axes, reads_params
-        )
+        of_rows = lambda rows: accumulate(weight, rows, num_microbatches)
+        return TracedLoss(of_rows, mean.dtype, manual_axes, _unread_of_first(traced, count))
 
     if mesh.shape[CONTEXT] == 1:
         return of_part()
@@ -132,14 +130,11 @@ def trace_loss(
     return found[0]
 
 
-def _reads_first(jaxpr: Any, count: int) -> bool:
-    """Returns whether outputs of a jaxpr depend on any of its first inputs, a loop's as if each output needed each input."""
-    jaxpr = opened(jaxpr)
-    needed = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
-    for equation in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            needed |= {x for x in equation.invars if not isinstance(x, Literal)}
-    return not needed.isdisjoint(jaxpr.invars[:count])
+def _unread_of_first(jaxpr: Any, count: int) -> tuple[int, ...]:
+    """Returns which of its first inputs the outputs of a jaxpr do not depend on."""
+    inner = opened(jaxpr)
+    _, is_read = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
+    return tuple(index for index in range(count) if not is_read[index])
 
 
 def _of_batch_alone(function: Callable[[PyTree, PyTree], Any], first: PyTree, batch: PyTree) -> Callable | None:
