@@ -102,16 +102,25 @@ def value_and_grad(
 
 
 def with_settings(
-    model: LayeredModel | Callable, loss: Loss, parallel: Parallel, pipeline: Pipeline, *, has_aux: bool | None
+    model: LayeredModel | Callable,
+    loss: Loss,
+    parallel: Parallel,
+    pipeline: Pipeline,
+    *,
+    has_aux: bool | None,
 ) -> ValueAndGrad:
     """Returns ``value_and_grad``; with ``has_aux=None`` it trains nothing, and its value is what ``loss`` returns."""
     if isinstance(parallel.mesh, Mesh) and not is_compile_only(parallel.mesh.devices.flat[0]):
         check_joined()
     check_settings(model, loss, parallel, pipeline)
-    layout, trains = parallel.layout, has_aux is not None
-    model = accept_frozen(model, parallel.trainable if trains else ())
-    frozen = partial(freeze, trainable=parallel.trainable) if trains else partial(jax.tree.map, Frozen)
-    shardings = None if parallel.shardings is None else frozen(open_params(parallel.shardings, layout))
+    layout, trainable = parallel.layout, parallel.trainable
+    frozen = partial(freeze, trainable=trainable)
+    if has_aux is None:
+        frozen, trainable = partial(jax.tree.map, Frozen), ()
+    model = accept_frozen(model, trainable)
+    shardings = parallel.shardings
+    if shardings is not None:
+        shardings = frozen(open_params(shardings, layout))
     step = Step(model, loss, parallel, pipeline, shardings, has_aux)
     check = once_for_shapes(partial(check_call, step))
     if step.mesh.shape[STAGE] > 1:

@@ -86,7 +86,7 @@ class _OneByOne:
         layers = ReducingLayers(model, self.sharding.zero, self.params)
 
         def one(microbatch: PyTree, earlier: PyTree | None = None) -> SumsAndGrads:
-            trained = {OUTER: self.params[OUTER], LAYERS: layers.zeros(earlier)}
+            trained = self.params | {LAYERS: layers.zeros(earlier)}
             outputs = partial(layers.outputs, earlier)
             return self.grads(outputs, trained, microbatch)
 
@@ -110,10 +110,15 @@ class _OneByOne:
         loss = self.step.float_loss
 
         @partial(fold_transposes, run=keep_padding)
-        def differentiate(trained: PyTree, rows: PyTree, total_weight: jax.Array) -> SumsAndGrads:
+        def differentiate(
+            trained: PyTree,
+            rows: PyTree,
+            total_weight: jax.Array,
+        ) -> SumsAndGrads:
             loss_of = lambda trained: sums_of(loss, outputs(trained, rows), rows)
             loss_sum, vjp, further = jax.vjp(loss_of, trained, has_aux=True)
-            (grads,) = vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))
+            cotangent = jnp.reciprocal(total_weight)
+            (grads,) = vjp(cotangent.astype(loss_sum.dtype))
             return (loss_sum, further), grads
 
         return differentiate(trained, microbatch, self.total_weight)
@@ -123,10 +128,12 @@ def _before_last(rows: PyTree, num_microbatches: int) -> tuple[PyTree, PyTree]:
     """Returns the rows of all microbatches but the last, and those of the last."""
     num_rows = jax.tree.leaves(rows)[0].shape[0]
     start = num_rows // num_microbatches * (num_microbatches - 1)
-    others = jax.tree.map(lambda a: a[:start], rows)
-    return others, jax.tree.map(lambda a: a[start:], rows)
+    others = jax.tree.map(lambda leaf: leaf[:start], rows)
+    last = jax.tree.map(lambda leaf: leaf[start:], rows)
+    return others, last
 
 
 def _plus(totals: PyTree, more: PyTree) -> PyTree:
     """Returns totals with one more of each added, in the dtypes of the totals."""
-    return jax.tree.map(lambda total, one: total + one.astype(total.dtype), totals, more)
+    add = lambda total, one: total + one.astype(total.dtype)
+    return jax.tree.map(add, totals, more)

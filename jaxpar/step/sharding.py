@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -36,7 +37,13 @@ class StepSharding:
     layer_shards: ParamShards | None
 
 
-def shard_step(params: PyTree, parallel: Parallel, shardings: PyTree | None, *, layered: bool) -> StepSharding:
+def shard_step(
+    params: PyTree,
+    parallel: Parallel,
+    shardings: PyTree | None,
+    *,
+    layered: bool,
+) -> StepSharding:
     """Returns how a step shards its params and gradients.
 
     Args:
@@ -51,8 +58,11 @@ def shard_step(params: PyTree, parallel: Parallel, shardings: PyTree | None, *, 
         is_known = mesh.shape[TENSOR] == 1 or shardings is not None
         of_params, of_grads = stage_specs(params, mesh.shape[STAGE], spread=is_known)
         if shardings is not None:
-            of_grads |= {OUTER: jax.tree.map(_where_at_rest, of_grads[OUTER], shardings[OUTER])}
-    with_tensor = of_grads if shardings is None else jax.tree.map(_both, of_grads, shardings)
+            of_outer = jax.tree.map(_where_at_rest, of_grads[OUTER], shardings[OUTER])
+            of_grads |= {OUTER: of_outer}
+    with_tensor = of_grads
+    if shardings is not None:
+        with_tensor = jax.tree.map(_both, of_grads, shardings)
     stacked = layered and is_stacked(params)
     zero = zero_of(
         parallel.zero,
@@ -63,13 +73,19 @@ def shard_step(params: PyTree, parallel: Parallel, shardings: PyTree | None, *, 
         reduce_dtype=parallel.grad_reduce_dtype,
         overlaps=parallel.overlap_grad_reduce,
     )
-    of_layers = [shard.tensor for shard in zero[LAYERS].of_params] if stacked else None
+    layer_shards = None
+    if stacked:
+        of_layers = [shard.tensor for shard in zero[LAYERS].of_params]
+        layer_shards = ParamShards.of_layers(of_layers, mesh.shape[TENSOR])
+    in_step = lambda spec, shard: shard.in_step(spec)
+    at_rest = lambda spec, shard: shard.at_rest(spec)
+    grads = jax.tree.map(at_rest, of_grads, zero.shards)
     return StepSharding(
-        params=jax.tree.map(lambda spec, shard: shard.in_step(spec), of_params, zero.shards),
-        grads=only_trained(jax.tree.map(lambda spec, shard: shard.at_rest(spec), of_grads, zero.shards)),
+        params=jax.tree.map(in_step, of_params, zero.shards),
+        grads=only_trained(grads),
         replica_grads=only_trained(with_tensor),
         zero=zero,
-        layer_shards=None if of_layers is None else ParamShards.of_layers(of_layers, mesh.shape[TENSOR]),
+        layer_shards=layer_shards,
     )
 
 
@@ -85,14 +101,14 @@ def left_whole(params: PyTree, parallel: Parallel) -> dict[str, int]:
     if parallel.zero == 0:
         return {}
     trainable = None if parallel.zero == 3 else parallel.trainable
-    params, shardings = (trained_part(tree, trainable) for tree in (params, parallel.shardings))
+    leaves = jax.tree_util.tree_leaves_with_path(trained_part(params, trainable))
+    shardings = jax.tree.leaves(trained_part(parallel.shardings, trainable))
     found = {}
-    for (path, param), sharding in zip(
-        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
-    ):
+    for (path, param), sharding in zip(leaves, shardings, strict=True):
         shard = zero_shard(parallel.zero, param, sharding.spec, parallel.mesh)
         if shard.axes and shard.dim is None:
-            found[path_string(path)] = math.prod(sharding.shard_shape(param.shape)) * param.dtype.itemsize
+            size = math.prod(sharding.shard_shape(param.shape))
+            found[path_string(path)] = size * param.dtype.itemsize
     return found
 
 
@@ -103,6 +119,5 @@ def _where_at_rest(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpe
 
 def _both(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
     """The spec of the dims that either spec shards."""
-    longest = max(len(spec), len(sharding.spec))
-    pad = lambda s: (*s, *(None,) * (longest - len(s)))
-    return PartitionSpec(*(a or b for a, b in zip(pad(spec), pad(sharding.spec), strict=True)))
+    pairs = zip_longest(spec, sharding.spec)
+    return PartitionSpec(*(own or other for own, other in pairs))

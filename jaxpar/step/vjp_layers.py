@@ -49,9 +49,12 @@ def gathering_layers(model: LayeredModel, zero: Zero, *, again: bool) -> Layered
 
     def wrap(layer: Layer) -> Layer:
         def gathered(params: PyTree, x: PyTree) -> PyTree:
-            return layer(map_leaves(gather, shards, params), x)
+            whole = map_leaves(gather, shards, params)
+            return layer(whole, x)
 
-        return jax.checkpoint(gathered, policy=_store_all_but_gathered) if again else gathered
+        if not again:
+            return gathered
+        return jax.checkpoint(gathered, policy=_store_all_but_gathered)
 
     return model.wrap_layers(wrap)
 
@@ -69,7 +72,11 @@ def wide_shards(params: PyTree, zero: Zero) -> PyTree:
     return jax.tree.map(of, params, zero.shards, is_leaf=is_frozen)
 
 
-def _gather_and_scatter(reduce_dtype: Any, shard: ZeroShard, param: jax.Array) -> jax.Array:
+def _gather_and_scatter(
+    reduce_dtype: Any,
+    shard: ZeroShard,
+    param: jax.Array,
+) -> jax.Array:
     """Returns the whole param in its own dtype; its vjp returns the shard of the gradient in the dtype of the given one."""
     if not shard.is_param:
         return param
@@ -82,7 +89,11 @@ def _gather_and_scatter(reduce_dtype: Any, shard: ZeroShard, param: jax.Array) -
         scattered = shard.scatter(grad, reduce_dtype)
         return (scattered.astype(like.dtype),)
 
-    gather.defvjp(lambda param: (gather(param), jnp.zeros((), param.dtype)), backward)
+    def forward(param: jax.Array) -> tuple[jax.Array, jax.Array]:
+        like = jnp.zeros((), param.dtype)
+        return gather(param), like
+
+    gather.defvjp(forward, backward)
     return gather(param)
 
 
@@ -111,13 +122,15 @@ class ReducingLayers:
     def zeros(self, earlier: PyTree | None) -> PyTree:
         """Returns zeros like the gradients of layers, reduced with those of ``earlier`` microbatches or, without, added."""
         result = partial(reduced_or_added, self.zero[LAYERS])
-        like = jax.eval_shape(result, self.params[LAYERS], earlier)
-        return jax.tree.map(lambda grad: jnp.zeros(grad.shape, grad.dtype), like)
+        shapes = jax.eval_shape(result, self.params[LAYERS], earlier)
+        zeros = lambda like: jnp.zeros(like.shape, like.dtype)
+        return jax.tree.map(zeros, shapes)
 
     def outputs(self, earlier: PyTree | None, trained: PyTree, microbatch: PyTree) -> PyTree:
         """Returns the outputs of the model; the gradient of ``trained["layers"]``, any zeros, is the result of its layers."""
         layers = self._beside_sums(earlier, trained[LAYERS])
-        return self._reducing.apply(trained | {LAYERS: layers}, microbatch)
+        params = trained | {LAYERS: layers}
+        return self._reducing.apply(params, microbatch)
 
     @cached_property
     def _reducing(self) -> LayeredModel:
@@ -133,7 +146,8 @@ class ReducingLayers:
         layers = self.params[LAYERS]
         if not isinstance(layers, list):
             return _beside(layers, earlier, totals)
-        each = zip(layers, earlier or [None] * len(layers), totals, strict=True)
+        sums = earlier or [None] * len(layers)
+        each = zip(layers, sums, totals, strict=True)
         return [_beside(*one) for one in each]
 
 
@@ -161,7 +175,7 @@ def reduce_in_backward(layer: Layer, zero: Zero) -> Layer:
 
     def backward(earlier: PyTree | None, grads: PyTree) -> tuple[dict[str, PyTree]]:
         total = reduced_or_added(zero, grads, earlier)
-        return ({"params": None, "earlier": None, "total": total},)  # None: not differentiated
+        return (_beside(None, None, total),)  # None: not differentiated
 
     params_of.defvjp(forward, backward)
     return lambda inputs, x: layer(params_of(inputs), x)
