@@ -29,9 +29,12 @@ def test_a_part_of_a_place_is_refused():
         jaxpar.initialize(num_processes=2)
 
 
-def test_a_time_out_that_is_no_number_is_refused(monkeypatch):
-    monkeypatch.setenv(distributed.TIMEOUT_VARIABLE, "soon")
-    with pytest.raises(ValueError, match="JAXPAR_INITIALIZATION_TIMEOUT must be a number of seconds; got 'soon'"):
+@pytest.mark.parametrize("given", ["soon", "-5", "0", "inf", "nan"])
+def test_a_time_out_that_no_process_could_keep_is_refused(monkeypatch, given):
+    monkeypatch.setenv(distributed.TIMEOUT_VARIABLE, given)
+    with pytest.raises(
+        ValueError, match=f"JAXPAR_INITIALIZATION_TIMEOUT must be a number of seconds above 0; got '{given}'"
+    ):
         jaxpar.initialize(coordinator_address="127.0.0.1:1", num_processes=1, process_id=0)
 
 

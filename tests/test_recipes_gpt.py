@@ -627,6 +627,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
         ),
         (["--temperature", "-1"], "--temperature must be 0 or more; got -1"),
         (["--prompt", ""], "--prompt must not be empty"),
+        (
+            ["--data", str(LLAMA.parent), "--save-hf", str(LLAMA.parent / "tuned")],
+            "--save-hf must be outside of the folder of --data, all of whose files are learned; got .*tuned in ",
+        ),
         (["--window", "0"], "--window must be at least 1; got 0. Choose 1 or more"),
         (["--batch-size", "0"], "--batch-size must be from 1 to the number of rows to learn from; got 0"),
         (["--num-microbatches", "0"], "--num-microbatches must be at least 1; got 0"),

@@ -559,6 +559,13 @@ def test_watch_refuses_what_it_cannot_serve(tmp_path, capsys, flags, told):
     assert capsys.readouterr().err.startswith(f"error: {told}")
 
 
+@pytest.mark.parametrize("flags", [[], ["--out", "page.html"]])
+def test_watch_refuses_the_folder_of_a_model(tmp_path, capsys, flags):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert command(["watch", str(tmp_path), *flags]) == 2
+    assert "with a config.json, that of a model. Name a recipe's --out-dir." in capsys.readouterr().err
+
+
 def test_watch_names_a_port_that_is_taken(run, capsys):
     with served(run) as server:
         assert command(["watch", str(run), "--port", str(server.server_port)]) == 2

@@ -83,12 +83,10 @@ def test_a_run_writes_apart_from_what_it_reads_and_from_its_model(tmp_path):
     run_folder.check_apart(texts, [texts / "a.txt"], None)
     (tmp_path / "link").symlink_to(texts)
     for path in (texts, texts / "runs", tmp_path / "link" / "runs"):
-        with pytest.raises(
-            ValueError, match=r"out_dir=.* must be outside|out_dir must be outside of the folder of data"
-        ):
+        with pytest.raises(ValueError, match=r"out_dir must be outside of the folder of data files, all"):
             run_folder.check_apart(path, [texts], None)
     with pytest.raises(
-        ValueError, match=r"save_hf must be outside of the folder of data, all of whose files are learned"
+        ValueError, match=r"save_hf must be outside of the folder of data files, all of whose files are learned"
     ):
         run_folder.check_apart(out, [texts], texts / "tuned")
     for name in (".", "adapter", "model", "checkpoints"):

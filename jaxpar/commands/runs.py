@@ -117,11 +117,17 @@ def watch_run(
         allowed_hosts: Names of this server that a request's Host may have, * for any. Without it: any, at a loopback address
             localhost, 127.0.0.1 and [::1].
     """
+    from jaxpar.metrics.log import OF_A_MODEL, foreign_config
     from jaxpar.report import read_run, write_page
     from jaxpar.report.data import readable
 
     check_from(1, 65535, "Choose 8765, say.", port=port)
     check_at_least(0.5, "Choose 5, say.", seconds=seconds)
+    if (what := foreign_config(run)) == OF_A_MODEL:
+        raise ValueError(
+            f"a run is watched in its folder, where config.json has its flags; got {run} with a config.json, {what}. Name a "
+            "recipe's --out-dir."
+        )
     if out is None:
         return _serve_report(run, port, address, seconds, allowed_hosts)
     with readable(run):

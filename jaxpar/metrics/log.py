@@ -264,6 +264,20 @@ def _parse(text: bytes) -> dict[str, Number] | None:
     return {name: math.nan if value is None else value for name, value in line.items()}
 
 
+OF_A_MODEL = "that of a model"
+
+
+def foreign_config(folder: Path) -> str:
+    """Returns whose config.json a folder has, where no run wrote it; "" if a run did, or there is none."""
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    if not isinstance(found, dict) or not found or "out_dir" in found:
+        return ""
+    return OF_A_MODEL if "model_type" in found else "which no run wrote"
+
+
 def read_metrics(path: Path, *, before: int | None = None) -> list[dict[str, Number]]:
     """Returns the lines of a metrics.jsonl, all or those of steps ``before`` one; damaged or truncated lines are omitted.
 

@@ -12,7 +12,7 @@ from jaxpar.checkpoint import delete_steps, has_steps
 from jaxpar.fields import arg, switch
 from jaxpar.huggingface.export import CARRIED
 from jaxpar.huggingface.folder import CONFIG
-from jaxpar.metrics.log import read_metrics
+from jaxpar.metrics.log import foreign_config, read_metrics
 from jaxpar.run.flags import RunFlags, check_out_dir, own_values
 from jaxpar.runtime.supervise import is_restarted
 
@@ -54,12 +54,7 @@ def check_new(out_dir: Path, *, overwrite: bool) -> None:
 
 def check_own_config(out_dir: Path) -> None:
     """Raises ValueError if ``--out-dir`` has a config.json that is no run's, such as a model's, which a run would replace."""
-    try:
-        found = json.loads((out_dir / CONFIG).read_text())
-    except (OSError, ValueError):
-        return
-    if isinstance(found, dict) and found and "out_dir" not in found:
-        what = "that of a model" if "model_type" in found else "which no run wrote"
+    if what := foreign_config(out_dir):
         raise ValueError(
             f"{arg('out_dir')} must be a folder of runs, since a run writes its flags to {CONFIG}; got {out_dir} with a "
             f"{CONFIG}, {what}. Name another folder, such as {out_dir / 'run'}."
@@ -79,8 +74,8 @@ def check_apart(out_dir: Path, data: Iterable[Path], save_hf: Path | None) -> No
         for folder in (each for each in data if each.is_dir()):
             if path.resolve().is_relative_to(folder.resolve()):
                 raise ValueError(
-                    f"{flag} must be outside of the folder of {arg('data')}, all of whose files are learned; got {path} in "
-                    f"{folder}. Name another, or move the text to a folder of its own."
+                    f"{flag} must be outside of the folder of {arg('data files')}, all of whose files are learned; got {path} "
+                    f"in {folder}. Name another, or move the text to a folder of its own."
                 )
     own = {Path(name).parts[0] for name in (*OWN_FILES, f"{CHECKPOINTS}/") if "/" in name}
     taken = [out_dir, *(out_dir / name for name in sorted(own))]

@@ -2,6 +2,7 @@
 
 import atexit
 import importlib.util
+import math
 import os
 import sys
 import traceback
@@ -185,10 +186,14 @@ def initialize(
 
 def _timeout() -> float:
     given = os.environ.get(TIMEOUT_VARIABLE, "300")
+    rule = f"{TIMEOUT_VARIABLE} must be a number of seconds above 0; got {given!r}. Give such as 300."
     try:
-        return float(given)
+        seconds = float(given)
     except ValueError:
-        raise ValueError(f"{TIMEOUT_VARIABLE} must be a number of seconds; got {given!r}. Give such as 300.") from None
+        raise ValueError(rule) from None
+    if not 0 < seconds < math.inf:  # else the process would say that others are missing
+        raise ValueError(rule)
+    return seconds
 
 
 def set_gpu_flags() -> None:
