@@ -173,9 +173,21 @@ def shapes_of(function: Callable[[PyTree, PyTree], PyTree], *given: PyTree, of: 
         function: The function, which is traced.
         *given: Its arguments.
         of: What it is, for the message.
+
+    Raises:
+        ValueError: It names an axis of the mesh.
     """
     try:
         shapes = jax.eval_shape(function, *given)
+    except NameError as error:
+        if "axis name" not in str(error):
+            raise
+        raise ValueError(
+            f"{of} must not name an axis of the mesh, as jax.lax.psum does, since it is given rows of "
+            f"one replica, and sums over all are made for it; got: {str(error).partition('.')[0]}. "
+            "Return a number for each row, which the loss sums over all rows, or put numbers of all "
+            "rows into the batch."
+        ) from error
     except TypeError as error:
         wrong = [leaf for leaf in _returned(function, *given) if not hasattr(leaf, "dtype") and not _is_number(leaf)]
         if not wrong:

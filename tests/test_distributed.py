@@ -1,6 +1,7 @@
 """Joining a run: what initialize does alone, and the XLA flags of GPUs."""
 
 import importlib.util
+import multiprocessing
 import os
 import sys
 
@@ -78,6 +79,14 @@ def test_a_process_of_several_that_has_joined_none_makes_no_step(monkeypatch):
     assert sys.excepthook is distributed._leave_on_error, "which ends it with that code"
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     make_step()
+
+
+@pytest.mark.usefixtures("two_processes")
+def test_a_spawned_worker_that_imports_the_script_does_not_join_the_run(monkeypatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    message = r'a worker of multiprocessing must not join the run; .* below `if __name__ == "__main__":`'
+    with pytest.raises(distributed.NotJoinedError, match=message):
+        jaxpar.initialize()
 
 
 @pytest.mark.usefixtures("two_processes")

@@ -234,6 +234,11 @@ def made(part, returned):
             TypeError,
             r"layer must return an array, or a tree of arrays; got 'high'\.",
         ),
+        (
+            lambda params, batch: jax.lax.pmean(batch["features"], "data"),
+            ValueError,
+            r"a model must not name an axis of the mesh, as jax.lax.psum does, .*unbound axis name: data\. Return a number for",
+        ),
         (made("head", lambda x: ()), TypeError, r"head must return an array, or a tree of arrays; got \(\)\."),
         (
             made("head", lambda x: (x,)),
@@ -246,7 +251,7 @@ def made(part, returned):
             r"outputs must depend on its params; got outputs that depend on none of them, such as numbers of NumPy",
         ),
     ],
-    ids=["none", "text", "embed", "layer", "empty", "tuple", "numbers"],
+    ids=["none", "text", "embed", "layer", "axis", "empty", "tuple", "numbers"],
 )
 def test_what_a_model_must_not_return_is_refused_with_the_function_that_returned_it(mesh, model, kind, message):
     value_and_grad = jax.jit(jaxpar.value_and_grad(model, tiny.loss, mesh))

@@ -3,6 +3,7 @@
 import atexit
 import importlib.util
 import math
+import multiprocessing
 import os
 import sys
 import traceback
@@ -142,7 +143,7 @@ def initialize(
         heartbeat_seconds: How long a process may be silent before the others consider it dead.
 
     Raises:
-        NotJoinedError: JAX has already started.
+        NotJoinedError: JAX has already started, or this is a worker of multiprocessing that imports the script.
         TimeoutError: Not all processes connected in time; the message names the missing ones.
         ValueError: The environment is incomplete or invalid, or the processes disagree.
         OSError: Process 0 cannot listen at the address.
@@ -154,6 +155,12 @@ def initialize(
     env = read_process_env({**os.environ, **{name: str(value) for name, value in given if value is not None}})
     if env is None or jax.distributed.is_initialized():
         return env is not None
+    if env.num_processes > 1 and getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise NotJoinedError(
+            "a worker of multiprocessing must not join the run; got jaxpar.initialize() in one that "
+            "imports the script, as each worker that is spawned does. Write the script below "
+            '`if __name__ == "__main__":`.'
+        )
     if has_started() and env.num_processes > 1:
         raise NotJoinedError(
             f"a process must join its run before JAX first uses a device; got {_told(env)}, which uses {jax.device_count()} "
