@@ -208,6 +208,7 @@ def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys):
             "a run must be a folder; got .*no, which is none. Name the --out-dir",
         ),
         ([str(tmp_path), str(tmp_path / "out")], "must have a description of its model; got no config.json in"),
+        ([str(tmp_path), str(tmp_path / "out")], r"and jaxpar\.checkpoint\.export_safetensors\(path, state\.params\)"),
         ([str(trained), str(tmp_path / "out"), "--step", "7"], "needs a saved step; got --step 7, saved 8, 16. Choose"),
         ([str(trained), str(tmp_path / "out"), "--source", str(LLAMA)], "params must be those of the model; got"),
         ([str(trained), str(trained / "model")], "written to a folder without one; got .*model with 'config.json'"),

@@ -502,7 +502,9 @@ def test_patience_counts_evaluations_without_a_better_metric_in_a_row():
 def test_a_metric_that_ends_runs_is_the_same_on_all_processes(monkeypatch):
     others = lambda _, mine: [mine, {name: "0.25" for name in mine}]
     monkeypatch.setattr("jaxpar.runtime.coordination.exchange", others)
-    with pytest.raises(ValueError, match=r"must agree on their test_loss before they count an evaluation; got .*0\.25"):
+    with pytest.raises(
+        ValueError, match=r"must agree on their test_loss before they count an evaluation; got .*0\.25.*Compute it"
+    ):
         EarlyStop("test_loss", 2).after({"test_loss": 0.5})
     assert not EarlyStop("-accuracy", 2).after({"accuracy": 0.25})
 

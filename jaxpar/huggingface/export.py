@@ -338,7 +338,9 @@ def open_run(run: Path, step: int | None = None, source: Path | None = None, *, 
     if not (source / CONFIG).is_file():
         raise ValueError(
             f"a run must have a description of its model; got no {CONFIG} in {source}. Name the --out-dir of recipes/gpt.py, "
-            "or give --source, the folder that the run began from."
+            "or give --source, the folder that the run began from. The params of a model of your own: state = "
+            "jaxpar.CheckpointManager(folder / 'checkpoints', mesh).restore(jaxpar.abstract_state(init_fn, key, optimizer, "
+            "parallel)), and jaxpar.checkpoint.export_safetensors(path, state.params)."
         )
     from jaxpar.checkpoint.stored_params import as_tree, open_stored_params  # here, since it imports Orbax
 

@@ -9,6 +9,11 @@ from jaxpar.fields import arg
 from jaxpar.run.flags import RunFlags
 from jaxpar.runtime.coordination import check_agreement
 
+OF_ALL_ROWS = (
+    "Compute it from the rows of all processes, as jaxpar.make_eval_step and has_aux do, not from "
+    "those that one process reads."
+)
+
 
 class EarlyStop:
     """Counts evaluations in a row that did not improve a metric, which must be the same on all processes.
@@ -34,7 +39,8 @@ class EarlyStop:
         if self.metric not in metrics:
             return False
         value = self._sign * float(np.asarray(metrics[self.metric]).item())
-        check_agreement("count an evaluation", {self.metric: repr(self._sign * value)})
+        found = {self.metric: repr(self._sign * value)}
+        check_agreement("count an evaluation", found, OF_ALL_ROWS)
         self._num_worse = 0 if value < self._best else self._num_worse + 1
         self._best = value if value < self._best else self._best
         return self._num_worse >= self.patience
