@@ -1,4 +1,4 @@
-"""Microbatches on one stage, with layers written out as on GPUs: the numbers of one device, and what a microbatch writes."""
+"""One stage with layers written out as on GPUs: the numbers of one device, and what a microbatch writes."""
 
 import re
 
@@ -25,26 +25,31 @@ def with_counts(outputs, batch):
     return *tiny_gpt.loss(outputs, batch), {"right": right.sum()}
 
 
+# Microbatches, size of data, ZeRO, rematerialisation, what is trained, whether the loss has further sums.
 CASES = [
-    (2, 1, False, SOME, False),
-    (1, 0, True, None, False),
-    (2, 0, "dots", None, True),
-    (2, 2, False, None, False),
-    (2, 2, True, SOME, False),
-    (2, 3, False, SOME, False),
-    (4, 3, True, None, False),
-    (8, 1, True, SOME, True),
+    (2, 2, 1, False, SOME, False),
+    (1, 4, 2, "dots", None, True),
+    (2, 1, 0, True, None, False),
+    (2, 2, 0, "dots", None, True),
+    (1, 2, 3, True, SOME, False),
+    (2, 2, 2, False, None, False),
+    (2, 2, 2, True, SOME, False),
+    (2, 2, 3, False, SOME, False),
+    (2, 4, 3, True, None, False),
+    (2, 8, 1, True, SOME, True),
+    (1, 8, 0, False, SOME, False),
+    (1, 1, 0, True, None, False),
 ]
 
 
-def check(data, zero, remat, trainable, has_aux, *, replica=1, overlaps=False):
-    """Holds two microbatches on each replica to one device."""
+def check(num_microbatches, data, zero, remat, trainable, has_aux, *, replica=1, overlaps=False):
+    """Holds the microbatches of each replica to one device."""
     mesh, batch = jaxpar.make_mesh(replica=replica, data=data), tiny_gpt.make_batch()
     value_and_grad = jaxpar.value_and_grad(
         tiny_gpt.MODEL,
         with_counts if has_aux else tiny_gpt.loss,
         mesh,
-        num_microbatches=2,
+        num_microbatches=num_microbatches,
         zero=zero,
         remat=remat,
         trainable=trainable,
@@ -63,14 +68,16 @@ def check(data, zero, remat, trainable, has_aux, *, replica=1, overlaps=False):
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(("data", "zero", "remat", "trainable", "has_aux"), quick(CASES, 0))
-def test_layers_written_out_have_the_numbers_of_one_device_in_float64(x64, data, zero, remat, trainable, has_aux):
-    check(data, zero, remat, trainable, has_aux)
+@pytest.mark.parametrize(("num_microbatches", "data", "zero", "remat", "trainable", "has_aux"), quick(CASES, 0, 1))
+def test_layers_written_out_have_the_numbers_of_one_device_in_float64(
+    x64, num_microbatches, data, zero, remat, trainable, has_aux
+):
+    check(num_microbatches, data, zero, remat, trainable, has_aux)
 
 
 @pytest.mark.few(1)
 @pytest.mark.full
-@pytest.mark.parametrize("case", [(2, 2, "dots", None, False), (1, 0, True, SOME, True)])
+@pytest.mark.parametrize("case", [(2, 2, 2, "dots", None, False), (2, 1, 0, True, SOME, True)])
 def test_layers_in_a_loop_have_the_numbers_of_one_device_in_float64(x64, monkeypatch, case):
     monkeypatch.setattr("jaxpar.pipeline.one_stage.MOST_WRITTEN_OUT", NUM_LAYERS - 1)
     check(*case)
@@ -79,17 +86,20 @@ def test_layers_in_a_loop_have_the_numbers_of_one_device_in_float64(x64, monkeyp
 @pytest.mark.few(2)
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("most_written_out", "replica", "data", "zero", "remat"),
+    ("most_written_out", "num_microbatches", "replica", "data", "zero", "remat"),
     [
-        *((NUM_LAYERS, *case) for case in [(1, 4, 0, False), (2, 2, 1, True), (2, 2, 2, "dots")]),
-        *((NUM_LAYERS - 1, *case) for case in [(2, 2, 0, "dots"), (1, 4, 1, False), (2, 2, 2, True)]),
+        *(
+            (NUM_LAYERS, *case)
+            for case in [(2, 1, 4, 0, False), (2, 2, 2, 1, True), (2, 2, 2, 2, "dots"), (1, 2, 2, 1, False)]
+        ),
+        *((NUM_LAYERS - 1, *case) for case in [(2, 2, 2, 0, "dots"), (2, 1, 4, 1, False), (2, 2, 2, 2, True)]),
     ],
 )
 def test_sums_that_the_last_microbatch_reduces_have_the_numbers_of_one_device_in_float64(
-    x64, monkeypatch, most_written_out, replica, data, zero, remat
+    x64, monkeypatch, most_written_out, num_microbatches, replica, data, zero, remat
 ):
     monkeypatch.setattr("jaxpar.pipeline.one_stage.MOST_WRITTEN_OUT", most_written_out)
-    check(data, zero, remat, None, has_aux=True, replica=replica, overlaps=True)
+    check(num_microbatches, data, zero, remat, None, has_aux=True, replica=replica, overlaps=True)
 
 
 SHAPES = {"up": (16, 24), "down": (24, 16)}
@@ -114,9 +124,9 @@ def params_of(num_layers, make):
     return {"outer": make((8, 16)), "layers": layers}
 
 
-def body_of_microbatches(num_layers):
+def body_of_microbatches(num_layers, dtype=jnp.float32):
     """The equations of the loop over microbatches of a step on one device."""
-    params = params_of(num_layers, lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32))
+    params = params_of(num_layers, lambda shape: jax.ShapeDtypeStruct(shape, dtype))
     traced = jax.make_jaxpr(step_of_16_bits())(params, jax.ShapeDtypeStruct((6, 5), jnp.int32))
     loops = [each for each in equations(traced) if each.primitive.name == "scan" and len(each.outvars) > 3]
     (loop,) = (each for each in loops if each.params["length"] == 3)
@@ -138,6 +148,18 @@ def test_a_microbatch_makes_no_stack_of_layers_casts_no_params_and_rounds_no_gra
     assert not [e for e in of_weights if e.outvars[0].aval.dtype == jnp.bfloat16 and e.primitive.name != "transpose"], (
         "a cast"
     )
+
+
+def test_params_that_a_step_does_not_cast_are_sliced_out_of_their_stacks_in_the_loop_over_microbatches():
+    """Before it they would be a second copy of all of them, for the whole step."""
+    stacks = {(5, *shape) for shape in SHAPES.values()}
+
+    def sliced(dtype):
+        body = body_of_microbatches(5, dtype)
+        return {each.invars[0].aval.shape for each in body if each.primitive.name == "slice"} & stacks
+
+    assert sliced(jnp.bfloat16) == stacks
+    assert sliced(jnp.float32) == set()
 
 
 def test_the_last_microbatch_alone_is_out_of_the_loop_and_reduces_each_layer_by_itself():

@@ -39,12 +39,14 @@ class LayerLoop:
         program: The compiled schedule.
         layer: The functions of one layer.
         params: This stage's packed layers ``[num_chunks * positions_per_chunk, ...]``, already cast.
+        as_given: Which of these the step did not cast.
     """
 
     layout: LayerLayout
     program: Program
     layer: Layer
     params: Arrays
+    as_given: list[int]
 
     # -- positions -----------------------------------------------------------------------------------------------------
 

@@ -43,12 +43,13 @@ class Stored(NamedTuple):
     last_weights: Arrays
 
 
-def takes(zero: int, num_layers: int) -> bool:
-    """Returns whether microbatches of one stage run in turn: at ZeRO 3 only if layers are written out.
+def takes(zero: int, num_layers: int, num_microbatches: int) -> bool:
+    """Returns whether microbatches of one stage run in turn: one alone, or any at ZeRO 3, only if layers are written out.
 
-    In a loop XLA gathers the next layer beside the one that computes, but only in one of ``jax.lax.scan``.
+    A loop gains nothing for one microbatch. At ZeRO 3 XLA gathers the next layer beside the one that
+    computes, but only in a loop of ``jax.lax.scan``.
     """
-    return zero < 3 or num_layers <= MOST_WRITTEN_OUT
+    return num_layers <= MOST_WRITTEN_OUT or (zero < 3 and num_microbatches > 1)
 
 
 def writes_out(program: Program, layout: LayerLayout) -> bool:
@@ -107,6 +108,7 @@ class _WrittenOut:
         shapes = lambda arrays: [each.shape for each in arrays]
         self.gathers = shapes(whole) != shapes(self.params[0])
         self.decodes = not all(map(is_float, self.params[0]))
+        self.as_given = [] if self.gathers else stage.layers.as_given
 
     def first_state(self) -> State:
         zeros = lambda total: jnp.zeros(total.shape, total.dtype)
@@ -153,10 +155,23 @@ class _WrittenOut:
         """
         if not 0 <= index < len(self.params):
             return [], beside
-        params = self.params[index]
+        params, beside = self._params_of(index, beside)
         if self.gathers:
             params, beside = jax.lax.optimization_barrier((params, beside))
         return self.layer.fetch(params), beside
+
+    def _params_of(self, index: int, beside: Arrays) -> tuple[Arrays, Arrays]:
+        """Returns the params of a layer, and what the layer beside it reads.
+
+        A step makes an array of each param that it casts. XLA would do so with the others too, a
+        second copy of all of them for the whole step, so these are sliced where they are read.
+        """
+        params = self.params[index]
+        if not self.as_given:
+            return params, beside
+        stacks = [self.layers.params[i] for i in self.as_given]
+        stacks, beside = jax.lax.optimization_barrier((stacks, beside))
+        return merge(params, self.as_given, [stack[index] for stack in stacks]), beside
 
     def _to_decode(self, weights: Arrays, beside: Arrays) -> tuple[Arrays, Arrays]:
         """Returns the weights of a layer, which wait for what it reads if they are in codes.

@@ -86,9 +86,9 @@ class Choice:
 
     def is_in_turn(self, num_layers: int) -> bool:
         """Returns whether GPUs run F and B of each microbatch of one stage in turn (``one_stage.py``)."""
-        if self.stage > 1 or self.runs_pipeline or self.num_microbatches == 1:
+        if self.stage > 1 or self.tensor > 1:
             return False
-        return one_stage.takes(self.zero, num_layers)
+        return one_stage.takes(self.zero, num_layers, self.num_microbatches)
 
     @property
     def form(self) -> str:

@@ -6,7 +6,8 @@
     one      masked          overlap, with tensor   1f1b in its form "merged": F of one beside B of another
     one      skipped (CPUs)  are differentiated     none: ``microbatches.py`` takes ``jax.vjp`` of each
 
-What is differentiated has no program either if it has one microbatch, layers in a list, or no layers at all.
+Also differentiated are layers in a list, a function without layers, one microbatch with ``tensor``, and what ``one_stage.py``
+does not take.
 """
 
 from collections.abc import Callable
@@ -140,14 +141,16 @@ class Step:
 
     def _form_on_one_stage(self, params: PyTree) -> str | None:
         """The form of 1f1b for the microbatches of one stage; None: they are differentiated one after another."""
-        is_one = self.pipeline.num_microbatches == 1
-        if is_one or not self.trains or not self.pipeline.masks(self.mesh):
+        if not self.trains or not self.pipeline.masks(self.mesh):
             return None
         if not isinstance(self.model, LayeredModel) or not is_stacked(params):
             return None
+        num_microbatches = self.pipeline.num_microbatches
         if self.mesh.shape[TENSOR] > 1:
-            return "merged"  # F of one beside B of another, so that collectives run beside products
-        return "fused" if one_stage.takes(self.parallel.zero, num_layers(params)) else None
+            # F of one beside B of another, so that collectives run beside products.
+            return "merged" if num_microbatches > 1 else None
+        takes = one_stage.takes(self.parallel.zero, num_layers(params), num_microbatches)
+        return "fused" if takes else None
 
     def _has_reductions_left(self) -> bool:
         """Whether the last microbatch is asked to reduce the layers' gradients beside its backward pass, and there is need."""
