@@ -15,8 +15,10 @@ INDICES = [0, *(pytest.param(index, marks=FULL) for index in range(1, len(measur
 
 @pytest.mark.parametrize("index", INDICES, ids=lambda index: measured.ROWS[index]["model"])
 def test_a_measured_step_is_planned_within_7_percent_and_the_page_says_so(index):
+    """Its memory by what it compiles to today: when it was measured, layers were in a loop."""
     assert abs(measured.error(index)) < 0.07
-    assert measured.planned(index).memory_bytes / 2**30 == pytest.approx(measured.ROWS[index]["gib"], rel=0.16)
+    planned, compiled = measured.planned(index).memory_bytes / 2**30, measured.ROWS[index]["compiled_gib"]
+    assert planned == pytest.approx(compiled, rel=0.02)
     table = measured.SECTION.search(measured.PAGE.read_text())
     assert table is not None
     assert measured.line(index) in table.group().splitlines(), "renew it by python tests/support/measured.py"

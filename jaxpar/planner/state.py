@@ -3,7 +3,7 @@
 The state and the shardings of params and gradients come from the code that shards them, called without devices.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -128,7 +128,8 @@ def step_memory(
         masks: Whether idle stages compute too, as on GPUs; not on CPU devices.
     """
     if masks and choice.is_in_turn(analysis.shape.num_layers):
-        return at_rest.bytes | _in_turn(choice, analysis, at_rest)
+        in_turn = _in_turn if choice.num_microbatches > 1 else _one_batch
+        return at_rest.bytes | in_turn(choice, analysis, at_rest)
     if choice.stage == 1 and not (masks and choice.runs_pipeline):
         return at_rest.bytes | _accumulating(choice, analysis, at_rest, masks=masks)
     if masks:
@@ -204,6 +205,41 @@ def _in_turn(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, i
     return found | {"working": max(found["working"] + gaps, in_layer + of_params + gaps, at_end)}
 
 
+def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, int]:
+    """One microbatch whose layers are written out: a layer's gradients take the place of what it stored.
+
+    The peak is where the head runs, in the backward pass of a layer, or at the end, where the embedding's gradients are there
+    and the largest of the sums is stacked to be reduced. What waits is as in ``_in_turn``.
+    """
+    layers, values = analysis.shape.num_layers, analysis.split.values
+    stored = num_bytes(analysis.layer.shapes([*values["residuals_b"], *values["residuals_w"]]))
+    kept = layers * (num_bytes(analysis.x) if choice.remat is True else stored)
+    one_layer = analysis.again_bytes if choice.remat is True else analysis.one_layer_bytes
+    own = wide_bytes(at_rest.one_layer[i] for i in at_rest.trained_layers)
+    in_use = analysis.layer.shapes(values["params"])
+    counted = num_bytes(in_use[i] for i in at_rest.trained_layers)
+    if choice.remat is not True:  # with it the count of what runs again is high enough without them
+        one_layer += 2 * _gathered_layer(in_use, at_rest)
+    most_waiting = 2 if choice.zero >= 2 and choice.parts() > 1 else 1
+    sums, of_outer = _summed_each(choice, at_rest, layers), _summed_outer(at_rest)
+    of_layers, casts = sum(sums), _cast_layers(choice, analysis, at_rest, layers)
+    of_head = [at_rest.outer_in_use[i] for i in at_rest.trained_outer if i in analysis.ends.head_dtypes]
+
+    def in_backward(done: int) -> int:
+        """In the backward pass of a layer, after that of ``done`` layers."""
+        waiting = min(most_waiting, done + 1)
+        summed = of_layers * (done + 1 - waiting) // layers
+        rest = (kept + casts) * (layers - done) // layers
+        in_layer = one_layer - counted + waiting * (own - kept // layers)
+        return wide_bytes(of_head) + summed + rest + in_layer
+
+    at_head = kept + casts + _cast_head(analysis, at_rest) + analysis.head_bytes_of_op
+    at_end = of_layers + of_outer + max(analysis.embed_bytes, max(sums, default=0))
+    peak = max(at_head, at_end, *map(in_backward, range(layers)))
+    gradients = min(of_layers + of_outer, max(0, peak - kept))
+    return {"gradients": gradients, "activations": kept, "working": peak - gradients - kept}
+
+
 def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks: bool) -> dict[str, int]:
     """One stage: a scan over layers, whose backward pass reads the residuals of each layer, or its input under remat.
 
@@ -239,10 +275,16 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks:
 
 def _summed_layers(choice: Choice, at_rest: AtRest, positions: int, scattered: str = "is_early") -> int:
     """The sums of layers' gradients, float32 or wider; of those that are ``scattered`` a device stores only its shard."""
+    return sum(_summed_each(choice, at_rest, positions, scattered))
+
+
+def _summed_each(choice: Choice, at_rest: AtRest, positions: int, scattered: str = "is_early") -> list[int]:
+    """The same for each of a layer's params."""
     shards = at_rest.step.zero[LAYERS].of_grads
     part = lambda shard: choice.parts(shard.axes) if getattr(shard, scattered) else 1
     trained = [at_rest.one_layer[i] for i in at_rest.trained_layers]
-    return positions * sum(wide_bytes([leaf]) // part(shard) for leaf, shard in zip(trained, shards, strict=True))
+    pairs = zip(trained, shards, strict=True)
+    return [positions * (wide_bytes([leaf]) // part(shard)) for leaf, shard in pairs]
 
 
 def _summed_outer(at_rest: AtRest) -> int:
@@ -262,6 +304,13 @@ def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions:
         times = (positions if new.dtype != own.dtype else 0) + shard.is_param
         total += times * num_bytes([new]) // (choice.parts(shard.axes) if shard.is_param else 1)
     return total
+
+
+def _gathered_layer(in_use: Sequence[Any], at_rest: AtRest) -> int:
+    """The params of a layer that are gathered (ZeRO 3), for it or ahead of the next one."""
+    shards = at_rest.step.zero[LAYERS].of_params
+    pairs = zip(in_use, shards, strict=True)
+    return num_bytes(leaf for leaf, shard in pairs if shard.is_param)
 
 
 def _cast_head(analysis: Analysis, at_rest: AtRest) -> int:

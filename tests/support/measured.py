@@ -63,6 +63,7 @@ def line(index):
         f"{1e3 * plan.step_seconds:.4g} ms",
         f"{error(index):+.0%}",
         f"{row['gib']:.1f} GiB",
+        f"{row['compiled_gib']:.1f} GiB",
         f"{plan.memory_bytes / 2**30:.1f} GiB",
     ]
     return f"| {' | '.join(cells)} |"
@@ -71,8 +72,8 @@ def line(index):
 def render():
     """The table."""
     head = [
-        "| job | measured | planned | difference | peak memory | planned |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| job | measured | planned | difference | peak memory | as compiled now | planned |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     return "\n".join([*head, *map(line, range(len(ROWS)))]) + "\n"
 
