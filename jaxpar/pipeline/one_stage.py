@@ -1,4 +1,4 @@
-"""The microbatches of the only stage, F and B of each in turn. B reads at once what F stores, so nothing waits in a slot.
+"""The microbatches of the only stage, one or more, F and B of each in turn. B reads at once what F stores.
 
     layers written out    What a layer stores stays where it was computed. The sums of its gradients are arrays of its own, to
                           which XLA adds as it computes the products.

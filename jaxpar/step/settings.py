@@ -141,8 +141,8 @@ class Pipeline:
     """How a batch goes through the stages of a pipeline, in microbatches, and what is stored for the backward pass.
 
     With one stage every schedule is plain gradient accumulation over the microbatches. Where idle ops are masked, as on GPUs,
-    up to 96 layers are then written out (``pipeline/one_stage.py``). With a ``tensor`` axis the forward pass of one microbatch
-    runs beside the backward pass of the one before, whose residuals are stored too.
+    up to 96 layers are then written out, also in one batch (``pipeline/one_stage.py``). With a ``tensor`` axis the forward pass
+    of one microbatch runs beside the backward pass of the one before, whose residuals are stored too.
 
     Attributes:
         schedule: The schedule: a name, or a table from ``make_schedule`` or of your own. A name gives the "fused" form for the
