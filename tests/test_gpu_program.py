@@ -346,6 +346,19 @@ def test_microbatches_of_one_stage_make_no_stack_of_layers_and_need_less_memory(
 
 
 @pytest.mark.parametrize(
+    ("written_out", "loop"),
+    at_levels(
+        lambda zero: [in_turn(zero, num_microbatches=1, mask_idle_ops=masks) for masks in (True, False)], 0, 2, 3
+    ),
+)
+def test_one_batch_makes_no_stack_of_layers_before_its_gradients_and_needs_less_memory(reports, written_out, loop):
+    found, before = reports(written_out), reports(loop)
+    assert not [each for each in found.gpu.work if each.times > 1], "no loop: " + found.render()
+    assert [each for each in before.gpu.work if each.times == IN_TURN_LAYERS], "what the loop of jax.lax.scan does"
+    assert found.memory.temp_bytes < before.memory.temp_bytes
+
+
+@pytest.mark.parametrize(
     ("early", "at_end"), at_levels(lambda zero: (in_turn(zero, overlap_grad_reduce=True), in_turn(zero)), 1, 0)
 )
 def test_the_last_microbatch_of_one_stage_reduces_each_layer_while_the_next_computes(reports, early, at_end):

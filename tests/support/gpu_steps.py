@@ -35,7 +35,17 @@ def shape(num_layers=NUM_LAYERS):
 
 
 def report(
-    gpus, schedule, *, data=1, stage=4, tensor=2, num_layers=NUM_LAYERS, rows=NUM_ROWS, constrain=None, **settings
+    gpus,
+    schedule,
+    *,
+    data=1,
+    stage=4,
+    tensor=2,
+    num_layers=NUM_LAYERS,
+    rows=NUM_ROWS,
+    num_microbatches=NUM_MICROBATCHES,
+    constrain=None,
+    **settings,
 ):
     """The report on a training step, in which a copy of half a slot of a ring of residuals counts.
 
@@ -43,7 +53,7 @@ def report(
     """
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=list(gpus))
     config = shape(num_layers)
-    made = make_schedule(schedule, stage, NUM_MICROBATCHES, form=lockstep_form(schedule, masks=True))
+    made = make_schedule(schedule, stage, num_microbatches, form=lockstep_form(schedule, masks=True))
     layout = jaxpar.LayerLayout(num_layers, stage, made.num_chunks, placement=made.placement)
     table = transformer.param_table(config)
     packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
@@ -53,7 +63,7 @@ def report(
         lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"]),
         mesh,
         schedule=schedule,
-        num_microbatches=NUM_MICROBATCHES,
+        num_microbatches=num_microbatches,
         layout=layout,
         shardings=shardings,
         **settings,
@@ -67,7 +77,7 @@ def report(
         shardings,
         zero=settings.get("zero", 0),
     )
-    tokens = jax.ShapeDtypeStruct((rows * data * NUM_MICROBATCHES, NUM_ROWS * SEQ // rows), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((rows * data * num_microbatches, NUM_ROWS * SEQ // rows), jnp.int32)
     batch = jaxpar.abstract_batch({"tokens": tokens, "targets": tokens}, mesh)
     step = jaxpar.make_train_step(value_and_grad, optimizer)
     compiled = step.lower(state, batch).compile()
