@@ -3,7 +3,7 @@
 The state and the shardings of params and gradients come from the code that shards them, called without devices.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -192,17 +192,37 @@ def _in_turn(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, i
     slots = {"residuals_b": 1, "residuals_w": 1, "cotangents_w": 0, "inbox": -1}
     found = _pipelined(choice, analysis, at_rest, slots, masks=True, splits=False)
     layers, kept = analysis.shape.num_layers, found["activations"]
-    own = [wide_bytes([at_rest.one_layer[i]]) for i in at_rest.trained_layers]
-    in_use = analysis.layer.shapes(analysis.split.values["params"])
-    counted = num_bytes(in_use[i] for i in at_rest.trained_layers)  # by the op, as it computes them
-    waiting = 2 if choice.zero >= 2 and choice.parts() > 1 else 1
-    one_layer = analysis.again_bytes if choice.remat is True else analysis.one_layer_bytes
-    in_layer = one_layer - counted + min(waiting, layers) * (sum(own) - kept // layers)
+    waiting = min(_most_waiting(choice), layers)
+    in_layer = _in_backward(choice, analysis, at_rest, kept // layers, waiting)
     of_params = _cast_layers(choice, analysis, at_rest, layers) + _gathered(at_rest) + _cast_head(analysis, at_rest)
+    own = [wide_bytes([at_rest.one_layer[i]]) for i in at_rest.trained_layers]
     at_end = layers * max(own, default=0) - kept
     # Gathered params lie between what comes and goes, where XLA leaves about as much free as the largest of them takes.
     gaps = max(_gathered_each(at_rest), default=0)
     return found | {"working": max(found["working"] + gaps, in_layer + of_params + gaps, at_end)}
+
+
+def _most_waiting(choice: Choice) -> int:
+    """How many layers' gradients are whole at once: at ZeRO 2 and 3 also those of the layer above, which are under way."""
+    return 2 if choice.zero >= 2 and choice.parts() > 1 else 1
+
+
+def _in_backward(
+    choice: Choice,
+    analysis: Analysis,
+    at_rest: AtRest,
+    stored: int,
+    waiting: int,
+) -> int:
+    """The backward pass of a layer beside the whole gradients, in float32, of ``waiting`` layers.
+
+    What these layers ``stored``, in bytes of each, is free.
+    """
+    one_layer = analysis.again_bytes if choice.remat is True else analysis.one_layer_bytes
+    in_use = analysis.layer.shapes(analysis.split.values["params"])
+    counted = num_bytes(in_use[i] for i in at_rest.trained_layers)  # by the op, as it computes them
+    own = wide_bytes(at_rest.one_layer[i] for i in at_rest.trained_layers)
+    return one_layer - counted + waiting * (own - stored)
 
 
 def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, int]:
@@ -212,26 +232,23 @@ def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str,
     and the largest of the sums is stacked to be reduced. What waits is as in ``_in_turn``.
     """
     layers, values = analysis.shape.num_layers, analysis.split.values
-    stored = num_bytes(analysis.layer.shapes([*values["residuals_b"], *values["residuals_w"]]))
-    kept = layers * (num_bytes(analysis.x) if choice.remat is True else stored)
-    one_layer = analysis.again_bytes if choice.remat is True else analysis.one_layer_bytes
-    own = wide_bytes(at_rest.one_layer[i] for i in at_rest.trained_layers)
-    in_use = analysis.layer.shapes(values["params"])
-    counted = num_bytes(in_use[i] for i in at_rest.trained_layers)
-    if choice.remat is not True:  # with it the count of what runs again is high enough without them
-        one_layer += 2 * _gathered_layer(in_use, at_rest)
-    most_waiting = 2 if choice.zero >= 2 and choice.parts() > 1 else 1
+    of_layer = analysis.layer.shapes([*values["residuals_b"], *values["residuals_w"]])
+    stored = num_bytes(analysis.x if choice.remat is True else of_layer)
+    kept, casts = layers * stored, _cast_layers(choice, analysis, at_rest, layers)
     sums, of_outer = _summed_each(choice, at_rest, layers), _summed_outer(at_rest)
-    of_layers, casts = sum(sums), _cast_layers(choice, analysis, at_rest, layers)
-    of_head = [at_rest.outer_in_use[i] for i in at_rest.trained_outer if i in analysis.ends.head_dtypes]
+    of_layers = sum(sums)
+    in_head = (i for i in at_rest.trained_outer if i in analysis.ends.head_dtypes)
+    of_head = wide_bytes(at_rest.outer_in_use[i] for i in in_head)
+    # With remat the count of a layer that runs again is high enough without them.
+    gathered = 0 if choice.remat is True else 2 * _gathered_layer(analysis, at_rest)
 
     def in_backward(done: int) -> int:
         """In the backward pass of a layer, after that of ``done`` layers."""
-        waiting = min(most_waiting, done + 1)
+        waiting = min(_most_waiting(choice), done + 1)
         summed = of_layers * (done + 1 - waiting) // layers
         rest = (kept + casts) * (layers - done) // layers
-        in_layer = one_layer - counted + waiting * (own - kept // layers)
-        return wide_bytes(of_head) + summed + rest + in_layer
+        in_layer = _in_backward(choice, analysis, at_rest, stored, waiting)
+        return of_head + summed + rest + in_layer + gathered
 
     at_head = kept + casts + _cast_head(analysis, at_rest) + analysis.head_bytes_of_op
     at_end = of_layers + of_outer + max(analysis.embed_bytes, max(sums, default=0))
@@ -306,8 +323,9 @@ def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions:
     return total
 
 
-def _gathered_layer(in_use: Sequence[Any], at_rest: AtRest) -> int:
+def _gathered_layer(analysis: Analysis, at_rest: AtRest) -> int:
     """The params of a layer that are gathered (ZeRO 3), for it or ahead of the next one."""
+    in_use = analysis.layer.shapes(analysis.split.values["params"])
     shards = at_rest.step.zero[LAYERS].of_params
     pairs = zip(in_use, shards, strict=True)
     return num_bytes(leaf for leaf, shard in pairs if shard.is_param)
