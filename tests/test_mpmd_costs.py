@@ -32,6 +32,9 @@ from tests.support.tiny_uneven import (
     reference,
 )
 
+# Their models have params that nothing reads.
+pytestmark = pytest.mark.filterwarnings("ignore:a model's outputs must depend on a param")
+
 # What a step costs.
 
 

@@ -23,6 +23,9 @@ from tests.support.tiny_uneven import (
     reference,
 )
 
+# Their models have params that nothing reads.
+pytestmark = pytest.mark.filterwarnings("ignore:a model's outputs must depend on a param")
+
 # A cheap model with what a pipeline must carry: tied weights, integers and scalars in x, rows of uneven weight, an outer
 # param that nothing reads.
 

@@ -34,21 +34,27 @@ def check_call(step: Step, params: PyTree, batch: PyTree) -> None:
     check_loss(loss, output_shapes(model, params, batch), batch, has_aux=step.has_aux)
     traced = step.traced_loss(params, batch)  # refuses what cannot run on the mesh
     if step.trains:
-        _check_read(params, traced.unread)
+        _check_reads_some(params, traced.unread)
     check_rows(model, loss, params, batch, num_replicas(mesh) * num_microbatches)
     check_positions(model, loss, params, batch, mesh.shape[CONTEXT])
     forward = model.apply if is_layered else model
     check_owned(forward, params, batch, step.shardings, mesh)
+    if step.trains:
+        _warn_of_unread(params, traced.unread)
 
 
-def _check_read(params: PyTree, unread: Sequence[int]) -> None:
-    """Raises if the outputs depend on no param; warns of params that are trained and that the outputs do not depend on."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_frozen)
-    if unread and len(unread) == len(leaves):
+def _check_reads_some(params: PyTree, unread: Sequence[int]) -> None:
+    """Raises if the outputs depend on no param."""
+    if unread and len(unread) == len(jax.tree.leaves(params, is_leaf=is_frozen)):
         raise ValueError(
             "a model's outputs must depend on its params; got outputs that depend on none of them, such as numbers of "
             "NumPy, so that nothing would be trained. Compute them from the params that the model is given."
         )
+
+
+def _warn_of_unread(params: PyTree, unread: Sequence[int]) -> None:
+    """Warns of params that are trained and that the outputs do not depend on."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_frozen)
     names = [path_string(leaves[index][0]) for index in unread if not is_frozen(leaves[index][1])]
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""

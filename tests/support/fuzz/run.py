@@ -143,6 +143,8 @@ def run_case(case):
     leave_out(tensor > 1 and not ASKING.isdisjoint(names), "values from the host beside tensor, which are refused")
     mesh = jaxpar.make_mesh(data=data, context=case.context, stage=stage, tensor=tensor)
     params, batch, want = reference(case.model, case.seed, data * case.num_microbatches * case.rows)
+    is_trained = any(np.any(grad != 0) for grad in jax.tree.leaves(want[1]))
+    leave_out(not is_trained, "a model whose outputs depend on no param, which is refused")
     if case.context > 1:
         batch = {name: leaf for name, leaf in batch.items() if name != "raw"}
     options, layout = {}, layout_of(case)
