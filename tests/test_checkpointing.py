@@ -16,6 +16,7 @@ import pytest
 from jaxpar.commands import recipe as cli
 from jaxpar.metrics.log import MetricsLog
 from jaxpar.run import Run
+from tests.support.flags import replaced
 from tests.support.plain_recipe import make_plain
 from tests.support.real_runs import PLAIN
 from tests.support.waiting import WAIT_SECONDS
@@ -52,7 +53,7 @@ def run(recipe, folder, *flags):
         for slower in (gpt, house_prices):  # which compiles for longer than the rest takes
             patch.setattr(slower, "conclude", lambda *_: None)
         make_plain(digits, patch.setattr)
-        cli.run(module.main, module.Config, [*arguments(recipe, folder), *out, *flags])
+        cli.run(module.main, module.Config, replaced([*arguments(recipe, folder), *out, *flags]))
 
 
 def send_at_step(monkeypatch, number, step):

@@ -3,10 +3,14 @@
 import contextlib
 import json
 import sys
+from typing import Annotated
 
 import pytest
+import tyro
+import yaml
 
 from jaxpar.__main__ import COMMANDS, main
+from jaxpar.commands.cli import call
 from jaxpar.commands.doctor import advice, report
 from jaxpar.runtime.distributed import GPU_FLAGS
 
@@ -65,7 +69,7 @@ def test_plot_refuses(tmp_path, capsys, monkeypatch, args, message):
         (["train", "gpt", "--save-hf", ""], "--save-hf must not be empty; got ''."),
         (
             ["train", "gpt", "--data", "x", "--data=y"],
-            "--data is given 2 times, and the last is taken: to give all values, write --data A B",
+            "--data must be given once; got --data x and --data y. Give all values at once: --data x y.",
         ),
         (["plot", "a", "--out", "/proc/loss.png"], "got No such file or directory: /proc/loss.png"),
     ],
@@ -77,6 +81,54 @@ def test_words_that_mean_nothing_and_places_that_take_nothing_are_refused(tmp_pa
         sys.exit(main(args))
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train", "gpt", "--steps", "5", "--steps=9"], "--steps must be given once; got --steps 5 and --steps 9. Leave all"),
+        (["train", "gpt", "--mesh.data", "2", "--mesh.data=-1"], "got --mesh.data 2 and --mesh.data -1. Leave all but one"),
+        (["train", "digits", "--batch_size", "8", "--batch-size", "9"], "got --batch-size 8 and --batch-size 9. Leave all"),
+        (["plan", "--model", "gpt2", "--model=bloom"], "--model must be given once; got --model gpt2 and --model bloom."),
+        (["serve", "runs/gpt", "--port", "1", "--port=2", "--port", "3"], "got --port 1 and --port 2 and --port 3. Leave"),
+        (["serve", "--port", "1", "a", "--port", "2"], "--port must be given once; got --port 1 and --port 2. Leave all"),
+        (["serve", "a", "--allowed-hosts", "b", "c", "--allowed-hosts", "d"], "values at once: --allowed-hosts b c d."),
+        (["launch", "-n", "2", "--num-processes", "3", "a.py"], "got --num-processes 2 and --num-processes 3. Leave all"),
+        (["plot", "a", "--metric", "loss", "--metric", "b"], "--metric must be given once; got --metric loss and --metric b"),
+        (["manifest", "--name", "a", "--name", "b", "x.py"], "--name must be given once; got --name a and --name b. Leave"),
+        (["train", "gpt", "--overwrite", "--no-overwrite"], "Unrecognized options: --no-overwrite"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_is_given_twice_with_other_values_is_refused(capsys, args, message):
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(main(args))
+    printed = capsys.readouterr()
+    assert message in printed.out + printed.err
+
+
+def test_values_that_are_the_same_or_are_no_flags_may_be_given_again():
+    def program(
+        words: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+        *,
+        steps: int = 1,
+        text: str = "",
+        fast: bool = False,
+    ) -> tuple:
+        """A program."""
+        return words, steps, text, fast
+
+    parse = lambda *args: call(program, args, "program")
+    assert parse("--steps", "5", "--fast", "--steps=5", "--fast") == ((), 5, "", True)
+    assert parse("--steps", "5", "--text=--steps=9") == ((), 5, "--steps=9", False)
+    assert parse("--steps", "5", "--", "--steps", "9") == (("--steps", "9"), 5, "", False)
+
+
+def test_a_list_of_a_manifest_may_be_given_a_part_at_a_time(capsys):
+    given = ["--toleration", "a", "--toleration", "b", "--image", "a:1", "--checkpoint-claim", "c", "--mesh.data", "8"]
+    assert main(["manifest", *given, "python", "train.py"]) == 0
+    (job,) = yaml.safe_load_all(capsys.readouterr().out)
+    pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert [each["key"] for each in pod["tolerations"]] == ["a", "b"]
 
 
 def test_plot_refuses_a_place_where_no_picture_can_lie(tmp_path, capsys):

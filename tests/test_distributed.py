@@ -13,6 +13,7 @@ from jaxpar.checkpoint import BadCheckpointError
 from jaxpar.run import ConfigError
 from jaxpar.runtime import distributed
 from jaxpar.runtime.lease import LostError
+from jaxpar.runtime.process_env import TIMEOUT_VARIABLE
 from jaxpar.runtime.uncaught import exit_code_of
 from tests.support.real_runs import run
 
@@ -32,7 +33,7 @@ def test_a_part_of_a_place_is_refused():
 
 @pytest.mark.parametrize("given", ["soon", "-5", "0", "inf", "nan"])
 def test_a_time_out_that_no_process_could_keep_is_refused(monkeypatch, given):
-    monkeypatch.setenv(distributed.TIMEOUT_VARIABLE, given)
+    monkeypatch.setenv(TIMEOUT_VARIABLE, given)
     with pytest.raises(
         ValueError, match=f"JAXPAR_INITIALIZATION_TIMEOUT must be a number of seconds above 0; got '{given}'"
     ):

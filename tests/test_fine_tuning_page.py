@@ -30,6 +30,7 @@ from jaxpar.params import abstract_params, count_params
 from jaxpar.run import language_model
 from jaxpar.trainable import trained_part
 from tests.support import doc_pages, serving
+from tests.support.flags import replaced
 from tests.support.oracle import assert_same
 from tests.support.tiny_lora import check_merged
 from tests.support.waiting import WAIT_SECONDS, XLA_WAITS, wait_until
@@ -62,7 +63,7 @@ def follow(folder, command, *flags):
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr(jaxpar, "use_fake_devices", lambda count: None)  # the tests have 8
         link_recipes(folder)
-        cli.run(recipe.main, recipe.Config, [*command.words[2:], *flags])
+        cli.run(recipe.main, recipe.Config, replaced([*command.words[2:], *flags]))
     return printed.getvalue()
 
 

@@ -322,3 +322,61 @@ def test_inputs_of_a_recipe_that_no_volume_holds_are_told():
         "the recipe reads --init-from ../qwen, --data /checkpoints/../mine.jsonl, which no claim holds"
     )
     assert said.endswith("give the path there: --init-from /checkpoints/qwen")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("JAXPAR_INITIALIZATION_TIMEOUT", "-5", "must be a number of seconds above 0; got '-5'. Give such as 300."),
+        ("JAXPAR_INITIALIZATION_TIMEOUT", "soon", "must be a number of seconds above 0; got 'soon'. Give such as 300."),
+        (
+            "JAXPAR_LOG_SECONDS",
+            "-1",
+            "or JAXPAR_LOG_SECONDS, must be a number of seconds, 0 or more; got -1. Choose 15",
+        ),
+        ("JAXPAR_RESUME", "yes", "JAXPAR_RESUME must be if-any or not set; got 'yes'. Set it to if-any for a run"),
+        ("JAXPAR_LOG_SECONDS", "$(POD_IP)", ""),
+    ],
+)
+def test_a_variable_at_which_a_run_would_end_is_refused(tmp_path, name, value, message):
+    (job,) = documents("jobset")
+    pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    env = [each for each in pod["containers"][0]["env"] if each["name"] != name]
+    pod["containers"][0]["env"] = [*env, {"name": name, "value": value}]
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    if not message:
+        main(["--check", str(file)])
+        return
+    with pytest.raises(ValueError, match=re.escape(message)):
+        main(["--check", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--batch-size", "2"],
+            "microbatch of each replica must have a row; got --mesh.data 4, 4 microbatches, --b",
+        ),
+        (
+            ["--steps", "5", "--steps=9"],
+            "--steps must be given once; got --steps 5 and --steps 9. Leave all but one out.",
+        ),
+        (["--batch-size", "4096"], ""),
+    ],
+)
+def test_flags_of_the_command_of_a_manifest_are_checked_as_before_it_is_written(tmp_path, capsys, flags, message):
+    (job,) = documents("jobset")
+    pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["containers"][0]["command"] += flags
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    try:
+        main(["--check", str(file)])
+    except (ValueError, SystemExit) as error:
+        said = f"{error}{capsys.readouterr().err}"
+        assert message
+        assert message in said
+    else:
+        assert not message

@@ -915,6 +915,26 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(tmp_path
     assert "a line of its own" in printed.err, "and not between the lines of the JSON"
 
 
+@pytest.mark.parametrize(
+    ("given", "remedy", "followed"),
+    [
+        ("--data 3 --tensor 8", "Leave --tensor and --data out.", ""),
+        ("--data 3 --stage 5 --tensor 7", "Leave --tensor and --stage and --data out.", ""),
+        ("--data 8 --tensor 8 --nodes 8 --batch-size 12", "Leave --tensor and --data out.", "--nodes 8 --batch-size 12"),
+        ("--data 8 --num-microbatches 8 --batch-size 12", "Choose --batch-size 64, or another mesh.",
+         "--data 8 --num-microbatches 8 --batch-size 64"),
+        ("--nodes 3 --gpus-per-node 7 --batch-size 4", "--tensor 7. Choose --batch-size 21.",
+         "--nodes 3 --gpus-per-node 7 --batch-size 21"),
+        ("--nodes 1009 --gpus-per-node 1 --batch-size 4", "Choose --batch-size 1009, or another mesh.",
+         "--nodes 1009 --gpus-per-node 1 --batch-size 1009"),
+    ],
+)  # fmt: skip
+def test_what_a_mesh_that_does_not_fit_is_told_to_change_fits(capsys, given, remedy, followed):
+    assert main(["plan", "--model", "gpt2", *given.split()]) == 2
+    assert remedy in capsys.readouterr().err
+    assert main(["plan", "--model", "gpt2", "--top", "1", *followed.split()]) == 0
+
+
 @pytest.mark.parametrize("flag", ["--batch-size", "--nodes", "--seq"])
 def test_a_number_whose_divisors_would_take_for_ever_is_refused(capsys, flag):
     assert main(["plan", "--model", "gpt2", flag, "99999999999999999999"]) == 2

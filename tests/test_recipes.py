@@ -18,6 +18,7 @@ import pytest
 from jaxpar.commands import recipe as cli
 from jaxpar.commands.cli import flag_names
 from jaxpar.run import Run
+from tests.support.flags import replaced
 from tests.support.oracle import assert_same
 from tests.support.tiers import quick
 from tests.support.waiting import WAIT_SECONDS, XLA_WAITS
@@ -35,7 +36,7 @@ MESHES = {
 
 def run(out_dir, *flags):
     """Runs house_prices.py in this process, which has 8 devices."""
-    cli.run(house_prices.main, house_prices.Config, ["--out-dir", str(out_dir), *flags])
+    cli.run(house_prices.main, house_prices.Config, replaced(["--out-dir", str(out_dir), *flags]))
 
 
 @pytest.fixture

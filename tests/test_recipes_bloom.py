@@ -17,6 +17,7 @@ from jaxpar.inspect.text import bytes_text
 from jaxpar.report import published_jobs
 from jaxpar.run import folder as run_folder
 from tests.support import doc_pages
+from tests.support.flags import replaced
 from tests.support.waiting import WAIT_SECONDS
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "bloom.py"
@@ -179,7 +180,7 @@ def test_what_cannot_be_laid_out_is_refused_in_one_line(flags, message, tmp_path
     monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)  # this process has its own
     monkeypatch.setattr(published_jobs, "mesh_of", lambda *_: pytest.fail("it must be refused before there is a mesh"))
     with pytest.raises(SystemExit, match="2"):
-        cli.run(bloom.main, bloom.Config, ["--out-dir", str(tmp_path), *flags])
+        cli.run(bloom.main, bloom.Config, replaced(["--out-dir", str(tmp_path), *flags]))
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1, said

@@ -13,6 +13,7 @@ import pytest
 
 from jaxpar.commands import recipe as cli
 from jaxpar.models import sweep as digits_sweep
+from tests.support.flags import replaced
 from tests.support.oracle import assert_same
 
 FEW_STEPS = 12
@@ -22,7 +23,7 @@ ON_4_BY_2 = ["--mesh.data", "4", "--mesh.tensor", "2"]
 
 def run(out_dir, *flags):
     """Runs digits.py in this process, which has 8 devices."""
-    cli.run(digits.main, digits.Config, ["--out-dir", str(out_dir), *flags])
+    cli.run(digits.main, digits.Config, replaced(["--out-dir", str(out_dir), *flags]))
 
 
 def read_lines(out_dir):

@@ -34,6 +34,7 @@ from jaxpar.run.language_model import ModelFlags
 from jaxpar.runtime.launch import free_port
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support import doc_pages, oracle
+from tests.support.flags import replaced
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.real_runs import curve, read_lines
 from tests.support.tiny_transformer import LLAMA as LLAMA_BLOCK
@@ -71,7 +72,7 @@ def run(text):
         with pytest.MonkeyPatch.context() as patch:
             if not draws:
                 patch.setattr(gpt, "conclude", lambda *_: None)
-            cli.run(gpt.main, gpt.Config, ["--data", str(text), "--out-dir", str(out_dir), *SMALL, *flags])
+            cli.run(gpt.main, gpt.Config, replaced(["--data", str(text), "--out-dir", str(out_dir), *SMALL, *flags]))
 
     return run
 
@@ -572,7 +573,7 @@ def test_weight_decay_spares_biases_norms_and_positions():
             ["--warmup-steps", "16"],
             "less than --steps; got 16 and 16. Choose --warmup-steps 1, or --steps 17 or more.",
         ),
-        (["--learning-rate", "0"], "--learning-rate must be positive; got 0"),
+        (["--lr", "0"], "--learning-rate must be positive; got 0"),
         (["--momentum", "1"], "--momentum must be from 0 to less than 1; got 1. 0 is plain SGD"),
         (
             ["--init-from", str(LLAMA), "--model", "gpt2"],

@@ -20,6 +20,7 @@ from jaxpar.commands import recipe as cli
 from jaxpar.data.packing import IGNORED
 from jaxpar.models import transformer
 from jaxpar.run import Run, evaluation, language_data
+from tests.support.flags import replaced
 from tests.support.gpt_data import SEQ, make_folder
 from tests.support.oracle import assert_same
 from tests.support.real_runs import curve, read_lines
@@ -38,7 +39,7 @@ def folder(tmp_path_factory):
 def run(folder):
     usual = ["--init-from", str(folder / "llama"), "--token-cache", str(folder / "cache"), "--seq", str(SEQ)]
     usual += ["--steps", str(STEPS), "--warmup-steps", "1", "--batch-size", "8", "--eval-rows", "8", "--lr", "0.01"]
-    return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, [*usual, "--out-dir", str(out_dir), *flags])
+    return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, replaced([*usual, "--out-dir", str(out_dir), *flags]))
 
 
 @pytest.fixture(scope="module")

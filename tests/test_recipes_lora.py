@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
 from jaxpar.run import language_model
+from tests.support.flags import replaced
 from tests.support.gpt_data import make_folder, tuning_flags
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.tiny_lora import check_merged
@@ -25,7 +26,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder):
     usual = [*tuning_flags(folder), "--steps", "6", "--checkpoint-every", "3", *LORA]
-    return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, [*usual, "--out-dir", str(out_dir), *flags])
+    return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, replaced([*usual, "--out-dir", str(out_dir), *flags]))
 
 
 def written(path):

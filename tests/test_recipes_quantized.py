@@ -20,6 +20,7 @@ from jaxpar.models.quantized import Quantized, dense, is_quantized, quantize_wei
 from jaxpar.run import language_model, model_files
 from jaxpar.serve.open_run import _on_device
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
+from tests.support.flags import replaced
 from tests.support.gpt_data import make_folder, tuning_flags
 from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.tiers import quick
@@ -37,7 +38,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder):
     usual = [*tuning_flags(folder), "--steps", "4", "--checkpoint-every", "2"]
-    return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, [*usual, "--out-dir", str(out_dir), *flags])
+    return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, replaced([*usual, "--out-dir", str(out_dir), *flags]))
 
 
 def in_four_bits(path, kind):

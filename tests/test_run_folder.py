@@ -8,6 +8,7 @@ import pytest
 from jaxpar.commands import recipe as cli
 from jaxpar.run import Run
 from jaxpar.run import folder as run_folder
+from tests.support.flags import replaced
 
 FEW = ("--steps", "4", "--batch-size", "10")
 OTHER = ("--steps", "4", "--batch-size", "6")
@@ -20,7 +21,7 @@ def _without_the_end(monkeypatch):
 
 
 def run(folder, *flags):
-    cli.run(house_prices.main, house_prices.Config, ["--out-dir", str(folder), *flags])
+    cli.run(house_prices.main, house_prices.Config, replaced(["--out-dir", str(folder), *flags]))
 
 
 def refused(capsys, folder, *flags):

@@ -13,7 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -44,14 +44,14 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str, *, 
         example: Arguments to show where the command is called without any and needs some.
 
     Raises:
-        ValueError: A word of the command line is empty.
+        ValueError: A word of the command line is empty, or a flag is given twice with different values.
     """
     import tyro
 
     about = wrapped((inspect.getdoc(function) or "").partition("\n\nArgs:")[0])
     config = (tyro.conf.FlagCreatePairsOff,)
     asks_for_help = {"-h", "--help"} & set(args)
-    check_words(args)
+    check_args(function, args)
     try:
         with wrapped_usage() if asks_for_help else nullcontext(), given_by(flag_names(function)):
             return tyro.cli(function, args=args, prog=f"{program()} {command}", description=about, config=config)
@@ -63,8 +63,20 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str, *, 
         raise
 
 
-def check_words(args: Sequence[str]) -> None:
-    """Raises ValueError for an empty word, which a path would take for the current folder."""
+def check_args(flags: Callable[..., Any], args: Sequence[str]) -> None:
+    """Raises ValueError for a command line that tyro takes and that is not what it seems.
+
+    An empty word would be the current folder where a path is meant. Of a flag that is given twice, the last would be taken.
+
+    Args:
+        flags: A function or a dataclass, as ``flag_names`` takes it.
+        args: The command line.
+    """
+    _check_words(args)
+    _check_once(flags, args)
+
+
+def _check_words(args: Sequence[str]) -> None:
     for before, word in zip(["", *args], args, strict=False):
         flag, is_joined, value = word.partition("=")
         is_flag = word.startswith("--")
@@ -78,17 +90,46 @@ def check_words(args: Sequence[str]) -> None:
         )
 
 
-def given_again(flags: Callable[..., Any], args: Sequence[str]) -> Iterator[str]:
-    """Yields a line for each flag of several values that is given twice, of which tyro takes the last alone.
+def _check_once(flags: Callable[..., Any], args: Sequence[str]) -> None:
+    """Raises ValueError for a flag that is given twice with different values, of which tyro takes the last alone."""
+    kinds, names = _given_once(flags)
+    words = [*takewhile(lambda word: word != "--", args)]  # after it, no word is a flag
+    is_value = lambda word: not word.startswith("--") and word not in names
+    given: dict[str, list[list[str]]] = {}
+    for position, word in enumerate(words):
+        name, is_joined, value = word.partition("=")
+        flag = names.get(name.replace("_", "-"))
+        if flag is None:
+            continue
+        number = None if _is_list(kinds[flag]) else int(kinds[flag] is not bool)
+        values = [value] if is_joined else [*islice(takewhile(is_value, words[position + 1 :]), number)]
+        if values not in given.setdefault(flag, []):
+            given[flag].append(values)
+    for flag, several in given.items():
+        if len(several) == 1:
+            continue
+        shown = " and ".join(" ".join([flag, *values]) for values in several)
+        together = " ".join([flag, *chain.from_iterable(several)])
+        remedy = f"Give all values at once: {together}." if _is_list(kinds[flag]) else "Leave all but one out."
+        raise ValueError(printable(f"{flag} must be given once; got {shown}. {remedy}"))
 
-    Args:
-        flags: A function or a dataclass, as ``flag_names`` takes it.
-        args: The command line.
-    """
-    given = [word.partition("=")[0].replace("_", "-") for word in args if word.startswith("--")]
-    for _, flag, kind in list_flags(flags):
-        if given.count(flag) > 1 and any(get_origin(part) is tuple for part in _parts(kind)):
-            yield f"{flag} is given {given.count(flag)} times, and the last is taken: to give all values, write {flag} A B"
+
+def _given_once(flags: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the types of the flags that may be given once, by flag, and their flags, by each name that they have."""
+    import tyro
+
+    kinds, names = {}, {}
+    for _, flag, kind, settings in _flags(flags):
+        if _is_list(kind) and tyro.conf.UseAppendAction in settings:
+            continue
+        kinds[flag] = kind
+        names |= dict.fromkeys([flag, *_aliases(settings)], flag)
+    return kinds, names
+
+
+def _is_list(kind: Any) -> bool:
+    """Returns whether a flag of this type takes several values."""
+    return any(get_origin(part) in (tuple, list) for part in _parts(kind))
 
 
 def suggest_values(flags: Callable[..., Any], args: Sequence[str]) -> None:
@@ -192,12 +233,18 @@ def list_flags(of: Callable[..., Any]) -> Iterator[tuple[str, str, Any]]:
 def list_aliases(of: Callable[..., Any]) -> Iterator[str]:
     """Yields the further names by which the flags of a function, or of a dataclass, may be given."""
     for *_, settings in _flags(of):
-        for each in settings:
-            yield from getattr(each, "aliases", None) or ()
+        yield from _aliases(settings)
 
 
-def _flags(of: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, str, Any, Sequence[Any]]]:
-    """Yields the name, the flag, the type and the settings for tyro of each flag."""
+def _aliases(settings: Sequence[Any]) -> Iterator[str]:
+    for each in settings:
+        yield from getattr(each, "aliases", None) or ()
+
+
+def _flags(
+    of: Callable[..., Any], prefix: str = "", outer: Sequence[Any] = ()
+) -> Iterator[tuple[str, str, Any, Sequence[Any]]]:
+    """Yields the name, the flag, the type and the settings for tyro of each flag, with those of the groups that it is in."""
     import tyro
 
     hints = get_type_hints(of, include_extras=True)
@@ -208,9 +255,10 @@ def _flags(of: Callable[..., Any], prefix: str = "") -> Iterator[tuple[str, str,
         part = name.rstrip("_").replace("_", "-") if named is None else named
         if dataclasses.is_dataclass(kind):
             is_flat = part == "" or tyro.conf.OmitArgPrefixes in more
-            yield from _flags(kind, prefix if is_flat else f"{prefix}{part}.")  # pyright: ignore[reportArgumentType]
+            inner = prefix if is_flat else f"{prefix}{part}."
+            yield from _flags(kind, inner, [*more, *outer])  # pyright: ignore[reportArgumentType]
         elif tyro.conf.Positional not in more:
-            yield name.rstrip("_"), f"--{prefix}{part}", kind, more
+            yield name.rstrip("_"), f"--{prefix}{part}", kind, [*more, *outer]
 
 
 def _positional(function: Callable[..., Any]) -> list[str]:

@@ -9,7 +9,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes
 
 from jaxpar.commands.cli import call, check_size, foreign_flags_told, parse_json, read_file
-from jaxpar.commands.program_flags import check_program, check_served, model_remarks
+from jaxpar.commands.program_flags import check_program, check_served, check_variables, model_remarks
 from jaxpar.jobs import (
     Job,
     Serving,
@@ -133,8 +133,9 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
 
 
 def _check_programs(manifests: Sequence[Any]) -> None:
-    """Checks the flags of the programs that the pods of manifests run, as those of a job are before it is written."""
+    """Checks the variables of pods and the flags of their programs, as those of a job are before it is written."""
     for pods in (each for manifest in manifests for each in workloads(manifest)):
+        check_variables(pods.variables)
         begins = num_words(pods.words, SERVED)
         if begins:
             check_served(pods.words[begins:])

@@ -4,19 +4,22 @@ Only recipes of jaxpar are loaded: a script of one's own would run. It may also 
 """
 
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from jaxpar.commands.cli import list_flags
+from jaxpar.commands.cli import flag_names, list_flags
 from jaxpar.commands.train import RECIPES, load, path_of, recipes
-from jaxpar.fields import near_name
+from jaxpar.fields import given_by, near_name
 from jaxpar.jobs.job import INSTALLED, SERVED, is_python, num_words
 from jaxpar.jobs.workload import fills, mesh_of_flags
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import printable, tell
+from jaxpar.runtime.process_env import timeout_of
 from jaxpar.runtime.program import near_script
+from jaxpar.runtime.supervise import is_restarted
 
 HELP = ("-h", "--help")
 JAXPAR = (("jaxpar",), ("python", "-m", "jaxpar"))
@@ -60,7 +63,7 @@ def check_program(
     _check_added(module, name, added)
     if other := _other_mesh(name, command, num_devices):
         raise ValueError(f"a recipe's mesh must have the devices of its job; got {other[0]}.")
-    _parse(module, name, [*own, *added])
+    _parse(module, name, [*own, *added], num_devices)
     return _missed(module, name, withheld)
 
 
@@ -75,6 +78,20 @@ def model_remarks(own_model: str | None, command: Sequence[str]) -> list[str]:
         f"the plan is for a model of your own, {printable(own_model)[:80]}, and {name} trains the model that its flags name. "
         "Memory and time that were planned are not those of this job: name the script that trains it, or plan for the recipe's"
     ]
+
+
+def check_variables(variables: Mapping[str, str]) -> None:
+    """Raises ValueError if an environment has a variable of jaxpar's with a value at which a run would end.
+
+    Args:
+        variables: Those of a pod; one in which Kubernetes puts the value of another is not checked.
+    """
+    from jaxpar.run.flags import log_seconds  # with JAX
+
+    plain = {name: value for name, value in variables.items() if "$(" not in value}
+    timeout_of(plain)
+    is_restarted(plain)
+    log_seconds(None, plain)
 
 
 def check_served(args: Sequence[str]) -> None:
@@ -190,7 +207,7 @@ def _missed(module: ModuleType, name: str, withheld: Sequence[str]) -> list[str]
     ]
 
 
-def _parse(module: ModuleType, name: str, args: Sequence[str]) -> None:
+def _parse(module: ModuleType, name: str, args: Sequence[str], num_devices: int | None) -> None:
     from jaxpar.commands import recipe  # with JAX
     from jaxpar.run import RunFlags
 
@@ -198,6 +215,8 @@ def _parse(module: ModuleType, name: str, args: Sequence[str]) -> None:
     recipe.check_numbers(flags)
     if isinstance(flags, RunFlags):
         _check_run(flags, name)
+        with given_by(flag_names(type(flags))):
+            _check_rows(flags, num_devices)
 
 
 def _check_run(flags: Any, name: str) -> None:
@@ -212,3 +231,21 @@ def _check_run(flags: Any, name: str) -> None:
     own = getattr(flags, "recipe", None)
     if isinstance(own, ModelFlags) and own.init_from is None:  # a folder is in the image or on the volume
         config_of_flags(own, flags.data.seq)
+
+
+def _check_rows(flags: Any, num_devices: int | None) -> None:
+    """Raises ValueError if a step of a recipe has too few rows for the microbatches of all replicas."""
+    from jaxpar.mesh import resolve_sizes  # with JAX
+    from jaxpar.run.batches import check_microbatches
+    from jaxpar.run.language_data import DataFlags, in_rows
+
+    sizes = dict(vars(flags.mesh))
+    if -1 in sizes.values() and num_devices is None:
+        return
+    mesh = SimpleNamespace(shape=sizes if num_devices is None else resolve_sizes(sizes, num_devices))
+    data = getattr(flags, "data", None)
+    flags = in_rows(flags, mesh) if isinstance(data, DataFlags) else flags
+    own = flags.data if isinstance(data, DataFlags) else getattr(flags, "recipe", None)
+    if own is not None and hasattr(own, "num_microbatches"):
+        most = sys.maxsize  # rows to learn from, of which the machine with the data knows
+        check_microbatches(flags, own.num_microbatches, most, mesh)

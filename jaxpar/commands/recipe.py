@@ -27,15 +27,7 @@ import tyro
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, has_steps
-from jaxpar.commands.cli import (
-    check_words,
-    flag_names,
-    given_again,
-    list_aliases,
-    list_flags,
-    suggest_values,
-    wrapped,
-)
+from jaxpar.commands.cli import check_args, flag_names, list_aliases, list_flags, suggest_values, wrapped
 from jaxpar.compile_only import start_on_cpu
 from jaxpar.fields import given_by
 from jaxpar.run.flags import RunFlags, check_run_flags, check_run_numbers
@@ -110,12 +102,10 @@ def check_numbers(flags: Any) -> None:
 def _parse(kind: type[Flags], args: Sequence[str], **about: Any) -> Flags:
     """Returns the flags of a command line; one that is refused is answered with the flags that its names stand for."""
     try:
-        check_words(args)
+        check_args(kind, args)
     except ValueError as error:
         tell(f"error: {error}")
         raise SystemExit(ExitCode.BAD_CONFIG) from None
-    for line in given_again(kind, args):
-        tell(line)
     try:
         try:
             with given_by(flag_names(kind)):

@@ -7,6 +7,7 @@ schedule, of the seconds for the same number of tokens. If nothing fits, the err
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import optax
@@ -196,6 +197,8 @@ def why_nothing(estimator: Estimator, fixed: dict[str, Any]) -> str:
             return _undivided(estimator, fixed)
         # The model cannot be split as fixed; the values must divide the devices too.
         why, _, remedy = next(iter(estimator.refused.values())).rpartition(". ")
+        rows = _larger_batch(estimator, fixed, estimator.cluster.num_devices)
+        remedy = f"Choose {arg(batch_size=rows)}." if rows else remedy
         return f"{why}. {_remedy(estimator, fixed) if fixed.get('tensor') else remedy}"
     choice, num_bytes = needs
     limit = estimator.memory_limit
@@ -231,9 +234,11 @@ def _undivided(estimator: Estimator, fixed: dict[str, Any]) -> str:
     inner = (fixed.get("tensor") or 1) * (fixed.get("stage") or 1)
     data = fixed.get("data") or (count // inner if count % inner == 0 else 0)
     if data and count % (data * inner) == 0 and rows % data:
+        larger = _larger_batch(estimator, fixed, data)
+        remedy = f"Choose {arg(batch_size=larger)}, or another mesh." if larger else _remedy(estimator, fixed)
         return (
             f"{arg('data')} must divide the batch; got {arg(data=data)}, the rest of {count} devices with {held}, and {rows} "
-            f"rows. Choose {arg(batch_size=-(-rows // data) * data)}, or another mesh."
+            f"rows. {remedy}"
         )
     sizes = {axis: size for axis in AXES if (size := fixed.get(axis))}
     if count % math.prod(sizes.values()):
@@ -261,10 +266,19 @@ def _remedy(estimator: Estimator, fixed: dict[str, Any]) -> str:
     for name in filter(held.__contains__, values):
         if fitting := [value for value in values[name] if _is_possible(estimator, fixed | {name: value})]:
             return f"Choose {arg(name)} from {', '.join(map(str, fitting))}."
-    for name in reversed(held):
-        if _is_possible(estimator, fixed | {name: None}):
-            return f"Leave {arg(name)} out."
-    return f"Choose another {arg('batch_size')}, or fix fewer settings."
+    for number in range(1, len(held) + 1):
+        for names in combinations(reversed(held), number):
+            if _is_possible(estimator, fixed | dict.fromkeys(names)):
+                return f"Leave {' and '.join(map(arg, names))} out."
+    larger = _larger_batch(estimator, fixed, count)
+    return f"Choose {arg(batch_size=larger)}." if larger else "Choose another number of devices."
+
+
+def _larger_batch(estimator: Estimator, fixed: dict[str, Any], num_replicas: int) -> int | None:
+    """Returns the next batch that so many replicas divide, if the settings are possible with it."""
+    unit = num_replicas * (fixed.get("num_microbatches") or 1)
+    rows = -(-estimator.batch_size // unit) * unit
+    return rows if _is_possible(replace(estimator, batch_size=rows), fixed) else None
 
 
 def _is_possible(estimator: Estimator, fixed: dict[str, Any]) -> bool:

@@ -338,13 +338,14 @@ def check_best_is_saved(flags: RunFlags, eval_every: int) -> None:
         )
 
 
-def log_seconds(given: float | None) -> float:
+def log_seconds(given: float | None, variables: Mapping[str, str] = os.environ) -> float:
     """Returns the seconds between two lines about the run; raises ValueError where they are no such number.
 
     Args:
         given: The flag --log-seconds. None: the environment's JAXPAR_LOG_SECONDS, or 15.
+        variables: The environment.
     """
-    value = os.environ.get("JAXPAR_LOG_SECONDS", "15") if given is None else given
+    value = variables.get("JAXPAR_LOG_SECONDS", "15") if given is None else given
     try:
         seconds = float(value)
     except ValueError:

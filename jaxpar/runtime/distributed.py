@@ -2,7 +2,6 @@
 
 import atexit
 import importlib.util
-import math
 import multiprocessing
 import os
 import sys
@@ -18,11 +17,10 @@ from jaxpar.runtime import endings
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.interrupt import end_if_unhandled
 from jaxpar.runtime.meetings import answer_who_waits
-from jaxpar.runtime.process_env import LAUNCHERS, NAMES, ProcessEnv, read_process_env
+from jaxpar.runtime.process_env import LAUNCHERS, NAMES, ProcessEnv, read_process_env, timeout_of
 from jaxpar.runtime.rendezvous import meet
 from jaxpar.runtime.uncaught import exit_code_of
 
-TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
 # XLA then schedules the start of a collective earlier and its end later, so that it overlaps with computation. It has eight
 # in flight: a loop counts as many as its body has, and the messages of a pipeline to both neighbours travel beside a loop over
 # layers that gathers params (ZeRO 3) or reduces over tensor. In such a loop it reduces the gradients of one layer while the
@@ -167,7 +165,7 @@ def initialize(
             "devices. Call jaxpar.initialize() first in the script, before jaxpar.make_mesh, jax.devices() or an array."
         )
     if timeout_seconds is None:
-        timeout_seconds = _timeout()
+        timeout_seconds = timeout_of(os.environ)
     give_threads(max(int(jax.config.values["jax_num_cpu_devices"]), 1))
     if jax.config.values["jax_platforms"] == "cpu":
         jax.config.update("jax_enable_compilation_cache", False)  # as for fake devices
@@ -189,18 +187,6 @@ def initialize(
     if not hasattr(sys, "ps1"):
         end_if_unhandled()
     return True
-
-
-def _timeout() -> float:
-    given = os.environ.get(TIMEOUT_VARIABLE, "300")
-    rule = f"{TIMEOUT_VARIABLE} must be a number of seconds above 0; got {given!r}. Give such as 300."
-    try:
-        seconds = float(given)
-    except ValueError:
-        raise ValueError(rule) from None
-    if not 0 < seconds < math.inf:  # else the process would say that others are missing
-        raise ValueError(rule)
-    return seconds
 
 
 def set_gpu_flags() -> None:

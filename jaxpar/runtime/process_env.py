@@ -10,6 +10,7 @@ Upper rows take precedence over lower ones. ``jax.distributed.initialize`` itsel
 JAX_ variables in this table.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,11 +28,12 @@ LAUNCHERS = (
     "OMPI_COMM_WORLD_RANK",
 )
 TOKEN_VARIABLE = "JAXPAR_RUN_TOKEN"
+TIMEOUT_VARIABLE = "JAXPAR_INITIALIZATION_TIMEOUT"
 PREFIX = "JAXPAR_"
 # All that jaxpar reads; those of its tests begin otherwise.
 OWN_VARIABLES = (
     TOKEN_VARIABLE,
-    *("JAXPAR_INITIALIZATION_TIMEOUT", "JAXPAR_LOG_SECONDS", "JAXPAR_PROGRESS", "JAXPAR_RESUME"),
+    *(TIMEOUT_VARIABLE, "JAXPAR_LOG_SECONDS", "JAXPAR_PROGRESS", "JAXPAR_RESUME"),
 )
 OF_TESTS = ("JAXPAR_TEST", "JAXPAR_FUZZ", "JAXPAR_CHAOS")
 LAST_PORTS = 4096  # SLURM and Open MPI set no port: the job's number selects one of the highest ports
@@ -202,3 +204,20 @@ def first_host(node_list: str) -> str:
     """
     found = re.match(r"([^,\[]*)(?:\[([^-,\]]*))?", node_list)
     return "" if found is None else found[1] + (found[2] or "")
+
+
+def timeout_of(variables: Mapping[str, str]) -> float:
+    """Returns the seconds that processes wait for one another to connect, by the variables of their environment.
+
+    Raises:
+        ValueError: They are no such number.
+    """
+    given = variables.get(TIMEOUT_VARIABLE, "300")
+    rule = f"{TIMEOUT_VARIABLE} must be a number of seconds above 0; got {given!r}. Give such as 300."
+    try:
+        seconds = float(given)
+    except ValueError:
+        raise ValueError(rule) from None
+    if not 0 < seconds < math.inf:  # else the process would say that others are missing
+        raise ValueError(rule)
+    return seconds

@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,13 +26,16 @@ RESUME_VARIABLE, RESUME_IF_ANY = "JAXPAR_RESUME", "if-any"  # a restarted run re
 LINE_BYTES = 100  # one write of a fixed length, so that a reader never sees half of an old line
 
 
-def is_restarted() -> bool:
+def is_restarted(variables: Mapping[str, str] = os.environ) -> bool:
     """Returns whether the run may be one that a supervisor or a scheduler has started again.
+
+    Args:
+        variables: The environment.
 
     Raises:
         ValueError: The environment's JAXPAR_RESUME has another value than those that mean something.
     """
-    told = os.environ.get(RESUME_VARIABLE, "")
+    told = variables.get(RESUME_VARIABLE, "")
     if told not in ("", RESUME_IF_ANY):
         raise ValueError(
             f"{RESUME_VARIABLE} must be {RESUME_IF_ANY} or not set; got {told!r}. Set it to {RESUME_IF_ANY} for a run "
