@@ -150,7 +150,8 @@ def script():
     started = []
 
     def start(recipe, folder, *flags, launch=()):
-        own = [PLAIN, recipe, *arguments(recipe, folder), "--out-dir", str(folder / "out"), *flags]
+        given = replaced([*arguments(recipe, folder), "--out-dir", str(folder / "out"), *flags])
+        own = [PLAIN, recipe, *given]
         clean = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
         environment = clean | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -333,7 +333,7 @@ def test_a_process_that_is_killed_and_started_again_writes_the_same_bytes(tmp_pa
     for folder in (whole, tmp_path):
         make_qwen(folder)
     train(whole, TUNE, *FEW)
-    command = [sys.executable, str(ROOT / TUNE.words[1]), *TUNE.words[2:], *FEW]
+    command = [sys.executable, str(ROOT / TUNE.words[1]), *replaced([*TUNE.words[2:], *FEW])]
     kept = tmp_path / "runs/chat/checkpoints" / str(EVERY)
     options = {"cwd": tmp_path, "env": optimized(tmp_path), "stdout": subprocess.DEVNULL}
     with subprocess.Popen(command, **options) as process:

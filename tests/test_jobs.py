@@ -273,7 +273,7 @@ def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
     best = {"data": 4, "stage": 2, "tensor": 2, "schedule": "zb-h1", "num_microbatches": 8, "zero": 1, "remat": False}
     best |= {"num_chunks": 2, "layers_per_virtual_stage": [1, 2, 2, 1]}
     plan.write_text(json.dumps([best, {"data": 16, "stage": 1, "tensor": 1}]))
-    flags = ("--plan", str(plan), "--image", "a:1", "recipes/gpt.py", "--zero", "0")
+    flags = ("--plan", str(plan), "--image", "a:1", "recipes/gpt.py", "--zero", "0", "--batch-size", "32")
     (container,) = pod(yaml.safe_load(written(capsys, *flags)))["spec"]["containers"]
     said = " ".join(container["command"])
     assert "--mesh.data 4 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --num-microbatches 8" in said
