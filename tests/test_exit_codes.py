@@ -49,6 +49,7 @@ def test_an_exit_is_told_in_words(code, words):
 def test_ctrl_c_ends_a_command_that_has_swallowed_it(monkeypatch):
     """As JAX's callback of the garbage collector does."""
     monkeypatch.setattr(interrupt, "SECONDS_TO_END", 0.05)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
     ended = threading.Event()
     with interrupt.ended_by_interrupt(end=lambda code: ended.set() if code == 130 else None):
         for _ in range(2):

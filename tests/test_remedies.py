@@ -23,6 +23,7 @@ from jaxpar.commands import recipe as cli
 from jaxpar.report import published_jobs
 from jaxpar.run import Run
 from tests.support.clusters import SMALL, node
+from tests.support.flags import replaced
 from tests.support.tiers import without
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +59,7 @@ def recipes(monkeypatch, tmp_path):
         out, err, code = io.StringIO(), io.StringIO(), None
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                cli.run(recipe.main, recipe.Config, [*usual.get(recipe, []), *flags])
+                cli.run(recipe.main, recipe.Config, replaced([*usual.get(recipe, []), *flags]))
         except AcceptedError:
             return None
         except SystemExit as end:
