@@ -55,7 +55,9 @@ def _check_reads_some(params: PyTree, unread: Sequence[int]) -> None:
 def _warn_of_unread(params: PyTree, unread: Sequence[int]) -> None:
     """Warns of params that are trained and that the outputs do not depend on."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_frozen)
-    names = [path_string(leaves[index][0]) for index in unread if not is_frozen(leaves[index][1])]
+    unread_leaves = [leaves[index] for index in unread]
+    has_values = lambda leaf: not is_frozen(leaf) and getattr(leaf, "size", 1) > 0
+    names = [path_string(path) for path, leaf in unread_leaves if has_values(leaf)]
     if names:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         warnings.warn(
