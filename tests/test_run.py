@@ -24,8 +24,8 @@ from jaxpar.run import BasicFlags, ConfigError, Run
 from jaxpar.run.call_order import CallOrderError
 from jaxpar.run.early_stop import EarlyStop
 from jaxpar.run.evaluation import say_best
-from jaxpar.run.first_step import remark
 from jaxpar.run.flags import check_best_is_saved
+from jaxpar.run.messages import remark_on_first_step
 from jaxpar.run.start import advice_on_finite_steps, check_processes, first_state
 from jaxpar.run.traits import Traits, numbers_of
 from jaxpar.runtime.lease import this_process
@@ -380,14 +380,14 @@ def test_another_optimizer_is_refused_with_a_way_that_works(tmp_path):
 
 def test_a_first_step_without_a_gradient_and_a_folder_that_cannot_be_are_told(tmp_path):
     no_gradient = "the gradient of the first step is 0 in all params, so it has trained nothing: look for jax.lax.stop"
-    assert remark({"grad_norm": jnp.float32(0.0), "loss": 1.0}).startswith(no_gradient)
+    assert remark_on_first_step({"grad_norm": jnp.float32(0.0), "loss": 1.0}).startswith(no_gradient)
     for metrics in (
         {"loss": 0.0},
         {"grad_norm": 0.0, "skipped": jnp.float32(1)},
         {"grad_norm": np.nan},
         {"grad_norm": 2.0},
     ):
-        assert remark(metrics) == "", metrics
+        assert remark_on_first_step(metrics) == "", metrics
     with pytest.raises(
         ValueError, match=r"out_dir must be a folder that can be written to; got .*: File name too long. Name"
     ):

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
 from jaxpar.devices import describe_devices, started_devices
 from jaxpar.metrics.status import JsonStream, StatusLines, render_status
@@ -18,6 +19,11 @@ from jaxpar.runtime.distributed import leave
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.output import printable_lines, tell, text_of
 from jaxpar.runtime.uncaught import DISK_FAULTS
+
+NO_GRADIENT = (
+    "the gradient of the first step is 0 in all params, so it has trained nothing: look for jax.lax.stop_gradient, for "
+    "operations without a gradient, such as argmax, round and comparisons, and for masks or weights that are all 0"
+)
 
 _shown: list[StatusLines] = []  # at most one: that of the run of this process
 _named: list[str] = []  # the devices of the run of this process, once it has said which they are
@@ -140,3 +146,11 @@ def only_on_first_process() -> None:
     """Ends the lines of the other processes, which say the same; call it once the processes are connected."""
     if _shown and jax.process_index() != 0:
         _shown[0].stop()
+
+
+def remark_on_first_step(metrics: Mapping[str, Any]) -> str:
+    """Returns what to say of the metrics of a first step; "" if there is nothing."""
+    norm, skipped = (np.asarray(metrics.get(name, 1.0)) for name in ("grad_norm", "skipped"))
+    was_skipped = "skipped" in metrics and skipped.size == 1 and skipped != 0
+    is_zero = norm.size == 1 and norm == 0
+    return NO_GRADIENT if is_zero and not was_skipped else ""

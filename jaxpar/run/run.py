@@ -19,14 +19,14 @@ from jaxpar.pipeline import check_permutes
 from jaxpar.planner import cluster, roofline
 from jaxpar.planner.compiled import inspect_pipeline
 from jaxpar.report import ReportWriter, step_data
-from jaxpar.run import first_step, folder
+from jaxpar.run import folder
 from jaxpar.run.arguments import check_arguments, check_function, lowered
 from jaxpar.run.call_order import CallOrder, check_called
 from jaxpar.run.compiled_step import CompiledStep
 from jaxpar.run.early_stop import EarlyStop, left_early, without_metric
 from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.learning_rate import rate_after
-from jaxpar.run.messages import checks, forget_devices, phase, say, say_devices, spared, stop
+from jaxpar.run.messages import checks, forget_devices, phase, remark_on_first_step, say, say_devices, spared, stop
 from jaxpar.run.pace import pace
 from jaxpar.run.start import (
     advice_on_finite_steps,
@@ -311,7 +311,7 @@ class Run(AbstractContextManager["Run"]):
         self._has_all_metrics = False  # steps without an evaluation have fewer
         if step == self.first_step or self.is_due(step, self.flags.common.checkpoint_every or self.flags.common.steps):
             self._order.check_state(step, int(jaxpar.fetch(state.step)), self._say)
-        if step == self.first_step and (told := first_step.remark(metrics)):
+        if step == self.first_step and (told := remark_on_first_step(metrics)):
             self._say(told)
         for every, call in self._calls:
             if self.is_due(step, every):
