@@ -25,6 +25,7 @@ from jaxpar.run.call_order import CallOrderError
 from jaxpar.run.early_stop import EarlyStop
 from jaxpar.run.evaluation import say_best
 from jaxpar.run.flags import check_best_is_saved
+from jaxpar.run.learning_rate import remark_on_rate
 from jaxpar.run.messages import remark_on_first_step
 from jaxpar.run.start import advice_on_finite_steps, check_processes, first_state
 from jaxpar.run.traits import Traits, numbers_of
@@ -314,6 +315,7 @@ def test_a_rate_that_the_optimizer_keeps_in_its_state_is_told_and_can_be_set(tmp
     )
     assert not [line for line in said if "is not that of the saved run" in line]
     assert states == [0.25, 0.5, 0.5]
+    assert len([line for line in said if "is 0.5 in the optimizer's state" in line and "0.25 in metrics" in line]) == 2
 
 
 def trained_at(flags, optimizer, said, change):
@@ -322,7 +324,7 @@ def trained_at(flags, optimizer, said, change):
     shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
     grads = jax.value_and_grad(lambda params, batch: jnp.sum((batch["x"] @ params["w"] - 1) ** 2))
     batch = {"x": np.zeros((4, 2), np.float32)}
-    with Run(flags, mesh, {"rows": 4}, say=said.append) as run:
+    with Run(flags, mesh, {"rows": 4}, learning_rate=0.25, say=said.append) as run:
         run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optimizer, mesh, shardings)
         train_step = run.compile(jaxpar.make_train_step(grads, optimizer), batch)
         state = run.begin()
@@ -482,6 +484,18 @@ def test_a_run_logs_its_learning_rate_calls_back_and_ends_early(tmp_path):
     assert [step for step, _ in calls] == [2, 4, 6, 8]
     assert calls[0][1] == pytest.approx(1 - 0.4), "the state after the step"
     assert "<b>learning rate</b>" in render_page(read_run(tmp_path))
+
+
+def test_a_learning_rate_is_compared_with_that_of_the_optimizer_where_its_state_has_one():
+    params = {"w": jnp.ones(2)}
+    of_state = lambda optimizer: optax.chain(optax.clip(1.0), optimizer).init(params)
+    injected = of_state(optax.inject_hyperparams(optax.adam)(learning_rate=RATE))
+    assert remark_on_rate(injected, 0.4) == "", "the same"
+    assert remark_on_rate(injected, jnp.float32(0.3)) == (
+        "the learning rate of this step is 0.4 in the optimizer's state (optax.inject_hyperparams), and 0.3 in metrics.jsonl, "
+        "as Run(learning_rate=...) says. Give both the same one."
+    )
+    assert remark_on_rate(of_state(optax.adam(0.3)), 0.1) == "", "kept nowhere"
 
 
 def test_patience_counts_evaluations_without_a_better_metric_in_a_row():

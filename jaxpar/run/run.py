@@ -25,7 +25,7 @@ from jaxpar.run.call_order import CallOrder, check_called
 from jaxpar.run.compiled_step import CompiledStep
 from jaxpar.run.early_stop import EarlyStop, left_early, without_metric
 from jaxpar.run.flags import RunFlags, check_run_flags
-from jaxpar.run.learning_rate import rate_after
+from jaxpar.run.learning_rate import rate_after, remark_on_rate
 from jaxpar.run.messages import checks, forget_devices, phase, remark_on_first_step, say, say_devices, spared, stop
 from jaxpar.run.pace import pace
 from jaxpar.run.start import (
@@ -67,7 +67,7 @@ class Run(AbstractContextManager["Run"]):
         flops_per_step: Useful operations of a step on all devices together, for the MFU.
         schedule: The schedule of its pipeline, if it has one.
         has_evaluations: Whether evaluations add metrics, which --keep-best may name: it is checked at the first one.
-        learning_rate: The schedule of optax that the optimizer has, or a number; it then is a metric of each step.
+        learning_rate: The optimizer's schedule or number, to be logged. One in its state (inject_hyperparams) must agree.
         samples: ``samples(step)``: the position in the data after that many steps, which is ``origin.samples`` after a resume.
         remedy: What to choose if steps are not finite.
         draw: Draws the pictures of a run that is asked to stop.
@@ -319,7 +319,10 @@ class Run(AbstractContextManager["Run"]):
                     call(step + 1, state, metrics)
         if self._learning_rate is not None:
             check_names(metrics, ("learning_rate",))
-            metrics = {**metrics, "learning_rate": self._learning_rate(step, state, metrics)}
+            rate = self._learning_rate(step, state, metrics)
+            metrics = {**metrics, "learning_rate": rate}
+            if step == self.first_step and (told := remark_on_rate(state.opt_state, rate)):
+                self._say(told)
         self._log.log(step, metrics)
         self._order.count_logged()
         self._end_early(step + 1, metrics)
