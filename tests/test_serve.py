@@ -294,6 +294,9 @@ INSTANCE = "instances[0].area_ft2 must be"
         (b"area=1650", "a body must be JSON in UTF-8"),
         (b"\xff\xfe", "a body must be JSON in UTF-8"),
         (b"", "got 0 bytes that are not"),
+        (b"\xef\xbb\xbf{}", "a body must be JSON in UTF-8"),
+        ('{"instances": []}'.encode("utf-16"), "a body must be JSON in UTF-8"),
+        (b"{} x", "Extra data: line 1 column 4"),
         (b"[" * 100_000, "a body must be JSON in UTF-8"),
         (b'{"instances": [], "instances": []}', "a key occurs twice"),
         (b'{"instances": [{"area_ft2": NaN, "bedrooms": 3}]}', "NaN is not a number of JSON"),
@@ -304,6 +307,7 @@ INSTANCE = "instances[0].area_ft2 must be"
         (b"null", "the body must be an object; got null"),
         ({}, "the body must have the field 'instances'; got no fields"),
         ({"instances": []}, "instances must have at least 1 item; got []"),
+        ({"instances": [3]}, "instances[0] must be an object; got 3"),
         ({"instances": HOUSES["instances"] * 65}, "instances must have at most 64 items; got an array of 65"),
         (
             {"instances": [{"area_ft2": 1650}]},
@@ -526,6 +530,19 @@ def test_paths_methods_and_kinds_of_bodies_that_are_not_served(houses):
         == "The Content-Type is not application/json, or the body is compressed (Content-Encoding)."
     )
     assert "not sent as JSON, or compressed (`Content-Encoding`)" in page
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        ("Application/JSON; charset=utf-8", 200),
+        ("application/vnd.api+json", 415),
+        ("text/plain", 415),
+    ],
+)
+def test_a_body_is_read_if_its_media_type_is_json(houses, kind, status):
+    body = json.dumps(HOUSES).encode()
+    assert houses[1].send("POST", "/predict", body, {"Content-Type": kind}).status == status
 
 
 @pytest.mark.parametrize("chunked", [False, True])

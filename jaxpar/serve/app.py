@@ -39,10 +39,6 @@ CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 REMEDIES = {"extra_forbidden": "Leave it out, or correct its name.", "without_effect": "Leave it out."}
 
 
-class ClientGoneError(Exception):
-    """The client has closed its connection."""
-
-
 class App:
     """An ASGI application around one model. Make it inside a running event loop.
 
@@ -81,8 +77,7 @@ class App:
         handlers: dict[Any, Any] = {
             RequestError: lambda request, error: _refused(error),
             HTTPException: self._no_route,
-            ClientGoneError: lambda request, error: Response(status_code=CLIENT_GONE),
-            ClientDisconnect: lambda request, error: Response(status_code=CLIENT_GONE),  # while its body was read
+            ClientDisconnect: lambda request, error: Response(status_code=CLIENT_GONE),
             FloatingPointError: lambda request, error: _failed(error),
             Exception: lambda request, error: _refused(RequestError(500, INTERNAL)),
         }
@@ -252,12 +247,12 @@ def _event(value: dict[str, Any]) -> str:
 
 
 async def _unless_gone(request: Request, result: Coroutine[Any, Any, Result]) -> Result:
-    """Returns a result; raises ClientGoneError if the client goes away before."""
+    """Returns a result; raises ClientDisconnect if the client goes away before."""
     tasks = asyncio.ensure_future(result), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
-            raise ClientGoneError
+            raise ClientDisconnect
         return tasks[0].result()
     finally:
         for task in tasks:

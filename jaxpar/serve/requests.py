@@ -124,9 +124,9 @@ async def read_body(request: "Request", max_bytes: int) -> bytes:
 
 
 def parse(body: bytes) -> Any:
-    """Returns the object in a body; raises RequestError unless it is JSON of finite numbers, each key once."""
+    """Returns the value in a body; raises RequestError unless it is JSON of finite numbers, each key once."""
     try:
-        value = json.loads(
+        return json.loads(
             body.decode(), parse_constant=_no_number, parse_float=_number, parse_int=_number, object_pairs_hook=_once
         )
     except (ValueError, RecursionError) as error:
@@ -135,11 +135,6 @@ def parse(body: bytes) -> Any:
             f"a body must be JSON in UTF-8, with finite numbers and each key once; got {len(body)} bytes that are not: "
             f"{fields.brief(str(error) or 'too deep')}. Correct it; /docs has examples.",
         ) from error
-    if not isinstance(value, dict):
-        raise RequestError(
-            400, f"the body must be an object; got {fields.shown(value)}. Correct it; /docs has examples."
-        )
-    return value
 
 
 def _no_number(text: str) -> Any:
