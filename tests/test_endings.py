@@ -115,7 +115,7 @@ def test_processes_that_leave_a_loop_together_end_as_they_like(monkeypatch):
 def test_a_program_that_ends_while_others_run_ends_with_70_in_place_of_0_and_says_so(monkeypatch, capfd):
     service = stand_in(monkeypatch, process=1)
     assert EndWatch().leave(0) == 70
-    assert json.loads(service.values[f"{ENDED}/1"]) == {"process": 1, "code": 0}
+    assert json.loads(service.values[f"{ENDED}/1"]) == {"process": 1, "code": 0, "seconds": 60}
     assert "got the end of the program of process 1 of 2 while others still run" in capfd.readouterr().err
     stand_in(monkeypatch, process=1, everyone_ends=True)
     assert EndWatch().leave(0) == 0
@@ -134,12 +134,12 @@ def test_a_program_that_has_ended_is_not_waited_for_by_one_that_cannot_go_on_wit
 
 
 def test_a_process_says_once_that_another_one_has_ended(monkeypatch, capfd):
-    stand_in(monkeypatch, {ENDED: {"process": 1, "code": 0}})
+    stand_in(monkeypatch, {ENDED: {"process": 1, "code": 0, "seconds": 600}})
     watch, said = EndWatch(), []
     watch.start()
     wait_until(lambda: said.append(capfd.readouterr().err) or "".join(said))
     watch.stop()
-    assert "".join(said).startswith("process 1 of 2 has ended its program while this one runs: it waits 60 s")
+    assert "".join(said).startswith("process 1 of 2 has ended its program while this one runs: it waits 600 s")
     assert capfd.readouterr().err == ""
 
 

@@ -166,6 +166,8 @@ def test_long_examples_are_refused_with_their_place_and_the_seq_that_holds_them(
 def test_examples_that_are_all_too_long_are_not_dropped_to_nothing():
     learned = np.array([0, 0, 1, 0, 0, 1, 1], np.uint8)
     documents = Documents(np.arange(7), np.array([0, 3]), np.array([3, 7]), learned)
+    assert (documents.num_learned, documents.take(np.array([0])).num_learned) == (3, 1)
+    assert dataclasses.replace(documents, learned=None).num_learned is None, "all are"
     message = r"got seq=1 and 2 examples, which are all longer, from 3 tokens on. Choose seq=3\."
     with pytest.raises(ValueError, match=message):
         fit(documents, 1, "drop")

@@ -717,8 +717,15 @@ def test_what_does_not_fit_is_named_with_the_nearest_that_does():
         match=r"mlp needs [\d.]+ GiB a device at tensor=1, stage=2, data=4; have 7\.2, since 10% of 8 stays free\. ",
     ):
         jaxpar.plan(shape, node(memory_bytes=8 * 2**30), batch_size=64, **held)
-    with pytest.raises(ValueError, match=r"mlp needs [\d.]+ GiB a device at .*; have 2\.7, .*\. Nearest: \d+ nodes\."):
-        jaxpar.plan(shape, node(memory_bytes=3 * 2**30, devices_per_node=1), batch_size=4)
+    of_one = node(memory_bytes=3 * 2**30, devices_per_node=1)
+    with pytest.raises(
+        ValueError, match=r"mlp needs [\d.]+ GiB a device at .*; have 2\.7, .*\. Nearest: \d+ nodes\."
+    ) as told:
+        jaxpar.plan(shape, of_one, batch_size=4)
+    fewest = int(str(told.value).split()[-2])
+    assert jaxpar.plan(shape, dataclasses.replace(of_one, num_nodes=fewest), batch_size=4)
+    with pytest.raises(ValueError, match="mlp needs"):
+        jaxpar.plan(shape, dataclasses.replace(of_one, num_nodes=fewest - 1), batch_size=4)
 
 
 def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():

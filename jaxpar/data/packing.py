@@ -48,6 +48,14 @@ class Documents:
         """The number of tokens of all documents."""
         return int((self.ends - self.starts).sum())
 
+    @property
+    def num_learned(self) -> int | None:
+        """The number of their tokens that are learned; None: all are, but the first of each document."""
+        if self.learned is None:
+            return None
+        before = np.concatenate([[0], np.cumsum(self.learned != 0)])
+        return int((before[self.ends] - before[self.starts]).sum())
+
     def take(self, chosen: np.ndarray) -> "Documents":
         """Returns the documents of these numbers; no token is copied."""
         return replace(self, starts=self.starts[chosen], ends=self.ends[chosen])

@@ -325,10 +325,27 @@ def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str
     anywhere = {name: value for name, value in fixed.items() if name not in AXES}
     if any(fixed.get(axis) for axis in OF_MODELS) and (found := fitting_plans(estimator, anywhere, 1)):
         return f"Nearest: {arg(**found[0].choice.sizes)}."
-    for more in (2, 4, 8, 16, 32):
-        num_nodes = more * estimator.cluster.num_nodes
-        larger = replace(estimator, cluster=replace(estimator.cluster, num_nodes=num_nodes))
-        if fitting_plans(larger, anywhere, 1):
-            held = " or ".join(axis for axis in OF_MODELS if fixed.get(axis))
-            return f"Nearest: {num_nodes} nodes" + (f", without a fixed {held}." if held else ".")
-    return "Choose devices with more memory."
+    num_nodes = _fewest_nodes(estimator, anywhere)
+    if num_nodes is None:
+        return "Choose devices with more memory."
+    held = " or ".join(axis for axis in OF_MODELS if fixed.get(axis))
+    return f"Nearest: {num_nodes} nodes" + (f", without a fixed {held}." if held else ".")
+
+
+def _fewest_nodes(estimator: Estimator, fixed: dict[str, Any]) -> int | None:
+    """Returns a number of nodes that fits where one node less does not; None if 32 times as many do not fit."""
+    cluster = estimator.cluster
+
+    def fits(num_nodes: int) -> bool:
+        larger = replace(estimator, cluster=replace(cluster, num_nodes=num_nodes))
+        return bool(fitting_plans(larger, fixed, 1))
+
+    too_few = cluster.num_nodes
+    enough = next(filter(fits, (too_few * more for more in (2, 4, 8, 16, 32))), None)
+    if enough is None:
+        return None
+    too_few = max(too_few, enough // 2)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+    return enough

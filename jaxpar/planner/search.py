@@ -33,7 +33,7 @@ from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, Software,
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
 from jaxpar.planner.plans import SETTINGS, Plan
-from jaxpar.planner.state import AtRest, step_memory
+from jaxpar.planner.state import AtRest, step_memory, wide_bytes
 from jaxpar.planner.step_time import Prices, step_time
 from jaxpar.planner.traffic import Transfer, bytes_by_axis, step_traffic
 from jaxpar.step.optimizer_state import Optimizer
@@ -216,7 +216,8 @@ class Estimator:
         transfers = [] if quick else self.traffic(choice)
         sent = transfers or self.traffic(choice, messages=False)
         shards = choice.parts() if choice.zero in (1, 2) else 1  # which update a share of the params
-        state = memory["optimizer"] + (self.at_rest(choice).trained_bytes + memory["gradients"]) // shards
+        at_rest = self.at_rest(choice)
+        state = memory["optimizer"] + at_rest.trained_bytes // shards + wide_bytes(at_rest.grads)
         is_ideal = self.executor == "mpmd"
         ranked = step_time(self.prices(choice), sent, state)
         other = ranked if quick else step_time(self.prices(choice, ranked=False), sent, state)

@@ -228,8 +228,8 @@ def _in_backward(
 def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, int]:
     """One microbatch whose layers are written out: a layer's gradients take the place of what it stored.
 
-    The peak is where the head runs, in the backward pass of a layer, or at the end, where the embedding's gradients are there
-    and the largest of the sums is stacked to be reduced. What waits is as in ``_in_turn``.
+    Returns the parts at the moment of the peak: where the head runs, in the backward pass of a layer, or at the end, where the
+    embedding's gradients are there and the largest of the sums is stacked to be reduced. What waits is as in ``_in_turn``.
     """
     layers, values = analysis.shape.num_layers, analysis.split.values
     of_layer = analysis.layer.shapes([*values["residuals_b"], *values["residuals_w"]])
@@ -242,19 +242,29 @@ def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str,
     # With remat the count of a layer that runs again is high enough without them.
     gathered = 0 if choice.remat is True else 2 * _gathered_layer(analysis, at_rest)
 
-    def in_backward(done: int) -> int:
+    def in_backward(done: int) -> dict[str, int]:
         """In the backward pass of a layer, after that of ``done`` layers."""
         waiting = min(_most_waiting(choice), done + 1)
-        summed = of_layers * (done + 1 - waiting) // layers
-        rest = (kept + casts) * (layers - done) // layers
+        rest = layers - done
         in_layer = _in_backward(choice, analysis, at_rest, stored, waiting)
-        return of_head + summed + rest + in_layer + gathered
+        return {
+            "gradients": of_head + of_layers * (done + 1 - waiting) // layers,
+            "activations": rest * stored,
+            "working": casts * rest // layers + in_layer + gathered,
+        }
 
-    at_head = kept + casts + _cast_head(analysis, at_rest) + analysis.head_bytes_of_op
-    at_end = of_layers + of_outer + max(analysis.embed_bytes, max(sums, default=0))
-    peak = max(at_head, at_end, *map(in_backward, range(layers)))
-    gradients = min(of_layers + of_outer, max(0, peak - kept))
-    return {"gradients": gradients, "activations": kept, "working": peak - gradients - kept}
+    at_head = {
+        "gradients": 0,
+        "activations": kept,
+        "working": casts + _cast_head(analysis, at_rest) + analysis.head_bytes_of_op,
+    }
+    at_end = {
+        "gradients": of_layers + of_outer,
+        "activations": 0,
+        "working": max(analysis.embed_bytes, max(sums, default=0)),
+    }
+    moments = (at_head, at_end, *map(in_backward, range(layers)))
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks: bool) -> dict[str, int]:

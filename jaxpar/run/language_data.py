@@ -107,6 +107,7 @@ class Part:
         ignored: Fields of examples that are not used.
         is_chat: Whether examples are conversations.
         remark: What to say about them when they are read.
+        num_learned: The number of tokens to learn from that are targets, such as those of answers; None: all are.
     """
 
     rows: Callable[[int, int], tuple[RowSource, RowSource, str]]
@@ -118,6 +119,7 @@ class Part:
     ignored: tuple[str, ...] = ()
     is_chat: bool = False
     remark: str = ""
+    num_learned: int | None = None
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,16 @@ class Data:
     def describe(self) -> str:
         """Returns a line about the data."""
         line = self.source
-        if all(part.num_tokens for part in self.parts):
-            train, test = (
-                sum(counts) for counts in zip(*[part.num_tokens or (0, 0) for part in self.parts], strict=True)
+        counts = [part.num_tokens for part in self.parts if part.num_tokens]
+        if len(counts) == len(self.parts):
+            train, test = map(sum, zip(*counts, strict=True))
+            learned = [part.num_learned for part in self.parts]
+            pairs = zip(learned, counts, strict=True)
+            targets = sum(of_part if own is None else own for own, (of_part, _) in pairs)
+            of_which = f", of which {targets:,} are learned," if any(each is not None for each in learned) else ""
+            line += (
+                f": {train:,} {self.unit}s to train on{of_which} and {test:,} held out, entropy {self.entropy:.4f} nats"
             )
-            line += f": {train:,} {self.unit}s to learn from, {test:,} held out, entropy {self.entropy:.4f} nats"
         ignored = sorted({name for part in self.parts for name in part.ignored})
         return line + (f"; fields ignored: {', '.join(ignored)}" if ignored else "")
 
@@ -376,7 +383,8 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
 
     num_tokens, checksum = (corpus.train.num_tokens, corpus.test.num_tokens), f"sha256 {corpus.digest[:32]}"
     sample, held_out = corpus.train.learned_tokens(), corpus.test.tokens_of(0)
-    return Part(rows, num_tokens, sample, held_out, checksum, is_bytes, corpus.ignored, corpus.is_chat)
+    of_data = num_tokens, sample, held_out, checksum, is_bytes
+    return Part(rows, *of_data, corpus.ignored, corpus.is_chat, num_learned=corpus.train.num_learned)
 
 
 def _of_recall() -> Part:

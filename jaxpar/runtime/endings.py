@@ -89,13 +89,13 @@ def meet_at_end(code: int) -> bool:
     """
     state = coordination()
     _flush()
-    told = {"process": state.process_id, "code": code}
+    patience = SECONDS_TO_CONCLUDE if _completed else SECONDS_TO_FOLLOW
+    seconds = SECONDS_TO_MEET if code else patience
+    told = {"process": state.process_id, "code": code, "seconds": seconds}
     publish(f"{ENDED}/{state.process_id}", told)
     publish(ENDED, told)
     if who_goes_on():
         return False
-    patience = SECONDS_TO_CONCLUDE if _completed else SECONDS_TO_FOLLOW
-    seconds = SECONDS_TO_MEET if code else patience
     try:
         state.client.wait_at_barrier(BARRIER, round(1000 * seconds))
     except Exception:  # jaxlib raises its own exception types
@@ -205,7 +205,7 @@ class EndWatch:
         now = time.monotonic()
         if since is not None and since <= now - SECONDS_TO_TELL:
             tell(
-                f"{describe_end(told)} while this one runs: it waits {SECONDS_TO_FOLLOW} s for the others, and no step or "
+                f"{describe_end(told)} while this one runs: it waits {told['seconds']} s for the others, and no step or "
                 "collective can be done without it"
             )
             return float("inf")
