@@ -1,81 +1,24 @@
 """Manifests that say one thing twice, edited in one of the places: the check finds each, and passes what was written."""
 
-import functools
-import io
 import re
-from contextlib import redirect_stdout
 
 import pytest
 import yaml
 
 from jaxpar.commands.manifest import main
 from jaxpar.jobs import check_manifests, remarks
-
-JOB = (
-    *("--image", "a:1", "--name", "gpt", "--mesh.data", "4", "--mesh.stage", "2", "--mesh.tensor", "2", "--queue", "q"),
-    *("--replica-topology", "example.com/rack", "--memory-gib", "800", "--cpus", "8", "--rdma", "rdma/ib=8"),
-    *("--checkpoint-claim", "runs", "--cache-claim", "programs", "--metrics-port", "9090", "--namespace", "lab"),
-    *("recipes/gpt.py", "--out-dir", "/checkpoints/gpt", "--data", "/checkpoints/rows", "--checkpoint-every", "9"),
+from tests.support.written_manifests import (
+    BOUND,
+    COORDINATOR,
+    GPU,
+    LIMITS,
+    REQUESTS,
+    SCRAPED,
+    SLICE,
+    WRITTEN,
+    documents,
+    edit,
 )
-FAKE = ("--image", "a:1", "--mesh.data", "8", "--fake-devices-per-node", "4", "recipes/gpt.py")
-SERVED = ("--kind", "service", "--image", "a:1", "--name", "gpt", "--namespace", "lab", "--checkpoint-claim", "runs")
-SERVED = (*SERVED, "--service.gpus", "1", "jaxpar", "serve", "/checkpoints/gpt")
-MONITOR = ("--kind", "podmonitor", "--name", "gpt", "--namespace", "lab", "--metrics-port", "9090")
-OWN = ("--image", "a:1", "--mesh.data", "8", "--checkpoint-claim", "runs", "mine", "/checkpoints/a", "--mesh.data", "3")
-WRITTEN = {
-    "jobset": [JOB],
-    "trainjob": [("--kind", "trainjob", *JOB)],
-    "fake": [FAKE],
-    "service": [SERVED],
-    "own": [OWN],
-    "monitor": [MONITOR, JOB],
-}
-JOB_AT = "spec replicatedJobs 0 template spec"
-PATCH = "spec runtimePatches 0 trainingRuntimeSpec template spec replicatedJobs 0 template spec template"
-PLACES = {
-    "jobset": {"job": JOB_AT, "pod": f"{JOB_AT} template spec", "notes": f"{JOB_AT} template metadata annotations"},
-    "trainjob": {"main": "spec trainer", "pod": f"{PATCH} spec", "notes": f"{PATCH} metadata annotations"},
-    "service": {"pod": "spec template spec", "notes": "spec template metadata annotations"},
-}
-PLACES |= {"fake": PLACES["jobset"], "monitor": {}}
-MAIN = {kind: {"main": f"{places.get('pod')} containers 0"} | places for kind, places in PLACES.items()}
-SCRAPED, SLICE = "prometheus.io/port", "kueue.x-k8s.io/podset-slice-size"
-GPU, LIMITS, REQUESTS = "nvidia.com/gpu", "main resources limits", "main resources requests"
-COORDINATOR, BOUND = "main env JAX_COORDINATOR_ADDRESS value", "main env JAX_COORDINATOR_BIND_ADDRESS value"
-
-
-@functools.cache
-def written(kind):
-    with redirect_stdout(io.StringIO()) as printed:
-        for flags in WRITTEN[kind]:
-            print("---")
-            main(flags)
-    return printed.getvalue()
-
-
-def documents(kind):
-    return yaml.safe_load_all(written(kind))
-
-
-def edit(manifest, kind, place, value):
-    """Sets a value, or deletes it for None. A name in a list is that of an item, or the word before one."""
-    first, *rest = place.split(" ")
-    *path, last = [*MAIN[kind].get(first, first).split(), *rest]
-    part = manifest
-    for key in path:
-        part = part[index(part, key)]
-    if value is None:
-        del part[index(part, last)]
-    else:
-        part[index(part, last)] = value
-
-
-def index(part, key):
-    if not isinstance(part, list):
-        return key
-    if key.isdigit():
-        return int(key)
-    return part.index(key) + 1 if key in part else [each["name"] for each in part].index(key)
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
@@ -126,7 +69,7 @@ def test_what_is_written_agrees_with_itself(kind):
         ("jobset", "pod subdomain", "gpt", "must be that of spec.network; got 'gpt' and 'gpt-nodes'. Make them equal."),
         ("jobset", "metadata name", "a" * 50, "a pod's name must have at most 63 letters; got 'aaa"),
         ("jobset", "pod volumes compiled persistentVolumeClaim claimName", "", "must name a PersistentVolumeClaim; got none."),
-        ("jobset", "spec failurePolicy maxRestarts", -1, "maxRestarts must be at least 0; got -1. For example: 10."),
+        ("jobset", "spec failurePolicy maxRestarts", -1, "spec.failurePolicy.maxRestarts must be at least 0; got -1. Corr"),
         ("jobset", "spec failurePolicy maxRestarts", "ten", "maxRestarts must be a whole number; got 'ten'. Write it in digit"),
         ("jobset", "pod securityContext runAsNonRoot", True, "must have another user than root, or its container never start"),
         ("jobset", "main securityContext runAsNonRoot", True, "never starts; got runAsUser 0 in spec.replicatedJobs.0. Give"),

@@ -415,7 +415,9 @@ def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
         ),
         ("job-completion-index", "index", "JAX_PROCESS_ID must be the pod's number"),
         ('name: "jaxpar"', 'name: "Jax_par"', "metadata.name must be a host name's label"),
-        ('kind: "JobSet"', 'kind: "Pod"', "PodMonitor, Deployment, Service; got kind Pod. Leave it out."),
+        ('kind: "JobSet"', 'kind: "Jobset"', "Service; got kind Jobset. Did you mean JobSet?"),
+        ('name: "jaxpar"', 'name: "1jaxpar"', "metadata.name of a JobSet must begin with a letter; got '1jaxpar'."),
+        ('kind: "JobSet"', 'kind: "Pod"', "PodMonitor, Deployment, Service; got kind Pod. Leave its document out."),
         (
             'apiVersion: "jobset.x-k8s.io/v1alpha2"',
             'apiVersion: "v1"',
@@ -493,7 +495,7 @@ def test_every_kind_that_is_written_passes_its_own_check(capsys, tmp_path):
             (
                 'ports:\n  - name: "http"\n    port: 80\n    targetPort: "http"',
                 "ports: [80]",
-                "a Service must have its fields as its API",
+                "document 2: spec.ports.0 must be an object; got 80. Write its fields, each with its name.",
             ),
             (
                 'kind: "Service"',

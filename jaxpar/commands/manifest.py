@@ -22,6 +22,7 @@ from jaxpar.jobs import (
     to_trainjob,
     unsaved,
 )
+from jaxpar.jobs.field_types import without_nulls
 from jaxpar.jobs.flags import (
     OF_SERVICE,
     PlannedSettings,
@@ -209,7 +210,7 @@ def _nodes_of(plan: PlannedSettings, flags: Flags, given: Collection[str]) -> di
 
 
 def read_yaml(text: str, flag: str) -> list[Any]:
-    """Returns the documents of YAML (or of JSON, which is YAML) of bounded size; they hold only plain values.
+    """Returns the documents of YAML (or of JSON, which is YAML) of bounded size, of plain values, without fields of none.
 
     Raises:
         ValueError: The text is not YAML, is too large or deep, or is not the same to every program; the message contains the
@@ -223,7 +224,7 @@ def read_yaml(text: str, flag: str) -> list[Any]:
             f"{flag} must name a manifest of at most {MAX_YAML_LETTERS} letters; got {len(text)}. Split it."
         )
     try:
-        found = check_size([each for each in yaml.safe_load_all(text) if each is not None], flag)
+        found = without_nulls(check_size([each for each in yaml.safe_load_all(text) if each is not None], flag))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = printable(" ".join(str(error).split()))
         raise ValueError(

@@ -3,10 +3,10 @@
 Read `job.py` (the fields of a job), `forms.py` with `forms.toml` (the rules of their values), `manifests.json` (the objects of
 Kubernetes), `job.sbatch` (the script for SLURM), `manifests.py` (fills them in), `service.py` (a trained model that answers
 requests), `plain_scalars.py` (writes them as YAML that all programs read alike), `check.py` (checks manifests by the API's own
-schema, and by rules that no schema has), `choices.py` (fields that take one of a few values), `workload.py` (reads the pods of
-a manifest), `pods.py` (what they need to start and to communicate), `agreement.py` (compares what a manifest says twice),
-`selectors.py` (what of a file leads to its pods), `remarks.py` (what may not be meant), and `flags.py` (those that a plan
-sets, and those that have no effect).
+schema, and by rules that no schema has), `field_types.py` with `field_types.toml` (the types of fields), `choices.py` (fields
+that take one of a few values, or a text of a form), `workload.py` (reads the pods of a manifest), `pods.py` (what they need to
+start and to communicate), `agreement.py` (compares what a manifest says twice), `selectors.py` (what of a file leads to its
+pods), `remarks.py` (what may not be meant), and `flags.py` (those that a plan sets, and those that have no effect).
 """
 
 from jaxpar.jobs.check import check_manifest, check_manifests

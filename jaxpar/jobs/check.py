@@ -6,28 +6,26 @@ The other rules are about names by which one part refers to another; `agreement.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 from jaxpar.jobs.agreement import check_agreement, check_exit_codes, check_grace, check_probes
 from jaxpar.jobs.choices import check_choices
+from jaxpar.jobs.field_types import check_types
 from jaxpar.jobs.forms import DNS_LABEL
 from jaxpar.jobs.job import MAX_NAME
 from jaxpar.jobs.manifests import API_VERSIONS, INDEX
 from jaxpar.jobs.pods import check_mounts, check_network, check_pods, check_references, labels_of
 from jaxpar.jobs.selectors import check_together
-from jaxpar.jobs.workload import whole, workloads
+from jaxpar.jobs.workload import workloads
 from jaxpar.runtime.output import needing_extra, printable
 from jaxpar.runtime.process_env import NAMES
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
-# The fields that are strings in the API, so that YAML's numbers, truth values and dates are errors there: fields of one string,
-# lists of strings, and objects of strings.
-STRINGS = {"kind", "name", "namespace", "image", "value", "key", "subdomain", "fieldPath", "mountPath", "claimName"}
+LETTER_FIRST = ("JobSet", "TrainJob", "Service")  # the kinds whose name begins that of a Service, or is one
 METRICS_PATH = "/metrics"  # of a run, and Prometheus's own default
-LISTS_OF_STRINGS = {"command", "args"}
-OBJECTS_OF_STRINGS = {"labels", "annotations", "matchLabels"}
 
 
 def check_manifest(manifest: Any, schema: Any = None) -> None:
@@ -45,9 +43,11 @@ def check_manifest(manifest: Any, schema: Any = None) -> None:
     """
     kind = manifest.get("kind") if isinstance(manifest, Mapping) else type(manifest).__name__
     if not isinstance(manifest, Mapping) or not isinstance(kind, str) or kind not in API_VERSIONS:
+        named = {each.lower(): each for each in API_VERSIONS}
+        near = get_close_matches(str(kind).lower(), named, 1, cutoff=0.8)
         raise ValueError(
-            f"a manifest must be of a kind that `manifest` writes, {', '.join(API_VERSIONS)}; got kind {str(kind)[:80]}. "
-            "Leave it out."
+            f"a manifest must be of a kind that `manifest` writes, {', '.join(API_VERSIONS)}; got kind "
+            f"{printable(str(kind))[:80]}. {f'Did you mean {named[near[0]]}?' if near else 'Leave its document out.'}"
         )
     if schema is not None:
         if not isinstance(schema, Mapping):
@@ -135,13 +135,15 @@ def check_rules(manifest: Mapping[str, Any]) -> None:
         raise ValueError(
             f"apiVersion of a {kind} must be {API_VERSIONS[kind]}; got {str(manifest.get('apiVersion'))[:80]!r}. Correct it."
         )
-    _check_strings(manifest, "")
+    check_types(manifest)
     check_choices(manifest)
     name = manifest.get("metadata", {}).get("name", "")
     if not DNS_LABEL.fullmatch(name) or len(name) > MAX_NAME:
         raise ValueError(
             f"metadata.name must be a host name's label of at most {MAX_NAME} letters; got {name!r}. Rename it."
         )
+    if kind in LETTER_FIRST and not name[0].isalpha():
+        raise ValueError(f"metadata.name of a {kind} must begin with a letter; got {name!r}. Rename it.")
     checks = {  # none for a TrainJob, whose other half is the runtime on the cluster
         "JobSet": _check_jobset,
         "PodMonitor": _check_podmonitor,
@@ -155,33 +157,6 @@ def check_rules(manifest: Mapping[str, Any]) -> None:
         check_agreement(pods)
         if kind == "Deployment":
             check_grace(pods, manifest["spec"]["template"]["spec"])
-
-
-def _check_strings(part: Any, path: str) -> None:
-    """Raises ValueError if YAML has something else than a string in one of the API's fields of strings."""
-    for name, value in _items(part):
-        at = f"{path}.{name}".lstrip(".")
-        if name == "image" and value == "":
-            raise ValueError(f"{at} must name a container image; got none. Give one that has jaxpar.")
-        if name == "claimName" and value == "":
-            raise ValueError(f"{at} must name a PersistentVolumeClaim; got none. Name it, or leave its volume out.")
-        strings = {at: value} if name in STRINGS else {}
-        if name in LISTS_OF_STRINGS and isinstance(value, str):
-            raise ValueError(
-                f"{at} must be a list of words; got {printable(repr(value))[:80]}. Write each word in a line with -."
-            )
-        if name in LISTS_OF_STRINGS | OBJECTS_OF_STRINGS:
-            strings = {f"{at}.{each}": text for each, text in _items(value)}
-        for where, text in strings.items():
-            if not isinstance(text, str):
-                raise ValueError(
-                    f"{where} must be a string; got {printable(repr(text))[:80]}, without quotes in YAML. Put it into quotes."
-                )
-        _check_strings(value, at)
-
-
-def _items(part: Any) -> Iterable[tuple[Any, Any]]:
-    return part.items() if isinstance(part, Mapping) else enumerate(part) if isinstance(part, list) else ()
 
 
 def _check_deployment(manifest: Mapping[str, Any]) -> None:
@@ -230,9 +205,6 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
     if not manifest["spec"]["replicatedJobs"]:
         raise ValueError("spec.replicatedJobs of a JobSet must have a job; got none. Write it with `manifest`.")
     check_exit_codes(manifest)
-    restarts = manifest["spec"].get("failurePolicy", {}).get("maxRestarts", 0)
-    if whole(restarts, "maxRestarts") < 0:
-        raise ValueError(f"maxRestarts must be at least 0; got {restarts}. For example: 10.")
     name = manifest["metadata"]["name"]
     network = manifest["spec"].get("network", {})
     check_network(network)

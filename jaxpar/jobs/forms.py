@@ -18,16 +18,27 @@ def _pattern(text: str) -> str:
 
 def _form(name: str) -> AfterValidator:
     """Returns a check of a string, so that none contains syntax that YAML, a shell, sbatch or a terminal would interpret."""
-    text, rule, *other = _FORMS["forms"][name]
-    pattern = re.compile(_pattern(text))
-    (most,) = other or [MAX_LENGTH]
 
     def check(value: str) -> str:
-        if value.isprintable() and len(value) <= most and pattern.fullmatch(value):
+        broken = broken_rule(name, value)
+        if broken is None:
             return value
+        rule, most = broken
         raise PydanticCustomError("form", "must be {rule}, at most {most} long", {"rule": rule, "most": most})
 
     return AfterValidator(check)
+
+
+def broken_rule(name: str, value: str) -> tuple[str, int] | None:
+    """Returns the rule of a form that a text does not fulfil, and how long it may be; None: it is well-formed.
+
+    >>> broken_rule("namespace", "X_Y")
+    ('lower-case letters, digits and -', 63)
+    """
+    text, rule, *other = _FORMS["forms"][name]
+    (most,) = other or [MAX_LENGTH]
+    is_formed = value.isprintable() and len(value) <= most and re.fullmatch(_pattern(text), value)
+    return None if is_formed else (rule, most)
 
 
 _FORMS = tomllib.loads(Path(__file__).with_name("forms.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,102 @@
+"""The types of the fields of a manifest, as its API has them: a number in quotes, or a truth value as text, is refused there.
+
+    terminationGracePeriodSeconds: "150"    the API refuses it: a string where it has a whole number
+
+`field_types.toml` has the types by the names of fields, so that they are known without the API's own schema.
+"""
+
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpar.runtime.output import printable
+
+_TYPES = tomllib.loads(Path(__file__).with_name("field_types.toml").read_text(encoding="utf-8"))["types"]
+TYPES: dict[str, str] = {name: kind for kind, names in _TYPES.items() for name in names.split()}
+BELOW_ZERO = ("priority", "tolerationSeconds")  # the numbers that may be
+QUANTITY = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][-+]?\d+)?")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_quantity(value: Any) -> bool:
+    return isinstance(value, int | float | str) and not isinstance(value, bool) and bool(QUANTITY.fullmatch(str(value)))
+
+
+# By type: the rule, whether a value fulfils it, and how it is written.
+RULES: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    "string": ("a string", lambda value: isinstance(value, str), "Put it into quotes."),
+    "integer": ("a whole number", _is_whole, "Write it in digits, without quotes."),
+    "boolean": ("true or false", lambda value: isinstance(value, bool), "Write true or false, without quotes."),
+    "quantity": ("a quantity, such as 8 or 800Gi", _is_quantity, "Correct it."),
+    "array": ("a list", lambda value: isinstance(value, list), "Write each item in a line with -."),
+    "array of string": ("a list of words", lambda value: isinstance(value, list), "Write each word in a line with -."),
+    "array of integer": ("a list of numbers", lambda value: isinstance(value, list), "Write each in a line with -."),
+    "object": ("an object", lambda value: isinstance(value, Mapping), "Write its fields, each with its name."),
+}
+RULES |= {f"object of {each}": RULES["object"] for each in ("string", "quantity")}
+
+
+def type_of(name: str, *around: str) -> str | None:
+    """Returns the type of a field in a field, or in a kind of manifest, of a name; None: it is not known."""
+    return next((TYPES[each] for each in (*(f"{each}.{name}" for each in around), name) if each in TYPES), None)
+
+
+def check_types(manifest: Mapping[str, Any]) -> None:
+    """Raises ValueError if a field of a manifest, whose type is known, has a value of another one; the message names it."""
+    _check_fields(manifest, "", (str(manifest.get("kind")),))
+
+
+def _check_fields(part: Mapping[str, Any], path: str, around: tuple[str, ...]) -> None:
+    for name, value in part.items():
+        at = f"{path}.{name}".lstrip(".")
+        if at == "status":  # the cluster's own
+            continue
+        kind = type_of(str(name), *around)
+        if kind is not None:
+            _check_value(value, kind, at)
+        if kind is None or " of " not in kind:
+            for where, each in _objects(value, at):
+                _check_fields(each, where, (str(name),))
+
+
+def _check_value(value: Any, kind: str, path: str) -> None:
+    """Raises ValueError unless a value, and each one in it, has the type of its field."""
+    rule, holds, remedy = RULES[kind]
+    if not holds(value):
+        raise ValueError(f"{path} must be {rule}; got {_shown(value, kind)}. {remedy}")
+    if kind == "integer" and value < 0 and path.rpartition(".")[2] not in BELOW_ZERO:
+        raise ValueError(f"{path} must be at least 0; got {value}. Correct it.")
+    inner = "object" if kind == "array" else kind.partition(" of ")[2]
+    for name, each in _items(value) if inner else ():
+        _check_value(each, inner, f"{path}.{name}")
+
+
+def _shown(value: Any, kind: str) -> str:
+    if isinstance(value, Mapping | list):
+        return "an object" if isinstance(value, Mapping) else "a list"
+    text = "null" if value is None else printable(repr(value))[:80]
+    return f"{text}, without quotes in YAML" if kind == "string" else text
+
+
+def _items(part: Any) -> Iterable[tuple[Any, Any]]:
+    return part.items() if isinstance(part, Mapping) else enumerate(part) if isinstance(part, list) else ()
+
+
+def _objects(value: Any, path: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    """Yields the objects that are a value, or its items, with their paths."""
+    if isinstance(value, Mapping):
+        yield path, value
+    elif isinstance(value, list):
+        yield from ((f"{path}.{number}", each) for number, each in enumerate(value) if isinstance(each, Mapping))
+
+
+def without_nulls(part: Any) -> Any:
+    """Returns what is read from YAML or JSON without the fields that have no value, which the API takes for missing ones."""
+    if isinstance(part, Mapping):
+        return {name: without_nulls(value) for name, value in part.items() if value is not None}
+    return [without_nulls(each) for each in part] if isinstance(part, list) else part

@@ -1,0 +1,108 @@
+"""The types and the forms of a manifest's fields: the table is that of the APIs' schemas, and each type has its message."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxpar.commands.manifest import read_yaml
+from jaxpar.jobs import check_manifest, remarks
+from jaxpar.jobs.field_types import TYPES, check_types, type_of
+from tests.support.written_manifests import documents, edit
+
+SCHEMAS = sorted((Path(__file__).parent / "data" / "schemas").glob("*.json"))
+FROM_PLACE_TO_PLACE = {"status", "values", "requiredDuringSchedulingIgnoredDuringExecution", "image", "port", "options"}
+
+
+def fields_of(schema, around=""):
+    """Yields the fields of a schema: the name, the one around it, and the type; `status` is the cluster's own."""
+    for name, field in schema.get("properties", {}).items():
+        if (around, name) != ("", "status"):
+            yield name, around, kind_of(field)
+            for inner in (field, field.get("items", {}), field.get("additionalProperties", {})):
+                yield from fields_of(inner, name) if isinstance(inner, dict) else ()
+
+
+def kind_of(field):
+    items, others = field.get("items"), field.get("additionalProperties")
+    if field.get("x-kubernetes-int-or-string"):
+        return "quantity"
+    if items is not None:
+        return "array" if kind_of(items) == "object" else f"array of {kind_of(items)}"
+    return f"object of {kind_of(others)}" if isinstance(others, dict) else field["type"]
+
+
+@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.stem)
+def test_each_field_has_the_type_of_its_schema(path):
+    seen = {*fields_of(json.loads(path.read_text()))}
+    assert len(seen) > 300
+    unknown = {name for name, around, _ in seen if type_of(name, around) is None}
+    assert unknown <= FROM_PLACE_TO_PLACE
+    wrong = [each for each in seen if type_of(each[0], each[1]) not in (None, each[2])]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "value", "message"),
+    [
+        ("jobset", "pod terminationGracePeriodSeconds", "150",
+         "template.spec.terminationGracePeriodSeconds must be a whole number; got '150'. Write it in digits, without quotes."),
+        ("jobset", "pod terminationGracePeriodSeconds", -1, "terminationGracePeriodSeconds must be at least 0; got -1. Corr"),
+        ("jobset", "job parallelism", 2.5, "parallelism must be a whole number; got 2.5. Write it in digits, without quotes."),
+        ("jobset", "job backoffLimit", True, "backoffLimit must be a whole number; got True. Write it in digits, without qu"),
+        ("jobset", "main ports 0 containerPort", "6379", "ports.0.containerPort must be a whole number; got '6379'. Write"),
+        ("jobset", "job podFailurePolicy rules 0 onExitCodes values", ["2"], "values.0 must be a whole number; got '2'."),
+        ("service", "spec replicas", "2", "spec.replicas must be a whole number; got '2'. Write it in digits, without"),
+        ("service", "main readinessProbe periodSeconds", "10", "readinessProbe.periodSeconds must be a whole number; got '10"),
+        ("jobset", "pod shareProcessNamespace", "false", "must be true or false; got 'false'. Write true or false, without q"),
+        ("jobset", "spec suspend", "true", "spec.suspend must be true or false; got 'true'. Write true or false, without quo"),
+        ("jobset", "spec network enableDNSHostnames", 1, "must be true or false; got 1. Write true or false, without quotes."),
+        ("jobset", "job podFailurePolicy rules 2 onPodConditions 0 status", True,
+         "onPodConditions.0.status must be a string; got True, without quotes in YAML. Put it into quotes."),
+        ("jobset", "main env JAX_NUM_PROCESSES value", 2, "must be a string; got 2, without quotes in YAML. Put it into quo"),
+        ("jobset", "notes prometheus.io/port", 9090, "annotations.prometheus.io/port must be a string; got 9090, without qu"),
+        ("jobset", "main command 3", 9, "must be a string; got 9, without quotes in YAML. Put it into quotes."),
+        ("jobset", "main resources requests cpu", "lots", "requests.cpu must be a quantity, such as 8 or 800Gi; got 'lots'."),
+        ("jobset", "pod volumes shm emptyDir sizeLimit", "64GiB", "sizeLimit must be a quantity, such as 8 or 800Gi; got '64G"),
+        ("jobset", "main env", {"A": "b"}, "containers.0.env must be a list; got an object. Write each item in a line with -."),
+        ("jobset", "pod containers", ["train"], "spec.containers.0 must be an object; got 'train'. Write its fields, each"),
+        ("jobset", "spec", "hello", "spec must be an object; got 'hello'. Write its fields, each with its name."),
+        ("trainjob", "main numNodes", "2", "spec.trainer.numNodes must be a whole number; got '2'. Write it in digits"),
+        ("monitor", "spec podMetricsEndpoints 0 honorLabels", "yes", "honorLabels must be true or false; got 'yes'. Write"),
+        ("jobset", "metadata namespace", "X_Y", "metadata.namespace must be lower-case letters, digits and -, at most 63 lon"),
+        ("jobset", "metadata labels kueue.x-k8s.io/queue-name", "re search",
+         "queue-name must be lower-case letters, digits, - and ., at most 63 long; got 're search'. Correct it."),
+        ("jobset", "metadata labels", {"my team": "a"}, "the name of a field of metadata.labels must be letters, digits, -, _"),
+        ("service", "metadata labels", {"team": "a b"}, "metadata.labels.team must be letters, digits, -, _ and ., the first"),
+        ("jobset", "main image", "registry/a b", "image must be a container image, as in registry/name:tag, at most 253 lon"),
+        ("jobset", "main name", "Train", "containers.0.name must be lower-case letters, digits and -, at most 63 long; got"),
+        ("jobset", "main ports metrics name", "metrics-of-the-run", "one is a letter, at most 15 long; got 'metrics-of-the"),
+        ("jobset", "main env JAXPAR_RESUME name", "2B", "env.6.name must be letters, digits, _, - and ., no digit first"),
+        ("jobset", "pod volumes checkpoints persistentVolumeClaim claimName", "My_runs", "claimName must be lower-case lett"),
+    ],
+)  # fmt: skip
+def test_a_value_that_its_api_refuses_is_named(kind, place, value, message):
+    manifest = next(iter(documents(kind)))
+    edit(manifest, kind, place, value)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_manifest(manifest)
+
+
+def test_fields_of_users_may_have_the_names_of_the_api():
+    check_types({"kind": "Service", "metadata": {"labels": {"replicas": "a"}}, "spec": {"selector": {"ready": "b"}}})
+    assert "replicas" in TYPES
+
+
+def test_a_field_without_a_value_is_one_that_is_not_there():
+    text = "kind: JobSet\nmetadata: {creationTimestamp: null, name: a}\nspec:\n  suspend:\n  replicatedJobs: [null]\n"
+    (found,) = read_yaml(text, "--check")
+    assert found == {"kind": "JobSet", "metadata": {"name": "a"}, "spec": {"replicatedJobs": [None]}}
+    with pytest.raises(ValueError, match=r"spec\.replicatedJobs\.0 must be an object; got null\. Write its fields"):
+        check_types(found)
+
+
+def test_what_kubernetes_keeps_of_its_own_is_not_checked():
+    (job,) = documents("jobset")
+    check_manifest(job | {"status": {"restarts": "many", "conditions": "none"}})
+    assert not remarks(job)
