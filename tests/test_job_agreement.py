@@ -96,14 +96,26 @@ def test_what_is_written_agrees_with_itself(kind):
         ("service", "main livenessProbe httpGet path", "/readyz", "livenessProbe must ask for /healthz; got '/readyz'. Corr"),
         ("jobset", "main env POD_IP", None, "$(POD_IP) in spec.replicatedJobs.0 must be a variable of its container; got no"),
         ("jobset", "main command --out-dir", "/checkpoints/$(RUN)", "$(RUN) in spec.replicatedJobs.0 must be a variable of"),
+        ("jobset", "main env JAX_NUM_PROCESSES", {"name": "JAX_COORDINATOR_ADDRESS", "value": "$(JAXPAR_RUN_TOKEN)"},
+         "$(JAXPAR_RUN_TOKEN) in a value of env must be a variable before it, which alone Kubernetes puts in its place; got"),
+        ("trainjob", "main env 0", {"name": "A", "value": "$(JAXPAR_RUN_TOKEN)"}, "JAXPAR_RUN_TOKEN after $(JAXPAR_RUN_TOKEN)"),
+        ("service", "main env", [{"name": "A", "value": "$(A)"}], "A after $(A) in spec.template.spec. Move it before."),
+        ("service", "pod initContainers", [{"name": "a", "image": "a:1", "command": ["$(B)"]}], "$(B) in spec.template.spec"),
+        ("service", "main env", [{"name": "A", "value": "1"}] * 2, "must have each variable once; got A twice. Leave one out."),
+        ("jobset", "main ports metrics containerPort", 6379, "must differ; got containerPort 6379 (TCP) twice. Change one of"),
+        ("service", "pod containers +", {"name": "b", "image": "b:1", "ports": [{"containerPort": 8000}]}, "8000 (TCP) twice"),
+        ("jobset", "main ports 0 name", "metrics", "must differ; got name metrics twice. Change one of them."),
+        ("fake", "main command +", "--metrics-port=6379", "--metrics-port of spec.replicatedJobs.0 must be another"),
+        ("fake", "main command +", "--metrics-port=80", "must be from 1024 to 65535, since lower ones are for root"),
+        ("monitor", "spec podMetricsEndpoints 0 portNumber", 6379, "must be the number of a named port of the pods; got 6379"),
         ("jobset", "main env JAX_PROCESS_ID value", "0", "JAX_PROCESS_ID must be the pod's number, metadata.annotations['b"),
         ("monitor", "spec podMetricsEndpoints 0 path", "/metric", "the path of a PodMonitor must be /metrics, where a run has"),
         ("monitor", "spec podMetricsEndpoints 0 port", "9090", "the port of a PodMonitor must be the name of one; got '90"),
         ("service", "metadata namespace", "b", "a Service and its Deployment must have one namespace; got lab and b. Make"),
         ("monitor", "metadata namespace", "b", "a PodMonitor and its JobSet must have one namespace; got b and lab. Make"),
         ("monitor", "spec podMetricsEndpoints 0 port", "web", "must be a named port of the pods; got 'web', which gpt has"),
-        ("monitor", "spec podMetricsEndpoints 0 portNumber", 9091, "the portNumber of a PodMonitor must be a port of the po"),
-        ("monitor", "spec podMetricsEndpoints 0 targetPort", "web", "the targetPort of a PodMonitor must be a port of the po"),
+        ("monitor", "spec podMetricsEndpoints 0 portNumber", 9091, "the portNumber of a PodMonitor must be the number of a"),
+        ("monitor", "spec podMetricsEndpoints 0 targetPort", "web", "the targetPort of a PodMonitor must be a named port of"),
         ("monitor", "spec", {"selector": {"matchLabels": {"batch.kubernetes.io/job-completion-index": "0"}},
                              "podMetricsEndpoints": [{"port": "web"}]}, "must be a named port of the pods; got 'web'"),
         ("monitor", "spec selector matchLabels jobset.sigs.k8s.io/jobset-name", "b", "must select a job of its file, gpt; got"),
@@ -114,6 +126,17 @@ def test_what_was_edited_in_one_of_two_places_is_found(kind, place, value, messa
     edit(found[0], kind, place, value)
     with pytest.raises(ValueError, match=re.escape(message)):
         check_manifests(found)
+
+
+def test_ports_of_metrics_and_of_process_0_that_were_made_the_same_everywhere_are_found():
+    (job,) = documents("jobset")
+    for place in (f"notes {SCRAPED}", "main command --metrics-port"):
+        edit(job, "jobset", place, "6379")
+    edit(job, "jobset", "main ports", [{"containerPort": 6379, "name": "metrics"}])
+    with pytest.raises(
+        ValueError, match=r"must be another port than process 0's; got 6379, that of JAX_COORDINATOR_ADDRESS, "
+    ):
+        check_manifests([job])
 
 
 def test_a_flag_that_other_parts_depend_on_is_given_once():
@@ -233,10 +256,10 @@ def test_a_job_that_nothing_starts_or_ends_is_told():
 def test_metrics_of_which_pods_say_nothing_are_told():
     (job,) = documents("fake")
     words = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    words += ["--metrics-port", "99"]
+    words += ["--metrics-port", "9099"]
     check_manifests([job])
     assert any(
-        line.startswith("the recipe has --metrics-port 99, and the pods say nothing of it") for line in remarks(job)
+        line.startswith("the recipe has --metrics-port 9099, and the pods say nothing of it") for line in remarks(job)
     )
 
 

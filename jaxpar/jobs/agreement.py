@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
-from jaxpar.jobs.job import AXES, CHECKPOINTS
+from jaxpar.jobs.job import AXES, CHECKPOINTS, LEAST_PORT, ROOT
 from jaxpar.jobs.workload import FAKE_DEVICES, Workload, amount, fills, whole
 from jaxpar.runtime.output import printable
 
@@ -21,6 +21,7 @@ ONCE = (
 )  # flags that other parts of a manifest depend on
 SLICE, SLICE_SIZE = "kueue.x-k8s.io/podset-slice-required-topology", "kueue.x-k8s.io/podset-slice-size"
 SCRAPED_PORT = "prometheus.io/port"
+MOST_PORTS = 2**16
 TEMPORARY = "/tmp"  # where what is written may be lost
 METRICS = (
     "--metrics-port",
@@ -256,6 +257,33 @@ def _check_coordinator(pods: Workload) -> None:
                 f"the port of {name} must be a containerPort of {pods.path}; got {port}, and {_listed(sorted(listed))}. Make "
                 "them equal."
             )
+    for name, port in _ports_of_program(pods).items():
+        _check_port(port, name, pods)
+        if port in ports.values():
+            raise ValueError(
+                f"{name} of {pods.path} must be another port than process 0's; got {port}, that of {', '.join(ports)} too. "
+                "Choose 9090, say."
+            )
+
+
+def _ports_of_program(pods: Workload) -> dict[str, str]:
+    """Returns the ports at which a program answers others than its processes, by where the manifest has them."""
+    flag, name, _ = SERVER if pods.kind == "Deployment" else METRICS
+    takes_flags = pods.served is not None or pods.recipe is not None
+    found = {flag: pods.flag(flag) if takes_flags else None, SCRAPED_PORT: pods.annotations.get(SCRAPED_PORT)}
+    found |= {
+        f"containerPort {name}": str(port["containerPort"]) for port in pods.ports or () if port.get("name") == name
+    }
+    return {where: port for where, port in found.items() if port not in (None, "0") and "$(" not in port}
+
+
+def _check_port(port: str, name: str, pods: Workload) -> None:
+    least = LEAST_PORT if pods.user not in (None, ROOT) else 1
+    if not least <= whole(port, name) < MOST_PORTS:
+        why = ", since lower ones are for root" if least > 1 else ""
+        raise ValueError(
+            f"{name} of {pods.path} must be from {least} to {MOST_PORTS - 1}{why}; got {port}. Choose 9090, say."
+        )
 
 
 def _listed(values: list[str]) -> str:

@@ -17,7 +17,7 @@ from jaxpar.jobs.field_types import check_types
 from jaxpar.jobs.forms import DNS_LABEL
 from jaxpar.jobs.job import MAX_NAME
 from jaxpar.jobs.manifests import API_VERSIONS, INDEX
-from jaxpar.jobs.pods import check_mounts, check_network, check_pods, check_references, labels_of
+from jaxpar.jobs.pods import check_container_ports, check_mounts, check_network, check_pods, check_references, labels_of
 from jaxpar.jobs.selectors import check_together
 from jaxpar.jobs.workload import workloads
 from jaxpar.runtime.output import needing_extra, printable
@@ -144,14 +144,14 @@ def check_rules(manifest: Mapping[str, Any]) -> None:
         )
     if kind in LETTER_FIRST and not name[0].isalpha():
         raise ValueError(f"metadata.name of a {kind} must begin with a letter; got {name!r}. Rename it.")
-    checks = {  # none for a TrainJob, whose other half is the runtime on the cluster
+    checks = {
         "JobSet": _check_jobset,
+        "TrainJob": _check_trainjob,
         "PodMonitor": _check_podmonitor,
         "Deployment": _check_deployment,
         "Service": _check_service,
     }
-    if kind in checks:
-        checks[kind](manifest)
+    checks[kind](manifest)
     for pods in workloads(manifest):
         check_pods(pods)
         check_agreement(pods)
@@ -169,8 +169,18 @@ def _check_deployment(manifest: Mapping[str, Any]) -> None:
         )
     pod = spec["template"]["spec"]
     check_mounts(pod, "spec.template.spec")
-    check_references(pod, "spec.template.spec")
+    _check_containers(pod, "spec.template.spec")
     check_probes(pod["containers"], is_served=any(pods.served for pods in workloads(manifest)))
+
+
+def _check_containers(pod: Mapping[str, Any], path: str) -> None:
+    check_references([*pod["containers"], *pod.get("initContainers", [])], path)
+    check_container_ports(pod["containers"], path)
+
+
+def _check_trainjob(manifest: Mapping[str, Any]) -> None:
+    of_runtime = {"envFrom": []}  # variables and all else that is on the cluster
+    check_references([{**manifest["spec"]["trainer"], **of_runtime}], "spec.trainer")
 
 
 def _check_service(manifest: Mapping[str, Any]) -> None:
@@ -227,7 +237,7 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
             )
         if "volumeClaimPolicies" not in manifest["spec"]:  # those are volumes of all pods
             check_mounts(spec["template"]["spec"], path)
-        check_references(spec["template"]["spec"], path)
+        _check_containers(spec["template"]["spec"], path)
         _check_place_is_told(spec["template"]["spec"]["containers"], count, path)
         for container in spec["template"]["spec"]["containers"]:
             told = {variable["name"]: variable for variable in container.get("env", [])}

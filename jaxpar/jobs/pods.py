@@ -1,7 +1,7 @@
 """What pods need of Kubernetes to start, to find one another and to communicate, whatever else they run."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpar.jobs.workload import SHARED_MEMORY, Workload, amount
@@ -26,25 +26,54 @@ def check_mounts(spec: Mapping[str, Any], path: str) -> None:
                 )
 
 
-def check_references(spec: Mapping[str, Any], path: str) -> None:
-    """Raises ValueError if a container reads a variable that it does not have: its text would stay as it is."""
-    for container in spec["containers"]:
-        if "envFrom" in container:
-            continue
-        known = {variable["name"] for variable in container.get("env", [])}
-        for name in _references(container):
-            if name not in known:
+def check_references(containers: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Raises ValueError if a container reads a variable that it does not have there: its text would stay as it is.
+
+    Args:
+        containers: Those of a pod. One with envFrom may have others than those in its env.
+        path: Where they are, for messages.
+
+    Reference:
+        A value may refer to variables before it in env, the command and its arguments to all (Kubernetes, EnvVar.value).
+    """
+    for container in containers:
+        names = [variable["name"] for variable in container.get("env", [])]
+        for number, variable in enumerate(container.get("env", [])):
+            _check_known(variable.get("value", ""), container, names[:number], path)
+            if variable["name"] in names[:number]:
                 raise ValueError(
-                    f"$({name}) in {path} must be a variable of its container; got none of this name. Add it to env, or write "
-                    f"$$({name}) for the text itself."
+                    f"env of {path} must have each variable once; got {variable['name']} twice. Leave one out."
                 )
+        for text in (*container.get("command", []), *container.get("args", [])):
+            _check_known(text, container, names, path)
 
 
-def _references(container: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the names of the variables in a container's command and in the values of its variables."""
-    values = [variable.get("value", "") for variable in container.get("env", [])]
-    for text in (*container.get("command", []), *container.get("args", []), *values):
-        yield from REFERENCE.findall(text)
+def _check_known(text: str, container: Mapping[str, Any], known: Sequence[str], path: str) -> None:
+    for name in REFERENCE.findall(text):
+        if name in known:
+            continue
+        if any(variable["name"] == name for variable in container.get("env", [])):
+            raise ValueError(
+                f"$({name}) in a value of env must be a variable before it, which alone Kubernetes puts in its place; got "
+                f"{name} after {text} in {path}. Move it before."
+            )
+        if "envFrom" not in container:
+            raise ValueError(
+                f"$({name}) in {path} must be a variable of its container; got none of this name. Add it to env, or write "
+                f"$$({name}) for the text itself."
+            )
+
+
+def check_container_ports(containers: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Raises ValueError if two ports of a pod, whose containers have one network, are the same, or have one name."""
+    ports = [port for each in containers for port in each.get("ports", [])]
+    for found in (
+        [f"containerPort {port['containerPort']} ({port.get('protocol', 'TCP')})" for port in ports],
+        [f"name {port['name']}" for port in ports if "name" in port],
+    ):
+        for each in found:
+            if found.count(each) > 1:
+                raise ValueError(f"the ports of {path} must differ; got {each} twice. Change one of them.")
 
 
 def check_network(network: Mapping[str, Any]) -> None:

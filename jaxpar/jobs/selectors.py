@@ -93,12 +93,13 @@ def _labels_of_job(job: Mapping[str, Any]) -> Mapping[str, str]:
 
 def _check_endpoints(monitor: Mapping[str, Any], job: Mapping[str, Any]) -> None:
     ports = [port for pods in workloads(job) for port in pods.ports or ()]
-    names, numbers = {port.get("name") for port in ports}, {port["containerPort"] for port in ports}
+    names = {port["name"] for port in ports if "name" in port}
+    numbers = {port["containerPort"] for port in ports if "name" in port}  # process 0's has none, and no metrics
     known = {"port": names, "portNumber": numbers, "targetPort": names | numbers}
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:
         for field, there in known.items():
             if field in endpoint and endpoint[field] not in there:
-                kind = "a named port" if field == "port" else "a port"
+                kind = "the number of a named port" if field == "portNumber" else "a named port"
                 raise ValueError(
                     f"the {field} of a PodMonitor must be {kind} of the pods; got {endpoint[field]!r}, which "
                     f"{job['metadata']['name']} has not. Write the job with --metrics-port."

@@ -58,13 +58,15 @@ def documents(kind: str) -> Any:
 
 
 def edit(manifest: Any, kind: str, place: str, value: Any) -> None:
-    """Sets a value, or deletes it for None. A name in a list is that of an item, or the word before one."""
+    """Sets a value, deletes it for None, or appends it for +. A name in a list is that of an item, or the word before one."""
     first, *rest = place.split(" ")
     *path, last = [*MAIN[kind].get(first, first).split(), *rest]
     part = manifest
     for key in path:
         part = part[index(part, key)]
-    if value is None:
+    if last == "+":
+        part.append(value)
+    elif value is None:
         del part[index(part, last)]
     else:
         part[index(part, last)] = value
