@@ -64,6 +64,7 @@ class Guard:
         remedy: The advice in the message about steps that are not finite; where the first loss was not, the advice is to look
             at the data and the initial params.
         before_save: Called before a save, for example to write metrics of the steps that it includes.
+        at_end: ``at_end(step, state, metrics)``, called after the step that ``end_early`` makes the last one, before its save.
         at_stop: Called once the state is saved in a run that was asked to stop, for example to plot results.
         say: Prints a message; by default to standard error of the first process.
     """
@@ -81,6 +82,7 @@ class Guard:
         about: Callable[[int], Mapping[str, Any]] = lambda step: {},
         remedy: str = "Choose a smaller learning rate.",
         before_save: Callable[[], None] = lambda: None,
+        at_end: Callable[[int, TrainState, Mapping[str, Any]], None] = lambda *of_step: None,
         at_stop: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = say,
     ) -> None:
@@ -92,7 +94,7 @@ class Guard:
         self._first_loss: Any = None
         self._has_updated = False  # by a step of this run
         self._about, self._remedy, self._say = about, remedy, say
-        self._before_save, self._at_stop = before_save, at_stop
+        self._before_save, self._at_end, self._at_stop = before_save, at_end, at_stop
         self._watchdog = Watchdog(budgets or Budgets())
         self._agreed = AgreedStep(num_steps)
         self._progress = Progress.from_environment(jax.process_index())
@@ -193,7 +195,10 @@ class Guard:
         if asked == LOST and self._saves is not None:
             self._end_lost(self._saves)
         if asked is not None and asked.startswith(END):
+            is_early = step < self._num_steps
             self.ended, self._num_steps, asked = asked.removeprefix(END), step, None
+            if is_early:
+                self._at_end(step, state, metrics)
         if self._saves is not None and (asked or self._is_due(step)):
             self._save(self._saves, step, state, metrics)
             if asked not in (None, SAVE):

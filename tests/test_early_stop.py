@@ -92,7 +92,15 @@ def test_a_loop_that_is_left_before_its_last_step_tells_what_no_checkpoint_has(t
 
 
 def test_a_loop_ends_early_by_a_rule_of_its_own_with_its_last_step_saved(tmp_path):
-    told = left(BasicFlags.of(out_dir=tmp_path, steps=10, checkpoint_every=50), ended)
+    calls = []
+
+    def ended_with_calls(run, one_step):
+        run.every(2, lambda step, *_: calls.append((step, run.checkpoints.latest())))
+        run.every(3, lambda step, *_: calls.append((step, "thirds")))
+        ended(run, one_step)
+
+    told = left(BasicFlags.of(out_dir=tmp_path, steps=10, checkpoint_every=50), ended_with_calls)
+    assert calls == [(2, None), (3, "thirds"), (3, None)], "after the last step too, once, before it is saved"
     assert [line for line in told if "step 3" in line] == ["ended early at step 3: good enough"]
     assert not any("was left" in line for line in told)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]

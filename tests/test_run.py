@@ -20,7 +20,7 @@ import jaxpar
 from jaxpar.fields import given_by
 from jaxpar.metrics import follow, read_metrics
 from jaxpar.report import read_run, render_page
-from jaxpar.run import BasicFlags, ConfigError, Run
+from jaxpar.run import BasicFlags, ConfigError, Run, folder
 from jaxpar.run.call_order import CallOrderError
 from jaxpar.run.early_stop import EarlyStop
 from jaxpar.run.evaluation import say_best
@@ -454,12 +454,26 @@ def test_an_optimizer_that_follows_a_changed_setting_is_told_with_the_setting():
     assert line.endswith("6.0 where the saved one has 4, 4.0, as may be since other settings are: steps.")
 
 
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_restarted_run_says_that_it_deletes_nothing(tmp_path, monkeypatch, overwrite):
+    monkeypatch.setenv("JAXPAR_RESUME", "if-any")
+    flags, said = BasicFlags.of(out_dir=tmp_path, overwrite=overwrite), []
+    assert folder.resumed_if_restarted(flags, said.append) is flags, "there is nothing to go on from"
+    monkeypatch.setattr(folder, "has_steps", lambda path: True)
+    common = folder.resumed_if_restarted(flags, said.append).common
+    assert (common.resume, common.overwrite) == (True, False)
+    assert len(said) == overwrite
+    assert all(
+        "overwrite=True has no effect: JAXPAR_RESUME=if-any goes on from the checkpoints in" in each for each in said
+    )
+
+
 RATE = optax.linear_schedule(0.4, 0.0, 8)
 
 
 def test_a_run_logs_its_learning_rate_calls_back_and_ends_early(tmp_path):
     flags = BasicFlags.of(out_dir=tmp_path, steps=20, checkpoint_every=100, keep_best="test_loss", patience=2)
-    mesh, calls, said = jaxpar.make_mesh(), [], []
+    mesh, calls, fifths, said = jaxpar.make_mesh(), [], [], []
     shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
     optimizer, seen = optax.sgd(RATE), []
     grads = jax.value_and_grad(lambda params, batch: jnp.mean((params["w"] - batch) ** 2))
@@ -468,6 +482,7 @@ def test_a_run_logs_its_learning_rate_calls_back_and_ends_early(tmp_path):
         train_step = run.compile(jaxpar.make_train_step(grads, optimizer), jax.ShapeDtypeStruct((2,), "float32"))
         state = run.begin()
         run.every(2, lambda step, state, metrics: calls.append((step, float(state.params["w"][0]))))
+        run.every(5, lambda step, state, metrics: fifths.append(step))
         for step in run.steps():
             seen.append(step)
             batch = np.full(2, np.nan if step == 1 else 0, np.float32)
@@ -482,6 +497,7 @@ def test_a_run_logs_its_learning_rate_calls_back_and_ends_early(tmp_path):
     # Step 1 is skipped, so that the schedule of the optimizer is one behind from then on.
     np.testing.assert_allclose([line["learning_rate"] for line in lines], [0.4, 0.35, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1])
     assert [step for step, _ in calls] == [2, 4, 6, 8]
+    assert fifths == [5, 8], "and after the last step"
     assert calls[0][1] == pytest.approx(1 - 0.4), "the state after the step"
     assert "<b>learning rate</b>" in render_page(read_run(tmp_path))
 

@@ -37,6 +37,7 @@ from jaxpar.run.messages import (
     checks,
     only_on_first_process,
     phase,
+    say,
     say_devices,
     status_lines,
     stop,
@@ -181,7 +182,7 @@ def _set_up(flags: RunFlags) -> RunFlags:
     only_on_first_process()
     if flags.trains:
         say_devices(compile_for=flags.gpu.compile_for)
-    return resumed_if_restarted(flags)
+    return resumed_if_restarted(flags, say)
 
 
 def join_run() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.fields import brief, check_kind
+from jaxpar.fields import brief, check_at_least, check_kind
 from jaxpar.run.flags import RunFlags
 from jaxpar.train import TrainState, TrainStep
 
@@ -46,6 +46,13 @@ def check_function(function: object, name: str, remedy: str) -> None:
     """Raises TypeError unless something can be called."""
     if not callable(function):
         raise TypeError(f"{name} must be a function; got {brief(repr(function))}. {remedy}")
+
+
+def check_call(num_steps: int, call: object) -> None:
+    """Raises TypeError or ValueError unless a function can be called every so many steps."""
+    check_kind((int,), "a number of steps", "Choose one such as 100.", num_steps=num_steps)
+    check_at_least(1, num_steps=num_steps)
+    check_function(call, "what run.every calls", "Write a function call(step, state, metrics).")
 
 
 def lowered(train_step: Any, state: Any, batch: Any) -> jax.stages.Lowered:

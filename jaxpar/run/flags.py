@@ -63,7 +63,7 @@ class CommonFlags:
             run to stop.
         resume: Resume from the newest undamaged checkpoint in --out-dir, on this or another mesh.
         overwrite: Delete an earlier run in --out-dir once this one is compiled. Without it, a new run is refused where there
-            are results of another. A run that is restarted from its checkpoint ignores it.
+            are results of another. A start with JAXPAR_RESUME=if-any, as each of a job, ignores it if there is a checkpoint.
         fake_devices: CPU devices to simulate, to try a mesh on any machine; 0: the real devices.
         dry_run: Check, compile and print the cost of a step; train and write nothing.
     """

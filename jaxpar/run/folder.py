@@ -4,7 +4,7 @@ Only files that a run writes are deleted. All others stay, and so do links to fo
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from jaxpar.huggingface.export import CARRIED
 from jaxpar.huggingface.folder import CONFIG
 from jaxpar.metrics.log import foreign_config, read_metrics
 from jaxpar.run.flags import RunFlags, check_out_dir, own_values
-from jaxpar.runtime.supervise import is_restarted
+from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE, is_restarted
 
 CHECKPOINTS = "checkpoints"
 PICTURES, _OTHERS = json.loads(Path(__file__).with_name("own_files.json").read_text()).values()
@@ -120,8 +120,18 @@ def has_run(out_dir: Path) -> bool:
     return bool(results(out_dir)) or has_steps(out_dir / CHECKPOINTS)
 
 
-def resumed_if_restarted(flags: Flags) -> Flags:
-    """Returns the flags of this start: a run that was restarted goes on from its checkpoints, and deletes none."""
+def resumed_if_restarted(flags: Flags, say: Callable[[str], None] = lambda message: None) -> Flags:
+    """Returns the flags of this start: a run that was restarted goes on from its checkpoints, and deletes none.
+
+    Args:
+        flags: The flags as they were given.
+        say: Prints that one of them has no effect.
+    """
     if is_restarted() and has_steps(flags.common.out_dir / CHECKPOINTS):
+        if flags.common.overwrite:
+            say(
+                f"{switch('overwrite')} has no effect: {RESUME_VARIABLE}={RESUME_IF_ANY} goes on from the checkpoints in "
+                f"{flags.common.out_dir}. To begin a new run, choose another {arg('out_dir')}"
+            )
         return flags.replace(resume=True, overwrite=False)
     return flags

@@ -11,7 +11,7 @@ import optax
 import jaxpar
 from jaxpar.data.batches import Origin
 from jaxpar.data.same_batch import check_on_mesh, check_same_since
-from jaxpar.fields import arg, check_at_least, check_kind
+from jaxpar.fields import arg
 from jaxpar.guard import Guard
 from jaxpar.metrics.exporters import Watcher
 from jaxpar.metrics.log import MetricsLog, check_names
@@ -20,7 +20,7 @@ from jaxpar.planner import cluster, roofline
 from jaxpar.planner.compiled import inspect_pipeline
 from jaxpar.report import ReportWriter, step_data
 from jaxpar.run import folder
-from jaxpar.run.arguments import check_arguments, check_function, lowered
+from jaxpar.run.arguments import check_arguments, check_call, lowered
 from jaxpar.run.call_order import CallOrder, check_called
 from jaxpar.run.compiled_step import CompiledStep
 from jaxpar.run.early_stop import EarlyStop, left_early, without_metric
@@ -32,6 +32,7 @@ from jaxpar.run.start import (
     advice_on_finite_steps,
     check_processes,
     first_state,
+    idle_changes,
     left_whole_lines,
     open_checkpoints,
     write_config,
@@ -99,7 +100,7 @@ class Run(AbstractContextManager["Run"]):
     ) -> None:
         check_arguments(flags, settings, items_per_step, learning_rate, samples=samples, draw=draw, say=say)
         check_run_flags(flags)
-        flags, keep = folder.resumed_if_restarted(flags), flags.checkpoint
+        flags, keep = folder.resumed_if_restarted(flags, say), flags.checkpoint
         self.flags, self.mesh, self.schedule = flags, mesh, schedule
         self.out_dir, self.is_dry = flags.common.out_dir, flags.common.dry_run
         self.origin, self.saved = Origin(), dict[str, Any]()
@@ -119,8 +120,7 @@ class Run(AbstractContextManager["Run"]):
         self._calls: list[tuple[int, Callback]] = []
         self._early_stop = EarlyStop(keep.keep_best, keep.patience) if keep.keep_best and keep.patience else None
         self._is_over, self._seconds, self._order = False, 0.0, CallOrder()
-        self._named = set[str]()  # the metrics of this run's steps
-        self._resources = ExitStack()
+        self._named, self._resources = set[str](), ExitStack()  # the metrics of this run's steps, and what it closes
         self.checkpoints = open_checkpoints(flags, mesh)
         say_devices(say, compile_for=flags.gpu.compile_for)
 
@@ -162,11 +162,8 @@ class Run(AbstractContextManager["Run"]):
         self._say(f"resumed from step {manifest.step}, saved on {saved_on}{over}")
         self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
         self._traits.compare(manifest.traits, self.saved, self._state.opt_state)
-        names = {**self.saved, **self._settings}
-        if unknown := [name for name in allowed[1:] if name not in names]:
-            self._say(
-                f"{arg('allow_change')} has no effect for {', '.join(unknown)}: the settings are {', '.join(sorted(names))}"
-            )
+        if told := idle_changes(allowed[1:], {**self.saved, **self._settings}):
+            self._say(told)
 
     def compile(self, train_step: Any, batch: Any) -> jax.stages.Compiled:
         """Returns the training step compiled, and prints the time, which no step's time includes.
@@ -252,7 +249,7 @@ class Run(AbstractContextManager["Run"]):
         common, checkpoint = self.flags.common, self.flags.checkpoint
         first = {"first_step": self.first_step, "watchers": self._watchers}
         self._log = self._resources.enter_context(MetricsLog(self.out_dir, common.steps, **self._rate, **first))
-        key = jax.random.key(common.seed)
+        about = {"key": jax.random.key(common.seed), "config": self._settings}
         self._guard = self._resources.enter_context(
             Guard(
                 self.checkpoints,
@@ -262,8 +259,9 @@ class Run(AbstractContextManager["Run"]):
                 compare_every=checkpoint.compare_every,
                 max_skipped=checkpoint.max_skipped,
                 budgets=self.flags.budget,
-                about=lambda step: {"samples": self._samples(step), "key": key, **self._about()},
+                about=lambda step: {**about, "samples": self._samples(step), "traits": self._traits.as_json()},
                 before_save=self._before_save,
+                at_end=lambda step, *of_step: self._call(step - 1, *of_step, at_end=True),
                 at_stop=self._draw_what_there_is,
                 remedy=advice_on_finite_steps(self.flags, self._remedy, self._settings),
             )
@@ -289,9 +287,6 @@ class Run(AbstractContextManager["Run"]):
         check_same_since()
         self._log.flush()
 
-    def _about(self) -> dict[str, Any]:
-        return {"config": self._settings, "traits": self._traits.as_json()}
-
     def log(self, step: int, state: jaxpar.TrainState, metrics: Mapping[str, Any]) -> None:
         """Writes the metrics of a step, then saves or stops if due; every process must call it after every step.
 
@@ -313,10 +308,7 @@ class Run(AbstractContextManager["Run"]):
             self._order.check_state(step, int(jaxpar.fetch(state.step)), self._say)
         if step == self.first_step and (told := remark_on_first_step(metrics)):
             self._say(told)
-        for every, call in self._calls:
-            if self.is_due(step, every):
-                with self._log.pause(metrics), self._guard.phase("evaluation"):
-                    call(step + 1, state, metrics)
+        self._call(step, state, metrics)
         if self._learning_rate is not None:
             check_names(metrics, ("learning_rate",))
             rate = self._learning_rate(step, state, metrics)
@@ -325,25 +317,31 @@ class Run(AbstractContextManager["Run"]):
                 self._say(told)
         self._log.log(step, metrics)
         self._order.count_logged()
-        self._end_early(step + 1, metrics)
+        self._end_early(step + 1, state, metrics)
         self._guard.after_step(step + 1, state, metrics)
         if self._guard.ended is not None:
             self._end_loop(step + 1, self._guard.ended)
 
     def every(self, num_steps: int, call: "Callback") -> None:
-        """Has a function called every so many steps and after the last one: ``call(step, state, metrics)``.
+        """Has a function called every so many steps and after the last one, early or not: ``call(step, state, metrics)``.
 
         ``step`` counts the steps done, ``state`` is the one after them, which the next step donates. It is called in every
         process, when the metrics of the step are computed; its time counts for no step, and it has the budget of an evaluation.
         """
-        check_kind((int,), "a number of steps", "Choose one such as 100.", num_steps=num_steps)
-        check_at_least(1, num_steps=num_steps)
-        check_function(call, "what run.every calls", "Write a function call(step, state, metrics).")
+        check_call(num_steps, call)
         self._calls.append((num_steps, call))
 
-    def _end_early(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def _call(self, step: int, state: jaxpar.TrainState, metrics: Mapping[str, Any], *, at_end: bool = False) -> None:
+        """Calls what is due after a step, or all else at the step that an early end makes the last one."""
+        for every, call in self._calls:
+            if self.is_due(step, every) != at_end:
+                with self._log.pause(metrics), self._guard.phase("evaluation"):
+                    call(step + 1, state, metrics)
+
+    def _end_early(self, step: int, state: jaxpar.TrainState, metrics: Mapping[str, Any]) -> None:
         if self._early_stop is not None and self._early_stop.after(metrics) and step < self.flags.common.steps:
             self._guard.end_at(step)
+            self._call(step - 1, state, metrics, at_end=True)
             self._end_loop(step, self._early_stop.describe())
 
     def _end_loop(self, step: int, why: str) -> None:

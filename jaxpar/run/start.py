@@ -86,6 +86,13 @@ def _check_new(flags: RunFlags, checkpoints: CheckpointManager, latest: int | No
         folder.check_new(flags.common.out_dir, overwrite=flags.common.overwrite)
 
 
+def idle_changes(allowed: Sequence[str], settings: Mapping[str, Any]) -> str:
+    """Returns what to say of names in --allow-change that are no settings, neither saved nor of this run; "" for none."""
+    unknown = [name for name in allowed if name not in settings]
+    known = ", ".join(sorted(settings))
+    return f"{arg('allow_change')} has no effect for {', '.join(unknown)}: the settings are {known}" if unknown else ""
+
+
 def saved_settings(flags: RunFlags) -> dict[str, Any]:
     """Returns the settings that the newest checkpoint to --resume was saved with; none without one."""
     saved = Folder(flags.common.out_dir / folder.CHECKPOINTS).committed() if flags.common.resume else {}
