@@ -13,6 +13,7 @@ from jaxpar.commands.program_flags import check_program, check_served, check_var
 from jaxpar.jobs import (
     Job,
     Serving,
+    beside_resume,
     check_manifests,
     remarks,
     to_jobset,
@@ -119,7 +120,7 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
         _tell(check_program(job.command, job.added_flags(), _withheld(job, flags), job.num_devices))
     if flags.kind == "sbatch":
         print(to_sbatch(job), end="")
-        _tell([*unsaved(job.command)] if is_recipe(job.command) else [])
+        _tell([*unsaved(job.command), *beside_resume(job.command)] if is_recipe(job.command) else [])
         return
     if flags.kind == "service":
         shared = {name: flags.settings[name] for name in OF_SERVICE}

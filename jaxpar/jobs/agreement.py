@@ -297,7 +297,7 @@ def check_exit_codes(manifest: Mapping[str, Any]) -> None:
     known = [sorted(rule["onExitCodes"]["values"]) for rule in rules]
     for rule in manifest["spec"].get("failurePolicy", {}).get("rules", []):
         for pattern in rule.get("onJobFailureMessagePatterns", []):
-            codes = _codes_in(pattern)
+            codes = codes_in(pattern)
             if codes and codes not in known:
                 raise ValueError(
                     f"the exit codes of failurePolicy must be those of a rule of podFailurePolicy; got {codes} and {known}. "
@@ -305,7 +305,7 @@ def check_exit_codes(manifest: Mapping[str, Any]) -> None:
                 )
 
 
-def _codes_in(pattern: str) -> list[int]:
+def codes_in(pattern: str) -> list[int]:
     """Returns the exit codes in a pattern as `manifest` writes it; the pattern itself is not run, since it may be hostile."""
     after = pattern.partition("failed with exit code (")[2].partition(")")[0]
     return sorted(int(code) for code in after.split("|") if code.isdigit())

@@ -174,6 +174,11 @@ def _check_deployment(manifest: Mapping[str, Any]) -> None:
 
 
 def _check_containers(pod: Mapping[str, Any], path: str) -> None:
+    for each in (*pod["containers"], *pod.get("initContainers", [])):
+        if "image" not in each:
+            raise ValueError(
+                f"the container {each['name']} of {path} must name an image; got none. Give one that has its program."
+            )
     check_references([*pod["containers"], *pod.get("initContainers", [])], path)
     check_container_ports(pod["containers"], path)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxpar.jobs.agreement import SCRAPED_PORT, mesh_in, paths_in
 from jaxpar.jobs.job import CHECKPOINTS, GPUS, ROOT, flag_value, flag_values
+from jaxpar.jobs.restarts import restart_remarks
 from jaxpar.jobs.workload import FAKE_DEVICES, SHARED_MEMORY, USUAL_GRACE, Workload, workloads
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
@@ -31,27 +32,19 @@ def remarks(manifest: Mapping[str, Any]) -> list[str]:
         manifest: A manifest that ``check_manifest`` takes.
     """
     lines = [line for pods in workloads(manifest) for line in _of(pods)]
-    return [*lines, *_uncounted_ends(manifest), *_unprobed(manifest), *_suspended(manifest)]
+    return [*lines, *_of_runtime(manifest), *restart_remarks(manifest), *_unprobed(manifest), *_suspended(manifest)]
+
+
+def _of_runtime(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line if a TrainJob leaves its image to its runtime."""
+    if manifest["kind"] == "TrainJob" and "image" not in manifest["spec"]["trainer"]:
+        yield "spec.trainer has no image: that of the runtime is used, which may have neither jaxpar nor the program. Name it"
 
 
 def _suspended(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line if a job waits for someone to start it."""
     if manifest.get("spec", {}).get("suspend") and not any(pods.is_queued for pods in workloads(manifest)):
         yield "spec.suspend is true and there is no --queue: the job does not start. Leave it out, or name the queue"
-
-
-def _uncounted_ends(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line if a recipe that was asked to stop, and has saved, would use up a restart."""
-    if manifest["kind"] != "JobSet" or not any(pods.recipe is not None for pods in workloads(manifest)):
-        return
-    jobs = [job["template"]["spec"] for job in manifest["spec"]["replicatedJobs"]]
-    rules = [rule for job in jobs for rule in job.get("podFailurePolicy", {}).get("rules", [])]
-    codes = {code for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
-    if rules and ExitCode.PREEMPTED not in codes:
-        yield (
-            f"no rule of podFailurePolicy has exit code {int(ExitCode.PREEMPTED)}, with which a run ends that was asked to "
-            "stop and has saved: each such end counts towards maxRestarts. Add it as `manifest` writes it"
-        )
 
 
 def _unprobed(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -65,6 +58,7 @@ def _unprobed(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of(pods: Workload) -> Iterator[str]:
+    yield from _no_command(pods)
     if pods.kind == "Deployment":
         yield from _unheld_folder(pods)
         return
@@ -83,10 +77,19 @@ def _of(pods: Workload) -> Iterator[str]:
     yield from _no_gang(pods)
 
 
+def _no_command(pods: Workload) -> Iterator[str]:
+    """Yields a line if the image, or the runtime, says what is run."""
+    if not pods.words or pods.words[0].startswith("-"):
+        of = "the runtime's or the image's own" if pods.kind == "TrainJob" else "the image's own"
+        yield f"{pods.path} has no command: {of} is run, of which nothing is checked. Write it as `manifest` does"
+
+
 def _of_recipe(pods: Workload) -> Iterator[str]:
     yield from _lost_results(pods)
     yield from _trains_nothing(pods)
     yield from _starts_over(pods)
+    if pods.variables.get(RESUME_VARIABLE) == RESUME_IF_ANY:
+        yield from beside_resume(pods.words)
     yield from _unheld_inputs(pods)
     yield from _unscraped(pods)
 
@@ -109,6 +112,25 @@ def _starts_over(pods: Workload) -> Iterator[str]:
         yield (
             f"{pods.path} has {given}: a restarted run does not resume, and the first failure ends the job. Give the variable "
             f"the value {RESUME_IF_ANY}"
+        )
+
+
+def beside_resume(command: Sequence[str]) -> Iterator[str]:
+    """Yields a line for each flag of a recipe that does not do what was meant in a job, which resumes if it can.
+
+    Args:
+        command: The recipe and its flags.
+    """
+    resumes = f"{RESUME_VARIABLE}={RESUME_IF_ANY}, which a job sets,"
+    if "--overwrite" in command:
+        yield (
+            f"the recipe has --overwrite: {resumes} goes on from the checkpoints in --out-dir and deletes none. Leave it out; "
+            "for a new run name another --out-dir"
+        )
+    if "--resume" in command:
+        yield (
+            f"the recipe has --resume: in a folder without a checkpoint it ends with exit code {int(ExitCode.BAD_CONFIG)}, "
+            f"after which nothing restarts it. Leave it out: {resumes} resumes if there is one"
         )
 
 
