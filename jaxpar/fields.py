@@ -168,7 +168,8 @@ def _check_numbers(
     for name, value in values.items():
         if value is not None and not is_right(value):
             shown = f"{value:g}" if isinstance(value, float) else value
-            raise ValueError(f"{arg(name)} must be {rule}; got {shown}. {remedy}")
+            finite = " and finite" if math.isinf(value) else ""
+            raise ValueError(f"{arg(name)} must be {rule}{finite}; got {shown}. {remedy}")
 
 
 def check_field(of: Field, value: Any) -> None:

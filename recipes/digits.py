@@ -33,7 +33,8 @@ from jaxpar.plot.figure import check_matplotlib
 from jaxpar.report import classification
 from jaxpar.run import Run, checks, make_mesh, say
 from jaxpar.run.batches import Batches, check_microbatches, check_no_sequences
-from jaxpar.run.flags import BasicFlags, CommonFlags, OwnFlags, check_best_is_saved
+from jaxpar.run.early_stop import check_best_is_saved
+from jaxpar.run.flags import BasicFlags, CommonFlags, OwnFlags
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 
 COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()
@@ -189,7 +190,7 @@ def check_model(config: Config, mesh: jax.sharding.Mesh) -> None:
         )
     check_positive("Choose such as 0.001.", learning_rate=config.common.learning_rate)
     check_at_least(1, "Choose such as 10.", eval_every=own.eval_every)
-    check_best_is_saved(config, own.eval_every)
+    check_best_is_saved(config, own.eval_every, ("test_loss", "test_accuracy"))
 
 
 def make_pipeline(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> Schedule:

@@ -46,15 +46,8 @@ from jaxpar.run import (
     optimizers,
     say,
 )
-from jaxpar.run.flags import (
-    CheckpointFlags,
-    GpuFlags,
-    MeshFlags,
-    MonitoringFlags,
-    OwnFlags,
-    check_best_is_saved,
-    check_out_dir,
-)
+from jaxpar.run.early_stop import check_best_is_saved
+from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, OwnFlags, check_out_dir
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.start import saved_settings
 from jaxpar.runtime.watchdog import Budgets
@@ -226,7 +219,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
     language_model.check_lora(config.lora, config.optimizer, own)
     folder.check_apart(config.common.out_dir, data.data, own.save_hf)
     check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
-    check_best_is_saved(config, own.eval_every)
+    check_best_is_saved(config, own.eval_every, ("test_loss",))
     language_model.check_model(own, data.seq, needs_weights=config.makes_state)
     pipeline = own.schedule, own.num_chunks, own.layers_per_virtual_stage
     language_model.check_mesh(own, config.lora, data.seq, mesh, *pipeline)

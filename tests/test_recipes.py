@@ -438,6 +438,11 @@ def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
         ("--learning-rate 0", "--learning-rate must be positive; got 0. Choose 0.321, or leave it out."),
         ("--learning-rate -0.1", "--learning-rate must be positive; got -0.1."),
         ("--learning-rate nan", "--learning-rate must be positive; got nan."),
+        ("--learning-rate inf", "--learning-rate must be positive and finite; got inf."),
+        (
+            "--keep-every 7",
+            "--keep-every keeps some of the checkpoints; got 7, and no checkpoints. Add --checkpoint-every 50",
+        ),
         ("--folds 1", "--folds must be from 2 to the number of rows; got 1, 47 rows. Choose 2 to 47."),
         ("--folds 48", "--folds must be from 2 to the number of rows; got 48, 47 rows. Choose 2 to 47."),
         (

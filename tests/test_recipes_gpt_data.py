@@ -147,6 +147,7 @@ def test_tokens_of_a_step_and_of_a_microbatch_are_rows():
         ('{"text": "a"}\n{"txt": "b"}', [], r'must have "text", .*; got the fields txt. .* It is in .*a.jsonl:2\.'),
         ('{"prompt": "a", "completion": "%s"}' % ("b " * 60), [], r"must fit in a row of seq \+ 1 tokens; got --seq 48 and 1"),
         ('{"text": "a"}', ["--data-weights", "1", "2"], "--data-weights must have one for each --data; got 2 for 1. Leave"),
+        ('{"text": "a"}', ["--data-weights", "-1"], "each of --data-weights must be above 0 and finite; got -1. Correct it"),
         ('{"text": "a"}', ["--tokenizer", "nowhere"], "--tokenizer must be a folder with a tokenizer.json; got none in n"),
         ('{"text": "a"}', ["--long-examples", "shorten"], "shorten"),
         (

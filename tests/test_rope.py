@@ -169,7 +169,7 @@ def test_generated_rows_are_rotated_by_their_own_lengths_and_keys_keep_their_rot
             "got beta_fast=8.0, truncate=False. Leave out beta_fast",
         ),
         ({"kind": "yarn", "beta_slow": float("nan")}, "beta_slow must be positive; got nan"),
-        ({"kind": "linear", "factor": float("inf")}, "factor must be at least 1; got inf"),
+        ({"kind": "linear", "factor": float("inf")}, "factor must be at least 1 and finite; got inf"),
         ({"kind": "dynamic", "original_positions": 0}, "original_positions must be at least 1; got 0. Give the length"),
     ],
 )

@@ -22,9 +22,8 @@ from jaxpar.metrics import follow, read_metrics
 from jaxpar.report import read_run, render_page
 from jaxpar.run import BasicFlags, ConfigError, Run, folder
 from jaxpar.run.call_order import CallOrderError
-from jaxpar.run.early_stop import EarlyStop
+from jaxpar.run.early_stop import EarlyStop, check_best_is_saved
 from jaxpar.run.evaluation import say_best
-from jaxpar.run.flags import check_best_is_saved
 from jaxpar.run.learning_rate import remark_on_rate
 from jaxpar.run.messages import remark_on_first_step
 from jaxpar.run.start import advice_on_finite_steps, check_processes, first_state
@@ -671,6 +670,10 @@ def test_steps_after_an_evaluation_may_lack_the_best_metric_and_the_best_checkpo
 )
 def test_checkpoints_without_the_metric_that_chooses_the_best_are_refused(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_best_is_saved(BasicFlags.of(keep_best="-test_accuracy", **given), 50)
-    check_best_is_saved(BasicFlags.of(keep_best="loss", **given), 50)
-    check_best_is_saved(BasicFlags.of(keep_best="test_loss", checkpoint_every=100), 50)
+        check_best_is_saved(BasicFlags.of(keep_best="-test_accuracy", **given), 50, ("test_accuracy",))
+    check_best_is_saved(BasicFlags.of(keep_best="loss", **given), 50, ())
+    check_best_is_saved(BasicFlags.of(keep_best="test_loss", checkpoint_every=100), 50, ("test_loss",))
+    with pytest.raises(
+        ValueError, match=r"keep_best must name a metric of the run; got test_los\. Did you mean test_loss\?"
+    ):
+        check_best_is_saved(BasicFlags.of(keep_best="-test_los", checkpoint_every=50), 50, ("test_loss",))

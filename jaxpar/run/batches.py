@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +17,8 @@ from jaxpar.run.messages import checks, say, stop
 from jaxpar.run.run import Run
 from jaxpar.runtime.coordination import check_agreement
 from jaxpar.runtime.exit_codes import ExitCode
+
+Flags = TypeVar("Flags", bound=RunFlags)
 
 
 def check_microbatches(
@@ -73,6 +75,40 @@ def _that_fit(batch_size: int, count: int, num_rows: int, *, replica: int, data:
     if not replicas * each <= batch_size <= num_rows:
         flags.append(f"--batch-size {replicas * each}")
     return " ".join(flags)
+
+
+def in_rows(flags: Flags, mesh: Any) -> Flags:
+    """Returns the flags of a language model with --batch-size and --num-microbatches in place of those given in tokens."""
+    given: Any = getattr(flags, "data")  # noqa: B009, of the script's own flags, as is --batch-size
+    common: Any = flags.common
+    for flag, tokens, other, is_given in (
+        ("batch-tokens", given.batch_tokens, "batch-size", common.batch_size != type(common).batch_size),
+        ("microbatch-tokens", given.microbatch_tokens, "num-microbatches", given.num_microbatches is not None),
+    ):
+        if tokens is None:
+            continue
+        if is_given:
+            raise ValueError(f"--{flag} takes the place of --{other}; got both. Leave one of them out.")
+        if tokens < given.seq or tokens % given.seq:
+            raise ValueError(
+                f"--{flag} must be a multiple of --seq, the tokens of a row; got {tokens} and {given.seq}. Choose "
+                f"{max(round(tokens / given.seq), 1) * given.seq}."
+            )
+    batch_size = common.batch_size if given.batch_tokens is None else given.batch_tokens // given.seq
+    flags = flags.replace(batch_size=batch_size, batch_tokens=None)
+    if given.microbatch_tokens is None:
+        return flags
+    of_mesh = flags_of_replicas(mesh.shape["replica"], mesh.shape["data"])
+    replica, rows = batch_size // num_replicas(mesh), given.microbatch_tokens // given.seq
+    if replica * num_replicas(mesh) != batch_size or replica % rows:
+        fitting = [n for n in range(1, max(replica, 1) + 1) if replica % n == 0]
+        nearest = max(n for n in fitting if n <= max(rows, 1))
+        raise ValueError(
+            "--microbatch-tokens must divide the tokens of a replica in a step; got "
+            f"{given.microbatch_tokens}, a step of {batch_size * given.seq} tokens, {of_mesh}. "
+            f"Choose {nearest * given.seq}, or a batch that is a multiple."
+        )
+    return flags.replace(num_microbatches=replica // rows, microbatch_tokens=None)
 
 
 def check_replicas(flags: RunFlags, batch_size: int | None, num_rows: int, mesh: Any) -> int:

@@ -1,11 +1,11 @@
-"""When a run may end early: a metric of its evaluations has not improved for long."""
+"""The metric that says which checkpoint is the best, and that a run may end early: it has not improved for long."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxpar.fields import arg
+from jaxpar.fields import arg, near_name
 from jaxpar.run.flags import RunFlags
 from jaxpar.runtime.coordination import check_agreement
 
@@ -62,6 +62,35 @@ def without_metric(keep_best: str | None, names: Collection[str]) -> str:
         f"no step had the metric {best} of {arg(keep_best=keep_best)}, so none was the best and none ended the run early. The "
         f"steps had {', '.join(sorted(names))}: name one of these, or add {best} to the metrics before run.log"
     )
+
+
+def check_best_is_saved(flags: RunFlags, eval_every: int, names: Collection[str]) -> None:
+    """Raises ValueError where checkpoints would lack the metric of evaluations that --keep-best chooses them by.
+
+    Args:
+        flags: The flags of the run.
+        eval_every: The steps between two evaluations, whose metrics have names that begin with "test_".
+        names: These names.
+    """
+    best, every = flags.checkpoint.keep_best or "", flags.common.checkpoint_every
+    name = best.removeprefix("-")
+    if not name.startswith("test"):
+        return
+    if name not in names:
+        near = near_name(name, names)
+        remedy = f"Did you mean {near}?" if near else f"Choose from {', '.join(names)}, or a metric of each step."
+        raise ValueError(f"{arg('keep_best')} must name a metric of the run; got {name}. {remedy}")
+    if flags.checkpoint.checkpoint_minutes:
+        raise ValueError(
+            f"{arg(keep_best=best)} needs checkpoints of steps with an evaluation; got {arg('checkpoint_minutes')}, which "
+            f"saves at any step. Choose {arg(checkpoint_every=eval_every)} instead."
+        )
+    if every % eval_every:
+        raise ValueError(
+            f"{arg(keep_best=best)} needs checkpoints of steps with an evaluation; got {arg(checkpoint_every=every)} and "
+            f"{arg(eval_every=eval_every)}. Choose {arg(checkpoint_every=-(-every // eval_every) * eval_every)}, or "
+            f"{arg(eval_every=every)}."
+        )
 
 
 def left_early(done: int, flags: RunFlags, latest: int | None) -> str:

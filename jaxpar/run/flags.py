@@ -301,11 +301,14 @@ def check_run_numbers(flags: RunFlags) -> None:
             f"{arg('patience')} waits for a better metric of {arg('keep_best')}; got {checkpoint.patience} and no metric. Name "
             f"it, such as {arg(keep_best='test_loss')}."
         )
-    if checkpoint.keep_best and not (checkpoint.patience or common.checkpoint_every or checkpoint.checkpoint_minutes):
-        raise ValueError(
-            f"{arg('keep_best')} keeps the best of the checkpoints; got {checkpoint.keep_best}, and no checkpoints. Add "
-            f"{arg(checkpoint_every=50)}, say, or leave it out."
-        )
+    best = None if checkpoint.patience else checkpoint.keep_best
+    kept = {"keep_best": ("the best", best), "keep_every": ("some", checkpoint.keep_every)}
+    for name, (which, value) in kept.items():
+        if value and not (common.checkpoint_every or checkpoint.checkpoint_minutes):
+            raise ValueError(
+                f"{arg(name)} keeps {which} of the checkpoints; got {value}, and no checkpoints. Add "
+                f"{arg(checkpoint_every=50)}, say, or leave it out."
+            )
     if flags.monitoring.metrics_port:
         check_from(1, 65535, "Choose 9090, say.", metrics_port=flags.monitoring.metrics_port)
     log_seconds(flags.monitoring.log_seconds)
@@ -313,29 +316,6 @@ def check_run_numbers(flags: RunFlags) -> None:
         exporters.parse_steps(flags.monitoring.profile, common.steps)
     check_from(0, 2**32 - 1, "Choose 0, say.", seed=common.seed)  # JAX would drop the higher bits
     _check_devices(flags)
-
-
-def check_best_is_saved(flags: RunFlags, eval_every: int) -> None:
-    """Raises ValueError where checkpoints would lack the metric of evaluations that --keep-best chooses them by.
-
-    Args:
-        flags: The flags of the run.
-        eval_every: The steps between two evaluations, whose metrics have names that begin with "test_".
-    """
-    best, every = flags.checkpoint.keep_best or "", flags.common.checkpoint_every
-    if not best.removeprefix("-").startswith("test_"):
-        return
-    if flags.checkpoint.checkpoint_minutes:
-        raise ValueError(
-            f"{arg(keep_best=best)} needs checkpoints of steps with an evaluation; got {arg('checkpoint_minutes')}, which "
-            f"saves at any step. Choose {arg(checkpoint_every=eval_every)} instead."
-        )
-    if every % eval_every:
-        raise ValueError(
-            f"{arg(keep_best=best)} needs checkpoints of steps with an evaluation; got {arg(checkpoint_every=every)} and "
-            f"{arg(eval_every=eval_every)}. Choose {arg(checkpoint_every=-(-every // eval_every) * eval_every)}, or "
-            f"{arg(eval_every=every)}."
-        )
 
 
 def log_seconds(given: float | None, variables: Mapping[str, str] = os.environ) -> float:

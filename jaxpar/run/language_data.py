@@ -1,13 +1,14 @@
 """The data of a language model: its flags, the tokens to learn from and held out that they name, the tokenizer, and rows."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,8 +25,7 @@ from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.families import TOKENS
 from jaxpar.huggingface.folder import CONFIG, file_inside, missing_tokenizer, read_json
 from jaxpar.huggingface.tokenizer import FolderTokenizer, has_tokenizer, read_tokenizer
-from jaxpar.mesh import num_replicas
-from jaxpar.run.batches import check_microbatches, flags_of_replicas
+from jaxpar.run.batches import check_microbatches, in_rows
 from jaxpar.run.flags import CommonFlags, RunFlags
 from jaxpar.run.messages import say
 from jaxpar.run.remarks import remark_on_ends, remark_on_names, remark_on_others, remark_on_text
@@ -198,9 +198,6 @@ class Data:
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
 
 
-Flags = TypeVar("Flags", bound=LanguageFlags)
-
-
 def check_data_flags(flags: DataFlags) -> None:
     """Raises where the flags of the data do not go together."""
     check_at_least(2, seq=flags.seq, max_documents=flags.max_documents)
@@ -211,39 +208,11 @@ def check_data_flags(flags: DataFlags) -> None:
             f"--data-weights must have one for each --data; got {len(flags.data_weights)} for {len(flags.data)}. Leave it "
             f"out, or give {len(flags.data)}."
         )
-
-
-def in_rows(flags: Flags, mesh: Any) -> Flags:
-    """Returns the flags with --batch-size and --num-microbatches in place of those given in tokens."""
-    given, common = flags.data, flags.common
-    for flag, tokens, other, is_given in (
-        ("batch-tokens", given.batch_tokens, "batch-size", common.batch_size != LanguageCommon.batch_size),
-        ("microbatch-tokens", given.microbatch_tokens, "num-microbatches", given.num_microbatches is not None),
-    ):
-        if tokens is None:
-            continue
-        if is_given:
-            raise ValueError(f"--{flag} takes the place of --{other}; got both. Leave one of them out.")
-        if tokens < given.seq or tokens % given.seq:
-            raise ValueError(
-                f"--{flag} must be a multiple of --seq, the tokens of a row; got {tokens} and {given.seq}. Choose "
-                f"{max(round(tokens / given.seq), 1) * given.seq}."
-            )
-    batch_size = common.batch_size if given.batch_tokens is None else given.batch_tokens // given.seq
-    flags = flags.replace(batch_size=batch_size, batch_tokens=None)
-    if given.microbatch_tokens is None:
-        return flags
-    of_mesh = flags_of_replicas(mesh.shape["replica"], mesh.shape["data"])
-    replica, rows = batch_size // num_replicas(mesh), given.microbatch_tokens // given.seq
-    if replica * num_replicas(mesh) != batch_size or replica % rows:
-        fitting = [n for n in range(1, max(replica, 1) + 1) if replica % n == 0]
-        nearest = max(n for n in fitting if n <= max(rows, 1))
+    if not all(0 < weight < math.inf for weight in flags.data_weights):
+        given = " ".join(map("{:g}".format, flags.data_weights))
         raise ValueError(
-            "--microbatch-tokens must divide the tokens of a replica in a step; got "
-            f"{given.microbatch_tokens}, a step of {batch_size * given.seq} tokens, {of_mesh}. "
-            f"Choose {nearest * given.seq}, or a batch that is a multiple."
+            f"each of --data-weights must be above 0 and finite; got {given}. Correct it, or leave out a --data of no weight."
         )
-    return flags.replace(num_microbatches=replica // rows, microbatch_tokens=None)
 
 
 def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
