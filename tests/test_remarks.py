@@ -93,21 +93,47 @@ def test_answers_that_end_with_a_token_at_which_the_model_does_not_stop_are_told
     )
 
 
-def test_completions_whose_end_the_model_does_not_stop_at_are_told_with_the_remedy(tmp_path, capsys):
-    line = json.dumps({"prompt": "what is a cat?", "completion": " a small animal"}) + "\n"
+@pytest.mark.parametrize("is_text", [False, True])
+def test_texts_and_completions_whose_end_the_model_does_not_stop_at_are_told_with_the_remedy(tmp_path, capsys, is_text):
+    completion = {"prompt": "what is a cat?", "completion": " a small animal"}
+    line = json.dumps({"text": "a cat is a small animal"} if is_text else completion) + "\n"
     (tmp_path / "a.jsonl").write_text(line + line.replace("cat", "dog"))
     flags = DataFlags(data=(tmp_path / "a.jsonl",), token_cache=tmp_path / "cache", seq=64)
 
     def said(stops, **settings):
         folder = write_tokenizer(tmp_path / "model", template=None, **settings)
         (folder / "config.json").write_text(json.dumps({"eos_token_id": stops}))
-        language_data.make_rows(flags, language_data.load_data(flags, folder), 400)
+        data = language_data.load_data(flags, folder)
+        train, _ = language_data.make_rows(flags, data, 400)
+        targets = train.take(np.arange(1))["targets"]
+        assert (data.tokenizer.end in targets) == (data.tokenizer.end is not None), "the end is added and learned"
         return capsys.readouterr().out
 
-    assert "answers" not in said(2)
+    what, after = ("texts", "a text") if is_text else ("answers", "its answer")
+    assert "stops" not in said(2)
     assert "stops (<|begin|>)" in (told := said(0))
-    assert "answer. If answers end with a token of their own, name it in eos_token_id of " in told
+    assert f"after {after}. If {what} end with a token of their own, name it in eos_token_id of " in told
     assert f"Name a token as eos_token in {tmp_path}/model/tokenizer_config.json. If" in said(None, eos_token=None)
+
+
+def test_examples_that_are_left_out_are_not_counted(tmp_path, capsys):
+    some = [{"prompt": f"what is {i}?", "completion": " a cat"} for i in range(30)]
+    long = [{"prompt": "what is a dog?", "completion": " a small animal" * count} for count in (30, 40, 50)]
+    folder = write_tokenizer(tmp_path / "model", template=None)
+
+    def read(*examples):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in examples))
+        flags = DataFlags(data=(tmp_path / "a.jsonl",), token_cache=tmp_path / "cache", seq=64, long_examples="drop")
+        data = language_data.load_data(flags, folder)
+        train, _ = language_data.make_rows(flags, data, 400)
+        counted = np.unique(train.take(np.arange(len(train)))["targets"], return_counts=True)[1][1:]
+        assert data.parts[0].num_learned == counted.sum(), "the targets of the rows are what is counted"
+        shares = counted / counted.sum()
+        assert data.entropy == pytest.approx(-(shares * np.log(shares)).sum())
+
+    read(*some)
+    read(*some, *long)
+    assert "left out: 3 of 33 examples" in capsys.readouterr().out
 
 
 def test_answers_are_runs_of_learned_tokens_within_documents():

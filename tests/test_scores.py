@@ -4,10 +4,13 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.huggingface import read_tokenizer
 from jaxpar.models import transformer
-from jaxpar.models.transformer import scoring
+from jaxpar.models.transformer import TokenScores, scoring
+from jaxpar.serve.logprobs import echo_of, logprobs
 from jaxpar.serve.open_run import ModelSettings, open_model
 from tests.support import serving, tiny_transformer
+from tests.support.texts import write_tokenizer
 
 CONFIG = serving.CONFIG
 
@@ -115,3 +118,30 @@ def test_the_forms_of_echo_and_logprobs_agree(completions):
     plain = ask(prompt="import", echo=True, max_tokens=2)["choices"][0]
     assert plain["logprobs"] is None
     assert plain["text"].startswith("import")
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize(
+    "prompt", ["<|im_start|>user\nwhat is a cat?<|im_end|>\n<|im_start|>assistant\n", "the cat, naïve 東京 <|im_end|>"]
+)
+def test_offsets_point_to_the_tokens_in_the_text_special_ones_too(tmp_path, prompt, as_tokens, bos):
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path / "model", bos=bos))
+    [(tokens, _)] = tokenizer.encode([prompt], begins=[True])
+    [(answer, _)] = tokenizer.encode([" a small<|im_start|> café<|im_end|>"], begins=[False])
+    echo = echo_of(tokenizer, None if as_tokens else prompt, tokens)
+    assert echo.text == ("<|begin|>" if bos and as_tokens else "") + prompt
+    row = [*tokens.tolist(), *answer.tolist()]
+    scores = TokenScores(np.zeros(len(row)), np.zeros((len(row), 1), int), np.zeros((len(row), 1)))
+    found = logprobs(tokenizer, row, scores, num_prompt=len(tokens), num_top=1, echo=echo)
+    text = echo.text + tokenizer.decode(answer)
+    assert len(found["tokens"]) == len(found["text_offset"]) == len(row)
+    is_shown = lambda at: at < len(tokens) and (at or not bos or as_tokens)
+    for at, (token, offset) in enumerate(zip(found["tokens"], found["text_offset"], strict=True)):
+        if is_shown(at) or not token.startswith("<|"):
+            assert token == "\ufffd" or text[offset:].startswith(token), (at, token, offset)
+    alone = logprobs(tokenizer, row, scores, num_prompt=len(tokens), num_top=1)
+    assert alone["tokens"] == found["tokens"][len(tokens) :]
+    assert alone["text_offset"] == [offset - len(echo.text) for offset in found["text_offset"][len(tokens) :]]
+    assert alone["tokens"][-1] == "<|im_end|>", "the end is named, and has the offset of the end of the text"
+    assert found["text_offset"][-1] == len(text)

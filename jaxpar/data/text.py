@@ -302,8 +302,8 @@ class Tokenizer(ABC):
         """Returns for each text its tokens and, for each token, the index after its last character; -1: none of the text's."""
 
     @abstractmethod
-    def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text of tokens."""
+    def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
+        """Returns the text of tokens, that of special ones too if they are to be shown."""
 
     @abstractmethod
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[tuple[int, int], ...]]:
@@ -346,8 +346,9 @@ class ByteTokenizer(Tokenizer):
             found.append((np.frombuffer(text.encode(), np.uint8), np.repeat(np.arange(len(text)) + 1, widths)))
         return found
 
-    def decode(self, tokens: np.ndarray) -> str:
+    def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
         """Returns the text of bytes; bytes that are not UTF-8 become the replacement character."""
+        del special
         return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[tuple[int, int], ...]]:

@@ -133,10 +133,10 @@ class FolderTokenizer(Tokenizer):
                 found[i] = np.array(encoding.ids, np.int64), ends
         return found
 
-    def decode(self, tokens: np.ndarray) -> str:
-        """Returns the text of tokens, without special tokens; tokens of padding rows of the embedding have none."""
+    def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
+        """Returns the text of tokens, ``special``: of special ones too; tokens of padding rows of the embedding have none."""
         known = [int(token) for token in np.ravel(tokens) if 0 <= token < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=True)
+        return self._tokenizer.decode(known, skip_special_tokens=not special)
 
     def text_of(self, token: int) -> str:
         """Returns the text of a token, also of a special one."""

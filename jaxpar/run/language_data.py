@@ -330,7 +330,7 @@ def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_
     chosen = tokenizer or ByteTokenizer()
     corpus = load_corpus(files, chosen, flags.token_cache or default_cache(), test_fraction=TEST_FRACTION)
     remarks = list(corpus.remarks)
-    if tokenizer is not None and corpus.documents.learned is not None:
+    if tokenizer is not None:
         remarks.append(remark_on_ends(corpus, tokenizer, path, init_from))
     part = _of_corpus(corpus, flags, is_bytes=tokenizer is None)
     return dataclasses.replace(part, remark="\n".join(filter(None, remarks)))
@@ -350,10 +350,12 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
         told = f"left out: {some + others} of {len(corpus.documents)} examples, longer than --seq {seq}, with {lost:,} tokens"
         return make(train), make(test), told if some + others else ""
 
-    num_tokens, checksum = (corpus.train.num_tokens, corpus.test.num_tokens), f"sha256 {corpus.digest[:32]}"
-    sample, held_out = corpus.train.learned_tokens(), corpus.test.tokens_of(0)
-    of_data = num_tokens, sample, held_out, checksum, is_bytes
-    return Part(rows, *of_data, corpus.ignored, corpus.is_chat, num_learned=corpus.train.num_learned)
+    train, test = corpus.train, corpus.test
+    if flags.long_examples == "drop":  # what is left out is not counted
+        train, test = (fit(each, flags.seq, "drop")[0] for each in (train, test))
+    of_data = (train.num_tokens, test.num_tokens), train.learned_tokens(), test.tokens_of(0)
+    checksum = f"sha256 {corpus.digest[:32]}"
+    return Part(rows, *of_data, checksum, is_bytes, corpus.ignored, corpus.is_chat, num_learned=train.num_learned)
 
 
 def _of_recall() -> Part:

@@ -54,10 +54,10 @@ def _answers(documents: Documents, start: int, stop: int) -> list[np.ndarray]:
 
 
 def remark_on_ends(corpus: Corpus, tokenizer: FolderTokenizer, data: Path, init_from: Path | None) -> str:
-    """Returns what to say where answers teach no end, and how to add one; "" where all teach it.
+    """Returns what to say where answers or texts teach no end, and how to add one; "" where all teach it.
 
     Args:
-        corpus: Conversations, or completions of prompts, after which the tokenizer's own end of a text follows.
+        corpus: Conversations; or texts, or completions of prompts, after which the tokenizer's own end of a text follows.
         tokenizer: Their tokenizer, with the chat template.
         data: The file or folder that they are in.
         init_from: The folder of the model, if there is one.
@@ -72,17 +72,18 @@ def remark_on_ends(corpus: Corpus, tokenizer: FolderTokenizer, data: Path, init_
     of_tokenizer = f"eos_token of {tokenizer.folder / SETTINGS}"
     named = f"eos_token_id of {init_from / GENERATION}" if init_from else of_tokenizer
     text = printable("".join(map(tokenizer.text_of, last.tolist())))
+    what, after = ("texts", "a text") if corpus.documents.learned is None else ("answers", "its answer")
     return (
-        f"{missing} of the first {total} answers in {data} have no token at which the model stops "
+        f"{missing} of the first {total} {what} in {data} have no token at which the model stops "
         f'({" or ".join(names) or "its files name none"}), and the first of them ends with "{text}": a model that learns them '
-        f"writes on after its answer. {_remedy(names, corpus.is_chat, tokenizer.folder)}If answers end with a token of "
+        f"writes on after {after}. {_remedy(names, corpus.is_chat, tokenizer.folder)}If {what} end with a token of "
         f"their own, name it in {named}."
     )
 
 
 def _remedy(names: Sequence[str], is_chat: bool, folder: Path) -> str:
     to_name = f"Name a token as eos_token in {folder / SETTINGS}"
-    if not is_chat:  # a completion is followed by it
+    if not is_chat:  # a text or a completion is followed by it
         return "" if names else f"{to_name}. "
     to_add = f"Add {names[0]}" if names else f"{to_name}, and add it"
     where = f"the chat template of {folder}, after what the assistant says and inside {{% generation %}} if it has that"

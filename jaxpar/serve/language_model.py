@@ -143,10 +143,18 @@ class TextStream:
         tokenizer: Turns tokens into text.
         prompt: The tokens of the prompt.
         stop: Texts before which the row ends.
+        special: Whether special tokens have a text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] | np.ndarray,
+        stop: Sequence[str] = (),
+        *,
+        special: bool = False,
+    ) -> None:
+        self._tokenizer, self._stop, self._special = tokenizer, tuple(stop), special
         self._tokens = [int(token) for token in prompt[-CONTEXT:]]
         self._num_read = len(self._tokens)  # the tokens whose text was returned; they are kept to decode the next ones
         self._held = ""  # text that may be the beginning of a stop string
@@ -174,7 +182,7 @@ class TextStream:
         return text[old:]
 
     def _text(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(np.array(tokens, np.int64))
+        return self._tokenizer.decode(np.array(tokens, np.int64), special=self._special)
 
     def _until_stop(self, text: str) -> str:
         """Returns text up to the first stop string, and holds back what may be the beginning of one."""

@@ -4,12 +4,13 @@
      "text_offset": [0, 3]}
 
 Nothing is known of the first token of a prompt. The likeliest tokens of a place are named by their text, with the token that is
-there; of two with one text the likelier is kept.
+there; of two with one text the likelier is kept. Special tokens are named too. An offset is where the text of a token begins in
+the text of the completion; a token that the text does not show, such as one that ends it, has that of the next.
 """
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,29 +21,78 @@ from jaxpar.serve.language_model import TextStream
 MOST_TOP = 5
 
 
+class Echo(NamedTuple):
+    """A prompt as the text of its completion begins with it.
+
+    Attributes:
+        text: Its text.
+        offsets: Where each of its tokens begins in it.
+    """
+
+    text: str
+    offsets: list[int]
+
+
+def echo_of(tokenizer: Tokenizer, given: str | None, tokens: np.ndarray) -> Echo:
+    """Returns a prompt that was given as text, or, where that is None, as tokens, of which the special ones are shown too."""
+    if given is not None:
+        [(_, ends)] = tokenizer.encode([given], begins=[True])
+        return Echo(given, _starts(ends.tolist()))
+    stream, text, offsets = TextStream(tokenizer, (), special=True), "", []
+    for token in tokens.tolist():
+        offsets.append(len(text))
+        text += stream.add(token)
+    return Echo(text + stream.end(), offsets)
+
+
+def _starts(ends: Sequence[int]) -> list[int]:
+    """Returns where each token begins, of the indices after the last character of each; -1: the text does not have it."""
+    starts, start, at = [], 0, 0
+    for end in ends:
+        if end > at:  # else it is not of the text, or a further part of the character of the token before it
+            start, at = at, end
+        starts.append(start if end == at else at)
+    return starts
+
+
 def logprobs(
-    tokenizer: Tokenizer, row: Sequence[int], scores: TokenScores, *, first: int, num_top: int
+    tokenizer: Tokenizer,
+    row: Sequence[int],
+    scores: TokenScores,
+    *,
+    num_prompt: int,
+    num_top: int,
+    echo: Echo | None = None,
 ) -> dict[str, list[Any]]:
-    """Returns the field for the tokens of a row from ``first`` on.
+    """Returns the field for the tokens of an answer, and for those of its prompt where the text begins with it.
 
     Args:
         tokenizer: Turns tokens into text.
         row: The tokens of the prompt, then those of the answer.
         scores: How likely they are.
-        first: 0 where the prompt is told too, else its length.
+        num_prompt: The number of tokens of the prompt.
         num_top: The likeliest tokens to tell of each place, at most ``MOST_TOP``.
+        echo: The prompt, where the text begins with it.
     """
-    text = cache(lambda token: tokenizer.decode(np.array([token], np.int64)))
-    stream, offset = TextStream(tokenizer, np.array(row[:first], np.int64)), 0
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for at in range(first, len(row)):
+    text = cache(lambda token: tokenizer.decode(np.array([token], np.int64), special=True))
+    offsets = [*(echo.offsets if echo else ()), *_offsets_of_answer(tokenizer, row, num_prompt, echo)]
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": offsets}
+    for at in range(0 if echo else num_prompt, len(row)):
         own = float(scores.log_probs[at])
         top = {text(row[at]): own}
         for token, value in zip(scores.top[at][:num_top], scores.top_log_probs[at], strict=False):
             top[text(int(token))] = max(float(value), top.get(text(int(token)), float(value)))
         is_first = at == 0
-        values = text(row[at]), None if is_first else own, None if is_first else top, offset
-        for name, value in zip(found, values, strict=True):
-            found[name].append(value)
-        offset += len(stream.add(row[at]))
+        found["tokens"].append(text(row[at]))
+        found["token_logprobs"].append(None if is_first else own)
+        found["top_logprobs"].append(None if is_first else top)
     return found
+
+
+def _offsets_of_answer(tokenizer: Tokenizer, row: Sequence[int], num_prompt: int, echo: Echo | None) -> list[int]:
+    stream, at = TextStream(tokenizer, row[:num_prompt]), len(echo.text) if echo else 0
+    offsets = []
+    for token in row[num_prompt:]:
+        offsets.append(at)
+        at += len(stream.add(token))
+    return offsets

@@ -13,7 +13,7 @@ from jaxpar.data.examples import roles_left_out
 from jaxpar.huggingface.tokenizer import FolderTokenizer
 from jaxpar.serve.bodies import MAX_ROWS, ChatBody, ChatMessage, CompletionBody, Generation
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextDelta
-from jaxpar.serve.logprobs import logprobs
+from jaxpar.serve.logprobs import Echo, echo_of, logprobs
 from jaxpar.serve.requests import Endpoint, Reply, RequestError, Served
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -32,7 +32,7 @@ class Completion:
         is_chat: Whether the answers are messages.
         is_stream: Whether they are sent in events.
         include_usage: Whether the last event has the numbers of tokens.
-        echoes: The text of each prompt, where the answer begins with it.
+        echoes: Each prompt, where the answer begins with it.
         num_top: The likeliest tokens to tell of each token; None: nothing is told.
     """
 
@@ -42,7 +42,7 @@ class Completion:
     is_chat: bool
     is_stream: bool
     include_usage: bool
-    echoes: Sequence[str] | None = None
+    echoes: Sequence[Echo] | None = None
     num_top: int | None = None
     new_tokens: int = 0
     is_begun: bool = False
@@ -72,9 +72,11 @@ class Completion:
     def _logprobs(self, rows: Sequence[list[int]], num_top: int) -> list[dict[str, Any]]:
         model, prompts = self.api.model, self.request.prompts
         scores = model.score([np.array(row, np.int32) for row in rows], max(num_top, 1))
-        first = [0 if self.echoes is not None else len(prompt) for prompt in prompts]
-        told = zip(rows, scores, first, strict=True)
-        return [logprobs(model.tokenizer, row, of_row, first=at, num_top=num_top) for row, of_row, at in told]
+        told = zip(rows, scores, map(len, prompts), self.echoes or [None] * len(rows), strict=True)
+        return [
+            logprobs(model.tokenizer, row, of_row, num_prompt=num_prompt, num_top=num_top, echo=echo)
+            for row, of_row, num_prompt, echo in told
+        ]
 
     @property
     def prompt_tokens(self) -> int:
@@ -103,7 +105,8 @@ class Completion:
     def whole(self, results: Sequence[Sequence[TextDelta]]) -> dict[str, Any]:
         """Returns the answers and the usage."""
         count = len(self.request.prompts)
-        texts, finish = [*(self.echoes or [""] * count)], ["length"] * count
+        texts = [echo.text for echo in self.echoes] if self.echoes else [""] * count
+        finish = ["length"] * count
         for delta in itertools.chain(*results):
             texts[delta.row] += delta.text
             finish[delta.row] = delta.finish or ""
@@ -270,8 +273,8 @@ def _prompts(model: LanguageModel, body: CompletionBody | ChatBody) -> list[np.n
 
 def _of_prompts(
     model: LanguageModel, body: CompletionBody | ChatBody, prompts: Sequence[np.ndarray]
-) -> tuple[list[str] | None, int | None]:
-    """Returns the texts of the prompts, where the answer begins with them, and how many likeliest tokens are told."""
+) -> tuple[list[Echo] | None, int | None]:
+    """Returns the prompts, where the answer begins with them, and how many likeliest tokens are told."""
     if isinstance(body, ChatBody) or not (body.echo or body.logprobs is not None):
         return None, None
     if body.stream:
@@ -281,9 +284,9 @@ def _of_prompts(
             param="stream",
         )
     asked = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    text = lambda given, tokens: given if isinstance(given, str) else model.tokenizer.decode(tokens.astype(np.int64))
-    given = asked if isinstance(asked[0], str) else [None] * len(prompts)
-    return [text(*both) for both in zip(given, prompts, strict=True)] if body.echo else None, body.logprobs
+    given: list[Any] = list(asked) if isinstance(asked[0], str) else [None] * len(prompts)
+    echoes = [echo_of(model.tokenizer, *both) for both in zip(given, prompts, strict=True)] if body.echo else None
+    return echoes, body.logprobs
 
 
 def _text(model: LanguageModel, text: str, *, begins: bool = True) -> np.ndarray:
