@@ -165,7 +165,7 @@ def job(sizes: Sizes, shape: Any) -> tuple[Any, Any, Callable, dict[str, Any]]:
     params = jax.jit(lambda key: init_params(table, key))(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (ROWS, sizes.seq), 0, 256)
     batch = {"tokens": tokens, "targets": jnp.roll(tokens, -1, 1)}
-    with_routing = loss if shape.num_experts is None else transformer.add_routing_losses(shape, loss)
+    with_routing = loss if shape.experts is None else transformer.add_routing_losses(shape, loss)
     return params, transformer.make_model(shape), with_routing, batch
 
 
@@ -233,14 +233,17 @@ def of_executor(sizes: Sizes, executor: tuple[str, int, str, bool]) -> float:
     return off_by(run(params, batch), right(sizes, shape_of(sizes)))
 
 
-def experts(sizes: Sizes, products: str, **changes: Any) -> Any:
-    of_experts = {
-        "num_experts": 8,
-        "experts_per_token": 2,
-        "expert_dim": sizes.expert_dim,
-        "balance_coefficient": 0.01,
-    }
-    return shape_of(sizes, expert_products=products, **of_experts | changes)
+def experts(sizes: Sizes, products: str, capacity_factor: float | None = None, **changes: Any) -> Any:
+    from jaxpar.models.transformer import Experts
+
+    of_experts = Experts(
+        count=8,
+        mlp_dim=sizes.expert_dim,
+        balance_coefficient=0.01,
+        capacity_factor=capacity_factor,
+        products=products,
+    )
+    return shape_of(sizes, experts=of_experts, **changes)
 
 
 def of_experts(sizes: Sizes, changes: dict[str, Any]) -> float:

@@ -73,7 +73,7 @@ TINY_SHAPE = {
     "num_heads": 4,
     "mlp_dim": 64,
 }
-TINY_EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_dim": 32}
+TINY_EXPERTS = {"count": 4, "per_token": 2, "mlp_dim": 32}
 
 
 def make_shape(work: Work, **changes: Any) -> Any:
@@ -85,9 +85,10 @@ def make_shape(work: Work, **changes: Any) -> Any:
     if work.smoke:
         published = transformer.preset(work.model)
         shared = {} if published.num_kv_heads is None else {"num_kv_heads": 2}
-        experts = {} if published.num_experts is None else TINY_EXPERTS
-        tiny = TINY_SHAPE | shared | experts | {"max_documents": most}
-        return dataclasses.replace(published, **tiny | {k: v for k, v in changes.items() if k == "num_layers"})
+        tiny = TINY_SHAPE | shared | {"max_documents": most}
+        tiny |= {k: v for k, v in changes.items() if k == "num_layers"}
+        small = published if published.experts is None else published.with_experts(**TINY_EXPERTS)
+        return dataclasses.replace(small, **tiny)
     changes = {"attention": jaxpar.flash_attention, "max_documents": most} | dict(work.changes) | changes
     return transformer.preset(work.model, compute_dtype="bfloat16", **changes)
 
@@ -123,7 +124,7 @@ class Model:
         self.table, self.mesh, self.policy = transformer.param_table(shape), mesh, REMAT[remat]
         self.num_params = transformer.num_active_params(shape)
         self.model, self.loss = transformer.make_model(shape), loss
-        if shape.num_experts is not None:
+        if shape.experts is not None:
             self.loss = transformer.add_routing_losses(shape, loss)
         self.lora = Lora(lora_rank, transformer.LAYER_WEIGHTS, 2.0 * lora_rank) if lora_rank else None
         trainable = None if self.lora is None else ADAPTERS

@@ -66,6 +66,8 @@ class Job:
         gpu: The GPU.
         flash: Whether attention runs in cuDNN's kernel, and a tensor axis with sequence parallelism.
         changes: Fields of the model's configuration that differ from the preset.
+        buffer: Of a model with experts over data, the ``buffer`` of its ``Experts``. At 1 there is room for as many rows as
+            they have when tokens are spread evenly, as in the published steps.
         published: The MFU that others publish for a job like it.
     """
 
@@ -77,11 +79,10 @@ class Job:
     gpu: str = "h100"
     flash: bool = True
     changes: tuple[tuple[str, Any], ...] = ()
+    buffer: float | None = None
     published: str = ""
 
 
-# Room for as many rows of experts over data as they have when tokens are spread evenly, as in the published steps.
-ROOM = (("expert_buffer", 1.0),)
 LONG = "38% (405B), 28.0% (7B, FP8)"
 JOBS = {
     "8b, data 8, ZeRO 3": Job("llama3.1-8b", Choice(data=8, zero=3)),
@@ -145,7 +146,7 @@ JOBS = {
         ),
         nodes=8,
         seq=4096,
-        changes=ROOM,
+        buffer=1.0,
         published="44.3% (Megatron-LM)",
     ),
     "Qwen3 30B-A3B, data 8, stage 2": Job(
@@ -161,7 +162,7 @@ JOBS = {
         ),
         nodes=2,
         seq=4096,
-        changes=ROOM,
+        buffer=1.0,
         published="28.0% (8 GPUs), 10.3% (FP8)",
     ),
     "8b of 131,072 tokens, context 4, tensor 2": Job(
@@ -355,6 +356,7 @@ def compiled(job: Job) -> tuple[ModelShape, Plan, StepReport, float]:
 def shape_of(job: Job, *, is_planned: bool) -> ModelShape:
     """Returns the shapes of a job's model, to plan for or to compile."""
     config = transformer.preset(job.model, compute_dtype="bfloat16", vocab_multiple=128, **dict(job.changes))
+    config = config if job.buffer is None else config.with_experts(buffer=job.buffer)
     config = config.for_tensor(job.choice.tensor)
     if job.flash:
         config = dataclasses.replace(config, attention=jaxpar.flash_attention)
@@ -366,7 +368,7 @@ def shape_of(job: Job, *, is_planned: bool) -> ModelShape:
 def useful_flops(shape: ModelShape, job: Job) -> float:
     """Returns the operations of a step that count, on each device: of experts those to which a token is sent."""
     config, choice = transformer.preset(job.model), job.choice
-    used = config.experts_per_token / config.num_experts if config.num_experts else 1
+    used = config.experts.per_token / config.experts.count if config.experts else 1
     idle = (1 - used) * sum(leaf.size for leaf in jax.tree.leaves(shape.params[LAYERS].get("experts", {})))
     width = config.num_heads * config.head_dim
     tokens = job.seq * job.rows * choice.num_microbatches / (choice.context * choice.stage * choice.tensor)

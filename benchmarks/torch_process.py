@@ -23,7 +23,7 @@ SHAPE = (
     "norm_epsilon",
     "positions",
 )
-SHAPE += ("rope_theta", "mlp", "biases", "vocab_size")
+SHAPE += ("mlp", "biases", "vocab_size")
 
 
 class Theirs:
@@ -64,7 +64,7 @@ def write_inputs(folder: Path, work: Work, shape: Any, params: dict, batch: dict
     import numpy as np
 
     spec = {name: getattr(shape, name) for name in SHAPE} | OPTIMIZER
-    spec |= {"compute_dtype": jnp.dtype(shape.compute_dtype).name, "seq": work.seq}
+    spec |= {"rope_theta": shape.rope.theta, "compute_dtype": jnp.dtype(shape.compute_dtype).name, "seq": work.seq}
     for path, array in (params | batch).items():
         np.save(folder / f"{path.replace('/', '.')}.npy", array)
     (folder / "spec.json").write_text(json.dumps(spec))  # written last, when all that it describes is complete

@@ -45,12 +45,13 @@ from jaxpar.shard_map import each_on_its_tensor_shard
 _SPLIT = ("vocab", "heads", "kv_heads", "mlp", "experts", "copied_head_dim")
 _WHOLE = ("expert_mlp", "router", "embed", "copied_kv_heads", "head_dim", "qkv", "gate", "positions")
 TRANSFORMER_RULES: dict[str, str | None] = {**dict.fromkeys(_SPLIT, TENSOR), **dict.fromkeys(_WHOLE)}
-# In place of those above, what splits the experts of a model with ``expert_split``: their number, or their hidden width.
+# In place of those above, what splits the experts of a model by the ``split`` of its ``Experts``: their number, or their
+# hidden width.
 EXPERT_RULES: dict[str, dict[str, str | None]] = {
     "experts": {"experts": TENSOR, "expert_mlp": None},
     "expert_mlp": {"experts": None, "expert_mlp": TENSOR},
 }
-# Or replicas own them, whatever ``expert_split`` is; ``tensor`` then splits the hidden width.
+# Or replicas own them, whatever ``split`` is; ``tensor`` then splits the hidden width.
 EXPERTS_OVER_DATA: dict[str, str | None] = {"experts": DATA, "expert_mlp": TENSOR}
 
 

@@ -29,7 +29,8 @@ from tests.support.written_out import WRITTEN_OUT
 ROWS, SEQ, VOCAB = 8, 16, 32
 SMALL = {"vocab_size": VOCAB, "num_layers": 4, "embed_dim": 32, "num_heads": 8, "num_kv_heads": 2, "mlp_dim": 16}
 LLAMA = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "biases": False, "tied": False}
-EXPERTS = LLAMA | {"num_experts": 4, "router_bias": True, "router_score": "sigmoid", "balance_coefficient": 0.1}
+ROUTED = transformer.Experts(count=4, router_bias=True, router_score="sigmoid", balance_coefficient=0.1)
+EXPERTS = LLAMA | {"experts": ROUTED}
 
 
 def make_config(**changes):
@@ -67,7 +68,7 @@ def make_run(axes, config, **settings):
     mesh = jaxpar.make_mesh(**axes)
     config = config.for_tensor(mesh.shape["tensor"])
     constrain = {"constrain": settings.pop("constrain")} if "constrain" in settings else {}
-    of_experts = settings.pop("experts", EXPERT_RULES[config.expert_split])
+    of_experts = settings.pop("experts", EXPERT_RULES["experts"])
     table, rules = transformer.param_table(config), TRANSFORMER_RULES | of_experts
     shardings = jaxpar.shardings_from_dims(table, mesh, rules)
     settings = {"num_microbatches": 2, "shardings": shardings} | settings
@@ -102,7 +103,8 @@ def check_parity(axes, changes, packed=False, **settings):
 GATHER, ULYSSES = {"attention_over_context": "gather"}, {"attention_over_context": "ulysses"}
 ALIBI = {"positions": "alibi", "window": 5}
 LEARNED = {"positions": "learned", "max_positions": SEQ, "norm": "layer", "mlp": "gelu"}
-DYNAMIC = {"rope_scaling": transformer.RopeScaling(kind="dynamic", factor=2.0, original_positions=4)}
+SCALING = transformer.RopeScaling(kind="dynamic", factor=2.0, original_positions=4)
+DYNAMIC = {"rope": transformer.Rope(scaling=SCALING)}
 
 
 @pytest.mark.parametrize(
@@ -421,7 +423,7 @@ def test_a_model_or_batch_that_context_cannot_split_is_refused():
     ):
         trace({"context": 2}, config, batch)
     in_order, in_eight = (jaxpar.abstract_batch(batch, jaxpar.make_mesh(context=context)) for context in (2, 8))
-    experts = make_config(**EXPERTS, capacity_factor=1.0, compute_dtype="float32")
+    experts = make_config(**EXPERTS, compute_dtype="float32").with_experts(capacity_factor=1.0)
     with pytest.raises(ValueError, match=r"capacity_factor=1\.0, context=2\. Leave capacity_factor out"):
         trace({"context": 2}, experts, in_order)
     few = make_config(**ULYSSES, compute_dtype="float32", num_heads=4, num_kv_heads=1)

@@ -113,59 +113,67 @@ def test_a_published_model_with_another_attention_is_refused_by_name():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"experts_per_token": 9}, "as many experts as there are; got experts_per_token=9 of 8 experts. Choose"),
-        ({"num_experts": 0}, "num_experts must be at least 1; got 0. Choose 1 or more"),
-        ({"num_shared_experts": -1}, "num_shared_experts must be at least 0; got -1"),
+        ({"per_token": 9}, "as many experts as there are; got per_token=9 of 8 experts. Choose per_token from 1 to 8"),
+        ({"count": 0}, "count must be at least 1; got 0. Choose 1 or more"),
+        ({"num_shared": -1}, "num_shared must be at least 0; got -1"),
         ({"num_dense_layers": -1}, "num_dense_layers must be at least 0; got -1"),
         ({"num_dense_layers": 4}, "some layers must have experts; got num_dense_layers=4, num_layers=4. Choose"),
-        ({"num_expert_groups": 3}, "num_expert_groups must divide num_experts; got num_expert_groups=3, num_experts=8"),
-        ({"num_expert_groups": 2, "groups_per_token": 3}, "as many groups as there are; got groups_per_token=3"),
-        ({"num_expert_groups": 8, "groups_per_token": 1}, "got experts_per_token=4 of 1 experts in 1 groups"),
+        ({"num_groups": 3}, "num_groups must divide count; got num_groups=3, count=8"),
+        ({"num_groups": 2, "groups_per_token": 3}, "as many groups as there are; got groups_per_token=3"),
+        ({"num_groups": 8, "groups_per_token": 1}, "got per_token=4 of 1 experts in 1 groups"),
         ({"router_score": "tanh"}, "router_score must be one of 'softmax', 'sigmoid'; got 'tanh'"),
-        ({"expert_split": "mlp"}, "expert_split must be one of 'experts', 'expert_mlp'; got 'mlp'"),
-        ({"expert_products": "dense"}, "expert_products must be one of 'auto', 'ragged', 'tiles'; got 'dense'"),
+        ({"split": "mlp"}, "split must be one of 'experts', 'expert_mlp'; got 'mlp'"),
+        ({"products": "dense"}, "products must be one of 'auto', 'ragged', 'tiles'; got 'dense'"),
         ({"capacity_factor": 0.0}, "capacity_factor must be positive; got 0. Choose such as 1.25"),
-        (
-            {"capacity_factor": 1.0, "expert_products": "ragged"},
-            "so expert_products has no effect; got capacity_factor=1.0",
-        ),
+        ({"capacity_factor": 1.0, "products": "ragged"}, "so products has no effect; got capacity_factor=1.0"),
         ({"balance_coefficient": -1.0}, "balance_coefficient must be at least 0; got -1"),
-        ({"biases": True}, "experts have no biases; got num_experts=8, biases=True"),
-        (
-            {"num_experts": None},
-            "experts_per_token is for a model with experts; got experts_per_token=4 and no num_experts",
-        ),
     ],
 )
 def test_experts_that_do_not_fit_are_refused(changes, message):
     with tiny.signatures_unchecked(), pytest.raises(ValueError, match=re.escape(message)):
-        config_of("qwen3", **changes)
+        config_of("qwen3", changes)
+
+
+def test_experts_have_no_biases():
+    with pytest.raises(ValueError, match=r"experts have no biases; got 8 experts, biases=True\. Choose biases=False"):
+        config_of("qwen3", biases=True)
+
+
+def test_a_model_without_experts_has_none_to_change():
+    config = transformer.preset("llama-bytes")
+    with pytest.raises(ValueError, match=r"buffer=2.0 is for a model with experts; got one without. Give experts=Exp"):
+        config.with_experts(buffer=2.0)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("expert_buffer", "1.5", "expert_buffer must be a number; got '1.5'. Convert it."),
+        ("buffer", "1.5", "buffer must be a number; got '1.5'. Convert it."),
         ("capacity_factor", "1", "capacity_factor must be a number; got '1'"),
-        ("num_experts", 8.0, "num_experts must be an integer; got 8.0"),
+        ("count", 8.0, "count must be an integer; got 8.0"),
         ("num_layers", None, "num_layers must be an integer; got None"),
+        ("experts", 8, "experts must be Experts or None; got 8. Write experts=Experts(count=8), say."),
+        ("rope", 1e4, "rope must be a Rope; got 10000.0. Write rope=Rope(theta=10_000), say."),
     ],
 )
-def test_a_size_of_another_type_is_refused(name, value, message):
+def test_a_field_of_another_type_is_refused(name, value, message):
     config = dataclasses.replace(config_of("mixtral"))
-    object.__setattr__(config, name, value)  # the tests' own check of types would refuse it first
-    with pytest.raises(TypeError, match=re.escape(message)):
-        config.__post_init__()
+    changed = config if name in vars(config) else dataclasses.replace(config.experts)
+    object.__setattr__(changed, name, value)  # the tests' own check of types would refuse it first
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        changed.__post_init__()
 
 
 def test_leading_layers_have_one_mlp_and_count_as_parameters_that_each_token_uses():
-    config = config_of("deepseek", num_dense_layers=2)
-    table, without = (transformer.param_table(each) for each in (config, config_of("deepseek", num_dense_layers=0)))
+    config = config_of("deepseek", experts={"num_dense_layers": 2})
+    table, without = (
+        transformer.param_table(each) for each in (config, config_of("deepseek", experts={"num_dense_layers": 0}))
+    )
     assert [each["mlp"]["w_up"].shape for each in table["outer"]["dense_layers"]] == [(EMBED, 2, 24)] * 2
     assert table["layers"]["experts"]["w_expert_up"].full_shape == (3, 8, EMBED, 16)
     of_mlp, of_expert, router = (EMBED * 3 * 24, EMBED * 3 * 16, EMBED * 8 + 8)
     assert count_params(without) - count_params(table) == 2 * (9 * of_expert + router - of_mlp)
-    active = transformer.num_active_params(config_of("deepseek", num_dense_layers=0))
+    active = transformer.num_active_params(config_of("deepseek", experts={"num_dense_layers": 0}))
     assert active - transformer.num_active_params(config) == 2 * (3 * of_expert + router - of_mlp)
 
 
@@ -179,7 +187,7 @@ def test_documents_of_a_row_do_not_share_the_room_of_an_expert():
 
 
 def test_experts_that_the_axis_does_not_divide_are_refused():
-    table = transformer.param_table(config_of("mixtral", num_experts=6))
+    table = transformer.param_table(config_of("mixtral", experts={"count": 6}))
     with pytest.raises(ValueError, match="layers/experts/w_expert_down must be divisible by the tensor axis; got 6"):
         shardings_from_dims(table, jaxpar.make_mesh(tensor=4, devices=jax.devices()[:4]), TRANSFORMER_RULES)
 
@@ -189,19 +197,19 @@ def test_experts_that_the_axis_does_not_divide_are_refused():
 
 def numpy_choice(config, router, x):
     """The experts of a token and their weights, an expert at a time, as the papers have them."""
-    logits = x @ router["w_router"]
+    own, logits = config.experts, x @ router["w_router"]
     scores = np.exp(logits - logits.max())
-    scores = scores / scores.sum() if config.router_score == "softmax" else 1 / (1 + np.exp(-logits))
+    scores = scores / scores.sum() if own.router_score == "softmax" else 1 / (1 + np.exp(-logits))
     appeal = scores + router.get("bias", 0)
-    groups = np.array_split(np.arange(config.num_experts), config.num_expert_groups)
-    best = 2 if config.router_score == "sigmoid" else 1
+    groups = np.array_split(np.arange(own.count), own.num_groups)
+    best = 2 if own.router_score == "sigmoid" else 1
     worth = [np.sort(appeal[group])[-best:].sum() for group in groups]
-    used = np.argsort([-each for each in worth], kind="stable")[: config.groups_per_token]
+    used = np.argsort([-each for each in worth], kind="stable")[: own.groups_per_token]
     open_to = [e for g in used for e in groups[g]]
-    chosen = sorted(open_to, key=lambda e: (-appeal[e], e))[: config.experts_per_token]
+    chosen = sorted(open_to, key=lambda e: (-appeal[e], e))[: own.per_token]
     weights = scores[chosen]
-    weights = weights / weights.sum() if config.normalized_routing else weights
-    return chosen, weights * config.routed_scaling_factor, scores
+    weights = weights / weights.sum() if own.normalized_routing else weights
+    return chosen, weights * own.routed_scaling_factor, scores
 
 
 def numpy_mlp(config, gate, up, down, x):
@@ -214,10 +222,10 @@ def numpy_mlp(config, gate, up, down, x):
 
 def numpy_experts(config, params, x):
     """The output for each token, an expert at a time; with a capacity the first tokens of a row get the room."""
-    capacity, own = capacity_of(config, x.shape[1]), params["experts"]
+    capacity, own = capacity_of(config.experts, x.shape[1]), params["experts"]
     y = np.zeros_like(x)
     for row in range(len(x)):
-        used = np.zeros(config.num_experts, int)
+        used = np.zeros(config.experts.count, int)
         for at in range(x.shape[1]):
             chosen, weights, _ = numpy_choice(config, params["router"], x[row, at])
             for e, weight in zip(chosen, weights, strict=True):
@@ -237,14 +245,14 @@ def numpy_experts(config, params, x):
 def test_experts_compute_what_a_loop_over_them_computes(x64, name):
     config = config_of(name)
     params, x = one_layer(config)
-    got, _ = jit(lambda params, x: experts(config, params, x, route(config, params["router"], x)))(params, x)
+    got, _ = jit(lambda params, x: experts(config, params, x, route(config.experts, params["router"], x)))(params, x)
     assert_same(np.asarray(got), numpy_experts(config, params, np.asarray(x)))
 
 
 def test_of_equal_scores_the_lowest_numbers_are_chosen(x64):
     config = config_of("qwen3")
     params = {"w_router": jnp.zeros((EMBED, 8))}
-    routing = route(config, params, jnp.ones((1, 2, EMBED)))
+    routing = route(config.experts, params, jnp.ones((1, 2, EMBED)))
     assert routing.experts.tolist() == [[[0, 1, 2, 3]] * 2]
     assert_same(routing.weights, np.full((1, 2, 4), 0.25))
 
@@ -253,17 +261,17 @@ def test_a_router_computes_in_float32():
     config = config_of("qwen3", compute_dtype="bfloat16")
     params, x = one_layer(config)
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params["router"])
-    got, want = route(config, params, x), route(config, params, x.astype(jnp.float32))
+    got, want = route(config.experts, params, x), route(config.experts, params, x.astype(jnp.float32))
     assert {each.dtype for each in (got.weights, got.logits, got.scores)} == {jnp.dtype(jnp.float32)}
     np.testing.assert_array_equal(got.experts, want.experts)
     np.testing.assert_array_equal(got.weights, want.weights)
 
 
 def test_the_bias_of_a_router_chooses_and_does_not_weigh(x64):
-    config = config_of("deepseek", num_expert_groups=1, groups_per_token=1)
+    config = config_of("deepseek", experts={"num_groups": 1, "groups_per_token": 1})
     params, x = one_layer(config)
     router = params["router"] | {"bias": np.where(np.arange(8) == 5, 10.0, 0)}
-    routing = route(config, router, x)
+    routing = route(config.experts, router, x)
     assert (routing.experts == 5).any(-1).all()
     scores = np.take_along_axis(np.asarray(routing.scores), np.asarray(routing.experts), -1)
     assert_same(routing.weights, 2.5 * scores / scores.sum(-1, keepdims=True))
@@ -276,7 +284,7 @@ def test_the_bias_of_a_router_chooses_and_does_not_weigh(x64):
 def test_a_row_drops_the_same_tokens_whatever_lies_beside_it(x64):
     config = config_of("capacity")
     params, x = one_layer(config)
-    run = jit(lambda x: experts(config, params, x, route(config, params["router"], x)))
+    run = jit(lambda x: experts(config, params, x, route(config.experts, params["router"], x)))
     together, dropped = run(x)
     assert dropped.sum() > 0, "or nothing is shown"
     for row in range(len(x)):
@@ -287,7 +295,7 @@ def test_a_row_drops_the_same_tokens_whatever_lies_beside_it(x64):
 
 @pytest.mark.full
 def test_what_an_expert_has_no_room_for_depends_on_no_later_token(x64):
-    config = config_of("capacity", z_coefficient=0.0)
+    config = config_of("capacity", experts={"z_coefficient": 0.0})
     params, batch = job(config)
     one = {"tokens": batch["tokens"][:1]}
     logits = lambda batch: transformer.make_model(config).apply(params, batch).logits
@@ -297,10 +305,10 @@ def test_what_an_expert_has_no_room_for_depends_on_no_later_token(x64):
 
 @pytest.mark.full
 def test_with_room_for_all_nothing_is_dropped(x64):
-    config = config_of("capacity", capacity_factor=8.0)
+    config = config_of("capacity", experts={"capacity_factor": 8.0})
     params, batch = job(config)
     got = transformer.make_model(config).apply(params, batch)
-    dropless = dataclasses.replace(config, capacity_factor=None, z_coefficient=0.0)
+    dropless = config.with_experts(capacity_factor=None, z_coefficient=0.0)
     assert_same(got.logits, transformer.make_model(dropless).apply(params, batch))
     assert not got.sums.dropped.any()
 
@@ -311,7 +319,7 @@ def test_with_room_for_all_nothing_is_dropped(x64):
 def test_the_balance_loss_is_that_of_the_paper(x64):
     config = config_of("deepseek")
     params, x = one_layer(config)
-    got = jax.jit(lambda router, x: balance_loss(config, route(config, router, x)))(params["router"], x)
+    got = jax.jit(lambda router, x: balance_loss(config.experts, route(config.experts, router, x)))(params["router"], x)
     for row in range(len(x)):
         uses, shares = np.zeros(8), np.zeros(8)
         for token in np.asarray(x[row]):
@@ -357,7 +365,7 @@ def test_the_gradient_of_a_bias_is_the_load_of_each_expert(x64):
 
 @pytest.mark.full
 def test_loads_are_in_no_norm(x64):
-    config = config_of("deepseek", num_layers=2, num_dense_layers=0)
+    config = config_of("deepseek", num_layers=2, experts={"num_dense_layers": 0})
     params, batch = job(config)
     _, grads = reference(config, params, batch)
     without = jax.tree_util.tree_map_with_path(lambda path, g: g * ("bias" not in jax.tree_util.keystr(path)), grads)
@@ -385,7 +393,7 @@ def test_a_bias_rises_where_the_load_is_below_the_mean(x64):
 @pytest.mark.full
 def test_metrics_of_routers_are_means_over_the_weight():
     with jax.enable_x64(True):
-        config = config_of("capacity", balance_coefficient=0.1)
+        config = config_of("capacity", experts={"balance_coefficient": 0.1})
         params, batch = job(config)
         total, weight, sums = loss_of(config, metrics=True)(transformer.make_model(config).apply(params, batch), batch)
         assert_same((total, weight), loss_of(config)(transformer.make_model(config).apply(params, batch), batch))
@@ -408,17 +416,14 @@ def mesh_of(data, stage, tensor):
     return jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=jax.devices()[: data * stage * tensor])
 
 
-GELU = {"mlp": "gelu", "num_shared_experts": 2}
+GELU = {"mlp": "gelu", "experts": {"num_shared": 2}}
 
 
 def check_parity(name, split, mesh_sizes, *, schedule="zb-h1", **how):
-    changes = how.pop("changes", {})
-    data, stage, tensor = mesh_sizes
-    mesh, config = (
-        mesh_of(data, stage, tensor),
-        config_of(name, expert_split=split, **changes),
-    )
-    check_step(config, mesh, BY[split], seed=tiny.fresh_seed(), schedule=schedule, **how)
+    changes = dict(how.pop("changes", {}))
+    experts = {"split": split} | changes.pop("experts", {})
+    config = config_of(name, experts, **changes)
+    check_step(config, mesh_of(*mesh_sizes), BY[split], seed=tiny.fresh_seed(), schedule=schedule, **how)
 
 
 @pytest.mark.few(1)
@@ -469,8 +474,8 @@ def test_loss_gradients_and_loads_equal_one_device_on_every_mesh(x64, name, mesh
 LEADING = [  # on one stage alone; beside parts of sequences; two of them; documents in rows
     {"schedule": "1f1b", "masks": True, "layers": (1, 3)},
     {"schedule": "zb-h1", "masks": True, "layers": (1, 3), "remat": True, "constrain": sequence_parallel, "tensor": 4},
-    {"schedule": "zb-v", "masks": True, "num_dense_layers": 2, "num_layers": 6, "zero": 3},
-    {"schedule": "interleaved", "layers": (0, 2, 1, 1), "num_dense_layers": 2, "num_layers": 6, "zero": 2},
+    {"schedule": "zb-v", "masks": True, "experts": {"num_dense_layers": 2}, "num_layers": 6, "zero": 3},
+    {"schedule": "interleaved", "layers": (0, 2, 1, 1), "experts": {"num_dense_layers": 2}, "num_layers": 6, "zero": 2},
     {"schedule": "gpipe", "masks": True, "layers": (1, 3)},
 ]
 
@@ -479,7 +484,7 @@ LEADING = [  # on one stage alone; beside parts of sequences; two of them; docum
 @pytest.mark.parametrize("how", LEADING, ids=[how["schedule"] for how in LEADING])
 def test_leading_dense_layers_are_those_of_one_device_wherever_the_others_are(x64, how):
     tensor, counts, how = how.get("tensor", 2), how.get("layers"), dict(how)
-    changes = {key: how.pop(key) for key in ("num_dense_layers", "num_layers") if key in how}
+    changes = {key: how.pop(key) for key in ("experts", "num_layers") if key in how}
     how.pop("tensor", None)
     mesh, config = jaxpar.make_mesh(data=4 // tensor, stage=2, tensor=tensor), config_of("deepseek", **changes)
     check_step(config, mesh, BY["experts"], seed=tiny.fresh_seed(), **how | ({"layers": counts} if counts else {}))
@@ -513,7 +518,7 @@ def test_loss_gradients_and_loads_of_the_mpmd_executor_equal_one_device(x64, nam
 @pytest.mark.parametrize("split", [pytest.param("experts", marks=pytest.mark.slow), "expert_mlp"])
 def test_experts_cost_two_all_reduces_of_an_activation_a_layer_as_an_mlp_does(x64, split):
     """And in the backward pass one of the routing weights, which is joined with that of the activation."""
-    config, mesh = config_of("deepseek", expert_split=split), jaxpar.make_mesh(data=2, tensor=4)
+    config, mesh = config_of("deepseek", experts={"split": split}), jaxpar.make_mesh(data=2, tensor=4)
     params, batch = job(config)
     shardings = shardings_from_dims(transformer.param_table(config), mesh, BY[split])
     run = jaxpar.value_and_grad(
@@ -522,7 +527,7 @@ def test_experts_cost_two_all_reduces_of_an_activation_a_layer_as_an_mlp_does(x6
     report = inspect_step(jit(run), jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
     per_layer = [each for each in report.select(None, "tensor") if (each.times or 0) >= 2 * config.num_stacked_layers]
     activation = ROWS // 4 * SEQ * EMBED * 8
-    weights = ROWS // 4 * SEQ * config.experts_per_token * 8
+    weights = ROWS // 4 * SEQ * config.experts.per_token * 8
     of_attention = 2
     assert {each.kind for each in per_layer} == {"all-reduce"}, report.render()
     sizes = sorted(each.payload_bytes for each in per_layer)
@@ -553,7 +558,7 @@ def test_experts_cost_two_all_reduces_of_an_activation_a_layer_as_an_mlp_does(x6
 )
 def test_the_kernel_has_the_numbers_of_ragged_products_on_a_mesh(x64, split, mesh_sizes):
     """In the fast tier experts whose hidden width is cut have it in test_experts_over_data.py."""
-    config = config_of("mixtral", expert_split=split, expert_products="tiles")
+    config = config_of("mixtral", experts={"split": split, "products": "tiles"})
     check_step(config, mesh_of(*mesh_sizes), BY[split], seed=tiny.fresh_seed(), num_microbatches=1, schedule="1f1b")
 
 
@@ -566,7 +571,7 @@ def test_a_function_can_take_the_place_of_the_products(x64, mesh_sizes):
         calls.append((rows.shape, weights.shape))
         return jax.lax.ragged_dot(rows, weights, sizes)
 
-    config = config_of("mixtral", expert_products=products)
+    config = config_of("mixtral", experts={"products": products})
     params, batch = job(config)
     mesh = mesh_of(*mesh_sizes)
     shardings = shardings_from_dims(transformer.param_table(config), mesh, BY["experts"])
@@ -599,7 +604,7 @@ def test_generated_tokens_are_those_of_full_passes_that_drop_nothing(name):
     params, batch = job(config)
     prompt = batch["tokens"][:2, :4]
     got = np.asarray(transformer.generate(config, params, prompt, 6))
-    model = transformer.make_model(dataclasses.replace(config, capacity_factor=None))
+    model = transformer.make_model(config.with_experts(capacity_factor=None))
     logits = jit(lambda tokens: transformer.logits_of(model.apply(params, {"tokens": tokens})))(got)
     np.testing.assert_array_equal(got[:, :4], prompt)
     np.testing.assert_array_equal(got[:, 4:], np.argmax(logits, -1)[:, 3:-1])
@@ -630,13 +635,17 @@ def test_a_new_model_balances_its_experts():
 
 
 FOLDERS = {  # models as their families have them, and the names of a router and of an expert's weights
-    "mixtral": ({"expert_dim": None, "mlp_dim": 16}, "block_sparse_moe", ("w1", "w3", "w2")),
+    "mixtral": ({"experts": {"mlp_dim": None}, "mlp_dim": 16}, "block_sparse_moe", ("w1", "w3", "w2")),
     "qwen3": (
-        {"normalized_routing": True, "explicit_head_dim": 4, "num_layers": 5, "num_dense_layers": 1},
+        {"experts": {"normalized_routing": True, "num_dense_layers": 1}, "explicit_head_dim": 4, "num_layers": 5},
         "mlp",
         ("gate_proj", "up_proj", "down_proj"),
     ),
-    "olmoe": ({"expert_dim": None, "mlp_dim": 16, "z_coefficient": 0.0}, "mlp", ("gate_proj", "up_proj", "down_proj")),
+    "olmoe": (
+        {"experts": {"mlp_dim": None, "z_coefficient": 0.0}, "mlp_dim": 16},
+        "mlp",
+        ("gate_proj", "up_proj", "down_proj"),
+    ),
 }
 
 
@@ -658,7 +667,7 @@ def test_a_folder_has_a_tensor_for_each_weight_of_each_expert(name, tmp_path):
             np.testing.assert_array_equal(tensors.pop(f"model.layers.{i}.mlp.{key}.weight"), weight.T)
         assert_same_bits(tensors[f"model.layers.{i}.input_layernorm.weight"], layer["norm_1"]["scale"])
     for i in range(config.num_stacked_layers):
-        name = f"model.layers.{config.num_dense_layers + i}.{block}"
+        name = f"model.layers.{config.num_leading_layers + i}.{block}"
         gate = tensors.pop(f"{name}.gate.weight")
         np.testing.assert_array_equal(gate, of_layer(i, "router", "w_router").T)
         for e in range(8):
@@ -696,7 +705,7 @@ def test_a_folder_is_read_as_it_was_written(name, tmp_path):
         ("mixtral", {"mlp_only_layers": [0]}, r"got mlp_only_layers=\[0\]"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise of a mixtral must be"),
         ("olmoe", {"clip_qkv": 8.0}, "got clip_qkv=8.0"),
-        ("mixtral", {"num_experts_per_tok": 9}, "as many experts as there are; got experts_per_token=9 of 8"),
+        ("mixtral", {"num_experts_per_tok": 9}, "as many experts as there are; got per_token=9 of 8"),
         ("mixtral", {"router_aux_loss_coef": -1}, "router_aux_loss_coef must be a number of 0 or more; got -1"),
         ("mixtral", {"model_type": "deepseek_v3"}, r"got 'deepseek_v3' in .*not supported: .* \(MLA\)"),
     ],
@@ -716,10 +725,10 @@ def test_a_folder_that_claims_more_experts_than_it_has_tensors_is_refused(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "changes", [{"router_score": "sigmoid"}, {"num_shared_experts": 1}, {"router_bias": True}, {"num_dense_layers": 1}]
+    "changes", [{"router_score": "sigmoid"}, {"num_shared": 1}, {"router_bias": True}, {"num_dense_layers": 1}]
 )
 def test_experts_that_no_family_has_are_not_written(changes, tmp_path):
-    config = config_of("mixtral", **FOLDERS["mixtral"][0], **changes)
+    config = config_of("mixtral", **FOLDERS["mixtral"][0]).with_experts(**changes)
     (name,) = changes
-    with pytest.raises(ValueError, match=f"must be a mixtral to be read or written; got {name}="):
+    with pytest.raises(ValueError, match=f"must be a mixtral to be read or written; got experts.{name}="):
         write_model(tmp_path / "model", config, make_params(config, dtype=np.float32))

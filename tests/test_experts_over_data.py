@@ -1,6 +1,5 @@
 """Experts over `data`: rows travel to the replicas that own their experts, and the numbers are those of one device."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -28,9 +27,9 @@ from tests.support.tiny_transformer import EMBED, ROWS, SEQ, jit
 RULES = TRANSFORMER_RULES | EXPERTS_OVER_DATA
 OVER_TENSOR = TRANSFORMER_RULES | EXPERT_RULES["experts"]
 SLOW = pytest.mark.slow
-TILES = {"expert_products": "tiles", "expert_buffer": 2.0}
+TILES = {"products": "tiles", "buffer": 2.0}
 ONE_LAYER = {"num_layers": 1}
-A2A = {"expert_exchange": "all_to_all"}  # also where tokens have as many experts as there are owners
+A2A = {"exchange": "all_to_all"}  # also where tokens have as many experts as there are owners
 
 
 def mesh_of(**axes):
@@ -38,10 +37,9 @@ def mesh_of(**axes):
     return jaxpar.make_mesh(**axes, devices=jax.devices()[:size])
 
 
-def check(name, axes, *, schedule="zb-h1", changes=None, **how):
-    check_step(
-        config_of(name, **changes or {}), mesh_of(**axes), RULES, seed=tiny.fresh_seed(), schedule=schedule, **how
-    )
+def check(name, axes, *, schedule="zb-h1", experts=None, changes=None, **how):
+    config = config_of(name, experts, **changes or {})
+    check_step(config, mesh_of(**axes), RULES, seed=tiny.fresh_seed(), schedule=schedule, **how)
 
 
 # The numbers.
@@ -53,18 +51,18 @@ def check(name, axes, *, schedule="zb-h1", changes=None, **how):
         pytest.param(
             "mixtral",
             {"data": 2, "stage": 2, "tensor": 2},
-            {"changes": A2A | TILES, "schedule": "1f1b", "masks": False},
+            {"experts": A2A | TILES, "schedule": "1f1b", "masks": False},
             marks=SLOW,
         ),
-        pytest.param("deepseek", {"replica": 2, "data": 2, "tensor": 2}, {"changes": A2A, "zero": 3}, marks=SLOW),
-        pytest.param("qwen3", {"data": 2, "tensor": 2}, {"changes": TILES, "zero": 2}, marks=SLOW),
+        pytest.param("deepseek", {"replica": 2, "data": 2, "tensor": 2}, {"experts": A2A, "zero": 3}, marks=SLOW),
+        pytest.param("qwen3", {"data": 2, "tensor": 2}, {"experts": TILES, "zero": 2}, marks=SLOW),
         pytest.param("qwen3", {"data": 4, "stage": 2}, {"schedule": "1f1b", "masks": True, "zero": 2}, marks=SLOW),
-        ("mixtral", {"data": 2}, {"changes": A2A | ONE_LAYER, "zero": 1}),
+        ("mixtral", {"data": 2}, {"experts": A2A, "changes": ONE_LAYER, "zero": 1}),
         ("capacity", {"data": 2}, {"changes": ONE_LAYER}),
         pytest.param("mixtral", {"data": 2}, {}, marks=pytest.mark.full),
-        pytest.param("capacity", {"data": 2}, {"changes": A2A}, marks=pytest.mark.full),
+        pytest.param("capacity", {"data": 2}, {"experts": A2A}, marks=pytest.mark.full),
         pytest.param("capacity", {"data": 4, "tensor": 2}, {"remat": True, "zero": 1}, marks=SLOW),
-        pytest.param("mixtral", {"data": 2, "stage": 2, "tensor": 2}, {"changes": A2A, "masks": False}, marks=SLOW),
+        pytest.param("mixtral", {"data": 2, "stage": 2, "tensor": 2}, {"experts": A2A, "masks": False}, marks=SLOW),
         pytest.param("qwen3", {"data": 4}, {"zero": 2}, marks=SLOW),
     ],
 )
@@ -102,7 +100,7 @@ def test_every_mesh_has_the_numbers_of_one_device(x64, at, exchange):
     """With each of the models in turn; over ``context`` one without room by rows."""
     names = [name for name in MOE if name != "capacity"] if "context" in MESHES[at] else [*MOE]
     name = names[(at + (exchange == "gather")) % len(names)]
-    check(name, MESHES[at], changes={"expert_exchange": exchange}, zero=at % 4)
+    check(name, MESHES[at], experts={"exchange": exchange}, zero=at % 4)
 
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
@@ -115,15 +113,15 @@ def test_every_schedule_has_the_numbers_of_one_device(x64, at, masks):
     """With each level of ZeRO, with recomputation and without it, and both exchanges."""
     name = ["deepseek", "olmoe", "capacity", "mixtral", "qwen3"][at]
     how = {"zero": (at + 2 * masks) % 4, "remat": (at + masks) % 2 == 1, "num_microbatches": 4}
-    changes = {"expert_exchange": ["all_to_all", "gather"][(at + masks) % 2]}
-    check(name, {"data": 2, "stage": 2, "tensor": 2}, schedule=SCHEDULES[at], masks=masks, changes=changes, **how)
+    experts = {"exchange": ["all_to_all", "gather"][(at + masks) % 2]}
+    check(name, {"data": 2, "stage": 2, "tensor": 2}, schedule=SCHEDULES[at], masks=masks, experts=experts, **how)
 
 
 @pytest.mark.slow
 def test_an_idle_stage_may_get_too_many_rows(x64):
     """It routes all its zeros to the same experts, and what it computes, NaN, is discarded."""
-    changes, how = {"expert_buffer": 3.0}, {"schedule": "1f1b", "masks": True, "num_microbatches": 1}
-    check("mixtral", {"data": 4, "stage": 2}, changes=changes, **how)
+    experts, how = {"buffer": 3.0}, {"schedule": "1f1b", "masks": True, "num_microbatches": 1}
+    check("mixtral", {"data": 4, "stage": 2}, experts=experts, **how)
 
 
 def train(config, mesh, num_steps, *, rules=RULES, zero=0, state=None, before_last=None, **how):
@@ -160,7 +158,7 @@ def x64_in_threads():
     jax.config.update("jax_enable_x64", False)
 
 
-TWO_LAYERS = {"num_layers": 2, "num_dense_layers": 0}
+TWO_LAYERS = {"num_layers": 2, "experts": {"num_dense_layers": 0}}
 
 
 def save_in(folder, mesh):
@@ -254,8 +252,8 @@ def test_lora_adapts_attention_and_shared_experts_beside_frozen_experts(x64, axe
 
 
 def too_little_room(exchange):
-    changes = {"compute_dtype": "float32", "num_layers": 2, "balance_coefficient": 0.1}
-    return config_of("mixtral", expert_buffer=1.0, expert_exchange=exchange, **changes)
+    experts = {"buffer": 1.0, "exchange": exchange, "balance_coefficient": 0.1}
+    return config_of("mixtral", experts, compute_dtype="float32", num_layers=2)
 
 
 @pytest.mark.full
@@ -278,7 +276,7 @@ def test_gathered_rows_that_are_too_many_for_a_buffer_make_the_loss_nan():
 def test_with_a_buffer_less_is_sent(x64):
     sent = {}
     for buffer in (None, 2.0):
-        moved = collectives_of_layer(config_of("mixtral", num_layers=1, expert_buffer=buffer), 4)
+        moved = collectives_of_layer(config_of("mixtral", num_layers=1, experts={"buffer": buffer}), 4)
         assert {name for name, _ in moved} == {"all_to_all"}
         sent[buffer] = sum(size for _, size in moved)
     assert sent[2.0] * 2 == sent[None], "room for half of each replica's pairs, not for all of them"
@@ -297,7 +295,7 @@ def report_of(config, mesh):
 
 @pytest.mark.full
 def test_a_layer_has_six_all_to_alls_and_no_byte_of_an_expert_is_reduced_over_data(x64):
-    config, mesh = config_of("mixtral", **A2A), mesh_of(replica=2, data=2, tensor=2)
+    config, mesh = config_of("mixtral", A2A), mesh_of(replica=2, data=2, tensor=2)
     report = report_of(config, mesh)
     per_layer = [each for each in report.collectives if (each.times or 0) >= 2 * config.num_layers]
     over = lambda axis, kind: sorted(e.payload_bytes for e in per_layer if e.axes == (axis,) and e.kind == kind)
@@ -353,7 +351,7 @@ def split_of(config, data):
 
 
 def test_rows_are_stored_where_they_came_from_afar_and_looked_up_again_elsewhere(x64):
-    config = config_of("mixtral", expert_dim=24)
+    config = config_of("mixtral", experts={"mlp_dim": 24})
     alone, over_data = split_of(config, 1), split_of(config, 4)
     rows = (ROWS * SEQ * 2, EMBED)
     num_rows = lambda split, name: [each.shape[-2:] for each in split.shapes(name)].count(rows)
@@ -369,30 +367,26 @@ def test_rows_are_stored_where_they_came_from_afar_and_looked_up_again_elsewhere
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"expert_buffer": 0.5}, "expert_buffer must be at least 1; got 0.5. Choose such as 1.5, or leave it out"),
-        ({"expert_buffer": 2.0, "capacity_factor": 1.0}, "so expert_buffer has no effect; got capacity_factor=1.0"),
-        ({"expert_exchange": "ring"}, "expert_exchange must be one of 'auto', 'all_to_all', 'gather'; got 'ring'"),
-        (
-            {"num_experts": None, "experts_per_token": 2, "expert_buffer": 2.0},
-            "expert_buffer is for a model with experts",
-        ),
+        ({"buffer": 0.5}, "buffer must be at least 1; got 0.5. Choose such as 1.5, or leave it out"),
+        ({"buffer": 2.0, "capacity_factor": 1.0}, "so buffer has no effect; got capacity_factor=1.0"),
+        ({"exchange": "ring"}, "exchange must be one of 'auto', 'all_to_all', 'gather'; got 'ring'"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, message):
     with tiny.signatures_unchecked(), pytest.raises(ValueError, match=re.escape(message)):
-        config_of("mixtral", **{"expert_dim": None} | changes)
+        config_of("mixtral", changes)
 
 
 def test_experts_that_the_axis_does_not_divide_are_refused():
-    table = transformer.param_table(config_of("mixtral", num_experts=6))
+    table = transformer.param_table(config_of("mixtral", experts={"count": 6}))
     with pytest.raises(ValueError, match="layers/experts/w_expert_down must be divisible by the data axis; got 6"):
         shardings_from_dims(table, mesh_of(data=4), RULES)
 
 
 def test_weights_of_another_number_of_experts_are_refused():
     config = config_of("mixtral", compute_dtype="float32")
-    params, batch = job(dataclasses.replace(config, num_experts=4))
-    with pytest.raises(ValueError, match=r"got those of 4 experts with num_experts=8, data=1. Make the params from"):
+    params, batch = job(config.with_experts(count=4))
+    with pytest.raises(ValueError, match=r"got those of 4 of 8 experts, data=1. Make the params from"):
         jax.eval_shape(transformer.make_model(config).apply, params, batch)
 
 

@@ -13,7 +13,7 @@ from jaxpar import huggingface
 from jaxpar.huggingface import read_config, read_params, write_model
 from jaxpar.huggingface.config import config_json, family_of
 from jaxpar.models import transformer
-from jaxpar.models.transformer import RopeScaling
+from jaxpar.models.transformer import Rope, RopeScaling
 from jaxpar.models.transformer.rope import KINDS, frequencies
 from tests.support import tiny
 from tests.support.model_folders import GOLDEN, all_tensors, copy_with, golden
@@ -95,7 +95,8 @@ SCALED = {
 
 @pytest.mark.parametrize("name", quick(SCALED, "dynamic"))
 def test_scaled_positions_have_the_logits_of_transformers(name):
-    config = dataclasses.replace(read_config(GOLDEN / "llama"), rope_scaling=SCALED[name])
+    config = read_config(GOLDEN / "llama")
+    config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, scaling=SCALED[name]))
     params = read_params(GOLDEN / "llama", config)
     logits = transformer.make_model(config).apply(params, {"tokens": _ROPE["tokens"]})
     np.testing.assert_allclose(logits, _ROPE[name], rtol=0, atol=1e-5)
@@ -104,7 +105,7 @@ def test_scaled_positions_have_the_logits_of_transformers(name):
 PUBLISHED = {
     "linear": (5e5, RopeScaling(kind="linear", factor=8.0)),
     "dynamic": (5e5, RopeScaling(kind="dynamic", factor=8.0, original_positions=4096)),
-    "llama3": (5e5, transformer.PRESETS["llama3.1-8b"].rope_scaling),
+    "llama3": (5e5, transformer.PRESETS["llama3.1-8b"].rope.scaling),
     "yarn": (
         1e6,
         RopeScaling(kind="yarn", factor=4.0, original_positions=32_768, attention_factor=0.1 * np.log(4) + 1),
@@ -116,7 +117,7 @@ PUBLISHED = {
 def test_the_frequencies_of_published_models_are_those_of_transformers(name):
     theta, scaling = PUBLISHED[name]
     *turns, scale = _ROPE[f"turns of {name}"]
-    np.testing.assert_allclose(frequencies(128, theta, scaling, 3 * 4096), turns, rtol=3e-6)
+    np.testing.assert_allclose(frequencies(128, Rope(theta=theta, scaling=scaling), 3 * 4096), turns, rtol=3e-6)
     np.testing.assert_allclose(scaling.attention_factor, scale, rtol=1e-6)
 
 
@@ -135,7 +136,7 @@ def test_the_frequencies_of_published_models_are_those_of_transformers(name):
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_scaling_is_read_as_transformers_4_and_5_write_it_and_comes_back(key, rope, scaling, tmp_path):
     config = read_config(copy_with("qwen2", tmp_path, **{"rope_parameters": None} | {key: rope}))
-    assert config.rope_scaling == scaling
+    assert config.rope.scaling == scaling
     (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32")))
     assert read_config(tmp_path) == config
 
@@ -155,10 +156,9 @@ def random_scaling(kind, rng):
 def test_scaling_of_every_kind_comes_back_as_it_was_written(kind, tmp_path):
     rng = np.random.default_rng(tiny.fresh_seed())
     for _ in range(20):
-        own = {"rope_theta": rng.uniform(2, 1e6), "max_positions": int(rng.integers(1, 9000))}
-        config = dataclasses.replace(
-            FAMILIES["llama"], rope_scaling=random_scaling(kind, rng), num_heads=4, num_kv_heads=2, **own
-        )
+        rope = Rope(theta=rng.uniform(2, 1e6), scaling=random_scaling(kind, rng))
+        own = {"max_positions": int(rng.integers(1, 9000)), "num_heads": 4, "num_kv_heads": 2}
+        config = dataclasses.replace(FAMILIES["llama"], rope=rope, **own)
         (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32")))
         assert read_config(tmp_path) == config
 
@@ -166,7 +166,9 @@ def test_scaling_of_every_kind_comes_back_as_it_was_written(kind, tmp_path):
 @pytest.mark.full
 def test_original_positions_are_written_where_transformers_reads_them_and_max_positions_beside_them(tmp_path):
     config, params, expected = golden("llama3.1")
-    config = dataclasses.replace(config, rope_scaling=SCALED["dynamic"], max_positions=40)
+    config = dataclasses.replace(
+        config, rope=dataclasses.replace(config.rope, scaling=SCALED["dynamic"]), max_positions=40
+    )
     write_model(tmp_path, config, params)
     found = json.loads((tmp_path / "config.json").read_text())
     assert (found["max_position_embeddings"], found["jaxpar_max_positions"]) == (8, 40)

@@ -428,10 +428,11 @@ def test_the_sum_of_the_embeddings_gradients_is_not_turned_round_in_each_tick(gp
 TOKENS, EXPERTS, WIDTH = 4 * 256, 16, 256  # tokens of a microbatch on a device, experts and their rows' width
 
 
-def small_mixtral(**changes):
-    sizes = {"embed_dim": WIDTH, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "mlp_dim": 128, "expert_dim": None}
-    more = {"vocab_size": 512, "num_experts": EXPERTS, "experts_per_token": 2, "compute_dtype": "bfloat16"}
-    return config_of("mixtral", **sizes | more | changes)
+def small_mixtral(experts=None, **changes):
+    sizes = {"embed_dim": WIDTH, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "mlp_dim": 128}
+    more = {"vocab_size": 512, "compute_dtype": "bfloat16"}
+    of_experts = {"count": EXPERTS, "per_token": 2, "mlp_dim": None} | (experts or {})
+    return config_of("mixtral", of_experts, **sizes | more | changes)
 
 
 def step_with_experts(mesh, rules, num_microbatches, config, *, packed=False):
@@ -476,15 +477,15 @@ def test_compiled_for_gpus_each_product_is_the_kernel_and_documents_are_told_to_
     gpus, name, split, packed
 ):
     mesh = jaxpar.make_mesh(data=4, tensor=2, devices=list(gpus))
-    shape = transformer.preset(name, num_layers=2, compute_dtype="bfloat16", expert_split=split, vocab_size=1024)
     how = {"attention": attention, "max_documents": 5} if packed else {}
-    config = transformer.TransformerConfig(**vars(shape) | how)
+    shape = transformer.preset(name, num_layers=2, compute_dtype="bfloat16", vocab_size=1024)
+    config = transformer.TransformerConfig(**vars(shape.with_experts(split=split)) | how)
     compiled, _ = step_with_experts(mesh, EXPERT_RULES[split], 1, config, packed=packed)
     assert num_kernels(compiled) == 9, "gate, up and down; their input gradients; their weight gradients"
-    text, k = compiled.as_text(), config.experts_per_token
-    rows = k * TOKENS + config.num_experts // (2 if split == "experts" else 1) * TILE
+    text, k = compiled.as_text(), config.experts.per_token
+    rows = k * TOKENS + config.experts.count // (2 if split == "experts" else 1) * TILE
     assert re.search(rf"bf16\[(1,)?{rows},{config.embed_dim}\]", text), "rows in groups of whole tiles"
-    assert not re.search(rf"bf16\[{config.num_experts},\d*{rows},", text), "rows by all experts"
+    assert not re.search(rf"bf16\[{config.experts.count},\d*{rows},", text), "rows by all experts"
     calls = re.findall(r'custom_call_target="(__cudnn\$\w+)"', text)
     assert sorted(calls) == (["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"] if packed else [])
     assert (re.search(r"bf16\[[\d,]*256,256\]", text) is None) is packed, "scores"
@@ -526,7 +527,7 @@ def exchanges_before(compiled, exchanges):
 
 def test_rows_of_f_travel_to_their_experts_beside_products_of_b_and_those_of_b_beside_products_of_f(gpus):
     mesh = jaxpar.make_mesh(data=4, stage=2, devices=list(gpus))
-    compiled, largest = step_with_experts(mesh, EXPERTS_OVER_DATA, 4, small_mixtral(num_layers=4, expert_buffer=1.5))
+    compiled, largest = step_with_experts(mesh, EXPERTS_OVER_DATA, 4, small_mixtral({"buffer": 1.5}, num_layers=4))
     found = jaxpar.inspect_step(compiled, mesh=mesh, large_bytes=1 << 19)
     assert found.gpu.host_waits == 0, found.render()
     steady = [e for e in found.gpu.transfers if e.kind == "all-to-all" and "/FB/while/" in e.op_name]
@@ -546,8 +547,8 @@ def test_rows_of_f_travel_to_their_experts_beside_products_of_b_and_those_of_b_b
 
 def test_every_stage_runs_leading_dense_layers_and_no_tick_waits_for_the_host(gpus):
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2, devices=list(gpus))
-    sizes = {"num_layers": 3, "num_dense_layers": 1, "mlp_dim": 384, "expert_dim": 128}
-    compiled, _ = step_with_experts(mesh, EXPERT_RULES["experts"], 4, small_mixtral(**sizes))
+    config = small_mixtral({"num_dense_layers": 1, "mlp_dim": 128}, num_layers=3, mlp_dim=384)
+    compiled, _ = step_with_experts(mesh, EXPERT_RULES["experts"], 4, config)
     found = jaxpar.inspect_step(compiled, mesh=mesh)
     assert found.gpu.host_waits == 0, found.render()
     of_leading = [each for each in found.select("all-reduce", "tensor") if "/embed" in each.op_name and each.times > 1]

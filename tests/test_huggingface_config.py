@@ -47,7 +47,7 @@ def test_configs_of_well_known_models_hold_nothing_unknown(tmp_path):
     smol = huggingface.read_config(tmp_path)
     assert smol == transformer.TransformerConfig(
         vocab_size=49152, num_layers=30, embed_dim=576, num_heads=9, num_kv_heads=3, mlp_dim=1536, max_positions=8192,
-        norm="rms", positions="rope", mlp="swiglu", biases=False, rope_theta=1e5,
+        norm="rms", positions="rope", mlp="swiglu", biases=False, rope=transformer.Rope(theta=1e5),
     )  # fmt: skip
     (tmp_path / CONFIG).write_text(json.dumps(DISTIL))
     assert read_config(tmp_path) == transformer.preset("gpt2", num_layers=6)

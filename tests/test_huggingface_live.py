@@ -149,7 +149,9 @@ def test_a_row_of_a_model_of_one_layer_has_their_balance_loss(name, tmp_path):
         wanted = 0.02 * float(theirs(torch.from_numpy(tokens).long()).aux_loss)
     config = read_config(tmp_path, ignore=DROPOUTS)
     outputs = transformer.make_model(config).apply(read_params(tmp_path, config), {"tokens": tokens})
-    np.testing.assert_allclose(config.balance_coefficient * outputs.sums.balance, np.full((1, SEQ), wanted), rtol=1e-5)
+    np.testing.assert_allclose(
+        config.experts.balance_coefficient * outputs.sums.balance, np.full((1, SEQ), wanted), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -183,7 +185,7 @@ def their_texts(model, rows):
 def test_their_model_has_our_logits_where_dynamic_positions_begin_below_the_longest_sequence(tmp_path):
     scaling = transformer.RopeScaling(kind="dynamic", factor=4.0, original_positions=8)
     params = read_params(GOLDEN / "llama", own := read_config(GOLDEN / "llama"))
-    config = dataclasses.replace(own, rope_scaling=scaling, max_positions=4 * SEQ)
+    config = dataclasses.replace(own, rope=dataclasses.replace(own.rope, scaling=scaling), max_positions=4 * SEQ)
     write_model(tmp_path, config, params)
     theirs, tokens = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval(),
@@ -214,9 +216,9 @@ def test_a_model_extended_to_131072_tokens_has_their_frequencies(kind, tmp_path)
     theirs.save_pretrained(tmp_path)
     config = read_config(tmp_path)
     wanted, attention_factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](theirs, "cpu")
-    found = frequencies(config.head_dim, config.rope_theta, config.rope_scaling, config.max_positions)
+    found = frequencies(config.head_dim, config.rope, config.max_positions)
     np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-6)
-    assert config.rope_scaling.attention_factor == attention_factor
+    assert config.rope.scaling.attention_factor == attention_factor
     assert config.max_positions == 131_072
 
 

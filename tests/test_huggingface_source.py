@@ -12,6 +12,7 @@ from jaxpar import huggingface
 from jaxpar.huggingface import read_config, read_params, write_model
 from jaxpar.huggingface.export import check_no_model
 from jaxpar.huggingface.folder import check_model_folder
+from jaxpar.models import transformer
 from jaxpar.pipeline import LayerLayout
 from tests.support.model_folders import (
     all_tensors,
@@ -48,7 +49,7 @@ def test_the_source_gives_all_but_the_weights(source, tmp_path):
 
 
 def test_a_model_that_is_not_its_sources_is_refused(source, tmp_path):
-    config = dataclasses.replace(read_config(source), rope_theta=5.0)
+    config = dataclasses.replace(read_config(source), rope=transformer.Rope(theta=5.0))
     with pytest.raises(
         ValueError, match=r"must be that of its source; got 'rope_theta' that differ from .*: 5.0 for 1000.0"
     ):

@@ -1,6 +1,5 @@
 """Padding has no expert and is in no sum: what a router computes is that of the real tokens alone."""
 
-import dataclasses
 import json
 
 import jax
@@ -123,7 +122,7 @@ FULL, SLOW = pytest.mark.full, pytest.mark.slow
 )
 def test_padding_changes_no_sum_of_the_router_and_no_gradient(x64, packed, gradients):
     """Documents of 3 and 2 tokens in a row of 8, against the same ones without padding."""
-    config = config_of("deepseek", num_layers=1, num_dense_layers=0)
+    config = config_of("deepseek", num_layers=1, experts={"num_dense_layers": 0})
     params, batch = job(config)
     loss, model = loss_of(config), transformer.make_model(config)
     lengths = [3, 2] if packed else [5]
@@ -159,7 +158,7 @@ def test_padding_changes_no_sum_of_the_router_and_no_gradient(x64, packed, gradi
 @pytest.mark.parametrize("exchange", ["all_to_all", pytest.param("gather", marks=pytest.mark.full)])
 def test_padding_takes_no_room_of_an_expert_over_data(x64, exchange):
     """Half of each row is padding, all of one token: with its experts a replica would get too many rows."""
-    config = config_of("mixtral", num_layers=1, expert_buffer=1.0, expert_exchange=exchange)
+    config = config_of("mixtral", num_layers=1, experts={"buffer": 1.0, "exchange": exchange})
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), job(config)[0]["layers"])
     x = np.random.default_rng(0).normal(size=(4, SEQ, EMBED))
     x[:, SEQ // 2 :] = x[0, 0]
@@ -168,7 +167,7 @@ def test_padding_takes_no_room_of_an_expert_over_data(x64, exchange):
     specs = jax.tree.map(lambda leaf: P(), params) | {
         "experts": jax.tree.map(lambda leaf: P("data"), params["experts"])
     }
-    layer = lambda params, x, real: experts(config, params, x, route(config, params["router"], x, real))[0]
+    layer = lambda params, x, real: experts(config, params, x, route(config.experts, params["router"], x, real))[0]
     in_specs = (specs, P("data"), P("data"))
     on_mesh = jit(manual_over_data_and_stage(layer, mesh, in_specs=in_specs, out_specs=P("data")))
     got, full = on_mesh(params, x, real), on_mesh(params, x, np.ones_like(real))
@@ -250,7 +249,7 @@ def read_with(folder, kind, **keys):
 def test_a_folder_has_the_balance_loss_of_transformers(x64, kind, tmp_path):
     """Theirs is of all layers and documents together, ours the mean over those of each."""
     config = read_with(tmp_path, kind, router_aux_loss_coef=0.02, output_router_logits=True)
-    num_layers, top_k = FOLDERS[kind][1], config.experts_per_token
+    num_layers, top_k = FOLDERS[kind][1], config.experts.per_token
     assert config.num_stacked_layers == num_layers
     scores = np.random.default_rng(0).normal(size=(num_layers, 2, SEQ, 8))
     real = np.arange(SEQ)[None] < np.array([[SEQ], [5]])
@@ -258,10 +257,12 @@ def test_a_folder_has_the_balance_loss_of_transformers(x64, kind, tmp_path):
     def balance(layer, real):
         """The balance loss of the tokens, of a router that gives each its own scores."""
         x = jnp.asarray(scores[layer])
-        routing = route(config, {"w_router": jnp.eye(8)}, x, None if real is None else jnp.asarray(real))
-        return balance_loss(config, routing)
+        routing = route(config.experts, {"w_router": jnp.eye(8)}, x, None if real is None else jnp.asarray(real))
+        return balance_loss(config.experts, routing)
 
-    ours = jax.jit(lambda real: config.balance_coefficient * sum(balance(layer, real) for layer in range(num_layers)))
+    ours = jax.jit(
+        lambda real: config.experts.balance_coefficient * sum(balance(layer, real) for layer in range(num_layers))
+    )
     of_all, of_real = ours(None), ours(real)
     for row in range(2):
         of_each = [balance_of_transformers(scores[i : i + 1, row], top_k) for i in range(num_layers)]
@@ -275,23 +276,23 @@ def test_equal_loads_have_the_loss_of_transformers_for_any_number_of_layers():
     assert balance_of_transformers(
         np.zeros((4, 8, 8)) + np.stack([np.roll(scores[0], i, 1) for i in range(4)]), 2
     ) == pytest.approx(2)
-    config = config_of("olmoe", balance_coefficient=0.1)
+    config = config_of("olmoe", experts={"balance_coefficient": 0.1})
     assert config.router_aux_loss_coef * 2 == pytest.approx(0.1 * config.num_layers)
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_a_folder_whose_model_gives_no_router_logits_has_no_balance_loss(kind, tmp_path):
     off = read_with(tmp_path, kind, router_aux_loss_coef=0.02, output_router_logits=False)
-    assert off.balance_coefficient == 0
+    assert off.experts.balance_coefficient == 0
     assert not off.has_routing_losses
-    assert read_with(tmp_path, kind).balance_coefficient == 0, "as by default there"
+    assert read_with(tmp_path, kind).experts.balance_coefficient == 0, "as by default there"
     written = config_json(off, "float32")
     assert (written["router_aux_loss_coef"], written["output_router_logits"]) == (0.02, False)
     on = read_with(tmp_path, kind, router_aux_loss_coef=0.02, output_router_logits=True)
-    written = config_json(dataclasses.replace(off, balance_coefficient=on.balance_coefficient), "float32")
+    written = config_json(off.with_experts(balance_coefficient=on.experts.balance_coefficient), "float32")
     assert (written["router_aux_loss_coef"], written["output_router_logits"]) == (0.02, True)
 
 
 def test_published_coefficients_mean_what_they_mean_in_transformers():
     wanted = {"mixtral-8x7b": 0.02 * 2 / 32, "qwen3-30b-a3b": 0.001 * 8 / 48, "olmoe-1b-7b": 0.01 * 8 / 16}
-    assert {name: transformer.preset(name).balance_coefficient for name in wanted} == pytest.approx(wanted)
+    assert {name: transformer.preset(name).experts.balance_coefficient for name in wanted} == pytest.approx(wanted)

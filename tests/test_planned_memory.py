@@ -6,6 +6,7 @@ Each job has the memory of its compiled step as it was recorded. Compiling them 
 
 import functools
 import sys
+from dataclasses import replace
 
 import jax
 import optax
@@ -15,7 +16,7 @@ import jaxpar
 from jaxpar.inspect.text import bytes_text
 from jaxpar.models.lora import Lora
 from jaxpar.models.quantized import KINDS
-from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
+from jaxpar.models.transformer import LAYER_WEIGHTS, Experts, TransformerConfig
 from jaxpar.planner import Choice, cluster, price, transformer_shape
 from jaxpar.planner.compiled import compile_choice
 from tests.support.gpu_steps import needs_compiler
@@ -23,16 +24,16 @@ from tests.support.gpu_steps import needs_compiler
 NODES, GPUS_PER_NODE = 2, 4
 SEQ = 512
 LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "tied": False, "biases": False, "mlp_dim": 1536}
-EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_dim": 1024}
+EXPERTS = Experts(count=8, per_token=2, mlp_dim=1024)
 MODELS = {
     "gpt": {},
     "bloom": {"positions": "alibi", "norm_embedding": True},
     "llama": LLAMA | {"num_kv_heads": 4},
     "vocabulary": {"vocab_size": 32768, "num_layers": 4},
     "wide": LLAMA | {"embed_dim": 4096, "num_heads": 32, "num_kv_heads": 8, "mlp_dim": 14336, "num_layers": 4},
-    "experts": LLAMA | EXPERTS,
-    "experts after two layers": LLAMA | EXPERTS | {"num_layers": 18, "num_dense_layers": 2},
-    "experts with room": LLAMA | EXPERTS | {"expert_buffer": 1.0},
+    "experts": LLAMA | {"experts": EXPERTS},
+    "experts after two layers": LLAMA | {"experts": replace(EXPERTS, num_dense_layers=2), "num_layers": 18},
+    "experts with room": LLAMA | {"experts": replace(EXPERTS, buffer=1.0)},
 }
 # model, rows of a microbatch, choice, MiB of the step that jax 0.10.2 compiles (0.12.0.1 where one stage runs microbatches in
 # turn, or one alone)

@@ -23,7 +23,7 @@ from jaxpar.commands.plan_model import planned_model
 from jaxpar.dtypes import num_bytes
 from jaxpar.inspect.text import seconds_text
 from jaxpar.models.lora import Lora
-from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig, param_table, preset
+from jaxpar.models.transformer import LAYER_WEIGHTS, Experts, TransformerConfig, param_table, preset
 from jaxpar.params import count_params
 from jaxpar.planner import Assumptions, Choice, ModelShape, Software, cluster, price, render, transformer_shape
 from jaxpar.planner.cluster import Links, collective_seconds
@@ -141,7 +141,7 @@ def test_zero_shards_over_context_as_over_data(zero):
 
 EXPERTS = TransformerConfig(
     vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, max_positions=512, norm="rms", mlp="swiglu", biases=False,
-    num_experts=8, experts_per_token=2, expert_dim=512, compute_dtype="bfloat16",
+    experts=Experts(count=8, per_token=2, mlp_dim=512), compute_dtype="bfloat16",
 )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
 @pytest.mark.full
 def test_leading_dense_layers_are_further_layers_of_the_first_stage():
     shape, machines, rows = KEPT(EXPERTS), cluster("h100"), 64
-    leading = KEPT(dataclasses.replace(EXPERTS, num_layers=6, num_dense_layers=2))
+    leading = KEPT(dataclasses.replace(EXPERTS, num_layers=6).with_experts(num_dense_layers=2))
     choice = Choice(stage=2, tensor=4, num_microbatches=16)
     seconds = lambda shape, *layers: (
         price(
@@ -193,7 +193,7 @@ def test_leading_dense_layers_are_further_layers_of_the_first_stage():
 
 @pytest.mark.full
 def test_experts_are_planned_over_tensor_and_over_data():
-    shape, machines, rows = KEPT(dataclasses.replace(EXPERTS, expert_buffer=1.0)), cluster("h100"), 64
+    shape, machines, rows = KEPT(EXPERTS.with_experts(buffer=1.0)), cluster("h100"), 64
     plain, over_tensor, over_data = (
         price(
             shape,
@@ -221,7 +221,7 @@ def test_experts_are_planned_over_tensor_and_over_data():
     assert worst.useful_flops == pytest.approx(over_data.useful_flops, rel=0.01)
     assert worst.bytes_per_device["activations"] > 1.5 * over_data.bytes_per_device["activations"]
     # Gathered, each token is sent to all 8 replicas, and not to 2, with the numbers of both experts.
-    gathers = KEPT(dataclasses.replace(EXPERTS, expert_buffer=1.0, expert_exchange="gather"))
+    gathers = KEPT(EXPERTS.with_experts(buffer=1.0, exchange="gather"))
     gathered = price(gathers, machines, over_data.choice, batch_size=rows)
     assert gathered.bytes_moved["data"] == dense + 4 * sent + 4 * marks * 7 / 8
     # Each shard multiplies the rows of its own experts, and sums the tokens of all.

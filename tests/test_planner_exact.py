@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpar
 from jaxpar.dtypes import num_bytes
 from jaxpar.models.lora import Lora
-from jaxpar.models.transformer import LAYER_WEIGHTS, TransformerConfig
+from jaxpar.models.transformer import LAYER_WEIGHTS, Experts, TransformerConfig
 from jaxpar.planner.compiled import compile_choice
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape, transformer_shape
@@ -178,13 +178,9 @@ def test_bytes_at_rest_and_traffic_are_the_compiled_steps(
     ],
 )
 def test_experts_over_data_send_what_is_planned(stage, exchange, products):
-    config = dataclasses.replace(
-        WIDE, norm="rms", mlp="swiglu", biases=False, num_experts=8, expert_dim=128, expert_buffer=1.5, num_layers=2
-    )
-    shape = transformer_shape(
-        dataclasses.replace(config, experts_per_token=2, expert_exchange=exchange, expert_products=products),
-        experts="data",
-    )
+    experts = Experts(count=8, mlp_dim=128, buffer=1.5, exchange=exchange, products=products)
+    config = dataclasses.replace(WIDE, norm="rms", mlp="swiglu", biases=False, experts=experts, num_layers=2)
+    shape = transformer_shape(config, experts="data")
     choice = Choice(data=4, stage=stage, num_microbatches=4, zero=1, experts="data")
     traffic = step_traffic(choice, Analysis(shape, 2, 1, data=4), AtRest(shape, OPTIMIZER, choice))
     _, report = compile_choice(shape, choice, jaxpar.make_mesh(**choice.sizes), OPTIMIZER, ROWS)

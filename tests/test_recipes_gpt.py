@@ -325,9 +325,9 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, experts
     assert "for a run saved with 0.01. Add --router-bias-rate 0.01, or start a run" in capsys.readouterr().err
     found = huggingface.export.open_run(folder)
     biases = np.asarray(found.params["layers"]["router"]["bias"][:])
-    assert found.config.router_bias
+    assert found.config.experts.router_bias
     assert 0.01 < np.abs(biases).max() < 0.01 * (STEPS_OF_EXPERTS + 1)
-    with pytest.raises(ValueError, match="must be a mixtral to be read or written; got router_bias=True"):
+    with pytest.raises(ValueError, match=r"must be a mixtral to be read or written; got experts\.router_bias=True"):
         huggingface.write_model(tmp_path / "theirs", found.config, found.params)
 
 
@@ -346,7 +346,7 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, experts
         ),
         (
             {"model": "moe-bytes", "experts": "data", "expert_buffer": 0.5},
-            "expert_buffer must be at least 1; got 0.5. Choose such as 1.5",
+            "buffer must be at least 1; got 0.5. Choose such as 1.5",
         ),
         (
             {"model": "moe-bytes", "experts": "data", "expert_split": "expert_mlp"},
@@ -366,7 +366,8 @@ def test_flags_of_experts_that_do_not_fit_are_refused(flags, message):
 
 @pytest.mark.slow
 def test_a_mixture_after_a_dense_layer_is_tuned_goes_on_elsewhere_and_is_exported(run, tmp_path):
-    options = {"qk_norm": "head", "num_experts": 4, "expert_dim": 16, "num_dense_layers": 1, "num_layers": 4}
+    experts = transformer.Experts(count=4, mlp_dim=16, num_dense_layers=1)
+    options = {"qk_norm": "head", "experts": experts, "num_layers": 4}
     config = transformer.TransformerConfig(
         **SHAPE | LLAMA_BLOCK | options | {"vocab_size": 256, "tokens": "bytes"}, tied=False
     )

@@ -11,7 +11,7 @@ import pytest
 
 import jaxpar
 from jaxpar.models import transformer
-from jaxpar.models.transformer import RopeScaling
+from jaxpar.models.transformer import Rope, RopeScaling
 from jaxpar.models.transformer.advance import advance
 from jaxpar.models.transformer.attention import unconstrained
 from jaxpar.models.transformer.cache import empty_cache
@@ -30,7 +30,7 @@ SCALED = {
     "yarn-whole": RopeScaling(kind="yarn", factor=4.0, original_positions=300, beta_slow=2.0, truncate=False),
 }
 DYNAMIC = dataclasses.replace(
-    FAMILIES["llama"], num_heads=4, num_kv_heads=2, num_layers=2, rope_theta=100.0, rope_scaling=SCALED["dynamic"]
+    FAMILIES["llama"], num_heads=4, num_kv_heads=2, num_layers=2, rope=Rope(theta=100.0, scaling=SCALED["dynamic"])
 )
 
 
@@ -72,15 +72,15 @@ def test_rotations_far_beyond_the_original_positions_are_those_of_the_published_
         by_formula = by_formula * np.exp(1j * positions[:, :, None] * turns)[:, :, None] * scaling.attention_factor
         want = np.concatenate([by_formula.real, by_formula.imag], -1)
         for lengths in (131_072, jnp.full((1, 6), 131_072, jnp.int32)):
-            found = frequencies(16, theta, scaling, lengths)
+            found = frequencies(16, Rope(theta=theta, scaling=scaling), lengths)
             rotated = rotate(jnp.asarray(x), jnp.asarray(positions), found, scaling.attention_factor)
             np.testing.assert_allclose(rotated, want, rtol=0, atol=1e-9)
 
 
 def test_dynamic_frequencies_up_to_the_original_positions_are_the_plain_ones_bit_for_bit():
-    plain = frequencies(16, 1e4, None, 1)
-    np.testing.assert_array_equal(frequencies(16, 1e4, SCALED["dynamic"], 5), plain)
-    of_rows = frequencies(16, 1e4, SCALED["dynamic"], jnp.asarray([[1, 5], [6, 7]], jnp.int32))
+    plain, rope = frequencies(16, Rope(), 1), Rope(scaling=SCALED["dynamic"])
+    np.testing.assert_array_equal(frequencies(16, rope, 5), plain)
+    of_rows = frequencies(16, rope, jnp.asarray([[1, 5], [6, 7]], jnp.int32))
     np.testing.assert_array_equal(of_rows[0], np.stack([plain, plain]).astype(np.float32))
     assert (np.asarray(of_rows[1, :, 1:]) < plain[1:].astype(np.float32)).all()
 
@@ -182,4 +182,4 @@ def test_dynamic_scaling_of_a_single_pair_is_refused():
     with pytest.raises(
         ValueError, match=r"needs two pairs or more, so head_dim must be 4 or more; got 2\. Choose fewer"
     ):
-        dataclasses.replace(FAMILIES["llama"], rope_scaling=SCALED["dynamic"])
+        dataclasses.replace(FAMILIES["llama"], rope=Rope(scaling=SCALED["dynamic"]))

@@ -149,8 +149,8 @@ def test_a_completion_has_the_tokens_that_generate_draws(gpt):
 
 @pytest.mark.full
 def test_a_model_with_experts_completes_as_full_passes_do(tmp_path):
-    experts = {"num_experts": 4, "balance_coefficient": 0.01, "tied": False}
-    config = dataclasses.replace(serving.CONFIG, **experts)
+    experts = transformer.Experts(count=4, balance_coefficient=0.01)
+    config = dataclasses.replace(serving.CONFIG, experts=experts, tied=False)
     (folder := tmp_path / "gpt").mkdir()
     params = serving.write_gpt_run(folder, config)
     model = transformer.make_model(config)
@@ -159,7 +159,7 @@ def test_a_model_with_experts_completes_as_full_passes_do(tmp_path):
     for end in range(len(PROMPT), tokens.shape[1]):  # what comes after a token does not change its scores
         tokens[0, end] = np.argmax(scores(tokens)[0, end - 1])
     found, served_config = serving.answer(folder, ask(max_tokens=6))
-    assert served_config.num_experts == 4
+    assert served_config.experts.count == 4
     assert found["choices"][0]["text"] == serving.text_of(tokens[0, len(PROMPT) :])
 
 

@@ -97,7 +97,7 @@ def numpy_logits(config, params, tokens):
 
     def turned(x, position):
         first, second = np.split(x, 2)
-        angle = position * config.rope_theta ** (-2 * np.arange(len(first)) / len(x))
+        angle = position * config.rope.theta ** (-2 * np.arange(len(first)) / len(x))
         turn = (first + 1j * second) * np.exp(1j * angle)
         return np.concatenate([turn.real, turn.imag])
 
@@ -178,7 +178,7 @@ def test_no_position_sees_those_ahead(family):
 
 def test_rotation_makes_scores_depend_on_distance_alone():
     q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
-    turns = frequencies(8, 1e4, None, 1)
+    turns = frequencies(8, transformer.Rope(), 1)
     score = lambda i, j: (
         rotate(jnp.asarray(q), jnp.array([[i]]), turns) * rotate(jnp.asarray(k), jnp.array([[j]]), turns)
     ).sum()

@@ -100,13 +100,13 @@ def _of_config(flags: Any, config: TransformerConfig, usual: str | None, run: di
     attention = flags.attention or usual
     config = config if attention is None else dataclasses.replace(config, attention=KERNELS[attention])
     config = config if flags.products is None else dataclasses.replace(config, products=flags.products)
-    if flags.expert_buffer is not None and config.num_experts is None:
+    if flags.expert_buffer is not None and config.experts is None:
         raise ValueError(
             f"{arg('expert_buffer')} is for a model with experts; got {arg(expert_buffer=flags.expert_buffer)} and "
             f"{flags.model}. Leave it out."
         )
     if flags.expert_buffer is not None:
-        config = dataclasses.replace(config, expert_buffer=flags.expert_buffer)
+        config = config.with_experts(buffer=flags.expert_buffer)
     rows: dict[str, Any] = {"seq": flags.seq, "sequence_parallel": flags.sequence_parallel}
     if flags.lora_rank is not None:
         rows["lora"] = Lora(flags.lora_rank, LAYER_WEIGHTS)  # for all weights, as the recipes have them by default

@@ -2,45 +2,43 @@
 
 The keys of each family are in `families.json`.
 
-**Reference**: the configuration classes and modeling_rope_utils.py of transformers 5.23. Keys of transformers 4 are read too.
+**Reference**: the configuration classes of transformers 5.23. Keys of transformers 4 are read too.
 """
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from jaxpar.fields import arg, near_name
-from jaxpar.huggingface.families import DENSE_LAYERS, FAMILIES, MAX_POSITIONS, REFUSED, ROUTER_BIAS, TOKENS, Family
+from jaxpar.huggingface.families import (
+    AUX_LOSS,
+    DENSE_LAYERS,
+    FAMILIES,
+    HAS_AUX_LOSS,
+    MAX_POSITIONS,
+    REFUSED,
+    ROUTER_BIAS,
+    TOKENS,
+    Family,
+)
 from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, file_inside, read_json, shorten
-from jaxpar.models.transformer import RopeScaling, TransformerConfig
-from jaxpar.models.transformer.config import EXPERT_DEFAULTS, balance_of_aux_loss
+from jaxpar.huggingface.rope import read_rope, rope_json
+from jaxpar.models.transformer import Experts, TransformerConfig
+from jaxpar.models.transformer.config import balance_of_aux_loss
 from jaxpar.runtime.output import printable
 
 MAX_NAMED = 32  # keys that a message names
-# Fields of models with experts that change no number of a forward pass in transformers, which have no key there.
+# Fields of Experts that change no number of a forward pass in transformers, which have no key there.
 NOT_IN_FOLDERS = (
     *("balance_coefficient", "z_coefficient", "capacity_factor"),
-    *("expert_split", "expert_products", "expert_exchange", "expert_buffer"),
+    *("split", "products", "exchange", "buffer"),
 )
 # With these BLOOM adds the products of each slice separately, as that many shards would, which rounds differently.
 SLICED_SUMS = ("pretraining_tp", "slow_but_exact")
-# A loss that balances experts, and whether transformers adds it: only a model that returns its router's scores has it.
-_AUX_LOSS, _HAS_AUX_LOSS = "router_aux_loss_coef", "output_router_logits"
 _WINDOW_KEYS = ("use_sliding_window", "layer_types")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# The keys of RoPE by the way in which it is scaled to longer sequences. Up to transformers 4 they are at the top level and in
-# rope_scaling, since then in rope_parameters.
-_ORIGINAL = "original_max_position_embeddings"
-_ROPE_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
-    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-}
 
 
 def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: Any) -> TransformerConfig:
@@ -80,9 +78,10 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
         found["num_kv_heads"] = None
     found |= {"tied": read.flag("tie_word_embeddings"), "norm_epsilon": read.positive(family.epsilon)}
     found |= {"tokens": given.get(TOKENS), "ignored": {key: given[key] for key in ignore if key in given}}
-    found |= {"router_bias": True} if given.get(ROUTER_BIAS) else {}
     if _is_relative(family):
         found |= _read_relative(family, read, found, ignore)
+    if family.experts:
+        found |= _read_experts(family, read, found)
     return replace(TransformerConfig(**found), **changes)
 
 
@@ -183,19 +182,19 @@ def family_of(config: TransformerConfig) -> str:
     """Returns the type of a model in transformers; raises ValueError if transformers has none."""
     kinds = [kind for kind, family in FAMILIES.items() if family.fixed["positions"] == config.positions]
     wanted = {kind: _mismatches(config, FAMILIES[kind]) for kind in kinds}
-    has_others = lambda kind: ("num_experts" in FAMILIES[kind].sizes) != (config.num_experts is not None)
+    has_others = lambda kind: bool(FAMILIES[kind].experts) != (config.experts is not None)
     kind = min(kinds, key=lambda kind: (has_others(kind), len(wanted[kind])))  # the one that it is nearest to
-    if wanted[kind]:
+    if wrong := wanted[kind]:
         raise ValueError(
             f"a model of positions={config.positions!r} must be a {kind} to be read or written; got "
-            f"{', '.join(f'{name}={getattr(config, name)!r}' for name in wanted[kind])}. Choose "
-            f"{', '.join(f'{name}={value!r}' for name, value in wanted[kind].items())}, or keep it in a checkpoint of jaxpar."
+            f"{', '.join(f'{name}={brief(got)}' for name, (got, _) in wrong.items())}. Choose "
+            f"{', '.join(f'{name}={value!r}' for name, (_, value) in wrong.items())}, or keep it in a checkpoint of jaxpar."
         )
     return kind
 
 
-def _mismatches(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """Returns the fields that differ from those of a family, with the values that they must have."""
+def _mismatches(config: TransformerConfig, family: Family) -> dict[str, tuple[Any, Any]]:
+    """Returns the fields that differ from those of a family, with their values and those that they must have."""
     wanted = dict(family.fixed)
     if "head_dim" not in family.more and config.head_dim * config.num_heads != config.embed_dim:
         wanted["explicit_head_dim"] = None
@@ -203,17 +202,24 @@ def _mismatches(config: TransformerConfig, family: Family) -> dict[str, Any]:
         wanted["biases"] = False
     if "sliding_window" not in family.more:
         wanted["window"] = None
-    if "num_experts" not in family.sizes:
-        wanted["num_experts"] = None
-    if config.num_experts is not None:
-        own = {*family.sizes, *family.router, *NOT_IN_FOLDERS}
-        own |= {"num_dense_layers"} if DENSE_LAYERS in family.more else set()
-        wanted |= {name: default for name, default in EXPERT_DEFAULTS.items() if name not in own} | wanted
+    if not family.experts:
+        wanted["experts"] = None
     if "num_kv_heads" not in family.sizes and config.group_size > 1:
         wanted["num_kv_heads"] = None
     if "mlp_dim" not in family.sizes and config.hidden_dim != 4 * config.embed_dim:
         wanted["mlp_dim"] = None
-    return {name: value for name, value in wanted.items() if getattr(config, name) != value}
+    pairs = {name: (getattr(config, name), value) for name, value in wanted.items()}
+    if family.experts and config.experts is not None:
+        pairs |= _pairs_of_experts(config.experts, family)
+    return {name: (got, value) for name, (got, value) in pairs.items() if got != value}
+
+
+def _pairs_of_experts(experts: Experts, family: Family) -> dict[str, tuple[Any, Any]]:
+    """Returns the fields of Experts that a family has no keys for, with their values and their defaults."""
+    own = {*family.experts, *family.router, *NOT_IN_FOLDERS}
+    own |= {"num_dense_layers"} if DENSE_LAYERS in family.more else set()
+    others = [each for each in fields(experts) if each.name not in own]
+    return {f"experts.{each.name}": (getattr(experts, each.name), each.default) for each in others}
 
 
 def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
@@ -234,7 +240,7 @@ def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         found |= {TOKENS: config.tokens}
     found |= {key: family.only[key][0] for key in ("activation_function", "hidden_act") if key in family.only}
     found |= (_relative_json(family, config) if _is_relative(family) else {}) | dict(config.ignored)
-    return found | (_balance_json(config, family.defaults[_AUX_LOSS]) if _AUX_LOSS in family.more else {})
+    return found if config.experts is None else found | _experts_json(family, config, config.experts)
 
 
 def _is_relative(family: Family) -> bool:
@@ -263,28 +269,35 @@ def _read_relative(family: Family, read: Reader, sizes: Mapping[str, Any], ignor
         found["explicit_head_dim"] = head_dim
     if read.given.get(MAX_POSITIONS) is not None:
         found["max_positions"] = read.size(MAX_POSITIONS)
+    return found | {"rope": read_rope(read, sizes["max_positions"])}
+
+
+def _read_experts(family: Family, read: Reader, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the experts, and the keys that have no effect: with them the balance loss, where transformers adds none."""
+    own: dict[str, Any] = {field: read.size(*keys) for field, keys in family.experts.items()}
     for field, (key, default) in family.router.items():
-        found[field] = (read.flag if isinstance(default, bool) else read.share)(key, default=default)
+        own[field] = (read.flag if isinstance(default, bool) else read.share)(key, default=default)
     if DENSE_LAYERS in family.more:
-        found["num_dense_layers"] = _num_dense_layers(read, sizes["num_layers"])
-    if _AUX_LOSS in family.more:
-        num_layers = sizes["num_layers"] - found.get("num_dense_layers", 0)
-        found |= _read_balance(read, sizes["experts_per_token"], num_layers, sizes["ignored"])
-    return found | _read_rope(read, sizes["max_positions"])
+        own["num_dense_layers"] = _num_dense_layers(read, sizes["num_layers"])
+    experts = Experts(**own, router_bias=read.flag(ROUTER_BIAS, default=False))
+    coefficient = read.share(AUX_LOSS, default=0.0)
+    if not read.flag(HAS_AUX_LOSS, default=False):
+        return {"experts": experts, "ignored": {**sizes["ignored"], AUX_LOSS: coefficient}}
+    num_layers = sizes["num_layers"] - experts.num_dense_layers
+    balance = balance_of_aux_loss(coefficient, experts.per_token, num_layers)
+    return {"experts": replace(experts, balance_coefficient=balance)}
 
 
-def _read_balance(read: Reader, experts_per_token: int, num_layers: int, ignored: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the coefficient of the balance loss, 0 where transformers adds none, which then is a key without effect."""
-    coefficient = read.share(_AUX_LOSS, default=0.0)
-    if read.flag(_HAS_AUX_LOSS, default=False):
-        return {"balance_coefficient": balance_of_aux_loss(coefficient, experts_per_token, num_layers)}
-    return {"ignored": {**ignored, _AUX_LOSS: coefficient}}
-
-
-def _balance_json(config: TransformerConfig, default: float) -> dict[str, Any]:
-    if config.balance_coefficient:
-        return {_AUX_LOSS: config.router_aux_loss_coef, _HAS_AUX_LOSS: True}
-    return {_AUX_LOSS: config.ignored.get(_AUX_LOSS, default), _HAS_AUX_LOSS: False}
+def _experts_json(family: Family, config: TransformerConfig, experts: Experts) -> dict[str, Any]:
+    """Returns the keys for config.json that only models with experts have."""
+    found = {keys[0]: getattr(experts, field) for field, keys in family.experts.items()}
+    found |= {key: getattr(experts, field) for field, (key, _) in family.router.items()}
+    optional = {"moe_intermediate_size": config.expert_hidden_dim, DENSE_LAYERS: [*range(experts.num_dense_layers)]}
+    found |= {key: value for key, value in optional.items() if key in family.keys}
+    if experts.balance_coefficient:
+        return found | {AUX_LOSS: config.router_aux_loss_coef, HAS_AUX_LOSS: True}
+    unused = config.ignored.get(AUX_LOSS, family.defaults[AUX_LOSS])
+    return found | {AUX_LOSS: unused, HAS_AUX_LOSS: False}
 
 
 def _num_dense_layers(read: Reader, num_layers: int) -> int:
@@ -316,19 +329,11 @@ def _kinds_of_attention(family: Family, given: Mapping[str, Any]) -> set[str]:
 def _relative_json(family: Family, config: TransformerConfig) -> dict[str, Any]:
     """Returns the keys for config.json that only Llama and its relatives have, as transformers 4 and 5 read them."""
     found: dict[str, Any] = {"num_key_value_heads": config.kv_heads, "intermediate_size": config.hidden_dim}
-    found["rope_theta"] = config.rope_theta
     if config.explicit_head_dim is not None or "head_dim" in family.defaults:
         found["head_dim"] = config.head_dim
-    scaling = config.rope_scaling
-    found["rope_scaling"] = None if scaling is None else _scaling_json(scaling)
-    if scaling is not None and scaling.kind == "dynamic":  # transformers has no other key for its original positions
-        found["max_position_embeddings"] = scaling.original_positions
-        found |= {} if config.max_positions == scaling.original_positions else {MAX_POSITIONS: config.max_positions}
-    found |= {key: getattr(config, field) for field, (key, _) in family.router.items()}
+    found |= rope_json(config.rope, config.max_positions)
     is_on = config.window is not None
     optional = {
-        "moe_intermediate_size": config.expert_hidden_dim,
-        DENSE_LAYERS: [*range(config.num_dense_layers)],
         "attention_bias": config.has_biases("out"),
         "mlp_bias": config.has_biases("mlp"),
         "sliding_window": config.window,
@@ -336,64 +341,3 @@ def _relative_json(family: Family, config: TransformerConfig) -> dict[str, Any]:
         "max_window_layers": 0 if is_on else config.num_layers,
     }
     return found | {key: value for key, value in optional.items() if key in family.keys}
-
-
-def _read_rope(read: Reader, max_positions: int) -> dict[str, Any]:
-    """Returns the fields of a TransformerConfig that the keys determine.
-
-    Args:
-        read: The config.json.
-        max_positions: The longest sequence of the model, in tokens.
-
-    Raises:
-        ValueError: A kind of scaling that is not modelled, or a key of another kind.
-    """
-    found = {"rope_theta": read.positive("rope_theta", default=10_000.0), "rope_scaling": None}
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = read.given.get(key)
-        rope = {} if rope is None else rope
-        if not isinstance(rope, dict):
-            raise ValueError(f"{key} must be an object; got {brief(rope)} in {read.path}. Correct it.")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        known = {"rope_type", "type", "rope_theta", *(_ROPE_KEYS.get(kind, ()) if isinstance(kind, str) else ())}
-        others = {name for name, value in rope.items() if value is not None} - known
-        if rope.get("partial_rotary_factor") == 1:
-            others -= {"partial_rotary_factor"}
-        if not isinstance(kind, str) or kind not in _ROPE_KEYS or others:
-            raise ValueError(
-                f"{key} must be of a type in {', '.join(_ROPE_KEYS)}, with its own keys alone; got {brief(rope)} in "
-                f"{read.path}. Others are not modelled."
-            )
-        of_rope = Reader(rope, {}, read.path)
-        found["rope_theta"] = of_rope.positive("rope_theta", default=found["rope_theta"])
-        if kind != "default":
-            found["rope_scaling"] = _scaling(kind, of_rope, max_positions)
-    return found
-
-
-def _scaling(kind: str, read: Reader, max_positions: int) -> RopeScaling:
-    has = lambda key: read.given.get(key) is not None
-    original = read.size(_ORIGINAL) if kind in ("llama3", "yarn") and has(_ORIGINAL) else None
-    own: dict[str, Any] = {"kind": kind, "original_positions": 1 if kind == "linear" else original or max_positions}
-    own["factor"] = read.positive("factor", default=max_positions / original if original else None)
-    if kind == "llama3":
-        own |= {key: read.positive(key) for key in ("low_freq_factor", "high_freq_factor")}
-    if kind == "yarn":
-        own |= {key: read.positive(key) for key in ("beta_fast", "beta_slow") if has(key)}
-        own["truncate"] = read.flag("truncate", default=True)
-        own["attention_factor"] = read.positive("attention_factor", default=_magnitude(read, own["factor"]))
-    return RopeScaling(**own)
-
-
-def _magnitude(read: Reader, factor: float) -> float:
-    """Returns YaRN's default scale of cos and sin."""
-    of = lambda mscale: 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
-    if read.given.get("mscale") and read.given.get("mscale_all_dim"):
-        return of(read.positive("mscale")) / of(read.positive("mscale_all_dim"))
-    return of(1)
-
-
-def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
-    """Returns the value of rope_scaling, as transformers 4 and 5 read it."""
-    own = asdict(scaling) | {_ORIGINAL: scaling.original_positions}
-    return {"rope_type": scaling.kind} | {key: own[key] for key in _ROPE_KEYS[scaling.kind] if key in own}

@@ -210,9 +210,10 @@ def write_description(folder: Path | str, config: TransformerConfig, *, source: 
         source: The folder that the model was read from, whose config.json and tokenizer it keeps; None: a new model.
     """
     # A run's own model may have a bias that no family has; it cannot be written with its weights.
-    own = {ROUTER_BIAS: True} if config.router_bias else {}
-    without = replace(config, router_bias=False)
-    about = make_about(without, source, np.dtype("float32") if source is None else dtype_of(source)) | own
+    own = {}
+    if config.experts is not None and config.experts.router_bias:
+        config, own = config.with_experts(router_bias=False), {ROUTER_BIAS: True}
+    about = make_about(config, source, np.dtype("float32") if source is None else dtype_of(source)) | own
     if jax.process_index() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if source is not None:
@@ -236,9 +237,7 @@ def make_about(config: TransformerConfig, source: Path | str | None, dtype: np.d
         return config_json(config, "float32" if dtype is None else dtype.name)
     given = read_json(file_inside(source, CONFIG))
     theirs = read_config(source, ignore=unmodelled_keys(source))
-    # A loss in training is no part of a model.
-    alike = {"ignored": {}, "tokens": None, "balance_coefficient": 0.0}
-    one, other = (config_json(replace(each, **alike), "") for each in (config, theirs))
+    one, other = (config_json(_without_training(each), "") for each in (config, theirs))
     if wrong := sorted(key for key in {**one, **other} if one.get(key) != other.get(key)):
         raise ValueError(
             f"a model must be that of its source; got {shorten(wrong)} that differ from {Path(source) / CONFIG}: "
@@ -247,6 +246,12 @@ def make_about(config: TransformerConfig, source: Path | str | None, dtype: np.d
         )
     name = next((key for key in DTYPE_KEYS if key in given), "torch_dtype")
     return given if dtype is None else given | {name: dtype.name}
+
+
+def _without_training(config: TransformerConfig) -> TransformerConfig:
+    """Returns a model without what is no part of it, but of its tokens and of the loss in training."""
+    config = replace(config, ignored={}, tokens=None)
+    return config if config.experts is None else config.with_experts(balance_coefficient=0.0)
 
 
 def dtype_of(folder: Path | str) -> np.dtype | None:

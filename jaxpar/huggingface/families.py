@@ -26,6 +26,8 @@ from typing import Any
 TOKENS = "jaxpar_tokens"  # jaxpar's own key: transformers stores the kind of tokens with its tokenizers
 # Another, of a run's own description: transformers has no bias of a router in these families.
 ROUTER_BIAS = "jaxpar_router_bias"
+# A loss that balances experts, and whether transformers adds it: only a model that returns its router's scores has it.
+AUX_LOSS, HAS_AUX_LOSS = "router_aux_loss_coef", "output_router_logits"
 # Another: max_positions, if max_position_embeddings is the length from which transformers stretches "dynamic" RoPE.
 MAX_POSITIONS = "jaxpar_max_positions"
 DENSE_LAYERS = "mlp_only_layers"  # the numbers of the layers without experts
@@ -48,6 +50,7 @@ class Family:
         neutral: Keys that do not affect the values of a forward pass: metadata, settings of tokenizers, trainers and samplers.
         more: Other keys that define the model, which `config.py` reads by name.
         biases: The values of ``biases`` other than False that the family has, if they are not fixed.
+        experts: For a family with experts, the keys of fields of Experts that are sizes, as in ``sizes``.
         router: For experts, the key of each field of the router, and its default.
         prefix: The prefix of all tensors' names except the head's; checkpoints of the model without its head omit it.
         tensors: The tensors of each param that a model of the family may have, with their dims.
@@ -64,6 +67,7 @@ class Family:
     neutral: frozenset[str]
     more: frozenset[str]
     biases: list[Any]
+    experts: dict[str, list[str]]
     router: dict[str, tuple[str, Any]]
     prefix: str
     tensors: dict[str, dict[str, str]]
@@ -73,7 +77,9 @@ class Family:
     def keys(self) -> set[str]:
         """The keys that define a model."""
         found = {"model_type", "tie_word_embeddings", self.epsilon, *self.only, *self.more}
-        return found.union(*self.sizes.values(), (f"{each}_bias" for each in self.biases if each is not True))
+        found |= {ROUTER_BIAS, AUX_LOSS, HAS_AUX_LOSS} if self.experts else set()
+        of_biases = (f"{each}_bias" for each in self.biases if each is not True)
+        return found.union(*self.sizes.values(), *self.experts.values(), of_biases)
 
 
 def _read_families() -> dict[str, Family]:

@@ -132,7 +132,7 @@ def pieces_of(config: TransformerConfig) -> dict[str, list[Piece]]:
             layer, of = dense[1], f"layers/{dense[2]}"
         pieces[path] = []
         for name, dims in tensors[of].items():
-            count = (config.num_experts or 0) if "{expert}" in name else 1
+            count = config.experts.count if config.experts and "{expert}" in name else 1
             for expert in range(count):
                 own_name = name.format(layer=layer, expert=expert)
                 own_dims = dims.format(expert=expert, after=expert + 1, vocab_size=config.vocab_size)
@@ -144,7 +144,7 @@ def tensors_of(config: TransformerConfig) -> Iterator[tuple[str, ParamSlice]]:
     """Yields each tensor's name and the slice of a param that it holds: those outside layers, then layer by layer."""
     pieces = pieces_of(config)
     for layer in (None, *range(config.num_stacked_layers)):
-        number = config.num_dense_layers + (layer or 0)
+        number = config.num_leading_layers + (layer or 0)
         for path, of_param in pieces.items():
             is_stacked = of_param[0].spec.num_layers is not None
             if is_stacked == (layer is None):
@@ -188,7 +188,7 @@ def read_params(
     for (path, pieces), sharding in zip(pieces_of(config).items(), each, strict=True):
 
         def block(index: Index, path: str = path, pieces: list[Piece] = pieces) -> np.ndarray:
-            found = read_block(tensors, pieces, index, dtype, config.num_dense_layers)
+            found = read_block(tensors, pieces, index, dtype, config.num_leading_layers)
             if not is_finite(found):
                 wrong.update(_not_finite(tensors, config, path, dtype))
             return found
@@ -315,7 +315,8 @@ def _with_prefix(tensors: Tensors, prefix: str) -> Tensors:
 
 
 def _check_tensors(tensors: Tensors, config: TransformerConfig, folder: Path) -> None:
-    for each, count in (("layer", config.num_layers), ("expert", config.num_experts or 0)):
+    num_experts = 0 if config.experts is None else config.experts.count
+    for each, count in (("layer", config.num_layers), ("expert", num_experts)):
         if count > len(tensors):  # else the names below could be unlimited
             raise ValueError(
                 f"each {each} of a model must have tensors; got num_{each}s={count}, {len(tensors)} tensors in {folder}. "

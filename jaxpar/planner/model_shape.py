@@ -148,7 +148,7 @@ def transformer_shape(
         lora: The factors that are trained in place of the params; None: the params are trained.
         quantize: The codes in which the weights of layers are beside ``lora``, such as "nf4"; None: they are params as others.
         sequence_parallel: Whether activations between pairs of column and row splits are sharded over ``tensor``.
-        experts: The axis over which experts are: "tensor", as ``expert_split`` says, or "data". None: ``plan`` tries both.
+        experts: The axis over which experts are: "tensor", as their ``split`` says, or "data". None: ``plan`` tries both.
         is_planned: Whether ``planned_attention`` stands for fused kernels, which no machine without a GPU can trace. False:
             the shapes are those to compile for GPUs.
         **changes: Fields of the configuration to change. Unless they are among these, a preset's ``compute_dtype`` is bfloat16
@@ -163,7 +163,7 @@ def transformer_shape(
             config = replace(config, attention=flash_attention)
     if is_planned and config.attention in ("cudnn", flash_attention):
         config = replace(config, attention=planned_attention)
-    if config.num_experts is not None and experts is None:
+    if config.experts is not None and experts is None:
         axes = (TENSOR, DATA)
         given: dict[str, Any] = {"seq": seq, "param_dtype": param_dtype, "lora": lora, "is_planned": is_planned}
         given |= {"quantize": quantize}
@@ -171,11 +171,11 @@ def transformer_shape(
         placements = {axis: transformer_shape(config, experts=axis, **given) for axis in axes}
         return replace(placements[TENSOR], name=name, placements=placements)
     rules, constrain = TRANSFORMER_RULES, constrain_sequence if sequence_parallel else split_copied_heads
-    if config.num_experts is not None:
+    if config.experts is not None:
         # On GPUs experts have a kernel of their own, which is traced here too.
-        if config.expert_products == "auto" and config.capacity_factor is None:
-            config = replace(config, expert_products="tiles")
-        over = EXPERTS_OVER_DATA if experts == DATA else EXPERT_RULES[config.expert_split]
+        over = EXPERTS_OVER_DATA if experts == DATA else EXPERT_RULES[config.experts.split]
+        if config.experts.products == "auto" and config.experts.capacity_factor is None:
+            config = config.with_experts(products="tiles")
         rules = rules | over
     table = transformer.param_table(config)
     specs = jax.tree_util.tree_leaves_with_path(
@@ -183,7 +183,7 @@ def transformer_shape(
     )
     seq = min(config.max_positions, MAX_SEQ) if seq is None else seq
     check_at_least(1, seq=seq)
-    if quantize is not None and (lora is None or config.num_experts is not None):
+    if quantize is not None and (lora is None or config.experts is not None):
         raise ValueError(
             f"weights in codes are beside factors of LoRA, in a model without experts; got {arg(quantize=quantize)}, "
             f"{'a model with experts' if lora is not None else 'no factors'}. Leave it out"
@@ -200,12 +200,12 @@ def transformer_shape(
         rules={path_string(path): spec for path, spec in specs},
         row={"tokens": tokens, "targets": tokens},
         tokens_per_row=seq,
-        experts=config.num_experts,
-        experts_per_token=config.experts_per_token,
-        over_data=config.num_experts is not None and experts == DATA,
-        num_leading=config.num_dense_layers,
+        experts=None if config.experts is None else config.experts.count,
+        experts_per_token=1 if config.experts is None else config.experts.per_token,
+        over_data=config.experts is not None and experts == DATA,
+        num_leading=config.num_leading_layers,
         in_fp8=config.products == "fp8",
-        depends_on=(TENSOR,) if sequence_parallel or config.num_experts is not None else (),
+        depends_on=(TENSOR,) if sequence_parallel or config.experts is not None else (),
     )
     return shape if lora is None else _with_factors(shape, lora, quantize)
 

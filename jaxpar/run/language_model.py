@@ -139,7 +139,7 @@ def _check_experts(flags: ModelFlags, config: TransformerConfig, named: str) -> 
         "--expert-split expert_mlp": flags.expert_split == "expert_mlp",
         "--router-bias-rate": flags.router_bias_rate is not None,
     }
-    if config.num_experts is None and any(given.values()):
+    if config.experts is None and any(given.values()):
         flag = next(flag for flag, is_given in given.items() if is_given)
         raise ValueError(f"{flag} is for a model with experts; got {named}. Leave it out, or choose --model moe-bytes.")
     if flags.expert_buffer is not None and flags.experts != "data":
@@ -152,9 +152,7 @@ def _check_experts(flags: ModelFlags, config: TransformerConfig, named: str) -> 
             "--expert-split applies to --experts tensor; got expert_mlp with --experts data, under which --mesh.tensor splits "
             "the hidden width of experts in any case. Leave it out."
         )
-    if flags.router_bias_rate is None:
-        return
-    if flags.init_from is not None:
+    if flags.router_bias_rate is not None and flags.init_from is not None:
         raise ValueError(
             "a model of transformers has no biases for --router-bias-rate; got it with --init-from. Leave out one of the two."
         )
@@ -219,9 +217,9 @@ def config_of_flags(flags: ModelFlags, seq: int) -> tuple[TransformerConfig, str
     else:
         config = read_config_for(flags.init_from, flags.ignore_config_keys, **changes)
         named = f"--init-from {flags.init_from}"
-    if config.num_experts is not None:
-        own = {"expert_split": flags.expert_split, "expert_buffer": flags.expert_buffer}
-        config = replace(config, router_bias=flags.router_bias_rate is not None, **own)
+    if config.experts is not None:
+        has_bias = flags.router_bias_rate is not None
+        config = config.with_experts(split=flags.expert_split, buffer=flags.expert_buffer, router_bias=has_bias)
     if config.positions == "learned" and seq > config.max_positions:
         raise ValueError(
             f"--seq must not be longer than a learned table of positions; got {seq}, and {config.max_positions} "
@@ -282,9 +280,9 @@ def check_mesh(
     transformer.check_products(config)
     if config.products == "fp8" and are_gpus(mesh):
         fp8.check_gpu(mesh.devices.flat[0].device_kind)
-    if lora_flags.quantize is not None and config.num_experts is not None:
+    if lora_flags.quantize is not None and config.experts is not None:
         raise ValueError(
-            f"--quantize is for models without experts; got {lora_flags.quantize} with {config.num_experts} experts a layer. "
+            f"--quantize is for models without experts; got {lora_flags.quantize} with {config.experts.count} experts a layer. "
             "Leave it out, or choose another model."
         )
     layout = make_layout(config, make_schedule(schedule, mesh.shape["stage"], 1, num_chunks), layers)
@@ -303,7 +301,7 @@ def make_layout(config: TransformerConfig, schedule: Schedule, layers: Sequence[
     if stages == 1:
         return LayerLayout(count, 1)
     share, rest = divmod(count, stages * chunks)
-    ends = min(config.num_dense_layers, share) if rest else 0, 0
+    ends = min(config.num_leading_layers, share) if rest else 0, 0
     return LayerLayout(count, stages, chunks, schedule.placement, layers, ends)
 
 
@@ -324,7 +322,8 @@ def make_params(
     if reads_weights:
         table = jax.tree.map(lambda spec: replace(spec, init=zeros), table, is_leaf=is_spec)
     packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
-    of_experts = EXPERTS_OVER_DATA if experts == "data" else EXPERT_RULES[config.expert_split]
+    split = "experts" if config.experts is None else config.experts.split
+    of_experts = EXPERTS_OVER_DATA if experts == "data" else EXPERT_RULES[split]
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES | of_experts)
     if factors is None:
         return lambda key: layout.pack_params(init_params(table, key)), shardings

@@ -43,7 +43,7 @@ def shape_of(row):
 def _shape_of(model, attention, seq, experts):
     config = replace(config_of(model), attention=planned_attention if attention == "flash" else "xla")
     if experts == "data":  # routing is forced to be even
-        config = replace(config, expert_buffer=1.0)
+        config = config.with_experts(buffer=1.0)
     return transformer_shape(config, seq=seq, experts=experts)
 
 

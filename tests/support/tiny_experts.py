@@ -1,7 +1,7 @@
 """Small transformers with experts, shaped like the published ones, and the loss of their outputs."""
 
-import dataclasses
 import functools
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -15,31 +15,35 @@ from jaxpar.sharding import shardings_from_dims
 from tests.support.oracle import assert_same
 from tests.support.tiny_transformer import LLAMA, SHAPE, jit, make_batch, make_params, on_mesh_of
 
-EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_dim": 16}
+SIGMOID = transformer.Experts(
+    count=8,
+    mlp_dim=16,
+    num_shared=1,
+    num_dense_layers=1,
+    num_groups=4,
+    groups_per_token=2,
+    router_score="sigmoid",
+    router_bias=True,
+    routed_scaling_factor=2.5,
+    balance_coefficient=0.1,
+)
+NOT_NORMALIZED = {"normalized_routing": False, "balance_coefficient": 0.1, "z_coefficient": 0.01}
+EXPERTS = transformer.Experts(count=8, mlp_dim=16)
 MOE = {
-    "mixtral": {},
-    "qwen3": {"qk_norm": "head", "experts_per_token": 4, "balance_coefficient": 0.1},
-    "olmoe": {"normalized_routing": False, "qk_norm": "width", "balance_coefficient": 0.1, "z_coefficient": 0.01},
-    "deepseek": {
-        "router_score": "sigmoid",
-        "router_bias": True,
-        "num_expert_groups": 4,
-        "groups_per_token": 2,
-        "routed_scaling_factor": 2.5,
-        "num_shared_experts": 1,
-        "num_layers": 5,
-        "num_dense_layers": 1,
-        "balance_coefficient": 0.1,
-    },
-    "capacity": {"capacity_factor": 1.0, "z_coefficient": 0.01},
-    "gelu": {"mlp": "gelu", "norm": "layer", "positions": "learned", "num_shared_experts": 2},
+    "mixtral": {"experts": EXPERTS},
+    "qwen3": {"experts": replace(EXPERTS, per_token=4, balance_coefficient=0.1), "qk_norm": "head"},
+    "olmoe": {"experts": replace(EXPERTS, **NOT_NORMALIZED), "qk_norm": "width"},
+    "deepseek": {"experts": SIGMOID, "num_layers": 5},
+    "capacity": {"experts": replace(EXPERTS, capacity_factor=1.0, z_coefficient=0.01)},
+    "gelu": {"experts": replace(EXPERTS, num_shared=2), "mlp": "gelu", "norm": "layer", "positions": "learned"},
 }
 
 
-def config_of(name, **changes):
-    """The model of a name, in float64."""
-    sizes = SHAPE | LLAMA | EXPERTS | {"tied": False, "compute_dtype": "float64"} | MOE[name]
-    return transformer.TransformerConfig(**(sizes | changes))
+def config_of(name, experts=None, **changes):
+    """The model of a name, in float64, with some fields of its experts and some others changed."""
+    sizes = SHAPE | LLAMA | {"tied": False, "compute_dtype": "float64"} | MOE[name]
+    sizes["experts"] = replace(sizes["experts"], **experts or {})
+    return transformer.TransformerConfig(**sizes | changes)
 
 
 def loss_of(config, *, metrics=False):
@@ -116,6 +120,5 @@ def check_step(config, mesh, rules, *, seed, masks=None, constrain=None, num_mic
         got = compiled(*args)
     if layers is not None:
         got = got[0], layout.unpack_params(got[1])
-    of_mesh = ("expert_split", "expert_products", "expert_exchange", "expert_buffer")
-    of_one = {each.name: each.default for each in dataclasses.fields(config) if each.name in of_mesh}
-    assert_same(got, reference(dataclasses.replace(config, **of_one), params, batch), message=f"seed {seed}")
+    of_one = config.with_experts(split="experts", products="auto", exchange="auto", buffer=None)
+    assert_same(got, reference(of_one, params, batch), message=f"seed {seed}")

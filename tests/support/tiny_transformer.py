@@ -37,7 +37,7 @@ def on_mesh_of(config, mesh):
     """At most two layers where no stages part them: they are written out, and two take half the time to compile."""
     if mesh.shape["stage"] > 1:
         return config
-    return dataclasses.replace(config, num_layers=min(config.num_layers, config.num_dense_layers + 2))
+    return dataclasses.replace(config, num_layers=min(config.num_layers, config.num_leading_layers + 2))
 
 
 def make_params(config, *, seed=0, dtype=None):

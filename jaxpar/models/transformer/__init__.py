@@ -5,14 +5,15 @@
     model = transformer.make_model(config)            # a LayeredModel
     tokens = transformer.generate(config, params, prompt, 100, temperature=0.8, key=key)
 
-Read in this order: `config.py` (the options), `presets.py` with `presets.toml` (the published models), `params.py` (the
-params), `layers.py` (the model), `norms.py`, `products.py` (with weights, some of them in FP8), `span.py` (positions and
-segments of tokens), `attention.py`, `flash_chunks.py` (attention to a gathered sequence), `rope.py` and `alibi.py` (positions
-of queries and keys), `mlp.py`, `padding.py`, `router.py` (with the optimizer of its bias) and `router_losses.py`,
-`experts.py` with `dispatch.py` (the slots of rows), `generate.py` with `advance.py` (all layers, beside a cache), `cache.py`
-and `sampling.py`, `scoring.py` (how likely given tokens are).
+Read in this order: `config.py` (the options; `old_names.py`: what some were called), `presets.py` with `presets.toml` (the
+published models), `params.py` (the params), `layers.py` (the model), `norms.py`, `products.py` (with weights, some of them in
+FP8), `span.py` (positions and segments of tokens), `attention.py`, `flash_chunks.py` (attention to a gathered sequence),
+`rope.py` and `alibi.py` (positions of queries and keys), `mlp.py`, `padding.py`, `router.py` (with the optimizer of its bias)
+and `router_losses.py`, `experts.py` with `dispatch.py` (the slots of rows), `generate.py` with `advance.py` (all layers, beside
+a cache), `cache.py` and `sampling.py`, `scoring.py` (how likely given tokens are).
 """
 
+from jaxpar.models.transformer.config import Experts as Experts
 from jaxpar.models.transformer.config import TransformerConfig as TransformerConfig
 from jaxpar.models.transformer.generate import generate as generate
 from jaxpar.models.transformer.generate import stream as stream
@@ -26,6 +27,7 @@ from jaxpar.models.transformer.presets import preset as preset
 from jaxpar.models.transformer.products import check_products as check_products
 from jaxpar.models.transformer.products import describe_products as describe_products
 from jaxpar.models.transformer.products import fp8_weights as fp8_weights
+from jaxpar.models.transformer.rope import Rope as Rope
 from jaxpar.models.transformer.rope import RopeScaling as RopeScaling
 from jaxpar.models.transformer.router import balance_experts as balance_experts
 from jaxpar.models.transformer.router import expert_loads as expert_loads

@@ -79,7 +79,7 @@ def _stacked_layers(
     config: TransformerConfig, params: PyTree, span: Span, h: Array, cache: Cache, at_once: int
 ) -> tuple[Array, Cache]:
     """Returns the output of the stacked layers, of which a loop runs so many at once, and those left over come after it."""
-    count, before = config.num_layers - config.num_dense_layers, config.num_dense_layers
+    count, before = config.num_stacked_layers, config.num_leading_layers
 
     def some(first: Index, h: Array, cache: Cache, count: int) -> tuple[Array, Cache]:
         for j, own in enumerate(_layers_at(params, first, count)):

@@ -82,8 +82,8 @@ def attention(
     """
     q, k, v = project(config, params, x, constrain)
     if config.positions == "rope":
-        turns = rope.frequencies(config.head_dim, config.rope_theta, config.rope_scaling, span.lengths)
-        scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
+        turns = rope.frequencies(config.head_dim, config.rope, span.lengths)
+        scale = 1.0 if config.rope.scaling is None else config.rope.scaling.attention_factor
         q, k = (rope.rotate(each, span.positions, turns, scale) for each in (q, k))
     if cache is not None:
         cache = cache.write(k, v, span)

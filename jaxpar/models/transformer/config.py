@@ -7,31 +7,108 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxpar.fields import arg, check_at_least, check_field, check_one_of, check_positive
-from jaxpar.models.transformer.rope import RopeScaling
+from jaxpar.fields import arg, check_at_least, check_field, check_kind, check_one_of, check_positive
+from jaxpar.models.transformer.old_names import accepts_old_names
+from jaxpar.models.transformer.rope import Rope
 
-# Fields that have no effect without experts.
-EXPERT_FIELDS = frozenset(
-    {
-        "experts_per_token",
-        "expert_dim",
-        "num_dense_layers",
-        "num_shared_experts",
-        "num_expert_groups",
-        "groups_per_token",
-        "router_score",
-        "normalized_routing",
-        "routed_scaling_factor",
-        "router_bias",
-        "balance_coefficient",
-        "z_coefficient",
-        "capacity_factor",
-        "expert_split",
-        "expert_products",
-        "expert_exchange",
-        "expert_buffer",
-    }
-)
+COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of each layer: small MLPs in place of one, of which each token uses a few (``experts.py``).
+
+    Their router chooses them (``router.py``). Mesh and devices decide ``split``, ``products``, ``exchange`` and ``buffer``,
+    which change no number, unless a buffer is too small.
+
+    Attributes:
+        count: The number of experts of a layer (Shazeer et al. 2017, arXiv 1701.06538).
+        per_token: The number of experts that a token uses.
+        mlp_dim: Hidden width of an expert; None: that of the model's MLP.
+        num_shared: Experts that every token uses in addition, computed as one MLP of so many times their width.
+        num_dense_layers: The first so many layers have one MLP for all tokens, the model's ``mlp_dim`` wide, in place of
+            experts (DeepSeek-V3, arXiv 2412.19437, section 4.2). They run in the embedding, so a pipeline does not split them.
+        num_groups: Groups of consecutive experts, of which a token uses only ``groups_per_token`` (DeepSeek-V2, arXiv
+            2405.04434). A group is as good as its best expert, by "sigmoid" as its two best together.
+        groups_per_token: The number of groups that a token's experts may come from.
+        router_score: "softmax" over the experts (Mixtral, Qwen3, OLMoE), or the "sigmoid" of each (DeepSeek-V3).
+        router_bias: Whether each expert has a bias that counts when experts are chosen, and not in their weights
+            (Wang et al. 2024, arXiv 2408.15664). Its gradient counts tokens; see ``balance_experts``.
+        normalized_routing: Whether the weights of a token's experts are divided by their sum.
+        routed_scaling_factor: The weights of a token's experts are multiplied by this.
+        balance_coefficient: Factor of the balance loss of each document, as ``add_routing_losses`` adds it: a sum over layers,
+            each of 1 if experts are used equally. ``router_aux_loss_coef`` is what transformers calls the same strength.
+        z_coefficient: Factor of the mean square of the logarithm of the router's normalizer (Zoph et al. 2022, arXiv
+            2202.08906).
+        capacity_factor: An expert takes at most this many times its equal share of the tokens of a row, the first ones, and
+            drops the others; None: nothing is dropped. With a cache nothing is dropped either.
+        split: The dim of the experts' weights that a tensor axis splits: "experts", or "expert_mlp", their hidden width.
+            Sharding rules should name the same one. It changes traffic, not numbers.
+        products: How rows are multiplied by the weights of their experts. "ragged": ``jax.lax.ragged_dot``, which runs
+            anywhere, and on GPUs costs ``count`` times the operations. "tiles": a kernel for GPUs (``grouped_product.py``).
+            "auto": "tiles" on GPUs where it can be used, else "ragged". Or a function ``(rows, weights, sizes) -> rows``, as
+            ``jax.lax.ragged_dot`` is.
+        exchange: How tokens get to experts that a sharding puts over ``data``. "all_to_all": each to the owners of its
+            experts. "gather": all to all owners. "auto": "gather" where a token has as many experts as there are owners.
+            It changes traffic, not numbers.
+        buffer: A replica that owns experts has room for this many times the rows of its own tokens; in a step in which it
+            gets more the loss is NaN. None: for all rows that it can get. Without such a sharding it has no effect.
+    """
+
+    count: int
+    per_token: int = 2
+    mlp_dim: int | None = None
+    num_shared: int = 0
+    num_dense_layers: int = 0
+    num_groups: int = 1
+    groups_per_token: int = 1
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    normalized_routing: bool = True
+    routed_scaling_factor: float = 1.0
+    balance_coefficient: float = 0.0
+    z_coefficient: float = 0.0
+    capacity_factor: float | None = None
+    split: Literal["experts", "expert_mlp"] = "experts"
+    products: Literal["auto", "ragged", "tiles"] | Callable[..., Any] = "auto"
+    exchange: Literal["auto", "all_to_all", "gather"] = "auto"
+    buffer: float | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            check_field(each, getattr(self, each.name))
+        positive = ("count", "per_token", "mlp_dim", "num_groups", "groups_per_token")
+        others = ("num_shared", "num_dense_layers", "routed_scaling_factor", "balance_coefficient", "z_coefficient")
+        check_at_least(1, **{name: getattr(self, name) for name in positive})
+        check_at_least(0, **{name: getattr(self, name) for name in others})
+        _check_divides(self, "num_groups", "count")
+        self._check_per_token()
+        # Replicas get as many rows as their tokens have on average.
+        check_at_least(1, "Choose such as 1.5, or leave it out for room for all rows.", buffer=self.buffer)
+        check_positive("Choose such as 1.25, or None to drop nothing.", capacity_factor=self.capacity_factor)
+        for name, default in {"products": "auto", "buffer": None}.items():
+            if self.capacity_factor is not None and getattr(self, name) != default:
+                raise ValueError(
+                    f"with a capacity the experts are one batched product, so {name} has no effect; got "
+                    f"capacity_factor={self.capacity_factor}, {name}={getattr(self, name)!r}. Leave one of them out."
+                )
+
+    def _check_per_token(self) -> None:
+        if self.groups_per_token > self.num_groups:
+            raise ValueError(
+                f"a token can use as many groups as there are; got groups_per_token={self.groups_per_token}, "
+                f"num_groups={self.num_groups}. Choose groups_per_token from 1 to {self.num_groups}."
+            )
+        there = self.count // self.num_groups * self.groups_per_token
+        if self.per_token > there:
+            of_groups = f" in {self.groups_per_token} groups" if self.num_groups > 1 else ""
+            raise ValueError(
+                f"a token can use as many experts as there are; got per_token={self.per_token} of {there} "
+                f"experts{of_groups}. Choose per_token from 1 to {there}."
+            )
+
+
+# Fields of TransformerConfig that are 1 or more, and those that divide another.
 POSITIVE = (
     "vocab_size",
     "num_layers",
@@ -44,28 +121,11 @@ POSITIVE = (
     "window",
     "vocab_multiple",
     "kv_copies",
-    "num_experts",
-    "experts_per_token",
-    "expert_dim",
-    "num_expert_groups",
-    "groups_per_token",
 )
-NOT_NEGATIVE = (
-    "num_shared_experts",
-    "num_dense_layers",
-    "routed_scaling_factor",
-    "balance_coefficient",
-    "z_coefficient",
-)
-DIVIDES = {
-    "num_heads": "embed_dim",
-    "num_kv_heads": "num_heads",
-    "kv_copies": "group_size",
-    "num_expert_groups": "num_experts",
-}
-COMPUTE_DTYPES = ("float16", "bfloat16", "float32", "float64")
+DIVIDES = {"num_heads": "embed_dim", "num_kv_heads": "num_heads", "kv_copies": "group_size"}
 
 
+@accepts_old_names(experts=Experts, rope=Rope)
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """A decoder-only transformer.
@@ -95,8 +155,7 @@ class TransformerConfig:
         tied: Whether the head uses the weights of the token embedding.
         norm_embedding: Whether the embedding is normalized before the first block.
         norm_epsilon: The constant added to the variance.
-        rope_theta: Base of the wavelengths of "rope".
-        rope_scaling: How wavelengths are stretched for longer sequences; None: not at all.
+        rope: The wavelengths of "rope"; ignored for other kinds of positions.
         kv_copies: Copies of each key and value head that a pass computes, so that a ``tensor`` axis divides them; see
             ``for_tensor``. The params, and so checkpoints, are the same.
         vocab_multiple: The rows of the embedding are padded to a multiple of this, so that a ``tensor`` axis divides them;
@@ -117,38 +176,7 @@ class TransformerConfig:
         attention_over_context: How attention reads other positions where a mesh splits sequences over ``context``. "gather":
             keys and values are gathered. "ulysses": heads are exchanged for positions, which needs as many heads. None: what
             moves fewer bytes (``attention.over_context``).
-        num_experts: The number of experts of each layer, small MLPs of which each token uses a few (Shazeer et al. 2017, arXiv
-            1701.06538; ``experts.py``); None: one MLP for all tokens.
-        experts_per_token: The number of experts that a token uses.
-        expert_dim: Hidden width of an expert; None: that of the MLP.
-        num_dense_layers: The first so many layers have one MLP for all tokens, ``mlp_dim`` wide, in place of experts
-            (DeepSeek-V3, arXiv 2412.19437, section 4.2). They run in the embedding, so a pipeline does not split them.
-        num_shared_experts: Experts that every token uses in addition, computed as one MLP of so many times their width.
-        router_score: "softmax" over the experts (Mixtral, Qwen3, OLMoE), or the "sigmoid" of each (DeepSeek-V3).
-        normalized_routing: Whether the weights of a token's experts are divided by their sum.
-        routed_scaling_factor: The weights of a token's experts are multiplied by this.
-        num_expert_groups: Groups of consecutive experts, of which a token uses only ``groups_per_token`` (DeepSeek-V2, arXiv
-            2405.04434). A group is as good as its best expert, by "sigmoid" as its two best together.
-        groups_per_token: The number of groups that a token's experts may come from.
-        router_bias: Whether each expert has a bias that counts when experts are chosen, and not in their weights
-            (Wang et al. 2024, arXiv 2408.15664). Its gradient counts tokens; see ``balance_experts``.
-        balance_coefficient: Factor of the balance loss of each document, as ``add_routing_losses`` adds it: a sum over layers,
-            each of 1 if experts are used equally. ``router_aux_loss_coef`` is what transformers calls the same strength.
-        z_coefficient: Factor of the mean square of the logarithm of the router's normalizer (Zoph et al. 2022, arXiv
-            2202.08906).
-        capacity_factor: An expert takes at most this many times its equal share of the tokens of a row, the first ones, and
-            drops the others; None: nothing is dropped. With a cache nothing is dropped either.
-        expert_split: The dim of the experts' weights that a tensor axis splits: "experts", or "expert_mlp", their hidden width.
-            Sharding rules should name the same one. It changes traffic, not numbers.
-        expert_products: How rows are multiplied by the weights of their experts. "ragged": ``jax.lax.ragged_dot``, which runs
-            anywhere, and on GPUs costs ``num_experts`` times the operations. "tiles": a kernel for GPUs
-            (``grouped_product.py``). "auto": "tiles" on GPUs where it can be used, else "ragged". Or a function
-            ``(rows, weights, sizes) -> rows``, as ``jax.lax.ragged_dot`` is.
-        expert_exchange: How tokens get to experts that a sharding puts over ``data``. "all_to_all": each to the owners of its
-            experts. "gather": all to all owners. "auto": "gather" where a token has as many experts as there are owners.
-            It changes traffic, not numbers.
-        expert_buffer: A replica that owns experts has room for this many times the rows of its own tokens; in a step in which
-            it gets more the loss is NaN. None: for all rows that it can get. Without such a sharding it has no effect.
+        experts: The experts of each layer; None: one MLP for all tokens.
         tokens: "bytes": the tokens are the bytes of a text, as ``jaxpar.data.text`` reads it. None: those of a tokenizer.
         ignored: For a model that was read from a ``config.json``, the keys that the caller chose to ignore, and their values.
             They have no effect and are written back on export; configs that differ only in them are equal.
@@ -172,8 +200,7 @@ class TransformerConfig:
     tied: bool = True
     norm_embedding: bool = False
     norm_epsilon: float = 1e-5
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope: Rope = field(default_factory=Rope)
     kv_copies: int = 1
     vocab_multiple: int = 1
     compute_dtype: Any = jnp.float32
@@ -181,42 +208,28 @@ class TransformerConfig:
     attention: Literal["xla", "cudnn"] | Callable[..., Any] = "xla"
     max_documents: int | None = None
     attention_over_context: Literal["gather", "ulysses"] | None = None
-    num_experts: int | None = None
-    experts_per_token: int = 2
-    expert_dim: int | None = None
-    num_dense_layers: int = 0
-    num_shared_experts: int = 0
-    router_score: Literal["softmax", "sigmoid"] = "softmax"
-    normalized_routing: bool = True
-    routed_scaling_factor: float = 1.0
-    num_expert_groups: int = 1
-    groups_per_token: int = 1
-    router_bias: bool = False
-    balance_coefficient: float = 0.0
-    z_coefficient: float = 0.0
-    capacity_factor: float | None = None
-    expert_split: Literal["experts", "expert_mlp"] = "experts"
-    expert_products: Literal["auto", "ragged", "tiles"] | Callable[..., Any] = "auto"
-    expert_exchange: Literal["auto", "all_to_all", "gather"] = "auto"
-    expert_buffer: float | None = None
+    experts: Experts | None = None
     tokens: Literal["bytes"] | None = None
     ignored: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         for each in fields(self):
             check_field(each, getattr(self, each.name))
+        kinds = (Experts, None)
+        check_kind(kinds, "Experts or None", "Write experts=Experts(count=8), say.", experts=self.experts)
+        check_kind((Rope,), "a Rope", "Write rope=Rope(theta=10_000), say.", rope=self.rope)
         check_at_least(1, **{name: getattr(self, name) for name in POSITIVE})
-        check_at_least(0, **{name: getattr(self, name) for name in NOT_NEGATIVE})
         for name, of in DIVIDES.items():
             if name != "num_heads" or self.explicit_head_dim is None:
-                self._check_divides(name, of)
+                _check_divides(self, name, of)
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(
                 f'positions="rope" rotates pairs, so head_dim must be even; got embed_dim={self.embed_dim}, '
                 f"num_heads={self.num_heads}, head_dim={self.head_dim}. Choose an embed_dim that 2 * num_heads divides, such "
                 f"as {-(-self.embed_dim // (2 * self.num_heads)) * 2 * self.num_heads}."
             )
-        if self.positions == "rope" and self.head_dim < 4 and self.rope_scaling and self.rope_scaling.kind == "dynamic":
+        is_dynamic = self.rope.scaling is not None and self.rope.scaling.kind == "dynamic"
+        if self.positions == "rope" and self.head_dim < 4 and is_dynamic:
             raise ValueError(
                 f'a "dynamic" rope scaling needs two pairs or more, so head_dim must be 4 or more; got {self.head_dim}. Choose '
                 "fewer num_heads, or another kind of rope scaling."
@@ -228,54 +241,20 @@ class TransformerConfig:
                 f'attention="cudnn" needs a 16-bit compute_dtype; got {jnp.dtype(self.compute_dtype)}. '
                 'Use compute_dtype="bfloat16", or attention="xla".'
             )
-        if self.num_experts is not None:
-            self._check_experts(self.num_experts)
-        elif changed := [name for name, default in EXPERT_DEFAULTS.items() if getattr(self, name) != default]:
-            raise ValueError(
-                f"{changed[0]} is for a model with experts; got {changed[0]}={getattr(self, changed[0])!r} and no "
-                "num_experts. Give num_experts, or leave it out."
-            )
+        if self.experts is not None:
+            self._check_experts(self.experts)
 
-    def _check_divides(self, name: str, of: str) -> None:
-        divisor, whole = getattr(self, name) or 1, getattr(self, of) or 0
-        if whole % divisor:
-            fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
-            raise ValueError(f"{name} must divide {of}; got {name}={divisor}, {of}={whole}. Choose {name} from {fits}.")
-
-    def _check_experts(self, num_experts: int) -> None:
-        if self.num_dense_layers >= self.num_layers:
+    def _check_experts(self, experts: Experts) -> None:
+        if experts.num_dense_layers >= self.num_layers:
             raise ValueError(
-                f"some layers must have experts; got num_dense_layers={self.num_dense_layers}, num_layers={self.num_layers}. "
-                f"Choose num_dense_layers from 0 to {self.num_layers - 1}, or leave out num_experts."
+                f"some layers must have experts; got num_dense_layers={experts.num_dense_layers}, "
+                f"num_layers={self.num_layers}. Choose num_dense_layers from 0 to {self.num_layers - 1}, or leave out experts."
             )
         if self.has_biases("mlp"):
             raise ValueError(
-                f"experts have no biases; got num_experts={num_experts}, biases={self.biases!r}. Choose biases=False, or "
+                f"experts have no biases; got {experts.count} experts, biases={self.biases!r}. Choose biases=False, or "
                 '"qkv" or "attention".'
             )
-        if self.groups_per_token > self.num_expert_groups:
-            raise ValueError(
-                f"a token can use as many groups as there are; got groups_per_token={self.groups_per_token}, "
-                f"num_expert_groups={self.num_expert_groups}. Choose groups_per_token from 1 to {self.num_expert_groups}."
-            )
-        there = num_experts // self.num_expert_groups * self.groups_per_token
-        if self.experts_per_token > there:
-            of_groups = f" in {self.groups_per_token} groups" if self.num_expert_groups > 1 else ""
-            raise ValueError(
-                f"a token can use as many experts as there are; got experts_per_token={self.experts_per_token} of {there} "
-                f"experts{of_groups}. Choose experts_per_token from 1 to {there}."
-            )
-        # Replicas get as many rows as their tokens have on average.
-        check_at_least(
-            1, "Choose such as 1.5, or leave it out for room for all rows.", expert_buffer=self.expert_buffer
-        )
-        check_positive("Choose such as 1.25, or None to drop nothing.", capacity_factor=self.capacity_factor)
-        for name in ("expert_products", "expert_buffer"):
-            if self.capacity_factor is not None and getattr(self, name) != EXPERT_DEFAULTS[name]:
-                raise ValueError(
-                    f"with a capacity the experts are one batched product, so {name} has no effect; got "
-                    f"capacity_factor={self.capacity_factor}, {name}={getattr(self, name)!r}. Leave one of them out."
-                )
 
     @property
     def head_dim(self) -> int:
@@ -298,26 +277,35 @@ class TransformerConfig:
         return self.mlp_dim or 4 * self.embed_dim
 
     @property
+    def num_leading_layers(self) -> int:
+        """The layers before the stacked ones, which run in the embedding: the dense ones of a model with experts."""
+        return 0 if self.experts is None else self.experts.num_dense_layers
+
+    @property
     def num_stacked_layers(self) -> int:
-        """The layers that are stacked, of which each stage of a pipeline has some: all but the leading dense ones."""
-        return self.num_layers - self.num_dense_layers
+        """The layers that are stacked, of which each stage of a pipeline has some: all but the leading ones."""
+        return self.num_layers - self.num_leading_layers
 
     @property
     def expert_hidden_dim(self) -> int:
         """Hidden width of an expert."""
-        return self.expert_dim or self.hidden_dim
+        own = None if self.experts is None else self.experts.mlp_dim
+        return own or self.hidden_dim
 
     @property
     def has_routing_losses(self) -> bool:
         """Whether the model's outputs have sums of its routers beside the logits (``RoutedLogits``)."""
-        return self.num_experts is not None and bool(
-            self.router_bias or self.balance_coefficient or self.z_coefficient or self.capacity_factor
-        )
+        own = self.experts
+        if own is None:
+            return False
+        return bool(own.router_bias or own.balance_coefficient or own.z_coefficient or own.capacity_factor)
 
     @property
     def router_aux_loss_coef(self) -> float:
         """``balance_coefficient`` as transformers has it: there the loss is of all layers together, and at least top-k."""
-        return _rounded(self.balance_coefficient * self.num_stacked_layers / self.experts_per_token)
+        if self.experts is None:
+            return 0.0
+        return _rounded(self.experts.balance_coefficient * self.num_stacked_layers / self.experts.per_token)
 
     @property
     def vocab_rows(self) -> int:
@@ -327,6 +315,20 @@ class TransformerConfig:
     def has_biases(self, where: Literal["qkv", "out", "mlp"]) -> bool:
         """Returns whether the linear maps to queries, keys and values, out of attention, or of the MLP have biases."""
         return self.biases is True or self.biases == where or (self.biases == "attention" and where != "mlp")
+
+    def with_experts(self, **changes: Any) -> "TransformerConfig":
+        """Returns the model with some fields of its ``experts`` changed.
+
+        Args:
+            **changes: Fields of ``Experts``.
+
+        Raises:
+            ValueError: It has no experts.
+        """
+        if self.experts is None:
+            got = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+            raise ValueError(f"{got} is for a model with experts; got one without. Give experts=Experts(count=8), say.")
+        return replace(self, experts=replace(self.experts, **changes))
 
     def for_tensor(self, tensor: int) -> "TransformerConfig":
         """Returns the model with as many copies of its key and value heads as a ``tensor`` axis needs to divide them.
@@ -351,9 +353,6 @@ class TransformerConfig:
         return replace(self, kv_copies=copies(tensor))
 
 
-EXPERT_DEFAULTS = {each.name: each.default for each in fields(TransformerConfig) if each.name in EXPERT_FIELDS}
-
-
 def balance_of_aux_loss(router_aux_loss_coef: float, experts_per_token: int, num_layers: int) -> float:
     """Returns the ``balance_coefficient`` of the same strength as a coefficient of transformers.
 
@@ -371,6 +370,13 @@ def balance_of_aux_loss(router_aux_loss_coef: float, experts_per_token: int, num
 def _rounded(coefficient: float) -> float:
     """Returns a coefficient without the rounding of a product and a division, so that it survives the way there and back."""
     return float(f"{coefficient:.14g}")
+
+
+def _check_divides(config: Any, name: str, of: str) -> None:
+    divisor, whole = getattr(config, name) or 1, getattr(config, of) or 0
+    if whole % divisor:
+        fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+        raise ValueError(f"{name} must divide {of}; got {name}={divisor}, {of}={whole}. Choose {name} from {fits}.")
 
 
 def _name_of(dtype: Any) -> Any:

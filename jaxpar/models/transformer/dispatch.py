@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.config import Experts
 
 OWNERS = "data"  # the axis of replicas that may divide experts among them: models import no mesh
 
@@ -57,25 +57,25 @@ class Shards:
     owners: int
 
     @classmethod
-    def of_experts(cls, config: TransformerConfig, held: int) -> "Shards":
+    def of_experts(cls, experts: Experts, mlp_dim: int, held: int) -> "Shards":
         """Returns those of the mesh for which this is traced.
 
         Args:
-            config: The model.
+            experts: The experts of the model.
+            mlp_dim: Their hidden width.
             held: The number of experts in the weights: all, or those that a replica owns.
 
         Raises:
             ValueError: The weights are of another number of experts.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        num_experts = config.num_experts or 1
         axes = tuple(mesh.auto_axes) if mesh.manual_axes else ()
         size = math.prod(mesh.shape[axis] for axis in axes)
-        _check_held(held, num_experts, mesh)
-        by_expert = config.expert_split == "experts" and held == num_experts
-        split_dim = num_experts if by_expert else config.expert_hidden_dim
+        _check_held(held, experts.count, mesh)
+        by_expert = experts.split == "experts" and held == experts.count
+        split_dim = experts.count if by_expert else mlp_dim
         count = size if split_dim % size == 0 else 1
-        return cls(axes, size, count, by_expert, owners=num_experts // held)
+        return cls(axes, size, count, by_expert, owners=experts.count // held)
 
     def own(self, num_experts: int) -> tuple[int, Int[Array, "shards 1"]]:
         """Returns how many of a replica's experts each shard works on, and which part of them."""
@@ -160,8 +160,8 @@ def _check_held(held: int, num_experts: int, mesh: jax.sharding.AbstractMesh) ->
     replicas = mesh.shape[OWNERS] if OWNERS in mesh.manual_axes else 1
     if held not in (num_experts, num_experts / replicas):
         raise ValueError(
-            f"the weights of experts must be of all of them, or of equal parts over {OWNERS}; got those of {held} experts "
-            f"with num_experts={num_experts}, {OWNERS}={replicas}. Make the params from "
+            f"the weights of experts must be of all of them, or of equal parts over {OWNERS}; got those of {held} of "
+            f"{num_experts} experts, {OWNERS}={replicas}. Make the params from "
             "transformer.param_table(config), and shard them by its dims."
         )
 

@@ -12,18 +12,18 @@ Where a mesh splits layers over automatic axes (jaxpar's ``tensor``), its shards
 each works on its own experts, or on its own slice of the hidden width of all of them, and the sum over that dim is the one
 all-reduce of the forward pass. Its transpose, of the broadcast input, is that of the backward pass:
 
-    expert_split="experts"       expert 0, 1 | expert 2, 3      rows of the own experts; balanced if the routing is
-    expert_split="expert_mlp"    half of each | half of each    all rows; always balanced, products half as wide
+    split="experts"       expert 0, 1 | expert 2, 3      rows of the own experts; balanced if the routing is
+    split="expert_mlp"    half of each | half of each    all rows; always balanced, products half as wide
 
 Where the params' sharding puts the experts over ``data``, a replica has the weights of its own experts alone, and rows travel:
 
     all_to_all   each row to the owner of its expert, with its weight and the expert's number; the result back the same way
     gather       all rows to all replicas; the results of the own experts are added over them (for many experts a token)
 
-All arrays have fixed sizes, so a replica has room for ``expert_buffer`` times the rows that its own tokens have, as many as it
+All arrays have fixed sizes, so a replica has room for ``buffer`` times the rows that its own tokens have, as many as it
 gets if the routing is balanced. If it gets more, the layer's output is NaN, and with it the loss: nothing is dropped in
 silence, and ``make_train_step`` skips and counts the step. Beside an automatic axis each of its shards sends a slice of the
-width of rows and has a slice of the hidden width of each expert, whatever ``expert_split`` is.
+width of rows and has a slice of the hidden width of each expert, whatever ``split`` is.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxpar.devices import on_gpus
 from jaxpar.models.grouped_product import TILE, fits, grouped_product
 from jaxpar.models.lora import is_adapted
-from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.config import Experts, TransformerConfig
 from jaxpar.models.transformer.dispatch import (
     OWNERS,
     Shards,
@@ -69,7 +69,7 @@ def experts(
     """Returns the sum of the experts' outputs for each token, and the number of pairs that each row drops.
 
     Args:
-        config: The model.
+        config: The model, which has experts.
         params: The params of a layer, with ``experts`` and ``shared``. Inside a step that is manual over ``data`` the experts
             may be those alone that this replica owns.
         x: The normalized input.
@@ -85,11 +85,12 @@ def experts(
     reduce-scatter, and their transposes. Over the other axis the rows that a replica gets are then gathered, and what it gives
     is reduced, in slices.
     """
-    weights, shared = params["experts"], params.get("shared")
+    weights, shared, settings = params["experts"], params.get("shared"), config.experts
+    assert settings is not None, "the params of experts are of a model with experts"
     _check_not_adapted(weights)
-    shards = Shards.of_experts(config, len(weights["w_expert_down"]))
-    capacity = capacity_of(config, x.shape[1]) if drops else None
-    layer = _Experts(config, weights, shards, capacity, x.dtype)
+    shards = Shards.of_experts(settings, config.expert_hidden_dim, len(weights["w_expert_down"]))
+    capacity = capacity_of(settings, x.shape[1]) if drops else None
+    layer = _Experts(config, settings, weights, shards, capacity, x.dtype)
     if shards.owners > 1:
         y = _over_owners(layer, x, routing)
         is_added = False
@@ -100,12 +101,12 @@ def experts(
     return y, _num_dropped(layer, routing)
 
 
-def capacity_of(config: TransformerConfig, seq: int) -> int | None:
+def capacity_of(settings: Experts, seq: int) -> int | None:
     """Returns how many tokens of a row of ``seq`` an expert has room for; None: for all."""
-    if config.capacity_factor is None or config.num_experts is None:
+    if settings.capacity_factor is None:
         return None
-    mean = config.experts_per_token * seq / config.num_experts
-    return min(seq, math.ceil(config.capacity_factor * mean))
+    mean = settings.per_token * seq / settings.count
+    return min(seq, math.ceil(settings.capacity_factor * mean))
 
 
 def _check_not_adapted(weights: PyTree) -> None:
@@ -122,6 +123,7 @@ class _Experts:
 
     Attributes:
         config: The model.
+        settings: What it says of its experts.
         weights: The params of the experts.
         shards: How the layer is split.
         capacity: How many tokens of a row an expert has room for; None: for all.
@@ -129,23 +131,25 @@ class _Experts:
     """
 
     def __init__(
-        self, config: TransformerConfig, weights: PyTree, shards: Shards, capacity: int | None, dtype: Any
+        self,
+        config: TransformerConfig,
+        settings: Experts,
+        weights: PyTree,
+        shards: Shards,
+        capacity: int | None,
+        dtype: Any,
     ) -> None:
-        self.config, self.weights, self.shards, self.capacity = config, weights, shards, capacity
+        self.config, self.settings = config, settings
+        self.weights, self.shards, self.capacity = weights, shards, capacity
         self._dtype = dtype
         self._product, self.tile = _batched, 1
         if capacity is None:
-            self._product, self.tile = _product(config, shards, dtype)
-
-    @property
-    def num_experts(self) -> int:
-        """The number of experts of all replicas."""
-        return self.config.num_experts or 0
+            self._product, self.tile = _product(config, settings, shards, dtype)
 
     @property
     def num_own(self) -> int:
         """The number of experts of this replica."""
-        return self.num_experts // self.shards.owners
+        return self.settings.count // self.shards.owners
 
     def slots(self, chosen: Int[Array, "batch seq chosen"], num_experts: int) -> Slots:
         """Returns the slots of pairs of this replica's tokens among some experts."""
@@ -191,7 +195,7 @@ def _cut(weight: Array, dim: int, count: int) -> Array:
 def _num_dropped(layer: _Experts, routing: Routing) -> Int[Array, " batch"]:
     if layer.capacity is None:
         return jnp.zeros(len(routing.experts), jnp.int32)
-    return num_over(routing.experts, layer.num_experts, layer.capacity)
+    return num_over(routing.experts, layer.settings.count, layer.capacity)
 
 
 # On one replica -------------------------------------------------------------------------------------------------------------
@@ -200,9 +204,9 @@ def _num_dropped(layer: _Experts, routing: Routing) -> Int[Array, " batch"]:
 def _on_this_replica(layer: _Experts, shared: PyTree, x: Hidden, routing: Routing) -> tuple[Hidden, bool]:
     """Returns the output of experts that each replica has all of, and whether that of shared ones is in it."""
     config, shards = layer.config, layer.shards
-    slots = layer.slots(routing.experts, layer.num_experts)
+    slots = layer.slots(routing.experts, layer.settings.count)
     tokens = shards.on_each(x.reshape(-1, x.shape[-1]))
-    y = layer.of_rows(config.experts_per_token, tokens, routing.weights, slots)
+    y = layer.of_rows(layer.settings.per_token, tokens, routing.weights, slots)
     is_cut = shared is not None and shards.count > 1 and _can_be_cut(shared, shards.count)
     if is_cut:
         y = y + _part_of_mlp(config, shared, tokens, shards)
@@ -229,34 +233,34 @@ def _part_of_mlp(config: TransformerConfig, params: PyTree, z: OnShards, shards:
 
 def _over_owners(layer: _Experts, x: Hidden, routing: Routing) -> Hidden:
     """Returns the output of experts that are divided among replicas."""
-    exchange = _gathered if _gathers(layer.config, layer.shards) else _sent
+    exchange = _gathered if _gathers(layer.settings, layer.shards) else _sent
     # Beside a slice XLA would split the width of its source too, and of what that is made of.
     whole = layer.shards.whole
     y = exchange(layer, whole(x), routing)
     return whole(y.reshape(x.shape))
 
 
-def _gathers(config: TransformerConfig, shards: Shards) -> bool:
+def _gathers(settings: Experts, shards: Shards) -> bool:
     """Whether all rows are gathered: they then travel once a replica, and not once an expert."""
-    if config.expert_exchange == "auto":
-        return config.experts_per_token >= shards.owners
-    return config.expert_exchange == "gather"
+    if settings.exchange == "auto":
+        return settings.per_token >= shards.owners
+    return settings.exchange == "gather"
 
 
 def _room(layer: _Experts, num_tokens: int, parts: int) -> tuple[int, bool]:
     """Returns the room for rows from each of ``parts`` of the replicas, and whether they may be too many for it."""
-    config, owners = layer.config, layer.shards.owners
-    k = config.experts_per_token
+    settings, owners = layer.settings, layer.shards.owners
+    k = settings.per_token
     most = num_tokens * owners // parts * min(k, layer.num_own)
-    if config.expert_buffer is None:
+    if settings.buffer is None:
         return most, False
-    room = math.ceil(config.expert_buffer * k * num_tokens / parts)
+    room = math.ceil(settings.buffer * k * num_tokens / parts)
     return min(room, most), room < most
 
 
 def _sent(layer: _Experts, x: Hidden, routing: Routing) -> Float[Array, "tokens embed"]:
     """Returns the output of experts to whose owners rows are sent, and back."""
-    shards, k = layer.shards, layer.config.experts_per_token
+    shards, k = layer.shards, layer.settings.per_token
     tokens = x.reshape(-1, x.shape[-1])
     there, is_over = _slots_of_owners(layer, routing, len(tokens))
     move: Callable[[Any], Any] = lambda a: jax.lax.all_to_all(a, OWNERS, 1, 1, tiled=True)
@@ -279,10 +283,10 @@ def _slots_of_owners(layer: _Experts, routing: Routing, num_tokens: int) -> tupl
     """Returns the slots of the rows that are sent, by owner, and whether there are more rows than slots, if that can be."""
     unsplit = dataclasses.replace(layer.shards, count=1)
     if layer.capacity is not None:
-        return within_capacity(routing.experts, layer.num_experts, unsplit, capacity=layer.capacity), None
+        return within_capacity(routing.experts, layer.settings.count, unsplit, capacity=layer.capacity), None
     owners, own = layer.shards.owners, layer.num_own
     room, may_overflow = _room(layer, num_tokens, owners)
-    to = (routing.experts // own).reshape(1, -1, layer.config.experts_per_token)
+    to = (routing.experts // own).reshape(1, -1, layer.settings.per_token)
     slots = within_capacity(to, owners, unsplit, capacity=room)
     is_over = num_over(to, owners, room)[0] > 0 if may_overflow else None
     return slots, is_over
@@ -319,7 +323,7 @@ def _gathered(layer: _Experts, x: Hidden, routing: Routing) -> Float[Array, "tok
         slots = dropless(chosen.reshape(-1), own, shards, tile=layer.tile, room=room)
         is_over = jnp.sum(chosen < own) > room if may_overflow else None
 
-    y = layer.of_rows(layer.config.experts_per_token, shards.on_each(rows), marks[..., 0], slots)
+    y = layer.of_rows(layer.settings.per_token, shards.on_each(rows), marks[..., 0], slots)
     y = shards.sliced(shards.total(y))
     return shards.send(add, _or_nan(y, is_over))
 
@@ -334,9 +338,11 @@ def _or_nan(y: Array, is_over: Array | None) -> Array:
 _BATCHED = jax.lax.RaggedDotDimensionNumbers((([2], [2]), ([0], [0])), [1], [1])
 
 
-def _product(config: TransformerConfig, shards: Shards, dtype: Any) -> tuple[Callable[..., Array], int]:
+def _product(
+    config: TransformerConfig, settings: Experts, shards: Shards, dtype: Any
+) -> tuple[Callable[..., Array], int]:
     """Returns ``(rows [s, r, in], weights [s, e, in, out], sizes [s, e]) -> [s, r, out]``, and of what sizes are multiples."""
-    given = config.expert_products
+    given = settings.products
     if callable(given):
         of_shard = lambda *args: given(*(a[0] for a in args))[None]
         return partial(shards.each, of_shard), 1

@@ -107,12 +107,7 @@ def make_model(
         segments = jnp.asarray(batch["segments"]) if "segments" in batch else None
         positions = jnp.asarray(batch["positions"]) if "positions" in batch else None
         segments = segments if segments is None or positions is not None else runs_in(segments)
-        if segments is not None and config.capacity_factor is not None:
-            raise ValueError(
-                "an expert has room for some tokens of a row, which its documents would share; got segments in the batch and "
-                f"capacity_factor={config.capacity_factor}. Leave capacity_factor out, or the segments."
-            )
-        _check_context(config)
+        _check_capacity(config, segments)
         documents = documents_of(config, segments)
         span = _span(tokens, segments, positions)._replace(documents=documents)
         h = embed_tokens(config, outer, tokens, span, constrain)
@@ -125,7 +120,7 @@ def make_model(
         for params in outer.get("dense_layers", ()):
             h, *_ = block(config, params, h, span, constrain)
         sums = RouterSums.zeros(config, h) if config.has_routing_losses else None
-        given = weights(batch) if config.num_experts is not None else None
+        given = weights(batch) if config.experts is not None else None
         real = None if given is None else real_tokens(given, span, tokens.shape)
         others = (segments, sums, positions, real)
         return h if all(each is None for each in others) else Stream(h, *others, documents)
@@ -151,14 +146,18 @@ def _span(tokens: Array, segments: Array | None, positions: Array | None) -> Spa
     return Span(jnp.arange(seq)[None], seq) if segments is None else Span.packed(segments)
 
 
-def _check_context(config: TransformerConfig) -> None:
-    """Raises for a model that a device cannot take a part of each sequence of."""
-    parts = context_parallel.num_parts()
-    if parts > 1 and config.capacity_factor is not None:
+def _check_capacity(config: TransformerConfig, segments: Array | None) -> None:
+    """Raises for experts with room for some tokens of a row, where a row has several documents or is on several devices."""
+    factor, parts = config.experts and config.experts.capacity_factor, context_parallel.num_parts()
+    if factor is not None and segments is not None:
+        raise ValueError(
+            "an expert has room for some tokens of a row, which its documents would share; got segments in the batch and "
+            f"capacity_factor={factor}. Leave capacity_factor out, or the segments."
+        )
+    if factor is not None and parts > 1:
         raise ValueError(
             "an expert has room for some tokens of a whole row, which context splits; got "
-            f"capacity_factor={config.capacity_factor}, {arg(context=parts)}. Leave capacity_factor out, or use "
-            f"{arg(context=1)}."
+            f"capacity_factor={factor}, {arg(context=parts)}. Leave capacity_factor out, or use {arg(context=1)}."
         )
 
 
@@ -241,18 +240,18 @@ def block(
     mixed, cache = attention(config, params["attention"], x, span, cache, constrain)
     h = h + normed("norm_1", constrain(mixed, "out"), "post")
     x = constrain(normed("norm_2", h, "pre"), "in")
-    if "mlp" in params:
+    if config.experts is None or "mlp" in params:
         y = mlp(config, params["mlp"], x)
     else:
         # Copies of a row (``advance.py``) have the experts of the first.
         copies = 1 if cache is None else len(x) // cache.batch
         x = x[::copies]
-        routing = route(config, params["router"], x, real)
+        routing = route(config.experts, params["router"], x, real)
         # Tokens of all rows are sorted by expert, and put back.
         of_tokens = row_wise(partial(experts, config, drops=cache is None))
         y, dropped = of_tokens(params, x, routing)
         if sums is not None:
-            sums = sums.plus(config, params["router"], routing, dropped, span.segments)
+            sums = sums.plus(config.experts, params["router"], routing, dropped, span.segments)
         y = jnp.repeat(y, copies, axis=0) if copies > 1 else y
     return h + normed("norm_2", constrain(y, "out"), "post"), cache, sums
 

@@ -29,7 +29,7 @@ import jax
 from jaxtyping import PyTree
 
 from jaxpar.layered_model import LAYERS
-from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.config import Experts, TransformerConfig
 from jaxpar.params import ParamSpec, count_params, ones, stack_layers, zeros
 
 _normal = jax.nn.initializers.normal(0.02)
@@ -48,25 +48,26 @@ def param_table(config: TransformerConfig) -> PyTree:
         outer["norm_in"] = _norm(config)
     if not config.tied:
         outer["head"] = ParamSpec((embed, vocab), ("embed", "vocab"), _normal)
-    if config.num_dense_layers:
-        outer["dense_layers"] = [_layer(config, {"mlp": _mlp(config, config.hidden_dim)})] * config.num_dense_layers
+    if config.num_leading_layers:
+        dense = _layer(config, {"mlp": _mlp(config, config.hidden_dim)})
+        outer["dense_layers"] = [dense] * config.num_leading_layers
     return {"outer": outer, "layers": stack_layers(layer_table(config), config.num_stacked_layers)}
 
 
 def layer_table(config: TransformerConfig) -> PyTree:
     """Returns the table of one of the stacked layers."""
-    if config.num_experts is None:
+    if config.experts is None:
         return _layer(config, {"mlp": _mlp(config, config.hidden_dim)})
-    return _layer(config, _experts(config, config.num_experts))
+    return _layer(config, _experts(config, config.experts))
 
 
 def num_active_params(config: TransformerConfig) -> int:
     """Returns the number of params that a token uses: all but the experts that it does not."""
     table = param_table(config)
-    if config.num_experts is None:
+    if config.experts is None:
         return count_params(table)
     of_experts = count_params(table[LAYERS]["experts"])
-    return count_params(table) - of_experts + of_experts // config.num_experts * config.experts_per_token
+    return count_params(table) - of_experts + of_experts // config.experts.count * config.experts.per_token
 
 
 def _layer(config: TransformerConfig, own: PyTree) -> PyTree:
@@ -103,18 +104,18 @@ def _attention(config: TransformerConfig) -> PyTree:
     return table
 
 
-def _experts(config: TransformerConfig, num_experts: int) -> PyTree:
+def _experts(config: TransformerConfig, own: Experts) -> PyTree:
     # The router's dim has a name of its own: every shard chooses among all experts.
-    router = {"w_router": ParamSpec((config.embed_dim, num_experts), ("embed", "router"), _normal)}
-    if config.router_bias:
-        router["bias"] = ParamSpec((num_experts,), ("router",), zeros)
+    router = {"w_router": ParamSpec((config.embed_dim, own.count), ("embed", "router"), _normal)}
+    if own.router_bias:
+        router["bias"] = ParamSpec((own.count,), ("router",), zeros)
     dims = ("experts", "embed", "expert_mlp")
-    up = ParamSpec((num_experts, config.embed_dim, config.expert_hidden_dim), dims, _normal)
+    up = ParamSpec((own.count, config.embed_dim, config.expert_hidden_dim), dims, _normal)
     down = ParamSpec((up.shape[0], *up.shape[:0:-1]), (dims[0], *dims[:0:-1]), _into_residual(config))
     gate = {"w_expert_gate": up} if config.mlp == "swiglu" else {}
     table = {"router": router, "experts": gate | {"w_expert_up": up, "w_expert_down": down}}
-    if config.num_shared_experts:
-        table["shared"] = _mlp(config, config.num_shared_experts * config.expert_hidden_dim)
+    if own.num_shared:
+        table["shared"] = _mlp(config, own.num_shared * config.expert_hidden_dim)
     return table
 
 

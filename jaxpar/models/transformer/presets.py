@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from jaxpar.models.transformer.config import TransformerConfig, balance_of_aux_loss
-from jaxpar.models.transformer.rope import RopeScaling
+from jaxpar.models.transformer.config import Experts, TransformerConfig, balance_of_aux_loss
+from jaxpar.models.transformer.rope import Rope, RopeScaling
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
@@ -23,21 +23,40 @@ MANY_LETTERS = 3  # of the beginning of a name, which fewer do not tell
 
 
 def _fields(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a model or family: its own, and those of the family that it is like."""
-    inherited = _fields(_TABLE["families"][given["like"]]) if "like" in given else {}
-    return inherited | {name: value for name, value in given.items() if name != "like"}
+    """Returns the fields of a model or family: its own, and those of the family that it is like, also within a group."""
+    if "like" not in given:
+        return given
+    found = dict(_fields(_TABLE["families"][given["like"]]))
+    for name, value in given.items():
+        found[name] = found.get(name, {}) | value if isinstance(value, dict) else value
+    del found["like"]
+    return found
 
 
 def _config(given: dict[str, Any]) -> TransformerConfig:
     shape = _fields(given)
-    if "rope_scaling" in shape:
-        shape["rope_scaling"] = RopeScaling(**shape["rope_scaling"])
-    coefficient = shape.pop("router_aux_loss_coef", None)
-    config = TransformerConfig(**shape)
+    if "rope" in shape:
+        shape["rope"] = _rope(shape["rope"])
+    if "experts" in shape:
+        shape["experts"] = _experts(shape["experts"], shape["num_layers"])
+    return TransformerConfig(**shape)
+
+
+def _rope(given: dict[str, Any]) -> Rope:
+    own = dict(given)
+    if "scaling" in own:
+        own["scaling"] = RopeScaling(**own["scaling"])
+    return Rope(**own)
+
+
+def _experts(given: dict[str, Any], num_layers: int) -> Experts:
+    own = dict(given)
+    coefficient = own.pop("router_aux_loss_coef", None)
+    experts = Experts(**own)
     if coefficient is None:
-        return config
-    balance = balance_of_aux_loss(coefficient, config.experts_per_token, config.num_stacked_layers)
-    return replace(config, balance_coefficient=balance)
+        return experts
+    balance = balance_of_aux_loss(coefficient, experts.per_token, num_layers - experts.num_dense_layers)
+    return replace(experts, balance_coefficient=balance)
 
 
 PRESETS = {name: _config(given) for name, given in _TABLE["models"].items()}
@@ -48,7 +67,8 @@ def preset(name: str, **changes: Any) -> TransformerConfig:
 
     Args:
         name: One of ``PRESETS``.
-        **changes: Fields of ``TransformerConfig`` to change, such as ``compute_dtype`` or ``vocab_multiple``.
+        **changes: Fields of ``TransformerConfig`` to change, such as ``compute_dtype`` or ``vocab_multiple``. Those of its
+            experts are changed by ``with_experts``.
     """
     if name not in PRESETS:
         why = REFUSED.get(name, "there is no transformer of this name")

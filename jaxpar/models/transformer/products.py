@@ -105,6 +105,6 @@ def describe_products(config: TransformerConfig) -> str:
     line = f"FP8: {count} products of a layer, with {', '.join(own)}"
     if others:
         line += f"; not with {', '.join(others)}"
-    if config.num_experts is not None:
+    if config.experts is not None:
         line += f"; experts in {jnp.dtype(config.compute_dtype)}"
     return line

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxpar.fields import check_at_least, check_one_of, check_positive
+from jaxpar.fields import check_at_least, check_kind, check_one_of, check_positive
 
 _OWN = {  # the fields of each kind, beside ``factor``
     "linear": (),
@@ -82,18 +82,38 @@ class RopeScaling:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """The wavelengths of rotary positions.
+
+    Attributes:
+        theta: Base of the wavelengths: the longest is nearly 2 pi ``theta`` positions.
+        scaling: How they are stretched for longer sequences; None: not at all.
+    """
+
+    theta: float = 10_000.0
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("Choose 10_000, say.", theta=self.theta)
+        kinds = (RopeScaling, None)
+        check_kind(
+            kinds, "a RopeScaling or None", 'Write RopeScaling(kind="linear", factor=2.0), say.', scaling=self.scaling
+        )
+
+
 def frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, lengths: Int[Array, "rows seq"] | int
+    head_dim: int, rope: Rope, lengths: Int[Array, "rows seq"] | int
 ) -> np.ndarray | Float[Array, "rows seq half"]:
     """Returns the frequency of each pair ``[head_dim / 2]``, in radians per position.
 
     Args:
         head_dim: Width of a head.
-        theta: Base of the wavelengths.
-        scaling: How they are stretched, if they are.
+        rope: Its wavelengths.
         lengths: The length of the row or document that a token belongs to; only "dynamic" depends on it. If it is an array, the
             result of "dynamic" is ``[rows, seq, head_dim / 2]``.
     """
+    theta, scaling = rope.theta, rope.scaling
     exponents = 2 * np.arange(head_dim // 2) / head_dim
     plain = theta**-exponents
     if scaling is None:

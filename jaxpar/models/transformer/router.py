@@ -28,7 +28,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxpar.context_parallel import gather_sequence, sum_over_sequence
-from jaxpar.models.transformer.config import TransformerConfig
+from jaxpar.models.transformer.config import Experts, TransformerConfig
 
 # The gradient of a router's bias is the load of each expert times this power of two: far below the rounding of a gradient norm,
 # so that neither norms nor clipping see it, and exact.
@@ -46,7 +46,7 @@ class Routing(NamedTuple):
     """What a router chose.
 
     Attributes:
-        experts: The experts of each token, ``num_experts`` for padding.
+        experts: The experts of each token; for padding the number of experts.
         weights: Their weights, 0 for padding.
         logits: The router's outputs for all experts.
         scores: Their softmax or sigmoid.
@@ -83,12 +83,13 @@ class RouterSums(NamedTuple):
         """Returns those before the first layer."""
         wide = jnp.promote_types(h.dtype, jnp.float32)
         of_tokens = jnp.zeros(h.shape[:2], wide)
-        loads = jnp.zeros((len(h), config.num_stacked_layers, config.num_experts or 0), jnp.int32)
+        num_experts = 0 if config.experts is None else config.experts.count
+        loads = jnp.zeros((len(h), config.num_stacked_layers, num_experts), jnp.int32)
         return cls(of_tokens, of_tokens, jnp.zeros(len(h), wide), loads, jnp.zeros(len(h), jnp.int32))
 
     def plus(
         self,
-        config: TransformerConfig,
+        settings: Experts,
         params: PyTree,
         routing: Routing,
         dropped: Int[Array, " batch"],
@@ -98,13 +99,13 @@ class RouterSums(NamedTuple):
         num_experts = routing.logits.shape[-1]
         loads = _one_hot(routing.experts, num_experts).sum((1, 2), dtype=jnp.int32)
         tally = self.tally
-        if config.router_bias:
+        if settings.router_bias:
             bias = params["bias"].astype(tally.dtype)
             zero = bias - jax.lax.stop_gradient(bias)
             tally = tally + LOAD_SCALE * (loads.astype(tally.dtype) @ zero)
         z = jnp.square(jax.nn.logsumexp(routing.logits, -1))
         return RouterSums(
-            balance=self.balance + balance_loss(config, routing, segments),
+            balance=self.balance + balance_loss(settings, routing, segments),
             z=self.z + _of_real(z, routing),
             tally=tally,
             loads=jnp.concatenate([self.loads[:, 1:], loads[:, None]], 1),
@@ -113,7 +114,7 @@ class RouterSums(NamedTuple):
 
 
 def route(
-    config: TransformerConfig,
+    settings: Experts,
     params: PyTree,
     x: Float[Array, "batch seq embed"],
     real: Bool[Array, "batch seq"] | None = None,
@@ -121,7 +122,7 @@ def route(
     """Returns the experts of each token and their weights.
 
     Args:
-        config: The model.
+        settings: The experts of the model.
         params: The params under ``router`` of a layer.
         x: The normalized input.
         real: Whether a token is not padding; None: all are real.
@@ -130,10 +131,10 @@ def route(
     weight = params["w_router"].astype(wide)
     # A GPU's default for float32 products would round the inputs to 10 bits.
     logits = jnp.einsum("btd,de->bte", x.astype(wide), weight, precision="highest")
-    is_softmax = config.router_score == "softmax"
+    is_softmax = settings.router_score == "softmax"
     scores = jax.nn.softmax(logits, -1) if is_softmax else jax.nn.sigmoid(logits)
-    experts = _best_experts(config, params, scores)
-    weights = _weights_of(config, experts, scores)
+    experts = _best_experts(settings, params, scores)
+    weights = _weights_of(settings, experts, scores)
     if real is not None:
         num_experts = scores.shape[-1]
         experts = jnp.where(real[..., None], experts, num_experts)
@@ -141,25 +142,25 @@ def route(
     return Routing(experts, weights, logits, scores, real)
 
 
-def _best_experts(config: TransformerConfig, params: PyTree, scores: Scores) -> Chosen:
+def _best_experts(settings: Experts, params: PyTree, scores: Scores) -> Chosen:
     """Returns the experts with the highest scores, to which the bias is added, if there is one."""
     appeal = scores
     if "bias" in params:
         appeal = scores + params["bias"].astype(scores.dtype)[None, None]
-    appeal = _in_best_groups(config, jax.lax.stop_gradient(appeal))
-    _, experts = jax.lax.top_k(appeal, config.experts_per_token)
+    appeal = _in_best_groups(settings, jax.lax.stop_gradient(appeal))
+    _, experts = jax.lax.top_k(appeal, settings.per_token)
     return experts
 
 
-def _weights_of(config: TransformerConfig, experts: Chosen, scores: Scores) -> Array:
+def _weights_of(settings: Experts, experts: Chosen, scores: Scores) -> Array:
     """Returns the scores of the chosen experts, normalized and scaled as the model has it."""
     # A sum over all experts fuses; the gradient of a gather would be a scatter.
     is_chosen = _one_hot(experts, scores.shape[-1])
     weights = jnp.where(is_chosen, scores[:, :, None], 0).sum(-1)
-    if config.normalized_routing:
+    if settings.normalized_routing:
         total = weights.sum(-1, keepdims=True)
         weights = weights / jnp.maximum(total, jnp.finfo(scores.dtype).tiny)
-    return weights * config.routed_scaling_factor
+    return weights * settings.routed_scaling_factor
 
 
 def _of_real(values: Float[Array, "batch seq *dims"], routing: Routing) -> Array:
@@ -171,15 +172,15 @@ def _of_real(values: Float[Array, "batch seq *dims"], routing: Routing) -> Array
     return jnp.where(real, values, 0)
 
 
-def _in_best_groups(config: TransformerConfig, appeal: Scores) -> Array:
+def _in_best_groups(settings: Experts, appeal: Scores) -> Array:
     """Returns how good each expert is, with minus infinity for those of groups that a token does not use."""
-    if config.groups_per_token == config.num_expert_groups:
+    if settings.groups_per_token == settings.num_groups:
         return appeal
-    grouped = appeal.reshape(*appeal.shape[:2], config.num_expert_groups, -1)
-    best = 2 if config.router_score == "sigmoid" and grouped.shape[-1] > 1 else 1
+    grouped = appeal.reshape(*appeal.shape[:2], settings.num_groups, -1)
+    best = 2 if settings.router_score == "sigmoid" and grouped.shape[-1] > 1 else 1
     of_best, _ = jax.lax.top_k(grouped, best)
-    _, groups = jax.lax.top_k(of_best.sum(-1), config.groups_per_token)
-    is_used = _one_hot(groups, config.num_expert_groups).any(2)
+    _, groups = jax.lax.top_k(of_best.sum(-1), settings.groups_per_token)
+    is_used = _one_hot(groups, settings.num_groups).any(2)
     appeal_of_used = jnp.where(is_used[..., None], grouped, -jnp.inf)
     return appeal_of_used.reshape(appeal.shape)
 
@@ -190,11 +191,9 @@ def _one_hot(chosen: Chosen, count: int) -> Array:
     return chosen[..., None] == numbers[None, None, None]
 
 
-def balance_loss(
-    config: TransformerConfig, routing: Routing, segments: Int[Array, "batch seq"] | None = None
-) -> Tokens:
+def balance_loss(settings: Experts, routing: Routing, segments: Int[Array, "batch seq"] | None = None) -> Tokens:
     """Returns the balance loss of each token's document, a row or a segment of it."""
-    uses, shares = _uses_and_shares(config, routing)
+    uses, shares = _uses_and_shares(settings, routing)
     both = jnp.stack([uses, shares], 2)
     real = jnp.ones(both.shape[:2], both.dtype) if routing.real is None else routing.real.astype(both.dtype)
     if segments is None:
@@ -207,12 +206,12 @@ def balance_loss(
     return _of_real(of_tokens, routing)
 
 
-def _uses_and_shares(config: TransformerConfig, routing: Routing) -> tuple[Scores, Scores]:
+def _uses_and_shares(settings: Experts, routing: Routing) -> tuple[Scores, Scores]:
     """Returns for each token and expert what its f_e and P_e are the means of."""
     scores, num_experts = routing.scores, routing.scores.shape[-1]
     is_chosen = _one_hot(routing.experts, num_experts).any(2)
-    uses = is_chosen.astype(scores.dtype) * (num_experts / config.experts_per_token)
-    if config.router_score != "softmax":
+    uses = is_chosen.astype(scores.dtype) * (num_experts / settings.per_token)
+    if settings.router_score != "softmax":
         scores = scores / scores.sum(-1, keepdims=True)
     return uses, _of_real(scores, routing)
 
@@ -281,7 +280,7 @@ def expert_loads(grads: PyTree) -> PyTree:
     """Returns the loads in gradients of routers' biases: the tokens of each expert, over the weight of the batch.
 
     Args:
-        grads: The gradient of a bias, or a tree of them. With weights of 1 the loads of a layer add up to experts_per_token.
+        grads: The gradient of a bias, or a tree of them. With weights of 1 the loads of a layer add up to ``per_token``.
     """
     return jax.tree.map(lambda g: g / LOAD_SCALE, grads)
 

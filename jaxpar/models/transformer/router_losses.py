@@ -71,7 +71,8 @@ def add_routing_losses(
     """
 
     def with_routing(outputs: PyTree, batch: PyTree) -> tuple:
-        if not config.has_routing_losses:
+        experts = config.experts
+        if experts is None or not config.has_routing_losses:
             return loss(outputs, batch)
         logits, sums = outputs
         total, weight, *further = loss(logits, batch)
@@ -80,7 +81,7 @@ def add_routing_losses(
         per_token = _as_loss_weighs(per_token, loss, logits, batch)
         balance, z = _weighed(per_token, sums.balance), _weighed(per_token, sums.z)
         tally = jnp.sum(jnp.where(counts, sums.tally, 0))
-        total = total + config.balance_coefficient * balance + config.z_coefficient * z + tally
+        total = total + experts.balance_coefficient * balance + experts.z_coefficient * z + tally
         if not metrics:
             return total, weight, *further
         own = {

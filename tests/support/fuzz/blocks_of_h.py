@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpar
-from jaxpar.models.transformer import TransformerConfig
+from jaxpar.models.transformer import Experts, TransformerConfig
 from jaxpar.models.transformer.experts import experts as experts_of_tokens
 from jaxpar.models.transformer.router import route
 from tests.support.fuzz.block import EXPERTS, D, T, block_of_h
@@ -170,6 +170,8 @@ def experts(p, h, w, e):
 @block_of_h("wen")
 def mixture(p, h, w, e, n):
     """The transformer's experts: dropless, or with room for a part of a row."""
+    capacity = None if n == 3 else 0.5 * n
+    experts = Experts(count=EXPERTS, per_token=1, normalized_routing=False, capacity_factor=capacity)
     config = TransformerConfig(
         vocab_size=1,
         num_layers=1,
@@ -178,13 +180,10 @@ def mixture(p, h, w, e, n):
         mlp_dim=D,
         mlp="swiglu",
         biases=False,
-        num_experts=EXPERTS,
-        experts_per_token=1,
-        normalized_routing=False,
-        capacity_factor=None if n == 3 else 0.5 * n,
+        experts=experts,
     )
     weights = {"w_expert_gate": p[e], "w_expert_up": p[e][:, ::-1], "w_expert_down": p[e]}
-    routing = route(config, {"w_router": p[w][:, :EXPERTS]}, h)
+    routing = route(experts, {"w_router": p[w][:, :EXPERTS]}, h)
     of_tokens = jaxpar.row_wise(functools.partial(experts_of_tokens, config))
     return h + of_tokens({"experts": weights}, h, routing)[0]
 
