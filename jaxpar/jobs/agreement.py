@@ -20,7 +20,8 @@ ONCE = (
     "--out-dir",
 )  # flags that other parts of a manifest depend on
 SLICE, SLICE_SIZE = "kueue.x-k8s.io/podset-slice-required-topology", "kueue.x-k8s.io/podset-slice-size"
-SCRAPED_PORT = "prometheus.io/port"
+SCRAPED, SCRAPED_PORT, SCRAPED_PATH = (f"prometheus.io/{name}" for name in ("scrape", "port", "path"))
+METRICS_PATH = "/metrics"  # of a run and of a server, and Prometheus's own default
 MOST_PORTS = 2**16
 TEMPORARY = "/tmp"  # where what is written may be lost
 METRICS = (
@@ -35,6 +36,7 @@ PROBES = {
     "livenessProbe": ("/healthz",),
     "readinessProbe": ("/readyz",),
 }
+HANDLERS = {"exec", "grpc", "httpGet", "tcpSocket"}  # of which a probe has one
 LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
 
@@ -101,10 +103,10 @@ def _check_devices(pods: Workload) -> None:
         )
     number = whole(pods.variables[FAKE_DEVICES], FAKE_DEVICES)
     threads = pods.variables.get(THREADS)
-    if threads is not None and whole(threads, THREADS) < 2 * number:
+    if threads is None or whole(threads, THREADS) < 2 * number:
         raise ValueError(
-            f"{THREADS} must be twice {FAKE_DEVICES}, or collectives deadlock; got {threads} and {number} in {pods.path}. "
-            "Raise it."
+            f"{THREADS} must be twice {FAKE_DEVICES}, or collectives deadlock; got {threads or 'none'} and {number} in "
+            f"{pods.path}. Write {2 * number}."
         )
 
 
@@ -229,6 +231,11 @@ def _check_ports(pods: Workload) -> None:
         return
     if takes_flags:
         told[flag] = pods.flag(flag)
+    if pods.annotations.get(SCRAPED_PATH, METRICS_PATH) != METRICS_PATH:
+        raise ValueError(
+            f"{SCRAPED_PATH} of {pods.path} must be {METRICS_PATH}, where the metrics are; got "
+            f"{printable(pods.annotations[SCRAPED_PATH])}. Correct it."
+        )
     needed = {key: value for key, value in told.items() if value or key != SCRAPED_PORT}
     if len({*needed.values()}) > 1:
         given = _listed([f"{key} {value or 'missing'}" for key, value in needed.items()])
@@ -331,6 +338,9 @@ def check_probes(containers: Sequence[Mapping[str, Any]], *, is_served: bool) ->
     """
     ports = [port for each in containers for port in each.get("ports", [])]
     known = {port.get("name") for port in ports} | {port["containerPort"] for port in ports}
+    for probe, given in ((probe, each[probe]) for each in containers for probe in PROBES if probe in each):
+        if not given.keys() & HANDLERS:
+            raise ValueError(f"{probe} must have one of {', '.join(sorted(HANDLERS))}; got none. Write httpGet.")
     asked = (
         (probe, each[probe]["httpGet"]) for each in containers for probe in PROBES if "httpGet" in each.get(probe, {})
     )

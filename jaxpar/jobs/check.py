@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
-from jaxpar.jobs.agreement import check_agreement, check_exit_codes, check_grace, check_probes
+from jaxpar.jobs.agreement import METRICS_PATH, check_agreement, check_exit_codes, check_grace, check_probes
 from jaxpar.jobs.choices import check_choices
 from jaxpar.jobs.field_types import check_types
 from jaxpar.jobs.forms import DNS_LABEL
@@ -25,7 +25,6 @@ from jaxpar.runtime.process_env import NAMES
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 LETTER_FIRST = ("JobSet", "TrainJob", "Service")  # the kinds whose name begins that of a Service, or is one
-METRICS_PATH = "/metrics"  # of a run, and Prometheus's own default
 
 
 def check_manifest(manifest: Any, schema: Any = None) -> None:
@@ -63,7 +62,12 @@ def check_manifest(manifest: Any, schema: Any = None) -> None:
 def _fields_as_in_the_api(kind: str) -> Iterator[None]:
     try:
         yield
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except (IndexError, KeyError) as error:
+        got = f"one without {error}" if isinstance(error, KeyError) else "one with an empty list"
+        raise ValueError(
+            f"a {kind} must have all parts that its pods need; got {got}. Write it as `manifest` does."
+        ) from error
+    except (AttributeError, TypeError) as error:
         raise ValueError(
             f"a {kind} must have its fields as its API has them; got a {type(error).__name__} at {error}. Check it against the "
             "schema too, by --schema, which names the field."

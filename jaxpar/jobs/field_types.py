@@ -13,8 +13,10 @@ from typing import Any
 
 from jaxpar.runtime.output import printable
 
-_TYPES = tomllib.loads(Path(__file__).with_name("field_types.toml").read_text(encoding="utf-8"))["types"]
-TYPES: dict[str, str] = {name: kind for kind, names in _TYPES.items() for name in names.split()}
+_TABLES = tomllib.loads(Path(__file__).with_name("field_types.toml").read_text(encoding="utf-8"))
+TYPES: dict[str, str] = {name: kind for kind, names in _TABLES["types"].items() for name in names.split()}
+REQUIRED: dict[str, list[str]] = {name: fields.split() for name, fields in _TABLES["required"].items()}
+BESIDE_ITS_NAME: dict[str, str] = _TABLES["beside_its_name"]
 BELOW_ZERO = ("priority", "tolerationSeconds")  # the numbers that may be
 QUANTITY = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][-+]?\d+)?")
 
@@ -43,15 +45,28 @@ RULES |= {f"object of {each}": RULES["object"] for each in ("string", "quantity"
 
 def type_of(name: str, *around: str) -> str | None:
     """Returns the type of a field in a field, or in a kind of manifest, of a name; None: it is not known."""
-    return next((TYPES[each] for each in (*(f"{each}.{name}" for each in around), name) if each in TYPES), None)
+    return _of(TYPES, name, around)
+
+
+def required_of(name: str, *around: str) -> list[str]:
+    """Returns the fields that an object in a field must have, as ``type_of`` finds it; none if it is not known."""
+    return _of(REQUIRED, name, around) or []
+
+
+def _of(table: Mapping[str, Any], name: str, around: Iterable[str]) -> Any:
+    return next((table[each] for each in (*(f"{each}.{name}" for each in around), name) if each in table), None)
 
 
 def check_types(manifest: Mapping[str, Any]) -> None:
-    """Raises ValueError if a field of a manifest, whose type is known, has a value of another one; the message names it."""
-    _check_fields(manifest, "", (str(manifest.get("kind")),))
+    """Raises ValueError if a field of a manifest, whose type is known, has a value of another one; the message names it.
+
+    So it does if an object lacks a field that its API requires.
+    """
+    kind = str(manifest.get("kind"))
+    _check_fields(manifest, "", (kind, kind))
 
 
-def _check_fields(part: Mapping[str, Any], path: str, around: tuple[str, ...]) -> None:
+def _check_fields(part: Mapping[str, Any], path: str, around: tuple[str, str]) -> None:
     for name, value in part.items():
         at = f"{path}.{name}".lstrip(".")
         if at == "status":  # the cluster's own
@@ -59,9 +74,20 @@ def _check_fields(part: Mapping[str, Any], path: str, around: tuple[str, ...]) -
         kind = type_of(str(name), *around)
         if kind is not None:
             _check_value(value, kind, at)
-        if kind is None or " of " not in kind:
-            for where, each in _objects(value, at):
-                _check_fields(each, where, (str(name),))
+        if kind is not None and " of " in kind:
+            continue
+        for where, each in _objects(value, at):
+            _check_has(each, where, str(name), around[1])
+            _check_fields(each, where, (around[0], str(name)))
+
+
+def _check_has(part: Mapping[str, Any], path: str, name: str, around: str) -> None:
+    """Raises ValueError if an object in a field, which is in another one, has not the fields that it needs."""
+    for field in required_of(name, around):
+        if field not in part:
+            raise ValueError(f"{path} must have {field}; got none. Write it.")
+    if name in BESIDE_ITS_NAME and not part.keys() - {"name"}:
+        raise ValueError(f"{path} must have {BESIDE_ITS_NAME[name]}; got none. Write it.")
 
 
 def _check_value(value: Any, kind: str, path: str) -> None:

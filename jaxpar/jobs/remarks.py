@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from jaxpar.jobs.agreement import SCRAPED_PORT, mesh_in, paths_in
+from jaxpar.jobs.agreement import SCRAPED, SCRAPED_PORT, mesh_in, paths_in
 from jaxpar.jobs.job import CHECKPOINTS, GPUS, ROOT, flag_value, flag_values
 from jaxpar.jobs.restarts import restart_remarks
 from jaxpar.jobs.workload import FAKE_DEVICES, SHARED_MEMORY, USUAL_GRACE, Workload, workloads
 from jaxpar.runtime.exit_codes import ExitCode
+from jaxpar.runtime.process_env import TIMEOUT_VARIABLE, TOKEN_VARIABLE
 from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 
 INPUTS = ("--init-from", "--tokenizer", "--data")
@@ -19,6 +20,12 @@ UNPROBED = {  # what happens without a probe
     "livenessProbe": "one that hangs is not started again",
     "readinessProbe": "requests reach one that is still loading its model, and get 503",
 }
+UNTOLD = {  # what follows without a variable
+    TOKEN_VARIABLE: "any program that reaches process 0 may join the run",
+    TIMEOUT_VARIABLE: "processes wait 300 s for one another, with the time to pull the image",
+    "JAX_COORDINATOR_BIND_ADDRESS": "process 0 listens at all addresses of its pod",
+}
+LEAST_START = 300  # seconds
 NO_PATHS = ("recall",)  # a task for --data
 PLATFORMS = "JAX_PLATFORMS"
 OF_GPUS = ("cuda", "gpu")  # in JAX_PLATFORMS
@@ -55,14 +62,28 @@ def _unprobed(manifest: Mapping[str, Any]) -> Iterator[str]:
     missing = [probe for probe in UNPROBED if not any(probe in each for each in containers)]
     for probe in missing:
         yield f"the pods have no {probe}: {UNPROBED[probe]}. Write it as `manifest --kind service` does"
+    for probe in (each["startupProbe"] for each in containers if "startupProbe" in each):
+        seconds = probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)  # the API's defaults
+        if seconds < LEAST_START:
+            yield (
+                f"startupProbe ends a pod that has not loaded its model after {seconds} s. Raise its failureThreshold, 180, say"
+            )
+    if not any("preStop" in each.get("lifecycle", {}) for each in containers):
+        yield (
+            "the pods have no lifecycle.preStop: requests that arrive while a pod is stopped are refused. Write it as "
+            "`manifest --kind service` does"
+        )
 
 
 def _of(pods: Workload) -> Iterator[str]:
     yield from _no_command(pods)
     if pods.kind == "Deployment":
         yield from _unheld_folder(pods)
+        yield from _deaf_to_signals(pods)
         return
     yield from _of_recipe(pods) if pods.recipe is not None else _unheld_paths(pods)
+    yield from _told_less(pods)
+    yield from _may_not_write(pods)
     yield from _no_time_to_save(pods)
     yield from _deaf_to_signals(pods)
     yield from _unknown_number(pods)
@@ -135,12 +156,31 @@ def beside_resume(command: Sequence[str]) -> Iterator[str]:
 
 
 def _unscraped(pods: Workload) -> Iterator[str]:
-    """Yields a line if a recipe serves metrics at a port of which the pods say nothing."""
+    """Yields a line if a recipe serves metrics at a port of which the pods say nothing, or too little."""
     port = pods.flag("--metrics-port")
+    if SCRAPED_PORT in pods.annotations and pods.annotations.get(SCRAPED) != "true":
+        yield f"{pods.path} has {SCRAPED_PORT} and not {SCRAPED}: Prometheus does not find its metrics. Write it, with true"
     if port not in (None, "0") and SCRAPED_PORT not in pods.annotations:
         yield (
             f"the recipe has --metrics-port {port}, and the pods say nothing of it: Prometheus does not find it. Give "
             f"--metrics-port {port} before the script"
+        )
+
+
+def _told_less(pods: Workload) -> Iterator[str]:
+    """Yields a line for each variable that pods of a run lack, and could start without."""
+    if pods.kind != "JobSet" or (pods.num_pods or 1) == 1 or pods.told is None:
+        return
+    for name in (name for name in UNTOLD if name not in pods.told):
+        yield f"{pods.path} has no {name}: {UNTOLD[name]}. Write it as `manifest` does"
+
+
+def _may_not_write(pods: Workload) -> Iterator[str]:
+    """Yields a line if volumes may not be writable for the user of pods."""
+    if pods.user not in (None, ROOT) and pods.folders and "fsGroup" not in pods.security:
+        yield (
+            f"{pods.path} has runAsUser {pods.user} and no fsGroup: its volumes may not be writable for this user. Write "
+            f"fsGroup: {pods.user}"
         )
 
 

@@ -28,6 +28,7 @@ class Workload:
         path: Where the manifest describes them, for messages.
         words: The command line of the program, as it arrives in its container.
         variables: Its environment variables that have a value.
+        told: The names of all its variables; None: not known, since more are on the cluster.
         num_pods: Their number; None: not stated.
         requests: What each requests.
         limits: What each may use.
@@ -48,6 +49,7 @@ class Workload:
     path: str
     words: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=dict)
+    told: frozenset[str] | None = None
     num_pods: int | None = None
     requests: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Any] = field(default_factory=dict)
@@ -181,6 +183,7 @@ def _of_pods(kind: str, template: Mapping[str, Any], path: str, num_pods: int | 
         path=path,
         words=_words(program),
         variables=_variables(program),
+        told=None if "envFrom" in program else frozenset(each["name"] for each in program.get("env", [])),
         num_pods=num_pods,
         requests=resources.get("requests", {}),
         limits=resources.get("limits", {}),

@@ -35,7 +35,7 @@ PLACES = {
     "trainjob": {"main": "spec trainer", "pod": f"{PATCH} spec", "notes": f"{PATCH} metadata annotations"},
     "service": {"pod": "spec template spec", "notes": "spec template metadata annotations"},
 }
-PLACES |= {"fake": PLACES["jobset"], "monitor": {}}
+PLACES |= {"fake": PLACES["jobset"], "own": PLACES["jobset"], "monitor": {}}
 MAIN = {kind: {"main": f"{places.get('pod')} containers 0"} | places for kind, places in PLACES.items()}
 SCRAPED, SLICE = "prometheus.io/port", "kueue.x-k8s.io/podset-slice-size"
 GPU, LIMITS, REQUESTS = "nvidia.com/gpu", "main resources limits", "main resources requests"
