@@ -8,15 +8,18 @@
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxpar.runtime.output import printable
 
-_TABLES = tomllib.loads(Path(__file__).with_name("field_types.toml").read_text(encoding="utf-8"))
-TYPES: dict[str, str] = {name: kind for kind, names in _TABLES["types"].items() for name in names.split()}
-REQUIRED: dict[str, list[str]] = {name: fields.split() for name, fields in _TABLES["required"].items()}
-BESIDE_ITS_NAME: dict[str, str] = _TABLES["beside_its_name"]
+_TABLES: dict[str, dict[str, str]] = tomllib.loads(
+    Path(__file__).with_name("field_types.toml").read_text(encoding="utf-8")
+)
+TYPES = {name: kind for kind, names in _TABLES["types"].items() for name in names.split()}
+REQUIRED = {name: fields.split() for name, fields in _TABLES["required"].items()}
+BESIDE_ITS_NAME = _TABLES["beside_its_name"]
 BELOW_ZERO = ("priority", "tolerationSeconds")  # the numbers that may be
 QUANTITY = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][-+]?\d+)?")
 
@@ -26,21 +29,44 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_quantity(value: Any) -> bool:
-    return isinstance(value, int | float | str) and not isinstance(value, bool) and bool(QUANTITY.fullmatch(str(value)))
+    is_number = isinstance(value, int | float | str)
+    return is_number and not isinstance(value, bool) and bool(QUANTITY.fullmatch(str(value)))
 
 
-# By type: the rule, whether a value fulfils it, and how it is written.
-RULES: dict[str, tuple[str, Callable[[Any], bool], str]] = {
-    "string": ("a string", lambda value: isinstance(value, str), "Put it into quotes."),
-    "integer": ("a whole number", _is_whole, "Write it in digits, without quotes."),
-    "boolean": ("true or false", lambda value: isinstance(value, bool), "Write true or false, without quotes."),
-    "quantity": ("a quantity, such as 8 or 800Gi", _is_quantity, "Correct it."),
-    "array": ("a list", lambda value: isinstance(value, list), "Write each item in a line with -."),
-    "array of string": ("a list of words", lambda value: isinstance(value, list), "Write each word in a line with -."),
-    "array of integer": ("a list of numbers", lambda value: isinstance(value, list), "Write each in a line with -."),
-    "object": ("an object", lambda value: isinstance(value, Mapping), "Write its fields, each with its name."),
+@dataclass(frozen=True)
+class Rule:
+    """What a value of a type must be.
+
+    Attributes:
+        text: The rule, for messages.
+        kinds: The types in Python, of which it is one; or a function that says whether it is right.
+        remedy: How it is written.
+    """
+
+    text: str
+    kinds: type | Callable[[Any], bool]
+    remedy: str
+
+    def holds(self, value: Any) -> bool:
+        """Returns whether a value is right."""
+        if isinstance(self.kinds, type):
+            return isinstance(value, self.kinds)
+        return self.kinds(value)
+
+
+OBJECT = Rule("an object", Mapping, "Write its fields, each with its name.")
+RULES = {
+    "string": Rule("a string", str, "Put it into quotes."),
+    "integer": Rule("a whole number", _is_whole, "Write it in digits, without quotes."),
+    "boolean": Rule("true or false", bool, "Write true or false, without quotes."),
+    "quantity": Rule("a quantity, such as 8 or 800Gi", _is_quantity, "Correct it."),
+    "array": Rule("a list", list, "Write each item in a line with -."),
+    "array of string": Rule("a list of words", list, "Write each word in a line with -."),
+    "array of integer": Rule("a list of numbers", list, "Write each in a line with -."),
+    "object": OBJECT,
+    "object of string": OBJECT,
+    "object of quantity": OBJECT,
 }
-RULES |= {f"object of {each}": RULES["object"] for each in ("string", "quantity")}
 
 
 def type_of(name: str, *around: str) -> str | None:
@@ -54,7 +80,11 @@ def required_of(name: str, *around: str) -> list[str]:
 
 
 def _of(table: Mapping[str, Any], name: str, around: Iterable[str]) -> Any:
-    return next((table[each] for each in (*(f"{each}.{name}" for each in around), name) if each in table), None)
+    names = [f"{each}.{name}" for each in around]
+    for each in (*names, name):
+        if each in table:
+            return table[each]
+    return None
 
 
 def check_types(manifest: Mapping[str, Any]) -> None:
@@ -92,37 +122,48 @@ def _check_has(part: Mapping[str, Any], path: str, name: str, around: str) -> No
 
 def _check_value(value: Any, kind: str, path: str) -> None:
     """Raises ValueError unless a value, and each one in it, has the type of its field."""
-    rule, holds, remedy = RULES[kind]
-    if not holds(value):
-        raise ValueError(f"{path} must be {rule}; got {_shown(value, kind)}. {remedy}")
-    if kind == "integer" and value < 0 and path.rpartition(".")[2] not in BELOW_ZERO:
+    rule = RULES[kind]
+    if not rule.holds(value):
+        raise ValueError(f"{path} must be {rule.text}; got {_shown(value, kind)}. {rule.remedy}")
+    name = path.rpartition(".")[2]
+    if kind == "integer" and value < 0 and name not in BELOW_ZERO:
         raise ValueError(f"{path} must be at least 0; got {value}. Correct it.")
     inner = "object" if kind == "array" else kind.partition(" of ")[2]
-    for name, each in _items(value) if inner else ():
+    if not inner:
+        return
+    for name, each in _items(value):
         _check_value(each, inner, f"{path}.{name}")
 
 
 def _shown(value: Any, kind: str) -> str:
-    if isinstance(value, Mapping | list):
-        return "an object" if isinstance(value, Mapping) else "a list"
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
     text = "null" if value is None else printable(repr(value))[:80]
     return f"{text}, without quotes in YAML" if kind == "string" else text
 
 
 def _items(part: Any) -> Iterable[tuple[Any, Any]]:
-    return part.items() if isinstance(part, Mapping) else enumerate(part) if isinstance(part, list) else ()
+    return part.items() if isinstance(part, Mapping) else enumerate(part)
 
 
 def _objects(value: Any, path: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
     """Yields the objects that are a value, or its items, with their paths."""
     if isinstance(value, Mapping):
         yield path, value
-    elif isinstance(value, list):
-        yield from ((f"{path}.{number}", each) for number, each in enumerate(value) if isinstance(each, Mapping))
+    if not isinstance(value, list):
+        return
+    for number, each in enumerate(value):
+        if isinstance(each, Mapping):
+            yield f"{path}.{number}", each
 
 
 def without_nulls(part: Any) -> Any:
     """Returns what is read from YAML or JSON without the fields that have no value, which the API takes for missing ones."""
-    if isinstance(part, Mapping):
-        return {name: without_nulls(value) for name, value in part.items() if value is not None}
-    return [without_nulls(each) for each in part] if isinstance(part, list) else part
+    if isinstance(part, list):
+        return [without_nulls(each) for each in part]
+    if not isinstance(part, Mapping):
+        return part
+    given = {name: value for name, value in part.items() if value is not None}
+    return {name: without_nulls(value) for name, value in given.items()}
