@@ -758,6 +758,27 @@ SAVED = ("--checkpoint-claim", "runs", "recipes/gpt.py", "--out-dir", "/checkpoi
 KEPT = ("--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
 
 
+def test_flags_that_do_not_do_what_was_meant_in_a_job_of_slurm_are_told(capsys):
+    main(
+        [
+            "--kind",
+            "sbatch",
+            "--mesh.data",
+            "8",
+            "recipes/gpt.py",
+            "--overwrite",
+            "--dry-run",
+            "--checkpoint-every",
+            "9",
+        ]
+    )
+    ends, keeps = capsys.readouterr().err.splitlines()
+    assert ends.startswith("the recipe has --dry-run: the job checks and compiles, trains nothing")
+    assert keeps.startswith(
+        "the recipe has --overwrite: JAXPAR_RESUME=if-any, which a job sets, goes on from the checkpoint"
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "lines"),
     [

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from jaxpar.jobs import (
     to_sbatch,
     to_service,
     to_trainjob,
+    trains_nothing,
     unsaved,
 )
 from jaxpar.jobs.field_types import without_nulls
@@ -120,7 +122,8 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
         _tell(check_program(job.command, job.added_flags(), _withheld(job, flags), job.num_devices))
     if flags.kind == "sbatch":
         print(to_sbatch(job), end="")
-        _tell([*unsaved(job.command), *beside_resume(job.command)] if is_recipe(job.command) else [])
+        of_command = chain.from_iterable(of(job.command) for of in (trains_nothing, unsaved, beside_resume))
+        _tell([*of_command] if is_recipe(job.command) else [])
         return
     if flags.kind == "service":
         shared = {name: flags.settings[name] for name in OF_SERVICE}

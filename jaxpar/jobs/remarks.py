@@ -107,7 +107,7 @@ def _no_command(pods: Workload) -> Iterator[str]:
 
 def _of_recipe(pods: Workload) -> Iterator[str]:
     yield from _lost_results(pods)
-    yield from _trains_nothing(pods)
+    yield from trains_nothing(pods.words)
     yield from _starts_over(pods)
     if pods.variables.get(RESUME_VARIABLE) == RESUME_IF_ANY:
         yield from beside_resume(pods.words)
@@ -115,9 +115,9 @@ def _of_recipe(pods: Workload) -> Iterator[str]:
     yield from _unscraped(pods)
 
 
-def _trains_nothing(pods: Workload) -> Iterator[str]:
-    """Yields a line if the pods of a recipe end before they train."""
-    given = [flag for flag in ("--dry-run", "--compile-for") if flag in {word.partition("=")[0] for word in pods.words}]
+def trains_nothing(command: Sequence[str]) -> Iterator[str]:
+    """Yields a line if the command of a recipe ends before it trains."""
+    given = [flag for flag in ("--dry-run", "--compile-for") if flag in {word.partition("=")[0] for word in command}]
     if given:
         yield (
             f"the recipe has {given[0]}: the job checks and compiles, trains nothing, and ends as if it had. Leave {given[0]} "
