@@ -17,8 +17,9 @@ positions, and they return what they are given.
     sum_over_sequence    a sum over the positions of all devices
     max_over_sequence    the largest value of all devices
 
-``places`` says which positions of the sequence a device has. All else of a layer treats each position on its own. An embedding
-or a loss that pairs neighbours, such as by ``tokens[:, 1:]``, does not: shift targets before ``shard_batch``.
+``places`` says which positions of the sequence a device has, ``num_parts`` how many devices share it: what is the same on all
+of them and is added to a sum over positions is divided by that. All else of a layer treats each position on its own. An
+embedding or a loss that pairs neighbours, such as by ``tokens[:, 1:]``, does not: shift targets before ``shard_batch``.
 """
 
 import math

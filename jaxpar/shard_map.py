@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxpar._compat import axes_named
 from jaxpar.mesh import DATA, MANUAL, TENSOR
 
 
@@ -46,8 +47,21 @@ NO_MESH = Mesh(np.empty((), dtype=object), ())
 @contextmanager
 def as_manual_over(axes: frozenset[str], mesh: Mesh | AbstractMesh) -> Iterator[None]:
     """Sets the context in which ``manual_over_data_and_stage`` traces a function, to trace one before it runs there."""
+    with jax.set_mesh(NO_MESH), jax.sharding.use_abstract_mesh(_manual(axes, mesh)):
+        yield
+
+
+def _manual(axes: frozenset[str], mesh: Mesh | AbstractMesh) -> AbstractMesh:
     kinds = tuple(AxisType.Manual if name in axes else AxisType.Auto for name in mesh.axis_names)
-    with jax.set_mesh(NO_MESH), jax.sharding.use_abstract_mesh(mesh.abstract_mesh.update(axis_types=kinds)):
+    return mesh.abstract_mesh.update(axis_types=kinds)
+
+
+@contextmanager
+def as_on_a_device(mesh: AbstractMesh) -> Iterator[None]:
+    """Sets the context to trace a function, with its collectives, of what a device has in ``manual_over_data_and_stage``."""
+    axes = frozenset(MANUAL)
+    sizes = {axis: mesh.shape[axis] for axis in axes}
+    with jax.sharding.use_abstract_mesh(_manual(axes, mesh)), axes_named(sizes):
         yield
 
 

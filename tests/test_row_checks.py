@@ -1,5 +1,6 @@
 """Models that mix rows and losses that are no sums over rows are refused before anything is compiled; the others are taken."""
 
+import contextlib
 import itertools
 
 import jax
@@ -8,6 +9,16 @@ import numpy as np
 import pytest
 
 import jaxpar
+from jaxpar.context_parallel import (
+    gather_sequence,
+    heads_to_sequence,
+    max_over_sequence,
+    num_parts,
+    places,
+    sequence_to_heads,
+    sum_over_sequence,
+)
+from jaxpar.mesh import abstract_mesh
 from jaxpar.step.position_checks import check_positions
 from jaxpar.step.purity import ImpureError, check_pure
 from jaxpar.step.row_checks import check_rows
@@ -562,10 +573,99 @@ def each(o, b):
 def test_a_loss_of_sequences_that_are_split_is_a_sum_over_positions(loss, message):
     if message:
         with pytest.raises(ValueError, match=message):
-            check_positions(LOOKUP, loss, TABLE, SEQUENCES, 2)
-    check_positions(LOOKUP, loss, TABLE, SEQUENCES, 1)
+            check_positions(LOOKUP, loss, TABLE, SEQUENCES, abstract_mesh(context=2))
+    check_positions(LOOKUP, loss, TABLE, SEQUENCES, abstract_mesh(context=1))
     if not message:
-        check_positions(LOOKUP, loss, TABLE, SEQUENCES, 2)
+        check_positions(LOOKUP, loss, TABLE, SEQUENCES, abstract_mesh(context=2))
+
+
+GATHERED = {"outer": {"table": TABLE["outer"]}, "layers": {"scale": jnp.ones((2, 1, 1, 1))}}
+
+
+def gathering(change=lambda h: h, embed=lambda outer, batch: 0.0, head=lambda h: h):
+    """A model that reads the mean of the whole sequence, and whose parts do something else beside it."""
+    whole = lambda h: jnp.mean(gather_sequence(h), axis=1, keepdims=True)
+    return jaxpar.LayeredModel(
+        lambda outer, batch: outer["table"][batch["tokens"]] + embed(outer, batch),
+        lambda params, h: change(h * params["scale"] + whole(h)),
+        lambda outer, h: head(h) @ outer["table"].T,
+    )
+
+
+OF_TOKENS = lambda o, b: (jnp.sum(each(o, b)), jnp.float32(each(o, b).size))
+of_pooled = lambda o, b: jnp.sum(jnp.mean(o[:, 0] ** 2, -1))  # of a head that pools: the same on all devices
+CONV = {"dimension_numbers": ("NWC", "WIO", "NWC"), "window_strides": (1,), "padding": "SAME"}
+
+
+def running(h):
+    _, out = jax.lax.scan(lambda carry, x: (jnp.tanh(carry + x),) * 2, h[:, 0] * 0, h.swapaxes(0, 1))
+    return out.swapaxes(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (
+            {"change": lambda h: h - h.mean(1, keepdims=True)},
+            "layer must treat .*: a sum over positions reaches each position",
+        ),
+        (
+            {"change": lambda h: h + jnp.roll(h, 1, axis=1)},
+            r"layer must .*: it moves positions \(concatenate at .*test_row",
+        ),
+        ({"change": lambda h: h + jnp.cumsum(h, axis=1)}, "layer must treat .*: it orders or adds up positions"),
+        (
+            {"change": running},
+            "layer must treat .*: it makes of a sum over positions|it carries one position to the next",
+        ),
+        ({"change": lambda h: h + jax.nn.softmax(h, axis=1)}, "layer must treat"),
+        ({"head": lambda h: h + h[:, -1:]}, "head must treat .*: it makes one position of several"),
+        (
+            {"head": lambda h: h.mean(1, keepdims=True)},
+            "got loss_sum no sum over positions: it makes of a sum over positions",
+        ),
+        ({"head": lambda h: h[:, -1:]}, "got loss_sum no sum over positions: a sum over some positions of each"),
+        (
+            {"head": lambda h: h + sum_over_sequence(h)},
+            "head must treat .*: it joins positions of one device and others",
+        ),
+        ({"head": lambda h: h + sum_over_sequence(h.sum(1, keepdims=True))}, ""),
+        ({"head": lambda h: h + sum_over_sequence(h.mean(1, keepdims=True))}, "it adds positions and what depends"),
+        ({"head": lambda h: h + sum_over_sequence(h.mean(1, keepdims=True)) / num_parts()}, ""),
+        ({"head": lambda h: h / max_over_sequence(jnp.abs(h).max(1, keepdims=True))}, ""),
+        ({"change": lambda h: heads_to_sequence(jnp.cumsum(sequence_to_heads(h[..., None]), axis=1))[..., 0]}, ""),
+        ({"embed": lambda outer, batch: outer["table"][places(batch["tokens"].shape[1])][None]}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_model_that_mixes_the_positions_of_a_device_is_refused_though_it_gathers_others(parts, message):
+    found = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with found:
+        check_positions(gathering(**parts), OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
+def test_positions_that_are_counted_on_a_device_are_told():
+    model = gathering(embed=lambda outer, batch: outer["table"][jnp.arange(batch["tokens"].shape[1])][None])
+    with pytest.warns(
+        UserWarning, match="those of a device: embed: it depends on the place of a position in its device"
+    ):
+        check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        (of_pooled, "no sum over positions: it adds to a sum .* divide what is the same on all devices"),
+        (lambda o, b: of_pooled(o, b) / num_parts(), ""),
+    ],
+)
+def test_what_is_the_same_on_all_devices_is_added_once_to_a_sum_over_positions(term, message):
+    pooled = lambda h: sum_over_sequence(h.sum(1, keepdims=True))
+    model = gathering()
+    both = jaxpar.LayeredModel(model.embed, model.layer, lambda outer, h: (model.head(outer, h), pooled(h)))
+    loss = lambda o, b: (OF_TOKENS(o[0], b)[0] + term(o[1], b), OF_TOKENS(o[0], b)[1])
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        check_positions(both, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
 
 
 def test_a_model_that_is_traced_with_other_numbers_each_time_is_told_so_and_not_that_it_mixes_rows():

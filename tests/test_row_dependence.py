@@ -280,9 +280,7 @@ def test_a_sum_with_a_derivative_of_its_own_that_mixes_rows_is_in_doubt():
 
 # Primitives of JAX without a rule: what they make of rows is a doubt.
 WITHOUT_RULE = {
-    "collectives, of which a model has none outside a step": {
-        *("all_gather", "all_to_all", "axis_index", "pmax", "pmin", "ppermute", "ragged_all_to_all"),
-    },
+    "collectives, of which a model has none outside a step": {"ragged_all_to_all"},
     "tokens and references": {"after_all", "create_token", "get", "swap"},
     "calls, which are read as such": {
         *("call", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "remat2"),

@@ -7,6 +7,7 @@
 `loops.py`        the trips of a loop, and what it carries
 `evaluation.py`   equations and jaxprs: bind, rewrite, evaluate
 `primitives.py`   primitives of jaxpar's own
+`axes.py`         the names of mesh axes in a trace
 `memory.py`       the order of dims in memory; arrays without initial values
 `attention.py`    cuDNN's attention with what merges its parts
 `backends.py`     the client of a run of several processes; devices for the compiler alone
@@ -19,6 +20,7 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import partial_eval
 
 from jaxpar._compat.attention import cudnn_attention, cudnn_attention_gradients
+from jaxpar._compat.axes import axes_named
 from jaxpar._compat.backends import (
     backend_errors,
     coordination,

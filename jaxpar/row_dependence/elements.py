@@ -175,7 +175,8 @@ def chosen(op: Operation, given: Values, at: int = 0) -> Value:
         return condition
     in_doubt = condition.why and condition.kind is not Kind.MIXED
     if in_doubt or condition.kind in (Kind.SUM, Kind.UNKNOWN):
-        why = condition.why or op.told("a condition on a sum over rows")
+        is_of_device = op.axis and condition.kind is Kind.UNKNOWN  # such as by its number
+        why = condition.why or ("" if is_of_device else op.told("a condition on a sum over rows"))
         values = [_at_most_unknown(v) for v in given]
         return op.unknown(values, why, at)
     made = joined(op, cases, at)

@@ -174,6 +174,9 @@ def by_batch(op: Operation, given: Values) -> list[Value]:
     spans = {v.span for v in given if v.span}
     kind = max(v.kind for v in given)
     is_even = all(v.growth == 1 for v in given)
+    queries, keys = given[:2]
+    if queries.kind is keys.kind is Kind.ROWS and spans != {first}:
+        return [op.mixed(given, "it multiplies rows by other rows", at) for at in results]
     if spans == {first} and kind is Kind.ROWS and is_even:
         return [op.rows_at(given, first) for _ in results]
     return [elementwise(op, given, at) for at in results]

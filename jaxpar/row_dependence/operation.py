@@ -34,6 +34,7 @@ class Operation:
         ratio: How many times more the many are.
         trips_vary: Whether the loop around is over rows.
         caller: The line that calls the function around.
+        axis: The mesh axis that splits the rows; "" where none does in these jaxprs.
     """
 
     few: Any
@@ -42,6 +43,7 @@ class Operation:
     ratio: float
     trips_vary: bool = False
     caller: str = ""
+    axis: str = ""
 
     @property
     def name(self) -> str:
@@ -61,6 +63,12 @@ class Operation:
     def told(self, what: str) -> str:
         """Returns a sentence with the operation and its line."""
         return f"{what} ({self.name} at {self.line})"
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether it is a collective over the axis that splits the rows."""
+        over = self.params.get("axes") or self.params.get("axis_name") or ()
+        return bool(self.axis) and self.axis in ([over] if isinstance(over, str) else over)
 
     # Shapes -----------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The reader of two jaxprs of one function: it follows values through operations, calls, branches and loops."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -51,6 +52,7 @@ def traced(
     function: Callable[..., PyTree],
     few: Sequence[PyTree],
     many: Sequence[PyTree],
+    within: Sequence[Callable[[], AbstractContextManager]] = (nullcontext, nullcontext),
 ) -> tuple[Pair, Pair]:
     """Returns the jaxprs of a function for few and for many rows, and the shapes that it returns for both.
 
@@ -60,9 +62,12 @@ def traced(
         function: A function of pytrees.
         few: Its arguments, arrays or ShapeDtypeStructs.
         many: The same with more rows.
+        within: What makes the contexts in which it is traced for few and for many rows.
     """
-    of_few, few_shapes = jax.make_jaxpr(function, return_shape=True)(*few)
-    of_many, many_shapes = jax.make_jaxpr(function, return_shape=True)(*many)
+    with within[0]():
+        of_few, few_shapes = jax.make_jaxpr(function, return_shape=True)(*few)
+    with within[1]():
+        of_many, many_shapes = jax.make_jaxpr(function, return_shape=True)(*many)
     return (of_few, of_many), (few_shapes, many_shapes)
 
 
@@ -75,12 +80,14 @@ class Reader:
         ratio: How many times more the many are.
         trips_vary: Whether it reads the body of a loop over rows.
         caller: The line that calls what it reads.
+        axis: The mesh axis that splits the rows of these jaxprs, whose collectives join them; "" if none does.
     """
 
     rows: int
     ratio: float
     trips_vary: bool = False
     caller: str = ""
+    axis: str = ""
 
     def read(self, few: Any, many: Any, given: Values) -> Results:
         """Returns the value of each output of a jaxpr, open or closed, from those of its inputs."""
@@ -126,6 +133,7 @@ class Reader:
             self.ratio,
             self.trips_vary,
             self.caller,
+            self.axis,
         )
 
     def _of_other_program(self, few: Any, many: Any, given: Values) -> Results:
@@ -181,6 +189,17 @@ class Reader:
             made_of = [given[0], *values]
             results.append(values[0] if is_passed else chosen(op, made_of, at))
         return results
+
+    def _on_shards(self, op: Operation, given: Values) -> Results:
+        """Of a function on each shard of its arguments, over axes that do not split them."""
+        few, many = map(opened, op.both("jaxpr"))
+        is_whole = all(
+            [v.aval.shape for v in equation.invars] == [v.aval.shape for v in inner.invars]
+            for equation, inner in ((op.few, few), (op.many, many))
+        )
+        if not is_whole:
+            return [op.unknown(given, op.told("it is not known"), at) for at in range(op.num_outputs)]
+        return replace(self, caller=op.line).read(few, many, given)
 
     # Loops ------------------------------------------------------------------------------------
 
@@ -281,6 +300,7 @@ SPECIAL = {
     "while": Reader._while_loop,
     "cond": Reader._branches,
     "custom_linear_solve": Reader._linear_solve,
+    "shard_map": Reader._on_shards,
 }
 
 

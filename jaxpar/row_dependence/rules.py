@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.row_dependence import dims, elements, indices
+from jaxpar.row_dependence import collectives, dims, elements, indices
 from jaxpar.row_dependence.operation import Operation
 from jaxpar.row_dependence.values import Value, Values
 
@@ -22,7 +22,7 @@ _RULES: dict[str, Rule] = {
     "sqrt": elements.rooted,
     "square integer_pow": elements.squared,
     "convert_element_type": elements.converted,
-    "neg copy real imag conj reduce_precision name psum": elements.unchanged,
+    "neg copy real imag conj reduce_precision name": elements.unchanged,
     "sharding_constraint layout_constraint pvary device_put reshard": elements.unchanged,
     "with_memory_space_constraint optimization_barrier": elements.unchanged,
     "tie": elements.last,
@@ -72,6 +72,12 @@ _RULES: dict[str, Rule] = {
     "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max": indices.scattered,
     "dynamic_slice": indices.sliced_at,
     "dynamic_update_slice": indices.updated_at,
+    # collectives
+    "psum": collectives.summed,
+    "pmax pmin": collectives.largest,
+    "all_gather": collectives.gathered,
+    "all_to_all": collectives.exchanged,
+    "ppermute axis_index": collectives.sent,
 }
 RULES = {name: rule for names, rule in _RULES.items() for name in names.split()}
 
@@ -96,6 +102,12 @@ TAKE_MIXED = frozenset(
         "integer_pow",
         "copy",
         "convert_element_type",
+        "psum",
+        "pmax",
+        "pmin",
+        "all_gather",
+        "all_to_all",
+        "ppermute",
     ]
 )
 

@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 
 from jaxpar.data_parallel import check_batch, check_sequences
 from jaxpar.layered_model import LayeredModel, num_layers, output_shapes
-from jaxpar.mesh import CONTEXT, DATA, REPLICA, num_replicas
+from jaxpar.mesh import DATA, REPLICA, num_replicas
 from jaxpar.sharding import check_same_tree, path_string
 from jaxpar.step.loss_checks import check_loss
 from jaxpar.step.plan import Step
@@ -36,7 +36,7 @@ def check_call(step: Step, params: PyTree, batch: PyTree) -> None:
     if step.trains:
         _check_reads_some(params, traced.unread)
     check_rows(model, loss, params, batch, num_replicas(mesh) * num_microbatches)
-    check_positions(model, loss, params, batch, mesh.shape[CONTEXT])
+    check_positions(model, loss, params, batch, mesh, step.shardings)
     forward = model.apply if is_layered else model
     check_owned(forward, params, batch, step.shardings, mesh)
     if step.trains:

@@ -5,21 +5,24 @@ model does with positions is its own: attention reads those of other devices. So
 as it must over ``data`` to params that replicas own (``check_owned``).
 """
 
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import equations
 from jaxpar.data_parallel import batch_specs
 from jaxpar.fields import arg
 from jaxpar.layered_model import OUTER, LayeredModel
-from jaxpar.mesh import CONTEXT, DATA, cut_of, entry_axes
+from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh, cut_of, entry_axes
 from jaxpar.row_dependence import Kind, Reader, Value, traced
-from jaxpar.shard_map import manual_over_data_and_stage
+from jaxpar.shard_map import as_on_a_device, manual_over_data_and_stage
 from jaxpar.sharding import path_string
-from jaxpar.step.row_checks import NO_SUMS, Found, Model, pairs_of, resized, rows_of, shapes_of, size_of
+from jaxpar.step.row_checks import NO_SUMS, Found, Model, examine, pairs_of, resized, rows_of, shapes_of, size_of
 
 _UNKNOWN = Value(Kind.UNKNOWN, None)
 
@@ -29,20 +32,25 @@ def check_positions(
     loss: Callable,
     params: PyTree,
     batch: PyTree,
-    num_parts: int,
+    mesh: Mesh,
+    shardings: PyTree = None,
 ) -> None:
-    """Raises if the loss would depend on how sequences are split: it is no sum over positions, or it pairs neighbours.
+    """Raises if the loss would depend on how sequences are split.
 
-    Raises too for a dict without ``positions``: it has not been through ``shard_batch``, so its tokens are on other devices
-    than ``context_parallel.places`` says.
+    It does where a part of the model mixes the positions of a device, which is proved from two numbers of devices that share
+    the same sequence; where the loss is no sum over positions; and where it pairs neighbours. Raises too for a dict without
+    ``positions``: it has not been through ``shard_batch``, so its tokens are on other devices than
+    ``context_parallel.places`` says.
 
     Args:
         model: The model.
         loss: ``loss(outputs, batch) -> (loss_sum, weight_sum)``, or with a dict of further sums.
         params: Arrays or ShapeDtypeStructs.
         batch: Likewise.
-        num_parts: The number of parts of a sequence; with one nothing is refused, nor is a model of one length alone.
+        mesh: The mesh; if it splits no sequences nothing is refused, nor is a model of one length alone.
+        shardings: The NamedShardings of the params, if they are known.
     """
+    num_parts = mesh.shape[CONTEXT]
     if num_parts == 1:
         return
     if isinstance(batch, dict) and "positions" not in batch:
@@ -50,30 +58,118 @@ def check_positions(
             f"a batch whose sequences are split must have positions; got {arg(context=num_parts)} and none. Make it with "
             "jaxpar.shard_batch, which adds them."
         )
-    sizes = size_of(batch, 1), 2 * size_of(batch, 1)
-    batches = [resized(shapes_of(batch), size, dim=1) for size in sizes]
+    shapes = shapes_of(batch)
+    seq = size_of(batch, 1)
     try:
-        outputs = [jax.eval_shape(_forward(model), params, each) for each in batches]
-        found = Found(2.0, _read_loss(loss, outputs, batches, sizes))
-    except Exception:  # a model of one length alone
+        outputs = jax.eval_shape(_forward(model), params, shapes)
+    except Exception:  # of any kind: a model is a function of the user
         return
-    _refuse_neighbours(
-        model,
-        loss,
-        params,
-        outputs[0],
-        batches[0],
-        sizes[0],
-    )
+    _refuse_neighbours(model, loss, params, outputs, shapes, seq)
+    found = _of_devices(model, loss, params, shapes, mesh, shardings) or _of_loss(model, loss, params, shapes, seq)
+    if found is None:
+        return
     loss_sum, weight_sum, *_ = found.sums
+    _refuse_parts(found)
+    if found.by_place and jax.process_index() == 0:
+        warnings.warn(
+            "a device has some positions of a sequence, of which batch['positions'] and jaxpar.context_parallel.places say the "
+            f"numbers; got code that counts those of a device: {_of_positions('; '.join(found.by_place))}. Use these numbers, "
+            "and random keys that differ by position.",
+            stacklevel=2,
+        )
     is_wrong = any(value.kind in NO_SUMS for value in (loss_sum, weight_sum))
     if is_wrong or found.disagree(loss_sum, weight_sum):
-        loss_is, weight_is = (found.described(each, "position") for each in (loss_sum, weight_sum))
+        loss_is, weight_is = (_of_positions(found.described(each)) for each in (loss_sum, weight_sum))
         raise ValueError(
             "loss_sum and weight_sum must be sums over the positions that the loss is given, since both are added over the "
             f"devices that share a sequence; got loss_sum {loss_is}, and weight_sum {weight_is}. Return jnp.sum of the losses "
-            "of positions, and jnp.sum of their weights or their number."
+            "of positions, and jnp.sum of their weights or their number; divide what is the same on all devices, such as the "
+            "loss of a row, by jaxpar.context_parallel.num_parts()."
         )
+
+
+def _of_devices(
+    model: Model,
+    loss: Callable,
+    params: PyTree,
+    batch: PyTree,
+    mesh: Mesh,
+    shardings: PyTree,
+) -> Found | None:
+    """Returns how the loss depends on which positions a device has, of a sequence that more devices share, or fewer.
+
+    None if that is not known: a model sends positions from device to device, or takes no such numbers of devices.
+    """
+    parts = mesh.shape[CONTEXT]
+    pairs = [(2 * parts, parts)] + [(parts, parts // 2)] * (parts > 2)  # of devices; heads may divide by no more
+    each = (_of_so_many(model, loss, params, batch, mesh, shardings, counts) for counts in pairs)
+    return next((found for found in each if found is not None), None)
+
+
+def _of_so_many(
+    model: Model,
+    loss: Callable,
+    params: PyTree,
+    batch: PyTree,
+    mesh: Mesh,
+    shardings: PyTree,
+    counts: tuple[int, int],
+) -> Found | None:
+    """Returns the same from two numbers of devices, the larger one first."""
+    seq = size_of(batch, 1)
+    whole = seq if seq % (2 * counts[0]) == 0 else 2 * seq
+    sizes = whole // counts[0], whole // counts[1]
+    axes = {axis: size for axis, size in mesh.shape.items() if axis != TENSOR}
+    meshes = [abstract_mesh(**(axes | {CONTEXT: count})) for count in counts]
+    within = [partial(as_on_a_device, each) for each in meshes]
+    batches = [resized(batch, size, dim=1) for size in sizes]
+    local = params if shardings is None else jax.tree.map(partial(_owned_shape, mesh=meshes[0]), params, shardings)
+    reader = Reader(sizes[0], sizes[1] / sizes[0], axis=CONTEXT)
+    try:
+        with within[1]():
+            traced_model = jax.make_jaxpr(_forward(model))(local, batches[1])
+    except Exception:  # of any kind: a model is a function of the user
+        return None
+    if any(each.primitive.name == "ppermute" for each in equations(traced_model)):
+        return None
+    return examine(model, loss, local, batches, reader, within)
+
+
+def _owned_shape(param: Any, sharding: NamedSharding, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a param on a device in a step: a part of one that is sharded over ``data`` for good."""
+    shape = NamedSharding(mesh, _over_data(sharding)).shard_shape(param.shape)
+    return jax.ShapeDtypeStruct(shape, param.dtype)
+
+
+def _of_loss(model: Model, loss: Callable, params: PyTree, batch: PyTree, seq: int) -> Found | None:
+    """Returns how the loss depends on the positions if each output that has positions depends on its own alone."""
+    sizes = seq, 2 * seq
+    batches = [resized(batch, size, dim=1) for size in sizes]
+    try:
+        outputs = [jax.eval_shape(_forward(model), params, each) for each in batches]
+        return Found(2.0, _read_loss(loss, outputs, batches, sizes))
+    except Exception:  # a model of one length alone
+        return None
+
+
+def _refuse_parts(found: Found) -> None:
+    """Raises if positions of a device that a part of the model mixes reach the loss."""
+    for value in found.sums:
+        part = found.part_of.get(value.why)
+        if value.kind is Kind.MIXED and part is not None:
+            raise ValueError(
+                f"{part} must treat each position of a sequence on its own, or read others by a collective, since a device has "
+                f"some of them; got one that mixes those of a device, on the way to the loss: {_of_positions(value.why)}. Read "
+                "the whole sequence by jaxpar.context_parallel.gather_sequence, add up over it by sum_over_sequence, or use "
+                f"{arg(context=1)}."
+            )
+
+
+def _of_positions(why: str) -> str:
+    """Returns what mixed rows, in words of positions; the name of a file stays."""
+    what, bracket, line = why.partition(" (")
+    what = what.partition(", where the batch")[0].replace("its microbatch", "its device")
+    return what.replace("row", "position") + bracket + line
 
 
 def check_owned(
@@ -124,16 +220,12 @@ def _axes_of_collectives(
 ) -> set[str]:
     """Returns the manual axes over which a model sends anything, on a shard of the params that are owned."""
 
-    def as_owned(sharding: NamedSharding) -> PartitionSpec:
-        entries = [DATA if DATA in entry_axes(entry) else None for entry in sharding.spec]
-        return PartitionSpec(*entries)
-
     def outputless(params: PyTree, batch: PyTree) -> tuple:
         forward(params, batch)
         return ()
 
     shapes = jax.eval_shape(lambda *trees: trees, params, batch)
-    of_params = PartitionSpec() if shardings is None else jax.tree.map(as_owned, shardings)
+    of_params = PartitionSpec() if shardings is None else jax.tree.map(_over_data, shardings)
     in_specs = of_params, batch_specs(shapes[1], mesh)
     on_shards = manual_over_data_and_stage(outputless, mesh, in_specs=in_specs, out_specs=())
     axes: set[str] = set()
@@ -144,6 +236,11 @@ def _axes_of_collectives(
             over = equation.params.get(name) or ()
             axes.update([over] if isinstance(over, str) else over)
     return axes
+
+
+def _over_data(sharding: NamedSharding) -> PartitionSpec:
+    """Returns the part of a param's spec that is ``data``."""
+    return PartitionSpec(*(DATA if DATA in entry_axes(entry) else None for entry in sharding.spec))
 
 
 def _refuse_neighbours(

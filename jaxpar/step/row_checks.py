@@ -22,6 +22,7 @@ that names the line of code. ``row_dependence`` proves it.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,7 +72,8 @@ def check_rows(
     if num_parts == 1:
         return
     sizes = _two_sizes(size_of(batch, 0), num_parts)
-    found = _examine(model, loss, shapes_of(params), shapes_of(batch), sizes)
+    batches = [resized(shapes_of(batch), size) for size in sizes]
+    found = examine(model, loss, shapes_of(params), batches, Reader(sizes[0], sizes[1] / sizes[0]))
     if found is None:
         doubts = [f"model and loss take no {sizes[0]} and no {sizes[1]} rows"]
     else:
@@ -105,6 +107,8 @@ class Found:
         names: The names of these sums.
         part_of: Of each operation that mixes rows in the model, the part that it is in.
         doubts: What is taken though it may be wrong.
+        by_place: Of these, what depends on the places of rows in a microbatch, or on a device.
+        joins_rows: Whether collectives join the rows of all devices: what is not known may then be the same on all.
     """
 
     ratio: float
@@ -112,12 +116,16 @@ class Found:
     names: list[str] = field(default_factory=list)
     part_of: dict[str, str] = field(default_factory=dict)
     doubts: list[str] = field(default_factory=list)
+    by_place: list[str] = field(default_factory=list)
+    joins_rows: bool = False
 
     def doubt(self, value: Value, part: str) -> None:
         """Notes what is in doubt about a value that a part returns."""
         if value.kind is not Kind.MIXED:
             new = [f"{part}: {each}" for each in (value.why, value.assumed) if each]
             self.doubts += [each for each in new if each not in self.doubts]
+            if value.place:
+                self.by_place += [each for each in new if each not in self.by_place]
 
     def settled(
         self,
@@ -129,7 +137,7 @@ class Found:
         """Returns the value that the next part is given; what is in doubt is noted, and then taken to be right."""
         is_leaf_of_x = part in ("embed", "layer")
         if is_leaf_of_x and value.kind is Kind.UNKNOWN:  # without rows, and yet of rows
-            value = Value(Kind.MIXED, None, why=value.why)
+            value = Value(growth=None) if self.joins_rows else Value(Kind.MIXED, None, why=value.why)
         self.doubt(value, part)
         if value.kind is Kind.MIXED:
             self.part_of.setdefault(value.why, part)
@@ -149,18 +157,18 @@ class Found:
         powers = self.power(a), self.power(b)
         return None not in powers and not same_growth(*powers)
 
-    def described(self, value: Value, of: str = "row") -> str:
+    def described(self, value: Value) -> str:
         """Returns what a sum is, in words."""
         if value.kind is Kind.MIXED:
-            return f"no sum over {of}s: {value.why}"
+            return f"no sum over rows: {value.why}"
         if value.kind is Kind.ROWS:
-            return f"a number for each {of}"
+            return "a number for each row"
         power = self.power(value)
         if same_growth(power, 1.0):
-            return f"a multiple of the number of {of}s" if value.is_free else f"a sum over {of}s"
+            return "a multiple of the number of rows" if value.is_free else "a sum over rows"
         if same_growth(power, 1 / self.ratio):
-            return f"the same for any number of {of}s" if value.is_free else f"a mean over {of}s"
-        return f"a sum over {of}s times what depends on their number"
+            return "the same for any number of rows" if value.is_free else "a mean over rows"
+        return "a sum over rows times what depends on their number"
 
 
 @dataclass(frozen=True)
@@ -182,22 +190,30 @@ class _Traced:
     returned: tuple[PyTree, PyTree]
 
 
-def _examine(
+def examine(
     model: Model,
     loss: Callable,
     params: PyTree,
-    batch: PyTree,
-    sizes: tuple[int, int],
+    batches: Sequence[PyTree],
+    reader: Reader,
+    within: Sequence[Callable[[], AbstractContextManager]] = (nullcontext, nullcontext),
 ) -> Found | None:
-    """Returns how the loss depends on the rows; None if model and loss take no such numbers of rows."""
-    batches = [resized(batch, size) for size in sizes]
+    """Returns how the loss depends on the rows; None if model and loss take no such numbers of rows.
+
+    Args:
+        model: The model.
+        loss: The loss.
+        params: ShapeDtypeStructs.
+        batches: The batch with few rows and with many, as ShapeDtypeStructs.
+        reader: Reads the jaxprs.
+        within: What makes the contexts in which both are traced.
+    """
     try:
-        *parts, of_loss = _trace(model, loss, params, batches)
+        *parts, of_loss = _trace(model, loss, params, batches, within)
     except Exception:  # any error that a model raises for another number of rows than its own
         return None
-    found, rows = Found(sizes[1] / sizes[0]), sizes[0]
-    reader = Reader(rows, found.ratio)
-    of_batch = [rows_of(pair, rows) for pair in pairs_of(batches)]
+    found = Found(reader.ratio, joins_rows=bool(reader.axis))
+    of_batch = [rows_of(pair, reader.rows) for pair in pairs_of(batches)]
     values = of_batch
     for part in parts:
         values = _after(part, values, reader, found)
@@ -220,15 +236,16 @@ def _trace(
     model: Model,
     loss: Callable,
     params: PyTree,
-    batches: list[PyTree],
+    batches: Sequence[PyTree],
+    within: Sequence[Callable[[], AbstractContextManager]],
 ) -> Iterator[_Traced]:
     """Yields the parts of the model, and then the loss."""
     x = batches[0], batches[1]
     for name, function, own, count in _parts(model, params):
-        jaxprs, x = traced(function, (own, x[0]), (own, x[1]))
+        jaxprs, x = traced(function, (own, x[0]), (own, x[1]), within)
         num_params = len(jax.tree.leaves(own))
         yield _Traced(name, jaxprs, num_params, count, x)
-    jaxprs, returned = traced(loss, (x[0], batches[0]), (x[1], batches[1]))
+    jaxprs, returned = traced(loss, (x[0], batches[0]), (x[1], batches[1]), within)
     yield _Traced("loss", jaxprs, 0, 1, returned)
 
 

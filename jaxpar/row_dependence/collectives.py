@@ -1,0 +1,84 @@
+"""The rules of collectives over the axis that splits the rows: what devices join no longer depends on which rows each has.
+
+    psum a          a is SUM     FREE    the sum over the rows of all devices
+    all_gather a    a has ROWS   FREE    the rows of all devices
+    all_to_all a    a has ROWS   FREE    and of such a value, the rows of a device again
+    psum a          a is FREE    FREE    as many times as there are devices
+    psum a          a has ROWS   MIXED   rows of one device and others of another are added
+
+Collectives over other axes leave rows where they are. A value that a device sends to another one is not known.
+"""
+
+from dataclasses import replace
+
+from jaxpar.row_dependence.operation import Operation, span_of_shape
+from jaxpar.row_dependence.values import Kind, Value, Values, product_of_growths
+
+_NOT_KNOWN = Value(Kind.UNKNOWN, None)
+
+
+def summed(op: Operation, given: Values) -> list[Value]:
+    """Of the sums over devices."""
+    if not op.joins_rows:
+        return list(given)
+    return [_sum_of_devices(op, value, at) for at, value in enumerate(given)]
+
+
+def _sum_of_devices(op: Operation, value: Value, at: int) -> Value:
+    if value.kind is Kind.SUM:
+        return Value(growth=value.growth, why=value.why, assumed=value.assumed)
+    if value.is_free:
+        return Value(growth=product_of_growths(value.growth, 1 / op.ratio))
+    return _of_all_devices(op, value, at)
+
+
+def largest(op: Operation, given: Values) -> list[Value]:
+    """Of the largest, or smallest, values of all devices."""
+    if not op.joins_rows:
+        return list(given)
+    return [_largest_of_devices(op, value, at) for at, value in enumerate(given)]
+
+
+def _largest_of_devices(op: Operation, value: Value, at: int) -> Value:
+    if value.is_free:
+        return value
+    if value.is_bound:
+        return Value()
+    return _of_all_devices(op, value, at)
+
+
+def _of_all_devices(op: Operation, value: Value, at: int) -> Value:
+    if value.kind is Kind.ROWS:
+        return op.mixed([value], "it joins rows of one device and others of another", at)
+    return _NOT_KNOWN
+
+
+def gathered(op: Operation, given: Values) -> Value:
+    """Of the values of all devices, side by side."""
+    (value,) = given
+    if not op.joins_rows:
+        return op.unknown(given, op.told("it is not known"))
+    if value.kind is Kind.ROWS:
+        return Value(growth=value.growth)
+    return value if value.is_free else _NOT_KNOWN
+
+
+def exchanged(op: Operation, given: Values) -> Value:
+    """Of a part of the values of each device."""
+    (value,) = given
+    if not op.joins_rows:
+        return op.unknown(given, op.told("it is not known"))
+    if value.kind is Kind.ROWS:
+        return Value(growth=value.growth)
+    dims = op.varying_out()
+    if not value.is_free or len(dims) != 1:
+        return _NOT_KNOWN
+    span = span_of_shape(op.out_shapes()[0], dims, op.rows)
+    return op.rows_at([replace(value, growth=1.0)], span, value.growth)
+
+
+def sent(op: Operation, given: Values) -> list[Value]:
+    """Of what other devices send, and of the number of the device."""
+    if not op.joins_rows and given:
+        return [op.unknown(given, op.told("it is not known"), at) for at in range(op.num_outputs)]
+    return [_NOT_KNOWN if op.joins_rows else Value()] * op.num_outputs
