@@ -624,7 +624,7 @@ def running(h):
             {"head": lambda h: h.mean(1, keepdims=True)},
             "got loss_sum no sum over positions: it makes of a sum over positions",
         ),
-        ({"head": lambda h: h[:, -1:]}, "got loss_sum no sum over positions: a sum over some positions of each"),
+        ({"head": lambda h: h[:, -1:]}, "got loss_sum no sum over positions"),
         (
             {"head": lambda h: h + sum_over_sequence(h)},
             "head must treat .*: it joins positions of one device and others",
@@ -642,6 +642,15 @@ def test_a_model_that_mixes_the_positions_of_a_device_is_refused_though_it_gathe
     found = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
     with found:
         check_positions(gathering(**parts), OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
+def test_a_loss_of_the_last_position_of_each_device_is_refused():
+    plain = gathering()
+    head = lambda outer, h: {"logits": h @ outer["table"].T, "last": h[:, -1]}
+    model = jaxpar.LayeredModel(plain.embed, plain.layer, head)
+    loss = lambda o, b: (jnp.sum(o["last"] ** 2), jnp.float32(len(o["last"])))
+    with pytest.raises(ValueError, match="no sum over positions: a sum over some positions of each device"):
+        check_positions(model, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
 
 
 def test_positions_that_are_counted_on_a_device_are_told():
