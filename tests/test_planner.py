@@ -28,7 +28,7 @@ from jaxpar.params import count_params
 from jaxpar.planner import Assumptions, Choice, ModelShape, Software, cluster, price, render, transformer_shape
 from jaxpar.planner.cluster import Links, collective_seconds
 from jaxpar.planner.fused import FORWARD, planned_attention
-from jaxpar.planner.job import SCHEDULES, divisors
+from jaxpar.planner.job import divisors
 from jaxpar.planner.kernel_seconds import memory_rate, product_seconds
 from jaxpar.planner.kernels import Product, kernels_of, peak_of_kernels
 from jaxpar.planner.ops import Analysis
@@ -36,7 +36,7 @@ from jaxpar.planner.search import Estimator, likely_choices
 from jaxpar.planner.state import AtRest
 from jaxpar.planner.traffic import step_traffic
 from jaxpar.run.language_model import ModelFlags, config_of_flags
-from jaxpar.schedule import Costs, make_schedule, simulate
+from jaxpar.schedule import NUM_CHUNKS, Costs, make_schedule, simulate
 from jaxpar.schedule.simulate import makespan, structure_of
 from tests.support import tiny
 from tests.support.clusters import SMALL, node
@@ -294,7 +294,7 @@ def changes_of_one_setting(shape, choice, batch_size):
         yield dataclasses.replace(choice, zero=zero)
     for remat in (False, "dots", True):
         yield dataclasses.replace(choice, remat=remat)
-    for name, chunks in SCHEDULES if choice.stage > 1 else ():
+    for name, chunks in NUM_CHUNKS.items() if choice.stage > 1 else ():
         if chunks * choice.stage <= shape.num_layers:
             given = {"schedule": name, "num_chunks": chunks, "layers_per_virtual_stage": None}
             yield dataclasses.replace(choice, **given)
@@ -759,7 +759,7 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
         ),
         (
             lambda: jaxpar.plan(SMALL, node(), batch_size=64, schedule="2f2b"),
-            r"schedule must be one of 1f1b, .*; got '2f2b'",
+            r"schedule must be one of gpipe, 1f1b, .*; got '2f2b'",
         ),
         (
             lambda: jaxpar.plan(SMALL, node(), batch_size=64, executor="fast"),

@@ -8,8 +8,9 @@ from typing import Any
 from jaxpar.mesh import DATA
 from jaxpar.pipeline import LayerLayout
 from jaxpar.planner.cluster import Cluster
-from jaxpar.planner.job import SCHEDULES, Choice, divisors, fixed_or
+from jaxpar.planner.job import Choice, divisors, fixed_or
 from jaxpar.planner.model_shape import ModelShape
+from jaxpar.schedule import NUM_CHUNKS, SCHEDULES
 
 ROWS_APART = 4  # each number of rows in a microbatch of the candidates is at least so many times the one before
 LONG = 2**14  # tokens below which no sequence is cut
@@ -120,12 +121,11 @@ def schedules_of(stage: int, num_layers: int, fixed: dict[str, Any]) -> list[tup
     """Returns the schedules that have a layer for each virtual stage, with their chunks; one stage has 1f1b alone."""
     if stage == 1:
         return [("1f1b", 1)]
-    usual = dict(SCHEDULES)
-    names = [fixed["schedule"]] if fixed.get("schedule") else [name for name in usual if name != "gpipe"]
+    names = [fixed["schedule"]] if fixed.get("schedule") else [name for name in SCHEDULES if name != "gpipe"]
     found = []
     for name in names:
-        num_chunks = fixed.get("num_chunks") or usual[name]
-        is_possible = num_chunks == usual[name] or name == "interleaved"
+        num_chunks = fixed.get("num_chunks") or NUM_CHUNKS[name]
+        is_possible = num_chunks == NUM_CHUNKS[name] or name == "interleaved"
         if is_possible and num_chunks * stage <= num_layers:
             found.append((name, num_chunks))
     return found

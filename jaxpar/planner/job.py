@@ -20,11 +20,10 @@ from jax.sharding import AbstractMesh
 from jaxpar.fields import arg
 from jaxpar.mesh import AXES, OF_ZERO, abstract_mesh, shown_sizes
 from jaxpar.pipeline import LayerLayout, Program, one_stage, spmd_program
-from jaxpar.schedule import Schedule, lockstep_form, make_schedule
+from jaxpar.schedule import PLACEMENT, Schedule, lockstep_form, make_schedule
 from jaxpar.schedule.simulate import Structure, structure_of
 
 EXPERTS = "experts"
-SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))  # with default chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +143,7 @@ class Choice:
 
     def layout(self, num_layers: int) -> LayerLayout:
         """Returns the layout of the layers over the stages."""
-        placement = "v" if self.schedule == "zb-v" else "loop"
+        placement = PLACEMENT[self.schedule]
         return LayerLayout(num_layers, self.stage, self.num_chunks, placement, self.layers_per_virtual_stage)
 
     @property

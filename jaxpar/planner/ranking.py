@@ -16,10 +16,11 @@ from jaxpar.fields import arg, check_kind
 from jaxpar.mesh import AXES, OF_MODELS
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.planner.cluster import Cluster, Links
-from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, Software, divisors, fixed_or
+from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software, divisors, fixed_or
 from jaxpar.planner.model_shape import MAX_SEQ, ModelShape, transformer_shape
 from jaxpar.planner.plans import Gain, Plan, remat_text, why_best, why_not
 from jaxpar.planner.search import Estimator, best_plans, check_fixed, fitting_plans
+from jaxpar.schedule import NUM_CHUNKS
 from jaxpar.step.optimizer_state import Optimizer
 
 DEFAULT_TOKENS = 2**22
@@ -171,7 +172,7 @@ def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estima
         if count and rows % count == 0:
             yield f"microbatches of {rows // count} rows", estimator, replace(choice, num_microbatches=count)
     if choice.stage > 1:
-        for name, chunks in (*SCHEDULES, ("interleaved", 4)):
+        for name, chunks in (*NUM_CHUNKS.items(), ("interleaved", 4)):
             if name != "gpipe" and chunks * choice.stage <= estimator.shape.num_layers:
                 changed = replace(choice, schedule=name, num_chunks=chunks, layers_per_virtual_stage=None)
                 label = f"{name} with {chunks} chunks" if chunks > 1 else name

@@ -29,13 +29,14 @@ from jaxpar.fields import arg, check_at_least
 from jaxpar.mesh import AXES, DATA, TENSOR, abstract_mesh
 from jaxpar.planner.candidates import candidates, schedules_of, spreads
 from jaxpar.planner.cluster import Cluster
-from jaxpar.planner.job import JAXPAR, SCHEDULES, Assumptions, Choice, Software, divisors, fixed_or
+from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software, divisors, fixed_or
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
 from jaxpar.planner.plans import SETTINGS, Plan
 from jaxpar.planner.state import AtRest, step_memory, wide_bytes
 from jaxpar.planner.step_time import Prices, step_time
 from jaxpar.planner.traffic import Transfer, bytes_by_axis, step_traffic
+from jaxpar.schedule import NUM_CHUNKS, SCHEDULES
 from jaxpar.step.optimizer_state import Optimizer
 
 SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
@@ -61,7 +62,7 @@ def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int,
     for name, values, rule in (
         ("experts", (TENSOR, DATA), 'be over "tensor" or "data"; got {!r}.'),
         ("zero", range(4), "be a ZeRO level, 0 to 3; got {!r}. Choose 0 for none."),
-        ("schedule", dict(SCHEDULES), f"be one of {', '.join(dict(SCHEDULES))}; got {{!r}}."),
+        ("schedule", SCHEDULES, f"be one of {', '.join(SCHEDULES)}; got {{!r}}."),
     ):
         if fixed.get(name) is not None and fixed[name] not in values:
             raise ValueError(f"{arg(name)} must {rule.format(fixed[name])}")
@@ -81,7 +82,7 @@ def _check_pipeline(fixed: dict[str, Any]) -> None:
         raise ValueError(
             f"one stage is no pipeline, and has no schedule and no chunks; got {arg(stage=1)}, {arg(**given)}. Leave one out."
         )
-    usual = dict(SCHEDULES).get(schedule or "")
+    usual = NUM_CHUNKS.get(schedule or "")
     if usual and fixed.get("num_chunks") not in (None, usual) and schedule != "interleaved":
         raise ValueError(
             f"stages have {usual} {'chunk' if usual == 1 else 'chunks'} with {arg(schedule=schedule)}; got "

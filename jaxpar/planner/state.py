@@ -20,7 +20,7 @@ from jaxpar.pipeline.layer import BUFFERS
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
-from jaxpar.schedule import lockstep_form
+from jaxpar.schedule import PLACEMENT, lockstep_form
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.step.optimizer_state import Optimizer
 from jaxpar.step.settings import Parallel
@@ -158,7 +158,7 @@ def _pipelined(
     elif masks and choice.remat is True:
         # R writes a ring of one slot and one position in the tick in which B reads it, and XLA passes the values on without it.
         rings -= {name for name in rings if slots[name] * layout.positions_per_chunk == 1}
-        if rings.isdisjoint(("residuals_b", "residuals_w")) and choice.schedule != "zb-v":
+        if rings.isdisjoint(("residuals_b", "residuals_w")) and PLACEMENT[choice.schedule] != "v":
             one_layer = analysis.again_bytes
     if masks and choice.merges:
         one_layer += analysis.forward_bytes  # F of a microbatch runs beside B of another

@@ -27,7 +27,7 @@ from jaxpar.planner.kernels import Kernels
 from jaxpar.planner.ops import Analysis, Work, layer_works
 from jaxpar.planner.state import wide_bytes
 from jaxpar.planner.traffic import Transfer
-from jaxpar.schedule import Costs, stage_and_chunk
+from jaxpar.schedule import PLACEMENT, Costs, stage_and_chunk
 from jaxpar.schedule.simulate import Row, makespan
 
 # Collectives take multiprocessors and memory bandwidth from the computation beside which they run: by this share of their time
@@ -260,7 +260,7 @@ class Prices:
         """Returns the layers of each stage, the stage of the head last."""
         if self.choice.num_chunks == 1:
             return list(self.counts)
-        placement = "v" if self.choice.schedule == "zb-v" else "loop"
+        placement = PLACEMENT[self.choice.schedule]
         stages = [stage_and_chunk(v, self.choice.stage, placement)[0] for v in range(len(self.counts))]
         of = lambda stage: sum(count for own, count in zip(stages, self.counts, strict=True) if own == stage)
         return [of(stage) for stage in (*sorted({*stages} - {stages[-1]}), stages[-1])]

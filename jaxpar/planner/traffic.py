@@ -20,6 +20,7 @@ from jaxpar.mesh import CONTEXT, OF_MODELS, OF_ZERO, REPLICA, REPLICAS, STAGE, c
 from jaxpar.planner.job import Choice
 from jaxpar.planner.ops import Analysis, layer_works
 from jaxpar.planner.state import AtRest, wide_bytes
+from jaxpar.schedule import PLACEMENT
 
 SCALAR = 4  # float32: the loss, the weight, or a gradient's sum of squares or count of values that are not finite
 
@@ -176,7 +177,7 @@ def _over_stage(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
 def _messages(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
     activations = num_bytes(analysis.x)
     gradients = num_bytes(leaf for leaf in analysis.x if jnp.issubdtype(leaf.dtype, jnp.inexact))
-    goes_both_ways = choice.schedule == "zb-v"
+    goes_both_ways = PLACEMENT[choice.schedule] == "v"
     sizes = {"right": activations, "left": activations if goes_both_ways else gradients}
     for way, times in _sends_of_busiest(choice, sizes).items():
         yield Transfer(STAGE, "collective-permute", sizes[way], times, choice.stage, f"messages {way}")

@@ -6,13 +6,23 @@ plain values for a report.
 """
 
 from jaxpar.schedule.draw import plot_timeline, render, timeline_data, write_trace
-from jaxpar.schedule.orders import FORMS, SCHEDULES, check_schedule_name, lockstep_form, make_schedule
+from jaxpar.schedule.orders import (
+    FORMS,
+    NUM_CHUNKS,
+    PLACEMENT,
+    SCHEDULES,
+    check_schedule_name,
+    lockstep_form,
+    make_schedule,
+)
 from jaxpar.schedule.simulate import TIMINGS, Costs, Span, Timeline, simulate
 from jaxpar.schedule.table import KINDS, PLACEMENTS, Op, Schedule, check_sizes, stage_and_chunk
 
 __all__ = [
     "FORMS",
     "KINDS",
+    "NUM_CHUNKS",
+    "PLACEMENT",
     "PLACEMENTS",
     "SCHEDULES",
     "TIMINGS",

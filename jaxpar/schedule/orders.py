@@ -286,3 +286,5 @@ _NAMED = {
     "zb-v": _Named(_zb_v, form="unit", masked_form="unit", num_chunks=2, placement="v"),
 }
 SCHEDULES = tuple(_NAMED)
+NUM_CHUNKS = {name: each.num_chunks for name, each in _NAMED.items()}  # the usual number on each stage
+PLACEMENT = {name: each.placement for name, each in _NAMED.items()}
