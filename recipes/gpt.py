@@ -41,6 +41,7 @@ from jaxpar.run import (
     folder,
     language_data,
     language_model,
+    lora_flags,
     make_mesh,
     model_files,
     optimizers,
@@ -92,7 +93,7 @@ class Config(language_data.LanguageFlags, optimizers.OptimizedFlags):
     recipe: OmitArgPrefixes[Recipe] = Recipe()
     data: OmitArgPrefixes[DataFlags] = DataFlags()
     optimizer: OmitArgPrefixes[optimizers.OptimizerFlags] = optimizers.OptimizerFlags()
-    lora: OmitArgPrefixes[language_model.LoraFlags] = language_model.LoraFlags()
+    lora: OmitArgPrefixes[lora_flags.LoraFlags] = lora_flags.LoraFlags()
     checkpoint: OmitArgPrefixes[CheckpointFlags] = CheckpointFlags()
     monitoring: OmitArgPrefixes[MonitoringFlags] = MonitoringFlags()
     gpu: OmitArgPrefixes[GpuFlags] = GpuFlags()
@@ -186,6 +187,7 @@ def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
         mesh = make_mesh(config)
     saved = saved_settings(config)
     config = optimizers.with_saved_warmup(config, saved)
+    model_files.check_origin(config, saved)
     language_model.check_biases(config.recipe, saved)
     check_factors(config.lora, saved)
     check_flags(config, mesh)
@@ -216,7 +218,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
     own, data = config.recipe, config.data
     language_data.check_data_flags(data)
     optimizers.check_optimizer(config)
-    language_model.check_lora(config.lora, config.optimizer, own)
+    lora_flags.check_lora(config.lora, config.optimizer, own.router_bias_rate)
     folder.check_apart(config.common.out_dir, data.data, own.save_hf)
     check_at_least(1, eval_every=own.eval_every, eval_rows=own.eval_rows, top_k=own.top_k)
     check_best_is_saved(config, own.eval_every, ("test_loss",))
@@ -238,7 +240,7 @@ def check_flags(config: Config, mesh: Mesh) -> None:
         check_out_dir(own.save_hf, "--save-hf")
 
 
-def check_factors(flags: language_model.LoraFlags, saved: Mapping[str, Any]) -> None:
+def check_factors(flags: lora_flags.LoraFlags, saved: Mapping[str, Any]) -> None:
     """Raises where a run with ``saved`` settings cannot go on, since its params have other factors of LoRA than the flags."""
     given = lambda settings: [settings.get(name) for name in ("lora_rank", "lora_targets", "quantize")]
     now, was = given(flags.settings), given(saved)

@@ -157,10 +157,14 @@ def test_a_head_beside_a_tied_embedding_must_be_the_same(tmp_path):
     read_params(folder, read_config(folder))
     change(folder, {"lm_head.weight": tokens + np.eye(*tokens.shape, dtype=np.float32)})
     with pytest.raises(
-        ValueError, match=r"head must be its embedding; got 'lm_head.weight' that differs in .* tied=False"
+        ValueError,
+        match=r"'lm_head.weight' that differs in .* write \"tie_word_embeddings\": false in .*/config.json, or .* tied=False",
     ):
         read_params(folder, read_config(folder))
     params = read_params(folder, read_config(folder, tied=False))
+    found = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(found))
+    assert_same_bits(read_params(folder, read_config(folder)), params)
     assert not np.array_equal(params["outer"]["head"], params["outer"]["tokens"].T)
 
 

@@ -9,9 +9,10 @@ import pytest
 
 import jaxpar
 from jaxpar import huggingface
+from jaxpar.data.readers import find_files
 from jaxpar.huggingface import read_config, read_params, write_model
 from jaxpar.huggingface.export import check_no_model
-from jaxpar.huggingface.folder import check_model_folder
+from jaxpar.huggingface.folder import check_model_folder, file_inside
 from jaxpar.models import transformer
 from jaxpar.pipeline import LayerLayout
 from tests.support.model_folders import (
@@ -125,3 +126,20 @@ def test_no_model_is_written_to_a_file(tmp_path):
     (tmp_path / "a").write_text("b")
     with pytest.raises(ValueError, match=r"a model is written to a folder; got .*a, which is a file. Name another."):
         check_no_model(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pointer_of_git_lfs_is_named_as_one(tmp_path, name):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 2628840\n"
+    (tmp_path / name).write_text(pointer)
+    for read in (
+        lambda: file_inside(tmp_path, name),
+        lambda: find_files(tmp_path),
+        lambda: find_files(tmp_path / name),
+    ):
+        with pytest.raises(
+            ValueError, match=f"got a pointer of Git LFS in .*{name}. Fetch them: git lfs install and git"
+        ):
+            read()
+    (tmp_path / name).write_text(pointer * 20)
+    assert find_files(tmp_path) == [tmp_path / name], "a text about pointers, longer than one"

@@ -92,6 +92,8 @@ def test_a_run_that_is_made_longer_keeps_its_warmup_and_says_its_learning_rate(c
         "the run has --steps 400 now, and had 40 when it was saved: from here on the learning rate follows the cosine schedule "
         "of 400 steps, 0.00295 at step 40 instead of 0.0003\n"
     )
+    optimizers.say_new_rate(flags.replace(learning_rate=3e-2, learning_rate_schedule="wsd"), saved, 40)
+    assert "the wsd schedule of 400 steps, 0.03 at step 40 instead of 0.0003" in capsys.readouterr().out
     optimizers.say_new_rate(flags, saved | {"steps": 400}, 40)
     assert not capsys.readouterr().out
 

@@ -353,13 +353,14 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, experts
             "--expert-split applies to --experts tensor; got expert_mlp with --experts data",
         ),
         ({"window": 0}, "window must be at least 1; got 0"),
+        ({"temperature": 0.0, "top_k": 5}, "--top-k applies to a sample that is drawn; got 5 with --temperature 0"),
         (
             {"model": "moe-bytes", "router_bias_rate": -1.0},
             "router_bias_rate must be 0 or more; got -1. Choose 0.001",
         ),
     ],
 )
-def test_flags_of_experts_that_do_not_fit_are_refused(flags, message):
+def test_flags_of_a_model_that_do_not_fit_are_refused(flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         language_model.check_model(ModelFlags(**flags), 16, needs_weights=False)
 

@@ -18,8 +18,11 @@ import jaxpar
 from jaxpar import huggingface
 from jaxpar.commands import recipe as cli
 from jaxpar.data.packing import IGNORED
+from jaxpar.huggingface import read_tokenizer
 from jaxpar.models import transformer
-from jaxpar.run import Run, evaluation, language_data
+from jaxpar.run import Run, evaluation, language_data, language_model
+from jaxpar.run.language_data import DataFlags
+from jaxpar.run.language_model import ModelFlags
 from tests.support.flags import replaced
 from tests.support.gpt_data import SEQ, make_folder
 from tests.support.oracle import assert_same
@@ -173,6 +176,18 @@ def test_the_remedies_for_long_examples_are_taken(checked, tmp_path):
     assert checked(*data, "--seq", seq) is None
     assert checked(*data, "--long-examples", "drop") is None
     assert checked(*data, "--long-examples", "cut") is None
+
+
+def test_a_tokenizer_of_more_tokens_than_the_named_model_is_refused_with_models_that_have_them(folder):
+    data = dataclasses.replace(language_data.load_data(DataFlags()), tokenizer=read_tokenizer(folder / "llama"))
+    text = dataclasses.replace(data, parts=(dataclasses.replace(data.parts[0], is_bytes=False),))
+    make = lambda **given: language_model.model_config(ModelFlags(**given), 48, text, jaxpar.make_mesh())
+    with pytest.raises(
+        ValueError, match=r"--model llama-bytes has a vocabulary of 256 tokens; got \d+ of the tokenizer in .*llama\. "
+    ) as raised:
+        make()
+    assert make(model=re.search(r"choose --model (\S+) or", str(raised.value))[1]).vocab_size > 352
+    assert make(init_from=folder / "llama").vocab_size == 352
 
 
 LLAMA = Path(__file__).parent / "data" / "huggingface" / "llama"

@@ -1,7 +1,10 @@
 """recipes/gpt.py with LoRA: what is trained and written, runs that go on, flags that are refused."""
 
+import dataclasses
 import json
+import re
 import shutil
+from pathlib import Path
 
 import gpt
 import pytest
@@ -9,7 +12,8 @@ from safetensors.numpy import load_file
 
 from jaxpar.__main__ import main as jaxpar_main
 from jaxpar.commands import recipe as cli
-from jaxpar.run import language_model
+from jaxpar.models import transformer
+from jaxpar.run import lora_flags, model_files
 from tests.support.flags import replaced
 from tests.support.gpt_data import make_folder, tuning_flags
 from tests.support.oracle import assert_same, assert_same_bits
@@ -63,7 +67,7 @@ def test_replicas_and_tensor_learn_a_conversation_by_adapters_and_a_killed_run_r
 
 def test_alpha_over_the_rank_is_the_scale_and_targets_name_the_weights():
     flags = gpt.Config.of(lora_rank=8, lora_alpha=16.0, lora_targets=("w_out", "w_up"))
-    lora = language_model.make_lora(flags.lora)
+    lora = lora_flags.make_lora(flags.lora)
     assert (lora.rank, lora.scale, set(lora.targets)) == (8, 2.0, {"w_out", "w_up"})
     assert flags.lora.settings == {"lora_rank": 8, "lora_targets": ["w_out", "w_up"], "lora_alpha": 16.0}
 
@@ -110,3 +114,33 @@ def test_a_run_that_goes_on_with_other_factors_is_refused_with_those_that_it_has
         gpt.check_factors(of(lora_rank=8), {"seed": 0})
     gpt.check_factors(of(lora_rank=4, lora_targets=("w_out", "w_up")), saved)
     gpt.check_factors(of(lora_rank=8), {})
+
+
+def test_a_run_whose_model_is_gone_goes_on_with_the_description_that_it_keeps(tmp_path):
+    (tmp_path / "run/model").mkdir(parents=True)
+    (tmp_path / "run/model/config.json").write_text("{}")
+    flags = gpt.Config.of(out_dir=tmp_path / "run", resume=True)
+    check = lambda saved={"init_from": "crc32 0"}, **given: model_files.check_origin(flags.replace(**given), saved)
+    gone = tmp_path / "llama"
+    for got, given in ((f"{gone}, which does not exist", {"init_from": gone}), ("none", {})):
+        with pytest.raises(FileNotFoundError, match=f"got {got}. Give the folder, or") as raised:
+            check(**given)
+    remedy = re.search(r"--init-from (\S+) --allow-change (init_from):", str(raised.value))
+    check(init_from=Path(remedy[1]), allow_change=(remedy[2],))
+    check(saved={})
+    check(saved={"seed": 0}, init_from=gone)
+
+
+@pytest.mark.parametrize(
+    ("given", "got"),
+    [({}, "w_up w_down for .* these names"), ({"lora_targets": ("w_out", "w_up")}, "w_up for .* this name")],
+)
+def test_the_targets_of_a_model_with_experts_are_those_that_its_layers_have(given, got):
+    config, check = transformer.preset("moe-bytes"), lora_flags.check_targets
+    flags = lora_flags.LoraFlags(lora_rank=4, **given)
+    with pytest.raises(ValueError, match=f"got {got}, whose 8 experts a layer take no factors") as raised:
+        check(flags, config)
+    targets = re.search(r"Give --lora-targets ([\w ]+)\.", str(raised.value))[1].split()
+    check(dataclasses.replace(flags, lora_targets=tuple(targets)), config)
+    check(lora_flags.LoraFlags(), config)
+    check(flags, dataclasses.replace(config, experts=dataclasses.replace(config.experts, num_dense_layers=1)))

@@ -32,6 +32,7 @@ ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assista
 NOT_BY_LINE = "A .jsonl has an object a line; if the file is one list of objects, name it .json."
 OTHER_NAMES = {".ndjson": ".jsonl"}
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+POINTER, MOST_OF_POINTER = b"version https://git-lfs", 1024  # bytes
 SNIFFED = (".json", ".csv", ".tsv")  # formats of other things too: examples are known by the fields of the first
 
 
@@ -128,9 +129,10 @@ def find_files(path: Path) -> list[Path]:
     """Returns the files of examples at a path, a file or a folder, in order of their names; none that are hidden.
 
     Raises:
-        ValueError: A link in the folder leads to a folder, or to nothing.
+        ValueError: A link in the folder leads to a folder, or to nothing; or a file is a pointer of Git LFS.
     """
     if not path.is_dir():
+        check_not_pointer(path)
         return [path]
     is_hidden = lambda file: any(part.startswith(".") for part in file.relative_to(path).parts)
     found = sorted(file for file in path.rglob("*") if not is_hidden(file))
@@ -140,7 +142,23 @@ def find_files(path: Path) -> list[Path]:
                 f"a folder of data must hold its files itself; got {printable(str(file))}, a link to "
                 f"{'a folder' if file.is_dir() else 'nothing'}. Copy the files, or remove the link."
             )
-    return [file for file in found if file.is_file()]
+    files = [file for file in found if file.is_file()]
+    for file in files:
+        check_not_pointer(file)
+    return files
+
+
+def check_not_pointer(file: Path) -> None:
+    """Raises ValueError for a file that Git LFS has not fetched: a clone without git-lfs has a few lines in its place."""
+    if not file.is_file() or file.stat().st_size > MOST_OF_POINTER:
+        return
+    with file.open("rb") as opened:
+        if opened.read(len(POINTER)) != POINTER:
+            return
+    raise ValueError(
+        f"a file must have its contents; got a pointer of Git LFS in {printable(str(file))}. Fetch them: git lfs install and "
+        "git lfs pull in that clone, or hf download."
+    )
 
 
 def format_of(file: Path) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.data.readers import check_not_pointer
 from jaxpar.runtime.output import needing_extra, printable, refusing, write_whole
 
 # The largest header or index of a published model, Llama 3.1 405B's in one piece, would have about 0.2 MB.
@@ -43,11 +44,12 @@ HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 
 
 def check_file(path: Path) -> Path:
-    """Returns ``path``; raises unless it is a regular file: opening a pipe would block forever."""
+    """Returns ``path``; raises unless it is a regular file, fetched by Git LFS: opening a pipe would block forever."""
     if not path.exists():
         raise FileNotFoundError(f"a model's file must exist; got {path}, which does not. Name the folder of a model.")
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError(f"a model's file must be a regular file; got {path}, which is none. Copy it into the folder.")
+    check_not_pointer(path)
     return path
 
 

@@ -354,8 +354,8 @@ def _check_same(tokens: np.ndarray, head: np.ndarray, folder: Path) -> None:
     blocks = [slice(start, start + 1024) for start in range(0, len(tokens), 1024)]  # these are the largest tensors
     if not is_same or not all(np.array_equal(tokens[rows], head[rows]) for rows in blocks):
         raise ValueError(
-            f"a tied model's head must be its embedding; got {HEAD!r} that differs in {folder}. Read the config with "
-            "tied=False to keep both."
+            f"a tied model's head must be its embedding; got {HEAD!r} that differs in {folder}. To keep both, write "
+            f'"tie_word_embeddings": false in {folder}/config.json, or read the config with tied=False.'
         )
 
 

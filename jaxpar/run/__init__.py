@@ -17,8 +17,8 @@ learning rate as a metric, `folder.py` its files, `messages.py` what it prints, 
 settings, `kept_numbers.py` which numbers it goes on with, `call_order.py` the order of its methods, `arguments.py` what they
 take, `watchers.py` what follows its metrics, `pace.py` their time, and `compiled_step.py` the step, which names what is wrong
 with a batch. `batches.py`, `optimizers.py`, `language_data.py` and `language_model.py` have flags of several scripts, and
-what they stand for; `remarks.py` says what of the data may not be meant, `evaluation.py` what a model has learned, and
-`model_files.py` writes it for other libraries.
+what they stand for, `lora_flags.py` those of LoRA; `remarks.py` says what of the data may not be meant, `evaluation.py` what a
+model has learned, and `model_files.py` writes it for other libraries.
 """
 
 from jaxpar.run.flags import BasicFlags, CheckpointFlags, CommonFlags, GpuFlags, MeshFlags, MonitoringFlags, RunFlags

@@ -1,4 +1,4 @@
-"""The language model of a run: size, layout over stages, weights to begin from, and LoRA."""
+"""The language model of a run: size, layout over stages, and weights to begin from."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,31 +11,29 @@ from jaxtyping import PyTree
 
 import jaxpar
 from jaxpar import fp8
-from jaxpar.checkpoint.export import load_save_file
 from jaxpar.compile_only import check_cudnn
 from jaxpar.data.batches import RowSource
 from jaxpar.data.text import BYTES
 from jaxpar.devices import are_gpus
-from jaxpar.fields import check_at_least, check_not_negative, check_positive
+from jaxpar.fields import check_not_negative
 from jaxpar.huggingface.config import read_config_for
 from jaxpar.huggingface.folder import check_model_folder
+from jaxpar.huggingface.tokenizer import FolderTokenizer
 from jaxpar.mesh import sizes_text
-from jaxpar.models import lora, quantized, transformer
+from jaxpar.models import lora, transformer
 from jaxpar.models.transformer import TransformerConfig
 from jaxpar.params import count_params, init_params, is_spec, stack_layers, zeros
 from jaxpar.pipeline import LayerLayout
 from jaxpar.run.flags import GpuFlags
 from jaxpar.run.language_data import Data
+from jaxpar.run.lora_flags import LoraFlags, check_targets, make_lora
 from jaxpar.run.messages import say
-from jaxpar.run.optimizers import OptimizerFlags
 from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES
 
 VOCAB_MULTIPLE = 128  # the same on every mesh, so that a checkpoint fits any
 # Of a row, unless a run is told another number: 64 take as much memory as a bias of 32 heads of 4,096 tokens.
 MOST_DOCUMENTS = 64
-
-Target = Literal["w_qkv", "w_out", "w_up", "w_down"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,34 +75,6 @@ class ModelFlags:
     top_k: int = 40
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoraFlags:
-    """Low-rank factors of layer weights, trained instead of the weights.
-
-    Attributes:
-        lora_rank: Train factors of this rank beside the weights of layers, and nothing else (LoRA); 8, say. None: train all
-            weights.
-        lora_targets: The weights that get factors: queries, keys and values, the output of attention, and the two of the MLP.
-        lora_alpha: Scales the product of the factors by --lora-alpha / --lora-rank. None: --lora-rank, a scale of 1.
-        quantize: Hold the layers' weights, which are frozen, in nf4, of four bits, in nf4-dq, whose scales are in codes too, or
-            in int8 or fp8, of eight; embedding, head and norms stay float32. None: in float32.
-    """
-
-    lora_rank: int | None = None
-    lora_targets: tuple[Target, ...] = ("w_qkv", "w_out", "w_up", "w_down")
-    lora_alpha: float | None = None
-    quantize: quantized.Kind | None = None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings that a resumed run must share with the saved one."""
-        if self.lora_rank is None:
-            return {}
-        alpha = float(self.lora_rank if self.lora_alpha is None else self.lora_alpha)
-        found = {"lora_rank": self.lora_rank, "lora_targets": sorted(self.lora_targets), "lora_alpha": alpha}
-        return found if self.quantize is None else found | {"quantize": self.quantize}
-
-
 # -- flags -------------------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +100,11 @@ def check_model(flags: ModelFlags, seq: int, *, needs_weights: bool) -> None:
     # A config that is wrong or cannot be read is named before text is read, and before a tokenizer is missed.
     _check_experts(flags, *config_of_flags(flags, seq))
     check_not_negative("0 takes the likeliest token.", temperature=flags.temperature)
+    if flags.temperature == 0 and flags.top_k != ModelFlags.top_k:
+        raise ValueError(
+            f"--top-k applies to a sample that is drawn; got {flags.top_k} with --temperature 0, which takes the likeliest "
+            "token each time. Leave it out, or choose a temperature above 0."
+        )
 
 
 def _check_experts(flags: ModelFlags, config: TransformerConfig, named: str) -> None:
@@ -167,40 +142,6 @@ def check_biases(flags: ModelFlags, saved: Mapping[str, Any]) -> None:
             f"a run has biases of its routers from its first step, or none; got --router-bias-rate {rate} for a run saved with "
             f"{had}. {'Leave it out' if had is None else f'Add --router-bias-rate {had:g}'}, or start a run in another folder."
         )
-
-
-def check_lora(flags: LoraFlags, optimizer: OptimizerFlags, model: ModelFlags) -> None:
-    """Raises where a flag of LoRA is out of range, has no effect, or does not fit another; ImportError without the extra hf."""
-    if flags.lora_rank is None:
-        if flags.lora_targets != LoraFlags.lora_targets or flags.lora_alpha is not None:
-            raise ValueError(
-                "--lora-targets and --lora-alpha apply to --lora-rank; got one of them without it. Add --lora-rank 8, or leave "
-                "it out."
-            )
-        if flags.quantize is not None:
-            raise ValueError(
-                f"--quantize is for weights that are frozen; got {flags.quantize} without --lora-rank, which trains all of "
-                "them. Add --lora-rank 8, or leave it out."
-            )
-        return
-    check_at_least(1, "Choose 8, say.", lora_rank=flags.lora_rank)
-    if not flags.lora_targets or len(set(flags.lora_targets)) < len(flags.lora_targets):
-        raise ValueError(
-            f"--lora-targets must name weights, each once; got {' '.join(flags.lora_targets) or 'none'}. Choose among "
-            f"{' '.join(transformer.LAYER_WEIGHTS)}."
-        )
-    check_positive(f"Choose {2 * flags.lora_rank}, say.", lora_alpha=flags.lora_alpha)
-    if optimizer.optimizer == "muon":
-        raise ValueError(
-            "--optimizer muon makes the updates of whole weights orthogonal; got it with --lora-rank, which trains factors of "
-            "them. Choose --optimizer adamw."
-        )
-    if model.router_bias_rate is not None:
-        raise ValueError(
-            "--router-bias-rate updates the biases of routers; got it with --lora-rank, which trains factors alone. Leave out "
-            "one of the two."
-        )
-    load_save_file()  # raises without the extra hf, before a run that must write adapters
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -241,12 +182,25 @@ def model_config(flags: ModelFlags, seq: int, text: Data, mesh: Mesh, gpu: GpuFl
             f"{named} reads tokens of a vocabulary of {config.vocab_size}; got {text.source}, whose tokens are bytes. Give a "
             f".bin of its tokens by --data, its tokenizer.json by --tokenizer, or {other}."
         )
+    if flags.init_from is None and isinstance(text.tokenizer, FolderTokenizer):
+        _check_tokenizer(text.tokenizer, config, named)
     config = config.for_tensor(mesh.shape["tensor"])
     if mesh.devices.flat[0].platform == "gpu" and flags.dtype == "bfloat16":
         if gpu is not None and gpu.compile_for:
             check_cudnn()
         config = replace(config, attention=jaxpar.flash_attention)
     return config
+
+
+def _check_tokenizer(tokenizer: FolderTokenizer, config: TransformerConfig, named: str) -> None:
+    """Raises where a tokenizer has tokens that a named model lacks."""
+    if (count := tokenizer.vocab_size) > config.vocab_size:
+        fitting = [name for name, each in transformer.PRESETS.items() if each.vocab_size >= count]
+        other = f"choose --model {fitting[0]} or another of {count} tokens or more, or " if fitting else ""
+        raise ValueError(
+            f"{named} has a vocabulary of {config.vocab_size} tokens; got {count} of the tokenizer in {tokenizer.folder}. To "
+            f"train its model further, give --init-from its folder; else {other}leave --tokenizer out and learn bytes."
+        )
 
 
 def with_documents(config: TransformerConfig, most: int | None, sources: Sequence[RowSource]) -> TransformerConfig:
@@ -285,6 +239,7 @@ def check_mesh(
             f"--quantize is for models without experts; got {lora_flags.quantize} with {config.experts.count} experts a layer. "
             "Leave it out, or choose another model."
         )
+    check_targets(lora_flags, config)
     layout = make_layout(config, make_schedule(schedule, mesh.shape["stage"], 1, num_chunks), layers)
     make_params(lora_flags, config, layout, mesh, flags.experts)
 
@@ -356,17 +311,6 @@ def flops_per_token(config: TransformerConfig, seq: int, num_factors: int = 0) -
     num_params = transformer.num_active_params(config)
     of_weights = 4 * num_params + 6 * num_factors if num_factors else 6 * num_params
     return of_weights + 12 * config.num_layers * config.embed_dim * seq
-
-
-# -- LoRA --------------------------------------------------------------------------------------------------------------
-
-
-def make_lora(flags: LoraFlags) -> lora.Lora | None:
-    """Returns the LoRA that the flags ask for, if any."""
-    if flags.lora_rank is None:
-        return None
-    targets = {name: transformer.LAYER_WEIGHTS[name] for name in flags.lora_targets}
-    return lora.Lora(flags.lora_rank, targets, flags.lora_alpha)
 
 
 def describe(

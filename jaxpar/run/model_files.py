@@ -1,10 +1,12 @@
 """The weights of a run: the folder that it begins with, those that it leaves for transformers and peft, and what is trained."""
 
+import shlex
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -26,6 +28,26 @@ from jaxpar.step.optimizer_state import Optimizer
 from jaxpar.trainable import trained_part
 
 CHECKED_BYTES = 2**20  # at each end of a file
+
+
+def check_origin(flags: Any, saved: Mapping[str, Any]) -> None:
+    """Raises where a run goes on without the folder of the model that it began with, whose description the run has too.
+
+    Args:
+        flags: The flags of a run with ModelFlags as its ``recipe``.
+        saved: The settings of the saved run; empty for a new one.
+    """
+    folder, own = flags.recipe.init_from, flags.common.out_dir / "model"
+    if "init_from" not in saved or (folder is not None and folder.exists()) or not (own / "config.json").exists():
+        return
+    if folder is None and flags.may_change("init_from"):
+        return
+    got = "none" if folder is None else f"{folder}, which does not exist"
+    allowed = "" if flags.may_change("init_from") else " --allow-change init_from"
+    raise FileNotFoundError(
+        f"a run that began with --init-from goes on with the same folder, or with the description of its model; got {got}. "
+        f"Give the folder, or, if it is gone, --init-from {shlex.quote(str(own))}{allowed}: the checkpoint has the weights."
+    )
 
 
 def read_weights(folder: Path, config: TransformerConfig, layout: LayerLayout, state: jaxpar.TrainState) -> dict:

@@ -251,6 +251,15 @@ def with_saved_warmup(flags: Flags, saved: Mapping[str, Any]) -> Flags:
     return flags.replace(warmup_steps=saved["warmup_steps"])
 
 
+def _as_saved(flags: Flags, saved: Mapping[str, Any]) -> Flags:
+    """Returns the flags with the learning rate of the saved run."""
+    own = {
+        name: getattr(OptimizerFlags, name) for name in CHANGE_NUMBERS
+    }  # those that were given are among the settings
+    names = ("steps", "learning_rate", "warmup_steps", *CHANGE_NUMBERS)
+    return flags.replace(**own | {name: saved[name] for name in names if name in saved})
+
+
 def say_new_rate(flags: OptimizedFlags, saved: Mapping[str, Any], step: int) -> None:
     """Prints how the learning rate goes on in a run that resumes with another number of steps.
 
@@ -261,7 +270,7 @@ def say_new_rate(flags: OptimizedFlags, saved: Mapping[str, Any], step: int) -> 
     """
     if saved.get("steps") in (None, flags.common.steps):
         return
-    rates = [learning_rate(flags.replace(steps=steps))(step) for steps in (saved["steps"], flags.common.steps)]
+    rates = [learning_rate(each)(step) for each in (_as_saved(flags, saved), flags)]
     before, now = (f"{np.asarray(rate).item():.3g}" for rate in rates)
     at = f"{now} at step {step}" + ("" if now == before else f" instead of {before}")
     say(
