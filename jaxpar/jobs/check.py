@@ -24,6 +24,7 @@ from jaxpar.runtime.output import needing_extra, printable
 from jaxpar.runtime.process_env import NAMES
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+PORTS_OF_MONITOR = ("port", "portNumber", "targetPort")
 LETTER_FIRST = ("JobSet", "TrainJob", "Service")  # the kinds whose name begins that of a Service, or is one
 
 
@@ -209,10 +210,14 @@ def _check_podmonitor(manifest: Mapping[str, Any]) -> None:
 
 
 def _check_endpoint(endpoint: Mapping[str, Any]) -> None:
-    path, port = endpoint.get("path", METRICS_PATH), endpoint.get("port", "metrics")
+    path, port = endpoint.get("path", METRICS_PATH), endpoint.get("port")
     if path != METRICS_PATH:
         raise ValueError(
             f"the path of a PodMonitor must be {METRICS_PATH}, where a run has its metrics; got {path!r}. Correct it."
+        )
+    if not endpoint.keys() & {*PORTS_OF_MONITOR}:
+        raise ValueError(
+            f"an endpoint of a PodMonitor must have one of {', '.join(PORTS_OF_MONITOR)}; got none. Write port: metrics."
         )
     if str(port).isdigit():
         raise ValueError(

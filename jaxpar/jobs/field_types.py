@@ -21,7 +21,7 @@ TYPES = {name: kind for kind, names in _TABLES["types"].items() for name in name
 REQUIRED = {name: fields.split() for name, fields in _TABLES["required"].items()}
 BESIDE_ITS_NAME = _TABLES["beside_its_name"]
 BELOW_ZERO = ("priority", "tolerationSeconds")  # the numbers that may be
-QUANTITY = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][-+]?\d+)?")
+QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][-+]?\d+)?")
 
 
 def _is_whole(value: Any) -> bool:
@@ -31,6 +31,10 @@ def _is_whole(value: Any) -> bool:
 def _is_quantity(value: Any) -> bool:
     is_number = isinstance(value, int | float | str)
     return is_number and not isinstance(value, bool) and bool(QUANTITY.fullmatch(str(value)))
+
+
+def _is_port(value: Any) -> bool:
+    return isinstance(value, str) or _is_whole(value)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ RULES = {
     "string": Rule("a string", str, "Put it into quotes."),
     "integer": Rule("a whole number", _is_whole, "Write it in digits, without quotes."),
     "boolean": Rule("true or false", bool, "Write true or false, without quotes."),
+    "port": Rule("the number or the name of a port", _is_port, "Write one of the two."),
     "quantity": Rule("a quantity, such as 8 or 800Gi", _is_quantity, "Correct it."),
     "array": Rule("a list", list, "Write each item in a line with -."),
     "array of string": Rule("a list of words", list, "Write each word in a line with -."),
@@ -97,6 +102,7 @@ def check_types(manifest: Mapping[str, Any]) -> None:
 
 
 def _check_fields(part: Mapping[str, Any], path: str, around: tuple[str, str]) -> None:
+    _check_names(part, path)
     for name, value in part.items():
         at = f"{path}.{name}".lstrip(".")
         if at == "status":  # the cluster's own
@@ -131,8 +137,17 @@ def _check_value(value: Any, kind: str, path: str) -> None:
     inner = "object" if kind == "array" else kind.partition(" of ")[2]
     if not inner:
         return
+    if isinstance(value, Mapping):
+        _check_names(value, path)
     for name, each in _items(value):
         _check_value(each, inner, f"{path}.{name}")
+
+
+def _check_names(part: Mapping[str, Any], path: str) -> None:
+    for name in part:
+        if not isinstance(name, str):
+            where = path or "a manifest"
+            raise ValueError(f"the names of fields of {where} must be strings; got {name!r}. Put it into quotes.")
 
 
 def _shown(value: Any, kind: str) -> str:
