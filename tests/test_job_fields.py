@@ -142,3 +142,46 @@ def test_what_kubernetes_keeps_of_its_own_is_not_checked():
     (job,) = documents("jobset")
     check_manifest(job | {"status": {"restarts": "many", "conditions": "none"}})
     assert not remarks(job)
+
+
+OF_CLUSTERS = {  # what people add to the pods of a job
+    "nodeSelector": {"example.com/gpu": "h100"},
+    "imagePullSecrets": [{"name": "registry"}],
+    "priorityClassName": "high",
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": -1}],
+    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+    "initContainers": [
+        {"name": "logs", "image": "b:1", "restartPolicy": "Always", "command": ["sh", "-c", "echo $HOME"]},
+        {"name": "wait", "image": "b:1", "livenessProbe": {"tcpSocket": {"port": "http"}}, "volumeMounts": []},
+    ],
+}
+VOLUMES = {
+    "settings": {"configMap": {"name": "a", "defaultMode": 420, "items": [{"key": "a", "path": "b"}]}},
+    "secret": {"secret": {"secretName": "a", "optional": True}},
+    "disk": {"hostPath": {"path": "/mnt", "type": "Directory"}},
+    "token": {"projected": {"sources": [{"serviceAccountToken": {"path": "a", "expirationSeconds": 3600}}]}},
+    "bucket": {"csi": {"driver": "a", "volumeAttributes": {"replicas": "b", "mountOptions": "implicit-dirs"}}},
+    "scratch": {"emptyDir": {}},
+}
+VARIABLES = [
+    {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b", "optional": True}}},
+    {"name": "MEMORY", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory", "divisor": "1Gi"}}},
+    {"name": "EMPTY", "value": ""},
+    {"name": "PLACE", "value": "$(POD_IP)/$$HOME"},
+]
+
+
+def test_what_clusters_need_beside_it_is_taken():
+    (job,) = documents("jobset")
+    job["metadata"]["annotations"] = {"kubectl.kubernetes.io/last-applied-configuration": '{"replicas": "any"}\n'}
+    pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod |= OF_CLUSTERS
+    pod["volumes"] += [{"name": name, **source} for name, source in VOLUMES.items()]
+    (main,) = pod["containers"]
+    main["volumeMounts"] += [{"name": name, "mountPath": f"/{name}", "readOnly": True} for name in VOLUMES]
+    main["env"] += VARIABLES
+    for of in main["resources"].values():
+        of |= {"ephemeral-storage": "1.5e10", "hugepages-2Mi": "1Gi"}
+    main["resources"]["requests"]["cpu"] = "500m"
+    check_manifest(job, json.loads((SCHEMAS[0]).read_text()))
+    assert not remarks(job)

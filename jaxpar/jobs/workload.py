@@ -8,15 +8,15 @@ from pathlib import PurePosixPath
 from posixpath import normpath
 from typing import Any
 
+from jaxpar.jobs.field_types import QUANTITY
 from jaxpar.jobs.job import AXES, GPUS, INSTALLED, SERVED, flag_value, is_python, num_words
 
 QUEUE = "kueue.x-k8s.io/queue-name"
 FAKE_DEVICES = "JAX_NUM_CPU_DEVICES"
 SHARED_MEMORY = PurePosixPath("/dev/shm")
-UNITS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGTP", 1)}
+UNITS = {"": 1, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGTPE", 1)}
 USUAL_GRACE = 30  # seconds, of Kubernetes
-QUANTITY = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)(m|[kMGTP]|[KMGTP]i)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,4 +259,7 @@ def amount(value: Any, name: str) -> float:
     found = QUANTITY.fullmatch(str(value))
     if isinstance(value, bool) or not found:
         raise ValueError(f"{name} must be a quantity, such as 8 or 800Gi; got {str(value)[:80]!r}. Correct it.")
-    return float(found[1]) * UNITS[found[2] or ""]
+    unit = found[2] or ""
+    if unit not in UNITS:  # an exponent
+        return float(str(value))
+    return float(found[1]) * UNITS[unit]
