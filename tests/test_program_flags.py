@@ -127,6 +127,11 @@ def test_flags_that_a_job_s_program_would_refuse_are_refused_before_it_is_writte
             (["jaxpar", "train", "gpt", *KEPT], ""),
             (["recipes/gpt.py", "--data", "/checkpoints/rows", *KEPT], ""),
             (["python", "recipes/all_reduce.py"], ""),
+            (["recipes/gpt.py", *KEPT, "--prompt", "costs $x"], ""),
+            (
+                ["recipes/gpt.py", "--out-dir", "/checkpoints/${RUN}", "--checkpoint-every", "9"],
+                "recipes/gpt.py gets /checkpoints/${RUN} as it is written: no shell reads the command of a job. Write the val",
+            ),
             (
                 ["python", "train.py"],
                 "train.py is not on this machine: its flags are not checked, and it does not get --mesh.data 8\n",

@@ -4,6 +4,7 @@ Only recipes of jaxpar are loaded: a script of one's own would run. It may also 
 """
 
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -23,6 +24,7 @@ from jaxpar.runtime.supervise import is_restarted
 
 HELP = ("-h", "--help")
 JAXPAR = (("jaxpar",), ("python", "-m", "jaxpar"))
+FOR_SHELLS = re.compile(r"\$\{?[A-Za-z_]|(^|=)~/")  # $NAME, ${NAME} and ~/, but not $(NAME) of Kubernetes
 RUN_BY_PODS = ("train", "serve")
 
 
@@ -64,7 +66,18 @@ def check_program(
     if other := _other_mesh(name, command, num_devices):
         raise ValueError(f"a recipe's mesh must have the devices of its job; got {other[0]}.")
     _parse(module, name, [*own, *added], num_devices)
-    return _missed(module, name, withheld)
+    return [*_missed(module, name, withheld), *_for_shells(name, own)]
+
+
+def _for_shells(name: str, words: Sequence[str]) -> list[str]:
+    """Returns a line if words have what a shell would replace: a job starts its program without one."""
+    found = [word for word in words if FOR_SHELLS.search(word) and " " not in word]  # a text may have a $
+    if not found:
+        return []
+    return [
+        f"{name} gets {printable(found[0])[:80]} as it is written: no shell reads the command of a job. Write the "
+        "value itself"
+    ]
 
 
 def model_remarks(own_model: str | None, command: Sequence[str]) -> list[str]:
