@@ -107,13 +107,34 @@ def gather_sequence(x: Shaped[Array, "batch seq *dims"]) -> Shaped[Array, "batch
 def sequence_to_heads(x: Shaped[Array, "batch seq heads *dims"]) -> Shaped[Array, "batch all part *dims"]:
     """Returns the whole sequence in its order of this device's part of the heads, from a part of it of all heads.
 
+    Raises:
+        ValueError: The devices do not divide the heads: those of ``context``, times those of ``tensor`` if it splits them.
+
     **Collectives**: an all-to-all over ``context``, and one of the gradient.
     """
     parts = num_parts()
     if parts == 1:
         return x
+    _check_heads_divide(x.shape, parts)
     exchange = lambda x: jax.lax.all_to_all(x, CONTEXT, 2, 1, tiled=True)
     return _in_order(_on_shards(exchange, x), parts)
+
+
+def _check_heads_divide(shape: tuple[int, ...], parts: int) -> None:
+    if len(shape) < 3:
+        raise ValueError(
+            f"sequence_to_heads takes an array [batch, seq, heads, ...]; got one of shape {shape}. Give it a dim of heads."
+        )
+    heads, mesh = shape[2], jax.sharding.get_abstract_mesh()
+    others = {axis: mesh.shape[axis] for axis in mesh.auto_axes if mesh.shape[axis] > 1}
+    count = parts * num_shards_of_heads(heads)
+    if heads % count:
+        axes = ", ".join(f"{axis}={size}" for axis, size in ({CONTEXT: parts} | others).items())
+        raise ValueError(
+            f"the heads must be divisible by context times the axes that split them, for sequence_to_heads; got {heads} heads "
+            f"in an array of shape {shape}, {axes}. Choose {math.lcm(heads, count)} heads or smaller axes, or gather keys and "
+            "values by gather_sequence, which takes any number of heads."
+        )
 
 
 def heads_to_sequence(x: Shaped[Array, "batch all part *dims"]) -> Shaped[Array, "batch seq heads *dims"]:

@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 from jaxpar._compat import Tracer
 from jaxpar.dtypes import is_key, is_spread, on_host
 from jaxpar.fields import arg, check_kind
-from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, outer_stage_dim, path_string
+from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, num_layers, outer_stage_dim, path_string
 from jaxpar.mesh import STAGE, check_mesh, entry_axes, shown_sizes, sizes_text
 from jaxpar.params import abstract_params, specs_from_dims
 from jaxpar.runtime.meetings import meet
@@ -107,6 +107,8 @@ def _shardings(params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTr
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     layered = is_layered(params)
     stacked = layered and is_stacked(params)
+    if stacked and len({jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params[LAYERS])} - {()}) > 1:
+        num_layers(params)  # raises
     shardings = []
     for (key_path, leaf), spec in zip(leaves, treedef.flatten_up_to(specs), strict=True):
         path, shape = path_string(key_path), jnp.shape(leaf)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpar
 from jaxpar import context_parallel
 from jaxpar.backward.split import split_layer
+from jaxpar.context_parallel import heads_to_sequence, sequence_to_heads
 from jaxpar.mesh import CONTEXT
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params, init_params, stack_layers
@@ -631,3 +632,26 @@ def test_a_kernel_of_chunks_takes_the_place_of_scores(x64, packed, axes, told):
     step, mesh, shardings = make_run(axes, replace(config, attention=never))
     got = jaxpar.fetch(step(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)))
     assert_same(got, of_one_device(config, params, batch), within=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "axes", "got"),
+    [(2, {"context": 2, "tensor": 2}, "context=2, tensor=2. Choose 4 "), (3, {"context": 2}, "context=2. Choose 6 ")],
+)
+def test_heads_that_context_and_tensor_do_not_divide_are_refused_with_a_number_that_they_do(heads, axes, got):
+    model = jaxpar.LayeredModel(
+        embed=lambda outer, batch: outer["tokens"][batch["tokens"]],
+        layer=lambda layer, h: h + heads_to_sequence(sequence_to_heads(h @ layer["w"])),
+        head=lambda outer, h: jnp.einsum("btki,vki->btv", h, outer["tokens"]),
+    )
+    mesh = jaxpar.make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
+    batch = jaxpar.shard_batch({name: np.zeros((2, 8), np.int32) for name in ("tokens", "targets")}, mesh)
+    loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
+
+    def traced(heads):
+        params = {"outer": {"tokens": jnp.ones((8, heads, 4))}, "layers": {"w": jnp.ones((2, 4, 4))}}
+        return jax.eval_shape(jaxpar.value_and_grad(model, loss, mesh), params, batch)
+
+    with pytest.raises(ValueError, match=f"got {heads} heads in an array of shape .*, {got}") as raised:
+        traced(heads)
+    traced(int(re.search(r"Choose (\d+) heads", str(raised.value))[1]))

@@ -158,6 +158,11 @@ def test_without_strict_what_no_rule_matches_is_replicated(mesh):
             r"must be divisible by the stage axis; got 3 layers in layers/w of shape \(3, 4\), stage=2. Pack them.* from 1, 3",
         ),
         (
+            {"outer": {}, "layers": {"w": shape(4, 8, 8), "b": shape(3, 8)}},
+            ALL,
+            r"must have the same leading dim num_layers; got \{'b': \(3,\), 'w': \(4,\)\}",
+        ),
+        (
             {"outer": {}, "layers": [{"w": shape(4, 4)}, {"w": shape(4, 4)}]},
             {"layers/w": COLUMN},
             r"no path matches, of .*\. 2 equal layers are stacked by jax.tree.map\(lambda \*a: jnp.stack\(a\), \*layers\)\.",
