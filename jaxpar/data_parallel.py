@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer, closure_converted
 from jaxpar.context_parallel import check_are_sequences, check_are_there, zig_zag
-from jaxpar.data.same_batch import check_kept, check_same_everywhere
+from jaxpar.data.same_batch import check_kept, check_same_everywhere, look_for_equal_rows
 from jaxpar.dtypes import by_parts, from_floats, is_key, to_floats, wide_dtype, widen
 from jaxpar.fields import arg, check_at_least, check_kind
 from jaxpar.mesh import CONTEXT, DATA, REPLICA, REPLICAS, check_mesh, num_replicas, spec_of_rows
@@ -89,10 +89,10 @@ def shard_batch(
         local = local_rows(num_rows, mesh)
     if (count := check_batch(batch, 1)) != len(local):
         raise ValueError(
-            "a process must give the rows that its devices hold; got "
-            f"{count} rows, and {len(local)} of num_rows={num_rows} are held here. Give those of "
-            "jaxpar.local_rows(num_rows, mesh), or the whole batch without num_rows."
+            f"a process must give the rows that its devices hold; got {count} rows, and {len(local)} of num_rows={num_rows} "
+            "are held here. Give those of jaxpar.local_rows(num_rows, mesh), or the whole batch without num_rows."
         )
+    look_for_equal_rows(batch, [local, *(at for at, _ in dims)])
     return jax.tree.map(partial(from_host, dims=[(local, num_rows), *dims]), batch, shardings)
 
 

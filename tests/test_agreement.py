@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.data import checksums
+from jaxpar.data import checksums, same_batch
 from jaxpar.data.batches import Columns, Mixture, RowSource
 from jaxpar.data.packing import Documents, PackedRows
 from jaxpar.data.records import RecordRows, Records, open_records, write_rows
@@ -15,6 +15,7 @@ from jaxpar.data.text import Windows
 from jaxpar.run import BasicFlags, ConfigError, Run
 from jaxpar.run.batches import Batches, held_out_batches
 from jaxpar.runtime import coordination
+from tests.support.fake_service import stand_in
 from tests.support.real_runs import ROOT, run
 
 TOKENS = np.arange(64, dtype=np.uint16) % 50
@@ -143,6 +144,23 @@ def test_the_first_whole_batch_of_its_shapes_must_be_the_same_everywhere(monkeyp
         r"its own rows, .* add num_rows, .*: jaxpar\.shard_batch\(batch, mesh, num_rows=\.\.\.\)\.",
     ):
         jaxpar.shard_batch({"x": np.ones((24, 2))}, mesh)
+
+
+@pytest.mark.parametrize("rows", ["equal", "own", "zeros"])
+def test_processes_that_give_the_same_bytes_for_unlike_rows_are_told_once(monkeypatch, capsys, rows):
+    draw = lambda: np.zeros((4, 3)) if rows == "zeros" else np.random.default_rng(0).normal(size=(4, 3))
+    service = stand_in(monkeypatch, process=1)
+    for process in (1, 0):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        monkeypatch.setattr(same_batch, "_looks", {"done": 0})
+        for _ in range(3):
+            own = process if rows == "own" else 0
+            same_batch.look_for_equal_rows({"x": draw() + own, "y": np.zeros(4)}, [np.arange(4) + 4 * process])
+    told = "processes 0, 1 give shard_batch the same bytes for unlike rows of its first batch"
+    assert capsys.readouterr().err.count(told) == (rows == "equal")
+    assert len(service.values) == (0 if rows == "zeros" else 2)
+    is_replicated = same_batch.remark_on_equal_rows([["rows", "bytes"], None, ["rows", "bytes"]])
+    assert is_replicated == "", "processes that share rows over another axis, and one that has told nothing yet"
 
 
 def test_later_whole_batches_are_compared_where_the_processes_meet(monkeypatch, tiny_run):

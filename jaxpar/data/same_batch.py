@@ -1,8 +1,10 @@
 """Whether a batch can be given to devices as it is, and whether the processes of a run give the same, each the whole of it."""
 
+import json
 import threading
 import zlib
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +14,9 @@ from jaxtyping import PyTree
 
 from jaxpar.data.checksums import checksum
 from jaxpar.dtypes import is_key
+from jaxpar.runtime import coordination
 from jaxpar.runtime.coordination import check_agreement
+from jaxpar.runtime.output import tell
 
 REMEDY = (
     "If each process gives its own rows, those of jaxpar.local_rows(num_rows, mesh), add num_rows, the rows "
@@ -21,6 +25,9 @@ REMEDY = (
 )
 SAMPLE = 4096  # numbers of an array
 _later = {"batches": 0, "crc32": 0}  # whole batches after the first of their kind
+MOST_LOOKS, MOST_PROCESSES = 8, 64  # that the first process takes for the first rows of others, and of which it asks
+FIRST_ROWS = "jaxpar/first rows"
+_looks = {"done": 0}
 _compared: set[Any] = set()  # the kinds of batches of which the processes have compared the first
 
 
@@ -98,6 +105,50 @@ def check_same_since() -> None:
     if jax.process_count() > 1:
         told = f"{_later['batches']} of crc32 {_later['crc32']:08x}"
         check_agreement("train on", {"batches after the first": told}, REMEDY)
+
+
+def look_for_equal_rows(batch: PyTree, places: Sequence[np.ndarray]) -> None:
+    """Says on the first process where two of the first processes give the same bytes for unlike rows or columns.
+
+    Each tells the checksum of its first batch of this kind, and the first process looks for them when it comes to a few of its
+    later ones, so that no process waits for another.
+
+    Args:
+        batch: The rows of this process, arrays of the host.
+        places: The numbers of its rows in the whole batch, and of its columns if it has some of them alone.
+    """
+    if (service := coordination.client()) is None or _looks["done"] > MOST_LOOKS:
+        return
+    _looks["done"] += 1
+    if _looks["done"] == 1:
+        arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(batch) if not is_key(leaf)]
+        if any((array != array[:1]).any() for array in arrays):  # rows that are all equal, such as zeros, may be meant
+            told = [checksum(list(places)), checksum(arrays)]
+            service.key_value_set(f"{FIRST_ROWS}/{jax.process_index()}", json.dumps(told), allow_overwrite=True)
+    elif jax.process_index() == 0:
+        told = [coordination.try_get(f"{FIRST_ROWS}/{i}") for i in range(min(jax.process_count(), MOST_PROCESSES))]
+        if told := remark_on_equal_rows([each and json.loads(each) for each in told]):
+            _looks["done"] = MOST_LOOKS + 1
+            tell(told)
+
+
+def remark_on_equal_rows(told: Sequence[Sequence[str] | None]) -> str:
+    """Returns what to say of processes that give the same bytes for unlike rows; "" if none do.
+
+    Args:
+        told: Of each process the checksums of its places and of its arrays; None: not known.
+    """
+    processes: dict[str, dict[str, int]] = defaultdict(dict)  # the first process of each place, by the bytes
+    for process, each in enumerate(told):
+        if each:
+            processes[each[1]].setdefault(each[0], process)
+    equal = next((sorted(found.values()) for found in processes.values() if len(found) > 1), None)
+    if equal is None:
+        return ""
+    return (
+        f"processes {', '.join(map(str, equal))} give shard_batch the same bytes for unlike rows of its first batch: rows are "
+        "trained on more than once, and others never. Give each those of jaxpar.local_rows(num_rows, mesh)."
+    )
 
 
 def _is_of_one(mesh: Mesh) -> bool:
