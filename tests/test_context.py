@@ -523,6 +523,39 @@ def test_a_loss_that_is_no_sum_over_positions_is_refused(loss, message):
             step(*args)
 
 
+def with_the_mean_of_the_ring(x):
+    """x and the mean of the sequence, whose parts go round the devices."""
+    num_devices = context_parallel.num_parts()
+    total = part = x.mean(1, keepdims=True)
+    for _ in range(num_devices - 1):
+        part = jax.lax.ppermute(part, CONTEXT, [(i, (i + 1) % num_devices) for i in range(num_devices)])
+        total = total + part
+    return x + total / num_devices
+
+
+@pytest.mark.parametrize("part", ["layer", "head"])
+def test_a_permutation_in_a_pipeline_needs_stages_that_skip_no_op(x64, part):
+    mesh = jaxpar.make_mesh(context=2, stage=2, devices=jax.devices()[:4])
+    ring = {"layer": lambda x: x, "head": lambda x: x} | {part: with_the_mean_of_the_ring}
+    model = jaxpar.LayeredModel(
+        lambda outer, batch: batch["x"] * outer["w"],
+        lambda layer, x: ring["layer"](jnp.tanh(x * layer["w"])),
+        lambda outer, x: ring["head"](x) * outer["w"],
+    )
+    loss = lambda y, batch: (jnp.sum((y - batch["y"]) ** 2), jnp.float32(y.size))
+    batch = dict(zip("xy", np.random.default_rng(0).normal(size=(2, 4, 8)), strict=True))
+    params = {"outer": {"w": jnp.float64(1.5)}, "layers": {"w": jnp.array([0.5, 2.0])}}
+    sharded = jaxpar.shard_batch(batch, mesh, sequences=["x", "y"])
+    step = partial(jaxpar.value_and_grad, model, loss, mesh, num_microbatches=2)
+    for settings in ({}, {"mask_idle_ops": True, "schedule": "zb-h1"}):
+        with pytest.raises(
+            ValueError, match=f"run each op at the same time; got one in {part}, in a pipeline whose stages skip"
+        ):
+            jax.eval_shape(step(**settings), params, sharded)
+    whole = lambda params: jnp.divide(*loss(model.apply(params, batch), batch))
+    assert_same(jax.jit(step(mask_idle_ops=True))(params, sharded), jax.value_and_grad(whole)(params), within=1e-12)
+
+
 # --- traffic and memory -----------------------------------------------------------------------------------------------
 
 

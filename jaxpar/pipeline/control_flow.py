@@ -8,8 +8,8 @@ Branches and loops have the form that is fast where the program masks idle ops: 
 would never end: one with a permutation in a branch that only some stages take. XLA's collective-permute waits for every device
 of the program, even for those that take no part in it. The ops of a tick may be in branches that other stages skip, or in loops
 that they leave earlier. These may contain all-reduces over ``tensor``, which name the devices that take part, but no
-permutation. XLA may insert one where a dim that is sharded over ``tensor`` is sliced, split, padded or flipped; only the
-compiled program shows whether it did.
+permutation. One that a model writes is refused when a stage is built (``permutes``). XLA may insert one where a dim that is
+sharded over ``tensor`` is sliced, split, padded or flipped; only the compiled program shows whether it did.
 """
 
 import re
@@ -47,6 +47,11 @@ def is_maskable(equations: Iterable[Any]) -> bool:
         return equation.primitive.name in HOST_CALLBACKS or has_side_effects(equation)
 
     return not any(must_be_skipped(inner) for equation in equations for inner in with_inner(equation))
+
+
+def permutes(equations: Iterable[Any]) -> bool:
+    """Returns whether jaxpr equations send to other devices by a permutation, which all devices must run together."""
+    return any(inner.primitive.name == "ppermute" for equation in equations for inner in with_inner(equation))
 
 
 def both(a: Mask, b: Mask) -> Mask:

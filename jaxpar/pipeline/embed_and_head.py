@@ -29,7 +29,7 @@ from jaxpar.dtypes import by_parts, float_indices, is_float, merge
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked, outer_stage_dim
 from jaxpar.loss_sums import sums_of
 from jaxpar.mesh import STAGE
-from jaxpar.pipeline.control_flow import is_maskable
+from jaxpar.pipeline.control_flow import is_maskable, permutes
 from jaxpar.pipeline.head_parts import HeadParts, find_parts
 from jaxpar.pipeline.layout import LayerLayout
 from jaxpar.pipeline.program import Program
@@ -64,6 +64,7 @@ class Ends:
             computing it costs less than a wait of the host that decides whether to.
         loss_sums: The shapes and dtypes of ``(loss_sum, further sums of the loss)``.
         skips: Which of "embed", "head" and "embed_back" an idle stage must skip (``control_flow.is_maskable``).
+        permutes: Which of them send to other devices by a permutation.
         parts: The parts of a microbatch of which head and loss are a sum, one for each stage; None: unknown.
 
     Args:
@@ -114,8 +115,8 @@ class Ends:
             "embed_back": [node.equation for node in embed_back],
             "head": opened(of_head).eqns,
         }
-        must_skip = (end for end, equations in operations.items() if not is_maskable(equations))
-        self.skips = frozenset(must_skip)
+        self.skips = frozenset(end for end, equations in operations.items() if not is_maskable(equations))
+        self.permutes = frozenset(end for end, equations in operations.items() if permutes(equations))
         self.parts = self.parts_for(y, microbatch, num_stages, num_shards) if num_stages > 1 else None
 
     def _find_head_dtypes(self) -> Outer:

@@ -22,7 +22,7 @@ from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
 from jaxpar.mesh import TENSOR
 from jaxpar.pipeline.buffers import State
-from jaxpar.pipeline.control_flow import is_maskable, stage_index
+from jaxpar.pipeline.control_flow import is_maskable, permutes, stage_index
 from jaxpar.pipeline.embed_and_head import Ends, Outer
 from jaxpar.pipeline.layer import Layer, orders_in_memory
 from jaxpar.pipeline.layer_ops import LayerOps
@@ -130,6 +130,7 @@ def build_stage(
     num_parts = _parts_of_head(program, split, cuts, shards.num_shards)
     ends = Ends(model, loss, params[OUTER], x, microbatch, **num_parts)
     program = _skipping(program, ends, split)
+    _refuse_permutes(program, ends, split, layout)
     outer = _in_memory(jax.tree.leaves(params[OUTER]), program, outer_specs)
     orders = orders_in_memory(split, cuts, shards.num_shards, masks=program.masks)
     layer = Layer(split, LayerPasses(split, program.masks), zero, jax.tree.leaves(x), orders)
@@ -199,6 +200,25 @@ def _skipping(program: Program, ends: Ends, layer: SplitLayer) -> Program:
     if not skips:
         return program
     return spmd_program(schedule, masks=True, overlaps=program.overlaps, skips=skips)
+
+
+def _refuse_permutes(program: Program, ends: Ends, layer: SplitLayer, layout: LayerLayout) -> None:
+    """Raises if the model permutes values in an op that stages skip or repeat, each as often as it has work.
+
+    XLA's collective-permute waits for all devices of the program, so a stage would be sent what belongs to another op.
+    """
+    if program.schedule.num_stages == 1:
+        return
+    is_whole = layout.is_even and all(segment.masked for segment in program.segments)
+    nodes = (node.equation for plan in layer.plans.values() for node in plan.nodes)
+    found = ["layer"] * (permutes(nodes) and not (is_whole and program.skips.isdisjoint("FRBW")))
+    found += [end for end in sorted(ends.permutes) if not (is_whole and ends.is_masked(end, program, layout))]
+    if found:
+        raise ValueError(
+            "jax.lax.ppermute in a model needs stages that run each op at the same time; got one in "
+            f"{', '.join(found)}, in a pipeline whose stages skip idle ops. Use mask_idle_ops=True with schedule 1f1b and as "
+            "many layers on each stage, another collective such as jaxpar.context_parallel.gather_sequence, or stage=1."
+        )
 
 
 def _in_memory(outer: list, program: Program, specs: PyTree | None) -> list:
