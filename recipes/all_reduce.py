@@ -26,13 +26,16 @@ import jaxpar
 from jaxpar import collectives
 from jaxpar.commands import recipe
 from jaxpar.data.digits import NUM_CLASSES, NUM_PIXELS, read_digits
-from jaxpar.fields import check_at_least
+from jaxpar.fields import check_at_least, check_positive
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params, count_params, init_params
 from jaxpar.plot.figure import check_matplotlib
 from jaxpar.report import reductions
 from jaxpar.report.reductions import NUM_SERVERS
 from jaxpar.run import checks, folder, phase, say
+from jaxpar.run.flags import check_seed
+from jaxpar.run.messages import stop
+from jaxpar.runtime.exit_codes import ExitCode
 
 ZERO = "ZeRO-1"
 BOUNDS = (0, 4, None)
@@ -79,10 +82,12 @@ def main(config: Config) -> None:
     with checks():
         check_matplotlib()
         folder.check_new(config.out_dir, overwrite=config.overwrite)
+        check_at_least(1, steps=config.steps, pushes=config.pushes)
+        check_positive("Choose such as 0.02.", learning_rate=config.learning_rate)
+        check_seed(config.seed)
+        mlp.check_sizes(config.hidden_layers, config.width, stage=1, tensor=1)
         sizes = recipe.numbers_of_devices(config.devices, usual=range(2, 9))
         train, _ = read_digits(config.seed)
-        check_at_least(1, steps=config.steps, pushes=config.pushes, width=config.width)
-        check_at_least(2, hidden_layers=config.hidden_layers)
         reductions.check_batch_size(config.batch_size, sizes, len(train["label"]))
         table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers)
         jax.config.update("jax_enable_x64", True)
@@ -95,6 +100,7 @@ def main(config: Config) -> None:
         with phase(f"training on {size} devices"):
             of_size = [by_hand(way, made, size, params, batches) for way, made in optimizers(config, size).items()]
             of_size.append(by_zero(config, size, table, batches))
+        check_finite(config, [row["params"] for row in of_size])
         of_size = reductions.beside_first(of_size)
         say("\n".join(reductions.describe(of_size, header=not rows)))
         rows += of_size
@@ -102,11 +108,22 @@ def main(config: Config) -> None:
         given = {"num_pushes": config.pushes, "learning_rate": config.learning_rate, "seed": config.seed}
         stale = partial(reductions.stale_curve, mean_loss, params, train, **given)
         curves = {reductions.bound_name(bound): stale(bound) for bound in BOUNDS}
+    check_finite(config, [run["losses"] for run in curves.values()])
     if jax.process_index() == 0:
         folder.make_new(config.out_dir, overwrite=config.overwrite)
         reductions.write_report(config.out_dir, rows, curves, settings=dataclasses.asdict(config))
     say("\n" + "\n".join(reductions.describe_stale(curves)))
     say(f"written: {config.out_dir}/ with report.html, traffic.png, staleness.png")
+
+
+def check_finite(config: Config, found: Any) -> None:
+    """Ends the program where params or losses are not finite: there is nothing left to compare."""
+    if not reductions.all_finite(found):
+        stop(
+            ExitCode.NOT_FINITE,
+            "params and losses must stay finite, else there is nothing to compare; got some that are not. Choose a smaller "
+            f"one than --learning-rate {config.learning_rate:g}.",
+        )
 
 
 def whole_batch(config: Config, train: dict, step: int) -> dict[str, np.ndarray]:

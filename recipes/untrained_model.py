@@ -22,7 +22,7 @@ from jaxpar.huggingface import check_no_model, write_model
 from jaxpar.models import transformer
 from jaxpar.params import count_params, init_params
 from jaxpar.run import checks, say
-from jaxpar.run.flags import check_out_dir
+from jaxpar.run.flags import check_out_dir, check_seed
 
 SIZES = {"num_layers": 2, "embed_dim": 128, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 384, "max_positions": 512}
 START, END = "<|im_start|>", "<|im_end|>"
@@ -49,6 +49,7 @@ def main(config: Config) -> None:
         check_no_model(config.out_dir)
         check_out_dir(config.out_dir)
         check_at_least(258, "Choose 1024, say.", vocab_size=config.vocab_size)
+        check_seed(config.seed)
         tokenizer = train_tokenizer(list(contents(config.data)), config.vocab_size, special_tokens=(START, END))
     num_params = write_untrained(config.out_dir, tokenizer, config.seed)
     say(f"written: {config.out_dir}/, a Qwen2 of {num_params:,} random parameters, for --init-from")

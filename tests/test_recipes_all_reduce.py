@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import all_reduce
+import numpy as np
 import pytest
 
 import jaxpar
 from jaxpar.commands import recipe as cli
+from jaxpar.report import reductions
 from jaxpar.run import folder as run_folder
 from tests.support import doc_pages
 from tests.support.waiting import WAIT_SECONDS
@@ -56,6 +58,27 @@ def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_
     assert {path for path in tmp_path.iterdir() if path.is_file()} == set(run_folder.own_files(tmp_path))
     for picture in ("traffic.png", "staleness.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_line_of_the_picture_of_staleness_is_in_its_legend(tmp_path, monkeypatch):
+    drawn, two_panels = [], reductions._two_panels
+    monkeypatch.setattr(reductions, "_two_panels", lambda: drawn.append(two_panels()) or drawn[-1])
+    losses = [3.0, 2.0, 1.0]
+    run = {"losses": losses, "seconds": [1.0, 2.0, 3.0], "mean": 0.5}
+    reductions.plot_staleness(
+        tmp_path / "staleness.png", dict.fromkeys(map(reductions.bound_name, all_reduce.BOUNDS), run)
+    )
+    for axes in drawn[0][1]:
+        named = dict(zip([text.get_text() for text in axes.get_legend().texts], axes.lines, strict=True))
+        assert sum("mean of the last 20 losses" in name for name in named) == len(all_reduce.BOUNDS)
+        assert list(named["bound 4; 0.5 stale in the mean"].get_ydata()) == losses
+
+
+def test_params_that_are_not_finite_end_the_comparison_with_its_exit_code(capsys):
+    all_reduce.check_finite(all_reduce.Config(), [{"w": np.ones(2)}, [1.0]])
+    with pytest.raises(SystemExit, match="86"):
+        all_reduce.check_finite(all_reduce.Config(), [{"w": np.array([1.0, np.nan])}])
+    assert "Choose a smaller one than --learning-rate 0.02." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

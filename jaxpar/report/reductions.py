@@ -29,6 +29,7 @@ COLORS = {
     "4 servers": "#d95f02",
     "ZeRO-1": "#7570b3",
 }
+MEAN_OF = 20  # losses, of a smoothed curve
 MARKS = dict(zip(COLORS, "osv^Dx", strict=True))
 Figures = Mapping[str, Any]  # by name
 
@@ -41,20 +42,27 @@ def check_batch_size(batch_size: int, sizes: Sequence[int], num_rows: int) -> No
         if batch_size % size:
             raise ValueError(
                 f"--batch-size must be divisible by every number of devices; got {batch_size} and {size}. "
-                f"{_divisible_batch(sizes, num_rows)}"
+                f"{_divisible_batch(batch_size, sizes, num_rows)}"
             )
     if not 1 <= batch_size <= num_rows:
         raise ValueError(
-            f"--batch-size must be from 1 to {num_rows}, the digits; got {batch_size}. {_divisible_batch(sizes, num_rows)}"
+            f"--batch-size must be from 1 to {num_rows}, the digits; got {batch_size}. "
+            f"{_divisible_batch(batch_size, sizes, num_rows)}"
         )
 
 
-def _divisible_batch(sizes: Sequence[int], num_rows: int) -> str:
-    """Returns the remedy: a batch size that every number of devices divides, if there are enough digits."""
+def _divisible_batch(batch_size: int, sizes: Sequence[int], num_rows: int) -> str:
+    """Returns the remedy: a batch size near the given one that every number of devices divides, if there are enough digits."""
     least = math.lcm(*sizes)
     if least > num_rows:
         return f"Compare fewer numbers of devices at once, such as --devices {min(max(sizes), 8)}."
-    return f"Choose {min(num_rows, max(840, least)) // least * least}."
+    near = min(num_rows, max(batch_size, least))
+    return f"Choose {near // least * least}."
+
+
+def all_finite(*trees: PyTree) -> bool:
+    """Returns whether all numbers of trees, such as params or losses, are finite."""
+    return all(bool(np.all(np.isfinite(leaf))) for leaf in jax.tree.leaves(trees))
 
 
 def measure(
@@ -238,8 +246,9 @@ def plot_staleness(path: Path, curves: Mapping[str, Figures]) -> None:
         losses, also = np.array(run["losses"]), ": synchronous" if name == bound_name(0) else ""
         label = f"{name}{also}; {run['mean']:.1f} stale in the mean"
         for axes, x in ((by_count, np.arange(1, len(losses) + 1)), (by_time, run["seconds"])):
-            axes.plot(x, losses, color=color, linewidth=1, alpha=0.25)
-            axes.plot(x, running_mean(losses, 19), color=color, linewidth=2, label=label)
+            axes.plot(x, losses, color=color, linewidth=1, alpha=0.4, label=label)
+            mean = f"{name}; mean of the last {MEAN_OF} losses"
+            axes.plot(x, running_mean(losses, MEAN_OF - 1), color=color, linewidth=2, label=mean)
     by_count.set(title="As many gradients", xlabel="gradients applied", ylabel="loss on all digits (nats, log scale)")
     by_time.set(title="As much time: the synchronous ones wait for the slow worker", xlabel="simulated seconds")
     for axes in (by_count, by_time):

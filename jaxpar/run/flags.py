@@ -314,8 +314,13 @@ def check_run_numbers(flags: RunFlags) -> None:
     log_seconds(flags.monitoring.log_seconds)
     if flags.monitoring.profile:
         exporters.parse_steps(flags.monitoring.profile, common.steps)
-    check_from(0, 2**32 - 1, "Choose 0, say.", seed=common.seed)  # JAX would drop the higher bits
+    check_seed(common.seed)
     _check_devices(flags)
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed that JAX would not take, or whose higher bits it would drop."""
+    check_from(0, 2**32 - 1, "Choose 0, say.", seed=seed)
 
 
 def log_seconds(given: float | None, variables: Mapping[str, str] = os.environ) -> float:

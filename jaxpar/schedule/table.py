@@ -22,7 +22,7 @@ from functools import cached_property
 from itertools import product, zip_longest
 from typing import NamedTuple
 
-from jaxpar.fields import check_one_of
+from jaxpar.fields import arg, check_one_of
 
 KINDS = ("F", "R", "B", "W")
 PLACEMENTS = ("loop", "v")
@@ -248,9 +248,13 @@ def check_sizes(**sizes: object) -> None:
     """Raises if a size is not a positive integer."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} must be an integer; got {name}={size!r}. For example: {name}=4.")
+            raise TypeError(
+                f"{arg(name)} must be an integer; got {arg(**{name: repr(size)})}. For example: {arg(**{name: 4})}."
+            )
         if size < 1:
-            raise ValueError(f"{name} must be 1 or more; got {name}={size}. Choose {name}=1 or more.")
+            raise ValueError(
+                f"{arg(name)} must be 1 or more; got {arg(**{name: size})}. Choose {arg(**{name: 1})} or more."
+            )
 
 
 def _as_op(op: object) -> Op:
