@@ -83,6 +83,11 @@ def arg(*names: str, **values: Any) -> str:
     return ", ".join([flags.get(name, name) for name in names] + [flag(*each) for each in values.items()])
 
 
+def is_flag(name: str) -> bool:
+    """Returns whether an argument is given by a flag, while a command runs."""
+    return name in _flags.get()
+
+
 def switch(name: str) -> str:
     """Returns how an argument is turned on, for a message: ``resume=True``, or in ``given_by`` its flag alone."""
     return _flags.get().get(name, f"{name}=True")

@@ -28,6 +28,7 @@ import inspect
 import logging
 import math
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -37,7 +38,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxpar._compat import is_compile_only
 from jaxpar.devices import started_devices
-from jaxpar.fields import arg, check_kind
+from jaxpar.fields import arg, check_kind, is_flag
 
 REPLICA, DATA, CONTEXT, STAGE, TENSOR = "replica", "data", "context", "stage", "tensor"
 AXES = (REPLICA, DATA, CONTEXT, STAGE, TENSOR)
@@ -137,7 +138,7 @@ def arrange(
     """
     found = started_devices() if devices is None else _checked(devices)
     available = sorted(found, key=lambda d: (node_of(d), d.id))
-    sizes = resolve_sizes(given, len(available))
+    sizes = resolve_sizes(given, len(available), processes_with_fake_devices(available))
     used = available[: math.prod(sizes.values())]
     check_every_process_takes_part(used, available)
     if not tensor_across_nodes:
@@ -196,8 +197,19 @@ def _unknown_axes(given: Mapping[str, object], known: Iterable[str]) -> str:
     return f"the axes of a mesh are {', '.join(AXES)}; got {got}. {' '.join(advice)}"
 
 
-def resolve_sizes(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
-    """Returns the axis sizes with -1 replaced by the remaining devices; raises if they do not fit."""
+def processes_with_fake_devices(devices: Sequence[jax.Device]) -> int:
+    """Returns the number of processes, such as `launch` starts, whose CPU devices these are; 1 for other devices."""
+    return len({d.process_index for d in devices if d.platform == "cpu"}) or 1
+
+
+def resolve_sizes(sizes: dict[str, int], num_devices: int, num_processes: int = 1) -> dict[str, int]:
+    """Returns the axis sizes with -1 replaced by the remaining devices; raises if they do not fit.
+
+    Args:
+        sizes: The size of each axis.
+        num_devices: The devices to choose from.
+        num_processes: The processes on CPU devices that own them.
+    """
     got = arg(**shown_sizes(sizes))
     for axis, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
@@ -225,10 +237,20 @@ def resolve_sizes(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
     if fixed > num_devices:
         raise ValueError(
             f"the product of the mesh axes must be at most the number of devices; got {got}, which needs {fixed} devices, "
-            f"with {num_devices} devices. Choose smaller axes, or test on a laptop with {fixed} fake devices "
-            f"(--fake-devices {fixed} in recipes, jaxpar.use_fake_devices({fixed}) in code)."
+            f"with {num_devices} devices. Choose smaller axes, or {_more_fake_devices(fixed, sizes[TENSOR], num_processes)}."
         )
     return dict(sizes)
+
+
+def _more_fake_devices(needed: int, tensor: int, num_processes: int) -> str:
+    if num_processes > 1:  # as many devices as are needed, and in each process a multiple of tensor
+        processes = math.gcd(num_processes, needed // tensor)
+        each = needed // processes
+        return f"start processes of {each} devices: python -m jaxpar launch -n {processes} --devices-per-process {each}"
+    return (
+        f"test on a laptop with {needed} fake devices (--fake-devices {needed} in recipes, "
+        f"jaxpar.use_fake_devices({needed}) in code)"
+    )
 
 
 def abstract_mesh(
@@ -278,10 +300,15 @@ def _check_tensor_inside_node(used: Sequence[jax.Device], tensor: int) -> None:
     for start in range(0, len(used), tensor):
         nodes = sorted({str(node_of(d)) for d in used[start : start + tensor]})
         if len(nodes) > 1:
+            each = min(Counter(map(node_of, used)).values())
+            others = [] if is_flag(TENSOR) else ["pass tensor_across_nodes=True"]
+            if (processes := processes_with_fake_devices(used)) > 1:
+                others.insert(0, _more_fake_devices(len(used), tensor, processes))
+            fits = f"Choose {arg(tensor=math.gcd(each, tensor))}, which divides the devices of a node, {each}"
+            remedy = ", or ".join([fits, *others])
             raise ValueError(
                 f"the tensor axis must stay inside a node, whose links are the fast ones; got {arg(tensor=tensor)}, which puts "
-                f"devices {start} to {start + tensor - 1} on nodes {', '.join(nodes)}. Choose a tensor that divides the "
-                "devices of a node, or pass tensor_across_nodes=True."
+                f"devices {start} to {start + tensor - 1} on nodes {', '.join(nodes)}. {remedy}."
             )
 
 

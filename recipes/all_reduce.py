@@ -145,7 +145,7 @@ def by_hand(
     way: str, optimizer: optax.GradientTransformation, size: int, params: dict, batches: list
 ) -> dict[str, Any]:
     """Trains inside ``shard_map``: each device computes the gradient of its rows, and the optimizer reduces them."""
-    mesh = jaxpar.make_mesh(data=size)
+    mesh = jaxpar.make_mesh(data=size, devices=jax.devices()[:size])
     whole, cut = PartitionSpec(), PartitionSpec("data")
     first = lambda tree: jax.tree.map(lambda x: x[0], tree)
     stacked = lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
@@ -165,7 +165,7 @@ def by_hand(
 
 def by_zero(config: Config, size: int, table: dict, batches: list) -> dict[str, Any]:
     """Trains with ZeRO-1: the optimizer's state is sharded over the devices, as if each were a server for its shard."""
-    mesh = jaxpar.make_mesh(data=size)
+    mesh = jaxpar.make_mesh(data=size, devices=jax.devices()[:size])
     shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, {"**": jaxpar.replicated()})
     optimizer = optax.sgd(config.learning_rate, momentum=0.9)
     init = lambda key: init_params(table, key, jnp.float64)

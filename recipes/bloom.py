@@ -30,7 +30,7 @@ class Config:
     """Which layout."""
     mesh: PublishedMesh = PublishedMesh()
     schedule: str = "1f1b"
-    """The pipeline's schedule: gpipe, 1f1b or zb-h1; both runs were published with 1f1b."""
+    """The pipeline's schedule: gpipe, 1f1b (as published), interleaved, zb-h1 or zb-v; interleaved and zb-v have 2 chunks."""
     remat: Literal["none", "full"] = "full"
     """Whether the backward pass recomputes a layer's activations."""
     zero: Literal[0, 1, 2, 3] = 1

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jaxpar
+from jaxpar.fields import given_by
 from jaxpar.mesh import check_mesh, node_of
 from tests.support import tiny
 
@@ -95,6 +96,21 @@ def test_a_size_that_is_not_an_integer_is_refused(size):
     message = f"mesh axis sizes must be integers; got data={size!r}. Write data=2, or data=-1"
     with tiny.signatures_unchecked(), pytest.raises(TypeError, match=message):
         jaxpar.make_mesh(data=size)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "remedy"),
+    [
+        (
+            {"tensor": 8},
+            r"Choose --mesh.tensor 4, which divides the devices of a node, 4, or .* launch -n 1 --devices-per-process 8\.$",
+        ),
+        ({"data": 2, "tensor": 6}, r"processes of 6 devices: python -m jaxpar launch -n 2 --devices-per-process 6\.$"),
+    ],
+)
+def test_a_recipe_in_launched_processes_is_told_the_flag_of_launch(sizes, remedy):
+    with given_by({"tensor": "--mesh.tensor"}), pytest.raises(ValueError, match=remedy):
+        jaxpar.make_mesh(**sizes, devices=TWO_NODES_OF_FOUR)
 
 
 def test_a_tensor_axis_that_leaves_a_node_is_refused():

@@ -172,6 +172,10 @@ def test_pictures_are_drawn(run_of, name):
         (("--mesh.tensor", "3"), "the tensor axis must fill a node's GPUs or divide them; got --mesh.tensor 3"),
         (("--mesh.stage", "0"), "--mesh.stage must be at least 1; got 0"),
         (("--out-dir", "/dev/null/x"), "--out-dir must be a folder that can be written to; got /dev/null/x"),
+        (
+            ("--gpu", "h101"),
+            "--gpu must be one of a100-40gb, a100-80gb, a100-80gb-jeanzay, h100, h200, b200; got 'h101'",
+        ),
         (("--gpus-per-node", "0"), "--gpus-per-node must be at least 1; got 0"),
         (("--job", "bloom", "--mesh.data", "1", "--mesh.stage", "2", "--schedule", "zb"), "Did you mean 'zb-v'"),
     ],

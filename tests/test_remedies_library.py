@@ -227,7 +227,7 @@ FLAGS_BY_HAND = {
     "data/recall": {"--model"},
     "data/text": {"--init-from", "--tokenizer"},
     "huggingface/export": {"--out-dir", "--source"},
-    "mesh": {"--fake-devices"},
+    "mesh": {"--devices-per-process", "--fake-devices"},
     "planner/ops": {"--attention"},
     "report/data": {"--out-dir"},
 }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from jaxpar.fields import check_kind, check_one_of
+from jaxpar.fields import check_kind, check_one_of, is_flag
 from jaxpar.gpus import GPUS as DATASHEETS
 from jaxpar.inspect.collectives import ring_bytes
 from jaxpar.mesh import FROM_SLOWEST
@@ -142,7 +142,7 @@ def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
         num_nodes: Nodes.
         devices_per_node: GPUs of a node.
     """
-    check_one_of(GPUS, "Or describe yours as a Cluster(...).", gpu=gpu)
+    check_one_of(GPUS, "" if is_flag("gpu") else "Or describe yours as a Cluster(...).", gpu=gpu)
     datasheet = {name: value for name, value in vars(DATASHEETS[gpu]).items() if name not in ("driver_name", "target")}
     kernels = _KERNELS.get(gpu.split("-")[0], _KERNELS["other"])
     return Cluster(num_nodes=num_nodes, devices_per_node=devices_per_node, **datasheet, **kernels)

@@ -11,13 +11,15 @@ import jax
 import optax
 
 from jaxpar.compile_only import compile_only_devices
-from jaxpar.fields import check_at_least
+from jaxpar.devices import started_devices
+from jaxpar.fields import check_at_least, check_one_of
 from jaxpar.inspect.text import bytes_text, table
 from jaxpar.mesh import make_mesh
 from jaxpar.models import transformer
 from jaxpar.params import count_params
 from jaxpar.pipeline import LayerLayout, masks_idle_ops
 from jaxpar.planner import Choice, Cluster, Plan, cluster, price, roofline
+from jaxpar.planner.cluster import GPUS
 from jaxpar.planner.compiled import inspect_pipeline, step_of_choice
 from jaxpar.planner.model_shape import transformer_shape
 from jaxpar.planner.state import local_bytes
@@ -93,6 +95,7 @@ def with_mesh(job: Job, flags: Any) -> Job:
     given = {axis: size for axis, size in dataclasses.asdict(flags.mesh).items() if size is not None}
     check_at_least(1, **given)
     check_at_least(1, "Choose such as 8.", gpus_per_node=flags.gpus_per_node)
+    check_one_of(GPUS, **{"--gpu": flags.gpu})  # by its flag, since "gpu" is another name of --compile-for too
     job = dataclasses.replace(job, mesh=job.mesh | given)
     rows = job.mesh["data"] * job.microbatch_size
     if job.batch_size % rows:
@@ -112,11 +115,12 @@ def with_mesh(job: Job, flags: Any) -> Job:
 
 def mesh_of(job: Job, flags: Any) -> jax.sharding.Mesh:
     """Returns the mesh of a job, of fake devices or, with --compile-for, of GPUs that exist for the compiler alone."""
-    devices = None
-    if flags.compile_for:
+    if not flags.compile_for:
+        devices = started_devices()
+    else:
         shape = {"num_nodes": job.num_nodes(flags.gpus_per_node), "devices_per_node": flags.gpus_per_node}
         devices = compile_only_devices(flags.compile_for, **shape)
-    return make_mesh(**job.mesh, devices=devices)
+    return make_mesh(**job.mesh, devices=devices[: job.num_devices])  # of another job there may be more
 
 
 def cluster_of(job: Job, flags: Any, gpu: str | None = None) -> Cluster:
@@ -159,12 +163,13 @@ def plan_of(job: Job, flags: Any, layout: LayerLayout) -> Plan:
 def describe(job: Job, flags: Any, layout: LayerLayout) -> str:
     """Returns a job's model, mesh, batch and stages as text."""
     model, sizes = job.model, ", ".join(f"{axis}={size}" for axis, size in job.mesh.items())
+    chunks = f" with {layout.num_chunks} chunks a stage" if layout.num_chunks > 1 else ""
     return (
         f"\n{job.title}: {model.num_layers} layers, {model.embed_dim:,} wide, {model.num_heads} heads, vocabulary "
         f"{model.vocab_size:,}: {count_params(transformer.param_table(model)):,} parameters\n"
         f"{sizes}: {job.num_devices} devices on {job.num_nodes(flags.gpus_per_node)} nodes; a batch of "
         f"{job.batch_size:,} rows of {job.seq:,} tokens, {job.num_microbatches} microbatches of {job.microbatch_size} rows "
-        f"on each replica; {flags.schedule}, ZeRO {flags.zero}, remat {flags.remat}\n"
+        f"on each replica; {flags.schedule}{chunks}, ZeRO {flags.zero}, remat {flags.remat}\n"
         f"layers of each stage: {' '.join(str(int(n)) for n in layout.layer_counts.sum(1))}"
         + ("; the embedding counts as a layer of the first stage, the head of the last" if any(job.end_layers) else "")
     )

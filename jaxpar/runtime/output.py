@@ -71,6 +71,8 @@ def write_atomically(path: Path, write: Callable[[Path], Any], *, sync: bool = F
     Raises:
         OSError: It cannot be written; or the error that ``write`` raises.
     """
+    if path.is_dir():  # else the error would name the part
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     part = path.with_name(f"{path.name}.part")
     try:
         part.unlink(missing_ok=True)
