@@ -65,7 +65,9 @@ SMALL = Sizes(embed=64, seq=32, expert_dim=64)
 def main(args: argparse.Namespace) -> int:
     """Runs the checks, and returns the exit code."""
     if all(name in os.environ for name in MEMORY):
-        print(f"{' and '.join(MEMORY)} must not both be set: JAX then stays off the GPU. Unset {MEMORY[1]}.")
+        print(
+            f"{' and '.join(MEMORY)} must not both be set: JAX then stays off the GPU. Unset {MEMORY[1]}."
+        )
         return 2
     import jax
 
@@ -83,7 +85,9 @@ def main(args: argparse.Namespace) -> int:
     chosen = list(checks(SMALL if args.small else Sizes(), on_gpu))[part::parts]
     with jax.default_matmul_precision("highest"):
         failed = [check.name for check in chosen if not holds(check)]
-    print(f"{len(chosen) - len(failed)} of {len(chosen)} hold{'' if not failed else '; not: ' + '; '.join(failed)}")
+    print(
+        f"{len(chosen) - len(failed)} of {len(chosen)} hold{'' if not failed else '; not: ' + '; '.join(failed)}"
+    )
     return 1 if failed else 0
 
 
@@ -107,7 +111,9 @@ def holds(check: Check) -> bool:
 def checks(sizes: Sizes, on_gpu: bool) -> Iterator[Check]:
     """Yields all checks; those of cuDNN's kernels need a GPU."""
     for settings in ({}, {"num_microbatches": 4}, {"num_microbatches": 4, "remat": True}):
-        yield Check(f"value_and_grad {settings or ''}".strip(), EXACT, partial(of_step, sizes, settings))
+        yield Check(
+            f"value_and_grad {settings or ''}".strip(), EXACT, partial(of_step, sizes, settings)
+        )
     for executor in EXECUTORS:
         words = "{}, {} chunks, {}, masks {}".format(*executor)
         yield Check(f"executor {words}", EXACT, partial(of_executor, sizes, executor))
@@ -233,7 +239,9 @@ def of_executor(sizes: Sizes, executor: tuple[str, int, str, bool]) -> float:
     return off_by(run(params, batch), right(sizes, shape_of(sizes)))
 
 
-def experts(sizes: Sizes, products: str, capacity_factor: float | None = None, **changes: Any) -> Any:
+def experts(
+    sizes: Sizes, products: str, capacity_factor: float | None = None, **changes: Any
+) -> Any:
     from jaxpar.models.transformer import Experts
 
     of_experts = Experts(
@@ -250,7 +258,9 @@ def of_experts(sizes: Sizes, changes: dict[str, Any]) -> float:
     """By tiles against ``ragged_dot``; with a capacity there is one form alone."""
     tiles, ragged = ("auto", "auto") if changes else ("tiles", "ragged")
     params, model, loss, batch = job(sizes, experts(sizes, tiles, **changes))
-    return off_by(by_jaxpar(model, loss)(params, batch), right(sizes, experts(sizes, ragged, **changes)))
+    return off_by(
+        by_jaxpar(model, loss)(params, batch), right(sizes, experts(sizes, ragged, **changes))
+    )
 
 
 def of_narrow_experts(sizes: Sizes) -> float:
@@ -271,7 +281,9 @@ def of_documents(sizes: Sizes, changes: dict[str, Any]) -> float:
     import jaxpar
 
     narrow = {"compute_dtype": "bfloat16"} | changes
-    params, model, loss, batch = job(sizes, shape_of(sizes, attention=jaxpar.flash_attention, **narrow))
+    params, model, loss, batch = job(
+        sizes, shape_of(sizes, attention=jaxpar.flash_attention, **narrow)
+    )
     _, written_out, _, _ = job(sizes, shape_of(sizes, attention="xla", **narrow))
     segments = np.random.default_rng(0).integers(0, 4, batch["tokens"].shape)
     batch = batch | {"segments": jnp.asarray(np.sort(segments, 1), jnp.int32)}
@@ -300,7 +312,9 @@ def in_chunks(contexts: int, q: Any, k: Any, v: Any) -> Any:
     parts: list[Any] = [None] * (2 * contexts)
     for index in range(contexts):
         places = (index, 2 * contexts - 1 - index)
-        own = lambda array, places=places: jnp.concatenate([jnp.split(array, 2 * contexts, 1)[at] for at in places], 1)
+        own = lambda array, places=places: jnp.concatenate(
+            [jnp.split(array, 2 * contexts, 1)[at] for at in places], 1
+        )
         where = (index, contexts)
         mixed = chunked_causal_attention(own(q), (own(k), own(v)), (k, v), chunk_of_context=where)
         for at, part in zip(places, jnp.split(mixed, 2, 1), strict=True):
@@ -317,7 +331,9 @@ def of_cache(sizes: Sizes, prompt: int = 16, new: int = 16) -> float:
 
     shape = shape_of(sizes)
     params, model, _, batch = job(sizes, shape)
-    tokens = np.asarray(transformer.generate(shape, params, np.asarray(batch["tokens"][:, :prompt]), new))
+    tokens = np.asarray(
+        transformer.generate(shape, params, np.asarray(batch["tokens"][:, :prompt]), new)
+    )
     # One pass over all tokens has the scores of each position: attention is causal.
     scores = model.apply(params, {"tokens": jnp.asarray(tokens[:, :-1])})
     likeliest = np.asarray(jnp.argmax(scores, -1))[:, prompt - 1 :]
@@ -352,9 +368,13 @@ def of_checkpoint(sizes: Sizes) -> float:
 
 
 def parse(flags: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--small", action="store_true", help="tiny cases, on any machine")
-    parser.add_argument("--part", default="0/1", help="which of how many parts of the checks to run, as 0/3")
+    parser.add_argument(
+        "--part", default="0/1", help="which of how many parts of the checks to run, as 0/3"
+    )
     args = parser.parse_args(flags)
     part, _, parts = args.part.partition("/")
     if not (part.isdecimal() and parts.isdecimal() and int(part) < int(parts)):

@@ -41,7 +41,9 @@ def main(config: Config) -> None:
     shardings = jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()})
     state = jaxpar.init_state(lambda key: params, jax.random.key(0), optimizer, mesh, shardings)
     batch = jaxpar.shard_batch(small_gpt.make_batch(shape), mesh)
-    step = jaxpar.make_train_step(jaxpar.value_and_grad(small_gpt.MODEL, small_gpt.loss, mesh), optimizer)
+    step = jaxpar.make_train_step(
+        jaxpar.value_and_grad(small_gpt.MODEL, small_gpt.loss, mesh), optimizer
+    )
     state, metrics = step(state, batch)
     jax.block_until_ready(metrics)
 
@@ -73,7 +75,10 @@ def main(config: Config) -> None:
         "guard CPU s a step": (a_guard, ".6f"),
         "save CPU s": (a_save, ".2f"),
         "loop waits s": (statistics.median(waits), ".2f"),
-        "saves and guard of the steps": ((a_save + config.every * a_guard) / (config.every * a_step), ".2%"),
+        "saves and guard of the steps": (
+            (a_save + config.every * a_guard) / (config.every * a_step),
+            ".2%",
+        ),
     }
     table = report.Table(
         title=f"A save every {config.every} steps, medians of {repeats}",

@@ -30,15 +30,26 @@ class Step:
 
 
 def shapes(tree: dict, shardings: dict) -> dict:
-    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings)
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, shardings
+    )
 
 
 def jaxpar_step(
-    shape: small_gpt.Shape, mesh: Mesh, num_microbatches: int, name: str = "1f1b", *, remat: bool = False
+    shape: small_gpt.Shape,
+    mesh: Mesh,
+    num_microbatches: int,
+    name: str = "1f1b",
+    *,
+    remat: bool = False,
 ) -> Step:
     """Returns a step of jaxpar on a mesh."""
-    schedule = make_schedule(name, mesh.shape["stage"], num_microbatches, form=lockstep_form(name), remat=remat)
-    layout = jaxpar.LayerLayout(shape.layers, schedule.num_stages, schedule.num_chunks, schedule.placement)
+    schedule = make_schedule(
+        name, mesh.shape["stage"], num_microbatches, form=lockstep_form(name), remat=remat
+    )
+    layout = jaxpar.LayerLayout(
+        shape.layers, schedule.num_stages, schedule.num_chunks, schedule.placement
+    )
     params = small_gpt.make_params(shape)
     params = params | {"layers": layout.pack(params["layers"])}
     shardings = jaxpar.shardings_from_paths(params, mesh, small_gpt.rules(mesh.shape["tensor"]))
@@ -53,7 +64,13 @@ def jaxpar_step(
         shardings=shardings,
     )
     return compile_step(
-        step, shape, mesh, params, shardings, num_microbatches, spmd_program(schedule, masks=False).branch_shares()
+        step,
+        shape,
+        mesh,
+        params,
+        shardings,
+        num_microbatches,
+        spmd_program(schedule, masks=False).branch_shares(),
     )
 
 
@@ -62,7 +79,9 @@ def plain_step(shape: small_gpt.Shape, mesh: Mesh, num_microbatches: int) -> Ste
     params = small_gpt.make_params(shape)
     shardings = jaxpar.shardings_from_paths(params, mesh, small_gpt.rules(mesh.shape["tensor"]))
     if mesh.shape["stage"] > 1:
-        shardings["layers"] = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec("stage")), params["layers"])
+        shardings["layers"] = jax.tree.map(
+            lambda _: NamedSharding(mesh, PartitionSpec("stage")), params["layers"]
+        )
     step = lambda params, batch: small_gpt.one_device(params, batch, num_microbatches)
     return compile_step(step, shape, mesh, params, shardings, num_microbatches)
 
@@ -90,7 +109,9 @@ def compile_step(
     like = shapes(params, shardings)
     whole = NamedSharding(mesh, PartitionSpec())
     jitted = jax.jit(step, out_shardings=(whole, shardings))
-    compiled = jitted.lower(like, jaxpar.abstract_batch(small_gpt.make_batch(shape), mesh)).compile()
+    compiled = jitted.lower(
+        like, jaxpar.abstract_batch(small_gpt.make_batch(shape), mesh)
+    ).compile()
     report = jaxpar.inspect_step(compiled, mesh=mesh, branch_shares=branch_shares)
     rows = shape.batch // mesh.shape["data"] // num_microbatches
     return Step(report, like, 4 * rows * shape.positions * shape.embed)

@@ -37,7 +37,10 @@ def mean_loss(mesh: Mesh, num_microbatches: int) -> Callable:
         return jax.lax.psum(jnp.where(stage == num_stages - 1, done, 0), "stage")
 
     over_stages = jax.shard_map(
-        pipeline, mesh=mesh, in_specs=(PartitionSpec("stage"), PartitionSpec()), out_specs=PartitionSpec()
+        pipeline,
+        mesh=mesh,
+        in_specs=(PartitionSpec("stage"), PartitionSpec()),
+        out_specs=PartitionSpec(),
     )
 
     def mean(params: dict, batch: dict) -> jax.Array:

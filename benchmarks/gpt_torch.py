@@ -39,7 +39,9 @@ def make_model(spec: dict, load):
 
     def rotate(x, cos, sin):
         first, second = x.float().chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(
+            x.dtype
+        )
 
     class Norm(torch.nn.Module):
         def __init__(self, path, i=None):
@@ -50,18 +52,26 @@ def make_model(spec: dict, load):
         def forward(self, x):
             wide = x.float()
             if self.shift is not None:
-                return functional.layer_norm(wide, (embed,), self.scale, self.shift, spec["norm_epsilon"]).to(x.dtype)
+                return functional.layer_norm(
+                    wide, (embed,), self.scale, self.shift, spec["norm_epsilon"]
+                ).to(x.dtype)
             wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec["norm_epsilon"])
             return (wide * self.scale).to(x.dtype)
 
     class Layer(torch.nn.Module):
         def __init__(self, i):
             super().__init__()
-            bias = lambda path: param(load(f"layers/{path}", i).reshape(-1)) if spec["biases"] else None
+            bias = lambda path: (
+                param(load(f"layers/{path}", i).reshape(-1)) if spec["biases"] else None
+            )
             self.norm_1, self.norm_2 = (Norm(f"layers/norm_{n}", i) for n in (1, 2))
             # [embed, kv_heads, group and 2, head_dim]: queries, keys, values
             self.w_qkv = param(by_kind(load("layers/attention/w_qkv", i)).T)
-            self.b_qkv = param(by_kind(load("layers/attention/b_qkv", i)[None])[0]) if spec["biases"] else None
+            self.b_qkv = (
+                param(by_kind(load("layers/attention/b_qkv", i)[None])[0])
+                if spec["biases"]
+                else None
+            )
             self.w_out, self.b_out = (
                 param(load("layers/attention/w_out", i).reshape(-1, embed).T),
                 bias("attention/b_out"),
@@ -78,7 +88,9 @@ def make_model(spec: dict, load):
             q, k, v = (part.view(batch, seq, -1, head_dim).transpose(1, 2) for part in (q, k, v))
             if spec["positions"] == "rope":
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+            mixed = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=heads != kv_heads
+            )
             h = h + linear(mixed.transpose(1, 2).reshape(batch, seq, -1), self.w_out, self.b_out)
             up = linear(self.norm_2(h), self.w_up, self.b_up)
             return h + linear(activated(up), self.w_down, self.b_down)
@@ -94,7 +106,9 @@ def make_model(spec: dict, load):
             super().__init__()
             self.tokens = param(load("outer/tokens"))
             self.head = self.tokens if spec["tied"] else param(load("outer/head").T)
-            self.positions = param(load("outer/positions")) if spec["positions"] == "learned" else None
+            self.positions = (
+                param(load("outer/positions")) if spec["positions"] == "learned" else None
+            )
             self.norm = Norm("outer/norm_out")
             self.layers = torch.nn.ModuleList(Layer(i) for i in range(spec["num_layers"]))
             half = head_dim // 2
@@ -123,16 +137,22 @@ def main(folder: Path) -> None:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    spec = json.loads((folder / "spec.json").read_text()) | json.loads((folder / "run.json").read_text())
+    spec = json.loads((folder / "spec.json").read_text()) | json.loads(
+        (folder / "run.json").read_text()
+    )
     device = "cuda" if torch.cuda.is_available() and not spec["cpu"] else "cpu"
     arrays = {}
 
     def load(path, layer=None):
-        array = arrays.setdefault(path, np.load(folder / f"{path.replace('/', '.')}.npy", mmap_mode="r"))
+        array = arrays.setdefault(
+            path, np.load(folder / f"{path.replace('/', '.')}.npy", mmap_mode="r")
+        )
         return np.asarray(array if layer is None else array[layer])
 
     model = make_model(spec, load).to(device)
-    tokens, targets = (torch.from_numpy(load(name).copy()).long().to(device) for name in ("tokens", "targets"))
+    tokens, targets = (
+        torch.from_numpy(load(name).copy()).long().to(device) for name in ("tokens", "targets")
+    )
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=spec["learning_rate"],
@@ -142,7 +162,9 @@ def main(folder: Path) -> None:
         fused=device == "cuda",
     )
     forward = torch.compile(model) if spec["torch"] == "compile" else model
-    kernel = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[spec["attention"]]
+    kernel = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[
+        spec["attention"]
+    ]
     flash = lambda: sdpa_kernel(kernel) if device == "cuda" else contextlib.nullcontext()
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
 

@@ -53,9 +53,13 @@ IN_DOCUMENTS = " with 8 documents in each row"
 WORKS = {
     "llama": Work(),
     "documents": Work(f"Llama of 1.1B{IN_DOCUMENTS}", documents=8),
-    "lora": Work("Llama 3.1 8B in bfloat16 with LoRA of rank 16", "llama3.1-8b", batch_size=2, lora_rank=16),
+    "lora": Work(
+        "Llama 3.1 8B in bfloat16 with LoRA of rank 16", "llama3.1-8b", batch_size=2, lora_rank=16
+    ),
     "gpt2": Work("GPT-2 of 124M", "gpt2", 1024, 32, (("vocab_multiple", 128),)),
-    "experts": Work("Four layers of OLMoE 7B, 64 experts", "olmoe-1b-7b", changes=(("num_layers", 4),)),
+    "experts": Work(
+        "Four layers of OLMoE 7B, 64 experts", "olmoe-1b-7b", changes=(("num_layers", 4),)
+    ),
     "wide": Work(
         "Three layers of Llama 3 70B and 32,768 words",
         "llama3-70b",
@@ -89,7 +93,9 @@ def make_shape(work: Work, **changes: Any) -> Any:
         tiny |= {k: v for k, v in changes.items() if k == "num_layers"}
         small = published if published.experts is None else published.with_experts(**TINY_EXPERTS)
         return dataclasses.replace(small, **tiny)
-    changes = {"attention": jaxpar.flash_attention, "max_documents": most} | dict(work.changes) | changes
+    changes = (
+        {"attention": jaxpar.flash_attention, "max_documents": most} | dict(work.changes) | changes
+    )
     return transformer.preset(work.model, compute_dtype="bfloat16", **changes)
 
 
@@ -126,10 +132,14 @@ class Model:
         self.model, self.loss = transformer.make_model(shape), loss
         if shape.experts is not None:
             self.loss = transformer.add_routing_losses(shape, loss)
-        self.lora = Lora(lora_rank, transformer.LAYER_WEIGHTS, 2.0 * lora_rank) if lora_rank else None
+        self.lora = (
+            Lora(lora_rank, transformer.LAYER_WEIGHTS, 2.0 * lora_rank) if lora_rank else None
+        )
         trainable = None if self.lora is None else ADAPTERS
         self.parallel = jaxpar.Parallel(mesh, self.shardings(), trainable=trainable)
-        self.value_and_grad = jaxpar.value_and_grad(self.model, self.loss, self.parallel, remat=self.policy)
+        self.value_and_grad = jaxpar.value_and_grad(
+            self.model, self.loss, self.parallel, remat=self.policy
+        )
 
     @property
     def plain_value_and_grad(self) -> Callable[[Any, Any], Any]:
@@ -202,7 +212,9 @@ class Ours(Model):
         import jaxpar
 
         leaves = jax.tree_util.tree_leaves_with_path(jaxpar.fetch(self.state.params))
-        return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+        return {
+            jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves
+        }
 
     def train(self, count: int) -> list[float]:
         """Runs ``count`` steps, dispatched one after the other, and returns their losses."""
@@ -231,7 +243,9 @@ def planned_bytes(compiled: Any) -> int:
     return size + planned.output_size_in_bytes - planned.alias_size_in_bytes
 
 
-def figures(work: Work, shape: Any, num_params: int, step_seconds: float, device_kind: str) -> dict[str, Any]:
+def figures(
+    work: Work, shape: Any, num_params: int, step_seconds: float, device_kind: str
+) -> dict[str, Any]:
     """Returns the rates and the MFU for a step's time on a device of this kind."""
     tokens_per_second = work.batch_size * work.seq / step_seconds
     of_attention = 12 * shape.num_layers * shape.num_heads * shape.head_dim * work.seq

@@ -59,7 +59,9 @@ def main(args: argparse.Namespace) -> int:
     end = time.time() + 60 * args.minutes  # which the start of JAX below is part of
     device = "" if args.smoke else find_gpu()
     if not args.smoke and not device:
-        print("gpu_day.py needs a GPU, and there is none here: nothing was measured; --smoke tries it on any machine")
+        print(
+            "gpu_day.py needs a GPU, and there is none here: nothing was measured; --smoke tries it on any machine"
+        )
         return report.CANNOT_RUN
     record = report.Record.start("gpu_day", report.Options(args.out, args.smoke))
     machine = ", ".join(filter(None, (record.machine, device)))
@@ -157,7 +159,9 @@ def run_in_child(
         while process.poll() is None and time.time() < until + GRACE:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=1)
-            if (now := [path.stat().st_mtime for path in sorted(folder.glob("part-*.json"))]) != seen:
+            if (
+                now := [path.stat().st_mtime for path in sorted(folder.glob("part-*.json"))]
+            ) != seen:
                 seen = now
                 save()
     return process.returncode
@@ -203,7 +207,11 @@ def outcomes_of(folder: Path, jobs: Sequence[Job], code: int, began: float) -> l
     for job in jobs:
         path = part_file(folder, job.name)
         found = json.loads(path.read_text()) if path.exists() else {"outcome": None}
-        stopped = "stopped at the end of its time" if code == -signal.SIGKILL else f"ended with exit code {code}"
+        stopped = (
+            "stopped at the end of its time"
+            if code == -signal.SIGKILL
+            else f"ended with exit code {code}"
+        )
         cells = (
             job.name,
             found.get("seconds") or time.time() - began,
@@ -229,10 +237,14 @@ def written(
     """Returns the record with the tables that there are so far, written where asked."""
     from gpu_day_parts import published, steps
 
-    found = [steps.with_ratios(t) if t.title == steps.TITLE else t for t in tables_of(folder, args.only)]
+    found = [
+        steps.with_ratios(t) if t.title == steps.TITLE else t for t in tables_of(folder, args.only)
+    ]
     origin = dict(zip(ORIGIN, (device, record.versions["jax"], record.commit), strict=True))
     tables = [marked(table, origin) for table in found]
-    record = dataclasses.replace(record, tables=[*tables, published.table(), *outcome_table(outcomes)])
+    record = dataclasses.replace(
+        record, tables=[*tables, published.table(), *outcome_table(outcomes)]
+    )
     if args.out is not None:
         record.write(args.out)
     return record
@@ -294,18 +306,33 @@ def join(paths: Sequence[Path], out: Path | None) -> int:
     first = records[0]
     for name in ("commit", "machine", "versions", "smoke"):
         if len(values := {str(getattr(record, name)) for record in records}) > 1:
-            raise SystemExit(f"records to join must have one {name}; got {'; '.join(sorted(values))}. Measure again.")
-    rows = [row for record in records for table in record.tables if table.title == OUTCOMES for row in table.rows]
+            raise SystemExit(
+                f"records to join must have one {name}; got {'; '.join(sorted(values))}. Measure again."
+            )
+    rows = [
+        row
+        for record in records
+        for table in record.tables
+        if table.title == OUTCOMES
+        for row in table.rows
+    ]
     if len({row["job"] for row in rows}) < len(rows):
-        raise SystemExit("records to join must be of different jobs; got one twice. Leave one of the files out.")
+        raise SystemExit(
+            "records to join must be of different jobs; got one twice. Leave one of the files out."
+        )
     found: dict[str, report.Table] = {}
     theirs = published.table()
     for table in (
-        table for record in records for table in record.tables if table.title not in (OUTCOMES, theirs.title)
+        table
+        for record in records
+        for table in record.tables
+        if table.title not in (OUTCOMES, theirs.title)
     ):
         found[table.title] = merged(found.get(table.title), table)
     command = "; ".join(record.command for record in records)
-    dataclasses.replace(first, command=command, tables=[*found.values(), theirs, *outcome_table(rows)]).finish(out)
+    dataclasses.replace(
+        first, command=command, tables=[*found.values(), theirs, *outcome_table(rows)]
+    ).finish(out)
     return 0
 
 
@@ -315,7 +342,9 @@ def has_torch() -> str:
 
 
 def parse(flags: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument(
         "--smoke",
@@ -326,14 +355,18 @@ def parse(flags: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=MINUTES, help="the time for all of it")
     torch = 'the interpreter that has PyTorch; "": without PyTorch'
     parser.add_argument("--torch-python", default=has_torch(), help=torch)
-    parser.add_argument("--join", type=Path, nargs="+", help="join the figures of several commands, run nothing")
+    parser.add_argument(
+        "--join", type=Path, nargs="+", help="join the figures of several commands, run nothing"
+    )
     for name, kind in {"--folder": Path, "--until": float, "--all-until": float}.items():
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(flags)
     args.only = [name for name in NAMES if name in args.only]
     if not args.minutes > 0:
-        parser.error(f"--minutes must be positive; got {args.minutes}. Choose {MINUTES:.0f}, or less.")
+        parser.error(
+            f"--minutes must be positive; got {args.minutes}. Choose {MINUTES:.0f}, or less."
+        )
     return args
 
 

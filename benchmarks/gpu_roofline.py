@@ -86,9 +86,13 @@ class Job:
 LONG = "38% (405B), 28.0% (7B, FP8)"
 JOBS = {
     "8b, data 8, ZeRO 3": Job("llama3.1-8b", Choice(data=8, zero=3)),
-    "8b, data 2, tensor 4": Job("llama3.1-8b", Choice(data=2, tensor=4, num_microbatches=8, zero=1)),
+    "8b, data 2, tensor 4": Job(
+        "llama3.1-8b", Choice(data=2, tensor=4, num_microbatches=8, zero=1)
+    ),
     "8b, tensor 8": Job("llama3.1-8b", Choice(tensor=8, num_microbatches=16)),
-    "8b, data 2, stage 2, tensor 2": Job("llama3.1-8b", Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1)),
+    "8b, data 2, stage 2, tensor 2": Job(
+        "llama3.1-8b", Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1)
+    ),
     "8b, stage 8": Job("llama3.1-8b", Choice(stage=8, num_microbatches=32), seq=4096),
     "70b, data 2, stage 4, tensor 8": Job(
         "llama3.1-70b", Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), nodes=8
@@ -240,7 +244,9 @@ def main(config: Config) -> None:
         raise SystemExit(f"--jobs takes {'; '.join(JOBS)}; got {'; '.join(sorted(unknown))}.")
     start_on_cpu()
     record = report.Record.start("gpu_roofline", config)
-    jobs, small = ((), SMALL[:1]) if config.smoke else (config.jobs, SMALL if config.schedules else [])
+    jobs, small = (
+        ((), SMALL[:1]) if config.smoke else (config.jobs, SMALL if config.schedules else [])
+    )
     try:
         jaxpar.compile_only_devices("h100")
         if any(JOBS[name].flash for name in jobs):
@@ -256,7 +262,11 @@ def main(config: Config) -> None:
         earlier |= {FULL: report.Table(FULL, OF_JOBS, rows, "in the names of the jobs")}
     if small:
         rows = [row_of_schedule(job) for job in small]
-        earlier |= {SMALLER: report.Table(SMALLER, OF_SCHEDULES, rows, report.mesh_text(small[0].choice.mesh))}
+        earlier |= {
+            SMALLER: report.Table(
+                SMALLER, OF_SCHEDULES, rows, report.mesh_text(small[0].choice.mesh)
+            )
+        }
     record.tables.extend(earlier[title] for title in (FULL, SMALLER) if title in earlier)
     record.finish(config.out)
 
@@ -276,7 +286,11 @@ def row_of_job(name: str, version: str, commit: str) -> dict[str, Any]:
     assert gpu is not None
     by_kind = [
         1e3
-        * sum(each.seconds(machines.peak_flops, machines.memory_bandwidth) for each in gpu.work if each.kind == kind)
+        * sum(
+            each.seconds(machines.peak_flops, machines.memory_bandwidth)
+            for each in gpu.work
+            if each.kind == kind
+        )
         for kind in KINDS
     ]
     peak = found.memory.argument_bytes + found.memory.temp_bytes
@@ -307,7 +321,9 @@ def row_of_schedule(job: Job) -> dict[str, Any]:
     messages = [each for each in gpu.transfers if each.kind == "collective-permute"]
     steady = max((each.times for each in messages), default=0)
     of_steady = [each for each in messages if each.times == steady]
-    planned = plan.memory_bytes - plan.bytes_per_device["params"] - plan.bytes_per_device["optimizer"]
+    planned = (
+        plan.memory_bytes - plan.bytes_per_device["params"] - plan.bytes_per_device["optimizer"]
+    )
     cells = (
         choice.schedule,
         "yes" if choice.remat else "no",
@@ -337,7 +353,10 @@ def said(columns: dict[str, str], cells: tuple) -> dict[str, Any]:
 def compiled(job: Job) -> tuple[ModelShape, Plan, StepReport, float]:
     """Returns a job's shape, its plan, the report on its compiled step, and the seconds that it took to compile."""
     choice, optimizer = job.choice, optax.adamw(1e-4)
-    shape, num_rows = shape_of(job, is_planned=False), choice.num_replicas * choice.num_microbatches * job.rows
+    shape, num_rows = (
+        shape_of(job, is_planned=False),
+        choice.num_replicas * choice.num_microbatches * job.rows,
+    )
     plan = price(
         shape_of(job, is_planned=True),
         cluster(job.gpu, num_nodes=job.nodes),
@@ -355,7 +374,9 @@ def compiled(job: Job) -> tuple[ModelShape, Plan, StepReport, float]:
 
 def shape_of(job: Job, *, is_planned: bool) -> ModelShape:
     """Returns the shapes of a job's model, to plan for or to compile."""
-    config = transformer.preset(job.model, compute_dtype="bfloat16", vocab_multiple=128, **dict(job.changes))
+    config = transformer.preset(
+        job.model, compute_dtype="bfloat16", vocab_multiple=128, **dict(job.changes)
+    )
     config = config if job.buffer is None else config.with_experts(buffer=job.buffer)
     config = config.for_tensor(job.choice.tensor)
     if job.flash:
@@ -369,9 +390,16 @@ def useful_flops(shape: ModelShape, job: Job) -> float:
     """Returns the operations of a step that count, on each device: of experts those to which a token is sent."""
     config, choice = transformer.preset(job.model), job.choice
     used = config.experts.per_token / config.experts.count if config.experts else 1
-    idle = (1 - used) * sum(leaf.size for leaf in jax.tree.leaves(shape.params[LAYERS].get("experts", {})))
+    idle = (1 - used) * sum(
+        leaf.size for leaf in jax.tree.leaves(shape.params[LAYERS].get("experts", {}))
+    )
     width = config.num_heads * config.head_dim
-    tokens = job.seq * job.rows * choice.num_microbatches / (choice.context * choice.stage * choice.tensor)
+    tokens = (
+        job.seq
+        * job.rows
+        * choice.num_microbatches
+        / (choice.context * choice.stage * choice.tensor)
+    )
     return (6 * (shape.num_params - idle) + 6 * shape.num_layers * width * job.seq) * tokens
 
 
@@ -388,14 +416,19 @@ def rings_of(shape: ModelShape, choice: Choice) -> Callable[[str], bool]:
         for name in ("residuals_b", "residuals_w", "cotangents_w")
     }
     sizes = {
-        slots[name] * positions * math.prod(dims) for name in residuals if slots[name] > 1 for dims in residuals[name]
+        slots[name] * positions * math.prod(dims)
+        for name in residuals
+        if slots[name] > 1
+        for dims in residuals[name]
     }
     values = [*itertools.chain(*residuals.values()), *(each.shape for each in analysis.x)]
     without_ones = lambda dims: tuple(size for size in dims if size > 1)
     of_one_layer = set(map(without_ones, values))
 
     def is_ring(array: str) -> bool:
-        dims = tuple(int(size) for size in array.partition("[")[2].partition("]")[0].split(",") if size)
+        dims = tuple(
+            int(size) for size in array.partition("[")[2].partition("]")[0].split(",") if size
+        )
         return math.prod(dims) in sizes and without_ones(dims) not in of_one_layer
 
     return is_ring

@@ -15,7 +15,10 @@ import small_gpt
 
 def cut_params(params: dict, devices: list) -> list:
     """Returns the params of each stage, on its device: equal numbers of layers, the ends of the model on first and last."""
-    layers = [jax.tree.map(lambda leaf, n=n: leaf[n], params["layers"]) for n in range(len(params["layers"]["w_up"]))]
+    layers = [
+        jax.tree.map(lambda leaf, n=n: leaf[n], params["layers"])
+        for n in range(len(params["layers"]["w_up"]))
+    ]
     own = len(layers) // len(devices)
     stages = [{"layers": layers[n * own : (n + 1) * own]} for n in range(len(devices))]
     stages[0] |= {name: params["outer"][name] for name in ("tokens", "positions")}
@@ -23,11 +26,19 @@ def cut_params(params: dict, devices: list) -> list:
     return [jax.device_put(stage, device) for stage, device in zip(stages, devices, strict=True)]
 
 
-def value_and_grad(num_stages: int, num_microbatches: int) -> Callable[[list, dict], tuple[jax.Array, list]]:
+def value_and_grad(
+    num_stages: int, num_microbatches: int
+) -> Callable[[list, dict], tuple[jax.Array, list]]:
     """Returns ``(params of the stages, batch) -> (loss, gradients of the stages)``, with the batch on the host."""
     forward = jax.jit(partial(jax.vjp, _middle))
-    first = jax.jit(lambda params, tokens: jax.vjp(lambda params: _middle(params, _embed(params, tokens)), params))
-    last = jax.jit(lambda params, x, targets: jax.vjp(lambda params, x: _loss(params, x, targets), params, x))
+    first = jax.jit(
+        lambda params, tokens: jax.vjp(
+            lambda params: _middle(params, _embed(params, tokens)), params
+        )
+    )
+    last = jax.jit(
+        lambda params, x, targets: jax.vjp(lambda params, x: _loss(params, x, targets), params, x)
+    )
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def backward(sums: dict, vjp: Callable, ct: jax.Array) -> tuple:
@@ -35,7 +46,9 @@ def value_and_grad(num_stages: int, num_microbatches: int) -> Callable[[list, di
         return jax.tree.map(jnp.add, sums, grads), *dx
 
     zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
-    mean = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf / num_microbatches, tree), donate_argnums=0)
+    mean = jax.jit(
+        lambda tree: jax.tree.map(lambda leaf: leaf / num_microbatches, tree), donate_argnums=0
+    )
 
     def run(params: list, batch: dict) -> tuple[jax.Array, list]:
         devices = [jax.tree.leaves(stage)[0].device for stage in params]
@@ -55,7 +68,9 @@ def value_and_grad(num_stages: int, num_microbatches: int) -> Callable[[list, di
                 losses.append(loss)
                 ct[stage, m] = jax.device_put(jnp.float32(1), devices[stage])
             else:
-                given = (jax.device_put(tokens[m], devices[0]),) if stage == 0 else (x.pop((stage, m)),)
+                given = (
+                    (jax.device_put(tokens[m], devices[0]),) if stage == 0 else (x.pop((stage, m)),)
+                )
                 y, vjps[stage, m] = (first if stage == 0 else forward)(params[stage], *given)
                 x[stage + 1, m] = jax.device_put(y, devices[stage + 1])
         return sum(losses) / num_microbatches, [mean(own) for own in sums]

@@ -39,8 +39,8 @@ def main(config: Config) -> None:
         "GPipe by jax.grad": gpipe_step,
         "jax.jit with shardings": plain_step,
         **{
-            f"jaxpar {name}{', remat' if remat else ''}": lambda *args, name=name, remat=remat: jaxpar_step(
-                *args, name, remat=remat
+            f"jaxpar {name}{', remat' if remat else ''}": lambda *args, name=name, remat=remat: (
+                jaxpar_step(*args, name, remat=remat)
             )
             for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
             for remat in (False, True)
@@ -60,7 +60,9 @@ def main(config: Config) -> None:
         columns |= {f"{count} microbatches, MiB": ".1f", f"{count}, ratio": ".3f"}
     rows = []
     for name, by_count in figures.items():
-        cells = [x for count, size in by_count.items() for x in (size / MIB, size / reference[count])]
+        cells = [
+            x for count, size in by_count.items() for x in (size / MIB, size / reference[count])
+        ]
         rows.append(dict(zip(columns, (name, *cells), strict=True)))
     title = f"Temporary memory of a step on each device, microbatches of {config.rows} rows"
     record.tables.append(report.Table(title, columns, rows, report.mesh_text(mesh)))

@@ -49,11 +49,17 @@ def jaxpar_schedules(*names: str) -> dict[str, Command]:
 
 
 def mpmd_schedules(*names: str) -> dict[str, Command]:
-    return {f"jaxpar mpmd {name}": jaxpar_pipeline("--executor", "mpmd", "--schedule", name) for name in names}
+    return {
+        f"jaxpar mpmd {name}": jaxpar_pipeline("--executor", "mpmd", "--schedule", name)
+        for name in names
+    }
 
 
 def torch_schedules(*names: str) -> dict[str, Command]:
-    return {f"PyTorch {name}": torch_peer("pipeline", "--size", "4", "--schedule", name) for name in names}
+    return {
+        f"PyTorch {name}": torch_peer("pipeline", "--size", "4", "--schedule", name)
+        for name in names
+    }
 
 
 def jaxpp_schedules(*names: str) -> dict[str, Command]:
@@ -66,7 +72,11 @@ QUESTIONS = {
     "one": Question(
         "One device, 8 microbatches",
         "one device",
-        {"jax.jit": jax_peer("plain"), "jaxpar": jax_peer("jaxpar"), "PyTorch": torch_peer("single")},
+        {
+            "jax.jit": jax_peer("plain"),
+            "jaxpar": jax_peer("jaxpar"),
+            "PyTorch": torch_peer("single"),
+        },
     ),
     "data": Question(
         "Data parallelism, one microbatch",
@@ -117,7 +127,9 @@ QUESTIONS = {
             "jaxpar data 2, stage 2, tensor 2": jax_peer(
                 "jaxpar", "--data", "2", "--stage", "2", "--tensor", "2", "--num-microbatches", "4"
             ),
-            "jaxpar data 2, stage 4": jax_peer("jaxpar", "--data", "2", "--stage", "4", "--num-microbatches", "4"),
+            "jaxpar data 2, stage 4": jax_peer(
+                "jaxpar", "--data", "2", "--stage", "4", "--num-microbatches", "4"
+            ),
             "jaxpar stage 4, tensor 2": jax_peer("jaxpar", "--stage", "4", "--tensor", "2"),
         },
     ),

@@ -37,7 +37,13 @@ JAXPP_REMEDY = (
 )
 
 
-COLUMNS = {"peer": "", "wall s": ".3f", "wall ratio": ".2f", "CPU s": ".3f", "CPU ratio": ".2f"}  # medians of rounds
+COLUMNS = {
+    "peer": "",
+    "wall s": ".3f",
+    "wall ratio": ".2f",
+    "CPU s": ".3f",
+    "CPU ratio": ".2f",
+}  # medians of rounds
 COLUMNS |= {"least wall s": ".3f", "first step s": ".1f", "peak MiB": ".0f"}
 
 
@@ -62,7 +68,9 @@ class PeerEnded(SystemExit):
 class Peer:
     """One peer's process."""
 
-    def __init__(self, name: str, command: Command, smoke: bool, python: str = sys.executable) -> None:
+    def __init__(
+        self, name: str, command: Command, smoke: bool, python: str = sys.executable
+    ) -> None:
         script, *args = command
         path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open as long as the peer may write)
@@ -74,7 +82,11 @@ class Peer:
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
-        self.name, self.python, self.command = name, "python" if python == sys.executable else python, " ".join(command)
+        self.name, self.python, self.command = (
+            name,
+            "python" if python == sys.executable else python,
+            " ".join(command),
+        )
         self.first = self.answer()
 
     def answer(self) -> dict:
@@ -92,7 +104,9 @@ class Peer:
 
     def ask(self, wish: str) -> dict:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # if the process has ended, answer() raises with the reason
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # if the process has ended, answer() raises with the reason
             print(wish, file=self.process.stdin, flush=True)
         return self.answer()
 
@@ -110,7 +124,9 @@ def last_error(text: str) -> str:
     return (errors or lines or ["it printed nothing."])[-1]
 
 
-def start_peers(commands: dict[str, Command], smoke: bool, jaxpp_python: str | None = None) -> dict[str, Peer]:
+def start_peers(
+    commands: dict[str, Command], smoke: bool, jaxpp_python: str | None = None
+) -> dict[str, Peer]:
     """Starts the peers of a question; one of PyTorch or JaxPP that fails to start is left out, and the reason is printed."""
     pythons = {name: python_of(command, jaxpp_python) for name, command in commands.items()}
     peers = {}
@@ -196,12 +212,16 @@ def python_of(command: Command, jaxpp_python: str | None) -> str | None:
 def check_jaxpp(python: str) -> None:
     """Raises unless JaxPP can be imported by another Python."""
     try:
-        done = subprocess.run([python, "-c", "import jaxpp.api"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [python, "-c", "import jaxpp.api"], capture_output=True, text=True, check=False
+        )
         why = last_error(done.stderr) if done.returncode else ""
     except OSError as error:
         why = str(error)
     if why:
-        raise SystemExit(f"--jaxpp-python must be a Python that imports jaxpp; got {python}: {why}. {JAXPP_REMEDY}")
+        raise SystemExit(
+            f"--jaxpp-python must be a Python that imports jaxpp; got {python}: {why}. {JAXPP_REMEDY}"
+        )
 
 
 def questions_of(config: Config) -> list[str]:
@@ -216,11 +236,21 @@ def questions_of(config: Config) -> list[str]:
     elif config.only == "jaxpp":
         raise SystemExit(f"--only jaxpp must have a Python with JaxPP; got none. {JAXPP_REMEDY}")
     elif "jaxpp" in asked:
-        print(f"left out, since there is no --jaxpp-python: {QUESTIONS['jaxpp'].title}. {JAXPP_REMEDY}")
+        print(
+            f"left out, since there is no --jaxpp-python: {QUESTIONS['jaxpp'].title}. {JAXPP_REMEDY}"
+        )
         asked.remove("jaxpp")
-    commands = {name: command for question in asked for name, command in QUESTIONS[question].peers.items()}
-    if missing := [name for name, command in commands.items() if python_of(command, config.jaxpp_python) is None]:
-        print(f"left out, since torch is not installed: {', '.join(missing)}. Install it: pip install torch.")
+    commands = {
+        name: command for question in asked for name, command in QUESTIONS[question].peers.items()
+    }
+    if missing := [
+        name
+        for name, command in commands.items()
+        if python_of(command, config.jaxpp_python) is None
+    ]:
+        print(
+            f"left out, since torch is not installed: {', '.join(missing)}. Install it: pip install torch."
+        )
     return asked
 
 

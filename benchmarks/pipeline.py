@@ -63,7 +63,9 @@ def compare(config: Config, count: int) -> report.Table:
     params, batch = small_gpt.make_params(shape), small_gpt.make_batch(shape)
     mesh = jaxpar.make_mesh(stage=config.num_stages)
     rows = jaxpar.shard_batch(batch, mesh)
-    place = lambda params: jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()}))
+    place = lambda params: jaxpar.shard(
+        params, jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()})
+    )
     candidates, compiling = {}, {}
 
     def add(name: str, step, *args) -> None:
@@ -78,29 +80,50 @@ def compare(config: Config, count: int) -> report.Table:
         name, _, form = wanted.partition(":")
         chunks, form = 2 if name == "interleaved" else None, form or lockstep_form(name)
         table = make_schedule(name, config.num_stages, count, chunks, form=form)
-        layout = jaxpar.LayerLayout(shape.layers, table.num_stages, table.num_chunks, placement=table.placement)
+        layout = jaxpar.LayerLayout(
+            shape.layers, table.num_stages, table.num_chunks, placement=table.placement
+        )
         packed = place(layout.pack_params(params))
         step = jaxpar.value_and_grad(
-            small_gpt.MODEL, small_gpt.loss, mesh, schedule=table, num_microbatches=count, layout=layout
+            small_gpt.MODEL,
+            small_gpt.loss,
+            mesh,
+            schedule=table,
+            num_microbatches=count,
+            layout=layout,
         )
         add(f"spmd {wanted}", step, packed, rows)
     on_mesh = place(params)
     for name in config.mpmd:
         mpmd = jaxpar.value_and_grad(
-            small_gpt.MODEL, small_gpt.loss, mesh, schedule=name, num_microbatches=count, executor="mpmd"
+            small_gpt.MODEL,
+            small_gpt.loss,
+            mesh,
+            schedule=name,
+            num_microbatches=count,
+            executor="mpmd",
         )
         candidates[f"mpmd {name}"] = lambda mpmd=mpmd: mpmd(on_mesh, rows)
 
-    timings = timing.measure(candidates, reference="one device", repeats=1 if config.smoke else config.repeats)
+    timings = timing.measure(
+        candidates, reference="one device", repeats=1 if config.smoke else config.repeats
+    )
     losses = {name: float(run()[0]) for name, run in candidates.items()}
     if not np.allclose(list(losses.values()), losses["one device"], rtol=1e-4):
         raise SystemExit(f"the candidates do not train one model: losses {losses}")
-    figures = {name: (t.cpu_seconds, t.cpu_ratio, t.wall_seconds, t.wall_ratio) for name, t in timings.items()}
+    figures = {
+        name: (t.cpu_seconds, t.cpu_ratio, t.wall_seconds, t.wall_ratio)
+        for name, t in timings.items()
+    }
     return report.Table(
         title=f"A step of {count} microbatches, loss {losses['one device']:.5f} in all runs",
         columns=COLUMNS,
         rows=[
-            dict(zip(COLUMNS, (name, *figures[name], *compiling.get(name, (None, None))), strict=True))
+            dict(
+                zip(
+                    COLUMNS, (name, *figures[name], *compiling.get(name, (None, None))), strict=True
+                )
+            )
             for name in candidates
         ],
         mesh=report.mesh_text(mesh),

@@ -10,7 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 FIRST_LOSSES = (6.28772, 6.25203, 6.22753, 6.20622)
-SMOKE = {"layers": 8, "embed": 16, "positions": 8, "vocab": 16}  # a tiny one, to check that a benchmark runs
+SMOKE = {
+    "layers": 8,
+    "embed": 16,
+    "positions": 8,
+    "vocab": 16,
+}  # a tiny one, to check that a benchmark runs
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,17 @@ class Shape:
 def make_params(shape: Shape) -> dict:
     """Returns initial values, float32, as a LayeredModel's tree on the host."""
     rng = np.random.RandomState(0)
-    num_layers, embed, heads, head_dim = shape.layers, shape.embed, shape.heads, shape.embed // shape.heads
+    num_layers, embed, heads, head_dim = (
+        shape.layers,
+        shape.embed,
+        shape.heads,
+        shape.embed // shape.heads,
+    )
     normal = lambda *dims: (0.02 * rng.randn(*dims)).astype(np.float32)
-    ones, zeros = (lambda *dims: np.ones(dims, np.float32)), (lambda *dims: np.zeros(dims, np.float32))
+    ones, zeros = (
+        (lambda *dims: np.ones(dims, np.float32)),
+        (lambda *dims: np.zeros(dims, np.float32)),
+    )
     tokens, positions = normal(shape.vocab, embed), normal(shape.positions, embed)
     layers = {
         "w_qkv": normal(num_layers, embed, 3, heads, head_dim),
@@ -52,7 +65,11 @@ def make_params(shape: Shape) -> dict:
 
 def make_batch(shape: Shape) -> dict:
     """Returns random tokens, and as targets the tokens one position later."""
-    tokens = np.random.RandomState(1234).randint(0, shape.vocab, (shape.batch, shape.positions + 1)).astype(np.int32)
+    tokens = (
+        np.random.RandomState(1234)
+        .randint(0, shape.vocab, (shape.batch, shape.positions + 1))
+        .astype(np.int32)
+    )
     return {"tokens": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
 
 
@@ -68,7 +85,9 @@ def layer(p, x):
     past = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     attention = jax.nn.softmax(jnp.where(past, scores, -1e30), axis=-1)
     x = x + jnp.einsum("bhts,bhsk,hkd->btd", attention, v, p["w_out"]) + p["b_out"]
-    hidden = jax.nn.gelu(normalise(x, p["scale_2"], p["shift_2"]) @ p["w_up"] + p["b_up"], approximate=True)
+    hidden = jax.nn.gelu(
+        normalise(x, p["scale_2"], p["shift_2"]) @ p["w_up"] + p["b_up"], approximate=True
+    )
     return x + hidden @ p["w_down"] + p["b_down"]
 
 
@@ -78,4 +97,6 @@ def head(outer, x):
 
 def normalise(x, scale, shift):
     centred = x - x.mean(-1, keepdims=True)
-    return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5) * scale + shift
+    return (
+        centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5) * scale + shift
+    )

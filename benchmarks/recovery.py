@@ -41,7 +41,11 @@ def main(config: Config) -> None:
     record = report.Record.start("recovery", config)
     repeats = 1 if config.smoke else config.repeats
     kills = [kill_one(config.processes) for _ in range(repeats)]
-    columns = {"from kill to first step s": ".1f", "of it compilation s": ".1f", "beside compilation s": ".1f"}
+    columns = {
+        "from kill to first step s": ".1f",
+        "of it compilation s": ".1f",
+        "beside compilation s": ".1f",
+    }
     medians = [statistics.median(kill[part] for kill in kills) for part in range(2)]
     figures = (*medians, statistics.median(total - compiling for total, compiling in kills))
     table = report.Table(
@@ -76,12 +80,25 @@ def kill_one(processes: int) -> tuple[float, float]:
 def start(processes: int, folder: Path) -> subprocess.Popen:
     """Starts and returns the launcher of a run that saves every 200 steps."""
     launch = ("-n", processes, "--log-dir", folder / "logs", "--max-restarts", 1)
-    recipe = ("recipes/house_prices.py", "--mesh.data", processes, "--batch-size", 2 * processes, "--steps", 10**6)
+    recipe = (
+        "recipes/house_prices.py",
+        "--mesh.data",
+        processes,
+        "--batch-size",
+        2 * processes,
+        "--steps",
+        10**6,
+    )
     args = map(str, (*launch, *recipe, "--checkpoint-every", 200, "--out-dir", folder / "run"))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "jaxpar", "launch", *args]
     return subprocess.Popen(
-        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 

@@ -31,12 +31,26 @@ class Config(report.Options):
 
 def main(config: Config) -> None:
     record = report.Record.start("remat", config)
-    columns = {"policy": "", "temporary MiB": ".1f", "bytes, ratio": ".3f", "GFLOP": ".2f", "FLOP, ratio": ".3f"}
+    columns = {
+        "policy": "",
+        "temporary MiB": ".1f",
+        "bytes, ratio": ".3f",
+        "GFLOP": ".2f",
+        "FLOP, ratio": ".3f",
+    }
     for name in config.models:
-        figures = {policy: compiled(name, wrap, smoke=config.smoke) for policy, wrap in policies().items()}
+        figures = {
+            policy: compiled(name, wrap, smoke=config.smoke) for policy, wrap in policies().items()
+        }
         first = figures["jax.grad"]
         rows = [
-            dict(zip(columns, (policy, size / MIB, size / first[0], flops / 1e9, flops / first[1]), strict=True))
+            dict(
+                zip(
+                    columns,
+                    (policy, size / MIB, size / first[0], flops / 1e9, flops / first[1]),
+                    strict=True,
+                )
+            )
             for policy, (size, flops) in figures.items()
         ]
         record.tables.append(report.Table(f"A gradient of {name}", columns, rows, "one device"))
@@ -102,14 +116,22 @@ def transformer(name: str, wrap: Callable, smoke: bool) -> tuple[Callable, Any, 
 
     width, length = (32, 16) if smoke else (512, 512)
     shape = models.preset({"gpt2": "gpt2", "llama": "llama-7b"}[name], vocab_multiple=128)
-    sizes = {"num_layers": 4, "embed_dim": width, "num_heads": 8, "num_kv_heads": 8, "mlp_dim": 4 * width}
+    sizes = {
+        "num_layers": 4,
+        "embed_dim": width,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "mlp_dim": 4 * width,
+    }
     sizes |= {"vocab_size": 1024, "max_positions": length}
     shape = dataclasses.replace(shape, **sizes)
     apply = models.make_model(shape).wrap_layers(wrap).apply
     tokens = jax.ShapeDtypeStruct((4, length), jnp.int32)
 
     def loss(params: Any, tokens: Any) -> Any:
-        total, weight = jaxpar.losses.softmax_cross_entropy(apply(params, {"tokens": tokens}), tokens)
+        total, weight = jaxpar.losses.softmax_cross_entropy(
+            apply(params, {"tokens": tokens}), tokens
+        )
         return total / weight
 
     return loss, abstract_params(models.param_table(shape)), tokens
@@ -145,7 +167,9 @@ def recurrent(name: str, wrap: Callable, smoke: bool) -> tuple[Callable, Any, An
     steps, width = (8, 16) if smoke else (256, 256)
 
     def cell(params: Any, h: Any, x: Any) -> Any:
-        update, reset = jnp.split(jax.nn.sigmoid(x @ params["gates_x"] + h @ params["gates_h"]), 2, axis=-1)
+        update, reset = jnp.split(
+            jax.nn.sigmoid(x @ params["gates_x"] + h @ params["gates_h"]), 2, axis=-1
+        )
         new = jnp.tanh(x @ params["new_x"] + (reset * h) @ params["new_h"])
         return update * h + (1 - update) * new
 
@@ -174,7 +198,9 @@ def experts(name: str, wrap: Callable, smoke: bool) -> tuple[Callable, Any, Any]
         return x + jnp.einsum("teh,ehd,te->td", hidden, params["down"], weights)
 
     loss = lambda params, x: jnp.mean(over_layers(wrap(layer), params, x) ** 2)
-    params = arrays(router=(4, width, count), up=(4, count, width, 2 * width), down=(4, count, 2 * width, width))
+    params = arrays(
+        router=(4, width, count), up=(4, count, width, 2 * width), down=(4, count, 2 * width, width)
+    )
     return loss, params, arrays(x=(tokens, width))["x"]
 
 

@@ -85,7 +85,14 @@ class Record:
     def start(cls, benchmark: str, options: Options) -> Self:
         """Returns a record without tables for this process and the commit that is checked out."""
         versions = {"Python": platform.python_version(), **installed("jax", "jaxlib")}
-        return cls(benchmark, options.smoke, command(benchmark, sys.argv[1:]), commit(), machine(), versions)
+        return cls(
+            benchmark,
+            options.smoke,
+            command(benchmark, sys.argv[1:]),
+            commit(),
+            machine(),
+            versions,
+        )
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -96,7 +103,9 @@ class Record:
         """
         found = json.loads(path.read_text())
         known = take(cls, found, path)
-        return cls(**known | {"tables": [Table(**take(Table, table, path)) for table in known["tables"]]})
+        return cls(
+            **known | {"tables": [Table(**take(Table, table, path)) for table in known["tables"]]}
+        )
 
     def finish(self, out: Path | None) -> None:
         """Prints the record, and writes it as JSON where asked."""
@@ -129,14 +138,23 @@ def render(record: Record) -> str:
     lines = [f"{warning}`{record.command}` at {record.commit}; {record.machine}; {versions}."]
     for table in record.tables:
         mesh = f" Mesh: {table.mesh}." if table.mesh else ""
-        lines += ["", f"{table.title}.{mesh}", "", *markdown(table), *(["", table.note] if table.note else [])]
+        lines += [
+            "",
+            f"{table.title}.{mesh}",
+            "",
+            *markdown(table),
+            *(["", table.note] if table.note else []),
+        ]
     return "\n".join(lines) + "\n"
 
 
 def markdown(table: Table) -> list[str]:
     """Returns the lines of a table; columns with a format hold figures and are right-aligned."""
     cells = [[cell(row[name], form) for name, form in table.columns.items()] for row in table.rows]
-    widths = [max(map(len, (name, *(row[i] for row in cells), "----"))) for i, name in enumerate(table.columns)]
+    widths = [
+        max(map(len, (name, *(row[i] for row in cells), "----")))
+        for i, name in enumerate(table.columns)
+    ]
     right = [bool(form) for form in table.columns.values()]
     columns = list(zip(widths, right, strict=True))
     line = lambda row: (
@@ -157,7 +175,9 @@ def page(benchmarks: Sequence[str], folder: Path) -> str:
         question, prose = about(HERE / f"{benchmark}.py")
         path = folder / f"{benchmark}.json"
         figures = (
-            render(Record.read(path)) if path.exists() else f"`python benchmarks/{benchmark}.py`: not measured yet.\n"
+            render(Record.read(path))
+            if path.exists()
+            else f"`python benchmarks/{benchmark}.py`: not measured yet.\n"
         )
         parts += [f"## {question}\n\n{prose}\n", figures]
     return "\n".join(parts)
@@ -167,7 +187,11 @@ def about(script: Path) -> tuple[str, str]:
     """Returns the question that opens a script's docstring, and the prose after it; indented commands are left out."""
     text = ast.get_docstring(ast.parse(script.read_text())) or ""
     question, mark, rest = text.partition("?")
-    paragraphs = [paragraph for paragraph in rest.split("\n\n") if not paragraph.lstrip("\n").startswith("    ")]
+    paragraphs = [
+        paragraph
+        for paragraph in rest.split("\n\n")
+        if not paragraph.lstrip("\n").startswith("    ")
+    ]
     return question + mark, "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
@@ -216,4 +240,6 @@ def installed(*packages: str) -> dict[str, str]:
 
 def mesh_text(mesh: Any) -> str:
     """Returns the axes of a mesh that are larger than 1, such as "data 2, stage 4"; "one device" if there are none."""
-    return ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    return (
+        ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    )

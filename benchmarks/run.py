@@ -63,13 +63,21 @@ def main(config: Config) -> None:
             print((results / "RESULTS.md").read_text())
 
 
-def run_all(names: tuple[str, ...], results: Path, page: Path, more: dict[str, tuple[str, ...]], *flags: str) -> None:
+def run_all(
+    names: tuple[str, ...], results: Path, page: Path, more: dict[str, tuple[str, ...]], *flags: str
+) -> None:
     """Runs benchmarks, with ``more`` flags for some, then renders the folder of results; raises at the end if one failed."""
     results.mkdir(exist_ok=True)
-    failed = [name for name in names if not run(name, results / f"{name}.json", *flags, *more.get(name, ()))]
+    failed = [
+        name
+        for name in names
+        if not run(name, results / f"{name}.json", *flags, *more.get(name, ()))
+    ]
     page.write_text(report.page(BENCHMARKS, results))
     if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}. Their messages are above; their earlier figures stay.")
+        raise SystemExit(
+            f"failed: {', '.join(failed)}. Their messages are above; their earlier figures stay."
+        )
 
 
 def run(name: str, out: Path, *flags: str) -> bool:

@@ -16,7 +16,12 @@ from dataclasses import dataclass, replace
 import report
 import tyro
 
-MESHES = {8: (1, 4, 2), 32: (4, 4, 2), 128: (8, 8, 2), 512: (16, 16, 2)}  # devices: data, stage, tensor
+MESHES = {
+    8: (1, 4, 2),
+    32: (4, 4, 2),
+    128: (8, 8, 2),
+    512: (16, 16, 2),
+}  # devices: data, stage, tensor
 AXES = ("data", "stage", "tensor")
 COLUMNS = {
     "mesh": "",
@@ -68,14 +73,23 @@ def compile_one(devices: int, layers: int, count: int, name: str) -> dict:
     start = time.perf_counter()
     schedule = make_schedule(name, stage, count, form=lockstep_form(name))
     step = jaxpar.value_and_grad(
-        small_gpt.MODEL, small_gpt.loss, mesh, schedule=schedule, num_microbatches=count, shardings=shardings
+        small_gpt.MODEL,
+        small_gpt.loss,
+        mesh,
+        schedule=schedule,
+        num_microbatches=count,
+        shardings=shardings,
     )
     lowered = jax.jit(step).lower(like, jaxpar.abstract_batch(small_gpt.make_batch(shape), mesh))
     built = time.perf_counter()
     compiled = lowered.compile()
     done = time.perf_counter()
     text = compiled.as_text() or ""
-    return {"build_seconds": built - start, "compile_seconds": done - built, "instructions": text.count(" = ")}
+    return {
+        "build_seconds": built - start,
+        "compile_seconds": done - built,
+        "instructions": text.count(" = "),
+    }
 
 
 def main(config: Config) -> None:
@@ -90,7 +104,9 @@ def main(config: Config) -> None:
     for grows, sizes in cases.items():
         found = [ask(size, config.schedule) for size in sizes]
         rows = [row(size, figures, found[0]) for size, figures in zip(sizes, found, strict=True)]
-        record.tables.append(report.Table(f"More {grows}, schedule {config.schedule}", COLUMNS, rows))
+        record.tables.append(
+            report.Table(f"More {grows}, schedule {config.schedule}", COLUMNS, rows)
+        )
     record.finish(config.out)
 
 
@@ -102,9 +118,13 @@ def ask(size: tuple[int, int, int], schedule: str) -> dict:
 
 def row(size: tuple[int, int, int], figures: dict, first: dict) -> dict:
     devices, layers, count = size
-    mesh = ", ".join(f"{axis} {extent}" for axis, extent in zip(AXES, MESHES[devices], strict=True) if extent > 1)
+    mesh = ", ".join(
+        f"{axis} {extent}" for axis, extent in zip(AXES, MESHES[devices], strict=True) if extent > 1
+    )
     measured = [
-        x for name in ("build_seconds", "compile_seconds") for x in (figures[name], figures[name] / first[name])
+        x
+        for name in ("build_seconds", "compile_seconds")
+        for x in (figures[name], figures[name] / first[name])
     ]
     cells = (mesh, devices, layers, count, *measured, figures["instructions"])
     return dict(zip(COLUMNS, cells, strict=True))

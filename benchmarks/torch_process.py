@@ -50,7 +50,9 @@ class Theirs:
         for line in self._process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        raise SystemExit(f"the PyTorch side ended with exit code {self._process.wait()}: see its message above")
+        raise SystemExit(
+            f"the PyTorch side ended with exit code {self._process.wait()}: see its message above"
+        )
 
 
 def has_model(work: Work) -> bool:
@@ -64,14 +66,22 @@ def write_inputs(folder: Path, work: Work, shape: Any, params: dict, batch: dict
     import numpy as np
 
     spec = {name: getattr(shape, name) for name in SHAPE} | OPTIMIZER
-    spec |= {"rope_theta": shape.rope.theta, "compute_dtype": jnp.dtype(shape.compute_dtype).name, "seq": work.seq}
+    spec |= {
+        "rope_theta": shape.rope.theta,
+        "compute_dtype": jnp.dtype(shape.compute_dtype).name,
+        "seq": work.seq,
+    }
     for path, array in (params | batch).items():
         np.save(folder / f"{path.replace('/', '.')}.npy", array)
-    (folder / "spec.json").write_text(json.dumps(spec))  # written last, when all that it describes is complete
+    (folder / "spec.json").write_text(
+        json.dumps(spec)
+    )  # written last, when all that it describes is complete
 
 
 @contextlib.contextmanager
-def start(python: str, folder: Path, how: str, attention: str, *, cpu: bool = False) -> Iterator[Theirs]:
+def start(
+    python: str, folder: Path, how: str, attention: str, *, cpu: bool = False
+) -> Iterator[Theirs]:
     """Starts the PyTorch side on the inputs of a folder, and ends it at the end of the block.
 
     Args:
@@ -83,7 +93,9 @@ def start(python: str, folder: Path, how: str, attention: str, *, cpu: bool = Fa
     """
     (folder / "run.json").write_text(json.dumps({"torch": how, "attention": attention, "cpu": cpu}))
     command = [python, HERE / "gpt_torch.py", folder]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield Theirs(process)
         finally:
@@ -95,7 +107,9 @@ def losses_agree(shape: Any, ours: list[float], theirs: list[float]) -> bool:
     import jax.numpy as jnp
     import numpy as np
 
-    return np.allclose(ours, theirs, rtol=1e-4 if jnp.dtype(shape.compute_dtype).itemsize > 2 else 1e-2)
+    return np.allclose(
+        ours, theirs, rtol=1e-4 if jnp.dtype(shape.compute_dtype).itemsize > 2 else 1e-2
+    )
 
 
 def first_losses(theirs: Any) -> list[float]:

@@ -50,12 +50,20 @@ def main(config: Config) -> None:
                 for name in (("1f1b",) if config.smoke else ("1f1b", "zb-h1", "gpipe"))
             },
             "jax.jit with shardings": plain_step(shape, meshes["stage"], count),
-            **({} if config.smoke else {"GPipe by jax.grad": gpipe_step(shape, meshes["stage"], count)}),
+            **(
+                {}
+                if config.smoke
+                else {"GPipe by jax.grad": gpipe_step(shape, meshes["stage"], count)}
+            ),
         },
     }
 
     def least(axis: str, step: Step) -> int:
-        gradients = sum(leaf.dtype.itemsize * leaf.size for part in step.params.values() for leaf in part.values())
+        gradients = sum(
+            leaf.dtype.itemsize * leaf.size
+            for part in step.params.values()
+            for leaf in part.values()
+        )
         return {
             "data": 2 * 3 * gradients // 4,
             "tensor": 4 * shape.layers * count * 2 * 3 * step.activation_bytes // 4,
@@ -68,14 +76,23 @@ def main(config: Config) -> None:
             return step.report.bytes_moved(axis=axis)
         return step.report.bytes_moved("collective-permute", axis)
 
-    columns = {"mesh": "", "step": "", "least MiB": ".2f", "sent MiB": ".2f", "ratio": ".4f", "beside it MiB": ".2f"}
+    columns = {
+        "mesh": "",
+        "step": "",
+        "least MiB": ".2f",
+        "sent MiB": ".2f",
+        "ratio": ".4f",
+        "beside it MiB": ".2f",
+    }
     rows = []
     for axis, steps in ways.items():
         for name, step in steps.items():
             wanted, sent = least(axis, step), in_layers(axis, step)
             beside = step.report.bytes_moved(axis=axis) - sent
             figures = (wanted / MIB, sent / MIB, sent / wanted, beside / MIB)
-            rows.append(dict(zip(columns, (report.mesh_text(meshes[axis]), name, *figures), strict=True)))
+            rows.append(
+                dict(zip(columns, (report.mesh_text(meshes[axis]), name, *figures), strict=True))
+            )
     title = f"Bytes that the busiest device sends over the axis of its mesh in a step of {count} microbatches"
     record.tables.append(report.Table(title, columns, rows))
     record.finish(config.out)

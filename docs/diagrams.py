@@ -21,17 +21,27 @@ def neuron(path: Path) -> None:
     table, best = houses()
     weights, values = best.weights, np.array([1650.0, 3.0])
     figure, panel = _sheet(8.0, 3.0)
-    for y, name, value, weight in zip((1.55, 0.45), ("area", "bedrooms"), values, weights, strict=True):
+    for y, name, value, weight in zip(
+        (1.55, 0.45), ("area", "bedrooms"), values, weights, strict=True
+    ):
         panel.add_patch(Circle((0.6, y), 0.45, color=SHARD_COLOURS[0]))
         panel.text(0.6, y, f"{name}\n{value:,.0f}", ha="center", va="center")
         _arrow(panel, (1.07, y), (3.52, 1.0 + 0.18 * np.sign(y - 1)))
         side = np.sign(y - 1)
         times = f"× {weight:,.2f}"  # noqa: RUF001
-        panel.text(2.4, 1 + (y - 1) * 0.6 + 0.12 * side, times, ha="center", va="bottom" if side > 0 else "top")
+        panel.text(
+            2.4,
+            1 + (y - 1) * 0.6 + 0.12 * side,
+            times,
+            ha="center",
+            va="bottom" if side > 0 else "top",
+        )
     panel.add_patch(Circle((4.0, 1.0), 0.5, color=SHARD_COLOURS[1]))
     panel.text(4.0, 1.0, f"add up,\n+ {best.intercept:,.0f}", ha="center", va="center")
     _arrow(panel, (4.52, 1.0), (6.0, 1.0))
-    panel.text(6.1, 1.0, f"price\n{best(values):,.0f} USD", ha="left", va="center", fontweight="bold")
+    panel.text(
+        6.1, 1.0, f"price\n{best(values):,.0f} USD", ha="left", va="center", fontweight="bold"
+    )
     panel.text(4.0, 0.25, "bias", ha="center", color=INK)
     panel.text(2.4, 1.85, "weights", ha="center", color=INK)
     panel.text(0.6, 2.1, "inputs", ha="center", color=INK)
@@ -46,14 +56,33 @@ def replicas(path: Path) -> None:
     batch = jaxpar.shard_batch(np.arange(rows), mesh)
     figure, panel = _sheet(8.0, 5.0)
     panel.text(0.4, 4.3, "the batch,\ncut by rows", ha="center", color=INK)
-    panel.text(2.9, 4.3, "each replica: the whole model,\nits own rows, its own gradients", ha="center", color=INK)
-    panel.text(6.6, 4.3, "after the all-reduce: the same\nsum, the same step, everywhere", ha="center", color=INK)
+    panel.text(
+        2.9,
+        4.3,
+        "each replica: the whole model,\nits own rows, its own gradients",
+        ha="center",
+        color=INK,
+    )
+    panel.text(
+        6.6,
+        4.3,
+        "after the all-reduce: the same\nsum, the same step, everywhere",
+        ha="center",
+        color=INK,
+    )
     for shard in batch.addressable_shards:
         i, y, colour = shard.device.id, 3.3 - shard.device.id, SHARD_COLOURS[shard.device.id]
         first, last = shard.data[0], shard.data[-1]
         _box(panel, (0, y), (0.8, 0.7), colour, f"rows\n{first}-{last}")
         _arrow(panel, (0.85, y + 0.35), (1.75, y + 0.35))
-        _box(panel, (1.8, y), (2.2, 0.7), "white", f"replica {i}: weights w\ngradients of rows {first}-{last}", colour)
+        _box(
+            panel,
+            (1.8, y),
+            (2.2, 0.7),
+            "white",
+            f"replica {i}: weights w\ngradients of rows {first}-{last}",
+            colour,
+        )
         _arrow(panel, (4.05, y + 0.35), (4.45, y + 0.35))
         _arrow(panel, (5.0, y + 0.35), (5.45, y + 0.35))
         step = f"replica {i}: w - rate ×\ngradients of rows 0-{rows - 1}"  # noqa: RUF001
@@ -81,22 +110,34 @@ def server_and_ring(path: Path) -> None:
     places = 1.25 * np.stack([np.cos(angles), np.sin(angles)], axis=1)
     figure = Figure(figsize=(8.0, 4.9), layout="constrained")
     for panel, (name, way) in zip(figure.subplots(1, 2), ways.items(), strict=True):
-        step = jax.jit(jax.shard_map(way, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
+        step = jax.jit(
+            jax.shard_map(way, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+        )
         report = jaxpar.inspect_step(step, jax.ShapeDtypeStruct((devices, length), np.float32))
         links = link_bytes(report.collectives, devices)
         lines = line_bytes(links)
         for (sender, receiver), num_bytes in links.items():
             ends = places[sender], places[receiver]
             width = {"shrinkA": 15, "shrinkB": 15, "linewidth": 1.5 * num_bytes / (4 * length)}
-            panel.annotate("", ends[1], ends[0], arrowprops={"arrowstyle": "-|>", "color": INK, **width})
+            panel.annotate(
+                "", ends[1], ends[0], arrowprops={"arrowstyle": "-|>", "color": INK, **width}
+            )
         for device, place in enumerate(places):
             most = lines[device] == max(lines.values())
             panel.add_patch(Circle(place, 0.2, color=SHARD_COLOURS[1 if most else 0], zorder=3))
             panel.text(*place, str(device), ha="center", va="center", zorder=4)
-            panel.text(*(1.36 * place), f"{lines[device] / (4 * length):.3g} G", ha="center", va="center", color=INK)
+            panel.text(
+                *(1.36 * place),
+                f"{lines[device] / (4 * length):.3g} G",
+                ha="center",
+                va="center",
+                color=INK,
+            )
         panel.set(xlim=(-2, 2), ylim=(-2, 2), aspect="equal", title=f"{name}, {devices} GPUs")
         panel.set_axis_off()
-    figure.supxlabel("through each GPU's line, in and out together; G: the bytes of the gradients", fontsize=10)
+    figure.supxlabel(
+        "through each GPU's line, in and out together; G: the bytes of the gradients", fontsize=10
+    )
     figure.savefig(path, dpi=130)
 
 
@@ -122,7 +163,9 @@ def weights(path: Path) -> None:
             sent = "" if stays_split else "all-gather" if by_column else "all-reduce"
             _arrow(panel, (x + 1.72, y + 0.85), (x + 2.68, y + 0.85))
             text, colour = sent or "nothing\nsent", "#2e7d32" if sent else INK
-            panel.text(x + 2.2, y + 1.0, text, ha="center", va="bottom", fontsize=10.5, color=colour)
+            panel.text(
+                x + 2.2, y + 1.0, text, ha="center", va="bottom", fontsize=10.5, color=colour
+            )
             x += 2.8
             _vector(panel, (x, y), "h" if name == "w_up" else "y", is_whole=not stays_split)
     panel.text(2.55, 2.08, "outputs", ha="center", va="bottom", color=INK, fontsize=10)
@@ -153,8 +196,16 @@ def fp8(path: Path) -> None:
         (gradient / float(scale), SHARD_COLOURS[0], "gradients / scale"),
     ):
         counts, _ = np.histogram(np.abs(values), bins)
-        panel.fill_between(bins[:-1], counts / counts.max(), color=colour, step="post", label=name, alpha=0.9)
-    panel.text(np.sqrt(least * most), 1.08, f"a byte (e5m2): {least:.1e} to {most:,.0f}", ha="center", color=INK)
+        panel.fill_between(
+            bins[:-1], counts / counts.max(), color=colour, step="post", label=name, alpha=0.9
+        )
+    panel.text(
+        np.sqrt(least * most),
+        1.08,
+        f"a byte (e5m2): {least:.1e} to {most:,.0f}",
+        ha="center",
+        color=INK,
+    )
     panel.text(1e-9, 1.08, "becomes 0", ha="center", color=INK)
     panel.set(xscale="log", xlim=(1e-12, 1e7), ylim=(0, 1.22), yticks=[])
     panel.spines[["top", "right", "left"]].set_visible(False)
@@ -172,11 +223,22 @@ def four_bits(path: Path) -> None:
     figure = Figure(figsize=(8.0, 4.2), layout="constrained")
     line, below = figure.subplots(2, 1, height_ratios=(1.35, 1))
     counts, ends = np.histogram(block / scale, np.linspace(-1, 1, 17))
-    line.bar(ends[:-1], counts / counts.max(), width=np.diff(ends), align="edge", color=WHOLE, linewidth=0)
+    line.bar(
+        ends[:-1],
+        counts / counts.max(),
+        width=np.diff(ends),
+        align="edge",
+        color=WHOLE,
+        linewidth=0,
+    )
     for code, number in enumerate(NF4):
         own = [colour for colour, each in zip(colours, codes, strict=True) if each == code]
-        line.plot([number] * 2, [0, 1.12], color=own[0] if own else "0.55", linewidth=3 if own else 1)
-        line.text(number, 1.17, code, ha="center", fontsize=9, fontweight="bold" if own else "normal")
+        line.plot(
+            [number] * 2, [0, 1.12], color=own[0] if own else "0.55", linewidth=3 if own else 1
+        )
+        line.text(
+            number, 1.17, code, ha="center", fontsize=9, fontweight="bold" if own else "normal"
+        )
     for weight, code, colour in zip(block, codes, colours, strict=False):
         to_code = {"arrowstyle": "->", "color": INK, "shrinkA": 5, "shrinkB": 0}
         line.annotate("", (NF4[code], 0.5), (weight / scale, 0.5), arrowprops=to_code)
@@ -211,11 +273,19 @@ def experts(path: Path) -> None:
         users = [token for token in tokens if i in chosen[token]]
         gpu = i // 2
         _box(panel, (3.3, y), (1.4, 0.6), "white", f"E{i}", "0.55" if gpu else "0.25")
-        panel.text(4.0, y - 0.15, f"on GPU {gpu}", ha="center", va="center", fontsize=7.5, color=INK)
+        panel.text(
+            4.0, y - 0.15, f"on GPU {gpu}", ha="center", va="center", fontsize=7.5, color=INK
+        )
         for token in users:
-            for start, end in (((1.15, 3.55 - token), (3.25, y + 0.3)), ((4.75, y + 0.3), (6.85, 3.55 - token))):
+            for start, end in (
+                ((1.15, 3.55 - token), (3.25, y + 0.3)),
+                ((4.75, y + 0.3), (6.85, 3.55 - token)),
+            ):
                 panel.annotate(
-                    "", end, start, arrowprops={"arrowstyle": "->", "color": SHARD_COLOURS[token], "lw": 1.8}
+                    "",
+                    end,
+                    start,
+                    arrowprops={"arrowstyle": "->", "color": SHARD_COLOURS[token], "lw": 1.8},
                 )
     write(figure, panel, path, (0.0, 8.0), (-0.1, 4.6))
 
@@ -254,12 +324,28 @@ def context(path: Path) -> None:
             x = corner[0] + side * key
             whole = [(x, y), (x + side, y), (x + side, y + side), (x, y + side)]
             corners = whole if key < query else [whole[0], whole[1], whole[3]]
-            panel.add_patch(Polygon(corners, facecolor=SHARD_COLOURS[owner[query]], edgecolor="white"))
+            panel.add_patch(
+                Polygon(corners, facecolor=SHARD_COLOURS[owner[query]], edgecolor="white")
+            )
         panel.text(corner[0] - 0.12, y + side / 2, str(query), ha="right", va="center", fontsize=9)
-        panel.text(corner[0] + side * (query + 0.5), corner[1] - 0.08, str(query), ha="center", va="top", fontsize=9)
+        panel.text(
+            corner[0] + side * (query + 0.5),
+            corner[1] - 0.08,
+            str(query),
+            ha="center",
+            va="top",
+            fontsize=9,
+        )
     panel.text(corner[0] + 4 * side, -0.1, "keys", ha="center", va="top", color=INK, fontsize=9.5)
     panel.text(
-        corner[0] - 0.4, corner[1] + 4 * side, "queries", rotation=90, ha="center", va="center", color=INK, fontsize=9.5
+        corner[0] - 0.4,
+        corner[1] + 4 * side,
+        "queries",
+        rotation=90,
+        ha="center",
+        va="center",
+        color=INK,
+        fontsize=9.5,
     )
     write(figure, panel, path, (-0.1, 8.0), (-0.45, 4.8))
 
@@ -267,13 +353,19 @@ def context(path: Path) -> None:
 def _vector(panel: Any, corner: tuple[float, float], name: str, *, is_whole: bool) -> None:
     """Draws a vector that both GPUs hold, or half of it on each."""
     x, y = corner
-    parts = [(0.0, 2.0, WHOLE)] if is_whole else [(1.0, 1.0, SHARD_COLOURS[0]), (0.0, 1.0, SHARD_COLOURS[1])]
+    parts = (
+        [(0.0, 2.0, WHOLE)]
+        if is_whole
+        else [(1.0, 1.0, SHARD_COLOURS[0]), (0.0, 1.0, SHARD_COLOURS[1])]
+    )
     for above, height, colour in parts:
         _box(panel, (x, y + above), (0.2, height), colour, "")
     panel.text(x + 0.1, y - 0.12, name, ha="center", va="top", color=INK, fontsize=11)
 
 
-def _weight(panel: Any, corner: tuple[float, float], name: str, sharding: Any, shape: tuple[int, ...]) -> None:
+def _weight(
+    panel: Any, corner: tuple[float, float], name: str, sharding: Any, shape: tuple[int, ...]
+) -> None:
     """Draws the parts of a weight [inputs, outputs] on each GPU."""
     (x, y), width = corner, 1.2
     for device, (_, ins, outs) in sharding.devices_indices_map(shape).items():
@@ -308,7 +400,9 @@ def _sheet(width: float, height: float) -> tuple[Any, Any]:
     return figure, panel
 
 
-def write(figure: Any, panel: Any, path: Path, x: tuple[float, float], y: tuple[float, float]) -> None:
+def write(
+    figure: Any, panel: Any, path: Path, x: tuple[float, float], y: tuple[float, float]
+) -> None:
     """Writes a figure that shows a part of its panel."""
     panel.set(xlim=x, ylim=y)
     figure.savefig(path, dpi=130)
@@ -316,7 +410,14 @@ def write(figure: Any, panel: Any, path: Path, x: tuple[float, float], y: tuple[
 
 def _box(panel: Any, corner: Any, size: Any, colour: str, text: str, edge: str = "white") -> None:
     panel.add_patch(Rectangle(corner, *size, facecolor=colour, edgecolor=edge, linewidth=1.5))
-    panel.text(corner[0] + size[0] / 2, corner[1] + size[1] / 2, text, ha="center", va="center", fontsize=9.5)
+    panel.text(
+        corner[0] + size[0] / 2,
+        corner[1] + size[1] / 2,
+        text,
+        ha="center",
+        va="center",
+        fontsize=9.5,
+    )
 
 
 def _arrow(panel: Any, start: tuple[float, float], end: tuple[float, float]) -> None:

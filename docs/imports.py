@@ -9,12 +9,24 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxpar"
 PAGE = ROOT / "docs" / "architecture.md"
 BOX, ROW, GAP = 0.5, 0.66, 0.2
-COLOURS = ("#8ab4e0", "#f2b45c", "#e8d36a", "#8fca8b", "#bfaede", "#e59a84", "#8fd0cc", "#dfa6c6", "#c9c9c9")
+COLOURS = (
+    "#8ab4e0",
+    "#f2b45c",
+    "#e8d36a",
+    "#8fca8b",
+    "#bfaede",
+    "#e59a84",
+    "#8fd0cc",
+    "#dfa6c6",
+    "#c9c9c9",
+)
 
 
 def layers() -> list[list[str]]:
     """Returns the parts of each layer of the import contract, the highest first."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
     lines = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
     return [re.findall(r"\w+", line) for line in lines]
 
@@ -22,9 +34,17 @@ def layers() -> list[list[str]]:
 def groups() -> dict[str, list[str]]:
     """Returns the rows of the page's table of folders: what they are for, and their parts."""
     rows = re.findall(r"^\| (\[.*?) \| (.*?) \|$", PAGE.read_text(), flags=re.MULTILINE)
-    found = {re.split("[:;]", what)[0]: re.findall(r"\[`(\w+)(?:/|\.py)`\]", links) for links, what in rows}
-    missing = sorted({part for row in layers() for part in row} - {part for parts in found.values() for part in parts})
-    assert not missing, f"the table of docs/architecture.md must have each part of the contract; it lacks {missing}"
+    found = {
+        re.split("[:;]", what)[0]: re.findall(r"\[`(\w+)(?:/|\.py)`\]", links)
+        for links, what in rows
+    }
+    missing = sorted(
+        {part for row in layers() for part in row}
+        - {part for parts in found.values() for part in parts}
+    )
+    assert not missing, (
+        f"the table of docs/architecture.md must have each part of the contract; it lacks {missing}"
+    )
     return found
 
 
@@ -33,7 +53,11 @@ def draw(panel: Any) -> tuple[tuple[float, float], tuple[float, float]]:
     from matplotlib.patches import Rectangle
 
     rows, of_group = layers(), groups()
-    colours = {part: colour for parts, colour in zip(of_group.values(), COLOURS, strict=True) for part in parts}
+    colours = {
+        part: colour
+        for parts, colour in zip(of_group.values(), COLOURS, strict=True)
+        for part in parts
+    }
     name_of = lambda part: f"{part}/" if (PACKAGE / part).is_dir() else f"{part}.py"
     size_of = lambda part: 0.3 + 0.105 * len(name_of(part))
     length_of = lambda row: sum(map(size_of, row)) + GAP * (len(row) - 1)
@@ -45,8 +69,15 @@ def draw(panel: Any) -> tuple[tuple[float, float], tuple[float, float]]:
             panel.add_patch(Rectangle((x, y), size, BOX, color=colours[part], ec="white"))
             panel.text(x + size / 2, y + BOX / 2, name_of(part), ha="center", va="center", size=10)
             x += size + GAP
-    panel.annotate("", (-0.35, 0.0), (-0.35, bottom + BOX), arrowprops={"arrowstyle": "->", "color": "0.35", "lw": 1.5})
-    panel.text(-0.5, bottom / 2, "imports", rotation=90, ha="right", va="center", color="0.35", size=11)
+    panel.annotate(
+        "",
+        (-0.35, 0.0),
+        (-0.35, bottom + BOX),
+        arrowprops={"arrowstyle": "->", "color": "0.35", "lw": 1.5},
+    )
+    panel.text(
+        -0.5, bottom / 2, "imports", rotation=90, ha="right", va="center", color="0.35", size=11
+    )
     lines = -(-len(of_group) // 3)
     for at, (name, colour) in enumerate(zip(of_group, COLOURS, strict=True)):
         x, y = (0.0, 3.7, 9.2)[at // lines], -0.65 - 0.42 * (at % lines)

@@ -66,9 +66,13 @@ def learning_rates(path: Path) -> None:
     mesh = jaxpar.make_mesh()
     rates = house_prices.compare_learning_rates(table, mesh)
     figure, panel = plot(6.5, 4.0)
-    for (name, (rate, course)), colour in zip(rates.items(), ("#808080", "#1b9e77", "#d95f02"), strict=True):
+    for (name, (rate, course)), colour in zip(
+        rates.items(), ("#808080", "#1b9e77", "#d95f02"), strict=True
+    ):
         panel.plot(course, color=colour, linewidth=2, label=f"{name}: {rate:.2g}")
-    panel.axhline(best.error(table), color="black", linestyle="--", label="least squares: the best there is")
+    panel.axhline(
+        best.error(table), color="black", linestyle="--", label="least squares: the best there is"
+    )
     panel.set(yscale="log", xlim=(0, 50), ylim=(5e4, 5e6), xlabel="steps of gradient descent")
     panel.set(ylabel=f"{regression.error_label(table)}, log scale")
     panel.legend(loc="best", title="learning rate")
@@ -99,7 +103,9 @@ def timelines(path: Path) -> None:
 
 def deepspeed(path: Path) -> None:
     """DeepSpeed's figure: 32 GPUs on 4 nodes."""
-    plot_placement({"data": 2, "stage": 4, "tensor": 4}, 8, path=path, title="DeepSpeed's 3D figure")
+    plot_placement(
+        {"data": 2, "stage": 4, "tensor": 4}, 8, path=path, title="DeepSpeed's 3D figure"
+    )
 
 
 def resumed(path: Path) -> None:
@@ -119,13 +125,27 @@ def resumed(path: Path) -> None:
         whole = train(job, "--steps", "120", "--mesh.data", "4", "--mesh.tensor", "2", "--resume")
         undisturbed = train(other, "--steps", "120")
     figure, panel = plot(8.0, 4.2)
-    panel.plot(*undisturbed, color="0.78", linewidth=7, solid_capstyle="round", label="never stopped: one device")
+    panel.plot(
+        *undisturbed,
+        color="0.78",
+        linewidth=7,
+        solid_capstyle="round",
+        label="never stopped: one device",
+    )
     panel.plot(*stopped, color="#1b6ca8", linewidth=1.5, label="until step 60: data=2, stage=4")
-    panel.plot(whole[0][59:], whole[1][59:], color="#d95f02", linewidth=1.5, label="resumed: data=4, tensor=2")
+    panel.plot(
+        whole[0][59:],
+        whole[1][59:],
+        color="#d95f02",
+        linewidth=1.5,
+        label="resumed: data=4, tensor=2",
+    )
     panel.axvline(59, color=INK, linestyle=":", linewidth=1)
     panel.text(60, 2.2, "stopped, and resumed\non another mesh", va="top", color=INK)
     panel.set(
-        xlabel="steps", ylabel="loss", title="The loss of a run that is stopped and resumed, and of one that is not"
+        xlabel="steps",
+        ylabel="loss",
+        title="The loss of a run that is stopped and resumed, and of one that is not",
     )
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(loc="best", frameon=False)
@@ -143,11 +163,28 @@ def same_loss(path: Path) -> None:
 
     def train(*flags: str) -> list[float]:
         with tempfile.TemporaryDirectory() as folder:
-            always = ("--no-sweep", "--steps", "60", "--num-microbatches", str(num_microbatches), "--out-dir", folder)
+            always = (
+                "--no-sweep",
+                "--steps",
+                "60",
+                "--num-microbatches",
+                str(num_microbatches),
+                "--out-dir",
+                folder,
+            )
             recipe.run(digits.main, digits.Config, (*always, *flags))
             return [line["loss"] for line in read_metrics(Path(folder) / "metrics.jsonl")]
 
-    on_eight = ("--mesh.data", "2", "--mesh.stage", str(num_stages), "--mesh.tensor", "2", "--schedule", schedule)
+    on_eight = (
+        "--mesh.data",
+        "2",
+        "--mesh.stage",
+        str(num_stages),
+        "--mesh.tensor",
+        "2",
+        "--schedule",
+        schedule,
+    )
     one, eight = train(), train(*on_eight)
     assert np.allclose(one, eight, rtol=1e-3), "the picture shows equal losses"
     figure = Figure(figsize=(12.0, 2.7), layout="constrained")
@@ -162,7 +199,10 @@ def same_loss(path: Path) -> None:
     draw_timeline(pipeline, timeline, 15.0)
     idle = f"{timeline.bubble_fraction:.1%} of the time is idle"
     pipeline.set_title(f"The pipeline of the 8 devices: {idle}", loc="left", fontsize=12)
-    pipeline.set(xlim=(0, timeline.makespan), xlabel="time; one forward = 1. Blue: forward; orange, green: backward")
+    pipeline.set(
+        xlim=(0, timeline.makespan),
+        xlabel="time; one forward = 1. Blue: forward; orange, green: backward",
+    )
     figure.savefig(path, dpi=130)
 
 
@@ -173,8 +213,30 @@ def recall(path: Path) -> None:
     from jaxpar.metrics.log import read_metrics
 
     seq, window = 1024, 256
-    always = ("--data", "recall", "--model", "llama-tiny", "--mesh.data", "2", "--mesh.context", "4", "--seq", str(seq))
-    always += ("--batch-size", "4", "--optimizer", "muon", "--lr", "0.02", "--steps", "150", "--eval-rows", "4")
+    always = (
+        "--data",
+        "recall",
+        "--model",
+        "llama-tiny",
+        "--mesh.data",
+        "2",
+        "--mesh.context",
+        "4",
+        "--seq",
+        str(seq),
+    )
+    always += (
+        "--batch-size",
+        "4",
+        "--optimizer",
+        "muon",
+        "--lr",
+        "0.02",
+        "--steps",
+        "150",
+        "--eval-rows",
+        "4",
+    )
 
     def train(*flags: str) -> list[float]:
         with tempfile.TemporaryDirectory() as folder:
@@ -184,9 +246,19 @@ def recall(path: Path) -> None:
     figure, panel = plot(8.0, 3.6)
     panel.axhline(np.log(26), color=INK, linestyle=":", linewidth=1)
     panel.text(149, np.log(26) + 0.08, "ln 26: a guess", ha="right", va="bottom", color=INK)
-    panel.plot(train("--window", str(window)), color="#d95f02", linewidth=2, label=f"a window of {window} tokens")
+    panel.plot(
+        train("--window", str(window)),
+        color="#d95f02",
+        linewidth=2,
+        label=f"a window of {window} tokens",
+    )
     panel.plot(train(), color="#1b6ca8", linewidth=2, label="the whole row")
-    panel.set(xlabel="steps", ylabel="loss", ylim=(0, 6), title=f"The answers lie {seq // 2} tokens back, or more")
+    panel.set(
+        xlabel="steps",
+        ylabel="loss",
+        ylim=(0, 6),
+        title=f"The answers lie {seq // 2} tokens back, or more",
+    )
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(loc="best", frameon=False, title="attention to")
     figure.savefig(path, dpi=130)
@@ -205,17 +277,36 @@ def held(path: Path) -> None:
     from jaxpar.tensor_parallel import TRANSFORMER_RULES
 
     table = transformer.param_table(transformer.preset("llama-7b"))
-    gib = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize / 2**30
+    gib = lambda leaf: (
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize / 2**30
+    )
     bars = {}
-    for axes in ({"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "stage": 4}, {"stage": 4, "tensor": 2}):
+    for axes in (
+        {"data": 8},
+        {"data": 4, "tensor": 2},
+        {"data": 2, "stage": 4},
+        {"stage": 4, "tensor": 2},
+    ):
         mesh = jaxpar.make_mesh(**axes)
         shardings = jaxpar.shardings_from_dims(table, mesh, TRANSFORMER_RULES)
-        first = (lambda key: init_params(table, key), jax.random.key(0), optax.adam(1e-4), mesh, shardings)
+        first = (
+            lambda key: init_params(table, key),
+            jax.random.key(0),
+            optax.adam(1e-4),
+            mesh,
+            shardings,
+        )
         for zero in (0, 1, 2, 3) if "data" in axes else (0,):
             state = jaxpar.abstract_state(*first, zero=zero)
-            params, adam = (sum(map(gib, jax.tree.leaves(part))) for part in (state.params, state.opt_state))
+            params, adam = (
+                sum(map(gib, jax.tree.leaves(part))) for part in (state.params, state.opt_state)
+            )
             name = "\n".join([*(f"{axis}={size}" for axis, size in axes.items()), f"ZeRO {zero}"])
-            bars[name] = {"parameters": params, "gradients": adam / 2 if zero >= 2 else params, "Adam": adam}
+            bars[name] = {
+                "parameters": params,
+                "gradients": adam / 2 if zero >= 2 else params,
+                "Adam": adam,
+            }
     figure, panel = plot(9.0, 4.4)
     groups = [name.rsplit("\n", 1)[0] for name in bars]
     places = np.arange(len(bars)) + 0.7 * np.cumsum(
@@ -233,7 +324,10 @@ def held(path: Path) -> None:
     panel.text(places[-1] + 0.6, limit + 1.5, f"an H100 of 80 GB holds {limit:.1f} GiB", ha="right")
     panel.set_xticks(places, list(bars), fontsize=7.5)
     panel.tick_params(axis="x", length=0)
-    panel.set(ylabel="GiB on each GPU, at rest", title="Llama 7B on 8 GPUs: what each holds before the first row")
+    panel.set(
+        ylabel="GiB on each GPU, at rest",
+        title="Llama 7B on 8 GPUs: what each holds before the first row",
+    )
     panel.set(ylim=(0, 112), xlim=(places[0] - 0.6, places[-1] + 0.7))
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(loc="upper right", frameon=False, ncols=3)
@@ -242,7 +336,9 @@ def held(path: Path) -> None:
 
 def two_pods(path: Path) -> None:
     """The mesh of the manifest: 16 GPUs on 2 nodes."""
-    plot_placement({"data": 2, "stage": 2, "tensor": 4}, 8, path=path, title="Two pods of eight GPUs")
+    plot_placement(
+        {"data": 2, "stage": 2, "tensor": 4}, 8, path=path, title="Two pods of eight GPUs"
+    )
 
 
 def bloom(path: Path) -> None:

@@ -70,8 +70,14 @@ LABELS: tuple[tuple[str, str], ...] = (
         r"\1（jaxpar 实际运行的融合形式），\2 个阶段，\3 个微批次，按 \4 拍同步运行：完成于 \5，空闲 \6",
     ),
     ("time; one forward = 1", "时间；一次前向 = 1"),
-    ("time; one forward = 1. Blue: forward; orange, green: backward", "时间；一次前向 = 1。蓝：前向；橙、绿：反向"),
-    (r"The pipeline of the 8 devices: ([\d.]+%) of the time is idle", r"8 块设备上的各个阶段：空闲 \1"),
+    (
+        "time; one forward = 1. Blue: forward; orange, green: backward",
+        "时间；一次前向 = 1。蓝：前向；橙、绿：反向",
+    ),
+    (
+        r"The pipeline of the 8 devices: ([\d.]+%) of the time is idle",
+        r"8 块设备上的各个阶段：空闲 \1",
+    ),
     ("The loss is that of one device", "损失与一块设备上的相同"),
     ("1 device", "1 块设备"),
     (r"8 devices: (.+)", r"8 块设备：\1"),
@@ -101,7 +107,10 @@ LABELS: tuple[tuple[str, str], ...] = (
     (r"GPUs (\d+)-(\d+), nodes (\d+)-(\d+)", r"GPU \1-\2，节点 \3-\4"),
     ("GPUs of one colour hold the same weights", "颜色相同的 GPU 存相同的权重"),
     ("dashed: from node to node; solid: inside a node", "虚线：跨节点；实线：节点内"),
-    ("data, inside nodes: replicas add up gradients, once a step", "data，节点内：各副本的梯度相加，每步一次"),
+    (
+        "data, inside nodes: replicas add up gradients, once a step",
+        "data，节点内：各副本的梯度相加，每步一次",
+    ),
     (
         r"data, (\d+) of (\d+) hops inside nodes, (\d+) across: replicas add up gradients, once a step",
         r"data，\2 条链路中 \1 条在节点内，\3 条跨节点：各副本的梯度相加，每步一次",
@@ -116,13 +125,19 @@ LABELS: tuple[tuple[str, str], ...] = (
     ),
     # replicas
     ("the batch,\ncut by rows", "批次，\n按行切分"),
-    ("each replica: the whole model,\nits own rows, its own gradients", "每个副本：完整的模型，\n自己的行，自己的梯度"),
+    (
+        "each replica: the whole model,\nits own rows, its own gradients",
+        "每个副本：完整的模型，\n自己的行，自己的梯度",
+    ),
     (
         "after the all-reduce: the same\nsum, the same step, everywhere",
         "all-reduce 之后：各处\n得到同样的和，走同样的一步",
     ),
     (r"rows\n(.+)", r"行\n\1"),
-    (r"replica (\d+): w - rate ×\ngradients of rows (.+)", r"副本 \1：w - 学习率 ×\n第 \2 行的梯度"),
+    (
+        r"replica (\d+): w - rate ×\ngradients of rows (.+)",
+        r"副本 \1：w - 学习率 ×\n第 \2 行的梯度",
+    ),
     (r"replica (\d+): weights w\ngradients of rows (.+)", r"副本 \1：权重 w\n第 \2 行的梯度"),
     # server and ring
     (r"one parameter server, (\d+) GPUs", r"一台参数服务器，\1 块 GPU"),
@@ -136,7 +151,10 @@ LABELS: tuple[tuple[str, str], ...] = (
     (r"until step (\d+): (.+)", r"到第 \1 步：\2"),
     (r"resumed: (.+)", r"恢复之后：\1"),
     ("stopped, and resumed\non another mesh", "在此停下，\n换一个网格恢复"),
-    ("The loss of a run that is stopped and resumed, and of one that is not", "停下又恢复的任务与没有停下的任务：损失"),
+    (
+        "The loss of a run that is stopped and resumed, and of one that is not",
+        "停下又恢复的任务与没有停下的任务：损失",
+    ),
     ("steps", "步数"),
     ("loss", "损失"),
     # house prices
@@ -198,7 +216,9 @@ def also_in_chinese(path: Path) -> Iterator[None]:
     )  # a whole font of this name, if there is one, has other glyphs for the comma
     known[:] = [each for each in known if each.name != name or Path(each.fname) == FONT]
     save = Figure.savefig
-    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # the font has no bold characters
+    logging.getLogger("matplotlib.font_manager").setLevel(
+        logging.ERROR
+    )  # the font has no bold characters
 
     def save_both(figure: Figure, to: Any, **options: Any) -> None:
         save(figure, to, **options)
@@ -252,7 +272,9 @@ if __name__ == "__main__":
     simplified = simplified_glyphs(whole)
     for table in whole["cmap"].tables:
         if hasattr(table, "cmap"):
-            table.cmap.update({code: simplified.get(glyph, glyph) for code, glyph in table.cmap.items()})
+            table.cmap.update(
+                {code: simplified.get(glyph, glyph) for code, glyph in table.cmap.items()}
+            )
     options = subset.Options(layout_features=[], name_IDs=["*"])
     cut = subset.Subsetter(options)
     cut.populate(text=characters())

@@ -13,9 +13,13 @@ ONE_PAGE = "step"  # of the modules that lie in jaxpar itself
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Puts the pages below the page api.md in the navigation."""
-    developers = next(part["For developers"] for part in config.nav or [] if "For developers" in part)
+    developers = next(
+        part["For developers"] for part in config.nav or [] if "For developers" in part
+    )
     listed = [{_title(name): f"reference/{name}.md"} for name in pages()]
-    developers[developers.index("api.md")] = {"API reference": [{"Where to look": "api.md"}, *listed]}
+    developers[developers.index("api.md")] = {
+        "API reference": [{"Where to look": "api.md"}, *listed]
+    }
     return config
 
 
@@ -60,7 +64,13 @@ def _page(name: str, modules: list[str]) -> str:
 def _module(module: str, title: str) -> str:
     """Returns the directive that describes a module: a package by its docstring alone, since its modules have its names."""
     is_package = (PACKAGE.parent / module.replace(".", "/")).is_dir()
-    options = {"heading_level": 1 if module == title else 2} | ({"members": False} if is_package else {})
+    options = {"heading_level": 1 if module == title else 2} | (
+        {"members": False} if is_package else {}
+    )
     return "\n".join(
-        [f"::: {module}", "    options:", *(f"      {key}: {str(value).lower()}" for key, value in options.items())]
+        [
+            f"::: {module}",
+            "    options:",
+            *(f"      {key}: {str(value).lower()}" for key, value in options.items()),
+        ]
     )

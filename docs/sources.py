@@ -8,7 +8,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-OWN_LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)[^)]*\)")  # of a page of the repository, to its files
+OWN_LINK = re.compile(
+    r"\[([^\]]*)\]\((?!https?:|#)[^)]*\)"
+)  # of a page of the repository, to its files
 LINK = re.compile(
     r"\]\((?P<up>(?:\.\./)+)(?P<path>(?:(?:jaxpar|recipes|benchmarks|tests)/[\w/.-]+)|(?:SECURITY|CONTRIBUTING|README|README\.zh)\.md)\)"
 )
@@ -16,7 +18,11 @@ LINK = re.compile(
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds a page for each file that a page links to."""
-    linked = {link["path"] for file in files.documentation_pages() for link in LINK.finditer(file.content_string or "")}
+    linked = {
+        link["path"]
+        for file in files.documentation_pages()
+        for link in LINK.finditer(file.content_string or "")
+    }
     for path in sorted(linked):
         files.append(File.generated(config, f"source/{path}.md", content=_shown(path)))
     return files

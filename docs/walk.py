@@ -32,7 +32,10 @@ class Stop(NamedTuple):
 def stops(text: str) -> list[Stop]:
     """Returns the lines of the walk in a text."""
     found = _STOP.findall(text)
-    return [Stop(int(f"0{number.strip()}"), file, int(line), name) for number, file, line, _, name in found]
+    return [
+        Stop(int(f"0{number.strip()}"), file, int(line), name)
+        for number, file, line, _, name in found
+    ]
 
 
 def line_of(file: str, function: str) -> int:

@@ -16,7 +16,10 @@ __version__ = "0.1.0"
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
 _MODULE_OF = {
-    name.name: str(line.module) for line in _STUB.body if isinstance(line, ast.ImportFrom) for name in line.names
+    name.name: str(line.module)
+    for line in _STUB.body
+    if isinstance(line, ast.ImportFrom)
+    for name in line.names
 }
 __all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 # Where a misspelt name is looked for too, the last one first.
@@ -29,7 +32,9 @@ def __getattr__(name: str) -> Any:
     if importlib.util.find_spec(f"jaxpar.{name}"):
         found = importlib.import_module(f"jaxpar.{name}")
     elif name in _MODULE_OF:
-        found = getattr(__import__(_MODULE_OF[name], fromlist=[name]), name)  # which may be a module itself
+        found = getattr(
+            __import__(_MODULE_OF[name], fromlist=[name]), name
+        )  # which may be a module itself
     else:
         parts = [importlib.import_module(f"jaxpar.{part}") for part in _PARTS]
         inner = {own: f"{part.__name__}.{own}" for part in parts for own in public_names(part)}

@@ -27,7 +27,12 @@ COMMANDS = {
     "plot": "plot the loss curves of several runs, as text and as a picture",
     "doctor": "print versions, devices, settings and cluster variables, to paste into an issue",
 }
-QUICK = ("plan", "manifest", "plot", "doctor")  # which have nothing to save, and no handler of their own
+QUICK = (
+    "plan",
+    "manifest",
+    "plot",
+    "doctor",
+)  # which have nothing to save, and no handler of their own
 IN_RUNS = ("launch", "export", "watch", "serve", "plot")
 
 
@@ -48,7 +53,11 @@ def main(args: Sequence[str] | None = None) -> int:
         tell("interrupted")
         return INTERRUPTED
     except Exception as error:
-        usual = ExitCode.BAD_CONFIG if isinstance(error, (ValueError, TypeError, OSError, ImportError)) else None
+        usual = (
+            ExitCode.BAD_CONFIG
+            if isinstance(error, (ValueError, TypeError, OSError, ImportError))
+            else None
+        )
         code = getattr(error, "exit_code", usual)
         if code is None:  # a bug
             raise

@@ -7,7 +7,11 @@ from types import ModuleType
 # What other libraries and textbooks call it, by our names.
 OTHER_NAMES = {
     "squared_error": ("mse", "mseloss", "meansquarederror", "l2loss"),
-    "softmax_cross_entropy": ("crossentropyloss", "nllloss", "softmaxcrossentropywithintegerlabels"),
+    "softmax_cross_entropy": (
+        "crossentropyloss",
+        "nllloss",
+        "softmaxcrossentropywithintegerlabels",
+    ),
     "value_and_grad": ("grad",),
     "make_train_step": ("trainstep", "makestep"),
     "make_mesh": ("mesh", "devicemesh", "createmesh"),
@@ -19,7 +23,10 @@ def public_names(module: ModuleType) -> list[str]:
     """Returns the names that a module has for users: ``__all__``, or else what it defines itself."""
     listed = vars(module).get("__all__")
     own = lambda value: getattr(value, "__module__", None) == module.__name__
-    return sorted(listed or (name for name, value in vars(module).items() if not name.startswith("_") and own(value)))
+    return sorted(
+        listed
+        or (name for name, value in vars(module).items() if not name.startswith("_") and own(value))
+    )
 
 
 def no_attribute(module: str, name: str, places: Mapping[str, str]) -> AttributeError:
@@ -35,6 +42,8 @@ def no_attribute(module: str, name: str, places: Mapping[str, str]) -> Attribute
         return AttributeError(message)
     plain = lambda text: text.lower().replace("_", "")
     meant = {plain(known): known for known in places}
-    meant |= {other: known for known, others in OTHER_NAMES.items() if known in places for other in others}
+    meant |= {
+        other: known for known, others in OTHER_NAMES.items() if known in places for other in others
+    }
     near = get_close_matches(plain(name), sorted(meant), 1, CUTOFF)
     return AttributeError(f"{message}. Did you mean {places[meant[near[0]]]}?" if near else message)

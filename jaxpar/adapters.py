@@ -66,7 +66,9 @@ def from_linen(module: Any, example_inputs: PyTree, *, call: Call = call) -> Fun
     if others := sorted(set(shapes) - {"params"}):
         raise _impure(f"the collections {others}")
     try:
-        jax.eval_shape(lambda variables, x: module.apply(variables, x, method=call), shapes, example_inputs)
+        jax.eval_shape(
+            lambda variables, x: module.apply(variables, x, method=call), shapes, example_inputs
+        )
     except _load("flax.errors").InvalidRngError as error:
         raise _impure("a call that draws random numbers") from error
     init = lambda key: variables(key, _zeros(example_inputs))["params"]
@@ -87,10 +89,14 @@ def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functio
         ValueError: Variables that are not ``nnx.Param``, or not floats.
     """
     nnx = _load("flax.nnx")
-    checked = _making(make_module, nnx.Module, "a flax.nnx.Module", "from_nnx(lambda rngs: Model(..., rngs=rngs))")
+    checked = _making(
+        make_module, nnx.Module, "a flax.nnx.Module", "from_nnx(lambda rngs: Model(..., rngs=rngs))"
+    )
 
     def make(key: PyTree) -> Any:
-        with nnx.use_eager_sharding(False):  # otherwise a module with sharding annotations requires a mesh
+        with nnx.use_eager_sharding(
+            False
+        ):  # otherwise a module with sharding annotations requires a mesh
             return checked(nnx.Rngs(key))
 
     module = nnx.eval_shape(lambda: make(jax.random.key(0)))
@@ -123,7 +129,12 @@ def from_equinox(make_module: Callable[[PyTree], Any], *, call: Call = call) -> 
         ValueError: State (``equinox.nn.StateIndex``), or arrays that are not floats.
     """
     equinox = _load("equinox")
-    make = _making(make_module, equinox.Module, "an equinox.Module", "from_equinox(lambda key: Model(..., key=key))")
+    make = _making(
+        make_module,
+        equinox.Module,
+        "an equinox.Module",
+        "from_equinox(lambda key: Model(..., key=key))",
+    )
     module = equinox.filter_eval_shape(make, jax.random.key(0))
     is_state = lambda node: isinstance(node, equinox.nn.StateIndex)
     if any(map(is_state, jax.tree.leaves(module, is_leaf=is_state))):
@@ -131,7 +142,9 @@ def from_equinox(make_module: Callable[[PyTree], Any], *, call: Call = call) -> 
     is_array = lambda leaf: equinox.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
     arrays, static = equinox.partition(module, is_array)
     init = lambda key: equinox.filter(make(key), equinox.is_array)
-    return _of_dicts(arrays, init, lambda params, inputs: call(equinox.combine(params, static), inputs))
+    return _of_dicts(
+        arrays, init, lambda params, inputs: call(equinox.combine(params, static), inputs)
+    )
 
 
 def from_haiku(function: Callable[[PyTree], PyTree], example_inputs: PyTree) -> Functions:
@@ -157,18 +170,26 @@ def from_haiku(function: Callable[[PyTree], PyTree], example_inputs: PyTree) -> 
     if state:
         raise _impure(f"the state of {sorted(state)}")
     try:
-        jax.eval_shape(lambda params, x: transformed.apply(params, {}, None, x), params, example_inputs)
+        jax.eval_shape(
+            lambda params, x: transformed.apply(params, {}, None, x), params, example_inputs
+        )
     except ValueError as error:
-        raise (_impure("a call that draws random numbers") if "PRNGKey" in str(error) else error) from error
+        raise (
+            _impure("a call that draws random numbers") if "PRNGKey" in str(error) else error
+        ) from error
     init = lambda key: transformed.init(key, _zeros(example_inputs))[0]
-    return _of_dicts(params, init, lambda params, inputs: transformed.apply(params, {}, None, inputs)[0])
+    return _of_dicts(
+        params, init, lambda params, inputs: transformed.apply(params, {}, None, inputs)[0]
+    )
 
 
 def _zeros(like: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(x)), like)
 
 
-def _of_dicts(shapes: PyTree, init: Callable[[PyTree], PyTree], apply: Callable[[PyTree, PyTree], PyTree]) -> Functions:
+def _of_dicts(
+    shapes: PyTree, init: Callable[[PyTree], PyTree], apply: Callable[[PyTree, PyTree], PyTree]
+) -> Functions:
     """Returns a library's functions as functions of nested dicts, which have one level for each step of the paths.
 
     Args:
@@ -179,7 +200,9 @@ def _of_dicts(shapes: PyTree, init: Callable[[PyTree], PyTree], apply: Callable[
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     paths = [path_string(path) for path, _ in leaves]
     is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
-    if wrong := {path: str(x.dtype) for path, (_, x) in zip(paths, leaves, strict=True) if not is_float(x)}:
+    if wrong := {
+        path: str(x.dtype) for path, (_, x) in zip(paths, leaves, strict=True) if not is_float(x)
+    }:
         raise ValueError(
             f"all arrays of a module must be floating-point, since they are trained; got {wrong}. "
             "Make them constants of the function, or part of its inputs."
@@ -197,7 +220,9 @@ def _of_dicts(shapes: PyTree, init: Callable[[PyTree], PyTree], apply: Callable[
 
     def apply_dict(params: PyTree, inputs: PyTree) -> PyTree:
         check_unpacked(params)
-        got = {path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        got = {
+            path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        }
         if set(got) != set(paths):
             missing, unknown = sorted(set(paths) - set(got)), sorted(set(got) - set(paths))
             raise ValueError(
@@ -217,7 +242,11 @@ def _load(library: str) -> ModuleType:
 def _making(make_module: Any, kind: type, wanted: str, example: str) -> Callable[[Any], Any]:
     """Returns the function that makes a module, with a check of what it makes."""
     if isinstance(make_module, kind) or not callable(make_module):
-        got = f"a {type(make_module).__name__}, made already" if isinstance(make_module, kind) else repr(make_module)
+        got = (
+            f"a {type(make_module).__name__}, made already"
+            if isinstance(make_module, kind)
+            else repr(make_module)
+        )
         raise TypeError(
             f"a module must be passed as the function that makes it, so that its params are created sharded; got {got}. "
             f"Write {example}."
@@ -234,8 +263,14 @@ def _making(make_module: Any, kind: type, wanted: str, example: str) -> Callable
 def _check_kind(module: Any, kind: type, wanted: str, example: str) -> None:
     if not isinstance(module, kind):
         of = type(module)
-        made = f"the class {module.__name__}" if isinstance(module, type) else f"{of.__module__}.{of.__name__}"
-        raise TypeError(f"this adapter takes {wanted}; got {made}. Write {example}, or use the library's own adapter.")
+        made = (
+            f"the class {module.__name__}"
+            if isinstance(module, type)
+            else f"{of.__module__}.{of.__name__}"
+        )
+        raise TypeError(
+            f"this adapter takes {wanted}; got {made}. Write {example}, or use the library's own adapter."
+        )
 
 
 def _impure(got: str) -> ValueError:

@@ -28,7 +28,9 @@ NO_MEASUREMENT = "--xla_gpu_autotune_level=0"
 CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
-TARGETS = {name: gpu for name, gpu in GPUS.items() if gpu.target is not None}  # those that the compiler knows
+TARGETS = {
+    name: gpu for name, gpu in GPUS.items() if gpu.target is not None
+}  # those that the compiler knows
 
 
 def target_text(gpu: Gpu) -> str:
@@ -37,7 +39,9 @@ def target_text(gpu: Gpu) -> str:
     return Template(text).substitute(vars(gpu), **gpu.target or {})
 
 
-def compile_only_devices(gpu: str, *, num_nodes: int = 1, devices_per_node: int = 8) -> list[jax.Device]:
+def compile_only_devices(
+    gpu: str, *, num_nodes: int = 1, devices_per_node: int = 8
+) -> list[jax.Device]:
     """Returns GPUs for ``make_mesh(devices=...)`` for which a step can be compiled, not run. No GPU is needed.
 
     It sets the flags of XLA for GPUs that ``initialize`` sets, for the compiler alone, so call it before other uses of GPUs.
@@ -60,7 +64,9 @@ def compile_only_devices(gpu: str, *, num_nodes: int = 1, devices_per_node: int 
     _check_plugin()
     set_compiler_flags()
     target, shape = target_text(TARGETS[gpu]), f"1x{num_nodes}x{devices_per_node}"
-    return list(topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape).devices)
+    return list(
+        topologies.get_topology_desc(platform="cuda", target_config=target, topology=shape).devices
+    )
 
 
 def start_on_cpu() -> None:

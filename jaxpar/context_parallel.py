@@ -104,7 +104,9 @@ def gather_sequence(x: Shaped[Array, "batch seq *dims"]) -> Shaped[Array, "batch
     return _in_order(_on_shards(gather, x.astype(_reduced_in(x.dtype))).astype(x.dtype), parts)
 
 
-def sequence_to_heads(x: Shaped[Array, "batch seq heads *dims"]) -> Shaped[Array, "batch all part *dims"]:
+def sequence_to_heads(
+    x: Shaped[Array, "batch seq heads *dims"],
+) -> Shaped[Array, "batch all part *dims"]:
     """Returns the whole sequence in its order of this device's part of the heads, from a part of it of all heads.
 
     Raises:
@@ -137,7 +139,9 @@ def _check_heads_divide(shape: tuple[int, ...], parts: int) -> None:
         )
 
 
-def heads_to_sequence(x: Shaped[Array, "batch all part *dims"]) -> Shaped[Array, "batch seq heads *dims"]:
+def heads_to_sequence(
+    x: Shaped[Array, "batch all part *dims"],
+) -> Shaped[Array, "batch seq heads *dims"]:
     """Returns what ``sequence_to_heads`` was given.
 
     **Collectives**: an all-to-all over ``context``, and one of the gradient.
@@ -155,7 +159,11 @@ def sum_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 
     **Collectives**: an all-reduce over ``context``, and one of the gradient.
     """
-    return x if num_parts() == 1 else jax.lax.psum(x.astype(_reduced_in(x.dtype)), CONTEXT).astype(x.dtype)
+    return (
+        x
+        if num_parts() == 1
+        else jax.lax.psum(x.astype(_reduced_in(x.dtype)), CONTEXT).astype(x.dtype)
+    )
 
 
 def max_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
@@ -199,7 +207,9 @@ def on_shards_of_heads(function: Callable[..., Array], *arrays: Array) -> Array:
         return function(*arrays)
     spec = PartitionSpec(None, None, axes)
     specs = tuple(spec if x.ndim > 2 else PartitionSpec() for x in arrays)
-    return jax.shard_map(function, in_specs=specs, out_specs=spec, axis_names=set(axes), check_vma=False)(*arrays)
+    return jax.shard_map(
+        function, in_specs=specs, out_specs=spec, axis_names=set(axes), check_vma=False
+    )(*arrays)
 
 
 def _on_shards(function: Callable[[Array], Array], x: Array) -> Array:

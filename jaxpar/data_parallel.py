@@ -118,7 +118,10 @@ def microbatch_shapes(batch: PyTree, mesh: Mesh | AbstractMesh, num_microbatches
 
 
 def check_sequences(
-    batch: PyTree, mesh: Mesh | AbstractMesh, seq: int | None = None, sequences: Collection[str] | None = None
+    batch: PyTree,
+    mesh: Mesh | AbstractMesh,
+    seq: int | None = None,
+    sequences: Collection[str] | None = None,
 ) -> int:
     """Returns how many columns a batch has; raises where a ``context`` axis cannot split its sequences, without one 0.
 
@@ -132,7 +135,9 @@ def check_sequences(
     if context == 1 and not sequences:
         return 0
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    shapes = {path_string(path) or "batch": jnp.shape(leaf) for path, leaf in leaves if jnp.ndim(leaf) > 1}
+    shapes = {
+        path_string(path) or "batch": jnp.shape(leaf) for path, leaf in leaves if jnp.ndim(leaf) > 1
+    }
     if context == 1:
         check_are_there(shapes, sequences or ())
         return 0
@@ -189,7 +194,9 @@ def _with_positions(batch: PyTree, columns: np.ndarray, *, is_whole: bool) -> Py
     rows, seq = next(leaf.shape[:2] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 1)
     segments, positions = (np.asarray(batch.get(name, 0)) for name in ("segments", "positions"))
     for name, given in (("segments", segments), ("positions", positions)):
-        if name in batch and (given.shape != (rows, seq) or not np.issubdtype(given.dtype, np.integer)):
+        if name in batch and (
+            given.shape != (rows, seq) or not np.issubdtype(given.dtype, np.integer)
+        ):
             raise ValueError(
                 f"{name} must be integers [rows, seq]; got {given.dtype} of shape {given.shape}, where rows, seq are {rows}, "
                 f"{seq}. Give one for each token, or leave them out."
@@ -206,11 +213,15 @@ def _with_positions(batch: PyTree, columns: np.ndarray, *, is_whole: bool) -> Py
                 "Give the place of each token in its document, from 0."
             )
         index = np.broadcast_to(columns.astype(np.int32), (rows, seq))
-        batch = batch | {"positions": index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)}
+        batch = batch | {
+            "positions": index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+        }
     else:
         are_wrong = np.any((np.diff(positions, axis=1) != steps) & is_next)
         if packed and not is_whole:
-            numbers = (columns - positions).astype(np.int32)  # where the document begins, which all processes know
+            numbers = (columns - positions).astype(
+                np.int32
+            )  # where the document begins, which all processes know
             are_wrong |= np.any(np.diff(numbers, axis=1, prepend=0) < 0)
         if are_wrong:
             raise ValueError(
@@ -248,14 +259,20 @@ def local_rows(
         ValueError: The replicas do not divide the rows, or twice ``context`` does not divide the sequences.
     """
     check_mesh(mesh)
-    check_kind((Integral,), "an integer", "Convert it.", num_rows=num_rows, seq=1 if seq is None else seq)
+    check_kind(
+        (Integral,), "an integer", "Convert it.", num_rows=num_rows, seq=1 if seq is None else seq
+    )
     check_at_least(1, seq=seq)
     count = num_replicas(mesh)
     _check_rows_divide(num_rows, mesh.shape[DATA], None, mesh.shape[REPLICA])
     if devices is None:
-        devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+        devices = [
+            device for device in mesh.devices.flat if device.process_index == jax.process_index()
+        ]
     by_replica = mesh.devices.reshape(count, -1)  # replica and data are the first axes
-    replicas = np.array([i for i in range(count) if not set(devices).isdisjoint(by_replica[i])], np.int64)
+    replicas = np.array(
+        [i for i in range(count) if not set(devices).isdisjoint(by_replica[i])], np.int64
+    )
     size = num_rows // count
     rows = (replicas[:, None] * size + np.arange(size)).reshape(-1)
     if seq is None:
@@ -268,7 +285,9 @@ def local_rows(
     return rows, np.sort(order.reshape(parts, -1)[are_here].reshape(-1))
 
 
-def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, *, sequences: Collection[str] = ()) -> PyTree:
+def abstract_batch(
+    batch: PyTree, mesh: Mesh | AbstractMesh, *, sequences: Collection[str] = ()
+) -> PyTree:
     """Returns the result of ``shard_batch`` as ShapeDtypeStructs with shardings, to compile a step. Nothing is sent.
 
     Args:
@@ -287,8 +306,14 @@ def abstract_batch(batch: PyTree, mesh: Mesh | AbstractMesh, *, sequences: Colle
         position = jax.ShapeDtypeStruct(
             next(leaf.shape[:2] for leaf in jax.tree.leaves(shapes) if leaf.ndim > 1), jnp.int32
         )
-        shapes = {"positions": position} | shapes | {name: position for name in ("segments",) if name in shapes}
-    as_sharded = lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        shapes = (
+            {"positions": position}
+            | shapes
+            | {name: position for name in ("segments",) if name in shapes}
+        )
+    as_sharded = lambda leaf, spec: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+    )
     return jax.tree.map(as_sharded, shapes, batch_specs(shapes, mesh))
 
 
@@ -309,7 +334,9 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None, *, replica: int = 1) -> int:
+def check_batch(
+    batch: PyTree, data: int, num_microbatches: int | None = None, *, replica: int = 1
+) -> int:
     """Returns the number of rows of a batch; raises unless it splits evenly into replicas, and into microbatches if known."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     rows = {path_string(path) or "batch": jnp.shape(leaf)[:1] for path, leaf in leaves}
@@ -335,7 +362,9 @@ def check_batch(batch: PyTree, data: int, num_microbatches: int | None = None, *
     return num_rows
 
 
-def _check_rows_divide(num_rows: int, data: int, num_microbatches: int | None, replica: int) -> None:
+def _check_rows_divide(
+    num_rows: int, data: int, num_microbatches: int | None, replica: int
+) -> None:
     """Raises unless rows split evenly into replicas, and into microbatches if known."""
     parts = replica * data * (num_microbatches or 1)
     if num_rows < 1 or num_rows % parts:
@@ -354,7 +383,9 @@ def _check_rows_divide(num_rows: int, data: int, num_microbatches: int | None, r
 
 def split_microbatches(batch: PyTree, num_microbatches: int) -> PyTree:
     """Returns one replica's rows ``[rows, ...]`` as ``[num_microbatches, rows / num_microbatches, ...]``."""
-    return jax.tree.map(lambda a: a.reshape(num_microbatches, a.shape[0] // num_microbatches, *a.shape[1:]), batch)
+    return jax.tree.map(
+        lambda a: a.reshape(num_microbatches, a.shape[0] // num_microbatches, *a.shape[1:]), batch
+    )
 
 
 def accumulate(part: Callable[[PyTree], Any], batch: PyTree, num_microbatches: int) -> Any:

@@ -53,7 +53,9 @@ def started_devices() -> list[jax.Device]:
     return devices
 
 
-def unused_gpus(platform: str, nodes: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str] | None:
+def unused_gpus(
+    platform: str, nodes: Sequence[str], environment: Mapping[str, str]
+) -> tuple[str, str] | None:
     """Returns why JAX does not use the GPUs of this machine, and the remedy without a full stop; None if all is as asked.
 
     Args:
@@ -87,9 +89,14 @@ def _reason() -> str:
 def _remedy(why: str, environment: Mapping[str, str]) -> str:
     if not any(map(version_of, PLUGINS)):
         return INSTALL
-    visible, is_hidden = environment.get("CUDA_VISIBLE_DEVICES"), any(each in why.lower() for each in OF_NO_DEVICE)
+    visible, is_hidden = (
+        environment.get("CUDA_VISIBLE_DEVICES"),
+        any(each in why.lower() for each in OF_NO_DEVICE),
+    )
     if visible is not None and is_hidden:
-        return f"Unset CUDA_VISIBLE_DEVICES, which is {visible!r}, or name GPUs that nvidia-smi lists"
+        return (
+            f"Unset CUDA_VISIBLE_DEVICES, which is {visible!r}, or name GPUs that nvidia-smi lists"
+        )
     if path := environment.get("LD_LIBRARY_PATH"):
         return f"Unset LD_LIBRARY_PATH, which is {path!r}: it can lead to other CUDA libraries than those installed with JAX"
     return "See whether nvidia-smi works, then python -m jaxpar doctor"

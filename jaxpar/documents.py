@@ -47,7 +47,9 @@ def find_documents(segments: Int[Array, "rows seq"], most: int) -> Documents:
     at = jnp.where(is_first, of_tokens, rows * (most + 1))
     begins = jnp.full(rows * (most + 1), rows * seq, jnp.int32).at[at].set(places, mode="drop")
     lengths = jnp.diff(begins)[: rows * most]
-    return Documents(begins.reshape(rows, -1), lengths.reshape(rows, most), of_tokens.reshape(rows, seq))
+    return Documents(
+        begins.reshape(rows, -1), lengths.reshape(rows, most), of_tokens.reshape(rows, seq)
+    )
 
 
 class Kernel(NamedTuple):
@@ -80,7 +82,15 @@ def attend_in_documents(
     return kernel.forward(q, k, v, scale, documents, window)[0]
 
 
-def _forward(kernel: Kernel, scale: float, window: int | None, q: Array, k: Array, v: Array, documents: Documents):
+def _forward(
+    kernel: Kernel,
+    scale: float,
+    window: int | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    documents: Documents,
+):
     out, lse = kernel.forward(q, k, v, scale, documents, window)
     return out, (q, k, v, out, lse, documents)
 
@@ -100,7 +110,9 @@ def _cudnn_forward(
     q: Array, k: Array, v: Array, scale: float, documents: Documents, window: int | None
 ) -> tuple[Array, Array]:
     _check(q)
-    out, lse = _compat.cudnn_attention(q, k, v, scale, None, None, _in_elements(q, k, documents), window)
+    out, lse = _compat.cudnn_attention(
+        q, k, v, scale, None, None, _in_elements(q, k, documents), window
+    )
     return out, lse[documents.of_tokens, :, _places(documents)].swapaxes(1, 2)
 
 
@@ -119,7 +131,9 @@ def _cudnn_backward(
     at = of_none.at[documents.of_tokens, :, _places(documents)]
     by_document = at.set(lse.swapaxes(1, 2), mode="drop", unique_indices=True)
     places = _in_elements(q, k, documents)
-    return _compat.cudnn_attention_gradients(q, k, v, out, by_document, ct, scale, None, None, places, window)
+    return _compat.cudnn_attention_gradients(
+        q, k, v, out, by_document, ct, scale, None, None, places, window
+    )
 
 
 def _has_cudnn(dtype: Any) -> bool:

@@ -91,19 +91,28 @@ def rewrap_key(value: Any, like: Any) -> Any:
     if not is_key(like):
         return value
     impls: list[Any] = []  # JAX reports the implementation of arrays and tracers only
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(like.shape, like.dtype))
+    jax.eval_shape(
+        lambda key: impls.append(jax.random.key_impl(key)),
+        jax.ShapeDtypeStruct(like.shape, like.dtype),
+    )
     return jax.random.wrap_key_data(value, impl=impls[0])
 
 
 def unwrapped_shape(like: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape of an array or ShapeDtypeStruct as it is stored: that of the data of PRNG keys."""
-    return jax.eval_shape(unwrap_key, like) if is_key(like) else jax.ShapeDtypeStruct(like.shape, like.dtype)
+    return (
+        jax.eval_shape(unwrap_key, like)
+        if is_key(like)
+        else jax.ShapeDtypeStruct(like.shape, like.dtype)
+    )
 
 
 def is_spread(leaf: Any) -> bool:
     """Returns whether an array has parts that only other processes hold."""
     leaf = unwrap_key(leaf)
-    return isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+    return isinstance(leaf, jax.Array) and not (
+        leaf.is_fully_addressable or leaf.is_fully_replicated
+    )
 
 
 def on_host(leaf: Any) -> np.ndarray:

@@ -29,7 +29,9 @@ Kind = TypeVar("Kind")
 _flags: ContextVar[Mapping[str, str]] = ContextVar("_flags", default={})  # noqa: B039, it is never changed
 MAX_SHOWN = 60  # letters of a wrong value
 # The kinds of numbers of a dataclass's fields.
-_NUMBERS: dict[Any, Any] = dict.fromkeys((int, int | None), Integral) | dict.fromkeys((float, float | None), Real)
+_NUMBERS: dict[Any, Any] = dict.fromkeys((int, int | None), Integral) | dict.fromkeys(
+    (float, float | None), Real
+)
 # What a value must be, by the type of pydantic's error, in which braces are filled in from its context.
 _RULES = {
     "int_type": "be an integer",
@@ -80,7 +82,9 @@ def arg(*names: str, **values: Any) -> str:
     """
     flags = _flags.get()
     flag = lambda name, value: f"{flags[name]} {value}" if name in flags else f"{name}={value}"
-    return ", ".join([flags.get(name, name) for name in names] + [flag(*each) for each in values.items()])
+    return ", ".join(
+        [flags.get(name, name) for name in names] + [flag(*each) for each in values.items()]
+    )
 
 
 def is_flag(name: str) -> bool:
@@ -118,7 +122,9 @@ def check_one_of(names: Sequence[str], remedy: str = "", /, **values: object) ->
             near = near_name(value, names)
             meant = f" Did you mean {near!r}?" if near else ""
             otherwise = f" {remedy}" if remedy else ""
-            raise ValueError(f"{arg(name)} must be one of {', '.join(names)}; got {value!r}.{meant}{otherwise}")
+            raise ValueError(
+                f"{arg(name)} must be one of {', '.join(names)}; got {value!r}.{meant}{otherwise}"
+            )
 
 
 def near_name(value: object, names: Iterable[str]) -> str | None:
@@ -134,7 +140,9 @@ def near_name(value: object, names: Iterable[str]) -> str | None:
     names = [*names]
     text = str(value).lower()
     longer = sorted((name for name in names if text and name.startswith(text)), key=len)
-    shorter = sorted((name for name in names if text.startswith(f"{name.lower()}-")), key=len, reverse=True)
+    shorter = sorted(
+        (name for name in names if text.startswith(f"{name.lower()}-")), key=len, reverse=True
+    )
     near = longer or shorter or get_close_matches(text, names, 1, cutoff=0.8)
     return near[0] if near else None
 
@@ -142,7 +150,10 @@ def near_name(value: object, names: Iterable[str]) -> str | None:
 def check_at_least(least: float, remedy: str = "", **values: float | None) -> None:
     """Raises, with the remedy, for an argument that is no number, below the least or infinite; None is left out."""
     _check_numbers(
-        f"at least {least}", lambda value: least <= value < math.inf, remedy or f"Choose {least} or more.", values
+        f"at least {least}",
+        lambda value: least <= value < math.inf,
+        remedy or f"Choose {least} or more.",
+        values,
     )
 
 
@@ -188,7 +199,12 @@ def check_field(of: Field, value: Any) -> None:
         return
     kind, choices = _NUMBERS.get(of.type), _choices(of.type)
     if kind:
-        check_kind((kind,), "an integer" if kind is Integral else "a number", "Convert it.", **{of.name: value})
+        check_kind(
+            (kind,),
+            "an integer" if kind is Integral else "a number",
+            "Convert it.",
+            **{of.name: value},
+        )
     if choices and value not in choices and not callable(value):
         raise ValueError(
             f"{arg(of.name)} must be one of {', '.join(map(repr, choices))}; got {value!r}. Choose one of them."
@@ -224,10 +240,18 @@ def read_json(kind: type[Kind], text: str | bytes, whole: str, remedy: str) -> K
     try:
         return _adapter(kind).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
-        raise ValueError(f"{explain(error.errors()[0], whole, kind, within=f' of {whole}')[0]}. {remedy}") from error
+        raise ValueError(
+            f"{explain(error.errors()[0], whole, kind, within=f' of {whole}')[0]}. {remedy}"
+        ) from error
 
 
-def check(settings: Any, remedy: str, names: Mapping[str, str] | None = None, *, gives_default: bool = False) -> None:
+def check(
+    settings: Any,
+    remedy: str,
+    names: Mapping[str, str] | None = None,
+    *,
+    gives_default: bool = False,
+) -> None:
     """Raises ValueError unless each field of a dataclass is of its type, with pydantic's rules in ``Annotated``.
 
     Args:
@@ -246,7 +270,9 @@ def check(settings: Any, remedy: str, names: Mapping[str, str] | None = None, *,
             message, _ = explain(error.errors()[0] | {"loc": (arg(names.get(name, name)),)}, "")
             default = getattr(type(settings), name, None)
             is_example = gives_default and isinstance(default, int | float) and default > 0
-            raise ValueError(f"{message}. {f'For example: {default:g}.' if is_example else remedy}") from error
+            raise ValueError(
+                f"{message}. {f'For example: {default:g}.' if is_example else remedy}"
+            ) from error
 
 
 @cache
@@ -271,7 +297,11 @@ def explain(
     named = lambda location: f"{path(location)}{within}" if location else whole
     if kind == "missing":
         above = error["input"]
-        got = brief(", ".join(map(repr, above))) if isinstance(above, Mapping) and above else "no fields"
+        got = (
+            brief(", ".join(map(repr, above)))
+            if isinstance(above, Mapping) and above
+            else "no fields"
+        )
         return f"{named(at[:-1])} must have the field {at[-1]!r}; got {got}", at
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         known, unknown = list(_fields(_model(model, at[:-1]))), str(at[-1])
@@ -282,7 +312,9 @@ def explain(
         return message, (*at[:-1], unknown[:MAX_SHOWN])
     rule = _RULES.get(kind, "").format_map(error.get("ctx", {}))
     rule = rule.replace(" 1 items", " 1 item").replace(" 1 letters", " 1 letter")
-    if kind.endswith("_type") and type(None) in get_args(getattr(field_of(model, at), "annotation", None)):
+    if kind.endswith("_type") and type(None) in get_args(
+        getattr(field_of(model, at), "annotation", None)
+    ):
         rule += " or null"
     rule = f"must {rule}" if rule else error["msg"].replace("Input should", "must")
     return f"{named(at)} {rule}; got {shown(error['input'])}", at
@@ -311,7 +343,9 @@ def _model(model: Any, location: Iterable[Any]) -> Any:
 
 
 def _fields(model: Any) -> dict[str, Any]:
-    return {field.alias or name: field for name, field in getattr(model, "model_fields", {}).items()}
+    return {
+        field.alias or name: field for name, field in getattr(model, "model_fields", {}).items()
+    }
 
 
 def _models(annotation: Any) -> Iterator[Any]:

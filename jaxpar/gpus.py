@@ -40,5 +40,6 @@ def gpu_nodes() -> list[str]:
 
 
 GPUS = {
-    name: Gpu(name, **sheet) for name, sheet in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
+    name: Gpu(name, **sheet)
+    for name, sheet in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
 }

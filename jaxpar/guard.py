@@ -87,7 +87,11 @@ class Guard:
         say: Callable[[str], None] = say,
     ) -> None:
         self._saves = checkpoints
-        self._num_steps, self._save_every, self._save_seconds = num_steps, save_every, 60 * save_minutes
+        self._num_steps, self._save_every, self._save_seconds = (
+            num_steps,
+            save_every,
+            60 * save_minutes,
+        )
         self._compare_every = compare_every
         self._max_skipped, self._num_skipped = max_skipped, 0
         self._num_done, self._has_told_skip = 0, False
@@ -113,7 +117,9 @@ class Guard:
         self._watchdog.begin("step")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> None:
         if kind is None or issubclass(kind, SystemExit):
             self._agreed.leave()
         try:
@@ -126,7 +132,8 @@ class Guard:
             self._resources.__exit__(kind, error, trace)
         if error is not None and is_peer_lost(error):
             self._end(
-                ExitCode.PEER_LOST, f"error: another process of the run is gone: {str(error).splitlines()[0][:200]}"
+                ExitCode.PEER_LOST,
+                f"error: another process of the run is gone: {str(error).splitlines()[0][:200]}",
             )
 
     def _ask_to_stop(self, signal: str) -> None:
@@ -146,7 +153,9 @@ class Guard:
     def _end_lost(self, checkpoints: CheckpointManager) -> NoReturn:
         with self._watchdog.phase("save"):
             checkpoints.wait()  # for the save in progress, which is refused
-        self._end(ExitCode.NOT_SAVED, f"error: {checkpoints.lease.lost}. Begin again in another folder.")
+        self._end(
+            ExitCode.NOT_SAVED, f"error: {checkpoints.lease.lost}. Begin again in another folder."
+        )
 
     def end_at(self, step: int) -> None:
         """Makes a step the last one of the run, which is saved as the last one is; call it before ``after_step``."""
@@ -264,9 +273,19 @@ class Guard:
 
     def _last_good(self) -> str:
         latest = None if self._saves is None else self._saves.latest()
-        return "Nothing was saved." if latest is None else f"The checkpoint of step {latest} is intact."
+        return (
+            "Nothing was saved."
+            if latest is None
+            else f"The checkpoint of step {latest} is intact."
+        )
 
-    def _save(self, checkpoints: CheckpointManager, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
+    def _save(
+        self,
+        checkpoints: CheckpointManager,
+        step: int,
+        state: TrainState,
+        metrics: Mapping[str, Any],
+    ) -> None:
         self._before_save()
         with self._watchdog.phase("save", f"of step {step}"):
             try:
@@ -296,7 +315,10 @@ class Guard:
                 if latest is None
                 else f"The newest checkpoint is that of step {latest}. Make room, then go on from it with {switch('resume')}."
             )
-            self._end(ExitCode.NOT_SAVED, f"error: the final state was not saved: {'; '.join(problems)}. {go_on}")
+            self._end(
+                ExitCode.NOT_SAVED,
+                f"error: the final state was not saved: {'; '.join(problems)}. {go_on}",
+            )
 
     def _end(self, code: ExitCode, message: str) -> NoReturn:
         self._say(message)

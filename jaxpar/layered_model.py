@@ -47,10 +47,16 @@ class LayeredModel:
 
     def __post_init__(self) -> None:
         layers = self.layer if isinstance(self.layer, Sequence) else (self.layer,)
-        functions = [("embed", self.embed), *(("layer", layer) for layer in layers), ("head", self.head)]
+        functions = [
+            ("embed", self.embed),
+            *(("layer", layer) for layer in layers),
+            ("head", self.head),
+        ]
         for name, function in functions:
             form = f"{name}({'layer_params' if name == 'layer' else 'outer'}, {'batch' if name == 'embed' else 'x'})"
-            check_kind((Callable,), "a function", f"Write one of the form {form}.", **{name: function})
+            check_kind(
+                (Callable,), "a function", f"Write one of the form {form}.", **{name: function}
+            )
         if not callable(self.layer):
             object.__setattr__(self, "layer", tuple(layers))
 
@@ -64,9 +70,13 @@ class LayeredModel:
         x = self.embed(params[OUTER], batch)
         if is_stacked(params):
             (layer,) = self.layers(1)
-            x, _ = jax.lax.scan(lambda x, layer_params: (layer(layer_params, x), None), x, params[LAYERS])
+            x, _ = jax.lax.scan(
+                lambda x, layer_params: (layer(layer_params, x), None), x, params[LAYERS]
+            )
         else:
-            for layer, layer_params in zip(self.layers(num_layers(params)), params[LAYERS], strict=True):
+            for layer, layer_params in zip(
+                self.layers(num_layers(params)), params[LAYERS], strict=True
+            ):
                 x = layer(layer_params, x)
         return self.head(params[OUTER], x)
 
@@ -142,7 +152,9 @@ def check_layer(model: LayeredModel, params: PyTree, batch: PyTree) -> None:
         raise ValueError(
             f"layer must return the structure that it takes; got {jax.tree.structure(x)} in, {jax.tree.structure(y)} out{rule}"
         )
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(y), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(y), strict=True
+    ):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             at = jax.tree_util.keystr(path)
             raise ValueError(
@@ -151,7 +163,9 @@ def check_layer(model: LayeredModel, params: PyTree, batch: PyTree) -> None:
             )
 
 
-def output_shapes(model: LayeredModel | Callable[[PyTree, PyTree], PyTree], params: PyTree, batch: PyTree) -> PyTree:
+def output_shapes(
+    model: LayeredModel | Callable[[PyTree, PyTree], PyTree], params: PyTree, batch: PyTree
+) -> PyTree:
     """Returns the shapes of a model's outputs, and raises as ``check_layer`` does.
 
     The functions of a LayeredModel are traced one by one: JAX keeps what it traced of each, and of ``apply`` nothing.
@@ -161,7 +175,9 @@ def output_shapes(model: LayeredModel | Callable[[PyTree, PyTree], PyTree], para
     check_layer(model, params, batch)
     x = shapes_of(model.embed, params[OUTER], batch, of="embed")
     if not is_stacked(params):
-        for layer, layer_params in zip(model.layers(num_layers(params)), params[LAYERS], strict=True):
+        for layer, layer_params in zip(
+            model.layers(num_layers(params)), params[LAYERS], strict=True
+        ):
             x = shapes_of(layer, layer_params, x, of="layer")
     return shapes_of(model.head, params[OUTER], x, of="head")
 
@@ -189,7 +205,11 @@ def shapes_of(function: Callable[[PyTree, PyTree], PyTree], *given: PyTree, of: 
             "rows into the batch."
         ) from error
     except TypeError as error:
-        wrong = [leaf for leaf in _returned(function, *given) if not hasattr(leaf, "dtype") and not _is_number(leaf)]
+        wrong = [
+            leaf
+            for leaf in _returned(function, *given)
+            if not hasattr(leaf, "dtype") and not _is_number(leaf)
+        ]
         if not wrong:
             raise
         raise TypeError(_none_of_arrays(of, brief(repr(wrong[0])))) from error
@@ -261,7 +281,9 @@ def is_packed(node: object) -> bool:
 
 def open_packed(tree: PyTree) -> PyTree:
     """Returns a tree with PackedLayers replaced by the trees that they hold, in packed order."""
-    return jax.tree.map(lambda node: node.tree if is_packed(node) else node, tree, is_leaf=is_packed)
+    return jax.tree.map(
+        lambda node: node.tree if is_packed(node) else node, tree, is_leaf=is_packed
+    )
 
 
 def check_unpacked(tree: PyTree, or_else: str = "") -> None:
@@ -287,7 +309,9 @@ def _brief(layout: Any) -> str:
 
 def _flatten_with_keys(packed: PackedLayers) -> tuple[list, tuple]:
     """The children of ``tree`` with their keys; the layout and the outermost node of ``tree`` are static."""
-    children, node = jax.tree_util.tree_flatten_with_path(packed.tree, is_leaf=lambda node: node is not packed.tree)
+    children, node = jax.tree_util.tree_flatten_with_path(
+        packed.tree, is_leaf=lambda node: node is not packed.tree
+    )
     keyed = [(path[0] if path else FlattenedIndexKey(0), child) for path, child in children]
     return keyed, (packed.layout, node)
 

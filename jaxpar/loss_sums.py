@@ -66,7 +66,10 @@ def _as_floats(value: Any, dtype: np.dtype) -> PyTree:
     integer = value if value.dtype.itemsize > 4 else value.astype(narrow)
     starts = range(0, jnp.iinfo(integer.dtype).bits, _BITS)
     shifted = [integer >> start for start in starts]
-    parts = [*(part & (2**_BITS - 1) for part in shifted[:-1]), shifted[-1]]  # the last one has the sign
+    parts = [
+        *(part & (2**_BITS - 1) for part in shifted[:-1]),
+        shifted[-1],
+    ]  # the last one has the sign
     return IntegerSum([part.astype(dtype) for part in parts], integer.dtype)
 
 
@@ -92,4 +95,6 @@ def value_of(sums: tuple[jax.Array, list], total_weight: jax.Array, dtype: Any) 
 def totals_of(further: list) -> list:
     """Returns the totals of further sums, those of integers as integers."""
     is_integer = lambda node: isinstance(node, IntegerSum)
-    return jax.tree.map(lambda each: each.total() if is_integer(each) else each, further, is_leaf=is_integer)
+    return jax.tree.map(
+        lambda each: each.total() if is_integer(each) else each, further, is_leaf=is_integer
+    )

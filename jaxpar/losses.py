@@ -80,10 +80,14 @@ def softmax_cross_entropy(
     logits = jnp.asarray(logits)
     logits = logits.astype(_wide(logits.dtype))
     # Labels are compared in their own dtype, before JAX narrows 64-bit NumPy integers.
-    whole = jnp.where(_equal(labels, ignore_index), 0, _whole_weights(weights, labels.shape, logits.dtype))
+    whole = jnp.where(
+        _equal(labels, ignore_index), 0, _whole_weights(weights, labels.shape, logits.dtype)
+    )
     is_class, known = _known(labels, logits.shape[-1])
     counts = whole != 0
-    factors = jnp.where(is_class | ~counts, whole, jnp.nan)  # a factor, so that the gradient is NaN if the loss is
+    factors = jnp.where(
+        is_class | ~counts, whole, jnp.nan
+    )  # a factor, so that the gradient is NaN if the loss is
     # An identity in the forward pass; in the backward pass it keeps NaN logits of ignored labels out of the gradient.
     logits = jnp.where(counts[..., None], logits, jax.lax.stop_gradient(logits))
     shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
@@ -122,7 +126,9 @@ def num_correct(
     """
     _check_labels(logits, labels, "num_correct")
     logits = jnp.asarray(logits)
-    whole = jnp.where(_equal(labels, ignore_index), 0, _whole_weights(weights, labels.shape, _wide(logits.dtype)))
+    whole = jnp.where(
+        _equal(labels, ignore_index), 0, _whole_weights(weights, labels.shape, _wide(logits.dtype))
+    )
     classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     is_largest = logits == logits.max(-1, keepdims=True)
     # The partitioner would gather sharded logits for an argmax.
@@ -145,15 +151,23 @@ def _check_labels(logits: AnyArray, labels: AnyArray, name: str) -> None:
     is_integer = [jnp.issubdtype(each.dtype, jnp.integer) for each in (logits, labels)]
     if is_integer[0]:
         got = f"got {logits.dtype}{list(logits.shape)} first and {labels.dtype}{list(labels.shape)} second"
-        remedy = "Cast the logits to float32." if is_integer[1] else f"Swap the two: {name}(logits, labels)."
-        raise TypeError(f"a loss takes the model's outputs first, logits as floats, and then labels; {got}. {remedy}")
+        remedy = (
+            "Cast the logits to float32."
+            if is_integer[1]
+            else f"Swap the two: {name}(logits, labels)."
+        )
+        raise TypeError(
+            f"a loss takes the model's outputs first, logits as floats, and then labels; {got}. {remedy}"
+        )
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"logits must have the dims of labels and then the classes; got {logits.shape} and {labels.shape}. "
             "Pass labels as integers, not one-hot."
         )
     if not is_integer[1]:
-        raise TypeError(f"labels must be integers; got {labels.dtype}. Pass labels.astype(jnp.int32).")
+        raise TypeError(
+            f"labels must be integers; got {labels.dtype}. Pass labels.astype(jnp.int32)."
+        )
 
 
 def _wide(*dtypes: jnp.dtype) -> jnp.dtype:
@@ -163,7 +177,11 @@ def _wide(*dtypes: jnp.dtype) -> jnp.dtype:
 
 def _equal(labels: Integer[AnyArray, "*dims"], value: int) -> Bool[AnyArray, "*dims"] | bool:
     """Whether labels equal ``value``. JAX refuses to compare with a value that their dtype cannot represent."""
-    return labels == value if jnp.iinfo(labels.dtype).min <= value <= jnp.iinfo(labels.dtype).max else False
+    return (
+        labels == value
+        if jnp.iinfo(labels.dtype).min <= value <= jnp.iinfo(labels.dtype).max
+        else False
+    )
 
 
 def _known(

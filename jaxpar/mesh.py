@@ -68,7 +68,9 @@ def _knows_axes(make: Function) -> Function:
         if sizes:
             named = ", ".join(
                 f"{axis}={size!r}"
-                for axis, size in zip(OF_MODELS if len(sizes) <= len(OF_MODELS) else AXES, sizes, strict=False)
+                for axis, size in zip(
+                    OF_MODELS if len(sizes) <= len(OF_MODELS) else AXES, sizes, strict=False
+                )
             )
             raise TypeError(
                 f"the axes of a mesh are given by name: {', '.join(AXES)}; got {', '.join(map(repr, sizes))}. Write "
@@ -127,7 +129,10 @@ def idle_text(mesh: Mesh, num_devices: int) -> str:
 
 
 def arrange(
-    given: dict[str, int], devices: Sequence[jax.Device] | None = None, *, tensor_across_nodes: bool = False
+    given: dict[str, int],
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    tensor_across_nodes: bool = False,
 ) -> tuple[Mesh, int]:
     """Returns a mesh as ``make_mesh`` does, and the number of devices that there were to choose from.
 
@@ -151,9 +156,15 @@ def arrange(
 
 def _checked(devices: Any) -> list[jax.Device]:
     """Returns devices as a list; raises unless each is one, and there once."""
-    found = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
+    found = (
+        list(devices)
+        if isinstance(devices, Iterable) and not isinstance(devices, str)
+        else [devices]
+    )
     for each in found:
-        check_kind((jax.Device,), "a sequence of devices of JAX", "Use jax.devices().", devices=each)
+        check_kind(
+            (jax.Device,), "a sequence of devices of JAX", "Use jax.devices().", devices=each
+        )
     if not found or len(set(found)) < len(found):
         raise ValueError(
             f"devices must be at least one, and each once; got {len(found)}, of which {len(set(found))} differ. Use "
@@ -164,7 +175,9 @@ def _checked(devices: Any) -> list[jax.Device]:
 
 def shown_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Returns the sizes of axes, such as ``mesh.shape``, as they are shown: without a ``replica`` or ``context`` of 1."""
-    return {axis: size for axis, size in sizes.items() if axis not in (REPLICA, CONTEXT) or size != 1}
+    return {
+        axis: size for axis, size in sizes.items() if axis not in (REPLICA, CONTEXT) or size != 1
+    }
 
 
 def sizes_text(sizes: Mapping[str, int]) -> str:
@@ -184,14 +197,18 @@ def spec_of_rows(mesh: Mesh | AbstractMesh) -> PartitionSpec:
 
 def _unknown_axes(given: Mapping[str, object], known: Iterable[str]) -> str:
     """Returns a message about all keywords that name no axis, with the axes that are meant."""
-    others = {other: axis for axis, names in OTHER_NAMES.items() for other in names} | {each: each for each in known}
+    others = {other: axis for axis, names in OTHER_NAMES.items() for other in names} | {
+        each: each for each in known
+    }
     near = {name: get_close_matches(name.lower(), others, 1) for name in given}
     shown = {name: reprlib.repr(size) for name, size in given.items()}
     got = ", ".join(f"{name}={shown[name]}" for name in given)
     meant = ", ".join(f"{others[near[name][0]]}={shown[name]}" for name in given if near[name])
     advice = [f"Did you mean {meant}?"] if meant else []
     if unlike := [name for name in given if not near[name]]:
-        advice.append(f"Choose one of these for {', '.join(unlike)}." if meant else "Choose one of these.")
+        advice.append(
+            f"Choose one of these for {', '.join(unlike)}." if meant else "Choose one of these."
+        )
     if ["fsdp"] in near.values():
         advice.append("fsdp is data with zero=3 in jaxpar.value_and_grad.")
     return f"the axes of a mesh are {', '.join(AXES)}; got {got}. {' '.join(advice)}"
@@ -202,7 +219,9 @@ def processes_with_fake_devices(devices: Sequence[jax.Device]) -> int:
     return len({d.process_index for d in devices if d.platform == "cpu"}) or 1
 
 
-def resolve_sizes(sizes: dict[str, int], num_devices: int, num_processes: int = 1) -> dict[str, int]:
+def resolve_sizes(
+    sizes: dict[str, int], num_devices: int, num_processes: int = 1
+) -> dict[str, int]:
     """Returns the axis sizes with -1 replaced by the remaining devices; raises if they do not fit.
 
     Args:
@@ -257,13 +276,17 @@ def abstract_mesh(
     *, replica: int = 1, data: int = 1, context: int = 1, stage: int = 1, tensor: int = 1
 ) -> AbstractMesh:
     """Returns a mesh without devices, for computing shardings and shapes. Nothing can run on it."""
-    return AbstractMesh((replica, data, context, stage, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return AbstractMesh(
+        (replica, data, context, stage, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> None:
     """Raises unless ``mesh`` has jaxpar's five axes, all of type Auto."""
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}. Make one with jaxpar.make_mesh.")
+        raise TypeError(
+            f"mesh must be a jax.sharding.Mesh; got {type(mesh).__name__}. Make one with jaxpar.make_mesh."
+        )
     if mesh.axis_names != AXES:
         raise ValueError(
             f"a mesh must have the axes {AXES}; got {mesh.axis_names}. Make the mesh with jaxpar.make_mesh."
@@ -286,7 +309,9 @@ def node_of(device: jax.Device) -> Hashable:
     return device.process_index
 
 
-def check_every_process_takes_part(used: Sequence[jax.Device], available: Sequence[jax.Device]) -> None:
+def check_every_process_takes_part(
+    used: Sequence[jax.Device], available: Sequence[jax.Device]
+) -> None:
     """Raises ValueError if a process owns available devices and none of those used."""
     idle = sorted({d.process_index for d in available} - {d.process_index for d in used})
     if idle:

@@ -46,7 +46,11 @@ class ParamSpec:
 
     def __post_init__(self) -> None:
         check_kind(
-            (tuple,), "a tuple", 'Write such as (784, 128) and ("embed", "mlp").', shape=self.shape, dims=self.dims
+            (tuple,),
+            "a tuple",
+            'Write such as (784, 128) and ("embed", "mlp").',
+            shape=self.shape,
+            dims=self.dims,
         )
         for size in self.shape:
             check_kind((Integral,), "of integers", "Convert it.", shape=size)
@@ -70,7 +74,9 @@ def is_spec(node: object) -> bool:
 def stack_layers(table: PyTree, num_layers: int) -> PyTree:
     """Returns the table of ``num_layers`` layers, stacked along a leading dim, from that of one layer."""
     check_positive("Give a model at least one layer.", num_layers=num_layers)
-    return jax.tree.map(lambda s: ParamSpec(s.shape, s.dims, s.init, num_layers), table, is_leaf=is_spec)
+    return jax.tree.map(
+        lambda s: ParamSpec(s.shape, s.dims, s.init, num_layers), table, is_leaf=is_spec
+    )
 
 
 def abstract_params(table: PyTree, dtype: Any = jnp.float32) -> PyTree:
@@ -85,7 +91,9 @@ def init_params(table: PyTree, key: PyTree, dtype: Any = jnp.float32) -> PyTree:
         param_key = jax.random.fold_in(key, zlib.crc32(path_string(path).encode()) & 0x7FFFFFFF)
         if spec.num_layers is None:
             return spec.init(param_key, spec.shape, dtype)
-        return jax.vmap(lambda k: spec.init(k, spec.shape, dtype))(jax.random.split(param_key, spec.num_layers))
+        return jax.vmap(lambda k: spec.init(k, spec.shape, dtype))(
+            jax.random.split(param_key, spec.num_layers)
+        )
 
     return jax.tree_util.tree_map_with_path(init, table, is_leaf=is_spec)
 
@@ -107,10 +115,15 @@ def specs_from_dims(table: PyTree, rules: Mapping[str, str | None]) -> PyTree:
             f"rules must name each dim of the params; got no rule for {sorted(dims - set(rules))} in {sorted(rules)}. "
             "Map a dim that is not split to None."
         )
-    return jax.tree.map(lambda s: PartitionSpec(*(rules[dim] for dim in s.dims)), table, is_leaf=is_spec)
+    return jax.tree.map(
+        lambda s: PartitionSpec(*(rules[dim] for dim in s.dims)), table, is_leaf=is_spec
+    )
 
 
 def count_params(table: PyTree) -> int:
     """Returns the number of elements in a table or a tree of arrays; raises for packed layers, which contain padding."""
     check_unpacked(table)
-    return sum(math.prod(x.full_shape if is_spec(x) else x.shape) for x in jax.tree.leaves(table, is_leaf=is_spec))
+    return sum(
+        math.prod(x.full_shape if is_spec(x) else x.shape)
+        for x in jax.tree.leaves(table, is_leaf=is_spec)
+    )

@@ -37,7 +37,12 @@ def manual_over_data_and_stage(
         axes: The manual axes; with ``tensor`` among them, which must then be of size 1, the function may use host callbacks.
     """
     return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=False,
     )
 
 
@@ -77,11 +82,15 @@ def on_tensor_shards(function: Callable, array: jax.Array, spec: PartitionSpec) 
         spec: Its sharding over ``tensor``.
     """
     return (
-        each_on_its_tensor_shard(function, in_specs=spec, out_specs=spec)(array) if TENSOR in spec else function(array)
+        each_on_its_tensor_shard(function, in_specs=spec, out_specs=spec)(array)
+        if TENSOR in spec
+        else function(array)
     )
 
 
-def each_on_its_tensor_shard(function: Callable, *, in_specs: PyTree, out_specs: PyTree) -> Callable:
+def each_on_its_tensor_shard(
+    function: Callable, *, in_specs: PyTree, out_specs: PyTree
+) -> Callable:
     """Returns ``function``, run on each shard over ``tensor`` separately inside ``manual_over_data_and_stage``.
 
     Elsewhere the function is returned unchanged.
@@ -93,7 +102,9 @@ def each_on_its_tensor_shard(function: Callable, *, in_specs: PyTree, out_specs:
     """
     if not _is_tensor_automatic():
         return function
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names={TENSOR}, check_vma=False)
+    return jax.shard_map(
+        function, in_specs=in_specs, out_specs=out_specs, axis_names={TENSOR}, check_vma=False
+    )
 
 
 def whole_over_tensor(array: jax.Array) -> jax.Array:
@@ -101,7 +112,11 @@ def whole_over_tensor(array: jax.Array) -> jax.Array:
 
     XLA refuses branches that a constraint in one of them shards differently.
     """
-    return jax.lax.with_sharding_constraint(array, PartitionSpec()) if _is_tensor_automatic() else array
+    return (
+        jax.lax.with_sharding_constraint(array, PartitionSpec())
+        if _is_tensor_automatic()
+        else array
+    )
 
 
 def _is_tensor_automatic() -> bool:
@@ -131,14 +146,22 @@ def _take_from_owner(stacked: jax.Array, layer: jax.Array, sharding: NamedShardi
 
     def on_shard(shard: jax.Array, layer: jax.Array) -> jax.Array:
         at = layer - jax.lax.axis_index(spec[0]) * len(shard)
-        values = jax.lax.dynamic_index_in_dim(shard, jnp.clip(at, 0, len(shard) - 1), keepdims=False)
-        bits = jax.lax.bitcast_convert_type(values, f"uint{8 * values.dtype.itemsize}")  # a sum with zeros changes -0.0
+        values = jax.lax.dynamic_index_in_dim(
+            shard, jnp.clip(at, 0, len(shard) - 1), keepdims=False
+        )
+        bits = jax.lax.bitcast_convert_type(
+            values, f"uint{8 * values.dtype.itemsize}"
+        )  # a sum with zeros changes -0.0
         bits = jax.lax.psum(jnp.where((at >= 0) & (at < len(shard)), bits, 0), spec[0])
         return jax.lax.bitcast_convert_type(bits, values.dtype)
 
     shape = PartitionSpec(*spec[1:])
     return jax.shard_map(
-        on_shard, mesh=sharding.mesh, in_specs=(spec, PartitionSpec()), out_specs=shape, check_vma=False
+        on_shard,
+        mesh=sharding.mesh,
+        in_specs=(spec, PartitionSpec()),
+        out_specs=shape,
+        check_vma=False,
     )(stacked, layer)
 
 

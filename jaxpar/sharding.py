@@ -25,7 +25,15 @@ from jaxtyping import PyTree
 from jaxpar._compat import Tracer
 from jaxpar.dtypes import is_key, is_spread, on_host
 from jaxpar.fields import arg, check_kind
-from jaxpar.layered_model import LAYERS, is_layered, is_packed, is_stacked, num_layers, outer_stage_dim, path_string
+from jaxpar.layered_model import (
+    LAYERS,
+    is_layered,
+    is_packed,
+    is_stacked,
+    num_layers,
+    outer_stage_dim,
+    path_string,
+)
 from jaxpar.mesh import STAGE, check_mesh, entry_axes, shown_sizes, sizes_text
 from jaxpar.params import abstract_params, specs_from_dims
 from jaxpar.runtime.meetings import meet
@@ -39,7 +47,11 @@ def replicated() -> PartitionSpec:
 
 
 def shardings_from_paths(
-    params: PyTree, mesh: Mesh | AbstractMesh, rules: Mapping[str, PartitionSpec], *, strict: bool = True
+    params: PyTree,
+    mesh: Mesh | AbstractMesh,
+    rules: Mapping[str, PartitionSpec],
+    *,
+    strict: bool = True,
 ) -> PyTree:
     """Returns the NamedSharding of every leaf of ``params``, by the first rule whose pattern matches its path.
 
@@ -56,10 +68,18 @@ def shardings_from_paths(
     """
     check_mesh(mesh)
     check_kind(
-        (Mapping,), "a dict of PartitionSpecs by pattern", 'Write {"**": jaxpar.replicated()}, say.', rules=rules
+        (Mapping,),
+        "a dict of PartitionSpecs by pattern",
+        'Write {"**": jaxpar.replicated()}, say.',
+        rules=rules,
     )
     for pattern, spec in rules.items():
-        check_kind((str,), "a string", 'Write the path of a leaf, "layers/w", or "**" for all.', pattern=pattern)
+        check_kind(
+            (str,),
+            "a string",
+            'Write the path of a leaf, "layers/w", or "**" for all.',
+            pattern=pattern,
+        )
         remedy = "Write jaxpar.column_parallel(), jaxpar.replicated() or another PartitionSpec."
         check_kind((PartitionSpec,), "a PartitionSpec", remedy, **{f"the rule {pattern!r}": spec})
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
@@ -107,7 +127,10 @@ def _shardings(params: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTr
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     layered = is_layered(params)
     stacked = layered and is_stacked(params)
-    if stacked and len({jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params[LAYERS])} - {()}) > 1:
+    if (
+        stacked
+        and len({jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params[LAYERS])} - {()}) > 1
+    ):
         num_layers(params)  # raises
     shardings = []
     for (key_path, leaf), spec in zip(leaves, treedef.flatten_up_to(specs), strict=True):
@@ -132,19 +155,29 @@ def _match_steps(steps: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
         return not steps
     if patterns[0] == "**":
         return any(_match_steps(steps[i:], patterns[1:]) for i in range(len(steps) + 1))
-    return bool(steps) and fnmatch.fnmatchcase(steps[0], patterns[0]) and _match_steps(steps[1:], patterns[1:])
+    return (
+        bool(steps)
+        and fnmatch.fnmatchcase(steps[0], patterns[0])
+        and _match_steps(steps[1:], patterns[1:])
+    )
 
 
-def _check_rules_used(rules: Mapping[str, PartitionSpec], paths: list[str], chosen: list[str | None]) -> None:
+def _check_rules_used(
+    rules: Mapping[str, PartitionSpec], paths: list[str], chosen: list[str | None]
+) -> None:
     lists = sorted({path.split("/")[1] for path in paths if re.match(rf"{LAYERS}/\d+(/|$)", path)})
     stack = (
-        f"{len(lists)} equal layers are stacked by jax.tree.map(lambda *a: jnp.stack(a), *layers). " if lists else ""
+        f"{len(lists)} equal layers are stacked by jax.tree.map(lambda *a: jnp.stack(a), *layers). "
+        if lists
+        else ""
     )
     for rule in rules:
         if rule in chosen:
             continue
         shadowed = [path for path in paths if path_matches(path, rule)]
-        why = f"{shadowed} are taken by earlier rules" if shadowed else f"no path matches, of {paths}"
+        why = (
+            f"{shadowed} are taken by earlier rules" if shadowed else f"no path matches, of {paths}"
+        )
         raise ValueError(
             f"every sharding rule must apply to a parameter; got {rule!r}, which applies to none: {why}. "
             f"{stack}Correct the pattern (* is one step of the path, ** any number), move it up, or remove it."
@@ -152,7 +185,12 @@ def _check_rules_used(rules: Mapping[str, PartitionSpec], paths: list[str], chos
 
 
 def _spec_with_stage(
-    path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh, *, one_layer: bool
+    path: str,
+    shape: Sequence[int],
+    spec: PartitionSpec,
+    mesh: Mesh | AbstractMesh,
+    *,
+    one_layer: bool,
 ) -> PartitionSpec:
     """Adds the ``stage`` axis: on the leading dim of stacked layers, on a free dim of any other param."""
     if STAGE in spec:
@@ -194,7 +232,9 @@ def _divisors(size: int, most: int) -> str:
     return ", ".join(str(n) for n in range(1, min(size, most) + 1) if size % n == 0) or "1"
 
 
-def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> None:
+def check_spec(
+    path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> None:
     """Raises unless ``spec`` fits an array of ``shape``: known axes, each used once, that divide their dims."""
     if len(spec) > len(shape):
         raise ValueError(
@@ -210,7 +250,9 @@ def check_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh 
                     f"a spec must name axes of the mesh, {tuple(shown_sizes(mesh.shape))}; got {axis!r} in {spec} for {path}."
                 )
             if axis in seen:
-                raise ValueError(f"a spec can use an axis once; got {axis!r} twice in {spec} for {path}. Remove one.")
+                raise ValueError(
+                    f"a spec can use an axis once; got {axis!r} twice in {spec} for {path}. Remove one."
+                )
             seen.append(axis)
         size = int(np.prod([mesh.shape[axis] for axis in axes]))
         if shape[dim] % size:
@@ -285,8 +327,13 @@ def check_batch_on(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
 def check_same_tree(shardings: PyTree, tree: PyTree) -> None:
     """Raises unless ``shardings`` has a sharding for each leaf of ``tree``, and no others."""
     if jax.tree.structure(shardings) != jax.tree.structure(tree):
-        of, of_tree = ([path for path, _ in jax.tree_util.tree_leaves_with_path(each)] for each in (shardings, tree))
-        differ = sorted(({*map(path_string, of)} ^ {*map(path_string, of_tree)}) - {""}) or ["its containers"]
+        of, of_tree = (
+            [path for path, _ in jax.tree_util.tree_leaves_with_path(each)]
+            for each in (shardings, tree)
+        )
+        differ = sorted(({*map(path_string, of)} ^ {*map(path_string, of_tree)}) - {""}) or [
+            "its containers"
+        ]
         raise ValueError(
             f"shardings must have the structure of the params; got others for {', '.join(differ[:3])}"
             f"{f' and {len(differ) - 3} more' * (len(differ) > 3)}. Make them with jaxpar.shardings_from_paths(params, mesh, "
@@ -303,10 +350,16 @@ def check_same_tree(shardings: PyTree, tree: PyTree) -> None:
 
 
 def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    return jax.device_put(leaf, sharding) if sharding.is_fully_addressable else from_host(leaf, sharding)
+    return (
+        jax.device_put(leaf, sharding)
+        if sharding.is_fully_addressable
+        else from_host(leaf, sharding)
+    )
 
 
-def from_host(leaf: Any, sharding: jax.sharding.Sharding, dims: Sequence[tuple[np.ndarray, int]] = ()) -> jax.Array:
+def from_host(
+    leaf: Any, sharding: jax.sharding.Sharding, dims: Sequence[tuple[np.ndarray, int]] = ()
+) -> jax.Array:
     """Returns a global array from a part of it: for its first dims the ascending places that are here, and the whole size."""
     dims = dims[: np.ndim(leaf)]
     if is_key(leaf):
@@ -322,7 +375,9 @@ def from_host(leaf: Any, sharding: jax.sharding.Sharding, dims: Sequence[tuple[n
             here.append(slice(first, first + stop - start))
         return host[(*here, *index[len(dims) :])]
 
-    return jax.make_array_from_callback((*(size for _, size in dims), *host.shape[len(dims) :]), sharding, of_shard)
+    return jax.make_array_from_callback(
+        (*(size for _, size in dims), *host.shape[len(dims) :]), sharding, of_shard
+    )
 
 
 EVALUATE = "evaluate"
@@ -339,7 +394,11 @@ def fetch(tree: PyTree) -> PyTree:
     """
     check_not_donated(tree)
     if any(is_spread(leaf) for leaf in jax.tree.leaves(tree)):
-        meet("fetch", "jaxpar.fetch of arrays that several processes hold must be called by every process", FETCHED)
+        meet(
+            "fetch",
+            "jaxpar.fetch of arrays that several processes hold must be called by every process",
+            FETCHED,
+        )
     return jax.tree.map(on_host, tree)
 
 
@@ -350,17 +409,27 @@ def meet_to_evaluate(params: PyTree, have_met: set[str]) -> None:
     """
     if not have_met and _spans_processes(params):
         have_met.add(EVALUATE)
-        meet(EVALUATE, "an evaluation on several processes must be called by every process", FETCHED)
+        meet(
+            EVALUATE, "an evaluation on several processes must be called by every process", FETCHED
+        )
 
 
 def _spans_processes(tree: PyTree) -> bool:
-    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
+    arrays = (
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    )
     return any(not array.is_fully_addressable for array in arrays)
 
 
 def check_not_donated(tree: PyTree) -> None:
     """Raises ValueError for an array that a step has taken; JAX 0.10 ends the process where several CPU devices get one."""
-    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer))
+    arrays = (
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    )
     if any(array.is_deleted() for array in arrays):
         raise ValueError(
             "a step donates its state, which cannot be used again; got one that an earlier step took, or that was deleted. "

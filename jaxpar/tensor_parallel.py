@@ -43,8 +43,20 @@ from jaxpar.shard_map import each_on_its_tensor_shard
 # Dims of a transformer's params to axes (models/transformer/params.py): attention by heads, column then row; the MLP by its
 # hidden width, column then row; experts by their number; embedding and head by vocabulary.
 _SPLIT = ("vocab", "heads", "kv_heads", "mlp", "experts", "copied_head_dim")
-_WHOLE = ("expert_mlp", "router", "embed", "copied_kv_heads", "head_dim", "qkv", "gate", "positions")
-TRANSFORMER_RULES: dict[str, str | None] = {**dict.fromkeys(_SPLIT, TENSOR), **dict.fromkeys(_WHOLE)}
+_WHOLE = (
+    "expert_mlp",
+    "router",
+    "embed",
+    "copied_kv_heads",
+    "head_dim",
+    "qkv",
+    "gate",
+    "positions",
+)
+TRANSFORMER_RULES: dict[str, str | None] = {
+    **dict.fromkeys(_SPLIT, TENSOR),
+    **dict.fromkeys(_WHOLE),
+}
 # In place of those above, what splits the experts of a model by the ``split`` of its ``Experts``: their number, or their
 # hidden width.
 EXPERT_RULES: dict[str, dict[str, str | None]] = {
@@ -82,7 +94,9 @@ def vocab_parallel(*, vocab_dim: int = 0) -> PartitionSpec:
         vocab_dim: 0 for an embedding ``[vocab, embed]``, 1 for an output projection ``[embed, vocab]``.
     """
     if vocab_dim not in (0, 1):
-        raise ValueError(f"vocab_dim must be 0 or 1; got {vocab_dim}. Use 0 for [vocab, embed], 1 for [embed, vocab].")
+        raise ValueError(
+            f"vocab_dim must be 0 or 1; got {vocab_dim}. Use 0 for [vocab, embed], 1 for [embed, vocab]."
+        )
     return column_parallel() if vocab_dim else row_parallel()
 
 
@@ -175,7 +189,9 @@ def sequence_parallel(x: Float[Array, "..."], where: str) -> Float[Array, "..."]
             f"{x.shape[1]}, {arg(tensor=mesh.shape[TENSOR])}. Choose a sequence of {-(-x.shape[1] // mesh.shape[TENSOR])} "
             f"times {mesh.shape[TENSOR]}, or leave sequence parallelism off."
         )
-    own, of_gradient = (PartitionSpec(PartitionSpec.UNCONSTRAINED, axis, None) for axis in (forward, backward))
+    own, of_gradient = (
+        PartitionSpec(PartitionSpec.UNCONSTRAINED, axis, None) for axis in (forward, backward)
+    )
     return _constrained(x, own, (of_gradient,))
 
 
@@ -205,7 +221,9 @@ def split_copied_heads(x: Float[Array, "..."], where: str) -> Float[Array, "..."
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _constrained(x: Float[Array, "..."], spec: PartitionSpec, of_gradient: tuple[PartitionSpec, ...]) -> Array:
+def _constrained(
+    x: Float[Array, "..."], spec: PartitionSpec, of_gradient: tuple[PartitionSpec, ...]
+) -> Array:
     """Returns ``x`` with a sharding constraint, whose gradient has others, one after another."""
     del of_gradient
     return jax.lax.with_sharding_constraint(x, spec)

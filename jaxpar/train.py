@@ -20,7 +20,13 @@ from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import OF_ZERO, STAGE, TENSOR
 from jaxpar.metrics.log import check_further
 from jaxpar.pipeline import MpmdExecutor, check_permutes
-from jaxpar.sharding import check_batch_on, check_not_donated, check_same_tree, meet_to_evaluate, replicated
+from jaxpar.sharding import (
+    check_batch_on,
+    check_not_donated,
+    check_same_tree,
+    meet_to_evaluate,
+    replicated,
+)
 from jaxpar.step.loss_checks import pair_of
 from jaxpar.step.optimizer_state import (
     Optimizer,
@@ -89,10 +95,14 @@ def init_state(
     return jax.jit(_init(init_fn, optimizer, mesh.trainable), out_shardings=shardings)(key)
 
 
-def _init(init_fn: Callable[[PyTree], PyTree], optimizer: Optimizer, trainable: Trainable) -> Callable:
+def _init(
+    init_fn: Callable[[PyTree], PyTree], optimizer: Optimizer, trainable: Trainable
+) -> Callable:
     def init(key: PyTree) -> TrainState:
         params = init_fn(key)
-        state = TrainState(jnp.int32(0), params, optimizer.init(trained_part(params, trainable)), jnp.int32(0))
+        state = TrainState(
+            jnp.int32(0), params, optimizer.init(trained_part(params, trainable)), jnp.int32(0)
+        )
         # A weak type, such as that of jnp.full(shape, 0.1), may be lost in a step, and the next step would be recompiled.
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), state)
 
@@ -134,7 +144,9 @@ def abstract_state(
             "a state needs the sharding of each param; got none. Pass shardings, or a jaxpar.Parallel with them, from "
             "jaxpar.shardings_from_paths."
         )
-    check_kind((Callable,), "a function", "Give one that returns the params for a key.", init_fn=init_fn)
+    check_kind(
+        (Callable,), "a function", "Give one that returns the params for a key.", init_fn=init_fn
+    )
     check_optimizer(optimizer)
     shapes = jax.eval_shape(_init(init_fn, optimizer, trainable), key)
     check_same_tree(shardings, shapes.params)
@@ -179,11 +191,23 @@ def make_train_step(
 
     **Collectives**: those of ``value_and_grad``, and one all-reduce of scalars over the axes that shard the params.
     """
-    check_kind((Callable,), "a function", "Make it with jaxpar.value_and_grad.", value_and_grad=value_and_grad)
+    check_kind(
+        (Callable,),
+        "a function",
+        "Make it with jaxpar.value_and_grad.",
+        value_and_grad=value_and_grad,
+    )
     check_optimizer(optimizer)
-    check_kind((Real, jax.Array, None), "a number", "Leave it out to clip nothing.", max_grad_norm=max_grad_norm)
+    check_kind(
+        (Real, jax.Array, None),
+        "a number",
+        "Leave it out to clip nothing.",
+        max_grad_norm=max_grad_norm,
+    )
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"{arg('max_grad_norm')} must be positive; got {max_grad_norm}. Leave it out to clip nothing.")
+        raise ValueError(
+            f"{arg('max_grad_norm')} must be positive; got {max_grad_norm}. Leave it out to clip nothing."
+        )
 
     def update(
         state: TrainState, value: PyTree, grads: PyTree, value_fn: Callable[[PyTree], jax.Array]
@@ -199,9 +223,13 @@ def make_train_step(
         trained = where_grads(grads, state.params)
         check_state(optimizer, trained, state.opt_state)
         further = {"value": loss, "grad": grads, "value_fn": value_fn}
-        updates, opt_state = call_update(optimizer.update, clipped, state.opt_state, trained, **further)
+        updates, opt_state = call_update(
+            optimizer.update, clipped, state.opt_state, trained, **further
+        )
         new = (optax.apply_updates(trained, updates), opt_state)
-        trained, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (trained, state.opt_state))
+        trained, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), new, (trained, state.opt_state)
+        )
         params = update_trained(state.params, trained)
         skipped = jnp.where(finite, 0, 1)
         metrics = {"loss": loss, "grad_norm": grad_norm, "skipped": skipped, **means}
@@ -209,7 +237,9 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt_state, state.num_skipped + skipped), metrics
 
     if isinstance(value_and_grad, MpmdExecutor):
-        return TrainStep(lambda state, both: update(state, *both, value_fn=no_value_fn), before=value_and_grad)
+        return TrainStep(
+            lambda state, both: update(state, *both, value_fn=no_value_fn), before=value_and_grad
+        )
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         of_trained = lambda trained: value_and_grad(update_trained(state.params, trained), batch)
@@ -280,9 +310,13 @@ def make_eval_step(
         )
     schedule = pipeline.table(num_stages).forward() if num_stages > 1 else "1f1b"
     pipeline = replace(pipeline, schedule=schedule, num_chunks=None, remat="none")
-    of_settings = with_settings(model, loss, replace(parallel, overlap_grad_reduce=False), pipeline, has_aux=None)
+    of_settings = with_settings(
+        model, loss, replace(parallel, overlap_grad_reduce=False), pipeline, has_aux=None
+    )
     jitted = jax.jit(lambda params, batch: of_settings(params, batch)[0])
-    check = once_for_shapes(lambda params, batch: check_permutes(jitted.lower(params, batch).compile()))
+    check = once_for_shapes(
+        lambda params, batch: check_permutes(jitted.lower(params, batch).compile())
+    )
 
     have_met: set[str] = set()
 
@@ -343,16 +377,27 @@ class TrainStep:
             )
         check_not_donated(state)
         leaves, treedef = jax.tree.flatten(state)
-        shardings = tuple(None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in leaves)
-        if self._before is None and (on := next((each for each in shardings if isinstance(each, NamedSharding)), None)):
+        shardings = tuple(
+            None if isinstance(x, Tracer) else getattr(x, "sharding", None) for x in leaves
+        )
+        if self._before is None and (
+            on := next((each for each in shardings if isinstance(each, NamedSharding)), None)
+        ):
             check_batch_on(batch, on.mesh)
         if (treedef, shardings) not in self._jitted:
             # Errors in the step are raised before the programs that run before it are compiled.
             if self._before is not None:
                 grads = only_trained(self._before.frozen(state.params))
-                jax.eval_shape(self._step, state, (self._before.value_shape(state.params, batch), grads))
+                jax.eval_shape(
+                    self._step, state, (self._before.value_shape(state.params, batch), grads)
+                )
             out = (jax.tree.unflatten(treedef, shardings), None)
-            jitted = jax.jit(self._step, donate_argnums=0, out_shardings=out, compiler_options=_compiler_options(state))
+            jitted = jax.jit(
+                self._step,
+                donate_argnums=0,
+                out_shardings=out,
+                compiler_options=_compiler_options(state),
+            )
             self._jitted[treedef, shardings] = jitted
         return self._jitted[treedef, shardings]
 
@@ -395,5 +440,9 @@ def _on_gpus(tree: PyTree) -> list[NamedSharding]:
 
 
 def _shardings(tree: PyTree) -> list[NamedSharding]:
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree) if not isinstance(leaf, Tracer))
+    shardings = (
+        getattr(leaf, "sharding", None)
+        for leaf in jax.tree.leaves(tree)
+        if not isinstance(leaf, Tracer)
+    )
     return [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]

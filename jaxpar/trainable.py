@@ -43,7 +43,9 @@ def is_frozen(node: object) -> bool:
 
 def unfreeze(tree: PyTree) -> PyTree:
     """Returns a tree with the leaves themselves in place of frozen ones."""
-    return jax.tree.map(lambda node: node.value if is_frozen(node) else node, tree, is_leaf=is_frozen)
+    return jax.tree.map(
+        lambda node: node.value if is_frozen(node) else node, tree, is_leaf=is_frozen
+    )
 
 
 def only_trained(tree: PyTree) -> PyTree:
@@ -59,7 +61,9 @@ def with_trained(tree: PyTree, trained: PyTree) -> PyTree:
         trained: Leaves for the trained positions, in a tree like ``only_trained(tree)``.
     """
     leaves = iter(jax.tree.leaves(trained))
-    return jax.tree.map(lambda node: node if is_frozen(node) else next(leaves), tree, is_leaf=is_frozen)
+    return jax.tree.map(
+        lambda node: node if is_frozen(node) else next(leaves), tree, is_leaf=is_frozen
+    )
 
 
 def trained_indices(tree: PyTree) -> list[int]:
@@ -68,7 +72,9 @@ def trained_indices(tree: PyTree) -> list[int]:
     >>> trained_indices({"a": Frozen(1.0), "b": 2.0, "c": 3.0})
     [1, 2]
     """
-    return [i for i, node in enumerate(jax.tree.leaves(tree, is_leaf=is_frozen)) if not is_frozen(node)]
+    return [
+        i for i, node in enumerate(jax.tree.leaves(tree, is_leaf=is_frozen)) if not is_frozen(node)
+    ]
 
 
 def where_grads(grads: PyTree, tree: PyTree) -> PyTree:
@@ -78,7 +84,9 @@ def where_grads(grads: PyTree, tree: PyTree) -> PyTree:
         grads: Gradients.
         tree: A tree with a leaf for each param, frozen or not.
     """
-    return jax.tree.map(lambda grad, leaf: None if grad is None else leaf, grads, tree, is_leaf=_is_none)
+    return jax.tree.map(
+        lambda grad, leaf: None if grad is None else leaf, grads, tree, is_leaf=_is_none
+    )
 
 
 def update_trained(params: PyTree, new: PyTree) -> PyTree:
@@ -104,7 +112,9 @@ def freeze(tree: PyTree, trainable: Trainable) -> PyTree:
         return tree
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     paths = [path_string(path) for path, _ in leaves]
-    unused = [pattern for pattern in trainable if not any(path_matches(path, pattern) for path in paths)]
+    unused = [
+        pattern for pattern in trainable if not any(path_matches(path, pattern) for path in paths)
+    ]
     if unused or not trainable:
         raise ValueError(
             f"each pattern of trainable must match a parameter; got {unused[0] if unused else 'no pattern'!r}, where the "
@@ -113,7 +123,8 @@ def freeze(tree: PyTree, trainable: Trainable) -> PyTree:
         )
     is_trained = [any(path_matches(path, pattern) for pattern in trainable) for path in paths]
     return treedef.unflatten(
-        leaf if trains else Frozen(leaf) for (_, leaf), trains in zip(leaves, is_trained, strict=True)
+        leaf if trains else Frozen(leaf)
+        for (_, leaf), trains in zip(leaves, is_trained, strict=True)
     )
 
 
@@ -127,7 +138,11 @@ def accept_frozen(model: LayeredModel | Callable, trainable: Trainable) -> Layer
     if trainable is None:
         return model
     if isinstance(model, LayeredModel):
-        embed, layer, head = _unfreezing(model.embed), model.wrap_layers(_unfreezing).layer, _unfreezing(model.head)
+        embed, layer, head = (
+            _unfreezing(model.embed),
+            model.wrap_layers(_unfreezing).layer,
+            _unfreezing(model.head),
+        )
         return LayeredModel(embed, layer, head)
     return _unfreezing(model)
 

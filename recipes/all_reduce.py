@@ -72,9 +72,13 @@ def optimizers(config: Config, size: int) -> dict[str, optax.GradientTransformat
     return {
         "all-reduce": collectives.distributed_optimizer(base),
         "ring": collectives.distributed_optimizer(base, reduce=ring),
-        "ring, both ways": collectives.distributed_optimizer(base, reduce=partial(ring, bidirectional=True)),
+        "ring, both ways": collectives.distributed_optimizer(
+            base, reduce=partial(ring, bidirectional=True)
+        ),
         "1 server": collectives.server_optimizer(base, num_servers=1),
-        f"{NUM_SERVERS} servers": collectives.server_optimizer(base, num_servers=min(NUM_SERVERS, size)),
+        f"{NUM_SERVERS} servers": collectives.server_optimizer(
+            base, num_servers=min(NUM_SERVERS, size)
+        ),
     }
 
 
@@ -89,7 +93,9 @@ def main(config: Config) -> None:
         sizes = recipe.numbers_of_devices(config.devices, usual=range(2, 9))
         train, _ = read_digits(config.seed)
         reductions.check_batch_size(config.batch_size, sizes, len(train["label"]))
-        table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers)
+        table = mlp.param_table(
+            NUM_PIXELS, NUM_CLASSES, width=config.width, num_hidden=config.hidden_layers
+        )
         jax.config.update("jax_enable_x64", True)
     params = init_params(table, jax.random.key(config.seed), jnp.float64)
     batches = [whole_batch(config, train, step) for step in range(config.steps)]
@@ -98,14 +104,21 @@ def main(config: Config) -> None:
     rows = []
     for size in sizes:
         with phase(f"training on {size} devices"):
-            of_size = [by_hand(way, made, size, params, batches) for way, made in optimizers(config, size).items()]
+            of_size = [
+                by_hand(way, made, size, params, batches)
+                for way, made in optimizers(config, size).items()
+            ]
             of_size.append(by_zero(config, size, table, batches))
         check_finite(config, [row["params"] for row in of_size])
         of_size = reductions.beside_first(of_size)
         say("\n".join(reductions.describe(of_size, header=not rows)))
         rows += of_size
     with phase("training with stale gradients"):
-        given = {"num_pushes": config.pushes, "learning_rate": config.learning_rate, "seed": config.seed}
+        given = {
+            "num_pushes": config.pushes,
+            "learning_rate": config.learning_rate,
+            "seed": config.seed,
+        }
         stale = partial(reductions.stale_curve, mean_loss, params, train, **given)
         curves = {reductions.bound_name(bound): stale(bound) for bound in BOUNDS}
     check_finite(config, [run["losses"] for run in curves.values()])
@@ -128,7 +141,9 @@ def check_finite(config: Config, found: Any) -> None:
 
 def whole_batch(config: Config, train: dict, step: int) -> dict[str, np.ndarray]:
     """Returns the rows of a step without padding: the mean of the devices' means is that of all rows only for equal numbers."""
-    rows = np.random.default_rng([config.seed, step]).permutation(len(train["label"]))[: config.batch_size]
+    rows = np.random.default_rng([config.seed, step]).permutation(len(train["label"]))[
+        : config.batch_size
+    ]
     return {name: column[rows] for name, column in train.items()} | {"weight": np.ones(len(rows))}
 
 
@@ -156,7 +171,9 @@ def by_hand(
 
     on_shards = partial(jax.shard_map, mesh=mesh, check_vma=False)
     params = jaxpar.shard(params, jax.sharding.NamedSharding(mesh, whole))
-    state = jax.jit(on_shards(lambda p: stacked(optimizer.init(p)), in_specs=whole, out_specs=cut))(params)
+    state = jax.jit(on_shards(lambda p: stacked(optimizer.init(p)), in_specs=whole, out_specs=cut))(
+        params
+    )
     placed = [jaxpar.shard_batch(batch, mesh) for batch in batches]
     jitted = jax.jit(on_shards(step, in_specs=(whole, cut, cut), out_specs=(whole, cut)))
     compiled = jitted.lower(params, state, placed[0]).compile()
@@ -166,7 +183,9 @@ def by_hand(
 def by_zero(config: Config, size: int, table: dict, batches: list) -> dict[str, Any]:
     """Trains with ZeRO-1: the optimizer's state is sharded over the devices, as if each were a server for its shard."""
     mesh = jaxpar.make_mesh(data=size, devices=jax.devices()[:size])
-    shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, {"**": jaxpar.replicated()})
+    shardings = jaxpar.shardings_from_paths(
+        abstract_params(table), mesh, {"**": jaxpar.replicated()}
+    )
     optimizer = optax.sgd(config.learning_rate, momentum=0.9)
     init = lambda key: init_params(table, key, jnp.float64)
     state = jaxpar.init_state(init, jax.random.key(config.seed), optimizer, mesh, shardings, zero=1)
@@ -174,7 +193,9 @@ def by_zero(config: Config, size: int, table: dict, batches: list) -> dict[str, 
     placed = [jaxpar.shard_batch(batch, mesh) for batch in batches]
     compiled = step.lower(state, placed[0]).compile()
     once = lambda state, batch: (compiled(state, batch)[0],)
-    return reductions.measure(ZERO, size, once, (state,), placed, lambda carry: carry[0].params, report_of=compiled)
+    return reductions.measure(
+        ZERO, size, once, (state,), placed, lambda carry: carry[0].params, report_of=compiled
+    )
 
 
 if __name__ == "__main__":

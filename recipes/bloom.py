@@ -51,14 +51,18 @@ def main(config: Config) -> None:
     with checks():
         folder.check_new(config.out_dir, overwrite=config.overwrite)
         jobs = {
-            name: published_jobs.with_mesh(job, config) for name, job in JOBS.items() if config.job in ("both", name)
+            name: published_jobs.with_mesh(job, config)
+            for name, job in JOBS.items()
+            if config.job in ("both", name)
         }
         if config.compile_for:
             start_on_cpu()
         else:
             jaxpar.use_fake_devices(max(job.num_devices for job in jobs.values()))
         parts = {name: published_jobs.make_step(job, config) for name, job in jobs.items()}
-        plans = {name: published_jobs.plan_of(job, config, parts[name][1]) for name, job in jobs.items()}
+        plans = {
+            name: published_jobs.plan_of(job, config, parts[name][1]) for name, job in jobs.items()
+        }
         folder.make_new(config.out_dir, overwrite=config.overwrite)
 
     figures = {}
@@ -69,7 +73,9 @@ def main(config: Config) -> None:
         with phase("compiling", then="reporting"):
             compiled = step.lower(state, batch).compile()
         say(f"compiled for {job.num_devices} devices in {time.perf_counter() - began:.1f} s\n")
-        text, cost, measured = published_jobs.step_cost(job, config, schedule, layout, state, compiled)
+        text, cost, measured = published_jobs.step_cost(
+            job, config, schedule, layout, state, compiled
+        )
         figures[name] = cost | {"planned": plans[name].as_json()}
         say(text)
         say(f"\nplanned for {config.gpu}, where bfloat16 is sent and multiplied as it is:")
@@ -80,7 +86,9 @@ def main(config: Config) -> None:
         page = published_jobs.page_data(job, config, plans[name], schedule, measured)
         write_page(config.out_dir / f"{name}-report.html", page)
     (config.out_dir / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
-    say(f"written: {config.out_dir}/ with a -report.html, a -nodes.png and a -timeline.png for each, report.json")
+    say(
+        f"written: {config.out_dir}/ with a -report.html, a -nodes.png and a -timeline.png for each, report.json"
+    )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,13 @@ SPLITS = {
     "data": {"layers/*": WHOLE, **OUTER},
     "column": {"layers/w_*": COLUMN, "layers/b_*": COLUMN_BIAS, **OUTER},
     "row": {"layers/w_*": ROW, "layers/b_*": WHOLE, **OUTER},
-    "mixed": {"layers/w_up": COLUMN, "layers/b_up": COLUMN_BIAS, "layers/w_down": ROW, "layers/b_down": WHOLE, **OUTER},
+    "mixed": {
+        "layers/w_up": COLUMN,
+        "layers/b_up": COLUMN_BIAS,
+        "layers/w_down": ROW,
+        "layers/b_down": WHOLE,
+        **OUTER,
+    },
 }
 
 
@@ -98,16 +104,23 @@ def main(config: Config) -> None:
         check_model(config, mesh)
         check_no_sequences(mesh)
         rows, schedule = Columns(train), make_pipeline(config, len(train["label"]), mesh)
-        table = mlp.param_table(NUM_PIXELS, NUM_CLASSES, width=own.width, num_hidden=own.hidden_layers)
+        table = mlp.param_table(
+            NUM_PIXELS, NUM_CLASSES, width=own.width, num_hidden=own.hidden_layers
+        )
         shardings = jaxpar.shardings_from_paths(abstract_params(table), mesh, SPLITS[own.split])
         optimizer, count = optax.adam(common.learning_rate), schedule.num_microbatches
-        parallel, pipeline = jaxpar.Parallel(mesh, shardings), jaxpar.Pipeline(schedule, num_microbatches=count)
+        parallel, pipeline = (
+            jaxpar.Parallel(mesh, shardings),
+            jaxpar.Pipeline(schedule, num_microbatches=count),
+        )
         value_and_grad = jaxpar.value_and_grad(mlp.MODEL, loss, parallel, pipeline)
         draw_course = lambda: classification.plot_course(common.out_dir, schedule, own.schedule)
         run = Run(
             config,
             mesh,
-            config.values("seed", "hidden_layers", "width", "batch_size", "learning_rate", "test_fraction"),
+            config.values(
+                "seed", "hidden_layers", "width", "batch_size", "learning_rate", "test_fraction"
+            ),
             items="digits",
             items_per_step=common.batch_size,
             schedule=schedule,
@@ -116,7 +129,9 @@ def main(config: Config) -> None:
             remedy=f"Choose a smaller one than --learning-rate {common.learning_rate:g}.",
             draw=draw_course,
         )
-        run.restore(lambda key: init_params(table, key), jax.random.key(common.seed), optimizer, parallel)
+        run.restore(
+            lambda key: init_params(table, key), jax.random.key(common.seed), optimizer, parallel
+        )
     say(f"{len(train['label'])} digits to learn from, {len(test['label'])} held out")
     say(
         f"{own.hidden_layers} hidden layers of {own.width} units, {count_params(table):,} parameters; split {own.split} over "
@@ -125,8 +140,12 @@ def main(config: Config) -> None:
 
     batch_of = Batches(run, rows, common.batch_size, count)
 
-    def whole_batch(rows: Rows) -> dict[str, jax.Array]:  # with rows of weight 0, a multiple of the data axis
-        return jaxpar.shard_batch(pad_rows(rows, round_up(len(rows["label"]), num_replicas(mesh))), mesh)
+    def whole_batch(
+        rows: Rows,
+    ) -> dict[str, jax.Array]:  # with rows of weight 0, a multiple of the data axis
+        return jaxpar.shard_batch(
+            pad_rows(rows, round_up(len(rows["label"]), num_replicas(mesh))), mesh
+        )
 
     with run:
         train_step = jaxpar.make_train_step(value_and_grad, optimizer)
@@ -156,7 +175,9 @@ def main(config: Config) -> None:
 def draw(config: Config, run: Run, train: Rows, test: Rows, read: np.ndarray) -> None:
     """Draws predictions, under- and overfitting."""
     own = config.recipe
-    classification.plot_predictions(run.out_dir / "predictions.png", test["features"], test["label"], read)
+    classification.plot_predictions(
+        run.out_dir / "predictions.png", test["features"], test["label"], read
+    )
     if own.sweep:
         sizes, rows = sweep(train, test, own.width, own.hidden_layers, config.common.learning_rate)
         classification.plot_errors(run.out_dir / "errors.png", sizes, rows)

@@ -48,7 +48,14 @@ from jaxpar.run import (
     say,
 )
 from jaxpar.run.early_stop import check_best_is_saved
-from jaxpar.run.flags import CheckpointFlags, GpuFlags, MeshFlags, MonitoringFlags, OwnFlags, check_out_dir
+from jaxpar.run.flags import (
+    CheckpointFlags,
+    GpuFlags,
+    MeshFlags,
+    MonitoringFlags,
+    OwnFlags,
+    check_out_dir,
+)
 from jaxpar.run.language_data import Data, DataFlags
 from jaxpar.run.start import saved_settings
 from jaxpar.runtime.watchdog import Budgets
@@ -116,29 +123,46 @@ def main(config: Config) -> None:
         init, shardings = language_model.make_params(
             config.lora, shape, layout, mesh, own.experts, reads_weights=own.init_from is not None
         )
-        optimizer, num_tokens = optimizers.make_optimizer(config), common.batch_size * config.data.seq
+        optimizer, num_tokens = (
+            optimizers.make_optimizer(config),
+            common.batch_size * config.data.seq,
+        )
         if own.router_bias_rate is not None:
             optimizer = transformer.balance_experts(optimizer, own.router_bias_rate)
         num_factors = model_files.num_factor_params(jax.eval_shape(init, jax.random.key(0)))
         trainable = lora.ADAPTERS if num_factors else None
-        parallel = jaxpar.Parallel(mesh, shardings, zero=own.zero, trainable=trainable, layout=layout)
-        pipeline = jaxpar.Pipeline(schedule, num_microbatches=schedule.num_microbatches, remat=own.remat)
+        parallel = jaxpar.Parallel(
+            mesh, shardings, zero=own.zero, trainable=trainable, layout=layout
+        )
+        pipeline = jaxpar.Pipeline(
+            schedule, num_microbatches=schedule.num_microbatches, remat=own.remat
+        )
         constrain = jaxpar.sequence_parallel if own.sequence_parallel else split_copied_heads
-        model, has_aux = transformer.make_model(shape, constrain=constrain), shape.has_routing_losses
+        model, has_aux = (
+            transformer.make_model(shape, constrain=constrain),
+            shape.has_routing_losses,
+        )
         whole_loss = transformer.add_routing_losses(shape, loss, metrics=True)
-        value_and_grad = jaxpar.value_and_grad(model, whole_loss, parallel, pipeline, has_aux=has_aux)
+        value_and_grad = jaxpar.value_and_grad(
+            model, whole_loss, parallel, pipeline, has_aux=has_aux
+        )
         run = Run(
             config,
             mesh,
             numbers_depend_on(config, text),
             items="tokens",
             items_per_step=num_tokens,
-            flops_per_step=num_tokens * language_model.flops_per_token(shape, config.data.seq, num_factors),
+            flops_per_step=num_tokens
+            * language_model.flops_per_token(shape, config.data.seq, num_factors),
             schedule=schedule,
             learning_rate=optimizers.learning_rate(config),
             samples=lambda step: train.samples_before(common.batch_size, step, run.origin),
             remedy=f"Choose a smaller one than --learning-rate {common.learning_rate:g}"
-            + (f", or a larger --expert-buffer than {own.expert_buffer:g}." if own.expert_buffer else "."),
+            + (
+                f", or a larger --expert-buffer than {own.expert_buffer:g}."
+                if own.expert_buffer
+                else "."
+            ),
             draw=lambda: draw(run, text),
         )
         first = init, jax.random.key(common.seed), optimizer, parallel
@@ -153,15 +177,21 @@ def main(config: Config) -> None:
     batch_of = batches.Batches(run, train, common.batch_size, schedule.num_microbatches)
 
     with run:
-        train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=config.optimizer.max_grad_norm)
+        train_step = jaxpar.make_train_step(
+            value_and_grad, optimizer, max_grad_norm=config.optimizer.max_grad_norm
+        )
         train_step = run.compile(train_step, batch_of.abstract())
         with checks():
             language_model.check_compiled(train_step, shape, mesh, num_factors)
         if run.is_dry:
             return run.say_cost()
-        state = run.begin(None if weights is None else partial(model_files.first_state, weights, *first))
+        state = run.begin(
+            None if weights is None else partial(model_files.first_state, weights, *first)
+        )
         jaxpar.huggingface.write_description(run.out_dir / "model", shape, source=own.init_from)
-        held_out = batches.held_out_batches(common.batch_size, own.eval_rows, test, mesh, schedule.num_microbatches)
+        held_out = batches.held_out_batches(
+            common.batch_size, own.eval_rows, test, mesh, schedule.num_microbatches
+        )
         evaluate = evaluation.Evaluation(model, loss, parallel, pipeline, held_out)
         for step in run.steps():
             state, metrics = train_step(state, batch_of(step))
@@ -176,7 +206,9 @@ def main(config: Config) -> None:
         if config.lora.lora_rank is not None:
             model_files.save_adapters(run.out_dir / "adapter", own, shape, state.params)
         if own.save_hf is not None:
-            model_files.save_model(own.save_hf, shape, state.params, described_by=run.out_dir / "model")
+            model_files.save_model(
+                own.save_hf, shape, state.params, described_by=run.out_dir / "model"
+            )
         evaluation.say_best(run)
 
 
@@ -195,7 +227,9 @@ def read_flags(config: Config) -> tuple[Config, Mesh, Data]:
     return config, mesh, language_data.load_data(config.data, config.recipe.init_from)
 
 
-def conclude(config: Config, run: Run, shape: Any, text: Data, params: dict, test_loss: float) -> None:
+def conclude(
+    config: Config, run: Run, shape: Any, text: Data, params: dict, test_loss: float
+) -> None:
     """Prints the loss on the text held out and a sample of text, and draws the run."""
     say(evaluation.describe_loss(test_loss, text))
     sample = evaluation.write_sample(config, config.recipe, shape, text, params)
@@ -203,13 +237,20 @@ def conclude(config: Config, run: Run, shape: Any, text: Data, params: dict, tes
     if jax.process_index() == 0:
         (run.out_dir / "sample.txt").write_text(sample + "\n")
     draw(run, text)
-    say(f"written: {run.out_dir}/ with report.html, loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json")
+    say(
+        f"written: {run.out_dir}/ with report.html, loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json"
+    )
 
 
 def draw(run: Run, text: Data) -> None:
     """Draws the losses so far and the pipeline's timeline."""
     if jax.process_index() == 0 and run.schedule is not None:
-        plot_loss(run.out_dir / "loss.png", read_metrics(run.out_dir / "metrics.jsonl"), text.entropy, text.unit)
+        plot_loss(
+            run.out_dir / "loss.png",
+            read_metrics(run.out_dir / "metrics.jsonl"),
+            text.entropy,
+            text.unit,
+        )
         plot_timeline(run.schedule, run.out_dir / "timeline.svg", timing="lockstep")
 
 
@@ -242,7 +283,9 @@ def check_flags(config: Config, mesh: Mesh) -> None:
 
 def check_factors(flags: lora_flags.LoraFlags, saved: Mapping[str, Any]) -> None:
     """Raises where a run with ``saved`` settings cannot go on, since its params have other factors of LoRA than the flags."""
-    given = lambda settings: [settings.get(name) for name in ("lora_rank", "lora_targets", "quantize")]
+    given = lambda settings: [
+        settings.get(name) for name in ("lora_rank", "lora_targets", "quantize")
+    ]
     now, was = given(flags.settings), given(saved)
     if not saved or now == was:
         return
@@ -252,7 +295,11 @@ def check_factors(flags: lora_flags.LoraFlags, saved: Mapping[str, Any]) -> None
         return own if kind is None else f"{own} --quantize {kind}"
 
     rank, targets, kind = was
-    back = "Leave --lora-rank out" if rank is None else f"Give --lora-rank {rank} --lora-targets {' '.join(targets)}"
+    back = (
+        "Leave --lora-rank out"
+        if rank is None
+        else f"Give --lora-rank {rank} --lora-targets {' '.join(targets)}"
+    )
     if rank is not None and now[2] != kind:
         back += " and leave --quantize out" if kind is None else f" --quantize {kind}"
     raise ValueError(
@@ -266,7 +313,9 @@ def make_pipeline(config: Config, mesh: Mesh, num_rows: int) -> Schedule:
     own, stage = config.recipe, mesh.shape["stage"]
     num_microbatches = language_data.check_rows(config, num_rows, mesh)
     form, remat = lockstep_form(own.schedule, masks=masks_idle_ops(mesh)), own.remat == "full"
-    return make_schedule(own.schedule, stage, num_microbatches, own.num_chunks, form=form, remat=remat)
+    return make_schedule(
+        own.schedule, stage, num_microbatches, own.num_chunks, form=form, remat=remat
+    )
 
 
 def remark_on_positions(config: Config, shape: transformer.TransformerConfig) -> str:

@@ -25,7 +25,15 @@ from jaxpar.data.batches import Columns, pad_rows, round_up
 from jaxpar.fields import check_positive
 from jaxpar.mesh import num_replicas
 from jaxpar.models import linear
-from jaxpar.models.least_squares import Line, Standard, Table, check_folds, curvature, least_squares, read_table
+from jaxpar.models.least_squares import (
+    Line,
+    Standard,
+    Table,
+    check_folds,
+    curvature,
+    least_squares,
+    read_table,
+)
 from jaxpar.models.trained_linear import MODEL, describe_prediction, write_linear
 from jaxpar.params import abstract_params, init_params
 from jaxpar.plot.figure import check_matplotlib
@@ -103,7 +111,8 @@ def main(config: Config) -> None:
             config,
             mesh,
             # The mesh and the number of steps may change.
-            config.values("features", "target", "batch_size", "learning_rate", "seed") | {"checksum_of_rows": checksum},
+            config.values("features", "target", "batch_size", "learning_rate", "seed")
+            | {"checksum_of_rows": checksum},
             items_per_step=batch_size,
             has_evaluations=False,
             learning_rate=schedule,
@@ -112,7 +121,9 @@ def main(config: Config) -> None:
             draw=lambda: draw_descent(config, table, mesh),
         )
         run.restore(*fit.init_state(config.common.seed))
-    say(f"{table.num_rows} rows of {config.recipe.csv.name}: {table.target_name} from {', '.join(table.names)}")
+    say(
+        f"{table.num_rows} rows of {config.recipe.csv.name}: {table.target_name} from {', '.join(table.names)}"
+    )
     say(regression.how_rows_are_split(batch_size, mesh.shape["data"], mesh.shape["replica"]))
 
     batch_of = Batches(run, source, batch_size, num_microbatches=1)
@@ -121,13 +132,21 @@ def main(config: Config) -> None:
         if run.is_dry:
             return run.say_cost()
         state = run.begin()
-        if jax.process_index() == 0:  # --predict would use that of an earlier run as if it were of this one
+        if (
+            jax.process_index() == 0
+        ):  # --predict would use that of an earlier run as if it were of this one
             (run.out_dir / MODEL).unlink(missing_ok=True)
         for step in run.steps():
             state, metrics = train_step(state, batch_of(step))
-            run.log(step, state, {**metrics, **regression.in_units(scale.line(jaxpar.fetch(state.params)), table)})
+            run.log(
+                step,
+                state,
+                {**metrics, **regression.in_units(scale.line(jaxpar.fetch(state.params)), table)},
+            )
 
-        say(f"{config.common.steps - run.first_step} steps in {run.seconds:.1f} s, learning rate {rate:g}")
+        say(
+            f"{config.common.steps - run.first_step} steps in {run.seconds:.1f} s, learning rate {rate:g}"
+        )
         learned = scale.line(jaxpar.fetch(state.params))
         if jax.process_index() == 0:
             write_linear(run.out_dir / MODEL, learned.trained_on(table))
@@ -140,10 +159,16 @@ def main(config: Config) -> None:
 class Fit:
     """The model of a table on a mesh: what a training step and its state are made of."""
 
-    def __init__(self, table: Table, mesh: jax.sharding.Mesh, optimizer: optax.GradientTransformation) -> None:
+    def __init__(
+        self, table: Table, mesh: jax.sharding.Mesh, optimizer: optax.GradientTransformation
+    ) -> None:
         params = linear.param_table(len(table.names))
-        self.parallel = jaxpar.Parallel(mesh, jaxpar.shardings_from_paths(abstract_params(params), mesh, RULES))
-        self.train_step = jaxpar.make_train_step(jaxpar.value_and_grad(linear.apply, loss, self.parallel), optimizer)
+        self.parallel = jaxpar.Parallel(
+            mesh, jaxpar.shardings_from_paths(abstract_params(params), mesh, RULES)
+        )
+        self.train_step = jaxpar.make_train_step(
+            jaxpar.value_and_grad(linear.apply, loss, self.parallel), optimizer
+        )
         init = lambda key: init_params(params, key)
         self.init_state = lambda seed: (init, jax.random.key(seed), optimizer, self.parallel)
 
@@ -153,12 +178,16 @@ def conclude(config: Config, table: Table, learned: Line, mesh: jax.sharding.Mes
     folds, out_dir = cross_validate(config, table, mesh), config.common.out_dir
     say(regression.beside_least_squares(learned, least_squares(table), table))
     if config.common.batch_size != table.num_rows:
-        say("steps on part of the rows end near the least squares, not on it; more --steps end nearer")
+        say(
+            "steps on part of the rows end near the least squares, not on it; more --steps end nearer"
+        )
     say(regression.errors(learned, folds, table))
     draw_descent(config, table, mesh)
     if jax.process_index() == 0:
         regression.plot_errors(out_dir / "errors.png", learned, folds, table)
-    say(f"in {out_dir}: report.html, loss.png, surface.png, errors.png, model.json, metrics.jsonl, config.json")
+    say(
+        f"in {out_dir}: report.html, loss.png, surface.png, errors.png, model.json, metrics.jsonl, config.json"
+    )
 
 
 def draw_descent(config: Config, table: Table, mesh: jax.sharding.Mesh) -> None:
@@ -166,32 +195,52 @@ def draw_descent(config: Config, table: Table, mesh: jax.sharding.Mesh) -> None:
     scale, best, out_dir = Standard.of(table), least_squares(table), config.common.out_dir
     rates = compare_learning_rates(table, mesh)
     if jax.process_index() == 0:
-        path, batch_size = regression.read_path(out_dir, scale, table), config.common.batch_size or table.num_rows
+        path, batch_size = (
+            regression.read_path(out_dir, scale, table),
+            config.common.batch_size or table.num_rows,
+        )
         regression.plot_loss(out_dir / "loss.png", path, rates, best, table, batch_size)
         regression.plot_surface(out_dir / "surface.png", path, best, table)
 
 
-def compare_learning_rates(table: Table, mesh: jax.sharding.Mesh) -> dict[str, tuple[float, np.ndarray]]:
+def compare_learning_rates(
+    table: Table, mesh: jax.sharding.Mesh
+) -> dict[str, tuple[float, np.ndarray]]:
     """Returns three learning rates, each with the error before each step of batch descent, in the target's unit."""
     scale = Standard.of(table)
     right = 1 / curvature(scale(table)["features"], table.num_rows)
     rates = {"too small": right / 30, "right": right, "too large": 2.1 * right}
-    losses = {name: next(descend([scale(table)], rate, table, mesh))[0] for name, rate in rates.items()}
+    losses = {
+        name: next(descend([scale(table)], rate, table, mesh))[0] for name, rate in rates.items()
+    }
     return {name: (rate, np.sqrt(losses[name]) * scale.target_std) for name, rate in rates.items()}
 
 
-def cross_validate(config: Config, table: Table, mesh: jax.sharding.Mesh) -> list[tuple[float, float]]:
+def cross_validate(
+    config: Config, table: Table, mesh: jax.sharding.Mesh
+) -> list[tuple[float, float]]:
     """Returns for each fold the error on the rows trained on and on the rows held out, which the scale does not use either.
 
     A row that is held out has weight 0, so that one compiled step serves all folds.
     """
     order = np.random.default_rng(config.common.seed).permutation(table.num_rows)
-    tested = [np.isin(np.arange(table.num_rows), fold) for fold in np.array_split(order, config.recipe.folds)]
+    tested = [
+        np.isin(np.arange(table.num_rows), fold)
+        for fold in np.array_split(order, config.recipe.folds)
+    ]
     scales = [Standard.of(table.part(~held_out)) for held_out in tested]
-    batches = [{**scale(table), "weight": ~held_out} for scale, held_out in zip(scales, tested, strict=True)]
-    rate = 1 / max(curvature(batch["features"][batch["weight"]], int(batch["weight"].sum())) for batch in batches)
+    batches = [
+        {**scale(table), "weight": ~held_out}
+        for scale, held_out in zip(scales, tested, strict=True)
+    ]
+    rate = 1 / max(
+        curvature(batch["features"][batch["weight"]], int(batch["weight"].sum()))
+        for batch in batches
+    )
     errors = []
-    for scale, held_out, (_, params) in zip(scales, tested, descend(batches, rate, table, mesh), strict=True):
+    for scale, held_out, (_, params) in zip(
+        scales, tested, descend(batches, rate, table, mesh), strict=True
+    ):
         line = scale.line(params)
         errors.append((line.error(table.part(~held_out)), line.error(table.part(held_out))))
     return errors
@@ -204,7 +253,9 @@ def descend(
     fit = Fit(table, mesh, optax.sgd(rate))
     for batch in batches:
         narrow = {name: column.astype(np.float32) for name, column in batch.items()}
-        on_mesh = jaxpar.shard_batch(pad_rows(narrow, round_up(table.num_rows, num_replicas(mesh))), mesh)
+        on_mesh = jaxpar.shard_batch(
+            pad_rows(narrow, round_up(table.num_rows, num_replicas(mesh))), mesh
+        )
         state, losses = jaxpar.init_state(*fit.init_state(0)), []
         for _ in range(COMPARED_STEPS):
             state, metrics = fit.train_step(state, on_mesh)

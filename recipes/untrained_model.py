@@ -24,7 +24,14 @@ from jaxpar.params import count_params, init_params
 from jaxpar.run import checks, say
 from jaxpar.run.flags import check_out_dir, check_seed
 
-SIZES = {"num_layers": 2, "embed_dim": 128, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 384, "max_positions": 512}
+SIZES = {
+    "num_layers": 2,
+    "embed_dim": 128,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "mlp_dim": 384,
+    "max_positions": 512,
+}
 START, END = "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     f"{{% for message in messages %}}{START}{{{{ message['role'] }}}}\n{{{{ message['content'] }}}}{END}\n{{% endfor %}}"
@@ -50,7 +57,9 @@ def main(config: Config) -> None:
         check_out_dir(config.out_dir)
         check_at_least(258, "Choose 1024, say.", vocab_size=config.vocab_size)
         check_seed(config.seed)
-        tokenizer = train_tokenizer(list(contents(config.data)), config.vocab_size, special_tokens=(START, END))
+        tokenizer = train_tokenizer(
+            list(contents(config.data)), config.vocab_size, special_tokens=(START, END)
+        )
     num_params = write_untrained(config.out_dir, tokenizer, config.seed)
     say(f"written: {config.out_dir}/, a Qwen2 of {num_params:,} random parameters, for --init-from")
 
@@ -75,7 +84,9 @@ def contents(file: Path) -> Iterator[str]:
         ValueError: There is no such file, or it has other records.
     """
     if not file.is_file():
-        raise ValueError(f"--data must be a file of messages; got {file}, which is none. Name one that is there.")
+        raise ValueError(
+            f"--data must be a file of messages; got {file}, which is none. Name one that is there."
+        )
     for _, example in read_records(file):
         yield from (message["content"] for message in check_messages(example["messages"]))
 

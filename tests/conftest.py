@@ -12,12 +12,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.compiled_programs import compiled_afresh, pytest_configure  # noqa: F401 (a fixture and a hook of pytest)
-from tests.support.seeds import pytest_fixture_setup, pytest_runtest_makereport, pytest_runtest_protocol  # noqa: F401 (hooks of pytest)
 from tests.support.tiers import leave_to_slow
 from tests.support.waiting import XLA_WAITS
 
 NUM_DEVICES = 8
-collect_ignore = ["data"]  # data for tests, and the scripts that made it, with libraries that need not be installed
+collect_ignore = [
+    "data"
+]  # data for tests, and the scripts that made it, with libraries that need not be installed
 
 # Before JAX makes its CPU client, which reads PJRT_NPROC once. With the threads that a machine of few cores gives it,
 # fake devices wait for one another without end once dozens of steps are in flight (tests/test_fake_devices.py).
@@ -38,7 +39,9 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ["JAX_PLATFORMS"] = "cpu"  # for the processes that tests start
-os.environ["JAXPAR_LOG_SECONDS"] = "0"  # recipes print no lines about their runs, unless a test asks for them
+os.environ["JAXPAR_LOG_SECONDS"] = (
+    "0"  # recipes print no lines about their runs, unless a test asks for them
+)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -70,7 +73,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     The name of a test must be the same in each worker, or pytest-xdist runs none.
     """
     if addresses := [item.nodeid for item in items if " at 0x" in item.nodeid]:
-        raise pytest.UsageError(f"names of tests must not have addresses; got {addresses[0]}. Give ids=.")
+        raise pytest.UsageError(
+            f"names of tests must not have addresses; got {addresses[0]}. Give ids=."
+        )
     leave_to_slow(items)
     items.sort(key=lambda item: ORDER.get(item.path.name, len(ORDER)))
 

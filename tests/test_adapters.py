@@ -63,8 +63,14 @@ def haiku_mlp(x):
 def own_init(key):
     up, down = jax.random.split(key)
     return {
-        "up": {"w": jax.random.normal(up, (FEATURES, HIDDEN), dtype()), "b": jnp.zeros(HIDDEN, dtype())},
-        "down": {"w": jax.random.normal(down, (HIDDEN, OUT), dtype()), "b": jnp.zeros(OUT, dtype())},
+        "up": {
+            "w": jax.random.normal(up, (FEATURES, HIDDEN), dtype()),
+            "b": jnp.zeros(HIDDEN, dtype()),
+        },
+        "down": {
+            "w": jax.random.normal(down, (HIDDEN, OUT), dtype()),
+            "b": jnp.zeros(OUT, dtype()),
+        },
     }
 
 
@@ -82,13 +88,21 @@ def vmapped(module, inputs):
 
 
 def rules(weight, bias, column=COLUMN, row=ROW):
-    return {f"up/{weight}": column, f"up/{bias}": COLUMN_BIAS, f"down/{weight}": row, f"down/{bias}": WHOLE}
+    return {
+        f"up/{weight}": column,
+        f"up/{bias}": COLUMN_BIAS,
+        f"down/{weight}": row,
+        f"down/{bias}": WHOLE,
+    }
 
 
 MODELS = {
     "linen": (lambda: adapters.from_linen(LinenMLP(), example()), rules("kernel", "bias")),
     "nnx": (lambda: adapters.from_nnx(NNXMLP), rules("kernel", "bias")),
-    "equinox": (lambda: adapters.from_equinox(EquinoxMLP, call=vmapped), rules("weight", "bias", ROW, COLUMN)),
+    "equinox": (
+        lambda: adapters.from_equinox(EquinoxMLP, call=vmapped),
+        rules("weight", "bias", ROW, COLUMN),
+    ),
     "haiku": (lambda: adapters.from_haiku(haiku_mlp, example()), rules("w", "b")),
     "own": (lambda: (own_init, own_apply), rules("w", "b")),
 }
@@ -119,12 +133,22 @@ def mean_square(outputs, batch):
 def test_three_steps_on_data_2_tensor_2_give_the_losses_of_one_device(library):
     make, sharding_rules = MODELS[library]
     init, apply = make()
-    mesh, optimizer, key = jaxpar.make_mesh(data=2, tensor=2), optax.sgd(0.1, momentum=0.9), jax.random.key(0)
+    mesh, optimizer, key = (
+        jaxpar.make_mesh(data=2, tensor=2),
+        optax.sgd(0.1, momentum=0.9),
+        jax.random.key(0),
+    )
     shardings = jaxpar.shardings_from_paths(jax.eval_shape(init, key), mesh, sharding_rules)
     state = jaxpar.init_state(init, key, optimizer, mesh, shardings)
-    split = {leaf.addressable_data(0).size / leaf.size for leaf in jax.tree.leaves(state.params) if leaf.ndim == 2}
+    split = {
+        leaf.addressable_data(0).size / leaf.size
+        for leaf in jax.tree.leaves(state.params)
+        if leaf.ndim == 2
+    }
     assert split == {0.5}, "both weights should be split"
-    value_and_grad = jaxpar.value_and_grad(lambda params, batch: apply(params, batch["x"]), loss, mesh)
+    value_and_grad = jaxpar.value_and_grad(
+        lambda params, batch: apply(params, batch["x"]), loss, mesh
+    )
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
 
     params = jaxpar.fetch(state.params)
@@ -142,12 +166,19 @@ def test_three_steps_on_data_2_tensor_2_give_the_losses_of_one_device(library):
 def test_gradients_in_float64_are_those_of_one_device(x64, library):
     make, sharding_rules = MODELS[library]
     init, apply = make()
-    params, mesh = jaxpar.fetch(jax.jit(init)(jax.random.key(0))), jaxpar.make_mesh(data=2, tensor=2)
+    params, mesh = (
+        jaxpar.fetch(jax.jit(init)(jax.random.key(0))),
+        jaxpar.make_mesh(data=2, tensor=2),
+    )
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float64)}
-    value_and_grad = jax.jit(jaxpar.value_and_grad(lambda params, batch: apply(params, batch["x"]), loss, mesh))
+    value_and_grad = jax.jit(
+        jaxpar.value_and_grad(lambda params, batch: apply(params, batch["x"]), loss, mesh)
+    )
     split = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, sharding_rules))
     got = value_and_grad(split, jaxpar.shard_batch(make_batch(0), mesh))
-    want = jax.jit(jax.value_and_grad(lambda params: mean_loss(apply, params, make_batch(0))))(params)
+    want = jax.jit(jax.value_and_grad(lambda params: mean_loss(apply, params, make_batch(0))))(
+        params
+    )
     assert_same(got, want)
 
 
@@ -178,7 +209,9 @@ def test_modules_are_stacked_as_the_layers_of_a_model():
 def test_stacked_modules_run_in_a_pipeline_with_the_numbers_of_one_device():
     init, apply = adapters.from_linen(linen.Dense(FEATURES), example())
     model = jaxpar.LayeredModel(
-        lambda outer, batch: batch["x"], lambda params, x: jnp.tanh(apply(params, x)), lambda outer, x: x @ outer["w"]
+        lambda outer, batch: batch["x"],
+        lambda params, x: jnp.tanh(apply(params, x)),
+        lambda outer, x: x @ outer["w"],
     )
     params = {
         "outer": {"w": jnp.ones((FEATURES, OUT))},
@@ -188,22 +221,27 @@ def test_stacked_modules_run_in_a_pipeline_with_the_numbers_of_one_device():
     split = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, {"**": WHOLE}))
     value_and_grad = jax.jit(jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2))
     got = value_and_grad(split, jaxpar.shard_batch(make_batch(0), mesh))
-    want = jax.jit(jax.value_and_grad(lambda params: mean_square(model.apply(params, make_batch(0)), make_batch(0))))(
-        params
-    )
+    want = jax.jit(
+        jax.value_and_grad(
+            lambda params: mean_square(model.apply(params, make_batch(0)), make_batch(0))
+        )
+    )(params)
     assert_same(got, want, within=1e-5)
 
 
 @pytest.mark.parametrize("module", [linen.Dense(FEATURES), LinenMLP()])
 def test_a_module_of_flax_is_no_function_of_params_and_batch(module):
     with pytest.raises(
-        TypeError, match=r"a module of flax, which is called in another way\. Wrap it with jaxpar\.adapters"
+        TypeError,
+        match=r"a module of flax, which is called in another way\. Wrap it with jaxpar\.adapters",
     ):
         jaxpar.value_and_grad(module, lambda y, batch: (y.sum(), 1.0), jaxpar.make_mesh())
 
 
 def test_lists_of_modules_are_found_by_their_numbers():
-    init, apply = adapters.from_equinox(lambda key: eqx.nn.MLP(FEATURES, OUT, HIDDEN, 1, key=key), call=vmapped)
+    init, apply = adapters.from_equinox(
+        lambda key: eqx.nn.MLP(FEATURES, OUT, HIDDEN, 1, key=key), call=vmapped
+    )
     params = init(jax.random.key(0))
     assert set(params["layers"]) == {"0", "1"}
     assert apply(params, make_batch(0)["x"]).shape == (8, OUT)
@@ -246,11 +284,15 @@ def noisy(x):
     ("adapt", "got"),
     [
         (
-            lambda: adapters.from_linen(LinenWith(linen.BatchNorm(use_running_average=False)), example()),
+            lambda: adapters.from_linen(
+                LinenWith(linen.BatchNorm(use_running_average=False)), example()
+            ),
             r"the collections \['batch_stats'\]",
         ),
         (
-            lambda: adapters.from_linen(LinenWith(linen.Dropout(0.5, deterministic=False)), example()),
+            lambda: adapters.from_linen(
+                LinenWith(linen.Dropout(0.5, deterministic=False)), example()
+            ),
             "a call that draws random numbers",
         ),
         (
@@ -262,19 +304,33 @@ def noisy(x):
             r"variables of the kinds \['RngCount', 'RngKey'\]",
         ),
         (
-            lambda: adapters.from_equinox(lambda key: eqx.nn.BatchNorm(3, axis_name="batch", mode="ema")),
+            lambda: adapters.from_equinox(
+                lambda key: eqx.nn.BatchNorm(3, axis_name="batch", mode="ema")
+            ),
             "an equinox.nn.StateIndex, as of a BatchNorm",
         ),
         (
-            lambda: adapters.from_haiku(lambda x: hk.BatchNorm(True, True, 0.9)(x, True), example()),
+            lambda: adapters.from_haiku(
+                lambda x: hk.BatchNorm(True, True, 0.9)(x, True), example()
+            ),
             r"the state of \['batch_norm",
         ),
         (lambda: adapters.from_haiku(noisy, example()), "a call that draws random numbers"),
     ],
-    ids=["linen-state", "linen-rng", "nnx-state", "nnx-rng", "equinox-state", "haiku-state", "haiku-rng"],
+    ids=[
+        "linen-state",
+        "linen-rng",
+        "nnx-state",
+        "nnx-rng",
+        "equinox-state",
+        "haiku-state",
+        "haiku-rng",
+    ],
 )
 def test_a_module_that_is_not_pure_is_refused(adapt, got):
-    message = f"must be a pure function of its params and inputs; got {got}.*Use a layer without them"
+    message = (
+        f"must be a pure function of its params and inputs; got {got}.*Use a layer without them"
+    )
     with pytest.raises(ValueError, match=message):
         adapt()
 
@@ -286,7 +342,9 @@ def test_a_module_that_is_not_pure_is_refused(adapt, got):
         (lambda: adapters.from_nnx(NNXCount), r"\{'count': 'int32'\}"),
         (lambda: adapters.from_equinox(EquinoxCount), r"\{'count': 'int32'\}"),
         (
-            lambda: adapters.from_haiku(lambda x: x * hk.get_parameter("n", (), jnp.int32, jnp.ones), example()),
+            lambda: adapters.from_haiku(
+                lambda x: x * hk.get_parameter("n", (), jnp.int32, jnp.ones), example()
+            ),
             r"\{'~/n': 'int32'\}",
         ),
     ],
@@ -294,7 +352,8 @@ def test_a_module_that_is_not_pure_is_refused(adapt, got):
 )
 def test_params_that_are_not_floats_are_refused(adapt, got):
     with pytest.raises(
-        ValueError, match=f"must be floating-point, since they are trained; got {got}. Make them constants"
+        ValueError,
+        match=f"must be floating-point, since they are trained; got {got}. Make them constants",
     ):
         adapt()
 
@@ -306,13 +365,19 @@ def test_params_that_are_not_floats_are_refused(adapt, got):
             lambda: adapters.from_linen(NNXMLP(nnx.Rngs(0)), example()),
             rf"this adapter takes a flax.linen.Module; got {__name__}.NNXMLP. Write from_linen\(Model\(\), example_inputs\)",
         ),
-        (lambda: adapters.from_linen(LinenMLP, example()), "takes a flax.linen.Module; got the class LinenMLP"),
+        (
+            lambda: adapters.from_linen(LinenMLP, example()),
+            "takes a flax.linen.Module; got the class LinenMLP",
+        ),
         (
             lambda: adapters.from_nnx(NNXMLP(nnx.Rngs(0))),
             r"must be passed as the function that makes it.*got a NNXMLP, made already. Write from_nnx\(lambda rngs",
         ),
         (lambda: adapters.from_nnx(3), "must be passed as the function that makes it.*got 3"),
-        (lambda: adapters.from_nnx(lambda rngs: nnx.relu), "takes a function that makes a flax.nnx.Module; got"),
+        (
+            lambda: adapters.from_nnx(lambda rngs: nnx.relu),
+            "takes a function that makes a flax.nnx.Module; got",
+        ),
         (
             lambda: adapters.from_equinox(EquinoxMLP(jax.random.key(0))),
             r"got a EquinoxMLP, made already. Write from_equinox\(lambda key: Model\(..., key=key\)\)",
@@ -350,13 +415,19 @@ def test_params_of_another_module_are_refused():
 )
 def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch, library, adapt):
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ImportError, match=rf"this adapter needs {library}.*pip install -e '\.\[adapters\]'"):
+    with pytest.raises(
+        ImportError, match=rf"this adapter needs {library}.*pip install -e '\.\[adapters\]'"
+    ):
         adapt()
 
 
 def test_importing_the_adapters_imports_none_of_the_libraries():
     program = "import sys, jaxpar.adapters; print(*{'flax', 'equinox', 'haiku'} & set(sys.modules))"
     run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=WAIT_SECONDS,
     )
     assert run.stdout.split() == []

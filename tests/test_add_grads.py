@@ -43,9 +43,15 @@ def test_rows_of_a_lookup_are_added_to_the_sum_with_no_other_array_of_its_size(t
     ids = jnp.asarray([3, 7, 3, 3, ROWS - 1, -1])
     added = lambda sums, params, ids: add_grads(sums, grads_of(lookup), params, ids)
     want = sums[0] + grads_of(lookup)([table], ids)[0]
-    np.testing.assert_allclose(added(sums, [table], ids)[0], want, rtol=1e-12, atol=1e-12)  # terms may cancel
-    assert [each.shape for each in arrays_of(added, sums, [table], ids)].count(table.shape) == 1, "the new sum"
-    assert [each.shape for each in arrays_of(grads_of(lookup), [table], ids)].count(table.shape) == 2, "zeros, gradient"
+    np.testing.assert_allclose(
+        added(sums, [table], ids)[0], want, rtol=1e-12, atol=1e-12
+    )  # terms may cancel
+    assert [each.shape for each in arrays_of(added, sums, [table], ids)].count(table.shape) == 1, (
+        "the new sum"
+    )
+    assert [each.shape for each in arrays_of(grads_of(lookup), [table], ids)].count(
+        table.shape
+    ) == 2, "zeros, gradient"
 
 
 def test_ids_outside_the_table_add_nothing(table):
@@ -57,7 +63,10 @@ def test_ids_outside_the_table_add_nothing(table):
 def test_rows_of_16_bits_are_added_in_the_32_of_the_sum(table):
     ids = jnp.zeros(300, int)
     (added,) = add_grads(
-        [jnp.zeros(table.shape)], grads_of(lambda table, ids: jnp.sum(table[ids])), [table.astype(jnp.bfloat16)], ids
+        [jnp.zeros(table.shape)],
+        grads_of(lambda table, ids: jnp.sum(table[ids])),
+        [table.astype(jnp.bfloat16)],
+        ids,
     )
     assert added.dtype == jnp.float32
     np.testing.assert_array_equal(added[0], 300)  # 256 in bfloat16, whose ones beyond it are lost
@@ -67,7 +76,10 @@ def test_gradients_that_are_no_plain_lookup_are_added_whole(table, rng):
     def function(table, bias, ids):
         return jnp.sum(jnp.tanh(table[ids] @ table[:WIDTH] + bias)) + lookup(table, ids[::2])
 
-    params, ids = [table, jnp.asarray(rng.normal(size=(1, WIDTH)), jnp.float32)], jnp.asarray([1, 4, 4])
+    params, ids = (
+        [table, jnp.asarray(rng.normal(size=(1, WIDTH)), jnp.float32)],
+        jnp.asarray([1, 4, 4]),
+    )
     sums = [jnp.ones_like(p) for p in params]
     added = jax.jit(partial(add_grads, sums, grads_of(function)))(params, ids)
     for new, old, grad in zip(added, sums, jax.jit(grads_of(function))(params, ids), strict=True):
@@ -79,5 +91,7 @@ def test_what_is_added_is_selected_first(table):
     function = lambda table, ids: lookup(jnp.full_like(table, jnp.nan) * table, ids)
     (added,) = add_grads([table], grads_of(function), [table], jnp.asarray([1, 2]), select=nothing)
     np.testing.assert_array_equal(added, table)
-    (added,) = add_grads([table], grads_of(lookup), [table * jnp.nan], jnp.asarray([1, 2]), select=nothing)
+    (added,) = add_grads(
+        [table], grads_of(lookup), [table * jnp.nan], jnp.asarray([1, 2]), select=nothing
+    )
     np.testing.assert_array_equal(added, table)

@@ -23,10 +23,17 @@ from tests.support.tiny_transformer import FAMILIES, SWITCHES, VOCAB, jit, make_
 
 STEPS, SEQ = 4, 12
 LENGTHS = np.array([[7], [1], [3]], np.int32)  # of the prompts, of which the first is the longest
-FIVE = {"num_layers": 5, "max_positions": SEQ, "compute_dtype": "float64"}  # a trip of four layers, and one left
+FIVE = {
+    "num_layers": 5,
+    "max_positions": SEQ,
+    "compute_dtype": "float64",
+}  # a trip of four layers, and one left
 CONFIGS = {
     **{name: dataclasses.replace(config, **FIVE) for name, config in FAMILIES.items()},
-    **{name: dataclasses.replace(FAMILIES["llama"], **FIVE, **SWITCHES[name]) for name in ("qwen3", "olmo2")},
+    **{
+        name: dataclasses.replace(FAMILIES["llama"], **FIVE, **SWITCHES[name])
+        for name in ("qwen3", "olmo2")
+    },
     "window": dataclasses.replace(FAMILIES["llama"], **FIVE, window=3),
     "copies of heads": dataclasses.replace(FAMILIES["llama"], **FIVE, kv_copies=2),
     **{name: config_of(name, **FIVE) for name in ("mixtral", "deepseek")},
@@ -46,17 +53,23 @@ def scores_with_a_cache(config, params, tokens, lengths):
     def step(cache, ahead):
         positions = lengths + ahead
         given = jnp.take_along_axis(tokens, positions, axis=1)
-        h, cache = advance(config, params, given, Span(positions, positions + 1, is_start=False), cache)
+        h, cache = advance(
+            config, params, given, Span(positions, positions + 1, is_start=False), cache
+        )
         return cache, logits(config, params[OUTER], h, unconstrained)[:, 0]
 
     longest = int(LENGTHS.max())
     cache = empty_cache(config, len(tokens), SEQ)
-    _, cache = advance(config, params, tokens[:, :longest], Span(jnp.arange(longest)[None], lengths), cache)
+    _, cache = advance(
+        config, params, tokens[:, :longest], Span(jnp.arange(longest)[None], lengths), cache
+    )
     return jax.lax.scan(step, cache, jnp.arange(STEPS))[1]
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize(("for_gpus", "rows"), quick([(True, 3), (True, 1), (False, 3)], 0), indirect=["for_gpus"])
+@pytest.mark.parametrize(
+    ("for_gpus", "rows"), quick([(True, 3), (True, 1), (False, 3)], 0), indirect=["for_gpus"]
+)
 @pytest.mark.parametrize("name", quick(CONFIGS, "llama"))
 def test_scores_of_each_step_are_those_of_a_full_pass(x64, for_gpus, name, rows):
     config = CONFIGS[name]
@@ -77,10 +90,17 @@ def compiled_step(config, rows, length):
     """The compiled program of the steps of greedy generation, and the bytes of its cache."""
     params = abstract_params(transformer.param_table(config))
     sampling = make_sampling(config, 0.0, None, None, key=None, eos=())
-    prompts = jax.ShapeDtypeStruct((rows, length // 2), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
-    state = jax.eval_shape(lambda *args: _first.plain(config, (length, 16), *args, sampling), params, *prompts)
+    prompts = (
+        jax.ShapeDtypeStruct((rows, length // 2), jnp.int32),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+    state = jax.eval_shape(
+        lambda *args: _first.plain(config, (length, 16), *args, sampling), params, *prompts
+    )
     both = state.cache.both
-    return _extend.plain.lower(config, params, state, sampling, 4).compile(), both.size * both.dtype.itemsize
+    return _extend.plain.lower(
+        config, params, state, sampling, 4
+    ).compile(), both.size * both.dtype.itemsize
 
 
 def test_no_step_copies_the_cache():

@@ -29,7 +29,9 @@ def rows_of(kind, tokens, folder):
         write_rows(path, PackedRows(documents, 8, vocab_size=100))
         return RecordRows(open_records([path]), 8, vocab_size=100)
     if kind == "other records":
-        return RecordRows(Records([(1, lambda index: {"input_ids": tokens.tolist()})]), 64, vocab_size=100)
+        return RecordRows(
+            Records([(1, lambda index: {"input_ids": tokens.tolist()})]), 64, vocab_size=100
+        )
     made = {
         "columns": lambda: Columns({"x": tokens}),
         "windows": lambda: Windows([tokens], 8, vocab_size=100),
@@ -40,12 +42,15 @@ def rows_of(kind, tokens, folder):
     return made[kind]()
 
 
-@pytest.mark.parametrize("kind", ["columns", "windows", "packed", "records", "other records", "mixture"])
+@pytest.mark.parametrize(
+    "kind", ["columns", "windows", "packed", "records", "other records", "mixture"]
+)
 def test_the_checksum_of_rows_depends_on_each_of_their_tokens(tmp_path, kind):
     changed = TOKENS.copy()
     changed[40] += 1
     first, again, other = (
-        rows_of(kind, tokens, tmp_path / name).checksum() for name, tokens in folders(tmp_path, changed)
+        rows_of(kind, tokens, tmp_path / name).checksum()
+        for name, tokens in folders(tmp_path, changed)
     )
     assert first == again
     assert first != other
@@ -87,7 +92,9 @@ def with_another(monkeypatch, change):
 
 @pytest.fixture
 def tiny_run(tmp_path):
-    run = Run(BasicFlags.of(out_dir=tmp_path / "out", steps=3), jaxpar.make_mesh(), {"text": "crc32 1"})
+    run = Run(
+        BasicFlags.of(out_dir=tmp_path / "out", steps=3), jaxpar.make_mesh(), {"text": "crc32 1"}
+    )
     run.target = "a state"  # none is compiled here
     return run
 
@@ -100,30 +107,42 @@ class NotLowered:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("rows to learn from", "7 rows, crc32 0", "'7 rows, crc32 0' on process 1, '16 rows, crc32 .*' on process 0"),
+        (
+            "rows to learn from",
+            "7 rows, crc32 0",
+            "'7 rows, crc32 0' on process 1, '16 rows, crc32 .*' on process 0",
+        ),
         ("setting text", "crc32 2", "'crc32 2' on process 1, 'crc32 1' on process 0"),
         ("flag steps", 4, "4 on process 1, 3 on process 0"),
         ("jax.config jax_enable_x64", "other", "'other' on process 1, 'False' on process 0"),
     ],
 )
-def test_a_run_whose_processes_differ_is_refused_before_anything_is_traced(tiny_run, monkeypatch, name, value, message):
+def test_a_run_whose_processes_differ_is_refused_before_anything_is_traced(
+    tiny_run, monkeypatch, name, value, message
+):
     Batches(tiny_run, Columns({"x": TOKENS[:16]}), 8, 1)
     with_another(monkeypatch, lambda values: values | {name: value})
-    with pytest.raises(ConfigError, match=f"all processes must agree on their {name} before they train; got {message}"):
+    with pytest.raises(
+        ConfigError,
+        match=f"all processes must agree on their {name} before they train; got {message}",
+    ):
         tiny_run.compile(NotLowered(), None)
 
 
 def test_all_that_differs_is_named(monkeypatch):
     with_another(monkeypatch, lambda values: {"rows": 2, "steps": 4})
     with pytest.raises(
-        ValueError, match="on their rows, steps before they train; got rows 2 on process 1, 1 on process 0; ste"
+        ValueError,
+        match="on their rows, steps before they train; got rows 2 on process 1, 1 on process 0; ste",
     ):
         coordination.check_agreement("train", {"rows": 1, "steps": 3})
 
 
 def test_rows_held_out_are_compared_too(monkeypatch):
     with_another(monkeypatch, lambda values: values | {"rows held out": "others"})
-    with pytest.raises(ConfigError, match="on their rows held out before they evaluate; got 'others' on process 1"):
+    with pytest.raises(
+        ConfigError, match="on their rows held out before they evaluate; got 'others' on process 1"
+    ):
         held_out_batches(8, 8, Columns({"x": TOKENS}), jaxpar.make_mesh())
 
 
@@ -135,7 +154,9 @@ def test_the_first_whole_batch_of_its_shapes_must_be_the_same_everywhere(monkeyp
     monkeypatch.setattr("jaxpar.data.same_batch._is_of_one", lambda mesh: False)
     with_another(monkeypatch, lambda values: asked.append(values) or values)
     for rows in (8, 8, 16):
-        jaxpar.shard_batch({"x": np.ones((rows, 2)), "key": jax.random.split(jax.random.key(0), rows)}, mesh)
+        jaxpar.shard_batch(
+            {"x": np.ones((rows, 2)), "key": jax.random.split(jax.random.key(0), rows)}, mesh
+        )
     assert len(asked) == 2, "once for each kind"
     with_another(monkeypatch, lambda values: {"batch": "another"})
     with pytest.raises(
@@ -147,20 +168,28 @@ def test_the_first_whole_batch_of_its_shapes_must_be_the_same_everywhere(monkeyp
 
 
 @pytest.mark.parametrize("rows", ["equal", "own", "zeros"])
-def test_processes_that_give_the_same_bytes_for_unlike_rows_are_told_once(monkeypatch, capsys, rows):
-    draw = lambda: np.zeros((4, 3)) if rows == "zeros" else np.random.default_rng(0).normal(size=(4, 3))
+def test_processes_that_give_the_same_bytes_for_unlike_rows_are_told_once(
+    monkeypatch, capsys, rows
+):
+    draw = lambda: (
+        np.zeros((4, 3)) if rows == "zeros" else np.random.default_rng(0).normal(size=(4, 3))
+    )
     service = stand_in(monkeypatch, process=1)
     for process in (1, 0):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         monkeypatch.setattr(same_batch, "_looks", {"done": 0})
         for _ in range(3):
             own = process if rows == "own" else 0
-            same_batch.look_for_equal_rows({"x": draw() + own, "y": np.zeros(4)}, [np.arange(4) + 4 * process])
+            same_batch.look_for_equal_rows(
+                {"x": draw() + own, "y": np.zeros(4)}, [np.arange(4) + 4 * process]
+            )
     told = "processes 0, 1 give shard_batch the same bytes for unlike rows of its first batch"
     assert capsys.readouterr().err.count(told) == (rows == "equal")
     assert len(service.values) == (0 if rows == "zeros" else 2)
     is_replicated = same_batch.remark_on_equal_rows([["rows", "bytes"], None, ["rows", "bytes"]])
-    assert is_replicated == "", "processes that share rows over another axis, and one that has told nothing yet"
+    assert is_replicated == "", (
+        "processes that share rows over another axis, and one that has told nothing yet"
+    )
 
 
 def test_later_whole_batches_are_compared_where_the_processes_meet(monkeypatch, tiny_run):
@@ -177,7 +206,9 @@ def test_later_whole_batches_are_compared_where_the_processes_meet(monkeypatch, 
     assert len(set(later)) == 3, "each batch counts"
     assert [each.split()[0] for each in later] == ["1", "2", "3"]
     with_another(monkeypatch, lambda values: {"batches after the first": "3 of crc32 00000000"})
-    with pytest.raises(ValueError, match=r"on their batches after the first before they train on; .* add num_rows"):
+    with pytest.raises(
+        ValueError, match=r"on their batches after the first before they train on; .* add num_rows"
+    ):
         tiny_run._before_save()
 
 
@@ -202,7 +233,16 @@ def test_two_real_processes_with_other_data_at_one_path_end_with_2(tmp_path, cha
         (tmp_path / str(process)).mkdir()
         (tmp_path / str(process) / "text.txt").write_bytes(content)
     (tmp_path / "script.py").write_text(DATA_OF_ITS_OWN)
-    launch = ["-m", "jaxpar", "launch", "-n", 2, "--log-dir", tmp_path / "logs", tmp_path / "script.py"]
+    launch = [
+        "-m",
+        "jaxpar",
+        "launch",
+        "-n",
+        2,
+        "--log-dir",
+        tmp_path / "logs",
+        tmp_path / "script.py",
+    ]
     flags = ["--mesh.data", 2, "--data", "text.txt", "--steps", 3, "--out-dir", tmp_path / "out"]
     code, out, err = run(*launch, tmp_path, ROOT / "recipes", *flags)
     assert code == 2, out + err

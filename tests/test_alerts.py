@@ -28,7 +28,10 @@ def expression(alert):
 @pytest.mark.parametrize(
     ("alert", "clauses"),
     [
-        ("JaxparNoSteps", {"changes(jaxpar_steps_total[30m]) == 0", "jaxpar_steps_total offset 30m >= 0"}),
+        (
+            "JaxparNoSteps",
+            {"changes(jaxpar_steps_total[30m]) == 0", "jaxpar_steps_total offset 30m >= 0"},
+        ),
         (
             "JaxparNoCheckpoints",
             {
@@ -39,13 +42,18 @@ def expression(alert):
         ),
     ],
 )
-def test_a_run_fires_neither_before_it_is_as_old_as_the_time_looked_at_nor_after_its_end(alert, clauses):
+def test_a_run_fires_neither_before_it_is_as_old_as_the_time_looked_at_nor_after_its_end(
+    alert, clauses
+):
     assert set(expression(alert).split(" and ")) == clauses | {"jaxpar_steps_total >= 0"}
 
 
 def test_a_loss_of_infinity_is_not_finite_either():
     parsed = promql_parser.parse(expression("JaxparLossNotFinite"))
-    assert {parsed.lhs.prettify(), parsed.rhs.prettify()} == {"jaxpar_loss != jaxpar_loss", "abs(jaxpar_loss) == Inf"}
+    assert {parsed.lhs.prettify(), parsed.rhs.prettify()} == {
+        "jaxpar_loss != jaxpar_loss",
+        "abs(jaxpar_loss) == Inf",
+    }
 
 
 def metrics_of_series(case):
@@ -60,7 +68,12 @@ def test_alerts_are_tried_on_the_metrics_that_they_ask_for():
 
 @pytest.mark.parametrize("rule", RULES[0]["rules"], ids=lambda rule: rule["alert"])
 def test_every_alert_is_seen_to_fire_and_to_be_silent(rule):
-    alone = [each for case in CASES for each in case.get("alert_rule_test", []) if each["alertname"] == rule["alert"]]
+    alone = [
+        each
+        for case in CASES
+        for each in case.get("alert_rule_test", [])
+        if each["alertname"] == rule["alert"]
+    ]
     assert any(each["exp_alerts"] for each in alone)
     silent = [
         case
@@ -71,20 +84,28 @@ def test_every_alert_is_seen_to_fire_and_to_be_silent(rule):
     assert any(metrics_of(rule["expr"]) <= metrics_of_series(case) for case in silent)
 
 
-@pytest.mark.skipif(PROMTOOL is None, reason="there is no promtool here, which comes with Prometheus")
+@pytest.mark.skipif(
+    PROMTOOL is None, reason="there is no promtool here, which comes with Prometheus"
+)
 @pytest.mark.parametrize(
     "arguments", [("check", "rules", ALERTS), ("test", "rules", TRIED)], ids=lambda words: words[0]
 )
 def test_prometheus_own_tool_accepts_the_alerts_and_evaluates_them(arguments):
-    done = subprocess.run([PROMTOOL, *arguments], capture_output=True, text=True, timeout=WAIT_SECONDS)
+    done = subprocess.run(
+        [PROMTOOL, *arguments], capture_output=True, text=True, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", ["docs/watching.md", "docs/zh/watching.md"])
 def test_the_command_of_the_guide_wraps_the_alerts_for_the_operator(page):
-    (command,) = re.findall(r"^    (\(printf .*\)) \| kubectl apply -f -$", (ROOT / page).read_text(), re.MULTILINE)
+    (command,) = re.findall(
+        r"^    (\(printf .*\)) \| kubectl apply -f -$", (ROOT / page).read_text(), re.MULTILINE
+    )
     wrapped = yaml.safe_load(
-        subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_SECONDS).stdout
+        subprocess.run(
+            ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_SECONDS
+        ).stdout
     )
     assert wrapped["kind"] == "PrometheusRule"
     assert wrapped["spec"] == {"groups": RULES}

@@ -51,23 +51,30 @@ def test_a_loop_that_compiles_logs_or_steps_with_something_else_is_told(tmp_path
     grads = jax.value_and_grad(lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2))
     step = jaxpar.make_train_step(grads, optax.sgd(0.1))
     with Run(BasicFlags.of(out_dir=tmp_path), mesh) as run:
-        run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+        run.restore(
+            lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings
+        )
         for wrong, got in (
             (grads, "a function"),
             (None, "a NoneType"),
             (jax.jit(lambda s, b: (1, b)), "one that returns no s"),
         ):
             with pytest.raises(
-                TypeError, match=rf"a run compiles a training step, .*; got {got}.*Make it with jaxpar\.make_t"
+                TypeError,
+                match=rf"a run compiles a training step, .*; got {got}.*Make it with jaxpar\.make_t",
             ):
                 run.compile(wrong, BATCH)
         with pytest.raises(TypeError, match="real- or complex-valued inputs") as told:
             run.compile(jax.jit(grads), BATCH)
         assert "a run compiles a training step" in str(told.value.__notes__)
-        with pytest.raises(TypeError, match=r"a batch must be arrays; got a generator, which yields some"):
+        with pytest.raises(
+            TypeError, match=r"a batch must be arrays; got a generator, which yields some"
+        ):
             run.compile(step, (BATCH for _ in range(3)))
         train_step = run.compile(step, BATCH)
-        with pytest.raises(TypeError, match=r"what run\.every calls must be a function; got 'save'\."):
+        with pytest.raises(
+            TypeError, match=r"what run\.every calls must be a function; got 'save'\."
+        ):
             run.every(3, "save")
         state = run.begin()
         number = next(run.steps())
@@ -80,10 +87,14 @@ def test_a_loop_that_compiles_logs_or_steps_with_something_else_is_told(tmp_path
         ):
             with pytest.raises(ValueError, match=donated):
                 use()
-        with pytest.raises(ValueError, match=r"must have its loss, .*; got accuracy\. Give .*: metrics \| {\.\.\.}\."):
+        with pytest.raises(
+            ValueError,
+            match=r"must have its loss, .*; got accuracy\. Give .*: metrics \| {\.\.\.}\.",
+        ):
             run.log(number, new, {"accuracy": 1.0})
     with pytest.raises(
-        TypeError, match=r"a batch must be arrays; got a generator, which yields some\. .*: next\(batches\)"
+        TypeError,
+        match=r"a batch must be arrays; got a generator, which yields some\. .*: next\(batches\)",
     ):
         jaxpar.shard_batch((BATCH for _ in range(3)), mesh)
 
@@ -116,7 +127,9 @@ def test_a_process_that_meets_others_alone_says_what_it_waits_for(monkeypatch, c
     assert service.told == ["jaxpar/here/0/0", "jaxpar/here/1/0", "no jaxpar/here/0/0"]
     service.comes = False
     monkeypatch.setattr(coordination, "TIMEOUT_SECONDS", 0.2)
-    with pytest.raises(PeerLostError, match=r"a rule; got process 1 must answer within 0\.2 s; .*\. A remedy\."):
+    with pytest.raises(
+        PeerLostError, match=r"a rule; got process 1 must answer within 0\.2 s; .*\. A remedy\."
+    ):
         meet("here", "a rule", "A remedy.")
     assert "a rule; process 0 has waited 0 s for the others. A remedy." in capfd.readouterr().err
 
@@ -142,6 +155,7 @@ def test_a_batch_of_one_process_is_no_batch_of_a_mesh_of_several(monkeypatch):
     check_on_mesh(jax.eval_shape(lambda: BATCH), mesh)
     for batch in (BATCH, jax.device_put(BATCH)):
         with pytest.raises(
-            TypeError, match=r"must be on the mesh, .*; got x, an array of this process alone\. Put it there:"
+            TypeError,
+            match=r"must be on the mesh, .*; got x, an array of this process alone\. Put it there:",
         ):
             check_on_mesh(batch, mesh)

@@ -39,7 +39,9 @@ def test_the_parts_of_an_array_are_those_of_the_whole(folder):
     assert file.chunk_shape == (4, 4)
     whole = file.read((slice(None), slice(None)))
     chunks = list(file.chunks())
-    np.testing.assert_array_equal(np.concatenate([file.read(chunk) for chunk in chunks], axis=1), whole)
+    np.testing.assert_array_equal(
+        np.concatenate([file.read(chunk) for chunk in chunks], axis=1), whole
+    )
     assert np.any(whole)
     scalar = ArrayFile(folder / "5", "step", (), np.dtype("int32"))
     assert [scalar.read(chunk) for chunk in scalar.chunks()] == [5]
@@ -48,13 +50,17 @@ def test_the_parts_of_an_array_are_those_of_the_whole(folder):
 @pytest.mark.parametrize("shape", [(2**40,), (9,), (0,), (-1,), (8, 1), (True,), ("8",)], ids=str)
 def test_chunks_larger_than_their_array_are_refused_before_anything_is_allocated(folder, shape):
     crafted.change_metadata(folder / "5", "params.bias", chunk_grid=regular(*shape))
-    with pytest.raises(BadCheckpointError, match=r"chunks must be no larger than the array, \[8\]; got \["):
+    with pytest.raises(
+        BadCheckpointError, match=r"chunks must be no larger than the array, \[8\]; got \["
+    ):
         open_stored_params(folder)
 
 
 def test_a_chunk_larger_than_memory_is_refused_although_the_array_is_as_large():
     raw = b'{"chunk_grid": {"configuration": {"chunk_shape": [1099511627776]}}, "codecs": [{"name": "bytes"}]}'
-    with pytest.raises(ValueError, match=r"memory must have room for it; got 4,398,046,511,104 bytes for w"):
+    with pytest.raises(
+        ValueError, match=r"memory must have room for it; got 4,398,046,511,104 bytes for w"
+    ):
         chunk_shape(raw, "w", (2**40,), FLOAT32)
 
 
@@ -65,7 +71,10 @@ def test_a_chunk_larger_than_memory_is_refused_although_the_array_is_as_large():
         (b"[" * 100_000, "must be as Orbax writes it"),
         (b"{}", "must be as Orbax writes it"),
         (b"\xff", "must be as Orbax writes it"),
-        (b'{"chunk_grid": {"configuration": {"chunk_shape": [8]}}, "codecs": [{"name": "blosc"}]}', r"got \['blosc'\]"),
+        (
+            b'{"chunk_grid": {"configuration": {"chunk_shape": [8]}}, "codecs": [{"name": "blosc"}]}',
+            r"got \['blosc'\]",
+        ),
         (b'{"chunk_grid": {"configuration": {"chunk_shape": [8]}}, "codecs": []}', r"got \[\]"),
     ],
 )
@@ -86,10 +95,13 @@ def test_a_small_chunk_that_unpacks_to_4_gib_is_refused_before_it_is_allocated(f
 
 def test_an_array_of_another_shape_or_none_is_named(folder):
     with pytest.raises(
-        ValueError, match=r"must be that of its manifest; got float32\[8\] for params/bias in .*int8\[8\]"
+        ValueError,
+        match=r"must be that of its manifest; got float32\[8\] for params/bias in .*int8\[8\]",
     ):
         ArrayFile(folder / "5", "params/bias", (8,), np.dtype("int8"))
-    with pytest.raises(ValueError, match="must hold each array of its manifest; got none for params/other"):
+    with pytest.raises(
+        ValueError, match="must hold each array of its manifest; got none for params/other"
+    ):
         ArrayFile(folder / "5", "params/other", (8,), FLOAT32)
 
 

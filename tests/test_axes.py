@@ -25,7 +25,9 @@ def make_run(mesh, zero=0, trainable=None, **settings):
     shardings = tiny.shardings(mesh, jax.eval_shape(init, jax.random.key(0)))
     parallel = jaxpar.Parallel(mesh, shardings, zero=zero, trainable=trainable)
     state = jaxpar.init_state(init, jax.random.key(0), optax.adam(1e-2), parallel)
-    return state, jaxpar.value_and_grad(mlp.MODEL, tiny.loss, parallel, num_microbatches=2, **settings)
+    return state, jaxpar.value_and_grad(
+        mlp.MODEL, tiny.loss, parallel, num_microbatches=2, **settings
+    )
 
 
 def collectives(step, *args):
@@ -38,11 +40,17 @@ def collectives(step, *args):
 
 RUNS = [
     ({"replica": 2, "data": 2, "tensor": 2}, 0, {}),
-    pytest.param({"replica": 2, "data": 2, "stage": 2}, 0, {"schedule": "zb-h1"}, marks=pytest.mark.slow),
+    pytest.param(
+        {"replica": 2, "data": 2, "stage": 2}, 0, {"schedule": "zb-h1"}, marks=pytest.mark.slow
+    ),
     pytest.param({"replica": 2, "data": 2, "tensor": 2}, 1, {}, marks=pytest.mark.slow),
-    pytest.param({"replica": 2, "data": 2, "stage": 2}, 1, {"mask_idle_ops": True}, marks=pytest.mark.slow),
+    pytest.param(
+        {"replica": 2, "data": 2, "stage": 2}, 1, {"mask_idle_ops": True}, marks=pytest.mark.slow
+    ),
     ({"replica": 2, "data": 4}, 2, {}),
-    pytest.param({"replica": 2, "data": 2, "stage": 2}, 2, {"schedule": "1f1b"}, marks=pytest.mark.slow),
+    pytest.param(
+        {"replica": 2, "data": 2, "stage": 2}, 2, {"schedule": "1f1b"}, marks=pytest.mark.slow
+    ),
     pytest.param({"replica": 4, "data": 2}, 3, {}, marks=pytest.mark.slow),
     ({"replica": 2, "data": 2, "stage": 2}, 3, {"schedule": "zb-h1", "mask_idle_ops": True}),
 ]
@@ -62,7 +70,9 @@ def test_groups_of_replicas_have_the_numbers_of_one_device(x64, axes, zero, sett
         batch = tiny.make_batch(step, np.float64)
         loss, grads = tiny.reference(params, batch)
         state, metrics = train_step(state, jaxpar.shard_batch(batch, mesh))
-        norm = np.sqrt(sum(np.sum(np.square(grad)) for grad in jax.tree.leaves(jaxpar.fetch(grads))))
+        norm = np.sqrt(
+            sum(np.sum(np.square(grad)) for grad in jax.tree.leaves(jaxpar.fetch(grads)))
+        )
         assert_same(
             {name: metrics[name] for name in ("loss", "grad_norm")},
             {"loss": np.float32(loss), "grad_norm": np.float32(norm)},
@@ -75,10 +85,22 @@ def test_groups_of_replicas_have_the_numbers_of_one_device(x64, axes, zero, sett
 @pytest.mark.parametrize(
     ("axes", "zero", "settings"),
     [
-        pytest.param({"replica": 2, "data": 2, "tensor": 2}, 1, {"overlap_grad_reduce": True}, marks=pytest.mark.full),
-        pytest.param({"replica": 2, "data": 2, "stage": 2}, 2, {"mask_idle_ops": True}, marks=pytest.mark.full),
+        pytest.param(
+            {"replica": 2, "data": 2, "tensor": 2},
+            1,
+            {"overlap_grad_reduce": True},
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {"replica": 2, "data": 2, "stage": 2},
+            2,
+            {"mask_idle_ops": True},
+            marks=pytest.mark.full,
+        ),
         ({"replica": 2, "data": 4}, 3, {"grad_reduce_dtype": jnp.float64}),
-        pytest.param({"replica": 2, "data": 2, "stage": 2}, 0, {"executor": "mpmd"}, marks=pytest.mark.full),
+        pytest.param(
+            {"replica": 2, "data": 2, "stage": 2}, 0, {"executor": "mpmd"}, marks=pytest.mark.full
+        ),
     ],
 )
 def test_gradients_reduced_in_other_ways_equal_those_of_one_device(x64, axes, zero, settings):
@@ -101,7 +123,9 @@ def test_zero_stays_inside_a_group_and_one_all_reduce_joins_the_groups(zero, sta
     init = lambda key: init_params(TABLE, key)
     state = jaxpar.abstract_state(init, jax.random.key(0), optimizer, parallel)
     step = jaxpar.make_train_step(
-        jaxpar.value_and_grad(mlp.MODEL, tiny.loss, parallel, num_microbatches=2), optimizer, max_grad_norm=1.0
+        jaxpar.value_and_grad(mlp.MODEL, tiny.loss, parallel, num_microbatches=2),
+        optimizer,
+        max_grad_norm=1.0,
     )
     found = collectives(step, state, jaxpar.abstract_batch(tiny.make_batch(), mesh))
     gathers = {axes for kind, axes in found if kind in ("all-gather", "reduce-scatter")}
@@ -115,15 +139,28 @@ def test_without_zero_one_all_reduce_is_over_all_replicas():
     mesh, params, batch = jaxpar.make_mesh(replica=2, data=4), tiny.make_params(), tiny.make_batch()
     step = jax.jit(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh))
     args = tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh)
-    assert collectives(step, *args) == {("all-reduce", "replica+data"): 2}, "of the weight, and of gradients and loss"
+    assert collectives(step, *args) == {("all-reduce", "replica+data"): 2}, (
+        "of the weight, and of gradients and loss"
+    )
 
 
 def test_rows_are_split_over_groups_and_then_over_the_replicas_of_each():
     mesh = jaxpar.make_mesh(replica=2, data=2, stage=2)
     rows = jaxpar.shard_batch(np.arange(8), mesh)
     held = {shard.device.id: shard.data.tolist() for shard in rows.addressable_shards}
-    assert held == {0: [0, 1], 1: [2, 3], 2: [0, 1], 3: [2, 3], 4: [4, 5], 5: [6, 7], 6: [4, 5], 7: [6, 7]}
-    local = lambda *ids: jaxpar.local_rows(8, mesh, devices=[jax.devices()[i] for i in ids]).tolist()
+    assert held == {
+        0: [0, 1],
+        1: [2, 3],
+        2: [0, 1],
+        3: [2, 3],
+        4: [4, 5],
+        5: [6, 7],
+        6: [4, 5],
+        7: [6, 7],
+    }
+    local = lambda *ids: jaxpar.local_rows(
+        8, mesh, devices=[jax.devices()[i] for i in ids]
+    ).tolist()
     assert local(4, 6) == [4, 5]
     assert local(0, 5) == [0, 1, 6, 7]
     assert num_replicas(mesh) == 4
@@ -140,7 +177,10 @@ def test_errors_name_both_axes():
 
 def test_axes_of_size_one_are_not_shown():
     assert sizes_text(jaxpar.make_mesh(data=2).shape) == "data=2, stage=1, tensor=1"
-    assert sizes_text(jaxpar.make_mesh(replica=2, data=2).shape) == "replica=2, data=2, stage=1, tensor=1"
+    assert (
+        sizes_text(jaxpar.make_mesh(replica=2, data=2).shape)
+        == "replica=2, data=2, stage=1, tensor=1"
+    )
 
 
 TABLE_SHAPES = jax.eval_shape(lambda key: init_params(TABLE, key), jax.random.key(0))

@@ -7,14 +7,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.data.batches import Origin, batch_rows, num_batches, pad_rows, round_up, samples_before, take_batch
+from jaxpar.data.batches import (
+    Origin,
+    batch_rows,
+    num_batches,
+    pad_rows,
+    round_up,
+    samples_before,
+    take_batch,
+)
 
 
-@given(num_rows=st.integers(1, 60), part=st.floats(0, 1), seed=st.integers(0, 9), epoch=st.integers(0, 3))
+@given(
+    num_rows=st.integers(1, 60),
+    part=st.floats(0, 1),
+    seed=st.integers(0, 9),
+    epoch=st.integers(0, 3),
+)
 def test_an_epoch_has_every_row_once(num_rows, part, seed, epoch):
     batch_size = max(1, round(part * num_rows))
     count = num_batches(num_rows, batch_size)
-    rows = [batch_rows(num_rows, batch_size, seed=seed, step=epoch * count + i) for i in range(count)]
+    rows = [
+        batch_rows(num_rows, batch_size, seed=seed, step=epoch * count + i) for i in range(count)
+    ]
     assert sorted(np.concatenate(rows)) == list(range(num_rows))
     assert all(len(part) == batch_size for part in rows[:-1])
 
@@ -36,7 +51,9 @@ def test_every_batch_has_one_shape_and_the_weight_of_its_rows():
 
 
 def test_padding_keeps_weights_and_dtypes():
-    padded = pad_rows({"x": np.array([5, 6], np.int8), "weight": np.array([2.0, 0.5], np.float32)}, 3)
+    padded = pad_rows(
+        {"x": np.array([5, 6], np.int8), "weight": np.array([2.0, 0.5], np.float32)}, 3
+    )
     assert padded["x"].tolist() == [5, 6, 0]
     assert padded["weight"].tolist() == [2, 0.5, 0]
     assert (padded["x"].dtype, padded["weight"].dtype) == (np.int8, np.float32)
@@ -44,7 +61,8 @@ def test_padding_keeps_weights_and_dtypes():
 
 def test_padding_never_drops_rows():
     with pytest.raises(
-        ValueError, match=re.escape("padding must not drop rows; got 3 rows to pad to 2. Give 3 or more.")
+        ValueError,
+        match=re.escape("padding must not drop rows; got 3 rows to pad to 2. Give 3 or more."),
     ):
         pad_rows({"x": np.zeros(3)}, 2)
 
@@ -66,7 +84,9 @@ def test_round_up_gives_the_next_multiple():
     before=st.integers(0, 30),
     seed=st.integers(0, 3),
 )
-def test_a_run_that_goes_on_with_another_batch_size_still_has_every_row_once_an_epoch(num_rows, sizes, before, seed):
+def test_a_run_that_goes_on_with_another_batch_size_still_has_every_row_once_an_epoch(
+    num_rows, sizes, before, seed
+):
     first, second = (min(size, num_rows) for size in sizes)
     seen = [batch_rows(num_rows, first, seed=seed, step=step) for step in range(before)]
     origin = Origin(before, samples_before(num_rows, first, before))
@@ -81,7 +101,12 @@ def test_a_run_that_goes_on_with_another_batch_size_still_has_every_row_once_an_
     assert samples_before(num_rows, second, step, origin) == len(rows)
 
 
-@given(num_rows=st.integers(1, 40), size=st.integers(1, 40), at=st.integers(0, 30), step=st.integers(0, 30))
+@given(
+    num_rows=st.integers(1, 40),
+    size=st.integers(1, 40),
+    at=st.integers(0, 30),
+    step=st.integers(0, 30),
+)
 def test_a_resume_with_the_same_batch_size_changes_no_batch(num_rows, size, at, step):
     size = min(size, num_rows)
     origin = Origin(at, samples_before(num_rows, size, at))
@@ -92,17 +117,24 @@ def test_a_resume_with_the_same_batch_size_changes_no_batch(num_rows, size, at, 
 @pytest.mark.parametrize(
     ("columns", "got"),
     [
-        ({"x": np.ones((3, 2)), "y": np.ones(4)}, "got x with 3, y with 4"),  # the fourth y would never be read
+        (
+            {"x": np.ones((3, 2)), "y": np.ones(4)},
+            "got x with 3, y with 4",
+        ),  # the fourth y would never be read
         ({"x": np.ones((0, 2))}, "got x with 0"),
         ({"x": np.ones(3), "rate": np.float32(0.1)}, "got x with 3, rate with 0"),
         ({}, "got no columns"),
     ],
 )
 def test_columns_of_other_numbers_of_rows_are_refused(columns, got):
-    with pytest.raises(ValueError, match=f"all columns must have the same number of rows, at least one; {got}"):
+    with pytest.raises(
+        ValueError, match=f"all columns must have the same number of rows, at least one; {got}"
+    ):
         take_batch(columns, 2, seed=0, step=0)
     if got != "got x with 0":  # a process whose rows of a batch are all padding has none
-        with pytest.raises(ValueError, match=f"all columns must have the same number of rows; {got}"):
+        with pytest.raises(
+            ValueError, match=f"all columns must have the same number of rows; {got}"
+        ):
             pad_rows(columns, 8)
 
 

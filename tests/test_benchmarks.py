@@ -27,7 +27,9 @@ def smoke(tmp_path, script, *flags):
     """Returns the rows of all tables of a tiny run in a process of its own."""
     out = tmp_path / "figures.json"
     command = [sys.executable, str(BENCHMARKS / script), "--smoke", "--out", str(out), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return rows_of(out, done.stdout, script, *flags)
 
@@ -41,7 +43,9 @@ def smoke_here(tmp_path, monkeypatch, capsys):
 
     def run(script, *flags):
         out, devices = tmp_path / "figures.json", jax.devices()
-        use_fake_devices = lambda count: monkeypatch.setattr(jax, "devices", lambda: devices[:count])
+        use_fake_devices = lambda count: monkeypatch.setattr(
+            jax, "devices", lambda: devices[:count]
+        )
         for module in ("jaxpar", "jaxpar.runtime.distributed"):
             monkeypatch.setattr(f"{module}.use_fake_devices", use_fake_devices)
         monkeypatch.setattr(sys, "argv", [script, "--smoke", "--out", str(out), *flags])
@@ -59,7 +63,9 @@ def rows_of(out, printed, script, *flags):
     assert record.smoke
     assert record.command == " ".join(["python", f"benchmarks/{script}", "--smoke", *flags])
     assert {"Python", "jax"} <= set(record.versions)
-    assert all(table.mesh or "mesh" in table.columns for table in record.tables), "each table names its mesh"
+    assert all(table.mesh or "mesh" in table.columns for table in record.tables), (
+        "each table names its mesh"
+    )
     return [row for table in record.tables for row in table.rows]
 
 
@@ -73,7 +79,9 @@ def test_traffic_of_a_step_is_the_least_on_each_axis(smoke_here):
 
 
 @pytest.mark.slow
-def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_by_autodiff_does(smoke_here):
+def test_1f1b_keeps_the_same_for_more_microbatches_and_a_quarter_of_what_gpipe_by_autodiff_does(
+    smoke_here,
+):
     by_step = {row["step"]: row for row in smoke_here("memory.py")}
     own, gpipe = by_step["jaxpar 1f1b"], by_step["GPipe by jax.grad"]
     few, many = "8 microbatches, MiB", "32 microbatches, MiB"
@@ -113,13 +121,17 @@ def test_rings_are_told_from_activations_of_as_many_elements():
     assert not is_ring("bf16[4,1,2048,2,64]")
 
 
-def test_a_roofline_without_the_compiler_for_gpus_or_of_a_job_that_there_is_not_ends_with_one_line(monkeypatch, capsys):
+def test_a_roofline_without_the_compiler_for_gpus_or_of_a_job_that_there_is_not_ends_with_one_line(
+    monkeypatch, capsys
+):
     monkeypatch.setattr(gpu_roofline, "start_on_cpu", lambda: None)  # too late here
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
     with pytest.raises(SystemExit) as ended:
         gpu_roofline.main(gpu_roofline.Config())
     assert ended.value.code == report.CANNOT_RUN
-    assert capsys.readouterr().err.startswith("compiling for GPUs needs JAX's CUDA plugin of JAX's own version, ")
+    assert capsys.readouterr().err.startswith(
+        "compiling for GPUs needs JAX's CUDA plugin of JAX's own version, "
+    )
     with pytest.raises(SystemExit, match=r"^--jobs takes 8b, data 8, ZeRO 3; .*; got 9b\.$"):
         gpu_roofline.main(gpu_roofline.Config(jobs=("9b",)))
 
@@ -150,7 +162,11 @@ def test_figures_of_peers_are_medians_over_all_rounds_of_all_starts(monkeypatch)
             "jaxpar 1f1b": Peer(start, 0.5),
             "JaxPP DualPipeV": Peer(start, 2.0),
         }
-        return started if start != 2.0 else {name: peer for name, peer in started.items() if name != "JaxPP DualPipeV"}
+        return (
+            started
+            if start != 2.0
+            else {name: peer for name, peer in started.items() if name != "JaxPP DualPipeV"}
+        )
 
     monkeypatch.setattr(peers, "start_peers", start_peers)
     table, versions = peers.compare("jaxpp", peers.Config(starts=3, repeats=2))
@@ -165,7 +181,9 @@ def test_figures_of_peers_are_medians_over_all_rounds_of_all_starts(monkeypatch)
     }
     assert {key: reference[key] for key in figures} == figures
     assert (ours["peer"], ours["wall s"], ours["wall ratio"]) == ("jaxpar 1f1b", 2.0, 0.5)
-    assert table.note.startswith("Losses, to 0.0001 those of all: 3.00000, 2.00000, 2.00000. Left out: ")
+    assert table.note.startswith(
+        "Losses, to 0.0001 those of all: 3.00000, 2.00000, 2.00000. Left out: "
+    )
     assert table.note.endswith("JaxPP DualPipeV."), "it did not start each time"
     assert versions == {"jax": "1"}
 
@@ -173,18 +191,24 @@ def test_figures_of_peers_are_medians_over_all_rounds_of_all_starts(monkeypatch)
 @pytest.mark.parametrize("other", [2.001, float("nan")])
 def test_peers_with_other_losses_are_refused(other):
     peers.check_losses({"jax.jit": [3.0, 2.0], "jaxpar": [3.0, 2.00001]})
-    with pytest.raises(SystemExit, match=r"^peers must have the same losses to 0\.0001; got .* from jaxpar"):
+    with pytest.raises(
+        SystemExit, match=r"^peers must have the same losses to 0\.0001; got .* from jaxpar"
+    ):
         peers.check_losses({"jax.jit": [3.0, 2.0], "jaxpar": [3.0, other]})
 
 
 @pytest.mark.parametrize("flag", ["--repeats", "--starts"])
 def test_no_rounds_of_peers_are_refused_before_any_peer_starts(flag):
     config = peers.Config(**{flag[2:]: 0})
-    with pytest.raises(SystemExit, match=f"^{flag} must be positive; got 0. Leave it out for the default.$"):
+    with pytest.raises(
+        SystemExit, match=f"^{flag} must be positive; got 0. Leave it out for the default.$"
+    ):
         peers.main(config)
 
 
-def test_a_peer_that_is_not_ours_and_does_not_start_is_left_out_with_one_line(tmp_path, monkeypatch, capsys):
+def test_a_peer_that_is_not_ours_and_does_not_start_is_left_out_with_one_line(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "torch.py").write_text('raise ImportError("no such libgomp")\n')
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(peers, "python_of", lambda *_: sys.executable)
@@ -196,7 +220,9 @@ def test_a_peer_that_is_not_ours_and_does_not_start_is_left_out_with_one_line(tm
 
 
 def test_a_peer_of_ours_that_does_not_start_ends_the_run_with_one_line():
-    with pytest.raises(SystemExit, match=r"^jaxpar ended with exit code 2: jax_peer.py: error: .*'nothing'.*\)$"):
+    with pytest.raises(
+        SystemExit, match=r"^jaxpar ended with exit code 2: jax_peer.py: error: .*'nothing'.*\)$"
+    ):
         peers.start_peers({"jaxpar": jax_peer("nothing")}, smoke=True)
 
 
@@ -261,7 +287,9 @@ def test_the_step_of_the_jaxpp_peer_marks_each_stage_and_trains_as_one_device(mo
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("stage",))
     with jax.numpy_rank_promotion("allow"):
         loss, grads = jax.jit(small_gpt.one_device, static_argnums=2)(params, batch, count)
-        trained, found = jaxpp_peer.make_train_step(mesh, "Interleaved1F1B", 4, shape.layers)(listed, microbatches)
+        trained, found = jaxpp_peer.make_train_step(mesh, "Interleaved1F1B", 4, shape.layers)(
+            listed, microbatches
+        )
     assert float(found.first_mpmd_replica) == pytest.approx(float(loss), rel=1e-5)
     want = jax.tree.map(lambda p, g: p - protocol.LEARNING_RATE * g, params, grads)
     assert_same(trained, jaxpp_peer.listed_layers(want), within=1e-5)
@@ -269,14 +297,18 @@ def test_the_step_of_the_jaxpp_peer_marks_each_stage_and_trains_as_one_device(mo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "num_marks"), [("Std1F1B", 4), ("Interleaved1F1B", 8)])
-def test_the_jaxpp_peer_marks_each_stage_and_has_the_losses_of_one_device(tmp_path, monkeypatch, schedule, num_marks):
+def test_the_jaxpp_peer_marks_each_stage_and_has_the_losses_of_one_device(
+    tmp_path, monkeypatch, schedule, num_marks
+):
     (tmp_path / "jaxpp").mkdir()
     (tmp_path / "jaxpp" / "__init__.py").touch()
     (tmp_path / "jaxpp" / "api.py").write_text(IN_SEQUENCE.replace("WANTED", str(num_marks)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     peers.check_jaxpp(sys.executable)
     commands = {"jax.jit": jax_peer("plain"), "JaxPP": jaxpp_peer(schedule)}
-    run = peers.take_turns(peers.start_peers(commands, smoke=True, jaxpp_python=sys.executable), count=1)
+    run = peers.take_turns(
+        peers.start_peers(commands, smoke=True, jaxpp_python=sys.executable), count=1
+    )
     before, after = run.losses("JaxPP")
     assert after < before - 1e-3, "a step trains"
     assert run.first["JaxPP"]["versions"].startswith("JaxPP of this test (jax ")
@@ -290,17 +322,20 @@ def test_without_jaxpp_its_question_is_left_out_with_the_remedy(capsys):
         in (capsys.readouterr().out)
     )
     with pytest.raises(
-        SystemExit, match=r"^--only jaxpp must have a Python with JaxPP; got none\. Install JaxPP beside "
+        SystemExit,
+        match=r"^--only jaxpp must have a Python with JaxPP; got none\. Install JaxPP beside ",
     ):
         peers.questions_of(peers.Config(only="jaxpp"))
 
 
 @pytest.mark.parametrize(
-    ("python", "why"), [(sys.executable, "ModuleNotFoundError: .*jaxpp"), ("/no/python", r"\[Errno 2\]")]
+    ("python", "why"),
+    [(sys.executable, "ModuleNotFoundError: .*jaxpp"), ("/no/python", r"\[Errno 2\]")],
 )
 def test_a_python_without_jaxpp_is_refused_with_the_remedy(python, why):
     with pytest.raises(
-        SystemExit, match=rf"^--jaxpp-python must .* imports jaxpp; got {python}: {why}.*Install JaxPP beside "
+        SystemExit,
+        match=rf"^--jaxpp-python must .* imports jaxpp; got {python}: {why}.*Install JaxPP beside ",
     ):
         peers.questions_of(peers.Config(only="jaxpp", jaxpp_python=python))
 

@@ -94,18 +94,32 @@ def test_a_missing_field_is_named_with_the_file(tmp_path, where, field):
     found = json.loads(path.read_text())
     del (found if where == "record" else found["tables"][0])[field]
     path.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match=rf"{path} lacks {field}. Measure again: python benchmarks/traffic.py --out"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{path} lacks {field}. Measure again: python benchmarks/traffic.py --out",
+    ):
         report.Record.read(path)
 
 
 def test_a_row_without_one_of_the_columns_is_refused():
-    with pytest.raises(ValueError, match="each row of a table must have the columns run, MiB; got run in 'Memory'"):
+    with pytest.raises(
+        ValueError, match="each row of a table must have the columns run, MiB; got run in 'Memory'"
+    ):
         report.Table("Memory", {"run": "", "MiB": ".1f"}, [{"run": "1f1b"}])
 
 
 def test_a_command_names_no_folder_of_this_machine():
-    flags = ["--out", "figures.json", "--smoke", "--torch-python", str(Path("bin", "python").resolve())]
-    assert report.command("gpu_day", flags) == "python benchmarks/gpu_day.py --smoke --torch-python python"
+    flags = [
+        "--out",
+        "figures.json",
+        "--smoke",
+        "--torch-python",
+        str(Path("bin", "python").resolve()),
+    ]
+    assert (
+        report.command("gpu_day", flags)
+        == "python benchmarks/gpu_day.py --smoke --torch-python python"
+    )
 
 
 def test_one_benchmark_stops_no_other_and_each_that_did_not_run_keeps_its_figures(made_up, capfd):
@@ -121,7 +135,10 @@ def test_one_benchmark_stops_no_other_and_each_that_did_not_run_keeps_its_figure
     assert "needs a GPU" in capfd.readouterr().out
     page = (made_up / "RESULTS.md").read_text()
     assert page.count(" at 0123abc; ") == 2
-    assert f"## What is counted?\n\nSheep.\n\nThey lie on two lines.\n\n{report.render(RECORD)}" in page
+    assert (
+        f"## What is counted?\n\nSheep.\n\nThey lie on two lines.\n\n{report.render(RECORD)}"
+        in page
+    )
 
 
 def test_what_was_never_measured_is_on_the_page_too(made_up):
@@ -153,4 +170,6 @@ def test_the_page_is_what_the_figures_render_to():
     """It needs figures, of which a tree may hold none yet."""
     page = report.page(run.BENCHMARKS, BENCHMARKS / "results")
     if any((BENCHMARKS / "results").glob("*.json")):
-        assert (BENCHMARKS / "RESULTS.md").read_text() == page, "render it: python benchmarks/run.py --render"
+        assert (BENCHMARKS / "RESULTS.md").read_text() == page, (
+            "render it: python benchmarks/run.py --render"
+        )

@@ -43,7 +43,10 @@ def test_a_ring_gives_back_what_was_put_and_keeps_the_rest(name):
     (back,) = buffers.get(ring, shapes, jnp.int32(1), 0)
     assert_same_bits(back, value)
     others = [
-        buffers.get(ring, shapes, slot, layer)[0] for slot in range(3) for layer in range(2) if (slot, layer) != (1, 0)
+        buffers.get(ring, shapes, slot, layer)[0]
+        for slot in range(3)
+        for layer in range(2)
+        if (slot, layer) != (1, 0)
     ]
     assert not any(raw(other).any() for other in others), "idle slots hold zeros"
 
@@ -56,7 +59,9 @@ def test_a_slot_is_written_whole_or_not_at_all():
 
 def test_take_and_add_at_reach_one_place_and_add_in_the_type_of_the_total():
     total = [jnp.zeros((3, 2), jnp.float32)]
-    added = buffers.add_at(buffers.add_at(total, [jnp.ones(2, jnp.bfloat16)], 1), [jnp.full(2, 2.0)], jnp.int32(1))
+    added = buffers.add_at(
+        buffers.add_at(total, [jnp.ones(2, jnp.bfloat16)], 1), [jnp.full(2, 2.0)], jnp.int32(1)
+    )
     assert added[0].dtype == jnp.float32
     np.testing.assert_array_equal(added[0], [[0, 0], [3, 3], [0, 0]])
     np.testing.assert_array_equal(buffers.take(added, 1)[0], [3, 3])
@@ -70,7 +75,11 @@ def test_a_ring_is_written_in_place_inside_a_loop():
     shapes = [jax.ShapeDtypeStruct((128,), jnp.float32)]
 
     compiled = jax.jit(fill, donate_argnums=0).lower(ring_of(shapes, 8)).compile()
-    copies = [line for line in compiled.as_text().splitlines() if re.search(r"f32\[8,128\]\S* copy\(", line)]
+    copies = [
+        line
+        for line in compiled.as_text().splitlines()
+        if re.search(r"f32\[8,128\]\S* copy\(", line)
+    ]
     assert not copies, f"the ring is copied: {copies}"
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * 128 * 4
 
@@ -99,7 +108,9 @@ def test_without_initial_values_nothing_is_written_to_rings_before_a_loop():
             a, b = ring_of(shapes, 8, clear=clear)
             return fill([a]), fill([b])
 
-        return re.findall(r"= f32\[8,128\]\S* ([\w-]+)\(", jax.jit(filled).lower().compile().as_text())
+        return re.findall(
+            r"= f32\[8,128\]\S* ([\w-]+)\(", jax.jit(filled).lower().compile().as_text()
+        )
 
     assert "custom-call" not in arrays(True)
     assert "broadcast" in arrays(True)

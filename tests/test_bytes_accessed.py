@@ -96,7 +96,9 @@ IN_BODY = (KIB + KIB + INDEX + KIB) + 3 * KIB + (KIB + INDEX + KIB)
         ("main", "ring", 0),
     ],
 )
-def test_an_instruction_reads_its_inputs_or_slices_of_them_and_writes_its_outputs(where, name, num_bytes):
+def test_an_instruction_reads_its_inputs_or_slices_of_them_and_writes_its_outputs(
+    where, name, num_bytes
+):
     module = parse_module(PROGRAM)
     computation = module.computations[where]
     assert own_bytes(module, computation, computation.by_name[name]) == num_bytes

@@ -19,7 +19,9 @@ def test_all_checks_hold_tiny_on_a_cpu_without_tyro(tmp_path):
     (tmp_path / "tyro.py").write_text('raise ImportError("tyro is not installed")\n')
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{SCRIPT.parents[1]}"}
     command = [sys.executable, str(SCRIPT), "--small"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=WAIT_SECONDS)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=env, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     count = len(list(check_on_gpu.checks(check_on_gpu.SMALL, on_gpu=False)))
     assert done.stdout.splitlines()[-1] == f"{count} of {count} hold"
@@ -31,13 +33,17 @@ def test_parts_are_all_checks_once_and_those_of_kernels_need_a_gpu():
     assert sorted(name for place in places for name in names[place::3]) == sorted(names)
     assert len(set(names)) == len(names)
     assert sum("cuDNN" in name for name in names) == 6
-    assert not any("cuDNN" in check.name for check in check_on_gpu.checks(check_on_gpu.SMALL, on_gpu=False))
+    assert not any(
+        "cuDNN" in check.name for check in check_on_gpu.checks(check_on_gpu.SMALL, on_gpu=False)
+    )
 
 
 def test_without_pydantic_only_the_checkpoint_is_left_out(monkeypatch, capsys):
     every = [check.name for check in check_on_gpu.checks(check_on_gpu.SMALL, on_gpu=False)]
     monkeypatch.setattr(check_on_gpu.importlib.util, "find_spec", lambda name: None)
-    assert [check.name for check in check_on_gpu.checks(check_on_gpu.SMALL, on_gpu=False)] == every[:-1]
+    assert [check.name for check in check_on_gpu.checks(check_on_gpu.SMALL, on_gpu=False)] == every[
+        :-1
+    ]
     assert capsys.readouterr().out == "left out: a checkpoint, which needs pydantic\n"
 
 
@@ -58,7 +64,10 @@ def test_two_settings_of_memory_that_keep_jax_off_the_gpu_are_refused(monkeypatc
     for name in check_on_gpu.MEMORY:
         monkeypatch.setenv(name, ".3")
     assert check_on_gpu.main(check_on_gpu.parse([])) == 2
-    assert "must not both be set: JAX then stays off the GPU. Unset XLA_PYTHON" in capsys.readouterr().out
+    assert (
+        "must not both be set: JAX then stays off the GPU. Unset XLA_PYTHON"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_check_that_is_off_or_raises_is_named_and_the_others_go_on(monkeypatch, capsys):

@@ -38,7 +38,9 @@ def test_a_state_restored_on_another_mesh_has_the_same_bytes(tmp_path, before, a
     restored = jaxpar.CheckpointManager(tmp_path, mesh).restore(target)
 
     assert_same_bits(restored, saved)
-    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, target)
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
+        lambda x: x.sharding, target
+    )
 
 
 def test_a_run_restores_without_making_a_first_state(tmp_path):
@@ -48,7 +50,9 @@ def test_a_run_restores_without_making_a_first_state(tmp_path):
     manager.save(state)
     shardings = jax.tree.map(lambda x: x.sharding, state.params)
     params = jaxpar.fetch(state.params)
-    abstract = jaxpar.abstract_state(lambda key: params, jax.random.key(0), optimizer, mesh, shardings)
+    abstract = jaxpar.abstract_state(
+        lambda key: params, jax.random.key(0), optimizer, mesh, shardings
+    )
     assert jax.tree.map(lambda x: x.sharding, abstract) == jax.tree.map(lambda x: x.sharding, state)
     assert_same_bits(manager.restore(abstract), state)
 
@@ -88,8 +92,12 @@ def test_a_run_goes_on_only_with_its_own_config(tmp_path):
         "a run in another folder."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        manager.restore(state, config={"learning_rate": 0.2, "features": ["area", "rooms"], "seed": 1})
-    manager.restore(state, config={"learning_rate": 0.2, "seed": 1}, allow=["learning_rate", "features", "seed"])
+        manager.restore(
+            state, config={"learning_rate": 0.2, "features": ["area", "rooms"], "seed": 1}
+        )
+    manager.restore(
+        state, config={"learning_rate": 0.2, "seed": 1}, allow=["learning_rate", "features", "seed"]
+    )
 
 
 def test_restoring_from_a_folder_without_checkpoints_is_refused_and_makes_no_folder(tmp_path):
@@ -104,7 +112,9 @@ def test_a_step_that_was_not_saved_is_refused(tmp_path):
     mesh = jaxpar.make_mesh()
     manager = jaxpar.CheckpointManager(tmp_path, mesh)
     manager.save(at_step(make_state(mesh), 5))
-    with pytest.raises(ValueError, match=r"needs a saved step; got step=4, saved 5\. Choose one of these\."):
+    with pytest.raises(
+        ValueError, match=r"needs a saved step; got step=4, saved 5\. Choose one of these\."
+    ):
         manager.restore(make_state(mesh), step=4)
 
 
@@ -113,7 +123,10 @@ def test_a_step_that_was_not_saved_is_refused(tmp_path):
     [
         ({"width": 16}, "got float32[16] for params/bias, saved float32[8], in step 0"),
         ({"optimizer": optax.sgd(0.1)}, "got none for opt_state/0/count, saved int32[], in step 0"),
-        ({"optimizer": optax.adam(optax.constant_schedule(0.1))}, "got int32[] for opt_state/1/count, saved none, in"),
+        (
+            {"optimizer": optax.adam(optax.constant_schedule(0.1))},
+            "got int32[] for opt_state/1/count, saved none, in",
+        ),
     ],
     ids=["width", "fewer arrays", "more arrays"],
 )
@@ -131,7 +144,8 @@ def test_a_target_without_shardings_is_refused(tmp_path):
     state = make_state(mesh)
     manager.save(state)
     with pytest.raises(
-        TypeError, match="every leaf of a restore's target must have a NamedSharding; got NoneType for step"
+        TypeError,
+        match="every leaf of a restore's target must have a NamedSharding; got NoneType for step",
     ):
         manager.restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
 
@@ -139,16 +153,17 @@ def test_a_target_without_shardings_is_refused(tmp_path):
 def test_a_target_on_another_mesh_is_refused(tmp_path):
     mesh = jaxpar.make_mesh(data=2)
     jaxpar.CheckpointManager(tmp_path, mesh).save(make_state(mesh))
-    message = (
-        "must be on the manager's mesh, {'data': 2, 'stage': 1, 'tensor': 1}; got {'data': 4, 'stage': 1, 'tensor': 1}"
-    )
+    message = "must be on the manager's mesh, {'data': 2, 'stage': 1, 'tensor': 1}; got {'data': 4, 'stage': 1, 'tensor': 1}"
     with pytest.raises(ValueError, match=re.escape(message)):
         jaxpar.CheckpointManager(tmp_path, mesh).restore(make_state(jaxpar.make_mesh(data=4)))
 
 
 @pytest.mark.parametrize(
     ("keep", "message"),
-    [({"keep": 0}, "keep must be at least 1; got 0"), ({"keep_every": -5}, "keep_every must be 0 or more; got -5")],
+    [
+        ({"keep": 0}, "keep must be at least 1; got 0"),
+        ({"keep_every": -5}, "keep_every must be 0 or more; got -5"),
+    ],
 )
 def test_what_is_kept_must_make_sense(tmp_path, keep, message):
     with pytest.raises(ValueError, match=message):
@@ -170,14 +185,19 @@ def test_the_newest_some_between_and_the_best_are_kept(tmp_path, keep, left):
     manager, state = jaxpar.CheckpointManager(tmp_path, mesh, **keep), make_state(mesh)
     losses = {2: 0.9, 4: np.nan, 6: 0.3, 8: 0.5, 10: np.inf, 12: 0.4}
     for step, test_loss in losses.items():
-        manager.save(at_step(state, step), metrics={"test_loss": np.float32(test_loss), "accuracy": test_loss})
+        manager.save(
+            at_step(state, step),
+            metrics={"test_loss": np.float32(test_loss), "accuracy": test_loss},
+        )
     assert manager.steps() == left
 
 
 def test_a_checkpoint_says_of_what_run_it_is(tmp_path):
     mesh = jaxpar.make_mesh(data=2, tensor=2)
     manager = jaxpar.CheckpointManager(tmp_path, mesh)
-    manager.save(at_step(make_state(mesh), 3), samples=48, key=jax.random.key(7), config={"seed": 7})
+    manager.save(
+        at_step(make_state(mesh), 3), samples=48, key=jax.random.key(7), config={"seed": 7}
+    )
     manifest = manager.manifest(3)
     assert (manifest.step, manifest.samples, manifest.config) == (3, 48, {"seed": 7})
     assert manifest.prng_key == PrngKey("threefry2x32", (0, 7))
@@ -188,7 +208,9 @@ def test_a_checkpoint_says_of_what_run_it_is(tmp_path):
 
 def test_only_a_prng_key_is_saved_as_one(tmp_path):
     mesh = jaxpar.make_mesh()
-    with pytest.raises(TypeError, match=r"key must be a PRNG key; got uint32\. Make it with jax\.random\.key"):
+    with pytest.raises(
+        TypeError, match=r"key must be a PRNG key; got uint32\. Make it with jax\.random\.key"
+    ):
         jaxpar.CheckpointManager(tmp_path, mesh).save(make_state(mesh), key=jax.random.PRNGKey(0))
 
 
@@ -205,7 +227,9 @@ def test_the_step_goes_on_while_a_save_is_on_its_way(tmp_path, monkeypatch):
     before = jaxpar.fetch(state)
     advance = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     manager.save_async(state)
-    for _ in range(3):  # the buffers that are saved are donated to steps that end while the save is on its way
+    for _ in range(
+        3
+    ):  # the buffers that are saved are donated to steps that end while the save is on its way
         state = advance(state)
     jax.block_until_ready(state)
     assert manager.saving == 0
@@ -213,7 +237,9 @@ def test_the_step_goes_on_while_a_save_is_on_its_way(tmp_path, monkeypatch):
     hold.set()
     manager.wait()
     assert manager.saving is None
-    assert_same_bits(manager.restore(state), before, message="what was saved is the step's own state")
+    assert_same_bits(
+        manager.restore(state), before, message="what was saved is the step's own state"
+    )
 
 
 def test_replicas_that_drifted_apart_are_not_saved(tmp_path):
@@ -221,11 +247,15 @@ def test_replicas_that_drifted_apart_are_not_saved(tmp_path):
     state = make_state(mesh)
     bias = [np.array(shard.data) for shard in state.params["bias"].addressable_shards]
     bias[3][0] += 1
-    pieces = [jax.device_put(part, device) for part, device in zip(bias, mesh.devices.flat, strict=True)]
+    pieces = [
+        jax.device_put(part, device) for part, device in zip(bias, mesh.devices.flat, strict=True)
+    ]
     drifted = jax.make_array_from_single_device_arrays((8,), state.params["bias"].sharding, pieces)
     state = dataclasses.replace(state, params=state.params | {"bias": drifted})
     manager = jaxpar.CheckpointManager(tmp_path, mesh)
-    with pytest.raises(DivergedError, match=r"different ones in \['params/bias'\] at step 0\. Nothing was saved"):
+    with pytest.raises(
+        DivergedError, match=r"different ones in \['params/bias'\] at step 0\. Nothing was saved"
+    ):
         manager.save(state)
     assert manager.steps() == ()
 
@@ -233,13 +263,19 @@ def test_replicas_that_drifted_apart_are_not_saved(tmp_path):
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
     mesh = jaxpar.make_mesh(data=2)
     state = make_state(mesh)
-    state = dataclasses.replace(state, params=state.params | {"bias": state.params["bias"] * np.float32(np.nan)})
+    state = dataclasses.replace(
+        state, params=state.params | {"bias": state.params["bias"] * np.float32(np.nan)}
+    )
     with pytest.raises(NotFiniteError, match=r"NaN or infinity in \['params/bias'\] at step 0"):
         jaxpar.CheckpointManager(tmp_path, mesh).save(state)
 
 
-@pytest.mark.parametrize(("bias", "got"), [(np.zeros((0, 3)), "float64[0, 3]"), (jnp.zeros(4, jnp.int4), "int4[4]")])
-def test_an_array_that_cannot_be_stored_is_refused_before_anything_is_written(x64, tmp_path, bias, got):
+@pytest.mark.parametrize(
+    ("bias", "got"), [(np.zeros((0, 3)), "float64[0, 3]"), (jnp.zeros(4, jnp.int4), "int4[4]")]
+)
+def test_an_array_that_cannot_be_stored_is_refused_before_anything_is_written(
+    x64, tmp_path, bias, got
+):
     mesh = jaxpar.make_mesh(data=2)
     state = make_state(mesh)
     bias = jax.device_put(bias, state.params["bias"].sharding)
@@ -257,7 +293,9 @@ def test_a_save_that_the_disk_has_no_room_for_is_foreseen(tmp_path, monkeypatch,
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
     manager.save_async(at_step(state, 1))
     assert "NOT SAVED: checkpoint of step 1: a save needs 1," in capsys.readouterr().err
-    with pytest.raises(OSError, match=r"step 2: a save needs 1,[0-9]{3} bytes free; got 100 on the disk of"):
+    with pytest.raises(
+        OSError, match=r"step 2: a save needs 1,[0-9]{3} bytes free; got 100 on the disk of"
+    ):
         manager.save(at_step(state, 2))
     assert manager.failures[0].startswith("step 1: a save needs")
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
@@ -280,20 +318,25 @@ def test_a_save_that_fails_on_its_way_leaves_the_others_whole(tmp_path, monkeypa
     monkeypatch.setattr(orbax_tree, "save_async", full)
     manager.save_async(at_step(state, 1))
     manager.wait()
-    assert "NOT SAVED: checkpoint of step 1: ValueError: RESOURCE_EXHAUSTED" in capsys.readouterr().err
+    assert (
+        "NOT SAVED: checkpoint of step 1: ValueError: RESOURCE_EXHAUSTED" in capsys.readouterr().err
+    )
     assert newest_verified(manager) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["0"], "it takes its own leavings away"
 
 
 @pytest.mark.parametrize(
-    ("saved", "wanted"), [pytest.param(np.float32, "bfloat16", marks=pytest.mark.full), (np.float32, "float16")]
+    ("saved", "wanted"),
+    [pytest.param(np.float32, "bfloat16", marks=pytest.mark.full), (np.float32, "float16")],
 )
 def test_another_dtype_is_refused_unless_a_cast_is_asked_for(tmp_path, saved, wanted):
     mesh = jaxpar.make_mesh(data=2, tensor=2)
     state = make_state(mesh)
     manager = jaxpar.CheckpointManager(tmp_path, mesh)
     manager.save(state)
-    narrow = lambda x: jax.ShapeDtypeStruct(x.shape, wanted if x.dtype == saved else x.dtype, sharding=x.sharding)
+    narrow = lambda x: jax.ShapeDtypeStruct(
+        x.shape, wanted if x.dtype == saved else x.dtype, sharding=x.sharding
+    )
     target = jax.tree.map(narrow, state)
     with pytest.raises(ValueError, match=re.escape(f"got {wanted}[] for".replace("[]", "[8]"))):
         manager.restore(target)
@@ -310,5 +353,7 @@ def test_whole_numbers_are_never_cast(tmp_path):
     manager = jaxpar.CheckpointManager(tmp_path, mesh)
     manager.save(state)
     target = dataclasses.replace(state, params=jax.tree.map(lambda x: x.astype(int), state.params))
-    with pytest.raises(ValueError, match=re.escape("got int32[8] for params/bias, saved float32[8]")):
+    with pytest.raises(
+        ValueError, match=re.escape("got int32[8] for params/bias, saved float32[8]")
+    ):
         manager.restore(target, cast=True)

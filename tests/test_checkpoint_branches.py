@@ -40,7 +40,11 @@ def damage(folder, step, file="_CHECKPOINT_METADATA"):
 
 @pytest.mark.parametrize(
     "new",
-    [pytest.param((6, 7, 8, 10), marks=pytest.mark.full), (12,), pytest.param((10,), marks=pytest.mark.full)],
+    [
+        pytest.param((6, 7, 8, 10), marks=pytest.mark.full),
+        (12,),
+        pytest.param((10,), marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_a_run_that_goes_back_to_a_step_sets_the_later_ones_aside(folder, new):
@@ -51,7 +55,11 @@ def test_a_run_that_goes_back_to_a_step_sets_the_later_ones_aside(folder, new):
         manager.save(new_state(manager, step))
     assert set(os.listdir(folder)) == {*map(str, (5, *new)), "10.abandoned"}
     again = open_folder(folder)
-    assert_same_bits(again.restore(make_state(again.mesh)), new_state(again, new[-1]), message="the new branch wins")
+    assert_same_bits(
+        again.restore(make_state(again.mesh)),
+        new_state(again, new[-1]),
+        message="the new branch wins",
+    )
     assert said == [
         f"set aside step 10 as 10.abandoned: the run resumed from an older step, and saves step {new[0]} now. "
         "Delete it if it is not wanted."
@@ -81,7 +89,14 @@ def test_a_branch_that_is_left_twice_overwrites_nothing(folder):
     manager = open_folder(folder)
     manager.restore(make_state(manager.mesh), step=5)
     manager.save(at_step(make_state(manager.mesh, seed=4), 11))
-    assert sorted(os.listdir(folder)) == ["10.abandoned", "11", "11.abandoned", "11.abandoned-2", "12.abandoned", "5"]
+    assert sorted(os.listdir(folder)) == [
+        "10.abandoned",
+        "11",
+        "11.abandoned",
+        "11.abandoned-2",
+        "12.abandoned",
+        "5",
+    ]
 
 
 def test_a_run_that_looks_back_while_it_trains_leaves_no_branch(folder):
@@ -131,7 +146,9 @@ def test_damaged_steps_take_no_place_of_whole_ones(folder):
     (folder / "10" / "_CHECKPOINT_METADATA").unlink()
     manager.save(new_state(manager, 12))
     manager.save(new_state(manager, 13))
-    assert manager.steps() == (10, 12, 13), "what is not whole does not count, and is left to look at"
+    assert manager.steps() == (10, 12, 13), (
+        "what is not whole does not count, and is left to look at"
+    )
 
 
 def test_the_step_just_saved_stays_whatever_is_kept(tmp_path):

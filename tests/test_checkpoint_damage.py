@@ -85,7 +85,11 @@ def test_a_flipped_bit_makes_a_restore_use_the_step_before_and_say_so(folder, ma
 
 
 def truncate(step):
-    path = next(path for path in files_of(step) if path.stat().st_size > 100 and path.name != "manifest.json")
+    path = next(
+        path
+        for path in files_of(step)
+        if path.stat().st_size > 100 and path.name != "manifest.json"
+    )
     path.write_bytes(path.read_bytes()[:-1])
     return f"{path.relative_to(step).as_posix()} has {path.stat().st_size} bytes, not {path.stat().st_size + 1}"
 
@@ -137,7 +141,8 @@ def be_another_step(step):
 
 
 @pytest.mark.parametrize(
-    "harm", [truncate, lose, lose_manifest, add, link, link_whole, empty, be_a_file, be_another_step]
+    "harm",
+    [truncate, lose, lose_manifest, add, link, link_whole, empty, be_a_file, be_another_step],
 )
 def test_harm_is_named_and_the_step_before_used(folder, manager, said, harm):
     problem = harm(folder / "10")
@@ -188,7 +193,10 @@ def test_a_folder_that_may_not_be_read_is_one_message(folder, manager):
         if is_root:
             os.seteuid(65534)
         for look in (manager.latest, manager.has_any, lambda: restored_step(manager)):
-            with pytest.raises(PermissionError, match=r"must be one that this user may read; got .*checkpoints: Perm"):
+            with pytest.raises(
+                PermissionError,
+                match=r"must be one that this user may read; got .*checkpoints: Perm",
+            ):
                 look()
     finally:
         if is_root:
@@ -210,7 +218,9 @@ def test_with_no_step_whole_nothing_is_restored(folder, manager):
 
 def test_a_step_asked_for_by_number_is_not_swapped_for_another(folder, manager):
     lose(folder / "10")
-    with pytest.raises(BadCheckpointError, match=r"got 1 in .*step 10: _CHECKPOINT_METADATA is missing"):
+    with pytest.raises(
+        BadCheckpointError, match=r"got 1 in .*step 10: _CHECKPOINT_METADATA is missing"
+    ):
         manager.restore(make_state(manager.mesh), step=10)
     with pytest.raises(BadCheckpointError, match=r"checkpoint of step 7 in .*: it has no manifest"):
         manager.manifest(7)
@@ -236,7 +246,9 @@ def test_values_that_are_not_those_saved_are_found_after_reading(manager, said, 
 
     monkeypatch.setattr(restore, "read_arrays", wrong)
     assert restored_step(manager) == 5
-    assert said == ["NOT USED: checkpoint of step 10: the values of params/bias are not those that were saved"]
+    assert said == [
+        "NOT USED: checkpoint of step 10: the values of params/bias are not those that were saved"
+    ]
 
 
 def test_arrays_that_cannot_be_read_are_named(manager, said, monkeypatch):
@@ -249,7 +261,9 @@ def test_arrays_that_cannot_be_read_are_named(manager, said, monkeypatch):
 
     monkeypatch.setattr(restore, "read_arrays", fail)
     assert restored_step(manager) == 5
-    assert said == ["NOT USED: checkpoint of step 10: it cannot be read: KeyError: 'a tree of another kind'"]
+    assert said == [
+        "NOT USED: checkpoint of step 10: it cannot be read: KeyError: 'a tree of another kind'"
+    ]
 
 
 def test_a_manifest_larger_than_any_is_not_read(folder, manager, said):
@@ -259,7 +273,9 @@ def test_a_manifest_larger_than_any_is_not_read(folder, manager, said):
     assert "more than a manifest may have" in said[0]
 
 
-def test_a_manifest_of_another_model_is_refused_before_anything_is_read(folder, manager, monkeypatch):
+def test_a_manifest_of_another_model_is_refused_before_anything_is_read(
+    folder, manager, monkeypatch
+):
     monkeypatch.setattr(restore, "read_arrays", lambda *_: pytest.fail("read"))
     other = jax.tree.map(lambda x: x, make_state(manager.mesh, width=16))
     with pytest.raises(ValueError, match="must hold the arrays of the target"):

@@ -45,7 +45,8 @@ PLACES = {
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), quick([*((place, "ENOSPC") for place in PLACES), ("the root", "EROFS")], 0, 2)
+    ("place", "name"),
+    quick([*((place, "ENOSPC") for place in PLACES), ("the root", "EROFS")], 0, 2),
 )
 def test_a_save_that_fails_anywhere_is_told_and_the_next_begins_anew(manager, said, place, name):
     state = make_state(manager.mesh)
@@ -57,15 +58,21 @@ def test_a_save_that_fails_anywhere_is_told_and_the_next_begins_anew(manager, sa
         manager.wait()
     # A thread may have written on for a moment, which the next save discards.
     failed = [line for line in said if not line.startswith("discarded saving-")]
-    assert [line.split(": ")[:2] for line in failed] == [["NOT SAVED", f"checkpoint of step {n}"] for n in (2, 3)], said
+    assert [line.split(": ")[:2] for line in failed] == [
+        ["NOT SAVED", f"checkpoint of step {n}"] for n in (2, 3)
+    ], said
     assert all(os.strerror(getattr(errno, name)) in line for line in failed), said
     assert manager.is_behind
     assert manager.steps() == (1,)
-    left = lambda: [thread for thread in threading.enumerate() if thread not in threads and thread.is_alive()]
+    left = lambda: [
+        thread for thread in threading.enumerate() if thread not in threads and thread.is_alive()
+    ]
     wait_until(lambda: not left(), lambda: f"threads wait for a save that failed: {left()}")
     manager.save(at_step(state, 4))
     assert not manager.is_behind
-    assert sorted(os.listdir(manager.directory)) == ["1", "4"], "nothing of the failed saves is left"
+    assert sorted(os.listdir(manager.directory)) == ["1", "4"], (
+        "nothing of the failed saves is left"
+    )
     assert_same_bits(manager.restore(state), at_step(state, 4))
 
 
@@ -114,7 +121,9 @@ def hanging(monkeypatch):
 
 
 def test_a_save_that_hangs_is_given_up_after_its_seconds(tmp_path, said, hanging):
-    manager = jaxpar.CheckpointManager(tmp_path, jaxpar.make_mesh(), save_seconds=0.5, say=said.append)
+    manager = jaxpar.CheckpointManager(
+        tmp_path, jaxpar.make_mesh(), save_seconds=0.5, say=said.append
+    )
     manager.save_async(make_state(manager.mesh))
     manager.wait()
     assert "NOT SAVED: checkpoint of step 0: TimeoutError: it took longer than 0.5 s" in said[0]
@@ -165,7 +174,9 @@ def wait_for(response, monkeypatch, *, seconds=60, given_up=False):
         return operation.result(response)
 
 
-def test_writes_that_never_end_are_left_once_another_process_has_given_the_save_up(service, monkeypatch):
+def test_writes_that_never_end_are_left_once_another_process_has_given_the_save_up(
+    service, monkeypatch
+):
     response = Response()
     with pytest.raises(GivenUpError, match="another process failed"):
         wait_for(response, monkeypatch, seconds=NEVER, given_up=True)

@@ -36,8 +36,12 @@ class Run:
         self.mesh = jaxpar.make_mesh(**sizes)
         stage = self.mesh.shape["stage"]
         schedule = make_schedule(schedule, stage, 4, num_chunks)
-        table = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=2 * num_layers)
-        self.layout = jaxpar.LayerLayout(num_layers, stage, num_chunks, schedule.placement, layers_per_virtual_stage)
+        table = mlp.param_table(
+            tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=2 * num_layers
+        )
+        self.layout = jaxpar.LayerLayout(
+            num_layers, stage, num_chunks, schedule.placement, layers_per_virtual_stage
+        )
 
         def init(key):
             params = init_params(table, key)
@@ -103,9 +107,18 @@ def saved(tmp_path_factory):
         pytest.param({"tensor": 8}, marks=pytest.mark.slow),
         {"stage": 8},
         pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "stage": 4, "schedule": "zb-v", "num_chunks": 2}, marks=pytest.mark.slow),
         pytest.param(
-            {"data": 2, "stage": 2, "tensor": 2, "schedule": "interleaved", "num_chunks": 2, "zero": 3},
+            {"data": 2, "stage": 4, "schedule": "zb-v", "num_chunks": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {
+                "data": 2,
+                "stage": 2,
+                "tensor": 2,
+                "schedule": "interleaved",
+                "num_chunks": 2,
+                "zero": 3,
+            },
             marks=pytest.mark.slow,
         ),
     ],
@@ -145,6 +158,7 @@ def test_what_cannot_be_put_in_the_models_order_is_refused(tmp_path):
     optimizer = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
     state = jaxpar.init_state(lambda key: params, jax.random.key(0), optimizer, mesh, shardings)
     with pytest.raises(
-        ValueError, match=r"optimizer state of packed layers must have the shape of its param, \[8, \.\.\.\]"
+        ValueError,
+        match=r"optimizer state of packed layers must have the shape of its param, \[8, \.\.\.\]",
     ):
         jaxpar.CheckpointManager(tmp_path, mesh, layout=layout).save(state)

@@ -63,7 +63,9 @@ def test_a_manifest_comes_back_as_it_was():
     ],
 )
 def test_a_manifest_that_names_files_outside_is_refused(name):
-    with pytest.raises(ValueError, match=r"must be a plain path inside the checkpoint|must be a text of at most"):
+    with pytest.raises(
+        ValueError, match=r"must be a plain path inside the checkpoint|must be a text of at most"
+    ):
         parse_manifest(crafted(files={name: {"bytes": 1, "sha256": "0" * 64}}))
     assert name == "manifest.json" or not is_safe(name)
 
@@ -80,7 +82,10 @@ def test_a_manifest_that_names_files_outside_is_refused(name):
         ({"config": ["a"]}, r'config of manifest.json must be an object; got \["a"\]'),
         ({"mesh": {"data": "2"}}, 'mesh.data of manifest.json must be an integer; got "2"'),
         ({"metrics": {"loss": "nan"}}, 'metrics.loss of manifest.json must be a number; got "nan"'),
-        ({"arrays": {"w": {"shape": [1]}}}, "arrays.w of manifest.json must have the field 'dtype'; got 'shape'"),
+        (
+            {"arrays": {"w": {"shape": [1]}}},
+            "arrays.w of manifest.json must have the field 'dtype'; got 'shape'",
+        ),
         (
             {"arrays": {"w": {"shape": [1], "dtype": "f", "checksum": 0, "x": 0}}},
             "arrays.w of manifest.json must have no other fields; got 'x'",
@@ -97,8 +102,14 @@ def test_a_manifest_that_names_files_outside_is_refused(name):
             {"arrays": {"w": {"shape": [1], "dtype": "f", "checksum": 2**32}}},
             "arrays.w.checksum of manifest.json must be under 4294967296",
         ),
-        ({"files": {"x": {"bytes": 1, "sha256": "0" * 63}}}, 'files.x.sha256 of manifest.json must match .*; got "0+'),
-        ({"files": {"x": {"bytes": 1, "sha256": "A" * 64}}}, 'files.x.sha256 of manifest.json must match .*; got "A+'),
+        (
+            {"files": {"x": {"bytes": 1, "sha256": "0" * 63}}},
+            'files.x.sha256 of manifest.json must match .*; got "0+',
+        ),
+        (
+            {"files": {"x": {"bytes": 1, "sha256": "A" * 64}}},
+            'files.x.sha256 of manifest.json must match .*; got "A+',
+        ),
         (
             {"prng_key": {"impl": "x" * 2000, "words": []}},
             "prng_key.impl of manifest.json must have at most 1000 letters",
@@ -124,7 +135,10 @@ def test_a_crafted_manifest_is_refused(changes, message):
         b'{"body": NaN}',
         b'{"step": 1' + b"0" * 5000 + b"}",
         _render(
-            {"body": json.loads(GOOD.render())["body"] | {"step": 4}, "sha256": json.loads(GOOD.render())["sha256"]}
+            {
+                "body": json.loads(GOOD.render())["body"] | {"step": 4},
+                "sha256": json.loads(GOOD.render())["sha256"],
+            }
         ).encode(),
     ],
     ids=range(11),

@@ -31,7 +31,9 @@ PICTURES = {
     "digits": ("report.html", "loss.png"),
     "gpt": ("report.html", "loss.png", "timeline.svg"),
 }
-ONE_AND_SLOW_OTHERS = [pytest.param(name, marks=() if name == "house_prices" else pytest.mark.slow) for name in MODULES]
+ONE_AND_SLOW_OTHERS = [
+    pytest.param(name, marks=() if name == "house_prices" else pytest.mark.slow) for name in MODULES
+]
 
 
 def arguments(recipe, folder):
@@ -41,7 +43,18 @@ def arguments(recipe, folder):
     own = {
         "house_prices": ["--batch-size", "8", "--mesh.data", "2"],
         "digits": ["--hidden-layers", "2", "--width", "8"],
-        "gpt": ["--data", str(text), "--seq", "8", "--batch-size", "4", "--warmup-steps", "2", "--eval-rows", "4"],
+        "gpt": [
+            "--data",
+            str(text),
+            "--seq",
+            "8",
+            "--batch-size",
+            "4",
+            "--warmup-steps",
+            "2",
+            "--eval-rows",
+            "4",
+        ],
     }
     return ["--steps", str(STEPS), *own[recipe]]
 
@@ -82,7 +95,9 @@ def checkpoints(folder):
 
 
 def curve(folder):
-    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
 
@@ -90,7 +105,11 @@ def curve(folder):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",
-    ["house_prices", "digits", pytest.param("gpt", marks=pytest.mark.slow)],  # which tests/test_recipes_gpt.py resumes
+    [
+        "house_prices",
+        "digits",
+        pytest.param("gpt", marks=pytest.mark.slow),
+    ],  # which tests/test_recipes_gpt.py resumes
 )
 def test_a_recipe_that_is_asked_to_stop_saves_and_draws_and_goes_on_to_the_same_numbers(
     recipe, tmp_path, monkeypatch, capfd
@@ -111,7 +130,9 @@ def test_a_recipe_that_is_asked_to_stop_saves_and_draws_and_goes_on_to_the_same_
     said = capfd.readouterr().err.splitlines()
     assert said[0].startswith("SIGINT: saving at the end of a step")
     where = tmp_path / "out" / "checkpoints"
-    assert said[1:] == [f"SIGINT: saved step {STOP}; go on with --resume, which reads it from {where}"]
+    assert said[1:] == [
+        f"SIGINT: saved step {STOP}; go on with --resume, which reads it from {where}"
+    ]
     run(recipe, tmp_path, "--resume")
     assert f"resumed from step {STOP}" in capfd.readouterr().out
     assert curve(tmp_path) == want, "bit for bit"
@@ -119,7 +140,9 @@ def test_a_recipe_that_is_asked_to_stop_saves_and_draws_and_goes_on_to_the_same_
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ONE_AND_SLOW_OTHERS)
-def test_a_recipe_asked_to_stop_while_it_compiles_saves_its_first_step(recipe, tmp_path, monkeypatch):
+def test_a_recipe_asked_to_stop_while_it_compiles_saves_its_first_step(
+    recipe, tmp_path, monkeypatch
+):
     send_while_compiling(monkeypatch, signal.SIGTERM)
     with pytest.raises(SystemExit, match="75"):
         run(recipe, tmp_path)
@@ -129,13 +152,17 @@ def test_a_recipe_asked_to_stop_while_it_compiles_saves_its_first_step(recipe, t
 
 @pytest.mark.parametrize("recipe", ONE_AND_SLOW_OTHERS)
 def test_a_dry_run_makes_no_params(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxpar.init_state", lambda *_, **__: pytest.fail("a dry run needs shapes alone"))
+    monkeypatch.setattr(
+        "jaxpar.init_state", lambda *_, **__: pytest.fail("a dry run needs shapes alone")
+    )
     run(recipe, tmp_path, "--dry-run")
 
 
 def test_ctrl_c_where_nothing_is_trained_is_one_line(tmp_path, monkeypatch, capfd):
     send_while_compiling(monkeypatch, signal.SIGINT)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore Ctrl-C
     try:
         with pytest.raises(SystemExit, match="130"):
             run("house_prices", tmp_path, "--dry-run")
@@ -155,7 +182,9 @@ def script():
         clean = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
         environment = clean | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen([sys.executable, *launch, *own], cwd=ROOT, env=environment, **pipes))
+        started.append(
+            subprocess.Popen([sys.executable, *launch, *own], cwd=ROOT, env=environment, **pipes)
+        )
         return started[-1]
 
     yield start
@@ -200,8 +229,12 @@ def test_a_signal_to_a_script_saves_and_exits_75(tmp_path, script, recipe, numbe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "until"), [(signal.SIGINT, "each step takes"), (signal.SIGTERM, "compiled in")])
-def test_a_signal_to_a_launcher_stops_all_its_processes_after_one_step(tmp_path, script, number, until):
+@pytest.mark.parametrize(
+    ("number", "until"), [(signal.SIGINT, "each step takes"), (signal.SIGTERM, "compiled in")]
+)
+def test_a_signal_to_a_launcher_stops_all_its_processes_after_one_step(
+    tmp_path, script, number, until
+):
     launch = ("-m", "jaxpar", "launch", "-n", "2", "--log-dir", str(tmp_path / "logs"))
     process = script("house_prices", tmp_path, "--steps", "1000000", launch=launch)
     stop(process, tmp_path, number, until)

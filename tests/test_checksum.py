@@ -11,12 +11,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpar
 from jaxpar.checkpoint.checksums import Checked, check_arrays, diverged_replicas, row_sums
 
-SPECS = {"w": PartitionSpec("data", "tensor"), "b": PartitionSpec(("stage", "data")), "n": PartitionSpec()}
+SPECS = {
+    "w": PartitionSpec("data", "tensor"),
+    "b": PartitionSpec(("stage", "data")),
+    "n": PartitionSpec(),
+}
 
 
 def values(dtype=np.float32):
     rng = np.random.default_rng(0)
-    return {"w": rng.normal(size=(8, 8)).astype(dtype), "b": rng.normal(size=8).astype(dtype), "n": np.int32(7)}
+    return {
+        "w": rng.normal(size=(8, 8)).astype(dtype),
+        "b": rng.normal(size=8).astype(dtype),
+        "n": np.int32(7),
+    }
 
 
 def put(tree, specs=SPECS, **sizes):
@@ -43,7 +51,11 @@ def checksums(tree, specs=SPECS, **sizes):
 )
 def test_a_checksum_is_the_same_on_every_mesh(dtype):
     one = checksums(values(dtype))
-    assert one == checksums(values(dtype), data=4, tensor=2) == checksums(values(dtype), data=2, stage=2, tensor=2)
+    assert (
+        one
+        == checksums(values(dtype), data=4, tensor=2)
+        == checksums(values(dtype), data=2, stage=2, tensor=2)
+    )
 
 
 def test_doubles_have_checksums_of_all_their_bits(x64):
@@ -66,13 +78,17 @@ def test_two_values_that_change_places_change_the_checksum():
     assert checksums({"w": tree["w"].T.copy()})["w"] != whole
 
 
-@pytest.mark.parametrize(("spec", "size"), [(PartitionSpec(), 8), (PartitionSpec("tensor"), 4)], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "size"), [(PartitionSpec(), 8), (PartitionSpec("tensor"), 4)], ids=str
+)
 def test_a_replica_that_drifted_is_found(spec, size):
     mesh = jaxpar.make_mesh(data=4, tensor=2)
     sharding = NamedSharding(mesh, spec)
     parts = [np.ones(size, np.float32) for _ in range(8)]
     parts[5][1] = np.nextafter(np.float32(1), 2)
-    pieces = [jax.device_put(part, device) for part, device in zip(parts, mesh.devices.flat, strict=True)]
+    pieces = [
+        jax.device_put(part, device) for part, device in zip(parts, mesh.devices.flat, strict=True)
+    ]
     drifted = jax.make_array_from_single_device_arrays((8,), sharding, pieces)
     whole = jax.device_put(np.ones(8, np.float32), sharding)
     found = check_arrays({"drifted": drifted, "whole": whole}, mesh)
@@ -81,7 +97,10 @@ def test_a_replica_that_drifted_is_found(spec, size):
 
 
 def test_values_that_are_not_finite_are_found():
-    mesh, arrays = put({"w": np.full((8, 8), 1.0, np.float32), "b": np.array([*[0] * 7, np.nan], np.float32)}, data=4)
+    mesh, arrays = put(
+        {"w": np.full((8, 8), 1.0, np.float32), "b": np.array([*[0] * 7, np.nan], np.float32)},
+        data=4,
+    )
     found = check_arrays(arrays, mesh)
     assert found["w"].is_finite
     assert not found["b"].is_finite
@@ -93,14 +112,25 @@ def test_no_arrays_have_no_checksums():
 
 def test_a_scalar_is_checked_too():
     mesh, arrays = put({"n": np.int32(7)}, data=2)
-    assert check_arrays(arrays, mesh)["n"] == Checked(checksums({"n": np.int32(7)})["n"], False, True)
+    assert check_arrays(arrays, mesh)["n"] == Checked(
+        checksums({"n": np.int32(7)})["n"], False, True
+    )
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8, np.bool_, np.float16, np.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [np.float32, jnp.bfloat16, np.int8, np.bool_, np.float16, np.complex64], ids=str
+)
 def test_the_host_adds_the_same_checksum_from_any_parts(dtype):
     for name, whole in values(dtype).items():
         want = checksums({name: whole})[name]
-        assert int(row_sums(np.asarray(whole), (0,) * np.ndim(whole), np.shape(whole)).sum(dtype=np.uint32)) == want
+        assert (
+            int(
+                row_sums(np.asarray(whole), (0,) * np.ndim(whole), np.shape(whole)).sum(
+                    dtype=np.uint32
+                )
+            )
+            == want
+        )
 
 
 def test_the_host_adds_the_checksum_of_doubles_row_by_row(x64):
@@ -127,13 +157,18 @@ def test_the_host_mixes_more_than_one_block(monkeypatch):
 
 def test_replicas_are_compared_where_there_are_any():
     mesh = jaxpar.make_mesh(data=4, tensor=2)
-    parts = lambda sharding, shape: [np.ones(sharding.shard_shape(shape), np.float32) for _ in range(8)]
+    parts = lambda sharding, shape: [
+        np.ones(sharding.shard_shape(shape), np.float32) for _ in range(8)
+    ]
 
     def put_parts(spec, change):
         sharding = NamedSharding(mesh, spec)
         pieces = parts(sharding, (8, 4))
         pieces[5][0, 1] += change
-        placed = [jax.device_put(piece, device) for piece, device in zip(pieces, mesh.devices.flat, strict=True)]
+        placed = [
+            jax.device_put(piece, device)
+            for piece, device in zip(pieces, mesh.devices.flat, strict=True)
+        ]
         return jax.make_array_from_single_device_arrays((8, 4), sharding, placed)
 
     spoilt = {
@@ -146,5 +181,7 @@ def test_replicas_are_compared_where_there_are_any():
     assert diverged_replicas(spoilt) == ["columns", "whole"]
     assert diverged_replicas({"zero": spoilt["zero"]}) == []
     half = NamedSharding(jaxpar.make_mesh(data=2, devices=jax.devices()[:2]), PartitionSpec())
-    assert diverged_replicas({"half": jax.device_put(np.ones(3), half), "whole": spoilt["whole"]}) == ["whole"]
+    assert diverged_replicas(
+        {"half": jax.device_put(np.ones(3), half), "whole": spoilt["whole"]}
+    ) == ["whole"]
     assert diverged_replicas({}) == []

@@ -16,7 +16,9 @@ PER_DEVICE = 24  # elements; divisible by 2, 3, 4 and 8
 
 
 def masked(y, group, root):
-    return np.stack([y[place] if place == root else np.zeros_like(y[place]) for place in range(len(group))])
+    return np.stack(
+        [y[place] if place == root else np.zeros_like(y[place]) for place in range(len(group))]
+    )
 
 
 # What each gives the members of one group, from their arrays [members, n].
@@ -71,7 +73,9 @@ def results(size, length, groups, check_vma):
     def run(x):
         found = {}
         for name, call in CALLS.items():
-            y, back = jax.vjp(on_devices(lambda row, call=call: call(row, groups), size, check_vma), x)
+            y, back = jax.vjp(
+                on_devices(lambda row, call=call: call(row, groups), size, check_vma), x
+            )
             given[name] = numbers(*y.shape)
             found[name] = y, back(jnp.asarray(given[name]))[0]
         return found
@@ -110,7 +114,9 @@ def test_groups_are_worlds_of_their_own(x64, name, check_vma):
 
 
 @pytest.mark.parametrize("op", ["max", pytest.param("min", marks=pytest.mark.full)])
-@pytest.mark.parametrize("check_vma", [pytest.param(False, marks=pytest.mark.full), True], ids=["", "check_vma"])
+@pytest.mark.parametrize(
+    "check_vma", [pytest.param(False, marks=pytest.mark.full), True], ids=["", "check_vma"]
+)
 def test_a_maximum_s_gradient_goes_to_those_who_hold_it(x64, op, check_vma):
     x = np.array([[3.0, 1.0, 2.0], [1.0, 1.0, 2.0], [3.0, 0.0, 2.0]])
     x = x if op == "max" else -x
@@ -118,7 +124,9 @@ def test_a_maximum_s_gradient_goes_to_those_who_hold_it(x64, op, check_vma):
     y, back = jax.vjp(run, x)
     np.testing.assert_array_equal(y, np.stack([x.max(0) if op == "max" else x.min(0)] * 3))
     given = np.array([[1.0, 10.0, 100.0], [2.0, 20.0, 200.0], [3.0, 30.0, 300.0]])
-    np.testing.assert_allclose(back(jnp.asarray(given))[0], [[3, 30, 200], [0, 30, 200], [3, 0, 200]], rtol=1e-12)
+    np.testing.assert_allclose(
+        back(jnp.asarray(given))[0], [[3, 30, 200], [0, 30, 200], [3, 0, 200]], rtol=1e-12
+    )
 
 
 def test_a_shift_without_wrap_brings_zeros_from_beyond_the_end():
@@ -148,7 +156,9 @@ def test_trees_travel_whole():
 
 
 def test_a_barrier_is_in_the_compiled_program():
-    report = inspect_step(on_devices(lambda x: collectives.barrier(x, "data"), 4), numbers(4, 6).astype(np.float32))
+    report = inspect_step(
+        on_devices(lambda x: collectives.barrier(x, "data"), 4), numbers(4, 6).astype(np.float32)
+    )
     (only,) = report.collectives
     assert only.kind == "all-reduce"
     assert only.payload_bytes == 4, "one number"
@@ -157,23 +167,47 @@ def test_a_barrier_is_in_the_compiled_program():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: collectives.reduce_scatter(x, "data"), r"got dim 0 of shape \(6,\), 4 devices. Pad it to 8"),
-        (lambda x: collectives.scatter(x, "data"), r"got dim 0 of shape \(6,\), 4 devices. Pad it to 8"),
-        (lambda x: collectives.all_to_all(x, "data"), r"got dim 0 of shape \(6,\), 4 devices. Pad it to 8"),
+        (
+            lambda x: collectives.reduce_scatter(x, "data"),
+            r"got dim 0 of shape \(6,\), 4 devices. Pad it to 8",
+        ),
+        (
+            lambda x: collectives.scatter(x, "data"),
+            r"got dim 0 of shape \(6,\), 4 devices. Pad it to 8",
+        ),
+        (
+            lambda x: collectives.all_to_all(x, "data"),
+            r"got dim 0 of shape \(6,\), 4 devices. Pad it to 8",
+        ),
         (
             lambda x: collectives.all_gather(x, "data", dim=1),
             r"dim must be one of the array's.*got dim=1 for shape \(6,\)",
         ),
         (lambda x: collectives.broadcast(x, "data", root=4), "root must be from 0 to 3, .*; got 4"),
-        (lambda x: collectives.all_reduce(x, "data", op="or"), "op must be one of sum, mean, max, min; got 'or'"),
-        (lambda x: collectives.reduce_scatter(x, "data", op="max"), "op must be one of sum, mean; got 'max'"),
+        (
+            lambda x: collectives.all_reduce(x, "data", op="or"),
+            "op must be one of sum, mean, max, min; got 'or'",
+        ),
+        (
+            lambda x: collectives.reduce_scatter(x, "data", op="max"),
+            "op must be one of sum, mean; got 'max'",
+        ),
         (
             lambda x: collectives.all_reduce(x, "data", groups=[[0], [1, 2, 3]]),
             r"groups must have one size, .*\[1, 3\]",
         ),
-        (lambda x: collectives.all_reduce(x, "data", groups=[[0, 1], [1, 2]]), "each index of the axis once; got"),
-        (lambda x: collectives.ring_all_reduce(x, "data", bucket_bytes=0), "bucket_bytes must be positive; got 0"),
-        (lambda x: collectives.parameter_server(x, "data", num_servers=5)[0], "got num_servers=5, data=4"),
+        (
+            lambda x: collectives.all_reduce(x, "data", groups=[[0, 1], [1, 2]]),
+            "each index of the axis once; got",
+        ),
+        (
+            lambda x: collectives.ring_all_reduce(x, "data", bucket_bytes=0),
+            "bucket_bytes must be positive; got 0",
+        ),
+        (
+            lambda x: collectives.parameter_server(x, "data", num_servers=5)[0],
+            "got num_servers=5, data=4",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(call, message):

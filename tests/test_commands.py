@@ -28,7 +28,9 @@ def test_plot_puts_runs_side_by_side(tmp_path, capsys):
     head, a, b, wrote = capsys.readouterr().out.splitlines()
     assert head.split() == ["run", "points", "first", "loss", "lowest", "at", "step", "last"]
     assert a.split() == ["a", "3", "3", "1", "3", "1", "█▅▁"]
-    assert b.split() == ["b", "2", "3", "3", "1", "nan", "█!"], "a loss that was not finite is marked"
+    assert b.split() == ["b", "2", "3", "3", "1", "nan", "█!"], (
+        "a loss that was not finite is marked"
+    )
     assert wrote == f"wrote {tmp_path / 'loss.png'}"
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -46,7 +48,10 @@ def test_plot_names_runs_apart(tmp_path, capsys):
         (["nowhere"], "a run must be a folder with a metrics.jsonl; got nowhere, which has none."),
         (["a", "--metric", "accuracy"], "got 'accuracy'. It has grad_norm, loss."),
         ([], "plot must get one run or more; got none."),
-        (["a", "--out", "loss.jpg"], "a plot's suffix must be one of svg, png, pdf; got --out 'loss.jpg'."),
+        (
+            ["a", "--out", "loss.jpg"],
+            "a plot's suffix must be one of svg, png, pdf; got --out 'loss.jpg'.",
+        ),
     ],
 )
 def test_plot_refuses(tmp_path, capsys, monkeypatch, args, message):
@@ -74,7 +79,9 @@ def test_plot_refuses(tmp_path, capsys, monkeypatch, args, message):
         (["plot", "a", "--out", "/proc/loss.png"], "got No such file or directory: /proc/loss.png"),
     ],
 )
-def test_words_that_mean_nothing_and_places_that_take_nothing_are_refused(tmp_path, capsys, monkeypatch, args, message):
+def test_words_that_mean_nothing_and_places_that_take_nothing_are_refused(
+    tmp_path, capsys, monkeypatch, args, message
+):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "a", [1.0])
     with pytest.raises(SystemExit, match="2"):
@@ -124,7 +131,18 @@ def test_values_that_are_the_same_or_are_no_flags_may_be_given_again():
 
 
 def test_a_list_of_a_manifest_may_be_given_a_part_at_a_time(capsys):
-    given = ["--toleration", "a", "--toleration", "b", "--image", "a:1", "--checkpoint-claim", "c", "--mesh.data", "8"]
+    given = [
+        "--toleration",
+        "a",
+        "--toleration",
+        "b",
+        "--image",
+        "a:1",
+        "--checkpoint-claim",
+        "c",
+        "--mesh.data",
+        "8",
+    ]
     assert main(["manifest", *given, "python", "train.py"]) == 0
     (job,) = yaml.safe_load_all(capsys.readouterr().out)
     pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
@@ -145,7 +163,10 @@ def test_plot_refuses_a_place_where_no_picture_can_lie(tmp_path, capsys):
         (["--seq", "0"], "--seq must be at least 1; got 0."),
         (["--top", "0"], "--top must be at least 1; got 0."),
         (["--batch-size", "0"], "--batch-size must be at least 1; got 0."),
-        (["--out-dir", "file/plan"], "--out-dir must be a folder that can be written to; got file/plan: "),
+        (
+            ["--out-dir", "file/plan"],
+            "--out-dir must be a folder that can be written to; got file/plan: ",
+        ),
     ],
 )
 def test_plan_refuses(tmp_path, capsys, monkeypatch, args, message):
@@ -158,14 +179,30 @@ def test_plan_refuses(tmp_path, capsys, monkeypatch, args, message):
 def test_doctor_fits_a_page_and_tells_what_was_found(capsys):
     assert main(["doctor"]) == 0
     page = capsys.readouterr().out
-    for section in ("versions", "machine", "devices", "collectives", "set", "to look at", "disk", "cluster"):
+    for section in (
+        "versions",
+        "machine",
+        "devices",
+        "collectives",
+        "set",
+        "to look at",
+        "disk",
+        "cluster",
+    ):
         assert f"\n{section}\n" in f"\n{page}"
     assert "backend cpu: 8 of 8 devices are here, each a cpu\n" in page
     assert len(page.splitlines()) < 70
 
 
 def test_doctor_shows_the_cluster_and_no_secret():
-    page = report({"SLURM_JOB_ID": "42", "SLURM_NTASKS": "8", "API_TOKEN": "secret", "XLA_FLAGS": "--xla_dump_to=x"})
+    page = report(
+        {
+            "SLURM_JOB_ID": "42",
+            "SLURM_NTASKS": "8",
+            "API_TOKEN": "secret",
+            "XLA_FLAGS": "--xla_dump_to=x",
+        }
+    )
     assert "SLURM: SLURM_JOB_ID=42, SLURM_NTASKS=8" in page
     assert "XLA_FLAGS=--xla_dump_to=x" in page
     assert "secret" not in page
@@ -176,7 +213,12 @@ def test_doctor_shows_the_cluster_and_no_secret():
     [
         ({}, "gpu", 8, ["XLA_FLAGS without --xla_gpu_enable_latency_hiding_scheduler=true"]),
         ({"XLA_FLAGS": " ".join(GPU_FLAGS)}, "gpu", 8, []),
-        ({"XLA_FLAGS": " ".join(GPU_FLAGS[:-1])}, "gpu", 8, [f"XLA_FLAGS without {GPU_FLAGS[-1]}: "]),
+        (
+            {"XLA_FLAGS": " ".join(GPU_FLAGS[:-1])},
+            "gpu",
+            8,
+            [f"XLA_FLAGS without {GPU_FLAGS[-1]}: "],
+        ),
         ({"NCCL_P2P_DISABLE": "1"}, "gpu", 1, ["NCCL_P2P_DISABLE or NCCL_IB_DISABLE is 1"]),
         ({"PJRT_NPROC": "4"}, "cpu", 8, ["PJRT_NPROC under 16"]),
         ({"PJRT_NPROC": "many"}, "cpu", 8, ["PJRT_NPROC under 16"]),
@@ -204,7 +246,16 @@ HELP = tuple(COMMANDS)
         ),
         pytest.param(
             80,
-            ["plan", *BLOOM.split(), "--schedule", "interleaved", "--num-microbatches", "128", "--num-chunks", "2"],
+            [
+                "plan",
+                *BLOOM.split(),
+                "--schedule",
+                "interleaved",
+                "--num-microbatches",
+                "128",
+                "--num-chunks",
+                "2",
+            ],
             marks=pytest.mark.full,
         ),
     ],
@@ -266,7 +317,10 @@ def test_a_file_after_json_is_answered_with_how_to_write_one(given, capsys):
             ["--num-chunks", "2", "--schedule", "1f1b"],
             "stages have 1 chunk with --schedule 1f1b; got --num-chunks 2. Leave",
         ),
-        (["--report", "."], "--report must name a file; got the folder .. Name a page in it: plan.html"),
+        (
+            ["--report", "."],
+            "--report must name a file; got the folder .. Name a page in it: plan.html",
+        ),
         (
             ["--expert-buffer", "2"],
             "--expert-buffer is for a model with experts; got --expert-buffer 2.0 and llama-tiny.",

@@ -22,7 +22,9 @@ PRIVATE = re.compile(r"\bjax\._src\b|(?:from|import) jax\.(?:core|extend|interpr
 
 def equation(function, *args, name):
     """The first equation of a primitive in a traced function."""
-    found = [e for e in _compat.equations(jax.make_jaxpr(function)(*args)) if e.primitive.name == name]
+    found = [
+        e for e in _compat.equations(jax.make_jaxpr(function)(*args)) if e.primitive.name == name
+    ]
     assert found, f"JAX has no primitive {name!r} here: {jax.make_jaxpr(function)(*args)}"
     return found[0]
 
@@ -86,7 +88,8 @@ def test_calls_are_inlined_unless_they_set_shardings():
     assert len(_compat.opened(call(jax.checkpoint(jnp.sin))[0]).eqns) == 1, "checkpoint"
     for name in ("closed_call", "eval_jaxpr"):  # before JAX 0.11 and since
         of_jax = SimpleNamespace(
-            primitive=SimpleNamespace(name=name), params={"call_jaxpr": jax.make_jaxpr(jnp.sin)(1.0)}
+            primitive=SimpleNamespace(name=name),
+            params={"call_jaxpr": jax.make_jaxpr(jnp.sin)(1.0)},
         )
         assert len(_compat.opened(_compat.called(of_jax)).eqns) == 1, name
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -119,8 +122,12 @@ def test_a_checkpoint_of_each_kind_is_one_equation_that_holds_a_jaxpr(kind):
         assert _compat.is_remat(outer)
         assert [each.primitive.name for each in _compat.called(outer).eqns] == ["cos", "sin"]
         assert [each.primitive.name for each in _compat.equations(closed)][1:] == ["cos", "sin"]
-        only_first = lambda equations, outputs: [each.replace(outvars=outputs) for each in equations[:1]]
-        shorter = _compat.rewrite(closed, lambda e, outputs: e if e[0] is outer else only_first(e, outputs))
+        only_first = lambda equations, outputs: [
+            each.replace(outvars=outputs) for each in equations[:1]
+        ]
+        shorter = _compat.rewrite(
+            closed, lambda e, outputs: e if e[0] is outer else only_first(e, outputs)
+        )
     assert [each.primitive.name for each in _compat.equations(shorter)][1:] == ["cos"]
 
 
@@ -145,7 +152,12 @@ def test_an_operation_that_runs_eagerly_is_compiled_once_for_each_of_its_paramet
         return x + number
 
     operation = _compat.operation("add_number", add, lambda x, **_: x)
-    assert [float(operation.bind(jnp.float32(1), number=number)) for number in (1, 2, 1, 2)] == [2, 3, 2, 3]
+    assert [float(operation.bind(jnp.float32(1), number=number)) for number in (1, 2, 1, 2)] == [
+        2,
+        3,
+        2,
+        3,
+    ]
     assert traced == [1, 2]
 
 
@@ -156,7 +168,9 @@ def test_references_are_seen_by_their_effects():
         return ref[...]
 
     assert any(map(_compat.has_reference_effects, _compat.equations(jax.make_jaxpr(with_ref)(1.0))))
-    assert not any(map(_compat.has_reference_effects, _compat.equations(jax.make_jaxpr(jnp.sin)(1.0))))
+    assert not any(
+        map(_compat.has_reference_effects, _compat.equations(jax.make_jaxpr(jnp.sin)(1.0)))
+    )
 
 
 def test_an_equation_is_bound_to_other_inputs_under_the_mesh_that_is_set():
@@ -189,33 +203,50 @@ def test_dims_are_kept_in_order_in_memory():
 
 def test_an_empty_array_is_written_on_devices_other_than_cpus_only():
     traced = jax.jit(lambda: _compat.empty((1 << 20,), np.float32, 0)).trace()
-    lowered = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda")}
+    lowered = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "cuda")
+    }
     assert "dce_sink" in lowered["cpu"], "JAX has no custom call that does nothing"
     assert "broadcast" not in lowered["cpu"]
     assert "broadcast" in lowered["cuda"]
     assert "dce_sink" not in lowered["cuda"]
-    assert jax.jit(lambda: _compat.empty((1 << 20,), np.float32, 0).at[7].set(3)[7])() == 3, "XLA:CPU does not know it"
+    assert jax.jit(lambda: _compat.empty((1 << 20,), np.float32, 0).at[7].set(3)[7])() == 3, (
+        "XLA:CPU does not know it"
+    )
 
 
 @pytest.mark.parametrize("mask", [pytest.param("CAUSAL", marks=pytest.mark.full), "PADDING"])
-@pytest.mark.parametrize("has_bias", [False, pytest.param(True, marks=pytest.mark.full)], ids=["plain", "bias"])
+@pytest.mark.parametrize(
+    "has_bias", [False, pytest.param(True, marks=pytest.mark.full)], ids=["plain", "bias"]
+)
 def test_cudnns_attention_gives_and_takes_the_logarithm_of_the_sum_of_exponentials(mask, has_bias):
     q, k, bias = (
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 128, 4, 64), (2, 128, 2, 64), (2, 1, 128, 128))
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((2, 128, 4, 64), (2, 128, 2, 64), (2, 1, 128, 128))
     )
-    lse, number = jax.ShapeDtypeStruct((2, 4, 128), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    lse, number = (
+        jax.ShapeDtypeStruct((2, 4, 128), jnp.float32),
+        jax.ShapeDtypeStruct((2,), jnp.int32),
+    )
     others = None if mask == "CAUSAL" else (number, number), bias if has_bias else None
     forward = lambda *arrays: _compat.cudnn_attention(*arrays[:-2], 0.5, *arrays[-2:])
     backward = lambda *arrays: _compat.cudnn_attention_gradients(*arrays[:-2], 0.5, *arrays[-2:])
     like = lambda made: [(each.shape, each.dtype) for each in made]
     assert like(jax.eval_shape(forward, q, k, k, *others)) == like([q, lse]), "output and lse"
-    assert like(jax.eval_shape(backward, q, k, k, q, lse, q, *others)) == like([q, k, k]), "gradients of q, k and v"
+    assert like(jax.eval_shape(backward, q, k, k, q, lse, q, *others)) == like([q, k, k]), (
+        "gradients of q, k and v"
+    )
 
     def kernel(function, *arrays):
         text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
         (line,) = (line for line in text.splitlines() if "custom_call @" in line)
         found = re.search(r"mask_type\\22: \\22(\w+)\\22", line)[1]
-        return re.search(r"@([\w$]+)\(", line)[1], found, re.findall(r"tensor<([\dx]*)x\w+>", line.rpartition(" : ")[2])
+        return (
+            re.search(r"@([\w$]+)\(", line)[1],
+            found,
+            re.findall(r"tensor<([\dx]*)x\w+>", line.rpartition(" : ")[2]),
+        )
 
     name = "__cudnn$fmhaScaleBiasSoftmax" if has_bias else "__cudnn$fmhaSoftmax"
     lengths, added = [] if mask == "CAUSAL" else ["2", "2"], ["2x1x128x128"] if has_bias else []
@@ -224,7 +255,11 @@ def test_cudnns_attention_gives_and_takes_the_logarithm_of_the_sum_of_exponentia
     assert kernel(forward, q, k, k, *others) == (name, mask, [*operands, *results])
     operands = [of_q, of_k, of_k, of_lse, of_q, *added, of_q, *lengths]
     results = [of_out, "2x2x128x64", "2x2x128x64", "0"]
-    assert kernel(backward, q, k, k, q, lse, q, *others) == (f"{name}Backward", mask, [*operands, *results])
+    assert kernel(backward, q, k, k, q, lse, q, *others) == (
+        f"{name}Backward",
+        mask,
+        [*operands, *results],
+    )
 
 
 def test_a_primitive_of_ones_own_is_traced_by_its_shapes():
@@ -237,7 +272,8 @@ def test_equations_are_rewritten_in_loops_and_calls_too():
     def sines_to_cosines(equations, outputs):
         cosine = equation(jnp.cos, np.float32(1), name="cos")
         return [
-            cosine.replace(invars=e.invars, outvars=e.outvars) if e.primitive.name == "sin" else e for e in equations
+            cosine.replace(invars=e.invars, outvars=e.outvars) if e.primitive.name == "sin" else e
+            for e in equations
         ]
 
     def function(x):
@@ -250,7 +286,9 @@ def test_equations_are_rewritten_in_loops_and_calls_too():
 
 def test_a_function_is_given_the_tracers_that_it_closes_over():
     def outer(scale):
-        converted, tracers = _compat.closure_converted(lambda x: x * scale + np.float32(1), jnp.float32(2))
+        converted, tracers = _compat.closure_converted(
+            lambda x: x * scale + np.float32(1), jnp.float32(2)
+        )
         assert len(tracers) == 1
         return converted([scale * 10], jnp.float32(2))
 
@@ -263,11 +301,21 @@ def test_outputs_that_are_inputs_are_found_through_calls_branches_and_choices():
         chosen = jax.jit(lambda a, b: jnp.where(b > 0, a, a))(a, b)
         return *taken, chosen, jnp.where(c > 0, a, b), a + 0, c, 1.0
 
-    assert _compat.forwarded(jax.make_jaxpr(through)(1.0, 2.0, 3.0)) == [0, None, 0, None, None, 2, None]
+    assert _compat.forwarded(jax.make_jaxpr(through)(1.0, 2.0, 3.0)) == [
+        0,
+        None,
+        0,
+        None,
+        None,
+        2,
+        None,
+    ]
 
 
 def test_numbers_in_equations_are_read():
-    assert 8.0 in map(float, _compat.literals(jax.make_jaxpr(lambda x: jnp.sum(x) / 8)(jnp.ones(8))))
+    assert 8.0 in map(
+        float, _compat.literals(jax.make_jaxpr(lambda x: jnp.sum(x) / 8)(jnp.ones(8)))
+    )
     assert _compat.literals(jax.make_jaxpr(jnp.sin)(1.0)) == []
 
 
@@ -280,7 +328,9 @@ def test_inputs_and_carries_of_a_scan_are_counted():
 
 
 @pytest.mark.parametrize(
-    "wrap", [jax.jit, jax.checkpoint, jax.custom_jvp, jax.custom_vjp], ids=lambda wrap: wrap.__name__
+    "wrap",
+    [jax.jit, jax.checkpoint, jax.custom_jvp, jax.custom_vjp],
+    ids=lambda wrap: wrap.__name__,
 )
 def test_calls_are_read_with_derivatives_of_their_own_too(wrap):
     function = wrap(lambda x: jnp.sin(x))
@@ -289,14 +339,18 @@ def test_calls_are_read_with_derivatives_of_their_own_too(wrap):
     elif hasattr(function, "defvjp"):
         function.defvjp(lambda x: (x, None), lambda _, g: (g,))
     (call,) = jax.make_jaxpr(function)(1.0).eqns
-    assert [equation.primitive.name for equation in _compat.equations(_compat.inlined(call))] == ["sin"]
+    assert [equation.primitive.name for equation in _compat.equations(_compat.inlined(call))] == [
+        "sin"
+    ]
     (sin,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
     assert _compat.inlined(sin) is None
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_the_shapes_of_random_numbers_are_found_inside_calls(impl):
-    draw = lambda key: jax.lax.map(lambda key: jax.random.normal(key, (3,)), jax.random.split(key, 2))
+    draw = lambda key: jax.lax.map(
+        lambda key: jax.random.normal(key, (3,)), jax.random.split(key, 2)
+    )
     assert _compat.drawn_shapes(jax.make_jaxpr(draw)(jax.random.key(0, impl=impl))) == [(3,)]
 
 

@@ -23,22 +23,29 @@ def test_a_target_is_the_gpu_of_the_datasheet(gpu):
     assert target["block_bytes"] == target["shared_bytes"] - 1024
     assert gpu.split("-")[0].upper() in GPUS[gpu].driver_name
     text = target_text(GPUS[gpu])
-    assert f" device_memory_size: {sheet.memory_bytes}\n" in text, "a plan and the compiler know one size"
+    assert f" device_memory_size: {sheet.memory_bytes}\n" in text, (
+        "a plan and the compiler know one size"
+    )
     assert f'"{GPUS[gpu].driver_name}"' in text
     assert text.count("{") == text.count("}")
 
 
 def test_bad_input_is_named():
-    with pytest.raises(ValueError, match=r"gpu must be one of a100-40gb, .*; got 'h800'. Choose the nearest one."):
+    with pytest.raises(
+        ValueError, match=r"gpu must be one of a100-40gb, .*; got 'h800'. Choose the nearest one."
+    ):
         jaxpar.compile_only_devices("h800")
     with pytest.raises(ValueError, match="num_nodes must be an integer of 1 or more; got 0"):
         jaxpar.compile_only_devices("h100", num_nodes=0)
-    with pytest.raises(ValueError, match=r"devices_per_node must be an integer of 1 or more; got 2\.5"):
+    with pytest.raises(
+        ValueError, match=r"devices_per_node must be an integer of 1 or more; got 2\.5"
+    ):
         jaxpar.compile_only_devices("h100", devices_per_node=2.5)
 
 
 @pytest.mark.parametrize(
-    ("installed", "got"), [({}, "none"), ({"jax-cuda12-plugin": "0.4.1"}, "jax-cuda12-plugin 0.4.1")]
+    ("installed", "got"),
+    [({}, "none"), ({"jax-cuda12-plugin": "0.4.1"}, "jax-cuda12-plugin 0.4.1")],
 )
 def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch, installed, got):
     def version(package):
@@ -57,7 +64,10 @@ def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch, installed, got
 
 def test_a_missing_cudnn_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setattr("jaxpar.compile_only.CUDNN", ("no-such-package",))
-    with pytest.raises(ImportError, match=r"needs cuDNN; got none. Install nvidia-cudnn-cu12, or choose dtype=float32"):
+    with pytest.raises(
+        ImportError,
+        match=r"needs cuDNN; got none. Install nvidia-cudnn-cu12, or choose dtype=float32",
+    ):
         check_cudnn()
     monkeypatch.setattr("jaxpar.compile_only.CUDNN", ("no-such-package", "jax"))
     check_cudnn()

@@ -14,7 +14,10 @@ from tests.support import compiled_programs
 def events(tmp_path):
     """Keeps all programs of one test in a folder of its own, and lists what the cache does."""
     seen = []
-    settings = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
     settings |= {"jax_compilation_cache_include_metadata_in_key": True}
     before = {name: getattr(jax.config, name) for name in settings}
     for name, value in settings.items():
@@ -39,7 +42,8 @@ def compile_square(name, value):
 
 def test_a_program_is_loaded_only_where_names_and_numbers_are_the_same(events):
     first, again, renamed, other = (
-        compile_square(*each) for each in [("mean", 1.0), ("mean", 1.0), ("median", 1.0), ("mean", 2.0)]
+        compile_square(*each)
+        for each in [("mean", 1.0), ("mean", 1.0), ("median", 1.0), ("mean", 2.0)]
     )
     assert [event for event in events if event in ("cache_hits", "cache_misses")] == [
         *("cache_misses", "cache_hits", "cache_misses", "cache_misses")
@@ -51,7 +55,9 @@ def test_a_program_is_loaded_only_where_names_and_numbers_are_the_same(events):
 
 
 def test_programs_of_several_devices_are_neither_loaded_nor_kept(events):
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh(
+        (2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
+    )
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     for _ in range(2):
         jax.jit(lambda x: x.sum(), in_shardings=rows).lower(np.zeros(4, np.float32)).compile()

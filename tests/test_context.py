@@ -22,15 +22,29 @@ from jaxpar.mesh import CONTEXT
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params, init_params, stack_layers
 from jaxpar.pipeline import check_permutes
-from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES, sequence_parallel
+from jaxpar.tensor_parallel import (
+    EXPERT_RULES,
+    EXPERTS_OVER_DATA,
+    TRANSFORMER_RULES,
+    sequence_parallel,
+)
 from tests.support.oracle import assert_same, assert_same_bits, cast
 from tests.support.tiny import signatures_unchecked
 from tests.support.written_out import WRITTEN_OUT
 
 ROWS, SEQ, VOCAB = 8, 16, 32
-SMALL = {"vocab_size": VOCAB, "num_layers": 4, "embed_dim": 32, "num_heads": 8, "num_kv_heads": 2, "mlp_dim": 16}
+SMALL = {
+    "vocab_size": VOCAB,
+    "num_layers": 4,
+    "embed_dim": 32,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "mlp_dim": 16,
+}
 LLAMA = {"positions": "rope", "norm": "rms", "mlp": "swiglu", "biases": False, "tied": False}
-ROUTED = transformer.Experts(count=4, router_bias=True, router_score="sigmoid", balance_coefficient=0.1)
+ROUTED = transformer.Experts(
+    count=4, router_bias=True, router_score="sigmoid", balance_coefficient=0.1
+)
 EXPERTS = LLAMA | {"experts": ROUTED}
 
 
@@ -43,8 +57,15 @@ def make_batch(*, packed=False, seed=0, seq=SEQ):
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, VOCAB, (ROWS, seq + 1)).astype(np.int32)
     mask = rng.uniform(0.5, 1.5, (ROWS, seq)) * (rng.random((ROWS, seq)) < 0.9)
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": mask, "weight": rng.uniform(0.5, 1.5, ROWS)}
-    documents = np.cumsum(rng.random((ROWS, seq)) < 0.2, axis=1, dtype=np.int32) % 3  # numbers come again
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "mask": mask,
+        "weight": rng.uniform(0.5, 1.5, ROWS),
+    }
+    documents = (
+        np.cumsum(rng.random((ROWS, seq)) < 0.2, axis=1, dtype=np.int32) % 3
+    )  # numbers come again
     return batch | {"segments": documents} if packed else batch
 
 
@@ -53,7 +74,9 @@ def weights(batch):
 
 
 def make_loss(config):
-    plain = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"], weights(batch))
+    plain = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(
+        logits, batch["targets"], weights(batch)
+    )
     return transformer.add_routing_losses(config, plain, weights=weights)
 
 
@@ -80,7 +103,9 @@ def make_run(axes, config, **settings):
 @cache
 def step_of_one_device(config):
     model, loss = transformer.make_model(config), make_loss(config)
-    return jax.jit(jax.value_and_grad(lambda p, batch: jnp.divide(*loss(model.apply(p, batch), batch)[:2])))
+    return jax.jit(
+        jax.value_and_grad(lambda p, batch: jnp.divide(*loss(model.apply(p, batch), batch)[:2]))
+    )
 
 
 def of_one_device(config, params, batch):
@@ -94,10 +119,15 @@ def check_parity(axes, changes, packed=False, **settings):
     params = make_params(config)
     want = of_one_device(config, params, batch)
     step, mesh, shardings = make_run(axes, config, **settings)
-    compiled = step.lower(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)).compile()
+    compiled = step.lower(
+        jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)
+    ).compile()
     if mesh.shape["stage"] > 1:
         check_permutes(compiled)
-    assert_same(jaxpar.fetch(compiled(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))), want)
+    assert_same(
+        jaxpar.fetch(compiled(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))),
+        want,
+    )
     return compiled, mesh
 
 
@@ -130,7 +160,9 @@ def test_split_sequences_have_the_numbers_of_one_device(x64, axes, changes, pack
     check_parity(axes, changes, packed, **settings)
 
 
-def test_heads_that_four_all_to_alls_exchange_in_each_pass_of_a_layer_have_the_numbers_of_one_device(x64):
+def test_heads_that_four_all_to_alls_exchange_in_each_pass_of_a_layer_have_the_numbers_of_one_device(
+    x64,
+):
     axes, num_layers = {"replica": 2, "context": 2, "tensor": 2}, 1
     program, mesh = check_parity(axes, ULYSSES | ALIBI | {"num_layers": num_layers})
     found = counted(jaxpar.inspect_step(program, mesh=mesh))
@@ -143,9 +175,19 @@ SWEEP = [
     ({"replica": 2, "context": 2, "tensor": 2}, ULYSSES | ALIBI, False, {"zero": 1}),
     ({"context": 8}, GATHER, False, {"zero": 3, "remat": True}),
     ({"context": 4, "tensor": 2}, ULYSSES, True, {"zero": 1, "constrain": sequence_parallel}),
-    ({"context": 2, "tensor": 2, "data": 2}, GATHER | ALIBI, True, {"zero": 2, "constrain": sequence_parallel}),
+    (
+        {"context": 2, "tensor": 2, "data": 2},
+        GATHER | ALIBI,
+        True,
+        {"zero": 2, "constrain": sequence_parallel},
+    ),
     ({"context": 4, "stage": 2}, GATHER | LEARNED, True, {"schedule": "gpipe", "zero": 3}),
-    ({"context": 2, "stage": 2, "data": 2}, ULYSSES | LEARNED, False, {"schedule": "1f1b", "zero": 1}),
+    (
+        {"context": 2, "stage": 2, "data": 2},
+        ULYSSES | LEARNED,
+        False,
+        {"schedule": "1f1b", "zero": 1},
+    ),
     (
         {"context": 2, "stage": 2, "tensor": 2},
         GATHER,
@@ -158,16 +200,46 @@ SWEEP = [
         True,
         {"schedule": "zb-v", "mask_idle_ops": True, "zero": 2},
     ),
-    ({"context": 2, "stage": 4}, GATHER, False, {"schedule": "zb-h1", "mask_idle_ops": True, "num_microbatches": 4}),
+    (
+        {"context": 2, "stage": 4},
+        GATHER,
+        False,
+        {"schedule": "zb-h1", "mask_idle_ops": True, "num_microbatches": 4},
+    ),
     ({"context": 2, "stage": 2, "replica": 2}, GATHER, False, {"schedule": "zb-v", "zero": 1}),
     ({"replica": 2, "data": 2, "context": 2}, GATHER | DYNAMIC, True, {"zero": 3, "remat": True}),
-    ({"data": 2, "context": 2, "tensor": 2}, ULYSSES, True, {"zero": 2, "overlap_grad_reduce": True}),
-    ({"data": 2, "context": 2, "stage": 2}, GATHER, True, {"schedule": "1f1b", "remat": "dots", "zero": 2}),
+    (
+        {"data": 2, "context": 2, "tensor": 2},
+        ULYSSES,
+        True,
+        {"zero": 2, "overlap_grad_reduce": True},
+    ),
+    (
+        {"data": 2, "context": 2, "stage": 2},
+        GATHER,
+        True,
+        {"schedule": "1f1b", "remat": "dots", "zero": 2},
+    ),
     ({"context": 2, "stage": 2, "tensor": 2}, GATHER, False, {"schedule": "gpipe", "remat": True}),
     ({"context": 2, "tensor": 2, "data": 2}, EXPERTS | GATHER, True, {"zero": 1}),
-    ({"context": 2, "stage": 2, "tensor": 2}, EXPERTS | ULYSSES, True, {"schedule": "zb-h1", "zero": 3}),
-    ({"data": 2, "context": 2, "stage": 2}, GATHER | EXPERTS, True, {"zero": 3, "mask_idle_ops": True}),
-    ({"replica": 2, "data": 2, "context": 2}, ULYSSES | EXPERTS, False, {"zero": 1, "experts": EXPERTS_OVER_DATA}),
+    (
+        {"context": 2, "stage": 2, "tensor": 2},
+        EXPERTS | ULYSSES,
+        True,
+        {"schedule": "zb-h1", "zero": 3},
+    ),
+    (
+        {"data": 2, "context": 2, "stage": 2},
+        GATHER | EXPERTS,
+        True,
+        {"zero": 3, "mask_idle_ops": True},
+    ),
+    (
+        {"replica": 2, "data": 2, "context": 2},
+        ULYSSES | EXPERTS,
+        False,
+        {"zero": 1, "experts": EXPERTS_OVER_DATA},
+    ),
     (
         {"data": 2, "context": 2, "stage": 2},
         GATHER | EXPERTS,
@@ -175,7 +247,12 @@ SWEEP = [
         {"zero": 3, "mask_idle_ops": True, "experts": EXPERTS_OVER_DATA},
     ),
     ({"context": 2, "tensor": 4}, {"num_kv_heads": 1, "window": 6}, True, {}),
-    ({"context": 2, "stage": 2, "tensor": 2}, GATHER, True, {"mask_idle_ops": True, "constrain": sequence_parallel}),
+    (
+        {"context": 2, "stage": 2, "tensor": 2},
+        GATHER,
+        True,
+        {"mask_idle_ops": True, "constrain": sequence_parallel},
+    ),
 ]
 
 
@@ -196,7 +273,9 @@ OPTIMIZER = optax.MultiSteps(optax.adam(1e-2), 2)
 def trained_on_one_device(config, num_steps):
     """Params after clipped steps of plain JAX and optax, the last norm of the gradients included."""
     params, model, loss = make_params(config), transformer.make_model(config), make_loss(config)
-    frozen = jax.tree_util.tree_map_with_path(lambda path, _: "norm" in jax.tree_util.keystr(path), params)
+    frozen = jax.tree_util.tree_map_with_path(
+        lambda path, _: "norm" in jax.tree_util.keystr(path), params
+    )
 
     @jax.jit
     def one_step(params, opt_state, batch):
@@ -229,7 +308,9 @@ def test_zero_shards_over_data_and_context_in_one(x64, axes, zero, schedule):
     config, num_layers = make_config(num_layers=3, **GATHER), 3
     mesh, table = jaxpar.make_mesh(**axes), transformer.param_table(config)
     layout = jaxpar.LayerLayout(num_layers, mesh.shape["stage"])
-    packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
+    packed = table | {
+        "layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))
+    }
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
     parallel = jaxpar.Parallel(mesh, shardings, zero=zero, trainable=TRAINED, layout=layout)
     step = jaxpar.make_train_step(
@@ -258,7 +339,9 @@ def test_zero_shards_over_data_and_context_in_one(x64, axes, zero, schedule):
     }
     assert found["reduce-scatter", "data+context"]
     assert found["all-gather", "data+context"]
-    assert found["all-reduce", "replica"] == (mesh.shape["replica"] > 1), "of the shards of gradients"
+    assert found["all-reduce", "replica"] == (mesh.shape["replica"] > 1), (
+        "of the shards of gradients"
+    )
     for number in range(4):
         state, metrics = compiled(state, jaxpar.shard_batch(make_batch(seed=number), mesh))
     params, norm = trained_on_one_device(config, 4)
@@ -307,11 +390,16 @@ def test_a_process_reads_the_columns_of_its_devices():
     assert of(0, 6)[1].tolist() == list(range(8)), "all columns of all rows that it has a part of"
     without = jaxpar.local_rows(ROWS, jaxpar.make_mesh(data=8), seq=7, devices=[jax.devices()[3]])
     assert [each.tolist() for each in without] == [[3], list(range(7))]
-    with pytest.raises(ValueError, match=r"divisible by twice the context axis.*got seq=6, context=2. Use seq=8"):
+    with pytest.raises(
+        ValueError, match=r"divisible by twice the context axis.*got seq=6, context=2. Use seq=8"
+    ):
         jaxpar.local_rows(ROWS, mesh, seq=6)
     with pytest.raises(ValueError, match=r"seq must be at least 1; got -8\. Choose 1 or more"):
         jaxpar.local_rows(ROWS, mesh, seq=-8)
-    for num_rows, seq, wrong in ((ROWS, "16", "seq must be an integer; got '16'"), (8.0, 8, "num_rows .* got 8.0")):
+    for num_rows, seq, wrong in (
+        (ROWS, "16", "seq must be an integer; got '16'"),
+        (8.0, 8, "num_rows .* got 8.0"),
+    ):
         with signatures_unchecked(), pytest.raises(TypeError, match=wrong):
             jaxpar.local_rows(num_rows, mesh, seq=seq)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
@@ -322,7 +410,9 @@ def test_columns_of_a_process_are_placed_like_whole_sequences():
     order = context_parallel.zig_zag(SEQ, 2)
     positions = np.empty_like(batch["tokens"])
     positions[:, order] = whole["positions"]
-    got = jaxpar.fetch(jaxpar.shard_batch(batch | {"positions": positions}, mesh, num_rows=ROWS, seq=SEQ))
+    got = jaxpar.fetch(
+        jaxpar.shard_batch(batch | {"positions": positions}, mesh, num_rows=ROWS, seq=SEQ)
+    )
     begins = order - whole["positions"]
     assert_same_bits(got, whole | {"segments": begins.astype(np.int32)})
     del batch["segments"]
@@ -338,8 +428,16 @@ def test_columns_of_a_process_are_placed_like_whole_sequences():
             r"got 16 columns, and 32 of seq=32 are held here\. Give those of jaxpar\.local_rows\(num_rows, mesh, seq=seq\)",
         ),
         ({}, SEQ, "columns with segments must have positions; got none"),
-        ({"positions": np.full((ROWS, SEQ), 3)}, SEQ, "positions must count up by one in each document"),
-        ({"positions": np.tile(np.arange(SEQ) + 1, (ROWS, 1))}, SEQ, "positions must count up by one in each document"),
+        (
+            {"positions": np.full((ROWS, SEQ), 3)},
+            SEQ,
+            "positions must count up by one in each document",
+        ),
+        (
+            {"positions": np.tile(np.arange(SEQ) + 1, (ROWS, 1))},
+            SEQ,
+            "positions must count up by one in each document",
+        ),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(changes, seq, message):
@@ -350,9 +448,13 @@ def test_columns_that_do_not_fit_are_refused(changes, seq, message):
 
 @pytest.mark.slow
 def test_bfloat16_is_trained_on_cpu_devices():
-    step, mesh, shardings = make_run({"context": 2}, make_config(compute_dtype="bfloat16", **GATHER))
+    step, mesh, shardings = make_run(
+        {"context": 2}, make_config(compute_dtype="bfloat16", **GATHER)
+    )
     params, batch = make_params(make_config(), jnp.float32), cast(make_batch(), np.float32)
-    loss, grads = jaxpar.fetch(step(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)))
+    loss, grads = jaxpar.fetch(
+        step(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
+    )
     want = of_one_device(make_config(compute_dtype="float32"), params, batch)
     assert_same(loss, np.float32(want[0]), within=2e-2)
     assert_same(grads, want[1], within=0.1)
@@ -420,34 +522,53 @@ def trace(axes, config, batch, **settings):
 def test_a_model_or_batch_that_context_cannot_split_is_refused():
     config, batch = make_config(compute_dtype="float32"), make_batch()
     with pytest.raises(
-        ValueError, match=r"must have positions; got context=2 and none\. Make it with jaxpar\.shard_batch"
+        ValueError,
+        match=r"must have positions; got context=2 and none\. Make it with jaxpar\.shard_batch",
     ):
         trace({"context": 2}, config, batch)
-    in_order, in_eight = (jaxpar.abstract_batch(batch, jaxpar.make_mesh(context=context)) for context in (2, 8))
+    in_order, in_eight = (
+        jaxpar.abstract_batch(batch, jaxpar.make_mesh(context=context)) for context in (2, 8)
+    )
     experts = make_config(**EXPERTS, compute_dtype="float32").with_experts(capacity_factor=1.0)
-    with pytest.raises(ValueError, match=r"capacity_factor=1\.0, context=2\. Leave capacity_factor out"):
+    with pytest.raises(
+        ValueError, match=r"capacity_factor=1\.0, context=2\. Leave capacity_factor out"
+    ):
         trace({"context": 2}, experts, in_order)
     few = make_config(**ULYSSES, compute_dtype="float32", num_heads=4, num_kv_heads=1)
     with pytest.raises(
-        ValueError, match=r"got context=8, 4 heads and 1 key and value heads on a device\. Use attention"
+        ValueError,
+        match=r"got context=8, 4 heads and 1 key and value heads on a device\. Use attention",
     ):
         trace({"context": 8}, few, in_eight)
-    with pytest.raises(ValueError, match="executor=mpmd splits no sequences; got context=2, stage=2"):
+    with pytest.raises(
+        ValueError, match="executor=mpmd splits no sequences; got context=2, stage=2"
+    ):
         trace({"context": 2, "stage": 2}, config, in_order, executor="mpmd")
-    with signatures_unchecked(), pytest.raises(ValueError, match="must be one of 'gather', 'ulysses'; got 'ring'"):
+    with (
+        signatures_unchecked(),
+        pytest.raises(ValueError, match="must be one of 'gather', 'ulysses'; got 'ring'"),
+    ):
         make_config(attention_over_context="ring")
 
 
 def test_a_batch_that_was_not_sharded_is_refused_for_any_model():
     model = lambda params, batch: (
-        context_parallel.gather_sequence(batch["x"] * params["w"]).mean(1, keepdims=True) * batch["x"]
+        context_parallel.gather_sequence(batch["x"] * params["w"]).mean(1, keepdims=True)
+        * batch["x"]
     )
     loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["y"])
-    mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}
-    for step in (jaxpar.value_and_grad(model, loss, mesh), jaxpar.make_eval_step(model, loss, mesh)):
+    mesh, batch = (
+        jaxpar.make_mesh(context=2),
+        {"x": np.ones((2, 4), np.float32), "y": np.ones((2, 4), np.float32)},
+    )
+    for step in (
+        jaxpar.value_and_grad(model, loss, mesh),
+        jaxpar.make_eval_step(model, loss, mesh),
+    ):
         step({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh, sequences=["x", "y"]))
         with pytest.raises(
-            ValueError, match=r"must have positions; got context=2 and none\. Make it with jaxpar\.shard"
+            ValueError,
+            match=r"must have positions; got context=2 and none\. Make it with jaxpar\.shard",
         ):
             step({"w": np.float32(1)}, batch)
 
@@ -471,22 +592,34 @@ def test_an_array_that_may_be_features_of_a_row_is_refused_unless_it_is_named():
             split = make(batch, mesh, sequences=[name])
             assert split[name].sharding.spec[1] == CONTEXT
         assert_same(jaxpar.fetch(jaxpar.shard_batch(batch, jaxpar.make_mesh(data=2))), batch)
-    split = jaxpar.fetch(jaxpar.shard_batch({"tokens": tokens, "in": {"x": tokens}}, mesh, sequences=["in/x"]))
+    split = jaxpar.fetch(
+        jaxpar.shard_batch({"tokens": tokens, "in": {"x": tokens}}, mesh, sequences=["in/x"])
+    )
     np.testing.assert_array_equal(split["in"]["x"], tokens[:, context_parallel.zig_zag(SEQ, 2)])
     with pytest.raises(ValueError, match=r"0 .*, 1 .*, which may be either"):
         jaxpar.shard_batch((tokens, tokens), mesh)
     jaxpar.shard_batch((tokens, np.ones(2)), mesh)  # a single one is what is to be split
     for axes in ({"context": 2}, {"data": 2}):
-        with pytest.raises(ValueError, match=r"sequences must name arrays .* got x, where those are tokens\. Correct"):
-            jaxpar.shard_batch({"tokens": tokens, "label": np.ones(2)}, jaxpar.make_mesh(**axes), sequences=["x"])
+        with pytest.raises(
+            ValueError,
+            match=r"sequences must name arrays .* got x, where those are tokens\. Correct",
+        ):
+            jaxpar.shard_batch(
+                {"tokens": tokens, "label": np.ones(2)}, jaxpar.make_mesh(**axes), sequences=["x"]
+            )
 
 
 def test_a_model_that_sends_nothing_over_context_is_refused():
     model = lambda params, batch: batch["x"] * params["w"]
     loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["y"])
-    mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 4), np.float32), "y": np.ones((2, 4), np.float32)}
+    mesh, batch = (
+        jaxpar.make_mesh(context=2),
+        {"x": np.ones((2, 4), np.float32), "y": np.ones((2, 4), np.float32)},
+    )
     step = jaxpar.value_and_grad(model, loss, mesh)
-    with pytest.raises(ValueError, match=r"no collective over context in the model\. Give attention the keys"):
+    with pytest.raises(
+        ValueError, match=r"no collective over context in the model\. Give attention the keys"
+    ):
         step({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh, sequences=["x", "y"]))
 
 
@@ -514,7 +647,10 @@ def test_a_loss_that_is_no_sum_over_positions_is_refused(loss, message):
     model = lambda params, batch: (
         params["w"] * context_parallel.gather_sequence(batch["x"]).sum(1)[:, None] * batch["x"]
     )
-    step, args = jaxpar.value_and_grad(model, loss, mesh), ({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
+    step, args = (
+        jaxpar.value_and_grad(model, loss, mesh),
+        ({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh)),
+    )
     if message is None:
         whole = jax.tree.map(jnp.asarray, batch)
         assert_same(step(*args)[0], jnp.divide(*loss(model(args[0], whole), whole)), within=1e-6)
@@ -528,7 +664,9 @@ def with_the_mean_of_the_ring(x):
     num_devices = context_parallel.num_parts()
     total = part = x.mean(1, keepdims=True)
     for _ in range(num_devices - 1):
-        part = jax.lax.ppermute(part, CONTEXT, [(i, (i + 1) % num_devices) for i in range(num_devices)])
+        part = jax.lax.ppermute(
+            part, CONTEXT, [(i, (i + 1) % num_devices) for i in range(num_devices)]
+        )
         total = total + part
     return x + total / num_devices
 
@@ -549,11 +687,16 @@ def test_a_permutation_in_a_pipeline_needs_stages_that_skip_no_op(x64, part):
     step = partial(jaxpar.value_and_grad, model, loss, mesh, num_microbatches=2)
     for settings in ({}, {"mask_idle_ops": True, "schedule": "zb-h1"}):
         with pytest.raises(
-            ValueError, match=f"run each op at the same time; got one in {part}, in a pipeline whose stages skip"
+            ValueError,
+            match=f"run each op at the same time; got one in {part}, in a pipeline whose stages skip",
         ):
             jax.eval_shape(step(**settings), params, sharded)
     whole = lambda params: jnp.divide(*loss(model.apply(params, batch), batch))
-    assert_same(jax.jit(step(mask_idle_ops=True))(params, sharded), jax.value_and_grad(whole)(params), within=1e-12)
+    assert_same(
+        jax.jit(step(mask_idle_ops=True))(params, sharded),
+        jax.value_and_grad(whole)(params),
+        within=1e-12,
+    )
 
 
 # --- traffic and memory -----------------------------------------------------------------------------------------------
@@ -564,9 +707,13 @@ def collectives(axes, changes, **settings):
     config = make_config(compute_dtype="float32", **changes)
     step, mesh, shardings = make_run(axes, config, **settings)
     table = abstract_params(transformer.param_table(config))
-    params = jax.tree.map(lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), table, shardings)
+    params = jax.tree.map(
+        lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), table, shardings
+    )
     report = jaxpar.inspect_step(step, params, jaxpar.abstract_batch(make_batch(), mesh))
-    return dict(counted(report)), {(each.kind, "+".join(each.axes)): each.payload_bytes for each in report.collectives}
+    return dict(counted(report)), {
+        (each.kind, "+".join(each.axes)): each.payload_bytes for each in report.collectives
+    }
 
 
 def counted(report):
@@ -589,16 +736,27 @@ def test_a_layer_gathers_its_keys_and_values_once_in_each_pass_and_scatters_thei
         ("reduce-scatter", CONTEXT),
         ("all-reduce", "data+context"),
     }
-    rows, heads, head_dim = ROWS // 4, SMALL["num_kv_heads"] // 2, SMALL["embed_dim"] // SMALL["num_heads"]
-    assert sizes["all-gather", CONTEXT] == 4 * rows * SEQ * heads * 2 * head_dim, "each shard of tensor gathers its own"
+    rows, heads, head_dim = (
+        ROWS // 4,
+        SMALL["num_kv_heads"] // 2,
+        SMALL["embed_dim"] // SMALL["num_heads"],
+    )
+    assert sizes["all-gather", CONTEXT] == 4 * rows * SEQ * heads * 2 * head_dim, (
+        "each shard of tensor gathers its own"
+    )
 
 
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_what_was_gathered_is_not_stored(tensor):
     config, mesh = make_config(compute_dtype="float32"), jaxpar.make_mesh(context=4, tensor=tensor)
-    model, one = transformer.make_model(config), partial(jax.tree.map, lambda p: p.update(shape=p.shape[1:]))
+    model, one = (
+        transformer.make_model(config),
+        partial(jax.tree.map, lambda p: p.update(shape=p.shape[1:])),
+    )
     params = abstract_params(transformer.param_table(config))
-    batch = {name: jax.ShapeDtypeStruct((2, SEQ // 4), jnp.int32) for name in ("tokens", "positions")}
+    batch = {
+        name: jax.ShapeDtypeStruct((2, SEQ // 4), jnp.int32) for name in ("tokens", "positions")
+    }
     stored, splits = [], []
 
     def inside(x):
@@ -609,7 +767,10 @@ def test_what_was_gathered_is_not_stored(tensor):
 
     manual = {"replica", "data", "context", "stage"} | ({"tensor"} if tensor == 1 else set())
     jax.eval_shape(
-        jax.shard_map(inside, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=manual, check_vma=False), 1.0
+        jax.shard_map(
+            inside, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=manual, check_vma=False
+        ),
+        1.0,
     )
     assert all(SEQ not in leaf.shape[:2] for leaf in stored), [leaf.shape for leaf in stored]
 
@@ -627,19 +788,25 @@ def test_a_fourth_of_each_sequence_takes_less_than_a_third_of_the_memory():
     whole, _ = memory(1)
     part, text = memory(4)
     assert part < 0.35 * whole, (part, whole)
-    sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"[a-z]\w*\[([\d,]+)\]", text)]
+    sizes = [
+        math.prod(map(int, dims.split(","))) for dims in re.findall(r"[a-z]\w*\[([\d,]+)\]", text)
+    ]
     layers, rows = 2, ROWS // 2
-    assert max(sizes) <= layers * rows * SMALL["num_heads"] * 512 * 512 // 4, "scores of all pairs of positions"
+    assert max(sizes) <= layers * rows * SMALL["num_heads"] * 512 * 512 // 4, (
+        "scores of all pairs of positions"
+    )
 
 
 def test_the_form_that_moves_fewer_bytes_is_the_default():
-    over = lambda parts, **changes: transformer.attention.over_context(make_config(**changes), parts)
+    over = lambda parts, **changes: transformer.attention.over_context(
+        make_config(**changes), parts
+    )
     assert over(2, num_heads=8, num_kv_heads=2) == "gather"  # 2 < 2/3 (1 + 4)
     assert over(4, num_heads=8, num_kv_heads=2) == "ulysses"
     assert over(16, num_heads=8, num_kv_heads=2) == "gather", "16 does not divide the heads"
-    assert over(2, attention=jaxpar.flash_attention, compute_dtype="bfloat16", window=4) == "ulysses", (
-        "a kernel's window"
-    )
+    assert (
+        over(2, attention=jaxpar.flash_attention, compute_dtype="bfloat16", window=4) == "ulysses"
+    ), "a kernel's window"
     assert context_parallel.num_parts() == 1
     assert context_parallel.CONTEXT == CONTEXT
 
@@ -659,7 +826,10 @@ def test_a_kernel_of_chunks_takes_the_place_of_scores(x64, packed, axes, told):
     def never(*args, **options):
         raise AssertionError("it is given whole sequences")
 
-    never.kernel_of_chunks, never.kernel_of_documents = WRITTEN_OUT, WRITTEN_OUT.of_documents if told else None
+    never.kernel_of_chunks, never.kernel_of_documents = (
+        WRITTEN_OUT,
+        WRITTEN_OUT.of_documents if told else None,
+    )
     config = make_config(compute_dtype="float32", max_documents=SEQ, **GATHER)
     params, batch = make_params(config, jnp.float32), cast(make_batch(packed=packed), np.float32)
     step, mesh, shardings = make_run(axes, replace(config, attention=never))
@@ -669,22 +839,34 @@ def test_a_kernel_of_chunks_takes_the_place_of_scores(x64, packed, axes, told):
 
 @pytest.mark.parametrize(
     ("heads", "axes", "got"),
-    [(2, {"context": 2, "tensor": 2}, "context=2, tensor=2. Choose 4 "), (3, {"context": 2}, "context=2. Choose 6 ")],
+    [
+        (2, {"context": 2, "tensor": 2}, "context=2, tensor=2. Choose 4 "),
+        (3, {"context": 2}, "context=2. Choose 6 "),
+    ],
 )
-def test_heads_that_context_and_tensor_do_not_divide_are_refused_with_a_number_that_they_do(heads, axes, got):
+def test_heads_that_context_and_tensor_do_not_divide_are_refused_with_a_number_that_they_do(
+    heads, axes, got
+):
     model = jaxpar.LayeredModel(
         embed=lambda outer, batch: outer["tokens"][batch["tokens"]],
         layer=lambda layer, h: h + heads_to_sequence(sequence_to_heads(h @ layer["w"])),
         head=lambda outer, h: jnp.einsum("btki,vki->btv", h, outer["tokens"]),
     )
     mesh = jaxpar.make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
-    batch = jaxpar.shard_batch({name: np.zeros((2, 8), np.int32) for name in ("tokens", "targets")}, mesh)
+    batch = jaxpar.shard_batch(
+        {name: np.zeros((2, 8), np.int32) for name in ("tokens", "targets")}, mesh
+    )
     loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
 
     def traced(heads):
-        params = {"outer": {"tokens": jnp.ones((8, heads, 4))}, "layers": {"w": jnp.ones((2, 4, 4))}}
+        params = {
+            "outer": {"tokens": jnp.ones((8, heads, 4))},
+            "layers": {"w": jnp.ones((2, 4, 4))},
+        }
         return jax.eval_shape(jaxpar.value_and_grad(model, loss, mesh), params, batch)
 
-    with pytest.raises(ValueError, match=f"got {heads} heads in an array of shape .*, {got}") as raised:
+    with pytest.raises(
+        ValueError, match=f"got {heads} heads in an array of shape .*, {got}"
+    ) as raised:
         traced(heads)
     traced(int(re.search(r"Choose (\d+) heads", str(raised.value))[1]))

@@ -10,7 +10,10 @@ from tests.support import doc_pages
 
 ROOT = Path(__file__).parents[1]
 TABLES = ("jaxpar/models/transformer/presets.toml", "jaxpar/huggingface/families.json")
-ROW = re.compile(r"^\| (?P<what>[^|]*) \| `(?P<example>[^|]*)` \| (?P<count>\d+) \| (?P<files>[^|]*) \|$", re.MULTILINE)
+ROW = re.compile(
+    r"^\| (?P<what>[^|]*) \| `(?P<example>[^|]*)` \| (?P<count>\d+) \| (?P<files>[^|]*) \|$",
+    re.MULTILINE,
+)
 ROWS = [match.groupdict() for match in ROW.finditer((ROOT / "CONTRIBUTING.md").read_text())]
 
 
@@ -37,12 +40,21 @@ def names() -> dict[str, set[str]]:
 
 
 def test_the_page_has_all_six():
-    assert [row["example"] for row in ROWS] == ["zb-v", "olmo2", "tensorboard", "nf4-dq", "R", "replica"]
+    assert [row["example"] for row in ROWS] == [
+        "zb-v",
+        "olmo2",
+        "tensorboard",
+        "nf4-dq",
+        "R",
+        "replica",
+    ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["what"] for row in ROWS])
 def test_the_files_with_the_name_of_an_example_are_those_of_the_page(names, row):
     told = doc_pages.LINK.findall(row["files"])
     has_it = [path for path, found in names.items() if row["example"] in found]
-    assert sorted(told) == sorted(has_it), f"of {row['example']} in CONTRIBUTING.md, and in the code"
+    assert sorted(told) == sorted(has_it), (
+        f"of {row['example']} in CONTRIBUTING.md, and in the code"
+    )
     assert int(row["count"]) == len(told)

@@ -38,16 +38,26 @@ FEW = {"num_kv_heads": 2, "explicit_head_dim": 8}
         pytest.param("qwen3", (1, 2, 4), sequence_parallel, marks=pytest.mark.slow),
     ],
 )
-def test_copied_heads_have_the_loss_and_gradients_of_one_device_in_float64(x64, switches, mesh_sizes, constrain):
+def test_copied_heads_have_the_loss_and_gradients_of_one_device_in_float64(
+    x64, switches, mesh_sizes, constrain
+):
     seed, (data, stage, tensor) = tiny.fresh_seed(), mesh_sizes
-    config = dataclasses.replace(FAMILIES["llama"], compute_dtype="float64", **FEW, **SWITCHES[switches])
+    config = dataclasses.replace(
+        FAMILIES["llama"], compute_dtype="float64", **FEW, **SWITCHES[switches]
+    )
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
     copied = config.for_tensor(tensor)
     assert copied.kv_copies == tensor // 2
     params, batch = make_params(config, seed=seed), make_batch(seed=seed, dtype=np.float64)
-    model = transformer.make_model(copied) if constrain is None else transformer.make_model(copied, constrain=constrain)
+    model = (
+        transformer.make_model(copied)
+        if constrain is None
+        else transformer.make_model(copied, constrain=constrain)
+    )
     value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, schedule="zb-h1")
-    got = jit(value_and_grad)(jaxpar.shard(params, shardings(copied, mesh)), jaxpar.shard_batch(batch, mesh))
+    got = jit(value_and_grad)(
+        jaxpar.shard(params, shardings(copied, mesh)), jaxpar.shard_batch(batch, mesh)
+    )
     assert_same(got, reference(config, params, batch), message=f"seed {seed}")
 
 
@@ -60,7 +70,9 @@ def test_copied_heads_hold_no_copy_at_rest_and_gather_no_activation():
     weight = params["layers"]["attention"]["w_qkv"]
     assert weight.addressable_shards[0].data.size == weight.size // 4
     model = transformer.make_model(config, constrain=split_copied_heads)
-    report = inspect_step(jit(jaxpar.value_and_grad(model, loss, mesh, shardings=where)), params, batch)
+    report = inspect_step(
+        jit(jaxpar.value_and_grad(model, loss, mesh, shardings=where)), params, batch
+    )
     copied_bytes = (
         EMBED * 4 * (2 + 2) * 8 * 4 // 4
     )  # [embed, copied heads, 2 queries and key and value, head_dim] of a device
@@ -84,10 +96,13 @@ def test_a_mesh_without_a_key_and_value_head_for_each_device_generates_what_one_
 
 
 def test_a_tensor_axis_that_the_heads_do_not_fit_is_refused():
-    config = dataclasses.replace(FAMILIES["llama"], num_heads=6, num_kv_heads=3, explicit_head_dim=4)
+    config = dataclasses.replace(
+        FAMILIES["llama"], num_heads=6, num_kv_heads=3, explicit_head_dim=4
+    )
     for tensor in (4, 12):
         with pytest.raises(
-            ValueError, match=rf"got tensor={tensor}, num_heads=6, num_kv_heads=3. Choose tensor from 1, 2, 3, 6"
+            ValueError,
+            match=rf"got tensor={tensor}, num_heads=6, num_kv_heads=3. Choose tensor from 1, 2, 3, 6",
         ):
             config.for_tensor(tensor)
     assert [config.for_tensor(tensor).kv_copies for tensor in (1, 2, 3, 6)] == [1, 2, 1, 2]

@@ -18,7 +18,10 @@ SCREEN = 24 * 80
         ("p" * 100_000 + "\nx\n", ["p" * 100_000]),
         ("a," * 20_000 + "a\n", ["a"]),
         ("a\n" + "1," * 20_000 + "\n", ["a"]),
-        (",".join(f"column{i}" for i in range(5000)) + "\n1\n", [" ".join(f"column{i}" for i in range(5000))]),
+        (
+            ",".join(f"column{i}" for i in range(5000)) + "\n1\n",
+            [" ".join(f"column{i}" for i in range(5000))],
+        ),
         ("a\n" + "1" * (MOST_IN_A_LINE + 5), ["a"]),
         ("a\n" + '"' + "1\n" * 100_000, ["a"]),
         ("a\x1b[2J\x07b\n\x1b[31mred\n", ["a\x1b[2J\x07b"]),

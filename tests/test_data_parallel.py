@@ -41,7 +41,10 @@ def test_prng_keys_can_be_rows():
             r"must have a leading dim, its rows; got none for key, rate. Repeat a value .* jax.random.split\(key",
         ),
         ({}, "must have a leading dim, its rows; got none for an empty batch"),
-        ({"x": np.ones(4), "y": np.ones(5)}, r"must have the same number of rows; got \{'x': 4, 'y': 5\}. Cut or pad"),
+        (
+            {"x": np.ones(4), "y": np.ones(5)},
+            r"must have the same number of rows; got \{'x': 4, 'y': 5\}. Cut or pad",
+        ),
         (
             np.ones(47),
             r"got 47 rows, data=4. Use 48 rows, or the next multiple of data times num_microbatches \(jaxpar.data",
@@ -59,17 +62,27 @@ def test_integers_that_jax_would_cut_and_texts_are_refused_by_name():
     ids = np.array([0, 2**40])
     if not jax.config.jax_enable_x64:
         with pytest.raises(
-            ValueError, match=r"must fit in int32, .*; got user from 0 to 1099511627776. Number them anew"
+            ValueError,
+            match=r"must fit in int32, .*; got user from 0 to 1099511627776. Number them anew",
         ):
             jaxpar.shard_batch({"user": ids}, mesh)
-    with pytest.raises(TypeError, match=r"must be numbers; got name of dtype <U1. Make numbers of it"):
+    with pytest.raises(
+        TypeError, match=r"must be numbers; got name of dtype <U1. Make numbers of it"
+    ):
         jaxpar.shard_batch({"name": np.array(["a", "b"])}, mesh)
     assert jaxpar.shard_batch(np.array([0, 2**31 - 1]), mesh)[1] == 2**31 - 1
 
 
 def test_python_lists_are_refused_as_such_and_not_number_by_number():
-    rows = {"x": [[1.0, 2.0], [3.0, 4.0]], "y": np.ones(2), "z": [1, 2], "pair": (np.ones(2), np.ones(2))}
-    message = r"must have arrays, not Python lists; got lists of numbers in x, z\. Give numpy.asarray"
+    rows = {
+        "x": [[1.0, 2.0], [3.0, 4.0]],
+        "y": np.ones(2),
+        "z": [1, 2],
+        "pair": (np.ones(2), np.ones(2)),
+    }
+    message = (
+        r"must have arrays, not Python lists; got lists of numbers in x, z\. Give numpy.asarray"
+    )
     with pytest.raises(TypeError, match=message):
         jaxpar.shard_batch(rows, jaxpar.make_mesh(data=2))
     with pytest.raises(TypeError, match=message):  # jax.jit takes the numbers for arrays
@@ -79,7 +92,10 @@ def test_python_lists_are_refused_as_such_and_not_number_by_number():
 
 def test_rows_must_be_divisible_by_replicas_times_microbatches():
     assert check_batch(np.ones((24, 2)), 4, 3) == 24
-    with pytest.raises(ValueError, match=r"data axis times num_microbatches; got 28 rows, data=4, num_microbatches=3"):
+    with pytest.raises(
+        ValueError,
+        match=r"data axis times num_microbatches; got 28 rows, data=4, num_microbatches=3",
+    ):
         check_batch(np.ones((28, 2)), 4, 3)
 
 
@@ -91,7 +107,9 @@ def test_a_replica_cuts_its_rows_in_their_order():
 def test_accumulation_is_the_sum_over_all_rows(num_microbatches):
     rows = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     got = accumulate(
-        lambda part: {"sum": part.sum(0), "n": jnp.float32(len(part))}, jnp.asarray(rows), num_microbatches
+        lambda part: {"sum": part.sum(0), "n": jnp.float32(len(part))},
+        jnp.asarray(rows),
+        num_microbatches,
     )
     np.testing.assert_allclose(got["sum"], rows.sum(0), rtol=1e-5, atol=1e-6)
     assert got["n"] == 8
@@ -107,16 +125,26 @@ def test_bfloat16_is_accumulated_in_float32():
 )
 def test_gradients_cross_the_data_axis_once_a_step(num_microbatches, tensor):
     mesh = jaxpar.make_mesh(data=4, tensor=tensor)
-    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=num_microbatches)
+    value_and_grad = jaxpar.value_and_grad(
+        tiny.MODEL, tiny.loss, mesh, num_microbatches=num_microbatches
+    )
     params = tiny.on_mesh(mesh, tiny.make_params())
     own = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(params))
     scalars = 2 * 4  # the sum of weights, by itself, and the sum of losses
     over_data = {("all-reduce", "data"): (2, 2 * 3 * (own + scalars) // 4)}
     report = assert_collectives(
-        jax.jit(value_and_grad), over_data, params, jaxpar.shard_batch(tiny.make_batch(), mesh), allow_others=True
+        jax.jit(value_and_grad),
+        over_data,
+        params,
+        jaxpar.shard_batch(tiny.make_batch(), mesh),
+        allow_others=True,
     )
-    assert {each.axes for each in report.collectives} == {("data",)} | ({("tensor",)} if tensor > 1 else set())
-    assert report.count("all-reduce") == report.count(), "no other kind of collective, none that moves rows"
+    assert {each.axes for each in report.collectives} == {("data",)} | (
+        {("tensor",)} if tensor > 1 else set()
+    )
+    assert report.count("all-reduce") == report.count(), (
+        "no other kind of collective, none that moves rows"
+    )
 
 
 def test_on_one_replica_nothing_crosses_the_data_axis():
@@ -128,7 +156,11 @@ def test_on_one_replica_nothing_crosses_the_data_axis():
 
 def test_the_shapes_of_a_batch_are_those_of_the_batch_on_the_mesh():
     mesh = jaxpar.make_mesh(data=4)
-    batch = {"x": np.ones((8, 3)), "label": np.arange(8), "key": jax.random.split(jax.random.key(0), 8)}
+    batch = {
+        "x": np.ones((8, 3)),
+        "label": np.arange(8),
+        "key": jax.random.split(jax.random.key(0), 8),
+    }
     placed, shapes = jaxpar.shard_batch(batch, mesh), jaxpar.abstract_batch(batch, mesh)
     kinds = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), tree)
     assert kinds(shapes) == kinds(placed)
@@ -164,7 +196,9 @@ def rotating_loss(outputs, batch):
 
 def rotating_params_and_batch():
     rng = np.random.default_rng(0)
-    draw = lambda *shape: (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(np.complex64) / 2
+    draw = lambda *shape: (
+        (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(np.complex64) / 2
+    )
     params = {"outer": {"phase": draw(4)}, "layers": {"w": draw(2, 4, 4)}}
     batch = {"x": draw(8, 4), "y": rng.normal(size=(8, 4)), "weight": rng.uniform(1, 2, 8)}
     return params, jax.tree.map(lambda a: a if np.iscomplexobj(a) else a.astype(np.float32), batch)
@@ -201,7 +235,9 @@ def rotating_step(run, dtype):
 def test_complex_gradients_keep_both_parts_in_the_dtype_of_reductions(run):
     step, params, batch = rotating_step(run, jnp.float32)
     got, want = jaxpar.fetch(step(params, batch)), rotating_reference()
-    assert min(np.abs(leaf.imag).max() for leaf in jax.tree.leaves(want[1])) > 0.1, "both parts are there"
+    assert min(np.abs(leaf.imag).max() for leaf in jax.tree.leaves(want[1])) > 0.1, (
+        "both parts are there"
+    )
     assert_same(got, want, within=1e-5)
 
 
@@ -215,11 +251,17 @@ def test_complex_gradients_keep_both_parts_in_the_dtype_of_reductions(run):
     ],
 )
 def test_complex_gradients_are_as_many_collectives_and_half_the_bytes_in_16_bits(run, monkeypatch):
-    monkeypatch.setattr("jaxpar.step.settings.check_reduce_dtype", lambda dtype, mesh: None)  # is not compiled
+    monkeypatch.setattr(
+        "jaxpar.step.settings.check_reduce_dtype", lambda dtype, mesh: None
+    )  # is not compiled
 
     def reduced(dtype):
         step, params, batch = rotating_step(run, dtype)
-        found = [e for e in equations(jax.make_jaxpr(step)(params, batch)) if e.primitive.name in REDUCTIONS]
+        found = [
+            e
+            for e in equations(jax.make_jaxpr(step)(params, batch))
+            if e.primitive.name in REDUCTIONS
+        ]
         axes_of = lambda e: jax.tree.leaves((e.params.get("axes"), e.params.get("axis_name")))
         over_data = [e for e in found if "data" in axes_of(e)]
         large = [v.aval for e in over_data for v in e.invars if v.aval.size > 1]

@@ -13,7 +13,9 @@ from tests.support import oracle
 
 WIDTH = 4
 KEY = jax.random.key(0)
-REFUSED = r"must not slice, split, pad or flip a dim that the tensor axis cuts: .* got (split|slice)"
+REFUSED = (
+    r"must not slice, split, pad or flip a dim that the tensor axis cuts: .* got (split|slice)"
+)
 
 
 def in_one_dim(params, h):
@@ -41,7 +43,11 @@ def model_of(layer):
 
 def make_step(layer, shape, spec, executor="spmd", num_layers=2, **options):
     """A step on two stages of two shards, its state, and a batch."""
-    mesh, optimizer, layout = jaxpar.make_mesh(stage=2, tensor=2), optax.sgd(1e-2), jaxpar.LayerLayout(num_layers, 2)
+    mesh, optimizer, layout = (
+        jaxpar.make_mesh(stage=2, tensor=2),
+        optax.sgd(1e-2),
+        jaxpar.LayerLayout(num_layers, 2),
+    )
     first = init(shape, layout)
     shardings = jaxpar.shardings_from_paths(jax.eval_shape(first, KEY), mesh, {"layers/qkv": spec})
     state = jaxpar.init_state(first, KEY, optimizer, mesh, shardings)
@@ -76,7 +82,9 @@ def test_so_is_one_in_a_layer_that_one_stage_alone_has(x64):
 def test_where_all_stages_take_part_it_is_no_fault(x64):
     step, state, batch = make_step(*FUSED, mask_idle_ops=True)
     other, same, _ = make_step(*FUSED, executor="mpmd")
-    oracle.assert_same(float(step(state, batch)[1]["loss"]), float(other(same, batch)[1]["loss"]), within=1e-6)
+    oracle.assert_same(
+        float(step(state, batch)[1]["loss"]), float(other(same, batch)[1]["loss"]), within=1e-6
+    )
 
 
 @pytest.mark.full

@@ -82,12 +82,19 @@ ENTRY %main (state: (s32[], bf16[4,64,64], f32[4,64,64])) -> (s32[], bf16[4,64,6
   ROOT %loop = (s32[], bf16[4,64,64], f32[4,64,64]) while(%state), condition=%on, body=%b, config={"known_trip_count":{"n":"5"}}
 }
 """
-WIDE, NARROW, INDEX = 4 * 64 * 64, 2 * 64 * 64, 4  # bytes of a matrix in float32 and in bfloat16, and of a number
+WIDE, NARROW, INDEX = (
+    4 * 64 * 64,
+    2 * 64 * 64,
+    4,
+)  # bytes of a matrix in float32 and in bfloat16, and of a number
 
 
 def read(device_kind="NVIDIA H100 80GB HBM3"):
     return read_gpu_program(
-        parse_module(PROGRAM), large_bytes=1 << 30, assumptions=NO_ASSUMPTIONS, device_kind=device_kind
+        parse_module(PROGRAM),
+        large_bytes=1 << 30,
+        assumptions=NO_ASSUMPTIONS,
+        device_kind=device_kind,
     )
 
 
@@ -124,7 +131,9 @@ def test_a_scatter_costs_the_rows_that_it_updates_in_place(alone, instruction):
 
 
 def test_seconds_are_those_of_the_slower_of_products_and_memory():
-    by_memory = {each.kind: each.seconds(peak_flops=1e30, memory_bandwidth=1.0) for each in read().work}
+    by_memory = {
+        each.kind: each.seconds(peak_flops=1e30, memory_bandwidth=1.0) for each in read().work
+    }
     assert by_memory == {
         "products": 5 * 3 * WIDE,
         "slices": 5 * (NARROW + INDEX + WIDE),
@@ -132,7 +141,9 @@ def test_seconds_are_those_of_the_slower_of_products_and_memory():
         "copies": 5 * 2 * WIDE,
         "other": 5 * (WIDE + NARROW),
     }
-    by_products = {each.kind: each.seconds(peak_flops=1.0, memory_bandwidth=1e30) for each in read().work}
+    by_products = {
+        each.kind: each.seconds(peak_flops=1.0, memory_bandwidth=1e30) for each in read().work
+    }
     assert by_products["products"] == 5 * 2 * 64**3
     assert by_products["updates"] == pytest.approx(5 * (3 * WIDE + INDEX) / 1e30)
 
@@ -145,15 +156,22 @@ def test_the_text_has_the_time_by_kind_and_the_largest_instructions_first():
     assert [row[0] for row in rows] == ["products", "slices", "updates", "copies", "other"]
     assert sum(float(row[3].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.3)
     first, second = (line.split() for line in largest.splitlines()[2:4])
-    assert (first[0], first[-1]) == ("updates", "jit(step)/grads"), "it reads a number more than the product"
+    assert (first[0], first[-1]) == ("updates", "jit(step)/grads"), (
+        "it reads a number more than the product"
+    )
     assert (second[0], second[-1]) == ("products", "f32[64,64]"), "it has no name"
     assert read().render().endswith(f"{kinds}\n\n{largest}")
 
 
 def test_no_more_instructions_are_shown_than_people_read():
-    many = [dataclasses.replace(read().work[0], num_bytes=size, op_name=f"op {size}") for size in range(1000, 1020)]
+    many = [
+        dataclasses.replace(read().work[0], num_bytes=size, op_name=f"op {size}")
+        for size in range(1000, 1020)
+    ]
     lines = render_device_time(many, GPUS["h100"]).split("\n\n")[1].splitlines()[2:]
-    assert [line.split()[-1] for line in lines] == [str(size) for size in range(1019, 1019 - LARGEST_SHOWN, -1)]
+    assert [line.split()[-1] for line in lines] == [
+        str(size) for size in range(1019, 1019 - LARGEST_SHOWN, -1)
+    ]
 
 
 def test_of_gpus_without_a_datasheet_bytes_are_shown():

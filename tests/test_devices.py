@@ -27,9 +27,13 @@ def broken(monkeypatch):
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
 
     def because(error=None, **versions):
-        known = {name.replace("_", "-"): version for name, version in versions.items()} | {"jaxlib": "0.10.2"}
+        known = {name.replace("_", "-"): version for name, version in versions.items()} | {
+            "jaxlib": "0.10.2"
+        }
         monkeypatch.setattr(devices, "version_of", known.get)
-        monkeypatch.setattr(devices, "backend_errors", lambda: {} if error is None else {"cuda": error})
+        monkeypatch.setattr(
+            devices, "backend_errors", lambda: {} if error is None else {"cuda": error}
+        )
 
     return because
 
@@ -37,11 +41,13 @@ def broken(monkeypatch):
 def test_a_gpu_without_a_plugin_is_not_replaced_by_the_cpu(broken):
     broken()
     with pytest.raises(
-        DeviceError, match=r"got a GPU, /dev/nvidia0, /dev/nvidia1, and JAX on the cpu: its CUDA plugin is not"
+        DeviceError,
+        match=r"got a GPU, /dev/nvidia0, /dev/nvidia1, and JAX on the cpu: its CUDA plugin is not",
     ):
         make_mesh(data=2)
     with pytest.raises(
-        DeviceError, match=r"pip install 'jax\[cuda13\]'.*, or set JAX_PLATFORMS=cpu to run on the CPU\.$"
+        DeviceError,
+        match=r"pip install 'jax\[cuda13\]'.*, or set JAX_PLATFORMS=cpu to run on the CPU\.$",
     ):
         started_devices()
 
@@ -49,11 +55,15 @@ def test_a_gpu_without_a_plugin_is_not_replaced_by_the_cpu(broken):
 def test_a_variable_that_hides_the_gpu_is_named_and_not_a_package(broken, monkeypatch):
     broken(NOT_VISIBLE, jax_cuda13_plugin="0.10.2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
-    why, remedy = unused_gpus("cpu", NODES, {"CUDA_VISIBLE_DEVICES": "9", "LD_LIBRARY_PATH": "/usr/lib"})
+    why, remedy = unused_gpus(
+        "cpu", NODES, {"CUDA_VISIBLE_DEVICES": "9", "LD_LIBRARY_PATH": "/usr/lib"}
+    )
     assert why == NOT_VISIBLE[:-1], "JAX's own reason"
     assert remedy == "Unset CUDA_VISIBLE_DEVICES, which is '9', or name GPUs that nvidia-smi lists"
     found = advice({"CUDA_VISIBLE_DEVICES": "9", "PJRT_NPROC": "16"}, "cpu", 1)
-    assert found == []  # doctor reads the machine by a name of its own, which this test does not replace
+    assert (
+        found == []
+    )  # doctor reads the machine by a name of its own, which this test does not replace
     monkeypatch.setattr("jaxpar.commands.doctor.gpu_nodes", lambda: NODES)
     found = advice({"CUDA_VISIBLE_DEVICES": "9", "PJRT_NPROC": "16"}, "cpu", 1)
     assert found == [f"there is a GPU, but JAX runs on the CPU: {why}", f"{remedy}."]
@@ -66,7 +76,10 @@ def test_other_libraries_of_cuda_are_named(broken):
     assert remedy.startswith("Unset LD_LIBRARY_PATH, which is '/usr/local/cuda-11/lib64'")
     broken(None, jax_cuda12_plugin="0.9.0")
     why, remedy = unused_gpus("cpu", NODES, {})
-    assert why == "jax-cuda12-plugin 0.9.0 did not start beside jaxlib 0.10.2, as JAX's lines above say"
+    assert (
+        why
+        == "jax-cuda12-plugin 0.9.0 did not start beside jaxlib 0.10.2, as JAX's lines above say"
+    )
     assert remedy == "See whether nvidia-smi works, then python -m jaxpar doctor"
 
 
@@ -87,7 +100,9 @@ def test_a_platform_that_cannot_start_is_an_error_with_a_remedy(monkeypatch):
         raise RuntimeError("Unable to initialize backend 'cuda': no such platform")
 
     monkeypatch.setattr(devices.jax, "devices", refuse)
-    with pytest.raises(DeviceError, match=r"got: Unable to initialize backend 'cuda'.*set JAX_PLATFORMS=cpu"):
+    with pytest.raises(
+        DeviceError, match=r"got: Unable to initialize backend 'cuda'.*set JAX_PLATFORMS=cpu"
+    ):
         make_mesh(data=2)
 
 
@@ -115,7 +130,9 @@ def test_devices_are_described_by_kind(monkeypatch):
 
 def test_a_mesh_that_leaves_devices_idle_says_so(caplog):
     make_mesh(data=4)
-    assert caplog.messages == ["the mesh has 4 of 8 devices, the others are idle; data=-1 takes all of them"]
+    assert caplog.messages == [
+        "the mesh has 4 of 8 devices, the others are idle; data=-1 takes all of them"
+    ]
     caplog.clear()
     make_mesh(data=-1)
     make_mesh()  # one device, whose numbers those of fake devices are compared with
@@ -136,12 +153,18 @@ def test_a_recipe_stops_before_it_trains_on_the_cpu_of_a_machine_with_a_gpu(tmp_
     for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     command = [sys.executable, "-c", SCRIPT, "--out-dir", str(tmp_path / "run"), "--steps", "2"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+    )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "error: JAX must use the GPU of a machine that has one" in ended.stderr
     assert not (tmp_path / "run").exists()
     ended = subprocess.run(
-        [*command, "--fake-devices", "2"], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+        [*command, "--fake-devices", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_SECONDS,
     )
     assert ended.returncode == 0
     assert ended.stdout.startswith("devices: 2 fake CPU devices\n")

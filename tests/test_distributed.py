@@ -20,7 +20,9 @@ from tests.support.real_runs import run
 
 def test_initialize_joins_nothing_where_nothing_speaks_of_other_processes(monkeypatch):
     for name in list(os.environ):
-        if name.startswith(("JAX_COORDINATOR", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_", "OMPI_")):
+        if name.startswith(
+            ("JAX_COORDINATOR", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_", "OMPI_")
+        ):
             monkeypatch.delenv(name)
     assert jaxpar.initialize() is False
     assert jax.process_count() == 1
@@ -35,7 +37,8 @@ def test_a_part_of_a_place_is_refused():
 def test_a_time_out_that_no_process_could_keep_is_refused(monkeypatch, given):
     monkeypatch.setenv(TIMEOUT_VARIABLE, given)
     with pytest.raises(
-        ValueError, match=f"JAXPAR_INITIALIZATION_TIMEOUT must be a number of seconds above 0; got '{given}'"
+        ValueError,
+        match=f"JAXPAR_INITIALIZATION_TIMEOUT must be a number of seconds above 0; got '{given}'",
     ):
         jaxpar.initialize(coordinator_address="127.0.0.1:1", num_processes=1, process_id=0)
 
@@ -68,7 +71,9 @@ def two_processes(monkeypatch):
 
 
 def make_step():
-    return jaxpar.value_and_grad(lambda params, batch: batch, lambda out, batch: (0.0, 0.0), jaxpar.make_mesh())
+    return jaxpar.value_and_grad(
+        lambda params, batch: batch, lambda out, batch: (0.0, 0.0), jaxpar.make_mesh()
+    )
 
 
 @pytest.mark.usefixtures("two_processes")
@@ -85,7 +90,9 @@ def test_a_process_of_several_that_has_joined_none_makes_no_step(monkeypatch):
 @pytest.mark.usefixtures("two_processes")
 def test_a_spawned_worker_that_imports_the_script_does_not_join_the_run(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
-    message = r'a worker of multiprocessing must not join the run; .* below `if __name__ == "__main__":`'
+    message = (
+        r'a worker of multiprocessing must not join the run; .* below `if __name__ == "__main__":`'
+    )
     with pytest.raises(distributed.NotJoinedError, match=message):
         jaxpar.initialize()
 
@@ -93,7 +100,9 @@ def test_a_spawned_worker_that_imports_the_script_does_not_join_the_run(monkeypa
 @pytest.mark.usefixtures("two_processes")
 def test_a_process_that_joins_after_jax_has_started_is_told_where_to_do_it():
     jax.devices()
-    with pytest.raises(distributed.NotJoinedError, match="before JAX first uses a device; got process 1 of 2"):
+    with pytest.raises(
+        distributed.NotJoinedError, match="before JAX first uses a device; got process 1 of 2"
+    ):
         jaxpar.initialize()
 
 
@@ -142,7 +151,9 @@ def test_ctrl_c_has_the_code_of_a_shell():
     ],
     ids=["not joined", "wrong mesh"],
 )
-def test_a_script_of_ones_own_that_cannot_train_ends_with_2_on_every_process(tmp_path, script, told):
+def test_a_script_of_ones_own_that_cannot_train_ends_with_2_on_every_process(
+    tmp_path, script, told
+):
     path = tmp_path / "script.py"
     path.write_text(script)
     code, out, err = run("-m", "jaxpar", "launch", "-n", 2, "--log-dir", tmp_path, path)

@@ -47,7 +47,10 @@ DOCS = ROOT / "docs"
 
 ENGLISH, CHINESE = sorted(DOCS.glob("*.md")), sorted(DOCS.glob("zh/*.md"))
 README = ROOT / "README.md"
-IN_ORDER = [DOCS / name for name in dict.fromkeys(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text()))]
+IN_ORDER = [
+    DOCS / name
+    for name in dict.fromkeys(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text()))
+]
 REFERENCE = (
     "api.md",
     "architecture.md",
@@ -66,17 +69,42 @@ name_of = lambda page: page.relative_to(ROOT).as_posix()
 CUT_SHORT = {
     "digits.py": ["--steps", "4"],
     "plan": ["--top", "1", "--remat", "yes", "--context", "1", "--zero", "1"],
-    "gpt.py": ["--steps", "4", "--warmup-steps", "1", "--seq", "32", "--batch-size", "8", "--eval-rows", "8"],
+    "gpt.py": [
+        "--steps",
+        "4",
+        "--warmup-steps",
+        "1",
+        "--seq",
+        "32",
+        "--batch-size",
+        "8",
+        "--eval-rows",
+        "8",
+    ],
 }
 # The mesh and schedule of each plan: the search for them is that of test_planner.py.
 MESHES_OF_PLANS = {
-    "bloom-176b": ["--data", "8", "--stage", "12", "--num-microbatches", "128", "--schedule", "1f1b"],
+    "bloom-176b": [
+        "--data",
+        "8",
+        "--stage",
+        "12",
+        "--num-microbatches",
+        "128",
+        "--schedule",
+        "1f1b",
+    ],
     "gpt2": ["--data", "8", "--stage", "2", "--num-microbatches", "64", "--schedule", "1f1b"],
     "llama3.1-8b": ["--data", "8", "--stage", "1", "--num-microbatches", "32"],
 }
 # What draws the pictures of a run, which the tests of its recipe look at.
 DRAWING = (
-    *((gpt, "plot_loss"), (gpt, "plot_timeline"), (house_prices, "draw_descent"), (regression, "plot_errors")),
+    *(
+        (gpt, "plot_loss"),
+        (gpt, "plot_timeline"),
+        (house_prices, "draw_descent"),
+        (regression, "plot_errors"),
+    ),
     *((classification, "plot_predictions"), (classification, "plot_errors")),
 )
 # Commands that another test runs.
@@ -115,7 +143,10 @@ def _devices_are_here(monkeypatch):
     "page",
     without(
         ENGLISH,
-        *(DOCS / f"{name}.md" for name in ("coming_from", "long-sequences", "pretrained", "ring", "your_model")),
+        *(
+            DOCS / f"{name}.md"
+            for name in ("coming_from", "long-sequences", "pretrained", "ring", "your_model")
+        ),
     ),
     ids=name_of,
 )
@@ -180,7 +211,9 @@ def shortening(command):
     """Returns the flags that cut a command short."""
     if {"--steps", "--dry-run"} & set(command.words):
         return []
-    short = next((CUT_SHORT[path.name] for path in map(Path, command.words) if path.name in CUT_SHORT), [])
+    short = next(
+        (CUT_SHORT[path.name] for path in map(Path, command.words) if path.name in CUT_SHORT), []
+    )
     if short is CUT_SHORT["plan"]:
         return short + MESHES_OF_PLANS[command.words[command.words.index("--model") + 1]]
     return short
@@ -205,7 +238,9 @@ def test_the_programs_of_readme_and_guide_take_their_commands(run, monkeypatch):
     monkeypatch.setattr(published_jobs, "make_step", accept)
     monkeypatch.setattr(language_data, "load_text", functools.cache(language_data.load_text))
     parse = tyro.cli
-    as_it_is = lambda kind: kind if isinstance(kind, type) else functools.wraps(kind)(lambda *_, **__: None)
+    as_it_is = lambda kind: (
+        kind if isinstance(kind, type) else functools.wraps(kind)(lambda *_, **__: None)
+    )
     tried = set()
     for command in itertools.chain.from_iterable(map(doc_pages.commands, (README, *IN_ORDER))):
         if command.words[0] != "python" or command.words in tried:
@@ -214,14 +249,21 @@ def test_the_programs_of_readme_and_guide_take_their_commands(run, monkeypatch):
         (_, script, *args), _ = command.without_redirection()
         if args[:2] == ["jaxpar", "train"]:
             script, args = args[2].replace("-", "_"), args[3:]
-        is_launch = args[:2] == ["jaxpar", "launch"]  # which runs a recipe, or a script that a page shows
+        is_launch = args[:2] == [
+            "jaxpar",
+            "launch",
+        ]  # which runs a recipe, or a script that a page shows
         if is_launch and "recipes/" not in str(command):
             continue  # the test that follows the page runs it
         if script == "-m" and not is_launch:
             with monkeypatch.context() as patch:
-                patch.setattr(tyro, "cli", lambda kind, **settings: parse(as_it_is(kind), **settings))
+                patch.setattr(
+                    tyro, "cli", lambda kind, **settings: parse(as_it_is(kind), **settings)
+                )
                 assert jaxpar_main(args[1:]) == 0, command
-        elif not is_launch and (str(command) in RUN_BY or {"--resume", "--predict", "--init-from"} & set(args)):
+        elif not is_launch and (
+            str(command) in RUN_BY or {"--resume", "--predict", "--init-from"} & set(args)
+        ):
             parse(importlib.import_module(Path(script).stem).Config, args=args)
         else:
             with contextlib.suppress(AcceptedError):
@@ -236,9 +278,13 @@ def test_who_follows_readme_and_guide_gets_what_they_quote(run):
         for command in doc_pages.commands(page):
             if command.words[0] != "python" or str(command) in RUN_BY:
                 continue
-            if command.words == TRAINED.words and command.words not in printed:  # a slow test runs it as it is
+            if (
+                command.words == TRAINED.words and command.words not in printed
+            ):  # a slow test runs it as it is
                 printed[JOB.words] = run(JOB)
-                shutil.copytree("runs/job", "runs/gpt", ignore=shutil.ignore_patterns("checkpoints"))
+                shutil.copytree(
+                    "runs/job", "runs/gpt", ignore=shutil.ignore_patterns("checkpoints")
+                )
                 printed[TRAINED.words] = printed[JOB.words].replace("runs/job", "runs/gpt")
             if command.words not in printed:
                 printed[command.words] = run(command)
@@ -249,7 +295,11 @@ def test_who_follows_readme_and_guide_gets_what_they_quote(run):
 def command_on(page, *words):
     """Returns the command of a page that has all these words and whose output is quoted with losses."""
     losses = re.compile("held out: loss|last$", flags=re.MULTILINE)
-    (found,) = (c for c in doc_pages.commands(DOCS / page) if set(words) <= set(c.words) and losses.search(c.quoted))
+    (found,) = (
+        c
+        for c in doc_pages.commands(DOCS / page)
+        if set(words) <= set(c.words) and losses.search(c.quoted)
+    )
     return found
 
 
@@ -272,7 +322,9 @@ def test_the_run_to_be_stopped_is_that_of_the_readme_with_checkpoints_and_metric
 
 
 def test_a_resumed_run_is_quoted_with_the_losses_of_the_uninterrupted_one():
-    held_out = lambda command: [line for line in command.quoted.splitlines() if "held out: loss" in line]
+    held_out = lambda command: [
+        line for line in command.quoted.splitlines() if "held out: loss" in line
+    ]
     assert held_out(command_on("recovering.md", "--resume")) == held_out(TRAINED)
     _, resumed, uninterrupted = COMPARED.quoted.splitlines()
     assert resumed.replace("job", "gpt") == uninterrupted
@@ -285,7 +337,9 @@ def test_the_losses_of_the_gpt_are_those_that_pages_quote(tmp_path):
     The test of all commands runs four steps of it.
     """
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")
+    }
 
     def said(*words):
         done = subprocess.run(
@@ -321,11 +375,20 @@ def test_other_commands_are_there(page):
             assert re.search(rf"^{command.words[1]}:", makefile, flags=re.MULTILINE), command
         if str(command) in RUN_BY:
             there = (ROOT / "tests" / RUN_BY[str(command)]).read_text()
-            assert all(Path(word).name in there for word in command.words if word.startswith(("recipes/", "--mesh")))
+            assert all(
+                Path(word).name in there
+                for word in command.words
+                if word.startswith(("recipes/", "--mesh"))
+            )
 
 
 def test_readme_names_every_command():
-    named = {c.words[3] for page in (*ENGLISH, README) for c in doc_pages.commands(page) if c.words[1] == "-m"}
+    named = {
+        c.words[3]
+        for page in (*ENGLISH, README)
+        for c in doc_pages.commands(page)
+        if c.words[1] == "-m"
+    }
     assert named == set(COMMANDS)
 
 
@@ -333,28 +396,42 @@ def test_readme_names_every_command():
 def test_chinese_page_has_the_code_and_pictures_of_the_english_one(page):
     english = DOCS / page.name
     assert doc_pages.blocks(page) == doc_pages.blocks(english)
-    shown = lambda text: re.findall(r"pictures/([\w-]+\.png)", text.replace("pictures/zh/", "pictures/"))
+    shown = lambda text: re.findall(
+        r"pictures/([\w-]+\.png)", text.replace("pictures/zh/", "pictures/")
+    )
     assert shown(page.read_text()) == shown(english.read_text())
     labelled = re.findall(r"pictures/zh/([\w-]+\.png)", page.read_text())
     assert labelled == shown(page.read_text()), "its pictures have Chinese labels"
 
 
 def test_guide_is_whole_in_both_languages():
-    guide = [page.name for page in ENGLISH if page.name not in REFERENCE or page.name in ALSO_IN_CHINESE]
+    guide = [
+        page.name for page in ENGLISH if page.name not in REFERENCE or page.name in ALSO_IN_CHINESE
+    ]
     assert [page.name for page in CHINESE] == guide
-    assert {"index.md", *(page.name for page in IN_ORDER)} == {page.name for page in ENGLISH}, "the index leads to all"
+    assert {"index.md", *(page.name for page in IN_ORDER)} == {page.name for page in ENGLISH}, (
+        "the index leads to all"
+    )
 
 
 def test_links_lead_somewhere():
-    links = [(page, link) for page in (*ENGLISH, *CHINESE) for link in doc_pages.LINK.findall(page.read_text())]
-    nowhere = [f"{name_of(page)}: {link}" for page, link in links if not (page.parent / link).exists()]
+    links = [
+        (page, link)
+        for page in (*ENGLISH, *CHINESE)
+        for link in doc_pages.LINK.findall(page.read_text())
+    ]
+    nowhere = [
+        f"{name_of(page)}: {link}" for page, link in links if not (page.parent / link).exists()
+    ]
     assert links
     assert not nowhere, "\n".join(nowhere)
 
 
 def test_what_the_architecture_names_beside_a_file_is_in_it():
     """[`guard.py`](../jaxpar/guard.py) `after_step`, `_stop`: each is defined in that file."""
-    named = re.findall(r"\]\(\.\./([\w/]+\.py)\) (`\w+`(?:, `\w+`)*)", (DOCS / "architecture.md").read_text())
+    named = re.findall(
+        r"\]\(\.\./([\w/]+\.py)\) (`\w+`(?:, `\w+`)*)", (DOCS / "architecture.md").read_text()
+    )
     each = [(file, name) for file, names in named for name in re.findall(r"\w+", names)]
     defines = lambda file, name: re.search(
         rf"^ *(def|class) {name}\b|^{name}\b.* = ", (ROOT / file).read_text(), re.MULTILINE
@@ -366,15 +443,24 @@ def test_what_the_architecture_names_beside_a_file_is_in_it():
 def test_reference_has_every_public_name():
     described = [module for modules in reference.pages().values() for module in modules]
     values = {name: getattr(jaxpar, name) for name in jaxpar.__all__}
-    homes = {n: v.__name__ if isinstance(v, types.ModuleType) else v.__module__ for n, v in values.items()}
+    homes = {
+        n: v.__name__ if isinstance(v, types.ModuleType) else v.__module__
+        for n, v in values.items()
+    }
     unknown = {
-        name: home for name, home in homes.items() if not f"{home}.".startswith(tuple(f"{m}." for m in described))
+        name: home
+        for name, home in homes.items()
+        if not f"{home}.".startswith(tuple(f"{m}." for m in described))
     }
     assert not unknown, f"docs/reference.py must describe the module of each: {unknown}"
 
 
 def test_every_picture_is_shown():
-    shown = {link for page in (README, *ENGLISH) for link in re.findall(r"pictures/([\w-]+)\.png", page.read_text())}
+    shown = {
+        link
+        for page in (README, *ENGLISH)
+        for link in re.findall(r"pictures/([\w-]+)\.png", page.read_text())
+    }
     assert shown == set(pictures.PICTURES) == {path.stem for path in pictures.FOLDER.glob("*.png")}
     assert shown - set(pictures.ENGLISH) == {path.stem for path in pictures.FOLDER.glob("zh/*.png")}
 
@@ -382,19 +468,29 @@ def test_every_picture_is_shown():
 @pytest.mark.few(6)
 @pytest.mark.parametrize(
     "name",
-    quick([pytest.param(n, marks=pytest.mark.slow) if n in pictures.SLOW else n for n in pictures.PICTURES], "neuron"),
+    quick(
+        [
+            pytest.param(n, marks=pytest.mark.slow) if n in pictures.SLOW else n
+            for n in pictures.PICTURES
+        ],
+        "neuron",
+    ),
 )
 def test_picture_is_the_one_that_the_code_draws(tmp_path, name):
     pictures.draw(name, tmp_path)
     for path in (f"{name}.png", f"zh/{name}.png")[: 1 if name in pictures.ENGLISH else 2]:
-        drawn, there = (matplotlib.image.imread(folder / path) for folder in (tmp_path, pictures.FOLDER))
+        drawn, there = (
+            matplotlib.image.imread(folder / path) for folder in (tmp_path, pictures.FOLDER)
+        )
         assert drawn.shape == there.shape, f"python docs/pictures.py {name}"
         assert np.abs(drawn - there).mean() < 0.004, f"python docs/pictures.py {name}"
 
 
 def test_the_font_has_the_characters_of_the_chinese_labels():
     has = set(TTFont(pictures_zh.FONT).getBestCmap())
-    assert {ord(each) for each in pictures_zh.characters()} <= has, "python docs/pictures_zh.py FONT.otf"
+    assert {ord(each) for each in pictures_zh.characters()} <= has, (
+        "python docs/pictures_zh.py FONT.otf"
+    )
 
 
 def test_labels_are_in_this_font_where_a_whole_one_of_its_name_is_installed(tmp_path, monkeypatch):
@@ -409,7 +505,10 @@ def test_labels_are_in_this_font_where_a_whole_one_of_its_name_is_installed(tmp_
 @pytest.mark.parametrize(
     ("label", "chinese"),
     [
-        ("Two pods of eight GPUs\ndata=2 x stage=2 x tensor=4: 16 GPUs on 2 nodes of 8", "两个 pod，各有八块 GPU\n"),
+        (
+            "Two pods of eight GPUs\ndata=2 x stage=2 x tensor=4: 16 GPUs on 2 nodes of 8",
+            "两个 pod，各有八块 GPU\n",
+        ),
         ("stage 11", "阶段 11"),
         ("GPU 3", "GPU 3"),
     ],
@@ -423,7 +522,9 @@ def test_the_cheat_sheet_has_flags_that_the_recipe_takes():
     rows = lambda text: [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     names = lambda row: [re.findall(r"`[^`]+`", cell) for cell in (row[0], *row[2:])]
     in_chinese = rows((DOCS / "zh" / "cheatsheet.md").read_text())
-    assert [*map(names, in_chinese)] == [*map(names, rows(text))], "the Chinese page has the names of the English one"
+    assert [*map(names, in_chinese)] == [*map(names, rows(text))], (
+        "the Chinese page has the names of the English one"
+    )
     flags = re.findall(r"^\| `(--[\w.-]+)", text, flags=re.MULTILINE)
     taken = set(flag_names(gpt.Config).values())
     assert set(flags) <= taken
@@ -433,7 +534,9 @@ def test_the_cheat_sheet_has_flags_that_the_recipe_takes():
 
 def test_every_page_of_the_navigation_hangs_under_a_heading_of_its_language():
     groups = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    alone = [group for group in groups if not all(isinstance(pages, list) for pages in group.values())]
+    alone = [
+        group for group in groups if not all(isinstance(pages, list) for pages in group.values())
+    ]
     assert not alone, "a page alone hangs under the heading of the group before it"
     listed = {name: [page if isinstance(page, str) else next(iter(page.values())) for page in pages]
               for group in groups for name, pages in group.items()}  # fmt: skip
@@ -460,7 +563,9 @@ def test_a_page_of_the_reference_has_each_name_once():
         text = reference._page(name, modules)
         assert text.count("\n# ") + text.startswith("# ") == (name == reference.ONE_PAGE)
         assert re.findall(r"^::: (.*)$", text, re.MULTILINE) == modules
-        assert text.count("heading_level: 1") == (name != reference.ONE_PAGE), "the package is the title"
+        assert text.count("heading_level: 1") == (name != reference.ONE_PAGE), (
+            "the package is the title"
+        )
 
 
 def test_the_page_on_plans_is_read_in_ten_minutes():

@@ -23,7 +23,9 @@ def test_examples_print_what_they_show(module, capsys):
         importlib.import_module(module), optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     )
     assert found.failed == 0, capsys.readouterr().out
-    assert found.attempted == WITH_EXAMPLES[module], "an example stands where doctest does not look for it"
+    assert found.attempted == WITH_EXAMPLES[module], (
+        "an example stands where doctest does not look for it"
+    )
 
 
 def test_there_are_examples():

@@ -21,7 +21,9 @@ from tests.support.written_out import IN_DOCUMENTS, WRITTEN_OUT
 
 ROWS, SEQ, HEADS, KV_HEADS, HEAD_DIM = 3, 12, 4, 2, 8
 MOST = 6  # of SEGMENTS 5: no documents are behind the last one of a row
-SEGMENTS = np.array([[0] * 12, [3, 3, 1, 1, 1, 1, 3, 3, 3, 3, 3, 9], [0, 1, 2, 2, 3, 3, 3, 3, 3, 3, 4, 4]], np.int32)
+SEGMENTS = np.array(
+    [[0] * 12, [3, 3, 1, 1, 1, 1, 3, 3, 3, 3, 3, 9], [0, 1, 2, 2, 3, 3, 3, 3, 3, 3, 4, 4]], np.int32
+)
 
 
 def test_documents_are_told_by_their_places_in_all_rows():
@@ -33,7 +35,10 @@ def test_documents_are_told_by_their_places_in_all_rows():
 
 def arrays(dtype=np.float64):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=(ROWS, SEQ, n, HEAD_DIM)), dtype) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    return [
+        jnp.asarray(rng.normal(size=(ROWS, SEQ, n, HEAD_DIM)), dtype)
+        for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    ]
 
 
 def plain(q, k, v, window):
@@ -65,7 +70,10 @@ class AsCudnn:
         lengths, of_keys, begins_q, begins_k = (np.asarray(each).reshape(-1) for each in places)
         np.testing.assert_array_equal(lengths, of_keys)
         for number, count in enumerate(lengths):
-            first = [begins[number] // (each.shape[2] * HEAD_DIM) for begins, each in ((begins_q, q), (begins_k, k))]
+            first = [
+                begins[number] // (each.shape[2] * HEAD_DIM)
+                for begins, each in ((begins_q, q), (begins_k, k))
+            ]
             if count:
                 yield number, count, *(slice(at, at + count) for at in first)
 
@@ -84,12 +92,17 @@ class AsCudnn:
     def forward(cls, q, k, v, scale, lengths, bias, places, window):
         assert lengths is None
         assert bias is None
-        out, lse = np.full((ROWS * SEQ, HEADS, HEAD_DIM), np.nan), np.full((ROWS * MOST, HEADS, SEQ), np.nan)
+        out, lse = (
+            np.full((ROWS * SEQ, HEADS, HEAD_DIM), np.nan),
+            np.full((ROWS * MOST, HEADS, SEQ), np.nan),
+        )
         for number, count, of_q, of_k in cls.parts(q, k, places):
             scores = cls.weights(q, k, of_q, of_k, scale, window)
             lse[number, :, :count] = np.log(np.exp(scores).sum(-1))
             shares = np.exp(scores - lse[number, :, :count, None])
-            out[of_q] = np.einsum("hts,shk->thk", shares, np.repeat(cls.flat(v)[of_k], HEADS // KV_HEADS, axis=1))
+            out[of_q] = np.einsum(
+                "hts,shk->thk", shares, np.repeat(cls.flat(v)[of_k], HEADS // KV_HEADS, axis=1)
+            )
         return jnp.asarray(out.reshape(q.shape)), jnp.asarray(lse)
 
     @classmethod
@@ -106,7 +119,9 @@ class AsCudnn:
             grads[0][of_q] = np.einsum("hts,shk->thk", of_scores, wide(cls.flat(k)[of_k]))
             grads[1][of_k] = narrow(np.einsum("hts,thk->shk", of_scores, cls.flat(q)[of_q]))
             grads[2][of_k] = narrow(np.einsum("hts,thk->shk", shares, of_out))
-        return tuple(jnp.asarray(each.reshape(of.shape)) for each, of in zip(grads, (q, k, v), strict=True))
+        return tuple(
+            jnp.asarray(each.reshape(of.shape)) for each, of in zip(grads, (q, k, v), strict=True)
+        )
 
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.full), 3])
@@ -117,7 +132,9 @@ def test_each_document_has_the_output_and_gradients_of_attention_that_is_parted_
     monkeypatch.setattr(documents._compat, "cudnn_attention", AsCudnn.forward)
     monkeypatch.setattr(documents._compat, "cudnn_attention_gradients", AsCudnn.backward)
     attend = told(IN_DOCUMENTS if kernel == "written out" else documents.CUDNN, window)
-    compiled = jax.jit if kernel == "written out" else lambda function: function  # NumPy stands in for cuDNN
+    compiled = (
+        jax.jit if kernel == "written out" else lambda function: function
+    )  # NumPy stands in for cuDNN
     want = jax.jit(partial(with_grads, partial(plain, window=window)))(*arrays())
     assert_same(list(compiled(partial(with_grads, attend))(*arrays())), list(want))
 
@@ -129,7 +146,14 @@ def attention(q, k, v, bias=None, window=None):
 attention.kernel_of_documents = IN_DOCUMENTS
 attention.kernel_of_chunks = WRITTEN_OUT
 
-SHAPE = {"vocab_size": 32, "num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 16}
+SHAPE = {
+    "vocab_size": 32,
+    "num_layers": 2,
+    "embed_dim": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "mlp_dim": 16,
+}
 
 
 def config_of(**changes):
@@ -157,8 +181,12 @@ def step_on(config, axes, batch, **settings):
     params = make_params(config)
     mesh = jaxpar.make_mesh(**axes, devices=jax.devices()[: int(np.prod([*axes.values()]))])
     shardings = jaxpar.shardings_from_dims(transformer.param_table(config), mesh, TRANSFORMER_RULES)
-    run = jaxpar.value_and_grad(transformer.make_model(config), loss, mesh, shardings=shardings, **settings)
-    return jaxpar.fetch(jax.jit(run)(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)))
+    run = jaxpar.value_and_grad(
+        transformer.make_model(config), loss, mesh, shardings=shardings, **settings
+    )
+    return jaxpar.fetch(
+        jax.jit(run)(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
+    )
 
 
 @pytest.mark.few(1)
@@ -181,7 +209,9 @@ def step_on(config, axes, batch, **settings):
     ],
     ids=str,
 )
-def test_a_step_whose_kernel_is_told_where_documents_lie_has_the_numbers_of_scores(x64, axes, changes, settings):
+def test_a_step_whose_kernel_is_told_where_documents_lie_has_the_numbers_of_scores(
+    x64, axes, changes, settings
+):
     config, batch = config_of(**changes), make_batch()
     got = step_on(config_of(**changes, attention=attention), axes, batch, **settings)
     model = transformer.make_model(config_of(**changes, max_documents=None))
@@ -192,7 +222,9 @@ def test_a_step_whose_kernel_is_told_where_documents_lie_has_the_numbers_of_scor
 
 def too_many(batch):
     """The batch with a fifth document in its last row, and the row before it with four."""
-    segments = np.stack([*batch["segments"][:-2], np.arange(16) // 4, np.arange(16) // 4]).astype(np.int32)
+    segments = np.stack([*batch["segments"][:-2], np.arange(16) // 4, np.arange(16) // 4]).astype(
+        np.int32
+    )
     few = batch | {"segments": segments.copy()}
     segments[-1, 0] = 9
     return few, batch | {"segments": segments}
@@ -202,7 +234,10 @@ def test_a_row_of_more_documents_gives_nan_and_no_other_does():
     config = config_of(num_layers=1, compute_dtype="float32")
     model, params = transformer.make_model(config), make_params(config)
     logits = [jax.jit(model.apply)(params, each) for each in too_many(make_batch(rows=2))]
-    assert [np.isnan(each).any((1, 2)).tolist() for each in logits] == [[False, False], [False, True]]
+    assert [np.isnan(each).any((1, 2)).tolist() for each in logits] == [
+        [False, False],
+        [False, True],
+    ]
 
 
 @pytest.mark.full
@@ -219,7 +254,9 @@ def test_one_document_is_not_several():
 
 def traced_for(kind):
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("data",), (jax.sharding.AxisType.Manual,), abstract_device=device)
+    mesh = jax.sharding.AbstractMesh(
+        (1,), ("data",), (jax.sharding.AxisType.Manual,), abstract_device=device
+    )
     return jax.sharding.use_abstract_mesh(mesh)
 
 
@@ -232,13 +269,22 @@ def test_a_program_for_hopper_has_no_scores_and_no_bias():
         with traced_for("NVIDIA H100 80GB HBM3"):
             places = transformer.attention.documents_of(config, segments)
             in_rows = jnp.arange(256)[None]
-            attend = lambda *qkv: transformer.attention.attend(config, *qkv, in_rows, segments, documents=places)
+            attend = lambda *qkv: transformer.attention.attend(
+                config, *qkv, in_rows, segments, documents=places
+            )
             return with_grads(attend, q, k, v, q)
 
     traced = jax.jit(run).trace(array(4), array(2), array(2), segments)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r"custom_call @(__cudnn\$\w+)", text) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
-    for setting in (r"PADDING_CAUSAL", r"max_seg_per_batch\\22: 5\b", r"sliding_window_length\\22: 64\b"):
+    assert re.findall(r"custom_call @(__cudnn\$\w+)", text) == [
+        "__cudnn$fmhaSoftmax",
+        "__cudnn$fmhaSoftmaxBackward",
+    ]
+    for setting in (
+        r"PADDING_CAUSAL",
+        r"max_seg_per_batch\\22: 5\b",
+        r"sliding_window_length\\22: 64\b",
+    ):
         assert len(re.findall(setting, text)) == 2, setting
     assert "256x256x" not in text
 
@@ -247,7 +293,10 @@ def test_a_program_for_hopper_has_no_scores_and_no_bias():
     ("kind", "changes"),
     [
         ("NVIDIA A100-SXM4-80GB", {}),
-        ("NVIDIA H100 80GB HBM3", {"compute_dtype": "float32", "attention": jaxpar.flash_attention}),
+        (
+            "NVIDIA H100 80GB HBM3",
+            {"compute_dtype": "float32", "attention": jaxpar.flash_attention},
+        ),
         ("NVIDIA H100 80GB HBM3", {"positions": "alibi"}),
         ("NVIDIA H100 80GB HBM3", {"max_documents": None}),
     ],
@@ -283,9 +332,13 @@ class Source(RowSource):
         ("xla", 100, (7, 9), None),
     ],
 )
-def test_a_run_tells_the_kernel_of_documents_that_its_rows_know(capsys, attention, given, known, told):
+def test_a_run_tells_the_kernel_of_documents_that_its_rows_know(
+    capsys, attention, given, known, told
+):
     config = config_of(attention=attention, compute_dtype="bfloat16", max_documents=None)
-    found = language_model.with_documents(config, given, [Mixture([Source(each), Source(1)]) for each in known])
+    found = language_model.with_documents(
+        config, given, [Mixture([Source(each), Source(1)]) for each in known]
+    )
     assert found.max_documents == told
     assert ("rows have up to 65 documents" in capsys.readouterr().out) is (65 in known)
 
@@ -293,6 +346,10 @@ def test_a_run_tells_the_kernel_of_documents_that_its_rows_know(capsys, attentio
 def test_more_elements_than_cudnn_counts_are_refused():
     shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)
     q = shape(64, 8192, 32, 128)
-    run = lambda q, segments: attend_in_documents(documents.CUDNN, 1.0, None, q, q, q, find_documents(segments, 4))
-    with pytest.raises(ValueError, match=r"a device must have fewer than 2\^31.*Use more microbatches"):
+    run = lambda q, segments: attend_in_documents(
+        documents.CUDNN, 1.0, None, q, q, q, find_documents(segments, 4)
+    )
+    with pytest.raises(
+        ValueError, match=r"a device must have fewer than 2\^31.*Use more microbatches"
+    ):
         jax.eval_shape(run, q, shape(64, 8192, dtype=jnp.int32))

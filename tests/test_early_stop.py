@@ -45,8 +45,12 @@ def left(flags, loop):
     shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
     grads = jax.value_and_grad(lambda params, batch: jnp.mean((params["w"] - batch) ** 2))
     with Run(flags, mesh, say=said.append) as run:
-        run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
-        train_step = run.compile(jaxpar.make_train_step(grads, optax.sgd(0.1)), jax.ShapeDtypeStruct((2,), "float32"))
+        run.restore(
+            lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings
+        )
+        train_step = run.compile(
+            jaxpar.make_train_step(grads, optax.sgd(0.1)), jax.ShapeDtypeStruct((2,), "float32")
+        )
         state = run.begin()
 
         def one_step(step):
@@ -79,7 +83,9 @@ def ended(run, one_step):
 
 
 def test_a_loop_that_is_left_before_its_last_step_tells_what_no_checkpoint_has(tmp_path):
-    told = left(BasicFlags.of(out_dir=tmp_path / "a", steps=10, checkpoint_every=2), short_of_batches)
+    told = left(
+        BasicFlags.of(out_dir=tmp_path / "a", steps=10, checkpoint_every=2), short_of_batches
+    )
     expected = (
         r"the loop was left after step 3 of 10, .*; the newest checkpoint is that of step 2, so none has "
         r"what followed it\. .* call run\.end_early\(reason\) before run\.log.* or choose steps=3\."
@@ -100,7 +106,9 @@ def test_a_loop_ends_early_by_a_rule_of_its_own_with_its_last_step_saved(tmp_pat
         ended(run, one_step)
 
     told = left(BasicFlags.of(out_dir=tmp_path, steps=10, checkpoint_every=50), ended_with_calls)
-    assert calls == [(2, None), (3, "thirds"), (3, None)], "after the last step too, once, before it is saved"
+    assert calls == [(2, None), (3, "thirds"), (3, None)], (
+        "after the last step too, once, before it is saved"
+    )
     assert [line for line in told if "step 3" in line] == ["ended early at step 3: good enough"]
     assert not any("was left" in line for line in told)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
@@ -124,7 +132,17 @@ def test_an_error_or_exit_in_a_loop_is_not_told_as_a_break(tmp_path, error, caps
 @pytest.mark.full
 def test_one_of_two_processes_ends_the_loop_of_both(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    launch = ("-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "1", "--log-dir", tmp_path)
+    launch = (
+        "-m",
+        "jaxpar",
+        "launch",
+        "-n",
+        "2",
+        "--devices-per-process",
+        "1",
+        "--log-dir",
+        tmp_path,
+    )
     code, out, err = run_of(*launch, tmp_path / "train.py", tmp_path / "run")
     assert code == 0, out + err
     assert "True True" in out

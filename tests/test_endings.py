@@ -46,15 +46,24 @@ def ends_of_one_that_goes_on(steps):
     return ends[:1]
 
 
-def test_a_process_that_another_one_has_left_in_the_loop_names_it_and_ends_with_70(monkeypatch, capfd):
+def test_a_process_that_another_one_has_left_in_the_loop_names_it_and_ends_with_70(
+    monkeypatch, capfd
+):
     service = stand_in(monkeypatch, left(begun=3))
     assert ends_of_one_that_goes_on(3) == [70]
-    assert json.loads(service.values[GOES_ON]) == {"process": 0, "waits": ""}, "which the other one reads"
+    assert json.loads(service.values[GOES_ON]) == {"process": 0, "waits": ""}, (
+        "which the other one reads"
+    )
     said = capfd.readouterr().err
-    assert "another process of the run is gone: process 1 of 2 has left the training loop after step 3" in said
+    assert (
+        "another process of the run is gone: process 1 of 2 has left the training loop after step 3"
+        in said
+    )
 
 
-def test_a_process_that_stays_in_a_step_that_another_one_has_left_ends_after_the_time_of_some_steps(monkeypatch):
+def test_a_process_that_stays_in_a_step_that_another_one_has_left_ends_after_the_time_of_some_steps(
+    monkeypatch,
+):
     monkeypatch.setattr(coordination, "SECONDS_TO_LEAVE_FIRST", 0.05)
     stand_in(monkeypatch, left(begun=4))
     assert ends_of_one_that_goes_on(3) == [70]
@@ -63,13 +72,17 @@ def test_a_process_that_stays_in_a_step_that_another_one_has_left_ends_after_the
 def test_a_process_in_the_loop_names_another_one_that_has_ended_its_program(monkeypatch, capfd):
     stand_in(monkeypatch, {ENDED: {"process": 1, "code": 0}})
     assert ends_of_one_that_goes_on(3) == [70]
-    assert "another process of the run is gone: process 1 of 2 has ended its program" in capfd.readouterr().err
+    assert (
+        "another process of the run is gone: process 1 of 2 has ended its program"
+        in capfd.readouterr().err
+    )
 
 
 def test_who_waits_for_an_answer_of_a_process_that_has_ended_is_told_at_once(monkeypatch):
     service = stand_in(monkeypatch, {f"{ENDED}/1": {"process": 1, "code": 65}})
     with pytest.raises(
-        PeerLostError, match=r"process 1 of 2 has ended with exit code 65 without an answer for jaxpar/x"
+        PeerLostError,
+        match=r"process 1 of 2 has ended with exit code 65 without an answer for jaxpar/x",
     ):
         exchange("x", True, timeout_seconds=NEVER)
     assert GOES_ON in service.values
@@ -79,7 +92,9 @@ def test_who_waits_for_an_answer_of_a_process_that_has_ended_is_told_at_once(mon
 
 
 @pytest.mark.parametrize(("raised", "code"), [(None, 70), (SystemExit(0), 70), (SystemExit(3), 3)])
-def test_a_process_that_leaves_the_loop_alone_names_itself_and_ends_with_a_code(monkeypatch, capfd, raised, code):
+def test_a_process_that_leaves_the_loop_alone_names_itself_and_ends_with_a_code(
+    monkeypatch, capfd, raised, code
+):
     service = stand_in(monkeypatch, {GOES_ON: {"process": 0}}, process=1)
 
     def loop():
@@ -93,7 +108,10 @@ def test_a_process_that_leaves_the_loop_alone_names_itself_and_ends_with_a_code(
     assert end.value.code == code
     assert json.loads(service.values[LEFT])["done"] == 3
     said = capfd.readouterr().err
-    assert "after the same step; got process 1 of 2 after step 3 of 10, and process 0 of 2 goes on" in said
+    assert (
+        "after the same step; got process 1 of 2 after step 3 of 10, and process 0 of 2 goes on"
+        in said
+    )
 
 
 def test_processes_that_leave_a_loop_together_end_as_they_like(monkeypatch):
@@ -112,16 +130,23 @@ def test_processes_that_leave_a_loop_together_end_as_they_like(monkeypatch):
 # -- the end of a program ----------------------------------------------------------------------------------------------
 
 
-def test_a_program_that_ends_while_others_run_ends_with_70_in_place_of_0_and_says_so(monkeypatch, capfd):
+def test_a_program_that_ends_while_others_run_ends_with_70_in_place_of_0_and_says_so(
+    monkeypatch, capfd
+):
     service = stand_in(monkeypatch, process=1)
     assert EndWatch().leave(0) == 70
     assert json.loads(service.values[f"{ENDED}/1"]) == {"process": 1, "code": 0, "seconds": 60}
-    assert "got the end of the program of process 1 of 2 while others still run" in capfd.readouterr().err
+    assert (
+        "got the end of the program of process 1 of 2 while others still run"
+        in capfd.readouterr().err
+    )
     stand_in(monkeypatch, process=1, everyone_ends=True)
     assert EndWatch().leave(0) == 0
 
 
-def test_a_program_that_has_ended_is_not_waited_for_by_one_that_cannot_go_on_without_it(monkeypatch, capfd):
+def test_a_program_that_has_ended_is_not_waited_for_by_one_that_cannot_go_on_without_it(
+    monkeypatch, capfd
+):
     stand_in(monkeypatch, {GOES_ON: {"process": 0}}, process=1)
     ends = []
     watch = EndWatch(ends.append)
@@ -139,7 +164,9 @@ def test_a_process_says_once_that_another_one_has_ended(monkeypatch, capfd):
     watch.start()
     wait_until(lambda: said.append(capfd.readouterr().err) or "".join(said))
     watch.stop()
-    assert "".join(said).startswith("process 1 of 2 has ended its program while this one runs: it waits 600 s")
+    assert "".join(said).startswith(
+        "process 1 of 2 has ended its program while this one runs: it waits 600 s"
+    )
     assert capfd.readouterr().err == ""
 
 
@@ -184,7 +211,9 @@ def test_of_two_real_processes_the_one_that_ends_early_is_named_by_the_launcher(
     launch = ("-m", "jaxpar", "launch", "-n", 2, "--log-dir", tmp_path / "logs")
     code, out, err = run(*launch, script, how, tmp_path / "run")
     assert code == 70, out + err
-    assert "launch: process 1 of 2 ended first (exit code 70: another process was lost)" in err, out + err
+    assert "launch: process 1 of 2 ended first (exit code 70: another process was lost)" in err, (
+        out + err
+    )
     said = (
         "got the end of the program of process 1"
         if how == "before"

@@ -45,9 +45,13 @@ def test_each_exit_code_is_that_of_a_real_run(code):
     file, name = RUNS[code].split("::")
     text = (TESTS / file).read_text()
     body = text.partition(f"def {name}(")[2].partition("\ndef ")[0]
-    assert f"code == {int(code)}" in body, f"{RUNS[code]} must hold the code of a process against {int(code)}"
+    assert f"code == {int(code)}" in body, (
+        f"{RUNS[code]} must hold the code of a process against {int(code)}"
+    )
     before = text.partition(f"def {name}(")[0].rpartition("\n\n")[2]
-    assert "slow" not in before.split("@pytest.mark.parametrize")[0], f"{RUNS[code]} must run each time"
+    assert "slow" not in before.split("@pytest.mark.parametrize")[0], (
+        f"{RUNS[code]} must run each time"
+    )
 
 
 # Runs a script whose processes wait for one another at their end, however late one is, in place of 2 s.
@@ -63,18 +67,32 @@ MEET = (
 
 def both(*args):
     """Starts a program as two processes of one run, without a launcher; returns the exit code and the end of each."""
-    told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{launch.free_port()}", "JAX_NUM_PROCESSES": "2", "PJRT_NPROC": "2"}
+    told = {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{launch.free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+        "PJRT_NPROC": "2",
+    }
     told |= environment() | {"JAX_NUM_CPU_DEVICES": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     command = [sys.executable, *map(str, args)]
-    processes = [subprocess.Popen(command, env=told | {"JAX_PROCESS_ID": str(n)}, **pipes) for n in range(2)]
+    processes = [
+        subprocess.Popen(command, env=told | {"JAX_PROCESS_ID": str(n)}, **pipes) for n in range(2)
+    ]
     ends = [finish(process) for process in processes]
     return [code for code, _, _ in ends], [err for _, _, err in ends]
 
 
 @pytest.mark.full
 def test_flags_that_cannot_be_used_end_a_recipe_with_2_on_every_process(tmp_path):
-    codes, errors = both("-c", MEET, ROOT / "recipes/house_prices.py", "--mesh.data", 3, "--out-dir", tmp_path / "run")
+    codes, errors = both(
+        "-c",
+        MEET,
+        ROOT / "recipes/house_prices.py",
+        "--mesh.data",
+        3,
+        "--out-dir",
+        tmp_path / "run",
+    )
     for code, err in zip(codes, errors, strict=True):
         assert code == 2, err
         assert err.splitlines()[-1].startswith("error: "), err
@@ -118,9 +136,14 @@ def processes_of(folder):
 
 
 @pytest.mark.full
-def test_a_launcher_killed_while_its_run_trains_leaves_nothing_running_and_the_next_goes_on(tmp_path):
+def test_a_launcher_killed_while_its_run_trains_leaves_nothing_running_and_the_next_goes_on(
+    tmp_path,
+):
     folder = tmp_path / "run"
-    process = start(*launched(folder, "--steps", 10**6, "--every", 2, "--seconds", 0.02), stderr=subprocess.DEVNULL)
+    process = start(
+        *launched(folder, "--steps", 10**6, "--every", 2, "--seconds", 0.02),
+        stderr=subprocess.DEVNULL,
+    )
     wait_for(folder / "checkpoints" / "4" / "manifest.json")
     workers = [pid for pid in processes_of(folder) if pid != process.pid]
     assert len(workers) == 2

@@ -12,13 +12,21 @@ from jaxpar.data.batches import Columns
 from jaxpar.models import transformer
 from jaxpar.params import abstract_params
 from jaxpar.run.batches import held_out_batches
-from jaxpar.tensor_parallel import EXPERT_RULES, EXPERTS_OVER_DATA, TRANSFORMER_RULES, sequence_parallel
+from jaxpar.tensor_parallel import (
+    EXPERT_RULES,
+    EXPERTS_OVER_DATA,
+    TRANSFORMER_RULES,
+    sequence_parallel,
+)
 from tests.support import tiny
 from tests.support.oracle import assert_same
 from tests.support.tiny_experts import config_of, job, loss_of
 from tests.support.tiny_transformer import FAMILIES, ROWS, SEQ, jit
 
-OVER_TENSOR, OVER_DATA = TRANSFORMER_RULES | EXPERT_RULES["experts"], TRANSFORMER_RULES | EXPERTS_OVER_DATA
+OVER_TENSOR, OVER_DATA = (
+    TRANSFORMER_RULES | EXPERT_RULES["experts"],
+    TRANSFORMER_RULES | EXPERTS_OVER_DATA,
+)
 GATHER, ULYSSES = {"attention_over_context": "gather"}, {"attention_over_context": "ulysses"}
 
 
@@ -54,14 +62,23 @@ PACKED = np.sort(np.arange(ROWS * SEQ).reshape(ROWS, SEQ) * 7 % 3, axis=1).astyp
 @pytest.mark.parametrize(
     ("name", "axes", "settings"),
     [
-        pytest.param("olmoe", {"context": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1"}, marks=pytest.mark.slow),
+        pytest.param(
+            "olmoe",
+            {"context": 2, "stage": 2, "tensor": 2},
+            {"schedule": "zb-h1"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "qwen3",
             {"data": 2, "context": 2, "stage": 2},
             {"rules": OVER_DATA, "zero": 3, "schedule": "interleaved"},
             marks=pytest.mark.slow,
         ),
-        ("deepseek", {"replica": 2, "data": 2, "context": 2}, {"rules": OVER_DATA, "zero": 1, "remat": "full"}),
+        (
+            "deepseek",
+            {"replica": 2, "data": 2, "context": 2},
+            {"rules": OVER_DATA, "zero": 1, "remat": "full"},
+        ),
         ("llama", {"context": 4, "tensor": 2}, {"constrain": sequence_parallel, "zero": 2}),
         ("gpt2", {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-v", "mask_idle_ops": True}),
         pytest.param(
@@ -87,7 +104,11 @@ def test_sums_over_the_mesh_are_those_of_one_device(x64, name, axes, settings):
         config = config_of(name, **over)
     params, batch = job(config, seed=seed)
     batch |= {"segments": PACKED} if seed % 2 else {}
-    of_one = jit(lambda params, batch: sums_of(config)(transformer.make_model(config).apply(params, batch), batch))
+    of_one = jit(
+        lambda params, batch: sums_of(config)(
+            transformer.make_model(config).apply(params, batch), batch
+        )
+    )
     step, mesh, shardings = make_eval(config, axes, **settings)
     got = step(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
     assert_same(jaxpar.fetch(got), jaxpar.fetch(of_one(params, batch)), message=f"seed {seed}")
@@ -105,8 +126,13 @@ def compiled(axes, **settings):
 def _compiled(axes, *, rows=8, seq=256, train=False, **pipeline):
     step, mesh, shardings = make_eval(LLAMA, dict(axes), **pipeline)
     if train:
-        parallel, pipeline = jaxpar.Parallel(mesh, shardings), jaxpar.Pipeline(**{"num_microbatches": 2} | pipeline)
-        step = jaxpar.value_and_grad(transformer.make_model(LLAMA), loss_of(LLAMA), parallel, pipeline)
+        parallel, pipeline = (
+            jaxpar.Parallel(mesh, shardings),
+            jaxpar.Pipeline(**{"num_microbatches": 2} | pipeline),
+        )
+        step = jaxpar.value_and_grad(
+            transformer.make_model(LLAMA), loss_of(LLAMA), parallel, pipeline
+        )
     table = abstract_params(transformer.param_table(LLAMA))
     params = jax.tree.map(lambda leaf, to: leaf.update(sharding=to), table, shardings)
     column = lambda dtype: jax.ShapeDtypeStruct((rows, seq), dtype)
@@ -135,9 +161,14 @@ def test_microbatches_and_context_bound_the_memory_of_an_evaluation():
     assert 3 * of_pipeline < temp({"stage": 2}, train=True)
 
 
-@pytest.mark.parametrize(("axes", "num_microbatches"), [({}, 1), ({"data": 2, "context": 2}, 4), ({"data": 8}, 3)])
+@pytest.mark.parametrize(
+    ("axes", "num_microbatches"), [({}, 1), ({"data": 2, "context": 2}, 4), ({"data": 8}, 3)]
+)
 def test_each_row_held_out_counts_once_on_every_mesh(capsys, axes, num_microbatches):
-    mesh, x = jaxpar.make_mesh(**axes, devices=jax.devices()[: int(np.prod([*axes.values()]))]), np.arange(26)
+    mesh, x = (
+        jaxpar.make_mesh(**axes, devices=jax.devices()[: int(np.prod([*axes.values()]))]),
+        np.arange(26),
+    )
     test = Columns({"x": x.reshape(13, 2).repeat(4, 1)})
     of = lambda num_rows: held_out_batches(6, num_rows, test, mesh, num_microbatches)
     found = [jaxpar.fetch(batch) for batch in of(6) + of(12)]
@@ -152,22 +183,33 @@ def test_each_row_held_out_counts_once_on_every_mesh(capsys, axes, num_microbatc
 
 def test_an_evaluation_is_one_program():
     with pytest.raises(
-        ValueError, match=r'got executor="mpmd" and stage=2\. Use executor="spmd", which takes the same'
+        ValueError,
+        match=r'got executor="mpmd" and stage=2\. Use executor="spmd", which takes the same',
     ):
         make_eval(LLAMA, {"stage": 2}, executor="mpmd")
 
 
 def test_settings_that_are_no_pipeline_are_refused():
     mesh = jaxpar.make_mesh(data=8)
-    with tiny.signatures_unchecked(), pytest.raises(TypeError, match=r"got 4\. Write jaxpar\.Pipeline\('1f1b'\)"):
+    with (
+        tiny.signatures_unchecked(),
+        pytest.raises(TypeError, match=r"got 4\. Write jaxpar\.Pipeline\('1f1b'\)"),
+    ):
         jaxpar.make_eval_step(lambda w, batch: batch["x"] * w, lambda y, _: (y.sum(), 1.0), mesh, 4)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_loss_that_is_no_sum_is_refused_as_in_training():
-    mesh, batch = jaxpar.make_mesh(data=2, devices=jax.devices()[:2]), {"x": np.ones((4, 2), np.float32)}
-    step = jaxpar.make_eval_step(lambda w, batch: batch["x"] * w, lambda y, _: (y.sum(), y.mean() * 0 + 1.0), mesh)
+    mesh, batch = (
+        jaxpar.make_mesh(data=2, devices=jax.devices()[:2]),
+        {"x": np.ones((4, 2), np.float32)},
+    )
+    step = jaxpar.make_eval_step(
+        lambda w, batch: batch["x"] * w, lambda y, _: (y.sum(), y.mean() * 0 + 1.0), mesh
+    )
     with pytest.raises(ValueError, match="weight_sum must depend on the batch alone"):
         step(np.float32(1), jaxpar.shard_batch(batch, mesh))
-    step = jaxpar.make_eval_step(lambda w, batch: batch["x"] * w, lambda y, _: (y.sum(), np.float32(1), y), mesh)
+    step = jaxpar.make_eval_step(
+        lambda w, batch: batch["x"] * w, lambda y, _: (y.sum(), np.float32(1), y), mesh
+    )
     with pytest.raises(TypeError, match="the third value of loss must be a dict of sums by name"):
         step(np.float32(1), jaxpar.shard_batch(batch, mesh))

@@ -23,7 +23,9 @@ WIDTH, ROWS = 8, 2  # rows of a microbatch on a device
 CHUNKS = {"interleaved": 2, "zb-v": 2}
 
 
-def compiled(name, mesh, *, num_layers=8, num_microbatches=8, remat=False, form="unit", masks=False):
+def compiled(
+    name, mesh, *, num_layers=8, num_microbatches=8, remat=False, form="unit", masks=False
+):
     """The program of the loss and gradients of an MLP on a mesh, and its report."""
     return _compiled(name, mesh, num_layers, num_microbatches, remat, form, masks)
 
@@ -32,18 +34,25 @@ def compiled(name, mesh, *, num_layers=8, num_microbatches=8, remat=False, form=
 def _compiled(name, mesh, num_layers, num_microbatches, remat, form, masks):
     data, stage, tensor = mesh
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
-    schedule = make_schedule(name, stage, num_microbatches, CHUNKS.get(name), form=form, remat=remat)
+    schedule = make_schedule(
+        name, stage, num_microbatches, CHUNKS.get(name), form=form, remat=remat
+    )
     layout = LayerLayout(num_layers, stage, schedule.num_chunks, schedule.placement)
-    table = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=WIDTH, num_hidden=2 * layout.num_positions)
+    table = mlp.param_table(
+        tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=WIDTH, num_hidden=2 * layout.num_positions
+    )
     shapes = abstract_params(table)
     shapes = shapes | {"layers": layout.as_packed(shapes["layers"])}
     params = jax.tree.map(
-        lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s), shapes, tiny.shardings(mesh, shapes)
+        lambda p, s: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=s),
+        shapes,
+        tiny.shardings(mesh, shapes),
     )
     rows = NamedSharding(mesh, PartitionSpec("data"))
     num_rows = data * num_microbatches * ROWS
     batch = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype, sharding=rows), tiny.make_batch()
+        lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype, sharding=rows),
+        tiny.make_batch(),
     )
     value_and_grad = jaxpar.value_and_grad(
         tiny.MODEL,
@@ -89,21 +98,29 @@ SHARDS = {"mesh": (2, 2, 2)}
         (STAGES, SHARDS),
     ),
 )
-def test_a_link_between_stages_carries_one_activation_and_one_gradient_a_microbatch_and_chunk(name, remat, where):
+def test_a_link_between_stages_carries_one_activation_and_one_gradient_a_microbatch_and_chunk(
+    name, remat, where
+):
     _, report, program, _ = compiled(name, **where, remat=remat)
     permutes = report.select("collective-permute", "stage")
     assert {each.payload_bytes for each in permutes} == {ACTIVATION_BYTES}
     schedule = program.schedule
     ways = 1 if schedule.num_stages == 2 else 2  # in which the device with the most messages sends
     messages = ways * schedule.num_microbatches * schedule.num_chunks
-    assert report.bytes_moved("collective-permute", "stage") == messages * ACTIVATION_BYTES, report.render()
+    assert report.bytes_moved("collective-permute", "stage") == messages * ACTIVATION_BYTES, (
+        report.render()
+    )
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "where"),
     quick(
-        [("1f1b", SHARDS), ("zb-h1", SHARDS), *((name, STAGES) for name in ("1f1b", "zb-h1", "interleaved", "zb-v"))],
+        [
+            ("1f1b", SHARDS),
+            ("zb-h1", SHARDS),
+            *((name, STAGES) for name in ("1f1b", "zb-h1", "interleaved", "zb-v")),
+        ],
         1,
     ),
 )
@@ -112,7 +129,11 @@ def test_nothing_but_messages_crosses_stages_in_a_tick_and_at_most_one_each_way(
     in_ticks = [each for each in report.select(axis="stage") if each.conditional]
     assert {each.kind for each in in_ticks} == {"collective-permute"}
     for way in ("send_right", "send_left"):
-        assert 0 < sum(each.times for each in in_ticks if way in each.op_name) <= program.schedule.num_ticks
+        assert (
+            0
+            < sum(each.times for each in in_ticks if way in each.op_name)
+            <= program.schedule.num_ticks
+        )
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
@@ -126,18 +147,26 @@ def test_gradients_cross_data_once_a_step_and_the_stages_share_those_of_outer_on
     once = [each for each in report.select(axis="stage") if not each.conditional]
     assert {each.kind for each in once} <= {"all-gather", "all-reduce", "reduce-scatter"}
     outer = 4 * WIDTH * (tiny.NUM_FEATURES + tiny.NUM_CLASSES + 1)
-    assert sum(each.bytes_moved for each in once) <= 3 * outer, "outer is gathered once, its gradients are reduced once"
-    others = {frozenset(each.axes) for each in report.collectives} - {frozenset({axis}) for axis in ("data", "stage")}
+    assert sum(each.bytes_moved for each in once) <= 3 * outer, (
+        "outer is gathered once, its gradients are reduced once"
+    )
+    others = {frozenset(each.axes) for each in report.collectives} - {
+        frozenset({axis}) for axis in ("data", "stage")
+    }
     assert others == {frozenset({"tensor"})}
 
 
 @pytest.mark.parametrize("remat", quick([False, True], False))
-def test_tensor_parallelism_costs_one_all_reduce_a_pair_of_weights_each_way_inside_the_branches(remat):
+def test_tensor_parallelism_costs_one_all_reduce_a_pair_of_weights_each_way_inside_the_branches(
+    remat,
+):
     """Megatron's: one after the row-parallel weight forward, one before the column-parallel one backward."""
     _, report, program, layout = compiled("zb-h1", (2, 2, 2), remat=remat)
     reductions = report.select(axis="tensor")
     assert {each.kind for each in reductions} == {"all-reduce"}
-    assert all(each.conditional for each in reductions), "a stage that idles takes part in no reduction"
+    assert all(each.conditional for each in reductions), (
+        "a stage that idles takes part in no reduction"
+    )
     # F (and R, where there is one) and B have one each; W has none.
     runs = program.schedule.num_microbatches * layout.positions_per_chunk
     got = sorted((each.payload_bytes, each.times) for each in reductions)
@@ -147,13 +176,18 @@ def test_tensor_parallelism_costs_one_all_reduce_a_pair_of_weights_each_way_insi
 @pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.slow), "zb-h1"])
 def test_temp_bytes_do_not_grow_with_the_number_of_microbatches(name):
-    few, many = (compiled(name, (2, 2, 2), num_microbatches=count)[1].memory.temp_bytes for count in (8, 64))
+    few, many = (
+        compiled(name, (2, 2, 2), num_microbatches=count)[1].memory.temp_bytes for count in (8, 64)
+    )
     assert few == many
 
 
 @pytest.mark.full
 def test_temp_bytes_of_gpipe_do_grow():
-    few, many = (compiled("gpipe", (2, 2, 2), num_microbatches=count)[1].memory.temp_bytes for count in (8, 64))
+    few, many = (
+        compiled("gpipe", (2, 2, 2), num_microbatches=count)[1].memory.temp_bytes
+        for count in (8, 64)
+    )
     assert many > 4 * few
 
 
@@ -171,7 +205,9 @@ def num_instructions(program):
     ],
 )
 def test_the_program_does_not_grow_with_microbatches_or_layers(name, more):
-    few, many = (num_instructions(compiled(name, (2, 2, 2), **options)[0]) for options in ({}, more))
+    few, many = (
+        num_instructions(compiled(name, (2, 2, 2), **options)[0]) for options in ({}, more)
+    )
     assert abs(many - few) <= 0.01 * few, f"{few} instructions at 8, {many} at 64"
 
 
@@ -188,7 +224,10 @@ def ring_shapes(program, layout):
     stored = {name: split.shapes(name) for name in ("residuals_b", "residuals_w", "cotangents_w")}
     rings = {(program.num_slots["inbox"] + 1, *x.shape)}
     for buffer, shapes in stored.items():
-        rings |= {(program.num_slots[buffer], layout.positions_per_chunk, *shape.shape) for shape in shapes}
+        rings |= {
+            (program.num_slots[buffer], layout.positions_per_chunk, *shape.shape)
+            for shape in shapes
+        }
     return rings
 
 
@@ -206,13 +245,25 @@ def copies_in_loops(text):
 
 @pytest.mark.parametrize(
     ("name", "remat"),
-    quick([("1f1b", False), ("zb-h1", False), ("zb-h1", True), ("interleaved", False), ("zb-v", False)], 0, 2),
+    quick(
+        [
+            ("1f1b", False),
+            ("zb-h1", False),
+            ("zb-h1", True),
+            ("interleaved", False),
+            ("zb-v", False),
+        ],
+        0,
+        2,
+    ),
 )
 def test_no_buffer_is_copied_in_a_tick(name, remat):
     program, _, tables, layout = compiled(name, **STAGES, remat=remat)
     rings, text = ring_shapes(tables, layout), program.as_text()
     missing = {ring for ring in rings if f"[{','.join(map(str, ring))}]" not in text}
-    assert not missing, f"no buffer of the program has these shapes, so none is seen to be copied: {missing}"
+    assert not missing, (
+        f"no buffer of the program has these shapes, so none is seen to be copied: {missing}"
+    )
     copied = rings.intersection(copies_in_loops(text))
     assert not copied, f"copied in a tick: {copied}, of the buffers {rings}"
 
@@ -235,7 +286,10 @@ def test_copies_in_loops_are_found():
 def test_products_of_ops_that_are_masked_or_skipped_are_counted_as_often_as_they_run():
     """zb-h1 on 2 stages, with 8 microbatches: the last two of its ten ticks skip, all others mask."""
     settings = {"name": "zb-h1", "mesh": (1, 2, 1), "form": "fused"}
-    (_, skipped, _, _), (_, masked, program, layout) = compiled(**settings), compiled(**settings, masks=True)
+    (_, skipped, _, _), (_, masked, program, layout) = (
+        compiled(**settings),
+        compiled(**settings, masks=True),
+    )
     assert [(len(each.ticks), each.masked) for each in program.segments] == [
         (1, True),
         (1, True),
@@ -245,7 +299,9 @@ def test_products_of_ops_that_are_masked_or_skipped_are_counted_as_often_as_they
     products = 2 * layout.positions_per_chunk  # of each op and microbatch, two in each layer
     of_layers = 3 * 8 * products * 2 * ROWS * WIDTH**2  # F, B and W
     embed = 8 * 2 * 2 * ROWS * tiny.NUM_FEATURES * WIDTH  # run by F and B
-    head = 2 * ROWS * WIDTH * tiny.NUM_CLASSES  # each of the three products of the head with a microbatch
+    head = (
+        2 * ROWS * WIDTH * tiny.NUM_CLASSES
+    )  # each of the three products of the head with a microbatch
     assert skipped.flops == of_layers + embed + 8 * 3 * head
     # In the last two ticks stage 0 runs two Bs and two Ws, and stage 1 one F, one B, one W and one W2, and the whole head. In
     # the others, but for the first, each stage runs the head of one row of two, of which the weight's gradient is no product.
@@ -263,11 +319,14 @@ def test_tensor_parallelism_of_a_transformer_layer_costs_two_all_reduces_forward
     value_and_grad = jaxpar.value_and_grad(
         tiny_gpt.MODEL, tiny_gpt.loss, mesh, schedule="zb-h1", num_microbatches=num_microbatches
     )
-    args = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, rules)), jaxpar.shard_batch(batch, mesh)
+    args = (
+        jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, rules)),
+        jaxpar.shard_batch(batch, mesh),
+    )
     report = jaxpar.inspect_step(jax.jit(value_and_grad), *args, mesh=mesh)
     ticks = make_schedule("zb-h1", 2, num_microbatches, form="fused").num_ticks
     activation = 4 * ROWS * batch["tokens"].shape[1] * params["outer"]["tokens"].shape[1]
     reductions = report.select(axis="tensor")
-    assert [(each.kind, each.payload_bytes, each.times, each.conditional) for each in reductions] == [
-        ("all-reduce", activation, 2 * ticks, True)
-    ] * 4
+    assert [
+        (each.kind, each.payload_bytes, each.times, each.conditional) for each in reductions
+    ] == [("all-reduce", activation, 2 * ticks, True)] * 4

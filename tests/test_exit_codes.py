@@ -49,7 +49,9 @@ def test_an_exit_is_told_in_words(code, words):
 def test_ctrl_c_ends_a_command_that_has_swallowed_it(monkeypatch):
     """As JAX's callback of the garbage collector does."""
     monkeypatch.setattr(interrupt, "SECONDS_TO_END", 0.05)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # which a shell's background job ignores
     ended = threading.Event()
     with interrupt.ended_by_interrupt(end=lambda code: ended.set() if code == 130 else None):
         for _ in range(2):
@@ -77,15 +79,32 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(
     ("handler", "work", "code", "out", "err"),
     [
-        ("", "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)", 130, "in\n", 'File "<string>", line '),
+        (
+            "",
+            "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)",
+            130,
+            "in\n",
+            'File "<string>", line ',
+        ),
         ("", "signal.pause()", 0, "in\ncaught\n", ""),
-        ("signal.signal(signal.SIGINT, lambda *_: print('mine'))", "time.sleep(2)", 0, "in\nmine\n", ""),
+        (
+            "signal.signal(signal.SIGINT, lambda *_: print('mine'))",
+            "time.sleep(2)",
+            0,
+            "in\nmine\n",
+            "",
+        ),
     ],
     ids=["stuck in C", "caught by the script", "a handler of its own"],
 )
-def test_one_ctrl_c_ends_a_process_that_cannot_handle_it_and_no_other(handler, work, code, out, err):
+def test_one_ctrl_c_ends_a_process_that_cannot_handle_it_and_no_other(
+    handler, work, code, out, err
+):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    program, environment = PROGRAM.format(handler=handler, work=work), os.environ | {"PYTHONPATH": str(ROOT)}
+    program, environment = (
+        PROGRAM.format(handler=handler, work=work),
+        os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     with subprocess.Popen([sys.executable, "-c", program], env=environment, **pipes) as process:
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)

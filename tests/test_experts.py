@@ -35,7 +35,11 @@ BY = {split: TRANSFORMER_RULES | rules for split, rules in EXPERT_RULES.items()}
 def one_layer(config, seed=0):
     """The params of the first layer, and an input."""
     params, _ = job(config, seed=seed)
-    x = np.random.default_rng(seed + 1).normal(size=(3, SEQ, config.embed_dim)).astype(config.compute_dtype)
+    x = (
+        np.random.default_rng(seed + 1)
+        .normal(size=(3, SEQ, config.embed_dim))
+        .astype(config.compute_dtype)
+    )
     return jax.tree.map(lambda leaf: leaf[0], params["layers"]), jnp.asarray(x)
 
 
@@ -53,36 +57,126 @@ ACTIVE = {  # billions of params that a token uses, as published, rounded
 
 CONFIGS = {  # of mistralai/Mixtral-8x7B-v0.1 and 8x22B-v0.1, Qwen/Qwen3-30B-A3B and 235B-A22B, allenai/OLMoE-1B-7B-0924
     "mixtral-8x7b": {
-        **{"model_type": "mixtral", "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336},
-        **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8},
-        **{"num_experts_per_tok": 2, "max_position_embeddings": 32_768, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+        **{
+            "model_type": "mixtral",
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+        },
+        **{
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+        },
+        **{
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 32_768,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5,
+        },
         **{"router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False},
     },
     "mixtral-8x22b": {
-        **{"model_type": "mixtral", "vocab_size": 32_000, "hidden_size": 6144, "intermediate_size": 16_384},
-        **{"num_hidden_layers": 56, "num_attention_heads": 48, "num_key_value_heads": 8, "num_local_experts": 8},
-        **{"num_experts_per_tok": 2, "max_position_embeddings": 65_536, "rope_theta": 1e6, "rms_norm_eps": 1e-5},
+        **{
+            "model_type": "mixtral",
+            "vocab_size": 32_000,
+            "hidden_size": 6144,
+            "intermediate_size": 16_384,
+        },
+        **{
+            "num_hidden_layers": 56,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+        },
+        **{
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 65_536,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-5,
+        },
         **{"router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False},
     },
     "qwen3-30b-a3b": {
-        **{"model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144},
-        **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
-        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
-        **{"max_position_embeddings": 40_960, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+        **{
+            "model_type": "qwen3_moe",
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+        },
+        **{
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+        },
+        **{
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+        },
+        **{
+            "max_position_embeddings": 40_960,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+        },
         **{"router_aux_loss_coef": 0.001, "attention_bias": False, "use_sliding_window": False},
     },
     "qwen3-235b-a22b": {
-        **{"model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288},
-        **{"num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128},
-        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True},
-        **{"max_position_embeddings": 40_960, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+        **{
+            "model_type": "qwen3_moe",
+            "vocab_size": 151_936,
+            "hidden_size": 4096,
+            "intermediate_size": 12_288,
+        },
+        **{
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+        },
+        **{
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1536,
+            "norm_topk_prob": True,
+        },
+        **{
+            "max_position_embeddings": 40_960,
+            "rope_theta": 1e6,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+        },
         **{"router_aux_loss_coef": 0.001, "attention_bias": False, "use_sliding_window": False},
     },
     "olmoe-1b-7b": {
-        **{"model_type": "olmoe", "vocab_size": 50_304, "hidden_size": 2048, "intermediate_size": 1024},
-        **{"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64},
-        **{"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01, "attention_bias": False},
-        **{"max_position_embeddings": 4096, "rope_theta": 1e4, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        **{
+            "model_type": "olmoe",
+            "vocab_size": 50_304,
+            "hidden_size": 2048,
+            "intermediate_size": 1024,
+        },
+        **{
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 64,
+        },
+        **{
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.01,
+            "attention_bias": False,
+        },
+        **{
+            "max_position_embeddings": 4096,
+            "rope_theta": 1e4,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        },
     },
 }
 
@@ -95,7 +189,9 @@ def test_a_preset_has_the_settings_of_the_published_config(name):
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_a_token_uses_the_published_number_of_parameters(name):
-    assert transformer.num_active_params(transformer.preset(name)) == pytest.approx(ACTIVE[name] * 1e9, rel=0.02)
+    assert transformer.num_active_params(transformer.preset(name)) == pytest.approx(
+        ACTIVE[name] * 1e9, rel=0.02
+    )
 
 
 def test_a_token_of_a_model_without_experts_uses_all_parameters():
@@ -105,7 +201,8 @@ def test_a_token_of_a_model_without_experts_uses_all_parameters():
 
 def test_a_published_model_with_another_attention_is_refused_by_name():
     with pytest.raises(
-        ValueError, match=r"multi-head latent attention \(MLA\).*; got 'deepseek-v3'. Choose from gpt2,"
+        ValueError,
+        match=r"multi-head latent attention \(MLA\).*; got 'deepseek-v3'. Choose from gpt2,",
     ):
         transformer.preset("deepseek-v3")
 
@@ -113,19 +210,31 @@ def test_a_published_model_with_another_attention_is_refused_by_name():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"per_token": 9}, "as many experts as there are; got per_token=9 of 8 experts. Choose per_token from 1 to 8"),
+        (
+            {"per_token": 9},
+            "as many experts as there are; got per_token=9 of 8 experts. Choose per_token from 1 to 8",
+        ),
         ({"count": 0}, "count must be at least 1; got 0. Choose 1 or more"),
         ({"num_shared": -1}, "num_shared must be at least 0; got -1"),
         ({"num_dense_layers": -1}, "num_dense_layers must be at least 0; got -1"),
-        ({"num_dense_layers": 4}, "some layers must have experts; got num_dense_layers=4, num_layers=4. Choose"),
+        (
+            {"num_dense_layers": 4},
+            "some layers must have experts; got num_dense_layers=4, num_layers=4. Choose",
+        ),
         ({"num_groups": 3}, "num_groups must divide count; got num_groups=3, count=8"),
-        ({"num_groups": 2, "groups_per_token": 3}, "as many groups as there are; got groups_per_token=3"),
+        (
+            {"num_groups": 2, "groups_per_token": 3},
+            "as many groups as there are; got groups_per_token=3",
+        ),
         ({"num_groups": 8, "groups_per_token": 1}, "got per_token=4 of 1 experts in 1 groups"),
         ({"router_score": "tanh"}, "router_score must be one of 'softmax', 'sigmoid'; got 'tanh'"),
         ({"split": "mlp"}, "split must be one of 'experts', 'expert_mlp'; got 'mlp'"),
         ({"products": "dense"}, "products must be one of 'auto', 'ragged', 'tiles'; got 'dense'"),
         ({"capacity_factor": 0.0}, "capacity_factor must be positive; got 0. Choose such as 1.25"),
-        ({"capacity_factor": 1.0, "products": "ragged"}, "so products has no effect; got capacity_factor=1.0"),
+        (
+            {"capacity_factor": 1.0, "products": "ragged"},
+            "so products has no effect; got capacity_factor=1.0",
+        ),
         ({"balance_coefficient": -1.0}, "balance_coefficient must be at least 0; got -1"),
     ],
 )
@@ -135,13 +244,19 @@ def test_experts_that_do_not_fit_are_refused(changes, message):
 
 
 def test_experts_have_no_biases():
-    with pytest.raises(ValueError, match=r"experts have no biases; got 8 experts, biases=True\. Choose biases=False"):
+    with pytest.raises(
+        ValueError,
+        match=r"experts have no biases; got 8 experts, biases=True\. Choose biases=False",
+    ):
         config_of("qwen3", biases=True)
 
 
 def test_a_model_without_experts_has_none_to_change():
     config = transformer.preset("llama-bytes")
-    with pytest.raises(ValueError, match=r"buffer=2.0 is for a model with experts; got one without. Give experts=Exp"):
+    with pytest.raises(
+        ValueError,
+        match=r"buffer=2.0 is for a model with experts; got one without. Give experts=Exp",
+    ):
         config.with_experts(buffer=2.0)
 
 
@@ -152,7 +267,11 @@ def test_a_model_without_experts_has_none_to_change():
         ("capacity_factor", "1", "capacity_factor must be a number; got '1'"),
         ("count", 8.0, "count must be an integer; got 8.0"),
         ("num_layers", None, "num_layers must be an integer; got None"),
-        ("experts", 8, "experts must be Experts or None; got 8. Write experts=Experts(count=8), say."),
+        (
+            "experts",
+            8,
+            "experts must be Experts or None; got 8. Write experts=Experts(count=8), say.",
+        ),
         ("rope", 1e4, "rope must be a Rope; got 10000.0. Write rope=Rope(theta=10_000), say."),
     ],
 )
@@ -167,9 +286,12 @@ def test_a_field_of_another_type_is_refused(name, value, message):
 def test_leading_layers_have_one_mlp_and_count_as_parameters_that_each_token_uses():
     config = config_of("deepseek", experts={"num_dense_layers": 2})
     table, without = (
-        transformer.param_table(each) for each in (config, config_of("deepseek", experts={"num_dense_layers": 0}))
+        transformer.param_table(each)
+        for each in (config, config_of("deepseek", experts={"num_dense_layers": 0}))
     )
-    assert [each["mlp"]["w_up"].shape for each in table["outer"]["dense_layers"]] == [(EMBED, 2, 24)] * 2
+    assert [each["mlp"]["w_up"].shape for each in table["outer"]["dense_layers"]] == [
+        (EMBED, 2, 24)
+    ] * 2
     assert table["layers"]["experts"]["w_expert_up"].full_shape == (3, 8, EMBED, 16)
     of_mlp, of_expert, router = (EMBED * 3 * 24, EMBED * 3 * 16, EMBED * 8 + 8)
     assert count_params(without) - count_params(table) == 2 * (9 * of_expert + router - of_mlp)
@@ -181,15 +303,22 @@ def test_documents_of_a_row_do_not_share_the_room_of_an_expert():
     config = config_of("capacity")
     _, batch = job(config)
     with pytest.raises(
-        ValueError, match=r"got segments in the batch and capacity_factor=1.0. Leave capacity_factor out"
+        ValueError,
+        match=r"got segments in the batch and capacity_factor=1.0. Leave capacity_factor out",
     ):
-        transformer.make_model(config).embed({}, batch | {"segments": np.zeros((ROWS, SEQ), np.int32)})
+        transformer.make_model(config).embed(
+            {}, batch | {"segments": np.zeros((ROWS, SEQ), np.int32)}
+        )
 
 
 def test_experts_that_the_axis_does_not_divide_are_refused():
     table = transformer.param_table(config_of("mixtral", experts={"count": 6}))
-    with pytest.raises(ValueError, match="layers/experts/w_expert_down must be divisible by the tensor axis; got 6"):
-        shardings_from_dims(table, jaxpar.make_mesh(tensor=4, devices=jax.devices()[:4]), TRANSFORMER_RULES)
+    with pytest.raises(
+        ValueError, match="layers/experts/w_expert_down must be divisible by the tensor axis; got 6"
+    ):
+        shardings_from_dims(
+            table, jaxpar.make_mesh(tensor=4, devices=jax.devices()[:4]), TRANSFORMER_RULES
+        )
 
 
 # The router.
@@ -217,7 +346,9 @@ def numpy_mlp(config, gate, up, down, x):
         hidden = x @ gate
         return (hidden / (1 + np.exp(-hidden)) * (x @ up)) @ down
     hidden = x @ up
-    return (0.5 * hidden * (1 + np.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))) @ down
+    return (
+        0.5 * hidden * (1 + np.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))
+    ) @ down
 
 
 def numpy_experts(config, params, x):
@@ -237,7 +368,9 @@ def numpy_experts(config, params, x):
                     )
             if "shared" in params:
                 w_up = params["shared"]["w_up"]
-                y[row, at] += numpy_mlp(config, w_up[:, 0], w_up[:, -1], params["shared"]["w_down"], x[row, at])
+                y[row, at] += numpy_mlp(
+                    config, w_up[:, 0], w_up[:, -1], params["shared"]["w_down"], x[row, at]
+                )
     return y
 
 
@@ -245,7 +378,9 @@ def numpy_experts(config, params, x):
 def test_experts_compute_what_a_loop_over_them_computes(x64, name):
     config = config_of(name)
     params, x = one_layer(config)
-    got, _ = jit(lambda params, x: experts(config, params, x, route(config.experts, params["router"], x)))(params, x)
+    got, _ = jit(
+        lambda params, x: experts(config, params, x, route(config.experts, params["router"], x))
+    )(params, x)
     assert_same(np.asarray(got), numpy_experts(config, params, np.asarray(x)))
 
 
@@ -261,8 +396,13 @@ def test_a_router_computes_in_float32():
     config = config_of("qwen3", compute_dtype="bfloat16")
     params, x = one_layer(config)
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params["router"])
-    got, want = route(config.experts, params, x), route(config.experts, params, x.astype(jnp.float32))
-    assert {each.dtype for each in (got.weights, got.logits, got.scores)} == {jnp.dtype(jnp.float32)}
+    got, want = (
+        route(config.experts, params, x),
+        route(config.experts, params, x.astype(jnp.float32)),
+    )
+    assert {each.dtype for each in (got.weights, got.logits, got.scores)} == {
+        jnp.dtype(jnp.float32)
+    }
     np.testing.assert_array_equal(got.experts, want.experts)
     np.testing.assert_array_equal(got.weights, want.weights)
 
@@ -319,7 +459,9 @@ def test_with_room_for_all_nothing_is_dropped(x64):
 def test_the_balance_loss_is_that_of_the_paper(x64):
     config = config_of("deepseek")
     params, x = one_layer(config)
-    got = jax.jit(lambda router, x: balance_loss(config.experts, route(config.experts, router, x)))(params["router"], x)
+    got = jax.jit(lambda router, x: balance_loss(config.experts, route(config.experts, router, x)))(
+        params["router"], x
+    )
     for row in range(len(x)):
         uses, shares = np.zeros(8), np.zeros(8)
         for token in np.asarray(x[row]):
@@ -368,7 +510,9 @@ def test_loads_are_in_no_norm(x64):
     config = config_of("deepseek", num_layers=2, experts={"num_dense_layers": 0})
     params, batch = job(config)
     _, grads = reference(config, params, batch)
-    without = jax.tree_util.tree_map_with_path(lambda path, g: g * ("bias" not in jax.tree_util.keystr(path)), grads)
+    without = jax.tree_util.tree_map_with_path(
+        lambda path, g: g * ("bias" not in jax.tree_util.keystr(path)), grads
+    )
     norm = jit(optax.tree.norm)
     assert norm(grads) == norm(without)
     assert np.abs(grads["layers"]["router"]["bias"]).max() > LOAD_SCALE * 1e-3
@@ -382,7 +526,9 @@ def test_a_bias_rises_where_the_load_is_below_the_mean(x64):
     optimizer = transformer.balance_experts(optax.adamw(1e-2, weight_decay=0.5), rate=0.25)
     updates, _ = jit(lambda grads: optimizer.update(grads, optimizer.init(params), params))(grads)
     loads = np.asarray(grads["layers"]["router"]["bias"])
-    assert_same(updates["layers"]["router"]["bias"], 0.25 * np.sign(loads.mean(-1, keepdims=True) - loads))
+    assert_same(
+        updates["layers"]["router"]["bias"], 0.25 * np.sign(loads.mean(-1, keepdims=True) - loads)
+    )
     adamw = optax.adamw(1e-2, weight_decay=0.5)
     others = jit(lambda grads: adamw.update(grads, adamw.init(params), params))(grads)[0]
     assert_same(updates["layers"]["experts"], others["layers"]["experts"])
@@ -395,8 +541,13 @@ def test_metrics_of_routers_are_means_over_the_weight():
     with jax.enable_x64(True):
         config = config_of("capacity", experts={"balance_coefficient": 0.1})
         params, batch = job(config)
-        total, weight, sums = loss_of(config, metrics=True)(transformer.make_model(config).apply(params, batch), batch)
-        assert_same((total, weight), loss_of(config)(transformer.make_model(config).apply(params, batch), batch))
+        total, weight, sums = loss_of(config, metrics=True)(
+            transformer.make_model(config).apply(params, batch), batch
+        )
+        assert_same(
+            (total, weight),
+            loss_of(config)(transformer.make_model(config).apply(params, batch), batch),
+        )
         means = {name: float(value / weight) for name, value in sums.items()}
     assert means.keys() == {"balance_loss", "router_z_loss", "expert_imbalance", "dropped_experts"}
     assert 0 < means["dropped_experts"] < 1 <= means["expert_imbalance"] <= 8
@@ -406,14 +557,19 @@ def test_metrics_of_routers_are_means_over_the_weight():
 def test_a_model_without_losses_of_its_routers_has_logits_alone():
     config = config_of("mixtral", compute_dtype="float32")
     loss = lambda outputs, batch: (outputs.sum(), batch["weight"].sum())
-    assert transformer.add_routing_losses(config, loss)(np.ones(3), {"weight": np.ones(2)}) == (3, 2)
+    assert transformer.add_routing_losses(config, loss)(np.ones(3), {"weight": np.ones(2)}) == (
+        3,
+        2,
+    )
 
 
 # Meshes.
 
 
 def mesh_of(data, stage, tensor):
-    return jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=jax.devices()[: data * stage * tensor])
+    return jaxpar.make_mesh(
+        data=data, stage=stage, tensor=tensor, devices=jax.devices()[: data * stage * tensor]
+    )
 
 
 GELU = {"mlp": "gelu", "experts": {"num_shared": 2}}
@@ -423,7 +579,9 @@ def check_parity(name, split, mesh_sizes, *, schedule="zb-h1", **how):
     changes = dict(how.pop("changes", {}))
     experts = {"split": split} | changes.pop("experts", {})
     config = config_of(name, experts, **changes)
-    check_step(config, mesh_of(*mesh_sizes), BY[split], seed=tiny.fresh_seed(), schedule=schedule, **how)
+    check_step(
+        config, mesh_of(*mesh_sizes), BY[split], seed=tiny.fresh_seed(), schedule=schedule, **how
+    )
 
 
 @pytest.mark.few(1)
@@ -431,15 +589,30 @@ def check_parity(name, split, mesh_sizes, *, schedule="zb-h1", **how):
 @pytest.mark.parametrize(
     ("name", "split", "mesh_sizes", "how"),
     [
-        ("deepseek", "expert_mlp", (2, 2, 2), {"schedule": "1f1b", "zero": 3, "layers": (1, 3), "remat": True}),
+        (
+            "deepseek",
+            "expert_mlp",
+            (2, 2, 2),
+            {"schedule": "1f1b", "zero": 3, "layers": (1, 3), "remat": True},
+        ),
         ("capacity", "experts", (1, 2, 2), {"schedule": "1f1b", "changes": GELU}),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
             for each in [
                 ("deepseek", "experts", (1, 2, 2), {"executor": "mpmd", "schedule": "1f1b"}),
                 ("mixtral", "experts", (2, 2, 2), {"schedule": "1f1b"}),
-                ("olmoe", "experts", (1, 2, 4), {"schedule": "1f1b", "constrain": sequence_parallel}),
-                ("qwen3", "experts", (1, 2, 4), {"schedule": "1f1b", "zero": 1, "constrain": sequence_parallel}),
+                (
+                    "olmoe",
+                    "experts",
+                    (1, 2, 4),
+                    {"schedule": "1f1b", "constrain": sequence_parallel},
+                ),
+                (
+                    "qwen3",
+                    "experts",
+                    (1, 2, 4),
+                    {"schedule": "1f1b", "zero": 1, "constrain": sequence_parallel},
+                ),
                 ("olmoe", "expert_mlp", (1, 2, 4), {"schedule": "zb-v"}),
                 ("capacity", "experts", (2, 2, 2), {"schedule": "1f1b", "masks": True, "zero": 2}),
                 ("gelu", "experts", (8, 1, 1), {"remat": True}),
@@ -473,9 +646,28 @@ def test_loss_gradients_and_loads_equal_one_device_on_every_mesh(x64, name, mesh
 
 LEADING = [  # on one stage alone; beside parts of sequences; two of them; documents in rows
     {"schedule": "1f1b", "masks": True, "layers": (1, 3)},
-    {"schedule": "zb-h1", "masks": True, "layers": (1, 3), "remat": True, "constrain": sequence_parallel, "tensor": 4},
-    {"schedule": "zb-v", "masks": True, "experts": {"num_dense_layers": 2}, "num_layers": 6, "zero": 3},
-    {"schedule": "interleaved", "layers": (0, 2, 1, 1), "experts": {"num_dense_layers": 2}, "num_layers": 6, "zero": 2},
+    {
+        "schedule": "zb-h1",
+        "masks": True,
+        "layers": (1, 3),
+        "remat": True,
+        "constrain": sequence_parallel,
+        "tensor": 4,
+    },
+    {
+        "schedule": "zb-v",
+        "masks": True,
+        "experts": {"num_dense_layers": 2},
+        "num_layers": 6,
+        "zero": 3,
+    },
+    {
+        "schedule": "interleaved",
+        "layers": (0, 2, 1, 1),
+        "experts": {"num_dense_layers": 2},
+        "num_layers": 6,
+        "zero": 2,
+    },
     {"schedule": "gpipe", "masks": True, "layers": (1, 3)},
 ]
 
@@ -486,8 +678,17 @@ def test_leading_dense_layers_are_those_of_one_device_wherever_the_others_are(x6
     tensor, counts, how = how.get("tensor", 2), how.get("layers"), dict(how)
     changes = {key: how.pop(key) for key in ("experts", "num_layers") if key in how}
     how.pop("tensor", None)
-    mesh, config = jaxpar.make_mesh(data=4 // tensor, stage=2, tensor=tensor), config_of("deepseek", **changes)
-    check_step(config, mesh, BY["experts"], seed=tiny.fresh_seed(), **how | ({"layers": counts} if counts else {}))
+    mesh, config = (
+        jaxpar.make_mesh(data=4 // tensor, stage=2, tensor=tensor),
+        config_of("deepseek", **changes),
+    )
+    check_step(
+        config,
+        mesh,
+        BY["experts"],
+        seed=tiny.fresh_seed(),
+        **how | ({"layers": counts} if counts else {}),
+    )
 
 
 @pytest.mark.slow
@@ -510,7 +711,9 @@ def test_loss_gradients_and_loads_equal_one_device_in_every_schedule(x64, at, ma
         ("gelu", "experts", (4, 2, 1), {"schedule": "gpipe"}),
     ],
 )
-def test_loss_gradients_and_loads_of_the_mpmd_executor_equal_one_device(x64, name, split, mesh_sizes, how):
+def test_loss_gradients_and_loads_of_the_mpmd_executor_equal_one_device(
+    x64, name, split, mesh_sizes, how
+):
     check_parity(name, split, mesh_sizes, executor="mpmd", **how)
 
 
@@ -518,21 +721,38 @@ def test_loss_gradients_and_loads_of_the_mpmd_executor_equal_one_device(x64, nam
 @pytest.mark.parametrize("split", [pytest.param("experts", marks=pytest.mark.slow), "expert_mlp"])
 def test_experts_cost_two_all_reduces_of_an_activation_a_layer_as_an_mlp_does(x64, split):
     """And in the backward pass one of the routing weights, which is joined with that of the activation."""
-    config, mesh = config_of("deepseek", experts={"split": split}), jaxpar.make_mesh(data=2, tensor=4)
+    config, mesh = (
+        config_of("deepseek", experts={"split": split}),
+        jaxpar.make_mesh(data=2, tensor=4),
+    )
     params, batch = job(config)
     shardings = shardings_from_dims(transformer.param_table(config), mesh, BY[split])
     run = jaxpar.value_and_grad(
-        transformer.make_model(config), loss_of(config), mesh, num_microbatches=2, shardings=shardings
+        transformer.make_model(config),
+        loss_of(config),
+        mesh,
+        num_microbatches=2,
+        shardings=shardings,
     )
-    report = inspect_step(jit(run), jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
-    per_layer = [each for each in report.select(None, "tensor") if (each.times or 0) >= 2 * config.num_stacked_layers]
+    report = inspect_step(
+        jit(run), jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)
+    )
+    per_layer = [
+        each
+        for each in report.select(None, "tensor")
+        if (each.times or 0) >= 2 * config.num_stacked_layers
+    ]
     activation = ROWS // 4 * SEQ * EMBED * 8
     weights = ROWS // 4 * SEQ * config.experts.per_token * 8
     of_attention = 2
     assert {each.kind for each in per_layer} == {"all-reduce"}, report.render()
     sizes = sorted(each.payload_bytes for each in per_layer)
     assert sizes == [activation] * (of_attention + 1) + [activation + weights], report.render()
-    others = [e.payload_bytes for e in report.select(None, "tensor") if e.times == 2 and len(e.shapes[0].dims) == 3]
+    others = [
+        e.payload_bytes
+        for e in report.select(None, "tensor")
+        if e.times == 2 and len(e.shapes[0].dims) == 3
+    ]
     assert others == [activation] * (2 + 2 * of_attention), (
         "the look-up, the head, and two and two of the leading dense layer"
     )
@@ -559,7 +779,14 @@ def test_experts_cost_two_all_reduces_of_an_activation_a_layer_as_an_mlp_does(x6
 def test_the_kernel_has_the_numbers_of_ragged_products_on_a_mesh(x64, split, mesh_sizes):
     """In the fast tier experts whose hidden width is cut have it in test_experts_over_data.py."""
     config = config_of("mixtral", experts={"split": split, "products": "tiles"})
-    check_step(config, mesh_of(*mesh_sizes), BY[split], seed=tiny.fresh_seed(), num_microbatches=1, schedule="1f1b")
+    check_step(
+        config,
+        mesh_of(*mesh_sizes),
+        BY[split],
+        seed=tiny.fresh_seed(),
+        num_microbatches=1,
+        schedule="1f1b",
+    )
 
 
 @pytest.mark.slow
@@ -575,10 +802,14 @@ def test_a_function_can_take_the_place_of_the_products(x64, mesh_sizes):
     params, batch = job(config)
     mesh = mesh_of(*mesh_sizes)
     shardings = shardings_from_dims(transformer.param_table(config), mesh, BY["experts"])
-    run = jaxpar.value_and_grad(transformer.make_model(config), loss_of(config), mesh, shardings=shardings)
+    run = jaxpar.value_and_grad(
+        transformer.make_model(config), loss_of(config), mesh, shardings=shardings
+    )
     got = jit(run)(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
     assert_same(got, reference(config_of("mixtral"), params, batch))
-    assert {weights[0] for _, weights in calls} >= {8 // mesh_sizes[2]}, "each device has its own experts"
+    assert {weights[0] for _, weights in calls} >= {8 // mesh_sizes[2]}, (
+        "each device has its own experts"
+    )
 
 
 @pytest.mark.parametrize("chosen", [[3, 0, 3, 60, 5, 5, 5, 9], [7, 6, 5, 4, 3, 2, 1, 0], [2] * 8])
@@ -615,7 +846,8 @@ def test_factors_for_experts_are_refused(x64):
     params, batch = job(config)
     adapted = Lora(2, {"w_expert_up": 1}).init(jax.random.key(0), params)
     with pytest.raises(
-        ValueError, match=r"take no factors of LoRA; got some for w_expert_up. Take the weights of attention"
+        ValueError,
+        match=r"take no factors of LoRA; got some for w_expert_up. Take the weights of attention",
     ):
         jax.eval_shape(transformer.make_model(config).apply, adapted, batch)
 
@@ -635,9 +867,17 @@ def test_a_new_model_balances_its_experts():
 
 
 FOLDERS = {  # models as their families have them, and the names of a router and of an expert's weights
-    "mixtral": ({"experts": {"mlp_dim": None}, "mlp_dim": 16}, "block_sparse_moe", ("w1", "w3", "w2")),
+    "mixtral": (
+        {"experts": {"mlp_dim": None}, "mlp_dim": 16},
+        "block_sparse_moe",
+        ("w1", "w3", "w2"),
+    ),
     "qwen3": (
-        {"experts": {"normalized_routing": True, "num_dense_layers": 1}, "explicit_head_dim": 4, "num_layers": 5},
+        {
+            "experts": {"normalized_routing": True, "num_dense_layers": 1},
+            "explicit_head_dim": 4,
+            "num_layers": 5,
+        },
         "mlp",
         ("gate_proj", "up_proj", "down_proj"),
     ),
@@ -651,7 +891,9 @@ FOLDERS = {  # models as their families have them, and the names of a router and
 
 def folder_of(name, tmp_path):
     """A model, its params, and a folder with them."""
-    config = config_of(name, **{"compute_dtype": jnp.float32, "norm_epsilon": 1e-6} | FOLDERS[name][0])
+    config = config_of(
+        name, **{"compute_dtype": jnp.float32, "norm_epsilon": 1e-6} | FOLDERS[name][0]
+    )
     params = make_params(config, dtype=np.float32)
     write_model(tmp_path / name, config, params)
     return config, params, tmp_path / name
@@ -661,17 +903,27 @@ def folder_of(name, tmp_path):
 def test_a_folder_has_a_tensor_for_each_weight_of_each_expert(name, tmp_path):
     config, params, folder = folder_of(name, tmp_path)
     tensors, (_, block, names) = all_tensors(folder), FOLDERS[name]
-    of_layer = lambda i, *path: functools.reduce(lambda tree, key: tree[key], path, params["layers"])[i]
+    of_layer = lambda i, *path: functools.reduce(
+        lambda tree, key: tree[key], path, params["layers"]
+    )[i]
     for i, layer in enumerate(params["outer"].get("dense_layers", ())):
-        for key, weight in zip(names, (*np.moveaxis(layer["mlp"]["w_up"], 1, 0), layer["mlp"]["w_down"]), strict=True):
-            np.testing.assert_array_equal(tensors.pop(f"model.layers.{i}.mlp.{key}.weight"), weight.T)
-        assert_same_bits(tensors[f"model.layers.{i}.input_layernorm.weight"], layer["norm_1"]["scale"])
+        for key, weight in zip(
+            names, (*np.moveaxis(layer["mlp"]["w_up"], 1, 0), layer["mlp"]["w_down"]), strict=True
+        ):
+            np.testing.assert_array_equal(
+                tensors.pop(f"model.layers.{i}.mlp.{key}.weight"), weight.T
+            )
+        assert_same_bits(
+            tensors[f"model.layers.{i}.input_layernorm.weight"], layer["norm_1"]["scale"]
+        )
     for i in range(config.num_stacked_layers):
         name = f"model.layers.{config.num_leading_layers + i}.{block}"
         gate = tensors.pop(f"{name}.gate.weight")
         np.testing.assert_array_equal(gate, of_layer(i, "router", "w_router").T)
         for e in range(8):
-            for key, weight in zip(names, ("w_expert_gate", "w_expert_up", "w_expert_down"), strict=True):
+            for key, weight in zip(
+                names, ("w_expert_gate", "w_expert_up", "w_expert_down"), strict=True
+            ):
                 tensor = tensors.pop(f"{name}.experts.{e}.{key}.weight")
                 np.testing.assert_array_equal(tensor, of_layer(i, "experts", weight)[e].T)
     assert not [left for left in tensors if "expert" in left or "mlp" in left or "moe" in left]
@@ -694,20 +946,40 @@ def test_a_folder_is_read_as_it_was_written(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("qwen3", {"decoder_sparse_step": 2}, "decoder_sparse_step of a qwen3_moe must be 1; got 2"),
+        (
+            "qwen3",
+            {"decoder_sparse_step": 2},
+            "decoder_sparse_step of a qwen3_moe must be 1; got 2",
+        ),
         (
             "qwen3",
             {"mlp_only_layers": [0, 2]},
             r"must be the first ones, .*; got mlp_only_layers=\[0, 2\] for 5 layers",
         ),
-        ("qwen3", {"mlp_only_layers": [*range(5)]}, r"some must have experts; got mlp_only_layers=\[0, 1, 2, 3, 4\]"),
+        (
+            "qwen3",
+            {"mlp_only_layers": [*range(5)]},
+            r"some must have experts; got mlp_only_layers=\[0, 1, 2, 3, 4\]",
+        ),
         ("qwen3", {"mlp_only_layers": "0"}, r"got mlp_only_layers='0' for 5 layers"),
         ("mixtral", {"mlp_only_layers": [0]}, r"got mlp_only_layers=\[0\]"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise of a mixtral must be"),
         ("olmoe", {"clip_qkv": 8.0}, "got clip_qkv=8.0"),
-        ("mixtral", {"num_experts_per_tok": 9}, "as many experts as there are; got per_token=9 of 8"),
-        ("mixtral", {"router_aux_loss_coef": -1}, "router_aux_loss_coef must be a number of 0 or more; got -1"),
-        ("mixtral", {"model_type": "deepseek_v3"}, r"got 'deepseek_v3' in .*not supported: .* \(MLA\)"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 9},
+            "as many experts as there are; got per_token=9 of 8",
+        ),
+        (
+            "mixtral",
+            {"router_aux_loss_coef": -1},
+            "router_aux_loss_coef must be a number of 0 or more; got -1",
+        ),
+        (
+            "mixtral",
+            {"model_type": "deepseek_v3"},
+            r"got 'deepseek_v3' in .*not supported: .* \(MLA\)",
+        ),
     ],
 )
 def test_folders_of_other_experts_are_refused(name, changes, message, tmp_path):
@@ -720,15 +992,25 @@ def test_folders_of_other_experts_are_refused(name, changes, message, tmp_path):
 def test_a_folder_that_claims_more_experts_than_it_has_tensors_is_refused(tmp_path):
     _, _, folder = folder_of("mixtral", tmp_path)
     change_config(folder, num_local_experts=2**20)
-    with pytest.raises(ValueError, match=r"each expert of a model must have tensors; got num_experts=1048576"):
+    with pytest.raises(
+        ValueError, match=r"each expert of a model must have tensors; got num_experts=1048576"
+    ):
         read_params(folder, read_config(folder))
 
 
 @pytest.mark.parametrize(
-    "changes", [{"router_score": "sigmoid"}, {"num_shared": 1}, {"router_bias": True}, {"num_dense_layers": 1}]
+    "changes",
+    [
+        {"router_score": "sigmoid"},
+        {"num_shared": 1},
+        {"router_bias": True},
+        {"num_dense_layers": 1},
+    ],
 )
 def test_experts_that_no_family_has_are_not_written(changes, tmp_path):
     config = config_of("mixtral", **FOLDERS["mixtral"][0]).with_experts(**changes)
     (name,) = changes
-    with pytest.raises(ValueError, match=f"must be a mixtral to be read or written; got experts.{name}="):
+    with pytest.raises(
+        ValueError, match=f"must be a mixtral to be read or written; got experts.{name}="
+    ):
         write_model(tmp_path / "model", config, make_params(config, dtype=np.float32))

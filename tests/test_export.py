@@ -22,12 +22,18 @@ def params_on(layout=None, **sizes):
 
 
 def flat(params):
-    return {jaxpar.sharding.path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    return {
+        jaxpar.sharding.path_string(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
 
 
 def read_orbax(path, like):
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return ocp.load(str(path), jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), like))
+    return ocp.load(
+        str(path),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), like),
+    )
 
 
 def test_safetensors_hold_each_param_by_its_path(tmp_path):
@@ -52,9 +58,13 @@ def test_orbax_reads_the_tree_alone(tmp_path):
     assert_same_bits(read_orbax(tmp_path / "params", host), host)
 
 
-@pytest.mark.parametrize("export", [export_safetensors, pytest.param(export_orbax, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "export", [export_safetensors, pytest.param(export_orbax, marks=pytest.mark.full)]
+)
 def test_packed_layers_are_written_in_the_models_order(tmp_path, export):
-    layout = jaxpar.LayerLayout(tiny.NUM_LAYERS, 1, tiny.NUM_LAYERS, layers_per_virtual_stage=(2, 0))
+    layout = jaxpar.LayerLayout(
+        tiny.NUM_LAYERS, 1, tiny.NUM_LAYERS, layers_per_virtual_stage=(2, 0)
+    )
     host, params = params_on(layout)
     assert params["layers"].tree["w_up"].shape[0] == 4
     export(tmp_path / "out", params, layout=layout)
@@ -82,5 +92,7 @@ def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ImportError, match=r"got safetensors.*Install it: pip install -e '\.\[hf\]'"):
+    with pytest.raises(
+        ImportError, match=r"got safetensors.*Install it: pip install -e '\.\[hf\]'"
+    ):
         export_safetensors(tmp_path / "x", {"w": np.zeros(3)})

@@ -16,7 +16,13 @@ import numpy as np
 import pytest
 
 from jaxpar.commands import recipe as cli
-from jaxpar.metrics.exporters import PrometheusExporter, StepProfiler, TensorBoardWriter, Watcher, parse_steps
+from jaxpar.metrics.exporters import (
+    PrometheusExporter,
+    StepProfiler,
+    TensorBoardWriter,
+    Watcher,
+    parse_steps,
+)
 from jaxpar.metrics.log import MetricsLog
 from tests.support.prometheus import scrape
 from tests.support.waiting import WAIT_SECONDS
@@ -31,12 +37,16 @@ def log_steps(folder, watchers, num_steps=4, **kept):
 
 def test_the_counters_move_while_the_run_goes_on(tmp_path):
     saved = []
-    exporter = PrometheusExporter(0, num_saves=lambda: len(saved), flops_per_step=1e9, peak_flops=1e15)
+    exporter = PrometheusExporter(
+        0, num_saves=lambda: len(saved), flops_per_step=1e9, peak_flops=1e15
+    )
     seen = []
     for step in log_steps(tmp_path, [exporter]):
         saved.append(step)
         seen.append(scrape(exporter.port))
-    assert [each["jaxpar_steps_total"] for each in seen] == [0, 1, 2, 3], "a step late, as metrics.jsonl is"
+    assert [each["jaxpar_steps_total"] for each in seen] == [0, 1, 2, 3], (
+        "a step late, as metrics.jsonl is"
+    )
     assert [each["jaxpar_saves_total"] for each in seen] == [1, 2, 3, 4]
     assert [each["jaxpar_skipped_steps_total"] for each in seen] == [0, 0, 1, 1]
     assert [each.get("jaxpar_loss") for each in seen] == [None, 1.0, 0.5, 1 / 3]
@@ -80,7 +90,16 @@ def test_a_recipe_serves_its_numbers_while_it_trains(tmp_path, capsys, monkeypat
 
     thread = threading.Thread(target=watch)
     thread.start()
-    flags = ["--steps", "200", "--checkpoint-every", "100", "--out-dir", str(tmp_path), "--metrics-port", str(port)]
+    flags = [
+        "--steps",
+        "200",
+        "--checkpoint-every",
+        "100",
+        "--out-dir",
+        str(tmp_path),
+        "--metrics-port",
+        str(port),
+    ]
     try:
         cli.run(house_prices.main, house_prices.Config, flags)
     finally:
@@ -131,7 +150,10 @@ def test_watchers_are_closed_when_a_run_breaks_off(tmp_path):
             self.calls += ("close",)
 
     seen = Seen()
-    with pytest.raises(RuntimeError, match="broken"), MetricsLog(tmp_path, 3, items_per_step=1, watchers=[seen]):
+    with (
+        pytest.raises(RuntimeError, match="broken"),
+        MetricsLog(tmp_path, 3, items_per_step=1, watchers=[seen]),
+    ):
         raise RuntimeError("broken")
     assert seen.calls == ("close",)
 
@@ -152,7 +174,9 @@ def test_tensorboard_gets_every_column(tmp_path):
         assert name in events.read_bytes()
 
 
-def test_tensorboard_on_a_full_disk_says_what_is_missing_and_stops_nothing(tmp_path, monkeypatch, capsys):
+def test_tensorboard_on_a_full_disk_says_what_is_missing_and_stops_nothing(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr("jaxpar.metrics.exporters.SECONDS_TO_FLUSH", 0.0)
     writer = TensorBoardWriter(tmp_path / "tb")
     writer.open(0)
@@ -164,7 +188,10 @@ def test_tensorboard_on_a_full_disk_says_what_is_missing_and_stops_nothing(tmp_p
     for step in range(100):  # more than a queue would hold
         writer.written({"step": step, "loss": 1.0})
     writer.close()
-    assert capsys.readouterr().err == "TensorBoard: the last values are missing: No space left on device\n"
+    assert (
+        capsys.readouterr().err
+        == "TensorBoard: the last values are missing: No space left on device\n"
+    )
 
 
 def test_a_trace_holds_the_steps_asked_for_and_no_others(tmp_path):
@@ -172,7 +199,9 @@ def test_a_trace_holds_the_steps_asked_for_and_no_others(tmp_path):
 
     step_of = jax.jit(lambda x: x @ x)
     x = np.ones((8, 8), np.float32)
-    with MetricsLog(tmp_path, 6, items_per_step=1, watchers=[StepProfiler((2, 4), tmp_path / "profile")]) as log:
+    with MetricsLog(
+        tmp_path, 6, items_per_step=1, watchers=[StepProfiler((2, 4), tmp_path / "profile")]
+    ) as log:
         for step in range(6):
             with jax.profiler.TraceAnnotation(f"step-{step}"):
                 log_me = {"loss": step_of(x)[0, 0]}

@@ -61,10 +61,16 @@ print(jax.device_count())
 @pytest.mark.full
 def test_200_unsynchronised_steps_end():
     # What pytest's own process has set must not be what saves the child.
-    env = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "JAX_PLATFORMS")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PJRT_NPROC", "JAX_PLATFORMS")
+    }
     env |= {"XLA_FLAGS": XLA_WAITS}
     command = [sys.executable, "-c", TWO_HUNDRED_STEPS]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    run = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == ["8", "3.5"], "8 devices should agree on the mean of 0 to 7"
 
@@ -75,7 +81,9 @@ def test_programs_of_fake_devices_are_neither_kept_nor_loaded(tmp_path, how):
     command = [sys.executable, "-c", LOADED, str(tmp_path), how]
     launch = Launch(("true",), 1, devices_per_process=2)
     env = os.environ | (launch.environment(0, free_port()) if how == "launched" else {})
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    run = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+    )
     assert (run.returncode, run.stdout.split()) == (0, ["2"]), run.stderr
     assert not list(tmp_path.iterdir())
 

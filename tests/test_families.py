@@ -19,7 +19,13 @@ from tests.support import tiny
 from tests.support.model_folders import GOLDEN, all_tensors, copy_with, golden
 from tests.support.oracle import assert_same_bits
 from tests.support.tiers import quick
-from tests.support.tiny_transformer import FAMILIES, check_twenty_steps, jit, make_batch, make_params
+from tests.support.tiny_transformer import (
+    FAMILIES,
+    check_twenty_steps,
+    jit,
+    make_batch,
+    make_params,
+)
 
 FIRST = ("gpt2", "llama", "bloom")  # their logits and what is written: test_huggingface.py
 NEW = ("llama3.1", "mistral", "qwen2", "qwen3", "olmo2", "smollm2")
@@ -56,7 +62,8 @@ def test_texts_of_unequal_prompts_are_those_of_transformers_up_to_the_end(name):
     found = transformer.generate(config, params, prompts, num_tokens, eos=EOS)
     got = [row[len(prompt) :] for prompt, row in zip(prompts, found, strict=True)]
     np.testing.assert_array_equal(
-        [np.pad(row, (0, num_tokens - len(row)), constant_values=PAD) for row in got], expected["continued"]
+        [np.pad(row, (0, num_tokens - len(row)), constant_values=PAD) for row in got],
+        expected["continued"],
     )
     assert all((EOS in row[:-1].tolist()) is False for row in got)
 
@@ -81,7 +88,11 @@ SCALED = {
     "dynamic": RopeScaling(kind="dynamic", factor=3.0, original_positions=8),
     "llama3": RopeScaling(kind="llama3", factor=4.0, original_positions=6),
     "yarn": RopeScaling(
-        kind="yarn", factor=4.0, original_positions=64, beta_fast=8.0, attention_factor=0.1 * np.log(4) + 1
+        kind="yarn",
+        factor=4.0,
+        original_positions=64,
+        beta_fast=8.0,
+        attention_factor=0.1 * np.log(4) + 1,
     ),
     "yarn-scaled": RopeScaling(
         kind="yarn",
@@ -96,7 +107,9 @@ SCALED = {
 @pytest.mark.parametrize("name", quick(SCALED, "dynamic"))
 def test_scaled_positions_have_the_logits_of_transformers(name):
     config = read_config(GOLDEN / "llama")
-    config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, scaling=SCALED[name]))
+    config = dataclasses.replace(
+        config, rope=dataclasses.replace(config.rope, scaling=SCALED[name])
+    )
     params = read_params(GOLDEN / "llama", config)
     logits = transformer.make_model(config).apply(params, {"tokens": _ROPE["tokens"]})
     np.testing.assert_allclose(logits, _ROPE[name], rtol=0, atol=1e-5)
@@ -108,7 +121,9 @@ PUBLISHED = {
     "llama3": (5e5, transformer.PRESETS["llama3.1-8b"].rope.scaling),
     "yarn": (
         1e6,
-        RopeScaling(kind="yarn", factor=4.0, original_positions=32_768, attention_factor=0.1 * np.log(4) + 1),
+        RopeScaling(
+            kind="yarn", factor=4.0, original_positions=32_768, attention_factor=0.1 * np.log(4) + 1
+        ),
     ),
 }
 
@@ -117,7 +132,9 @@ PUBLISHED = {
 def test_the_frequencies_of_published_models_are_those_of_transformers(name):
     theta, scaling = PUBLISHED[name]
     *turns, scale = _ROPE[f"turns of {name}"]
-    np.testing.assert_allclose(frequencies(128, Rope(theta=theta, scaling=scaling), 3 * 4096), turns, rtol=3e-6)
+    np.testing.assert_allclose(
+        frequencies(128, Rope(theta=theta, scaling=scaling), 3 * 4096), turns, rtol=3e-6
+    )
     np.testing.assert_allclose(scaling.attention_factor, scale, rtol=1e-6)
 
 
@@ -125,16 +142,23 @@ def test_the_frequencies_of_published_models_are_those_of_transformers(name):
     ("rope", "scaling"),
     [
         ({"type": "linear", "factor": 2}, RopeScaling(kind="linear", factor=2.0)),
-        ({"rope_type": "dynamic", "factor": 2.0}, RopeScaling(kind="dynamic", factor=2.0, original_positions=8)),
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            RopeScaling(kind="dynamic", factor=2.0, original_positions=8),
+        ),
         (
             {"rope_type": "yarn", "original_max_position_embeddings": 4},
-            RopeScaling(kind="yarn", factor=2.0, original_positions=4, attention_factor=0.1 * np.log(2) + 1),
+            RopeScaling(
+                kind="yarn", factor=2.0, original_positions=4, attention_factor=0.1 * np.log(2) + 1
+            ),
         ),
         ({"rope_type": "default", "partial_rotary_factor": 1.0}, None),
     ],
 )
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_scaling_is_read_as_transformers_4_and_5_write_it_and_comes_back(key, rope, scaling, tmp_path):
+def test_scaling_is_read_as_transformers_4_and_5_write_it_and_comes_back(
+    key, rope, scaling, tmp_path
+):
     config = read_config(copy_with("qwen2", tmp_path, **{"rope_parameters": None} | {key: rope}))
     assert config.rope.scaling == scaling
     (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32")))
@@ -147,7 +171,11 @@ def random_scaling(kind, rng):
     if kind == "llama3":
         fields |= {"low_freq_factor": rng.uniform(0.1, 2), "high_freq_factor": rng.uniform(2.1, 9)}
     if kind == "yarn":
-        fields |= {"beta_fast": rng.uniform(8, 40), "beta_slow": rng.uniform(0.1, 4), "truncate": bool(rng.integers(2))}
+        fields |= {
+            "beta_fast": rng.uniform(8, 40),
+            "beta_slow": rng.uniform(0.1, 4),
+            "truncate": bool(rng.integers(2)),
+        }
         fields |= {"attention_factor": rng.uniform(0.5, 2)}
     return RopeScaling(kind=kind, **fields)
 
@@ -164,7 +192,9 @@ def test_scaling_of_every_kind_comes_back_as_it_was_written(kind, tmp_path):
 
 
 @pytest.mark.full
-def test_original_positions_are_written_where_transformers_reads_them_and_max_positions_beside_them(tmp_path):
+def test_original_positions_are_written_where_transformers_reads_them_and_max_positions_beside_them(
+    tmp_path,
+):
     config, params, expected = golden("llama3.1")
     config = dataclasses.replace(
         config, rope=dataclasses.replace(config.rope, scaling=SCALED["dynamic"]), max_positions=40
@@ -177,7 +207,8 @@ def test_original_positions_are_written_where_transformers_reads_them_and_max_po
     again = read_params(tmp_path, back)
     tokens = {"tokens": np.tile(expected["tokens"], 2)}
     assert_same_bits(
-        transformer.make_model(back).apply(again, tokens), transformer.make_model(config).apply(params, tokens)
+        transformer.make_model(back).apply(again, tokens),
+        transformer.make_model(config).apply(params, tokens),
     )
 
 
@@ -188,7 +219,10 @@ def test_original_positions_are_written_where_transformers_reads_them_and_max_po
             {"rope_type": "longrope"},
             "rope_parameters must be of a type in default, linear, dynamic, llama3, yarn, with its own",
         ),
-        ({"rope_type": "linear", "factor": 2, "beta": 1}, "with its own keys alone; got {'beta': 1, 'factor': 2"),
+        (
+            {"rope_type": "linear", "factor": 2, "beta": 1},
+            "with its own keys alone; got {'beta': 1, 'factor': 2",
+        ),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "with its own keys alone; got"),
         ({"full_attention": {}}, "with its own keys alone; got"),
         ({"rope_type": ["yarn"]}, "must be of a type in"),
@@ -213,7 +247,9 @@ def test_a_window_reaches_as_many_positions_as_it_says():
     params = make_params(config)
 
     def outputs(h):
-        h = transformer.make_model(config).layer(jax.tree.map(lambda leaf: leaf[0], params["layers"]), h[None])
+        h = transformer.make_model(config).layer(
+            jax.tree.map(lambda leaf: leaf[0], params["layers"]), h[None]
+        )
         return h[0].sum(-1)
 
     h = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
@@ -225,7 +261,9 @@ def test_a_window_reaches_as_many_positions_as_it_says():
 def test_a_window_no_shorter_than_the_sequence_changes_no_bit():
     config, batch = FAMILIES["llama"], make_batch()
     params = make_params(config)
-    apply = lambda window: transformer.make_model(dataclasses.replace(config, window=window)).apply(params, batch)
+    apply = lambda window: transformer.make_model(dataclasses.replace(config, window=window)).apply(
+        params, batch
+    )
     assert_same_bits(apply(8), apply(None))
     assert not np.allclose(apply(7), apply(None))
 
@@ -233,7 +271,9 @@ def test_a_window_no_shorter_than_the_sequence_changes_no_bit():
 def test_a_kernel_gets_the_window():
     seen = []
     kernel = lambda q, k, v, bias, **options: seen.append(options) or q
-    config = dataclasses.replace(FAMILIES["llama"], window=3, attention=lambda *a, **o: kernel(*a, **o))
+    config = dataclasses.replace(
+        FAMILIES["llama"], window=3, attention=lambda *a, **o: kernel(*a, **o)
+    )
     jax.eval_shape(transformer.make_model(config).apply, make_params(config), make_batch())
     assert seen == [{"window": 3}]
     q = jnp.zeros((1, 4, 2, 2))
@@ -247,14 +287,45 @@ def test_a_kernel_gets_the_window():
         ("mistral", {}, 3),
         ("mistral", {"sliding_window": None}, None),
         ("qwen2", {}, None),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, "layer_types": None}, 5),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "layer_types": None}, None),
         (
-            "qwen3",
-            {"use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1, "layer_types": None},
+            "qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "max_window_layers": 0,
+                "layer_types": None,
+            },
+            5,
+        ),
+        (
+            "qwen2",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "max_window_layers": 2,
+                "layer_types": None,
+            },
             None,
         ),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2}, 5),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": False,
+                "sliding_window": 5,
+                "max_window_layers": 1,
+                "layer_types": None,
+            },
+            None,
+        ),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention"] * 2,
+            },
+            5,
+        ),
     ],
 )
 def test_windows_are_those_of_all_layers(name, changes, window, tmp_path):
@@ -265,9 +336,17 @@ def test_windows_are_those_of_all_layers(name, changes, window, tmp_path):
 
 
 def test_a_window_of_some_layers_is_refused_until_it_is_ignored(tmp_path):
-    mixed = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "layer_types": None}
+    mixed = {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "layer_types": None,
+    }
     folder = copy_with("qwen2", tmp_path, **mixed)
-    with pytest.raises(ValueError, match=r"got use_sliding_window=True in .*--ignore-config-keys use_sliding_window"):
+    with pytest.raises(
+        ValueError,
+        match=r"got use_sliding_window=True in .*--ignore-config-keys use_sliding_window",
+    ):
         read_config(folder)
     config = read_config(folder, ignore=["use_sliding_window"])
     assert config.window is None
@@ -287,7 +366,10 @@ def test_a_window_of_some_layers_is_refused_until_it_is_ignored(tmp_path):
             {"kv_copies": 3},
             "kv_copies must divide group_size; got kv_copies=3, group_size=2. Choose kv_copies from 1, 2",
         ),
-        ({"biases": "heads"}, "biases must be one of True, False, 'qkv', 'attention', 'mlp'; got 'heads'"),
+        (
+            {"biases": "heads"},
+            "biases must be one of True, False, 'qkv', 'attention', 'mlp'; got 'heads'",
+        ),
     ],
 )
 def test_switches_that_do_not_fit_are_refused(changes, message):
@@ -296,6 +378,10 @@ def test_switches_that_do_not_fit_are_refused(changes, message):
 
 
 def test_a_model_of_no_family_is_refused():
-    for changes in ({"qk_norm": "head", "biases": "qkv"}, {"norm_order": "post"}, {"norm_order": "post", "window": 4}):
+    for changes in (
+        {"qk_norm": "head", "biases": "qkv"},
+        {"norm_order": "post"},
+        {"norm_order": "post", "window": 4},
+    ):
         with pytest.raises(ValueError, match="to be read or written; got"):
             family_of(dataclasses.replace(FAMILIES["llama"], **changes))

@@ -16,7 +16,18 @@ from tests.support import tiny, tiny_run
 from tests.support.failed_saves import GIVES_WRITES_UP, writes_given_up  # noqa: F401 (a fixture)
 from tests.support.killed_save import COMMITTED, PHASES
 from tests.support.oracle import assert_same_bits
-from tests.support.real_runs import ROOT, RUN, end_of, finish, launched, run, start, steps_of, wait_for, wait_for_a_step
+from tests.support.real_runs import (
+    ROOT,
+    RUN,
+    end_of,
+    finish,
+    launched,
+    run,
+    start,
+    steps_of,
+    wait_for,
+    wait_for_a_step,
+)
 from tests.support.tiers import quick
 from tests.support.tiny_state import at_step, make_state, newest_verified
 from tests.support.waiting import WAIT_SECONDS, wait_until
@@ -40,7 +51,10 @@ QUICK = ("the manifest is named", "the old step is put away")
 @pytest.mark.parametrize(
     "phase",
     quick(
-        [phase if phase in QUICK else pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES],
+        [
+            phase if phase in QUICK else pytest.param(phase, marks=pytest.mark.slow)
+            for phase in PHASES
+        ],
         "the old step is put away",
     ),
 )
@@ -109,9 +123,14 @@ def test_a_process_killed_in_a_run_of_two_is_started_again_to_the_same_end(tmp_p
     assert code == 0, out + err
     end = end_of(folder)
     assert end["start"] == 5
-    assert end["checksums"] == undisturbed["checksums"], "params, optimizer state and step, bit for bit"
+    assert end["checksums"] == undisturbed["checksums"], (
+        "params, optimizer state and step, bit for bit"
+    )
     assert end["losses"] == undisturbed["losses"][5:]
-    assert "launch: restart 1 of at most 2: process 1 ended first (ended by SIGKILL), after step 9" in err
+    assert (
+        "launch: restart 1 of at most 2: process 1 ended first (ended by SIGKILL), after step 9"
+        in err
+    )
     assert "4 steps were redone" in err
     assert re.search(r"launch: goodput \d+%: [\d.]+ s of useful steps in [\d.]+ s", err)
 
@@ -145,12 +164,16 @@ def test_every_row_is_seen_once_an_epoch_over_5_kills_and_a_change_of_process_co
         flags += ("--faults", f"kill@{step}:{processes - 1}", *again)
         code, out, err = run(*launched(folder, *flags, processes=processes, devices=2 // processes))
         assert code not in (0, 65, 2), out + err
-    code, out, err = run(*launched(folder, "--steps", per_epoch * epochs, "--every", 3, "--resume", processes=2))
+    code, out, err = run(
+        *launched(folder, "--steps", per_epoch * epochs, "--every", 3, "--resume", processes=2)
+    )
     assert code == 0, out + err
     seen = rows_seen(folder, kills)
     assert sorted(seen) == list(range(per_epoch * epochs))
     for epoch in range(epochs):
-        rows = [row for step in range(epoch * per_epoch, (epoch + 1) * per_epoch) for row in seen[step]]
+        rows = [
+            row for step in range(epoch * per_epoch, (epoch + 1) * per_epoch) for row in seen[step]
+        ]
         assert sorted(rows) == list(range(48)), f"epoch {epoch}"
 
 
@@ -171,7 +194,10 @@ def test_a_disk_that_is_full_stops_no_training_and_fails_loudly_at_the_end(tmp_p
     with pytest.raises(SystemExit, match="74"):
         tiny_run.train(tiny_run.flags([str(folder), "--data", "1", "--faults", "fill-saved@7:0"]))
     err = capfd.readouterr().err
-    assert [step for step in (5, 10, 15) if f"NOT SAVED: checkpoint of step {step}: " in err] == [10, 15]
+    assert [step for step in (5, 10, 15) if f"NOT SAVED: checkpoint of step {step}: " in err] == [
+        10,
+        15,
+    ]
     assert len(end_lines(folder)) == 15, "it trained on"
     assert err.splitlines()[-1].startswith("error: the final state was not saved: ")
     assert "Traceback" not in err, "each failure is one line"
@@ -200,10 +226,14 @@ def test_a_disk_that_fails_under_one_of_two_processes_fails_the_saves_of_both_an
         assert end_of(folder) == undisturbed
     else:
         assert code == 74, out + err
-    failed = {int(step) for step in re.findall(r"NOT SAVED: checkpoint of step (\d+): process", out + err)}
+    failed = {
+        int(step) for step in re.findall(r"NOT SAVED: checkpoint of step (\d+): process", out + err)
+    }
     saved = set(steps_of(folder)) - {5}
     assert failed - {5} == {10, 15} - saved, out + err
-    late = {10} if "mend" in faults else set()  # a save that waits on a busy machine may find the disk mended
+    late = (
+        {10} if "mend" in faults else set()
+    )  # a save that waits on a busy machine may find the disk mended
     assert whole <= saved <= whole | late
     lines = [(folder / f"rows-{process}.jsonl").read_text().splitlines() for process in (0, 1)]
     assert [len(each) for each in lines] == [15, 15], "both trained on"
@@ -223,7 +253,9 @@ def small_disk(tmp_path):
             timeout=WAIT_SECONDS,
         )
         if done.returncode:
-            pytest.skip(f"mounting a disk needs root and the right to mount; got {done.stderr.strip()}")
+            pytest.skip(
+                f"mounting a disk needs root and the right to mount; got {done.stderr.strip()}"
+            )
         return folder
 
     yield mount
@@ -235,22 +267,30 @@ def small_disk(tmp_path):
     [
         pytest.param("size=16m,nr_inodes=40", marks=pytest.mark.slow),
         pytest.param("size=200k", marks=pytest.mark.slow),
-        pytest.param("read-only", marks=pytest.mark.slow),  # the test above has it with two processes, simulated
+        pytest.param(
+            "read-only", marks=pytest.mark.slow
+        ),  # the test above has it with two processes, simulated
     ],
 )
-def test_a_real_disk_that_is_full_or_read_only_ends_a_run_with_74_soon_after_its_last_step(tmp_path, small_disk, disk):
+def test_a_real_disk_that_is_full_or_read_only_ends_a_run_with_74_soon_after_its_last_step(
+    tmp_path, small_disk, disk
+):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "checkpoints").symlink_to(small_disk("size=16m" if disk == "read-only" else disk))
     process = start(RUN, folder, "--steps", 30, "--every", 2, "--seconds", 0.2)
     if disk == "read-only":
         wait_for(folder / "checkpoints" / "2")
-        subprocess.run(["mount", "-o", "remount,ro", folder / "checkpoints"], check=True, timeout=WAIT_SECONDS)
+        subprocess.run(
+            ["mount", "-o", "remount,ro", folder / "checkpoints"], check=True, timeout=WAIT_SECONDS
+        )
     code, _, err = finish(process)
     assert code == 74, err
     assert len(end_lines(folder)) == 30, "it trained on"
     assert "NOT SAVED: checkpoint of step 30: " in err
-    assert str(ROOT / "jaxpar") not in err, "each failure is one line, but for what TensorStore's own threads print"
+    assert str(ROOT / "jaxpar") not in err, (
+        "each failure is one line, but for what TensorStore's own threads print"
+    )
     manager = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh())
     assert newest_verified(manager) == manager.latest(), "what was saved before is whole"
 

@@ -21,8 +21,12 @@ class Point:
 
 
 def test_json_becomes_the_dataclass():
-    assert fields.read(Point, {"x": 3, "tags": ["a"], "weight": 2}, "a point", "Write it.") == Point(3, ("a",), 2.0)
-    assert fields.read_json(list[Point], b'[{"x": 3, "tags": []}]', "points", "Write them.") == [Point(3, ())]
+    assert fields.read(
+        Point, {"x": 3, "tags": ["a"], "weight": 2}, "a point", "Write it."
+    ) == Point(3, ("a",), 2.0)
+    assert fields.read_json(list[Point], b'[{"x": 3, "tags": []}]', "points", "Write them.") == [
+        Point(3, ())
+    ]
 
 
 @pytest.mark.parametrize(
@@ -33,10 +37,16 @@ def test_json_becomes_the_dataclass():
         ({"x": True, "tags": []}, "x of a point must be an integer; got true. Write it."),
         ({"x": 3, "tags": ["a", 1]}, "tags[1] of a point must be a string; got 1. Write it."),
         ({"x": 3, "tags": [], "weight": 0}, "weight of a point must be above 0; got 0. Write it."),
-        ({"x": 3, "tags": [], "weight": float("nan")}, "weight of a point must be a finite number; got NaN. Write it."),
+        (
+            {"x": 3, "tags": [], "weight": float("nan")},
+            "weight of a point must be a finite number; got NaN. Write it.",
+        ),
         ({"tags": []}, "a point must have the field 'x'; got 'tags'. Write it."),
         ([0] * 9, "a point must be an object; got an array of 9. Write it."),
-        ({"x": "\x1b[2J" + "a" * 100, "tags": []}, r'x of a point must be an integer; got "\u001b[2J'),
+        (
+            {"x": "\x1b[2J" + "a" * 100, "tags": []},
+            r'x of a point must be an integer; got "\u001b[2J',
+        ),
     ],
 )
 def test_what_is_wrong_is_said(value, message):
@@ -47,7 +57,9 @@ def test_what_is_wrong_is_said(value, message):
 
 
 def test_text_that_is_no_json_is_said():
-    with pytest.raises(ValueError, match=r"^a point must be JSON: key must be a string .* Write it\.$"):
+    with pytest.raises(
+        ValueError, match=r"^a point must be JSON: key must be a string .* Write it\.$"
+    ):
         fields.read_json(Point, "{x", "a point", "Write it.")
 
 

@@ -17,16 +17,25 @@ def test_a_file_is_replaced_by_the_new_text(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)], ids=oct)
-def test_a_file_that_a_library_creates_for_its_owner_has_the_permissions_of_the_umask(tmp_path, umask, mode):
+@pytest.mark.parametrize(
+    ("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)], ids=oct
+)
+def test_a_file_that_a_library_creates_for_its_owner_has_the_permissions_of_the_umask(
+    tmp_path, umask, mode
+):
     before = os.umask(umask)
     try:
         tmp_path.joinpath("a.part").touch(0o400)  # left behind by a process that was killed
-        write_atomically(tmp_path / "a", lambda part: os.replace(make_private(tmp_path / "b"), part))
+        write_atomically(
+            tmp_path / "a", lambda part: os.replace(make_private(tmp_path / "b"), part)
+        )
         export_safetensors(tmp_path / "c", {"w": np.zeros(2)})
     finally:
         os.umask(before)
-    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {"a": mode, "c": mode}
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {
+        "a": mode,
+        "c": mode,
+    }
 
 
 def make_private(path):
@@ -35,7 +44,9 @@ def make_private(path):
     return path
 
 
-@pytest.mark.parametrize("error", [OSError("full"), RuntimeError("an error of a library")], ids=["os", "other"])
+@pytest.mark.parametrize(
+    "error", [OSError("full"), RuntimeError("an error of a library")], ids=["os", "other"]
+)
 def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path, error):
     (tmp_path / "a.json").write_text("old")
 

@@ -39,12 +39,23 @@ ROOT = doc_pages.ROOT
 PAGE = ROOT / "docs" / "fine-tuning.md"
 
 
-TINY = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 24, "max_positions": 512}
+TINY = {
+    "num_layers": 2,
+    "embed_dim": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "mlp_dim": 24,
+    "max_positions": 512,
+}
 MAKE, REHEARSE, SERVE, TUNE, SERVE_TUNED, PLAN, FOUR_BITS, SERVE_FOUR_BITS, TUNE_70B = (
     command for command in doc_pages.commands(PAGE) if command.words[0] == "python"
 )
 RECIPES = {"recipes/gpt.py": gpt, "recipes/untrained_model.py": untrained_model}
-QUESTION = next(json.loads(command.words[-1]) for command in doc_pages.commands(PAGE) if command.words[0] == "curl")
+QUESTION = next(
+    json.loads(command.words[-1])
+    for command in doc_pages.commands(PAGE)
+    if command.words[0] == "curl"
+)
 ANSWER = re.search(r'choices\[0\].message.content`: "(.*?)"', PAGE.read_text())[1]
 STEPS, EVERY = 6, 2  # of the tuning: each step is like the others, and the rehearsal learns
 FEW = ("--steps", str(STEPS), "--checkpoint-every", str(EVERY))
@@ -68,14 +79,16 @@ def follow(folder, command, *flags):
 
 
 # Compiles in half the time of all optimizations, and the steps are as fast.
-OPTIMIZED = (
-    f"{XLA_WAITS} --xla_backend_optimization_level=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-)
+OPTIMIZED = f"{XLA_WAITS} --xla_backend_optimization_level=1 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 
 def optimized(folder):
     """The environment of a process whose programs are optimized, as those of the tests are not."""
-    return os.environ | {"XLA_FLAGS": OPTIMIZED, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+    return os.environ | {
+        "XLA_FLAGS": OPTIMIZED,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
 
 
 def train(folder, command, *flags):
@@ -140,14 +153,19 @@ def written(folder):
 def adapted_params(folder):
     """The model of the run's last checkpoint, with its adapters beside the weights, not merged."""
     config = huggingface.read_config(folder / "tuned", vocab_multiple=language_model.VOCAB_MULTIPLE)
-    stored = {path: np.asarray(leaf) for path, leaf in open_stored_params(folder / "runs/chat/checkpoints")[0].items()}
+    stored = {
+        path: np.asarray(leaf)
+        for path, leaf in open_stored_params(folder / "runs/chat/checkpoints")[0].items()
+    }
     table = transformer.param_table(config)
 
     def of(path, _):
         name = jaxpar.sharding.path_string(path)
         if name in stored:
             return stored[name]
-        return Adapted(*(stored[f"{name}/{field}"] for field in ("weight", "lora_a", "lora_b")), scale=1.0)
+        return Adapted(
+            *(stored[f"{name}/{field}"] for field in ("weight", "lora_a", "lora_b")), scale=1.0
+        )
 
     return config, jax.tree_util.tree_map_with_path(of, abstract_params(table))
 
@@ -174,7 +192,10 @@ def test_the_page_shows_conversations_of_the_file_that_it_names():
 def test_the_rehearsal_prints_what_the_page_quotes_and_learns_the_answers(rehearsed):
     folder, printed = rehearsed
     doc_pages.check_quoted(REHEARSE.quoted, printed, numbers=True)
-    losses = [json.loads(line)["loss"] for line in (folder / "runs/rehearsal/metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"]
+        for line in (folder / "runs/rehearsal/metrics.jsonl").read_text().splitlines()
+    ]
     assert losses[0] > 5
     assert losses[-1] < 0.5
 
@@ -185,7 +206,10 @@ def test_the_server_answers_the_page_s_question_as_the_model_does(rehearsed):
     *command, name = SERVE.words
     assert command == ["python", "-m", "jaxpar", "serve"]
     config = huggingface.read_config(folder / name)
-    params, tokenizer = huggingface.read_params(folder / name, config), huggingface.read_tokenizer(folder / name)
+    params, tokenizer = (
+        huggingface.read_params(folder / name, config),
+        huggingface.read_tokenizer(folder / name),
+    )
     [end] = huggingface.stop_tokens(folder / name)
     text, _ = tokenizer.render(QUESTION["messages"], ask=True)
     [(prompt, _)] = tokenizer.encode([text], begins=[False])
@@ -207,7 +231,9 @@ def in_four_bits(rehearsed):
 
 
 @pytest.mark.slow
-def test_the_model_in_four_bits_gives_the_answer_of_the_page_and_the_server_of_its_run_too(in_four_bits):
+def test_the_model_in_four_bits_gives_the_answer_of_the_page_and_the_server_of_its_run_too(
+    in_four_bits,
+):
     folder, printed = in_four_bits
     doc_pages.check_quoted(FOUR_BITS.quoted, printed, numbers=True)
     *command, name = SERVE_FOUR_BITS.words
@@ -246,23 +272,39 @@ def test_the_page_quotes_what_is_printed_with_the_sizes_of_the_model_that_it_nam
     table = abstract_params(transformer.param_table(shape))
     lora = Lora(8, transformer.LAYER_WEIGHTS)
     factors = trained_part(jax.eval_shape(lora.init, jax.random.key(0), table), ADAPTERS)
-    sizes = f"{shape.num_layers} layers, {shape.embed_dim} wide, {count_params(table):,} parameters;"
+    sizes = (
+        f"{shape.num_layers} layers, {shape.embed_dim} wide, {count_params(table):,} parameters;"
+    )
     assert sizes in TUNE.quoted
     assert f": {count_params(factors):,} parameters are trained" in TUNE.quoted
 
 
-def test_few_conversations_are_refused_with_all_flags_to_change_in_one_message(made, tmp_path, capsys, monkeypatch):
+def test_few_conversations_are_refused_with_all_flags_to_change_in_one_message(
+    made, tmp_path, capsys, monkeypatch
+):
     """The devices too: on one, the rehearsal's mesh cannot be made."""
     (tmp_path / "small").symlink_to(made / "small")
     lines = (ROOT / "recipes/data/chats.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "few.jsonl").write_text("".join(lines[:3]))
-    flags = ["--data", "few.jsonl", "--out-dir", "few", "--save-hf", "few-tuned", "--fake-devices", "0"]
+    flags = [
+        "--data",
+        "few.jsonl",
+        "--out-dir",
+        "few",
+        "--save-hf",
+        "few-tuned",
+        "--fake-devices",
+        "0",
+    ]
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: one)
     with pytest.raises(SystemExit):
         follow(tmp_path, REHEARSE, *flags)
     said = capsys.readouterr().err
-    assert "which needs 8 devices, with 1 devices. Choose smaller axes, or test on a laptop with 8 fake devices" in said
+    assert (
+        "which needs 8 devices, with 1 devices. Choose smaller axes, or test on a laptop with 8 fake devices"
+        in said
+    )
     assert re.search(
         r"Also, each microbatch of each replica must have a row; got --mesh.data 2, 4 microbatches, --batch-size 16, 1 rows to "
         r"learn from of --seq 128. Choose --mesh.data 1 --num-microbatches 1 --batch-size 1, or give more "
@@ -274,15 +316,24 @@ def test_few_conversations_are_refused_with_all_flags_to_change_in_one_message(m
 def test_a_model_of_messages_that_are_not_there_is_refused(tmp_path, capsys):
     missing, out = tmp_path / "none.jsonl", tmp_path / "small"
     with pytest.raises(SystemExit) as end:
-        cli.run(untrained_model.main, untrained_model.Config, ["--data", str(missing), "--out-dir", str(out)])
+        cli.run(
+            untrained_model.main,
+            untrained_model.Config,
+            ["--data", str(missing), "--out-dir", str(out)],
+        )
     assert end.value.code == 2
     said = capsys.readouterr().err
-    assert f"--data must be a file of messages; got {missing}, which is none. Name one that is there." in said
+    assert (
+        f"--data must be a file of messages; got {missing}, which is none. Name one that is there."
+        in said
+    )
     assert not out.exists()
 
 
 @pytest.mark.full
-def test_the_tuned_model_has_the_logits_of_the_run_with_its_adapters_beside_the_weights(folder, wanted_logits):
+def test_the_tuned_model_has_the_logits_of_the_run_with_its_adapters_beside_the_weights(
+    folder, wanted_logits
+):
     config = huggingface.read_config(folder / "tuned")
     apply = jax.jit(transformer.make_model(config).apply)
     got, untrained = (
@@ -307,13 +358,17 @@ def test_the_adapters_in_the_format_of_peft_are_those_of_the_run(folder):
 def test_the_folder_keeps_the_files_of_the_original_beside_the_weights(folder):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (folder / "tuned" / name).read_bytes() == (folder / "qwen" / name).read_bytes()
-    assert huggingface.stop_tokens(folder / "tuned") == huggingface.stop_tokens(folder / "qwen") != ()
+    assert (
+        huggingface.stop_tokens(folder / "tuned") == huggingface.stop_tokens(folder / "qwen") != ()
+    )
 
 
 @pytest.mark.full
 def test_export_of_the_checkpoint_is_the_same_model(folder, tmp_path):
     assert jaxpar_main(["export", str(folder / "runs/chat"), str(tmp_path / "exported")]) == 0
-    exported, tuned = (load_file(each / "model.safetensors") for each in (tmp_path / "exported", folder / "tuned"))
+    exported, tuned = (
+        load_file(each / "model.safetensors") for each in (tmp_path / "exported", folder / "tuned")
+    )
     assert_same(exported, tuned, within=1e-6)
 
 
@@ -328,7 +383,9 @@ def test_a_run_that_was_killed_and_goes_on_writes_the_same_bytes(folder, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_and_started_again_writes_the_same_bytes(tmp_path_factory, tmp_path):
+def test_a_process_that_is_killed_and_started_again_writes_the_same_bytes(
+    tmp_path_factory, tmp_path
+):
     whole = tmp_path_factory.mktemp("whole")
     for folder in (whole, tmp_path):
         make_qwen(folder)

@@ -88,11 +88,15 @@ def on_device(size, scale, kernel, most=None):
 def found(q, k, v, ct, *, size, scale, segments=None, kernel=WRITTEN_OUT, most=None):
     """The output and gradients for whole sequences, of which each device computes a part."""
     run = on_device(size, scale, kernel, most)
-    local = lambda whole: [None if whole is None else chunks_of(whole, index, size) for index in range(size)]
+    local = lambda whole: [
+        None if whole is None else chunks_of(whole, index, size) for index in range(size)
+    ]
     own = zip(local(k), local(v), strict=True)
     each = [
         run(index, q, own, (k, v), ct, of_own, segments)
-        for index, q, own, ct, of_own in zip(range(size), local(q), own, local(ct), local(segments), strict=True)
+        for index, q, own, ct, of_own in zip(
+            range(size), local(q), own, local(ct), local(segments), strict=True
+        )
     ]
     outs, dqs, d_own, d_whole = zip(*jax.device_get(each), strict=True)
     whole_of = lambda parts: in_order(np.concatenate(parts, axis=1), size)
@@ -119,7 +123,8 @@ def nan_where_it_may(kernel):
             return dq, dk, dv
         seen = first(k, lengths[1])
         return tuple(
-            jnp.where(known, each, jnp.nan) for known, each in ((first(q, lengths[0]), dq), (seen, dk), (seen, dv))
+            jnp.where(known, each, jnp.nan)
+            for known, each in ((first(q, lengths[0]), dq), (seen, dk), (seen, dv))
         )
 
     return Kernel(forward, backward)
@@ -131,7 +136,9 @@ FEW = [(1, 3, 0.5), (2, 1, 8.0), (4, 3, 0.5), (4, 1, 0.5)]
 
 @pytest.mark.full
 @pytest.mark.parametrize(("size", "group", "scale"), covering(FEW, SIZES, GROUPS, SCALES))
-def test_merged_parts_have_the_output_and_gradients_of_whole_attention(x64, rng, size, group, scale):
+def test_merged_parts_have_the_output_and_gradients_of_whole_attention(
+    x64, rng, size, group, scale
+):
     given = arrays(rng, size, group)
     assert_same(found(*given, size=size, scale=scale), expected(*given, scale))
 
@@ -159,9 +166,13 @@ def test_what_a_kernel_returns_for_what_sees_nothing_is_not_read(x64, rng, mean)
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("mean", "most"), [(None, None), (5, None), (5, CHUNK)], ids=["whole rows", "a bias", "documents"]
+    ("mean", "most"),
+    [(None, None), (5, None), (5, CHUNK)],
+    ids=["whole rows", "a bias", "documents"],
 )
-def test_devices_that_gather_keys_have_the_output_and_gradients_of_whole_attention(x64, rng, mean, most):
+def test_devices_that_gather_keys_have_the_output_and_gradients_of_whole_attention(
+    x64, rng, mean, most
+):
     size = 4
     given, segments = arrays(rng, size, 2), None if mean is None else documents(rng, size, mean)
     mesh = jaxpar.make_mesh(context=size, devices=jax.devices()[:size])
@@ -175,15 +186,25 @@ def test_devices_that_gather_keys_have_the_output_and_gradients_of_whole_attenti
         def attend(q, k, v):
             chunk_of_context = jax.lax.axis_index("context"), size
             numbers = None if segments is None else (segments, whole(segments))
-            settings = {"chunk_of_context": chunk_of_context, "segments": numbers, "kernel": WRITTEN_OUT}
-            settings |= {} if most is None else {"documents": find_documents(as_rows(segments), most)}
+            settings = {
+                "chunk_of_context": chunk_of_context,
+                "segments": numbers,
+                "kernel": WRITTEN_OUT,
+            }
+            settings |= (
+                {} if most is None else {"documents": find_documents(as_rows(segments), most)}
+            )
             return chunked_causal_attention(q, (k, v), (whole(k), whole(v)), scale=0.5, **settings)
 
         out, backward = jax.vjp(attend, q, k, v)
         return out, *backward(ct)
 
-    by_device = lambda x: None if x is None else np.concatenate([chunks_of(x, c, size) for c in range(size)], axis=1)
-    got = [in_order(x, size) for x in jax.device_get(on_device(*map(by_device, (*given, segments))))]
+    by_device = lambda x: (
+        None if x is None else np.concatenate([chunks_of(x, c, size) for c in range(size)], axis=1)
+    )
+    got = [
+        in_order(x, size) for x in jax.device_get(on_device(*map(by_device, (*given, segments))))
+    ]
     assert_same(got, list(expected(*given, 0.5, segments)))
 
 
@@ -200,14 +221,23 @@ def test_sums_of_16_bit_floats_are_in_float32(rng):
 def test_the_scale_is_by_head_dim_unless_it_is_given(x64, rng):
     q, k, v, _ = arrays(rng, 1, 1)
     attend = partial(chunked_causal_attention, chunk_of_context=(0, 1), kernel=WRITTEN_OUT)
-    found, told = (jax.jit(partial(attend, **how))(q, (k, v), (k, v)) for how in ({}, {"scale": HEAD_DIM**-0.5}))
+    found, told = (
+        jax.jit(partial(attend, **how))(q, (k, v), (k, v))
+        for how in ({}, {"scale": HEAD_DIM**-0.5})
+    )
     np.testing.assert_array_equal(found, told)
 
 
 @pytest.mark.parametrize(
     ("queries", "keys", "dtype", "head_dim", "message"),
     [
-        (6, 18, "bfloat16", 8, "got 6 queries of 18 positions, C=2. Gather the keys of all devices"),
+        (
+            6,
+            18,
+            "bfloat16",
+            8,
+            "got 6 queries of 18 positions, C=2. Gather the keys of all devices",
+        ),
         (5, 10, "bfloat16", 8, "choose a sequence that 4 divides"),
         (6, 12, "float32", 8, 'got float32, head_dim=8. Use attention="xla"'),
         (6, 12, "bfloat16", 12, "got bfloat16, head_dim=12"),
@@ -226,16 +256,22 @@ def test_what_the_kernel_does_not_take_is_refused(queries, keys, dtype, head_dim
 def test_on_gpus_all_parts_are_cudnns(dtype, how):
     array = lambda seq, *dims, dtype=dtype: jax.ShapeDtypeStruct((2, seq, *dims), dtype)
     q, own, whole = array(256, 4, 64), array(256, 2, 64), array(512, 2, 64)
-    segments = None if how == "whole rows" else (array(256, dtype="int32"), array(512, dtype="int32"))
+    segments = (
+        None if how == "whole rows" else (array(256, dtype="int32"), array(512, dtype="int32"))
+    )
 
     def run(index, q, own, whole, segments):
         given = {"segments": segments} | (
             {"documents": find_documents(as_rows(segments[0]), 5)} if how == "documents" else {}
         )
-        out, backward = jax.vjp(partial(chunked_causal_attention, chunk_of_context=(index, 2), **given), q, own, whole)
+        out, backward = jax.vjp(
+            partial(chunked_causal_attention, chunk_of_context=(index, 2), **given), q, own, whole
+        )
         return backward(out)
 
-    traced = jax.jit(run).trace(jax.ShapeDtypeStruct((), jnp.int32), q, (own, own), (whole, whole), segments)
+    traced = jax.jit(run).trace(
+        jax.ShapeDtypeStruct((), jnp.int32), q, (own, own), (whole, whole), segments
+    )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernels = re.findall(r"custom_call @(__cudnn\$\w+)", text)
     own_part = "__cudnn$fmhaScaleBiasSoftmax" if how == "a bias" else "__cudnn$fmhaSoftmax"

@@ -16,8 +16,15 @@ from tests.support.oracle import assert_same
 RNG = np.random.default_rng(0)
 NUM_ROWS, WIDTH, NUM_LAYERS = 8, 4, 2
 LAYERS = {"w": RNG.normal(size=(NUM_LAYERS, WIDTH, WIDTH)) / 2}
-PARAMS = {"outer": {"w": RNG.normal(size=(3, WIDTH)), "out": RNG.normal(size=(WIDTH, 2))}, "layers": LAYERS}
-BATCH = {"x": RNG.normal(size=(NUM_ROWS, 3)), "y": RNG.normal(size=(NUM_ROWS, 2)), "weight": RNG.uniform(size=NUM_ROWS)}
+PARAMS = {
+    "outer": {"w": RNG.normal(size=(3, WIDTH)), "out": RNG.normal(size=(WIDTH, 2))},
+    "layers": LAYERS,
+}
+BATCH = {
+    "x": RNG.normal(size=(NUM_ROWS, 3)),
+    "y": RNG.normal(size=(NUM_ROWS, 2)),
+    "weight": RNG.uniform(size=NUM_ROWS),
+}
 
 RUNS = {
     "replicas": ({"data": 2}, {"num_microbatches": 2}),
@@ -52,7 +59,9 @@ def run(model, run, params=PARAMS, loss=loss):
 
 
 def reference(model, params=PARAMS, loss=loss):
-    return jax.jit(jax.value_and_grad(lambda params: jnp.divide(*loss(model.apply(params, BATCH), BATCH))))(params)
+    return jax.jit(
+        jax.value_and_grad(lambda params: jnp.divide(*loss(model.apply(params, BATCH), BATCH)))
+    )(params)
 
 
 # --- what works -------------------------------------------------------------------------------------------------------
@@ -89,7 +98,10 @@ def test_arrays_without_elements_have_gradients_without_elements(x64, name):
     )
     params = {"outer": outer, "layers": layers}
     if EMPTY_ARRAYS_CRASH:
-        with pytest.raises(ValueError, match=r"arrays without elements.*got layers/none of shape \(2, 0, 4\) with JAX"):
+        with pytest.raises(
+            ValueError,
+            match=r"arrays without elements.*got layers/none of shape \(2, 0, 4\) with JAX",
+        ):
             run(model, name, params)
     else:
         assert_same(run(model, name, params), reference(model, params))
@@ -98,10 +110,18 @@ def test_arrays_without_elements_have_gradients_without_elements(x64, name):
 @pytest.mark.few(2)
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "zero 3" else n for n in (*RUNS, "layer by layer")]
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow) if n == "zero 3" else n
+        for n in (*RUNS, "layer by layer")
+    ],
 )
 def test_strict_promotion_and_leak_checks_find_nothing(x64, name):
-    chosen = ({"data": 2}, {"num_microbatches": 2, "overlap_grad_reduce": True}) if name == "layer by layer" else name
+    chosen = (
+        ({"data": 2}, {"num_microbatches": 2, "overlap_grad_reduce": True})
+        if name == "layer by layer"
+        else name
+    )
     want = reference(MODEL)
     with jax.numpy_dtype_promotion("strict"), jax.checking_leaks():
         assert_same(run(MODEL, chosen), want)
@@ -130,10 +150,14 @@ def test_a_mesh_may_be_set_around_the_call(x64, name, constrains):
 def test_a_host_callback_runs_where_tensor_is_1(name):
     def calling(params, x):
         h = layer(params, x)
-        sign = jax.pure_callback(np.sign, jax.ShapeDtypeStruct(h.shape, h.dtype), jax.lax.stop_gradient(h))
+        sign = jax.pure_callback(
+            np.sign, jax.ShapeDtypeStruct(h.shape, h.dtype), jax.lax.stop_gradient(h)
+        )
         return h + sign * h
 
-    plain = jaxpar.LayeredModel(embed, lambda params, x: (h := layer(params, x)) + jnp.sign(h) * h, head)
+    plain = jaxpar.LayeredModel(
+        embed, lambda params, x: (h := layer(params, x)) + jnp.sign(h) * h, head
+    )
     assert_same(run(jaxpar.LayeredModel(embed, calling, head), name), reference(plain), within=1e-5)
 
 
@@ -141,7 +165,10 @@ def test_a_host_callback_runs_where_tensor_is_1(name):
 def test_a_list_of_layers_may_be_cut_over_data(x64, zero):
     layers = [{"w": w} for w in LAYERS["w"]]
     params = PARAMS | {"layers": layers}
-    assert_same(run(MODEL, ({"data": 2}, {"num_microbatches": 2, "zero": zero}), params), reference(MODEL, params))
+    assert_same(
+        run(MODEL, ({"data": 2}, {"num_microbatches": 2, "zero": zero}), params),
+        reference(MODEL, params),
+    )
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -169,7 +196,8 @@ def referring(function):
 )
 def test_references_are_refused(model, name):
     with pytest.raises(
-        ValueError, match=r"must be a pure function.*got one that uses jax.new_ref. Return the new value"
+        ValueError,
+        match=r"must be a pure function.*got one that uses jax.new_ref. Return the new value",
     ):
         run(model, name)
 
@@ -179,7 +207,9 @@ def test_references_are_refused(model, name):
 def test_a_host_callback_beside_a_tensor_axis_is_refused(callback, executor):
     def calling(params, x):
         h = layer(params, x)
-        return h + callback(np.sign, jax.ShapeDtypeStruct(h.shape, h.dtype), jax.lax.stop_gradient(h))
+        return h + callback(
+            np.sign, jax.ShapeDtypeStruct(h.shape, h.dtype), jax.lax.stop_gradient(h)
+        )
 
     axes, settings = {"stage": 2, "tensor": 2}, {"num_microbatches": 2, "executor": executor}
     message = rf"no mesh axis is automatic.*got jax.{callback.__name__} and tensor=2. Use a mesh with tensor=1, or"
@@ -190,8 +220,16 @@ def test_a_host_callback_beside_a_tensor_axis_is_refused(callback, executor):
 @pytest.mark.parametrize(
     ("spec", "executor", "message"),
     [
-        (P("data"), "spmd", r"must not name data or stage, .* got P.*data.*\. Leave these axes out of the spec"),
-        (P(("stage", "tensor")), "spmd", r"must not name data or stage, .* Leave these axes out of the spec"),
+        (
+            P("data"),
+            "spmd",
+            r"must not name data or stage, .* got P.*data.*\. Leave these axes out of the spec",
+        ),
+        (
+            P(("stage", "tensor")),
+            "spmd",
+            r"must not name data or stage, .* Leave these axes out of the spec",
+        ),
         (
             P(None, "tensor"),
             "mpmd",
@@ -204,7 +242,10 @@ def test_a_constraint_that_a_step_cannot_heed_is_refused(spec, executor, message
     sharding = NamedSharding(jaxpar.make_mesh(**axes), spec)
     constrained = lambda params, x: layer(params, jax.lax.with_sharding_constraint(x, sharding))
     with pytest.raises(ValueError, match=message):
-        run(jaxpar.LayeredModel(embed, constrained, head), (axes, {"num_microbatches": 2, "executor": executor}))
+        run(
+            jaxpar.LayeredModel(embed, constrained, head),
+            (axes, {"num_microbatches": 2, "executor": executor}),
+        )
 
 
 @pytest.mark.parametrize("name", ["replicas", "1f1b", "mpmd"])
@@ -212,7 +253,8 @@ def test_a_constraint_that_a_step_cannot_heed_is_refused(spec, executor, message
 def test_params_without_gradients_are_refused(name, leaf):
     params = PARAMS | {"layers": LAYERS | {"leaf": leaf}}
     with pytest.raises(
-        TypeError, match=rf"floating-point or complex.*got layers/leaf of dtype {leaf.dtype}. Put it into the"
+        TypeError,
+        match=rf"floating-point or complex.*got layers/leaf of dtype {leaf.dtype}. Put it into the",
     ):
         run(MODEL, name, params)
 
@@ -221,7 +263,13 @@ def test_params_without_gradients_are_refused(name, leaf):
 def test_a_plain_function_may_have_params_named_like_those_of_a_layered_model(x64, zero):
     mesh = jaxpar.make_mesh(data=4)
     shardings = jaxpar.shardings_from_paths(PARAMS, mesh, {"outer/*": P(), "layers/*": P()})
-    first = (lambda _: jax.tree.map(jnp.asarray, PARAMS), jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+    first = (
+        lambda _: jax.tree.map(jnp.asarray, PARAMS),
+        jax.random.key(0),
+        optax.sgd(0.1),
+        mesh,
+        shardings,
+    )
     params = jaxpar.init_state(*first, zero=zero).params
     value_and_grad = jaxpar.value_and_grad(MODEL.apply, loss, mesh, zero=zero, shardings=shardings)
     assert_same(value_and_grad(params, BATCH), reference(MODEL))
@@ -237,4 +285,6 @@ def test_a_plain_function_reads_all_of_a_param_that_zero_cuts(x64, zero):
 
 
 def reference_of(model):
-    return jax.jit(jax.value_and_grad(lambda params: jnp.divide(*loss(model(params, BATCH), BATCH))))(PARAMS)
+    return jax.jit(
+        jax.value_and_grad(lambda params: jnp.divide(*loss(model(params, BATCH), BATCH)))
+    )(PARAMS)

@@ -24,7 +24,8 @@ SHAREGPT = [
     {
         "id": "x",
         "conversations": [
-            {"from": who, "value": turn["content"]} for who, turn in zip(("human", "gpt"), chat, strict=True)
+            {"from": who, "value": turn["content"]}
+            for who, turn in zip(("human", "gpt"), chat, strict=True)
         ],
     }
     for chat in SAID
@@ -71,16 +72,22 @@ def written(tmp_path, name, text, tokenizer=None):
     ],
 )
 def test_conversations_are_learned_alike_in_every_form(tmp_path, name, text):
-    want, _ = written(tmp_path, "want.jsonl", "".join(json.dumps({"messages": chat}) + "\n" for chat in SAID))
+    want, _ = written(
+        tmp_path, "want.jsonl", "".join(json.dumps({"messages": chat}) + "\n" for chat in SAID)
+    )
     got, found = written(tmp_path, name, text)
     assert got == want
     assert found.is_chat
     assert set(found.ignored) <= {"id"}
 
 
-@pytest.mark.parametrize(("name", "text"), [("a.json", json.dumps(PAIRS)), ("a.csv", as_csv(PAIRS))])
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.json", json.dumps(PAIRS)), ("a.csv", as_csv(PAIRS))]
+)
 def test_pairs_are_learned_by_models_of_bytes(tmp_path, name, text):
-    want, _ = written(tmp_path, "want.jsonl", "".join(json.dumps(row) + "\n" for row in PAIRS), ByteTokenizer())
+    want, _ = written(
+        tmp_path, "want.jsonl", "".join(json.dumps(row) + "\n" for row in PAIRS), ByteTokenizer()
+    )
     got, _ = written(tmp_path, name, text, ByteTokenizer())
     assert got == want
 
@@ -89,7 +96,9 @@ def test_alpaca_without_a_chat_template_is_a_prompt_and_its_completion():
     learned, ignored = as_learned(ALPACA[0] | {"id": 3}, has_chat_template=False)
     assert (learned, ignored) == ({"prompt": "Add.\n\n1 2\n\n", "completion": "3"}, {"id"})
     assert (
-        as_learned({"instruction": "Hi", "input": None, "output": "a"}, has_chat_template=False)[0]["prompt"]
+        as_learned({"instruction": "Hi", "input": None, "output": "a"}, has_chat_template=False)[0][
+            "prompt"
+        ]
         == "Hi\n\n"
     )
 
@@ -98,7 +107,9 @@ def test_a_prompt_of_messages_is_not_learned_and_the_completion_is(tmp_path):
     turns = [*SAID[0], {"role": "user", "content": "again"}, {"role": "assistant", "content": "5"}]
     weighted = [turns[0], turns[1] | {"weight": 0}, *turns[2:]]
     want, _ = written(tmp_path, "want.jsonl", json.dumps({"messages": weighted}))
-    got, found = written(tmp_path, "a.jsonl", json.dumps({"prompt": turns[:3], "completion": turns[3:]}))
+    got, found = written(
+        tmp_path, "a.jsonl", json.dumps({"prompt": turns[:3], "completion": turns[3:]})
+    )
     assert got == want
     assert found.is_chat
 
@@ -174,7 +185,10 @@ def test_a_file_of_no_form_is_refused_by_its_name_and_place(tmp_path, name, text
 
 
 def test_the_parts_of_a_message_are_joined():
-    parts = [{"type": "text", "text": "what is "}, {"type": "text", "text": "a cat?", "image_url": None}]
+    parts = [
+        {"type": "text", "text": "what is "},
+        {"type": "text", "text": "a cat?", "image_url": None},
+    ]
     answer = {"role": "assistant", "content": "an animal"}
     found = check_messages([{"role": "user", "content": parts}, answer])
     assert found == [{"role": "user", "content": "what is a cat?"}, answer]
@@ -182,14 +196,18 @@ def test_the_parts_of_a_message_are_joined():
 
 def test_a_csv_that_is_not_utf_8_is_refused_with_the_way_to_save_it(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,completion\na,é\n", encoding="latin-1")
-    with pytest.raises(ValueError, match=r"a .csv must be in UTF-8; got 'utf-8' codec .*a.csv. Save it as UTF-8"):
+    with pytest.raises(
+        ValueError, match=r"a .csv must be in UTF-8; got 'utf-8' codec .*a.csv. Save it as UTF-8"
+    ):
         list(read_records(tmp_path / "a.csv"))
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "list.json", "a.csv"])
 def test_a_byte_order_mark_at_the_beginning_is_no_part_of_the_first_example(tmp_path, name):
     lines = "".join(json.dumps(row) + "\n" for row in PAIRS)
-    table = "prompt,completion\n" + "".join(f"{row['prompt']},{row['completion']}\n" for row in PAIRS)
+    table = "prompt,completion\n" + "".join(
+        f"{row['prompt']},{row['completion']}\n" for row in PAIRS
+    )
     text = {"list.json": json.dumps(PAIRS), "a.csv": table}.get(name, lines)
     (tmp_path / name).write_text(text, encoding="utf-8-sig")
     (tmp_path / "plain").mkdir()
@@ -201,7 +219,11 @@ def test_json_of_other_things_in_a_folder_of_text_stays_text(tmp_path):
     (tmp_path / "package.json").write_text('{\n "name": "a"}')
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
     write_lines(tmp_path / "rows.json", *PAIRS)
-    assert [is_records(tmp_path / name) for name in ("package.json", "table.csv", "rows.json")] == [False, False, True]
+    assert [is_records(tmp_path / name) for name in ("package.json", "table.csv", "rows.json")] == [
+        False,
+        False,
+        True,
+    ]
     [(ids, marks)], _ = written(tmp_path, "b.json", '{\n "name": 1}', ByteTokenizer())
     assert (bytes(ids[:-1]), marks) == (b'{\n "name": 1}', None)
 
@@ -232,7 +254,9 @@ def test_other_names_of_json_lines_are_read_as_such(tmp_path, name):
         ("conversations", b'{"messages": []}\n', r"must be named .jsonl; got .*conversations. Rename it"),
     ],
 )  # fmt: skip
-def test_a_file_that_would_be_learned_as_other_text_than_it_has_is_refused(tmp_path, name, content, message):
+def test_a_file_that_would_be_learned_as_other_text_than_it_has_is_refused(
+    tmp_path, name, content, message
+):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         documents_of(tmp_path / name, tmp_path / "cache")

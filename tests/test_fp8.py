@@ -53,11 +53,17 @@ def with_grads(x, w, ct, num_in):
     return y, *backward(ct)
 
 
-@pytest.mark.parametrize(("rows", "ins", "outs"), [((6,), (32,), (48,)), ((2, 3), (4, 8), (2, 2, 8))], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "ins", "outs"), [((6,), (32,), (48,)), ((2, 3), (4, 8), (2, 2, 8))], ids=str
+)
 def test_values_and_both_gradients_are_those_of_rounded_factors(rows, ins, outs):
     x, w, ct = draw(*rows, *ins), draw(*ins, *outs), 1e-6 * draw(*rows, *outs)
     got = jax.jit(partial(with_grads, num_in=len(ins)))(x, w, ct)
-    x8, w8, ct8 = rounded(x, fp8.OF_VALUES), rounded(w, fp8.OF_VALUES), rounded(ct, fp8.OF_COTANGENTS)
+    x8, w8, ct8 = (
+        rounded(x, fp8.OF_VALUES),
+        rounded(w, fp8.OF_VALUES),
+        rounded(ct, fp8.OF_COTANGENTS),
+    )
     flat = lambda a, count: a.reshape(int(np.prod(a.shape[:count])), -1)
     x8, w8, ct8 = flat(x8, len(rows)), flat(w8, len(ins)), flat(ct8, len(rows))
     want = (x8 @ w8).reshape(ct.shape), (ct8 @ w8.T).reshape(x.shape), (x8.T @ ct8).reshape(w.shape)
@@ -68,14 +74,18 @@ def test_values_and_both_gradients_are_those_of_rounded_factors(rows, ins, outs)
 
 
 @pytest.mark.parametrize("dtype", quick([jnp.bfloat16, jnp.float16], jnp.bfloat16))
-def test_scales_and_sums_of_16_bit_floats_are_in_float32_and_gradients_have_the_dtypes_of_what_they_are_of(dtype):
+def test_scales_and_sums_of_16_bit_floats_are_in_float32_and_gradients_have_the_dtypes_of_what_they_are_of(
+    dtype,
+):
     run = jax.jit(partial(with_grads, num_in=1))
     given = draw(4, 256), draw(256, 16), draw(4, 16)
     x, w, ct = narrow = [jnp.asarray(each, dtype) for each in given]
     got = run(*narrow)
     assert [each.dtype for each in got] == [x.dtype, x.dtype, w.dtype]
     wide = run(*[np.float32(each) for each in narrow])
-    assert_same([np.float32(each) for each in got], [np.asarray(each) for each in wide], within=5e-3)
+    assert_same(
+        [np.float32(each) for each in got], [np.asarray(each) for each in wide], within=5e-3
+    )
     shapes = jax.eval_shape(partial(with_grads, num_in=1), x, given[1], ct)
     assert [each.dtype for each in shapes] == [x.dtype, x.dtype, np.float32]
 
@@ -105,11 +115,19 @@ def test_a_layer_stores_one_byte_a_value_of_its_rows_and_b_gives_w_bytes():
     layer = lambda w, x: jnp.tanh(fp8.dot(x, w["up"])) @ w["down"]
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
     split = split_layer(layer, {"up": shape(64, 32), "down": shape(32, 64)}, shape(128, 64))
-    found = [(each.shape, each.dtype) for name in ("residuals_b", "residuals_w") for each in split.shapes(name)]
+    found = [
+        (each.shape, each.dtype)
+        for name in ("residuals_b", "residuals_w")
+        for each in split.shapes(name)
+    ]
     assert ((128, 64), fp8.OF_VALUES) in found
     assert ((128, 64), jnp.bfloat16) not in found, "x itself"
-    assert not [each for each in found if 64 in each[0] and 32 in each[0]], "weights are rounded again"
-    assert ((128, 32), fp8.OF_COTANGENTS) in [(each.shape, each.dtype) for each in split.shapes("cotangents_w")]
+    assert not [each for each in found if 64 in each[0] and 32 in each[0]], (
+        "weights are rounded again"
+    )
+    assert ((128, 32), fp8.OF_COTANGENTS) in [
+        (each.shape, each.dtype) for each in split.shapes("cotangents_w")
+    ]
 
 
 def traced_for(kind):
@@ -118,13 +136,17 @@ def traced_for(kind):
 
 
 def test_widths_and_gpus_without_such_products_are_refused():
-    with pytest.raises(ValueError, match=r"multiples of 16; got a weight of 24 by 32\. Multiply by x @ w instead"):
+    with pytest.raises(
+        ValueError, match=r"multiples of 16; got a weight of 24 by 32\. Multiply by x @ w instead"
+    ):
         fp8.dot(jnp.zeros((4, 24)), jnp.zeros((24, 4, 8)))
     with traced_for("NVIDIA H100 80GB HBM3"):
         jax.eval_shape(fp8.dot, draw(4, 16), draw(16, 16))
     with (
         traced_for("NVIDIA A100-SXM4-80GB"),
-        pytest.raises(ValueError, match=r"of the architecture Hopper.*got NVIDIA A100.*products=compute"),
+        pytest.raises(
+            ValueError, match=r"of the architecture Hopper.*got NVIDIA A100.*products=compute"
+        ),
     ):
         jax.eval_shape(fp8.dot, draw(4, 16), draw(16, 16))
 
@@ -143,11 +165,14 @@ def every_width(monkeypatch):
 
 def test_a_model_says_which_products_are_in_fp8_and_refuses_to_have_none():
     wide = dataclasses.replace(LLAMA, embed_dim=1024, mlp_dim=1032, num_kv_heads=2)
-    assert transformer.describe_products(wide).startswith("FP8: 3 of 4 products of a layer, with w_qkv 1024 x 1536")
+    assert transformer.describe_products(wide).startswith(
+        "FP8: 3 of 4 products of a layer, with w_qkv 1024 x 1536"
+    )
     assert transformer.describe_products(wide).endswith("; not with w_down 1032 x 1024")
     assert transformer.describe_products(dataclasses.replace(wide, products="compute")) == ""
     with pytest.raises(
-        ValueError, match=r"at least 1,024 and multiples of 16; got a layer with w_qkv 16 x 32, w_out 16"
+        ValueError,
+        match=r"at least 1,024 and multiples of 16; got a layer with w_qkv 16 x 32, w_out 16",
     ):
         transformer.make_model(LLAMA)
 
@@ -169,7 +194,10 @@ def test_the_products_with_the_weights_of_a_layer_are_in_fp8_and_no_others_and_n
     plain = dataclasses.replace(config, products="compute")
     assert num_in_fp8(transformer.make_model(plain).apply, params, batch) == 0
     one = jax.tree.map(lambda p: p[0], params["layers"])
-    h, cache = jnp.zeros((2, tiny.SEQ, tiny.EMBED)), empty_cache(config, 2, tiny.SEQ)._replace(layer=0)
+    h, cache = (
+        jnp.zeros((2, tiny.SEQ, tiny.EMBED)),
+        empty_cache(config, 2, tiny.SEQ)._replace(layer=0),
+    )
     span = Span(jnp.arange(tiny.SEQ)[None], tiny.SEQ)
     with_cache = lambda one, h: block(config, one, h, span, unconstrained, cache)[0]
     assert num_in_fp8(with_cache, one, h) == 0
@@ -209,12 +237,17 @@ def test_the_planner_has_the_products_of_shards_in_fp8_and_refuses_gpus_without_
         config = dataclasses.replace(LLAMA, compute_dtype="bfloat16", products=products)
         shape = transformer_shape(config, seq=16)
         for tensor in (1, 2):
-            plans[products, tensor] = price(shape, cluster("h100", 1, 2), Choice(tensor=tensor), batch_size=2)
+            plans[products, tensor] = price(
+                shape, cluster("h100", 1, 2), Choice(tensor=tensor), batch_size=2
+            )
     for tensor in (1, 2):
         own, plain = plans["fp8", tensor], plans["compute", tensor]
         assert own.flops == plain.flops
         assert own.bytes_per_device["activations"] <= plain.bytes_per_device["activations"]
-    with pytest.raises(ValueError, match=r"Hopper, such as h100, or later ones; got gpu=a100-80gb\. Choose gpu=h100"):
+    with pytest.raises(
+        ValueError,
+        match=r"Hopper, such as h100, or later ones; got gpu=a100-80gb\. Choose gpu=h100",
+    ):
         price(shape, cluster("a100-80gb"), Choice(), batch_size=2)
 
 
@@ -232,12 +265,16 @@ def test_a_plan_in_fp8_is_told_written_and_given_to_its_recipe(capsys):
         "--top",
         "1",
     ]
-    assert command([*flags, "--products", "fp8", "--num-microbatches", "1", "--zero", "0", "--json"]) == 0
+    assert (
+        command([*flags, "--products", "fp8", "--num-microbatches", "1", "--zero", "0", "--json"])
+        == 0
+    )
     [plan] = json.loads(capsys.readouterr().out)
     assert plan["products"] == "fp8"
     assert "--products fp8" in " ".join(plan_flags(first_plan(plan), ["recipes/gpt.py"]))
     assert (
-        "--products compute where it has fp8" in plan_remarks(first_plan(plan), ["gpt.py", "--products", "compute"])[0]
+        "--products compute where it has fp8"
+        in plan_remarks(first_plan(plan), ["gpt.py", "--products", "compute"])[0]
     )
 
 
@@ -262,7 +299,10 @@ def test_every_mesh_has_the_numbers_of_one_device_with_the_same_microbatches(axe
 def test_factors_of_lora_beside_weights_in_fp8_have_the_gradients_of_one_device():
     params, batch = make_params(GPT2), tiny.make_batch(dtype=np.float64)
     want = loss_and_grads(GPT2, {}, params, batch, num_microbatches=4)
-    axes, settings = {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "1f1b", "num_microbatches": 2}
+    axes, settings = (
+        {"data": 2, "stage": 2, "tensor": 2},
+        {"schedule": "1f1b", "num_microbatches": 2},
+    )
     assert_same(loss_and_grads(GPT2, axes, params, batch, **settings), want)
 
 
@@ -278,7 +318,9 @@ CODED = dataclasses.replace(tiny_quantized.CONFIG64, products="fp8")
         ("nf4-dq", {"data": 2}, {"num_microbatches": 2, "zero": 3, "mask_idle_ops": True}),
     ],
 )
-def test_weights_in_four_bits_are_decoded_and_multiplied_in_fp8_with_the_gradients_of_one_device(kind, axes, settings):
+def test_weights_in_four_bits_are_decoded_and_multiplied_in_fp8_with_the_gradients_of_one_device(
+    kind, axes, settings
+):
     params, batch = tiny_quantized.quantized_params(CODED, kind), tiny.make_batch(dtype=np.float64)
     decoded = tiny_quantized.dense_params(params, np.float64)
     want = loss_and_grads(CODED, {}, decoded, batch, num_microbatches=4)
@@ -300,10 +342,18 @@ def test_beside_factors_a_layer_in_fp8_stores_no_weight_that_it_decodes():
     own = freeze(lora.quantize(weights, "nf4-dq"), ADAPTERS)
     layer = lambda own, x: x + jnp.tanh(in_fp8(x, own["up"])) @ own["down"]
     in_fp8 = lambda x, weight: lora.einsum("bi,io->bo", x, weight, lambda _, x, w: fp8.dot(x, w))
-    split = split_layer(accept_frozen(layer, ADAPTERS), own, jax.ShapeDtypeStruct((3, 64), np.float32))
-    stored = [each.shape for name in ("residuals_b", "residuals_w", "cotangents_w") for each in split.shapes(name)]
+    split = split_layer(
+        accept_frozen(layer, ADAPTERS), own, jax.ShapeDtypeStruct((3, 64), np.float32)
+    )
+    stored = [
+        each.shape
+        for name in ("residuals_b", "residuals_w", "cotangents_w")
+        for each in split.shapes(name)
+    ]
     assert stored
-    assert all(shape[:1] in ((3,), ()) for shape in stored), "activations of the three rows, and scales"
+    assert all(shape[:1] in ((3,), ()) for shape in stored), (
+        "activations of the three rows, and scales"
+    )
 
 
 def scalar_maxima(text):
@@ -314,8 +364,15 @@ def scalar_maxima(text):
             inside = begins[1]
         elif re.match(r"\s+ROOT .* maximum\(", line):
             maxima.add(inside)
-    found = [re.search(r" = \(?(.*?)\)? all-reduce\(.*to_apply=%?([\w.\-]+)", line) for line in text.splitlines()]
-    return [each[1].count("f32[]") for each in found if each and each[2] in maxima and "f32[]" in each[1]]
+    found = [
+        re.search(r" = \(?(.*?)\)? all-reduce\(.*to_apply=%?([\w.\-]+)", line)
+        for line in text.splitlines()
+    ]
+    return [
+        each[1].count("f32[]")
+        for each in found
+        if each and each[2] in maxima and "f32[]" in each[1]
+    ]
 
 
 @pytest.mark.full
@@ -345,12 +402,17 @@ def tanh_layers(w, x):
 def test_a_model_of_ones_own_has_in_a_pipeline_the_numbers_of_one_device_with_the_same_microbatches():
     rng = np.random.default_rng(0)
     params = {"outer": {}, "layers": rng.normal(size=(2, 16, 16)).astype(np.float32)}
-    batch = {"x": rng.normal(size=(8, 16)).astype(np.float32), "y": rng.normal(size=(8, 16)).astype(np.float32)}
+    batch = {
+        "x": rng.normal(size=(8, 16)).astype(np.float32),
+        "y": rng.normal(size=(8, 16)).astype(np.float32),
+    }
     model = jaxpar.LayeredModel(lambda _, batch: batch["x"], tanh_layers, lambda _, x: x)
     loss = lambda y, batch: (jnp.sum((y - batch["y"]) ** 2), jnp.float32(len(y)))
 
     mesh = jaxpar.make_mesh(data=2, stage=2, devices=jax.devices()[:4])
-    value_and_grad = tiny.jit(jaxpar.value_and_grad(model, loss, mesh, schedule="zb-h1", num_microbatches=2))
+    value_and_grad = tiny.jit(
+        jaxpar.value_and_grad(model, loss, mesh, schedule="zb-h1", num_microbatches=2)
+    )
     _, got = jaxpar.fetch(value_and_grad(params, jaxpar.shard_batch(batch, mesh)))
     of_rows = jax.jit(jax.grad(mean_of))
     want = np.mean([np.asarray(of_rows(params["layers"], rows)) for rows in rows_of(batch)], axis=0)
@@ -366,10 +428,14 @@ def test_the_programs_of_the_mpmd_executor_are_checked_too(monkeypatch):
     mesh = jaxpar.make_mesh(stage=2, devices=jax.devices()[:2])
     run = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, executor="mpmd")
     batch = jaxpar.shard_batch({"x": draw(4, 16), "y": draw(4, 16)}, mesh)
-    with pytest.raises(ValueError, match=r"must have at least 1 products of factors in FP8.*; got 0"):
+    with pytest.raises(
+        ValueError, match=r"must have at least 1 products of factors in FP8.*; got 0"
+    ):
         run(params, batch)
     seen = []
-    monkeypatch.setattr(fp8, "check_products", lambda text, least: seen.append((least, "fp8_product/" in text)))
+    monkeypatch.setattr(
+        fp8, "check_products", lambda text, least: seen.append((least, "fp8_product/" in text))
+    )
     run(params, batch)
     run(params, batch)
     assert sum(least for least, _ in seen) == fp8.PASSES * 2 - 1, (
@@ -385,8 +451,12 @@ def test_products_that_no_output_needs_are_not_asked_for():
     assert num_in_fp8(jax.value_and_grad(loss), *given) == fp8.PASSES - 1, "w has no gradient"
 
 
-@pytest.mark.parametrize(("num_layers", "num_factors", "passes"), [(1, 0, 3), (2, 0, 3), (2, 8, 2), (1, 8, 1)])
-def test_a_recipe_asks_for_the_products_that_frozen_weights_have(monkeypatch, num_layers, num_factors, passes):
+@pytest.mark.parametrize(
+    ("num_layers", "num_factors", "passes"), [(1, 0, 3), (2, 0, 3), (2, 8, 2), (1, 8, 1)]
+)
+def test_a_recipe_asks_for_the_products_that_frozen_weights_have(
+    monkeypatch, num_layers, num_factors, passes
+):
     """With factors of LoRA alone the first layer need not give the gradient of what it reads."""
     monkeypatch.setattr(language_model, "are_gpus", lambda mesh: True)
     found = []
@@ -404,7 +474,9 @@ def test_the_programs_of_the_mpmd_executor_have_the_products_that_factors_of_lor
     monkeypatch.setattr("jaxpar.pipeline.mpmd_programs.are_gpus", lambda mesh: True)
     seen = []
     in_text = lambda text: len(re.findall(r"(?:dot|fusion)\(.*fp8_product/dot_general", text))
-    monkeypatch.setattr(fp8, "check_products", lambda text, asked: seen.append((asked, in_text(text))))
+    monkeypatch.setattr(
+        fp8, "check_products", lambda text, asked: seen.append((asked, in_text(text)))
+    )
     config = dataclasses.replace(tiny_quantized.CONFIG, products="fp8")
     params, batch = tiny_quantized.quantized_params(config, "nf4"), tiny.make_batch()
     mesh = jaxpar.make_mesh(stage=2, devices=jax.devices()[:2])
@@ -433,10 +505,25 @@ def test_200_steps_of_the_small_gpt_end_at_the_loss_of_bfloat16(tmp_path, monkey
     """Measured: 2.091 for 2.093, and with another seed 2.139 for 2.220."""
     monkeypatch.setattr(fp8, "LEAST_WIDTH", 128)
     monkeypatch.setattr(gpt, "conclude", lambda *_: None)
-    flags = ["--steps", "200", "--seq", "64", "--batch-size", "16", "--dtype", "bfloat16", "--eval-every", "200"]
+    flags = [
+        "--steps",
+        "200",
+        "--seq",
+        "64",
+        "--batch-size",
+        "16",
+        "--dtype",
+        "bfloat16",
+        "--eval-every",
+        "200",
+    ]
     last = {}
     for products in ("fp8", "compute"):
-        cli.run(gpt.main, gpt.Config, [*flags, "--products", products, "--out-dir", str(tmp_path / products)])
+        cli.run(
+            gpt.main,
+            gpt.Config,
+            [*flags, "--products", products, "--out-dir", str(tmp_path / products)],
+        )
         last[products] = np.mean([loss for loss, _ in curve(tmp_path / products)[-20:]])
     assert last["fp8"] < 1.01 * last["compute"]
 
@@ -457,14 +544,19 @@ GEMM = '  %y.4 = (bf16[64,32], s8[9]) custom-call(%x.3, %w.3), custom_call_targe
 
 
 def test_a_step_whose_products_xla_took_back_to_16_bits_is_refused_with_the_reason():
-    good = "\n".join([f"{CALL}, {ASKED}", TRITON + ASKED, IN_16_BITS + 'metadata={op_name="jit(step)/head"}'])
+    good = "\n".join(
+        [f"{CALL}, {ASKED}", TRITON + ASKED, IN_16_BITS + 'metadata={op_name="jit(step)/head"}']
+    )
     assert fp8.products_of(good) == (2, [])
     fp8.check_products(good, 2)
     fp8.check_products(None)
     with pytest.raises(
-        ValueError, match=r"must have at least 3 products of factors in FP8, 3 for each weight.*got 2, "
+        ValueError,
+        match=r"must have at least 3 products of factors in FP8, 3 for each weight.*got 2, ",
     ):
         fp8.check_products(good, 3)
     for wrong, named in ((IN_16_BITS + ASKED, "dot"), (GEMM + ASKED, r"__cublas\$gemm")):
-        with pytest.raises(ValueError, match=rf"got 2, and {named} in place of others.*products=compute"):
+        with pytest.raises(
+            ValueError, match=rf"got 2, and {named} in place of others.*products=compute"
+        ):
             fp8.check_products(f"{good}\n{wrong}")

@@ -28,17 +28,27 @@ def reference(params, batch, trainable=TRAINABLE):
         ({"data": 2, "tensor": 2}, {"remat": True, "zero": 1}),
         ({"data": 2}, {"zero": 3}),
         pytest.param(
-            {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1", "zero": 1}, marks=pytest.mark.slow
+            {"data": 2, "stage": 2, "tensor": 2},
+            {"schedule": "zb-h1", "zero": 1},
+            marks=pytest.mark.slow,
         ),  # test_lora.py has it
         # test_context.py has both: zero=3 where idle ops are masked.
         pytest.param(
-            {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1", "mask_idle_ops": True}, marks=pytest.mark.slow
+            {"data": 2, "stage": 2, "tensor": 2},
+            {"schedule": "zb-h1", "mask_idle_ops": True},
+            marks=pytest.mark.slow,
         ),
-        pytest.param({"data": 2, "stage": 2}, {"schedule": "1f1b", "zero": 3}, marks=pytest.mark.slow),
+        pytest.param(
+            {"data": 2, "stage": 2}, {"schedule": "1f1b", "zero": 3}, marks=pytest.mark.slow
+        ),
         pytest.param({"stage": 2}, {"schedule": "zb-v", "remat": True}, marks=pytest.mark.slow),
         ({"stage": 2, "data": 2}, {"schedule": "interleaved", "zero": 2}),
         ({"stage": 2, "data": 2}, {"schedule": "zb-h1", "executor": "mpmd"}),
-        pytest.param({"stage": 2, "tensor": 2}, {"schedule": "1f1b", "executor": "mpmd"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"stage": 2, "tensor": 2},
+            {"schedule": "1f1b", "executor": "mpmd"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_gradients_of_trained_params_are_those_of_one_device_in_float64(x64, axes, settings):
@@ -47,7 +57,13 @@ def test_the_gradients_of_trained_params_are_those_of_one_device_in_float64(x64,
     params = tiny_gpt.on_mesh(mesh, PARAMS)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     value_and_grad = jaxpar.value_and_grad(
-        tiny_gpt.MODEL, tiny_gpt.loss, mesh, num_microbatches=4, trainable=TRAINABLE, shardings=shardings, **settings
+        tiny_gpt.MODEL,
+        tiny_gpt.loss,
+        mesh,
+        num_microbatches=4,
+        trainable=TRAINABLE,
+        shardings=shardings,
+        **settings,
     )
     got = value_and_grad(params, jaxpar.shard_batch(batch, mesh))
     assert_same(jaxpar.fetch(got), jaxpar.fetch(reference(PARAMS, batch)))

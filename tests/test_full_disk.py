@@ -20,7 +20,9 @@ from tests.support.real_runs import PLAIN, ROOT, environment
 from tests.support.waiting import WAIT_SECONDS
 
 pytestmark = GIVES_WRITES_UP
-NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}  # else a file that may not grow would be a module of other tests
+NO_BYTECODE = {
+    "PYTHONDONTWRITEBYTECODE": "1"
+}  # else a file that may not grow would be a module of other tests
 
 
 @contextlib.contextmanager
@@ -37,7 +39,9 @@ def small_files(num_bytes):
 def run(*command):
     command = [sys.executable, *map(str, command)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ended = subprocess.run(command, cwd=ROOT, env=environment() | NO_BYTECODE, timeout=WAIT_SECONDS, **pipes)
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment() | NO_BYTECODE, timeout=WAIT_SECONDS, **pipes
+    )
     return ended.returncode, ended.stderr
 
 
@@ -49,7 +53,11 @@ def error_of(err):
 
 
 def steps_in(folder):
-    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines() if line[-1] == "}"]
+    return [
+        json.loads(line)["step"]
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+        if line[-1] == "}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +67,9 @@ def steps_in(folder):
 def test_a_recipe_whose_files_cannot_be_written_ends_with_74_and_one_message(
     tmp_path, monkeypatch, capsys, compiled_afresh, file_bytes, steps, what
 ):
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would keep the beginnings of its own files
+    monkeypatch.setattr(
+        sys, "dont_write_bytecode", True
+    )  # Python would keep the beginnings of its own files
     flags = ["--out-dir", str(tmp_path / "out"), "--steps", str(steps)]
     with small_files(file_bytes), pytest.raises(SystemExit, match="74"):
         cli.run(house_prices.main, house_prices.Config, flags)
@@ -91,7 +101,10 @@ def test_a_disk_that_is_full_from_the_beginning_ends_a_run_with_74_and_keeps_the
     monkeypatch.setattr(Path, "write_text", fail)
     with pytest.raises(SystemExit, match="74"):
         cli.run(write, house_prices.Config, ["--out-dir", str(tmp_path)])
-    assert f"got: {os.strerror(fault)}, in {tmp_path}. Make room, then begin again." in capsys.readouterr().err
+    assert (
+        f"got: {os.strerror(fault)}, in {tmp_path}. Make room, then begin again."
+        in capsys.readouterr().err
+    )
     assert os.listdir(tmp_path) == ["config.json"]
     assert (tmp_path / "config.json").read_text() == "{}"
 
@@ -137,10 +150,13 @@ def test_a_recipe_that_fills_its_disk_ends_with_74_and_resumes_to_the_same_end_o
     assert "its lines wait in memory" in err
     assert "metrics.jsonl must have a line for each step; got No space left on device" in err
     assert os.listdir(out / "checkpoints")
-    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True, timeout=WAIT_SECONDS)
+    subprocess.run(
+        ["mount", "-o", "remount,size=64m", small_disk], check=True, timeout=WAIT_SECONDS
+    )
     cli.run(house_prices.main, house_prices.Config, ["--out-dir", str(out), *flags, "--resume"])
     numbers = lambda folder: [
-        (line["step"], line["loss"]) for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        (line["step"], line["loss"])
+        for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     ]
     assert (out / "model.json").read_text() == (tmp_path / "whole" / "model.json").read_text()
     assert numbers(out) == numbers(tmp_path / "whole")

@@ -53,7 +53,10 @@ def test_evaluations_of_random_models_give_the_loss_of_one_device(monkeypatch):
         if settings["executor"] == "mpmd" and mesh.shape["stage"] > 1:
             return value_and_grad
         of = lambda kind: {f.name: settings[f.name] for f in fields(kind) if f.name in settings}
-        parallel, pipeline = jaxpar.Parallel(mesh, **of(jaxpar.Parallel)), jaxpar.Pipeline(**of(jaxpar.Pipeline))
+        parallel, pipeline = (
+            jaxpar.Parallel(mesh, **of(jaxpar.Parallel)),
+            jaxpar.Pipeline(**of(jaxpar.Pipeline)),
+        )
         eval_step = jaxpar.make_eval_step(model, loss, parallel, pipeline)
 
         def with_value(params, batch):
@@ -107,9 +110,18 @@ BOTH = MIXTURE, ("mixture", "w0", "e1", 2), ("scan", 2, (("experts", "w1", "e1")
     ],
 )
 def test_replicas_own_the_experts_of_a_drawn_case(layer, mesh):
-    case = Case(model=Model(layers=(layer,), embed="dense"), mesh=mesh, cuts=1, num_microbatches=2, zero=2, masks=True)
+    case = Case(
+        model=Model(layers=(layer,), embed="dense"),
+        mesh=mesh,
+        cuts=1,
+        num_microbatches=2,
+        zero=2,
+        masks=True,
+    )
     assert fuzz_run.owned_of(case) == {"e0"}
-    assert fuzz_run.owned_of(replace(case, model=replace(case.model, layers=(BOTH,)))) == {"e0"}, "others route to e1"
+    assert fuzz_run.owned_of(replace(case, model=replace(case.model, layers=(BOTH,)))) == {"e0"}, (
+        "others route to e1"
+    )
     check(case)
 
 
@@ -129,7 +141,10 @@ BY_ROWS = [*zip(OF_ROWS, LOSSES, ROW_MESHES, strict=True)]
 
 @pytest.mark.parametrize(
     ("layer", "loss", "mesh"),
-    [pytest.param(*case, marks=pytest.mark.full if at % 2 else pytest.mark.slow) for at, case in enumerate(BY_ROWS)],
+    [
+        pytest.param(*case, marks=pytest.mark.full if at % 2 else pytest.mark.slow)
+        for at, case in enumerate(BY_ROWS)
+    ],
 )
 def test_layers_routers_and_losses_of_rows_have_the_numbers_of_one_device(layer, loss, mesh):
     model = Model(layers=(layer,), embed="dense", num_layers=2 * mesh[1], loss=loss)
@@ -142,7 +157,10 @@ def test_layers_routers_and_losses_of_rows_have_the_numbers_of_one_device(layer,
 def test_layers_that_read_the_batch_are_refused_on_every_mesh(x64, leak):
     model = Model(layers=((("matmul", "w0"), (leak, "v0")),), embed="dense", extras=("aux",))
     for mesh in ((2, 1, 1), (1, 2, 1)):
-        assert fuzz_run.run_or_refusal(Case(model=model, mesh=mesh, num_chunks=1, num_microbatches=2)) is None
+        assert (
+            fuzz_run.run_or_refusal(Case(model=model, mesh=mesh, num_chunks=1, num_microbatches=2))
+            is None
+        )
 
 
 # --- mutations: a fault that must be found ----------------------------------------------------------------------------
@@ -186,14 +204,27 @@ def test_a_failure_names_a_case_that_can_be_read_back():
 
 
 LEAKING = replace(
-    PIPELINE, model=replace(PIPELINE.model, layers=((("matmul", "w0"), ("mean_of_rows", "v1")),), extras=("aux",))
+    PIPELINE,
+    model=replace(
+        PIPELINE.model, layers=((("matmul", "w0"), ("mean_of_rows", "v1")),), extras=("aux",)
+    ),
 )
 TRAINING = replace(
-    PIPELINE, num_chunks=1, cuts=0, zero=1, parts=(2, 1), model=replace(PIPELINE.model, num_layers=3), trains=True
+    PIPELINE,
+    num_chunks=1,
+    cuts=0,
+    zero=1,
+    parts=(2, 1),
+    model=replace(PIPELINE.model, num_layers=3),
+    trains=True,
 )
 # As the message of the refusal says: neither packed nor with a layout, as many layers on each stage.
 FOLLOWING = replace(
-    TRAINING, schedule="interleaved", num_chunks=2, parts=None, model=replace(PIPELINE.model, num_layers=4)
+    TRAINING,
+    schedule="interleaved",
+    num_chunks=2,
+    parts=None,
+    model=replace(PIPELINE.model, num_layers=4),
 )
 
 
@@ -201,14 +232,21 @@ FOLLOWING = replace(
 def test_a_leaf_that_the_split_of_rows_changes_is_found_where_it_is_taken(monkeypatch):
     fuzz_run.check(LEAKING)
     monkeypatch.setattr("jaxpar.step.checks.check_rows", lambda *args: None)
-    with pytest.raises(AssertionError, match="rows that are mixed change the loss, and are taken; to run it again"):
+    with pytest.raises(
+        AssertionError, match="rows that are mixed change the loss, and are taken; to run it again"
+    ):
         fuzz_run.check(LEAKING)
 
 
 @pytest.mark.slow
-def test_noise_on_packed_layers_is_found_where_it_is_taken_and_is_that_of_one_device_on_others(monkeypatch):
+def test_noise_on_packed_layers_is_found_where_it_is_taken_and_is_that_of_one_device_on_others(
+    monkeypatch,
+):
     fuzz_run.check(TRAINING)
     fuzz_run.check(FOLLOWING)
     monkeypatch.setattr("jaxpar.train.check_packed", lambda *args: None)
-    with pytest.raises(AssertionError, match="packed layers have noise in the order of the devices; to run it again"):
+    with pytest.raises(
+        AssertionError,
+        match="packed layers have noise in the order of the devices; to run it again",
+    ):
         fuzz_run.check(TRAINING)

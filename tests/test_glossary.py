@@ -10,7 +10,9 @@ DEFINITION = re.compile(r"^\| (?!Term|---)(.*?) \| (.*) \|$", re.MULTILINE)
 
 def test_a_term_is_defined_once():
     terms = [
-        term.strip() for terms, _ in DEFINITION.findall(GLOSSARY) for term in re.split(r"[,:] ", terms.replace("`", ""))
+        term.strip()
+        for terms, _ in DEFINITION.findall(GLOSSARY)
+        for term in re.split(r"[,:] ", terms.replace("`", ""))
     ]
     assert len(terms) > 50
     assert len(terms) == len(set(terms)), [term for term in terms if terms.count(term) > 1]
@@ -26,7 +28,11 @@ def test_the_chinese_glossary_has_the_terms_of_the_english_one():
     for (term, meaning), (own_term, own_meaning) in zip(found, english, strict=True):
         assert codes(term + meaning) == codes(own_term + own_meaning), term
         words = re.findall(r"[A-Za-z-]+", re.sub(r"`[^`]*`", "", own_term))
-        missing = [word for word in words if word.lower() not in term.lower() and word not in ("the", "of", "a")]
+        missing = [
+            word
+            for word in words
+            if word.lower() not in term.lower() and word not in ("the", "of", "a")
+        ]
         assert not missing, (term, missing)
 
 

@@ -93,7 +93,9 @@ def test_jobs_run_tiny_without_tyro_and_rich(tmp_path, jobs):
     out = tmp_path / "figures.json"
     flags = ["--smoke", "--torch-python", "", "--out", str(out), "--only", *jobs]
     command, env = [sys.executable, str(gpu_day.SCRIPT), *flags], without_tyro_and_rich(tmp_path)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=WAIT_SECONDS)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=env, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     record = report.Record.read(out)
     assert report.render(record) in done.stdout, "what is written renders to what was said"
@@ -109,7 +111,9 @@ def test_jobs_run_tiny_without_tyro_and_rich(tmp_path, jobs):
     assert "min left of attention" in done.stdout
     planned = {row["job"].partition(",")[0]: row["plan GiB"] for row in tables[roofline.TITLE]}
     assert [name for name, gib in planned.items() if gib is None] == [WORKS["documents"].title]
-    (checkpoint,) = next(rows for title, rows in tables.items() if title.startswith("A checkpoint of"))
+    (checkpoint,) = next(
+        rows for title, rows in tables.items() if title.startswith("A checkpoint of")
+    )
     assert checkpoint["restored equal"] == "yes"
     products = [row["product"] for row in tables[grouped.TITLE]]
     assert products == ["dense", "forward", "gradient of rows", "gradient of weights"]
@@ -120,9 +124,12 @@ def test_jobs_run_tiny_without_tyro_and_rich(tmp_path, jobs):
     "runs",
     [
         pytest.param(
-            ("no pipeline", "interleaved, four virtual stages", "interleaved, 4 stages"), marks=pytest.mark.slow
+            ("no pipeline", "interleaved, four virtual stages", "interleaved, 4 stages"),
+            marks=pytest.mark.slow,
         ),
-        pytest.param(("no pipeline", "mpmd, four virtual stages", "zb-h1, 4 stages"), marks=pytest.mark.slow),
+        pytest.param(
+            ("no pipeline", "mpmd, four virtual stages", "zb-h1, 4 stages"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_pipelines_of_a_day_have_the_gradients_of_no_pipeline(context, monkeypatch, runs):
@@ -134,7 +141,9 @@ def test_pipelines_of_a_day_have_the_gradients_of_no_pipeline(context, monkeypat
     if "interleaved, 4 stages" in rows:
         row = rows["interleaved, 4 stages"]
         assert (row["devices"], rows["no pipeline"]["devices"]) == (4, 1)
-        assert row["of schedule alone"] == pytest.approx((8 + 3 / 2) / 8 / 4), "a bubble of (S - 1) / v"
+        assert row["of schedule alone"] == pytest.approx((8 + 3 / 2) / 8 / 4), (
+            "a bubble of (S - 1) / v"
+        )
 
 
 @pytest.mark.full
@@ -147,7 +156,9 @@ def test_attention_under_a_mesh_is_attention(context):
     kernel, _ = mesh["XLA, no mesh"]
     found = attention.under(kernel, None, whole=True)(*inputs)
     assert off_by(found, expected) < 0.02
-    assert off_by(jax.tree.map(lambda a: a + 1, found), expected) > 0.1, "it would see another function"
+    assert off_by(jax.tree.map(lambda a: a + 1, found), expected) > 0.1, (
+        "it would see another function"
+    )
 
 
 def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
@@ -160,7 +171,9 @@ def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
 def test_a_job_that_crashes_or_takes_too_long_costs_no_figures(tmp_path, monkeypatch, capfd):
     (tmp_path / "child.py").write_text(CHILD)
     monkeypatch.setattr(gpu_day, "SCRIPT", tmp_path / "child.py")
-    over = tmp_path / "over"  # the time to which the clock jumps once the long job has written its figures
+    over = (
+        tmp_path / "over"
+    )  # the time to which the clock jumps once the long job has written its figures
     clock = lambda: float(over.read_text()) if over.exists() else 0.0
     monkeypatch.setattr(gpu_day, "time", SimpleNamespace(time=clock))
     monkeypatch.setattr(gpu_day, "GRACE", 0.0)
@@ -187,7 +200,9 @@ def test_a_job_that_crashes_or_takes_too_long_costs_no_figures(tmp_path, monkeyp
         "checkpoint": "left out: 170 s were left, and it takes about 240",
     }
     assert record.machine.endswith(", 1 x NVIDIA H100 80GB HBM3")
-    assert record.tables[0].rows[0]["GPU"] == "1 x NVIDIA H100 80GB HBM3", "each row says where it was measured"
+    assert record.tables[0].rows[0]["GPU"] == "1 x NVIDIA H100 80GB HBM3", (
+        "each row says where it was measured"
+    )
 
 
 # The schedule ----------------------------------------------------------------------------------------------------------------
@@ -206,7 +221,9 @@ def measured_seconds(job):
     if job.part != "steps":
         return ended[job.name] or job.seconds
     work, run = WORKS[job.args[0]].job, job.args[1].partition(",")[0]
-    found = [row for row in tables[steps.TITLE] if row["job"] == work and row["run"].startswith(run)]
+    found = [
+        row for row in tables[steps.TITLE] if row["job"] == work and row["run"].startswith(run)
+    ]
     if not found or found[0]["first compile s"] is None:
         return job.seconds
     count = gpt_training.CHECKED_STEPS + steps.STEPS * steps.ROUNDS
@@ -236,7 +253,9 @@ def test_a_day_ends_within_its_minutes_by_what_was_measured_and_runs_what_is_wan
     wanted = [name for name in schedule.NAMES if name not in FOR_MORE]
     assert ran[: len(wanted)] == wanted
     assert set(left_out) <= set(FOR_MORE)
-    assert all(job.seconds >= AS_MEASURED[job.name] for job in schedule.JOBS), "or it might not fit in what is left"
+    assert all(job.seconds >= AS_MEASURED[job.name] for job in schedule.JOBS), (
+        "or it might not fit in what is left"
+    )
 
 
 @pytest.mark.parametrize("slower", [1.3, 1.9, 5.0, math.inf])
@@ -280,7 +299,9 @@ def test_pytorch_runs_in_a_process_on_what_jaxpar_wrote(context, tmp_path, monke
     (tmp_path / "gpt_torch.py").write_text(TORCH)
     monkeypatch.setattr(torch_process, "HERE", tmp_path)
     work, run, folder = context.work("llama"), steps.RUNS["PyTorch, torch.compile"], tmp_path
-    with pytest.raises(RuntimeError, match="there is no PyTorch: install it, or name its interpreter"):
+    with pytest.raises(
+        RuntimeError, match="there is no PyTorch: install it, or name its interpreter"
+    ):
         steps.by_torch(context, work, run, folder)
     context = dataclasses.replace(context, torch_python=sys.executable)
     with pytest.raises(RuntimeError, match="did not write"):
@@ -299,7 +320,9 @@ def test_pytorch_runs_in_a_process_on_what_jaxpar_wrote(context, tmp_path, monke
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_pytorch_trains_the_same_model(context, name):
     if not (python := os.environ.get("JAXPAR_TEST_TORCH_PYTHON") or gpu_day.has_torch()):
-        pytest.skip("PyTorch is not installed, and JAXPAR_TEST_TORCH_PYTHON names no Python that has it")
+        pytest.skip(
+            "PyTorch is not installed, and JAXPAR_TEST_TORCH_PYTHON names no Python that has it"
+        )
     context = dataclasses.replace(context, torch_python=python)
     for run in (
         "jaxpar",
@@ -332,9 +355,15 @@ def test_mfu_is_that_of_the_formula():
     shape = make_shape(work)
     found = gpt_training.figures(work, shape, 1_100_048_384, 0.5, kind)
     assert found["tokens/s"] == 4 * 4096 * 2
-    assert found["MFU"] == pytest.approx((6 * 1_100_048_384 + 12 * 22 * 2048 * 4096) * 32768 / 989e12)
-    assert gpt_training.figures(work, shape, 1, 1.0, "cpu")["MFU"] == "unknown", "a CPU's peak is in no table"
-    frozen = gpt_training.figures(WORKS["lora"], make_shape(WORKS["lora"]), 8_030_261_248, 0.5815, kind)
+    assert found["MFU"] == pytest.approx(
+        (6 * 1_100_048_384 + 12 * 22 * 2048 * 4096) * 32768 / 989e12
+    )
+    assert gpt_training.figures(work, shape, 1, 1.0, "cpu")["MFU"] == "unknown", (
+        "a CPU's peak is in no table"
+    )
+    frozen = gpt_training.figures(
+        WORKS["lora"], make_shape(WORKS["lora"]), 8_030_261_248, 0.5815, kind
+    )
     assert frozen["MFU"] == pytest.approx(0.549, abs=2e-3), "as it was measured"
 
 
@@ -348,7 +377,9 @@ def test_tables_of_one_title_are_one_and_steps_are_compared_with_the_first_of_th
     ):
         rows = [row | {"job": job, "ms a step": seconds}]
         table = report.Table(steps.TITLE, steps.COLUMNS, rows, "one device", steps.NOTE)
-        gpu_day.part_file(tmp_path, name).write_text(json.dumps({"tables": [dataclasses.asdict(table)]}))
+        gpu_day.part_file(tmp_path, name).write_text(
+            json.dumps({"tables": [dataclasses.asdict(table)]})
+        )
     (table,) = gpu_day.tables_of(tmp_path, schedule.NAMES)
     assert table.note == steps.NOTE
     assert [each["time ratio"] for each in steps.with_ratios(table).rows] == [1.0, 1.5, 2.0, 1.0]

@@ -72,10 +72,16 @@ def gpus():
 @pytest.fixture(scope="module", autouse=True)
 def reports(request, gpus):
     """What returns the report on a program; those of the chosen tests start to compile here, two at a time."""
-    values = [each.callspec.params.values() for each in request.session.items if hasattr(each, "callspec")]
-    chosen = dict.fromkeys(value for params in values for value in params if isinstance(value, Program))
+    values = [
+        each.callspec.params.values() for each in request.session.items if hasattr(each, "callspec")
+    ]
+    chosen = dict.fromkeys(
+        value for params in values for value in params if isinstance(value, Program)
+    )
     with ThreadPoolExecutor(2) as pool:
-        found = {each: pool.submit(report, gpus, each.schedule, **dict(each.settings)) for each in chosen}
+        found = {
+            each: pool.submit(report, gpus, each.schedule, **dict(each.settings)) for each in chosen
+        }
         yield lambda program: found[program].result()
         pool.shutdown(cancel_futures=True)
 
@@ -88,13 +94,21 @@ def test_devices_of_a_node_are_seen(gpus):
 
 # More jobs are in test_planned_memory.py.
 @pytest.mark.parametrize(
-    "axes", [{"data": 2, "stage": 2, "tensor": 2}, pytest.param({"stage": 4, "tensor": 2}, marks=pytest.mark.slow)]
+    "axes",
+    [
+        {"data": 2, "stage": 2, "tensor": 2},
+        pytest.param({"stage": 4, "tensor": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_plan_needs_the_memory_that_it_says(gpus, axes):
     model = transformer_shape(shape(8), seq=SEQ)
-    choice = Choice(**axes, schedule="1f1b", num_microbatches=NUM_MICROBATCHES, zero=1 if "data" in axes else 0)
+    choice = Choice(
+        **axes, schedule="1f1b", num_microbatches=NUM_MICROBATCHES, zero=1 if "data" in axes else 0
+    )
     rows = 4 * choice.data * NUM_MICROBATCHES
-    planned = price(model, cluster("h100", num_nodes=2, devices_per_node=4), choice, batch_size=rows)
+    planned = price(
+        model, cluster("h100", num_nodes=2, devices_per_node=4), choice, batch_size=rows
+    )
     mesh = jaxpar.make_mesh(**axes, devices=list(gpus))
     _, found = compile_choice(model, choice, mesh, optax.adam(1e-4), rows)
     assert 0.9 < found.memory.total_bytes / planned.memory_bytes < 1.1
@@ -108,8 +122,12 @@ def test_a_plan_needs_the_memory_that_it_says(gpus, axes):
         ("llama3.1-405b", 8, False, "nf4", 75),
     ],
 )
-def test_giants_in_four_bits_fit_few_gpus_as_planned_and_no_weight_is_gathered(model, tensor, remat, kind, most):
-    shape_of = functools.partial(transformer_shape, model, seq=2048, lora=Lora(16, LAYER_WEIGHTS), quantize=kind)
+def test_giants_in_four_bits_fit_few_gpus_as_planned_and_no_weight_is_gathered(
+    model, tensor, remat, kind, most
+):
+    shape_of = functools.partial(
+        transformer_shape, model, seq=2048, lora=Lora(16, LAYER_WEIGHTS), quantize=kind
+    )
     choice, optimizer = Choice(tensor=tensor, remat=remat), optax.adamw(1e-4)
     planned = price(shape_of(), cluster("h100", 1, tensor), choice, batch_size=1)
     gpus = jaxpar.compile_only_devices("h100", num_nodes=1, devices_per_node=tensor)
@@ -133,14 +151,40 @@ def test_giants_in_four_bits_fit_few_gpus_as_planned_and_no_weight_is_gathered(m
 
 
 def test_a_recipe_compiles_for_gpus_that_are_not_here(tmp_path):
-    command = [sys.executable, "recipes/gpt.py", "--compile-for", "h100", "--nodes", "2", "--gpus-per-node", "4"]
-    command += ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", "--out-dir", str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        "recipes/gpt.py",
+        "--compile-for",
+        "h100",
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "4",
+    ]
+    command += [
+        "--mesh.data",
+        "2",
+        "--mesh.stage",
+        "2",
+        "--mesh.tensor",
+        "2",
+        "--out-dir",
+        str(tmp_path / "run"),
+    ]
     env = os.environ | {
         "PYTHONPATH": str(ROOT),
         "XLA_FLAGS": "--xla_gpu_memory_limit_slop_factor=116",
         "PYTHONWARNINGS": "error::UserWarning",
     }  # too late: a warning
-    end = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    end = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+    )
     assert end.returncode == 0, end.stderr
     assert "jit_step on 8 devices, mesh data=2, stage=2, tensor=2" in end.stdout
     assert re.search(r"the host waits \d+ times a step", end.stdout)
@@ -150,9 +194,23 @@ def test_a_recipe_compiles_for_gpus_that_are_not_here(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_of_these_programs_runs(tmp_path):
-    command = [sys.executable, "benchmarks/gpu_roofline.py", "--smoke", "--out", str(tmp_path / "figures.json")]
+    command = [
+        sys.executable,
+        "benchmarks/gpu_roofline.py",
+        "--smoke",
+        "--out",
+        str(tmp_path / "figures.json"),
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    end = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    end = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+    )
     assert end.returncode == 0, end.stderr
     (table,) = json.loads((tmp_path / "figures.json").read_text())["tables"]
     (row,) = table["rows"]
@@ -174,7 +232,9 @@ def test_the_programs_of_a_day_with_a_gpu_compile_and_their_waits_are_counted(gp
     optimizer, step = model.train_step()
     state = jaxpar.abstract_state(model.init, jax.random.key(0), optimizer, mesh, model.shardings())
     batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_batch(work, shape)))
-    bound = roofline.roofline_of(step.lower(state, jaxpar.abstract_batch(batch, mesh)).compile(), mesh, "h100")
+    bound = roofline.roofline_of(
+        step.lower(state, jaxpar.abstract_batch(batch, mesh)).compile(), mesh, "h100"
+    )
     assert 0 < bound["products ms"] <= bound["as compiled ms"]
     assert bound["host waits"] == 0
     programs = pipelines.programs(shape, state.params, batch, list(gpus[:1]))
@@ -184,7 +244,10 @@ def test_the_programs_of_a_day_with_a_gpu_compile_and_their_waits_are_counted(gp
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     inputs = jax.eval_shape(lambda: host_waits.arrays(case, jax.random.key(0)))
     inputs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), inputs)
-    waits = {form: host_waits.waits_of(host_waits.program(case, form), inputs, mesh) for form in host_waits.FORMS}
+    waits = {
+        form: host_waits.waits_of(host_waits.program(case, form), inputs, mesh)
+        for form in host_waits.FORMS
+    }
     assert waits == {"open": 0, "cond": 8, "loop of one trip": 16}
 
 
@@ -203,14 +266,22 @@ def test_f_beside_b_waits_for_nothing_and_sends_beside_the_head(reports, program
     found = reports(program).gpu
     assert found.host_waits == 0, found.render()
     sends, _ = steady_messages(found)
-    assert [each.flops_meanwhile >= flops_of_head_part() for each in sends] == [True, True], found.render()
+    assert [each.flops_meanwhile >= flops_of_head_part() for each in sends] == [True, True], (
+        found.render()
+    )
 
 
 @compiles(*MERGED)
-def test_collectives_over_tensor_of_f_run_beside_products_of_b_and_those_of_b_beside_products_of_f(reports, program):
+def test_collectives_over_tensor_of_f_run_beside_products_of_b_and_those_of_b_beside_products_of_f(
+    reports, program
+):
     found = reports(program)
     # Two column-row pairs have an all-reduce each in F and in B. Those that XLA joins have no name.
-    of_layers = [each for each in found.gpu.transfers if "/FB/while/" in each.op_name and each.kind == "all-reduce"]
+    of_layers = [
+        each
+        for each in found.gpu.transfers
+        if "/FB/while/" in each.op_name and each.kind == "all-reduce"
+    ]
     assert len(of_layers) == 4, found.render()
     # After R, which has loops of its own, XLA ends the first of F before any product.
     beside = [each for each in of_layers if each.flops_meanwhile > 0]
@@ -229,8 +300,12 @@ def test_w_of_its_own_has_the_messages_beside_it(reports, program):
 ZERO_3_OF_REPLICAS = {"data": 2, "stage": 4, "tensor": 1, "zero": 3}
 
 
-@compiles(program("interleaved", **ZERO_3_OF_REPLICAS), slow=[program("zb-v", **ZERO_3_OF_REPLICAS)])
-def test_messages_travel_beside_products_where_params_are_gathered_and_in_branches(reports, program):
+@compiles(
+    program("interleaved", **ZERO_3_OF_REPLICAS), slow=[program("zb-v", **ZERO_3_OF_REPLICAS)]
+)
+def test_messages_travel_beside_products_where_params_are_gathered_and_in_branches(
+    reports, program
+):
     found = reports(program).gpu
     least = 4e9 if program.schedule == "zb-v" else flops_of_head_part(tensor=1)
     sends, _ = steady_messages(found)
@@ -244,7 +319,9 @@ def flops_of_head_part(stage=4, tensor=2):
 
 
 @compiles(program("1f1b", num_layers=NUM_LAYERS + 1))
-def test_a_layer_that_one_stage_has_alone_makes_the_host_wait_for_it_and_not_for_the_others(reports, program):
+def test_a_layer_that_one_stage_has_alone_makes_the_host_wait_for_it_and_not_for_the_others(
+    reports, program
+):
     found = reports(program).gpu
     _, steady = steady_messages(found)
     # Its loop in F and in B, each of a trip or none: two waits. In warm-up and drain as many again.
@@ -280,9 +357,15 @@ ONE_STAGE = program("1f1b", data=8, stage=1, tensor=1, zero=3, num_layers=MANY_L
 
 
 @compiles(ONE_STAGE, program("1f1b", **ZERO_3_OF_REPLICAS))
-def test_zero_3_gathers_the_next_layer_and_reduces_the_last_one_while_one_computes(reports, program):
+def test_zero_3_gathers_the_next_layer_and_reduces_the_last_one_while_one_computes(
+    reports, program
+):
     found = reports(program)
-    of_layers = [each for each in found.gpu.transfers if each.times > NUM_LAYERS and each.kind != "collective-permute"]
+    of_layers = [
+        each
+        for each in found.gpu.transfers
+        if each.times > NUM_LAYERS and each.kind != "collective-permute"
+    ]
     assert {each.kind for each in of_layers} == {"all-gather", "reduce-scatter"}
     # In a pipeline params are gathered where they are read: XLA would take more memory to gather them ahead.
     late = [each for each in of_layers if program == ONE_STAGE or each.kind == "reduce-scatter"]
@@ -307,7 +390,9 @@ def test_gradients_of_one_layer_are_reduced_while_the_next_computes(reports, pro
 
 def test_branches_have_the_shares_that_are_given_for_them(gpus):
     """From JAX 0.11 on XLA for GPUs makes the index of two branches a predicate, whose true branch is the first in the text."""
-    x = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(gpus[0]))
+    x = jax.ShapeDtypeStruct(
+        (256, 256), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(gpus[0])
+    )
     step = lambda x, _: (jax.lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ x), jnp.sin, x), None)
     loop = jax.jit(lambda x: jax.lax.scan(step, x, length=4)[0])
     found = jaxpar.inspect_step(loop, x, branch_shares={"cond$": (0.75, 0.25)})
@@ -318,29 +403,46 @@ IN_TURN_LAYERS = 6  # and no other dim
 
 
 def in_turn(zero, **changes):
-    return program("1f1b", data=8, stage=1, tensor=1, zero=zero, num_layers=IN_TURN_LAYERS, remat=True, **changes)
+    return program(
+        "1f1b",
+        data=8,
+        stage=1,
+        tensor=1,
+        zero=zero,
+        num_layers=IN_TURN_LAYERS,
+        remat=True,
+        **changes,
+    )
 
 
 def at_levels(of_other, *levels):
     """The cases of a program in turn and another at levels of ZeRO, the later ones slow."""
     marks = [(), *[pytest.mark.slow] * (len(levels) - 1)]
     return [
-        pytest.param(*of_other(zero), marks=mark, id=f"zero {zero}") for zero, mark in zip(levels, marks, strict=True)
+        pytest.param(*of_other(zero), marks=mark, id=f"zero {zero}")
+        for zero, mark in zip(levels, marks, strict=True)
     ]
 
 
 @pytest.mark.parametrize(
-    ("in_turn", "plain"), at_levels(lambda zero: (in_turn(zero), in_turn(zero, mask_idle_ops=False)), 1, 3)
+    ("in_turn", "plain"),
+    at_levels(lambda zero: (in_turn(zero), in_turn(zero, mask_idle_ops=False)), 1, 3),
 )
-def test_microbatches_of_one_stage_make_no_stack_of_layers_and_need_less_memory(reports, in_turn, plain):
+def test_microbatches_of_one_stage_make_no_stack_of_layers_and_need_less_memory(
+    reports, in_turn, plain
+):
     found, before = reports(in_turn), reports(plain)
     of_ticks = lambda report: [each for each in report.gpu.work if each.times > 1]
     stacks = lambda report: [
-        each for each in of_ticks(report) if re.search(rf"\[{IN_TURN_LAYERS},|,{IN_TURN_LAYERS},", each.array)
+        each
+        for each in of_ticks(report)
+        if re.search(rf"\[{IN_TURN_LAYERS},|,{IN_TURN_LAYERS},", each.array)
     ]
     moved = lambda report: sum(each.num_bytes * each.times for each in of_ticks(report))
     assert not stacks(found), found.render()
-    assert {"slices", "updates"} <= {each.kind for each in stacks(before)}, "what plain accumulation does"
+    assert {"slices", "updates"} <= {each.kind for each in stacks(before)}, (
+        "what plain accumulation does"
+    )
     assert moved(found) < moved(before), (found.render(), before.render())
     assert found.memory.temp_bytes < before.memory.temp_bytes
 
@@ -348,27 +450,43 @@ def test_microbatches_of_one_stage_make_no_stack_of_layers_and_need_less_memory(
 @pytest.mark.parametrize(
     ("written_out", "loop"),
     at_levels(
-        lambda zero: [in_turn(zero, num_microbatches=1, mask_idle_ops=masks) for masks in (True, False)], 0, 2, 3
+        lambda zero: [
+            in_turn(zero, num_microbatches=1, mask_idle_ops=masks) for masks in (True, False)
+        ],
+        0,
+        2,
+        3,
     ),
 )
-def test_one_batch_makes_no_stack_of_layers_before_its_gradients_and_needs_less_memory(reports, written_out, loop):
+def test_one_batch_makes_no_stack_of_layers_before_its_gradients_and_needs_less_memory(
+    reports, written_out, loop
+):
     found, before = reports(written_out), reports(loop)
     assert not [each for each in found.gpu.work if each.times > 1], "no loop: " + found.render()
-    assert [each for each in before.gpu.work if each.times == IN_TURN_LAYERS], "what the loop of jax.lax.scan does"
+    assert [each for each in before.gpu.work if each.times == IN_TURN_LAYERS], (
+        "what the loop of jax.lax.scan does"
+    )
     assert found.memory.temp_bytes < before.memory.temp_bytes
 
 
 @pytest.mark.parametrize(
-    ("early", "at_end"), at_levels(lambda zero: (in_turn(zero, overlap_grad_reduce=True), in_turn(zero)), 1, 0)
+    ("early", "at_end"),
+    at_levels(lambda zero: (in_turn(zero, overlap_grad_reduce=True), in_turn(zero)), 1, 0),
 )
-def test_the_last_microbatch_of_one_stage_reduces_each_layer_while_the_next_computes(reports, early, at_end):
+def test_the_last_microbatch_of_one_stage_reduces_each_layer_while_the_next_computes(
+    reports, early, at_end
+):
     found, after = reports(early), reports(at_end)
     of_data = {each.name for each in found.select(REDUCTIONS[early.zero], "data")}
-    reductions = [each for each in found.gpu.transfers if each.name in of_data and each.num_bytes > 1 << 18]
+    reductions = [
+        each for each in found.gpu.transfers if each.name in of_data and each.num_bytes > 1 << 18
+    ]
     hidden = [each for each in reductions if each.flops_meanwhile]
     moved = lambda transfers: sum(each.num_bytes for each in transfers)
     assert len(hidden) >= IN_TURN_LAYERS - 1, found.render()
-    assert moved(hidden) > 0.75 * moved(reductions), "the rest are the last layer and the embedding: " + found.render()
+    assert moved(hidden) > 0.75 * moved(reductions), (
+        "the rest are the last layer and the embedding: " + found.render()
+    )
     assert found.memory.temp_bytes < 1.1 * after.memory.temp_bytes
 
 
@@ -381,8 +499,12 @@ def test_a_layer_that_is_written_out_is_gathered_and_reduced_while_others_comput
     of_layers = [each for each in found.gpu.transfers if each.times == choice.num_microbatches]
     assert {each.kind for each in of_layers} == {"all-gather", "reduce-scatter"}
     alone = [each for each in of_layers if not each.flops_meanwhile]
-    assert len(alone) <= 2 < len(of_layers) / 4, "the first layer that F reads, and the last one that B has"
-    planned = price(model, cluster("h100", num_nodes=2, devices_per_node=4), choice, batch_size=rows)
+    assert len(alone) <= 2 < len(of_layers) / 4, (
+        "the first layer that F reads, and the last one that B has"
+    )
+    planned = price(
+        model, cluster("h100", num_nodes=2, devices_per_node=4), choice, batch_size=rows
+    )
     assert 0.9 < found.memory.total_bytes / planned.memory_bytes < 1.1
 
 
@@ -394,26 +516,38 @@ TENSOR = {"data": 2, "stage": 1, "tensor": 4, "num_layers": 8}
     [(program("1f1b", **TENSOR), program("1f1b", **TENSOR, constrain=jaxpar.sequence_parallel))],
     ids=str,
 )
-def test_sequence_parallelism_needs_less_memory_and_gathers_again_beside_products(reports, whole, parts):
+def test_sequence_parallelism_needs_less_memory_and_gathers_again_beside_products(
+    reports, whole, parts
+):
     whole, parts = reports(whole), reports(parts)
     assert parts.memory.temp_bytes < 0.9 * whole.memory.temp_bytes
     of_layers = [
         each for each in parts.gpu.transfers if each.times >= 7 * (NUM_MICROBATCHES - 1)
     ]  # one trip may be apart
     assert {"all-gather", "reduce-scatter"} <= {each.kind for each in of_layers}, parts.render()
-    assert [each for each in of_layers if each.kind == "all-gather" and each.flops_meanwhile > 0], parts.render()
+    assert [each for each in of_layers if each.kind == "all-gather" and each.flops_meanwhile > 0], (
+        parts.render()
+    )
 
 
 def rings(found, layers):
     """The copies in ticks of arrays with a dim for the layers of a chunk and one for a microbatch's rows or all its tokens."""
     dims = lambda each: set(map(int, re.findall(r"\d+", each.array.partition("[")[2])))
-    is_ring = lambda each: layers in dims(each) and not dims(each).isdisjoint({NUM_ROWS, NUM_ROWS * SEQ})
+    is_ring = lambda each: (
+        layers in dims(each) and not dims(each).isdisjoint({NUM_ROWS, NUM_ROWS * SEQ})
+    )
     return [each for each in found.copies if each.times > 1 and is_ring(each)]
 
 
 def test_the_sum_of_the_embeddings_gradients_is_not_turned_round_in_each_tick(gpus):
     """XLA of JAX 0.12 would, where a reduce-scatter after the loop wants it so."""
-    sizes = {"embed_dim": 1024, "num_heads": 8, "num_kv_heads": 8, "mlp_dim": 1024, "vocab_size": 8192}
+    sizes = {
+        "embed_dim": 1024,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "mlp_dim": 1024,
+        "vocab_size": 8192,
+    }
     config = transformer.preset("llama-7b", num_layers=2, compute_dtype="bfloat16")
     config = transformer.TransformerConfig(**vars(config) | sizes)
     model = transformer_shape(config, seq=1024, sequence_parallel=True)
@@ -425,7 +559,11 @@ def test_the_sum_of_the_embeddings_gradients_is_not_turned_round_in_each_tick(gp
     assert not [each for each in in_ticks if each.array in table], found.render()
 
 
-TOKENS, EXPERTS, WIDTH = 4 * 256, 16, 256  # tokens of a microbatch on a device, experts and their rows' width
+TOKENS, EXPERTS, WIDTH = (
+    4 * 256,
+    16,
+    256,
+)  # tokens of a microbatch on a device, experts and their rows' width
 
 
 def small_mixtral(experts=None, **changes):
@@ -448,11 +586,17 @@ def step_with_experts(mesh, rules, num_microbatches, config, *, packed=False):
         shardings=shardings,
     )
     rows = 4 * mesh.shape["data"] * num_microbatches
-    tokens, weight = (jax.ShapeDtypeStruct((rows, 256), dtype) for dtype in (jnp.int32, jnp.float32))
-    batch = {"tokens": tokens, "targets": tokens, "weight": weight} | ({"segments": tokens} if packed else {})
+    tokens, weight = (
+        jax.ShapeDtypeStruct((rows, 256), dtype) for dtype in (jnp.int32, jnp.float32)
+    )
+    batch = {"tokens": tokens, "targets": tokens, "weight": weight} | (
+        {"segments": tokens} if packed else {}
+    )
     batch = jaxpar.abstract_batch(batch, mesh)
     shaped = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
-    compiled = jax.jit(run).lower(jax.tree.map(shaped, abstract_params(table), shardings), batch).compile()
+    compiled = (
+        jax.jit(run).lower(jax.tree.map(shaped, abstract_params(table), shardings), batch).compile()
+    )
     dims = re.findall(r"bf16\[([\d,]+)\]", compiled.as_text())
     return compiled, max(math.prod(map(int, each.split(",")[-3:])) for each in dims)
 
@@ -471,7 +615,8 @@ attention.kernel_of_documents = jaxpar.flash_attention.kernel_of_documents
 
 
 @pytest.mark.parametrize(
-    ("name", "split", "packed"), [("olmoe-1b-7b", "experts", False), ("mixtral-8x7b", "expert_mlp", True)]
+    ("name", "split", "packed"),
+    [("olmoe-1b-7b", "experts", False), ("mixtral-8x7b", "expert_mlp", True)],
 )
 def test_compiled_for_gpus_each_product_is_the_kernel_and_documents_are_told_to_that_of_attention(
     gpus, name, split, packed
@@ -481,13 +626,19 @@ def test_compiled_for_gpus_each_product_is_the_kernel_and_documents_are_told_to_
     shape = transformer.preset(name, num_layers=2, compute_dtype="bfloat16", vocab_size=1024)
     config = transformer.TransformerConfig(**vars(shape.with_experts(split=split)) | how)
     compiled, _ = step_with_experts(mesh, EXPERT_RULES[split], 1, config, packed=packed)
-    assert num_kernels(compiled) == 9, "gate, up and down; their input gradients; their weight gradients"
+    assert num_kernels(compiled) == 9, (
+        "gate, up and down; their input gradients; their weight gradients"
+    )
     text, k = compiled.as_text(), config.experts.per_token
     rows = k * TOKENS + config.experts.count // (2 if split == "experts" else 1) * TILE
-    assert re.search(rf"bf16\[(1,)?{rows},{config.embed_dim}\]", text), "rows in groups of whole tiles"
+    assert re.search(rf"bf16\[(1,)?{rows},{config.embed_dim}\]", text), (
+        "rows in groups of whole tiles"
+    )
     assert not re.search(rf"bf16\[{config.experts.count},\d*{rows},", text), "rows by all experts"
     calls = re.findall(r'custom_call_target="(__cudnn\$\w+)"', text)
-    assert sorted(calls) == (["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"] if packed else [])
+    assert sorted(calls) == (
+        ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"] if packed else []
+    )
     assert (re.search(r"bf16\[[\d,]*256,256\]", text) is None) is packed, "scores"
     assert not jaxpar.inspect_step(compiled, mesh=mesh).uncounted_calls
 
@@ -498,7 +649,11 @@ def test_compiled_for_gpus_each_product_is_the_kernel_and_documents_are_told_to_
 def test_on_gpus_before_hopper_a_row_meets_no_weight_of_another_expert_either():
     mesh = jaxpar.make_mesh(devices=jaxpar.compile_only_devices("a100-80gb", devices_per_node=1))
     own = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    shapes = ((1, 8 * TILE, 256), jnp.bfloat16), ((1, 4, 256, 128), jnp.bfloat16), ((1, 4), jnp.int32)
+    shapes = (
+        ((1, 8 * TILE, 256), jnp.bfloat16),
+        ((1, 4, 256, 128), jnp.bfloat16),
+        ((1, 4), jnp.int32),
+    )
     given = [jax.ShapeDtypeStruct(*shape, sharding=own) for shape in shapes]
     grouped = partial(grouped_product, lambda kernel, *args: kernel(*args))
     ragged = lambda rows, weights, sizes: jax.lax.ragged_dot(rows[0], weights[0], sizes[0])
@@ -521,27 +676,39 @@ def exchanges_before(compiled, exchanges):
     names = {each.name for each in exchanges}
     before = {}
     for _, each in parse_module(compiled.as_text()).walk():
-        before[each.name] = set().union(*(before.get(name, set()) | ({name} & names) for name in each.operands))
+        before[each.name] = set().union(
+            *(before.get(name, set()) | ({name} & names) for name in each.operands)
+        )
     return {name: before[name] for name in names}
 
 
-def test_rows_of_f_travel_to_their_experts_beside_products_of_b_and_those_of_b_beside_products_of_f(gpus):
+def test_rows_of_f_travel_to_their_experts_beside_products_of_b_and_those_of_b_beside_products_of_f(
+    gpus,
+):
     mesh = jaxpar.make_mesh(data=4, stage=2, devices=list(gpus))
-    compiled, largest = step_with_experts(mesh, EXPERTS_OVER_DATA, 4, small_mixtral({"buffer": 1.5}, num_layers=4))
+    compiled, largest = step_with_experts(
+        mesh, EXPERTS_OVER_DATA, 4, small_mixtral({"buffer": 1.5}, num_layers=4)
+    )
     found = jaxpar.inspect_step(compiled, mesh=mesh, large_bytes=1 << 19)
     assert found.gpu.host_waits == 0, found.render()
-    steady = [e for e in found.gpu.transfers if e.kind == "all-to-all" and "/FB/while/" in e.op_name]
+    steady = [
+        e for e in found.gpu.transfers if e.kind == "all-to-all" and "/FB/while/" in e.op_name
+    ]
     before = exchanges_before(compiled, steady)
     (last_of_f,) = (name for name, others in before.items() if len(others) == 2)
     names_of_f = {last_of_f} | before[last_of_f]
     of_f = [each for each in steady if each.name in names_of_f]
     of_b = [each for each in steady if each.name not in names_of_f]
     assert (len(of_f), len(of_b)) == (3, 3), found.render()
-    assert sorted(len(before[each.name]) for each in of_b) == [0, 1, 1], "the backward pass reverses the order"
+    assert sorted(len(before[each.name]) for each in of_b) == [0, 1, 1], (
+        "the backward pass reverses the order"
+    )
     beside = lambda sent: [each for each in sent if each.flops_meanwhile > 0]
     assert beside(of_f), found.render()
     assert len(beside(of_b)) >= 2, found.render()
-    assert num_kernels(compiled) == 2 * 3 + 9 + 6, "in two loops of F, in that of F and B, and in that of B"
+    assert num_kernels(compiled) == 2 * 3 + 9 + 6, (
+        "in two loops of F, in that of F and B, and in that of B"
+    )
     assert largest < TOKENS * EXPERTS * WIDTH
 
 
@@ -551,7 +718,11 @@ def test_every_stage_runs_leading_dense_layers_and_no_tick_waits_for_the_host(gp
     compiled, _ = step_with_experts(mesh, EXPERT_RULES["experts"], 4, config)
     found = jaxpar.inspect_step(compiled, mesh=mesh)
     assert found.gpu.host_waits == 0, found.render()
-    of_leading = [each for each in found.select("all-reduce", "tensor") if "/embed" in each.op_name and each.times > 1]
+    of_leading = [
+        each
+        for each in found.select("all-reduce", "tensor")
+        if "/embed" in each.op_name and each.times > 1
+    ]
     assert len(of_leading) >= 2 + 2, found.render()
 
 
@@ -559,9 +730,15 @@ def on_one_gpu(gpus, config, dtype):
     """A mesh of one GPU, what puts the shapes of arrays on it, and the params of a model there."""
     mesh = jaxpar.make_mesh(devices=list(gpus[:1]))
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    on_gpu = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), tree)
+    on_gpu = lambda tree: jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), tree
+    )
     stored = lambda a: jax.ShapeDtypeStruct(a.shape, dtype)
-    return mesh, on_gpu, on_gpu(jax.tree.map(stored, abstract_params(transformer.param_table(config))))
+    return (
+        mesh,
+        on_gpu,
+        on_gpu(jax.tree.map(stored, abstract_params(transformer.param_table(config)))),
+    )
 
 
 def compiled_step(gpus, config, rows, dtype=jnp.bfloat16):
@@ -569,7 +746,9 @@ def compiled_step(gpus, config, rows, dtype=jnp.bfloat16):
     mesh, on_gpu, params = on_one_gpu(gpus, config, dtype)
     sampling = make_sampling(config, 0.0, None, None, key=jax.random.key(0), eos=())
     prompts = jax.ShapeDtypeStruct((rows, 64), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
-    state = jax.eval_shape(lambda *args: _first.plain(config, (512, 256), *args, sampling), params, *prompts)
+    state = jax.eval_shape(
+        lambda *args: _first.plain(config, (512, 256), *args, sampling), params, *prompts
+    )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = _extend.for_gpus.lower(config, params, on_gpu(state), on_gpu(sampling), 256)
     return jaxpar.inspect_step(lowered.compile(), mesh=mesh)
@@ -604,45 +783,64 @@ def test_the_program_that_scores_given_tokens_compiles_for_gpus(gpus):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = _score.for_gpus.lower(config, 1, params, *on_gpu(given))
     compiled = lowered.compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 256 * 2**20, "not the scores of all positions"
+    assert compiled.memory_analysis().temp_size_in_bytes < 256 * 2**20, (
+        "not the scores of all positions"
+    )
 
 
 @pytest.mark.parametrize("how", ["whole rows", "documents", "a bias"])
 def test_attention_over_a_gathered_sequence_is_flash_kernels_alone_and_stores_no_scores(gpus, how):
     mesh, seq = jaxpar.make_mesh(context=4, tensor=2, devices=list(gpus)), 1 << 15
-    rows, heads = (jax.sharding.PartitionSpec(None, *axes) for axes in (("context",), (None, "tensor")))
+    rows, heads = (
+        jax.sharding.PartitionSpec(None, *axes) for axes in (("context",), (None, "tensor"))
+    )
 
     def on_shard(q, k, v, segments):
         gather = lambda x: jax.lax.all_gather(x, "context", axis=1, tiled=True)
         settings = {"chunk_of_context": (jax.lax.axis_index("context"), 4)}
         settings |= {} if how == "whole rows" else {"segments": (segments, gather(segments))}
-        settings |= {"documents": find_documents(as_rows(segments), 8)} if how == "documents" else {}
+        settings |= (
+            {"documents": find_documents(as_rows(segments), 8)} if how == "documents" else {}
+        )
         return chunked_causal_attention(q, (k, v), (gather(k), gather(v)), **settings)
 
     def run(q, k, v, segments, ct):
         whole = jax.sharding.PartitionSpec()
-        split = each_on_its_tensor_shard(on_shard, in_specs=(heads, heads, heads, whole), out_specs=heads)
+        split = each_on_its_tensor_shard(
+            on_shard, in_specs=(heads, heads, heads, whole), out_specs=heads
+        )
         out, backward = jax.vjp(lambda *qkv: split(*qkv, segments), q, k, v)
         return out, *backward(ct)
 
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "context", "tensor"))
+    sharding = jax.sharding.NamedSharding(
+        mesh, jax.sharding.PartitionSpec(None, "context", "tensor")
+    )
     q, k = (jax.ShapeDtypeStruct((2, seq, n, 128), jnp.bfloat16, sharding=sharding) for n in (8, 2))
-    segments = jax.ShapeDtypeStruct((2, seq), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, rows))
+    segments = jax.ShapeDtypeStruct(
+        (2, seq), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, rows)
+    )
     run_on_mesh = jax.jit(manual_over_data_and_stage(run, mesh, in_specs=rows, out_specs=rows))
     compiled = run_on_mesh.lower(q, k, k, segments, q).compile()
     text = compiled.as_text()
     own = "ScaleBias" if how == "a bias" else ""
-    names = [f"__cudnn$fmha{part}Softmax{way}" for part in (own, "", "") for way in ("", "Backward")]
+    names = [
+        f"__cudnn$fmha{part}Softmax{way}" for part in (own, "", "") for way in ("", "Backward")
+    ]
     assert sorted(re.findall(r'custom_call_target="(__cudnn\$\w+)"', text)) == sorted(names)
     found = jaxpar.inspect_step(compiled, mesh=mesh)
     assert found.gpu.host_waits == 0, "the device knows how many keys each chunk sees"
     keys, chunk = 2 * seq * 128, seq // 8  # of the whole sequence, or queries of a device
-    largest = max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b(?:bf16|f32|pred)\[([\d,]+)\]", text))
+    largest = max(
+        math.prod(map(int, dims.split(",")))
+        for dims in re.findall(r"\b(?:bf16|f32|pred)\[([\d,]+)\]", text)
+    )
     assert largest == (2 * 2 * chunk**2 if how == "a bias" else keys), (
         "scores of a chunk by a chunk are 16 times the keys"
     )
     bias = 2 * 2 * 2 * chunk**2 if how == "a bias" else 0
-    num_copies = 8 if how == "whole rows" else 10  # keys and values from the first one on that is seen
+    num_copies = (
+        8 if how == "whole rows" else 10
+    )  # keys and values from the first one on that is seen
     assert found.memory.temp_bytes < num_copies * 2 * keys + 2.1 * bias, found.render()
 
 
@@ -651,8 +849,16 @@ def step_in(products, mesh, num_layers=4, kind=None, **settings):
 
     With a kind of codes its weights are frozen beside factors of LoRA.
     """
-    config = transformer.preset("llama-7b", compute_dtype="bfloat16", products=products, num_layers=num_layers)
-    sizes = {"embed_dim": 1024, "num_heads": 8, "num_kv_heads": 8, "mlp_dim": 2048, "vocab_size": 1024}
+    config = transformer.preset(
+        "llama-7b", compute_dtype="bfloat16", products=products, num_layers=num_layers
+    )
+    sizes = {
+        "embed_dim": 1024,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "mlp_dim": 2048,
+        "vocab_size": 1024,
+    }
     config = transformer.TransformerConfig(**vars(config) | sizes | {"attention": attention})
     table = transformer.param_table(config)
     shardings = shardings_from_dims(table, mesh, TRANSFORMER_RULES)
@@ -661,7 +867,9 @@ def step_in(products, mesh, num_layers=4, kind=None, **settings):
     if kind:
         factors, trainable = Lora(16, LAYER_WEIGHTS), ADAPTERS
         init = lambda key: quantize(factors.init(key, init_params(table, key)), kind)
-        shardings = quantized_shardings(jax.eval_shape(init, jax.random.key(0)), factors.shardings(shardings))
+        shardings = quantized_shardings(
+            jax.eval_shape(init, jax.random.key(0)), factors.shardings(shardings)
+        )
     model, how = transformer.make_model(config), {"num_microbatches": 2} | settings
     parallel = jaxpar.Parallel(mesh, shardings, trainable=trainable)
     run = jaxpar.value_and_grad(model, loss, parallel, jaxpar.Pipeline(**how))
@@ -712,15 +920,24 @@ def test_weights_in_four_bits_are_multiplied_in_fp8_twice_each_since_they_are_fr
 def test_over_tensor_no_more_memory_is_needed_in_fp8_since_weights_are_kept_in_one_order(gpus):
     mesh = jaxpar.make_mesh(tensor=2, devices=list(gpus[:2]))
     (text, found), (_, before) = (step_in(each, mesh) for each in ("fp8", "compute"))
-    assert fp8.products_of(text) == (fp8.PASSES * WEIGHTS * 2, []), "before, in and after the loop of F beside B"
+    assert fp8.products_of(text) == (fp8.PASSES * WEIGHTS * 2, []), (
+        "before, in and after the loop of F beside B"
+    )
     assert found.memory.temp_bytes < before.memory.temp_bytes
 
 
-def test_in_a_pipeline_with_b_and_w_apart_products_stay_in_fp8_and_no_more_activations_are_added_over_tensor(gpus):
+def test_in_a_pipeline_with_b_and_w_apart_products_stay_in_fp8_and_no_more_activations_are_added_over_tensor(
+    gpus,
+):
     mesh = jaxpar.make_mesh(stage=2, tensor=2, devices=list(gpus[:4]))
-    (text, found), (_, before) = (step_in(each, mesh, schedule="zb-h1") for each in ("fp8", "compute"))
+    (text, found), (_, before) = (
+        step_in(each, mesh, schedule="zb-h1") for each in ("fp8", "compute")
+    )
     count, others = fp8.products_of(text)
     assert others == []
     assert count >= fp8.PASSES * WEIGHTS
-    large = lambda report: [report.count("all-reduce", "tensor", min_bytes=2**16), report.count("all-gather", "tensor")]
+    large = lambda report: [
+        report.count("all-reduce", "tensor", min_bytes=2**16),
+        report.count("all-gather", "tensor"),
+    ]
     assert large(found) == large(before)

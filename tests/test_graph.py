@@ -25,8 +25,12 @@ LOSSES = {
     "scan": in_scan,
     "jit": jax.jit(mlp_loss),
     "checkpoint": jax.checkpoint(mlp_loss),
-    "cond": lambda params, x: jax.lax.cond(x[0, 0] > 0, mlp_loss, lambda params, x: -mlp_loss(params, x), params, x),
-    "batched": lambda params, x: jnp.sum(jnp.einsum("bd,df,bd,fe->be", x, params["up"], x, params["down"])),
+    "cond": lambda params, x: jax.lax.cond(
+        x[0, 0] > 0, mlp_loss, lambda params, x: -mlp_loss(params, x), params, x
+    ),
+    "batched": lambda params, x: jnp.sum(
+        jnp.einsum("bd,df,bd,fe->be", x, params["up"], x, params["down"])
+    ),
     "constant": lambda params, x: (3.0, jnp.float32(2)),
 }
 
@@ -50,7 +54,9 @@ def test_a_product_is_not_made_to_be_transposed_where_the_smaller_factor_comes_f
     gradients = jax.grad(LOSSES[name])
     branches = 2 if name == "cond" else 1
     assert transposed(gradients) == 2 * branches
-    assert transposed(fold_transposes(gradients)) == 1 * branches  # that of "down", whose left factor is larger
+    assert (
+        transposed(fold_transposes(gradients)) == 1 * branches
+    )  # that of "down", whose left factor is larger
 
 
 def test_products_are_direct_in_the_program_of_a_pipeline_too():
@@ -70,7 +76,11 @@ def test_what_a_graph_runs_is_said_to_stand_where_the_user_wrote_it():
     graph = trace(mlp_loss, *draw_mlp())
 
     def run(params, x):
-        return graph.run(graph.nodes, dict(zip(graph.inputs, jax.tree.leaves((params, x)), strict=True)), graph.outputs)
+        return graph.run(
+            graph.nodes,
+            dict(zip(graph.inputs, jax.tree.leaves((params, x)), strict=True)),
+            graph.outputs,
+        )
 
     text = jax.jit(run).lower(*draw_mlp()).as_text(debug_info=True)
     assert "test_graph.py" in text

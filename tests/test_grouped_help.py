@@ -80,9 +80,14 @@ def test_common_flags_come_first_and_rare_ones_last(shown, recipe):
     assert groups[:3] == ["mesh", "common", "recipe"]
     assert groups[-4:] == ["checkpoint", "monitoring", "gpu", "budget"]
     common = text.partition("common options")[2].partition("recipe options")[0]
-    assert {"--steps", "--batch-size", "--out-dir", "--resume", "--fake-devices", "--dry-run"} < set(
-        flags_of(f"--help\n{common}")
-    )
+    assert {
+        "--steps",
+        "--batch-size",
+        "--out-dir",
+        "--resume",
+        "--fake-devices",
+        "--dry-run",
+    } < set(flags_of(f"--help\n{common}"))
 
 
 def test_every_recipe_has_the_groups_of_a_run_and_their_flags_by_name():

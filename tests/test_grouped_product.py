@@ -20,7 +20,9 @@ EACH = lambda kernel, *args: kernel(*args)
 def arrays(widths, dtype):
     rng = np.random.default_rng(0)
     shapes = (1, 5 * TILE, widths[0]), (1, len(GROUPS), *widths), (1, 5 * TILE, widths[1])
-    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes], jnp.array([GROUPS], jnp.int32)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes], jnp.array(
+        [GROUPS], jnp.int32
+    )
 
 
 def with_grads(product):
@@ -57,7 +59,9 @@ def test_sums_of_16_bit_floats_are_in_float32():
 
 @pytest.mark.few(1)
 @pytest.mark.full
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="no interpreter, or none that transposes tiles")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="no interpreter, or none that transposes tiles"
+)
 @pytest.mark.parametrize("widths", [(128, 256), (384, 128)], ids=["wide tiles", "narrow tiles"])
 def test_the_kernels_for_hopper_have_the_same_numbers_and_no_races(widths):
     from jax.experimental.pallas import mosaic_gpu
@@ -103,11 +107,18 @@ def test_the_gpu_the_dtype_and_the_widths_say_which_kernel_it_is(kind, dtype, wi
 
 def test_a_program_for_an_h100_calls_the_kernels_for_hopper():
     shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)
-    given = shape(1, 4 * TILE, 256), shape(1, 3, 256, 128), shape(1, 4 * TILE, 128), shape(1, 3, dtype=jnp.int32)
+    given = (
+        shape(1, 4 * TILE, 256),
+        shape(1, 3, 256, 128),
+        shape(1, 4 * TILE, 128),
+        shape(1, 3, dtype=jnp.int32),
+    )
 
     def run(rows, weights, ct, sizes):
         with traced_for(H100):
-            return with_grads(lambda *args: grouped_product.grouped_product(EACH, *args, sizes))(rows, weights, ct)
+            return with_grads(lambda *args: grouped_product.grouped_product(EACH, *args, sizes))(
+                rows, weights, ct
+            )
 
     text = jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 3

@@ -65,30 +65,58 @@ def test_it_saves_every_so_many_steps_and_at_the_end(manager):
 
 @pytest.mark.parametrize("first", [np.nan, np.inf, 2.5])
 def test_a_first_loss_that_is_not_finite_is_not_blamed_on_the_learning_rate(first, said):
-    guard = Guard(num_steps=9, max_skipped=2, say=said.append, remedy="Choose a smaller learning rate.")
+    guard = Guard(
+        num_steps=9, max_skipped=2, say=said.append, remedy="Choose a smaller learning rate."
+    )
     with pytest.raises(SystemExit, match="86"):
-        train(guard, make_state(jaxpar.make_mesh()), range(1, 9), lambda step: BROKEN | {"loss": np.float32(first)})
+        train(
+            guard,
+            make_state(jaxpar.make_mesh()),
+            range(1, 9),
+            lambda step: BROKEN | {"loss": np.float32(first)},
+        )
     blamed = said[-1].endswith("Choose a smaller learning rate.")
     assert blamed == np.isfinite(first)
-    assert ("look at the labels and ids, which must be from 0 to the vocabulary's size - 1" in said[-1]) != blamed
+    assert (
+        "look at the labels and ids, which must be from 0 to the vocabulary's size - 1" in said[-1]
+    ) != blamed
     assert ("masks and weights, of which a batch must have one that is not 0" in said[-1]) != blamed
 
 
 def test_params_that_were_never_finite_are_not_blamed_on_the_learning_rate(manager, said):
     state = make_state(manager.mesh)
-    state = dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params))
+    state = dataclasses.replace(
+        state, params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params)
+    )
     for first, blamed in ((np.nan, False), (2.5, True)):
-        guard = Guard(manager, num_steps=9, save_every=1, say=said.append, remedy="Choose a smaller learning rate.")
+        guard = Guard(
+            manager,
+            num_steps=9,
+            save_every=1,
+            say=said.append,
+            remedy="Choose a smaller learning rate.",
+        )
         with pytest.raises(SystemExit, match="86"):
-            train(guard, state, range(1, 9), lambda step, loss=first: BROKEN | {"loss": np.float32(loss)})
+            train(
+                guard,
+                state,
+                range(1, 9),
+                lambda step, loss=first: BROKEN | {"loss": np.float32(loss)},
+            )
         assert "parameters must be finite to be saved; got NaN" in said[-1]
         assert said[-1].endswith("with a smaller learning rate.") == blamed
-        assert ("Nothing was saved. The loss of the first step was not finite" in said[-1]) != blamed
+        assert (
+            "Nothing was saved. The loss of the first step was not finite" in said[-1]
+        ) != blamed
 
 
 def test_a_loss_that_is_not_finite_after_an_update_is_blamed_on_the_learning_rate(said):
-    guard = Guard(num_steps=9, max_skipped=2, say=said.append, remedy="Choose a smaller learning rate.")
-    step = lambda step: (FINE if step == 1 else BROKEN) | {"loss": np.float32(1 if step == 1 else np.nan)}
+    guard = Guard(
+        num_steps=9, max_skipped=2, say=said.append, remedy="Choose a smaller learning rate."
+    )
+    step = lambda step: (
+        (FINE if step == 1 else BROKEN) | {"loss": np.float32(1 if step == 1 else np.nan)}
+    )
     with pytest.raises(SystemExit, match="86"):
         train(guard, make_state(jaxpar.make_mesh()), range(1, 9), step)
     assert said[-1].endswith("Choose a smaller learning rate.")
@@ -138,7 +166,12 @@ def test_what_is_saved_beside_the_state_is_of_its_step(manager):
         about=lambda step: {"samples": 8 * step, "config": {"seed": 1}},
         before_save=lambda: lines.append("flushed"),
     )
-    train(guard, make_state(manager.mesh), range(1, 5), lambda step: FINE | {"test_loss": jnp.float32(step)})
+    train(
+        guard,
+        make_state(manager.mesh),
+        range(1, 5),
+        lambda step: FINE | {"test_loss": jnp.float32(step)},
+    )
     assert [manager.manifest(step).samples for step in (2, 4)] == [16, 32]
     assert manager.manifest(2).metrics == {"skipped": 0.0, "test_loss": 2.0}
     assert lines == ["flushed"] * 2
@@ -155,17 +188,27 @@ def test_what_is_saved_beside_the_state_is_of_its_step(manager):
     ],
     ids=str,
 )
-def test_so_many_steps_in_a_row_or_at_the_end_that_are_not_finite_end_the_run(manager, said, broken, code):
-    guard = Guard(manager, num_steps=12, save_every=2, max_skipped=3, say=said.append, remedy="Do this.")
-    run = lambda: train(guard, make_state(manager.mesh), range(1, 13), lambda s: BROKEN if s in broken else FINE)
+def test_so_many_steps_in_a_row_or_at_the_end_that_are_not_finite_end_the_run(
+    manager, said, broken, code
+):
+    guard = Guard(
+        manager, num_steps=12, save_every=2, max_skipped=3, say=said.append, remedy="Do this."
+    )
+    run = lambda: train(
+        guard, make_state(manager.mesh), range(1, 13), lambda s: BROKEN if s in broken else FINE
+    )
     if code is None:
         return run()
     with pytest.raises(SystemExit) as end:
         run()
     assert end.value.code == code
     [once] = [line for line in said if "changed nothing" in line]
-    assert once.startswith(f"step {min(broken)} changed nothing, since its loss or gradients were not finite")
-    assert said[-1].startswith(f"error: {len(broken)} consecutive steps had a loss or gradients that were not finite")
+    assert once.startswith(
+        f"step {min(broken)} changed nothing, since its loss or gradients were not finite"
+    )
+    assert said[-1].startswith(
+        f"error: {len(broken)} consecutive steps had a loss or gradients that were not finite"
+    )
     assert said[-1].endswith("is intact. Do this.")
 
 
@@ -174,7 +217,10 @@ def spoil(state, name="bias"):
     array = state.params[name]
     parts = [np.array(shard.data) for shard in array.addressable_shards]
     parts[-1].flat[0] += 1
-    put = [jax.device_put(part, shard.device) for part, shard in zip(parts, array.addressable_shards, strict=True)]
+    put = [
+        jax.device_put(part, shard.device)
+        for part, shard in zip(parts, array.addressable_shards, strict=True)
+    ]
     changed = jax.make_array_from_single_device_arrays(array.shape, array.sharding, put)
     return dataclasses.replace(state, params=state.params | {name: changed})
 
@@ -195,9 +241,13 @@ def test_replicas_that_differ_end_a_run_without_checkpoints_at_the_next_comparis
     ]
 
 
-def test_replicas_are_compared_at_the_steps_that_are_not_saved_and_at_the_last_one(tmp_path, monkeypatch):
+def test_replicas_are_compared_at_the_steps_that_are_not_saved_and_at_the_last_one(
+    tmp_path, monkeypatch
+):
     compared = []
-    monkeypatch.setattr("jaxpar.guard.diverged_replicas", lambda state: compared.append(int(state.step)) or [])
+    monkeypatch.setattr(
+        "jaxpar.guard.diverged_replicas", lambda state: compared.append(int(state.step)) or []
+    )
     mesh = jaxpar.make_mesh()
     train(Guard(num_steps=7, compare_every=3), make_state(mesh), range(1, 8))
     train(Guard(num_steps=7, compare_every=100), make_state(mesh), range(1, 8))
@@ -211,7 +261,9 @@ def test_replicas_are_compared_at_the_steps_that_are_not_saved_and_at_the_last_o
 
 def test_parameters_that_are_not_finite_end_the_run_instead_of_being_saved(manager, said):
     state = make_state(manager.mesh)
-    state = dataclasses.replace(state, params=jax.tree.map(lambda x: x * np.float32(np.inf), state.params))
+    state = dataclasses.replace(
+        state, params=jax.tree.map(lambda x: x * np.float32(np.inf), state.params)
+    )
     with pytest.raises(SystemExit, match="86"):
         train(Guard(manager, num_steps=4, save_every=2, say=said.append), state, range(1, 5))
     assert "parameters must be finite to be saved" in said[-1]
@@ -248,7 +300,11 @@ def test_one_process_agrees_with_itself():
 
 
 def test_processes_that_differ_are_named(monkeypatch):
-    told = [{"mesh": "a", "program": "p"}, {"mesh": "a", "program": "q"}, {"mesh": "a", "program": "q"}]
+    told = [
+        {"mesh": "a", "program": "p"},
+        {"mesh": "a", "program": "q"},
+        {"mesh": "a", "program": "q"},
+    ]
     monkeypatch.setattr(coordination, "exchange", lambda name, value: told)
     message = "all processes must agree on their program before they train; got 'q' on process 1, 2, 'p' on process 0"
     with pytest.raises(ValueError, match=message):
@@ -290,9 +346,13 @@ def test_a_step_that_someone_waits_for_has_less_time_by_the_longest_one(capfd, l
     assert ends == [124]
     said = capfd.readouterr().err
     left = most - 11
-    assert f"SIGINT: process 0 of 1 waits for the end of step 7, and ends without it in {left} s; a second" in said
     assert (
-        f"error: step must end within {most} s of SIGINT, after which the run is saved and ends; got process 0" in said
+        f"SIGINT: process 0 of 1 waits for the end of step 7, and ends without it in {left} s; a second"
+        in said
+    )
+    assert (
+        f"error: step must end within {most} s of SIGINT, after which the run is saved and ends; got process 0"
+        in said
     )
 
 
@@ -339,9 +399,13 @@ def test_the_watchdog_names_the_silent_process_and_not_the_one_that_waits(monkey
 
 def test_the_fault_handler_stays_a_second_behind_the_phase_that_runs(monkeypatch):
     now, armed = [100.0], []
-    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda left, **_: armed.append(now[0] + left))
+    monkeypatch.setattr(
+        "faulthandler.dump_traceback_later", lambda left, **_: armed.append(now[0] + left)
+    )
     monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: armed.append(None))
-    watchdog = Watchdog(Budgets(compile=3600.0, step=600.0, save=1800.0, evaluation=0.0), clock=lambda: now[0])
+    watchdog = Watchdog(
+        Budgets(compile=3600.0, step=600.0, save=1800.0, evaluation=0.0), clock=lambda: now[0]
+    )
     with watchdog.phase("compile"):
         now[0] += 50
     watchdog.begin("step", "1")
@@ -349,15 +413,21 @@ def test_the_fault_handler_stays_a_second_behind_the_phase_that_runs(monkeypatch
     now[0] += 10
     with watchdog.phase("save"):
         now[0] += 1000
-    assert armed[3:] == [160 + 1800 + 1, 1160 + 600 + 1], "the longer budget of the save must not outlive it"
+    assert armed[3:] == [160 + 1800 + 1, 1160 + 600 + 1], (
+        "the longer budget of the save must not outlive it"
+    )
     with watchdog.phase("evaluation"):
         assert armed[-1] is None, "any time"
     assert armed[-1] == 1160 + 600 + 1
 
 
-def test_after_a_longer_phase_the_fault_handler_is_armed_at_the_budget_of_the_one_that_runs(monkeypatch):
+def test_after_a_longer_phase_the_fault_handler_is_armed_at_the_budget_of_the_one_that_runs(
+    monkeypatch,
+):
     armed = []
-    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda seconds, **_: armed.append(seconds))
+    monkeypatch.setattr(
+        "faulthandler.dump_traceback_later", lambda seconds, **_: armed.append(seconds)
+    )
     monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: None)
     watchdog = Watchdog(Budgets(compile=3600.0, step=600.0))
     with watchdog.phase("compile"):

@@ -18,7 +18,10 @@ from jaxpar.tensor_parallel import TRANSFORMER_RULES
 from tests.support.oracle import assert_same
 
 ROWS, SEQ, EMBED, VOCAB, STAGES = 1, 16, 4, 8, 4
-OUTER = [jax.ShapeDtypeStruct((EMBED, VOCAB), jnp.float32), jax.ShapeDtypeStruct((SEQ,), jnp.float32)]
+OUTER = [
+    jax.ShapeDtypeStruct((EMBED, VOCAB), jnp.float32),
+    jax.ShapeDtypeStruct((SEQ,), jnp.float32),
+]
 Y = jax.ShapeDtypeStruct((ROWS, SEQ, EMBED), jnp.float32)
 BATCH = {
     "targets": jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32),
@@ -44,9 +47,9 @@ def test_a_cross_entropy_is_a_sum_over_positions():
 
 def test_rows_come_before_positions():
     rows = lambda shape: jax.ShapeDtypeStruct((STAGES, *shape.shape[1:]), shape.dtype)
-    assert parts_of(cross_entropy, jax.tree.map(rows, (Y,)), jax.tree.map(rows, BATCH)) == HeadParts(
-        0, STAGES, STAGES, 1
-    )
+    assert parts_of(
+        cross_entropy, jax.tree.map(rows, (Y,)), jax.tree.map(rows, BATCH)
+    ) == HeadParts(0, STAGES, STAGES, 1)
 
 
 def weighted(outer, y, batch):
@@ -63,22 +66,32 @@ NOT_SUMS = {
     "a shift to the next position": lambda outer, y, _: jnp.sum(y[0][:, 1:] * y[0][:, :-1]),
     "a shift that keeps the size": lambda outer, y, _: jnp.sum(y[0] * jnp.roll(y[0], 1, axis=1)),
     "a mean": lambda outer, y, _: jnp.mean(y[0]),
-    "a division by the number of positions before the sum": lambda outer, y, _: jnp.sum(y[0] / y[0].shape[1]),
+    "a division by the number of positions before the sum": lambda outer, y, _: jnp.sum(
+        y[0] / y[0].shape[1]
+    ),
     "a term that is no sum": lambda outer, y, _: jnp.sum(y[0]) + jnp.sum(jnp.square(outer[0])),
     "a constant beside the sum": lambda outer, y, _: jnp.sum(y[0]) + 1.0,
     "the square of a sum": lambda outer, y, _: jnp.square(jnp.sum(y[0])),
     "a product of sums": lambda outer, y, _: jnp.sum(y[0]) * jnp.sum(y[0]),
     "a maximum": lambda outer, y, _: jnp.max(y[0]),
-    "positions that are counted": lambda outer, y, _: jnp.sum(y[0] * jnp.arange(SEQ)[None, :, None]),
-    "positions counted by shape": lambda outer, y, _: jnp.sum(y[0] * jnp.arange(y[0].shape[1])[None, :, None]),
+    "positions that are counted": lambda outer, y, _: jnp.sum(
+        y[0] * jnp.arange(SEQ)[None, :, None]
+    ),
+    "positions counted by shape": lambda outer, y, _: jnp.sum(
+        y[0] * jnp.arange(y[0].shape[1])[None, :, None]
+    ),
     "a param for each position": lambda outer, y, _: jnp.sum(y[0] * outer[1][None, :, None]),
-    "attention": lambda outer, y, _: jnp.sum(jax.nn.softmax(jnp.einsum("btd,bsd->bts", y[0], y[0]))),
+    "attention": lambda outer, y, _: jnp.sum(
+        jax.nn.softmax(jnp.einsum("btd,bsd->bts", y[0], y[0]))
+    ),
     "a running sum": lambda outer, y, _: jnp.sum(jnp.square(jnp.cumsum(y[0], axis=1))),
     "a sorted sequence": lambda outer, y, _: jnp.sum(jnp.sort(y[0], axis=1) * y[0]),
     "the reverse sequence": lambda outer, y, _: jnp.sum(y[0][:, ::-1] * y[0]),
     "positions joined with a dim": lambda outer, y, _: jnp.sum(y[0].reshape(ROWS, -1, 2)[..., 0]),
     "a normalisation over positions": lambda outer, y, _: jnp.sum(jax.nn.softmax(y[0], axis=1)),
-    "the transpose of positions and a dim": lambda outer, y, _: jnp.sum(y[0] @ jnp.swapaxes(y[0], 1, 2)),
+    "the transpose of positions and a dim": lambda outer, y, _: jnp.sum(
+        y[0] @ jnp.swapaxes(y[0], 1, 2)
+    ),
     "a loss without positions": lambda outer, y, _: jnp.sum(outer[0]),
     "a side effect": lambda outer, y, _: (jax.debug.print("{}", y[0]), jnp.sum(y[0]))[1],
     "a draw": lambda outer, y, _: jnp.sum(y[0] * jax.random.normal(jax.random.key(0), y[0].shape)),
@@ -95,14 +108,19 @@ def test_a_leaf_of_y_without_positions_ends_the_proof_if_it_is_read():
     assert parts_of(cross_entropy, (Y, scalar)) == HeadParts(1, SEQ, STAGES, 1)
     reads = lambda outer, y, batch: cross_entropy(outer, y, batch) * jnp.sum(y[1])
     assert parts_of(reads, (Y, scalar)) is None
-    assert parts_of(cross_entropy, (Y, jax.ShapeDtypeStruct((), jnp.float32))) is None, "its gradient is that of a part"
+    assert parts_of(cross_entropy, (Y, jax.ShapeDtypeStruct((), jnp.float32))) is None, (
+        "its gradient is that of a part"
+    )
 
 
 def test_the_parts_of_a_microbatch_add_up_to_its_loss():
     rng = np.random.default_rng(0)
     values = lambda shape: jnp.asarray(rng.normal(size=shape.shape).astype(shape.dtype))
     outer, y = [values(shape) for shape in OUTER], values(Y)
-    batch = {"targets": jnp.asarray(rng.integers(0, VOCAB, (ROWS, SEQ))), "row_weight": values(BATCH["row_weight"])}
+    batch = {
+        "targets": jnp.asarray(rng.integers(0, VOCAB, (ROWS, SEQ))),
+        "row_weight": values(BATCH["row_weight"]),
+    }
     parts = HeadParts(1, SEQ, STAGES, 2)
     of = lambda stage: jax.tree.map(functools.partial(parts.of_stage, stage=stage), (y, batch))
     loss = jax.jit(cross_entropy)
@@ -139,11 +157,23 @@ def draw_params(shape, dtype):
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_head_takes_what_it_only_casts_already_cast(tied):
     """A table that is also the embedding's stays as it is there: the embedding looks up its rows in float32."""
-    sizes = {"num_layers": 1, "embed_dim": 8, "num_heads": 2, "num_kv_heads": 2, "mlp_dim": 8, "vocab_size": 16}
-    shape = dataclasses.replace(transformer.preset("llama3.1-8b", compute_dtype="bfloat16"), **sizes, tied=tied)
+    sizes = {
+        "num_layers": 1,
+        "embed_dim": 8,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "mlp_dim": 8,
+        "vocab_size": 16,
+    }
+    shape = dataclasses.replace(
+        transformer.preset("llama3.1-8b", compute_dtype="bfloat16"), **sizes, tied=tied
+    )
     model, outer = transformer.make_model(shape), draw_params(shape, np.float32)["outer"]
     tokens = jnp.arange(8, dtype=jnp.int32)[None]
-    batch, y = {"tokens": tokens, "targets": tokens}, jax.random.normal(jax.random.key(1), (1, 8, 8), jnp.bfloat16)
+    batch, y = (
+        {"tokens": tokens, "targets": tokens},
+        jax.random.normal(jax.random.key(1), (1, 8, 8), jnp.bfloat16),
+    )
     loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
     ends, leaves = embed_and_head.Ends(model, loss, outer, y, batch), jax.tree.leaves(outer)
     paths = [path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(outer)]
@@ -174,19 +204,32 @@ def _mean(model, loss):
         pytest.param((2, 2, 2), {}, 1, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_of_a_shared_head_equal_one_device_in_float64(x64, monkeypatch, axes, settings, num_blocks):
+def test_gradients_of_a_shared_head_equal_one_device_in_float64(
+    x64, monkeypatch, axes, settings, num_blocks
+):
     """One row a microbatch, so that the stages share positions, which sequence parallelism alone shards over tensor."""
     found, find = [], embed_and_head.find_parts
-    monkeypatch.setattr(embed_and_head, "find_parts", lambda *args: found.append(find(*args)) or found[-1])
+    monkeypatch.setattr(
+        embed_and_head, "find_parts", lambda *args: found.append(find(*args)) or found[-1]
+    )
     shape = transformer.preset("llama3.1-8b", compute_dtype="float64", vocab_multiple=8)
-    sizes = {"num_layers": 4, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 16, "vocab_size": 64}
+    sizes = {
+        "num_layers": 4,
+        "embed_dim": 16,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "mlp_dim": 16,
+        "vocab_size": 64,
+    }
     shape = dataclasses.replace(shape, **sizes).for_tensor(2)
     params = draw_params(shape, np.float64)
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(0, 64, (4, SEQ)) for name in ("tokens", "targets")}
     loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
     data, stage, tensor = axes
-    mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=jax.devices()[: data * stage * tensor])
+    mesh = jaxpar.make_mesh(
+        data=data, stage=stage, tensor=tensor, devices=jax.devices()[: data * stage * tensor]
+    )
     shardings = jaxpar.shardings_from_dims(transformer.param_table(shape), mesh, TRANSFORMER_RULES)
     value_and_grad = jaxpar.value_and_grad(
         transformer.make_model(shape, **settings),
@@ -197,5 +240,7 @@ def test_gradients_of_a_shared_head_equal_one_device_in_float64(x64, monkeypatch
         mask_idle_ops=True,
     )
     got = jax.jit(value_and_grad)(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
-    assert_same(got, jax.jit(jax.value_and_grad(_mean(transformer.make_model(shape), loss)))(params, batch))
+    assert_same(
+        got, jax.jit(jax.value_and_grad(_mean(transformer.make_model(shape), loss)))(params, batch)
+    )
     assert set(found) == {HeadParts(1, SEQ, stage, num_blocks)}

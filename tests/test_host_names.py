@@ -40,5 +40,7 @@ def test_names_that_are_given_are_allowed_beside_those_of_this_machine():
 
 @pytest.mark.parametrize("name", ["", "http://localhost", "localhost:8000", "a b"])
 def test_what_is_no_name_of_a_host_is_refused(name):
-    with pytest.raises(ValueError, match=r"allowed_hosts must be names of hosts, without ports; got .* for any\."):
+    with pytest.raises(
+        ValueError, match=r"allowed_hosts must be names of hosts, without ports; got .* for any\."
+    ):
         allowed_hosts("127.0.0.1", [name])

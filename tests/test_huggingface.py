@@ -22,13 +22,24 @@ from jaxpar.models import transformer
 from jaxpar.params import ParamSpec
 from jaxpar.run.model_files import save_model
 from jaxpar.serve import open_run
-from tests.support.model_folders import CONFIG, GOLDEN, INDEX, ONE_FILE, all_tensors, change, copy, read_config
+from tests.support.model_folders import (
+    CONFIG,
+    GOLDEN,
+    INDEX,
+    ONE_FILE,
+    all_tensors,
+    change,
+    copy,
+    read_config,
+)
 from tests.support.oracle import assert_same_bits
 from tests.support.tiers import quick
 from tests.support.tiny_transformer import FAMILIES, THREE, make_params, shardings
 from tests.support.waiting import WAIT_SECONDS
 
-MODELS = FAMILIES | {"bloom": dataclasses.replace(FAMILIES["bloom"], mlp_dim=None)}  # transformers' is 4 times as wide
+MODELS = FAMILIES | {
+    "bloom": dataclasses.replace(FAMILIES["bloom"], mlp_dim=None)
+}  # transformers' is 4 times as wide
 
 
 # The same numbers.
@@ -51,12 +62,16 @@ def test_what_is_written_is_what_was_read(family, tmp_path):
     assert_same_bits(all_tensors(tmp_path / "new"), all_tensors(GOLDEN / family))
     assert read_config(tmp_path / "new") == config
     if (GOLDEN / family / ONE_FILE).exists():
-        assert (tmp_path / "new" / ONE_FILE).read_bytes() == (GOLDEN / family / ONE_FILE).read_bytes()
+        assert (tmp_path / "new" / ONE_FILE).read_bytes() == (
+            GOLDEN / family / ONE_FILE
+        ).read_bytes()
 
 
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize("family", THREE)
-def test_each_device_gets_its_own_part_and_a_host_holds_no_more(family, zero, tmp_path, monkeypatch):
+def test_each_device_gets_its_own_part_and_a_host_holds_no_more(
+    family, zero, tmp_path, monkeypatch
+):
     config = MODELS[family]
     params = make_params(config, dtype=np.float32)
     write_model(tmp_path / "model", config, params)
@@ -72,13 +87,17 @@ def test_each_device_gets_its_own_part_and_a_host_holds_no_more(family, zero, tm
     where = jax.tree.map(lambda leaf: leaf.sharding, state.params)
     blocks = []
     read_block = reading.read_block
-    monkeypatch.setattr(reading, "read_block", lambda *args: blocks.append(read_block(*args)) or blocks[-1])
+    monkeypatch.setattr(
+        reading, "read_block", lambda *args: blocks.append(read_block(*args)) or blocks[-1]
+    )
     got = read_params(tmp_path / "model", config, where)
     assert jax.tree.map(lambda leaf: leaf.sharding, got) == where
     assert_same_bits(got, params)
     unique = [
         {
-            str(index): np.prod([len(range(*at.indices(n))) for at, n in zip(index, leaf.shape, strict=True)])
+            str(index): np.prod(
+                [len(range(*at.indices(n))) for at, n in zip(index, leaf.shape, strict=True)]
+            )
             for index in leaf.sharding.devices_indices_map(leaf.shape).values()
         }
         for leaf in jax.tree.leaves(got)
@@ -92,7 +111,9 @@ def test_every_model_comes_back_from_a_mesh_and_several_files(family, tmp_path):
     config = MODELS[family]
     params = make_params(config, dtype=np.float32)
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
-    write_model(tmp_path, config, jaxpar.shard(params, shardings(config, mesh)), max_file_bytes=8000)
+    write_model(
+        tmp_path, config, jaxpar.shard(params, shardings(config, mesh)), max_file_bytes=8000
+    )
     files = sorted(tmp_path.glob("*.safetensors"))
     assert [file.name for file in files] == [
         f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
@@ -102,7 +123,8 @@ def test_every_model_comes_back_from_a_mesh_and_several_files(family, tmp_path):
     index = json.loads((tmp_path / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in all_tensors(tmp_path).values())
     assert {file.name: sorted(load_file(file)) for file in files} == {
-        file.name: sorted(t for t, name in index["weight_map"].items() if name == file.name) for file in files
+        file.name: sorted(t for t, name in index["weight_map"].items() if name == file.name)
+        for file in files
     }
     assert_same_bits(read_params(tmp_path, read_config(tmp_path)), params)
 
@@ -132,22 +154,32 @@ def test_dtypes_are_those_that_are_asked_for(written, read, tmp_path):
     got = read_params(tmp_path, config, dtype=read)
     names = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
     assert_same_bits(
-        got, jax.tree.map(lambda leaf: np.asarray(leaf).astype(names[written]).astype(names[read]), params)
+        got,
+        jax.tree.map(
+            lambda leaf: np.asarray(leaf).astype(names[written]).astype(names[read]), params
+        ),
     )
 
 
 def test_checkpoints_without_a_head_have_no_prefix(tmp_path):
     folder = copy("gpt2", tmp_path)
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / ONE_FILE).items()}
+    tensors = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in load_file(folder / ONE_FILE).items()
+    }
     save_file(tensors, folder / ONE_FILE)
-    assert_same_bits(read_params(folder, read_config(folder)), read_params(GOLDEN / "gpt2", read_config(folder)))
+    assert_same_bits(
+        read_params(folder, read_config(folder)), read_params(GOLDEN / "gpt2", read_config(folder))
+    )
 
 
 def test_known_masks_are_no_params(tmp_path):
     folder = copy("gpt2", tmp_path)
     masks = {f"transformer.h.{i}.attn.bias": np.tril(np.ones((1, 1, 8, 8), bool)) for i in range(2)}
     change(folder, masks | {"transformer.h.0.attn.masked_bias": np.full((), -1e4, np.float32)})
-    assert_same_bits(read_params(folder, read_config(folder)), read_params(GOLDEN / "gpt2", read_config(folder)))
+    assert_same_bits(
+        read_params(folder, read_config(folder)), read_params(GOLDEN / "gpt2", read_config(folder))
+    )
 
 
 def test_a_head_beside_a_tied_embedding_must_be_the_same(tmp_path):
@@ -177,29 +209,36 @@ def test_writing_is_checked_before_anything_is_written(tmp_path):
     new = tmp_path / "new"
     other = make_params(dataclasses.replace(config, vocab_size=24), dtype=np.float32)
     with pytest.raises(
-        ValueError, match=r"must be those of the model; got \(16, 24\) for outer/head, .* has \(16, 16\)"
+        ValueError,
+        match=r"must be those of the model; got \(16, 24\) for outer/head, .* has \(16, 16\)",
     ):
         write_model(new, config, other)
     with pytest.raises(
-        ValueError, match=r"positions='rope' must be a llama to be read or written; got norm='layer'. Choose"
+        ValueError,
+        match=r"positions='rope' must be a llama to be read or written; got norm='layer'. Choose",
     ):
         write_model(new, dataclasses.replace(config, norm="layer"), params)
     with pytest.raises(ValueError, match=r"must be a gpt2 .*; got num_kv_heads=4"):
         write_model(new, dataclasses.replace(FAMILIES["gpt2"], num_kv_heads=4), params)
     with pytest.raises(ValueError, match=r"must be a bloom .*; got mlp_dim=24"):
         write_model(new, FAMILIES["bloom"], params)
-    with pytest.raises(ValueError, match=r"dtype must be float32, bfloat16 or float16, .*; got int8"):
+    with pytest.raises(
+        ValueError, match=r"dtype must be float32, bfloat16 or float16, .*; got int8"
+    ):
         write_model(new, config, params, dtype="int8")
     with pytest.raises(ValueError, match="max_file_bytes must be positive; got 0"):
         write_model(new, config, params, max_file_bytes=0)
     mixed = {**params, "outer": jax.tree.map(lambda leaf: leaf.astype(np.float16), params["outer"])}
-    with pytest.raises(ValueError, match=r"of one dtype, or be written as one; got float16, float32. Give dtype"):
+    with pytest.raises(
+        ValueError, match=r"of one dtype, or be written as one; got float16, float32. Give dtype"
+    ):
         write_model(new, config, mixed)
     assert not new.exists()
     write_model(tmp_path / "narrow", config, mixed, dtype="float16")
     write_model(new, config, params)
     with pytest.raises(
-        ValueError, match=r"to a folder without one; got .*new with 'config.json', 'model.safetensors'. Name"
+        ValueError,
+        match=r"to a folder without one; got .*new with 'config.json', 'model.safetensors'. Name",
     ):
         write_model(new, config, params)
 
@@ -215,7 +254,9 @@ def test_writing_is_checked_before_anything_is_written(tmp_path):
 )
 def test_a_model_changed_as_a_refusal_says_belongs_to_its_family(family, changes):
     config = dataclasses.replace(MODELS[family], **changes)
-    with pytest.raises(ValueError, match=rf"must be a {family} to be read or written; got .*\. Choose ") as refused:
+    with pytest.raises(
+        ValueError, match=rf"must be a {family} to be read or written; got .*\. Choose "
+    ) as refused:
         family_of(config)
     chosen = re.search(r"Choose (.*), or keep it", str(refused.value))[1]
     assert family_of(dataclasses.replace(config, **eval(f"dict({chosen})"))) == family
@@ -226,16 +267,18 @@ def test_the_extra_is_named_where_it_is_missing(tmp_path, monkeypatch):
     config = read_config(GOLDEN / "gpt2")
     params = read_params(GOLDEN / "gpt2", config)
     with pytest.raises(
-        ImportError, match=r"need the package safetensors; got .* Install it: pip install -e '\.\[hf\]'"
+        ImportError,
+        match=r"need the package safetensors; got .* Install it: pip install -e '\.\[hf\]'",
     ):
         write_model(tmp_path, config, params)
 
 
 def test_float64_needs_jax_to_have_it(x64):
     config = read_config(GOLDEN / "gpt2")
-    assert {leaf.dtype for leaf in jax.tree.leaves(read_params(GOLDEN / "gpt2", config, dtype="float64"))} == {
-        np.dtype("f8")
-    }
+    assert {
+        leaf.dtype
+        for leaf in jax.tree.leaves(read_params(GOLDEN / "gpt2", config, dtype="float64"))
+    } == {np.dtype("f8")}
 
 
 def test_float64_is_refused_where_jax_has_it_not():
@@ -259,25 +302,33 @@ def test_weights_that_a_dtype_cannot_hold_are_refused_when_they_are_written_and_
     )
     for max_file_bytes in (10**6, 8000):
         with pytest.raises(ValueError, match=re.escape(message.format(tmp_path / "new"))):
-            write_model(tmp_path / "new", config, params, dtype="float16", max_file_bytes=max_file_bytes)
+            write_model(
+                tmp_path / "new", config, params, dtype="float16", max_file_bytes=max_file_bytes
+            )
         assert not list(tmp_path.rglob("*.safetensors")), "a part of the model is left"
     write_model(tmp_path / "new", config, params, dtype="bfloat16")
     written = load_file(tmp_path / "new" / ONE_FILE)["model.layers.1.mlp.up_proj.weight"]
     assert float(written.T[0, 2]) == float(ml_dtypes.bfloat16(1e5))
-    assert float(read_params(tmp_path / "new", config)["layers"]["mlp"]["w_up"][1, 0, 1, 2]) == float(written.T[0, 2])
-    got = re.escape("got 99840, where the largest float16 is 65504, in model.layers.1.mlp.up_proj.weight of ")
+    assert float(
+        read_params(tmp_path / "new", config)["layers"]["mlp"]["w_up"][1, 0, 1, 2]
+    ) == float(written.T[0, 2])
+    got = re.escape(
+        "got 99840, where the largest float16 is 65504, in model.layers.1.mlp.up_proj.weight of "
+    )
     with pytest.raises(ValueError, match=got):
         read_params(tmp_path / "new", config, dtype="float16")
 
 
-@pytest.mark.parametrize(("value", "text"), [(np.nan, "NaN in 1 of"), (-np.inf, "infinity in 1 of")])
-def test_weights_that_are_not_finite_are_refused_when_they_are_written_and_read(value, text, tmp_path):
+@pytest.mark.parametrize(
+    ("value", "text"), [(np.nan, "NaN in 1 of"), (-np.inf, "infinity in 1 of")]
+)
+def test_weights_that_are_not_finite_are_refused_when_they_are_written_and_read(
+    value, text, tmp_path
+):
     config = FAMILIES["llama"]
     params = make_params(config, dtype=np.float32)
     for dtype in ("float32", "bfloat16"):
-        message = (
-            rf"weights must be finite; got {text} .* in model.layers.1.mlp.up_proj.weight .*\. Write a step from before"
-        )
+        message = rf"weights must be finite; got {text} .* in model.layers.1.mlp.up_proj.weight .*\. Write a step from before"
         with pytest.raises(ValueError, match=message):
             write_model(tmp_path / "new", config, with_weight(params, value), dtype=dtype)
     assert not (tmp_path / "new").exists()
@@ -286,7 +337,8 @@ def test_weights_that_are_not_finite_are_refused_when_they_are_written_and_read(
     tensors["model.layers.1.mlp.up_proj.weight"][0, 1] = value
     save_file(tensors, tmp_path / "new" / ONE_FILE)
     with pytest.raises(
-        ValueError, match=rf"got {text} .* in model.layers.1.mlp.up_proj.weight of .* download it again"
+        ValueError,
+        match=rf"got {text} .* in model.layers.1.mlp.up_proj.weight of .* download it again",
     ):
         read_params(tmp_path / "new", config, dtype="bfloat16")
 
@@ -297,18 +349,23 @@ def test_a_run_whose_weights_its_models_dtype_cannot_hold_is_written_as_float32(
     write_model(tmp_path / "source", config, params, dtype="float16")
     save_model(tmp_path / "new", config, with_weight(params, 1e5), described_by=tmp_path / "source")
     said = capsys.readouterr().out
-    assert "a model for transformers, as float32: weights must be numbers of the dtype float16; got 100000" in said
+    assert (
+        "a model for transformers, as float32: weights must be numbers of the dtype float16; got 100000"
+        in said
+    )
     assert_same_bits(read_params(tmp_path / "new", config), with_weight(params, 1e5))
 
 
 def test_a_checkpoint_that_is_served_must_fit_the_dtype():
     table = {"a": ParamSpec((2,), ("embed",))}
     with pytest.raises(
-        ValueError, match="dtype float16; got 100000, where the largest float16 is 65504, in a of the ch"
+        ValueError,
+        match="dtype float16; got 100000, where the largest float16 is 65504, in a of the ch",
     ):
         open_run._on_device({"a": np.array([1e5, 1], np.float32)}, table, "float16")
     with pytest.raises(
-        ValueError, match=r"finite; got NaN in 1 of 2 values, in a of the checkpoint. Serve an earlier step"
+        ValueError,
+        match=r"finite; got NaN in 1 of 2 values, in a of the checkpoint. Serve an earlier step",
     ):
         open_run._on_device({"a": np.array([np.nan, 1], np.float32)}, table, "float32")
 
@@ -343,7 +400,18 @@ except ValueError as error:
 @pytest.mark.slow
 def test_two_processes_read_and_write_one_model(tmp_path):
     (tmp_path / "script.py").write_text(ON_TWO_PROCESSES)
-    command = [sys.executable, "-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "4", "--log-dir", tmp_path]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxpar",
+        "launch",
+        "-n",
+        "2",
+        "--devices-per-process",
+        "4",
+        "--log-dir",
+        tmp_path,
+    ]
     root = GOLDEN.parents[2]
     done = subprocess.run(
         [*command, tmp_path / "script.py", GOLDEN / "llama", tmp_path / "new"],
@@ -358,5 +426,8 @@ def test_two_processes_read_and_write_one_model(tmp_path):
     assert_same_bits(all_tensors(tmp_path / "new"), all_tensors(GOLDEN / "llama"))
     logs = [(tmp_path / f"{process}.log").read_text() for process in range(2)]
     assert all("refused: a model is written to a folder without one" in log for log in logs), logs
-    assert all("refused too: weights must be numbers of the dtype float16; got 100000" in log for log in logs), logs
+    assert all(
+        "refused too: weights must be numbers of the dtype float16; got 100000" in log
+        for log in logs
+    ), logs
     assert not [*(tmp_path / "narrow").glob("*")]

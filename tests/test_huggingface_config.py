@@ -150,15 +150,27 @@ def test_layers_that_are_not_modelled_cannot_be_ignored(tmp_path):
         ("bloom", {"hidden_dropout": 0.2}, {"hidden_dropout": 0.2}),
         ("llama", {"attention_dropout": 0.1}, {"attention_dropout": 0.1}),
         ("llama", {"attention_dropout": "0"}, {"attention_dropout": "0"}),
-        ("bloom", {"slow_but_exact": True, "pretraining_tp": 4}, {"pretraining_tp": 4, "slow_but_exact": True}),
-        ("llama", {"my_note": [1, "a b"], "your note": {"of": 2}}, {"my_note": [1, "a b"], "your note": {"of": 2}}),
+        (
+            "bloom",
+            {"slow_but_exact": True, "pretraining_tp": 4},
+            {"pretraining_tp": 4, "slow_but_exact": True},
+        ),
+        (
+            "llama",
+            {"my_note": [1, "a b"], "your note": {"of": 2}},
+            {"my_note": [1, "a b"], "your note": {"of": 2}},
+        ),
         ("bloom", {f"key_{i}": i for i in range(1, 6)}, {f"key_{i}": i for i in range(1, 6)}),
     ],
 )
-def test_what_is_not_modelled_is_refused_until_it_is_ignored_and_then_written_back(family, changes, asked, tmp_path):
+def test_what_is_not_modelled_is_refused_until_it_is_ignored_and_then_written_back(
+    family, changes, asked, tmp_path
+):
     folder = copy(family, tmp_path)
     change_config(folder, **changes)
-    with pytest.raises(ValueError, match="must be known and modelled, since any may change the model") as refused:
+    with pytest.raises(
+        ValueError, match="must be known and modelled, since any may change the model"
+    ) as refused:
         huggingface.read_config(folder)
     assert all(f"{key}={value!r}" in str(refused.value) for key, value in list(asked.items())[:3])
     named = ast.literal_eval(re.search(r"give ignore=(\(.*?\)), or", str(refused.value))[1])
@@ -197,15 +209,24 @@ def test_keys_that_change_no_number_are_read_as_they_are(family, changes, tmp_pa
 def test_a_refusal_of_many_keys_is_short(tmp_path):
     folder = copy("llama", tmp_path)
     change_config(folder, **{f"key_{i}": "x" * 1000 for i in range(1000)})
-    with pytest.raises(ValueError, match=r"key_2='x.* and 997 more in .*To ignore them, name them in") as refused:
+    with pytest.raises(
+        ValueError, match=r"key_2='x.* and 997 more in .*To ignore them, name them in"
+    ) as refused:
         huggingface.read_config(folder)
     assert len(str(refused.value)) < 1500
 
 
 def test_keys_that_the_model_is_made_of_cannot_be_ignored():
-    with pytest.raises(ValueError, match="cannot be ignored; got 'activation_function', 'n_layer' for a gpt2"):
-        huggingface.read_config(GOLDEN / "gpt2", ignore=[*DROPOUTS, "n_layer", "activation_function"])
-    with pytest.raises(TypeError, match=r"must be a sequence of keys; got 'attn_pdrop'. Give ignore=\('attn_pdrop',\)"):
+    with pytest.raises(
+        ValueError, match="cannot be ignored; got 'activation_function', 'n_layer' for a gpt2"
+    ):
+        huggingface.read_config(
+            GOLDEN / "gpt2", ignore=[*DROPOUTS, "n_layer", "activation_function"]
+        )
+    with pytest.raises(
+        TypeError,
+        match=r"must be a sequence of keys; got 'attn_pdrop'. Give ignore=\('attn_pdrop',\)",
+    ):
         huggingface.read_config(GOLDEN / "gpt2", ignore="attn_pdrop")
 
 

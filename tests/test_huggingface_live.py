@@ -84,7 +84,9 @@ def make_theirs(name, **changes):
     torch.manual_seed(0)
     kind, sizes = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**sizes | changes)
-    model = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(config).eval()
+    model = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(
+        config
+    ).eval()
     for path, param in model.named_parameters():
         is_norm = param.ndim == 1 and path.endswith("weight")
         param.data.normal_(mean=float(is_norm), std=0.2)
@@ -101,7 +103,9 @@ def their_logits(model):
 
 
 def our_logits(config, params):
-    return transformer.logits_of(transformer.make_model(config).apply(params, {"tokens": make_tokens()}))
+    return transformer.logits_of(
+        transformer.make_model(config).apply(params, {"tokens": make_tokens()})
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -123,34 +127,50 @@ def test_their_model_has_the_same_logits_here_and_on_the_way_back(name, tmp_path
     }
     assert all(torch.equal(back.state_dict()[n], t) for n, t in theirs.state_dict().items())
     np.testing.assert_allclose(their_logits(back), want, rtol=0, atol=1e-5)
-    if rope := getattr(back.config, "rope_parameters", None):  # others are in attention_factor already
+    if rope := getattr(
+        back.config, "rope_parameters", None
+    ):  # others are in attention_factor already
         defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
         wanted = (
-            defaults | theirs.config.rope_parameters if rope["rope_type"] == "yarn" else theirs.config.rope_parameters
+            defaults | theirs.config.rope_parameters
+            if rope["rope_type"] == "yarn"
+            else theirs.config.rope_parameters
         )
         assert {key: rope.get(key) for key in wanted} == wanted
-    ours = {k: v for k, v in back.config.to_dict().items() if "token_id" not in k and k != "rope_parameters"}
+    ours = {
+        k: v
+        for k, v in back.config.to_dict().items()
+        if "token_id" not in k and k != "rope_parameters"
+    }
     differ = {k for k, v in ours.items() if v != theirs.config.to_dict().get(k)}
     if name == "mistral-whole":
         assert back.config.model_type == "llama"  # the same model, whose window nothing tells
         differ -= {"model_type", "sliding_window", "attention_bias", "mlp_bias", "pretraining_tp"}
     if theirs.config.model_type in ("qwen2", "qwen3", "qwen3_moe"):
-        differ -= {"max_window_layers"}  # of no effect without a window, and written as 0 with one of all layers
+        differ -= {
+            "max_window_layers"
+        }  # of no effect without a window, and written as 0 with one of all layers
     assert differ <= {"_name_or_path", "architectures", "activation_function", "seq_length"}, differ
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "olmoe"])
 def test_a_row_of_a_model_of_one_layer_has_their_balance_loss(name, tmp_path):
     """Theirs is of all layers and rows together, ours the mean over those of each: with one of both they are equal."""
-    theirs = make_theirs(name, num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.02)
+    theirs = make_theirs(
+        name, num_hidden_layers=1, output_router_logits=True, router_aux_loss_coef=0.02
+    )
     theirs.save_pretrained(tmp_path)
     tokens = make_tokens()[:1]
     with torch.no_grad():
         wanted = 0.02 * float(theirs(torch.from_numpy(tokens).long()).aux_loss)
     config = read_config(tmp_path, ignore=DROPOUTS)
-    outputs = transformer.make_model(config).apply(read_params(tmp_path, config), {"tokens": tokens})
+    outputs = transformer.make_model(config).apply(
+        read_params(tmp_path, config), {"tokens": tokens}
+    )
     np.testing.assert_allclose(
-        config.experts.balance_coefficient * outputs.sums.balance, np.full((1, SEQ), wanted), rtol=1e-5
+        config.experts.balance_coefficient * outputs.sums.balance,
+        np.full((1, SEQ), wanted),
+        rtol=1e-5,
     )
 
 
@@ -160,12 +180,16 @@ def test_a_tuned_model_generates_what_theirs_does_and_stops_where_it_stops(name,
     theirs.save_pretrained(tmp_path / "theirs")
     config = read_config(tmp_path / "theirs", ignore=DROPOUTS)
     params = read_params(tmp_path / "theirs", config)
-    rows = [np.random.default_rng(length).integers(4, VOCAB, length) for length in (3, 7, 1, 6, 2, 5, 4)]
+    rows = [
+        np.random.default_rng(length).integers(4, VOCAB, length) for length in (3, 7, 1, 6, 2, 5, 4)
+    ]
     # Their frequencies follow the longest row of the batch, and the longest so far: each row alone, by a new model.
     batches = [[row] for row in rows] if name == "llama-dynamic" else [rows]
     write_model(tmp_path / "tuned", config, params, source=tmp_path / "theirs")
     for folder in ("theirs", "tuned"):
-        found = [their_texts(type(theirs).from_pretrained(tmp_path / folder), batch) for batch in batches]
+        found = [
+            their_texts(type(theirs).from_pretrained(tmp_path / folder), batch) for batch in batches
+        ]
         want = [text for texts in found for text in texts]
         got = transformer.generate(config, params, rows, 20, eos=stop_tokens(tmp_path / folder))
         for row, new, expected in zip(rows, got, want, strict=True):
@@ -177,15 +201,23 @@ def test_a_tuned_model_generates_what_theirs_does_and_stops_where_it_stops(name,
 def their_texts(model, rows):
     longest = max(map(len, rows))
     left = torch.from_numpy(np.stack([np.pad(row, (longest - len(row), 0)) for row in rows]))
-    mask = torch.from_numpy(np.stack([np.arange(longest) >= longest - len(row) for row in rows])).long()
+    mask = torch.from_numpy(
+        np.stack([np.arange(longest) >= longest - len(row) for row in rows])
+    ).long()
     with torch.no_grad():
-        return model.generate(left, attention_mask=mask, max_new_tokens=20, do_sample=False).numpy()[:, longest:]
+        return model.generate(
+            left, attention_mask=mask, max_new_tokens=20, do_sample=False
+        ).numpy()[:, longest:]
 
 
-def test_their_model_has_our_logits_where_dynamic_positions_begin_below_the_longest_sequence(tmp_path):
+def test_their_model_has_our_logits_where_dynamic_positions_begin_below_the_longest_sequence(
+    tmp_path,
+):
     scaling = transformer.RopeScaling(kind="dynamic", factor=4.0, original_positions=8)
     params = read_params(GOLDEN / "llama", own := read_config(GOLDEN / "llama"))
-    config = dataclasses.replace(own, rope=dataclasses.replace(own.rope, scaling=scaling), max_positions=4 * SEQ)
+    config = dataclasses.replace(
+        own, rope=dataclasses.replace(own.rope, scaling=scaling), max_positions=4 * SEQ
+    )
     write_model(tmp_path, config, params)
     theirs, tokens = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval(),
@@ -200,7 +232,8 @@ def test_their_model_has_our_logits_where_dynamic_positions_begin_below_the_long
 
 LONG = {"hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 131_072}
 EXTENDED = {
-    "llama3": LLAMA_3 | {"rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192},  # Llama 3.1
+    "llama3": LLAMA_3
+    | {"rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192},  # Llama 3.1
     "yarn": {
         "rope_type": "yarn",
         "rope_theta": 1e6,
@@ -215,7 +248,9 @@ def test_a_model_extended_to_131072_tokens_has_their_frequencies(kind, tmp_path)
     theirs = transformers.LlamaConfig(**LLAMA | LONG | {"rope_parameters": EXTENDED[kind]})
     theirs.save_pretrained(tmp_path)
     config = read_config(tmp_path)
-    wanted, attention_factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](theirs, "cpu")
+    wanted, attention_factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](
+        theirs, "cpu"
+    )
     found = frequencies(config.head_dim, config.rope, config.max_positions)
     np.testing.assert_allclose(found, wanted.numpy(), rtol=1e-6)
     assert config.rope.scaling.attention_factor == attention_factor
@@ -242,13 +277,17 @@ def test_our_model_has_the_same_logits_there(name, tmp_path):
     config = transformer.preset(name, vocab_size=VOCAB)
     params = init_params(transformer.param_table(config), jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
-    params = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(next(keys), leaf.shape), params)
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.1 * jax.random.normal(next(keys), leaf.shape), params
+    )
     write_model(tmp_path, config, params)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     np.testing.assert_allclose(their_logits(theirs), our_logits(config, params), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b"])
+@pytest.mark.parametrize(
+    "name", ["mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "olmoe-1b-7b"]
+)
 def test_a_published_model_has_as_many_params_there(name):
     config = transformer.preset(name)
     keys = config_json(config, "bfloat16")
@@ -256,7 +295,9 @@ def test_a_published_model_has_as_many_params_there(name):
         theirs = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
         )
-    assert sum(param.numel() for param in theirs.parameters()) == count_params(transformer.param_table(config))
+    assert sum(param.numel() for param in theirs.parameters()) == count_params(
+        transformer.param_table(config)
+    )
 
 
 def test_bfloat16_goes_there_and_back(tmp_path):

@@ -38,11 +38,15 @@ def test_the_source_gives_all_but_the_weights(source, tmp_path):
     config = read_config(source)
     params = read_params(source, config)
     write_model(tmp_path / "tuned", params, config, source=source)  # in either order
-    assert json.loads((tmp_path / "tuned/config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert json.loads((tmp_path / "tuned/config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
     for name in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "tuned" / name).read_bytes() == (source / name).read_bytes()
     assert not (tmp_path / "tuned/notes.txt").exists()
-    assert {tensor.dtype.name for tensor in all_tensors(tmp_path / "tuned").values()} == {"bfloat16"}
+    assert {tensor.dtype.name for tensor in all_tensors(tmp_path / "tuned").values()} == {
+        "bfloat16"
+    }
     assert huggingface.stop_tokens(tmp_path / "tuned") == (EOS,)
     write_model(tmp_path / "wide", config, params, source=source, dtype="float32")
     assert json.loads((tmp_path / "wide/config.json").read_text())["dtype"] == "float32"
@@ -52,7 +56,8 @@ def test_the_source_gives_all_but_the_weights(source, tmp_path):
 def test_a_model_that_is_not_its_sources_is_refused(source, tmp_path):
     config = dataclasses.replace(read_config(source), rope=transformer.Rope(theta=5.0))
     with pytest.raises(
-        ValueError, match=r"must be that of its source; got 'rope_theta' that differ from .*: 5.0 for 1000.0"
+        ValueError,
+        match=r"must be that of its source; got 'rope_theta' that differ from .*: 5.0 for 1000.0",
     ):
         write_model(tmp_path / "new", config, make_params(config), source=source)
     assert not (tmp_path / "new").exists()
@@ -63,7 +68,9 @@ def test_a_tokenizer_outside_the_source_is_not_copied(source, tmp_path):
     (source / "tokenizer.json").unlink()
     (source / "tokenizer.json").symlink_to(tmp_path / "secret")
     config = read_config(source)
-    with pytest.raises(ValueError, match=r"must be in its folder; got 'tokenizer.json' in .*, a link to .*secret"):
+    with pytest.raises(
+        ValueError, match=r"must be in its folder; got 'tokenizer.json' in .*, a link to .*secret"
+    ):
         write_model(tmp_path / "new", config, read_params(source, config), source=source)
 
 
@@ -71,7 +78,13 @@ def test_a_tokenizer_outside_the_source_is_not_copied(source, tmp_path):
     ("files", "tokens"),
     [
         ({"config.json": {"eos_token_id": 5}}, (5,)),
-        ({"config.json": {"eos_token_id": 5}, "generation_config.json": {"eos_token_id": [1, 2]}}, (1, 2)),
+        (
+            {
+                "config.json": {"eos_token_id": 5},
+                "generation_config.json": {"eos_token_id": [1, 2]},
+            },
+            (1, 2),
+        ),
         ({"config.json": {"eos_token_id": 5}, "generation_config.json": {}}, (5,)),
         ({"config.json": {}}, ()),
     ],
@@ -82,11 +95,14 @@ def test_texts_end_where_the_files_say(files, tokens, tmp_path):
     assert huggingface.stop_tokens(tmp_path) == tokens
     (tmp_path / "config.json").write_text('{"eos_token_id": "</s>"}')
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
-    with pytest.raises(ValueError, match="eos_token_id must be a token or a list of tokens; got '</s>'"):
+    with pytest.raises(
+        ValueError, match="eos_token_id must be a token or a list of tokens; got '</s>'"
+    ):
         huggingface.stop_tokens(tmp_path)
     (tmp_path / "config.json").write_text('{"eos_token_id": [9, 8], "vocab_size": 8}')
     with pytest.raises(
-        ValueError, match=r"eos_token_id must have a token of the model, .*; got .9, 8. in .*, and vocab_size=8"
+        ValueError,
+        match=r"eos_token_id must have a token of the model, .*; got .9, 8. in .*, and vocab_size=8",
     ):
         huggingface.stop_tokens(tmp_path)
 
@@ -107,7 +123,9 @@ def test_packed_layers_are_written_in_the_order_of_the_model(tmp_path):
 def test_the_folder_of_a_run_is_refused_with_the_command_that_writes_its_model(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text("{}")
-    wanted = f"write its model with python -m jaxpar export {tmp_path} DIR, and give --init-from DIR."
+    wanted = (
+        f"write its model with python -m jaxpar export {tmp_path} DIR, and give --init-from DIR."
+    )
     with pytest.raises(FileNotFoundError, match=re.escape(wanted)):
         check_model_folder(tmp_path, "--init-from")
 
@@ -115,16 +133,16 @@ def test_the_folder_of_a_run_is_refused_with_the_command_that_writes_its_model(t
 def test_pickled_weights_are_refused_with_the_way_to_write_them_again(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"a")
-    message = (
-        r"jaxpar reads no pickles, such as pytorch_model.bin there: write the weights again, by AutoModelForCausalLM"
-    )
+    message = r"jaxpar reads no pickles, such as pytorch_model.bin there: write the weights again, by AutoModelForCausalLM"
     with pytest.raises(FileNotFoundError, match=message):
         check_model_folder(tmp_path, "--init-from")
 
 
 def test_no_model_is_written_to_a_file(tmp_path):
     (tmp_path / "a").write_text("b")
-    with pytest.raises(ValueError, match=r"a model is written to a folder; got .*a, which is a file. Name another."):
+    with pytest.raises(
+        ValueError, match=r"a model is written to a folder; got .*a, which is a file. Name another."
+    ):
         check_no_model(tmp_path / "a")
 
 
@@ -138,7 +156,8 @@ def test_a_pointer_of_git_lfs_is_named_as_one(tmp_path, name):
         lambda: find_files(tmp_path / name),
     ):
         with pytest.raises(
-            ValueError, match=f"got a pointer of Git LFS in .*{name}. Fetch them: git lfs install and git"
+            ValueError,
+            match=f"got a pointer of Git LFS in .*{name}. Fetch them: git lfs install and git",
         ):
             read()
     (tmp_path / name).write_text(pointer * 20)

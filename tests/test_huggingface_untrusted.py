@@ -46,7 +46,8 @@ def test_tensors_that_are_not_the_models_are_refused(changes, remove, message, t
 def test_a_model_of_more_layers_than_tensors_is_refused_at_once():
     config = read_config(GOLDEN / "gpt2", num_layers=10**9)
     with pytest.raises(
-        ValueError, match=r"each layer of a model must have tensors; got num_layers=1000000000, 28 tensors"
+        ValueError,
+        match=r"each layer of a model must have tensors; got num_layers=1000000000, 28 tensors",
     ):
         read_params(GOLDEN / "gpt2", config)
 
@@ -54,7 +55,9 @@ def test_a_model_of_more_layers_than_tensors_is_refused_at_once():
 def test_shardings_of_another_model_are_refused():
     mesh = jaxpar.make_mesh(tensor=2)
     with pytest.raises(ValueError, match="shardings must have the structure of the params; got"):
-        read_params(GOLDEN / "gpt2", read_config(GOLDEN / "gpt2"), shardings(FAMILIES["llama"], mesh))
+        read_params(
+            GOLDEN / "gpt2", read_config(GOLDEN / "gpt2"), shardings(FAMILIES["llama"], mesh)
+        )
 
 
 def header_of(**tensors):
@@ -113,7 +116,9 @@ def test_a_header_that_does_not_fit_its_file_is_refused(header, kwargs, tmp_path
 @pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2"])
 def test_quantised_weights_are_refused(kind, tmp_path):
     header = header_of(a={"dtype": kind, "shape": [8]})
-    with pytest.raises(ValueError, match=rf"dtype must be one of F64, .*; got '{kind}' for 'a' .* quantised"):
+    with pytest.raises(
+        ValueError, match=rf"dtype must be one of F64, .*; got '{kind}' for 'a' .* quantised"
+    ):
         open_tensors(write_file(tmp_path / "x.safetensors", header))
 
 
@@ -125,7 +130,9 @@ def test_a_tensor_given_twice_is_not_read_past_its_bytes(tmp_path):
 
 def test_the_tensors_of_a_good_file_are_views_of_it(tmp_path):
     path = write_file(
-        tmp_path / "x.safetensors", TWO | {"__metadata__": {"format": "pt"}}, np.arange(4.0, dtype="f4").tobytes()
+        tmp_path / "x.safetensors",
+        TWO | {"__metadata__": {"format": "pt"}},
+        np.arange(4.0, dtype="f4").tobytes(),
     )
     tensors = open_tensors(path)
     np.testing.assert_array_equal(tensors["b"], [2, 3])
@@ -136,7 +143,9 @@ def test_the_tensors_of_a_good_file_are_views_of_it(tmp_path):
 @pytest.mark.parametrize("size", [0, 7, 8])
 def test_a_file_without_a_header_is_refused(size, tmp_path):
     (tmp_path / "x.safetensors").write_bytes(bytes(size))
-    with pytest.raises(ValueError, match=r"must hold exactly the tensors of its header; got .*header"):
+    with pytest.raises(
+        ValueError, match=r"must hold exactly the tensors of its header; got .*header"
+    ):
         open_tensors(tmp_path / "x.safetensors")
 
 
@@ -201,9 +210,19 @@ def test_no_value_in_an_index_or_a_config_leads_past_the_checks(tmp_path_factory
     found = json.loads(file.read_text())
     inner = found["weight_map"] if file.name == INDEX and data.draw(st.booleans()) else found
     paths = st.sampled_from(
-        ["../llama/model-00001-of-00003.safetensors", "/etc/hostname", "config.json", ".", "..", "\0", "x" * 300]
+        [
+            "../llama/model-00001-of-00003.safetensors",
+            "/etc/hostname",
+            "config.json",
+            ".",
+            "..",
+            "\0",
+            "x" * 300,
+        ]
     )
-    inner[data.draw(st.sampled_from(sorted(inner)) | st.text(max_size=4))] = data.draw(VALUES | paths)
+    inner[data.draw(st.sampled_from(sorted(inner)) | st.text(max_size=4))] = data.draw(
+        VALUES | paths
+    )
     file.write_text(json.dumps(found))
     try:
         params = read_params(folder, read_config(folder))
@@ -223,7 +242,17 @@ def with_name_in_index(folder, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["../secret.safetensors", "/secret.safetensors", "..", "", "a\\b", "a\0b", "x" * 300, "sub/x.safetensors"]
+    "name",
+    [
+        "../secret.safetensors",
+        "/secret.safetensors",
+        "..",
+        "",
+        "a\\b",
+        "a\0b",
+        "x" * 300,
+        "sub/x.safetensors",
+    ],
 )
 def test_names_that_lead_out_of_the_folder_are_refused(name, tmp_path):
     folder = with_name_in_index(copy("llama", tmp_path), name)
@@ -236,20 +265,28 @@ def test_links_may_not_lead_out_of_the_folder_except_to_the_blobs_of_a_cache(tmp
     folder = copy("gpt2", tmp_path)
     (folder / ONE_FILE).rename(tmp_path / "blob")
     (folder / ONE_FILE).symlink_to(tmp_path / "blob")
-    with pytest.raises(ValueError, match=r"must be in its folder; got 'model.safetensors' in .*, a link to .*blob"):
+    with pytest.raises(
+        ValueError, match=r"must be in its folder; got 'model.safetensors' in .*, a link to .*blob"
+    ):
         read_params(folder, read_config(folder))
 
     (folder / ONE_FILE).unlink()
     shutil.copy(tmp_path / "blob", folder / ONE_FILE)  # as the message says
     read_params(folder, read_config(folder))
 
-    snapshot, blobs = tmp_path / "models--gpt2" / "snapshots" / "1234", tmp_path / "models--gpt2" / "blobs"
+    snapshot, blobs = (
+        tmp_path / "models--gpt2" / "snapshots" / "1234",
+        tmp_path / "models--gpt2" / "blobs",
+    )
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     for name, file in ((CONFIG, folder / CONFIG), (ONE_FILE, tmp_path / "blob")):
         shutil.copy(file, blobs / name)
         (snapshot / name).symlink_to(f"../../blobs/{name}")
-    assert_same_bits(read_params(snapshot, read_config(snapshot)), read_params(GOLDEN / "gpt2", read_config(snapshot)))
+    assert_same_bits(
+        read_params(snapshot, read_config(snapshot)),
+        read_params(GOLDEN / "gpt2", read_config(snapshot)),
+    )
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path):
@@ -268,7 +305,9 @@ def test_an_index_must_agree_with_its_files(tmp_path):
     folder = copy("llama", tmp_path)
     config = read_config(folder)
     with_name_in_index(folder, "model-00001-of-00003.safetensors")
-    with pytest.raises(ValueError, match=r"must name the tensors of its files; got 'lm_head.weight' in only one of"):
+    with pytest.raises(
+        ValueError, match=r"must name the tensors of its files; got 'lm_head.weight' in only one of"
+    ):
         read_params(folder, config)
     with_name_in_index(folder, "model-00009-of-00003.safetensors")
     with pytest.raises(FileNotFoundError, match=r"file must exist; got .*model-00009"):
@@ -277,7 +316,9 @@ def test_an_index_must_agree_with_its_files(tmp_path):
     with pytest.raises(ValueError, match="must have a weight_map of file by tensor; got none in"):
         read_params(folder, config)
     shutil.copy(GOLDEN / "gpt2" / ONE_FILE, folder)
-    with pytest.raises(ValueError, match=r"model.safetensors or in the files of .*index.json; got both in"):
+    with pytest.raises(
+        ValueError, match=r"model.safetensors or in the files of .*index.json; got both in"
+    ):
         read_params(folder, config)
 
 
@@ -285,7 +326,9 @@ def test_folders_without_a_model_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config.json"):
         read_config(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(FileNotFoundError, match=r"must hold model.safetensors or .*; got 'pytorch_model.bin' in"):
+    with pytest.raises(
+        FileNotFoundError, match=r"must hold model.safetensors or .*; got 'pytorch_model.bin' in"
+    ):
         read_params(tmp_path, FAMILIES["gpt2"])
     (tmp_path / CONFIG).write_text(" " * (MAX_JSON_BYTES + 1))
     with pytest.raises(ValueError, match="must have at most 4194304 bytes; got 4194305"):

@@ -108,9 +108,13 @@ def test_the_partition_of_the_attack_is_refused_by_the_command(capsys):
     assert len(said.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("word", ["a\nb", "a\rb", "\x1b[2J", "a\x00b", "a\u2028b", "a\u202eb", "a" * 100_000], ids=repr)
+@pytest.mark.parametrize(
+    "word", ["a\nb", "a\rb", "\x1b[2J", "a\x00b", "a\u2028b", "a\u202eb", "a" * 100_000], ids=repr
+)
 def test_a_command_with_line_ends_or_control_characters_is_refused(word):
-    with pytest.raises(ValueError, match="the words of a command must be text without line ends") as error:
+    with pytest.raises(
+        ValueError, match="the words of a command must be text without line ends"
+    ) as error:
         Job(**JOB | {"command": ("recipes/gpt.py", "--data", word)})
     assert str(error.value).isprintable()
 
@@ -124,7 +128,9 @@ def test_any_other_word_of_a_command_comes_through_whole_by_shell_and_yaml():
         (line,) = [line for line in to_sbatch(job).splitlines() if line.startswith("srun ")]
         assert shlex.split(line)[2:] == ["run", *words]
         (manifest,) = yaml.safe_load_all(to_yaml(to_jobset(job)))
-        (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+        (container,) = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
+            "spec"
+        ]["containers"]
         assert started(container, JAX_PROCESS_ID="0", POD_IP="10.0.0.7")[0] == ["run", *words]
 
 
@@ -148,7 +154,8 @@ def test_numbers_of_a_job_are_numbers(changed):
     job = Job(**JOB)
     object.__setattr__(job, name, value)  # the tests' type checks would refuse some first
     with pytest.raises(
-        ValueError, match=f"^{name} must be (an integer|a number|a finite number|under 2147483648); got "
+        ValueError,
+        match=f"^{name} must be (an integer|a number|a finite number|under 2147483648); got ",
     ):
         check_job(job)
 
@@ -161,7 +168,12 @@ def test_every_start_of_a_batch_script_has_a_token_of_its_own(tmp_path):
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     said = [
         subprocess.run(
-            ["bash", script], env=env, capture_output=True, text=True, check=True, timeout=WAIT_SECONDS
+            ["bash", script],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=WAIT_SECONDS,
         ).stdout
         for _ in range(2)
     ]
@@ -173,7 +185,10 @@ def test_every_manifest_has_a_token_of_its_own():
     tokens = []
     for _ in range(2):
         pod = to_jobset(Job(**JOB))["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
-        told = {variable["name"]: variable.get("value") for variable in pod["spec"]["containers"][0]["env"]}
+        told = {
+            variable["name"]: variable.get("value")
+            for variable in pod["spec"]["containers"][0]["env"]
+        }
         tokens.append(told["JAXPAR_RUN_TOKEN"])
     assert len(set(tokens)) == 2
     assert all(re.fullmatch("[0-9a-f]{32}", token) for token in tokens)

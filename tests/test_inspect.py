@@ -40,7 +40,11 @@ def test_psum_over_one_of_two_axes_moves_its_ring_bytes():
     assert report.bytes_moved("all-reduce", "tensor") == 768
     assert report.count(axis="data") == report.bytes_moved(axis="data") == 0
     (collective,) = report.collectives
-    assert (collective.payload_bytes, collective.group_size, collective.whole_axes) == (512, 4, True)
+    assert (collective.payload_bytes, collective.group_size, collective.whole_axes) == (
+        512,
+        4,
+        True,
+    )
     assert "psum" in collective.op_name
     assert "test_inspect.py:" in collective.source
 
@@ -66,7 +70,10 @@ def test_cpu_devices_move_bfloat16_as_float32_and_float16_as_it_is():
     gather = manual(lambda x: jax.lax.all_gather(x, "data", tiled=True), mesh, P("data"), P())
     dtypes = (jnp.bfloat16, jnp.float16)
     reports = [inspect_step(gather, abstract(mesh, (64,), "data", dtype=dtype)) for dtype in dtypes]
-    assert [report.bytes_moved("all-gather", "data") for report in reports] == [7 * 8 * 4, 7 * 8 * 2]
+    assert [report.bytes_moved("all-gather", "data") for report in reports] == [
+        7 * 8 * 4,
+        7 * 8 * 2,
+    ]
 
 
 def test_collective_in_a_scan_runs_once_a_trip():
@@ -75,7 +82,9 @@ def test_collective_in_a_scan_runs_once_a_trip():
     def steps(x):
         return jax.lax.scan(lambda x, _: (jax.lax.psum(x, "tensor") * 0.1, None), x, length=5)[0]
 
-    report = inspect_step(manual(steps, mesh, P("data"), P("data")), abstract(mesh, (2, 32), "data"))
+    report = inspect_step(
+        manual(steps, mesh, P("data"), P("data")), abstract(mesh, (2, 32), "data")
+    )
     assert report.count("all-reduce", "tensor") == 5
     assert report.bytes_moved("all-reduce") == 5 * 2 * 3 * 128 // 4
 
@@ -99,7 +108,9 @@ def test_collective_in_a_branch_counts_as_a_bound_until_its_share_is_given():
     mesh = make_mesh(data=2, tensor=4)
 
     def step(x, _):
-        return jax.lax.cond(x.sum() > 0, lambda x: jax.lax.psum(x, "data"), lambda x: x + 1, x), None
+        return jax.lax.cond(
+            x.sum() > 0, lambda x: jax.lax.psum(x, "data"), lambda x: x + 1, x
+        ), None
 
     branches = manual(lambda x: jax.lax.scan(step, x, length=10)[0], mesh, P("tensor"), P("tensor"))
     x = abstract(mesh, (32,), "tensor")
@@ -127,7 +138,10 @@ def test_ring_shifts_of_a_shard_map_are_told_apart():
     report = inspect_step(manual(ring, mesh, specs, specs), x, abstract(mesh, (4, 16), "stage"))
     # A device sends its row, 8 floats forward and 16 backward, in each of 6 ticks; stage 0 sends nothing backward.
     assert_collectives(report, {("collective-permute", "stage"): (12, 6 * (32 + 64))})
-    assert sorted((each.shift, len(each.senders)) for each in report.collectives) == [(-1, 6), (1, 8)]
+    assert sorted((each.shift, len(each.senders)) for each in report.collectives) == [
+        (-1, 6),
+        (1, 8),
+    ]
 
 
 def test_gather_scatter_and_all_to_all_move_their_ring_bytes():
@@ -157,8 +171,13 @@ class TwoLinears(nnx.Module):
 def test_column_row_pair_of_a_flax_nnx_model_costs_one_all_reduce():
     mesh = make_mesh(data=2, tensor=4)
     graph, state = nnx.split(nnx.eval_shape(lambda: TwoLinears(nnx.Rngs(0))))
-    specs = {"up": {"kernel": P(None, "tensor"), "bias": P("tensor")}, "down": {"kernel": P("tensor"), "bias": P()}}
-    params = jax.tree.map(lambda leaf, spec: abstract(mesh, leaf.shape, *spec), nnx.to_pure_dict(state), specs)
+    specs = {
+        "up": {"kernel": P(None, "tensor"), "bias": P("tensor")},
+        "down": {"kernel": P("tensor"), "bias": P()},
+    }
+    params = jax.tree.map(
+        lambda leaf, spec: abstract(mesh, leaf.shape, *spec), nnx.to_pure_dict(state), specs
+    )
     batch = abstract(mesh, (32, 64), "data")
 
     def apply(params, batch):
@@ -170,17 +189,25 @@ def test_column_row_pair_of_a_flax_nnx_model_costs_one_all_reduce():
 
     # Forward: the row-parallel product leaves partial sums, 16 x 64 floats on each device.
     one_activation = 2 * 3 * 16 * 64 * 4 // 4
-    assert_collectives(inspect_step(apply, params, batch), {("all-reduce", "tensor"): (1, one_activation)})
+    assert_collectives(
+        inspect_step(apply, params, batch), {("all-reduce", "tensor"): (1, one_activation)}
+    )
     # Backward: nothing over tensor, since no input needs a gradient; the gradients of a device's parameters and the loss
     # over data, together.
     gradient = 4 * (2 * 64 * 64 + 64 + 64 + 1)
     report = inspect_step(jax.value_and_grad(loss), params, batch)
-    assert_collectives(report, {("all-reduce", "tensor"): (1, one_activation), ("all-reduce", "data"): (1, gradient)})
+    assert_collectives(
+        report,
+        {("all-reduce", "tensor"): (1, one_activation), ("all-reduce", "data"): (1, gradient)},
+    )
 
 
 def test_optax_step_adds_no_collective_and_clipping_adds_scalars():
     mesh = make_mesh(data=2, tensor=4)
-    params = {"up": abstract(mesh, (64, 256), None, "tensor"), "down": abstract(mesh, (256, 64), "tensor")}
+    params = {
+        "up": abstract(mesh, (64, 256), None, "tensor"),
+        "down": abstract(mesh, (256, 64), "tensor"),
+    }
     batch = abstract(mesh, (32, 64), "data")
 
     def loss(params, batch):
@@ -213,7 +240,9 @@ def test_loop_with_unknown_trips_is_flagged_and_never_counted():
     mesh = make_mesh(data=2, tensor=4)
 
     def until_large(x):
-        return jax.lax.while_loop(lambda x: jnp.sum(x) < 100, lambda x: jax.lax.psum(x @ x, "data"), x)
+        return jax.lax.while_loop(
+            lambda x: jnp.sum(x) < 100, lambda x: jax.lax.psum(x @ x, "data"), x
+        )
 
     loop = manual(until_large, mesh, P(), P())
     x = abstract(mesh, (16, 16))
@@ -222,12 +251,19 @@ def test_loop_with_unknown_trips_is_flagged_and_never_counted():
     assert report.collectives[0].bytes_moved is None
     assert len(report.unknown_loops) == 1
     assert "1 x ?" in report.render()
-    with pytest.raises(ValueError, match="runs a step must be known to be counted; got all-reduce over data in a loop"):
+    with pytest.raises(
+        ValueError,
+        match="runs a step must be known to be counted; got all-reduce over data in a loop",
+    ):
         report.count()
     with pytest.raises(ValueError, match="Pass loop_trips="):
         report.bytes_by_axes()
     report = inspect_step(loop, x, loop_trips=7)
-    assert (report.count("all-reduce", "data"), report.flops, report.unknown_loops) == (7, 7 * 2 * 16**3, ())
+    assert (report.count("all-reduce", "data"), report.flops, report.unknown_loops) == (
+        7,
+        7 * 2 * 16**3,
+        (),
+    )
 
 
 def test_flops_of_a_matmul_in_a_scan_count_every_trip():
@@ -259,7 +295,9 @@ def test_flops_of_convolutions_are_those_of_the_compiler(padding):
     def conv(image, kernel):
         return jax.lax.conv_general_dilated(image, kernel, (2, 1), padding, rhs_dilation=(1, 2))
 
-    image, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 3, 32, 24), (16, 3, 3, 3)))
+    image, kernel = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 3, 32, 24), (16, 3, 3, 3))
+    )
     report = inspect_step(conv, image, kernel)
     assert report.flops == report.compiler_flops
 
@@ -268,7 +306,9 @@ def test_backward_of_a_convolution_costs_two_forwards():
     def loss(image, kernel):
         return jnp.sum(jax.lax.conv(image, kernel, (1, 1), "VALID") ** 2)
 
-    image, kernel = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 4, 16, 16), (4, 4, 3, 3)))
+    image, kernel = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 4, 16, 16), (4, 4, 3, 3))
+    )
     forward = inspect_step(loss, image, kernel).flops
     assert inspect_step(jax.grad(loss, (0, 1)), image, kernel).flops == 3 * forward
 
@@ -287,7 +327,10 @@ def test_memory_is_what_each_device_holds():
     # The compiler rounds a tuple's pointers into the outputs on some backends.
     assert whole_w + result <= memory.output_bytes <= whole_w + result + 64
     assert memory.alias_bytes == whole_w
-    assert memory.total_bytes == sum(memory.by_kind().values()) - memory.total_bytes - 2 * memory.alias_bytes
+    assert (
+        memory.total_bytes
+        == sum(memory.by_kind().values()) - memory.total_bytes - 2 * memory.alias_bytes
+    )
 
 
 def test_large_arrays_that_every_device_holds_whole_are_named():
@@ -304,7 +347,11 @@ def test_large_arrays_that_every_device_holds_whole_are_named():
         bits = jax.random.bits(key[0])
         return {"sum": params["whole"] + params["split"], "small": params["small"], "bits": bits}
 
-    out = {"sum": NamedSharding(mesh, P()), "small": NamedSharding(mesh, P()), "bits": NamedSharding(mesh, P())}
+    out = {
+        "sum": NamedSharding(mesh, P()),
+        "small": NamedSharding(mesh, P()),
+        "bits": NamedSharding(mesh, P()),
+    }
     step = jax.jit(step, out_shardings=out)
     args = (params, key, abstract(mesh, (1024, 1024)))
     whole = inspect_step(step, *args, large_bytes=4 * 256 * 256).whole_arrays
@@ -350,17 +397,30 @@ def test_axis_of_size_one_moves_nothing():
 
 def test_links_are_inside_a_node_or_across():
     mesh = make_mesh(data=2, tensor=4)
-    both = manual(lambda x: jax.lax.psum(jnp.sin(jax.lax.psum(x, "tensor")), "data"), mesh, P("data", "tensor"), P())
+    both = manual(
+        lambda x: jax.lax.psum(jnp.sin(jax.lax.psum(x, "tensor")), "data"),
+        mesh,
+        P("data", "tensor"),
+        P(),
+    )
     x = abstract(mesh, (16, 64), "data", "tensor")
-    links = {each.axes: each.crosses_nodes for each in inspect_step(both, x, devices_per_node=4).collectives}
+    links = {
+        each.axes: each.crosses_nodes
+        for each in inspect_step(both, x, devices_per_node=4).collectives
+    }
     assert links == {("tensor",): False, ("data",): True}
-    links = {each.axes: each.crosses_nodes for each in inspect_step(both, x, devices_per_node=2).collectives}
+    links = {
+        each.axes: each.crosses_nodes
+        for each in inspect_step(both, x, devices_per_node=2).collectives
+    }
     assert links == {("tensor",): True, ("data",): True}
     assert all(each.crosses_nodes is None for each in inspect_step(both, x).collectives)
 
 
 def test_nodes_follow_device_ids_and_not_places_in_the_mesh():
-    devices = np.array(jax.devices()[:8]).reshape(4, 2).T  # data pairs neighbours: devices 0 and 1, 2 and 3, ...
+    devices = (
+        np.array(jax.devices()[:8]).reshape(4, 2).T
+    )  # data pairs neighbours: devices 0 and 1, 2 and 3, ...
     mesh = jax.sharding.Mesh(devices, ("data", "tensor"))
     psum = manual(lambda x: jax.lax.psum(x, "data"), mesh, P("data"), P())
     report = inspect_step(psum, abstract(mesh, (16,), "data"), devices_per_node=2)
@@ -373,7 +433,12 @@ def test_nodes_follow_device_ids_and_not_places_in_the_mesh():
 def report_of_two() -> tuple:
     mesh = make_mesh(data=2, tensor=4)
     psum = manual(lambda x: jax.lax.psum(x, "tensor"), mesh, P("data", "tensor"), P("data"))
-    both = manual(lambda x: jax.lax.psum(jnp.sin(jax.lax.psum(x, "tensor")), "data"), mesh, P("data", "tensor"), P())
+    both = manual(
+        lambda x: jax.lax.psum(jnp.sin(jax.lax.psum(x, "tensor")), "data"),
+        mesh,
+        P("data", "tensor"),
+        P(),
+    )
     x = abstract(mesh, (16, 64), "data", "tensor")
     return inspect_step(psum, x), inspect_step(both, x)
 
@@ -383,7 +448,9 @@ def test_report_reads_as_a_table_with_units():
     text = report.render()
     assert str(report) == text
     assert "8 devices, mesh data=2, tensor=4" in text.splitlines()[0]
-    row = next(line for line in text.splitlines() if line.startswith("all-reduce") and " tensor " in line)
+    row = next(
+        line for line in text.splitlines() if line.startswith("all-reduce") and " tensor " in line
+    )
     assert row.split()[:8] == ["all-reduce", "tensor", "1", "4", "512", "B", "768", "B"]
     assert report.bytes_by_axes() == {("tensor",): 768, ("data",): 512}
 
@@ -400,9 +467,13 @@ def test_comparison_names_what_differs_and_nothing_else():
 
 def test_failed_assertion_says_what_was_expected_and_what_is_there():
     _, report = report_of_two()
-    with pytest.raises(AssertionError, match=r"all-reduce over data must run 2 times a step; got 1"):
+    with pytest.raises(
+        AssertionError, match=r"all-reduce over data must run 2 times a step; got 1"
+    ):
         assert_collectives(report, {("all-reduce", "data"): 2, ("all-reduce", "tensor"): 1})
-    with pytest.raises(AssertionError, match=r"all-reduce over tensor must move 1 bytes a step; got 768"):
+    with pytest.raises(
+        AssertionError, match=r"all-reduce over tensor must move 1 bytes a step; got 768"
+    ):
         assert_collectives(report, {("all-reduce", "tensor"): (1, 1)}, allow_others=True)
     with pytest.raises(AssertionError, match=r"nothing else expected; got all-reduce over data"):
         assert_collectives(report, {("all-reduce", "tensor"): 1})
@@ -411,19 +482,31 @@ def test_failed_assertion_says_what_was_expected_and_what_is_there():
 
 def test_bad_input_is_named():
     mesh, report = make_mesh(data=2, tensor=2), report_of_two()[0]
-    with pytest.raises(ValueError, match="axis must be one of the mesh's; got 'model', a mesh with axes"):
+    with pytest.raises(
+        ValueError, match="axis must be one of the mesh's; got 'model', a mesh with axes"
+    ):
         report.count("all-reduce", "model")
     with pytest.raises(
-        ValueError, match="mesh must have the devices of the compiled program; got a mesh of 4, a program for 1"
+        ValueError,
+        match="mesh must have the devices of the compiled program; got a mesh of 4, a program for 1",
     ):
         inspect_step(lambda x: x, jnp.ones(4), mesh=mesh)
-    with pytest.raises(TypeError, match="fn must be a function or a traced, lowered or compiled stage of one; got int"):
+    with pytest.raises(
+        TypeError,
+        match="fn must be a function or a traced, lowered or compiled stage of one; got int",
+    ):
         inspect_step(3)
     with pytest.raises(ValueError, match="devices_per_node must be at least 1; got 0"):
         inspect_step(lambda x: x, jnp.ones(4), devices_per_node=0)
-    with pytest.raises(ValueError, match=r"branch_shares must give one share for each branch .* got 3 shares"):
+    with pytest.raises(
+        ValueError, match=r"branch_shares must give one share for each branch .* got 3 shares"
+    ):
         inspect_step(
-            lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), jnp.ones(4), branch_shares={"": (0.5, 0.2, 0.3)}
+            lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
+            jnp.ones(4),
+            branch_shares={"": (0.5, 0.2, 0.3)},
         )
-    with pytest.raises(ValueError, match="the text must be an HLO module with an ENTRY computation; got none"):
+    with pytest.raises(
+        ValueError, match="the text must be an HLO module with an ENTRY computation; got none"
+    ):
         parse_module("HloModule nothing")

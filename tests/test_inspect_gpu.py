@@ -62,13 +62,20 @@ ENTRY %main (state: (s32[], f32[8,8], f32[4,8,16])) -> (s32[], f32[8,8], f32[4,8
 
 
 def read(large_bytes=1, **assumed):
-    return read_gpu_program(parse_module(PROGRAM), large_bytes=large_bytes, assumptions=Assumptions(**assumed))
+    return read_gpu_program(
+        parse_module(PROGRAM), large_bytes=large_bytes, assumptions=Assumptions(**assumed)
+    )
 
 
 def test_copies_are_those_of_instructions_and_fusions_that_do_nothing_else():
-    ring, branch = Copy("f32[4,16,8]", 2048, 5, ""), Copy("f32[8,8]", 256, 5, "jit(step)/in the branch")
+    ring, branch = (
+        Copy("f32[4,16,8]", 2048, 5, ""),
+        Copy("f32[8,8]", 256, 5, "jit(step)/in the branch"),
+    )
     assert read().copies[:2] == (ring, branch)
-    assert [each.times for each in read().copies[2:]] == [1, 1], "a loop of unknown length counts as one trip"
+    assert [each.times for each in read().copies[2:]] == [1, 1], (
+        "a loop of unknown length counts as one trip"
+    )
     assert read().bytes_copied == 6 * (2048 + 256)
     assert read(large_bytes=1024).bytes_copied == 6 * 2048
 
@@ -110,5 +117,9 @@ def test_a_transfer_with_nothing_meanwhile_is_seen(instruction):
     done = next(line for line in PROGRAM.splitlines() if "permute-done" in line)
     without = PROGRAM.replace(done + "\n", "")
     text = without.replace(f"  {instruction}", f"{done}\n  {instruction}", 1)
-    found = read_gpu_program(parse_module(text), large_bytes=1, assumptions=Assumptions()).transfers[0].flops_meanwhile
+    found = (
+        read_gpu_program(parse_module(text), large_bytes=1, assumptions=Assumptions())
+        .transfers[0]
+        .flops_meanwhile
+    )
     assert found == (0 if instruction == "%y = " else 2 * 2 * 8**3)

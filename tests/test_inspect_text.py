@@ -69,7 +69,9 @@ def test_shifts_along_an_axis_are_told_from_other_permutations(pairs, shift):
 
 
 def collectives_of(text: str, **assumptions) -> dict[str, Collective]:
-    found = find_collectives(program(text), axis_sizes=DATA_TENSOR, assumptions=Assumptions(**assumptions))
+    found = find_collectives(
+        program(text), axis_sizes=DATA_TENSOR, assumptions=Assumptions(**assumptions)
+    )
     assert len({each.kind for each in found}) == len(found), "the snippets here hold one of a kind"
     return {each.kind: each for each in found}
 
@@ -130,7 +132,9 @@ def test_asynchronous_pairs_of_a_gpu_count_once():
         "collective-permute": (("data",), 128, 128),
         "all-to-all": (("tensor",), 128, 96),
     }
-    assert {kind: (each.axes, each.payload_bytes, each.bytes_per_run) for kind, each in found.items()} == expected
+    assert {
+        kind: (each.axes, each.payload_bytes, each.bytes_per_run) for kind, each in found.items()
+    } == expected
     assert all(each.times == 3 and each.asynchronous for each in found.values())
     assert len(found["collective-permute"].senders) == 4
 
@@ -152,7 +156,12 @@ def test_permutation_taken_apart_into_send_and_recv_counts_once():
         }
         """)
     permute = found["collective-permute"]
-    assert (permute.axes, permute.bytes_moved, permute.shift, len(permute.senders)) == (("tensor",), 128, 1, 2)
+    assert (permute.axes, permute.bytes_moved, permute.shift, len(permute.senders)) == (
+        ("tensor",),
+        128,
+        1,
+        2,
+    )
 
 
 def test_broadcast_and_ragged_exchange_are_counted_and_groups_of_one_are_not():
@@ -227,7 +236,9 @@ def test_branches_by_predicate_are_branches():
     permute = collectives_of(text)["collective-permute"]
     assert (permute.is_bound, permute.times) == (True, 1)
     permute = collectives_of(text, branch_shares={"cond$": (0.75, 0.25)})["collective-permute"]
-    assert (permute.is_bound, permute.times) == (False, 0.25), "shares are in JAX's order, false before true"
+    assert (permute.is_bound, permute.times) == (False, 0.25), (
+        "shares are in JAX's order, false before true"
+    )
 
 
 def test_source_lines_are_read_from_the_tables_before_the_program():
@@ -253,14 +264,19 @@ def test_source_lines_are_read_from_the_tables_before_the_program():
               metadata={op_name="jit(f)/w[\\'b\\']/psum" stack_frame_id=1}
         }
         """)
-    assert (found["all-reduce"].source, found["all-reduce"].op_name) == ("/src/model.py:12", "jit(f)/w['b']/psum")
+    assert (found["all-reduce"].source, found["all-reduce"].op_name) == (
+        "/src/model.py:12",
+        "jit(f)/w['b']/psum",
+    )
 
 
 def flops_of(parameters: list[str], result: str, call: str) -> tuple[int, frozenset[str]]:
     lines = [f"  %p{index} = {shape} parameter({index})" for index, shape in enumerate(parameters)]
     operands = ", ".join(f"%p{index}" for index in range(len(parameters)))
     entry = [*lines, f"  ROOT %out = {result} custom-call({operands}), {call}"]
-    flops = count_flops(parse_module("\n".join(["HloModule gpu", "ENTRY %main () -> f32[] {", *entry, "}"])))
+    flops = count_flops(
+        parse_module("\n".join(["HloModule gpu", "ENTRY %main () -> f32[] {", *entry, "}"]))
+    )
     assert flops["flops"] == flops["flops_least"]
     return flops["flops"], frozenset(flops["uncounted_calls"])
 
@@ -268,21 +284,24 @@ def flops_of(parameters: list[str], result: str, call: str) -> tuple[int, frozen
 def library_call(target: str, key: str, **dims: list[int]) -> str:
     """Returns the attributes of a call whose backend config tells the dims of its product under `key`."""
     named = {f"{name}_dimensions": [str(dim) for dim in listed] for name, listed in dims.items()}
-    return (
-        f'custom_call_target="{target}", backend_config={json.dumps({"config": {key: named}}, separators=(",", ":"))}'
-    )
+    return f'custom_call_target="{target}", backend_config={json.dumps({"config": {key: named}}, separators=(",", ":"))}'
 
 
 def test_flops_of_a_product_by_cublas():
     dims = {"lhs_contracting": [2], "rhs_contracting": [1], "lhs_batch": [0], "rhs_batch": [0]}
     call = library_call("__cublas$lt$matmul", "dot_dimension_numbers", **dims)
     result = "(bf16[4,32,64], s8[1024])"
-    assert flops_of(["bf16[4,32,16]", "bf16[4,16,64]"], result, call) == (2 * 4 * 32 * 16 * 64, frozenset())
+    assert flops_of(["bf16[4,32,16]", "bf16[4,16,64]"], result, call) == (
+        2 * 4 * 32 * 16 * 64,
+        frozenset(),
+    )
 
 
 def test_flops_of_a_convolution_by_cudnn_are_the_same_in_each_direction():
     image, kernel, output = "f32[8,16,16,4]", "f32[32,3,3,4]", "f32[8,16,16,32]"
-    met = (16 * 3 - 2) ** 2  # along each dim every place meets 3 kernel elements, but the two edges meet 2
+    met = (
+        16 * 3 - 2
+    ) ** 2  # along each dim every place meets 3 kernel elements, but the two edges meet 2
     for target, operands, result in (
         ("__cudnn$convForward", [image, kernel], output),
         ("__cudnn$convBackwardInput", [output, kernel], image),
@@ -295,17 +314,34 @@ def test_flops_of_a_convolution_by_cudnn_are_the_same_in_each_direction():
 def test_flops_of_fused_attention_by_cudnn():
     query, keys = "bf16[2,128,4,64]", "bf16[2,256,4,64]"
     one_product = 2 * 2 * 4 * 128 * 256 * 64
-    dims = {"lhs_contracting": [3], "rhs_contracting": [3], "lhs_batch": [0, 2], "rhs_batch": [0, 2]}
+    dims = {
+        "lhs_contracting": [3],
+        "rhs_contracting": [3],
+        "lhs_batch": [0, 2],
+        "rhs_batch": [0, 2],
+    }
     call = library_call("__cudnn$fmhaSoftmax", "bmm1_dot_dimension_numbers", **dims)
-    assert flops_of([query, keys, keys], f"({query}, u8[0])", call) == (2 * one_product, frozenset())
-    call = library_call("__cudnn$fmhaSoftmaxBackward", "bmm2_grad_gemm2_dot_dimension_numbers", **dims)
-    assert flops_of([query, keys, keys], f"({query}, {keys}, {keys})", call) == (5 * one_product, frozenset())
+    assert flops_of([query, keys, keys], f"({query}, u8[0])", call) == (
+        2 * one_product,
+        frozenset(),
+    )
+    call = library_call(
+        "__cudnn$fmhaSoftmaxBackward", "bmm2_grad_gemm2_dot_dimension_numbers", **dims
+    )
+    assert flops_of([query, keys, keys], f"({query}, {keys}, {keys})", call) == (
+        5 * one_product,
+        frozenset(),
+    )
 
 
 # A chunk of 128 of a context axis has 0 and 384 keys before it on one device, and 128 and 256 on the other.
 @pytest.mark.parametrize(
     ("mask", "num_keys", "scores"),
-    [("CAUSAL", 128, 128 * 129 // 2), ("PADDING", 512, 128 * 384 // 2), ("PADDING", 128, 128 * 128)],
+    [
+        ("CAUSAL", 128, 128 * 129 // 2),
+        ("PADDING", 512, 128 * 384 // 2),
+        ("PADDING", 128, 128 * 128),
+    ],
 )
 def test_a_mask_takes_its_part_off_fused_attention(mask, num_keys, scores):
     """The form in which XLA prints the call for a GPU: spaces in its JSON, and integers as strings."""
@@ -318,7 +354,10 @@ def test_a_mask_takes_its_part_off_fused_attention(mask, num_keys, scores):
     ):
         config = f'{{"cudnn_fmha_backend_config": {{"mask_type": "{mask}", "{name}": {{{dims}}}}}}}'
         call = f'custom_call_target="{target}", backend_config={config}'
-        assert flops_of([heads, keys, keys], f"({heads}, u8[0])", call) == (2 * products * 2 * 8 * 64 * scores, set())
+        assert flops_of([heads, keys, keys], f"({heads}, u8[0])", call) == (
+            2 * products * 2 * 8 * 64 * scores,
+            set(),
+        )
 
 
 @pytest.mark.parametrize(

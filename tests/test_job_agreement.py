@@ -139,17 +139,20 @@ def test_ports_of_metrics_and_of_process_0_that_were_made_the_same_everywhere_ar
         edit(job, "jobset", place, "6379")
     edit(job, "jobset", "main ports", [{"containerPort": 6379, "name": "metrics"}])
     with pytest.raises(
-        ValueError, match=r"must be another port than process 0's; got 6379, that of JAX_COORDINATOR_ADDRESS, "
+        ValueError,
+        match=r"must be another port than process 0's; got 6379, that of JAX_COORDINATOR_ADDRESS, ",
     ):
         check_manifests([job])
 
 
 def test_a_flag_that_other_parts_depend_on_is_given_once():
     (job,) = documents("jobset")
-    job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["args"] = [
-        "--mesh.data=-1"
-    ]
-    with pytest.raises(ValueError, match=r"must have --mesh.data once; got -1, 4\. Leave one out\."):
+    job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0][
+        "args"
+    ] = ["--mesh.data=-1"]
+    with pytest.raises(
+        ValueError, match=r"must have --mesh.data once; got -1, 4\. Leave one out\."
+    ):
         check_manifests([job])
 
 
@@ -159,7 +162,10 @@ def test_an_axis_of_all_devices_must_divide_them():
     edit(job, "jobset", "main command --mesh.data", "-1")
     check_manifests([job])
     edit(job, "jobset", "main command --mesh.stage", "3")
-    with pytest.raises(ValueError, match=r"got --mesh.data -1, --mesh.stage 3, --mesh.tensor 2, 6 devices, and 2 pods"):
+    with pytest.raises(
+        ValueError,
+        match=r"got --mesh.data -1, --mesh.stage 3, --mesh.tensor 2, 6 devices, and 2 pods",
+    ):
         check_manifests([job])
 
 
@@ -168,8 +174,9 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
     edit(job, "jobset", "main resources", None)
     edit(job, "jobset", "main command", None)
     check_manifests([job])
-    assert "spec.replicatedJobs.0 requests no nvidia.com/gpu: pods get no GPUs, unless by another resource" in remarks(
-        job
+    assert (
+        "spec.replicatedJobs.0 requests no nvidia.com/gpu: pods get no GPUs, unless by another resource"
+        in remarks(job)
     )
 
 
@@ -241,7 +248,9 @@ def test_pods_with_no_memory_to_share_and_no_queue_are_told():
     assert memory.startswith(
         "spec.replicatedJobs.0 has nothing at /dev/shm: NCCL needs more than the usual 64 MiB there for 8"
     )
-    assert gang.startswith("2 pods and no --queue: some may start, hold their GPUs and wait for the rest")
+    assert gang.startswith(
+        "2 pods and no --queue: some may start, hold their GPUs and wait for the rest"
+    )
 
 
 @pytest.mark.parametrize(
@@ -281,24 +290,30 @@ def test_a_job_that_nothing_starts_or_ends_is_told():
         "spec.replicatedJobs.0 has the container logs beside the run: the pod ends when all containe"
     )
     del job["metadata"]["labels"]
-    assert "spec.suspend is true and there is no --queue: the job does not start. Leave it out, or name the queue" in (
-        remarks(job)
+    assert (
+        "spec.suspend is true and there is no --queue: the job does not start. Leave it out, or name the queue"
+        in (remarks(job))
     )
 
 
 def test_metrics_of_which_pods_say_nothing_are_told():
     (job,) = documents("fake")
-    words = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    words = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][
+        0
+    ]["command"]
     words += ["--metrics-port", "9099"]
     check_manifests([job])
     assert any(
-        line.startswith("the recipe has --metrics-port 9099, and the pods say nothing of it") for line in remarks(job)
+        line.startswith("the recipe has --metrics-port 9099, and the pods say nothing of it")
+        for line in remarks(job)
     )
 
 
 def test_two_manifests_of_one_name_are_refused():
     (job,) = documents("jobset")
-    with pytest.raises(ValueError, match="a file may have one JobSet of a name; got two named 'gpt'"):
+    with pytest.raises(
+        ValueError, match="a file may have one JobSet of a name; got two named 'gpt'"
+    ):
         check_manifests([job, job])
 
 
@@ -306,14 +321,24 @@ def test_a_hostile_pattern_is_read_and_not_run():
     """One with nested repetitions would take longer than the universe has."""
     (job,) = documents("jobset")
     rule = job["spec"]["failurePolicy"]["rules"][0]
-    rule["onJobFailureMessagePatterns"] = [".*failed with exit code (" + "(a+)+" * 50 + "|2|65|74|86) matching.*"]
+    rule["onJobFailureMessagePatterns"] = [
+        ".*failed with exit code (" + "(a+)+" * 50 + "|2|65|74|86) matching.*"
+    ]
     check_manifests([job])
 
 
 def test_inputs_of_a_recipe_that_no_volume_holds_are_told():
     (job,) = documents("jobset")
-    words = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    words += ["--data", "recipes/data/chats.jsonl", "/checkpoints/rows", "--tokenizer", "/checkpoints/gpt2"]
+    words = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][
+        0
+    ]["command"]
+    words += [
+        "--data",
+        "recipes/data/chats.jsonl",
+        "/checkpoints/rows",
+        "--tokenizer",
+        "/checkpoints/gpt2",
+    ]
     assert not remarks(job)
     words += ["--init-from", "../qwen", "--data", "/checkpoints/a", "/checkpoints/../mine.jsonl"]
     (said,) = remarks(job)
@@ -326,14 +351,26 @@ def test_inputs_of_a_recipe_that_no_volume_holds_are_told():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("JAXPAR_INITIALIZATION_TIMEOUT", "-5", "must be a number of seconds above 0; got '-5'. Give such as 300."),
-        ("JAXPAR_INITIALIZATION_TIMEOUT", "soon", "must be a number of seconds above 0; got 'soon'. Give such as 300."),
+        (
+            "JAXPAR_INITIALIZATION_TIMEOUT",
+            "-5",
+            "must be a number of seconds above 0; got '-5'. Give such as 300.",
+        ),
+        (
+            "JAXPAR_INITIALIZATION_TIMEOUT",
+            "soon",
+            "must be a number of seconds above 0; got 'soon'. Give such as 300.",
+        ),
         (
             "JAXPAR_LOG_SECONDS",
             "-1",
             "or JAXPAR_LOG_SECONDS, must be a number of seconds, 0 or more; got -1. Choose 15",
         ),
-        ("JAXPAR_RESUME", "yes", "JAXPAR_RESUME must be if-any or not set; got 'yes'. Set it to if-any for a run"),
+        (
+            "JAXPAR_RESUME",
+            "yes",
+            "JAXPAR_RESUME must be if-any or not set; got 'yes'. Set it to if-any for a run",
+        ),
         ("JAXPAR_LOG_SECONDS", "$(POD_IP)", ""),
     ],
 )
@@ -365,7 +402,9 @@ def test_a_variable_at_which_a_run_would_end_is_refused(tmp_path, name, value, m
         (["--batch-size", "4096"], ""),
     ],
 )
-def test_flags_of_the_command_of_a_manifest_are_checked_as_before_it_is_written(tmp_path, capsys, flags, message):
+def test_flags_of_the_command_of_a_manifest_are_checked_as_before_it_is_written(
+    tmp_path, capsys, flags, message
+):
     (job,) = documents("jobset")
     pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     pod["containers"][0]["command"] += flags

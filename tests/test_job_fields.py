@@ -12,7 +12,14 @@ from jaxpar.jobs.field_types import REQUIRED, TYPES, check_types, required_of, t
 from tests.support.written_manifests import documents, edit
 
 SCHEMAS = sorted((Path(__file__).parent / "data" / "schemas").glob("*.json"))
-FROM_PLACE_TO_PLACE = {"status", "values", "requiredDuringSchedulingIgnoredDuringExecution", "image", "port", "options"}
+FROM_PLACE_TO_PLACE = {
+    "status",
+    "values",
+    "requiredDuringSchedulingIgnoredDuringExecution",
+    "image",
+    "port",
+    "options",
+}
 
 
 def fields_of(schema, around=""):
@@ -40,7 +47,11 @@ def test_each_field_has_the_type_of_its_schema(path):
     unknown = {name for name, around, _ in seen if type_of(name, around) is None}
     assert unknown <= FROM_PLACE_TO_PLACE
     wrong = [each for each in seen if type_of(each[0], each[1]) not in (None, each[2])]
-    wrong = [each for each in wrong if (each[0], type_of(*each[:2]), each[2]) != ("port", "port", "quantity")]
+    wrong = [
+        each
+        for each in wrong
+        if (each[0], type_of(*each[:2]), each[2]) != ("port", "port", "quantity")
+    ]
     assert not wrong
 
 
@@ -54,10 +65,20 @@ def objects_of(schema, name, around=""):
 
 
 def test_each_object_must_have_what_its_schema_requires():
-    seen = {each for path in SCHEMAS for each in objects_of(json.loads(path.read_text()), path.stem.split(".")[0])}
+    seen = {
+        each
+        for path in SCHEMAS
+        for each in objects_of(json.loads(path.read_text()), path.stem.split(".")[0])
+    }
     of_services = {"spec.ports", "TrainJob.spec"}
-    assert {*REQUIRED} - {key for name, around, _ in seen for key in (name, f"{around}.{name}")} == of_services
-    wrong = [each for each in seen if not {*required_of(each[0], each[1])} <= each[2] and each[1] != "template"]
+    assert {*REQUIRED} - {
+        key for name, around, _ in seen for key in (name, f"{around}.{name}")
+    } == of_services
+    wrong = [
+        each
+        for each in seen
+        if not {*required_of(each[0], each[1])} <= each[2] and each[1] != "template"
+    ]
     assert not wrong
 
 
@@ -126,15 +147,27 @@ def test_a_value_that_its_api_refuses_is_named(kind, place, value, message):
 
 
 def test_fields_of_users_may_have_the_names_of_the_api():
-    check_types({"kind": "Service", "metadata": {"labels": {"env": "a"}}, "spec": {"selector": {"replicas": "b"}}})
+    check_types(
+        {
+            "kind": "Service",
+            "metadata": {"labels": {"env": "a"}},
+            "spec": {"selector": {"replicas": "b"}},
+        }
+    )
     assert {"env", "replicas"} <= {*TYPES}
 
 
 def test_a_field_without_a_value_is_one_that_is_not_there():
     text = "kind: JobSet\nmetadata: {creationTimestamp: null, name: a}\nspec:\n  suspend:\n  replicatedJobs: [null]\n"
     (found,) = read_yaml(text, "--check")
-    assert found == {"kind": "JobSet", "metadata": {"name": "a"}, "spec": {"replicatedJobs": [None]}}
-    with pytest.raises(ValueError, match=r"spec\.replicatedJobs\.0 must be an object; got null\. Write its fields"):
+    assert found == {
+        "kind": "JobSet",
+        "metadata": {"name": "a"},
+        "spec": {"replicatedJobs": [None]},
+    }
+    with pytest.raises(
+        ValueError, match=r"spec\.replicatedJobs\.0 must be an object; got null\. Write its fields"
+    ):
         check_types(found)
 
 
@@ -148,24 +181,57 @@ OF_CLUSTERS = {  # what people add to the pods of a job
     "nodeSelector": {"example.com/gpu": "h100"},
     "imagePullSecrets": [{"name": "registry"}],
     "priorityClassName": "high",
-    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": -1}],
-    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+    "tolerations": [
+        {
+            "key": "nvidia.com/gpu",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": -1,
+        }
+    ],
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    ],
     "initContainers": [
-        {"name": "logs", "image": "b:1", "restartPolicy": "Always", "command": ["sh", "-c", "echo $HOME"]},
-        {"name": "wait", "image": "b:1", "livenessProbe": {"tcpSocket": {"port": "http"}}, "volumeMounts": []},
+        {
+            "name": "logs",
+            "image": "b:1",
+            "restartPolicy": "Always",
+            "command": ["sh", "-c", "echo $HOME"],
+        },
+        {
+            "name": "wait",
+            "image": "b:1",
+            "livenessProbe": {"tcpSocket": {"port": "http"}},
+            "volumeMounts": [],
+        },
     ],
 }
 VOLUMES = {
-    "settings": {"configMap": {"name": "a", "defaultMode": 420, "items": [{"key": "a", "path": "b"}]}},
+    "settings": {
+        "configMap": {"name": "a", "defaultMode": 420, "items": [{"key": "a", "path": "b"}]}
+    },
     "secret": {"secret": {"secretName": "a", "optional": True}},
     "disk": {"hostPath": {"path": "/mnt", "type": "Directory"}},
-    "token": {"projected": {"sources": [{"serviceAccountToken": {"path": "a", "expirationSeconds": 3600}}]}},
-    "bucket": {"csi": {"driver": "a", "volumeAttributes": {"replicas": "b", "mountOptions": "implicit-dirs"}}},
+    "token": {
+        "projected": {
+            "sources": [{"serviceAccountToken": {"path": "a", "expirationSeconds": 3600}}]
+        }
+    },
+    "bucket": {
+        "csi": {
+            "driver": "a",
+            "volumeAttributes": {"replicas": "b", "mountOptions": "implicit-dirs"},
+        }
+    },
     "scratch": {"emptyDir": {}},
 }
 VARIABLES = [
     {"name": "KEY", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b", "optional": True}}},
-    {"name": "MEMORY", "valueFrom": {"resourceFieldRef": {"resource": "limits.memory", "divisor": "1Gi"}}},
+    {
+        "name": "MEMORY",
+        "valueFrom": {"resourceFieldRef": {"resource": "limits.memory", "divisor": "1Gi"}},
+    },
     {"name": "EMPTY", "value": ""},
     {"name": "PLACE", "value": "$(POD_IP)/$$HOME"},
 ]
@@ -173,12 +239,16 @@ VARIABLES = [
 
 def test_what_clusters_need_beside_it_is_taken():
     (job,) = documents("jobset")
-    job["metadata"]["annotations"] = {"kubectl.kubernetes.io/last-applied-configuration": '{"replicas": "any"}\n'}
+    job["metadata"]["annotations"] = {
+        "kubectl.kubernetes.io/last-applied-configuration": '{"replicas": "any"}\n'
+    }
     pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     pod |= OF_CLUSTERS
     pod["volumes"] += [{"name": name, **source} for name, source in VOLUMES.items()]
     (main,) = pod["containers"]
-    main["volumeMounts"] += [{"name": name, "mountPath": f"/{name}", "readOnly": True} for name in VOLUMES]
+    main["volumeMounts"] += [
+        {"name": name, "mountPath": f"/{name}", "readOnly": True} for name in VOLUMES
+    ]
     main["env"] += VARIABLES
     for of in main["resources"].values():
         of |= {"ephemeral-storage": "1.5e10", "hugepages-2Mi": "1Gi"}

@@ -65,7 +65,13 @@ def test_bloom_s_48_nodes_fit_the_schema_of_a_trainjob():
 
 def paths(tree, path=()):
     """Yields the path of every field that the API names; what is in labels, annotations and limits is free."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in items:
         if isinstance(tree, dict) and (
             not path or path[-1] not in ("metadata", "annotations", "labels", "limits", "requests")
@@ -82,7 +88,9 @@ def paths(tree, path=()):
 def test_a_typo_in_any_field_is_caught(write, name):
     api = schema(name)
     manifest = write(BLOOM)
-    fields = [path for path in paths(manifest) if path not in (("apiVersion",), ("kind",), ("metadata",))]
+    fields = [
+        path for path in paths(manifest) if path not in (("apiVersion",), ("kind",), ("metadata",))
+    ]
     assert len(fields) > 25
     for path in fields:
         wrong = copy.deepcopy(manifest)
@@ -98,7 +106,8 @@ def test_a_wrong_kind_of_value_is_caught():
     wrong = to_jobset(BLOOM)
     wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] = "many"
     with pytest.raises(
-        ValueError, match=r"spec.replicatedJobs.0.template.spec.parallelism: 'many' is not of type 'integer'"
+        ValueError,
+        match=r"spec.replicatedJobs.0.template.spec.parallelism: 'many' is not of type 'integer'",
     ):
         check_manifest(wrong, schema(JOBSET))
 
@@ -117,25 +126,54 @@ def test_a_pod_is_a_node_and_knows_its_place():
         "requests": {"cpu": "96", "memory": "800Gi", "nvidia.com/gpu": 8, "rdma/ib": 8},
         "limits": {"memory": "800Gi", "nvidia.com/gpu": 8, "rdma/ib": 8},
     }, "no limit on CPU, which would slow a process down"
-    assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}, "RDMA locks the memory that it reads"
+    assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}, (
+        "RDMA locks the memory that it reads"
+    )
     assert (told["NCCL_IB_HCA"], told["LD_PRELOAD"]) == ("mlx5", "")
     assert told["JAX_COORDINATOR_ADDRESS"] == "bloom-nodes-0-0.bloom-nodes:6379"
-    assert manifest["spec"]["network"]["subdomain"] == pod(manifest)["spec"]["subdomain"] == "bloom-nodes"
+    assert (
+        manifest["spec"]["network"]["subdomain"]
+        == pod(manifest)["spec"]["subdomain"]
+        == "bloom-nodes"
+    )
     assert told["JAX_NUM_PROCESSES"] == "48"
-    assert told["JAX_COORDINATOR_BIND_ADDRESS"] == "$(POD_IP):6379", "its own address, not all of them"
-    assert container["command"][-6:] == ["--mesh.data", "8", "--mesh.stage", "12", "--mesh.tensor", "4"]
+    assert told["JAX_COORDINATOR_BIND_ADDRESS"] == "$(POD_IP):6379", (
+        "its own address, not all of them"
+    )
+    assert container["command"][-6:] == [
+        "--mesh.data",
+        "8",
+        "--mesh.stage",
+        "12",
+        "--mesh.tensor",
+        "4",
+    ]
 
 
 def test_what_it_says_of_its_place_is_what_initialize_reads():
     from jaxpar.runtime.process_env import read_process_env
 
-    told = {v["name"]: v.get("value", "7") for v in pod(to_jobset(BLOOM))["spec"]["containers"][0]["env"]}
-    told["JAX_COORDINATOR_BIND_ADDRESS"] = told["JAX_COORDINATOR_BIND_ADDRESS"].replace("$(POD_IP)", "10.0.0.7")
+    told = {
+        v["name"]: v.get("value", "7")
+        for v in pod(to_jobset(BLOOM))["spec"]["containers"][0]["env"]
+    }
+    told["JAX_COORDINATOR_BIND_ADDRESS"] = told["JAX_COORDINATOR_BIND_ADDRESS"].replace(
+        "$(POD_IP)", "10.0.0.7"
+    )
     place = read_process_env(told)
     assert (place.num_processes, place.process_id, place.bind) == (48, 7, "10.0.0.7:6379")
 
 
-DOLLARS = ("costs $$5, see $(JAX_NUM_PROCESSES)", "pa$$word", "$", "$$$", "$(", "$(X", "$($(POD_IP))", "a$b${C}$$(D)$")
+DOLLARS = (
+    "costs $$5, see $(JAX_NUM_PROCESSES)",
+    "pa$$word",
+    "$",
+    "$$$",
+    "$(",
+    "$(X",
+    "$($(POD_IP))",
+    "a$b${C}$$(D)$",
+)
 
 
 def containers(job, serving):
@@ -155,8 +193,12 @@ def test_words_and_variables_arrive_in_a_container_as_they_were_given():
         assert command[command.index(DOLLARS[0]) :][: len(DOLLARS)] == [*DOLLARS], kind
         assert {name: variables[name] for name in env} == env, kind
         if kind == "JobSet":
-            assert variables["JAX_COORDINATOR_BIND_ADDRESS"] == "10.0.0.7:6379", "the manifest's own reference"
-    assert expand(DOLLARS[0], {"JAX_NUM_PROCESSES": "1"}) == "costs $5, see 1", "what the kubelet does to it otherwise"
+            assert variables["JAX_COORDINATOR_BIND_ADDRESS"] == "10.0.0.7:6379", (
+                "the manifest's own reference"
+            )
+    assert expand(DOLLARS[0], {"JAX_NUM_PROCESSES": "1"}) == "costs $5, see 1", (
+        "what the kubelet does to it otherwise"
+    )
 
 
 def test_nodes_of_a_stage_are_kept_close_and_all_start_together():
@@ -172,15 +214,25 @@ def test_nodes_of_a_stage_are_kept_close_and_all_start_together():
 def test_a_pod_has_time_to_save_and_room_for_nccl():
     spec = pod(to_jobset(BLOOM))["spec"]
     assert spec["terminationGracePeriodSeconds"] == 230, "twice a save, and 30 s"
-    assert {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]} == {"/dev/shm", "/checkpoints"}
-    assert spec["volumes"][0] == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}}
+    assert {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]} == {
+        "/dev/shm",
+        "/checkpoints",
+    }
+    assert spec["volumes"][0] == {
+        "name": "shm",
+        "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"},
+    }
 
 
 def test_a_pod_ends_on_sigterm_before_it_handles_signals(capsys):
     serving, _ = service(capsys)
     for spec in (pod(to_jobset(BLOOM))["spec"], serving["spec"]["template"]["spec"]):
-        assert spec["shareProcessNamespace"] is True, "the kernel ignores SIGTERM for a process 1 without a handler"
-    pods = schema(TRAINJOB)["properties"]["spec"]["properties"]["runtimePatches"]["items"]["properties"]
+        assert spec["shareProcessNamespace"] is True, (
+            "the kernel ignores SIGTERM for a process 1 without a handler"
+        )
+    pods = schema(TRAINJOB)["properties"]["spec"]["properties"]["runtimePatches"]["items"][
+        "properties"
+    ]
     assert "shareProcessNamespace" not in json.dumps(pods), (
         "to_trainjob could set it, and the page need not say otherwise"
     )
@@ -194,18 +246,20 @@ def answer(code):
     for number, rule in enumerate(job["podFailurePolicy"]["rules"]):
         if code in rule.get("onExitCodes", {}).get("values", []):
             reason = "PodFailurePolicy"
-            message = (
-                f"Container train for pod a/b failed with exit code {code} matching FailJob rule at index {number}"
-            )
+            message = f"Container train for pod a/b failed with exit code {code} matching FailJob rule at index {number}"
             break
     for rule in manifest["spec"]["failurePolicy"]["rules"]:
         patterns = rule.get("onJobFailureMessagePatterns", [".*"])
-        if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
+        if reason in rule["onJobFailureReasons"] and any(
+            re.search(pattern, message) for pattern in patterns
+        ):
             return rule["action"]
     return "RestartJobSet"
 
 
-@pytest.mark.parametrize("code", [code for code in ExitCode if code != ExitCode.DONE], ids=lambda code: code.name)
+@pytest.mark.parametrize(
+    "code", [code for code in ExitCode if code != ExitCode.DONE], ids=lambda code: code.name
+)
 def test_the_restart_policy_fits_the_exit_codes(code):
     expected = {
         ExitCode.PEER_LOST: "RestartJobSet",
@@ -218,9 +272,22 @@ def test_the_restart_policy_fits_the_exit_codes(code):
 
 def test_a_batch_script_is_one_that_bash_reads_and_slurm_obeys(tmp_path):
     text = to_sbatch(
-        Job(name="gpt", command=("train.py", "--text", "a b"), data=2, tensor=8, hours=30.5, partition="gpu")
+        Job(
+            name="gpt",
+            command=("train.py", "--text", "a b"),
+            data=2,
+            tensor=8,
+            hours=30.5,
+            partition="gpu",
+        )
     )
-    for line in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=1-06:30:00", "--signal=TERM@150"):
+    for line in (
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=8",
+        "--time=1-06:30:00",
+        "--signal=TERM@150",
+    ):
         assert f"#SBATCH {line}\n" in text
     assert "--kill-on-bad-exit=1 python -u train.py --text 'a b' --mesh.data 2" in text
     script = tmp_path / "job.sh"
@@ -246,7 +313,10 @@ def test_a_batch_script_is_one_that_bash_reads_and_slurm_obeys(tmp_path):
             "SLURM_JOB_ID": "7",
         }
         done = subprocess.run(
-            ["bash", script], env=env | {"SLURM_RESTART_COUNT": str(restarts)}, check=False, timeout=WAIT_SECONDS
+            ["bash", script],
+            env=env | {"SLURM_RESTART_COUNT": str(restarts)},
+            check=False,
+            timeout=WAIT_SECONDS,
         )
         assert done.returncode == code
         assert log.exists() == requeued, f"exit code {code} after {restarts} restarts"
@@ -262,21 +332,51 @@ FLAGS = ("--image", "a:1", "--mesh.data", "2", "--mesh.tensor", "8")
 
 def test_the_command_writes_yaml_that_reads_back(capsys):
     manifest = yaml.safe_load(written(capsys, *FLAGS, "recipes/gpt.py", "--steps", "9"))
-    told = {variable["name"]: variable.get("value") for variable in pod(manifest)["spec"]["containers"][0]["env"]}
+    told = {
+        variable["name"]: variable.get("value")
+        for variable in pod(manifest)["spec"]["containers"][0]["env"]
+    }
     command = ("recipes/gpt.py", "--steps", "9")
-    job = Job(name="jaxpar", image="a:1", data=2, tensor=8, command=command, token=told["JAXPAR_RUN_TOKEN"])
+    job = Job(
+        name="jaxpar",
+        image="a:1",
+        data=2,
+        tensor=8,
+        command=command,
+        token=told["JAXPAR_RUN_TOKEN"],
+    )
     assert manifest == to_jobset(job)
 
 
 def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
     plan = tmp_path / "plan.json"
-    best = {"data": 4, "stage": 2, "tensor": 2, "schedule": "zb-h1", "num_microbatches": 8, "zero": 1, "remat": False}
+    best = {
+        "data": 4,
+        "stage": 2,
+        "tensor": 2,
+        "schedule": "zb-h1",
+        "num_microbatches": 8,
+        "zero": 1,
+        "remat": False,
+    }
     best |= {"num_chunks": 2, "layers_per_virtual_stage": [1, 2, 2, 1]}
     plan.write_text(json.dumps([best, {"data": 16, "stage": 1, "tensor": 1}]))
-    flags = ("--plan", str(plan), "--image", "a:1", "recipes/gpt.py", "--zero", "0", "--batch-size", "32")
+    flags = (
+        "--plan",
+        str(plan),
+        "--image",
+        "a:1",
+        "recipes/gpt.py",
+        "--zero",
+        "0",
+        "--batch-size",
+        "32",
+    )
     (container,) = pod(yaml.safe_load(written(capsys, *flags)))["spec"]["containers"]
     said = " ".join(container["command"])
-    assert "--mesh.data 4 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --num-microbatches 8" in said
+    assert (
+        "--mesh.data 4 --mesh.stage 2 --mesh.tensor 2 --schedule zb-h1 --num-microbatches 8" in said
+    )
     assert "--num-chunks 2 --layers-per-virtual-stage 1 2 2 1" in said
     assert "--zero 0" in said, "what the command says itself stays"
     assert "--zero 1" not in said
@@ -286,7 +386,10 @@ def test_the_best_plan_becomes_the_job_and_the_recipe_s_flags(capsys, tmp_path):
 def test_what_a_plan_recomputes_is_a_flag(remat, flag):
     plan = {"data": 1, "stage": 1, "tensor": 1, "remat": remat}
     assert plan_flags(first_plan(plan), ())[-2:] == ["--remat", flag]
-    with pytest.raises(ValueError, match=r"^remat of a plan must be True, False or 'dots'; got \"some\"\. Write it by"):
+    with pytest.raises(
+        ValueError,
+        match=r"^remat of a plan must be True, False or 'dots'; got \"some\"\. Write it by",
+    ):
         first_plan(plan | {"remat": "some"})
 
 
@@ -302,7 +405,9 @@ def test_a_mesh_that_splits_sequences_is_the_job_s_and_the_recipe_s():
         "--mesh.tensor",
         "2",
     ]
-    job = Job(command=("recipes/gpt.py",), image="a:1", data=2, context=4, tensor=2, gpus_per_node=8)
+    job = Job(
+        command=("recipes/gpt.py",), image="a:1", data=2, context=4, tensor=2, gpus_per_node=8
+    )
     assert (job.num_nodes, job.devices_per_stage) == (2, 16)
 
 
@@ -327,14 +432,17 @@ def test_a_plan_of_other_machines_than_its_mesh_has_is_refused():
     plan = {"data": 8, "stage": 1, "tensor": 2, "nodes": 2, "gpus_per_node": 8}
     assert first_plan(plan).nodes == 2
     with pytest.raises(
-        ValueError, match=r"must have its devices; got nodes=3 of gpus_per_node=8, and a mesh of 16\. Write"
+        ValueError,
+        match=r"must have its devices; got nodes=3 of gpus_per_node=8, and a mesh of 16\. Write",
     ):
         first_plan(plan | {"nodes": 3})
 
 
 def test_a_plan_of_interleaved_in_one_chunk_says_so():
     plan = {"data": 4, "stage": 2, "tensor": 2, "schedule": "interleaved", "num_chunks": 1}
-    assert " ".join(plan_flags(first_plan(plan), ())).endswith("--schedule interleaved --num-chunks 1")
+    assert " ".join(plan_flags(first_plan(plan), ())).endswith(
+        "--schedule interleaved --num-chunks 1"
+    )
 
 
 @pytest.mark.full
@@ -366,9 +474,9 @@ def test_the_job_of_a_plan_trains_the_model_that_was_planned(capsys, tmp_path, m
     assert jaxpar_main(asked) == 0
     plan = tmp_path / "plan.json"
     plan.write_text(capsys.readouterr().out)
-    (container,) = pod(yaml.safe_load(written(capsys, "--plan", str(plan), "--image", "a:1", "recipes/gpt.py")))[
-        "spec"
-    ]["containers"]
+    (container,) = pod(
+        yaml.safe_load(written(capsys, "--plan", str(plan), "--image", "a:1", "recipes/gpt.py"))
+    )["spec"]["containers"]
     python, unbuffered, recipe, *flags = container["command"]
     assert (python, unbuffered, recipe) == ("python", "-u", "recipes/gpt.py")
     said = " ".join(flags)
@@ -397,7 +505,11 @@ def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
         ("completions: 2", "completions: 3", "parallelism must equal completions"),
         ('value: "2"', 'value: "4"', "JAX_NUM_PROCESSES must be the number of pods; got 4"),
         ("replicas: 1", "replicas: 2", "replicas must be 1"),
-        (path.read_text().partition("  replicatedJobs:")[2], " []\n", "replicatedJobs of a JobSet must have a job"),
+        (
+            path.read_text().partition("  replicatedJobs:")[2],
+            " []\n",
+            "replicatedJobs of a JobSet must have a job",
+        ),
         (
             'value: "jaxpar-nodes-0-0.',
             'value: "jaxpar-node-0-0.',
@@ -416,8 +528,16 @@ def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
         ("job-completion-index", "index", "JAX_PROCESS_ID must be the pod's number"),
         ('name: "jaxpar"', 'name: "Jax_par"', "metadata.name must be a host name's label"),
         ('kind: "JobSet"', 'kind: "Jobset"', "Service; got kind Jobset. Did you mean JobSet?"),
-        ('name: "jaxpar"', 'name: "1jaxpar"', "metadata.name of a JobSet must begin with a letter; got '1jaxpar'."),
-        ('kind: "JobSet"', 'kind: "Pod"', "PodMonitor, Deployment, Service; got kind Pod. Leave its document out."),
+        (
+            'name: "jaxpar"',
+            'name: "1jaxpar"',
+            "metadata.name of a JobSet must begin with a letter; got '1jaxpar'.",
+        ),
+        (
+            'kind: "JobSet"',
+            'kind: "Pod"',
+            "PodMonitor, Deployment, Service; got kind Pod. Leave its document out.",
+        ),
         (
             'apiVersion: "jobset.x-k8s.io/v1alpha2"',
             'apiVersion: "v1"',
@@ -441,7 +561,15 @@ KINDS = {
     "jobset": (*FLAGS, "--metrics-port", "9090", "recipes/gpt.py"),
     "trainjob": (*FLAGS, "--metrics-port", "9090", "recipes/gpt.py"),
     "podmonitor": ("--metrics-port", "9090"),
-    "service": ("--image", "a:1", "--checkpoint-claim", "runs", "jaxpar", "serve", "/checkpoints/gpt"),
+    "service": (
+        "--image",
+        "a:1",
+        "--checkpoint-claim",
+        "runs",
+        "jaxpar",
+        "serve",
+        "/checkpoints/gpt",
+    ),
 }
 
 
@@ -521,7 +649,11 @@ def test_every_kind_that_is_written_passes_its_own_check(capsys, tmp_path):
             "spec.replicatedJobs.0.template.spec.template.spec.tolerations.0.effect must be NoSchedule, PreferNoSchedule, "
             "NoExecute; got 'NoShedule'. Did you mean NoSchedule?",
         ),
-        ('operator: "Exists"', "operator: exist", "tolerations.0.operator must be Exists, Equal, Gt, Lt; got 'exist'."),
+        (
+            'operator: "Exists"',
+            "operator: exist",
+            "tolerations.0.operator must be Exists, Equal, Gt, Lt; got 'exist'.",
+        ),
         (
             '- key: "nvidia.com/gpu"\n              operator: "Exists"',
             '- operator: "Equal"',
@@ -532,10 +664,26 @@ def test_every_kind_that_is_written_passes_its_own_check(capsys, tmp_path):
             'operator: "Exists"\n              value: "1"',
             "must have no value, since its operator",
         ),
-        ('operator: "In"', 'operator: "in"', "onExitCodes.operator must be In, NotIn; got 'in'. Did you mean In?"),
-        ('action: "FailJob"', 'action: "FailPod"', "action must be FailJob, FailIndex, Ignore, Count; got 'FailPod'."),
-        ('action: "FailJobSet"', 'action: "FailJob"', "failurePolicy.rules.0.action must be FailJobSet, RestartJobSet"),
-        ('type: "RuntimeDefault"', 'type: "Default"', "seccompProfile.type must be RuntimeDefault, Unconfined"),
+        (
+            'operator: "In"',
+            'operator: "in"',
+            "onExitCodes.operator must be In, NotIn; got 'in'. Did you mean In?",
+        ),
+        (
+            'action: "FailJob"',
+            'action: "FailPod"',
+            "action must be FailJob, FailIndex, Ignore, Count; got 'FailPod'.",
+        ),
+        (
+            'action: "FailJobSet"',
+            'action: "FailJob"',
+            "failurePolicy.rules.0.action must be FailJobSet, RestartJobSet",
+        ),
+        (
+            'type: "RuntimeDefault"',
+            'type: "Default"',
+            "seccompProfile.type must be RuntimeDefault, Unconfined",
+        ),
         (
             '- name: "train"',
             '- imagePullPolicy: "IfNotPresnt"\n              name: "train"',
@@ -543,7 +691,9 @@ def test_every_kind_that_is_written_passes_its_own_check(capsys, tmp_path):
         ),
     ],
 )
-def test_a_value_that_the_api_does_not_know_is_told_with_those_that_it_knows(capsys, tmp_path, old, new, message):
+def test_a_value_that_the_api_does_not_know_is_told_with_those_that_it_knows(
+    capsys, tmp_path, old, new, message
+):
     path = tmp_path / "job.yaml"
     text = written(capsys, *FLAGS, "--toleration", "nvidia.com/gpu:NoSchedule", "recipes/gpt.py")
     assert old in text, old
@@ -555,7 +705,11 @@ def test_a_value_that_the_api_does_not_know_is_told_with_those_that_it_knows(cap
 def test_labels_may_have_the_names_of_fields(capsys, tmp_path):
     path = tmp_path / "job.yaml"
     text = written(capsys, *FLAGS, "recipes/gpt.py")
-    path.write_text(text.replace("metadata:\n", "metadata:\n  labels: {protocol: any, restartPolicy: mine}\n", 1))
+    path.write_text(
+        text.replace(
+            "metadata:\n", "metadata:\n  labels: {protocol: any, restartPolicy: mine}\n", 1
+        )
+    )
     assert "nothing wrong found" in written(capsys, "--check", str(path))
 
 
@@ -564,7 +718,11 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
     for text, flags, message in (
         ("---\n", (), "a manifest must hold a document; got none"),
         ("kind: [JobSet]\n", (), "a manifest must be of a kind that `manifest` writes, JobSet"),
-        (written(capsys, "--kind", "sbatch", *FLAGS, "recipes/gpt.py"), (), "got a script. Leave its check to sbatch."),
+        (
+            written(capsys, "--kind", "sbatch", *FLAGS, "recipes/gpt.py"),
+            (),
+            "got a script. Leave its check to sbatch.",
+        ),
         (
             written(capsys, "--kind", "service", *KINDS["service"]),
             ("--schema", str(SCHEMAS / JOBSET)),
@@ -581,7 +739,10 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
     [
         ({"name": "My_Job"}, "a job's name must be lower-case letters, digits and -"),
         ({"name": "a" * 60}, "at most 43 long; got 'aaa"),
-        ({"tensor": 3}, "must stay inside a node; got tensor=3, 8 GPUs a node. Choose tensor from 1, 2, 4, 8."),
+        (
+            {"tensor": 3},
+            "must stay inside a node; got tensor=3, 8 GPUs a node. Choose tensor from 1, 2, 4, 8.",
+        ),
         ({"tensor": 16}, "must stay inside a node; got tensor=16"),
         (
             {"data": 1, "stage": 3, "tensor": 4},
@@ -595,7 +756,10 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
             {"command": ("recipes/gpt.py", "--mesh.data", "16")},
             "the recipe's mesh must be that of the job; got data=8, and --mesh.data 16 for the recipe. Give the mesh once",
         ),
-        ({"command": ("jaxpar", "train", "gpt", "--mesh.stage=2")}, "got stage=12, and --mesh.stage 2 for the recipe."),
+        (
+            {"command": ("jaxpar", "train", "gpt", "--mesh.stage=2")},
+            "got stage=12, and --mesh.stage 2 for the recipe.",
+        ),
         (
             {"command": ("recipes/gpt.py", "--metrics-port", "9091"), "metrics_port": 9090},
             "got --metrics-port 9090, and 9091 for the recipe. Leave the second out.",
@@ -610,7 +774,10 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
             "rdma/ib=8, at most 253 long; got "
             '"rdma/ib". Give such a value, and nothing else.',
         ),
-        ({"rdma": "nvidia.com/gpu=4"}, "rdma names a resource beside the GPUs; got nvidia.com/gpu=4. Name that of the"),
+        (
+            {"rdma": "nvidia.com/gpu=4"},
+            "rdma names a resource beside the GPUs; got nvidia.com/gpu=4. Name that of the",
+        ),
         (
             {"toleration": ("a:Never",)},
             "toleration must be a taint whose effect is NoSchedule, PreferNoSchedule or NoExecute, its name and value at most "
@@ -635,7 +802,13 @@ def test_files_that_hold_no_manifest_or_several_apis_are_refused(capsys, tmp_pat
             "must stay inside a node; got tensor=4, 5 fake devices a node. Choose tensor from 1, 5.",
         ),
         (
-            {"fake_devices_per_node": 4, "data": 1, "stage": 3, "tensor": 2, "replica_topology": ""},
+            {
+                "fake_devices_per_node": 4,
+                "data": 1,
+                "stage": 3,
+                "tensor": 2,
+                "replica_topology": "",
+            },
             "6 fake devices on nodes of 4. Choose a mesh of 8, or give the actual --fake-devices-per-node.",
         ),
     ],
@@ -667,7 +840,9 @@ LONGER = LONGEST | {
 def test_a_name_is_as_long_as_kubernetes_takes_it(name):
     dataclasses.replace(BLOOM, **{name: LONGEST[name]})
     longer = LONGER[name] if LONGER[name] != LONGEST[name] else LONGER[name] + "a"
-    with pytest.raises(ValueError, match=rf"{name} must be .*at most|a job's name must be .* at most 43 long"):
+    with pytest.raises(
+        ValueError, match=rf"{name} must be .*at most|a job's name must be .* at most 43 long"
+    ):
         dataclasses.replace(BLOOM, **{name: longer})
 
 
@@ -676,7 +851,9 @@ def test_a_recipe_s_own_mesh_of_the_job_stays_and_is_completed():
     job = dataclasses.replace(BLOOM, command=own)
     assert job.arguments() == ["python", "-u", *own, "--mesh.stage", "12"]
     program = dataclasses.replace(BLOOM, command=("mine", "--mesh.data", "16"))
-    assert program.arguments() == ["mine", "--mesh.data", "16"], "a program of one's own may mean something else"
+    assert program.arguments() == ["mine", "--mesh.data", "16"], (
+        "a program of one's own may mean something else"
+    )
 
 
 def test_a_plan_and_another_mesh_for_the_recipe_are_refused(tmp_path):
@@ -717,9 +894,15 @@ OTHERS = {
 @pytest.mark.parametrize("kind", ["jobset", "trainjob", "sbatch"])
 def test_the_settings_without_effect_on_a_job_are_those_that_are_named(kind):
     write = {"jobset": to_jobset, "trainjob": to_trainjob, "sbatch": to_sbatch}[kind]
-    base = Job(command=("recipes/gpt.py",), image="a:1", data=16, metrics_port=9090, tensor=8, token="a")
+    base = Job(
+        command=("recipes/gpt.py",), image="a:1", data=16, metrics_port=9090, tensor=8, token="a"
+    )
     assert set(OTHERS) == {field.name for field in dataclasses.fields(JobSettings)}
-    same = {name for name, value in OTHERS.items() if write(dataclasses.replace(base, **{name: value})) == write(base)}
+    same = {
+        name
+        for name, value in OTHERS.items()
+        if write(dataclasses.replace(base, **{name: value})) == write(base)
+    }
     assert same == set(UNUSED[kind]) - {"service"}
 
 
@@ -736,8 +919,16 @@ def test_the_settings_without_effect_on_a_service_are_those_that_are_named():
 @pytest.mark.parametrize(
     ("kind", "flags", "line"),
     [
-        ("sbatch", ["--queue", "a", "--topology", "b"], "not used by --kind sbatch: --queue, --topology"),
-        ("trainjob", ["--max-restarts", "3", "--image", "a"], "not used by --kind trainjob: --max-restarts"),
+        (
+            "sbatch",
+            ["--queue", "a", "--topology", "b"],
+            "not used by --kind sbatch: --queue, --topology",
+        ),
+        (
+            "trainjob",
+            ["--max-restarts", "3", "--image", "a"],
+            "not used by --kind trainjob: --max-restarts",
+        ),
         (
             "jobset",
             ["--hours", "3", "--service.port", "1", "--image", "a"],
@@ -754,7 +945,15 @@ def test_flags_without_effect_are_named(capsys, kind, flags, line):
 
 
 SERVE = ("jaxpar", "serve", "/checkpoints/gpt")
-SAVED = ("--checkpoint-claim", "runs", "recipes/gpt.py", "--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
+SAVED = (
+    "--checkpoint-claim",
+    "runs",
+    "recipes/gpt.py",
+    "--out-dir",
+    "/checkpoints/gpt",
+    "--checkpoint-every",
+    "9",
+)
 KEPT = ("--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
 
 
@@ -786,7 +985,9 @@ def test_flags_that_do_not_do_what_was_meant_in_a_job_of_slurm_are_told(capsys):
         (("--out-dir=/checkpoints", "--checkpoint-minutes=5"), []),
         (
             KEPT[2:],
-            ["the recipe has no --out-dir and the claim is mounted at /checkpoints: results and checkpoints are lost"],
+            [
+                "the recipe has no --out-dir and the claim is mounted at /checkpoints: results and checkpoints are lost"
+            ],
         ),
         (("--out-dir", "runs/gpt", *KEPT[2:]), ["the recipe has --out-dir runs/gpt and the claim"]),
         (
@@ -800,15 +1001,32 @@ def test_flags_that_do_not_do_what_was_meant_in_a_job_of_slurm_are_told(capsys):
             (*KEPT, "--save-hf", "tuned"),
             ["the recipe has --save-hf tuned, which no claim holds: the model is lost with the po"],
         ),
-        ((*KEPT[:3], "0"), ["the recipe has --checkpoint-every 0: it saves only when asked to stop"]),
+        (
+            (*KEPT[:3], "0"),
+            ["the recipe has --checkpoint-every 0: it saves only when asked to stop"],
+        ),
         (
             KEPT[:2],
-            ["the recipe has no --checkpoint-every: it saves only when asked to stop, and after a failure it begins"],
+            [
+                "the recipe has no --checkpoint-every: it saves only when asked to stop, and after a failure it begins"
+            ],
         ),
     ],
 )
 def test_work_that_would_be_lost_despite_a_claim_is_told(capsys, flags, lines):
-    main([*FLAGS, "--queue", "q", "--rdma", "rdma/ib=8", "--checkpoint-claim", "runs", "recipes/gpt.py", *flags])
+    main(
+        [
+            *FLAGS,
+            "--queue",
+            "q",
+            "--rdma",
+            "rdma/ib=8",
+            "--checkpoint-claim",
+            "runs",
+            "recipes/gpt.py",
+            *flags,
+        ]
+    )
     told = capsys.readouterr().err.splitlines()
     assert len(told) == len(lines)
     assert all(line.startswith(begins) for line, begins in zip(told, lines, strict=True)), told
@@ -828,7 +1046,10 @@ def test_work_that_would_be_lost_despite_a_claim_is_told(capsys, flags, lines):
             ["recipes/gpt.py", *KEPT],
             "the recipe has --out-dir /checkpoints/gpt and there is no --checkpoint-claim: results",
         ),
-        (["python", "-m", "jaxpar", "train", "gpt"], "the recipe has no --out-dir and there is no --checkpoint-claim"),
+        (
+            ["python", "-m", "jaxpar", "train", "gpt"],
+            "the recipe has no --out-dir and there is no --checkpoint-claim",
+        ),
         (
             ["mine", "/checkpoints/mine"],
             "the command names /checkpoints/mine and there is no --checkpoint-claim: what",
@@ -851,7 +1072,9 @@ def test_work_that_would_be_lost_despite_a_claim_is_told(capsys, flags, lines):
         ),
     ],
 )
-def test_what_no_claim_holds_and_no_queue_places_is_told_when_written_and_when_checked(flags, line, capsys, tmp_path):
+def test_what_no_claim_holds_and_no_queue_places_is_told_when_written_and_when_checked(
+    flags, line, capsys, tmp_path
+):
     given = ["--image", "a:1"] if "service" in flags else ["--image", "a:1", "--mesh.data", "8"]
     main([*given, *flags])
     printed = capsys.readouterr()
@@ -877,7 +1100,9 @@ def test_a_pod_tolerates_the_taints_that_are_named(capsys):
     specs = [pod(to_jobset(BLOOM))["spec"], replicated["template"]["spec"]["template"]["spec"]]
     for spec in (*specs, deployment["spec"]["template"]["spec"]):
         assert spec["tolerations"] == expected
-    assert specs[1]["containers"][0]["securityContext"] == specs[0]["containers"][0]["securityContext"]
+    assert (
+        specs[1]["containers"][0]["securityContext"] == specs[0]["containers"][0]["securityContext"]
+    )
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["env"] == [{"name": "XLA_FLAGS", "value": "--a=1 --b"}]
 
@@ -885,7 +1110,8 @@ def test_a_pod_tolerates_the_taints_that_are_named(capsys):
 def test_memory_of_a_pod_holds_its_shared_memory():
     small = dataclasses.replace(BLOOM, memory_gib=64)
     with pytest.raises(
-        ValueError, match=r"must be more than the shared memory, .* got memory_gib=64, shm_gib=64. Choose a larger"
+        ValueError,
+        match=r"must be more than the shared memory, .* got memory_gib=64, shm_gib=64. Choose a larger",
     ):
         to_jobset(small)
     assert "#SBATCH --mem=64G\n" in to_sbatch(small), "SLURM mounts none"
@@ -896,7 +1122,9 @@ def test_a_batch_script_has_the_resources_and_variables_of_the_job():
     text = to_sbatch(job)
     assert "#SBATCH --cpus-per-task=96\n#SBATCH --mem=800G\n" in text
     assert "--gpus-per-node" not in text
-    assert "srun --kill-on-bad-exit=1 --cpus-per-task=96 python" in text, "srun does not take it from sbatch"
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=96 python" in text, (
+        "srun does not take it from sbatch"
+    )
     assert "export A='x y'\nexport B='$HOME'\n" in text
     assert "export JAX_PLATFORMS=cpu\nexport JAX_NUM_CPU_DEVICES=8\n" in text
 
@@ -904,7 +1132,9 @@ def test_a_batch_script_has_the_resources_and_variables_of_the_job():
 def test_a_rehearsal_needs_no_gpus_and_has_the_devices_of_a_launched_process():
     from jaxpar.runtime.launch import Launch
 
-    job = Job(command=("recipes/gpt.py",), image="a:1", data=2, stage=2, tensor=2, fake_devices_per_node=4)
+    job = Job(
+        command=("recipes/gpt.py",), image="a:1", data=2, stage=2, tensor=2, fake_devices_per_node=4
+    )
     assert job.num_nodes == 2
     for manifest in (to_jobset(job), to_trainjob(job)):
         assert "nvidia.com/gpu" not in json.dumps(manifest)
@@ -939,7 +1169,11 @@ def pods(job, serving):
     (patch,) = to_trainjob(job)["spec"]["runtimePatches"]
     (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     of_trainjob = replicated["template"]["spec"]["template"]["spec"]
-    return [pod(to_jobset(job))["spec"], of_trainjob, to_service(serving)[0]["spec"]["template"]["spec"]]
+    return [
+        pod(to_jobset(job))["spec"],
+        of_trainjob,
+        to_service(serving)[0]["spec"]["template"]["spec"],
+    ]
 
 
 def test_pods_run_in_a_namespace_that_is_restricted():
@@ -949,8 +1183,12 @@ def test_pods_run_in_a_namespace_that_is_restricted():
         of_pod, (container,) = spec["securityContext"], spec["containers"]
         assert {name: of_pod[name] for name in RESTRICTED["pod"]} == RESTRICTED["pod"]
         assert container["securityContext"] == RESTRICTED["container"]
-        assert of_pod["runAsUser"] == of_pod["fsGroup"] == 1000, "volumes are made writable for the user"
-        assert of_pod["fsGroupChangePolicy"] == "OnRootMismatch", "without touching each checkpoint at each start"
+        assert of_pod["runAsUser"] == of_pod["fsGroup"] == 1000, (
+            "volumes are made writable for the user"
+        )
+        assert of_pod["fsGroupChangePolicy"] == "OnRootMismatch", (
+            "without touching each checkpoint at each start"
+        )
         assert not re.search(r'"host(Network|PID|IPC|Path|Port)"|"privileged"', json.dumps(spec))
         kinds = {kind for volume in spec["volumes"] for kind in volume if kind != "name"}
         assert kinds <= {"emptyDir", "persistentVolumeClaim"}
@@ -961,13 +1199,18 @@ def test_pods_run_in_a_namespace_that_is_restricted():
 def test_rdma_needs_root_unless_the_nodes_lock_memory_for_all(capsys):
     serving = Serving(command=SERVE, name="gpt", image="a:1", run_as_user=0)
     for spec, rights in zip(pods(BLOOM, serving), ("add", "add", "drop"), strict=True):
-        assert spec["securityContext"] == {"runAsUser": 0, "seccompProfile": {"type": "RuntimeDefault"}}
+        assert spec["securityContext"] == {
+            "runAsUser": 0,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
         assert list(spec["containers"][0]["securityContext"]["capabilities"]) == [rights]
     other, *_ = pods(dataclasses.replace(BLOOM, run_as_user=2000), serving)
     assert other["securityContext"]["runAsUser"] == 2000
     assert other["containers"][0]["securityContext"] == RESTRICTED["container"]
     main([*FLAGS, "--rdma", "rdma/ib=8", "--run-as-user", "2000", *SAVED])
-    assert capsys.readouterr().err.startswith("rdma/ib and --run-as-user 2000: only root gets IPC_LOCK")
+    assert capsys.readouterr().err.startswith(
+        "rdma/ib and --run-as-user 2000: only root gets IPC_LOCK"
+    )
 
 
 def test_a_pod_needs_an_image():
@@ -976,10 +1219,15 @@ def test_a_pod_needs_an_image():
 
 
 def test_a_plan_for_another_executor_than_the_recipes_is_refused(tmp_path):
-    path, job = tmp_path / "plan.json", ["--plan", str(tmp_path / "plan.json"), "--image", "a", "recipes/gpt.py"]
+    path, job = (
+        tmp_path / "plan.json",
+        ["--plan", str(tmp_path / "plan.json"), "--image", "a", "recipes/gpt.py"],
+    )
     plan = {"data": 4, "stage": 2, "tensor": 1, "executor": "mpmd"}
     path.write_text(json.dumps([plan]))
-    with pytest.raises(ValueError, match=r"got a plan for executor=mpmd, .* Plan again with --executor spmd\."):
+    with pytest.raises(
+        ValueError, match=r"got a plan for executor=mpmd, .* Plan again with --executor spmd\."
+    ):
         main(job)
     for other in ({"executor": "spmd"}, {"stage": 1, "data": 8}):
         path.write_text(json.dumps([plan | other]))
@@ -987,16 +1235,21 @@ def test_a_plan_for_another_executor_than_the_recipes_is_refused(tmp_path):
 
 
 def test_a_plan_of_what_the_recipe_would_not_run_is_refused(tmp_path, capsys):
-    path, job = tmp_path / "plan.json", ["--plan", str(tmp_path / "plan.json"), "--image", "a", "recipes/gpt.py"]
+    path, job = (
+        tmp_path / "plan.json",
+        ["--plan", str(tmp_path / "plan.json"), "--image", "a", "recipes/gpt.py"],
+    )
     plan = {"data": 8, "stage": 1, "tensor": 1, "dtype": "bfloat16", "attention": "flash"}
     path.write_text(json.dumps([plan | {"attention": "xla"}]))
     with pytest.raises(
-        ValueError, match=r"recipes in bfloat16 run flash attention .* attention=xla\. Plan again without"
+        ValueError,
+        match=r"recipes in bfloat16 run flash attention .* attention=xla\. Plan again without",
     ):
         main(job)
     path.write_text(json.dumps([plan | {"init_from": "./llama", "seq": 512}]))
     with pytest.raises(
-        ValueError, match=r"needs a command with --init-from, .* got a plan for \./llama and none\. Add it"
+        ValueError,
+        match=r"needs a command with --init-from, .* got a plan for \./llama and none\. Add it",
     ):
         main(job)
     main([*job, "--init-from", "/models/llama"])
@@ -1018,7 +1271,9 @@ def test_a_plan_that_is_none_is_refused(tmp_path):
 
 
 def service(capsys, *flags, command=SERVE):
-    code = jaxpar_main(["manifest", "--kind", "service", "--image", "registry.example/jaxpar:1", *flags, *command])
+    code = jaxpar_main(
+        ["manifest", "--kind", "service", "--image", "registry.example/jaxpar:1", *flags, *command]
+    )
     printed = capsys.readouterr()
     assert code == 0, printed.err
     return list(yaml.safe_load_all(printed.out))
@@ -1036,8 +1291,13 @@ def test_a_service_leads_to_the_port_at_which_its_pods_answer(capsys):
     assert deployment["spec"]["selector"]["matchLabels"] == found["spec"]["selector"] == labels
     assert deployment["spec"]["replicas"] == 2
     (port,) = container["ports"]
-    assert found["spec"]["ports"] == [{"name": port["name"], "port": 80, "targetPort": port["name"]}]
-    probes = {name: container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert found["spec"]["ports"] == [
+        {"name": port["name"], "port": 80, "targetPort": port["name"]}
+    ]
+    probes = {
+        name: container[name]["httpGet"]
+        for name in ("startupProbe", "livenessProbe", "readinessProbe")
+    }
     assert {name: probe["path"] for name, probe in probes.items()} == {
         "startupProbe": "/healthz",
         "livenessProbe": "/healthz",
@@ -1051,16 +1311,27 @@ def test_a_service_leads_to_the_port_at_which_its_pods_answer(capsys):
     }
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
     (mount,), (volume,) = container["volumeMounts"], template["spec"]["volumes"]
-    assert (mount["name"], mount["mountPath"], mount["readOnly"]) == (volume["name"], "/checkpoints", True)
+    assert (mount["name"], mount["mountPath"], mount["readOnly"]) == (
+        volume["name"],
+        "/checkpoints",
+        True,
+    )
     assert {each["metadata"]["namespace"] for each in (deployment, found)} == {"lab"}
 
 
 def test_a_pod_that_serves_has_the_flags_of_its_command_and_the_time_to_answer(capsys):
-    deployment, _ = service(capsys, "--service.timeout-seconds", "90", command=(*SERVE, "--max-tokens", "64"))
+    deployment, _ = service(
+        capsys, "--service.timeout-seconds", "90", command=(*SERVE, "--max-tokens", "64")
+    )
     spec = deployment["spec"]["template"]["spec"]
     words = spec["containers"][0]["command"]
     flags = dict(zip(words[3::2], words[4::2], strict=True))
-    assert flags == {"--max-tokens": "64", "--address": "0.0.0.0", "--port": "8000", "--timeout-seconds": "90"}
+    assert flags == {
+        "--max-tokens": "64",
+        "--address": "0.0.0.0",
+        "--port": "8000",
+        "--timeout-seconds": "90",
+    }
     with pytest.raises(SystemExit):
         jaxpar_main(["serve", "--help"])
     told = capsys.readouterr().out
@@ -1091,12 +1362,24 @@ def test_a_pod_that_serves_has_the_flags_of_its_command_and_the_time_to_answer(c
             "--service.port must be at least 1024; got 80. Leave it out for the default.",
         ),
         (["--name", "GPT"], SERVE, "a Service's name must be lower-case letters"),
-        (["--image", ""], SERVE, "--image must not be empty; got ''. Give a value, or leave it out"),
+        (
+            ["--image", ""],
+            SERVE,
+            "--image must not be empty; got ''. Give a value, or leave it out",
+        ),
         (["--checkpoint-claim", "a b"], SERVE, "--checkpoint-claim must be lower-case letters"),
     ],
 )
 def test_a_service_that_could_not_work_is_refused(capsys, flags, command, message):
-    args = ["manifest", "--kind", "service", "--image", "registry.example/jaxpar:1", *flags, *command]
+    args = [
+        "manifest",
+        "--kind",
+        "service",
+        "--image",
+        "registry.example/jaxpar:1",
+        *flags,
+        *command,
+    ]
     assert jaxpar_main(args) == ExitCode.BAD_CONFIG
     assert message in capsys.readouterr().err
 
@@ -1114,14 +1397,21 @@ def test_the_queue_and_the_volume_of_the_page_are_those_of_its_job(page, capsys)
     assert parts["LocalQueue"]["spec"]["clusterQueue"] == parts["ClusterQueue"]["metadata"]["name"]
     quotas = {each["name"]: each["nominalQuota"] for each in flavor["resources"]}
     assert list(quotas) == group["coveredResources"]
-    (command,) = (c for c in doc_pages.commands(ROOT / "docs" / page) if c.words[-1] == "job.yaml" and ">" in c.words)
+    (command,) = (
+        c
+        for c in doc_pages.commands(ROOT / "docs" / page)
+        if c.words[-1] == "job.yaml" and ">" in c.words
+    )
     printed = written(capsys, *command.without_redirection()[0][4:])
     (listing,) = re.findall(r"```text\n( +kueue.*?)```", text, re.DOTALL)
     assert [part for part in listing.split("...\n") if part not in printed] == [], (
         "lines of the page that are not printed"
     )
     manifest = yaml.safe_load(printed)
-    assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == parts["LocalQueue"]["metadata"]["name"]
+    assert (
+        manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+        == parts["LocalQueue"]["metadata"]["name"]
+    )
     claims = {
         v["persistentVolumeClaim"]["claimName"]
         for v in pod(manifest)["spec"]["volumes"]
@@ -1148,7 +1438,9 @@ def test_a_job_and_the_service_of_its_model_may_have_one_name(capsys):
     assert job["spec"]["network"]["subdomain"] != serving["metadata"]["name"]
 
 
-@pytest.mark.parametrize("page", ["kubernetes.md", "watching.md", "zh/kubernetes.md", "zh/watching.md"])
+@pytest.mark.parametrize(
+    "page", ["kubernetes.md", "watching.md", "zh/kubernetes.md", "zh/watching.md"]
+)
 def test_the_log_that_a_page_shows_is_that_of_process_0(page):
     """Of a Job's pods `kubectl logs job/...` takes the one that was ready first."""
     wanted = re.compile(

@@ -31,7 +31,9 @@ def launch(tmp_path):
 
     def make(text, num_processes=3):
         script = tmp_path / "script.py"
-        script.write_text("import os, signal, sys, time\nme = int(os.environ['JAX_PROCESS_ID'])\n" + text)
+        script.write_text(
+            "import os, signal, sys, time\nme = int(os.environ['JAX_PROCESS_ID'])\n" + text
+        )
         return Launch((str(script), "--flag", "a b"), num_processes, log_dir=tmp_path / "logs")
 
     return make
@@ -65,16 +67,24 @@ def test_one_that_fails_takes_the_others_down_and_is_shown_last(launch, capfd):
         f"signal.signal(15, lambda *_: None)\ntime.sleep({WAIT_SECONDS})\nprint('outlived', flush=True)"
     )
     assert run(work) == 1
-    assert not any("outlived" in path.read_text() for path in work.log_dir.iterdir()), "who ignores SIGTERM is killed"
+    assert not any("outlived" in path.read_text() for path in work.log_dir.iterdir()), (
+        "who ignores SIGTERM is killed"
+    )
     said = capfd.readouterr().err.rstrip().splitlines()
     assert "RuntimeError: out of luck" in said[-3]
-    assert said[-1].startswith("launch: process 1 of 3 ended first (exit code 1: an error)"), said[-1]
+    assert said[-1].startswith("launch: process 1 of 3 ended first (exit code 1: an error)"), said[
+        -1
+    ]
 
 
 def test_the_cause_is_named_not_its_consequences(launch, monkeypatch):
     """A peer of the one that failed often ends before it does: JAX aborts, our own code says 70."""
-    monkeypatch.setattr("jaxpar.runtime.launch.SECONDS_TO_EXPLAIN", WAIT_SECONDS)  # the cause may be late
-    gloo = "[Gloo] Rank 2 is connected to 2 peer ranks. Expected number of connected peer ranks is : 2"
+    monkeypatch.setattr(
+        "jaxpar.runtime.launch.SECONDS_TO_EXPLAIN", WAIT_SECONDS
+    )  # the cause may be late
+    gloo = (
+        "[Gloo] Rank 2 is connected to 2 peer ranks. Expected number of connected peer ranks is : 2"
+    )
     work = launch(
         f"if me == 2: print('{gloo}', flush=True); print('the cause', flush=True); time.sleep(0.3); sys.exit(65)\n"
         "if me == 1: sys.exit(70)\nos.abort()"
@@ -84,14 +94,25 @@ def test_the_cause_is_named_not_its_consequences(launch, monkeypatch):
     assert gang.wait() == 65
     assert gang.first_failed == 2
     told = explain(gang, 65)
-    assert "process 2 of 3 ended first (exit code 65: a bad checkpoint, or bad data met while training)" in told
+    assert (
+        "process 2 of 3 ended first (exit code 65: a bad checkpoint, or bad data met while training)"
+        in told
+    )
     assert "the cause" in told
     assert "Gloo" not in told
 
 
 def test_lines_of_gloo_are_hidden_wherever_they_are_cut_and_no_others():
     line = b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
-    output = b"loss 2\n" + line + b"[Gloo] Rank " + line + b"1\n[Gloo-like] progress 10%" + line + b" of 7\n7\n"
+    output = (
+        b"loss 2\n"
+        + line
+        + b"[Gloo] Rank "
+        + line
+        + b"1\n[Gloo-like] progress 10%"
+        + line
+        + b" of 7\n7\n"
+    )
     for cut in range(len(output)):
         quiet = Quiet()
         shown = quiet.feed(output[:cut]) + quiet.feed(output[cut:]) + quiet.end()
@@ -112,9 +133,10 @@ def test_lines_of_gloo_that_threads_write_piece_by_piece_at_once_are_hidden():
         output = b"".join(threads[which].pop(0) for which in order)
         assert without_chatter(output) == b"", output
         # What the program writes comes after an end of a line, with which Gloo writes what it holds.
-        assert without_chatter(output.replace(b"\n", b"\nloss 2 is connected\n")) == 3 * b"loss 2 is connected\n", (
-            output
-        )
+        assert (
+            without_chatter(output.replace(b"\n", b"\nloss 2 is connected\n"))
+            == 3 * b"loss 2 is connected\n"
+        ), output
 
 
 def test_a_process_that_is_frozen_after_the_first_has_ended_is_ended(launch, capfd, monkeypatch):
@@ -132,13 +154,18 @@ def test_a_process_that_is_frozen_after_the_first_has_ended_is_ended(launch, cap
 
 
 @pytest.mark.parametrize("early", [0, 1])
-def test_a_process_that_ends_with_0_while_others_run_is_a_failure_that_names_it(launch, capfd, monkeypatch, early):
+def test_a_process_that_ends_with_0_while_others_run_is_a_failure_that_names_it(
+    launch, capfd, monkeypatch, early
+):
     monkeypatch.setattr("jaxpar.runtime.launch.SECONDS_TO_FOLLOW", 0.5)
     code = run(launch(f"if me != {early}: print('waiting', flush=True); time.sleep({NEVER})"))
     assert code == (ExitCode.PEER_LOST if early else ExitCode.STUCK)
     others = ", ".join(str(number) for number in range(3) if number != early)
     said = capfd.readouterr().err
-    assert f"process {early} of 3 ended early, with exit code 0 while processes {others} still ran" in said
+    assert (
+        f"process {early} of 3 ended early, with exit code 0 while processes {others} still ran"
+        in said
+    )
     assert early or "waiting" in said, "the end of a log of those that ran"
 
 
@@ -150,7 +177,10 @@ def test_who_lost_a_process_that_ended_with_0_is_not_blamed(launch, capfd):
         "time.sleep(0.1)\nsys.exit(70)"
     )
     assert run(work) == ExitCode.PEER_LOST
-    assert "process 1 of 3 ended early, with exit code 0 while processes 0, 2 still ran" in capfd.readouterr().err
+    assert (
+        "process 1 of 3 ended early, with exit code 0 while processes 0, 2 still ran"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_process_that_is_killed_gives_the_code_of_a_shell(launch, capfd):
@@ -181,8 +211,14 @@ def test_signals_reach_every_process_and_their_codes_come_back(launch, number):
         (["-n", "2", "nowhere.py"], "the script must exist; got nowhere.py"),
         (["-n", "2", "no-such-program"], "the program must be on the PATH; got no-such-program"),
         (["-n", "2", "--port", "65536", "true"], "--port must be under 65536; got 65536"),
-        (["-n", "2", "--log-dir", "/proc/x", "true"], "--log-dir must be a folder that can be written to; got /proc/x"),
-        (["-n", "2", "--devices-per-process", "0", "x"], "--devices-per-process must be at least 1; got 0"),
+        (
+            ["-n", "2", "--log-dir", "/proc/x", "true"],
+            "--log-dir must be a folder that can be written to; got /proc/x",
+        ),
+        (
+            ["-n", "2", "--devices-per-process", "0", "x"],
+            "--devices-per-process must be at least 1; got 0",
+        ),
     ],
 )
 def test_bad_input_ends_with_code_2_and_a_message(args, message, capsys):
@@ -197,12 +233,27 @@ def curve(out_dir):
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", ["digits", pytest.param("gpt", marks=pytest.mark.slow)])
-def test_two_processes_that_share_a_pipeline_have_the_loss_curve_of_one(tmp_path, monkeypatch, recipe):
+def test_two_processes_that_share_a_pipeline_have_the_loss_curve_of_one(
+    tmp_path, monkeypatch, recipe
+):
     """recipes/gpt.py as the README starts it, on two processes of four devices; both without their evaluations and pictures."""
     text = tmp_path / "alphabet.txt"
     text.write_text("abcdefghijklmnopqrstuvwxyz, " * 400)
     mesh, own, devices = {
-        "digits": ([], ["--hidden-layers", "4", "--width", "8", "--batch-size", "16", "--num-microbatches", "2"], 1),
+        "digits": (
+            [],
+            [
+                "--hidden-layers",
+                "4",
+                "--width",
+                "8",
+                "--batch-size",
+                "16",
+                "--num-microbatches",
+                "2",
+            ],
+            1,
+        ),
         "gpt": (
             ["--mesh.data", "2", "--mesh.tensor", "2"],
             ["--data", str(text), "--seq", "16", "--warmup-steps", "1", "--eval-rows", "16"],
@@ -210,23 +261,62 @@ def test_two_processes_that_share_a_pipeline_have_the_loss_curve_of_one(tmp_path
         ),
     }[recipe]
     flags = ["--mesh.stage", "2", *mesh, "--steps", "4", *own, "--out-dir"]
-    launch = ["-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", str(devices), "--log-dir", str(tmp_path)]
-    command = [sys.executable, *launch, PLAIN, recipe, *flags, str(tmp_path / "two"), "--checkpoint-every", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS)
+    launch = [
+        "-m",
+        "jaxpar",
+        "launch",
+        "-n",
+        "2",
+        "--devices-per-process",
+        str(devices),
+        "--log-dir",
+        str(tmp_path),
+    ]
+    command = [
+        sys.executable,
+        *launch,
+        PLAIN,
+        recipe,
+        *flags,
+        str(tmp_path / "two"),
+        "--checkpoint-every",
+        "4",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     module = {"digits": digits, "gpt": gpt}[recipe]
     make_plain(module, monkeypatch.setattr)
-    cli.run(module.main, module.Config, [*flags, str(tmp_path / "one")])  # in this process, which has eight devices
+    cli.run(
+        module.main, module.Config, [*flags, str(tmp_path / "one")]
+    )  # in this process, which has eight devices
     assert len(curve(tmp_path / "one")) == 4
     assert_same(curve(tmp_path / "two"), curve(tmp_path / "one"), within=1e-6)
-    assert (tmp_path / "two/checkpoints/4").is_dir(), "both processes wrote their parts of one checkpoint"
+    assert (tmp_path / "two/checkpoints/4").is_dir(), (
+        "both processes wrote their parts of one checkpoint"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "flags"),
     [
-        ("gpt", ["--seq", "16", "--warmup-steps", "1", "--eval-rows", "16", "--mesh.data", "2", "--mesh.stage", "2"]),
+        (
+            "gpt",
+            [
+                "--seq",
+                "16",
+                "--warmup-steps",
+                "1",
+                "--eval-rows",
+                "16",
+                "--mesh.data",
+                "2",
+                "--mesh.stage",
+                "2",
+            ],
+        ),
         ("house_prices", ["--mesh.data", "4"]),
         ("digits", ["--mesh.data", "2", "--mesh.tensor", "2", "--no-sweep"]),
         ("digits", ["--mesh.stage", "2", "--mesh.data", "2", "--no-sweep"]),
@@ -245,7 +335,9 @@ def test_recipes_run_unchanged_on_two_processes_and_go_on_in_one(tmp_path, recip
     launch += ["--log-dir", str(tmp_path), *script, "--steps", "20"]
     resume = [sys.executable, *script, "--fake-devices", "4", "--steps", "30", "--resume"]
     for command in (launch, resume):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     assert len(curve(tmp_path / "out")) == 30
 
@@ -282,14 +374,26 @@ def two_without_one(tmp_path_factory):
     script.write_text(TWO_WITHOUT_ONE)
     command = ["-m", "jaxpar", "launch", "-n", "2", "--log-dir", script.parent, script, int(NEVER)]
     command, env = [sys.executable, *map(str, command)], os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env, timeout=WAIT_SECONDS)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=env,
+        timeout=WAIT_SECONDS,
+    )
     assert "joined 2" in done.stdout, done.stdout + done.stderr
     return done
 
 
 @pytest.mark.full
 def test_processes_listen_at_their_own_addresses(two_without_one):
-    listens = [line.split()[1] for line in two_without_one.stdout.splitlines() if line.startswith("listens ")]
+    listens = [
+        line.split()[1]
+        for line in two_without_one.stdout.splitlines()
+        if line.startswith("listens ")
+    ]
     assert listens, "the coordinator at least"
     assert all(set(address) - {"0"} for address in listens), "no process listens on all interfaces"
 
@@ -308,10 +412,21 @@ def test_an_exception_in_one_process_ends_the_run_at_once_with_its_traceback_las
 
 @pytest.mark.full
 def test_a_recipe_whose_peer_never_comes_ends_with_code_70_and_its_name(tmp_path):
-    place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+    place = {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": "0",
+    }
     env = os.environ | place | {"JAXPAR_INITIALIZATION_TIMEOUT": "1"}
-    command = [sys.executable, str(ROOT / "recipes/house_prices.py"), "--out-dir", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=WAIT_SECONDS)
+    command = [
+        sys.executable,
+        str(ROOT / "recipes/house_prices.py"),
+        "--out-dir",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=env, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 70, done.stderr
     assert "error: 2 processes must connect within 1 s; got 1, missing: process 1." in done.stderr
     assert not (tmp_path / "out").exists()
@@ -319,10 +434,10 @@ def test_a_recipe_whose_peer_never_comes_ends_with_code_70_and_its_name(tmp_path
 
 def test_a_full_disk_under_the_log_of_the_first_process_costs_lines_and_not_the_run(tmp_path):
     program = tmp_path / "run.py"
-    program.write_text("import sys\nfor _ in range(200):\n    print('x' * 100, flush=True)\nprint('the end')\n")
-    limit = (
-        "import os, resource as r, sys; r.setrlimit(r.RLIMIT_FSIZE, (4096, -1)); os.execv(sys.argv[1], sys.argv[1:])"
+    program.write_text(
+        "import sys\nfor _ in range(200):\n    print('x' * 100, flush=True)\nprint('the end')\n"
     )
+    limit = "import os, resource as r, sys; r.setrlimit(r.RLIMIT_FSIZE, (4096, -1)); os.execv(sys.argv[1], sys.argv[1:])"
     command = ["-m", "jaxpar", "launch", "-n", "1", "--log-dir", tmp_path / "logs", program]
     done = subprocess.run(
         [sys.executable, "-c", limit, sys.executable, *map(str, command)],
@@ -336,15 +451,33 @@ def test_a_full_disk_under_the_log_of_the_first_process_costs_lines_and_not_the_
 
 
 @pytest.mark.parametrize(
-    "options", [(), pytest.param(("--max-restarts", "2"), marks=pytest.mark.full)], ids=["once", "supervised"]
+    "options",
+    [(), pytest.param(("--max-restarts", "2"), marks=pytest.mark.full)],
+    ids=["once", "supervised"],
 )
 def test_standard_error_on_a_full_disk_changes_no_exit_code(tmp_path, options):
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(74)")
-    command = [sys.executable, "-m", "jaxpar", "launch", "-n", "2", "--log-dir", str(tmp_path), *options, str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxpar",
+        "launch",
+        "-n",
+        "2",
+        "--log-dir",
+        str(tmp_path),
+        *options,
+        str(script),
+    ]
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            command, stdout=subprocess.DEVNULL, stderr=full, check=False, cwd=ROOT, timeout=WAIT_SECONDS
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=full,
+            check=False,
+            cwd=ROOT,
+            timeout=WAIT_SECONDS,
         )
     assert done.returncode == 74
 
@@ -352,7 +485,8 @@ def test_standard_error_on_a_full_disk_changes_no_exit_code(tmp_path, options):
 def test_more_processes_than_a_machine_can_start_are_refused(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     with pytest.raises(
-        ValueError, match=r"num_processes must be at most 128 on this machine of 8 CPU cores, .*; got 129\."
+        ValueError,
+        match=r"num_processes must be at most 128 on this machine of 8 CPU cores, .*; got 129\.",
     ):
         Launch(("python",), 129)
     Launch(("python",), 128)

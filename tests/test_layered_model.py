@@ -29,7 +29,9 @@ def test_layers_unlike_each_other_are_composed_in_order_and_x_may_change_on_its_
     assert num_layers(params) == 3
     np.testing.assert_array_equal(model.apply(params, batch), [[33, 33, 33]])  # 2 * 10 + 6 + 7
     twice = model.wrap_layers(lambda f: lambda p, x: jax.tree.map(lambda a: 2 * a, f(p, x)))
-    np.testing.assert_array_equal(twice.apply(params, batch), [[215, 215, 215]])  # 2 * (8 * 10 + 24) + 7
+    np.testing.assert_array_equal(
+        twice.apply(params, batch), [[215, 215, 215]]
+    )  # 2 * (8 * 10 + 24) + 7
 
 
 def test_a_prng_key_may_travel_in_x():
@@ -69,7 +71,10 @@ def test_the_number_of_layers_is_the_leading_dim_of_all_their_leaves():
             {"outer": {}, "layers": {"w": np.ones((2, 3)), "b": np.ones(3)}},
             r'every leaf under "layers" must have the same leading dim num_layers; got \{\'b\': \(3,\), \'w\': \(2,\)\}. Stack',
         ),
-        ({"outer": {}, "layers": {"w": np.ones(())}}, r"the same leading dim num_layers; got \{'w': \(\)\}"),
+        (
+            {"outer": {}, "layers": {"w": np.ones(())}},
+            r"the same leading dim num_layers; got \{'w': \(\)\}",
+        ),
         ({"outer": {}, "layers": {}}, r"the same leading dim num_layers; got \{\}"),
     ],
 )
@@ -89,7 +94,10 @@ def test_params_that_are_not_outer_and_stacked_layers_are_refused(params, messag
             lambda p, x: x[:, :2],
             r"the shapes and dtypes that it takes; got x float32\[32, 8\] in, float32\[32, 2\] out",
         ),
-        (lambda p, x: x.astype(jnp.bfloat16), r"got x float32\[32, 8\] in, bfloat16\[32, 8\] out.*Cast or reshape"),
+        (
+            lambda p, x: x.astype(jnp.bfloat16),
+            r"got x float32\[32, 8\] in, bfloat16\[32, 8\] out.*Cast or reshape",
+        ),
     ],
 )
 def test_a_layer_that_changes_what_it_takes_is_refused(layer, message):

@@ -22,7 +22,11 @@ def sizes(draw):
     placement = draw(st.sampled_from(["loop", "v"]))
     if draw(st.booleans()):
         return draw(st.integers(parts, 30)), num_stages, num_chunks, placement
-    given = draw(st.lists(st.integers(0, 4), min_size=parts, max_size=parts).filter(lambda g: sum(g) >= parts))
+    given = draw(
+        st.lists(st.integers(0, 4), min_size=parts, max_size=parts).filter(
+            lambda g: sum(g) >= parts
+        )
+    )
     return sum(given), num_stages, num_chunks, placement, given
 
 
@@ -46,7 +50,9 @@ def test_unpack_gives_back_what_pack_took_and_padding_holds_zeros(sizes):
 def test_parts_of_the_model_in_order_are_its_layers_in_order(sizes):
     layout = LayerLayout(*sizes)
     schedule = Schedule("any", layout.num_stages, 1, layout.num_chunks, (), layout.placement)
-    order = layout.packed_order.reshape(layout.num_stages, layout.num_chunks, layout.positions_per_chunk)
+    order = layout.packed_order.reshape(
+        layout.num_stages, layout.num_chunks, layout.positions_per_chunk
+    )
     in_order = []
     for part in range(schedule.num_virtual_stages):
         stage, chunk = layout.stage_and_chunk(part)
@@ -73,7 +79,8 @@ def test_embedding_and_head_may_count_as_layers():
 @pytest.mark.parametrize("ends", [(0, 9), (-1, 0)])
 def test_ends_that_count_for_more_than_a_part_has_are_refused(ends):
     with pytest.raises(
-        ValueError, match=r"end_layers must be from 0 .* got .* for 4 layers in 2 virtual stages. Choose smaller"
+        ValueError,
+        match=r"end_layers must be from 0 .* got .* for 4 layers in 2 virtual stages. Choose smaller",
     ):
         LayerLayout(4, 2, end_layers=ends)
 
@@ -95,7 +102,9 @@ def test_even_layers_in_one_chunk_are_packed_as_they_are():
 
 def test_packed_layers_lie_on_the_stage_that_runs_them():
     layout, mesh = LayerLayout(7, 4), jaxpar.make_mesh(stage=4, data=2)
-    packed = jax.jit(layout.pack, out_shardings=NamedSharding(mesh, PartitionSpec("stage")))({"w": np.arange(1.0, 8)})
+    packed = jax.jit(layout.pack, out_shardings=NamedSharding(mesh, PartitionSpec("stage")))(
+        {"w": np.arange(1.0, 8)}
+    )
     assert jax.jit(layout.unpack)(packed)["w"].tolist() == list(range(1, 8))
     for shard in packed.tree["w"].addressable_shards:
         stage = int(np.argwhere(mesh.devices == shard.device)[0][mesh.axis_names.index("stage")])
@@ -111,10 +120,19 @@ def test_a_layout_can_be_a_key():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((3, 4), "at least one layer for each chunk of each stage; got 3 layers for stage=4, num_chunks=1"),
+        (
+            (3, 4),
+            "at least one layer for each chunk of each stage; got 3 layers for stage=4, num_chunks=1",
+        ),
         ((7, 4, 2), "got 7 layers for stage=4, num_chunks=2. Choose a product of at most 7"),
-        ((4, 2, 1, "loop", (4,)), r"layers_per_virtual_stage must have .*got \(4,\) for 2 virtual stages and 4 layers"),
-        ((4, 2, 1, "loop", (1, 2)), r"got \(1, 2\) for 2 virtual stages.*Give 2 counts that add up to 4"),
+        (
+            (4, 2, 1, "loop", (4,)),
+            r"layers_per_virtual_stage must have .*got \(4,\) for 2 virtual stages and 4 layers",
+        ),
+        (
+            (4, 2, 1, "loop", (1, 2)),
+            r"got \(1, 2\) for 2 virtual stages.*Give 2 counts that add up to 4",
+        ),
         ((4, 2, 1, "loop", (5, -1)), r"got \(5, -1\)"),
         ((4, 2, 1, "loop", ()), r"got \(\) for 2 virtual stages"),
         ((4, 2, 1, "V"), "placement must be one of loop, v; got 'V'"),
@@ -129,5 +147,8 @@ def test_bad_layout_is_named(arguments, told):
 
 
 def test_layers_that_are_no_integer_are_named():
-    with signatures_unchecked(), pytest.raises(TypeError, match=r"num_layers must be an integer; got num_layers=4\.0"):
+    with (
+        signatures_unchecked(),
+        pytest.raises(TypeError, match=r"num_layers must be an integer; got num_layers=4\.0"),
+    ):
         LayerLayout(4.0, 2)

@@ -13,7 +13,14 @@ from types import SimpleNamespace
 import pytest
 
 from jaxpar.runtime import lease as leases
-from jaxpar.runtime.lease import HeldError, Lease, LostError, released_at_end, start_of, this_process
+from jaxpar.runtime.lease import (
+    HeldError,
+    Lease,
+    LostError,
+    released_at_end,
+    start_of,
+    this_process,
+)
 from tests.support.leases import ELSEWHERE, numbers, put
 from tests.support.waiting import NEVER, WAIT_SECONDS, wait_until
 
@@ -49,7 +56,11 @@ def clock(monkeypatch):
     """The seconds of a lease's clock, which pass while it sleeps, and only then."""
     now = [0.0]
     sleep = lambda seconds: now.__setitem__(0, now[0] + seconds)
-    monkeypatch.setattr(leases, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0], "sleep": sleep}))
+    monkeypatch.setattr(
+        leases,
+        "time",
+        SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0], "sleep": sleep}),
+    )
     return now
 
 
@@ -78,7 +89,9 @@ def test_a_process_that_is_alive_keeps_the_folder_and_is_named(tmp_path, quick):
         owner = replace(HERE, pid=other.pid, start=start_of(other.pid))
         put(tmp_path, owner)
         told = []
-        with pytest.raises(HeldError, match=f"held by process {other.pid} on .* since .*another folder") as refused:
+        with pytest.raises(
+            HeldError, match=f"held by process {other.pid} on .* since .*another folder"
+        ) as refused:
             quick(tmp_path, tell=told.append).take()
         assert str(tmp_path) in str(refused.value)
         assert len(told) == 1, "it says once what it waits for"
@@ -105,7 +118,9 @@ def test_another_process_with_the_old_number_is_not_the_owner(tmp_path, quick):
     assert numbers(tmp_path) == [4]
 
 
-def test_a_lease_of_another_machine_is_taken_once_its_beats_stand_still(tmp_path, monkeypatch, clock, quick):
+def test_a_lease_of_another_machine_is_taken_once_its_beats_stand_still(
+    tmp_path, monkeypatch, clock, quick
+):
     put(tmp_path, ELSEWHERE)
     monkeypatch.setattr(time, "time", lambda: 0.0)  # a clock that jumped back by decades
     quick(tmp_path).take()
@@ -157,9 +172,16 @@ def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
         "except lease.HeldError as error: print(error, flush=True); sys.exit(2)\n"
         "time.sleep(10**6)\n"
     )
-    put(tmp_path, replace(HERE, pid=2**22 + 1, start="1"))  # all find one that is stale, and want it
+    put(
+        tmp_path, replace(HERE, pid=2**22 + 1, start="1")
+    )  # all find one that is stale, and want it
     command = [sys.executable, "-c", code, str(tmp_path), str(Path(leases.__file__).parents[2])]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+        "text": True,
+    }
     processes = [subprocess.Popen(command, **pipes) for _ in range(4)]
     try:
         for process in processes:
@@ -168,9 +190,15 @@ def test_of_many_processes_that_start_at_once_one_gets_the_folder(tmp_path):
             process.stdin.write("\n")
             process.stdin.flush()
         said = [process.stdout.readline() for process in processes]
-        [owner] = [process for process, line in zip(processes, said, strict=True) if line == "taken\n"]
-        assert all(line == "taken\n" or f"held by process {owner.pid} " in line for line in said), said
-        assert sorted(process.wait(WAIT_SECONDS) for process in processes if process is not owner) == [2, 2, 2]
+        [owner] = [
+            process for process, line in zip(processes, said, strict=True) if line == "taken\n"
+        ]
+        assert all(line == "taken\n" or f"held by process {owner.pid} " in line for line in said), (
+            said
+        )
+        assert sorted(
+            process.wait(WAIT_SECONDS) for process in processes if process is not owner
+        ) == [2, 2, 2]
     finally:
         for process in processes:
             process.kill()

@@ -16,14 +16,18 @@ from tests.support.leases import ELSEWHERE, put
 @pytest.fixture
 def folder(tmp_path):
     """A run of 10 steps of which 4 are done."""
-    (tmp_path / "report.json").write_text(json.dumps({"kind": "run", "num_steps": 10, "facts": {}, "problems": {}}))
+    (tmp_path / "report.json").write_text(
+        json.dumps({"kind": "run", "num_steps": 10, "facts": {}, "problems": {}})
+    )
     lines = [{"step": step, "loss": 1.0, "step_seconds": 60.0} for step in range(4)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return tmp_path
 
 
 def killed():
-    return dataclasses.replace(this_process(), start="0", token="another")  # this process id, of an earlier process
+    return dataclasses.replace(
+        this_process(), start="0", token="another"
+    )  # this process id, of an earlier process
 
 
 def test_a_run_of_this_machine_runs_until_its_process_is_gone(folder):
@@ -67,7 +71,9 @@ def test_a_killed_run_is_not_shown_as_live_nor_with_time_left(folder):
     assert "left at this pace" not in shown + json.dumps(live)
     assert '<p id="state">killed: process ' in shown
     assert live["state"].startswith("killed: process ")
-    assert "<dt>state</dt><dd>killed: process " in render_page(data), "a page that is written, not served"
+    assert "<dt>state</dt><dd>killed: process " in render_page(data), (
+        "a page that is written, not served"
+    )
 
 
 def test_a_page_does_not_call_a_run_live_by_itself():

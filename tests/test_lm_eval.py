@@ -56,7 +56,9 @@ metric_list: [{metric: exact_match}]
 @pytest.fixture
 def folder(tmp_path):
     """A tiny Llama as transformers reads it."""
-    folder = write_tokenizer(tmp_path / "tiny", eos_token="<|im_end|>", tokenizer_class="PreTrainedTokenizerFast")
+    folder = write_tokenizer(
+        tmp_path / "tiny", eos_token="<|im_end|>", tokenizer_class="PreTrainedTokenizerFast"
+    )
     sizes = tiny_transformer.SHAPE | {"vocab_size": 512, "num_layers": 2, "max_positions": 128}
     config = transformer.TransformerConfig(**sizes, **tiny_transformer.LLAMA)
     jaxpar.huggingface.write_model(folder, config, tiny_transformer.make_params(config))
@@ -68,7 +70,10 @@ def tasks(tmp_path):
     rng = np.random.default_rng(0)
     words = " ".join(TEXT).split()
     draw = lambda: " ".join(rng.choice(words, size=rng.integers(2, 6)))
-    rows = [{"question": draw(), "choices": [f" {draw()}" for _ in range(3)], "answer": i % 3} for i in range(6)]
+    rows = [
+        {"question": draw(), "choices": [f" {draw()}" for _ in range(3)], "answer": i % 3}
+        for i in range(6)
+    ]
     data, place = tmp_path / "rows.jsonl", tmp_path / "tasks"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     place.mkdir()
@@ -91,21 +96,31 @@ def evaluate(tasks, backend, **args):
     )
 
 
-def test_a_served_model_is_scored_unchanged_as_by_the_backend_for_transformers(folder, tasks, tmp_path, monkeypatch):
+def test_a_served_model_is_scored_unchanged_as_by_the_backend_for_transformers(
+    folder, tasks, tmp_path, monkeypatch
+):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     expected = evaluate(tasks, "hf", pretrained=folder, dtype="float32")
     with serving.serving(folder, model_name="tiny") as client:
         url = f"http://127.0.0.1:{client.port}/v1/completions"
-        found = evaluate(tasks, "local-completions", model="tiny", base_url=url, tokenizer=folder, max_length=127)
+        found = evaluate(
+            tasks, "local-completions", model="tiny", base_url=url, tokenizer=folder, max_length=127
+        )
     for task, rows in expected["samples"].items():
         for ours, theirs in zip(found["samples"][task], rows, strict=True):
             if task == "written":
                 assert ours["resps"] == theirs["resps"]
             else:
-                flat = lambda row: np.array([np.ravel(each) for each in np.ravel(row["resps"]).reshape(-1, 1)], float)
+                flat = lambda row: np.array(
+                    [np.ravel(each) for each in np.ravel(row["resps"]).reshape(-1, 1)], float
+                )
                 np.testing.assert_allclose(flat(ours), flat(theirs), rtol=1e-3, atol=1e-3)
     for task, metrics in expected["results"].items():
-        figures = {name: value for name, value in metrics.items() if isinstance(value, float) and "stderr" not in name}
+        figures = {
+            name: value
+            for name, value in metrics.items()
+            if isinstance(value, float) and "stderr" not in name
+        }
         assert figures, task
         for name, value in figures.items():
             assert found["results"][task][name] == pytest.approx(value, rel=1e-3), (task, name)

@@ -30,7 +30,9 @@ COPIED = dataclasses.replace(LLAMA, num_kv_heads=2, explicit_head_dim=4)  # fewe
 @functools.cache
 def reference_of(config):
     def mean(params, batch):
-        total, weight = tiny.loss(transformer.make_model(config).apply(lora.merge(params), batch), batch)
+        total, weight = tiny.loss(
+            transformer.make_model(config).apply(lora.merge(params), batch), batch
+        )
         return total / weight
 
     return tiny.jit(jax.value_and_grad(mean))
@@ -57,14 +59,19 @@ def make_value_and_grad(config, mesh, how=LORA, **settings):
         pytest.param(COPIED, {"data": 2, "tensor": 4}, {"remat": True}, marks=pytest.mark.slow),
         (LLAMA, {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1", "zero": 1}),
         pytest.param(
-            LLAMA, {"data": 2, "stage": 4}, {"schedule": "1f1b", "num_microbatches": 4}, marks=pytest.mark.slow
+            LLAMA,
+            {"data": 2, "stage": 4},
+            {"schedule": "1f1b", "num_microbatches": 4},
+            marks=pytest.mark.slow,
         ),
     ],
 )
 def test_gradients_are_those_through_merged_weights_in_float64(x64, config, axes, settings):
     mesh = jaxpar.make_mesh(**axes)
     params, batch = make_params(config), tiny.make_batch(dtype=np.float64)
-    shardings, value_and_grad = make_value_and_grad(config.for_tensor(mesh.shape["tensor"]), mesh, **settings)
+    shardings, value_and_grad = make_value_and_grad(
+        config.for_tensor(mesh.shape["tensor"]), mesh, **settings
+    )
     got = value_and_grad(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh))
     assert_same(jaxpar.fetch(got), jaxpar.fetch(reference(config, params, batch)))
 
@@ -82,19 +89,34 @@ def test_a_step_computes_and_reduces_the_gradients_of_the_factors_alone(axes, sc
     mesh, config, num_microbatches = jaxpar.make_mesh(**axes), tiny.FAMILIES["llama"], 2
     batch, reports, shares, settings = jaxpar.shard_batch(tiny.make_batch(), mesh), {}, None, {}
     if schedule is not None:
-        table = make_schedule(schedule, mesh.shape["stage"], num_microbatches, form=lockstep_form(schedule))
+        table = make_schedule(
+            schedule, mesh.shape["stage"], num_microbatches, form=lockstep_form(schedule)
+        )
         settings, shares = {"schedule": table}, spmd_program(table, masks=False).branch_shares()
     for trainable in (ADAPTERS, None):
-        shardings, value_and_grad = make_value_and_grad(config, mesh, trainable=trainable, **settings)
+        shardings, value_and_grad = make_value_and_grad(
+            config, mesh, trainable=trainable, **settings
+        )
         params = jaxpar.shard(make_params(config), shardings)
-        reports[trainable] = jaxpar.inspect_step(jax.jit(value_and_grad), params, batch, branch_shares=shares)
-    on_device = lambda tree: sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(tree))
+        reports[trainable] = jaxpar.inspect_step(
+            jax.jit(value_and_grad), params, batch, branch_shares=shares
+        )
+    on_device = lambda tree: sum(
+        leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(tree)
+    )
     replicas, loss_and_weight = mesh.shape["data"], 2
     numbers = on_device(trained_part(params, ADAPTERS)) + loss_and_weight
-    assert reports[ADAPTERS].bytes_moved("all-reduce", "data") == 2 * (replicas - 1) / replicas * 4 * numbers
+    assert (
+        reports[ADAPTERS].bytes_moved("all-reduce", "data")
+        == 2 * (replicas - 1) / replicas * 4 * numbers
+    )
     assert reports[ADAPTERS].bytes_moved("all-gather", "tensor") == 0, "no weight is gathered"
-    weights = trained_part(lora.without_factors(params), [f"layers/**/{name}" for name in transformer.LAYER_WEIGHTS])
-    head = params["outer"]["head"].addressable_shards[0].data.size * mesh.shape["stage"]  # gathered over stages
+    weights = trained_part(
+        lora.without_factors(params), [f"layers/**/{name}" for name in transformer.LAYER_WEIGHTS]
+    )
+    head = (
+        params["outer"]["head"].addressable_shards[0].data.size * mesh.shape["stage"]
+    )  # gathered over stages
     saved = reports[None].flops - reports[ADAPTERS].flops
     tokens = tiny.ROWS * tiny.SEQ // replicas
     assert saved == 2 * tokens * (on_device(weights) + head), (
@@ -113,16 +135,22 @@ def test_training_updates_factors_alone_and_a_restored_run_goes_on_bit_for_bit(t
     mesh, config, optimizer = jaxpar.make_mesh(stage=2), tiny.FAMILIES["llama"], optax.adamw(0.01)
     layout = jaxpar.LayerLayout(4, 2, layers_per_virtual_stage=(3, 1))
     table = transformer.param_table(config)
-    packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
+    packed = table | {
+        "layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))
+    }
     shardings = LORA.shardings(jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES))
     init = lambda key: layout.pack_params(LORA.init(key, init_params(table, key)))
     first = (init, jax.random.key(0), optimizer, mesh, shardings)
-    _, value_and_grad = make_value_and_grad(config, mesh, shardings=shardings, layout=layout, schedule="zb-h1")
+    _, value_and_grad = make_value_and_grad(
+        config, mesh, shardings=shardings, layout=layout, schedule="zb-h1"
+    )
     state = jaxpar.init_state(*first, trainable=ADAPTERS)
     begun = jaxpar.fetch(state.params)
     sizes = [leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     factors = trained_part(state.params, ADAPTERS)
-    assert sorted(sizes) == sorted(2 * [leaf.size for leaf in jax.tree.leaves(factors)]), "two moments a factor"
+    assert sorted(sizes) == sorted(2 * [leaf.size for leaf in jax.tree.leaves(factors)]), (
+        "two moments a factor"
+    )
 
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
     state = train(mesh, state, train_step, range(2))
@@ -134,9 +162,15 @@ def test_training_updates_factors_alone_and_a_restored_run_goes_on_bit_for_bit(t
     assert_same_bits(jaxpar.fetch(restored), jaxpar.fetch(state))
     got = jaxpar.fetch(state.params)
     assert_same_bits(lora.without_factors(got), lora.without_factors(begun))
-    for one, other in zip(*(jax.tree.leaves(trained_part(each, ADAPTERS)) for each in (got, begun)), strict=True):
+    for one, other in zip(
+        *(jax.tree.leaves(trained_part(each, ADAPTERS)) for each in (got, begun)), strict=True
+    ):
         assert np.any(one != other), "each factor is trained"
-    apply = tiny.jit(lambda each: transformer.make_model(config).apply(layout.unpack_params(each), tiny.make_batch()))
+    apply = tiny.jit(
+        lambda each: transformer.make_model(config).apply(
+            layout.unpack_params(each), tiny.make_batch()
+        )
+    )
     ours, merged = apply(got), apply(lora.merge(got))
     assert_same(np.asarray(merged), np.asarray(ours), within=1e-5)
 
@@ -144,7 +178,10 @@ def test_training_updates_factors_alone_and_a_restored_run_goes_on_bit_for_bit(t
 def test_factors_are_zero_at_first_and_a_plain_model_takes_them():
     params = {"w": np.ones((4, 3), np.float32), "b": np.zeros(3, np.float32)}
     model = lambda params, batch: batch["x"] @ params["w"] + params["b"][None]
-    adapted, x = Lora(2, {"w": 1}).init(jax.random.key(0), params), {"x": np.ones((5, 4), np.float32)}
+    adapted, x = (
+        Lora(2, {"w": 1}).init(jax.random.key(0), params),
+        {"x": np.ones((5, 4), np.float32)},
+    )
     assert_same_bits(np.asarray(model(adapted, x)), model(params, x))
     assert (adapted["w"].scale, adapted["w"].lora_a.shape) == (1.0, (4, 2))
     assert float(np.abs(adapted["w"].lora_a).max()) > 0
@@ -159,7 +196,10 @@ def test_factors_are_zero_at_first_and_a_plain_model_takes_them():
     ("make", "message"),
     [
         (lambda: Lora(0, {"w": 1}), r"rank must be a positive integer; got 0\. Choose 8"),
-        (lambda: Lora(2, {"w": 1}, alpha=-1.0), r"alpha must be positive; got -1\.0\. Choose the rank, 2"),
+        (
+            lambda: Lora(2, {"w": 1}, alpha=-1.0),
+            r"alpha must be positive; got -1\.0\. Choose the rank, 2",
+        ),
         (lambda: Lora(2, {}), r"targets must name weights; got none"),
         (
             lambda: Lora(2, {"v": 1}).init(jax.random.key(0), {"w": jnp.ones((2, 2))}),
@@ -175,7 +215,9 @@ def test_factors_are_zero_at_first_and_a_plain_model_takes_them():
         ),
         (
             lambda: lora.einsum(
-                "ab,cb->ac", jnp.ones((2, 2)), Lora(1, {"w": 1}).init(jax.random.key(0), {"w": jnp.ones((3, 2))})["w"]
+                "ab,cb->ac",
+                jnp.ones((2, 2)),
+                Lora(1, {"w": 1}).init(jax.random.key(0), {"w": jnp.ones((3, 2))})["w"],
             ),
             r"summed over must come first",
         ),
@@ -188,7 +230,10 @@ def test_factors_that_cannot_be_are_refused(make, message):
 
 def test_stored_factors_are_merged_a_layer_at_a_time_or_all_at_once():
     rng = np.random.default_rng(0)
-    w, a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 4, 2, 5), (3, 4, 2), (3, 2, 2, 5)))
+    w, a, b = (
+        rng.normal(size=shape).astype(np.float32)
+        for shape in ((3, 4, 2, 5), (3, 4, 2), (3, 2, 2, 5))
+    )
     stored = {"layers/w": w, "layers/w/lora_a": a, "layers/w/lora_b": b, "outer/v": w}
     stored = {**stored, "layers/w/weight": stored.pop("layers/w")}
     merged = merge_factors(stored, {"lora_alpha": 6.0, "lora_rank": 2})
@@ -199,10 +244,13 @@ def test_stored_factors_are_merged_a_layer_at_a_time_or_all_at_once():
 
 
 def test_factors_that_are_not_finite_are_not_written(tmp_path):
-    params = make_params(tiny.FAMILIES["llama"], Lora(2, {"w_down": transformer.LAYER_WEIGHTS["w_down"]}, alpha=3.0))
+    params = make_params(
+        tiny.FAMILIES["llama"], Lora(2, {"w_down": transformer.LAYER_WEIGHTS["w_down"]}, alpha=3.0)
+    )
     params["layers"]["mlp"]["w_down"].lora_b[1, 0, 0] = np.nan
     with pytest.raises(
-        ValueError, match=r"finite; got NaN in 1 of .* in base_model.model.model.layers.1.mlp.down_proj.lora_B"
+        ValueError,
+        match=r"finite; got NaN in 1 of .* in base_model.model.model.layers.1.mlp.down_proj.lora_B",
     ):
         write_adapters(tmp_path / "adapter", tiny.FAMILIES["llama"], params)
     assert not (tmp_path / "adapter").exists()

@@ -54,7 +54,10 @@ def make_params():
     rng = np.random.default_rng(3)
     draw = lambda *shape: 0.5 * rng.normal(size=shape)
     layers = {"w_up": draw(NUM_LAYERS, 8, 16), "w_down": draw(NUM_LAYERS, 16, 8)}
-    return {"outer": {"w_in": draw(tiny.NUM_FEATURES, 8), "w_out": draw(8, tiny.NUM_CLASSES)}, "layers": layers}
+    return {
+        "outer": {"w_in": draw(tiny.NUM_FEATURES, 8), "w_out": draw(8, tiny.NUM_CLASSES)},
+        "layers": layers,
+    }
 
 
 @functools.cache
@@ -79,7 +82,9 @@ def on_mesh(axes, has_aux=True, **options):
     shardings = jaxpar.shardings_from_paths(params, mesh, RULES)
     given = jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)
     options = {"num_microbatches": 4, "shardings": shardings} | options
-    return jaxpar.value_and_grad(model, loss if has_aux else tiny.loss, mesh, has_aux=has_aux, **options), given
+    return jaxpar.value_and_grad(
+        model, loss if has_aux else tiny.loss, mesh, has_aux=has_aux, **options
+    ), given
 
 
 CUBE = {"data": 2, "stage": 2, "tensor": 2}
@@ -96,8 +101,13 @@ UNEVEN = jaxpar.LayerLayout(NUM_LAYERS, 2, 1, "loop", (3, 1))
         ({"data": 2}, {"overlap_grad_reduce": True, "zero": 1, "num_microbatches": 2}),
         pytest.param(CUBE, {"schedule": "1f1b", "zero": 1}, marks=pytest.mark.slow),
         (CUBE, {"schedule": "gpipe", "mask_idle_ops": True, "zero": 2}),
-        pytest.param(CUBE, {"schedule": "zb-h1", "mask_idle_ops": True, "zero": 2}, marks=pytest.mark.slow),
-        ({"stage": 2}, {"schedule": "1f1b", "layout": UNEVEN, "mask_idle_ops": True, "remat": True}),
+        pytest.param(
+            CUBE, {"schedule": "zb-h1", "mask_idle_ops": True, "zero": 2}, marks=pytest.mark.slow
+        ),
+        (
+            {"stage": 2},
+            {"schedule": "1f1b", "layout": UNEVEN, "mask_idle_ops": True, "remat": True},
+        ),
         ({"data": 2, "stage": 2}, {"schedule": "1f1b", "executor": "mpmd"}),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items() if k != "layout"),
@@ -114,10 +124,16 @@ def test_loss_means_and_gradients_equal_one_device_in_float64(x64, axes, options
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_every_schedule_executor_and_zero_level_has_the_means_of_one_device(x64, executor, schedule, remat, zero):
+def test_every_schedule_executor_and_zero_level_has_the_means_of_one_device(
+    x64, executor, schedule, remat, zero
+):
     if executor == "mpmd" and zero:
         return
-    options = {"executor": "mpmd"} if executor == "mpmd" else {"mask_idle_ops": executor == "masks", "zero": zero}
+    options = (
+        {"executor": "mpmd"}
+        if executor == "mpmd"
+        else {"mask_idle_ops": executor == "masks", "zero": zero}
+    )
     value_and_grad, given = on_mesh(CUBE, schedule=schedule, remat=remat, **options)
     assert_same(value_and_grad(*given), reference())
 
@@ -125,7 +141,10 @@ def test_every_schedule_executor_and_zero_level_has_the_means_of_one_device(x64,
 @pytest.mark.full
 def test_means_are_reduced_in_their_own_dtype_and_there_for_frozen_params(x64):
     value_and_grad, given = on_mesh(
-        {"data": 2, "stage": 2}, grad_reduce_dtype=jnp.float32, trainable=("layers/**",), mask_idle_ops=True
+        {"data": 2, "stage": 2},
+        grad_reduce_dtype=jnp.float32,
+        trainable=("layers/**",),
+        mask_idle_ops=True,
     )
     value, grads = value_and_grad(*given)
     want, want_grads = reference()
@@ -155,14 +174,22 @@ def test_without_the_mask_the_sums_of_idle_stages_would_be_found(monkeypatch):
 )
 def test_the_sums_travel_with_the_loss(axes, options, monkeypatch):
     if options.get("mask_idle_ops"):  # the stages share a head whose sums are all floats
-        floats = lambda sums: {name: value for name, value in sums.items() if jnp.issubdtype(value.dtype, jnp.floating)}
-        monkeypatch.setitem(globals(), "loss", lambda *args, whole=loss: (*whole(*args)[:2], floats(whole(*args)[2])))
+        floats = lambda sums: {
+            name: value for name, value in sums.items() if jnp.issubdtype(value.dtype, jnp.floating)
+        }
+        monkeypatch.setitem(
+            globals(),
+            "loss",
+            lambda *args, whole=loss: (*whole(*args)[:2], floats(whole(*args)[2])),
+        )
 
     def collectives(has_aux):
         value_and_grad, given = on_mesh(axes, has_aux, **options)
         report = inspect_step(jax.jit(value_and_grad), *given)
         assert report.count() > 0
-        return collections.Counter((each.kind, each.axes, each.times) for each in report.collectives)
+        return collections.Counter(
+            (each.kind, each.axes, each.times) for each in report.collectives
+        )
 
     assert collectives(has_aux=True) == collectives(has_aux=False)
 
@@ -180,16 +207,24 @@ def test_integers_are_added_exactly_on_every_mesh():
         "bool": np.array([True, False] * 4),
     }
     batch = columns | {"first": np.float32([1] + [0] * 7)}
-    model = lambda params, batch: {name: batch[name] * (params > 0).astype(batch[name].dtype) for name in columns}
+    model = lambda params, batch: {
+        name: batch[name] * (params > 0).astype(batch[name].dtype) for name in columns
+    }
 
     def loss(outputs, batch):
-        sums = {name: jnp.sum(value, dtype=value.dtype) for name, value in outputs.items() if name != "bool"}
+        sums = {
+            name: jnp.sum(value, dtype=value.dtype)
+            for name, value in outputs.items()
+            if name != "bool"
+        }
         of_one_row = jaxpar.row_wise(jnp.any)  # each microbatch has one
         return jnp.float32(0), jnp.sum(batch["first"]), sums | {"bool": of_one_row(outputs["bool"])}
 
     for axes, num_microbatches in (({"data": 2}, 4), ({}, 8)):
         mesh = jaxpar.make_mesh(**axes)
-        given = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=num_microbatches, has_aux=True)
+        given = jaxpar.value_and_grad(
+            model, loss, mesh, num_microbatches=num_microbatches, has_aux=True
+        )
         (_, means), _ = given(jnp.float32(1), jaxpar.shard_batch(batch, mesh))
         assert {mean.dtype for mean in means.values()} == {jnp.dtype(np.float32)}
         got = {name: int(mean) for name, mean in means.items()}
@@ -198,13 +233,20 @@ def test_integers_are_added_exactly_on_every_mesh():
 
 @pytest.mark.parametrize(
     "dtype",
-    [pytest.param("int64", marks=pytest.mark.full), pytest.param("uint64", marks=pytest.mark.full), "int32", "uint32"],
+    [
+        pytest.param("int64", marks=pytest.mark.full),
+        pytest.param("uint64", marks=pytest.mark.full),
+        "int32",
+        "uint32",
+    ],
 )
 def test_an_integer_of_any_size_is_put_together_again(x64, dtype):
     info = np.iinfo(dtype)
     values = np.array([info.min, info.max, 0, 1, info.max // 3, info.min // 3], dtype)
     for value in values:
-        *_, total = with_float_sums(lambda value, _: (jnp.float32(0), jnp.float32(1), value))(jnp.asarray(value), None)
+        *_, total = with_float_sums(lambda value, _: (jnp.float32(0), jnp.float32(1), value))(
+            jnp.asarray(value), None
+        )
         assert {part.dtype for part in total.parts} == {jnp.dtype(np.float32)}
         assert_same_bits(total.total(), value)
 
@@ -221,28 +263,82 @@ WRITE = r'Write: return loss_sum, weight_sum, \{"acc": acc_sum, "n": n_sum\}, ea
 @pytest.mark.parametrize(
     ("has_aux", "returned", "kind", "message"),
     [
-        (False, lambda o: (jnp.sum(o), {"acc": 1, "n": 2.0}), TypeError, rf"{TWO}.*'acc': int32\[\].*{WRITE}"),
-        (True, lambda o: (jnp.sum(o), {"acc": 1, "n": 2.0}), TypeError, rf"{THREE}.*'acc': int32\[\].*{WRITE}"),
-        (False, lambda o: (jnp.sum(o), 1.0, {"acc": 1}), TypeError, rf"{TWO}.*Pass has_aux=True to value_and_grad"),
-        (True, lambda o: (jnp.sum(o), 1.0), TypeError, rf"{THREE}\(float32\[\], float32\[\]\).*or leave has_aux out"),
-        (True, lambda o: jnp.sum(o), TypeError, rf"{THREE}float32\[\]\. Return the sum of the losses"),
-        (True, lambda o: (jnp.sum(o), 1.0, [1]), TypeError, rf"{NAMED}\[int32\[\]\]\. Write such as"),
-        (True, lambda o: (jnp.sum(o), 1.0, {1: 1}), TypeError, rf"{NAMED}\{{1: int32\[\]\}}\. Write such as"),
+        (
+            False,
+            lambda o: (jnp.sum(o), {"acc": 1, "n": 2.0}),
+            TypeError,
+            rf"{TWO}.*'acc': int32\[\].*{WRITE}",
+        ),
+        (
+            True,
+            lambda o: (jnp.sum(o), {"acc": 1, "n": 2.0}),
+            TypeError,
+            rf"{THREE}.*'acc': int32\[\].*{WRITE}",
+        ),
+        (
+            False,
+            lambda o: (jnp.sum(o), 1.0, {"acc": 1}),
+            TypeError,
+            rf"{TWO}.*Pass has_aux=True to value_and_grad",
+        ),
+        (
+            True,
+            lambda o: (jnp.sum(o), 1.0),
+            TypeError,
+            rf"{THREE}\(float32\[\], float32\[\]\).*or leave has_aux out",
+        ),
+        (
+            True,
+            lambda o: jnp.sum(o),
+            TypeError,
+            rf"{THREE}float32\[\]\. Return the sum of the losses",
+        ),
+        (
+            True,
+            lambda o: (jnp.sum(o), 1.0, [1]),
+            TypeError,
+            rf"{NAMED}\[int32\[\]\]\. Write such as",
+        ),
+        (
+            True,
+            lambda o: (jnp.sum(o), 1.0, {1: 1}),
+            TypeError,
+            rf"{NAMED}\{{1: int32\[\]\}}\. Write such as",
+        ),
         (
             True,
             lambda o: (jnp.sum(o), 1.0, {"acc": o[:, 0]}),
             ValueError,
             r"must be a scalar; got 'acc' float32\[32\]\. Sum it over the rows: jnp\.sum\(acc\)",
         ),
-        (True, lambda o: (jnp.sum(o), 1.0, {"acc": {"top": 1}}), TypeError, rf"{SCALAR}\{{'top': int32\[\]\}}\. Leave"),
-        (True, lambda o: (jnp.sum(o), 1.0, {"acc": "high"}), TypeError, rf"{SCALAR}'high'\. Leave it out, or return"),
+        (
+            True,
+            lambda o: (jnp.sum(o), 1.0, {"acc": {"top": 1}}),
+            TypeError,
+            rf"{SCALAR}\{{'top': int32\[\]\}}\. Leave",
+        ),
+        (
+            True,
+            lambda o: (jnp.sum(o), 1.0, {"acc": "high"}),
+            TypeError,
+            rf"{SCALAR}'high'\. Leave it out, or return",
+        ),
         (True, lambda o: (jnp.sum(o), 1.0, {"acc": None}), TypeError, rf"{SCALAR}None\. Leave"),
-        (True, lambda o: (jnp.sum(o), 1.0, {"acc": 1j}), TypeError, rf"{SCALAR}complex64\[\]\. Leave"),
+        (
+            True,
+            lambda o: (jnp.sum(o), 1.0, {"acc": 1j}),
+            TypeError,
+            rf"{SCALAR}complex64\[\]\. Leave",
+        ),
     ],
 )
-def test_what_a_loss_must_not_return_is_refused_with_what_to_write(has_aux, returned, kind, message, caplog):
+def test_what_a_loss_must_not_return_is_refused_with_what_to_write(
+    has_aux, returned, kind, message, caplog
+):
     params, batch = tiny.make_params(), tiny.make_batch()
-    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, lambda o, b: returned(o), jaxpar.make_mesh(), has_aux=has_aux)
+    value_and_grad = jaxpar.value_and_grad(
+        tiny.MODEL, lambda o, b: returned(o), jaxpar.make_mesh(), has_aux=has_aux
+    )
     with jax.log_compiles(), caplog.at_level(logging.WARNING), pytest.raises(kind, match=message):
         value_and_grad(params, batch)
     assert "Compiling jit" not in caplog.text
@@ -251,7 +347,9 @@ def test_what_a_loss_must_not_return_is_refused_with_what_to_write(has_aux, retu
 def test_the_weight_must_not_depend_on_the_outputs_beside_sums_either():
     loss = lambda o, b: (jnp.sum(o), jnp.sum(o**2), {"acc": 1})
     with pytest.raises(ValueError, match=r"weight_sum must depend on the batch alone"):
-        jaxpar.value_and_grad(tiny.MODEL, loss, jaxpar.make_mesh(), has_aux=True)(tiny.make_params(), tiny.make_batch())
+        jaxpar.value_and_grad(tiny.MODEL, loss, jaxpar.make_mesh(), has_aux=True)(
+            tiny.make_params(), tiny.make_batch()
+        )
 
 
 # --- metrics of a step --------------------------------------------------------------------------------------------------
@@ -272,16 +370,28 @@ def a_step(value_and_grad, mesh, optimizer, **options):
 @pytest.mark.parametrize("executor", ["spmd", "mpmd"])
 def test_means_are_metrics_of_a_step_and_change_no_param(executor):
     mesh, optimizer = jaxpar.make_mesh(data=2, stage=2), optax.adam(1e-2)
-    of = lambda has_aux: on_mesh({"data": 2, "stage": 2}, has_aux, executor=executor, shardings=None)[0]
+    of = lambda has_aux: on_mesh(
+        {"data": 2, "stage": 2}, has_aux, executor=executor, shardings=None
+    )[0]
     state, metrics = a_step(of(True), mesh, optimizer)
     plain, without = a_step(of(False), mesh, optimizer)
-    assert set(metrics) == {"loss", "grad_norm", "skipped", "accuracy", "num_rows", "square", "sign"}
+    assert set(metrics) == {
+        "loss",
+        "grad_norm",
+        "skipped",
+        "accuracy",
+        "num_rows",
+        "square",
+        "sign",
+    }
     assert {value.dtype for value in metrics.values()} == {jnp.dtype(np.float32)}
     assert_same(jaxpar.fetch(state.params), jaxpar.fetch(plain.params), within=1e-6)
     assert_same({name: metrics[name] for name in without}, without, within=1e-6)
     with jax.enable_x64(True):
         _, means = reference()[0]
-    assert_same({name: metrics[name] for name in means}, jax.tree.map(np.float32, means), within=1e-5)
+    assert_same(
+        {name: metrics[name] for name in means}, jax.tree.map(np.float32, means), within=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -299,10 +409,15 @@ def test_an_optimizer_that_takes_the_loss_is_given_it_alone(optimizer):
 
     def params_after_a_step(has_aux):
         value_and_grad = jaxpar.value_and_grad(
-            lambda params, batch: batch["features"] @ params, loss if has_aux else tiny.loss, mesh, has_aux=has_aux
+            lambda params, batch: batch["features"] @ params,
+            loss if has_aux else tiny.loss,
+            mesh,
+            has_aux=has_aux,
         )
         state = jaxpar.init_state(init, jax.random.key(0), optimizer, mesh, sharding)
-        return jaxpar.fetch(jaxpar.make_train_step(value_and_grad, optimizer)(state, batch)[0].params)
+        return jaxpar.fetch(
+            jaxpar.make_train_step(value_and_grad, optimizer)(state, batch)[0].params
+        )
 
     assert_same(params_after_a_step(has_aux=True), params_after_a_step(has_aux=False), within=1e-6)
 
@@ -321,7 +436,11 @@ def test_sums_named_like_metrics_of_the_step_are_refused_before_it_is_compiled(e
     )
     batch = jaxpar.shard_batch(tiny.make_batch(), mesh)
     message = r"metrics named loss, grad_norm, skipped, step, step_seconds, .*got \['grad_norm', 'step'\]\. Rename them"
-    with jax.log_compiles(), caplog.at_level(logging.WARNING), pytest.raises(ValueError, match=message):
+    with (
+        jax.log_compiles(),
+        caplog.at_level(logging.WARNING),
+        pytest.raises(ValueError, match=message),
+    ):
         jaxpar.make_train_step(value_and_grad, optimizer)(state, batch)
     assert "Compiling jit" not in caplog.text
 
@@ -333,11 +452,14 @@ def test_a_step_takes_the_auxiliary_dict_of_jax_value_and_grad_and_nothing_else(
         outputs = MODEL.apply(params, batch)
         return jnp.divide(*tiny.loss(outputs, batch)), aux(outputs)
 
-    of = lambda aux: lambda params, batch: jax.value_and_grad(mean, has_aux=True)(params, batch, aux)
+    of = lambda aux: (
+        lambda params, batch: jax.value_and_grad(mean, has_aux=True)(params, batch, aux)
+    )
     _, metrics = a_step(of(lambda o: {"largest": jnp.max(o)}), mesh, optimizer)
     assert np.isfinite(metrics["largest"])
     for aux in (lambda o: o, lambda o: {"logits": o}, lambda o: {0: jnp.max(o)}):
         with pytest.raises(
-            TypeError, match=r"must be a dict of scalars by name.*Return such as \{\"accuracy\": accuracy\}"
+            TypeError,
+            match=r"must be a dict of scalars by name.*Return such as \{\"accuracy\": accuracy\}",
         ):
             a_step(of(aux), mesh, optimizer)

@@ -72,9 +72,7 @@ def test_predictions_and_targets_of_two_shapes_are_refused():
 
 
 def test_labels_that_are_one_hot_are_refused():
-    message = (
-        r"must have the dims of labels and then the classes; got \(3, 4, 5\) and \(3, 4, 5\). Pass labels as integers"
-    )
+    message = r"must have the dims of labels and then the classes; got \(3, 4, 5\) and \(3, 4, 5\). Pass labels as integers"
     with tiny.signatures_unchecked(), pytest.raises(ValueError, match=message):
         losses.softmax_cross_entropy(LOGITS, np.ones((3, 4, 5), np.int32))
 
@@ -103,12 +101,17 @@ def test_swapped_arguments_of_a_loss_are_refused_when_the_step_is_traced():
 
 
 def test_logits_of_integers_are_refused():
-    with tiny.signatures_unchecked(), pytest.raises(TypeError, match=r"Cast the logits to float32\."):
+    with (
+        tiny.signatures_unchecked(),
+        pytest.raises(TypeError, match=r"Cast the logits to float32\."),
+    ):
         losses.softmax_cross_entropy(np.zeros((3, 5), np.int32), np.zeros(3, np.int32))
 
 
 def test_weights_of_other_leading_dims_are_refused():
-    message = r"weights must have the leading dims of the values that they weigh; got \(4,\) and \(3, 4\)"
+    message = (
+        r"weights must have the leading dims of the values that they weigh; got \(4,\) and \(3, 4\)"
+    )
     with pytest.raises(ValueError, match=message):
         losses.softmax_cross_entropy(LOGITS, LABELS, np.ones(4, np.float32))
 
@@ -129,7 +132,12 @@ def loss_and_gradient(logits, *rest, **options):
 
 @pytest.mark.parametrize(
     ("labels", "options"),
-    [(IGNORED, {}), pytest.param(np.where(IGNORED < 0, 3, IGNORED), {"ignore_index": 3}, marks=pytest.mark.full)],
+    [
+        (IGNORED, {}),
+        pytest.param(
+            np.where(IGNORED < 0, 3, IGNORED), {"ignore_index": 3}, marks=pytest.mark.full
+        ),
+    ],
 )
 def test_ignored_labels_have_neither_loss_nor_weight_nor_gradient(labels, options):
     counted = labels != options.get("ignore_index", -100)
@@ -164,7 +172,9 @@ def test_a_label_of_weight_0_may_be_no_class():
     weights = np.ones((3, 4), np.float32)
     weights[2] = 0
     labels = np.where(weights == 0, 77, LABELS)
-    value, gradient = loss_and_gradient(np.where(weights[..., None] == 0, np.inf, LOGITS), labels, weights)
+    value, gradient = loss_and_gradient(
+        np.where(weights[..., None] == 0, np.inf, LOGITS), labels, weights
+    )
     want, want_gradient = loss_and_gradient(LOGITS, LABELS, weights)
     assert_same((value, gradient), (want, want_gradient), within=1e-6)
 
@@ -176,12 +186,16 @@ def test_labels_of_every_integer_dtype_are_the_same_classes(dtype):
     want = cross_entropy(logits, labels.astype(np.int32))
     assert cross_entropy(logits, labels.astype(dtype)) == want
     assert cross_entropy(logits, jnp.asarray(labels, dtype)) == want
-    np.testing.assert_allclose(want[0], np.sum(optax_cross_entropy(logits, labels.astype(np.int32))), rtol=1e-5)
+    np.testing.assert_allclose(
+        want[0], np.sum(optax_cross_entropy(logits, labels.astype(np.int32))), rtol=1e-5
+    )
 
 
 def test_unsigned_labels_are_never_ignored_by_default():
     labels = np.array([2**32 - 100, 2**8 - 100], np.uint32)
-    total, weight = cross_entropy(np.zeros((2, 200), np.float32), labels[1:].repeat(2).astype(np.uint8))
+    total, weight = cross_entropy(
+        np.zeros((2, 200), np.float32), labels[1:].repeat(2).astype(np.uint8)
+    )
     assert (float(total), weight) == (pytest.approx(2 * np.log(200)), 2)
     total, weight = cross_entropy(np.zeros((2, 200), np.float32), labels)
     assert np.isnan(total)
@@ -207,8 +221,12 @@ def test_a_step_with_a_label_that_is_no_class_is_skipped():
     optimizer = optax.sgd(0.1)
     params = tiny.make_params()
     init = lambda key: jax.tree.map(jnp.asarray, params)
-    state = jaxpar.init_state(init, jax.random.key(0), optimizer, mesh, tiny.shardings(mesh, params))
-    state, metrics = jaxpar.make_train_step(value_and_grad, optimizer)(state, jaxpar.shard_batch(batch, mesh))
+    state = jaxpar.init_state(
+        init, jax.random.key(0), optimizer, mesh, tiny.shardings(mesh, params)
+    )
+    state, metrics = jaxpar.make_train_step(value_and_grad, optimizer)(
+        state, jaxpar.shard_batch(batch, mesh)
+    )
     assert np.isnan(metrics["loss"])
     assert (metrics["skipped"], state.num_skipped) == (1, 1)
     assert_same(jaxpar.fetch(state.params), params)
@@ -220,9 +238,13 @@ NARROW = ("bfloat16", "float16")
 
 
 @pytest.mark.parametrize("dtype", quick(NARROW, "float16"))
-@pytest.mark.parametrize("weights", [pytest.param(None, marks=pytest.mark.full), 1], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize(
+    "weights", [pytest.param(None, marks=pytest.mark.full), 1], ids=["unweighted", "weighted"]
+)
 def test_rows_are_counted_and_summed_in_float32_whatever_the_dtypes_are(dtype, weights):
-    rows = 70_001 if dtype == "float16" else 257  # the first whole numbers that the dtype does not have
+    rows = (
+        70_001 if dtype == "float16" else 257
+    )  # the first whole numbers that the dtype does not have
     dtype = jnp.dtype(dtype)
     weights = weights and np.ones(rows, dtype)
     for total, weight in (
@@ -237,7 +259,9 @@ def test_rows_are_counted_and_summed_in_float32_whatever_the_dtypes_are(dtype, w
 @pytest.mark.parametrize("dtype", NARROW)
 def test_squared_errors_of_16_bits_are_those_of_float32(dtype):
     narrow = [jnp.asarray(part, dtype) for part in (LOGITS, 300 * LOGITS[::-1])]
-    assert losses.squared_error(*narrow) == losses.squared_error(*[part.astype(jnp.float32) for part in narrow])
+    assert losses.squared_error(*narrow) == losses.squared_error(
+        *[part.astype(jnp.float32) for part in narrow]
+    )
 
 
 def test_mixed_dtypes_are_widened_where_jax_promotes_nothing_by_itself():
@@ -258,7 +282,9 @@ def test_targets_of_weight_0_may_be_nan():
 
 def test_the_weight_is_that_of_the_batch_whatever_the_outputs_are():
     batch = {"labels": IGNORED, "weights": RNG.uniform(size=(3, 4)).astype(np.float32)}
-    weight = lambda logits: losses.softmax_cross_entropy(logits, batch["labels"], batch["weights"])[1]
+    weight = lambda logits: losses.softmax_cross_entropy(logits, batch["labels"], batch["weights"])[
+        1
+    ]
     assert weight(LOGITS) == weight(LOGITS * np.nan)
 
 
@@ -268,7 +294,10 @@ def test_the_weight_is_that_of_the_batch_whatever_the_outputs_are():
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_right_answers_are_those_of_argmax_also_among_equal_logits(dtype):
     logits = jnp.asarray(RNG.integers(0, 3, (40, 5)), dtype)  # most rows have equal ones
-    labels, weights = RNG.integers(0, 5, 40).astype(np.int32), RNG.uniform(size=40).astype(np.float32)
+    labels, weights = (
+        RNG.integers(0, 5, 40).astype(np.int32),
+        RNG.uniform(size=40).astype(np.float32),
+    )
     right = np.argmax(np.asarray(logits, np.float32), axis=-1) == labels
     assert losses.num_correct(logits, labels) == right.sum()
     assert_same(losses.num_correct(logits, labels, weights), weights[right].sum(), within=1e-6)
@@ -283,7 +312,10 @@ def test_labels_that_are_ignored_and_logits_that_are_no_numbers_are_not_right():
 
 
 def test_right_answers_take_labels_after_logits():
-    with tiny.signatures_unchecked(), pytest.raises(TypeError, match=r"Swap the two: num_correct\(logits, labels\)"):
+    with (
+        tiny.signatures_unchecked(),
+        pytest.raises(TypeError, match=r"Swap the two: num_correct\(logits, labels\)"),
+    ):
         losses.num_correct(LABELS, LOGITS)
 
 
@@ -294,5 +326,8 @@ def test_right_answers_of_sharded_classes_are_counted_without_gathering_them():
     labels = jax.device_put(RNG.integers(0, 32, 64).astype(np.int32), shard())
     count = jax.jit(losses.num_correct)
     assert count(logits, labels) == (np.argmax(logits, axis=-1) == labels).sum()
-    kinds = [(each.kind, each.payload_bytes) for each in inspect_step(count, logits, labels, mesh=mesh).collectives]
+    kinds = [
+        (each.kind, each.payload_bytes)
+        for each in inspect_step(count, logits, labels, mesh=mesh).collectives
+    ]
     assert kinds == [("all-reduce", 64 * 4)] * 2

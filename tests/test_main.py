@@ -42,13 +42,19 @@ def test_an_unknown_flag_ends_with_code_2(capsys):
     ("command", "needs", "example"),
     [
         ("plan", "--model STR", "plan --model llama3-8b --nodes 2 --gpu h100"),
-        ("launch", "-n INT, --num-processes INT", "launch -n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 8"),
+        (
+            "launch",
+            "-n INT, --num-processes INT",
+            "launch -n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 8",
+        ),
         ("export", "DIR", "export runs/gpt exported"),
         ("watch", "RUN", "watch runs/gpt"),
         ("serve", "RUN", "serve runs/gpt"),
     ],
 )
-def test_a_command_without_what_it_needs_says_so_with_an_example(command, needs, example, capsys, monkeypatch):
+def test_a_command_without_what_it_needs_says_so_with_an_example(
+    command, needs, example, capsys, monkeypatch
+):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/jaxpar"])
     with pytest.raises(SystemExit) as stop:
         main([command])
@@ -60,11 +66,14 @@ def test_a_command_without_what_it_needs_says_so_with_an_example(command, needs,
 
 
 @pytest.mark.parametrize(
-    ("script", "called"), [("/a/bin/jaxpar", "jaxpar"), ("/a/jaxpar/__main__.py", "python -m jaxpar")]
+    ("script", "called"),
+    [("/a/bin/jaxpar", "jaxpar"), ("/a/jaxpar/__main__.py", "python -m jaxpar")],
 )
 def test_usages_have_the_command_by_which_the_user_called(script, called, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script])
-    assert usage().startswith(f"usage: {called} <command> [--help] ...\n       {called} --version\n")
+    assert usage().startswith(
+        f"usage: {called} <command> [--help] ...\n       {called} --version\n"
+    )
     assert train.usage().startswith(f"usage: {called} train <recipe>")
 
 
@@ -81,7 +90,11 @@ def test_it_runs_as_a_module(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys, "argv", ["__main__.py"])
     done = subprocess.run(
-        [sys.executable, "-m", "jaxpar", "--help"], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+        [sys.executable, "-m", "jaxpar", "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == usage()

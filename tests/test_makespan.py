@@ -23,8 +23,12 @@ def test_messages_take_the_time_of_their_own_boundary_and_only_some_cross_nodes(
         take(*(1 if each else 0.1 for each in links.crossings("stage"))),
     )
     assert fast < some < slow
-    assert simulate(schedule, dataclasses.replace(costs, p2p=0.1)).makespan == pytest.approx(fast, rel=1e-12)
-    assert take(*[0.1] * 8, waits_for_all=False) == fast, "the first stage of 1f1b begins first and ends last"
+    assert simulate(schedule, dataclasses.replace(costs, p2p=0.1)).makespan == pytest.approx(
+        fast, rel=1e-12
+    )
+    assert take(*[0.1] * 8, waits_for_all=False) == fast, (
+        "the first stage of 1f1b begins first and ends last"
+    )
 
 
 def test_stages_that_wait_for_pairs_of_messages_lose_the_time_of_one_in_each_pair():
@@ -54,12 +58,19 @@ def test_zero_bubble_gains_where_stages_do_not_wait_between_steps():
         pytest.param("zb-v", 2, marks=pytest.mark.full),
     ],
 )
-def test_steps_of_many_microbatches_take_as_long_as_if_all_were_simulated(schedule, num_chunks, ideal, monkeypatch):
+def test_steps_of_many_microbatches_take_as_long_as_if_all_were_simulated(
+    schedule, num_chunks, ideal, monkeypatch
+):
     shape = transformer_shape(
-        TransformerConfig(vocab_size=8192, num_layers=16, embed_dim=1024, num_heads=16, max_positions=512)
+        TransformerConfig(
+            vocab_size=8192, num_layers=16, embed_dim=1024, num_heads=16, max_positions=512
+        )
     )
     choice = Choice(stage=4, schedule=schedule, num_chunks=num_chunks, num_microbatches=64)
-    for network, near in ((1, 0.001), (0.05, 0.015)):  # messages of interleaved repeat after twice as many microbatches
+    for network, near in (
+        (1, 0.001),
+        (0.05, 0.015),
+    ):  # messages of interleaved repeat after twice as many microbatches
         take = lambda: price(
             shape,
             cluster("a100-40gb", 4, 1),

@@ -41,12 +41,19 @@ def test_processes_that_meet_at_one_step_go_on(monkeypatch, here, process):
 
 def test_who_waits_for_a_process_that_has_passed_tells_it_and_ends(monkeypatch, here):
     monkeypatch.setattr(meetings, "SECONDS_TO_MEET", 0.0)
-    service = stand_in(monkeypatch, {f"{PASSED}/fetch/0": {"process": 1, "where": "after its training loop"}})
+    service = stand_in(
+        monkeypatch, {f"{PASSED}/fetch/0": {"process": 1, "where": "after its training loop"}}
+    )
     here(1, 6)
     asked = []
     set_key = service.key_value_set
-    monkeypatch.setattr(service, "key_value_set", lambda key, text: asked.append(key) or set_key(key, text))
-    with pytest.raises(NotTogetherError, match="in step 5 of its training loop, and process 1 after its training loop"):
+    monkeypatch.setattr(
+        service, "key_value_set", lambda key, text: asked.append(key) or set_key(key, text)
+    )
+    with pytest.raises(
+        NotTogetherError,
+        match="in step 5 of its training loop, and process 1 after its training loop",
+    ):
         meet("fetch", RULE, "Call it.")
     assert WAITS in asked
     assert WAITS not in service.values, "it is withdrawn"
@@ -71,7 +78,9 @@ def test_a_process_that_has_passed_answers_who_waits(monkeypatch, here, at, wher
     assert bool(told) == bool(where)
 
 
-def test_a_process_in_another_call_of_all_answers_and_one_in_the_same_call_does_not(monkeypatch, here):
+def test_a_process_in_another_call_of_all_answers_and_one_in_the_same_call_does_not(
+    monkeypatch, here
+):
     monkeypatch.setattr(meetings, "SECONDS_ELSEWHERE", 0.0)
     service = stand_in(monkeypatch, {WAITS: FETCH})
     here(1, 6)
@@ -88,8 +97,13 @@ def test_a_process_that_ended_early_is_told_what_the_others_wait_for(monkeypatch
     service = stand_in(monkeypatch, process=1)
     with place.waiting("fetch/0", "jaxpar.fetch must be called by every process"):
         endings.tell_that_this_goes_on()
-    service.values[endings.GOES_ON] = service.values[endings.GOES_ON].replace('"process": 1', '"process": 0')
+    service.values[endings.GOES_ON] = service.values[endings.GOES_ON].replace(
+        '"process": 1', '"process": 0'
+    )
     endings.say_ended_early()
     said = capfd.readouterr().err
-    assert "while process 0 of 2 goes on (jaxpar.fetch must be called by every process). Let all" in said
+    assert (
+        "while process 0 of 2 goes on (jaxpar.fetch must be called by every process). Let all"
+        in said
+    )
     assert "To end a loop early, call run.end_early(reason) before run.log" in said

@@ -29,7 +29,10 @@ from tests.support.waiting import WAIT_SECONDS
 def log_steps(folder, steps, *, loss=lambda step: 1 / (1 + step), first_step=0):
     with MetricsLog(folder, 10, items_per_step=47, first_step=first_step) as log:
         for step in steps:
-            log.log(step, {"grad_norm": jnp.float32(2), "loss": jnp.float32(loss(step)), "weights/area": 3.5})
+            log.log(
+                step,
+                {"grad_norm": jnp.float32(2), "loss": jnp.float32(loss(step)), "weights/area": 3.5},
+            )
     return log
 
 
@@ -40,7 +43,9 @@ def test_each_step_has_a_line_with_loss_norm_seconds_and_rate(tmp_path):
     assert [list(line) for line in lines] == [names] * 3
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert [line["loss"] for line in lines] == pytest.approx([1, 1 / 2, 1 / 3])
-    assert all(line["rows_per_second"] == pytest.approx(47 / line["step_seconds"]) for line in lines)
+    assert all(
+        line["rows_per_second"] == pytest.approx(47 / line["step_seconds"]) for line in lines
+    )
     assert log.last == lines[-1]
 
 
@@ -87,41 +92,72 @@ def test_no_step_s_time_includes_an_evaluation(tmp_path, monkeypatch):
 @pytest.mark.full
 def test_the_rate_of_a_run_is_that_of_its_items_or_else_of_steps(tmp_path):
     mesh, batch = jaxpar.make_mesh(), tiny.make_batch()
-    step = jaxpar.make_train_step(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh), optax.sgd(0.1))
+    step = jaxpar.make_train_step(
+        jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh), optax.sgd(0.1)
+    )
     for count, rate in ((None, "steps_per_second"), (16, "rows_per_second")):
-        with Run(BasicFlags.of(out_dir=tmp_path / rate, steps=2), mesh, items_per_step=count) as run:
-            run.restore(tiny.init, jax.random.key(0), optax.sgd(0.1), mesh, tiny.shardings(mesh, tiny.make_params()))
+        with Run(
+            BasicFlags.of(out_dir=tmp_path / rate, steps=2), mesh, items_per_step=count
+        ) as run:
+            run.restore(
+                tiny.init,
+                jax.random.key(0),
+                optax.sgd(0.1),
+                mesh,
+                tiny.shardings(mesh, tiny.make_params()),
+            )
             train_step = run.compile(step, jaxpar.shard_batch(batch, mesh))
             state = run.begin()
             for number in run.steps():
                 state, metrics = train_step(state, jaxpar.shard_batch(batch, mesh))
                 run.log(number, state, metrics)
-        lines = [json.loads(line) for line in (tmp_path / rate / "metrics.jsonl").read_text().splitlines()]
-        assert [line[rate] for line in lines] == [pytest.approx((count or 1) / line["step_seconds"]) for line in lines]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / rate / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert [line[rate] for line in lines] == [
+            pytest.approx((count or 1) / line["step_seconds"]) for line in lines
+        ]
 
 
 def test_a_run_compares_replicas_unless_its_flags_say_otherwise(tmp_path, monkeypatch):
     guarded, ignore = [], lambda *_: None
     guard = SimpleNamespace(before_step=ignore, leave_loop=ignore)
     monkeypatch.setattr(
-        "jaxpar.run.run.Guard", lambda *args, **kwargs: guarded.append(kwargs) or contextlib.nullcontext(guard)
+        "jaxpar.run.run.Guard",
+        lambda *args, **kwargs: guarded.append(kwargs) or contextlib.nullcontext(guard),
     )
     for given in ({}, {"compare_every": 7}):
-        with Run(BasicFlags.of(out_dir=tmp_path / str(len(guarded)), steps=2, **given), jaxpar.make_mesh()) as run:
+        with Run(
+            BasicFlags.of(out_dir=tmp_path / str(len(guarded)), steps=2, **given),
+            jaxpar.make_mesh(),
+        ) as run:
             run._order.begin(run.flags, 0)
             next(run.steps())
     assert [kwargs["compare_every"] for kwargs in guarded] == [100, 7]
 
 
 @pytest.mark.parametrize("has_evaluations", [True, False])
-def test_a_run_refuses_steps_out_of_order_and_a_best_metric_that_it_does_not_have(tmp_path, capsys, has_evaluations):
-    flags, mesh = BasicFlags.of(out_dir=tmp_path, keep_best="-test_loss", patience=9), jaxpar.make_mesh()
+def test_a_run_refuses_steps_out_of_order_and_a_best_metric_that_it_does_not_have(
+    tmp_path, capsys, has_evaluations
+):
+    flags, mesh = (
+        BasicFlags.of(out_dir=tmp_path, keep_best="-test_loss", patience=9),
+        jaxpar.make_mesh(),
+    )
     with Run(flags, mesh, has_evaluations=has_evaluations) as run:
-        with pytest.raises(RuntimeError, match=r"must restore before it compiles; .* Call run\.restore first"):
+        with pytest.raises(
+            RuntimeError, match=r"must restore before it compiles; .* Call run\.restore first"
+        ):
             run.compile(None, None)
-        with pytest.raises(RuntimeError, match=r"must compile its step before it begins; .* Call run\.compile first"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"must compile its step before it begins; .* Call run\.compile first",
+        ):
             run.begin()
-        with pytest.raises(RuntimeError, match=r"must begin before its steps; .* Call run\.begin first"):
+        with pytest.raises(
+            RuntimeError, match=r"must begin before its steps; .* Call run\.begin first"
+        ):
             next(run.steps())
         run._order.begin(flags, 0)
         run._order.begin_loop()
@@ -132,13 +168,17 @@ def test_a_run_refuses_steps_out_of_order_and_a_best_metric_that_it_does_not_hav
                 pass
         with pytest.raises(SystemExit, match="2"):
             run.log(0, None, metrics)
-    assert "error: keep_best must name a metric of the run; got test_loss" in (said := capsys.readouterr().err)
+    assert "error: keep_best must name a metric of the run; got test_loss" in (
+        said := capsys.readouterr().err
+    )
     assert "Choose from loss, test_accuracy." in said
 
 
 @pytest.mark.parametrize("name", ["step", "step_seconds", "rows_per_second"])
 def test_a_metric_with_the_name_of_a_column_of_the_log_is_refused(tmp_path, name):
-    message = rf"metrics named step, step_seconds, rows_per_second, .*got \['{name}'\]\. Rename them"
+    message = (
+        rf"metrics named step, step_seconds, rows_per_second, .*got \['{name}'\]\. Rename them"
+    )
     with MetricsLog(tmp_path, 2, items_per_step=8) as log, pytest.raises(ValueError, match=message):
         log.log(0, {"loss": 1.0, name: 2.0})
 
@@ -160,7 +200,12 @@ def test_a_loss_that_jumps_for_a_step_is_told_also_after_a_resume(tmp_path, capf
     assert [line.split(". ")[0] for line in said] == [
         "the loss of step 26 is 1.0995e+12, after a median of 2.5 in the steps before it"
     ]
-    log_steps(tmp_path, range(30, 40), loss=lambda step: -3e5 if step == 30 else usual(step), first_step=30)
+    log_steps(
+        tmp_path,
+        range(30, 40),
+        loss=lambda step: -3e5 if step == 30 else usual(step),
+        first_step=30,
+    )
     assert "the loss of step 31 is -3e+05, after a median of 2.5" in capfd.readouterr().err
     assert find_jumps(read_metrics(tmp_path / "metrics.jsonl")) == [
         {"step": 26, "loss": 2.0**40, "usual": 2.5},
@@ -233,7 +278,10 @@ def test_lines_that_the_disk_does_not_take_are_written_when_it_has_room_again(tm
             assert (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == 2
         log_on(log, range(6, 9))
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(9))
-    assert capsys.readouterr().err == f"{tmp_path}/metrics.jsonl: No space left on device; its lines wait in memory\n"
+    assert (
+        capsys.readouterr().err
+        == f"{tmp_path}/metrics.jsonl: No space left on device; its lines wait in memory\n"
+    )
 
 
 def log_on(log, steps):
@@ -245,7 +293,11 @@ MISSING = r"must have a line for each step; got No space left on device, so that
 
 
 def test_lines_that_never_were_written_are_said_to_be_missing_at_the_end(tmp_path):
-    with full_disk(), pytest.raises(OSError, match=MISSING) as end, MetricsLog(tmp_path, 10, items_per_step=1) as log:
+    with (
+        full_disk(),
+        pytest.raises(OSError, match=MISSING) as end,
+        MetricsLog(tmp_path, 10, items_per_step=1) as log,
+    ):
         log_on(log, range(4))
     assert end.value.errno == errno.ENOSPC
 
@@ -295,11 +347,16 @@ def test_a_resume_that_is_killed_loses_no_line(tmp_path, event):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     log_steps(tmp_path, range(4, 6), first_step=4)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(6))
-    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(b"".join(before.splitlines(keepends=True)[:4]))
+    assert (
+        (tmp_path / "metrics.jsonl")
+        .read_bytes()
+        .startswith(b"".join(before.splitlines(keepends=True)[:4]))
+    )
 
 
 @pytest.mark.parametrize(
-    "damage", [b"12\n", b"[]\n", b'{"loss": 1}\n', b'{"step": "x"}\n', b"\xff\xfe\n", b"[" * 9999, b"\0\n"]
+    "damage",
+    [b"12\n", b"[]\n", b'{"loss": 1}\n', b'{"step": "x"}\n', b"\xff\xfe\n", b"[" * 9999, b"\0\n"],
 )
 def test_a_damaged_line_is_left_out(tmp_path, damage):
     log_steps(tmp_path, range(3))

@@ -53,7 +53,11 @@ def can_be_had(graph, stored, free):
 
 
 def cheapest_of_all(graph, needed, among, free):
-    sets = (set(chosen) for size in range(len(among) + 1) for chosen in combinations(sorted(among), size))
+    sets = (
+        set(chosen)
+        for size in range(len(among) + 1)
+        for chosen in combinations(sorted(among), size)
+    )
     return min(num_bytes(graph, s) for s in sets if needed <= can_be_had(graph, s, free))
 
 
@@ -61,7 +65,10 @@ index = st.integers(0, 9)
 
 
 @settings(max_examples=60)
-@given(steps=st.lists(st.tuples(st.sampled_from(sorted(OPS)), index, index), min_size=1, max_size=5), data=st.data())
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(sorted(OPS)), index, index), min_size=1, max_size=5),
+    data=st.data(),
+)
 def test_what_is_stored_costs_least_of_all_sets_that_suffice(steps, data):
     inputs = [jax.ShapeDtypeStruct((4, 4), dtype) for dtype in DTYPES]
     graph = trace(program(steps), *inputs)
@@ -82,12 +89,20 @@ def test_of_equally_cheap_sets_the_one_nearest_to_the_need_is_stored():
 
 def test_a_cast_and_a_mask_are_stored_narrow_and_a_broadcast_before_it_spreads():
     def narrow(x, row):
-        return x.astype(jnp.float16).astype(jnp.float32), (x > 0).astype(jnp.float32), jnp.broadcast_to(row, x.shape)
+        return (
+            x.astype(jnp.float16).astype(jnp.float32),
+            (x > 0).astype(jnp.float32),
+            jnp.broadcast_to(row, x.shape),
+        )
 
     shapes = (jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((1, 4), jnp.float32))
-    for i, (dtype, shape) in enumerate([(jnp.float16, (8, 4)), (jnp.bool_, (8, 4)), (jnp.float32, (1, 4))]):
+    for i, (dtype, shape) in enumerate(
+        [(jnp.float16, (8, 4)), (jnp.bool_, (8, 4)), (jnp.float32, (1, 4))]
+    ):
         graph = trace(lambda *args, i=i: narrow(*args)[i], *shapes)
-        (stored,) = cheapest_to_store(graph, graph.outputs, set(graph.avals) - set(graph.constants), ())
+        (stored,) = cheapest_to_store(
+            graph, graph.outputs, set(graph.avals) - set(graph.constants), ()
+        )
         assert (graph.avals[stored].dtype, graph.avals[stored].shape) == (dtype, shape)
 
 
@@ -107,19 +122,30 @@ ACTIVATIONS = (
 @pytest.mark.parametrize("name", ACTIVATIONS.split())
 def test_activations_and_their_derivatives_are_elementwise_with_this_jax(name):
     activation = getattr(jax.nn, name)
-    graph = trace(lambda x, ct: jax.vjp(activation, x)[1](ct), *[jax.ShapeDtypeStruct((4,), jnp.float32)] * 2)
-    unknown = {node.name for node in graph.nodes if not node.name.startswith("custom_")} - ELEMENTWISE - {"add_any"}
+    graph = trace(
+        lambda x, ct: jax.vjp(activation, x)[1](ct), *[jax.ShapeDtypeStruct((4,), jnp.float32)] * 2
+    )
+    unknown = (
+        {node.name for node in graph.nodes if not node.name.startswith("custom_")}
+        - ELEMENTWISE
+        - {"add_any"}
+    )
     assert not unknown, (
         f"JAX {jax.__version__} computes jax.nn.{name} by {unknown}: add what is elementwise to ELEMENTWISE"
     )
 
 
 def test_rows_of_an_activation_are_looked_up_again_and_rows_of_params_are_not():
-    rows, table = jax.ShapeDtypeStruct((4, 4), jnp.float32), jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    rows, table = (
+        jax.ShapeDtypeStruct((4, 4), jnp.float32),
+        jax.ShapeDtypeStruct((4, 4), jnp.float32),
+    )
     twice = lambda table, x, i: (jnp.take(x, i, 0, mode="clip"), jnp.take(table, i, 0, mode="clip"))
     graph = trace(twice, table, rows, jax.ShapeDtypeStruct((9,), jnp.int32))
     of_table, of_x, _ = graph.inputs
-    stored = cheapest_to_store(graph, graph.outputs, set(graph.avals) - {of_table, *graph.constants}, {of_table})
+    stored = cheapest_to_store(
+        graph, graph.outputs, set(graph.avals) - {of_table, *graph.constants}, {of_table}
+    )
     assert of_x in stored
     assert graph.outputs[0] not in stored
     assert graph.outputs[1] in stored

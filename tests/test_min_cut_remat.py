@@ -26,7 +26,9 @@ def test_one_device_keeps_much_less_than_jax_does():
         total, weight = tiny_gpt.loss(tiny_gpt.MODEL.apply(params, batch), batch)
         return total / weight
 
-    ours = compiled_temp_bytes(jaxpar.value_and_grad(tiny_gpt.MODEL, tiny_gpt.loss, mesh), params, batch)
+    ours = compiled_temp_bytes(
+        jaxpar.value_and_grad(tiny_gpt.MODEL, tiny_gpt.loss, mesh), params, batch
+    )
     plain = compiled_temp_bytes(jax.value_and_grad(mean), params, batch)
     assert ours < 0.6 * plain, f"{ours} bytes, {plain} by jax.value_and_grad"
 
@@ -62,7 +64,9 @@ def test_what_a_layer_prints_is_printed_once_a_layer_and_microbatch(capfd, axes,
         jax.debug.print("seen {}", x.sum())
         return jnp.tanh(x @ params["w"])
 
-    model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], layer, lambda outer, x: x * outer["scale"][None])
+    model = jaxpar.LayeredModel(
+        lambda outer, batch: batch["x"], layer, lambda outer, x: x * outer["scale"][None]
+    )
     loss = lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["y"])
     rng = np.random.default_rng(0)
     params = {"outer": {"scale": rng.normal(size=3)}, "layers": {"w": rng.normal(size=(4, 3, 3))}}
@@ -73,13 +77,19 @@ def test_what_a_layer_prints_is_printed_once_a_layer_and_microbatch(capfd, axes,
     jax.block_until_ready(run(params, jaxpar.shard_batch({"x": x, "y": x}, mesh)))
     jax.effects_barrier()
     replicas = axes.get("data", 1)
-    again = 2 if settings.get("remat") else 1  # jax.checkpoint prints again too, where it computes again
+    again = (
+        2 if settings.get("remat") else 1
+    )  # jax.checkpoint prints again too, where it computes again
     assert capfd.readouterr().out.count("seen") == 4 * 2 * replicas * again
 
 
 @pytest.mark.parametrize(
     "axes",
-    [pytest.param({}, marks=pytest.mark.full), {"data": 2}, pytest.param({"stage": 2}, marks=pytest.mark.full)],
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        {"data": 2},
+        pytest.param({"stage": 2}, marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_a_model_made_inside_jit_may_close_over_what_is_traced_there(axes):
@@ -99,7 +109,9 @@ def test_a_model_made_inside_jit_may_close_over_what_is_traced_there(axes):
         return run({"outer": {}, "layers": layers}, batch)
 
     def plain(scale, layers):
-        total, weight = loss(model(scale).apply({"outer": {}, "layers": layers}, {"x": x}), {"x": x})
+        total, weight = loss(
+            model(scale).apply({"outer": {}, "layers": layers}, {"x": x}), {"x": x}
+        )
         return total / weight
 
     scale = jnp.float32(0.7)
@@ -117,12 +129,17 @@ def convolutions(params, image, scale):
 
 
 def over_time(params, rows, start):
-    return jax.lax.scan(lambda h, x: (jnp.tanh(h @ params["first"] + x @ params["second"]),) * 2, start, rows)[1]
+    return jax.lax.scan(
+        lambda h, x: (jnp.tanh(h @ params["first"] + x @ params["second"]),) * 2, start, rows
+    )[1]
 
 
 def with_noise(params, x, key, rows):
     kept = jax.random.bernoulli(key, 0.5, x.shape)
-    return {"y": jnp.where(kept, jnp.sin(x @ params["first"]), 0) @ params["second"], "rows": rows + 1}
+    return {
+        "y": jnp.where(kept, jnp.sin(x @ params["first"]), 0) @ params["second"],
+        "rows": rows + 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -143,16 +160,24 @@ def with_noise(params, x, key, rows):
         ),
     ],
 )
-def test_any_function_of_params_and_inputs_keeps_its_results_and_gradients(x64, function, shape, inputs):
+def test_any_function_of_params_and_inputs_keeps_its_results_and_gradients(
+    x64, function, shape, inputs
+):
     seed = tiny.fresh_seed()
     print(f"seed {seed}")  # shown where the test fails
     rng = np.random.default_rng(seed)
     params, inputs = {name: rng.normal(size=shape) for name in ("first", "second")}, inputs(rng)
-    floats = [i for i, value in enumerate(inputs) if getattr(value, "dtype", np.dtype(float)) == np.float64]
+    floats = [
+        i
+        for i, value in enumerate(inputs)
+        if getattr(value, "dtype", np.dtype(float)) == np.float64
+    ]
 
     def loss(function):
         def of_floats(params, given):
-            filled = [given[floats.index(i)] if i in floats else value for i, value in enumerate(inputs)]
+            filled = [
+                given[floats.index(i)] if i in floats else value for i, value in enumerate(inputs)
+            ]
             leaves = jax.tree.leaves(function(params, *filled))
             return sum(jnp.sum(jnp.sin(leaf)) for leaf in leaves)
 

@@ -23,7 +23,11 @@ class Numbers(RowSource):
     def take(self, rows):
         assert ((rows >= 0) & (rows < self._count)).all()
         self.num_read += len(rows)
-        return {"tokens": np.stack([np.full(len(rows), self._source, np.int32), rows.astype(np.int32)], axis=1)}
+        return {
+            "tokens": np.stack(
+                [np.full(len(rows), self._source, np.int32), rows.astype(np.int32)], axis=1
+            )
+        }
 
     def check(self):
         pass
@@ -42,7 +46,9 @@ def test_each_block_has_the_share_of_each_source(weights, seed):
     rows = drawn(mixture, 2 * SAMPLES_PER_BLOCK, batch_size=512, seed=seed)
     for block in np.split(rows, 2):
         shares = np.bincount(block[:, 0], minlength=len(weights)) / len(block)
-        np.testing.assert_allclose(shares, np.array(weights) / sum(weights), atol=1 / SAMPLES_PER_BLOCK)
+        np.testing.assert_allclose(
+            shares, np.array(weights) / sum(weights), atol=1 / SAMPLES_PER_BLOCK
+        )
         np.testing.assert_allclose(shares, mixture.shares)
 
 
@@ -69,7 +75,9 @@ def test_a_batch_depends_on_seed_and_step_alone_and_resumes_with_another_batch_s
     whole = drawn(first, 320, batch_size=32)
     origin = Origin(step=4, samples=first.samples_before(32, 4))
     resumed = [again.batch(48, seed=0, step=step, origin=origin)["tokens"] for step in (4, 5, 6, 7)]
-    np.testing.assert_array_equal(np.concatenate(resumed), whole[128:], "no sample is left out or taken twice")
+    np.testing.assert_array_equal(
+        np.concatenate(resumed), whole[128:], "no sample is left out or taken twice"
+    )
 
 
 @pytest.mark.parametrize(("weights", "message"), [
@@ -97,7 +105,8 @@ def test_processes_read_disjoint_rows_that_make_the_whole_batch(num_rows, batch_
     whole = source.batch(batch_size, seed=1, step=step, multiple=8)
     size = len(whole["weight"])
     own = [
-        source.batch(batch_size, seed=1, step=step, multiple=8, only=only) for only in np.split(np.arange(size), parts)
+        source.batch(batch_size, seed=1, step=step, multiple=8, only=only)
+        for only in np.split(np.arange(size), parts)
     ]
     for name, column in whole.items():
         np.testing.assert_array_equal(np.concatenate([part[name] for part in own]), column)
@@ -115,9 +124,16 @@ def test_local_rows_are_those_of_the_replicas_that_a_process_has_a_part_of(sizes
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
     np.testing.assert_array_equal(jaxpar.local_rows(16, mesh), np.arange(16))
     rows = jaxpar.shard_batch({"x": np.arange(16)}, mesh)["x"]
-    for devices in (mesh.devices.reshape(-1)[:4], mesh.devices.reshape(-1)[4:], mesh.devices.reshape(-1)[3:4]):
+    for devices in (
+        mesh.devices.reshape(-1)[:4],
+        mesh.devices.reshape(-1)[4:],
+        mesh.devices.reshape(-1)[3:4],
+    ):
         held = {
-            int(x) for shard in rows.addressable_shards if shard.device in set(devices) for x in np.asarray(shard.data)
+            int(x)
+            for shard in rows.addressable_shards
+            if shard.device in set(devices)
+            for x in np.asarray(shard.data)
         }
         assert jaxpar.local_rows(16, mesh, devices=devices).tolist() == sorted(held)
 
@@ -135,10 +151,13 @@ def test_own_rows_make_the_array_of_the_whole_batch():
 def test_rows_that_are_not_this_process_s_are_refused():
     mesh = jaxpar.make_mesh(data=8)
     with pytest.raises(
-        ValueError, match=r"got 8 rows, and 16 of num_rows=16 are held here. Give those of jaxpar.local_rows"
+        ValueError,
+        match=r"got 8 rows, and 16 of num_rows=16 are held here. Give those of jaxpar.local_rows",
     ):
         jaxpar.shard_batch({"x": np.zeros(8)}, mesh, num_rows=16)
-    with pytest.raises(ValueError, match=r"divisible by the data axis; got 12 rows, data=8\. Use 16 rows"):
+    with pytest.raises(
+        ValueError, match=r"divisible by the data axis; got 12 rows, data=8\. Use 16 rows"
+    ):
         jaxpar.local_rows(12, mesh)
 
 

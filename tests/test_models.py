@@ -24,7 +24,9 @@ def test_linear_regression_begins_at_zero():
 
 
 def test_an_mlp_is_a_chain_of_hidden_layers_with_relu():
-    params = jax.jit(lambda key: init_params(mlp.param_table(6, 3, width=4, num_hidden=4), key))(jax.random.key(0))
+    params = jax.jit(lambda key: init_params(mlp.param_table(6, 3, width=4, num_hidden=4), key))(
+        jax.random.key(0)
+    )
     features = jnp.asarray(RNG.normal(size=(5, 6)), jnp.float32)
     outer, layers = jax.tree.map(np.asarray, (params["outer"], params["layers"]))
     x = np.asarray(features) @ outer["w_in"]
@@ -32,7 +34,9 @@ def test_an_mlp_is_a_chain_of_hidden_layers_with_relu():
         for part in ("up", "down"):
             x = np.maximum(x @ layers[f"w_{part}"][i] + layers[f"b_{part}"][i][None], 0)
     want = x @ outer["w_out"] + outer["b_out"][None]
-    np.testing.assert_allclose(mlp.MODEL.apply(params, {"features": features}), want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        mlp.MODEL.apply(params, {"features": features}), want, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_eight_hidden_layers_are_four_pairs():
@@ -44,6 +48,7 @@ def test_eight_hidden_layers_are_four_pairs():
 @pytest.mark.parametrize("num_hidden", [0, 7])
 def test_hidden_layers_that_are_not_pairs_are_refused(num_hidden):
     with pytest.raises(
-        ValueError, match=rf"num_hidden must be even, since hidden layers come in pairs; got {num_hidden}."
+        ValueError,
+        match=rf"num_hidden must be even, since hidden layers come in pairs; got {num_hidden}.",
     ):
         mlp.param_table(64, 10, width=16, num_hidden=num_hidden)

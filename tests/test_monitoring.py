@@ -20,13 +20,19 @@ FOLDER = Path(__file__).parents[1] / "docs" / "monitoring"
 TEXT = (FOLDER / "alerts.yaml").read_text()
 RULES = yaml.safe_load(TEXT)["groups"]
 DASHBOARD = json.loads((FOLDER / "dashboard.json").read_text())
-SERVED = Job(name="gpt", image="a:1", command=("recipes/gpt.py",), data=2, tensor=8, metrics_port=9090)
+SERVED = Job(
+    name="gpt", image="a:1", command=("recipes/gpt.py",), data=2, tensor=8, metrics_port=9090
+)
 
 
 def queries():
     yield from (rule["expr"] for group in RULES for rule in group["rules"])
     yield from (target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"])
-    yield from (variable["definition"] for variable in DASHBOARD["templating"]["list"] if "definition" in variable)
+    yield from (
+        variable["definition"]
+        for variable in DASHBOARD["templating"]["list"]
+        if "definition" in variable
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +83,24 @@ def test_every_alert_says_how_severe_it_is_and_what_to_do():
     for rule in RULES[0]["rules"]:
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert set(rule["annotations"]) == {"summary", "description"}
-        assert "{{ or $labels.run $labels.instance }}" in rule["annotations"]["summary"], "which run"
+        assert "{{ or $labels.run $labels.instance }}" in rule["annotations"]["summary"], (
+            "which run"
+        )
 
 
 @pytest.mark.parametrize(
     ("there", "instead", "problem"),
     [
-        ("changes(jaxpar_steps_total[30m]) == 0", "changes(jaxpar_steps_total) == 0", "expected type matrix"),
-        ("changes(jaxpar_steps_total[30m]) == 0", "changes(jaxpar_steps_total[30m] == 0", "expr of JaxparNoSteps"),
+        (
+            "changes(jaxpar_steps_total[30m]) == 0",
+            "changes(jaxpar_steps_total) == 0",
+            "expected type matrix",
+        ),
+        (
+            "changes(jaxpar_steps_total[30m]) == 0",
+            "changes(jaxpar_steps_total[30m] == 0",
+            "expr of JaxparNoSteps",
+        ),
         ("avg_over_time(", "average_over_time(", "unknown function"),
         ("for: 1m", "for: 1 minute", "for of JaxparNoSteps is no duration"),
         ("for: 1m", "unless: 1m", "has no field unless"),
@@ -94,7 +110,11 @@ def test_every_alert_says_how_severe_it_is_and_what_to_do():
         ("$value | humanize }}", "$value | humanise }}", "is no template"),
         ("$labels.instance }} has done", "$labels.instance has done", "is no template"),
         ("or $labels.run", "of $labels.run", "is no template"),
-        ("- alert: JaxparNoCheckpoints", "- alert: JaxparStepsSlow", "rule JaxparStepsSlow is there twice"),
+        (
+            "- alert: JaxparNoCheckpoints",
+            "- alert: JaxparStepsSlow",
+            "rule JaxparStepsSlow is there twice",
+        ),
     ],
 )
 def test_what_prometheus_would_refuse_is_found(there, instead, problem):
@@ -120,13 +140,19 @@ def test_a_job_s_metrics_can_be_reached_and_found():
     spec = to_jobset(SERVED)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
     (container,) = spec["spec"]["containers"]
     said = " ".join(container["command"])
-    assert said.endswith("--metrics-port 9090 --metrics-address 0.0.0.0"), "an address that Prometheus reaches"
+    assert said.endswith("--metrics-port 9090 --metrics-address 0.0.0.0"), (
+        "an address that Prometheus reaches"
+    )
     assert {"name": "metrics", "containerPort": 9090} in container["ports"]
-    scrape = {"prometheus.io/scrape": "true", "prometheus.io/port": "9090", "prometheus.io/path": "/metrics"}
+    scrape = {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": "9090",
+        "prometheus.io/path": "/metrics",
+    }
     assert spec["metadata"]["annotations"] == scrape
-    (replicated,) = to_trainjob(SERVED)["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"][
-        "replicatedJobs"
-    ]
+    (replicated,) = to_trainjob(SERVED)["spec"]["runtimePatches"][0]["trainingRuntimeSpec"][
+        "template"
+    ]["spec"]["replicatedJobs"]
     assert replicated["template"]["spec"]["template"]["metadata"]["annotations"] == scrape
 
 
@@ -140,9 +166,18 @@ def test_a_job_s_own_flags_of_metrics_stay():
 
 
 def test_an_installed_recipe_gets_the_flags_of_a_script():
-    job = Job(name="gpt", image="a:1", command=("jaxpar", "train", "gpt"), data=2, tensor=8, metrics_port=9090)
+    job = Job(
+        name="gpt",
+        image="a:1",
+        command=("jaxpar", "train", "gpt"),
+        data=2,
+        tensor=8,
+        metrics_port=9090,
+    )
     said = " ".join(job.arguments())
-    assert said.startswith("jaxpar train gpt --mesh.data 2 --mesh.stage 1 --mesh.tensor 8 --metrics-port 9090")
+    assert said.startswith(
+        "jaxpar train gpt --mesh.data 2 --mesh.stage 1 --mesh.tensor 8 --metrics-port 9090"
+    )
 
 
 def test_a_podmonitor_selects_the_pod_that_serves_the_metrics():
@@ -153,26 +188,43 @@ def test_a_podmonitor_selects_the_pod_that_serves_the_metrics():
     }
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert (endpoint["port"], endpoint["path"]) == ("metrics", "/metrics")
-    assert to_podmonitor(JobSettings(name="gpt", metrics_port=9090)) == monitor, "it needs neither a mesh nor a command"
-    with pytest.raises(ValueError, match=r"needs the port of the metrics; got none. Give the job's"):
+    assert to_podmonitor(JobSettings(name="gpt", metrics_port=9090)) == monitor, (
+        "it needs neither a mesh nor a command"
+    )
+    with pytest.raises(
+        ValueError, match=r"needs the port of the metrics; got none. Give the job's"
+    ):
         to_podmonitor(Job(command=("recipes/gpt.py",), data=8))
 
 
 def relabelled(labels, rules):
     """What Prometheus makes of a target's labels by rules that only copy."""
     for rule in rules:
-        assert set(rule) == {"sourceLabels", "targetLabel"}, "the other fields have defaults that copy"
-        labels = labels | {rule["targetLabel"]: ";".join(labels[name] for name in rule["sourceLabels"])}
+        assert set(rule) == {"sourceLabels", "targetLabel"}, (
+            "the other fields have defaults that copy"
+        )
+        labels = labels | {
+            rule["targetLabel"]: ";".join(labels[name] for name in rule["sourceLabels"])
+        }
     return labels
 
 
 def test_series_are_labelled_with_the_run_by_which_the_dashboard_and_the_alerts_name_it():
     spec = to_podmonitor(SERVED)["spec"]
     (endpoint,), (label, *_) = spec["podMetricsEndpoints"], spec["selector"]["matchLabels"]
-    found = {"__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", label): "gpt", "instance": "10.0.0.1:9090"}
-    assert relabelled(found, endpoint["relabelings"])["run"] == "gpt", "and not the address, which a restart changes"
+    found = {
+        "__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", label): "gpt",
+        "instance": "10.0.0.1:9090",
+    }
+    assert relabelled(found, endpoint["relabelings"])["run"] == "gpt", (
+        "and not the address, which a restart changes"
+    )
     (variable,) = (each for each in DASHBOARD["templating"]["list"] if each["name"] == "run")
-    assert variable["definition"] == variable["query"]["query"] == "label_values(jaxpar_steps_total, run)"
+    assert (
+        variable["definition"]
+        == variable["query"]["query"]
+        == "label_values(jaxpar_steps_total, run)"
+    )
     assert variable["allValue"] == ".*", "so that series without the label are shown too"
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
@@ -182,7 +234,9 @@ def test_series_are_labelled_with_the_run_by_which_the_dashboard_and_the_alerts_
 
 def test_the_page_labels_series_of_annotated_pods_alike():
     for page in ("watching.md", "zh/watching.md"):
-        (block,) = re.findall(r"```yaml\n(relabel_configs:.*?)```", (FOLDER.parent / page).read_text(), re.DOTALL)
+        (block,) = re.findall(
+            r"```yaml\n(relabel_configs:.*?)```", (FOLDER.parent / page).read_text(), re.DOTALL
+        )
         (rule,) = yaml.safe_load(block)["relabel_configs"]
         (endpoint,) = to_podmonitor(SERVED)["spec"]["podMetricsEndpoints"]
         written = {"sourceLabels": rule["source_labels"], "targetLabel": rule["target_label"]}
@@ -210,7 +264,8 @@ def test_a_podmonitor_s_name_is_checked():
 @pytest.mark.parametrize("port", [-1, 80, 65536, 6379])
 def test_a_port_that_cannot_be_served_is_refused(port):
     with pytest.raises(
-        ValueError, match=rf"metrics_port must be from 1024 to 65535, .* and not 6379, .*; got {port}. Choose 9090"
+        ValueError,
+        match=rf"metrics_port must be from 1024 to 65535, .* and not 6379, .*; got {port}. Choose 9090",
     ):
         Job(command=("recipes/gpt.py",), data=8, metrics_port=port)
 
@@ -219,15 +274,22 @@ def test_compiled_programs_have_a_claim_of_their_own_or_none():
     claims = {"checkpoint_claim": "runs", "command": ("recipes/gpt.py",), "image": "a:1", "data": 8}
     told = lambda job: {
         variable["name"]: variable.get("value")
-        for variable in to_jobset(job)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
-            "containers"
-        ][0]["env"]
+        for variable in to_jobset(job)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"][
+            "spec"
+        ]["containers"][0]["env"]
     }
-    assert "JAX_COMPILATION_CACHE_DIR" not in told(Job(**claims)), "whoever writes checkpoints could run code"
+    assert "JAX_COMPILATION_CACHE_DIR" not in told(Job(**claims)), (
+        "whoever writes checkpoints could run code"
+    )
     job = Job(**claims, cache_claim="programs")
     assert told(job)["JAX_COMPILATION_CACHE_DIR"] == "/compiled"
     pod = to_jobset(job)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    assert {"name": "compiled", "persistentVolumeClaim": {"claimName": "programs"}} in pod["volumes"]
+    assert {"name": "compiled", "persistentVolumeClaim": {"claimName": "programs"}} in pod[
+        "volumes"
+    ]
     assert {"name": "compiled", "mountPath": "/compiled"} in pod["containers"][0]["volumeMounts"]
-    with pytest.raises(ValueError, match="cache_claim holds programs that the next start runs, and must not be shared"):
+    with pytest.raises(
+        ValueError,
+        match="cache_claim holds programs that the next start runs, and must not be shared",
+    ):
         Job(**claims, cache_claim="runs")

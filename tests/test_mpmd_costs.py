@@ -65,7 +65,8 @@ class Bookkeeping(mpmd._Step):
         made = {
             "F": ({"ct": [op]} if last else {"x": [op]}) | ({} if schedule.recomputes else stored),
             "R": stored,
-            "B": ({"ct": [op]} if part else {}) | ({"cotangents_w": [op]} if schedule.splits_backward else {}),
+            "B": ({"ct": [op]} if part else {})
+            | ({"cotangents_w": [op]} if schedule.splits_backward else {}),
             "W": {},
         }
         return made[op.kind]
@@ -102,7 +103,9 @@ def test_live_arrays_do_not_grow_with_microbatches_and_a_second_step_compiles_no
     peaks = {}
     for num_microbatches in (4, 8):
         batch = make_batch(rows=2 * num_microbatches, dtype=np.float32)
-        value_and_grad = mpmd_value_and_grad(mesh, schedule="zb-h1", num_microbatches=num_microbatches)
+        value_and_grad = mpmd_value_and_grad(
+            mesh, schedule="zb-h1", num_microbatches=num_microbatches
+        )
         first = value_and_grad(params, batch)
         so_far, before = len(compiled), len(jax.live_arrays())
         live.clear()
@@ -134,7 +137,9 @@ def record_ops(monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("schedule", "remat"), [("1f1b", False), ("zb-h1", True)])
-def test_no_op_copies_the_weights_of_a_layer_out_of_a_stack_or_a_sum_of_gradients(monkeypatch, schedule, remat):
+def test_no_op_copies_the_weights_of_a_layer_out_of_a_stack_or_a_sum_of_gradients(
+    monkeypatch, schedule, remat
+):
     texts, _ = record_ops(monkeypatch)
     value_and_grad = mpmd_value_and_grad(jaxpar.make_mesh(stage=2), schedule=schedule, remat=remat)
     value_and_grad(make_params(6, dtype=np.float32), make_batch(dtype=np.float32))
@@ -143,7 +148,9 @@ def test_no_op_copies_the_weights_of_a_layer_out_of_a_stack_or_a_sum_of_gradient
         shapes = re.findall(r"= \w+\[([\d,]*)\]\S* dynamic-(?:update-)?slice\(", text)
         sizes = [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
         assert max(sizes, default=0) < WIDTH * WIDTH, f"{which} slices arrays of {sizes} elements"
-        assert not re.search(rf"= \w+\[1,{WIDTH},{WIDTH}\]\S* copy\(", text), f"{which} copies sums of gradients"
+        assert not re.search(rf"= \w+\[1,{WIDTH},{WIDTH}\]\S* copy\(", text), (
+            f"{which} copies sums of gradients"
+        )
 
 
 @pytest.mark.full
@@ -224,7 +231,9 @@ def test_params_at_rest_are_used_where_they_lie():
     "spec", [("stage", "tensor"), (("stage", "tensor"),), (("tensor", "stage"),), (None, "tensor")]
 )
 def test_what_is_gathered_on_a_stage_and_scattered_again_is_the_same(spec):
-    rest = RestSharding(jax.NamedSharding(jaxpar.make_mesh(data=2, stage=2, tensor=2), jax.P(*spec)))
+    rest = RestSharding(
+        jax.NamedSharding(jaxpar.make_mesh(data=2, stage=2, tensor=2), jax.P(*spec))
+    )
     host = np.arange(24.0).reshape(4, 6)
     whole = rest.gather(host, 1)
     np.testing.assert_array_equal(whole, host)
@@ -239,12 +248,16 @@ def test_what_is_gathered_on_a_stage_and_scattered_again_is_the_same(spec):
 
 def test_a_call_under_jit_is_refused():
     value_and_grad = mpmd_value_and_grad(jaxpar.make_mesh(stage=2))
-    with pytest.raises(TypeError, match=r'executor="mpmd" dispatches .* got a traced argument.*Call it directly'):
+    with pytest.raises(
+        TypeError, match=r'executor="mpmd" dispatches .* got a traced argument.*Call it directly'
+    ):
         jax.jit(value_and_grad)(make_params(2), make_batch())
 
 
 def test_a_mesh_over_several_processes_is_refused():
-    mesh = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(process_index=i) for i in (0, 1)]))
+    mesh = types.SimpleNamespace(
+        devices=np.array([types.SimpleNamespace(process_index=i) for i in (0, 1)])
+    )
     told = r'drives all devices from one process; got .* processes \[0, 1\]. Use executor="spmd"'
     with tiny.signatures_unchecked(), pytest.raises(ValueError, match=told):
         mpmd.check_one_process(mesh)
@@ -256,7 +269,9 @@ def test_unlike_layers_are_refused_by_the_one_program_executor():
     mesh = jaxpar.make_mesh(stage=2)
     with pytest.raises(ValueError, match=told):
         jaxpar.value_and_grad(CNN, loss, mesh)
-    model = jaxpar.LayeredModel(CNN.embed, lambda p, x: x, lambda outer, x: x["h"].reshape(ROWS, -1)[:, :CLASSES])
+    model = jaxpar.LayeredModel(
+        CNN.embed, lambda p, x: x, lambda outer, x: x["h"].reshape(ROWS, -1)[:, :CLASSES]
+    )
     with pytest.raises(ValueError, match=told):
         jaxpar.value_and_grad(model, loss, mesh)(params, batch)
 
@@ -264,7 +279,11 @@ def test_unlike_layers_are_refused_by_the_one_program_executor():
 @pytest.mark.parametrize(
     ("layer", "layers", "message"),
     [
-        ([layer] * 3, [{}] * 2, "must have as many functions as params; got 3 functions and params for 2 layers. Give"),
+        (
+            [layer] * 3,
+            [{}] * 2,
+            "must have as many functions as params; got 3 functions and params for 2 layers. Give",
+        ),
         (
             [layer] * 2,
             {"w": np.ones((2, 3))},
@@ -283,10 +302,14 @@ def test_functions_and_params_of_unlike_layers_that_do_not_fit_are_refused(layer
 
 def test_rows_that_microbatches_do_not_divide_and_a_layout_of_other_layers_are_refused():
     mesh, params = jaxpar.make_mesh(stage=2), make_params(2)
-    with pytest.raises(ValueError, match="must be divisible by the data axis times num_microbatches; got 10 rows"):
+    with pytest.raises(
+        ValueError, match="must be divisible by the data axis times num_microbatches; got 10 rows"
+    ):
         mpmd_value_and_grad(mesh)(params, make_batch(rows=10))
     layout = jaxpar.LayerLayout(4, num_stages=2)
-    with pytest.raises(ValueError, match=r"a layout must fit .* got layers=4 in the layout and 2 in the run"):
+    with pytest.raises(
+        ValueError, match=r"a layout must fit .* got layers=4 in the layout and 2 in the run"
+    ):
         mpmd_value_and_grad(mesh, layout=layout)(params, make_batch())
 
 

@@ -44,16 +44,27 @@ def lie_like(grads, params):
         pytest.param((1, 2, 2), "interleaved", 2, 5, True, marks=pytest.mark.full),
         pytest.param((1, 4, 2), "interleaved", 2, 9, True, marks=pytest.mark.slow),
         pytest.param((4, 2, 1), "zb-v", 2, 5, False, marks=pytest.mark.slow),
-        pytest.param((2, 2, 2), "gpipe", 1, 2, jax.checkpoint_policies.dots_saveable, id="(2, 2, 2)-gpipe-1-2-dots"),
+        pytest.param(
+            (2, 2, 2),
+            "gpipe",
+            1,
+            2,
+            jax.checkpoint_policies.dots_saveable,
+            id="(2, 2, 2)-gpipe-1-2-dots",
+        ),
         pytest.param((1, 2, 4), "zb-h1", 1, 3, True, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_loss_and_gradients_equal_one_device_in_float64(x64, sizes, schedule, num_chunks, num_layers, remat):
+def test_loss_and_gradients_equal_one_device_in_float64(
+    x64, sizes, schedule, num_chunks, num_layers, remat
+):
     data, stage, tensor = sizes
     mesh, seed = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor), tiny.fresh_seed()
     params, batch = make_params(num_layers, seed), make_batch(seed)
-    value_and_grad = mpmd_value_and_grad(mesh, schedule=schedule, num_chunks=num_chunks, remat=remat)
+    value_and_grad = mpmd_value_and_grad(
+        mesh, schedule=schedule, num_chunks=num_chunks, remat=remat
+    )
     want = reference(MODEL)(params, batch)
     if num_layers % stage:  # layers that stage does not divide come from the host
         got = value_and_grad(params, batch)
@@ -69,7 +80,9 @@ def test_attention_dropout_keys_and_tied_weights_on_three_axes(x64):
     mesh, seed = jaxpar.make_mesh(data=2, stage=2, tensor=2), tiny.fresh_seed()
     params, batch = tiny_gpt.make_params(num_layers=2, seed=seed), tiny_gpt.make_batch(seed=seed)
     want = tiny_gpt.reference(params, batch)
-    value_and_grad = mpmd_value_and_grad(mesh, model=tiny_gpt.MODEL, loss=tiny_gpt.loss, num_microbatches=2)
+    value_and_grad = mpmd_value_and_grad(
+        mesh, model=tiny_gpt.MODEL, loss=tiny_gpt.loss, num_microbatches=2
+    )
     got = value_and_grad(tiny_gpt.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
     assert_same(got, want, message=f"seed {seed}")
 
@@ -82,7 +95,9 @@ def test_params_that_lie_packed_give_packed_gradients(x64):
     at_rest, rows = on_mesh(mesh, packed, batch)
     value, grads = mpmd_value_and_grad(mesh, layout=layout)(at_rest, rows)
     assert lie_like(grads, at_rest)
-    assert not any(leaf[1].any() for leaf in jax.tree.leaves(grads["layers"])), "position 1 is padding"
+    assert not any(leaf[1].any() for leaf in jax.tree.leaves(grads["layers"])), (
+        "position 1 is padding"
+    )
     got = value, grads | {"layers": layout.unpack(grads["layers"])}
     assert_same(got, reference(MODEL)(params, batch))
 
@@ -92,8 +107,16 @@ def test_layers_replicated_over_stage_or_cut_over_data_too_keep_their_sharding(x
     mesh, params, batch = jaxpar.make_mesh(data=2, stage=2), make_params(4), make_batch()
     place = lambda *spec: jax.NamedSharding(mesh, jax.P(*spec))
     shardings = {
-        "layers": {"w_up": place(), "b_up": place("stage", "data"), "w_down": place("stage", None, "data")},
-        "outer": {"table": place("data", "stage"), "start": place(("data", "stage")), "unread": place()},
+        "layers": {
+            "w_up": place(),
+            "b_up": place("stage", "data"),
+            "w_down": place("stage", None, "data"),
+        },
+        "outer": {
+            "table": place("data", "stage"),
+            "start": place(("data", "stage")),
+            "unread": place(),
+        },
     }
     at_rest = jaxpar.shard(params, shardings)
     got = mpmd_value_and_grad(mesh)(at_rest, jaxpar.shard_batch(batch, mesh))
@@ -105,7 +128,9 @@ def test_layers_replicated_over_stage_or_cut_over_data_too_keep_their_sharding(x
 def test_float32_params_have_float32_gradients_and_so_have_bfloat16_ones():
     mesh = jaxpar.make_mesh(stage=2, tensor=2)
     params, batch = make_params(2, dtype=np.float32), make_batch(dtype=np.float32)
-    mixed = params | {"outer": params["outer"] | {"table": params["outer"]["table"].astype(jnp.bfloat16)}}
+    mixed = params | {
+        "outer": params["outer"] | {"table": params["outer"]["table"].astype(jnp.bfloat16)}
+    }
     value, grads = mpmd_value_and_grad(mesh)(mixed, batch)
     assert jax.tree.map(lambda g: g.dtype, grads) == jax.tree.map(lambda p: p.dtype, mixed)
     wide = lambda tree: cast(tree, np.float32)
@@ -128,7 +153,11 @@ def test_float32_params_have_float32_gradients_and_so_have_bfloat16_ones():
 def test_layers_unlike_each_other_give_the_gradients_of_one_device(x64, sizes, settings):
     mesh, seed = jaxpar.make_mesh(**sizes), tiny.fresh_seed()
     params, batch = make_cnn(seed)
-    rules = {"layers/3/w": jaxpar.column_parallel(), "layers/4/w": jaxpar.row_parallel(), "**": jaxpar.replicated()}
+    rules = {
+        "layers/3/w": jaxpar.column_parallel(),
+        "layers/4/w": jaxpar.row_parallel(),
+        "**": jaxpar.replicated(),
+    }
     at_rest, rows = on_mesh(mesh, params, batch, rules)
     got = mpmd_value_and_grad(mesh, model=CNN, **settings)(at_rest, rows)
     assert_same(got, reference(CNN)(params, batch), message=f"seed {seed}")
@@ -138,16 +167,25 @@ def test_one_function_may_serve_layers_of_varying_width(x64):
     rng = np.random.default_rng(0)
     widths = [3, 7, 5, 4]
     layers = [rng.normal(size=shape) for shape in itertools.pairwise(widths)]
-    model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], lambda w, x: jnp.tanh(x @ w), lambda outer, x: x)
-    params, batch = {"outer": {}, "layers": layers}, make_batch() | {"x": rng.normal(size=(ROWS, 3))}
+    model = jaxpar.LayeredModel(
+        lambda outer, batch: batch["x"], lambda w, x: jnp.tanh(x @ w), lambda outer, x: x
+    )
+    params, batch = (
+        {"outer": {}, "layers": layers},
+        make_batch() | {"x": rng.normal(size=(ROWS, 3))},
+    )
     layout = jaxpar.LayerLayout(3, num_stages=2, layers_per_virtual_stage=(1, 2))
-    got = mpmd_value_and_grad(jaxpar.make_mesh(stage=2), model=model, schedule="zb-h1", layout=layout)(params, batch)
+    got = mpmd_value_and_grad(
+        jaxpar.make_mesh(stage=2), model=model, schedule="zb-h1", layout=layout
+    )(params, batch)
     assert_same(got, reference(model)(params, batch))
 
 
 def test_a_list_of_layers_lies_over_stage_at_rest_like_outer_params():
     params, _ = make_cnn()
-    shardings = jaxpar.shardings_from_paths(params, jaxpar.make_mesh(stage=2), {"**": jaxpar.replicated()})
+    shardings = jaxpar.shardings_from_paths(
+        params, jaxpar.make_mesh(stage=2), {"**": jaxpar.replicated()}
+    )
     assert shardings["layers"][3]["w"].spec == jax.P(None, "stage")
     assert shardings["layers"][3]["b"].spec == jax.P()
 
@@ -160,7 +198,9 @@ def test_training_steps_equal_those_of_one_device(x64):
     state = jaxpar.init_state(
         lambda _: jax.tree.map(jnp.asarray, params), jax.random.key(0), optimizer, mesh, shardings
     )
-    train_step = jaxpar.make_train_step(mpmd_value_and_grad(mesh, model=CNN, num_microbatches=2), optimizer)
+    train_step = jaxpar.make_train_step(
+        mpmd_value_and_grad(mesh, model=CNN, num_microbatches=2), optimizer
+    )
     opt_state, update = optimizer.init(params), tiny.update_on_one_device(optimizer)
     for _ in range(3):
         state, metrics = train_step(state, jaxpar.shard_batch(batch, mesh))

@@ -42,4 +42,7 @@ def test_a_name_that_is_like_no_other_or_private_has_no_suggestion(name):
 
 
 def test_the_names_of_other_libraries_are_of_names_that_are_here():
-    assert set(_near_names.OTHER_NAMES) <= {*_near_names.public_names(jaxpar), *_near_names.public_names(losses)}
+    assert set(_near_names.OTHER_NAMES) <= {
+        *_near_names.public_names(jaxpar),
+        *_near_names.public_names(losses),
+    }

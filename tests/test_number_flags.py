@@ -24,7 +24,10 @@ from tests.support.tiers import full
 NAME = lambda recipe: recipe.__name__
 RECIPES = (all_reduce, bloom, digits, gpt, house_prices, untrained_model)
 WORDS = "one two three four five six. " * 40
-USUAL = {gpt: ["--data", "text.txt", "--seq", "8", "--model", "llama-tiny"], all_reduce: ["--devices", "2"]}
+USUAL = {
+    gpt: ["--data", "text.txt", "--seq", "8", "--model", "llama-tiny"],
+    all_reduce: ["--devices", "2"],
+}
 # What a flag applies to, where a value of it would else be refused for that alone.
 PIPELINE = ("--mesh.stage", "2")
 NEEDED = {
@@ -86,15 +89,22 @@ def kinds(taken):
     return {taken}.union(*map(kinds, get_args(taken)))
 
 
-@pytest.mark.parametrize("recipe", [full(each) if each is gpt else each for each in RECIPES], ids=NAME)
+@pytest.mark.parametrize(
+    "recipe", [full(each) if each is gpt else each for each in RECIPES], ids=NAME
+)
 def test_a_number_that_no_run_could_have_is_refused(said, recipe):
     wrong = [(flag, value) for flag in numbers(recipe, float) for value in ("nan", "inf", "-1")]
     wrong += [(flag, "-1") for flag in numbers(recipe, int) if not flag.startswith("--mesh.")]
-    rules = {each: (said(recipe, *NEEDED.get(each[0], ()), *each) or "").partition("; got ")[0] for each in wrong}
+    rules = {
+        each: (said(recipe, *NEEDED.get(each[0], ()), *each) or "").partition("; got ")[0]
+        for each in wrong
+    }
     assert not {each: rule for each, rule in rules.items() if each[0] not in rule}
 
 
-@pytest.mark.parametrize("recipe", [full(each) if each is gpt else each for each in RECIPES], ids=NAME)
+@pytest.mark.parametrize(
+    "recipe", [full(each) if each is gpt else each for each in RECIPES], ids=NAME
+)
 def test_no_zero_ends_with_a_traceback(said, recipe):
     for flag in (*numbers(recipe, float), *numbers(recipe, int)):
         message = said(recipe, *NEEDED.get(flag, ()), flag, "0")

@@ -17,8 +17,14 @@ OLD = {
         {"experts": Experts(count=4, mlp_dim=32, router_score="sigmoid", buffer=2.0)},
     ),
     "no experts": ({"num_experts": None, "experts_per_token": 2}, {}),
-    "rope": ({"rope_theta": 5e5, "rope_scaling": SCALING}, {"rope": Rope(theta=5e5, scaling=SCALING)}),
-    "both": ({"num_experts": 8, "rope_theta": 5e5}, {"experts": Experts(count=8), "rope": Rope(theta=5e5)}),
+    "rope": (
+        {"rope_theta": 5e5, "rope_scaling": SCALING},
+        {"rope": Rope(theta=5e5, scaling=SCALING)},
+    ),
+    "both": (
+        {"num_experts": 8, "rope_theta": 5e5},
+        {"experts": Experts(count=8), "rope": Rope(theta=5e5)},
+    ),
 }
 
 
@@ -49,7 +55,9 @@ def test_old_keywords_make_the_same_config_and_their_warning_can_be_followed(nam
 
 def test_old_keywords_change_a_config():
     config = TransformerConfig(**SIZES, experts=Experts(count=8, mlp_dim=4), rope=Rope(theta=5e5))
-    changed, _ = warned(lambda: dataclasses.replace(config, expert_buffer=2.0, rope_scaling=SCALING))
+    changed, _ = warned(
+        lambda: dataclasses.replace(config, expert_buffer=2.0, rope_scaling=SCALING)
+    )
     assert changed.experts == Experts(count=8, mlp_dim=4, buffer=2.0)
     assert changed.rope == Rope(theta=5e5, scaling=SCALING)
     without, _ = warned(lambda: dataclasses.replace(config, num_experts=None))
@@ -70,7 +78,11 @@ def test_old_attributes_are_read():
 def test_without_experts_old_attributes_have_the_defaults_that_they_had():
     config = TransformerConfig(**SIZES)
     read = lambda name: warned(lambda: getattr(config, name))[0]
-    assert (read("num_experts"), read("experts_per_token"), read("expert_split")) == (None, 2, "experts")
+    assert (read("num_experts"), read("experts_per_token"), read("expert_split")) == (
+        None,
+        2,
+        "experts",
+    )
 
 
 def test_an_old_keyword_of_experts_needs_some():
@@ -81,7 +93,9 @@ def test_an_old_keyword_of_experts_needs_some():
 
 def test_what_never_was_there_is_not_there():
     config = TransformerConfig(**SIZES)
-    with pytest.raises(AttributeError, match="'TransformerConfig' object has no attribute 'num_expert'"):
+    with pytest.raises(
+        AttributeError, match="'TransformerConfig' object has no attribute 'num_expert'"
+    ):
         _ = config.num_expert
     with pytest.raises(TypeError, match="unexpected keyword argument 'num_expert'"):
         TransformerConfig(**SIZES, num_expert=8)

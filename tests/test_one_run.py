@@ -38,8 +38,12 @@ def held():
 def test_of_two_recipes_started_at_once_one_trains_and_the_other_is_refused(tmp_path, held):
     flags = ("--out-dir", tmp_path / "out", *ENDLESS, "--checkpoint-every", 10)
     slowly = {"STEP_SECONDS": "0.05"}  # while the other waits
-    both = [held(PLAIN, "house_prices", *flags, "--seed", seed, variables=slowly) for seed in (0, 1)]
-    wait_until(lambda: any(process.poll() is not None for process in both), "one of both must be refused")
+    both = [
+        held(PLAIN, "house_prices", *flags, "--seed", seed, variables=slowly) for seed in (0, 1)
+    ]
+    wait_until(
+        lambda: any(process.poll() is not None for process in both), "one of both must be refused"
+    )
     loser, winner = sorted(both, key=lambda process: process.poll() is None)
     code, _, err = finish(loser)
     assert code == 2, err
@@ -49,7 +53,10 @@ def test_of_two_recipes_started_at_once_one_trains_and_the_other_is_refused(tmp_
     winner.send_signal(signal.SIGTERM)
     code, _, err = finish(winner)
     assert code == 75, err
-    steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == list(range(len(steps))), "no line is of another run, none is cut"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["seed"] == both.index(winner)
 
@@ -115,7 +122,9 @@ def test_a_run_whose_folder_was_taken_commits_nothing_more_and_ends_with_74(tmp_
 
 def test_a_run_that_is_refused_in_a_new_folder_leaves_nothing_there(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
-        cli.run(house_prices.main, house_prices.Config, ["--out-dir", str(tmp_path / "out"), "--resume"])
+        cli.run(
+            house_prices.main, house_prices.Config, ["--out-dir", str(tmp_path / "out"), "--resume"]
+        )
     assert end.value.code == 2
     assert "--resume needs a checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -61,14 +61,20 @@ def check(num_microbatches, data, zero, remat, trainable, has_aux, *, replica=1,
     want, want_grads = tiny_gpt.reference(PARAMS, batch)
     assert_same(grads, where_grads(trained_part(PARAMS, trainable), want_grads))
     if has_aux:
-        count = jax.jit(lambda params, batch: with_counts(tiny_gpt.MODEL.apply(params, batch), batch)[2]["right"])
+        count = jax.jit(
+            lambda params, batch: with_counts(tiny_gpt.MODEL.apply(params, batch), batch)[2][
+                "right"
+            ]
+        )
         right = count(PARAMS, batch)
         assert_same(value[1]["right"], right / batch["weight"].sum())
     assert_same(value[0] if has_aux else value, want)
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(("num_microbatches", "data", "zero", "remat", "trainable", "has_aux"), quick(CASES, 0, 1))
+@pytest.mark.parametrize(
+    ("num_microbatches", "data", "zero", "remat", "trainable", "has_aux"), quick(CASES, 0, 1)
+)
 def test_layers_written_out_have_the_numbers_of_one_device_in_float64(
     x64, num_microbatches, data, zero, remat, trainable, has_aux
 ):
@@ -90,9 +96,17 @@ def test_layers_in_a_loop_have_the_numbers_of_one_device_in_float64(x64, monkeyp
     [
         *(
             (NUM_LAYERS, *case)
-            for case in [(2, 1, 4, 0, False), (2, 2, 2, 1, True), (2, 2, 2, 2, "dots"), (1, 2, 2, 1, False)]
+            for case in [
+                (2, 1, 4, 0, False),
+                (2, 2, 2, 1, True),
+                (2, 2, 2, 2, "dots"),
+                (1, 2, 2, 1, False),
+            ]
         ),
-        *((NUM_LAYERS - 1, *case) for case in [(2, 2, 2, 0, "dots"), (2, 1, 4, 1, False), (2, 2, 2, 2, True)]),
+        *(
+            (NUM_LAYERS - 1, *case)
+            for case in [(2, 2, 2, 0, "dots"), (2, 1, 4, 1, False), (2, 2, 2, 2, True)]
+        ),
     ],
 )
 def test_sums_that_the_last_microbatch_reduces_have_the_numbers_of_one_device_in_float64(
@@ -128,26 +142,36 @@ def body_of_microbatches(num_layers, dtype=jnp.float32):
     """The equations of the loop over microbatches of a step on one device."""
     params = params_of(num_layers, lambda shape: jax.ShapeDtypeStruct(shape, dtype))
     traced = jax.make_jaxpr(step_of_16_bits())(params, jax.ShapeDtypeStruct((6, 5), jnp.int32))
-    loops = [each for each in equations(traced) if each.primitive.name == "scan" and len(each.outvars) > 3]
+    loops = [
+        each
+        for each in equations(traced)
+        if each.primitive.name == "scan" and len(each.outvars) > 3
+    ]
     (loop,) = (each for each in loops if each.params["length"] == 3)
     return list(equations(loop.params["jaxpr"]))
 
 
-def test_a_microbatch_makes_no_stack_of_layers_casts_no_params_and_rounds_no_gradients_of_weights(monkeypatch):
+def test_a_microbatch_makes_no_stack_of_layers_casts_no_params_and_rounds_no_gradients_of_weights(
+    monkeypatch,
+):
     monkeypatch.setattr("jaxpar.pipeline.executor.on_gpus", lambda: True)
     body = body_of_microbatches(num_layers=5)
     assert not [each for each in body if any(v.aval.shape[:1] == (5,) for v in each.outvars)], (
         "a stack, or a part of one"
     )
-    of_weights = [each for each in body if each.outvars and each.outvars[0].aval.shape in SHAPES.values()]
+    of_weights = [
+        each for each in body if each.outvars and each.outvars[0].aval.shape in SHAPES.values()
+    ]
     dtypes = {
         name: {e.outvars[0].aval.dtype for e in of_weights if e.primitive.name == name}
         for name in ("add", "dot_general")
     }
     assert dtypes == {"add": {jnp.dtype("float32")}, "dot_general": {jnp.dtype("float32")}}
-    assert not [e for e in of_weights if e.outvars[0].aval.dtype == jnp.bfloat16 and e.primitive.name != "transpose"], (
-        "a cast"
-    )
+    assert not [
+        e
+        for e in of_weights
+        if e.outvars[0].aval.dtype == jnp.bfloat16 and e.primitive.name != "transpose"
+    ], "a cast"
 
 
 def test_params_that_a_step_does_not_cast_are_sliced_out_of_their_stacks_in_the_loop_over_microbatches():
@@ -156,7 +180,9 @@ def test_params_that_a_step_does_not_cast_are_sliced_out_of_their_stacks_in_the_
 
     def sliced(dtype):
         body = body_of_microbatches(5, dtype)
-        return {each.invars[0].aval.shape for each in body if each.primitive.name == "slice"} & stacks
+        return {
+            each.invars[0].aval.shape for each in body if each.primitive.name == "slice"
+        } & stacks
 
     assert sliced(jnp.bfloat16) == stacks
     assert sliced(jnp.float32) == set()
@@ -167,7 +193,9 @@ def test_the_last_microbatch_alone_is_out_of_the_loop_and_reduces_each_layer_by_
     batch = jax.ShapeDtypeStruct((12, 5), jnp.int32)
     step = step_of_16_bits(mesh=jaxpar.make_mesh(data=2), zero=1, overlap_grad_reduce=True)
     traced = list(equations(jax.make_jaxpr(step)(params, batch)))
-    (loop,) = (each for each in traced if each.primitive.name == "scan" and each.params["length"] == 2)
+    (loop,) = (
+        each for each in traced if each.primitive.name == "scan" and each.params["length"] == 2
+    )
     scatters = lambda found: [each for each in found if each.primitive.name == "reduce_scatter"]
     assert not scatters(equations(loop.params["jaxpr"]))
     of_layers = [each.invars[0].aval.shape for each in scatters(traced)]
@@ -183,7 +211,9 @@ def test_at_zero_2_no_microbatch_is_apart_since_each_has_reduced_its_gradients()
         return re.sub("0x[0-9a-f]+", "", str(jax.make_jaxpr(step)(params, batch)))
 
     assert traced(True, data=4) == traced(False, data=4)
-    assert traced(True, data=2, replica=2) != traced(False, data=2, replica=2), "which is left for the last one"
+    assert traced(True, data=2, replica=2) != traced(False, data=2, replica=2), (
+        "which is left for the last one"
+    )
 
 
 def test_more_layers_have_a_loop_so_that_the_time_to_compile_does_not_grow(monkeypatch):

@@ -52,10 +52,16 @@ FALLING = np.linspace(0.8, 0.08, 21)
         ({}, 0.08 + 0.72 * (1 + np.cos(np.pi * np.arange(21) / 20)) / 2),
         ({"final_learning_rate": 0.0}, 0.8 * (1 + np.cos(np.pi * np.arange(21) / 20)) / 2),
         ({"learning_rate_schedule": "linear"}, FALLING),
-        ({"learning_rate_schedule": "linear", "final_learning_rate": 0.2}, np.linspace(0.8, 0.2, 21)),
+        (
+            {"learning_rate_schedule": "linear", "final_learning_rate": 0.2},
+            np.linspace(0.8, 0.2, 21),
+        ),
         ({"learning_rate_schedule": "constant"}, np.full(21, 0.8)),
         ({"learning_rate_schedule": "wsd"}, [*[0.8] * 16, *np.linspace(0.8, 0.08, 5)]),
-        ({"learning_rate_schedule": "wsd", "decay_steps": 10}, [*[0.8] * 10, *np.linspace(0.8, 0.08, 11)]),
+        (
+            {"learning_rate_schedule": "wsd", "decay_steps": 10},
+            [*[0.8] * 10, *np.linspace(0.8, 0.08, 11)],
+        ),
         ({"learning_rate_schedule": "wsd", "decay_steps": 20}, FALLING),
     ],
     ids=str,
@@ -68,7 +74,9 @@ def test_the_learning_rate_rises_and_then_follows_its_schedule(flags, after_warm
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_without_warmup_the_first_step_has_the_highest_rate(schedule):
-    flags = gpt.Config.of(learning_rate=0.8, warmup_steps=0, steps=24, learning_rate_schedule=schedule)
+    flags = gpt.Config.of(
+        learning_rate=0.8, warmup_steps=0, steps=24, learning_rate_schedule=schedule
+    )
     np.testing.assert_allclose(learning_rate(flags)(0), 0.8, rtol=1e-6)
 
 
@@ -86,14 +94,22 @@ def test_a_run_that_is_made_longer_keeps_its_warmup_and_says_its_learning_rate(c
     saved = {"steps": 40} | optimizers.settings(gpt.Config.of(steps=40))
     flags = optimizers.with_saved_warmup(gpt.Config.of(steps=400), saved)
     assert flags.optimizer.warmup_steps == 4
-    assert optimizers.with_saved_warmup(gpt.Config.of(warmup_steps=9), saved).optimizer.warmup_steps == 9
+    assert (
+        optimizers.with_saved_warmup(gpt.Config.of(warmup_steps=9), saved).optimizer.warmup_steps
+        == 9
+    )
     optimizers.say_new_rate(flags, saved, 40)
     assert capsys.readouterr().out == (
         "the run has --steps 400 now, and had 40 when it was saved: from here on the learning rate follows the cosine schedule "
         "of 400 steps, 0.00295 at step 40 instead of 0.0003\n"
     )
-    optimizers.say_new_rate(flags.replace(learning_rate=3e-2, learning_rate_schedule="wsd"), saved, 40)
-    assert "the wsd schedule of 400 steps, 0.03 at step 40 instead of 0.0003" in capsys.readouterr().out
+    optimizers.say_new_rate(
+        flags.replace(learning_rate=3e-2, learning_rate_schedule="wsd"), saved, 40
+    )
+    assert (
+        "the wsd schedule of 400 steps, 0.03 at step 40 instead of 0.0003"
+        in capsys.readouterr().out
+    )
     optimizers.say_new_rate(flags, saved | {"steps": 400}, 40)
     assert not capsys.readouterr().out
 
@@ -103,7 +119,12 @@ def test_a_run_that_is_made_longer_keeps_its_warmup_and_says_its_learning_rate(c
 
 def test_betas_and_epsilon_are_those_of_adamw():
     flags = gpt.Config.of(
-        learning_rate_schedule="constant", warmup_steps=0, learning_rate=0.1, beta1=0.8, beta2=0.6, epsilon=0.3
+        learning_rate_schedule="constant",
+        warmup_steps=0,
+        learning_rate=0.1,
+        beta1=0.8,
+        beta2=0.6,
+        epsilon=0.3,
     )
     decayed = {"w_up": True, "tokens": True, "scale": False}
     own = optax.adamw(0.1, b1=0.8, b2=0.6, eps=0.3, weight_decay=0.1, mask=decayed)
@@ -114,7 +135,12 @@ def test_betas_and_epsilon_are_those_of_adamw():
     assert_same(updates(flags), want, within=1e-6)
 
 
-MUON = {"optimizer": "muon", "learning_rate_schedule": "constant", "warmup_steps": 0, "learning_rate": 0.1}
+MUON = {
+    "optimizer": "muon",
+    "learning_rate_schedule": "constant",
+    "warmup_steps": 0,
+    "learning_rate": 0.1,
+}
 
 
 @pytest.mark.full
@@ -133,9 +159,13 @@ def test_muon_orthogonalizes_each_matrix_of_the_layers_and_leaves_the_rest_to_ad
         ("up", layers["mlp"]["w_up"][1, :, 1]),
         ("w_down", layers["mlp"]["w_down"][1]),
     ):
-        values = np.linalg.svd(matrix, compute_uv=False) / (0.1 * optimizers.MUON_RMS * max(matrix.shape) ** 0.5)
+        values = np.linalg.svd(matrix, compute_uv=False) / (
+            0.1 * optimizers.MUON_RMS * max(matrix.shape) ** 0.5
+        )
         assert values.max() < 1.4, f"{name}: {values}"
-        assert np.mean(values > 0.4) > 0.9, f"{name}: all singular values but the smallest come near 1; got {values}"
+        assert np.mean(values > 0.4) > 0.9, (
+            f"{name}: all singular values but the smallest come near 1; got {values}"
+        )
     for name in ("tokens", "head"):
         cosine = (found["outer"][name] * adam["outer"][name]).sum() / np.prod(
             [np.linalg.norm(tree["outer"][name]) for tree in (found, adam)]
@@ -160,7 +190,12 @@ def test_muon_on_a_mesh_gives_the_params_of_one_device():
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
     on_mesh = shardings(config, mesh)
     state = jaxpar.init_state(
-        lambda key: jax.tree.map(jnp.asarray, params), jax.random.key(0), optimizer, mesh, on_mesh, zero=1
+        lambda key: jax.tree.map(jnp.asarray, params),
+        jax.random.key(0),
+        optimizer,
+        mesh,
+        on_mesh,
+        zero=1,
     )
     found = jax.tree_util.tree_leaves_with_path(state.opt_state)
     momentum = [leaf for path, leaf in found if "w_down" in str(path)]
@@ -188,7 +223,10 @@ def test_muon_orthogonalizes_the_matrices_of_leading_layers_as_those_of_others()
     params = make_params(FAMILIES["llama"], dtype=np.float32)
     leading = [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(2)]
     params |= {"outer": {"dense_layers": leading}}
-    optimizer, grads = make_optimizer(gpt.Config.of(**MUON)), jax.tree.map(lambda leaf: jnp.sin(37 * leaf), params)
+    optimizer, grads = (
+        make_optimizer(gpt.Config.of(**MUON)),
+        jax.tree.map(lambda leaf: jnp.sin(37 * leaf), params),
+    )
     found = jit(lambda params: optimizer.update(grads, optimizer.init(params), params)[0])(params)
     want = [jax.tree.map(lambda leaf, i=i: leaf[i], found["layers"]) for i in range(2)]
     assert_same(found["outer"]["dense_layers"], want, within=1e-6)
@@ -228,16 +266,34 @@ def test_lr_is_the_learning_rate(monkeypatch):
         ({"beta2": float("nan")}, "--beta2 must be from 0 to less than 1; got nan"),
         ({"epsilon": 0.0}, "--epsilon must be positive; got 0. Choose 1e-8"),
         ({"weight_decay": -0.1}, "--weight-decay must be 0 or more; got -0.1"),
-        ({"momentum": 1.0, "optimizer": "muon"}, "--momentum must be from 0 to less than 1; got 1."),
-        ({"momentum": 0.5}, "--momentum applies to --optimizer sgd and muon; got --optimizer adamw. Leave it out, or"),
-        ({"beta1": 0.5, "optimizer": "sgd"}, "--beta1 applies to --optimizer adamw and muon; got --optimizer sgd"),
-        ({"weight_decay": 0.5, "optimizer": "sgd"}, "--weight-decay applies to --optimizer adamw and muon; got"),
-        ({"final_learning_rate": 1.0}, "--final-learning-rate must be from 0 to --learning-rate; got 1 and 0.003"),
+        (
+            {"momentum": 1.0, "optimizer": "muon"},
+            "--momentum must be from 0 to less than 1; got 1.",
+        ),
+        (
+            {"momentum": 0.5},
+            "--momentum applies to --optimizer sgd and muon; got --optimizer adamw. Leave it out, or",
+        ),
+        (
+            {"beta1": 0.5, "optimizer": "sgd"},
+            "--beta1 applies to --optimizer adamw and muon; got --optimizer sgd",
+        ),
+        (
+            {"weight_decay": 0.5, "optimizer": "sgd"},
+            "--weight-decay applies to --optimizer adamw and muon; got",
+        ),
+        (
+            {"final_learning_rate": 1.0},
+            "--final-learning-rate must be from 0 to --learning-rate; got 1 and 0.003",
+        ),
         (
             {"final_learning_rate": 0.0, "learning_rate_schedule": "constant"},
             "--final-learning-rate applies to schedules that fall; got 0 with --learning-rate-schedule constant",
         ),
-        ({"decay_steps": 5}, "--decay-steps applies to --learning-rate-schedule wsd; got cosine. Leave it out"),
+        (
+            {"decay_steps": 5},
+            "--decay-steps applies to --learning-rate-schedule wsd; got cosine. Leave it out",
+        ),
         (
             {"decay_steps": 290, "learning_rate_schedule": "wsd"},
             "must be from 1 to the --steps after the warmup; got 290, and 280 steps after it. Choose --decay-steps 56.",

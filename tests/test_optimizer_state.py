@@ -27,9 +27,13 @@ def own(init):
 def specs_of(optimizer, params=PARAMS):
     """The specs of the state of an optimizer, as a flat dict by path."""
     is_leaf = lambda x: isinstance(x, tuple)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf[0], jnp.float32), params, is_leaf=is_leaf)
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf[0], jnp.float32), params, is_leaf=is_leaf
+    )
     shardings = jax.tree.map(lambda leaf: NamedSharding(MESH, leaf[1]), params, is_leaf=is_leaf)
-    leaves = jax.tree_util.tree_leaves_with_path(optimizer_shardings(optimizer, shapes, shardings, WHOLE))
+    leaves = jax.tree_util.tree_leaves_with_path(
+        optimizer_shardings(optimizer, shapes, shardings, WHOLE)
+    )
     return {jaxpar.sharding.path_string(path): tuple(sharding.spec) for path, sharding in leaves}
 
 
@@ -67,7 +71,10 @@ def test_an_array_of_params_is_the_whole_tree():
 
 
 def test_a_state_of_a_part_of_the_params_is_told_from_the_end_of_its_path():
-    params = {"outer": {"c": PARAMS["w_down"]}, "layers": {"a": PARAMS["w_up"], "b": PARAMS["up"]["w_up"]}}
+    params = {
+        "outer": {"c": PARAMS["w_down"]},
+        "layers": {"a": PARAMS["w_up"], "b": PARAMS["up"]["w_up"]},
+    }
     specs = specs_of(own(lambda params: {"of layers": zeros(params["layers"])}), params)
     assert specs == {"of layers/a": ("stage", None, "tensor"), "of layers/b": ("stage",)}
 
@@ -84,18 +91,23 @@ def test_a_matrix_that_may_belong_to_params_that_lie_differently_is_refused():
         r"\['up/w_up', 'w_down', 'w_up'\] have too, and these are sharded differently\. Make the state with jax\.tree\.map"
     )
     with pytest.raises(ValueError, match=message):
-        specs_of(own(lambda params: {"moments": list(map(jnp.zeros_like, jax.tree.leaves(params)))}))
+        specs_of(
+            own(lambda params: {"moments": list(map(jnp.zeros_like, jax.tree.leaves(params)))})
+        )
 
 
 def test_what_no_param_has_part_in_is_whole():
     optimizer = optax.chain(
-        optax.flatten(optax.trace(0.9)), own(lambda params: {"rates": jnp.zeros(8), "table": jnp.zeros((3, 5))})
+        optax.flatten(optax.trace(0.9)),
+        own(lambda params: {"rates": jnp.zeros(8), "table": jnp.zeros((3, 5))}),
     )
     assert specs_of(optimizer) == {"0/trace": (), "1/rates": (), "1/table": ()}
 
 
 def test_an_optimizer_made_for_one_models_shapes_keeps_what_its_own_shapes_tell():
-    first = jax.tree.map(lambda leaf: jnp.ones(leaf[0]), PARAMS, is_leaf=lambda x: isinstance(x, tuple))
+    first = jax.tree.map(
+        lambda leaf: jnp.ones(leaf[0]), PARAMS, is_leaf=lambda x: isinstance(x, tuple)
+    )
 
     def init(params):
         from_first = jax.tree.map(lambda param, first: param - first, params, first)
@@ -103,4 +115,6 @@ def test_an_optimizer_made_for_one_models_shapes_keeps_what_its_own_shapes_tell(
 
     specs = specs_of(own(init))
     assert specs["moved/w_up"] == ("stage", None, "tensor")
-    assert specs["layer/w_up"] == ("stage", None), "which of two dims of one size is left cannot be told"
+    assert specs["layer/w_up"] == ("stage", None), (
+        "which of two dims of one size is left cannot be told"
+    )

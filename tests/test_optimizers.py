@@ -89,12 +89,20 @@ OPTIMIZERS = {
         lambda: optax.multi_transform({"trained": ADAM(), "frozen": optax.set_to_zero()}, labels),
         copies(2, "w_up", "w_out", "b_up"),
     ),
-    "inject_hyperparams": (lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 0, 9)), copies(2)),
+    "inject_hyperparams": (
+        lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 0, 9)),
+        copies(2),
+    ),
     "lamb": (lambda: optax.lamb(1e-2), copies(2)),
     "lbfgs": (lambda: optax.lbfgs(memory_size=3), copies(2 + 2 * 3 + 1)),
-    "lbfgs of one rate": (lambda: optax.lbfgs(1e-2, memory_size=3, linesearch=None), copies(2 + 2 * 3)),
+    "lbfgs of one rate": (
+        lambda: optax.lbfgs(1e-2, memory_size=3, linesearch=None),
+        copies(2 + 2 * 3),
+    ),
     "line search": (
-        lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5, store_grad=True)),
+        lambda: optax.chain(
+            optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5, store_grad=True)
+        ),
         copies(1),
     ),
     "lion": (lambda: optax.lion(1e-2), copies(1)),
@@ -102,8 +110,14 @@ OPTIMIZERS = {
         lambda: optax.chain(optax.masked(optax.scale_by_adam(), is_matrix), optax.sgd(1e-2)),
         copies(2, *MATRICES),
     ),
-    "MultiSteps": (lambda: optax.MultiSteps(plateau(), 2, accumulator_dtype=jnp.float64), copies(3)),
-    "muon": (lambda: contrib.muon(1e-2, muon_weight_dimension_numbers=muon_dims), copies(1) + copies(1, *VECTORS)),
+    "MultiSteps": (
+        lambda: optax.MultiSteps(plateau(), 2, accumulator_dtype=jnp.float64),
+        copies(3),
+    ),
+    "muon": (
+        lambda: contrib.muon(1e-2, muon_weight_dimension_numbers=muon_dims),
+        copies(1) + copies(1, *VECTORS),
+    ),
     "noisy_sgd": (lambda: optax.noisy_sgd(1e-2, key=KEY), []),
     "reduce_on_plateau": (lambda: plateau(), copies(2)),
     "rng": (lambda: optax.chain(optax.add_noise(0.1, 0.9, KEY), optax.sgd(1e-2)), []),
@@ -115,7 +129,9 @@ OPTIMIZERS = {
 def init(key):
     rng = np.random.default_rng(0)
     return jax.tree.map(
-        lambda shape: jnp.asarray(rng.normal(size=shape)), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+        lambda shape: jnp.asarray(rng.normal(size=shape)),
+        SHAPES,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
 
 
@@ -139,7 +155,11 @@ def on_one_device(name):
     @jax.jit
     def step(params, opt_state, targets):
         value, grad = jax.value_and_grad(loss)(params, targets)
-        more = {"value": value, "grad": grad, "value_fn": lambda params: loss(params, targets)} if takes_more else {}
+        more = (
+            {"value": value, "grad": grad, "value_fn": lambda params: loss(params, targets)}
+            if takes_more
+            else {}
+        )
         updates, opt_state = optimizer.update(grad, opt_state, params, **more)
         return optax.apply_updates(params, updates), opt_state
 
@@ -180,10 +200,14 @@ class Run:
         state = jax.tree.map(jnp.copy, self.first)
         with jax.log_compiles(), Compilations() as compilations:
             for number in range(3):
-                state, self.metrics = self.step(state, jaxpar.shard(make_targets(number), shardings))
+                state, self.metrics = self.step(
+                    state, jaxpar.shard(make_targets(number), shardings)
+                )
         self.last, self.num_compilations = state, compilations.count
         nan = jax.tree.map(lambda leaf: np.full_like(leaf, np.nan), make_targets(0))
-        self.after_nan, self.metrics_of_nan = self.step(jax.tree.map(jnp.copy, state), jaxpar.shard(nan, shardings))
+        self.after_nan, self.metrics_of_nan = self.step(
+            jax.tree.map(jnp.copy, state), jaxpar.shard(nan, shardings)
+        )
 
 
 # One level of ZeRO for each; the other levels, and what others have in them or compiles for long, are for the slow run.
@@ -221,16 +245,25 @@ def test_an_optimizer_gives_one_devices_params_and_state(x64, run):
 
 
 def test_each_device_holds_its_part_of_the_state_and_no_more(run):
-    in_parts = lambda name, dim: (2 if run.zero else 1) if PARTS[name][dim] == "zero" else PARTS[name][dim]
-    parts = [math.prod(SIZES[name][dim] // in_parts(name, dim) for dim in dims) for name, dims in run.kept]
-    arrays = [leaf.addressable_data(0) for leaf in jax.tree.leaves(run.last.opt_state) if leaf.size > 3]
+    in_parts = lambda name, dim: (
+        (2 if run.zero else 1) if PARTS[name][dim] == "zero" else PARTS[name][dim]
+    )
+    parts = [
+        math.prod(SIZES[name][dim] // in_parts(name, dim) for dim in dims)
+        for name, dims in run.kept
+    ]
+    arrays = [
+        leaf.addressable_data(0) for leaf in jax.tree.leaves(run.last.opt_state) if leaf.size > 3
+    ]
     assert sum(array.nbytes for array in arrays) == 8 * sum(parts)
 
 
 def test_the_planner_counts_the_bytes_that_the_state_has(x64, run):
     params = jax.eval_shape(init, KEY)
     shape = ModelShape("own", tiny_gpt.MODEL, tiny_gpt.loss, params=params, rules=RULES, row={})
-    at_rest = AtRest(shape, OPTIMIZERS[run.name][0](), Choice(data=2, stage=2, tensor=2, zero=run.zero))
+    at_rest = AtRest(
+        shape, OPTIMIZERS[run.name][0](), Choice(data=2, stage=2, tensor=2, zero=run.zero)
+    )
     kept = jax.tree.leaves((run.last.opt_state, run.last.step, run.last.num_skipped))
     assert at_rest.bytes["optimizer"] == sum(leaf.addressable_data(0).nbytes for leaf in kept)
 
@@ -255,7 +288,9 @@ PARTS_OF_GPT = {"tokens": "adafactor", "positions": "frozen"} | dict.fromkeys(MU
 
 
 def by_name(choose):
-    return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: choose(path[-1].key), params)
+    return lambda params: jax.tree_util.tree_map_with_path(
+        lambda path, _: choose(path[-1].key), params
+    )
 
 
 def optimizer_of_each_part():
@@ -268,16 +303,26 @@ def optimizer_of_each_part():
         "frozen": optax.set_to_zero(),
     }
     kinds = by_name(lambda name: PARTS_OF_GPT.get(name, "adam"))
-    return optax.chain(optax.multi_transform(each, kinds), contrib.reduce_on_plateau(patience=1, rtol=0.9))
+    return optax.chain(
+        optax.multi_transform(each, kinds), contrib.reduce_on_plateau(patience=1, rtol=0.9)
+    )
 
 
 def three_steps_of_a_pipeline(optimizer, zero, max_grad_norm=None, **settings):
     """Params and state of a small GPT, from eight devices and from one."""
     mesh, params = jaxpar.make_mesh(data=2, stage=2, tensor=2), tiny_gpt.make_params(num_layers=4)
     shardings = jaxpar.shardings_from_paths(params, mesh, tiny_gpt.RULES)
-    state = jaxpar.init_state(lambda key: jax.tree.map(jnp.asarray, params), KEY, optimizer, mesh, shardings, zero=zero)
+    state = jaxpar.init_state(
+        lambda key: jax.tree.map(jnp.asarray, params), KEY, optimizer, mesh, shardings, zero=zero
+    )
     value_and_grad = jaxpar.value_and_grad(
-        tiny_gpt.MODEL, tiny_gpt.loss, mesh, num_microbatches=2, zero=zero, shardings=shardings, **settings
+        tiny_gpt.MODEL,
+        tiny_gpt.loss,
+        mesh,
+        num_microbatches=2,
+        zero=zero,
+        shardings=shardings,
+        **settings,
     )
     train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=max_grad_norm)
 
@@ -288,7 +333,9 @@ def three_steps_of_a_pipeline(optimizer, zero, max_grad_norm=None, **settings):
         if max_grad_norm is not None:
             clipped, _ = optax.clip_by_global_norm(max_grad_norm).update(grad, optax.EmptyState())
         value_fn = lambda params: tiny_gpt.reference(params, batch)[0]
-        updates, opt_state = optimizer.update(clipped, opt_state, params, value=value, grad=grad, value_fn=value_fn)
+        updates, opt_state = optimizer.update(
+            clipped, opt_state, params, value=value, grad=grad, value_fn=value_fn
+        )
         return optax.apply_updates(params, updates), opt_state
 
     opt_state = optimizer.init(params)
@@ -301,7 +348,9 @@ def three_steps_of_a_pipeline(optimizer, zero, max_grad_norm=None, **settings):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("zero", [pytest.param(zero, marks=[] if zero == 3 else pytest.mark.slow) for zero in range(4)])
+@pytest.mark.parametrize(
+    "zero", [pytest.param(zero, marks=[] if zero == 3 else pytest.mark.slow) for zero in range(4)]
+)
 def test_a_pipeline_whose_parts_have_optimizers_of_their_own_trains_as_one_device_does(x64, zero):
     got, want = three_steps_of_a_pipeline(optimizer_of_each_part(), zero, max_grad_norm=0.1)
     oracle.assert_same(got, want, within=1e-10)
@@ -326,24 +375,35 @@ def init_packed(optimizer, layout=UNEVEN, shape=(8, 8)):
     mesh = jaxpar.make_mesh(stage=2)
     layers = {"w": jnp.ones((layout.num_layers, *shape))}
     pack = lambda key: layout.pack_params({"layers": layers, "outer": {"v": jnp.ones(8)}})
-    shardings = jaxpar.shardings_from_paths(jax.eval_shape(pack, KEY), mesh, {"**": jaxpar.replicated()})
+    shardings = jaxpar.shardings_from_paths(
+        jax.eval_shape(pack, KEY), mesh, {"**": jaxpar.replicated()}
+    )
     return jaxpar.abstract_state(pack, KEY, optimizer, mesh, shardings)
 
 
 def named_in(error):
     """The optimizer that a message names."""
-    return eval(re.search(r"\((optax\.adafactor\(.*\))\)\.$", str(error.value))[1], {"optax": optax, "rate": 1e-2})
+    return eval(
+        re.search(r"\((optax\.adafactor\(.*\))\)\.$", str(error.value))[1],
+        {"optax": optax, "rate": 1e-2},
+    )
 
 
 MEANS = {
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
-    "clipping": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8, multiply_by_parameter_scale=False),
-    "in a part": lambda: optax.multi_transform({True: optax.adafactor(1e-2), False: ADAM()}, is_matrix),
+    "clipping": lambda: optax.adafactor(
+        1e-2, min_dim_size_to_factor=8, multiply_by_parameter_scale=False
+    ),
+    "in a part": lambda: optax.multi_transform(
+        {True: optax.adafactor(1e-2), False: ADAM()}, is_matrix
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_an_optimizer_whose_means_would_count_padding_is_refused_and_the_one_that_the_message_names_is_taken(name):
+def test_an_optimizer_whose_means_would_count_padding_is_refused_and_the_one_that_the_message_names_is_taken(
+    name,
+):
     with pytest.raises(
         ValueError, match=r"means over the layers.*got 3 layers in 4 positions. Spread .* evenly"
     ) as error:
@@ -360,8 +420,12 @@ def test_an_optimizer_whose_means_would_count_padding_is_refused_and_the_one_tha
     ],
     ids=["the last position makes it so", "vectors"],
 )
-def test_state_that_is_factored_over_padded_layers_is_refused_and_a_larger_least_size_is_taken(layout, shape, state):
-    without_other_means = optax.adafactor(1e-2, clipping_threshold=None, multiply_by_parameter_scale=False)
+def test_state_that_is_factored_over_padded_layers_is_refused_and_a_larger_least_size_is_taken(
+    layout, shape, state
+):
+    without_other_means = optax.adafactor(
+        1e-2, clipping_threshold=None, multiply_by_parameter_scale=False
+    )
     with pytest.raises(
         ValueError, match=rf"positions, and .*{state} with means over them. .*min_dim_size_to_f"
     ) as error:
@@ -380,7 +444,9 @@ DRAWS = {
     "noisy_sgd": lambda: optax.noisy_sgd(1e-2, key=KEY),
     "add_noise": lambda: optax.chain(optax.add_noise(0.1, 0.9, 7), ADAM()),
     "flatten": lambda: optax.flatten(optax.noisy_sgd(1e-2, key=KEY)),
-    "in a part": lambda: optax.multi_transform({True: optax.noisy_sgd(1e-2, key=KEY), False: ADAM()}, is_matrix),
+    "in a part": lambda: optax.multi_transform(
+        {True: optax.noisy_sgd(1e-2, key=KEY), False: ADAM()}, is_matrix
+    ),
     "in a branch": lambda: optax.apply_if_finite(optax.noisy_sgd(1e-2, key=KEY), 3),
 }
 
@@ -408,7 +474,10 @@ def one_random_rate():
 
 def test_noise_that_no_layer_sees_in_its_order_is_taken():
     of_outer = optax.masked(optax.add_noise(0.1, 0.9, KEY), {"layers": False, "outer": True})
-    for optimizer in (optax.chain(of_outer, ADAM()), optax.chain(one_random_rate(), optax.sgd(1e-2))):
+    for optimizer in (
+        optax.chain(of_outer, ADAM()),
+        optax.chain(one_random_rate(), optax.sgd(1e-2)),
+    ):
         init_packed(optimizer, TWO_CHUNKS)
 
 
@@ -418,7 +487,11 @@ def test_noise_on_layers_that_are_not_packed_is_that_of_one_device_with_chunks_t
     oracle.assert_same(got, want, within=1e-10)
 
 
-TAKEN = [name for name in OPTIMIZERS if name not in ("adafactor", "frozen", "masked", "muon", "noisy_sgd", "rng")]
+TAKEN = [
+    name
+    for name in OPTIMIZERS
+    if name not in ("adafactor", "frozen", "masked", "muon", "noisy_sgd", "rng")
+]
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -439,7 +512,12 @@ def test_a_state_with_masked_factored_and_random_parts_is_restored_on_another_me
     optimizer = optax.multi_transform({"trained": trained, "frozen": optax.set_to_zero()}, labels)
 
     def place(mesh):
-        return KEY, optimizer, mesh, jaxpar.shardings_from_paths(jax.eval_shape(init, KEY), mesh, RULES)
+        return (
+            KEY,
+            optimizer,
+            mesh,
+            jaxpar.shardings_from_paths(jax.eval_shape(init, KEY), mesh, RULES),
+        )
 
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
     saved = jaxpar.init_state(init, *place(mesh), zero=1)
@@ -448,4 +526,6 @@ def test_a_state_with_masked_factored_and_random_parts_is_restored_on_another_me
     wanted = jaxpar.abstract_state(init, *place(mesh), zero=3)
     restored = jaxpar.CheckpointManager(tmp_path, mesh).restore(wanted)
     oracle.assert_same_bits(restored, saved)
-    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(lambda leaf: leaf.sharding, wanted)
+    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(
+        lambda leaf: leaf.sharding, wanted
+    )

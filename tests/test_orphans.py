@@ -24,7 +24,17 @@ def pids(folder, count):
 
 
 def launcher(folder, *command, count=2):
-    args = [sys.executable, "-m", "jaxpar", "launch", "-n", str(count), "--log-dir", str(folder / "logs"), *command]
+    args = [
+        sys.executable,
+        "-m",
+        "jaxpar",
+        "launch",
+        "-n",
+        str(count),
+        "--log-dir",
+        str(folder / "logs"),
+        *command,
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "HERE": str(folder)}
     return subprocess.Popen(args, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -100,7 +110,9 @@ def _read(path):
         return b""
 
 
-def test_a_launcher_that_ends_leaves_neither_children_of_its_processes_nor_a_watcher(tmp_path, monkeypatch):
+def test_a_launcher_that_ends_leaves_neither_children_of_its_processes_nor_a_watcher(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("HERE", str(tmp_path))
     script = tmp_path / "script.py"
     script.write_text(

@@ -31,7 +31,8 @@ def is_cut(array):
 
 
 @pytest.mark.parametrize(
-    ("num_microbatches", "remat"), quick(covering([(1, False), (2, False), (4, True)], (1, 2, 4), (False, True)), 2)
+    ("num_microbatches", "remat"),
+    quick(covering([(1, False), (2, False), (4, True)], (1, 2, 4), (False, True)), 2),
 )
 def test_gradients_reduced_layer_by_layer_equal_one_device(x64, num_microbatches, remat):
     mesh = jaxpar.make_mesh(data=4, tensor=2)
@@ -47,19 +48,25 @@ def test_gradients_reduced_layer_by_layer_equal_one_device(x64, num_microbatches
     ("zero", "num_microbatches", "remat"),
     covering([(1, 1, True), (2, 4, False)], (1, 2), (1, 4), (False, True)),
 )
-def test_sharded_gradients_and_params_after_steps_equal_one_device(x64, zero, num_microbatches, remat):
+def test_sharded_gradients_and_params_after_steps_equal_one_device(
+    x64, zero, num_microbatches, remat
+):
     mesh, optimizer = jaxpar.make_mesh(data=4, tensor=2), optax.adam(1e-2)
     params = tiny.make_params()
     shardings = tiny.shardings(mesh, params)
-    state = jaxpar.init_state(lambda _: params, jax.random.key(0), optimizer, mesh, shardings, zero=zero)
+    state = jaxpar.init_state(
+        lambda _: params, jax.random.key(0), optimizer, mesh, shardings, zero=zero
+    )
     by_layer, _ = both(mesh, zero=zero, num_microbatches=num_microbatches, remat=remat)
     batches = [tiny.make_batch(seed, np.float64) for seed in range(3)]
     got = by_layer(state.params, jaxpar.shard_batch(batches[0], mesh))
     assert_same(got, tiny.reference(params, batches[0]))
     layers = got[1]["layers"]
-    assert {name for name, grad in layers.items() if is_cut(grad)} == {"w_up", "w_down", "b_down"}, (
-        "b_up is over tensor"
-    )
+    assert {name for name, grad in layers.items() if is_cut(grad)} == {
+        "w_up",
+        "w_down",
+        "b_down",
+    }, "b_up is over tensor"
     step, opt_state = jaxpar.make_train_step(by_layer, optimizer), optimizer.init(params)
     update = jax.jit(optimizer.update)
     for batch in batches:
@@ -101,7 +108,9 @@ def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(x64, zero):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("zero", "is_listed"), covering([(0, False), (1, True), (2, True)], (0, 1, 2), (False, True)))
+@pytest.mark.parametrize(
+    ("zero", "is_listed"), covering([(0, False), (1, True), (2, True)], (0, 1, 2), (False, True))
+)
 def test_tied_embeddings_are_reduced_with_outer(x64, zero, is_listed):
     """A lookup and a head of one table, and layers of an odd vector too, which no axis divides."""
     mesh, rng = jaxpar.make_mesh(data=4), np.random.default_rng(0)
@@ -116,21 +125,35 @@ def test_tied_embeddings_are_reduced_with_outer(x64, zero, is_listed):
         lambda outer, x: x @ outer["table"].T,
     )
     loss = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"])
-    of_mesh = jaxpar.value_and_grad(model, loss, mesh, zero=zero, num_microbatches=2, overlap_grad_reduce=True)
+    of_mesh = jaxpar.value_and_grad(
+        model, loss, mesh, zero=zero, num_microbatches=2, overlap_grad_reduce=True
+    )
     mean = lambda params: jnp.divide(*loss(model.apply(params, batch), batch))
-    assert_same(of_mesh(params, jaxpar.shard_batch(batch, mesh)), jax.jit(jax.value_and_grad(mean))(params))
+    assert_same(
+        of_mesh(params, jaxpar.shard_batch(batch, mesh)), jax.jit(jax.value_and_grad(mean))(params)
+    )
 
 
-@pytest.mark.parametrize(("zero", "num_microbatches"), quick(covering([(0, 1), (1, 2), (2, 1)], (0, 1, 2), (1, 2)), 4))
+@pytest.mark.parametrize(
+    ("zero", "num_microbatches"), quick(covering([(0, 1), (1, 2), (2, 1)], (0, 1, 2), (1, 2)), 4)
+)
 def test_layers_of_a_list_are_reduced_too(x64, zero, num_microbatches):
     mesh = jaxpar.make_mesh(data=2)
     stacked, batch = tiny.make_params(), tiny.make_batch(dtype=np.float64)
-    model = jaxpar.LayeredModel(tiny.MODEL.embed, [tiny.MODEL.layer] * tiny.NUM_LAYERS, tiny.MODEL.head)
+    model = jaxpar.LayeredModel(
+        tiny.MODEL.embed, [tiny.MODEL.layer] * tiny.NUM_LAYERS, tiny.MODEL.head
+    )
     listed = lambda tree: (
-        tree | {"layers": [{k: a[n] for k, a in tree["layers"].items()} for n in range(tiny.NUM_LAYERS)]}
+        tree
+        | {"layers": [{k: a[n] for k, a in tree["layers"].items()} for n in range(tiny.NUM_LAYERS)]}
     )
     by_layer = jaxpar.value_and_grad(
-        model, tiny.loss, mesh, num_microbatches=num_microbatches, zero=zero, overlap_grad_reduce=True
+        model,
+        tiny.loss,
+        mesh,
+        num_microbatches=num_microbatches,
+        zero=zero,
+        overlap_grad_reduce=True,
     )
     value, grads = tiny.reference(stacked, batch)
     got = by_layer(listed(stacked), jaxpar.shard_batch(batch, mesh))
@@ -154,8 +177,13 @@ def test_as_many_bytes_travel_in_a_reduce_scatter_for_each_leaf_of_a_layer(zero,
     scatters = num_microbatches if zero == 2 else 1
     of_outer = 2  # w_in and w_out; b_out has five elements and is reduced with the loss
     assert step.count("reduce-scatter", "data") == of_outer + len(params["layers"]) * scatters
-    assert layer.count("reduce-scatter", "data") == of_outer + len(params["layers"]) * tiny.NUM_LAYERS * scatters
-    assert layer.count("all-reduce", "data") == step.count("all-reduce", "data") == 2, "the weight; loss and b_out"
+    assert (
+        layer.count("reduce-scatter", "data")
+        == of_outer + len(params["layers"]) * tiny.NUM_LAYERS * scatters
+    )
+    assert layer.count("all-reduce", "data") == step.count("all-reduce", "data") == 2, (
+        "the weight; loss and b_out"
+    )
     for kind in ("reduce-scatter", "all-reduce"):
         assert layer.bytes_moved(kind, "data") == step.bytes_moved(kind, "data") > 0
 
@@ -200,10 +228,15 @@ def test_what_cannot_be_reduced_so_is_refused(changes, message):
     mesh = jaxpar.make_mesh(data=2, stage=changes.pop("stage", 1))
     with pytest.raises(ValueError, match=re.escape(message)):
         jaxpar.value_and_grad(
-            changes.pop("model", tiny.MODEL), tiny.loss, mesh, **{"overlap_grad_reduce": True, **changes}
+            changes.pop("model", tiny.MODEL),
+            tiny.loss,
+            mesh,
+            **{"overlap_grad_reduce": True, **changes},
         )
 
 
 def test_a_setting_that_is_no_bool_is_refused():
     with pytest.raises(TypeError, match=r"overlap_grad_reduce must be a bool; got 'layer'"):
-        jaxpar.value_and_grad(tiny.MODEL, tiny.loss, jaxpar.make_mesh(data=2), overlap_grad_reduce="layer")
+        jaxpar.value_and_grad(
+            tiny.MODEL, tiny.loss, jaxpar.make_mesh(data=2), overlap_grad_reduce="layer"
+        )

@@ -33,9 +33,13 @@ def over_owners(p, xs, expert):
     own = EXPERTS // data
     to = expert // own
     place = jnp.cumsum(to[:, None] == jnp.arange(data)[None], 0)[jnp.arange(len(to)), to] - 1
-    put = lambda a, empty: jnp.full((data, len(xs), *a.shape[1:]), empty, a.dtype).at[to, place].set(a)
+    put = lambda a, empty: (
+        jnp.full((data, len(xs), *a.shape[1:]), empty, a.dtype).at[to, place].set(a)
+    )
     move = lambda a: jax.lax.all_to_all(a, "data", 0, 0)
-    rows, experts = (move(a).reshape(data * len(xs), *a.shape[2:]) for a in (put(xs, 0), put(expert % own, own)))
+    rows, experts = (
+        move(a).reshape(data * len(xs), *a.shape[2:]) for a in (put(xs, 0), put(expert % own, own))
+    )
     return move(over_experts(p, rows, experts, own).reshape(data, len(xs), -1))[to, place]
 
 
@@ -68,7 +72,10 @@ def init(key, num_layers=LAYERS, dtype=jnp.float64):
         "w_up": normal(keys[1], num_layers, EXPERTS, EMBED, HIDDEN),
         "w_down": normal(keys[2], num_layers, EXPERTS, HIDDEN, EMBED),
     }
-    return {"outer": {"tokens": normal(keys[3], VOCAB, EMBED), "head": normal(keys[4], EMBED, VOCAB)}, "layers": layers}
+    return {
+        "outer": {"tokens": normal(keys[3], VOCAB, EMBED), "head": normal(keys[4], EMBED, VOCAB)},
+        "layers": layers,
+    }
 
 
 def make_batch(step):
@@ -78,22 +85,37 @@ def make_batch(step):
 
 @jax.jit
 def reference(params, batch):
-    return jax.value_and_grad(lambda params: jnp.divide(*loss(MODEL.apply(params, batch), batch)))(params)
+    return jax.value_and_grad(lambda params: jnp.divide(*loss(MODEL.apply(params, batch), batch)))(
+        params
+    )
 
 
 class Run:
     """A run on a mesh: its state, its step and its checkpoints."""
 
     def __init__(
-        self, axes, zero=0, optimizer=OPTIMIZER, trainable=None, init=init, layout=None, *, begins=True, **settings
+        self,
+        axes,
+        zero=0,
+        optimizer=OPTIMIZER,
+        trainable=None,
+        init=init,
+        layout=None,
+        *,
+        begins=True,
+        **settings,
     ):
         self.mesh, self.layout = jaxpar.make_mesh(**axes), layout
         self.init = init if layout is None else lambda key: layout.pack_params(init(key))
         shapes = jax.eval_shape(self.init, jax.random.key(0))
         shardings = jaxpar.shardings_from_paths(shapes, self.mesh, RULES)
-        self.parallel = jaxpar.Parallel(self.mesh, shardings, zero=zero, trainable=trainable, layout=layout)
+        self.parallel = jaxpar.Parallel(
+            self.mesh, shardings, zero=zero, trainable=trainable, layout=layout
+        )
         self.given = self.init, jax.random.key(0), optimizer, self.parallel
-        self.value_and_grad = jaxpar.value_and_grad(MODEL, loss, self.parallel, num_microbatches=2, **settings)
+        self.value_and_grad = jaxpar.value_and_grad(
+            MODEL, loss, self.parallel, num_microbatches=2, **settings
+        )
         self.step = jaxpar.make_train_step(self.value_and_grad, optimizer, max_grad_norm=0.3)
         self.state = (jaxpar.init_state if begins else jaxpar.abstract_state)(*self.given)
 
@@ -111,14 +133,18 @@ class Run:
 def on_one_device(num_steps, optimizer=OPTIMIZER, init=init, trained=lambda path: True):
     """Params, the optimizer's state and the last loss of clipped steps of plain JAX and optax."""
     params = jax.jit(init)(jax.random.key(0))
-    mask = jax.tree_util.tree_map_with_path(lambda path, _: trained(jax.tree_util.keystr(path)), params)
+    mask = jax.tree_util.tree_map_with_path(
+        lambda path, _: trained(jax.tree_util.keystr(path)), params
+    )
 
     @jax.jit
     def one_step(params, opt_state, batch):
         value, grads = reference(params, batch)
         grads = jax.tree.map(lambda g, keep: g * keep, grads, mask)
         scale = jnp.minimum(1, 0.3 / optax.tree.norm(grads))
-        updates, opt_state = optimizer.update(jax.tree.map(lambda g: g * scale, grads), opt_state, params)
+        updates, opt_state = optimizer.update(
+            jax.tree.map(lambda g: g * scale, grads), opt_state, params
+        )
         return optax.apply_updates(params, updates), opt_state, value
 
     opt_state = optimizer.init(params)
@@ -148,14 +174,18 @@ SLOW_RUNS = [
     ("axes", "zero", "settings"),
     quick([*RUNS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_RUNS)], 0),
 )
-def test_owned_params_have_the_numbers_of_one_device_and_cross_data_in_all_to_alls_alone(x64, axes, zero, settings):
+def test_owned_params_have_the_numbers_of_one_device_and_cross_data_in_all_to_alls_alone(
+    x64, axes, zero, settings
+):
     """The gradients of three steps are in the moments of Adam."""
     few = init if "stage" in axes else functools.partial(init, num_layers=1)
     run = Run(axes, zero, init=few, **settings)
     run.step = run.step.lower(run.state, run.batch()).compile()
     run.train(3)
     params, opt_state, value = on_one_device(3, init=few)
-    assert_same(jaxpar.fetch((run.state.params, run.state.opt_state)), (params, opt_state), within=1e-10)
+    assert_same(
+        jaxpar.fetch((run.state.params, run.state.opt_state)), (params, opt_state), within=1e-10
+    )
     assert_same(run.metrics["loss"], np.float32(value), within=1e-6)
     if axes == BETWEEN:
         check_bytes(run)
@@ -164,11 +194,23 @@ def test_owned_params_have_the_numbers_of_one_device_and_cross_data_in_all_to_al
 def check_bytes(run):
     report = jaxpar.inspect_step(run.step, mesh=run.mesh)
     size = {name: leaf.nbytes for name, leaf in run.state.params["layers"].items()}
-    dense = sum(leaf.nbytes for leaf in jax.tree.leaves(run.state.params)) - size["w_up"] - size["w_down"]
-    over_data = [each for each in report.collectives if "data" in each.axes and each.kind != "all-to-all"]
+    dense = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(run.state.params))
+        - size["w_up"]
+        - size["w_down"]
+    )
+    over_data = [
+        each for each in report.collectives if "data" in each.axes and each.kind != "all-to-all"
+    ]
     assert {each.kind for each in report.collectives if each.axes == ("data",)} >= {"all-to-all"}
-    assert max(each.payload_bytes for each in over_data) <= dense + 64, "gradients of params that all replicas have"
-    between = sum(each.payload_bytes * each.known_times for each in report.collectives if each.axes == ("replica",))
+    assert max(each.payload_bytes for each in over_data) <= dense + 64, (
+        "gradients of params that all replicas have"
+    )
+    between = sum(
+        each.payload_bytes * each.known_times
+        for each in report.collectives
+        if each.axes == ("replica",)
+    )
     owned = (size["w_up"] + size["w_down"]) // 2
     assert between >= owned, "the groups must add up the gradients of what each owns"
 
@@ -190,7 +232,9 @@ def x64_in_threads():
 
 
 @pytest.mark.full
-def test_a_run_goes_on_with_its_experts_on_fewer_devices_and_skips_a_step_that_is_not_finite(x64_in_threads, tmp_path):
+def test_a_run_goes_on_with_its_experts_on_fewer_devices_and_skips_a_step_that_is_not_finite(
+    x64_in_threads, tmp_path
+):
     run = Run({"data": 4}, zero=1).train(2)
     manager = jaxpar.CheckpointManager(tmp_path, run.mesh)
     manager.save(run.state)
@@ -214,10 +258,15 @@ def test_packed_layers_accumulated_steps_and_a_frozen_router(x64):
     uneven, optimizer = (lambda key: init(key, num_layers=3)), optax.MultiSteps(OPTIMIZER, 2)
     trainable = ("layers/w_*", "outer/*")
     layout = jaxpar.LayerLayout(3, 2)
-    run = Run({"data": 2, "stage": 2, "replica": 2}, 2, optimizer, trainable, uneven, layout).train(4)
+    run = Run({"data": 2, "stage": 2, "replica": 2}, 2, optimizer, trainable, uneven, layout).train(
+        4
+    )
     got = run.state.params | {"layers": layout.unpack(run.state.params["layers"])}
     masked = optax.MultiSteps(
-        optax.masked(OPTIMIZER, {"outer": True, "layers": {"router": False, "w_up": True, "w_down": True}}), 2
+        optax.masked(
+            OPTIMIZER, {"outer": True, "layers": {"router": False, "w_up": True, "w_down": True}}
+        ),
+        2,
     )
     want = on_one_device(4, masked, uneven, lambda path: "router" not in path)[0]
     assert_same(jaxpar.fetch(got), want, within=1e-10)
@@ -229,18 +278,30 @@ def test_a_model_that_sends_nothing_over_data_is_refused():
         jax.eval_shape(functools.partial(init, dtype=jnp.float32), jax.random.key(0)),
     )
     model = jaxpar.LayeredModel(embed, lambda p, h: h + h @ p["router"] @ p["router"].T, MODEL.head)
-    shardings = jaxpar.shardings_from_paths(params, mesh, {"layers/router": P(None, "data"), "**": P()})
-    message = "layers/router of .* and no collective over data in the model.*zero=3 shards params over it"
+    shardings = jaxpar.shardings_from_paths(
+        params, mesh, {"layers/router": P(None, "data"), "**": P()}
+    )
+    message = (
+        "layers/router of .* and no collective over data in the model.*zero=3 shards params over it"
+    )
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(jaxpar.value_and_grad(model, loss, mesh, shardings=shardings), params, make_batch(0))
+        jax.eval_shape(
+            jaxpar.value_and_grad(model, loss, mesh, shardings=shardings), params, make_batch(0)
+        )
 
 
 def test_params_over_replica_and_owned_params_in_mpmd_are_refused():
     mesh = jaxpar.make_mesh(replica=2, data=2, stage=2)
     params = jax.eval_shape(functools.partial(init, dtype=jnp.float32), jax.random.key(0))
-    over_replica = jaxpar.shardings_from_paths(params, mesh, {"layers/w_up": P("replica"), "**": P()})
-    with pytest.raises(ValueError, match=r"layers/w_up of .*replica.*Leave replica out of its rule"):
+    over_replica = jaxpar.shardings_from_paths(
+        params, mesh, {"layers/w_up": P("replica"), "**": P()}
+    )
+    with pytest.raises(
+        ValueError, match=r"layers/w_up of .*replica.*Leave replica out of its rule"
+    ):
         jaxpar.Parallel(mesh, over_replica)
     owned = jaxpar.shardings_from_paths(params, mesh, RULES)
-    with pytest.raises(ValueError, match=r'replicates params over data; got layers/w_.* Use executor="spmd"'):
+    with pytest.raises(
+        ValueError, match=r'replicates params over data; got layers/w_.* Use executor="spmd"'
+    ):
         jaxpar.value_and_grad(MODEL, loss, mesh, shardings=owned, executor="mpmd")

@@ -27,7 +27,13 @@ BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta
 def run(*words, cwd, **environment):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
     done = subprocess.run(
-        [*map(str, words)], capture_output=True, text=True, cwd=cwd, env=env, check=False, timeout=WAIT_SECONDS
+        [*map(str, words)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=env,
+        check=False,
+        timeout=WAIT_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -43,7 +49,9 @@ def source(tmp_path_factory):
     """The files of an unpacked sdist, in a folder of their own, so that nothing is built among the sources."""
     folder = tmp_path_factory.mktemp("sdist")
     copy = tmp_path_factory.mktemp("copy") / "jaxpar"
-    names = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    names = run(
+        "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
+    ).splitlines()
     for name in names:
         if (ROOT / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -104,13 +112,23 @@ def test_tests_of_the_sdist_run(source):
 @pytest.mark.full
 def test_the_wheel_has_the_same_recipes(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        inside = {name: archive.read(name) for name in archive.namelist() if name.startswith("jaxpar/recipes/")}
+        inside = {
+            name: archive.read(name)
+            for name in archive.namelist()
+            if name.startswith("jaxpar/recipes/")
+        }
         names = archive.namelist()
-    there = [path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".py", ".csv", ".jsonl")]
-    assert inside == {f"jaxpar/recipes/{path.relative_to(ROOT / 'recipes')}": path.read_bytes() for path in there}
+    there = [
+        path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".py", ".csv", ".jsonl")
+    ]
+    assert inside == {
+        f"jaxpar/recipes/{path.relative_to(ROOT / 'recipes')}": path.read_bytes() for path in there
+    }
     tracked = run("git", "ls-files", "jaxpar", cwd=ROOT).splitlines()
     assert set(tracked) <= set(names), "with the files that modules read"
-    assert not [name for name in names if not name.startswith(("jaxpar/", "jaxpar-"))], "nothing else at the top"
+    assert not [name for name in names if not name.startswith(("jaxpar/", "jaxpar-"))], (
+        "nothing else at the top"
+    )
 
 
 @pytest.mark.full
@@ -145,8 +163,14 @@ import jaxpar; print(jaxpar.__file__); jaxpar.use_fake_devices"""
 
 def test_the_console_script_is_declared(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        (entry,) = (archive.read(n).decode() for n in archive.namelist() if n.endswith("entry_points.txt"))
-        (about,) = (archive.read(n).decode() for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        (entry,) = (
+            archive.read(n).decode() for n in archive.namelist() if n.endswith("entry_points.txt")
+        )
+        (about,) = (
+            archive.read(n).decode()
+            for n in archive.namelist()
+            if n.endswith(".dist-info/METADATA")
+        )
     assert "jaxpar = jaxpar.__main__:main" in entry
     assert f"Version: {jaxpar.__version__}" in about
     assert "Description-Content-Type: text/markdown" in about
@@ -201,7 +225,9 @@ def test_a_recipe_ends_with_a_command_by_which_it_was_called(capsys, monkeypatch
     [("bin/jaxpar", "jaxpar"), ("jaxpar/__main__.py", "python -m jaxpar")],
     ids=["script", "module"],
 )
-def test_the_help_of_an_installed_recipe_names_the_command_and_no_script(program, called, capsys, monkeypatch):
+def test_the_help_of_an_installed_recipe_names_the_command_and_no_script(
+    program, called, capsys, monkeypatch
+):
     monkeypatch.setattr(sys, "argv", [program])
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit, match="0"):

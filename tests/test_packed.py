@@ -45,7 +45,9 @@ def abstract_batch():
 
 
 def make_value_and_grad(model=tiny.MODEL, *, stage=2, **options):
-    return jaxpar.value_and_grad(model, tiny.loss, jaxpar.make_mesh(stage=stage), num_microbatches=2, **options)
+    return jaxpar.value_and_grad(
+        model, tiny.loss, jaxpar.make_mesh(stage=stage), num_microbatches=2, **options
+    )
 
 
 # The node
@@ -62,7 +64,9 @@ def make_value_and_grad(model=tiny.MODEL, *, stage=2, **options):
     ids=["nested", "tuple", "none", "empty"],
 )
 def test_leaves_of_packed_layers_have_the_paths_that_they_have_unpacked(layers):
-    paths = lambda tree: [path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path({"layers": tree})]
+    paths = lambda tree: [
+        path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path({"layers": tree})
+    ]
     packed = UNEVEN.pack(layers)
     assert paths(packed) == paths(layers)
     assert isinstance(jax.tree.map(lambda leaf: leaf, packed), PackedLayers)
@@ -77,7 +81,10 @@ def test_layers_that_are_one_array_can_be_packed():
 
 def test_trees_packed_by_different_layouts_do_not_mix():
     layers = {"w": np.ones((NUM_LAYERS, 2))}
-    one, same, other = (layout.pack(layers) for layout in (IN_A_V, LayerLayout(5, 2, 2, "v", [2, 1, 1, 1]), IN_A_LOOP))
+    one, same, other = (
+        layout.pack(layers)
+        for layout in (IN_A_V, LayerLayout(5, 2, 2, "v", [2, 1, 1, 1]), IN_A_LOOP)
+    )
     assert jax.tree.structure(one) == jax.tree.structure(same)
     jax.tree.map(np.add, one, same)
     with pytest.raises(ValueError, match="PackedLayers"):
@@ -85,12 +92,18 @@ def test_trees_packed_by_different_layouts_do_not_mix():
 
 
 def test_layouts_that_place_layers_alike_are_equal():
-    assert LayerLayout(6, 2, end_layers=(0, 2)) == LayerLayout(6, 2, layers_per_virtual_stage=(4, 2))
+    assert LayerLayout(6, 2, end_layers=(0, 2)) == LayerLayout(
+        6, 2, layers_per_virtual_stage=(4, 2)
+    )
 
 
-@pytest.mark.parametrize("read", [lambda p: p["w"], lambda p: list(p), lambda p: "w" in p, lambda p: [*p]])
+@pytest.mark.parametrize(
+    "read", [lambda p: p["w"], lambda p: list(p), lambda p: "w" in p, lambda p: [*p]]
+)
 def test_packed_layers_cannot_be_read_as_layers(read):
-    with pytest.raises(TypeError, match=r"cannot be indexed; got .* num_stages=2.* Unpack them: layout\.unpack"):
+    with pytest.raises(
+        TypeError, match=r"cannot be indexed; got .* num_stages=2.* Unpack them: layout\.unpack"
+    ):
         read(UNEVEN.pack({"w": np.ones((NUM_LAYERS, 2))}))
 
 
@@ -98,7 +111,9 @@ def test_a_loop_of_ones_own_over_packed_layers_is_refused():
     def apply(params, x):
         return jax.lax.scan(lambda x, layer: (mlp.layer(layer, x), None), x, params["layers"])[0]
 
-    with pytest.raises(TypeError, match="packed layers are in the order of the devices and cannot be indexed"):
+    with pytest.raises(
+        TypeError, match="packed layers are in the order of the devices and cannot be indexed"
+    ):
         jax.eval_shape(apply, PACKED, jnp.ones((3, 8)))
 
 
@@ -113,12 +128,16 @@ REFUSES = {
     "safetensors": lambda tmp: export_safetensors(tmp / "new", PACKED),
     "orbax": lambda tmp: export_orbax(tmp / "new", PACKED),
     "a pipeline": lambda tmp: make_value_and_grad()(PACKED, tiny.make_batch()),
-    "the MPMD executor": lambda tmp: make_value_and_grad(executor="mpmd")(PACKED, tiny.make_batch()),
-    "one stage": lambda tmp: make_value_and_grad(stage=1)(PACKED, tiny.make_batch()),
-    "layer by layer": lambda tmp: make_value_and_grad(stage=1, overlap_grad_reduce=True)(PACKED, tiny.make_batch()),
-    "a function": lambda tmp: make_value_and_grad(lambda p, b: jnp.ones((len(b["label"]), 5)), stage=1)(
+    "the MPMD executor": lambda tmp: make_value_and_grad(executor="mpmd")(
         PACKED, tiny.make_batch()
     ),
+    "one stage": lambda tmp: make_value_and_grad(stage=1)(PACKED, tiny.make_batch()),
+    "layer by layer": lambda tmp: make_value_and_grad(stage=1, overlap_grad_reduce=True)(
+        PACKED, tiny.make_batch()
+    ),
+    "a function": lambda tmp: make_value_and_grad(
+        lambda p, b: jnp.ones((len(b["label"]), 5)), stage=1
+    )(PACKED, tiny.make_batch()),
     "shardings": lambda tmp: make_value_and_grad(
         shardings=jaxpar.shardings_from_paths(PACKED, jaxpar.make_mesh(stage=2), tiny.RULES)
     ),
@@ -128,7 +147,9 @@ REFUSES = {
 @pytest.mark.parametrize("case", REFUSES)
 def test_what_wants_the_models_order_refuses_packed_layers(tmp_path, case):
     told = r"layers must be in the model's order here; got layers packed for .*num_stages=2, .* at (layers|the top)\. "
-    with pytest.raises(TypeError, match=rf'{told}Unpack them: layout\.unpack\(params\["layers"\]\)'):
+    with pytest.raises(
+        TypeError, match=rf'{told}Unpack them: layout\.unpack\(params\["layers"\]\)'
+    ):
         REFUSES[case](tmp_path)
     assert not (tmp_path / "new").exists()
 
@@ -139,7 +160,9 @@ def test_the_layers_of_an_adapter_refuse_packed_layers():
     shapes = jax.eval_shape(jax.vmap(init), jax.random.split(jax.random.key(0), NUM_LAYERS))
     layers = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
     with pytest.raises(TypeError, match="layers must be in the model's order here"):
-        jax.lax.scan(lambda x, layer: (apply(layer, x), None), jnp.ones((2, 3)), UNEVEN.pack(layers))
+        jax.lax.scan(
+            lambda x, layer: (apply(layer, x), None), jnp.ones((2, 3)), UNEVEN.pack(layers)
+        )
 
 
 # Functions that need packed layers
@@ -162,8 +185,12 @@ GIVEN = {
 @pytest.mark.parametrize("case", GIVEN)
 def test_a_step_with_a_layout_takes_what_it_packed_alone(case, executor):
     make, kind, told = GIVEN[case]
-    with pytest.raises(kind, match=f"layers must be packed by the layout that comes with them; {told}"):
-        make_value_and_grad(layout=PERMUTED, schedule="zb-v", executor=executor)(make(), tiny.make_batch())
+    with pytest.raises(
+        kind, match=f"layers must be packed by the layout that comes with them; {told}"
+    ):
+        make_value_and_grad(layout=PERMUTED, schedule="zb-v", executor=executor)(
+            make(), tiny.make_batch()
+        )
 
 
 @pytest.mark.parametrize("case", GIVEN)
@@ -174,7 +201,9 @@ def test_unpack_takes_what_its_layout_packed_alone(case):
 
 
 def test_a_step_with_an_even_layout_refuses_what_another_packed():
-    params = abstract_params(mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=8))
+    params = abstract_params(
+        mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=8)
+    )
     packed = jax.eval_shape(LayerLayout(4, 2, 2).pack_params, params)
     with pytest.raises(ValueError, match=r"got layers packed by .*num_chunks=2"):
         make_value_and_grad(layout=EVEN)(packed, abstract_batch())
@@ -183,15 +212,21 @@ def test_a_step_with_an_even_layout_refuses_what_another_packed():
 def test_a_step_refuses_shardings_of_another_layout():
     packed = jax.eval_shape(IN_A_V.pack_params, ABSTRACT)
     shardings = jaxpar.shardings_from_paths(packed, jaxpar.make_mesh(stage=2), tiny.RULES)
-    with pytest.raises(ValueError, match="layers must be packed by the layout that comes with them"):
+    with pytest.raises(
+        ValueError, match="layers must be packed by the layout that comes with them"
+    ):
         make_value_and_grad(layout=UNEVEN, shardings=shardings)
 
 
-@pytest.mark.parametrize(("order", "told"), [("pack", "num_layers=5"), ("unpack", "num_positions=6")])
+@pytest.mark.parametrize(
+    ("order", "told"), [("pack", "num_layers=5"), ("unpack", "num_positions=6")]
+)
 def test_layers_of_another_number_are_named(order, told):
     seven = {"w": np.ones((7, 2))}
     given = seven if order == "pack" else UNEVEN.as_packed(seven)
-    with pytest.raises(ValueError, match=rf"got shape \(7, 2\) for \['w'\], {told} of .*Make a LayerLayout"):
+    with pytest.raises(
+        ValueError, match=rf"got shape \(7, 2\) for \['w'\], {told} of .*Make a LayerLayout"
+    ):
         getattr(UNEVEN, order)(given)
 
 
@@ -211,19 +246,34 @@ def test_layers_of_another_number_are_named(order, told):
     ],
 )
 def test_packed_params_give_packed_gradients_that_equal_one_device(x64, executor, schedule, layout):
-    params, batch, mesh = make_params(), tiny.make_batch(dtype=np.float64), jaxpar.make_mesh(data=2, stage=2)
+    params, batch, mesh = (
+        make_params(),
+        tiny.make_batch(dtype=np.float64),
+        jaxpar.make_mesh(data=2, stage=2),
+    )
     value_and_grad = jaxpar.value_and_grad(
-        tiny.MODEL, tiny.loss, mesh, schedule=schedule, num_microbatches=4, layout=layout, executor=executor
+        tiny.MODEL,
+        tiny.loss,
+        mesh,
+        schedule=schedule,
+        num_microbatches=4,
+        layout=layout,
+        executor=executor,
     )
     packed = tiny.on_mesh(mesh, layout.pack_params(params))
     loss, grads = value_and_grad(packed, jaxpar.shard_batch(batch, mesh))
     assert jax.tree.structure(grads) == jax.tree.structure(packed)
-    assert not any(leaf[layout.packed_order < 0].any() for leaf in jax.tree.leaves(jaxpar.fetch(grads["layers"])))
+    assert not any(
+        leaf[layout.packed_order < 0].any()
+        for leaf in jax.tree.leaves(jaxpar.fetch(grads["layers"]))
+    )
     oracle.assert_same((loss, layout.unpack_params(grads)), tiny.reference(params, batch))
 
 
 def test_an_even_layout_leaves_params_as_they_are():
-    params = abstract_params(mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=8))
+    params = abstract_params(
+        mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=8)
+    )
     assert EVEN.pack(params["layers"]) is params["layers"]
     assert EVEN.unpack(params["layers"]) is params["layers"]
     _, grads = jax.eval_shape(make_value_and_grad(layout=EVEN), params, abstract_batch())
@@ -236,7 +286,9 @@ def test_packed_layers_train_as_one_device_does(x64, zero):
     """A state is packed at birth, its optimizer looks at paths, its step donates it: all through the node."""
 
     def is_weight(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key.startswith("w_"), params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: path[-1].key.startswith("w_"), params
+        )
 
     layout, mesh = IN_A_V, jaxpar.make_mesh(data=2, stage=2, tensor=2)
     params, optimizer = make_params(), optax.adamw(1e-2, weight_decay=0.1, mask=is_weight)
@@ -263,7 +315,9 @@ def test_packed_layers_train_as_one_device_does(x64, zero):
         state, _ = step(state, jaxpar.shard_batch(batch, mesh))
         want, opt_state = update(tiny.reference(want, batch)[1], opt_state, want)
     moments = open_packed(state.opt_state[0].mu)["layers"]["w_up"]
-    assert moments.sharding.spec == jax.P("stage", *(("data", "tensor") if zero else (None, "tensor")))
+    assert moments.sharding.spec == jax.P(
+        "stage", *(("data", "tensor") if zero else (None, "tensor"))
+    )
     oracle.assert_same(layout.unpack_params(state.params), want, within=1e-10)
 
 
@@ -273,7 +327,9 @@ def test_the_remedy_for_layers_that_the_stages_do_not_divide_works():
     with pytest.raises(ValueError, match=told):
         jaxpar.shardings_from_paths(params, mesh, tiny.RULES)
     layout = jaxpar.LayerLayout(5, 2)
-    shardings = jaxpar.shardings_from_paths(jax.eval_shape(layout.pack_params, params), mesh, tiny.RULES)
+    shardings = jaxpar.shardings_from_paths(
+        jax.eval_shape(layout.pack_params, params), mesh, tiny.RULES
+    )
     params = layout.pack_params(params)
     value_and_grad = make_value_and_grad(layout=layout)
     _, grads = jax.eval_shape(value_and_grad, jaxpar.shard(params, shardings), abstract_batch())
@@ -285,7 +341,9 @@ def test_the_remedy_for_layers_that_the_stages_do_not_divide_works():
 
 def abstract_state(layout, mesh):
     """The shapes of a state in a layout; None: in the model's order."""
-    init = lambda key: init_params(TABLE, key) if layout is None else layout.pack_params(init_params(TABLE, key))
+    init = lambda key: (
+        init_params(TABLE, key) if layout is None else layout.pack_params(init_params(TABLE, key))
+    )
     key = jax.random.key(0)
     shardings = jaxpar.shardings_from_paths(jax.eval_shape(init, key), mesh, tiny.RULES)
     return jaxpar.abstract_state(init, key, optax.adam(1e-2), mesh, shardings)
@@ -293,17 +351,24 @@ def abstract_state(layout, mesh):
 
 def canonical(state, layout):
     unpack = lambda node: layout.unpack(node) if isinstance(node, PackedLayers) else node
-    return jax.tree.map(unpack, jaxpar.fetch(state), is_leaf=lambda node: isinstance(node, PackedLayers))
+    return jax.tree.map(
+        unpack, jaxpar.fetch(state), is_leaf=lambda node: isinstance(node, PackedLayers)
+    )
 
 
 @pytest.mark.full
 def test_a_state_goes_from_one_layout_through_the_models_order_to_another(tmp_path):
     mesh, rng = jaxpar.make_mesh(data=2, stage=2), np.random.default_rng(0)
     abstract = abstract_state(IN_A_V, mesh)
-    draw = lambda leaf: jax.device_put(np.asarray(9 * rng.uniform(size=leaf.shape), leaf.dtype), leaf.sharding)
+    draw = lambda leaf: jax.device_put(
+        np.asarray(9 * rng.uniform(size=leaf.shape), leaf.dtype), leaf.sharding
+    )
     state = jax.tree.map(draw, abstract)
     step = CheckpointManager(tmp_path, mesh).save(state)
-    for layout, onto in ((LayerLayout(5, 4), jaxpar.make_mesh(stage=4)), (None, jaxpar.make_mesh(data=4))):
+    for layout, onto in (
+        (LayerLayout(5, 4), jaxpar.make_mesh(stage=4)),
+        (None, jaxpar.make_mesh(data=4)),
+    ):
         target = abstract_state(layout, onto)
         manager = CheckpointManager(tmp_path, onto)
         assert manager.manifest(step).arrays["params/layers/w_up"].shape == (5, 8, 8)
@@ -319,7 +384,9 @@ def test_a_state_goes_from_one_layout_through_the_models_order_to_another(tmp_pa
         (None, TypeError, "got dict, not PackedLayers"),
     ],
 )
-def test_a_manager_with_a_layout_takes_the_states_of_that_layout_alone(tmp_path, layout, kind, told):
+def test_a_manager_with_a_layout_takes_the_states_of_that_layout_alone(
+    tmp_path, layout, kind, told
+):
     manager = CheckpointManager(tmp_path, jaxpar.make_mesh(stage=2), layout=IN_A_V)
     state = abstract_state(layout, jaxpar.make_mesh(stage=2 if layout else 1))
     for use in (manager.save, manager.restore):

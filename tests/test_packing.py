@@ -29,7 +29,9 @@ def targets_of(documents):
     pairs = []
     for start, end in zip(documents.starts.tolist(), documents.ends.tolist(), strict=True):
         whole = documents.tokens[start:end].tolist()
-        is_learned = [1] * len(whole) if documents.learned is None else documents.learned[start:end].tolist()
+        is_learned = (
+            [1] * len(whole) if documents.learned is None else documents.learned[start:end].tolist()
+        )
         pairs += [(whole[i], whole[i + 1]) for i in range(len(whole) - 1) if is_learned[i + 1]]
     return sorted(pairs)
 
@@ -45,7 +47,9 @@ def test_no_row_overflows_and_items_that_fit_together_leave_little_room(sizes, m
     assert (filled <= capacity).all()
     assert len(filled) == len(np.unique(row_of))
     if len(filled) > 1:
-        assert len(filled) <= 1.25 * np.ceil(sum(sizes) / capacity) + 2, "best fit is within 22% of the least"
+        assert len(filled) <= 1.25 * np.ceil(sum(sizes) / capacity) + 2, (
+            "best fit is within 22% of the least"
+        )
 
 
 @given(
@@ -58,13 +62,22 @@ def test_every_target_of_every_document_is_in_the_rows_once(lengths, seq, learne
     documents = make_documents(np.random.default_rng(seed), lengths, learned=learned)
     wanted = targets_of(documents)
     if not wanted:
-        with pytest.raises(ValueError, match="must have a token to learn after their first one; got none in"):
+        with pytest.raises(
+            ValueError, match="must have a token to learn after their first one; got none in"
+        ):
             PackedRows(documents, seq, vocab_size=VOCAB)
         return
     packed = PackedRows(documents, seq, vocab_size=VOCAB)
     rows = packed.take(np.arange(len(packed)))
     is_target = rows["targets"] != IGNORED
-    assert sorted(zip(rows["tokens"][is_target].tolist(), rows["targets"][is_target].tolist(), strict=True)) == wanted
+    assert (
+        sorted(
+            zip(
+                rows["tokens"][is_target].tolist(), rows["targets"][is_target].tolist(), strict=True
+            )
+        )
+        == wanted
+    )
     assert {column.shape for column in rows.values()} == {(len(packed), seq)}
     assert {column.dtype for column in rows.values()} == {np.dtype(np.int32)}
     assert (np.diff(rows["segments"], axis=1) >= 0).all()
@@ -75,13 +88,17 @@ def test_segments_are_documents_and_what_is_left_is_one_of_its_own():
     packed = PackedRows(documents, 6, vocab_size=VOCAB)
     rows = packed.take(np.arange(len(packed)))
     assert rows["segments"].tolist() == [[0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1]]
-    np.testing.assert_array_equal(rows["tokens"][0, :5], [*documents.tokens[:3], *documents.tokens[4:6]])
+    np.testing.assert_array_equal(
+        rows["tokens"][0, :5], [*documents.tokens[:3], *documents.tokens[4:6]]
+    )
     np.testing.assert_array_equal(rows["targets"][0, :3], documents.tokens[1:4])
     assert rows["targets"][0, 5] == IGNORED
 
 
 def test_no_more_documents_are_in_a_row_than_the_model_is_told():
-    documents = make_documents(np.random.default_rng(0), [7, 2, 2, 2, 2, 2, 2, 3])  # of 6, 1 and 2 targets
+    documents = make_documents(
+        np.random.default_rng(0), [7, 2, 2, 2, 2, 2, 2, 3]
+    )  # of 6, 1 and 2 targets
     most_in = lambda rows: max(1 + np.count_nonzero(np.diff(rows["segments"]), axis=1))
     for told, found in ((None, 5), (4, 4), (3, 3), (2, 2)):
         packed = PackedRows(documents, 6, vocab_size=VOCAB, max_documents=told)
@@ -89,14 +106,18 @@ def test_no_more_documents_are_in_a_row_than_the_model_is_told():
         assert packed.max_documents == most_in(rows) == found
         assert np.count_nonzero(rows["targets"] != IGNORED) == 14
     with pytest.raises(
-        ValueError, match=r"max_documents must be at least 2; got 1. A row has one document and padding"
+        ValueError,
+        match=r"max_documents must be at least 2; got 1. A row has one document and padding",
     ):
         PackedRows(documents, 6, vocab_size=VOCAB, max_documents=1)
 
 
 def test_rows_say_how_full_they_are_and_what_was_cut():
     documents = make_documents(np.random.default_rng(0), [4, 3, 3])
-    assert PackedRows(documents, 6, vocab_size=VOCAB).describe() == "3 documents in 2 rows of 6 tokens, 58.3% filled"
+    assert (
+        PackedRows(documents, 6, vocab_size=VOCAB).describe()
+        == "3 documents in 2 rows of 6 tokens, 58.3% filled"
+    )
     documents = make_documents(np.random.default_rng(0), [14, 7, 3])
     cut = "3 documents in 4 rows of 6 tokens, 87.5% filled; 1 are longer than a row and cut into pieces, each read without "
     assert PackedRows(documents, 6, vocab_size=VOCAB).describe() == cut + "those before it"
@@ -116,7 +137,9 @@ def peak_of_long_rows(path, num_tokens):
     starts = np.concatenate([[0], ends[:-1]])
     tracemalloc.start()
     try:
-        rows = PackedRows(Documents(tokens, starts, ends, None, str), SEQ_OF_LONG_ROWS, vocab_size=VOCAB)
+        rows = PackedRows(
+            Documents(tokens, starts, ends, None, str), SEQ_OF_LONG_ROWS, vocab_size=VOCAB
+        )
         rows.check()
         assert "are longer than a row and cut" in rows.describe()
         for step in range(3):
@@ -139,23 +162,31 @@ def test_a_batch_of_packed_rows_depends_on_seed_and_step_alone():
     first.batch(4, seed=0, step=3)
     for name in ("tokens", "targets", "segments", "weight"):
         np.testing.assert_array_equal(
-            first.batch(4, seed=0, step=7, multiple=8)[name], again.batch(4, seed=0, step=7, multiple=8)[name]
+            first.batch(4, seed=0, step=7, multiple=8)[name],
+            again.batch(4, seed=0, step=7, multiple=8)[name],
         )
 
 
 @pytest.mark.parametrize(("policy", "num_left", "num_out"), [("drop", 2, 1), ("cut", 3, 0)])
 def test_long_examples_with_a_prompt_are_dropped_or_cut_as_asked(policy, num_left, num_out):
     documents = make_documents(np.random.default_rng(0), [9, 4, 9])
-    documents = dataclasses.replace(documents, learned=np.array([1] * 9 + [0, 0, 1, 1] + [0] * 4 + [1] * 5, np.uint8))
+    documents = dataclasses.replace(
+        documents, learned=np.array([1] * 9 + [0, 0, 1, 1] + [0] * 4 + [1] * 5, np.uint8)
+    )
     left, out = fit(documents, 5, policy)
-    assert (len(left), out) == (num_left, num_out), "the first document has no prompt, so it is cut into pieces"
+    assert (len(left), out) == (num_left, num_out), (
+        "the first document has no prompt, so it is cut into pieces"
+    )
 
 
 def test_long_examples_are_refused_with_their_place_and_the_seq_that_holds_them():
     documents = make_documents(np.random.default_rng(0), [4, 9, 12])
-    documents = dataclasses.replace(documents, learned=np.tile(np.array([0, 0, 0, 1, 1], np.uint8), 5))
+    documents = dataclasses.replace(
+        documents, learned=np.tile(np.array([0, 0, 0, 1, 1], np.uint8), 5)
+    )
     with pytest.raises(
-        ValueError, match=r"got seq=5 and 2 longer examples, the first of 9 tokens in a.jsonl:2. Choose seq=11"
+        ValueError,
+        match=r"got seq=5 and 2 longer examples, the first of 9 tokens in a.jsonl:2. Choose seq=11",
     ):
         fit(documents, 5, "refuse")
     assert len(fit(documents, 11, "refuse")[0]) == 3
@@ -176,7 +207,9 @@ def test_examples_that_are_all_too_long_are_not_dropped_to_nothing():
 
 def test_documents_that_do_not_fit_the_model_are_refused():
     documents = make_documents(np.random.default_rng(0), [9, 4], vocab=50)
-    with pytest.raises(ValueError, match=r"must be below the model's vocab_size; got \d+, vocab_size=3"):
+    with pytest.raises(
+        ValueError, match=r"must be below the model's vocab_size; got \d+, vocab_size=3"
+    ):
         PackedRows(documents, 5, vocab_size=3).check()
     with pytest.raises(ValueError, match=r"seq must be positive; got 0\. Choose 1 or more"):
         PackedRows(documents, 0, vocab_size=50)
@@ -198,12 +231,19 @@ def packed_and_apart(seed, dtype):
     together = pad_rows(packed.take(np.arange(len(packed))), 24)
     together["weight"] = together["weight"].astype(dtype)
     rows = len(documents)
-    apart = {"tokens": np.zeros((rows, SEQ), np.int32), "targets": np.full((rows, SEQ), IGNORED, np.int32)}
-    for i, (start, end) in enumerate(zip(documents.starts.tolist(), documents.ends.tolist(), strict=True)):
+    apart = {
+        "tokens": np.zeros((rows, SEQ), np.int32),
+        "targets": np.full((rows, SEQ), IGNORED, np.int32),
+    }
+    for i, (start, end) in enumerate(
+        zip(documents.starts.tolist(), documents.ends.tolist(), strict=True)
+    ):
         count = end - start - 1
         apart["tokens"][i, :count] = documents.tokens[start : end - 1]
         is_target = documents.learned[start + 1 : end]
-        apart["targets"][i, :count] = np.where(is_target, documents.tokens[start + 1 : end].astype(int), IGNORED)
+        apart["targets"][i, :count] = np.where(
+            is_target, documents.tokens[start + 1 : end].astype(int), IGNORED
+        )
     return together, apart | {"weight": np.ones(rows, dtype)}
 
 
@@ -219,7 +259,9 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=SLOW), pytest.param("bloom", marks=SLOW)])
+@pytest.mark.parametrize(
+    "family", ["gpt2", pytest.param("llama", marks=SLOW), pytest.param("bloom", marks=SLOW)]
+)
 def test_packed_documents_have_the_loss_and_gradients_of_documents_apart(x64, family):
     """For a BLOOM also with a kernel that takes a bias alone; on a mesh, where each device runs it on its own heads."""
     seed = tiny.fresh_seed()
@@ -230,7 +272,9 @@ def test_packed_documents_have_the_loss_and_gradients_of_documents_apart(x64, fa
     wanted = run(params, apart)
     assert_same(run(params, together), wanted, message=f"seed {seed}")
     if family == "bloom":
-        config = dataclasses.replace(config, attention=partial(jaxpar.flash_attention, kernel=fused))
+        config = dataclasses.replace(
+            config, attention=partial(jaxpar.flash_attention, kernel=fused)
+        )
         assert_same(on_mesh(config, params, together, jaxpar.make_mesh(data=4, tensor=2)), wanted)
 
 
@@ -260,7 +304,9 @@ def test_packed_documents_have_the_loss_of_documents_apart_in_float32():
         pytest.param("llama", (4, 1, 2), "1f1b", None, marks=SLOW),
     ],
 )
-def test_packed_documents_have_that_loss_and_those_gradients_on_meshes(x64, family, mesh_sizes, schedule, constrain):
+def test_packed_documents_have_that_loss_and_those_gradients_on_meshes(
+    x64, family, mesh_sizes, schedule, constrain
+):
     seed = tiny.fresh_seed()
     config = dataclasses.replace(FAMILIES[family], compute_dtype="float64")
     data, stage, tensor = mesh_sizes
@@ -285,7 +331,9 @@ def test_packed_documents_have_that_loss_in_every_schedule(x64, family, schedule
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=SLOW), pytest.param("llama", marks=SLOW), "bloom"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("gpt2", marks=SLOW), pytest.param("llama", marks=SLOW), "bloom"]
+)
 def test_no_position_sees_another_document(family):
     """By gradients: each output depends on the inputs of its own document up to its position, and on none else."""
     config = FAMILIES[family]
@@ -293,7 +341,11 @@ def test_no_position_sees_another_document(family):
     segments = jnp.asarray([[0, 0, 0, 1, 2, 2, 2, 3]])
 
     def outputs(h):
-        x, _ = jax.lax.scan(lambda x, p: (model.layer(p, x), None), Stream(h[None], segments, None), params["layers"])
+        x, _ = jax.lax.scan(
+            lambda x, p: (model.layer(p, x), None),
+            Stream(h[None], segments, None),
+            params["layers"],
+        )
         return model.head(params["outer"], x)[0].sum(-1)
 
     h = jnp.asarray(np.random.default_rng(0).normal(size=(SEQ, config.embed_dim)), jnp.float32)
@@ -304,4 +356,6 @@ def test_no_position_sees_another_document(family):
 
 def test_positions_begin_anew_where_the_segment_changes():
     segments = jnp.asarray([[0, 0, 1, 1, 1, 4, 0, 0], [7, 7, 7, 7, 7, 7, 7, 7]])
-    np.testing.assert_array_equal(Span.packed(segments).positions, [[0, 1, 0, 1, 2, 0, 0, 1], range(8)])
+    np.testing.assert_array_equal(
+        Span.packed(segments).positions, [[0, 1, 0, 1, 2, 0, 0, 1], range(8)]
+    )

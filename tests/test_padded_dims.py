@@ -23,7 +23,9 @@ def smoothed(logits, labels):
 
 
 def to_uniform(logits, labels):
-    return optax.losses.kl_divergence(jax.nn.log_softmax(logits), jnp.full(logits.shape, 1 / WORDS)).sum()
+    return optax.losses.kl_divergence(
+        jax.nn.log_softmax(logits), jnp.full(logits.shape, 1 / WORDS)
+    ).sum()
 
 
 def centered(logits, labels):
@@ -37,7 +39,9 @@ def scores_of(logits, labels):
 
 
 def flat(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits.reshape(-1, WORDS), labels.reshape(-1)).sum()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.reshape(-1, WORDS), labels.reshape(-1)
+    ).sum()
 
 
 def shifted(logits, labels):
@@ -59,7 +63,9 @@ LOSSES = {
     "mean log-softmax": lambda logits, labels: -jnp.sum(jnp.mean(jax.nn.log_softmax(logits), -1)),
     "divergence from uniform": to_uniform,
     "logits minus mean": centered,
-    "soft cap": lambda logits, labels: jaxpar.losses.softmax_cross_entropy(jnp.tanh(logits), labels)[0],
+    "soft cap": lambda logits, labels: jaxpar.losses.softmax_cross_entropy(
+        jnp.tanh(logits), labels
+    )[0],
     "largest and smallest": scores_of,
     "flattened": flat,
     "shifted and scaled": shifted,
@@ -105,7 +111,9 @@ def test_losses_of_words_are_the_same_with_the_padding_in_place(x64):
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_array_of_the_words_alone_is_made_where_entries_are_treated_alike(x64, name):
     def gradients(weights, h, labels):
-        return jax.value_and_grad(lambda *given: LOSSES[name](padded(*given), labels), (0, 1))(weights, h)
+        return jax.value_and_grad(lambda *given: LOSSES[name](padded(*given), labels), (0, 1))(
+            weights, h
+        )
 
     made = jax.make_jaxpr(fold_transposes(gradients, keep_padding))(*job())
     shapes = {v.aval.shape for each in made.eqns for v in each.outvars}

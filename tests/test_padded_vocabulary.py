@@ -31,7 +31,9 @@ def to_uniform(logits, targets):
 
 def of_centered(logits, targets):
     shifted = logits - logits.mean(-1, keepdims=True)
-    return optax.softmax_cross_entropy_with_integer_labels(shifted, targets) + jnp.square(shifted).mean(-1)
+    return optax.softmax_cross_entropy_with_integer_labels(shifted, targets) + jnp.square(
+        shifted
+    ).mean(-1)
 
 
 LOSSES = {
@@ -56,7 +58,12 @@ def all_losses(logits, batch):
 
 
 def job(family, multiple):
-    changes = {"vocab_size": WORDS, "vocab_multiple": multiple, "compute_dtype": "float64", "num_layers": 2}
+    changes = {
+        "vocab_size": WORDS,
+        "vocab_multiple": multiple,
+        "compute_dtype": "float64",
+        "num_layers": 2,
+    }
     config = dataclasses.replace(FAMILIES[family], **changes)
     params, batch = make_params(config, dtype=np.float64), make_batch(dtype=np.float64)
     return config, params, {name: c if name == "weight" else c % WORDS for name, c in batch.items()}
@@ -65,7 +72,9 @@ def job(family, multiple):
 def of_words(params):
     """Params without the rows that pad the vocabulary."""
     cut = {"tokens": lambda a: a[:WORDS], "head": lambda a: a[:, :WORDS]}
-    return params | {"outer": {name: cut.get(name, lambda a: a)(leaf) for name, leaf in params["outer"].items()}}
+    return params | {
+        "outer": {name: cut.get(name, lambda a: a)(leaf) for name, leaf in params["outer"].items()}
+    }
 
 
 def reference(family, params, batch):
@@ -98,13 +107,27 @@ THREE = {"data": 2, "stage": 2, "tensor": 2}
         pytest.param("llama-tied", 16, THREE, {"schedule": "1f1b"}, marks=SLOW),
         pytest.param("llama-tied", 16, {"tensor": 4}, {}, marks=SLOW),
         pytest.param("llama", 8, {"stage": 2, "tensor": 4}, {"schedule": "zb-h1"}, marks=SLOW),
-        pytest.param("llama", 32, {"stage": 2, "tensor": 4}, {"schedule": "1f1b", "mask_idle_ops": True}, marks=FULL),
+        pytest.param(
+            "llama",
+            32,
+            {"stage": 2, "tensor": 4},
+            {"schedule": "1f1b", "mask_idle_ops": True},
+            marks=FULL,
+        ),
         pytest.param("gpt2", 64, {"tensor": 2}, {}, marks=SLOW),
         pytest.param("gpt2-untied", 24, {}, {}, marks=FULL),
-        pytest.param("bloom", 14, {"stage": 2, "tensor": 2}, {"schedule": "gpipe", "executor": "mpmd"}, marks=FULL),
+        pytest.param(
+            "bloom",
+            14,
+            {"stage": 2, "tensor": 2},
+            {"schedule": "gpipe", "executor": "mpmd"},
+            marks=FULL,
+        ),
     ],
 )
-def test_losses_of_logits_and_their_gradients_are_those_of_the_words_on_one_device(x64, family, multiple, axes, how):
+def test_losses_of_logits_and_their_gradients_are_those_of_the_words_on_one_device(
+    x64, family, multiple, axes, how
+):
     config, params, batch = job(family, multiple)
     run, mesh, where = step_of(config, axes, num_microbatches=2, **how)
     value, grads = run(jaxpar.shard(params, where), jaxpar.shard_batch(batch, mesh))
@@ -125,8 +148,12 @@ def test_a_padded_vocabulary_is_sent_no_further_than_one_that_the_axis_divides(x
         run = jaxpar.value_and_grad(
             transformer.make_model(each), cross_entropy, mesh, shardings=where, num_microbatches=2
         )
-        report = jaxpar.inspect_step(jit(run), jaxpar.shard(params, where), jaxpar.shard_batch(batch, mesh))
-        found.append(sorted((c.kind, str(c.axes), c.times, c.payload_bytes) for c in report.collectives))
+        report = jaxpar.inspect_step(
+            jit(run), jaxpar.shard(params, where), jaxpar.shard_batch(batch, mesh)
+        )
+        found.append(
+            sorted((c.kind, str(c.axes), c.times, c.payload_bytes) for c in report.collectives)
+        )
     assert found[0] == found[1]
 
 

@@ -41,8 +41,12 @@ def test_a_token_is_real_if_it_or_a_later_one_of_its_document_is_learned(learned
     assert "".join(str(int(each)) for each in in_order(segments)[0]) == ends
     order = np.random.default_rng(0).permutation(SEQ)
     positions = np.asarray(Span.packed(segments).positions)[:, order]
-    of_span = lambda segments: real_tokens(weights[:, order], Span.given(jnp.asarray(positions), segments), (1, SEQ))
-    np.testing.assert_array_equal(jax.jit(of_span)(segments[:, order]), in_order(segments)[:, order])
+    of_span = lambda segments: real_tokens(
+        weights[:, order], Span.given(jnp.asarray(positions), segments), (1, SEQ)
+    )
+    np.testing.assert_array_equal(
+        jax.jit(of_span)(segments[:, order]), in_order(segments)[:, order]
+    )
 
 
 def test_a_row_of_weight_0_is_padding_and_a_prompt_is_not():
@@ -84,7 +88,9 @@ def test_a_balance_loss_is_that_of_documents_however_few_tokens_are_learned(x64,
         _, weight, sums = run(model.apply(params, given), given)
         return {name: value / weight for name, value in sums.items()}
 
-    found = [means(np.where(np.arange(SEQ)[None] < SEQ - n, -100, batch["targets"])) for n in LEARNED]
+    found = [
+        means(np.where(np.arange(SEQ)[None] < SEQ - n, -100, batch["targets"])) for n in LEARNED
+    ]
     for each in found:  # the answers are at the end, so all tokens are real
         assert 1 - 1e-9 <= each["balance_loss"] < 8 / 2
         assert_same(each["balance_loss"], found[0]["balance_loss"])
@@ -95,7 +101,9 @@ def test_a_loss_weighs_the_balance_loss_of_a_row_as_it_weighs_the_row(x64):
     """By rows, or by targets that neither the model nor the weights know."""
     config, (_, batch) = config_of("olmoe", num_layers=1), job(config_of("olmoe"))
     balance = np.random.default_rng(0).uniform(1, 2, (ROWS, 1)) * np.ones(SEQ)
-    sums = RouterSums.zeros(config, jnp.zeros((ROWS, SEQ, EMBED)))._replace(balance=jnp.asarray(balance))
+    sums = RouterSums.zeros(config, jnp.zeros((ROWS, SEQ, EMBED)))._replace(
+        balance=jnp.asarray(balance)
+    )
     outputs = transformer.RoutedLogits(jnp.zeros((ROWS, SEQ, VOCAB)), sums)
     labels = np.where(np.arange(SEQ)[None] < np.arange(ROWS)[:, None] % SEQ, -100, batch["targets"])
     of_rows = lambda logits, batch: (jnp.sum(logits[:, -1, 0]), jnp.float64(len(logits)))
@@ -127,9 +135,13 @@ def test_padding_changes_no_sum_of_the_router_and_no_gradient(x64, packed, gradi
     loss, model = loss_of(config), transformer.make_model(config)
     lengths = [3, 2] if packed else [5]
     row = {"tokens": batch["tokens"][:1], "targets": batch["targets"][:1], "weight": np.ones(1)}
-    segments = np.repeat(np.arange(len(lengths) + 1), [*lengths, SEQ - sum(lengths)])[None].astype(np.int32)
+    segments = np.repeat(np.arange(len(lengths) + 1), [*lengths, SEQ - sum(lengths)])[None].astype(
+        np.int32
+    )
     row |= {"segments": segments} if packed else {}
-    row["tokens"] = np.where(np.arange(SEQ)[None] < 5, row["tokens"], 0)  # of one token, and so of the same experts
+    row["tokens"] = np.where(
+        np.arange(SEQ)[None] < 5, row["tokens"], 0
+    )  # of one token, and so of the same experts
     padded = with_padding(row, [5])
     short = {name: column if name == "weight" else column[:, :5] for name, column in row.items()}
 
@@ -139,7 +151,11 @@ def test_padding_changes_no_sum_of_the_router_and_no_gradient(x64, packed, gradi
             total, weight = loss(outputs, batch)
             return total / weight, outputs.sums
 
-        return jit(jax.value_and_grad(mean, has_aux=True) if gradients else lambda params: (mean(params), ()))(params)
+        return jit(
+            jax.value_and_grad(mean, has_aux=True)
+            if gradients
+            else lambda params: (mean(params), ())
+        )(params)
 
     (value, sums), grads = sums_and_gradients(padded)
     (wanted, wanted_sums), wanted_grads = sums_and_gradients(short)
@@ -149,7 +165,9 @@ def test_padding_changes_no_sum_of_the_router_and_no_gradient(x64, packed, gradi
     assert_same((sums.balance[:, :5], sums.z[:, :5]), (wanted_sums.balance, wanted_sums.z))
     assert not np.any(sums.balance[:, 5:])
     assert not np.any(sums.z[:, 5:])
-    np.testing.assert_array_equal(transformer.loads_of(transformer.RoutedLogits(None, sums), np.ones(1)), sums.loads[0])
+    np.testing.assert_array_equal(
+        transformer.loads_of(transformer.RoutedLogits(None, sums), np.ones(1)), sums.loads[0]
+    )
 
 
 # Room, and meshes.
@@ -167,7 +185,9 @@ def test_padding_takes_no_room_of_an_expert_over_data(x64, exchange):
     specs = jax.tree.map(lambda leaf: P(), params) | {
         "experts": jax.tree.map(lambda leaf: P("data"), params["experts"])
     }
-    layer = lambda params, x, real: experts(config, params, x, route(config.experts, params["router"], x, real))[0]
+    layer = lambda params, x, real: experts(
+        config, params, x, route(config.experts, params["router"], x, real)
+    )[0]
     in_specs = (specs, P("data"), P("data"))
     on_mesh = jit(manual_over_data_and_stage(layer, mesh, in_specs=in_specs, out_specs=P("data")))
     got, full = on_mesh(params, x, real), on_mesh(params, x, np.ones_like(real))
@@ -181,10 +201,18 @@ def test_padding_takes_no_room_of_an_expert_over_data(x64, exchange):
     ("name", "rules", "axes", "how"),
     [
         ("deepseek", RULES, {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "1f1b"}),
-        pytest.param("deepseek", OVER_DATA, {"data": 2, "stage": 2, "tensor": 2}, {"schedule": "zb-h1"}, marks=SLOW),
+        pytest.param(
+            "deepseek",
+            OVER_DATA,
+            {"data": 2, "stage": 2, "tensor": 2},
+            {"schedule": "zb-h1"},
+            marks=SLOW,
+        ),
         pytest.param("olmoe", OVER_DATA, {"data": 4, "tensor": 2}, {"zero": 2}, marks=SLOW),
         ("qwen3", RULES, {"context": 2, "stage": 2, "tensor": 2}, {"schedule": "1f1b"}),
-        pytest.param("qwen3", RULES, {"stage": 2, "tensor": 4}, {"schedule": "interleaved"}, marks=SLOW),
+        pytest.param(
+            "qwen3", RULES, {"stage": 2, "tensor": 4}, {"schedule": "interleaved"}, marks=SLOW
+        ),
     ],
 )
 def test_packed_rows_with_padding_have_the_numbers_of_one_device(x64, name, rules, axes, how):
@@ -195,7 +223,9 @@ def test_packed_rows_with_padding_have_the_numbers_of_one_device(x64, name, rule
     cuts = np.minimum(ends, 3)[:, None]
     places = np.arange(SEQ)[None]
     segments = (places >= cuts).astype(np.int32) + (places >= ends[:, None])
-    batch = with_padding(batch, ends) | {"segments": np.asarray(runs_in(jnp.asarray(segments)), np.int32)}
+    batch = with_padding(batch, ends) | {
+        "segments": np.asarray(runs_in(jnp.asarray(segments)), np.int32)
+    }
     batch["targets"][:, 0] = -100
     loss, model = loss_of(config), transformer.make_model(config)
 
@@ -232,13 +262,26 @@ def balance_of_transformers(scores, top_k, mask=None):
 
 FOLDERS = {  # num_hidden_layers, experts, experts of a token, layers with experts
     "mixtral": ({"num_local_experts": 8, "num_experts_per_tok": 2}, 4),
-    "qwen3_moe": ({"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0]}, 3),
+    "qwen3_moe": (
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 16,
+            "mlp_only_layers": [0],
+        },
+        3,
+    ),
     "olmoe": ({"num_experts": 8, "num_experts_per_tok": 2}, 4),
 }
 
 
 def read_with(folder, kind, **keys):
-    sizes = {"hidden_size": EMBED, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes = {
+        "hidden_size": EMBED,
+        "intermediate_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     sizes |= {"model_type": kind, "vocab_size": VOCAB, "num_hidden_layers": 4, "rms_norm_eps": 1e-5}
     sizes |= {"max_position_embeddings": SEQ, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(sizes | FOLDERS[kind][0] | keys))
@@ -257,17 +300,27 @@ def test_a_folder_has_the_balance_loss_of_transformers(x64, kind, tmp_path):
     def balance(layer, real):
         """The balance loss of the tokens, of a router that gives each its own scores."""
         x = jnp.asarray(scores[layer])
-        routing = route(config.experts, {"w_router": jnp.eye(8)}, x, None if real is None else jnp.asarray(real))
+        routing = route(
+            config.experts, {"w_router": jnp.eye(8)}, x, None if real is None else jnp.asarray(real)
+        )
         return balance_loss(config.experts, routing)
 
     ours = jax.jit(
-        lambda real: config.experts.balance_coefficient * sum(balance(layer, real) for layer in range(num_layers))
+        lambda real: (
+            config.experts.balance_coefficient
+            * sum(balance(layer, real) for layer in range(num_layers))
+        )
     )
     of_all, of_real = ours(None), ours(real)
     for row in range(2):
-        of_each = [balance_of_transformers(scores[i : i + 1, row], top_k) for i in range(num_layers)]
+        of_each = [
+            balance_of_transformers(scores[i : i + 1, row], top_k) for i in range(num_layers)
+        ]
         assert_same(float(of_all[row, 0]), 0.02 * float(np.mean(of_each)))
-        of_each = [balance_of_transformers(scores[i : i + 1, row], top_k, real[row]) for i in range(num_layers)]
+        of_each = [
+            balance_of_transformers(scores[i : i + 1, row], top_k, real[row])
+            for i in range(num_layers)
+        ]
         assert_same(float(of_real[row, 0]), 0.02 * float(np.mean(of_each)))
 
 
@@ -289,10 +342,18 @@ def test_a_folder_whose_model_gives_no_router_logits_has_no_balance_loss(kind, t
     written = config_json(off, "float32")
     assert (written["router_aux_loss_coef"], written["output_router_logits"]) == (0.02, False)
     on = read_with(tmp_path, kind, router_aux_loss_coef=0.02, output_router_logits=True)
-    written = config_json(off.with_experts(balance_coefficient=on.experts.balance_coefficient), "float32")
+    written = config_json(
+        off.with_experts(balance_coefficient=on.experts.balance_coefficient), "float32"
+    )
     assert (written["router_aux_loss_coef"], written["output_router_logits"]) == (0.02, True)
 
 
 def test_published_coefficients_mean_what_they_mean_in_transformers():
-    wanted = {"mixtral-8x7b": 0.02 * 2 / 32, "qwen3-30b-a3b": 0.001 * 8 / 48, "olmoe-1b-7b": 0.01 * 8 / 16}
-    assert {name: transformer.preset(name).experts.balance_coefficient for name in wanted} == pytest.approx(wanted)
+    wanted = {
+        "mixtral-8x7b": 0.02 * 2 / 32,
+        "qwen3-30b-a3b": 0.001 * 8 / 48,
+        "olmoe-1b-7b": 0.01 * 8 / 16,
+    }
+    assert {
+        name: transformer.preset(name).experts.balance_coefficient for name in wanted
+    } == pytest.approx(wanted)

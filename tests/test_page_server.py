@@ -43,7 +43,9 @@ def is_closed(slow):
 
 
 def get(server, path="/"):
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=WAIT_SECONDS)) as asked:
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=WAIT_SECONDS)
+    ) as asked:
         asked.request("GET", path)
         answer = asked.getresponse()
         return answer.status, answer.read()
@@ -80,7 +82,8 @@ def test_a_request_that_comes_too_slowly_is_not_waited_for(monkeypatch, server):
 
 
 @pytest.mark.parametrize(
-    "sent", [b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"X" * 2**17, b"POST / HTTP/1.1\r\n\r\n"]
+    "sent",
+    [b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"X" * 2**17, b"POST / HTTP/1.1\r\n\r\n"],
 )
 def test_what_is_no_request_harms_nothing(server, sent):
     with connect(server) as stranger, contextlib.suppress(OSError):
@@ -131,4 +134,7 @@ def test_a_process_that_can_open_no_more_files_makes_room_and_says_so_once(capfd
 
     asyncio.run(run())
     assert closed == [0, 1]
-    assert capfd.readouterr().err.count("this process can open no more files: Too many open files") == 1
+    assert (
+        capfd.readouterr().err.count("this process can open no more files: Too many open files")
+        == 1
+    )

@@ -66,15 +66,15 @@ def test_rules_may_name_dims_of_other_models():
 
 
 def test_a_dim_without_a_rule_is_refused():
-    message = (
-        r"rules must name each dim.*no rule for \['mlp'\] in \['embed', 'heads'\]. Map a dim that is not split to None"
-    )
+    message = r"rules must name each dim.*no rule for \['mlp'\] in \['embed', 'heads'\]. Map a dim that is not split to None"
     with pytest.raises(ValueError, match=message):
         specs_from_dims(TABLE, {"embed": None, "heads": "tensor"})
 
 
 def test_a_spec_that_does_not_name_each_dim_is_refused():
-    with pytest.raises(ValueError, match=r"must name each dim; got shape \(4, 6\) and dims \('embed',\)"):
+    with pytest.raises(
+        ValueError, match=r"must name each dim; got shape \(4, 6\) and dims \('embed',\)"
+    ):
         ParamSpec((4, 6), ("embed",))
 
 

@@ -22,7 +22,10 @@ SMALLER = [mesh for mesh in MESHES if mesh not in LARGEST]
     ("data", "tensor", "num_microbatches"),
     quick(
         [(*mesh, num_microbatches) for mesh in LARGEST for num_microbatches in (1, 4)]
-        + [pytest.param(*mesh, 1, marks=() if mesh[0] == mesh[1] else pytest.mark.slow) for mesh in SMALLER],
+        + [
+            pytest.param(*mesh, 1, marks=() if mesh[0] == mesh[1] else pytest.mark.slow)
+            for mesh in SMALLER
+        ],
         7,
     ),
 )
@@ -30,16 +33,24 @@ def test_loss_and_gradients_equal_one_device_in_float64(x64, data, tensor, num_m
     seed = tiny.fresh_seed()
     mesh = jaxpar.make_mesh(data=data, tensor=tensor)
     params, batch = tiny.make_params(seed), tiny.make_batch(seed, np.float64)
-    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=num_microbatches)
+    value_and_grad = jaxpar.value_and_grad(
+        tiny.MODEL, tiny.loss, mesh, num_microbatches=num_microbatches
+    )
     got = jax.jit(value_and_grad)(tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
     assert_same(got, tiny.reference(params, batch), message=f"seed {seed}")
 
 
 def three_steps(mesh, optimizer, params, batches, *, num_microbatches=2):
     """The state after a step a batch on a mesh, the losses on the way, and the params of the same steps on one device."""
-    constant = lambda _: jax.tree.map(jnp.asarray, params)  # how values are drawn is tested in test_train.py
-    state = jaxpar.init_state(constant, jax.random.key(0), optimizer, mesh, tiny.shardings(mesh, params))
-    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=num_microbatches)
+    constant = lambda _: jax.tree.map(
+        jnp.asarray, params
+    )  # how values are drawn is tested in test_train.py
+    state = jaxpar.init_state(
+        constant, jax.random.key(0), optimizer, mesh, tiny.shardings(mesh, params)
+    )
+    value_and_grad = jaxpar.value_and_grad(
+        tiny.MODEL, tiny.loss, mesh, num_microbatches=num_microbatches
+    )
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
     update = jax.jit(optimizer.update)
     opt_state = optimizer.init(params)
@@ -54,7 +65,11 @@ def three_steps(mesh, optimizer, params, batches, *, num_microbatches=2):
     return state, losses, params, reference_losses
 
 
-OPTIMIZERS = {"sgd": optax.sgd(0.1), "momentum": optax.sgd(0.1, momentum=0.9), "adam": optax.adam(1e-2)}
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(1e-2),
+}
 EACH_ONCE = zip(("adam", "sgd", "momentum", "adam"), LARGEST, strict=True)
 
 

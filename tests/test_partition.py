@@ -29,7 +29,9 @@ def test_a_column_split_sends_nothing_and_a_row_split_adds_up_its_result():
 
 
 def test_one_shard_is_the_whole():
-    graph, part = of(lambda x, up, down: jnp.tanh(x @ up) @ down, (X, UP, DOWN), (None, 1, 0), num_shards=1)
+    graph, part = of(
+        lambda x, up, down: jnp.tanh(x @ up) @ down, (X, UP, DOWN), (None, 1, 0), num_shards=1
+    )
     assert not part.collectives
     assert part.flops_of(graph.nodes) == 2 * (2 * 2 * 6 * 8 * 16)
 
@@ -38,7 +40,12 @@ def test_one_shard_is_the_whole():
     ("function", "cut", "after", "crosses"),
     [
         (lambda x: x.reshape(2, 6, 4, 2), 2, 2, None),  # a head goes with its shard
-        (lambda x: x.reshape(12, 8), 1, None, "all-gather"),  # the lesser of two dims that are joined
+        (
+            lambda x: x.reshape(12, 8),
+            1,
+            None,
+            "all-gather",
+        ),  # the lesser of two dims that are joined
         (lambda x: x.transpose(2, 0, 1), 2, 0, None),
         (lambda x: x.sum(-1), 2, None, "all-reduce"),
         (lambda x: x.max(0), 2, 1, None),
@@ -60,7 +67,9 @@ def test_a_cut_goes_where_its_dim_goes(function, cut, after, crosses):
 def test_a_param_that_is_gathered_over_another_axis_keeps_its_cut():
     spec = PartitionSpec(None, "tensor")
     twice = lambda param: jnp.concatenate([param, param])
-    gather = jax.custom_vjp(lambda param: jax.shard_map(twice, in_specs=spec, out_specs=spec, check_vma=False)(param))
+    gather = jax.custom_vjp(
+        lambda param: jax.shard_map(twice, in_specs=spec, out_specs=spec, check_vma=False)(param)
+    )
     gather.defvjp(lambda param: (gather(param), None), lambda _, grad: (grad[: len(grad) // 2],))
     with jax.set_mesh(jaxpar.make_mesh(tensor=2, devices=jax.devices()[:2])):
         graph, part = of(gather, (UP,), (1,), num_shards=2)
@@ -69,13 +78,18 @@ def test_a_param_that_is_gathered_over_another_axis_keeps_its_cut():
 
 
 def test_a_lookup_in_rows_that_are_cut_is_added_up():
-    table, rows = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((2, 6), jnp.int32)
+    table, rows = (
+        jax.ShapeDtypeStruct((16, 8), jnp.float32),
+        jax.ShapeDtypeStruct((2, 6), jnp.int32),
+    )
     graph, part = of(lambda table, rows: jnp.take(table, rows, axis=0), (table, rows), (0, None))
     assert part.collectives_of(graph.nodes) == [Collective("all-reduce", 4 * 2 * 6 * 8)]
 
 
 def test_what_is_not_known_is_named_and_taken_whole():
-    graph, part = of(lambda x: jax.lax.top_k(x, 2)[0], (jax.ShapeDtypeStruct((4, 8), jnp.float32),), (0,))
+    graph, part = of(
+        lambda x: jax.lax.top_k(x, 2)[0], (jax.ShapeDtypeStruct((4, 8), jnp.float32),), (0,)
+    )
     assert part.unknown
     assert part.cuts.get(graph.outputs[0]) is None
 

@@ -17,9 +17,18 @@ from tests.support.oracle import assert_same
 
 def layer_of(constrain):
     shape = transformer.preset("llama3.1-8b", compute_dtype="float64", vocab_multiple=8)
-    sizes = {"num_layers": 1, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 24, "vocab_size": 64}
+    sizes = {
+        "num_layers": 1,
+        "embed_dim": 16,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "mlp_dim": 24,
+        "vocab_size": 64,
+    }
     shape = dataclasses.replace(shape, **sizes)
-    init = lambda key: jax.tree.map(lambda p: p[0], init_params(transformer.param_table(shape), key, jnp.float64))
+    init = lambda key: jax.tree.map(
+        lambda p: p[0], init_params(transformer.param_table(shape), key, jnp.float64)
+    )
     params = jax.jit(init)(jax.random.key(0))
     model = transformer.make_model(shape, **({"constrain": constrain} if constrain else {}))
     return model.layers(1)[0], params["layers"]
@@ -55,7 +64,10 @@ def test_passes_in_order_have_the_same_results_alone_and_side_by_side(x64, const
         expected = plain(leaves, x, ct, ahead)
         for found in (beside, alone):
             assert_same(found(leaves, x, ct, ahead), list(map(tuple, expected)), within=1e-13)
-        barriers = [f.lower(leaves, x, ct, ahead).as_text().count("optimization_barrier") for f in (beside, alone)]
+        barriers = [
+            f.lower(leaves, x, ct, ahead).as_text().count("optimization_barrier")
+            for f in (beside, alone)
+        ]
     # Alone: two after the MLP and two after attention. Side by side two more, at the gathers of F. Without constraints none.
     assert barriers == ([0, 0] if constrain is None else [6, 4])
 
@@ -68,7 +80,11 @@ def test_what_follows_a_constraint_waits_for_gradients_that_can_be_computed_befo
         order = backward_order(split)
     steps = [step for part in order.parts for step in part.steps if isinstance(step, Barrier)]
     shapes = [[split.graph.avals[i].shape for i in values[1:]] for (values,) in steps]
-    w_down, w_up, gathered = (16, 24), (16, 2, 24), (2, 8, 16)  # the product of w_down is transposed
+    w_down, w_up, gathered = (
+        (16, 24),
+        (16, 2, 24),
+        (2, 8, 16),
+    )  # the product of w_down is transposed
     assert shapes == [[w_down, gathered], [w_up, gathered], [gathered], [gathered]]
 
 
@@ -90,7 +106,11 @@ def test_gradients_of_weights_that_are_sums_are_made_before_they_are_added(x64):
     split, leaves = split_layer(layer, params, draw(1)), jax.tree.leaves(params)
     _, b, w = jax.jit(split.forward_and_store)(leaves, [draw(1)])
     _, kept = jax.jit(split.backward_input)(leaves, b, w, [draw(2)])
-    weights = {orders: jax.jit(LayerPasses(split, orders).backward_weights) for orders in (False, True)}
-    barriers = [f.lower(leaves, w, kept).as_text().count("optimization_barrier") for f in weights.values()]
+    weights = {
+        orders: jax.jit(LayerPasses(split, orders).backward_weights) for orders in (False, True)
+    }
+    barriers = [
+        f.lower(leaves, w, kept).as_text().count("optimization_barrier") for f in weights.values()
+    ]
     assert barriers == [0, 2], "the scales of both norms"
     assert_same(weights[True](leaves, w, kept), weights[False](leaves, w, kept), within=0)

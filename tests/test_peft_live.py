@@ -27,13 +27,22 @@ CONFIGS = {
     "gpt2": tiny.FAMILIES["gpt2"],
     "llama": tiny.FAMILIES["llama"],
     "bloom": dataclasses.replace(tiny.FAMILIES["bloom"], mlp_dim=None),
-} | {name: dataclasses.replace(tiny.FAMILIES["llama"], **tiny.SWITCHES[name]) for name in ("qwen2", "qwen3", "olmo2")}
+} | {
+    name: dataclasses.replace(tiny.FAMILIES["llama"], **tiny.SWITCHES[name])
+    for name in ("qwen2", "qwen3", "olmo2")
+}
 
 
-@pytest.mark.parametrize("targets", [tuple(transformer.LAYER_WEIGHTS), ("w_out",)], ids=["all", "w_out"])
+@pytest.mark.parametrize(
+    "targets", [tuple(transformer.LAYER_WEIGHTS), ("w_out",)], ids=["all", "w_out"]
+)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_peft_has_the_logits_of_the_adapters_beside_and_merged_into_the_model(tmp_path, config, targets):
-    params = make_params(config, Lora(2, {name: transformer.LAYER_WEIGHTS[name] for name in targets}, alpha=3.0))
+def test_peft_has_the_logits_of_the_adapters_beside_and_merged_into_the_model(
+    tmp_path, config, targets
+):
+    params = make_params(
+        config, Lora(2, {name: transformer.LAYER_WEIGHTS[name] for name in targets}, alpha=3.0)
+    )
     tokens = tiny.make_batch()["tokens"]
     want = np.asarray(transformer.make_model(config).apply(params, {"tokens": tokens}))
     write_model(tmp_path / "base", config, lora.without_factors(params))
@@ -41,7 +50,9 @@ def test_peft_has_the_logits_of_the_adapters_beside_and_merged_into_the_model(tm
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     num_modules = sum("lora_A" in name for name in adapted.state_dict())
-    assert num_modules == len(peft.get_peft_model_state_dict(adapted)) / 2, "every tensor was loaded"
+    assert num_modules == len(peft.get_peft_model_state_dict(adapted)) / 2, (
+        "every tensor was loaded"
+    )
     with torch.no_grad():
         rows = torch.tensor(tokens.astype(np.int64))
         assert_same(adapted(rows).logits.numpy(), want, within=1e-5)

@@ -32,7 +32,10 @@ NUM_ROWS = 16
 def job(module, num_layers):
     """Params, a batch, and the loss and gradients of one device: one draw for all tests of a process."""
     if module is tiny_gpt:
-        params, batch = tiny_gpt.make_params(num_layers=num_layers), tiny_gpt.make_batch(num_rows=NUM_ROWS)
+        params, batch = (
+            tiny_gpt.make_params(num_layers=num_layers),
+            tiny_gpt.make_batch(num_rows=NUM_ROWS),
+        )
     else:
         params, batch = tiny.draw_params(num_layers), tiny.make_batch(0, np.float64)
     return params, batch, jaxpar.fetch(module.reference(params, batch))
@@ -41,11 +44,29 @@ def job(module, num_layers):
 @functools.cache
 def program(module, mesh, schedule, num_microbatches, remat, layout, mask_idle_ops):
     """The loss and gradients on a mesh as one program, which tests of the same settings share."""
-    options = {"num_microbatches": num_microbatches, "remat": remat, "layout": layout, "mask_idle_ops": mask_idle_ops}
-    return jax.jit(jaxpar.value_and_grad(module.MODEL, module.loss, mesh, schedule=schedule, **options))
+    options = {
+        "num_microbatches": num_microbatches,
+        "remat": remat,
+        "layout": layout,
+        "mask_idle_ops": mask_idle_ops,
+    }
+    return jax.jit(
+        jaxpar.value_and_grad(module.MODEL, module.loss, mesh, schedule=schedule, **options)
+    )
 
 
-def run(module, mesh, schedule, *, num_layers, num_microbatches, remat=False, layout=None, masks="auto", weights=None):
+def run(
+    module,
+    mesh,
+    schedule,
+    *,
+    num_layers,
+    num_microbatches,
+    remat=False,
+    layout=None,
+    masks="auto",
+    weights=None,
+):
     """Loss and gradients from a mesh, whose layers are packed if there is a layout."""
     params, batch, _ = job(module, num_layers)
     if layout is not None:
@@ -70,7 +91,9 @@ check_mlp = functools.partial(check, tiny)  # a third of the time to compile
 def check_padding(layers, layout, num_padded):
     padding = jax.tree.map(lambda leaf: np.asarray(leaf)[layout.packed_order < 0], layers)
     assert {len(leaf) for leaf in jax.tree.leaves(padding)} == {num_padded}
-    assert_same_bits(padding, jax.tree.map(np.zeros_like, padding), message="padding must stay zero")
+    assert_same_bits(
+        padding, jax.tree.map(np.zeros_like, padding), message="padding must stay zero"
+    )
 
 
 def garbage(shape, dtype, number):
@@ -100,7 +123,9 @@ def test_loss_and_gradients_equal_one_device_in_float64(
     """On a CPU slots have no initial values, unless they are sharded over tensor: here NaN, and integers out of range."""
     seen = []
     monkeypatch.setattr(buffers, "empty", lambda *args: seen.append(args) or garbage(*args))
-    check(mesh, schedule, remat=REMAT[remat], num_layers=num_layers, num_microbatches=num_microbatches)
+    check(
+        mesh, schedule, remat=REMAT[remat], num_layers=num_layers, num_microbatches=num_microbatches
+    )
     assert bool(seen) == (mesh[2] == 1), "which rings are made without initial values"
 
 
@@ -117,8 +142,14 @@ MASKED = [
 
 @pytest.mark.slow  # the next test has masks, recomputation and uneven stages in one program
 @pytest.mark.parametrize(("mesh", "schedule", "remat", "num_layers", "num_microbatches"), MASKED)
-def test_masked_idle_ops_change_nothing_in_float64(x64, mesh, schedule, remat, num_layers, num_microbatches):
-    options = {"remat": REMAT[remat], "num_layers": num_layers, "num_microbatches": num_microbatches}
+def test_masked_idle_ops_change_nothing_in_float64(
+    x64, mesh, schedule, remat, num_layers, num_microbatches
+):
+    options = {
+        "remat": REMAT[remat],
+        "num_layers": num_layers,
+        "num_microbatches": num_microbatches,
+    }
     check_mlp(mesh, schedule, **options, masks=True)
 
 
@@ -135,7 +166,17 @@ def test_masked_idle_ops_discard_nan(x64):
 
     params, batch, _ = job(tiny, 5)
     model = jaxpar.LayeredModel(mlp.embed, layer, mlp.head)
-    check_model(model, params, batch, tiny.loss, "1f1b", stage=4, num_microbatches=4, remat=True, mask_idle_ops=True)
+    check_model(
+        model,
+        params,
+        batch,
+        tiny.loss,
+        "1f1b",
+        stage=4,
+        num_microbatches=4,
+        remat=True,
+        mask_idle_ops=True,
+    )
 
 
 WITHOUT_VALUES = [
@@ -149,13 +190,19 @@ WITHOUT_VALUES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "schedule", "remat", "num_layers", "num_microbatches"), WITHOUT_VALUES)
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "remat", "num_layers", "num_microbatches"), WITHOUT_VALUES
+)
 def test_slots_are_read_after_they_are_written_only(
     x64, monkeypatch, mesh, schedule, remat, num_layers, num_microbatches
 ):
     """As above, of all that a pipeline must carry."""
     monkeypatch.setattr(buffers, "empty", garbage)
-    options = {"remat": REMAT[remat], "num_layers": num_layers, "num_microbatches": num_microbatches}
+    options = {
+        "remat": REMAT[remat],
+        "num_layers": num_layers,
+        "num_microbatches": num_microbatches,
+    }
     check_gpt(mesh, schedule, **options)
 
 
@@ -173,11 +220,17 @@ EXHAUSTIVE = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "schedule", "remat", "num_layers", "num_microbatches"), EXHAUSTIVE)
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "remat", "num_layers", "num_microbatches"), EXHAUSTIVE
+)
 def test_every_mesh_schedule_and_remat_equals_one_device_in_float64(
     x64, mesh, schedule, remat, num_layers, num_microbatches
 ):
-    options = {"remat": REMAT[remat], "num_layers": num_layers, "num_microbatches": num_microbatches}
+    options = {
+        "remat": REMAT[remat],
+        "num_layers": num_layers,
+        "num_microbatches": num_microbatches,
+    }
     check_gpt(mesh, schedule, **options)
     if mesh[1] > 1:
         check_gpt(mesh, schedule, **options, masks=True)
@@ -188,7 +241,9 @@ FREE = [(mesh, schedule, remat) for mesh, schedule, remat in product(MESHES, SCH
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "schedule", "remat"), FREE)
-def test_the_mpmd_executor_equals_one_device_on_every_mesh_and_schedule_in_float64(x64, mesh, schedule, remat):
+def test_the_mpmd_executor_equals_one_device_on_every_mesh_and_schedule_in_float64(
+    x64, mesh, schedule, remat
+):
     data, stage, tensor = mesh
     num_layers = stage * CHUNKS.get(schedule, 1) + 1
     params, batch, want = job(tiny_gpt, num_layers)
@@ -207,7 +262,9 @@ def test_the_mpmd_executor_equals_one_device_on_every_mesh_and_schedule_in_float
 
 FORMS = [
     (name, form, remat)
-    for name, form, remat in product(SCHEDULES, ("published", "unit", "fused", "merged"), (False, True))
+    for name, form, remat in product(
+        SCHEDULES, ("published", "unit", "fused", "merged"), (False, True)
+    )
     if (name, form) not in (("zb-v", "fused"), ("zb-v", "merged"), ("zb-h1", "merged"))
 ]
 
@@ -234,7 +291,9 @@ def test_every_form_of_a_schedule_equals_one_device_in_float64(x64, name, form, 
         pytest.param("interleaved", (1, 2, 4), 5, True, marks=pytest.mark.slow),
     ],
 )
-def test_f_and_b_in_one_loop_over_layers_equal_one_device_in_float64(x64, name, mesh, num_layers, remat):
+def test_f_and_b_in_one_loop_over_layers_equal_one_device_in_float64(
+    x64, name, mesh, num_layers, remat
+):
     schedule = make_schedule(name, mesh[1], 4, CHUNKS.get(name), form="merged", remat=remat)
     assert any(segment.merges for segment in spmd_program(schedule, masks=True).segments)
     check_mlp(mesh, schedule, num_layers=num_layers, num_microbatches=4, remat=remat, masks=True)
@@ -253,7 +312,9 @@ BESIDE = [
 def test_f_beside_b_with_one_stage_equals_one_device_in_float64(x64, monkeypatch, mesh, settings):
     """Where idle ops are masked and there is a tensor axis, F of a microbatch runs beside B of the one before."""
     ran, forward_and_backward = [], Stage.forward_and_backward
-    monkeypatch.setattr(Stage, "forward_and_backward", lambda *args: ran.append(1) or forward_and_backward(*args))
+    monkeypatch.setattr(
+        Stage, "forward_and_backward", lambda *args: ran.append(1) or forward_and_backward(*args)
+    )
     mesh = jaxpar.make_mesh(data=mesh[0], tensor=mesh[2])
     params, batch, want = job(tiny, 4)
     value_and_grad = jaxpar.value_and_grad(
@@ -273,8 +334,22 @@ def test_f_beside_b_with_one_stage_equals_one_device_in_float64(x64, monkeypatch
 @pytest.mark.full
 def test_a_table_of_ones_own_equals_one_device_in_float64(x64):
     """A V on two stages, in which a stage does what no named schedule does: B before it must, F of the second chunk late."""
-    first = [Op("F", 0, 0), Op("F", 1, 0), Op("F", 0, 1), Op("B", 0, 1), Op("F", 1, 1), Op("B", 1, 1)]
-    second = [Op("F", 0, 0), Op("F", 0, 1), Op("F", 1, 0), Op("F", 1, 1), Op("B", 0, 1), Op("B", 1, 1)]
+    first = [
+        Op("F", 0, 0),
+        Op("F", 1, 0),
+        Op("F", 0, 1),
+        Op("B", 0, 1),
+        Op("F", 1, 1),
+        Op("B", 1, 1),
+    ]
+    second = [
+        Op("F", 0, 0),
+        Op("F", 0, 1),
+        Op("F", 1, 0),
+        Op("F", 1, 1),
+        Op("B", 0, 1),
+        Op("B", 1, 1),
+    ]
     last = [Op("B", 1, 0), Op("B", 0, 0)]
     schedule = Schedule.from_orders([[*first, *last], [*second, *last]], placement="v")
     check_mlp((2, 2, 2), schedule, num_layers=5, num_microbatches=2)
@@ -303,8 +378,12 @@ def test_packed_params_give_packed_gradients_and_zeros_for_padding(x64, counts):
 def test_float32_equals_one_device():
     params, batch = tiny.draw_params(4, dtype=np.float32), tiny.make_batch()
     mesh = jaxpar.make_mesh(data=2, stage=4)
-    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, schedule="zb-h1", num_microbatches=4)
-    value, grads = jax.jit(value_and_grad)(tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh))
+    value_and_grad = jaxpar.value_and_grad(
+        tiny.MODEL, tiny.loss, mesh, schedule="zb-h1", num_microbatches=4
+    )
+    value, grads = jax.jit(value_and_grad)(
+        tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh)
+    )
     want, want_grads = tiny.reference(params, batch)
     assert_same(value, want, within=1e-5)
     assert_same(grads, want_grads, within=1e-4)
@@ -315,7 +394,9 @@ def test_bfloat16_compute_keeps_float32_params_is_as_near_as_one_device_and_the_
     """Rounding differs between any two programs, so both are held against float32."""
 
     def in_bfloat16(function):
-        cast = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16) if a.dtype == jnp.float32 else a, tree)
+        cast = lambda tree: jax.tree.map(
+            lambda a: a.astype(jnp.bfloat16) if a.dtype == jnp.float32 else a, tree
+        )
         return lambda params, x: function(cast(params), cast(x))
 
     half = jaxpar.LayeredModel(*map(in_bfloat16, (mlp.embed, mlp.layer, mlp.head)))
@@ -326,7 +407,9 @@ def test_bfloat16_compute_keeps_float32_params_is_as_near_as_one_device_and_the_
 
     params, batch = tiny.draw_params(2, dtype=np.float32), tiny.make_batch()
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
-    value_and_grad = jax.jit(jaxpar.value_and_grad(half, tiny.loss, mesh, schedule="zb-h1", num_microbatches=4))
+    value_and_grad = jax.jit(
+        jaxpar.value_and_grad(half, tiny.loss, mesh, schedule="zb-h1", num_microbatches=4)
+    )
     args = tiny.on_mesh(mesh, params), jaxpar.shard_batch(batch, mesh)
     value, grads = value_and_grad(*args)
     want, want_grads = tiny.reference(params, batch)
@@ -394,8 +477,13 @@ def test_params_may_be_missing_unread_or_in_any_tree(x64, schedule):
         lambda outer, x: x[:, :5],
     )
     layers = arrays(w=(4, 6, 6), scale=(4,), unread=(4, 3))
-    params = {"outer": {}, "layers": (layers["w"], {"scale": layers["scale"], "unread": layers["unread"]})}
-    check_model(model, params, tiny.make_batch(dtype=np.float64), tiny.loss, schedule, num_microbatches=4)
+    params = {
+        "outer": {},
+        "layers": (layers["w"], {"scale": layers["scale"], "unread": layers["unread"]}),
+    }
+    check_model(
+        model, params, tiny.make_batch(dtype=np.float64), tiny.loss, schedule, num_microbatches=4
+    )
 
 
 def test_a_microbatch_of_no_weight_adds_nothing(x64):
@@ -422,9 +510,15 @@ def test_parameters_after_three_steps_equal_one_device_in_float64(x64, mesh, sch
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
     params = tiny.make_params()
     state = jaxpar.init_state(
-        lambda key: jax.tree.map(jnp.asarray, params), jax.random.key(0), optimizer, mesh, tiny.shardings(mesh, params)
+        lambda key: jax.tree.map(jnp.asarray, params),
+        jax.random.key(0),
+        optimizer,
+        mesh,
+        tiny.shardings(mesh, params),
     )
-    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, schedule=schedule, num_microbatches=4)
+    value_and_grad = jaxpar.value_and_grad(
+        tiny.MODEL, tiny.loss, mesh, schedule=schedule, num_microbatches=4
+    )
     train_step = jaxpar.make_train_step(value_and_grad, optimizer)
     opt_state, update = optimizer.init(params), tiny.update_on_one_device(optimizer)
     for step in range(3):

@@ -52,7 +52,9 @@ def test_parity_notices_outer_gradients_that_are_not_summed_over_the_stages(x64,
             return psum_scatter(x, axes, scatter_dimension=scatter_dimension, **options)
         left_out.append(x)
         size = x.shape[scatter_dimension] // 2
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("stage") * size, size, scatter_dimension)
+        return jax.lax.dynamic_slice_in_dim(
+            x, jax.lax.axis_index("stage") * size, size, scatter_dimension
+        )
 
     monkeypatch.setattr(jax.lax, "psum", own)
     monkeypatch.setattr(jax.lax, "psum_scatter", own_part)
@@ -116,14 +118,20 @@ def compiles_nothing(monkeypatch):
     monkeypatch.setattr("jaxpar.step.run.manual_over_data_and_stage", refuse)
 
 
-def call(*, model=tiny.MODEL, num_layers=2, num_rows=32, data=1, stage=2, num_microbatches=2, **options):
+def call(
+    *, model=tiny.MODEL, num_layers=2, num_rows=32, data=1, stage=2, num_microbatches=2, **options
+):
     table = mlp.param_table(tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=8, num_hidden=2 * num_layers)
     params, layout = abstract_params(table), options.get("layout")
     if layout is not None and not layout.is_canonical:
         params = jax.eval_shape(layout.pack_params, params)
-    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), tiny.make_batch())
+    batch = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), tiny.make_batch()
+    )
     mesh = jaxpar.make_mesh(data=data, stage=stage)
-    value_and_grad = jaxpar.value_and_grad(model, tiny.loss, mesh, num_microbatches=num_microbatches, **options)
+    value_and_grad = jaxpar.value_and_grad(
+        model, tiny.loss, mesh, num_microbatches=num_microbatches, **options
+    )
     return jax.eval_shape(value_and_grad, params, batch)
 
 
@@ -131,7 +139,9 @@ def with_layer(layer):
     return jaxpar.LayeredModel(mlp.embed, layer, mlp.head)
 
 
-LATE = Schedule("late", 2, 1, 1, (((Op("F", 0),), (Op("F", 0),)), ((), (Op("B", 0),)), ((Op("B", 0),), ())))
+LATE = Schedule(
+    "late", 2, 1, 1, (((Op("F", 0),), (Op("F", 0),)), ((), (Op("B", 0),)), ((Op("B", 0),), ()))
+)
 BAD = {
     "fewer layers than stages": (
         {"num_layers": 3, "stage": 4},

@@ -29,8 +29,29 @@ DIFFERING = {
     "1:30": (90, "1:30", "1:30"),
     "2026-01-31": (("date", "2026-01-31"), "2026-01-31", "2026-01-31"),
 }
-ALIKE = {"8": 8, "-3": -3, "0.5": 0.5, "0x1F": 31, "true": True, "~": None, "": None, "1.5e+3": 1500.0, ".5": 0.5}
-PLAIN_STRINGS = ("gpt2", "64Gi", "10.0.0.1", "/checkpoints", "-u", "1.2.3", "e5", "2026-01-31-gpt", "yesterday", "0x")
+ALIKE = {
+    "8": 8,
+    "-3": -3,
+    "0.5": 0.5,
+    "0x1F": 31,
+    "true": True,
+    "~": None,
+    "": None,
+    "1.5e+3": 1500.0,
+    ".5": 0.5,
+}
+PLAIN_STRINGS = (
+    "gpt2",
+    "64Gi",
+    "10.0.0.1",
+    "/checkpoints",
+    "-u",
+    "1.2.3",
+    "e5",
+    "2026-01-31-gpt",
+    "yesterday",
+    "0x",
+)
 FLAGS = ("--image", "a:1", "--mesh.data", "8", "recipes/gpt.py")
 
 
@@ -40,7 +61,10 @@ def test_a_text_that_programs_read_differently_is_found_and_is_not_a_string(text
     assert [*map(repr, got)] == [*map(repr, DIFFERING[text])], "the rules of the test itself"
     assert not is_string(text)
     with pytest.raises(
-        ValueError, match=re.escape(f"a.yaml must be the same to every program that reads it; got {text} in line 2")
+        ValueError,
+        match=re.escape(
+            f"a.yaml must be the same to every program that reads it; got {text} in line 2"
+        ),
     ):
         check_plain_scalars(f"a: 1\nvalue: {text}\n", "a.yaml")
     check_plain_scalars(f'a: 1\nvalue: "{text}"\n', "a.yaml")
@@ -48,7 +72,9 @@ def test_a_text_that_programs_read_differently_is_found_and_is_not_a_string(text
 
 def test_a_text_that_all_programs_read_alike_is_taken():
     for text, value in ALIKE.items():
-        assert {repr(read(f"value: {text}", rule)[0]["value"]) for rule in READERS} == {repr(value)}, text
+        assert {repr(read(f"value: {text}", rule)[0]["value"]) for rule in READERS} == {
+            repr(value)
+        }, text
         assert len(set(readings(text).values())) == 1, text
         assert not is_string(text), text
         check_plain_scalars(f"value: {text}", "a.yaml")
@@ -61,10 +87,16 @@ def test_no_text_that_programs_read_differently_is_missed():
     """All texts of up to four of the characters of numbers, by the rules of the test."""
     letters = "019.-+_:exob"
     rng = random.Random(0)
-    texts = {"".join(each) for size in (1, 2, 3) for each in itertools.product(letters, repeat=size)}
+    texts = {
+        "".join(each) for size in (1, 2, 3) for each in itertools.product(letters, repeat=size)
+    }
     texts |= {"".join(rng.choices(letters, k=rng.randrange(4, 9))) for _ in range(3000)}
     kinds = lambda text: {repr(rule(text)) for rule in READERS.values()}
-    missed = [text for text in sorted(texts) if len(kinds(text)) > 1 and len(set(readings(text).values())) == 1]
+    missed = [
+        text
+        for text in sorted(texts)
+        if len(kinds(text)) > 1 and len(set(readings(text).values())) == 1
+    ]
     assert not missed
     assert not [text for text in sorted(texts) if is_string(text) and kinds(text) != {repr(text)}]
 
@@ -89,7 +121,12 @@ def test_all_programs_read_the_manifest_that_was_meant():
     env = tuple(f"V{i}={word}" for i, word in enumerate(words) if len(word) < 200)
     common = {"image": "a:1", "env": env, "metrics_port": 9090, "name": "y", "namespace": "1e3"}
     job = Job(
-        command=("run", *words), data=8, rdma="1/e3=2", toleration=("1e3=0x1F:NoSchedule",), token="1e3", **common
+        command=("run", *words),
+        data=8,
+        rdma="1/e3=2",
+        toleration=("1e3=0x1F:NoSchedule",),
+        token="1e3",
+        **common,
     )
     del common["metrics_port"]
     service = to_service(Serving(command=("jaxpar", "serve", *words), **common))
@@ -103,7 +140,9 @@ def test_all_programs_read_the_manifest_that_was_meant():
 
 def test_all_programs_read_alike_what_the_pages_have_for_kubernetes_and_prometheus():
     pages = [*DOCS.glob("**/*.md")]
-    blocks = [block.text for page in pages for block in doc_pages.blocks(page) if block.language == "yaml"]
+    blocks = [
+        block.text for page in pages for block in doc_pages.blocks(page) if block.language == "yaml"
+    ]
     assert len(blocks) >= 4
     for text in (*blocks, (DOCS / "monitoring" / "alerts.yaml").read_text()):
         check_plain_scalars(text, "a page")
@@ -116,18 +155,48 @@ def test_names_of_fields_are_quoted_where_a_program_would_take_them_for_somethin
 
 
 def test_check_refuses_what_programs_read_differently_in_a_file_of_manifests(capsys, tmp_path):
-    main(["--name", "gpt", "--env", "J=y", "--env", "G=1e3", *FLAGS, "--lr", "3e-4", "--seq", "128"])
+    main(
+        ["--name", "gpt", "--env", "J=y", "--env", "G=1e3", *FLAGS, "--lr", "3e-4", "--seq", "128"]
+    )
     text, path = capsys.readouterr().out, tmp_path / "job.yaml"
     assert {repr(read(text, rule)) for rule in READERS} == {repr([*yaml.safe_load_all(text)])}
     for old, new, message in (
         ('"3e-4"', "3e-4", "got 3e-4 in line "),
-        ('value: "y"', "value: y", "a bool by YAML 1.1, a string by YAML 1.2, a bool by the tools of Kubernetes"),
-        ('value: "1e3"', "value: 1e3", "Put a string into quotes; write a number in decimal digits"),
-        ('  name: "gpt"\n', '  name: "gpt"\n  namespace: 1e3\n', "--check must be the same to every program"),
-        ('"128"', "128", "spec.template.spec.containers.0.command.6 must be a string; got 128, without quotes"),
-        ('value: "1"', "value: 1", "value must be a string; got 1, without quotes in YAML. Put it into quotes."),
-        ('  name: "gpt"\n', '  name: "gpt"\n  labels: {a: true}\n', "metadata.labels.a must be a string; got True"),
-        ('  name: "gpt"\n', '  name: "gpt"\n  name: "other"\n', "object once; got name again in line 5"),
+        (
+            'value: "y"',
+            "value: y",
+            "a bool by YAML 1.1, a string by YAML 1.2, a bool by the tools of Kubernetes",
+        ),
+        (
+            'value: "1e3"',
+            "value: 1e3",
+            "Put a string into quotes; write a number in decimal digits",
+        ),
+        (
+            '  name: "gpt"\n',
+            '  name: "gpt"\n  namespace: 1e3\n',
+            "--check must be the same to every program",
+        ),
+        (
+            '"128"',
+            "128",
+            "spec.template.spec.containers.0.command.6 must be a string; got 128, without quotes",
+        ),
+        (
+            'value: "1"',
+            "value: 1",
+            "value must be a string; got 1, without quotes in YAML. Put it into quotes.",
+        ),
+        (
+            '  name: "gpt"\n',
+            '  name: "gpt"\n  labels: {a: true}\n',
+            "metadata.labels.a must be a string; got True",
+        ),
+        (
+            '  name: "gpt"\n',
+            '  name: "gpt"\n  name: "other"\n',
+            "object once; got name again in line 5",
+        ),
     ):
         path.write_text(text.replace(old, new, 1))
         assert path.read_text() != text, old

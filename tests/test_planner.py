@@ -25,7 +25,16 @@ from jaxpar.inspect.text import seconds_text
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import LAYER_WEIGHTS, Experts, TransformerConfig, param_table, preset
 from jaxpar.params import count_params
-from jaxpar.planner import Assumptions, Choice, ModelShape, Software, cluster, price, render, transformer_shape
+from jaxpar.planner import (
+    Assumptions,
+    Choice,
+    ModelShape,
+    Software,
+    cluster,
+    price,
+    render,
+    transformer_shape,
+)
 from jaxpar.planner.cluster import Links, collective_seconds
 from jaxpar.planner.fused import FORWARD, planned_attention
 from jaxpar.planner.job import divisors
@@ -42,11 +51,20 @@ from tests.support import tiny
 from tests.support.clusters import SMALL, node
 
 BLOOM = Choice(
-    data=8, stage=12, tensor=4, num_microbatches=128, zero=1, remat=True, layers_per_virtual_stage=(5, *(6,) * 10, 5)
+    data=8,
+    stage=12,
+    tensor=4,
+    num_microbatches=128,
+    zero=1,
+    remat=True,
+    layers_per_virtual_stage=(5, *(6,) * 10, 5),
 )
 
 
-OF_FOUR = {"batch_size": 64, "num_microbatches": 4}  # fewer sizes of a microbatch, of which each is traced
+OF_FOUR = {
+    "batch_size": 64,
+    "num_microbatches": 4,
+}  # fewer sizes of a microbatch, of which each is traced
 KEPT = functools.cache(transformer_shape)
 FULL = pytest.mark.full  # another of its cases is quick
 
@@ -55,7 +73,10 @@ FULL = pytest.mark.full  # another of its cases is quick
 def each_model_is_traced_once():
     """A model that several tests plan for keeps what was traced of it; to trace takes most of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        for user in ("jaxpar.planner.ranking", "jaxpar.planner"):  # `plan`, `price`; and the command, which asks late
+        for user in (
+            "jaxpar.planner.ranking",
+            "jaxpar.planner",
+        ):  # `plan`, `price`; and the command, which asks late
             patch.setattr(f"{user}.transformer_shape", KEPT)
         yield
 
@@ -63,7 +84,9 @@ def each_model_is_traced_once():
 @pytest.mark.full
 def test_bloom_as_it_was_trained_fits_and_runs_freely_faster_than_in_lock_step():
     """Its published rate is a row of `data/published.json`; it stored the scores of attention."""
-    shape = KEPT(preset("bloom-176b", compute_dtype="bfloat16", vocab_multiple=128, attention="xla"))
+    shape = KEPT(
+        preset("bloom-176b", compute_dtype="bfloat16", vocab_multiple=128, attention="xla")
+    )
     plan = price(shape, cluster("a100-80gb", 48), BLOOM, batch_size=2048)
     assert 60 * 2**30 < plan.memory_bytes < 0.9 * 80 * 2**30
     assert plan.ideal_time.total < plan.time.total < 1.2 * plan.ideal_time.total
@@ -72,7 +95,9 @@ def test_bloom_as_it_was_trained_fits_and_runs_freely_faster_than_in_lock_step()
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["spmd", "mpmd"])
 def test_blooms_mesh_is_among_the_first_five(executor):
-    plans = jaxpar.plan("bloom-176b", cluster("a100-80gb", 48), batch_size=2048, executor=executor, top=5)
+    plans = jaxpar.plan(
+        "bloom-176b", cluster("a100-80gb", 48), batch_size=2048, executor=executor, top=5
+    )
     meshes = [(plan.choice.data, plan.choice.stage, plan.choice.tensor) for plan in plans]
     assert (8, 12, 4) in meshes, render(plans)
 
@@ -91,7 +116,10 @@ def test_the_best_is_first_and_each_other_says_why_not():
 
 @pytest.mark.full
 def test_groups_of_replicas_are_preferred_where_zero_3_would_send_over_a_slow_network():
-    slow, held = node(num_nodes=4, network_bandwidth=1e9), {"batch_size": 256, "num_microbatches": 2}
+    slow, held = (
+        node(num_nodes=4, network_bandwidth=1e9),
+        {"batch_size": 256, "num_microbatches": 2},
+    )
     plans = jaxpar.plan(SMALL, slow, zero=3, stage=1, tensor=1, **held)
     assert [(plan.choice.replica, plan.choice.data) for plan in plans] == [(4, 8), (1, 32)]
     grouped, flat = plans
@@ -99,38 +127,64 @@ def test_groups_of_replicas_are_preferred_where_zero_3_would_send_over_a_slow_ne
     assert grouped.step_seconds < 0.9 * flat.step_seconds
     assert "replica  data" in render(plans)
     assert grouped.as_json()["replica"] == 4
-    assert jaxpar.plan(SMALL, node(num_nodes=4), replica=2, tensor=1, stage=1, **held)[0].choice.replica == 2
+    assert (
+        jaxpar.plan(SMALL, node(num_nodes=4), replica=2, tensor=1, stage=1, **held)[
+            0
+        ].choice.replica
+        == 2
+    )
 
 
 @pytest.mark.full
 def test_long_sequences_are_cut_over_context():
-    config = preset("llama3.1-8b", compute_dtype="bfloat16", vocab_multiple=128, attention=planned_attention)
+    config = preset(
+        "llama3.1-8b", compute_dtype="bfloat16", vocab_multiple=128, attention=planned_attention
+    )
     shape = KEPT(config, seq=2**18)
     whole, cut = (
-        price(shape, cluster("h100", context), Choice(tensor=8, context=context, remat=True), batch_size=1)
+        price(
+            shape,
+            cluster("h100", context),
+            Choice(tensor=8, context=context, remat=True),
+            batch_size=1,
+        )
         for context in (1, 4)
     )
     assert 4 * cut.flops == pytest.approx(whole.flops, rel=0.01)
-    assert cut.bytes_per_device["activations"] == pytest.approx(whole.bytes_per_device["activations"] / 4)
+    assert cut.bytes_per_device["activations"] == pytest.approx(
+        whole.bytes_per_device["activations"] / 4
+    )
     # Keys and values of 8 heads are gathered in F and again in B, where their gradients are scattered.
     sent = 3 * 32 * 2 * 2 * 128 * 2**18 * 3 / 4
-    assert cut.bytes_moved["context"] == pytest.approx(sent + 2 * 3 / 4 * cut.bytes_per_device["gradients"], rel=0.02)
+    assert cut.bytes_moved["context"] == pytest.approx(
+        sent + 2 * 3 / 4 * cut.bytes_per_device["gradients"], rel=0.02
+    )
     with pytest.raises(ValueError, match=r"planned with fused attention; got context=2"):
         price(SMALL, cluster("h100"), Choice(context=2, tensor=4), batch_size=8)
-    best = jaxpar.plan(shape, cluster("h100", 8), batch_size=8, remat=True, stage=1, tensor=8, top=1)[0]
+    best = jaxpar.plan(
+        shape, cluster("h100", 8), batch_size=8, remat=True, stage=1, tensor=8, top=1
+    )[0]
     assert best.choice.context > 1
 
 
 @pytest.mark.parametrize("zero", [1, 3, pytest.param(0, marks=FULL), pytest.param(2, marks=FULL)])
 def test_zero_shards_over_context_as_over_data(zero):
     config = TransformerConfig(
-        vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, max_positions=512, attention=planned_attention
+        vocab_size=512,
+        num_layers=4,
+        embed_dim=256,
+        num_heads=8,
+        max_positions=512,
+        attention=planned_attention,
     )
     shape = KEPT(config)
 
     def of(**axes):
         choice = Choice(**axes, zero=zero, num_microbatches=2)
-        analysis, at_rest = Analysis(shape, 1, 1, context=choice.context), AtRest(shape, optax.adam(1e-3), choice)
+        analysis, at_rest = (
+            Analysis(shape, 1, 1, context=choice.context),
+            AtRest(shape, optax.adam(1e-3), choice),
+        )
         transfers = step_traffic(choice, analysis, at_rest)
         sent = sum(each.bytes_moved for each in transfers if not each.what.startswith("a layer's"))
         return at_rest.bytes | {"gradients": num_bytes(at_rest.grads), "sent": sent}
@@ -145,7 +199,9 @@ EXPERTS = TransformerConfig(
 )  # fmt: skip
 
 
-LONG_EXPERTS = dataclasses.replace(EXPERTS, positions="rope", max_positions=2**15, attention=planned_attention)
+LONG_EXPERTS = dataclasses.replace(
+    EXPERTS, positions="rope", max_positions=2**15, attention=planned_attention
+)
 
 
 def test_stages_that_run_freely_hold_all_params_and_whole_sequences():
@@ -157,7 +213,8 @@ def test_stages_that_run_freely_hold_all_params_and_whole_sequences():
     for held in ({"zero": 1}, {"context": 2}, {"experts": "data"}):
         (name,) = held
         with pytest.raises(
-            ValueError, match=rf"hold all params and whole sequences; got .*stage=2, {name}=.* Leave {name} out"
+            ValueError,
+            match=rf"hold all params and whole sequences; got .*stage=2, {name}=.* Leave {name} out",
         ):
             jaxpar.plan(shape, cluster("h100"), batch_size=16, executor="mpmd", stage=2, **held)
 
@@ -168,7 +225,9 @@ def test_a_plan_for_stages_that_run_freely_is_one_that_their_executor_takes():
     shape = KEPT(LONG_EXPERTS, seq=2**15)
     plans = jaxpar.plan(shape, cluster("h100", 1, 4), batch_size=16, executor="mpmd", top=9, **held)
     assert len(plans) > 1
-    assert {(plan.choice.zero, plan.choice.context, plan.choice.experts) for plan in plans} == {(0, 1, "tensor")}
+    assert {(plan.choice.zero, plan.choice.context, plan.choice.experts) for plan in plans} == {
+        (0, 1, "tensor")
+    }
 
 
 @pytest.mark.full
@@ -178,7 +237,10 @@ def test_leading_dense_layers_are_further_layers_of_the_first_stage():
     choice = Choice(stage=2, tensor=4, num_microbatches=16)
     seconds = lambda shape, *layers: (
         price(
-            shape, machines, dataclasses.replace(choice, layers_per_virtual_stage=layers or None), batch_size=rows
+            shape,
+            machines,
+            dataclasses.replace(choice, layers_per_virtual_stage=layers or None),
+            batch_size=rows,
         ).step_seconds
     )
     assert seconds(shape, 1, 3) < seconds(leading, 1, 3) < seconds(leading), (
@@ -227,13 +289,19 @@ def test_experts_are_planned_over_tensor_and_over_data():
     # Each shard multiplies the rows of its own experts, and sums the tokens of all.
     assert over_tensor.bytes_moved["tensor"] > 0
     assert Analysis(shape, 32, 8).layer.unknown == frozenset(), "as traced for the plan over tensor"
-    slower = price(shape, machines, over_data.choice, batch_size=rows, software=Software(expert_imbalance=2.0))
+    slower = price(
+        shape, machines, over_data.choice, batch_size=rows, software=Software(expert_imbalance=2.0)
+    )
     assert slower.time.compute > over_data.time.compute
     held = {"num_microbatches": 2, "tensor": 1, "stage": 1, "remat": False}
-    found = {plan.choice.experts for plan in jaxpar.plan(shape, machines, batch_size=rows, experts="data", **held)}
+    found = {
+        plan.choice.experts
+        for plan in jaxpar.plan(shape, machines, batch_size=rows, experts="data", **held)
+    }
     assert found == {"data"}
     with pytest.raises(
-        ValueError, match=r'experts must be over "tensor" or "data"; got stage'.replace("stage", "'stage'")
+        ValueError,
+        match=r'experts must be over "tensor" or "data"; got stage'.replace("stage", "'stage'"),
     ):
         jaxpar.plan(shape, machines, batch_size=rows, experts="stage")
 
@@ -241,7 +309,10 @@ def test_experts_are_planned_over_tensor_and_over_data():
 def test_a_tenth_of_the_memory_stays_free_unless_told_otherwise():
     tight = node(memory_bytes=3e9)
     usual, all_of_it = (
-        max(plan.memory_bytes for plan in jaxpar.plan(SMALL, tight, batch_size=512, data=8, remat=False, **given))
+        max(
+            plan.memory_bytes
+            for plan in jaxpar.plan(SMALL, tight, batch_size=512, data=8, remat=False, **given)
+        )
         for given in ({}, {"memory_headroom": 0.0})
     )
     assert usual <= 0.9 * 3e9
@@ -256,11 +327,19 @@ def mlp(width, hidden, num_layers):
     layer = lambda params, x: x + jnp.tanh(x @ params["up"]) @ params["down"]
     return ModelShape(
         name="mlp",
-        model=jaxpar.LayeredModel(lambda outer, batch: batch["x"], layer, lambda outer, x: x @ outer["out"]),
-        loss=lambda outputs, batch: (jnp.sum((outputs - batch["y"]) ** 2), jnp.float32(outputs.size)),
+        model=jaxpar.LayeredModel(
+            lambda outer, batch: batch["x"], layer, lambda outer, x: x @ outer["out"]
+        ),
+        loss=lambda outputs, batch: (
+            jnp.sum((outputs - batch["y"]) ** 2),
+            jnp.float32(outputs.size),
+        ),
         params={
             "outer": {"out": leaf(width, 8)},
-            "layers": {"up": leaf(num_layers, width, hidden), "down": leaf(num_layers, hidden, width)},
+            "layers": {
+                "up": leaf(num_layers, width, hidden),
+                "down": leaf(num_layers, hidden, width),
+            },
         },
         rules={
             "outer/out": jaxpar.replicated(),
@@ -302,14 +381,21 @@ def changes_of_one_setting(shape, choice, batch_size):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "draw", [0, pytest.param(1, marks=FULL), *(pytest.param(draw, marks=pytest.mark.slow) for draw in range(2, 5))]
+    "draw",
+    [
+        0,
+        pytest.param(1, marks=FULL),
+        *(pytest.param(draw, marks=pytest.mark.slow) for draw in range(2, 5)),
+    ],
 )
 @pytest.mark.parametrize("kind", ["mlp", pytest.param("transformer", marks=FULL)])
 def test_no_change_of_one_setting_makes_the_best_plan_faster(kind, draw):
     del draw  # each has a seed of its own
     rng = random.Random(tiny.fresh_seed())
     shape, batch_size = draw_model(rng, kind), rng.choice((24, 32, 48, 72))
-    gpus = node(devices_per_node=rng.choice((2, 4)), memory_bytes=rng.uniform(4, 40) * shape.num_params)
+    gpus = node(
+        devices_per_node=rng.choice((2, 4)), memory_bytes=rng.uniform(4, 40) * shape.num_params
+    )
     plans = []
     while not plans:
         with contextlib.suppress(ValueError):
@@ -319,24 +405,36 @@ def test_no_change_of_one_setting_makes_the_best_plan_faster(kind, draw):
     for choice in changes_of_one_setting(shape, best.choice, batch_size):
         other = price(shape, gpus, choice, batch_size=batch_size)
         if other.memory_bytes <= 0.9 * gpus.memory_bytes:
-            assert other.step_seconds > 0.998 * best.step_seconds, (shape.params, gpus, batch_size, best.choice, choice)
+            assert other.step_seconds > 0.998 * best.step_seconds, (
+                shape.params,
+                gpus,
+                batch_size,
+                best.choice,
+                choice,
+            )
 
 
 @pytest.mark.full
 def test_the_best_plan_of_gpt2_on_two_nodes_is_no_slower_than_with_four_microbatches():
     free, held = (
-        jaxpar.plan("gpt2", cluster("h100", 2), batch_size=4096, tensor=1, stage=1, top=1, **given)[0]
+        jaxpar.plan("gpt2", cluster("h100", 2), batch_size=4096, tensor=1, stage=1, top=1, **given)[
+            0
+        ]
         for given in ({}, {"num_microbatches": 4})
     )
     assert free.step_seconds <= 1.001 * held.step_seconds
-    assert free.why != "the only mesh that fits", "the plans of other meshes, which are not asked for, fit too"
+    assert free.why != "the only mesh that fits", (
+        "the plans of other meshes, which are not asked for, fit too"
+    )
 
 
 def test_presets_are_planned_as_they_are_trained():
     shape = KEPT("llama3.1-8b")
     assert shape.tokens_per_row == 8192
     assert shape.row["tokens"].shape == (1, 8192)
-    fused = lambda shape: any(node.name == FORWARD for node in Analysis(shape, 1, 1).layer.graph.nodes)
+    fused = lambda shape: any(
+        node.name == FORWARD for node in Analysis(shape, 1, 1).layer.graph.nodes
+    )
     assert fused(KEPT("gpt2"))
     assert not fused(KEPT("gpt2", compute_dtype="float32")), "its kernel takes 16-bit floats"
     config = preset("gpt2", compute_dtype="bfloat16", attention=jaxpar.flash_attention)
@@ -346,7 +444,9 @@ def test_presets_are_planned_as_they_are_trained():
 def test_a_window_of_fused_attention_has_the_operations_of_its_scores():
     config = dataclasses.replace(SMALL, compute_dtype="bfloat16", attention=planned_attention)
     whole, windowed = (
-        Analysis(KEPT(dataclasses.replace(config, window=window)), 1, 1).works["forward"].kernels.attention[0]
+        Analysis(KEPT(dataclasses.replace(config, window=window)), 1, 1)
+        .works["forward"]
+        .kernels.attention[0]
         for window in (None, 32)
     )
     seen = lambda window: sum(min(1 + at, window) for at in range(SMALL.max_positions))
@@ -354,7 +454,9 @@ def test_a_window_of_fused_attention_has_the_operations_of_its_scores():
 
 
 def test_gains_are_of_changes_that_are_faster_and_say_what_they_need():
-    plans = jaxpar.plan(SMALL, cluster("h100"), **OF_FOUR, stage=4, schedule="1f1b", remat=True, top=2)
+    plans = jaxpar.plan(
+        SMALL, cluster("h100"), **OF_FOUR, stage=4, schedule="1f1b", remat=True, top=2
+    )
     for plan in plans:
         assert 0 < len(plan.gains) <= 3
         assert all(0.005 <= gain.faster < 1 for gain in plan.gains)
@@ -368,7 +470,11 @@ def test_gains_are_of_changes_that_are_faster_and_say_what_they_need():
 @pytest.mark.parametrize("width", [80, pytest.param(100, marks=FULL)])
 def test_text_fits_the_terminal(width):
     plans = jaxpar.plan(SMALL, cluster("h100"), **OF_FOUR, top=4)
-    for text in (render(plans, width=width), plans[0].details(80e9, width=width), plans[-1].details(80e9, width=width)):
+    for text in (
+        render(plans, width=width),
+        plans[0].details(80e9, width=width),
+        plans[-1].details(80e9, width=width),
+    ):
         assert max(map(len, text.splitlines())) <= width, text
     shown = render(plans, width=width)
     assert all(f"{plan.step_seconds:.3g}" in shown for plan in plans)
@@ -388,11 +494,16 @@ def test_makespans_are_the_simulators(name, chunks, form):
     table = make_schedule(name, 4, 12, chunks, form=form, remat=name != "zb-h1")
     rng = random.Random(tiny.fresh_seed())
     scale = tuple(rng.random() for _ in range(4 * chunks))
-    costs = Costs(**{field: rng.random() for field in ("f", "b", "w", "r", "p2p", "head")}, stage_scale=scale)
+    costs = Costs(
+        **{field: rng.random() for field in ("f", "b", "w", "r", "p2p", "head")}, stage_scale=scale
+    )
     structure = structure_of(table)
     seconds = lambda row: sum(costs.of(table, *op) for op in row)
     lockstep = sum(count * (max(map(seconds, tick)) + costs.p2p) for tick, count in structure.ticks)
-    for timing, found in (("free", makespan(structure, costs, [costs.p2p] * 4)), ("lockstep", lockstep)):
+    for timing, found in (
+        ("free", makespan(structure, costs, [costs.p2p] * 4)),
+        ("lockstep", lockstep),
+    ):
         assert found == pytest.approx(simulate(table, costs, timing=timing).makespan, rel=1e-12)
 
 
@@ -417,12 +528,16 @@ def test_a_products_time_follows_its_tiles_and_its_bytes():
     assert rate(256 * 108, 128, 8192) > 1.1 * rate(256 * 109, 128, 8192)
     assert rate(256 * 108, 128, 8192) > 1.1 * rate(256 * 60, 128, 8192)
     # Not less than its bytes take.
-    assert product_seconds(Product(1, 128, 128, 64, 10**9), gpu) == pytest.approx(10**9 / memory_rate(gpu), rel=0.01)
+    assert product_seconds(Product(1, 128, 128, 64, 10**9), gpu) == pytest.approx(
+        10**9 / memory_rate(gpu), rel=0.01
+    )
 
 
 def test_kernels_count_products_and_the_bytes_of_fused_chains():
     layer = lambda w, x: jax.numpy.tanh(x @ w + 1.0) * 2.0
-    graph = trace(layer, jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((128, 64), "float32"))
+    graph = trace(
+        layer, jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((128, 64), "float32")
+    )
     found = kernels_of(graph, graph.nodes, graph.outputs, ())
     ((product, count),) = found.products
     assert (product.rows, product.columns, product.depth, count) == (128, 32, 64, 1)
@@ -451,19 +566,29 @@ def test_small_all_reduces_take_a_tree_and_large_ones_a_ring():
     assert collective_seconds(many, "data", "all-reduce", 4) == pytest.approx(steps, rel=0.01)
     ring = 2 * 511 / 512 * 1e10 / many.rate("data")
     assert ring < collective_seconds(many, "data", "all-reduce", 10**10) < 1.02 * ring
-    assert collective_seconds(many, "data", "all-gather", 10**10) == pytest.approx(ring / 2, rel=0.02)
+    assert collective_seconds(many, "data", "all-gather", 10**10) == pytest.approx(
+        ring / 2, rel=0.02
+    )
     assert collective_seconds(many, "tensor", "all-reduce", 10**10) == 0
 
 
 def test_what_leaves_a_node_in_an_all_to_all_takes_the_card_of_its_device():
-    near, apart = (Links(node(num_nodes=4), {"data": 16, "stage": 2, "tensor": size}, 1.0) for size in (1, 2))
-    assert collective_seconds(near, "data", "all-to-all", 10**10) == pytest.approx(0.5, rel=0.01), "8 of 16 on another"
-    assert collective_seconds(apart, "data", "all-to-all", 10**10) == pytest.approx(0.75, rel=0.01), "12 of 16"
+    near, apart = (
+        Links(node(num_nodes=4), {"data": 16, "stage": 2, "tensor": size}, 1.0) for size in (1, 2)
+    )
+    assert collective_seconds(near, "data", "all-to-all", 10**10) == pytest.approx(0.5, rel=0.01), (
+        "8 of 16 on another"
+    )
+    assert collective_seconds(apart, "data", "all-to-all", 10**10) == pytest.approx(
+        0.75, rel=0.01
+    ), "12 of 16"
 
 
 def test_fast_links_may_join_more_than_a_node():
     sizes = {"data": 9, "stage": 1, "tensor": 8}
-    ordinary, wide = (Links(node(num_nodes=9, **given), sizes, 1.0) for given in ({}, {"fast_devices": 72}))
+    ordinary, wide = (
+        Links(node(num_nodes=9, **given), sizes, 1.0) for given in ({}, {"fast_devices": 72})
+    )
     assert ordinary.crosses("data")
     assert not wide.crosses("data")
     assert wide.rate("data") > ordinary.rate("data")
@@ -472,7 +597,13 @@ def test_fast_links_may_join_more_than_a_node():
 def test_software_changes_times_and_is_named():
     machines, choice = cluster("h100", 2), Choice(data=8, tensor=2, num_microbatches=4, zero=1)
     plain = price("gpt2", machines, choice, batch_size=256)
-    told = Software(name="Theirs", overlaps=("data", "tensor"), sequence_parallel=True, gradient_bytes=2, param_bytes=2)
+    told = Software(
+        name="Theirs",
+        overlaps=("data", "tensor"),
+        sequence_parallel=True,
+        gradient_bytes=2,
+        param_bytes=2,
+    )
     theirs = price("gpt2", machines, choice, batch_size=256, software=told)
     assert theirs.time.data < 0.6 * plain.time.data
     assert theirs.time.tensor < plain.time.tensor
@@ -493,7 +624,9 @@ def test_recomputing_scores_alone_costs_less_than_recomputing_layers():
         )
         for remat in (False, "dots", True)
     }
-    flops, stored = ({k: pick(plan) for k, plan in plans.items()} for pick in (_flops, _activations))
+    flops, stored = (
+        {k: pick(plan) for k, plan in plans.items()} for pick in (_flops, _activations)
+    )
     assert flops[False] < flops["dots"] < flops[True]
     assert stored[True] < stored["dots"] < stored[False]
 
@@ -509,13 +642,15 @@ def _activations(plan):
 def test_fused_attention_stores_no_scores():
     config = dataclasses.replace(SMALL, compute_dtype="bfloat16")
     plain, fused = (
-        Analysis(KEPT(dataclasses.replace(config, attention=kernel)), 4, 2) for kernel in ("xla", planned_attention)
+        Analysis(KEPT(dataclasses.replace(config, attention=kernel)), 4, 2)
+        for kernel in ("xla", planned_attention)
     )
     assert fused.layer.unknown == frozenset()
     assert fused.works["forward"].flops == plain.works["forward"].flops
     assert fused.works["backward"].flops == plain.works["backward"].flops
     stored = lambda each: sum(
-        num_bytes(each.layer.shapes(each.split.values[name])) for name in ("residuals_b", "residuals_w")
+        num_bytes(each.layer.shapes(each.split.values[name]))
+        for name in ("residuals_b", "residuals_w")
     )
     scores = 4 * SMALL.num_heads // 2 * SMALL.max_positions**2 * 2
     assert stored(plain) - stored(fused) > 0.9 * scores
@@ -527,7 +662,9 @@ def test_zero_3_gathers_layers_in_the_dtype_of_the_computation(stage):
 
     def gathered(dtype):
         shape = KEPT(dataclasses.replace(SMALL, compute_dtype=dtype))
-        traffic = step_traffic(choice, Analysis(shape, 4, 1), AtRest(shape, optax.adam(1e-3), choice))
+        traffic = step_traffic(
+            choice, Analysis(shape, 4, 1), AtRest(shape, optax.adam(1e-3), choice)
+        )
         return sum(each.bytes_moved for each in traffic if each.what == "params of a layer")
 
     # Norms are computed in float32; they are few.
@@ -551,9 +688,21 @@ def test_equal_stages_in_lock_step_take_no_longer_where_collectives_run_beside_p
     Copying the params of layers out of their stacks takes 5% of its time, embeddings in every tick 1.5%, and heads in those in
     which the pipeline fills 1%.
     """
-    sizes = {"num_layers": 48, "embed_dim": 8192, "num_heads": 64, "vocab_size": 51_200, "max_positions": 2048}
+    sizes = {
+        "num_layers": 48,
+        "embed_dim": 8192,
+        "num_heads": 64,
+        "vocab_size": 51_200,
+        "max_positions": 2048,
+    }
     shape = KEPT(TransformerConfig(**sizes, compute_dtype="bfloat16"), sequence_parallel=True)
-    choice = Choice(stage=8, tensor=8, schedule=schedule, num_chunks=num_chunks, num_microbatches=num_microbatches)
+    choice = Choice(
+        stage=8,
+        tensor=8,
+        schedule=schedule,
+        num_chunks=num_chunks,
+        num_microbatches=num_microbatches,
+    )
     plan = price(shape, cluster("h100", 8), choice, batch_size=num_microbatches)
     assert plan.time.total < most * plan.ideal_time.total
 
@@ -564,9 +713,23 @@ COMPILED = [
     ("llama3.1-8b", 1, 8192, Choice(data=8, zero=3), 511, 40.6),
     ("llama3.1-8b", 1, 8192, Choice(data=2, tensor=4, num_microbatches=8, zero=1), 1164, 32.7),
     ("llama3.1-8b", 1, 8192, Choice(tensor=8, num_microbatches=16), 1249, 20.2),
-    ("llama3.1-8b", 1, 8192, Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1), 1290, 47.8),
+    (
+        "llama3.1-8b",
+        1,
+        8192,
+        Choice(data=2, stage=2, tensor=2, num_microbatches=8, zero=1),
+        1290,
+        47.8,
+    ),
     ("llama3.1-8b", 1, 4096, Choice(stage=8, num_microbatches=32), 1435, 46.3),
-    ("llama3.1-70b", 8, 8192, Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1), 3033, 56.3),
+    (
+        "llama3.1-70b",
+        8,
+        8192,
+        Choice(data=2, stage=4, tensor=8, num_microbatches=16, zero=1),
+        3033,
+        56.3,
+    ),
 ]
 
 
@@ -575,10 +738,14 @@ def test_plans_are_as_far_from_one_another_as_their_compiled_steps():
     """A plan's kernels are below the datasheet's rates, of which a roofline is: the ratio of the two is that of all jobs."""
     ratios = []
     for name, nodes, seq, choice, milliseconds, gib in COMPILED:
-        config = preset(name, compute_dtype="bfloat16", vocab_multiple=128, attention=planned_attention)
+        config = preset(
+            name, compute_dtype="bfloat16", vocab_multiple=128, attention=planned_attention
+        )
         shape = KEPT(config, seq=seq, sequence_parallel=choice.tensor > 1)
         rows = choice.data * choice.num_microbatches
-        plan = price(shape, cluster("h100", nodes), choice, batch_size=rows, optimizer=optax.adamw(1e-4))
+        plan = price(
+            shape, cluster("h100", nodes), choice, batch_size=rows, optimizer=optax.adamw(1e-4)
+        )
         ratios.append(1e3 * plan.step_seconds / milliseconds)
         assert plan.memory_bytes / 2**30 == pytest.approx(gib, rel=0.1), choice
     middle = (max(ratios) + min(ratios)) / 2
@@ -588,13 +755,20 @@ def test_plans_are_as_far_from_one_another_as_their_compiled_steps():
 def test_times_add_up_and_the_bubble_is_the_simulators():
     choice = Choice(stage=4, num_microbatches=8)
     assumed = Assumptions(compute=1, network=1)
-    fast = node(node_bandwidth=1e30, network_bandwidth=1e30, node_latency_seconds=1e-30, network_latency_seconds=1e-30)
+    fast = node(
+        node_bandwidth=1e30,
+        network_bandwidth=1e30,
+        node_latency_seconds=1e-30,
+        network_latency_seconds=1e-30,
+    )
     plan = price(SMALL, fast, choice, batch_size=8, executor="mpmd", assumed=assumed)
     assert plan.step_seconds == pytest.approx(sum(vars(plan.ideal_time).values()))
     even = simulate(choice.table(8, "published")).bubble_fraction
     assert plan.bubble_fraction == pytest.approx(even, abs=0.12), "but for the head and unequal ops"
     rounded = dataclasses.replace(plan.ranked_by, bubble=-1e-17)
-    assert dataclasses.replace(plan, time=rounded, ideal_time=rounded).bubble_fraction >= 0, "shown as -0.0%"
+    assert dataclasses.replace(plan, time=rounded, ideal_time=rounded).bubble_fraction >= 0, (
+        "shown as -0.0%"
+    )
 
 
 def test_lora_needs_no_state_and_no_products_for_gradients_of_frozen_params():
@@ -610,11 +784,16 @@ def test_lora_needs_no_state_and_no_products_for_gradients_of_frozen_params():
     assert factors.useful_flops < 0.8 * whole.useful_flops
 
 
-CODED = TransformerConfig(vocab_size=64, num_layers=2, embed_dim=128, num_heads=2, mlp_dim=256, max_positions=32)
+CODED = TransformerConfig(
+    vocab_size=64, num_layers=2, embed_dim=128, num_heads=2, mlp_dim=256, max_positions=32
+)
 
 
 def with_and_without_codes():
-    return [transformer_shape(CODED, lora=Lora(4, LAYER_WEIGHTS), quantize=kind) for kind in (None, "nf4", "nf4-dq")]
+    return [
+        transformer_shape(CODED, lora=Lora(4, LAYER_WEIGHTS), quantize=kind)
+        for kind in (None, "nf4", "nf4-dq")
+    ]
 
 
 def test_a_model_has_as_many_parameters_in_four_bits():
@@ -627,7 +806,9 @@ def test_a_model_has_as_many_parameters_in_four_bits():
 def test_weights_in_four_bits_take_their_codes_and_scales_and_the_traffic_of_whole_ones():
     choice = Choice(tensor=2, num_microbatches=2)
     shapes = with_and_without_codes()
-    whole, coded, doubly = (price(each, cluster("h100", 1, 2), choice, batch_size=4) for each in shapes)
+    whole, coded, doubly = (
+        price(each, cluster("h100", 1, 2), choice, batch_size=4) for each in shapes
+    )
     weights = 2 * (
         4 * 128 * 128 + 2 * 128 * 256
     )  # of both layers, in float32 and at four bits with a scale for each 64
@@ -665,7 +846,9 @@ def test_codes_are_planned_beside_factors_and_without_experts(settings, message)
 def test_candidates_come_in_the_order_of_their_estimates_and_are_held_against_the_memory_only_in_their_turn():
     shape, held = KEPT(SMALL), {"num_microbatches": 4}
     estimator = Estimator(shape, cluster("h100"), 64, optax.adam(1e-4), "spmd", Assumptions())
-    seconds, choices = zip(*likely_choices(estimator, held, lambda seconds, choice: False), strict=True)
+    seconds, choices = zip(
+        *likely_choices(estimator, held, lambda seconds, choice: False), strict=True
+    )
     assert len(set(choices)) == len(choices) > 20
     assert list(seconds) == sorted(seconds)
     assert seconds[0] == pytest.approx(estimator.quick_seconds(choices[0]))
@@ -711,7 +894,14 @@ def test_what_is_held_is_kept(held):
 
 def test_what_does_not_fit_is_named_with_the_nearest_that_does():
     shape = mlp(4096, 16384, 8)
-    held = {"tensor": 1, "stage": 2, "zero": 0, "remat": False, "schedule": "1f1b", "num_microbatches": 16}
+    held = {
+        "tensor": 1,
+        "stage": 2,
+        "zero": 0,
+        "remat": False,
+        "schedule": "1f1b",
+        "num_microbatches": 16,
+    }
     with pytest.raises(
         ValueError,
         match=r"mlp needs [\d.]+ GiB a device at tensor=1, stage=2, data=4; have 7\.2, since 10% of 8 stays free\. ",
@@ -719,7 +909,8 @@ def test_what_does_not_fit_is_named_with_the_nearest_that_does():
         jaxpar.plan(shape, node(memory_bytes=8 * 2**30), batch_size=64, **held)
     of_one = node(memory_bytes=3 * 2**30, devices_per_node=1)
     with pytest.raises(
-        ValueError, match=r"mlp needs [\d.]+ GiB a device at .*; have 2\.7, .*\. Nearest: \d+ nodes\."
+        ValueError,
+        match=r"mlp needs [\d.]+ GiB a device at .*; have 2\.7, .*\. Nearest: \d+ nodes\.",
     ) as told:
         jaxpar.plan(shape, of_one, batch_size=4)
     fewest = int(str(told.value).split()[-2])
@@ -729,9 +920,13 @@ def test_what_does_not_fit_is_named_with_the_nearest_that_does():
 
 
 def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
-    twelve_heads = TransformerConfig(vocab_size=512, num_layers=4, embed_dim=96, num_heads=12, max_positions=64)
+    twelve_heads = TransformerConfig(
+        vocab_size=512, num_layers=4, embed_dim=96, num_heads=12, max_positions=64
+    )
     machines = cluster("h100", num_nodes=2)
-    with pytest.raises(ValueError, match=r"got 12 of shape .*, tensor=16\. Choose tensor from 1, 2, 4\.$"):
+    with pytest.raises(
+        ValueError, match=r"got 12 of shape .*, tensor=16\. Choose tensor from 1, 2, 4\.$"
+    ):
         jaxpar.plan(KEPT(twelve_heads), machines, batch_size=64, tensor=16)
 
 
@@ -748,8 +943,14 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
             lambda: Software(overlaps=("model",)),
             r"overlaps must be mesh axes, replica, data, context, stage, tensor; got \['model'\]\.",
         ),
-        (lambda: Software(gradient_bytes=3), r"gradient_bytes must be 1, 2, 4 or 8; got 3\. Choose 2"),
-        (lambda: Software(message_seconds=-1), r"message_seconds must be 0 or more; got -1\. Choose 0\."),
+        (
+            lambda: Software(gradient_bytes=3),
+            r"gradient_bytes must be 1, 2, 4 or 8; got 3\. Choose 2",
+        ),
+        (
+            lambda: Software(message_seconds=-1),
+            r"message_seconds must be 0 or more; got -1\. Choose 0\.",
+        ),
         (lambda: Software(recompute=2), r"recompute must be a share, 0 to 1; got 2\."),
         (lambda: Software(product_rate=0), r"product_rate must be positive; got 0\."),
         (lambda: Software(expert_imbalance=0.5), r"expert_imbalance must be 1 or more; got 0\.5\."),
@@ -765,7 +966,10 @@ def test_what_a_refusal_of_the_model_proposes_divides_the_devices_too():
             lambda: jaxpar.plan(SMALL, node(), batch_size=64, executor="fast"),
             r'executor must be "spmd" or "mpmd"; got \'fast\'',
         ),
-        (lambda: jaxpar.plan(SMALL, node(), batch_size=64, top=0), r"top must be at least 1; got 0"),
+        (
+            lambda: jaxpar.plan(SMALL, node(), batch_size=64, top=0),
+            r"top must be at least 1; got 0",
+        ),
         (
             lambda: jaxpar.plan(SMALL, node(), batch_size=66, tensor=2, stage=1),
             r"data must divide the batch; got data=4.* batch_size=68",
@@ -823,7 +1027,9 @@ def test_the_command_prints_a_table_or_a_list_for_programs(capsys, tmp_path, mon
 @pytest.mark.parametrize("remat", [False, True])
 def test_slots_and_times_of_many_microbatches_go_on_as_those_of_few(monkeypatch, remat):
     def slots_and_times(schedule, chunks):
-        many = Choice(stage=4, schedule=schedule, num_chunks=chunks, num_microbatches=40, remat=remat)
+        many = Choice(
+            stage=4, schedule=schedule, num_chunks=chunks, num_microbatches=40, remat=remat
+        )
         found = price("gpt2", cluster("h100", 1), many, batch_size=40)
         return many.num_slots, [found.time.total, found.ideal_time.total]
 
@@ -838,7 +1044,13 @@ def test_slots_and_times_of_many_microbatches_go_on_as_those_of_few(monkeypatch,
 
 @pytest.mark.parametrize(
     ("seconds", "digits", "text"),
-    [(0.01234, 3, "0.0123 s"), (9.876, 3, "9.88 s"), (1834.2, 3, "1834 s"), (180.4, 2, "180 s"), (0.5, 2, "0.5 s")],
+    [
+        (0.01234, 3, "0.0123 s"),
+        (9.876, 3, "9.88 s"),
+        (1834.2, 3, "1834 s"),
+        (180.4, 2, "180 s"),
+        (0.5, 2, "0.5 s"),
+    ],
 )
 def test_seconds_are_written_without_powers_of_ten(seconds, digits, text):
     assert seconds_text(seconds, digits) == text
@@ -846,14 +1058,36 @@ def test_seconds_are_written_without_powers_of_ten(seconds, digits, text):
 
 def test_what_needs_the_memory_is_named_first(capsys):
     """With one layer of one row on one GPU, so that the refusal takes little time."""
-    args = ["plan", "--model", "llama3.1-8b", "--gpus-per-node", "1", "--seq", "131072", "--batch-size", "1"]
+    args = [
+        "plan",
+        "--model",
+        "llama3.1-8b",
+        "--gpus-per-node",
+        "1",
+        "--seq",
+        "131072",
+        "--batch-size",
+        "1",
+    ]
     assert main([*args, "--attention", "xla", "--remat", "yes"]) == 2
     said = capsys.readouterr().err
-    assert "llama3.1-8b with rows of 131,072 tokens and attention that stores its scores needs" in said
+    assert (
+        "llama3.1-8b with rows of 131,072 tokens and attention that stores its scores needs" in said
+    )
     assert said.strip().endswith("stays free. Choose --seq 8192 or --attention flash.")
 
 
-HELD = ("--batch-size", "8", "--num-microbatches", "1", "--gpus-per-node", "2", "--tensor", "2", "--json")
+HELD = (
+    "--batch-size",
+    "8",
+    "--num-microbatches",
+    "1",
+    "--gpus-per-node",
+    "2",
+    "--tensor",
+    "2",
+    "--json",
+)
 
 
 def test_the_command_plans_for_the_config_of_a_folder(tmp_path, capsys):
@@ -864,7 +1098,12 @@ def test_the_command_plans_for_the_config_of_a_folder(tmp_path, capsys):
         "num_attention_heads": 4,
         "vocab_size": 500,
     }
-    config |= {"intermediate_size": 128, "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+    config |= {
+        "intermediate_size": 128,
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["plan", "--model", str(tmp_path), *HELD]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
@@ -874,10 +1113,15 @@ def test_the_command_plans_for_the_config_of_a_folder(tmp_path, capsys):
     assert main(["plan", "--model", str(tmp_path / "elsewhere"), *HELD]) == 2
     assert "--model must be a folder with a model; got" in capsys.readouterr().err
     assert main(["plan", "--model", "gpt2", "--ignore-config-keys", "attn_pdrop", *HELD]) == 2
-    assert "--ignore-config-keys are of the config.json in a folder; got attn_pdrop for gpt2" in capsys.readouterr().err
+    assert (
+        "--ignore-config-keys are of the config.json in a folder; got attn_pdrop for gpt2"
+        in capsys.readouterr().err
+    )
 
 
-def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(tmp_path, capsys, monkeypatch):
+def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(
+    tmp_path, capsys, monkeypatch
+):
     """python -m jaxpar plan --model my_model:SHAPE"""
     page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
     (program,) = re.findall(r"`my_model.py`:\n\n```python\n(.*?)```", page, flags=re.DOTALL)
@@ -892,15 +1136,22 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(tmp_path
     (plan,) = json.loads(capsys.readouterr().out)
     assert plan["tensor"] == 2
     assert not {"model", "seq", "attention"} & set(plan)
-    assert plan["own_model"] == "my_model:SHAPE", "by which `manifest` tells that a recipe trains another"
-    assert (plan["gpu"], plan["nodes"], plan["gpus_per_node"]) == ("h100", 1, 2), "by which `manifest` makes nodes"
+    assert plan["own_model"] == "my_model:SHAPE", (
+        "by which `manifest` tells that a recipe trains another"
+    )
+    assert (plan["gpu"], plan["nodes"], plan["gpus_per_node"]) == ("h100", 1, 2), (
+        "by which `manifest` makes nodes"
+    )
     for given, message in (
         (["my_model:OTHER"], "--model must name a ModelShape; got my_model:OTHER, of type int"),
         (
             ["here/my_model.py:SHAPE"],
             "a module, not its file; got here/my_model.py:SHAPE. Call `plan` in its folder, with --model my_model:SHAPE.",
         ),
-        (["my_model:SHAPES"], "--model must name a value of my_model; got my_model:SHAPES, which is not there"),
+        (
+            ["my_model:SHAPES"],
+            "--model must name a value of my_model; got my_model:SHAPES, which is not there",
+        ),
         (
             ["no_model:SHAPE"],
             "--model must name a module that is there; got no_model:SHAPE: No module named 'no_model'",
@@ -911,8 +1162,14 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(tmp_path
             'program.py:2. Put what runs a program under if __name__ == "__main__", or correct the module.',
         ),
         (["unclosed:SHAPE"], "unclosed.py:1. Correct it."),
-        (["a..b:SHAPE"], "--model must name a module, as in an import; got a..b:SHAPE. Name a ModelShape"),
-        (["my_model:SHAPE", "--seq", "8"], "a ModelShape has its own rows, layers and sharding rules; got --seq 8"),
+        (
+            ["a..b:SHAPE"],
+            "--model must name a module, as in an import; got a..b:SHAPE. Name a ModelShape",
+        ),
+        (
+            ["my_model:SHAPE", "--seq", "8"],
+            "a ModelShape has its own rows, layers and sharding rules; got --seq 8",
+        ),
     ):
         assert main(["plan", "--model", *given, *HELD]) == 2
         assert message in capsys.readouterr().err
@@ -945,7 +1202,10 @@ def test_what_a_mesh_that_does_not_fit_is_told_to_change_fits(capsys, given, rem
 @pytest.mark.parametrize("flag", ["--batch-size", "--nodes", "--seq"])
 def test_a_number_whose_divisors_would_take_for_ever_is_refused(capsys, flag):
     assert main(["plan", "--model", "gpt2", flag, "99999999999999999999"]) == 2
-    assert f"{flag} must be at most 2147483648; got 99999999999999999999. Choose less." in capsys.readouterr().err
+    assert (
+        f"{flag} must be at most 2147483648; got 99999999999999999999. Choose less."
+        in capsys.readouterr().err
+    )
     assert divisors(2**31 - 1) == [1, 2**31 - 1]
     assert [divisors(n) for n in (1, 12, 16)] == [[1], [1, 2, 3, 4, 6, 12], [1, 2, 4, 8, 16]]
 
@@ -957,7 +1217,8 @@ def test_plans_that_do_not_fit_by_the_compilers_account_are_dropped(monkeypatch,
     first, second, *_ = json.loads(capsys.readouterr().out)
     sizes = iter([10**12, 7])
     monkeypatch.setattr(
-        "jaxpar.commands.plans._compile", lambda plans, *_: {each.choice: next(sizes) for each in plans}
+        "jaxpar.commands.plans._compile",
+        lambda plans, *_: {each.choice: next(sizes) for each in plans},
     )
     monkeypatch.setattr("jaxpar.commands.plans.check_cudnn", lambda otherwise: None)
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)  # too late here
@@ -968,14 +1229,20 @@ def test_plans_that_do_not_fit_by_the_compilers_account_are_dropped(monkeypatch,
     assert (first["data"], first["stage"], first["tensor"]) not in axes
     sizes = iter([10**12])
     assert main([*args, "--compile", "1", "--top", "1"]) == 2
-    assert "a plan must fit the memory of a h100 by the compiler's account too; got" in capsys.readouterr().err
+    assert (
+        "a plan must fit the memory of a h100 by the compiler's account too; got"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("--compile", "-1"), "--compile must be at least 0; got -1."),
-        (("--compile", "2", "--executor", "mpmd"), "got --executor mpmd, --compile 2. Leave one out."),
+        (
+            ("--compile", "2", "--executor", "mpmd"),
+            "got --executor mpmd, --compile 2. Leave one out.",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(capsys, flags, said):
@@ -988,7 +1255,10 @@ def test_a_missing_compiler_for_gpus_is_named(monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
     monkeypatch.setattr("jaxpar.commands.plans.check_cudnn", lambda otherwise: None)
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)
-    assert main(["plan", *GPT2, "--tensor", "1", "--stage", "1", "--remat", "no", "--compile", "1"]) == 2
+    assert (
+        main(["plan", *GPT2, "--tensor", "1", "--stage", "1", "--remat", "no", "--compile", "1"])
+        == 2
+    )
     assert "Install it: pip install -e '.[gpu-compile]'" in capsys.readouterr().err
 
 
@@ -1005,7 +1275,9 @@ def test_a_plan_counts_the_slot_to_which_idle_stages_write(num_microbatches, slo
 
 
 def test_under_remat_chunks_of_one_layer_keep_only_their_inputs():
-    shape = KEPT(TransformerConfig(num_layers=16, embed_dim=64, num_heads=4, vocab_size=256), seq=128)
+    shape = KEPT(
+        TransformerConfig(num_layers=16, embed_dim=64, num_heads=4, vocab_size=256), seq=128
+    )
     choice = Choice(stage=8, schedule="interleaved", num_chunks=2, num_microbatches=8, remat=True)
     plan = price(shape, cluster("h100"), choice, batch_size=8)
     inputs = choice.num_slots["inbox"] + 1

@@ -38,7 +38,9 @@ def _own_layer(p, x):
 OWN = ModelShape(
     name="own",
     model=jaxpar.LayeredModel(
-        lambda outer, batch: batch["x"] @ outer["w_in"], _own_layer, lambda outer, x: x @ outer["w_out"]
+        lambda outer, batch: batch["x"] @ outer["w_in"],
+        _own_layer,
+        lambda outer, x: x @ outer["w_out"],
     ),
     loss=lambda outputs, batch: jaxpar.losses.squared_error(outputs, batch["y"]),
     params={
@@ -56,7 +58,10 @@ OWN = ModelShape(
         "layers/w_down": jaxpar.row_parallel(),
         "outer/*": jaxpar.replicated(),
     },
-    row={"x": jax.ShapeDtypeStruct((1, 6), jnp.float32), "y": jax.ShapeDtypeStruct((1, 2), jnp.float32)},
+    row={
+        "x": jax.ShapeDtypeStruct((1, 6), jnp.float32),
+        "y": jax.ShapeDtypeStruct((1, 2), jnp.float32),
+    },
 )
 
 
@@ -145,12 +150,15 @@ MORE = [
     ("wide+lora-nf4-dq", 2, 2, 2, "zb-h1", 4, 3, False),
     ("wide+lora-nf4-dq", 4, 1, 2, "1f1b", 2, 3, True),
 ]
-ALL = [pytest.param(*each) for each in DRAWS] + [pytest.param(*each, marks=pytest.mark.slow) for each in MORE]
+ALL = [pytest.param(*each) for each in DRAWS] + [
+    pytest.param(*each, marks=pytest.mark.slow) for each in MORE
+]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("model", "data", "stage", "tensor", "schedule", "num_microbatches", "zero", "remat"), quick(ALL, 3)
+    ("model", "data", "stage", "tensor", "schedule", "num_microbatches", "zero", "remat"),
+    quick(ALL, 3),
 )
 def test_bytes_at_rest_and_traffic_are_the_compiled_steps(
     model, data, stage, tensor, schedule, num_microbatches, zero, remat
@@ -159,12 +167,15 @@ def test_bytes_at_rest_and_traffic_are_the_compiled_steps(
     analysis, at_rest = predicted(model, choice)
     state, report = compiled(model, choice)
     on_device = lambda tree: sum(
-        jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype).size * leaf.dtype.itemsize
+        jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype).size
+        * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
     assert at_rest.bytes["params"] == on_device(state.params)
     assert at_rest.bytes["optimizer"] == on_device((state.opt_state, state.step, state.num_skipped))
-    moved = {"data": 0, "stage": 0, "tensor": 0} | {"+".join(axes): n for axes, n in report.bytes_by_axes().items()}
+    moved = {"data": 0, "stage": 0, "tensor": 0} | {
+        "+".join(axes): n for axes, n in report.bytes_by_axes().items()
+    }
     assert bytes_by_axis(step_traffic(choice, analysis, at_rest)) == moved, report.render()
 
 
@@ -179,12 +190,16 @@ def test_bytes_at_rest_and_traffic_are_the_compiled_steps(
 )
 def test_experts_over_data_send_what_is_planned(stage, exchange, products):
     experts = Experts(count=8, mlp_dim=128, buffer=1.5, exchange=exchange, products=products)
-    config = dataclasses.replace(WIDE, norm="rms", mlp="swiglu", biases=False, experts=experts, num_layers=2)
+    config = dataclasses.replace(
+        WIDE, norm="rms", mlp="swiglu", biases=False, experts=experts, num_layers=2
+    )
     shape = transformer_shape(config, experts="data")
     choice = Choice(data=4, stage=stage, num_microbatches=4, zero=1, experts="data")
     traffic = step_traffic(choice, Analysis(shape, 2, 1, data=4), AtRest(shape, OPTIMIZER, choice))
     _, report = compile_choice(shape, choice, jaxpar.make_mesh(**choice.sizes), OPTIMIZER, ROWS)
-    moved = {"stage": 0, "tensor": 0} | {"+".join(axes): n for axes, n in report.bytes_by_axes().items()}
+    moved = {"stage": 0, "tensor": 0} | {
+        "+".join(axes): n for axes, n in report.bytes_by_axes().items()
+    }
     assert bytes_by_axis(traffic) == moved, report.render()
 
 
@@ -221,11 +236,17 @@ def test_gradient_bytes_are_those_of_value_and_grad(data, stage, tensor, zero):
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
     shape = shape_of("gpt2")
     shardings = shardings_from_paths(shape.params, mesh, shape.rules)
-    step = jaxpar.value_and_grad(shape.model, shape.loss, mesh, num_microbatches=2, zero=zero, shardings=shardings)
+    step = jaxpar.value_and_grad(
+        shape.model, shape.loss, mesh, num_microbatches=2, zero=zero, shardings=shardings
+    )
     init = lambda key: jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), shape.params)
-    params = jaxpar.abstract_state(init, jax.random.key(0), OPTIMIZER, mesh, shardings, zero=zero).params
+    params = jaxpar.abstract_state(
+        init, jax.random.key(0), OPTIMIZER, mesh, shardings, zero=zero
+    ).params
     rows = NamedSharding(mesh, PartitionSpec("data"))
-    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), shape.batch(ROWS))
+    batch = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), shape.batch(ROWS)
+    )
     program = jax.jit(step).lower(params, batch).compile()
     _, grads = program.output_shardings
     sizes = jax.tree.map(lambda p, s: 4 * math.prod(s.shard_shape(p.shape)), shape.params, grads)
@@ -250,7 +271,10 @@ MORE_THAN_PLANNED = pytest.mark.xfail(
     reason="XLA's CPU backend keeps reduced gradients beside what the update makes of them: 14% more than is planned",
 )
 # For GPUs such steps need what is planned: those in test_planned_memory.py within a hundredth.
-BESIDE_FACTORS = [("long+lora", 2, 1, 2, "1f1b", 1, 0, True), ("long+lora-nf4", 2, 1, 2, "1f1b", 1, 0, True)]
+BESIDE_FACTORS = [
+    ("long+lora", 2, 1, 2, "1f1b", 1, 0, True),
+    ("long+lora-nf4", 2, 1, 2, "1f1b", 1, 0, True),
+]
 MORE_BESIDE_FACTORS = pytest.mark.xfail(
     strict=True,
     reason="XLA's CPU backend adds the products with a weight and with its factors each time that the sum is read, so both "
@@ -301,5 +325,7 @@ def test_memory_of_a_step_is_within_a_tenth_of_the_compilers(run):
 def test_ranking_of_memory_is_the_compilers_where_runs_differ_by_a_tenth(runs):
     sizes = {run: needed(*draw(*run))[1:] for run in runs}
     for (a, (mine_a, its_a)), (b, (mine_b, its_b)) in itertools.combinations(sizes.items(), 2):
-        if max(its_a.total_bytes, its_b.total_bytes) > 1.1 * min(its_a.total_bytes, its_b.total_bytes):
+        if max(its_a.total_bytes, its_b.total_bytes) > 1.1 * min(
+            its_a.total_bytes, its_b.total_bytes
+        ):
             assert (mine_a < mine_b) == (its_a.total_bytes < its_b.total_bytes), (a, b)

@@ -17,7 +17,8 @@ ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 
 
 @pytest.mark.parametrize(
-    "character", ["\x00", "\x07", "\x1b", "\r", "\x7f", "\x85", "\x9b", "\u200f", "\u202e", "\u2028", "\ud800"]
+    "character",
+    ["\x00", "\x07", "\x1b", "\r", "\x7f", "\x85", "\x9b", "\u200f", "\u202e", "\u2028", "\ud800"],
 )
 def test_what_a_terminal_obeys_is_escaped(character):
     assert printable(f"a{character}b").isprintable()
@@ -80,7 +81,9 @@ def test_what_a_recipe_says_is_shown_escaped(capsys):
     assert said.err.strip().isprintable()
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", '{"features": [1], "target": "a", "seen": []}'])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[]", "{}", '{"features": [1], "target": "a", "seen": []}']
+)
 def test_a_model_that_no_run_has_written_is_refused(tmp_path, text):
     (tmp_path / trained_linear.MODEL).write_text(text)
     with pytest.raises(ValueError, match="must be one that a run has written"):

@@ -36,7 +36,10 @@ KUBERNETES = {
     ("environ", "place"),
     [
         ({}, None),
-        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # sbatch without srun
+        (
+            {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+            None,
+        ),  # sbatch without srun
         ({**SLURM, "SLURM_NTASKS": "1"}, None),
         (OWN, ProcessEnv("10.0.0.1:1234", 4, 2)),
         (KUBERNETES, ProcessEnv("gpt-workers-0-0.gpt:3389", 2, 1)),
@@ -45,9 +48,18 @@ KUBERNETES = {
             {**SLURM, "SLURM_NTASKS": "6", "SLURM_LOCALID": "1"},
             ProcessEnv("gpu003:61444", 6, 1, local_device_ids=(1,), on_several_hosts=True),
         ),
-        ({**SLURM, "JAX_COORDINATOR_PORT": "99"}, ProcessEnv("gpu003:99", 3, 1, on_several_hosts=True)),
-        ({**SLURM, "JAX_COORDINATOR_ADDRESS": "a:9"}, ProcessEnv("a:9", 3, 1, on_several_hosts=True)),
-        (OPEN_MPI, ProcessEnv("10.96.0.1:62624", 4, 3, local_device_ids=(1,), on_several_hosts=True)),
+        (
+            {**SLURM, "JAX_COORDINATOR_PORT": "99"},
+            ProcessEnv("gpu003:99", 3, 1, on_several_hosts=True),
+        ),
+        (
+            {**SLURM, "JAX_COORDINATOR_ADDRESS": "a:9"},
+            ProcessEnv("a:9", 3, 1, on_several_hosts=True),
+        ),
+        (
+            OPEN_MPI,
+            ProcessEnv("10.96.0.1:62624", 4, 3, local_device_ids=(1,), on_several_hosts=True),
+        ),
         (
             {**OWN, "JAX_COORDINATOR_BIND_ADDRESS": "[::]:9", "JAX_LOCAL_DEVICE_IDS": "0,3"},
             ProcessEnv("10.0.0.1:1234", 4, 2, bind="[::]:9", local_device_ids=(0, 3)),
@@ -65,14 +77,20 @@ def test_each_launcher_is_understood(environ, place):
             {"JAX_NUM_PROCESSES": "2"},
             "got JAX_NUM_PROCESSES=2 and no JAX_COORDINATOR_ADDRESS and no JAX_PROCESS_ID. Set",
         ),
-        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": ""}, "and no JAX_COORDINATOR_ADDRESS. Set what is missing"),
+        (
+            {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": ""},
+            "and no JAX_COORDINATOR_ADDRESS. Set what is missing",
+        ),
         (
             {**OWN, "JAX_PROCESS_ID": "4"},
             "from 0 to one less than their count; got JAX_PROCESS_ID=4, JAX_NUM_PROCESSES=4",
         ),
         ({**OWN, "JAX_PROCESS_ID": "two"}, "JAX_PROCESS_ID must be a number; got 'two'"),
         ({**SLURM, "SLURM_JOB_ID": "seven"}, "SLURM_JOB_ID must be a number; got 'seven'"),
-        ({**OWN, "JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, "JAX_COORDINATOR_ADDRESS must be host:port; got '10.0.0.1'"),
+        (
+            {**OWN, "JAX_COORDINATOR_ADDRESS": "10.0.0.1"},
+            "JAX_COORDINATOR_ADDRESS must be host:port; got '10.0.0.1'",
+        ),
         ({**OWN, "JAX_COORDINATOR_ADDRESS": "a:99999"}, "must be host:port; got 'a:99999'"),
         ({**OWN, "JAX_LOCAL_DEVICE_IDS": "a"}, "JAX_LOCAL_DEVICE_IDS must be numbers; got 'a'"),
     ],
@@ -82,16 +100,27 @@ def test_what_is_wrong_is_told(environ, message):
         read_process_env(environ)
 
 
-@pytest.mark.parametrize("name", ["JAXPAR_RUN_TOKN", "JAXPAR_TOKEN", "jaxpar_run_token", "JAX_PAR_RUN_TOKEN"])
-def test_a_misspelt_variable_of_jaxpar_is_refused_and_another_told_once(name, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    "name", ["JAXPAR_RUN_TOKN", "JAXPAR_TOKEN", "jaxpar_run_token", "JAX_PAR_RUN_TOKEN"]
+)
+def test_a_misspelt_variable_of_jaxpar_is_refused_and_another_told_once(
+    name, monkeypatch, capsys, tmp_path
+):
     with pytest.raises(ValueError, match=rf"got {name}\. Did you mean JAXPAR_RUN_TOKEN\?"):
         read_process_env({**OWN, name: "x"})
     monkeypatch.setenv(name, "x")
     with pytest.raises(ValueError, match=rf"got {name}\. Did you mean JAXPAR_RUN_TOKEN\?"):
         Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh())
     for _ in range(2):
-        read_process_env({**OWN, f"JAXPAR_COLOUR_{name}": "red", "JAX_ENABLE_X64": "1", "JAXPAR_TEST_SEED": "3"})
-    assert capsys.readouterr().err.count("is ignored: the variables that jaxpar reads are JAXPAR_RUN_TOKEN, ") == 1
+        read_process_env(
+            {**OWN, f"JAXPAR_COLOUR_{name}": "red", "JAX_ENABLE_X64": "1", "JAXPAR_TEST_SEED": "3"}
+        )
+    assert (
+        capsys.readouterr().err.count(
+            "is ignored: the variables that jaxpar reads are JAXPAR_RUN_TOKEN, "
+        )
+        == 1
+    )
 
 
 def test_every_variable_that_the_code_names_is_known():

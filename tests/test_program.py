@@ -28,19 +28,27 @@ class Stage:
         return int(self.program.tables[table][self.index, tick])
 
     def write(self, buffer, slot, value):
-        assert 0 <= slot < len(self.held[buffer]), f"{value} goes to slot {slot} of {buffer} of stage {self.index}"
+        assert 0 <= slot < len(self.held[buffer]), (
+            f"{value} goes to slot {slot} of {buffer} of stage {self.index}"
+        )
         self.held[buffer][slot] = value
         self.lives[buffer][value] = [self.time, self.time]
 
     def read(self, buffer, slot, value):
-        assert 0 <= slot < len(self.held[buffer]), f"{value} comes from slot {slot} of {buffer} of stage {self.index}"
+        assert 0 <= slot < len(self.held[buffer]), (
+            f"{value} comes from slot {slot} of {buffer} of stage {self.index}"
+        )
         found = self.held[buffer][slot]
-        assert found == value, f"stage {self.index} reads {found} for {value}, in slot {slot} of {buffer}"
+        assert found == value, (
+            f"stage {self.index} reads {found} for {value}, in slot {slot} of {buffer}"
+        )
         self.lives[buffer][value][1] = self.time
 
     def peak(self, buffer):
         lives = self.lives[buffer].values()
-        return max((sum(start <= time <= end for start, end in lives) for time, _ in lives), default=0)
+        return max(
+            (sum(start <= time <= end for start, end in lives) for time, _ in lives), default=0
+        )
 
 
 def run_op(program, stage, name, tick):
@@ -48,7 +56,9 @@ def run_op(program, stage, name, tick):
     schedule, kind = program.schedule, name[0]
     m, chunk = stage.slot(f"{name}_microbatch", tick), stage.slot(f"{name}_chunk", tick)
     part, last = schedule.virtual_stage(stage.index, chunk), schedule.num_virtual_stages - 1
-    use = lambda action, buffer, field, value: action(buffer, stage.slot(f"{name}_{field}", tick), value)
+    use = lambda action, buffer, field, value: action(
+        buffer, stage.slot(f"{name}_{field}", tick), value
+    )
     if kind in "FR" and part > 0:
         use(stage.read, "inbox", "x", ("x", part - 1, m))
     if kind == ("R" if schedule.recomputes else "F"):
@@ -86,7 +96,9 @@ def is_discarded(program, index, name, tick):
 def discard(program, stage, name, tick):
     """Writes what an idle op computes, of no use to any other."""
     for field in ("residuals_b", "residuals_w", "cotangents_w"):
-        if (slot := program.tables.get(f"{name}_{field}")) is not None and writes(program, name, field):
+        if (slot := program.tables.get(f"{name}_{field}")) is not None and writes(
+            program, name, field
+        ):
             stage.write(field, int(slot[stage.index, tick]), ("discarded", field, name, tick))
 
 
@@ -112,7 +124,9 @@ def run_tables(program):
                     discard(program, stage, name, tick)
                 elif program.tables[f"{name}_on"][stage.index, tick]:
                     for direction, message in run_op(program, stage, name, tick):
-                        assert (stage.index, direction) not in sent, f"two messages {direction} in tick {tick}"
+                        assert (stage.index, direction) not in sent, (
+                            f"two messages {direction} in tick {tick}"
+                        )
                         sent[stage.index, direction] = message
                     done.append((stage.index, name[0], stage.slot(f"{name}_microbatch", tick)))
             stage.time += 1
@@ -125,7 +139,12 @@ def run_tables(program):
                 )
                 if slot != NONE:
                     stage.write("inbox", slot, sent[source, direction])
-    want = [(stage, op.kind, op.microbatch) for row in schedule.ops for stage, ops in enumerate(row) for op in ops]
+    want = [
+        (stage, op.kind, op.microbatch)
+        for row in schedule.ops
+        for stage, ops in enumerate(row)
+        for op in ops
+    ]
     assert sorted(done) == sorted(want), "an op of the schedule is missing from the tables"
     return stages
 
@@ -135,7 +154,9 @@ def check_program(schedule, *, masks=False):
     stages = run_tables(program)
     for buffer in BUFFERS:
         peak = max(stage.peak(buffer) for stage in stages)
-        assert program.num_slots[buffer] == peak, f"{buffer} of {schedule.name}: slots, and values live at once"
+        assert program.num_slots[buffer] == peak, (
+            f"{buffer} of {schedule.name}: slots, and values live at once"
+        )
     return program
 
 
@@ -162,14 +183,19 @@ def test_each_op_reads_its_own_values_from_as_few_slots_as_are_live_at_once(name
 
 @pytest.mark.parametrize(("name", "form", "remat"), [case for case in NAMED if case[0] != "gpipe"])
 def test_slots_do_not_grow_with_the_number_of_microbatches(name, form, remat):
-    few, many = (compile_schedule(named(name, 4, num_microbatches, form, remat)) for num_microbatches in (12, 36))
+    few, many = (
+        compile_schedule(named(name, 4, num_microbatches, form, remat))
+        for num_microbatches in (12, 36)
+    )
     assert few.num_slots == many.num_slots
 
 
 @pytest.mark.parametrize(("name", "form", "remat"), NAMED)
 def test_stored_activations_have_the_slots_that_the_simulator_says(name, form, remat):
     schedule = named(name, 4, 8, form, remat)
-    assert compile_schedule(schedule).num_slots["residuals_w"] == max(simulate(schedule).peak_residuals)
+    assert compile_schedule(schedule).num_slots["residuals_w"] == max(
+        simulate(schedule).peak_residuals
+    )
 
 
 @pytest.mark.parametrize(("name", "form", "remat"), NAMED)
@@ -178,17 +204,23 @@ def test_segments_hold_each_tick_once_and_mask_only_where_that_takes_no_longer(n
     (whole,) = compile_schedule(schedule).segments
     assert (whole.start, whole.stop, whole.masked) == (0, schedule.num_ticks, False)
     program = compile_schedule(schedule, masks=True)
-    assert [tick for each in program.segments for tick in range(each.start, each.stop)] == list(range(whole.stop))
+    assert [tick for each in program.segments for tick in range(each.start, each.stop)] == list(
+        range(whole.stop)
+    )
     length = lambda op: 2 if op == "B" and not schedule.splits_backward else 1
     for segment in program.segments:
         for tick in range(segment.start, segment.stop):
             on = {op: program.tables[f"{op}_on"][:, tick] for op in program.ops}
             assert {op for op in program.ops if on[op].any()} <= set(segment.ops)
-            slowest = max(sum(length(op) * on[op][stage] for op in program.ops) for stage in range(4))
+            slowest = max(
+                sum(length(op) * on[op][stage] for op in program.ops) for stage in range(4)
+            )
             assert not segment.masked or sum(map(length, segment.ops)) == slowest
 
 
-@pytest.mark.parametrize(("name", "remat"), list(product(("gpipe", "1f1b", "interleaved", "zb-h1"), (False, True))))
+@pytest.mark.parametrize(
+    ("name", "remat"), list(product(("gpipe", "1f1b", "interleaved", "zb-h1"), (False, True)))
+)
 def test_a_steady_state_in_fused_form_is_masked(name, remat):
     program = compile_schedule(named(name, 4, 12, "fused", remat), masks=True)
     longest = max(program.segments, key=lambda segment: segment.stop - segment.start)
@@ -197,7 +229,9 @@ def test_a_steady_state_in_fused_form_is_masked(name, remat):
     assert all(segment.masked for segment in program.segments) == (name != "zb-h1")
 
 
-@pytest.mark.parametrize(("name", "remat"), list(product(("gpipe", "1f1b", "interleaved"), (False, True))))
+@pytest.mark.parametrize(
+    ("name", "remat"), list(product(("gpipe", "1f1b", "interleaved"), (False, True)))
+)
 def test_a_w_in_the_tick_of_its_b_is_joined_with_it(name, remat):
     schedule = named(name, 4, 12, "fused", remat)
     joined = join_backward(schedule)
@@ -210,7 +244,8 @@ def test_a_w_in_the_tick_of_its_b_is_joined_with_it(name, remat):
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("1f1b", "unit"), ("1f1b", "published"), ("zb-h1", "fused"), ("zb-v", "unit")]
+    ("name", "form"),
+    [("1f1b", "unit"), ("1f1b", "published"), ("zb-h1", "fused"), ("zb-v", "unit")],
 )
 def test_a_w_in_another_tick_is_not_joined(name, form):
     schedule = named(name, 4, 12, form)
@@ -255,13 +290,18 @@ def test_two_messages_one_way_in_a_tick_are_named():
     """In a V the F of an odd chunk goes back, as the B of an even one does."""
 
     def schedule(*together):
-        start = [[Op("F", 0, 0), Op("F", 1, 0), Op("F", 0, 1)], [Op("F", 0, 0), Op("F", 0, 1), Op("F", 1, 0)]]
+        start = [
+            [Op("F", 0, 0), Op("F", 1, 0), Op("F", 0, 1)],
+            [Op("F", 0, 0), Op("F", 0, 1), Op("F", 1, 0)],
+        ]
         end = [Op("B", 0, 1), *together, Op("B", 1, 1), Op("B", 1, 0)]
         return Schedule.from_orders([[*start[0], *end], [*start[1], *end]], placement="v")
 
     check_program(schedule(Op("F", 1, 1), Op("B", 0, 0)))
     told = "one message each way in a tick; got F of microbatch 1, chunk 1 and B of microbatch 0, chunk 0 on stage 1 in tick 6"
-    with pytest.raises(ValueError, match=f"{told}, both for stage 0. Give one of them a tick of its own"):
+    with pytest.raises(
+        ValueError, match=f"{told}, both for stage 0. Give one of them a tick of its own"
+    ):
         compile_schedule(schedule((Op("F", 1, 1), Op("B", 0, 0))))
 
 
@@ -273,14 +313,24 @@ def test_two_ops_of_a_kind_in_a_tick_are_named_and_two_w_are_run():
     program = check_program(schedule((Op("W", 1), Op("W", 0))))
     assert program.ops == ("F", "B", "W", "W2")
     both = Schedule.from_orders([[(Op("F", 0), Op("F", 1)), Op("B", 0), Op("B", 1)]])
-    with pytest.raises(ValueError, match=r"one F in a tick.* got a second, F of microbatch 1.* on stage 0 in tick 0"):
+    with pytest.raises(
+        ValueError,
+        match=r"one F in a tick.* got a second, F of microbatch 1.* on stage 0 in tick 0",
+    ):
         compile_schedule(both)
 
 
 def test_a_table_that_breaks_a_dependency_is_named():
-    late = Schedule("custom", 2, 1, 1, (((Op("F", 0),), (Op("F", 0),)), ((), (Op("B", 0),)), ((Op("B", 0),), ())))
+    late = Schedule(
+        "custom",
+        2,
+        1,
+        1,
+        (((Op("F", 0),), (Op("F", 0),)), ((), (Op("B", 0),)), ((Op("B", 0),), ())),
+    )
     with pytest.raises(
-        ValueError, match=r"an op must come after what it needs.*F of microbatch 0, chunk 0 on stage 1 in tick 0"
+        ValueError,
+        match=r"an op must come after what it needs.*F of microbatch 0, chunk 0 on stage 1 in tick 0",
     ):
         compile_schedule(late)
 
@@ -299,20 +349,31 @@ def test_a_wrong_slot_or_tick_is_noticed_here():
 
 
 def test_f_and_b_are_merged_where_no_stage_needs_one_for_the_other():
-    merges = lambda schedule: [each.merges for each in compile_schedule(schedule, masks=True).segments]
+    merges = lambda schedule: [
+        each.merges for each in compile_schedule(schedule, masks=True).segments
+    ]
     for name, num_chunks in (("1f1b", 1), ("interleaved", 2)):
         for remat in (False, True):
             merged = make_schedule(name, 4, 12, num_chunks, form="merged", remat=remat)
             assert True in merges(merged)
-            assert not any(each.merges for each in compile_schedule(merged).segments), "stages skip idle ops"
+            assert not any(each.merges for each in compile_schedule(merged).segments), (
+                "stages skip idle ops"
+            )
             fused = make_schedule(name, 4, 12, num_chunks, form="fused", remat=remat)
-            assert True not in merges(join_backward(fused)), "the last stage runs F and B of one microbatch in a tick"
+            assert True not in merges(join_backward(fused)), (
+                "the last stage runs F and B of one microbatch in a tick"
+            )
     assert True not in merges(make_schedule("1f1b", 4, 12, form="fused")), "B and W are apart"
 
 
 @pytest.mark.parametrize(
     ("name", "form", "first"),
-    [("1f1b", "merged", 3), ("1f1b", "fused", 3), ("interleaved", "merged", 7), ("gpipe", "fused", 3)],
+    [
+        ("1f1b", "merged", 3),
+        ("1f1b", "fused", 3),
+        ("interleaved", "merged", 7),
+        ("gpipe", "fused", 3),
+    ],
 )
 def test_masked_ticks_before_the_first_head_have_none(name, form, first):
     program = compile_schedule(make_schedule(name, 4, 8, form=form), masks=True)
@@ -320,7 +381,9 @@ def test_masked_ticks_before_the_first_head_have_none(name, form, first):
     assert without == list(range(first))
     last, chunk = program.schedule.stage_and_chunk(program.schedule.num_virtual_stages - 1)
     assert not (program.tables["F_chunk"][last, :first] == chunk).any()
-    assert all(each.has_head for each in compile_schedule(make_schedule(name, 4, 8, form=form)).segments)
+    assert all(
+        each.has_head for each in compile_schedule(make_schedule(name, 4, 8, form=form)).segments
+    )
 
 
 def run_layers(program, num_layers=3):
@@ -341,19 +404,42 @@ def run_layers(program, num_layers=3):
                 if op == "F":  # also what is discarded
                     held[place(op, layer)] = value(op, layer)
                 else:
-                    assert held[place(op, layer)] == value(op, layer), f"layer {layer} of stage {stage}, tick {tick}"
+                    assert held[place(op, layer)] == value(op, layer), (
+                        f"layer {layer} of stage {stage}, tick {tick}"
+                    )
 
 
 @pytest.mark.parametrize(
     ("name", "num_chunks", "num_stages", "num_microbatches"),
-    [("1f1b", 1, 1, 5), ("1f1b", 1, 2, 4), ("1f1b", 1, 4, 12), ("interleaved", 2, 2, 4), ("interleaved", 3, 4, 12)],
+    [
+        ("1f1b", 1, 1, 5),
+        ("1f1b", 1, 2, 4),
+        ("1f1b", 1, 4, 12),
+        ("interleaved", 2, 2, 4),
+        ("interleaved", 3, 4, 12),
+    ],
 )
-def test_f_beside_b_takes_the_place_of_what_b_has_read(name, num_chunks, num_stages, num_microbatches):
+def test_f_beside_b_takes_the_place_of_what_b_has_read(
+    name, num_chunks, num_stages, num_microbatches
+):
     made = lambda form: make_schedule(name, num_stages, num_microbatches, num_chunks, form=form)
-    merged, fused = (compile_schedule(join_backward(made(form)), masks=True) for form in ("merged", "fused"))
-    slots = [each.num_slots[buffer] for each in (merged, fused) for buffer in ("residuals_b", "residuals_w")]
-    assert len(set(slots)) == 1, f"F runs ahead of B by one more microbatch, which needs no slot: {slots}"
+    merged, fused = (
+        compile_schedule(join_backward(made(form)), masks=True) for form in ("merged", "fused")
+    )
+    slots = [
+        each.num_slots[buffer]
+        for each in (merged, fused)
+        for buffer in ("residuals_b", "residuals_w")
+    ]
+    assert len(set(slots)) == 1, (
+        f"F runs ahead of B by one more microbatch, which needs no slot: {slots}"
+    )
     run_layers(merged)
     assert "B_reversed" not in fused.tables
     with pytest.raises(AssertionError, match="layer"):
-        run_layers(replace(merged, tables=merged.tables | {"B_reversed": np.zeros_like(merged.tables["B_reversed"])}))
+        run_layers(
+            replace(
+                merged,
+                tables=merged.tables | {"B_reversed": np.zeros_like(merged.tables["B_reversed"])},
+            )
+        )

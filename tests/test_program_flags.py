@@ -12,7 +12,17 @@ from tests.support.tiers import without
 
 JOB = ("--image", "a:1", "--mesh.data", "8", "--checkpoint-claim", "runs")
 KEPT = ("--out-dir", "/checkpoints/gpt", "--checkpoint-every", "9")
-SERVICE = ("--kind", "service", "--image", "a:1", "--checkpoint-claim", "runs", "jaxpar", "serve", "/checkpoints/gpt")
+SERVICE = (
+    "--kind",
+    "service",
+    "--image",
+    "a:1",
+    "--checkpoint-claim",
+    "runs",
+    "jaxpar",
+    "serve",
+    "/checkpoints/gpt",
+)
 
 
 def code_of(args):
@@ -36,15 +46,27 @@ def code_of(args):
             ),
             ([*JOB, "recipes/gpt.py", "--steps", "0"], "error: --steps must be at least 1; got 0"),
             ([*JOB, "recipes/gpt.py", "--remat", "ful"], "--remat: did you mean full?"),
-            ([*JOB, "/jaxpar/recipes/gpt.py", "--stepss", "9"], "/jaxpar/recipes/gpt.py would refuse these flags"),
-            ([*JOB, "python", "recipes/gpt.py", "--stepss", "9"], "recipes/gpt.py would refuse these flags"),
+            (
+                [*JOB, "/jaxpar/recipes/gpt.py", "--stepss", "9"],
+                "/jaxpar/recipes/gpt.py would refuse these flags",
+            ),
+            (
+                [*JOB, "python", "recipes/gpt.py", "--stepss", "9"],
+                "recipes/gpt.py would refuse these flags",
+            ),
             ([*JOB, "jaxpar", "train", "gpt", "--stepss", "9"], "gpt would refuse these flags"),
-            ([*JOB, "python", "-m", "jaxpar", "train", "gptt"], "the recipe must be one of gpt, house-prices"),
+            (
+                [*JOB, "python", "-m", "jaxpar", "train", "gptt"],
+                "the recipe must be one of gpt, house-prices",
+            ),
             (
                 [*JOB, "recipes/gpt.py", "--help"],
                 "a job runs recipes/gpt.py; got a command that asks for its help. Leave -h and",
             ),
-            ([*JOB, "recipes/gptt.py"], "the script must exist; got recipes/gptt.py. Did you mean recipes/gpt.py?"),
+            (
+                [*JOB, "recipes/gptt.py"],
+                "the script must exist; got recipes/gptt.py. Did you mean recipes/gpt.py?",
+            ),
             (
                 [*JOB, "recipes/all_reduce.py"],
                 "does not take --mesh.data. Write it as a program, which gets only its own flags: p",
@@ -65,8 +87,14 @@ def code_of(args):
                 [*JOB, "recipes/gpt.py --steps 9"],
                 "are words of their own; got 'recipes/gpt.py --steps 9' as one. Leave the quotes",
             ),
-            ([*JOB, "recipes"], "a job runs a script or a program; got the folder recipes. Name a script in it."),
-            ([*JOB, "jaxpar", "serve", "/checkpoints/gpt"], "got jaxpar serve. Write it with --kind service."),
+            (
+                [*JOB, "recipes"],
+                "a job runs a script or a program; got the folder recipes. Name a script in it.",
+            ),
+            (
+                [*JOB, "jaxpar", "serve", "/checkpoints/gpt"],
+                "got jaxpar serve. Write it with --kind service.",
+            ),
             (
                 [*JOB, "jaxpar", "train"],
                 "the recipe must be one of gpt, house-prices, digits, all-reduce, bloom; got ''.",
@@ -75,7 +103,10 @@ def code_of(args):
                 [*JOB, "gpt", "--steps", "9"],
                 "a recipe is started by jaxpar train; got gpt alone. Write jaxpar train gpt, or",
             ),
-            ([*JOB, "jaxpar", "trian", "gpt"], "pods run jaxpar train or jaxpar serve; got trian. Write train."),
+            (
+                [*JOB, "jaxpar", "trian", "gpt"],
+                "pods run jaxpar train or jaxpar serve; got trian. Write train.",
+            ),
             (
                 [*JOB, "python3", "-m", "jaxpar", "serv", "a"],
                 "pods run jaxpar train or jaxpar serve; got serv. Write serve.",
@@ -84,8 +115,14 @@ def code_of(args):
                 [*JOB, "python", "recipes/gpt.py", "--mesh.data", "4"],
                 "error: a recipe's mesh must have the devices of its job; got --mesh.data 4 in the command of recipes/gpt.py",
             ),
-            (["--check", "job.yaml", "recipes/gpt.py"], "got recipes/gpt.py too. Leave one of them out."),
-            (["recipes/gpt.py"], "1 GPUs on nodes of 8. Choose a mesh of 8, such as --mesh.data 8, or give the actual"),
+            (
+                ["--check", "job.yaml", "recipes/gpt.py"],
+                "got recipes/gpt.py too. Leave one of them out.",
+            ),
+            (
+                ["recipes/gpt.py"],
+                "1 GPUs on nodes of 8. Choose a mesh of 8, such as --mesh.data 8, or give the actual",
+            ),
             (
                 [*JOB, "--steps", "9", "recipes/gpt.py"],
                 "--steps is no option of manifest: the flags of a script come after the",
@@ -96,7 +133,10 @@ def code_of(args):
             ),
             ([*SERVICE, "--max-waitings", "9"], "jaxpar serve would refuse these flags"),
             ([*SERVICE, "--max-waiting", "-1"], "error: --max-waiting must be at least 0; got -1"),
-            ([*SERVICE, "--help"], "a Service runs jaxpar serve; got a command that asks for its help."),
+            (
+                [*SERVICE, "--help"],
+                "a Service runs jaxpar serve; got a command that asks for its help.",
+            ),
             (
                 [*SERVICE[:-1], "--max-waiting", "9"],
                 "a Service runs jaxpar serve; got jaxpar serve --max-waiting 9. Give it and a",
@@ -109,7 +149,9 @@ def code_of(args):
     ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_flags_that_a_job_s_program_would_refuse_are_refused_before_it_is_written(flags, said, capsys):
+def test_flags_that_a_job_s_program_would_refuse_are_refused_before_it_is_written(
+    flags, said, capsys
+):
     assert code_of(["manifest", *flags]) == 2
     printed = capsys.readouterr()
     assert said in printed.err
@@ -206,7 +248,12 @@ def test_a_script_with_the_name_of_a_recipe_is_not_run(tmp_path, monkeypatch, ca
             '"gpt22"',
             "there is no transformer of this name",
         ),
-        ([*SERVICE, "--max-waiting", "9"], "--max-waiting", "--max-waitings", "jaxpar serve would refuse these flags"),
+        (
+            [*SERVICE, "--max-waiting", "9"],
+            "--max-waiting",
+            "--max-waitings",
+            "jaxpar serve would refuse these flags",
+        ),
         (
             [*JOB, "python", "recipes/gpt.py", "--mesh.data", "8", *KEPT],
             '"--mesh.data"\n              - "8"',
@@ -215,7 +262,9 @@ def test_a_script_with_the_name_of_a_recipe_is_not_run(tmp_path, monkeypatch, ca
         ),
     ],
 )
-def test_flags_that_were_edited_in_a_manifest_are_checked_too(flags, before, after, said, tmp_path, capsys):
+def test_flags_that_were_edited_in_a_manifest_are_checked_too(
+    flags, before, after, said, tmp_path, capsys
+):
     main(flags)
     text = capsys.readouterr().out
     assert before in text
@@ -238,18 +287,37 @@ def test_a_recipe_that_another_python_runs_is_checked_too(tmp_path, capsys):
 
 def test_a_script_for_slurm_without_checkpoints_is_told(capsys):
     main(["--kind", "sbatch", "--mesh.data", "8", "recipes/gpt.py"])
-    assert capsys.readouterr().err.startswith("the recipe has no --checkpoint-every: it saves only when asked to stop")
+    assert capsys.readouterr().err.startswith(
+        "the recipe has no --checkpoint-every: it saves only when asked to stop"
+    )
     said = r"--hours must be more than the time to save, 150 s; got --hours 0\.001, 3\.6 s"
     with pytest.raises(ValueError, match=said):
         main(["--kind", "sbatch", "--mesh.data", "8", "--hours", "0.001", "recipes/gpt.py"])
 
 
-PLAN = {"data": 8, "stage": 1, "tensor": 2, "zero": 1, "batch_size": 64, "num_chunks": 1, "gpus_per_node": 4}
+PLAN = {
+    "data": 8,
+    "stage": 1,
+    "tensor": 2,
+    "zero": 1,
+    "batch_size": 64,
+    "num_chunks": 1,
+    "gpus_per_node": 4,
+}
 
 
 def planned(tmp_path, **changes):
     (tmp_path / "plan.json").write_text(json.dumps([PLAN | changes]))
-    usual = ("--image", "a:1", "--checkpoint-claim", "runs", "--rdma", "rdma/ib=8", "--queue", "research")
+    usual = (
+        "--image",
+        "a:1",
+        "--checkpoint-claim",
+        "runs",
+        "--rdma",
+        "rdma/ib=8",
+        "--queue",
+        "research",
+    )
     return "--plan", str(tmp_path / "plan.json"), *usual
 
 
@@ -263,10 +331,21 @@ def test_a_job_has_the_nodes_of_its_plan(tmp_path, capsys):
     assert "nvidia.com/gpu: 8\n" in capsys.readouterr().out
     for flags in (["--gpus-per-node", "8"], ["--gpus-per-node=8"], ["--gpus_per_node", "8"]):
         with pytest.raises(
-            ValueError, match=r"got 4 in --plan .*, and --gpus-per-node 8\. Plan again with --gpus-per-node 8"
+            ValueError,
+            match=r"got 4 in --plan .*, and --gpus-per-node 8\. Plan again with --gpus-per-node 8",
         ):
             main([*planned(tmp_path), *flags, "recipes/gpt.py", *KEPT])
-    main([*planned(tmp_path), "--gpus-per-node", "4", "--fake-devices-per-node", "8", "recipes/gpt.py", *KEPT])
+    main(
+        [
+            *planned(tmp_path),
+            "--gpus-per-node",
+            "4",
+            "--fake-devices-per-node",
+            "8",
+            "recipes/gpt.py",
+            *KEPT,
+        ]
+    )
     assert "parallelism: 2\n" in capsys.readouterr().out, "a rehearsal has other nodes"
 
 
@@ -298,9 +377,7 @@ def test_what_a_command_changes_of_a_plan_is_told(flags, changed, tmp_path, caps
 
 def test_a_recipe_and_the_plan_for_a_model_of_one_s_own_are_told_apart(tmp_path, capsys):
     main([*planned(tmp_path, own_model="my_model:SHAPE"), "recipes/gpt.py", *KEPT])
-    said = (
-        "the plan is for a model of your own, my_model:SHAPE, and recipes/gpt.py trains the model that its flags name."
-    )
+    said = "the plan is for a model of your own, my_model:SHAPE, and recipes/gpt.py trains the model that its flags name."
     assert capsys.readouterr().err.startswith(said)
     main([*planned(tmp_path, own_model="my_model:SHAPE"), "python", "train.py"])
     assert said not in capsys.readouterr().err
@@ -318,7 +395,8 @@ def test_a_program_of_one_s_own_gets_the_nodes_of_a_plan_alone(tmp_path, capsys)
     main([*planned(tmp_path), "python", "train.py"])
     said = capsys.readouterr().err
     assert re.search(
-        r"python is a program of your own, which gets only its own flags, and none of --mesh.data 8 .*--zero 1", said
+        r"python is a program of your own, which gets only its own flags, and none of --mesh.data 8 .*--zero 1",
+        said,
     )
 
 
@@ -329,7 +407,10 @@ def test_a_program_of_one_s_own_gets_the_nodes_of_a_plan_alone(tmp_path, capsys)
             ["--steps", "9", "recipes/gpt.py"],
             "--steps is no option of launch: the flags of a script come after the script",
         ),
-        (["recipes/gptt.py"], "the script must exist; got recipes/gptt.py. Did you mean recipes/gpt.py?"),
+        (
+            ["recipes/gptt.py"],
+            "the script must exist; got recipes/gptt.py. Did you mean recipes/gpt.py?",
+        ),
         (
             ["--gpus-per-process", "4", "recipes/gpt.py"],
             "got 4 for each of 2 processes, and /dev/nvidia0. Choose fewer, or",

@@ -40,7 +40,17 @@ def test_there_are_enough_rows_and_each_names_its_source():
     assert len(ROWS) >= 40
     assert len(papers) >= 6
     for row in ROWS:
-        assert {"source", "model", "gpu", "gpus", "batch", "microbatch", "unit", "value", "software"} <= set(row)
+        assert {
+            "source",
+            "model",
+            "gpu",
+            "gpus",
+            "batch",
+            "microbatch",
+            "unit",
+            "value",
+            "software",
+        } <= set(row)
         assert row["source"] in SOURCES
         assert math.prod(row.get(axis, 1) for axis in AXES) == row["gpus"]
         assert row["batch"] % (row.get("replica", 1) * row["data"] * row["microbatch"]) == 0
@@ -53,12 +63,16 @@ def test_no_row_has_assumptions_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "index", quick(QUICK, 3, 34, 49, 55), ids=lambda index: f"{ROWS[index]['source']}-{ROWS[index]['model']}-{index}"
+    "index",
+    quick(QUICK, 3, 34, 49, 55),
+    ids=lambda index: f"{ROWS[index]['source']}-{ROWS[index]['model']}-{index}",
 )
 def test_the_page_shows_what_is_planned_and_it_is_near(index):
     table = SECTION.search(published.PAGE.read_text())
     assert table is not None
-    assert published.line(index) in table.group().splitlines(), "renew it by python tests/support/published.py"
+    assert published.line(index) in table.group().splitlines(), (
+        "renew it by python tests/support/published.py"
+    )
     assert abs(published.error(index)) < 0.2
 
 
@@ -101,7 +115,11 @@ def columns_of_qi():
     for index, row in enumerate(ROWS):
         if row["source"].startswith("qi-table"):
             column = row["source"], row["gpus"], row["batch"] // row["microbatch"], row["model"]
-            columns.setdefault(column, {})[row["schedule"]] = planned_seconds(index), seconds_of(row), row["value"]
+            columns.setdefault(column, {})[row["schedule"]] = (
+                planned_seconds(index),
+                seconds_of(row),
+                row["value"],
+            )
     return columns
 
 
@@ -115,9 +133,10 @@ def test_order_of_schedules_is_the_published_one_in_every_column():
     columns = columns_of_qi()
     assert len(columns) == 12 + 9
     for column, found in columns.items():
-        for (a, (planned_a, seconds_a, value_a)), (b, (planned_b, seconds_b, value_b)) in combinations(
-            found.items(), 2
-        ):
+        for (a, (planned_a, seconds_a, value_a)), (
+            b,
+            (planned_b, seconds_b, value_b),
+        ) in combinations(found.items(), 2):
             if differ(value_a, value_b):
                 assert (planned_a < planned_b) == (seconds_a < seconds_b), (column, a, b)
 
@@ -127,7 +146,9 @@ def test_gains_of_zero_bubble_are_the_published_ones():
     """Of ZB-1p over 1f1b: the paper's bubbles for 24 stages, of its profiled times (table 8), are as far off."""
     far = set()
     for column, found in columns_of_qi().items():
-        planned, published = ({name: each[which] for name, each in found.items()} for which in (0, 1))
+        planned, published = (
+            {name: each[which] for name, each in found.items()} for which in (0, 1)
+        )
         gain = lambda seconds: seconds["1f1b"] / seconds["zb-h1"] - 1
         error = abs(gain(planned) - gain(published))
         assert error < (GAIN_OF_24 if column[1] == 24 else GAIN), column
@@ -145,14 +166,17 @@ def test_a_source_that_calibrated_nothing_is_still_near():
             scaled = replace(machines, product_share=machines.product_share * low)
             at[index, low] = planned(row, scaled).step_seconds / seconds_of(row)
     ratio = lambda index, scale: (
-        at[index, 1.1] + (at[index, 0.9] - at[index, 1.1]) * (1 / scale - 1 / 1.1) / (1 / 0.9 - 1 / 1.1)
+        at[index, 1.1]
+        + (at[index, 0.9] - at[index, 1.1]) * (1 / scale - 1 / 1.1) / (1 / 0.9 - 1 / 1.1)
     )
     gpu = lambda index: ROWS[index]["gpu"].split("-")[0]
     for source in SOURCES:
         left_out = [index for index, row in enumerate(ROWS) if row["source"] == source]
         found = []
         for index in left_out:
-            others = [i for i, row in enumerate(ROWS) if row["source"] != source and gpu(i) == gpu(index)]
+            others = [
+                i for i, row in enumerate(ROWS) if row["source"] != source and gpu(i) == gpu(index)
+            ]
             scale = min(
                 (0.8 + 0.005 * step for step in range(90)),
                 key=lambda scale: abs(statistics.median(ratio(i, scale) for i in others) - 1),

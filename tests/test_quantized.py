@@ -82,7 +82,9 @@ def test_scales_of_nf4_dq_are_bytes_with_a_scale_for_each_output():
     of_scales = np.round(scales / np.where(largest, unit, 1))
     assert_same_bits(np.asarray(got.scales.codes), of_scales.astype(np.uint8))
     codes = np.asarray(got.codes)
-    units = np.array(NF4, np.float32)[np.stack([codes >> 4, codes & 15], axis=1)].reshape(4, 64, 2, 3)
+    units = np.array(NF4, np.float32)[np.stack([codes >> 4, codes & 15], axis=1)].reshape(
+        4, 64, 2, 3
+    )
     values = units * (of_scales.astype(np.float32) * unit)[:, None]
     assert_same_bits(values_of(got), values.reshape(256, 2, 3))
     assert (np.abs(values_of(got) - values_of(plain)) <= largest / 509).all()
@@ -96,7 +98,9 @@ def test_scales_in_bytes_change_the_error_of_four_bits_by_less_than_a_thousandth
     assert of("nf4-dq") == pytest.approx(of("nf4"), rel=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "within"), [("nf4", 0.16), ("nf4-dq", 0.16), ("int8", 0.005), ("fp8", 0.0626)])
+@pytest.mark.parametrize(
+    ("kind", "within"), [("nf4", 0.16), ("nf4-dq", 0.16), ("int8", 0.005), ("fp8", 0.0626)]
+)
 def test_stacked_weights_are_those_of_each_layer_within_the_rounding_of_a_code(kind, within):
     weight = weight_of(3, 4, 32, 5) * np.array([1, 100, 1e-3], np.float32)[:, None, None, None]
     got = quantize_weight(weight, kind, 2, 1, "w")
@@ -116,7 +120,9 @@ def test_no_operand_in_the_shape_of_a_weight_is_made_before_a_loop_over_layers(k
     closed = jax.make_jaxpr(dense)(weight)
     assert not closed.consts
     of_codes = lambda equation: any(not hasattr(atom, "val") for atom in equation.invars)
-    assert all(map(of_codes, closed.jaxpr.eqns)), "JAX makes constants before a loop that is differentiated"
+    assert all(map(of_codes, closed.jaxpr.eqns)), (
+        "JAX makes constants before a loop that is differentiated"
+    )
 
 
 @pytest.mark.few(1)
@@ -126,7 +132,9 @@ def test_gradients_on_data_and_tensor_are_those_beside_the_decoded_weights_in_fl
     how = Lora(2, {"up": 1, "down": 1}, alpha=3.0)
     params = lora.quantize(how.init(jax.random.key(0), params), kind)
     is_factor = lambda path: getattr(path[-1], "key", "").startswith("lora")
-    draw = lambda path, leaf: np.float64(0.1) * weight_of(*leaf.shape) if is_factor(path) else np.asarray(leaf)
+    draw = lambda path, leaf: (
+        np.float64(0.1) * weight_of(*leaf.shape) if is_factor(path) else np.asarray(leaf)
+    )
     params = jax.tree_util.tree_map_with_path(draw, params)
     model = lambda params, batch: jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
     loss = lambda y, batch: ((y**2).sum(), jnp.float64(len(y)))
@@ -141,7 +149,9 @@ def test_gradients_on_data_and_tensor_are_those_beside_the_decoded_weights_in_fl
     of = lambda spec: jax.NamedSharding(mesh, spec)
     given = how.shardings({"up": of(column_parallel()), "down": of(row_parallel())})
     shardings = lora.quantized_shardings(params, given)
-    step = jax.jit(jaxpar.value_and_grad(model, loss, mesh, trainable=ADAPTERS, shardings=shardings))
+    step = jax.jit(
+        jaxpar.value_and_grad(model, loss, mesh, trainable=ADAPTERS, shardings=shardings)
+    )
     got = jaxpar.fetch(step(jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh)))
     assert_same(got[0], np.asarray(want[0]))
     for name in params:
@@ -173,7 +183,9 @@ def slow(*case):
         slow("fp8", {"stage": 2, "tensor": 2}, {"schedule": "zb-h1", "executor": "mpmd"}),
     ],
 )
-def test_gradients_of_a_transformer_are_those_beside_the_decoded_weights_in_float64(x64, kind, axes, settings):
+def test_gradients_of_a_transformer_are_those_beside_the_decoded_weights_in_float64(
+    x64, kind, axes, settings
+):
     mesh = jaxpar.make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
     params, batch = quantized_params(CONFIG64, kind), tiny.make_batch(dtype=np.dtype("float64"))
     want = jaxpar.fetch(reference(CONFIG64, dense_params(params, np.float64), batch))
@@ -191,7 +203,11 @@ def test_a_layer_stores_no_decoded_weight_for_its_backward_pass():
     layer = lambda own, x: x + jnp.tanh(x @ own["up"]) @ own["down"]
     accepting: Any = accept_frozen(layer, ADAPTERS)
     split = split_layer(accepting, params, jax.ShapeDtypeStruct((3, 64), np.float32))
-    stored = [each.shape for name in ("residuals_b", "residuals_w", "cotangents_w") for each in split.shapes(name)]
+    stored = [
+        each.shape
+        for name in ("residuals_b", "residuals_w", "cotangents_w")
+        for each in split.shapes(name)
+    ]
     assert stored
     assert all(shape[:1] == (3,) for shape in stored), "activations of the three rows alone"
 
@@ -212,17 +228,32 @@ def test_each_layer_of_microbatches_in_turn_decodes_its_weights_where_it_reads_t
     traced = jax.make_jaxpr(step)(params, {"x": weight_of(4, 64)})
     barriers = [each for each in equations(traced) if each.primitive.name == "optimization_barrier"]
     codes_of_one = (32, 64)
-    waits = [each for each in barriers if any(atom.aval.shape == codes_of_one for atom in each.invars)]
-    assert len(waits) == 2 * num_layers, "otherwise XLA keeps what F decodes for B, or decodes before the loop"
-    assert all(any(atom.aval.shape == (2, 64) for atom in each.invars) for each in waits), "until the rows are there"
+    waits = [
+        each for each in barriers if any(atom.aval.shape == codes_of_one for atom in each.invars)
+    ]
+    assert len(waits) == 2 * num_layers, (
+        "otherwise XLA keeps what F decodes for B, or decodes before the loop"
+    )
+    assert all(any(atom.aval.shape == (2, 64) for atom in each.invars) for each in waits), (
+        "until the rows are there"
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda params: lora.quantize(params, "int4"), r"as nf4, nf4-dq, int8, fp8; got 'int4'\. Choose nf4"),
-        (lambda params: lora.quantize(params, "int8-dq"), r"as nf4, nf4-dq, int8, fp8; got 'int8-dq'\. Choose nf4"),
-        (lambda params: lora.quantize(params, "nf4"), r"got params without factors: .*Make factors first: Lora\.init"),
+        (
+            lambda params: lora.quantize(params, "int4"),
+            r"as nf4, nf4-dq, int8, fp8; got 'int4'\. Choose nf4",
+        ),
+        (
+            lambda params: lora.quantize(params, "int8-dq"),
+            r"as nf4, nf4-dq, int8, fp8; got 'int8-dq'\. Choose nf4",
+        ),
+        (
+            lambda params: lora.quantize(params, "nf4"),
+            r"got params without factors: .*Make factors first: Lora\.init",
+        ),
         (
             lambda params: lora.quantize(params, "nf4", {"v": 1}),
             r"each of weights must name one; got 'v'\. Choose among",
@@ -251,7 +282,11 @@ def test_what_cannot_be_quantized_is_refused(make, message):
             1,
             r"whole blocks of 64 .* in nf4-dq; got w, which sums over 192, in 2 parts of 96\. Use int8, or a mesh",
         ),
-        ((None, "tensor", None), 2, r"along the first of the dims that a product sums over; got w of "),
+        (
+            (None, "tensor", None),
+            2,
+            r"along the first of the dims that a product sums over; got w of ",
+        ),
     ],
 )
 def test_a_sharding_that_cuts_a_block_is_refused(spec, num_in, message):

@@ -71,7 +71,10 @@ def test_readers_learn_when_to_choose_another_library_and_what_is_missing(page):
 
 
 # Rows of the Chinese page by the names that the benchmarks have for them.
-OF_RESULTS = {"`jax.jit` 加切分标注": "jax.jit with shardings", "用 `jax.grad` 实现的 GPipe": "GPipe by jax.grad"}
+OF_RESULTS = {
+    "`jax.jit` 加切分标注": "jax.jit with shardings",
+    "用 `jax.grad` 实现的 GPipe": "GPipe by jax.grad",
+}
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
 LIBRARIES = ("jax.jit", "jaxpar", "PyTorch", "JaxPP")
 
@@ -89,7 +92,10 @@ def compared():
     part = RESULTS.partition("## How does jaxpar compare?")[2].partition("\n## ")[0]
     for table in re.findall(r"(?:^\|.*\n)+", part, flags=re.MULTILINE):
         rows = re.findall(r"^\| ([^|]+?) +\| +([\d.]+) \|", table, flags=re.MULTILINE)
-        fastest = [min((t for name, t in rows if name.startswith(lib)), key=float, default="") for lib in LIBRARIES]
+        fastest = [
+            min((t for name, t in rows if name.startswith(lib)), key=float, default="")
+            for lib in LIBRARIES
+        ]
         if any(fastest[2:]):
             yield fastest
 
@@ -118,7 +124,9 @@ def test_memory_and_traffic_are_those_of_the_benchmarks(page):
         assert memory == f"{float(of_memory[2]):.0f} MiB"
         assert sent == f"{float(of_traffic[1]) + float(of_traffic[3]):.0f} MiB"
     for axis in ("data 4", "tensor 4", "stage 4"):
-        of_axis = re.findall(rf"^\| {axis} +\| jaxpar[^|]*\|[^|]*\|[^|]*\| +([\d.]+) \|", RESULTS, flags=re.MULTILINE)
+        of_axis = re.findall(
+            rf"^\| {axis} +\| jaxpar[^|]*\|[^|]*\|[^|]*\| +([\d.]+) \|", RESULTS, flags=re.MULTILINE
+        )
         assert set(of_axis) == {"1.0000"}, axis
     assert "1.0000" in page.read_text()
 
@@ -138,13 +146,19 @@ def said(row):
 @pytest.mark.parametrize("page", [README, CHINESE], ids=lambda page: page.name)
 def test_speed_on_a_gpu_is_that_of_its_record(page):
     found = rows_of(page, "| job |" if page is README else "| 任务")
-    plain = [[cell.replace("，", ", ").replace("：", ": ").replace("；", "; ") for cell in row[1:]] for row in found]
+    plain = [
+        [cell.replace("，", ", ").replace("：", ": ").replace("；", "; ") for cell in row[1:]]
+        for row in found
+    ]
     steps = on_a_gpu()["Training steps"]
     ours = [row for row in steps if row["run"] == "jaxpar"]
     assert [row[0] for row in plain[:-1]] == [said(row) for row in ours]
     torch, checkpointed = (row for row in steps if row["run"] != "jaxpar")
     assert torch["run"] == "PyTorch 2.11.0, torch.compile"
-    assert plain[0][1] == f"PyTorch 2.11.0, `torch.compile`: {said(torch)}; `jax.checkpoint`: {said(checkpointed)}"
+    assert (
+        plain[0][1]
+        == f"PyTorch 2.11.0, `torch.compile`: {said(torch)}; `jax.checkpoint`: {said(checkpointed)}"
+    )
     one, sixteen = (f"{row['tokens/s']:,.0f}" for row in on_a_gpu()["Greedy decoding in bfloat16"])
     assert re.findall(r"[\d,]+", plain[-1][0]) == [one, sixteen]
     published = {row[2].rpartition(": ")[2] for row in plain if row[2]}
@@ -160,7 +174,10 @@ def test_steps_that_the_planner_is_held_against_are_those_of_the_record():
     planned = json.loads((ROOT / "tests" / "data" / "measured.json").read_text())["rows"]
     for row in planned:
         measured = names[row["job"]]
-        assert (row["milliseconds"], row["gib"]) == (round(measured["ms a step"], 1), round(measured["peak GiB"], 1))
+        assert (row["milliseconds"], row["gib"]) == (
+            round(measured["ms a step"], 1),
+            round(measured["peak GiB"], 1),
+        )
 
 
 def test_every_recipe_and_make_target_that_is_named_exists():
@@ -172,7 +189,9 @@ def test_every_recipe_and_make_target_that_is_named_exists():
         assert (ROOT / recipe).is_file(), recipe
 
 
-@pytest.mark.parametrize("page", [README, CHINESE, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [README, CHINESE, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name
+)
 def test_every_link_leads_somewhere(page):
     links = doc_pages.LINK.findall(page.read_text())
     assert links
@@ -197,20 +216,31 @@ def test_the_first_lines_say_what_it_is_for_where_containers_are_run_and_lead_to
 
 
 def test_no_row_of_a_table_is_missing_or_english_in_the_chinese_readme():
-    cells = lambda page: [line.split("|")[1:-1] for line in page.read_text().splitlines() if line.startswith("|")]
+    cells = lambda page: [
+        line.split("|")[1:-1] for line in page.read_text().splitlines() if line.startswith("|")
+    ]
     pairs = list(zip(cells(README), cells(CHINESE), strict=True))
     assert len(pairs) > 20
     sentence = re.compile(r"[a-z]+ [a-z]+ [a-z]+")
-    in_english = [cell for _, row in pairs for cell in row if sentence.search(re.sub(r"`[^`]*`", "", cell))]
+    in_english = [
+        cell for _, row in pairs for cell in row if sentence.search(re.sub(r"`[^`]*`", "", cell))
+    ]
     assert not in_english
     assert [len(row) for row, _ in pairs] == [len(row) for _, row in pairs]
 
 
 def test_jobs_of_the_readme_and_the_guide_save_before_they_end():
     pages = [README, *(ROOT / "docs").glob("*.md")]
-    found = [c.words for page in pages for c in doc_pages.commands(page) if "--checkpoint-claim" in c.words]
+    found = [
+        c.words
+        for page in pages
+        for c in doc_pages.commands(page)
+        if "--checkpoint-claim" in c.words
+    ]
     of_recipes = ("train", *(f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.py")))
-    found = [words for words in found if {*of_recipes} & {*words}]  # neither a server nor a script of one's own
+    found = [
+        words for words in found if {*of_recipes} & {*words}
+    ]  # neither a server nor a script of one's own
     assert len(found) >= 3
     for words in found:
         value = lambda flag, words=words: int(words[words.index(flag) + 1])

@@ -61,7 +61,9 @@ def refused(capsys, out_dir, *flags):
     assert end.value.code == 2
     assert said.err.startswith("error: "), said.err
     assert len(said.err.splitlines()) == 1, f"one message, no traceback: {said.err}"
-    assert not Path(out_dir).exists() or not any(Path(out_dir).iterdir()), "a run that is refused writes nothing"
+    assert not Path(out_dir).exists() or not any(Path(out_dir).iterdir()), (
+        "a run that is refused writes nothing"
+    )
     return said.err.removeprefix("error: ").rstrip("\n")
 
 
@@ -101,7 +103,9 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("mesh", quick(MESHES))
 def test_house_prices_end_at_least_squares(trained, mesh):
     table = np.loadtxt(house_prices.HOUSES, delimiter=",", skiprows=3)
-    closed_form = np.linalg.lstsq(np.column_stack([table[:, :2], np.ones(len(table))]), table[:, 2])[0]
+    closed_form = np.linalg.lstsq(
+        np.column_stack([table[:, :2], np.ones(len(table))]), table[:, 2]
+    )[0]
     assert len(table) == 47
     np.testing.assert_allclose(closed_form, LEAST_SQUARES, rtol=1e-6)
     np.testing.assert_allclose(learned(trained[mesh]), LEAST_SQUARES, rtol=1e-5)
@@ -130,11 +134,23 @@ def test_the_folder_of_a_run_holds_config_metrics_and_pictures(trained):
     flags = set(flag_names(house_prices.Config).values())
     names = {flag.removeprefix("--").partition(".")[0].replace("-", "_") for flag in flags}
     assert names | {"budget"} == set(config), "all of them, and whole groups of those with a prefix"
-    resolved = {"mesh": {"data": 8, "stage": 1, "tensor": 1}, "batch_size": 47, "learning_rate": 0.321, "steps": 300}
+    resolved = {
+        "mesh": {"data": 8, "stage": 1, "tensor": 1},
+        "batch_size": 47,
+        "learning_rate": 0.321,
+        "steps": 300,
+    }
     assert resolved.items() <= config.items()
     lines = read_lines(folder)
     assert [line["step"] for line in lines] == list(range(300))
-    for name in ("loss", "grad_norm", "step_seconds", "rows_per_second", "weights/area_ft2", "weights/bedrooms"):
+    for name in (
+        "loss",
+        "grad_norm",
+        "step_seconds",
+        "rows_per_second",
+        "weights/area_ft2",
+        "weights/bedrooms",
+    ):
         assert np.isfinite([line[name] for line in lines]).all(), name
     for name in ("loss", "surface", "errors"):
         pixels = matplotlib.image.imread(folder / f"{name}.png")
@@ -157,7 +173,11 @@ def test_a_run_says_how_it_splits_rows_and_how_near_it_came(trained):
 
 @pytest.mark.usefixtures("_without_end")
 def test_no_step_s_time_includes_the_compilation(tmp_path, monkeypatch):
-    compile_step, ticks, late = Run.compile, itertools.count(), []  # compiling takes an hour of the clock
+    compile_step, ticks, late = (
+        Run.compile,
+        itertools.count(),
+        [],
+    )  # compiling takes an hour of the clock
     monkeypatch.setattr(Run, "compile", lambda *args: late.append(3600.0) or compile_step(*args))
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late))
     monkeypatch.setattr("jaxpar.metrics.log.time", clock)
@@ -167,13 +187,19 @@ def test_no_step_s_time_includes_the_compilation(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("_without_pictures")
-@pytest.mark.parametrize(("batch_size", "within"), [(1, 0.05), pytest.param(8, 0.01, marks=pytest.mark.full)])
-def test_descent_on_parts_of_the_rows_comes_near_least_squares(tmp_path, capsys, batch_size, within):
+@pytest.mark.parametrize(
+    ("batch_size", "within"), [(1, 0.05), pytest.param(8, 0.01, marks=pytest.mark.full)]
+)
+def test_descent_on_parts_of_the_rows_comes_near_least_squares(
+    tmp_path, capsys, batch_size, within
+):
     run(tmp_path, "--batch-size", str(batch_size), "--mesh.data", str(batch_size))
     weight, _, intercept = learned(tmp_path) / LEAST_SQUARES
     assert abs(weight - 1) < within
     assert abs(intercept - 1) < within
-    assert "steps on part of the rows end near the least squares, not on it" in capsys.readouterr().out
+    assert (
+        "steps on part of the rows end near the least squares, not on it" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.full
@@ -184,14 +210,19 @@ def test_a_run_resumes_on_another_mesh_as_if_it_had_not_stopped(tmp_path, traine
 
     with pytest.raises(SystemExit, match="2"):
         run(tmp_path, "--steps", "12")
-    assert "a new run needs a folder without checkpoints; got one of step 6" in capsys.readouterr().err
+    assert (
+        "a new run needs a folder without checkpoints; got one of step 6" in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit, match="2"):
         run(tmp_path, "--steps", "12", "--resume", "--learning-rate", "0.1")
     message = "a run must continue with the config that it was saved with; got learning_rate=0.1 (saved: 0.321)"
     assert message in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         run(tmp_path, "--steps", "5", "--resume")
-    assert "--steps must be at least the step to resume from; got --steps 5, a checkpoint" in capsys.readouterr().err
+    assert (
+        "--steps must be at least the step to resume from; got --steps 5, a checkpoint"
+        in capsys.readouterr().err
+    )
 
     run(tmp_path, "--mesh.data", "4", "--steps", "12", "--resume")
     resumed, straight = read_lines(tmp_path), read_lines(trained["1 device"])[:12]
@@ -225,7 +256,9 @@ def test_with_no_checkpoint_whole_a_resume_ends_with_exit_code_65(tmp_path, caps
 
 
 @pytest.mark.usefixtures("_without_end")
-def test_a_run_that_a_supervisor_starts_again_resumes_if_there_is_anything(tmp_path, capsys, monkeypatch):
+def test_a_run_that_a_supervisor_starts_again_resumes_if_there_is_anything(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("JAXPAR_RESUME", "if-any")
     run(tmp_path, "--steps", "4", "--checkpoint-every", "2")
     assert "resumed" not in capsys.readouterr().out
@@ -234,9 +267,7 @@ def test_a_run_that_a_supervisor_starts_again_resumes_if_there_is_anything(tmp_p
 
 
 def test_there_must_be_something_to_resume(tmp_path, capsys):
-    message = (
-        f"--resume needs a checkpoint; got none in {tmp_path / 'checkpoints'}. Name a run's folder by --out-dir, or"
-    )
+    message = f"--resume needs a checkpoint; got none in {tmp_path / 'checkpoints'}. Name a run's folder by --out-dir, or"
     assert message in refused(capsys, tmp_path, "--resume")
 
 
@@ -250,11 +281,23 @@ def test_a_dry_run_says_what_a_step_costs_and_writes_nothing(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--compile-for", "h800"), "--compile-for must be one of a100-40gb, a100-80gb, h100, h200, b200; got 'h800'."),
-        (("--compile-for", "h100", "--nodes", "0"), "--nodes must be an integer of 1 or more; got 0."),
-        (("--nodes", "2"), "--nodes applies to --compile-for; got none. Add --compile-for h100, say."),
+        (
+            ("--compile-for", "h800"),
+            "--compile-for must be one of a100-40gb, a100-80gb, h100, h200, b200; got 'h800'.",
+        ),
+        (
+            ("--compile-for", "h100", "--nodes", "0"),
+            "--nodes must be an integer of 1 or more; got 0.",
+        ),
+        (
+            ("--nodes", "2"),
+            "--nodes applies to --compile-for; got none. Add --compile-for h100, say.",
+        ),
         (("--gpus-per-node", "4"), "--gpus-per-node applies to --compile-for; got none."),
-        (("--compile-for", "h100", "--fake-devices", "8"), "got --fake-devices too. Leave one of the two out."),
+        (
+            ("--compile-for", "h100", "--fake-devices", "8"),
+            "got --fake-devices too. Leave one of the two out.",
+        ),
         (("--compile-for", "h100", "--resume"), "got --resume too. Leave one of the two out."),
     ],
 )
@@ -263,11 +306,14 @@ def test_flags_of_gpus_to_compile_for_are_checked(tmp_path, capsys, monkeypatch,
     assert said in refused(capsys, tmp_path, *flags)
 
 
-def test_a_compiler_for_gpus_that_is_missing_is_named_with_its_remedy(tmp_path, capsys, monkeypatch):
+def test_a_compiler_for_gpus_that_is_missing_is_named_with_its_remedy(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr("jaxpar.compile_only.set_compiler_flags", lambda: None)
     monkeypatch.setattr("jaxpar.compile_only.PLUGINS", ())
-    assert "got none. Install it: pip install -e '.[gpu-compile]' in the clone of jaxpar, or" in refused(
-        capsys, tmp_path, "--compile-for", "h100"
+    assert (
+        "got none. Install it: pip install -e '.[gpu-compile]' in the clone of jaxpar, or"
+        in refused(capsys, tmp_path, "--compile-for", "h100")
     )
 
 
@@ -278,7 +324,10 @@ def test_a_learning_rate_that_diverges_ends_with_exit_code_86(tmp_path, capsys):
         run(tmp_path, "--learning-rate", "8", "--steps", "80")
     said = capsys.readouterr().err
     assert "10 consecutive steps had a loss or gradients that were not finite" in said
-    assert "Nothing was saved. --learning-rate 8 is too large, 0.321 is safe. To begin again, add --overwrite." in said
+    assert (
+        "Nothing was saved. --learning-rate 8 is too large, 0.321 is safe. To begin again, add --overwrite."
+        in said
+    )
     assert read_lines(tmp_path)[-1]["loss"] is None, "JSON has no NaN"
     assert not (tmp_path / "model.json").exists()
     run(tmp_path, "--steps", "3", "--overwrite")
@@ -286,7 +335,9 @@ def test_a_learning_rate_that_diverges_ends_with_exit_code_86(tmp_path, capsys):
 
 def test_a_run_names_its_files_at_its_end(trained):
     folder = trained["data=8"]
-    (names,) = re.findall(rf"^in {re.escape(str(folder))}: (.*)$", (folder / "said.txt").read_text(), re.MULTILINE)
+    (names,) = re.findall(
+        rf"^in {re.escape(str(folder))}: (.*)$", (folder / "said.txt").read_text(), re.MULTILINE
+    )
     assert "model.json" in names.split(", ")
     assert all((folder / name).is_file() for name in names.split(", "))
 
@@ -301,7 +352,9 @@ def test_house_prices_predict_from_a_saved_run(trained, capsys):
 def test_predictions_must_have_a_value_a_feature(trained, capsys):
     for values, message in {
         (): "--predict must have one value for each feature, area_ft2, bedrooms; got 0. Give 2.",
-        ("1650",): "--predict must have one value for each feature, area_ft2, bedrooms; got 1. Give 2.",
+        (
+            "1650",
+        ): "--predict must have one value for each feature, area_ft2, bedrooms; got 1. Give 2.",
         ("1650", "nan"): "--predict must have finite numbers; got 1650.0 nan. Correct them.",
     }.items():
         with pytest.raises(SystemExit, match="2"):
@@ -310,9 +363,7 @@ def test_predictions_must_have_a_value_a_feature(trained, capsys):
 
 
 def test_predictions_need_a_saved_run(tmp_path, capsys):
-    message = (
-        f"--predict needs a run that has ended; got no model.json in {tmp_path}. Train first, or name its folder by"
-    )
+    message = f"--predict needs a run that has ended; got no model.json in {tmp_path}. Train first, or name its folder by"
     assert message in refused(capsys, tmp_path, "--predict", "1650", "3")
 
 
@@ -329,7 +380,9 @@ size_m2,floor,"rent, monthly",note
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("features", [("size_m2", "floor"), pytest.param(("size_m2",), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "features", [("size_m2", "floor"), pytest.param(("size_m2",), marks=pytest.mark.slow)]
+)
 def test_house_prices_learn_from_another_table(tmp_path, features):
     table = tmp_path / "flats.csv"
     table.write_text("\ufeff" + FLATS, encoding="utf-8")
@@ -346,26 +399,51 @@ def test_house_prices_learn_from_another_table(tmp_path, features):
         "6",
     ]
     run(tmp_path / "out", *flags)
-    rows = np.array([[30, 1, 500], [50, 2, 710.5], [60, 5, 830], [80, 1, 1000], [90, 3, 1130], [120, 4, 1420]])
+    rows = np.array(
+        [[30, 1, 500], [50, 2, 710.5], [60, 5, 830], [80, 1, 1000], [90, 3, 1130], [120, 4, 1420]]
+    )
     columns = np.column_stack([rows[:, : len(features)], np.ones(6)])
-    np.testing.assert_allclose(learned(tmp_path / "out"), np.linalg.lstsq(columns, rows[:, 2])[0], rtol=1e-4)
+    np.testing.assert_allclose(
+        learned(tmp_path / "out"), np.linalg.lstsq(columns, rows[:, 2])[0], rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "a column must be in the file; got 'a' for TABLE, whose columns are []. "),
-        ("a,b,c\n", "a CSV file must have rows below its line of names; got none in TABLE. Add a line a row."),
-        ("aa,b,c\n1,2,3\n", "got 'a' for TABLE, whose columns are ['aa', 'b', 'c']. Did you mean 'aa'?"),
-        ("a;b;c\n1;2;3\n", "whose columns are ['a;b;c']. Name columns of the first line, and separate them by commas."),
-        ("a,b,a\n1,2,3\n", "a column's name must occur once; got 'a' 2 times in TABLE. Rename all but one of them."),
-        ("a,b,c\n1,2,3\n#\n4,5\n", "got 2 cells for 3 columns in line 4 of TABLE. Add or remove cells"),
+        (
+            "a,b,c\n",
+            "a CSV file must have rows below its line of names; got none in TABLE. Add a line a row.",
+        ),
+        (
+            "aa,b,c\n1,2,3\n",
+            "got 'a' for TABLE, whose columns are ['aa', 'b', 'c']. Did you mean 'aa'?",
+        ),
+        (
+            "a;b;c\n1;2;3\n",
+            "whose columns are ['a;b;c']. Name columns of the first line, and separate them by commas.",
+        ),
+        (
+            "a,b,a\n1,2,3\n",
+            "a column's name must occur once; got 'a' 2 times in TABLE. Rename all but one of them.",
+        ),
+        (
+            "a,b,c\n1,2,3\n#\n4,5\n",
+            "got 2 cells for 3 columns in line 4 of TABLE. Add or remove cells",
+        ),
         (
             "a,b,c\n1,2,3\n4,lots,6\n",
             "must be a finite number, such as 1650 or 2.5e3; got 'lots' for b in line 3 of TABLE.",
         ),
-        ("a,b,c\n1,2,3\n4,,6\n", "must be a finite number, such as 1650 or 2.5e3; got '' for b in line 3 of TABLE."),
-        ("a,b,c\n1,2,nan\n", "must be a finite number, such as 1650 or 2.5e3; got 'nan' for c in line 2 of TABLE."),
+        (
+            "a,b,c\n1,2,3\n4,,6\n",
+            "must be a finite number, such as 1650 or 2.5e3; got '' for b in line 3 of TABLE.",
+        ),
+        (
+            "a,b,c\n1,2,nan\n",
+            "must be a finite number, such as 1650 or 2.5e3; got 'nan' for c in line 2 of TABLE.",
+        ),
         (
             "a,b,c\n1,2,3\n-inf,2,3\n",
             "must be a finite number, such as 1650 or 2.5e3; got '-inf' for a in line 3 of TABLE.",
@@ -395,7 +473,9 @@ def test_house_prices_learn_from_another_table(tmp_path, features):
 def test_a_bad_table_is_named_by_its_line(tmp_path, capsys, text, message):
     table = tmp_path / "table.csv"
     table.write_text(text)
-    said = refused(capsys, tmp_path / "out", "--csv", str(table), "--features", "a", "b", "--target", "c")
+    said = refused(
+        capsys, tmp_path / "out", "--csv", str(table), "--features", "a", "b", "--target", "c"
+    )
     assert message.replace("TABLE", str(table)) in said
 
 
@@ -403,10 +483,13 @@ def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
     table = tmp_path / "table.csv"
     table.write_bytes(b"a,b,c\n1,2,\xff\n")
     flags = ["--features", "a", "b", "--target", "c"]
-    assert "a CSV file must be UTF-8 text; got " in refused(capsys, tmp_path / "out", "--csv", str(table), *flags)
+    assert "a CSV file must be UTF-8 text; got " in refused(
+        capsys, tmp_path / "out", "--csv", str(table), *flags
+    )
     missing = refused(capsys, tmp_path / "out", "--csv", str(tmp_path / "none.csv"), *flags)
     assert (
-        missing == f"--csv must be a file; got {tmp_path / 'none.csv'}, which does not exist. Name one that is there."
+        missing
+        == f"--csv must be a file; got {tmp_path / 'none.csv'}, which does not exist. Name one that is there."
     )
 
 
@@ -425,7 +508,10 @@ def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
             "--mesh.tensor 4",
             "dim 0 of weights must be divisible by the tensor axis; got 2 of shape (2,), --mesh.tensor 4.",
         ),
-        ("--mesh.stage 2", "linear regression is one layer and so one stage; got --mesh.stage 2. Use --mesh.stage 1."),
+        (
+            "--mesh.stage 2",
+            "linear regression is one layer and so one stage; got --mesh.stage 2. Use --mesh.stage 1.",
+        ),
         (
             "--batch-size 48",
             "--batch-size must be from 1 to the number of rows; got 48, 47 rows. Choose 1 to 47, or leave",
@@ -435,7 +521,10 @@ def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
             "--batch-size 1 --mesh.data 8",
             "each replica must have a row of every step; got 1 row a step, --mesh.data 8. Choose",
         ),
-        ("--learning-rate 0", "--learning-rate must be positive; got 0. Choose 0.321, or leave it out."),
+        (
+            "--learning-rate 0",
+            "--learning-rate must be positive; got 0. Choose 0.321, or leave it out.",
+        ),
         ("--learning-rate -0.1", "--learning-rate must be positive; got -0.1."),
         ("--learning-rate nan", "--learning-rate must be positive; got nan."),
         ("--learning-rate inf", "--learning-rate must be positive and finite; got inf."),
@@ -443,8 +532,14 @@ def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
             "--keep-every 7",
             "--keep-every keeps some of the checkpoints; got 7, and no checkpoints. Add --checkpoint-every 50",
         ),
-        ("--folds 1", "--folds must be from 2 to the number of rows; got 1, 47 rows. Choose 2 to 47."),
-        ("--folds 48", "--folds must be from 2 to the number of rows; got 48, 47 rows. Choose 2 to 47."),
+        (
+            "--folds 1",
+            "--folds must be from 2 to the number of rows; got 1, 47 rows. Choose 2 to 47.",
+        ),
+        (
+            "--folds 48",
+            "--folds must be from 2 to the number of rows; got 48, 47 rows. Choose 2 to 47.",
+        ),
         (
             "--features bedrooms bedrooms",
             "must not name a column twice; got --features bedrooms bedrooms --target price_usd.",
@@ -453,8 +548,14 @@ def test_a_table_that_is_no_text_is_refused(tmp_path, capsys):
             "--features price_usd",
             "must not name a column twice; got --features price_usd --target price_usd. Leave one of",
         ),
-        ("--features", "--features must name at least one column; got none. Name the columns to predict from."),
-        ("--features size", "whose columns are ['area_ft2', 'bedrooms', 'price_usd']. Choose from these."),
+        (
+            "--features",
+            "--features must name at least one column; got none. Name the columns to predict from.",
+        ),
+        (
+            "--features size",
+            "whose columns are ['area_ft2', 'bedrooms', 'price_usd']. Choose from these.",
+        ),
         (
             "--target price",
             "got 'price' for PATH, whose columns are ['area_ft2', 'bedrooms', 'price_usd']. Did you mean",
@@ -485,9 +586,7 @@ def test_an_out_dir_that_is_a_file_is_refused(tmp_path, capsys):
     file.write_text("")
     with pytest.raises(SystemExit, match="2"):
         run(file / "run")
-    message = (
-        f"--out-dir must be a folder that can be written to; got {file / 'run'}, but {file} is a file. Name another."
-    )
+    message = f"--out-dir must be a folder that can be written to; got {file / 'run'}, but {file} is a file. Name another."
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
@@ -538,7 +637,15 @@ def script(*flags, **env):
     command = [sys.executable, "recipes/house_prices.py", *flags]
     clean = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
     env = clean | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_WAITS}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+    )
 
 
 @pytest.mark.full

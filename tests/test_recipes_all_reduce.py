@@ -23,16 +23,32 @@ ROOT = Path(__file__).parents[1]
 
 def run(*flags):
     command = [sys.executable, str(ROOT / "recipes/all_reduce.py"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS
+    )
 
 
 @pytest.mark.slow
 def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_path):
-    few = ["--devices", "2", "4", "--steps", "2", "--batch-size", "16", "--hidden-layers", "2", "--pushes", "40"]
+    few = [
+        "--devices",
+        "2",
+        "4",
+        "--steps",
+        "2",
+        "--batch-size",
+        "16",
+        "--hidden-layers",
+        "2",
+        "--pushes",
+        "40",
+    ]
     done = run(*few, "--out-dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     rows = re.findall(
-        r"^(.{16}) +(\d) +([\d.]+) \(book +([\d.]+)\) +([\d.]+) \(book +([\d.]+)\).* ms +(\S+) apart", done.stdout, re.M
+        r"^(.{16}) +(\d) +([\d.]+) \(book +([\d.]+)\) +([\d.]+) \(book +([\d.]+)\).* ms +(\S+) apart",
+        done.stdout,
+        re.M,
     )
     assert len(rows) == 12, done.stdout
     for way, size, *moved, apart in rows:
@@ -44,18 +60,28 @@ def test_every_way_moves_what_the_book_says_and_ends_at_the_same_parameters(tmp_
     assert by_way["1 server", 4] == 6, "two times N-1"
     assert "no bound" in done.stdout
     guide = doc_pages.commands(ROOT / "docs" / "ring.md")
-    doc_pages.check_quoted(next(c.quoted for c in guide if "all_reduce.py" in str(c)), done.stdout, numbers=False)
+    doc_pages.check_quoted(
+        next(c.quoted for c in guide if "all_reduce.py" in str(c)), done.stdout, numbers=False
+    )
     page = (tmp_path / "report.html").read_text()
     charts = dict(re.findall(r'<div class="chart" id="chart-([\w-]+)"><figure(.*?)</figure>', page))
     assert set(charts) == {"line-bytes", "way-seconds", "staleness"}
     widths = [
         float(width)
-        for width in re.findall(r'<path d="[^"]*" stroke="[^"]*" stroke-width="([\d.]+)"', charts["line-bytes"])
+        for width in re.findall(
+            r'<path d="[^"]*" stroke="[^"]*" stroke-width="([\d.]+)"', charts["line-bytes"]
+        )
     ]
-    assert widths == sorted(set(widths), reverse=True), "ways that send as much are drawn on one another"
+    assert widths == sorted(set(widths), reverse=True), (
+        "ways that send as much are drawn on one another"
+    )
     curves = json.loads(html.unescape(re.search(r'data-curves="([^"]*)"', charts["line-bytes"])[1]))
-    assert next(curve["y"] for curve in curves if curve["name"] == "1 server")[1] == pytest.approx(6)
-    assert {path for path in tmp_path.iterdir() if path.is_file()} == set(run_folder.own_files(tmp_path))
+    assert next(curve["y"] for curve in curves if curve["name"] == "1 server")[1] == pytest.approx(
+        6
+    )
+    assert {path for path in tmp_path.iterdir() if path.is_file()} == set(
+        run_folder.own_files(tmp_path)
+    )
     for picture in ("traffic.png", "staleness.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
@@ -66,10 +92,13 @@ def test_every_line_of_the_picture_of_staleness_is_in_its_legend(tmp_path, monke
     losses = [3.0, 2.0, 1.0]
     run = {"losses": losses, "seconds": [1.0, 2.0, 3.0], "mean": 0.5}
     reductions.plot_staleness(
-        tmp_path / "staleness.png", dict.fromkeys(map(reductions.bound_name, all_reduce.BOUNDS), run)
+        tmp_path / "staleness.png",
+        dict.fromkeys(map(reductions.bound_name, all_reduce.BOUNDS), run),
     )
     for axes in drawn[0][1]:
-        named = dict(zip([text.get_text() for text in axes.get_legend().texts], axes.lines, strict=True))
+        named = dict(
+            zip([text.get_text() for text in axes.get_legend().texts], axes.lines, strict=True)
+        )
         assert sum("mean of the last 20 losses" in name for name in named) == len(all_reduce.BOUNDS)
         assert list(named["bound 4; 0.5 stale in the mean"].get_ydata()) == losses
 
@@ -93,9 +122,15 @@ def test_params_that_are_not_finite_end_the_comparison_with_its_exit_code(capsys
         (["--steps", "0"], "--steps must be at least 1; got 0"),
     ],
 )
-def test_flags_that_do_not_fit_end_with_code_2_and_a_message(flags, message, tmp_path, monkeypatch, capsys):
+def test_flags_that_do_not_fit_end_with_code_2_and_a_message(
+    flags, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)  # this process has its own
-    monkeypatch.setattr(all_reduce, "init_params", lambda *_: pytest.fail("it must be refused before params are made"))
+    monkeypatch.setattr(
+        all_reduce,
+        "init_params",
+        lambda *_: pytest.fail("it must be refused before params are made"),
+    )
     with pytest.raises(SystemExit, match="2"):
         cli.run(all_reduce.main, all_reduce.Config, [*flags, "--out-dir", str(tmp_path / "none")])
     assert message in capsys.readouterr().err
@@ -107,9 +142,16 @@ def test_several_processes_compare_on_all_their_devices_and_refuse_other_numbers
     joined = []
     monkeypatch.setattr(cli, "read_process_env", lambda _: object())
     monkeypatch.setattr(cli, "join_run", lambda: joined.append(True))
-    assert cli.numbers_of_devices((), usual=range(2, 9)) == cli.numbers_of_devices((8,), usual=()) == (8,)
+    assert (
+        cli.numbers_of_devices((), usual=range(2, 9))
+        == cli.numbers_of_devices((8,), usual=())
+        == (8,)
+    )
     assert len(joined) == 2
-    with pytest.raises(ValueError, match=r"all their devices; got --devices 2 4, a run of 8\. Leave --devices out, or"):
+    with pytest.raises(
+        ValueError,
+        match=r"all their devices; got --devices 2 4, a run of 8\. Leave --devices out, or",
+    ):
         cli.numbers_of_devices((2, 4), usual=())
 
 
@@ -118,8 +160,16 @@ FEW = ("--steps", "2", "--batch-size", "16", "--hidden-layers", "2", "--pushes",
 
 def launch(tmp_path, *flags):
     command = [sys.executable, "-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "2"]
-    command += ["--log-dir", str(tmp_path / "log"), str(ROOT / "recipes/all_reduce.py"), *FEW, *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS)
+    command += [
+        "--log-dir",
+        str(tmp_path / "log"),
+        str(ROOT / "recipes/all_reduce.py"),
+        *FEW,
+        *flags,
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=WAIT_SECONDS
+    )
 
 
 @pytest.mark.slow
@@ -136,4 +186,7 @@ def test_two_processes_compare_on_all_their_devices(tmp_path):
 def test_two_processes_refuse_other_numbers_of_devices(tmp_path):
     done = launch(tmp_path, "--devices", "2", "--out-dir", str(tmp_path / "out"))
     assert done.returncode == 2
-    assert "several processes compare on all their devices; got --devices 2, a run of 4" in done.stdout + done.stderr
+    assert (
+        "several processes compare on all their devices; got --devices 2, a run of 4"
+        in done.stdout + done.stderr
+    )

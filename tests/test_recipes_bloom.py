@@ -84,15 +84,25 @@ def test_it_fits_on_a_laptop(both):
 def test_a_page_shows_the_compiled_step_beside_the_plan(run_of, name):
     folder, figures, _ = run_of(name)
     page = (folder / f"{name}-report.html").read_text()
-    charts = dict(re.findall(r'<div class="chart" id="chart-([\w-]+)"><figure(.*?)</figure>', page, re.DOTALL))
+    charts = dict(
+        re.findall(r'<div class="chart" id="chart-([\w-]+)"><figure(.*?)</figure>', page, re.DOTALL)
+    )
     assert {"timeline", "shards", "memory", "traffic", "step-time"} <= set(charts)
     assert "of the step compiled for" in page
-    planned, compiled = figures[name]["planned"]["memory_bytes"], figures[name]["memory_bytes"]["together"]
-    said = rf"([\d.]+) GiB compiled for CPUs, {re.escape(bytes_text(planned))} planned for a100-80gb"
-    assert float(re.search(said, page)[1]) == pytest.approx(compiled / GIB, rel=0.01), "apart from the rows of a batch"
+    planned, compiled = (
+        figures[name]["planned"]["memory_bytes"],
+        figures[name]["memory_bytes"]["together"],
+    )
+    said = (
+        rf"([\d.]+) GiB compiled for CPUs, {re.escape(bytes_text(planned))} planned for a100-80gb"
+    )
+    assert float(re.search(said, page)[1]) == pytest.approx(compiled / GIB, rel=0.01), (
+        "apart from the rows of a batch"
+    )
     assert "<th>why</th>" not in page, "of the one plan there is no why"
     axes, sizes = (
-        re.findall(pattern, charts["traffic"]) for pattern in (r'<span style="top[^>]*>([^<]*)', r'data-tip="(.*?)"')
+        re.findall(pattern, charts["traffic"])
+        for pattern in (r'<span style="top[^>]*>([^<]*)', r'data-tip="(.*?)"')
     )
     sent = dict(zip(axes, sizes, strict=True))
     assert sent == {axis: bytes_text(size) for axis, size in figures[name]["sent_bytes"].items()}
@@ -101,7 +111,9 @@ def test_a_page_shows_the_compiled_step_beside_the_plan(run_of, name):
 @pytest.mark.full
 def test_every_file_is_one_that_overwrite_would_delete(smaller):
     folder, _, _ = smaller
-    assert {path for path in folder.rglob("*") if path.is_file()} == set(run_folder.own_files(folder))
+    assert {path for path in folder.rglob("*") if path.is_file()} == set(
+        run_folder.own_files(folder)
+    )
 
 
 @pytest.mark.slow
@@ -127,7 +139,9 @@ def test_blooms_embedding_and_head_displace_a_layer_each(both):
 def test_each_device_holds_its_places_of_the_layers_and_its_part_of_the_optimizer(both):
     _, figures, _ = both
     width, vocabulary, shards = 14_336, 250_880, 4
-    split = 12 * width**2 // shards + 3 * width // shards + 4 * width // shards  # weights; biases of qkv and up
+    split = (
+        12 * width**2 // shards + 3 * width // shards + 4 * width // shards
+    )  # weights; biases of qkv and up
     layer = split + 6 * width  # and two norms, biases of out and down
     outer = vocabulary * width // shards + 4 * width
     held = figures["bloom"]["memory_bytes"]
@@ -142,7 +156,9 @@ def test_a_stage_sends_an_activation_and_a_gradient_a_microbatch(smaller):
     figure = figures["deepspeed"]
     activation = 4 * 2048 * 4096 * 4  # bytes: rows, tokens, width; float32 on CPUs
     messages = 2 * figure["num_microbatches"] * activation
-    table = 50_304 * 4096 * 4 // 4  # tokens, spread over the stages: gathered once, its gradient scattered once
+    table = (
+        50_304 * 4096 * 4 // 4
+    )  # tokens, spread over the stages: gathered once, its gradient scattered once
     positions = 2048 * 4096 * 4
     once = 2 * (table + positions) * 3 // 4
     assert messages + once <= figure["sent_bytes"]["stage"] < messages + 1.01 * once
@@ -169,20 +185,35 @@ def test_pictures_are_drawn(run_of, name):
             ("--mesh.data", "7"),
             "replicas must share out a batch in whole microbatches; got --mesh.data 7 for 1024 rows",
         ),
-        (("--mesh.tensor", "3"), "the tensor axis must fill a node's GPUs or divide them; got --mesh.tensor 3"),
+        (
+            ("--mesh.tensor", "3"),
+            "the tensor axis must fill a node's GPUs or divide them; got --mesh.tensor 3",
+        ),
         (("--mesh.stage", "0"), "--mesh.stage must be at least 1; got 0"),
-        (("--out-dir", "/dev/null/x"), "--out-dir must be a folder that can be written to; got /dev/null/x"),
+        (
+            ("--out-dir", "/dev/null/x"),
+            "--out-dir must be a folder that can be written to; got /dev/null/x",
+        ),
         (
             ("--gpu", "h101"),
             "--gpu must be one of a100-40gb, a100-80gb, a100-80gb-jeanzay, h100, h200, b200; got 'h101'",
         ),
         (("--gpus-per-node", "0"), "--gpus-per-node must be at least 1; got 0"),
-        (("--job", "bloom", "--mesh.data", "1", "--mesh.stage", "2", "--schedule", "zb"), "Did you mean 'zb-v'"),
+        (
+            ("--job", "bloom", "--mesh.data", "1", "--mesh.stage", "2", "--schedule", "zb"),
+            "Did you mean 'zb-v'",
+        ),
     ],
 )
-def test_what_cannot_be_laid_out_is_refused_in_one_line(flags, message, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_laid_out_is_refused_in_one_line(
+    flags, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)  # this process has its own
-    monkeypatch.setattr(published_jobs, "mesh_of", lambda *_: pytest.fail("it must be refused before there is a mesh"))
+    monkeypatch.setattr(
+        published_jobs,
+        "mesh_of",
+        lambda *_: pytest.fail("it must be refused before there is a mesh"),
+    )
     with pytest.raises(SystemExit, match="2"):
         cli.run(bloom.main, bloom.Config, replaced(["--out-dir", str(tmp_path), *flags]))
     said = capsys.readouterr().err
@@ -192,10 +223,16 @@ def test_what_cannot_be_laid_out_is_refused_in_one_line(flags, message, tmp_path
 
 
 def test_more_stages_than_layers_are_refused_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)  # this process has its own, fewer than stages
+    monkeypatch.setattr(
+        jaxpar, "use_fake_devices", lambda _: None
+    )  # this process has its own, fewer than stages
     monkeypatch.setattr(published_jobs, "mesh_of", lambda *_: jaxpar.make_mesh())
     with pytest.raises(SystemExit, match="2"):
-        cli.run(bloom.main, bloom.Config, ["--out-dir", str(tmp_path), "--job", "deepspeed", "--mesh.stage", "33"])
+        cli.run(
+            bloom.main,
+            bloom.Config,
+            ["--out-dir", str(tmp_path), "--job", "deepspeed", "--mesh.stage", "33"],
+        )
     said = capsys.readouterr().err
     assert said.startswith("error: ")
     assert "got 32 layers for --mesh.stage 33" in said

@@ -59,8 +59,15 @@ def timed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("digits")
     evaluate, late, ticks = digits.evaluate, [], itertools.count()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxpar.metrics.log.time", SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late)))
-        curve_of(folder, "--eval-every", "5", evaluate=lambda *args: late.append(3600.0) or evaluate(*args))
+        patch.setattr(
+            "jaxpar.metrics.log.time", SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late))
+        )
+        curve_of(
+            folder,
+            "--eval-every",
+            "5",
+            evaluate=lambda *args: late.append(3600.0) or evaluate(*args),
+        )
     return folder
 
 
@@ -116,7 +123,9 @@ def test_the_folder_of_a_run_holds_config_metrics_and_pictures(trained):
         assert np.isfinite([line[name] for line in lines]).all(), name
     for name in ("loss", "errors", "predictions"):
         pixels = matplotlib.image.imread(trained / f"{name}.png")[::3, ::3]
-        assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 50, f"{name}.png is blank"
+        assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 50, (
+            f"{name}.png is blank"
+        )
 
 
 @pytest.mark.full
@@ -165,7 +174,10 @@ def refused(capsys, out_dir, *flags):
             "--hidden-layers 7",
             "--hidden-layers must be even, since hidden layers come in pairs; got 7. Choose 2, 4, 6 or 8.",
         ),
-        ("--hidden-layers 0", "--hidden-layers must be even, since hidden layers come in pairs; got 0"),
+        (
+            "--hidden-layers 0",
+            "--hidden-layers must be even, since hidden layers come in pairs; got 0",
+        ),
         ("--width 0", "--width must be at least 1; got 0. Choose such as 64."),
         (
             "--width 30 --mesh.tensor 4",
@@ -180,7 +192,10 @@ def refused(capsys, out_dir, *flags):
             "--split data --mesh.tensor 2",
             "--split data leaves the tensor axis nothing to share out; got --mesh.tensor 2, whose devices would all do the",
         ),
-        ("--mesh.context 2", "splits sequences, which these rows are not; got --mesh.context 2. Use --mesh.context 1."),
+        (
+            "--mesh.context 2",
+            "splits sequences, which these rows are not; got --mesh.context 2. Use --mesh.context 1.",
+        ),
         (
             "--mesh.data 16",
             "must be at most the number of devices; got --mesh.data 16, --mesh.stage 1, --mesh.tensor 1, which needs 16",
@@ -192,7 +207,10 @@ def refused(capsys, out_dir, *flags):
             "--test-fraction must leave digits to learn from and digits to test on; got 1, which holds",
         ),
         ("--test-fraction 0", "got 0, which holds out 0 of 1797. Choose one such as 0.2."),
-        ("--batch-size 0", "--batch-size must be from 1 to the number of digits to learn from; got 0, 1438 digits."),
+        (
+            "--batch-size 0",
+            "--batch-size must be from 1 to the number of digits to learn from; got 0, 1438 digits.",
+        ),
         (
             "--batch-size 2000",
             "--batch-size must be from 1 to the number of digits to learn from; got 2000, 1438 digits.",
@@ -201,7 +219,10 @@ def refused(capsys, out_dir, *flags):
             "--batch-size 4 --mesh.data 8",
             "each microbatch of each replica must have a digit; got --mesh.data 8, 1 microbatches, --batch-size 4. Choose",
         ),
-        ("--num-microbatches 0", "--num-microbatches must be at least 1; got 0. Leave it out for the default."),
+        (
+            "--num-microbatches 0",
+            "--num-microbatches must be at least 1; got 0. Leave it out for the default.",
+        ),
         ("--schedule 1g1b", "1g1b"),
         (
             "--schedule interleaved --mesh.stage 4",
@@ -212,14 +233,22 @@ def refused(capsys, out_dir, *flags):
         ("--hiden-layers 8", "--hidden-layers"),
     ],
 )
-def test_flags_that_cannot_be_used_are_refused_before_anything_is_compiled(capsys, tmp_path, flags, message):
+def test_flags_that_cannot_be_used_are_refused_before_anything_is_compiled(
+    capsys, tmp_path, flags, message
+):
     assert message in refused(capsys, tmp_path, *flags.split())
 
 
 @pytest.mark.parametrize(("library", "extra"), [("sklearn", "data"), ("matplotlib", "plot")])
-def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch, capsys, tmp_path, library, extra):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == library else object())
-    assert f"got none. Install it: pip install -e '.[{extra}]' in the clone of jaxpar." in refused(capsys, tmp_path)
+def test_a_library_that_is_not_installed_is_named_with_its_extra(
+    monkeypatch, capsys, tmp_path, library, extra
+):
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == library else object()
+    )
+    assert f"got none. Install it: pip install -e '.[{extra}]' in the clone of jaxpar." in refused(
+        capsys, tmp_path
+    )
 
 
 @pytest.mark.full
@@ -227,26 +256,46 @@ def test_a_loss_that_does_not_stay_finite_ends_with_its_own_code(capsys, tmp_pat
     with pytest.raises(SystemExit) as end:
         curve_of(tmp_path, "--learning-rate", "1e30", "--hidden-layers", "2")
     assert end.value.code == 86
-    assert "consecutive steps had a loss or gradients that were not finite" in capsys.readouterr().err
+    assert (
+        "consecutive steps had a loss or gradients that were not finite" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.full
 def test_a_narrowed_model_is_a_smaller_one_and_stays_so():
     table = digits.mlp.param_table(64, 10, width=8, num_hidden=4)
     rng = np.random.default_rng(0)
-    wide = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), digits.abstract_params(table))
-    wide["layers"] |= {name: np.zeros((2, 8), np.float32) for name in ("b_up", "b_down")}  # as they begin
+    wide = jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), digits.abstract_params(table)
+    )
+    wide["layers"] |= {
+        name: np.zeros((2, 8), np.float32) for name in ("b_up", "b_down")
+    }  # as they begin
     narrow = jax.tree.map(np.asarray, jax.jit(digits_sweep.narrowed)(wide, np.int32(3)))
     outer, layers = narrow["outer"], narrow["layers"]
     own = {
         "outer": outer | {"w_in": outer["w_in"][:, :3], "w_out": outer["w_out"][:3]},
-        "layers": {name: leaf[..., :3] if name[0] == "b" else leaf[:, :3, :3] for name, leaf in layers.items()},
+        "layers": {
+            name: leaf[..., :3] if name[0] == "b" else leaf[:, :3, :3]
+            for name, leaf in layers.items()
+        },
     }
-    batch = {"features": rng.uniform(size=(5, 64)).astype(np.float32), "label": np.arange(5, dtype=np.int32)}
+    batch = {
+        "features": rng.uniform(size=(5, 64)).astype(np.float32),
+        "label": np.arange(5, dtype=np.int32),
+    }
     batch["weight"] = np.ones(5, np.float32)
-    mean_loss = jax.jit(jax.value_and_grad(lambda params: digits.loss(digits.mlp.MODEL.apply(params, batch), batch)[0]))
+    mean_loss = jax.jit(
+        jax.value_and_grad(
+            lambda params: digits.loss(digits.mlp.MODEL.apply(params, batch), batch)[0]
+        )
+    )
     (value, grads), (want, want_grads) = mean_loss(narrow), mean_loss(own)
     assert_same(value, want, within=1e-6)
-    sum_of_squares = lambda tree: sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(jax.device_get(tree)))
-    assert sum_of_squares(grads) == pytest.approx(sum_of_squares(want_grads), rel=1e-5), "what it lacks has no gradient"
+    sum_of_squares = lambda tree: sum(
+        float((leaf**2).sum()) for leaf in jax.tree.leaves(jax.device_get(tree))
+    )
+    assert sum_of_squares(grads) == pytest.approx(sum_of_squares(want_grads), rel=1e-5), (
+        "what it lacks has no gradient"
+    )
     assert_same(grads["outer"]["b_out"], want_grads["outer"]["b_out"], within=1e-5)

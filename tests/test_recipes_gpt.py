@@ -43,7 +43,18 @@ from tests.support.waiting import WAIT_SECONDS
 
 FEW_STEPS = 16
 IN_THREE_DIMENSIONS = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2"]
-SMALL = ["--seq", "16", "--steps", str(FEW_STEPS), "--warmup-steps", "2", "--eval-every", "8", "--eval-rows", "16"]
+SMALL = [
+    "--seq",
+    "16",
+    "--steps",
+    str(FEW_STEPS),
+    "--warmup-steps",
+    "2",
+    "--eval-every",
+    "8",
+    "--eval-rows",
+    "16",
+]
 SMALL += ["--lr", "0.01"]
 HALF, LATE = str(FEW_STEPS // 2), str(FEW_STEPS * 3 // 4)
 
@@ -52,7 +63,11 @@ HALF, LATE = str(FEW_STEPS // 2), str(FEW_STEPS * 3 // 4)
 def _narrow():
     """The model of a run without --model is a quarter as wide: programs that are not optimized take long to update params."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(presets.PRESETS, "llama-bytes", transformer.preset("llama-bytes", embed_dim=32, mlp_dim=96))
+        patch.setitem(
+            presets.PRESETS,
+            "llama-bytes",
+            transformer.preset("llama-bytes", embed_dim=32, mlp_dim=96),
+        )
         yield
 
 
@@ -72,7 +87,11 @@ def run(text):
         with pytest.MonkeyPatch.context() as patch:
             if not draws:
                 patch.setattr(gpt, "conclude", lambda *_: None)
-            cli.run(gpt.main, gpt.Config, replaced(["--data", str(text), "--out-dir", str(out_dir), *SMALL, *flags]))
+            cli.run(
+                gpt.main,
+                gpt.Config,
+                replaced(["--data", str(text), "--out-dir", str(out_dir), *SMALL, *flags]),
+            )
 
     return run
 
@@ -92,7 +111,9 @@ def timed(run, tmp_path_factory):
     evaluate, late, ticks = Evaluation.__call__, [], itertools.count()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(Evaluation, "__call__", lambda *args: late.append(3600.0) or evaluate(*args))
-        patch.setattr("jaxpar.metrics.log.time", SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late)))
+        patch.setattr(
+            "jaxpar.metrics.log.time", SimpleNamespace(perf_counter=lambda: next(ticks) + sum(late))
+        )
         run(folder)
     return folder, printed.getvalue()
 
@@ -108,12 +129,15 @@ def test_three_dimensions_have_the_loss_curve_of_one_device(trained, one_device)
 
 
 @pytest.mark.slow
-def test_a_run_in_fp8_says_so_learns_as_much_and_goes_on_in_fp8_alone(run, tmp_path, one_device, monkeypatch, capsys):
+def test_a_run_in_fp8_says_so_learns_as_much_and_goes_on_in_fp8_alone(
+    run, tmp_path, one_device, monkeypatch, capsys
+):
     monkeypatch.setattr(fp8, "LEAST_WIDTH", 16)
     flags = [*IN_THREE_DIMENSIONS, "--products", "fp8", "--checkpoint-every", HALF]
     run(tmp_path, *flags)
     assert (
-        "FP8: 4 of 4 products of a layer, with w_qkv 32 x 64, w_out 32 x 32, w_up 32 x 192" in capsys.readouterr().out
+        "FP8: 4 of 4 products of a layer, with w_qkv 32 x 64, w_out 32 x 32, w_up 32 x 192"
+        in capsys.readouterr().out
     )
     got, plain = ([loss for loss, _ in each] for each in (curve(tmp_path), one_device))
     assert got != plain, "values are rounded"
@@ -135,7 +159,13 @@ def test_a_run_in_fp8_says_so_learns_as_much_and_goes_on_in_fp8_alone(run, tmp_p
         ["--mesh.context", "4", "--mesh.stage", "2", "--zero", "3"],
         ["--mesh.context", "4", "--mesh.data", "2", "--zero", "1"],
     ],
-    ids=["sequence-parallel", "copied-heads", "recomputed", "split-sequences-in-stages", "split-sequences"],
+    ids=[
+        "sequence-parallel",
+        "copied-heads",
+        "recomputed",
+        "split-sequences-in-stages",
+        "split-sequences",
+    ],
 )
 def test_flags_that_save_memory_keep_the_loss_curve(run, tmp_path, one_device, flags):
     run(tmp_path, *flags)
@@ -150,7 +180,9 @@ def test_no_step_s_time_includes_an_evaluation(timed):
     assert all(0 < line["step_seconds"] < 3600 for line in lines)
     median = float(np.median([line["step_seconds"] for line in lines]))
     said = f"; a step takes {median * 1e3:.0f} ms (median), {16 * 16 / median:,.0f} tokens/s\n"
-    assert re.search(r"^16 steps in [\d.]+ s, evaluations included" + re.escape(said), printed, re.M)
+    assert re.search(
+        r"^16 steps in [\d.]+ s, evaluations included" + re.escape(said), printed, re.M
+    )
 
 
 def go_on(run, folder, step, out_dir, *flags):
@@ -194,11 +226,17 @@ def check_exported(out_dir):
     """--save-hf and `export` of the last checkpoint write one model, and that of half time is another."""
     for name, flags in (("exported", []), ("half", ["--step", HALF])):
         assert jaxpar_main(["export", str(out_dir), str(out_dir / name), *flags]) == 0
-    saved, exported, half = (load_file(out_dir / name / "model.safetensors") for name in ("hf", "exported", "half"))
+    saved, exported, half = (
+        load_file(out_dir / name / "model.safetensors") for name in ("hf", "exported", "half")
+    )
     assert_same_bits(exported, saved)
     assert any(not np.array_equal(half[name], tensor) for name, tensor in saved.items())
-    assert (out_dir / "exported/config.json").read_bytes() == (out_dir / "hf/config.json").read_bytes()
-    assert huggingface.read_config(out_dir / "hf") == transformer.preset("llama-bytes", max_positions=256)
+    assert (out_dir / "exported/config.json").read_bytes() == (
+        out_dir / "hf/config.json"
+    ).read_bytes()
+    assert huggingface.read_config(out_dir / "hf") == transformer.preset(
+        "llama-bytes", max_positions=256
+    )
 
 
 @pytest.mark.full
@@ -208,11 +246,26 @@ def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys):
             [str(tmp_path / "no"), str(tmp_path / "out")],
             "a run must be a folder; got .*no, which is none. Name the --out-dir",
         ),
-        ([str(tmp_path), str(tmp_path / "out")], "must have a description of its model; got no config.json in"),
-        ([str(tmp_path), str(tmp_path / "out")], r"and jaxpar\.checkpoint\.export_safetensors\(path, state\.params\)"),
-        ([str(trained), str(tmp_path / "out"), "--step", "7"], "needs a saved step; got --step 7, saved 8, 16. Choose"),
-        ([str(trained), str(tmp_path / "out"), "--source", str(LLAMA)], "params must be those of the model; got"),
-        ([str(trained), str(trained / "model")], "written to a folder without one; got .*model with 'config.json'"),
+        (
+            [str(tmp_path), str(tmp_path / "out")],
+            "must have a description of its model; got no config.json in",
+        ),
+        (
+            [str(tmp_path), str(tmp_path / "out")],
+            r"and jaxpar\.checkpoint\.export_safetensors\(path, state\.params\)",
+        ),
+        (
+            [str(trained), str(tmp_path / "out"), "--step", "7"],
+            "needs a saved step; got --step 7, saved 8, 16. Choose",
+        ),
+        (
+            [str(trained), str(tmp_path / "out"), "--source", str(LLAMA)],
+            "params must be those of the model; got",
+        ),
+        (
+            [str(trained), str(trained / "model")],
+            "written to a folder without one; got .*model with 'config.json'",
+        ),
     ]
     for args, message in cases:
         assert jaxpar_main(["export", *args]) == 2
@@ -257,13 +310,31 @@ HALF_OF_EXPERTS = str(STEPS_OF_EXPERTS // 2)
 def experts(run, tmp_path_factory):
     """A run with experts over data that goes on with them over tensor: its folder, its flags, what it printed and exported."""
     folder, printed, exported = tmp_path_factory.mktemp("experts"), io.StringIO(), {}
-    flags = "--model", "moe-bytes", "--router-bias-rate", "0.01", "--learning-rate-schedule", "constant"
+    flags = (
+        "--model",
+        "moe-bytes",
+        "--router-bias-rate",
+        "0.01",
+        "--learning-rate-schedule",
+        "constant",
+    )
     flags = *flags, "--eval-every", HALF_OF_EXPERTS
-    over_data = "--experts", "data", "--mesh.data", "4", "--mesh.stage", "2", "--expert-buffer", "3.9"
+    over_data = (
+        "--experts",
+        "data",
+        "--mesh.data",
+        "4",
+        "--mesh.stage",
+        "2",
+        "--expert-buffer",
+        "3.9",
+    )
     over_tensor = *IN_THREE_DIMENSIONS, "--expert-split", "expert_mlp", "--schedule", "1f1b"
     read = lambda url: urllib.request.urlopen(url, timeout=WAIT_SECONDS).read().decode()
     close = PrometheusExporter.close
-    keep = lambda own: exported.update(text=read(f"http://127.0.0.1:{own.port}/metrics")) or close(own)
+    keep = lambda own: (
+        exported.update(text=read(f"http://127.0.0.1:{own.port}/metrics")) or close(own)
+    )
     run(
         folder,
         *flags,
@@ -294,13 +365,21 @@ def experts(run, tmp_path_factory):
 def test_a_run_with_experts_has_their_metrics_and_loads(experts):
     folder, _, printed, exported = experts
     of_page, over_data = [
-        each for each in doc_pages.commands(doc_pages.ROOT / "docs/experts.md") if "moe-bytes" in each.words
+        each
+        for each in doc_pages.commands(doc_pages.ROOT / "docs/experts.md")
+        if "moe-bytes" in each.words
     ]
-    assert {"--experts", "data", "--mesh.data", "4", "--mesh.stage", "2"} <= set(over_data.words), "as here at first"
-    assert {"recipes/gpt.py", *IN_THREE_DIMENSIONS} <= set(of_page.words), "the page trains what is trained here"
+    assert {"--experts", "data", "--mesh.data", "4", "--mesh.stage", "2"} <= set(over_data.words), (
+        "as here at first"
+    )
+    assert {"recipes/gpt.py", *IN_THREE_DIMENSIONS} <= set(of_page.words), (
+        "the page trains what is trained here"
+    )
     quoted = "^(moe-bytes: .* wide, )([\\d,]+)( parameters; .*, tensor=2, )"
     [(model, num_params, mesh)] = re.findall(quoted, of_page.quoted, re.MULTILINE)
-    assert f"\n{model}{int(num_params.replace(',', '')) + 4 * 8:,}{mesh}1f1b\n" in printed, "and biases of its routers"
+    assert f"\n{model}{int(num_params.replace(',', '')) + 4 * 8:,}{mesh}1f1b\n" in printed, (
+        "and biases of its routers"
+    )
     lines = read_lines(folder)
     assert lines[-1]["test_loss"] < lines[STEPS_OF_EXPERTS // 2 - 1]["test_loss"] < np.log(256)
     for name, lowest in (("balance_loss", 0.9), ("expert_imbalance", 1.0), ("router_z_loss", 0.0)):
@@ -322,20 +401,31 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, experts
     assert losses[-1] < losses[STEPS_OF_EXPERTS // 2] < losses[0]
     with pytest.raises(SystemExit):
         run(folder, *flags[:2], *flags[4:], "--resume")
-    assert "for a run saved with 0.01. Add --router-bias-rate 0.01, or start a run" in capsys.readouterr().err
+    assert (
+        "for a run saved with 0.01. Add --router-bias-rate 0.01, or start a run"
+        in capsys.readouterr().err
+    )
     found = huggingface.export.open_run(folder)
     biases = np.asarray(found.params["layers"]["router"]["bias"][:])
     assert found.config.experts.router_bias
     assert 0.01 < np.abs(biases).max() < 0.01 * (STEPS_OF_EXPERTS + 1)
-    with pytest.raises(ValueError, match=r"must be a mixtral to be read or written; got experts\.router_bias=True"):
+    with pytest.raises(
+        ValueError, match=r"must be a mixtral to be read or written; got experts\.router_bias=True"
+    ):
         huggingface.write_model(tmp_path / "theirs", found.config, found.params)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"experts": "data"}, "--experts data is for a model with experts; got --model llama-bytes. Leave it out"),
-        ({"router_bias_rate": 0.1}, "--router-bias-rate is for a model with experts; got --model llama-bytes."),
+        (
+            {"experts": "data"},
+            "--experts data is for a model with experts; got --model llama-bytes. Leave it out",
+        ),
+        (
+            {"router_bias_rate": 0.1},
+            "--router-bias-rate is for a model with experts; got --model llama-bytes.",
+        ),
         (
             {"model": "moe-bytes", "expert_buffer": 2.0},
             "--expert-buffer applies to --experts data; got 2 with --experts",
@@ -353,7 +443,10 @@ def test_a_run_with_experts_over_data_goes_on_with_them_over_tensor(run, experts
             "--expert-split applies to --experts tensor; got expert_mlp with --experts data",
         ),
         ({"window": 0}, "window must be at least 1; got 0"),
-        ({"temperature": 0.0, "top_k": 5}, "--top-k applies to a sample that is drawn; got 5 with --temperature 0"),
+        (
+            {"temperature": 0.0, "top_k": 5},
+            "--top-k applies to a sample that is drawn; got 5 with --temperature 0",
+        ),
         (
             {"model": "moe-bytes", "router_bias_rate": -1.0},
             "router_bias_rate must be 0 or more; got -1. Choose 0.001",
@@ -373,9 +466,30 @@ def test_a_mixture_after_a_dense_layer_is_tuned_goes_on_elsewhere_and_is_exporte
         **SHAPE | LLAMA_BLOCK | options | {"vocab_size": 256, "tokens": "bytes"}, tied=False
     )
     huggingface.write_model(tmp_path / "model", config, make_params(config, dtype=np.float32))
-    flags = "--init-from", str(tmp_path / "model"), "--seq", "8", "--lora-rank", "2", "--lora-targets", "w_qkv", "w_up"
+    flags = (
+        "--init-from",
+        str(tmp_path / "model"),
+        "--seq",
+        "8",
+        "--lora-rank",
+        "2",
+        "--lora-targets",
+        "w_qkv",
+        "w_up",
+    )
     flags = *flags, "--learning-rate-schedule", "constant", "--checkpoint-every", "8"
-    run(tmp_path / "run", *flags, "--mesh.stage", "2", "--mesh.tensor", "2", "--schedule", "1f1b", "--steps", "8")
+    run(
+        tmp_path / "run",
+        *flags,
+        "--mesh.stage",
+        "2",
+        "--mesh.tensor",
+        "2",
+        "--schedule",
+        "1f1b",
+        "--steps",
+        "8",
+    )
     run(tmp_path / "run", *flags, "--mesh.data", "2", "--resume", "--save-hf", str(tmp_path / "hf"))
     factors = load_file(tmp_path / "run/adapter/adapter_model.safetensors")
     of = lambda name: f"base_model.model.model.layers.{name}.lora_B.weight"
@@ -383,7 +497,9 @@ def test_a_mixture_after_a_dense_layer_is_tuned_goes_on_elsewhere_and_is_exporte
     assert of("1.mlp.up_proj") not in factors, "experts have no factors"
     assert all(np.abs(factors[of(f"{layer}.self_attn.q_proj")]).max() > 0 for layer in range(4))
     assert jaxpar_main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
-    exported, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "hf"))
+    exported, saved = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("exported", "hf")
+    )
     assert_same(exported, saved, within=1e-6)
     moved = (
         saved["model.layers.0.mlp.up_proj.weight"]
@@ -414,11 +530,19 @@ def test_a_run_goes_on_with_biases_of_routers_or_without_them(rate, saved, messa
 
 
 def test_no_model_of_transformers_gets_biases_of_routers(run, tmp_path, capsys):
-    flags = "--model", "moe-bytes", "--router-bias-rate", "0.1", "--save-hf", str(tmp_path / "theirs")
+    flags = (
+        "--model",
+        "moe-bytes",
+        "--router-bias-rate",
+        "0.1",
+        "--save-hf",
+        str(tmp_path / "theirs"),
+    )
     with pytest.raises(SystemExit):
         run(tmp_path / "run", *flags)
     assert (
-        "a model of transformers has no biases of --router-bias-rate; got it with --save-hf" in capsys.readouterr().err
+        "a model of transformers has no biases of --router-bias-rate; got it with --save-hf"
+        in capsys.readouterr().err
     )
 
 
@@ -439,18 +563,31 @@ def test_training_goes_on_from_published_weights_on_tokens_of_a_bin_in_bfloat16(
     source = tmp_path / "source"
     shutil.copytree(LLAMA, source)
     (source / "special_tokens_map.json").write_text("{}")
-    flags = ["--init-from", str(source), "--data", str(tokens), "--dtype", "bfloat16", "--zero", "3"]
+    flags = [
+        "--init-from",
+        str(source),
+        "--data",
+        str(tokens),
+        "--dtype",
+        "bfloat16",
+        "--zero",
+        "3",
+    ]
     flags += ["--save-hf", str(tmp_path / "tuned")]
     run(tmp_path / "out", *flags, *IN_THREE_DIMENSIONS)
     shape = huggingface.read_config(LLAMA)
     batch = Windows(load_text(tokens).train, 16, vocab_size=24).batch(16, seed=0, step=0)
-    loss_of = jax.jit(lambda params: gpt.loss(transformer.make_model(shape).apply(params, batch), batch))
+    loss_of = jax.jit(
+        lambda params: gpt.loss(transformer.make_model(shape).apply(params, batch), batch)
+    )
     loss_sum, weight_sum = loss_of(huggingface.read_params(LLAMA, shape))
     losses = [line["loss"] for line in read_lines(tmp_path / "out")]
     np.testing.assert_allclose(losses[0], loss_sum / weight_sum, rtol=1e-2)
     assert losses[-1] < losses[0]
     tuned = tmp_path / "tuned"
-    assert json.loads((tuned / "config.json").read_text()) == json.loads((LLAMA / "config.json").read_text())
+    assert json.loads((tuned / "config.json").read_text()) == json.loads(
+        (LLAMA / "config.json").read_text()
+    )
     assert (tuned / "special_tokens_map.json").read_text() == "{}"
     loss_sum, weight_sum = loss_of(huggingface.read_params(tuned, shape))
     assert loss_sum / weight_sum < losses[0]
@@ -462,22 +599,31 @@ def test_tokens_of_another_vocabulary_are_refused_before_the_first_step(run, tmp
     with pytest.raises(SystemExit) as stop:
         run(tmp_path / "none", "--init-from", str(LLAMA), "--data", str(tokens))
     assert stop.value.code == 2
-    assert "tokens must be below the model's vocab_size; got 3599, vocab_size=24" in capsys.readouterr().err
+    assert (
+        "tokens must be below the model's vocab_size; got 3599, vocab_size=24"
+        in capsys.readouterr().err
+    )
 
 
 def test_bytes_are_not_taken_for_the_tokens_of_a_small_vocabulary(text):
     with pytest.raises(ValueError, match=r"vocabulary of 24; got .*whose tokens are bytes"):
-        language_model.model_config(ModelFlags(init_from=LLAMA), 128, load_text(text), jaxpar.make_mesh())
+        language_model.model_config(
+            ModelFlags(init_from=LLAMA), 128, load_text(text), jaxpar.make_mesh()
+        )
 
 
 def test_bytes_are_read_by_models_that_say_so_and_by_no_others(text, tmp_path):
     shape = transformer.preset("gpt2-bytes", num_layers=1)
     params = jax.tree.map(
-        lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract_params(transformer.param_table(shape))
+        lambda leaf: np.zeros(leaf.shape, leaf.dtype),
+        abstract_params(transformer.param_table(shape)),
     )
     huggingface.write_model(tmp_path / "own", shape, params)
     read = ModelFlags(init_from=tmp_path / "own")
-    assert language_model.model_config(read, 128, load_text(text), jaxpar.make_mesh()).tokens == "bytes"
+    assert (
+        language_model.model_config(read, 128, load_text(text), jaxpar.make_mesh()).tokens
+        == "bytes"
+    )
 
     file = tmp_path / "own" / "config.json"
     found = json.loads(file.read_text())
@@ -487,7 +633,9 @@ def test_bytes_are_read_by_models_that_say_so_and_by_no_others(text, tmp_path):
         ValueError, match=r'vocabulary of 256; got .* add ("jaxpar_tokens": "bytes") to its config'
     ) as refused:
         language_model.model_config(read, 128, load_text(text), jaxpar.make_mesh())
-    key, value = ast.literal_eval("{" + re.search(r"add (.*) to its", str(refused.value))[1] + "}").popitem()
+    key, value = ast.literal_eval(
+        "{" + re.search(r"add (.*) to its", str(refused.value))[1] + "}"
+    ).popitem()
     file.write_text(json.dumps(found | {key: value}))
     language_model.model_config(read, 128, load_text(text), jaxpar.make_mesh())
     file.write_text(json.dumps(found | {key: value, "vocab_size": 255}))
@@ -498,7 +646,9 @@ def test_bytes_are_read_by_models_that_say_so_and_by_no_others(text, tmp_path):
 @pytest.mark.full
 def test_a_model_whose_scores_are_not_finite_ends_with_code_86_in_place_of_a_sample(text, capsys):
     shape = transformer.preset("gpt2-bytes", num_layers=1, embed_dim=4, num_heads=1)
-    params = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan), abstract_params(transformer.param_table(shape)))
+    params = jax.tree.map(
+        lambda leaf: np.full(leaf.shape, np.nan), abstract_params(transformer.param_table(shape))
+    )
     data = language_data.load_data(language_data.DataFlags(data=(text,)))
     with pytest.raises(SystemExit) as stop:
         evaluation.write_sample(gpt.Config.of(seq=8), ModelFlags(), shape, data, params)
@@ -510,7 +660,9 @@ def test_published_weights_are_packed_for_the_stages():
     shape, mesh = huggingface.read_config(LLAMA), jaxpar.make_mesh(stage=2)
     layout = jaxpar.LayerLayout(shape.num_layers, 2, layers_per_virtual_stage=(2, 0))
     table = transformer.param_table(shape)
-    packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
+    packed = table | {
+        "layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))
+    }
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
     init = lambda key: layout.pack_params(init_params(table, key))
     state = jaxpar.abstract_state(init, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
@@ -520,12 +672,16 @@ def test_published_weights_are_packed_for_the_stages():
 
 
 def test_interleaved_has_the_two_chunks_that_its_help_tells_of():
-    timetable = gpt.make_pipeline(gpt.Config.of(schedule="interleaved"), jaxpar.make_mesh(stage=2), num_rows=100)
+    timetable = gpt.make_pipeline(
+        gpt.Config.of(schedule="interleaved"), jaxpar.make_mesh(stage=2), num_rows=100
+    )
     assert timetable.num_chunks == 2
 
 
 def test_the_learning_rate_rises_and_falls_by_a_cosine():
-    config = gpt.Config.of(optimizer="sgd", momentum=0.0, learning_rate=0.8, warmup_steps=4, steps=24)
+    config = gpt.Config.of(
+        optimizer="sgd", momentum=0.0, learning_rate=0.8, warmup_steps=4, steps=24
+    )
     params, grads = {"w_up": np.float32(0)}, {"w_up": np.float32(1)}
     optimizer = optimizers.make_optimizer(config)
     state, rates = optimizer.init(params), []
@@ -552,7 +708,9 @@ def test_optimizers_keep_what_they_need(flags, arrays_a_param):
 
 
 def test_weight_decay_spares_biases_norms_and_positions():
-    optimizer = optimizers.make_optimizer(gpt.Config.of(warmup_steps=0, learning_rate=0.5, weight_decay=0.2, steps=10))
+    optimizer = optimizers.make_optimizer(
+        gpt.Config.of(warmup_steps=0, learning_rate=0.5, weight_decay=0.2, steps=10)
+    )
     names = ("w_up", "tokens", "head", "b_up", "scale", "shift", "positions")
     params, grads = ({name: np.full(2, value, np.float32) for name in names} for value in (1, 0))
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
@@ -619,7 +777,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
             ["--init-from", str(LLAMA), "--ignore-config-keys", "use_cach"],
             r"must name keys of .*config\.json; got 'use_cach', which it lacks\. Did you mean use_cache\?",
         ),
-        (["--init-from", "../no/where"], "got ../no/where, which does not exist. Name the folder of a model."),
+        (
+            ["--init-from", "../no/where"],
+            "got ../no/where, which does not exist. Name the folder of a model.",
+        ),
         (
             ["--init-from", str(Path(__file__))],
             "got .*test_recipes_gpt.py, which is a file. Name the folder of a model.",
@@ -636,7 +797,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
             "--save-hf must be outside of the folder of --data, all of whose files are learned; got .*tuned in ",
         ),
         (["--window", "0"], "--window must be at least 1; got 0. Choose 1 or more"),
-        (["--batch-size", "0"], "--batch-size must be from 1 to the number of rows to learn from; got 0"),
+        (
+            ["--batch-size", "0"],
+            "--batch-size must be from 1 to the number of rows to learn from; got 0",
+        ),
         (["--num-microbatches", "0"], "--num-microbatches must be at least 1; got 0"),
         (
             ["--mesh.stage", "2", "--batch-size", "2"],
@@ -651,14 +815,24 @@ def test_weight_decay_spares_biases_norms_and_positions():
             r"--layers-per-virtual-stage must have one count .*; got \(3, 2\) for 2 virtual stages and 4 layers",
         ),
         (
-            ["--model", "gpt2-bytes", "--mesh.tensor", "8", "--data", "nowhere"],  # before text is read
+            [
+                "--model",
+                "gpt2-bytes",
+                "--mesh.tensor",
+                "8",
+                "--data",
+                "nowhere",
+            ],  # before text is read
             "the tensor axis must divide the heads, .*; got --mesh.tensor 8, num_heads=4, .* Choose --mesh.tensor from 1, 2, 4",
         ),
         (
             ["--save-hf", "/proc/tuned"],
             r"--save-hf must be a folder that can be written to; got /proc/tuned, but /proc may not",
         ),
-        (["--save-hf", str(LLAMA)], "a model is written to a folder without one; got .*llama with 'config.json'"),
+        (
+            ["--save-hf", str(LLAMA)],
+            "a model is written to a folder without one; got .*llama with 'config.json'",
+        ),
         (
             ["--mesh.stage", "8", "--data", "nowhere"],
             "at least one layer for each chunk of each stage; got 4 layers for --mesh.stage 8, --num-chunks 1",
@@ -667,7 +841,10 @@ def test_weight_decay_spares_biases_norms_and_positions():
             ["--mesh.tensor", "2", "--sequence-parallel", "--seq", "15"],
             "must divide it; got --seq 15, --mesh.tensor 2. Choose --seq 16",
         ),
-        (["--data", "nowhere"], "--data must be a file or a folder; got nowhere, which does not exist"),
+        (
+            ["--data", "nowhere"],
+            "--data must be a file or a folder; got nowhere, which does not exist",
+        ),
         (["--schedule", "best"], "best"),
         (
             ["--products", "fp8"],

@@ -40,14 +40,41 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(folder):
-    usual = ["--init-from", str(folder / "llama"), "--token-cache", str(folder / "cache"), "--seq", str(SEQ)]
-    usual += ["--steps", str(STEPS), "--warmup-steps", "1", "--batch-size", "8", "--eval-rows", "8", "--lr", "0.01"]
-    return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, replaced([*usual, "--out-dir", str(out_dir), *flags]))
+    usual = [
+        "--init-from",
+        str(folder / "llama"),
+        "--token-cache",
+        str(folder / "cache"),
+        "--seq",
+        str(SEQ),
+    ]
+    usual += [
+        "--steps",
+        str(STEPS),
+        "--warmup-steps",
+        "1",
+        "--batch-size",
+        "8",
+        "--eval-rows",
+        "8",
+        "--lr",
+        "0.01",
+    ]
+    return lambda out_dir, *flags: cli.run(
+        gpt.main, gpt.Config, replaced([*usual, "--out-dir", str(out_dir), *flags])
+    )
 
 
 @pytest.fixture(scope="module")
 def mixed(folder):
-    return ["--data", str(folder / "chat.jsonl"), str(folder / "rows.parquet"), "--data-weights", "3", "1"]
+    return [
+        "--data",
+        str(folder / "chat.jsonl"),
+        str(folder / "rows.parquet"),
+        "--data-weights",
+        "3",
+        "1",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +92,21 @@ def test_a_model_is_tuned_on_a_mixture(tuned):
     out_dir, said = tuned
     assert re.search(r"rows from .*chat.jsonl 75.0%, .*rows.parquet 25.0%", said)
     assert "fields ignored: id" in said
-    assert re.search(r"nats a token, .* bits, perplexity [\d.]+; knowing the tokens' frequencies", said)
+    assert re.search(
+        r"nats a token, .* bits, perplexity [\d.]+; knowing the tokens' frequencies", said
+    )
     assert (out_dir / "sample.txt").read_text().startswith("user\nwhat is a cat?\nassistant\n")
     losses = [line["loss"] for line in read_lines(out_dir)]
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [["--mesh.data", "4"], IN_THREE_DIMENSIONS], ids=["data", "three-dimensions"])
-def test_a_run_on_a_mixture_goes_on_on_another_mesh_with_the_same_curve(run, tuned, mixed, tmp_path, mesh):
+@pytest.mark.parametrize(
+    "mesh", [["--mesh.data", "4"], IN_THREE_DIMENSIONS], ids=["data", "three-dimensions"]
+)
+def test_a_run_on_a_mixture_goes_on_on_another_mesh_with_the_same_curve(
+    run, tuned, mixed, tmp_path, mesh
+):
     shutil.copytree(tuned[0] / "checkpoints" / HALF, tmp_path / "checkpoints" / HALF)
     run(tmp_path, *mesh, *mixed, "--resume")
     assert_same(curve(tmp_path), curve(tuned[0])[STEPS // 2 :], within=1e-4)
@@ -105,8 +138,12 @@ def checked(run, monkeypatch, tmp_path, capsys):
     return said
 
 
-def test_a_recipe_learns_the_completions_of_a_table_and_refuses_a_file_of_other_fields(checked, tmp_path):
-    (tmp_path / "a.csv").write_text("prompt,completion\n" + "".join(f"the cat {i} ,a mat\n" for i in range(300)))
+def test_a_recipe_learns_the_completions_of_a_table_and_refuses_a_file_of_other_fields(
+    checked, tmp_path
+):
+    (tmp_path / "a.csv").write_text(
+        "prompt,completion\n" + "".join(f"the cat {i} ,a mat\n" for i in range(300))
+    )
     assert checked("--data", str(tmp_path / "a.csv")) is None
     (tmp_path / "a.json").write_text('[{"question": "a", "answer": "b"}]')
     said = checked("--data", str(tmp_path / "a.json"))
@@ -115,7 +152,10 @@ def test_a_recipe_learns_the_completions_of_a_table_and_refuses_a_file_of_other_
 
 def test_only_answers_are_targets(folder):
     flags = gpt.Config.of(
-        data=(folder / "chat.jsonl",), init_from=folder / "llama", seq=SEQ, token_cache=folder / "cache"
+        data=(folder / "chat.jsonl",),
+        init_from=folder / "llama",
+        seq=SEQ,
+        token_cache=folder / "cache",
     )
     data = language_data.load_data(flags.data, flags.recipe.init_from)
     train, _ = language_data.make_rows(flags.data, data, 352)
@@ -130,7 +170,9 @@ def test_the_first_batch_has_the_loss_of_the_model_alone(tuned, folder, mixed):
     """Rows read by their numbers and packed are the rows that the loss is computed on."""
     flags = gpt.Config.of(data=tuple(map(Path, mixed[1:3])), data_weights=(3.0, 1.0), seq=SEQ, init_from=folder / "llama",
                        token_cache=folder / "cache")  # fmt: skip
-    train, _ = language_data.make_rows(flags.data, language_data.load_data(flags.data, flags.recipe.init_from), 352)
+    train, _ = language_data.make_rows(
+        flags.data, language_data.load_data(flags.data, flags.recipe.init_from), 352
+    )
     batch = train.batch(8, seed=0, step=0)
     shape = huggingface.read_config(folder / "llama")
     params = huggingface.read_params(folder / "llama", shape)
@@ -140,7 +182,9 @@ def test_the_first_batch_has_the_loss_of_the_model_alone(tuned, folder, mixed):
 
 def test_tokens_of_a_step_and_of_a_microbatch_are_rows():
     mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
-    flags = language_data.in_rows(gpt.Config.of(seq=16, batch_tokens=2048, microbatch_tokens=256), mesh)
+    flags = language_data.in_rows(
+        gpt.Config.of(seq=16, batch_tokens=2048, microbatch_tokens=256), mesh
+    )
     assert (flags.common.batch_size, flags.data.num_microbatches) == (128, 4)
 
 
@@ -161,7 +205,9 @@ def test_tokens_of_a_step_and_of_a_microbatch_are_rows():
         ('{"text": "a"}', ["--model", "gpt2"], "--init-from determines the model"),
     ],
 )  # fmt: skip
-def test_data_that_cannot_be_used_end_the_run_before_anything_is_compiled(checked, tmp_path, lines, flags, message):
+def test_data_that_cannot_be_used_end_the_run_before_anything_is_compiled(
+    checked, tmp_path, lines, flags, message
+):
     (tmp_path / "a.jsonl").write_text(lines + "\n")
     said = checked("--data", str(tmp_path / "a.jsonl"), *flags)
     assert re.search(message, said), said
@@ -178,12 +224,19 @@ def test_the_remedies_for_long_examples_are_taken(checked, tmp_path):
     assert checked(*data, "--long-examples", "cut") is None
 
 
-def test_a_tokenizer_of_more_tokens_than_the_named_model_is_refused_with_models_that_have_them(folder):
-    data = dataclasses.replace(language_data.load_data(DataFlags()), tokenizer=read_tokenizer(folder / "llama"))
+def test_a_tokenizer_of_more_tokens_than_the_named_model_is_refused_with_models_that_have_them(
+    folder,
+):
+    data = dataclasses.replace(
+        language_data.load_data(DataFlags()), tokenizer=read_tokenizer(folder / "llama")
+    )
     text = dataclasses.replace(data, parts=(dataclasses.replace(data.parts[0], is_bytes=False),))
-    make = lambda **given: language_model.model_config(ModelFlags(**given), 48, text, jaxpar.make_mesh())
+    make = lambda **given: language_model.model_config(
+        ModelFlags(**given), 48, text, jaxpar.make_mesh()
+    )
     with pytest.raises(
-        ValueError, match=r"--model llama-bytes has a vocabulary of 256 tokens; got \d+ of the tokenizer in .*llama\. "
+        ValueError,
+        match=r"--model llama-bytes has a vocabulary of 256 tokens; got \d+ of the tokenizer in .*llama\. ",
     ) as raised:
         make()
     assert make(model=re.search(r"choose --model (\S+) or", str(raised.value))[1]).vocab_size > 352
@@ -201,15 +254,24 @@ def test_rows_longer_than_the_positions_of_a_model_are_told():
         f"--seq {most + 1} is longer than the {most} positions that {LLAMA} was trained for (max_position_embeddings)"
     )
     assert of(most) == ""
-    assert gpt.remark_on_positions(gpt.Config.of(seq=most + 1), shape) == "", "of a model that begins with this run"
+    assert gpt.remark_on_positions(gpt.Config.of(seq=most + 1), shape) == "", (
+        "of a model that begins with this run"
+    )
 
 
 def test_a_prompt_that_is_longer_than_a_row_is_told(capsys, monkeypatch):
-    monkeypatch.setattr(evaluation.transformer, "generate", lambda config, params, prompt, *_, **__: prompt)
+    monkeypatch.setattr(
+        evaluation.transformer, "generate", lambda config, params, prompt, *_, **__: prompt
+    )
     flags, shape = gpt.Config.of(seq=8, prompt="a b c d e f g h i"), huggingface.read_config(LLAMA)
-    data = SimpleNamespace(prompt=lambda _: np.arange(9), ends=(), unit="token", decode=lambda tokens, _: len(tokens))
+    data = SimpleNamespace(
+        prompt=lambda _: np.arange(9), ends=(), unit="token", decode=lambda tokens, _: len(tokens)
+    )
     assert evaluation.write_sample(flags, flags.recipe, shape, data, {}) == 7
-    assert "the sample begins with the last 7 of the 9 tokens of --prompt, for --seq 8" in capsys.readouterr().out
+    assert (
+        "the sample begins with the last 7 of the 9 tokens of --prompt, for --seq 8"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_damaged_cache_ends_the_run_with_its_folder(checked, folder, tmp_path):
@@ -227,7 +289,14 @@ def test_a_damaged_cache_ends_the_run_with_its_folder(checked, folder, tmp_path)
 def test_a_prompt_without_a_tokenizer_is_refused(checked, tmp_path):
     np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
     shutil.copytree(Path(__file__).parent / "data" / "huggingface" / "llama", tmp_path / "llama")
-    flags = ["--init-from", str(tmp_path / "llama"), "--data", str(tmp_path / "a.bin"), "--prompt", "a"]
+    flags = [
+        "--init-from",
+        str(tmp_path / "llama"),
+        "--data",
+        str(tmp_path / "a.bin"),
+        "--prompt",
+        "a",
+    ]
     assert (
         "--prompt needs a tokenizer; got 'a' without one. Name a folder with a tokenizer.json by --tokenizer"
         in checked(*flags)
@@ -245,7 +314,14 @@ def test_conversations_for_a_model_without_a_tokenizer_are_refused_by_the_file_t
         in said
     )
     assert (
-        checked("--init-from", str(llama), "--data", str(folder / "chat.jsonl"), "--tokenizer", str(folder / "llama"))
+        checked(
+            "--init-from",
+            str(llama),
+            "--data",
+            str(folder / "chat.jsonl"),
+            "--tokenizer",
+            str(folder / "llama"),
+        )
         is None
     )
 
@@ -253,25 +329,43 @@ def test_conversations_for_a_model_without_a_tokenizer_are_refused_by_the_file_t
 def test_adapters_to_start_from_are_refused_with_the_way_to_merge_them(checked, folder, tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "llama"}')
     said = checked("--init-from", str(tmp_path), "--data", str(folder / "chat.jsonl"))
-    assert f"got the adapters in {tmp_path}, which peft adds to those of 'llama'. Merge them: python -m jaxpar" in said
+    assert (
+        f"got the adapters in {tmp_path}, which peft adds to those of 'llama'. Merge them: python -m jaxpar"
+        in said
+    )
 
 
 @pytest.mark.full
 def test_the_sample_ends_where_the_model_ends_a_text(folder, tmp_path):
     source, cache = shutil.copytree(folder / "llama", tmp_path / "llama"), folder / "cache"
-    flags = gpt.Config.of(data=(folder / "lines.jsonl",), token_cache=cache, seq=SEQ, temperature=0.0, prompt="the cat")
+    flags = gpt.Config.of(
+        data=(folder / "lines.jsonl",),
+        token_cache=cache,
+        seq=SEQ,
+        temperature=0.0,
+        prompt="the cat",
+    )
     shape = huggingface.read_config(source)
-    params, data = huggingface.read_params(source, shape), language_data.load_data(flags.data, source)
+    params, data = (
+        huggingface.read_params(source, shape),
+        language_data.load_data(flags.data, source),
+    )
     end, prompt = data.tokenizer.end, data.prompt(flags.data)
     assert data.ends == (end,)
     [row] = np.asarray(
-        transformer.generate(shape, params, prompt[None], SEQ - len(prompt), top_k=flags.recipe.top_k, eos=[0, end])
+        transformer.generate(
+            shape, params, prompt[None], SEQ - len(prompt), top_k=flags.recipe.top_k, eos=[0, end]
+        )
     )
     [at, *_] = [i for i in range(len(prompt) + 2, SEQ) if row[i] not in row[:i]]
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [int(row[at]), 10**6]}))
+    (source / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [int(row[at]), 10**6]})
+    )
     data = language_data.load_data(flags.data, source)
     assert data.ends == (row[at], 10**6, end), "a token outside the vocabulary ends nothing"
-    assert evaluation.write_sample(flags, flags.recipe, shape, data, params) == data.tokenizer.decode(row[:at])
+    assert evaluation.write_sample(
+        flags, flags.recipe, shape, data, params
+    ) == data.tokenizer.decode(row[:at])
     as_numbers = dataclasses.replace(data, tokenizer=None).decode(row, len(prompt))
     assert as_numbers.split() == [str(token) for token in row[:at]]
 
@@ -279,10 +373,14 @@ def test_the_sample_ends_where_the_model_ends_a_text(folder, tmp_path):
 def test_bytes_and_other_tokens_do_not_mix(checked, tmp_path):
     (tmp_path / "a.txt").write_text("the cat " * 200)
     np.arange(4000, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    llama = shutil.copytree(Path(__file__).parent / "data" / "huggingface" / "llama", tmp_path / "llama")
+    llama = shutil.copytree(
+        Path(__file__).parent / "data" / "huggingface" / "llama", tmp_path / "llama"
+    )
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps(config | {"jaxpar_tokens": "bytes"}))
-    said = checked("--init-from", str(llama), "--data", str(tmp_path / "a.txt"), str(tmp_path / "a.bin"))
+    said = checked(
+        "--init-from", str(llama), "--data", str(tmp_path / "a.txt"), str(tmp_path / "a.bin")
+    )
     assert "all --data must have tokens of one kind; got bytes and others in" in said
 
 
@@ -302,15 +400,21 @@ def test_rows_of_files_named_for_it_are_held_out_and_a_record_without_tokens_is_
     from pyarrow import parquet
 
     for name, count in (("train", 30), ("test", 7)):
-        parquet.write_table(pyarrow.table({"input_ids": [[1, 2, count]] * count}), tmp_path / f"{name}.parquet")
+        parquet.write_table(
+            pyarrow.table({"input_ids": [[1, 2, count]] * count}), tmp_path / f"{name}.parquet"
+        )
     flags = gpt.Config.of(data=(tmp_path,), seq=16)
     data = language_data.load_data(flags.data)
     train, test = language_data.make_rows(flags.data, data, 256)
     assert (len(train), len(test)) == (30, 7)
-    assert data.parts[0].checksum.endswith(", 7 held out"), "a run that held others out is not resumed"
+    assert data.parts[0].checksum.endswith(", 7 held out"), (
+        "a run that held others out is not resumed"
+    )
     np.testing.assert_array_equal(test.take(np.arange(7))["targets"][:, :2], [[2, 7]] * 7)
     parquet.write_table(pyarrow.table({"input_ids": [[1, 2], None]}), tmp_path / "test.parquet")
-    with pytest.raises(ValueError, match=r'must have "input_ids", a list of integers; .* It is record 32.'):
+    with pytest.raises(
+        ValueError, match=r'must have "input_ids", a list of integers; .* It is record 32.'
+    ):
         language_data.load_data(flags.data)
 
 
@@ -319,7 +423,9 @@ def test_files_that_are_not_read_or_not_held_out_are_told(tmp_path, capsys):
     for name in ("train.jsonl", "val.jsonl"):
         (tmp_path / name).write_text("".join(lines))
     flags = gpt.Config.of(
-        data=(tmp_path / "train.jsonl", tmp_path / "val.jsonl"), seq=16, token_cache=tmp_path.parent / "cache"
+        data=(tmp_path / "train.jsonl", tmp_path / "val.jsonl"),
+        seq=16,
+        token_cache=tmp_path.parent / "cache",
     )
     language_data.make_rows(flags.data, language_data.load_data(flags.data), 256)
     said = capsys.readouterr().out
@@ -334,7 +440,11 @@ def test_files_that_are_not_read_or_not_held_out_are_told(tmp_path, capsys):
     [part] = language_data.load_data(flags.data).parts
     names = f"{tmp_path}/more/train.bin, {tmp_path}/train.jsonl, {tmp_path}/val.jsonl"
     assert part.remark == f"of {tmp_path} only its .bin files are read, not {names}"
-    assert not language_data.load_data(gpt.Config.of(data=(tmp_path / "val.bin",)).data).parts[0].remark
+    assert (
+        not language_data.load_data(gpt.Config.of(data=(tmp_path / "val.bin",)).data)
+        .parts[0]
+        .remark
+    )
 
 
 @pytest.mark.full
@@ -346,8 +456,17 @@ def test_a_record_that_is_wrong_ends_a_run_with_code_65(run, folder, tmp_path, c
     rows[501] = [1] * 99  # not among the records that are checked before
     parquet.write_table(pyarrow.table({"input_ids": rows}), tmp_path / "rows.parquet")
     with pytest.raises(SystemExit) as stop:
-        run(tmp_path / "out", "--data", str(tmp_path / "rows.parquet"), "--batch-size", "256", "--steps", "4")
+        run(
+            tmp_path / "out",
+            "--data",
+            str(tmp_path / "rows.parquet"),
+            "--batch-size",
+            "256",
+            "--steps",
+            "4",
+        )
     assert stop.value.code == 65
     assert re.search(
-        r"must have from 2 to 49 input_ids, .*; got 99, 99, 99. .* It is record 502", capsys.readouterr().err
+        r"must have from 2 to 49 input_ids, .*; got 99, 99, 99. .* It is record 502",
+        capsys.readouterr().err,
     )

@@ -30,11 +30,16 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder):
     usual = [*tuning_flags(folder), "--steps", "6", "--checkpoint-every", "3", *LORA]
-    return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, replaced([*usual, "--out-dir", str(out_dir), *flags]))
+    return lambda out_dir, *flags: cli.run(
+        gpt.main, gpt.Config, replaced([*usual, "--out-dir", str(out_dir), *flags])
+    )
 
 
 def written(path):
-    return {name: load_file(path / name) for name in ("adapter/adapter_model.safetensors", "hf/model.safetensors")}
+    return {
+        name: load_file(path / name)
+        for name in ("adapter/adapter_model.safetensors", "hf/model.safetensors")
+    }
 
 
 @pytest.mark.slow
@@ -46,22 +51,32 @@ def test_replicas_and_tensor_learn_a_conversation_by_adapters_and_a_killed_run_r
     whole, again = tmp_path / "whole", tmp_path / "again"
     run(whole, *mesh, "--save-hf", str(whole / "hf"))
     assert "LoRA of rank 8 on w_qkv, w_out, w_up, w_down: " in capsys.readouterr().out
-    losses = [json.loads(line)["loss"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"] for line in (whole / "metrics.jsonl").read_text().splitlines()
+    ]
     assert losses[-1] < losses[0] - 0.02
 
     about = json.loads((whole / "adapter/adapter_config.json").read_text())
-    assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (8, 16, str(folder / "llama"))
+    assert (about["r"], about["lora_alpha"], about["base_model_name_or_path"]) == (
+        8,
+        16,
+        str(folder / "llama"),
+    )
     assert "self_attn.q_proj" in about["target_modules"]
     adapters, merged = written(whole).values()
     check_merged(merged, load_file(folder / "llama/model.safetensors"), adapters, scale=16 / 8)
 
-    shutil.copytree(whole / "checkpoints/3", again / "checkpoints/3")  # as a kill after step 3 leaves it
+    shutil.copytree(
+        whole / "checkpoints/3", again / "checkpoints/3"
+    )  # as a kill after step 3 leaves it
     run(again, *mesh, "--resume", "--save-hf", str(again / "hf"))
     assert_same_bits(written(again), written(whole))
 
     assert jaxpar_main(["export", str(whole), str(tmp_path / "exported")]) == 0
     assert_same(
-        load_file(tmp_path / "exported/model.safetensors"), load_file(whole / "hf/model.safetensors"), within=1e-6
+        load_file(tmp_path / "exported/model.safetensors"),
+        load_file(whole / "hf/model.safetensors"),
+        within=1e-6,
     )
 
 
@@ -69,7 +84,11 @@ def test_alpha_over_the_rank_is_the_scale_and_targets_name_the_weights():
     flags = gpt.Config.of(lora_rank=8, lora_alpha=16.0, lora_targets=("w_out", "w_up"))
     lora = lora_flags.make_lora(flags.lora)
     assert (lora.rank, lora.scale, set(lora.targets)) == (8, 2.0, {"w_out", "w_up"})
-    assert flags.lora.settings == {"lora_rank": 8, "lora_targets": ["w_out", "w_up"], "lora_alpha": 16.0}
+    assert flags.lora.settings == {
+        "lora_rank": 8,
+        "lora_targets": ["w_out", "w_up"],
+        "lora_alpha": 16.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -86,7 +105,10 @@ def test_alpha_over_the_rank_is_the_scale_and_targets_name_the_weights():
             ["--model", "moe-bytes", "--router-bias-rate", "0.1"],
             "--router-bias-rate updates the biases of routers; got it with",
         ),
-        (["--lora-rank", "None"], "--lora-targets and --lora-alpha apply to --lora-rank; got one of them without it"),
+        (
+            ["--lora-rank", "None"],
+            "--lora-targets and --lora-alpha apply to --lora-rank; got one of them without it",
+        ),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(run, tmp_path, capsys, flags, message):
@@ -101,15 +123,18 @@ def test_a_run_that_goes_on_with_other_factors_is_refused_with_those_that_it_has
     of = lambda **flags: gpt.Config.of(**flags).lora
     saved = of(lora_rank=4, lora_targets=("w_up", "w_out")).settings
     with pytest.raises(
-        ValueError, match=r"got --lora-rank 8 on w_down .* saved with --lora-rank 4 on w_out w_up\. Give --lora-rank 4 "
+        ValueError,
+        match=r"got --lora-rank 8 on w_down .* saved with --lora-rank 4 on w_out w_up\. Give --lora-rank 4 ",
     ):
         gpt.check_factors(of(lora_rank=8), saved)
     with pytest.raises(
-        ValueError, match=r"got no --lora-rank for .* Give --lora-rank 4 --lora-targets w_out w_up, or start a run"
+        ValueError,
+        match=r"got no --lora-rank for .* Give --lora-rank 4 --lora-targets w_out w_up, or start a run",
     ):
         gpt.check_factors(of(), saved)
     with pytest.raises(
-        ValueError, match=r"saved with no --lora-rank\. Leave --lora-rank out, or start a run in another"
+        ValueError,
+        match=r"saved with no --lora-rank\. Leave --lora-rank out, or start a run in another",
     ):
         gpt.check_factors(of(lora_rank=8), {"seed": 0})
     gpt.check_factors(of(lora_rank=4, lora_targets=("w_out", "w_up")), saved)
@@ -120,7 +145,9 @@ def test_a_run_whose_model_is_gone_goes_on_with_the_description_that_it_keeps(tm
     (tmp_path / "run/model").mkdir(parents=True)
     (tmp_path / "run/model/config.json").write_text("{}")
     flags = gpt.Config.of(out_dir=tmp_path / "run", resume=True)
-    check = lambda saved={"init_from": "crc32 0"}, **given: model_files.check_origin(flags.replace(**given), saved)
+    check = lambda saved={"init_from": "crc32 0"}, **given: model_files.check_origin(
+        flags.replace(**given), saved
+    )
     gone = tmp_path / "llama"
     for got, given in ((f"{gone}, which does not exist", {"init_from": gone}), ("none", {})):
         with pytest.raises(FileNotFoundError, match=f"got {got}. Give the folder, or") as raised:
@@ -133,14 +160,24 @@ def test_a_run_whose_model_is_gone_goes_on_with_the_description_that_it_keeps(tm
 
 @pytest.mark.parametrize(
     ("given", "got"),
-    [({}, "w_up w_down for .* these names"), ({"lora_targets": ("w_out", "w_up")}, "w_up for .* this name")],
+    [
+        ({}, "w_up w_down for .* these names"),
+        ({"lora_targets": ("w_out", "w_up")}, "w_up for .* this name"),
+    ],
 )
 def test_the_targets_of_a_model_with_experts_are_those_that_its_layers_have(given, got):
     config, check = transformer.preset("moe-bytes"), lora_flags.check_targets
     flags = lora_flags.LoraFlags(lora_rank=4, **given)
-    with pytest.raises(ValueError, match=f"got {got}, whose 8 experts a layer take no factors") as raised:
+    with pytest.raises(
+        ValueError, match=f"got {got}, whose 8 experts a layer take no factors"
+    ) as raised:
         check(flags, config)
     targets = re.search(r"Give --lora-targets ([\w ]+)\.", str(raised.value))[1].split()
     check(dataclasses.replace(flags, lora_targets=tuple(targets)), config)
     check(lora_flags.LoraFlags(), config)
-    check(flags, dataclasses.replace(config, experts=dataclasses.replace(config.experts, num_dense_layers=1)))
+    check(
+        flags,
+        dataclasses.replace(
+            config, experts=dataclasses.replace(config.experts, num_dense_layers=1)
+        ),
+    )

@@ -26,7 +26,13 @@ from tests.support.oracle import assert_same, assert_same_bits
 from tests.support.tiers import quick
 from tests.support.tiny_lora import check_merged
 
-SHAPE = {"embed_dim": 64, "mlp_dim": 128, "num_heads": 8, "num_kv_heads": 4, "explicit_head_dim": 16}
+SHAPE = {
+    "embed_dim": 64,
+    "mlp_dim": 128,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "explicit_head_dim": 16,
+}
 LORA = ["--lora-rank", "8", "--lora-alpha", "16"]
 
 
@@ -38,7 +44,9 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder):
     usual = [*tuning_flags(folder), "--steps", "4", "--checkpoint-every", "2"]
-    return lambda out_dir, *flags: cli.run(gpt.main, gpt.Config, replaced([*usual, "--out-dir", str(out_dir), *flags]))
+    return lambda out_dir, *flags: cli.run(
+        gpt.main, gpt.Config, replaced([*usual, "--out-dir", str(out_dir), *flags])
+    )
 
 
 def in_four_bits(path, kind):
@@ -48,7 +56,9 @@ def in_four_bits(path, kind):
     def rounded(name, tensor):
         if "layers" not in name or tensor.ndim == 1:
             return tensor
-        return np.asarray(dense(quantize_weight(np.ascontiguousarray(tensor.T), kind, 1, 0, name))).T
+        return np.asarray(
+            dense(quantize_weight(np.ascontiguousarray(tensor.T), kind, 1, 0, name))
+        ).T
 
     return {name: rounded(name, tensor) for name, tensor in tensors.items()}
 
@@ -56,19 +66,38 @@ def in_four_bits(path, kind):
 @pytest.mark.few(1)
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["nf4-dq", "nf4"])  # the first has codes of codes
-def test_a_run_in_four_bits_is_resumed_saved_exported_and_served(run, folder, tmp_path, capsys, kind):
+def test_a_run_in_four_bits_is_resumed_saved_exported_and_served(
+    run, folder, tmp_path, capsys, kind
+):
     whole, again = tmp_path / "whole", tmp_path / "again"
-    mesh = ["--mesh.data", "2", "--mesh.stage", "2", "--mesh.tensor", "2", *LORA, "--quantize", kind]
+    mesh = [
+        "--mesh.data",
+        "2",
+        "--mesh.stage",
+        "2",
+        "--mesh.tensor",
+        "2",
+        *LORA,
+        "--quantize",
+        kind,
+    ]
     run(whole, *mesh, "--save-hf", str(whole / "hf"))
-    assert f"{kind}: w_qkv, w_out, w_up, w_down of each layer, which are frozen" in capsys.readouterr().out
+    assert (
+        f"{kind}: w_qkv, w_out, w_up, w_down of each layer, which are frozen"
+        in capsys.readouterr().out
+    )
     merged = load_file(whole / "hf/model.safetensors")
     adapters = load_file(whole / "adapter/adapter_model.safetensors")
     base = in_four_bits(folder / "llama", kind)
     check_merged(merged, base, adapters, scale=16 / 8)
     changed = "model.layers.1.mlp.down_proj.weight"
-    assert np.abs(base[changed] - load_file(folder / "llama/model.safetensors")[changed]).max() > 0.005, "rounded"
+    assert (
+        np.abs(base[changed] - load_file(folder / "llama/model.safetensors")[changed]).max() > 0.005
+    ), "rounded"
 
-    shutil.copytree(whole / "checkpoints/2", again / "checkpoints/2")  # as a kill after step 2 leaves it
+    shutil.copytree(
+        whole / "checkpoints/2", again / "checkpoints/2"
+    )  # as a kill after step 2 leaves it
     run(again, *mesh, "--resume", "--save-hf", str(again / "hf"))
     assert_same_bits(load_file(again / "hf/model.safetensors"), merged)
 
@@ -98,14 +127,18 @@ def test_a_folder_is_read_into_the_codes_of_its_weights(folder, kind):
     want = lora.quantize(jaxpar.fetch(params), kind, transformer.LAYER_WEIGHTS)
     in_codes = lora.quantized_shardings(want, shardings)
     got = jaxpar.huggingface.read_params(folder / "llama", config, in_codes)
-    assert jax.tree.map(lambda leaf: leaf.sharding.spec, got) == jax.tree.map(lambda each: each.spec, in_codes)
+    assert jax.tree.map(lambda leaf: leaf.sharding.spec, got) == jax.tree.map(
+        lambda each: each.spec, in_codes
+    )
     assert_same_bits(jaxpar.fetch(got), jax.tree.map(np.asarray, want))
     assert isinstance(got["layers"]["mlp"]["w_down"], Quantized)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [None, "nf4-dq"])
-def test_a_run_that_reads_weights_begins_with_the_factors_that_it_would_draw_and_no_weights_of_its_own(folder, kind):
+def test_a_run_that_reads_weights_begins_with_the_factors_that_it_would_draw_and_no_weights_of_its_own(
+    folder, kind
+):
     flags = gpt.Config.of(lora_rank=2, lora_targets=("w_up", "w_out"), quantize=kind).lora
     config = jaxpar.huggingface.read_config(folder / "llama").for_tensor(1)
     mesh, layout = jaxpar.make_mesh(data=2, devices=jax.devices()[:2]), jaxpar.LayerLayout(2, 1)
@@ -120,15 +153,23 @@ def test_a_run_that_reads_weights_begins_with_the_factors_that_it_would_draw_and
     of = lambda state: jax.tree.map(lambda leaf: leaf.sharding, state)
     assert of(got) == of(want)
     read = {id(leaf) for leaf in jax.tree.leaves(weights)}
-    assert {id(leaf) for leaf in jax.tree.leaves(lora.without_factors(got.params))} == read, "not copied"
+    assert {id(leaf) for leaf in jax.tree.leaves(lora.without_factors(got.params))} == read, (
+        "not copied"
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--quantize", "nf4"], "--quantize is for weights that are frozen; got nf4 without --lora-rank"),
+        (
+            ["--quantize", "nf4"],
+            "--quantize is for weights that are frozen; got nf4 without --lora-rank",
+        ),
         (["--quantize", "nf5", *LORA], "invalid choice 'nf5'"),
-        ([*LORA, "--quantize", "nf4", "--mesh.tensor", "4"], "whole blocks of 64 values of a weight in nf4; got"),
+        (
+            [*LORA, "--quantize", "nf4", "--mesh.tensor", "4"],
+            "whole blocks of 64 values of a weight in nf4; got",
+        ),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(run, tmp_path, capsys, flags, message):
@@ -140,10 +181,20 @@ def test_flags_that_do_not_fit_are_refused(run, tmp_path, capsys, flags, message
 
 
 def test_experts_are_not_quantized(tmp_path, capsys):
-    flags = ["--model", "moe-bytes", *LORA, "--quantize", "int8", "--out-dir", str(tmp_path / "run")]
+    flags = [
+        "--model",
+        "moe-bytes",
+        *LORA,
+        "--quantize",
+        "int8",
+        "--out-dir",
+        str(tmp_path / "run"),
+    ]
     with pytest.raises(SystemExit):
         cli.run(gpt.main, gpt.Config, flags)
-    assert "--quantize is for models without experts; got int8 with" in " ".join(capsys.readouterr().err.split())
+    assert "--quantize is for models without experts; got int8 with" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_a_run_goes_on_with_the_codes_that_it_began_with():
@@ -152,10 +203,16 @@ def test_a_run_goes_on_with_the_codes_that_it_began_with():
     assert saved["quantize"] == "nf4"
     gpt.check_factors(of(quantize="nf4"), saved)
     with pytest.raises(
-        ValueError, match=r"--lora-targets w_down w_out w_qkv w_up --quantize nf4, or start a run in another"
+        ValueError,
+        match=r"--lora-targets w_down w_out w_qkv w_up --quantize nf4, or start a run in another",
     ):
         gpt.check_factors(of(), saved)
-    with pytest.raises(ValueError, match=r"w_up and leave --quantize out, or start a run in another"):
+    with pytest.raises(
+        ValueError, match=r"w_up and leave --quantize out, or start a run in another"
+    ):
         gpt.check_factors(of(quantize="int8"), of().settings)
-    with pytest.raises(ValueError, match=r"nf4-dq for a run saved with .* --quantize nf4\. Give .* --quantize nf4, or"):
+    with pytest.raises(
+        ValueError,
+        match=r"nf4-dq for a run saved with .* --quantize nf4\. Give .* --quantize nf4, or",
+    ):
         gpt.check_factors(of(quantize="nf4-dq"), saved)

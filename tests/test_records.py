@@ -23,7 +23,9 @@ SEQ, VOCAB = 8, 100
 
 @pytest.fixture(scope="module")
 def packed():
-    documents = make_documents(np.random.default_rng(0), [5, 3, 12, 9, 4] * 40, vocab=VOCAB, learned=0.8)
+    documents = make_documents(
+        np.random.default_rng(0), [5, 3, 12, 9, 4] * 40, vocab=VOCAB, learned=0.8
+    )
     return PackedRows(documents, SEQ, vocab_size=VOCAB)
 
 
@@ -52,7 +54,10 @@ def file(request, packed, tmp_path_factory):
         write_rows(path, packed, batch_size=37)
     else:
         columns = records.as_records(packed.take(np.arange(len(packed))))
-        write_array_record(path, [dict(zip(records.WRITTEN, row, strict=True)) for row in zip(*columns, strict=True)])
+        write_array_record(
+            path,
+            [dict(zip(records.WRITTEN, row, strict=True)) for row in zip(*columns, strict=True)],
+        )
     return path
 
 
@@ -78,7 +83,9 @@ def test_batches_are_those_of_the_rows_in_memory(packed, file):
         where = {"seed": 2, "step": step, "multiple": 8}
         same_documents(rows.batch(24, **where), packed.batch(24, **where))
         own = [rows.batch(24, **where, only=only) for only in (np.arange(12), np.arange(12, 24))]
-        same_documents({k: np.concatenate([o[k] for o in own]) for k in own[0]}, packed.batch(24, **where))
+        same_documents(
+            {k: np.concatenate([o[k] for o in own]) for k in own[0]}, packed.batch(24, **where)
+        )
 
 
 def test_several_files_are_one_after_another(file, packed):
@@ -90,7 +97,9 @@ def test_several_files_are_one_after_another(file, packed):
 
 
 def test_of_a_parquet_file_only_the_row_groups_asked_for_are_read(tmp_path, monkeypatch):
-    path = write_parquet(tmp_path / "a.parquet", input_ids=[[i, i + 1] for i in range(40)], other=["x"] * 40)
+    path = write_parquet(
+        tmp_path / "a.parquet", input_ids=[[i, i + 1] for i in range(40)], other=["x"] * 40
+    )
     read = []
     from pyarrow.parquet import ParquetFile
 
@@ -98,7 +107,10 @@ def test_of_a_parquet_file_only_the_row_groups_asked_for_are_read(tmp_path, monk
     monkeypatch.setattr(
         ParquetFile,
         "read_row_group",
-        lambda self, group, columns: (read.append((group, columns)), take_group(self, group, columns))[1],
+        lambda self, group, columns: (
+            read.append((group, columns)),
+            take_group(self, group, columns),
+        )[1],
     )
     rows = RecordRows(open_records([path]), SEQ, vocab_size=VOCAB)
     assert rows.take(np.array([30, 5, 31, 6]))["tokens"][:, 0].tolist() == [30, 5, 31, 6]
@@ -136,17 +148,32 @@ def test_labels_and_documents_are_optional_and_no_target_crosses_a_document():
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"text": "a"}, r'must have "input_ids", a list of integers; got another. .* It is record 2'),
+        (
+            {"text": "a"},
+            r'must have "input_ids", a list of integers; got another. .* It is record 2',
+        ),
         ([1, 2], 'must have "input_ids"'),
-        ({"input_ids": [0.5, 1]}, r'"input_ids" of a record must be a list of integers; got float64'),
-        ({"input_ids": [[1], [2]]}, r'"input_ids" of a record must be a list of integers; got int64 of shape \(2, 1\)'),
-        ({"input_ids": [1]}, "seq=8 must have from 2 to 9 input_ids, and as many labels and segment_ids; got 1, 1, 1"),
+        (
+            {"input_ids": [0.5, 1]},
+            r'"input_ids" of a record must be a list of integers; got float64',
+        ),
+        (
+            {"input_ids": [[1], [2]]},
+            r'"input_ids" of a record must be a list of integers; got int64 of shape \(2, 1\)',
+        ),
+        (
+            {"input_ids": [1]},
+            "seq=8 must have from 2 to 9 input_ids, and as many labels and segment_ids; got 1, 1, 1",
+        ),
         (
             {"input_ids": [1] * 10},
             "seq=8 must have from 2 to 9 input_ids, and as many labels and segment_ids; got 10, 10, 10",
         ),
         ({"input_ids": [1, 2], "labels": [1]}, "as many labels and segment_ids; got 2, 1, 2"),
-        ({"input_ids": [1] * 9, "targets": [1] * 9}, "seq=8 must have from 1 to 8 input_ids, and as many targets and"),
+        (
+            {"input_ids": [1] * 9, "targets": [1] * 9},
+            "seq=8 must have from 1 to 8 input_ids, and as many targets and",
+        ),
         ({"input_ids": [1, 100]}, "must be below the model's vocab_size; got 100, vocab_size=100"),
         ({"input_ids": [1, 2], "labels": [1, -7]}, "must be below the model's vocab_size; got -7"),
     ],
@@ -157,11 +184,15 @@ def test_a_record_that_cannot_be_used_is_refused_with_its_number(record, message
 
 
 def test_a_record_of_more_documents_than_the_model_is_told_is_refused_when_it_is_read():
-    few, many = ({"input_ids": [1] * 7, "segment_ids": each} for each in ([0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, 2]))
+    few, many = (
+        {"input_ids": [1] * 7, "segment_ids": each}
+        for each in ([0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, 2])
+    )
     told = lambda most: RecordRows([few, many], SEQ, vocab_size=VOCAB, max_documents=most)
     told(3).take(np.array([0]))
     with pytest.raises(
-        ValueError, match=r"got 4, max_documents=3. Choose max_documents=4 or more, or leave it out. It is record 2"
+        ValueError,
+        match=r"got 4, max_documents=3. Choose max_documents=4 or more, or leave it out. It is record 2",
     ):
         told(3).take(np.arange(2))
     told(4).take(np.arange(2))
@@ -175,7 +206,8 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
         with pytest.raises(ValueError, match=rf"must be a whole \w+ file; got .* in .*a.{suffix}"):
             open_records([tmp_path / f"a.{suffix}"])
     with pytest.raises(
-        ValueError, match=r"read from .parquet or .arrayrecord; got .*a.jsonl. Write them by jaxpar.data.rec"
+        ValueError,
+        match=r"read from .parquet or .arrayrecord; got .*a.jsonl. Write them by jaxpar.data.rec",
     ):
         open_records([tmp_path / "a.jsonl"])
     with pytest.raises(ValueError, match="a source of records must have at least one; got none"):
@@ -183,7 +215,9 @@ def test_files_that_cannot_be_used_are_refused(tmp_path):
     with pytest.raises(ValueError, match="must have labels to learn; got -100 alone"):
         RecordRows([{"input_ids": [1, 2], "labels": [-100, -100]}], SEQ, vocab_size=VOCAB).check()
     (tmp_path / "b.parquet").touch()
-    with pytest.raises(ValueError, match=r"written to a new .parquet file; got .*b.parquet. Name another"):
+    with pytest.raises(
+        ValueError, match=r"written to a new .parquet file; got .*b.parquet. Name another"
+    ):
         write_rows(tmp_path / "b.parquet", None)
 
 
@@ -194,12 +228,17 @@ def test_text_in_records_is_tokenised_like_text_in_lines(tmp_path, form):
     lines.write_text("".join(json.dumps(example) + "\n" for example in examples))
     path = tmp_path / f"a.{form}"
     if form == "parquet":
-        columns = {name: [example.get(name) for example in examples] for name in ("text", "prompt", "completion")}
+        columns = {
+            name: [example.get(name) for example in examples]
+            for name in ("text", "prompt", "completion")
+        }
         write_parquet(path, **columns)
     else:
         write_array_record(path, examples)
     assert not holds_tokens(path)
-    got, want = (tokenise([each], ByteTokenizer(), tmp_path / "cache").documents for each in (path, lines))
+    got, want = (
+        tokenise([each], ByteTokenizer(), tmp_path / "cache").documents for each in (path, lines)
+    )
     np.testing.assert_array_equal(got.tokens, want.tokens)
     np.testing.assert_array_equal(got.learned, want.learned)
     np.testing.assert_array_equal(got.ends, want.ends)
@@ -211,7 +250,9 @@ def test_records_of_tokens_are_told_from_records_of_text(file, tmp_path):
     assert not holds_tokens(tmp_path / "a.txt")
 
 
-@pytest.mark.parametrize(("package", "suffix"), [("pyarrow", "parquet"), ("grain.sources", "arrayrecord")])
+@pytest.mark.parametrize(
+    ("package", "suffix"), [("pyarrow", "parquet"), ("grain.sources", "arrayrecord")]
+)
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package, suffix):
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / f"a.{suffix}").write_bytes(b"")
@@ -220,26 +261,41 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, packag
 
 
 @pytest.mark.full
-def test_two_processes_read_their_own_records_and_columns_and_go_on_with_the_batches_of_one(packed, tmp_path):
+def test_two_processes_read_their_own_records_and_columns_and_go_on_with_the_batches_of_one(
+    packed, tmp_path
+):
     for number in range(2):
         write_rows(tmp_path / f"rows-{number}.parquet", packed)
     mesh = jaxpar.make_mesh(data=4, devices=jax.devices()[:4])
     whole = own_rows.read_steps(tmp_path, mesh, range(12))
     command = [sys.executable, "-m", "jaxpar", "launch", "-n", "2", "--devices-per-process", "2"]
     command += [own_rows.__file__, str(tmp_path), "9", "12", str(tmp_path / "two")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=WAIT_SECONDS)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=WAIT_SECONDS
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [json.loads((tmp_path / f"two-{process}.json").read_text()) for process in range(2)]
-    *columns, in_order = (parts[0][-1]["columns"], parts[1].pop()["columns"], parts[0].pop()["batch"])
+    *columns, in_order = (
+        parts[0][-1]["columns"],
+        parts[1].pop()["columns"],
+        parts[0].pop()["batch"],
+    )
     assert columns == [[0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]], (
         "two chunks of each of its two devices"
     )
-    assert in_order == own_rows.read_columns(jaxpar.make_mesh(context=4, devices=jax.devices()[:4]))["batch"]
+    assert (
+        in_order
+        == own_rows.read_columns(jaxpar.make_mesh(context=4, devices=jax.devices()[:4]))["batch"]
+    )
     assert in_order["tokens"][0] == [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
     for want, *steps in zip(whole[9:], *parts, strict=True):
         for found in steps:
-            assert found["batch"] == want["batch"], "the batch of one process, from the same step on"
-            assert found["read"] == found["own"], "no record of another process is read, and none twice"
+            assert found["batch"] == want["batch"], (
+                "the batch of one process, from the same step on"
+            )
+            assert found["read"] == found["own"], (
+                "no record of another process is read, and none twice"
+            )
         first, second = ([tuple(each) for each in found["own"]] for found in steps)
         assert (len(first), len(second)) == (8, 5), "rows of padding are read by none"
         assert sorted(first + second) == sorted(tuple(each) for each in want["own"])

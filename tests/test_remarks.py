@@ -30,7 +30,13 @@ ANSWER = "{{ message['content'] }}"
 def read(tmp_path, capsys):
     """Reads conversations by a chat template; returns what is said, and the text of the learned tokens of one of them."""
     lines = [
-        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "a small animal"}] * 2}
+        {
+            "messages": [
+                {"role": "user", "content": f"{i}?"},
+                {"role": "assistant", "content": "a small animal"},
+            ]
+            * 2
+        }
         for i in range(20)
     ]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -60,7 +66,9 @@ def test_a_template_that_marks_no_end_of_a_turn_is_told_with_the_remedy(read, tm
         f"chat template of {tmp_path}/model, after what the assistant says and inside {{% generation %}} if it has that. If"
     ) in said
     said, learned = read(
-        NO_END.replace(ANSWER, ANSWER + "{% if message['role'] == 'assistant' %}<|im_end|>{% endif %}")
+        NO_END.replace(
+            ANSWER, ANSWER + "{% if message['role'] == 'assistant' %}<|im_end|>{% endif %}"
+        )
     )
     assert "answers" not in said
     assert learned.startswith("a small animal<|im_end|>a small animal<|im_end|>")
@@ -69,18 +77,25 @@ def test_a_template_that_marks_no_end_of_a_turn_is_told_with_the_remedy(read, tm
 def test_a_block_that_leaves_the_end_out_is_told_with_the_remedy(read):
     said, learned = read(LEFT_OUT)
     assert (
-        'have no token at which the model stops (<|im_end|>), and the first of them ends with "a small animal"' in said
+        'have no token at which the model stops (<|im_end|>), and the first of them ends with "a small animal"'
+        in said
     )
     assert "<|im_end|>" not in learned
-    said, learned = read(LEFT_OUT.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}"))
+    said, learned = read(
+        LEFT_OUT.replace("{% endgeneration %}<|im_end|>", "<|im_end|>{% endgeneration %}")
+    )
     assert "answers" not in said
     assert learned.startswith("a small animal<|im_end|>a small animal<|im_end|>")
 
 
-def test_answers_that_end_with_a_token_at_which_the_model_does_not_stop_are_told_with_the_remedy(read, tmp_path):
+def test_answers_that_end_with_a_token_at_which_the_model_does_not_stop_are_told_with_the_remedy(
+    read, tmp_path
+):
     """As a base model with ChatML, whose files name another token."""
     said, _ = read(CHATML, eos_token="<|begin|>", stops=0)
-    assert re.search(r'stops \(<\|begin\|>\), and the first of them ends with "[a-z ]*<\|im_end\|>\\n":', said), said
+    assert re.search(
+        r'stops \(<\|begin\|>\), and the first of them ends with "[a-z ]*<\|im_end\|>\\n":', said
+    ), said
     assert f"name it in eos_token_id of {tmp_path}/model/generation_config.json." in said
     said, _ = read(CHATML, eos_token="<|begin|>", stops=[0, 2])
     assert "answers" not in said
@@ -89,12 +104,15 @@ def test_answers_that_end_with_a_token_at_which_the_model_does_not_stop_are_told
     said, _ = read(CHATML, eos_token=None, stops=[])
     assert "(its files name none)" in said
     assert (
-        f"Name a token as eos_token in {tmp_path}/model/tokenizer_config.json, and add it to the chat template" in said
+        f"Name a token as eos_token in {tmp_path}/model/tokenizer_config.json, and add it to the chat template"
+        in said
     )
 
 
 @pytest.mark.parametrize("is_text", [False, True])
-def test_texts_and_completions_whose_end_the_model_does_not_stop_at_are_told_with_the_remedy(tmp_path, capsys, is_text):
+def test_texts_and_completions_whose_end_the_model_does_not_stop_at_are_told_with_the_remedy(
+    tmp_path, capsys, is_text
+):
     completion = {"prompt": "what is a cat?", "completion": " a small animal"}
     line = json.dumps({"text": "a cat is a small animal"} if is_text else completion) + "\n"
     (tmp_path / "a.jsonl").write_text(line + line.replace("cat", "dog"))
@@ -106,28 +124,45 @@ def test_texts_and_completions_whose_end_the_model_does_not_stop_at_are_told_wit
         data = language_data.load_data(flags, folder)
         train, _ = language_data.make_rows(flags, data, 400)
         targets = train.take(np.arange(1))["targets"]
-        assert (data.tokenizer.end in targets) == (data.tokenizer.end is not None), "the end is added and learned"
+        assert (data.tokenizer.end in targets) == (data.tokenizer.end is not None), (
+            "the end is added and learned"
+        )
         return capsys.readouterr().out
 
     what, after = ("texts", "a text") if is_text else ("answers", "its answer")
     assert "stops" not in said(2)
     assert "stops (<|begin|>)" in (told := said(0))
-    assert f"after {after}. If {what} end with a token of their own, name it in eos_token_id of " in told
-    assert f"Name a token as eos_token in {tmp_path}/model/tokenizer_config.json. If" in said(None, eos_token=None)
+    assert (
+        f"after {after}. If {what} end with a token of their own, name it in eos_token_id of "
+        in told
+    )
+    assert f"Name a token as eos_token in {tmp_path}/model/tokenizer_config.json. If" in said(
+        None, eos_token=None
+    )
 
 
 def test_examples_that_are_left_out_are_not_counted(tmp_path, capsys):
     some = [{"prompt": f"what is {i}?", "completion": " a cat"} for i in range(30)]
-    long = [{"prompt": "what is a dog?", "completion": " a small animal" * count} for count in (30, 40, 50)]
+    long = [
+        {"prompt": "what is a dog?", "completion": " a small animal" * count}
+        for count in (30, 40, 50)
+    ]
     folder = write_tokenizer(tmp_path / "model", template=None)
 
     def read(*examples):
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in examples))
-        flags = DataFlags(data=(tmp_path / "a.jsonl",), token_cache=tmp_path / "cache", seq=64, long_examples="drop")
+        flags = DataFlags(
+            data=(tmp_path / "a.jsonl",),
+            token_cache=tmp_path / "cache",
+            seq=64,
+            long_examples="drop",
+        )
         data = language_data.load_data(flags, folder)
         train, _ = language_data.make_rows(flags, data, 400)
         counted = np.unique(train.take(np.arange(len(train)))["targets"], return_counts=True)[1][1:]
-        assert data.parts[0].num_learned == counted.sum(), "the targets of the rows are what is counted"
+        assert data.parts[0].num_learned == counted.sum(), (
+            "the targets of the rows are what is counted"
+        )
         shares = counted / counted.sum()
         assert data.entropy == pytest.approx(-(shares * np.log(shares)).sum())
 
@@ -137,9 +172,14 @@ def test_examples_that_are_left_out_are_not_counted(tmp_path, capsys):
 
 
 def test_answers_are_runs_of_learned_tokens_within_documents():
-    tokens, learned = np.array([5, 6, 9, 5, 7, 5, 8, 9]), np.array([0, 1, 1, 0, 1, 0, 1, 1], np.uint8)
+    tokens, learned = (
+        np.array([5, 6, 9, 5, 7, 5, 8, 9]),
+        np.array([0, 1, 1, 0, 1, 0, 1, 1], np.uint8),
+    )
     documents = Documents(tokens, np.array([0, 5]), np.array([5, 8]), learned)
     missing, total, first = without_end(documents, [9])
     assert (missing, total, first.tolist()) == (1, 3, [7])
     assert without_end(documents, [])[:2] == (3, 3)
-    assert without_end(Documents(tokens, np.array([0]), np.array([8])), [9])[:2] == (0, 1), "all is learned"
+    assert without_end(Documents(tokens, np.array([0]), np.array([8])), [9])[:2] == (0, 1), (
+        "all is learned"
+    )

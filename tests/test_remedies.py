@@ -51,7 +51,9 @@ def recipes(monkeypatch, tmp_path):
     monkeypatch.setattr(jaxpar, "use_fake_devices", lambda _: None)
     # Another process of this machine may listen on the port that a message names.
     monkeypatch.setattr(
-        prometheus_client, "start_http_server", lambda port, *_, **__: (SimpleNamespace(server_port=port), None)
+        prometheus_client,
+        "start_http_server",
+        lambda port, *_, **__: (SimpleNamespace(server_port=port), None),
     )
     usual = {gpt: ["--data", "text.txt", "--seq", "8"]}
 
@@ -82,7 +84,9 @@ def check_named(message, remedy):
     """A message must say the remedy's values, or to leave the flag out, after what it got."""
     _, *values = remedy.split()
     said = message.partition("; got ")[2] or message.partition("; have ")[2]
-    wanted = r"\b[Ll]eave\b" if values == ["out"] else rf"(?<![\w.]){re.escape(' '.join(values))}(?!\w)"
+    wanted = (
+        r"\b[Ll]eave\b" if values == ["out"] else rf"(?<![\w.]){re.escape(' '.join(values))}(?!\w)"
+    )
     assert re.search(wanted, said), f"{remedy!r} is not in {said!r}"
 
 
@@ -131,7 +135,11 @@ def check_named(message, remedy):
             (gpt, "--batch-size 0 --mesh.data 8 --num-microbatches 8", ["--batch-size 64"]),
             (gpt, "--batch-size 3 --mesh.stage 2", ["--batch-size 4"]),
             (gpt, "--num-chunks 2", ["--num-chunks out"]),
-            (gpt, "--layers-per-virtual-stage 3 1", ["--layers-per-virtual-stage out", "--mesh.stage 2"]),
+            (
+                gpt,
+                "--layers-per-virtual-stage 3 1",
+                ["--layers-per-virtual-stage out", "--mesh.stage 2"],
+            ),
             (gpt, "--num-chunks 2 --mesh.stage 2", ["--num-chunks 1", "--schedule zb-v"]),
             (gpt, "--num-chunks 3 --mesh.stage 2 --schedule zb-v", ["--num-chunks 2"]),
             (gpt, "--mesh.tensor 8 --model gpt2-bytes", ["--mesh.tensor 4"]),
@@ -220,13 +228,20 @@ def commands(capsys):
             marks=pytest.mark.full,
         ),
         pytest.param("plan --model bloom-176b --top 1", ["--nodes 8"], marks=pytest.mark.slow),
-        pytest.param("plan --model bloom-176b --nodes 8 --remat no", ["--remat yes"], marks=pytest.mark.slow),
-        pytest.param("plan --model bloom-176b --nodes 8 --data 64", ["--data 16"], marks=pytest.mark.slow),
+        pytest.param(
+            "plan --model bloom-176b --nodes 8 --remat no", ["--remat yes"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "plan --model bloom-176b --nodes 8 --data 64", ["--data 16"], marks=pytest.mark.slow
+        ),
         ("manifest --image a --mesh.data 12", ["--mesh.data 16"]),
         ("manifest --image a --mesh.data 8 --mesh.tensor 3", ["--mesh.tensor 4"]),
         ("manifest --image a --mesh.data 8 --name Foo_Bar", ["--name gpt-1"]),
         ("manifest --image a --mesh.data 8 --save-seconds 0", ["--save-seconds 60"]),
-        ("manifest --image a --mesh.data 4 --mesh.stage 2 --replica-topology rack", ["--replica-topology out"]),
+        (
+            "manifest --image a --mesh.data 4 --mesh.stage 2 --replica-topology rack",
+            ["--replica-topology out"],
+        ),
         ("manifest --mesh.data 8", ["--image registry/name:tag"]),
     ],
 )
@@ -277,7 +292,16 @@ def refused(capsys, recipe, flags):
 def house(tmp_path_factory):
     """The folder of a run with a checkpoint of step 4, that is to have 8."""
     folder = tmp_path_factory.mktemp("house")
-    flags = ["--out-dir", str(folder), "--batch-size", "10", "--checkpoint-every", "4", "--max-skipped", "4"]
+    flags = [
+        "--out-dir",
+        str(folder),
+        "--batch-size",
+        "10",
+        "--checkpoint-every",
+        "4",
+        "--max-skipped",
+        "4",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(house_prices, "conclude", lambda *_: None)
         cli.run(house_prices.main, house_prices.Config, [*flags, "--steps", "4"])
@@ -293,19 +317,36 @@ def test_what_a_refused_resume_says_may_change_does(recipes, house):
 
 def test_a_setting_that_may_change_but_is_not_there_is_told(recipes, house, monkeypatch):
     told = []
-    monkeypatch.setattr(Run.__init__, "__kwdefaults__", Run.__init__.__kwdefaults__ | {"say": told.append})
-    flags = ["--out-dir", str(house), "--batch-size", "10", "--resume", "--allow-change", "seed", "lr"]
+    monkeypatch.setattr(
+        Run.__init__, "__kwdefaults__", Run.__init__.__kwdefaults__ | {"say": told.append}
+    )
+    flags = [
+        "--out-dir",
+        str(house),
+        "--batch-size",
+        "10",
+        "--resume",
+        "--allow-change",
+        "seed",
+        "lr",
+    ]
     assert recipes(house_prices, flags) is None
-    assert told[-1].startswith("--allow-change has no effect for lr: the settings are batch_size, "), told
+    assert told[-1].startswith(
+        "--allow-change has no effect for lr: the settings are batch_size, "
+    ), told
 
 
-def test_a_new_run_in_the_folder_of_another_may_do_each_thing_that_it_is_told(recipes, house, tmp_path):
+def test_a_new_run_in_the_folder_of_another_may_do_each_thing_that_it_is_told(
+    recipes, house, tmp_path
+):
     said = recipes(house_prices, ["--out-dir", str(house), "--batch-size", "10"])
     assert (
         "Continue it with --resume, choose another --out-dir, or add --overwrite, which deletes the earlier run."
         in said
     )
-    assert recipes(house_prices, ["--out-dir", str(house), "--batch-size", "10", "--resume"]) is None
+    assert (
+        recipes(house_prices, ["--out-dir", str(house), "--batch-size", "10", "--resume"]) is None
+    )
     assert recipes(house_prices, ["--out-dir", str(tmp_path / "another")]) is None
     shutil.copytree(house, tmp_path / "copy")
     assert recipes(house_prices, ["--out-dir", str(tmp_path / "copy"), "--overwrite"]) is None
@@ -315,7 +356,9 @@ def test_a_damaged_checkpoint_is_not_recommended(recipes, tmp_path):
     (tmp_path / "out" / "checkpoints" / "4").mkdir(parents=True)
     said = recipes(house_prices, ["--out-dir", "out"])
     assert "got one that is damaged in" in said
-    assert said.endswith(". Choose another --out-dir, or add --overwrite, which deletes the earlier run.")
+    assert said.endswith(
+        ". Choose another --out-dir, or add --overwrite, which deletes the earlier run."
+    )
     assert recipes(house_prices, ["--out-dir", "out", "--overwrite"]) is None
 
 
@@ -330,12 +373,27 @@ def tuned(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpt")
     shutil.copytree(LLAMA, folder / "llama")
     (np.arange(4000) ** 2 % 24).astype(np.uint16).tofile(folder / "tokens.bin")
-    flags = ["--out-dir", "out", "--seq", "8", "--warmup-steps", "1", "--steps", "4", "--batch-size", "2"]
+    flags = [
+        "--out-dir",
+        "out",
+        "--seq",
+        "8",
+        "--warmup-steps",
+        "1",
+        "--steps",
+        "4",
+        "--batch-size",
+        "2",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(gpt, "conclude", lambda *_: None)
         from_here = ["--init-from", "llama", "--data", "tokens.bin"]
-        cli.run(gpt.main, gpt.Config, [*flags, *from_here, "--checkpoint-every", "4", "--eval-rows", "2"])
+        cli.run(
+            gpt.main,
+            gpt.Config,
+            [*flags, *from_here, "--checkpoint-every", "4", "--eval-rows", "2"],
+        )
     return folder, ["--resume", *flags]
 
 
@@ -350,7 +408,9 @@ def tuned(tmp_path_factory):
         pytest.param("copy", "copy.bin", marks=pytest.mark.full),
     ],
 )
-def test_a_run_resumes_from_the_same_weights_and_text_however_they_are_named(recipes, tuned, monkeypatch, model, text):
+def test_a_run_resumes_from_the_same_weights_and_text_however_they_are_named(
+    recipes, tuned, monkeypatch, model, text
+):
     folder, flags = tuned
     monkeypatch.chdir(folder)
     if model == "link" and not Path("link").exists():
@@ -364,13 +424,25 @@ def test_a_run_resumes_from_the_same_weights_and_text_however_they_are_named(rec
 
 
 @pytest.mark.parametrize("changed", ["init_from", pytest.param("text", marks=pytest.mark.full)])
-def test_a_run_does_not_resume_from_other_weights_or_another_text_unless_told(recipes, tuned, changed):
+def test_a_run_does_not_resume_from_other_weights_or_another_text_unless_told(
+    recipes, tuned, changed
+):
     folder, flags = tuned
     shutil.copytree(folder / "llama", "llama")
     shutil.copy(folder / "tokens.bin", "tokens.bin")
-    path = next(Path("llama").glob("*.safetensors")) if changed == "init_from" else Path("tokens.bin")
+    path = (
+        next(Path("llama").glob("*.safetensors")) if changed == "init_from" else Path("tokens.bin")
+    )
     path.write_bytes(path.read_bytes()[:-2] + b"\x01\x00")
-    flags = [*flags, "--out-dir", str(folder / "out"), "--init-from", "llama", "--data", "tokens.bin"]
+    flags = [
+        *flags,
+        "--out-dir",
+        str(folder / "out"),
+        "--init-from",
+        "llama",
+        "--data",
+        "tokens.bin",
+    ]
     said = recipes(gpt, flags)
     assert f"got {changed}='crc32 " in said
     [remedy] = re.findall(r"\((--allow-change [a-z_ ]+)\), or start", said)
@@ -381,7 +453,9 @@ def test_a_run_does_not_resume_from_other_weights_or_another_text_unless_told(re
     ("changed", "remedy"),
     [
         ("--warmup-steps 4", "--warmup-steps 0 --allow-change warmup_steps"),
-        pytest.param("--mesh.data 2 --mesh.stage 2", "--num-microbatches 1", marks=pytest.mark.full),
+        pytest.param(
+            "--mesh.data 2 --mesh.stage 2", "--num-microbatches 1", marks=pytest.mark.full
+        ),
         pytest.param("--mesh.data 4", "--mesh.data 2", marks=pytest.mark.full),
     ],
 )
@@ -402,12 +476,19 @@ def test_the_steps_that_a_resume_asks_for_are_taken(recipes, tuned, monkeypatch)
     assert recipes(gpt, with_remedy(flags, "--steps 4")) is None
 
 
-def test_a_run_resumes_with_more_steps_and_says_how_its_learning_rate_goes_on(recipes, tuned, monkeypatch):
+def test_a_run_resumes_with_more_steps_and_says_how_its_learning_rate_goes_on(
+    recipes, tuned, monkeypatch
+):
     folder, flags = tuned
     monkeypatch.chdir(folder)
     said: list[str] = []
     monkeypatch.setattr("jaxpar.run.optimizers.say", said.append)
-    assert recipes(gpt, [*with_remedy(flags, "--steps 8"), "--init-from", "llama", "--data", "tokens.bin"]) is None
+    assert (
+        recipes(
+            gpt, [*with_remedy(flags, "--steps 8"), "--init-from", "llama", "--data", "tokens.bin"]
+        )
+        is None
+    )
     assert [line for line in said if "now, and had" in line] == [
         "the run has --steps 8 now, and had 4 when it was saved: from here on the learning rate follows the cosine schedule of "
         "8 steps, 0.00195 at step 4 instead of 0.0003"

@@ -62,7 +62,11 @@ MESH = {
 }
 SHAPES = jax.eval_shape(tiny.init, jax.random.key(0))
 FEW_RULES = {"layers/*": jaxpar.replicated()}
-PLACE = {"JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+PLACE = {
+    "JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234",
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_PROCESS_ID": "0",
+}
 LIBRARY = {
     "rows that microbatches do not divide": (
         lambda: step_of(MESH["data"](), batch=rows(30)),
@@ -72,7 +76,10 @@ LIBRARY = {
     "a key in a batch": (
         lambda: step_of(MESH["data"](), batch=tiny.make_batch() | {"key": jax.random.key(0)}),
         "jax.random.split(key, batch_size)",
-        lambda: step_of(MESH["data"](), batch=tiny.make_batch() | {"key": jax.random.split(jax.random.key(0), 32)}),
+        lambda: step_of(
+            MESH["data"](),
+            batch=tiny.make_batch() | {"key": jax.random.split(jax.random.key(0), 32)},
+        ),
     ),
     "a mesh of plain JAX": (
         lambda: step_of(jax.make_mesh((1, 1, 1), ("data", "stage", "tensor"))),
@@ -80,7 +87,9 @@ LIBRARY = {
         lambda: step_of(jaxpar.make_mesh()),
     ),
     "a plain function in a pipeline": (
-        lambda: step_of(jaxpar.make_mesh(stage=2), tiny.MODEL.apply, schedule="1f1b", num_microbatches=2),
+        lambda: step_of(
+            jaxpar.make_mesh(stage=2), tiny.MODEL.apply, schedule="1f1b", num_microbatches=2
+        ),
         "jaxpar.LayeredModel(embed, layer, head), with jaxpar.adapters",
         lambda: step_of(jaxpar.make_mesh(stage=2), schedule="1f1b", num_microbatches=2),
     ),
@@ -88,7 +97,9 @@ LIBRARY = {
         lambda: step_of(MESH["tensor"](), zero=1),
         "Pass shardings=, from jaxpar.shardings_from_paths",
         lambda: step_of(
-            MESH["tensor"](), zero=1, shardings=jaxpar.shardings_from_paths(SHAPES, MESH["tensor"](), tiny.RULES)
+            MESH["tensor"](),
+            zero=1,
+            shardings=jaxpar.shardings_from_paths(SHAPES, MESH["tensor"](), tiny.RULES),
         ),
     ),
     "a policy that is none": (
@@ -99,23 +110,31 @@ LIBRARY = {
     "labels of floats": (
         lambda: jaxpar.losses.softmax_cross_entropy(jnp.ones((2, 3)), jnp.ones(2)),
         "labels.astype(jnp.int32)",
-        lambda: jaxpar.losses.softmax_cross_entropy(jnp.ones((2, 3)), jnp.ones(2).astype(jnp.int32)),
+        lambda: jaxpar.losses.softmax_cross_entropy(
+            jnp.ones((2, 3)), jnp.ones(2).astype(jnp.int32)
+        ),
     ),
     "a parameter without a rule": (
         lambda: jaxpar.shardings_from_paths(SHAPES, MESH["plain"](), FEW_RULES),
         '{"**": jaxpar.replicated()} last, or pass strict=False',
         lambda: [
-            jaxpar.shardings_from_paths(SHAPES, MESH["plain"](), FEW_RULES | {"**": jaxpar.replicated()}),
+            jaxpar.shardings_from_paths(
+                SHAPES, MESH["plain"](), FEW_RULES | {"**": jaxpar.replicated()}
+            ),
             jaxpar.shardings_from_paths(SHAPES, MESH["plain"](), FEW_RULES, strict=False),
         ],
     ),
     "shardings of other params": (
         lambda: make_state(MESH["plain"](), {}),
         "jaxpar.shardings_from_paths(jax.eval_shape(init_fn, key), mesh, rules)",
-        lambda: make_state(MESH["plain"](), jaxpar.shardings_from_paths(SHAPES, MESH["plain"](), tiny.RULES)),
+        lambda: make_state(
+            MESH["plain"](), jaxpar.shardings_from_paths(SHAPES, MESH["plain"](), tiny.RULES)
+        ),
     ),
     "a norm that clips all": (
-        lambda: jaxpar.make_train_step(lambda params, batch: None, optax.sgd(1.0), max_grad_norm=0.0),
+        lambda: jaxpar.make_train_step(
+            lambda params, batch: None, optax.sgd(1.0), max_grad_norm=0.0
+        ),
         "Leave it out",
         lambda: jaxpar.make_train_step(lambda params, batch: None, optax.sgd(1.0)),
     ),
@@ -144,9 +163,13 @@ LIBRARY = {
         ],
     ),
     "a head of one dim": (
-        lambda: TransformerConfig(vocab_size=8, num_layers=1, embed_dim=6, num_heads=2, positions="rope"),
+        lambda: TransformerConfig(
+            vocab_size=8, num_layers=1, embed_dim=6, num_heads=2, positions="rope"
+        ),
         "such as 8",
-        lambda: TransformerConfig(vocab_size=8, num_layers=1, embed_dim=8, num_heads=2, positions="rope"),
+        lambda: TransformerConfig(
+            vocab_size=8, num_layers=1, embed_dim=8, num_heads=2, positions="rope"
+        ),
     ),
     "a batch that is larger than an epoch": (
         lambda: batch_rows(5, 9, seed=0, step=0),
@@ -194,12 +217,23 @@ def messages():
     """The text of every string in the code that is no docstring, with {} for what is filled in, and where it is."""
     for path in sorted([*ROOT.glob("jaxpar/**/*.py"), *ROOT.glob("recipes/*.py")]):
         tree = ast.parse(path.read_text())
-        parts = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+        parts = {
+            part
+            for node in ast.walk(tree)
+            if isinstance(node, ast.JoinedStr)
+            for part in ast.walk(node)
+        }
         quiet = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for found in ast.walk(tree):
             if isinstance(found, ast.JoinedStr):
-                text = "".join(v.value if isinstance(v, ast.Constant) else "{}" for v in found.values)
-            elif isinstance(found, ast.Constant) and isinstance(found.value, str) and found not in parts | quiet:
+                text = "".join(
+                    v.value if isinstance(v, ast.Constant) else "{}" for v in found.values
+                )
+            elif (
+                isinstance(found, ast.Constant)
+                and isinstance(found.value, str)
+                and found not in parts | quiet
+            ):
                 text = found.value
             else:
                 continue
@@ -215,7 +249,15 @@ def flags_of(call):
 
 
 # Whose errors only users of a command line read; and what no argument stands for where it is named.
-OF_COMMANDS = ("commands", "jobs", "run", "serve", "runtime/launch", "runtime/supervise", "runtime/watchdog")
+OF_COMMANDS = (
+    "commands",
+    "jobs",
+    "run",
+    "serve",
+    "runtime/launch",
+    "runtime/supervise",
+    "runtime/watchdog",
+)
 OF_RECIPES = (
     "report/published_jobs",
     "report/reductions",
@@ -235,8 +277,17 @@ FLAGS_BY_HAND = {
 
 def flags_by_hand(code):
     """The flags that the errors of a module write out, which ``fields.arg`` would name only while a command runs."""
-    texts = (part for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Raise) for part in ast.walk(node))
-    strings = (part.value for part in texts if isinstance(part, ast.Constant) and isinstance(part.value, str))
+    texts = (
+        part
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Raise)
+        for part in ast.walk(node)
+    )
+    strings = (
+        part.value
+        for part in texts
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    )
     return {flag for text in strings for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)}
 
 
@@ -245,15 +296,23 @@ def test_errors_of_the_library_name_arguments_and_not_flags():
         module = path.relative_to(ROOT / "jaxpar").with_suffix("").as_posix()
         if not module.startswith((*OF_COMMANDS, *OF_RECIPES)):
             found = flags_by_hand(path.read_text()) - FLAGS_BY_HAND.get(module, set())
-            assert not found, f"{module} names {found}: write jaxpar.fields.arg, which is the flag while a command runs"
-    assert flags_by_hand('raise ValueError(f"--keep must be {least}; got {arg(keep=1)}.")') == {"--keep"}
+            assert not found, (
+                f"{module} names {found}: write jaxpar.fields.arg, which is the flag while a command runs"
+            )
+    assert flags_by_hand('raise ValueError(f"--keep must be {least}; got {arg(keep=1)}.")') == {
+        "--keep"
+    }
 
 
 @pytest.mark.full
 def test_every_flag_that_a_message_names_exists():
     programs = [digits, gpt, house_prices, all_reduce, bloom, untrained_model]
-    known = {"--help"}.union(*(flags_of(lambda r=r: cli.run(r.main, r.Config, ["--help"])) for r in programs))
-    known |= set().union(*(flags_of(lambda name=name: command([name, "--help"])) for name in COMMANDS))
+    known = {"--help"}.union(
+        *(flags_of(lambda r=r: cli.run(r.main, r.Config, ["--help"])) for r in programs)
+    )
+    known |= set().union(
+        *(flags_of(lambda name=name: command([name, "--help"])) for name in COMMANDS)
+    )
     known |= flags_of(lambda: command(["--help"]))
     assert {"--mesh.data", "--allow-change", "--budget.step", "--nodes", "--max-restarts"} <= known
     known |= {"--local-dir"}  # of hf, which downloads models
@@ -263,19 +322,27 @@ def test_every_flag_that_a_message_names_exists():
         if where.startswith("jaxpar/commands/recipe.py"):
             continue
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z.-]*[a-z](?![\w{=-])", text):
-            assert any(other == flag or other.startswith(f"{flag}.") for other in known), f"{where}: {flag}"
+            assert any(other == flag or other.startswith(f"{flag}.") for other in known), (
+                f"{where}: {flag}"
+            )
 
 
 @pytest.mark.full
 def test_every_extra_that_a_message_names_exists_and_is_installed_by_a_command_for_any_shell():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     code = [*ROOT.glob("jaxpar/**/*.py"), *ROOT.glob("recipes/*.py")]
     calls = [
         (path, extra)
         for path in code
-        for extra in re.findall(r"""(?:install_extra\(|needing_extra\(.*, )['"]([\w-]+)['"]\)""", path.read_text())
+        for extra in re.findall(
+            r"""(?:install_extra\(|needing_extra\(.*, )['"]([\w-]+)['"]\)""", path.read_text()
+        )
     ]
-    assert {"adapters", "data", "gpu-compile", "hf", "plot", "serve"} <= {extra for _, extra in calls}
+    assert {"adapters", "data", "gpu-compile", "hf", "plot", "serve"} <= {
+        extra for _, extra in calls
+    }
     for path, extra in calls:
         assert extra in extras, f"{path}: {extra}"
     for where, text in messages():
@@ -292,7 +359,9 @@ def test_nothing_installs_jaxpar_from_an_index_where_it_is_not():
     ):
         if path.name != "CHANGELOG.md":
             assert not re.search(r"pip install [^\n`]*jaxpar\[", path.read_text()), path
-            assert not re.search(r"pip install (?:-\S+ )*'?\.", path.read_text().replace("-e '.", "")), path
+            assert not re.search(
+                r"pip install (?:-\S+ )*'?\.", path.read_text().replace("-e '.", "")
+            ), path
 
 
 @pytest.mark.full
@@ -303,6 +372,8 @@ def test_every_name_of_jaxpar_that_a_message_names_exists():
         ):  # recipes: if installed
             found = jaxpar
             for part in name.removesuffix(".py").split(".")[1:]:
-                found = getattr(found, part, None) or importlib.import_module(f"{found.__name__}.{part}")
+                found = getattr(found, part, None) or importlib.import_module(
+                    f"{found.__name__}.{part}"
+                )
         for name in re.findall(r"python -m jaxpar (\w+)", text):
             assert name in COMMANDS, f"{where}: {name}"

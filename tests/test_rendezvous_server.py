@@ -32,7 +32,9 @@ def envs(address, *numbers, count=3, token=TOKEN):
 def process_0(address, seconds=NEVER, **changes):
     """Process 0 in a thread, once it listens; gives what its call gave, an address or an exception, when it has ended."""
     given = []
-    thread = threading.Thread(target=lambda: given.extend(call(*envs(address, 0, **changes), seconds=seconds)))
+    thread = threading.Thread(
+        target=lambda: given.extend(call(*envs(address, 0, **changes), seconds=seconds))
+    )
     thread.start()
     connect(address).close()
     yield given
@@ -97,7 +99,9 @@ def mutated(rng):
     return bytes(line) if TOKEN.encode() not in line else rng.randbytes(rng.randrange(1, 100))
 
 
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(range(2, 30), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "seed", [0, 1, pytest.param(range(2, 30), marks=pytest.mark.slow)], ids=str
+)
 def test_lines_at_random_neither_count_nor_stop_the_run(address, seed):
     for each in [seed] if isinstance(seed, int) else seed:
         rng = random.Random(each)
@@ -175,17 +179,26 @@ def test_another_token_is_told_to_both_sides(address, monkeypatch):
     with process_0(address, count=2) as given:
         (error,) = call(*envs(address, 1, count=2, token="another"))
     assert isinstance(error, ValueError)
-    assert "every process of a run must have its token; got another JAXPAR_RUN_TOKEN on process 1" in str(error)
+    assert (
+        "every process of a run must have its token; got another JAXPAR_RUN_TOKEN on process 1"
+        in str(error)
+    )
     assert "missing: process 1. 1 connected with another JAXPAR_RUN_TOKEN." in str(given[0])
     assert TOKEN not in f"{error} {given}"
 
 
-def test_a_process_that_ends_while_others_come_is_missing_until_it_comes_again(address, monkeypatch):
+def test_a_process_that_ends_while_others_come_is_missing_until_it_comes_again(
+    address, monkeypatch
+):
     receive, seen = Connections.receive, []
-    monkeypatch.setattr(Connections, "receive", lambda self: (receive(self), seen.append(sorted(self.present))))
+    monkeypatch.setattr(
+        Connections, "receive", lambda self: (receive(self), seen.append(sorted(self.present)))
+    )
     with process_0(address) as given:
         say(address, f"jaxpar 1 of 3 {TOKEN}\n".encode())
-        wait_until(lambda: [1] in seen and seen[-1] == [], "a process that hangs up must be missing again")
+        wait_until(
+            lambda: [1] in seen and seen[-1] == [], "a process that hangs up must be missing again"
+        )
         assert call(*envs(address, 2, 1)) == ["", ""]
     assert given == [address]
 

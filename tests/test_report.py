@@ -35,7 +35,9 @@ from tests.support import tiny
 from tests.support.waiting import WAIT_SECONDS
 
 SCHEDULE = make_schedule("1f1b", 2, 4, form="fused")
-BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None
+)
 SECTIONS = ["metrics", "timeline", "shards", "memory", "traffic", "config"]
 SHAPES = "div", "figure", "svg", "rect", "path", "line", "circle", "button"
 LOADS = [[1, 1, 1, 1], [0, 2, 0.5, 1.5]]
@@ -79,11 +81,19 @@ class Page(HTMLParser):
 
     def curves(self, chart):
         """The curves of a chart, as the script under the pointer reads them."""
-        return next(json.loads(attrs["data-curves"]) for _, attrs in self.charts[chart] if "data-curves" in attrs)
+        return next(
+            json.loads(attrs["data-curves"])
+            for _, attrs in self.charts[chart]
+            if "data-curves" in attrs
+        )
 
     def tips(self, chart):
         """The texts of a chart's bars."""
-        return [attrs["data-tip"] for tag, attrs in self.charts[chart] if tag == "rect" and "data-tip" in attrs]
+        return [
+            attrs["data-tip"]
+            for tag, attrs in self.charts[chart]
+            if tag == "rect" and "data-tip" in attrs
+        ]
 
     def named(self, tag):
         return [attrs for name, attrs in self.tags if name == tag]
@@ -96,7 +106,9 @@ def step():
     shardings = jaxpar.shardings_from_paths(tiny.make_params(), mesh, tiny.RULES)
     optimizer = optax.adam(1e-3)
     state = jaxpar.abstract_state(tiny.init, jax.random.key(0), optimizer, mesh, shardings)
-    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, schedule=SCHEDULE, num_microbatches=4)
+    value_and_grad = jaxpar.value_and_grad(
+        tiny.MODEL, tiny.loss, mesh, schedule=SCHEDULE, num_microbatches=4
+    )
     lowered = jaxpar.make_train_step(value_and_grad, optimizer).lower(
         state, jaxpar.abstract_batch(tiny.make_batch(), mesh)
     )
@@ -131,7 +143,12 @@ def page_of(run):
 
 def test_shards_are_those_that_jax_puts_on_each_device():
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
-    specs = [(), ("stage", None, "tensor"), (("tensor", "data"), "stage"), (None, None, ("stage", "data", "tensor"))]
+    specs = [
+        (),
+        ("stage", None, "tensor"),
+        (("tensor", "data"), "stage"),
+        (None, None, ("stage", "data", "tensor")),
+    ]
     for spec in specs:
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         array = jax.ShapeDtypeStruct((8, 4, 16), np.float32, sharding=sharding)
@@ -141,9 +158,13 @@ def test_shards_are_those_that_jax_puts_on_each_device():
             whole = [slice(0, extent) for extent in array.shape]
             ours = found["shards"][held].strip("[]").split(", ")
             ranges = [
-                s if part == ":" else slice(*map(int, part.split(":"))) for part, s in zip(ours, whole, strict=True)
+                s if part == ":" else slice(*map(int, part.split(":")))
+                for part, s in zip(ours, whole, strict=True)
             ]
-            theirs = [slice(*part.indices(n)[:2]) for part, n in zip(want[device], array.shape, strict=True)]
+            theirs = [
+                slice(*part.indices(n)[:2])
+                for part, n in zip(want[device], array.shape, strict=True)
+            ]
             assert ranges == theirs, (spec, device)
         assert found["device_bytes"] * len(found["shards"]) == found["bytes"] == 8 * 4 * 16 * 4
 
@@ -155,8 +176,13 @@ def test_memory_and_traffic_are_those_of_the_compiled_step(step, data):
     kinds = data["memory"]["bars"]["a device"]
     assert sum(kinds.values()) == data["memory"]["total_bytes"] == report.memory.total_bytes
     assert kinds["params"] == sum(array["device_bytes"] for array in data["shards"]["arrays"])
-    assert kinds["optimizer"] > 2 * kinds["params"] > 0, "Adam has two numbers for each, and counters"
-    assert kinds["batch"] == sum(leaf.nbytes for leaf in tiny.make_batch().values()) // mesh.shape["data"]
+    assert kinds["optimizer"] > 2 * kinds["params"] > 0, (
+        "Adam has two numbers for each, and counters"
+    )
+    assert (
+        kinds["batch"]
+        == sum(leaf.nbytes for leaf in tiny.make_batch().values()) // mesh.shape["data"]
+    )
     traffic = data["traffic"]
     assert set(traffic["axes"]) == {"data", "stage", "tensor"}
     assert traffic["axes"]["data"] == report.bytes_moved(axis="data")
@@ -167,15 +193,21 @@ def test_memory_and_traffic_are_those_of_the_compiled_step(step, data):
 
 def test_the_timeline_has_every_op_once_at_the_simulators_times():
     found, want = timeline_data(SCHEDULE), simulate(SCHEDULE, timing="lockstep")
-    spans = {(stage, *span.op, span.start, span.end) for stage, order in enumerate(want.spans) for span in order}
+    spans = {
+        (stage, *span.op, span.start, span.end)
+        for stage, order in enumerate(want.spans)
+        for span in order
+    }
     assert {tuple(op) for op in found["ops"]} == spans
     assert len(found["ops"]) == found["num_ops"] == len(spans)
     assert (found["makespan"], found["bubble_fraction"]) == (want.makespan, want.bubble_fraction)
     page = Page(f'<div id="chart-timeline">{make_charts({"timeline": found})["timeline"]}</div>')
-    bars = [attrs for tag, attrs in page.charts["timeline"] if tag == "rect" and "data-tip" in attrs]
-    assert sorted((int(float(bar["y"])), float(bar["x"]), float(bar["width"])) for bar in bars) == sorted(
-        (stage, start, end - start) for stage, *_, start, end in spans
-    )
+    bars = [
+        attrs for tag, attrs in page.charts["timeline"] if tag == "rect" and "data-tip" in attrs
+    ]
+    assert sorted(
+        (int(float(bar["y"])), float(bar["x"]), float(bar["width"])) for bar in bars
+    ) == sorted((stage, start, end - start) for stage, *_, start, end in spans)
     assert timeline_data(make_schedule("1f1b", 1, 4)) is None
 
 
@@ -192,7 +224,12 @@ def test_a_run_ends_in_one_page_with_a_section_for_each_part(run):
     drawn = {name for name, tags in page.charts.items() if any(tag == "figure" for tag, _ in tags)}
     assert drawn == {"loss", "rate", "grad-norm", "timeline", "shards", "memory", "traffic"}
     assert (run / "report.html").stat().st_size < 100_000, "it has no library of charts"
-    assert sorted(path.name for path in run.iterdir()) == ["config.json", "metrics.jsonl", "report.html", "report.json"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "report.html",
+        "report.json",
+    ]
 
 
 def test_its_curves_and_tables_have_the_numbers_of_the_metrics_log(run, data):
@@ -201,7 +238,9 @@ def test_its_curves_and_tables_have_the_numbers_of_the_metrics_log(run, data):
     assert loss["x"] == [1, 2, 3, 4]
     assert loss["y"] == [3.0, 2.5, None, 1.25]
     paths = [attrs["d"] for tag, attrs in page.charts["loss"] if tag == "path"]
-    assert [path.count("M") for path in paths] == [2, 2], "linear and log, each with a gap where it is not finite"
+    assert [path.count("M") for path in paths] == [2, 2], (
+        "linear and log, each with a gap where it is not finite"
+    )
     (rate,) = page.curves("rate")
     assert rate["y"] == [line["rows_per_second"] for line in lines]
     row = re.search(r"\bloss ([\d. ]+?) grad_norm", page.texts["metrics"])[1].split()
@@ -224,22 +263,36 @@ def test_loads_of_experts_are_a_map_of_layers_and_experts(data, tmp_path):
     write_page(folder / "report.html", read_run(folder))
     page = page_of(folder)
     assert [attrs["id"] for attrs in page.named("section")] == ["metrics", "experts", *SECTIONS[1:]]
-    tips = [f"layer {i}, expert {e}: {load} times the mean" for i, of in enumerate(LOADS) for e, load in enumerate(of)]
+    tips = [
+        f"layer {i}, expert {e}: {load} times the mean"
+        for i, of in enumerate(LOADS)
+        for e, load in enumerate(of)
+    ]
     assert sorted(page.tips("experts")) == tips
-    rects = [attrs for tag, attrs in page.charts["experts"] if tag == "rect" and "data-tip" in attrs]
-    places = {(int(tip["data-tip"][6]), int(tip["data-tip"][16])): (float(tip["y"]), float(tip["x"])) for tip in rects}
+    rects = [
+        attrs for tag, attrs in page.charts["experts"] if tag == "rect" and "data-tip" in attrs
+    ]
+    places = {
+        (int(tip["data-tip"][6]), int(tip["data-tip"][16])): (float(tip["y"]), float(tip["x"]))
+        for tip in rects
+    }
     assert all((int(y), int(x)) == at for at, (y, x) in places.items()), (
         "a row for each layer, a column for each expert"
     )
     assert "after 50 steps" in (folder / "report.html").read_text()
-    assert re.search(r"\b1 1 2 0 0\s+$", page.texts["experts"]), "the busiest expert of layer 1, and the idlest"
+    assert re.search(r"\b1 1 2 0 0\s+$", page.texts["experts"]), (
+        "the busiest expert of layer 1, and the idlest"
+    )
 
 
 @pytest.mark.parametrize(
-    ("load", "colour"), [(0, LOW), (0.25, LOW), (1, EVEN), (1.02, EVEN), (4, HIGH), (100, HIGH), (2, "#d39589")]
+    ("load", "colour"),
+    [(0, LOW), (0.25, LOW), (1, EVEN), (1.02, EVEN), (4, HIGH), (100, HIGH), (2, "#d39589")],
 )
 def test_a_load_has_a_colour_between_that_of_a_quarter_and_of_four_times_the_mean(load, colour):
-    (fill,) = re.findall(r'<g fill="(#\w+)"', make_charts({"experts": {"steps": 1, "loads": [[load]]}})["experts"])
+    (fill,) = re.findall(
+        r'<g fill="(#\w+)"', make_charts({"experts": {"steps": 1, "loads": [[load]]}})["experts"]
+    )
     assert fill == colour
 
 
@@ -256,8 +309,13 @@ def test_many_steps_are_thinned_out_to_means():
 def test_jumps_of_the_loss_are_among_the_facts():
     lines = [{"step": step, "loss": 1e12 if step in (30, 60) else 2.0} for step in range(70)]
     page = render_page({"kind": "run", "name": "jumps", "metrics": metrics(lines)})
-    assert "jumps of the loss: 2</dt><dd>1e+12 at step 31, after 2; 1e+12 at step 61, after 2</dd>" in page
-    assert "jumps of the loss" not in render_page({"kind": "run", "name": "none", "metrics": metrics(lines[:20])})
+    assert (
+        "jumps of the loss: 2</dt><dd>1e+12 at step 31, after 2; 1e+12 at step 61, after 2</dd>"
+        in page
+    )
+    assert "jumps of the loss" not in render_page(
+        {"kind": "run", "name": "none", "metrics": metrics(lines[:20])}
+    )
 
 
 def test_axes_have_round_numbers_inside_them():
@@ -268,8 +326,18 @@ def test_axes_have_round_numbers_inside_them():
         assert all(0 <= share <= 1 + 1e-9 for share, _ in ticks)
         assert len({text for _, text in ticks}) == len(ticks), "each number once"
     assert [text for _, text in Scale.of([0, 12_000]).ticks()] == ["0", "5,000", "10,000"]
-    assert [text for _, text in Scale.of([0.01, 40], is_log=True).ticks()] == ["0.01", "0.1", "1", "10"]
-    assert [text for _, text in Scale.of([5.1, 5.9], is_log=True).ticks()] == ["5.2", "5.4", "5.6", "5.8"]
+    assert [text for _, text in Scale.of([0.01, 40], is_log=True).ticks()] == [
+        "0.01",
+        "0.1",
+        "1",
+        "10",
+    ]
+    assert [text for _, text in Scale.of([5.1, 5.9], is_log=True).ticks()] == [
+        "5.2",
+        "5.4",
+        "5.6",
+        "5.8",
+    ]
     assert [number(size) for size in (0.25, 1234, 2_500_000, 0)] == ["0.25", "1,234", "2.5M", "0"]
 
 
@@ -280,7 +348,9 @@ def test_curves_of_steps_have_axes_of_one_width_and_buttons_outside_the_plots(ru
         assert set(figures) == {"curves"}, "whose left column has a fixed width in page.css"
     style = (run / "report.html").read_text()
     assert re.search(r"figure\.curves \{ grid-template-columns: [\d.]+rem ", style)
-    assert re.search(r"\.buttons \{ margin-left: auto; display: flex", style), "in the row of the title, not over it"
+    assert re.search(r"\.buttons \{ margin-left: auto; display: flex", style), (
+        "in the row of the title, not over it"
+    )
     assert "<figcaption><b>rows/s</b>" in style, "the unit of the fact above the charts"
     assert re.search(r"<dd>[\d,]+ rows/s \(median\)</dd>", style)
 
@@ -297,7 +367,10 @@ def test_on_a_telephone_facts_are_two_in_a_row_and_what_is_wider_shows_that_it_s
 
 def test_the_page_has_dark_colours_for_readers_who_want_them(run):
     style = re.search(r"<style>(.*?)</style>", (run / "report.html").read_text(), re.DOTALL)[1]
-    light, dark = (set(re.findall(r"(--[\w-]+):", part)) for part in style.split("prefers-color-scheme: dark")[:2])
+    light, dark = (
+        set(re.findall(r"(--[\w-]+):", part))
+        for part in style.split("prefers-color-scheme: dark")[:2]
+    )
     assert light == dark >= {"--page", "--ink", "--panel", "--line"}
     rest = style.split("}", 4)[-1]
     assert re.findall(r"#[0-9a-f]{3,6}\b", rest) == ["#000"], (
@@ -312,7 +385,11 @@ def test_memory_has_one_unit_in_the_fact_the_chart_and_its_device(data):
         (9 * gib, 80 * gib, "GiB"),
         (1023.8 * 2**20, None, "GiB"),
     ):
-        memory = {"bars": {"stage 0": {"params": total}}, "total_bytes": total, "limit_bytes": limit}
+        memory = {
+            "bars": {"stage 0": {"params": total}},
+            "total_bytes": total,
+            "limit_bytes": limit,
+        }
         page = Page(render_page({"kind": "plan", "name": "one", "memory": memory}))
         assert f"{unit} on one device" in page.texts["memory"]
         assert bytes_text(total).endswith(unit)
@@ -324,7 +401,14 @@ def test_one_stage_has_no_timeline(data):
     assert "#timeline" not in [attrs.get("href") for attrs in page.named("a")]
     assert "idle in the pipeline" not in render_page({**data, "name": "one", "timeline": None})
     broken = Page(
-        render_page({**data, "name": "one", "timeline": None, "problems": {"timeline": "ValueError: broken"}})
+        render_page(
+            {
+                **data,
+                "name": "one",
+                "timeline": None,
+                "problems": {"timeline": "ValueError: broken"},
+            }
+        )
     )
     assert "could not be gathered: ValueError: broken" in broken.texts["timeline"]
 
@@ -341,7 +425,9 @@ def test_the_page_loads_nothing_and_allows_its_own_scripts_alone(run):
     assert "default-src 'none'" in policy
     assert "connect-src 'none'" in policy
     digest = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    assert re.findall(r"'sha256-([^']+)'", policy) == [digest(script) for script in page.scripts[1:]]
+    assert re.findall(r"'sha256-([^']+)'", policy) == [
+        digest(script) for script in page.scripts[1:]
+    ]
     style = re.search(r"<style>(.*?)</style>", (run / "report.html").read_text(), re.DOTALL)[1]
     assert "url(" not in style
     assert "@import" not in style
@@ -353,7 +439,12 @@ def test_a_setting_without_a_value_is_shown_in_words(data):
             {
                 **data,
                 "name": "plain",
-                "config": {"profile": None, "keep_best": None, "resume": False, "mesh": {"data": 2}},
+                "config": {
+                    "profile": None,
+                    "keep_best": None,
+                    "resume": False,
+                    "mesh": {"data": 2},
+                },
             }
         )
     )
@@ -393,7 +484,9 @@ def test_only_the_first_process_writes(data, tmp_path, monkeypatch):
 
 def test_a_run_that_fails_has_a_report_of_the_steps_before(data, tmp_path):
     def train():
-        with MetricsLog(tmp_path, 4, items_per_step=8, watchers=[ReportWriter(tmp_path, lambda: data)]) as log:
+        with MetricsLog(
+            tmp_path, 4, items_per_step=8, watchers=[ReportWriter(tmp_path, lambda: data)]
+        ) as log:
             log.log(0, {"loss": 3.0})
             log.log(1, {"loss": 2.0})
             raise RuntimeError("broken")
@@ -402,7 +495,10 @@ def test_a_run_that_fails_has_a_report_of_the_steps_before(data, tmp_path):
         train()
     page = page_of(tmp_path)
     assert page.curves("loss")[0]["y"] == [3.0]
-    assert any("1 of 4" in text for text in re.findall(r"<dd>(.*?)</dd>", (tmp_path / "report.html").read_text()))
+    assert any(
+        "1 of 4" in text
+        for text in re.findall(r"<dd>(.*?)</dd>", (tmp_path / "report.html").read_text())
+    )
 
 
 def test_a_resumed_run_has_all_steps_and_says_where_it_began(data, tmp_path):
@@ -419,7 +515,9 @@ def test_a_resumed_run_has_all_steps_and_says_where_it_began(data, tmp_path):
 
 def test_data_that_cannot_be_gathered_do_not_end_a_run(step, tmp_path):
     _, state, mesh = step
-    found = step_data(None, state, mesh, schedule=SCHEDULE, num_steps=4)  # which is no compiled step
+    found = step_data(
+        None, state, mesh, schedule=SCHEDULE, num_steps=4
+    )  # which is no compiled step
     assert found["traffic"] is None
     assert found["shards"] is not None
     page = page_of(log_run(tmp_path, found))
@@ -479,7 +577,9 @@ def test_watch_serves_the_page_and_new_lines_as_they_come(run, data, tmp_path):
         assert "<dd>5 of 4</dd>" in live["tables"]["facts"]
         assert (shown_version := live["version"]) == page.data["version"]
         places = {attrs.get("id") for attrs in page.named("div")}
-        assert {f"chart-{name}" for name in live["charts"]} <= places, "the page has a place for each"
+        assert {f"chart-{name}" for name in live["charts"]} <= places, (
+            "the page has a place for each"
+        )
         write_loads(folder, np.ones((2, 4)), step=4)
         live, page = json.loads(ask(server, "/live.json")[1]), Page(ask(server, "/")[1])
         assert live["version"] == page.data["version"] != shown_version, (
@@ -497,7 +597,9 @@ def test_watch_changes_nothing_and_answers_nobody_else(run):
         assert ask(server, "/../one/config.json")[0] == 404
         assert ask(server, "/", method="POST")[0] == 501
         assert ask(server, "/", method="DELETE")[0] == 501
-        assert ask(server, "/", host="elsewhere.example")[0] == 421, "a name that another site points here"
+        assert ask(server, "/", host="elsewhere.example")[0] == 421, (
+            "a name that another site points here"
+        )
         assert ask(server, "/", host=f"localhost:{server.server_port}")[0] == 200
     with served(run, hosts=("gpu-box.example",)) as server:
         assert ask(server, "/", host="gpu-box.example")[0] == 200
@@ -519,8 +621,16 @@ def test_watch_shows_a_run_that_still_compiles_and_reloads_once_it_trains(data, 
     ("name", "text", "told"),
     [
         ("report.json", "[1]", "must be an object; got [1]"),
-        ("report.json", '{"timeline": {"ops": []}}', "must be as this version of jaxpar writes them"),
-        ("expert_loads.json", '{"loads": [["low"]]}', "must be as this version of jaxpar writes them"),
+        (
+            "report.json",
+            '{"timeline": {"ops": []}}',
+            "must be as this version of jaxpar writes them",
+        ),
+        (
+            "expert_loads.json",
+            '{"loads": [["low"]]}',
+            "must be as this version of jaxpar writes them",
+        ),
         ("metrics.jsonl", '{"step": 0, "loss": "low"}\n', "each an object of numbers"),
         ("config.json", "{", "must be JSON"),
     ],
@@ -543,7 +653,10 @@ def test_watch_writes_the_page_of_a_run_that_could_not(run, tmp_path, capsys):
     assert out.read_text() == (run / "report.html").read_text()
     assert command(["watch", str(run), "--out", str(tmp_path / "pages" / "new.html")]) == 0
     assert command(["watch", str(run), "--out", "/proc/pages/page.html"]) == 2
-    assert "--out's folder must be a folder that can be written to; got /proc/pages" in capsys.readouterr().err
+    assert (
+        "--out's folder must be a folder that can be written to; got /proc/pages"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -563,13 +676,17 @@ def test_watch_refuses_what_it_cannot_serve(tmp_path, capsys, flags, told):
 def test_watch_refuses_the_folder_of_a_model(tmp_path, capsys, flags):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert command(["watch", str(tmp_path), *flags]) == 2
-    assert "with a config.json, that of a model. Name a recipe's --out-dir." in capsys.readouterr().err
+    assert (
+        "with a config.json, that of a model. Name a recipe's --out-dir." in capsys.readouterr().err
+    )
 
 
 def test_watch_names_a_port_that_is_taken(run, capsys):
     with served(run) as server:
         assert command(["watch", str(run), "--port", str(server.server_port)]) == 2
-        told = f"--address and --port must be free on this machine; got 127.0.0.1:{server.server_port}"
+        told = (
+            f"--address and --port must be free on this machine; got 127.0.0.1:{server.server_port}"
+        )
         assert told in capsys.readouterr().err
 
 
@@ -586,10 +703,18 @@ def test_plans_show_every_axis_that_one_of_them_uses():
         "zero": 1,
         "remat": False,
     }
-    plan = settings | {"memory_bytes": 2**30, "step_seconds": 1.0, "bubble_fraction": 0.0, "why": ""}
+    plan = settings | {
+        "memory_bytes": 2**30,
+        "step_seconds": 1.0,
+        "bubble_fraction": 0.0,
+        "why": "",
+    }
     names = "replica", "context", "experts"
     assert not any(name in plans([plan]) for name in names), "of size 1 they are left out"
-    assert all(name in plans([plan, plan | {"replica": 2, "context": 4, "experts": "data"}]) for name in names)
+    assert all(
+        name in plans([plan, plan | {"replica": 2, "context": 4, "experts": "data"}])
+        for name in names
+    )
 
 
 @pytest.mark.full
@@ -662,14 +787,23 @@ def test_a_browser_shows_values_zooms_and_keeps_the_page_in_its_width(run, tmp_p
     page.write_text(
         f'<iframe width=390 height=900 srcdoc="{html.escape(driven)}"></iframe>'
     )  # a window has 500 or more
-    flags = ["--no-sandbox", "--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
+    flags = [
+        "--no-sandbox",
+        "--headless",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ]
     flags += [
         "--disable-background-networking",
         "--disable-component-update",
         f"--user-data-dir={tmp_path / 'browser'}",
     ]
     flags += ["--virtual-time-budget=10000", "--dump-dom"]
-    done = subprocess.run([BROWSER, *flags, page.as_uri()], capture_output=True, text=True, timeout=WAIT_SECONDS)
+    done = subprocess.run(
+        [BROWSER, *flags, page.as_uri()], capture_output=True, text=True, timeout=WAIT_SECONDS
+    )
     found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", done.stdout)[1]))
     assert found["curve"] == "4\nloss: 1.2500"
     assert found["op"] == "F forward\nstage 0, microbatch 0, from 0 to 1"
@@ -679,10 +813,14 @@ def test_a_browser_shows_values_zooms_and_keeps_the_page_in_its_width(run, tmp_p
     assert len(set(found["lefts"])) == 1, "the axes of the curves are aligned"
     assert found["overflow"] == 0
     lefts, tops = zip(*found["facts"], strict=True)
-    assert lefts == (*lefts[:2] * (len(lefts) // 2), *lefts[: len(lefts) % 2]), "facts are two in a row"
+    assert lefts == (*lefts[:2] * (len(lefts) // 2), *lefts[: len(lefts) % 2]), (
+        "facts are two in a row"
+    )
     assert lefts[0] < lefts[1]
     assert tops[0] == tops[1] < tops[2]
     assert found["facts_width"] > 330, "as wide as the page"
     assert found["wide"] >= 2, "tables that are wider than the page"
-    assert set(found["shadows"]) == {4}, "a shadow at each side where there is more, which the ends of the table cover"
+    assert set(found["shadows"]) == {4}, (
+        "a shadow at each side where there is more, which the ends of the table cover"
+    )
     assert all(found["scrolls"])

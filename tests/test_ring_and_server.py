@@ -22,17 +22,23 @@ SIZES = [2, 3, 8, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5
 ARCHITECTURES = {
     "ring": partial(collectives.ring_all_reduce, axis="data"),
     "ring both ways": partial(collectives.ring_all_reduce, axis="data", bidirectional=True),
-    "ring in buckets": partial(collectives.ring_all_reduce, axis="data", bucket_bytes=160, bidirectional=True),
+    "ring in buckets": partial(
+        collectives.ring_all_reduce, axis="data", bucket_bytes=160, bidirectional=True
+    ),
     "1 server": lambda x: collectives.parameter_server(x, "data")[0],
     "2 servers": lambda x: collectives.parameter_server(x, "data", num_servers=2)[0],
-    "all serve": lambda x: collectives.parameter_server(x, "data", num_servers=jax.lax.axis_size("data"))[0],
+    "all serve": lambda x: collectives.parameter_server(
+        x, "data", num_servers=jax.lax.axis_size("data")
+    )[0],
 }
 
 
 @functools.cache
 def results(size, names, check_vma):
     """What the architectures of these names and the native sum give, and the gradients, all in one compiled program."""
-    runs = {name: ARCHITECTURES[name] for name in names} | {"native": lambda x: jax.lax.psum(x, "data")}
+    runs = {name: ARCHITECTURES[name] for name in names} | {
+        "native": lambda x: jax.lax.psum(x, "data")
+    }
 
     def run(x):
         found = {}
@@ -56,7 +62,11 @@ FEW = ("ring", "2 servers")
 @pytest.mark.parametrize(
     ("size", "name"),
     quick(
-        covering([*((2, name) for name in FEW), *((4, name) for name in ARCHITECTURES)], (2, 4, 8), ARCHITECTURES),
+        covering(
+            [*((2, name) for name in FEW), *((4, name) for name in ARCHITECTURES)],
+            (2, 4, 8),
+            ARCHITECTURES,
+        ),
         4,
         7,
         8,
@@ -66,7 +76,9 @@ FEW = ("ring", "2 servers")
     ),
 )
 def test_architecture_and_its_gradient_are_the_native_ones(x64, name, size):
-    check_against_native(name, size, names=FEW if size == 2 and name in FEW else tuple(ARCHITECTURES))
+    check_against_native(
+        name, size, names=FEW if size == 2 and name in FEW else tuple(ARCHITECTURES)
+    )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -106,7 +118,9 @@ def test_a_ring_both_ways_halves_what_a_link_carries_one_way(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_one_server_s_line_carries_two_times_n_minus_1_of_the_bytes(size):
     links, num_bytes = traffic("1 server", size, 840)
-    assert line_bytes(links) == {0: 2 * (size - 1) * num_bytes} | dict.fromkeys(range(1, size), 2 * num_bytes)
+    assert line_bytes(links) == {0: 2 * (size - 1) * num_bytes} | dict.fromkeys(
+        range(1, size), 2 * num_bytes
+    )
 
 
 @pytest.mark.parametrize("size", quick(SIZES, 2))
@@ -138,7 +152,9 @@ def training(size, optimizer, num_steps=3):
         return jax.lax.scan(step, (params, optimizer.init(params)), length=num_steps)[0][0]
 
     whole, cut = PartitionSpec(), PartitionSpec("data")
-    return jax.shard_map(run, mesh=mesh_of(size), in_specs=(whole, cut, cut), out_specs=whole, check_vma=False)
+    return jax.shard_map(
+        run, mesh=mesh_of(size), in_specs=(whole, cut, cut), out_specs=whole, check_vma=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +165,9 @@ def training(size, optimizer, num_steps=3):
 def test_training_ends_at_the_params_of_all_reduce_and_of_one_device(x64, base):
     made = {
         "all-reduce": collectives.distributed_optimizer(base),
-        "ring": collectives.distributed_optimizer(base, reduce=partial(collectives.ring_all_reduce, mean=True)),
+        "ring": collectives.distributed_optimizer(
+            base, reduce=partial(collectives.ring_all_reduce, mean=True)
+        ),
         "1 server": collectives.server_optimizer(base, num_servers=1),
         "4 servers": collectives.server_optimizer(base, num_servers=4),
     }

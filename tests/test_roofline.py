@@ -23,8 +23,20 @@ MACHINES = Cluster(
 
 
 def collective(kind, axis, sent, times, name):
-    facts = {"whole_axes": True, "conditional": False, "is_bound": False, "payload_bytes": sent, "group_size": 2}
-    facts |= {"shapes": (), "shift": None, "senders": None, "crosses_nodes": None, "asynchronous": True}
+    facts = {
+        "whole_axes": True,
+        "conditional": False,
+        "is_bound": False,
+        "payload_bytes": sent,
+        "group_size": 2,
+    }
+    facts |= {
+        "shapes": (),
+        "shift": None,
+        "senders": None,
+        "crosses_nodes": None,
+        "asynchronous": True,
+    }
     facts |= {"groups": "", "op_name": "", "source": "", "known_times": times, "times": times}
     return Collective(kind=kind, axes=(axis,), bytes_per_run=sent, name=name, **facts)
 
@@ -39,8 +51,12 @@ def work(flops, num_bytes, times):
 
 REPORT = StepReport(
     collectives=(
-        collective("all-reduce", "tensor", 1_000_000, 5, "summed"),  # 12.5 ms at 0.8 of 100 MB/s, and 0.2 ms of latency
-        collective("collective-permute", "stage", 500_000, 2, "sent"),  # across nodes: 62.5 ms, and 1 ms
+        collective(
+            "all-reduce", "tensor", 1_000_000, 5, "summed"
+        ),  # 12.5 ms at 0.8 of 100 MB/s, and 0.2 ms of latency
+        collective(
+            "collective-permute", "stage", 500_000, 2, "sent"
+        ),  # across nodes: 62.5 ms, and 1 ms
         collective("all-reduce", "data", 800_000, 1, "reduced"),  # 10 ms and 0.2 ms
     ),
     memory=Memory(0, 0, 0, 0, 0),
@@ -57,7 +73,10 @@ REPORT = StepReport(
     gpu=GpuProgram(
         copies=(),
         host_waits=3,
-        transfers=(transfer("all-reduce", "summed", 1e10, 1), transfer("collective-permute", "sent", 1, 4e6)),
+        transfers=(
+            transfer("all-reduce", "summed", 1e10, 1),
+            transfer("collective-permute", "sent", 1, 4e6),
+        ),
         work=(
             work(2e10, 1e6, 4),
             work(1e10, 3e7, 1),
@@ -96,7 +115,11 @@ def test_the_text_has_the_bounds_and_what_they_leave_out():
 
 
 def test_a_program_for_other_devices_and_a_cluster_that_is_too_small_are_refused():
-    with pytest.raises(ValueError, match="a roofline needs a step compiled for GPUs; got one for other devices"):
+    with pytest.raises(
+        ValueError, match="a roofline needs a step compiled for GPUs; got one for other devices"
+    ):
         roofline(replace(REPORT, gpu=None), MACHINES)
-    with pytest.raises(ValueError, match=r"must have the devices of the program; got 4 for 8\. Choose num_nodes=2"):
+    with pytest.raises(
+        ValueError, match=r"must have the devices of the program; got 4 for 8\. Choose num_nodes=2"
+    ):
         roofline(REPORT, cluster("h100", num_nodes=1, devices_per_node=4))

@@ -25,12 +25,22 @@ from tests.support.tiny_transformer import FAMILIES, VOCAB, jit, loss, make_para
 SCALED = {
     "linear": RopeScaling(kind="linear", factor=5.0),
     "dynamic": RopeScaling(kind="dynamic", factor=3.3, original_positions=5),
-    "llama3": RopeScaling(kind="llama3", factor=8.0, original_positions=300, low_freq_factor=1.5, high_freq_factor=6.0),
-    "yarn": RopeScaling(kind="yarn", factor=4.0, original_positions=300, beta_fast=20.0, attention_factor=1.2),
-    "yarn-whole": RopeScaling(kind="yarn", factor=4.0, original_positions=300, beta_slow=2.0, truncate=False),
+    "llama3": RopeScaling(
+        kind="llama3", factor=8.0, original_positions=300, low_freq_factor=1.5, high_freq_factor=6.0
+    ),
+    "yarn": RopeScaling(
+        kind="yarn", factor=4.0, original_positions=300, beta_fast=20.0, attention_factor=1.2
+    ),
+    "yarn-whole": RopeScaling(
+        kind="yarn", factor=4.0, original_positions=300, beta_slow=2.0, truncate=False
+    ),
 }
 DYNAMIC = dataclasses.replace(
-    FAMILIES["llama"], num_heads=4, num_kv_heads=2, num_layers=2, rope=Rope(theta=100.0, scaling=SCALED["dynamic"])
+    FAMILIES["llama"],
+    num_heads=4,
+    num_kv_heads=2,
+    num_layers=2,
+    rope=Rope(theta=100.0, scaling=SCALED["dynamic"]),
 )
 
 
@@ -50,10 +60,19 @@ def published(theta, scaling, head_dim, length):
             low, high = scaling.low_freq_factor, scaling.high_freq_factor
             smooth = (rotations - low) / (high - low)
             between = (1 - smooth) * plain / scaling.factor + smooth * plain
-            found.append(plain if rotations > high else plain / scaling.factor if rotations < low else between)
+            found.append(
+                plain
+                if rotations > high
+                else plain / scaling.factor
+                if rotations < low
+                else between
+            )
         else:
             pair_of = lambda b: (
-                head_dim * math.log(scaling.original_positions / (b * 2 * math.pi)) / 2 / math.log(theta)
+                head_dim
+                * math.log(scaling.original_positions / (b * 2 * math.pi))
+                / 2
+                / math.log(theta)
             )
             start, end = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
             start, end = (math.floor(start), math.ceil(end)) if scaling.truncate else (start, end)
@@ -69,11 +88,17 @@ def test_rotations_far_beyond_the_original_positions_are_those_of_the_published_
     for theta in (1e4, 5e5):
         turns = published(theta, scaling, 16, 131_072)
         by_formula = x[..., :8] + 1j * x[..., 8:]
-        by_formula = by_formula * np.exp(1j * positions[:, :, None] * turns)[:, :, None] * scaling.attention_factor
+        by_formula = (
+            by_formula
+            * np.exp(1j * positions[:, :, None] * turns)[:, :, None]
+            * scaling.attention_factor
+        )
         want = np.concatenate([by_formula.real, by_formula.imag], -1)
         for lengths in (131_072, jnp.full((1, 6), 131_072, jnp.int32)):
             found = frequencies(16, Rope(theta=theta, scaling=scaling), lengths)
-            rotated = rotate(jnp.asarray(x), jnp.asarray(positions), found, scaling.attention_factor)
+            rotated = rotate(
+                jnp.asarray(x), jnp.asarray(positions), found, scaling.attention_factor
+            )
             np.testing.assert_allclose(rotated, want, rtol=0, atol=1e-9)
 
 
@@ -111,7 +136,11 @@ def make_packed(seed=0):
 def test_each_document_of_a_packed_row_has_the_logits_that_it_has_alone(x64, family):
     own = DYNAMIC if family == "dynamic" else FAMILIES[family]
     config = dataclasses.replace(own, num_layers=1, compute_dtype="float64")
-    params, batch, apply = make_params(config), make_packed(), jit(transformer.make_model(config).apply)
+    params, batch, apply = (
+        make_params(config),
+        make_packed(),
+        jit(transformer.make_model(config).apply),
+    )
     together = apply(params, {"tokens": batch["tokens"], "segments": batch["segments"]})
     for row, first, end in documents_of(SEGMENTS):
         alone = apply(params, {"tokens": batch["tokens"][row : row + 1, first:end]})
@@ -123,7 +152,10 @@ def test_packed_documents_have_the_loss_and_gradients_of_one_device_on_a_mesh(x6
     """There each row is a microbatch of its own, with another longest document."""
     config, seed = dataclasses.replace(DYNAMIC, compute_dtype="float64"), tiny.fresh_seed()
     params, batch = make_params(config, seed=seed), make_packed(seed)
-    model, mesh = transformer.make_model(config), jaxpar.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
+    model, mesh = (
+        transformer.make_model(config),
+        jaxpar.make_mesh(data=2, tensor=2, devices=jax.devices()[:4]),
+    )
 
     def mean(params):
         total, weight = loss(model.apply(params, batch), batch)
@@ -149,7 +181,9 @@ def test_generated_rows_are_rotated_by_their_own_lengths_and_keys_keep_their_rot
         return logits(config, params["outer"], h, unconstrained)
 
     for row, found in zip(rows, got, strict=True):
-        np.testing.assert_array_equal(found, transformer.generate(config, params, [row], num_tokens)[0])
+        np.testing.assert_array_equal(
+            found, transformer.generate(config, params, [row], num_tokens)[0]
+        )
         tokens = np.pad(found, (0, 16 - len(found)))[None]
         lengths = np.maximum(np.arange(16) + 1, len(row))[None]
         likeliest = np.asarray(scores_of(tokens, lengths))[0].argmax(-1)
@@ -159,7 +193,10 @@ def test_generated_rows_are_rotated_by_their_own_lengths_and_keys_keep_their_rot
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "linear", "original_positions": 8}, "own fields alone, factor; got original_positions=8. Leave out"),
+        (
+            {"kind": "linear", "original_positions": 8},
+            "own fields alone, factor; got original_positions=8. Leave out",
+        ),
         (
             {"kind": "dynamic", "attention_factor": 1.5},
             "a 'dynamic' rope scaling must have its own fields alone, factor, original_positions; got attention_factor=1.5",
@@ -169,8 +206,14 @@ def test_generated_rows_are_rotated_by_their_own_lengths_and_keys_keep_their_rot
             "got beta_fast=8.0, truncate=False. Leave out beta_fast",
         ),
         ({"kind": "yarn", "beta_slow": float("nan")}, "beta_slow must be positive; got nan"),
-        ({"kind": "linear", "factor": float("inf")}, "factor must be at least 1 and finite; got inf"),
-        ({"kind": "dynamic", "original_positions": 0}, "original_positions must be at least 1; got 0. Give the length"),
+        (
+            {"kind": "linear", "factor": float("inf")},
+            "factor must be at least 1 and finite; got inf",
+        ),
+        (
+            {"kind": "dynamic", "original_positions": 0},
+            "original_positions must be at least 1; got 0. Give the length",
+        ),
     ],
 )
 def test_a_scaling_that_cannot_be_is_refused(fields, message):
@@ -180,6 +223,7 @@ def test_a_scaling_that_cannot_be_is_refused(fields, message):
 
 def test_dynamic_scaling_of_a_single_pair_is_refused():
     with pytest.raises(
-        ValueError, match=r"needs two pairs or more, so head_dim must be 4 or more; got 2\. Choose fewer"
+        ValueError,
+        match=r"needs two pairs or more, so head_dim must be 4 or more; got 2\. Choose fewer",
     ):
         dataclasses.replace(FAMILIES["llama"], rope=Rope(scaling=SCALED["dynamic"]))

@@ -30,7 +30,11 @@ PARAMS = {
     "outer": {"w": RNG.normal(size=(3, 4)), "out": RNG.normal(size=(4, 2))},
     "layers": {"w": RNG.normal(size=(2, 4, 4)) / 2},
 }
-BATCH = {"x": RNG.normal(size=(16, 3)), "y": RNG.normal(size=(16, 2)), "number": np.arange(16, dtype=np.int32)}
+BATCH = {
+    "x": RNG.normal(size=(16, 3)),
+    "y": RNG.normal(size=(16, 2)),
+    "number": np.arange(16, dtype=np.int32),
+}
 FEW = jax.tree.map(lambda a: a[:8], BATCH)
 
 
@@ -39,7 +43,9 @@ def loss(outputs, batch):
     return loss_sum + 0.1 * jnp.sum(outputs[1]), weight_sum
 
 
-def model(layer, *, embed=lambda batch: jnp.zeros(()), change=lambda h, aux: h, head=lambda aux, h: aux):
+def model(
+    layer, *, embed=lambda batch: jnp.zeros(()), change=lambda h, aux: h, head=lambda aux, h: aux
+):
     """A model whose layers make ``aux`` of params, of ``aux`` and of h, and may change h by it."""
     return jaxpar.LayeredModel(
         lambda outer, batch: {"h": batch["x"] @ outer["w"], "aux": embed(batch)},
@@ -62,7 +68,9 @@ def over_rows(add):
 
 def trips(h, limit):
     """How often each number is halved until it is below the limit."""
-    halved = lambda a: jax.lax.while_loop(lambda s: s[0] > limit, lambda s: (s[0] / 2, s[1] + 1), (a, 0.0))[1]
+    halved = lambda a: jax.lax.while_loop(
+        lambda s: s[0] > limit, lambda s: (s[0] / 2, s[1] + 1), (a, 0.0)
+    )[1]
     return jax.vmap(halved)(jnp.abs(h).reshape(-1))
 
 
@@ -77,8 +85,12 @@ TAKEN = {
     "a sum": model(lambda w, aux, h: aux + jnp.sum(h**2)),
     "a mean times the rows": model(lambda w, aux, h: aux + jnp.mean(h**2) * len(h)),
     "a product that adds up rows": model(lambda w, aux, h: aux + jnp.einsum("bd,bd->", h, h) / 4),
-    "a sum in a loop": model(lambda w, aux, h: jax.lax.fori_loop(0, 3, lambda i, a: a + i * jnp.sum(h), aux)),
-    "a sum in a branch": model(lambda w, aux, h: jax.lax.cond(w[0, 0] > -9, lambda: aux + jnp.sum(h), lambda: aux)),
+    "a sum in a loop": model(
+        lambda w, aux, h: jax.lax.fori_loop(0, 3, lambda i, a: a + i * jnp.sum(h), aux)
+    ),
+    "a sum in a branch": model(
+        lambda w, aux, h: jax.lax.cond(w[0, 0] > -9, lambda: aux + jnp.sum(h), lambda: aux)
+    ),
     "a sum in a while loop": model(
         lambda w, aux, h: jax.lax.while_loop(
             lambda s: s[0] < 3 + w[0, 0], lambda s: (s[0] + 1, s[1] + jnp.sum(h)), (0.0, aux)
@@ -87,40 +99,67 @@ TAKEN = {
     "a sum under jit, remat and of vmap": model(
         jax.checkpoint(jax.jit(lambda w, aux, h: aux + jnp.sum(jax.vmap(jax.nn.softmax)(h)))),
     ),
-    "a sum of what a loop over rows makes": model(lambda w, aux, h: aux + jnp.sum(jax.lax.map(jnp.max, h))),
-    "a sum of numbers that each loop as long as they say": model(lambda w, aux, h: aux + jnp.sum(trips(h, 0.1))),
-    "a sum of what a loop over rows chooses": model(
-        lambda w, aux, h: aux + jnp.sum(jax.lax.map(lambda row: jax.lax.cond(row[0] > 0, jnp.sum, jnp.max, row), h))
+    "a sum of what a loop over rows makes": model(
+        lambda w, aux, h: aux + jnp.sum(jax.lax.map(jnp.max, h))
     ),
-    "counts of experts": model(lambda w, aux, h: count_experts(aux, h, 1.0), embed=lambda batch: jnp.zeros(4)),
+    "a sum of numbers that each loop as long as they say": model(
+        lambda w, aux, h: aux + jnp.sum(trips(h, 0.1))
+    ),
+    "a sum of what a loop over rows chooses": model(
+        lambda w, aux, h: (
+            aux
+            + jnp.sum(jax.lax.map(lambda row: jax.lax.cond(row[0] > 0, jnp.sum, jnp.max, row), h))
+        )
+    ),
+    "counts of experts": model(
+        lambda w, aux, h: count_experts(aux, h, 1.0), embed=lambda batch: jnp.zeros(4)
+    ),
     "a sum for each layer": model(
         lambda w, aux, h: (aux[0].at[aux[1]].set(jnp.sum(h)), aux[1] + 1),
         embed=lambda batch: (jnp.zeros(2), 0),
         head=lambda aux, h: aux[0],
     ),
     "a sum that a branch on rows passes on": model(
-        lambda w, aux, h: jax.lax.cond(jnp.any(h > 0), lambda a: (h, a), lambda a: (2 * h, a), aux + jnp.sum(h))[1]
+        lambda w, aux, h: jax.lax.cond(
+            jnp.any(h > 0), lambda a: (h, a), lambda a: (2 * h, a), aux + jnp.sum(h)
+        )[1]
     ),
     "a mean that is not read": model(lambda w, aux, h: aux + jnp.mean(h), head=ignored),
-    "a mean that layers forget": model(lambda w, aux, h: jnp.zeros(()), embed=lambda batch: jnp.mean(batch["x"])),
+    "a mean that layers forget": model(
+        lambda w, aux, h: jnp.zeros(()), embed=lambda batch: jnp.mean(batch["x"])
+    ),
     "params that scale rows": model(
         lambda w, aux, h: aux + jnp.sum(w**2), change=lambda h, aux: h * (1 + aux), head=ignored
     ),
-    "params for each row": model(lambda w, aux, h: aux + jnp.sum(w**2), head=lambda aux, h: aux * len(h)),
-    "a key that is one number": model(noise, embed=lambda batch: jax.random.key(0), change=drop, head=ignored),
+    "params for each row": model(
+        lambda w, aux, h: aux + jnp.sum(w**2), head=lambda aux, h: aux * len(h)
+    ),
+    "a key that is one number": model(
+        noise, embed=lambda batch: jax.random.key(0), change=drop, head=ignored
+    ),
     "the shape of rows alone": model(lambda w, aux, h: aux + jnp.sum(jnp.zeros_like(h))),
     "the number of rows": model(lambda w, aux, h: aux + jnp.float32(len(h))),
 }
 REFUSED = {
     "a mean": model(lambda w, aux, h: aux + jnp.mean(h**2)),
     "a mean of products": model(lambda w, aux, h: aux + jnp.einsum("bd,bd->", h, h) / len(h)),
-    "a mean by weights": model(lambda w, aux, h: aux + jnp.sum(h * jnp.full((len(h), 1), 1 / len(h)))),
+    "a mean by weights": model(
+        lambda w, aux, h: aux + jnp.sum(h * jnp.full((len(h), 1), 1 / len(h)))
+    ),
     "a mean by the sum of a mask": model(lambda w, aux, h: aux + jnp.sum(h) / jnp.sum(h > 0)),
-    "a product of means": model(lambda w, aux, h: aux + jnp.sum(jax.nn.softmax(h).mean(0) * (h > 0).mean(0))),
-    "a mean in a loop": model(lambda w, aux, h: jax.lax.fori_loop(0, 3, lambda i, a: a + i * jnp.mean(h), aux)),
-    "a mean in a branch": model(lambda w, aux, h: jax.lax.cond(w[0, 0] > -9, lambda: aux + jnp.mean(h), lambda: aux)),
+    "a product of means": model(
+        lambda w, aux, h: aux + jnp.sum(jax.nn.softmax(h).mean(0) * (h > 0).mean(0))
+    ),
+    "a mean in a loop": model(
+        lambda w, aux, h: jax.lax.fori_loop(0, 3, lambda i, a: a + i * jnp.mean(h), aux)
+    ),
+    "a mean in a branch": model(
+        lambda w, aux, h: jax.lax.cond(w[0, 0] > -9, lambda: aux + jnp.mean(h), lambda: aux)
+    ),
     "a mean in a while loop": model(
-        lambda w, aux, h: jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] + jnp.mean(h)), (0, aux))[1]
+        lambda w, aux, h: jax.lax.while_loop(
+            lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] + jnp.mean(h)), (0, aux)
+        )[1]
     ),
     "a loop as long as a row says": model(
         lambda w, aux, h: jax.lax.while_loop(
@@ -131,15 +170,21 @@ REFUSED = {
         lambda w, aux, h: aux + jnp.sum(trips(h, 1 / len(h)))
     ),
     "a mean under remat": model(jax.checkpoint(lambda w, aux, h: aux + jnp.mean(h))),
-    "shares of experts": model(lambda w, aux, h: count_experts(aux, h, 1 / len(h)), embed=lambda batch: jnp.zeros(4)),
+    "shares of experts": model(
+        lambda w, aux, h: count_experts(aux, h, 1 / len(h)), embed=lambda batch: jnp.zeros(4)
+    ),
     "a maximum": model(lambda w, aux, h: aux + jnp.max(h)),
     "the last of a loop over rows": model(over_rows(lambda aux, row: aux * 0.5 + jnp.sum(row))),
-    "a branch on a row": model(lambda w, aux, h: jax.lax.cond(h[0, 0] > 0, lambda: aux + jnp.sum(h), lambda: aux)),
+    "a branch on a row": model(
+        lambda w, aux, h: jax.lax.cond(h[0, 0] > 0, lambda: aux + jnp.sum(h), lambda: aux)
+    ),
     "a sum that is squared": model(lambda w, aux, h: aux + jnp.sum(h), head=lambda aux, h: aux**2),
     "a sum that scales rows": model(
         lambda w, aux, h: aux + jnp.sum(h), change=lambda h, aux: h * (1 + aux), head=ignored
     ),
-    "a sum beside a number": model(lambda w, aux, h: aux + jnp.sum(h), embed=lambda batch: jnp.ones(())),
+    "a sum beside a number": model(
+        lambda w, aux, h: aux + jnp.sum(h), embed=lambda batch: jnp.ones(())
+    ),
     "a mean of the batch": model(lambda w, aux, h: aux, embed=lambda batch: jnp.mean(batch["x"])),
     "a mean without a gradient": model(lambda w, aux, h: jax.lax.stop_gradient(aux + jnp.mean(h))),
     "a key of the first row": model(
@@ -149,7 +194,10 @@ REFUSED = {
         head=ignored,
     ),
     "an integer of the first row": model(
-        lambda w, aux, h: aux, embed=lambda batch: batch["number"][0], change=lambda h, aux: h * aux, head=ignored
+        lambda w, aux, h: aux,
+        embed=lambda batch: batch["number"][0],
+        change=lambda h, aux: h * aux,
+        head=ignored,
     ),
     "params that are added once": model(lambda w, aux, h: aux + jnp.sum(w**2)),
 }
@@ -175,7 +223,9 @@ def total(model, *parts):
 @pytest.mark.parametrize("name", quick([*TAKEN, *REFUSED], "params that are added once"))
 def test_what_is_refused_does_change_with_the_split_and_what_is_taken_does_not(x64, name):
     model = (TAKEN | REFUSED)[name]
-    parts = [jax.tree.map(lambda a, part=part: a[part], BATCH) for part in (slice(6), slice(6, None))]
+    parts = [
+        jax.tree.map(lambda a, part=part: a[part], BATCH) for part in (slice(6), slice(6, None))
+    ]
     differs = abs(total(model, *parts) / total(model, BATCH) - 1)
     assert differs > 1e-6 if name in REFUSED else differs < 1e-12
 
@@ -188,7 +238,9 @@ RUNS = {
     "1f1b": ({"stage": 2}, {"num_microbatches": 2}),
     "mpmd": ({"stage": 2}, {"num_microbatches": 2, "executor": "mpmd"}),
 }
-BY_ROW = model(lambda w, aux, h: aux + jnp.mean(h**2, axis=-1), embed=lambda batch: jnp.zeros(len(batch["x"])))
+BY_ROW = model(
+    lambda w, aux, h: aux + jnp.mean(h**2, axis=-1), embed=lambda batch: jnp.zeros(len(batch["x"]))
+)
 
 
 @pytest.mark.parametrize("name", quick(RUNS, "replicas"))
@@ -206,7 +258,12 @@ def test_every_executor_refuses_a_mean_and_takes_a_number_for_each_row(x64, name
 def test_one_part_splits_nothing_and_takes_all(x64):
     mean = REFUSED["a mean"]
     got = jaxpar.value_and_grad(mean, loss, jaxpar.make_mesh(stage=2))(PARAMS, BATCH)
-    assert_same(got, jax.value_and_grad(lambda params: jnp.divide(*loss(mean.apply(params, BATCH), BATCH)))(PARAMS))
+    assert_same(
+        got,
+        jax.value_and_grad(lambda params: jnp.divide(*loss(mean.apply(params, BATCH), BATCH)))(
+            PARAMS
+        ),
+    )
 
 
 def in_layers_of_its_own(step):
@@ -248,7 +305,11 @@ MASKED = BATCH | {"mask": np.where(np.arange(16) < 5, 1.0, np.arange(16) % 2)[:,
 
 def forward(params, batch):
     """Any function, with outputs that have no rows beside those that have."""
-    return {"h": batch["x"] @ params["w"], "decay": jnp.sum(params["w"] ** 2), "scale": params["scale"]}
+    return {
+        "h": batch["x"] @ params["w"],
+        "decay": jnp.sum(params["w"] ** 2),
+        "scale": params["scale"],
+    }
 
 
 def squares(outputs, batch):
@@ -267,9 +328,16 @@ TAKEN_LOSSES = {
     "a mean times the rows": lambda o, b: (jnp.mean(squares(o, b)) * len(b["y"]), number(b)),
     "params that scale": lambda o, b: (jnp.sum(squares(o, b)) * o["scale"], number(b)),
     "params in each row": lambda o, b: (jnp.sum(squares(o, b) + o["decay"]), number(b)),
-    "params times the rows": lambda o, b: (jnp.sum(squares(o, b)) + o["decay"] * len(b["y"]), number(b)),
+    "params times the rows": lambda o, b: (
+        jnp.sum(squares(o, b)) + o["decay"] * len(b["y"]),
+        number(b),
+    ),
     "a part of the batch": lambda o, b: (jnp.sum(squares(o, b)), jnp.float32(len(b["y"]) / 16)),
-    "sums of integers": lambda o, b: (jnp.sum(squares(o, b)), number(b), {"n": jnp.sum(b["number"]), "a": len(b["y"])}),
+    "sums of integers": lambda o, b: (
+        jnp.sum(squares(o, b)),
+        number(b),
+        {"n": jnp.sum(b["number"]), "a": len(b["y"])},
+    ),
 }
 SUMS = "loss_sum and weight_sum must be sums over the rows"
 FURTHER = "each sum of a loss must be one over the rows .*; got 'found', "
@@ -298,7 +366,10 @@ REFUSED_LOSSES = {
         lambda o, b: (jnp.sum(squares(o, b)), number(b), {"found": jnp.mean(o["h"])}),
         f"{FURTHER}a mean over rows, and weight_sum, a multiple of the number of rows. Return jnp.sum of it",
     ),
-    "a number beside": (lambda o, b: (jnp.sum(squares(o, b)), number(b), {"found": 0.1}), f"{FURTHER}the same for any"),
+    "a number beside": (
+        lambda o, b: (jnp.sum(squares(o, b)), number(b), {"found": 0.1}),
+        f"{FURTHER}the same for any",
+    ),
     "a maximum beside": (
         lambda o, b: (jnp.sum(squares(o, b)), number(b), {"found": jnp.max(o["h"])}),
         f"{FURTHER}no sum over rows: a maximum over rows .reduce_max at",
@@ -328,7 +399,9 @@ def test_the_ratios_of_a_refused_loss_change_with_the_split_and_those_of_others_
         loss_sum, weight_sum, *sums = jax.tree.map(lambda *each: sum(map(float, each)), *made)
         return np.array([total / weight_sum for total in (loss_sum, *jax.tree.leaves(sums))])
 
-    halves = [jax.tree.map(lambda a, part=part: a[part], MASKED) for part in (slice(8), slice(8, None))]
+    halves = [
+        jax.tree.map(lambda a, part=part: a[part], MASKED) for part in (slice(8), slice(8, None))
+    ]
     differs = np.max(abs(ratios(*halves) / ratios(MASKED) - 1))
     assert differs > 1e-6 if name in REFUSED_LOSSES else differs < 1e-6
 
@@ -343,7 +416,11 @@ def test_a_step_checks_the_sums_of_its_loss_before_it_is_compiled():
 # --- a loss that is a sum plus something of the batch -----------------------------------------------------------------
 
 README = {"outer": RNG.normal(size=(8, 1)), "layers": RNG.normal(size=(3, 8, 8)) / 3}
-README_BATCH = {"x": RNG.normal(size=(64, 8)), "y": RNG.normal(size=(64, 1)), "part": np.arange(64) % 4}
+README_BATCH = {
+    "x": RNG.normal(size=(64, 8)),
+    "y": RNG.normal(size=(64, 1)),
+    "part": np.arange(64) % 4,
+}
 README_MODEL = jaxpar.LayeredModel(
     lambda outer, batch: batch["x"], lambda w, x: x + jnp.tanh(x @ w), lambda outer, x: x @ outer
 )
@@ -363,7 +440,9 @@ PLUS = {
     "a logarithm of a sum": lambda o, b: jax.nn.logsumexp(o),
     "a penalty of the mean": lambda o, b: jnp.square(jnp.mean(o) - 0.5),
     "a contrast with the other rows": lambda o, b: -jnp.trace(jax.nn.log_softmax(o @ o.T)),
-    "an entropy of the mean": lambda o, b: -jnp.sum(jax.nn.softmax(o).mean(0) * jnp.log(jax.nn.softmax(o).mean(0))),
+    "an entropy of the mean": lambda o, b: (
+        -jnp.sum(jax.nn.softmax(o).mean(0) * jnp.log(jax.nn.softmax(o).mean(0)))
+    ),
     "a number": lambda o, b: 0.1,
     "neighbours": lambda o, b: jnp.sum((o[1:] - o[:-1]) ** 2),
     "a mean of each class": lambda o, b: jnp.sum(
@@ -379,7 +458,9 @@ RIGHT = {
     "a deviation of each row": lambda o, b: jnp.sum(jnp.std(o, axis=-1)),
     "a mean times the rows": lambda o, b: len(o) * jnp.mean(o),
     "a number for each row": lambda o, b: 0.1 * len(o),
-    "a share of right rows": lambda o, b: jnp.sum(jnp.where(b["part"] == 1, jnp.log1p(o[:, 0] ** 2), 0)),
+    "a share of right rows": lambda o, b: jnp.sum(
+        jnp.where(b["part"] == 1, jnp.log1p(o[:, 0] ** 2), 0)
+    ),
 }
 
 
@@ -393,7 +474,9 @@ def plus(term):
 
 @pytest.mark.parametrize("name", PLUS)
 def test_a_sum_plus_something_of_the_batch_is_refused(name):
-    with pytest.raises(ValueError, match=f"{SUMS}.*got loss_sum no sum over rows: .* at .*test_row_checks.py"):
+    with pytest.raises(
+        ValueError, match=f"{SUMS}.*got loss_sum no sum over rows: .* at .*test_row_checks.py"
+    ):
         check_rows(README_MODEL, plus(PLUS[name]), README, README_BATCH, 8)
 
 
@@ -408,7 +491,9 @@ def test_a_weight_with_a_least_value_is_refused_where_a_microbatch_has_fewer_row
     if num_parts == 2:
         check_rows(README_MODEL, loss, README, README_BATCH, num_parts)
     else:
-        with pytest.raises(ValueError, match=f"{SUMS}.*a sum over rows times what depends on their number"):
+        with pytest.raises(
+            ValueError, match=f"{SUMS}.*a sum over rows times what depends on their number"
+        ):
             check_rows(README_MODEL, loss, README, README_BATCH, num_parts)
 
 
@@ -434,7 +519,9 @@ def normed(norm, part):
 
 
 @pytest.mark.parametrize("part", ["embed", "layer", "head"])
-def test_a_part_that_normalizes_over_the_batch_is_refused_and_one_that_does_so_in_rows_is_taken(part):
+def test_a_part_that_normalizes_over_the_batch_is_refused_and_one_that_does_so_in_rows_is_taken(
+    part,
+):
     check_rows(normed(of_row, part), plus(lambda o, b: 0), README, README_BATCH, 8)
     message = f"{part} must treat each row of a batch on its own.*got one that mixes them.*sub at .*test_row_checks.py"
     for norm in (of_batch, lambda x: x - x.mean(0)):
@@ -471,7 +558,9 @@ def sorted_loss(treat):
 
 
 def test_what_is_not_known_is_taken_with_one_warning_that_names_the_line():
-    with pytest.warns(UserWarning, match="not known: loss: .* at .*test_row_checks.py.*jaxpar.check_split") as found:
+    with pytest.warns(
+        UserWarning, match="not known: loss: .* at .*test_row_checks.py.*jaxpar.check_split"
+    ) as found:
         check_rows(README_MODEL, sorted_loss(by_part), README, README_BATCH, 8)
     assert len(found) == 1
 
@@ -490,24 +579,33 @@ def test_a_loss_that_may_be_wrong_is_taken_with_a_warning(term, message):
 
 
 def test_a_weight_that_is_kept_from_0_is_taken_with_a_warning():
-    loss = lambda o, b: (jnp.sum((o - b["y"]) ** 2), jnp.maximum(jnp.sum(b["part"] > 0), 1).astype(jnp.float32))
+    loss = lambda o, b: (
+        jnp.sum((o - b["y"]) ** 2),
+        jnp.maximum(jnp.sum(b["part"] > 0), 1).astype(jnp.float32),
+    )
     with pytest.warns(UserWarning, match="not known: loss: a sum over rows is kept from 0 .max at"):
         check_rows(README_MODEL, loss, README, README_BATCH, 8)
 
 
 def test_a_weight_of_which_the_growth_with_the_rows_is_not_known_is_taken_with_a_warning():
     loss = lambda o, b: (jnp.sum((o - b["y"]) ** 2), jnp.cbrt(jnp.float32(len(o))))
-    with pytest.warns(UserWarning, match="not known: loss: how weight_sum depends on the number of rows. It is taken"):
+    with pytest.warns(
+        UserWarning,
+        match="not known: loss: how weight_sum depends on the number of rows. It is taken",
+    ):
         check_rows(README_MODEL, loss, README, README_BATCH, 8)
 
 
 def test_what_needs_all_rows_is_to_be_put_into_the_batch():
     loss = lambda o, b: (jnp.sum((o - b["y"].mean(0)[None]) ** 2), jnp.float32(len(o)))
     with pytest.raises(
-        ValueError, match="counts of classes or a mean to subtract, compute before the step and put into"
+        ValueError,
+        match="counts of classes or a mean to subtract, compute before the step and put into",
     ):
         check_rows(README_MODEL, loss, README, README_BATCH, 8)
-    known = README_BATCH | {"mean": np.broadcast_to(README_BATCH["y"].mean(0), README_BATCH["y"].shape)}
+    known = README_BATCH | {
+        "mean": np.broadcast_to(README_BATCH["y"].mean(0), README_BATCH["y"].shape)
+    }
     loss = lambda o, b: (jnp.sum((o - b["mean"]) ** 2), jnp.float32(len(o)))
     check_rows(README_MODEL, loss, README, known, 8)
 
@@ -533,7 +631,9 @@ def test_a_step_of_the_readme_model_refuses_before_it_compiles_what_depends_on_t
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
     params = README | {"layers": RNG.normal(size=(8, 8, 8)) / 3}
     for term, message in ((PLUS["a mean"], SUMS), (PLUS["a maximum"], SUMS)):
-        step = jaxpar.value_and_grad(README_MODEL, plus(term), mesh, schedule="1f1b", num_microbatches=8)
+        step = jaxpar.value_and_grad(
+            README_MODEL, plus(term), mesh, schedule="1f1b", num_microbatches=8
+        )
         with pytest.raises(ValueError, match=message):
             step(params, README_BATCH)
 
@@ -543,7 +643,9 @@ def test_a_step_of_the_readme_model_refuses_before_it_compiles_what_depends_on_t
 SEQUENCES = {name: np.zeros((4, 8), np.int32) for name in ("tokens", "targets", "positions")}
 TABLE = {"outer": RNG.normal(size=(16, 4)), "layers": RNG.normal(size=(2, 4, 4))}
 LOOKUP = jaxpar.LayeredModel(
-    lambda outer, batch: outer[batch["tokens"]], lambda w, x: x + jnp.tanh(x @ w), lambda outer, x: x @ outer.T
+    lambda outer, batch: outer[batch["tokens"]],
+    lambda w, x: x + jnp.tanh(x @ w),
+    lambda outer, x: x @ outer.T,
 )
 
 
@@ -565,7 +667,10 @@ def each(o, b):
             "got loss_sum no sum over positions: it makes of a sum",
         ),
         (
-            lambda o, b: (jnp.sum(each(o, b)) + jnp.sum(o[:, 1:] - o[:, :-1]), jnp.float32(each(o, b).size)),
+            lambda o, b: (
+                jnp.sum(each(o, b)) + jnp.sum(o[:, 1:] - o[:, :-1]),
+                jnp.float32(each(o, b).size),
+            ),
             "loss must treat each position on its own.*got a slice of 7 of 8 positions",
         ),
     ],
@@ -593,12 +698,16 @@ def gathering(change=lambda h: h, embed=lambda outer, batch: 0.0, head=lambda h:
 
 
 OF_TOKENS = lambda o, b: (jnp.sum(each(o, b)), jnp.float32(each(o, b).size))
-of_pooled = lambda o, b: jnp.sum(jnp.mean(o[:, 0] ** 2, -1))  # of a head that pools: the same on all devices
+of_pooled = lambda o, b: jnp.sum(
+    jnp.mean(o[:, 0] ** 2, -1)
+)  # of a head that pools: the same on all devices
 CONV = {"dimension_numbers": ("NWC", "WIO", "NWC"), "window_strides": (1,), "padding": "SAME"}
 
 
 def running(h):
-    _, out = jax.lax.scan(lambda carry, x: (jnp.tanh(carry + x),) * 2, h[:, 0] * 0, h.swapaxes(0, 1))
+    _, out = jax.lax.scan(
+        lambda carry, x: (jnp.tanh(carry + x),) * 2, h[:, 0] * 0, h.swapaxes(0, 1)
+    )
     return out.swapaxes(0, 1)
 
 
@@ -613,7 +722,10 @@ def running(h):
             {"change": lambda h: h + jnp.roll(h, 1, axis=1)},
             r"layer must .*: it moves positions \(concatenate at .*test_row",
         ),
-        ({"change": lambda h: h + jnp.cumsum(h, axis=1)}, "layer must treat .*: it orders or adds up positions"),
+        (
+            {"change": lambda h: h + jnp.cumsum(h, axis=1)},
+            "layer must treat .*: it orders or adds up positions",
+        ),
         (
             {"change": running},
             "layer must treat .*: it makes of a sum over positions|it carries one position to the next",
@@ -630,18 +742,35 @@ def running(h):
             "head must treat .*: it joins positions of one device and others",
         ),
         ({"head": lambda h: h + sum_over_sequence(h.sum(1, keepdims=True))}, ""),
-        ({"head": lambda h: h + sum_over_sequence(h.mean(1, keepdims=True))}, "it adds positions and what depends"),
+        (
+            {"head": lambda h: h + sum_over_sequence(h.mean(1, keepdims=True))},
+            "it adds positions and what depends",
+        ),
         ({"head": lambda h: h + sum_over_sequence(h.mean(1, keepdims=True)) / num_parts()}, ""),
         ({"head": lambda h: h / max_over_sequence(jnp.abs(h).max(1, keepdims=True))}, ""),
-        ({"change": lambda h: heads_to_sequence(jnp.cumsum(sequence_to_heads(h[..., None]), axis=1))[..., 0]}, ""),
-        ({"embed": lambda outer, batch: outer["table"][places(batch["tokens"].shape[1])][None]}, ""),
+        (
+            {
+                "change": lambda h: heads_to_sequence(
+                    jnp.cumsum(sequence_to_heads(h[..., None]), axis=1)
+                )[..., 0]
+            },
+            "",
+        ),
+        (
+            {"embed": lambda outer, batch: outer["table"][places(batch["tokens"].shape[1])][None]},
+            "",
+        ),
         ({}, ""),
     ],
 )
-def test_a_model_that_mixes_the_positions_of_a_device_is_refused_though_it_gathers_others(parts, message):
+def test_a_model_that_mixes_the_positions_of_a_device_is_refused_though_it_gathers_others(
+    parts, message
+):
     found = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
     with found:
-        check_positions(gathering(**parts), OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
+        check_positions(
+            gathering(**parts), OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2)
+        )
 
 
 def test_a_loss_of_the_last_position_of_each_device_is_refused():
@@ -649,14 +778,19 @@ def test_a_loss_of_the_last_position_of_each_device_is_refused():
     head = lambda outer, h: {"logits": h @ outer["table"].T, "last": h[:, -1]}
     model = jaxpar.LayeredModel(plain.embed, plain.layer, head)
     loss = lambda o, b: (jnp.sum(o["last"] ** 2), jnp.float32(len(o["last"])))
-    with pytest.raises(ValueError, match="no sum over positions: a sum over some positions of each device"):
+    with pytest.raises(
+        ValueError, match="no sum over positions: a sum over some positions of each device"
+    ):
         check_positions(model, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
 
 
 def test_positions_that_are_counted_on_a_device_are_told():
-    model = gathering(embed=lambda outer, batch: outer["table"][jnp.arange(batch["tokens"].shape[1])][None])
+    model = gathering(
+        embed=lambda outer, batch: outer["table"][jnp.arange(batch["tokens"].shape[1])][None]
+    )
     with pytest.warns(
-        UserWarning, match="those of a device: embed: it depends on the place of a position in its device"
+        UserWarning,
+        match="those of a device: embed: it depends on the place of a position in its device",
     ):
         check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
 
@@ -664,14 +798,19 @@ def test_positions_that_are_counted_on_a_device_are_told():
 @pytest.mark.parametrize(
     ("term", "message"),
     [
-        (of_pooled, "no sum over positions: it adds to a sum .* divide what is the same on all devices"),
+        (
+            of_pooled,
+            "no sum over positions: it adds to a sum .* divide what is the same on all devices",
+        ),
         (lambda o, b: of_pooled(o, b) / num_parts(), ""),
     ],
 )
 def test_what_is_the_same_on_all_devices_is_added_once_to_a_sum_over_positions(term, message):
     pooled = lambda h: sum_over_sequence(h.sum(1, keepdims=True))
     model = gathering()
-    both = jaxpar.LayeredModel(model.embed, model.layer, lambda outer, h: (model.head(outer, h), pooled(h)))
+    both = jaxpar.LayeredModel(
+        model.embed, model.layer, lambda outer, h: (model.head(outer, h), pooled(h))
+    )
     loss = lambda o, b: (OF_TOKENS(o[0], b)[0] + term(o[1], b), OF_TOKENS(o[0], b)[1])
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         check_positions(both, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
@@ -684,7 +823,8 @@ def test_a_model_that_is_traced_with_other_numbers_each_time_is_told_so_and_not_
     loss = lambda outputs, batch: (jnp.sum(outputs), jnp.float32(len(outputs)))
     batch = {"x": np.ones((8, 1), np.float32)}
     with pytest.raises(
-        ImpureError, match=r"must be pure functions, .* second trace, \d+ and then \d+\. Put what changes"
+        ImpureError,
+        match=r"must be pure functions, .* second trace, \d+ and then \d+\. Put what changes",
     ):
         jax.eval_shape(jaxpar.value_and_grad(model, loss, mesh), {"w": jnp.ones((1, 1))}, batch)
 

@@ -47,10 +47,16 @@ ROWS = {
     "a norm of each row": lambda p, h, y, t: h - h.mean((1, 2), keepdims=True),
     "a softmax": lambda p, h, y, t: jax.nn.softmax(h),
     "params in each row": lambda p, h, y, t: h * p[None, None] + jnp.sum(p**2),
-    "attention": lambda p, h, y, t: jnp.einsum("bts,bsd->btd", jax.nn.softmax(jnp.einsum("btd,bsd->bts", h, h)), h),
-    "heads that are merged and parted": lambda p, h, y, t: h.reshape(-1, 5, 2, 3).swapaxes(1, 2).reshape(-1, 3),
+    "attention": lambda p, h, y, t: jnp.einsum(
+        "bts,bsd->btd", jax.nn.softmax(jnp.einsum("btd,bsd->bts", h, h)), h
+    ),
+    "heads that are merged and parted": lambda p, h, y, t: (
+        h.reshape(-1, 5, 2, 3).swapaxes(1, 2).reshape(-1, 3)
+    ),
     "rows beside rows": lambda p, h, y, t: jnp.concatenate([h, 2 * h]),
-    "rows that are cut and joined": lambda p, h, y, t: jnp.concatenate([h[: len(h) // 2], h[len(h) // 2 :]]),
+    "rows that are cut and joined": lambda p, h, y, t: jnp.concatenate(
+        [h[: len(h) // 2], h[len(h) // 2 :]]
+    ),
     "rows in another place": lambda p, h, y, t: jnp.moveaxis(h, 0, 1) @ p,
     "a lookup": lambda p, h, y, t: p[t],
     "an element of each row": lambda p, h, y, t: jnp.take_along_axis(h, t[..., None], axis=2),
@@ -60,22 +66,36 @@ ROWS = {
     "a convolution": lambda p, h, y, t: jax.lax.conv_general_dilated(
         h, jnp.ones((3, 6, 2)), (1,), "SAME", dimension_numbers=("NTC", "TIO", "NTC")
     ),
-    "a loop over positions": lambda p, h, y, t: jax.lax.scan(lambda c, x: (c + x, c), h[:, 0], h.swapaxes(0, 1))[1],
+    "a loop over positions": lambda p, h, y, t: jax.lax.scan(
+        lambda c, x: (c + x, c), h[:, 0], h.swapaxes(0, 1)
+    )[1],
     "a loop over rows": lambda p, h, y, t: jax.lax.map(lambda row: jnp.cumsum(row, 0) @ p, h),
-    "groups of rows in a loop": lambda p, h, y, t: jax.lax.map(lambda row: row @ p, h, batch_size=2),
-    "a vmap": lambda p, h, y, t: jax.vmap(lambda row, weight: weight * jnp.outer(p, row.mean(0)))(h, y),
+    "groups of rows in a loop": lambda p, h, y, t: jax.lax.map(
+        lambda row: row @ p, h, batch_size=2
+    ),
+    "a vmap": lambda p, h, y, t: jax.vmap(lambda row, weight: weight * jnp.outer(p, row.mean(0)))(
+        h, y
+    ),
     "a branch for each row": lambda p, h, y, t: jax.lax.map(
         lambda r: jax.lax.cond(r[0, 0] > 0, jnp.sin, jnp.cos, r), h
     ),
     "a maximum that shifts": lambda p, h, y, t: jnp.exp(h - jax.lax.stop_gradient(h.max())),
-    "a solution for each row": lambda p, h, y, t: jnp.linalg.solve(jnp.outer(p, p) + jnp.eye(6), h.reshape(-1, 6).T),
+    "a solution for each row": lambda p, h, y, t: jnp.linalg.solve(
+        jnp.outer(p, p) + jnp.eye(6), h.reshape(-1, 6).T
+    ),
     "a gradient": lambda p, h, y, t: jax.grad(lambda h: jnp.sum(jnp.sin(h @ p)))(h),
-    "a function with a derivative of its own": lambda p, h, y, t: doubled(jax.checkpoint(jnp.tanh)(h)),
+    "a function with a derivative of its own": lambda p, h, y, t: doubled(
+        jax.checkpoint(jnp.tanh)(h)
+    ),
     "noise of keys of rows": lambda p, h, y, t: jax.vmap(
         lambda seed: jax.random.normal(jax.random.fold_in(jax.random.key(0), seed), (6,))
     )(t[:, 0]),
-    "a mask of positions": lambda p, h, y, t: jnp.where(jnp.tril(jnp.ones((5, 5), bool))[None], h[..., :5], -jnp.inf),
-    "kept from 0": lambda p, h, y, t: h / jnp.maximum(jnp.linalg.norm(h, axis=-1, keepdims=True), 1e-6),
+    "a mask of positions": lambda p, h, y, t: jnp.where(
+        jnp.tril(jnp.ones((5, 5), bool))[None], h[..., :5], -jnp.inf
+    ),
+    "kept from 0": lambda p, h, y, t: (
+        h / jnp.maximum(jnp.linalg.norm(h, axis=-1, keepdims=True), 1e-6)
+    ),
 }
 SUMS = {
     "a sum": (lambda p, h, y, t: jnp.sum(h), 1),
@@ -96,7 +116,9 @@ SUMS = {
     "a number of right answers": (lambda p, h, y, t: jnp.sum(jnp.argmax(h, -1) == t), 1),
 }
 MIXED = {
-    "a norm of the batch": lambda p, h, y, t: (h - h.mean(0, keepdims=True)) / (h.std(0, keepdims=True) + 1e-5),
+    "a norm of the batch": lambda p, h, y, t: (
+        (h - h.mean(0, keepdims=True)) / (h.std(0, keepdims=True) + 1e-5)
+    ),
     "a softmax over rows": lambda p, h, y, t: jax.nn.softmax(y),
     "all pairs": lambda p, h, y, t: jnp.einsum("btd,ctd->bc", h, h),
     "the next row": lambda p, h, y, t: h + jnp.roll(h, 1, axis=0),
@@ -114,8 +136,12 @@ MIXED = {
     "a sum and a mean": lambda p, h, y, t: jnp.sum(h) + jnp.mean(y),
     "a sum and a number": lambda p, h, y, t: jnp.sum(h) + jnp.sum(p**2),
     "a ratio of sums": lambda p, h, y, t: jnp.sum(h) / jnp.sum(y),
-    "a last row of a loop": lambda p, h, y, t: jax.lax.scan(lambda c, r: (0.5 * c + r.sum(), None), 0.0, h)[0],
-    "a row that the one before it changes": lambda p, h, y, t: jax.lax.scan(lambda c, r: (r, r - c), h[0], h)[1],
+    "a last row of a loop": lambda p, h, y, t: jax.lax.scan(
+        lambda c, r: (0.5 * c + r.sum(), None), 0.0, h
+    )[0],
+    "a row that the one before it changes": lambda p, h, y, t: jax.lax.scan(
+        lambda c, r: (r, r - c), h[0], h
+    )[1],
 }
 
 
@@ -144,7 +170,9 @@ NUMBERS = {name: function for name, (function, growth) in SUMS.items() if growth
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in NUMBERS if name != "a maximum that shifts"])  # it cancels later
+@pytest.mark.parametrize(
+    "name", [name for name in NUMBERS if name != "a maximum that shifts"]
+)  # it cancels later
 def test_values_agree_with_numbers(x64, name):
     """Rows are those of the parts, sums are the sum of theirs times the factor, and what is mixed is neither."""
     rng = np.random.default_rng(0)
@@ -239,7 +267,9 @@ def test_a_power_of_the_number_of_rows_is_a_number():
 
 def with_derivative(backward):
     function = jax.custom_vjp(lambda p, h: h * p[None, None])
-    function.defvjp(lambda p, h: (h * p[None, None], h), lambda h, ct: (jnp.sum(ct * h, (0, 1)), backward(ct)))
+    function.defvjp(
+        lambda p, h: (h * p[None, None], h), lambda h, ct: (jnp.sum(ct * h, (0, 1)), backward(ct))
+    )
     return lambda p, h, y, t: function(p, h)
 
 
@@ -250,13 +280,19 @@ def fails(ct):
 OWN = {
     "clipped": (jnp.tanh, ""),
     "a norm of each row": (lambda ct: ct / jnp.linalg.norm(ct, axis=(1, 2), keepdims=True), ""),
-    "a norm of all": (lambda ct: ct / jnp.linalg.norm(ct), "its own derivative mixes rows: it makes of a sum"),
+    "a norm of all": (
+        lambda ct: ct / jnp.linalg.norm(ct),
+        "its own derivative mixes rows: it makes of a sum",
+    ),
     "without its mean": (
         lambda ct: ct - ct.mean(0, keepdims=True),
         "its own derivative mixes rows: a sum over rows reaches each row",
     ),
     "none": (fails, "its own derivative cannot be traced"),
-    "by their number": (lambda ct: ct / len(ct), "its own derivative depends on the number of rows"),
+    "by their number": (
+        lambda ct: ct / len(ct),
+        "its own derivative depends on the number of rows",
+    ),
 }
 
 
@@ -283,7 +319,16 @@ WITHOUT_RULE = {
     "collectives, of which a model has none outside a step": {"ragged_all_to_all"},
     "tokens and references": {"after_all", "create_token", "get", "swap"},
     "calls, which are read as such": {
-        *("call", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "remat2"),
+        *(
+            "call",
+            "closed_call",
+            "core_call",
+            "custom_jvp_call",
+            "custom_vjp_call",
+            "eval_jaxpr",
+            "jit",
+            "remat2",
+        ),
     },
     "of derivatives and of other operations alone": {"custom_lin", "empty2"},
     "functions of a user": {"reduce"},
@@ -295,7 +340,9 @@ def test_every_primitive_of_jax_has_a_rule_or_is_listed_as_one_without():
     module = jax.extend.core.primitives
     names = {getattr(module, name).name for name in dir(module) if name.endswith("_p")}
     missing = names - set(RULES) - set(SPECIAL)
-    assert missing <= set().union(*WITHOUT_RULE.values()), "a new primitive needs a rule, or a line in the list"
+    assert missing <= set().union(*WITHOUT_RULE.values()), (
+        "a new primitive needs a rule, or a line in the list"
+    )
 
 
 def test_every_rule_is_that_of_one_kind_of_operation():

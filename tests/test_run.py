@@ -46,7 +46,10 @@ ROOT = Path(__file__).parents[1]
             {"patience": 3},
             "patience waits for a better metric of keep_best; got 3 and no metric. Name it, such as keep_best",
         ),
-        ({"keep_best": "loss"}, "keep_best keeps the best of the checkpoints; got loss, and no checkpoints. Add"),
+        (
+            {"keep_best": "loss"},
+            "keep_best keeps the best of the checkpoints; got loss, and no checkpoints. Add",
+        ),
         ({"max_skipped": -1}, "max_skipped must be at least 0; got -1"),
     ],
 )
@@ -68,11 +71,15 @@ def test_processes_that_begin_with_different_params_are_refused(monkeypatch):
     mesh = jaxpar.make_mesh(data=2, devices=jax.devices()[:2])
     everywhere = jax.sharding.NamedSharding(mesh, jaxpar.replicated())
     parts = [
-        jax.device_put(jnp.full(4, value), device) for value, device in zip((1, 2), mesh.devices.flat, strict=True)
+        jax.device_put(jnp.full(4, value), device)
+        for value, device in zip((1, 2), mesh.devices.flat, strict=True)
     ]
     apart = jax.make_array_from_single_device_arrays((4,), everywhere, parts)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"begin with the same state; got other values in w. Draw params from a key"):
+    with pytest.raises(
+        ConfigError,
+        match=r"begin with the same state; got other values in w. Draw params from a key",
+    ):
         first_state(lambda: {"w": apart, "b": jax.device_put(jnp.ones(4), everywhere)})
 
 
@@ -81,7 +88,8 @@ def test_a_run_of_ones_own_is_told_how_to_go_on_in_its_own_words(tmp_path):
     with Run(flags, jaxpar.make_mesh()) as run:
         advice = advice_on_finite_steps(run.flags, run._remedy, run._settings)
         assert (
-            "with another, add resume=True. To begin again, add overwrite=True. If it ends so again, look at" in advice
+            "with another, add resume=True. To begin again, add overwrite=True. If it ends so again, look at"
+            in advice
         )
     names = {"resume": "--resume", "overwrite": "--overwrite", "allow_change": "--allow-change"}
     with Run(flags, jaxpar.make_mesh(), {"learning_rate": 0.1}) as run, given_by(names):
@@ -92,7 +100,10 @@ def test_a_run_of_ones_own_is_told_how_to_go_on_in_its_own_words(tmp_path):
 
 
 def test_errors_of_a_run_to_resume_name_the_arguments_of_a_script_that_has_no_flags(tmp_path):
-    mesh, flags = jaxpar.make_mesh(), BasicFlags.of(out_dir=tmp_path / "run", steps=4, checkpoint_every=2)
+    mesh, flags = (
+        jaxpar.make_mesh(),
+        BasicFlags.of(out_dir=tmp_path / "run", steps=4, checkpoint_every=2),
+    )
     shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
     target = lambda key: {"w": jnp.ones(2)}
 
@@ -106,15 +117,25 @@ def test_errors_of_a_run_to_resume_name_the_arguments_of_a_script_that_has_no_fl
         return str(told.value)
 
     assert refused(resume=True).startswith("resume=True needs a checkpoint; got none in ")
-    assert refused(resume=True).endswith("Name a run's folder by out_dir, or leave resume out to begin one.")
+    assert refused(resume=True).endswith(
+        "Name a run's folder by out_dir, or leave resume out to begin one."
+    )
     state = jaxpar.init_state(target, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
     state = dataclasses.replace(state, step=state.step + 2)
-    jaxpar.CheckpointManager(tmp_path / "run" / "checkpoints", mesh).save(state, config={"rate": 0.1})
+    jaxpar.CheckpointManager(tmp_path / "run" / "checkpoints", mesh).save(
+        state, config={"rate": 0.1}
+    )
     assert "Choose steps=2 or more: it counts" in refused(resume=True, steps=1)
     assert "got rate=0.2 (saved: 0.1)" in refused({"rate": 0.2}, resume=True)
-    assert "allow these to change (allow_change=('rate',) of a Run's flags" in refused({"rate": 0.2}, resume=True)
-    assert "Continue it with resume=True, choose another out_dir, or add overwrite=True" in refused()
-    assert refused(resume=True, overwrite=True).startswith("overwrite=True deletes the earlier run, which resume=True")
+    assert "allow these to change (allow_change=('rate',) of a Run's flags" in refused(
+        {"rate": 0.2}, resume=True
+    )
+    assert (
+        "Continue it with resume=True, choose another out_dir, or add overwrite=True" in refused()
+    )
+    assert refused(resume=True, overwrite=True).startswith(
+        "overwrite=True deletes the earlier run, which resume=True"
+    )
     assert refused(nodes=2) == "nodes applies to compile_for; got none. Add compile_for=h100, say."
 
 
@@ -122,7 +143,9 @@ def began(run, batch):
     """The compiled step and the first state of a run, which reads the column "x" alone."""
     shardings = {"w": jax.NamedSharding(run.mesh, jaxpar.replicated())}
     grads = jax.value_and_grad(lambda params, batch: jnp.sum((batch["x"] @ params["w"] - 1) ** 2))
-    run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), run.mesh, shardings)
+    run.restore(
+        lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), run.mesh, shardings
+    )
     return run.compile(jaxpar.make_train_step(grads, optax.sgd(0.1)), batch), run.begin()
 
 
@@ -130,7 +153,9 @@ def test_a_batch_unlike_the_one_of_the_compiled_step_is_told_by_its_arrays(tmp_p
     two, said = jaxpar.make_mesh(data=2, devices=jax.devices()[:2]), []
     rows = lambda num_rows, **more: {"x": np.ones((num_rows, 2), np.float32), **more}
     with Run(BasicFlags.of(out_dir=tmp_path), two, say=said.append) as run:
-        train_step, state = began(run, jaxpar.shard_batch(rows(4, weight=np.ones(4, np.float32)), two))
+        train_step, state = began(
+            run, jaxpar.shard_batch(rows(4, weight=np.ones(4, np.float32)), two)
+        )
         kept = rows(4, weight=np.ones(4, np.float32))
         for batch, got in [
             (
@@ -144,7 +169,9 @@ def test_a_batch_unlike_the_one_of_the_compiled_step_is_told_by_its_arrays(tmp_p
                 "got weight on a mesh of tensor=2 for a mesh of data=2",
             ),
         ]:
-            with pytest.raises(ValueError, match=f"arrays, shapes, dtypes and mesh of the one .*; {got}"):
+            with pytest.raises(
+                ValueError, match=f"arrays, shapes, dtypes and mesh of the one .*; {got}"
+            ):
                 train_step(state, batch)
         _, metrics = train_step(state, jaxpar.shard_batch(kept, two))
     assert metrics["loss"] == 4
@@ -164,12 +191,14 @@ def test_a_loop_that_does_not_log_its_steps_is_refused_since_it_would_save_none(
             if step == 0:
                 run.log(step, state, metrics)
         with pytest.raises(
-            CallOrderError, match=r"each step must be logged once, .*; got none for step 2\. Call run\.log"
+            CallOrderError,
+            match=r"each step must be logged once, .*; got none for step 2\. Call run\.log",
         ) as told:
             next(steps)
         for other in (0, 2):
             with pytest.raises(
-                CallOrderError, match=rf"number that run\.steps yields, .*; got {other} for step 1\. Call"
+                CallOrderError,
+                match=rf"number that run\.steps yields, .*; got {other} for step 1\. Call",
             ):
                 run.log(other, state, metrics)
     assert exit_code_of(told.value) == 2
@@ -181,12 +210,15 @@ def test_a_loop_of_other_steps_than_those_of_its_state_is_refused_or_told(tmp_pa
     with Run(flags, jaxpar.make_mesh(), say=said.append) as run:
         train_step, state = began(run, batch)
         state, metrics = train_step(state, batch)
-        with pytest.raises(CallOrderError, match=r"got run\.log before run\.steps\. Write `for step in run\.steps"):
+        with pytest.raises(
+            CallOrderError, match=r"got run\.log before run\.steps\. Write `for step in run\.steps"
+        ):
             run.log(0, state, metrics)
         assert next(run.steps()) == 0
         state, metrics = train_step(state, batch)
         with pytest.raises(
-            CallOrderError, match=r"training step once, .*; got a state of step 2 after step 0\. Call it"
+            CallOrderError,
+            match=r"training step once, .*; got a state of step 2 after step 0\. Call it",
         ):
             run.log(0, state, metrics)
     flags = flags.replace(out_dir=tmp_path / "b")
@@ -205,14 +237,17 @@ def test_a_mesh_that_leaves_out_a_process_is_refused_before_it_trains(monkeypatc
     there = [types.SimpleNamespace(process_index=number) for number in (0, 1)]
     monkeypatch.setattr(jax, "devices", lambda: there)
     own = types.SimpleNamespace(devices=np.array(there[:1]))
-    with pytest.raises(ConfigError, match=r"got a mesh of 1 of 2 devices, which leaves out process \[1\]"):
+    with pytest.raises(
+        ConfigError, match=r"got a mesh of 1 of 2 devices, which leaves out process \[1\]"
+    ):
         check_processes(own, BasicFlags.of(), {}, {})
 
 
 @pytest.mark.parametrize("flag", [{"dry_run": True}, {"compile_for": "h100"}])
 def test_a_loop_trains_nothing_where_it_is_asked_to_write_nothing(tmp_path, flag):
     with pytest.raises(
-        CallOrderError, match=rf"a run with {next(iter(flag))} trains nothing and writes nothing; got run\.begin"
+        CallOrderError,
+        match=rf"a run with {next(iter(flag))} trains nothing and writes nothing; got run\.begin",
     ):
         trained(BasicFlags.of(out_dir=tmp_path, **flag), optax.sgd(0.1), settings={"rate": 0.1})
     assert not list(tmp_path.glob("**/metrics.jsonl"))
@@ -225,11 +260,16 @@ def test_flags_of_a_script_have_their_kinds(tmp_path):
     ):
         with pytest.raises(TypeError, match=rule):
             Run(BasicFlags.of(out_dir=str(tmp_path), **flag), jaxpar.make_mesh())
-    with pytest.raises(TypeError, match=r"budget must be its flags together; got 3\. Write budget=Budgets\(\.\.\.\)\."):
+    with pytest.raises(
+        TypeError,
+        match=r"budget must be its flags together; got 3\. Write budget=Budgets\(\.\.\.\)\.",
+    ):
         BasicFlags.of(budget=3)
 
 
-def test_a_restarted_script_goes_on_from_its_checkpoint_although_it_may_overwrite(tmp_path, monkeypatch):
+def test_a_restarted_script_goes_on_from_its_checkpoint_although_it_may_overwrite(
+    tmp_path, monkeypatch
+):
     flags = BasicFlags.of(out_dir=tmp_path, steps=1, checkpoint_every=1, overwrite=True)
     for restarted, said in (("", []), ("if-any", ["resumed from step 1, saved on"])):
         monkeypatch.setenv("JAXPAR_RESUME", restarted)
@@ -239,21 +279,29 @@ def test_a_restarted_script_goes_on_from_its_checkpoint_although_it_may_overwrit
 
 def test_a_setting_that_no_other_process_could_have_is_refused(tmp_path):
     with pytest.raises(
-        TypeError, match=r"a setting must be .*; got f=<function .* Give its name, such as f='squared_error'"
+        TypeError,
+        match=r"a setting must be .*; got f=<function .* Give its name, such as f='squared_error'",
     ):
-        Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh(), {"f": jaxpar.losses.squared_error, "rate": 0.1})
+        Run(
+            BasicFlags.of(out_dir=tmp_path),
+            jaxpar.make_mesh(),
+            {"f": jaxpar.losses.squared_error, "rate": 0.1},
+        )
     with pytest.raises(TypeError, match=r"a setting must be a number, .* compares; got w="):
         Run(BasicFlags.of(out_dir=tmp_path), jaxpar.make_mesh(), {"w": np.arange(5000)})
 
 
 def test_a_misspelt_flag_of_a_script_is_named():
     with pytest.raises(
-        TypeError, match=r"must be of a flag; got log_second, budgets\. Did you mean log_seconds, budget\?"
+        TypeError,
+        match=r"must be of a flag; got log_second, budgets\. Did you mean log_seconds, budget\?",
     ):
         BasicFlags.of(log_second=3, budgets=3)
     with pytest.raises(TypeError, match=r"got foo\. Choose from allow_change, .*steps"):
         BasicFlags.of(foo=3)
-    with pytest.raises(TypeError, match=r"got tensor\. Did you mean mesh=MeshFlags\(tensor=\.\.\.\)\?"):
+    with pytest.raises(
+        TypeError, match=r"got tensor\. Did you mean mesh=MeshFlags\(tensor=\.\.\.\)\?"
+    ):
         BasicFlags.of(tensor=2)
 
 
@@ -288,15 +336,25 @@ def test_a_resume_tells_what_differs_from_the_saved_run_and_what_it_cannot_compa
     assert differs.startswith(
         "a batch is not what it was in the saved run: x float32[8, 2], saved float32[4, 2]. Give what"
     )
-    again, kept = BasicFlags.of(out_dir=tmp_path / "b", steps=2, checkpoint_every=1), {"batch_size": 4}
+    again, kept = (
+        BasicFlags.of(out_dir=tmp_path / "b", steps=2, checkpoint_every=1),
+        {"batch_size": 4},
+    )
     trained(again, optax.adam(1e-2), settings=kept)
     [over] = trained(again.replace(resume=True), optax.adam(1e-2), settings=kept)
-    assert over.startswith("resumed from step 2, saved on data=1, stage=1, tensor=1, the last one, so no step is left")
-    assert trained(again.replace(resume=True, steps=3), optax.adam(1e-2), num_rows=8, settings=kept) == []
+    assert over.startswith(
+        "resumed from step 2, saved on data=1, stage=1, tensor=1, the last one, so no step is left"
+    )
+    assert (
+        trained(again.replace(resume=True, steps=3), optax.adam(1e-2), num_rows=8, settings=kept)
+        == []
+    )
 
 
 @pytest.mark.parametrize(
-    "around", [lambda inner: inner, lambda inner: optax.apply_if_finite(inner, 3)], ids=["own", "around"]
+    "around",
+    [lambda inner: inner, lambda inner: optax.apply_if_finite(inner, 3)],
+    ids=["own", "around"],
 )
 def test_a_rate_that_the_optimizer_keeps_in_its_state_is_told_and_can_be_set(tmp_path, around):
     flags = BasicFlags.of(out_dir=tmp_path, steps=2, checkpoint_every=1)
@@ -314,7 +372,16 @@ def test_a_rate_that_the_optimizer_keeps_in_its_state_is_told_and_can_be_set(tmp
     )
     assert not [line for line in said if "is not that of the saved run" in line]
     assert states == [0.25, 0.5, 0.5]
-    assert len([line for line in said if "is 0.5 in the optimizer's state" in line and "0.25 in metrics" in line]) == 2
+    assert (
+        len(
+            [
+                line
+                for line in said
+                if "is 0.5 in the optimizer's state" in line and "0.25 in metrics" in line
+            ]
+        )
+        == 2
+    )
 
 
 def trained_at(flags, optimizer, said, change):
@@ -330,7 +397,9 @@ def trained_at(flags, optimizer, said, change):
         if change is None:
             [told] = [line for line in said if "To use the new ones" in line][-1:]
             code = told.rpartition("state = ")[2]
-            change = lambda state: eval(code, {"state": state, "optax": optax, "jnp": jnp, "dataclasses": dataclasses})
+            change = lambda state: eval(
+                code, {"state": state, "optax": optax, "jnp": jnp, "dataclasses": dataclasses}
+            )
         state = change(state)
         for step in run.steps():
             state, metrics = train_step(state, batch)
@@ -359,7 +428,9 @@ def test_settings_are_compared_as_plain_numbers_and_lists_whatever_they_were(tmp
 
 
 def test_another_optimizer_is_refused_with_a_way_that_works(tmp_path):
-    first, second = (BasicFlags.of(out_dir=tmp_path / name, steps=2, checkpoint_every=1) for name in "ab")
+    first, second = (
+        BasicFlags.of(out_dir=tmp_path / name, steps=2, checkpoint_every=1) for name in "ab"
+    )
     trained(first, optax.adam(1e-2), settings={"rows": 4})
     with pytest.raises(
         ValueError,
@@ -381,7 +452,9 @@ def test_another_optimizer_is_refused_with_a_way_that_works(tmp_path):
 
 def test_a_first_step_without_a_gradient_and_a_folder_that_cannot_be_are_told(tmp_path):
     no_gradient = "the gradient of the first step is 0 in all params, so it has trained nothing: look for jax.lax.stop"
-    assert remark_on_first_step({"grad_norm": jnp.float32(0.0), "loss": 1.0}).startswith(no_gradient)
+    assert remark_on_first_step({"grad_norm": jnp.float32(0.0), "loss": 1.0}).startswith(
+        no_gradient
+    )
     for metrics in (
         {"loss": 0.0},
         {"grad_norm": 0.0, "skipped": jnp.float32(1)},
@@ -390,12 +463,15 @@ def test_a_first_step_without_a_gradient_and_a_folder_that_cannot_be_are_told(tm
     ):
         assert remark_on_first_step(metrics) == "", metrics
     with pytest.raises(
-        ValueError, match=r"out_dir must be a folder that can be written to; got .*: File name too long. Name"
+        ValueError,
+        match=r"out_dir must be a folder that can be written to; got .*: File name too long. Name",
     ):
         Run(BasicFlags.of(out_dir=tmp_path / ("d" * 300)), jaxpar.make_mesh())
 
 
-def test_processes_that_begin_and_resume_are_refused_before_they_wait_for_one_another(tmp_path, monkeypatch):
+def test_processes_that_begin_and_resume_are_refused_before_they_wait_for_one_another(
+    tmp_path, monkeypatch
+):
     told = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
@@ -409,16 +485,23 @@ def test_processes_that_begin_and_resume_are_refused_before_they_wait_for_one_an
     [(what, values)] = told
     assert what == "begin"
     assert values["path of out_dir"] == str(tmp_path)
-    assert [values[f"flag {name}"] for name in ("resume", "overwrite", "dry_run")] == [False, False, False]
+    assert [values[f"flag {name}"] for name in ("resume", "overwrite", "dry_run")] == [
+        False,
+        False,
+        False,
+    ]
 
 
 def test_processes_of_other_optimizers_and_programs_are_told_what_differs(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "jaxpar.run.traits.check_agreement", lambda what, values, remedy: asked.append((values, remedy))
+        "jaxpar.run.traits.check_agreement",
+        lambda what, values, remedy: asked.append((values, remedy)),
     )
     traits = Traits({}, print)
-    traits.take_state(types.SimpleNamespace(params={"w": jnp.ones(2)}), None, None, optax.sgd(0.125), None)
+    traits.take_state(
+        types.SimpleNamespace(params={"w": jnp.ones(2)}), None, None, optax.sgd(0.125), None
+    )
     traits.check_same_program("a program")
     (optimizer, _), (program, remedy) = asked
     assert "-0.125" in optimizer["optimizer, by the numbers in its update"]
@@ -429,15 +512,23 @@ def test_processes_of_other_optimizers_and_programs_are_told_what_differs(monkey
 def test_what_a_checkpoint_does_not_say_of_the_optimizer_is_told_as_not_compared():
     said = []
     traits = Traits({}, said.append)
-    traits.take_state(types.SimpleNamespace(params={"w": jnp.ones(2)}), None, None, optax.sgd(0.1), None)
+    traits.take_state(
+        types.SimpleNamespace(params={"w": jnp.ones(2)}), None, None, optax.sgd(0.1), None
+    )
     for saved in (None, traits.as_json() | {"versions": {"jax": "0.1"}}):
         traits.compare(saved, {})
-        assert "since Run has no settings: the numbers of the optimizer, the data, the model and the loss" in said.pop()
+        assert (
+            "since Run has no settings: the numbers of the optimizer, the data, the model and the loss"
+            in said.pop()
+        )
     traits.compare(traits.as_json(), {})
     assert "since Run has no settings: the data, the model and the loss" in said.pop()
     assert not said
     assert (
-        numbers_of(optax.sgd(optax.cosine_decay_schedule(0.5, 100)), {"w": jnp.ones(2)})["numbers"].count("100.0") == 1
+        numbers_of(optax.sgd(optax.cosine_decay_schedule(0.5, 100)), {"w": jnp.ones(2)})[
+            "numbers"
+        ].count("100.0")
+        == 1
     )
 
 
@@ -447,23 +538,30 @@ def test_an_optimizer_that_follows_a_changed_setting_is_told_with_the_setting():
     state = types.SimpleNamespace(params={"w": jnp.ones(2)})
     traits = [of(4), of(6)]
     for each, steps in zip(traits, (4.0, 6.0), strict=True):
-        each.take_state(state, None, None, optax.sgd(optax.linear_schedule(0.1, 0.0, int(steps))), None)
+        each.take_state(
+            state, None, None, optax.sgd(optax.linear_schedule(0.1, 0.0, int(steps))), None
+        )
     traits[1].compare(traits[0].as_json(), {"steps": 4, "rows": 8})
     [line] = said
-    assert line.endswith("6.0 where the saved one has 4, 4.0, as may be since other settings are: steps.")
+    assert line.endswith(
+        "6.0 where the saved one has 4, 4.0, as may be since other settings are: steps."
+    )
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_restarted_run_says_that_it_deletes_nothing(tmp_path, monkeypatch, overwrite):
     monkeypatch.setenv("JAXPAR_RESUME", "if-any")
     flags, said = BasicFlags.of(out_dir=tmp_path, overwrite=overwrite), []
-    assert folder.resumed_if_restarted(flags, said.append) is flags, "there is nothing to go on from"
+    assert folder.resumed_if_restarted(flags, said.append) is flags, (
+        "there is nothing to go on from"
+    )
     monkeypatch.setattr(folder, "has_steps", lambda path: True)
     common = folder.resumed_if_restarted(flags, said.append).common
     assert (common.resume, common.overwrite) == (True, False)
     assert len(said) == overwrite
     assert all(
-        "overwrite=True has no effect: JAXPAR_RESUME=if-any goes on from the checkpoints in" in each for each in said
+        "overwrite=True has no effect: JAXPAR_RESUME=if-any goes on from the checkpoints in" in each
+        for each in said
     )
 
 
@@ -471,14 +569,18 @@ RATE = optax.linear_schedule(0.4, 0.0, 8)
 
 
 def test_a_run_logs_its_learning_rate_calls_back_and_ends_early(tmp_path):
-    flags = BasicFlags.of(out_dir=tmp_path, steps=20, checkpoint_every=100, keep_best="test_loss", patience=2)
+    flags = BasicFlags.of(
+        out_dir=tmp_path, steps=20, checkpoint_every=100, keep_best="test_loss", patience=2
+    )
     mesh, calls, fifths, said = jaxpar.make_mesh(), [], [], []
     shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
     optimizer, seen = optax.sgd(RATE), []
     grads = jax.value_and_grad(lambda params, batch: jnp.mean((params["w"] - batch) ** 2))
     with Run(flags, mesh, learning_rate=RATE, say=said.append) as run:
         run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optimizer, mesh, shardings)
-        train_step = run.compile(jaxpar.make_train_step(grads, optimizer), jax.ShapeDtypeStruct((2,), "float32"))
+        train_step = run.compile(
+            jaxpar.make_train_step(grads, optimizer), jax.ShapeDtypeStruct((2,), "float32")
+        )
         state = run.begin()
         run.every(2, lambda step, state, metrics: calls.append((step, float(state.params["w"][0]))))
         run.every(5, lambda step, state, metrics: fifths.append(step))
@@ -492,9 +594,14 @@ def test_a_run_logs_its_learning_rate_calls_back_and_ends_early(tmp_path):
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert seen == [*range(8)], "of 20"
     assert run.checkpoints.latest() == 8, "the last state is saved"
-    assert said[-1] == "ended early at step 8: 2 evaluations in a row without a better test_loss than 2"
+    assert (
+        said[-1]
+        == "ended early at step 8: 2 evaluations in a row without a better test_loss than 2"
+    )
     # Step 1 is skipped, so that the schedule of the optimizer is one behind from then on.
-    np.testing.assert_allclose([line["learning_rate"] for line in lines], [0.4, 0.35, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1])
+    np.testing.assert_allclose(
+        [line["learning_rate"] for line in lines], [0.4, 0.35, 0.35, 0.3, 0.25, 0.2, 0.15, 0.1]
+    )
     assert [step for step, _ in calls] == [2, 4, 6, 8]
     assert fifths == [5, 8], "and after the last step"
     assert calls[0][1] == pytest.approx(1 - 0.4), "the state after the step"
@@ -532,27 +639,36 @@ def test_a_metric_that_ends_runs_is_the_same_on_all_processes(monkeypatch):
     others = lambda _, mine: [mine, {name: "0.25" for name in mine}]
     monkeypatch.setattr("jaxpar.runtime.coordination.exchange", others)
     with pytest.raises(
-        ValueError, match=r"must agree on their test_loss before they count an evaluation; got .*0\.25.*Compute it"
+        ValueError,
+        match=r"must agree on their test_loss before they count an evaluation; got .*0\.25.*Compute it",
     ):
         EarlyStop("test_loss", 2).after({"test_loss": 0.5})
     assert not EarlyStop("-accuracy", 2).after({"accuracy": 0.25})
 
 
-def test_a_metric_that_no_step_has_is_named_at_the_end_and_calls_and_metrics_must_be_right(tmp_path):
+def test_a_metric_that_no_step_has_is_named_at_the_end_and_calls_and_metrics_must_be_right(
+    tmp_path,
+):
     flags = BasicFlags.of(out_dir=tmp_path, steps=2, keep_best="test_los", patience=1)
     mesh, said = jaxpar.make_mesh(), []
     shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
     grads = jax.value_and_grad(lambda params, batch: jnp.mean((params["w"] - batch) ** 2))
     with Run(flags, mesh, say=said.append) as run:
-        run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
-        train_step = run.compile(jaxpar.make_train_step(grads, optax.sgd(0.1)), jax.ShapeDtypeStruct((2,), "float32"))
+        run.restore(
+            lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings
+        )
+        train_step = run.compile(
+            jaxpar.make_train_step(grads, optax.sgd(0.1)), jax.ShapeDtypeStruct((2,), "float32")
+        )
         state = run.begin()
         with pytest.raises(TypeError, match=r"num_steps must be a number of steps; got 2\.5\."):
             run.every(2.5, lambda *given: None)
         for step in run.steps():
             state, metrics = train_step(state, np.zeros(2, np.float32))
             for wrong in (jnp.zeros(3), "0.5", None, {"a": 1.0}, 1j):
-                with pytest.raises(TypeError, match=r"a metric must be one real number, .*; got 'wrong' "):
+                with pytest.raises(
+                    TypeError, match=r"a metric must be one real number, .*; got 'wrong' "
+                ):
                     run.log(step, state, metrics | {"wrong": wrong})
             run.log(step, state, metrics | {"test_loss": np.ones(1), "of_one": jnp.ones((1, 1))})
     assert said[-1].startswith(
@@ -589,7 +705,9 @@ def test_who_follows_a_folder_that_is_not_there_is_told_so(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("page", ["docs/watching.md", "docs/zh/watching.md"])
-def test_the_script_for_another_service_sends_each_line_of_a_run_that_has_ended(page, tmp_path, monkeypatch):
+def test_the_script_for_another_service_sends_each_line_of_a_run_that_has_ended(
+    page, tmp_path, monkeypatch
+):
     sent, told = [], {}
 
     class Service(contextlib.nullcontext):
@@ -612,7 +730,12 @@ def test_the_script_for_another_service_sends_each_line_of_a_run_that_has_ended(
     assert len(script.splitlines()) <= 20
     exec(script, {})
     assert sent == [(0, 0.5), (1, 0.5), (2, 0.5)]
-    assert told == {"project": "jaxpar", "id": tmp_path.name, "resume": "allow", "config": {"seed": 7}}
+    assert told == {
+        "project": "jaxpar",
+        "id": tmp_path.name,
+        "resume": "allow",
+        "config": {"seed": 7},
+    }
     compile(of_mlflow, page, "exec")
 
 
@@ -631,19 +754,29 @@ with jaxpar.run.Run(flags, jaxpar.make_mesh(data=2), say=logging.info):
 def test_a_run_can_print_by_logging_that_is_configured_after_the_import(tmp_path):
     script = LOGGED.replace('"OUT"', f"__import__('pathlib').Path({str(tmp_path / 'run')!r})")
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_SECONDS,
     )
     assert "INFO:root:devices: 2 fake CPU devices" in ended.stderr, ended.stderr
 
 
-def test_steps_after_an_evaluation_may_lack_the_best_metric_and_the_best_checkpoint_is_named(tmp_path, capsys):
+def test_steps_after_an_evaluation_may_lack_the_best_metric_and_the_best_checkpoint_is_named(
+    tmp_path, capsys
+):
     """Of steps 2, 4 and 6, which are saved, step 4 is the best."""
-    flags = BasicFlags.of(out_dir=tmp_path, steps=6, checkpoint_every=2, keep_best="test_loss", keep=1)
+    flags = BasicFlags.of(
+        out_dir=tmp_path, steps=6, checkpoint_every=2, keep_best="test_loss", keep=1
+    )
     mesh = jaxpar.make_mesh()
     shardings = {"w": jax.NamedSharding(mesh, jaxpar.replicated())}
     count = jax.jit(lambda state, batch: dataclasses.replace(state, step=state.step + 1))
     with Run(flags, mesh) as run:
-        run.restore(lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings)
+        run.restore(
+            lambda key: {"w": jnp.ones(2)}, jax.random.key(0), optax.sgd(0.1), mesh, shardings
+        )
         count = run.compile(count, jax.ShapeDtypeStruct((2,), "float32"))
         state = run.begin()
         for step in run.steps():
@@ -665,15 +798,25 @@ def test_steps_after_an_evaluation_may_lack_the_best_metric_and_the_best_checkpo
             {"checkpoint_every": 20},
             "checkpoint_every=20 and eval_every=50. Choose checkpoint_every=50, or eval_every=20.",
         ),
-        ({"checkpoint_minutes": 5}, "got checkpoint_minutes, which saves at any step. Choose checkpoint_every=50"),
+        (
+            {"checkpoint_minutes": 5},
+            "got checkpoint_minutes, which saves at any step. Choose checkpoint_every=50",
+        ),
     ],
 )
 def test_checkpoints_without_the_metric_that_chooses_the_best_are_refused(given, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_best_is_saved(BasicFlags.of(keep_best="-test_accuracy", **given), 50, ("test_accuracy",))
+        check_best_is_saved(
+            BasicFlags.of(keep_best="-test_accuracy", **given), 50, ("test_accuracy",)
+        )
     check_best_is_saved(BasicFlags.of(keep_best="loss", **given), 50, ())
-    check_best_is_saved(BasicFlags.of(keep_best="test_loss", checkpoint_every=100), 50, ("test_loss",))
+    check_best_is_saved(
+        BasicFlags.of(keep_best="test_loss", checkpoint_every=100), 50, ("test_loss",)
+    )
     with pytest.raises(
-        ValueError, match=r"keep_best must name a metric of the run; got test_los\. Did you mean test_loss\?"
+        ValueError,
+        match=r"keep_best must name a metric of the run; got test_los\. Did you mean test_loss\?",
     ):
-        check_best_is_saved(BasicFlags.of(keep_best="-test_los", checkpoint_every=50), 50, ("test_loss",))
+        check_best_is_saved(
+            BasicFlags.of(keep_best="-test_los", checkpoint_every=50), 50, ("test_loss",)
+        )

@@ -72,8 +72,13 @@ def test_results_are_kept_unless_the_run_may_overwrite_them(tmp_path, capsys):
 def test_the_folder_of_a_model_is_no_folder_of_a_run(tmp_path, capsys, flags):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     said = refused(capsys, tmp_path, *FEW, *flags)
-    assert "--out-dir must be a folder of runs, since a run writes its flags to config.json; got" in said
-    assert f"with a config.json, that of a model. Name another folder, such as {tmp_path}/run." in said
+    assert (
+        "--out-dir must be a folder of runs, since a run writes its flags to config.json; got"
+        in said
+    )
+    assert (
+        f"with a config.json, that of a model. Name another folder, such as {tmp_path}/run." in said
+    )
 
 
 def test_a_run_writes_apart_from_what_it_reads_and_from_its_model(tmp_path):
@@ -84,22 +89,32 @@ def test_a_run_writes_apart_from_what_it_reads_and_from_its_model(tmp_path):
     run_folder.check_apart(texts, [texts / "a.txt"], None)
     (tmp_path / "link").symlink_to(texts)
     for path in (texts, texts / "runs", tmp_path / "link" / "runs"):
-        with pytest.raises(ValueError, match=r"out_dir must be outside of the folder of data files, all"):
+        with pytest.raises(
+            ValueError, match=r"out_dir must be outside of the folder of data files, all"
+        ):
             run_folder.check_apart(path, [texts], None)
     with pytest.raises(
-        ValueError, match=r"save_hf must be outside of the folder of data files, all of whose files are learned"
+        ValueError,
+        match=r"save_hf must be outside of the folder of data files, all of whose files are learned",
     ):
         run_folder.check_apart(out, [texts], texts / "tuned")
     for name in (".", "adapter", "model", "checkpoints"):
         with pytest.raises(
-            ValueError, match=r"save_hf must be a folder of its own; got .*, where the run writes other"
+            ValueError,
+            match=r"save_hf must be a folder of its own; got .*, where the run writes other",
         ):
             run_folder.check_apart(out, [texts], out / name)
 
 
 def test_files_of_others_stay(tmp_path):
     run(tmp_path, *FEW, "--checkpoint-every", "2")
-    theirs = ("notes.txt", "hf/config.json", "model/model.safetensors", "checkpoints/README", "checkpoints/4-best/a")
+    theirs = (
+        "notes.txt",
+        "hf/config.json",
+        "model/model.safetensors",
+        "checkpoints/README",
+        "checkpoints/4-best/a",
+    )
     for name in theirs:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
@@ -132,10 +147,14 @@ def test_checkpoints_are_continued_or_overwritten(tmp_path, capsys):
     said = refused(capsys, tmp_path, *FEW)
     assert "got one of step 4 in" in said
     assert (
-        "Continue it with --resume, choose another --out-dir, or add --overwrite, which deletes the earlier run" in said
+        "Continue it with --resume, choose another --out-dir, or add --overwrite, which deletes the earlier run"
+        in said
     )
     said = refused(capsys, tmp_path, *FEW, "--overwrite", "--resume")
-    assert "--overwrite deletes the earlier run, which --resume continues; got both. Leave one of the two out." in said
+    assert (
+        "--overwrite deletes the earlier run, which --resume continues; got both. Leave one of the two out."
+        in said
+    )
     run(tmp_path, *OTHER[2:], "--steps", "2", "--overwrite", "--checkpoint-every", "2")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2"]
     run(tmp_path, *FEW, "--overwrite")
@@ -165,15 +184,21 @@ def test_a_restarted_run_begins_anew_in_its_own_folder_and_no_other(tmp_path, ca
     assert "got metrics.jsonl of 4 steps" in refused(capsys, tmp_path, *OTHER)
 
 
-def test_a_value_of_the_variable_of_restarts_that_means_nothing_is_refused(tmp_path, capsys, monkeypatch):
+def test_a_value_of_the_variable_of_restarts_that_means_nothing_is_refused(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("JAXPAR_RESUME", "always")
-    assert "JAXPAR_RESUME must be if-any or not set; got 'always'." in refused(capsys, tmp_path, *FEW)
+    assert "JAXPAR_RESUME must be if-any or not set; got 'always'." in refused(
+        capsys, tmp_path, *FEW
+    )
     assert not contents(tmp_path)
     monkeypatch.setenv("JAXPAR_RESUME", "")
     run(tmp_path, *FEW)
 
 
-def test_a_restarted_run_continues_from_its_checkpoint_although_it_may_overwrite(tmp_path, capsys, monkeypatch):
+def test_a_restarted_run_continues_from_its_checkpoint_although_it_may_overwrite(
+    tmp_path, capsys, monkeypatch
+):
     run(tmp_path, *FEW, "--overwrite", "--checkpoint-every", "2")
     monkeypatch.setenv("JAXPAR_RESUME", "if-any")
     run(tmp_path, *FEW, "--overwrite", "--checkpoint-every", "2")

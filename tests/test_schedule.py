@@ -29,7 +29,9 @@ ROOT = Path(__file__).parents[1]
 
 def bubble(name, num_stages, num_microbatches, num_chunks=None, *, timing="free", **options):
     """The bubble as an exact fraction: unit costs make every time a whole number."""
-    timeline = simulate(make_schedule(name, num_stages, num_microbatches, num_chunks, **options), timing=timing)
+    timeline = simulate(
+        make_schedule(name, num_stages, num_microbatches, num_chunks, **options), timing=timing
+    )
     work = sum(span.end - span.start for order in timeline.spans for span in order)
     return 1 - Fraction(work, num_stages * timeline.makespan)
 
@@ -40,7 +42,9 @@ def bubble(name, num_stages, num_microbatches, num_chunks=None, *, timing="free"
 @VARIANTS
 def test_named_schedules_pass_check(name, num_chunks, form, remat):
     for num_stages, num_microbatches in itertools.product([1, 2, 3, 5], [1, 2, 4, 7]):
-        schedule = make_schedule(name, num_stages, num_microbatches, num_chunks, form=form, remat=remat)
+        schedule = make_schedule(
+            name, num_stages, num_microbatches, num_chunks, form=form, remat=remat
+        )
         schedule.check()
         assert schedule.num_stages == num_stages
         assert schedule.num_microbatches == num_microbatches
@@ -51,12 +55,16 @@ def test_named_schedules_pass_check(name, num_chunks, form, remat):
 @VARIANTS
 def test_every_small_named_schedule_passes_check(name, num_chunks, form, remat):
     for num_stages, num_microbatches in itertools.product(range(1, 9), range(1, 18)):
-        make_schedule(name, num_stages, num_microbatches, num_chunks, form=form, remat=remat).check()
+        make_schedule(
+            name, num_stages, num_microbatches, num_chunks, form=form, remat=remat
+        ).check()
 
 
 @given(variants, st.integers(1, 12), st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
-def test_any_number_of_microbatches_makes_a_schedule_with_every_op_once(variant, num_stages, num_microbatches):
+def test_any_number_of_microbatches_makes_a_schedule_with_every_op_once(
+    variant, num_stages, num_microbatches
+):
     name, num_chunks, form, remat = variant
     schedule = make_schedule(name, num_stages, num_microbatches, num_chunks, form=form, remat=remat)
     schedule.check()
@@ -76,7 +84,9 @@ def test_kinds_say_what_the_backward_is_made_of(name, num_chunks, form, remat):
 def test_only_fused_and_merged_ticks_hold_more_than_one_op(name, num_chunks, form, remat):
     schedule = make_schedule(name, 4, 9, num_chunks, form=form, remat=remat)
     most = max(len(ops) for tick in schedule.ops for ops in tick)
-    assert most == 1 if form in ("published", "unit") else most > 1 or (name == "gpipe" and not remat)
+    assert (
+        most == 1 if form in ("published", "unit") else most > 1 or (name == "gpipe" and not remat)
+    )
     for tick in schedule.ops:
         for ops in tick:
             kinds = [op.kind for op in ops]
@@ -95,7 +105,12 @@ def test_every_stage_does_the_same_in_a_fused_steady_state():
 def test_1f1b_is_the_order_of_the_paper():
     schedule = make_schedule("1f1b", 4, 8)
     kinds = ["".join(op.kind for op in schedule.order(stage)) for stage in range(4)]
-    assert kinds == ["FFF" + "FB" * 5 + "BBB", "FF" + "FB" * 6 + "BB", "F" + "FB" * 7 + "B", "FB" * 8]
+    assert kinds == [
+        "FFF" + "FB" * 5 + "BBB",
+        "FF" + "FB" * 6 + "BB",
+        "F" + "FB" * 7 + "B",
+        "FB" * 8,
+    ]
 
 
 def test_a_schedule_has_the_chunks_that_it_needs_unless_told_otherwise():
@@ -113,13 +128,27 @@ def test_interleaved_is_the_order_of_the_paper():
 def test_placement_v_puts_the_last_virtual_stage_on_the_first_stage():
     schedule = make_schedule("zb-v", 3, 6)
     assert schedule.num_chunks == 2
-    assert [schedule.stage_and_chunk(v) for v in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
+    assert [schedule.stage_and_chunk(v) for v in range(6)] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (2, 1),
+        (1, 1),
+        (0, 1),
+    ]
     assert all(schedule.virtual_stage(*schedule.stage_and_chunk(v)) == v for v in range(6))
 
 
 def test_placement_loop_puts_the_virtual_stages_round_and_round():
     schedule = make_schedule("interleaved", 3, 6, 2)
-    assert [schedule.stage_and_chunk(v) for v in range(6)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert [schedule.stage_and_chunk(v) for v in range(6)] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (0, 1),
+        (1, 1),
+        (2, 1),
+    ]
     assert all(schedule.virtual_stage(*schedule.stage_and_chunk(v)) == v for v in range(6))
 
 
@@ -138,11 +167,17 @@ def test_bubbles_match_their_formulas(timing):
     for s, m in itertools.product([1, 2, 3, 5, 8], [8, 11, 16]):
         assert bubble("gpipe", s, m, timing=timing) == Fraction(s - 1, m + s - 1)
         assert bubble("1f1b", s, m, form=form, timing=timing) == Fraction(s - 1, m + s - 1)
-        assert bubble("1f1b", s, m, form="unit", timing=timing) == Fraction(2 * (s - 1), 3 * m + 2 * (s - 1))
-        assert bubble("interleaved", s, m, 2, form=form, timing=timing) == Fraction(s - 1, 2 * m + s - 1)
+        assert bubble("1f1b", s, m, form="unit", timing=timing) == Fraction(
+            2 * (s - 1), 3 * m + 2 * (s - 1)
+        )
+        assert bubble("interleaved", s, m, 2, form=form, timing=timing) == Fraction(
+            s - 1, 2 * m + s - 1
+        )
         assert bubble("zb-h1", s, m, timing=timing) == Fraction(s - 1, 3 * m + s - 1)
         if m >= 2 * s - 1:
-            assert bubble("zb-h1", s, m, form="fused", timing=timing) == Fraction(s - 1, 3 * m + s - 1)
+            assert bubble("zb-h1", s, m, form="fused", timing=timing) == Fraction(
+                s - 1, 3 * m + s - 1
+            )
             assert bubble("zb-v", s, m, timing=timing) == Fraction(s - 1, 6 * m + s - 1)
 
 
@@ -153,27 +188,43 @@ def test_recompute_as_an_op_costs_no_bubble():
 
 
 def test_zb_v_idles_no_more_than_zb_h1():
-    for num_stages, num_microbatches in itertools.product([1, 2, 3, 4, 7], [1, 2, 3, 5, 6, 7, 8, 13]):
-        assert bubble("zb-v", num_stages, num_microbatches) <= bubble("zb-h1", num_stages, num_microbatches)
+    for num_stages, num_microbatches in itertools.product(
+        [1, 2, 3, 4, 7], [1, 2, 3, 5, 6, 7, 8, 13]
+    ):
+        assert bubble("zb-v", num_stages, num_microbatches) <= bubble(
+            "zb-h1", num_stages, num_microbatches
+        )
 
 
 def test_lock_step_costs_1f1b_as_published_a_third_and_the_other_forms_nothing():
-    makespans = {form: simulate(make_schedule("1f1b", 4, 32, form=form), timing="lockstep").makespan for form in FORMS}
+    makespans = {
+        form: simulate(make_schedule("1f1b", 4, 32, form=form), timing="lockstep").makespan
+        for form in FORMS
+    }
     assert makespans == {"published": 136, "unit": 102, "fused": 105, "merged": 105}
 
 
 @pytest.mark.parametrize(
-    ("name", "num_chunks"), [("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3)]
+    ("name", "num_chunks"),
+    [("1f1b", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3)],
 )
 @pytest.mark.parametrize("remat", [False, True])
-def test_a_tick_of_the_merged_form_has_no_two_ops_of_which_one_needs_the_other(name, num_chunks, remat):
+def test_a_tick_of_the_merged_form_has_no_two_ops_of_which_one_needs_the_other(
+    name, num_chunks, remat
+):
     for num_stages, num_microbatches in itertools.product([1, 2, 3, 4], [1, 2, 5, 8]):
-        schedule = make_schedule(name, num_stages, num_microbatches, num_chunks, form="merged", remat=remat)
+        schedule = make_schedule(
+            name, num_stages, num_microbatches, num_chunks, form="merged", remat=remat
+        )
         for tick in schedule.ops:
             for ops in tick:
                 forward = {(op.microbatch, op.chunk) for op in ops if op.kind == "F"}
-                assert forward.isdisjoint((op.microbatch, op.chunk) for op in ops if op.kind in "RB"), f"{tick}"
-        fused = make_schedule(name, num_stages, num_microbatches, num_chunks, form="fused", remat=remat)
+                assert forward.isdisjoint(
+                    (op.microbatch, op.chunk) for op in ops if op.kind in "RB"
+                ), f"{tick}"
+        fused = make_schedule(
+            name, num_stages, num_microbatches, num_chunks, form="fused", remat=remat
+        )
         assert schedule.num_ticks == fused.num_ticks + 1
         live, before = (max(simulate(each).peak_live) for each in (schedule, fused))
         assert live <= before + 1
@@ -181,7 +232,9 @@ def test_a_tick_of_the_merged_form_has_no_two_ops_of_which_one_needs_the_other(n
 
 def test_the_table_in_the_module_docstring_holds():
     rows = re.findall(
-        r"^    (\S+) +(published|unit|fused|merged) +(\d+) +(\d+) +(\d+) +(\d+)", orders.__doc__, re.MULTILINE
+        r"^    (\S+) +(published|unit|fused|merged) +(\d+) +(\d+) +(\d+) +(\d+)",
+        orders.__doc__,
+        re.MULTILINE,
     )
     assert len(rows) == 13
     for name, form, *figures in rows:
@@ -195,10 +248,14 @@ def test_the_table_in_the_module_docstring_holds():
     variants,
     st.integers(1, 5),
     st.integers(1, 12),
-    st.fixed_dictionaries({cost: st.integers(0, 9) for cost in ("f", "b", "w", "r", "p2p", "head")}),
+    st.fixed_dictionaries(
+        {cost: st.integers(0, 9) for cost in ("f", "b", "w", "r", "p2p", "head")}
+    ),
 )
 @settings(max_examples=60, deadline=None)
-def test_lock_step_takes_at_least_as_long_as_free_running(variant, num_stages, num_microbatches, costs):
+def test_lock_step_takes_at_least_as_long_as_free_running(
+    variant, num_stages, num_microbatches, costs
+):
     name, num_chunks, form, remat = variant
     costs = Costs(**costs)
     schedule = make_schedule(name, num_stages, num_microbatches, num_chunks, form=form, remat=remat)
@@ -210,11 +267,15 @@ def test_lock_step_takes_at_least_as_long_as_free_running(variant, num_stages, n
 
 @given(variants, st.integers(1, 5), st.integers(1, 12), st.sampled_from(TIMINGS), st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
-def test_no_op_starts_before_its_inputs_and_no_stage_runs_two(variant, num_stages, num_microbatches, timing, p2p):
+def test_no_op_starts_before_its_inputs_and_no_stage_runs_two(
+    variant, num_stages, num_microbatches, timing, p2p
+):
     name, num_chunks, form, remat = variant
     schedule = make_schedule(name, num_stages, num_microbatches, num_chunks, form=form, remat=remat)
     timeline = simulate(schedule, Costs(f=2, b=3, w=1, r=2, p2p=p2p), timing=timing)
-    ends = {(stage, span.op): span.end for stage, order in enumerate(timeline.spans) for span in order}
+    ends = {
+        (stage, span.op): span.end for stage, order in enumerate(timeline.spans) for span in order
+    }
     for stage, order in enumerate(timeline.spans):
         for before, after in itertools.pairwise(order):
             assert before.end <= after.start
@@ -230,7 +291,9 @@ def test_no_op_starts_before_its_inputs_and_no_stage_runs_two(variant, num_stage
 def test_1f1b_keeps_no_more_microbatches_than_stages_that_follow():
     for num_stages in range(1, 9):
         schedule = make_schedule("1f1b", num_stages, 32)
-        assert simulate(schedule).peak_live == tuple(num_stages - stage for stage in range(num_stages))
+        assert simulate(schedule).peak_live == tuple(
+            num_stages - stage for stage in range(num_stages)
+        )
 
 
 def test_peak_live_does_not_grow_with_microbatches():
@@ -266,7 +329,9 @@ def test_recompute_keeps_one_full_set_of_residuals():
 
 def test_a_whole_backward_costs_b_and_w():
     costs = Costs(f=1, b=2, w=4)
-    whole, split = (simulate(make_schedule("1f1b", 1, 3, form=form), costs) for form in ("published", "unit"))
+    whole, split = (
+        simulate(make_schedule("1f1b", 1, 3, form=form), costs) for form in ("published", "unit")
+    )
     assert whole.makespan == split.makespan == 3 * (1 + 2 + 4)
 
 
@@ -277,7 +342,9 @@ def test_a_hop_costs_p2p_in_free_running():
 
 def test_a_tick_costs_p2p_in_lock_step():
     schedule = make_schedule("gpipe", 3, 2)
-    with_hops, without = (simulate(schedule, Costs(p2p=p2p), timing="lockstep").makespan for p2p in (10, 0))
+    with_hops, without = (
+        simulate(schedule, Costs(p2p=p2p), timing="lockstep").makespan for p2p in (10, 0)
+    )
     assert with_hops == without + 10 * schedule.num_ticks
 
 
@@ -289,9 +356,14 @@ def test_one_stage_has_no_hops():
 def test_head_is_on_the_last_virtual_stage_alone():
     for name, last in (("1f1b", 3), ("zb-v", 0)):
         schedule = make_schedule(name, 4, 1)
-        work = [sum(span.end - span.start for span in order) for order in simulate(schedule, Costs(head=5)).spans]
+        work = [
+            sum(span.end - span.start for span in order)
+            for order in simulate(schedule, Costs(head=5)).spans
+        ]
         base = 3 * schedule.num_chunks
-        assert work == [base + 15 * (stage == last) for stage in range(4)], "5 more for each of F, B and W"
+        assert work == [base + 15 * (stage == last) for stage in range(4)], (
+            "5 more for each of F, B and W"
+        )
 
 
 def test_stage_scale_is_one_factor_a_virtual_stage():
@@ -331,7 +403,9 @@ def test_render_of_zb_v_with_recompute_and_chunks():
 
 
 def test_render_in_lock_step_shows_the_ticks():
-    assert render(make_schedule("1f1b", 2, 3, form="fused"), timing="lockstep").splitlines()[1:4] == [
+    assert render(make_schedule("1f1b", 2, 3, form="fused"), timing="lockstep").splitlines()[
+        1:4
+    ] == [
         "         0              5              10",
         "stage 0  F0|F1 .  . |F2 B0 W0|B1 W1 . |B2 W2|",
         "stage 1  . |F0 B0 W0|F1 B1 W1|F2 B2 W2|.  . |",
@@ -350,7 +424,11 @@ def test_trace_has_a_slice_for_each_op(name, num_chunks, form, remat, tmp_path):
     for stage in range(3):
         row = [event for event in slices if event["tid"] == stage]
         assert [event["ts"] for event in row] == sorted(event["ts"] for event in row)
-        live = [event["args"]["live"] for event in events if event["name"] == f"live activations, stage {stage}"]
+        live = [
+            event["args"]["live"]
+            for event in events
+            if event["name"] == f"live activations, stage {stage}"
+        ]
         assert max(live) == simulate(schedule).peak_live[stage]
         assert live[-1] == 0, "all that was kept is let go"
 
@@ -376,13 +454,21 @@ def test_plot_is_the_same_file_each_time(tmp_path, suffix, magic):
 def test_plot_of_one_schedule_has_a_bar_for_each_op(tmp_path, monkeypatch):
     figures = []
     figure_module = pytest.importorskip("matplotlib.figure")
-    monkeypatch.setattr(figure_module.Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    monkeypatch.setattr(
+        figure_module.Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure)
+    )
     plot_timeline(make_schedule("zb-h1", 3, 4), tmp_path / "timeline.svg")
     (panel,) = figures[0].axes
     assert len(panel.patches) == 3 * 3 * 4
     assert sorted(text.get_text() for text in panel.texts) == sorted("0123" * 9)
-    assert f"{simulate(make_schedule('zb-h1', 3, 4)).bubble_fraction:.1%} idle" in panel.get_title(loc="left")
-    assert [label.get_text() for label in panel.get_yticklabels()] == ["stage 0", "stage 1", "stage 2"]
+    assert f"{simulate(make_schedule('zb-h1', 3, 4)).bubble_fraction:.1%} idle" in panel.get_title(
+        loc="left"
+    )
+    assert [label.get_text() for label in panel.get_yticklabels()] == [
+        "stage 0",
+        "stage 1",
+        "stage 2",
+    ]
 
 
 def test_all_that_is_public_has_a_docstring():

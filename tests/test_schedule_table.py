@@ -51,7 +51,10 @@ def test_from_orders_runs_each_op_in_the_first_tick_that_it_can():
 
 def edited(schedule, take=(), put=()):
     """The schedule without the (stage, op) of `take` and with each (tick, stage, place, op) of `put`."""
-    table = [[[op for op in ops if (s, op) not in take] for s, ops in enumerate(tick)] for tick in schedule.ops]
+    table = [
+        [[op for op in ops if (s, op) not in take] for s, ops in enumerate(tick)]
+        for tick in schedule.ops
+    ]
     for tick, stage, place, op in put:
         table[tick][stage].insert(place, op)
     return replace(schedule, ops=tuple(tuple(map(tuple, tick)) for tick in table))
@@ -69,7 +72,11 @@ def moments(schedule):
 
 def dependencies(schedule):
     """Each (stage, op) with each (stage, op) that it needs."""
-    return [((stage, op), needed) for stage, op in moments(schedule) for needed in schedule.inputs_of(stage, op)]
+    return [
+        ((stage, op), needed)
+        for stage, op in moments(schedule)
+        for needed in schedule.inputs_of(stage, op)
+    ]
 
 
 def check_too_early(schedule):
@@ -91,7 +98,9 @@ def test_check_notices_an_op_that_is_there_twice(name, num_chunks, form, remat):
     for (stage, op), (tick, _) in moments(schedule).items():
         first, last = sorted([tick, (tick + 3) % schedule.num_ticks])
         doubled = edited(schedule, put=[(first if first != tick else last, stage, 0, op)])
-        with pytest.raises(ValueError, match=f"got {op} on stage {stage} in tick {first} and again in tick {last}"):
+        with pytest.raises(
+            ValueError, match=f"got {op} on stage {stage} in tick {first} and again in tick {last}"
+        ):
             doubled.check()
 
 
@@ -106,7 +115,9 @@ def test_check_notices_an_op_that_changed_places_with_what_it_needs(name, num_ch
 
 
 @VARIANTS
-def test_check_notices_an_op_in_the_tick_in_which_another_stage_makes_what_it_needs(name, num_chunks, form, remat):
+def test_check_notices_an_op_in_the_tick_in_which_another_stage_makes_what_it_needs(
+    name, num_chunks, form, remat
+):
     schedule = make_schedule(name, 3, 3, num_chunks, form=form, remat=remat)
     when = moments(schedule)
     for (stage, op), (source, needed) in dependencies(schedule):
@@ -217,7 +228,9 @@ def run_unchecked():
 
     def run(program):
         command = [sys.executable, "-c", "from jaxpar.schedule import *\n" + program]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
+        result = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS
+        )
         assert result.returncode == 0, result.stderr
         return result.stdout.splitlines()
 
@@ -225,7 +238,9 @@ def run_unchecked():
 
 
 def test_values_of_a_wrong_kind_are_named(run_unchecked):
-    program = "".join(f"try: {call}\nexcept TypeError as error: print(error)\n" for call in WRONG_KINDS)
+    program = "".join(
+        f"try: {call}\nexcept TypeError as error: print(error)\n" for call in WRONG_KINDS
+    )
     assert run_unchecked(program) == list(WRONG_KINDS.values())
 
 
@@ -249,5 +264,7 @@ def test_simulate_checks_the_table_first():
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"plot_timeline needs matplotlib; .* pip install -e '\.\[plot\]'"):
+    with pytest.raises(
+        ImportError, match=r"plot_timeline needs matplotlib; .* pip install -e '\.\[plot\]'"
+    ):
         plot_timeline(make_schedule("1f1b", 2, 2), "timeline.svg")

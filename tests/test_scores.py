@@ -40,7 +40,9 @@ def of_full_pass(params, row):
     return np.asarray(jax.nn.log_softmax(np.float32(logits), axis=-1))
 
 
-def test_scores_are_those_of_a_full_pass_for_rows_of_any_length_and_in_any_parts(params, monkeypatch):
+def test_scores_are_those_of_a_full_pass_for_rows_of_any_length_and_in_any_parts(
+    params, monkeypatch
+):
     monkeypatch.setattr(scoring, "POSITIONS", 16)
     rng = np.random.default_rng(0)
     rows = [rng.integers(256, size=length).astype(np.int32) for length in (29, 1, 17)]
@@ -49,7 +51,9 @@ def test_scores_are_those_of_a_full_pass_for_rows_of_any_length_and_in_any_parts
         whole = of_full_pass(params, row)
         assert scores.log_probs.shape == (len(row),)
         assert np.isnan(scores.log_probs[0])
-        np.testing.assert_allclose(scores.log_probs[1:], whole[np.arange(len(row) - 1), row[1:]], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            scores.log_probs[1:], whole[np.arange(len(row) - 1), row[1:]], rtol=1e-4, atol=1e-5
+        )
         best = np.sort(whole[:-1], axis=-1)[:, :-4:-1]
         np.testing.assert_allclose(scores.top_log_probs[1:], best, rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(scores.top[1:, 0], whole[:-1].argmax(-1))
@@ -91,11 +95,19 @@ def test_a_prompt_is_told_with_the_likelihood_of_each_token_and_one_token_more(c
     assert told["text_offset"][:8] == [*range(8)]
     row = np.frombuffer(b"def main", np.uint8).astype(np.int32)
     whole = of_full_pass(params, row)
-    np.testing.assert_allclose(told["token_logprobs"][1:8], whole[np.arange(7), row[1:]], rtol=1e-4, atol=1e-5)
-    for token, own, top in zip(told["tokens"][1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True):
-        assert top[token] == own <= max(top.values()), "the token is among them, to be compared with the likeliest"
+    np.testing.assert_allclose(
+        told["token_logprobs"][1:8], whole[np.arange(7), row[1:]], rtol=1e-4, atol=1e-5
+    )
+    for token, own, top in zip(
+        told["tokens"][1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True
+    ):
+        assert top[token] == own <= max(top.values()), (
+            "the token is among them, to be compared with the likeliest"
+        )
         assert len(top) <= 2
-    assert told["token_logprobs"][8] == max(told["top_logprobs"][8].values()), "it was drawn as the likeliest"
+    assert told["token_logprobs"][8] == max(told["top_logprobs"][8].values()), (
+        "it was drawn as the likeliest"
+    )
 
 
 @pytest.mark.full
@@ -106,7 +118,10 @@ def test_the_forms_of_echo_and_logprobs_agree(completions):
     assert both[1]["text"] == "import" + one["text"]
     assert both[1]["logprobs"]["tokens"] == [*"import", *one["logprobs"]["tokens"]]
     np.testing.assert_allclose(
-        both[1]["logprobs"]["token_logprobs"][6:], one["logprobs"]["token_logprobs"], rtol=1e-4, atol=1e-5
+        both[1]["logprobs"]["token_logprobs"][6:],
+        one["logprobs"]["token_logprobs"],
+        rtol=1e-4,
+        atol=1e-5,
     )
     assert one["logprobs"]["text_offset"][0] == 0
     alone = ask(prompt="import", echo=True, logprobs=0, max_tokens=0)
@@ -123,7 +138,11 @@ def test_the_forms_of_echo_and_logprobs_agree(completions):
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("as_tokens", [False, True])
 @pytest.mark.parametrize(
-    "prompt", ["<|im_start|>user\nwhat is a cat?<|im_end|>\n<|im_start|>assistant\n", "the cat, naïve 東京 <|im_end|>"]
+    "prompt",
+    [
+        "<|im_start|>user\nwhat is a cat?<|im_end|>\n<|im_start|>assistant\n",
+        "the cat, naïve 東京 <|im_end|>",
+    ],
 )
 def test_offsets_point_to_the_tokens_in_the_text_special_ones_too(tmp_path, prompt, as_tokens, bos):
     tokenizer = read_tokenizer(write_tokenizer(tmp_path / "model", bos=bos))
@@ -142,6 +161,10 @@ def test_offsets_point_to_the_tokens_in_the_text_special_ones_too(tmp_path, prom
             assert token == "\ufffd" or text[offset:].startswith(token), (at, token, offset)
     alone = logprobs(tokenizer, row, scores, num_prompt=len(tokens), num_top=1)
     assert alone["tokens"] == found["tokens"][len(tokens) :]
-    assert alone["text_offset"] == [offset - len(echo.text) for offset in found["text_offset"][len(tokens) :]]
-    assert alone["tokens"][-1] == "<|im_end|>", "the end is named, and has the offset of the end of the text"
+    assert alone["text_offset"] == [
+        offset - len(echo.text) for offset in found["text_offset"][len(tokens) :]
+    ]
+    assert alone["tokens"][-1] == "<|im_end|>", (
+        "the end is named, and has the offset of the end of the text"
+    )
     assert found["text_offset"][-1] == len(text)

@@ -7,9 +7,29 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*(ROOT / "jaxpar").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")])
-MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "imp", "runpy", "code"}
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "marshal",
+    "shelve",
+    "imp",
+    "runpy",
+    "code",
+}
 CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
-UNSAFE = {"yaml.load", "yaml.unsafe_load", "yaml.full_load", "torch.load", "os.system", "os.popen", "pydoc.locate"}
+UNSAFE = {
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "torch.load",
+    "os.system",
+    "os.popen",
+    "pydoc.locate",
+}
 # Tables of our own, of literal names: a command of `python -m jaxpar`, a library whose modules an adapter takes, a recipe of
 # `jaxpar train`, the public names of the package.
 IMPORTS_BY_NAME = {
@@ -30,7 +50,11 @@ def unsafe(text, path="jaxpar/x.py"):
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in MODULES]
+            found += [
+                (node.lineno, alias.name)
+                for alias in node.names
+                if alias.name.split(".")[0] in MODULES
+            ]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
             found.append((node.lineno, node.module))
         elif isinstance(node, ast.Call):
@@ -44,7 +68,11 @@ def unsafe_call(node, path):
         return
     if name in CALLS or name in UNSAFE or name.startswith("pickle."):
         yield name
-    if name.split(".")[-1] == "import_module" and path not in IMPORTS_BY_NAME and not is_literal(node.args[0]):
+    if (
+        name.split(".")[-1] == "import_module"
+        and path not in IMPORTS_BY_NAME
+        and not is_literal(node.args[0])
+    ):
         yield f"{name} of a name that is not literal"
     for keyword in node.keywords:
         on = not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
@@ -58,7 +86,11 @@ def is_literal(node):
 
 def test_no_file_runs_what_data_says():
     names = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
-    found = [f"{name}:{line}: {what}" for name, text in names.items() for line, what in unsafe(text, name)]
+    found = [
+        f"{name}:{line}: {what}"
+        for name, text in names.items()
+        for line, what in unsafe(text, name)
+    ]
     assert names
     assert not found, "\n".join(found)
 
@@ -87,5 +119,7 @@ def test_what_would_run_data_is_found(line):
 
 
 def test_what_runs_no_data_is_let_be():
-    assert not unsafe("import json\njson.loads(text)\nre.compile(x)\nlowered.compile()\nnp.load(p, allow_pickle=False)")
+    assert not unsafe(
+        "import json\njson.loads(text)\nre.compile(x)\nlowered.compile()\nnp.load(p, allow_pickle=False)"
+    )
     assert not unsafe("importlib.import_module('jaxpar.gradients')\nyaml.safe_load(text)")

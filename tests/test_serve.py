@@ -54,7 +54,9 @@ def houses(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "houses"
     folder.mkdir()
     table = read_table(house_prices.HOUSES, ("area_ft2", "bedrooms"), "price_usd")
-    trained_linear.write_linear(folder / trained_linear.MODEL, least_squares(table).trained_on(table))
+    trained_linear.write_linear(
+        folder / trained_linear.MODEL, least_squares(table).trained_on(table)
+    )
     with serving.serving(folder) as client:
         yield folder, client
 
@@ -71,7 +73,9 @@ def gpt(tmp_path_factory):
 def chat(tmp_path_factory):
     """A folder as transformers writes it, with a tokenizer and a chat template."""
     folder = write_tokenizer(tmp_path_factory.mktemp("models") / "chat", bos=True)
-    config = transformer.TransformerConfig(**serving.tiny_transformer.SHAPE | {"vocab_size": 512, "max_positions": 64})
+    config = transformer.TransformerConfig(
+        **serving.tiny_transformer.SHAPE | {"vocab_size": 512, "max_positions": 64}
+    )
     params = serving.tiny_transformer.make_params(config)
     jaxpar.huggingface.write_model(folder, config, params)
     with serving.serving(folder, model_name="tiny-chat") as client:
@@ -102,8 +106,13 @@ def test_a_house_has_the_price_that_the_recipe_predicts(houses):
 
 
 def test_a_house_unlike_those_of_the_training_is_marked(houses):
-    found = houses[1].post("/predict", {"instances": [{"area_ft2": 1650, "bedrooms": 99}, *HOUSES["instances"]]})
-    assert [each["outside_training_range"] for each in found.json["predictions"]] == [["bedrooms"], []]
+    found = houses[1].post(
+        "/predict", {"instances": [{"area_ft2": 1650, "bedrooms": 99}, *HOUSES["instances"]]}
+    )
+    assert [each["outside_training_range"] for each in found.json["predictions"]] == [
+        ["bedrooms"],
+        [],
+    ]
 
 
 def test_requests_that_do_not_name_this_machine_are_refused_unless_their_name_is_allowed(houses):
@@ -114,7 +123,9 @@ def test_requests_that_do_not_name_this_machine_are_refused_unless_their_name_is
         assert refused.message.startswith(
             "a request must name this server in its Host; got 'elsewhere.example:8000'. Ask"
         )
-    assert client.send("GET", "/docs", headers={"Host": "localhost:9000"}).status == 200, "through a tunnel"
+    assert client.send("GET", "/docs", headers={"Host": "localhost:9000"}).status == 200, (
+        "through a tunnel"
+    )
     with serving.serving(folder, limits=Settings(allowed_hosts=("gpu-box.example",))) as other:
         assert other.send("GET", "/docs", headers={"Host": "gpu-box.example"}).status == 200
         assert other.send("GET", "/docs", headers={"Host": "elsewhere.example"}).status == 421
@@ -125,16 +136,26 @@ def test_digits_are_those_that_the_recipe_reads(tmp_path):
     table = mlp.param_table(64, 10, width=16, num_hidden=4)
     params = jax.tree.map(jnp.asarray, serving.write_checkpoint(tmp_path / "digits", table))
     (tmp_path / "digits" / "config.json").write_text(json.dumps({"hidden_layers": 4, "width": 16}))
-    images = np.random.default_rng(0).uniform(size=(60, 64)).astype(np.float32) * (np.arange(60) % 3)[:, None] / 2
+    images = (
+        np.random.default_rng(0).uniform(size=(60, 64)).astype(np.float32)
+        * (np.arange(60) % 3)[:, None]
+        / 2
+    )
     with serving.serving(tmp_path / "digits") as client:
-        found = client.post("/predict", {"instances": [{"pixels": image.tolist()} for image in images]})
+        found = client.post(
+            "/predict", {"instances": [{"pixels": image.tolist()} for image in images]}
+        )
         wrong = client.post("/predict", {"instances": [{"pixels": [0.5] * 63}]})
     assert found.status == 200
     read = [each["digit"] for each in found.json["predictions"]]
     assert read == jax.jit(digits.predict)(params, {"features": images}).tolist()
     assert len(set(read)) > 1, "a model that reads one digit alone would show nothing"
-    expected = jax.jit(lambda features: jax.nn.softmax(mlp.MODEL.apply(params, {"features": features})))(images)
-    np.testing.assert_allclose([each["probabilities"] for each in found.json["predictions"]], expected, rtol=1e-5)
+    expected = jax.jit(
+        lambda features: jax.nn.softmax(mlp.MODEL.apply(params, {"features": features}))
+    )(images)
+    np.testing.assert_allclose(
+        [each["probabilities"] for each in found.json["predictions"]], expected, rtol=1e-5
+    )
     assert "pixels must have at least 64 items; got an array of 63" in wrong.message
 
 
@@ -156,7 +177,9 @@ def test_a_model_with_experts_completes_as_full_passes_do(tmp_path):
     model = transformer.make_model(config)
     scores = jax.jit(lambda tokens: transformer.logits_of(model.apply(params, {"tokens": tokens})))
     tokens = np.pad(PROMPT, (0, 6))[None]
-    for end in range(len(PROMPT), tokens.shape[1]):  # what comes after a token does not change its scores
+    for end in range(
+        len(PROMPT), tokens.shape[1]
+    ):  # what comes after a token does not change its scores
         tokens[0, end] = np.argmax(scores(tokens)[0, end - 1])
     found, served_config = serving.answer(folder, ask(max_tokens=6))
     assert served_config.experts.count == 4
@@ -167,7 +190,9 @@ def test_a_model_with_experts_completes_as_full_passes_do(tmp_path):
 def test_a_seed_draws_what_generate_draws_with_its_key(gpt):
     params, client = gpt
     rows = np.stack([PROMPT] * 4)  # a power of two, as three answers are computed
-    drawn = transformer.generate(model_of(client).config, params, rows, 12, key=jax.random.key(3), eos=0, **DRAWN)[:3]
+    drawn = transformer.generate(
+        model_of(client).config, params, rows, 12, key=jax.random.key(3), eos=0, **DRAWN
+    )[:3]
     answers = lambda seed: client.post(GPT, ask(seed=seed, n=3, **DRAWN)).json["choices"]
     first, again, other = ([choice["text"] for choice in answers(seed)] for seed in (3, 3, 4))
     assert first == again == [serving.text_of(row[len(PROMPT) :]) for row in drawn]
@@ -183,7 +208,9 @@ def test_prompts_of_unequal_lengths_get_the_answers_that_each_gets_alone(gpt):
     assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
     assert found["usage"]["prompt_tokens"] == sum(map(len, prompts))
     tokens = [list(prompt.encode()) for prompt in prompts]
-    assert [choice["text"] for choice in gpt[1].post(GPT, ask(prompt=tokens)).json["choices"]] == alone
+    assert [
+        choice["text"] for choice in gpt[1].post(GPT, ask(prompt=tokens)).json["choices"]
+    ] == alone
 
 
 def test_a_stream_has_the_text_of_the_whole_answer(gpt):
@@ -230,7 +257,12 @@ def test_a_conversation_is_answered_as_its_template_has_it(chat):
     [(prompt, _)] = tokenizer.encode([text], begins=[False])
     (drawn,) = transformer.generate(config, params, prompt[None], 10, eos=tokenizer.end)
     expected = tokenizer.decode(drawn[len(prompt) :])
-    parts = [{"role": "user", "content": [{"type": "text", "text": "what is "}, {"type": "text", "text": "a cat?"}]}]
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "what is "}, {"type": "text", "text": "a cat?"}],
+        }
+    ]
     for conversation in (messages, parts):
         body = {"model": "tiny-chat", "messages": conversation, "max_tokens": 10, "temperature": 0}
         found = client.post("/v1/chat/completions", body).json
@@ -252,14 +284,17 @@ def test_an_earlier_answer_is_taken_as_clients_keep_it(chat):
         "temperature": 0,
     }
     unset = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
-    answer = client.post(endpoint.path, asked | {"parallel_tool_calls": True}).json["choices"][0]["message"]
+    answer = client.post(endpoint.path, asked | {"parallel_tool_calls": True}).json["choices"][0][
+        "message"
+    ]
     more = [*asked["messages"], answer | unset, {"role": "user", "content": "b"}]
     reply = endpoint.make_reply(endpoint.body.model_validate(asked | {"messages": more}))
     said = model_of(client).tokenizer.decode(reply.work.__self__.request.prompts[0])
     assert said.index("a cat") < said.index(answer["content"]) < said.index("b"), said
     called = [*asked["messages"], answer | unset | {"tool_calls": [{"id": "x"}]}]
     assert (
-        "messages[1].tool_calls must be [] or null" in client.post(endpoint.path, asked | {"messages": called}).message
+        "messages[1].tool_calls must be [] or null"
+        in client.post(endpoint.path, asked | {"messages": called}).message
     )
 
 
@@ -268,7 +303,9 @@ def test_a_completion_ends_where_the_model_ends_a_text(chat, monkeypatch):
     config = model_of(client).config  # equal but for how it names its dtype: compiled once
     prompt = [5, 6, 7] * 3  # with its answer as long as a conversation above: compiled once
     body = {"model": "tiny-chat", "prompt": prompt, "max_tokens": 10, "temperature": 0}
-    drawn = np.asarray(transformer.generate(config, params, np.array([prompt]), 10, eos=3))[0, len(prompt) :].tolist()
+    drawn = np.asarray(transformer.generate(config, params, np.array([prompt]), 10, eos=3))[
+        0, len(prompt) :
+    ].tolist()
     model = model_of(client)
     monkeypatch.setattr(model, "_eos", (drawn[4],))
     found = client.post(GPT, body).json
@@ -279,7 +316,9 @@ def test_a_completion_ends_where_the_model_ends_a_text(chat, monkeypatch):
 def test_an_end_that_the_vocabulary_lacks_ends_no_text(chat):
     _, _, _, client = chat
     model = model_of(client)
-    beyond = LanguageModel(model.config, model._params, model.tokenizer, [model.config.vocab_size, 3], 32)
+    beyond = LanguageModel(
+        model.config, model._params, model.tokenizer, [model.config.vocab_size, 3], 32
+    )
     assert beyond._eos == (3,)
 
 
@@ -300,23 +339,41 @@ INSTANCE = "instances[0].area_ft2 must be"
         (b"[" * 100_000, "a body must be JSON in UTF-8"),
         (b'{"instances": [], "instances": []}', "a key occurs twice"),
         (b'{"instances": [{"area_ft2": NaN, "bedrooms": 3}]}', "NaN is not a number of JSON"),
-        (b'{"instances": [{"area_ft2": -Infinity, "bedrooms": 3}]}', "-Infinity is not a number of JSON"),
-        (b'{"instances": [{"area_ft2": 1e999, "bedrooms": 3}]}', "1e999 is out of range, beyond 1.8e308"),
-        (b'{"instances": [{"area_ft2": %s, "bedrooms": 3}]}' % (b"9" * 5000), "that are not: 99999"),
+        (
+            b'{"instances": [{"area_ft2": -Infinity, "bedrooms": 3}]}',
+            "-Infinity is not a number of JSON",
+        ),
+        (
+            b'{"instances": [{"area_ft2": 1e999, "bedrooms": 3}]}',
+            "1e999 is out of range, beyond 1.8e308",
+        ),
+        (
+            b'{"instances": [{"area_ft2": %s, "bedrooms": 3}]}' % (b"9" * 5000),
+            "that are not: 99999",
+        ),
         ([], "the body must be an object; got []"),
         (b"null", "the body must be an object; got null"),
         ({}, "the body must have the field 'instances'; got no fields"),
         ({"instances": []}, "instances must have at least 1 item; got []"),
         ({"instances": [3]}, "instances[0] must be an object; got 3"),
-        ({"instances": HOUSES["instances"] * 65}, "instances must have at most 64 items; got an array of 65"),
+        (
+            {"instances": HOUSES["instances"] * 65},
+            "instances must have at most 64 items; got an array of 65",
+        ),
         (
             {"instances": [{"area_ft2": 1650}]},
             "instances[0] must have the field 'bedrooms'; got 'area_ft2'. Give such as 3",
         ),
-        ({"instances": [{"area_ft2": "1650", "bedrooms": 3}]}, f'{INSTANCE} a number; got "1650". Give such as '),
+        (
+            {"instances": [{"area_ft2": "1650", "bedrooms": 3}]},
+            f'{INSTANCE} a number; got "1650". Give such as ',
+        ),
         ({"instances": [{"area_ft2": True, "bedrooms": 3}]}, f"{INSTANCE} a number; got true"),
         ({"instances": [{"area_ft2": None, "bedrooms": 3}]}, f"{INSTANCE} a number; got null"),
-        ({"instances": [{"area_ft2": 1e200, "bedrooms": 3}]}, f"{INSTANCE} at most 1e+12; got 1e+200"),
+        (
+            {"instances": [{"area_ft2": 1e200, "bedrooms": 3}]},
+            f"{INSTANCE} at most 1e+12; got 1e+200",
+        ),
         (
             {"instance": [], "instances": HOUSES["instances"]},
             "got 'instance' (did you mean 'instances'?). Leave it out",
@@ -339,7 +396,10 @@ def test_a_wrong_instance_is_a_400_that_names_it(houses, body, message):
             {"max_tokens": 60},
             "at most 64 tokens together; got a prompt of 8 and max_tokens=60. Give max_tokens=56 or less",
         ),
-        ({"prompt": "x" * 64}, "got a prompt of 64 and max_tokens=12. Give fewer tokens: cut the prompt"),
+        (
+            {"prompt": "x" * 64},
+            "got a prompt of 64 and max_tokens=12. Give fewer tokens: cut the prompt",
+        ),
         ({"max_tokens": 1.5}, "max_tokens must be an integer or null; got 1.5"),
         ({"prompt": ""}, 'a prompt must have a token; got ""'),
         ({"prompt": []}, "prompt must be a text, tokens, or an array of up to 8 of either; got []"),
@@ -347,7 +407,10 @@ def test_a_wrong_instance_is_a_400_that_names_it(houses, body, message):
         ({"prompt": [-1]}, "prompt must be a text"),
         ({"prompt": [256]}, "tokens must be from 0 to 255; got 256"),
         ({"prompt": [2**80]}, "prompt must be a text, tokens"),
-        ({"prompt": ["a"] * 8, "n": 2}, "the prompts times n must be at most 8; got 8 prompts, n=2"),
+        (
+            {"prompt": ["a"] * 8, "n": 2},
+            "the prompts times n must be at most 8; got 8 prompts, n=2",
+        ),
         ({"prompt": "a\0b"}, "text as bytes must have no zero bytes"),
         ({"prompt": "\ud800"}, "text must be Unicode; got half of a surrogate pair"),
         ({"temperature": -1}, "temperature must be at least 0; got -1"),
@@ -357,9 +420,15 @@ def test_a_wrong_instance_is_a_400_that_names_it(houses, body, message):
         ({"stop": [""]}, "stop must be a text before which"),
         ({"stream": "yes"}, "stream must be true or false or null"),
         ({"stream_options": {"include_usage": True}}, "stream_options are of a stream"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1 without echo; got 0. Give such as 16, or echo=true."),
+        (
+            {"max_tokens": 0},
+            "max_tokens must be at least 1 without echo; got 0. Give such as 16, or echo=true.",
+        ),
         ({"logprobs": 6}, "logprobs must be at most 5; got 6"),
-        ({"echo": True, "stream": True}, "echo and logprobs are of a whole answer; got one of them with stream=true."),
+        (
+            {"echo": True, "stream": True},
+            "echo and logprobs are of a whole answer; got one of them with stream=true.",
+        ),
         ({"logprobs": 0, "stream": True}, "echo and logprobs are of a whole answer"),
         ({"frequency_penalty": 0.5}, "frequency_penalty must be 0 or null"),
         ({"top_k": 5}, "must have no fields but model, max_tokens"),
@@ -399,7 +468,9 @@ def test_fields_that_change_nothing_are_taken(gpt):
         "user": "me",
         "stop": None,
     }
-    assert gpt[1].post(GPT, ask(**neutral)).json["choices"] == gpt[1].post(GPT, ask()).json["choices"]
+    assert (
+        gpt[1].post(GPT, ask(**neutral)).json["choices"] == gpt[1].post(GPT, ask()).json["choices"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -411,7 +482,10 @@ def test_fields_that_change_nothing_are_taken(gpt):
             "messages[0].role must be 'system', 'developer', 'user' or 'assistant'; got \"cat\". Give such as \"user\".",
         ),
         ([{"role": "user"}], "messages[0] must have the field 'content'"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content must be a text, or an array of"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0].content must be a text, or an array of",
+        ),
         ([{"role": "user", "content": "cat " * 100}], "tokens together; got a prompt of"),
         ([{"role": "user", "content": "\ufdd0"}], "messages must have no noncharacters"),
     ],
@@ -430,7 +504,11 @@ def test_a_wrong_conversation_is_a_400(chat, messages, message):
             "max_completion_tokens",
             "max_completion_tokens must be at most 64; got 9999",
         ),
-        ({"max_completion_tokens": 60}, "messages", "and max_completion_tokens=60. Give max_completion_tokens="),
+        (
+            {"max_completion_tokens": 60},
+            "messages",
+            "and max_completion_tokens=60. Give max_completion_tokens=",
+        ),
         ({"max_tokens": 9999}, "max_tokens", "max_tokens must be at most 64"),
         (
             {"max_tokens": 2, "max_completion_tokens": 3},
@@ -442,7 +520,11 @@ def test_a_wrong_conversation_is_a_400(chat, messages, message):
             "messages",
             "the name of a message needs a chat template that writes names; got 'Ann'. Leave it out.",
         ),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "half of a surrogate pair"),
+        (
+            {"messages": [{"role": "user", "content": "\ud800"}]},
+            "messages",
+            "half of a surrogate pair",
+        ),
     ],
 )
 def test_the_field_that_is_wrong_is_the_one_that_was_sent(chat, fields, param, message):
@@ -453,7 +535,9 @@ def test_the_field_that_is_wrong_is_the_one_that_was_sent(chat, fields, param, m
 
 
 def test_a_message_that_the_template_leaves_out_is_a_400(chat, monkeypatch):
-    monkeypatch.setattr(model_of(chat[3]).tokenizer, "render", lambda messages, ask: (messages[-1]["content"], []))
+    monkeypatch.setattr(
+        model_of(chat[3]).tokenizer, "render", lambda messages, ask: (messages[-1]["content"], [])
+    )
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "cat"}]
     found = chat[3].post("/v1/chat/completions", {"model": "tiny-chat", "messages": messages})
     assert (found.status, found.json["error"]["param"]) == (400, "messages")
@@ -463,7 +547,10 @@ def test_a_message_that_the_template_leaves_out_is_a_400(chat, monkeypatch):
 def test_a_template_that_writes_nothing_for_a_conversation_is_a_400(chat, monkeypatch):
     client = chat[3]
     monkeypatch.setattr(model_of(client).tokenizer, "render", lambda messages, ask: ("", []))
-    found = client.post("/v1/chat/completions", {"model": "tiny-chat", "messages": [{"role": "user", "content": "x"}]})
+    found = client.post(
+        "/v1/chat/completions",
+        {"model": "tiny-chat", "messages": [{"role": "user", "content": "x"}]},
+    )
     assert (found.status, found.json["error"]["param"]) == (400, "messages")
     assert "a prompt must have a token" in found.message
 
@@ -474,10 +561,16 @@ def test_a_template_that_writes_nothing_for_a_conversation_is_a_400(chat, monkey
         (GPT, {"prompt": ["a"] * 200_000}),
         pytest.param(GPT, {"prompt": [1] * 300_000 + ["a"]}, marks=pytest.mark.full),
         pytest.param(GPT, {"prompt": [[-1]] * 150_000}, marks=pytest.mark.full),
-        pytest.param(GPT, {"prompt": "a", **dict.fromkeys(map(str, range(80_000)), 1)}, marks=pytest.mark.full),
+        pytest.param(
+            GPT,
+            {"prompt": "a", **dict.fromkeys(map(str, range(80_000)), 1)},
+            marks=pytest.mark.full,
+        ),
         pytest.param("/v1/chat/completions", {"messages": [{}] * 250_000}, marks=pytest.mark.full),
         pytest.param(
-            "/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 300_000}]}, marks=pytest.mark.full
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [1] * 300_000}]},
+            marks=pytest.mark.full,
         ),
     ],
     ids=["texts", "tokens", "rows", "keys", "messages", "parts"],
@@ -493,7 +586,9 @@ def test_a_large_body_full_of_mistakes_is_one_mistake(gpt, path, fields):
 
 
 def test_a_model_without_a_template_takes_no_conversation(gpt):
-    found = gpt[1].post("/v1/chat/completions", {"model": "gpt", "messages": [{"role": "user", "content": "x"}]})
+    found = gpt[1].post(
+        "/v1/chat/completions", {"model": "gpt", "messages": [{"role": "user", "content": "x"}]}
+    )
     assert (found.status, "Ask /v1/completions." in found.message) == (400, True)
 
 
@@ -510,7 +605,10 @@ def test_an_unknown_model_is_a_404_that_names_the_one_that_is_served(gpt):
 
 def test_paths_methods_and_kinds_of_bodies_that_are_not_served(houses):
     client = houses[1]
-    assert (client.get("/nothing").status, "Ask /predict" in client.get("/nothing").message) == (404, True)
+    assert (client.get("/nothing").status, "Ask /predict" in client.get("/nothing").message) == (
+        404,
+        True,
+    )
     wrong = client.get("/predict")
     assert (wrong.status, wrong.headers["Allow"], wrong.message) == (
         405,
@@ -518,11 +616,19 @@ def test_paths_methods_and_kinds_of_bodies_that_are_not_served(houses):
         "the path takes POST; got GET. Use POST.",
     )
     assert client.send("HEAD", "/healthz").status == 200, "as load balancers ask"
-    form = client.send("POST", "/predict", b"{}", {"Content-Type": "application/x-www-form-urlencoded"})
-    assert (form.status, "Add the header Content-Type: application/json" in form.message) == (415, True)
+    form = client.send(
+        "POST", "/predict", b"{}", {"Content-Type": "application/x-www-form-urlencoded"}
+    )
+    assert (form.status, "Add the header Content-Type: application/json" in form.message) == (
+        415,
+        True,
+    )
     packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     coded = client.send("POST", "/predict", gzip.compress(b"{}"), packed)
-    assert (coded.status, "got Content-Encoding 'gzip'. Send it uncompressed." in coded.message) == (415, True)
+    assert (
+        coded.status,
+        "got Content-Encoding 'gzip'. Send it uncompressed." in coded.message,
+    ) == (415, True)
     described = client.get("/openapi.json").json["paths"]["/predict"]["post"]["responses"]["415"]
     page = (Path(__file__).parents[1] / "docs/serving.md").read_text()
     assert (
@@ -548,13 +654,20 @@ def test_a_body_is_read_if_its_media_type_is_json(houses, kind, status):
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_is_too_large_is_a_413(houses, chunked):
     content = [b" " * 2**18] * 5 if chunked else b" " * (2**20 + 1)
-    headers = {"Content-Type": "application/json"} | ({"Transfer-Encoding": "chunked"} if chunked else {})
+    headers = {"Content-Type": "application/json"} | (
+        {"Transfer-Encoding": "chunked"} if chunked else {}
+    )
     found = houses[1].send("POST", "/predict", content, headers)
-    assert (found.status, "a body must have at most 1048576 bytes; got" in found.message) == (413, True)
+    assert (found.status, "a body must have at most 1048576 bytes; got" in found.message) == (
+        413,
+        True,
+    )
 
 
 def test_a_length_that_is_far_too_large_is_refused_before_the_body_comes(houses):
-    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS
+    ) as connection:
         connection.sendall(
             b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: 99999999999\r\n\r\n"
@@ -564,7 +677,9 @@ def test_a_length_that_is_far_too_large_is_refused_before_the_body_comes(houses)
 
 def test_a_body_that_does_not_come_is_a_408(houses, monkeypatch):
     monkeypatch.setattr("jaxpar.serve.requests.READ_SECONDS", 0.2)
-    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS
+    ) as connection:
         connection.sendall(
             b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
         )
@@ -572,7 +687,9 @@ def test_a_body_that_does_not_come_is_a_408(houses, monkeypatch):
 
 
 def test_what_is_no_http_gets_a_400_and_harms_nothing(houses):
-    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS
+    ) as connection:
         connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
     assert houses[1].post("/predict", HOUSES).status == 200
@@ -597,10 +714,17 @@ def test_connections_that_send_nothing_or_too_slowly_keep_nobody_out(houses, mon
 
 def test_a_client_that_goes_away_while_it_sends_its_body_is_a_499_and_no_error(houses, capfd):
     head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-    with socket.create_connection(("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", houses[1].port), timeout=WAIT_SECONDS
+    ) as connection:
         connection.sendall(head)
         wait_until(lambda: houses[1].app.num_open)
-    wait_until(lambda: 'jaxpar_serve_requests_total{code="499",path="/predict"} 1.0' in houses[1].get("/metrics").text)
+    wait_until(
+        lambda: (
+            'jaxpar_serve_requests_total{code="499",path="/predict"} 1.0'
+            in houses[1].get("/metrics").text
+        )
+    )
     assert 'code="500"' not in houses[1].get("/metrics").text
     assert "Traceback" not in capfd.readouterr().err
 
@@ -615,14 +739,20 @@ def test_docs_show_every_path_and_load_nothing(houses, gpt):
         assert all(each in page for each in described["paths"])
         assert "src=" not in page
         assert "<script" not in page
-        assert "http" not in page.replace(f"http://127.0.0.1:{client.port}", ""), "nothing is loaded from elsewhere"
-        schema = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert "http" not in page.replace(f"http://127.0.0.1:{client.port}", ""), (
+            "nothing is loaded from elsewhere"
+        )
+        schema = described["paths"][path]["post"]["requestBody"]["content"]["application/json"][
+            "schema"
+        ]
         assert client.post(path, schema["examples"][0] | greedy).status == 200, "its example works"
 
 
 def test_names_of_columns_cannot_add_to_the_page(tmp_path):
     table = read_table(house_prices.HOUSES, ("area_ft2", "bedrooms"), "price_usd")
-    trained_linear.write_linear(tmp_path / trained_linear.MODEL, least_squares(table).trained_on(table))
+    trained_linear.write_linear(
+        tmp_path / trained_linear.MODEL, least_squares(table).trained_on(table)
+    )
     model = json.loads((tmp_path / "model.json").read_text())
     model["features"][0] = "<script>alert('x')</script>"
     (tmp_path / "model.json").write_text(json.dumps(model))
@@ -635,19 +765,32 @@ def test_metrics_count_what_was_answered(houses, gpt):
     gpt[1].post(GPT, ask())
     gpt[1].post(GPT, ask(max_tokens=-1))
     after = gpt[1].get("/metrics").text
-    count = lambda page, name: sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
+    count = lambda page, name: sum(
+        float(line.split()[-1]) for line in page.splitlines() if line.startswith(name)
+    )
     grown = lambda name: count(after, name) - count(before, name)
     assert grown('jaxpar_serve_requests_total{code="200",path="/v1/completions"}') == 1
     assert grown('jaxpar_serve_requests_total{code="400",path="/v1/completions"}') == 1
-    assert (grown("jaxpar_serve_prompt_tokens_total"), grown("jaxpar_serve_completion_tokens_total")) == (8, 12)
-    assert count(after, "jaxpar_serve_waiting_requests") == count(after, "jaxpar_serve_running_requests") == 0
+    assert (
+        grown("jaxpar_serve_prompt_tokens_total"),
+        grown("jaxpar_serve_completion_tokens_total"),
+    ) == (8, 12)
+    assert (
+        count(after, "jaxpar_serve_waiting_requests")
+        == count(after, "jaxpar_serve_running_requests")
+        == 0
+    )
     for _ in range(3):
         houses[1].get(f"/nothing/{_}")
-    assert houses[1].get("/metrics").text.count('path="other"') < 30, "paths that strangers make up are one label"
+    assert houses[1].get("/metrics").text.count('path="other"') < 30, (
+        "paths that strangers make up are one label"
+    )
 
 
 def test_the_guide_s_commands_get_the_answers_that_it_shows(houses, gpt):
-    (shown,) = (json.loads(block.text) for block in doc_pages.blocks(GUIDE) if block.language == "json")
+    (shown,) = (
+        json.loads(block.text) for block in doc_pages.blocks(GUIDE) if block.language == "json"
+    )
     for command in doc_pages.commands(GUIDE):
         if command.words[0] != "curl":
             continue
@@ -656,7 +799,9 @@ def test_the_guide_s_commands_get_the_answers_that_it_shows(houses, gpt):
         if path == "/predict":
             found = houses[1].post(path, body).json
             prices = [answer["predictions"][0].pop("prediction") for answer in (found, shown)]
-            assert prices[0] == pytest.approx(prices[1], rel=1e-6)  # the model of the test is that of least squares
+            assert prices[0] == pytest.approx(
+                prices[1], rel=1e-6
+            )  # the model of the test is that of least squares
             assert found == shown
         else:
             assert gpt[1].post(path, body | {"model": "gpt", "temperature": 0}).status == 200
@@ -670,12 +815,19 @@ def test_make_train_leaves_runs_that_are_served_and_prints_requests_that_they_an
     train = re.search(r"^train:.*?\n\n", makefile, flags=re.M | re.S)[0]
     saved = dict(re.findall(r"recipes/(\w+)\.py (.*) --overwrite", train))
     steps = gpt_recipe.Config().common.steps
-    assert all(steps % int(re.search(r"--checkpoint-every (\d+)", saved[name])[1]) == 0 for name in ("gpt", "digits"))
-    assert set(re.findall(r"jaxpar serve ([\w/]+)", train)) == set(re.findall(r"--out-dir (\S+)", train))
+    assert all(
+        steps % int(re.search(r"--checkpoint-every (\d+)", saved[name])[1]) == 0
+        for name in ("gpt", "digits")
+    )
+    assert set(re.findall(r"jaxpar serve ([\w/]+)", train)) == set(
+        re.findall(r"--out-dir (\S+)", train)
+    )
     requests = re.findall(r"127\.0\.0\.1:8000(\S+) .*? -d '(.*)'", train.replace("\\", ""))
     assert [path for path, _ in requests] == [GPT, "/predict"]
     for (path, body), (_, client) in zip(requests, (gpt, houses), strict=True):
-        quick = {"max_tokens": 16, "temperature": 0} if path == GPT else {}  # by a program that is compiled
+        quick = (
+            {"max_tokens": 16, "temperature": 0} if path == GPT else {}
+        )  # by a program that is compiled
         response = client.post(path, json.loads(body) | quick)
         assert response.status == 200, response.text
 
@@ -686,7 +838,11 @@ def test_every_client_gets_the_right_answer_or_is_told_to_wait(gpt, monkeypatch)
     right = [client.post(GPT, ask(prompt=prompt)).json["choices"][0]["text"] for prompt in prompts]
     monkeypatch.setattr(client.app.worker, "_max_waiting", 3)
     with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(lambda i: client.post(GPT, ask(prompt=prompts[i % 4], stream=i % 3 == 0)), range(48)))
+        found = list(
+            pool.map(
+                lambda i: client.post(GPT, ask(prompt=prompts[i % 4], stream=i % 3 == 0)), range(48)
+            )
+        )
     for i, response in enumerate(found):
         assert response.status in (200, 503)
         if response.status == 503:
@@ -719,13 +875,19 @@ def test_a_client_that_goes_away_ends_its_work(gpt):
 
         object.__setattr__(model, "answer", slow)
         try:
-            with socket.create_connection(("127.0.0.1", client.port), timeout=WAIT_SECONDS) as connection:
+            with socket.create_connection(
+                ("127.0.0.1", client.port), timeout=WAIT_SECONDS
+            ) as connection:
                 connection.sendall(head.encode() + body)
-                wait_until(lambda before=before: client.app.served.usage["completion_tokens"] > before)
+                wait_until(
+                    lambda before=before: client.app.served.usage["completion_tokens"] > before
+                )
             wait_until(lambda: not client.app.worker.is_running)
         finally:
             object.__setattr__(model, "answer", answer)
-        assert client.app.served.usage["completion_tokens"] - before < 16, "the rest should not be computed"
+        assert client.app.served.usage["completion_tokens"] - before < 16, (
+            "the rest should not be computed"
+        )
         wait_until(lambda: client.app.num_open == 0)
 
 
@@ -744,7 +906,9 @@ def test_the_first_request_which_compiles_may_take_longer_than_any_other():
             body=SimpleNamespace(model_validate=lambda body: body),
             make_reply=lambda body: SimpleNamespace(work=slow),
         )
-        app = SimpleNamespace(worker=worker, served=SimpleNamespace(endpoints=[endpoint], first={}), is_ready=False)
+        app = SimpleNamespace(
+            worker=worker, served=SimpleNamespace(endpoints=[endpoint], first={}), is_ready=False
+        )
         await App.warm_up(app)
         assert app.is_ready
         with pytest.raises(RequestError, match=r"must be answered within 0.05 s"):
@@ -786,9 +950,9 @@ def test_requests_are_computed_one_at_a_time_in_their_order():
 
         answers = [worker.ask(lambda i=i: work(i)) for i in range(8)]
         answers[3].close()
-        assert await asyncio.gather(*(answer.all() for i, answer in enumerate(answers) if i != 3)) == [
-            [i] for i in range(8) if i != 3
-        ]
+        assert await asyncio.gather(
+            *(answer.all() for i, answer in enumerate(answers) if i != 3)
+        ) == [[i] for i in range(8) if i != 3]
         assert order == [i for i in range(8) if i != 3]
         assert worker.num_waiting == 0
         worker.close()
@@ -840,7 +1004,10 @@ def test_pieces_of_text_are_whole_characters_without_the_stop_string(stop):
 
 def test_bytes_that_are_no_text_come_out_as_replacement_characters():
     row = TextStream(ByteTokenizer(), [97], ())
-    assert "".join([row.add(token) for token in (0xE2, 0x82, 0x41, 0xE2)] + [row.end()]) == "\ufffdA\ufffd"
+    assert (
+        "".join([row.add(token) for token in (0xE2, 0x82, 0x41, 0xE2)] + [row.end()])
+        == "\ufffdA\ufffd"
+    )
 
 
 def test_a_character_that_begins_in_the_prompt_is_not_lost():
@@ -885,10 +1052,20 @@ def test_sigterm_answers_those_who_asked_refuses_others_and_ends_with_0(tmp_path
 
             wait_until(six_are_accepted)
             process.send_signal(signal.SIGTERM)
-            assert re.match(r"SIGTERM: answering [1-6] requests?, then stopping", process.stderr.readline())
-            late, ready, alive = client.post(GPT, body), client.get("/readyz"), client.get("/healthz")
+            assert re.match(
+                r"SIGTERM: answering [1-6] requests?, then stopping", process.stderr.readline()
+            )
+            late, ready, alive = (
+                client.post(GPT, body),
+                client.get("/readyz"),
+                client.get("/healthz"),
+            )
             found = [each.result() for each in running]
-        assert (late.status, late.headers["Retry-After"], late.json["error"]["code"]) == (503, "2", "draining")
+        assert (late.status, late.headers["Retry-After"], late.json["error"]["code"]) == (
+            503,
+            "2",
+            "draining",
+        )
         assert (ready.status, alive.status) == (503, 200)
         assert all(response.events[-1]["choices"][0]["finish_reason"] for response in found)
         assert process.wait(WAIT_SECONDS) == 0
@@ -898,39 +1075,67 @@ def test_sigterm_answers_those_who_asked_refuses_others_and_ends_with_0(tmp_path
 @pytest.mark.parametrize(
     ("make", "flags", "message"),
     [
-        (lambda folder: None, [], "a folder to serve must be a run of house_prices.py, digits.py or gpt.py"),
-        (lambda folder: {"features": [], "target": "x"}, [], "is served once it has ended; got no model.json"),
-        (lambda folder: {"hidden_layers": 4, "width": 8}, [], "Train it with --checkpoint-every 100, say"),
+        (
+            lambda folder: None,
+            [],
+            "a folder to serve must be a run of house_prices.py, digits.py or gpt.py",
+        ),
+        (
+            lambda folder: {"features": [], "target": "x"},
+            [],
+            "is served once it has ended; got no model.json",
+        ),
+        (
+            lambda folder: {"hidden_layers": 4, "width": 8},
+            [],
+            "Train it with --checkpoint-every 100, say",
+        ),
         (
             lambda folder: jaxpar.huggingface.write_description(folder / "model", serving.CONFIG),
             [],
             "--checkpoint-every 100, say, which also saves the last step, or use the folder of its --save-hf.",
         ),
         (
-            lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "llama"}'),
+            lambda folder: (folder / "adapter_config.json").write_text(
+                '{"base_model_name_or_path": "llama"}'
+            ),
             [],
             "which peft adds to those of 'llama'. Merge them: python -m jaxpar export RUN DIR",
         ),
-        (lambda folder: (folder / "model.json").write_text("{}"), [], "model.json must be one that a run has written"),
+        (
+            lambda folder: (folder / "model.json").write_text("{}"),
+            [],
+            "model.json must be one that a run has written",
+        ),
         (lambda folder: None, ["--port", "99999999"], "--port must be from 0 to 65535"),
         (lambda folder: None, ["--max-waiting", "-1"], "--max-waiting must be at least 0"),
-        (lambda folder: None, ["--timeout-seconds", "nan"], "--timeout-seconds must be a finite number; got NaN"),
+        (
+            lambda folder: None,
+            ["--timeout-seconds", "nan"],
+            "--timeout-seconds must be a finite number; got NaN",
+        ),
         (lambda folder: None, ["--max-tokens", "0"], "--max-tokens must be at least 1; got 0"),
     ],
 )
-def test_what_cannot_be_served_ends_with_code_2_and_says_why(tmp_path, capsys, make, flags, message):
+def test_what_cannot_be_served_ends_with_code_2_and_says_why(
+    tmp_path, capsys, make, flags, message
+):
     config = make(tmp_path)
     if isinstance(config, dict):
         (tmp_path / "config.json").write_text(json.dumps(config))
     try:
-        code = jaxpar_main(["serve", str(tmp_path), *(["--port", "0"] if "--port" not in flags else []), *flags])
+        code = jaxpar_main(
+            ["serve", str(tmp_path), *(["--port", "0"] if "--port" not in flags else []), *flags]
+        )
     except SystemExit as end:
         code = end.code
     assert code == 2
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
-def test_the_name_of_a_model_on_the_hub_is_answered_with_the_command_that_downloads_it(tmp_path, monkeypatch, capsys):
+def test_the_name_of_a_model_on_the_hub_is_answered_with_the_command_that_downloads_it(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert jaxpar_main(["serve", "Qwen/Qwen2.5-0.5B", "--port", "0"]) == 2
     said = " ".join(capsys.readouterr().err.split())
@@ -938,7 +1143,9 @@ def test_the_name_of_a_model_on_the_hub_is_answered_with_the_command_that_downlo
     assert "hf download Qwen/Qwen2.5-0.5B --local-dir Qwen2.5-0.5B, and serve Qwen2.5-0.5B." in said
 
 
-def test_a_server_opens_the_next_step_where_a_run_deletes_the_one_that_it_reads(tmp_path, monkeypatch, capfd):
+def test_a_server_opens_the_next_step_where_a_run_deletes_the_one_that_it_reads(
+    tmp_path, monkeypatch, capfd
+):
     (tmp_path / "config.json").write_text('{"hidden_layers": 1, "width": 4}')
     opened = []
 
@@ -950,7 +1157,10 @@ def test_a_server_opens_the_next_step_where_a_run_deletes_the_one_that_it_reads(
 
     monkeypatch.setattr(open_run, "_digits", read)
     monkeypatch.setattr(open_run, "digits", lambda params, name: (params, name))
-    assert open_run.open_model(tmp_path, open_run.ModelSettings(model_name="mine")) == ("params", "mine")
+    assert open_run.open_model(tmp_path, open_run.ModelSettings(model_name="mine")) == (
+        "params",
+        "mine",
+    )
     assert opened == [None, None]
     assert capfd.readouterr().err == "it was deleted. The newest step is read now.\n"
 
@@ -977,7 +1187,10 @@ def test_without_a_package_of_the_extra_it_is_named(tmp_path, capsys, monkeypatc
     monkeypatch.delattr("jaxpar.serve.server")
     assert jaxpar_main(["serve", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert "serving needs starlette, uvicorn and prometheus-client; got import of uvicorn halted" in said
+    assert (
+        "serving needs starlette, uvicorn and prometheus-client; got import of uvicorn halted"
+        in said
+    )
     assert "Install it: pip install -e '.[serve]' in the clone of jaxpar." in said
 
 

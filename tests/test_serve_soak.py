@@ -37,19 +37,33 @@ def body_of(prompt, **fields):
 
 def resident_bytes(client):
     page = client.get("/metrics").text
-    (line,) = (line for line in page.splitlines() if line.startswith("process_resident_memory_bytes"))
+    (line,) = (
+        line for line in page.splitlines() if line.startswith("process_resident_memory_bytes")
+    )
     return float(line.split()[1])
 
 
 @pytest.mark.slow
 def test_50_clients_for_a_minute_get_right_answers_clear_errors_or_503_and_memory_stays(tmp_path):
     serving.write_gpt_run(tmp_path / "gpt")
-    words = [sys.executable, "-m", "jaxpar", "serve", str(tmp_path / "gpt"), "--port", "0", "--max-waiting", "8"]
+    words = [
+        sys.executable,
+        "-m",
+        "jaxpar",
+        "serve",
+        str(tmp_path / "gpt"),
+        "--port",
+        "0",
+        "--max-waiting",
+        "8",
+    ]
     env = os.environ | {"XLA_FLAGS": ""}
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env) as process:
         client = serving.Client(int(process.stderr.readline().split(":")[-1].split("/")[0]))
         assert process.stderr.readline() == "ready\n"
-        right = [client.post(PATH, body_of(prompt)).json["choices"][0]["text"] for prompt in PROMPTS]
+        right = [
+            client.post(PATH, body_of(prompt)).json["choices"][0]["text"] for prompt in PROMPTS
+        ]
         end, counts, memory = time.monotonic() + SECONDS, {}, []
 
         def ask(seed):
@@ -73,7 +87,9 @@ def test_50_clients_for_a_minute_get_right_answers_clear_errors_or_503_and_memor
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_SECONDS) == 0
         lines = process.stderr.read().splitlines()
-        assert [line for line in lines if not line.startswith("SIGTERM: answering 0 requests")] == []
+        assert [
+            line for line in lines if not line.startswith("SIGTERM: answering 0 requests")
+        ] == []
 
 
 def ask_once(client, draw, right):

@@ -31,19 +31,31 @@ def test_objects_are_their_settings(mesh):
     shardings = tiny.shardings(mesh, tiny.make_params())
     settings = {"zero": 1, "schedule": "zb-h1", "num_microbatches": 4, "remat": True}
     want = gradients(mesh, shardings=shardings, **settings)
-    got = gradients(Parallel(mesh, shardings, zero=1), Pipeline("zb-h1", num_microbatches=4, remat="full"))
+    got = gradients(
+        Parallel(mesh, shardings, zero=1), Pipeline("zb-h1", num_microbatches=4, remat="full")
+    )
     assert_same(jaxpar.fetch(got), jaxpar.fetch(want), within=0)
     assert jax.tree.map(lambda g: g.sharding, got) == jax.tree.map(lambda g: g.sharding, want)
 
 
 def test_a_state_takes_the_same_object(mesh):
-    shardings, optimizer, key = tiny.shardings(mesh, tiny.make_params()), optax.adam(1e-3), jax.random.key(0)
-    parallel = Parallel(mesh, shardings, zero=3, trainable=("layers/**",), overlap_grad_reduce=False)
-    want = jaxpar.abstract_state(tiny.init, key, optimizer, mesh, shardings, zero=3, trainable=("layers/**",))
+    shardings, optimizer, key = (
+        tiny.shardings(mesh, tiny.make_params()),
+        optax.adam(1e-3),
+        jax.random.key(0),
+    )
+    parallel = Parallel(
+        mesh, shardings, zero=3, trainable=("layers/**",), overlap_grad_reduce=False
+    )
+    want = jaxpar.abstract_state(
+        tiny.init, key, optimizer, mesh, shardings, zero=3, trainable=("layers/**",)
+    )
     assert jaxpar.abstract_state(tiny.init, key, optimizer, parallel) == want
     assert jaxpar.abstract_state(tiny.init, key, optimizer, mesh=parallel, zero=3) == want
     state = jaxpar.init_state(tiny.init, key, optimizer, parallel)
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, want)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
+        lambda leaf: leaf.sharding, want
+    )
 
 
 def test_checkpoints_take_the_same_object(mesh, tmp_path):
@@ -71,15 +83,25 @@ def test_a_keyword_that_contradicts_an_object_is_refused(mesh, objects, keywords
 def test_a_keyword_that_agrees_is_taken(mesh):
     pipeline = Pipeline(num_microbatches=2)
     jaxpar.value_and_grad(
-        tiny.MODEL, tiny.loss, Parallel(mesh, zero=1), pipeline, zero=1, remat=False, mask_idle_ops=None
+        tiny.MODEL,
+        tiny.loss,
+        Parallel(mesh, zero=1),
+        pipeline,
+        zero=1,
+        remat=False,
+        mask_idle_ops=None,
     )
 
 
 def test_two_shardings_that_differ_are_refused(mesh):
     shardings = tiny.shardings(mesh, tiny.make_params())
     whole = jax.tree.map(lambda _: jax.sharding.NamedSharding(mesh, jaxpar.replicated()), shardings)
-    with pytest.raises(ValueError, match=r"got two shardings\. Leave shardings out beside the Parallel"):
-        jaxpar.init_state(tiny.init, jax.random.key(0), optax.sgd(0.1), Parallel(mesh, shardings), whole)
+    with pytest.raises(
+        ValueError, match=r"got two shardings\. Leave shardings out beside the Parallel"
+    ):
+        jaxpar.init_state(
+            tiny.init, jax.random.key(0), optax.sgd(0.1), Parallel(mesh, shardings), whole
+        )
 
 
 @pytest.mark.parametrize(

@@ -50,4 +50,8 @@ SHAPE = ModelShape(
 )  # fmt: skip
 def test_a_shape_that_does_not_fit_itself_is_told_in_its_words(changes, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        jaxpar.plan(dataclasses.replace(SHAPE, **changes, cache={}), cluster("h100", devices_per_node=1), batch_size=64)
+        jaxpar.plan(
+            dataclasses.replace(SHAPE, **changes, cache={}),
+            cluster("h100", devices_per_node=1),
+            batch_size=64,
+        )

@@ -29,13 +29,17 @@ def test_a_layer_is_taken_bit_for_bit_wherever_it_lies(spec, dtype):
     for layer in range(8):
         got = take_layer(stacked, layer)
         assert np.asarray(got).tobytes() == host[layer].tobytes()
-        assert got.sharding.is_equivalent_to(NamedSharding(stacked.sharding.mesh, PartitionSpec(*spec[1:])), 2)
+        assert got.sharding.is_equivalent_to(
+            NamedSharding(stacked.sharding.mesh, PartitionSpec(*spec[1:])), 2
+        )
 
 
 def test_only_one_layer_travels():
     mesh = jaxpar.make_mesh(stage=4, tensor=2)
-    stacked = jaxpar.shard(np.ones((8, 4, 6), np.float32), NamedSharding(mesh, PartitionSpec("stage", "tensor")))
-    report = inspect_step(_take_from_owner.lower(stacked, 5, stacked.sharding).compile(), mesh=mesh)
-    assert [(each.kind, each.payload_bytes) for each in report.collectives] == [("all-reduce", 2 * 6 * 4)], (
-        report.render()
+    stacked = jaxpar.shard(
+        np.ones((8, 4, 6), np.float32), NamedSharding(mesh, PartitionSpec("stage", "tensor"))
     )
+    report = inspect_step(_take_from_owner.lower(stacked, 5, stacked.sharding).compile(), mesh=mesh)
+    assert [(each.kind, each.payload_bytes) for each in report.collectives] == [
+        ("all-reduce", 2 * 6 * 4)
+    ], report.render()

@@ -28,7 +28,9 @@ def mesh():
 
 
 def specs(params, mesh, rules, **options):
-    return jax.tree.map(lambda s: s.spec, jaxpar.shardings_from_paths(params, mesh, rules, **options))
+    return jax.tree.map(
+        lambda s: s.spec, jaxpar.shardings_from_paths(params, mesh, rules, **options)
+    )
 
 
 def test_the_first_rule_that_matches_a_path_decides(mesh):
@@ -54,17 +56,24 @@ def test_the_first_rule_that_matches_a_path_decides(mesh):
         ("a/b/c/d", "a/**/d", True),
     ],
 )
-def test_one_star_is_within_a_step_of_the_path_and_two_are_any_number_of_steps(path, pattern, matches):
+def test_one_star_is_within_a_step_of_the_path_and_two_are_any_number_of_steps(
+    path, pattern, matches
+):
     assert path_matches(path, pattern) is matches
 
 
 def test_layers_lie_on_the_stage_axis_and_a_rule_speaks_of_one_layer(mesh):
     got = specs(LAYERED, mesh, {"layers/w_up": COLUMN, **ALL})
-    assert got["layers"] == {"w_up": PartitionSpec("stage", None, "tensor"), "scale": PartitionSpec("stage")}
+    assert got["layers"] == {
+        "w_up": PartitionSpec("stage", None, "tensor"),
+        "scale": PartitionSpec("stage"),
+    }
 
 
 def test_layers_that_are_one_array_lie_on_the_stage_axis(mesh):
-    assert specs({"outer": {}, "layers": shape(4, 2, 6)}, mesh, ALL)["layers"] == PartitionSpec("stage")
+    assert specs({"outer": {}, "layers": shape(4, 2, 6)}, mesh, ALL)["layers"] == PartitionSpec(
+        "stage"
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,9 @@ def test_layers_that_are_one_array_lie_on_the_stage_axis(mesh):
     ],
     ids=["smallest dim", "beside tensor", "taken", "vector", "odd"],
 )
-def test_a_matrix_under_outer_lies_over_stage_where_its_smallest_dim_is_free(mesh, extents, rule, want):
+def test_a_matrix_under_outer_lies_over_stage_where_its_smallest_dim_is_free(
+    mesh, extents, rule, want
+):
     params = {"outer": {"w": shape(*extents)}, "layers": {"scale": shape(2, 8)}}
     assert specs(params, mesh, {"outer/w": rule, **ALL})["outer"]["w"] == want
 
@@ -89,13 +100,15 @@ def test_without_a_pipeline_a_matrix_under_outer_stays_as_its_rule_says():
 
 
 def test_a_rule_may_also_spell_out_the_stage_axis(mesh):
-    assert specs(LAYERED, mesh, {"layers/w_up": PartitionSpec("stage", None, "tensor"), **ALL}) == specs(
-        LAYERED, mesh, {"layers/w_up": COLUMN, **ALL}
-    )
+    assert specs(
+        LAYERED, mesh, {"layers/w_up": PartitionSpec("stage", None, "tensor"), **ALL}
+    ) == specs(LAYERED, mesh, {"layers/w_up": COLUMN, **ALL})
 
 
 def test_a_dim_can_be_split_over_two_axes(mesh):
-    got = jaxpar.shardings_from_paths(PLAIN, mesh, {"dense/bias": PartitionSpec(("data", "tensor")), **ALL})
+    got = jaxpar.shardings_from_paths(
+        PLAIN, mesh, {"dense/bias": PartitionSpec(("data", "tensor")), **ALL}
+    )
     assert got["dense"]["bias"].shard_shape((8,)) == (2,)
 
 
@@ -176,11 +189,18 @@ def test_a_rule_that_does_not_fit_is_refused(mesh, params, rules, message):
 
 @pytest.mark.parametrize("is_layer", [False, True])
 def test_the_remedy_for_queries_keys_and_values_in_one_weight_works(mesh, is_layer):
-    params = {"outer": {}, "layers": {"w": shape(2, 64, 3, 8, 16)}} if is_layer else {"w": shape(64, 3, 8, 16)}
+    params = (
+        {"outer": {}, "layers": {"w": shape(2, 64, 3, 8, 16)}}
+        if is_layer
+        else {"w": shape(64, 3, 8, 16)}
+    )
     rule = "layers/w" if is_layer else "w"
     with pytest.raises(ValueError, match=r"axis; got 3 of shape") as refused:
         jaxpar.shardings_from_paths(params, mesh, {rule: COLUMN})
-    told = re.search(r"To split dim (\d), of 8, write (jax.sharding.PartitionSpec.*) as the rule", str(refused.value))
+    told = re.search(
+        r"To split dim (\d), of 8, write (jax.sharding.PartitionSpec.*) as the rule",
+        str(refused.value),
+    )
     assert told
     spec = eval(told[2], {"jax": jax})
     found = jax.tree.leaves(jaxpar.shardings_from_paths(params, mesh, {rule: spec}))[0]
@@ -196,7 +216,9 @@ def test_a_sharded_array_has_only_its_part_on_each_device(mesh):
 
 
 def test_one_sharding_serves_a_whole_tree(mesh):
-    got = jaxpar.shard({"a": np.ones(4), "b": np.ones((2, 3))}, NamedSharding(mesh, PartitionSpec("data")))
+    got = jaxpar.shard(
+        {"a": np.ones(4), "b": np.ones((2, 3))}, NamedSharding(mesh, PartitionSpec("data"))
+    )
     assert {leaf.sharding.spec for leaf in jax.tree.leaves(got)} == {PartitionSpec("data")}
 
 
@@ -204,7 +226,9 @@ def test_fetch_gives_back_what_shard_was_given(mesh):
     tree = {"w": np.random.default_rng(0).normal(size=(4, 8)), "step": np.int32(3)}
     tree["w"] = tree["w"].astype(np.float32)
     back = jaxpar.fetch(
-        jaxpar.shard(tree, {"w": NamedSharding(mesh, COLUMN), "step": NamedSharding(mesh, PartitionSpec())})
+        jaxpar.shard(
+            tree, {"w": NamedSharding(mesh, COLUMN), "step": NamedSharding(mesh, PartitionSpec())}
+        )
     )
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(back))
     assert_same_bits(back, tree)
@@ -219,15 +243,24 @@ def test_fetch_gives_prng_keys_as_their_data():
 
 
 SPEC_LAYER = {"w_up": ParamSpec((4, 6), ("embed", "mlp")), "scale": ParamSpec((4,), ("embed",))}
-TABLE = {"outer": {"tokens": ParamSpec((8, 4), ("vocab", "embed"))}, "layers": stack_layers(SPEC_LAYER, 4)}
+TABLE = {
+    "outer": {"tokens": ParamSpec((8, 4), ("vocab", "embed"))},
+    "layers": stack_layers(SPEC_LAYER, 4),
+}
 BY_DIM = {"vocab": "tensor", "mlp": "tensor", "embed": None}
 
 
 def test_rules_by_dims_give_the_shardings_of_rules_by_paths(mesh):
-    by_paths = {"layers/w_up": COLUMN, "layers/scale": jaxpar.replicated(), "outer/tokens": jaxpar.vocab_parallel()}
+    by_paths = {
+        "layers/w_up": COLUMN,
+        "layers/scale": jaxpar.replicated(),
+        "outer/tokens": jaxpar.vocab_parallel(),
+    }
     want = jaxpar.shardings_from_paths(abstract_params(TABLE), mesh, by_paths)
     got = jaxpar.shardings_from_dims(TABLE, mesh, BY_DIM)
-    same = jax.tree.map(lambda g, w, s: g.is_equivalent_to(w, s.ndim), got, want, abstract_params(TABLE))
+    same = jax.tree.map(
+        lambda g, w, s: g.is_equivalent_to(w, s.ndim), got, want, abstract_params(TABLE)
+    )
     assert all(jax.tree.leaves(same))
 
 
@@ -253,6 +286,7 @@ def test_rules_by_dims_that_do_not_fit_are_refused(mesh, rules, message):
 def test_two_params_of_one_path_are_refused():
     params = {"a/w": np.ones(2), "a": {"w": np.ones(2)}}
     with pytest.raises(
-        ValueError, match=r"each array must have a path of its own, .*; got a/w for two, such as .*Rename one"
+        ValueError,
+        match=r"each array must have a path of its own, .*; got a/w for two, such as .*Rename one",
     ):
         jaxpar.shardings_from_paths(params, jaxpar.make_mesh(), {"**": jaxpar.replicated()})

@@ -49,7 +49,8 @@ def scaled_matmul(x, w):
 
 
 scaled_matmul.defvjp(
-    lambda x, w: (scaled_matmul(x, w), (x, w)), lambda kept, g: (g @ kept[1].T * 0.5, kept[0].T @ g * 0.5)
+    lambda x, w: (scaled_matmul(x, w), (x, w)),
+    lambda kept, g: (g @ kept[1].T * 0.5, kept[0].T @ g * 0.5),
 )
 
 CLOSED_OVER = np.linspace(-1, 1, WIDTH * WIDTH).reshape(WIDTH, WIDTH)
@@ -96,7 +97,8 @@ def checkpointed(p, h):
 
 def saving_dots(p, h):
     inner = jax.checkpoint(
-        lambda w, h: jnp.sin(jnp.sin(h) @ w), policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        lambda w, h: jnp.sin(jnp.sin(h) @ w),
+        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     )
     return inner(p["w"], h)
 
@@ -107,7 +109,9 @@ def factored(p, h):
 
 
 def branch(p, h):
-    return jax.lax.cond(h.sum() > 0, lambda w, h: jnp.tanh(h @ w), lambda w, h: jnp.sin(h @ w.T), p["w"], h)
+    return jax.lax.cond(
+        h.sum() > 0, lambda w, h: jnp.tanh(h @ w), lambda w, h: jnp.sin(h @ w.T), p["w"], h
+    )
 
 
 def fused_attention(p, h):
@@ -145,13 +149,22 @@ BLOCKS = {
     "norm": ({"scale": v}, with_h(lambda p, h: norm(h, p["scale"]))),
     "tanh": ({}, with_h(lambda p, h: jnp.tanh(h))),
     "nothing": ({"unread": v}, lambda p, x: x),
-    "only params": ({"v": v}, with_h(lambda p, h: jnp.broadcast_to(jnp.exp(p["v"])[None], h.shape))),
+    "only params": (
+        {"v": v},
+        with_h(lambda p, h: jnp.broadcast_to(jnp.exp(p["v"])[None], h.shape)),
+    ),
     "normed weight": ({"w": w}, with_h(lambda p, h: h @ (p["w"] / jnp.linalg.norm(p["w"])))),
-    "closed over": ({"v": v}, with_h(lambda p, h: h @ jnp.asarray(CLOSED_OVER, h.dtype) * p["v"][None])),
+    "closed over": (
+        {"v": v},
+        with_h(lambda p, h: h @ jnp.asarray(CLOSED_OVER, h.dtype) * p["v"][None]),
+    ),
     "jitted": ({"w": w}, with_h(jax.jit(lambda p, h: jax.jit(jnp.tanh)(h) @ p["w"]))),
     "custom_jvp": ({"v": v}, with_h(lambda p, h: softplus(h * p["v"][None]))),
     "custom_vjp": ({"w": w}, with_h(lambda p, h: jnp.tanh(scaled_matmul(h, p["w"])))),
-    "stopped": ({"w": w}, with_h(lambda p, h: h * jax.lax.stop_gradient(jax.nn.sigmoid(h @ p["w"])))),
+    "stopped": (
+        {"w": w},
+        with_h(lambda p, h: h * jax.lax.stop_gradient(jax.nn.sigmoid(h @ p["w"]))),
+    ),
     "attention": ({"qkv": param(WIDTH, 3, WIDTH), "out": w}, attention),
     "dropout": ({"scale": v}, dropout),
     "positions": ({"table": param(6, WIDTH)}, positions),
@@ -165,7 +178,10 @@ BLOCKS = {
     "branch": ({"w": w}, with_h(branch)),
     "fused attention": ({"qkv": param(WIDTH, 3, WIDTH)}, with_h(fused_attention)),
     "experts": ({"router": param(WIDTH, 3), "experts": param(3, WIDTH, WIDTH)}, with_h(experts)),
-    "running sum": ({"w": w}, with_h(lambda p, h: jnp.cumsum(h @ p["w"], axis=0) / (1 + jnp.arange(len(h)))[:, None])),
+    "running sum": (
+        {"w": w},
+        with_h(lambda p, h: jnp.cumsum(h @ p["w"], axis=0) / (1 + jnp.arange(len(h)))[:, None]),
+    ),
     "sorted": ({"v": v}, with_h(lambda p, h: jnp.sort(h * p["v"][None], axis=0))),
     "two branches": ({"w": w, "v": v}, two_branches),
 }
@@ -184,7 +200,10 @@ def layer_of(blocks):
 
 def draw(rng, blocks, num_rows=NUM_ROWS):
     """Params, x and a cotangent for the float leaves of x."""
-    params = [{k: rng.normal(size=shape) * scale for k, (shape, scale) in BLOCKS[name][0].items()} for name in blocks]
+    params = [
+        {k: rng.normal(size=shape) * scale for k, (shape, scale) in BLOCKS[name][0].items()}
+        for name in blocks
+    ]
     x = {
         "h": rng.normal(size=(num_rows, WIDTH)),
         "second": rng.normal(size=(num_rows, WIDTH)),
@@ -204,7 +223,9 @@ def whole_backward(layer, params, x, ct):
 
     def outputs(params, x_floats):
         merged = dict(enumerate(leaves)) | dict(zip(floats, x_floats, strict=True))
-        y = jax.tree.leaves(layer(params, jax.tree.unflatten(treedef, [merged[i] for i in range(len(leaves))])))
+        y = jax.tree.leaves(
+            layer(params, jax.tree.unflatten(treedef, [merged[i] for i in range(len(leaves))]))
+        )
         return [y[i] for i in floats], y
 
     _, vjp, y = jax.vjp(outputs, params, [leaves[i] for i in floats], has_aux=True)
@@ -229,7 +250,11 @@ def check_split(blocks, seed, num_rows=NUM_ROWS):
     @jax.jit
     def all_ways(params, x, ct):
         whole = whole_backward(layer, params, x, ct)
-        return whole, *in_parts(split, params, x, ct), whole_backward(min_cut_remat(layer), params, x, ct)
+        return (
+            whole,
+            *in_parts(split, params, x, ct),
+            whole_backward(min_cut_remat(layer), params, x, ct),
+        )
 
     want, parts, at_once, differentiated = all_ways(params, x, ct)
     message = f"blocks {blocks}, seed {seed}"
@@ -270,7 +295,11 @@ def test_nothing_stored_is_shaped_like_weights_or_depends_on_weights_alone(x64, 
     layer, (params, x, ct) = layer_of(blocks), draw(np.random.default_rng(0), blocks)
     split = split_layer(layer, params, x)
     if block not in WEIGHTS_IN_LOOPS:
-        for shape in (*split.shapes("residuals_b"), *split.shapes("residuals_w"), *split.shapes("cotangents_w")):
+        for shape in (
+            *split.shapes("residuals_b"),
+            *split.shapes("residuals_w"),
+            *split.shapes("cotangents_w"),
+        ):
             assert NUM_ROWS in shape.shape, f"{shape} has no dim of rows, as only weights have none"
 
     def from_f_to_w(p, x, ct):
@@ -285,7 +314,17 @@ def test_nothing_stored_is_shaped_like_weights_or_depends_on_weights_alone(x64, 
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize(
-    "block", quick(BLOCKS, "matmul", "affine", "transposed", "tanh", "nothing", "only params", "factored, checkpointed")
+    "block",
+    quick(
+        BLOCKS,
+        "matmul",
+        "affine",
+        "transposed",
+        "tanh",
+        "nothing",
+        "only params",
+        "factored, checkpointed",
+    ),
 )
 def test_b_and_w_of_each_block_between_two_others_are_the_whole_backward_pass(x64, block):
     check_split(["affine", block, "residual"], 0)
@@ -299,9 +338,13 @@ def transformer_layer():
     """The shapes of a small GPT layer's params and x in float32, and its split."""
 
     def params_and_x(batch):
-        made = tiny_gpt.make_params(num_layers=1, embed=256, mlp=1024, positions=128, dtype=np.float32)
+        made = tiny_gpt.make_params(
+            num_layers=1, embed=256, mlp=1024, positions=128, dtype=np.float32
+        )
         params = jax.tree.map(jnp.asarray, made)
-        return jax.tree.map(lambda p: p[0], params["layers"]), tiny_gpt.embed(params["outer"], batch)
+        return jax.tree.map(lambda p: p[0], params["layers"]), tiny_gpt.embed(
+            params["outer"], batch
+        )
 
     batch = tiny_gpt.make_batch(num_rows=4, num_positions=128, dtype=np.float32)
     params, x = jax.eval_shape(params_and_x, batch)
@@ -323,16 +366,24 @@ def flops(function, *args):
 
 
 @pytest.mark.full
-def test_b_and_w_of_a_transformer_layer_have_the_flops_of_its_whole_backward_pass(transformer_layer):
+def test_b_and_w_of_a_transformer_layer_have_the_flops_of_its_whole_backward_pass(
+    transformer_layer,
+):
     params, x, split = transformer_layer
     p, ct = jax.tree.leaves(params), [x["h"]]
     whole = flops(lambda vjp, ct: vjp(ct), jax.eval_shape(residuals, params, x), x["h"])
     b = flops(split.backward_input, p, split.shapes("residuals_b"), split.shapes("residuals_w"), ct)
     w = flops(split.backward_weights, p, split.shapes("residuals_w"), split.shapes("cotangents_w"))
     both = flops(split.backward, p, split.shapes("residuals_b"), split.shapes("residuals_w"), ct)
-    assert 0.98 * whole <= b + w <= 1.02 * whole, f"B {b:.3g} + W {w:.3g}, whole {whole:.3g}: {(b + w) / whole:.3f}"
-    assert 0.98 * whole <= both <= 1.02 * whole, f"both at once {both:.3g}, whole {whole:.3g}: {both / whole:.3f}"
-    assert 0.3 < w / (b + w) < 0.7, f"B {b:.3g} and W {w:.3g} must be about equal, to fill a tick each"
+    assert 0.98 * whole <= b + w <= 1.02 * whole, (
+        f"B {b:.3g} + W {w:.3g}, whole {whole:.3g}: {(b + w) / whole:.3f}"
+    )
+    assert 0.98 * whole <= both <= 1.02 * whole, (
+        f"both at once {both:.3g}, whole {whole:.3g}: {both / whole:.3f}"
+    )
+    assert 0.3 < w / (b + w) < 0.7, (
+        f"B {b:.3g} and W {w:.3g} must be about equal, to fill a tick each"
+    )
 
 
 def test_a_transformer_layer_stores_less_than_vjp_keeps(transformer_layer):
@@ -347,23 +398,35 @@ def test_a_checkpointed_transformer_layer_stores_only_its_input(transformer_laye
     params, x, _ = transformer_layer
     split = split_layer(jax.checkpoint(tiny_gpt.layer), params, x)
     stored = [*split.shapes("residuals_b"), *split.shapes("residuals_w")]
-    assert num_bytes(stored) <= num_bytes(jax.tree.leaves(x)), f"{stored} stored, {jax.tree.leaves(x)} in x"
+    assert num_bytes(stored) <= num_bytes(jax.tree.leaves(x)), (
+        f"{stored} stored, {jax.tree.leaves(x)} in x"
+    )
 
 
 def mixed_layer(params, x):
     """Computes in bfloat16 with float32 params, of which one is read as it is too."""
     h = x.astype(jnp.bfloat16)
     h = jnp.tanh(h @ params["w_up"].astype(h.dtype)) @ params["w_down"].astype(h.dtype)
-    return x + h.astype(x.dtype) * params["scale"][None] + params["scale"].astype(jnp.bfloat16).astype(x.dtype)[None]
+    return (
+        x
+        + h.astype(x.dtype) * params["scale"][None]
+        + params["scale"].astype(jnp.bfloat16).astype(x.dtype)[None]
+    )
 
 
 def test_params_that_are_only_cast_to_a_smaller_dtype_are_taken_cast():
     rng = np.random.default_rng(tiny.fresh_seed())
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    params, x, ct = {"scale": draw(8), "w_down": draw(16, 8), "w_up": draw(8, 16)}, draw(4, 8), draw(4, 8)
+    params, x, ct = (
+        {"scale": draw(8), "w_down": draw(16, 8), "w_up": draw(8, 16)},
+        draw(4, 8),
+        draw(4, 8),
+    )
     split = split_layer(mixed_layer, params, x)
     cast = split.cast(jax.tree.leaves(params))
-    assert [leaf.dtype for leaf in cast] == [jnp.float32, jnp.bfloat16, jnp.bfloat16], "scale is read as it is too"
+    assert [leaf.dtype for leaf in cast] == [jnp.float32, jnp.bfloat16, jnp.bfloat16], (
+        "scale is read as it is too"
+    )
 
     y, residuals_b, residuals_w = jax.jit(split.forward_and_store)(cast, [x])
     dx, kept = jax.jit(split.backward_input)(cast, residuals_b, residuals_w, [ct])
@@ -388,12 +451,24 @@ def test_stacked_params_are_cast_once_and_not_in_the_ops():
     cast = jax.eval_shape(split.cast, leaves)
     ops = {
         "F": jax.make_jaxpr(split.forward_and_store)(cast, [x]),
-        "B": jax.make_jaxpr(split.backward_input)(cast, split.shapes("residuals_b"), split.shapes("residuals_w"), [x]),
-        "W": jax.make_jaxpr(split.backward_weights)(cast, split.shapes("residuals_w"), split.shapes("cotangents_w")),
+        "B": jax.make_jaxpr(split.backward_input)(
+            cast, split.shapes("residuals_b"), split.shapes("residuals_w"), [x]
+        ),
+        "W": jax.make_jaxpr(split.backward_weights)(
+            cast, split.shapes("residuals_w"), split.shapes("cotangents_w")
+        ),
     }
     for op, jaxpr in ops.items():
-        weights = [v for v in jaxpr.jaxpr.invars if v.aval.shape in ((16, 8), (8, 16)) and v.aval.dtype == jnp.bfloat16]
-        casts = [e for e in jaxpr.eqns if e.primitive.name == "convert_element_type" and e.invars[0] in weights]
+        weights = [
+            v
+            for v in jaxpr.jaxpr.invars
+            if v.aval.shape in ((16, 8), (8, 16)) and v.aval.dtype == jnp.bfloat16
+        ]
+        casts = [
+            e
+            for e in jaxpr.eqns
+            if e.primitive.name == "convert_element_type" and e.invars[0] in weights
+        ]
         assert weights or op == "W", f"{op} reads no weight in bfloat16"
         assert not casts, f"{op} casts a weight: {casts}"
 

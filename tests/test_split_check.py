@@ -31,17 +31,25 @@ def test_a_sum_plus_a_mean_is_another_number_in_parts():
         loss_sum, weight_sum = loss(out, batch)
         return loss_sum + 5 * jnp.mean(out**2), weight_sum
 
-    with pytest.raises(ValueError, match=r"got loss 2\.1450. whole and 2\.951.* in 8 parts, .* sums over the rows"):
+    with pytest.raises(
+        ValueError, match=r"got loss 2\.1450. whole and 2\.951.* in 8 parts, .* sums over the rows"
+    ):
         jaxpar.check_split(MODEL, plus_a_mean, PARAMS, BATCH, num_parts=8)
 
 
 @pytest.mark.full
 def test_a_layer_that_normalizes_over_the_batch_and_a_metric_that_is_a_maximum_are_found():
-    normed = jaxpar.LayeredModel(MODEL.embed, lambda w, x: MODEL.layer(w, x - x.mean(0, keepdims=True)), MODEL.head)
-    with pytest.raises(ValueError, match=r"may be rounding\. Let no row of the model depend on others"):
+    normed = jaxpar.LayeredModel(
+        MODEL.embed, lambda w, x: MODEL.layer(w, x - x.mean(0, keepdims=True)), MODEL.head
+    )
+    with pytest.raises(
+        ValueError, match=r"may be rounding\. Let no row of the model depend on others"
+    ):
         jaxpar.check_split(normed.apply, loss, PARAMS, BATCH)
     with pytest.raises(ValueError, match="in metric largest, of which"):
-        jaxpar.check_split(MODEL, lambda o, b: (*loss(o, b), {"largest": jnp.max(o)}), PARAMS, BATCH)
+        jaxpar.check_split(
+            MODEL, lambda o, b: (*loss(o, b), {"largest": jnp.max(o)}), PARAMS, BATCH
+        )
 
 
 def test_params_of_integers_have_no_gradients_to_compare():
@@ -56,7 +64,9 @@ def test_a_loss_without_a_weight_is_refused_as_a_step_refuses_it():
 
 
 def test_parts_must_divide_the_rows_and_be_one_at_least():
-    with pytest.raises(ValueError, match="num_parts must divide the rows of the batch; got num_parts=7 and 64 rows"):
+    with pytest.raises(
+        ValueError, match="num_parts must divide the rows of the batch; got num_parts=7 and 64 rows"
+    ):
         jaxpar.check_split(MODEL, loss, PARAMS, BATCH, num_parts=7)
     with pytest.raises(ValueError, match="num_parts must be at least 1; got 0"):
         jaxpar.check_split(MODEL, loss, PARAMS, BATCH, num_parts=0)

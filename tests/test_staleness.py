@@ -42,7 +42,10 @@ def test_equal_workers_without_a_bound_are_as_stale_as_there_are_others():
 
 
 def test_waiting_costs_the_fast_ones_their_time():
-    last = {bound: simulate_pushes([1.0, 1.0, 4.0], 90, bound=bound)[-1].seconds for bound in (0, 3, None)}
+    last = {
+        bound: simulate_pushes([1.0, 1.0, 4.0], 90, bound=bound)[-1].seconds
+        for bound in (0, 3, None)
+    }
     assert last[0] == 120, "synchronous: every round takes as long as the slowest"
     assert last[None] == 40
     assert last[None] <= last[3] < last[0]
@@ -50,8 +53,14 @@ def test_waiting_costs_the_fast_ones_their_time():
 
 def regression(worker, clock, params):
     """The gradient of a quarter of the rows, which is the worker's."""
-    rows, targets = jnp.asarray(numbers(40, 3)), jnp.asarray(numbers(40, 3) @ np.array([1.0, -2.0, 0.5]))
-    own = jax.lax.dynamic_slice_in_dim(rows, worker * 10, 10), jax.lax.dynamic_slice_in_dim(targets, worker * 10, 10)
+    rows, targets = (
+        jnp.asarray(numbers(40, 3)),
+        jnp.asarray(numbers(40, 3) @ np.array([1.0, -2.0, 0.5])),
+    )
+    own = (
+        jax.lax.dynamic_slice_in_dim(rows, worker * 10, 10),
+        jax.lax.dynamic_slice_in_dim(targets, worker * 10, 10),
+    )
     return jax.grad(lambda p: jnp.mean(jnp.square(own[0] @ p - own[1])))(params)
 
 
@@ -79,7 +88,9 @@ def test_stale_gradients_still_converge_at_a_small_learning_rate(x64, bound):
 
 
 def test_after_as_many_gradients_stale_ones_are_further_from_the_optimum(x64):
-    fresh, stale = (run(bound, learning_rate=0.45, seconds=(1.0, 1.0, 1.0, 12.0))[1] for bound in (0, None))
+    fresh, stale = (
+        run(bound, learning_rate=0.45, seconds=(1.0, 1.0, 1.0, 12.0))[1] for bound in (0, None)
+    )
     assert stale[-1] > 100 * fresh[-1]
 
 
@@ -87,7 +98,10 @@ def test_after_as_many_gradients_stale_ones_are_further_from_the_optimum(x64):
     ("call", "message"),
     [
         (partial(simulate_pushes, [], 1), "each worker must take some time"),
-        (partial(simulate_pushes, [1.0, 0.0], 1), r"each worker must take some time for a gradient; got \[1.0, 0.0\]"),
+        (
+            partial(simulate_pushes, [1.0, 0.0], 1),
+            r"each worker must take some time for a gradient; got \[1.0, 0.0\]",
+        ),
         (partial(simulate_pushes, [1.0], 1, bound=-1), "bound must be 0 or more; got 1 and -1"),
     ],
 )

@@ -36,13 +36,17 @@ class Clock:
 
 
 def lines(clock, seen, seconds=1000.0):
-    return StatusLines(300, seconds=seconds, say=lambda values: seen.append(dict(values)), clock=clock)
+    return StatusLines(
+        300, seconds=seconds, say=lambda values: seen.append(dict(values)), clock=clock
+    )
 
 
 def test_each_phase_of_a_run_is_named_with_its_time():
     clock, seen = Clock(), []
     with lines(clock, seen) as status:
-        assert seen == [{"phase": "starting", "elapsed_seconds": 0.0, "phase_seconds": 0.0}], "a line at once"
+        assert seen == [{"phase": "starting", "elapsed_seconds": 0.0, "phase_seconds": 0.0}], (
+            "a line at once"
+        )
         clock.now = 10.0
         with status.phase("compiling"):
             clock.now = 72.0
@@ -53,7 +57,10 @@ def test_each_phase_of_a_run_is_named_with_its_time():
         clock.now = 172.0
         status.written(LINE)
         said = render_status(status.values())
-        assert said == "[2 min 52 s] training, step 100 of 300, loss 2.5, 2,048 tokens/s, 3 min 20 s left"
+        assert (
+            said
+            == "[2 min 52 s] training, step 100 of 300, loss 2.5, 2,048 tokens/s, 3 min 20 s left"
+        )
         with status.phase("sampling"):
             assert status.values()["phase"] == "sampling"
         status.close()
@@ -82,7 +89,14 @@ def test_before_it_trains_a_run_returns_to_no_earlier_phase():
     with status.phase("saving", "done"):
         pass
     reach()
-    before = ["starting", "connecting", "setting up", "compiling", "preparing the first step", "training on 2"]
+    before = [
+        "starting",
+        "connecting",
+        "setting up",
+        "compiling",
+        "preparing the first step",
+        "training on 2",
+    ]
     assert phases == [*before, "after training on 2", "training"]
 
 
@@ -134,7 +148,8 @@ def test_lines_come_while_the_main_thread_is_busy():
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.inf])
 def test_an_interval_that_is_none_is_refused(seconds):
     with pytest.raises(
-        ValueError, match=rf"seconds between two lines must be positive; got {seconds:g}. Choose such as 15."
+        ValueError,
+        match=rf"seconds between two lines must be positive; got {seconds:g}. Choose such as 15.",
     ):
         StatusLines(3, seconds=seconds)
 
@@ -165,7 +180,15 @@ def test_a_message_is_one_line_of_json_whatever_is_in_it():
 
 
 def test_a_recipe_off_a_terminal_prints_json_from_its_start_to_its_end(tmp_path, capsys):
-    flags = ["--steps", "30", "--log-seconds", "0.05", "--log-json", "--out-dir", str(tmp_path / "run")]
+    flags = [
+        "--steps",
+        "30",
+        "--log-seconds",
+        "0.05",
+        "--log-json",
+        "--out-dir",
+        str(tmp_path / "run"),
+    ]
     cli.run(house_prices.main, house_prices.Config, flags)
     said = capsys.readouterr()
     parsed = [json.loads(line) for text in said for line in text.splitlines()]
@@ -182,13 +205,21 @@ def test_a_recipe_off_a_terminal_prints_json_from_its_start_to_its_end(tmp_path,
 def test_a_prediction_is_all_that_is_printed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(house_prices, "describe_prediction", lambda *_: "a price")
     monkeypatch.setenv("JAXPAR_LOG_SECONDS", "15")
-    cli.run(house_prices.main, house_prices.Config, ["--predict", "1650", "3", "--out-dir", str(tmp_path)])
+    cli.run(
+        house_prices.main,
+        house_prices.Config,
+        ["--predict", "1650", "3", "--out-dir", str(tmp_path)],
+    )
     assert tuple(capsys.readouterr()) == ("a price\n", "")
 
 
 def test_the_first_line_is_of_json_like_the_others(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAXPAR_LOG_SECONDS", "900")
-    cli.run(house_prices.main, house_prices.Config, ["--log-json", "--dry-run", "--out-dir", str(tmp_path)])
+    cli.run(
+        house_prices.main,
+        house_prices.Config,
+        ["--log-json", "--dry-run", "--out-dir", str(tmp_path)],
+    )
     line = json.loads(capsys.readouterr().err.splitlines()[0])
     assert list(line) == ["time", "level", "phase", "elapsed_seconds", "phase_seconds"]
     assert line["phase"] == "starting"
@@ -206,9 +237,21 @@ def test_no_first_line_is_printed_without_a_run(words, capsys, monkeypatch):
 
 @pytest.mark.full
 def test_the_command_prints_its_first_line_once(tmp_path):
-    command = [sys.executable, "-m", "jaxpar", "train", "house-prices", "--steps", "0", "--out-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxpar",
+        "train",
+        "house-prices",
+        "--steps",
+        "0",
+        "--out-dir",
+        str(tmp_path),
+    ]
     env = os.environ | {"JAXPAR_LOG_SECONDS": "900"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+    )
     assert done.stderr.count("starting") == 1, done.stderr
     assert "--steps must be" in done.stderr
 
@@ -229,7 +272,10 @@ def test_the_environment_says_how_often_a_line_comes(tmp_path, capsys, monkeypat
         with pytest.raises(SystemExit) as end:
             cli.run(house_prices.main, house_prices.Config, flags)
         assert end.value.code == 2
-        assert f"must be a number of seconds, 0 or more; got {told}. Choose 15, say" in capsys.readouterr().err
+        assert (
+            f"must be a number of seconds, 0 or more; got {told}. Choose 15, say"
+            in capsys.readouterr().err
+        )
 
 
 def test_metrics_are_served_before_the_step_is_compiled(tmp_path, monkeypatch):
@@ -258,7 +304,11 @@ def test_metrics_are_served_before_the_step_is_compiled(tmp_path, monkeypatch):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(ReachedError):
-        cli.run(house_prices.main, house_prices.Config, ["--metrics-port", str(port), "--out-dir", str(tmp_path)])
+        cli.run(
+            house_prices.main,
+            house_prices.Config,
+            ["--metrics-port", str(port), "--out-dir", str(tmp_path)],
+        )
 
 
 def refusal(capsys, recipe, *flags):
@@ -283,7 +333,9 @@ def refusal(capsys, recipe, *flags):
     ],
 )
 def test_another_trainer_s_name_of_a_flag_is_answered_with_ours(given, meant, capsys):
-    assert f"{given.split('=')[0]}: did you mean {meant}?" in refusal(capsys, house_prices, given, "3")
+    assert f"{given.split('=')[0]}: did you mean {meant}?" in refusal(
+        capsys, house_prices, given, "3"
+    )
 
 
 @pytest.mark.parametrize(
@@ -334,7 +386,9 @@ def test_suggestions_name_flags_that_recipes_have():
     own = set(flag_names(gpt.Config).values())
     assert set(cli.OTHER_NAMES) <= own
     assert {flag for flag, _ in cli.ADVICE.values()} <= own
-    others = [other for names in (*cli.OTHER_NAMES.values(), *cli.ADVICE) for other in names.split()]
+    others = [
+        other for names in (*cli.OTHER_NAMES.values(), *cli.ADVICE) for other in names.split()
+    ]
     assert not own & set(others)
     assert len(set(others)) == len(others)
 
@@ -343,9 +397,12 @@ def test_devices_that_a_mesh_leaves_idle_are_counted(capsys):
     with given_by(flag_names(house_prices.Config)):
         make_mesh(house_prices.Config.of(mesh=MeshFlags(data=2)))
     assert (
-        "the mesh has 2 of 8 devices, the others are idle; --mesh.data -1 takes all of them" in capsys.readouterr().out
+        "the mesh has 2 of 8 devices, the others are idle; --mesh.data -1 takes all of them"
+        in capsys.readouterr().out
     )
     make_mesh(house_prices.Config.of(mesh=MeshFlags(stage=3)))
-    assert capsys.readouterr().out == "the mesh has 3 of 8 devices, the others are idle\n", "no advice that fails"
+    assert capsys.readouterr().out == "the mesh has 3 of 8 devices, the others are idle\n", (
+        "no advice that fails"
+    )
     make_mesh(house_prices.Config.of(mesh=MeshFlags(data=-1)))
     assert capsys.readouterr().out == ""

@@ -30,13 +30,18 @@ def test_a_signal_saves_at_the_end_of_a_step_and_exits_75(tmp_path, number, ever
 @pytest.mark.parametrize("process", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_signal_to_one_of_two_processes_makes_both_save_the_same_step(tmp_path, process):
     folder = tmp_path / "run"
-    code, out, err = run(*launched(folder, "--every", 0, "--seconds", 0.05, "--faults", f"term@6:{process}"))
+    code, out, err = run(
+        *launched(folder, "--every", 0, "--seconds", 0.05, "--faults", f"term@6:{process}")
+    )
     assert code == 75, out + err
     [step] = steps_of(folder)
     assert step > 6
     manifest = jaxpar.CheckpointManager(folder / "checkpoints", jaxpar.make_mesh()).manifest(step)
     assert manifest.num_processes == 2
-    assert "process 0 of 2 ended first (exit code 75: asked to stop; saved)" in err or "process 1 of 2" in err
+    assert (
+        "process 0 of 2 ended first (exit code 75: asked to stop; saved)" in err
+        or "process 1 of 2" in err
+    )
     lengths = {len((folder / f"rows-{each}.jsonl").read_text().splitlines()) for each in (0, 1)}
     assert lengths == {step}, "both did the same steps"
 
@@ -62,7 +67,9 @@ def test_a_process_that_is_stuck_ends_with_124_and_its_stack(tmp_path):
     code, out, err = run(*launched(folder, "--faults", "stick@3:1"))
     assert code == 124, out + err
     log = (tmp_path / "run-logs" / "1.log").read_text()
-    assert f"step must end within {NEVER:g} s (budget.step); got process 1 of 2 stuck in step 4" in log
+    assert (
+        f"step must end within {NEVER:g} s (budget.step); got process 1 of 2 stuck in step 4" in log
+    )
     assert "in stuck_here\n" in log
 
 
@@ -91,7 +98,9 @@ def test_a_process_that_is_stopped_in_a_save_is_named_by_the_one_that_waits(tmp_
     assert f"save must end within {NEVER:g} s (budget.save); " in log, log
     assert f"got process {process} of 2, silent for " in log
     # Saves run in the background, one every 5 steps, so it depends on the machine which of them is in progress.
-    assert re.search(rf"Process {1 - process} waits for it in save of step (5|10|15|20)\.", log), log
+    assert re.search(rf"Process {1 - process} waits for it in save of step (5|10|15|20)\.", log), (
+        log
+    )
 
 
 # -- one process fails -------------------------------------------------------------------------------------------------
@@ -102,7 +111,10 @@ def test_an_error_of_one_process_ends_all_with_its_traceback_last(tmp_path):
     folder = tmp_path / "run"
     code, out, err = run(*launched(folder, "--faults", "error@4:1"))
     assert code == 1, out + err
-    assert "RuntimeError: an error of one process" in err.splitlines()[-3:][0] or "RuntimeError: an error" in err
+    assert (
+        "RuntimeError: an error of one process" in err.splitlines()[-3:][0]
+        or "RuntimeError: an error" in err
+    )
     last = err[err.rindex("Traceback") :]
     assert "RuntimeError: an error of one process" in last
     assert "launch: process 1 of 2 ended first (exit code 1: an error)" in err.splitlines()[-1]

@@ -58,9 +58,14 @@ def test_a_step_that_is_deleted_while_it_is_read_gives_no_value(manager):
     params, _ = open_stored_params(manager.directory)
     params["w_up"][0]
     shutil.rmtree(manager.directory / "5")
-    for read in (lambda: params["w_up"][1], lambda: params["w_down"][0], lambda: np.asarray(params["bias"])):
+    for read in (
+        lambda: params["w_up"][1],
+        lambda: params["w_down"][0],
+        lambda: np.asarray(params["bias"]),
+    ):
         with pytest.raises(
-            DeletedError, match=r"must stay while it is read; got params/\w+ of step 5 in .*checkpoints, which"
+            DeletedError,
+            match=r"must stay while it is read; got params/\w+ of step 5 in .*checkpoints, which",
         ):
             read()
 
@@ -81,11 +86,14 @@ def test_values_that_are_not_those_saved_are_refused(manager, read):
     save(manager, 5)
     step = manager.directory / "5"
     arrays = dict(read_manifest(step).arrays)
-    arrays["params/w_up"] = dataclasses.replace(arrays["params/w_up"], checksum=arrays["params/w_up"].checksum ^ 1)
+    arrays["params/w_up"] = dataclasses.replace(
+        arrays["params/w_up"], checksum=arrays["params/w_up"].checksum ^ 1
+    )
     crafted.seal(step, arrays=arrays)
     params, _ = open_stored_params(manager.directory)
     with pytest.raises(
-        BadCheckpointError, match=r"must be those that were saved; got params/w_up of step 5 .*its values are"
+        BadCheckpointError,
+        match=r"must be those that were saved; got params/w_up of step 5 .*its values are",
     ):
         read(params["w_up"])
     read(params["w_down"])
@@ -104,7 +112,9 @@ def test_a_row_that_is_read_otherwise_than_when_all_were_checked_is_refused(mana
 # -- the next step is chosen --------------------------------------------------------------------------------------------
 
 
-def test_a_restore_takes_the_next_step_where_one_is_deleted_before_it_is_verified(manager, monkeypatch):
+def test_a_restore_takes_the_next_step_where_one_is_deleted_before_it_is_verified(
+    manager, monkeypatch
+):
     said, mesh = [], manager.mesh
     reader = jaxpar.CheckpointManager(manager.directory, mesh, say=said.append)
     save(manager, 5)
@@ -179,7 +189,9 @@ def test_a_deleted_step_is_chosen_again_unless_it_was_asked_for():
     assert len(reads) == 1 + stored_params.MOST_READ
 
 
-def test_an_export_beside_a_run_that_deletes_the_step_is_of_the_next_one(tmp_path, monkeypatch, capsys):
+def test_an_export_beside_a_run_that_deletes_the_step_is_of_the_next_one(
+    tmp_path, monkeypatch, capsys
+):
     source = model_folders.GOLDEN / "llama"
     params = model_folders.read_params(source, model_folders.read_config(source))
     run, mesh, optimizer = tmp_path / "run", jaxpar.make_mesh(), optax.sgd(0.1)
@@ -188,8 +200,14 @@ def test_an_export_beside_a_run_that_deletes_the_step_is_of_the_next_one(tmp_pat
     whole = jax.sharding.NamedSharding(mesh, jaxpar.replicated())
 
     def save_model(step, factor):
-        on_mesh = jaxpar.shard(jax.tree.map(lambda x: np.asarray(x) * np.float32(factor), params), whole)
-        manager.save(jaxpar.TrainState(jaxpar.shard(np.int32(step), whole), on_mesh, optimizer.init(on_mesh), None))
+        on_mesh = jaxpar.shard(
+            jax.tree.map(lambda x: np.asarray(x) * np.float32(factor), params), whole
+        )
+        manager.save(
+            jaxpar.TrainState(
+                jaxpar.shard(np.int32(step), whole), on_mesh, optimizer.init(on_mesh), None
+            )
+        )
 
     reads, read = [], ArrayFile.read
 
@@ -207,5 +225,9 @@ def test_an_export_beside_a_run_that_deletes_the_step_is_of_the_next_one(tmp_pat
     assert "which another process has deleted or replaced meanwhile" in printed.err
     exported = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
     assert_same_bits(
-        exported, {name: 2 * tensor.astype(np.float32) for name, tensor in model_folders.all_tensors(source).items()}
+        exported,
+        {
+            name: 2 * tensor.astype(np.float32)
+            for name, tensor in model_folders.all_tensors(source).items()
+        },
     )

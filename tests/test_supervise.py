@@ -32,17 +32,34 @@ def start(code, first=0, done=10, was_asked=False):
         ([start(0)], 3, 0, None),
         ([start(-9), start(0, 5, 20)], 3, 0, None),
         ([start(-9), start(1), start(-6)], 2, 134, "no restart: --max-restarts 2 is used up"),
-        ([start(2, done=None)], 3, 2, "no restart: exit code 2: bad configuration or data, which a restart cannot fix"),
-        ([start(65, done=None)], 3, 65, "no restart: exit code 65: a bad checkpoint, or bad data met while training"),
+        (
+            [start(2, done=None)],
+            3,
+            2,
+            "no restart: exit code 2: bad configuration or data, which a restart cannot fix",
+        ),
+        (
+            [start(65, done=None)],
+            3,
+            65,
+            "no restart: exit code 65: a bad checkpoint, or bad data met while training",
+        ),
         ([start(86)], 3, 86, "no restart: exit code 86: the loss or gradients were not finite"),
         ([start(74)], 3, 74, "no restart: exit code 74"),
         ([start(75), start(0)], 3, 0, None),
         ([start(75, was_asked=True)], 3, 75, "no restart: asked to stop"),
-        ([start(1, done=None), start(1, done=None)], 9, 1, "no restart: two consecutive starts completed no step"),
+        (
+            [start(1, done=None), start(1, done=None)],
+            9,
+            1,
+            "no restart: two consecutive starts completed no step",
+        ),
         ([start(124), start(70), start(0)], 3, 0, None),
     ],
 )
-def test_a_run_is_started_again_where_that_can_mend_it(monkeypatch, capsys, launch, starts, restarts, code, why):
+def test_a_run_is_started_again_where_that_can_mend_it(
+    monkeypatch, capsys, launch, starts, restarts, code, why
+):
     left = starts_of(monkeypatch, *starts)
     assert supervise(launch, restarts) == code
     assert left == []

@@ -30,13 +30,16 @@ def test_an_embedding_is_split_by_its_vocabulary_wherever_that_stands():
 @pytest.mark.parametrize("spec", [jaxpar.column_parallel, jaxpar.row_parallel])
 def test_a_weight_without_dims_is_refused(spec):
     with pytest.raises(
-        ValueError, match=r"must have at least one dim; got ndim=0. Use jaxpar.replicated\(\) for scalars"
+        ValueError,
+        match=r"must have at least one dim; got ndim=0. Use jaxpar.replicated\(\) for scalars",
     ):
         spec(ndim=0)
 
 
 def test_a_vocabulary_in_a_third_dim_is_refused():
-    with pytest.raises(ValueError, match=r"vocab_dim must be 0 or 1; got 2. Use 0 for \[vocab, embed\], 1 for"):
+    with pytest.raises(
+        ValueError, match=r"vocab_dim must be 0 or 1; got 2. Use 0 for \[vocab, embed\], 1 for"
+    ):
         jaxpar.vocab_parallel(vocab_dim=2)
 
 
@@ -54,22 +57,33 @@ def test_a_column_row_pair_costs_one_all_reduce_forward(on_tensor):
     _, params, batch = on_tensor
     runs = tiny.NUM_LAYERS
     assert_collectives(
-        jax.jit(tiny.MODEL.apply), {("all-reduce", "tensor"): (runs, runs * ONE_ALL_REDUCE)}, params, batch
+        jax.jit(tiny.MODEL.apply),
+        {("all-reduce", "tensor"): (runs, runs * ONE_ALL_REDUCE)},
+        params,
+        batch,
     )
 
 
 @pytest.mark.parametrize("num_microbatches", [1, pytest.param(4, marks=pytest.mark.full)])
-def test_a_column_row_pair_costs_one_all_reduce_forward_and_one_backward(on_tensor, num_microbatches):
+def test_a_column_row_pair_costs_one_all_reduce_forward_and_one_backward(
+    on_tensor, num_microbatches
+):
     mesh, params, batch = on_tensor
-    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=num_microbatches)
+    value_and_grad = jaxpar.value_and_grad(
+        tiny.MODEL, tiny.loss, mesh, num_microbatches=num_microbatches
+    )
     runs = 2 * tiny.NUM_LAYERS * num_microbatches
     moved = 2 * tiny.NUM_LAYERS * ONE_ALL_REDUCE  # of the whole batch, in however many parts
-    assert_collectives(jax.jit(value_and_grad), {("all-reduce", "tensor"): (runs, moved)}, params, batch)
+    assert_collectives(
+        jax.jit(value_and_grad), {("all-reduce", "tensor"): (runs, moved)}, params, batch
+    )
 
 
 def test_a_weight_that_is_split_is_never_gathered(on_tensor):
     mesh, params, batch = on_tensor
-    report = inspect_step(jax.jit(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh)), params, batch)
+    report = inspect_step(
+        jax.jit(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh)), params, batch
+    )
     assert report.count("all-gather") == 0
     assert report.count("all-to-all") == 0
 
@@ -77,7 +91,10 @@ def test_a_weight_that_is_split_is_never_gathered(on_tensor):
 def test_on_one_shard_nothing_crosses_the_tensor_axis():
     mesh = jaxpar.make_mesh(data=2)
     value_and_grad = jax.jit(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh))
-    params, batch = tiny.on_mesh(mesh, tiny.make_params()), jaxpar.shard_batch(tiny.make_batch(), mesh)
+    params, batch = (
+        tiny.on_mesh(mesh, tiny.make_params()),
+        jaxpar.shard_batch(tiny.make_batch(), mesh),
+    )
     assert inspect_step(value_and_grad, params, batch).select(axis="tensor") == ()
 
 
@@ -87,7 +104,10 @@ def test_a_vocabulary_parallel_embedding_gives_the_numbers_of_a_whole_one(vocab_
     rng = np.random.default_rng(0)
     shape = (16, 3) if vocab_dim == 0 else (3, 16)
     params = {"w": rng.normal(size=shape).astype(np.float32)}
-    batch = {"token": rng.integers(0, 16, 8).astype(np.int32), "x": rng.normal(size=(8, 3)).astype(np.float32)}
+    batch = {
+        "token": rng.integers(0, 16, 8).astype(np.int32),
+        "x": rng.normal(size=(8, 3)).astype(np.float32),
+    }
 
     def apply(params, batch):
         return params["w"][batch["token"]] if vocab_dim == 0 else batch["x"] @ params["w"]
@@ -102,7 +122,9 @@ def test_a_vocabulary_parallel_embedding_gives_the_numbers_of_a_whole_one(vocab_
     rules = {"w": jaxpar.vocab_parallel(vocab_dim=vocab_dim)}
     shardings = jaxpar.shardings_from_paths(params, mesh, rules)
     batch_on_mesh = jaxpar.shard_batch(batch, mesh)
-    value_and_grad = jax.jit(jaxpar.value_and_grad(apply, loss, mesh), out_shardings=(None, shardings))
+    value_and_grad = jax.jit(
+        jaxpar.value_and_grad(apply, loss, mesh), out_shardings=(None, shardings)
+    )
     report = inspect_step(value_and_grad, jaxpar.shard(params, shardings), batch_on_mesh)
     got = value_and_grad(jaxpar.shard(params, shardings), batch_on_mesh)
     assert_same(got, jax.jit(jax.value_and_grad(mean))(params), within=1e-5)

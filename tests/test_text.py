@@ -48,7 +48,9 @@ def test_train_and_test_share_no_file(tmp_path):
 def test_the_split_depends_on_the_names_of_the_files_alone(tmp_path):
     first = load_text(write_files(tmp_path)).test[0].tobytes()
     (tmp_path / "sub0" / "0.txt").write_text("other text")
-    held_out = {part for part in load_text(tmp_path).test[0].tobytes().split(b"\0") if part != b"other text"}
+    held_out = {
+        part for part in load_text(tmp_path).test[0].tobytes().split(b"\0") if part != b"other text"
+    }
     assert held_out <= set(first.split(b"\0"))
 
 
@@ -70,7 +72,10 @@ def test_hidden_files_are_left_out(tmp_path):
 def test_the_end_of_a_single_file_is_held_out(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(1, 101)))
     text = load_text(tmp_path / "a.txt", test_fraction=0.2)
-    assert (text.train[0].tobytes(), text.test[0].tobytes()) == (bytes(range(1, 81)), bytes(range(81, 101)))
+    assert (text.train[0].tobytes(), text.test[0].tobytes()) == (
+        bytes(range(1, 81)),
+        bytes(range(81, 101)),
+    )
 
 
 def test_tokens_of_nanogpt_and_of_llm_c_are_mapped_not_read(tmp_path):
@@ -135,7 +140,8 @@ def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, header, messag
 
 def test_places_without_text_are_refused(tmp_path):
     with pytest.raises(
-        FileNotFoundError, match=r"must come from a file or a folder; got .*nowhere, which does not exist"
+        FileNotFoundError,
+        match=r"must come from a file or a folder; got .*nowhere, which does not exist",
     ):
         load_text(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="must hold files; got none in"):
@@ -145,14 +151,19 @@ def test_places_without_text_are_refused(tmp_path):
         load_text(tmp_path)
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
     with pytest.raises(
-        ValueError, match=r"must have no zero bytes; got some in .*picture.png. Name a file or a folder of text"
+        ValueError,
+        match=r"must have no zero bytes; got some in .*picture.png. Name a file or a folder of text",
     ):
         load_text(tmp_path / "picture.png")
     (tmp_path / "short.txt").write_text("ab")
-    with pytest.raises(ValueError, match=r"by its length; got 2 tokens in .* of which 0 are held out"):
+    with pytest.raises(
+        ValueError, match=r"by its length; got 2 tokens in .* of which 0 are held out"
+    ):
         load_text(tmp_path / "short.txt")
     write_llm_c(tmp_path / "train.bin", np.arange(9))
-    with pytest.raises(ValueError, match=r"others with val or test in their names; got train.bin in"):
+    with pytest.raises(
+        ValueError, match=r"others with val or test in their names; got train.bin in"
+    ):
         load_text(tmp_path)
     with pytest.raises(ValueError, match=r"test_fraction must be between 0 and 1; got 1. Choose"):
         load_text(test_fraction=1.0)
@@ -169,9 +180,12 @@ def test_targets_are_the_tokens_that_come_next_and_windows_do_not_overlap():
     np.testing.assert_array_equal(rows["targets"], rows["tokens"] + 1)
     assert rows["tokens"].dtype == np.int32
     assert len(np.unique(rows["tokens"])) == rows["tokens"].size
-    np.testing.assert_array_equal(rows["tokens"][12], np.arange(100, 104), "windows do not reach from part to part")
+    np.testing.assert_array_equal(
+        rows["tokens"][12], np.arange(100, 104), "windows do not reach from part to part"
+    )
     assert (
-        windows.describe() == "19 rows of 4 tokens, one after another: a document that a row cuts goes on in the next"
+        windows.describe()
+        == "19 rows of 4 tokens, one after another: a document that a row cuts goes on in the next"
     )
 
 
@@ -181,9 +195,14 @@ def test_an_epoch_has_every_window_once_and_epochs_differ(batch_size):
     steps = -(-len(windows) // batch_size)
     epochs = []
     for epoch in range(2):
-        batches = [windows.batch(batch_size, seed=3, step=epoch * steps + step, multiple=4) for step in range(steps)]
+        batches = [
+            windows.batch(batch_size, seed=3, step=epoch * steps + step, multiple=4)
+            for step in range(steps)
+        ]
         assert {batch["tokens"].shape for batch in batches} == {(-(-batch_size // 4) * 4, 4)}
-        epochs.append(np.concatenate([batch["tokens"][batch["weight"] > 0, 0] for batch in batches]))
+        epochs.append(
+            np.concatenate([batch["tokens"][batch["weight"] > 0, 0] for batch in batches])
+        )
         assert sorted(epochs[-1]) == sorted(windows.take(np.arange(len(windows)))["tokens"][:, 0])
     assert not np.array_equal(*epochs)
 
@@ -198,12 +217,15 @@ def test_a_batch_depends_on_seed_and_step_alone():
 
 def test_windows_that_do_not_fit_are_refused():
     with pytest.raises(
-        ValueError, match=r"window of seq \+ 1 tokens; got seq=60 and parts of \[50, 3, 31\] tokens. Choose"
+        ValueError,
+        match=r"window of seq \+ 1 tokens; got seq=60 and parts of \[50, 3, 31\] tokens. Choose",
     ):
         Windows(some_text().train, 60, vocab_size=256)
     with pytest.raises(ValueError, match="seq must be positive; got 0"):
         Windows(some_text().train, 0, vocab_size=256)
-    with pytest.raises(ValueError, match=r"below the model's vocab_size; got 128, vocab_size=64. Choose the"):
+    with pytest.raises(
+        ValueError, match=r"below the model's vocab_size; got 128, vocab_size=64. Choose the"
+    ):
         Windows(some_text().train, 4, vocab_size=64).batch(19, seed=0, step=0)
 
 
@@ -217,7 +239,9 @@ def test_entropy_is_that_of_the_frequencies():
 # -- malicious files --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("where", "dtype", "token"), [(2**20 + 5, np.uint32, 2**32 - 1), (700, np.uint16, 65535)])
+@pytest.mark.parametrize(
+    ("where", "dtype", "token"), [(2**20 + 5, np.uint32, 2**32 - 1), (700, np.uint16, 65535)]
+)
 def test_every_token_of_a_file_is_checked_as_it_is_in_the_file(tmp_path, where, dtype, token):
     tokens = np.zeros(2**20 + 1000, dtype)
     tokens[where] = token
@@ -225,7 +249,9 @@ def test_every_token_of_a_file_is_checked_as_it_is_in_the_file(tmp_path, where, 
     path = write_llm_c(tmp_path / "x.bin", tokens, magic=magic, version=version, dtype=dtype)
     windows = Windows([read_tokens(path)], 100, vocab_size=50257)
     windows.take(np.arange(3))
-    with pytest.raises(ValueError, match=f"must be below the model's vocab_size; got {token}, vocab_size=50257"):
+    with pytest.raises(
+        ValueError, match=f"must be below the model's vocab_size; got {token}, vocab_size=50257"
+    ):
         windows.check()
 
 
@@ -261,7 +287,9 @@ def test_a_file_that_is_no_text_is_refused_before_it_is_read_whole(tmp_path):
 
 
 def test_what_is_no_plain_file_is_refused():
-    with pytest.raises(ValueError, match="must come from a plain file; got /dev/zero, a device or a pipe"):
+    with pytest.raises(
+        ValueError, match="must come from a plain file; got /dev/zero, a device or a pipe"
+    ):
         load_text(Path("/dev/zero"))
 
 
@@ -276,7 +304,8 @@ def test_a_link_out_of_a_folder_is_refused(tmp_path, suffix):
     (tmp_path / f"secret.{suffix}").write_bytes(b"a key")
     (folder / f"val.{suffix}").symlink_to(tmp_path / f"secret.{suffix}")
     with pytest.raises(
-        ValueError, match=rf"must hold its files itself; got .*val.{suffix}', a link to '.*secret.{suffix}'"
+        ValueError,
+        match=rf"must hold its files itself; got .*val.{suffix}', a link to '.*secret.{suffix}'",
     ):
         load_text(folder)
 

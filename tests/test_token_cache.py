@@ -31,7 +31,9 @@ def test_texts_are_learned_whole_with_their_beginning_and_end(tmp_path):
     assert parts == [([0, word("one"), word("two"), 1], None), ([0, word("three"), 1], None)]
     assert found.ignored == ("id",)
     assert [found.documents.place(i) for i in (0, 1)] == [f"{file}:1", f"{file}:3"]
-    assert found.documents.tokens.dtype == np.uint32, "a vocabulary of 70,000 needs more than 16 bits"
+    assert found.documents.tokens.dtype == np.uint32, (
+        "a vocabulary of 70,000 needs more than 16 bits"
+    )
 
 
 def test_another_user_can_read_the_cache_as_the_umask_says(tmp_path):
@@ -45,16 +47,23 @@ def test_another_user_can_read_the_cache_as_the_umask_says(tmp_path):
 
 
 def test_of_a_completion_the_prompt_is_not_learned(tmp_path):
-    file = write_lines(tmp_path / "a.jsonl", {"prompt": "one two ", "completion": "three four"}, {"text": "five"})
+    file = write_lines(
+        tmp_path / "a.jsonl", {"prompt": "one two ", "completion": "three four"}, {"text": "five"}
+    )
     _, parts = documents_of(file, tmp_path / "cache")
     assert parts[0] == ([0, *map(word, ("one", "two", "three", "four")), 1], [0, 0, 0, 1, 1, 1])
     assert parts[1][1] == [1, 1, 1]
 
 
 def test_of_a_conversation_the_answers_are_learned(tmp_path):
-    messages = [{"role": r, "content": c} for r, c in (("user", "one"), ("assistant", "two three"), ("user", "four"))]
+    messages = [
+        {"role": r, "content": c}
+        for r, c in (("user", "one"), ("assistant", "two three"), ("user", "four"))
+    ]
     messages += [{"role": "assistant", "content": "five", "name": None}]
-    found, parts = documents_of(write_lines(tmp_path / "a.jsonl", {"messages": messages}), tmp_path / "cache")
+    found, parts = documents_of(
+        write_lines(tmp_path / "a.jsonl", {"messages": messages}), tmp_path / "cache"
+    )
     words = [
         "user:",
         "one",
@@ -118,18 +127,25 @@ def test_an_example_that_cannot_be_used_is_refused_with_its_file_and_line(tmp_pa
 
 def test_data_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfa")
-    with pytest.raises(ValueError, match=r"text must be UTF-8; got .* invalid start byte in .*a.txt"):
+    with pytest.raises(
+        ValueError, match=r"text must be UTF-8; got .* invalid start byte in .*a.txt"
+    ):
         tokenise([tmp_path / "a.txt"], WordTokenizer(), tmp_path / "cache")
     (tmp_path / "b.txt").write_bytes(b"a\0b")
     with pytest.raises(ValueError, match=r"text must have no zero bytes; got some in .*b.txt"):
         tokenise([tmp_path / "b.txt"], WordTokenizer(), tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"data files must have an example to learn from; got none in .*c.jsonl"):
+    with pytest.raises(
+        ValueError, match=r"data files must have an example to learn from; got none in .*c.jsonl"
+    ):
         tokenise([write_lines(tmp_path / "c.jsonl", "")], WordTokenizer(), tmp_path / "cache")
-    with pytest.raises(ValueError, match=r"data files must come from plain files; got /dev/zero, which is none\."):
+    with pytest.raises(
+        ValueError, match=r"data files must come from plain files; got /dev/zero, which is none\."
+    ):
         tokenise([*map(type(tmp_path), ["/dev/zero"])], WordTokenizer(), tmp_path / "cache")
     file = write_lines(tmp_path / "d.jsonl", {"messages": [{"role": "assistant", "content": "a"}]})
     with pytest.raises(
-        ValueError, match=r"messages need a tokenizer with a chat template; got a model of bytes. .*d.jsonl:1"
+        ValueError,
+        match=r"messages need a tokenizer with a chat template; got a model of bytes. .*d.jsonl:1",
     ):
         tokenise([file], ByteTokenizer(), tmp_path / "cache")
 
@@ -137,7 +153,9 @@ def test_data_that_are_no_text_are_refused(tmp_path):
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_a_file_that_is_empty_is_refused_by_its_name(tmp_path, name):
     (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=rf"must hold text or rows; got .*{name}, empty\. Name another file"):
+    with pytest.raises(
+        ValueError, match=rf"must hold text or rows; got .*{name}, empty\. Name another file"
+    ):
         tokenise([tmp_path / name], WordTokenizer(), tmp_path / "cache")
 
 
@@ -174,7 +192,9 @@ def test_what_is_learned_but_may_not_be_meant_is_told_also_from_the_cache(tmp_pa
         )
 
 
-def test_special_tokens_in_texts_are_told_and_kinds_for_which_there_is_no_room_are_counted(tmp_path):
+def test_special_tokens_in_texts_are_told_and_kinds_for_which_there_is_no_room_are_counted(
+    tmp_path,
+):
     folder = tmp_path / "data"
     folder.mkdir()
     typed = said("see <|end|> here", content="a <|end|>")
@@ -183,7 +203,9 @@ def test_special_tokens_in_texts_are_told_and_kinds_for_which_there_is_no_room_a
     remarks = tokenise([file, text], WordTokenizer(), tmp_path / "cache").remarks
     what = "in their text, which is read as the special token, the first in"
     assert remarks[0] == f"2 of 3 examples have <|end|> {what} {file}:1"
-    assert remarks[1:8] == tuple(f"1 of 3 examples have <|{number}|> {what} {text}" for number in range(7))
+    assert remarks[1:8] == tuple(
+        f"1 of 3 examples have <|{number}|> {what} {text}" for number in range(7)
+    )
     further = "more that may not be meant, of kinds that are not named here"
     assert remarks[8] == f"1 of 3 examples have {further}, the first in {text}"
 
@@ -203,19 +225,28 @@ def test_messages_that_the_template_leaves_out_and_weights_without_effect_are_to
         f"{file}:1",
     )
     called = said("a", content=None, tool_calls=[{"id": "b"}])
-    with pytest.raises(ValueError, match=r'needs a chat template that writes "tool_calls"; got one without'):
+    with pytest.raises(
+        ValueError, match=r'needs a chat template that writes "tool_calls"; got one without'
+    ):
         tokenise([write_lines(tmp_path / "b.jsonl", called)], tokenizer, tmp_path / "cache")
 
 
 def test_names_that_are_given_twice_are_refused(tmp_path):
     twice = '{"prompt": "a", "completion": "b", "completion": "c"}'
     listed = {"prompt": ["a"], "completion": ["b"]}
-    with pytest.raises(ValueError, match=r'must be two strings, or two lists of messages; got \["a"\] for "prompt".'):
+    with pytest.raises(
+        ValueError,
+        match=r'must be two strings, or two lists of messages; got \["a"\] for "prompt".',
+    ):
         documents_of(write_lines(tmp_path / "d.jsonl", listed), tmp_path / "cache")
     for name, text in {"a.jsonl": twice, "b.json": f"[{twice}]"}.items():
-        with pytest.raises(ValueError, match=rf"the key 'completion' twice in an object in .*{name}"):
+        with pytest.raises(
+            ValueError, match=rf"the key 'completion' twice in an object in .*{name}"
+        ):
             list(read_records(write_lines(tmp_path / name, text)))
-    with pytest.raises(ValueError, match=r"got the name 'text' twice in .*c.csv, near line 1. Correct the file"):
+    with pytest.raises(
+        ValueError, match=r"got the name 'text' twice in .*c.csv, near line 1. Correct the file"
+    ):
         list(read_records(write_lines(tmp_path / "c.csv", "text,text", "a,b")))
 
 
@@ -235,7 +266,9 @@ def test_links_to_folders_and_to_nothing_are_refused_and_hidden_files_left_out(t
     assert find_files(tmp_path / "data") == [tmp_path / "data" / "a.jsonl"]
     for target, kind in (("other", "a folder"), ("none", "nothing")):
         (tmp_path / "data" / target).symlink_to(tmp_path / target)
-        with pytest.raises(ValueError, match=rf"hold its files itself; got .*data/{target}, a link to {kind}. Copy"):
+        with pytest.raises(
+            ValueError, match=rf"hold its files itself; got .*data/{target}, a link to {kind}. Copy"
+        ):
             find_files(tmp_path / "data")
         (tmp_path / "data" / target).unlink()
 
@@ -249,7 +282,9 @@ def test_fields_of_messages_and_columns_that_are_not_used_are_told(tmp_path):
     found = tokenise([file], WordTokenizer(), tmp_path / "cache")
     assert found.ignored == ("reasoning_content of messages",), "the template has the other one"
     parquet.write_table(pyarrow.table({"text": ["a", "b"], "id": [1, 2]}), tmp_path / "a.parquet")
-    assert tokenise([tmp_path / "a.parquet"], WordTokenizer(), tmp_path / "cache").ignored == ("id",)
+    assert tokenise([tmp_path / "a.parquet"], WordTokenizer(), tmp_path / "cache").ignored == (
+        "id",
+    )
     assert unread_fields(tmp_path / "a.parquet", ["id"]) == {"text"}
 
 
@@ -257,34 +292,57 @@ def test_a_null_in_a_column_is_named(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "completion": ["c", None]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r'"completion" must be a string; got null. .*a.parquet, example 2'):
+    parquet.write_table(
+        pyarrow.table({"prompt": ["a", "b"], "completion": ["c", None]}), tmp_path / "a.parquet"
+    )
+    with pytest.raises(
+        ValueError, match=r'"completion" must be a string; got null. .*a.parquet, example 2'
+    ):
         documents_of(tmp_path / "a.parquet", tmp_path / "cache")
     parquet.write_table(
-        pyarrow.table({"text": ["a", None], "prompt": [None, "b"], "completion": [None, "c"]}), tmp_path / "b.parquet"
+        pyarrow.table({"text": ["a", None], "prompt": [None, "b"], "completion": [None, "c"]}),
+        tmp_path / "b.parquet",
     )
-    assert len(documents_of(tmp_path / "b.parquet", tmp_path / "cache")[1]) == 2, "each row has a form of its own"
+    assert len(documents_of(tmp_path / "b.parquet", tmp_path / "cache")[1]) == 2, (
+        "each row has a form of its own"
+    )
 
 
 def test_the_only_example_is_cut_and_that_is_told(tmp_path):
-    file = write_lines(tmp_path / "a.jsonl", {"prompt": "a b c ", "completion": " ".join("defghijklmnopqrst")})
+    file = write_lines(
+        tmp_path / "a.jsonl", {"prompt": "a b c ", "completion": " ".join("defghijklmnopqrst")}
+    )
     told = f"the only example in {file} is cut in two: its last 2 tokens are held out"
     assert load_corpus([file], WordTokenizer(), tmp_path / "cache").remarks == (told,)
 
 
 def test_an_answer_of_weight_0_is_not_learned_and_calls_of_tools_need_no_content(tmp_path):
-    turns = said("a", content="b", weight=0)["messages"] + said("c", content="d", weight=1)["messages"]
+    turns = (
+        said("a", content="b", weight=0)["messages"] + said("c", content="d", weight=1)["messages"]
+    )
     file = write_lines(tmp_path / "a.jsonl", {"messages": turns})
     _, [(ids, marks)] = documents_of(file, tmp_path / "cache")
-    assert [token for token, is_learned in zip(ids, marks, strict=True) if is_learned] == [word("d"), word("END")]
-    sharegpt = [{"from": "human", "value": "a", "weight": 0}, {"from": "gpt", "value": "b", "weight": 0}]
+    assert [token for token, is_learned in zip(ids, marks, strict=True) if is_learned] == [
+        word("d"),
+        word("END"),
+    ]
+    sharegpt = [
+        {"from": "human", "value": "a", "weight": 0},
+        {"from": "gpt", "value": "b", "weight": 0},
+    ]
     file = write_lines(tmp_path / "b.jsonl", {"conversations": sharegpt})
     with pytest.raises(
-        ValueError, match=r'must have an answer of "weight" 1, to learn from; got 0 for all. .*b.jsonl:1'
+        ValueError,
+        match=r'must have an answer of "weight" 1, to learn from; got 0 for all. .*b.jsonl:1',
     ):
         documents_of(file, tmp_path / "cache")
-    with pytest.raises(ValueError, match=r'"weight" of a message must be 0, .*; got 0.5. Correct it. .*c.jsonl:1'):
-        documents_of(write_lines(tmp_path / "c.jsonl", said("a", content="b", weight=0.5)), tmp_path / "cache")
+    with pytest.raises(
+        ValueError, match=r'"weight" of a message must be 0, .*; got 0.5. Correct it. .*c.jsonl:1'
+    ):
+        documents_of(
+            write_lines(tmp_path / "c.jsonl", said("a", content="b", weight=0.5)),
+            tmp_path / "cache",
+        )
     file = write_lines(tmp_path / "d.jsonl", said("a", content=None, tool_calls=[{"id": "b"}]))
     assert tokenise([file], WordTokenizer(), tmp_path / "cache").remarks == ()
 
@@ -295,7 +353,9 @@ def test_an_answer_of_weight_0_is_not_learned_and_calls_of_tools_need_no_content
 def test_equal_documents_are_on_one_side_and_a_tenth_is_held_out(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", *({"text": f"number {i % 50}"} for i in range(200)))
     corpus = load_corpus([file], WordTokenizer(), tmp_path / "cache")
-    train, test = ({tuple(d.tokens_of(i)) for i in range(len(d))} for d in (corpus.train, corpus.test))
+    train, test = (
+        {tuple(d.tokens_of(i)) for i in range(len(d))} for d in (corpus.train, corpus.test)
+    )
     assert train.isdisjoint(test)
     assert len(train) + len(test) == 50
     assert len(corpus.test) == 20
@@ -306,11 +366,15 @@ def test_equal_documents_are_on_one_side_and_a_tenth_is_held_out(tmp_path):
 @pytest.mark.parametrize("repeated", ["dup 0", "dup 1", "dup 2", "dup 3"])
 def test_a_document_that_is_repeated_often_is_not_most_of_what_is_held_out(tmp_path, repeated):
     texts = [*({"text": f"number {i}"} for i in range(20)), *[{"text": repeated}] * 100]
-    corpus = load_corpus([write_lines(tmp_path / "a.jsonl", *texts)], WordTokenizer(), tmp_path / "cache")
+    corpus = load_corpus(
+        [write_lines(tmp_path / "a.jsonl", *texts)], WordTokenizer(), tmp_path / "cache"
+    )
     assert (len(corpus.train), len(corpus.test)) == (108, 12)
     assert f"99 of 120 documents in {tmp_path}/a.jsonl equal an earlier one" in corpus.remarks
     texts = [{"text": "a"}] * 2 + [{"text": "b"}] * 3
-    corpus = load_corpus([write_lines(tmp_path / "b.jsonl", *texts)], WordTokenizer(), tmp_path / "cache")
+    corpus = load_corpus(
+        [write_lines(tmp_path / "b.jsonl", *texts)], WordTokenizer(), tmp_path / "cache"
+    )
     assert (len(corpus.train), len(corpus.test)) == (3, 2), "the least repeated ones"
 
 
@@ -327,11 +391,14 @@ def test_of_a_single_document_the_end_is_held_out(tmp_path):
     corpus = load_corpus([tmp_path / "a.txt"], ByteTokenizer(), tmp_path / "cache")
     assert (corpus.train.num_tokens, corpus.test.num_tokens) == (91, 10)
     (tmp_path / "b.txt").write_text("abc")
-    with pytest.raises(ValueError, match=r"a single document is split into two by its length, .*; got 4 tokens"):
+    with pytest.raises(
+        ValueError, match=r"a single document is split into two by its length, .*; got 4 tokens"
+    ):
         load_corpus([tmp_path / "b.txt"], ByteTokenizer(), tmp_path / "cache")
     equal = write_lines(tmp_path / "c.jsonl", {"text": "a b"}, {"text": "a b"})
     with pytest.raises(
-        ValueError, match="split into those to learn from and held-out ones, by their text; got 2 equal ones"
+        ValueError,
+        match="split into those to learn from and held-out ones, by their text; got 2 equal ones",
     ):
         load_corpus([equal], WordTokenizer(), tmp_path / "cache")
 
@@ -341,7 +408,9 @@ def test_of_a_single_document_the_end_is_held_out(tmp_path):
 
 @pytest.fixture
 def cached(tmp_path):
-    file = write_lines(tmp_path / "a.jsonl", {"prompt": "one ", "completion": "two"}, {"text": "three"})
+    file = write_lines(
+        tmp_path / "a.jsonl", {"prompt": "one ", "completion": "two"}, {"text": "three"}
+    )
     found = tokenise([file], WordTokenizer(), tmp_path / "cache")
     [folder] = (tmp_path / "cache").glob("[!.]*")
     return file, found, folder
@@ -352,7 +421,8 @@ def test_a_cache_that_cannot_be_written_is_refused_with_its_flag(tmp_path, there
     file = write_lines(tmp_path / "a.jsonl", {"text": "three"})
     (tmp_path / "file").touch()
     with pytest.raises(
-        ValueError, match=r"cache.* must be a folder that can be written to; got .*: .*\. Name one, such"
+        ValueError,
+        match=r"cache.* must be a folder that can be written to; got .*: .*\. Name one, such",
     ):
         tokenise([file], WordTokenizer(), tmp_path / there)
 
@@ -395,7 +465,8 @@ def test_a_damaged_cache_is_refused_and_can_be_made_again(cached, tmp_path, name
     if name == "manifest.json" and damage != "the file":
         path.write_bytes(content[: len(content) // 2])
     with pytest.raises(
-        ValueError, match=r"a cache of tokens must be whole; got .* Remove that folder: it is made again"
+        ValueError,
+        match=r"a cache of tokens must be whole; got .* Remove that folder: it is made again",
     ):
         tokenise([file], WordTokenizer(), tmp_path / "cache")
     shutil.rmtree(folder)
@@ -428,7 +499,9 @@ def test_processes_at_once_get_the_same_whole_cache(tmp_path, monkeypatch, locks
 
         monkeypatch.setattr(fcntl, "flock", refuse)
     found = []
-    run = lambda: found.append(tokenise([file], WordTokenizer(), tmp_path / "cache").documents.tokens.tobytes())
+    run = lambda: found.append(
+        tokenise([file], WordTokenizer(), tmp_path / "cache").documents.tokens.tobytes()
+    )
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
         thread.start()

@@ -40,7 +40,11 @@ def learned_text(found, tokens):
     """The text of each run of learned tokens of the first document."""
     ids, marks = found.documents.tokens, found.documents.learned
     runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(marks)) + 1)
-    return [tokens._tokenizer.decode(ids[run].tolist(), skip_special_tokens=False) for run in runs if marks[run[0]]]
+    return [
+        tokens._tokenizer.decode(ids[run].tolist(), skip_special_tokens=False)
+        for run in runs
+        if marks[run[0]]
+    ]
 
 
 def test_special_tokens_that_somebody_wrote_in_a_text_are_found(folder):
@@ -52,7 +56,10 @@ def test_special_tokens_that_somebody_wrote_in_a_text_are_found(folder):
 def test_tokens_are_those_of_the_library_and_decode_to_the_text(folder):
     import tokenizers
 
-    own, want = read_tokenizer(folder), tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    own, want = (
+        read_tokenizer(folder),
+        tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")),
+    )
     assert own.vocab_size == want.get_vocab_size()
     assert own.end == want.token_to_id("<|im_end|>")
     for text in TEXT[:4]:
@@ -72,7 +79,9 @@ def test_texts_with_and_without_a_beginning_stay_in_their_order(folder):
 
 
 def test_of_a_completion_its_tokens_and_the_end_are_learned(folder, tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "what is a cat?", "completion": " a small animal"}) + "\n")
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"prompt": "what is a cat?", "completion": " a small animal"}) + "\n"
+    )
     own = read_tokenizer(folder)
     found = tokenise([tmp_path / "a.jsonl"], own, tmp_path / "cache")
     assert learned_text(found, own) == [" a small animal<|im_end|>"]
@@ -107,9 +116,16 @@ def test_a_question_ends_with_the_beginning_of_an_answer(folder):
 
 
 def test_a_template_uses_the_fields_of_messages_that_it_names(tmp_path):
-    calls = CHATML + "{% if messages[0].tool_calls %}{{ messages[0]['tool_calls'] | tojson }}{% endif %}"
+    calls = (
+        CHATML
+        + "{% if messages[0].tool_calls %}{{ messages[0]['tool_calls'] | tojson }}{% endif %}"
+    )
     tokenizer = read_tokenizer(write_tokenizer(tmp_path / "a", template=calls))
-    assert [tokenizer.uses(name) for name in ("tool_calls", "weight", "calls")] == [True, False, False]
+    assert [tokenizer.uses(name) for name in ("tool_calls", "weight", "calls")] == [
+        True,
+        False,
+        False,
+    ]
     assert not read_tokenizer(write_tokenizer(tmp_path / "b", template=None)).uses("tool_calls")
 
 
@@ -118,7 +134,8 @@ def test_a_template_that_forgets_is_refused_for_more_than_one_answer(tmp_path):
     text, [(start, end)] = own.render(CHAT[:3])
     assert text[start:end] == "<think></think>a small animal<|im_end|>\n"
     with pytest.raises(
-        ValueError, match=r"for the first 3 of 5 messages from the chat template .* End each conversation with"
+        ValueError,
+        match=r"for the first 3 of 5 messages from the chat template .* End each conversation with",
     ):
         own.render(CHAT)
 
@@ -133,7 +150,8 @@ def test_a_chat_template_is_found_where_it_may_be(tmp_path, form):
     assert own.has_chat_template == (form != "none")
     if form == "none":
         with pytest.raises(
-            ValueError, match=r"messages need a chat template; got none in .*Add chat_template.jinja, or"
+            ValueError,
+            match=r"messages need a chat template; got none in .*Add chat_template.jinja, or",
         ):
             own.render(CHAT)
     else:
@@ -186,18 +204,26 @@ def test_settings_for_inference_cut_no_example(folder, tmp_path):
 def test_a_template_runs_in_a_sandbox(tmp_path, template):
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=template))
     with pytest.raises(
-        ValueError, match=r"must be one that the model's chat template takes; got .* Correct the messages"
+        ValueError,
+        match=r"must be one that the model's chat template takes; got .* Correct the messages",
     ):
         own.render(CHAT)
 
 
 def test_a_template_may_refuse_messages_and_knows_no_date(tmp_path):
-    refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}"
+    refusing = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('begin with the user') }}{% endif %}"
+    )
     own = read_tokenizer(write_tokenizer(tmp_path / "model", template=refusing))
     with pytest.raises(ValueError, match="got begin with the user in the template of"):
         own.render(CHAT)
     dated = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% else %}no date{% endif %}"
-    assert read_tokenizer(write_tokenizer(tmp_path / "dated", template=dated)).render(CHAT, ask=True)[0] == "no date"
+    assert (
+        read_tokenizer(write_tokenizer(tmp_path / "dated", template=dated)).render(CHAT, ask=True)[
+            0
+        ]
+        == "no date"
+    )
 
 
 def test_messages_with_the_marks_of_answers_are_refused(tmp_path):
@@ -231,12 +257,16 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(folder, tmp_path,
         read_tokenizer(folder)
 
 
-@pytest.mark.parametrize(("package", "message"), [("tokenizers", "tokenizers library"), ("jinja2", "Jinja")])
+@pytest.mark.parametrize(
+    ("package", "message"), [("tokenizers", "tokenizers library"), ("jinja2", "Jinja")]
+)
 def test_a_missing_package_is_named_with_its_extra(folder, monkeypatch, package, message):
     import sys
 
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"{message}.*got .*\. Install it: pip install -e '\.\[hf\]'"):
+    with pytest.raises(
+        ImportError, match=rf"{message}.*got .*\. Install it: pip install -e '\.\[hf\]'"
+    ):
         read_tokenizer(folder)

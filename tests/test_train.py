@@ -27,7 +27,9 @@ def mesh():
 
 
 def make_state(mesh, optimizer=ADAM):
-    return jaxpar.init_state(tiny.init, KEY, optimizer, mesh, tiny.shardings(mesh, jax.eval_shape(tiny.init, KEY)))
+    return jaxpar.init_state(
+        tiny.init, KEY, optimizer, mesh, tiny.shardings(mesh, jax.eval_shape(tiny.init, KEY))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,9 @@ def state(first_state):
 
 
 def make_step(mesh, optimizer=ADAM, **options):
-    return jaxpar.make_train_step(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh), optimizer, **options)
+    return jaxpar.make_train_step(
+        jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh), optimizer, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +80,9 @@ def test_every_device_holds_its_own_part_of_params_and_of_the_moments_of_adam(fi
         "b_down": (2, 8),
     }
     assert own_shapes(adam.mu) == own_shapes(adam.nu) == own_shapes(state.params)
-    assert all(leaf.sharding.is_fully_replicated for leaf in (state.step, adam.count, state.num_skipped))
+    assert all(
+        leaf.sharding.is_fully_replicated for leaf in (state.step, adam.count, state.num_skipped)
+    )
 
 
 def test_no_device_ever_holds_a_split_param_whole(monkeypatch):
@@ -84,8 +90,14 @@ def test_no_device_ever_holds_a_split_param_whole(monkeypatch):
     init = lambda key: init_params(table, key)
     compiled, jit = [], jax.jit
     with monkeypatch.context() as patch:
-        patch.setattr(jax, "jit", lambda *args, **options: compiled.append(jit(*args, **options)) or compiled[-1])
-        jaxpar.init_state(init, KEY, optax.sgd(0.1), mesh, tiny.shardings(mesh, jax.eval_shape(init, KEY)))
+        patch.setattr(
+            jax,
+            "jit",
+            lambda *args, **options: compiled.append(jit(*args, **options)) or compiled[-1],
+        )
+        jaxpar.init_state(
+            init, KEY, optax.sgd(0.1), mesh, tiny.shardings(mesh, jax.eval_shape(init, KEY))
+        )
     report = inspect_step(compiled[0], KEY, mesh=mesh)
     whole = 4 * 256 * 256 * 4
     assert report.memory.output_bytes + report.memory.temp_bytes < 0.5 * whole, report.memory
@@ -104,8 +116,12 @@ def test_first_values_do_not_depend_on_the_mesh(first_state):
 
 def test_a_factored_state_is_cut_along_the_dims_that_it_keeps(mesh):
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=4)
-    state = abstract_state(tiny.init, KEY, optimizer, mesh, tiny.shardings(mesh, jax.eval_shape(tiny.init, KEY)))
-    v_row, v_col = (getattr(state.opt_state[0], name)["layers"]["w_up"] for name in ("v_row", "v_col"))
+    state = abstract_state(
+        tiny.init, KEY, optimizer, mesh, tiny.shardings(mesh, jax.eval_shape(tiny.init, KEY))
+    )
+    v_row, v_col = (
+        getattr(state.opt_state[0], name)["layers"]["w_up"] for name in ("v_row", "v_col")
+    )
     assert (v_row.shape, v_col.shape) == ((2, 8), (2, 8))
     assert (v_row.sharding.spec, v_col.sharding.spec) == (
         PartitionSpec("stage", None),
@@ -116,7 +132,9 @@ def test_a_factored_state_is_cut_along_the_dims_that_it_keeps(mesh):
 def test_an_optimizer_that_takes_pairs_of_params_is_refused(mesh):
     optimizer = optax.lookahead(ADAM, 5, 0.5)
     step, state = make_step(mesh, optimizer), make_state(mesh, optimizer)
-    with pytest.raises(TypeError, match=r"must take params as they are, a tree of arrays; got optax.lookahead, "):
+    with pytest.raises(
+        TypeError, match=r"must take params as they are, a tree of arrays; got optax.lookahead, "
+    ):
         step(state, on_mesh(mesh))
 
 
@@ -129,11 +147,11 @@ def test_the_abstract_state_is_that_of_init_state(mesh, first_state):
 
 
 def test_shardings_of_another_structure_are_refused(mesh):
-    message = (
-        r"shardings must have the structure of the params; got .* for .*Make them with jaxpar.shardings_from_paths"
-    )
+    message = r"shardings must have the structure of the params; got .* for .*Make them with jaxpar.shardings_from_paths"
     with pytest.raises(ValueError, match=message):
-        jaxpar.init_state(tiny.init, KEY, ADAM, mesh, {"outer": NamedSharding(mesh, PartitionSpec())})
+        jaxpar.init_state(
+            tiny.init, KEY, ADAM, mesh, {"outer": NamedSharding(mesh, PartitionSpec())}
+        )
 
 
 # --- the step -----------------------------------------------------------------------------------------------------------
@@ -187,7 +205,10 @@ def test_nothing_is_compiled_after_the_first_step(mesh, state, caplog):
 def test_a_step_lowers_for_shapes_alone(mesh):
     shardings = tiny.shardings(mesh, jax.eval_shape(tiny.init, KEY))
     abstract = abstract_state(tiny.init, KEY, ADAM, mesh, shardings)
-    assert "donor" in (text := make_step(mesh).lower(abstract, on_mesh(mesh)).as_text()) or "alias" in text
+    assert (
+        "donor" in (text := make_step(mesh).lower(abstract, on_mesh(mesh)).as_text())
+        or "alias" in text
+    )
 
 
 def test_params_of_a_weak_type_do_not_have_the_step_compiled_twice(mesh, caplog):
@@ -195,7 +216,9 @@ def test_params_of_a_weak_type_do_not_have_the_step_compiled_twice(mesh, caplog)
     assert jax.eval_shape(init, KEY)["w"].weak_type
     shardings = {"w": NamedSharding(mesh, PartitionSpec("tensor"))}
     state = jaxpar.init_state(init, KEY, optax.sgd(0.1), mesh, shardings)
-    train_step = jaxpar.make_train_step(lambda params, batch: (jnp.float32(0), params), optax.sgd(0.1))
+    train_step = jaxpar.make_train_step(
+        lambda params, batch: (jnp.float32(0), params), optax.sgd(0.1)
+    )
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
         for _ in range(2):
             state, _ = train_step(state, {})
@@ -206,30 +229,44 @@ def test_params_of_a_weak_type_do_not_have_the_step_compiled_twice(mesh, caplog)
     "update",
     [
         lambda grad, state, params: (grad, state),
-        lambda updates, state, params=None, *, value: (jax.tree.map(lambda u: u * value, updates), state),
-        lambda updates, state, params=None, **more: (jax.tree.map(lambda u: u * more["value"], updates), state),
+        lambda updates, state, params=None, *, value: (
+            jax.tree.map(lambda u: u * value, updates),
+            state,
+        ),
+        lambda updates, state, params=None, **more: (
+            jax.tree.map(lambda u: u * more["value"], updates),
+            state,
+        ),
     ],
     ids=["nothing more", "the loss alone", "anything"],
 )
 def test_an_optimizer_is_given_what_its_update_takes(update):
     optimizer = optax.GradientTransformation(lambda params: (), update)
     state = TrainState(jnp.int32(0), {"w": jnp.zeros(4)}, (), jnp.int32(0))
-    train_step = jaxpar.make_train_step(lambda *_: (jnp.float32(1), {"w": jnp.full(4, 2.0)}), optimizer)
+    train_step = jaxpar.make_train_step(
+        lambda *_: (jnp.float32(1), {"w": jnp.full(4, 2.0)}), optimizer
+    )
     new, _ = train_step(state, {})
     np.testing.assert_array_equal(new.params["w"], 2)
 
 
 @pytest.mark.full
-def test_a_line_search_beside_programs_without_a_loss_in_them_is_refused_before_any_is_compiled(caplog):
+def test_a_line_search_beside_programs_without_a_loss_in_them_is_refused_before_any_is_compiled(
+    caplog,
+):
     mesh, optimizer = jaxpar.make_mesh(stage=2), optax.lbfgs()
     shardings = tiny.shardings(mesh, jax.eval_shape(tiny.init, KEY))
     state = jaxpar.init_state(tiny.init, KEY, optimizer, mesh, shardings)
-    value_and_grad = jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, executor="mpmd", num_microbatches=2)
-    train_step = jaxpar.make_train_step(value_and_grad, optimizer)
-    message = (
-        r'which then must be one program; got executor="mpmd"\. Use executor="spmd", or an optimizer without a line'
+    value_and_grad = jaxpar.value_and_grad(
+        tiny.MODEL, tiny.loss, mesh, executor="mpmd", num_microbatches=2
     )
-    with jax.log_compiles(), caplog.at_level(logging.WARNING), pytest.raises(ValueError, match=message):
+    train_step = jaxpar.make_train_step(value_and_grad, optimizer)
+    message = r'which then must be one program; got executor="mpmd"\. Use executor="spmd", or an optimizer without a line'
+    with (
+        jax.log_compiles(),
+        caplog.at_level(logging.WARNING),
+        pytest.raises(ValueError, match=message),
+    ):
         train_step(state, on_mesh(mesh))
     assert "Compiling jit" not in caplog.text
 
@@ -240,14 +277,20 @@ def test_clipping_under_sharding_is_that_of_one_device(mesh, first_state, max_gr
     optimizer = optax.sgd(1.0)
     params = copy_of(first_state.params)
     state = jaxpar.init_state(
-        lambda _: jax.tree.map(jnp.asarray, params), KEY, optimizer, mesh, tiny.shardings(mesh, params)
+        lambda _: jax.tree.map(jnp.asarray, params),
+        KEY,
+        optimizer,
+        mesh,
+        tiny.shardings(mesh, params),
     )
     _, grads = tiny.reference(params, tiny.make_batch())
     clipped, _ = optax.clip_by_global_norm(max_grad_norm).update(grads, optax.EmptyState())
     want = jax.tree.map(lambda p, g: p - g, params, clipped)
     new, metrics = make_step(mesh, optimizer, max_grad_norm=max_grad_norm)(state, on_mesh(mesh))
     assert_same(new.params, want, within=1e-5)
-    assert_same(metrics["grad_norm"], optax.tree.norm(grads), within=1e-5, message="before clipping")
+    assert_same(
+        metrics["grad_norm"], optax.tree.norm(grads), within=1e-5, message="before clipping"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "float32", "float16", "bfloat16"])
@@ -276,7 +319,9 @@ def test_a_complex_gradient_is_finite_if_both_its_parts_are(broken):
 def test_gradients_whose_norm_cannot_be_told_are_skipped_where_it_is_needed():
     grads = {"w": jnp.full(4, 1e30, jnp.float32)}
     state = TrainState(jnp.int32(0), {"w": jnp.zeros(4)}, optax.sgd(0.1).init({}), jnp.int32(0))
-    step = lambda **options: jaxpar.make_train_step(lambda *_: (jnp.float32(1), grads), optax.sgd(0.1), **options)
+    step = lambda **options: jaxpar.make_train_step(
+        lambda *_: (jnp.float32(1), grads), optax.sgd(0.1), **options
+    )
     new, metrics = step(max_grad_norm=1.0)(jax.tree.map(jnp.copy, state), {})
     assert (metrics["grad_norm"], metrics["skipped"]) == (np.inf, 1)
     np.testing.assert_array_equal(new.params["w"], 0)
@@ -289,7 +334,9 @@ def test_gradients_whose_norm_cannot_be_told_are_skipped_where_it_is_needed():
 def test_complex_params_train_as_on_one_device(zero):
     mesh, optimizer = jaxpar.make_mesh(data=2, tensor=2), optax.adam(1e-2)
     rng = np.random.default_rng(0)
-    draw = lambda *shape: (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(np.complex64)
+    draw = lambda *shape: (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(
+        np.complex64
+    )
     params, batch = {"w": draw(6, 4)}, {"x": draw(8, 6), "y": draw(8, 4)}
     shardings = {"w": NamedSharding(mesh, PartitionSpec(None, "tensor"))}
 
@@ -297,7 +344,9 @@ def test_complex_params_train_as_on_one_device(zero):
         return jnp.sum(jnp.abs(outputs - batch["y"]) ** 2), jnp.float32(len(batch["y"]))
 
     model = lambda params, batch: batch["x"] @ params["w"]
-    state = jaxpar.init_state(lambda key: jax.tree.map(jnp.asarray, params), KEY, optimizer, mesh, shardings, zero=zero)
+    state = jaxpar.init_state(
+        lambda key: jax.tree.map(jnp.asarray, params), KEY, optimizer, mesh, shardings, zero=zero
+    )
     value_and_grad = jaxpar.value_and_grad(model, loss, mesh, zero=zero, shardings=shardings)
     train_step = jaxpar.make_train_step(value_and_grad, optimizer, max_grad_norm=1.0)
     grad_of = jax.jit(jax.grad(lambda params: jnp.divide(*loss(model(params, batch), batch))))
@@ -326,23 +375,34 @@ def test_a_complex_param_that_the_loss_does_not_use_has_no_gradient_on_any_mesh(
     mesh = jaxpar.make_mesh(**axes, devices=jax.devices()[:2])
     layer, head = lambda params, x: x @ params["a"], lambda outer, x: x @ outer["a"]
     model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], layer, head)
-    params = {"outer": {"a": jnp.ones((1, 1)), "z": jnp.ones(4, jnp.complex64)}, "layers": {"a": jnp.ones((2, 1, 1))}}
-    sharded = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()}))
+    params = {
+        "outer": {"a": jnp.ones((1, 1)), "z": jnp.ones(4, jnp.complex64)},
+        "layers": {"a": jnp.ones((2, 1, 1))},
+    }
+    sharded = jaxpar.shard(
+        params, jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()})
+    )
     loss = lambda outputs, batch: (jnp.sum(outputs), jnp.float32(len(outputs)))
     grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, zero=zero)
-    value, grads = jax.jit(grad)(sharded, jaxpar.shard_batch({"x": np.ones((8, 1), np.float32)}, mesh))
+    value, grads = jax.jit(grad)(
+        sharded, jaxpar.shard_batch({"x": np.ones((8, 1), np.float32)}, mesh)
+    )
     assert value == 1
     np.testing.assert_array_equal(jaxpar.fetch(grads["outer"]["z"]), np.zeros(4))
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, -1.0, float("nan")])
 def test_a_norm_that_would_clip_all_is_refused(mesh, max_grad_norm):
-    with pytest.raises(ValueError, match=r"max_grad_norm must be positive; got .*Leave it out to clip nothing"):
+    with pytest.raises(
+        ValueError, match=r"max_grad_norm must be positive; got .*Leave it out to clip nothing"
+    ):
         make_step(mesh, max_grad_norm=max_grad_norm)
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(mesh, adam_step, state, broken):
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(
+    mesh, adam_step, state, broken
+):
     state, _ = adam_step(state, on_mesh(mesh))
     before = copy_of(state)
     features = tiny.make_batch()["features"]
@@ -353,7 +413,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(mesh, adam
 
 
 def test_training_goes_on_after_a_skipped_step(mesh, adam_step, state):
-    state, _ = adam_step(state, on_mesh(mesh, features=np.full_like(tiny.make_batch()["features"], np.nan)))
+    state, _ = adam_step(
+        state, on_mesh(mesh, features=np.full_like(tiny.make_batch()["features"], np.nan))
+    )
     before = copy_of(state.params)
     state, metrics = adam_step(state, on_mesh(mesh))
     assert distance(state.params, before) > 0

@@ -104,7 +104,10 @@ def numpy_logits(config, params, tokens):
     def head(p, x, n):
         group, member = divmod(n, config.group_size)
         indices = (member, config.group_size, config.group_size + 1)
-        q, k, v = (x @ p["w_qkv"][:, group, i] + (p["b_qkv"][group, i] if config.biases else 0) for i in indices)
+        q, k, v = (
+            x @ p["w_qkv"][:, group, i] + (p["b_qkv"][group, i] if config.biases else 0)
+            for i in indices
+        )
         out = np.zeros_like(v)
         for t in range(len(x)):
             if config.positions == "rope":
@@ -119,7 +122,9 @@ def numpy_logits(config, params, tokens):
         return out
 
     def attention(p, x):
-        return sum(head(p, x, n) @ p["w_out"][n] for n in range(config.num_heads)) + p.get("b_out", 0)
+        return sum(head(p, x, n) @ p["w_out"][n] for n in range(config.num_heads)) + p.get(
+            "b_out", 0
+        )
 
     def mlp(p, x):
         up = np.einsum("td,dgf->gtf", x, p["w_up"]) + (p["b_up"][:, None] if config.biases else 0)
@@ -180,7 +185,8 @@ def test_rotation_makes_scores_depend_on_distance_alone():
     q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
     turns = frequencies(8, transformer.Rope(), 1)
     score = lambda i, j: (
-        rotate(jnp.asarray(q), jnp.array([[i]]), turns) * rotate(jnp.asarray(k), jnp.array([[j]]), turns)
+        rotate(jnp.asarray(q), jnp.array([[i]]), turns)
+        * rotate(jnp.asarray(k), jnp.array([[j]]), turns)
     ).sum()
     np.testing.assert_allclose(score(7, 3), score(104, 100), rtol=1e-4)
     assert abs(score(7, 3) - score(7, 4)) > 1e-3
@@ -248,7 +254,9 @@ def test_rows_that_fill_up_the_vocabulary_change_no_number():
     assert transformer.param_table(config)["outer"]["tokens"].shape == (24, EMBED)
     params, batch = make_params(config), make_batch()
     got, grads = reference(config, params, batch)
-    fewer = lambda tree: tree | {"outer": tree["outer"] | {"tokens": tree["outer"]["tokens"][:VOCAB]}}
+    fewer = lambda tree: (
+        tree | {"outer": tree["outer"] | {"tokens": tree["outer"]["tokens"][:VOCAB]}}
+    )
     want, want_grads = reference(FAMILIES["gpt2"], fewer(params), batch)
     np.testing.assert_array_equal(grads["outer"]["tokens"][VOCAB:], 0)
     assert_same(got, want, within=1e-6)
@@ -272,7 +280,10 @@ def test_a_new_model_is_as_unsure_as_can_be():
             {"num_heads": 5},
             "num_heads must divide embed_dim; got num_heads=5, embed_dim=16. Choose num_heads from 1, 2, 4, 8, 16",
         ),
-        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads; got num_kv_heads=3, num_heads=8. Choose"),
+        (
+            {"num_kv_heads": 3},
+            "num_kv_heads must divide num_heads; got num_kv_heads=3, num_heads=8. Choose",
+        ),
         (
             {"num_heads": 16, "positions": "rope"},
             "rotates pairs, so head_dim must be even; got embed_dim=16, num_heads=16, head_dim=1. Choose .* such as 32",
@@ -280,7 +291,10 @@ def test_a_new_model_is_as_unsure_as_can_be():
         ({"compute_dtype": "int8"}, "compute_dtype must be one of float16, .*; got 'int8'"),
         ({"compute_dtype": "fp16"}, "compute_dtype must be one of float16, .*; got 'fp16'"),
         ({"norm": "batch"}, "norm must be one of 'layer', 'rms'; got 'batch'. Choose one of them"),
-        ({"attention": "cudnn"}, 'needs a 16-bit compute_dtype; got float32. Use compute_dtype="bfloat16"'),
+        (
+            {"attention": "cudnn"},
+            'needs a 16-bit compute_dtype; got float32. Use compute_dtype="bfloat16"',
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes, message):
@@ -297,9 +311,14 @@ def test_sizes_that_a_refusal_names_fit():
 
 
 def test_an_unknown_preset_is_refused():
-    with pytest.raises(ValueError, match=r"no transformer of this name; got 'gpt5'. Choose from gpt2, gpt2-medium"):
+    with pytest.raises(
+        ValueError, match=r"no transformer of this name; got 'gpt5'. Choose from gpt2, gpt2-medium"
+    ):
         transformer.preset("gpt5")
-    with pytest.raises(ValueError, match=r"got 'meta-llama/Llama-3.1-8B'\. Did you mean 'llama3.1-8b'\? Choose from"):
+    with pytest.raises(
+        ValueError,
+        match=r"got 'meta-llama/Llama-3.1-8B'\. Did you mean 'llama3.1-8b'\? Choose from",
+    ):
         transformer.preset("meta-llama/Llama-3.1-8B")
 
 
@@ -324,13 +343,16 @@ def test_a_variant_of_a_preset_on_a_hub_names_the_preset(name, meant):
 def test_a_sequence_longer_than_the_table_of_positions_is_refused():
     batch = {"tokens": np.zeros((1, SEQ + 1), np.int32)}
     with pytest.raises(
-        ValueError, match="longer than a learned table of positions; got a sequence of 9, max_positions=8"
+        ValueError,
+        match="longer than a learned table of positions; got a sequence of 9, max_positions=8",
     ):
         transformer.make_model(FAMILIES["gpt2"]).apply(make_params(FAMILIES["gpt2"]), batch)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.full), "float32"])
-def test_rows_are_cast_when_they_are_looked_up_and_their_gradients_are_added_in_the_dtype_of_the_table(dtype):
+def test_rows_are_cast_when_they_are_looked_up_and_their_gradients_are_added_in_the_dtype_of_the_table(
+    dtype,
+):
     table = jax.random.normal(jax.random.key(0), (16, 8))
     rows = jnp.array([[3, 3, 3, 1, 15]])
     plain = lambda table: jnp.take(table, rows, axis=0, mode="fill").astype(dtype)

@@ -53,13 +53,17 @@ ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 )
 def test_no_setting_of_a_plan_can_be_a_flag_or_a_number_of_another_kind(changed, tmp_path):
     ((name, _),) = changed.items()
-    with pytest.raises(ValueError, match=rf"^{name}(\[\d\])? of a plan must (be|match|have) ") as error:
+    with pytest.raises(
+        ValueError, match=rf"^{name}(\[\d\])? of a plan must (be|match|have) "
+    ) as error:
         first_plan(PLAN | changed)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 300
     path = tmp_path / "plan.json"
     path.write_text(json.dumps([PLAN | changed]))
-    with pytest.raises(ValueError, match=rf"^{name}(\[\d\])? of a plan must (be|match|have) |Exceeds the limit"):
+    with pytest.raises(
+        ValueError, match=rf"^{name}(\[\d\])? of a plan must (be|match|have) |Exceeds the limit"
+    ):
         main(["--plan", str(path), "--image", "a", "recipes/gpt.py"])
 
 
@@ -111,7 +115,13 @@ BAD_JSON = {
 def test_json_of_another_form_is_one_line_with_its_flag(flag, text, tmp_path, capsys):
     path = tmp_path / "file.json"
     path.write_text(text)
-    check = [] if flag == "--check" else ["--check", str(write_job(tmp_path))] if flag == "--schema" else []
+    check = (
+        []
+        if flag == "--check"
+        else ["--check", str(write_job(tmp_path))]
+        if flag == "--schema"
+        else []
+    )
     code = jaxpar_main(
         ["manifest", flag, str(path), *check, "--image", "a", "--mesh.data", "8", "recipes/gpt.py"][
             : 5 if check else None
@@ -175,7 +185,8 @@ def test_a_schema_that_would_be_fetched_is_refused(tmp_path):
     path = tmp_path / "schema.json"
     path.write_text('{"properties": {"spec": {"$ref": "http://127.0.0.1:1/evil"}}}')
     with pytest.raises(
-        ValueError, match=re.escape("a schema of Kubernetes has no $ref; got one to 'http://127.0.0.1:1/evil'")
+        ValueError,
+        match=re.escape("a schema of Kubernetes has no $ref; got one to 'http://127.0.0.1:1/evil'"),
     ):
         main(["--check", str(write_job(tmp_path)), "--schema", str(path)])
 
@@ -186,6 +197,7 @@ def test_a_file_that_is_too_large_is_not_read_whole(tmp_path, monkeypatch):
         if path.parent == tmp_path:
             path.write_text("é" * 501)
         with pytest.raises(
-            ValueError, match=f"--plan must name a file of at most 1000 bytes; got {path}, which has more"
+            ValueError,
+            match=f"--plan must name a file of at most 1000 bytes; got {path}, which has more",
         ):
             main(["--plan", str(path), "--image", "a", "recipes/gpt.py"])

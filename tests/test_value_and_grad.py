@@ -40,7 +40,10 @@ def test_a_gradient_is_split_as_its_weight_is(mesh):
 def test_a_plain_function_is_a_model(mesh):
     params = {"weights": np.arange(3, dtype=np.float32), "bias": np.float32(1)}
     rng = np.random.default_rng(0)
-    batch = {"features": rng.normal(size=(8, 3)).astype(np.float32), "y": rng.normal(size=8).astype(np.float32)}
+    batch = {
+        "features": rng.normal(size=(8, 3)).astype(np.float32),
+        "y": rng.normal(size=8).astype(np.float32),
+    }
 
     def loss(outputs, batch):
         return jaxpar.losses.squared_error(outputs, batch["y"])
@@ -48,13 +51,19 @@ def test_a_plain_function_is_a_model(mesh):
     def mean(params):
         return jnp.mean((batch["features"] @ params["weights"] + params["bias"] - batch["y"]) ** 2)
 
-    replicated = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()}))
-    got = jax.jit(jaxpar.value_and_grad(linear.apply, loss, mesh))(replicated, jaxpar.shard_batch(batch, mesh))
+    replicated = jaxpar.shard(
+        params, jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()})
+    )
+    got = jax.jit(jaxpar.value_and_grad(linear.apply, loss, mesh))(
+        replicated, jaxpar.shard_batch(batch, mesh)
+    )
     assert_same(got, jax.value_and_grad(mean)(params), within=1e-5)
 
 
 @pytest.mark.parametrize(
-    "remat", [pytest.param(True, marks=pytest.mark.full), jax.checkpoint_policies.dots_saveable], ids=["all", "policy"]
+    "remat",
+    [pytest.param(True, marks=pytest.mark.full), jax.checkpoint_policies.dots_saveable],
+    ids=["all", "policy"],
 )
 def test_recomputing_activations_changes_no_number(mesh, remat):
     got, want = on(mesh, remat=remat, num_microbatches=2)
@@ -81,7 +90,9 @@ def test_it_can_be_called_without_jit(mesh):
 def test_without_the_gradient_reduction_parity_fails(mesh, monkeypatch):
     monkeypatch.setattr("jaxpar.zero.reduce_gradients", lambda sums, dtype=None, axes=(): sums)
     (_, grads), (_, want) = on(mesh)
-    assert distance(grads, want) > 0.1, "a replica alone should not have the gradients of the whole batch"
+    assert distance(grads, want) > 0.1, (
+        "a replica alone should not have the gradients of the whole batch"
+    )
 
 
 @pytest.mark.full
@@ -90,7 +101,10 @@ def test_a_mean_of_means_is_refused_since_it_fails_parity(mesh, monkeypatch):
         total, weight = tiny.loss(outputs, batch)
         return total / weight, jnp.ones_like(weight)
 
-    with pytest.raises(ValueError, match="loss_sum and weight_sum must be sums over the rows that the loss is given"):
+    with pytest.raises(
+        ValueError,
+        match="loss_sum and weight_sum must be sums over the rows that the loss is given",
+    ):
         on(mesh, loss=mean_loss, num_microbatches=4)
     monkeypatch.setattr("jaxpar.step.checks.check_rows", lambda *_: None)
     (value, grads), (want_value, want) = on(mesh, loss=mean_loss, num_microbatches=4)
@@ -113,7 +127,10 @@ def test_without_accumulation_parity_fails(mesh, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_microbatches": 0}, r"num_microbatches must be positive; got 0. Write num_microbatches=1 or more"),
+        (
+            {"num_microbatches": 0},
+            r"num_microbatches must be positive; got 0. Write num_microbatches=1 or more",
+        ),
         ({"num_chunks": -1}, r"num_chunks must be positive; got -1"),
         ({"zero": 4}, r"zero must be a ZeRO level, 0 to 3; got 4. Write zero=0"),
         (
@@ -125,7 +142,10 @@ def test_without_accumulation_parity_fails(mesh, monkeypatch):
             r"schedule must be one of gpipe, 1f1b, .*; got '1f1'. Did you mean '1f1b'",
         ),
         ({"schedule": None}, r"schedule must be one of gpipe, 1f1b, .*; got None"),
-        ({"executor": "free"}, r'executor="free" is now called executor="mpmd"; got "free"\. Write executor="mpmd"\.'),
+        (
+            {"executor": "free"},
+            r'executor="free" is now called executor="mpmd"; got "free"\. Write executor="mpmd"\.',
+        ),
         ({"executor": "fast"}, r'executor must be "spmd" or "mpmd"; got \'fast\'. Use "spmd"'),
     ],
 )
@@ -137,7 +157,10 @@ def test_a_setting_out_of_range_is_refused(mesh, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_microbatches": 2.0}, r"num_microbatches must be an integer; got 2.0. Write num_microbatches=1"),
+        (
+            {"num_microbatches": 2.0},
+            r"num_microbatches must be an integer; got 2.0. Write num_microbatches=1",
+        ),
         ({"num_microbatches": True}, r"num_microbatches must be an integer; got True"),
         (
             {"remat": "some"},
@@ -157,9 +180,7 @@ def test_a_setting_of_the_wrong_kind_is_refused(mesh, options, message):
 
 
 def test_a_plain_function_in_a_pipeline_is_refused():
-    message = (
-        r"needs to know a model's layers; got stage=2 and a plain function. Write the model as jaxpar.LayeredModel"
-    )
+    message = r"needs to know a model's layers; got stage=2 and a plain function. Write the model as jaxpar.LayeredModel"
     with pytest.raises(ValueError, match=message):
         jaxpar.value_and_grad(linear.apply, tiny.loss, jaxpar.make_mesh(stage=2))
 
@@ -172,7 +193,11 @@ def test_a_plain_function_in_a_pipeline_is_refused():
             TypeError,
             r"loss must return the tuple \(loss_sum, weight_sum\); got float32\[\]\. Return the sum of the losses",
         ),
-        (lambda o, b: (jnp.sum(o), 1.0, {}), TypeError, r"loss must return the tuple \(loss_sum, weight_sum\)"),
+        (
+            lambda o, b: (jnp.sum(o), 1.0, {}),
+            TypeError,
+            r"loss must return the tuple \(loss_sum, weight_sum\)",
+        ),
         (
             lambda o, b: (o[:, 0], b["weight"].sum()),
             ValueError,
@@ -204,9 +229,24 @@ def test_a_plain_function_in_a_pipeline_is_refused():
             r"got \[float32\[\], float32\[\]\] for loss_sum\. Return jnp\.sum of the",
         ),
         (lambda o, b: ("low", 3.0), TypeError, r"two scalars; got 'low' for loss_sum\."),
-        (lambda o, b: (jnp.sum(o), object()), TypeError, r"two scalars; got <object object at .*> for weight_sum\."),
+        (
+            lambda o, b: (jnp.sum(o), object()),
+            TypeError,
+            r"two scalars; got <object object at .*> for weight_sum\.",
+        ),
     ],
-    ids=["mean", "triple", "vector", "integer", "depends", "none", "no weight", "list", "text", "object"],
+    ids=[
+        "mean",
+        "triple",
+        "vector",
+        "integer",
+        "depends",
+        "none",
+        "no weight",
+        "list",
+        "text",
+        "object",
+    ],
 )
 def test_a_loss_that_is_not_a_sum_and_its_weight_is_refused(mesh, loss, kind, message):
     value_and_grad = jax.jit(jaxpar.value_and_grad(tiny.MODEL, loss, mesh))
@@ -227,8 +267,16 @@ def made(part, returned):
             TypeError,
             r"a model must return an array, or a tree of arrays; got None\. Return what",
         ),
-        (lambda params, batch: "high", TypeError, r"a model must return an array, or a tree of arrays; got 'high'\."),
-        (made("embed", lambda x: None), TypeError, r"embed must return an array, or a tree of arrays; got None\."),
+        (
+            lambda params, batch: "high",
+            TypeError,
+            r"a model must return an array, or a tree of arrays; got 'high'\.",
+        ),
+        (
+            made("embed", lambda x: None),
+            TypeError,
+            r"embed must return an array, or a tree of arrays; got None\.",
+        ),
         (
             made("layer", lambda x: (x, "high")),
             TypeError,
@@ -239,7 +287,11 @@ def made(part, returned):
             ValueError,
             r"a model must not name an axis of the mesh, as jax.lax.psum does, .*unbound axis name: data\. Return a number for",
         ),
-        (made("head", lambda x: ()), TypeError, r"head must return an array, or a tree of arrays; got \(\)\."),
+        (
+            made("head", lambda x: ()),
+            TypeError,
+            r"head must return an array, or a tree of arrays; got \(\)\.",
+        ),
         (
             made("head", lambda x: (x,)),
             TypeError,
@@ -253,7 +305,9 @@ def made(part, returned):
     ],
     ids=["none", "text", "embed", "layer", "axis", "empty", "tuple", "numbers"],
 )
-def test_what_a_model_must_not_return_is_refused_with_the_function_that_returned_it(mesh, model, kind, message):
+def test_what_a_model_must_not_return_is_refused_with_the_function_that_returned_it(
+    mesh, model, kind, message
+):
     value_and_grad = jax.jit(jaxpar.value_and_grad(model, tiny.loss, mesh))
     with tiny.signatures_unchecked(), pytest.raises(kind, match=message):
         value_and_grad(tiny.make_params(), tiny.make_batch())
@@ -269,18 +323,32 @@ def test_params_that_the_outputs_do_not_depend_on_are_told_unless_they_are_froze
             jax.eval_shape(value_and_grad, more, tiny.make_batch())
         messages = [str(each.message) for each in found if "depend on a param" in str(each.message)]
         assert bool(messages) == told
-        assert not told or "got none that depends on outer/forgotten, whose gradient is 0. Use it" in messages[0]
+        assert (
+            not told
+            or "got none that depends on outer/forgotten, whose gradient is 0. Use it"
+            in messages[0]
+        )
 
 
 @pytest.mark.parametrize(
     ("params", "batch", "message"),
     [
-        ({"outer": {}}, {}, r'must be a dict with the keys "outer" and "layers"; got \[\'outer\'\]'),
-        (None, {"features": np.ones((6, 6), np.float32)}, r"got 6 rows, data=2, num_microbatches=2. Use 8 rows"),
+        (
+            {"outer": {}},
+            {},
+            r'must be a dict with the keys "outer" and "layers"; got \[\'outer\'\]',
+        ),
+        (
+            None,
+            {"features": np.ones((6, 6), np.float32)},
+            r"got 6 rows, data=2, num_microbatches=2. Use 8 rows",
+        ),
         (None, {"rate": np.float32(1)}, r"must have a leading dim, its rows; got none for rate"),
     ],
 )
-def test_params_and_batches_that_do_not_fit_are_refused_when_it_is_called(mesh, params, batch, message):
+def test_params_and_batches_that_do_not_fit_are_refused_when_it_is_called(
+    mesh, params, batch, message
+):
     value_and_grad = jax.jit(jaxpar.value_and_grad(tiny.MODEL, tiny.loss, mesh, num_microbatches=2))
     batch = batch if "features" in batch else tiny.make_batch() | batch
     with pytest.raises(ValueError, match=message):

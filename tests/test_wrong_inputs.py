@@ -64,7 +64,10 @@ def test_a_setting_of_another_kind_is_refused(kind, name, value, rule):
     mesh = (jaxpar.make_mesh(data=2),) if kind is Parallel else ()
     with tiny.signatures_unchecked(), pytest.raises((TypeError, ValueError)) as error:
         kind(*mesh, **{name: value})
-    assert re.match(rf"{name} must be {re.escape(rule)}.*; got .*\.|{name} must be one of .*; got ", str(error.value))
+    assert re.match(
+        rf"{name} must be {re.escape(rule)}.*; got .*\.|{name} must be one of .*; got ",
+        str(error.value),
+    )
 
 
 FUNCTIONS = {
@@ -76,7 +79,10 @@ FUNCTIONS = {
         lambda mesh: jaxpar.make_eval_step(MODEL, 1.0, mesh),
         "loss must be a function of .*; got 1.0",
     ),
-    "no model": (lambda mesh: jaxpar.make_eval_step(None, LOSS, mesh), "model must be a LayeredModel or a function"),
+    "no model": (
+        lambda mesh: jaxpar.make_eval_step(None, LOSS, mesh),
+        "model must be a LayeredModel or a function",
+    ),
     "no embed": (
         lambda mesh: LayeredModel(None, LAYER, HEAD),
         "embed must be a function; got None. .*embed(outer, batch)",
@@ -85,18 +91,30 @@ FUNCTIONS = {
         lambda mesh: LayeredModel(EMBED, None, HEAD),
         "layer must be a function; got None. .*layer(layer_params, x)",
     ),
-    "a layer of many": (lambda mesh: LayeredModel(EMBED, [LAYER, 1], HEAD), "layer must be a function; got 1"),
+    "a layer of many": (
+        lambda mesh: LayeredModel(EMBED, [LAYER, 1], HEAD),
+        "layer must be a function; got 1",
+    ),
     "no head": (
         lambda mesh: LayeredModel(EMBED, LAYER, "head"),
         "head must be a function; got 'head'. .*head(outer, x)",
     ),
-    "has_aux of an evaluation": (lambda mesh: made(mesh, has_aux=None), "has_aux must be a bool; got None"),
-    "no devices": (lambda mesh: made(mesh.abstract_mesh), "a step runs on devices; got a mesh without any"),
+    "has_aux of an evaluation": (
+        lambda mesh: made(mesh, has_aux=None),
+        "has_aux must be a bool; got None",
+    ),
+    "no devices": (
+        lambda mesh: made(mesh.abstract_mesh),
+        "a step runs on devices; got a mesh without any",
+    ),
     "a misspelt setting": (
         lambda mesh: made(mesh, microbatches=4),
         "value_and_grad takes model, .*; got microbatches. Did you mean num_microbatches?",
     ),
-    "a missing mesh": (lambda mesh: jaxpar.value_and_grad(MODEL, LOSS), "value_and_grad(): missing .*mesh"),
+    "a missing mesh": (
+        lambda mesh: jaxpar.value_and_grad(MODEL, LOSS),
+        "value_and_grad(): missing .*mesh",
+    ),
     "microbatches of an evaluation": (
         lambda mesh: jaxpar.make_eval_step(MODEL, LOSS, mesh, num_microbatches=2),
         "got num_microbatches. Write pipeline=jaxpar.Pipeline(num_microbatches=...).",
@@ -138,7 +156,9 @@ FUNCTIONS = {
         "max_grad_norm must be a number; got True",
     ),
     "a state of another optimizer": (
-        lambda mesh: jaxpar.make_train_step(made(mesh), optax.adam(0.1))(state_of(OPTIMIZER), tiny.make_batch()),
+        lambda mesh: jaxpar.make_train_step(made(mesh), optax.adam(0.1))(
+            state_of(OPTIMIZER), tiny.make_batch()
+        ),
         "a step's optimizer must be that of its state; got one with ScaleByAdamState, EmptyState of .* arrays, and a "
         "state with EmptyState of 0 arrays.",
     ),
@@ -161,7 +181,10 @@ FUNCTIONS = {
         lambda mesh: jaxpar.make_mesh(devices=8),
         "devices must be a sequence of devices of JAX; got 8",
     ),
-    "zero devices": (lambda mesh: jaxpar.make_mesh(devices=[]), "devices must be at least one, and each once; got 0"),
+    "zero devices": (
+        lambda mesh: jaxpar.make_mesh(devices=[]),
+        "devices must be at least one, and each once; got 0",
+    ),
     "a device twice": (
         lambda mesh: jaxpar.make_mesh(data=2, devices=jax.devices()[:1] * 2),
         "each once; got 2, of which 1 differ",
@@ -183,7 +206,9 @@ FUNCTIONS = {
         "pattern must be a string; got 1",
     ),
     "a layer without a dim": (
-        lambda mesh: jaxpar.shardings_from_paths({"outer": 1.0, "layers": 1.0}, mesh, {"**": PartitionSpec()}),
+        lambda mesh: jaxpar.shardings_from_paths(
+            {"outer": 1.0, "layers": 1.0}, mesh, {"**": PartitionSpec()}
+        ),
         "the leading dim num_layers; got layers of shape ()",
     ),
     "specs for shardings": (
@@ -195,9 +220,15 @@ FUNCTIONS = {
         "shardings must have the structure of the params",
     ),
     "dims of a string": (lambda mesh: ParamSpec((8, 8), "ab"), "dims must be a tuple; got 'ab'"),
-    "a shape of floats": (lambda mesh: ParamSpec((8.0,), ("a",)), "shape must be of integers; got 8.0"),
+    "a shape of floats": (
+        lambda mesh: ParamSpec((8.0,), ("a",)),
+        "shape must be of integers; got 8.0",
+    ),
     "a negative shape": (lambda mesh: ParamSpec((-8,), ("a",)), "shape must be at least 0; got -8"),
-    "dims of no weight": (lambda mesh: jaxpar.column_parallel(ndim="2"), "ndim must be an integer; got '2'"),
+    "dims of no weight": (
+        lambda mesh: jaxpar.column_parallel(ndim="2"),
+        "ndim must be an integer; got '2'",
+    ),
     "counts of a string": (
         lambda mesh: LayerLayout(4, 2, layers_per_virtual_stage="22"),
         "layers_per_virtual_stage must be integers in a tuple; got '22'",
@@ -206,8 +237,14 @@ FUNCTIONS = {
         lambda mesh: LayerLayout(4, 2, layers_per_virtual_stage=(2.0, 2)),
         "layers_per_virtual_stage must be .*; got 2.0",
     ),
-    "one end for two": (lambda mesh: LayerLayout(4, 2, end_layers=1), "end_layers must be integers in a tuple; got 1"),
-    "no cluster": (lambda mesh: jaxpar.plan("gpt2", "h100"), "cluster must be a Cluster; got 'h100'"),
+    "one end for two": (
+        lambda mesh: LayerLayout(4, 2, end_layers=1),
+        "end_layers must be integers in a tuple; got 1",
+    ),
+    "no cluster": (
+        lambda mesh: jaxpar.plan("gpt2", "h100"),
+        "cluster must be a Cluster; got 'h100'",
+    ),
     "no shape": (
         lambda mesh: jaxpar.plan(None, cluster("h100")),
         "config must be a preset's name or a TransformerConfig; got None",
@@ -253,12 +290,18 @@ def test_an_argument_of_another_kind_is_refused(name):
     ],
 )
 def test_a_manager_of_checkpoints_checks_itself(tmp_path, keep, message):
-    with tiny.signatures_unchecked(), pytest.raises((TypeError, ValueError), match=re.escape(message)):
+    with (
+        tiny.signatures_unchecked(),
+        pytest.raises((TypeError, ValueError), match=re.escape(message)),
+    ):
         CheckpointManager(tmp_path, jaxpar.make_mesh(), **keep)
 
 
 def test_a_state_is_restored_like_a_state(tmp_path):
-    with tiny.signatures_unchecked(), pytest.raises(TypeError, match="target must be a TrainState; got None"):
+    with (
+        tiny.signatures_unchecked(),
+        pytest.raises(TypeError, match="target must be a TrainState; got None"),
+    ):
         CheckpointManager(tmp_path, jaxpar.make_mesh()).restore(None)
 
 
@@ -267,17 +310,23 @@ def test_a_state_that_was_donated_is_refused():
     """JAX 0.10 ends the process where it is given to several CPU devices."""
     mesh = jaxpar.make_mesh(data=2)
     state = jaxpar.init_state(tiny.init, KEY, OPTIMIZER, mesh, shardings(mesh))
-    step, batch = jaxpar.make_train_step(made(mesh), OPTIMIZER), jaxpar.shard_batch(tiny.make_batch(), mesh)
+    step, batch = (
+        jaxpar.make_train_step(made(mesh), OPTIMIZER),
+        jaxpar.shard_batch(tiny.make_batch(), mesh),
+    )
     following, _ = step(state, batch)
     with pytest.raises(
-        ValueError, match=r"a step donates its state.*got one that an earlier step took.*state, metrics ="
+        ValueError,
+        match=r"a step donates its state.*got one that an earlier step took.*state, metrics =",
     ):
         step(state, batch)
     assert int(step(following, batch)[0].step) == 2
 
 
 def test_params_may_be_python_numbers():
-    where = jaxpar.shardings_from_paths({"scale": 1.0}, mesh := jaxpar.make_mesh(data=2), {"**": PartitionSpec()})
+    where = jaxpar.shardings_from_paths(
+        {"scale": 1.0}, mesh := jaxpar.make_mesh(data=2), {"**": PartitionSpec()}
+    )
     assert where == {"scale": NamedSharding(mesh, PartitionSpec())}
 
 

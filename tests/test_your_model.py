@@ -28,7 +28,10 @@ def test_the_notebook_prints_what_it_shows(monkeypatch):
         doc_pages.check_quoted(shown, printed.getvalue(), numbers=True)
         num_shown += bool(shown)
     assert num_shown == 3
-    assert max(abs(one - eight) for one, eight in zip(names["on_one"], names["on_eight"], strict=True)) < 1e-5
+    assert (
+        max(abs(one - eight) for one, eight in zip(names["on_one"], names["on_eight"], strict=True))
+        < 1e-5
+    )
 
 
 def test_the_notebook_has_the_form_of_version_4():

@@ -31,13 +31,20 @@ RUNS = [
 ]
 
 
-def make_run(mesh, zero, optimizer, make_state=jaxpar.abstract_state, key=None, dtype=jnp.float32, **settings):
+def make_run(
+    mesh, zero, optimizer, make_state=jaxpar.abstract_state, key=None, dtype=jnp.float32, **settings
+):
     """The state, the function of gradients, and the shapes of the params."""
-    key, init = jax.random.key(0) if key is None else key, lambda key: init_params(TABLE, key, dtype)
+    key, init = (
+        jax.random.key(0) if key is None else key,
+        lambda key: init_params(TABLE, key, dtype),
+    )
     shapes = jax.eval_shape(init, key)
     shardings = jaxpar.shardings_from_paths(shapes, mesh, tiny.RULES)
     state = make_state(init, key, optimizer, mesh, shardings, zero=zero)
-    value_and_grad = jaxpar.value_and_grad(mlp.MODEL, tiny.loss, mesh, zero=zero, shardings=shardings, **settings)
+    value_and_grad = jaxpar.value_and_grad(
+        mlp.MODEL, tiny.loss, mesh, zero=zero, shardings=shardings, **settings
+    )
     return state, value_and_grad, shapes
 
 
@@ -51,7 +58,10 @@ def test_loss_gradients_and_parameters_equal_one_device(x64, data, stage, tensor
         mesh, zero, optimizer, jaxpar.init_state, jax.random.key(seed), jnp.float64, **settings
     )
     params = jaxpar.fetch(state.params)
-    train_step, opt_state = jaxpar.make_train_step(value_and_grad, optimizer), optimizer.init(params)
+    train_step, opt_state = (
+        jaxpar.make_train_step(value_and_grad, optimizer),
+        optimizer.init(params),
+    )
     update = jax.jit(optimizer.update)
     for step in range(3):
         batch = tiny.make_batch(seed + step, np.float64)
@@ -60,7 +70,11 @@ def test_loss_gradients_and_parameters_equal_one_device(x64, data, stage, tensor
         updates, opt_state = update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         assert_same(metrics["loss"], np.float32(loss), within=1e-6, message=f"seed {seed}")
-        assert_same(state.opt_state, opt_state, message=f"seed {seed}: the moments have the gradients of each step")
+        assert_same(
+            state.opt_state,
+            opt_state,
+            message=f"seed {seed}: the moments have the gradients of each step",
+        )
     assert_same(state.params, params, within=1e-10, message=f"seed {seed}")
 
 
@@ -78,27 +92,49 @@ MASKED = [
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("run", "remat"),
-    quick(covering([(MASKED[5], False), (MASKED[1], False), (MASKED[2], True)], MASKED, (False, True)), 10),
+    quick(
+        covering(
+            [(MASKED[5], False), (MASKED[1], False), (MASKED[2], True)], MASKED, (False, True)
+        ),
+        10,
+    ),
 )
 def test_level_3_equals_one_device_where_gradients_are_scattered_a_layer_late(x64, run, remat):
     """As on GPUs: idle stages compute and discard ops, and W reduces one layer while it computes the next."""
     schedule, axes, layers = run
     mesh = jaxpar.make_mesh(**dict(zip(("data", "stage", "tensor"), axes, strict=True)))
     layout = jaxpar.LayerLayout(
-        4, mesh.shape["stage"], len(layers) // mesh.shape["stage"], "v" if schedule == "zb-v" else "loop", layers
+        4,
+        mesh.shape["stage"],
+        len(layers) // mesh.shape["stage"],
+        "v" if schedule == "zb-v" else "loop",
+        layers,
     )
-    params, batch = init_params(TABLE, jax.random.key(0), jnp.float64), tiny.make_batch(0, np.float64)
+    params, batch = (
+        init_params(TABLE, jax.random.key(0), jnp.float64),
+        tiny.make_batch(0, np.float64),
+    )
     packed = layout.pack_params(params)
-    settings = {"schedule": schedule, "layout": layout, "remat": remat, "num_microbatches": 4, "mask_idle_ops": True}
+    settings = {
+        "schedule": schedule,
+        "layout": layout,
+        "remat": remat,
+        "num_microbatches": 4,
+        "mask_idle_ops": True,
+    }
     shardings = tiny.shardings(mesh, packed)
-    value_and_grad = jaxpar.value_and_grad(mlp.MODEL, tiny.loss, mesh, zero=3, shardings=shardings, **settings)
+    value_and_grad = jaxpar.value_and_grad(
+        mlp.MODEL, tiny.loss, mesh, zero=3, shardings=shardings, **settings
+    )
     loss, grads = value_and_grad(tiny.on_mesh(mesh, packed), jaxpar.shard_batch(batch, mesh))
     assert_same((loss, layout.unpack_params(jaxpar.fetch(grads))), tiny.reference(params, batch))
 
 
 def test_a_pipeline_at_level_3_gathers_in_the_dtype_of_the_computation():
     mesh = jaxpar.make_mesh(data=4, stage=2)
-    layer = lambda p, x: x + jnp.tanh(x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)).astype(x.dtype)
+    layer = lambda p, x: (
+        x + jnp.tanh(x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)).astype(x.dtype)
+    )
     model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], layer, lambda outer, x: x)
     params = {"outer": {}, "layers": {"w": jax.ShapeDtypeStruct((4, 8, 8), jnp.float32)}}
     batch = jaxpar.shard_batch({"x": np.ones((16, 8), np.float32)}, mesh)
@@ -117,7 +153,10 @@ def test_bytes_at_rest_fall_by_the_data_axis(stage):
     by_level = {}
     for zero in (0, 1, 3):
         state, _, _ = make_run(mesh, zero, optax.sgd(0.1, momentum=0.9))
-        by_level[zero] = (local_bytes(state.params["layers"]), local_bytes(state.opt_state[0].trace["layers"]))
+        by_level[zero] = (
+            local_bytes(state.params["layers"]),
+            local_bytes(state.opt_state[0].trace["layers"]),
+        )
     params, momentum = by_level[0]
     assert by_level[1] == (params, momentum / 4)
     assert by_level[3] == (params / 4, momentum / 4)
@@ -152,29 +191,46 @@ def test_level_3_gathers_a_layer_each_time_it_runs():
     gathers = [c for c in report.collectives if c.kind == "all-gather" and c.times > 1]
     assert {c.times for c in gathers} == {num_layers}, "each layer is gathered when it runs"
     gathered = sum(c.payload_bytes for c in gathers)
-    assert 2 * matrices <= gathered <= 2 * (matrices + biases), "once forward, once backward, and never kept"
+    assert 2 * matrices <= gathered <= 2 * (matrices + biases), (
+        "once forward, once backward, and never kept"
+    )
 
 
 def test_settings_that_cannot_be_are_refused():
     mesh = jaxpar.make_mesh(data=2, stage=2, tensor=2)
     with pytest.raises(
-        ValueError, match=r"ZeRO must know which dims the tensor axis cuts; got zero=1, tensor=2 and no sh"
+        ValueError,
+        match=r"ZeRO must know which dims the tensor axis cuts; got zero=1, tensor=2 and no sh",
     ):
         jaxpar.value_and_grad(mlp.MODEL, tiny.loss, mesh, zero=1)
-    with pytest.raises(ValueError, match=r'executor="mpmd" replicates params and gradients over data; got zero=2'):
-        jaxpar.value_and_grad(mlp.MODEL, tiny.loss, jaxpar.make_mesh(data=2, stage=2), zero=2, executor="mpmd")
+    with pytest.raises(
+        ValueError, match=r'executor="mpmd" replicates params and gradients over data; got zero=2'
+    ):
+        jaxpar.value_and_grad(
+            mlp.MODEL, tiny.loss, jaxpar.make_mesh(data=2, stage=2), zero=2, executor="mpmd"
+        )
 
 
-@pytest.mark.parametrize("axes", [{"data": 2}, pytest.param({"data": 2, "stage": 2}, marks=pytest.mark.full)])
-@pytest.mark.parametrize("masks", [pytest.param(False, marks=pytest.mark.full), True], ids=["", "masked"])
-def test_zero_3_adds_gradients_of_16_bit_params_over_replicas_and_microbatches_without_rounding(axes, masks):
+@pytest.mark.parametrize(
+    "axes", [{"data": 2}, pytest.param({"data": 2, "stage": 2}, marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize(
+    "masks", [pytest.param(False, marks=pytest.mark.full), True], ids=["", "masked"]
+)
+def test_zero_3_adds_gradients_of_16_bit_params_over_replicas_and_microbatches_without_rounding(
+    axes, masks
+):
     """2048 and 1 are the first microbatch's, -2048 and 1 the second's: in float16 their sum would be 1, not 2."""
-    model = jaxpar.LayeredModel(lambda outer, batch: batch["x"], lambda p, h: h * p["w"][None], lambda outer, h: h)
+    model = jaxpar.LayeredModel(
+        lambda outer, batch: batch["x"], lambda p, h: h * p["w"][None], lambda outer, h: h
+    )
     mesh = jaxpar.make_mesh(**axes)
     params = {"outer": {}, "layers": {"w": jnp.ones((2, 4), jnp.float16)}}
     batch = {"x": np.repeat(np.array([[2048], [-2048], [1], [1]], np.float16), 4, axis=1)}
     loss = lambda outputs, batch: (outputs.sum().astype(jnp.float32), jnp.float32(len(outputs)))
-    value_and_grad = jaxpar.value_and_grad(model, loss, mesh, num_microbatches=2, zero=3, mask_idle_ops=masks)
+    value_and_grad = jaxpar.value_and_grad(
+        model, loss, mesh, num_microbatches=2, zero=3, mask_idle_ops=masks
+    )
     grads = jaxpar.fetch(value_and_grad(params, jaxpar.shard_batch(batch, mesh))[1])
     assert_same(grads, {"outer": {}, "layers": {"w": np.full((2, 4), 0.5, np.float16)}})
 
@@ -188,7 +244,9 @@ def test_params_that_zero_leaves_whole_are_told_at_the_start_of_a_run(tmp_path):
     shardings = tiny.shardings(mesh, tiny.make_params())
     for zero in (0, 1, 3):
         parallel = jaxpar.Parallel(mesh, shardings, zero=zero)
-        with Run(BasicFlags.of(out_dir=tmp_path, steps=1, dry_run=True), mesh, say=said.append) as run:
+        with Run(
+            BasicFlags.of(out_dir=tmp_path, steps=1, dry_run=True), mesh, say=said.append
+        ) as run:
             run.restore(tiny.init, jax.random.key(0), optax.adam(1e-2), parallel)
     said = [line for line in said if "whole" in line]
     assert len(said) == 2, "at level 0 ZeRO shards nothing, and no param is left"
@@ -202,9 +260,14 @@ def test_params_that_zero_leaves_whole_are_told_at_the_start_of_a_run(tmp_path):
 def test_what_is_whole_is_a_params_part_on_a_device():
     mesh = jaxpar.make_mesh(data=3, tensor=2)
     shapes = jax.eval_shape(tiny.init, jax.random.key(0))
-    whole = left_whole(shapes, jaxpar.Parallel(mesh, tiny.shardings(mesh, shapes), zero=2, trainable=("layers/w_*",)))
+    whole = left_whole(
+        shapes,
+        jaxpar.Parallel(mesh, tiny.shardings(mesh, shapes), zero=2, trainable=("layers/w_*",)),
+    )
     assert whole == {"layers/w_up": 256, "layers/w_down": 256}, (
         "half of each, and no frozen param, which has no gradient"
     )
     on_four = jaxpar.make_mesh(data=4)
-    assert left_whole(shapes, jaxpar.Parallel(on_four, tiny.shardings(on_four, shapes), zero=3)) == {"outer/b_out": 20}
+    assert left_whole(
+        shapes, jaxpar.Parallel(on_four, tiny.shardings(on_four, shapes), zero=3)
+    ) == {"outer/b_out": 20}

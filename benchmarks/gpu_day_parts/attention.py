@@ -13,9 +13,22 @@ import report
 
 from gpu_day_parts.common import Candidates, Context, off_by
 
-COLUMNS = {"run": "", "mesh": "", "pass": "", "ms a call": ".3f", "time ratio": ".3f", "TFLOP/s a device": ".0f"}
+COLUMNS = {
+    "run": "",
+    "mesh": "",
+    "pass": "",
+    "ms a call": ".3f",
+    "time ratio": ".3f",
+    "TFLOP/s a device": ".0f",
+}
 COLUMNS |= {"off by": ".1e", "temporary GiB": ".2f", "spread": ".1%"}
-SIZES = {"batch": 4, "seq": 4096, "heads": 32, "kv_heads": 4, "head_dim": 64}  # of a layer of the 1B Llama
+SIZES = {
+    "batch": 4,
+    "seq": 4096,
+    "heads": 32,
+    "kv_heads": 4,
+    "head_dim": 64,
+}  # of a layer of the 1B Llama
 TINY = {"batch": 2, "seq": 16, "heads": 4, "kv_heads": 2, "head_dim": 8}
 TURN = 10
 
@@ -52,7 +65,9 @@ def measure(context: Context) -> Iterator[report.Table]:
 
 
 def title(sizes: dict[str, int]) -> str:
-    return "Causal attention in bfloat16, " + ", ".join(f"{name} {size}" for name, size in sizes.items())
+    return "Causal attention in bfloat16, " + ", ".join(
+        f"{name} {size}" for name, size in sizes.items()
+    )
 
 
 def kernels(fused: str, meshes: list[Any]) -> dict[str, tuple[Callable, Any]]:
@@ -61,8 +76,14 @@ def kernels(fused: str, meshes: list[Any]) -> dict[str, tuple[Callable, Any]]:
 
     import jaxpar
 
-    plain = lambda implementation: partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
-    flash = jaxpar.flash_attention if fused == "cudnn" else partial(jaxpar.flash_attention, kernel=plain(fused))
+    plain = lambda implementation: partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation=implementation
+    )
+    flash = (
+        jaxpar.flash_attention
+        if fused == "cudnn"
+        else partial(jaxpar.flash_attention, kernel=plain(fused))
+    )
     found: dict[str, tuple[Callable, Any]] = {"cuDNN, no mesh": (plain(fused), None)}
     found |= {f"jaxpar.flash_attention, {report.mesh_text(mesh)}": (flash, mesh) for mesh in meshes}
     return found | {"XLA, no mesh": (plain("xla"), None)}
@@ -76,7 +97,9 @@ def random_inputs(sizes: dict[str, int], key: Any) -> tuple[Any, ...]:
     shape = lambda heads: (sizes["batch"], sizes["seq"], sizes[heads], sizes["head_dim"])
     shapes = [shape("heads"), shape("kv_heads"), shape("kv_heads"), shape("heads")]
     keys = jax.random.split(key, len(shapes))
-    return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+    return tuple(
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
+    )
 
 
 def under(kernel: Callable, mesh: Any, *, whole: bool) -> Callable:
@@ -92,7 +115,11 @@ def under(kernel: Callable, mesh: Any, *, whole: bool) -> Callable:
         return vjp(ct) if whole else mixed
 
     rows = PartitionSpec(DATA)
-    return run if mesh is None else manual_over_data_and_stage(run, mesh, in_specs=rows, out_specs=rows)
+    return (
+        run
+        if mesh is None
+        else manual_over_data_and_stage(run, mesh, in_specs=rows, out_specs=rows)
+    )
 
 
 def on_mesh(inputs: tuple[Any, ...], mesh: Any) -> tuple[Any, ...]:
@@ -125,10 +152,19 @@ def exact(inputs: tuple[Any, ...], whole: bool) -> Any:
 
 def flops(sizes: dict[str, int], whole: bool) -> int:
     """Operations of the products of causal attention, half of the scores: two forward, five more backward."""
-    return (14 if whole else 4) * sizes["batch"] * sizes["heads"] * sizes["seq"] ** 2 * sizes["head_dim"] // 2
+    return (
+        (14 if whole else 4)
+        * sizes["batch"]
+        * sizes["heads"]
+        * sizes["seq"] ** 2
+        * sizes["head_dim"]
+        // 2
+    )
 
 
-def rows_of(sizes: dict[str, int], which: str, candidates: Candidates, kernels: dict) -> list[dict[str, Any]]:
+def rows_of(
+    sizes: dict[str, int], which: str, candidates: Candidates, kernels: dict
+) -> list[dict[str, Any]]:
     rows = []
     for name, timed in candidates.timed("cuDNN, no mesh").items():
         seconds, mesh = timed.wall_seconds / candidates.turn, kernels[name][1]

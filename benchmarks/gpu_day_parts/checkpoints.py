@@ -47,7 +47,10 @@ def measure(context: Context) -> Iterator[report.Table]:
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(ours.state))
         context.say(f"a state of {size / GIB:.2f} GiB, a step of {step_seconds * 1e3:.1f} ms")
         manager = jaxpar.CheckpointManager(folder, ours.mesh, keep=1)
-        row: dict[str, Any] = dict.fromkeys(COLUMNS) | {"state GiB": size / GIB, "ms a step": step_seconds * 1e3}
+        row: dict[str, Any] = dict.fromkeys(COLUMNS) | {
+            "state GiB": size / GIB,
+            "ms a step": step_seconds * 1e3,
+        }
         manager.save(ours.state)  # compiles, and makes the files' cache warm
         ours.train(1)
         kept, step = jax.tree.map(jnp.copy, ours.state), int(ours.state.step)
@@ -60,7 +63,10 @@ def measure(context: Context) -> Iterator[report.Table]:
         restored = manager.restore(kept, step=step)
         jax.block_until_ready(restored)
         row |= {"restore s": time.perf_counter() - began}
-        row |= {"read GB/s": size / row["restore s"] / 1e9, "restored equal": "yes" if equal(kept, restored) else "NO"}
+        row |= {
+            "read GB/s": size / row["restore s"] / 1e9,
+            "restored equal": "yes" if equal(kept, restored) else "NO",
+        }
         manager.close()
         yield table(work, ours.shape, row)
         if row["restored equal"] != "yes":
@@ -71,7 +77,11 @@ def layers_that_fit(folder: Path) -> dict[str, int]:
     """Returns fewer layers where the disk has no room for two checkpoints: an old one is deleted after the new one is whole."""
     free = shutil.disk_usage(folder).free
     return next(
-        ({"num_layers": count} for count in (22, 11, 6) if 2.5 * 12 * (0.05e9 * count + 0.14e9) < free),
+        (
+            {"num_layers": count}
+            for count in (22, 11, 6)
+            if 2.5 * 12 * (0.05e9 * count + 0.14e9) < free
+        ),
         {"num_layers": 2},
     )
 

@@ -95,7 +95,9 @@ class Candidates:
             self.runs[name] = lambda: [first(run(*args)) for _ in range(self.turn)]
             self.facts[name] = facts
         self.longest = max(self.longest, time.perf_counter() - began)
-        self.context.say(f"{name}: {self.left_out.get(name) or f'compiled in {time.perf_counter() - began:.0f} s'}")
+        self.context.say(
+            f"{name}: {self.left_out.get(name) or f'compiled in {time.perf_counter() - began:.0f} s'}"
+        )
 
     def timed(self, reference: str, repeats: int = 7) -> dict[str, timing.Timing]:
         """Times the candidates in turn, in at most ``repeats`` rounds, fewer where time runs out.
@@ -117,7 +119,11 @@ class Candidates:
         if not self.runs:
             raise RuntimeError(f"no candidate ran. {self.note()}")
         one_round = time.perf_counter() - began
-        repeats = 1 if self.context.smoke else max(1, min(repeats, int(0.7 * self.context.left / one_round) - 1))
+        repeats = (
+            1
+            if self.context.smoke
+            else max(1, min(repeats, int(0.7 * self.context.left / one_round) - 1))
+        )
         first = reference if reference in self.runs else next(iter(self.runs))
         timings = timing.measure(self.runs, reference=first, repeats=repeats)
         for name, timed in timings.items():
@@ -151,7 +157,9 @@ def off_by(found: Any, expected: Any) -> float:
     def squares(found: Any, expected: Any) -> tuple[Any, Any]:
         wide = lambda a: a.astype(jnp.float32)
         total = lambda tree: sum(jnp.sum(jnp.square(a)) for a in jax.tree.leaves(tree))
-        return total(jax.tree.map(lambda a, b: wide(a) - wide(b), found, expected)), total(jax.tree.map(wide, expected))
+        return total(jax.tree.map(lambda a, b: wide(a) - wide(b), found, expected)), total(
+            jax.tree.map(wide, expected)
+        )
 
     difference, size = squares(found, expected)
     return float(difference / size) ** 0.5

@@ -52,7 +52,9 @@ def decode_seconds(shape: Any, params: Any, rows: int, tokens: int) -> float:
 
     from jaxpar.models import transformer
 
-    prompt = np.random.default_rng(0).integers(0, 256, (rows, min(PROMPT, 16 if tokens < NEW else PROMPT)))
+    prompt = np.random.default_rng(0).integers(
+        0, 256, (rows, min(PROMPT, 16 if tokens < NEW else PROMPT))
+    )
     prompt = prompt.astype(np.int32)
     np.asarray(transformer.generate(shape, params, prompt, tokens))
     began = time.perf_counter()
@@ -68,4 +70,6 @@ def read_seconds(params: Any, device: Any) -> float | None:
 
     if (gpu := gpu_of(device)) is None:
         return None
-    return 1e3 * sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / cluster(gpu).memory_bandwidth
+    return (
+        1e3 * sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / cluster(gpu).memory_bandwidth
+    )

@@ -9,7 +9,14 @@ from gpt_training import Model, make_batch, make_shape
 
 from gpu_day_parts.common import Candidates, Context
 
-COLUMNS = {"remat": "", "run": "", "ms a call": ".2f", "spread": ".1%", "time ratio": ".3f", "temporary GiB": ".2f"}
+COLUMNS = {
+    "remat": "",
+    "run": "",
+    "ms a call": ".2f",
+    "spread": ".1%",
+    "time ratio": ".3f",
+    "temporary GiB": ".2f",
+}
 COLUMNS |= {"compile s": ".1f"}
 TURN, HOST_CALLS = 3, 200
 TITLE = "Loss and gradients of the same model, without the optimizer"
@@ -31,7 +38,9 @@ def measure(context: Context) -> Iterator[report.Table]:
     for remat in ("none",) if context.smoke else ("none", "dots", "full"):
         candidates = Candidates(context, turn=1 if context.smoke else TURN)
         for name, function in functions(shape, mesh, remat).items():
-            candidates.add(f"{name}, remat {remat}" if remat != "none" else name, function, params, batch)
+            candidates.add(
+                f"{name}, remat {remat}" if remat != "none" else name, function, params, batch
+            )
         notes.append(candidates.note())
         if candidates.runs:
             rows += rows_of(candidates, remat)
@@ -44,7 +53,10 @@ def measure(context: Context) -> Iterator[report.Table]:
 def functions(shape: Any, mesh: Any, remat: str) -> dict[str, Any]:
     """Returns both functions; ``jax.value_and_grad`` of layers in ``jax.checkpoint`` where there is a rematerialisation."""
     model = Model(shape, mesh, remat)
-    return {"jax.value_and_grad": model.plain_value_and_grad, "jaxpar.value_and_grad": model.value_and_grad}
+    return {
+        "jax.value_and_grad": model.plain_value_and_grad,
+        "jaxpar.value_and_grad": model.value_and_grad,
+    }
 
 
 def rows_of(candidates: Candidates, remat: str) -> list[dict[str, Any]]:
@@ -71,10 +83,15 @@ def host_table(context: Context) -> report.Table:
     import jaxpar
 
     mesh = jaxpar.make_mesh(devices=jax.devices()[:1])
-    tiny = Context("gradients", context.folder, True, context.until, context.all_until).work("llama")
+    tiny = Context("gradients", context.folder, True, context.until, context.all_until).work(
+        "llama"
+    )
     shape = make_shape(tiny)
     model = Model(shape, mesh)
-    params, batch = jax.jit(model.init)(jax.random.key(0)), jaxpar.shard_batch(make_batch(tiny, shape), mesh)
+    params, batch = (
+        jax.jit(model.init)(jax.random.key(0)),
+        jaxpar.shard_batch(make_batch(tiny, shape), mesh),
+    )
     runs = {
         "jax.jit(jax.value_and_grad)": jax.jit(model.plain_value_and_grad),
         "jaxpar.value_and_grad": model.value_and_grad,
@@ -91,4 +108,9 @@ def host_table(context: Context) -> report.Table:
     median = {name: sorted(each)[len(each) // 2] * 1e6 for name, each in seconds.items()}
     columns = {"run": "", "host microseconds a call": ".0f"}
     rows = [dict(zip(columns, pair, strict=True)) for pair in median.items()]
-    return report.Table(f"The host's time of a call, of a tiny model; medians of {calls}", columns, rows, "one device")
+    return report.Table(
+        f"The host's time of a call, of a tiny model; medians of {calls}",
+        columns,
+        rows,
+        "one device",
+    )

@@ -26,9 +26,7 @@ COLUMNS = {
     "spread": ".1%",
 }
 TITLE = "Products of rows with the weights of their experts, in bfloat16"
-NOTE = (
-    "The operations are those of the rows without padding. Dense: a batch of products, experts with equally many rows."
-)
+NOTE = "The operations are those of the rows without padding. Dense: a batch of products, experts with equally many rows."
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,9 @@ def measure(context: Context) -> Iterator[report.Table]:
         yield report.Table(TITLE, COLUMNS, rows, "one device", notes)
 
 
-def row_of(name: str, case: Case, product: str, seconds: dict[str, float], spreads: dict[str, float]) -> dict[str, Any]:
+def row_of(
+    name: str, case: Case, product: str, seconds: dict[str, float], spreads: dict[str, float]
+) -> dict[str, Any]:
     taken, dense = seconds[product], seconds.get("dense")
     share = None if dense is None else dense / taken
     cells = (name, product, taken * 1e3, case.flops / taken / 1e12, share, spreads.get(product))
@@ -104,7 +104,9 @@ def passes(case: Case) -> dict[str, tuple[Callable, tuple]]:
     here = lambda kernel, *arrays: kernel(*arrays)
     product = lambda rows, weights: grouped_product(here, rows, weights, sizes)
     of_rows = lambda rows, weights, ct: jax.vjp(lambda rows: product(rows, weights), rows)[1](ct)
-    of_weights = lambda rows, weights, ct: jax.vjp(lambda weights: product(rows, weights), weights)[1](ct)
+    of_weights = lambda rows, weights, ct: jax.vjp(lambda weights: product(rows, weights), weights)[
+        1
+    ](ct)
     dense = lambda rows, weights: jnp.einsum("eti,eio->eto", rows, weights)
     return {
         "dense": (dense, (even, weights[0])),

@@ -12,7 +12,13 @@ import report
 
 from gpu_day_parts.common import Candidates, Context
 
-COLUMNS = {"product": "", "buffer MiB": ".0f", "form": "", "ms a call": ".3f", "microseconds a predicate": ".1f"}
+COLUMNS = {
+    "product": "",
+    "buffer MiB": ".0f",
+    "form": "",
+    "ms a call": ".3f",
+    "microseconds a predicate": ".1f",
+}
 COLUMNS |= {"host waits a predicate": ".1f", "spread": ".1%"}
 MIB = 2**20
 
@@ -52,7 +58,13 @@ def measure(context: Context) -> Iterator[report.Table]:
         notes += candidates.note()
         if candidates.runs:
             rows += rows_of(case, candidates)
-            yield report.Table("Products behind a predicate that is always true", COLUMNS, rows, "one device", notes)
+            yield report.Table(
+                "Products behind a predicate that is always true",
+                COLUMNS,
+                rows,
+                "one device",
+                notes,
+            )
     if not rows:
         raise RuntimeError(f"no candidate ran: {notes}")
 
@@ -74,10 +86,16 @@ def _loop(pred: Any, op: Callable, carry: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    return jax.lax.while_loop(lambda c: c[0], lambda c: (jnp.zeros((), bool), op(c[1])), (pred, carry))[1]
+    return jax.lax.while_loop(
+        lambda c: c[0], lambda c: (jnp.zeros((), bool), op(c[1])), (pred, carry)
+    )[1]
 
 
-FORMS: dict[str, Callable] = {"open": lambda pred, op, carry: op(carry), "cond": _cond, "loop of one trip": _loop}
+FORMS: dict[str, Callable] = {
+    "open": lambda pred, op, carry: op(carry),
+    "cond": _cond,
+    "loop of one trip": _loop,
+}
 
 
 def arrays(case: Case, key: Any) -> tuple[Any, ...]:
@@ -105,7 +123,9 @@ def program(case: Case, form: str) -> Callable:
                     x, buffer = carry
                     x = (x @ w).astype(x.dtype)
                     if case.buffer_bytes:
-                        buffer = jax.lax.dynamic_update_index_in_dim(buffer, x, (t + i) % len(buffer), 0)
+                        buffer = jax.lax.dynamic_update_index_in_dim(
+                            buffer, x, (t + i) % len(buffer), 0
+                        )
                     return x, buffer
 
                 carry = FORMS[form](on[t, i], op, carry)
@@ -139,7 +159,9 @@ def rows_of(case: Case, candidates: Candidates) -> list[dict[str, Any]]:
             case.buffer_bytes / MIB,
             form,
             timed.wall_seconds * 1e3,
-            None if opened is None or form == "open" else (timed.wall_seconds - opened) / count * 1e6,
+            None
+            if opened is None or form == "open"
+            else (timed.wall_seconds - opened) / count * 1e6,
             None if waits is None else waits / count,
             timed.wall_spread,
         )

@@ -70,7 +70,9 @@ def add(line: Any, spent: collections.Counter, times: collections.Counter) -> No
 def kind_of(kernel: str) -> str:
     """Returns what a kernel does, by its name."""
     name = kernel.lower()
-    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), OTHER)
+    return next(
+        (kind for kind, parts in KINDS.items() if any(part in name for part in parts)), OTHER
+    )
 
 
 def tables(job: str, spent: dict[str, float], times: dict[str, float]) -> Iterator[report.Table]:

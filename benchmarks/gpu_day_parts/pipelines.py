@@ -15,7 +15,13 @@ from gpt_training import Model, loss, make_batch, make_shape
 
 from gpu_day_parts.common import Candidates, Context, off_by
 
-COLUMNS = {"run": "", "devices": "d", "ms a step": ".2f", "time ratio": ".3f", "of schedule alone": ".3f"}
+COLUMNS = {
+    "run": "",
+    "devices": "d",
+    "ms a step": ".2f",
+    "time ratio": ".3f",
+    "of schedule alone": ".3f",
+}
 COLUMNS |= {"gradients off by": ".1e", "temporary GiB": ".2f", "compile s": ".1f", "spread": ".1%"}
 NUM_MICROBATCHES, NUM_LAYERS, NUM_CHUNKS = 8, 16, 4
 REFERENCE = "no pipeline"
@@ -64,7 +70,9 @@ def one_device(devices: list[Any]) -> Any:
     return jaxpar.make_mesh(devices=devices[:1])
 
 
-def programs(shape: Any, params: Any, batch: Any, devices: list[Any]) -> dict[str, tuple[Callable, tuple, int, float]]:
+def programs(
+    shape: Any, params: Any, batch: Any, devices: list[Any]
+) -> dict[str, tuple[Callable, tuple, int, float]]:
     """Returns for each candidate what makes it, its arguments, its devices, and its time over that of no pipeline.
 
     The last is that of the schedule alone, in lock-step, if an executor and messages cost nothing and F, B and W take as long.
@@ -113,7 +121,9 @@ def through_executor(
     from jaxpar.shard_map import manual_over_data_and_stage
     from jaxpar.step.sharding import shard_step
 
-    program = compile_schedule(make_schedule(name, 1, NUM_MICROBATCHES, chunks, form=form), masks=masks)
+    program = compile_schedule(
+        make_schedule(name, 1, NUM_MICROBATCHES, chunks, form=form), masks=masks
+    )
     layout = LayerLayout(num_layers, 1, chunks)
 
     def run(params: Any, batch: Any) -> tuple[Any, Any]:
@@ -121,12 +131,21 @@ def through_executor(
         microbatches = split_microbatches(batch, NUM_MICROBATCHES)
         zero = shard_step(params, jaxpar.Parallel(mesh), None, layered=True).zero[LAYERS]
         stage = build_stage(
-            model, loss, program, layout, params, microbatches=microbatches, total_weight=weight, zero=zero
+            model,
+            loss,
+            program,
+            layout,
+            params,
+            microbatches=microbatches,
+            total_weight=weight,
+            zero=zero,
         )
         (loss_sum, _), grads = accumulate_pipelined(stage, params)
         return loss_sum / weight, grads
 
-    return manual_over_data_and_stage(run, mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    return manual_over_data_and_stage(
+        run, mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
+    )
 
 
 def mpmd(model: Any, mesh: Any) -> Callable[[Any, Any], Any]:
@@ -168,11 +187,22 @@ def real_pipelines(
         layout = jaxpar.LayerLayout(shape.num_layers, stages, chunks)
         packed = jaxpar.shard(layout.pack_params(params), packed_shardings(layout, model, params))
         run = jaxpar.value_and_grad(
-            model.model, loss, mesh, schedule=schedule, num_microbatches=NUM_MICROBATCHES, layout=layout
+            model.model,
+            loss,
+            mesh,
+            schedule=schedule,
+            num_microbatches=NUM_MICROBATCHES,
+            layout=layout,
         )
-        canonical = lambda params, batch, run=run, layout=layout: unpacked(layout, *run(params, batch))
+        canonical = lambda params, batch, run=run, layout=layout: unpacked(
+            layout, *run(params, batch)
+        )
         make = lambda run=canonical, packed=packed: jax.jit(run).lower(packed, rows).compile()
-        share = simulate(schedule, timing="lockstep").makespan / (3 * NUM_MICROBATCHES * chunks) / stages
+        share = (
+            simulate(schedule, timing="lockstep").makespan
+            / (3 * NUM_MICROBATCHES * chunks)
+            / stages
+        )
         found[f"{name}, {stages} stages"] = (make, (packed, rows), stages, share)
     return found
 
@@ -182,7 +212,9 @@ def packed_shardings(layout: Any, model: Model, params: Any) -> Any:
     from jaxpar.params import stack_layers
     from jaxpar.tensor_parallel import TRANSFORMER_RULES
 
-    packed = model.table | {"layers": layout.as_packed(stack_layers(model.table["layers"], layout.num_positions))}
+    packed = model.table | {
+        "layers": layout.as_packed(stack_layers(model.table["layers"], layout.num_positions))
+    }
     return jaxpar.shardings_from_dims(packed, model.mesh, TRANSFORMER_RULES)
 
 
@@ -191,7 +223,11 @@ def unpacked(layout: Any, value: Any, grads: Any) -> tuple[Any, Any]:
 
 
 def table(
-    shape: Any, candidates: Candidates, devices: dict[str, int], alone: dict[str, float], timings: dict
+    shape: Any,
+    candidates: Candidates,
+    devices: dict[str, int],
+    alone: dict[str, float],
+    timings: dict,
 ) -> report.Table:
     rows = []
     for name, timed in timings.items():

@@ -8,7 +8,9 @@ from jaxpar.runtime.launch import ProcessGroups
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen]:
+def started(
+    command: Sequence[str], env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen]:
     """Starts a process, which is killed at the end of the block."""
     groups = ProcessGroups()
     with subprocess.Popen(command, env=env, start_new_session=True) as process:

@@ -11,9 +11,7 @@ COLUMNS = {
     "MFU": ".3f",
     "source": "",
 }
-NOTE = (
-    "MFU by the formula above, from the tokens/s. None was measured beside jaxpar; other machines and other settings."
-)
+NOTE = "MFU by the formula above, from the tokens/s. None was measured beside jaxpar; other machines and other settings."
 SPEEDRUN = "github.com/KellerJordan/modded-nanogpt, records"
 ROWS = (
     (

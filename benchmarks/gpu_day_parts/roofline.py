@@ -43,7 +43,9 @@ def of_step(ours: Ours, seconds: float, remat: str | None) -> dict[str, Any]:
     gpu = gpu_of(ours.mesh.devices.flat[0])
     try:
         found |= {} if gpu is None else roofline_of(ours.step, ours.mesh, gpu)
-        is_planned = remat in REMAT and not ours.work.documents  # for which attention takes less time
+        is_planned = (
+            remat in REMAT and not ours.work.documents
+        )  # for which attention takes less time
         found |= planned(ours, gpu or "h100", REMAT[remat]) if is_planned else {}
     except Exception as error:  # the step's own figures stay
         return found | {"error": in_words(error)}
@@ -57,7 +59,11 @@ def ratios(found: dict[str, Any]) -> dict[str, float]:
         "measured / planned": ("measured ms", "planned ms"),
         "device / plan": ("device GiB", "plan GiB"),
     }
-    return {name: found[top] / found[base] for name, (top, base) in pairs.items() if {top, base} <= set(found)}
+    return {
+        name: found[top] / found[base]
+        for name, (top, base) in pairs.items()
+        if {top, base} <= set(found)
+    }
 
 
 def roofline_of(compiled: Any, mesh: Any, gpu: str) -> dict[str, Any]:
@@ -92,4 +98,6 @@ def table(job: str, run: str, bounds: dict[str, Any]) -> report.Table:
     """Returns the bounds of a run."""
     row = {"job": job, "run": run} | bounds
     note = f"{NOTE} {run}: {row['error']}." if "error" in row else NOTE
-    return report.Table(TITLE, COLUMNS, [{column: row.get(column) for column in COLUMNS}], "one device", note)
+    return report.Table(
+        TITLE, COLUMNS, [{column: row.get(column) for column in COLUMNS}], "one device", note
+    )

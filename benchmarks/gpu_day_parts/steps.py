@@ -65,20 +65,26 @@ def measure(context: Context, name: str, run: str) -> Iterator[report.Table]:
     by_library = by_torch if library == "torch" else by_jax
     found, bounds = by_library(context, work, RUNS[run], folder)
     check_same(folder, work, run, found)
-    context.say(f"{run}: {found['ms a step']:.2f} ms a step, MFU {report.cell(found['MFU'], '.3f')}")
+    context.say(
+        f"{run}: {found['ms a step']:.2f} ms a step, MFU {report.cell(found['MFU'], '.3f')}"
+    )
     yield table(work, run, found)
     if bounds:
         yield roofline.table(work.job, run, bounds)
 
 
-def by_jax(context: Context, work: Work, run: Run, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def by_jax(
+    context: Context, work: Work, run: Run, folder: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the figures of steps by jaxpar or JAX, and what the roofline and the plan say of them."""
     import jax
 
     ours = Ours(work, run.setting, plain=run.library == "jax")
     is_for_torch = context.torch_python and torch_process.has_model(work)
     if is_for_torch and not (folder / "spec.json").exists():
-        torch_process.write_inputs(folder, work, ours.shape, ours.host_params(), make_batch(work, ours.shape))
+        torch_process.write_inputs(
+            folder, work, ours.shape, ours.host_params(), make_batch(work, ours.shape)
+        )
     losses = ours.train(CHECKED_STEPS)
     seconds = rounds(context, lambda count: [ours.train(count), time.perf_counter()][1])
     ours.note_peak()
@@ -88,19 +94,27 @@ def by_jax(context: Context, work: Work, run: Run, folder: Path) -> tuple[dict[s
     return found, roofline.of_step(ours, found["ms a step"] / 1e3, remat)
 
 
-def by_torch(context: Context, work: Work, run: Run, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def by_torch(
+    context: Context, work: Work, run: Run, folder: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the figures of steps by PyTorch, from the parameters that jaxpar's run wrote."""
     if not context.torch_python:
-        raise RuntimeError("there is no PyTorch: install it, or name its interpreter with --torch-python")
+        raise RuntimeError(
+            "there is no PyTorch: install it, or name its interpreter with --torch-python"
+        )
     if not (folder / "spec.json").exists():
         raise RuntimeError("jaxpar's run did not write the initial parameters")
     how = "eager" if context.smoke else "compile"
-    with torch_process.start(context.torch_python, folder, how, run.setting, cpu=context.smoke) as theirs:
+    with torch_process.start(
+        context.torch_python, folder, how, run.setting, cpu=context.smoke
+    ) as theirs:
         losses = torch_process.first_losses(theirs)
         seconds = rounds(context, lambda count: [theirs.train(count), time.perf_counter()][1])
         num_params, kind = theirs.about["num_params"], theirs.about["device_kind"]
         found = {"losses": losses, "parameters": num_params} | theirs.facts
-        found["run"] = f"PyTorch {theirs.about['torch']}, {'no compiler' if context.smoke else 'torch.compile'}"
+        found["run"] = (
+            f"PyTorch {theirs.about['torch']}, {'no compiler' if context.smoke else 'torch.compile'}"
+        )
         return found | rates(work, make_shape(work), num_params, seconds, kind), {}
 
 
@@ -116,7 +130,9 @@ def rounds(context: Context, train: Callable[[int], float]) -> list[float]:
     return seconds
 
 
-def rates(work: Work, shape: Any, num_params: int, seconds: list[float], kind: str) -> dict[str, Any]:
+def rates(
+    work: Work, shape: Any, num_params: int, seconds: list[float], kind: str
+) -> dict[str, Any]:
     found = figures(work, shape, num_params, statistics.median(seconds), kind)
     return found | {"spread": timing.spread(seconds)}
 
@@ -125,19 +141,27 @@ def check_same(folder: Path, work: Work, run: str, found: dict[str, Any]) -> Non
     """Keeps the first losses of a job; raises if another run of it has others, or another model."""
     kept = folder / "first.json"
     if not kept.exists():
-        kept.write_text(json.dumps({"run": run, "losses": found["losses"], "parameters": found["parameters"]}))
+        kept.write_text(
+            json.dumps({"run": run, "losses": found["losses"], "parameters": found["parameters"]})
+        )
         return
     first = json.loads(kept.read_text())
     if first["parameters"] != found["parameters"]:
-        raise RuntimeError(f"another model: {found['parameters']} parameters, {first['parameters']} by {first['run']}")
+        raise RuntimeError(
+            f"another model: {found['parameters']} parameters, {first['parameters']} by {first['run']}"
+        )
     losses = first["losses"], found["losses"]
     if not torch_process.losses_agree(make_shape(work), *losses):
-        raise RuntimeError(f"it does not train this model: losses {losses[1]}, {losses[0]} by {first['run']}")
+        raise RuntimeError(
+            f"it does not train this model: losses {losses[1]}, {losses[0]} by {first['run']}"
+        )
 
 
 def table(work: Work, run: str, found: dict[str, Any]) -> report.Table:
     row = {"job": work.job, "run": run} | found
-    return report.Table(TITLE, COLUMNS, [{column: row.get(column) for column in COLUMNS}], "one device", NOTE)
+    return report.Table(
+        TITLE, COLUMNS, [{column: row.get(column) for column in COLUMNS}], "one device", NOTE
+    )
 
 
 def with_ratios(steps: report.Table) -> report.Table:

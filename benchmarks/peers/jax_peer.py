@@ -56,15 +56,21 @@ def descent(params: dict | list) -> Callable:
 
     if isinstance(params, list):
         updates = [descent(own) for own in params]
-        return lambda params, grads: [f(p, g) for f, p, g in zip(updates, params, grads, strict=True)]
+        return lambda params, grads: [
+            f(p, g) for f, p, g in zip(updates, params, grads, strict=True)
+        ]
     return jax.jit(
-        lambda params, grads: jax.tree.map(lambda p, g: p - protocol.LEARNING_RATE * g, params, grads),
+        lambda params, grads: jax.tree.map(
+            lambda p, g: p - protocol.LEARNING_RATE * g, params, grads
+        ),
         donate_argnums=0,
         out_shardings=jax.tree.map(lambda p: p.sharding, params),
     )
 
 
-def jaxpar_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tuple[dict, dict, Callable]:
+def jaxpar_peer(
+    args: argparse.Namespace, mesh, params: dict, batch: dict
+) -> tuple[dict, dict, Callable]:
     import small_gpt
 
     import jaxpar
@@ -91,18 +97,26 @@ def jaxpar_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tu
     return jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh), value_and_grad
 
 
-def plain_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tuple[dict, dict, Callable]:
+def plain_peer(
+    args: argparse.Namespace, mesh, params: dict, batch: dict
+) -> tuple[dict, dict, Callable]:
     """``jax.jit`` alone: on one device, or with shardings from which XLA makes DP and TP."""
     import small_gpt
 
     import jaxpar
 
-    params = jaxpar.shard(params, jaxpar.shardings_from_paths(params, mesh, small_gpt.rules(args.tensor)))
-    value_and_grad = lambda params, batch: small_gpt.one_device(params, batch, args.num_microbatches)
+    params = jaxpar.shard(
+        params, jaxpar.shardings_from_paths(params, mesh, small_gpt.rules(args.tensor))
+    )
+    value_and_grad = lambda params, batch: small_gpt.one_device(
+        params, batch, args.num_microbatches
+    )
     return params, jaxpar.shard_batch(batch, mesh), value_and_grad
 
 
-def gpipe_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tuple[dict, dict, Callable]:
+def gpipe_peer(
+    args: argparse.Namespace, mesh, params: dict, batch: dict
+) -> tuple[dict, dict, Callable]:
     import gpipe
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -118,7 +132,9 @@ def gpipe_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tup
     return jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh), value_and_grad
 
 
-def stages_peer(args: argparse.Namespace, mesh, params: dict, batch: dict) -> tuple[list, dict, Callable]:
+def stages_peer(
+    args: argparse.Namespace, mesh, params: dict, batch: dict
+) -> tuple[list, dict, Callable]:
     import jit_a_stage
 
     on_stages = jit_a_stage.cut_params(params, list(mesh.devices.flat))

@@ -51,10 +51,14 @@ def main() -> None:
 def listed_layers(params: dict) -> dict:
     """Returns the params with a list of layers, each on its own."""
     layers = params["layers"]
-    return params | {"layers": [{k: v[n] for k, v in layers.items()} for n in range(len(layers["w_up"]))]}
+    return params | {
+        "layers": [{k: v[n] for k, v in layers.items()} for n in range(len(layers["w_up"]))]
+    }
 
 
-def make_train_step(mesh, schedule: str, num_stages: int, num_layers: int) -> Callable[[dict, dict], tuple]:
+def make_train_step(
+    mesh, schedule: str, num_stages: int, num_layers: int
+) -> Callable[[dict, dict], tuple]:
     """Returns ``(params, microbatches) -> (params, loss)``."""
     import jax
     import jaxpp.api as jaxpp
@@ -66,7 +70,9 @@ def make_train_step(mesh, schedule: str, num_stages: int, num_layers: int) -> Ca
 
     @partial(jaxpp.mpmd_jit_with_loop, mpmd_mesh=mesh, donate_argnums=0)
     def train(params: dict, microbatches: dict) -> tuple:
-        total, grads = jaxpp.treduce(partial(loss, params), microbatches, schedule=table, operation=jaxpp.Add)
+        total, grads = jaxpp.treduce(
+            partial(loss, params), microbatches, schedule=table, operation=jaxpp.Add
+        )
         return jax.tree.map(lambda p, g: p - protocol.LEARNING_RATE * g, params, grads), total
 
     return train

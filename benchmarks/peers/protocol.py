@@ -36,7 +36,12 @@ def use_cpu_devices(num_devices: int, *, wait_for_one_another: bool) -> None:
     jax.config.update("jax_num_cpu_devices", num_devices)
 
 
-def serve(step: Callable[[], float], *, versions: str, cpu_seconds: Callable[[], float] = time.process_time) -> None:
+def serve(
+    step: Callable[[], float],
+    *,
+    versions: str,
+    cpu_seconds: Callable[[], float] = time.process_time,
+) -> None:
     """Answers the driver until it says stop.
 
     Args:

@@ -29,7 +29,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("peer", choices=tuple(PEERS))
     parser.add_argument("--size", type=int, default=1)
-    parser.add_argument("--schedule", default="1F1B", choices=("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"))
+    parser.add_argument(
+        "--schedule", default="1F1B", choices=("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+    )
     parser.add_argument("--num-microbatches", type=int, default=protocol.NUM_MICROBATCHES)
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
@@ -58,7 +60,10 @@ def main() -> None:
 def start_others(size: int) -> list[subprocess.Popen]:
     os.environ["RENDEZVOUS"] = os.path.join(tempfile.mkdtemp(), "store")
     run = lambda rank: subprocess.Popen(
-        [sys.executable, *sys.argv], env={**os.environ, "RANK": str(rank)}, stdin=subprocess.DEVNULL, stdout=2
+        [sys.executable, *sys.argv],
+        env={**os.environ, "RANK": str(rank)},
+        stdin=subprocess.DEVNULL,
+        stdout=2,
     )
     return [run(rank) for rank in range(1, size)]
 
@@ -88,7 +93,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm_1(x)
-        q, k, v = (f(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
@@ -100,7 +108,10 @@ class Part(nn.Module):
     def __init__(self, shape, params: dict, layers: range) -> None:
         super().__init__()
         self.first, self.last = layers.start == 0, layers.stop == shape.layers
-        outer, tensor = params["outer"], lambda array: nn.Parameter(torch.tensor(np.ascontiguousarray(array)))
+        outer, tensor = (
+            params["outer"],
+            lambda array: nn.Parameter(torch.tensor(np.ascontiguousarray(array))),
+        )
         self.blocks = nn.ModuleList(Block(shape.embed, shape.heads) for _ in layers)
         for block, number in zip(self.blocks, layers, strict=True):
             fill(block, {name: leaf[number] for name, leaf in params["layers"].items()})
@@ -121,9 +132,16 @@ def fill(block: Block, layer: dict) -> None:
     """Copies the first values of benchmarks/small_gpt.py; biases and norms begin as PyTorch's zeros and ones."""
     embed = layer["w_up"].shape[0]
     qkv = layer["w_qkv"].reshape(embed, 3, embed)
-    maps = {block.q: qkv[:, 0], block.k: qkv[:, 1], block.v: qkv[:, 2], block.out: layer["w_out"].reshape(embed, embed)}
+    maps = {
+        block.q: qkv[:, 0],
+        block.k: qkv[:, 1],
+        block.v: qkv[:, 2],
+        block.out: layer["w_out"].reshape(embed, embed),
+    }
     with torch.no_grad():
-        for linear, weight in (maps | {block.up: layer["w_up"], block.down: layer["w_down"]}).items():
+        for linear, weight in (
+            maps | {block.up: layer["w_up"], block.down: layer["w_down"]}
+        ).items():
             linear.weight.copy_(torch.tensor(np.ascontiguousarray(weight.T)))
             linear.bias.zero_()
 
@@ -133,7 +151,11 @@ def load(args: argparse.Namespace) -> tuple:
 
     shape = small_gpt.Shape(**small_gpt.SMOKE) if args.smoke else small_gpt.Shape()
     batch = small_gpt.make_batch(shape)
-    return shape, small_gpt.make_params(shape), *(torch.tensor(batch[name]).long() for name in ("tokens", "targets"))
+    return (
+        shape,
+        small_gpt.make_params(shape),
+        *(torch.tensor(batch[name]).long() for name in ("tokens", "targets")),
+    )
 
 
 def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -147,7 +169,9 @@ def descender(model: nn.Module) -> torch.optim.Optimizer:
 def single(args: argparse.Namespace) -> Callable[[], float]:
     """One process, gradients added up over microbatches."""
     shape, params, tokens, targets = load(args)
-    return accumulating(Part(shape, params, range(shape.layers)), tokens, targets, args.num_microbatches)
+    return accumulating(
+        Part(shape, params, range(shape.layers)), tokens, targets, args.num_microbatches
+    )
 
 
 def accumulating(model: nn.Module, tokens, targets, num_microbatches: int) -> Callable[[], float]:
@@ -172,7 +196,9 @@ def data_parallel(args: argparse.Namespace) -> Callable[[], float]:
     shape, params, tokens, targets = load(args)
     own = dist.get_rank()
     model = nn.parallel.DistributedDataParallel(Part(shape, params, range(shape.layers)))
-    of_own = accumulating(model, tokens.chunk(args.size)[own], targets.chunk(args.size)[own], args.num_microbatches)
+    of_own = accumulating(
+        model, tokens.chunk(args.size)[own], targets.chunk(args.size)[own], args.num_microbatches
+    )
 
     def step() -> float:
         loss = torch.tensor(of_own())
@@ -185,7 +211,11 @@ def data_parallel(args: argparse.Namespace) -> Callable[[], float]:
 def tensor_parallel(args: argparse.Namespace) -> Callable[[], float]:
     """PyTorch's own column and row parallel layers."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     shape, params, tokens, targets = load(args)
     model, mesh = Part(shape, params, range(shape.layers)), init_device_mesh("cpu", (args.size,))
@@ -204,7 +234,9 @@ def pipeline(args: argparse.Namespace) -> Callable[[], float]:
     rank, size = dist.get_rank(), args.size
     chunks = 2 if args.schedule in ("Interleaved1F1B", "ZBVZeroBubble") else 1
     back = args.schedule == "ZBVZeroBubble"
-    numbers = [rank + c * size if c == 0 or not back else 2 * size - 1 - rank for c in range(chunks)]
+    numbers = [
+        rank + c * size if c == 0 or not back else 2 * size - 1 - rank for c in range(chunks)
+    ]
     each = shape.layers // (size * chunks)
     parts = [Part(shape, params, range(n * each, (n + 1) * each)) for n in numbers]
     stages = [

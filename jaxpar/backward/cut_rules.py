@@ -210,7 +210,15 @@ def shard_map(op: Operation) -> Found:
 
 _REDUCTIONS = ("sum", "max", "min", "prod", "and", "or")
 _REDUCED = ("argmax", "argmin", *(f"reduce_{name}" for name in _REDUCTIONS))
-_IN_PLACE = ("slice", "split", "pad", "concatenate", "dynamic_slice", "dynamic_update_slice", "cumsum")
+_IN_PLACE = (
+    "slice",
+    "split",
+    "pad",
+    "concatenate",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "cumsum",
+)
 
 RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast_in_dim,

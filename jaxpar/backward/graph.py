@@ -322,7 +322,9 @@ def _swapped(product: Any, permutation: Sequence[int], output: Any) -> Any:
         sharding = NamedSharding(sharding.mesh, spec)
     params = given | {
         "dimension_numbers": ((right, left), (batch_right, batch_left)),
-        "precision": precision[::-1] if isinstance(precision, tuple) else precision,  # one for each factor
+        "precision": precision[::-1]
+        if isinstance(precision, tuple)
+        else precision,  # one for each factor
         "out_sharding": sharding,
     }
     factors = list(product.invars[::-1])

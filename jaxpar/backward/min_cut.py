@@ -153,7 +153,9 @@ def peak_bytes(
 
 def _sink_side(edges: Mapping[tuple[int, int], int]) -> set[int]:
     """The vertices from which the sink can be reached in the residual graph of a maximum flow."""
-    from scipy.sparse import csr_array  # imported here: it takes a tenth of the time to import jaxpar
+    from scipy.sparse import (
+        csr_array,
+    )  # imported here: it takes a tenth of the time to import jaxpar
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
     ends = np.array(list(edges)).T

@@ -102,7 +102,13 @@ def _made(equation: Any, values: Sequence[Value], sizes: Sizes) -> list[Value]:
     if inner is not None and (is_kept or may_wait or _has_mark(inner)):
         return _run(inner, values, sizes)
     made = _RULES.get(name, _none)(equation, values) if is_kept else None
-    if made is None and not is_kept and may_wait and name in LATER and _waits(equation, values, sizes):
+    if (
+        made is None
+        and not is_kept
+        and may_wait
+        and name in LATER
+        and _waits(equation, values, sizes)
+    ):
         made = Later(equation, values)
     if made is not None:
         return [made]
@@ -162,7 +168,9 @@ def _broadcast(equation: Any, values: Sequence[Value]) -> Value | None:
     return Kept(again(equation, [kept.array], shape=shape), dim, kept.count)
 
 
-def _reduction(lowest: Callable[[Any], Any], equation: Any, values: Sequence[Value]) -> Value | None:
+def _reduction(
+    lowest: Callable[[Any], Any], equation: Any, values: Sequence[Value]
+) -> Value | None:
     (kept,) = values
     assert isinstance(kept, Kept)
     axes = equation.params["axes"]
@@ -202,7 +210,9 @@ def _slice(equation: Any, values: Sequence[Value]) -> Value | None:
     (kept,), params = values, equation.params
     assert isinstance(kept, Kept)
     strides = params["strides"] or (1,) * len(kept.shape)
-    own = tuple(int(each[kept.dim]) for each in (params["start_indices"], params["limit_indices"], strides))
+    own = tuple(
+        int(each[kept.dim]) for each in (params["start_indices"], params["limit_indices"], strides)
+    )
     if own != (0, kept.count, 1):
         return None
     limits = with_entry(params["limit_indices"], kept.dim, kept.array.shape[kept.dim])
@@ -220,7 +230,11 @@ def _gather(equation: Any, values: Sequence[Value]) -> Value | None:
     """Looks entries up, as ``jnp.take_along_axis`` does; one in the padding is not there."""
     kept, dims, params = _first_alone(values), equation.params["dimension_numbers"], equation.params
     mode = jax.lax.GatherScatterMode.from_any(params["mode"])
-    if kept is None or kept.dim not in dims.collapsed_slice_dims or mode == jax.lax.GatherScatterMode.CLIP:
+    if (
+        kept is None
+        or kept.dim not in dims.collapsed_slice_dims
+        or mode == jax.lax.GatherScatterMode.CLIP
+    ):
         return None
     is_float = jnp.issubdtype(kept.array.dtype, jnp.floating)
     if mode != jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS and not is_float:

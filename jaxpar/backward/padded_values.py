@@ -153,7 +153,9 @@ def each_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Ar
     def is_one(value: Value) -> bool:  # a number for all entries
         return not value.shape or (value.shape[dim] == 1 and not isinstance(value, Kept))
 
-    return bind(equation, [value.plain if is_one(value) else value.wide(dim, size) for value in inputs])[0]
+    return bind(
+        equation, [value.plain if is_one(value) else value.wide(dim, size) for value in inputs]
+    )[0]
 
 
 def _broadcast_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Array | None:

@@ -13,7 +13,15 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpar._compat import constraint_of
-from jaxpar.backward.cut_rules import RULES, Cut, Operation, Rule, constraint, elementwise, shard_map
+from jaxpar.backward.cut_rules import (
+    RULES,
+    Cut,
+    Operation,
+    Rule,
+    constraint,
+    elementwise,
+    shard_map,
+)
 from jaxpar.backward.graph import Graph, Node
 from jaxpar.mesh import TENSOR, cut_of
 

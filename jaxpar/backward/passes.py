@@ -101,7 +101,9 @@ class LayerPasses:
         """Returns the pass whose result is (y, residuals_b, residuals_w), or (y,) alone if it does not ``store``."""
         layer = self.layer
         if not self.orders:
-            whole = lambda _: layer.forward_and_store(params, x) if store else (layer.forward(params, x),)
+            whole = lambda _: (
+                layer.forward_and_store(params, x) if store else (layer.forward(params, x),)
+            )
             return Pass([], {}, whole)
         plan = layer.plans["forward_and_store" if store else "forward"]
         parts = forward_order(layer.graph, plan.nodes, layer.values["x"])

@@ -275,7 +275,9 @@ def _choose_stored(
     integers = {i for i in b_reads & parts.forward if not is_float(graph.avals[i])}
     free = parts.of_params | (w_reads & parts.forward) | integers
     # W does not gather again what B has gathered: that would add to the traffic of one device's backward pass.
-    cotangents_w = cheapest_to_store(graph, w_reads & b_values, b_values, free, num_bytes, gathers=False)
+    cotangents_w = cheapest_to_store(
+        graph, w_reads & b_values, b_values, free, num_bytes, gathers=False
+    )
     w_nodes = graph.needed(dp, before | cotangents_w, parts.effects_w)
     residuals = (b_reads | _read(w_nodes, dp)) & parts.forward
     residuals = cheapest_to_store(graph, residuals, parts.forward, parts.of_params, num_bytes)

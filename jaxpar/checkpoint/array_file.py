@@ -48,11 +48,17 @@ class ArrayFile:
     """
 
     def __init__(self, folder: Path, path: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        where = {"driver": "ocdbt", "base": f"file://{folder.absolute()}/state/", "path": path.replace("/", ".") + "/"}
+        where = {
+            "driver": "ocdbt",
+            "base": f"file://{folder.absolute()}/state/",
+            "path": path.replace("/", ".") + "/",
+        }
         raw = tensorstore.KvStore.open(where).result().read(METADATA).result()
         self._name, self.shape, self.dtype = f"{path} in {folder}", shape, dtype
         if raw.state != "value":
-            raise ValueError(f"a checkpoint must hold each array of its manifest; got none for {self._name}. {REMEDY}")
+            raise ValueError(
+                f"a checkpoint must hold each array of its manifest; got none for {self._name}. {REMEDY}"
+            )
         self.chunk_shape = chunk_shape(raw.value, self._name, shape, dtype)
         spec = {"driver": "zarr3", "kvstore": where, "fill_missing_data_reads": False}
         self._store = tensorstore.open(spec, open=True, read=True).result()
@@ -93,7 +99,9 @@ def chunk_shape(raw: bytes, name: str, shape: Sequence[int], dtype: np.dtype) ->
             way than Orbax's.
     """
     if len(raw) > MAX_METADATA_BYTES:
-        raise ValueError(f"an array's {METADATA} must be small; got {len(raw)} bytes for {name}. {REMEDY}")
+        raise ValueError(
+            f"an array's {METADATA} must be small; got {len(raw)} bytes for {name}. {REMEDY}"
+        )
     try:
         found = json.loads(raw)
         grid, codecs = found["chunk_grid"], found["codecs"]
@@ -104,7 +112,9 @@ def chunk_shape(raw: bytes, name: str, shape: Sequence[int], dtype: np.dtype) ->
             f"an array's {METADATA} must be as Orbax writes it; got another for {name}. {REMEDY}"
         ) from error
     if kinds[:1] != [BYTES] or set(kinds[1:]) not in OTHER_CODECS:
-        raise ValueError(f"chunks must be encoded as Orbax does it; got {str(kinds)[:200]} for {name}. {REMEDY}")
+        raise ValueError(
+            f"chunks must be encoded as Orbax does it; got {str(kinds)[:200]} for {name}. {REMEDY}"
+        )
     _check_chunk(chunk, name, shape, dtype)
     return tuple(chunk)
 
@@ -120,13 +130,19 @@ def _check_chunk(chunk: Any, name: str, shape: Sequence[int], dtype: np.dtype) -
     fits = (
         isinstance(chunk, list)
         and len(chunk) == len(shape)
-        and all(type(each) is int and 0 < each <= max(1, size) for each, size in zip(chunk, shape, strict=True))
+        and all(
+            type(each) is int and 0 < each <= max(1, size)
+            for each, size in zip(chunk, shape, strict=True)
+        )
     )
     if not fits:
         raise ValueError(
             f"an array's chunks must be no larger than the array, {list(shape)}; got {str(chunk)[:200]} for {name}. {REMEDY}"
         )
-    needs, has = math.prod(chunk) * dtype.itemsize, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needs, has = (
+        math.prod(chunk) * dtype.itemsize,
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
     if needs > has:
         raise ValueError(
             f"a chunk of an array is read at once, so memory must have room for it; got {needs:,} bytes for {name}, and "

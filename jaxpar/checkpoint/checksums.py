@@ -65,14 +65,20 @@ def _check(array: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
     """Returns what ``_check_one`` does, in a program of its own, which arrays of one shape, dtype and sharding share."""
     # Replicas are compared here, so check_vma, which assumes that they are equal, must be off.
     check = partial(_check_one, spec=spec, mesh=mesh)
-    return jax.shard_map(check, mesh=mesh, in_specs=spec, out_specs=replicated(), check_vma=False)(array)
+    return jax.shard_map(check, mesh=mesh, in_specs=spec, out_specs=replicated(), check_vma=False)(
+        array
+    )
 
 
 def _check_one(part: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
     """Returns uint32 ``[3]``: the checksum, whether replicas differ, whether an element is not finite."""
     cut, replicas = _axes(spec, mesh)
     local = _local_sum(part, spec, mesh)
-    differ = jax.lax.pmax(local, replicas) != jax.lax.pmin(local, replicas) if replicas else jnp.bool_(False)
+    differ = (
+        jax.lax.pmax(local, replicas) != jax.lax.pmin(local, replicas)
+        if replicas
+        else jnp.bool_(False)
+    )
     exact = not jnp.issubdtype(part.dtype, jnp.inexact)
     broken = jnp.bool_(False) if exact else jnp.any(~jnp.isfinite(part))
     flags = jax.lax.pmax(jnp.stack([differ, broken]).astype(jnp.uint32), mesh.axis_names)
@@ -87,7 +93,9 @@ def _spec(leaf: jax.Array) -> PartitionSpec:
     return PartitionSpec(*spec, *(None,) * (leaf.ndim - len(spec)))
 
 
-def _axes(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _axes(
+    spec: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the axes over which an array is sharded, and those over which it is replicated."""
     cut = tuple(axis for entry in spec for axis in entry_axes(entry))
     return cut, tuple(axis for axis in mesh.axis_names if axis not in cut)
@@ -165,7 +173,9 @@ def _has_copies(leaf: Any) -> bool:
 
 
 @partial(jax.jit, static_argnames=("specs", "mesh"))
-def _differ(arrays: tuple[jax.Array, ...], specs: tuple[PartitionSpec, ...], mesh: Mesh) -> jax.Array:
+def _differ(
+    arrays: tuple[jax.Array, ...], specs: tuple[PartitionSpec, ...], mesh: Mesh
+) -> jax.Array:
     """Returns whether the replicas of each array differ, bool ``[arrays]``, in one program."""
 
     def compare(*parts: jax.Array) -> jax.Array:
@@ -181,7 +191,9 @@ def _differ(arrays: tuple[jax.Array, ...], specs: tuple[PartitionSpec, ...], mes
     for at, spec in enumerate(specs):
         by_axes.setdefault(_axes(spec, mesh)[1], []).append(at)
     # As in ``_check``, replicas must not be assumed to be equal.
-    return jax.shard_map(compare, mesh=mesh, in_specs=specs, out_specs=replicated(), check_vma=False)(*arrays)
+    return jax.shard_map(
+        compare, mesh=mesh, in_specs=specs, out_specs=replicated(), check_vma=False
+    )(*arrays)
 
 
 # -- on the host --------------------------------------------------------------------------------------------------------
@@ -206,7 +218,9 @@ def row_sums(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -> np
     sums = np.zeros(len(runs), np.uint32)
     for rows, columns in _blocks(*runs.shape):
         index = offsets[rows, None] + np.arange(columns.start, columns.stop, dtype=np.uint32)
-        sums[rows] += _mix(runs[rows, columns].astype(np.uint32) ^ _mix(index)).sum(axis=1, dtype=np.uint32)
+        sums[rows] += _mix(runs[rows, columns].astype(np.uint32) ^ _mix(index)).sum(
+            axis=1, dtype=np.uint32
+        )
     return sums.reshape(len(part), -1).sum(axis=1, dtype=np.uint32)
 
 
@@ -232,7 +246,9 @@ def _run_offsets(part: np.ndarray, start: Sequence[int], shape: Sequence[int]) -
     within = sum(start[dim] * strides[dim] for dim in range(first, part.ndim))
     offsets = np.array([within % 2**32], np.uint32)
     for dim in range(first):
-        along = np.arange(start[dim], start[dim] + part.shape[dim], dtype=np.uint64) * np.uint64(strides[dim])
+        along = np.arange(start[dim], start[dim] + part.shape[dim], dtype=np.uint64) * np.uint64(
+            strides[dim]
+        )
         offsets = (offsets[:, None] + along.astype(np.uint32)).reshape(-1)
     return offsets
 
@@ -243,4 +259,7 @@ def _blocks(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
     height = max(1, HOST_WORDS // width)
     for row in range(0, num_rows, height):
         for column in range(0, num_columns, width):
-            yield slice(row, min(row + height, num_rows)), slice(column, min(column + width, num_columns))
+            yield (
+                slice(row, min(row + height, num_rows)),
+                slice(column, min(column + width, num_columns)),
+            )

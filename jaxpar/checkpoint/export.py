@@ -23,7 +23,11 @@ from jaxpar.sharding import fetch, path_string
 
 
 def export_safetensors(
-    path: Path | str, params: PyTree, *, layout: LayerLayout | None = None, metadata: Mapping[str, str] | None = None
+    path: Path | str,
+    params: PyTree,
+    *,
+    layout: LayerLayout | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes params atomically as one safetensors file; every process must call it, the first one writes.
 
@@ -44,7 +48,10 @@ def export_safetensors(
     _check_free(path)
     open_params(params, layout)  # raises, before anything is fetched
     leaves = jax.tree_util.tree_leaves_with_path(_canonical(fetch(params), layout))
-    tensors = {path_string(where): np.ascontiguousarray(leaf).reshape(np.shape(leaf)) for where, leaf in leaves}
+    tensors = {
+        path_string(where): np.ascontiguousarray(leaf).reshape(np.shape(leaf))
+        for where, leaf in leaves
+    }
     if jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         header = {"format": "jaxpar", **(metadata or {})}

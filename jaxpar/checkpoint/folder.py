@@ -24,7 +24,9 @@ from jaxpar.runtime.output import fsync, printable, write_atomically
 
 STEP = re.compile(r"0|[1-9][0-9]{0,17}")
 SET_ASIDE = re.compile(r"(0|[1-9][0-9]*)\.(bad|abandoned)(-[0-9]+)?")
-SAVING = re.compile(r"saving-[0-9]+(\..*)?")  # Orbax's own unfinished folders begin with their final name
+SAVING = re.compile(
+    r"saving-[0-9]+(\..*)?"
+)  # Orbax's own unfinished folders begin with their final name
 # Files that systems leave in folders: macOS, file system repair, NFS for a file that is deleted while it is open.
 OF_THE_SYSTEM = re.compile(r"\.DS_Store|\._.*|lost\+found|\.nfs[0-9a-f]+")
 
@@ -45,14 +47,18 @@ class Keep:
 
     def __post_init__(self) -> None:
         check_at_least(1, "Give the number of checkpoints to keep.", keep=self.last)
-        check_kind((Real,), "a number", "Give a number of steps, or 0 for none.", keep_every=self.every)
+        check_kind(
+            (Real,), "a number", "Give a number of steps, or 0 for none.", keep_every=self.every
+        )
         check_kind((str, None), "a string", "Give the name of a metric.", keep_best=self.best)
         check_not_negative("Give a number of steps, or 0 for none.", keep_every=self.every)
 
     def choose(self, manifests: Sequence[Manifest]) -> set[int]:
         """Returns the steps to keep."""
         steps = sorted(manifest.step for manifest in manifests)
-        stay = set(steps[-self.last :]) | {step for step in steps if self.every and step % self.every == 0}
+        stay = set(steps[-self.last :]) | {
+            step for step in steps if self.every and step % self.every == 0
+        }
         best = self.best_of(manifests)
         return stay if best is None else stay | {best}
 
@@ -62,7 +68,9 @@ class Keep:
         measured = [manifest for manifest in manifests if name in manifest.metrics]
         if not measured:
             return None
-        return min(measured, key=lambda manifest: (sign * manifest.metrics[name], -manifest.step)).step
+        return min(
+            measured, key=lambda manifest: (sign * manifest.metrics[name], -manifest.step)
+        ).step
 
 
 class Folder:
@@ -90,7 +98,11 @@ class Folder:
 
     def committed(self) -> dict[int, Manifest]:
         """Returns the manifest of each step that has a valid one, by step; reads no other file."""
-        return {step: manifest for step in self.numbered() if isinstance(manifest := self.look(step), Manifest)}
+        return {
+            step: manifest
+            for step in self.numbered()
+            if isinstance(manifest := self.look(step), Manifest)
+        }
 
     def look(self, step: int) -> Manifest | str:
         """Returns the manifest of a step, or a message if it has no valid one."""
@@ -98,7 +110,9 @@ class Folder:
             manifest = read_manifest(self.of(step))
         except (ValueError, OSError) as error:
             return str(error)
-        return manifest if manifest.step == step else f"its manifest is that of step {manifest.step}"
+        return (
+            manifest if manifest.step == step else f"its manifest is that of step {manifest.step}"
+        )
 
     def unfinished(self) -> list[Path]:
         """Returns the folders of unfinished saves."""
@@ -118,7 +132,9 @@ class Folder:
         saving.mkdir()  # a disk that takes no folder fails here, before threads of Orbax wait for one
         saving.rmdir()
         if (free := shutil.disk_usage(self.path).free) < num_bytes:
-            raise OSError(f"a save needs {num_bytes:,} bytes free; got {free:,} on the disk of {self.path}")
+            raise OSError(
+                f"a save needs {num_bytes:,} bytes free; got {free:,} on the disk of {self.path}"
+            )
         return [path.name for path in left if not path.exists()]
 
     def discard_unfinished(self) -> None:
@@ -146,7 +162,9 @@ class Folder:
             for name in (*files, "."):
                 fsync(Path(here, name))
         text = manifest.render()
-        write_atomically(saving / FILE_NAME, lambda part: part.write_text(text, encoding="ascii"), sync=True)
+        write_atomically(
+            saving / FILE_NAME, lambda part: part.write_text(text, encoding="ascii"), sync=True
+        )
         fsync(saving)
 
     def commit(self, step: int) -> None:
@@ -157,7 +175,11 @@ class Folder:
     def set_aside(self, step: int, why: str) -> Path:
         """Renames a step so that it no longer counts, such as to 300.bad, and returns its new path. Overwrites nothing."""
         names = [f"{step}.{why}", *(f"{step}.{why}-{number}" for number in range(2, 1000))]
-        free = next(path for path in map(self.path.joinpath, names) if not (path.exists() or path.is_symlink()))
+        free = next(
+            path
+            for path in map(self.path.joinpath, names)
+            if not (path.exists() or path.is_symlink())
+        )
         self.of(step).rename(free)
         fsync(self.path)
         return free
@@ -173,7 +195,8 @@ class Folder:
         whole = {
             step: manifest
             for step, manifest in self.committed().items()
-            if step not in damaged and not differences(self.of(step), manifest.files, ignored=[FILE_NAME])
+            if step not in damaged
+            and not differences(self.of(step), manifest.files, ignored=[FILE_NAME])
         }
         gone = sorted(whole.keys() - keep.choose(list(whole.values())) - {newest})
         self.check()
@@ -224,11 +247,16 @@ def list_files(folder: Path) -> list[str]:
     """
     found = []
     for here, folders, files in os.walk(folder):
-        folders[:], files = ([name for name in each if not OF_THE_SYSTEM.fullmatch(name)] for each in (folders, files))
+        folders[:], files = (
+            [name for name in each if not OF_THE_SYSTEM.fullmatch(name)]
+            for each in (folders, files)
+        )
         for name in (*folders, *files):
             path = Path(here) / name
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
-                raise ValueError(f"{printable(path.relative_to(folder).as_posix())} is not a plain file")
+                raise ValueError(
+                    f"{printable(path.relative_to(folder).as_posix())} is not a plain file"
+                )
         found += [(Path(here) / name).relative_to(folder).as_posix() for name in files]
     return sorted(found)
 
@@ -246,7 +274,9 @@ def _record(path: Path) -> FileRecord:
         return FileRecord(file.tell(), digest.hexdigest())
 
 
-def differences(folder: Path, recorded: Mapping[str, FileRecord], ignored: Iterable[str] = ()) -> list[str]:
+def differences(
+    folder: Path, recorded: Mapping[str, FileRecord], ignored: Iterable[str] = ()
+) -> list[str]:
     """Returns a message for each file of a folder that is missing, foreign or of another size. Reads no contents."""
     try:
         there = set(list_files(folder)) - set(ignored)
@@ -263,4 +293,8 @@ def differences(folder: Path, recorded: Mapping[str, FileRecord], ignored: Itera
 def damaged(folder: Path, recorded: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
     """Returns a message for each named file whose contents are not those recorded. Reads the files completely."""
     found = record_files(folder, names)
-    return [f"{name} is damaged (its SHA-256 differs)" for name in found if found[name] != recorded[name]]
+    return [
+        f"{name} is damaged (its SHA-256 differs)"
+        for name in found
+        if found[name] != recorded[name]
+    ]

@@ -12,9 +12,23 @@ from jax.sharding import Mesh
 
 from jaxpar.checkpoint.folder import Folder, Keep
 from jaxpar.checkpoint.manifest import Manifest, plain_json
-from jaxpar.checkpoint.restore import BadCheckpointError, check_arrays_match, check_config, load, read_newest, verify
+from jaxpar.checkpoint.restore import (
+    BadCheckpointError,
+    check_arrays_match,
+    check_config,
+    load,
+    read_newest,
+    verify,
+)
 from jaxpar.checkpoint.save import Saver, array_records, versions
-from jaxpar.checkpoint.state import as_keys, as_numbers, canonical_target, from_canonical, plain_key, to_canonical
+from jaxpar.checkpoint.state import (
+    as_keys,
+    as_numbers,
+    canonical_target,
+    from_canonical,
+    plain_key,
+    to_canonical,
+)
 from jaxpar.fields import check_kind
 from jaxpar.mesh import shown_sizes
 from jaxpar.pipeline import LayerLayout, open_params
@@ -70,10 +84,20 @@ class CheckpointManager(Saver):
     ) -> None:
         assert isinstance(mesh, Parallel), "made of a mesh and its layout"
         assert isinstance(mesh.mesh, Mesh), "states are saved from devices"
-        check_kind((str, PathLike), "a path", "Name the folder of a run's checkpoints.", directory=directory)
+        check_kind(
+            (str, PathLike),
+            "a path",
+            "Name the folder of a run's checkpoints.",
+            directory=directory,
+        )
         self.directory, self.mesh, self.layout = Path(directory).absolute(), mesh.mesh, mesh.layout
         self.lease, self._is_owner = lease or Lease(self.directory), False
-        super().__init__(Folder(self.directory, self.lease.check), Keep(keep, keep_every, keep_best), save_seconds, say)
+        super().__init__(
+            Folder(self.directory, self.lease.check),
+            Keep(keep, keep_every, keep_best),
+            save_seconds,
+            say,
+        )
 
     # -- one run a folder ----------------------------------------------------------------------------------------------
 
@@ -250,7 +274,9 @@ class CheckpointManager(Saver):
             TypeError: A leaf of the target has no NamedSharding.
             ValueError: There is no such step, or the checkpoint is of another config or model, or the target of another mesh.
         """
-        check_kind((TrainState,), "a TrainState", "Make it with jaxpar.abstract_state.", target=target)
+        check_kind(
+            (TrainState,), "a TrainState", "Make it with jaxpar.abstract_state.", target=target
+        )
         self._check_layout(target)
         self.wait()
         check_agreement("restore", {"asked step": step})
@@ -266,7 +292,13 @@ class CheckpointManager(Saver):
         without = f"restoring needs a checkpoint; got none in {self.directory}. Name the folder that a run saved to."
         remedy = "Restore a backup, or start a run in another folder."
         state = read_newest(
-            self._folder, step, read, action="restoring", without=without, remedy=remedy, passed_over=self._pass_over
+            self._folder,
+            step,
+            read,
+            action="restoring",
+            without=without,
+            remedy=remedy,
+            passed_over=self._pass_over,
         )
         self._resume_from(int(fetch(state.step)))
         return as_keys(from_canonical(state, wanted), target)

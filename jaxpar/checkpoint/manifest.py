@@ -27,7 +27,9 @@ FILE_NAME = "manifest.json"
 FORMAT = "jaxpar checkpoint 1"
 LATER = "traits"  # a field that the first manifests did not have
 MAX_BYTES = 64 << 20
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")  # each part of a path: no "..", no hidden file, no separator
+NAME = re.compile(
+    r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}"
+)  # each part of a path: no "..", no hidden file, no separator
 MAX_DEPTH = 16
 
 
@@ -152,7 +154,9 @@ def _plain(value: Any) -> Any:
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of NumPy or JAX
         return _plain(value.item())
     is_plain = (
-        value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+        value is None
+        or isinstance(value, (bool, int, str))
+        or (isinstance(value, float) and math.isfinite(value))
     )
     return value if is_plain else str(value)
 

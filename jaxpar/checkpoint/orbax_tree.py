@@ -121,7 +121,10 @@ def _accept_closed_loops() -> None:
     show = sys.unraisablehook
 
     def hook(raised: Any) -> None:
-        if not (isinstance(raised.exc_value, RuntimeError) and str(raised.exc_value) == "Event loop is closed"):
+        if not (
+            isinstance(raised.exc_value, RuntimeError)
+            and str(raised.exc_value) == "Event loop is closed"
+        ):
             show(raised)
 
     sys.unraisablehook = hook

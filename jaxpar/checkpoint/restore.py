@@ -61,14 +61,18 @@ def _look_and_verify(folder: Folder, step: int) -> tuple[Manifest | str, list[st
     """Returns what ``verify`` does, and the manifest that it verified. Without problems every process has one."""
     manifest = folder.look(step)
     problems = [manifest] if isinstance(manifest, str) else _wrong_files(folder, manifest)
-    return manifest, list(dict.fromkeys(problem for each in exchange("verify", problems) for problem in each))
+    return manifest, list(
+        dict.fromkeys(problem for each in exchange("verify", problems) for problem in each)
+    )
 
 
 def _wrong_files(folder: Folder, manifest: Manifest) -> list[str]:
     path = folder.of(manifest.step)
     try:
         wrong = differences(path, manifest.files, ignored=[FILE_NAME])
-        return wrong or damaged(path, manifest.files, sorted(manifest.files)[process_index() :: process_count()])
+        return wrong or damaged(
+            path, manifest.files, sorted(manifest.files)[process_index() :: process_count()]
+        )
     except OSError as error:
         return [f"a file cannot be read: {error}"]
 
@@ -107,7 +111,9 @@ def read_newest(
             raise FileNotFoundError(without)
         if step not in (None, *saved):
             shown = ", ".join(map(str, saved))
-            raise ValueError(f"{action} needs a saved step; got {arg(step=step)}, saved {shown}. Choose one of these.")
+            raise ValueError(
+                f"{action} needs a saved step; got {arg(step=step)}, saved {shown}. Choose one of these."
+            )
         left = [each for each in reversed(saved) if step in (None, each) and each not in wrong]
         for each in left:
             found, problems, is_gone = _read_one(folder, each, read)
@@ -115,7 +121,9 @@ def read_newest(
                 break
             if found is not None and not problems:
                 return found
-            wrong[each] = "; ".join(problems[:MOST_NAMED]) + ("; ..." if len(problems) > MOST_NAMED else "")
+            wrong[each] = "; ".join(problems[:MOST_NAMED]) + (
+                "; ..." if len(problems) > MOST_NAMED else ""
+            )
             passed_over(each, wrong[each])
         else:
             raise BadCheckpointError(
@@ -153,11 +161,15 @@ def _agreed_steps(folder: Folder) -> list[int]:
 def _is_gone(folder: Folder, step: int, manifest: Manifest | str) -> bool:
     """Returns whether the first process no longer finds a step as it was read."""
     now = folder.look(step)
-    is_gone = now != manifest if isinstance(manifest, Manifest) else not os.path.lexists(folder.of(step))
+    is_gone = (
+        now != manifest if isinstance(manifest, Manifest) else not os.path.lexists(folder.of(step))
+    )
     return exchange("is gone", is_gone)[0]
 
 
-def load(folder: Folder, manifest: Manifest, abstract: PyTree, mesh: Mesh) -> tuple[PyTree, list[str]]:
+def load(
+    folder: Folder, manifest: Manifest, abstract: PyTree, mesh: Mesh
+) -> tuple[PyTree, list[str]]:
     """Returns a step's state and its problems: its arrays must have the checksums that they were saved with.
 
     Every process must call it, and reads the shards of its devices.
@@ -176,20 +188,28 @@ def load(folder: Folder, manifest: Manifest, abstract: PyTree, mesh: Mesh) -> tu
     if problems := [each for each in exchange("load", problem) if each]:
         return None, problems
     found = check_arrays(state, mesh)
-    wrong = [path for path, record in manifest.arrays.items() if found[path].checksum != record.checksum]
-    return state, [f"the values of {printable(path)} are not those that were saved" for path in wrong]
+    wrong = [
+        path for path, record in manifest.arrays.items() if found[path].checksum != record.checksum
+    ]
+    return state, [
+        f"the values of {printable(path)} are not those that were saved" for path in wrong
+    ]
 
 
 def read_arrays(folder: Path, abstract: PyTree) -> PyTree:
     """Returns the arrays of a tree in a folder, each with its shape, dtype and sharding in ``abstract``."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _read_array(folder, path_string(path), leaf), abstract)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _read_array(folder, path_string(path), leaf), abstract
+    )
 
 
 def _read_array(folder: Path, path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     file, sharding = ArrayFile(folder, path, leaf.shape, np.dtype(leaf.dtype)), leaf.sharding
     assert sharding is not None, "``canonical_target`` gives each leaf one"
     places = sharding.addressable_devices_indices_map(leaf.shape).values()
-    parts = {str(place): file.start_reading(place) for place in places if place is not None}  # each part once
+    parts = {
+        str(place): file.start_reading(place) for place in places if place is not None
+    }  # each part once
     read = lambda place: parts[str(place)].result()
     return jax.make_array_from_callback(leaf.shape, sharding, read, dtype=leaf.dtype)
 
@@ -198,15 +218,22 @@ def _read_array(folder: Path, path: str, leaf: jax.ShapeDtypeStruct) -> jax.Arra
 
 
 def check_config(
-    config: Mapping[str, Any] | None, saved: Mapping[str, Any] | None, where: str, allow: Collection[str] = ()
+    config: Mapping[str, Any] | None,
+    saved: Mapping[str, Any] | None,
+    where: str,
+    allow: Collection[str] = (),
 ) -> None:
     """Raises ValueError if a run's config differs from the saved one, except in the names in ``allow``."""
     if config is None or saved is None:
         return
     now = plain_json(config)
-    names = [name for name in {**saved, **now} if now.get(name) != saved.get(name) and name not in allow]
+    names = [
+        name for name in {**saved, **now} if now.get(name) != saved.get(name) and name not in allow
+    ]
     if names:
-        got = ", ".join(f"{printable(name)}={now.get(name)!r} (saved: {saved.get(name)!r})" for name in names)
+        got = ", ".join(
+            f"{printable(name)}={now.get(name)!r} (saved: {saved.get(name)!r})" for name in names
+        )
         raise ValueError(
             f"a run must continue with the config that it was saved with; got {got} for {where}. "
             f"Give the saved values, allow these to change ({_allowing(names)}), or "
@@ -223,7 +250,9 @@ def _allowing(names: Collection[str]) -> str:
     return f"allow_change={shown} of a Run's flags, or allow={shown} of restore"
 
 
-def check_arrays_match(saved: Mapping[str, ArrayRecord], target: PyTree, where: str, *, cast: bool = False) -> PyTree:
+def check_arrays_match(
+    saved: Mapping[str, ArrayRecord], target: PyTree, where: str, *, cast: bool = False
+) -> PyTree:
     """Returns ``target`` with the saved dtypes; raises ValueError if the saved arrays do not match it.
 
     Args:
@@ -237,7 +266,11 @@ def check_arrays_match(saved: Mapping[str, ArrayRecord], target: PyTree, where: 
     for path in {**wanted, **saved}:
         want, have = _say_array(wanted.get(path)), _say_array(saved.get(path))
         if want != have and not (cast and _differ_in_float(wanted.get(path), saved.get(path))):
-            remedy = OTHER_OPTIMIZER if path.startswith("opt_state/") else "Use the model that it was saved with."
+            remedy = (
+                OTHER_OPTIMIZER
+                if path.startswith("opt_state/")
+                else "Use the model that it was saved with."
+            )
             raise ValueError(
                 f"a checkpoint must hold the arrays of the target, with their shapes and dtypes; got {want} for "
                 f"{printable(path)}, saved {printable(have)}, in {where}. {remedy}"

@@ -70,9 +70,16 @@ class Saver:
         failures: A message for each failed save.
     """
 
-    def __init__(self, folder: Folder, keep: Keep, seconds: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Folder, keep: Keep, seconds: float, say: Callable[[str], None]
+    ) -> None:
         check_at_least(0, "Give a number of seconds, or 0 for no limit.", save_seconds=seconds)
-        self._folder, self._keep, self._seconds, self._say = folder, keep, seconds or ANY_SECONDS, say
+        self._folder, self._keep, self._seconds, self._say = (
+            folder,
+            keep,
+            seconds or ANY_SECONDS,
+            say,
+        )
         self.num_saved, self.is_behind = 0, False
         self.failures: list[str] = []
         self._damaged: set[int] = set()  # steps that a restore passed over
@@ -95,13 +102,20 @@ class Saver:
         if self._is_there(manifest):
             self._newest = self._went_on_from = manifest.step
         elif self._is_ready(manifest.step, sum(leaf.nbytes for leaf in tree.leaves(state))):
-            written = orbax_tree.save_async(self._folder.saving(manifest.step), state, self._seconds)
-            self._in_flight = manifest.step, self._background.submit(self._finish, written, manifest)
+            written = orbax_tree.save_async(
+                self._folder.saving(manifest.step), state, self._seconds
+            )
+            self._in_flight = (
+                manifest.step,
+                self._background.submit(self._finish, written, manifest),
+            )
 
     def _is_there(self, manifest: Manifest) -> bool:
         """Returns whether the step is already saved, by this manager or with the same values."""
         step, found = manifest.step, self._folder.look(manifest.step)
-        is_same = isinstance(found, Manifest) and (step in self._saved or found.arrays == manifest.arrays)
+        is_same = isinstance(found, Manifest) and (
+            step in self._saved or found.arrays == manifest.arrays
+        )
         is_there = is_same and step not in self._damaged
         return exchange("is there", is_there)[0]  # as the first process sees it
 
@@ -126,13 +140,21 @@ class Saver:
             PeerLostError: A process did not answer.
         """
         step = manifest.step
-        answers = exchange("save", self._written_files(written, step), timeout_seconds=self._seconds)
+        answers = exchange(
+            "save", self._written_files(written, step), timeout_seconds=self._seconds
+        )
         problem = _first_problem(answers)
         if problem is None and process_index() == 0:
-            files = {name: FileRecord(*record) for each in answers for name, record in each["files"].items()}
+            files = {
+                name: FileRecord(*record)
+                for each in answers
+                for name, record in each["files"].items()
+            }
             try:
                 self._commit(dataclasses.replace(manifest, files=files))
-            except Exception as error:  # whatever it was, the other processes must be told, and training continues
+            except (
+                Exception
+            ) as error:  # whatever it was, the other processes must be told, and training continues
                 problem = _in_words(error)
         if problem := exchange("commit", problem, timeout_seconds=self._seconds)[0]:
             self._fail(step, problem)
@@ -152,8 +174,16 @@ class Saver:
             folder = self._folder.saving(step)
             files = record_files(folder, list_files(folder)[process_index() :: process_count()])
         except Exception as error:  # as in ``_finish``
-            return {"problem": _in_words(error), "is_own": not isinstance(error, GivenUpError), "files": {}}
-        return {"problem": None, "is_own": True, "files": {name: astuple(record) for name, record in files.items()}}
+            return {
+                "problem": _in_words(error),
+                "is_own": not isinstance(error, GivenUpError),
+                "files": {},
+            }
+        return {
+            "problem": None,
+            "is_own": True,
+            "files": {name: astuple(record) for name, record in files.items()},
+        }
 
     def _commit(self, manifest: Manifest) -> None:
         """Commits a save whose arrays are all written; runs on the first process only.
@@ -169,7 +199,9 @@ class Saver:
         """Sets aside the steps that are not of the current branch, so that a restart resumes from this branch."""
         for other in self._folder.numbered():
             is_committed = isinstance(self._folder.look(other), Manifest)
-            is_left = other >= step or (self._went_on_from is not None and other > self._went_on_from)
+            is_left = other >= step or (
+                self._went_on_from is not None and other > self._went_on_from
+            )
             if other in self._damaged or (other == step and not is_committed):
                 self._folder.set_aside(other, "bad")
             elif is_left and is_committed:
@@ -204,7 +236,9 @@ class Saver:
     def _resume_from(self, step: int) -> None:
         """Records the step of a restore; the next save sets later steps aside, since the run has left their branch."""
         self._saved.clear()
-        if not self.num_saved:  # a run that restores an older step while it trains does not leave its branch
+        if (
+            not self.num_saved
+        ):  # a run that restores an older step while it trains does not leave its branch
             self._went_on_from = step
 
     def lost(self) -> int | None:
@@ -257,7 +291,11 @@ def array_records(state: PyTree, step: int, mesh: Mesh) -> dict[str, ArrayRecord
             f"devices that hold the same part of an array must hold the same values; got different ones in {diverged} at "
             f"step {step}. Nothing was saved: resume from the checkpoint before; a device may compute wrongly."
         )
-    if broken := [path for path, found in checked.items() if path.startswith("params/") and not found.is_finite]:
+    if broken := [
+        path
+        for path, found in checked.items()
+        if path.startswith("params/") and not found.is_finite
+    ]:
         raise NotFiniteError(
             f"parameters must be finite to be saved; got NaN or infinity in {broken} at step {step}. Nothing was saved.",
             "Resume from the checkpoint before, with a smaller learning rate.",
@@ -281,7 +319,11 @@ def _check_storable(state: PyTree) -> None:
 
 def _first_problem(told: list[dict[str, Any]]) -> str | None:
     """Returns the problem of a process, preferably of one that failed itself rather than waited for another that did."""
-    found = [(not each["is_own"], process, each["problem"]) for process, each in enumerate(told) if each["problem"]]
+    found = [
+        (not each["is_own"], process, each["problem"])
+        for process, each in enumerate(told)
+        if each["problem"]
+    ]
     if not found:
         return None
     _, process, problem = min(found)
@@ -295,7 +337,9 @@ def _in_words(error: Exception) -> str:
 def versions() -> dict[str, str]:
     """Returns the versions of Python, jaxpar and the libraries that affect the results of a run."""
     return {
-        "jaxpar": sys.modules["jaxpar"].__version__,  # an import would violate the package's import order
+        "jaxpar": sys.modules[
+            "jaxpar"
+        ].__version__,  # an import would violate the package's import order
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in LIBRARIES},
     }

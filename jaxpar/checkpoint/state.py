@@ -34,7 +34,9 @@ def to_canonical(state: TrainState) -> TrainState:
         leaf if layout is None else layout.in_canonical_order(leaf)
         for leaf, layout in zip(leaves, layouts, strict=True)
     ]
-    shardings = [_canonical_sharding(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)]
+    shardings = [
+        _canonical_sharding(leaf, layout) for leaf, layout in zip(leaves, layouts, strict=True)
+    ]
     return tree.unflatten(jax.jit(unpack, out_shardings=shardings)(leaves))
 
 
@@ -42,7 +44,9 @@ def from_canonical(state: TrainState, target: TrainState) -> TrainState:
     """Returns a state with the packed layers, dtypes and shardings of ``target``."""
     (wanted, tree), layouts = jax.tree.flatten(target), _layouts(target)
     leaves = jax.tree.leaves(state)
-    if not any(layouts) and all(leaf.dtype == want.dtype for leaf, want in zip(leaves, wanted, strict=True)):
+    if not any(layouts) and all(
+        leaf.dtype == want.dtype for leaf, want in zip(leaves, wanted, strict=True)
+    ):
         return tree.unflatten(leaves)
     pack = lambda leaves: [
         (leaf if layout is None else layout.in_packed_order(leaf)).astype(want.dtype)
@@ -106,7 +110,12 @@ def _layouts(state: TrainState) -> Layouts:
     for where, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_packed):
         if is_packed(node):
             layouts += [
-                _layout_of(leaf, node.layout, shapes.get(path_string(path), set()), path_string((*where, *path)))
+                _layout_of(
+                    leaf,
+                    node.layout,
+                    shapes.get(path_string(path), set()),
+                    path_string((*where, *path)),
+                )
                 for path, leaf in jax.tree_util.tree_leaves_with_path(node)
             ]
         else:
@@ -114,7 +123,9 @@ def _layouts(state: TrainState) -> Layouts:
     return layouts
 
 
-def _layout_of(leaf: Any, layout: LayerLayout, shapes: set[tuple[int, ...]], where: str) -> LayerLayout | None:
+def _layout_of(
+    leaf: Any, layout: LayerLayout, shapes: set[tuple[int, ...]], where: str
+) -> LayerLayout | None:
     """Returns the layout of a leaf under PackedLayers; None for a placeholder, such as an unused factored moment."""
     if leaf.shape in shapes and leaf.shape[0] == layout.num_positions:
         return layout
@@ -157,5 +168,9 @@ def _numbers(leaf: Any) -> Any:
 def plain_key(key: jax.Array) -> PrngKey:
     """Returns a PRNG key as plain data."""
     if not is_key(key):
-        raise TypeError(f"key must be a PRNG key; got {key.dtype}. Make it with jax.random.key(seed).")
-    return PrngKey(str(jax.random.key_impl(key)), tuple(map(int, np.ravel(jax.random.key_data(key)))))
+        raise TypeError(
+            f"key must be a PRNG key; got {key.dtype}. Make it with jax.random.key(seed)."
+        )
+    return PrngKey(
+        str(jax.random.key_impl(key)), tuple(map(int, np.ravel(jax.random.key_data(key))))
+    )

@@ -55,7 +55,9 @@ class StoredArray:
         with self._read():
             self._sums = self._row_sums() if self._sums is None else self._sums
             values = self._file.read((slice(row, row + 1), *map(slice, self.shape[1:])))
-            self._check(row_sums(values, (row, *(0,) * (len(self.shape) - 1)), self.shape), self._sums[row])
+            self._check(
+                row_sums(values, (row, *(0,) * (len(self.shape) - 1)), self.shape), self._sums[row]
+            )
         return values[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -83,7 +85,9 @@ class StoredArray:
         """Raises in place of an error of reading: DeletedError if the step is there no more, else BadCheckpointError."""
         try:
             yield
-        except Exception as error:  # TensorStore raises many types of exceptions for a damaged array
+        except (
+            Exception
+        ) as error:  # TensorStore raises many types of exceptions for a damaged array
             step = self._manifest.step
             name = f"{printable(self._path)} of step {step} in {self._folder.path}"
             if self._folder.look(step) != self._manifest:
@@ -98,7 +102,9 @@ class StoredArray:
             ) from error
 
 
-def choosing_again(step: int | None, read: Callable[[], Result], say: Callable[[str], None] = tell) -> Result:
+def choosing_again(
+    step: int | None, read: Callable[[], Result], say: Callable[[str], None] = tell
+) -> Result:
     """Returns what ``read`` returns, which opens stored params and reads them.
 
     It is called again if another process deletes the step meanwhile, and then opens a newer one.
@@ -144,7 +150,9 @@ def open_stored_params(
     def read(manifest: Manifest) -> tuple[tuple[dict[str, StoredArray], Manifest], list[str]]:
         paths = [path for path in manifest.arrays if path.startswith(PARAMS)]
         try:
-            found = {path.removeprefix(PARAMS): StoredArray(folder, manifest, path) for path in paths}
+            found = {
+                path.removeprefix(PARAMS): StoredArray(folder, manifest, path) for path in paths
+            }
         except BadCheckpointError as error:
             return ({}, manifest), [str(error)]
         return (found, manifest), []

@@ -30,7 +30,9 @@ from jaxpar.fields import check_one_of
 Groups = Sequence[Sequence[int]] | None
 
 
-def shift(tree: PyTree, axis: str, *, by: int = 1, wrap: bool = True, groups: Groups = None) -> PyTree:
+def shift(
+    tree: PyTree, axis: str, *, by: int = 1, wrap: bool = True, groups: Groups = None
+) -> PyTree:
     """Returns the arrays of the device ``by`` positions before this one: each sends to the right and receives from the left.
 
     Args:
@@ -57,7 +59,9 @@ def broadcast(tree: PyTree, axis: str, *, root: int = 0, groups: Groups = None) 
     return all_reduce(_only(tree, axis, root, groups), axis, groups=groups)
 
 
-def reduce(tree: PyTree, axis: str, *, root: int = 0, op: str = "sum", groups: Groups = None) -> PyTree:
+def reduce(
+    tree: PyTree, axis: str, *, root: int = 0, op: str = "sum", groups: Groups = None
+) -> PyTree:
     """Returns the sum over the devices on the root, zeros on the others. **Collectives**: one all-reduce."""
     return _only(all_reduce(tree, axis, op=op, groups=groups), axis, root, groups)
 
@@ -79,7 +83,9 @@ def all_reduce(tree: PyTree, axis: str, *, op: str = "sum", groups: Groups = Non
     return total if op == "sum" else jax.tree.map(lambda x: x / size, total)
 
 
-def gather(tree: PyTree, axis: str, *, root: int = 0, dim: int = 0, groups: Groups = None) -> PyTree:
+def gather(
+    tree: PyTree, axis: str, *, root: int = 0, dim: int = 0, groups: Groups = None
+) -> PyTree:
     """Returns all arrays joined along ``dim`` on the root, zeros on the others. **Collectives**: one all-gather per array."""
     return _only(all_gather(tree, axis, dim=dim, groups=groups), axis, root, groups)
 
@@ -88,10 +94,14 @@ def all_gather(tree: PyTree, axis: str, *, dim: int = 0, groups: Groups = None) 
     """Returns all arrays joined along ``dim``, on each device. **Collectives**: one all-gather per array."""
     own = _own_groups(axis, groups)
     _check_dims(tree, dim)
-    return jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=own), tree)
+    return jax.tree.map(
+        lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=own), tree
+    )
 
 
-def scatter(tree: PyTree, axis: str, *, root: int = 0, dim: int = 0, groups: Groups = None) -> PyTree:
+def scatter(
+    tree: PyTree, axis: str, *, root: int = 0, dim: int = 0, groups: Groups = None
+) -> PyTree:
     """Returns this device's part of the root's arrays, which are split equally along ``dim`` over the devices.
 
     The arrays of the other devices must have the same shapes; their values are not used.
@@ -104,7 +114,9 @@ def scatter(tree: PyTree, axis: str, *, root: int = 0, dim: int = 0, groups: Gro
     return reduce_scatter(_only(tree, axis, root, groups), axis, dim=dim, groups=groups)
 
 
-def reduce_scatter(tree: PyTree, axis: str, *, dim: int = 0, op: str = "sum", groups: Groups = None) -> PyTree:
+def reduce_scatter(
+    tree: PyTree, axis: str, *, dim: int = 0, op: str = "sum", groups: Groups = None
+) -> PyTree:
     """Returns this device's part, along ``dim``, of the sum or mean over the devices.
 
     Raises:
@@ -117,13 +129,17 @@ def reduce_scatter(tree: PyTree, axis: str, *, dim: int = 0, op: str = "sum", gr
     _check_dims(tree, dim, size)
 
     def part(x: jax.Array) -> jax.Array:
-        total = jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=own)
+        total = jax.lax.psum_scatter(
+            x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=own
+        )
         return total if op == "sum" else total / size
 
     return jax.tree.map(part, tree)
 
 
-def all_to_all(tree: PyTree, axis: str, *, split_dim: int = 0, join_dim: int = 0, groups: Groups = None) -> PyTree:
+def all_to_all(
+    tree: PyTree, axis: str, *, split_dim: int = 0, join_dim: int = 0, groups: Groups = None
+) -> PyTree:
     """Returns this device's part of all arrays: each is split along ``split_dim``, and the parts are joined along ``join_dim``.
 
     Raises:
@@ -131,7 +147,10 @@ def all_to_all(tree: PyTree, axis: str, *, split_dim: int = 0, join_dim: int = 0
 
     **Collectives**: one all-to-all per array.
     """
-    own, how = _own_groups(axis, groups), {"split_axis": split_dim, "concat_axis": join_dim, "tiled": True}
+    own, how = (
+        _own_groups(axis, groups),
+        {"split_axis": split_dim, "concat_axis": join_dim, "tiled": True},
+    )
     _check_dims(tree, split_dim, group_size(axis, groups))
     _check_dims(tree, join_dim)
     return jax.tree.map(lambda x: jax.lax.all_to_all(x, axis, **how, axis_index_groups=own), tree)
@@ -197,7 +216,9 @@ def _only(tree: PyTree, axis: str, root: int, groups: Groups) -> PyTree:
 def _sum(tree: PyTree, axis: str, groups: list[list[int]] | None) -> PyTree:
     try:
         return jax.lax.psum(tree, axis, axis_index_groups=groups)
-    except NotImplementedError:  # groups under check_vma: an all-reduce is a reduce-scatter and an all-gather
+    except (
+        NotImplementedError
+    ):  # groups under check_vma: an all-reduce is a reduce-scatter and an all-gather
         return jax.tree.map(lambda x: _sum_in_two_steps(x, axis, groups), tree)
 
 
@@ -205,7 +226,9 @@ def _sum_in_two_steps(x: jax.Array, axis: str, groups: list[list[int]] | None) -
     size = group_size(axis, groups)
     flat = jnp.pad(jnp.ravel(x), (0, -jnp.size(x) % size))
     part = jax.lax.psum_scatter(flat, axis, tiled=True, axis_index_groups=groups)
-    return jax.lax.all_gather(part, axis, tiled=True, axis_index_groups=groups)[: jnp.size(x)].reshape(jnp.shape(x))
+    return jax.lax.all_gather(part, axis, tiled=True, axis_index_groups=groups)[
+        : jnp.size(x)
+    ].reshape(jnp.shape(x))
 
 
 def _maximum(x: jax.Array, axis: str, groups: list[list[int]] | None) -> jax.Array:
@@ -226,7 +249,9 @@ def _check_dims(tree: PyTree, dim: int, parts: int = 1) -> None:
     for leaf in jax.tree.leaves(tree):
         shape = jnp.shape(leaf)
         if not 0 <= dim < len(shape):
-            raise ValueError(f"dim must be one of the array's, counted from 0; got dim={dim} for shape {shape}.")
+            raise ValueError(
+                f"dim must be one of the array's, counted from 0; got dim={dim} for shape {shape}."
+            )
         if shape[dim] % parts:
             up = -(-shape[dim] // parts) * parts
             raise ValueError(

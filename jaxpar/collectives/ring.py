@@ -29,7 +29,12 @@ from jaxpar.fields import check_positive
 
 
 def ring_all_reduce(
-    tree: PyTree, axis: str, *, bidirectional: bool = False, bucket_bytes: int | None = None, mean: bool = False
+    tree: PyTree,
+    axis: str,
+    *,
+    bidirectional: bool = False,
+    bucket_bytes: int | None = None,
+    mean: bool = False,
 ) -> PyTree:
     """Returns the sum over the devices of ``axis`` on each of them, by ring all-reduce.
 
@@ -52,7 +57,9 @@ def ring_all_reduce(
         return tree
     parts = _cut(vector, bucket_bytes)
     if bidirectional:
-        halves = [half for part in parts for half in zip(jnp.array_split(part, 2), (1, -1), strict=True)]
+        halves = [
+            half for part in parts for half in zip(jnp.array_split(part, 2), (1, -1), strict=True)
+        ]
     else:
         halves = [(part, 1) for part in parts]
     total = jnp.concatenate([_ring(part, axis, way) for part, way in halves])
@@ -70,7 +77,9 @@ def _ring(vector: jax.Array, axis: str, way: int) -> jax.Array:
     chunks = jnp.pad(vector, (0, -vector.size % size)).reshape(size, -1)
     me = rank(axis) * way
     get = lambda chunks, index: jax.lax.dynamic_index_in_dim(chunks, index % size, keepdims=False)
-    put = lambda chunks, chunk, index: jax.lax.dynamic_update_index_in_dim(chunks, chunk, index % size, 0)
+    put = lambda chunks, chunk, index: jax.lax.dynamic_update_index_in_dim(
+        chunks, chunk, index % size, 0
+    )
 
     def scatter_reduce(step: jax.Array, chunks: jax.Array) -> jax.Array:
         """Sends the chunk that was added to last, and adds the received chunk to this device's own."""
@@ -109,7 +118,9 @@ def distributed_optimizer(
     """
     mean = reduce or (lambda grads, axis: all_reduce(grads, axis, op="mean"))
 
-    def update(updates: PyTree, state: optax.OptState, params: PyTree | None = None) -> tuple[PyTree, optax.OptState]:
+    def update(
+        updates: PyTree, state: optax.OptState, params: PyTree | None = None
+    ) -> tuple[PyTree, optax.OptState]:
         return optimizer.update(mean(updates, axis), state, params)
 
     return optax.GradientTransformation(optimizer.init, update)

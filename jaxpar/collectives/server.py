@@ -40,7 +40,11 @@ from jaxpar.collectives.primitives import group_size, rank
 
 
 def parameter_server(
-    tree: PyTree, axis: str, *, num_servers: int = 1, serve: Callable[[jax.Array], tuple[Any, Any]] | None = None
+    tree: PyTree,
+    axis: str,
+    *,
+    num_servers: int = 1,
+    serve: Callable[[jax.Array], tuple[Any, Any]] | None = None,
 ) -> tuple[PyTree, Any]:
     """Returns the servers' result for the sum of the devices' trees, on each device, and the state that each server keeps.
 
@@ -87,13 +91,19 @@ def _pull(result: jax.Array, axis: str, num_servers: int) -> jax.Array:
     come = jnp.where(servers == me, result, jnp.zeros_like(result))
     for r in range(1, size):
         pairs = [(server, (server + r) % size) for server in range(num_servers)]
-        come += jnp.where(servers == (me - r) % size, jax.lax.ppermute(result, axis, pairs), jnp.zeros_like(result))
+        come += jnp.where(
+            servers == (me - r) % size,
+            jax.lax.ppermute(result, axis, pairs),
+            jnp.zeros_like(result),
+        )
     return come
 
 
 def _part(parts: jax.Array, server: jax.Array) -> jax.Array:
     """Returns the part of a server; if there is no such server, an arbitrary part, which is not used."""
-    return jax.lax.dynamic_index_in_dim(parts, jnp.minimum(server, parts.shape[0] - 1), keepdims=False)
+    return jax.lax.dynamic_index_in_dim(
+        parts, jnp.minimum(server, parts.shape[0] - 1), keepdims=False
+    )
 
 
 def server_optimizer(
@@ -117,7 +127,9 @@ def server_optimizer(
     def init(params: PyTree) -> optax.OptState:
         return optimizer.init(own_part(params))
 
-    def update(updates: PyTree, state: optax.OptState, params: PyTree | None = None) -> tuple[PyTree, optax.OptState]:
+    def update(
+        updates: PyTree, state: optax.OptState, params: PyTree | None = None
+    ) -> tuple[PyTree, optax.OptState]:
         own_params = None if params is None else own_part(params)
 
         def serve(total: jax.Array) -> tuple[Any, optax.OptState]:
@@ -173,13 +185,17 @@ def simulate_pushes(
     heapq.heapify(arrivals)
     while len(pushes) < num_pushes:
         now, worker = heapq.heappop(arrivals)
-        pushes.append(Push(worker, clocks[worker], versions[worker], len(pushes) - versions[worker], now))
+        pushes.append(
+            Push(worker, clocks[worker], versions[worker], len(pushes) - versions[worker], now)
+        )
         clocks[worker] += 1
         waiting.add(worker)
         # Workers that arrive at the same moment push before any waiting worker pulls.
         if arrivals and arrivals[0][0] <= now:
             continue
-        for ready in sorted(w for w in waiting if bound is None or clocks[w] - min(clocks) <= bound):
+        for ready in sorted(
+            w for w in waiting if bound is None or clocks[w] - min(clocks) <= bound
+        ):
             waiting.remove(ready)
             versions[ready] = len(pushes)
             heapq.heappush(arrivals, (now + seconds_per_gradient[ready], ready))
@@ -206,10 +222,14 @@ def train_with_stale_gradients(
     if not pushes:
         return params, None if watch is None else jnp.zeros((0,))
     kept = max(push.staleness for push in pushes) + 1
-    history = jax.tree.map(lambda p: jnp.broadcast_to(p, (kept, *jnp.shape(p))), params)  # version v is at v % kept
+    history = jax.tree.map(
+        lambda p: jnp.broadcast_to(p, (kept, *jnp.shape(p))), params
+    )  # version v is at v % kept
     rows = np.array([(push.worker, push.clock, push.version) for push in pushes], np.int32)
 
-    def serve(history: PyTree, item: tuple[jax.Array, jax.Array]) -> tuple[PyTree, jax.Array | None]:
+    def serve(
+        history: PyTree, item: tuple[jax.Array, jax.Array]
+    ) -> tuple[PyTree, jax.Array | None]:
         applied, (worker, clock, version) = item
         at = lambda v: jax.tree.map(lambda h: h[v % kept], history)
         new = apply(at(applied), gradient(at(version), worker, clock))

@@ -32,7 +32,9 @@ OTHER_NAMES = json.loads(Path(__file__).with_name("argument_names.json").read_te
 OTHER_VALUES = json.loads(Path(__file__).with_name("other_names.json").read_text())["values"]
 
 
-def call(function: Callable[..., Result], args: Sequence[str], command: str, *, example: str = "") -> Result:
+def call(
+    function: Callable[..., Result], args: Sequence[str], command: str, *, example: str = ""
+) -> Result:
     """Calls a function with the flags of a command line and returns its result; its docstring is the help.
 
     An unknown flag ends the process with code 2 and a suggestion.
@@ -54,7 +56,9 @@ def call(function: Callable[..., Result], args: Sequence[str], command: str, *, 
     check_args(function, args)
     try:
         with wrapped_usage() if asks_for_help else nullcontext(), given_by(flag_names(function)):
-            return tyro.cli(function, args=args, prog=f"{program()} {command}", description=about, config=config)
+            return tyro.cli(
+                function, args=args, prog=f"{program()} {command}", description=about, config=config
+            )
     except SystemExit as end:
         if end.code == ExitCode.BAD_CONFIG and example and not args:
             tell(f"for example: {program()} {command} {example}")
@@ -102,7 +106,9 @@ def _check_once(flags: Callable[..., Any], args: Sequence[str]) -> None:
         if flag is None:
             continue
         number = None if _is_list(kinds[flag]) else int(kinds[flag] is not bool)
-        values = [value] if is_joined else [*islice(takewhile(is_value, words[position + 1 :]), number)]
+        values = (
+            [value] if is_joined else [*islice(takewhile(is_value, words[position + 1 :]), number)]
+        )
         if values not in given.setdefault(flag, []):
             given[flag].append(values)
     for flag, several in given.items():
@@ -110,7 +116,11 @@ def _check_once(flags: Callable[..., Any], args: Sequence[str]) -> None:
             continue
         shown = " and ".join(" ".join([flag, *values]) for values in several)
         together = " ".join([flag, *chain.from_iterable(several)])
-        remedy = f"Give all values at once: {together}." if _is_list(kinds[flag]) else "Leave all but one out."
+        remedy = (
+            f"Give all values at once: {together}."
+            if _is_list(kinds[flag])
+            else "Leave all but one out."
+        )
         raise ValueError(printable(f"{flag} must be given once; got {shown}. {remedy}"))
 
 
@@ -144,7 +154,11 @@ def suggest_values(flags: Callable[..., Any], args: Sequence[str]) -> None:
     for word, after in zip(args, [*args[1:], ""], strict=True):
         name, is_joined, value = word.partition("=")
         if name in positional:
-            tell(printable(f"{name} is no flag: give {value if is_joined else after} alone, without {name}"))
+            tell(
+                printable(
+                    f"{name} is no flag: give {value if is_joined else after} alone, without {name}"
+                )
+            )
         given, of_flag = value if is_joined else after, kinds.get(name, ())
         meant = _other_word(name, given, of_flag) or _meant_value(given, of_flag)
         if meant:
@@ -152,7 +166,9 @@ def suggest_values(flags: Callable[..., Any], args: Sequence[str]) -> None:
 
 
 @contextmanager
-def foreign_flags_told(flags: Callable[..., Any], options: Sequence[str], command: str) -> Iterator[None]:
+def foreign_flags_told(
+    flags: Callable[..., Any], options: Sequence[str], command: str
+) -> Iterator[None]:
     """Says, where the options of a command are refused in the ``with`` block, that those of a program come after it.
 
     Args:
@@ -164,10 +180,16 @@ def foreign_flags_told(flags: Callable[..., Any], options: Sequence[str], comman
         yield
     except SystemExit as end:
         known = {flag for _, flag, _ in list_flags(flags)}
-        names = [word.partition("=")[0].replace("_", "-") for word in options if word.startswith("--")]
+        names = [
+            word.partition("=")[0].replace("_", "-") for word in options if word.startswith("--")
+        ]
         foreign = [name for name in names if name not in known and name != "--help"]
         if end.code == ExitCode.BAD_CONFIG and foreign:
-            tell(printable(f"{foreign[0]} is no option of {command}: the flags of a script come after the script"))
+            tell(
+                printable(
+                    f"{foreign[0]} is no option of {command}: the flags of a script come after the script"
+                )
+            )
         raise
 
 
@@ -249,8 +271,14 @@ def _flags(
 
     hints = get_type_hints(of, include_extras=True)
     is_class = dataclasses.is_dataclass(of)
-    for name in [field.name for field in dataclasses.fields(of)] if is_class else inspect.signature(of).parameters:
-        kind, *more = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+    for name in (
+        [field.name for field in dataclasses.fields(of)]
+        if is_class
+        else inspect.signature(of).parameters
+    ):
+        kind, *more = (
+            get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+        )
         named = next((each.name for each in more if getattr(each, "name", None) is not None), None)
         part = name.rstrip("_").replace("_", "-") if named is None else named
         if dataclasses.is_dataclass(kind):
@@ -305,7 +333,9 @@ def parse_json(text: str, flag: str) -> Any:
     try:
         return check_size(json.loads(text), flag)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{flag} must name a file of JSON; got other text: {error}. Write it again.") from error
+        raise ValueError(
+            f"{flag} must name a file of JSON; got other text: {error}. Write it again."
+        ) from error
 
 
 def check_size(tree: Any, flag: str) -> Any:
@@ -354,7 +384,11 @@ def named(rows: Mapping[str, str]) -> str:
     """Returns a line for each name with what it is, wrapped beside it."""
     first = max(map(len, rows)) + 4
     fill = lambda name, about: textwrap.fill(
-        about, width(), initial_indent=f"  {name}".ljust(first), subsequent_indent=" " * first, break_on_hyphens=False
+        about,
+        width(),
+        initial_indent=f"  {name}".ljust(first),
+        subsequent_indent=" " * first,
+        break_on_hyphens=False,
     )
     return "\n".join(fill(name, about) for name, about in rows.items())
 
@@ -373,7 +407,11 @@ def wrapped_usage() -> Iterator[None]:
         if usage.startswith("usage:") and len(usage) > width():
             whole = re.sub(r"\[[^\[\]]*\]", lambda option: option[0].replace(" ", "\0"), usage)
             lines = textwrap.wrap(
-                whole, width(), subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
+                whole,
+                width(),
+                subsequent_indent="    ",
+                break_on_hyphens=False,
+                break_long_words=False,
             )
             first = "\n".join(lines).replace("\0", " ")
         out.write(f"{first}{end}{rest}")

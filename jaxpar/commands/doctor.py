@@ -22,7 +22,9 @@ from jaxpar.runtime.distributed import GPU_FLAGS
 from jaxpar.runtime.output import printable, version_of
 
 # What is shown of packages, environment variables, and those of each kind of cluster.
-PACKAGES, SETTINGS, CLUSTERS = json.loads(Path(__file__).with_name("doctor.json").read_text()).values()
+PACKAGES, SETTINGS, CLUSTERS = json.loads(
+    Path(__file__).with_name("doctor.json").read_text()
+).values()
 GIB = 2**30
 
 
@@ -57,7 +59,9 @@ def report(environment: Mapping[str, str]) -> str:
         "disk": _disk(),
         "cluster": _cluster(environment),
     }
-    return "\n".join(f"{name}\n" + "\n".join(f"  {line}" for line in lines) for name, lines in sections.items())
+    return "\n".join(
+        f"{name}\n" + "\n".join(f"  {line}" for line in lines) for name, lines in sections.items()
+    )
 
 
 def _set(names: Iterable[str], environment: Mapping[str, str]) -> list[str]:
@@ -76,15 +80,24 @@ def _machine() -> list[str]:
     lines = [f"{platform.platform()}, {platform.machine()}", f"{cores} cores for this process"]
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        kib = {line.split(":")[0]: int(line.split()[1]) for line in meminfo.read_text().splitlines()}
-        lines.append(f"memory: {kib['MemTotal'] / 2**20:.1f} GiB, {kib['MemAvailable'] / 2**20:.1f} GiB free")
+        kib = {
+            line.split(":")[0]: int(line.split()[1]) for line in meminfo.read_text().splitlines()
+        }
+        lines.append(
+            f"memory: {kib['MemTotal'] / 2**20:.1f} GiB, {kib['MemAvailable'] / 2**20:.1f} GiB free"
+        )
     try:
         import resource
     except ImportError:  # Windows has no such limits
         return lines
-    for name, limit in (("open files", resource.RLIMIT_NOFILE), ("locked memory", resource.RLIMIT_MEMLOCK)):
+    for name, limit in (
+        ("open files", resource.RLIMIT_NOFILE),
+        ("locked memory", resource.RLIMIT_MEMLOCK),
+    ):
         soft = resource.getrlimit(limit)[0]
-        lines.append(f"limit of {name}: {'none' if soft == resource.RLIM_INFINITY else f'{soft:,}'}")
+        lines.append(
+            f"limit of {name}: {'none' if soft == resource.RLIM_INFINITY else f'{soft:,}'}"
+        )
     return lines
 
 
@@ -94,16 +107,25 @@ def _devices(local: list[Any]) -> list[str]:
     return [
         f"backend {jax.default_backend()}: {len(local)} of {jax.device_count()} devices are here, each a {kinds}",
         f"process {jax.process_index()} of {jax.process_count()}",
-        *(f"memory that JAX may use on a device: {limit / GIB:.1f} GiB" for limit in sorted(limits)),
+        *(
+            f"memory that JAX may use on a device: {limit / GIB:.1f} GiB"
+            for limit in sorted(limits)
+        ),
     ]
 
 
 def _driver() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return ["no nvidia-smi"]
-    query = ["nvidia-smi", "--query-gpu=index,name,driver_version,memory.total,memory.used", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        "--query-gpu=index,name,driver_version,memory.total,memory.used",
+        "--format=csv,noheader",
+    ]
     try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+        return subprocess.run(
+            query, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError) as error:
         return [f"nvidia-smi failed: {error}"]
 
@@ -113,7 +135,9 @@ def _collectives() -> list[str]:
     nccl = [p for p in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if version_of(p)]
     return [
         f"between processes on CPUs: {cpu}",
-        f"between GPUs: NCCL of {', '.join(nccl)}" if nccl else "between GPUs: no NCCL package found",
+        f"between GPUs: NCCL of {', '.join(nccl)}"
+        if nccl
+        else "between GPUs: no NCCL package found",
     ]
 
 
@@ -124,13 +148,22 @@ def advice(environment: Mapping[str, str], backend: str, num_devices: int) -> li
     threads = int(given) if given.isdecimal() else 0
     unset = [flag for flag in GPU_FLAGS if flag.split("=")[0] not in flags]
     if backend == "gpu" and num_devices > 1 and unset:
-        found.append(f"XLA_FLAGS without {' '.join(unset)}: collectives may not overlap with computation")
-    if backend == "gpu" and environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("0", "false"):
-        found.append("XLA_PYTHON_CLIENT_PREALLOCATE=false: memory fragments sooner; unset it for training")
+        found.append(
+            f"XLA_FLAGS without {' '.join(unset)}: collectives may not overlap with computation"
+        )
+    if backend == "gpu" and environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in (
+        "0",
+        "false",
+    ):
+        found.append(
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false: memory fragments sooner; unset it for training"
+        )
     if environment.get("NCCL_P2P_DISABLE") == "1" or environment.get("NCCL_IB_DISABLE") == "1":
         found.append("NCCL_P2P_DISABLE or NCCL_IB_DISABLE is 1: the fast links are not used")
     if backend == "cpu" and num_devices > 1 and threads < 2 * num_devices:
-        found.append(f"PJRT_NPROC under {2 * num_devices}, twice the devices: fake devices can deadlock")
+        found.append(
+            f"PJRT_NPROC under {2 * num_devices}, twice the devices: fake devices can deadlock"
+        )
     if unused := unused_gpus(backend, gpu_nodes(), environment):
         found += [f"there is a GPU, but JAX runs on the CPU: {unused[0]}", f"{unused[1]}."]
     elif backend == "cpu" and gpu_nodes():
@@ -143,8 +176,14 @@ def _disk() -> list[str]:
     for name, path in (("this folder", Path.cwd()), ("shared memory", Path("/dev/shm"))):
         if path.exists():
             usage = shutil.disk_usage(path)
-            small = " (NCCL and data loaders need more)" if name == "shared memory" and usage.total < GIB else ""
-            lines.append(f"{name}: {usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free{small}")
+            small = (
+                " (NCCL and data loaders need more)"
+                if name == "shared memory" and usage.total < GIB
+                else ""
+            )
+            lines.append(
+                f"{name}: {usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free{small}"
+            )
     return lines
 
 

@@ -10,7 +10,12 @@ import tyro
 from tyro.conf import OmitArgPrefixes
 
 from jaxpar.commands.cli import call, check_size, foreign_flags_told, parse_json, read_file
-from jaxpar.commands.program_flags import check_program, check_served, check_variables, model_remarks
+from jaxpar.commands.program_flags import (
+    check_program,
+    check_served,
+    check_variables,
+    model_remarks,
+)
 from jaxpar.jobs import (
     Job,
     Serving,
@@ -92,12 +97,16 @@ def main(args: Sequence[str]) -> None:
     """Prints a job; ``args`` is the command line after ``manifest``: options, then the program to run and its flags."""
     options, command = split_command(args)
 
-    def manifest(flags: Annotated[Flags, tyro.conf.arg(name=""), tyro.conf.UseAppendAction]) -> None:
+    def manifest(
+        flags: Annotated[Flags, tyro.conf.arg(name=""), tyro.conf.UseAppendAction],
+    ) -> None:
         """Prints a run as a job for a cluster: manifest --mesh.data 8 ... recipes/gpt.py --steps 1000.
 
         What a cluster needs beyond this, such as secrets and node selectors, is added with kustomize.
         """
-        words = (word.partition("=")[0].replace("_", "-") for word in options if word.startswith("--"))
+        words = (
+            word.partition("=")[0].replace("_", "-") for word in options if word.startswith("--")
+        )
         _print(flags, command, {*words})
 
     with foreign_flags_told(manifest, options, "manifest"):
@@ -105,7 +114,11 @@ def main(args: Sequence[str]) -> None:
 
 
 def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> None:
-    schema = None if flags.schema is None else parse_json(read_file(flags.schema, "--schema"), "--schema")
+    schema = (
+        None
+        if flags.schema is None
+        else parse_json(read_file(flags.schema, "--schema"), "--schema")
+    )
     if flags.check is not None:
         _check_alone(command, given)
         found = read_yaml(read_file(flags.check, "--check"), "--check")
@@ -122,7 +135,9 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
         _tell(check_program(job.command, job.added_flags(), _withheld(job, flags), job.num_devices))
     if flags.kind == "sbatch":
         print(to_sbatch(job), end="")
-        of_command = chain.from_iterable(of(job.command) for of in (trains_nothing, unsaved, beside_resume))
+        of_command = chain.from_iterable(
+            of(job.command) for of in (trains_nothing, unsaved, beside_resume)
+        )
         _tell([*of_command] if is_recipe(job.command) else [])
         return
     if flags.kind == "service":
@@ -131,7 +146,11 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
         check_served(serving.served)
         manifests = to_service(serving)
     else:
-        manifests = [{"podmonitor": to_podmonitor, "jobset": to_jobset, "trainjob": to_trainjob}[flags.kind](job)]
+        manifests = [
+            {"podmonitor": to_podmonitor, "jobset": to_jobset, "trainjob": to_trainjob}[flags.kind](
+                job
+            )
+        ]
     check_manifests(manifests, schema)
     print(to_yaml(*manifests), end="")
     _tell([line for manifest in manifests for line in remarks(manifest)])
@@ -152,7 +171,12 @@ def _withheld(job: Job, flags: Flags) -> list[str]:
     """Returns the flags that a program of one's own does not get; of a plan's, a line of its own tells."""
     words = job.withheld_flags()
     is_told = lambda flag: flags.plan is not None and flag.startswith("--mesh.")
-    return [word for pair in zip(words[::2], words[1::2], strict=True) if not is_told(pair[0]) for word in pair]
+    return [
+        word
+        for pair in zip(words[::2], words[1::2], strict=True)
+        if not is_told(pair[0])
+        for word in pair
+    ]
 
 
 def _check_alone(command: Sequence[str], given: Collection[str]) -> None:
@@ -165,7 +189,9 @@ def _check_alone(command: Sequence[str], given: Collection[str]) -> None:
 
 
 def _given(flags: Flags) -> list[str]:
-    values = lambda flags: flags.settings | {name: getattr(flags, name) for name in ("service", "mesh", "plan")}
+    values = lambda flags: (
+        flags.settings | {name: getattr(flags, name) for name in ("service", "mesh", "plan")}
+    )
     defaults = values(Flags())
     return [name for name, value in values(flags).items() if value != defaults[name]]
 
@@ -186,13 +212,17 @@ def make_job(flags: Flags, command: tuple[str, ...], given: Collection[str] = ()
     if flags.plan is None:
         return Job(command=command, **vars(flags.mesh), **flags.settings)
     if flags.mesh != Mesh():
-        raise ValueError(f"a plan has its own mesh; got --plan {flags.plan} and --mesh too. Leave one out.")
+        raise ValueError(
+            f"a plan has its own mesh; got --plan {flags.plan} and --mesh too. Leave one out."
+        )
     plan = first_plan(parse_json(read_file(flags.plan, "--plan"), "--plan"))
     of_recipe = is_recipe(command)
     if of_recipe:
         check_recipe(plan, command)
     settings = flags.settings | _nodes_of(plan, flags, given)
-    _tell([*plan_remarks(plan, command), *model_remarks(plan.own_model, command)] if command else [])
+    _tell(
+        [*plan_remarks(plan, command), *model_remarks(plan.own_model, command)] if command else []
+    )
     return Job(
         command=(*command, *plan_flags(plan, command)) if of_recipe else command,
         **{axis: getattr(plan, axis) for axis in AXES},
@@ -222,13 +252,17 @@ def read_yaml(text: str, flag: str) -> list[Any]:
     """
     yaml = load_yaml()
     if text.startswith("#!"):
-        raise ValueError(f"{flag} must name a manifest for Kubernetes; got a script. Leave its check to sbatch.")
+        raise ValueError(
+            f"{flag} must name a manifest for Kubernetes; got a script. Leave its check to sbatch."
+        )
     if len(text) > MAX_YAML_LETTERS:
         raise ValueError(
             f"{flag} must name a manifest of at most {MAX_YAML_LETTERS} letters; got {len(text)}. Split it."
         )
     try:
-        found = without_nulls(check_size([each for each in yaml.safe_load_all(text) if each is not None], flag))
+        found = without_nulls(
+            check_size([each for each in yaml.safe_load_all(text) if each is not None], flag)
+        )
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         why = printable(" ".join(str(error).split()))
         raise ValueError(

@@ -10,7 +10,9 @@ from jaxpar.fields import arg, check_at_least, check_one_of
 from jaxpar.gpus import GPUS
 from jaxpar.schedule import check_schedule_name
 
-MOST = 2**31  # of machines, rows and tokens: the divisors of a number take as long as its square root
+MOST = (
+    2**31
+)  # of machines, rows and tokens: the divisors of a number take as long as its square root
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,9 @@ def check_plan_flags(flags: PlanFlags) -> None:
     check_at_least(1, **{name: getattr(flags, name) for name in (*names, *axes)})
     for name in ("nodes", "gpus_per_node", "batch_size", "seq"):
         if (getattr(flags, name) or 0) > MOST:
-            raise ValueError(f"{arg(name)} must be at most {MOST}; got {getattr(flags, name)}. Choose less.")
+            raise ValueError(
+                f"{arg(name)} must be at most {MOST}; got {getattr(flags, name)}. Choose less."
+            )
     check_at_least(0, "Choose the number of plans to compile, such as 3.", compile=flags.compile_)
     check_one_of([*GPUS], "Choose the nearest one.", gpu=flags.gpu)
     if flags.schedule is not None:

@@ -18,7 +18,13 @@ from jaxpar.fields import arg
 from jaxpar.huggingface.config import read_config_for
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.models.lora import Lora
-from jaxpar.models.transformer import LAYER_WEIGHTS, PRESETS, TransformerConfig, describe_products, preset
+from jaxpar.models.transformer import (
+    LAYER_WEIGHTS,
+    PRESETS,
+    TransformerConfig,
+    describe_products,
+    preset,
+)
 from jaxpar.planner import ModelShape, transformer_shape
 from jaxpar.runtime.output import printable
 from jaxpar.tensor_parallel import flash_attention
@@ -65,7 +71,11 @@ def planned_model(flags: Any) -> PlannedModel:
         )
     if named not in PRESETS and (Path(named).is_dir() or "/" in named or named.startswith(".")):
         run: dict[str, Any] = {"init_from": named, "dtype": DTYPE}
-        run |= {"ignore_config_keys": list(flags.ignore_config_keys)} if flags.ignore_config_keys else {}
+        run |= (
+            {"ignore_config_keys": list(flags.ignore_config_keys)}
+            if flags.ignore_config_keys
+            else {}
+        )
         return _of_config(flags, _read_folder(Path(named), flags.ignore_config_keys), "flash", run)
     if flags.ignore_config_keys:
         raise ValueError(
@@ -82,13 +92,19 @@ def planned_model(flags: Any) -> PlannedModel:
     try:
         config = preset(named, compute_dtype=DTYPE, vocab_multiple=128)
     except ValueError as error:
-        raise ValueError(f"{error} Or name a folder, such as ./{named}, which is not here, or module:name.") from error
+        raise ValueError(
+            f"{error} Or name a folder, such as ./{named}, which is not here, or module:name."
+        ) from error
     if config.positions == "learned" and flags.seq is not None:
-        config = dataclasses.replace(config, max_positions=flags.seq)  # as the recipe makes its table
+        config = dataclasses.replace(
+            config, max_positions=flags.seq
+        )  # as the recipe makes its table
     return _of_config(flags, config, "flash", {"model": named, "dtype": DTYPE})
 
 
-def _of_config(flags: Any, config: TransformerConfig, usual: str | None, run: dict[str, Any]) -> PlannedModel:
+def _of_config(
+    flags: Any, config: TransformerConfig, usual: str | None, run: dict[str, Any]
+) -> PlannedModel:
     """Returns a transformer with the attention and the rows that the flags ask for.
 
     Args:
@@ -98,8 +114,12 @@ def _of_config(flags: Any, config: TransformerConfig, usual: str | None, run: di
         run: What names it to a recipe.
     """
     attention = flags.attention or usual
-    config = config if attention is None else dataclasses.replace(config, attention=KERNELS[attention])
-    config = config if flags.products is None else dataclasses.replace(config, products=flags.products)
+    config = (
+        config if attention is None else dataclasses.replace(config, attention=KERNELS[attention])
+    )
+    config = (
+        config if flags.products is None else dataclasses.replace(config, products=flags.products)
+    )
     if flags.expert_buffer is not None and config.experts is None:
         raise ValueError(
             f"{arg('expert_buffer')} is for a model with experts; got {arg(expert_buffer=flags.expert_buffer)} and "
@@ -109,21 +129,27 @@ def _of_config(flags: Any, config: TransformerConfig, usual: str | None, run: di
         config = config.with_experts(buffer=flags.expert_buffer)
     rows: dict[str, Any] = {"seq": flags.seq, "sequence_parallel": flags.sequence_parallel}
     if flags.lora_rank is not None:
-        rows["lora"] = Lora(flags.lora_rank, LAYER_WEIGHTS)  # for all weights, as the recipes have them by default
+        rows["lora"] = Lora(
+            flags.lora_rank, LAYER_WEIGHTS
+        )  # for all weights, as the recipes have them by default
     rows["quantize"] = flags.quantize
     if config.positions == "learned" and (flags.seq or 0) > config.max_positions:
         raise ValueError(
             f"{arg('seq')} must not be longer than a learned table of positions; got {flags.seq}, and {config.max_positions} "
             f"positions in {flags.model}. Choose {arg(seq=config.max_positions)} or less."
         )
-    shape, to_compile = (transformer_shape(config, is_planned=planned, **rows) for planned in (True, False))
+    shape, to_compile = (
+        transformer_shape(config, is_planned=planned, **rows) for planned in (True, False)
+    )
     named = {"name": flags.model}
     return PlannedModel(
         flags.model,
         dataclasses.replace(shape, **named),
         dataclasses.replace(to_compile, **named),
         "xla" if config.attention == "xla" else "flash",
-        run | ({"seq": shape.tokens_per_row} if run else {}) | ({"products": "fp8"} if shape.in_fp8 else {}),
+        run
+        | ({"seq": shape.tokens_per_row} if run else {})
+        | ({"products": "fp8"} if shape.in_fp8 else {}),
         describe_products(config),
     )
 
@@ -138,7 +164,9 @@ def _of_module(named: str) -> ModelShape | TransformerConfig:
     module, _, name = named.partition(":")
     remedy = f"Name a {ModelShape.__name__} or a {TransformerConfig.__name__}, such as my_model:SHAPE for SHAPE in my_model.py."
     if not all(part.isidentifier() for part in module.split(".")):
-        raise ValueError(f"{arg('model')} must name a module, as in an import; got {named}. {remedy}")
+        raise ValueError(
+            f"{arg('model')} must name a module, as in an import; got {named}. {remedy}"
+        )
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -146,17 +174,23 @@ def _of_module(named: str) -> ModelShape | TransformerConfig:
     except ModuleNotFoundError as error:
         if error.name not in (module, module.partition(".")[0]):
             raise _not_imported(named, error) from error  # a module that this one imports
-        raise ValueError(f"{arg('model')} must name a module that is there; got {named}: {error}. {remedy}") from error
+        raise ValueError(
+            f"{arg('model')} must name a module that is there; got {named}: {error}. {remedy}"
+        ) from error
     except (Exception, SystemExit) as error:
         raise _not_imported(named, error) from error
     finally:
         sys.path.remove(here)
     if not hasattr(imported, name):
-        raise ValueError(f"{arg('model')} must name a value of {module}; got {named}, which is not there. {remedy}")
+        raise ValueError(
+            f"{arg('model')} must name a value of {module}; got {named}, which is not there. {remedy}"
+        )
     found = getattr(imported, name)
     if not isinstance(found, (ModelShape, TransformerConfig)):
         kind = type(found).__name__
-        raise TypeError(f"{arg('model')} must name a ModelShape; got {named}, of type {kind}. {remedy}")
+        raise TypeError(
+            f"{arg('model')} must name a ModelShape; got {named}, of type {kind}. {remedy}"
+        )
     return found
 
 
@@ -176,7 +210,15 @@ def _not_imported(named: str, error: BaseException) -> ValueError:
 
 def _check_unused(flags: Any) -> None:
     """Raises for flags that change a transformer, of which a ModelShape has none."""
-    names = ("seq", "attention", "products", "sequence_parallel", "lora_rank", "quantize", "expert_buffer")
+    names = (
+        "seq",
+        "attention",
+        "products",
+        "sequence_parallel",
+        "lora_rank",
+        "quantize",
+        "expert_buffer",
+    )
     given = {name: value for name in names if (value := getattr(flags, name))}
     if given:
         raise ValueError(

@@ -60,16 +60,25 @@ def show_plans(flags: PlanFlags) -> None:
 def _check_page(path: Path) -> None:
     """Raises ValueError if a page cannot be written because its path is a folder; a search takes a minute."""
     if path.is_dir():
-        raise ValueError(f"--report must name a file; got the folder {path}. Name a page in it: {path / 'plan.html'}")
+        raise ValueError(
+            f"--report must name a file; got the folder {path}. Name a page in it: {path / 'plan.html'}"
+        )
 
 
-def _search(flags: PlanFlags, model: PlannedModel, machines: Cluster) -> tuple[Sequence[Plan], dict[Choice, int]]:
+def _search(
+    flags: PlanFlags, model: PlannedModel, machines: Cluster
+) -> tuple[Sequence[Plan], dict[Choice, int]]:
     """Returns the plans that fit, the best first, and the bytes of those that were compiled."""
     remat = {None: None, "yes": True, "no": False}.get(flags.remat, flags.remat)
-    names, assumed = (*SETTINGS, *SEARCHED), Assumptions(flags.compute_efficiency, flags.network_efficiency)
+    names, assumed = (
+        (*SETTINGS, *SEARCHED),
+        Assumptions(flags.compute_efficiency, flags.network_efficiency),
+    )
     wanted = {name: getattr(flags, name) for name in names} | {"remat": remat}
     plans = search(model.shape, machines, assumed=assumed, **wanted)
-    compiled = _compile(plans[: flags.compile_], model.to_compile, machines) if flags.compile_ else {}
+    compiled = (
+        _compile(plans[: flags.compile_], model.to_compile, machines) if flags.compile_ else {}
+    )
     limit = machines.memory_bytes * (1 - flags.memory_headroom)
     best, plans = plans[0], [each for each in plans if compiled.get(each.choice, 0) <= limit]
     if not plans:
@@ -81,11 +90,20 @@ def _search(flags: PlanFlags, model: PlannedModel, machines: Cluster) -> tuple[S
     return plans, compiled
 
 
-def _json(flags: PlanFlags, plans: Sequence[Plan], model: PlannedModel, compiled: Mapping[Choice, int]) -> str:
-    run = {"gpu": flags.gpu, "nodes": flags.nodes, "gpus_per_node": flags.gpus_per_node, **model.run}
+def _json(
+    flags: PlanFlags, plans: Sequence[Plan], model: PlannedModel, compiled: Mapping[Choice, int]
+) -> str:
+    run = {
+        "gpu": flags.gpu,
+        "nodes": flags.nodes,
+        "gpus_per_node": flags.gpus_per_node,
+        **model.run,
+    }
     run |= {"batch_size": _rows(plans, model.shape)}
     run |= {
-        name: getattr(flags, name) for name in ("lora_rank", "quantize", "sequence_parallel") if getattr(flags, name)
+        name: getattr(flags, name)
+        for name in ("lora_rank", "quantize", "sequence_parallel")
+        if getattr(flags, name)
     }
     run |= {"attention": model.attention} if model.attention else {}
 
@@ -110,7 +128,9 @@ def _print(flags: PlanFlags, plans: Sequence[Plan], model: PlannedModel, machine
     trained = "" if flags.lora_rank is None else f", {shape.num_trained / 1e6:.4g} million trained"
     trained += "" if flags.quantize is None else f", layers in {flags.quantize}"
     tokens = f" of {shape.tokens_per_row} tokens" if shape.tokens_per_row > 1 else ""
-    attention = {"flash": ", flash attention", "xla": ", XLA's attention"}.get(model.attention or "", "")
+    attention = {"flash": ", flash attention", "xla": ", XLA's attention"}.get(
+        model.attention or "", ""
+    )
     title = (
         f"{flags.model}, {shape.num_params / 1e9:.4g} billion parameters{trained}, {_rows(plans, shape)} rows{tokens} a step"
         f"{attention}, on {flags.nodes} x {flags.gpus_per_node} {flags.gpu}"
@@ -124,20 +144,28 @@ def _print(flags: PlanFlags, plans: Sequence[Plan], model: PlannedModel, machine
 def _compile(plans: Sequence[Plan], shape: ModelShape, machines: Cluster) -> dict[Choice, int]:
     """Returns the bytes that a device needs by the compiler's account, for each choice; prints them on standard error."""
     gpu = machines.name.removesuffix("-jeanzay")
-    devices = compile_only_devices(gpu, num_nodes=machines.num_nodes, devices_per_node=machines.devices_per_node)
+    devices = compile_only_devices(
+        gpu, num_nodes=machines.num_nodes, devices_per_node=machines.devices_per_node
+    )
     found = {}
     for plan in plans:
         began, choice = time.perf_counter(), plan.choice
         mesh = make_mesh(devices=devices, **{axis: getattr(choice, axis) for axis in AXES})
-        _, report = compile_choice(shape.placed(choice.experts), choice, mesh, optax.adam(1e-4), _rows(plans, shape))
+        _, report = compile_choice(
+            shape.placed(choice.experts), choice, mesh, optax.adam(1e-4), _rows(plans, shape)
+        )
         found[choice] = report.memory.total_bytes
         fits = "" if found[choice] <= machines.memory_bytes else f": more than a {gpu} has, dropped"
         seconds, planned = time.perf_counter() - began, bytes_text(plan.memory_bytes)
-        tell(f"compiled {choice.axes()} in {seconds:.0f} s: {bytes_text(found[choice])}, planned {planned}{fits}")
+        tell(
+            f"compiled {choice.axes()} in {seconds:.0f} s: {bytes_text(found[choice])}, planned {planned}{fits}"
+        )
     return found
 
 
-def _write_report(path: Path, plans: Sequence[Plan], shape: ModelShape, machines: Cluster, model: str) -> None:
+def _write_report(
+    path: Path, plans: Sequence[Plan], shape: ModelShape, machines: Cluster, model: str
+) -> None:
     """Writes the page, and says so on standard error, since the plans on standard output may be JSON."""
     write_page(path, plan_data(plans, shape, machines, name=model))
     tell(f"wrote {path}")
@@ -145,10 +173,21 @@ def _write_report(path: Path, plans: Sequence[Plan], shape: ModelShape, machines
 
 def _draw(plans: Sequence[Plan], machines: Cluster, out_dir: Path, model: str) -> None:
     best = plans[0]
-    plot_placement(best.choice.sizes, machines.devices_per_node, path=out_dir / "placement.svg", title=model)
-    plot_memory(
-        best.bytes_by_stage, machines.memory_bytes, path=out_dir / "memory.svg", title=f"{model}, {best.choice.axes()}"
+    plot_placement(
+        best.choice.sizes, machines.devices_per_node, path=out_dir / "placement.svg", title=model
     )
-    parts = {f"{rank}: {plan.choice.axes()}": plan.time_by_part for rank, plan in enumerate(plans, 1)}
-    plot_step_time(parts, path=out_dir / "time.svg", title=f"{model}: where the time of a step goes")
-    print(f"wrote {', '.join(str(out_dir / name) for name in ('placement.svg', 'memory.svg', 'time.svg'))}")
+    plot_memory(
+        best.bytes_by_stage,
+        machines.memory_bytes,
+        path=out_dir / "memory.svg",
+        title=f"{model}, {best.choice.axes()}",
+    )
+    parts = {
+        f"{rank}: {plan.choice.axes()}": plan.time_by_part for rank, plan in enumerate(plans, 1)
+    }
+    plot_step_time(
+        parts, path=out_dir / "time.svg", title=f"{model}: where the time of a step goes"
+    )
+    print(
+        f"wrote {', '.join(str(out_dir / name) for name in ('placement.svg', 'memory.svg', 'time.svg'))}"
+    )

@@ -24,7 +24,9 @@ from jaxpar.runtime.supervise import is_restarted
 
 HELP = ("-h", "--help")
 JAXPAR = (("jaxpar",), ("python", "-m", "jaxpar"))
-FOR_SHELLS = re.compile(r"\$\{?[A-Za-z_]|(^|=)~/")  # $NAME, ${NAME} and ~/, but not $(NAME) of Kubernetes
+FOR_SHELLS = re.compile(
+    r"\$\{?[A-Za-z_]|(^|=)~/"
+)  # $NAME, ${NAME} and ~/, but not $(NAME) of Kubernetes
 RUN_BY_PODS = ("train", "serve")
 
 
@@ -55,9 +57,14 @@ def check_program(
         what = "is not on this machine" if is_elsewhere else "is no recipe of jaxpar"
         gets = f", and it gets {' '.join(added)}" if added else ""
         gets = f", and it does not get {' '.join(withheld)}" if withheld else gets
-        return [f"{name} {what}: its flags are not checked{gets}", *_other_mesh(name, command, num_devices)]
+        return [
+            f"{name} {what}: its flags are not checked{gets}",
+            *_other_mesh(name, command, num_devices),
+        ]
     if {*HELP} & {*own}:
-        raise ValueError(f"a job runs {name}; got a command that asks for its help. Leave {' and '.join(HELP)} out.")
+        raise ValueError(
+            f"a job runs {name}; got a command that asks for its help. Leave {' and '.join(HELP)} out."
+        )
     try:
         module = load(path)
     except ImportError as error:
@@ -71,7 +78,9 @@ def check_program(
 
 def _for_shells(name: str, words: Sequence[str]) -> list[str]:
     """Returns a line if words have what a shell would replace: a job starts its program without one."""
-    found = [word for word in words if FOR_SHELLS.search(word) and " " not in word]  # a text may have a $
+    found = [
+        word for word in words if FOR_SHELLS.search(word) and " " not in word
+    ]  # a text may have a $
     if not found:
         return []
     return [
@@ -116,7 +125,9 @@ def check_served(args: Sequence[str]) -> None:
     from jaxpar.commands.runs import check_serve
 
     if {*HELP} & {*args}:
-        raise ValueError("a Service runs jaxpar serve; got a command that asks for its help. Leave --help out.")
+        raise ValueError(
+            "a Service runs jaxpar serve; got a command that asks for its help. Leave --help out."
+        )
     _refused_told("jaxpar serve", lambda: check_serve(args))
 
 
@@ -142,19 +153,27 @@ def _split(command: Sequence[str]) -> tuple[str, list[str]]:
 def _check_word(name: str, command: Sequence[str]) -> None:
     """Raises ValueError if a program is no word of its own, is a folder, or is to be written otherwise."""
     if num_words(command, SERVED):
-        raise ValueError("a job ends and a server does not; got jaxpar serve. Write it with --kind service.")
+        raise ValueError(
+            "a job ends and a server does not; got jaxpar serve. Write it with --kind service."
+        )
     if ".py " in name:
         raise ValueError(
             f"a program and its flags are words of their own; got {printable(name)[:80]!r} as one. Leave the quotes out."
         )
     _check_jaxpar(command)
-    if len(PurePosixPath(name).parts) == 1 and name in RECIPES and not num_words(command, INSTALLED):
+    if (
+        len(PurePosixPath(name).parts) == 1
+        and name in RECIPES
+        and not num_words(command, INSTALLED)
+    ):
         raise ValueError(
             f"a recipe is started by jaxpar train; got {name} alone. Write jaxpar train {name}, or ./{name} for a program of "
             "your own."
         )
     if name and Path(name).is_dir():
-        raise ValueError(f"a job runs a script or a program; got the folder {name}. Name a script in it.")
+        raise ValueError(
+            f"a job runs a script or a program; got the folder {name}. Name a script in it."
+        )
 
 
 def _check_jaxpar(command: Sequence[str]) -> None:
@@ -179,9 +198,15 @@ def _recipe_of(name: str, command: Sequence[str]) -> Path | None:
         return ours if is_ours else None
     if given.parent.name == "recipes" and ours.is_file():  # in the image
         return ours
-    near = near_script(ours if given.parent.name == "recipes" else given) if name.endswith(".py") else None
+    near = (
+        near_script(ours if given.parent.name == "recipes" else given)
+        if name.endswith(".py")
+        else None
+    )
     if near is not None:
-        raise ValueError(f"the script must exist; got {given}. Did you mean {given.parent / near.name}?")
+        raise ValueError(
+            f"the script must exist; got {given}. Did you mean {given.parent / near.name}?"
+        )
     return None
 
 
@@ -224,7 +249,9 @@ def _parse(module: ModuleType, name: str, args: Sequence[str], num_devices: int 
     from jaxpar.commands import recipe  # with JAX
     from jaxpar.run import RunFlags
 
-    flags = _refused_told(name, lambda: recipe.parse(module.main, module.Config, args, program=name))
+    flags = _refused_told(
+        name, lambda: recipe.parse(module.main, module.Config, args, program=name)
+    )
     recipe.check_numbers(flags)
     if isinstance(flags, RunFlags):
         _check_run(flags, name)
@@ -242,7 +269,9 @@ def _check_run(flags: Any, name: str) -> None:
             "rehearse a job without GPUs, give --fake-devices-per-node before the script."
         )
     own = getattr(flags, "recipe", None)
-    if isinstance(own, ModelFlags) and own.init_from is None:  # a folder is in the image or on the volume
+    if (
+        isinstance(own, ModelFlags) and own.init_from is None
+    ):  # a folder is in the image or on the volume
         config_of_flags(own, flags.data.seq)
 
 
@@ -255,7 +284,9 @@ def _check_rows(flags: Any, num_devices: int | None) -> None:
     sizes = dict(vars(flags.mesh))
     if -1 in sizes.values() and num_devices is None:
         return
-    mesh = SimpleNamespace(shape=sizes if num_devices is None else resolve_sizes(sizes, num_devices))
+    mesh = SimpleNamespace(
+        shape=sizes if num_devices is None else resolve_sizes(sizes, num_devices)
+    )
     data = getattr(flags, "data", None)
     flags = in_rows(flags, mesh) if isinstance(data, DataFlags) else flags
     own = flags.data if isinstance(data, DataFlags) else getattr(flags, "recipe", None)

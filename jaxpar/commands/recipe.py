@@ -27,7 +27,14 @@ import tyro
 
 import jaxpar
 from jaxpar.checkpoint import BadCheckpointError, has_steps
-from jaxpar.commands.cli import check_args, flag_names, list_aliases, list_flags, suggest_values, wrapped
+from jaxpar.commands.cli import (
+    check_args,
+    flag_names,
+    list_aliases,
+    list_flags,
+    suggest_values,
+    wrapped,
+)
 from jaxpar.compile_only import start_on_cpu
 from jaxpar.fields import given_by
 from jaxpar.run.flags import RunFlags, check_run_flags, check_run_numbers
@@ -61,7 +68,11 @@ Flags = TypeVar("Flags")
 
 
 def run(
-    main: Callable[[Flags], None], config: type[Flags], args: Sequence[str] | None = None, *, program: str | None = None
+    main: Callable[[Flags], None],
+    config: type[Flags],
+    args: Sequence[str] | None = None,
+    *,
+    program: str | None = None,
 ) -> None:
     """Parses the command line as ``config`` and calls ``main`` with it; exits with code 2 where it cannot be used.
 
@@ -78,7 +89,11 @@ def run(
 
 
 def parse(
-    main: Callable[[Flags], None], config: type[Flags], args: Sequence[str], *, program: str | None = None
+    main: Callable[[Flags], None],
+    config: type[Flags],
+    args: Sequence[str],
+    *,
+    program: str | None = None,
 ) -> Flags:
     """Returns the flags of a command line as ``config``; exits with code 2 where it does not take one.
 
@@ -90,7 +105,9 @@ def parse(
     """
     # Help comes from docstrings alone: a comment beside a field is for readers of the code, or for pyright.
     config_of_help = (tyro.conf.FlagCreatePairsOff, tyro.conf.HelptextFromCommentsOff)
-    return _parse(config, args, prog=program, description=_about(main, program), config=config_of_help)
+    return _parse(
+        config, args, prog=program, description=_about(main, program), config=config_of_help
+    )
 
 
 def check_numbers(flags: Any) -> None:
@@ -139,7 +156,10 @@ def _meant(name: str) -> Iterator[tuple[str, str]]:
     group, _, last = name.removeprefix("--").rpartition(".")
     bare = f"--{last}"
     for names, flag, text in [
-        *((f"{others} {flag if group else ''}", flag, f"did you mean {flag}?") for flag, others in OTHER_NAMES.items()),
+        *(
+            (f"{others} {flag if group else ''}", flag, f"did you mean {flag}?")
+            for flag, others in OTHER_NAMES.items()
+        ),
         *((names, *advice) for names, advice in ADVICE.items()),
     ]:
         if bare in names.split():
@@ -152,7 +172,9 @@ def _run(main: Callable[[Flags], None], flags: Flags) -> None:
         if isinstance(flags, RunFlags):
             with checks():
                 flags = _set_up(flags)
-            signals = nullcontext() if flags.common.dry_run else StopSignals()  # for the guard of the training loop
+            signals = (
+                nullcontext() if flags.common.dry_run else StopSignals()
+            )  # for the guard of the training loop
         with released_at_end(), signals:
             main(flags)
     except (ConfigError, BadCheckpointError) as error:
@@ -218,7 +240,10 @@ def numbers_of_devices(given: tuple[int, ...], *, usual: Sequence[int]) -> tuple
 
 
 def _not_written(flags: Any, error: OSError) -> str:
-    go_on, out_dir = "begin again", flags.common.out_dir if isinstance(flags, RunFlags) else flags.out_dir
+    go_on, out_dir = (
+        "begin again",
+        flags.common.out_dir if isinstance(flags, RunFlags) else flags.out_dir,
+    )
     with suppress(OSError):  # of the disk that could not be written to
         if has_run(out_dir):
             go_on = "begin again with --overwrite"
@@ -236,9 +261,13 @@ def command(*flags: object) -> str:
 def _script(main: Callable) -> str:
     """Returns the path of a recipe as one types it here."""
     path = Path(sys.modules[main.__module__].__file__ or "").absolute()
-    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+    return shlex.quote(
+        str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    )
 
 
 def _about(main: Callable, program: str | None) -> str:
     about = wrapped((sys.modules[main.__module__].__doc__ or "").strip())
-    return about.replace(f"python recipes/{Path(_script(main)).name}", program) if program else about
+    return (
+        about.replace(f"python recipes/{Path(_script(main)).name}", program) if program else about
+    )

@@ -48,7 +48,9 @@ def launch(args: Sequence[str]) -> int:
             log_dir: Folder for the logs of the processes.
             max_restarts: Restart a failed run at most so often, from its last intact checkpoint.
         """
-        return Launch(command, num_processes, devices_per_process, gpus_per_process, port, log_dir), max_restarts
+        return Launch(
+            command, num_processes, devices_per_process, gpus_per_process, port, log_dir
+        ), max_restarts
 
     example = "-n 2 --devices-per-process 4 recipes/gpt.py --mesh.data 8"
     with foreign_flags_told(read, options, "launch"):
@@ -81,7 +83,14 @@ def export_model(
 
     def write() -> RunModel:
         opened = open_run(run, step, source)
-        write_model(out, opened.config, opened.params, source=opened.source, dtype=dtype, max_file_bytes=max_file_bytes)
+        write_model(
+            out,
+            opened.config,
+            opened.params,
+            source=opened.source,
+            dtype=dtype,
+            max_file_bytes=max_file_bytes,
+        )
         return opened
 
     opened = choosing_again(step, write)
@@ -137,7 +146,9 @@ def watch_run(
     print(f"wrote {out}")
 
 
-def _serve_report(run: Path, port: int, address: str, seconds: float, allowed_hosts: Sequence[str]) -> None:
+def _serve_report(
+    run: Path, port: int, address: str, seconds: float, allowed_hosts: Sequence[str]
+) -> None:
     from jaxpar.report.server import RunServer
 
     try:
@@ -169,7 +180,9 @@ def check_serve(args: Sequence[str]) -> None:
     _call_serve(args, lambda *_: 0)
 
 
-def _call_serve(args: Sequence[str], act: "Callable[[Path, str, int, ModelSettings, Settings], int]") -> int:
+def _call_serve(
+    args: Sequence[str], act: "Callable[[Path, str, int, ModelSettings, Settings], int]"
+) -> int:
     from jaxpar.serve.open_run import ModelSettings
     from jaxpar.serve.requests import Settings
 
@@ -198,7 +211,9 @@ def _call_serve(args: Sequence[str], act: "Callable[[Path, str, int, ModelSettin
     return call(serve_model, args, "serve", example="runs/gpt")
 
 
-def _serve_model(run: Path, address: str, port: int, model: "ModelSettings", limits: "Settings") -> int:
+def _serve_model(
+    run: Path, address: str, port: int, model: "ModelSettings", limits: "Settings"
+) -> int:
     from jaxpar.devices import started_devices
     from jaxpar.serve.open_run import open_model
 
@@ -206,7 +221,9 @@ def _serve_model(run: Path, address: str, port: int, model: "ModelSettings", lim
         from jaxpar.serve import server
 
     started_devices()  # raises where it would answer from the CPU of a machine with a GPU
-    with server.listen(address, port) as listening:  # before the model is loaded, which may take long
+    with server.listen(
+        address, port
+    ) as listening:  # before the model is loaded, which may take long
         served = open_model(run, model)
         host, port = listening.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -215,7 +232,9 @@ def _serve_model(run: Path, address: str, port: int, model: "ModelSettings", lim
 
 
 def plot_runs(
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional], metric: str = "loss", out: Path | None = None
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    metric: str = "loss",
+    out: Path | None = None,
 ) -> None:
     """Prints a table that compares the loss curves of runs, with a sketch of each; --out also plots them.
 
@@ -227,7 +246,9 @@ def plot_runs(
     from jaxpar.plot import plot_curves, render_curves
 
     if not runs:
-        raise ValueError("plot must get one run or more; got none. Name the folders of runs: plot runs/a runs/b.")
+        raise ValueError(
+            "plot must get one run or more; got none. Name the folders of runs: plot runs/a runs/b."
+        )
     curves = {_name(run, runs): read_curve(run, metric) for run in runs}
     print(printable_lines(render_curves(curves, name=metric)))
     if out is not None:
@@ -255,7 +276,9 @@ def read_curve(run: Path, metric: str) -> "Curve":
         curve = [int(line["step"]) for line in lines], [float(line[metric]) for line in lines]
     if not lines:
         columns = sorted({printable(name) for line in found for name in line} - {"step"})
-        raise ValueError(f"--metric must be in {path}; got {metric!r}. It has {', '.join(columns) or 'no lines yet'}.")
+        raise ValueError(
+            f"--metric must be in {path}; got {metric!r}. It has {', '.join(columns) or 'no lines yet'}."
+        )
     return curve
 
 

@@ -17,7 +17,9 @@ from jaxpar.data.checksums import checksum
 from jaxpar.fields import arg
 
 WEIGHT = "weight"
-MOST_PERMUTED = 2**24  # more rows than these are permuted by a cipher, which needs no table of all rows
+MOST_PERMUTED = (
+    2**24
+)  # more rows than these are permuted by a cipher, which needs no table of all rows
 BLOCK = 2**20  # tokens that are checked at a time, to avoid allocating an array of the file's size
 SAMPLES_PER_BLOCK = 4096
 
@@ -42,7 +44,9 @@ class Origin(NamedTuple):
 BEGINNING = Origin()
 
 
-def batch_rows(num_rows: int, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING) -> np.ndarray:
+def batch_rows(
+    num_rows: int, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING
+) -> np.ndarray:
     """Returns the row numbers of the batch of ``step``; each epoch has every row once, in its own order."""
     epoch, start = divmod(samples_before(num_rows, batch_size, step, origin), num_rows)
     return permuted(np.arange(start, min(start + batch_size, num_rows)), num_rows, (seed, epoch))
@@ -52,7 +56,9 @@ def samples_before(num_rows: int, batch_size: int, step: int, origin: Origin = B
     """Returns the number of rows that the steps before ``step`` used: the position in the data."""
     epoch, start = divmod(origin.samples, num_rows)
     ahead, per_epoch = step - origin.step, num_batches(num_rows, batch_size)
-    left = -(-(num_rows - start) // batch_size)  # batches left in the epoch at ``origin``, the last may be short
+    left = -(
+        -(num_rows - start) // batch_size
+    )  # batches left in the epoch at ``origin``, the last may be short
     if ahead < left:
         return epoch * num_rows + start + ahead * batch_size
     epochs, batch = divmod(ahead - left, per_epoch)
@@ -133,7 +139,9 @@ class RowSource(ABC):
         """Returns a line about the rows, and what becomes of a document longer than one; "" if there is nothing to say."""
         return ""
 
-    def rows(self, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING) -> np.ndarray:
+    def rows(
+        self, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING
+    ) -> np.ndarray:
         """Returns the numbers of the rows of a step, in a form that ``take`` understands."""
         return batch_rows(len(self), batch_size, seed=seed, step=step, origin=origin)
 
@@ -188,7 +196,9 @@ def locate(starts: np.ndarray, index: int) -> tuple[int, int]:
 
 def check_columns(data: Mapping[str, np.ndarray], *, least: int = 1) -> None:
     """Raises ValueError unless all columns have the same number of rows, at least so many."""
-    rows = {name: len(column) if np.ndim(column) else -1 for name, column in data.items()}  # -1: it has no dims
+    rows = {
+        name: len(column) if np.ndim(column) else -1 for name, column in data.items()
+    }  # -1: it has no dims
     if len({*rows.values()}) == 1 and min(rows.values()) >= least:
         return
     got = ", ".join(f"{name} with {max(count, 0)}" for name, count in rows.items()) or "no columns"
@@ -222,7 +232,9 @@ class Columns(RowSource):
         return checksum([*self._data.values()])
 
 
-def take_batch(data: Mapping[str, np.ndarray], batch_size: int, **where: Any) -> dict[str, np.ndarray]:
+def take_batch(
+    data: Mapping[str, np.ndarray], batch_size: int, **where: Any
+) -> dict[str, np.ndarray]:
     """Returns the batch of a step, of columns with a common leading dim; takes the arguments of ``RowSource.batch``.
 
     The last batch of an epoch may have fewer rows than ``batch_size``; ``pad_rows`` fills it up.
@@ -239,11 +251,14 @@ def pad_rows(batch: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.nda
     check_columns(batch, least=0)
     real = len(next(iter(batch.values())))
     if num_rows < real:
-        raise ValueError(f"padding must not drop rows; got {real} rows to pad to {num_rows}. Give {real} or more.")
+        raise ValueError(
+            f"padding must not drop rows; got {real} rows to pad to {num_rows}. Give {real} or more."
+        )
     weight = np.asarray(batch.get(WEIGHT, np.ones(real, np.float32)))
     columns = {**batch, WEIGHT: weight}
     return {
-        name: np.concatenate([c, np.zeros((num_rows - real, *c.shape[1:]), c.dtype)]) for name, c in columns.items()
+        name: np.concatenate([c, np.zeros((num_rows - real, *c.shape[1:]), c.dtype)])
+        for name, c in columns.items()
     }
 
 
@@ -264,7 +279,9 @@ class Mixture(RowSource):
             block.
     """
 
-    def __init__(self, sources: Sequence[RowSource], weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, sources: Sequence[RowSource], weights: Sequence[float] | None = None
+    ) -> None:
         self.sources = tuple(sources)
         known = [most for source in sources if (most := source.max_documents) is not None]
         self.max_documents = max(known) if len(known) == len(sources) else None
@@ -279,12 +296,16 @@ class Mixture(RowSource):
     def __len__(self) -> int:
         return sum(map(len, self.sources))
 
-    def rows(self, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING) -> np.ndarray:
+    def rows(
+        self, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING
+    ) -> np.ndarray:
         """Returns ``[batch_size, 2]``: the source of each sample and its row in it."""
         first = self.samples_before(batch_size, step, origin)
         samples = np.arange(first, first + batch_size)
         blocks = samples // SAMPLES_PER_BLOCK
-        return np.concatenate([self._of_block(int(b), samples[blocks == b], seed) for b in np.unique(blocks)])
+        return np.concatenate(
+            [self._of_block(int(b), samples[blocks == b], seed) for b in np.unique(blocks)]
+        )
 
     def samples_before(self, batch_size: int, step: int, origin: Origin = BEGINNING) -> int:
         """Returns the position in the data: all batches are full."""
@@ -304,12 +325,19 @@ class Mixture(RowSource):
 
     def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the columns of rows, each a pair of a source and a row in it."""
-        taken = [source.take(rows[rows[:, 0] == number, 1]) for number, source in enumerate(self.sources)]
+        taken = [
+            source.take(rows[rows[:, 0] == number, 1]) for number, source in enumerate(self.sources)
+        ]
         order = np.argsort(np.argsort(rows[:, 0], kind="stable"), kind="stable")
         # Rows without segments are one segment each.
-        column = lambda columns, name: columns[name] if name in columns else np.zeros_like(columns["tokens"])
+        column = lambda columns, name: (
+            columns[name] if name in columns else np.zeros_like(columns["tokens"])
+        )
         names = sorted(set().union(*taken))
-        return {name: np.concatenate([column(columns, name) for columns in taken])[order] for name in names}
+        return {
+            name: np.concatenate([column(columns, name) for columns in taken])[order]
+            for name in names
+        }
 
     def checksum(self) -> str:
         """Returns the checksums of the sources."""

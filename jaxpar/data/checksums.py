@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-MOST_BYTES = 2**32  # of data that are read whole, which takes some seconds; of larger ones as many, evenly spread
+MOST_BYTES = (
+    2**32
+)  # of data that are read whole, which takes some seconds; of larger ones as many, evenly spread
 BLOCK_BYTES = 2**16
 
 
@@ -27,7 +29,9 @@ def checksum(parts: Sequence[np.ndarray]) -> str:
 def checksum_of_files(files: Sequence[Path]) -> str:
     """Returns a checksum of the contents of files, as ``checksum`` does; their names do not count."""
     empty = np.zeros(0, np.uint8)
-    return checksum([np.memmap(file, np.uint8, "r") if file.stat().st_size else empty for file in files])
+    return checksum(
+        [np.memmap(file, np.uint8, "r") if file.stat().st_size else empty for file in files]
+    )
 
 
 def _blocks(part: np.ndarray, share: float) -> Iterator[bytes]:

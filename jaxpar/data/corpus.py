@@ -80,7 +80,9 @@ class Corpus(TokenisedFiles):
     test: Documents
 
 
-def load_corpus(files: Sequence[Path], tokenizer: Tokenizer, cache: Path, *, test_fraction: float = 0.1) -> Corpus:
+def load_corpus(
+    files: Sequence[Path], tokenizer: Tokenizer, cache: Path, *, test_fraction: float = 0.1
+) -> Corpus:
     """Returns the documents of files in two parts.
 
     Args:
@@ -102,7 +104,9 @@ def load_corpus(files: Sequence[Path], tokenizer: Tokenizer, cache: Path, *, tes
     return Corpus(**vars(found), train=train, test=test)
 
 
-def _split(found: TokenisedFiles, files: Sequence[Path], test_fraction: float) -> tuple[Documents, Documents]:
+def _split(
+    found: TokenisedFiles, files: Sequence[Path], test_fraction: float
+) -> tuple[Documents, Documents]:
     documents = found.documents
     is_test = np.array([is_held_out(file) for file in files])[found.file_numbers]
     if not is_test.any() or is_test.all():
@@ -190,7 +194,9 @@ def _make_cache(cache: Path) -> None:
 def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:
     if all(file.is_file() and file.stat().st_size == 0 for file in files):
         names = ", ".join(printable(str(file)) for file in files[:3])
-        raise ValueError(f"{arg('data files')} must hold text or rows; got {names}, empty. Name another file.")
+        raise ValueError(
+            f"{arg('data files')} must hold text or rows; got {names}, empty. Name another file."
+        )
     whole = hashlib.sha256(f"{FORMAT}\n{tokenizer.fingerprint()}\n".encode())
     for file in files:
         if not file.is_file():
@@ -199,8 +205,12 @@ def _digest(files: Sequence[Path], tokenizer: Tokenizer) -> str:
                 "file first."
             )
         with file.open("rb") as content:
-            form = " examples" if format_of(file) in SNIFFED and is_records(file) else ""  # else text
-            whole.update(f"{format_of(file)}{form} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode())
+            form = (
+                " examples" if format_of(file) in SNIFFED and is_records(file) else ""
+            )  # else text
+            whole.update(
+                f"{format_of(file)}{form} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode()
+            )
     return whole.hexdigest()
 
 
@@ -218,7 +228,9 @@ def _only_one(path: Path) -> Iterator[bool]:
         yield True
 
 
-def _make(folder: Path, examples: Examples, tokenizer: Tokenizer, digest: str, is_alone: bool) -> None:
+def _make(
+    folder: Path, examples: Examples, tokenizer: Tokenizer, digest: str, is_alone: bool
+) -> None:
     """Writes the cache into a folder beside ``folder``, and renames it."""
     if is_alone:
         for left in folder.parent.glob(f".{folder.name}.*.part"):  # by a process that was killed
@@ -258,7 +270,10 @@ def _write(part: Path, examples: Examples, tokenizer: Tokenizer, digest: str) ->
         "ignored": sorted(map(str, examples.ignored)),
         "is_chat": examples.is_chat,
         "odd": {what: [count, *place] for what, (count, place) in examples.odd.items()},
-        "files": {name: {"bytes": (part / name).stat().st_size, "crc32": _crc32(part / name)} for name in names},
+        "files": {
+            name: {"bytes": (part / name).stat().st_size, "crc32": _crc32(part / name)}
+            for name in names
+        },
     }
     (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
@@ -270,7 +285,9 @@ def _write_tokens(
     table: list[tuple[int, int, int, int]] = []
     written, checksum, all_learned = 0, 0, True
     for passages in _in_batches(examples.passages()):
-        for passage, (ids, marks) in zip(passages, _encode(passages, examples.files, tokenizer), strict=True):
+        for passage, (ids, marks) in zip(
+            passages, _encode(passages, examples.files, tokenizer), strict=True
+        ):
             stored = ids.astype(dtype).tobytes()
             tokens.write(stored)
             learned.write(marks.tobytes())
@@ -294,7 +311,9 @@ def _in_batches(passages: Iterable[Passage]) -> Iterator[list[Passage]]:
         yield batch
 
 
-def _encode(passages: list[Passage], files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[tuple[Any, Any]]:
+def _encode(
+    passages: list[Passage], files: Sequence[Path], tokenizer: Tokenizer
+) -> Iterator[tuple[Any, Any]]:
     """Yields the tokens of each passage, and for each token whether it is learned, uint8."""
     texts, begins = [passage.text for passage in passages], [passage.begins for passage in passages]
     try:
@@ -304,7 +323,9 @@ def _encode(passages: list[Passage], files: Sequence[Path], tokenizer: Tokenizer
             try:
                 tokenizer.encode([passage.text], begins=[passage.begins])
             except ValueError as error:
-                raise ValueError(f"{error} It is in {place_text(files, *passage.place)}.") from error
+                raise ValueError(
+                    f"{error} It is in {place_text(files, *passage.place)}."
+                ) from error
         raise
     for passage, (ids, ends) in zip(passages, encoded, strict=True):
         marks = np.full(len(ids), passage.learned is None, np.uint8)
@@ -336,17 +357,23 @@ def _open(folder: Path, files: Sequence[Path], digest: str) -> TokenisedFiles:
         table = np.load(folder / DOCUMENTS, allow_pickle=False)
         ignored, is_chat = tuple(manifest["ignored"]), bool(manifest["is_chat"])
         odd = [
-            (str(what), count, place_text(files, file, line)) for what, (count, file, line) in manifest["odd"].items()
+            (str(what), count, place_text(files, file, line))
+            for what, (count, file, line) in manifest["odd"].items()
         ]
     ends = table[:, END]
     starts = np.concatenate([[0], ends[:-1]])
-    place = lambda start: place_text(files, *table[np.searchsorted(ends, start, "right"), [FILE, LINE]].tolist())
+    place = lambda start: place_text(
+        files, *table[np.searchsorted(ends, start, "right"), [FILE, LINE]].tolist()
+    )
     documents = Documents(tokens, starts, ends, learned, place)
     remarks = [
-        f"{count:,} of {len(documents):,} examples have {what}, the first in {place}" for what, count, place in odd
+        f"{count:,} of {len(documents):,} examples have {what}, the first in {place}"
+        for what, count, place in odd
     ]
     remarks += [*_remarks_on_texts(files), *_remarks_on_repeated(table[:, CHECKSUM], files)]
-    return TokenisedFiles(documents, table[:, FILE], table[:, CHECKSUM], digest, ignored, is_chat, tuple(remarks))
+    return TokenisedFiles(
+        documents, table[:, FILE], table[:, CHECKSUM], digest, ignored, is_chat, tuple(remarks)
+    )
 
 
 def _remarks_on_texts(files: Sequence[Path]) -> Iterator[str]:
@@ -358,7 +385,11 @@ def _remarks_on_texts(files: Sequence[Path]) -> Iterator[str]:
             f"{len(texts)} of {len(files)} files are learned as plain text beside examples: {', '.join(texts[:3])}{others}. "
             "Move them out of the folder if they are not to be learned."
         )
-    elif tables := [printable(str(file)) for file in files if format_of(file) in SNIFFED and not is_records(file)]:
+    elif tables := [
+        printable(str(file))
+        for file in files
+        if format_of(file) in SNIFFED and not is_records(file)
+    ]:
         is_one, others = len(tables) == 1, f" and {len(tables) - 3} more" if len(tables) > 3 else ""
         names = "1 file is" if is_one else f"{len(tables)} files are"
         yield (
@@ -375,7 +406,9 @@ def _remarks_on_repeated(checksums: np.ndarray, files: Sequence[Path]) -> Iterat
 
 
 def _names(files: Sequence[Path]) -> str:
-    return printable(str(files[0])) + (f" and {len(files) - 1} more files" if len(files) > 1 else "")
+    return printable(str(files[0])) + (
+        f" and {len(files) - 1} more files" if len(files) > 1 else ""
+    )
 
 
 def _check(path: Path, want: dict[str, int]) -> None:
@@ -391,6 +424,11 @@ def _crc32(path: Path) -> int:
 
 def _sync(folder: Path) -> None:
     """Flushes a folder and its files to disk, so that a rename does not reach the disk before them."""
-    for path in [*(each for each in folder.iterdir() if each.is_file() and each.suffix != ".lock"), folder]:
-        with contextlib.suppress(OSError):  # the file system does not support it; a checksum then finds a lost write
+    for path in [
+        *(each for each in folder.iterdir() if each.is_file() and each.suffix != ".lock"),
+        folder,
+    ]:
+        with contextlib.suppress(
+            OSError
+        ):  # the file system does not support it; a checksum then finds a lost write
             fsync(path)

@@ -29,9 +29,13 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
     lines = _lines(path)
     header = next(lines, (0, []))[1]
     indices = [_index(name, header, path) for name in names]
-    rows = [[_number(cells, header, i, f"line {at} of {path}") for i in indices] for at, cells in lines]
+    rows = [
+        [_number(cells, header, i, f"line {at} of {path}") for i in indices] for at, cells in lines
+    ]
     if not rows:
-        raise ValueError(f"a CSV file must have rows below its line of names; got none in {path}. Add a line a row.")
+        raise ValueError(
+            f"a CSV file must have rows below its line of names; got none in {path}. Add a line a row."
+        )
     return dict(zip(names, np.array(rows).T, strict=True))
 
 
@@ -43,7 +47,10 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
         )
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(_short_lines(file, path))
-        kinds, place = (UnicodeDecodeError, csv.Error), lambda: f"{path}, after line {reader.line_num}"
+        kinds, place = (
+            (UnicodeDecodeError, csv.Error),
+            lambda: f"{path}, after line {reader.line_num}",
+        )
         with refusing(kinds, "a CSV file must be UTF-8 text", place, "Export it again as CSV."):
             for cells in reader:
                 if any(cell.strip() for cell in cells):
@@ -63,7 +70,11 @@ def _short_lines(file: TextIO, path: Path) -> Iterator[str]:
 
 def _quoted(text: str) -> str:
     """Returns a name or a cell for a message: control characters escaped, the end of a long one left out."""
-    return repr(text) if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]!r}... ({len(text):,} characters)"
+    return (
+        repr(text)
+        if len(text) <= MOST_LETTERS
+        else f"{text[:MOST_LETTERS]!r}... ({len(text):,} characters)"
+    )
 
 
 def _index(name: str, header: list[str], path: Path) -> int:
@@ -88,7 +99,11 @@ def _meant(name: str, header: list[str]) -> str:
     by_name = {column.lower(): column for column in header if len(column) <= MOST_LETTERS}
     if near := difflib.get_close_matches(name[:MOST_LETTERS].lower(), by_name, n=1):
         return f"Did you mean {by_name[near[0]]!r}?"
-    return "Choose from these." if len(header) > 1 else "Name columns of the first line, and separate them by commas."
+    return (
+        "Choose from these."
+        if len(header) > 1
+        else "Name columns of the first line, and separate them by commas."
+    )
 
 
 def _number(cells: list[str], header: list[str], index: int, where: str) -> float:

@@ -34,7 +34,14 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z")
 EMPTY = "an empty answer, which the model learns to give"
 EMPTY_TEXT = "an empty text"
 NOT_AN_ANSWER = 'a "weight" of 1 for a message that is not the assistant\'s, which is not learned'
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # of the messages of published data
+ROLES = (
+    "system",
+    "developer",
+    "user",
+    "assistant",
+    "tool",
+    "function",
+)  # of the messages of published data
 MOST_ODD = 8
 FURTHER = "more that may not be meant, of kinds that are not named here"
 TEXT_BLOCK = 2**20  # characters of a text file that are tokenised at once, up to the end of a line
@@ -91,7 +98,9 @@ class Examples:
                     try:
                         yield self._passage(example, (number, line))
                     except ValueError as error:
-                        raise ValueError(f"{error} It is in {place_text(self.files, number, line)}.") from error
+                        raise ValueError(
+                            f"{error} It is in {place_text(self.files, number, line)}."
+                        ) from error
             else:
                 yield from self._text(file, number)
 
@@ -108,7 +117,14 @@ class Examples:
         if "messages" in example:
             self.is_chat = True
             text, learned = self._conversation(example["messages"], place)
-            return Passage(_checked(text, "messages"), learned, begins=False, ends=True, is_marked=False, place=place)
+            return Passage(
+                _checked(text, "messages"),
+                learned,
+                begins=False,
+                ends=True,
+                is_marked=False,
+                place=place,
+            )
         texts = [_checked(value, name) for name, value in example.items()]
         if not texts[-1].strip():
             self._note([EMPTY_TEXT if "text" in example else EMPTY], place)
@@ -117,25 +133,39 @@ class Examples:
         learned = None if "text" in example else ((start, start + len(texts[1])),)
         return Passage("".join(texts), learned, begins=True, ends=True, is_marked=True, place=place)
 
-    def _conversation(self, given: Any, place: tuple[int, int]) -> tuple[str, tuple[tuple[int, int], ...]]:
+    def _conversation(
+        self, given: Any, place: tuple[int, int]
+    ) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Returns the text of messages, and the spans that are learned."""
         uses, takes_calls = self.tokenizer.uses, self.tokenizer.uses("tool_calls")
         messages = check_messages(given, takes_calls=takes_calls)
-        self._note([NOT_AN_ANSWER] * any(m["role"] != "assistant" and m.get("weight") for m in messages), place)
+        self._note(
+            [NOT_AN_ANSWER] * any(m["role"] != "assistant" and m.get("weight") for m in messages),
+            place,
+        )
         weights = [_weight(message.pop("weight", 1)) for message in messages]
         others = {name for message in messages for name in message} - {"role", "content"}
         self.ignored.update(f"{name} of messages" for name in others if not uses(name))
-        self._note({what for message in messages for what in _odd(message, takes_calls=takes_calls)}, place)
+        self._note(
+            {what for message in messages for what in _odd(message, takes_calls=takes_calls)}, place
+        )
         self._note(self._special_in([message["content"] for message in messages]), place)
         text, spans = self.tokenizer.render(messages)
         self._note(_left_out(messages, text), place)
-        answers = [w for message, w in zip(messages, weights, strict=True) if message["role"] == "assistant"]
+        answers = [
+            w
+            for message, w in zip(messages, weights, strict=True)
+            if message["role"] == "assistant"
+        ]
         return text, spans if all(answers) else _weighted(spans, answers)
 
     def _special_in(self, texts: Iterable[str]) -> set[str]:
         """Returns what to say of special tokens that somebody wrote in texts, where they are read as these tokens."""
         tokens = {token for text in texts for token in self.tokenizer.special_in(text)}
-        return {f"{printable(token)} in their text, which is read as the special token" for token in tokens}
+        return {
+            f"{printable(token)} in their text, which is read as the special token"
+            for token in tokens
+        }
 
     def _note(self, found: Iterable[str], place: tuple[int, int]) -> None:
         has_more = False
@@ -169,7 +199,10 @@ def roles_left_out(messages: Sequence[Mapping[str, Any]], text: str) -> list[str
 def _left_out(messages: Sequence[Mapping[str, Any]], text: str) -> set[str]:
     """Returns what to say of messages that a chat template did not write as they are, but for spaces around them."""
     roles = set(roles_left_out(messages, text))
-    return {f"a message of the role {printable(repr(r))[:80]} that the chat template leaves out or cuts" for r in roles}
+    return {
+        f"a message of the role {printable(repr(r))[:80]} that the chat template leaves out or cuts"
+        for r in roles
+    }
 
 
 def _weight(given: Any) -> bool:
@@ -180,7 +213,9 @@ def _weight(given: Any) -> bool:
     return bool(given)
 
 
-def _weighted(spans: Sequence[tuple[int, int]], answers: Sequence[bool]) -> tuple[tuple[int, int], ...]:
+def _weighted(
+    spans: Sequence[tuple[int, int]], answers: Sequence[bool]
+) -> tuple[tuple[int, int], ...]:
     """Returns the spans of the answers that have a weight."""
     if len(spans) != len(answers):
         raise ValueError(
@@ -235,7 +270,9 @@ def _read_text(file: Path, number: int) -> Iterator[Passage]:
                 break
             cut = text.rfind("\n") + 1
             if cut and len(text) >= TEXT_BLOCK // 2:
-                yield Passage(text[:cut], None, begins, ends=False, is_marked=False, place=(number, 0))
+                yield Passage(
+                    text[:cut], None, begins, ends=False, is_marked=False, place=(number, 0)
+                )
                 text, begins = text[cut:], False
     yield Passage(text, None, begins, ends=True, is_marked=True, place=(number, 0))
 
@@ -244,11 +281,15 @@ def _check_is_text(file: Path) -> None:
     """Raises ValueError where a file that is named as text is compressed, in UTF-16, or has an example a line."""
     named = printable(str(file))
     if file.suffix.lower() in COMPRESSED:
-        raise ValueError(f"data must not be compressed; got {named}. Decompress it, or remove it from the folder.")
+        raise ValueError(
+            f"data must not be compressed; got {named}. Decompress it, or remove it from the folder."
+        )
     with file.open("rb") as opened:
         line = opened.readline(TEXT_BLOCK)
     if line.startswith(UTF_16):
-        raise ValueError(f"text must be UTF-8; got UTF-16 in {named}. Save it as UTF-8: iconv -f UTF-16 -t UTF-8.")
+        raise ValueError(
+            f"text must be UTF-8; got UTF-16 in {named}. Save it as UTF-8: iconv -f UTF-16 -t UTF-8."
+        )
     if file.suffix == ".txt" or not line.lstrip().startswith(b"{"):
         return
     try:
@@ -263,7 +304,9 @@ def _check_is_text(file: Path) -> None:
 
 def _checked(text: Any, name: str) -> str:
     if not isinstance(text, str):
-        raise ValueError(f'"{name}" must be a string; got {fields.shown(text)}. Correct the example.')
+        raise ValueError(
+            f'"{name}" must be a string; got {fields.shown(text)}. Correct the example.'
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -284,7 +327,8 @@ def check_messages(messages: Any, *, takes_calls: bool = False) -> list[dict[str
         ValueError: None is the assistant's, or one has no role or no content.
     """
     is_whole = isinstance(messages, list) and all(
-        isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages
+        isinstance(message, Mapping) and isinstance(message.get("role"), str)
+        for message in messages
     )
     if not is_whole:
         raise ValueError(
@@ -296,7 +340,10 @@ def check_messages(messages: Any, *, takes_calls: bool = False) -> list[dict[str
     )
     found = [given(message) | {"content": content(message)} for message in messages]
     if not any(message["role"] == "assistant" for message in found):
-        roles = ", ".join(dict.fromkeys(printable(repr(message["role"]))[:80] for message in found)) or "no messages"
+        roles = (
+            ", ".join(dict.fromkeys(printable(repr(message["role"]))[:80] for message in found))
+            or "no messages"
+        )
         raise ValueError(
             f'messages must have one of the role "assistant", to learn from; got {roles}. Rename the role of the answers, or '
             "remove the example."
@@ -325,5 +372,13 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _is_text(part: Any) -> bool:
-    given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
-    return given.keys() == {"type", "text"} and given["type"] == "text" and isinstance(given["text"], str)
+    given = (
+        {name: value for name, value in part.items() if value is not None}
+        if isinstance(part, Mapping)
+        else {}
+    )
+    return (
+        given.keys() == {"type", "text"}
+        and given["type"] == "text"
+        and isinstance(given["text"], str)
+    )

@@ -63,5 +63,7 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in an object")
+        raise ValueError(
+            f"the key {next(name for name in names if names.count(name) > 1)!r} twice in an object"
+        )
     return found

@@ -94,9 +94,13 @@ class PackedRows(RowSource):
         ValueError: No document has a token to learn, or a number is too small.
     """
 
-    def __init__(self, documents: Documents, seq: int, *, vocab_size: int, max_documents: int | None = None) -> None:
+    def __init__(
+        self, documents: Documents, seq: int, *, vocab_size: int, max_documents: int | None = None
+    ) -> None:
         check_positive("Choose 1 or more.", seq=seq)
-        check_at_least(2, "A row has one document and padding, or more of them.", max_documents=max_documents)
+        check_at_least(
+            2, "A row has one document and padding, or more of them.", max_documents=max_documents
+        )
         self._documents, self._seq, self._vocab_size = documents, seq, vocab_size
         starts, counts = _pieces(documents, seq)
         if len(starts) == 0:
@@ -124,7 +128,9 @@ class PackedRows(RowSource):
             self._fill(row, *(column[index] for column in found.values()))
         return found
 
-    def _fill(self, row: int, tokens: np.ndarray, targets: np.ndarray, segments: np.ndarray) -> None:
+    def _fill(
+        self, row: int, tokens: np.ndarray, targets: np.ndarray, segments: np.ndarray
+    ) -> None:
         at, learned = 0, self._documents.learned
         for segment, piece in enumerate(range(*self._row_starts[row : row + 2].tolist())):
             start, count = int(self._starts[piece]), int(self._counts[piece])
@@ -224,7 +230,9 @@ def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, 
         return documents, 0
     learned = documents.learned
     longer = np.flatnonzero(documents.ends - documents.starts > seq + 1)
-    has_prompt = [not learned[documents.starts[i] + 1 : documents.ends[i]].all() for i in longer.tolist()]
+    has_prompt = [
+        not learned[documents.starts[i] + 1 : documents.ends[i]].all() for i in longer.tolist()
+    ]
     too_long = longer[np.array(has_prompt, bool)]
     if long_examples == "drop" and 0 < len(too_long) == len(documents):
         sizes = documents.ends - documents.starts

@@ -24,7 +24,10 @@ from jaxpar.data.json_text import MAX_LINE_BYTES, JsonError, JsonText, once
 from jaxpar.runtime.output import needing_extra, printable, refusing
 
 KINDS = (("text",), ("prompt", "completion"), ("messages",))
-OTHER_KINDS = (("instruction", "output"), ("conversations",))  # looked for where there is none of the above
+OTHER_KINDS = (
+    ("instruction", "output"),
+    ("conversations",),
+)  # looked for where there is none of the above
 OPTIONAL = ("input", "system")  # of the others
 FIELDS = tuple(dict.fromkeys(name for kind in (*KINDS, *OTHER_KINDS, OPTIONAL) for name in kind))
 ROLES = {"human": "user", "user": "user", "system": "system"}
@@ -33,14 +36,20 @@ NOT_BY_LINE = "A .jsonl has an object a line; if the file is one list of objects
 OTHER_NAMES = {".ndjson": ".jsonl"}
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 POINTER, MOST_OF_POINTER = b"version https://git-lfs", 1024  # bytes
-SNIFFED = (".json", ".csv", ".tsv")  # formats of other things too: examples are known by the fields of the first
+SNIFFED = (
+    ".json",
+    ".csv",
+    ".tsv",
+)  # formats of other things too: examples are known by the fields of the first
 
 
 def kind_of(example: Any) -> tuple[str, ...]:
     """Returns the fields by which an example is known; raises ValueError where it has none, or those of two kinds."""
     if not isinstance(example, Mapping):
         remedy = NOT_BY_LINE if str(example).startswith("[{") else "Correct it."
-        raise ValueError(f"an example must be an object with fields; got {fields.shown(example)}. {remedy}")
+        raise ValueError(
+            f"an example must be an object with fields; got {fields.shown(example)}. {remedy}"
+        )
     for kinds in (KINDS, OTHER_KINDS):
         found = [kind for kind in kinds if set(kind) <= set(example)]
         if len(found) == 1:
@@ -54,7 +63,9 @@ def kind_of(example: Any) -> tuple[str, ...]:
     )
 
 
-def as_learned(example: Mapping[str, Any], *, has_chat_template: bool) -> tuple[dict[str, Any], set[str]]:
+def as_learned(
+    example: Mapping[str, Any], *, has_chat_template: bool
+) -> tuple[dict[str, Any], set[str]]:
     """Returns an example in one of the first three forms, and the names of its fields that are not used.
 
     Args:
@@ -68,23 +79,35 @@ def as_learned(example: Mapping[str, Any], *, has_chat_template: bool) -> tuple[
     given = {name: value for name, value in example.items() if value is not None}
     ignored = set(example) - set(kind)
     if kind == ("conversations",):
-        return {"messages": [*_system(given), *_messages(example["conversations"])]}, ignored - {"system"}
+        return {"messages": [*_system(given), *_messages(example["conversations"])]}, ignored - {
+            "system"
+        }
     if kind == ("prompt", "completion") and all(isinstance(example[name], list) for name in kind):
         _check_turns(example, kind)
-        return {"messages": [*map(_not_learned, example["prompt"]), *example["completion"]]}, ignored
+        return {
+            "messages": [*map(_not_learned, example["prompt"]), *example["completion"]]
+        }, ignored
     if kind != ("instruction", "output"):
         return {name: example[name] for name in kind}, ignored
     asked = [example["instruction"], *([given["input"]] if given.get("input") else [])]
     if not all(isinstance(each, str) for each in asked):
-        raise ValueError('"instruction" and "input" must be strings; got another kind. Correct the example.')
+        raise ValueError(
+            '"instruction" and "input" must be strings; got another kind. Correct the example.'
+        )
     if not isinstance(example["output"], str):
         raise ValueError(
             f'"output" must be a string; got {fields.shown(example["output"])}. Write the answer, or remove the example.'
         )
     if has_chat_template:
-        turns = [{"role": "user", "content": "\n\n".join(asked)}, {"role": "assistant", "content": example["output"]}]
+        turns = [
+            {"role": "user", "content": "\n\n".join(asked)},
+            {"role": "assistant", "content": example["output"]},
+        ]
         return {"messages": [*_system(given), *turns]}, ignored - set(OPTIONAL)
-    return {"prompt": "".join(f"{each}\n\n" for each in asked), "completion": example["output"]}, ignored - {"input"}
+    return {
+        "prompt": "".join(f"{each}\n\n" for each in asked),
+        "completion": example["output"],
+    }, ignored - {"input"}
 
 
 def _check_turns(example: Mapping[str, Any], kind: Sequence[str]) -> None:
@@ -107,7 +130,9 @@ def _system(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _messages(conversation: Any) -> list[Any]:
     """Returns the messages of ShareGPT's conversations, which some files give in OpenAI's form."""
-    if not isinstance(conversation, list) or not all(isinstance(turn, Mapping) for turn in conversation):
+    if not isinstance(conversation, list) or not all(
+        isinstance(turn, Mapping) for turn in conversation
+    ):
         raise ValueError(
             '"conversations" must be a list of objects with "from" and "value"; got another form. Correct it.'
         )
@@ -120,7 +145,9 @@ def _message(turn: Mapping[str, Any]) -> Mapping[str, Any]:
     role = ROLES.get(str(turn["from"]))
     if role is None:
         got = printable(repr(turn["from"]))[:80]
-        raise ValueError(f'"from" must be human, gpt or system; got {got}. Rename it, or remove the example.')
+        raise ValueError(
+            f'"from" must be human, gpt or system; got {got}. Rename it, or remove the example.'
+        )
     others = {name: value for name, value in turn.items() if name not in ("from", "value")}
     return {"role": role, "content": turn.get("value"), **others}
 
@@ -220,7 +247,9 @@ def _read_jsonl(file: Path) -> Iterator[tuple[int, Any]]:
                     "iconv -f UTF-16 -t UTF-8."
                 )
             if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)  # some editors begin a file of UTF-8 with it
+                line = line.removeprefix(
+                    codecs.BOM_UTF8
+                )  # some editors begin a file of UTF-8 with it
             if len(line) > MAX_LINE_BYTES:
                 raise ValueError(
                     f"a line of JSON must have at most {MAX_LINE_BYTES} bytes; got more in {printable(f'{file}:{number}')}. "
@@ -249,7 +278,10 @@ def _read_json(file: Path) -> Iterator[tuple[int, Any]]:
     """Yields the objects of one list, each read when it is asked for; a file that begins otherwise is JSON Lines."""
     with file.open(encoding="utf-8-sig") as opened:
         number, text = 0, JsonText(opened)
-        kinds, rule = (JsonError, UnicodeDecodeError), "a .json must be a list of objects, or JSON Lines, in UTF-8"
+        kinds, rule = (
+            (JsonError, UnicodeDecodeError),
+            "a .json must be a list of objects, or JSON Lines, in UTF-8",
+        )
         with refusing(kinds, rule, lambda: f"{file}, example {number + 1}", "Correct the file."):
             if text.peek() != "[":
                 yield from _read_json_lines(file)
@@ -301,7 +333,9 @@ def _read_csv(file: Path) -> Iterator[tuple[int, Any]]:
                 raise csv.Error(f"the name {repeated[0]!r} twice")
             for row in rows:
                 if None in row or None in row.values():
-                    raise csv.Error(f"a row of another length than the {len(rows.fieldnames or ())} names")
+                    raise csv.Error(
+                        f"a row of another length than the {len(rows.fieldnames or ())} names"
+                    )
                 yield rows.line_num, row
 
 
@@ -326,7 +360,9 @@ def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
 def whole_parquet(place: object) -> AbstractContextManager[None]:
     """Returns a context in which an error of pyarrow is that of a damaged file at a place, as ``refusing`` takes it."""
     rule = "a .parquet must be a whole Parquet file"
-    return refusing((OSError, ValueError), rule, place, "Write it again.")  # pyarrow's errors are of these kinds
+    return refusing(
+        (OSError, ValueError), rule, place, "Write it again."
+    )  # pyarrow's errors are of these kinds
 
 
 def import_parquet() -> Any:
@@ -346,7 +382,9 @@ def open_array_record(files: Sequence[Path]) -> Any:
     with needing_extra("reading .arrayrecord needs Grain", "records"):
         from grain.sources import ArrayRecordDataSource
     names, rule = [str(file) for file in files], "a .arrayrecord must be a whole ArrayRecord file"
-    with refusing(Exception, rule, ", ".join(names), "Write it again."):  # the library raises RuntimeError and others
+    with refusing(
+        Exception, rule, ", ".join(names), "Write it again."
+    ):  # the library raises RuntimeError and others
         source: Any = ArrayRecordDataSource(names)
         len(source)
     return source
@@ -359,6 +397,12 @@ def _read_array_record(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 RECORD_READERS = {
-    **{".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet},
+    **{
+        ".jsonl": _read_jsonl,
+        ".json": _read_json,
+        ".csv": _read_csv,
+        ".tsv": _read_csv,
+        ".parquet": _read_parquet,
+    },
     **dict.fromkeys((".arrayrecord", ".array_record"), _read_array_record),
 }

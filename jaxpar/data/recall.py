@@ -18,7 +18,9 @@ from jaxpar.data.packing import empty_rows
 from jaxpar.fields import arg
 
 NUM_NAMES, NUM_VALUES = 4, 26
-NUM_FACTS = NUM_NAMES * NUM_VALUES  # the tokens from 0: the first value of the first name, its second and so on
+NUM_FACTS = (
+    NUM_NAMES * NUM_VALUES
+)  # the tokens from 0: the first value of the first name, its second and so on
 QUESTION = NUM_FACTS  # that about the first name; those about the others follow
 ANSWER = QUESTION + NUM_NAMES  # the first value, likewise
 GAP = ANSWER + NUM_VALUES
@@ -59,9 +61,14 @@ class Recall(RowSource):
         found, count = empty_rows(len(rows), self._seq), self._seq // 4
         del found["segments"]
         found["tokens"][:] = GAP
-        for tokens, targets, row in zip(found["tokens"], found["targets"], rows.tolist(), strict=True):
+        for tokens, targets, row in zip(
+            found["tokens"], found["targets"], rows.tolist(), strict=True
+        ):
             rng = np.random.default_rng((self._is_test, row))
-            values, named = rng.integers(NUM_VALUES, size=NUM_NAMES), rng.integers(NUM_NAMES, size=count)
+            values, named = (
+                rng.integers(NUM_VALUES, size=NUM_NAMES),
+                rng.integers(NUM_NAMES, size=count),
+            )
             asked = rng.choice(named, count)
             tokens[:count] = NUM_VALUES * named + values[named]
             tokens[-count:], targets[-count:] = QUESTION + asked, ANSWER + values[asked]

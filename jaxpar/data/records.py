@@ -76,7 +76,9 @@ class RecordRows(RowSource):
         self.max_documents = max_documents
         self._first, self._end = part or (0, len(records))
         if self._end <= self._first:
-            raise ValueError("a source of records must have at least one; got none. Name files that contain records.")
+            raise ValueError(
+                "a source of records must have at least one; got none. Name files that contain records."
+            )
 
     def __len__(self) -> int:
         return self._end - self._first
@@ -158,8 +160,12 @@ def tokens_of(records: RandomAccess, number: int) -> np.ndarray:
 
 def check_has_tokens(record: Any) -> None:
     """Raises ValueError unless a record is a mapping with ``input_ids``."""
-    if not isinstance(record, Mapping) or not isinstance(record.get("input_ids"), list | np.ndarray):
-        raise ValueError('a record of tokens must have "input_ids", a list of integers; got another. Write it again.')
+    if not isinstance(record, Mapping) or not isinstance(
+        record.get("input_ids"), list | np.ndarray
+    ):
+        raise ValueError(
+            'a record of tokens must have "input_ids", a list of integers; got another. Write it again.'
+        )
 
 
 def _integers(values: Any, name: str) -> np.ndarray:
@@ -189,7 +195,9 @@ def open_records(files: Sequence[Path]) -> "Records":
     return Records([_open(file) for file in files], files)
 
 
-def open_split(files: Sequence[Path], test_fraction: float, most: int) -> tuple["Records", int, str]:
+def open_split(
+    files: Sequence[Path], test_fraction: float, most: int
+) -> tuple["Records", int, str]:
     """Returns the records of files, the number of those held out, which are the last ones, and a digest of all.
 
     Held out are files whose names have the word "val" or "test"; if none or all have, a share of the records, ``most`` at most.
@@ -212,7 +220,12 @@ def open_split(files: Sequence[Path], test_fraction: float, most: int) -> tuple[
 
 def digest_of_records(records: "Records", files: Sequence[Path]) -> str:
     """Returns a digest of the number of records, the first and the last of them, and the sizes of the files."""
-    told = [len(records), records[0], records[len(records) - 1], [file.stat().st_size for file in files]]
+    told = [
+        len(records),
+        records[0],
+        records[len(records) - 1],
+        [file.stat().st_size for file in files],
+    ]
     return f"sha256 {hashlib.sha256(repr(told).encode()).hexdigest()[:32]}"
 
 
@@ -258,7 +271,10 @@ def _open_parquet(file: Path) -> Opened:
     with whole_parquet(file):
         opened = import_parquet().ParquetFile(file)
     sizes = [opened.metadata.row_group(i).num_rows for i in range(opened.metadata.num_row_groups)]
-    starts, names = np.cumsum([0, *sizes]), [name for name in opened.schema_arrow.names if name in COLUMNS]
+    starts, names = (
+        np.cumsum([0, *sizes]),
+        [name for name in opened.schema_arrow.names if name in COLUMNS],
+    )
 
     @lru_cache(maxsize=GROUPS_KEPT)
     def read_group(group: int) -> dict[str, Any]:

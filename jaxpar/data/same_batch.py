@@ -25,7 +25,10 @@ REMEDY = (
 )
 SAMPLE = 4096  # numbers of an array
 _later = {"batches": 0, "crc32": 0}  # whole batches after the first of their kind
-MOST_LOOKS, MOST_PROCESSES = 8, 64  # that the first process takes for the first rows of others, and of which it asks
+MOST_LOOKS, MOST_PROCESSES = (
+    8,
+    64,
+)  # that the first process takes for the first rows of others, and of which it asks
 FIRST_ROWS = "jaxpar/first rows"
 _looks = {"done": 0}
 _compared: set[Any] = set()  # the kinds of batches of which the processes have compared the first
@@ -48,7 +51,9 @@ def check_on_mesh(batch: PyTree, mesh: Mesh) -> None:
     if _is_of_one(mesh):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if isinstance(leaf, np.ndarray) or (isinstance(leaf, jax.Array) and leaf.is_fully_addressable):
+        if isinstance(leaf, np.ndarray) or (
+            isinstance(leaf, jax.Array) and leaf.is_fully_addressable
+        ):
             name = jax.tree_util.keystr(path, simple=True, separator="/") or "a batch"
             raise TypeError(
                 f"a batch must be on the mesh, whose devices several processes have; got {name}, an array of this process "
@@ -85,10 +90,19 @@ def check_same_everywhere(batch: PyTree, mesh: Mesh) -> None:
     Of later ones a sample is added to what ``check_same_since`` compares. A thread other than the main one may come to its
     batches in another order on each process, so those are not compared, nor are those on a mesh of one process alone.
     """
-    if jax.process_count() == 1 or threading.current_thread() is not threading.main_thread() or _is_of_one(mesh):
+    if (
+        jax.process_count() == 1
+        or threading.current_thread() is not threading.main_thread()
+        or _is_of_one(mesh)
+    ):
         return
-    leaves = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(batch)]
-    kind = jax.tree.structure(batch), *((np.shape(leaf), str(getattr(leaf, "dtype", ""))) for leaf in leaves)
+    leaves = [
+        jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(batch)
+    ]
+    kind = (
+        jax.tree.structure(batch),
+        *((np.shape(leaf), str(getattr(leaf, "dtype", ""))) for leaf in leaves),
+    )
     arrays = [np.asarray(leaf) for leaf in leaves]
     if kind not in _compared:
         _compared.add(kind)
@@ -122,11 +136,18 @@ def look_for_equal_rows(batch: PyTree, places: Sequence[np.ndarray]) -> None:
     _looks["done"] += 1
     if _looks["done"] == 1:
         arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(batch) if not is_key(leaf)]
-        if any((array != array[:1]).any() for array in arrays):  # rows that are all equal, such as zeros, may be meant
+        if any(
+            (array != array[:1]).any() for array in arrays
+        ):  # rows that are all equal, such as zeros, may be meant
             told = [checksum(list(places)), checksum(arrays)]
-            service.key_value_set(f"{FIRST_ROWS}/{jax.process_index()}", json.dumps(told), allow_overwrite=True)
+            service.key_value_set(
+                f"{FIRST_ROWS}/{jax.process_index()}", json.dumps(told), allow_overwrite=True
+            )
     elif jax.process_index() == 0:
-        told = [coordination.try_get(f"{FIRST_ROWS}/{i}") for i in range(min(jax.process_count(), MOST_PROCESSES))]
+        told = [
+            coordination.try_get(f"{FIRST_ROWS}/{i}")
+            for i in range(min(jax.process_count(), MOST_PROCESSES))
+        ]
         if told := remark_on_equal_rows([each and json.loads(each) for each in told]):
             _looks["done"] = MOST_LOOKS + 1
             tell(told)
@@ -138,7 +159,9 @@ def remark_on_equal_rows(told: Sequence[Sequence[str] | None]) -> str:
     Args:
         told: Of each process the checksums of its places and of its arrays; None: not known.
     """
-    processes: dict[str, dict[str, int]] = defaultdict(dict)  # the first process of each place, by the bytes
+    processes: dict[str, dict[str, int]] = defaultdict(
+        dict
+    )  # the first process of each place, by the bytes
     for process, each in enumerate(told):
         if each:
             processes[each[1]].setdefault(each[0], process)

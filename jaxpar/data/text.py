@@ -34,7 +34,15 @@ _HEADER_INTS = 256
 # llm.c's header: 256 int32, the first three of them magic, version and number of tokens.
 _LLM_C = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
 _HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|test|eval|evaluation|dev)(?![a-z])")
-_NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+_NOT_THE_LIBRARY = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+}
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,11 @@ def is_held_out(file: Path) -> bool:
 
 def _standard_library(test_fraction: float) -> Text:
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(f for f in root.rglob("*.py") if not _NOT_THE_LIBRARY.intersection(f.relative_to(root).parts))
+    files = sorted(
+        f
+        for f in root.rglob("*.py")
+        if not _NOT_THE_LIBRARY.intersection(f.relative_to(root).parts)
+    )
     return _split_by_file(root, files, test_fraction, "the source of Python's standard library")
 
 
@@ -128,10 +140,15 @@ def _split_by_file(
     root: Path, files: Sequence[Path], test_fraction: float, source: str, *, by_name: bool = False
 ) -> Text:
     if not files:
-        raise FileNotFoundError(f"a folder of text must hold files; got none in {root}. Name another by its path.")
+        raise FileNotFoundError(
+            f"a folder of text must hold files; got none in {root}. Name another by its path."
+        )
     is_test = [by_name and is_held_out(file) for file in files]
     if len(set(is_test)) < 2:
-        is_test = [zlib.crc32(f.relative_to(root).as_posix().encode()) < test_fraction * 2**32 for f in files]
+        is_test = [
+            zlib.crc32(f.relative_to(root).as_posix().encode()) < test_fraction * 2**32
+            for f in files
+        ]
     if len(set(is_test)) < 2:
         raise ValueError(
             "a folder of text is split into train and test by file; got "
@@ -148,7 +165,9 @@ def _split_by_file(
 
 def _read_bytes(path: Path) -> np.ndarray:
     if not path.is_file():
-        raise ValueError(f"text must come from a plain file; got {path}, a device or a pipe. Copy it to a file first.")
+        raise ValueError(
+            f"text must come from a plain file; got {path}, a device or a pipe. Copy it to a file first."
+        )
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             if b"\0" in block:
@@ -177,7 +196,10 @@ def _folder_of_tokens(path: Path) -> Text:
             "a folder of tokens must hold .bin files to learn from and others with val or test in their names; got "
             f"{', '.join(printable(file.name) for file in files)} in {path}. Rename one, or name a single .bin."
         )
-    train, test = (tuple(read_tokens(file) for file in files if is_held_out(file) == side) for side in (False, True))
+    train, test = (
+        tuple(read_tokens(file) for file in files if is_held_out(file) == side)
+        for side in (False, True)
+    )
     return Text(train, test, str(path), is_bytes=False)
 
 
@@ -210,7 +232,9 @@ def read_tokens(path: Path) -> np.ndarray:
             f"a .bin of llm.c must hold the tokens that its header counts; got {num_tokens} of {width} bytes after {start} in "
             f"{path}, which has {size}. It is truncated or damaged: write it again."
         )
-    return np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r", offset=start, shape=(num_tokens,))
+    return np.memmap(
+        path, np.dtype(dtype).newbyteorder("<"), mode="r", offset=start, shape=(num_tokens,)
+    )
 
 
 class Windows(RowSource):
@@ -298,7 +322,9 @@ class Tokenizer(ABC):
         """Returns a digest of all that the tokens depend on."""
 
     @abstractmethod
-    def encode(self, texts: Sequence[str], *, begins: Sequence[bool]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode(
+        self, texts: Sequence[str], *, begins: Sequence[bool]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns for each text its tokens and, for each token, the index after its last character; -1: none of the text's."""
 
     @abstractmethod
@@ -306,7 +332,9 @@ class Tokenizer(ABC):
         """Returns the text of tokens, that of special ones too if they are to be shown."""
 
     @abstractmethod
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[tuple[int, int], ...]]:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Returns a conversation as text, and the spans of what the assistant says."""
 
     def uses(self, name: str) -> bool:
@@ -331,7 +359,9 @@ class ByteTokenizer(Tokenizer):
         """Returns a constant."""
         return "bytes of UTF-8"
 
-    def encode(self, texts: Sequence[str], *, begins: Sequence[bool]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode(
+        self, texts: Sequence[str], *, begins: Sequence[bool]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the bytes of each text and the index after the character that each belongs to.
 
         Raises:
@@ -341,9 +371,16 @@ class ByteTokenizer(Tokenizer):
         found = []
         for text in texts:
             if "\0" in text:
-                raise ValueError("text as bytes must have no zero bytes, which end a document; got one. Remove it.")
+                raise ValueError(
+                    "text as bytes must have no zero bytes, which end a document; got one. Remove it."
+                )
             widths = [len(character.encode()) for character in text]
-            found.append((np.frombuffer(text.encode(), np.uint8), np.repeat(np.arange(len(text)) + 1, widths)))
+            found.append(
+                (
+                    np.frombuffer(text.encode(), np.uint8),
+                    np.repeat(np.arange(len(text)) + 1, widths),
+                )
+            )
         return found
 
     def decode(self, tokens: np.ndarray, *, special: bool = False) -> str:
@@ -351,7 +388,9 @@ class ByteTokenizer(Tokenizer):
         del special
         return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[tuple[int, int], ...]]:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Raises: bytes have no chat template."""
         del messages
         raise ValueError(
@@ -360,7 +399,9 @@ class ByteTokenizer(Tokenizer):
         )
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int, *, special_tokens: Sequence[str] = ()) -> Any:
+def train_tokenizer(
+    texts: Sequence[str], vocab_size: int, *, special_tokens: Sequence[str] = ()
+) -> Any:
     """Returns a byte-level BPE of the tokenizers library that is trained on texts.
 
     Args:
@@ -376,6 +417,11 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, *, special_tokens: Se
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokens: Any = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": list(special_tokens)}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **tokens, show_progress=False))
+    tokens: Any = {
+        "initial_alphabet": pre_tokenizers.ByteLevel.alphabet(),
+        "special_tokens": list(special_tokens),
+    }
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=vocab_size, **tokens, show_progress=False)
+    )
     return tokenizer

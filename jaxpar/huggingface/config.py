@@ -23,7 +23,15 @@ from jaxpar.huggingface.families import (
     TOKENS,
     Family,
 )
-from jaxpar.huggingface.folder import CONFIG, Reader, brief, check_no_adapters, file_inside, read_json, shorten
+from jaxpar.huggingface.folder import (
+    CONFIG,
+    Reader,
+    brief,
+    check_no_adapters,
+    file_inside,
+    read_json,
+    shorten,
+)
 from jaxpar.huggingface.rope import read_rope, rope_json
 from jaxpar.models.transformer import Experts, TransformerConfig
 from jaxpar.models.transformer.config import balance_of_aux_loss
@@ -41,7 +49,9 @@ _WINDOW_KEYS = ("use_sliding_window", "layer_types")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: Any) -> TransformerConfig:
+def read_config(
+    folder: Path | str, *, ignore: Sequence[str] = (), **changes: Any
+) -> TransformerConfig:
     """Returns the model that ``config.json`` in a folder describes.
 
     ``router_aux_loss_coef`` becomes the ``balance_coefficient`` of the same strength, which is not the same number
@@ -73,11 +83,19 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
     _check_only(kind, read)
     _check_layer_types(read)
     _check_unmodelled(kind, read, ignore)
-    found: dict[str, Any] = {field: read.size(*keys) for field, keys in family.sizes.items()} | family.fixed
+    found: dict[str, Any] = {
+        field: read.size(*keys) for field, keys in family.sizes.items()
+    } | family.fixed
     if found.get("num_kv_heads") == found["num_heads"]:
         found["num_kv_heads"] = None
-    found |= {"tied": read.flag("tie_word_embeddings"), "norm_epsilon": read.positive(family.epsilon)}
-    found |= {"tokens": given.get(TOKENS), "ignored": {key: given[key] for key in ignore if key in given}}
+    found |= {
+        "tied": read.flag("tie_word_embeddings"),
+        "norm_epsilon": read.positive(family.epsilon),
+    }
+    found |= {
+        "tokens": given.get(TOKENS),
+        "ignored": {key: given[key] for key in ignore if key in given},
+    }
     if _is_relative(family):
         found |= _read_relative(family, read, found, ignore)
     if family.experts:
@@ -85,7 +103,9 @@ def read_config(folder: Path | str, *, ignore: Sequence[str] = (), **changes: An
     return replace(TransformerConfig(**found), **changes)
 
 
-def read_config_for(folder: Path, ignore_config_keys: Sequence[str], **changes: Any) -> TransformerConfig:
+def read_config_for(
+    folder: Path, ignore_config_keys: Sequence[str], **changes: Any
+) -> TransformerConfig:
     """Returns what ``read_config`` does, for a command whose flag names the keys to ignore, which must be there.
 
     Raises:
@@ -112,12 +132,16 @@ def _read_keys(path: Path) -> tuple[str, dict[str, Any]]:
     kind = given.get("model_type")
     kind = kind if isinstance(kind, str) else ""
     dropouts = FAMILIES[kind].dropouts if kind in FAMILIES else {}
-    return kind, dropouts | {key: value for key, value in given.items() if value is not None or key not in dropouts}
+    return kind, dropouts | {
+        key: value for key, value in given.items() if value is not None or key not in dropouts
+    }
 
 
 def _check_ignore(kind: str, ignore: Sequence[str]) -> None:
     if isinstance(ignore, str):
-        raise TypeError(f"ignore must be a sequence of keys; got {ignore!r}. Give ignore=({ignore!r},).")
+        raise TypeError(
+            f"ignore must be a sequence of keys; got {ignore!r}. Give ignore=({ignore!r},)."
+        )
     if wrong := sorted(FAMILIES[kind].keys.intersection(ignore).difference(_WINDOW_KEYS)):
         raise ValueError(
             f"a key that defines the model cannot be ignored; got {shorten(wrong)} for a {kind}. Leave it out of ignore."
@@ -127,7 +151,9 @@ def _check_ignore(kind: str, ignore: Sequence[str]) -> None:
 def _check_only(kind: str, read: Reader) -> None:
     for key, allowed in FAMILIES[kind].only.items():
         value = read.given.get(key)
-        if value is not None and not any(value == one and type(value) is type(one) for one in allowed):
+        if value is not None and not any(
+            value == one and type(value) is type(one) for one in allowed
+        ):
             raise ValueError(
                 f"{key} of a {kind} must be {' or '.join(map(repr, allowed))}; got {brief(value)} in {read.path}. Others are "
                 "not modelled."
@@ -147,10 +173,14 @@ def _check_layer_types(read: Reader) -> None:
 
 
 def _check_unmodelled(kind: str, read: Reader, ignore: Sequence[str]) -> None:
-    refused = {key: value for key, value in _unmodelled(kind, read.given).items() if key not in ignore}
+    refused = {
+        key: value for key, value in _unmodelled(kind, read.given).items() if key not in ignore
+    }
     if not refused:
         return
-    got = ", ".join(f"{printable(key[:80])}={brief(value)}" for key, value in list(refused.items())[:3])
+    got = ", ".join(
+        f"{printable(key[:80])}={brief(value)}" for key, value in list(refused.items())[:3]
+    )
     more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     names = [*ignore, *refused]
     remedy = (
@@ -168,22 +198,34 @@ def _unmodelled(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that are not modelled, by key: dropout, sums in another order, and unknown keys."""
     family = FAMILIES[kind]
     shares = {key: given[key] for key in family.dropouts}
-    found = {key: share for key, share in shares.items() if type(share) not in (int, float) or share != 0}
-    if kind == "bloom" and given.get("slow_but_exact") and given.get("pretraining_tp") not in (None, 1):
+    found = {
+        key: share for key, share in shares.items() if type(share) not in (int, float) or share != 0
+    }
+    if (
+        kind == "bloom"
+        and given.get("slow_but_exact")
+        and given.get("pretraining_tp") not in (None, 1)
+    ):
         found |= {key: given[key] for key in SLICED_SUMS}
     if len(_kinds_of_attention(family, given)) > 1:
         key = next(key for key in _WINDOW_KEYS if key in family.more)
         found[key] = given.get(key)
     known = family.keys | family.neutral | set(family.dropouts)
-    return found | {key: value for key, value in given.items() if key not in known and value is not None}
+    return found | {
+        key: value for key, value in given.items() if key not in known and value is not None
+    }
 
 
 def family_of(config: TransformerConfig) -> str:
     """Returns the type of a model in transformers; raises ValueError if transformers has none."""
-    kinds = [kind for kind, family in FAMILIES.items() if family.fixed["positions"] == config.positions]
+    kinds = [
+        kind for kind, family in FAMILIES.items() if family.fixed["positions"] == config.positions
+    ]
     wanted = {kind: _mismatches(config, FAMILIES[kind]) for kind in kinds}
     has_others = lambda kind: bool(FAMILIES[kind].experts) != (config.experts is not None)
-    kind = min(kinds, key=lambda kind: (has_others(kind), len(wanted[kind])))  # the one that it is nearest to
+    kind = min(
+        kinds, key=lambda kind: (has_others(kind), len(wanted[kind]))
+    )  # the one that it is nearest to
     if wrong := wanted[kind]:
         raise ValueError(
             f"a model of positions={config.positions!r} must be a {kind} to be read or written; got "
@@ -231,16 +273,25 @@ def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     """
     kind = family_of(config)
     family = FAMILIES[kind]
-    found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}  # only the tokenizer knows them
+    found: dict[str, Any] = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }  # only the tokenizer knows them
     found |= dict.fromkeys(family.dropouts, 0.0)
     found |= {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
     found |= {keys[0]: getattr(config, field) for field, keys in family.sizes.items()}
     found |= {family.epsilon: config.norm_epsilon, "tie_word_embeddings": config.tied}
     if config.tokens is not None:
         found |= {TOKENS: config.tokens}
-    found |= {key: family.only[key][0] for key in ("activation_function", "hidden_act") if key in family.only}
+    found |= {
+        key: family.only[key][0]
+        for key in ("activation_function", "hidden_act")
+        if key in family.only
+    }
     found |= (_relative_json(family, config) if _is_relative(family) else {}) | dict(config.ignored)
-    return found if config.experts is None else found | _experts_json(family, config, config.experts)
+    return (
+        found if config.experts is None else found | _experts_json(family, config, config.experts)
+    )
 
 
 def _is_relative(family: Family) -> bool:
@@ -248,7 +299,9 @@ def _is_relative(family: Family) -> bool:
     return family.fixed["positions"] == "rope"
 
 
-def _read_relative(family: Family, read: Reader, sizes: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
+def _read_relative(
+    family: Family, read: Reader, sizes: Mapping[str, Any], ignore: Sequence[str]
+) -> dict[str, Any]:
     """Returns the fields of a TransformerConfig that only Llama and its relatives have.
 
     Args:
@@ -259,12 +312,22 @@ def _read_relative(family: Family, read: Reader, sizes: Mapping[str, Any], ignor
     """
     if "use_sliding_window" in family.more:
         read.flag("use_sliding_window", default=False)
-    has_window = _kinds_of_attention(family, read.given) == {_SLIDING} and not set(_WINDOW_KEYS).intersection(ignore)
+    has_window = _kinds_of_attention(family, read.given) == {_SLIDING} and not set(
+        _WINDOW_KEYS
+    ).intersection(ignore)
     found: dict[str, Any] = {"window": read.size("sliding_window") if has_window else None}
     if family.biases:
-        own = [each for each in family.biases if each is not True and read.flag(f"{each}_bias", default=False)]
+        own = [
+            each
+            for each in family.biases
+            if each is not True and read.flag(f"{each}_bias", default=False)
+        ]
         found["biases"] = True if len(own) == 2 else own[0] if own else False
-    head_dim = family.defaults.get("head_dim") if read.given.get("head_dim") is None else read.size("head_dim")
+    head_dim = (
+        family.defaults.get("head_dim")
+        if read.given.get("head_dim") is None
+        else read.size("head_dim")
+    )
     if head_dim is not None and head_dim * sizes["num_heads"] != sizes["embed_dim"]:
         found["explicit_head_dim"] = head_dim
     if read.given.get(MAX_POSITIONS) is not None:
@@ -292,7 +355,10 @@ def _experts_json(family: Family, config: TransformerConfig, experts: Experts) -
     """Returns the keys for config.json that only models with experts have."""
     found = {keys[0]: getattr(experts, field) for field, keys in family.experts.items()}
     found |= {key: getattr(experts, field) for field, (key, _) in family.router.items()}
-    optional = {"moe_intermediate_size": config.expert_hidden_dim, DENSE_LAYERS: [*range(experts.num_dense_layers)]}
+    optional = {
+        "moe_intermediate_size": config.expert_hidden_dim,
+        DENSE_LAYERS: [*range(experts.num_dense_layers)],
+    }
     found |= {key: value for key, value in optional.items() if key in family.keys}
     if experts.balance_coefficient:
         return found | {AUX_LOSS: config.router_aux_loss_coef, HAS_AUX_LOSS: True}
@@ -328,7 +394,10 @@ def _kinds_of_attention(family: Family, given: Mapping[str, Any]) -> set[str]:
 
 def _relative_json(family: Family, config: TransformerConfig) -> dict[str, Any]:
     """Returns the keys for config.json that only Llama and its relatives have, as transformers 4 and 5 read them."""
-    found: dict[str, Any] = {"num_key_value_heads": config.kv_heads, "intermediate_size": config.hidden_dim}
+    found: dict[str, Any] = {
+        "num_key_value_heads": config.kv_heads,
+        "intermediate_size": config.hidden_dim,
+    }
     if config.explicit_head_dim is not None or "head_dim" in family.defaults:
         found["head_dim"] = config.head_dim
     found |= rope_json(config.rope, config.max_positions)

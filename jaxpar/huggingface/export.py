@@ -29,7 +29,16 @@ from jaxpar.fields import arg
 from jaxpar.huggingface.config import config_json, read_config, unmodelled_keys
 from jaxpar.huggingface.families import ROUTER_BIAS
 from jaxpar.huggingface.finite import cast, check_finite, is_finite, what_is_wrong
-from jaxpar.huggingface.folder import CONFIG, FLOATS, INDEX, ONE_FILE, file_inside, read_json, shorten, write_json
+from jaxpar.huggingface.folder import (
+    CONFIG,
+    FLOATS,
+    INDEX,
+    ONE_FILE,
+    file_inside,
+    read_json,
+    shorten,
+    write_json,
+)
 from jaxpar.huggingface.from_codes import decoded, in_codes_of
 from jaxpar.huggingface.params import ParamSlice, check_dtype, specs_of, tensors_of
 from jaxpar.huggingface.peft import merge_factors
@@ -43,7 +52,13 @@ from jaxpar.sharding import fetch, path_string
 WRITE_SECONDS = 3600.0  # for the last file to reach the disk, while the other processes wait
 GENERATION = "generation_config.json"
 CARRIED = (
-    *(GENERATION, "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
+    *(
+        GENERATION,
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+    ),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
     *("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md"),
 )
@@ -87,9 +102,13 @@ def write_model(
     from jaxpar.checkpoint.export import load_save_file  # here, since it imports Orbax
 
     save_file, (leaves, at) = load_save_file(), _check_params(config, params)
-    dtype = _check_one_dtype(leaves, dtype_of(source) if dtype is None and source is not None else dtype)
+    dtype = _check_one_dtype(
+        leaves, dtype_of(source) if dtype is None and source is not None else dtype
+    )
     if max_file_bytes < 1:
-        raise ValueError(f"{arg('max_file_bytes')} must be positive; got {max_file_bytes}. Leave it out for 5 GB.")
+        raise ValueError(
+            f"{arg('max_file_bytes')} must be positive; got {max_file_bytes}. Leave it out for 5 GB."
+        )
     check_no_model(folder)
     files = _share_out(config, dtype, max_file_bytes)
     is_first = jax.process_index() == 0
@@ -106,7 +125,8 @@ def write_model(
             if is_first:
                 folder.mkdir(parents=True, exist_ok=True)
                 write_atomically(
-                    folder / name, lambda path, tensors=tensors: save_file(tensors, path, {"format": "pt"})
+                    folder / name,
+                    lambda path, tensors=tensors: save_file(tensors, path, {"format": "pt"}),
                 )
     if is_first:
         if source is not None:
@@ -117,10 +137,14 @@ def write_model(
     exchange("model written", None, timeout_seconds=WRITE_SECONDS)
 
 
-def _check_params(config: TransformerConfig, params: PyTree) -> tuple[dict[str, Any], Sequence[int]]:
+def _check_params(
+    config: TransformerConfig, params: PyTree
+) -> tuple[dict[str, Any], Sequence[int]]:
     """Returns the params by path, and where the leading dim of stacked ones holds each layer."""
     layers: Any = params.get(LAYERS) if isinstance(params, dict) else None
-    order = layers.layout.packed_order if is_packed(layers) else np.arange(config.num_stacked_layers)
+    order = (
+        layers.layout.packed_order if is_packed(layers) else np.arange(config.num_stacked_layers)
+    )
     found = {path_string(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     stacked = lambda spec: spec.shape if spec.num_layers is None else (len(order), *spec.shape)
     shapes = {path: stacked(spec) for path, spec in specs_of(config).items()}
@@ -133,7 +157,9 @@ def _check_params(config: TransformerConfig, params: PyTree) -> tuple[dict[str, 
             f"{shapes.get(path, 'none')}. Give the config that they were made with."
         )
     at = {int(layer): position for position, layer in enumerate(order) if layer >= 0}
-    return {path: found[path] for path in shapes}, [at[layer] for layer in range(config.num_stacked_layers)]
+    return {path: found[path] for path in shapes}, [
+        at[layer] for layer in range(config.num_stacked_layers)
+    ]
 
 
 def _check_one_dtype(leaves: dict[str, Any], dtype: Any) -> np.dtype:
@@ -176,7 +202,9 @@ def _share_out(config: TransformerConfig, dtype: np.dtype, max_file_bytes: int) 
         room -= size
     if len(parts) == 1:
         return {ONE_FILE: parts[0]}
-    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
+    return {
+        f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)
+    }
 
 
 def _num_bytes(param_slice: ParamSlice, dtype: np.dtype) -> int:
@@ -184,7 +212,11 @@ def _num_bytes(param_slice: ParamSlice, dtype: np.dtype) -> int:
 
 
 def _index(files: Files, dtype: np.dtype) -> dict[str, Any]:
-    size = sum(_num_bytes(param_slice, dtype) for slices in files.values() for param_slice in slices.values())
+    size = sum(
+        _num_bytes(param_slice, dtype)
+        for slices in files.values()
+        for param_slice in slices.values()
+    )
     file_of = {tensor: name for name, slices in files.items() for tensor in slices}
     return {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of.items()))}
 
@@ -201,7 +233,9 @@ def _gather(
         yield from ((tensor, host) for tensor, _ in group)
 
 
-def write_description(folder: Path | str, config: TransformerConfig, *, source: Path | str | None = None) -> None:
+def write_description(
+    folder: Path | str, config: TransformerConfig, *, source: Path | str | None = None
+) -> None:
     """Writes a model's folder without its weights, or replaces it; every process must call it, the first one writes.
 
     Args:
@@ -213,7 +247,10 @@ def write_description(folder: Path | str, config: TransformerConfig, *, source: 
     own = {}
     if config.experts is not None and config.experts.router_bias:
         config, own = config.with_experts(router_bias=False), {ROUTER_BIAS: True}
-    about = make_about(config, source, np.dtype("float32") if source is None else dtype_of(source)) | own
+    about = (
+        make_about(config, source, np.dtype("float32") if source is None else dtype_of(source))
+        | own
+    )
     if jax.process_index() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if source is not None:
@@ -222,7 +259,9 @@ def write_description(folder: Path | str, config: TransformerConfig, *, source: 
     exchange("description written", True)
 
 
-def make_about(config: TransformerConfig, source: Path | str | None, dtype: np.dtype | None) -> dict[str, Any]:
+def make_about(
+    config: TransformerConfig, source: Path | str | None, dtype: np.dtype | None
+) -> dict[str, Any]:
     """Returns the contents of config.json: those of the source, with the dtype of the params.
 
     Args:
@@ -267,7 +306,9 @@ def stop_tokens(folder: Path | str) -> tuple[int, ...]:
         if (Path(folder) / name).exists():
             found = read_json(file_inside(folder, name)).get("eos_token_id")
             size = (
-                read_json(file_inside(folder, CONFIG)).get("vocab_size") if (Path(folder) / CONFIG).exists() else None
+                read_json(file_inside(folder, CONFIG)).get("vocab_size")
+                if (Path(folder) / CONFIG).exists()
+                else None
             )
             tokens = found if isinstance(found, list) else [] if found is None else [found]
             if not all(type(token) is int and token >= 0 for token in tokens):
@@ -290,17 +331,29 @@ def copy_files(source: Path | str, folder: Path) -> None:
         if os.path.lexists(Path(source) / name):
             found = file_inside(source, name)
             if not (folder / name).exists() or not found.samefile(folder / name):
-                write_atomically(folder / name, lambda path, found=found: shutil.copyfile(found, path))
+                write_atomically(
+                    folder / name, lambda path, found=found: shutil.copyfile(found, path)
+                )
 
 
 def check_no_model(folder: Path | str) -> None:
     """Raises ValueError if a folder has a model; every process must call it."""
     folder = Path(folder)
-    there: Sequence[Path] = sorted(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
-    own = [path.name for path in there if path.name == CONFIG or ".safetensors" in path.name or path == folder]
-    if found := exchange("model to write", own)[0]:  # of the first process, which may be ahead of the others
+    there: Sequence[Path] = (
+        sorted(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
+    )
+    own = [
+        path.name
+        for path in there
+        if path.name == CONFIG or ".safetensors" in path.name or path == folder
+    ]
+    if found := exchange("model to write", own)[
+        0
+    ]:  # of the first process, which may be ahead of the others
         if found == [folder.name] and folder.is_file():
-            raise ValueError(f"a model is written to a folder; got {folder}, which is a file. Name another.")
+            raise ValueError(
+                f"a model is written to a folder; got {folder}, which is a file. Name another."
+            )
         raise ValueError(
             f"a model is written to a folder without one; got {folder} with {shorten(found)}. Name another, or empty it."
         )
@@ -323,7 +376,9 @@ class RunModel:
     step: int
 
 
-def open_run(run: Path, step: int | None = None, source: Path | None = None, *, keeps_codes: bool = False) -> RunModel:
+def open_run(
+    run: Path, step: int | None = None, source: Path | None = None, *, keeps_codes: bool = False
+) -> RunModel:
     """Returns the model of a run of recipes/gpt.py.
 
     Args:
@@ -347,9 +402,14 @@ def open_run(run: Path, step: int | None = None, source: Path | None = None, *, 
             "jaxpar.CheckpointManager(folder / 'checkpoints', mesh).restore(jaxpar.abstract_state(init_fn, key, optimizer, "
             "parallel)), and jaxpar.checkpoint.export_safetensors(path, state.params)."
         )
-    from jaxpar.checkpoint.stored_params import as_tree, open_stored_params  # here, since it imports Orbax
+    from jaxpar.checkpoint.stored_params import (
+        as_tree,
+        open_stored_params,
+    )  # here, since it imports Orbax
 
-    stored, manifest = open_stored_params(run / "checkpoints", step, otherwise=", or use the folder of its --save-hf")
+    stored, manifest = open_stored_params(
+        run / "checkpoints", step, otherwise=", or use the folder of its --save-hf"
+    )
     rows = stored["outer/tokens"].shape[0] if "outer/tokens" in stored else 1
     config = read_config(source, ignore=unmodelled_keys(source))
     config = replace(config, vocab_multiple=rows) if rows >= config.vocab_size else config

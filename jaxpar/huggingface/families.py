@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TOKENS = "jaxpar_tokens"  # jaxpar's own key: transformers stores the kind of tokens with its tokenizers
+TOKENS = (
+    "jaxpar_tokens"  # jaxpar's own key: transformers stores the kind of tokens with its tokenizers
+)
 # Another, of a run's own description: transformers has no bias of a router in these families.
 ROUTER_BIAS = "jaxpar_router_bias"
 # A loss that balances experts, and whether transformers adds it: only a model that returns its router's scores has it.
@@ -32,7 +34,9 @@ AUX_LOSS, HAS_AUX_LOSS = "router_aux_loss_coef", "output_router_logits"
 MAX_POSITIONS = "jaxpar_max_positions"
 DENSE_LAYERS = "mlp_only_layers"  # the numbers of the layers without experts
 # Types of models that are known and not modelled, and why.
-REFUSED = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "its attention is multi-head latent attention (MLA)")
+REFUSED = dict.fromkeys(
+    ("deepseek_v2", "deepseek_v3"), "its attention is multi-head latent attention (MLA)"
+)
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,17 @@ class Family:
 
 
 def _read_families() -> dict[str, Family]:
-    tables: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("families.json").read_text())
+    tables: dict[str, dict[str, Any]] = json.loads(
+        Path(__file__).with_name("families.json").read_text()
+    )
     for name, own in tables.items():
         own |= {key: frozenset(own[key]) for key in ("neutral", "more") if key in own}
         like = tables.get(own.pop("like", ""), {})
-        adds = {key: like[key] | value for key, value in own.items() if isinstance(like.get(key), dict | frozenset)}
+        adds = {
+            key: like[key] | value
+            for key, value in own.items()
+            if isinstance(like.get(key), dict | frozenset)
+        }
         tables[name] = like | own | adds
     return {name: Family(**table) for name, table in tables.items() if name != "every"}
 

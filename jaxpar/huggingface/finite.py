@@ -48,10 +48,15 @@ def what_is_wrong(array: np.ndarray, dtype: np.dtype) -> tuple[str, bool]:
         kind = "NaN" if np.isnan(array).any() else "infinity"
         return f"{kind} in {int(own.sum())} of {array.size} values", False
     largest = np.abs(array).max()
-    return f"{float(largest):g}, where the largest {dtype} is {float(ml_dtypes.finfo(dtype).max):g}", True
+    return (
+        f"{float(largest):g}, where the largest {dtype} is {float(ml_dtypes.finfo(dtype).max):g}",
+        True,
+    )
 
 
-def check_finite(wrong: Mapping[str, tuple[str, bool]], what: str, dtype: np.dtype, remedy: str) -> None:
+def check_finite(
+    wrong: Mapping[str, tuple[str, bool]], what: str, dtype: np.dtype, remedy: str
+) -> None:
     """Raises on every process if one of them has found tensors that are not finite; all must call it.
 
     Args:

@@ -33,8 +33,17 @@ from jaxpar.runtime.output import needing_extra, printable, refusing, write_whol
 # The largest header or index of a published model, Llama 3.1 405B's in one piece, would have about 0.2 MB.
 MAX_JSON_BYTES = 4 * 2**20
 MAX_SIZE = 2**24  # of a model's dims
-FLOATS = {"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2"), "BF16": np.dtype(jnp.bfloat16)}
-_INTEGERS = {f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}") for kind in "IU" for bits in (8, 16, 32, 64)}
+FLOATS = {
+    "F64": np.dtype("f8"),
+    "F32": np.dtype("f4"),
+    "F16": np.dtype("f2"),
+    "BF16": np.dtype(jnp.bfloat16),
+}
+_INTEGERS = {
+    f"{kind}{bits}": np.dtype(f"{kind.lower()}{bits // 8}")
+    for kind in "IU"
+    for bits in (8, 16, 32, 64)
+}
 DTYPES = FLOATS | _INTEGERS | {"BOOL": np.dtype(bool)}
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
@@ -46,9 +55,13 @@ HUB_ID = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 def check_file(path: Path) -> Path:
     """Returns ``path``; raises unless it is a regular file, fetched by Git LFS: opening a pipe would block forever."""
     if not path.exists():
-        raise FileNotFoundError(f"a model's file must exist; got {path}, which does not. Name the folder of a model.")
+        raise FileNotFoundError(
+            f"a model's file must exist; got {path}, which does not. Name the folder of a model."
+        )
     if not stat.S_ISREG(path.stat().st_mode):
-        raise ValueError(f"a model's file must be a regular file; got {path}, which is none. Copy it into the folder.")
+        raise ValueError(
+            f"a model's file must be a regular file; got {path}, which is none. Copy it into the folder."
+        )
     check_not_pointer(path)
     return path
 
@@ -88,7 +101,9 @@ def file_inside(folder: Path | str, name: str, where: str | None = None) -> Path
 def check_size(path: Path, most: int, what: str) -> None:
     """Raises ValueError if a file has more bytes than are read at once."""
     if (size := path.stat().st_size) > most:
-        raise ValueError(f"{what} must have at most {most} bytes; got {size} in {path}. Name the right file.")
+        raise ValueError(
+            f"{what} must have at most {most} bytes; got {size} in {path}. Name the right file."
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -155,11 +170,20 @@ class Reader:
         """Returns a size, by the first of its keys that is present; all that are present must agree."""
         found = {key: self.given[key] for key in keys if self.given.get(key) is not None}
         for key, value in found.items():
-            self._check(key, value, type(value) is int and 0 < value <= MAX_SIZE, f"an integer from 1 to {MAX_SIZE}")
+            self._check(
+                key,
+                value,
+                type(value) is int and 0 < value <= MAX_SIZE,
+                f"an integer from 1 to {MAX_SIZE}",
+            )
         if len(set(found.values())) > 1:
-            raise ValueError(f"keys of one meaning must agree; got {found} in {self.path}. Correct one.")
+            raise ValueError(
+                f"keys of one meaning must agree; got {found} in {self.path}. Correct one."
+            )
         if not found and keys[0] not in self.defaults:
-            raise ValueError(f"config.json must have {keys[0]}; got nothing in {self.path}. Download it again.")
+            raise ValueError(
+                f"config.json must have {keys[0]}; got nothing in {self.path}. Download it again."
+            )
         return next(iter(found.values()), self.defaults.get(keys[0]))
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
@@ -184,7 +208,9 @@ class Reader:
 
     def _check(self, key: str, value: Any, right: bool, rule: str) -> None:
         if not right:
-            raise ValueError(f"{key} must be {rule}; got {brief(value)} in {self.path}. Correct it.")
+            raise ValueError(
+                f"{key} must be {rule}; got {brief(value)} in {self.path}. Correct it."
+            )
 
 
 def open_tensors(path: Path) -> dict[str, np.ndarray]:
@@ -203,7 +229,9 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
         slices = {name: file.get_slice(name) for name in file.offset_keys()}
         about = [(name, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()]
     data, tensors = np.memmap(path, np.uint8, "r"), {}
-    at = 8 + int.from_bytes(data[:8].tobytes(), "little")  # the length of the header, then the header
+    at = 8 + int.from_bytes(
+        data[:8].tobytes(), "little"
+    )  # the length of the header, then the header
     for name, kind, shape in about:
         if kind not in DTYPES:
             raise ValueError(
@@ -230,13 +258,17 @@ def check_model_folder(folder: Path, flag: str, *, needs_weights: bool = True) -
     if not folder.is_dir():
         why = "is a file" if folder.exists() else "does not exist"
         remedy = download_remedy(folder, f"give {flag}") or "Name the folder of a model."
-        raise FileNotFoundError(f"{flag} must be a folder with a model; got {folder}, which {why}. {remedy}")
+        raise FileNotFoundError(
+            f"{flag} must be a folder with a model; got {folder}, which {why}. {remedy}"
+        )
     check_no_adapters(folder)
     has_weights = any((folder / name).exists() for name in (ONE_FILE, INDEX))
     missing = [] if (folder / CONFIG).exists() else [CONFIG]
     missing += [f"{ONE_FILE} or {INDEX}"] if needs_weights and not has_weights else []
     if missing:
-        remedy = f"Name another folder, or download the model again: {_download('ID', str(folder))}."
+        remedy = (
+            f"Name another folder, or download the model again: {_download('ID', str(folder))}."
+        )
         if others := sorted(path.name for path in folder.glob("pytorch_model*.bin")):
             remedy = (
                 f"jaxpar reads no pickles, such as {printable(others[0])} there: write the weights again, by "
@@ -288,7 +320,11 @@ def _download(name: str, folder: str | None = None) -> str:
 
 def check_no_adapters(folder: Path) -> None:
     """Raises ValueError for a folder of adapters, as peft writes it: without the weights that the adapters belong to."""
-    if not (folder / ADAPTER_CONFIG).exists() or (folder / ONE_FILE).exists() or (folder / INDEX).exists():
+    if (
+        not (folder / ADAPTER_CONFIG).exists()
+        or (folder / ONE_FILE).exists()
+        or (folder / INDEX).exists()
+    ):
         return
     base = read_json(file_inside(folder, ADAPTER_CONFIG)).get("base_model_name_or_path")
     raise ValueError(
@@ -324,9 +360,18 @@ def open_folder(folder: Path) -> dict[str, np.ndarray]:
 def _open_many(folder: Path) -> dict[str, np.ndarray]:
     index = file_inside(folder, INDEX)
     files = read_json(index).get("weight_map")
-    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
-        raise ValueError(f"an index must have a weight_map of file by tensor; got none in {index}. Download it again.")
-    opened = {name: open_tensors(file_inside(folder, name, str(index))) for name in dict.fromkeys(files.values())}
+    if (
+        not isinstance(files, dict)
+        or not files
+        or not all(isinstance(name, str) for name in files.values())
+    ):
+        raise ValueError(
+            f"an index must have a weight_map of file by tensor; got none in {index}. Download it again."
+        )
+    opened = {
+        name: open_tensors(file_inside(folder, name, str(index)))
+        for name in dict.fromkeys(files.values())
+    }
     there = {(tensor, name) for name, tensors in opened.items() for tensor in tensors}
     if wrong := sorted({tensor for tensor, _ in there ^ files.items()}):
         raise ValueError(

@@ -77,7 +77,9 @@ def layer_by_layer(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(of, params, is_leaf=is_weight)
 
 
-def decoded(stored: Mapping[str, Any], config: TransformerConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+def decoded(
+    stored: Mapping[str, Any], config: TransformerConfig, settings: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns stored params, by path, with weights in place of codes, decoded when they are indexed.
 
     Args:

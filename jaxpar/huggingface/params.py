@@ -55,7 +55,9 @@ class Piece:
     @cached_property
     def region(self) -> tuple[slice, ...]:
         """The index of the tensor's values in the param."""
-        parts = {dim: slice(_end(start), _end(stop)) for dim, start, stop in _DIM.findall(self.dims)}
+        parts = {
+            dim: slice(_end(start), _end(stop)) for dim, start, stop in _DIM.findall(self.dims)
+        }
         region = []
         for dim, size in zip(self.spec.dims, self.spec.shape, strict=True):
             start, stop, _ = parts[dim].indices(size)
@@ -135,7 +137,9 @@ def pieces_of(config: TransformerConfig) -> dict[str, list[Piece]]:
             count = config.experts.count if config.experts and "{expert}" in name else 1
             for expert in range(count):
                 own_name = name.format(layer=layer, expert=expert)
-                own_dims = dims.format(expert=expert, after=expert + 1, vocab_size=config.vocab_size)
+                own_dims = dims.format(
+                    expert=expert, after=expert + 1, vocab_size=config.vocab_size
+                )
                 pieces[path].append(Piece(own_name, own_dims, spec))
     return pieces
 
@@ -195,13 +199,17 @@ def read_params(
 
         read = in_codes if is_quantized(sharding) else _on_devices
         params.append(read(pieces[0].spec.full_shape, sharding, block))
-    check_finite(wrong, f"of {folder}", dtype, "The model is damaged: download it again, or name another.")
+    check_finite(
+        wrong, f"of {folder}", dtype, "The model is damaged: download it again, or name another."
+    )
     return treedef.unflatten(params)
 
 
 def _digest(tensors: Tensors) -> str:
     """Returns a digest of the names, dtypes and shapes of tensors."""
-    about = sorted((name, f"{tensor.dtype}{list(tensor.shape)}") for name, tensor in tensors.items())
+    about = sorted(
+        (name, f"{tensor.dtype}{list(tensor.shape)}") for name, tensor in tensors.items()
+    )
     return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
@@ -351,7 +359,9 @@ def _check_tensors(tensors: Tensors, config: TransformerConfig, folder: Path) ->
 
 def _check_same(tokens: np.ndarray, head: np.ndarray, folder: Path) -> None:
     is_same = tokens.shape == head.shape and tokens.dtype == head.dtype
-    blocks = [slice(start, start + 1024) for start in range(0, len(tokens), 1024)]  # these are the largest tensors
+    blocks = [
+        slice(start, start + 1024) for start in range(0, len(tokens), 1024)
+    ]  # these are the largest tensors
     if not is_same or not all(np.array_equal(tokens[rows], head[rows]) for rows in blocks):
         raise ValueError(
             f"a tied model's head must be its embedding; got {HEAD!r} that differs in {folder}. To keep both, write "

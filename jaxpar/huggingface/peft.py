@@ -29,10 +29,18 @@ from jaxpar.sharding import fetch, path_string
 ADAPTER_MODEL = "adapter_model.safetensors"
 RANK = "rank"
 # What every adapter_config.json says.
-COMMON = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_dropout": 0.0, "bias": "none", "inference_mode": True}
+COMMON = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "inference_mode": True,
+}
 
 
-def write_adapters(folder: Path | str, config: TransformerConfig, params: PyTree, *, base: str | None = None) -> None:
+def write_adapters(
+    folder: Path | str, config: TransformerConfig, params: PyTree, *, base: str | None = None
+) -> None:
     """Writes the factors among a transformer's params as a folder for ``peft``, or replaces it; every process must call it.
 
     ``PeftModel.from_pretrained(model, folder)`` then has the logits of ``params``. Every process fetches the factors.
@@ -56,13 +64,22 @@ def write_adapters(folder: Path | str, config: TransformerConfig, params: PyTree
             "adapters are written of params with factors; got no weight that has any. Make them: jaxpar.models.lora.Lora.init."
         )
     tensors = dict(_tensors(config, nodes))
-    wrong = {name: what_is_wrong(tensor, tensor.dtype) for name, tensor in tensors.items() if not is_finite(tensor)}
+    wrong = {
+        name: what_is_wrong(tensor, tensor.dtype)
+        for name, tensor in tensors.items()
+        if not is_finite(tensor)
+    }
     check_finite(
-        wrong, f"to be written to {folder}", np.dtype("float32"), "Write those of a step before they appeared."
+        wrong,
+        f"to be written to {folder}",
+        np.dtype("float32"),
+        "Write those of a step before they appeared.",
     )
     node = next(iter(nodes.values()))
     rank = int(node.lora_a.shape[-1])
-    modules = {".".join(name.split(".")[-4:-2]) for name in tensors}  # mlp.c_proj is not attn.c_proj
+    modules = {
+        ".".join(name.split(".")[-4:-2]) for name in tensors
+    }  # mlp.c_proj is not attn.c_proj
     alpha = node.scale * rank
     about = COMMON | {
         "base_model_name_or_path": base,
@@ -74,7 +91,9 @@ def write_adapters(folder: Path | str, config: TransformerConfig, params: PyTree
     folder = Path(folder)
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / ADAPTER_MODEL, lambda path: save_file(tensors, path, {"format": "pt"}))
+        write_atomically(
+            folder / ADAPTER_MODEL, lambda path: save_file(tensors, path, {"format": "pt"})
+        )
         write_json(folder / ADAPTER_CONFIG, about)
     exchange("adapters written", True)
 
@@ -82,7 +101,9 @@ def write_adapters(folder: Path | str, config: TransformerConfig, params: PyTree
 def _adapted_layers(params: PyTree) -> dict[str, Adapted]:
     """Returns the factors on the host by the paths of their weights, with layers in the model's order."""
     layers = params[LAYERS]
-    unpack: Callable[[PyTree], PyTree] = layers.layout.in_canonical_order if is_packed(layers) else lambda tree: tree
+    unpack: Callable[[PyTree], PyTree] = (
+        layers.layout.in_canonical_order if is_packed(layers) else lambda tree: tree
+    )
     found = {}
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_adapted):
         if is_adapted(node):
@@ -92,15 +113,23 @@ def _adapted_layers(params: PyTree) -> dict[str, Adapted]:
     return found
 
 
-def _tensors(config: TransformerConfig, nodes: dict[str, Adapted]) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(
+    config: TransformerConfig, nodes: dict[str, Adapted]
+) -> Iterator[tuple[str, np.ndarray]]:
     for tensor, (path, layer, piece) in tensors_of(config):
         if path not in nodes:
             continue
-        spec, rank, num_in = piece.spec, nodes[path].lora_a.shape[-1], LAYER_WEIGHTS[path.split("/")[-1]]
+        spec, rank, num_in = (
+            piece.spec,
+            nodes[path].lora_a.shape[-1],
+            LAYER_WEIGHTS[path.split("/")[-1]],
+        )
         of_a = ParamSpec((*spec.shape[:num_in], rank), (*spec.dims[:num_in], RANK))
         of_b = ParamSpec((rank, *spec.shape[num_in:]), (RANK, *spec.dims[num_in:]))
         # The dims of the tensor that the product of the weight sums over, and the others.
-        ins, outs = sorted(split_dims(piece.dims), key=lambda dim: names_of(dim) != [*spec.dims[:num_in]])
+        ins, outs = sorted(
+            split_dims(piece.dims), key=lambda dim: names_of(dim) != [*spec.dims[:num_in]]
+        )
         module = f"base_model.model.{tensor.removesuffix('.weight')}"
         at = () if layer is None else layer
         a, b = nodes[path].lora_a[at], nodes[path].lora_b[at]
@@ -118,7 +147,9 @@ def merge_factors(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
     found = dict(stored)
     for path in [path.removesuffix("/lora_a") for path in stored if path.endswith("/lora_a")]:
         weight, lora_a, lora_b = (found.pop(f"{path}/{name}") for name in FIELDS)
-        found[path] = MergedArray(weight, lora_a, lora_b, settings["lora_alpha"] / settings["lora_rank"], path)
+        found[path] = MergedArray(
+            weight, lora_a, lora_b, settings["lora_alpha"] / settings["lora_rank"], path
+        )
     return found
 
 
@@ -133,7 +164,11 @@ class MergedArray:
     """
 
     def __init__(self, weight: Any, lora_a: Any, lora_b: Any, scale: float, path: str) -> None:
-        self.shape, self.dtype, self._is_stacked = weight.shape, weight.dtype, path.startswith(LAYERS)
+        self.shape, self.dtype, self._is_stacked = (
+            weight.shape,
+            weight.dtype,
+            path.startswith(LAYERS),
+        )
         self._parts, self._scale = (weight, lora_a, lora_b), scale
 
     def __getitem__(self, layer: int) -> np.ndarray:

@@ -20,7 +20,16 @@ _ROPE_KEYS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
-    "yarn": ("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "yarn": (
+        "factor",
+        _ORIGINAL,
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
 }
 
 
@@ -39,9 +48,16 @@ def read_rope(read: Reader, max_positions: int) -> Rope:
         rope = read.given.get(key)
         rope = {} if rope is None else rope
         if not isinstance(rope, dict):
-            raise ValueError(f"{key} must be an object; got {brief(rope)} in {read.path}. Correct it.")
+            raise ValueError(
+                f"{key} must be an object; got {brief(rope)} in {read.path}. Correct it."
+            )
         kind = rope.get("rope_type", rope.get("type", "default"))
-        known = {"rope_type", "type", "rope_theta", *(_ROPE_KEYS.get(kind, ()) if isinstance(kind, str) else ())}
+        known = {
+            "rope_type",
+            "type",
+            "rope_theta",
+            *(_ROPE_KEYS.get(kind, ()) if isinstance(kind, str) else ()),
+        }
         others = {name for name, value in rope.items() if value is not None} - known
         if rope.get("partial_rotary_factor") == 1:
             others -= {"partial_rotary_factor"}
@@ -60,14 +76,19 @@ def read_rope(read: Reader, max_positions: int) -> Rope:
 def _scaling(kind: str, read: Reader, max_positions: int) -> RopeScaling:
     has = lambda key: read.given.get(key) is not None
     original = read.size(_ORIGINAL) if kind in ("llama3", "yarn") and has(_ORIGINAL) else None
-    own: dict[str, Any] = {"kind": kind, "original_positions": 1 if kind == "linear" else original or max_positions}
+    own: dict[str, Any] = {
+        "kind": kind,
+        "original_positions": 1 if kind == "linear" else original or max_positions,
+    }
     own["factor"] = read.positive("factor", default=max_positions / original if original else None)
     if kind == "llama3":
         own |= {key: read.positive(key) for key in ("low_freq_factor", "high_freq_factor")}
     if kind == "yarn":
         own |= {key: read.positive(key) for key in ("beta_fast", "beta_slow") if has(key)}
         own["truncate"] = read.flag("truncate", default=True)
-        own["attention_factor"] = read.positive("attention_factor", default=_magnitude(read, own["factor"]))
+        own["attention_factor"] = read.positive(
+            "attention_factor", default=_magnitude(read, own["factor"])
+        )
     return RopeScaling(**own)
 
 
@@ -95,4 +116,6 @@ def rope_json(rope: Rope, max_positions: int) -> dict[str, Any]:
 def _scaling_json(scaling: RopeScaling) -> dict[str, Any]:
     """Returns the value of rope_scaling, as transformers 4 and 5 read it."""
     own = asdict(scaling) | {_ORIGINAL: scaling.original_positions}
-    return {"rope_type": scaling.kind} | {key: own[key] for key in _ROPE_KEYS[scaling.kind] if key in own}
+    return {"rope_type": scaling.kind} | {
+        key: own[key] for key in _ROPE_KEYS[scaling.kind] if key in own
+    }

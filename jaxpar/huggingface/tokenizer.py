@@ -75,15 +75,25 @@ class FolderTokenizer(Tokenizer):
         settings = _optional_json(folder, SETTINGS)
         template = _read_template(folder, settings)
         self._digest = hashlib.sha256()
-        for content in (path.read_bytes(), repr(sorted(settings.items())).encode(), (template or "").encode()):
+        for content in (
+            path.read_bytes(),
+            repr(sorted(settings.items())).encode(),
+            (template or "").encode(),
+        ):
             self._digest.update(hashlib.sha256(content).digest())
         self._tokenizer = _open(path)
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.end = self._end(_text_of(settings.get("eos_token")), folder)
         self._special = {name: _text_of(settings.get(name)) or "" for name in SPECIAL}
         added = self._tokenizer.get_added_tokens_decoder().values()
-        self._written = re.compile("|".join(re.escape(t.content) for t in added if t.special and t.content) or "(?!)")
-        self.folder, self.has_chat_template, self._marks_answers = folder, template is not None, False
+        self._written = re.compile(
+            "|".join(re.escape(t.content) for t in added if t.special and t.content) or "(?!)"
+        )
+        self.folder, self.has_chat_template, self._marks_answers = (
+            folder,
+            template is not None,
+            False,
+        )
         self._names = frozenset(re.findall(r"\w+", template or ""))
         if template is not None:
             self._compile(template)
@@ -116,7 +126,9 @@ class FolderTokenizer(Tokenizer):
 
         return f"{self._digest.hexdigest()} tokenizers {tokenizers.__version__} end {self.end}"
 
-    def encode(self, texts: Sequence[str], *, begins: Sequence[bool]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode(
+        self, texts: Sequence[str], *, begins: Sequence[bool]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns for each text its tokens and, for each token, the index after its last character; -1: none of the text's.
 
         Args:
@@ -126,7 +138,9 @@ class FolderTokenizer(Tokenizer):
         found: list[Any] = [None] * len(texts)
         for special in (False, True):
             chosen = [i for i, begin in enumerate(begins) if begin == special]
-            encoded = self._tokenizer.encode_batch([texts[i] for i in chosen], add_special_tokens=special)
+            encoded = self._tokenizer.encode_batch(
+                [texts[i] for i in chosen], add_special_tokens=special
+            )
             for i, encoding in zip(chosen, encoded, strict=True):
                 ends = np.array([end for _, end in encoding.offsets], np.int64)
                 ends[np.array(encoding.special_tokens_mask, bool)] = -1
@@ -146,7 +160,9 @@ class FolderTokenizer(Tokenizer):
         """Returns the special tokens that ``encode`` would read in a text, as they are written."""
         return set(self._written.findall(text))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, ask: bool = False) -> tuple[str, Spans]:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, ask: bool = False
+    ) -> tuple[str, Spans]:
         """Returns a conversation as text by the chat template, and the spans of characters that the assistant says.
 
         Args:
@@ -161,21 +177,34 @@ class FolderTokenizer(Tokenizer):
                 f"messages need a chat template; got none in {self.folder}. Add {TEMPLATE}, or give prompt and completion."
             )
         if re.search(r"\\ufdd[01]", ascii(list(messages))):
-            raise ValueError("messages must have no noncharacters of Unicode; got U+FDD0 or U+FDD1. Remove them.")
+            raise ValueError(
+                "messages must have no noncharacters of Unicode; got U+FDD0 or U+FDD1. Remove them."
+            )
         text = self._text(messages, ask=ask)
         if ask:
             return text.replace(BEGIN, "").replace(END, ""), ()
-        return _split_marked(text) if self._marks_answers else (text, self._added_by_assistant(messages, text))
+        return (
+            _split_marked(text)
+            if self._marks_answers
+            else (text, self._added_by_assistant(messages, text))
+        )
 
     def uses(self, name: str) -> bool:
         """Returns whether the chat template has this name, and so may write such a field of a message."""
         return name in self._names
 
     def _text(self, messages: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
-        given = {"messages": list(messages), "add_generation_prompt": ask, "tools": None, "documents": None}
+        given = {
+            "messages": list(messages),
+            "add_generation_prompt": ask,
+            "tools": None,
+            "documents": None,
+        }
         rule = "a conversation must be one that the model's chat template takes"
         where = f"the template of {self.folder}"
-        with refusing(Exception, rule, where, "Correct the messages."):  # the program in it may fail in any way
+        with refusing(
+            Exception, rule, where, "Correct the messages."
+        ):  # the program in it may fail in any way
             return self._template.render(**given, **self._special)
 
     def _added_by_assistant(self, messages: Sequence[Mapping[str, Any]], whole: str) -> Spans:
@@ -234,13 +263,17 @@ def _environment() -> Any:
     with needing_extra("messages need Jinja for the chat template", "hf"):
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
     environment.filters |= {"tojson": _to_json, "said": lambda text: BEGIN + text + END}
     environment.globals |= {"raise_exception": _refuse}
     return environment
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **others: Any) -> str:
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **others: Any
+) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **others)
 
 

@@ -98,7 +98,9 @@ def find_collectives(
     # The computation inside an asynchronous collective is that collective. Programs have many fusions, of which those that
     # the compiler makes by itself never communicate.
     is_plain_fusion = lambda each: each.opcode == "fusion" and each.attribute("kind") != "kCustom"
-    enters = lambda instruction, call: _kind(instruction) is None and not is_plain_fusion(instruction)
+    enters = lambda instruction, call: (
+        _kind(instruction) is None and not is_plain_fusion(instruction)
+    )
     found = (
         _read(module, computation, instruction, run, axis_sizes, node_of)
         for run, computation, instruction in hlo.runs(module, assumptions, enters)
@@ -152,7 +154,10 @@ def _read(
         return None
     axes, whole, shift = (), True, None
     if axis_sizes and are_pairs:
-        axes, shift = device_groups.axes_of_pairs(groups, axis_sizes), device_groups.shift_of_pairs(groups, axis_sizes)
+        axes, shift = (
+            device_groups.axes_of_pairs(groups, axis_sizes),
+            device_groups.shift_of_pairs(groups, axis_sizes),
+        )
     elif axis_sizes:
         axes, whole = device_groups.axes_of_groups(groups, axis_sizes)
     shapes = _payload(kind, computation, instruction)
@@ -183,7 +188,11 @@ def _read(
 
 def _payload(kind: str, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
     operands = computation.operand_shapes(instruction)
-    if instruction.opcode == "send" or kind == "ragged-all-to-all" or instruction.attribute("slice_sizes"):
+    if (
+        instruction.opcode == "send"
+        or kind == "ragged-all-to-all"
+        or instruction.attribute("slice_sizes")
+    ):
         operands = operands[:1]  # the other operands are tokens, buffers, offsets and sizes
     return tuple(shape for shapes in operands for shape in shapes)
 
@@ -202,7 +211,9 @@ def link_bytes(collectives: Iterable[Collective], num_devices: int) -> dict[Link
     for each in collectives:
         groups = device_groups.parse_groups(each.groups, num_devices)
         if each.senders is None:
-            pairs = [pair for group in groups for pair in zip((group[-1], *group), group, strict=False)]
+            pairs = [
+                pair for group in groups for pair in zip((group[-1], *group), group, strict=False)
+            ]
         else:
             pairs = [(sender, receiver) for sender, receiver in groups]
         links.update({pair: each.bytes_moved or 0 for pair in pairs if pair[0] != pair[1]})

@@ -38,7 +38,9 @@ _CONVOLUTIONS = {
     "__cudnn$convBackwardFilter": (0, 2, 1),
 }
 _MASK = re.compile(r'"mask_type":\s*"(\w+)"')
-_LIBRARY = re.compile(r"gemm|matmul|\bdot|conv|fmha|attention|flash|onednn|triton|mosaic|pallas", re.IGNORECASE)
+_LIBRARY = re.compile(
+    r"gemm|matmul|\bdot|conv|fmha|attention|flash|onednn|triton|mosaic|pallas", re.IGNORECASE
+)
 _FREE = {
     "parameter",
     "constant",
@@ -54,7 +56,14 @@ _FREE = {
 CALLS = {"while", "conditional", "call"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 _IN_PLACE = {"dynamic-update-slice", "scatter"}  # XLA updates their first operand in its own memory
-VIEWS = {"bitcast", "reshape", "convert", "transpose", "copy", "broadcast"}  # computed element by element in a fusion
+VIEWS = {
+    "bitcast",
+    "reshape",
+    "convert",
+    "transpose",
+    "copy",
+    "broadcast",
+}  # computed element by element in a fusion
 
 
 Cost = Callable[[Computation, Instruction], Fraction]
@@ -63,10 +72,22 @@ Cost = Callable[[Computation, Instruction], Fraction]
 def count_flops(module: Module, assumptions: Assumptions = NO_ASSUMPTIONS) -> dict[str, Any]:
     """Returns the fields of a ``StepReport`` about the operations of one run of the program on one device."""
     entry = module.computations[module.entry]
-    of = {choose: _counter(module, assumptions, _known_flops, choose=choose) for choose in (max, min)}
-    most, least = (sum((cost(entry, each) for each in entry.instructions), Fraction(0)) for cost in of.values())
-    unknown = (each for _, each in module.walk() if any(call.times is None for call in calls(each, assumptions)))
-    uncounted = {_target(each) for computation, each in module.walk() if _own_flops(computation, each) is None}
+    of = {
+        choose: _counter(module, assumptions, _known_flops, choose=choose) for choose in (max, min)
+    }
+    most, least = (
+        sum((cost(entry, each) for each in entry.instructions), Fraction(0)) for cost in of.values()
+    )
+    unknown = (
+        each
+        for _, each in module.walk()
+        if any(call.times is None for call in calls(each, assumptions))
+    )
+    uncounted = {
+        _target(each)
+        for computation, each in module.walk()
+        if _own_flops(computation, each) is None
+    }
     return {
         "flops": plain_number(most),
         "flops_least": plain_number(least),
@@ -78,7 +99,9 @@ def count_flops(module: Module, assumptions: Assumptions = NO_ASSUMPTIONS) -> di
 
 def _runs_in_fp8(module: Module, assumptions: Assumptions) -> Iterator[Fraction]:
     """Yields the runs in a step of each product of factors in FP8."""
-    for run, computation, each in runs(module, assumptions, lambda instruction, _: instruction.opcode in CALLS):
+    for run, computation, each in runs(
+        module, assumptions, lambda instruction, _: instruction.opcode in CALLS
+    ):
         if is_in_fp8(module, computation, each):
             yield run.times
 
@@ -87,7 +110,9 @@ def is_in_fp8(module: Module, computation: Computation, instruction: Instruction
     """Returns whether an instruction is a product of two factors in FP8: a call of cuBLASLt, or a fusion that has one."""
     fused = module.fused(instruction) or Computation("", ())
     products = [(computation, instruction), *((fused, each) for each in fused.instructions)]
-    of_bytes = lambda where, each: all(shape.dtype.startswith("f8") for shape in _first_operands(where, each))
+    of_bytes = lambda where, each: all(
+        shape.dtype.startswith("f8") for shape in _first_operands(where, each)
+    )
     is_dot = any(each.opcode == "dot" and of_bytes(where, each) for where, each in products)
     return is_dot or _target(instruction) == FP8_CALL
 
@@ -100,7 +125,9 @@ def costs_of_instructions(module: Module, assumptions: Assumptions) -> tuple[Cos
     """
     num_bytes = lambda computation, instruction: own_bytes(module, computation, instruction)
     in_calls = lambda instruction: instruction.opcode in CALLS
-    return _counter(module, assumptions, _known_flops), _counter(module, assumptions, num_bytes, enters=in_calls)
+    return _counter(module, assumptions, _known_flops), _counter(
+        module, assumptions, num_bytes, enters=in_calls
+    )
 
 
 def _counter(
@@ -125,12 +152,19 @@ def _counter(
     def of_computation(name: str) -> Fraction:
         if name not in done:
             computation = module.computations[name]
-            done[name] = sum((of_instruction(computation, each) for each in computation.instructions), Fraction(0))
+            done[name] = sum(
+                (of_instruction(computation, each) for each in computation.instructions),
+                Fraction(0),
+            )
         return done[name]
 
     def of_instruction(computation: Computation, instruction: Instruction) -> Fraction:
         found = calls(instruction, assumptions) if enters(instruction) else ()
-        called = (call.known_times * of_computation(call.computation) for call in found if not call.is_bound)
+        called = (
+            call.known_times * of_computation(call.computation)
+            for call in found
+            if not call.is_bound
+        )
         branches = (of_computation(call.computation) for call in found if call.is_bound)
         return sum(called, Fraction(own(computation, instruction))) + choose(branches, default=0)
 
@@ -149,7 +183,9 @@ def _own_flops(computation: Computation, instruction: Instruction) -> int | None
         left = _first_operands(computation, instruction)[0]
         return 2 * instruction.shapes[0].size * math.prod(left.dims[dim] for dim in contracted)
     if opcode == "convolution":
-        return _conv_flops([*_first_operands(computation, instruction), instruction.shapes[0]], instruction)
+        return _conv_flops(
+            [*_first_operands(computation, instruction), instruction.shapes[0]], instruction
+        )
     return _custom_call_flops(computation, instruction) if opcode == "custom-call" else 0
 
 
@@ -170,7 +206,9 @@ def _conv_flops(arrays: Sequence[Shape], instruction: Instruction) -> int:
     spatial = sorted(label for label in kernel_dims if label.isdigit())
     met, labelled = 1, ((image, image_dims), (kernel, kernel_dims), (output, output_dims))
     for dim, label in enumerate(spatial):
-        settings = {key: value.split("x")[dim] for key, value in re.findall(r"(\w+)=([\dx_\-]+)", window)}
+        settings = {
+            key: value.split("x")[dim] for key, value in re.findall(r"(\w+)=([\dx_\-]+)", window)
+        }
         met *= _meetings(settings, *(array.dims[labels.index(label)] for array, labels in labelled))
     batch_and_features = output.dims[output_dims.index("b")] * output.dims[output_dims.index("f")]
     return 2 * batch_and_features * kernel.dims[kernel_dims.index("i")] * met
@@ -180,13 +218,19 @@ def _meetings(settings: dict[str, str], image: int, kernel: int, output: int) ->
     stride, low = int(settings.get("stride", 1)), int(settings.get("pad", "0_0").split("_")[0])
     image_step, kernel_step = int(settings.get("lhs_dilate", 1)), int(settings.get("rhs_dilate", 1))
     last = (image - 1) * image_step
-    positions = (start * stride - low + offset * kernel_step for start in range(output) for offset in range(kernel))
+    positions = (
+        start * stride - low + offset * kernel_step
+        for start in range(output)
+        for offset in range(kernel)
+    )
     return sum(1 for position in positions if 0 <= position <= last and position % image_step == 0)
 
 
 def _custom_call_flops(computation: Computation, instruction: Instruction) -> int | None:
     target, operands = _target(instruction), _first_operands(computation, instruction)
-    if target.startswith(("__cublas$", "__cublasLt$")) and (dims := _dot_dims(instruction, "dot_dimension_numbers")):
+    if target.startswith(("__cublas$", "__cublasLt$")) and (
+        dims := _dot_dims(instruction, "dot_dimension_numbers")
+    ):
         return _product_flops(operands, dims)
     if target in _CONVOLUTIONS:
         arrays = [*operands, instruction.shapes[0]]
@@ -210,12 +254,17 @@ def _grouped_flops(computation: Computation, instruction: Instruction) -> int:
 
     Of the arrays rows [r, in], results [r, out] and weights [e, in, out] any may be the result of the call.
     """
-    arrays = [*(shapes[0] for shapes in computation.operand_shapes(instruction)), instruction.shapes[0]]
+    arrays = [
+        *(shapes[0] for shapes in computation.operand_shapes(instruction)),
+        instruction.shapes[0],
+    ]
     rows, others = (shape.dims for shape in arrays if len(shape.dims) == 2)
     return 2 * math.prod(rows) * others[-1]
 
 
-def _attention_flops(target: str, instruction: Instruction, operands: Sequence[Shape]) -> int | None:
+def _attention_flops(
+    target: str, instruction: Instruction, operands: Sequence[Shape]
+) -> int | None:
     """Fused attention: queries by keys and weights by values forward; backward five products of that size, one recomputed.
 
     With a causal mask the kernel skips the scores above the diagonal, of n x n all but n (n + 1) / 2. With a padding mask only
@@ -223,7 +272,10 @@ def _attention_flops(target: str, instruction: Instruction, operands: Sequence[S
     together see all keys but a chunk of them (``models/transformer/flash_chunks.py``).
     """
     backward = "Backward" in target
-    dims = _dot_dims(instruction, "bmm2_grad_gemm2_dot_dimension_numbers" if backward else "bmm1_dot_dimension_numbers")
+    dims = _dot_dims(
+        instruction,
+        "bmm2_grad_gemm2_dot_dimension_numbers" if backward else "bmm1_dot_dimension_numbers",
+    )
     if dims is None:
         return None
     # The backward pass's operands also begin with queries and keys; all its products are as large as theirs.
@@ -239,7 +291,11 @@ def _attention_flops(target: str, instruction: Instruction, operands: Sequence[S
 
 def _dot_dims(instruction: Instruction, key: str) -> dict[str, list[int]] | None:
     found = re.search(rf'"{key}":\s*(\{{[^}}]*\}})', instruction.attributes.replace('\\"', '"'))
-    return {name: [int(dim) for dim in dims] for name, dims in json.loads(found.group(1)).items()} if found else None
+    return (
+        {name: [int(dim) for dim in dims] for name, dims in json.loads(found.group(1)).items()}
+        if found
+        else None
+    )
 
 
 def _product_flops(operands: Sequence[Shape], dims: dict[str, list[int]]) -> int:
@@ -248,7 +304,10 @@ def _product_flops(operands: Sequence[Shape], dims: dict[str, list[int]]) -> int
 
 def _free_dims(operand: Shape, dims: dict[str, list[int]], side: str) -> list[int]:
     """The sizes of the dims of one operand of a product that are neither contracted nor shared with the other."""
-    shared = {*dims.get(f"{side}_contracting_dimensions", []), *dims.get(f"{side}_batch_dimensions", [])}
+    shared = {
+        *dims.get(f"{side}_contracting_dimensions", []),
+        *dims.get(f"{side}_batch_dimensions", []),
+    }
     return [size for dim, size in enumerate(operand.dims) if dim not in shared]
 
 
@@ -262,7 +321,10 @@ def own_bytes(module: Module, computation: Computation, instruction: Instruction
         return read + sum(_written(fused, each) for each in written_outputs(fused))
     if opcode.endswith(("-start", "-done")):
         return 0
-    operands = [sum(shape.num_bytes for shape in shapes) for shapes in computation.operand_shapes(instruction)]
+    operands = [
+        sum(shape.num_bytes for shape in shapes)
+        for shapes in computation.operand_shapes(instruction)
+    ]
     result = _result_bytes(instruction)
     if opcode in _SLICES:
         return 2 * result
@@ -297,20 +359,32 @@ def written_outputs(fused: Computation) -> list[Instruction]:
 
 
 def _update_behind(fused: Computation, output: Instruction) -> Instruction | None:
-    while output.opcode in ("bitcast", "reshape", "convert") and output.operands[0] in fused.by_name:
+    while (
+        output.opcode in ("bitcast", "reshape", "convert") and output.operands[0] in fused.by_name
+    ):
         output = fused.by_name[output.operands[0]]
     return output if output.opcode in _IN_PLACE else None
 
 
 def _written(fused: Computation, output: Instruction) -> int:
     if output.opcode in _IN_PLACE:  # a scatter also reads what it adds to
-        updates = fused.by_name[output.operands[-1] if output.opcode == "scatter" else output.operands[1]]
-        return (2 if output.opcode == "scatter" else 1) * sum(shape.num_bytes for shape in updates.shapes)
+        updates = fused.by_name[
+            output.operands[-1] if output.opcode == "scatter" else output.operands[1]
+        ]
+        return (2 if output.opcode == "scatter" else 1) * sum(
+            shape.num_bytes for shape in updates.shapes
+        )
     return _result_bytes(output)
 
 
 def _result_bytes(instruction: Instruction) -> int:
     """The bytes of a result; those in which cuBLAS may put sums, the last of a product's results, count as none."""
-    is_product = instruction.opcode == "custom-call" and _target(instruction).startswith("__cublas$")
-    shapes = instruction.shapes[:-1] if is_product and len(instruction.shapes) > 1 else instruction.shapes
+    is_product = instruction.opcode == "custom-call" and _target(instruction).startswith(
+        "__cublas$"
+    )
+    shapes = (
+        instruction.shapes[:-1]
+        if is_product and len(instruction.shapes) > 1
+        else instruction.shapes
+    )
     return sum(shape.num_bytes for shape in shapes)

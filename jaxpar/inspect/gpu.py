@@ -34,7 +34,16 @@ from jaxpar.inspect.costs import (
     own_bytes,
     written_outputs,
 )
-from jaxpar.inspect.hlo import NO_ASSUMPTIONS, Assumptions, Computation, Instruction, Module, calls, plain_number, runs
+from jaxpar.inspect.hlo import (
+    NO_ASSUMPTIONS,
+    Assumptions,
+    Computation,
+    Instruction,
+    Module,
+    calls,
+    plain_number,
+    runs,
+)
 from jaxpar.inspect.text import bytes_text, device_seconds_text, flops_text, table, table_of
 
 KINDS = ("products", "slices", "updates", "copies", "other")
@@ -69,7 +78,9 @@ class Work:
 
     def seconds(self, peak_flops: float, memory_bandwidth: float) -> float:
         """Returns the seconds of all its runs in a step, by the peak of 16-bit products and the bytes of memory a second."""
-        return self.times * max(self.flops / (self.rate * peak_flops), self.num_bytes / memory_bandwidth)
+        return self.times * max(
+            self.flops / (self.rate * peak_flops), self.num_bytes / memory_bandwidth
+        )
 
 
 def gpu_of(device_kind: str) -> Gpu | None:
@@ -82,7 +93,11 @@ def kind_of(module: Module, instruction: Instruction, flops: int | float) -> str
     if flops:
         return "products"
     fused = module.fused(instruction)
-    inside, outputs = ([instruction], [instruction]) if fused is None else (fused.instructions, written_outputs(fused))
+    inside, outputs = (
+        ([instruction], [instruction])
+        if fused is None
+        else (fused.instructions, written_outputs(fused))
+    )
     if any(each.opcode == "dynamic-update-slice" for each in outputs):
         return "updates"
     # Numbers are indices: of slices, and of the loops that take them.
@@ -117,7 +132,11 @@ def render_device_time(work: Sequence[Work], gpu: Gpu | None) -> str:
 
     def cells(work: Sequence[Work]) -> tuple[str, ...]:
         amount = lambda name: sum(each.times * getattr(each, name) for each in work)
-        counted = f"{sum(each.times for each in work):g}", flops_text(amount("flops")), bytes_text(amount("num_bytes"))
+        counted = (
+            f"{sum(each.times for each in work):g}",
+            flops_text(amount("flops")),
+            bytes_text(amount("num_bytes")),
+        )
         if gpu is None:
             return counted
         seconds = sum(_seconds(each, gpu) for each in work)
@@ -125,9 +144,16 @@ def render_device_time(work: Sequence[Work], gpu: Gpu | None) -> str:
 
     rates = "on each device" if gpu is None else f"at the rates of the datasheet of {gpu.name}"
     columns = (*(() if gpu is None else ("time", "share")), "runs", "products", "bytes")
-    kinds = [(f"instructions {rates}", *columns), *((kind, *cells(own)) for kind, own in by_kind if own)]
-    instructions = [(each.kind, *cells([each]), each.array[:40], each.op_name[-48:]) for each in largest]
-    return "\n\n".join([table(kinds), table([("the largest", *columns, "result", "from"), *instructions])])
+    kinds = [
+        (f"instructions {rates}", *columns),
+        *((kind, *cells(own)) for kind, own in by_kind if own),
+    ]
+    instructions = [
+        (each.kind, *cells([each]), each.array[:40], each.op_name[-48:]) for each in largest
+    ]
+    return "\n\n".join(
+        [table(kinds), table([("the largest", *columns, "result", "from"), *instructions])]
+    )
 
 
 def _seconds(work: Work, gpu: Gpu) -> float:
@@ -203,8 +229,12 @@ class GpuProgram:
             f"the host waits {self.host_waits:g} times a step",
             f"copied in a step: {bytes_text(self.bytes_copied)}",
         ]
-        largest = sorted(self.copies, key=lambda each: each.num_bytes * each.times, reverse=True)[:COPIES_SHOWN]
-        of = lambda each: f"  {each.times:g} x {bytes_text(each.num_bytes)}  {each.array}  {each.op_name[-48:]}"
+        largest = sorted(self.copies, key=lambda each: each.num_bytes * each.times, reverse=True)[
+            :COPIES_SHOWN
+        ]
+        of = lambda each: (
+            f"  {each.times:g} x {bytes_text(each.num_bytes)}  {each.array}  {each.op_name[-48:]}"
+        )
         lines += map(of, largest)
         columns = {
             "asynchronous": lambda each: each.kind,
@@ -234,7 +264,9 @@ def read_gpu_program(
     copies: list[Copy] = []
     transfers: list[Transfer] = []
     waits = Fraction(0)
-    for run, computation, each in runs(module, assumptions, lambda instruction, _: instruction.opcode in CALLS):
+    for run, computation, each in runs(
+        module, assumptions, lambda instruction, _: instruction.opcode in CALLS
+    ):
         times = plain_number(run.times)
         waits += run.times * _waits(each, assumptions)
         if is_copy(module, each) and (array := each.shapes[0]).num_bytes >= large_bytes:
@@ -246,14 +278,18 @@ def read_gpu_program(
             kind, array = kind_of(module, each, flops), ", ".join(map(str, each.shapes))
             rate = 2 if is_in_fp8(module, computation, each) else 1
             work.append(Work(flops, num_bytes, times, kind, array, each.op_name, rate))
-    return GpuProgram(tuple(copies), plain_number(waits), tuple(transfers), tuple(work), gpu_of(device_kind))
+    return GpuProgram(
+        tuple(copies), plain_number(waits), tuple(transfers), tuple(work), gpu_of(device_kind)
+    )
 
 
 def _waits(instruction: Instruction, assumptions: Assumptions) -> Fraction | int:
     """How often the host waits in one run of an instruction: before each trip of an unknown number, and at the end."""
     if instruction.opcode == "conditional":
         return 1
-    if instruction.opcode != "while" or all(call.times is not None for call in calls(instruction, NO_ASSUMPTIONS)):
+    if instruction.opcode != "while" or all(
+        call.times is not None for call in calls(instruction, NO_ASSUMPTIONS)
+    ):
         return 0
     return 1 + next(call.known_times for call in calls(instruction, assumptions))
 
@@ -263,8 +299,12 @@ def _transfer(
 ) -> Transfer:
     done = begun.opcode.replace("-start", "-done")
     after = computation.instructions[computation.instructions.index(begun) + 1 :]
-    end = next(i for i, each in enumerate(after) if each.opcode == done and begun.name in each.operands)
-    meanwhile = lambda cost: plain_number(sum((cost(computation, each) for each in after[:end]), Fraction(0)))
+    end = next(
+        i for i, each in enumerate(after) if each.opcode == done and begun.name in each.operands
+    )
+    meanwhile = lambda cost: plain_number(
+        sum((cost(computation, each) for each in after[:end]), Fraction(0))
+    )
     return Transfer(
         kind=begun.base_opcode,
         num_bytes=sum(shape.num_bytes for shape in after[end].shapes),

@@ -70,7 +70,10 @@ def _rows(devices: np.ndarray, row_size: int) -> Groups:
 
 
 def _mesh_groups(text: str) -> Groups:
-    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", text.split("device_ids")[0])}
+    sizes = {
+        name: int(size)
+        for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", text.split("device_ids")[0])
+    }
     devices = np.arange(math.prod(sizes.values()))
     if listed := re.search(r"device_ids=\((.*?)\)(?: ?\{|$)", text):
         ids = listed.group(1)
@@ -84,7 +87,9 @@ def _mesh_groups(text: str) -> Groups:
     return _group_over(devices, sizes, references)
 
 
-def _group_over(devices: np.ndarray, sizes: dict[str, int], references: Sequence[tuple[str, str, str]]) -> Groups:
+def _group_over(
+    devices: np.ndarray, sizes: dict[str, int], references: Sequence[tuple[str, str, str]]
+) -> Groups:
     """Returns groups over axes or parts of them: `'b':(2)4` is the part of b of extent 4 that has extent 2 outside it."""
     dims: list[int] = []
     grouped: list[int] = []
@@ -120,7 +125,9 @@ def axes_of_groups(groups: Groups, axis_sizes: AxisSizes) -> tuple[tuple[str, ..
     for num_axes in range(1, len(split) + 1):
         for joined in itertools.combinations(split, num_axes):
             kept = [axis for axis in range(len(sizes)) if axis not in joined]
-            rows = _rows(devices.transpose([*kept, *joined]), math.prod(sizes[axis] for axis in joined))
+            rows = _rows(
+                devices.transpose([*kept, *joined]), math.prod(sizes[axis] for axis in joined)
+            )
             if frozenset(frozenset(row) for row in rows) == wanted:
                 return tuple(axis_sizes[axis][0] for axis in joined), True
     pairs = tuple((group[0], other) for group in groups for other in group[1:])
@@ -160,7 +167,9 @@ def shift_of_pairs(pairs: Groups, axis_sizes: AxisSizes) -> int | None:
 def _coordinates(pairs: Groups, axis_sizes: AxisSizes) -> tuple[np.ndarray, np.ndarray]:
     sizes = [size for _, size in axis_sizes]
     array = np.asarray(pairs)
-    return np.array(np.unravel_index(array[:, 0], sizes)), np.array(np.unravel_index(array[:, 1], sizes))
+    return np.array(np.unravel_index(array[:, 0], sizes)), np.array(
+        np.unravel_index(array[:, 1], sizes)
+    )
 
 
 def crosses_nodes(groups: Groups, node_of: Sequence[int]) -> bool:

@@ -79,7 +79,11 @@ class Instruction:
     def operands(self) -> tuple[str, ...]:
         """The names of the instructions whose results are its operands."""
         text = re.sub(r"/\*.*?\*/", "", self.operand_text)
-        names = re.findall(r"%([\w.\-]+)", text) if "%" in text else [name.strip() for name in text.split(",")]
+        names = (
+            re.findall(r"%([\w.\-]+)", text)
+            if "%" in text
+            else [name.strip() for name in text.split(",")]
+        )
         return tuple(name for name in names if name)
 
     def attribute(self, key: str) -> str | None:
@@ -171,7 +175,9 @@ def parse_module(text: str) -> Module:
         elif (instruction := _parse_instruction(line)) is not None:
             lines.append(instruction)
     if not entry:
-        raise ValueError("the text must be an HLO module with an ENTRY computation; got none. Pass compiled.as_text().")
+        raise ValueError(
+            "the text must be an HLO module with an ENTRY computation; got none. Pass compiled.as_text()."
+        )
     first_line = text.lstrip().split("\n", 1)[0]
     name_of_module = re.match(r"HloModule ([^\s,]+)", first_line)
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", first_line)
@@ -212,7 +218,9 @@ def _closing(text: str, start: int, pair: str) -> int:
 
 def _source_lines(text: str) -> dict[str, str]:
     """Returns `file:line` of each stack frame, from the tables at the beginning of the text."""
-    files, locations, frames = (_numbered(text, name) for name in ("FileNames", "FileLocations", "StackFrames"))
+    files, locations, frames = (
+        _numbered(text, name) for name in ("FileNames", "FileLocations", "StackFrames")
+    )
     lines = {}
     for frame, row in frames.items():
         location = locations.get(_field(row, "file_location_id"), "")
@@ -332,10 +340,15 @@ def _loop_calls(instruction: Instruction, assumptions: Assumptions) -> tuple[Cal
     trips = assumptions.loop_trips
     if known := _KNOWN_TRIPS.search(instruction.attributes):
         trips = int(known.group(1))
-    elif shares := _shares(instruction, 2, assumptions):  # a conditional written as a loop of one trip or none
+    elif shares := _shares(
+        instruction, 2, assumptions
+    ):  # a conditional written as a loop of one trip or none
         trips = shares[1]
     return tuple(
-        Call((instruction.attribute(part) or "").lstrip("%"), None if trips is None else Fraction(trips + more))
+        Call(
+            (instruction.attribute(part) or "").lstrip("%"),
+            None if trips is None else Fraction(trips + more),
+        )
         for part, more in (("body", 0), ("condition", 1))
     )
 
@@ -346,14 +359,23 @@ def _branch_calls(instruction: Instruction, assumptions: Assumptions) -> tuple[C
         branches = _NAMES.findall(listed)
     else:
         # In JAX's order, in which shares are given: XLA for GPUs turns the index 0 or 1 into a predicate from JAX 0.11 on.
-        branches = [(instruction.attribute(f"{side}_computation") or "").lstrip("%") for side in ("false", "true")]
+        branches = [
+            (instruction.attribute(f"{side}_computation") or "").lstrip("%")
+            for side in ("false", "true")
+        ]
     shares = _shares(instruction, len(branches), assumptions)
     if shares is None:
-        return tuple(Call(branch, Fraction(1), is_branch=True, is_bound=True) for branch in branches)
-    return tuple(Call(branch, share, is_branch=True) for branch, share in zip(branches, shares, strict=True))
+        return tuple(
+            Call(branch, Fraction(1), is_branch=True, is_bound=True) for branch in branches
+        )
+    return tuple(
+        Call(branch, share, is_branch=True) for branch, share in zip(branches, shares, strict=True)
+    )
 
 
-def _shares(instruction: Instruction, num_branches: int, assumptions: Assumptions) -> tuple[Fraction, ...] | None:
+def _shares(
+    instruction: Instruction, num_branches: int, assumptions: Assumptions
+) -> tuple[Fraction, ...] | None:
     for pattern, shares in assumptions.branch_shares.items():
         if re.search(pattern, instruction.op_name):
             if len(shares) != num_branches:

@@ -29,11 +29,19 @@ class Memory:
     @property
     def total_bytes(self) -> int:
         """Bytes that a device needs for the step."""
-        return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes + self.generated_code_bytes
+        return (
+            self.argument_bytes
+            + self.output_bytes
+            + self.temp_bytes
+            - self.alias_bytes
+            + self.generated_code_bytes
+        )
 
     def by_kind(self) -> dict[str, int]:
         """Returns the figures by their names in a report, the total last."""
-        kinds = {name.removesuffix("_bytes").replace("_", " "): size for name, size in vars(self).items()}
+        kinds = {
+            name.removesuffix("_bytes").replace("_", " "): size for name, size in vars(self).items()
+        }
         return kinds | {"total": self.total_bytes}
 
 
@@ -103,7 +111,9 @@ class StepReport:
             and each.payload_bytes >= min_bytes
         )
 
-    def count(self, kind: str | None = None, axis: Axes | None = None, *, min_bytes: int = 0) -> int | float:
+    def count(
+        self, kind: str | None = None, axis: Axes | None = None, *, min_bytes: int = 0
+    ) -> int | float:
         """Returns the number of runs of collectives in a step, with loop trips: an upper bound where one has `is_bound`.
 
         Raises:
@@ -112,7 +122,9 @@ class StepReport:
         chosen = _check_times(self.select(kind, axis, min_bytes=min_bytes))
         return sum(each.known_times for each in chosen)
 
-    def bytes_moved(self, kind: str | None = None, axis: Axes | None = None, *, min_bytes: int = 0) -> int:
+    def bytes_moved(
+        self, kind: str | None = None, axis: Axes | None = None, *, min_bytes: int = 0
+    ) -> int:
         """Returns the bytes that the busiest device sends in a step by ring algorithms; bounds and errors as in `count`."""
         return bytes_of_busiest(_check_times(self.select(kind, axis, min_bytes=min_bytes)))
 
@@ -178,7 +190,9 @@ def _collectives_table(report: StepReport) -> str:
     columns = {
         "collective": lambda each: each.kind + (" (async)" if each.asynchronous else ""),
         "axes": lambda each: _location_text(each, bool(report.axis_sizes)),
-        "runs": lambda each: _bounded(each, f"{each.known_times:g}" + (" x ?" if each.times is None else "")),
+        "runs": lambda each: _bounded(
+            each, f"{each.known_times:g}" + (" x ?" if each.times is None else "")
+        ),
         "group": lambda each: str(each.group_size),
         "payload": lambda each: bytes_text(each.payload_bytes),
         "sent a step": lambda each: _bounded(each, bytes_text(each.bytes_moved)),
@@ -217,7 +231,11 @@ def _origin_text(each: Collective) -> str:
 
 def _axes_table(report: StepReport) -> str:
     """Returns the sums by axes, or "" where one of them is unknown, since a sum without it would mislead."""
-    if not report.axis_sizes or not report.collectives or any(each.times is None for each in report.collectives):
+    if (
+        not report.axis_sizes
+        or not report.collectives
+        or any(each.times is None for each in report.collectives)
+    ):
         return ""
     rows = [("sent a step over", "runs", "bytes")]
     for axes, num_bytes in report.bytes_by_axes().items():
@@ -235,7 +253,8 @@ def _flops_lines(report: StepReport) -> str:
     if report.flops_least != report.flops:
         lines[0] += f" at most, {flops_text(report.flops_least)} at least (branches)"
     lines += [
-        f"one trip counted of a loop whose trips the compiler does not know: {loop}" for loop in report.unknown_loops
+        f"one trip counted of a loop whose trips the compiler does not know: {loop}"
+        for loop in report.unknown_loops
     ]
     lines += [f"not counted: custom call {target}" for target in report.uncounted_calls]
     return "\n".join(lines)
@@ -245,7 +264,9 @@ def _whole_table(report: StepReport) -> str:
     if not report.whole_arrays:
         return ""
     columns = {
-        f"whole on every device though {bytes_text(report.large_bytes)} or more": lambda each: each.name,
+        f"whole on every device though {bytes_text(report.large_bytes)} or more": lambda each: (
+            each.name
+        ),
         "array": lambda each: f"{each.dtype}[{','.join(map(str, each.shape))}]",
         "bytes": lambda each: bytes_text(each.num_bytes),
         "devices": lambda each: str(each.num_devices),

@@ -54,20 +54,29 @@ def inspect_step(
     assumptions = Assumptions(loop_trips, dict(branch_shares or {}))
     analysis = compiled.cost_analysis()
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
-    axis_sizes: AxisSizes = () if mesh is None else tuple((str(name), int(size)) for name, size in mesh.shape.items())
+    axis_sizes: AxisSizes = (
+        () if mesh is None else tuple((str(name), int(size)) for name, size in mesh.shape.items())
+    )
     return StepReport(
         collectives=find_collectives(
-            module, axis_sizes=axis_sizes, node_of=_nodes(mesh, module, devices_per_node), assumptions=assumptions
+            module,
+            axis_sizes=axis_sizes,
+            node_of=_nodes(mesh, module, devices_per_node),
+            assumptions=assumptions,
         ),
         memory=_memory(compiled),
         **count_flops(module, assumptions),
         compiler_flops=analysis.get("flops") if isinstance(analysis, dict) else None,
-        whole_arrays=tuple(_whole_arrays(compiled, _parameter_names(fn, args, compiled), large_bytes)),
+        whole_arrays=tuple(
+            _whole_arrays(compiled, _parameter_names(fn, args, compiled), large_bytes)
+        ),
         axis_sizes=axis_sizes,
         num_devices=module.num_devices,
         large_bytes=large_bytes,
         name=module.name,
-        gpu=read_gpu_program(module, large_bytes=large_bytes, assumptions=assumptions, device_kind=device.device_kind)
+        gpu=read_gpu_program(
+            module, large_bytes=large_bytes, assumptions=assumptions, device_kind=device.device_kind
+        )
         if device is not None and device.platform == "gpu"
         else None,
     )
@@ -105,18 +114,26 @@ def _find_mesh(
     return next((each for each in found if each.size == num_devices and not each.empty), None)
 
 
-def _nodes(mesh: Mesh | AbstractMesh | None, module: Module, devices_per_node: int | None) -> tuple[int, ...] | None:
+def _nodes(
+    mesh: Mesh | AbstractMesh | None, module: Module, devices_per_node: int | None
+) -> tuple[int, ...] | None:
     if devices_per_node is None:
         return None
     # Device ids are numbered node by node; positions in the mesh need not be.
-    ids = [device.id for device in mesh.devices.flat] if isinstance(mesh, Mesh) else range(module.num_devices)
+    ids = (
+        [device.id for device in mesh.devices.flat]
+        if isinstance(mesh, Mesh)
+        else range(module.num_devices)
+    )
     return tuple(each // devices_per_node for each in ids)
 
 
 def _memory(compiled: jax.stages.Compiled) -> Memory:
     stats = compiled.memory_analysis()
     if stats is None:
-        raise ValueError(f"the backend must plan memory; got none from {jax.default_backend()}. Inspect on cpu or gpu.")
+        raise ValueError(
+            f"the backend must plan memory; got none from {jax.default_backend()}. Inspect on cpu or gpu."
+        )
     kinds = ("argument", "output", "temp", "alias", "generated_code")
     return Memory(*(int(getattr(stats, f"{kind}_size_in_bytes")) for kind in kinds))
 
@@ -128,19 +145,27 @@ def _parameter_names(fn: Any, args: tuple, compiled: jax.stages.Compiled) -> tup
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         return ()
-    return tuple(each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD))
+    return tuple(
+        each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    )
 
 
-def _whole_arrays(compiled: jax.stages.Compiled, names: tuple[str, ...], large_bytes: int) -> Iterator[WholeArray]:
+def _whole_arrays(
+    compiled: jax.stages.Compiled, names: tuple[str, ...], large_bytes: int
+) -> Iterator[WholeArray]:
     for name, array, sharding in (*_inputs(compiled, names), *_outputs(compiled)):
         if sharding is None or len(sharding.device_set) < 2 or not sharding.is_fully_replicated:
             continue
         num_bytes = int(np.prod(array.shape, dtype=np.int64)) * array.dtype.itemsize
         if num_bytes >= large_bytes:
-            yield WholeArray(name, tuple(array.shape), str(array.dtype), num_bytes, len(sharding.device_set))
+            yield WholeArray(
+                name, tuple(array.shape), str(array.dtype), num_bytes, len(sharding.device_set)
+            )
 
 
-def _inputs(compiled: jax.stages.Compiled, names: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:
+def _inputs(
+    compiled: jax.stages.Compiled, names: tuple[str, ...]
+) -> Iterator[tuple[str, Any, Any]]:
     # The sharding of an argument that the program does not read is None, and so is that of a None in an argument.
     is_none = lambda leaf: leaf is None
     arrays = jax.tree_util.tree_leaves_with_path(compiled.in_avals, is_leaf=is_none)
@@ -190,7 +215,9 @@ class Comparison:
             return "no difference"
         rows = [["what", "before", "after"]]
         for (kind, axes), pair in self.collectives.items():
-            rows.append([f"{kind} over {axes_text(axes)}", *(_runs_and_bytes(*side) for side in pair)])
+            rows.append(
+                [f"{kind} over {axes_text(axes)}", *(_runs_and_bytes(*side) for side in pair)]
+            )
         for kind, (before, after) in self.memory.items():
             rows.append([f"{kind} memory", bytes_text(before), bytes_text(after)])
         if self.flops:
@@ -207,7 +234,9 @@ class Comparison:
 def compare(before: StepReport, after: StepReport) -> Comparison:
     """Returns the differences between two reports; `.render()` returns them as text, `.is_same` is for tests."""
     old, new = _totals(before.collectives), _totals(after.collectives)
-    old_whole, new_whole = ({array.name for array in report.whole_arrays} for report in (before, after))
+    old_whole, new_whole = (
+        {array.name for array in report.whole_arrays} for report in (before, after)
+    )
     return Comparison(
         collectives=_differing(old, new, (0, 0)),
         memory=_differing(before.memory.by_kind(), after.memory.by_kind()),
@@ -273,19 +302,29 @@ def assert_collectives(
         wrong += _differences(report, kind, axis, min_bytes, runs, num_bytes)
     others = [each for each in report.select(min_bytes=min_bytes) if id(each) not in named]
     if others and not allow_others:
-        wrong += [f"nothing else expected; got {each.kind} over {axes_text(each.axes)}" for each in others]
+        wrong += [
+            f"nothing else expected; got {each.kind} over {axes_text(each.axes)}" for each in others
+        ]
     if wrong:
         raise AssertionError("\n".join([*wrong, "", report.render()]))
     return report
 
 
 def _differences(
-    report: StepReport, kind: str, axis: Axes | None, min_bytes: int, runs: int | float, num_bytes: int | None
+    report: StepReport,
+    kind: str,
+    axis: Axes | None,
+    min_bytes: int,
+    runs: int | float,
+    num_bytes: int | None,
 ) -> list[str]:
     where = "" if axis is None else f" over {axes_text((axis,) if isinstance(axis, str) else axis)}"
     found = report.count(kind, axis, min_bytes=min_bytes)
     wrong = [] if found == runs else [f"{kind}{where} must run {runs} times a step; got {found}"]
-    if num_bytes is not None and (moved := report.bytes_moved(kind, axis, min_bytes=min_bytes)) != num_bytes:
+    if (
+        num_bytes is not None
+        and (moved := report.bytes_moved(kind, axis, min_bytes=min_bytes)) != num_bytes
+    ):
         wrong.append(f"{kind}{where} must move {num_bytes} bytes a step; got {moved}")
     return wrong
 

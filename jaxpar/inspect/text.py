@@ -9,7 +9,10 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 def unit_of(num_bytes: int | float) -> tuple[int, str]:
     """Returns the bytes of the unit in which ``bytes_text`` writes a size, and the unit's name."""
     exponent = 0
-    while num_bytes >= (1024 if exponent == 0 else 1023.5 * 1024**exponent) and exponent < len(UNITS) - 1:
+    while (
+        num_bytes >= (1024 if exponent == 0 else 1023.5 * 1024**exponent)
+        and exponent < len(UNITS) - 1
+    ):
         exponent += 1
     return 1024**exponent, UNITS[exponent]
 
@@ -45,10 +48,15 @@ def flops_text(flops: int | float) -> str:
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Returns rows as text with columns aligned; the first row is the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
 
 
 def table_of(items: Iterable[Any], columns: Mapping[str, Callable[[Any], str]]) -> str:
     """Returns a table with a row for each item; the columns have a name, and what to write there about an item."""
-    return table([tuple(columns), *(tuple(text(item) for text in columns.values()) for item in items)])
+    return table(
+        [tuple(columns), *(tuple(text(item) for text in columns.values()) for item in items)]
+    )

@@ -19,8 +19,13 @@ ONCE = (
     "--metrics-port",
     "--out-dir",
 )  # flags that other parts of a manifest depend on
-SLICE, SLICE_SIZE = "kueue.x-k8s.io/podset-slice-required-topology", "kueue.x-k8s.io/podset-slice-size"
-SCRAPED, SCRAPED_PORT, SCRAPED_PATH = (f"prometheus.io/{name}" for name in ("scrape", "port", "path"))
+SLICE, SLICE_SIZE = (
+    "kueue.x-k8s.io/podset-slice-required-topology",
+    "kueue.x-k8s.io/podset-slice-size",
+)
+SCRAPED, SCRAPED_PORT, SCRAPED_PATH = (
+    f"prometheus.io/{name}" for name in ("scrape", "port", "path")
+)
 METRICS_PATH = "/metrics"  # of a run and of a server, and Prometheus's own default
 MOST_PORTS = 2**16
 TEMPORARY = "/tmp"  # where what is written may be lost
@@ -113,7 +118,9 @@ def _check_devices(pods: Workload) -> None:
 def mesh_in(pods: Workload) -> dict[str, int]:
     """Returns the sizes of the mesh's axes that a recipe's command has; none of other programs."""
     given = {axis: pods.flag(f"--mesh.{axis}") for axis in AXES} if pods.recipe is not None else {}
-    return {axis: whole(value, f"--mesh.{axis}") for axis, value in given.items() if value is not None}
+    return {
+        axis: whole(value, f"--mesh.{axis}") for axis, value in given.items() if value is not None
+    }
 
 
 def _check_mesh(pods: Workload) -> None:
@@ -164,8 +171,12 @@ def _check_volumes(pods: Workload) -> None:
     paths = [mount["mountPath"] for mount in pods.mounts]
     for path in paths:
         if paths.count(path) > 1:
-            raise ValueError(f"a path may have one mount; got two at {path} in {pods.path}. Leave one out.")
-    claims = [volume["persistentVolumeClaim"]["claimName"] for volume in pods.volumes if _is_claim(volume)]
+            raise ValueError(
+                f"a path may have one mount; got two at {path} in {pods.path}. Leave one out."
+            )
+    claims = [
+        volume["persistentVolumeClaim"]["claimName"] for volume in pods.volumes if _is_claim(volume)
+    ]
     for claim in claims:
         if CACHE in pods.variables and claims.count(claim) > 1:
             raise ValueError(
@@ -206,7 +217,10 @@ def _check_folders(pods: Workload) -> None:
 
 def paths_in(pods: Workload, folder: str) -> list[str]:
     """Returns the words of a command, or values of its flags, that are paths in a folder."""
-    values = [word.partition("=")[2] if word.startswith("--") and "=" in word else word for word in pods.words]
+    values = [
+        word.partition("=")[2] if word.startswith("--") and "=" in word else word
+        for word in pods.words
+    ]
     return [value for value in values if PurePosixPath(value).is_relative_to(folder)]
 
 
@@ -215,7 +229,11 @@ def _is_temporary(path: str) -> bool:
 
 
 def _mounts(pods: Workload) -> str:
-    return f"mounts at {_listed(sorted(map(str, pods.folders)))}" if pods.folders else "no mount but shared memory"
+    return (
+        f"mounts at {_listed(sorted(map(str, pods.folders)))}"
+        if pods.folders
+        else "no mount but shared memory"
+    )
 
 
 def _check_ports(pods: Workload) -> None:
@@ -239,7 +257,9 @@ def _check_ports(pods: Workload) -> None:
     needed = {key: value for key, value in told.items() if value or key != SCRAPED_PORT}
     if len({*needed.values()}) > 1:
         given = _listed([f"{key} {value or 'missing'}" for key, value in needed.items()])
-        raise ValueError(f"the port of {pods.path} must be the same everywhere; got {given}. Make them equal.")
+        raise ValueError(
+            f"the port of {pods.path} must be the same everywhere; got {given}. Make them equal."
+        )
     listens = pods.flag(address) or "127.0.0.1"  # the default
     if takes_flags and listens.startswith(LOOPBACK):
         raise ValueError(
@@ -277,11 +297,18 @@ def _ports_of_program(pods: Workload) -> dict[str, str]:
     """Returns the ports at which a program answers others than its processes, by where the manifest has them."""
     flag, name, _ = SERVER if pods.kind == "Deployment" else METRICS
     takes_flags = pods.served is not None or pods.recipe is not None
-    found = {flag: pods.flag(flag) if takes_flags else None, SCRAPED_PORT: pods.annotations.get(SCRAPED_PORT)}
-    found |= {
-        f"containerPort {name}": str(port["containerPort"]) for port in pods.ports or () if port.get("name") == name
+    found = {
+        flag: pods.flag(flag) if takes_flags else None,
+        SCRAPED_PORT: pods.annotations.get(SCRAPED_PORT),
     }
-    return {where: port for where, port in found.items() if port not in (None, "0") and "$(" not in port}
+    found |= {
+        f"containerPort {name}": str(port["containerPort"])
+        for port in pods.ports or ()
+        if port.get("name") == name
+    }
+    return {
+        where: port for where, port in found.items() if port not in (None, "0") and "$(" not in port
+    }
 
 
 def _check_port(port: str, name: str, pods: Workload) -> None:
@@ -300,7 +327,12 @@ def _listed(values: list[str]) -> str:
 def check_exit_codes(manifest: Mapping[str, Any]) -> None:
     """Raises ValueError if a JobSet's failure policy names other exit codes than the rules of its Jobs."""
     jobs = [job["template"]["spec"] for job in manifest["spec"]["replicatedJobs"]]
-    rules = [rule for job in jobs for rule in job.get("podFailurePolicy", {}).get("rules", []) if "onExitCodes" in rule]
+    rules = [
+        rule
+        for job in jobs
+        for rule in job.get("podFailurePolicy", {}).get("rules", [])
+        if "onExitCodes" in rule
+    ]
     known = [sorted(rule["onExitCodes"]["values"]) for rule in rules]
     for rule in manifest["spec"].get("failurePolicy", {}).get("rules", []):
         for pattern in rule.get("onJobFailureMessagePatterns", []):
@@ -338,15 +370,26 @@ def check_probes(containers: Sequence[Mapping[str, Any]], *, is_served: bool) ->
     """
     ports = [port for each in containers for port in each.get("ports", [])]
     known = {port.get("name") for port in ports} | {port["containerPort"] for port in ports}
-    for probe, given in ((probe, each[probe]) for each in containers for probe in PROBES if probe in each):
+    for probe, given in (
+        (probe, each[probe]) for each in containers for probe in PROBES if probe in each
+    ):
         if not given.keys() & HANDLERS:
-            raise ValueError(f"{probe} must have one of {', '.join(sorted(HANDLERS))}; got none. Write httpGet.")
+            raise ValueError(
+                f"{probe} must have one of {', '.join(sorted(HANDLERS))}; got none. Write httpGet."
+            )
     asked = (
-        (probe, each[probe]["httpGet"]) for each in containers for probe in PROBES if "httpGet" in each.get(probe, {})
+        (probe, each[probe]["httpGet"])
+        for each in containers
+        for probe in PROBES
+        if "httpGet" in each.get(probe, {})
     )
     for probe, request in asked:
         port, path = request.get("port"), request.get("path", "/")
         if port is not None and port not in known:
-            raise ValueError(f"{probe} must ask a named port of the container; got {port!r}. Correct it.")
+            raise ValueError(
+                f"{probe} must ask a named port of the container; got {port!r}. Correct it."
+            )
         if is_served and path not in PROBES[probe]:
-            raise ValueError(f"{probe} must ask for {' or '.join(PROBES[probe])}; got {path!r}. Correct it.")
+            raise ValueError(
+                f"{probe} must ask for {' or '.join(PROBES[probe])}; got {path!r}. Correct it."
+            )

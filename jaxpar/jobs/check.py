@@ -11,13 +11,26 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
-from jaxpar.jobs.agreement import METRICS_PATH, check_agreement, check_exit_codes, check_grace, check_probes
+from jaxpar.jobs.agreement import (
+    METRICS_PATH,
+    check_agreement,
+    check_exit_codes,
+    check_grace,
+    check_probes,
+)
 from jaxpar.jobs.choices import check_choices
 from jaxpar.jobs.field_types import check_types
 from jaxpar.jobs.forms import DNS_LABEL
 from jaxpar.jobs.job import MAX_NAME
 from jaxpar.jobs.manifests import API_VERSIONS, INDEX
-from jaxpar.jobs.pods import check_container_ports, check_mounts, check_network, check_pods, check_references, labels_of
+from jaxpar.jobs.pods import (
+    check_container_ports,
+    check_mounts,
+    check_network,
+    check_pods,
+    check_references,
+    labels_of,
+)
 from jaxpar.jobs.selectors import check_together
 from jaxpar.jobs.workload import workloads
 from jaxpar.runtime.output import needing_extra, printable
@@ -25,7 +38,11 @@ from jaxpar.runtime.process_env import NAMES
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 PORTS_OF_MONITOR = ("port", "portNumber", "targetPort")
-LETTER_FIRST = ("JobSet", "TrainJob", "Service")  # the kinds whose name begins that of a Service, or is one
+LETTER_FIRST = (
+    "JobSet",
+    "TrainJob",
+    "Service",
+)  # the kinds whose name begins that of a Service, or is one
 
 
 def check_manifest(manifest: Any, schema: Any = None) -> None:
@@ -108,9 +125,14 @@ def _check_schema(manifest: Mapping[str, Any], schema: Mapping[str, Any]) -> Non
     with needing_extra("checking against a schema needs the package jsonschema", "kubernetes"):
         import jsonschema
     errors = jsonschema.Draft202012Validator(strict(schema)).iter_errors(manifest)
-    found = [f"{'.'.join(map(str, error.absolute_path)) or 'the top'}: {error.message}" for error in errors]
+    found = [
+        f"{'.'.join(map(str, error.absolute_path)) or 'the top'}: {error.message}"
+        for error in errors
+    ]
     if found:
-        raise ValueError(f"a manifest must fit its API's schema; got {'; '.join(found)}. Correct these fields.")
+        raise ValueError(
+            f"a manifest must fit its API's schema; got {'; '.join(found)}. Correct these fields."
+        )
 
 
 def strict(schema: Any) -> Any:
@@ -128,7 +150,9 @@ def strict(schema: Any) -> Any:
     closed = {key: strict(value) for key, value in schema.items() if key != "properties"}
     if "properties" in schema:
         closed["properties"] = {name: strict(value) for name, value in schema["properties"].items()}
-        if "additionalProperties" not in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        if "additionalProperties" not in schema and not schema.get(
+            "x-kubernetes-preserve-unknown-fields"
+        ):
             closed["additionalProperties"] = False
     return closed
 
@@ -148,7 +172,9 @@ def check_rules(manifest: Mapping[str, Any]) -> None:
             f"metadata.name must be a host name's label of at most {MAX_NAME} letters; got {name!r}. Rename it."
         )
     if kind in LETTER_FIRST and not name[0].isalpha():
-        raise ValueError(f"metadata.name of a {kind} must begin with a letter; got {name!r}. Rename it.")
+        raise ValueError(
+            f"metadata.name of a {kind} must begin with a letter; got {name!r}. Rename it."
+        )
     checks = {
         "JobSet": _check_jobset,
         "TrainJob": _check_trainjob,
@@ -196,12 +222,17 @@ def _check_trainjob(manifest: Mapping[str, Any]) -> None:
 def _check_service(manifest: Mapping[str, Any]) -> None:
     spec = manifest["spec"]
     if not spec["selector"] or not spec["ports"]:
-        raise ValueError("a Service must have a selector and ports; got none. Write it with `manifest --kind service`.")
+        raise ValueError(
+            "a Service must have a selector and ports; got none. Write it with `manifest --kind service`."
+        )
 
 
 def _check_podmonitor(manifest: Mapping[str, Any]) -> None:
     spec = manifest["spec"]
-    if not spec["selector"].keys() & {"matchLabels", "matchExpressions"} or not spec["podMetricsEndpoints"]:
+    if (
+        not spec["selector"].keys() & {"matchLabels", "matchExpressions"}
+        or not spec["podMetricsEndpoints"]
+    ):
         raise ValueError(
             "a PodMonitor must have labels to select and an endpoint; got none. Write it with `manifest --kind podmonitor`."
         )
@@ -227,7 +258,9 @@ def _check_endpoint(endpoint: Mapping[str, Any]) -> None:
 
 def _check_jobset(manifest: Mapping[str, Any]) -> None:
     if not manifest["spec"]["replicatedJobs"]:
-        raise ValueError("spec.replicatedJobs of a JobSet must have a job; got none. Write it with `manifest`.")
+        raise ValueError(
+            "spec.replicatedJobs of a JobSet must have a job; got none. Write it with `manifest`."
+        )
     check_exit_codes(manifest)
     name = manifest["metadata"]["name"]
     network = manifest["spec"].get("network", {})
@@ -258,7 +291,9 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
             _check_environment(told, count, f"{name}-{job['name']}-0-0.{subdomain}", path)
 
 
-def _check_pods_of_job(spec: Mapping[str, Any], name: str, subdomain: str, job: str, path: str) -> None:
+def _check_pods_of_job(
+    spec: Mapping[str, Any], name: str, subdomain: str, job: str, path: str
+) -> None:
     """Raises ValueError unless the pods of a Job are numbered, and are found by names that are short enough."""
     if spec.get("completionMode") != "Indexed":
         raise ValueError(
@@ -269,7 +304,9 @@ def _check_pods_of_job(spec: Mapping[str, Any], name: str, subdomain: str, job: 
         raise ValueError(
             f"subdomain of {path} must be that of spec.network; got {own!r} and {subdomain!r}. Make them equal."
         )
-    longest = f"{name}-{job}-0-{(spec.get('completions') or 1) - 1}-abcde"  # as JobSet's webhook counts
+    longest = (
+        f"{name}-{job}-0-{(spec.get('completions') or 1) - 1}-abcde"  # as JobSet's webhook counts
+    )
     if len(longest) > MAX_NAME:
         raise ValueError(
             f"a pod's name must have at most {MAX_NAME} letters; got {longest!r}. Shorten metadata.name by "
@@ -290,7 +327,9 @@ def _check_policy(spec: Mapping[str, Any], path: str) -> None:
             )
 
 
-def _check_place_is_told(containers: Sequence[Mapping[str, Any]], count: int | None, path: str) -> None:
+def _check_place_is_told(
+    containers: Sequence[Mapping[str, Any]], count: int | None, path: str
+) -> None:
     """Raises ValueError if no container of several pods is told which process it is: each would train alone."""
     told = {variable["name"] for each in containers for variable in each.get("env", [])}
     missing = [name for name in NAMES if name not in told]
@@ -303,7 +342,10 @@ def _check_place_is_told(containers: Sequence[Mapping[str, Any]], count: int | N
 
 def _check_restarts(spec: Mapping[str, Any], path: str) -> None:
     """Raises ValueError if a pod may be restarted alone: its peers have lost their program with it, and would wait."""
-    restarts, alone = spec["template"]["spec"].get("restartPolicy"), spec.get("backoffLimit", 6)  # the API's default
+    restarts, alone = (
+        spec["template"]["spec"].get("restartPolicy"),
+        spec.get("backoffLimit", 6),
+    )  # the API's default
     if restarts != "Never" or alone != 0:
         raise ValueError(
             f"pods of {path} are restarted together, not alone; got restartPolicy {restarts} and backoffLimit {alone}. Write "
@@ -319,7 +361,9 @@ def _check_environment(told: Mapping[str, Any], count: int, host: str, path: str
         )
     address = told.get("JAX_COORDINATOR_ADDRESS", {}).get("value", host)
     if not re.fullmatch(rf"{re.escape(host)}(\..*)?", address.partition(":")[0]):
-        raise ValueError(f"JAX_COORDINATOR_ADDRESS must be pod 0's host, {host}; got {address}. Correct it.")
+        raise ValueError(
+            f"JAX_COORDINATOR_ADDRESS must be pod 0's host, {host}; got {address}. Correct it."
+        )
     given = told.get("JAX_PROCESS_ID", {})
     if count > 1 and "value" in given:
         raise ValueError(
@@ -328,4 +372,6 @@ def _check_environment(told: Mapping[str, Any], count: int, host: str, path: str
         )
     number = given.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", INDEX)
     if number != INDEX:
-        raise ValueError(f"JAX_PROCESS_ID must be the pod's number, {INDEX}; got {number}. Correct it.")
+        raise ValueError(
+            f"JAX_PROCESS_ID must be the pod's number, {INDEX}; got {number}. Correct it."
+        )

@@ -100,7 +100,9 @@ def _check_choice(value: Any, path: str, names: tuple[str, ...]) -> None:
     named = {each.lower(): each for each in known if each}
     near = near_name(value, named)
     remedy = f"Did you mean {named[near]}?" if near else "Write one of these, or leave it out."
-    raise ValueError(f"{path} must be {', '.join(named.values())}; got {printable(repr(value))[:80]}. {remedy}")
+    raise ValueError(
+        f"{path} must be {', '.join(named.values())}; got {printable(repr(value))[:80]}. {remedy}"
+    )
 
 
 def _of(table: Mapping[tuple[str, ...], Any], names: tuple[str, ...]) -> Any:
@@ -123,7 +125,9 @@ def _check_form(value: Any, what: str, form: str | None) -> None:
         raise ValueError(f"{what} {needed}")
     if broken := forms.broken_rule(form, value):
         rule, most = broken
-        raise ValueError(f"{what} must be {rule}, at most {most} long; got {printable(repr(value))[:80]}. Correct it.")
+        raise ValueError(
+            f"{what} must be {rule}, at most {most} long; got {printable(repr(value))[:80]}. Correct it."
+        )
 
 
 def _check_toleration(toleration: Mapping[str, Any], path: str) -> None:

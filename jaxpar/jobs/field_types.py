@@ -147,7 +147,9 @@ def _check_names(part: Mapping[str, Any], path: str) -> None:
     for name in part:
         if not isinstance(name, str):
             where = path or "a manifest"
-            raise ValueError(f"the names of fields of {where} must be strings; got {name!r}. Put it into quotes.")
+            raise ValueError(
+                f"the names of fields of {where} must be strings; got {name!r}. Put it into quotes."
+            )
 
 
 def _shown(value: Any, kind: str) -> str:

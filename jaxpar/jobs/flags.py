@@ -41,9 +41,13 @@ OPTIONAL = {
 OPTIONAL |= {"--experts": [], "--expert-buffer": [], "--lora-rank": []}
 OPTIONAL |= {"--quantize": [], "--products": ["compute"]}
 MAX_PARTS = 2**16
-_SLURM, _KUBERNETES = ([each.name for each in dataclasses.fields(of)] for of in (SlurmSettings, KubernetesSettings))
+_SLURM, _KUBERNETES = (
+    [each.name for each in dataclasses.fields(of)] for of in (SlurmSettings, KubernetesSettings)
+)
 OF_SERVICE = ("name", "image", "namespace", "checkpoint_claim", "toleration", "env", "run_as_user")
-_NOT_OF_SERVICE = [each.name for each in dataclasses.fields(JobSettings) if each.name not in OF_SERVICE]
+_NOT_OF_SERVICE = [
+    each.name for each in dataclasses.fields(JobSettings) if each.name not in OF_SERVICE
+]
 _GROUPS = ("service", "mesh")  # of flags
 # A PodMonitor takes all flags of its job, so that one command line writes both.
 UNUSED = {
@@ -83,7 +87,9 @@ class PlannedSettings:
     products: forms.Word | None = None
     sequence_parallel: bool = False
     zero: forms.CountOrZero | None = None
-    layers_per_virtual_stage: Annotated[list[forms.CountOrZero], Field(max_length=MAX_PARTS)] | None = None
+    layers_per_virtual_stage: (
+        Annotated[list[forms.CountOrZero], Field(max_length=MAX_PARTS)] | None
+    ) = None
     remat: Literal[True, False, "dots"] = False
     experts: forms.Word | None = None
     expert_buffer: forms.Positive | None = None
@@ -130,7 +136,12 @@ def check_recipe(plan: PlannedSettings, command: Sequence[str]) -> None:
 def plan_flags(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
     """Returns a plan's settings as a recipe's flags, except those that the command already has."""
     given = {word.split("=")[0] for word in command}
-    return [word for flag, values in _planned(plan).items() if flag not in given for word in (flag, *values)]
+    return [
+        word
+        for flag, values in _planned(plan).items()
+        if flag not in given
+        for word in (flag, *values)
+    ]
 
 
 def plan_remarks(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
@@ -146,7 +157,9 @@ def plan_remarks(plan: PlannedSettings, command: Sequence[str]) -> list[str]:
     for flag in sorted({word.split("=")[0] for word in command} & {*meant}):
         own, values = flag_values(command, flag), meant[flag]
         if own != values and not flag.startswith("--mesh."):  # which must be that of the job
-            changed.append(printable(f"{' '.join([flag, *own])} where it has {' '.join(values) or 'none'}"))
+            changed.append(
+                printable(f"{' '.join([flag, *own])} where it has {' '.join(values) or 'none'}")
+            )
     if not changed:
         return []
     return [
@@ -159,7 +172,9 @@ def _planned(plan: PlannedSettings) -> dict[str, list[str]]:
     """Returns the values of the flags of a recipe that a plan sets."""
     flags: dict[str, list[Any]] = {f"--mesh.{axis}": [size] for axis, size in mesh_of(plan).items()}
     told = {name: getattr(plan, name) for name in FLAGS}
-    flags |= {f"--{name.replace('_', '-')}": [value] for name, value in told.items() if value is not None}
+    flags |= {
+        f"--{name.replace('_', '-')}": [value] for name, value in told.items() if value is not None
+    }
     if plan.ignore_config_keys:
         flags["--ignore-config-keys"] = list(plan.ignore_config_keys)
     if plan.num_chunks is not None and (plan.num_chunks > 1 or plan.schedule == "interleaved"):
@@ -180,5 +195,9 @@ def unused_flags(kind: str, given: Collection[str]) -> list[str]:
         kind: That of ``manifest --kind``.
         given: The names of the settings that differ from their defaults.
     """
-    names = [f"--{name.replace('_', '-')}" + ".*" * (name in _GROUPS) for name in UNUSED[kind] if name in given]
+    names = [
+        f"--{name.replace('_', '-')}" + ".*" * (name in _GROUPS)
+        for name in UNUSED[kind]
+        if name in given
+    ]
     return [f"not used by --kind {kind}: {', '.join(names)}"] if names else []

@@ -24,7 +24,9 @@ def _form(name: str) -> AfterValidator:
         if broken is None:
             return value
         rule, most = broken
-        raise PydanticCustomError("form", "must be {rule}, at most {most} long", {"rule": rule, "most": most})
+        raise PydanticCustomError(
+            "form", "must be {rule}, at most {most} long", {"rule": rule, "most": most}
+        )
 
     return AfterValidator(check)
 

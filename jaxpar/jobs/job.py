@@ -29,7 +29,10 @@ INSTALLED = (
     ("jaxpar", "train"),
     ("python", "-m", "jaxpar", "train"),
 )  # begin the command of a recipe that pip installed
-SERVED = (("jaxpar", "serve"), ("python", "-m", "jaxpar", "serve"))  # begin the command of a Service
+SERVED = (
+    ("jaxpar", "serve"),
+    ("python", "-m", "jaxpar", "serve"),
+)  # begin the command of a Service
 REMEDY = "Give such a value, and nothing else."
 MAX_WORD = 2**16
 
@@ -201,7 +204,11 @@ class Job(JobSettings, Mesh):
 
     def arguments(self) -> list[str]:
         """Returns the command line, with the flags that the job adds."""
-        run = ["python", "-u", *self.command] if self.command[0].endswith(".py") else list(self.command)
+        run = (
+            ["python", "-u", *self.command]
+            if self.command[0].endswith(".py")
+            else list(self.command)
+        )
         return [*run, *self.added_flags()]
 
     def added_flags(self) -> list[str]:
@@ -213,14 +220,19 @@ class Job(JobSettings, Mesh):
         words = [] if is_recipe(self.command) else self._told_flags()
         pairs = zip(words[::2], words[1::2], strict=True)
         return [
-            word for flag, value in pairs if not (flag.startswith("--mesh.") and value == "1") for word in (flag, value)
+            word
+            for flag, value in pairs
+            if not (flag.startswith("--mesh.") and value == "1")
+            for word in (flag, value)
         ]
 
     def _told_flags(self) -> list[str]:
         told = {f"--mesh.{axis}": str(size) for axis, size in mesh_of(self).items()}
         if self.metrics_port:
             told |= {"--metrics-port": str(self.metrics_port), "--metrics-address": "0.0.0.0"}
-        missing = {name: value for name, value in told.items() if flag_value(self.command, name) is None}
+        missing = {
+            name: value for name, value in told.items() if flag_value(self.command, name) is None
+        }
         return [word for pair in missing.items() for word in pair]
 
 
@@ -331,7 +343,9 @@ def _check_nodes(job: Job) -> None:
     got = arg(**mesh_of(job))
     devices, of_node = job.num_devices, job.devices_per_node
     kind, flag = (
-        ("fake devices", "--fake-devices-per-node") if job.fake_devices_per_node else ("GPUs", "--gpus-per-node")
+        ("fake devices", "--fake-devices-per-node")
+        if job.fake_devices_per_node
+        else ("GPUs", "--gpus-per-node")
     )
     if of_node % job.tensor:
         fits = ", ".join(str(n) for n in range(1, of_node + 1) if of_node % n == 0)
@@ -355,7 +369,9 @@ def _check_nodes(job: Job) -> None:
 def mesh_of(settings: Any) -> dict[str, int]:
     """Returns the sizes of the mesh of a job or a plan, without a ``replica`` or ``context`` of 1."""
     sizes = {axis: getattr(settings, axis) for axis in AXES}
-    return {axis: size for axis, size in sizes.items() if axis not in ("replica", "context") or size > 1}
+    return {
+        axis: size for axis, size in sizes.items() if axis not in ("replica", "context") or size > 1
+    }
 
 
 def check_environment(env: Sequence[str]) -> None:
@@ -367,7 +383,9 @@ def check_environment(env: Sequence[str]) -> None:
                 f"{arg('env')} may not have the variables that a job sets itself; got {name}. Leave it out."
             )
         if names.count(name) > 1:
-            raise ValueError(f"{arg('env')} must have each variable once; got {name} twice. Leave one out.")
+            raise ValueError(
+                f"{arg('env')} must have each variable once; got {name} twice. Leave one out."
+            )
 
 
 def check_name(name: str, of: str = "a job", suffix: str = POD_SUFFIX) -> None:

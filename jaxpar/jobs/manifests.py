@@ -57,10 +57,18 @@ def fill(part: Any, values: Mapping[str, Any]) -> Any:
     """
     if isinstance(part, str):
         name = part[1:-1] if re.fullmatch(r"\{\w+\}", part) else ""
-        return fill(PARTS[name], values) if name in PARTS else values[name] if name else part.format_map(values)
+        return (
+            fill(PARTS[name], values)
+            if name in PARTS
+            else values[name]
+            if name
+            else part.format_map(values)
+        )
     if isinstance(part, list):
         items = [fill(item, values) for item in part]
-        return [each for item in items if item for each in (item if isinstance(item, list) else [item])]
+        return [
+            each for item in items if item for each in (item if isinstance(item, list) else [item])
+        ]
     if not isinstance(part, dict):
         return part
     if not fill(part.get("if", True), values):
@@ -125,7 +133,9 @@ def _values(job: Job) -> dict[str, Any]:
         TOKEN_VARIABLE: job.token,
         **({"JAX_COMPILATION_CACHE_DIR": COMPILED} if job.cache_claim else {}),
     }
-    values = vars(job) | of_pod(job, limits | ({resource: int(count)} if resource else {}), told | job.variables())
+    values = vars(job) | of_pod(
+        job, limits | ({resource: int(count)} if resource else {}), told | job.variables()
+    )
     values |= {
         "num_nodes": job.num_nodes,
         "slice_size": job.replica_topology and str(job.devices_per_stage // job.devices_per_node),
@@ -136,7 +146,9 @@ def _values(job: Job) -> dict[str, Any]:
         "port": PORT,
         "compiled": COMPILED,
     }
-    return values | {"annotations": fill("{placement}", values) | (fill("{scraping}", values) or {})}
+    return values | {
+        "annotations": fill("{placement}", values) | (fill("{scraping}", values) or {})
+    }
 
 
 def of_pod(job: Any, limits: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
@@ -151,7 +163,9 @@ def of_pod(job: Any, limits: Mapping[str, Any], variables: Mapping[str, str]) ->
     return {
         "arguments": [as_written(word) for word in job.arguments()],
         "grace_seconds": job.grace_seconds,
-        "environment": [{"name": name, "value": as_written(value)} for name, value in variables.items()],
+        "environment": [
+            {"name": name, "value": as_written(value)} for name, value in variables.items()
+        ],
         "tolerations": [_toleration(taint) for taint in job.toleration],
         "requests": ({"cpu": str(job.cpus)} if job.cpus else {}) | limits,
         "limits": limits,
@@ -167,7 +181,8 @@ def _security(job: Any) -> dict[str, Any]:
         "is_not_root": is_not_root,
         "user": job.user,
         "group": is_not_root and job.user,
-        "group_policy": is_not_root and "OnRootMismatch",  # else every start would change each file of the volume
+        "group_policy": is_not_root
+        and "OnRootMismatch",  # else every start would change each file of the volume
         "capabilities": job.capabilities,
     }
 
@@ -193,7 +208,9 @@ def _toleration(taint: str) -> dict[str, str]:
 def check_image(image: str) -> None:
     """Raises ValueError unless a container image is named."""
     if not image:
-        raise ValueError("a pod needs a container image; got none. Give one that has jaxpar: --image registry/name:tag")
+        raise ValueError(
+            "a pod needs a container image; got none. Give one that has jaxpar: --image registry/name:tag"
+        )
 
 
 def to_sbatch(job: Job) -> str:
@@ -226,7 +243,9 @@ def to_sbatch(job: Job) -> str:
         options="\n".join(f"#SBATCH --{name}={value}" for name, value in options.items() if value),
         start_seconds=job.start_seconds,
         token=TOKEN_VARIABLE,
-        variables="".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.variables().items()),
+        variables="".join(
+            f"export {name}={shlex.quote(value)}\n" for name, value in job.variables().items()
+        ),
         command=f"srun --kill-on-bad-exit=1{cpus} {shlex.join(job.arguments())}",
         final=_either((ExitCode.DONE, *FINAL_CODES)),
         preempted=int(ExitCode.PREEMPTED),

@@ -77,7 +77,9 @@ def readings(text: str) -> dict[str, str]:
 def _kind(text: str, program: str) -> str:
     if program == KUBERNETES and re.match("[-+0-9]", text):
         text = text.replace("_", "")  # wherever it is
-    return next((kind for kind, pattern in RULES[program].items() if re.fullmatch(pattern, text)), STRING)
+    return next(
+        (kind for kind, pattern in RULES[program].items() if re.fullmatch(pattern, text)), STRING
+    )
 
 
 def is_string(text: str) -> bool:
@@ -136,7 +138,11 @@ def _nodes(document: Any) -> Iterator[Any]:
         seen.add(id(node))
         yield node
         if not isinstance(node.value, str):
-            waiting += [each for item in node.value for each in (item if isinstance(item, tuple) else (item,))]
+            waiting += [
+                each
+                for item in node.value
+                for each in (item if isinstance(item, tuple) else (item,))
+            ]
 
 
 def to_yaml(*manifests: dict[str, Any]) -> str:

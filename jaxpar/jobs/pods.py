@@ -68,12 +68,17 @@ def check_container_ports(containers: Sequence[Mapping[str, Any]], path: str) ->
     """Raises ValueError if two ports of a pod, whose containers have one network, are the same, or have one name."""
     ports = [port for each in containers for port in each.get("ports", [])]
     for found in (
-        [f"containerPort {port['containerPort']} ({port.get('protocol', 'TCP')})" for port in ports],
+        [
+            f"containerPort {port['containerPort']} ({port.get('protocol', 'TCP')})"
+            for port in ports
+        ],
         [f"name {port['name']}" for port in ports if "name" in port],
     ):
         for each in found:
             if found.count(each) > 1:
-                raise ValueError(f"the ports of {path} must differ; got {each} twice. Change one of them.")
+                raise ValueError(
+                    f"the ports of {path} must differ; got {each} twice. Change one of them."
+                )
 
 
 def check_network(network: Mapping[str, Any]) -> None:

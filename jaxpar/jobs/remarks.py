@@ -39,7 +39,13 @@ def remarks(manifest: Mapping[str, Any]) -> list[str]:
         manifest: A manifest that ``check_manifest`` takes.
     """
     lines = [line for pods in workloads(manifest) for line in _of(pods)]
-    return [*lines, *_of_runtime(manifest), *restart_remarks(manifest), *_unprobed(manifest), *_suspended(manifest)]
+    return [
+        *lines,
+        *_of_runtime(manifest),
+        *restart_remarks(manifest),
+        *_unprobed(manifest),
+        *_suspended(manifest),
+    ]
 
 
 def _of_runtime(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -50,7 +56,9 @@ def _of_runtime(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 def _suspended(manifest: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line if a job waits for someone to start it."""
-    if manifest.get("spec", {}).get("suspend") and not any(pods.is_queued for pods in workloads(manifest)):
+    if manifest.get("spec", {}).get("suspend") and not any(
+        pods.is_queued for pods in workloads(manifest)
+    ):
         yield "spec.suspend is true and there is no --queue: the job does not start. Leave it out, or name the queue"
 
 
@@ -63,7 +71,9 @@ def _unprobed(manifest: Mapping[str, Any]) -> Iterator[str]:
     for probe in missing:
         yield f"the pods have no {probe}: {UNPROBED[probe]}. Write it as `manifest --kind service` does"
     for probe in (each["startupProbe"] for each in containers if "startupProbe" in each):
-        seconds = probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)  # the API's defaults
+        seconds = probe.get("periodSeconds", 10) * probe.get(
+            "failureThreshold", 3
+        )  # the API's defaults
         if seconds < LEAST_START:
             yield (
                 f"startupProbe ends a pod that has not loaded its model after {seconds} s. Raise its failureThreshold, 180, say"
@@ -117,7 +127,11 @@ def _of_recipe(pods: Workload) -> Iterator[str]:
 
 def trains_nothing(command: Sequence[str]) -> Iterator[str]:
     """Yields a line if the command of a recipe ends before it trains."""
-    given = [flag for flag in ("--dry-run", "--compile-for") if flag in {word.partition("=")[0] for word in command}]
+    given = [
+        flag
+        for flag in ("--dry-run", "--compile-for")
+        if flag in {word.partition("=")[0] for word in command}
+    ]
     if given:
         yield (
             f"the recipe has {given[0]}: the job checks and compiles, trains nothing, and ends as if it had. Leave {given[0]} "
@@ -196,7 +210,9 @@ def _no_time_to_save(pods: Workload) -> Iterator[str]:
 
 def _deaf_to_signals(pods: Workload) -> Iterator[str]:
     """Yields a line if the program is process 1 of its pod, to which the kernel does not send SIGTERM by default."""
-    is_first = pods.shares_processes is False and PurePosixPath([*pods.words, ""][0]).name not in INITS
+    is_first = (
+        pods.shares_processes is False and PurePosixPath([*pods.words, ""][0]).name not in INITS
+    )
     if is_first:
         yield (
             f"{pods.path} has no shareProcessNamespace: a pod that is drained while it starts, or waits for others, does not "
@@ -207,7 +223,12 @@ def _deaf_to_signals(pods: Workload) -> Iterator[str]:
 def _no_shared_memory(pods: Workload) -> Iterator[str]:
     """Yields a line if the GPUs of a pod have the shared memory of the container runtime alone."""
     each = pods.devices
-    if each is not None and each[1] == GPUS and each[0] > 1 and SHARED_MEMORY not in _mounted_at(pods):
+    if (
+        each is not None
+        and each[1] == GPUS
+        and each[0] > 1
+        and SHARED_MEMORY not in _mounted_at(pods)
+    ):
         yield (
             f"{pods.path} has nothing at {SHARED_MEMORY}: NCCL needs more than the usual 64 MiB there for {each[0]} GPUs. "
             "Mount an emptyDir whose medium is Memory"
@@ -220,7 +241,12 @@ def _mounted_at(pods: Workload) -> set[PurePosixPath]:
 
 def _no_gang(pods: Workload) -> Iterator[str]:
     """Yields a line if nothing sees to it that all pods with GPUs start, or none."""
-    if (pods.num_pods or 1) > 1 and not pods.is_queued and FAKE_DEVICES not in pods.variables and not _placed(pods):
+    if (
+        (pods.num_pods or 1) > 1
+        and not pods.is_queued
+        and FAKE_DEVICES not in pods.variables
+        and not _placed(pods)
+    ):
         yield (
             f"{pods.num_pods} pods and no --queue: some may start, hold their GPUs and wait for the rest. Where the cluster "
             "has Kueue, which admits all or none, name its queue: --queue research"
@@ -240,7 +266,10 @@ def _unknown_number(pods: Workload) -> Iterator[str]:
 def _lost_results(pods: Workload) -> Iterator[str]:
     """Yields a line for each way in which a recipe loses its work with its pods."""
     folder = pods.flag("--out-dir")
-    given, place = "no --out-dir" if folder is None else f"--out-dir {folder}", f"{CHECKPOINTS}/{pods.name}"
+    given, place = (
+        "no --out-dir" if folder is None else f"--out-dir {folder}",
+        f"{CHECKPOINTS}/{pods.name}",
+    )
     if not pods.folders:
         yield (
             f"the recipe has {given} and there is no --checkpoint-claim: results and checkpoints are lost with the pods. "
@@ -379,7 +408,11 @@ def _locked_memory(pods: Workload) -> Iterator[str]:
             f"{rdma[0]} and --run-as-user {pods.user}: only root gets IPC_LOCK, the right to lock memory. RDMA works if the "
             "nodes' container runtime sets no limit to locked memory (ulimit -l unlimited); else leave --run-as-user out"
         )
-    elif rdma and pods.user == ROOT and LOCKS not in pods.security.get("capabilities", {}).get("add", []):
+    elif (
+        rdma
+        and pods.user == ROOT
+        and LOCKS not in pods.security.get("capabilities", {}).get("add", [])
+    ):
         yield (
             f"{rdma[0]} and no {LOCKS}: without this right RDMA may not lock memory, unless the nodes' container runtime sets "
             "no limit (ulimit -l unlimited). Add it to the capabilities of the container"

@@ -18,9 +18,17 @@ DOES = {
 }
 TAKEN_AWAY = None  # in place of an exit code, of a pod that ends with its node
 ENDS = (  # how a pod may end, and what `manifest` has a JobSet do then
-    (f"a run that was asked to stop and has saved (exit code {int(ExitCode.PREEMPTED)})", ExitCode.PREEMPTED, RESTARTS),
+    (
+        f"a run that was asked to stop and has saved (exit code {int(ExitCode.PREEMPTED)})",
+        ExitCode.PREEMPTED,
+        RESTARTS,
+    ),
     ("a drained node", TAKEN_AWAY, RESTARTS),
-    (f"a failure such as a lost process (exit code {int(ExitCode.PEER_LOST)})", ExitCode.PEER_LOST, COUNTS),
+    (
+        f"a failure such as a lost process (exit code {int(ExitCode.PEER_LOST)})",
+        ExitCode.PEER_LOST,
+        COUNTS,
+    ),
 )
 REMEDY = "Write failurePolicy and podFailurePolicy as `manifest` does"
 
@@ -40,14 +48,20 @@ def restart_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_job(policy: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
-    again = [str(int(code)) for code in FINAL_CODES if answer(policy, job, code) in (COUNTS, RESTARTS)]
+    again = [
+        str(int(code)) for code in FINAL_CODES if answer(policy, job, code) in (COUNTS, RESTARTS)
+    ]
     if again:
         yield (
             f"exit codes {', '.join(again)} restart the job, though a run that ends with them would end so again, or needs "
             f"inspection first. {REMEDY}"
         )
     for action, what_it_does in DOES.items():
-        ends = [end for end, code, wanted in ENDS if action != wanted and answer(policy, job, code) == action]
+        ends = [
+            end
+            for end, code, wanted in ENDS
+            if action != wanted and answer(policy, job, code) == action
+        ]
         if ends:
             yield f"after {' and after '.join(ends)} {what_it_does}. {REMEDY}"
 
@@ -80,6 +94,10 @@ def answer(policy: Mapping[str, Any], job: Mapping[str, Any], code: int | None) 
 
 def _is_of(rule: Mapping[str, Any], code: int | None) -> bool:
     if code is TAKEN_AWAY:
-        return any(each.get("type") == "DisruptionTarget" for each in rule.get("onPodConditions", []))
+        return any(
+            each.get("type") == "DisruptionTarget" for each in rule.get("onPodConditions", [])
+        )
     codes = rule.get("onExitCodes")
-    return codes is not None and (code in codes.get("values", [])) == (codes.get("operator") == "In")
+    return codes is not None and (code in codes.get("values", [])) == (
+        codes.get("operator") == "In"
+    )

@@ -7,7 +7,10 @@ from jaxpar.jobs.pods import labels_of
 from jaxpar.jobs.workload import workloads
 
 JOB_LABEL = "jobset.sigs.k8s.io/jobset-name"
-OF_CONTROLLERS = ("jobset.sigs.k8s.io/", "batch.kubernetes.io/")  # labels that pods get beside those of a manifest
+OF_CONTROLLERS = (
+    "jobset.sigs.k8s.io/",
+    "batch.kubernetes.io/",
+)  # labels that pods get beside those of a manifest
 
 
 def check_together(manifests: Sequence[Mapping[str, Any]]) -> None:
@@ -15,7 +18,9 @@ def check_together(manifests: Sequence[Mapping[str, Any]]) -> None:
     named = [(each["kind"], _namespace(each), each["metadata"]["name"]) for each in manifests]
     for kind, _, name in named:
         if named.count((kind, _, name)) > 1:
-            raise ValueError(f"a file may have one {kind} of a name; got two named {name!r}. Rename one.")
+            raise ValueError(
+                f"a file may have one {kind} of a name; got two named {name!r}. Rename one."
+            )
     deployments = [each for each in manifests if each["kind"] == "Deployment"]
     for service in (each for each in manifests if each["kind"] == "Service"):
         _check_leads_to(service, deployments)
@@ -30,7 +35,11 @@ def _namespace(manifest: Mapping[str, Any]) -> str | None:
 
 def _check_leads_to(service: Mapping[str, Any], deployments: Sequence[Mapping[str, Any]]) -> None:
     wanted = service["spec"]["selector"]
-    chosen = [each for each in deployments if wanted.items() <= labels_of(each["spec"]["template"]).items()]
+    chosen = [
+        each
+        for each in deployments
+        if wanted.items() <= labels_of(each["spec"]["template"]).items()
+    ]
     if deployments and not chosen:
         raise ValueError(
             f"spec.selector of a Service must be labels of the Deployment's pods; got {wanted}. Correct it."
@@ -70,7 +79,9 @@ def _check_monitors(monitor: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]
             _check_endpoints(monitor, job)
 
 
-def _monitored(monitor: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def _monitored(
+    monitor: Mapping[str, Any], jobs: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
     """Returns the jobs of a file that a PodMonitor selects by their names, or else by labels of their own."""
     labels = monitor["spec"]["selector"].get("matchLabels", {})
     wanted = labels.get(JOB_LABEL)
@@ -94,7 +105,9 @@ def _labels_of_job(job: Mapping[str, Any]) -> Mapping[str, str]:
 def _check_endpoints(monitor: Mapping[str, Any], job: Mapping[str, Any]) -> None:
     ports = [port for pods in workloads(job) for port in pods.ports or ()]
     names = {port["name"] for port in ports if "name" in port}
-    numbers = {port["containerPort"] for port in ports if "name" in port}  # process 0's has none, and no metrics
+    numbers = {
+        port["containerPort"] for port in ports if "name" in port
+    }  # process 0's has none, and no metrics
     known = {"port": names, "portNumber": numbers, "targetPort": names | numbers}
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:
         for field, there in known.items():

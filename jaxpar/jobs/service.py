@@ -14,7 +14,16 @@ from pydantic import Field
 
 from jaxpar import fields
 from jaxpar.jobs import forms
-from jaxpar.jobs.job import GPUS, LEAST_PORT, SERVED, USER, check_command, check_environment, check_name, num_words
+from jaxpar.jobs.job import (
+    GPUS,
+    LEAST_PORT,
+    SERVED,
+    USER,
+    check_command,
+    check_environment,
+    check_name,
+    num_words,
+)
 from jaxpar.jobs.manifests import PARTS, check_image, fill, of_pod
 from jaxpar.jobs.workload import served_folder
 
@@ -68,7 +77,10 @@ class Serving(ServiceSettings):
     capabilities = {"drop": ["ALL"]}  # noqa: RUF012, of every container; no field
 
     def __post_init__(self) -> None:
-        own = {each.name: f"--service.{each.name.replace('_', '-')}" for each in dataclasses.fields(ServiceSettings)}
+        own = {
+            each.name: f"--service.{each.name.replace('_', '-')}"
+            for each in dataclasses.fields(ServiceSettings)
+        }
         fields.check(self, "Leave it out for the default.", own)
         check_command(self.command)
         check_image(self.image)
@@ -80,7 +92,9 @@ class Serving(ServiceSettings):
                 f"a Service runs jaxpar serve; got {' '.join(self.command)[:80] or 'no command'}. Give it and a folder after "
                 "the options: jaxpar serve /checkpoints/gpt"
             )
-        given = {"--address", "--port", "--timeout-seconds"} & {word.split("=")[0] for word in self.command}
+        given = {"--address", "--port", "--timeout-seconds"} & {
+            word.split("=")[0] for word in self.command
+        }
         if given:
             raise ValueError(
                 f"the probes depend on where a pod listens and how long it answers; got {', '.join(sorted(given))} in the "
@@ -95,7 +109,11 @@ class Serving(ServiceSettings):
 
     def arguments(self) -> list[str]:
         """Returns the command line, with the flags that a pod needs unless it has its own."""
-        told = {"--address": "0.0.0.0", "--port": str(self.port), "--timeout-seconds": f"{self.timeout_seconds:g}"}
+        told = {
+            "--address": "0.0.0.0",
+            "--port": str(self.port),
+            "--timeout-seconds": f"{self.timeout_seconds:g}",
+        }
         return [*self.command, *(word for pair in told.items() for word in pair)]
 
     @property
@@ -112,6 +130,8 @@ class Serving(ServiceSettings):
 def to_service(serving: Serving) -> list[dict[str, Any]]:
     """Returns the Deployment and the Service."""
     limits = {GPUS: serving.gpus} if serving.gpus else {}
-    values = vars(serving) | of_pod(serving, limits, dict(each.split("=", 1) for each in serving.env))
+    values = vars(serving) | of_pod(
+        serving, limits, dict(each.split("=", 1) for each in serving.env)
+    )
     values |= {"metrics_port": serving.port, "pre_stop_seconds": PRE_STOP_SECONDS}
     return [fill(PARTS[kind], values) for kind in ("Deployment", "Service")]

@@ -14,7 +14,18 @@ from jaxpar.jobs.job import AXES, GPUS, INSTALLED, SERVED, flag_value, is_python
 QUEUE = "kueue.x-k8s.io/queue-name"
 FAKE_DEVICES = "JAX_NUM_CPU_DEVICES"
 SHARED_MEMORY = PurePosixPath("/dev/shm")
-UNITS = {"": 1, "n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+UNITS = {
+    "": 1,
+    "n": 1e-9,
+    "u": 1e-6,
+    "m": 1e-3,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "P": 1e15,
+    "E": 1e18,
+}
 UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGTPE", 1)}
 USUAL_GRACE = 30  # seconds, of Kubernetes
 
@@ -93,7 +104,11 @@ class Workload:
     @property
     def shared_memory(self) -> Mapping[str, Any] | None:
         """The volume that is mounted as shared memory; None: there is none, or not one of the pod's volumes."""
-        names = [mount["name"] for mount in self.mounts if PurePosixPath(mount["mountPath"]) == SHARED_MEMORY]
+        names = [
+            mount["name"]
+            for mount in self.mounts
+            if PurePosixPath(mount["mountPath"]) == SHARED_MEMORY
+        ]
         return next((volume for volume in self.volumes if volume["name"] in names), None)
 
     @property
@@ -142,7 +157,11 @@ def mesh_of_flags(command: Sequence[str]) -> dict[str, int]:
     {'data': 4, 'tensor': 2}
     """
     given = {axis: flag_value(command, f"--mesh.{axis}") for axis in AXES}
-    return {axis: int(value) for axis, value in given.items() if value and re.fullmatch(r"-?\d{1,9}", value)}
+    return {
+        axis: int(value)
+        for axis, value in given.items()
+        if value and re.fullmatch(r"-?\d{1,9}", value)
+    }
 
 
 def fills(sizes: Mapping[str, int], num_devices: int) -> bool:
@@ -166,7 +185,12 @@ def _pods_of(manifest: Mapping[str, Any]) -> Iterator[Workload]:
     if manifest["kind"] == "JobSet":
         for number, job in enumerate(spec["replicatedJobs"]):
             of_job = job["template"]["spec"]
-            yield _of_pods("JobSet", of_job["template"], f"spec.replicatedJobs.{number}", of_job.get("parallelism"))
+            yield _of_pods(
+                "JobSet",
+                of_job["template"],
+                f"spec.replicatedJobs.{number}",
+                of_job.get("parallelism"),
+            )
     elif manifest["kind"] == "Deployment":
         yield _of_pods("Deployment", spec["template"], "spec.template", None)
     elif manifest["kind"] == "TrainJob":
@@ -176,14 +200,18 @@ def _pods_of(manifest: Mapping[str, Any]) -> Iterator[Workload]:
 def _of_pods(kind: str, template: Mapping[str, Any], path: str, num_pods: int | None) -> Workload:
     spec = template["spec"]
     containers = spec["containers"]
-    program = next((each for each in containers if each["name"] in ("train", "serve")), containers[0])
+    program = next(
+        (each for each in containers if each["name"] in ("train", "serve")), containers[0]
+    )
     resources = program.get("resources", {})
     return Workload(
         kind=kind,
         path=path,
         words=_words(program),
         variables=_variables(program),
-        told=None if "envFrom" in program else frozenset(each["name"] for each in program.get("env", [])),
+        told=None
+        if "envFrom" in program
+        else frozenset(each["name"] for each in program.get("env", [])),
         num_pods=num_pods,
         requests=resources.get("requests", {}),
         limits=resources.get("limits", {}),
@@ -227,7 +255,12 @@ def _of_trainjob(spec: Mapping[str, Any]) -> Workload:
 def _patched_pods(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the pods of the first patch of a TrainJob's runtime that has some."""
     for patch in spec.get("runtimePatches", []):
-        jobs = patch.get("trainingRuntimeSpec", {}).get("template", {}).get("spec", {}).get("replicatedJobs", [])
+        jobs = (
+            patch.get("trainingRuntimeSpec", {})
+            .get("template", {})
+            .get("spec", {})
+            .get("replicatedJobs", [])
+        )
         for job in jobs:
             return job["template"]["spec"]["template"]
     return {}
@@ -250,7 +283,9 @@ def _mounted(spec: Mapping[str, Any]) -> frozenset[str]:
 def whole(value: Any, name: str) -> int:
     """Returns a count, which a manifest has as a number or as text; raises ValueError if it is none."""
     if isinstance(value, bool) or not re.fullmatch(r"-?\d{1,9}", str(value)):
-        raise ValueError(f"{name} must be a whole number; got {str(value)[:80]!r}. Write it in digits.")
+        raise ValueError(
+            f"{name} must be a whole number; got {str(value)[:80]!r}. Write it in digits."
+        )
     return int(value)
 
 
@@ -258,7 +293,9 @@ def amount(value: Any, name: str) -> float:
     """Returns a quantity of Kubernetes, such as 800Gi; raises ValueError if it is none."""
     found = QUANTITY.fullmatch(str(value))
     if isinstance(value, bool) or not found:
-        raise ValueError(f"{name} must be a quantity, such as 8 or 800Gi; got {str(value)[:80]!r}. Correct it.")
+        raise ValueError(
+            f"{name} must be a quantity, such as 8 or 800Gi; got {str(value)[:80]!r}. Correct it."
+        )
     unit = found[2] or ""
     if unit not in UNITS:  # an exponent
         return float(str(value))

@@ -98,26 +98,42 @@ class PrometheusExporter(Watcher):
         self._gauges: dict[tuple[str, str], Any] = {}
         self._flops, self._peak = flops_per_step, peak_flops or _peak_flops()
         self._began, self._seconds = time.monotonic() if began is None else began, []
-        self._steps = prometheus.Counter("jaxpar_steps", "Steps done by this process.", registry=self._registry)
-        self._skipped = prometheus.Counter("jaxpar_skipped_steps", COUNTED["skipped"], registry=self._registry)
-        about, count = ("jaxpar_saves", "Checkpoints saved by this process."), num_saves or (lambda: 0)
+        self._steps = prometheus.Counter(
+            "jaxpar_steps", "Steps done by this process.", registry=self._registry
+        )
+        self._skipped = prometheus.Counter(
+            "jaxpar_skipped_steps", COUNTED["skipped"], registry=self._registry
+        )
+        about, count = (
+            ("jaxpar_saves", "Checkpoints saved by this process."),
+            num_saves or (lambda: 0),
+        )
         self._registry.register(Totals(lambda: {about: count()}))
-        goodput = self._gauge("goodput", "Steps at their median pace, over the time since the run began.")
+        goodput = self._gauge(
+            "goodput", "Steps at their median pace, over the time since the run began."
+        )
         goodput.set_function(self._goodput)
         try:
-            page = prometheus.CONTENT_TYPE_LATEST, lambda: prometheus.generate_latest(self._registry)
+            page = (
+                prometheus.CONTENT_TYPE_LATEST,
+                lambda: prometheus.generate_latest(self._registry),
+            )
             self._server = PageServer({"/metrics": page, "/": page}, address, port)
         except OSError as error:
             raise OSError(
                 f"{arg('metrics_port')} must be free; got {address}:{port} ({error.strerror}). Choose another port."
             ) from error
         self.port: int = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, name="jaxpar-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="jaxpar-metrics", daemon=True
+        )
         self._thread.start()
 
     def _gauge(self, name: str, about: str, *, of: str = "exporter") -> Any:
         if (of, name) not in self._gauges:
-            self._gauges[of, name] = self._new_gauge(re.sub(r"[^a-zA-Z0-9_]", "_", f"jaxpar_{name}"), about)
+            self._gauges[of, name] = self._new_gauge(
+                re.sub(r"[^a-zA-Z0-9_]", "_", f"jaxpar_{name}"), about
+            )
         return self._gauges[of, name]
 
     def _new_gauge(self, name: str, about: str) -> Any:
@@ -134,13 +150,17 @@ class PrometheusExporter(Watcher):
         """Updates the metrics."""
         for name, value in line.items():
             if name not in COUNTED:
-                self._gauge(name, f"{name} of the last step, as in metrics.jsonl.", of="line").set(value)
+                self._gauge(name, f"{name} of the last step, as in metrics.jsonl.", of="line").set(
+                    value
+                )
         self._steps.inc()
         self._skipped.inc(max(line.get("skipped", 0), 0))
         self._seconds.append(line["step_seconds"])
         if self._flops and self._peak:
             mfu = self._flops / line["step_seconds"] / self._peak
-            self._gauge("mfu", "Useful operations per second over the peak of the devices.").set(mfu)
+            self._gauge("mfu", "Useful operations per second over the peak of the devices.").set(
+                mfu
+            )
 
     def close(self) -> None:
         """Stops serving."""
@@ -151,7 +171,10 @@ class PrometheusExporter(Watcher):
 
 def _peak_flops() -> float | None:
     kind = jax.devices()[0].device_kind
-    peak = next((gpu.peak_flops for gpu in GPUS.values() if gpu.name.partition("-")[0].upper() in kind), None)
+    peak = next(
+        (gpu.peak_flops for gpu in GPUS.values() if gpu.name.partition("-")[0].upper() in kind),
+        None,
+    )
     return None if peak is None else peak * jax.device_count()
 
 
@@ -170,7 +193,9 @@ class TensorBoardWriter(Watcher):
             from tensorboardX.proto import event_pb2
             from tensorboardX.record_writer import RecordWriter
             from tensorboardX.summary import scalar
-        messages: Any = event_pb2  # its classes are created at import, so type checkers do not know them
+        messages: Any = (
+            event_pb2  # its classes are created at import, so type checkers do not know them
+        )
         event = lambda **of: messages.Event(wall_time=time.time(), **of).SerializeToString()
         self._scalar = lambda name, value, step: event(step=step, summary=scalar(name, value))
         # Not SummaryWriter: a full disk ends its thread, and the training then waits for it forever.

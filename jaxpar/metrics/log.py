@@ -62,14 +62,20 @@ class MetricsLog:
         self._is_first_process = jax.process_index() == 0
         self._watchers = tuple(watchers) if self._is_first_process else ()
         self._pending: tuple[int, Mapping[str, jax.Array | Number]] | None = None
-        self._pause: tuple[float, float] | None = None  # when that after the last step began and ended
+        self._pause: tuple[float, float] | None = (
+            None  # when that after the last step began and ended
+        )
         self._file: LineFile | None = None
         self._jumps, self._num_told = Jumps(), 0
 
     def __enter__(self) -> "MetricsLog":
         if self._is_first_process:
-            self._file = LineFile(self.path, _lines_before(self.path, self._first_step, self._jumps))
-        self._progress = self._progress_bar() if self._is_first_process and sys.stderr.isatty() else None
+            self._file = LineFile(
+                self.path, _lines_before(self.path, self._first_step, self._jumps)
+            )
+        self._progress = (
+            self._progress_bar() if self._is_first_process and sys.stderr.isatty() else None
+        )
         for watcher in self._watchers:
             watcher.open(self._first_step)
         self._then = time.perf_counter()
@@ -123,7 +129,12 @@ class MetricsLog:
         ended, resumed = self._pause or (now, now)
         seconds, self._then, self._pause = ended - self._then, resumed, None
         rate = self._items_per_step / seconds
-        self.last = {"step": step, **values, "step_seconds": seconds, f"{self._items}_per_second": rate}
+        self.last = {
+            "step": step,
+            **values,
+            "step_seconds": seconds,
+            f"{self._items}_per_second": rate,
+        }
         if self._file is not None:
             self._file.write(_line(self.last))
         if self._is_first_process:
@@ -167,7 +178,9 @@ class MetricsLog:
         return progress
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, SystemExit):  # a run that stops on request resumes after its last line
+        if error is None or isinstance(
+            error, SystemExit
+        ):  # a run that stops on request resumes after its last line
             self.flush()
         if self._progress is not None:
             self._progress.stop()
@@ -181,7 +194,12 @@ class MetricsLog:
 
 def _line(values: Mapping[str, Number]) -> str:
     """Returns values as a line of JSON; NaN and infinity, which JSON does not have, become null."""
-    return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()}) + "\n"
+    return (
+        json.dumps(
+            {name: value if math.isfinite(value) else None for name, value in values.items()}
+        )
+        + "\n"
+    )
 
 
 class LineFile:

@@ -26,7 +26,10 @@ from jaxpar.runtime.output import tell
 
 Number = int | float
 STARTING, TRAINING, FINISHING = "starting", "training", "finishing"
-LINES, STEPS = 2, 3  # without a step for longer than this many lines and usual steps, a line says so and gives no rate
+LINES, STEPS = (
+    2,
+    3,
+)  # without a step for longer than this many lines and usual steps, a line says so and gives no rate
 
 
 class StatusLines(Watcher):
@@ -49,7 +52,9 @@ class StatusLines(Watcher):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 < seconds < math.inf:
-            raise ValueError(f"the seconds between two lines must be positive; got {seconds:g}. Choose such as 15.")
+            raise ValueError(
+                f"the seconds between two lines must be positive; got {seconds:g}. Choose such as 15."
+            )
         self._num_steps, self._seconds, self._say, self._clock = num_steps, seconds, say, clock
         self._began = self._training_began = clock()
         self._phases = [(STARTING, self._began)]
@@ -144,7 +149,9 @@ def render_status(values: Mapping[str, Any]) -> str:
     if "step" in values:
         parts += [f"step {values['step']:,} of {values['steps']:,}", f"loss {values['loss']:.5g}"]
         rates = {name: value for name, value in values.items() if name.endswith("_per_second")}
-        parts += [f"{value:,.0f} {name.removesuffix('_per_second')}/s" for name, value in rates.items()]
+        parts += [
+            f"{value:,.0f} {name.removesuffix('_per_second')}/s" for name, value in rates.items()
+        ]
         if "seconds_without_step" in values:
             parts.append(f"no step for {duration(values['seconds_without_step'])}")
         parts.append(f"{duration(values['seconds_left'])} left")
@@ -160,7 +167,11 @@ def duration(seconds: float) -> str:
     ('1 min 0 s', '2 min 15 s', '2 h 5 min', '2 d 7 h')
     """
     whole = round(seconds)
-    for large, small, size, of in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+    for large, small, size, of in (
+        ("d", "h", 86400, 3600),
+        ("h", "min", 3600, 60),
+        ("min", "s", 60, 1),
+    ):
         if whole >= size:
             return f"{whole // size} {large} {whole % size // of} {small}"
     return f"{whole} s"
@@ -202,12 +213,21 @@ class JsonStream(io.TextIOBase):
         with self._lock:
             text, self._parts = "".join(self._parts).strip("\n"), []
         if text.strip():
-            self.emit(level="error" if text.startswith(("error:", "Traceback")) else "info", message=text)
+            self.emit(
+                level="error" if text.startswith(("error:", "Traceback")) else "info", message=text
+            )
 
     def emit(self, **values: Any) -> None:
         """Writes a line with these values and the time; numbers that JSON does not have become null."""
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+        now = (
+            datetime.datetime.now(datetime.UTC)
+            .isoformat(timespec="milliseconds")
+            .replace("+00:00", "Z")
+        )
+        plain = {
+            name: None if isinstance(v, float) and not math.isfinite(v) else v
+            for name, v in values.items()
+        }
         with self._lock:
             line = json.dumps({"time": now, **plain}) + "\n"
             self.wrapped.write(line)  # one write: another stream may share the file

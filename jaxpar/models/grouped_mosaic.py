@@ -85,12 +85,17 @@ def multiply(
 
     def kernel(rows_gmem: Any, weights_gmem: Any, owner_gmem: Any, out_gmem: Any) -> None:
         run = _specialized(tiles, depth, rows.dtype, transposed=transposed)
-        first = rows_gmem.at[pl.ds(0, TILE), :], _columns_of(weights_gmem.at[0], pl.ds(0, tiles.columns), transposed)
+        first = (
+            rows_gmem.at[pl.ds(0, TILE), :],
+            _columns_of(weights_gmem.at[0], pl.ds(0, tiles.columns), transposed),
+        )
 
         @partial(
             pl.run_scoped,
             buffers=run(_nothing, _nothing).get_allocations(*first),
-            out_smem=gpu.SMEM((2, 2, TILE, _SWIZZLED), rows.dtype, transforms=_swizzled(_SWIZZLED, rows.dtype)),
+            out_smem=gpu.SMEM(
+                (2, 2, TILE, _SWIZZLED), rows.dtype, transforms=_swizzled(_SWIZZLED, rows.dtype)
+            ),
             tile_read=gpu.Barrier(num_arrivals=2),
             collective_axes="warpgroup",
         )
@@ -107,7 +112,11 @@ def multiply(
                 expert = owner_gmem[m]
 
                 def add(_: Any, left: Any, right: Any, total: Any) -> Any:
-                    gpu.wgmma(total, left, right.at[mine, :].transpose((1, 0)) if transposed else right.at[:, mine])
+                    gpu.wgmma(
+                        total,
+                        left,
+                        right.at[mine, :].transpose((1, 0)) if transposed else right.at[:, mine],
+                    )
                     gpu.wgmma_wait(1)
                     return total
 
@@ -162,7 +171,9 @@ def contract(
     sizes = sizes.astype(jnp.int32)
     begins = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
 
-    def kernel(rows_gmem: Any, ct_gmem: Any, begins_gmem: Any, steps_gmem: Any, out_gmem: Any) -> None:
+    def kernel(
+        rows_gmem: Any, ct_gmem: Any, begins_gmem: Any, steps_gmem: Any, out_gmem: Any
+    ) -> None:
         @gpu.nd_loop((experts, num_tiles[0] * num_tiles[1]), collective_axes="block")
         def _each_tile(loop: Any) -> None:
             expert = loop.index[0]
@@ -187,13 +198,17 @@ def contract(
                 @pl.when(steps_gmem[expert] > 0)
                 def _of_some() -> None:
                     steps = {"grid": (steps_gmem[expert],), "max_concurrent_steps": tiles.steps}
-                    gpu.emit_pipeline(add, in_specs=in_specs, **steps)(rows_gmem.at[group, :], ct_gmem.at[group, :])
+                    gpu.emit_pipeline(add, in_specs=in_specs, **steps)(
+                        rows_gmem.at[group, :], ct_gmem.at[group, :]
+                    )
 
                 return total[...]
 
             total = pl.run_scoped(sum_steps, gpu.ACC((TILE, tiles.columns), jnp.float32))
 
-            @partial(pl.run_scoped, out_smem=gpu.SMEM((TILE, tiles.columns), rows.dtype, transforms=form))
+            @partial(
+                pl.run_scoped, out_smem=gpu.SMEM((TILE, tiles.columns), rows.dtype, transforms=form)
+            )
             def _write_tile(out_smem: Any) -> None:
                 out_smem[...] = total.astype(rows.dtype)
                 gpu.commit_smem()
@@ -247,14 +262,20 @@ def _columns_of(weight: Any, columns: Any, transposed: bool) -> Any:
 def _swizzled(width: int, dtype: Any) -> tuple[Any, ...]:
     """Returns the order in shared memory in which rows of a matrix of this width can be multiplied."""
     num_bytes = gpu.find_swizzle(width * jnp.dtype(dtype).itemsize * 8)
-    return gpu.TilingTransform((8, num_bytes // jnp.dtype(dtype).itemsize)), gpu.SwizzleTransform(num_bytes)
+    return gpu.TilingTransform((8, num_bytes // jnp.dtype(dtype).itemsize)), gpu.SwizzleTransform(
+        num_bytes
+    )
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
-def _call(kernel: Callable[..., None], out: Any, blocks: int, interpret: Any, **threads: Any) -> Callable[..., Array]:
+def _call(
+    kernel: Callable[..., None], out: Any, blocks: int, interpret: Any, **threads: Any
+) -> Callable[..., Array]:
     semantics = gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Warpgroup)
     settings: dict[str, Any] = threads if interpret is None else threads | {"interpret": interpret}
     grid = {"grid": (blocks,), "grid_names": ("block",)}
-    return gpu.kernel(kernel, out_type=out, compiler_params=semantics, kernel_name=_NAME, **grid, **settings)
+    return gpu.kernel(
+        kernel, out_type=out, compiler_params=semantics, kernel_name=_NAME, **grid, **settings
+    )

@@ -44,7 +44,9 @@ def form_of(dtype: Any, *widths: int) -> Form:
     """Returns what products of this dtype with weights of these widths become where this is traced."""
     if not on_gpus():
         return "plain"
-    is_for_mosaic = on_hopper() and jnp.dtype(dtype).itemsize == 2 and all(width % 128 == 0 for width in widths)
+    is_for_mosaic = (
+        on_hopper() and jnp.dtype(dtype).itemsize == 2 and all(width % 128 == 0 for width in widths)
+    )
     return "mosaic" if is_for_mosaic else "triton"
 
 
@@ -68,14 +70,20 @@ def grouped_product(
 
 def _backward(each: Callable[..., Array], given: tuple, ct: Array) -> tuple[Array, Array, None]:
     rows, weights, sizes = given
-    return each(partial(_multiply, transposed=True), ct, weights, sizes), each(_contract, rows, ct, sizes), None
+    return (
+        each(partial(_multiply, transposed=True), ct, weights, sizes),
+        each(_contract, rows, ct, sizes),
+        None,
+    )
 
 
 grouped_product.defvjp(lambda each, *given: (grouped_product(each, *given), given), _backward)
 
 
 def _multiply(rows: Array, weights: Array, sizes: Array, *, transposed: bool) -> Array:
-    return PRODUCT.bind(sizes, rows, weights, transposed=transposed, **_settings(rows, weights.shape[2:]))
+    return PRODUCT.bind(
+        sizes, rows, weights, transposed=transposed, **_settings(rows, weights.shape[2:])
+    )
 
 
 def _contract(rows: Array, ct: Array, sizes: Array) -> Array:
@@ -89,7 +97,9 @@ def _settings(rows: Array, widths: tuple[int, ...]) -> dict[str, Any]:
 # Operations -----------------------------------------------------------------------------------------------------------------
 
 
-def _product(sizes: Array, rows: Array, weights: Array, *, transposed: bool, form: Form, blocks: int) -> Array:
+def _product(
+    sizes: Array, rows: Array, weights: Array, *, transposed: bool, form: Form, blocks: int
+) -> Array:
     """Returns the products ``[1, rows, out]`` of rows ``[1, rows, in]`` with weights ``[1, experts, in, out]``."""
     # The group of each tile; for those after the last group there is none.
     ends, tiles = jnp.cumsum(sizes[0]) // TILE, jnp.arange(rows.shape[1] // TILE)
@@ -107,7 +117,9 @@ def _kernels(form: Form, blocks: int) -> tuple[Callable[..., Array], Callable[..
     if form == "mosaic":
         from jaxpar.models import grouped_mosaic
 
-        return partial(grouped_mosaic.multiply, blocks=blocks), partial(grouped_mosaic.contract, blocks=blocks)
+        return partial(grouped_mosaic.multiply, blocks=blocks), partial(
+            grouped_mosaic.contract, blocks=blocks
+        )
     if form == "triton":
         from jaxpar.models import grouped_triton
 

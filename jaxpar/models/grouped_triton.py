@@ -19,7 +19,10 @@ from jaxtyping import Array, Float, Int
 from jaxpar.devices import on_gpus
 from jaxpar.dtypes import wide_dtype
 
-_COLUMNS, _DEPTH = 128, 64  # of a tile of the result, and of the products that are added to it at a time
+_COLUMNS, _DEPTH = (
+    128,
+    64,
+)  # of a tile of the result, and of the products that are added to it at a time
 
 
 def multiply(
@@ -43,8 +46,12 @@ def multiply(
         def add(i: Any, total: Array) -> Array:
             here = rows_ref[pl.ds(tile, size), pl.ds(i * step, step)]
             if transposed:
-                return total + _dot(here, weights_ref[known, pl.ds(column, columns), pl.ds(i * step, step)].T)
-            return total + _dot(here, weights_ref[known, pl.ds(i * step, step), pl.ds(column, columns)])
+                return total + _dot(
+                    here, weights_ref[known, pl.ds(column, columns), pl.ds(i * step, step)].T
+                )
+            return total + _dot(
+                here, weights_ref[known, pl.ds(i * step, step), pl.ds(column, columns)]
+            )
 
         steps = (expert < experts).astype(jnp.int32) * (depth // step)
         total = jax.lax.fori_loop(0, steps, add, jnp.zeros((size, columns), wide_dtype(rows.dtype)))
@@ -63,7 +70,11 @@ def contract(
     ends = jnp.cumsum(sizes).astype(jnp.int32) // _DEPTH
 
     def kernel(begins_ref: Any, ends_ref: Any, rows_ref: Any, ct_ref: Any, out_ref: Any) -> None:
-        row, column, expert = pl.program_id(0) * height, pl.program_id(1) * columns, pl.program_id(2)
+        row, column, expert = (
+            pl.program_id(0) * height,
+            pl.program_id(1) * columns,
+            pl.program_id(2),
+        )
 
         def add(i: Any, total: Array) -> Array:
             here = rows_ref[pl.ds(i * _DEPTH, _DEPTH), pl.ds(row, height)]
@@ -78,7 +89,9 @@ def contract(
     return call(ends - sizes.astype(jnp.int32) // _DEPTH, ends, rows, ct)
 
 
-def _call(kernel: Callable[..., None], grid: tuple[int, ...], out: jax.ShapeDtypeStruct) -> Callable[..., Array]:
+def _call(
+    kernel: Callable[..., None], grid: tuple[int, ...], out: jax.ShapeDtypeStruct
+) -> Callable[..., Array]:
     interpret = not on_gpus()
     return pl.pallas_call(
         kernel,

@@ -48,14 +48,18 @@ class Line:
     def trained_on(self, table: Table) -> TrainedLinear:
         """Returns the model with the names of a table's columns, and the range of each feature in its rows."""
         seen = tuple((float(column.min()), float(column.max())) for column in table.features.T)
-        return TrainedLinear(table.names, table.target_name, tuple(self.weights.tolist()), self.intercept, seen)
+        return TrainedLinear(
+            table.names, table.target_name, tuple(self.weights.tolist()), self.intercept, seen
+        )
 
 
 def least_squares(table: Table) -> Line:
     """Returns the line with the least squared error, by a singular value decomposition of the standardised features."""
     scale = Standard.of(table)
     rows = scale(table)
-    return scale.line({"weights": np.linalg.lstsq(rows["features"], rows["target"])[0], "bias": 0.0})
+    return scale.line(
+        {"weights": np.linalg.lstsq(rows["features"], rows["target"])[0], "bias": 0.0}
+    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,12 @@ class Standard:
     def of(cls, table: Table) -> "Standard":
         """Returns the scale of these rows; a column that does not vary is only shifted."""
         stds, std = table.features.std(axis=0), float(table.target.std())
-        return cls(table.features.mean(axis=0), np.where(stds > 0, stds, 1.0), float(table.target.mean()), std or 1.0)
+        return cls(
+            table.features.mean(axis=0),
+            np.where(stds > 0, stds, 1.0),
+            float(table.target.mean()),
+            std or 1.0,
+        )
 
     def __call__(self, table: Table) -> dict[str, np.ndarray]:
         """Returns the rows of ``table`` on this scale, as columns "features" and "target"."""
@@ -85,7 +94,11 @@ class Standard:
     def line(self, params: Mapping[str, Any]) -> Line:
         """Returns a model on this scale, {"weights", "bias"}, converted to the units of the data."""
         weights = np.asarray(params["weights"], np.float64) * self.target_std / self.feature_stds
-        intercept = self.target_mean + float(params["bias"]) * self.target_std - weights @ self.feature_means
+        intercept = (
+            self.target_mean
+            + float(params["bias"]) * self.target_std
+            - weights @ self.feature_means
+        )
         return Line(weights, float(intercept))
 
 
@@ -103,7 +116,9 @@ def curvature(features: np.ndarray, batch_size: int) -> float:
     rows = np.column_stack([features, np.ones(len(features))])
     mean = 2 * np.linalg.eigvalsh(rows.T @ rows / len(rows))[-1]
     sharpest = 2 * np.max(np.sum(rows**2, axis=1))
-    return float(mean if batch_size == len(rows) else (sharpest + (batch_size - 1) * mean) / batch_size)
+    return float(
+        mean if batch_size == len(rows) else (sharpest + (batch_size - 1) * mean) / batch_size
+    )
 
 
 def read_table(path: Path, features: tuple[str, ...], target: str) -> Table:
@@ -119,14 +134,18 @@ def read_table(path: Path, features: tuple[str, ...], target: str) -> Table:
     """
     names = (*features, target)
     if not features:
-        raise ValueError("--features must name at least one column; got none. Name the columns to predict from.")
+        raise ValueError(
+            "--features must name at least one column; got none. Name the columns to predict from."
+        )
     if len(set(names)) < len(names):
         raise ValueError(
             "--features and --target must not name a column twice; got "
             f"--features {' '.join(features)} --target {target}. Leave one of the two out."
         )
     columns = read_columns(path, names)
-    table = Table(features, target, np.stack([columns[name] for name in features], axis=1), columns[target])
+    table = Table(
+        features, target, np.stack([columns[name] for name in features], axis=1), columns[target]
+    )
     check_solvable(table)
     return table
 
@@ -159,7 +178,9 @@ def check_solvable(table: Table) -> None:
 def check_folds(folds: int, table: Table) -> None:
     """Raises unless each of so many folds, the flag --folds, tests a row and leaves enough to train on."""
     num_rows, num_params = table.num_rows, len(table.names) + 1
-    least = next((k for k in range(2, num_rows + 1) if num_rows - -(-num_rows // k) >= num_params), None)
+    least = next(
+        (k for k in range(2, num_rows + 1) if num_rows - -(-num_rows // k) >= num_params), None
+    )
     if least is None:
         raise ValueError(
             "there must be more rows than parameters to test on those that are left out; got "

@@ -7,7 +7,10 @@ from jaxpar.params import ParamSpec, zeros
 
 def param_table(num_features: int) -> PyTree:
     """Returns the table ``{"weights": [features], "bias": []}``."""
-    return {"weights": ParamSpec((num_features,), ("features",), zeros), "bias": ParamSpec((), (), zeros)}
+    return {
+        "weights": ParamSpec((num_features,), ("features",), zeros),
+        "bias": ParamSpec((), (), zeros),
+    }
 
 
 def apply(params: PyTree, batch: PyTree) -> Float[Array, " batch"]:

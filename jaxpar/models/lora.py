@@ -118,7 +118,10 @@ def einsum(
     inputs, y_dims = spec.replace(" ", "").split("->")
     x_dims, w_dims = inputs.split(",")
     ins = "".join(dim for dim in w_dims if dim not in y_dims)
-    outs, rank = w_dims[len(ins) :], next(letter for letter in string.ascii_letters if letter not in spec)
+    outs, rank = (
+        w_dims[len(ins) :],
+        next(letter for letter in string.ascii_letters if letter not in spec),
+    )
     if not w_dims.startswith(ins) or weight.lora_a.ndim != len(ins) + 1:
         raise ValueError(
             f"the dims of a weight that are summed over must come first, and be those that its factors were made for; got "
@@ -189,8 +192,13 @@ class Lora:
                     f"outputs. Choose {most} or less; 8, say."
                 )
             own = jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)
-            a = jax.random.normal(own, (*stack, *ins, self.rank), weight.dtype) * math.prod(ins) ** -0.5
-            return Adapted(weight, a, jnp.zeros((*stack, self.rank, *outs), weight.dtype), self.scale)
+            a = (
+                jax.random.normal(own, (*stack, *ins, self.rank), weight.dtype)
+                * math.prod(ins) ** -0.5
+            )
+            return Adapted(
+                weight, a, jnp.zeros((*stack, self.rank, *outs), weight.dtype), self.scale
+            )
 
         return self._at_targets(adapt, params)
 
@@ -218,7 +226,9 @@ class Lora:
             name = path_string(path)
             if layered and f"{LAYERS}/" not in name:
                 return leaf
-            target = next((target for target in self.targets if target in (name, name.split("/")[-1])), None)
+            target = next(
+                (target for target in self.targets if target in (name, name.split("/")[-1])), None
+            )
             if target is None:
                 return leaf
             found.add(target)
@@ -236,7 +246,11 @@ class Lora:
 
 def _cut(dims: tuple, num_stacked: int, num_in: int) -> tuple[tuple, tuple, tuple]:
     """Splits per-dim entries of a weight into those of stacked layers, in and out."""
-    return dims[:num_stacked], dims[num_stacked : num_stacked + num_in], dims[num_stacked + num_in :]
+    return (
+        dims[:num_stacked],
+        dims[num_stacked : num_stacked + num_in],
+        dims[num_stacked + num_in :],
+    )
 
 
 def num_stacked(path: str, params: PyTree) -> int:
@@ -256,7 +270,9 @@ def merge(params: PyTree) -> PyTree:
 
 def without_factors(params: PyTree) -> PyTree:
     """Returns params, or a tree of their structure, with the weights alone, unchanged."""
-    return jax.tree.map(lambda node: node.weight if is_adapted(node) else node, params, is_leaf=is_adapted)
+    return jax.tree.map(
+        lambda node: node.weight if is_adapted(node) else node, params, is_leaf=is_adapted
+    )
 
 
 def with_weights(params: PyTree, weights: PyTree) -> PyTree:
@@ -265,7 +281,9 @@ def with_weights(params: PyTree, weights: PyTree) -> PyTree:
     Where params has None it gets what ``weights`` has.
     """
     change = lambda node, weight: replace(node, weight=weight) if is_adapted(node) else weight
-    return jax.tree.map(change, params, weights, is_leaf=lambda node: node is None or is_adapted(node))
+    return jax.tree.map(
+        change, params, weights, is_leaf=lambda node: node is None or is_adapted(node)
+    )
 
 
 # -- weights in four or eight bits -------------------------------------------------------------------------------------
@@ -295,11 +313,15 @@ def quantize(params: PyTree, kind: str, weights: Mapping[str, int] | None = None
         if is_adapted(node):
             num_in = node.lora_a.ndim - 1 - stacked
             return replace(node, weight=quantize_weight(node.weight, kind, num_in, stacked, name))
-        return node if target is None else quantize_weight(node, kind, further[target], stacked, name)
+        return (
+            node if target is None else quantize_weight(node, kind, further[target], stacked, name)
+        )
 
     quantized = jax.tree_util.tree_map_with_path(of, params, is_leaf=is_weight)
     if missing := sorted(set(further) - found):
-        raise ValueError(f"each of weights must name one; got {missing[0]!r}. Choose among {_names(params)}.")
+        raise ValueError(
+            f"each of weights must name one; got {missing[0]!r}. Choose among {_names(params)}."
+        )
     if not any(map(_has_codes, jax.tree.leaves(quantized, is_leaf=_has_codes))):
         raise ValueError(
             f"weights are quantized where they are frozen, beside factors of LoRA; got params without factors: "

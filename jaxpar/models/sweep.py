@@ -42,7 +42,9 @@ class Errors:
     test: np.ndarray
 
 
-def sweep(train: Rows, test: Rows, width: int, num_hidden: int, learning_rate: float) -> tuple[Errors, Errors]:
+def sweep(
+    train: Rows, test: Rows, width: int, num_hidden: int, learning_rate: float
+) -> tuple[Errors, Errors]:
     """Returns the errors by size of the model, and by size of the training set.
 
     Args:
@@ -60,7 +62,9 @@ def sweep(train: Rows, test: Rows, width: int, num_hidden: int, learning_rate: f
 
     def errors(sizes: tuple[int, ...], runs: list[tuple[int, int]]) -> Errors:
         of_train, of_test = np.array([run(*each) for each in runs]).swapaxes(0, 1)
-        params = [count_params(mlp.param_table(64, 10, width=w, num_hidden=num_hidden)) for w, _ in runs]
+        params = [
+            count_params(mlp.param_table(64, 10, width=w, num_hidden=num_hidden)) for w, _ in runs
+        ]
         return Errors(sizes, tuple(params), tuple(n for _, n in runs), of_train, of_test)
 
     return errors(widths, [(w, few) for w in widths]), errors(counts, [(width, n) for n in counts])
@@ -77,33 +81,46 @@ def make_run(
         loss_sum, weight_sum = softmax_cross_entropy(mlp.MODEL.apply(params, batch), batch["label"])
         return loss_sum / weight_sum
 
-    def one_run(num_units: jax.Array, num_rows: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def one_run(
+        num_units: jax.Array, num_rows: jax.Array, seed: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         first = narrowed(init_params(table, jax.random.key(seed)), num_units)
 
         def step(state: tuple, key: jax.Array) -> tuple[tuple, None]:
             params, opt_state = state
             rows = jax.random.randint(key, (BATCH_SIZE,), 0, num_rows)
-            grads = jax.grad(mean_loss)(params, {name: jnp.asarray(column)[rows] for name, column in train.items()})
+            grads = jax.grad(mean_loss)(
+                params, {name: jnp.asarray(column)[rows] for name, column in train.items()}
+            )
             updates, opt_state = optimizer.update(grads, opt_state)
             return (optax.apply_updates(params, updates), opt_state), None
 
         keys = jax.random.split(jax.random.key(seed + NUM_RUNS), NUM_STEPS)
         (params, _), _ = jax.lax.scan(step, (first, optimizer.init(first)), keys)
-        of_train, of_test = (jnp.argmax(mlp.MODEL.apply(params, r), -1) != r["label"] for r in (train, test))
-        return jnp.sum(of_train & (jnp.arange(len(of_train)) < num_rows)) / num_rows, jnp.mean(of_test)
+        of_train, of_test = (
+            jnp.argmax(mlp.MODEL.apply(params, r), -1) != r["label"] for r in (train, test)
+        )
+        return jnp.sum(of_train & (jnp.arange(len(of_train)) < num_rows)) / num_rows, jnp.mean(
+            of_test
+        )
 
     runs = jax.jit(jax.vmap(one_run, (None, None, 0)))
-    return lambda num_units, num_rows: jax.device_get(runs(num_units, num_rows, jnp.arange(NUM_RUNS)))
+    return lambda num_units, num_rows: jax.device_get(
+        runs(num_units, num_rows, jnp.arange(NUM_RUNS))
+    )
 
 
 def narrowed(params: dict, num_units: jax.Array) -> dict:
     """Returns initial params of a model with ``num_units`` in a hidden layer, scaled as its own initializers would."""
     width = params["outer"]["w_in"].shape[1]
     kept = (jnp.arange(width) < num_units).astype(jnp.float32)
-    scale = jnp.sqrt(width / num_units)  # initializers divide by the square root of the number of inputs of a unit
+    scale = jnp.sqrt(
+        width / num_units
+    )  # initializers divide by the square root of the number of inputs of a unit
     outer, layers = params["outer"], params["layers"]
     both = kept[None, :, None] * kept[None, None, :] * scale
     return {
-        "outer": outer | {"w_in": outer["w_in"] * kept[None], "w_out": outer["w_out"] * kept[:, None] * scale},
+        "outer": outer
+        | {"w_in": outer["w_in"] * kept[None], "w_out": outer["w_out"] * kept[:, None] * scale},
         "layers": layers | {"w_up": layers["w_up"] * both, "w_down": layers["w_down"] * both},
     }

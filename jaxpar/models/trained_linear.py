@@ -40,7 +40,9 @@ class TrainedLinear:
     def outside(self, values: Sequence[int | float]) -> list[int]:
         """Returns the indices of the features whose values lie outside the training data."""
         return [
-            i for i, (value, (low, high)) in enumerate(zip(values, self.seen, strict=True)) if not low <= value <= high
+            i
+            for i, (value, (low, high)) in enumerate(zip(values, self.seen, strict=True))
+            if not low <= value <= high
         ]
 
 
@@ -54,7 +56,9 @@ def read_linear(path: Path) -> TrainedLinear:
         raise ValueError(
             f"{MODEL} must be one that a run has written; got {path}, which is not. Train again, in another --out-dir."
         ) from error
-    return replace(model, features=tuple(map(printable, model.features)), target=printable(model.target))
+    return replace(
+        model, features=tuple(map(printable, model.features)), target=printable(model.target)
+    )
 
 
 def write_linear(path: Path, linear: TrainedLinear) -> None:
@@ -81,8 +85,15 @@ def describe_prediction(folder: Path, values: Sequence[int | float]) -> str:
             f"{len(linear.features)}."
         )
     if not all(map(math.isfinite, values)):
-        raise ValueError(f"--predict must have finite numbers; got {' '.join(map(str, values))}. Correct them.")
-    outside = [f"{linear.features[i]} {linear.seen[i][0]:g} to {linear.seen[i][1]:g}" for i in linear.outside(values)]
-    given = ", ".join(f"{name} {value:g}" for name, value in zip(linear.features, values, strict=True))
+        raise ValueError(
+            f"--predict must have finite numbers; got {' '.join(map(str, values))}. Correct them."
+        )
+    outside = [
+        f"{linear.features[i]} {linear.seen[i][0]:g} to {linear.seen[i][1]:g}"
+        for i in linear.outside(values)
+    ]
+    given = ", ".join(
+        f"{name} {value:g}" for name, value in zip(linear.features, values, strict=True)
+    )
     warning = f" (a guess: the model has only seen {', '.join(outside)})" if outside else ""
     return f"{linear.target} {linear.predict(values):,.6g} for {given}{warning}"

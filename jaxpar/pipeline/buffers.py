@@ -91,7 +91,11 @@ def make_rings(
         made[name] = []
         for stored in map(unwrapped_shape, shapes):
             shape = *dims, *stored.shape
-            ring = jnp.zeros(shape, stored.dtype) if clear else empty(shape, stored.dtype, next(numbers))
+            ring = (
+                jnp.zeros(shape, stored.dtype)
+                if clear
+                else empty(shape, stored.dtype, next(numbers))
+            )
             made[name].append(ring)
     return made
 
@@ -176,7 +180,9 @@ def transfer(
     if schedule.placement == "loop":
         return {"left": to("left", dx), "right": to("right", y)}
     f = op_row(row, "F")
-    right_by_chunk = [sends_right(schedule, Op("F", 0, chunk)) for chunk in range(schedule.num_chunks)]
+    right_by_chunk = [
+        sends_right(schedule, Op("F", 0, chunk)) for chunk in range(schedule.num_chunks)
+    ]
     goes_right = jnp.asarray(right_by_chunk)[f.chunk]
     cotangents = iter(dx)
     back = [next(cotangents) if is_float(leaf) else blank for leaf, blank in zip(x, y, strict=True)]

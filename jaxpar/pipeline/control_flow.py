@@ -26,7 +26,9 @@ from jaxpar.mesh import STAGE
 Mask = jax.Array | bool  # True: known to be on when the step is traced
 
 HOST_CALLBACKS = ("pure_callback", "io_callback", "debug_callback")
-SOME_STAGES = "some_stages"  # in the names of operations that other stages do not run at the same time
+SOME_STAGES = (
+    "some_stages"  # in the names of operations that other stages do not run at the same time
+)
 ONCE = f"{SOME_STAGES}/once"  # in those of a loop of one trip or none
 
 _PERMUTE = re.compile(r" collective-permute(?:-start)?\(.*op_name=\"([^\"]*)\"")
@@ -46,12 +48,18 @@ def is_maskable(equations: Iterable[Any]) -> bool:
             return True
         return equation.primitive.name in HOST_CALLBACKS or has_side_effects(equation)
 
-    return not any(must_be_skipped(inner) for equation in equations for inner in with_inner(equation))
+    return not any(
+        must_be_skipped(inner) for equation in equations for inner in with_inner(equation)
+    )
 
 
 def permutes(equations: Iterable[Any]) -> bool:
     """Returns whether jaxpr equations send to other devices by a permutation, which all devices must run together."""
-    return any(inner.primitive.name == "ppermute" for equation in equations for inner in with_inner(equation))
+    return any(
+        inner.primitive.name == "ppermute"
+        for equation in equations
+        for inner in with_inner(equation)
+    )
 
 
 def both(a: Mask, b: Mask) -> Mask:
@@ -61,7 +69,11 @@ def both(a: Mask, b: Mask) -> Mask:
 
 def where(mask: Mask, new: Sequence, old: Sequence) -> list:
     """Returns the arrays ``new`` where the mask is on, else ``old``."""
-    return list(new) if mask is True else [jnp.where(mask, n, o) for n, o in zip(new, old, strict=True)]
+    return (
+        list(new)
+        if mask is True
+        else [jnp.where(mask, n, o) for n, o in zip(new, old, strict=True)]
+    )
 
 
 def masked(mask: Mask, arrays: Sequence) -> list:
@@ -85,7 +97,9 @@ def do_if(on: Mask, op: Callable[[Any], Any], carry: Any, *, masks: bool) -> Any
     return jax.lax.cond(on, op, lambda carry: carry, carry)
 
 
-def for_range(start: int, stop: Any, body: Callable[[Any, Any], Any], carry: Any, *, back: bool) -> Any:
+def for_range(
+    start: int, stop: Any, body: Callable[[Any, Any], Any], carry: Any, *, back: bool
+) -> Any:
     """Returns the carry after ``carry = body(i, carry)`` for each i from ``start`` to ``stop``, or back from its end."""
     if isinstance(stop, int) and start >= stop:
         return carry
@@ -103,8 +117,14 @@ def check_permutes(compiled: jax.stages.Compiled) -> None:
     Raises:
         ValueError: It has a permutation in a branch; the message names the operations for which XLA inserted it.
     """
-    names = [found[1] for found in map(_PERMUTE.search, (compiled.as_text() or "").splitlines()) if found]
-    stuck = {name.rpartition("/")[2] for name in names if _OF_SOME_STAGES.search(name) and not _MESSAGE.search(name)}
+    names = [
+        found[1] for found in map(_PERMUTE.search, (compiled.as_text() or "").splitlines()) if found
+    ]
+    stuck = {
+        name.rpartition("/")[2]
+        for name in names
+        if _OF_SOME_STAGES.search(name) and not _MESSAGE.search(name)
+    }
     if stuck:
         raise ValueError(
             "a layer, head or loss must not slice, split, pad or flip a dim that the tensor axis cuts: the devices would "

@@ -115,9 +115,15 @@ class Ends:
             "embed_back": [node.equation for node in embed_back],
             "head": opened(of_head).eqns,
         }
-        self.skips = frozenset(end for end, equations in operations.items() if not is_maskable(equations))
-        self.permutes = frozenset(end for end, equations in operations.items() if permutes(equations))
-        self.parts = self.parts_for(y, microbatch, num_stages, num_shards) if num_stages > 1 else None
+        self.skips = frozenset(
+            end for end, equations in operations.items() if not is_maskable(equations)
+        )
+        self.permutes = frozenset(
+            end for end, equations in operations.items() if permutes(equations)
+        )
+        self.parts = (
+            self.parts_for(y, microbatch, num_stages, num_shards) if num_stages > 1 else None
+        )
 
     def _find_head_dtypes(self) -> Outer:
         inputs = self._head_graph.inputs

@@ -76,12 +76,16 @@ def _accumulate_over_ticks(stage: Stage) -> State:
             row = jax.lax.dynamic_slice(table, start, (1, 1, len(names)))[0, 0]
             return dict(zip(names, row, strict=True))
 
-        last = row_of(jnp.int32(stage.program.schedule.num_stages - 1)) if stage.ends.parts else None
+        last = (
+            row_of(jnp.int32(stage.program.schedule.num_stages - 1)) if stage.ends.parts else None
+        )
         return stage.tick(segment, number, state, row_of(index), last)
 
     state = stage.first_state()
     for segment in stage.program.segments:
-        if stage.program.reduces_in(segment):  # one tick; with ZeRO 1 gradients have another shape after it
+        if stage.program.reduces_in(
+            segment
+        ):  # one tick; with ZeRO 1 gradients have another shape after it
             state = tick(segment, jnp.int32(segment.start), state)
         else:
             state = jax.lax.fori_loop(segment.start, segment.stop, partial(tick, segment), state)
@@ -212,7 +216,11 @@ def _refuse_permutes(program: Program, ends: Ends, layer: SplitLayer, layout: La
     is_whole = layout.is_even and all(segment.masked for segment in program.segments)
     nodes = (node.equation for plan in layer.plans.values() for node in plan.nodes)
     found = ["layer"] * (permutes(nodes) and not (is_whole and program.skips.isdisjoint("FRBW")))
-    found += [end for end in sorted(ends.permutes) if not (is_whole and ends.is_masked(end, program, layout))]
+    found += [
+        end
+        for end in sorted(ends.permutes)
+        if not (is_whole and ends.is_masked(end, program, layout))
+    ]
     if found:
         raise ValueError(
             "jax.lax.ppermute in a model needs stages that run each op at the same time; got one in "

@@ -28,11 +28,24 @@ from jaxpar.dtypes import is_float, is_key
 from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.shard_map import on_tensor_shards
 
-_REDUCTIONS = {f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or")} | {"argmax", "argmin"}
+_REDUCTIONS = {f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or")} | {
+    "argmax",
+    "argmin",
+}
 # Where positions are in what these make of them is where a sharded dim would be.
 _BY_RULE = {"dot_general", "reshape", "slice", "squeeze", "transpose"} | _REDUCTIONS
 _OF_EACH = (ELEMENTWISE - _BY_RULE - {"broadcast_in_dim", "expand_dims", "iota"}) | {"reshard"}
-_LINEAR = {"add", "add_any", "convert_element_type", "copy", "neg", "reshape", "squeeze", "stop_gradient", "sub"}
+_LINEAR = {
+    "add",
+    "add_any",
+    "convert_element_type",
+    "copy",
+    "neg",
+    "reshape",
+    "squeeze",
+    "stop_gradient",
+    "sub",
+}
 
 
 @dataclass(frozen=True)
@@ -72,17 +85,23 @@ class HeadParts:
         """Returns the whole array from the parts of all stages."""
         blocks = (self.num_blocks, part.shape[self.dim] // self.num_blocks)
         part = part.reshape(*part.shape[: self.dim], *blocks, *part.shape[self.dim + 1 :])
-        whole = on_tensor_shards(lambda a: jax.lax.all_gather(a, STAGE, axis=self.dim + 1), part, self._spec)
+        whole = on_tensor_shards(
+            lambda a: jax.lax.all_gather(a, STAGE, axis=self.dim + 1), part, self._spec
+        )
         return whole.reshape(*part.shape[: self.dim], self.size, *part.shape[self.dim + 2 :])
 
     @property
     def _spec(self) -> PartitionSpec:
         """Blocks are sharded over ``tensor``: else every shard would send all of them to the other stages."""
-        return PartitionSpec(*(None,) * self.dim, TENSOR) if self.num_blocks > 1 else PartitionSpec()
+        return (
+            PartitionSpec(*(None,) * self.dim, TENSOR) if self.num_blocks > 1 else PartitionSpec()
+        )
 
     def _in_blocks(self, a: jax.Array) -> jax.Array:
         each = self.size // (self.num_blocks * self.num_stages)
-        return a.reshape(*a.shape[: self.dim], self.num_blocks, self.num_stages, each, *a.shape[self.dim + 1 :])
+        return a.reshape(
+            *a.shape[: self.dim], self.num_blocks, self.num_stages, each, *a.shape[self.dim + 1 :]
+        )
 
     def _joined(self, part: jax.Array) -> jax.Array:
         return part.reshape(*part.shape[: self.dim], -1, *part.shape[self.dim + 2 :])
@@ -115,7 +134,9 @@ def find_parts(
         if size == 0 or size % (num_stages * num_blocks):
             continue
         parts = HeadParts(dim, size, num_stages, num_blocks)
-        has_keys = any(is_key(leaf) for leaf in jax.tree.leaves((y, microbatch)) if parts.is_split(leaf))
+        has_keys = any(
+            is_key(leaf) for leaf in jax.tree.leaves((y, microbatch)) if parts.is_split(leaf)
+        )
         if not has_keys and _is_sum(head, graph, outer, y, microbatch, parts):
             return parts
     return None
@@ -140,10 +161,18 @@ def _is_sum(
     except (TypeError, ValueError):  # a shape is written into the head or the loss
         return False
     # A leaf of y without the dim belongs to another microbatch on the other stages.
-    not_split = {i for i, leaf in zip(whole.inputs[len(outer) :], y, strict=False) if not parts.is_split(leaf)}
+    not_split = {
+        i
+        for i, leaf in zip(whole.inputs[len(outer) :], y, strict=False)
+        if not parts.is_split(leaf)
+    }
     nodes = whole.needed(whole.outputs, ())
     read = {i for node in nodes for i in node.inputs}
-    if not _are_alike(whole, part) or not not_split.isdisjoint(read) or any(node.has_effects for node in whole.nodes):
+    if (
+        not _are_alike(whole, part)
+        or not not_split.isdisjoint(read)
+        or any(node.has_effects for node in whole.nodes)
+    ):
         return False
     dims, sums = {i: _dim_that_differs(whole, part, i) for i in whole.avals}, set()
     for node in nodes:
@@ -155,7 +184,9 @@ def _is_sum(
             sums.update(node.outputs)
         elif node.name == "reduce_sum" and has_positions and not any(makes_positions):
             sums.update(node.outputs)
-        elif (any(makes_positions) or has_positions) and not (all(makes_positions) and _is_of_each(whole, node, dims)):
+        elif (any(makes_positions) or has_positions) and not (
+            all(makes_positions) and _is_of_each(whole, node, dims)
+        ):
             return False
     return sums.issuperset(whole.outputs)
 
@@ -175,7 +206,11 @@ def _is_same(a: Any, b: Any) -> bool:
     if a is b:
         return True
     known = not any(isinstance(value, Tracer) for value in (a, b))
-    return known and np.shape(a) == np.shape(b) and np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)
+    return (
+        known
+        and np.shape(a) == np.shape(b)
+        and np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)
+    )
 
 
 def _dim_that_differs(whole: Graph, part: Graph, number: int) -> int | None:
@@ -209,7 +244,11 @@ def _is_of_each(graph: Graph, node: Node, dims: dict[int, int | None]) -> bool:
         source = graph.avals[node.inputs[0]].shape
         of = dict(enumerate(params["broadcast_dimensions"]))
         return all(source[i] == 1 or given[0] == i for i, to in of.items() if to == out)
-    sizes = {graph.avals[i].shape[dim] for i, dim in zip(node.inputs, given, strict=True) if dim is not None}
+    sizes = {
+        graph.avals[i].shape[dim]
+        for i, dim in zip(node.inputs, given, strict=True)
+        if dim is not None
+    }
     if name not in _BY_RULE or sizes != {graph.avals[node.outputs[0]].shape[out]}:
         return False
     found = RULES[name](Operation.of(graph, node, given))

@@ -142,7 +142,9 @@ class LayerOps(LayerLoop):
 
         first = layer.with_gathered(ct), x, *rings
         with jax.named_scope("FB"):
-            carry, sums = self.add_over_layers(one_backward, backward, first, sums, back=True, everywhere=one_of_each)
+            carry, sums = self.add_over_layers(
+                one_backward, backward, first, sums, back=True, everywhere=one_of_each
+            )
             (dx, _), *of_forward = carry
             one_forward = self._forward_one(forward, store=store)
             others = self.others(forward.chunk)
@@ -166,7 +168,9 @@ class LayerOps(LayerLoop):
         for_b, for_w = [self._get(name, ring, row, position) for name, ring in pairs]
         return for_b, for_w
 
-    def _put_residuals(self, rings: Rings, stored: Sequence[Arrays], row: OpRow, position: Any) -> Rings:
+    def _put_residuals(
+        self, rings: Rings, stored: Sequence[Arrays], row: OpRow, position: Any
+    ) -> Rings:
         """Writes what F of one layer stores, if it does."""
         if not stored:
             return rings

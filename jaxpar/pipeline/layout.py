@@ -23,7 +23,15 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jaxpar.fields import arg, check_kind, check_one_of
-from jaxpar.layered_model import LAYERS, PackedLayers, check_unpacked, is_layered, is_packed, is_stacked, num_layers
+from jaxpar.layered_model import (
+    LAYERS,
+    PackedLayers,
+    check_unpacked,
+    is_layered,
+    is_packed,
+    is_stacked,
+    num_layers,
+)
 from jaxpar.schedule import PLACEMENTS, Schedule, check_sizes, stage_and_chunk
 
 
@@ -49,10 +57,14 @@ class LayerLayout:
     num_chunks: int = 1
     placement: str = "loop"
     layers_per_virtual_stage: Sequence[int] | None = None
-    end_layers: tuple[int, int] = field(default=(0, 0), compare=False)  # layers_per_virtual_stage holds the result
+    end_layers: tuple[int, int] = field(
+        default=(0, 0), compare=False
+    )  # layers_per_virtual_stage holds the result
 
     def __post_init__(self) -> None:
-        check_sizes(num_layers=self.num_layers, num_stages=self.num_stages, num_chunks=self.num_chunks)
+        check_sizes(
+            num_layers=self.num_layers, num_stages=self.num_stages, num_chunks=self.num_chunks
+        )
         check_one_of(PLACEMENTS, placement=self.placement)
         for name in ("layers_per_virtual_stage", "end_layers"):
             counts, rule, remedy = getattr(self, name), "integers in a tuple", "Write (1, 2), say."
@@ -107,7 +119,10 @@ class LayerLayout:
     @property
     def layer_counts(self) -> np.ndarray:
         """The number of layers of each chunk, ``[num_stages, num_chunks]``."""
-        is_layer = self.packed_order.reshape(self.num_stages, self.num_chunks, self.positions_per_chunk) >= 0
+        is_layer = (
+            self.packed_order.reshape(self.num_stages, self.num_chunks, self.positions_per_chunk)
+            >= 0
+        )
         return is_layer.sum(axis=-1, dtype=np.int32)
 
     @property
@@ -116,7 +131,9 @@ class LayerLayout:
         order = np.full((self.num_stages, self.num_chunks, self.positions_per_chunk), -1)
         start = 0
         for virtual_stage, count in enumerate(self.layers_per_virtual_stage or ()):
-            order[(*self.stage_and_chunk(virtual_stage), slice(count))] = np.arange(start, start + count)
+            order[(*self.stage_and_chunk(virtual_stage), slice(count))] = np.arange(
+                start, start + count
+            )
             start += count
         return order.reshape(-1)
 
@@ -179,7 +196,9 @@ class LayerLayout:
         def pack(leaf: Any) -> Any:
             numpy = _numpy_of(leaf)
             taken = numpy.take(leaf, np.maximum(order, 0), axis=0)
-            return numpy.where(real.reshape(-1, *(1,) * (leaf.ndim - 1)), taken, numpy.zeros((), leaf.dtype))
+            return numpy.where(
+                real.reshape(-1, *(1,) * (leaf.ndim - 1)), taken, numpy.zeros((), leaf.dtype)
+            )
 
         return jax.tree.map(pack, layers)
 
@@ -230,7 +249,9 @@ def _numpy_of(leaf: Any) -> Any:
     return np if isinstance(leaf, np.ndarray) else jnp
 
 
-def fitting_layout(layout: LayerLayout | None, schedule: Schedule, params: PyTree) -> tuple[LayerLayout, PyTree]:
+def fitting_layout(
+    layout: LayerLayout | None, schedule: Schedule, params: PyTree
+) -> tuple[LayerLayout, PyTree]:
     """Returns the layout of a model's layers, and the params with the shapes of layers in the model's order.
 
     Args:
@@ -242,7 +263,9 @@ def fitting_layout(layout: LayerLayout | None, schedule: Schedule, params: PyTre
         ValueError: The layout does not fit the schedule or the params.
     """
     num, is_packed = num_layers(params), layout is not None and is_stacked(params)
-    layout = layout or LayerLayout(num, schedule.num_stages, schedule.num_chunks, schedule.placement)
+    layout = layout or LayerLayout(
+        num, schedule.num_stages, schedule.num_chunks, schedule.placement
+    )
     for name, own, asked in (
         ("num_stages", layout.num_stages, schedule.num_stages),
         ("num_chunks", layout.num_chunks, schedule.num_chunks),
@@ -254,7 +277,9 @@ def fitting_layout(layout: LayerLayout | None, schedule: Schedule, params: PyTre
                 f"a layout must fit the schedule and the packed params; got {name}={own} in the layout and {asked} in the run. "
                 "Make the LayerLayout for this schedule, and pack params with it (LayerLayout.pack)."
             )
-    in_order = {LAYERS: jax.eval_shape(layout.in_canonical_order, params[LAYERS])} if is_packed else {}
+    in_order = (
+        {LAYERS: jax.eval_shape(layout.in_canonical_order, params[LAYERS])} if is_packed else {}
+    )
     return layout, params | in_order
 
 

@@ -25,7 +25,13 @@ from jaxpar._compat import Tracer
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel, is_stacked
 from jaxpar.mesh import num_replicas, spec_of_rows
 from jaxpar.pipeline.layout import LayerLayout, close_params, fitting_layout, open_params
-from jaxpar.pipeline.mpmd_params import ListedLayers, OnOneStage, StackedLayers, check_one_process, submeshes
+from jaxpar.pipeline.mpmd_params import (
+    ListedLayers,
+    OnOneStage,
+    StackedLayers,
+    check_one_process,
+    submeshes,
+)
 from jaxpar.pipeline.mpmd_programs import (
     jit_grads,
     jit_op,
@@ -74,7 +80,9 @@ class MpmdExecutor:
     traced_loss: Callable[[PyTree, PyTree], Any]
     check: Callable[[PyTree, PyTree], None]
     frozen: Callable[[PyTree], PyTree] = lambda params: params
-    _pipelines: dict[Any, "_Pipeline"] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _pipelines: dict[Any, "_Pipeline"] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         check_one_process(self.mesh)
@@ -115,7 +123,9 @@ class _Pipeline:
         mesh, schedule = executor.mesh, executor.schedule
         shapes, rows = jax.eval_shape(lambda *trees: trees, params, batch)
         layout, canonical = fitting_layout(executor.layout, schedule, shapes)
-        one_replica = lambda a: jax.ShapeDtypeStruct((a.shape[0] // num_replicas(mesh), *a.shape[1:]), a.dtype)
+        one_replica = lambda a: jax.ShapeDtypeStruct(
+            (a.shape[0] // num_replicas(mesh), *a.shape[1:]), a.dtype
+        )
 
         self.mesh, self.meshes, self.schedule = mesh, submeshes(mesh), schedule
         self.outer = OnOneStage(params[OUTER], mesh)
@@ -132,26 +142,39 @@ class _Pipeline:
                 executor.model, executor.loss, schedule, layout, shapes, rows, self.layers.shards
             )
         self.ends, self.last = self.virtual_stages[0].ends, len(self.virtual_stages) - 1
-        self.first_stage, self.last_stage = self.virtual_stages[0].stage, self.virtual_stages[-1].stage
+        self.first_stage, self.last_stage = (
+            self.virtual_stages[0].stage,
+            self.virtual_stages[-1].stage,
+        )
         self.like: list[Values] = [{"layers": own} for own in self.layers.like]
-        self.like[self.first_stage]["embed"] = self.outer.like(self.ends.embed_trains, self.first_stage)
+        self.like[self.first_stage]["embed"] = self.outer.like(
+            self.ends.embed_trains, self.first_stage
+        )
         self.like[self.last_stage]["head"] = self.outer.like(self.ends.head_trains, self.last_stage)
         self._make_functions(traced, executor.reduce_dtype)
         numbers = list(np.arange(schedule.num_microbatches, dtype=np.int32))
-        self.indices = [jax.device_put(numbers, NamedSharding(each, PartitionSpec())) for each in self.meshes]
+        self.indices = [
+            jax.device_put(numbers, NamedSharding(each, PartitionSpec())) for each in self.meshes
+        ]
         self.routes: dict[tuple[int, int, str], list[NamedSharding]] = {}
 
     def _make_functions(self, traced: Any, reduce_dtype: Any) -> None:
         """Jits the ops of each virtual stage, and the functions of each stage before and after them."""
         turn = jax.ShapeDtypeStruct((), jnp.int32)
         sums = [
-            own | {"layers": layers, "turn": turn} for own, layers in zip(self.like, self.layers.like_each, strict=True)
+            own | {"layers": layers, "turn": turn}
+            for own, layers in zip(self.like, self.layers.like_each, strict=True)
         ]
         sums[self.last_stage]["loss"] = self.ends.loss_sums
-        sums = [jax.tree.map(partial(sum_like, mesh), own) for mesh, own in zip(self.meshes, sums, strict=True)]
+        sums = [
+            jax.tree.map(partial(sum_like, mesh), own)
+            for mesh, own in zip(self.meshes, sums, strict=True)
+        ]
         self.zeros = [jit_zeros(own) for own in sums]
         self.ops = {
-            (number, kind): jit_op(each, kind, self.meshes[each.stage], sums[each.stage], traced.manual_axes)
+            (number, kind): jit_op(
+                each, kind, self.meshes[each.stage], sums[each.stage], traced.manual_axes
+            )
             for number, each in enumerate(self.virtual_stages)
             for kind in self.schedule.kinds
         }
@@ -159,12 +182,17 @@ class _Pipeline:
         self.value = jit_value(self.meshes[self.last_stage], traced)
         totals = sums[self.last_stage]["loss"]
         with jax.set_mesh(NO_MESH):
-            self.value_shape = jax.eval_shape(self.value, totals, jax.ShapeDtypeStruct((), totals[0].dtype))
+            self.value_shape = jax.eval_shape(
+                self.value, totals, jax.ShapeDtypeStruct((), totals[0].dtype)
+            )
         of_stage = lambda stage: [each for each in self.virtual_stages if each.stage == stage]
         split, stack = self.layers.split, self.layers.stack
-        self.params = [jit_params(of_stage(i), partial(split, stage=i)) for i in range(len(self.meshes))]
+        self.params = [
+            jit_params(of_stage(i), partial(split, stage=i)) for i in range(len(self.meshes))
+        ]
         self.grads = [
-            jit_grads(mesh, self.like[i], partial(stack, stage=i), reduce_dtype) for i, mesh in enumerate(self.meshes)
+            jit_grads(mesh, self.like[i], partial(stack, stage=i), reduce_dtype)
+            for i, mesh in enumerate(self.meshes)
         ]
 
 
@@ -175,7 +203,9 @@ class _Step:
         self.pipeline = pipeline
         first, last, ends = pipeline.first_stage, pipeline.last_stage, pipeline.ends
         layers = pipeline.layers.enter(params[LAYERS])
-        self.whole: list[Values] = [{"layers": f(own)} for f, own in zip(pipeline.params, layers, strict=True)]
+        self.whole: list[Values] = [
+            {"layers": f(own)} for f, own in zip(pipeline.params, layers, strict=True)
+        ]
         self.whole[first]["embed"] = pipeline.outer.enter(params[OUTER], ends.embed_reads, first)
         self.whole[last]["head"] = pipeline.outer.enter(params[OUTER], ends.head_reads, last)
         rows = spec_of_rows(pipeline.mesh)
@@ -183,7 +213,9 @@ class _Step:
             virtual_stage: jax.device_put(batch, NamedSharding(pipeline.meshes[stage], rows))
             for virtual_stage, stage in ((0, first), (pipeline.last, last))
         }
-        self.total_weight = self.whole[last]["total_weight"] = pipeline.weight(self.rows[pipeline.last])
+        self.total_weight = self.whole[last]["total_weight"] = pipeline.weight(
+            self.rows[pipeline.last]
+        )
         self.sums = [zeros() for zeros in pipeline.zeros]
         self.arrived: dict[tuple[str, int, int], list] = {}
         self.stored: list[dict[tuple[int, int], Values]] = [{} for _ in pipeline.meshes]
@@ -197,7 +229,10 @@ class _Step:
 
     def run_op(self, stage: int, op: Op) -> None:
         """Dispatches an op, sends its outputs to other virtual stages, and stores the residuals for its later ops."""
-        virtual_stage, key = self.pipeline.schedule.virtual_stage(stage, op.chunk), (op.microbatch, op.chunk)
+        virtual_stage, key = (
+            self.pipeline.schedule.virtual_stage(stage, op.chunk),
+            (op.microbatch, op.chunk),
+        )
         own = self.take(op.kind, virtual_stage, stage, key)
         made = self.call(op, virtual_stage, stage, own)
         # The head sends the cotangent to its own virtual stage.
@@ -205,7 +240,9 @@ class _Step:
             if name in made:
                 self.send(name, made.pop(name), virtual_stage, to, op.microbatch)
         if made:
-            self.stored[stage][key] = made | ({"residuals_w": own["residuals_w"]} if op.kind == "B" else {})
+            self.stored[stage][key] = made | (
+                {"residuals_w": own["residuals_w"]} if op.kind == "B" else {}
+            )
 
     def take(self, kind: str, virtual_stage: int, stage: int, key: tuple[int, int]) -> Values:
         """The inputs of an op other than params and rows. Those that no later op reads are released."""
@@ -215,24 +252,41 @@ class _Step:
             x = arrived(("x", virtual_stage, key[0]), None)
             return {} if x is None else {"x": x}
         stored = self.stored[stage].pop(key)
-        return stored | {"ct": self.arrived.pop(("ct", virtual_stage, key[0]))} if kind == "B" else stored
+        return (
+            stored | {"ct": self.arrived.pop(("ct", virtual_stage, key[0]))}
+            if kind == "B"
+            else stored
+        )
 
     def call(self, op: Op, virtual_stage: int, stage: int, own: Values) -> Values:
         """Dispatches an op and returns its outputs."""
-        made, sums = self.pipeline.ops[virtual_stage, op.kind](*self.args(op, virtual_stage, stage, own))
+        made, sums = self.pipeline.ops[virtual_stage, op.kind](
+            *self.args(op, virtual_stage, stage, own)
+        )
         if "layers" in sums:
-            self.sums[stage]["layers"][self.pipeline.virtual_stages[virtual_stage].positions] = sums.pop("layers")
+            self.sums[stage]["layers"][self.pipeline.virtual_stages[virtual_stage].positions] = (
+                sums.pop("layers")
+            )
         self.sums[stage] |= sums
         return made
 
-    def args(self, op: Op, virtual_stage: int, stage: int, own: Values) -> tuple[Values, Values, PyTree, Values]:
+    def args(
+        self, op: Op, virtual_stage: int, stage: int, own: Values
+    ) -> tuple[Values, Values, PyTree, Values]:
         """The arguments of an op's function."""
         this = self.pipeline.virtual_stages[virtual_stage]
         sums = this.values_of(self.sums[stage], this.changes(op.kind))
         whole = this.values_of(self.whole[stage], self.whole[stage])
-        return sums, whole | {"index": self.pipeline.indices[stage][op.microbatch]}, self.rows.get(virtual_stage), own
+        return (
+            sums,
+            whole | {"index": self.pipeline.indices[stage][op.microbatch]},
+            self.rows.get(virtual_stage),
+            own,
+        )
 
-    def send(self, name: str, arrays: list[jax.Array], virtual_stage: int, to: int, microbatch: int) -> None:
+    def send(
+        self, name: str, arrays: list[jax.Array], virtual_stage: int, to: int, microbatch: int
+    ) -> None:
         """Sends arrays to the stage of another virtual stage, where they have the shardings that they have here."""
         routes, route = self.pipeline.routes, (virtual_stage, to, name)
         if route not in routes:

@@ -54,7 +54,10 @@ def check_one_process(mesh: Mesh) -> None:
 def submeshes(mesh: Mesh) -> tuple[Mesh, ...]:
     """Returns the mesh of each stage: the same axes, ``stage`` of size 1."""
     stages, at = range(mesh.shape[STAGE]), mesh.axis_names.index(STAGE)
-    return tuple(Mesh(mesh.devices.take([s], at), mesh.axis_names, axis_types=mesh.axis_types) for s in stages)
+    return tuple(
+        Mesh(mesh.devices.take([s], at), mesh.axis_names, axis_types=mesh.axis_types)
+        for s in stages
+    )
 
 
 def without(spec: PartitionSpec, *axes: str) -> PartitionSpec:
@@ -69,7 +72,11 @@ def without(spec: PartitionSpec, *axes: str) -> PartitionSpec:
 
 def move(array: Any, sharding: NamedSharding) -> jax.Array:
     """Returns an array from the host or any devices with the given sharding; XLA reshards it if the devices are the same."""
-    if isinstance(array, jax.Array) and array.committed and array.sharding.device_set == sharding.device_set:
+    if (
+        isinstance(array, jax.Array)
+        and array.committed
+        and array.sharding.device_set == sharding.device_set
+    ):
         return array if array.sharding == sharding else _mover(sharding)(array)
     return jax.device_put(array, sharding)
 
@@ -87,7 +94,9 @@ class RestSharding:
         leads = all(STAGE not in entry_axes(entry)[1:] for entry in given.spec)
         self.given = given
         self.spec = given.spec if leads else without(given.spec, STAGE)
-        self.stage_dim = next((dim for dim, entry in enumerate(self.spec) if STAGE in entry_axes(entry)), None)
+        self.stage_dim = next(
+            (dim for dim, entry in enumerate(self.spec) if STAGE in entry_axes(entry)), None
+        )
         assert isinstance(given.mesh, Mesh), "an array at rest lies on devices"
         self._submeshes = submeshes(given.mesh)
         self._rest = NamedSharding(given.mesh, self.spec)
@@ -104,7 +113,9 @@ class RestSharding:
             shape[self.stage_dim] //= len(self._submeshes)
         shards = {shard.device: shard.data for shard in array.addressable_shards}
         return [
-            jax.make_array_from_single_device_arrays(tuple(shape), self.on(s), [shards[d] for d in mesh.devices.flat])
+            jax.make_array_from_single_device_arrays(
+                tuple(shape), self.on(s), [shards[d] for d in mesh.devices.flat]
+            )
             for s, mesh in enumerate(self._submeshes)
         ]
 
@@ -113,15 +124,21 @@ class RestSharding:
         shape = list(pieces[0].shape)
         if self.stage_dim is not None:
             shape[self.stage_dim] *= len(pieces)
-        arrays = [shard.data for piece in pieces for shard in piece.addressable_shards]  # JAX orders them by device
-        return move(jax.make_array_from_single_device_arrays(tuple(shape), self._rest, arrays), self.given)
+        arrays = [
+            shard.data for piece in pieces for shard in piece.addressable_shards
+        ]  # JAX orders them by device
+        return move(
+            jax.make_array_from_single_device_arrays(tuple(shape), self._rest, arrays), self.given
+        )
 
     def gather(self, array: Any, stage: int) -> jax.Array:
         """Returns the complete array on one stage, replicated over ``data``."""
         pieces, whole = self.pieces(array), self.on(stage, DATA)
         if self.stage_dim is None:
             return move(pieces[stage], whole)
-        return _joiner(self.stage_dim, whole)([jax.device_put(piece, self.on(stage)) for piece in pieces])
+        return _joiner(self.stage_dim, whole)(
+            [jax.device_put(piece, self.on(stage)) for piece in pieces]
+        )
 
     def scatter(self, array: jax.Array) -> jax.Array:
         """Returns the array at rest from a complete array on one stage, with its sharding there (``on``)."""
@@ -147,7 +164,9 @@ def _joiner(dim: int, sharding: NamedSharding) -> Callable[[Sequence[jax.Array]]
 
 @lru_cache(maxsize=4096)
 def _cutter(dim: int, count: int, sharding: Sharding) -> Callable[[jax.Array], list[jax.Array]]:
-    return jax.jit(lambda array: jnp.split(array, count, axis=dim), out_shardings=[sharding] * count)
+    return jax.jit(
+        lambda array: jnp.split(array, count, axis=dim), out_shardings=[sharding] * count
+    )
 
 
 class StackedLayers:
@@ -163,14 +182,23 @@ class StackedLayers:
         packed = [PartitionSpec(STAGE, *without(s.spec, STAGE)[1:]) for s in self._given]
         self.shards = ParamShards.of_layers(packed, mesh.shape[TENSOR])
         self._at_rest = [RestSharding(NamedSharding(mesh, spec)) for spec in packed]
-        self._pack = jax.jit(layout.in_packed_order, out_shardings=[rest.given for rest in self._at_rest])
+        self._pack = jax.jit(
+            layout.in_packed_order, out_shardings=[rest.given for rest in self._at_rest]
+        )
         self._own = [(self._at_rest[i], self._given[i]) for i in own]
-        self._unpack = jax.jit(layout.in_canonical_order, out_shardings=[given for _, given in self._own])
+        self._unpack = jax.jit(
+            layout.in_canonical_order, out_shardings=[given for _, given in self._own]
+        )
         self._are_on_mesh = all(_is_on(leaf, mesh) for leaf in leaves)
         self._is_layer = layout.packed_order.reshape(layout.num_stages, -1) >= 0
         positions = self._is_layer.shape[1]
-        shapes = [jax.ShapeDtypeStruct((positions, *leaf.shape[1:]), leaf.dtype) for leaf in map(jax.typeof, leaves)]
-        self.like = [[_like(shapes[i], self._at_rest[i], stage) for i in own] for stage in self._stages]
+        shapes = [
+            jax.ShapeDtypeStruct((positions, *leaf.shape[1:]), leaf.dtype)
+            for leaf in map(jax.typeof, leaves)
+        ]
+        self.like = [
+            [_like(shapes[i], self._at_rest[i], stage) for i in own] for stage in self._stages
+        ]
         self.like_each = [
             [[_like_one(leaf) for leaf in like]] * int(count)
             for like, count in zip(self.like, self._is_layer.sum(axis=1), strict=True)
@@ -180,16 +208,24 @@ class StackedLayers:
         """Returns each stage's layers, on the stage."""
         leaves = jax.tree.leaves(layers)
         if self._layout is not None:
-            leaves = self._pack(leaves) if self._are_on_mesh else self._layout.in_packed_order(leaves)
+            leaves = (
+                self._pack(leaves) if self._are_on_mesh else self._layout.in_packed_order(leaves)
+            )
         pieces = [rest.pieces(leaf) for leaf, rest in zip(leaves, self._at_rest, strict=True)]
         return [
-            [move(piece[stage], rest.on(stage, DATA)) for piece, rest in zip(pieces, self._at_rest, strict=True)]
+            [
+                move(piece[stage], rest.on(stage, DATA))
+                for piece, rest in zip(pieces, self._at_rest, strict=True)
+            ]
             for stage in self._stages
         ]
 
     def split(self, stacked: Arrays, stage: int) -> list[Arrays]:
         """Returns the arrays of each layer of a stage, without padding."""
-        return [[leaf[position] for leaf in stacked] for position in np.flatnonzero(self._is_layer[stage])]
+        return [
+            [leaf[position] for leaf in stacked]
+            for position in np.flatnonzero(self._is_layer[stage])
+        ]
 
     def stack(self, sums: list[Arrays], stage: int) -> Arrays:
         """Returns the gradients of the layers of a stage stacked, with zeros as padding."""
@@ -243,7 +279,10 @@ class ListedLayers:
             for own, layers in zip(self._by_stage, grads, strict=True)
             for i, layer in zip(own, layers, strict=True)
         }
-        return [layer.leave(dict(zip(layer.trained, each[i], strict=True))) for i, layer in enumerate(self._each)]
+        return [
+            layer.leave(dict(zip(layer.trained, each[i], strict=True)))
+            for i, layer in enumerate(self._each)
+        ]
 
 
 class OnOneStage:
@@ -279,7 +318,11 @@ class OnOneStage:
 
         def grad_of(i: int) -> jax.Array:
             rest, shape = self._at_rest[i], self._shapes[i]
-            return rest.scatter(grads[i]) if i in grads else jnp.zeros(shape.shape, shape.dtype, device=rest.given)
+            return (
+                rest.scatter(grads[i])
+                if i in grads
+                else jnp.zeros(shape.shape, shape.dtype, device=rest.given)
+            )
 
         return jax.tree.unflatten(self._tree, [grad_of(i) for i in self.trained])
 

@@ -216,7 +216,9 @@ class Sends(NamedTuple):
     which: np.ndarray
 
 
-def compile_schedule(schedule: Schedule, *, masks: bool = False, skips: Collection[str] = ()) -> Program:
+def compile_schedule(
+    schedule: Schedule, *, masks: bool = False, skips: Collection[str] = ()
+) -> Program:
     """Returns the Program of a schedule, which is checked first.
 
     Args:
@@ -287,7 +289,9 @@ def _orders(
     return {"F_reversed": of_f, "B_reversed": of_b} if of_f.any() else {}
 
 
-def spmd_program(schedule: Schedule, *, masks: bool, overlaps: bool = False, skips: Collection[str] = ()) -> Program:
+def spmd_program(
+    schedule: Schedule, *, masks: bool, overlaps: bool = False, skips: Collection[str] = ()
+) -> Program:
     """Returns the Program that the SPMD executor runs, in which a B and its W in the same tick are one op.
 
     Args:

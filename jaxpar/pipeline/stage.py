@@ -115,7 +115,9 @@ class Stage:
         arrived = None
 
         def transfer() -> dict[str, list]:
-            return buffers.transfer(self.program, segment, number, self.x, row, sends["F"], sends["B"])
+            return buffers.transfer(
+                self.program, segment, number, self.x, row, sends["F"], sends["B"]
+            )
 
         for name in segment.ops:
             if segment.merges and name == "F":
@@ -244,7 +246,9 @@ class Stage:
             return self.layer.without_keys(x)
 
         with jax.named_scope("embed"):
-            if self.program.masks and self.ends.is_masked("embed", self.program, self.layers.layout):
+            if self.program.masks and self.ends.is_masked(
+                "embed", self.program, self.layers.layout
+            ):
                 # The other stages wait for the first one anyway.
                 return where(is_first, embedded(), received())
             here = both(is_first, row.on)

@@ -17,7 +17,9 @@ LONG = 2**14  # tokens below which no sequence is cut
 CONTEXTS = (2, 4, 8, 16, 32, 64)  # into how many parts a longer one is
 
 
-def candidates(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict[str, Any]) -> Iterator[Choice]:
+def candidates(
+    cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict[str, Any]
+) -> Iterator[Choice]:
     """Yields the choices that use all devices, divide the batch and have a layer for each virtual stage, at ZeRO level 0.
 
     Unless they are fixed, microbatches have one row, all rows or some numbers between (``likely_rows``), sequences are whole
@@ -37,7 +39,9 @@ def candidates(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict
         schedules = schedules_of(mesh.stage, shape.num_layers, fixed)
         for number, remat, (name, chunks) in product(microbatches, remats, schedules):
             if rows % number == 0:
-                yield replace(mesh, schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat)
+                yield replace(
+                    mesh, schedule=name, num_microbatches=number, num_chunks=chunks, remat=remat
+                )
 
 
 def likely_rows(rows: int) -> list[int]:
@@ -71,7 +75,9 @@ def spreads(num_layers: int, num_virtual_stages: int, leading: int = 0) -> list[
     return found
 
 
-def _meshes(cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict[str, Any]) -> Iterator[Choice]:
+def _meshes(
+    cluster: Cluster, batch_size: int, shape: ModelShape, fixed: dict[str, Any]
+) -> Iterator[Choice]:
     """Yields each mesh of all devices, with ``tensor`` inside a node and no more stages than layers."""
     placements = fixed_or(fixed, "experts", list(shape.placements) or [None])
     for inner in _inner_axes(cluster, shape, fixed):
@@ -97,7 +103,9 @@ def _inner_axes(cluster: Cluster, shape: ModelShape, fixed: dict[str, Any]) -> I
                 yield Choice(context=context, stage=stage, tensor=tensor)
 
 
-def _groups(cluster: Cluster, inner: Choice, num_replicas: int, fixed: dict[str, Any]) -> Iterator[tuple[int, int]]:
+def _groups(
+    cluster: Cluster, inner: Choice, num_replicas: int, fixed: dict[str, Any]
+) -> Iterator[tuple[int, int]]:
     """Yields the sizes of ``replica`` and ``data``: one group, and a group a node where replicas are on several (HSDP)."""
     if held := fixed.get("replica"):
         if num_replicas % held == 0:
@@ -121,7 +129,11 @@ def schedules_of(stage: int, num_layers: int, fixed: dict[str, Any]) -> list[tup
     """Returns the schedules that have a layer for each virtual stage, with their chunks; one stage has 1f1b alone."""
     if stage == 1:
         return [("1f1b", 1)]
-    names = [fixed["schedule"]] if fixed.get("schedule") else [name for name in SCHEDULES if name != "gpipe"]
+    names = (
+        [fixed["schedule"]]
+        if fixed.get("schedule")
+        else [name for name in SCHEDULES if name != "gpipe"]
+    )
     found = []
     for name in names:
         num_chunks = fixed.get("num_chunks") or NUM_CHUNKS[name]

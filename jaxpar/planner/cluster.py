@@ -64,7 +64,13 @@ _H100 = Measured(
 # 2307.08691, up to 335 TFLOP/s on H100 and 50% of the peak and more on A100.
 _KERNELS: dict[str, dict[str, Any]] = {
     "a100": {"product_share": 0.82, "attention_share": 0.5},
-    "other": {"product_share": 0.68, "attention_share": 0.34, "fp8_rate": 1.7, "memory_share": 0.83, "measured": _H100},
+    "other": {
+        "product_share": 0.68,
+        "attention_share": 0.34,
+        "fp8_rate": 1.7,
+        "memory_share": 0.83,
+        "measured": _H100,
+    },
 }
 
 
@@ -116,7 +122,9 @@ class Cluster:
         for field, value in vars(self).items():
             if field in ("name", "measured"):
                 continue
-            check_kind((Real, None), "a number", "Give one above 0.", **{f"{field} of a cluster": value})
+            check_kind(
+                (Real, None), "a number", "Give one above 0.", **{f"{field} of a cluster": value}
+            )
             if value is not None and not value > 0:
                 raise ValueError(f"{field} of a cluster must be positive; got {value}.")
 
@@ -143,7 +151,11 @@ def cluster(gpu: str, num_nodes: int = 1, devices_per_node: int = 8) -> Cluster:
         devices_per_node: GPUs of a node.
     """
     check_one_of(GPUS, "" if is_flag("gpu") else "Or describe yours as a Cluster(...).", gpu=gpu)
-    datasheet = {name: value for name, value in vars(DATASHEETS[gpu]).items() if name not in ("driver_name", "target")}
+    datasheet = {
+        name: value
+        for name, value in vars(DATASHEETS[gpu]).items()
+        if name not in ("driver_name", "target")
+    }
     kernels = _KERNELS.get(gpu.split("-")[0], _KERNELS["other"])
     return Cluster(num_nodes=num_nodes, devices_per_node=devices_per_node, **datasheet, **kernels)
 
@@ -164,7 +176,9 @@ class Links:
 
     def together(self, axis: str) -> int:
         """Returns how many members of a group along an axis share a node."""
-        inner = math.prod(self.sizes.get(faster, 1) for faster in FROM_SLOWEST[FROM_SLOWEST.index(axis) + 1 :])
+        inner = math.prod(
+            self.sizes.get(faster, 1) for faster in FROM_SLOWEST[FROM_SLOWEST.index(axis) + 1 :]
+        )
         return max(1, (self.cluster.fast_devices or self.cluster.devices_per_node) // inner)
 
     def crosses(self, axis: str) -> bool:
@@ -174,7 +188,11 @@ class Links:
     def rate(self, axis: str) -> int | float:
         """Returns the bytes per second of each device in a ring; across nodes, members in a node share its network cards."""
         cards = self.together(axis) * self.cluster.network_bandwidth
-        bandwidth = min(self.cluster.node_bandwidth, cards) if self.crosses(axis) else self.cluster.node_bandwidth
+        bandwidth = (
+            min(self.cluster.node_bandwidth, cards)
+            if self.crosses(axis)
+            else self.cluster.node_bandwidth
+        )
         return bandwidth * self.share
 
     def latency(self, axis: str) -> int | float:
@@ -187,7 +205,9 @@ class Links:
         node = [member // self.together(axis) for member in range(self.sizes[axis])]
         return [here != there for here, there in zip(node, [*node[1:], *node[:1]], strict=True)]
 
-    def message(self, num_bytes: int | float, axis: str, *, crosses: bool | None = None) -> int | float:
+    def message(
+        self, num_bytes: int | float, axis: str, *, crosses: bool | None = None
+    ) -> int | float:
         """Returns the seconds of a message to a neighbour along an axis.
 
         Args:

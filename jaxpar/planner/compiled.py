@@ -65,13 +65,17 @@ def step_of_choice(
     state = abstract_state(zeros, jax.random.key(0), optimizer, parallel)
     of_mesh = value_and_grad(shape.model, shape.loss, parallel, _pipeline(choice))
     step = make_train_step(of_mesh, optimizer, max_grad_norm=max_grad_norm)
-    leaves = jax.tree_util.tree_leaves_with_path(shape.row)  # of which the search, too, takes dim 1 for the sequence
+    leaves = jax.tree_util.tree_leaves_with_path(
+        shape.row
+    )  # of which the search, too, takes dim 1 for the sequence
     sequences = [path_string(path) or "batch" for path, leaf in leaves if leaf.ndim > 1]
     return step, state, abstract_batch(shape.batch(batch_size), mesh, sequences=sequences)
 
 
 def _pipeline(choice: Choice) -> Pipeline:
-    settings: dict[str, Any] = {name: getattr(choice, name) for name in ("num_microbatches", "num_chunks", "remat")}
+    settings: dict[str, Any] = {
+        name: getattr(choice, name) for name in ("num_microbatches", "num_chunks", "remat")
+    }
     return Pipeline(choice.schedule, **settings)
 
 
@@ -83,7 +87,11 @@ def compile_choice(
     Nothing is run. Arguments are those of ``step_of_choice``.
     """
     step, state, batch = step_of_choice(shape, choice, mesh, optimizer, batch_size)
-    schedule = _pipeline(choice).table(choice.stage, masks=masks_idle_ops(mesh)) if choice.stage > 1 else None
+    schedule = (
+        _pipeline(choice).table(choice.stage, masks=masks_idle_ops(mesh))
+        if choice.stage > 1
+        else None
+    )
     with jax.numpy_rank_promotion("allow"):
         compiled = step.lower(state, batch).compile()
     return state, inspect_pipeline(compiled, mesh, schedule)
@@ -104,7 +112,11 @@ def inspect_pipeline(
         schedule: The schedule of its pipeline; None for none.
         loop_trips: The trips of a loop whose number the program does not tell.
     """
-    shares = None if schedule is None else spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares()
+    shares = (
+        None
+        if schedule is None
+        else spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares()
+    )
     return inspect_step(compiled, mesh=mesh, branch_shares=shares, loop_trips=loop_trips)
 
 
@@ -154,15 +166,23 @@ class Roofline:
             useful_flops: Operations of a step on one device that count, such as 6 for each parameter and token. By default all
                 of the program's, recomputed and discarded ones too.
         """
-        return (self.flops if useful_flops is None else useful_flops) / (self.peak_flops * self.as_compiled)
+        return (self.flops if useful_flops is None else useful_flops) / (
+            self.peak_flops * self.as_compiled
+        )
 
     def render(self) -> str:
         """Returns the bounds as text."""
         rows = [
             ("a step on these GPUs, at the rates of the datasheet", "time"),
             ("matrix products alone", device_seconds_text(self.products)),
-            ("all instructions, each limited by products or memory", device_seconds_text(self.device)),
-            *((f"collectives over {axes}", device_seconds_text(seconds)) for axes, seconds in self.by_axes),
+            (
+                "all instructions, each limited by products or memory",
+                device_seconds_text(self.device),
+            ),
+            *(
+                (f"collectives over {axes}", device_seconds_text(seconds))
+                for axes, seconds in self.by_axes
+            ),
             ("collectives during which nothing is computed", device_seconds_text(self.exposed)),
             ("least: all collectives beside computation", device_seconds_text(self.least)),
             ("in the order in which it is compiled", device_seconds_text(self.as_compiled)),
@@ -197,7 +217,10 @@ def roofline(report: StepReport, cluster: Cluster, *, network: float = 0.8) -> R
         )
     links = Links(cluster, dict.fromkeys(AXES, 1) | dict(report.axis_sizes), network)
     on_device = lambda flops, size: max(flops / cluster.peak_flops, size / cluster.memory_bandwidth)
-    meanwhile = {each.name: on_device(each.flops_meanwhile, each.bytes_meanwhile) for each in report.gpu.transfers}
+    meanwhile = {
+        each.name: on_device(each.flops_meanwhile, each.bytes_meanwhile)
+        for each in report.gpu.transfers
+    }
     by_axes: defaultdict[str, float] = defaultdict(float)
     exposed = 0.0
     for each in report.collectives:

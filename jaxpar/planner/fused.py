@@ -43,7 +43,9 @@ def _(q: Any, k: Any, v: Any, *others: Any, window: int | None) -> list[Any]:
     return [q, k, v]
 
 
-def planned_attention(q: Array, k: Array, v: Array, bias: Array | None = None, *, window: int | None = None) -> Array:
+def planned_attention(
+    q: Array, k: Array, v: Array, bias: Array | None = None, *, window: int | None = None
+) -> Array:
     """Returns what stands for causal attention in a traced function: ``TransformerConfig.attention`` for the planner.
 
     Args:
@@ -61,14 +63,18 @@ def _attention(window: int | None, q: Array, k: Array, v: Array, bias: Array | N
     return _forward.bind(q, k, v, *([] if bias is None else [bias]), window=window)[0]
 
 
-def _run(window: int | None, q: Array, k: Array, v: Array, bias: Array | None) -> tuple[Array, tuple]:
+def _run(
+    window: int | None, q: Array, k: Array, v: Array, bias: Array | None
+) -> tuple[Array, tuple]:
     mixed, sums = _forward.bind(q, k, v, *([] if bias is None else [bias]), window=window)
     return mixed, (q, k, v, bias, mixed, sums)
 
 
 def _run_backward(window: int | None, kept: tuple, ct: Array) -> tuple:
     q, k, v, bias, mixed, sums = kept
-    grads = _backward.bind(q, k, v, *([] if bias is None else [bias]), mixed, sums, ct, window=window)
+    grads = _backward.bind(
+        q, k, v, *([] if bias is None else [bias]), mixed, sums, ct, window=window
+    )
     return (*grads, None if bias is None else jnp.zeros_like(bias))
 
 
@@ -83,7 +89,9 @@ def attention_flops(graph: Graph, node: Node) -> int:
     q, k = (graph.avals[i].shape for i in node.inputs[:2])
     batch, seq, heads, head_dim = q
     window = min(node.equation.params["window"] or k[1], k[1])
-    scores = seq * k[1] - (k[1] - window) ** 2  # twice as many as are below the diagonal and in the window
+    scores = (
+        seq * k[1] - (k[1] - window) ** 2
+    )  # twice as many as are below the diagonal and in the window
     return (2 if node.name == BACKWARD else 1) * 2 * batch * heads * scores * head_dim
 
 
@@ -163,12 +171,16 @@ def grouped_of(node: Node) -> Grouped | None:
     """Returns the grouped product that a node is, if it is one."""
     if node.name not in ("shard_map", "custom_vjp_call", *_GROUPED):
         return None
-    product = next((each for each in with_inner(node.equation) if each.primitive.name in _GROUPED), None)
+    product = next(
+        (each for each in with_inner(node.equation) if each.primitive.name in _GROUPED), None
+    )
     if product is None:
         return None
     _, left, right = (each.aval.shape for each in product.invars)
     made = product.outvars[0].aval.shape
-    num_bytes = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in (*product.invars, *product.outvars))
+    num_bytes = sum(
+        math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in (*product.invars, *product.outvars)
+    )
     if product.primitive is OF_WEIGHTS:
         return Grouped(left[1], made[1], left[2], right[2], num_bytes, is_gradient=True)
     return Grouped(left[1], right[1], left[2], made[2], num_bytes, is_gradient=False)

@@ -76,7 +76,9 @@ class Choice:
     @property
     def num_simulated(self) -> int:
         """Microbatches to simulate: beyond two or three times as many as stages, the steady state of a pipeline repeats."""
-        return min(self.num_microbatches, 3 * self.stage if self.num_chunks > 1 else 2 * self.stage + 4)
+        return min(
+            self.num_microbatches, 3 * self.stage if self.num_chunks > 1 else 2 * self.stage + 4
+        )
 
     @property
     def runs_pipeline(self) -> bool:
@@ -103,7 +105,9 @@ class Choice:
         """Returns the schedule's table for a number of microbatches, by default in the form for lock-step on GPUs."""
         return _table(self._scheduled(num_microbatches), form or self.form)
 
-    def structure(self, num_microbatches: int, form: str | None = None, *, by_tick: bool = False) -> Structure:
+    def structure(
+        self, num_microbatches: int, form: str | None = None, *, by_tick: bool = False
+    ) -> Structure:
         """Returns the structure of the table, from which its makespan follows for any costs."""
         return _structure(self._scheduled(num_microbatches), form or self.form, by_tick)
 
@@ -115,7 +119,9 @@ class Choice:
 
     def _scheduled(self, num_microbatches: int) -> "Choice":
         """Returns the settings on which the schedule depends and no others, since its tables are cached by them."""
-        own: dict[str, Any] = {name: getattr(self, name) for name in ("stage", "schedule", "num_chunks")}
+        own: dict[str, Any] = {
+            name: getattr(self, name) for name in ("stage", "schedule", "num_chunks")
+        }
         return Choice(num_microbatches=num_microbatches, remat=self.remat is True, **own)
 
     @property
@@ -126,7 +132,10 @@ class Choice:
     @cached_property
     def num_slots(self) -> dict[str, int]:
         """The slots of each buffer: those for the simulated microbatches, or in gpipe one more for each more microbatch."""
-        slots, more = self.program(self.num_simulated).num_slots, self.num_microbatches - self.num_simulated
+        slots, more = (
+            self.program(self.num_simulated).num_slots,
+            self.num_microbatches - self.num_simulated,
+        )
         if not more or self.schedule != "gpipe":
             return slots
         return _extrapolate(self.program(self.num_simulated - 2).num_slots, slots, more, 2)
@@ -136,15 +145,23 @@ class Choice:
         """An estimate of ``num_slots``, extrapolated from 4 and 8 stages for longer pipelines."""
         if self.stage <= 8:
             return self.num_slots
-        microbatches = self.num_microbatches * 8 // self.stage if self.schedule == "gpipe" else self.num_microbatches
-        eight = replace(self, stage=8, num_microbatches=max(1, microbatches), layers_per_virtual_stage=None)
+        microbatches = (
+            self.num_microbatches * 8 // self.stage
+            if self.schedule == "gpipe"
+            else self.num_microbatches
+        )
+        eight = replace(
+            self, stage=8, num_microbatches=max(1, microbatches), layers_per_virtual_stage=None
+        )
         four = replace(eight, stage=4, num_microbatches=max(1, microbatches // 2))
         return _extrapolate(four.num_slots, eight.num_slots, self.stage - 8, 4)
 
     def layout(self, num_layers: int) -> LayerLayout:
         """Returns the layout of the layers over the stages."""
         placement = PLACEMENT[self.schedule]
-        return LayerLayout(num_layers, self.stage, self.num_chunks, placement, self.layers_per_virtual_stage)
+        return LayerLayout(
+            num_layers, self.stage, self.num_chunks, placement, self.layers_per_virtual_stage
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -167,9 +184,13 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _extrapolate(before: dict[str, int], after: dict[str, int], more: int, step: int) -> dict[str, int]:
+def _extrapolate(
+    before: dict[str, int], after: dict[str, int], more: int, step: int
+) -> dict[str, int]:
     """Extrapolates linearly from two points that are ``step`` apart."""
-    return {name: count + max(0, count - before[name]) * more // step for name, count in after.items()}
+    return {
+        name: count + max(0, count - before[name]) * more // step for name, count in after.items()
+    }
 
 
 @lru_cache(maxsize=512)
@@ -245,7 +266,9 @@ class Software:
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.overlaps) - {*AXES, EXPERTS}):
-            raise ValueError(f"overlaps must be mesh axes, {', '.join(AXES)}; got {unknown}. Leave them out.")
+            raise ValueError(
+                f"overlaps must be mesh axes, {', '.join(AXES)}; got {unknown}. Leave them out."
+            )
         widths, wide = (None, 1, 2, 4, 8), ("1, 2, 4 or 8", "2 for 16-bit numbers")
         for name, is_allowed, rule, other in (
             ("gradient_bytes", self.gradient_bytes in widths, *wide),
@@ -256,7 +279,9 @@ class Software:
             ("product_rate", self.product_rate > 0, "positive", "1 for 16-bit products"),
         ):
             if not is_allowed:
-                raise ValueError(f"{name} must be {rule}; got {getattr(self, name)!r}. Choose {other}.")
+                raise ValueError(
+                    f"{name} must be {rule}; got {getattr(self, name)!r}. Choose {other}."
+                )
 
 
 JAXPAR = Software()

@@ -16,9 +16,13 @@ from jaxpar.backward.graph import Graph, Node
 from jaxpar.backward.partition import dot_flops
 from jaxpar.planner.fused import BACKWARD, FORWARD, Grouped, attention_flops, grouped_of
 
-VIEWS = frozenset({"reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "split", "slice"})
+VIEWS = frozenset(
+    {"reshape", "transpose", "squeeze", "expand_dims", "copy", "broadcast_in_dim", "split", "slice"}
+)
 _NEVER_WRITTEN = VIEWS - {"broadcast_in_dim"}
-_ADDED = frozenset({"scatter-add", "sort", "cumsum", "conv_general_dilated"})  # kernels that are counted by their bytes
+_ADDED = frozenset(
+    {"scatter-add", "sort", "cumsum", "conv_general_dilated"}
+)  # kernels that are counted by their bytes
 _OF_THEIR_OWN = _ADDED | {"dot_general", "gather", FORWARD, BACKWARD}
 
 Values = frozenset[int]

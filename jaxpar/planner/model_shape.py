@@ -158,19 +158,29 @@ def transformer_shape(
     check_kind(kinds, rule, "Describe a model of your own as a ModelShape.", config=config)
     name = config if isinstance(config, str) else "transformer"
     if isinstance(config, str):
-        config = transformer.preset(config, **({"compute_dtype": jnp.bfloat16, "vocab_multiple": 128} | changes))
+        config = transformer.preset(
+            config, **({"compute_dtype": jnp.bfloat16, "vocab_multiple": 128} | changes)
+        )
         if "attention" not in changes and jnp.dtype(config.compute_dtype).itemsize == 2:
             config = replace(config, attention=flash_attention)
     if is_planned and config.attention in ("cudnn", flash_attention):
         config = replace(config, attention=planned_attention)
     if config.experts is not None and experts is None:
         axes = (TENSOR, DATA)
-        given: dict[str, Any] = {"seq": seq, "param_dtype": param_dtype, "lora": lora, "is_planned": is_planned}
+        given: dict[str, Any] = {
+            "seq": seq,
+            "param_dtype": param_dtype,
+            "lora": lora,
+            "is_planned": is_planned,
+        }
         given |= {"quantize": quantize}
         given |= {"sequence_parallel": sequence_parallel}
         placements = {axis: transformer_shape(config, experts=axis, **given) for axis in axes}
         return replace(placements[TENSOR], name=name, placements=placements)
-    rules, constrain = TRANSFORMER_RULES, constrain_sequence if sequence_parallel else split_copied_heads
+    rules, constrain = (
+        TRANSFORMER_RULES,
+        constrain_sequence if sequence_parallel else split_copied_heads,
+    )
     if config.experts is not None:
         # On GPUs experts have a kernel of their own, which is traced here too.
         over = EXPERTS_OVER_DATA if experts == DATA else EXPERT_RULES[config.experts.split]
@@ -218,9 +228,15 @@ def _with_factors(shape: ModelShape, lora: Lora, kind: str | None) -> ModelShape
         in_codes = partial(quantize_params, kind=kind, weights=transformer.LAYER_WEIGHTS)
         params = jax.eval_shape(in_codes, params)
         shardings = quantized_shardings(params, shardings)
-    specs = [(path_string(path), each.spec) for path, each in jax.tree_util.tree_leaves_with_path(shardings)]
+    specs = [
+        (path_string(path), each.spec)
+        for path, each in jax.tree_util.tree_leaves_with_path(shardings)
+    ]
     # A rule describes one layer, without the leading dim.
-    rules = {path: PartitionSpec(*spec[1:]) if path.startswith(f"{LAYERS}/") else spec for path, spec in specs}
+    rules = {
+        path: PartitionSpec(*spec[1:]) if path.startswith(f"{LAYERS}/") else spec
+        for path, spec in specs
+    }
     return replace(shape, params=params, rules=rules, trainable=ADAPTERS, cache={})
 
 
@@ -239,7 +255,9 @@ def _on_a_device(make: Callable[[], Any], mesh: AbstractMesh) -> Any:
         made.append(make())
         return jnp.zeros(())
 
-    jax.eval_shape(manual_over_data_and_stage(on_a_device, mesh, in_specs=(), out_specs=PartitionSpec()))
+    jax.eval_shape(
+        manual_over_data_and_stage(on_a_device, mesh, in_specs=(), out_specs=PartitionSpec())
+    )
     return made[0]
 
 
@@ -271,13 +289,17 @@ class Traced:
 
     def split(self, keeps_products: bool, shards: ParamShards) -> SplitLayer:
         """A layer, split into ops."""
-        traced: TracedLayer = self._cached(("layer", keeps_products), lambda: self._trace_layer(keeps_products))
+        traced: TracedLayer = self._cached(
+            ("layer", keeps_products), lambda: self._trace_layer(keeps_products)
+        )
         return self._cached(("split", keeps_products, shards), lambda: traced.split(shards))
 
     def part_of_head(self, num_stages: int, num_shards: int) -> tuple[Graph, list[int]] | None:
         """The graph of a stage's part of the head and the outer params that it reads; None if the stages do not share it."""
         ends, sizes = self.ends, (num_stages, num_shards)
-        return self._cached(("part of head", *sizes), lambda: self._trace_part_of_head(ends, *sizes))
+        return self._cached(
+            ("part of head", *sizes), lambda: self._trace_part_of_head(ends, *sizes)
+        )
 
     def _cached(self, what: Any, make: Callable[[], Any]) -> Any:
         """Returns the result of ``make``, which is called where a step calls the model: over the shards of all axes."""
@@ -287,7 +309,9 @@ class Traced:
         return cache[key]
 
     def _trace_layer(self, keeps_products: bool) -> TracedLayer:
-        one_layer = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), self._params[LAYERS])
+        one_layer = jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), self._params[LAYERS]
+        )
         layer = self._model.layers(1)[0]
         layer = jax.checkpoint(layer, policy=keep_products) if keeps_products else layer
         return trace_layer(layer, one_layer, self.ends.x)
@@ -306,7 +330,9 @@ class Traced:
         }
         return TracedEnds(x, ends, graphs)
 
-    def _trace_part_of_head(self, traced: TracedEnds, *sizes: int) -> tuple[Graph, list[int]] | None:
+    def _trace_part_of_head(
+        self, traced: TracedEnds, *sizes: int
+    ) -> tuple[Graph, list[int]] | None:
         whole = traced.x, self._batch
         if (parts := traced.ends.parts_for(*whole, *sizes)) is None:
             return None

@@ -24,7 +24,11 @@ from jaxpar.planner.model_shape import ModelShape, Traced
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.trainable import trained_indices
 
-EXCHANGES = {"all_to_all": "all-to-all", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+EXCHANGES = {
+    "all_to_all": "all-to-all",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+}
 
 
 class Sent(NamedTuple):
@@ -91,12 +95,19 @@ class Analysis:
         self._outer_cuts = jax.tree.leaves(cuts[OUTER], is_leaf=lambda cut: cut is None)
         specs = [sharding.spec for sharding in jax.tree.leaves(shardings[LAYERS])]
         shards = ParamShards.of_layers(specs, tensor)
-        self._traced = Traced(shape, num_rows, abstract_mesh(data=self.data, context=context, tensor=tensor))
+        self._traced = Traced(
+            shape, num_rows, abstract_mesh(data=self.data, context=context, tensor=tensor)
+        )
         self.ends, self._end_graphs = self._traced.ends.ends, self._traced.ends.graphs
         self.split = self._traced.split(remat == "dots", shards)
-        self.layer: Partition = shards.partition(self.split.graph, self.split.values["params"], rules=RULES)
+        self.layer: Partition = shards.partition(
+            self.split.graph, self.split.values["params"], rules=RULES
+        )
         # An activation between two layers, on a device.
-        cuts, y = self.layer.cuts, zip(jax.tree.leaves(self._traced.ends.x), self.split.values["y"], strict=True)
+        cuts, y = (
+            self.layer.cuts,
+            zip(jax.tree.leaves(self._traced.ends.x), self.split.values["y"], strict=True),
+        )
         self.x: list[Any] = [shard_shape(leaf, cuts.get(value), tensor) for leaf, value in y]
         if context > 1 and not any(node.name == FORWARD for node in self.layer.graph.nodes):
             raise ValueError(
@@ -119,18 +130,27 @@ class Analysis:
     @cached_property
     def works(self) -> dict[str, Work]:
         """The work of one layer in each of ``SplitLayer.plans``."""
-        return {name: self._work(self.layer, plan.nodes, plan.makes) for name, plan in self.split.plans.items()}
+        return {
+            name: self._work(self.layer, plan.nodes, plan.makes)
+            for name, plan in self.split.plans.items()
+        }
 
     @cached_property
     def one_layer_bytes(self) -> int:
         """Peak bytes of live values while an op of a pipeline runs one layer."""
-        plans = (self.split.plans[name] for name in ("forward_and_store", "backward_input", "backward_weights"))
+        plans = (
+            self.split.plans[name]
+            for name in ("forward_and_store", "backward_input", "backward_weights")
+        )
         return max(peak_bytes(self.layer.graph, *plan) for plan in plans) + self._gathered_bytes
 
     @cached_property
     def forward_bytes(self) -> int:
         """The same while F runs one layer."""
-        return peak_bytes(self.layer.graph, *self.split.plans["forward_and_store"]) + self._gathered_bytes
+        return (
+            peak_bytes(self.layer.graph, *self.split.plans["forward_and_store"])
+            + self._gathered_bytes
+        )
 
     @cached_property
     def again_bytes(self) -> int:
@@ -151,7 +171,9 @@ class Analysis:
         params = set(values["params"])
         ct = [i for i in plan.known if i not in params][len(self.x) :]
         backward = graph.reached(ct)
-        reads = {i for node in plan.nodes if not backward.isdisjoint(node.outputs) for i in node.inputs}
+        reads = {
+            i for node in plan.nodes if not backward.isdisjoint(node.outputs) for i in node.inputs
+        }
         kept = {_viewed(graph, i) for i in reads - backward} - params - set(graph.constants)
         nodes = graph.needed(values["dx"], [*kept, *ct, *params])
         of_params = num_bytes(self.layer.shapes(values["params"]))
@@ -176,7 +198,12 @@ class Analysis:
         if self._grouped is None:
             return 1.0
         tokens = self.num_rows * self.shape.tokens_per_row // self.context * self.data
-        pairs = tokens * self.shape.experts_per_token * self._grouped.experts / (self.shape.experts or 1)
+        pairs = (
+            tokens
+            * self.shape.experts_per_token
+            * self._grouped.experts
+            / (self.shape.experts or 1)
+        )
         return pairs / self._grouped.pairs
 
     def _over_data(self, nodes: Iterable[Node]) -> Iterator[Sent]:
@@ -197,9 +224,13 @@ class Analysis:
         """
         kernels = [node for node in nodes if node.name in (FORWARD, BACKWARD)]
         for at, node in enumerate(kernels if self.context > 1 else ()):
-            of_q, of_kv = (sum(map(self.layer.graph.num_bytes, node.inputs[a:b])) for a, b in ((0, 1), (1, 3)))
+            of_q, of_kv = (
+                sum(map(self.layer.graph.num_bytes, node.inputs[a:b])) for a, b in ((0, 1), (1, 3))
+            )
             heads, kv_heads = (self.layer.graph.avals[i].shape[2] for i in node.inputs[:2])
-            exchanged = 2 * of_q + of_kv * (self.context // math.gcd(self.context, kv_heads))  # with copies of kv heads
+            exchanged = 2 * of_q + of_kv * (
+                self.context // math.gcd(self.context, kv_heads)
+            )  # with copies of kv heads
             if heads % self.context == 0 and 2 * exchanged <= 3 * self.context * of_kv:
                 yield Sent(CONTEXT, "all-to-all", exchanged)
                 continue
@@ -211,25 +242,37 @@ class Analysis:
     def _work(self, part: Partition, nodes: Iterable[Node], makes: Iterable[int]) -> Work:
         nodes = list(nodes)
         work = _work_of(part, nodes, makes)
-        if self.num_rows > 1:  # parts of the positions of several rows are not contiguous, and XLA transposes them
+        if (
+            self.num_rows > 1
+        ):  # parts of the positions of several rows are not contiguous, and XLA transposes them
             moved = sum(each.payload_bytes for each in work.sent if each.kind != "all-reduce")
-            work = replace(work, kernels=replace(work.kernels, num_bytes=work.kernels.num_bytes + 2 * moved))
+            work = replace(
+                work, kernels=replace(work.kernels, num_bytes=work.kernels.num_bytes + 2 * moved)
+            )
         if work.kernels.grouped:
             rows = sum(2 * each.pairs * each.depth * each.columns for each in work.kernels.grouped)
             work = replace(work, flops=work.flops + round(rows * self.own_share))
         if self.data > 1:
             # Larger than the activations that layers read and write.
-            stream = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._traced.ends.x))
+            stream = max(
+                leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._traced.ends.x)
+            )
             is_of_rows = lambda each: each.payload_bytes > stream
             over_tensor = (each._replace(of_rows=is_of_rows(each)) for each in work.sent)
             work = replace(work, sent=(*over_tensor, *self._over_data(nodes)))
         if self.context > 1:  # to the keys of complete sequences
             forward, backward = work.kernels.attention
-            kernels = replace(work.kernels, attention=(self.context * forward, self.context * backward))
+            kernels = replace(
+                work.kernels, attention=(self.context * forward, self.context * backward)
+            )
             flops = work.flops + 2 * (self.context - 1) * (forward + backward)
-            work = replace(work, flops=flops, sent=(*work.sent, *self._over_context(nodes)), kernels=kernels)
+            work = replace(
+                work, flops=flops, sent=(*work.sent, *self._over_context(nodes)), kernels=kernels
+            )
         read = {i for node in nodes for i in node.inputs}
-        return replace(work, reads=frozenset(n for n, i in enumerate(self.split.values["params"]) if i in read))
+        return replace(
+            work, reads=frozenset(n for n, i in enumerate(self.split.values["params"]) if i in read)
+        )
 
     @cached_property
     def end_works(self) -> dict[str, Work]:
@@ -242,7 +285,9 @@ class Analysis:
 
     def _end(self, graph: Graph, reads: Sequence[int]) -> tuple[Partition, list[Node]]:
         given = {graph.inputs[n]: self._outer_cuts[i] for n, i in enumerate(reads)}
-        return partition(graph, given, self.tensor, RULES), graph.needed(graph.outputs, graph.inputs)
+        return partition(graph, given, self.tensor, RULES), graph.needed(
+            graph.outputs, graph.inputs
+        )
 
     @cached_property
     def _head(self) -> tuple[Partition, list[Node]]:
@@ -321,7 +366,9 @@ class Analysis:
 
 def _viewed(graph: Graph, value: int) -> int:
     """Returns the value in memory of which a value is a view."""
-    made_by = {i: node for node in graph.nodes for i in node.outputs if node.name in VIEWS and node.inputs}
+    made_by = {
+        i: node for node in graph.nodes for i in node.outputs if node.name in VIEWS and node.inputs
+    }
     while value in made_by:
         value = made_by[value].inputs[0]
     return value
@@ -332,7 +379,9 @@ def _work_of(part: Partition, nodes: list[Node], makes: Iterable[int]) -> Work:
     summed = {i for node in nodes if node.outputs[0] in part.collectives for i in node.outputs}
     kernels = kernels_of(part.graph, nodes, {*makes, *summed}, sharded)
     # Rates are published as if the scores above the diagonal were computed.
-    return Work(part.flops_of(nodes) + 2 * sum(kernels.attention), tuple(_over_tensor(part, nodes)), kernels)
+    return Work(
+        part.flops_of(nodes) + 2 * sum(kernels.attention), tuple(_over_tensor(part, nodes)), kernels
+    )
 
 
 def _over_tensor(part: Partition, nodes: Iterable[Node]) -> Iterator[Sent]:

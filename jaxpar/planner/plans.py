@@ -23,7 +23,19 @@ PARTS = {
 }
 SETTINGS = tuple(field.name for field in fields(Choice) if field.name != "layers_per_virtual_stage")
 _LABEL = 10  # columns
-COLUMNS = ("", "data", "stage", "tensor", "schedule", "microbatches", "zero", "remat", "memory", "step", "bubble")
+COLUMNS = (
+    "",
+    "data",
+    "stage",
+    "tensor",
+    "schedule",
+    "microbatches",
+    "zero",
+    "remat",
+    "memory",
+    "step",
+    "bubble",
+)
 _HEADER = (*COLUMNS, "TFLOP/s")
 _LEFT_OUT = "bubble", "zero", "microbatches"  # in a narrow terminal, in this order
 
@@ -117,10 +129,14 @@ class Plan:
         live = [1] * choice.stage
         if self.is_ideal and choice.stage > 1:
             live = list(simulate(choice.table(choice.num_simulated, "published")).peak_live)
-        part = lambda stage: by_kind | {"activations": by_kind["activations"] * live[stage] // max(live)}
+        part = lambda stage: (
+            by_kind | {"activations": by_kind["activations"] * live[stage] // max(live)}
+        )
         return {f"stage {stage}": part(stage) for stage in range(choice.stage)}
 
-    def details(self, memory_bytes: int | float, *, width: int | None = None, title: str = "") -> str:
+    def details(
+        self, memory_bytes: int | float, *, width: int | None = None, title: str = ""
+    ) -> str:
         """Returns a breakdown of memory, traffic and time as text, for devices with ``memory_bytes`` of memory.
 
         Args:
@@ -129,13 +145,20 @@ class Plan:
             title: What the text begins with.
         """
         time = self.ranked_by
-        held = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in self.bytes_per_device.items())
-        moved = ", ".join(f"{axis} {bytes_text(size)}" for axis, size in self.bytes_moved.items() if size)
+        held = ", ".join(
+            f"{kind} {bytes_text(size)}" for kind, size in self.bytes_per_device.items()
+        )
+        moved = ", ".join(
+            f"{axis} {bytes_text(size)}" for axis, size in self.bytes_moved.items() if size
+        )
         whose = f" as {self.software} runs it, not jaxpar"
         tflops, useful = (flops / time.total / 1e12 for flops in (self.flops, self.useful_flops))
         rate = f"{self.tokens / time.total:,.0f} tokens/s; TFLOP/s a device: {tflops:.0f}, of which useful {useful:.0f}"
         parts = [
-            ("memory", f"{bytes_text(self.memory_bytes)} of {bytes_text(memory_bytes)} a device: {held}"),
+            (
+                "memory",
+                f"{bytes_text(self.memory_bytes)} of {bytes_text(memory_bytes)} a device: {held}",
+            ),
             ("sent", f"{moved or 'nothing'} by a device in a step"),
             ("step", seconds_text(time.total) + ("" if self.software == "jaxpar" else whose)),
             ("", _bars(self, width)),
@@ -146,11 +169,18 @@ class Plan:
             parts.append(("layers", " ".join(map(str, layers))))
         if self.choice.stage > 1:
             other = self.time if self.is_ideal else self.ideal_time
-            form = "in lock-step (executor=spmd)" if self.is_ideal else "with stages that run freely"
+            form = (
+                "in lock-step (executor=spmd)" if self.is_ideal else "with stages that run freely"
+            )
             parts.append(("else", f"{seconds_text(other.total)} {form}"))
         parts += [("helps" if at == 0 else "", str(gain)) for at, gain in enumerate(self.gains)]
-        lines = [part if not name and "\n" in part else wrapped(f"  {name}", part, width) for name, part in parts]
-        first = wrapped("", f"{title}{self.choice.axes()}, {self.why}".removesuffix(", "), width, indent=0)
+        lines = [
+            part if not name and "\n" in part else wrapped(f"  {name}", part, width)
+            for name, part in parts
+        ]
+        first = wrapped(
+            "", f"{title}{self.choice.axes()}, {self.why}".removesuffix(", "), width, indent=0
+        )
         return "\n".join([first, *lines])
 
     def as_json(self) -> dict[str, Any]:
@@ -192,12 +222,17 @@ def why_not(plan: Plan, best: Plan) -> str:
     """Returns why a plan is not the best: the part of a step that grew most."""
     slower = plan.step_seconds / best.step_seconds - 1
     if slower < 0.002:
-        return "as fast as the best" + (", with less memory free" if plan.memory_bytes > best.memory_bytes else "")
+        return "as fast as the best" + (
+            ", with less memory free" if plan.memory_bytes > best.memory_bytes else ""
+        )
     return f"{slower:.1%} slower: {_differs(best, plan)}"
 
 
 def _differs(best: Plan, plan: Plan) -> str:
-    more = {name: seconds - getattr(best.ranked_by, name) for name, seconds in vars(plan.ranked_by).items()}
+    more = {
+        name: seconds - getattr(best.ranked_by, name)
+        for name, seconds in vars(plan.ranked_by).items()
+    }
     worst = max(more, key=lambda name: more[name])
     return f"{PARTS[worst][1]} (+{seconds_text(more[worst], 2)})"
 
@@ -206,7 +241,9 @@ def _bars(plan: Plan, width: int | None) -> str:
     """Returns a line with a bar for each part of a step's time."""
     time = plan.ranked_by
     longest = min(40, (width or 100) - _LABEL - 48)
-    shown = {name: value for name, value in plan.time_by_part.items() if value > 0.0005 * time.total}
+    shown = {
+        name: value for name, value in plan.time_by_part.items() if value > 0.0005 * time.total
+    }
     bar = lambda value: (
         f"{seconds_text(value):>9}  {value / time.total:4.0%}  {'#' * round(longest * value / time.total)}"
     )
@@ -219,7 +256,9 @@ def wrapped(label: str, text: str, width: int | None, indent: int = _LABEL) -> s
     first = f"{label:{indent}}" if indent else ""
     if width is None:
         return first + text
-    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return textwrap.fill(
+        text, width, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
 
 
 def remat_text(remat: bool | str) -> str:
@@ -235,7 +274,11 @@ def render(plans: Sequence[Plan], *, width: int | None = None) -> str:
         width: The columns of the terminal: reasons that do not fit beside the figures are put below them, and columns of lesser
             importance are left out, which ``details`` has. None: as wide as it gets.
     """
-    axes = [axis for axis in AXES if axis in _HEADER or any(plan.choice.mesh.shape[axis] > 1 for plan in plans)]
+    axes = [
+        axis
+        for axis in AXES
+        if axis in _HEADER or any(plan.choice.mesh.shape[axis] > 1 for plan in plans)
+    ]
     axes += ["experts"] if any(plan.choice.experts for plan in plans) else []
     header = ["", *axes, *(name for name in _HEADER[1:] if name not in AXES)]
     rows = [header, *(_figures(rank, plan, axes) for rank, plan in enumerate(plans, 1))]

@@ -66,14 +66,22 @@ def plan(
     shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
     check_kind((Cluster,), "a Cluster", 'Use jaxpar.planner.cluster("h100"), say.', cluster=cluster)
     _check_fp8(shape, cluster)
-    batch_size = max(1, DEFAULT_TOKENS // shape.tokens_per_row) if batch_size is None else batch_size
+    batch_size = (
+        max(1, DEFAULT_TOKENS // shape.tokens_per_row) if batch_size is None else batch_size
+    )
     if not 0 <= memory_headroom < 1:
         raise ValueError(
             f"{arg('memory_headroom')} must be a share of the memory, at least 0 and less than 1; got {memory_headroom}. "
             "Choose 0.1."
         )
     estimator = Estimator(
-        shape, cluster, batch_size, optimizer or optax.adam(1e-4), executor, assumed, memory_headroom=memory_headroom
+        shape,
+        cluster,
+        batch_size,
+        optimizer or optax.adam(1e-4),
+        executor,
+        assumed,
+        memory_headroom=memory_headroom,
     )
     check_fixed(fixed, executor, batch_size, top, shape)
     plans = best_plans(estimator, fixed, max(2, top))  # the best is compared with the next
@@ -121,7 +129,9 @@ def price(
             f"{max(1, batch_size // count) * count}."
         )
     everything = replace(cluster, memory_bytes=float("inf"))
-    estimator = Estimator(shape, everything, batch_size, optimizer or optax.adam(1e-4), executor, assumed, software)
+    estimator = Estimator(
+        shape, everything, batch_size, optimizer or optax.adam(1e-4), executor, assumed, software
+    )
     if estimator.analysis(choice) is None:
         raise ValueError(next(iter(estimator.refused.values())))
     priced = estimator.price(choice)
@@ -146,7 +156,9 @@ def gains_of(estimator: Estimator, choice: Choice) -> tuple[Gain, ...]:
             continue
         needed = other.quick_bytes(changed)
         missing = max(0, round(needed - estimator.memory_limit))
-        found.append(Gain(change, _faster(estimator, choice, other, changed), needed - memory, missing))
+        found.append(
+            Gain(change, _faster(estimator, choice, other, changed), needed - memory, missing)
+        )
     # What fits comes first.
     found.sort(key=lambda gain: (gain.missing_bytes > 0, -gain.faster))
     return tuple([gain for gain in found if gain.faster >= LEAST][:COUNT])
@@ -154,7 +166,11 @@ def gains_of(estimator: Estimator, choice: Choice) -> tuple[Gain, ...]:
 
 def _faster(estimator: Estimator, choice: Choice, other: Estimator, changed: Choice) -> float:
     """Returns the share of the time that a change saves, with the schedule of a pipeline where it is another setting's."""
-    plans = [estimator.price(each, quick=True) for each in (choice, changed)] if other is estimator else []
+    plans = (
+        [estimator.price(each, quick=True) for each in (choice, changed)]
+        if other is estimator
+        else []
+    )
     if choice.stage > 1 and (known := [each.step_seconds for each in plans if each])[1:]:
         return 1 - known[1] / known[0]
     share = other.batch_size / estimator.batch_size
@@ -163,18 +179,27 @@ def _faster(estimator: Estimator, choice: Choice, other: Estimator, changed: Cho
 
 def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estimator, Choice]]:
     """Yields changes by name, each with the estimator that prices the changed choice."""
-    for remat, name in ((False, "no recomputation"), ("dots", "recomputing attention scores alone")):
+    for remat, name in (
+        (False, "no recomputation"),
+        ("dots", "recomputing attention scores alone"),
+    ):
         if remat != choice.remat and choice.remat is not False:
             yield name, estimator, replace(choice, remat=remat)
     rows = estimator.batch_size // choice.num_replicas
     for factor in (2, 0.5):
         count = int(choice.num_microbatches * factor)
         if count and rows % count == 0:
-            yield f"microbatches of {rows // count} rows", estimator, replace(choice, num_microbatches=count)
+            yield (
+                f"microbatches of {rows // count} rows",
+                estimator,
+                replace(choice, num_microbatches=count),
+            )
     if choice.stage > 1:
         for name, chunks in (*NUM_CHUNKS.items(), ("interleaved", 4)):
             if name != "gpipe" and chunks * choice.stage <= estimator.shape.num_layers:
-                changed = replace(choice, schedule=name, num_chunks=chunks, layers_per_virtual_stage=None)
+                changed = replace(
+                    choice, schedule=name, num_chunks=chunks, layers_per_virtual_stage=None
+                )
                 label = f"{name} with {chunks} chunks" if chunks > 1 else name
                 yield label, estimator, estimator.balanced(changed)
     if choice.zero == 3:
@@ -225,18 +250,28 @@ def _rows_and_scores(estimator: Estimator, choice: Choice) -> tuple[str, str]:
     if is_narrow and analysis.works["forward"].kernels.score_bytes:
         causes.append("attention that stores its scores")
         remedies.append(f"{arg(attention='flash')}")
-    return (f" with {' and '.join(causes)}", f"Choose {' or '.join(remedies)}.") if causes else ("", "")
+    return (
+        (f" with {' and '.join(causes)}", f"Choose {' or '.join(remedies)}.")
+        if causes
+        else ("", "")
+    )
 
 
 def _undivided(estimator: Estimator, fixed: dict[str, Any]) -> str:
     """Returns why no mesh has the fixed settings."""
     count, rows = estimator.cluster.num_devices, estimator.batch_size
-    held = arg(**{name: value for name, value in fixed.items() if value is not None}) or "any setting"
+    held = (
+        arg(**{name: value for name, value in fixed.items() if value is not None}) or "any setting"
+    )
     inner = (fixed.get("tensor") or 1) * (fixed.get("stage") or 1)
     data = fixed.get("data") or (count // inner if count % inner == 0 else 0)
     if data and count % (data * inner) == 0 and rows % data:
         larger = _larger_batch(estimator, fixed, data)
-        remedy = f"Choose {arg(batch_size=larger)}, or another mesh." if larger else _remedy(estimator, fixed)
+        remedy = (
+            f"Choose {arg(batch_size=larger)}, or another mesh."
+            if larger
+            else _remedy(estimator, fixed)
+        )
         return (
             f"{arg('data')} must divide the batch; got {arg(data=data)}, the rest of {count} devices with {held}, and {rows} "
             f"rows. {remedy}"
@@ -255,7 +290,10 @@ def _undivided(estimator: Estimator, fixed: dict[str, Any]) -> str:
 
 def _remedy(estimator: Estimator, fixed: dict[str, Any]) -> str:
     """Returns values of one fixed setting that fit the others, or else one to leave out."""
-    count, held = estimator.cluster.num_devices, [name for name, value in fixed.items() if value is not None]
+    count, held = (
+        estimator.cluster.num_devices,
+        [name for name, value in fixed.items() if value is not None],
+    )
     values = {
         "tensor": divisors(estimator.cluster.devices_per_node),
         "stage": divisors(count),
@@ -265,7 +303,9 @@ def _remedy(estimator: Estimator, fixed: dict[str, Any]) -> str:
     if "num_chunks" in held and _is_possible(estimator, fixed | {"num_chunks": None}):
         return f"Leave {arg('num_chunks')} out."
     for name in filter(held.__contains__, values):
-        if fitting := [value for value in values[name] if _is_possible(estimator, fixed | {name: value})]:
+        if fitting := [
+            value for value in values[name] if _is_possible(estimator, fixed | {name: value})
+        ]:
             return f"Choose {arg(name)} from {', '.join(map(str, fitting))}."
     for number in range(1, len(held) + 1):
         for names in combinations(reversed(held), number):
@@ -309,7 +349,16 @@ def _smallest(estimator: Estimator, fixed: dict[str, Any]) -> tuple[Choice, int]
 
 def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str:
     """Returns the nearest setting that fits: with one fixed setting released, then on any mesh, then with more nodes."""
-    for free in ("remat", "zero", "schedule", "num_microbatches", "num_chunks", "stage", "data", "tensor"):
+    for free in (
+        "remat",
+        "zero",
+        "schedule",
+        "num_microbatches",
+        "num_chunks",
+        "stage",
+        "data",
+        "tensor",
+    ):
         released = {free, "data"} if free in OF_MODELS else {free}
         looser = {name: value for name, value in fixed.items() if name not in released}
         if fixed.get(free) is None or not (found := fitting_plans(estimator, looser, 1000)):
@@ -317,14 +366,18 @@ def _nearest(estimator: Estimator, fixed: dict[str, Any], choice: Choice) -> str
         nearest = found[0].choice
         if free in OF_MODELS:
             wanted = getattr(choice, free)
-            nearest = min((plan.choice for plan in found), key=lambda each: abs(getattr(each, free) - wanted))
+            nearest = min(
+                (plan.choice for plan in found), key=lambda each: abs(getattr(each, free) - wanted)
+            )
         if free == "remat":
             return f"Nearest: remat={nearest.remat}, by flag --remat {remat_text(nearest.remat)}."
         if free in OF_MODELS and fixed.get("data"):
             return f"Nearest: {arg(**nearest.sizes)}."
         return f"Nearest: {arg(**{free: getattr(nearest, free)})}."
     anywhere = {name: value for name, value in fixed.items() if name not in AXES}
-    if any(fixed.get(axis) for axis in OF_MODELS) and (found := fitting_plans(estimator, anywhere, 1)):
+    if any(fixed.get(axis) for axis in OF_MODELS) and (
+        found := fitting_plans(estimator, anywhere, 1)
+    ):
         return f"Nearest: {arg(**found[0].choice.sizes)}."
     num_nodes = _fewest_nodes(estimator, anywhere)
     if num_nodes is None:

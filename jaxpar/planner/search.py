@@ -44,13 +44,17 @@ SLACK, TRIES = 1.1, 2  # trust in the quick estimate; how many settings of a mes
 LEAST_GAIN = 0.001  # the share of the time that a change must save
 
 
-def check_fixed(fixed: dict[str, Any], executor: str, batch_size: int, top: int, shape: ModelShape) -> None:
+def check_fixed(
+    fixed: dict[str, Any], executor: str, batch_size: int, top: int, shape: ModelShape
+) -> None:
     """Raises for an unknown setting, a value out of its range, or one that the model cannot have."""
     if unknown := sorted(set(fixed) - set(SETTINGS)):
         raise ValueError(f"a fixed setting must be one of {', '.join(SETTINGS)}; got {unknown}.")
     if executor not in ("spmd", "mpmd"):
         raise ValueError(f'{arg("executor")} must be "spmd" or "mpmd"; got {executor!r}.')
-    counts: dict[str, Any] = {name: fixed.get(name) for name in (*AXES, "num_chunks", "num_microbatches")}
+    counts: dict[str, Any] = {
+        name: fixed.get(name) for name in (*AXES, "num_chunks", "num_microbatches")
+    }
     check_at_least(1, batch_size=batch_size, top=top, **counts)
     wholes = {"zero": 0, "context": 1, "experts": TENSOR}
     cut = [name for name, whole in wholes.items() if fixed.get(name) not in (None, whole)]
@@ -152,12 +156,18 @@ class Estimator:
     def may_fit(self, choice: Choice) -> bool:
         """Returns whether the inputs of layers alone fit, by what is traced for microbatches of one row."""
         rows = self.batch_size // choice.num_replicas // choice.num_microbatches
-        of_one_row = self.analysis(replace(choice, num_microbatches=rows * choice.num_microbatches, remat=False))
+        of_one_row = self.analysis(
+            replace(choice, num_microbatches=rows * choice.num_microbatches, remat=False)
+        )
         if of_one_row is None:
             return False
         inputs = rows * num_bytes(of_one_row.x) * self.shape.num_layers
         # A stage stores those of its own layers, of at least half as many microbatches as there are stages.
-        share = 1.0 if choice.stage == 1 else min(choice.num_microbatches, choice.stage) / (2 * choice.stage)
+        share = (
+            1.0
+            if choice.stage == 1
+            else min(choice.num_microbatches, choice.stage) / (2 * choice.stage)
+        )
         return share * inputs <= self.memory_limit
 
     def _analysis(self, choice: Choice) -> Analysis:
@@ -189,7 +199,9 @@ class Estimator:
     def prices(self, choice: Choice, *, ranked: bool = True) -> Prices:
         """Returns the seconds of a choice's ops and collectives, with the executor that ranks it or with the other."""
         ideal = (self.executor == "mpmd") == ranked
-        return Prices(choice, self._analysis(choice), self.cluster, self.assumed, self.software, ideal=ideal)
+        return Prices(
+            choice, self._analysis(choice), self.cluster, self.assumed, self.software, ideal=ideal
+        )
 
     def seconds_of_data(self, choice: Choice) -> int | float:
         """Returns the exposed seconds of the collectives over ``data``."""
@@ -202,7 +214,9 @@ class Estimator:
     def seems_to_fit(self, choice: Choice, share: float) -> bool:
         """Returns whether a choice seems to need no more than a share of the memory."""
         of_state = sum(self.at_rest(choice).bytes.values())
-        return of_state <= self.memory_limit and self.quick_bytes(choice) <= share * self.memory_limit
+        return (
+            of_state <= self.memory_limit and self.quick_bytes(choice) <= share * self.memory_limit
+        )
 
     def price(self, choice: Choice, *, quick: bool = False) -> Plan | None:
         """Returns a choice as a plan; None where it does not fit.
@@ -216,7 +230,9 @@ class Estimator:
             return None
         transfers = [] if quick else self.traffic(choice)
         sent = transfers or self.traffic(choice, messages=False)
-        shards = choice.parts() if choice.zero in (1, 2) else 1  # which update a share of the params
+        shards = (
+            choice.parts() if choice.zero in (1, 2) else 1
+        )  # which update a share of the params
         at_rest = self.at_rest(choice)
         state = memory["optimizer"] + at_rest.trained_bytes // shards + wide_bytes(at_rest.grads)
         is_ideal = self.executor == "mpmd"
@@ -241,12 +257,16 @@ class Estimator:
         analysis = self._analysis(choice)
         plain = analysis if choice.remat != "dots" else self._analysis(replace(choice, remat=False))
         layer, backward = plain.works["forward"].flops, plain.works["backward"].flops
-        again = {False: 0, True: layer, "dots": analysis.works["backward"].flops - backward}[choice.remat]
+        again = {False: 0, True: layer, "dots": analysis.works["backward"].flops - backward}[
+            choice.remat
+        ]
         steps = choice.num_microbatches / choice.stage
         # With those of their forward passes.
         of_ends = sum(analysis.end_works[end].flops for end in ("embed_back", "head"))
         useful = self.shape.num_layers * (layer + backward) + of_ends
-        return steps * useful, steps * self.shape.num_layers * (again + self.software.recompute * layer)
+        return steps * useful, steps * self.shape.num_layers * (
+            again + self.software.recompute * layer
+        )
 
 
 def likely_choices(
@@ -267,7 +287,10 @@ def likely_choices(
     def push_first(recomputing: list[Choice]) -> None:
         if recomputing and estimator.analysis(recomputing[0]) is not None:
             choice = estimator.balanced(recomputing[0])
-            heapq.heappush(heap, (estimator.prices(choice).likely(), next(numbers), choice, recomputing[1:], False))
+            heapq.heappush(
+                heap,
+                (estimator.prices(choice).likely(), next(numbers), choice, recomputing[1:], False),
+            )
 
     by_rest: dict[Choice, list[Choice]] = {}
     for choice in estimator.candidates(fixed):
@@ -285,7 +308,9 @@ def likely_choices(
             tried = [replace(choice, zero=zero) for zero in fixed_or(fixed, "zero", levels)]
             fits = next((each for each in tried if estimator.seems_to_fit(each, SURPLUS)), None)
             if fits:
-                heapq.heappush(heap, (seconds + estimator.seconds_of_data(fits), next(numbers), fits, [], True))
+                heapq.heappush(
+                    heap, (seconds + estimator.seconds_of_data(fits), next(numbers), fits, [], True)
+                )
             if fits is None or fits != tried[0] or not estimator.seems_to_fit(fits, 1 / SURPLUS):
                 push_first(others)
 
@@ -297,7 +322,9 @@ def fitting_plans(estimator: Estimator, fixed: dict[str, Any], top: int) -> list
 
     def is_done(seconds: int | float, choice: Choice) -> bool:
         times = sorted(each.step_seconds for each in found.values())
-        return tried[_mesh_of(choice)] >= TRIES or (len(times) >= top and seconds > SLACK * times[top - 1])
+        return tried[_mesh_of(choice)] >= TRIES or (
+            len(times) >= top and seconds > SLACK * times[top - 1]
+        )
 
     for likely, choice in likely_choices(estimator, fixed, is_done):
         if is_done(likely, choice):
@@ -318,7 +345,9 @@ def best_plans(estimator: Estimator, fixed: dict[str, Any], top: int) -> list[Pl
     quick = sorted((improved(estimator, fixed, each, reach=1) for each in quick), key=_rank)
     plans = sorted(filter(None, (estimator.price(each.choice) for each in quick)), key=_rank)[:top]
     if plans:
-        best = estimator.price(improved(estimator, fixed, plans[0], reach=estimator.batch_size).choice)
+        best = estimator.price(
+            improved(estimator, fixed, plans[0], reach=estimator.batch_size).choice
+        )
         plans[0] = best or plans[0]
     return plans
 
@@ -334,7 +363,9 @@ def improved(estimator: Estimator, fixed: dict[str, Any], plan: Plan, *, reach: 
     """
     tried = {plan.choice}
     while True:
-        changes = [each for each in _changes(estimator, fixed, plan.choice, reach) if each not in tried]
+        changes = [
+            each for each in _changes(estimator, fixed, plan.choice, reach) if each not in tried
+        ]
         tried.update(changes)
         priced = [found for each in changes if (found := estimator.price(each, quick=True))]
         fastest = min(priced, key=lambda found: found.step_seconds, default=plan)
@@ -343,7 +374,9 @@ def improved(estimator: Estimator, fixed: dict[str, Any], plan: Plan, *, reach: 
         plan = fastest
 
 
-def _changes(estimator: Estimator, fixed: dict[str, Any], choice: Choice, reach: int) -> Iterator[Choice]:
+def _changes(
+    estimator: Estimator, fixed: dict[str, Any], choice: Choice, reach: int
+) -> Iterator[Choice]:
     """Yields choices that differ in one setting which is not fixed."""
     yield from _other_rows(estimator, fixed, choice, reach)
     if not estimator.replicates(choice) and choice.parts() > 1:
@@ -354,9 +387,15 @@ def _changes(estimator: Estimator, fixed: dict[str, Any], choice: Choice, reach:
         yield replace(choice, remat=remat)
     if choice.stage > 1:
         for name, chunks in schedules_of(choice.stage, estimator.shape.num_layers, fixed):
-            changed = replace(choice, schedule=name, num_chunks=chunks, layers_per_virtual_stage=None)
+            changed = replace(
+                choice, schedule=name, num_chunks=chunks, layers_per_virtual_stage=None
+            )
             yield estimator.balanced(changed)
-        given = estimator.shape.num_layers, choice.stage * choice.num_chunks, estimator.shape.num_leading
+        given = (
+            estimator.shape.num_layers,
+            choice.stage * choice.num_chunks,
+            estimator.shape.num_leading,
+        )
         for layers in spreads(*given):
             yield replace(choice, layers_per_virtual_stage=layers)
     if choice.experts and choice.data > 1 and (estimator.shape.experts or 1) % choice.data == 0:
@@ -365,7 +404,9 @@ def _changes(estimator: Estimator, fixed: dict[str, Any], choice: Choice, reach:
                 yield replace(choice, experts=experts)
 
 
-def _other_rows(estimator: Estimator, fixed: dict[str, Any], choice: Choice, reach: int) -> Iterator[Choice]:
+def _other_rows(
+    estimator: Estimator, fixed: dict[str, Any], choice: Choice, reach: int
+) -> Iterator[Choice]:
     """Yields choices with more rows in a microbatch, up to one that does not fit, and with fewer, the nearest first."""
     if fixed.get("num_microbatches"):
         return

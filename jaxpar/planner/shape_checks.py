@@ -35,7 +35,9 @@ def check_parts(model: object, row: PyTree) -> None:
 def check_functions(model: LayeredModel, loss: Callable, params: PyTree, batch: PyTree) -> None:
     """Raises ValueError or TypeError unless the functions and the loss take the params, a batch, and one another's values."""
     outer, layers = params[OUTER], params[LAYERS]
-    of_one = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+    of_one = lambda tree: jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree
+    )
     with _function("embed", outer=outer, batch=batch):
         x = shapes_of(model.embed, outer, batch, of="embed")
     with _function("layer", layer=of_one(layers), x=x):
@@ -64,5 +66,8 @@ def _function(name: str, **given: PyTree) -> Iterator[None]:
 
 def _shapes(tree: PyTree) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    shown = [f"{path_string(path)} {leaf.dtype}{list(leaf.shape)}".strip() for path, leaf in leaves[:SHOWN]]
+    shown = [
+        f"{path_string(path)} {leaf.dtype}{list(leaf.shape)}".strip()
+        for path, leaf in leaves[:SHOWN]
+    ]
     return ", ".join(shown) + (f" and {len(leaves) - SHOWN} more" if len(leaves) > SHOWN else "")

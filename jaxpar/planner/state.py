@@ -39,19 +39,29 @@ class AtRest:
     """
 
     def __init__(self, shape: ModelShape, optimizer: Optimizer, choice: Choice) -> None:
-        num_positions = choice.layout(shape.num_layers).num_positions if choice.stage > 1 else shape.num_layers
+        num_positions = (
+            choice.layout(shape.num_layers).num_positions if choice.stage > 1 else shape.num_layers
+        )
         packed = shape.with_positions(num_positions)
         self.shardings = shardings_from_paths(packed, choice.mesh, shape.rules)
-        init = lambda key: jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), packed)
-        parallel = Parallel(choice.mesh, self.shardings, zero=choice.zero, trainable=shape.trainable)
+        init = lambda key: jax.tree.map(
+            lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), packed
+        )
+        parallel = Parallel(
+            choice.mesh, self.shardings, zero=choice.zero, trainable=shape.trainable
+        )
         self.state: TrainState = abstract_state(init, None, optimizer, parallel)
         self.params, self._mesh = self.state.params, choice.mesh
-        self.step = shard_step(shape.frozen(packed), parallel, shape.frozen(self.shardings), layered=True)
+        self.step = shard_step(
+            shape.frozen(packed), parallel, shape.frozen(self.shardings), layered=True
+        )
         self.trained_layers, self.trained_outer = (
             trained_indices(shape.frozen(packed)[part]) for part in (LAYERS, OUTER)
         )
         self._packed, self._trained = packed, only_trained(shape.frozen(packed))
-        self.trained_bytes = local_bytes(only_trained(shape.frozen(self.params)))  # of params that are trained
+        self.trained_bytes = local_bytes(
+            only_trained(shape.frozen(self.params))
+        )  # of params that are trained
 
     @cached_property
     def bytes(self) -> dict[str, int]:
@@ -70,7 +80,9 @@ class AtRest:
     @cached_property
     def grad_specs(self) -> list[PartitionSpec]:
         """The specs of the gradients that ``value_and_grad`` returns."""
-        specs = jax.tree.leaves(self.step.replica_grads, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+        specs = jax.tree.leaves(
+            self.step.replica_grads, is_leaf=lambda spec: isinstance(spec, PartitionSpec)
+        )
         pairs = zip(self.step.zero.of_grads, specs, strict=True)
         return [shard.at_rest(spec) for shard, spec in pairs]
 
@@ -91,7 +103,9 @@ class AtRest:
     @cached_property
     def outer_in_use(self) -> list[jax.ShapeDtypeStruct]:
         """The params of embedding and head on one device during a step: sharded over ``tensor`` only."""
-        over_tensor = lambda spec: PartitionSpec(*(TENSOR if entry == TENSOR else None for entry in spec))
+        over_tensor = lambda spec: PartitionSpec(
+            *(TENSOR if entry == TENSOR else None for entry in spec)
+        )
         local = lambda leaf, sharding: self._shard(leaf, over_tensor(sharding.spec))
         return jax.tree.leaves(jax.tree.map(local, self._packed[OUTER], self.shardings[OUTER]))
 
@@ -135,21 +149,33 @@ def step_memory(
     if masks:
         slots, splits = choice.likely_slots if quick else choice.num_slots, choice.splits_backward
     else:
-        joined = spmd_program(choice.table(choice.num_microbatches, lockstep_form(choice.schedule)), masks=False)
+        joined = spmd_program(
+            choice.table(choice.num_microbatches, lockstep_form(choice.schedule)), masks=False
+        )
         slots, splits = joined.num_slots, joined.schedule.splits_backward
     return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, masks=masks, splits=splits)
 
 
 def _pipelined(
-    choice: Choice, analysis: Analysis, at_rest: AtRest, slots: dict[str, int], *, masks: bool, splits: bool
+    choice: Choice,
+    analysis: Analysis,
+    at_rest: AtRest,
+    slots: dict[str, int],
+    *,
+    masks: bool,
+    splits: bool,
 ) -> dict[str, int]:
     layout = choice.layout(analysis.shape.num_layers)
     split, layer = analysis.split, analysis.layer
     of_slot = {name: num_bytes(layer.shapes(split.values[name])) for name in BUFFERS}
-    buffers = {name: slots[name] * layout.positions_per_chunk * size for name, size in of_slot.items()}
+    buffers = {
+        name: slots[name] * layout.positions_per_chunk * size for name, size in of_slot.items()
+    }
     buffers["inbox"] = (slots["inbox"] + 1) * num_bytes(analysis.x)
     of_op = lambda name: peak_bytes(layer.graph, *split.plans[name])
-    one_layer = analysis.one_layer_bytes if splits else max(map(of_op, ("forward_and_store", "backward")))
+    one_layer = (
+        analysis.one_layer_bytes if splits else max(map(of_op, ("forward_and_store", "backward")))
+    )
     rings = set(buffers)
     if choice.stage == 1 and choice.remat is True:  # a layer stores its input, and runs again in B
         positions = layout.positions_per_chunk * slots["residuals_w"]
@@ -178,7 +204,9 @@ def _pipelined(
     return {
         "gradients": _summed_layers(choice, at_rest, positions) + _summed_outer(at_rest),
         "activations": sum(buffers[name] for name in rings),
-        "working": working + _cast_layers(choice, analysis, at_rest, positions) + _gathered(at_rest),
+        "working": working
+        + _cast_layers(choice, analysis, at_rest, positions)
+        + _gathered(at_rest),
     }
 
 
@@ -194,7 +222,11 @@ def _in_turn(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, i
     layers, kept = analysis.shape.num_layers, found["activations"]
     waiting = min(_most_waiting(choice), layers)
     in_layer = _in_backward(choice, analysis, at_rest, kept // layers, waiting)
-    of_params = _cast_layers(choice, analysis, at_rest, layers) + _gathered(at_rest) + _cast_head(analysis, at_rest)
+    of_params = (
+        _cast_layers(choice, analysis, at_rest, layers)
+        + _gathered(at_rest)
+        + _cast_head(analysis, at_rest)
+    )
     own = [wide_bytes([at_rest.one_layer[i]]) for i in at_rest.trained_layers]
     at_end = layers * max(own, default=0) - kept
     # Gathered params lie between what comes and goes, where XLA leaves about as much free as the largest of them takes.
@@ -267,7 +299,9 @@ def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str,
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
-def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks: bool) -> dict[str, int]:
+def _accumulating(
+    choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks: bool
+) -> dict[str, int]:
     """One stage: a scan over layers, whose backward pass reads the residuals of each layer, or its input under remat.
 
     The peak is where the head runs, in the backward pass of layers, or where what is left of the gradients is reduced.
@@ -288,24 +322,41 @@ def _accumulating(choice: Choice, analysis: Analysis, at_rest: AtRest, *, masks:
     many = choice.num_microbatches > 1
     peak = max(
         kept + analysis.head_bytes + gathered,
-        kept + of_layers + analysis.head_waits_bytes + one_layer + sum(own) + late * max(own, default=0),
-        of_layers + outer + late * sum(own) + analysis.embed_bytes + (0 if many and choice.zero == 1 else sent),
+        kept
+        + of_layers
+        + analysis.head_waits_bytes
+        + one_layer
+        + sum(own)
+        + late * max(own, default=0),
+        of_layers
+        + outer
+        + late * sum(own)
+        + analysis.embed_bytes
+        + (0 if many and choice.zero == 1 else sent),
     )
     gradients = of_layers + outer
     if many:
         sums = _summed_layers(choice, at_rest, layers) + outer
         gradients += sums
         # Sums are reduced over replicas after the last use of an activation; XLA for CPU devices does not do it in place.
-        peak = max(sums + gathered + peak, sums + sent, 3 * sums if choice.parts(REPLICAS) > 1 and not masks else 0)
+        peak = max(
+            sums + gathered + peak,
+            sums + sent,
+            3 * sums if choice.parts(REPLICAS) > 1 and not masks else 0,
+        )
     return {"gradients": gradients, "activations": kept, "working": max(0, peak - gradients - kept)}
 
 
-def _summed_layers(choice: Choice, at_rest: AtRest, positions: int, scattered: str = "is_early") -> int:
+def _summed_layers(
+    choice: Choice, at_rest: AtRest, positions: int, scattered: str = "is_early"
+) -> int:
     """The sums of layers' gradients, float32 or wider; of those that are ``scattered`` a device stores only its shard."""
     return sum(_summed_each(choice, at_rest, positions, scattered))
 
 
-def _summed_each(choice: Choice, at_rest: AtRest, positions: int, scattered: str = "is_early") -> list[int]:
+def _summed_each(
+    choice: Choice, at_rest: AtRest, positions: int, scattered: str = "is_early"
+) -> list[int]:
     """The same for each of a layer's params."""
     shards = at_rest.step.zero[LAYERS].of_grads
     part = lambda shard: choice.parts(shard.axes) if getattr(shard, scattered) else 1

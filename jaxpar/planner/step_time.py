@@ -111,7 +111,9 @@ class Prices:
         self.computing = {op: self._computes(work) for op, work in works.items()}
         self.sending = {op: self._sends(work) for op, work in works.items()}
         if "W" in works and software.products_alone_in_w:
-            alone = self._computes(replace(works["W"], kernels=Kernels(works["W"].kernels.products)))
+            alone = self._computes(
+                replace(works["W"], kernels=Kernels(works["W"].kernels.products))
+            )
             self.computing |= {"B": self.computing["B"] + self.computing["W"] - alone, "W": alone}
         forward = self._computes(analysis.works["forward"])
         again = self.computing.get("R", forward if choice.remat is True else 0.0)
@@ -119,7 +121,9 @@ class Prices:
         self.computing["B"] += software.recompute * forward
         if assumed.compute is None:
             self._move_params_and_sums(works)
-        self.counts: tuple[float, ...] = tuple(choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ())
+        self.counts: tuple[float, ...] = tuple(
+            choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ()
+        )
         self._leading = 0.0 if analysis.ends.embed_is_lookup else self.embed + self.embed_back
         if self._leading and (ideal or choice.num_chunks > 1 or len(set(self.counts)) > 1):
             # The first stage alone runs the layers of the embedding, as if it had more of its own.
@@ -130,7 +134,9 @@ class Prices:
         """Returns the seconds of the kernels of an op."""
         if self._assumed.compute is not None:
             return work.flops / (self.cluster.peak_flops * self._assumed.compute)
-        return seconds_of(work.kernels, self.cluster, self.choice.tensor, self.software, self._analysis.own_share)
+        return seconds_of(
+            work.kernels, self.cluster, self.choice.tensor, self.software, self._analysis.own_share
+        )
 
     def _sends(self, work: Work) -> float:
         """Returns the seconds of the collectives of an op."""
@@ -148,7 +154,9 @@ class Prices:
             for op, work in works.items():
                 self.computing[op] += 2 * num_bytes(params[i] for i in work.reads) / rate
         if self.choice.num_microbatches > 1 and not self.software.fused_accumulation:
-            self.computing["W" if "W" in works else "B"] += 2 * wide_bytes(analysis.trained_params) / rate
+            self.computing["W" if "W" in works else "B"] += (
+                2 * wide_bytes(analysis.trained_params) / rate
+            )
             self.head_computing += 2 * wide_bytes(analysis.head_grads) / rate
 
     def op(self, name: str) -> int | float:
@@ -175,8 +183,12 @@ class Prices:
     @property
     def head_seconds(self) -> int | float:
         """The seconds of the head and the loss for one microbatch, forward and backward, on the stage with the head."""
-        exchanged = ("reduce-scatter", "all-gather") if self.shares_head else ()  # y, and the gradient of y
-        exchange = sum(collective_seconds(self.links, STAGE, kind, self._message) for kind in exchanged)
+        exchanged = (
+            ("reduce-scatter", "all-gather") if self.shares_head else ()
+        )  # y, and the gradient of y
+        exchange = sum(
+            collective_seconds(self.links, STAGE, kind, self._message) for kind in exchanged
+        )
         return self.head_computing + self.head_sending + exchange
 
     @property
@@ -186,7 +198,10 @@ class Prices:
         if self.software.splits_messages:
             num_bytes /= self.choice.tensor
             more += collective_seconds(self.links, TENSOR, "all-gather", self._message)
-        one = {crosses: self.links.message(num_bytes, STAGE, crosses=crosses) + more for crosses in (False, True)}
+        one = {
+            crosses: self.links.message(num_bytes, STAGE, crosses=crosses) + more
+            for crosses in (False, True)
+        }
         return [one[crosses] for crosses in self.links.crossings(STAGE)]
 
     def exposed_message(self, kinds: Collection[str]) -> int | float:
@@ -198,25 +213,37 @@ class Prices:
             meanwhile = self.head_computing
         elif self.choice.form == "fused" and "W" in kinds:
             meanwhile = max(self.counts) * self.op("W")
-        return max(max(self.messages) - meanwhile, self.cluster.latency(crosses_nodes=self.links.crosses(STAGE)))
+        return max(
+            max(self.messages) - meanwhile,
+            self.cluster.latency(crosses_nodes=self.links.crosses(STAGE)),
+        )
 
     def collectives(self, transfers: Iterable[Transfer], axis: str) -> int | float:
         """Returns the seconds of a step's collectives over an axis, without messages between stages.
 
         Collectives of the same kind and purpose are combined, those of the params of a layer for example.
         """
-        own = [each for each in transfers if each.axis == axis and each.kind != "collective-permute"]
+        own = [
+            each for each in transfers if each.axis == axis and each.kind != "collective-permute"
+        ]
         times: dict[tuple, int] = {}
         for each in own:
             key = each.kind, each.what
             times[key] = max(each.times, times.get(key, 0))
-        latency = sum(count * collective_seconds(self.links, axis, kind, 0) for (kind, _), count in times.items())
-        return latency + sum(each.bytes_moved * self._width(each) for each in own) / self.links.rate(axis)
+        latency = sum(
+            count * collective_seconds(self.links, axis, kind, 0)
+            for (kind, _), count in times.items()
+        )
+        return latency + sum(
+            each.bytes_moved * self._width(each) for each in own
+        ) / self.links.rate(axis)
 
     def _width(self, transfer: Transfer) -> float:
         """Returns the bytes that the software sends for each that jaxpar sends."""
         software = self.software
-        width = software.param_bytes if transfer.what.startswith("params") else software.gradient_bytes
+        width = (
+            software.param_bytes if transfer.what.startswith("params") else software.gradient_bytes
+        )
         return 1.0 if width is None or "norm" in transfer.what else width / 4
 
     def exposed_data(self, transfers: Iterable[Transfer]) -> int | float:
@@ -236,7 +263,9 @@ class Prices:
         """Returns the seconds of work of the busiest stage for one microbatch."""
         one, counts = self.one_layer - self.beside, self.by_stage()
         most = max(counts[:-1] or counts) if self.shares_head else counts[-1]
-        return self._leading + max(max(counts) * one, max(most, counts[-1]) * one + self.head_seconds)
+        return self._leading + max(
+            max(counts) * one, max(most, counts[-1]) * one + self.head_seconds
+        )
 
     def likely(self) -> int | float:
         """Returns an estimate of the seconds of the layers and the head in a step, without a schedule.
@@ -249,20 +278,30 @@ class Prices:
         ops = {name: max(counts) * self.op(name) for name in self.computing}
         w = ops.get("W", 0)
         waits = {"zb-h1": sum(ops.values()) - 2 * w, "zb-v": (sum(ops.values()) - 2 * w) / 2}
-        fill = (choice.stage - 1) * waits.get(choice.schedule, sum(ops.values()) / choice.num_chunks)
+        fill = (choice.stage - 1) * waits.get(
+            choice.schedule, sum(ops.values()) / choice.num_chunks
+        )
         if self.ideal:
             return choice.num_microbatches * self.busiest() + fill
         ticks = choice.num_chunks * (len(ops) if choice.form == "unit" else 1)
         steady = self.busiest() + ticks * self.exposed_message(ops)
-        return choice.num_microbatches * steady + fill + self.shares_head * (choice.stage - 1) * self.head_seconds
+        return (
+            choice.num_microbatches * steady
+            + fill
+            + self.shares_head * (choice.stage - 1) * self.head_seconds
+        )
 
     def by_stage(self) -> list[float]:
         """Returns the layers of each stage, the stage of the head last."""
         if self.choice.num_chunks == 1:
             return list(self.counts)
         placement = PLACEMENT[self.choice.schedule]
-        stages = [stage_and_chunk(v, self.choice.stage, placement)[0] for v in range(len(self.counts))]
-        of = lambda stage: sum(count for own, count in zip(stages, self.counts, strict=True) if own == stage)
+        stages = [
+            stage_and_chunk(v, self.choice.stage, placement)[0] for v in range(len(self.counts))
+        ]
+        of = lambda stage: sum(
+            count for own, count in zip(stages, self.counts, strict=True) if own == stage
+        )
         return [of(stage) for stage in (*sorted({*stages} - {stages[-1]}), stages[-1])]
 
 
@@ -307,17 +346,27 @@ def _pipeline(prices: Prices) -> int | float:
     if simulated == choice.num_microbatches:
         return of_count(prices, simulated)
     before, after = (of_count(prices, count) for count in (fewer, simulated))
-    return after + (choice.num_microbatches - simulated) * max((after - before) / choice.stage, prices.busiest())
+    return after + (choice.num_microbatches - simulated) * max(
+        (after - before) / choice.stage, prices.busiest()
+    )
 
 
 def _ticks(prices: Prices, num_microbatches: int) -> int | float:
     """Returns the seconds of lock-step: a tick takes as long as the stage with the most to do, and its messages."""
-    last, is_cheap = len(prices.counts) - 1, prices.choice.num_chunks == 1 and len(set(prices.counts)) == 1
-    everywhere = prices.head_seconds if prices.shares_head or is_cheap else 0.0  # idle stages run it too
+    last, is_cheap = (
+        len(prices.counts) - 1,
+        prices.choice.num_chunks == 1 and len(set(prices.counts)) == 1,
+    )
+    everywhere = (
+        prices.head_seconds if prices.shares_head or is_cheap else 0.0
+    )  # idle stages run it too
     on_last = 0.0 if everywhere else prices.head_seconds
 
     def of_row(row: Row) -> int | float:
-        seconds = sum(prices.counts[v] * prices.op(kind) + on_last * ((v, kind) == (last, "F")) for v, kind in row)
+        seconds = sum(
+            prices.counts[v] * prices.op(kind) + on_last * ((v, kind) == (last, "F"))
+            for v, kind in row
+        )
         common = min((prices.counts[v] for v, _ in row), default=0)
         return seconds - common * prices.beside * ({"F", "B"} <= {kind for _, kind in row})
 
@@ -326,14 +375,18 @@ def _ticks(prices: Prices, num_microbatches: int) -> int | float:
         ends = ("F" in kinds) * (everywhere + prices.embed) + ("B" in kinds) * prices.embed_back
         return max(map(of_row, tick)) + ends + prices.exposed_message(kinds)
 
-    return sum(count * of_tick(tick) for tick, count in prices.choice.structure(num_microbatches).ticks)
+    return sum(
+        count * of_tick(tick) for tick, count in prices.choice.structure(num_microbatches).ticks
+    )
 
 
 def _makespan(prices: Prices, num_microbatches: int) -> int | float:
     """Returns the seconds of stages that run freely."""
     most = max(prices.counts)
     scale = tuple(count / most for count in prices.counts)
-    ops: dict[str, Any] = {name.lower(): most * prices.op(name) for name in "FBWR"} | {"stage_scale": scale}
+    ops: dict[str, Any] = {name.lower(): most * prices.op(name) for name in "FBWR"} | {
+        "stage_scale": scale
+    }
     choice, software = prices.choice, prices.software
     in_pairs = software.exchanges_in_pairs and choice.schedule == "interleaved"
     return makespan(

@@ -51,7 +51,9 @@ class Transfer:
         return self.times * ring_bytes(self.kind, self.payload_bytes, self.group_size)
 
 
-def step_traffic(choice: Choice, analysis: Analysis, at_rest: AtRest, *, messages: bool = True) -> list[Transfer]:
+def step_traffic(
+    choice: Choice, analysis: Analysis, at_rest: AtRest, *, messages: bool = True
+) -> list[Transfer]:
     """Returns the collectives of the busiest device in a training step with ``executor="spmd"``.
 
     Args:
@@ -107,7 +109,9 @@ def _whole_gradients(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
     yield from over(REPLICAS if in_one else OF_ZERO, "all-reduce", whole + SCALAR, 1, "gradients")
     yield from over((CONTEXT,), "all-reduce", owned, 1, "gradients")
     if not in_one:  # groups of replicas sum what each member has after its own group
-        yield from over((REPLICA,), "all-reduce", wide_bytes(at_rest.grads) + SCALAR, 1, "gradients")
+        yield from over(
+            (REPLICA,), "all-reduce", wide_bytes(at_rest.grads) + SCALAR, 1, "gradients"
+        )
 
 
 def _sharded_gradients(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
@@ -130,11 +134,15 @@ def _of_layers(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[
     for index, (leaf, read, shard) in enumerate(leaves):
         if shard.is_early and index in at_rest.trained_layers:
             size = num_bytes([leaf])
-            yield from _over(choice, shard.axes, "reduce-scatter", size, times, "gradients of a layer")
+            yield from _over(
+                choice, shard.axes, "reduce-scatter", size, times, "gradients of a layer"
+            )
         if shard.is_param:
             num_ops = sum(index in work.reads for work in works)
             size = num_bytes([read])
-            yield from _over(choice, shard.axes, "all-gather", size, times * num_ops, "params of a layer")
+            yield from _over(
+                choice, shard.axes, "all-gather", size, times * num_ops, "params of a layer"
+            )
 
 
 def _of_outer_params(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
@@ -142,7 +150,9 @@ def _of_outer_params(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
     for leaf, shard in zip(at_rest.outer_in_use, shards, strict=True):
         if shard.is_param:
             size = num_bytes([leaf])
-            yield from _over(choice, shard.axes, "all-gather", size, 1, "params of embedding and head")
+            yield from _over(
+                choice, shard.axes, "all-gather", size, 1, "params of embedding and head"
+            )
 
 
 def _over(
@@ -171,7 +181,9 @@ def _over_stage(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
     for leaf, on_device in zip(outer, at_rest.outer_at_rest, strict=True):
         if STAGE in leaf.sharding.spec:
             payload = choice.stage * num_bytes([on_device])
-            yield Transfer(STAGE, "all-gather", payload, 1, choice.stage, "params of embedding and head")
+            yield Transfer(
+                STAGE, "all-gather", payload, 1, choice.stage, "params of embedding and head"
+            )
 
 
 def _messages(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
@@ -180,7 +192,9 @@ def _messages(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
     goes_both_ways = PLACEMENT[choice.schedule] == "v"
     sizes = {"right": activations, "left": activations if goes_both_ways else gradients}
     for way, times in _sends_of_busiest(choice, sizes).items():
-        yield Transfer(STAGE, "collective-permute", sizes[way], times, choice.stage, f"messages {way}")
+        yield Transfer(
+            STAGE, "collective-permute", sizes[way], times, choice.stage, f"messages {way}"
+        )
 
 
 def _sends_of_busiest(choice: Choice, sizes: dict[str, int]) -> dict[str, int]:
@@ -194,7 +208,10 @@ def _sends_of_busiest(choice: Choice, sizes: dict[str, int]) -> dict[str, int]:
     bytes_of = lambda times: sum(times[way] * sizes[way] for way in sizes)
     busiest = max(by_stage, key=bytes_of)
     # Each microbatch sends the same.
-    return {way: count * choice.num_microbatches // choice.num_simulated for way, count in busiest.items()}
+    return {
+        way: count * choice.num_microbatches // choice.num_simulated
+        for way, count in busiest.items()
+    }
 
 
 def _of_norm(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
@@ -207,7 +224,10 @@ def _of_norm(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
 def _of_ops(choice: Choice, analysis: Analysis) -> Iterator[Transfer]:
     count = choice.num_microbatches
     layers = layers_of_a_stage(choice, analysis.shape.num_layers)
-    works = [(work, count * layers, f"a layer's {op}") for op, work in layer_works(choice, analysis).items()]
+    works = [
+        (work, count * layers, f"a layer's {op}")
+        for op, work in layer_works(choice, analysis).items()
+    ]
     ends, has_stages = analysis.end_works, choice.stage > 1
     embeds_again = has_stages and choice.remat is True
     works += [

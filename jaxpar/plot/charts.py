@@ -48,8 +48,19 @@ def render_curves(runs: Mapping[str, Curve], *, name: str = "loss") -> str:
     rows = [["run", "points", f"first {name}", "lowest", "at step", "last", ""]]
     for run, (steps, values) in runs.items():
         width = max(1, round(min(SKETCH_WIDTH, longest) * len(values) / longest))
-        at, lowest = min(zip(steps, values, strict=True), key=lambda pair: (not math.isfinite(pair[1]), pair[1]))
-        rows.append([run, str(len(values)), f"{values[0]:.5g}", f"{lowest:.5g}", str(at + 1), f"{values[-1]:.5g}"])
+        at, lowest = min(
+            zip(steps, values, strict=True), key=lambda pair: (not math.isfinite(pair[1]), pair[1])
+        )
+        rows.append(
+            [
+                run,
+                str(len(values)),
+                f"{values[0]:.5g}",
+                f"{lowest:.5g}",
+                str(at + 1),
+                f"{values[-1]:.5g}",
+            ]
+        )
         rows[-1].append(_sketch(values, width, scale))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
@@ -58,13 +69,17 @@ def render_curves(runs: Mapping[str, Curve], *, name: str = "loss") -> str:
 def _sketch(values: Sequence[float], width: int, scale: tuple[float, float]) -> str:
     """Returns a bar for the mean of each part of the values, ! where it is not finite."""
     low, high = scale
-    parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
+    parts = [
+        values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)
+    ]
     means = [sum(part) / len(part) for part in parts]
     height = lambda mean: round((len(BARS) - 1) * (mean - low) / (high - low)) if high > low else 0
     return "".join(BARS[height(mean)] if math.isfinite(mean) else "!" for mean in means)
 
 
-def plot_curves(runs: Mapping[str, Curve], path: str | PathLike[str], *, name: str = "loss") -> None:
+def plot_curves(
+    runs: Mapping[str, Curve], path: str | PathLike[str], *, name: str = "loss"
+) -> None:
     """Draws the curves of runs on the same axes, each named with its last value.
 
     Args:
@@ -78,16 +93,31 @@ def plot_curves(runs: Mapping[str, Curve], path: str | PathLike[str], *, name: s
     """
     with figure_to(path, (8.0, 5.0), asked_by="plot_curves") as figure:
         panel = figure.add_subplot()
-        for (run, (steps, values)), color, line in zip(runs.items(), cycle(LINE_COLOURS), cycle(STYLES), strict=False):
+        for (run, (steps, values)), color, line in zip(
+            runs.items(), cycle(LINE_COLOURS), cycle(STYLES), strict=False
+        ):
             label = f"{run}: {values[-1]:.4g} at the end"
-            panel.plot([step + 1 for step in steps], values, color=color, linestyle=line, linewidth=1.4, label=label)
-        panel.set(title=f"{name} of {len(runs)} runs, step by step", xlabel="steps taken", ylabel=name)
+            panel.plot(
+                [step + 1 for step in steps],
+                values,
+                color=color,
+                linestyle=line,
+                linewidth=1.4,
+                label=label,
+            )
+        panel.set(
+            title=f"{name} of {len(runs)} runs, step by step", xlabel="steps taken", ylabel=name
+        )
         panel.grid(axis="y", color="0.9")
         panel.legend(loc="best", frameon=False)
 
 
 def plot_memory(
-    bytes_by_stage: Bars, memory_bytes: int | float, *, path: str | PathLike[str], title: str | None = None
+    bytes_by_stage: Bars,
+    memory_bytes: int | float,
+    *,
+    path: str | PathLike[str],
+    title: str | None = None,
 ) -> None:
     """Draws the bytes on one device of each stage, by kind, and the memory that it has.
 
@@ -101,16 +131,37 @@ def plot_memory(
         ImportError: matplotlib is not installed.
         ValueError: There are no bars, or the suffix is not a known format.
     """
-    sizes = {name: {kind: n / GIB for kind, n in parts.items()} for name, parts in bytes_by_stage.items()}
+    sizes = {
+        name: {kind: n / GIB for kind, n in parts.items()} for name, parts in bytes_by_stage.items()
+    }
     others, names = cycle(OTHERS), list(sizes)
-    with figure_to(path, (min(15.0, 3.2 + 0.75 * len(names)), 4.8), asked_by="plot_memory") as figure:
+    with figure_to(
+        path, (min(15.0, 3.2 + 0.75 * len(names)), 4.8), asked_by="plot_memory"
+    ) as figure:
         panel = figure.add_subplot()
-        totals = _stack("plot_memory", panel.bar, sizes, lambda kind: MEMORY_COLOURS.get(kind) or next(others))
+        totals = _stack(
+            "plot_memory", panel.bar, sizes, lambda kind: MEMORY_COLOURS.get(kind) or next(others)
+        )
         for at, total in enumerate(totals):
-            panel.text(at, total + 0.01 * memory_bytes / GIB, f"{total:.3g}", ha="center", va="bottom", fontsize=8)
+            panel.text(
+                at,
+                total + 0.01 * memory_bytes / GIB,
+                f"{total:.3g}",
+                ha="center",
+                va="bottom",
+                fontsize=8,
+            )
         panel.axhline(memory_bytes / GIB, color="#c0392b", linestyle="--", linewidth=1.2)
         has = f"a device has {memory_bytes / GIB:.3g} GiB"
-        panel.text(len(names) - 0.5, memory_bytes / GIB, has, ha="right", va="bottom", color="#c0392b", fontsize=8)
+        panel.text(
+            len(names) - 0.5,
+            memory_bytes / GIB,
+            has,
+            ha="right",
+            va="bottom",
+            color="#c0392b",
+            fontsize=8,
+        )
         panel.set_ylim(0, 1.15 * max(*totals, memory_bytes / GIB))
         panel.set_ylabel("GiB on one device")
         panel.set_title(title or "What one device of each stage holds", loc="left", fontsize=11)
@@ -119,7 +170,9 @@ def plot_memory(
         figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
 
 
-def plot_step_time(seconds_by_plan: Bars, *, path: str | PathLike[str], title: str | None = None) -> None:
+def plot_step_time(
+    seconds_by_plan: Bars, *, path: str | PathLike[str], title: str | None = None
+) -> None:
     """Draws the seconds of a step by part, a bar for each plan.
 
     Args:
@@ -132,7 +185,9 @@ def plot_step_time(seconds_by_plan: Bars, *, path: str | PathLike[str], title: s
         ValueError: There are no bars, or the suffix is not a known format.
     """
     colours = cycle(TIME_COLOURS)
-    with figure_to(path, (9.5, 1.6 + 0.42 * len(seconds_by_plan)), asked_by="plot_step_time") as figure:
+    with figure_to(
+        path, (9.5, 1.6 + 0.42 * len(seconds_by_plan)), asked_by="plot_step_time"
+    ) as figure:
         panel = figure.add_subplot()
         totals = _stack("plot_step_time", panel.barh, seconds_by_plan, lambda _: next(colours))
         for at, total in enumerate(totals):
@@ -145,7 +200,9 @@ def plot_step_time(seconds_by_plan: Bars, *, path: str | PathLike[str], title: s
         figure.legend(loc="outside right center", frameon=False)
 
 
-def plot_loss(path: str | PathLike[str], lines: Sequence[Mapping[str, float]], entropy: float, unit: str) -> None:
+def plot_loss(
+    path: str | PathLike[str], lines: Sequence[Mapping[str, float]], entropy: float, unit: str
+) -> None:
     """Draws the loss of each step of a language model and that on the text held out, beside that of frequencies alone.
 
     Args:
@@ -157,19 +214,33 @@ def plot_loss(path: str | PathLike[str], lines: Sequence[Mapping[str, float]], e
     figure, axes = panels(1, 1, (8, 5))
     steps, of_steps = ([line[name] for line in lines] for name in ("step", "loss"))
     tested = [line for line in lines if "test_loss" in line]
-    axes.plot([step + 1 for step in steps], of_steps, color="#1b9e77", linewidth=1, label="text learned from, one step")
+    axes.plot(
+        [step + 1 for step in steps],
+        of_steps,
+        color="#1b9e77",
+        linewidth=1,
+        label="text learned from, one step",
+    )
     held_out = [[line["step"] + 1 for line in tested], [line["test_loss"] for line in tested]]
     label = "text held out" + (f"; at the end {tested[-1]['test_loss']:.3f}" if tested else "")
     axes.plot(*held_out, color="#d95f02", marker="o", markersize=4, label=label)
-    axes.axhline(entropy, color="#808080", linestyle="--", label=f"knowing frequencies alone: {entropy:.3f}")
-    axes.set(title="The loss as the model learns", xlabel="steps taken", ylabel=f"cross-entropy (nats a {unit})")
+    axes.axhline(
+        entropy, color="#808080", linestyle="--", label=f"knowing frequencies alone: {entropy:.3f}"
+    )
+    axes.set(
+        title="The loss as the model learns",
+        xlabel="steps taken",
+        ylabel=f"cross-entropy (nats a {unit})",
+    )
     axes.set_ylim(0, 1.05 * max(*filter(math.isfinite, of_steps), entropy, 0.0))
     axes.legend(loc="best")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
 
 
-def _stack(asked_by: str, draw: Callable[..., Any], bars: Bars, colour: Callable[[str], str]) -> list[float]:
+def _stack(
+    asked_by: str, draw: Callable[..., Any], bars: Bars, colour: Callable[[str], str]
+) -> list[float]:
     """Draws bars of parts by a panel's ``bar`` or ``barh``, without parts that are 0 everywhere; returns their lengths."""
     if not bars:
         raise ValueError(f"{asked_by} must get one bar or more; got none.")

@@ -20,13 +20,19 @@ def check_format(path: str | PathLike[str]) -> str:
     """Returns the suffix of a picture's path; raises if it is not a known format."""
     suffix = fspath(path).rpartition(".")[2].lower()
     if suffix not in FORMATS:
-        raise ValueError(f"a plot's suffix must be one of {', '.join(FORMATS)}; got {arg(path=repr(fspath(path)))}.")
+        raise ValueError(
+            f"a plot's suffix must be one of {', '.join(FORMATS)}; got {arg(path=repr(fspath(path)))}."
+        )
     return suffix
 
 
 @contextmanager
 def figure_to(
-    path: str | PathLike[str], size: tuple[float, float], *, asked_by: str, style: Mapping[str, Any] | None = None
+    path: str | PathLike[str],
+    size: tuple[float, float],
+    *,
+    asked_by: str,
+    style: Mapping[str, Any] | None = None,
 ) -> Iterator["Figure"]:
     """Yields a figure to draw in, and then writes it.
 
@@ -57,7 +63,9 @@ def figure_to(
 def check_matplotlib() -> None:
     """Raises ValueError if matplotlib is not installed; a run calls it before it trains."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"the recipe's pictures need matplotlib; got none. {install_extra('plot')}.")
+        raise ValueError(
+            f"the recipe's pictures need matplotlib; got none. {install_extra('plot')}."
+        )
 
 
 def panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:

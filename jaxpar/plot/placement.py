@@ -24,7 +24,17 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.plot.figure import figure_to
-from jaxpar.plot.topology import CELL_HEIGHT, LEFT, LEGEND, MAX_CELL, MEANINGS, NODE_MARGIN, Sheet, Topology, rectangles
+from jaxpar.plot.topology import (
+    CELL_HEIGHT,
+    LEFT,
+    LEGEND,
+    MAX_CELL,
+    MEANINGS,
+    NODE_MARGIN,
+    Sheet,
+    Topology,
+    rectangles,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +49,11 @@ SMALL_WIDTH, SMALL_HEIGHT = 2.15, 0.56  # in inches
 
 
 def plot_placement(
-    axes: Mapping[str, int], devices_per_node: int = 8, *, path: str | PathLike[str], title: str | None = None
+    axes: Mapping[str, int],
+    devices_per_node: int = 8,
+    *,
+    path: str | PathLike[str],
+    title: str | None = None,
 ) -> None:
     """Draws which GPU of which node holds which replica, stage and tensor shard, and the links that each axis uses.
 
@@ -57,7 +71,9 @@ def plot_placement(
     """
     topology = Topology.of(axes, devices_per_node)
     stages = _small_stages(topology)
-    sheet = Sheet(replace(topology, data=topology.in_group, stage=1, replica=1) if stages else topology)
+    sheet = Sheet(
+        replace(topology, data=topology.in_group, stage=1, replica=1) if stages else topology
+    )
     rows, (width, height) = -(-len(stages) // COLUMNS), sheet.size
     heights = height - LEGEND, SMALL_HEIGHT * (rows * (1 + GAP_Y) + ABOVE)
     if stages:
@@ -71,7 +87,9 @@ def plot_placement(
             draw(figure.add_subplot(), sheet)
         summary = topology.summary()
         figure.suptitle(f"{title}\n{summary}" if title else summary, x=0.01, ha="left", fontsize=11)
-        figure.legend(handles=list(_legend(topology)), loc="outside lower left", frameon=False, fontsize=9)
+        figure.legend(
+            handles=list(_legend(topology)), loc="outside lower left", frameon=False, fontsize=9
+        )
 
 
 def _legend(topology: Topology) -> Iterator:
@@ -83,7 +101,9 @@ def _legend(topology: Topology) -> Iterator:
     for axis, (inside, across) in hops.items():
         if inside + across:
             name = f"{axis}, {topology.links(axis)}: {MEANINGS[axis]}"
-            yield Line2D([], [], color=COLOURS[axis], lw=3, linestyle="-" if inside else DASHED, label=name)
+            yield Line2D(
+                [], [], color=COLOURS[axis], lw=3, linestyle="-" if inside else DASHED, label=name
+            )
     if any(across for _, across in hops.values()):
         name = "dashed: from node to node; solid: inside a node"
         yield Line2D([], [], color=GREY, lw=3, linestyle=DASHED, label=name)
@@ -113,17 +133,27 @@ def _draw_nodes(panel: "Axes", sheet: Sheet) -> None:
     topology = sheet.topology
     boxes: dict[tuple, list[tuple[float, float, float, float]]] = {}
     for index, replica in enumerate(sheet.replicas):
-        for part, (node, stages, shards) in enumerate(rectangles(topology, replica) if replica is not None else ()):
+        for part, (node, stages, shards) in enumerate(
+            rectangles(topology, replica) if replica is not None else ()
+        ):
             left, top = sheet.cell(index, stages[0], shards[0])
             right, bottom = sheet.cell(index, stages[-1], shards[-1])
             key = (node,) if sheet.together > 1 else (node, index, part)
             boxes.setdefault(key, []).append((left, top, right + 1, bottom + CELL_HEIGHT))
-    style = {"boxstyle": f"round,pad={NODE_MARGIN},rounding_size=0.08", "fc": "0.93", "ec": "0.6", "lw": 0.8}
+    style = {
+        "boxstyle": f"round,pad={NODE_MARGIN},rounding_size=0.08",
+        "fc": "0.93",
+        "ec": "0.6",
+        "lw": 0.8,
+    }
     for (node, *_), parts in boxes.items():
         lefts, tops, rights, bottoms = zip(*parts, strict=True)
         left, top, bottom = min(lefts), min(tops), max(bottoms)
         panel.add_patch(FancyBboxPatch((left, top), max(rights) - left, bottom - top, **style))
-        corner = left - NODE_MARGIN, bottom + NODE_MARGIN + 0.16  # links over data pass on the right
+        corner = (
+            left - NODE_MARGIN,
+            bottom + NODE_MARGIN + 0.16,
+        )  # links over data pass on the right
         _write(panel, sheet, corner, f"node {node}", 0.8, color=GREY, ha="left", bbox=PAPER)
 
 
@@ -136,8 +166,17 @@ def _draw_links(panel: "Axes", sheet: Sheet) -> None:
             continue
         for axis in ("stage", "tensor"):
             for (_, *a), (_, *b) in of_one.hops(axis):
-                ends = [(x + 0.5, y + CELL_HEIGHT / 2) for x, y in (sheet.cell(index, *a), sheet.cell(index, *b))]
-                _draw_link(panel, sheet, axis, *ends, across=topology.node(replica, *a) != topology.node(replica, *b))
+                ends = [
+                    (x + 0.5, y + CELL_HEIGHT / 2)
+                    for x, y in (sheet.cell(index, *a), sheet.cell(index, *b))
+                ]
+                _draw_link(
+                    panel,
+                    sheet,
+                    axis,
+                    *ends,
+                    across=topology.node(replica, *a) != topology.node(replica, *b),
+                )
         for to in _next_replicas(sheet, index):
             for start, end, across in _between(sheet, index, to):
                 _draw_link(panel, sheet, "data", start, end, across=across)
@@ -164,10 +203,23 @@ def _between(sheet: Sheet, index: int, to: int) -> Iterator[tuple[tuple, tuple, 
     parts = (rectangles(topology, sheet.replicas[each] or 0) for each in (index, to))
     for (node, stages, shards), (to_node, to_stages, to_shards) in product(*parts):
         margin = 0.0 if sheet.is_plain or node == to_node else NODE_MARGIN
-        if is_beside and stages[-1] == last[0] and to_stages[0] == 0 and (both := _both(shards, to_shards)):
-            middle = sum(sheet.cell(index, 0, shard)[1] for shard in (both[0], both[-1])) / 2 + CELL_HEIGHT / 2
+        if (
+            is_beside
+            and stages[-1] == last[0]
+            and to_stages[0] == 0
+            and (both := _both(shards, to_shards))
+        ):
+            middle = (
+                sum(sheet.cell(index, 0, shard)[1] for shard in (both[0], both[-1])) / 2
+                + CELL_HEIGHT / 2
+            )
             yield (x + 1 + margin, middle), (to_x - margin, middle), node != to_node
-        elif not is_beside and shards[-1] == last[1] and to_shards[0] == 0 and (both := _both(stages, to_stages)):
+        elif (
+            not is_beside
+            and shards[-1] == last[1]
+            and to_shards[0] == 0
+            and (both := _both(stages, to_stages))
+        ):
             middle = sum(sheet.cell(index, stage, 0)[0] for stage in (both[0], both[-1])) / 2 + 0.5
             yield (middle, y + CELL_HEIGHT + margin), (middle, to_y - margin), node != to_node
 
@@ -176,10 +228,17 @@ def _both(a: range, b: range) -> range:
     return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
-def _draw_link(panel: "Axes", sheet: Sheet, axis: str, *points: tuple[float, float], across: bool) -> None:
+def _draw_link(
+    panel: "Axes", sheet: Sheet, axis: str, *points: tuple[float, float], across: bool
+) -> None:
     thick = max(1.0, 3.2 * sheet.inches / MAX_CELL)
     width = {"tensor": 1.6 * thick, "stage": thick, "data": 1.2 * thick}[axis]
-    style = {"color": COLOURS[axis], "lw": width, "linestyle": DASHED if across else "-", "zorder": 2}
+    style = {
+        "color": COLOURS[axis],
+        "lw": width,
+        "linestyle": DASHED if across else "-",
+        "zorder": 2,
+    }
     panel.plot(*zip(*points, strict=True), solid_capstyle="butt", **style)
 
 
@@ -189,13 +248,31 @@ def _draw_replica(panel: "Axes", sheet: Sheet, index: int, replica: int) -> None
     for stage in range(topology.stage):
         left, top = sheet.cell(index, stage, 0)
         if topology.stage > 1 and index < sheet.columns:
-            _write(panel, sheet, (left + 0.5, top - 0.24), f"stage {stage}", 1.05, color=COLOURS["stage"], ha="center")
+            _write(
+                panel,
+                sheet,
+                (left + 0.5, top - 0.24),
+                f"stage {stage}",
+                1.05,
+                color=COLOURS["stage"],
+                ha="center",
+            )
         for shard in range(topology.tensor):
             _draw_cell(panel, sheet, index, (replica, stage, shard))
     x, y = sheet.tile(index)
     if not sheet.is_plain:
-        _write(panel, sheet, (x - 0.18, y - 0.24), f"replica {replica}", LEFT - 0.2, weight="bold", ha="right")
-    for shard in range(topology.tensor if topology.tensor > 1 and index % sheet.columns == 0 else 0):
+        _write(
+            panel,
+            sheet,
+            (x - 0.18, y - 0.24),
+            f"replica {replica}",
+            LEFT - 0.2,
+            weight="bold",
+            ha="right",
+        )
+    for shard in range(
+        topology.tensor if topology.tensor > 1 and index % sheet.columns == 0 else 0
+    ):
         left, top = sheet.cell(index, 0, shard)
         at = left - 0.18, top + CELL_HEIGHT / 2
         _write(panel, sheet, at, f"shard {shard}", LEFT - 0.2, color=COLOURS["tensor"], ha="right")
@@ -213,7 +290,9 @@ def _draw_cell(panel: "Axes", sheet: Sheet, index: int, at: tuple[int, int, int]
     _write(panel, sheet, (x + 0.5, y + CELL_HEIGHT / 2), lines, 0.9, ha="center", zorder=4)
 
 
-def _write(panel: "Axes", sheet: Sheet, at: tuple[float, float], text: str, width: float, **style: Any) -> None:
+def _write(
+    panel: "Axes", sheet: Sheet, at: tuple[float, float], text: str, width: float, **style: Any
+) -> None:
     """Writes text in a font small enough for ``width``, which is in widths of a cell."""
     longest = max(map(len, text.split("\n")))
     points = min(9.0, 72 * width * sheet.inches / (0.6 * longest))
@@ -286,15 +365,24 @@ def _draw_small(panel: "Axes", topology: Topology, index: int, corner: tuple[flo
     where = f"node{'s' if len(nodes) > 1 else ''} {'-'.join(map(str, nodes))}"
     name = f"stage {stage}" if topology.replica == 1 else f"group {group}, stage {stage}"
     panel.text(x, y - 0.06, name, weight="bold", fontsize=8, va="bottom")
-    panel.text(x, y + 1.06, f"GPUs {devices[0]}-{devices[1]}, {where}", fontsize=8, va="top", color=GREY)
+    panel.text(
+        x, y + 1.06, f"GPUs {devices[0]}-{devices[1]}, {where}", fontsize=8, va="top", color=GREY
+    )
 
 
 def _draw_messages(panel: "Axes", topology: Topology, corners: list[tuple[float, float]]) -> None:
     for (index, (x, y)), (to, (to_x, to_y)) in pairwise(enumerate(corners)):
         if to % topology.stage == 0:
             continue
-        across = topology.node(0, index % topology.stage, 0) != topology.node(0, to % topology.stage, 0)
-        style = {"color": COLOURS["stage"], "lw": 2.2, "linestyle": DASHED if across else "-", "zorder": 1}
+        across = topology.node(0, index % topology.stage, 0) != topology.node(
+            0, to % topology.stage, 0
+        )
+        style = {
+            "color": COLOURS["stage"],
+            "lw": 2.2,
+            "linestyle": DASHED if across else "-",
+            "zorder": 1,
+        }
         if y == to_y:
             left = min(x, to_x)
             panel.plot((left + 1, left + 1 + GAP_X), (y + 0.5, y + 0.5), **style)

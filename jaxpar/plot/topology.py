@@ -65,11 +65,23 @@ class Topology:
         All replicas are drawn alike, those of ``data`` beside one another in each group of ``replica``.
         """
         drawn = ("replica", "data", "stage", "tensor")
-        unknown = sorted(axis for axis, size in axes.items() if axis not in drawn and (axis != "context" or size > 1))
+        unknown = sorted(
+            axis
+            for axis, size in axes.items()
+            if axis not in drawn and (axis != "context" or size > 1)
+        )
         if unknown:
-            raise ValueError(f"a mesh has the axes data, stage and tensor; got {unknown}. Leave the others out.")
+            raise ValueError(
+                f"a mesh has the axes data, stage and tensor; got {unknown}. Leave the others out."
+            )
         groups = axes.get("replica", 1)
-        return cls(groups * axes.get("data", 1), axes.get("stage", 1), axes.get("tensor", 1), devices_per_node, groups)
+        return cls(
+            groups * axes.get("data", 1),
+            axes.get("stage", 1),
+            axes.get("tensor", 1),
+            devices_per_node,
+            groups,
+        )
 
     @property
     def in_group(self) -> int:
@@ -98,7 +110,9 @@ class Topology:
     def hops(self, axis: str) -> list[tuple[tuple[int, int, int], tuple[int, int, int]]]:
         """Returns the pairs of neighbours along an axis, as coordinates (data, stage, tensor); rings are left open."""
         to_d, to_s, to_t = (int(name == axis) for name in ("data", "stage", "tensor"))
-        starts = product(range(self.data - to_d), range(self.stage - to_s), range(self.tensor - to_t))
+        starts = product(
+            range(self.data - to_d), range(self.stage - to_s), range(self.tensor - to_t)
+        )
         return [((d, s, t), (d + to_d, s + to_s, t + to_t)) for d, s, t in starts]
 
     def crossing(self, axis: str) -> tuple[int, int]:
@@ -121,7 +135,11 @@ class Topology:
             return "not used (size 1)"
         if not across:
             return "inside nodes"
-        return "across nodes" if not inside else f"{inside} of {inside + across} hops inside nodes, {across} across"
+        return (
+            "across nodes"
+            if not inside
+            else f"{inside} of {inside + across} hops inside nodes, {across} across"
+        )
 
 
 def render_placement(axes: Mapping[str, int], devices_per_node: int = 8) -> str:
@@ -162,7 +180,9 @@ def _lines(topology: Topology) -> list[str]:
         for replica, shards in groupby(held, key=lambda at: at[0]):
             devices = [topology.device(*at) for at in shards]
             part = "" if len(devices) == topology.tensor else " (part)"
-            parts.append(f"replica {replica:>{len(str(topology.data - 1))}}: {_range(devices, width)}{part}")
+            parts.append(
+                f"replica {replica:>{len(str(topology.data - 1))}}: {_range(devices, width)}{part}"
+            )
         lines.append(f"node {node:>{node_width}}  stage {stage:>{stage_width}}  {'  '.join(parts)}")
     return lines
 
@@ -176,10 +196,14 @@ def rectangles(topology: Topology, replica: int) -> list[tuple[int, range, range
     """Returns the largest rectangular parts of a replica that are each on one node: (node, stages, shards)."""
     parts: list[tuple[int, range, range]] = []
     for stage in range(topology.stage):
-        for node, shards in groupby(range(topology.tensor), key=lambda shard: topology.node(replica, stage, shard)):
+        for node, shards in groupby(
+            range(topology.tensor), key=lambda shard: topology.node(replica, stage, shard)
+        ):
             first, *others = shards
             rows, start = range(first, first + 1 + len(others)), stage
-            for part in [part for part in parts if part == (node, range(part[1].start, stage), rows)]:
+            for part in [
+                part for part in parts if part == (node, range(part[1].start, stage), rows)
+            ]:
                 parts.remove(part)
                 start = part[1].start
             parts.append((node, range(start, stage + 1), rows))
@@ -208,7 +232,9 @@ class Sheet:
         topology = self.topology
         data = topology.data if topology.stage == 1 else topology.in_group
         in_node, rest = divmod(topology.devices_per_node, topology.tensor)
-        is_aligned = rest == 0 and (topology.stage == 1 or data % in_node == 0 or in_node % data == 0)
+        is_aligned = rest == 0 and (
+            topology.stage == 1 or data % in_node == 0 or in_node % data == 0
+        )
         return min(in_node, data) if is_aligned else 1
 
     @cached_property
@@ -224,8 +250,12 @@ class Sheet:
     def columns(self) -> int:
         """Number of tiles in a row, which keeps nodes together and the drawing near ``ASPECT``; with stages 1."""
         count = len(self.replicas) if self.topology.stage == 1 else 1
-        fitting = [n for n in range(1, count + 1) if n % self.together == 0 or self.together % n == 0]
-        return min(fitting, key=lambda n: abs(math.log(self._extent(n)[0] / self._extent(n)[1] / ASPECT)))
+        fitting = [
+            n for n in range(1, count + 1) if n % self.together == 0 or self.together % n == 0
+        ]
+        return min(
+            fitting, key=lambda n: abs(math.log(self._extent(n)[0] / self._extent(n)[1] / ASPECT))
+        )
 
     @cached_property
     def extent(self) -> tuple[float, float]:
@@ -261,15 +291,30 @@ class Sheet:
     @cached_property
     def _edges(self) -> tuple[list[float], list[float]]:
         """The left edge of each stage and the top of each shard in a tile; cells of two nodes are further apart."""
-        topology, replicas = self.topology, range(min(self.topology.data, self.topology.devices_per_node))
+        topology, replicas = (
+            self.topology,
+            range(min(self.topology.data, self.topology.devices_per_node)),
+        )
 
         def edges(count: int, step: float, node: Callable[[int, int], int]) -> list[float]:
-            borders = (any(node(r, at) != node(r, at - 1) for r in replicas) for at in range(1, count))
-            return list(accumulate((step + NODE_GAP * is_border for is_border in borders), initial=0.0))
+            borders = (
+                any(node(r, at) != node(r, at - 1) for r in replicas) for at in range(1, count)
+            )
+            return list(
+                accumulate((step + NODE_GAP * is_border for is_border in borders), initial=0.0)
+            )
 
         return (
-            edges(topology.stage, 1 + CELL_GAP, lambda replica, stage: topology.node(replica, stage, 0)),
-            edges(topology.tensor, CELL_HEIGHT + CELL_GAP, lambda replica, shard: topology.node(replica, 0, shard)),
+            edges(
+                topology.stage,
+                1 + CELL_GAP,
+                lambda replica, stage: topology.node(replica, stage, 0),
+            ),
+            edges(
+                topology.tensor,
+                CELL_HEIGHT + CELL_GAP,
+                lambda replica, shard: topology.node(replica, 0, shard),
+            ),
         )
 
     @cached_property
@@ -281,4 +326,6 @@ class Sheet:
     def _extent(self, columns: int) -> tuple[float, float]:
         rows = math.ceil(len(self.replicas) / columns)
         width, height = self.tile_extent
-        return LEFT + columns * width + (columns - 1) * self._gap + RIGHT, TOP + rows * (height + TILE_GAP_Y)
+        return LEFT + columns * width + (columns - 1) * self._gap + RIGHT, TOP + rows * (
+            height + TILE_GAP_Y
+        )

@@ -12,4 +12,12 @@ from jaxpar.report.data import plan_data, read_run, step_data
 from jaxpar.report.page import render_page, write_page
 from jaxpar.report.server import ReportWriter, write_loads
 
-__all__ = ["ReportWriter", "plan_data", "read_run", "render_page", "step_data", "write_loads", "write_page"]
+__all__ = [
+    "ReportWriter",
+    "plan_data",
+    "read_run",
+    "render_page",
+    "step_data",
+    "write_loads",
+    "write_page",
+]

@@ -21,7 +21,11 @@ LABELLED_TIME = 130  # up to which ops have the numbers of their microbatches, a
 STAGE, ARRAY, BAR = 30, 24, 26  # pixels of a row
 MAX_NAMED_DEVICES = 16
 ROWS_PIXELS, MAX_NAMED_EXPERTS = 480, 16  # of all layers of the chart of experts
-LOW, EVEN, HIGH = "#3a6fb0", "#e4e4e4", "#c2462e"  # an expert with few tokens, with its share, with many
+LOW, EVEN, HIGH = (
+    "#3a6fb0",
+    "#e4e4e4",
+    "#c2462e",
+)  # an expert with few tokens, with its share, with many
 FAR = 4  # times the mean: loads beyond have one colour
 
 
@@ -54,19 +58,28 @@ def grad_norm(found: Mapping[str, Any]) -> str | None:
 def learning_rate(found: Mapping[str, Any]) -> str | None:
     """Returns the learning rate by step, of a run that logs it."""
     return chart(
-        _curves(found, lambda name: name == "learning_rate"), title="learning rate", across=ACROSS, from_zero=True
+        _curves(found, lambda name: name == "learning_rate"),
+        title="learning rate",
+        across=ACROSS,
+        from_zero=True,
     )
 
 
 def _curves(found: Mapping[str, Any], wanted: Callable[[str], bool]) -> list[Curve]:
     mean = lambda curve: f", mean of {curve['mean_of']} steps" if curve["mean_of"] > 1 else ""
     curves = {name: curve for name, curve in found["curves"].items() if wanted(name)}
-    return [Curve(name + mean(curve), curve["steps"], curve["values"]) for name, curve in curves.items()]
+    return [
+        Curve(name + mean(curve), curve["steps"], curve["values"]) for name, curve in curves.items()
+    ]
 
 
 def timeline(found: Mapping[str, Any]) -> str | None:
     """Returns the ops of a pipeline: a row for each stage, a bar for each op."""
-    count, until, num_chunks = found["num_stages"], max(end for *_, end in found["ops"]), found["num_chunks"]
+    count, until, num_chunks = (
+        found["num_stages"],
+        max(end for *_, end in found["ops"]),
+        found["num_chunks"],
+    )
     scale, has_labels = Scale(0.0, until), until <= LABELLED_TIME
     ops: dict[tuple[str, int], list[tuple[float, float, float, str]]] = {}
     labels = []
@@ -96,7 +109,9 @@ def timeline(found: Mapping[str, Any]) -> str | None:
     )
 
 
-def _rows(plot: str, names: Sequence[str], pixels: int, width: float, *, above: str = "", **about: Any) -> str:
+def _rows(
+    plot: str, names: Sequence[str], pixels: int, width: float, *, above: str = "", **about: Any
+) -> str:
     """Returns a chart of rows.
 
     Args:
@@ -109,7 +124,9 @@ def _rows(plot: str, names: Sequence[str], pixels: int, width: float, *, above: 
     """
     height = pixels * len(names)
     left = [(1 - (row + 0.5) / len(names), name) for row, name in enumerate(names) if name]
-    return frame(stretched(plot, width, len(names), height) + above, height, kind="rows", left=left, **about)
+    return frame(
+        stretched(plot, width, len(names), height) + above, height, kind="rows", left=left, **about
+    )
 
 
 def shards(found: Mapping[str, Any]) -> str | None:
@@ -154,7 +171,11 @@ def experts(found: Mapping[str, Any]) -> str | None:
         title="Load of each expert",
         below=[((at + 0.5) / count, str(at)) for at in range(0, count, every)],
         across=f"expert; after {found['steps']:,} steps",
-        legend={f"1/{FAR} of the mean or less": LOW, "the mean": EVEN, f"{FAR} times the mean or more": HIGH},
+        legend={
+            f"1/{FAR} of the mean or less": LOW,
+            "the mean": EVEN,
+            f"{FAR} times the mean or more": HIGH,
+        },
     )
 
 
@@ -184,7 +205,11 @@ def _shade(array: Mapping[str, Any], at: int) -> str:
 def _cell(array: Mapping[str, Any], at: int, devices: list[Mapping[str, int]]) -> str:
     held = array["held"][at]
     alike = sum(other == held for other in array["held"])
-    copies = f"the same on {alike} of {len(devices)} devices shown" if alike > 1 else "on no other device shown"
+    copies = (
+        f"the same on {alike} of {len(devices)} devices shown"
+        if alike > 1
+        else "on no other device shown"
+    )
     place = ", ".join(f"{axis} {index}" for axis, index in devices[at].items())
     return (
         f"device {at} ({place})\n{array['name']}{array['shards'][held]}\n"
@@ -196,7 +221,10 @@ def memory(found: Mapping[str, Any]) -> str | None:
     """Returns the bytes of a device by kind, a bar for each stage, and the memory that it has."""
     limit = found["limit_bytes"]
     scale, unit = unit_of(found["total_bytes"])
-    sizes = {name: {kind: size / scale for kind, size in parts.items()} for name, parts in found["bars"].items()}
+    sizes = {
+        name: {kind: size / scale for kind, size in parts.items()}
+        for name, parts in found["bars"].items()
+    }
     colour = lambda kind, at: MEMORY_COLOURS.get(kind) or OTHERS[at % len(OTHERS)]
     mark = (limit / scale, f"a device has {bytes_text(limit)}") if limit else None
     text = lambda size: bytes_text(size * scale)
@@ -206,7 +234,9 @@ def memory(found: Mapping[str, Any]) -> str | None:
 def step_time(found: Mapping[str, Any]) -> str | None:
     """Returns where the time of a step goes, a bar for each plan."""
     colour = lambda _, at: TIME_COLOURS[at % len(TIME_COLOURS)]
-    return _stacks(found, colour, lambda value: f"{value:.3g} s", "Time by part", "seconds of a step")
+    return _stacks(
+        found, colour, lambda value: f"{value:.3g} s", "Time by part", "seconds of a step"
+    )
 
 
 def traffic(found: Mapping[str, Any]) -> str | None:
@@ -217,7 +247,9 @@ def traffic(found: Mapping[str, Any]) -> str | None:
     scale, unit = unit_of(max(axes.values()))
     sizes = {name: {"": size / scale} for name, size in axes.items()}
     across = f"{unit} that a device sends in a step"
-    return _stacks(sizes, lambda *_: LINES[0], lambda size: bytes_text(size * scale), "Traffic by axis", across)
+    return _stacks(
+        sizes, lambda *_: LINES[0], lambda size: bytes_text(size * scale), "Traffic by axis", across
+    )
 
 
 def _stacks(
@@ -243,7 +275,9 @@ def _stacks(
     scale = Scale.of([*sizes.sum(1), *(mark or ())[:1]], from_zero=True)
     shares = sizes / scale.high
     starts = shares.cumsum(1) - shares
-    row_bars = lambda at: [(row, starts[row, at], shares[row, at], text(sizes[row, at])) for row in range(len(found))]
+    row_bars = lambda at: [
+        (row, starts[row, at], shares[row, at], text(sizes[row, at])) for row in range(len(found))
+    ]
     used = {kind: colour(kind, at) for at, kind in enumerate(kinds) if sizes[:, at].any()}
     above, height = "", BAR * len(found)
     if mark:
@@ -277,14 +311,18 @@ def line_bytes(rows: Sequence[Mapping[str, Any]]) -> str | None:
 def way_seconds(rows: Sequence[Mapping[str, Any]]) -> str | None:
     """Returns the time of a step by number of devices, in the unit of the table."""
     curves = _by_devices(rows, "seconds")
-    curves = [replace(curve, y=[seconds * 1e3 for seconds in curve.y if seconds is not None]) for curve in curves]
+    curves = [
+        replace(curve, y=[seconds * 1e3 for seconds in curve.y if seconds is not None])
+        for curve in curves
+    ]
     return chart(curves, title="ms a step, the fastest", across="devices", from_zero=True)
 
 
 def staleness(runs: Mapping[str, Any]) -> str | None:
     """Returns the losses by simulated time of servers that do not wait."""
     curves = [
-        Curve(f"{name}: mean staleness {run['mean']:.1f}", run["seconds"], run["losses"]) for name, run in runs.items()
+        Curve(f"{name}: mean staleness {run['mean']:.1f}", run["seconds"], run["losses"])
+        for name, run in runs.items()
     ]
     return chart(curves, title="loss on all rows", across="simulated seconds", is_log=True)
 
@@ -293,7 +331,10 @@ def _by_devices(rows: Sequence[Mapping[str, Any]], column: str) -> list[Curve]:
     ways: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         ways.setdefault(row["way"], []).append(row)
-    return [Curve(way, [row["devices"] for row in of], [row[column] for row in of]) for way, of in ways.items()]
+    return [
+        Curve(way, [row["devices"] for row in of], [row[column] for row in of])
+        for way, of in ways.items()
+    ]
 
 
 # The charts of each section of the data; their names in the page have hyphens.
@@ -301,12 +342,19 @@ CHARTS: dict[str, tuple[Callable[[Any], str | None], ...]] = {
     "metrics": (loss, rate, grad_norm, learning_rate),
     "experts": (experts,),
     "ways": (line_bytes, way_seconds),
-    **{each.__name__: (each,) for each in (staleness, step_time, timeline, shards, memory, traffic)},
+    **{
+        each.__name__: (each,) for each in (staleness, step_time, timeline, shards, memory, traffic)
+    },
 }
 
 
 def make_charts(data: Mapping[str, Any]) -> dict[str, str]:
     """Returns the charts for which there is data, by name."""
-    made = ((chart, data[section]) for section, charts in CHARTS.items() if data.get(section) for chart in charts)
+    made = (
+        (chart, data[section])
+        for section, charts in CHARTS.items()
+        if data.get(section)
+        for chart in charts
+    )
     found = {chart.__name__.replace("_", "-"): chart(part) for chart, part in made}
     return {name: html for name, html in found.items() if html is not None}

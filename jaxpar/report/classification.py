@@ -33,7 +33,9 @@ def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     tested = [line for line in lines if "test_loss" in line]
     taken, tested_after = ([line["step"] + 1 for line in some] for some in (lines, tested))
     of_steps = np.array([line["loss"] for line in lines])
-    losses.plot(taken, of_steps, color=GREEN, linewidth=1, alpha=0.35, label="digits learned from, one step")
+    losses.plot(
+        taken, of_steps, color=GREEN, linewidth=1, alpha=0.35, label="digits learned from, one step"
+    )
     mean, held_out = running_mean(of_steps, 10, 9), [line["test_loss"] for line in tested]
     losses.plot(taken, mean, color=GREEN, linewidth=2, label="the same, mean of 20 steps around")
     losses.plot(tested_after, held_out, color=ORANGE, linewidth=2, label="digits held out")
@@ -46,7 +48,12 @@ def plot_loss(path: Path, lines: list[dict[str, float]]) -> None:
     at_end = f"; at the end {errors[-1]:.1%}" if tested else ""
     wrong.plot(tested_after, errors, color=ORANGE, linewidth=2, label=f"digits held out{at_end}")
     wrong.axhline(0.9, color=GREY, linestyle="--", label="guessing: 90%")
-    wrong.set(title="Digits read wrong", xlabel="steps taken", ylabel="share of the digits held out", ylim=(0, 1))
+    wrong.set(
+        title="Digits read wrong",
+        xlabel="steps taken",
+        ylabel="share of the digits held out",
+        ylim=(0, 1),
+    )
     wrong.yaxis.set_major_formatter("{x:.0%}")
     wrong.legend(loc="best")
     figure.savefig(path, dpi=120)
@@ -57,10 +64,22 @@ def plot_errors(path: Path, sizes: Errors, rows: Errors) -> None:
     figure, (by_size, by_rows) = panels(1, 2, (13, 5.5))
     _errors(by_size, sizes)
     by_size.set(title=f"A larger model, {sizes.num_rows[0]} digits to learn from")
-    _note(by_size, 0.02, 0.1, "left: underfitting\ntoo few units even for the\ndigits that it learns from")
-    _note(by_size, 0.62, 0.5, "right: overfitting\nknows the digits it learned\nfrom better than new ones")
+    _note(
+        by_size,
+        0.02,
+        0.1,
+        "left: underfitting\ntoo few units even for the\ndigits that it learns from",
+    )
+    _note(
+        by_size,
+        0.62,
+        0.5,
+        "right: overfitting\nknows the digits it learned\nfrom better than new ones",
+    )
     by_size.set(xlabel="units in each hidden layer (parameters in all)")
-    by_size.set_xticks(sizes.sizes, [f"{s}\n({n:,})" for s, n in zip(sizes.sizes, sizes.num_params, strict=True)])
+    by_size.set_xticks(
+        sizes.sizes, [f"{s}\n({n:,})" for s, n in zip(sizes.sizes, sizes.num_params, strict=True)]
+    )
     _errors(by_rows, rows)
     by_rows.set(title=f"More digits to learn from, {rows.num_params[0]:,} parameters")
     _note(by_rows, 0.03, 0.6, "left: overfitting\nknows a few digits by heart")
@@ -72,17 +91,23 @@ def plot_errors(path: Path, sizes: Errors, rows: Errors) -> None:
 
 def _errors(axes: Any, errors: Errors) -> None:
     train, test = errors.train.mean(axis=1), errors.test.mean(axis=1)
-    axes.fill_between(errors.sizes, train, test, color=ORANGE, alpha=0.12, label="the gap: overfitting")
+    axes.fill_between(
+        errors.sizes, train, test, color=ORANGE, alpha=0.12, label="the gap: overfitting"
+    )
     for each, mean, color, name in (
         (errors.test, test, ORANGE, "test error: digits held out"),
         (errors.train, train, GREEN, "training error: digits learned from"),
     ):
         axes.plot(errors.sizes, mean, color=color, marker="o", linewidth=2, label=name)
-        axes.vlines(errors.sizes, each.min(axis=1), each.max(axis=1), color=color, alpha=0.5, linewidth=4)
+        axes.vlines(
+            errors.sizes, each.min(axis=1), each.max(axis=1), color=color, alpha=0.5, linewidth=4
+        )
     axes.set(xscale="log", ylim=(-0.02, 1), ylabel="share of digits read wrong")
     axes.minorticks_off()
     axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.legend(loc="upper right", title=f"mean of {errors.train.shape[1]} runs; bars: best to worst")
+    axes.legend(
+        loc="upper right", title=f"mean of {errors.train.shape[1]} runs; bars: best to worst"
+    )
 
 
 def _note(axes: Any, x: float, y: float, text: str) -> None:
@@ -111,5 +136,7 @@ def plot_predictions(path: Path, images: np.ndarray, labels: np.ndarray, read: n
             axes.imshow(images[i].reshape(8, 8), cmap="gray_r", vmin=0, vmax=1)
             right = read[i] == labels[i]
             told = f"{read[i]}" if right else f"{read[i]} (is {labels[i]})"
-            axes.set_title(told, color=GREEN if right else RED, fontweight="bold", fontsize="medium", pad=3)
+            axes.set_title(
+                told, color=GREEN if right else RED, fontweight="bold", fontsize="medium", pad=3
+            )
     figure.savefig(path, dpi=120)

@@ -44,7 +44,12 @@ RUN_FILES = ("config.json", "metrics.jsonl", FILE)
 
 
 def step_data(
-    compiled: jax.stages.Compiled, state: TrainState, mesh: Mesh, *, schedule: Schedule | None = None, num_steps: int
+    compiled: jax.stages.Compiled,
+    state: TrainState,
+    mesh: Mesh,
+    *,
+    schedule: Schedule | None = None,
+    num_steps: int,
 ) -> dict[str, Any]:
     """Returns the data of a run that is known once its step is compiled, as plain values.
 
@@ -59,7 +64,12 @@ def step_data(
         "kind", "num_steps", "facts", "problems" (messages by section), and one entry per section of ``page.SECTIONS`` that is
         known once the step is compiled, None where it is in "problems".
     """
-    data: dict[str, Any] = {"kind": "run", "num_steps": num_steps, "facts": _facts(mesh), "problems": {}}
+    data: dict[str, Any] = {
+        "kind": "run",
+        "num_steps": num_steps,
+        "facts": _facts(mesh),
+        "problems": {},
+    }
     _add(data, "timeline", lambda: timeline_data(schedule))
     _add(data, "shards", lambda: shards(state.params, mesh))
     report = _add(data, "traffic", lambda: inspect_pipeline(compiled, mesh, schedule))
@@ -143,10 +153,14 @@ def readable(folder: Path) -> Iterator[None]:
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    return fields.read_json(dict[str, Any], path.read_bytes(), str(path), "Remove it, or name another run.")
+    return fields.read_json(
+        dict[str, Any], path.read_bytes(), str(path), "Remove it, or name another run."
+    )
 
 
-def plan_data(plans: Sequence[Plan], model: ModelShape, machines: Cluster, *, name: str) -> dict[str, Any]:
+def plan_data(
+    plans: Sequence[Plan], model: ModelShape, machines: Cluster, *, name: str
+) -> dict[str, Any]:
     """Returns the data of plans as plain values.
 
     Args:
@@ -172,12 +186,21 @@ def plan_data(plans: Sequence[Plan], model: ModelShape, machines: Cluster, *, na
         "name": name,
         "facts": _facts_of_plan(best, model, machines),
         "plans": as_json,
-        "step_time": {f"{rank}: {plan.choice.axes()}": plan.time_by_part for rank, plan in enumerate(plans, 1)},
+        "step_time": {
+            f"{rank}: {plan.choice.axes()}": plan.time_by_part for rank, plan in enumerate(plans, 1)
+        },
         "timeline": _timeline(best),
         "shards": shards(AtRest(model, optax.adam(1e-4), best.choice).params, best.choice.mesh),
-        "memory": {"bars": _bars(best), "limit_bytes": machines.memory_bytes, "total_bytes": best.memory_bytes},
+        "memory": {
+            "bars": _bars(best),
+            "limit_bytes": machines.memory_bytes,
+            "total_bytes": best.memory_bytes,
+        },
         "traffic": {"axes": dict(best.bytes_moved), "collectives": [], "is_known": True},
-        "config": {name: as_json[0][name] for name in (*SETTINGS, "executor", "software", "layers_per_virtual_stage")},
+        "config": {
+            name: as_json[0][name]
+            for name in (*SETTINGS, "executor", "software", "layers_per_virtual_stage")
+        },
         "problems": {},
     }
 
@@ -233,11 +256,15 @@ def shards(params: PyTree, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
     return {
         "num_devices": len(devices),
         "devices": devices[:MAX_DEVICES],
-        "arrays": [_array(path_string(path), leaf, sizes, devices[:MAX_DEVICES]) for path, leaf in leaves],
+        "arrays": [
+            _array(path_string(path), leaf, sizes, devices[:MAX_DEVICES]) for path, leaf in leaves
+        ],
     }
 
 
-def _array(name: str, leaf: Any, sizes: dict[str, int], devices: list[dict[str, int]]) -> dict[str, Any]:
+def _array(
+    name: str, leaf: Any, sizes: dict[str, int], devices: list[dict[str, int]]
+) -> dict[str, Any]:
     spec = leaf.sharding.spec
     dims = [entry_axes(entry) for entry in (*spec, *(None,) * (leaf.ndim - len(spec)))]
     by_device = [_shard(leaf.shape, dims, sizes, at) for at in devices]
@@ -254,7 +281,9 @@ def _array(name: str, leaf: Any, sizes: dict[str, int], devices: list[dict[str, 
     }
 
 
-def _shard(shape: Sequence[int], dims: list[tuple[str, ...]], sizes: dict[str, int], at: dict[str, int]) -> str:
+def _shard(
+    shape: Sequence[int], dims: list[tuple[str, ...]], sizes: dict[str, int], at: dict[str, int]
+) -> str:
     """Returns the part of an array that the device with these coordinates holds, in the notation of slices."""
     parts = []
     for extent, axes in zip(shape, dims, strict=True):
@@ -311,7 +340,9 @@ def traffic(report: StepReport) -> dict[str, Any]:
         for each in report.collectives
     ]
     is_known = all(each.times is not None for each in report.collectives)
-    axes = {axes_text(axes): sent for axes, sent in report.bytes_by_axes().items()} if is_known else {}
+    axes = (
+        {axes_text(axes): sent for axes, sent in report.bytes_by_axes().items()} if is_known else {}
+    )
     return {"axes": axes, "collectives": rows, "is_known": is_known}
 
 
@@ -328,7 +359,10 @@ def metrics(lines: Sequence[Mapping[str, Number]]) -> dict[str, Any]:
     """
     jumps = find_jumps(lines)
     names = list(dict.fromkeys(name for line in lines for name in line if name != "step"))
-    columns = {name: [(int(line["step"]) + 1, line[name]) for line in lines if name in line] for name in names}
+    columns = {
+        name: [(int(line["step"]) + 1, line[name]) for line in lines if name in line]
+        for name in names
+    }
     return {
         "num_steps_done": int(lines[-1]["step"]) + 1 if lines else 0,
         "curves": {name: _curve(points) for name, points in columns.items()},

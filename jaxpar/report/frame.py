@@ -35,14 +35,23 @@ class Scale:
 
     @classmethod
     def of(
-        cls, values: Iterable[float], *, from_zero: bool = False, is_log: bool = False, margin: float = 0.0
+        cls,
+        values: Iterable[float],
+        *,
+        from_zero: bool = False,
+        is_log: bool = False,
+        margin: float = 0.0,
     ) -> "Scale":
         """Returns the axis that has all values, 0 if asked for, and beyond them a share ``margin`` of it at each end."""
         values = list(values) or [0.0]
         low, high = min(values), max(values)
         low = min(low, 0.0) if from_zero else low
         if low == high:
-            low, high = (low / 2, high * 2) if is_log else (low - abs(low) / 2, high + (abs(high) / 2 or 1.0))
+            low, high = (
+                (low / 2, high * 2)
+                if is_log
+                else (low - abs(low) / 2, high + (abs(high) / 2 or 1.0))
+            )
         if is_log:
             return cls(low * (low / high) ** margin, high * (high / low) ** margin, is_log)
         beyond = margin * (high - low)
@@ -58,7 +67,11 @@ class Scale:
         """Returns some readable numbers on the axis, about ``count``."""
         values = self._decades() if self.is_log else []
         if len(values) < 2:
-            values = [value for value in round_numbers(self.low, self.high, count) if value > 0 or not self.is_log]
+            values = [
+                value
+                for value in round_numbers(self.low, self.high, count)
+                if value > 0 or not self.is_log
+            ]
         return [(self.share(value), number(value)) for value in values]
 
     def _decades(self) -> list[float]:
@@ -126,9 +139,13 @@ def frame(
         for share, name in left
     )
     swatches = "".join(
-        f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in (legend or {}).items()
+        f'<span><i style="background:{colour}"></i>{escape(name)}</span>'
+        for name, colour in (legend or {}).items()
     )
-    lines = "".join(f'<line x1="{percent(share)}" x2="{percent(share)}" y1="0" y2="{height}"/>' for share, _ in below)
+    lines = "".join(
+        f'<line x1="{percent(share)}" x2="{percent(share)}" y1="0" y2="{height}"/>'
+        for share, _ in below
+    )
     if kind == "curves":
         heights = [(1 - share) * height for share, _ in left]
         lines += "".join(f'<line x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>' for y in heights)
@@ -136,7 +153,9 @@ def frame(
     data = f' data-curves="{escape(json.dumps(list(curves)))}"' if curves else ""
     width = f' style="min-width:{min_width}px"' if min_width else ""
     whole = height + (BELOW if below else 0)
-    widths = "".join(f"<em>{escape(name)}</em>" for _, name in left)  # invisible: they give the column its width
+    widths = "".join(
+        f"<em>{escape(name)}</em>" for _, name in left
+    )  # invisible: they give the column its width
     return (
         f'<figure class="{kind}"><figcaption><b>{escape(title)}</b>{swatches}'
         f'<span class="buttons">{buttons}</span></figcaption>'
@@ -149,7 +168,9 @@ def frame(
 
 def _text_below(share: float, text: str, height: int) -> str:
     anchor = "start" if share < 0.02 else "end" if share > 0.98 else "middle"
-    return f'<text x="{percent(share)}" y="{height + 15}" text-anchor="{anchor}">{escape(text)}</text>'
+    return (
+        f'<text x="{percent(share)}" y="{height + 15}" text-anchor="{anchor}">{escape(text)}</text>'
+    )
 
 
 def stretched(inner: str, width: float, height: float, pixels: int) -> str:
@@ -158,7 +179,10 @@ def stretched(inner: str, width: float, height: float, pixels: int) -> str:
     return f'<svg class="stretched" width="100%" height="{pixels}" {box}>{inner}</svg>'
 
 
-def bars(kinds: Iterable[tuple[str, str, Iterable[tuple[float, float, float, str]]]], height: float = 0.86) -> str:
+def bars(
+    kinds: Iterable[tuple[str, str, Iterable[tuple[float, float, float, str]]]],
+    height: float = 0.86,
+) -> str:
     """Returns bars of height about 1 in stretched coordinates.
 
     Args:
@@ -227,10 +251,16 @@ def chart(
     lines = itertools.cycle(LINES)
     colours = [curve.colour or next(lines) for curve in curves]
     may_log = min(values) > 0
-    scales = [Scale.of(shown, from_zero=from_zero and not is_log, is_log=is_log and may_log, margin=MARGIN)]
+    scales = [
+        Scale.of(
+            shown, from_zero=from_zero and not is_log, is_log=is_log and may_log, margin=MARGIN
+        )
+    ]
     if has_log and may_log:
         scales.append(Scale.of(shown, is_log=True, margin=MARGIN))
-    named = [(curve, colour) for curve, colour in zip(curves, colours, strict=True) if not curve.is_shade]
+    named = [
+        (curve, colour) for curve, colour in zip(curves, colours, strict=True) if not curve.is_shade
+    ]
     drawn = [
         frame(
             _lines(curves, colours, wide, scale),
@@ -242,7 +272,10 @@ def chart(
             across=across,
             legend={curve.name: colour for curve, colour in named} if len(named) > 1 else None,
             buttons=(SCALES if len(scales) > 1 else "") + ZOOM,
-            curves=[{"name": c.name, "colour": colour, "x": list(c.x), "y": list(c.y)} for c, colour in named],
+            curves=[
+                {"name": c.name, "colour": colour, "x": list(c.x), "y": list(c.y)}
+                for c, colour in named
+            ],
         )
         for scale in scales
     ]
@@ -255,12 +288,17 @@ def _lines(curves: Sequence[Curve], colours: Sequence[str], wide: Scale, scale: 
     high = lambda value: HEIGHT * (1 - scale.share(value))
     paths, dots = "", ""
     for curve, colour in zip(curves, colours, strict=True):
-        points = [(wide.share(at), None if y is None else high(y)) for at, y in zip(curve.x, curve.y, strict=True)]
+        points = [
+            (wide.share(at), None if y is None else high(y))
+            for at, y in zip(curve.x, curve.y, strict=True)
+        ]
         shade = ' class="shade"' if curve.is_shade else ""
         paths += f'<path{shade} d="{" ".join(_path(points))}" stroke="{colour}" stroke-width="{curve.width:g}"/>'
         if len(points) <= MAX_POINTS_SEEN and not curve.is_shade:
             dots += "".join(
-                f'<circle cx="{percent(x)}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in points if y is not None
+                f'<circle cx="{percent(x)}" cy="{y:.1f}" r="2.5" fill="{colour}"/>'
+                for x, y in points
+                if y is not None
             )
     return stretched(paths, WIDTH, HEIGHT, HEIGHT) + dots
 

@@ -53,7 +53,9 @@ def render_page(data: Mapping[str, Any], *, seconds: float | None = None, versio
         facts=facts(data),
         links="".join(f'<a href="#{name}">{escape(SECTIONS[name]["title"])}</a>' for name in shown),
         sections="\n".join(_section(name, data, charts) for name in shown),
-        settings=settings.replace("<", chr(92) + "u003c"),  # in a script "<" could end it or begin a comment
+        settings=settings.replace(
+            "<", chr(92) + "u003c"
+        ),  # in a script "<" could end it or begin a comment
         script=script,
     )
 
@@ -103,15 +105,21 @@ def _section(name: str, data: Mapping[str, Any], charts: Mapping[str, str]) -> s
     if "about" in section and data.get(name):
         lines.append(f"<p>{section['about']}</p>")
     if name in data.get("problems", {}):
-        lines.append(f'<p class="problem">This data could not be gathered: {escape(data["problems"][name])}</p>')
+        lines.append(
+            f'<p class="problem">This data could not be gathered: {escape(data["problems"][name])}</p>'
+        )
     elif name not in data and "empty" not in section:
         lines.append("<p>This data is known once the step is compiled.</p>")
     for part in section["parts"]:
         kind, _, of = part.partition("-")
         is_chart = kind == "chart"
-        inner, style = (charts.get(of, ""), ' class="chart"') if is_chart else (_filled(of, data), "")
+        inner, style = (
+            (charts.get(of, ""), ' class="chart"') if is_chart else (_filled(of, data), "")
+        )
         lines.append(f'<div{style} id="{part}">{inner}</div>')
-    return "\n".join([f'<section id="{name}"><h2>{escape(section["title"])}</h2>', *lines, "</section>"])
+    return "\n".join(
+        [f'<section id="{name}"><h2>{escape(section["title"])}</h2>', *lines, "</section>"]
+    )
 
 
 def _filled(name: str, data: Mapping[str, Any]) -> str:
@@ -123,7 +131,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Returns a table; columns of numbers are aligned to the right."""
     rows = list(rows)
     styles = ["".join(_style(row[at]) for row in rows[:1]) for at in range(len(header))]
-    head = "".join(f"<th{style}>{escape(name)}</th>" for name, style in zip(header, styles, strict=True))
+    head = "".join(
+        f"<th{style}>{escape(name)}</th>" for name, style in zip(header, styles, strict=True)
+    )
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -139,17 +149,28 @@ def _cell(value: Any) -> str:
 
 
 def _style(value: Any) -> str:
-    return ' class="number"' if isinstance(value, int | float) and not isinstance(value, bool) else ""
+    return (
+        ' class="number"' if isinstance(value, int | float) and not isinstance(value, bool) else ""
+    )
 
 
 def _number(value: int | float) -> str:
-    return str(value) if isinstance(value, bool) else f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+    return (
+        str(value)
+        if isinstance(value, bool)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:.6g}"
+    )
 
 
 def facts(data: Mapping[str, Any]) -> str:
     """Returns the most important facts, a box for each."""
     found = {**dict(_progress(data)), **dict(_sizes(data)), **data.get("facts", {})}
-    boxes = (f"<div><dt>{escape(name)}</dt><dd>{escape(str(text))}</dd></div>" for name, text in found.items())
+    boxes = (
+        f"<div><dt>{escape(name)}</dt><dd>{escape(str(text))}</dd></div>"
+        for name, text in found.items()
+    )
     return f"<dl>{''.join(boxes)}</dl>"
 
 
@@ -166,12 +187,17 @@ def _progress(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if data.get("first_step"):
         yield "resumed", f"from step {data['first_step']:,}"
     for name, row in rows.items():
-        if row.get("last") is not None and (name == "loss" or name in ("test_loss", "test_accuracy")):
+        if row.get("last") is not None and (
+            name == "loss" or name in ("test_loss", "test_accuracy")
+        ):
             yield name, f"{row['last']:.5g}"
         if name.endswith("_per_second") and row.get("median") is not None:
             yield "rate", f"{row['median']:,.0f} {name.removesuffix('_per_second')}/s (median)"
     if jumps := found.get("jumps"):
-        last = (f"{each['loss']:.5g} at step {each['step']:,}, after {each['usual']:.5g}" for each in jumps)
+        last = (
+            f"{each['loss']:.5g} at step {each['step']:,}, after {each['usual']:.5g}"
+            for each in jumps
+        )
         yield f"jumps of the loss: {found['num_jumps']:,}", "; ".join(last)
     seconds = rows.get("step_seconds", {}).get("median")
     if seconds is not None:
@@ -198,12 +224,19 @@ def metrics(found: Mapping[str, Any]) -> str:
     if not (rows := found["rows"]):
         return SECTIONS["metrics"]["empty"]
     header = "column", *(name.replace("_", " ").replace("num ", "") for name in names)
-    return table(header, ([column, *(row.get(name) for name in names)] for column, row in rows.items()))
+    return table(
+        header, ([column, *(row.get(name) for name in names)] for column, row in rows.items())
+    )
 
 
 def experts(found: Mapping[str, Any]) -> str:
     """Returns a row for each layer: its experts with the most and the fewest tokens."""
-    of_layer = lambda loads: (at := loads.index(max(loads)), loads[at], at := loads.index(min(loads)), loads[at])
+    of_layer = lambda loads: (
+        at := loads.index(max(loads)),
+        loads[at],
+        at := loads.index(min(loads)),
+        loads[at],
+    )
     header = "layer", "busiest expert", "its load", "idlest expert", "its load"
     return table(header, ((layer, *of_layer(loads)) for layer, loads in enumerate(found["loads"])))
 
@@ -232,7 +265,16 @@ def plans(found: Sequence[Mapping[str, Any]]) -> str:
 def ways(found: Sequence[Mapping[str, Any]]) -> str:
     """Returns a row for each way to reduce gradients on each number of devices."""
     names = "link", "link_formula", "line", "line_formula"
-    header = "way", "devices", "busiest link", "formula", "busiest line", "formula", "ms a step", "parameters apart"
+    header = (
+        "way",
+        "devices",
+        "busiest link",
+        "formula",
+        "busiest line",
+        "formula",
+        "ms a step",
+        "parameters apart",
+    )
     sent = lambda row: [round(float(row[name]), 3) for name in names]
     times = lambda row: (round(row["seconds"] * 1e3, 2), float(f"{row['apart']:.0e}"))
     return table(header, ([row["way"], row["devices"], *sent(row), *times(row)] for row in found))
@@ -241,11 +283,13 @@ def ways(found: Sequence[Mapping[str, Any]]) -> str:
 def timeline(found: Mapping[str, Any]) -> str:
     """Returns the makespan, idle share and peak live microbatches of a timeline, as HTML."""
     shown, count, all_ = len(found["ops"]), found["num_microbatches"], found["of_microbatches"]
-    few = (
-        f" {count} microbatches stand for {all_}, since the steady state repeats: with {all_} a smaller share is idle."
-    )
+    few = f" {count} microbatches stand for {all_}, since the steady state repeats: with {all_} a smaller share is idle."
     few = few if count < all_ else ""
-    cut = f" The first {shown:,} of {found['num_ops']:,} ops are shown." if shown < found["num_ops"] else ""
+    cut = (
+        f" The first {shown:,} of {found['num_ops']:,} ops are shown."
+        if shown < found["num_ops"]
+        else ""
+    )
     peak = ", ".join(map(str, found["peak_live"]))
     return (
         f"<p>{escape(found['title'])}: done at {found['makespan']:g}, {found['bubble_fraction']:.1%} idle. Computed from the "
@@ -280,9 +324,15 @@ def memory(found: Mapping[str, Any]) -> str:
 def traffic(found: Mapping[str, Any]) -> str:
     """Returns the bytes by axis, and a row for each collective."""
     axes = [(axis, bytes_text(size), int(size)) for axis, size in found["axes"].items()]
-    unknown = "" if found["is_known"] else "<p>A loop runs an unknown number of times, so there is no sum by axis.</p>"
+    unknown = (
+        ""
+        if found["is_known"]
+        else "<p>A loop runs an unknown number of times, so there is no sum by axis.</p>"
+    )
     summed = (
-        table(("axis", "sent by a device in a step", "bytes"), axes) if axes else unknown or "<p>Nothing is sent.</p>"
+        table(("axis", "sent by a device in a step", "bytes"), axes)
+        if axes
+        else unknown or "<p>Nothing is sent.</p>"
     )
     return summed + _collectives(found["collectives"])
 
@@ -297,7 +347,9 @@ def _collectives(found: Sequence[Mapping[str, Any]]) -> str:
         "payload": lambda each: bytes_text(each["payload_bytes"]),
         "sent by a device in a step": lambda each: bytes_text(each["bytes"]),
     }
-    return f"<details><summary>{len(found)} collectives</summary>{table_of(found, columns)}</details>"
+    return (
+        f"<details><summary>{len(found)} collectives</summary>{table_of(found, columns)}</details>"
+    )
 
 
 def config(found: Mapping[str, Any]) -> str:
@@ -317,5 +369,6 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
 
 
 TABLES: dict[str, Callable[[Any], str]] = {
-    each.__name__: each for each in (metrics, experts, plans, ways, timeline, shards, memory, traffic, config)
+    each.__name__: each
+    for each in (metrics, experts, plans, ways, timeline, shards, memory, traffic, config)
 }

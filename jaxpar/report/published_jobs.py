@@ -92,10 +92,14 @@ JOBS = _read_jobs()
 
 def with_mesh(job: Job, flags: Any) -> Job:
     """Returns the job on the mesh that the flags ask for; raises where it does not divide."""
-    given = {axis: size for axis, size in dataclasses.asdict(flags.mesh).items() if size is not None}
+    given = {
+        axis: size for axis, size in dataclasses.asdict(flags.mesh).items() if size is not None
+    }
     check_at_least(1, **given)
     check_at_least(1, "Choose such as 8.", gpus_per_node=flags.gpus_per_node)
-    check_one_of(GPUS, **{"--gpu": flags.gpu})  # by its flag, since "gpu" is another name of --compile-for too
+    check_one_of(
+        GPUS, **{"--gpu": flags.gpu}
+    )  # by its flag, since "gpu" is another name of --compile-for too
     job = dataclasses.replace(job, mesh=job.mesh | given)
     rows = job.mesh["data"] * job.microbatch_size
     if job.batch_size % rows:
@@ -118,9 +122,14 @@ def mesh_of(job: Job, flags: Any) -> jax.sharding.Mesh:
     if not flags.compile_for:
         devices = started_devices()
     else:
-        shape = {"num_nodes": job.num_nodes(flags.gpus_per_node), "devices_per_node": flags.gpus_per_node}
+        shape = {
+            "num_nodes": job.num_nodes(flags.gpus_per_node),
+            "devices_per_node": flags.gpus_per_node,
+        }
         devices = compile_only_devices(flags.compile_for, **shape)
-    return make_mesh(**job.mesh, devices=devices[: job.num_devices])  # of another job there may be more
+    return make_mesh(
+        **job.mesh, devices=devices[: job.num_devices]
+    )  # of another job there may be more
 
 
 def cluster_of(job: Job, flags: Any, gpu: str | None = None) -> Cluster:
@@ -135,7 +144,10 @@ def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, A
     mesh, remat = mesh_of(job, flags), flags.remat == "full"
     form = lockstep_form(flags.schedule, masks=masks_idle_ops(mesh))
     schedule = make_schedule(flags.schedule, job.mesh["stage"], count, form=form, remat=remat)
-    ends, sizes = job.end_layers if schedule.num_stages > 1 else (0, 0), (schedule.num_stages, schedule.num_chunks)
+    ends, sizes = (
+        job.end_layers if schedule.num_stages > 1 else (0, 0),
+        (schedule.num_stages, schedule.num_chunks),
+    )
     layout = LayerLayout(job.model.num_layers, *sizes, schedule.placement, end_layers=ends)
     shape, choice = transformer_shape(job.model, seq=job.seq), choice_of(job, flags, layout)
     step = step_of_choice(shape, choice, mesh, optax.adamw(1e-4), job.batch_size, max_grad_norm=1.0)
@@ -151,13 +163,17 @@ def choice_of(job: Job, flags: Any, layout: LayerLayout) -> Choice:
         num_chunks=layout.num_chunks,
         zero=flags.zero,
         remat=flags.remat == "full",
-        layers_per_virtual_stage=tuple(layout.layers_per_virtual_stage or ()) if layout.num_stages > 1 else None,
+        layers_per_virtual_stage=tuple(layout.layers_per_virtual_stage or ())
+        if layout.num_stages > 1
+        else None,
     )
 
 
 def plan_of(job: Job, flags: Any, layout: LayerLayout) -> Plan:
     """Returns the planner's estimate of the same step on GPUs, whether it fits or not."""
-    return price(job.model, cluster_of(job, flags), choice_of(job, flags, layout), batch_size=job.batch_size)
+    return price(
+        job.model, cluster_of(job, flags), choice_of(job, flags, layout), batch_size=job.batch_size
+    )
 
 
 def describe(job: Job, flags: Any, layout: LayerLayout) -> str:
@@ -171,24 +187,44 @@ def describe(job: Job, flags: Any, layout: LayerLayout) -> str:
         f"{job.batch_size:,} rows of {job.seq:,} tokens, {job.num_microbatches} microbatches of {job.microbatch_size} rows "
         f"on each replica; {flags.schedule}{chunks}, ZeRO {flags.zero}, remat {flags.remat}\n"
         f"layers of each stage: {' '.join(str(int(n)) for n in layout.layer_counts.sum(1))}"
-        + ("; the embedding counts as a layer of the first stage, the head of the last" if any(job.end_layers) else "")
+        + (
+            "; the embedding counts as a layer of the first stage, the head of the last"
+            if any(job.end_layers)
+            else ""
+        )
     )
 
 
 def step_cost(
-    job: Job, flags: Any, schedule: Schedule, layout: LayerLayout, state: Any, compiled: jax.stages.Compiled
+    job: Job,
+    flags: Any,
+    schedule: Schedule,
+    layout: LayerLayout,
+    state: Any,
+    compiled: jax.stages.Compiled,
 ) -> tuple[str, dict, dict]:
     """Returns the cost of a step as text and as figures, and its memory and traffic as a report's page shows them."""
     mesh, counts = mesh_of(job, flags), layout.layer_counts
-    own_loop = int(counts.min()) if masks_idle_ops(mesh) else 0  # a loop whose number of trips is known
-    step = inspect_pipeline(compiled, mesh, schedule, loop_trips=max(1, layout.positions_per_chunk - own_loop))
+    own_loop = (
+        int(counts.min()) if masks_idle_ops(mesh) else 0
+    )  # a loop whose number of trips is known
+    step = inspect_pipeline(
+        compiled, mesh, schedule, loop_trips=max(1, layout.positions_per_chunk - own_loop)
+    )
     memory = {
         "parameters, float32": local_bytes(state.params),
         "optimizer state, float32": local_bytes(state.opt_state),
         f"temporary, as XLA for {'GPUs' if flags.compile_for else 'CPUs'} has it": step.memory.temp_bytes,
     }
     memory["together"] = sum(memory.values())
-    text = [table([("each device holds", "bytes"), *((kind, bytes_text(size)) for kind, size in memory.items())])]
+    text = [
+        table(
+            [
+                ("each device holds", "bytes"),
+                *((kind, bytes_text(size)) for kind, size in memory.items()),
+            ]
+        )
+    ]
     traffic = {"+".join(axes): size for axes, size in step.bytes_by_axes().items()}
     rows = ((axis, bytes_text(traffic[axis])) for axis in job.mesh if axis in traffic)
     text.append("\n" + table([("a device sends a step, at most, over", "bytes"), *rows]))
@@ -197,13 +233,21 @@ def step_cost(
             f"\nthe host waits {step.gpu.host_waits:g} times a step; {bytes_text(step.gpu.bytes_copied)} are copied in it"
         )
         text.append("\n" + roofline(step, cluster_of(job, flags, flags.compile_for)).render())
-    bubble = {timing: simulate(schedule, timing=timing).bubble_fraction for timing in ("free", "lockstep")}
+    bubble = {
+        timing: simulate(schedule, timing=timing).bubble_fraction for timing in ("free", "lockstep")
+    }
     text.append(
         f"\nstages idle {bubble['lockstep']:.1%} of the time in lock-step, {bubble['free']:.1%} free-running "
         "(F, B, W and R of a stage take one unit each)"
     )
-    outer = jax.tree_util.tree_leaves_with_path(state.params["outer"])  # of which every stage may need the matrices
-    whole = [path_string(path) for path, leaf in outer if leaf.ndim > 1 and "stage" not in leaf.sharding.spec]
+    outer = jax.tree_util.tree_leaves_with_path(
+        state.params["outer"]
+    )  # of which every stage may need the matrices
+    whole = [
+        path_string(path)
+        for path, leaf in outer
+        if leaf.ndim > 1 and "stage" not in leaf.sharding.spec
+    ]
     if whole and schedule.num_stages > 1:
         text.append(
             f"{', '.join(whole)}: whole on every stage, since {schedule.num_stages} stages divide no free dim of it"
@@ -217,12 +261,15 @@ def step_cost(
         "sent_bytes": traffic,
         "bubble": bubble,
         "flops": step.flops,
-        "gpu": step.gpu and {"host_waits": step.gpu.host_waits, "copied_bytes": step.gpu.bytes_copied},
+        "gpu": step.gpu
+        and {"host_waits": step.gpu.host_waits, "copied_bytes": step.gpu.bytes_copied},
     }
     return "\n".join(text), figures, shown
 
 
-def page_data(job: Job, flags: Any, plan: Plan, schedule: Schedule, measured: dict) -> dict[str, Any]:
+def page_data(
+    job: Job, flags: Any, plan: Plan, schedule: Schedule, measured: dict
+) -> dict[str, Any]:
     """Returns the data of the page of a layout: the plan for GPUs, and memory and traffic of the compiled step."""
     model = transformer_shape(job.model, seq=job.seq)
     found = data.plan_data([plan], model, cluster_of(job, flags), name=job.title)
@@ -233,7 +280,9 @@ def page_data(job: Job, flags: Any, plan: Plan, schedule: Schedule, measured: di
         "memory and traffic below": f"of the step compiled for {kind}"
         + ("" if flags.compile_for else ", which widen bfloat16 to float32"),
     }
-    pipeline = timeline_data(few_microbatches(flags, schedule), of_microbatches=schedule.num_microbatches)
+    pipeline = timeline_data(
+        few_microbatches(flags, schedule), of_microbatches=schedule.num_microbatches
+    )
     return found | measured | {"facts": facts, "timeline": pipeline}
 
 
@@ -241,11 +290,17 @@ def few_microbatches(flags: Any, schedule: Schedule) -> Schedule:
     """Returns the schedule with as many microbatches as show its steady state."""
     count = min(schedule.num_microbatches, 2 * schedule.num_stages)
     form = lockstep_form(flags.schedule, masks=bool(flags.compile_for))
-    return make_schedule(flags.schedule, schedule.num_stages, count, form=form, remat=schedule.recomputes)
+    return make_schedule(
+        flags.schedule, schedule.num_stages, count, form=form, remat=schedule.recomputes
+    )
 
 
 def draw(name: str, job: Job, flags: Any, schedule: Schedule, out_dir: Path) -> None:
     """Draws the placement on nodes and the pipeline's timeline."""
-    plot_placement(job.mesh, flags.gpus_per_node, path=out_dir / f"{name}-nodes.png", title=job.title)
+    plot_placement(
+        job.mesh, flags.gpus_per_node, path=out_dir / f"{name}-nodes.png", title=job.title
+    )
     if schedule.num_stages > 1:
-        plot_timeline(few_microbatches(flags, schedule), out_dir / f"{name}-timeline.png", timing="lockstep")
+        plot_timeline(
+            few_microbatches(flags, schedule), out_dir / f"{name}-timeline.png", timing="lockstep"
+        )

@@ -20,7 +20,12 @@ from jaxpar.sharding import fetch
 
 NUM_SERVERS = 4
 STALE_ROWS = 128  # of each gradient of an asynchronous worker
-SPEEDS = (1.0, 1.0, 1.2, 4.0)  # seconds a gradient of the asynchronous workers, one of which is slow
+SPEEDS = (
+    1.0,
+    1.0,
+    1.2,
+    4.0,
+)  # seconds a gradient of the asynchronous workers, one of which is slow
 COLORS = {
     "all-reduce": "#1f77b4",
     "ring": "#1b9e77",
@@ -37,7 +42,9 @@ Figures = Mapping[str, Any]  # by name
 def check_batch_size(batch_size: int, sizes: Sequence[int], num_rows: int) -> None:
     """Raises ValueError unless every number of devices, the flag --devices, divides --batch-size, and there are enough rows."""
     if min(sizes) < 2:
-        raise ValueError(f"--devices must be numbers of 2 or more; got {sizes}. Choose such as 2 4 8.")
+        raise ValueError(
+            f"--devices must be numbers of 2 or more; got {sizes}. Choose such as 2 4 8."
+        )
     for size in sizes:
         if batch_size % size:
             raise ValueError(
@@ -111,7 +118,9 @@ def beside_first(rows: Sequence[Figures]) -> list[dict[str, Any]]:
     first, found = rows[0]["params"], []
     for row in rows:
         figures = {name: value for name, value in row.items() if name != "params"}
-        found.append(figures | {"apart": max(jax.tree.leaves(jax.tree.map(apart, row["params"], first)))})
+        found.append(
+            figures | {"apart": max(jax.tree.leaves(jax.tree.map(apart, row["params"], first)))}
+        )
     return found
 
 
@@ -149,10 +158,16 @@ def stale_curve(
         return jax.grad(mean_loss)(params, {name: column[own] for name, column in data.items()})
 
     def apply(params: PyTree, grads: PyTree) -> PyTree:
-        return jax.tree.map(lambda p, g: p - 2 * learning_rate / len(SPEEDS) * g, params, grads)  # no momentum
+        return jax.tree.map(
+            lambda p, g: p - 2 * learning_rate / len(SPEEDS) * g, params, grads
+        )  # no momentum
 
     watch = lambda params: mean_loss(params, data)
-    run = jax.jit(lambda params: collectives.train_with_stale_gradients(gradient, apply, params, pushes, watch=watch))
+    run = jax.jit(
+        lambda params: collectives.train_with_stale_gradients(
+            gradient, apply, params, pushes, watch=watch
+        )
+    )
     _, losses = run(params)
     mean = float(np.mean([push.staleness for push in pushes]))
     return {"seconds": [push.seconds for push in pushes], "losses": losses.tolist(), "mean": mean}
@@ -162,7 +177,9 @@ def formula(way: str, size: int) -> tuple[float, float]:
     """Returns the bytes of the busiest link and line by textbook formulas, in units of the gradients' bytes."""
     ring = 2 * (size - 1) / size
     if way == "ring, both ways":
-        return (ring if size == 2 else ring / 2), 2 * ring  # two devices have one link for both directions
+        return (
+            ring if size == 2 else ring / 2
+        ), 2 * ring  # two devices have one link for both directions
     if "server" not in way:
         return ring, 2 * ring
     num_servers = min(1 if way == "1 server" else NUM_SERVERS, size)
@@ -183,7 +200,9 @@ def describe(rows: Sequence[Figures], *, header: bool) -> list[str]:
     return [head, *lines] if header else lines
 
 
-def write_report(folder: Path, ways: Sequence[Figures], staleness: Mapping[str, Figures], *, settings: Figures) -> None:
+def write_report(
+    folder: Path, ways: Sequence[Figures], staleness: Mapping[str, Figures], *, settings: Figures
+) -> None:
     """Writes report.html and the pictures of a comparison.
 
     Args:
@@ -199,8 +218,17 @@ def write_report(folder: Path, ways: Sequence[Figures], staleness: Mapping[str, 
         "largest difference of parameters": f"{max(row['apart'] for row in ways):.0e}",
         "versions": versions(),
     }
-    page = {"kind": "comparison", "name": folder.name, "facts": facts, "ways": ways, "staleness": staleness}
-    write_page(folder / "report.html", page | {"config": {name: str(value) for name, value in settings.items()}})
+    page = {
+        "kind": "comparison",
+        "name": folder.name,
+        "facts": facts,
+        "ways": ways,
+        "staleness": staleness,
+    }
+    write_page(
+        folder / "report.html",
+        page | {"config": {name: str(value) for name, value in settings.items()}},
+    )
 
 
 def bound_name(bound: int | None) -> str:
@@ -215,7 +243,9 @@ def describe_stale(curves: Mapping[str, Figures]) -> list[str]:
     ]
     for bound, run in curves.items():
         took = f"{len(run['losses'])} gradients in {run['seconds'][-1]:6.1f} s"
-        lines.append(f"  {bound:9} {took}, mean staleness {run['mean']:.1f}: loss {run['losses'][-1]:.4f}")
+        lines.append(
+            f"  {bound:9} {took}, mean staleness {run['mean']:.1f}: loss {run['losses'][-1]:.4f}"
+        )
     return lines
 
 
@@ -223,16 +253,27 @@ def plot_traffic(path: Path, rows: Sequence[Figures]) -> None:
     """Draws the bytes through the busiest device's line, counted and by textbook formulas, and the time of a step."""
     figure, (lines, times) = _two_panels()
     for way in dict.fromkeys(row["way"] for row in rows):
-        of_way, names = [row for row in rows if row["way"] == way], ("devices", "line", "line_formula", "seconds")
+        of_way, names = (
+            [row for row in rows if row["way"] == way],
+            ("devices", "line", "line_formula", "seconds"),
+        )
         sizes, line, book, seconds = ([row[name] for row in of_way] for name in names)
         style = {"color": COLORS[way], "marker": MARKS[way], "label": way, "markersize": 7}
         lines.plot(sizes, line, linestyle="none", **style)
         lines.plot(sizes, book, color=COLORS[way], linewidth=1, alpha=0.6)
         times.plot(sizes, np.multiply(seconds, 1e3), linewidth=1, **style)
-    lines.set(title="Through the busiest device's line, in and out together", xlabel="devices", ylim=(0, None))
+    lines.set(
+        title="Through the busiest device's line, in and out together",
+        xlabel="devices",
+        ylim=(0, None),
+    )
     lines.set(ylabel="times the bytes of the gradients, a step")
-    lines.legend(title="marks: counted in the compiled program\nlines: by the book", loc="upper left")
-    times.set(title="Time of a step on fake devices of one machine", xlabel="devices", ylim=(0, None))
+    lines.legend(
+        title="marks: counted in the compiled program\nlines: by the book", loc="upper left"
+    )
+    times.set(
+        title="Time of a step on fake devices of one machine", xlabel="devices", ylim=(0, None)
+    )
     times.set(ylabel="ms (fastest)")
     for axes in (lines, times):
         axes.set_xticks(sorted({row["devices"] for row in rows}))
@@ -249,8 +290,15 @@ def plot_staleness(path: Path, curves: Mapping[str, Figures]) -> None:
             axes.plot(x, losses, color=color, linewidth=1, alpha=0.4, label=label)
             mean = f"{name}; mean of the last {MEAN_OF} losses"
             axes.plot(x, running_mean(losses, MEAN_OF - 1), color=color, linewidth=2, label=mean)
-    by_count.set(title="As many gradients", xlabel="gradients applied", ylabel="loss on all digits (nats, log scale)")
-    by_time.set(title="As much time: the synchronous ones wait for the slow worker", xlabel="simulated seconds")
+    by_count.set(
+        title="As many gradients",
+        xlabel="gradients applied",
+        ylabel="loss on all digits (nats, log scale)",
+    )
+    by_time.set(
+        title="As much time: the synchronous ones wait for the slow worker",
+        xlabel="simulated seconds",
+    )
     for axes in (by_count, by_time):
         axes.set_yscale("log")
         axes.legend(loc="best")

@@ -11,7 +11,12 @@ from jaxpar.models.least_squares import Line, Standard, Table
 from jaxpar.plot.figure import panels
 
 BLUE, ORANGE, GREEN, GREY = "#1f77b4", "#d95f02", "#1b9e77", "#808080"
-UNITS = {"usd": "USD", "eur": "EUR", "ft2": "ft²", "m2": "m²"}  # endings of column names, as in price_usd
+UNITS = {
+    "usd": "USD",
+    "eur": "EUR",
+    "ft2": "ft²",
+    "m2": "m²",
+}  # endings of column names, as in price_usd
 
 
 def words(column: str) -> str:
@@ -47,7 +52,10 @@ def count(things: int, name: str) -> str:
 
 def how_rows_are_split(batch_size: int, data: int, replica: int = 1) -> str:
     """Returns how the rows of a step are split over the replicas, as text."""
-    padded, sizes = round_up(batch_size, replica * data), sizes_text({"replica": replica, "data": data})
+    padded, sizes = (
+        round_up(batch_size, replica * data),
+        sizes_text({"replica": replica, "data": data}),
+    )
     split = f"each step takes {count(batch_size, 'row')}; {sizes}: {padded // (replica * data)} on each replica"
     if padded == batch_size:
         return split
@@ -59,7 +67,10 @@ def how_rows_are_split(batch_size: int, data: int, replica: int = 1) -> str:
 
 def in_units(line: Line, table: Table) -> dict[str, float]:
     """Returns a line as entries of metrics.jsonl, in the units of the data."""
-    weights = {f"weights/{name}": float(weight) for name, weight in zip(table.names, line.weights, strict=True)}
+    weights = {
+        f"weights/{name}": float(weight)
+        for name, weight in zip(table.names, line.weights, strict=True)
+    }
     return {**weights, "intercept": line.intercept}
 
 
@@ -67,23 +78,32 @@ def read_path(out_dir: Path, scale: Standard, table: Table) -> list[Line]:
     """Returns the line before the first step and after each step."""
     start = scale.line({"weights": np.zeros(len(table.names)), "bias": 0.0})
     logged = read_metrics(out_dir / "metrics.jsonl")
-    return [start] + [Line(np.array([m[f"weights/{n}"] for n in table.names]), m["intercept"]) for m in logged]
+    return [start] + [
+        Line(np.array([m[f"weights/{n}"] for n in table.names]), m["intercept"]) for m in logged
+    ]
 
 
 def beside_least_squares(learned: Line, best: Line, table: Table) -> str:
     """Returns a text table: each parameter as learned and in closed form, and by how much they differ."""
     lines = [f"{'':20}{'learned':>16}{'least squares':>16}{'difference':>14}"]
     for name, got, want in zip(
-        (*table.names, "intercept"), (*learned.weights, learned.intercept), (*best.weights, best.intercept), strict=True
+        (*table.names, "intercept"),
+        (*learned.weights, learned.intercept),
+        (*best.weights, best.intercept),
+        strict=True,
     ):
         relative = abs(got - want) / abs(want) if want else abs(got)
-        lines.append(f"{name:20}{got:16.6g}{want:16.6g}{f'{relative:.2%}' if relative < 10 else 'far off':>14}")
+        lines.append(
+            f"{name:20}{got:16.6g}{want:16.6g}{f'{relative:.2%}' if relative < 10 else 'far off':>14}"
+        )
     return "\n".join(lines)
 
 
 def errors(learned: Line, folds: list[tuple[float, float]], table: Table) -> str:
     """Returns the error of the model on its own rows, and the training and test errors over the folds, as text."""
-    training, test = (number(float(np.sqrt(np.mean(np.square(part))))) for part in zip(*folds, strict=True))
+    training, test = (
+        number(float(np.sqrt(np.mean(np.square(part))))) for part in zip(*folds, strict=True)
+    )
     return (
         f"root mean squared error of {label(table.target_name)}:\n"
         f"  {number(learned.error(table))} on the {table.num_rows} rows that it was trained on\n"
@@ -104,15 +124,31 @@ def weight_label(table: Table, index: int) -> str:
 
 
 def plot_loss(
-    path: Path, lines: list[Line], rates: dict[str, tuple[float, np.ndarray]], best: Line, table: Table, batch_size: int
+    path: Path,
+    lines: list[Line],
+    rates: dict[str, tuple[float, np.ndarray]],
+    best: Line,
+    table: Table,
+    batch_size: int,
 ) -> None:
     """Draws the error over this run's steps, and beside it the errors with three learning rates."""
     figure, (run, compared) = panels(1, 2, (13, 5))
     least, all_rows = best.error(table), f"all {table.num_rows} rows"
-    each = all_rows if batch_size == table.num_rows else "1 row" if batch_size == 1 else f"{batch_size} rows"
+    each = (
+        all_rows
+        if batch_size == table.num_rows
+        else "1 row"
+        if batch_size == 1
+        else f"{batch_size} rows"
+    )
     errors = np.array([line.error(table) for line in lines])
     run.plot(errors, color=BLUE, linewidth=2, label=f"this run, {each} a step")
-    run.axhline(least, color="black", linestyle="--", label=f"least squares: {amount(least, table.target_name)}")
+    run.axhline(
+        least,
+        color="black",
+        linestyle="--",
+        label=f"least squares: {amount(least, table.target_name)}",
+    )
     run.set(title="The error as the model learns", xlabel=f"steps taken, of {len(lines) - 1}")
     run.set(ylabel=f"{error_label(table)} over {all_rows}", xlim=(0, _settled(errors)))
     run.set(yscale="log" if np.nanmax(errors) > 100 * errors[0] else "linear")
@@ -122,7 +158,9 @@ def plot_loss(
     for (name, (rate, course)), color in zip(rates.items(), (GREY, GREEN, ORANGE), strict=True):
         compared.plot(course, color=color, linewidth=2, label=f"{name}: {rate:.2g}")
     compared.axhline(least, color="black", linestyle="--", label="least squares")
-    compared.set(title="A learning rate too small crawls, one too large diverges", xlabel="steps taken")
+    compared.set(
+        title="A learning rate too small crawls, one too large diverges", xlabel="steps taken"
+    )
     compared.set(ylabel=f"{error_label(table)}, log scale", yscale="log", xlim=(0, 50))
     compared.set(ylim=(max(0.8 * least, 1e-3 * errors[0]), 15 * errors[0]))
     compared.legend(loc="best", title=f"learning rate, {all_rows} a step")
@@ -153,17 +191,37 @@ def plot_surface(path: Path, lines: list[Line], best: Line, table: Table) -> Non
     u, v = _window(steps, centre, bend)
     away = np.stack([u - centre[0], v - centre[1]], axis=-1)
     errors = np.sqrt(best.error(table) ** 2 + np.einsum("...i,ij,...j", away, bend, away))
-    gone = np.flatnonzero(~((steps > [u.min(), v.min()]) & (steps < [u.max(), v.max()])).all(axis=1))
+    gone = np.flatnonzero(
+        ~((steps > [u.min(), v.min()]) & (steps < [u.max(), v.max()])).all(axis=1)
+    )
     shown = steps[: gone[0] + 1] if len(gone) else steps
 
     figure, axes = panels(1, 1, (9, 7))
     heights = axes.contourf(u, v, errors, levels=24, cmap="viridis_r")
     figure.colorbar(heights, label=f"{error_label(table)}: dark is worse", format=number)
-    axes.plot(*shown.T, color="black", marker="o", markersize=4, label=f"path of descent, {len(lines) - 1} steps")
+    axes.plot(
+        *shown.T,
+        color="black",
+        marker="o",
+        markersize=4,
+        label=f"path of descent, {len(lines) - 1} steps",
+    )
     start = f"start: predicts the mean {words(table.target_name)} for all"
     axes.plot(*steps[0], color="black", marker="s", markersize=10, label=start, linestyle="")
-    axes.plot(*centre, color="red", marker="*", markersize=16, label="least squares: the lowest point", linestyle="")
-    axes.set(xlim=(u.min(), u.max()), ylim=(v.min(), v.max()), xlabel=weight_label(table, 0), ylabel=second)
+    axes.plot(
+        *centre,
+        color="red",
+        marker="*",
+        markersize=16,
+        label="least squares: the lowest point",
+        linestyle="",
+    )
+    axes.set(
+        xlim=(u.min(), u.max()),
+        ylim=(v.min(), v.max()),
+        xlabel=weight_label(table, 0),
+        ylabel=second,
+    )
     axes.xaxis.set_major_formatter(number)
     axes.yaxis.set_major_formatter(number)
     axes.set_title("Where gradient descent goes on the loss surface")
@@ -171,7 +229,9 @@ def plot_surface(path: Path, lines: list[Line], best: Line, table: Table) -> Non
     figure.savefig(path, dpi=120)
 
 
-def _window(steps: np.ndarray, centre: np.ndarray, bend: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _window(
+    steps: np.ndarray, centre: np.ndarray, bend: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns a grid around the optimum that shows the path from its start, scaled by the curvature of each parameter."""
     scale = 1 / np.sqrt(np.diag(bend))
     far = np.abs((steps - centre) / scale).max(axis=1)
@@ -189,7 +249,9 @@ def plot_errors(path: Path, learned: Line, folds: list[tuple[float, float]], tab
     dots.plot(ends, ends, color="black", linestyle="--", label="a perfect prediction")
     dots.scatter(table.target, predicted, color=BLUE, alpha=0.7, label="a row of the table")
     dots.set(title=f"What the model predicts for the {table.num_rows} rows it has learned from")
-    dots.set(xlabel=f"true {label(table.target_name)}", ylabel=f"predicted {label(table.target_name)}")
+    dots.set(
+        xlabel=f"true {label(table.target_name)}", ylabel=f"predicted {label(table.target_name)}"
+    )
     dots.xaxis.set_major_formatter(number)
     dots.yaxis.set_major_formatter(number)
     dots.legend(loc="best")
@@ -200,9 +262,18 @@ def plot_errors(path: Path, learned: Line, folds: list[tuple[float, float]], tab
         mean = float(np.sqrt(np.mean(part**2)))
         handles.append(bars.bar(positions + offset, part, 0.38, color=color, label=name))
         handles.append(
-            bars.axhline(mean, color=color, linestyle="--", label=f"over all folds: {amount(mean, table.target_name)}")
+            bars.axhline(
+                mean,
+                color=color,
+                linestyle="--",
+                label=f"over all folds: {amount(mean, table.target_name)}",
+            )
         )
-    bars.set(title=f"{len(folds)}-fold cross-validation", xlabel="fold that is held out", ylabel=error_label(table))
+    bars.set(
+        title=f"{len(folds)}-fold cross-validation",
+        xlabel="fold that is held out",
+        ylabel=error_label(table),
+    )
     bars.set(ylim=(0, 1.35 * parts.max()), xticks=positions if len(folds) <= 12 else ())
     bars.yaxis.set_major_formatter(number)
     bars.legend(handles=handles, loc="upper center", ncols=2)

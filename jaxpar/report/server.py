@@ -51,7 +51,9 @@ class ReportWriter(Watcher):
     def close(self) -> None:
         """Writes report.html."""
         with _told(self._folder / PAGE):
-            write_page(self._folder / PAGE, read_run(self._folder) | {"life": ENDED})  # its lease is released later
+            write_page(
+                self._folder / PAGE, read_run(self._folder) | {"life": ENDED}
+            )  # its lease is released later
 
 
 def write_loads(folder: Path, tokens: np.ndarray, step: int) -> None:
@@ -65,7 +67,9 @@ def write_loads(folder: Path, tokens: np.ndarray, step: int) -> None:
     if jax.process_index() == 0:
         loads = tokens / np.maximum(tokens.mean(1, keepdims=True), 1e-9)
         with _told(folder / LOADS):
-            write_whole(folder / LOADS, json.dumps({"steps": step + 1, "loads": loads.round(4).tolist()}))
+            write_whole(
+                folder / LOADS, json.dumps({"steps": step + 1, "loads": loads.round(4).tolist()})
+            )
 
 
 @contextmanager
@@ -105,14 +109,19 @@ class RunServer(PageServer):
     ) -> None:
         read_run(folder)
         self.folder, self.seconds = folder, seconds
-        self._life, self._looking = LifeWatch(folder), threading.Lock()  # pages are made in several threads
+        self._life, self._looking = (
+            LifeWatch(folder),
+            threading.Lock(),
+        )  # pages are made in several threads
         pages = {"/": ("text/html", self.page), "/live.json": ("application/json", self.live)}
         super().__init__(pages, address, port, hosts)
 
     def version(self) -> str:
         """Returns a text that changes when the page gets sections: when the run begins to train, or has loads of experts."""
         path, loads = self.folder / FILE, self.folder / LOADS
-        return (str(path.stat().st_mtime_ns) if path.exists() else "") + " and loads" * loads.exists()
+        return (
+            str(path.stat().st_mtime_ns) if path.exists() else ""
+        ) + " and loads" * loads.exists()
 
     def page(self) -> str:
         """Returns the page."""

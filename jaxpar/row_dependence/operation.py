@@ -208,7 +208,11 @@ class Operation:
                 place=Place.OTHER if dims else Place.NONE,
             )
         span = self._guessed_span(given, dims, at)
-        return Value(Kind.UNKNOWN, None, why=why) if span is None else Value(Kind.ROWS, span=span, why=why)
+        return (
+            Value(Kind.UNKNOWN, None, why=why)
+            if span is None
+            else Value(Kind.ROWS, span=span, why=why)
+        )
 
     def _guessed_span(self, given: Values, dims: list[int], at: int) -> Span | None:
         spans = [v.span for v in given if v.span is not None]

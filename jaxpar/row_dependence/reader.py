@@ -157,7 +157,9 @@ class Reader:
         if op.name in OF_NUMBERS and given and all(v.number for v in given):
             return [_computed(op, given)]
         if op.name in DRAWS and all(v.is_free for v in given):
-            return [Value(place=Place.OTHER if op.varying_out(at) else Place.NONE) for at in outputs]
+            return [
+                Value(place=Place.OTHER if op.varying_out(at) else Place.NONE) for at in outputs
+            ]
         if any(v.kind is Kind.MIXED for v in given) and op.name not in TAKE_MIXED:
             return [op.unknown(given, "", at) for at in outputs]
         return self._by_rule(op, given)
@@ -198,7 +200,9 @@ class Reader:
             for equation, inner in ((op.few, few), (op.many, many))
         )
         if not is_whole:
-            return [op.unknown(given, op.told("it is not known"), at) for at in range(op.num_outputs)]
+            return [
+                op.unknown(given, op.told("it is not known"), at) for at in range(op.num_outputs)
+            ]
         return replace(self, caller=op.line).read(few, many, given)
 
     # Loops ------------------------------------------------------------------------------------

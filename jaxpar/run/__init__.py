@@ -21,7 +21,15 @@ what they stand for, `lora_flags.py` those of LoRA; `remarks.py` says what of th
 model has learned, and `model_files.py` writes it for other libraries.
 """
 
-from jaxpar.run.flags import BasicFlags, CheckpointFlags, CommonFlags, GpuFlags, MeshFlags, MonitoringFlags, RunFlags
+from jaxpar.run.flags import (
+    BasicFlags,
+    CheckpointFlags,
+    CommonFlags,
+    GpuFlags,
+    MeshFlags,
+    MonitoringFlags,
+    RunFlags,
+)
 from jaxpar.run.messages import ConfigError, checks, phase, say
 from jaxpar.run.run import Run
 from jaxpar.run.start import make_mesh

@@ -17,7 +17,11 @@ STEP = (
 
 
 def check_arguments(
-    flags: object, settings: object, items_per_step: object, learning_rate: object, **functions: object
+    flags: object,
+    settings: object,
+    items_per_step: object,
+    learning_rate: object,
+    **functions: object,
 ) -> None:
     """Raises TypeError for an argument of a run of another kind than it has.
 
@@ -28,13 +32,22 @@ def check_arguments(
         learning_rate: The schedule, or a number.
         **functions: The functions that it calls.
     """
-    is_flags = isinstance(flags, RunFlags) or (isinstance(flags, type) and issubclass(flags, RunFlags))
+    is_flags = isinstance(flags, RunFlags) or (
+        isinstance(flags, type) and issubclass(flags, RunFlags)
+    )
     if not is_flags:
         raise TypeError(
             f"flags of a run must be those of BasicFlags.of; got a {type(flags).__name__}. Write BasicFlags.of(steps=1000)."
         )
-    check_kind((Mapping, None), "a dict by name", 'Write {"learning_rate": 0.1}, say.', settings=settings)
-    check_kind((int, float, None), "a number", "Give the rows of a batch, say.", items_per_step=items_per_step)
+    check_kind(
+        (Mapping, None), "a dict by name", 'Write {"learning_rate": 0.1}, say.', settings=settings
+    )
+    check_kind(
+        (int, float, None),
+        "a number",
+        "Give the rows of a batch, say.",
+        items_per_step=items_per_step,
+    )
     if not callable(learning_rate):
         kinds, rule = (int, float, np.ndarray, jax.Array, None), "a number, or a schedule of optax"
         check_kind(kinds, rule, "Give that of the optimizer.", learning_rate=learning_rate)
@@ -63,10 +76,16 @@ def lowered(train_step: Any, state: Any, batch: Any) -> jax.stages.Lowered:
         found = train_step.lower(state, batch)
     except Exception as error:
         if not isinstance(train_step, TrainStep):
-            error.add_note(STEP.format(got=f"a {type(train_step).__name__} that cannot be traced with a state"))
+            error.add_note(
+                STEP.format(got=f"a {type(train_step).__name__} that cannot be traced with a state")
+            )
         raise
     returned = found.out_info
     parts = returned if isinstance(returned, tuple) else (returned,)
     if not any(isinstance(part, TrainState) for part in parts):
-        raise TypeError(STEP.format(got=f"one that returns no state, but {brief(repr(jax.tree.structure(returned)))}"))
+        raise TypeError(
+            STEP.format(
+                got=f"one that returns no state, but {brief(repr(jax.tree.structure(returned)))}"
+            )
+        )
     return found

@@ -22,7 +22,13 @@ Flags = TypeVar("Flags", bound=RunFlags)
 
 
 def check_microbatches(
-    flags: RunFlags, num_microbatches: int | None, num_rows: int, mesh: Any, *, unit: str = "row", of: str = ""
+    flags: RunFlags,
+    num_microbatches: int | None,
+    num_rows: int,
+    mesh: Any,
+    *,
+    unit: str = "row",
+    of: str = "",
 ) -> int:
     """Returns the number of microbatches; raises where a step has too few rows for them.
 
@@ -36,11 +42,16 @@ def check_microbatches(
     """
     batch_size: int = getattr(flags.common, "batch_size")  # noqa: B009, of the script's own flags
     replica, data, stage = mesh.shape.get("replica", 1), mesh.shape["data"], mesh.shape["stage"]
-    flags_of_mesh, that_fit = flags_of_replicas(replica, data), partial(_that_fit, replica=replica, data=data)
+    flags_of_mesh, that_fit = (
+        flags_of_replicas(replica, data),
+        partial(_that_fit, replica=replica, data=data),
+    )
     count = (2 * stage if stage > 1 else 1) if num_microbatches is None else num_microbatches
     parts = replica * data * count
     if count < 1:
-        raise ValueError(f"--num-microbatches must be at least 1; got {count}. Leave it out for the default.")
+        raise ValueError(
+            f"--num-microbatches must be at least 1; got {count}. Leave it out for the default."
+        )
     is_possible = 1 <= batch_size <= num_rows
     given = f"{flags_of_mesh}, {count} microbatches, --batch-size {batch_size}"
     if is_possible and batch_size < parts and not flags.may_change("batch_size"):
@@ -58,7 +69,9 @@ def check_microbatches(
         remedy = f"--batch-size {parts} or more, or {that_fit(batch_size, count, batch_size)}"
     else:
         return count
-    raise ValueError(f"each microbatch of each replica must have a {unit}; got {given}. Choose {remedy}.")
+    raise ValueError(
+        f"each microbatch of each replica must have a {unit}; got {given}. Choose {remedy}."
+    )
 
 
 def flags_of_replicas(replica: int, data: int) -> str:
@@ -70,7 +83,9 @@ def _that_fit(batch_size: int, count: int, num_rows: int, *, replica: int, data:
     """Returns all flags to change for a step that fits the rows, with values that fit one another."""
     replicas = min(replica * data, num_rows)
     each = min(count, num_rows // replicas)
-    fewer = f"--mesh.data {replicas}" if replica == 1 else f"--mesh.replica 1 --mesh.data {replicas}"
+    fewer = (
+        f"--mesh.data {replicas}" if replica == 1 else f"--mesh.replica 1 --mesh.data {replicas}"
+    )
     flags = [fewer] * (replicas < replica * data) + [f"--num-microbatches {each}"] * (each < count)
     if not replicas * each <= batch_size <= num_rows:
         flags.append(f"--batch-size {replicas * each}")
@@ -82,19 +97,33 @@ def in_rows(flags: Flags, mesh: Any) -> Flags:
     given: Any = getattr(flags, "data")  # noqa: B009, of the script's own flags, as is --batch-size
     common: Any = flags.common
     for flag, tokens, other, is_given in (
-        ("batch-tokens", given.batch_tokens, "batch-size", common.batch_size != type(common).batch_size),
-        ("microbatch-tokens", given.microbatch_tokens, "num-microbatches", given.num_microbatches is not None),
+        (
+            "batch-tokens",
+            given.batch_tokens,
+            "batch-size",
+            common.batch_size != type(common).batch_size,
+        ),
+        (
+            "microbatch-tokens",
+            given.microbatch_tokens,
+            "num-microbatches",
+            given.num_microbatches is not None,
+        ),
     ):
         if tokens is None:
             continue
         if is_given:
-            raise ValueError(f"--{flag} takes the place of --{other}; got both. Leave one of them out.")
+            raise ValueError(
+                f"--{flag} takes the place of --{other}; got both. Leave one of them out."
+            )
         if tokens < given.seq or tokens % given.seq:
             raise ValueError(
                 f"--{flag} must be a multiple of --seq, the tokens of a row; got {tokens} and {given.seq}. Choose "
                 f"{max(round(tokens / given.seq), 1) * given.seq}."
             )
-    batch_size = common.batch_size if given.batch_tokens is None else given.batch_tokens // given.seq
+    batch_size = (
+        common.batch_size if given.batch_tokens is None else given.batch_tokens // given.seq
+    )
     flags = flags.replace(batch_size=batch_size, batch_tokens=None)
     if given.microbatch_tokens is None:
         return flags
@@ -132,7 +161,11 @@ def check_replicas(flags: RunFlags, batch_size: int | None, num_rows: int, mesh:
             f"Choose 1 to {num_rows}, or leave it out for all rows."
         )
     if batch_size < data:
-        larger = f"--batch-size {data} or more, or " if data <= num_rows and flags.may_change("batch_size") else ""
+        larger = (
+            f"--batch-size {data} or more, or "
+            if data <= num_rows and flags.may_change("batch_size")
+            else ""
+        )
         fewer = f"--mesh.data {batch_size}" + (" or less" if batch_size > 1 else "")
         fewer = fewer if mesh.shape["replica"] == 1 else f"--mesh.replica 1 {fewer}"
         sizes = arg(**shown_sizes({axis: mesh.shape[axis] for axis in ROWS}))
@@ -174,13 +207,17 @@ class Batches:
 
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes and shardings of a batch."""
-        shape = lambda column: jax.ShapeDtypeStruct((self._num_rows, *column.shape[1:]), column.dtype)
+        shape = lambda column: jax.ShapeDtypeStruct(
+            (self._num_rows, *column.shape[1:]), column.dtype
+        )
         return abstract_batch(jax.tree.map(shape, self._read(self._run.first_step)), self._run.mesh)
 
     def _read(self, step: int) -> dict[str, np.ndarray]:
         where = {"seed": self._run.flags.common.seed, "step": step, "origin": self._run.origin}
         with bad_data():
-            return self._rows.batch(self._batch_size, **where, multiple=self._multiple, only=self._local)
+            return self._rows.batch(
+                self._batch_size, **where, multiple=self._multiple, only=self._local
+            )
 
 
 def held_out_batches(

@@ -30,7 +30,9 @@ class CompiledStep(CompiledCopy):
         ValueError: When called, with a batch of other arrays, or with a state that a step has taken.
     """
 
-    def __init__(self, compiled: jax.stages.Compiled, batch: PyTree, mesh: jax.sharding.Mesh) -> None:
+    def __init__(
+        self, compiled: jax.stages.Compiled, batch: PyTree, mesh: jax.sharding.Mesh
+    ) -> None:
         super().__init__(compiled)
         self._mesh = mesh
         self._batch = dict(_arrays(batch))
@@ -103,4 +105,6 @@ def _difference(name: str, given: Any, expected: Any) -> Iterator[str]:
 def _mesh(sharding: Any) -> str:
     mesh = getattr(sharding, "mesh", None)
     sizes = {} if mesh is None else dict(mesh.shape)
-    return "a mesh of " + (", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device")
+    return "a mesh of " + (
+        ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
+    )

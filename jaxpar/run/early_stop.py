@@ -78,7 +78,11 @@ def check_best_is_saved(flags: RunFlags, eval_every: int, names: Collection[str]
         return
     if name not in names:
         near = near_name(name, names)
-        remedy = f"Did you mean {near}?" if near else f"Choose from {', '.join(names)}, or a metric of each step."
+        remedy = (
+            f"Did you mean {near}?"
+            if near
+            else f"Choose from {', '.join(names)}, or a metric of each step."
+        )
         raise ValueError(f"{arg('keep_best')} must name a metric of the run; got {name}. {remedy}")
     if flags.checkpoint.checkpoint_minutes:
         raise ValueError(
@@ -102,10 +106,18 @@ def left_early(done: int, flags: RunFlags, latest: int | None) -> str:
         latest: The step of the newest checkpoint; None: there is none.
     """
     common, minutes = flags.common, flags.checkpoint.checkpoint_minutes
-    kept = "there is no checkpoint" if latest is None else f"the newest checkpoint is that of step {latest}"
+    kept = (
+        "there is no checkpoint"
+        if latest is None
+        else f"the newest checkpoint is that of step {latest}"
+    )
     lost = ", so none has what followed it" if latest and latest < done else ""
     fewer = f", or choose {arg(steps=done)}" if done else ""
-    saves = "" if common.checkpoint_every or minutes else f", which {arg(checkpoint_every=100)} makes it save"
+    saves = (
+        ""
+        if common.checkpoint_every or minutes
+        else f", which {arg(checkpoint_every=100)} makes it save"
+    )
     return (
         f"the loop was left after step {done} of {common.steps}, by break or return, or since what it reads beside "
         f"run.steps() has ended; {kept}{lost}. To end a run by a rule of yours, call run.end_early(reason) before run.log, "

@@ -82,7 +82,11 @@ def say_best(run: Run) -> None:
 
 
 def write_sample(
-    flags: LanguageFlags, model: ModelFlags, config: transformer.TransformerConfig, text: Data, params: dict
+    flags: LanguageFlags,
+    model: ModelFlags,
+    config: transformer.TransformerConfig,
+    text: Data,
+    params: dict,
 ) -> str:
     """Returns the prompt and its continuation up to the end of a text; without a tokenizer, the prompt is text held out."""
     seq, whole = flags.data.seq, text.prompt(flags.data)
@@ -91,7 +95,11 @@ def write_sample(
         say(
             f"the sample begins with the last {len(prompt)} of the {len(whole)} {text.unit}s of --prompt, for --seq {seq}"
         )
-    drawn = {"temperature": model.temperature, "top_k": model.top_k, "key": jax.random.key(flags.common.seed)}
+    drawn = {
+        "temperature": model.temperature,
+        "top_k": model.top_k,
+        "key": jax.random.key(flags.common.seed),
+    }
     drawn["eos"] = [token for token in text.ends if token < config.vocab_size]
     try:
         with phase("sampling"):

@@ -149,7 +149,10 @@ class GpuFlags:
     @property
     def shape(self) -> tuple[int, int]:
         """The nodes to compile for, and the GPUs of each."""
-        return 1 if self.nodes is None else self.nodes, 8 if self.gpus_per_node is None else self.gpus_per_node
+        return (
+            1 if self.nodes is None else self.nodes,
+            8 if self.gpus_per_node is None else self.gpus_per_node,
+        )
 
 
 class RunFlags:
@@ -171,28 +174,41 @@ class RunFlags:
         """Returns the flags with other values, each under the name of its flag; raises TypeError if there is none."""
         assert dataclasses.is_dataclass(self)
         changes: dict[str, Any] = {}
-        values = {name: value.item() if isinstance(value, np.generic) else value for name, value in values.items()}
+        values = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in values.items()
+        }
         if isinstance(values.get("out_dir"), str):
             values["out_dir"] = Path(values["out_dir"])
         for name, group in _groups(self).items():
             if name in PREFIXED:
                 if not isinstance(given := values.pop(name, group), type(group)):
                     kind = type(group).__name__
-                    raise TypeError(f"{name} must be its flags together; got {given!r}. Write {name}={kind}(...).")
+                    raise TypeError(
+                        f"{name} must be its flags together; got {given!r}. Write {name}={kind}(...)."
+                    )
                 changes[name] = given
             elif inside := {
-                each.name: values.pop(each.name) for each in dataclasses.fields(group) if each.name in values
+                each.name: values.pop(each.name)
+                for each in dataclasses.fields(group)
+                if each.name in values
             }:
                 changes[name] = dataclasses.replace(group, **inside)
         if values:
-            raise TypeError(f"a value must be of a flag; got {', '.join(values)}. {_meant_flags(self, values)}")
+            raise TypeError(
+                f"a value must be of a flag; got {', '.join(values)}. {_meant_flags(self, values)}"
+            )
         return dataclasses.replace(self, **changes)
 
     def as_json(self) -> dict[str, Any]:
         """Returns the flags by name as plain JSON values."""
         found: dict[str, Any] = {}
         for name, group in _groups(self).items():
-            values = shown_sizes(dataclasses.asdict(group)) if name == "mesh" else dataclasses.asdict(group)
+            values = (
+                shown_sizes(dataclasses.asdict(group))
+                if name == "mesh"
+                else dataclasses.asdict(group)
+            )
             found |= {name: values} if name in PREFIXED else values
         return json.loads(json.dumps(found, default=str))
 
@@ -238,11 +254,20 @@ def _meant_flags(flags: Any, wrong: Iterable[str]) -> str:
     groups = _groups(flags)
     prefixed = {name: group for name, group in groups.items() if name in PREFIXED}
     inside = {
-        name: f"{of}={type(group).__name__}({name}=...)" for of, group in prefixed.items() for name in vars(group)
+        name: f"{of}={type(group).__name__}({name}=...)"
+        for of, group in prefixed.items()
+        for name in vars(group)
     }
-    names = [*prefixed, *(name for of, group in groups.items() if of not in PREFIXED for name in vars(group))]
+    names = [
+        *prefixed,
+        *(name for of, group in groups.items() if of not in PREFIXED for name in vars(group)),
+    ]
     near = [name for each in wrong if (name := inside.get(each) or near_name(each, names))]
-    return f"Did you mean {', '.join(near)}?" if near else f"Choose from {', '.join(sorted({*names}))}."
+    return (
+        f"Did you mean {', '.join(near)}?"
+        if near
+        else f"Choose from {', '.join(sorted({*names}))}."
+    )
 
 
 def _groups(flags: Any) -> dict[str, Any]:
@@ -252,7 +277,10 @@ def _groups(flags: Any) -> dict[str, Any]:
 def own_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns those of the values of ``as_json`` that belong to the script, with --steps and --seed, which all runs have."""
     groups = (CommonFlags, CheckpointFlags, MonitoringFlags, GpuFlags)
-    shared = {*PREFIXED, *(field.name for group in groups for field in dataclasses.fields(group))} - {"steps", "seed"}
+    shared = {
+        *PREFIXED,
+        *(field.name for group in groups for field in dataclasses.fields(group)),
+    } - {"steps", "seed"}
     return {name: value for name, value in values.items() if name not in shared}
 
 
@@ -291,9 +319,15 @@ def check_run_numbers(flags: RunFlags) -> None:
     devices = "Give the number of CPU devices to simulate, or leave it out for the real ones."
     check_at_least(0, devices, fake_devices=common.fake_devices)
     check_at_least(1, steps=common.steps)
-    check_at_least(0, f"Give a number of steps, {no_saves}", checkpoint_every=common.checkpoint_every)
-    check_at_least(0, f"Give a number of minutes, {no_saves}", checkpoint_minutes=checkpoint.checkpoint_minutes)
-    check_at_least(0, "Choose 100, say, or 0 for no comparisons.", compare_every=checkpoint.compare_every)
+    check_at_least(
+        0, f"Give a number of steps, {no_saves}", checkpoint_every=common.checkpoint_every
+    )
+    check_at_least(
+        0, f"Give a number of minutes, {no_saves}", checkpoint_minutes=checkpoint.checkpoint_minutes
+    )
+    check_at_least(
+        0, "Choose 100, say, or 0 for no comparisons.", compare_every=checkpoint.compare_every
+    )
     check_at_least(0, "Choose 10, say, or 0 for any number.", max_skipped=checkpoint.max_skipped)
     check_at_least(0, "Choose 5, say, or 0 to train all steps.", patience=checkpoint.patience)
     if checkpoint.patience and not checkpoint.keep_best:
@@ -348,13 +382,18 @@ def _check_devices(flags: RunFlags) -> None:
     for name, given in (("nodes", flags.gpu.nodes), ("gpus_per_node", flags.gpu.gpus_per_node)):
         if given is not None and not flags.gpu.compile_for:
             needed = arg("compile_for")
-            raise ValueError(f"{arg(name)} applies to {needed}; got none. Add {arg(compile_for='h100')}, say.")
+            raise ValueError(
+                f"{arg(name)} applies to {needed}; got none. Add {arg(compile_for='h100')}, say."
+            )
     if flags.common.overwrite and flags.common.resume:
         raise ValueError(
             f"{switch('overwrite')} deletes the earlier run, which {switch('resume')} continues; got both. Leave one of "
             "the two out."
         )
-    for name, given in (("fake_devices", flags.common.fake_devices), ("resume", flags.common.resume)):
+    for name, given in (
+        ("fake_devices", flags.common.fake_devices),
+        ("resume", flags.common.resume),
+    ):
         if given and flags.gpu.compile_for:
             raise ValueError(
                 f"{arg('compile_for')} compiles a first step for GPUs that are not here; got {arg(name)} too. Leave one of the "
@@ -365,7 +404,9 @@ def _check_devices(flags: RunFlags) -> None:
 def check_out_dir(out_dir: Path, flag: str | None = None) -> None:
     """Raises ValueError unless the folder of a flag, by default --out-dir, is a writable folder, or can be created."""
     try:
-        there = next(path for path in (out_dir.absolute(), *out_dir.absolute().parents) if path.exists())
+        there = next(
+            path for path in (out_dir.absolute(), *out_dir.absolute().parents) if path.exists()
+        )
     except OSError as error:  # such as a name that is too long
         raise ValueError(
             f"{flag or arg('out_dir')} must be a folder that can be written to; got {brief(str(out_dir))}: {error.strerror}. "
@@ -374,7 +415,9 @@ def check_out_dir(out_dir: Path, flag: str | None = None) -> None:
     why = "" if there.is_dir() else "is a file"
     if not why:
         try:
-            with tempfile.TemporaryFile(dir=there):  # permissions do not tell of /proc or a full disk
+            with tempfile.TemporaryFile(
+                dir=there
+            ):  # permissions do not tell of /proc or a full disk
                 pass
         except OSError as error:
             why = f"may not be written to ({error.strerror})"

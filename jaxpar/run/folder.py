@@ -28,7 +28,9 @@ def own_files(out_dir: Path) -> Iterator[Path]:
     for pattern in OWN_FILES:
         for path in sorted(out_dir.glob(pattern)):
             above = path.relative_to(out_dir).parents
-            if path.is_file() and not any((out_dir / folder).is_symlink() for folder in above if folder != Path()):
+            if path.is_file() and not any(
+                (out_dir / folder).is_symlink() for folder in above if folder != Path()
+            ):
                 yield path
 
 
@@ -102,7 +104,12 @@ def delete_run(out_dir: Path) -> None:
         path.unlink()
     if not (out_dir / CHECKPOINTS).is_symlink():
         delete_steps(out_dir / CHECKPOINTS)
-    inside = {out_dir / folder for path in files for folder in path.relative_to(out_dir).parents if folder != Path()}
+    inside = {
+        out_dir / folder
+        for path in files
+        for folder in path.relative_to(out_dir).parents
+        if folder != Path()
+    }
     for folder in sorted(inside, key=lambda path: len(path.parts), reverse=True):
         if not any(folder.iterdir()):
             folder.rmdir()

@@ -38,7 +38,9 @@ def kept_numbers(optimizer: Any, params: PyTree, opt_state: PyTree) -> dict[str,
     except Exception:  # of any kind: an optimizer is a function of the user
         return {}
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
-    saved = fetch({path_string(path): leaf for path, leaf in leaves if path_string(path) in initial})
+    saved = fetch(
+        {path_string(path): leaf for path, leaf in leaves if path_string(path) in initial}
+    )
     pairs = {path: (saved[path], initial[path]) for path in initial if path in saved}
     return {path: pair for path, pair in pairs.items() if not np.array_equal(*pair, equal_nan=True)}
 
@@ -71,7 +73,11 @@ def _kept(optimizer: Any, params: PyTree) -> list[str]:
     traced = jax.make_jaxpr(update)([leaf for _, leaf in leaves], params)
     passed_on = [index == number for number, index in enumerate(forwarded(traced))]
     is_number = lambda leaf: leaf.size == 1 and jnp.issubdtype(leaf.dtype, jnp.number)
-    return [path_string(path) for (path, leaf), kept in zip(leaves, passed_on, strict=True) if kept and is_number(leaf)]
+    return [
+        path_string(path)
+        for (path, leaf), kept in zip(leaves, passed_on, strict=True)
+        if kept and is_number(leaf)
+    ]
 
 
 def _initial(optimizer: Any, params: PyTree, paths: list[str]) -> dict[str, np.ndarray]:

@@ -19,7 +19,15 @@ from jaxpar.data.packing import PackedRows, fit
 from jaxpar.data.readers import SNIFFED, find_files, format_of, is_records, unread_fields
 from jaxpar.data.recall import NUM_VALUES, Recall
 from jaxpar.data.records import COLUMNS, RecordRows, holds_tokens, open_split, tokens_of
-from jaxpar.data.text import ByteTokenizer, Text, Tokenizer, Windows, check_inside, load_text, unigram_entropy
+from jaxpar.data.text import (
+    ByteTokenizer,
+    Text,
+    Tokenizer,
+    Windows,
+    check_inside,
+    load_text,
+    unigram_entropy,
+)
 from jaxpar.fields import check_at_least
 from jaxpar.huggingface import stop_tokens
 from jaxpar.huggingface.families import TOKENS
@@ -157,11 +165,15 @@ class Data:
         """Returns what a resumed run must share with the saved one."""
         found: dict[str, Any] = {"text": " and ".join(part.checksum for part in self.parts)}
         if all(part.num_tokens for part in self.parts):
-            found["train_tokens"] = sum(part.num_tokens[0] for part in self.parts if part.num_tokens)
+            found["train_tokens"] = sum(
+                part.num_tokens[0] for part in self.parts if part.num_tokens
+            )
         if len(self.parts) > 1:
             found["data_weights"] = list(flags.data_weights)
         others = {"long_examples": flags.long_examples, "max_documents": flags.max_documents}
-        return found | {name: value for name, value in others.items() if value not in ("refuse", None)}
+        return found | {
+            name: value for name, value in others.items() if value not in ("refuse", None)
+        }
 
     def describe(self) -> str:
         """Returns a line about the data."""
@@ -172,10 +184,12 @@ class Data:
             learned = [part.num_learned for part in self.parts]
             pairs = zip(learned, counts, strict=True)
             targets = sum(of_part if own is None else own for own, (of_part, _) in pairs)
-            of_which = f", of which {targets:,} are learned," if any(each is not None for each in learned) else ""
-            line += (
-                f": {train:,} {self.unit}s to train on{of_which} and {test:,} held out, entropy {self.entropy:.4f} nats"
+            of_which = (
+                f", of which {targets:,} are learned,"
+                if any(each is not None for each in learned)
+                else ""
             )
+            line += f": {train:,} {self.unit}s to train on{of_which} and {test:,} held out, entropy {self.entropy:.4f} nats"
         ignored = sorted({name for part in self.parts for name in part.ignored})
         return line + (f"; fields ignored: {', '.join(ignored)}" if ignored else "")
 
@@ -195,14 +209,18 @@ class Data:
         """Returns tokens as text up to the end of a text after the prompt; as numbers, if there is no tokenizer."""
         found = np.flatnonzero(np.isin(tokens[num_prompt:], self.ends))
         tokens = tokens[: num_prompt + int(found[0])] if len(found) else tokens
-        return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
+        return (
+            " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
+        )
 
 
 def check_data_flags(flags: DataFlags) -> None:
     """Raises where the flags of the data do not go together."""
     check_at_least(2, seq=flags.seq, max_documents=flags.max_documents)
     if flags.prompt == "":
-        raise ValueError('--prompt must not be empty; got "". Give what the sample is to begin with.')
+        raise ValueError(
+            '--prompt must not be empty; got "". Give what the sample is to begin with.'
+        )
     if flags.data_weights and len(flags.data_weights) != len(flags.data):
         raise ValueError(
             f"--data-weights must have one for each --data; got {len(flags.data_weights)} for {len(flags.data)}. Leave it "
@@ -221,12 +239,22 @@ def load_data(flags: DataFlags, init_from: Path | None = None) -> Data:
     Raises:
         OSError, ValueError, ImportError: A file cannot be used; the message names it, and the line.
     """
-    folder = init_from if flags.tokenizer is None and init_from and has_tokenizer(init_from) else flags.tokenizer
+    folder = (
+        init_from
+        if flags.tokenizer is None and init_from and has_tokenizer(init_from)
+        else flags.tokenizer
+    )
     tokenizer = None if folder is None else read_tokenizer(folder)
     if not flags.data:
-        _check_reads_bytes(init_from, tokenizer, "no --data, for which the source of Python's standard library is read")
+        _check_reads_bytes(
+            init_from,
+            tokenizer,
+            "no --data, for which the source of Python's standard library is read",
+        )
         text = load_text()
-        return Data((_of_text(text),), text.source, ByteTokenizer(), _ends(ByteTokenizer(), init_from))
+        return Data(
+            (_of_text(text),), text.source, ByteTokenizer(), _ends(ByteTokenizer(), init_from)
+        )
     parts = tuple(_part(path, flags, tokenizer, init_from) for path in flags.data)
     if len({part.is_bytes for part in parts}) > 1:
         raise ValueError(
@@ -258,7 +286,9 @@ def make_rows(flags: DataFlags, data: Data, vocab_size: int) -> tuple[RowSource,
         return rows[0][0], rows[0][1]
     trains, tests, _ = zip(*rows, strict=True)
     train, test = (Mixture(each, flags.data_weights or None) for each in (trains, tests))
-    shares = ", ".join(f"{path} {share:.1%}" for path, share in zip(flags.data, train.shares, strict=True))
+    shares = ", ".join(
+        f"{path} {share:.1%}" for path, share in zip(flags.data, train.shares, strict=True)
+    )
     say(f"rows from {shares}")
     return train, test
 
@@ -274,7 +304,10 @@ def rows_checked_too(flags: LanguageFlags, init_from: Path | None) -> Iterator[N
     except ValueError as error:
         sizes = SimpleNamespace(shape=dataclasses.asdict(flags.mesh))
         files = [file for path in flags.data.data if path.exists() for file in find_files(path)]
-        if min(sizes.shape.values()) < 1 or sum(file.stat().st_size for file in files) > MOST_CHECKED_BYTES:
+        if (
+            min(sizes.shape.values()) < 1
+            or sum(file.stat().st_size for file in files) > MOST_CHECKED_BYTES
+        ):
             raise
         try:
             flags = in_rows(flags, sizes)
@@ -287,7 +320,9 @@ def rows_checked_too(flags: LanguageFlags, init_from: Path | None) -> Iterator[N
 
 def check_rows(flags: LanguageFlags, num_rows: int, mesh: Any) -> int:
     """Returns the number of microbatches; raises where a step has too few rows for them."""
-    return check_microbatches(flags, flags.data.num_microbatches, num_rows, mesh, of=f" of --seq {flags.data.seq}")
+    return check_microbatches(
+        flags, flags.data.num_microbatches, num_rows, mesh, of=f" of --seq {flags.data.seq}"
+    )
 
 
 def _ends(tokenizer: Tokenizer | None, init_from: Path | None) -> tuple[int, ...]:
@@ -296,7 +331,9 @@ def _ends(tokenizer: Tokenizer | None, init_from: Path | None) -> tuple[int, ...
     return tuple(dict.fromkeys((*own, *of_tokenizer)))
 
 
-def _check_reads_bytes(init_from: Path | None, tokenizer: FolderTokenizer | None, text: str) -> None:
+def _check_reads_bytes(
+    init_from: Path | None, tokenizer: FolderTokenizer | None, text: str
+) -> None:
     """Raises where text is to be learned by a model in --init-from that reads other tokens than bytes, without a tokenizer."""
     if init_from is None or tokenizer is not None:
         return
@@ -304,7 +341,9 @@ def _check_reads_bytes(init_from: Path | None, tokenizer: FolderTokenizer | None
         raise missing_tokenizer(init_from, "--init-from", text)
 
 
-def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_from: Path | None) -> Part:
+def _part(
+    path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_from: Path | None
+) -> Part:
     if path == RECALL and not path.exists():
         return _of_recall()
     if not path.exists():
@@ -323,12 +362,16 @@ def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_
     if path.is_dir():
         check_inside(path, files)
     if not files:
-        raise FileNotFoundError(f"a folder of data must hold files; got none in {path}. Name another by its path.")
+        raise FileNotFoundError(
+            f"a folder of data must hold files; got none in {path}. Name another by its path."
+        )
     if any(map(is_records, files)) and all(map(holds_tokens, files)):
         return _of_records(files, flags)
     _check_reads_bytes(init_from, tokenizer, f"text in {path}")
     chosen = tokenizer or ByteTokenizer()
-    corpus = load_corpus(files, chosen, flags.token_cache or default_cache(), test_fraction=TEST_FRACTION)
+    corpus = load_corpus(
+        files, chosen, flags.token_cache or default_cache(), test_fraction=TEST_FRACTION
+    )
     remarks = list(corpus.remarks)
     if tokenizer is not None:
         remarks.append(remark_on_ends(corpus, tokenizer, path, init_from))
@@ -337,15 +380,25 @@ def _part(path: Path, flags: DataFlags, tokenizer: FolderTokenizer | None, init_
 
 
 def _of_text(text: Text) -> Part:
-    rows = lambda seq, size: (Windows(text.train, seq, vocab_size=size), Windows(text.test, seq, vocab_size=size), "")
+    rows = lambda seq, size: (
+        Windows(text.train, seq, vocab_size=size),
+        Windows(text.test, seq, vocab_size=size),
+        "",
+    )
     num_tokens = sum(map(len, text.train)), sum(map(len, text.test))
-    return Part(rows, num_tokens, text.train, text.test[0], f"crc32 {text.checksum()}", text.is_bytes)
+    return Part(
+        rows, num_tokens, text.train, text.test[0], f"crc32 {text.checksum()}", text.is_bytes
+    )
 
 
 def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
     def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, str]:
-        (train, some), (test, others) = (fit(each, seq, flags.long_examples) for each in (corpus.train, corpus.test))
-        make = partial(PackedRows, seq=seq, vocab_size=vocab_size, max_documents=flags.max_documents)
+        (train, some), (test, others) = (
+            fit(each, seq, flags.long_examples) for each in (corpus.train, corpus.test)
+        )
+        make = partial(
+            PackedRows, seq=seq, vocab_size=vocab_size, max_documents=flags.max_documents
+        )
         lost = corpus.train.num_tokens + corpus.test.num_tokens - train.num_tokens - test.num_tokens
         told = f"left out: {some + others} of {len(corpus.documents)} examples, longer than --seq {seq}, with {lost:,} tokens"
         return make(train), make(test), told if some + others else ""
@@ -355,12 +408,26 @@ def _of_corpus(corpus: Corpus, flags: DataFlags, *, is_bytes: bool) -> Part:
         train, test = (fit(each, flags.seq, "drop")[0] for each in (train, test))
     of_data = (train.num_tokens, test.num_tokens), train.learned_tokens(), test.tokens_of(0)
     checksum = f"sha256 {corpus.digest[:32]}"
-    return Part(rows, *of_data, checksum, is_bytes, corpus.ignored, corpus.is_chat, num_learned=train.num_learned)
+    return Part(
+        rows,
+        *of_data,
+        checksum,
+        is_bytes,
+        corpus.ignored,
+        corpus.is_chat,
+        num_learned=train.num_learned,
+    )
 
 
 def _of_recall() -> Part:
-    rows = lambda seq, size: (Recall(seq, vocab_size=size), Recall(seq, vocab_size=size, is_test=True), "")
-    some = Recall(160, vocab_size=MOST_TOKENS, is_test=True).take(np.arange(1))["tokens"][0, :121]  # with one question
+    rows = lambda seq, size: (
+        Recall(seq, vocab_size=size),
+        Recall(seq, vocab_size=size, is_test=True),
+        "",
+    )
+    some = Recall(160, vocab_size=MOST_TOKENS, is_test=True).take(np.arange(1))["tokens"][
+        0, :121
+    ]  # with one question
     return Part(rows, None, [np.arange(NUM_VALUES)], some, "recall", is_bytes=False)
 
 
@@ -369,10 +436,16 @@ def _of_records(files: Sequence[Path], flags: DataFlags) -> Part:
     count = len(records)
 
     def rows(seq: int, vocab_size: int) -> tuple[RowSource, RowSource, str]:
-        make = partial(RecordRows, records, seq, vocab_size=vocab_size, max_documents=flags.max_documents)
+        make = partial(
+            RecordRows, records, seq, vocab_size=vocab_size, max_documents=flags.max_documents
+        )
         return make(part=(0, count - num_test)), make(part=(count - num_test, count)), ""
 
     sample = [tokens_of(records, i) for i in range(min(count, 64))]
     held_out = tokens_of(records, count - num_test)
-    ignored = set(records[0]).union(*(unread_fields(file, COLUMNS) for file in files)) - set(COLUMNS)
-    return Part(rows, None, sample, held_out, checksum, is_bytes=False, ignored=tuple(sorted(ignored)))
+    ignored = set(records[0]).union(*(unread_fields(file, COLUMNS) for file in files)) - set(
+        COLUMNS
+    )
+    return Part(
+        rows, None, sample, held_out, checksum, is_bytes=False, ignored=tuple(sorted(ignored))
+    )

@@ -116,7 +116,9 @@ def _check_experts(flags: ModelFlags, config: TransformerConfig, named: str) -> 
     }
     if config.experts is None and any(given.values()):
         flag = next(flag for flag, is_given in given.items() if is_given)
-        raise ValueError(f"{flag} is for a model with experts; got {named}. Leave it out, or choose --model moe-bytes.")
+        raise ValueError(
+            f"{flag} is for a model with experts; got {named}. Leave it out, or choose --model moe-bytes."
+        )
     if flags.expert_buffer is not None and flags.experts != "data":
         raise ValueError(
             f"--expert-buffer applies to --experts data; got {flags.expert_buffer:g} with --experts {flags.experts}. Add "
@@ -149,7 +151,11 @@ def check_biases(flags: ModelFlags, saved: Mapping[str, Any]) -> None:
 
 def config_of_flags(flags: ModelFlags, seq: int) -> tuple[TransformerConfig, str]:
     """Returns the model that the flags ask for, before its data are known, and the flag that names it."""
-    changes = {"vocab_multiple": VOCAB_MULTIPLE, "compute_dtype": flags.dtype, "products": flags.products}
+    changes = {
+        "vocab_multiple": VOCAB_MULTIPLE,
+        "compute_dtype": flags.dtype,
+        "products": flags.products,
+    }
     changes |= {} if flags.window is None else {"window": flags.window}
     if flags.init_from is None:
         config, named = transformer.preset(flags.model, **changes), f"--model {flags.model}"
@@ -160,7 +166,9 @@ def config_of_flags(flags: ModelFlags, seq: int) -> tuple[TransformerConfig, str
         named = f"--init-from {flags.init_from}"
     if config.experts is not None:
         has_bias = flags.router_bias_rate is not None
-        config = config.with_experts(split=flags.expert_split, buffer=flags.expert_buffer, router_bias=has_bias)
+        config = config.with_experts(
+            split=flags.expert_split, buffer=flags.expert_buffer, router_bias=has_bias
+        )
     if config.positions == "learned" and seq > config.max_positions:
         raise ValueError(
             f"--seq must not be longer than a learned table of positions; got {seq}, and {config.max_positions} "
@@ -169,7 +177,9 @@ def config_of_flags(flags: ModelFlags, seq: int) -> tuple[TransformerConfig, str
     return config, named
 
 
-def model_config(flags: ModelFlags, seq: int, text: Data, mesh: Mesh, gpu: GpuFlags | None = None) -> TransformerConfig:
+def model_config(
+    flags: ModelFlags, seq: int, text: Data, mesh: Mesh, gpu: GpuFlags | None = None
+) -> TransformerConfig:
     """Returns the model that the flags ask for, for these data and this mesh."""
     config, named = config_of_flags(flags, seq)
     if text.is_bytes and (config.tokens != "bytes" or config.vocab_size < BYTES):
@@ -196,21 +206,29 @@ def _check_tokenizer(tokenizer: FolderTokenizer, config: TransformerConfig, name
     """Raises where a tokenizer has tokens that a named model lacks."""
     if (count := tokenizer.vocab_size) > config.vocab_size:
         fitting = [name for name, each in transformer.PRESETS.items() if each.vocab_size >= count]
-        other = f"choose --model {fitting[0]} or another of {count} tokens or more, or " if fitting else ""
+        other = (
+            f"choose --model {fitting[0]} or another of {count} tokens or more, or "
+            if fitting
+            else ""
+        )
         raise ValueError(
             f"{named} has a vocabulary of {config.vocab_size} tokens; got {count} of the tokenizer in {tokenizer.folder}. To "
             f"train its model further, give --init-from its folder; else {other}leave --tokenizer out and learn bytes."
         )
 
 
-def with_documents(config: TransformerConfig, most: int | None, sources: Sequence[RowSource]) -> TransformerConfig:
+def with_documents(
+    config: TransformerConfig, most: int | None, sources: Sequence[RowSource]
+) -> TransformerConfig:
     """Returns the model whose kernel may be told of ``most`` documents a row, by default as many as the sources know of."""
     known = [each.max_documents for each in sources]
     found = most or max((each for each in known if each is not None), default=1)
     if config.attention == "xla" or found == 1 or (most is None and None in known):
         return config
     if most is None and found > MOST_DOCUMENTS:
-        say(f"rows have up to {found} documents; attention is faster with --max-documents {MOST_DOCUMENTS} or fewer")
+        say(
+            f"rows have up to {found} documents; attention is faster with --max-documents {MOST_DOCUMENTS} or fewer"
+        )
         return config
     return replace(config, max_documents=found)
 
@@ -240,11 +258,15 @@ def check_mesh(
             "Leave it out, or choose another model."
         )
     check_targets(lora_flags, config)
-    layout = make_layout(config, make_schedule(schedule, mesh.shape["stage"], 1, num_chunks), layers)
+    layout = make_layout(
+        config, make_schedule(schedule, mesh.shape["stage"], 1, num_chunks), layers
+    )
     make_params(lora_flags, config, layout, mesh, flags.experts)
 
 
-def make_layout(config: TransformerConfig, schedule: Schedule, layers: Sequence[int] | None = None) -> LayerLayout:
+def make_layout(
+    config: TransformerConfig, schedule: Schedule, layers: Sequence[int] | None = None
+) -> LayerLayout:
     """Returns the layout that stores each layer on its stage, so that no step moves weights.
 
     Args:
@@ -276,7 +298,9 @@ def make_params(
     table, factors = transformer.param_table(config), make_lora(flags)
     if reads_weights:
         table = jax.tree.map(lambda spec: replace(spec, init=zeros), table, is_leaf=is_spec)
-    packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
+    packed = table | {
+        "layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))
+    }
     split = "experts" if config.experts is None else config.experts.split
     of_experts = EXPERTS_OVER_DATA if experts == "data" else EXPERT_RULES[split]
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES | of_experts)
@@ -291,7 +315,9 @@ def make_params(
     return init, lora.quantized_shardings(jax.eval_shape(init, jax.random.key(0)), shardings)
 
 
-def check_compiled(compiled: jax.stages.Compiled, config: TransformerConfig, mesh: Mesh, num_factors: int) -> None:
+def check_compiled(
+    compiled: jax.stages.Compiled, config: TransformerConfig, mesh: Mesh, num_factors: int
+) -> None:
     """Raises ValueError where a step in FP8 was compiled for GPUs with fewer products in FP8 than its weights have.
 
     A weight has three, without a gradient two, and one where no layer below has factors that need it.
@@ -314,7 +340,13 @@ def flops_per_token(config: TransformerConfig, seq: int, num_factors: int = 0) -
 
 
 def describe(
-    flags: ModelFlags, factors: LoraFlags, config: TransformerConfig, mesh: Mesh, num_factors: int, *, schedule: str
+    flags: ModelFlags,
+    factors: LoraFlags,
+    config: TransformerConfig,
+    mesh: Mesh,
+    num_factors: int,
+    *,
+    schedule: str,
 ) -> str:
     """Returns lines about the model, its mesh and what of it is trained.
 
@@ -333,9 +365,13 @@ def describe(
     ]
     if num_factors:
         targets = ", ".join(factors.lora_targets)
-        lines.append(f"LoRA of rank {factors.lora_rank} on {targets}: {num_factors:,} parameters are trained")
+        lines.append(
+            f"LoRA of rank {factors.lora_rank} on {targets}: {num_factors:,} parameters are trained"
+        )
     if factors.quantize is not None:
-        lines.append(f"{factors.quantize}: {', '.join(transformer.LAYER_WEIGHTS)} of each layer, which are frozen")
+        lines.append(
+            f"{factors.quantize}: {', '.join(transformer.LAYER_WEIGHTS)} of each layer, which are frozen"
+        )
     if products := transformer.describe_products(config):
         lines.append(products)
     if config.ignored:

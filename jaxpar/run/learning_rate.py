@@ -14,7 +14,9 @@ from jaxpar.train import TrainState
 RELATIVE_ERROR = 1e-3  # of a rate that was computed in float32 or bfloat16
 
 
-def rate_after(learning_rate: optax.ScalarOrSchedule) -> Callable[[int, TrainState, Mapping[str, Any]], Any]:
+def rate_after(
+    learning_rate: optax.ScalarOrSchedule,
+) -> Callable[[int, TrainState, Mapping[str, Any]], Any]:
     """Returns a function that returns the learning rate of a step, of the state and the metrics after it.
 
     Skipped steps do not count for the optimizer's schedule.
@@ -24,9 +26,13 @@ def rate_after(learning_rate: optax.ScalarOrSchedule) -> Callable[[int, TrainSta
 
     @jax.jit
     def rate(step: jax.Array, num_skipped: jax.Array, skipped: jax.Array) -> jax.Array:
-        return jnp.asarray(learning_rate(step - (num_skipped - skipped.astype(num_skipped.dtype))), jnp.float32)
+        return jnp.asarray(
+            learning_rate(step - (num_skipped - skipped.astype(num_skipped.dtype))), jnp.float32
+        )
 
-    return lambda step, state, metrics: rate(np.int32(step), state.num_skipped, jnp.asarray(metrics.get("skipped", 0)))
+    return lambda step, state, metrics: rate(
+        np.int32(step), state.num_skipped, jnp.asarray(metrics.get("skipped", 0))
+    )
 
 
 def remark_on_rate(opt_state: Any, logged: Any) -> str:

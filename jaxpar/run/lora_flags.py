@@ -40,7 +40,11 @@ class LoraFlags:
         if self.lora_rank is None:
             return {}
         alpha = float(self.lora_rank if self.lora_alpha is None else self.lora_alpha)
-        found = {"lora_rank": self.lora_rank, "lora_targets": sorted(self.lora_targets), "lora_alpha": alpha}
+        found = {
+            "lora_rank": self.lora_rank,
+            "lora_targets": sorted(self.lora_targets),
+            "lora_alpha": alpha,
+        }
         return found if self.quantize is None else found | {"quantize": self.quantize}
 
 
@@ -86,7 +90,11 @@ def check_targets(flags: LoraFlags, config: TransformerConfig) -> None:
     paths = [path_string(path) for path, _ in specs]
     there = {path.split("/")[-1] for path in paths if f"{LAYERS}/" in path}
     if missing := [name for name in flags.lora_targets if name not in there]:
-        why = "" if config.experts is None else f", whose {config.experts.count} experts a layer take no factors"
+        why = (
+            ""
+            if config.experts is None
+            else f", whose {config.experts.count} experts a layer take no factors"
+        )
         raise ValueError(
             f"--lora-targets must name weights of the model's layers; got {' '.join(missing)} for a model that has none of "
             f"{'this name' if len(missing) == 1 else 'these names'}{why}. Give --lora-targets "

@@ -38,7 +38,11 @@ def check_origin(flags: Any, saved: Mapping[str, Any]) -> None:
         saved: The settings of the saved run; empty for a new one.
     """
     folder, own = flags.recipe.init_from, flags.common.out_dir / "model"
-    if "init_from" not in saved or (folder is not None and folder.exists()) or not (own / "config.json").exists():
+    if (
+        "init_from" not in saved
+        or (folder is not None and folder.exists())
+        or not (own / "config.json").exists()
+    ):
         return
     if folder is None and flags.may_change("init_from"):
         return
@@ -50,7 +54,9 @@ def check_origin(flags: Any, saved: Mapping[str, Any]) -> None:
     )
 
 
-def read_weights(folder: Path, config: TransformerConfig, layout: LayerLayout, state: jaxpar.TrainState) -> dict:
+def read_weights(
+    folder: Path, config: TransformerConfig, layout: LayerLayout, state: jaxpar.TrainState
+) -> dict:
     """Returns the weights of a model as saved by transformers, laid out as those of ``state``.
 
     Raises:
@@ -58,7 +64,9 @@ def read_weights(folder: Path, config: TransformerConfig, layout: LayerLayout, s
     """
     if jax.process_count() > 1:
         files = sorted(folder.glob("*.safetensors"))
-        check_agreement("read --init-from", {"weights": f"{len(files)} files, {checksum_of_files(files)}"})
+        check_agreement(
+            "read --init-from", {"weights": f"{len(files)} files, {checksum_of_files(files)}"}
+        )
     packed = jax.tree.map(lambda leaf: leaf.sharding, lora.without_factors(state.params))
     if layout.is_canonical:
         return jaxpar.huggingface.read_params(folder, config, packed)
@@ -106,14 +114,18 @@ def checksum_of_model(folder: Path) -> str:
     return f"{found:08x}"
 
 
-def save_adapters(folder: Path, flags: ModelFlags, config: TransformerConfig, params: PyTree) -> None:
+def save_adapters(
+    folder: Path, flags: ModelFlags, config: TransformerConfig, params: PyTree
+) -> None:
     """Writes the factors of LoRA as peft reads them."""
     base = None if flags.init_from is None else str(flags.init_from)
     jaxpar.huggingface.write_adapters(folder, config, params, base=base)
     say(f"written: {folder}/, adapters for peft")
 
 
-def save_model(folder: Path, config: TransformerConfig, params: PyTree, *, described_by: Path) -> None:
+def save_model(
+    folder: Path, config: TransformerConfig, params: PyTree, *, described_by: Path
+) -> None:
     """Writes the model as transformers reads it, with the description in another folder.
 
     Its dtype is that of the description, or float32 if a weight is too large for that one: params may be nowhere else.

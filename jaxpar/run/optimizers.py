@@ -20,7 +20,14 @@ USED_BY = dict.fromkeys(("beta1", "beta2", "epsilon", "weight_decay"), ("adamw",
     "momentum": ("sgd", "muon")
 }
 MOST_WARMUP = 20  # steps, by default
-CHANGE_NUMBERS = ("beta1", "beta2", "epsilon", "learning_rate_schedule", "final_learning_rate", "decay_steps")
+CHANGE_NUMBERS = (
+    "beta1",
+    "beta2",
+    "epsilon",
+    "learning_rate_schedule",
+    "final_learning_rate",
+    "decay_steps",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +98,17 @@ def make_optimizer(flags: OptimizedFlags) -> optax.GradientTransformation:
         return optax.adamw(rate, *betas, eps=own.epsilon, weight_decay=decay, mask=is_weight)
     of_adam = dict(zip(("adam_b1", "adam_b2"), betas, strict=True))
     direction = contrib.muon(
-        1.0, beta=momentum, eps=own.epsilon, consistent_rms=MUON_RMS, muon_weight_dimension_numbers=matrices, **of_adam
+        1.0,
+        beta=momentum,
+        eps=own.epsilon,
+        consistent_rms=MUON_RMS,
+        muon_weight_dimension_numbers=matrices,
+        **of_adam,
     )
     # The direction is one to subtract already, so that what it adds for weight decay is negative.
-    return optax.chain(direction, optax.add_decayed_weights(-decay, is_weight), optax.scale_by_schedule(rate))
+    return optax.chain(
+        direction, optax.add_decayed_weights(-decay, is_weight), optax.scale_by_schedule(rate)
+    )
 
 
 def learning_rate(flags: OptimizedFlags) -> optax.Schedule:
@@ -103,7 +117,11 @@ def learning_rate(flags: OptimizedFlags) -> optax.Schedule:
     **Reference**: cosine: Loshchilov and Hutter 2017, arXiv 1608.03983. wsd: Hu et al. 2024, arXiv 2404.06395, section 4.2.
     """
     highest, warmup, steps = flags.common.learning_rate, warmup_steps_of(flags), flags.common.steps
-    final = highest / 10 if flags.optimizer.final_learning_rate is None else flags.optimizer.final_learning_rate
+    final = (
+        highest / 10
+        if flags.optimizer.final_learning_rate is None
+        else flags.optimizer.final_learning_rate
+    )
     constant, left, decay = optax.constant_schedule(highest), steps - warmup, decay_steps_of(flags)
     falling = lambda steps: optax.linear_schedule(highest, final, steps)
     after = {
@@ -136,13 +154,21 @@ def momentum_of(flags: OptimizedFlags) -> float:
 def is_weight(params: dict) -> dict:
     """Returns for each parameter whether it is a weight or an embedding."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: _name(path).startswith(("w_", "lora_")) or _name(path) in ("tokens", "head"), params
+        lambda path, _: (
+            _name(path).startswith(("w_", "lora_")) or _name(path) in ("tokens", "head")
+        ),
+        params,
     )
 
 
 # Dims of the inputs and outputs of a transformer's weights (jaxpar/models/transformer/params.py), after the dim of layers. The
 # others number matrices: queries, keys and values are matrices of their own, as are gate and up.
-MATRICES = {"w_qkv": ((1,), (2, 4)), "w_out": ((1, 2), (3,)), "w_up": ((1,), (3,)), "w_down": ((1,), (2,))}
+MATRICES = {
+    "w_qkv": ((1,), (2, 4)),
+    "w_out": ((1, 2), (3,)),
+    "w_up": ((1,), (3,)),
+    "w_down": ((1,), (2,)),
+}
 MATRICES |= dict.fromkeys(("w_expert_gate", "w_expert_up", "w_expert_down"), ((2,), (3,)))
 
 
@@ -150,10 +176,15 @@ def matrices(params: Any) -> Any:
     """Returns for each parameter which of its dims make the matrices that Muon orthogonalizes; None: AdamW updates it."""
 
     def dims(path: tuple, _: Any) -> contrib.MuonDimensionNumbers | None:
-        found, is_alone = MATRICES.get(_name(path)), path[0].key == OUTER  # not stacked: a leading dense layer
+        found, is_alone = (
+            MATRICES.get(_name(path)),
+            path[0].key == OUTER,
+        )  # not stacked: a leading dense layer
         if found is None:
             return None
-        return contrib.MuonDimensionNumbers(*(tuple(dim - is_alone for dim in each) for each in found))
+        return contrib.MuonDimensionNumbers(
+            *(tuple(dim - is_alone for dim in each) for each in found)
+        )
 
     return jax.tree_util.tree_map_with_path(dims, params)
 
@@ -221,18 +252,26 @@ def _check_schedule(flags: OptimizedFlags) -> None:
 def _chosen(flags: OptimizedFlags, name: str, value: int) -> str:
     """Returns the flags that set a setting, which a run to resume takes only where --allow-change names it."""
     chosen = f"--{name.replace('_', '-')} {value}"
-    allowed = "" if flags.may_change(name) else f" --allow-change {' '.join((*flags.checkpoint.allow_change, name))}"
+    allowed = (
+        ""
+        if flags.may_change(name)
+        else f" --allow-change {' '.join((*flags.checkpoint.allow_change, name))}"
+    )
     return f"{chosen}{allowed}"
 
 
 def settings(flags: OptimizedFlags) -> dict[str, Any]:
     """Returns the settings that a resumed run must share with the saved one; those added later only where they are set."""
     names = ("optimizer", "weight_decay", "max_grad_norm")
-    found = {"learning_rate": flags.common.learning_rate} | {name: getattr(flags.optimizer, name) for name in names}
+    found = {"learning_rate": flags.common.learning_rate} | {
+        name: getattr(flags.optimizer, name) for name in names
+    }
     found["warmup_steps"] = warmup_steps_of(flags)
     if flags.optimizer.optimizer in USED_BY["momentum"]:
         found["momentum"] = momentum_of(flags)
-    return found | {name: getattr(flags.optimizer, name) for name in CHANGE_NUMBERS if _is_given(flags, name)}
+    return found | {
+        name: getattr(flags.optimizer, name) for name in CHANGE_NUMBERS if _is_given(flags, name)
+    }
 
 
 def _is_given(flags: OptimizedFlags, name: str) -> bool:

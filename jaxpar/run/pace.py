@@ -8,7 +8,9 @@ import jax
 from jaxpar.metrics.log import read_metrics
 
 
-def pace(out_dir: Path, first_step: int, run_seconds: float, *, items_per_step: float, items: str) -> str:
+def pace(
+    out_dir: Path, first_step: int, run_seconds: float, *, items_per_step: float, items: str
+) -> str:
     """Returns a line on the steps of a run, those after a resume alone; "" if there were none, or on another process.
 
     Args:

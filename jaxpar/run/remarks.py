@@ -48,12 +48,18 @@ def without_end(documents: Documents, ends: Sequence[int]) -> tuple[int, int, np
 
 def _answers(documents: Documents, start: int, stop: int) -> list[np.ndarray]:
     tokens = documents.tokens[start:stop]
-    marks = np.ones(len(tokens), bool) if documents.learned is None else documents.learned[start:stop] != 0
+    marks = (
+        np.ones(len(tokens), bool)
+        if documents.learned is None
+        else documents.learned[start:stop] != 0
+    )
     parts = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(marks)) + 1)
     return [np.asarray(tokens[part]) for part in parts if len(part) and marks[part[0]]]
 
 
-def remark_on_ends(corpus: Corpus, tokenizer: FolderTokenizer, data: Path, init_from: Path | None) -> str:
+def remark_on_ends(
+    corpus: Corpus, tokenizer: FolderTokenizer, data: Path, init_from: Path | None
+) -> str:
     """Returns what to say where answers or texts teach no end, and how to add one; "" where all teach it.
 
     Args:
@@ -72,7 +78,9 @@ def remark_on_ends(corpus: Corpus, tokenizer: FolderTokenizer, data: Path, init_
     of_tokenizer = f"eos_token of {tokenizer.folder / SETTINGS}"
     named = f"eos_token_id of {init_from / GENERATION}" if init_from else of_tokenizer
     text = printable("".join(map(tokenizer.text_of, last.tolist())))
-    what, after = ("texts", "a text") if corpus.documents.learned is None else ("answers", "its answer")
+    what, after = (
+        ("texts", "a text") if corpus.documents.learned is None else ("answers", "its answer")
+    )
     return (
         f"{missing} of the first {total} {what} in {data} have no token at which the model stops "
         f'({" or ".join(names) or "its files name none"}), and the first of them ends with "{text}": a model that learns them '
@@ -105,7 +113,13 @@ def remark_on_names(paths: Sequence[Path]) -> str:
 
 def remark_on_text(paths: Sequence[Path]) -> str:
     """Returns what to say of files that are learned as text, and begin with an example of JSON; "" if none does."""
-    files = [file for path in paths if path.exists() for file in find_files(path) if file.suffix == ".txt"]
+    files = [
+        file
+        for path in paths
+        if path.exists()
+        for file in find_files(path)
+        if file.suffix == ".txt"
+    ]
     found = [file for file in files if _begins_with_example(file)]
     if not found:
         return ""
@@ -128,7 +142,11 @@ def remark_on_others(path: Path, files: Sequence[Path]) -> str:
     """Returns what to say of files beside the .bin files of a folder; "" if there are none."""
     of_tokens = {path, *path.glob("*.bin")}
     others = [file for file in files if file not in of_tokens]
-    return f"of {printable(str(path))} only its .bin files are read, not {_shown(others)}" if others else ""
+    return (
+        f"of {printable(str(path))} only its .bin files are read, not {_shown(others)}"
+        if others
+        else ""
+    )
 
 
 def _shown(files: Sequence[Path]) -> str:

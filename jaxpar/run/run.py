@@ -26,7 +26,16 @@ from jaxpar.run.compiled_step import CompiledStep
 from jaxpar.run.early_stop import EarlyStop, left_early, without_metric
 from jaxpar.run.flags import RunFlags, check_run_flags
 from jaxpar.run.learning_rate import rate_after, remark_on_rate
-from jaxpar.run.messages import checks, forget_devices, phase, remark_on_first_step, say, say_devices, spared, stop
+from jaxpar.run.messages import (
+    checks,
+    forget_devices,
+    phase,
+    remark_on_first_step,
+    say,
+    say_devices,
+    spared,
+    stop,
+)
 from jaxpar.run.pace import pace
 from jaxpar.run.start import (
     advice_on_finite_steps,
@@ -98,7 +107,9 @@ class Run(AbstractContextManager["Run"]):
         draw: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = say,
     ) -> None:
-        check_arguments(flags, settings, items_per_step, learning_rate, samples=samples, draw=draw, say=say)
+        check_arguments(
+            flags, settings, items_per_step, learning_rate, samples=samples, draw=draw, say=say
+        )
         check_run_flags(flags)
         flags, keep = folder.resumed_if_restarted(flags, say), flags.checkpoint
         self.flags, self.mesh, self.schedule = flags, mesh, schedule
@@ -118,9 +129,14 @@ class Run(AbstractContextManager["Run"]):
         self._read: dict[str, Callable[[], Any]] = {}
         self._learning_rate = None if learning_rate is None else rate_after(learning_rate)
         self._calls: list[tuple[int, Callback]] = []
-        self._early_stop = EarlyStop(keep.keep_best, keep.patience) if keep.keep_best and keep.patience else None
+        self._early_stop = (
+            EarlyStop(keep.keep_best, keep.patience) if keep.keep_best and keep.patience else None
+        )
         self._is_over, self._seconds, self._order = False, 0.0, CallOrder()
-        self._named, self._resources = set[str](), ExitStack()  # the metrics of this run's steps, and what it closes
+        self._named, self._resources = (
+            set[str](),
+            ExitStack(),
+        )  # the metrics of this run's steps, and what it closes
         self.checkpoints = open_checkpoints(flags, mesh)
         say_devices(say, compile_for=flags.gpu.compile_for)
 
@@ -155,12 +171,19 @@ class Run(AbstractContextManager["Run"]):
             return
         allowed = ("steps", *self.flags.checkpoint.allow_change)
         with Watchdog(self.flags.budget) as watchdog, watchdog.phase("save"):
-            self._state = self.checkpoints.restore(self.target, config=self._settings, allow=allowed)
+            self._state = self.checkpoints.restore(
+                self.target, config=self._settings, allow=allowed
+            )
         manifest = self.checkpoints.manifest(int(jaxpar.fetch(self._state.step)))
         saved_on = ", ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
-        over = ", the last one, so no step is left" if manifest.step == self.flags.common.steps else ""
+        over = (
+            ", the last one, so no step is left" if manifest.step == self.flags.common.steps else ""
+        )
         self._say(f"resumed from step {manifest.step}, saved on {saved_on}{over}")
-        self.origin, self.saved = Origin(manifest.step, manifest.samples or 0), dict(manifest.config or {})
+        self.origin, self.saved = (
+            Origin(manifest.step, manifest.samples or 0),
+            dict(manifest.config or {}),
+        )
         self._traits.compare(manifest.traits, self.saved, self._state.opt_state)
         if told := idle_changes(allowed[1:], {**self.saved, **self._settings}):
             self._say(told)
@@ -182,7 +205,10 @@ class Run(AbstractContextManager["Run"]):
         check_called("restore before it compiles", "state", self.target)
         check_on_mesh(batch, self.mesh)
         self._watchers = open_watchers(
-            self.flags, self._say, num_saves=lambda: self.checkpoints.num_saved, flops_per_step=self._flops_per_step
+            self.flags,
+            self._say,
+            num_saves=lambda: self.checkpoints.num_saved,
+            flops_per_step=self._flops_per_step,
         )
         self._traits.take_batch(batch)
         start = time.perf_counter()
@@ -216,7 +242,12 @@ class Run(AbstractContextManager["Run"]):
         report = inspect_pipeline(self._step(), self.mesh, self.schedule)
         self._say(report.render())
         if self.flags.gpu.compile_for:
-            self._say("\n" + roofline(report, cluster(self.flags.gpu.compile_for, *self.flags.gpu.shape)).render())
+            self._say(
+                "\n"
+                + roofline(
+                    report, cluster(self.flags.gpu.compile_for, *self.flags.gpu.shape)
+                ).render()
+            )
 
     def begin(self, make_state: Callable[[], jaxpar.TrainState] | None = None) -> jaxpar.TrainState:
         """Returns the first state, new or restored, once the folder is prepared: --overwrite, config.json.
@@ -228,12 +259,23 @@ class Run(AbstractContextManager["Run"]):
             ConfigError: The processes of a new run have made different params.
             LostError: Another run has taken the folder.
         """
-        compiled, shared = self._step(), {"schedule": self.schedule, "num_steps": self.flags.common.steps}
+        compiled, shared = (
+            self._step(),
+            {"schedule": self.schedule, "num_steps": self.flags.common.steps},
+        )
         self._order.begin(self.flags, self.first_step)
-        self._watchers.append(ReportWriter(self.out_dir, lambda: step_data(compiled, self.target, self.mesh, **shared)))
+        self._watchers.append(
+            ReportWriter(
+                self.out_dir, lambda: step_data(compiled, self.target, self.mesh, **shared)
+            )
+        )
         state = first_state(make_state or self._init) if self._state is None else self._state
         self._state = None  # the first step donates it
-        if self.flags.common.overwrite and jax.process_index() == 0 and folder.has_run(self.out_dir):
+        if (
+            self.flags.common.overwrite
+            and jax.process_index() == 0
+            and folder.has_run(self.out_dir)
+        ):
             self.checkpoints.lease.check()
             folder.delete_run(self.out_dir)
             self._say(f"deleted: the earlier run in {self.out_dir}")
@@ -248,7 +290,9 @@ class Run(AbstractContextManager["Run"]):
         self._order.begin_loop()
         common, checkpoint = self.flags.common, self.flags.checkpoint
         first = {"first_step": self.first_step, "watchers": self._watchers}
-        self._log = self._resources.enter_context(MetricsLog(self.out_dir, common.steps, **self._rate, **first))
+        self._log = self._resources.enter_context(
+            MetricsLog(self.out_dir, common.steps, **self._rate, **first)
+        )
         about = {"key": jax.random.key(common.seed), "config": self._settings}
         self._guard = self._resources.enter_context(
             Guard(
@@ -259,7 +303,11 @@ class Run(AbstractContextManager["Run"]):
                 compare_every=checkpoint.compare_every,
                 max_skipped=checkpoint.max_skipped,
                 budgets=self.flags.budget,
-                about=lambda step: {**about, "samples": self._samples(step), "traits": self._traits.as_json()},
+                about=lambda step: {
+                    **about,
+                    "samples": self._samples(step),
+                    "traits": self._traits.as_json(),
+                },
                 before_save=self._before_save,
                 at_end=lambda step, *of_step: self._call(step - 1, *of_step, at_end=True),
                 at_stop=self._draw_what_there_is,
@@ -304,7 +352,9 @@ class Run(AbstractContextManager["Run"]):
             message = f"{arg('keep_best')} must name a metric of the run; got {best}. Choose from {', '.join(metrics)}."
             stop(ExitCode.BAD_CONFIG, message)
         self._has_all_metrics = False  # steps without an evaluation have fewer
-        if step == self.first_step or self.is_due(step, self.flags.common.checkpoint_every or self.flags.common.steps):
+        if step == self.first_step or self.is_due(
+            step, self.flags.common.checkpoint_every or self.flags.common.steps
+        ):
             self._order.check_state(step, int(jaxpar.fetch(state.step)), self._say)
         if step == self.first_step and (told := remark_on_first_step(metrics)):
             self._say(told)
@@ -331,7 +381,14 @@ class Run(AbstractContextManager["Run"]):
         check_call(num_steps, call)
         self._calls.append((num_steps, call))
 
-    def _call(self, step: int, state: jaxpar.TrainState, metrics: Mapping[str, Any], *, at_end: bool = False) -> None:
+    def _call(
+        self,
+        step: int,
+        state: jaxpar.TrainState,
+        metrics: Mapping[str, Any],
+        *,
+        at_end: bool = False,
+    ) -> None:
         """Calls what is due after a step, or all else at the step that an early end makes the last one."""
         for every, call in self._calls:
             if self.is_due(step, every) != at_end:
@@ -339,7 +396,11 @@ class Run(AbstractContextManager["Run"]):
                     call(step + 1, state, metrics)
 
     def _end_early(self, step: int, state: jaxpar.TrainState, metrics: Mapping[str, Any]) -> None:
-        if self._early_stop is not None and self._early_stop.after(metrics) and step < self.flags.common.steps:
+        if (
+            self._early_stop is not None
+            and self._early_stop.after(metrics)
+            and step < self.flags.common.steps
+        ):
             self._guard.end_at(step)
             self._call(step - 1, state, metrics, at_end=True)
             self._end_loop(step, self._early_stop.describe())
@@ -383,7 +444,9 @@ class Run(AbstractContextManager["Run"]):
     def say_skipped(self, state: jaxpar.TrainState) -> None:
         """Prints how many steps changed nothing, if any."""
         if skipped := int(jaxpar.fetch(state.num_skipped)):
-            self._say(f"{skipped} steps changed nothing, since their loss or gradients were not finite")
+            self._say(
+                f"{skipped} steps changed nothing, since their loss or gradients were not finite"
+            )
 
     def __exit__(self, *error: Any) -> None:
         self._resources.__exit__(*error)
@@ -394,5 +457,7 @@ class Run(AbstractContextManager["Run"]):
         forget_devices()
 
     def _draw_what_there_is(self) -> None:
-        with spared(f"a picture in {self.out_dir}"):  # the state is saved, which the exit code reports
+        with spared(
+            f"a picture in {self.out_dir}"
+        ):  # the state is saved, which the exit code reports
             self._draw()

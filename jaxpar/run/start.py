@@ -43,7 +43,9 @@ def open_checkpoints(flags: RunFlags, mesh: jax.sharding.Mesh) -> CheckpointMana
     _check_same_start(flags)
     folder.check_own_config(common.out_dir)
     lease = Lease(common.out_dir)
-    checkpoints = CheckpointManager(directory, mesh, **kept, save_seconds=flags.budget.save, lease=lease)
+    checkpoints = CheckpointManager(
+        directory, mesh, **kept, save_seconds=flags.budget.save, lease=lease
+    )
     if not common.dry_run:
         checkpoints.own()
     latest = checkpoints.latest()
@@ -70,7 +72,9 @@ def _check_same_start(flags: RunFlags) -> None:
     given = {f"flag {name}": getattr(common, name) for name in ("resume", "overwrite", "dry_run")}
     given |= {"path of out_dir": str(common.out_dir.absolute()), "version of JAX": jax.__version__}
     with checks():
-        check_agreement("begin", given, "Start all with the same code, flags and working directory.")
+        check_agreement(
+            "begin", given, "Start all with the same code, flags and working directory."
+        )
 
 
 def _check_new(flags: RunFlags, checkpoints: CheckpointManager, latest: int | None) -> None:
@@ -90,12 +94,18 @@ def idle_changes(allowed: Sequence[str], settings: Mapping[str, Any]) -> str:
     """Returns what to say of names in --allow-change that are no settings, neither saved nor of this run; "" for none."""
     unknown = [name for name in allowed if name not in settings]
     known = ", ".join(sorted(settings))
-    return f"{arg('allow_change')} has no effect for {', '.join(unknown)}: the settings are {known}" if unknown else ""
+    return (
+        f"{arg('allow_change')} has no effect for {', '.join(unknown)}: the settings are {known}"
+        if unknown
+        else ""
+    )
 
 
 def saved_settings(flags: RunFlags) -> dict[str, Any]:
     """Returns the settings that the newest checkpoint to --resume was saved with; none without one."""
-    saved = Folder(flags.common.out_dir / folder.CHECKPOINTS).committed() if flags.common.resume else {}
+    saved = (
+        Folder(flags.common.out_dir / folder.CHECKPOINTS).committed() if flags.common.resume else {}
+    )
     return dict(saved[max(saved)].config or {}) if saved else {}
 
 
@@ -104,7 +114,9 @@ def make_mesh(flags: RunFlags) -> jax.sharding.Mesh:
     devices = None
     if flags.gpu.compile_for:
         num_nodes, each = flags.gpu.shape
-        devices = jaxpar.compile_only_devices(flags.gpu.compile_for, num_nodes=num_nodes, devices_per_node=each)
+        devices = jaxpar.compile_only_devices(
+            flags.gpu.compile_for, num_nodes=num_nodes, devices_per_node=each
+        )
     mesh, num_devices = arrange(dataclasses.asdict(flags.mesh), devices)
     if mesh.size < num_devices:
         say(idle_text(mesh, num_devices))
@@ -126,7 +138,10 @@ def left_whole_lines(params: Any, init_state: Sequence[Any]) -> Iterator[str]:
 
 
 def check_processes(
-    mesh: jax.sharding.Mesh, flags: RunFlags, settings: Mapping[str, Any], read: Mapping[str, Callable[[], Any]]
+    mesh: jax.sharding.Mesh,
+    flags: RunFlags,
+    settings: Mapping[str, Any],
+    read: Mapping[str, Callable[[], Any]],
 ) -> None:
     """Raises ConfigError where the processes of a run have other flags, settings or data, or one has no part of its mesh.
 

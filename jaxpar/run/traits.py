@@ -54,7 +54,9 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         )
     is_cut = lambda value: isinstance(value, (np.ndarray, jax.Array)) and value.ndim > 0
     is_object = lambda value: re.search(r" at 0x[0-9a-f]+>", str(value)) is not None
-    if wrong := {name: value for name, value in settings.items() if is_object(value) or is_cut(value)}:
+    if wrong := {
+        name: value for name, value in settings.items() if is_object(value) or is_cut(value)
+    }:
         raise TypeError(
             "a setting must be a number, a text, or a list or dict of these, which a run that resumes compares; got "
             f"{', '.join(f'{name}={brief(str(value))}' for name, value in wrong.items())}. Give its name, such as "
@@ -65,7 +67,11 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
 def _has_nan(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_has_nan, value.values()))
-    return any(map(_has_nan, value)) if isinstance(value, (list, tuple)) else bool(np.all(value != value))
+    return (
+        any(map(_has_nan, value))
+        if isinstance(value, (list, tuple))
+        else bool(np.all(value != value))
+    )
 
 
 class Traits:
@@ -100,7 +106,9 @@ class Traits:
     def take_batch(self, batch: PyTree) -> None:
         """Takes the batch that the step is compiled for; prints how it differs from that of the saved run, if it does."""
         leaves = jax.tree_util.tree_leaves_with_path(batch)
-        self._batch = {path_string(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+        self._batch = {
+            path_string(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves
+        }
         saved = self._saved.get("batch")
         if isinstance(saved, Mapping) and (apart := self._apart(saved, self._batch)):
             self._say(f"a batch is not what it was in the saved run: {apart}. {REMEDY}")
@@ -120,10 +128,16 @@ class Traits:
     def as_json(self) -> dict[str, Any]:
         """Returns the traits, for a checkpoint."""
         if self._found is None:
-            self._found = {"optimizer": self._optimizer(), "batch": self._batch, "versions": _versions()}
+            self._found = {
+                "optimizer": self._optimizer(),
+                "batch": self._batch,
+                "versions": _versions(),
+            }
         return self._found
 
-    def compare(self, saved: Mapping[str, Any] | None, settings: Mapping[str, Any], opt_state: PyTree = None) -> None:
+    def compare(
+        self, saved: Mapping[str, Any] | None, settings: Mapping[str, Any], opt_state: PyTree = None
+    ) -> None:
         """Takes the traits of the saved run, and prints which differ, and which cannot be compared.
 
         Args:
@@ -138,12 +152,26 @@ class Traits:
         then, now = self._saved.get("optimizer"), self._optimizer()
         is_same_software = self._saved.get("versions") == _versions()
         is_compared = isinstance(then, Mapping) and now is not None and is_same_software
-        is_apart = isinstance(then, Mapping) and now is not None and then.get("checksum") != now["checksum"]
-        if isinstance(then, Mapping) and now is not None and is_compared and is_apart and not _is_told(then, now, kept):
-            changed = [name for name, value in self.settings.items() if settings.get(name, value) != value]
+        is_apart = (
+            isinstance(then, Mapping)
+            and now is not None
+            and then.get("checksum") != now["checksum"]
+        )
+        if (
+            isinstance(then, Mapping)
+            and now is not None
+            and is_compared
+            and is_apart
+            and not _is_told(then, now, kept)
+        ):
+            changed = [
+                name for name, value in self.settings.items() if settings.get(name, value) != value
+            ]
             why = f", as may be since other settings are: {', '.join(changed)}" if changed else ""
             more = "" if self.settings else f" {REMEDY}"
-            self._say(f"the optimizer is not that of the saved run: {_other_numbers(then, now)}{why}.{more}")
+            self._say(
+                f"the optimizer is not that of the saved run: {_other_numbers(then, now)}{why}.{more}"
+            )
         if not self.settings:
             numbers = "" if is_compared else "the numbers of the optimizer, "
             self._say(
@@ -153,7 +181,9 @@ class Traits:
 
     def _apart(self, saved: Mapping[str, Any], batch: Mapping[str, str]) -> str:
         """Returns the arrays of a batch that differ, without the number of rows where the settings have the size of a batch."""
-        of_row = lambda text: "".join(text.partition("[")[:2]) + text.partition("[")[2].partition(", ")[2]
+        of_row = lambda text: (
+            "".join(text.partition("[")[:2]) + text.partition("[")[2].partition(", ")[2]
+        )
         shown = of_row if "batch_size" in self.settings else str
         apart = [
             f"{name} {batch.get(name, 'none')}, saved {saved.get(name, 'none')}"
@@ -181,7 +211,9 @@ def numbers_of(optimizer: Any, params: PyTree) -> dict[str, Any] | None:
     }
 
 
-def _is_told(saved: Mapping[str, Any], now: Mapping[str, Any], kept: Mapping[str, tuple[Any, Any]]) -> bool:
+def _is_told(
+    saved: Mapping[str, Any], now: Mapping[str, Any], kept: Mapping[str, tuple[Any, Any]]
+) -> bool:
     """Returns whether two optimizers have other numbers only where the state keeps the saved ones."""
     then = saved.get("numbers")
     told = {_text(number) for pair in kept.values() for number in pair}
@@ -198,7 +230,8 @@ def _other_numbers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     kept = saved.get("numbers")
     then = list(map(str, kept)) if isinstance(kept, list) else []
     new, old = (
-        [each for each in a if each not in b][:SHOWN] for a, b in ((now["numbers"], then), (then, now["numbers"]))
+        [each for each in a if each not in b][:SHOWN]
+        for a, b in ((now["numbers"], then), (then, now["numbers"]))
     )
     if not new and not old:
         return "its update has the same numbers in other places"

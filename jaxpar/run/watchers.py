@@ -13,7 +13,11 @@ BEGAN = time.monotonic()
 
 
 def open_watchers(
-    flags: RunFlags, say: Callable[[str], None], *, num_saves: Callable[[], int], flops_per_step: float | None
+    flags: RunFlags,
+    say: Callable[[str], None],
+    *,
+    num_saves: Callable[[], int],
+    flops_per_step: float | None,
 ) -> list[exporters.Watcher]:
     """Returns the exporters that the flags ask for; a --dry-run, and another process than the first, has none.
 

@@ -48,7 +48,9 @@ class Connections:
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most_connections() if most is None else most
-        self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}  # of those that wait, the oldest first
+        self._timers: dict[
+            asyncio.BaseTransport, asyncio.TimerHandle
+        ] = {}  # of those that wait, the oldest first
         self._open: set[asyncio.BaseTransport] = set()
         self._told_at = -SECONDS_BETWEEN_LINES
 
@@ -72,7 +74,9 @@ class Connections:
     def cannot_write(self, connection: asyncio.WriteTransport) -> None:
         """Gives a busy connection some seconds to read what was sent to it."""
         self.is_busy(connection)
-        self._timers[connection] = asyncio.get_running_loop().call_later(SECONDS_TO_READ, self._close, connection)
+        self._timers[connection] = asyncio.get_running_loop().call_later(
+            SECONDS_TO_READ, self._close, connection
+        )
 
     def is_lost(self, connection: asyncio.BaseTransport) -> None:
         """Forgets a connection that is closed."""
@@ -101,4 +105,6 @@ class Connections:
         self.make_room()
         if time.monotonic() - self._told_at > SECONDS_BETWEEN_LINES:
             self._told_at = time.monotonic()
-            tell(f"connections wait, since this process can open no more files: {error.strerror}. Raise its ulimit -n.")
+            tell(
+                f"connections wait, since this process can open no more files: {error.strerror}. Raise its ulimit -n."
+            )

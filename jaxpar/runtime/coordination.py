@@ -28,8 +28,12 @@ SECONDS_TO_ASK = 1.0  # for an answer, between two looks for processes that have
 # After another process has left a training loop, this one may be at its last step of it too: it is given three times as long as
 # its longest step, or this many seconds, more of them before its first step is done.
 SECONDS_TO_LEAVE, SECONDS_TO_LEAVE_FIRST = 10.0, 60.0
-CONNECTION = re.compile("gloo|connection (reset|closed)|coordination service|heartbeat", re.IGNORECASE)
-_uses: Counter[str] = Counter()  # all processes use a name equally often, so its count identifies each use
+CONNECTION = re.compile(
+    "gloo|connection (reset|closed)|coordination service|heartbeat", re.IGNORECASE
+)
+_uses: Counter[str] = (
+    Counter()
+)  # all processes use a name equally often, so its count identifies each use
 _lock = threading.Lock()
 
 
@@ -92,11 +96,15 @@ def is_peer_lost(error: BaseException) -> bool:
     """Returns whether a collective failed because a process is gone. JAX has no error type of its own for this."""
     of_jax = isinstance(error, (jax.errors.JaxRuntimeError, ValueError, PeerLostError))
     return (
-        jax.process_count() > 1 and of_jax and (isinstance(error, PeerLostError) or bool(CONNECTION.search(str(error))))
+        jax.process_count() > 1
+        and of_jax
+        and (isinstance(error, PeerLostError) or bool(CONNECTION.search(str(error))))
     )
 
 
-def get(service: Any, key: str, timeout_seconds: float, look: Callable[[], None] = lambda: None) -> str:
+def get(
+    service: Any, key: str, timeout_seconds: float, look: Callable[[], None] = lambda: None
+) -> str:
     """Returns the value of a key that another process sets, whose number ends the key.
 
     Args:
@@ -115,13 +123,19 @@ def get(service: Any, key: str, timeout_seconds: float, look: Callable[[], None]
         )  # before the last look: it may have answered and ended since
         left = deadline - time.monotonic()
         try:
-            return service.blocking_key_value_get(key, round(1000 * max(min(left, SECONDS_TO_ASK), 0.001)))
-        except Exception as error:  # jaxlib raises its own exception types, which differ between versions
+            return service.blocking_key_value_get(
+                key, round(1000 * max(min(left, SECONDS_TO_ASK), 0.001))
+            )
+        except (
+            Exception
+        ) as error:  # jaxlib raises its own exception types, which differ between versions
             look()
             if goer := endings.who_goes_on():
                 raise PeerLostError(f"{goer} goes on without an answer for {key}") from error
             if has_ended is not None:
-                raise _lost(f"{endings.describe_end(has_ended)} without an answer for {key}") from error
+                raise _lost(
+                    f"{endings.describe_end(has_ended)} without an answer for {key}"
+                ) from error
             if left < SECONDS_TO_ASK or "DEADLINE" not in str(error).upper():
                 raise PeerLostError(
                     f"process {process} must answer within {timeout_seconds:g} s; got nothing for {key}: {error}"
@@ -148,10 +162,17 @@ def check_agreement(
     """
     answers = exchange(f"check/{what}", values)
     names = dict.fromkeys(name for answer in answers for name in answer)
-    differing = {name: told for name in names if (told := _difference([answer.get(name) for answer in answers]))}
+    differing = {
+        name: told
+        for name in names
+        if (told := _difference([answer.get(name) for answer in answers]))
+    }
     if differing:
         many = len(differing) > 1
-        got = "; ".join(f"{name} {told}" if many else told for name, told in list(differing.items())[:MOST_SHOWN])
+        got = "; ".join(
+            f"{name} {told}" if many else told
+            for name, told in list(differing.items())[:MOST_SHOWN]
+        )
         raise ValueError(
             f"all processes must agree on their {', '.join(differing)} before they {what}; got {got}. {remedy}"
         )
@@ -185,7 +206,10 @@ class AgreedStep:
     def __init__(self, num_steps: int | None = None, end: Callable[[int], None] = os._exit) -> None:
         self._num_steps, self._end = num_steps, end
         self._steps_begun, self._longest, self._step_began = 0, 0.0, time.monotonic()
-        self._has_left, self._is_agreed = False, False  # the loop, and that all stop after the same step
+        self._has_left, self._is_agreed = (
+            False,
+            False,
+        )  # the loop, and that all stop after the same step
         self._looked_at = self._seen_at = 0.0
         self._asked: list[str] = []
         self._steps_done = 0
@@ -202,7 +226,9 @@ class AgreedStep:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         if client() is None:
             return
         code = getattr(error, "code", None) if isinstance(error, SystemExit) else 0
@@ -211,7 +237,9 @@ class AgreedStep:
                 self._leave_together(code if isinstance(code, int) else int(code is not None))
         finally:
             self._over.set()
-            self._thread.join(timeout=10 * POLL_SECONDS)  # the thread may be waiting for a process that is gone
+            self._thread.join(
+                timeout=10 * POLL_SECONDS
+            )  # the thread may be waiting for a process that is gone
 
     def _leave_together(self, code: int) -> None:
         """Waits until the others leave too, since they may still wait for this one's thread."""
@@ -223,7 +251,9 @@ class AgreedStep:
         except PeerLostError as error:
             if (goer := endings.who_goes_on()) is None:
                 raise
-            where = f"step {self._steps_done}" + (f" of {self._num_steps}" if self._num_steps else "")
+            where = f"step {self._steps_done}" + (
+                f" of {self._num_steps}" if self._num_steps else ""
+            )
             tell(
                 "error: all processes must leave a training loop after the same step; got "
                 f"{endings.named(jax.process_index())} after {where}, and {goer} goes on. {endings.REMEDY}"
@@ -244,7 +274,12 @@ class AgreedStep:
         self._has_left = True
         place.leave_loop()
         if not self._is_complete():
-            told = {"process": jax.process_index(), "done": self._steps_done, "begun": self._steps_begun, "how": how}
+            told = {
+                "process": jax.process_index(),
+                "done": self._steps_done,
+                "begun": self._steps_begun,
+                "how": how,
+            }
             endings.publish(self._left_key, told)
 
     def begin(self, step: int) -> None:
@@ -260,7 +295,9 @@ class AgreedStep:
         """Returns the action that is due after ``step`` steps, else None; every process must call it after every step."""
         if client() is None:
             return self._asked.pop(0) if self._asked else None
-        self._longest = max(self._longest, time.monotonic() - self._step_began) if self._steps_done else 0.0
+        self._longest = (
+            max(self._longest, time.monotonic() - self._step_began) if self._steps_done else 0.0
+        )
         self._step_began = time.monotonic()
         with self._changed:
             self._steps_done, self._steps_begun = step, max(self._steps_begun, step)
@@ -298,18 +335,26 @@ class AgreedStep:
             if self._steps_begun > told["begun"] or self._has_waited():
                 who, step = endings.named(told["process"]), told["done"]
                 how = f" {told['how']}" if told["how"] else ""
-                endings.go_on_without(f"{who} has left the training loop after step {step}{how}", self._end)
-        elif (told := endings.news(endings.ENDED)) is not None and told["process"] != jax.process_index():
+                endings.go_on_without(
+                    f"{who} has left the training loop after step {step}{how}", self._end
+                )
+        elif (told := endings.news(endings.ENDED)) is not None and told[
+            "process"
+        ] != jax.process_index():
             endings.go_on_without(endings.describe_end(told), self._end)
 
     def _has_waited(self) -> bool:
         """Returns whether this process has had the time to leave the loop too."""
-        seconds = max(3 * self._longest, SECONDS_TO_LEAVE) if self._longest else SECONDS_TO_LEAVE_FIRST
+        seconds = (
+            max(3 * self._longest, SECONDS_TO_LEAVE) if self._longest else SECONDS_TO_LEAVE_FIRST
+        )
         return time.monotonic() - max(self._seen_at, self._step_began) > seconds
 
     def _news(self, key: str) -> str | None:
         if self._asked:
-            with contextlib.suppress(Exception):  # another process was first: its request is handled now, ours after it
+            with contextlib.suppress(
+                Exception
+            ):  # another process was first: its request is handled now, ours after it
                 client().key_value_set(key, self._asked[0])
         return try_get(key)
 

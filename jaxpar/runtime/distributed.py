@@ -150,7 +150,9 @@ def initialize(
         sys.excepthook = _leave_on_error
     set_gpu_flags()
     given = zip(NAMES, (coordinator_address, num_processes, process_id), strict=True)
-    env = read_process_env({**os.environ, **{name: str(value) for name, value in given if value is not None}})
+    env = read_process_env(
+        {**os.environ, **{name: str(value) for name, value in given if value is not None}}
+    )
     if env is None or jax.distributed.is_initialized():
         return env is not None
     if env.num_processes > 1 and getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -192,7 +194,9 @@ def initialize(
 def set_gpu_flags() -> None:
     """Adds those ``GPU_FLAGS`` to XLA_FLAGS that it does not set, if JAX will use GPUs; call it before JAX starts."""
     platforms = str(jax.config.values["jax_platforms"] or "")
-    has_plugin = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+    has_plugin = any(
+        importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    )
     if has_plugin and (not platforms or {"cuda", "gpu"} & set(platforms.split(","))):
         os.environ["XLA_FLAGS"] = with_gpu_flags(os.environ.get("XLA_FLAGS", ""))
 
@@ -203,7 +207,9 @@ def with_gpu_flags(flags: str) -> str:
     >>> with_gpu_flags("--xla_gpu_enable_latency_hiding_scheduler=false").count("latency_hiding")
     1
     """
-    return " ".join([*flags.split(), *(flag for flag in GPU_FLAGS if flag.split("=")[0] not in flags)])
+    return " ".join(
+        [*flags.split(), *(flag for flag in GPU_FLAGS if flag.split("=")[0] not in flags)]
+    )
 
 
 def leave(code: int) -> NoReturn:
@@ -224,6 +230,8 @@ def leave(code: int) -> NoReturn:
     raise AssertionError("the process has ended")
 
 
-def _leave_on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _leave_on_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     traceback.print_exception(kind, error, trace)
     leave(exit_code_of(error))

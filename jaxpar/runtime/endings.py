@@ -26,7 +26,9 @@ ENDED, GOES_ON, BARRIER = "jaxpar/ended", "jaxpar/goes on", "jaxpar: leave"
 POLL_SECONDS = 1.0
 SECONDS_TO_MEET = 2  # for processes that end with a code, in case all of them do
 SECONDS_TO_FOLLOW = 60  # for the others to end their programs too
-SECONDS_TO_CONCLUDE = 600  # the same once a training loop is complete, since process 0 may write and draw for long
+SECONDS_TO_CONCLUDE = (
+    600  # the same once a training loop is complete, since process 0 may write and draw for long
+)
 SECONDS_TO_TELL = 5.0  # after which a process says that another one has ended
 SECONDS_OF_GRACE = 3.0  # for a process that ended early to name itself as the cause
 REMEDY = (
@@ -64,7 +66,11 @@ def news(key: str) -> Any:
 def who_goes_on() -> str | None:
     """Returns the other process that cannot go on without one that has left, if there is one."""
     told = news(GOES_ON)
-    return None if told is None or told["process"] == coordination().process_id else named(told["process"])
+    return (
+        None
+        if told is None or told["process"] == coordination().process_id
+        else named(told["process"])
+    )
 
 
 def publish(key: str, value: Any) -> None:
@@ -113,8 +119,12 @@ def say_ended_early() -> None:
     """Says that this process ended while others run."""
     me, goer = named(coordination().process_id), who_goes_on()
     waits = (news(GOES_ON) or {}).get("waits")
-    who = "others still run" if goer is None else f"{goer} goes on" + (f" ({waits})" if waits else "")
-    tell(f"error: the processes of a run must end together; got the end of the program of {me} while {who}. {REMEDY}")
+    who = (
+        "others still run" if goer is None else f"{goer} goes on" + (f" ({waits})" if waits else "")
+    )
+    tell(
+        f"error: the processes of a run must end together; got the end of the program of {me} while {who}. {REMEDY}"
+    )
 
 
 def tell_that_this_goes_on() -> None:
@@ -133,7 +143,9 @@ def go_on_without(told: str, end: Callable[[int], None] = os._exit) -> None:
     """
     tell_that_this_goes_on()
     me = named(coordination().process_id)
-    tell(f"error: another process of the run is gone: {told}, and {me} cannot go on without it. {REMEDY}")
+    tell(
+        f"error: another process of the run is gone: {told}, and {me} cannot go on without it. {REMEDY}"
+    )
     end_now(int(ExitCode.PEER_LOST), end)
 
 
@@ -159,7 +171,9 @@ class EndWatch:
         look: Called at each look for processes that have ended.
     """
 
-    def __init__(self, end: Callable[[int], None] = os._exit, look: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, end: Callable[[int], None] = os._exit, look: Callable[[], None] = lambda: None
+    ) -> None:
         self._end, self._look = end, look
         self._code: int | None = None  # of this process, which is about to end
         self._over = threading.Event()

@@ -59,4 +59,6 @@ def describe_exit(code: int) -> str:
         return f"ended by {names.get(-code, f'signal {-code}')}"
     if code - SHELL_SIGNAL in names:
         return f"exit code {code}: ended by {names[code - SHELL_SIGNAL]}"
-    return f"exit code {code}: {next((each.meaning for each in ExitCode if each == code), 'an error')}"
+    return (
+        f"exit code {code}: {next((each.meaning for each in ExitCode if each == code), 'an error')}"
+    )

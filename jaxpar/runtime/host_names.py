@@ -41,7 +41,9 @@ def allowed_hosts(address: str, given: Sequence[str] = ()) -> frozenset[str] | N
     if ANY in given or not (given or is_loopback(address)):
         return None
     own = f"[{address}]" if ":" in address else address
-    return frozenset(name.lower() for name in (*given, *(LOCAL if is_loopback(address) else ()), own))
+    return frozenset(
+        name.lower() for name in (*given, *(LOCAL if is_loopback(address) else ()), own)
+    )
 
 
 def is_allowed(host: str, allowed: Collection[str] | None) -> bool:

@@ -30,7 +30,10 @@ def ended_by_interrupt(end: Callable[[int], None] = os._exit) -> Iterator[None]:
         end: Ends the process; replaces ``os._exit`` in tests.
     """
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or before is not signal.default_int_handler
+    ):
         yield
         return
     last = threading.Timer(SECONDS_TO_END, lambda: end(INTERRUPTED))

@@ -40,7 +40,9 @@ from jaxpar.runtime.program import near_script
 
 POLL_SECONDS = 0.02
 MOST_PROCESSES, MOST_A_CORE = 64, 16  # beyond which a machine is busy with starting them
-SECONDS_TO_EXPLAIN = 1.0  # after a failure: the others may report the cause, or one of them may have failed earlier
+SECONDS_TO_EXPLAIN = (
+    1.0  # after a failure: the others may report the cause, or one of them may have failed earlier
+)
 SECONDS_TO_STOP = 5.0
 SECONDS_TO_FOLLOW = 20.0  # after a process has ended with 0: those that jaxpar has joined wait for one another before
 LINES_SHOWN = 40
@@ -71,7 +73,9 @@ class Launch:
     log_dir: Path = Path("runs/launch")
 
     def __post_init__(self) -> None:
-        check_at_least(1, num_processes=self.num_processes, devices_per_process=self.devices_per_process)
+        check_at_least(
+            1, num_processes=self.num_processes, devices_per_process=self.devices_per_process
+        )
         cores = os.cpu_count() or 1
         if self.num_processes > (most := max(MOST_PROCESSES, MOST_A_CORE * cores)):
             raise ValueError(
@@ -99,7 +103,11 @@ class Launch:
 
     def arguments(self) -> list[str]:
         """Returns the command line of each process."""
-        return [sys.executable, *self.command] if self.command[0].endswith(".py") else list(self.command)
+        return (
+            [sys.executable, *self.command]
+            if self.command[0].endswith(".py")
+            else list(self.command)
+        )
 
     def environment(self, process_id: int, port: int) -> dict[str, str]:
         """Returns the environment variables of process ``process_id``, in addition to those of this process."""
@@ -111,7 +119,11 @@ class Launch:
         }
         if self.gpus_per_process:
             first = process_id * self.gpus_per_process
-            return variables | {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + self.gpus_per_process)))}
+            return variables | {
+                "JAX_LOCAL_DEVICE_IDS": ",".join(
+                    map(str, range(first, first + self.gpus_per_process))
+                )
+            }
         return variables | fake_devices(self.devices_per_process)
 
 
@@ -253,7 +265,9 @@ class Gang:
     def _cause(self, running: Sequence[int]) -> int:
         """Returns the first process that failed for a reason of its own; else one that had ended with 0 before any failed."""
         failed = self._failed()
-        causes = [number for number in failed if self.processes[number].returncode not in CONSEQUENCES]
+        causes = [
+            number for number in failed if self.processes[number].returncode not in CONSEQUENCES
+        ]
         early = list(self._ended)[: list(self._ended).index(failed[0])]
         if not causes and early:
             self.still_running = sorted({*running, *failed})
@@ -311,7 +325,9 @@ class Gang:
         quiet = Quiet()
         with output, self.log_path(0).open("wb", buffering=0) as log:
             while part := os.read(output.fileno(), 2**16):
-                with contextlib.suppress(OSError):  # a full disk loses lines of the log; it must not end the run
+                with contextlib.suppress(
+                    OSError
+                ):  # a full disk loses lines of the log; it must not end the run
                     log.write(part)
                 _show(quiet.feed(part))
         _show(quiet.end())
@@ -364,7 +380,9 @@ def explain(gang: Gang, code: int) -> str:
     """Returns the report on a failed run: the end of the log of the process that failed first, then which one it was."""
     number = gang.first_failed or 0
     path, running = gang.log_path(number), gang.still_running
-    shown = [line for each in [number, *running[:1]] if each for line in _end_of(gang.log_path(each))]
+    shown = [
+        line for each in [number, *running[:1]] if each for line in _end_of(gang.log_path(each))
+    ]
     ended = f"ended first ({describe_exit(code)})"
     if running:
         others = f"process{'es' * (len(running) > 1)} {', '.join(map(str, running))}"

@@ -32,10 +32,14 @@ from jaxpar.runtime.output import tell
 NAME = ".lease"
 BEAT_SECONDS = 5.0  # between two renewals
 STALE_SECONDS = 60.0  # without one, after which a lease of another machine has expired
-PATIENCE_SECONDS = 6.0  # a worker ends within 5 s of its launcher, and must not make a restarted run fail
+PATIENCE_SECONDS = (
+    6.0  # a worker ends within 5 s of its launcher, and must not make a restarted run fail
+)
 POLL_SECONDS = 0.1
 UNREADABLE = "a process whose lease cannot be read"
-FILE_BYTES = 512  # overwritten in one write of a fixed length, so that a reader never sees half of it
+FILE_BYTES = (
+    512  # overwritten in one write of a fixed length, so that a reader never sees half of it
+)
 
 
 class HeldError(ValueError):
@@ -78,7 +82,11 @@ class Owner:
 
     def is_here(self) -> bool:
         """Returns whether it is a process of this machine and container, where its end can be detected."""
-        return bool(self.machine) and self.machine == _machine_here() and start_of(self.pid) is not None
+        return (
+            bool(self.machine)
+            and self.machine == _machine_here()
+            and start_of(self.pid) is not None
+        )
 
     def is_gone(self) -> bool:
         """Returns whether the process is known to have ended, or has released the lease."""
@@ -105,7 +113,9 @@ class Lease:
         self._lock = threading.RLock()
         self._me: Owner | None = None  # as it was last written; None: not taken
         self._number, self._is_wanted = 0, False
-        self._made: list[Path] = []  # the folder and those above it that this lease created, the inner ones first
+        self._made: list[
+            Path
+        ] = []  # the folder and those above it that this lease created, the inner ones first
         self._over = threading.Event()
 
     def take(self) -> None:
@@ -121,7 +131,9 @@ class Lease:
                 self._wait_until_taken()
                 _taken.append(self)
                 self._over = threading.Event()
-                threading.Thread(target=self._renew, args=(self._over,), name="jaxpar-lease", daemon=True).start()
+                threading.Thread(
+                    target=self._renew, args=(self._over,), name="jaxpar-lease", daemon=True
+                ).start()
 
     def _wait_until_taken(self) -> None:
         begun, seen, quiet_since, has_beaten, named = time.monotonic(), None, 0.0, False, None
@@ -129,7 +141,9 @@ class Lease:
             now, newest = time.monotonic(), self.newest()
             number, owner = newest
             if owner is not None and owner.token == _token() and not owner.released:
-                self._number, self._me = newest  # another Lease of this process has taken the folder, and shares it
+                self._number, self._me = (
+                    newest  # another Lease of this process has taken the folder, and shares it
+                )
                 return
             if newest != seen:
                 has_beaten, seen, quiet_since = seen is not None, newest, now
@@ -179,7 +193,11 @@ class Lease:
             try:
                 if self._me is None:
                     self.take()
-                elif not self.lost and not self._path(self._number).exists() and self.newest()[0] <= self._number:
+                elif (
+                    not self.lost
+                    and not self._path(self._number).exists()
+                    and self.newest()[0] <= self._number
+                ):
                     self._create(self._number + 1)  # the file was deleted
             except HeldError as error:
                 raise LostError(str(error)) from error
@@ -212,7 +230,9 @@ class Lease:
         if max(self._numbers(), default=0) > self._number:
             return False
         owner = _parse(self._path(self._number).read_bytes())
-        return owner is None or owner.token == _token()  # a partial file is this process's own: no other writes to it
+        return (
+            owner is None or owner.token == _token()
+        )  # a partial file is this process's own: no other writes to it
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -221,7 +241,9 @@ class Lease:
 
     def _numbers(self) -> list[int]:
         names = os.listdir(self._files) if self._files.is_dir() else []
-        return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal()]
+        return [
+            int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdecimal()
+        ]
 
     def newest(self) -> tuple[int, Owner | None]:
         """Returns the highest number, 0 if there is none, and its owner, None if the file is not valid."""
@@ -233,12 +255,17 @@ class Lease:
 
     def _create(self, number: int) -> bool:
         """Creates the file of a number; returns whether this process did so, and that file is the newest."""
-        self._made = self._made or [each for each in (self.folder, *self.folder.parents) if not each.exists()]
+        self._made = self._made or [
+            each for each in (self.folder, *self.folder.parents) if not each.exists()
+        ]
         self._files.mkdir(parents=True, exist_ok=True)
         self._number = number
         try:
             self._write(this_process(), "xb")
-        except (FileExistsError, FileNotFoundError):  # another process was first, or has just removed the folder
+        except (
+            FileExistsError,
+            FileNotFoundError,
+        ):  # another process was first, or has just removed the folder
             return False
         except OSError:
             self._path(number).unlink(missing_ok=True)
@@ -278,7 +305,14 @@ def released_at_end() -> Iterator[None]:
 def this_process() -> Owner:
     """Returns this process as the owner of a lease that begins now."""
     since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    return Owner(socket.gethostname(), os.getpid(), since, _machine_here(), start_of(os.getpid()) or "", _token())
+    return Owner(
+        socket.gethostname(),
+        os.getpid(),
+        since,
+        _machine_here(),
+        start_of(os.getpid()) or "",
+        _token(),
+    )
 
 
 def _token() -> str:
@@ -318,4 +352,8 @@ def _parse(data: bytes) -> Owner | None:
         owner = Owner(**json.loads(data))
     except (ValueError, TypeError, RecursionError):
         return None
-    return owner if all(type(getattr(owner, each.name)) is each.type for each in fields(Owner)) else None
+    return (
+        owner
+        if all(type(getattr(owner, each.name)) is each.type for each in fields(Owner))
+        else None
+    )

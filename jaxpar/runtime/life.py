@@ -34,7 +34,9 @@ class LifeWatch:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._lease, self._clock = Lease(folder), clock
-        self._seen: tuple[int, Owner] | None = None  # the lease when it last changed, and when that was
+        self._seen: tuple[int, Owner] | None = (
+            None  # the lease when it last changed, and when that was
+        )
         self._changed_at, self._has_beaten = clock(), False
 
     def look(self) -> Life:
@@ -45,7 +47,11 @@ class LifeWatch:
         if owner.released:
             return ENDED
         if owner.is_here():
-            return Life("killed", f"killed: {owner} has ended, and did not say so") if owner.is_gone() else RUNNING
+            return (
+                Life("killed", f"killed: {owner} has ended, and did not say so")
+                if owner.is_gone()
+                else RUNNING
+            )
         return self._of_beats(number, owner)
 
     def _of_beats(self, number: int, owner: Owner) -> Life:
@@ -56,5 +62,7 @@ class LifeWatch:
         if quiet >= STALE_SECONDS:
             return Life("silent", f"no sign of life for {quiet:.0f} s from {owner}")
         return (
-            RUNNING if self._has_beaten else Life("unknown", f"whether it runs is not known yet: {owner} is elsewhere")
+            RUNNING
+            if self._has_beaten
+            else Life("unknown", f"whether it runs is not known yet: {owner} is elsewhere")
         )

@@ -117,7 +117,9 @@ def _wait(service: Any, meeting: Meeting, here: place.Place | None) -> None:
 def _tell_of(meeting: Meeting, here: place.Place | None) -> None:
     """Says that this process waits, on its screen and to the other processes."""
     mine = jax.process_index()
-    tell(f"{meeting.rule}; process {mine} has waited {SECONDS_TO_MEET:g} s for the others. {meeting.remedy}")
+    tell(
+        f"{meeting.rule}; process {mine} has waited {SECONDS_TO_MEET:g} s for the others. {meeting.remedy}"
+    )
     if here is not None:
         endings.publish(WAITS, {"process": mine, "meeting": meeting.name, "place": here})
 
@@ -129,7 +131,10 @@ def answer_who_waits() -> None:
         return
     where = _elsewhere(told["meeting"], tuple(told["place"]))
     if where:
-        endings.publish(f"{PASSED}/{told['meeting']}", {"process": endings.coordination().process_id, "where": where})
+        endings.publish(
+            f"{PASSED}/{told['meeting']}",
+            {"process": endings.coordination().process_id, "where": where},
+        )
 
 
 def _elsewhere(meeting: str, there: place.Place) -> str:

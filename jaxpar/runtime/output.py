@@ -25,7 +25,9 @@ def printable(text: str) -> str:
     >>> printable("loss\x1b[2J\n")
     'loss\\x1b[2J\\n'
     """
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def printable_lines(text: str) -> str:
@@ -37,7 +39,9 @@ def text_of(error: BaseException) -> str:
     """Returns what to say of an error; of one of the system, which has a code and a path alone, the rule and the remedy too."""
     if not isinstance(error, OSError) or None in (error.errno, error.strerror):
         return str(error)
-    remedy = "Make room." if error.errno in FULL else "Name another path, or change its permissions."
+    remedy = (
+        "Make room." if error.errno in FULL else "Name another path, or change its permissions."
+    )
     return (
         "a file that is read must be there, and one that is written in a folder with room that takes it; got "
         f"{error.strerror}: {error.filename or 'standard output'}. {remedy}"
@@ -47,9 +51,15 @@ def text_of(error: BaseException) -> str:
 def tell(text: str) -> None:
     """Prints a message on standard error; on a full disk the message is lost and the exit code does not change."""
     try:
-        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write: standard output may share the file
-    except OSError:  # a stream with a buffer would fail again with that text, at its end or the process's
-        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), errors="backslashreplace", write_through=True)
+        print(
+            f"{text}\n", end="", file=sys.stderr, flush=True
+        )  # one write: standard output may share the file
+    except (
+        OSError
+    ):  # a stream with a buffer would fail again with that text, at its end or the process's
+        sys.stderr = io.TextIOWrapper(
+            io.FileIO(2, "w", closefd=False), errors="backslashreplace", write_through=True
+        )
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -158,4 +168,6 @@ def refusing(kinds: Kinds, rule: str, place: object, remedy: str) -> Iterator[No
         yield
     except kinds as error:
         got, where = " ".join(str(error).split()), place() if callable(place) else place
-        raise ValueError(f"{rule}; got {printable(got)[:200]} in {printable(str(where))}. {remedy}") from error
+        raise ValueError(
+            f"{rule}; got {printable(got)[:200]} in {printable(str(where))}. {remedy}"
+        ) from error

@@ -41,7 +41,9 @@ class PageServer:
         ValueError: A name is none.
     """
 
-    def __init__(self, pages: Mapping[str, Page], address: str, port: int, hosts: Sequence[str] = ()) -> None:
+    def __init__(
+        self, pages: Mapping[str, Page], address: str, port: int, hosts: Sequence[str] = ()
+    ) -> None:
         self.pages, self.hosts = pages, allowed_hosts(address, hosts)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, port), family=family, backlog=BACKLOG)
@@ -82,14 +84,20 @@ class PageServer:
         self._stop, self.connections = asyncio.Event(), Connections()
         loop.set_exception_handler(self.connections.handle)
         with (
-            contextlib.closing(self._socket.dup()) as listening,  # asyncio closes the one that it is given
+            contextlib.closing(
+                self._socket.dup()
+            ) as listening,  # asyncio closes the one that it is given
             ThreadPoolExecutor(NUM_THREADS, "jaxpar-pages") as self.threads,
         ):
-            server = await loop.create_server(partial(_Protocol, self), sock=listening, backlog=ACCEPTED_AT_ONCE)
+            server = await loop.create_server(
+                partial(_Protocol, self), sock=listening, backlog=ACCEPTED_AT_ONCE
+            )
             listening.listen(BACKLOG)
             self._has_begun.set()
             await self._stop.wait()
-            loop.remove_reader(listening)  # first, since asyncio loses what it has accepted for a server that is closed
+            loop.remove_reader(
+                listening
+            )  # first, since asyncio loses what it has accepted for a server that is closed
             await _turns()
             server.close()
             self.connections.close_all()
@@ -125,7 +133,9 @@ class _Protocol(asyncio.Protocol):
             self._server.connections.is_busy(self._transport)
             loop, head = asyncio.get_running_loop(), self._head
             self._head = b""
-            loop.run_in_executor(self._server.threads, _answer_to, head, self._server).add_done_callback(self._send)
+            loop.run_in_executor(
+                self._server.threads, _answer_to, head, self._server
+            ).add_done_callback(self._send)
 
     def _send(self, answer: asyncio.Future[bytes]) -> None:
         if answer.cancelled() or answer.exception() is not None:  # a bug, which the loop prints
@@ -159,12 +169,18 @@ class _Handler(BaseHTTPRequestHandler):
             told = "the Host must be a name of this server, such as localhost; got another"
             return self._send(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", told)
         if path not in self._pages:
-            return self._send(HTTPStatus.NOT_FOUND, "text/plain", f"there are {' and '.join(self._pages)} only")
+            return self._send(
+                HTTPStatus.NOT_FOUND, "text/plain", f"there are {' and '.join(self._pages)} only"
+            )
         kind, page = self._pages[path]
         try:
             content = page()
         except (ValueError, OSError) as error:
-            return self._send(HTTPStatus.SERVICE_UNAVAILABLE, "application/json", json.dumps({"error": str(error)}))
+            return self._send(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "application/json",
+                json.dumps({"error": str(error)}),
+            )
         self._send(HTTPStatus.OK, kind, content)
 
     def _send(self, status: HTTPStatus, kind: str, text: str | bytes) -> None:

@@ -84,4 +84,8 @@ def describe(place: Place) -> str:
         return "before a training loop"
     if begun == math.inf:
         return "after its training loop"
-    return f"in step {begun - 1:.0f} of its training loop" if begun else "before the first step of its training loop"
+    return (
+        f"in step {begun - 1:.0f} of its training loop"
+        if begun
+        else "before the first step of its training loop"
+    )

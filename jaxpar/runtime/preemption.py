@@ -35,7 +35,9 @@ class StopSignals:
         if isinstance(outer, StopSignals):
             self._outer = outer
             outer._take_in(self)
-        elif threading.current_thread() is threading.main_thread():  # no other thread can set signal handlers
+        elif (
+            threading.current_thread() is threading.main_thread()
+        ):  # no other thread can set signal handlers
             self._take()
         return self
 
@@ -50,12 +52,16 @@ class StopSignals:
         os.set_blocking(self._writer, False)
         self._pipe_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        self._thread = threading.Thread(target=self._listen, name="jaxpar-stop-signals", daemon=True)
+        self._thread = threading.Thread(
+            target=self._listen, name="jaxpar-stop-signals", daemon=True
+        )
         self._thread.start()
 
     def _give_back(self, thread: threading.Thread) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: the handler was not set from Python
+            signal.signal(
+                number, handler or signal.SIG_DFL
+            )  # None: the handler was not set from Python
         signal.set_wakeup_fd(self._pipe_before)
         os.write(self._writer, bytes([0]))
         thread.join()
@@ -80,8 +86,12 @@ class StopSignals:
             self._name = signal.Signals(number).name
             for each in SIGNALS:
                 _leave_to_the_system(each)
-            below = "\n" if self._name == "SIGINT" and os.isatty(2) else ""  # a terminal has shown ^C on the line
-            os.write(2, f"{below}{self._name}: {self._text}; a second signal ends it at once\n".encode())
+            below = (
+                "\n" if self._name == "SIGINT" and os.isatty(2) else ""
+            )  # a terminal has shown ^C on the line
+            os.write(
+                2, f"{below}{self._name}: {self._text}; a second signal ends it at once\n".encode()
+            )
             (self._inner or self)._asked(self._name)
 
 

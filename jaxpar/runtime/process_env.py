@@ -36,7 +36,9 @@ OWN_VARIABLES = (
     *(TIMEOUT_VARIABLE, "JAXPAR_LOG_SECONDS", "JAXPAR_PROGRESS", "JAXPAR_RESUME"),
 )
 OF_TESTS = ("JAXPAR_TEST", "JAXPAR_FUZZ", "JAXPAR_CHAOS")
-LAST_PORTS = 4096  # SLURM and Open MPI set no port: the job's number selects one of the highest ports
+LAST_PORTS = (
+    4096  # SLURM and Open MPI set no port: the job's number selects one of the highest ports
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ def check_own_variables(environ: Mapping[str, str]) -> None:
     """Raises ValueError for a misspelt variable of jaxpar's, and tells once of others that begin as these do."""
     by_name = {name.lower(): name for name in OWN_VARIABLES}
     others = {*environ} - {*OWN_VARIABLES, *_told}
-    for name in sorted(name for name in others if name.upper().startswith("JAX") and not name.startswith(OF_TESTS)):
+    for name in sorted(
+        name for name in others if name.upper().startswith("JAX") and not name.startswith(OF_TESTS)
+    ):
         near = near_name(name, by_name) if len(name) > len(PREFIX) else None
         if near is not None:
             raise ValueError(
@@ -105,7 +109,9 @@ def check_own_variables(environ: Mapping[str, str]) -> None:
             )
         if name.startswith(PREFIX):
             _told.add(name)
-            tell(f"{printable(name)} is ignored: the variables that jaxpar reads are {', '.join(OWN_VARIABLES)}")
+            tell(
+                f"{printable(name)} is ignored: the variables that jaxpar reads are {', '.join(OWN_VARIABLES)}"
+            )
 
 
 _told: set[str] = set()
@@ -118,7 +124,10 @@ def check_process_env(env: ProcessEnv) -> None:
             "a process's number must be from 0 to one less than their count; got "
             f"JAX_PROCESS_ID={env.process_id}, JAX_NUM_PROCESSES={env.num_processes}. Count processes from 0."
         )
-    for name, address in (("JAX_COORDINATOR_ADDRESS", env.coordinator), ("JAX_COORDINATOR_BIND_ADDRESS", env.bind)):
+    for name, address in (
+        ("JAX_COORDINATOR_ADDRESS", env.coordinator),
+        ("JAX_COORDINATOR_BIND_ADDRESS", env.bind),
+    ):
         if address is not None:
             split_address(address, name)
     if not re.fullmatch("[!-~]{0,256}", env.token):
@@ -140,7 +149,9 @@ def _number(name: str, given: Mapping[str, str]) -> int:
     try:
         return int(given[name])
     except ValueError:
-        raise ValueError(f"{name} must be a number; got {given[name]!r}. Give such as {name}=1.") from None
+        raise ValueError(
+            f"{name} must be a number; got {given[name]!r}. Give such as {name}=1."
+        ) from None
 
 
 def _from_jax(environ: Mapping[str, str]) -> dict[str, str]:
@@ -170,8 +181,14 @@ def _from_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
         return {}
     size, here = environ["OMPI_COMM_WORLD_SIZE"], environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     hosts = str(-(-int(size) // max(int(here), 1)))
-    given = {"JAX_NUM_PROCESSES": size, "JAX_PROCESS_ID": environ["OMPI_COMM_WORLD_RANK"], "hosts": hosts}
-    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"; not in Open MPI 5
+    given = {
+        "JAX_NUM_PROCESSES": size,
+        "JAX_PROCESS_ID": environ["OMPI_COMM_WORLD_RANK"],
+        "hosts": hosts,
+    }
+    uri = environ.get(
+        "OMPI_MCA_orte_hnp_uri", ""
+    )  # "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"; not in Open MPI 5
     if found := re.search(r"^(\d+)\.\d+;tcp6?://(\[?[^,:\]]+(?::[^,\]]*)?)", uri):
         host = found[2] + "]" if found[2].startswith("[") else found[2].split(":")[0]
         given["JAX_COORDINATOR_ADDRESS"] = f"{host}:{_port(environ, int(found[1]) // 4096)}"
@@ -189,7 +206,9 @@ def _device_ids(environ: Mapping[str, str], given: Mapping[str, str]) -> tuple[i
     try:
         return tuple(int(number) for number in ids.split(",")) if ids else None
     except ValueError:
-        raise ValueError(f"JAX_LOCAL_DEVICE_IDS must be numbers; got {ids!r}. Write such as 0,1,2,3.") from None
+        raise ValueError(
+            f"JAX_LOCAL_DEVICE_IDS must be numbers; got {ids!r}. Write such as 0,1,2,3."
+        ) from None
 
 
 def _port(environ: Mapping[str, str], job: int) -> str:
@@ -213,7 +232,9 @@ def timeout_of(variables: Mapping[str, str]) -> float:
         ValueError: They are no such number.
     """
     given = variables.get(TIMEOUT_VARIABLE, "300")
-    rule = f"{TIMEOUT_VARIABLE} must be a number of seconds above 0; got {given!r}. Give such as 300."
+    rule = (
+        f"{TIMEOUT_VARIABLE} must be a number of seconds above 0; got {given!r}. Give such as 300."
+    )
     try:
         seconds = float(given)
     except ValueError:

@@ -34,7 +34,9 @@ def near_script(given: Path) -> Path | None:
 def check_gpus(num_processes: int, gpus_per_process: int) -> None:
     """Raises ValueError if processes shall have GPUs that this machine has not, as far as its device files tell."""
     found = gpu_nodes()
-    if num_processes * gpus_per_process > len(found) and not any(Path(other).exists() for other in OTHER_GPUS):
+    if num_processes * gpus_per_process > len(found) and not any(
+        Path(other).exists() for other in OTHER_GPUS
+    ):
         raise ValueError(
             f"--gpus-per-process needs GPUs of this machine; got {gpus_per_process} for each of {num_processes} processes, and "
             f"{', '.join(found) or 'no /dev/nvidia0'}. Choose fewer, or leave it out for CPU devices."

@@ -35,7 +35,9 @@ MAX_LINE_BYTES = 4096
 POLL_SECONDS = 0.1
 SECONDS_TO_SPEAK = 5.0  # after connecting: a process of the run sends its line immediately
 SECONDS_TO_HANG_UP = 2.0
-MAX_SILENT = 256  # connections without a line; a process of the run that is dropped among them reconnects
+MAX_SILENT = (
+    256  # connections without a line; a process of the run that is dropped among them reconnects
+)
 LINE = re.compile(rb"jaxpar (\d{1,9}) of (\d{1,9}) ([!-~]*)\n")
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s
 ALL_THERE, LATE, WRONG = "all are there", "late: ", "wrong: "
@@ -88,7 +90,9 @@ def _resolve(address: str, name: str, *, must: bool = True) -> tuple[str, int]:
         ) from error
 
 
-def _host(env: ProcessEnv, here: tuple[str, int], name: str, deadline: float, timeout_seconds: float) -> None:
+def _host(
+    env: ProcessEnv, here: tuple[str, int], name: str, deadline: float, timeout_seconds: float
+) -> None:
     """Runs on process 0: receives a line from each process, then sends all of them the same reply."""
     with Connections(env, _listen(here, name)) as connections:
         while not connections.trouble and connections.missing() and time.monotonic() < deadline:
@@ -105,11 +109,15 @@ def _host(env: ProcessEnv, here: tuple[str, int], name: str, deadline: float, ti
 def _listen(here: tuple[str, int], name: str) -> socket.socket:
     ip, port = here
     try:
-        listener = socket.create_server(here, family=socket.AF_INET6 if ":" in ip else socket.AF_INET, backlog=128)
+        listener = socket.create_server(
+            here, family=socket.AF_INET6 if ":" in ip else socket.AF_INET, backlog=128
+        )
     except OSError as error:
         not_permitted = f"which is not permitted ({os.strerror(error.errno or 0)}). Choose a port of 1024 or more"
         why = WHY_NOT_TO_LISTEN.get(error.errno or 0, not_permitted)
-        raise OSError(f"process 0 must be able to listen at {name}; got {ip}:{port}, {why}.") from error
+        raise OSError(
+            f"process 0 must be able to listen at {name}; got {ip}:{port}, {why}."
+        ) from error
     listener.setblocking(False)
     return listener
 
@@ -145,7 +153,9 @@ class Connections(contextlib.AbstractContextManager["Connections"]):
 
     def __init__(self, env: ProcessEnv, listener: socket.socket) -> None:
         self._env, self._listener = env, listener
-        self._callers: list[Caller] = []  # the oldest first; a process in error has its number too, for the reply
+        self._callers: list[
+            Caller
+        ] = []  # the oldest first; a process in error has its number too, for the reply
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self.trouble: ValueError | None = None
@@ -223,7 +233,9 @@ class Connections(contextlib.AbstractContextManager["Connections"]):
         if not hmac.compare_digest(token, self._env.token.encode()):
             self.num_refused += 1
             _send(caller, f"{WRONG}{_wrong_token(self._env, number)}")
-            caller.heard = b""  # it closes the connection after reading that, or is dropped at its deadline
+            caller.heard = (
+                b""  # it closes the connection after reading that, or is dropped at its deadline
+            )
         elif count == self._env.num_processes <= number:
             self._drop([caller])
         else:
@@ -267,8 +279,14 @@ def _wrong_token(env: ProcessEnv, number: int) -> str:
 def _late(env: ProcessEnv, connections: Connections, timeout_seconds: float) -> str:
     missing = [str(number) for number in connections.missing()]
     num_there = env.num_processes - len(missing)
-    shown = ", ".join(missing[:16]) + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
-    others = f" {connections.num_refused} connected with another {TOKEN_VARIABLE}." if connections.num_refused else ""
+    shown = ", ".join(missing[:16]) + (
+        f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+    )
+    others = (
+        f" {connections.num_refused} connected with another {TOKEN_VARIABLE}."
+        if connections.num_refused
+        else ""
+    )
     return (
         f"{env.num_processes} processes must connect within {timeout_seconds:g} s; got {num_there}, missing: "
         f"process {shown}.{others} Check their logs, and that their hosts can reach {env.coordinator}.{_hint(env)}"
@@ -303,11 +321,18 @@ def _ask(env: ProcessEnv, deadline: float) -> tuple[str | None, str]:
     """Returns process 0's reply, or None if there is none yet, and the reason to report in that case."""
     left = max(deadline - time.monotonic(), POLL_SECONDS)
     try:
-        with socket.create_connection(split_address(env.coordinator), timeout=min(left, 5)) as connection:
-            connection.sendall(f"jaxpar {env.process_id} of {env.num_processes} {env.token}\n".encode())
+        with socket.create_connection(
+            split_address(env.coordinator), timeout=min(left, 5)
+        ) as connection:
+            connection.sendall(
+                f"jaxpar {env.process_id} of {env.num_processes} {env.token}\n".encode()
+            )
             # Process 0 reports the missing processes after its own timeout, a little later.
             answer = _receive(connection, time.monotonic() + left + 2)
-            return answer, "what listens there does not expect this process; do all have the same JAX_NUM_PROCESSES"
+            return (
+                answer,
+                "what listens there does not expect this process; do all have the same JAX_NUM_PROCESSES",
+            )
     except OSError as error:
         return None, error.strerror or str(error)
 

@@ -22,7 +22,10 @@ from jaxpar.runtime.launch import Gang, Launch, run_gang, shell_code
 from jaxpar.runtime.output import tell
 
 VARIABLE = "JAXPAR_PROGRESS"
-RESUME_VARIABLE, RESUME_IF_ANY = "JAXPAR_RESUME", "if-any"  # a restarted run resumes if there is a checkpoint
+RESUME_VARIABLE, RESUME_IF_ANY = (
+    "JAXPAR_RESUME",
+    "if-any",
+)  # a restarted run resumes if there is a checkpoint
 LINE_BYTES = 100  # one write of a fixed length, so that a reader never sees half of an old line
 
 
@@ -131,10 +134,14 @@ def supervise(launch: Launch, max_restarts: int) -> int:
     consecutive starts without a step, or when the supervisor was asked to stop.
     """
     if max_restarts < 0:
-        raise ValueError(f"--max-restarts must be 0 or more; got {max_restarts}. Choose 0 for no restart.")
+        raise ValueError(
+            f"--max-restarts must be 0 or more; got {max_restarts}. Choose 0 for no restart."
+        )
     starts = [_start(launch, 0)]
     while (why_not := _why_no_restart(starts, max_restarts)) is None:
-        say(f"restart {len(starts)} of at most {max_restarts}: {starts[-1].ending}, {_where(starts[-1])}")
+        say(
+            f"restart {len(starts)} of at most {max_restarts}: {starts[-1].ending}, {_where(starts[-1])}"
+        )
         try:
             starts.append(_start(launch, len(starts)))
         except OSError as error:  # such as a full disk, which may be why the start before it failed
@@ -144,7 +151,9 @@ def supervise(launch: Launch, max_restarts: int) -> int:
         say(f"no restart: {why_not}")
     say(report(starts))
     try:
-        (launch.log_dir / "goodput.json").write_text(json.dumps([asdict(start) for start in starts], indent=1) + "\n")
+        (launch.log_dir / "goodput.json").write_text(
+            json.dumps([asdict(start) for start in starts], indent=1) + "\n"
+        )
     except OSError as error:
         say(f"goodput.json is not complete: {error}")
     return shell_code(starts[-1].code)
@@ -160,10 +169,14 @@ def _start(launch: Launch, number: int) -> Start:
     own.log_dir.mkdir(parents=True, exist_ok=True)
     progress = own.log_dir / "progress.json"
     progress.unlink(missing_ok=True)
-    variables = {VARIABLE: str(progress.absolute())} | ({RESUME_VARIABLE: RESUME_IF_ANY} if number else {})
+    variables = {VARIABLE: str(progress.absolute())} | (
+        {RESUME_VARIABLE: RESUME_IF_ANY} if number else {}
+    )
     gang, began = Gang(own, variables), time.monotonic()
     code, was_asked = run_gang(gang)
-    return Start(code, gang.first_failed or 0, time.monotonic() - began, read_progress(progress), was_asked)
+    return Start(
+        code, gang.first_failed or 0, time.monotonic() - began, read_progress(progress), was_asked
+    )
 
 
 def _why_no_restart(starts: Sequence[Start], max_restarts: int) -> str | None:
@@ -195,7 +208,9 @@ def report(starts: Sequence[Start]) -> str:
         useful += kept
     total = sum(start.seconds for start in starts)
     share = useful / total if total else 0.0
-    return "\n".join([*lines, f"goodput {share:.0%}: {useful:.1f} s of useful steps in {total:.1f} s"])
+    return "\n".join(
+        [*lines, f"goodput {share:.0%}: {useful:.1f} s of useful steps in {total:.1f} s"]
+    )
 
 
 def _account(start: Start, following: Reached | None) -> tuple[str, float]:

@@ -15,7 +15,12 @@ from jaxpar.runtime.interrupt import INTERRUPTED
 from jaxpar.runtime.output import FULL
 
 OTHER = 1
-DISK_FAULTS = (*FULL, errno.EROFS, errno.EIO, errno.ESTALE)  # and of one that has become read-only or unavailable
+DISK_FAULTS = (
+    *FULL,
+    errno.EROFS,
+    errno.EIO,
+    errno.ESTALE,
+)  # and of one that has become read-only or unavailable
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -24,14 +29,20 @@ def exit_code_of(error: BaseException) -> int:
         return INTERRUPTED
     if (code := getattr(error, "exit_code", None)) is not None:
         return int(code)
-    if isinstance(error, TimeoutError) and is_raised_by_jaxpar(error.__traceback__):  # processes that did not connect
+    if isinstance(error, TimeoutError) and is_raised_by_jaxpar(
+        error.__traceback__
+    ):  # processes that did not connect
         return int(ExitCode.PEER_LOST)
     if coordination().client is not None and is_peer_lost(error):
         return int(ExitCode.PEER_LOST)
     if isinstance(error, OSError) and error.errno in DISK_FAULTS:
         return int(ExitCode.NOT_SAVED)
     of_values = isinstance(error, (ValueError, TypeError, OSError, ImportError))
-    return int(ExitCode.BAD_CONFIG) if of_values and is_raised_by_jaxpar(error.__traceback__) else OTHER
+    return (
+        int(ExitCode.BAD_CONFIG)
+        if of_values and is_raised_by_jaxpar(error.__traceback__)
+        else OTHER
+    )
 
 
 def is_raised_by_jaxpar(trace: TracebackType | None) -> bool:

@@ -57,7 +57,9 @@ class Budgets:
         for name, seconds in asdict(self).items():
             if not 0 <= seconds < float("inf"):
                 named = arg(f"budget.{name}")
-                raise ValueError(f"{named} must be 0 or more seconds; got {seconds:g}. Choose 0 for no limit.")
+                raise ValueError(
+                    f"{named} must be 0 or more seconds; got {seconds:g}. Choose 0 for no limit."
+                )
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,11 @@ class Watchdog:
     """
 
     def __init__(
-        self, budgets: Budgets, *, end: Callable[[int], None] = os._exit, clock: Callable[[], float] = time.monotonic
+        self,
+        budgets: Budgets,
+        *,
+        end: Callable[[int], None] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._budgets, self._end, self._clock = asdict(budgets), end, clock
         # Of a command, which the thread that ends the run does not know.
@@ -181,17 +187,22 @@ class Watchdog:
             left = next_due.seconds_left(now)
             self._heartbeat.listen(left < SECONDS_TO_LISTEN)
             if left < 0:
-                rule = (
-                    f"{next_due.name} must end within {self._budgets[next_due.name]:g} s ({self._named[next_due.name]})"
-                )
+                rule = f"{next_due.name} must end within {self._budgets[next_due.name]:g} s ({self._named[next_due.name]})"
                 self._fire(next_due, rule)
                 return
-            if self._hurried is not None and self._phase.name == "step" and self._is_late(*self._hurried, now):
+            if (
+                self._hurried is not None
+                and self._phase.name == "step"
+                and self._is_late(*self._hurried, now)
+            ):
                 return
 
     def _is_late(self, signal: str, asked_at: float, now: float) -> bool:
         """Ends the run if its step has not ended long after a signal; says before that it will."""
-        phase, most = self._phase, max(3 * self._longest, SECONDS_TO_END if self._longest else SECONDS_TO_END_FIRST)
+        phase, most = (
+            self._phase,
+            max(3 * self._longest, SECONDS_TO_END if self._longest else SECONDS_TO_END_FIRST),
+        )
         waited = now - max(asked_at, phase.began)
         if waited > SECONDS_TO_TELL and not self._has_told:
             self._has_told = True
@@ -201,7 +212,10 @@ class Watchdog:
             os.write(2, f"{told}; a second signal ends it at once\n".encode())
         if waited <= most:
             return False
-        self._fire(phase, f"step must end within {most:.0f} s of {signal}, after which the run is saved and ends")
+        self._fire(
+            phase,
+            f"step must end within {most:.0f} s of {signal}, after which the run is saved and ends",
+        )
         return True
 
     def _arm(self) -> None:
@@ -211,7 +225,9 @@ class Watchdog:
             if deadline is None and self._armed is not None:
                 faulthandler.cancel_dump_traceback_later()
                 self._armed = None
-            elif deadline is not None and (self._armed is None or abs(deadline - self._armed) > SECONDS_OF_GRACE / 2):
+            elif deadline is not None and (
+                self._armed is None or abs(deadline - self._armed) > SECONDS_OF_GRACE / 2
+            ):
                 left = max(deadline - self._clock(), 0) + SECONDS_OF_GRACE
                 faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__ or 2)
                 self._armed = deadline
@@ -230,12 +246,17 @@ class Watchdog:
         found = f"process {me} of {count} stuck in {what}. "
         if silent := self._heartbeat.silent():
             named = ", ".join(
-                f"process {process} of {count}, silent for {silent[process]:.0f} s or more" for process in silent
+                f"process {process} of {count}, silent for {silent[process]:.0f} s or more"
+                for process in silent
             )
-            found = f"{named}: stopped, or its machine is gone. Process {me} waits for it in {what}. "
+            found = (
+                f"{named}: stopped, or its machine is gone. Process {me} waits for it in {what}. "
+            )
             stack = f"The Python stack of process {me}"
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        return f"error: {rule}; got {found}{stack}, the innermost call last:\n" + "".join(traceback.format_stack(frame))
+        return f"error: {rule}; got {found}{stack}, the innermost call last:\n" + "".join(
+            traceback.format_stack(frame)
+        )
 
 
 class Heartbeat:
@@ -250,7 +271,9 @@ class Heartbeat:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._said_at = clock()
-        self._heard: dict[int, tuple[str, float]] = {}  # by process: its latest heartbeat, and when that was first read
+        self._heard: dict[
+            int, tuple[str, float]
+        ] = {}  # by process: its latest heartbeat, and when that was first read
         self._listening_since: float | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="jaxpar-heartbeat", daemon=True)
@@ -263,7 +286,9 @@ class Heartbeat:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         if client() is not None:
-            self._thread.join(timeout=BEAT_SECONDS)  # if process 0 is gone the thread is waiting for it
+            self._thread.join(
+                timeout=BEAT_SECONDS
+            )  # if process 0 is gone the thread is waiting for it
 
     def listen(self, on: bool) -> None:
         """Starts or stops reading the others' heartbeats: a listener reads all of them, which is too expensive to do always."""
@@ -280,10 +305,14 @@ class Heartbeat:
             return {}
         if now - self._said_at > SILENT_SECONDS and jax.process_index() != 0:
             return {0: now - self._said_at}
-        others = [process for process in range(jax.process_count()) if process != jax.process_index()]
+        others = [
+            process for process in range(jax.process_count()) if process != jax.process_index()
+        ]
         seconds = {process: now - self._heard.get(process, ("", since))[1] for process in others}
         return {
-            each: seconds[each] for each in sorted(others, key=lambda p: -seconds[p]) if seconds[each] > SILENT_SECONDS
+            each: seconds[each]
+            for each in sorted(others, key=lambda p: -seconds[p])
+            if seconds[each] > SILENT_SECONDS
         }
 
     def _beat(self) -> None:

@@ -32,9 +32,19 @@ MAX_OPS = 4000  # bars that a browser draws without delay
 def describe(timeline: Timeline) -> str:
     """Returns the name and sizes of the schedule, and the timing."""
     schedule = timeline.schedule
-    sizes = {"stage": schedule.num_stages, "microbatch": schedule.num_microbatches, "chunk": schedule.num_chunks}
-    parts = [f"{size} {what}{'es' if what == 'microbatch' else 's'}" for what, size in sizes.items() if size > 1]
-    timing = "free-running" if timeline.timing == "free" else f"lock-step, {schedule.num_ticks} ticks"
+    sizes = {
+        "stage": schedule.num_stages,
+        "microbatch": schedule.num_microbatches,
+        "chunk": schedule.num_chunks,
+    }
+    parts = [
+        f"{size} {what}{'es' if what == 'microbatch' else 's'}"
+        for what, size in sizes.items()
+        if size > 1
+    ]
+    timing = (
+        "free-running" if timeline.timing == "free" else f"lock-step, {schedule.num_ticks} ticks"
+    )
     return ", ".join([schedule.name, *parts, timing])
 
 
@@ -90,13 +100,18 @@ def render(schedule: Schedule, *, timing: str = "free") -> str:
     timeline = simulate(schedule, timing=timing)
     cell = 1 + max(len(_op_label(schedule, span.op)) for _, span in _spans(timeline))
     margin = len(f"stage {schedule.num_stages - 1}") + 2
-    rows = [f"stage {stage}".ljust(margin) + _row(timeline, stage, cell) for stage in range(schedule.num_stages)]
+    rows = [
+        f"stage {stage}".ljust(margin) + _row(timeline, stage, cell)
+        for stage in range(schedule.num_stages)
+    ]
     times = range(0, int(timeline.makespan) + 1, AXIS_STEP)
     axis = " " * margin + "".join(str(time).ljust(AXIS_STEP * cell) for time in times)
     legend = [f"{kind} {meaning}" for kind, meaning in kind_meanings(schedule).items()]
     if schedule.num_chunks > 1:
         legend += [f"{_chunk_letter(chunk)} chunk {chunk}" for chunk in range(schedule.num_chunks)]
-    return "\n".join(line.rstrip() for line in (_headline(timeline), axis, *rows, ", ".join(legend)))
+    return "\n".join(
+        line.rstrip() for line in (_headline(timeline), axis, *rows, ", ".join(legend))
+    )
 
 
 def _headline(timeline: Timeline) -> str:
@@ -138,13 +153,17 @@ def timeline_data(
         return None
     found = simulate(schedule, timing=timing)
     ops: list[list[Any]] = sorted(
-        ([stage, *span.op, span.start, span.end] for stage, span in _spans(found)), key=lambda op: (op[-2], op[0])
+        ([stage, *span.op, span.start, span.end] for stage, span in _spans(found)),
+        key=lambda op: (op[-2], op[0]),
     )
     shown = ops[:MAX_OPS]
     until = max(end for *_, end in shown)
     return {
         "title": describe(found),
-        **{name: getattr(schedule, name) for name in ("name", "num_stages", "num_microbatches", "num_chunks")},
+        **{
+            name: getattr(schedule, name)
+            for name in ("name", "num_stages", "num_microbatches", "num_chunks")
+        },
         "of_microbatches": of_microbatches or schedule.num_microbatches,
         "splits_backward": schedule.splits_backward,
         "meanings": kind_meanings(schedule),
@@ -190,10 +209,16 @@ def plot_timeline(
             f"plot_timeline must get one timing, or one for each schedule; got {len(timings)} timings, {len(schedules)} "
             "schedules. Pass as many."
         )
-    timelines = [simulate(each, costs, timing=of) for each, of in zip(schedules, timings, strict=True)]
+    timelines = [
+        simulate(each, costs, timing=of) for each, of in zip(schedules, timings, strict=True)
+    ]
     style = {"font.size": 8, "hatch.linewidth": 0.5}
     with figure_to(path, _size(timelines), asked_by="plot_timeline", style=style) as figure:
-        _draw(figure, timelines, "time; one forward = 1" if costs == UNIT_COSTS else "time, in units of the costs")
+        _draw(
+            figure,
+            timelines,
+            "time; one forward = 1" if costs == UNIT_COSTS else "time, in units of the costs",
+        )
 
 
 def _size(timelines: list[Timeline]) -> tuple[float, float]:
@@ -202,7 +227,9 @@ def _size(timelines: list[Timeline]) -> tuple[float, float]:
     shortest = min(durations - {0}, default=1)
     width = WIDTH_PER_OP * max(timeline.makespan for timeline in timelines) / shortest
     rows = sum(timeline.schedule.num_stages for timeline in timelines)
-    return min(max(width, 5.0) + 0.8, MAX_WIDTH), HEIGHT_PER_STAGE * rows + 0.55 * len(timelines) + 0.5
+    return min(max(width, 5.0) + 0.8, MAX_WIDTH), HEIGHT_PER_STAGE * rows + 0.55 * len(
+        timelines
+    ) + 0.5
 
 
 def _draw(figure: "Figure", timelines: list[Timeline], time: str) -> None:
@@ -232,18 +259,30 @@ def draw_timeline(panel: "Axes", timeline: Timeline, points_per_unit: float) -> 
     schedule = timeline.schedule
     for stage, span in _spans(timeline):
         duration, colour = span.end - span.start, _colour(schedule, span.op.kind, span.op.chunk)
-        panel.barh(stage, duration, left=span.start, height=0.86, color=colour, edgecolor="white", linewidth=0.8)
+        panel.barh(
+            stage,
+            duration,
+            left=span.start,
+            height=0.86,
+            color=colour,
+            edgecolor="white",
+            linewidth=0.8,
+        )
         label = str(span.op.microbatch)
         points = min(LABEL_POINTS, duration * points_per_unit / (0.75 * len(label)))
         if points >= MIN_LABEL_POINTS:
             at = span.start + duration / 2, stage
-            panel.text(*at, label, ha="center", va="center_baseline", fontsize=points, color="black")
+            panel.text(
+                *at, label, ha="center", va="center_baseline", fontsize=points, color="black"
+            )
     for end in timeline.tick_ends:
         panel.axvline(float(end), color="0.45", linewidth=0.6, linestyle=(0, (2, 2)), zorder=3)
     figures = f"done at {timeline.makespan:g}, {timeline.bubble_fraction:.1%} idle"
     panel.set_title(f"{describe(timeline)}: {figures}", loc="left", fontsize=9)
     panel.set_ylim(schedule.num_stages - 0.5, -0.5)
-    panel.set_yticks(range(schedule.num_stages), [f"stage {stage}" for stage in range(schedule.num_stages)])
+    panel.set_yticks(
+        range(schedule.num_stages), [f"stage {stage}" for stage in range(schedule.num_stages)]
+    )
     panel.tick_params(axis="y", length=0)
     panel.spines[["top", "right", "left"]].set_visible(False)
 
@@ -255,14 +294,24 @@ def _draw_legend(figure: "Figure", timelines: list[Timeline]) -> None:
     meanings = {}
     for schedule in (timeline.schedule for timeline in timelines):
         for kind, meaning in kind_meanings(schedule).items():
-            meanings[KINDS.index(kind), meaning] = Patch(color=_colour(schedule, kind, 0), label=f"{kind}  {meaning}")
-    most_chunks = max((timeline.schedule for timeline in timelines), key=lambda schedule: schedule.num_chunks)
+            meanings[KINDS.index(kind), meaning] = Patch(
+                color=_colour(schedule, kind, 0), label=f"{kind}  {meaning}"
+            )
+    most_chunks = max(
+        (timeline.schedule for timeline in timelines), key=lambda schedule: schedule.num_chunks
+    )
     chunks = [
         Patch(color=_colour(most_chunks, "F", chunk), label=f"paler: chunk {chunk}")
         for chunk in range(1, most_chunks.num_chunks)
     ]
     handles = [meanings[key] for key in sorted(meanings)] + chunks
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, handlelength=1.2)
+    figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=len(handles),
+        frameon=False,
+        handlelength=1.2,
+    )
 
 
 def _colour(schedule: Schedule, kind: str, chunk: int) -> str:
@@ -302,7 +351,9 @@ def write_trace(
             if op.kind in ("F", last):
                 live += 1 if op.kind == "F" else -1
                 time = start if op.kind == "F" else end
-                events.append(_event("C", f"live activations, stage {stage}", ts=time, args={"live": live}))
+                events.append(
+                    _event("C", f"live activations, stage {stage}", ts=time, args={"live": live})
+                )
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 

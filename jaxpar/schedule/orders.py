@@ -42,7 +42,10 @@ from jaxpar.fields import arg, check_one_of
 from jaxpar.schedule.table import Op, Schedule, check_sizes
 
 FORMS = ("published", "unit", "fused", "merged")
-_WHOLE_BACKWARD = ("published", "merged")  # B is the complete backward pass, except in zb-h1 and zb-v
+_WHOLE_BACKWARD = (
+    "published",
+    "merged",
+)  # B is the complete backward pass, except in zb-h1 and zb-v
 _IN_ONE_TICK = ("fused", "merged")  # ops share ticks
 
 # The ops of a stage in order: each item holds the ops of one tick.
@@ -85,7 +88,10 @@ def make_schedule(
     num_chunks = named.num_chunks if num_chunks is None else num_chunks
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
     _check_chunks(name, num_chunks)
-    orders = [named.order(stage, num_stages, num_microbatches, num_chunks, form) for stage in range(num_stages)]
+    orders = [
+        named.order(stage, num_stages, num_microbatches, num_chunks, form)
+        for stage in range(num_stages)
+    ]
     if remat:
         orders = [_beside_b(order, "R", before=True) for order in orders]
     if form not in _IN_ONE_TICK:
@@ -140,7 +146,9 @@ def _one_chunk(num_microbatches: int, warmup: int, form: str) -> Order:
     return _one_forward_one_backward(forwards, backwards, warmup, form)
 
 
-def _interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str) -> Order:
+def _interleaved(
+    stage: int, num_stages: int, num_microbatches: int, num_chunks: int, form: str
+) -> Order:
     """1F1B over the chunks: a round of microbatches on one chunk, the round on the next chunk, then the next round.
 
     A microbatch returns to the first stage after num_stages ticks, so a round has that many microbatches. If num_stages does
@@ -150,12 +158,20 @@ def _interleaved(stage: int, num_stages: int, num_microbatches: int, num_chunks:
     start = 0
     rounds = _rounds(num_microbatches, num_stages)
     for size in rounds:
-        microbatches = [i if i < start + size else None for i in range(start, start + max(size, num_stages))]
+        microbatches = [
+            i if i < start + size else None for i in range(start, start + max(size, num_stages))
+        ]
         for chunk in range(num_chunks):
             forwards += [None if i is None else Op("F", i, chunk) for i in microbatches]
-            backwards += [None if i is None else Op("B", i, num_chunks - 1 - chunk) for i in microbatches]
+            backwards += [
+                None if i is None else Op("B", i, num_chunks - 1 - chunk) for i in microbatches
+            ]
         start += size
-    warmup = (num_chunks - 1) * max(rounds[0], num_stages) + 2 * (num_stages - 1 - stage) + (form == "merged")
+    warmup = (
+        (num_chunks - 1) * max(rounds[0], num_stages)
+        + 2 * (num_stages - 1 - stage)
+        + (form == "merged")
+    )
     return _one_forward_one_backward(forwards, backwards, warmup, form)
 
 
@@ -205,7 +221,9 @@ def _zb_h1(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, 
         order += [(Op("F", i + warmup),)] * (i + warmup < num_microbatches)
         order += [(Op("B", i),)]
         order += [(Op("W", i - stage),)] * (i >= stage)
-    return order + [(Op("W", i),) for i in range(max(0, num_microbatches - stage), num_microbatches)]
+    return order + [
+        (Op("W", i),) for i in range(max(0, num_microbatches - stage), num_microbatches)
+    ]
 
 
 def _zb_h1_fused(stage: int, num_stages: int, num_microbatches: int) -> Order:
@@ -242,7 +260,9 @@ def _zb_v(stage: int, num_stages: int, num_microbatches: int, num_chunks: int, f
     kinds = [("F", 0)] * (2 * (num_stages - stage) - 1)
     kinds += [("F", 1), ("F", 0)] * stage
     kinds += [("F", 1), ("B", 1), ("W", 1)] * (num_stages - stage)
-    kinds += [("F", 0), ("B", 0), ("W", 0), ("F", 1), ("B", 1), ("W", 1)] * (full - (2 * num_stages - 1) + stage)
+    kinds += [("F", 0), ("B", 0), ("W", 0), ("F", 1), ("B", 1), ("W", 1)] * (
+        full - (2 * num_stages - 1) + stage
+    )
     kinds += [("B", 0), ("W", 0), ("F", 1), ("B", 1), ("W", 1)] * (num_stages - 1 - stage)
     kinds += [("B", 0), ("B", 1)] * stage
     kinds += [("B", 0), ("W", 0)] * (num_stages - stage)
@@ -286,5 +306,7 @@ _NAMED = {
     "zb-v": _Named(_zb_v, form="unit", masked_form="unit", num_chunks=2, placement="v"),
 }
 SCHEDULES = tuple(_NAMED)
-NUM_CHUNKS = {name: each.num_chunks for name, each in _NAMED.items()}  # the usual number on each stage
+NUM_CHUNKS = {
+    name: each.num_chunks for name, each in _NAMED.items()
+}  # the usual number on each stage
 PLACEMENT = {name: each.placement for name, each in _NAMED.items()}

@@ -142,7 +142,9 @@ def simulate(schedule: Schedule, costs: Costs = UNIT_COSTS, *, timing: str = "fr
             f"stage_scale must have one factor a virtual stage; got {len(costs.stage_scale)} for {schedule.name} with "
             f"num_stages={schedule.num_stages}, num_chunks={schedule.num_chunks}. Give {schedule.num_virtual_stages}."
         )
-    check_kind((Schedule,), "a Schedule", "Make one with jaxpar.schedule.make_schedule.", schedule=schedule)
+    check_kind(
+        (Schedule,), "a Schedule", "Make one with jaxpar.schedule.make_schedule.", schedule=schedule
+    )
     schedule.check()
     spans, tick_ends = _run(schedule, costs, in_lockstep=timing == "lockstep")
     end = max([*tick_ends, *(order[-1].end for order in spans)])
@@ -179,7 +181,9 @@ def _run(
                     for source, needed in schedule.inputs_of(stage, op)
                 ]
                 start = max([tick_start, *(span.end for span in spans[stage][-1:]), *arrivals])
-                ends[stage, op] = start + costs.of(schedule, schedule.virtual_stage(stage, op.chunk), op.kind)
+                ends[stage, op] = start + costs.of(
+                    schedule, schedule.virtual_stage(stage, op.chunk), op.kind
+                )
                 spans[stage].append(Span(op, start, ends[stage, op]))
         if in_lockstep:
             tick_start = max([tick_start, *(order[-1].end for order in spans if order)]) + exchange
@@ -237,7 +241,10 @@ def structure_of(schedule: Schedule, *, by_tick: bool = False) -> Structure:
                     for need in schedule.inputs_of(stage, op)
                     if need[0] != stage or need[1] not in ops
                 }
-                arrivals = [(numbers[need], _boundary(need[0], stage, schedule.num_stages)) for need in needs]
+                arrivals = [
+                    (numbers[need], _boundary(need[0], stage, schedule.num_stages))
+                    for need in needs
+                ]
                 numbers |= {(stage, op): len(rows) for op in ops}
                 rows.append((stage, tuple(of(stage, op) for op in ops), tuple(arrivals)))
         ticks[frozenset(tuple(of(stage, op) for op in row) for stage, row in enumerate(tick))] += 1
@@ -290,10 +297,16 @@ def makespan(
             begins[stage] = start
         free[stage] = start + of_rows[row]
         ends.append(free[stage])
-    return max(free) if waits_for_all else max(end - begin for begin, end in zip(begins, free, strict=True))
+    return (
+        max(free)
+        if waits_for_all
+        else max(end - begin for begin, end in zip(begins, free, strict=True))
+    )
 
 
-def _sending(schedule: Schedule, messages: Sequence[int | float], virtual_stage: int, kind: str) -> int | float:
+def _sending(
+    schedule: Schedule, messages: Sequence[int | float], virtual_stage: int, kind: str
+) -> int | float:
     """Returns the time in which the result of an op is sent to another stage."""
     to = virtual_stage + {"F": 1, "B": -1}.get(kind, 0)
     if not 0 <= to < schedule.num_virtual_stages:

@@ -68,14 +68,22 @@ class Schedule:
     placement: str = "loop"
 
     def __post_init__(self):
-        check_sizes(num_stages=self.num_stages, num_microbatches=self.num_microbatches, num_chunks=self.num_chunks)
+        check_sizes(
+            num_stages=self.num_stages,
+            num_microbatches=self.num_microbatches,
+            num_chunks=self.num_chunks,
+        )
         check_one_of(PLACEMENTS, placement=self.placement)
         table = tuple(tuple(tuple(_as_op(op) for op in ops) for ops in tick) for tick in self.ops)
         object.__setattr__(self, "ops", table)
 
     @classmethod
     def from_orders(
-        cls, orders: Sequence[Iterable[Op | tuple[Op, ...]]], *, name: str = "custom", placement: str = "loop"
+        cls,
+        orders: Sequence[Iterable[Op | tuple[Op, ...]]],
+        *,
+        name: str = "custom",
+        placement: str = "loop",
     ) -> "Schedule":
         """Returns the schedule in which each stage runs its ops in the order given, each in the first tick it can.
 
@@ -93,7 +101,11 @@ class Schedule:
             ValueError: The orders deadlock, or do not pass ``check``.
         """
         steps = [
-            [(step,) if isinstance(step, Op) else tuple(map(_as_op, step)) for step in order if step]
+            [
+                (step,) if isinstance(step, Op) else tuple(map(_as_op, step))
+                for step in order
+                if step
+            ]
             for order in orders
         ]
         ops = [op for order in steps for step in order for op in step]
@@ -143,8 +155,13 @@ class Schedule:
 
         ``check`` refuses such a table if it is written by hand: as a schedule of training it would compute no gradients.
         """
-        orders = [[(op,) for op in self.order(stage) if op.kind == "F"] for stage in range(self.num_stages)]
-        return replace(self, name=f"{self.name}, forward", ops=_assign_ticks(self, orders))._known_as_checked()
+        orders = [
+            [(op,) for op in self.order(stage) if op.kind == "F"]
+            for stage in range(self.num_stages)
+        ]
+        return replace(
+            self, name=f"{self.name}, forward", ops=_assign_ticks(self, orders)
+        )._known_as_checked()
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
         """Returns the virtual stage of a chunk of a stage, counted from the input of the model."""
@@ -185,9 +202,15 @@ class Schedule:
         for (stage, op), moment in moments.items():
             for needed_stage, needed in self.inputs_of(stage, op):
                 needed_moment = moments[needed_stage, needed]
-                arrived = needed_moment < moment if needed_stage == stage else needed_moment[0] < moment[0]
+                arrived = (
+                    needed_moment < moment
+                    if needed_stage == stage
+                    else needed_moment[0] < moment[0]
+                )
                 if not arrived:
-                    raise ValueError(_late_input(stage, op, moment[0], needed_stage, needed, needed_moment[0]))
+                    raise ValueError(
+                        _late_input(stage, op, moment[0], needed_stage, needed, needed_moment[0])
+                    )
 
     def _known_as_checked(self) -> "Schedule":
         """Returns this schedule, which ``check`` then does not check again: it is complete, and its ticks follow its inputs."""
@@ -206,7 +229,9 @@ class Schedule:
                 )
             for stage, ops in enumerate(stages):
                 for position, op in enumerate(ops):
-                    if not (op.kind in KINDS and op.microbatch in microbatches and op.chunk in chunks):
+                    if not (
+                        op.kind in KINDS and op.microbatch in microbatches and op.chunk in chunks
+                    ):
                         self._refuse_op(op, stage, tick)
                     if (stage, op) in moments:
                         raise ValueError(
@@ -218,15 +243,27 @@ class Schedule:
 
     def _refuse_op(self, op: Op, stage: int, tick: int) -> None:
         """Raises for an op of an unknown kind, microbatch or chunk."""
-        known = {"kind": KINDS, "microbatch": range(self.num_microbatches), "chunk": range(self.num_chunks)}
+        known = {
+            "kind": KINDS,
+            "microbatch": range(self.num_microbatches),
+            "chunk": range(self.num_chunks),
+        }
         what = next(name for name, value in op._asdict().items() if value not in known[name])
-        names = ", ".join(KINDS) if what == "kind" else f"the schedule's {len(known[what])}, counted from 0"
-        raise ValueError(f"an op's {what} must be one of {names}; got {tuple(op)} on stage {stage} in tick {tick}.")
+        names = (
+            ", ".join(KINDS)
+            if what == "kind"
+            else f"the schedule's {len(known[what])}, counted from 0"
+        )
+        raise ValueError(
+            f"an op's {what} must be one of {names}; got {tuple(op)} on stage {stage} in tick {tick}."
+        )
 
     def _check_complete(self, moments: dict[tuple[int, Op], tuple[int, int]]) -> None:
         """Raises if an op is missing. R and W must occur for every microbatch or for none."""
         kinds = [kind for kind in KINDS if kind in "FB" or kind in self.kinds]
-        expected = product(kinds, range(self.num_microbatches), range(self.num_chunks), range(self.num_stages))
+        expected = product(
+            kinds, range(self.num_microbatches), range(self.num_chunks), range(self.num_stages)
+        )
         for kind, microbatch, chunk, stage in expected:
             op = Op(kind, microbatch, chunk)
             if (stage, op) not in moments:
@@ -262,14 +299,22 @@ def _as_op(op: object) -> Op:
     if isinstance(op, Op):
         return op
     if not isinstance(op, tuple) or len(op) not in (2, 3):
-        raise TypeError(f"ops[tick][stage] must be a tuple of Op(kind, microbatch, chunk); got {op!r} in it.")
+        raise TypeError(
+            f"ops[tick][stage] must be a tuple of Op(kind, microbatch, chunk); got {op!r} in it."
+        )
     return Op(*op)
 
 
-def _late_input(stage: int, op: Op, tick: int, needed_stage: int, needed: Op, needed_tick: int) -> str:
+def _late_input(
+    stage: int, op: Op, tick: int, needed_stage: int, needed: Op, needed_tick: int
+) -> str:
     """Returns the error message for an op that comes before one that it needs."""
     same_stage = stage == needed_stage
-    earliest = f"after it in tick {needed_tick}, or later" if same_stage else f"tick {needed_tick + 1} or later"
+    earliest = (
+        f"after it in tick {needed_tick}, or later"
+        if same_stage
+        else f"tick {needed_tick + 1} or later"
+    )
     return (
         f"an op must come after what it needs{'' if same_stage else ', a tick after if that is on another stage'}; got "
         f"{op} on stage {stage} in tick {tick}, which needs {needed} on stage {needed_stage}, run in tick {needed_tick}. "
@@ -277,21 +322,29 @@ def _late_input(stage: int, op: Op, tick: int, needed_stage: int, needed: Op, ne
     )
 
 
-def _assign_ticks(schedule: Schedule, orders: list[list[tuple[Op, ...]]]) -> tuple[tuple[tuple[Op, ...], ...], ...]:
+def _assign_ticks(
+    schedule: Schedule, orders: list[list[tuple[Op, ...]]]
+) -> tuple[tuple[tuple[Op, ...], ...], ...]:
     """Returns the table in which each step of each stage's order runs in the first possible tick."""
     done: set[tuple[int, Op]] = set()
     waiting, table = [deque(order) for order in orders], []
-    can_run = lambda stage, order: order and not any(_missing_inputs(schedule, stage, order[0], done))
+    can_run = lambda stage, order: (
+        order and not any(_missing_inputs(schedule, stage, order[0], done))
+    )
     while any(waiting):
         runs = [can_run(stage, order) for stage, order in enumerate(waiting)]
         if not any(runs):
             raise ValueError(_deadlock(schedule, waiting, done))
-        table.append(tuple(order.popleft() if run else () for order, run in zip(waiting, runs, strict=True)))
+        table.append(
+            tuple(order.popleft() if run else () for order, run in zip(waiting, runs, strict=True))
+        )
         done.update((stage, op) for stage, step in enumerate(table[-1]) for op in step)
     return tuple(table)
 
 
-def _missing_inputs(schedule: Schedule, stage: int, step: tuple[Op, ...], done: set) -> Iterator[tuple[Op, int, Op]]:
+def _missing_inputs(
+    schedule: Schedule, stage: int, step: tuple[Op, ...], done: set
+) -> Iterator[tuple[Op, int, Op]]:
     """Yields (op, needed_stage, needed) for each op that is needed but neither done nor earlier in the step."""
     for position, op in enumerate(step):
         before = {(stage, earlier) for earlier in step[:position]}

@@ -17,7 +17,13 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import (
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -26,7 +32,17 @@ from jaxpar.runtime.connections import Connections
 from jaxpar.runtime.host_names import allowed_hosts, is_allowed
 from jaxpar.serve.openai_api import check_name
 from jaxpar.serve.pages import ServerMetrics, describe, docs_page
-from jaxpar.serve.requests import Answer, Endpoint, Reply, RequestError, Served, Settings, Worker, parse, read_body
+from jaxpar.serve.requests import (
+    Answer,
+    Endpoint,
+    Reply,
+    RequestError,
+    Served,
+    Settings,
+    Worker,
+    parse,
+    read_body,
+)
 
 Result = TypeVar("Result")
 MAX_OPEN = 256  # requests at a time, those whose bodies are being read among them
@@ -34,9 +50,14 @@ STUCK_SECONDS = 600.0  # for one token or prediction, with the time to compile
 RETRY_ELSEWHERE = 2  # seconds; another pod may answer
 CLIENT_GONE = 499  # the status in the metrics; nobody receives it
 ANSWER = "answer"  # of a request, in its ASGI scope
-INTERNAL = "a request must not fail; got an error in the server, which its log shows. Tell who runs it."
+INTERNAL = (
+    "a request must not fail; got an error in the server, which its log shows. Tell who runs it."
+)
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-REMEDIES = {"extra_forbidden": "Leave it out, or correct its name.", "without_effect": "Leave it out."}
+REMEDIES = {
+    "extra_forbidden": "Leave it out, or correct its name.",
+    "without_effect": "Leave it out.",
+}
 
 
 class App:
@@ -66,7 +87,10 @@ class App:
         ready = "Whether requests are taken: 503 before the model is loaded, and once the server is told to stop."
         pages: dict[str, tuple[str, Callable[[Request], Any]]] = {
             "/docs": ("This interface as a page.", self._docs),
-            "/openapi.json": ("This interface as OpenAPI 3.1.", lambda request: JSONResponse(self._description)),
+            "/openapi.json": (
+                "This interface as OpenAPI 3.1.",
+                lambda request: JSONResponse(self._description),
+            ),
             "/healthz": ("Whether the process works.", self._health),
             "/readyz": (ready, self._readiness),
             "/metrics": ("Metrics for Prometheus.", self._page_of_metrics),
@@ -82,7 +106,10 @@ class App:
             Exception: lambda request, error: _refused(RequestError(500, INTERNAL)),
         }
         routes = [
-            *(Route(each.path, partial(self._post, each), methods=["POST"]) for each in served.endpoints),
+            *(
+                Route(each.path, partial(self._post, each), methods=["POST"])
+                for each in served.endpoints
+            ),
             *(Route(path, respond) for path, (_, respond) in pages.items()),
             *([Route("/v1/models/{name:path}", self._model)] if served.is_language_model else []),
             Route("/", lambda request: RedirectResponse("/docs")),
@@ -94,7 +121,9 @@ class App:
         """Computes a first request, which compiles its program; raises what it raises."""
         endpoint = self.served.endpoints[0]
         first = endpoint.make_reply(endpoint.body.model_validate(self.served.first))
-        await self.worker.ask(first.work, is_timed=False).all()  # to compile may take longer than any request may
+        await self.worker.ask(
+            first.work, is_timed=False
+        ).all()  # to compile may take longer than any request may
         self.is_ready = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,10 +156,14 @@ class App:
         answer = request.scope[ANSWER] = self.worker.ask(reply.work)
         if reply.events is None:
             return JSONResponse(reply.whole(await _unless_gone(request, answer.all())))
-        first = await _unless_gone(request, anext(answer))  # an error before the first event is one of the request
+        first = await _unless_gone(
+            request, anext(answer)
+        )  # an error before the first event is one of the request
         # X-Accel-Buffering is for nginx, which would hold events back.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_events(reply, first, answer), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(
+            _events(reply, first, answer), media_type="text/event-stream", headers=headers
+        )
 
     def _check_takes_requests(self) -> None:
         if self.is_draining:
@@ -170,11 +203,18 @@ class App:
         return JSONResponse(self._about_model())
 
     def _about_model(self) -> dict[str, Any]:
-        return {"id": self.served.name, "object": "model", "created": self._began, "owned_by": "jaxpar"}
+        return {
+            "id": self.served.name,
+            "object": "model",
+            "created": self._began,
+            "owned_by": "jaxpar",
+        }
 
     async def _docs(self, request: Request) -> Response:
         page = docs_page(self._description, str(request.base_url).rstrip("/"))
-        return Response(page, headers={"Content-Security-Policy": CONTENT_POLICY}, media_type="text/html")
+        return Response(
+            page, headers={"Content-Security-Policy": CONTENT_POLICY}, media_type="text/html"
+        )
 
     def _no_route(self, request: Request, error: HTTPException) -> Response:
         posts = [endpoint.path for endpoint in self.served.endpoints]

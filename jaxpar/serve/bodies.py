@@ -60,17 +60,31 @@ class Generation(Fields):
         None, ge=0, description="the most tokens to add; 0: none, which needs echo", examples=[16]
     )
     temperature: float | None = Field(
-        None, ge=0, le=2, description="divides the scores, by default 1; 0 takes the likeliest token", examples=[1]
+        None,
+        ge=0,
+        le=2,
+        description="divides the scores, by default 1; 0 takes the likeliest token",
+        examples=[1],
     )
     top_p: float | None = Field(
-        None, gt=0, le=1, description="draw from the fewest tokens that are together as likely as this", examples=[0.9]
+        None,
+        gt=0,
+        le=1,
+        description="draw from the fewest tokens that are together as likely as this",
+        examples=[0.9],
     )
     n: int | None = Field(None, ge=1, le=MAX_ROWS, description="answers", examples=[1])
-    seed: int | None = Field(None, ge=0, lt=2**32, description="the same seed draws the same tokens", examples=[0])
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(
-        None, description=f"a text before which the answer ends, or up to {MAX_STOPS} of them", examples=["\n"]
+    seed: int | None = Field(
+        None, ge=0, lt=2**32, description="the same seed draws the same tokens", examples=[0]
     )
-    stream: bool | None = Field(None, description="send events as tokens are drawn", examples=[True])
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(
+        None,
+        description=f"a text before which the answer ends, or up to {MAX_STOPS} of them",
+        examples=["\n"],
+    )
+    stream: bool | None = Field(
+        None, description="send events as tokens are drawn", examples=[True]
+    )
     stream_options: "StreamOptions | None" = Field(None, examples=[{"include_usage": True}])
     user: str | None = None
     frequency_penalty: Any = _only(0)
@@ -120,7 +134,8 @@ class ChatMessage(Fields):
 
     role: Literal["system", "developer", "user", "assistant"] = Field(examples=["user"])
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] = Field(
-        description='a text, or an array of {"type": "text", "text": ...}', examples=["What is a pipeline?"]
+        description='a text, or an array of {"type": "text", "text": ...}',
+        examples=["What is a pipeline?"],
     )
     name: str | None = None
     refusal: Any = _only()
@@ -141,7 +156,9 @@ class ChatBody(Generation):
         description="the conversation",
         examples=[[{"role": "user", "content": "What is a pipeline?"}]],
     )
-    max_completion_tokens: int | None = Field(None, ge=1, description="the most tokens to add", examples=[16])
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="the most tokens to add", examples=[16]
+    )
     logprobs: Any = _only(False)
     top_logprobs: Any = _only(0)
     tools: Any = _only([])

@@ -64,9 +64,18 @@ class LanguageModel:
     """
 
     def __init__(
-        self, config: TransformerConfig, params: Any, tokenizer: Tokenizer, eos: Sequence[int], max_context: int
+        self,
+        config: TransformerConfig,
+        params: Any,
+        tokenizer: Tokenizer,
+        eos: Sequence[int],
+        max_context: int,
     ) -> None:
-        self.config, self.tokenizer, self.max_context = config, tokenizer, min(max_context, config.max_positions)
+        self.config, self.tokenizer, self.max_context = (
+            config,
+            tokenizer,
+            min(max_context, config.max_positions),
+        )
         self._params, self._eos = params, tuple(token for token in eos if token < config.vocab_size)
         self._shapes: set[tuple[Any, ...]] = set()
 
@@ -87,11 +96,16 @@ class LanguageModel:
             FloatingPointError: The model's scores are not finite.
         """
         self._bound_programs(request)
-        rows = {i: TextStream(self.tokenizer, prompt, request.stop) for i, prompt in enumerate(request.prompts)}
+        rows = {
+            i: TextStream(self.tokenizer, prompt, request.stop)
+            for i, prompt in enumerate(request.prompts)
+        }
         prompts = _padded(request.prompts)
         drawn: dict[str, Any] = {"temperature": request.temperature, "top_p": request.top_p}
         key = jax.random.key(request.seed)
-        steps = stream(self.config, self._params, prompts, request.max_tokens, key=key, eos=self._eos, **drawn)
+        steps = stream(
+            self.config, self._params, prompts, request.max_tokens, key=key, eos=self._eos, **drawn
+        )
         for count, tokens in enumerate(steps, 1):
             is_last = count == request.max_tokens
             deltas = [self._delta(i, row, tokens[i], is_last=is_last) for i, row in rows.items()]
@@ -105,7 +119,9 @@ class LanguageModel:
         text = "" if token is None or is_end else row.add(token)
         if is_end or is_last:
             text += row.end()
-        finish: Finish | None = "stop" if is_end or row.is_stopped else "length" if is_last else None
+        finish: Finish | None = (
+            "stop" if is_end or row.is_stopped else "length" if is_last else None
+        )
         return TextDelta(i, text, int(token is not None), finish, token)
 
     def score(self, rows: Sequence[np.ndarray], num_top: int) -> list[TokenScores]:
@@ -119,7 +135,10 @@ class LanguageModel:
 
     def _bound_programs(self, request: GenerationRequest) -> None:
         rows, longest = len(_padded(request.prompts)), max(map(len, request.prompts))
-        lengths = (round_up(each, None) for each in (longest, longest + request.max_tokens, request.max_tokens))
+        lengths = (
+            round_up(each, None)
+            for each in (longest, longest + request.max_tokens, request.max_tokens)
+        )
         self._bound(rows, *lengths, request.temperature == 0, request.top_p == 1)
 
     def _bound(self, *shape: Any) -> None:
@@ -156,7 +175,9 @@ class TextStream:
     ) -> None:
         self._tokenizer, self._stop, self._special = tokenizer, tuple(stop), special
         self._tokens = [int(token) for token in prompt[-CONTEXT:]]
-        self._num_read = len(self._tokens)  # the tokens whose text was returned; they are kept to decode the next ones
+        self._num_read = len(
+            self._tokens
+        )  # the tokens whose text was returned; they are kept to decode the next ones
         self._held = ""  # text that may be the beginning of a stop string
         self.is_stopped = False
 
@@ -205,4 +226,11 @@ def _shared(one: str, other: str) -> int:
 
 def _overlap(text: str, stop: str) -> int:
     """Returns the length of the longest end of a text that is a beginning of a stop string, not all of it."""
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+    return next(
+        (
+            size
+            for size in range(min(len(stop) - 1, len(text)), 0, -1)
+            if text.endswith(stop[:size])
+        ),
+        0,
+    )

@@ -49,7 +49,9 @@ def _starts(ends: Sequence[int]) -> list[int]:
     """Returns where each token begins, of the indices after the last character of each; -1: the text does not have it."""
     starts, start, at = [], 0, 0
     for end in ends:
-        if end > at:  # else it is not of the text, or a further part of the character of the token before it
+        if (
+            end > at
+        ):  # else it is not of the text, or a further part of the character of the token before it
             start, at = at, end
         starts.append(start if end == at else at)
     return starts
@@ -75,8 +77,16 @@ def logprobs(
         echo: The prompt, where the text begins with it.
     """
     text = cache(lambda token: tokenizer.decode(np.array([token], np.int64), special=True))
-    offsets = [*(echo.offsets if echo else ()), *_offsets_of_answer(tokenizer, row, num_prompt, echo)]
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": offsets}
+    offsets = [
+        *(echo.offsets if echo else ()),
+        *_offsets_of_answer(tokenizer, row, num_prompt, echo),
+    ]
+    found: dict[str, list[Any]] = {
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": offsets,
+    }
     for at in range(0 if echo else num_prompt, len(row)):
         own = float(scores.log_probs[at])
         top = {text(row[at]): own}
@@ -89,7 +99,9 @@ def logprobs(
     return found
 
 
-def _offsets_of_answer(tokenizer: Tokenizer, row: Sequence[int], num_prompt: int, echo: Echo | None) -> list[int]:
+def _offsets_of_answer(
+    tokenizer: Tokenizer, row: Sequence[int], num_prompt: int, echo: Echo | None
+) -> list[int]:
     stream, at = TextStream(tokenizer, row[:num_prompt]), len(echo.text) if echo else 0
     offsets = []
     for token in row[num_prompt:]:

@@ -26,7 +26,13 @@ from jaxpar.dtypes import is_float
 from jaxpar.huggingface.config import unmodelled_keys
 from jaxpar.huggingface.export import RunModel, open_run
 from jaxpar.huggingface.finite import cast, check_finite, is_finite, what_is_wrong
-from jaxpar.huggingface.folder import CONFIG, check_no_adapters, download_remedy, file_inside, read_json
+from jaxpar.huggingface.folder import (
+    CONFIG,
+    check_no_adapters,
+    download_remedy,
+    file_inside,
+    read_json,
+)
 from jaxpar.huggingface.tokenizer import has_tokenizer
 from jaxpar.models import mlp
 from jaxpar.models.lora import is_weight
@@ -84,7 +90,9 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
         return house_prices(folder, name)
     if (folder / "model" / CONFIG).is_file():
         return _choosing_again(settings.step, lambda: _gpt_run(folder, name, settings))
-    config = read_json(file_inside(folder, CONFIG, str(folder))) if (folder / CONFIG).is_file() else {}
+    config = (
+        read_json(file_inside(folder, CONFIG, str(folder))) if (folder / CONFIG).is_file() else {}
+    )
     if "model_type" in config:
         return _pretrained(folder, name, settings)
     check_no_adapters(folder)
@@ -96,8 +104,13 @@ def open_model(folder: Path, settings: ModelSettings) -> Served:
             f"a run of house_prices.py is served once it has ended; got no {MODEL} in {folder}. Complete it with --resume."
         )
     if not folder.exists():
-        remedy = download_remedy(folder, "serve") or "Name the --out-dir of a run, or the folder of a model."
-        raise ValueError(f"a model to serve must be in a folder; got {folder}, which does not exist. {remedy}")
+        remedy = (
+            download_remedy(folder, "serve")
+            or "Name the --out-dir of a run, or the folder of a model."
+        )
+        raise ValueError(
+            f"a model to serve must be in a folder; got {folder}, which does not exist. {remedy}"
+        )
     raise ValueError(
         f"a folder to serve must be a run of house_prices.py, digits.py or gpt.py, or a model with config.json and "
         f"safetensors; got none in {folder}. Name the --out-dir of a run, or the folder of a model."
@@ -135,11 +148,15 @@ def _gpt_run(folder: Path, name: str, settings: ModelSettings) -> Served:
 
 def _pretrained(folder: Path, name: str, settings: ModelSettings) -> Served:
     config = huggingface.read_config(folder, ignore=unmodelled_keys(folder))
-    read = RunModel(config, huggingface.read_params(folder, config, dtype=settings.dtype), folder, 0)
+    read = RunModel(
+        config, huggingface.read_params(folder, config, dtype=settings.dtype), folder, 0
+    )
     return _language_model(read, folder, name, f"the language model in {folder.name}", settings)
 
 
-def _language_model(run: RunModel, place: Path, name: str, about: str, settings: ModelSettings) -> Served:
+def _language_model(
+    run: RunModel, place: Path, name: str, about: str, settings: ModelSettings
+) -> Served:
     tokenizer = _tokenizer(run.config, settings.tokenizer or place)
     eos = huggingface.stop_tokens(run.source) or (() if tokenizer.end is None else (tokenizer.end,))
     config = replace(run.config, compute_dtype=settings.dtype)
@@ -162,7 +179,9 @@ def _tokenizer(config: TransformerConfig, folder: Path) -> Tokenizer:
 def _on_device(params: PyTree, table: PyTree, dtype: str) -> PyTree:
     """Returns stored params on the first device; raises ValueError if they have not a table's shapes, or are not finite."""
     shapes = [spec.full_shape for spec in jax.tree.leaves(table, is_leaf=is_spec)]
-    found = [getattr(leaf, "weight", leaf).shape for leaf in jax.tree.leaves(params, is_leaf=is_weight)]
+    found = [
+        getattr(leaf, "weight", leaf).shape for leaf in jax.tree.leaves(params, is_leaf=is_weight)
+    ]
     if wrong := [pair for pair in zip(found, shapes, strict=True) if pair[0] != pair[1]]:
         raise ValueError(
             f"a checkpoint must have the shapes of its model; got {wrong[0][0]} for {wrong[0][1]}. Give the checkpoints and "
@@ -191,7 +210,11 @@ def house_prices(run: Path, name: str) -> Served:
     middles = [float(f"{(low + high) / 2:.4g}") for low, high in linear.seen]
     features: dict[str, Any] = {}  # under names of our own, since a column may have any name
     for i, (feature, (low, high)) in enumerate(zip(linear.features, linear.seen, strict=True)):
-        rule = {"ge": -LARGEST, "le": LARGEST, "description": f"from {low:g} to {high:g} in training"}
+        rule = {
+            "ge": -LARGEST,
+            "le": LARGEST,
+            "description": f"from {low:g} to {high:g} in training",
+        }
         features[f"feature_{i}"] = float, Field(alias=feature, examples=[middles[i]], **rule)
     example = dict(zip(linear.features, middles, strict=True))
     about = f"predicts {linear.target} from {', '.join(linear.features)}"
@@ -203,7 +226,10 @@ def predict_prices(linear: TrainedLinear, instances: Sequence[Body]) -> dict[str
     """Returns for each instance the target, and the features whose values lie outside the training data."""
     rows = [list(instance.model_dump().values()) for instance in instances]
     found = [
-        {"prediction": linear.predict(row), "outside_training_range": [linear.features[i] for i in linear.outside(row)]}
+        {
+            "prediction": linear.predict(row),
+            "outside_training_range": [linear.features[i] for i in linear.outside(row)],
+        }
         for row in rows
     ]
     return {"target": linear.target, "predictions": found}
@@ -222,7 +248,9 @@ class Image(Body):
 def digits(params: PyTree, name: str) -> Served:
     """Returns the endpoint of a run of recipes/digits.py, from its params."""
     example = {"pixels": [int(pixel) for pixel in ONE.replace(" ", "")]}
-    return _predictor(name, "reads handwritten digits", Image, example, partial(predict_digits, params))
+    return _predictor(
+        name, "reads handwritten digits", Image, example, partial(predict_digits, params)
+    )
 
 
 def predict_digits(params: PyTree, instances: Sequence[Image]) -> dict[str, Any]:
@@ -231,7 +259,10 @@ def predict_digits(params: PyTree, instances: Sequence[Image]) -> dict[str, Any]
     count = next_power_of_two(len(rows))  # a few programs for all numbers of rows
     padded = np.pad(rows, ((0, count - len(rows)), (0, 0)))
     probabilities = np.asarray(_probabilities(params, padded))[: len(rows)]
-    found = [{"digit": int(row.argmax()), "probabilities": [float(each) for each in row]} for row in probabilities]
+    found = [
+        {"digit": int(row.argmax()), "probabilities": [float(each) for each in row]}
+        for row in probabilities
+    ]
     return {"predictions": found}
 
 
@@ -241,11 +272,19 @@ def _probabilities(params: PyTree, features: jax.Array) -> jax.Array:
 
 
 def _predictor(
-    name: str, about: str, instance: type[Body], example: dict[str, Any], predict: Callable[[Any], dict[str, Any]]
+    name: str,
+    about: str,
+    instance: type[Body],
+    example: dict[str, Any],
+    predict: Callable[[Any], dict[str, Any]],
 ) -> Served:
     """Returns the one endpoint of a model that predicts for a list of instances."""
     instances = Field(
-        min_length=1, max_length=MAX_INSTANCES, fail_fast=True, description="what to predict for", examples=[[example]]
+        min_length=1,
+        max_length=MAX_INSTANCES,
+        fail_fast=True,
+        description="what to predict for",
+        examples=[[example]],
     )
     kind: Any = create_model("Instances", __base__=Body, instances=(list[instance], instances))
     usage = {"instances": 0}
@@ -259,5 +298,7 @@ def _predictor(
 
     asked = {"instances": [example]}
     response = predict(kind.model_validate(asked).instances)
-    endpoint = Endpoint(PREDICT, f"{about[0].upper()}{about[1:]}.", kind, asked, response, make_reply)
+    endpoint = Endpoint(
+        PREDICT, f"{about[0].upper()}{about[1:]}.", kind, asked, response, make_reply
+    )
     return Served(name, about, (endpoint,), asked, usage=usage)

@@ -50,10 +50,17 @@ class Completion:
     about: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        kind, short = ("chat.completion", "chatcmpl") if self.is_chat else ("text_completion", "cmpl")
+        kind, short = (
+            ("chat.completion", "chatcmpl") if self.is_chat else ("text_completion", "cmpl")
+        )
         kind += ".chunk" if self.is_chat and self.is_stream else ""
         name = f"{short}-{secrets.token_hex(12)}"
-        self.about = {"id": name, "object": kind, "created": int(time.time()), "model": self.api.name}
+        self.about = {
+            "id": name,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.api.name,
+        }
 
     def work(self) -> Iterator[list[TextDelta]]:
         """Computes the answers, and counts their tokens."""
@@ -74,7 +81,9 @@ class Completion:
         scores = model.score([np.array(row, np.int32) for row in rows], max(num_top, 1))
         told = zip(rows, scores, map(len, prompts), self.echoes or [None] * len(rows), strict=True)
         return [
-            logprobs(model.tokenizer, row, of_row, num_prompt=num_prompt, num_top=num_top, echo=echo)
+            logprobs(
+                model.tokenizer, row, of_row, num_prompt=num_prompt, num_top=num_top, echo=echo
+            )
             for row, of_row, num_prompt, echo in told
         ]
 
@@ -93,7 +102,9 @@ class Completion:
         self.is_begun = True
         for row, text, _, finish, _ in result:
             if text or finish:
-                told = {"delta": {"content": text} if text else {}} if self.is_chat else {"text": text}
+                told = (
+                    {"delta": {"content": text} if text else {}} if self.is_chat else {"text": text}
+                )
                 choices.append(_choice(row, told, finish))
         usage = {"usage": None} if self.include_usage else {}
         return [self.about | {"choices": [choice]} | usage for choice in choices]
@@ -110,8 +121,12 @@ class Completion:
         for delta in itertools.chain(*results):
             texts[delta.row] += delta.text
             finish[delta.row] = delta.finish or ""
-        told = lambda text: {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        choices = [_choice(row, told(text), finish[row], self.logprobs) for row, text in enumerate(texts)]
+        told = lambda text: (
+            {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        )
+        choices = [
+            _choice(row, told(text), finish[row], self.logprobs) for row, text in enumerate(texts)
+        ]
         return self.about | {"choices": choices, "usage": self._usage()}
 
     def _usage(self) -> dict[str, int]:
@@ -122,7 +137,12 @@ class Completion:
 def _choice(
     row: int, told: dict[str, Any], finish: str | None, logprobs: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    return {"index": row, **told, "logprobs": logprobs[row] if logprobs else None, "finish_reason": finish}
+    return {
+        "index": row,
+        **told,
+        "logprobs": logprobs[row] if logprobs else None,
+        "finish_reason": finish,
+    }
 
 
 @dataclass(frozen=True)
@@ -139,12 +159,16 @@ class Api:
     model: LanguageModel
     name: str
     max_tokens: int
-    usage: dict[str, int] = field(default_factory=lambda: {"prompt_tokens": 0, "completion_tokens": 0})
+    usage: dict[str, int] = field(
+        default_factory=lambda: {"prompt_tokens": 0, "completion_tokens": 0}
+    )
 
     def example(self, *, is_chat: bool) -> dict[str, Any]:
         """Returns an example of a response."""
         request = GenerationRequest(prompts=[np.zeros(4, np.int32)], max_tokens=16)
-        found = Completion(self, request, 1, is_chat, is_stream=False, include_usage=True, new_tokens=16)
+        found = Completion(
+            self, request, 1, is_chat, is_stream=False, include_usage=True, new_tokens=16
+        )
         return found.whole([[TextDelta(0, "...", 16, "length")]])
 
     def reply(self, body: CompletionBody | ChatBody) -> Reply:
@@ -154,7 +178,9 @@ class Api:
         try:
             prompts = _prompts(self.model, body)
         except ValueError as error:  # also one of the tokenizer or the template
-            raise RequestError(400, str(error), param="messages" if is_chat else "prompt") from error
+            raise RequestError(
+                400, str(error), param="messages" if is_chat else "prompt"
+            ) from error
         if len(prompts) * count > MAX_ROWS:
             raise RequestError(
                 400,
@@ -180,8 +206,12 @@ class Api:
         )
         usage = body.stream_options is not None and body.stream_options.include_usage
         echoes = echoes and [echo for echo in echoes for _ in range(count)]
-        found = Completion(self, request, len(prompts), is_chat, bool(body.stream), usage, echoes, num_top)
-        return Reply(found.work, found.whole, found.events if body.stream else None, found.last_events)
+        found = Completion(
+            self, request, len(prompts), is_chat, bool(body.stream), usage, echoes, num_top
+        )
+        return Reply(
+            found.work, found.whole, found.events if body.stream else None, found.last_events
+        )
 
     def _num_tokens(self, body: Generation, longest: int) -> int:
         """Returns the tokens to add to each prompt; raises RequestError where the longest one leaves no room for them."""
@@ -200,7 +230,9 @@ class Api:
         tokens = default if asked is None else asked
         if tokens == 0 and not getattr(body, "echo", None):
             raise RequestError(
-                400, f"{name} must be at least 1 without echo; got 0. Give such as 16, or echo=true.", param=name
+                400,
+                f"{name} must be at least 1 without echo; got 0. Give such as 16, or echo=true.",
+                param=name,
             )
         if tokens > self.max_tokens:
             raise RequestError(
@@ -239,11 +271,19 @@ def language_model(model: LanguageModel, name: str, about: str, max_tokens: int)
     max_tokens = min(max_tokens, model.max_context)
     api = Api(model, name, max_tokens)
     limits = f"At most {max_tokens} tokens are added, to {model.max_context} with the prompt."
-    about_chat = "Answers in a conversation." if model.has_chat_template else "Refuses: the model has no chat template."
+    about_chat = (
+        "Answers in a conversation."
+        if model.has_chat_template
+        else "Refuses: the model has no chat template."
+    )
     asked = {"model": name, "max_tokens": min(16, max_tokens)}
     text = asked | {"prompt": "def "}
     chat = asked | {"messages": [{"role": "user", "content": "What is a pipeline?"}]}
-    about_text, of_text, of_chat = "Continues a text.", api.example(is_chat=False), api.example(is_chat=True)
+    about_text, of_text, of_chat = (
+        "Continues a text.",
+        api.example(is_chat=False),
+        api.example(is_chat=True),
+    )
     endpoints = (
         Endpoint(COMPLETIONS, f"{about_text} {limits}", CompletionBody, text, of_text, api.reply),
         Endpoint(CHAT, f"{about_chat} {limits}", ChatBody, chat, of_chat, api.reply),
@@ -259,7 +299,10 @@ def _prompts(model: LanguageModel, body: CompletionBody | ChatBody) -> list[np.n
     else:
         is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
         many: list[Any] = [body.prompt] if is_one else list(body.prompt)
-        found = [_text(model, each) if isinstance(each, str) else np.array(each, np.int64) for each in many]
+        found = [
+            _text(model, each) if isinstance(each, str) else np.array(each, np.int64)
+            for each in many
+        ]
     for tokens in found:
         if not len(tokens):
             raise ValueError('a prompt must have a token; got "". Give a text.')
@@ -285,7 +328,11 @@ def _of_prompts(
         )
     asked = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     given: list[Any] = list(asked) if isinstance(asked[0], str) else [None] * len(prompts)
-    echoes = [echo_of(model.tokenizer, *both) for both in zip(given, prompts, strict=True)] if body.echo else None
+    echoes = (
+        [echo_of(model.tokenizer, *both) for both in zip(given, prompts, strict=True)]
+        if body.echo
+        else None
+    )
     return echoes, body.logprobs
 
 
@@ -306,7 +353,9 @@ def _conversation(model: LanguageModel, messages: list[ChatMessage]) -> str:
         raise ValueError(
             f"messages need a chat template, and the model has none; got {len(messages)} messages. Ask {COMPLETIONS}."
         )
-    text_of = lambda content: content if isinstance(content, str) else "".join(part.text for part in content)
+    text_of = lambda content: (
+        content if isinstance(content, str) else "".join(part.text for part in content)
+    )
     told = [{"role": each.role, "content": text_of(each.content)} for each in messages]
     for message, named in zip(told, messages, strict=True):
         message |= _name(tokenizer, named.name)

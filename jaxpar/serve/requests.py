@@ -81,7 +81,9 @@ class RequestError(Exception):
     def body(self) -> dict[str, Any]:
         """Returns the body of the response, in the form of OpenAI's API."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
     def headers(self) -> dict[str, str]:
         """Returns the headers of the response."""
@@ -99,7 +101,8 @@ async def read_body(request: "Request", max_bytes: int) -> bytes:
     coding = request.headers.get("content-encoding", "identity")
     if coding.strip().lower() != "identity":
         raise RequestError(
-            415, f"a body must be sent as it is; got Content-Encoding {ascii(coding)[:60]}. Send it uncompressed."
+            415,
+            f"a body must be sent as it is; got Content-Encoding {ascii(coding)[:60]}. Send it uncompressed.",
         )
     length = request.headers.get("content-length", "0")
     told = int(length) if length.isdecimal() else 0
@@ -114,11 +117,13 @@ async def read_body(request: "Request", max_bytes: int) -> bytes:
                     body.extend(chunk if count <= max_bytes else b"")
     except TimeoutError:
         raise RequestError(
-            408, f"a body must arrive within {READ_SECONDS:g} s; got one that did not. Send it again."
+            408,
+            f"a body must arrive within {READ_SECONDS:g} s; got one that did not. Send it again.",
         ) from None
     if max(count, told) > max_bytes:
         raise RequestError(
-            413, f"a body must have at most {max_bytes} bytes; got {max(count, told)}. Send less, or several requests."
+            413,
+            f"a body must have at most {max_bytes} bytes; got {max(count, told)}. Send less, or several requests.",
         )
     return bytes(body)
 
@@ -127,7 +132,11 @@ def parse(body: bytes) -> Any:
     """Returns the value in a body; raises RequestError unless it is JSON of finite numbers, each key once."""
     try:
         return json.loads(
-            body.decode(), parse_constant=_no_number, parse_float=_number, parse_int=_number, object_pairs_hook=_once
+            body.decode(),
+            parse_constant=_no_number,
+            parse_float=_number,
+            parse_int=_number,
+            object_pairs_hook=_once,
         )
     except (ValueError, RecursionError) as error:
         raise RequestError(
@@ -298,7 +307,9 @@ class Worker:
         results: asyncio.Queue[Any] = asyncio.Queue()
         answer = Answer(results, asyncio.ensure_future(self._produce(work, results, is_timed)))
         self._waiting.add(answer.producer)
-        answer.producer.add_done_callback(self._waiting.discard)  # also of one that is cancelled before it begins
+        answer.producer.add_done_callback(
+            self._waiting.discard
+        )  # also of one that is cancelled before it begins
         return answer
 
     def retry_seconds(self) -> int:
@@ -323,7 +334,9 @@ class Worker:
                 f"a request must be answered within {self._timeout:g} s, with the time that it waits; got one that was not. "
                 "Ask for less, or ask again after the seconds in Retry-After."
             )
-            results.put_nowait(RequestError(503, message, code="timeout", retry_after=self.retry_seconds()))
+            results.put_nowait(
+                RequestError(503, message, code="timeout", retry_after=self.retry_seconds())
+            )
         except Exception as error:  # of the work: who reads the results raises it
             results.put_nowait(error)
 
@@ -331,7 +344,9 @@ class Worker:
         self.is_running, began = True, time.monotonic()
         try:
             loop, iterator = asyncio.get_running_loop(), work()
-            while (result := await loop.run_in_executor(self._thread, self._next, iterator)) is not END:
+            while (
+                result := await loop.run_in_executor(self._thread, self._next, iterator)
+            ) is not END:
                 results.put_nowait(result)
             self._seconds.append(time.monotonic() - began)
         finally:

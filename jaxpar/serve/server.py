@@ -74,10 +74,21 @@ class Server:
         self._app, self._exit_code = app, ExitCode.DONE
         self._tasks = set[asyncio.Task[None]]()  # a task that nothing holds may be collected
         protocol = partial(_Protocol, app.connections)
-        of_protocols: dict[str, Any] = {"loop": "asyncio", "http": protocol, "ws": "none", "lifespan": "off"}
+        of_protocols: dict[str, Any] = {
+            "loop": "asyncio",
+            "http": protocol,
+            "ws": "none",
+            "lifespan": "off",
+        }
         of_protocols["backlog"] = ACCEPTED_AT_ONCE
-        says_nothing: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
-        config = uvicorn.Config(app, **of_protocols, **says_nothing, timeout_graceful_shutdown=LEAVE_SECONDS)
+        says_nothing: dict[str, Any] = {
+            "log_config": None,
+            "access_log": False,
+            "server_header": False,
+        }
+        config = uvicorn.Config(
+            app, **of_protocols, **says_nothing, timeout_graceful_shutdown=LEAVE_SECONDS
+        )
         self._uvicorn = uvicorn.Server(config)
 
     async def serve(self, listening: socket.socket, signals: Sequence[signal.Signals] = ()) -> int:
@@ -112,7 +123,9 @@ class Server:
         for each in signals:
             asyncio.get_running_loop().remove_signal_handler(each)
             signal.signal(each, signal.SIG_DFL)
-        tell(f"{number.name}: answering {self._app.num_open} requests, then stopping; a second signal ends it at once")
+        tell(
+            f"{number.name}: answering {self._app.num_open} requests, then stopping; a second signal ends it at once"
+        )
         self.begin_to_stop()
 
     def begin_to_stop(self) -> None:

@@ -16,23 +16,39 @@ from jaxpar.fields import brief
 def check_loss(loss: Callable, outputs: PyTree, batch: PyTree, *, has_aux: bool | None) -> None:
     """Raises unless ``loss`` returns two real scalars, and with ``has_aux`` a dict of further ones; None takes arrays too."""
     found = []
-    jax.eval_shape(lambda *given: found.append(jax.tree.map(_abstract, loss(*given))), outputs, batch)
+    jax.eval_shape(
+        lambda *given: found.append(jax.tree.map(_abstract, loss(*given))), outputs, batch
+    )
     (given,) = found
     count = len(given) if isinstance(given, tuple) else 1
-    if count not in ((2, 3) if has_aux is None else (2 + has_aux,)) or (count == 2 and isinstance(given[1], dict)):
-        form = "(loss_sum, weight_sum, sums) with has_aux=True" if has_aux else "(loss_sum, weight_sum)"
+    if count not in ((2, 3) if has_aux is None else (2 + has_aux,)) or (
+        count == 2 and isinstance(given[1], dict)
+    ):
+        form = (
+            "(loss_sum, weight_sum, sums) with has_aux=True"
+            if has_aux
+            else "(loss_sum, weight_sum)"
+        )
         remedy = _remedy(given, count, has_aux)
-        raise TypeError(f"loss must return the tuple {form}; got {jax.tree.map(_Told, given)}. {remedy}")
+        raise TypeError(
+            f"loss must return the tuple {form}; got {jax.tree.map(_Told, given)}. {remedy}"
+        )
     for name, value in zip(("loss_sum", "weight_sum"), given[:2], strict=True):
         if not hasattr(value, "dtype"):
             raise TypeError(
                 f"loss must return two scalars; got {jax.tree.map(_Told, value)} for {name}. Return jnp.sum of "
-                + ("the losses of the rows." if name == "loss_sum" else "their weights, or their number as a float.")
+                + (
+                    "the losses of the rows."
+                    if name == "loss_sum"
+                    else "their weights, or their number as a float."
+                )
             )
         shape, dtype = jnp.shape(value), jnp.result_type(value)
         if shape != () or not jnp.issubdtype(dtype, jnp.floating):
             remedy = f"Sum it: jnp.sum({name})." if shape else f"Cast it: jnp.float32({name})."
-            raise ValueError(f"loss must return floating-point scalars; got {name} {dtype}{list(shape)}. {remedy}")
+            raise ValueError(
+                f"loss must return floating-point scalars; got {name} {dtype}{list(shape)}. {remedy}"
+            )
     if count == 3:
         _check_sums(given[2], are_scalars=bool(has_aux))
 
@@ -68,7 +84,9 @@ def _check_sums(sums: PyTree, *, are_scalars: bool) -> None:
                 "give the numbers of several classes a name each."
             )
         dtype = getattr(value, "dtype", None)
-        is_real = dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, bool))
+        is_real = dtype is not None and any(
+            jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, bool)
+        )
         if not is_real:
             raise TypeError(
                 f"each sum of a loss must be a float, an integer or a boolean; got {name!r} {jax.tree.map(_Told, value)}. "
@@ -79,7 +97,11 @@ def _check_sums(sums: PyTree, *, are_scalars: bool) -> None:
 def pair_of(returned: PyTree) -> tuple[PyTree, PyTree]:
     """Returns what a function of the form of ``value_and_grad`` has returned; raises TypeError unless that is a pair."""
     if not isinstance(returned, tuple) or len(returned) != 2:
-        got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else type(returned).__name__
+        got = (
+            f"a tuple of {len(returned)}"
+            if isinstance(returned, tuple)
+            else type(returned).__name__
+        )
         raise TypeError(
             f"value_and_grad must return a loss and the gradients, a pair; got {got}. Make it with jaxpar.value_and_grad, or "
             "with jax.value_and_grad."
@@ -98,6 +120,8 @@ class _Told(str):
 
     def __new__(cls, leaf: Any) -> "_Told":
         is_array = isinstance(leaf, jax.ShapeDtypeStruct)
-        return super().__new__(cls, f"{leaf.dtype}{list(leaf.shape)}" if is_array else brief(repr(leaf)))
+        return super().__new__(
+            cls, f"{leaf.dtype}{list(leaf.shape)}" if is_array else brief(repr(leaf))
+        )
 
     __repr__ = str.__str__

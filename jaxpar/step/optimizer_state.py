@@ -167,7 +167,9 @@ def _with_distinct_sizes(
     distinct = jax.tree.map(with_distinct, params)
     try:
         distinct_state = jax.eval_shape(optimizer.init, distinct)
-    except Exception:  # any error that an optimizer raises for shapes that are not those of its model
+    except (
+        Exception
+    ):  # any error that an optimizer raises for shapes that are not those of its model
         return params, state
     if jax.tree.structure(distinct_state) != jax.tree.structure(state):
         return params, state
@@ -300,8 +302,12 @@ def _with_one_position_fewer(params: PyTree) -> PyTree:
 def _state_over_layers(optimizer: Optimizer, params: PyTree, shorter: PyTree) -> str:
     """Returns the path and shape of an array of the state that belongs to packed layers and has no dim of them; "" for none."""
     few = _by_path(shorter)
-    packed = {path: leaf for path, leaf in _by_path(params).items() if few[path].shape != leaf.shape}
-    state, of_shorter = (_by_path(jax.eval_shape(optimizer.init, each)) for each in (params, shorter))
+    packed = {
+        path: leaf for path, leaf in _by_path(params).items() if few[path].shape != leaf.shape
+    }
+    state, of_shorter = (
+        _by_path(jax.eval_shape(optimizer.init, each)) for each in (params, shorter)
+    )
     for path, leaf in state.items():
         if leaf.size <= 1 or not _owner(path, packed):
             continue
@@ -323,7 +329,9 @@ def first_update(optimizer: Optimizer, params: PyTree) -> tuple[PyTree, PyTree]:
     return call_update(optimizer.update, params, optimizer.init(params), params, **further)
 
 
-def value_fn_of(value_and_grad: Callable[[PyTree], tuple[PyTree, PyTree]]) -> Callable[[PyTree], jax.Array]:
+def value_fn_of(
+    value_and_grad: Callable[[PyTree], tuple[PyTree, PyTree]],
+) -> Callable[[PyTree], jax.Array]:
     """Returns the loss as a function of the params, whose derivative is the gradients of ``value_and_grad``.
 
     Args:

@@ -104,7 +104,9 @@ class Step:
     def traced_loss(self) -> Callable[[PyTree, PyTree], TracedLoss]:
         """The traced loss for params in the model's order and a batch, traced once for each new set of shapes."""
         num_microbatches, executor = self.pipeline.num_microbatches, self.pipeline.executor
-        trace = partial(trace_loss, self.model, self.float_loss, self.mesh, num_microbatches, executor)
+        trace = partial(
+            trace_loss, self.model, self.float_loss, self.mesh, num_microbatches, executor
+        )
         return once_for_shapes(lambda *given: replace(trace(*given), is_mean=self.trains))
 
     def storing(self, schedule: Schedule) -> LayeredModel:

@@ -22,7 +22,17 @@ from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh, cut_of, entry_axes
 from jaxpar.row_dependence import Kind, Reader, Value, traced
 from jaxpar.shard_map import as_on_a_device, manual_over_data_and_stage
 from jaxpar.sharding import path_string
-from jaxpar.step.row_checks import NO_SUMS, Found, Model, examine, pairs_of, resized, rows_of, shapes_of, size_of
+from jaxpar.step.row_checks import (
+    NO_SUMS,
+    Found,
+    Model,
+    examine,
+    pairs_of,
+    resized,
+    rows_of,
+    shapes_of,
+    size_of,
+)
 
 _UNKNOWN = Value(Kind.UNKNOWN, None)
 
@@ -65,7 +75,9 @@ def check_positions(
     except Exception:  # of any kind: a model is a function of the user
         return
     _refuse_neighbours(model, loss, params, outputs, shapes, seq)
-    found = _of_devices(model, loss, params, shapes, mesh, shardings) or _of_loss(model, loss, params, shapes, seq)
+    found = _of_devices(model, loss, params, shapes, mesh, shardings) or _of_loss(
+        model, loss, params, shapes, seq
+    )
     if found is None:
         return
     loss_sum, weight_sum, *_ = found.sums
@@ -79,7 +91,9 @@ def check_positions(
         )
     is_wrong = any(value.kind in NO_SUMS for value in (loss_sum, weight_sum))
     if is_wrong or found.disagree(loss_sum, weight_sum):
-        loss_is, weight_is = (_of_positions(found.described(each)) for each in (loss_sum, weight_sum))
+        loss_is, weight_is = (
+            _of_positions(found.described(each)) for each in (loss_sum, weight_sum)
+        )
         raise ValueError(
             "loss_sum and weight_sum must be sums over the positions that the loss is given, since both are added over the "
             f"devices that share a sequence; got loss_sum {loss_is}, and weight_sum {weight_is}. Return jnp.sum of the losses "
@@ -101,7 +115,9 @@ def _of_devices(
     None if that is not known: a model sends positions from device to device, or takes no such numbers of devices.
     """
     parts = mesh.shape[CONTEXT]
-    pairs = [(2 * parts, parts)] + [(parts, parts // 2)] * (parts > 2)  # of devices; heads may divide by no more
+    pairs = [(2 * parts, parts)] + [(parts, parts // 2)] * (
+        parts > 2
+    )  # of devices; heads may divide by no more
     each = (_of_so_many(model, loss, params, batch, mesh, shardings, counts) for counts in pairs)
     return next((found for found in each if found is not None), None)
 
@@ -123,7 +139,11 @@ def _of_so_many(
     meshes = [abstract_mesh(**(axes | {CONTEXT: count})) for count in counts]
     within = [partial(as_on_a_device, each) for each in meshes]
     batches = [resized(batch, size, dim=1) for size in sizes]
-    local = params if shardings is None else jax.tree.map(partial(_owned_shape, mesh=meshes[0]), params, shardings)
+    local = (
+        params
+        if shardings is None
+        else jax.tree.map(partial(_owned_shape, mesh=meshes[0]), params, shardings)
+    )
     reader = Reader(sizes[0], sizes[1] / sizes[0], axis=CONTEXT)
     try:
         with within[1]():
@@ -275,7 +295,9 @@ def _read_loss(
         (outputs[0], batches[0]),
         (outputs[1], batches[1]),
     )
-    of_outputs, of_batch = ([rows_of(pair, sizes[0]) for pair in pairs_of(trees)] for trees in (outputs, batches))
+    of_outputs, of_batch = (
+        [rows_of(pair, sizes[0]) for pair in pairs_of(trees)] for trees in (outputs, batches)
+    )
     unknown = [_UNKNOWN if value.is_free else value for value in of_outputs]
     return Reader(sizes[0], sizes[1] / sizes[0]).read(*jaxprs, [*unknown, *of_batch])
 

@@ -19,7 +19,9 @@ class ImpureError(ValueError):
     """A model or its loss is not a pure function."""
 
 
-def check_pure(model: LayeredModel | Callable, loss: Callable, params: PyTree, batch: PyTree) -> None:
+def check_pure(
+    model: LayeredModel | Callable, loss: Callable, params: PyTree, batch: PyTree
+) -> None:
     """Raises ImpureError if a model and its loss have other numbers when they are traced once more."""
     forward = model.apply if isinstance(model, LayeredModel) else model
     first = _numbers(forward, loss, params, batch)

@@ -137,7 +137,9 @@ class Found:
         """Returns the value that the next part is given; what is in doubt is noted, and then taken to be right."""
         is_leaf_of_x = part in ("embed", "layer")
         if is_leaf_of_x and value.kind is Kind.UNKNOWN:  # without rows, and yet of rows
-            value = Value(growth=None) if self.joins_rows else Value(Kind.MIXED, None, why=value.why)
+            value = (
+                Value(growth=None) if self.joins_rows else Value(Kind.MIXED, None, why=value.why)
+            )
         self.doubt(value, part)
         if value.kind is Kind.MIXED:
             self.part_of.setdefault(value.why, part)
@@ -218,7 +220,9 @@ def examine(
     for part in parts:
         values = _after(part, values, reader, found)
     found.sums = reader.read(*of_loss.jaxprs, [*values, *of_batch])
-    found.names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(of_loss.returned[0])]
+    found.names = [
+        _name(path) for path, _ in jax.tree_util.tree_leaves_with_path(of_loss.returned[0])
+    ]
     for at, value in enumerate(found.sums):
         found.doubt(value, "loss")
         if value.growth is None and value.kind in (Kind.FREE, Kind.SUM):

@@ -85,7 +85,9 @@ class Parallel:
     def __post_init__(self) -> None:
         check_mesh(self.mesh)
         self._check_shardings()
-        check_kind((0, 1, 2, 3), "a ZeRO level, 0 to 3", f"Write {arg(zero=0)} for none.", zero=self.zero)
+        check_kind(
+            (0, 1, 2, 3), "a ZeRO level, 0 to 3", f"Write {arg(zero=0)} for none.", zero=self.zero
+        )
         if self.zero and self.mesh.shape[TENSOR] > 1 and self.shardings is None:
             raise ValueError(
                 "ZeRO must know which dims the tensor axis cuts; got "
@@ -93,7 +95,12 @@ class Parallel:
                 "jaxpar.shardings_from_paths."
             )
         check_trainable(self.trainable)
-        check_kind((LayerLayout, None), "a jaxpar.LayerLayout", "Leave it out for equal stages.", layout=self.layout)
+        check_kind(
+            (LayerLayout, None),
+            "a jaxpar.LayerLayout",
+            "Leave it out for equal stages.",
+            layout=self.layout,
+        )
         self._check_overlap()
         check_reduce_dtype(self.grad_reduce_dtype, self.mesh)
 
@@ -184,14 +191,20 @@ class Pipeline:
             check_kind(kinds, "an integer", f"Write {name}=1.", **{name: value})
             check_positive(f"Write {name}=1 or more.", **{name: value})
         if self.executor == "free":
-            raise ValueError('executor="free" is now called executor="mpmd"; got "free". Write executor="mpmd".')
+            raise ValueError(
+                'executor="free" is now called executor="mpmd"; got "free". Write executor="mpmd".'
+            )
         check_kind(("spmd", "mpmd"), '"spmd" or "mpmd"', 'Use "spmd".', executor=self.executor)
         remats = f"one of {', '.join(map(repr, REMAT))}, or a jax.checkpoint policy"
-        check_kind((bool, *REMAT, Callable), remats, "See jax.checkpoint_policies.", remat=self.remat)
+        check_kind(
+            (bool, *REMAT, Callable), remats, "See jax.checkpoint_policies.", remat=self.remat
+        )
         if isinstance(self.remat, bool):
             object.__setattr__(self, "remat", "full" if self.remat else "none")
         masks = self.mask_idle_ops
-        check_kind((bool, "auto", None), 'True, False or "auto"', 'Use "auto".', mask_idle_ops=masks)
+        check_kind(
+            (bool, "auto", None), 'True, False or "auto"', 'Use "auto".', mask_idle_ops=masks
+        )
         if masks is None:
             object.__setattr__(self, "mask_idle_ops", "auto")
 
@@ -222,7 +235,11 @@ class Pipeline:
             ("num_stages", table.num_stages, num_stages),
             ("num_microbatches", table.num_microbatches, self.num_microbatches),
             ("num_chunks", table.num_chunks, self.num_chunks or table.num_chunks),
-            ("remat", table.recomputes, self.policy if isinstance(self.policy, bool) else table.recomputes),
+            (
+                "remat",
+                table.recomputes,
+                self.policy if isinstance(self.policy, bool) else table.recomputes,
+            ),
         ):
             if of_table != of_run:
                 raise ValueError(
@@ -231,7 +248,11 @@ class Pipeline:
                 )
 
 
-_KINDS = {"mesh": Parallel, "parallel": Parallel, "pipeline": Pipeline}  # of what an argument becomes, by its name
+_KINDS = {
+    "mesh": Parallel,
+    "parallel": Parallel,
+    "pipeline": Pipeline,
+}  # of what an argument becomes, by its name
 
 
 def accepts_settings(function: Function) -> Function:
@@ -248,10 +269,14 @@ def accepts_settings(function: Function) -> Function:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(_misfit(function.__qualname__, kinds, signature.parameters, kwargs, str(error))) from None
+            raise TypeError(
+                _misfit(function.__qualname__, kinds, signature.parameters, kwargs, str(error))
+            ) from None
         given = bound.arguments
         for name, kind in kinds.items():
-            keywords = {f.name: given[f.name] for f in fields(kind) if f.name in given and f.name != name}
+            keywords = {
+                f.name: given[f.name] for f in fields(kind) if f.name in given and f.name != name
+            }
             given[name] = _settings(kind, given.get(name), keywords)
         return function(*bound.args, **bound.kwargs)
 
@@ -259,7 +284,11 @@ def accepts_settings(function: Function) -> Function:
 
 
 def _misfit(
-    function: str, kinds: Mapping[str, type], known: Collection[str], given: Collection[str], error: str
+    function: str,
+    kinds: Mapping[str, type],
+    known: Collection[str],
+    given: Collection[str],
+    error: str,
 ) -> str:
     """Returns a message about arguments that a function does not take, with what is meant by one of them."""
     if not (unknown := [name for name in given if name not in known]):
@@ -279,7 +308,9 @@ def _settings(kind: type, given: Any, keywords: Mapping[str, Any]) -> Parallel |
             return Parallel(given, **keywords)
         if given is not None:
             schedule = given if isinstance(given, str) else "1f1b"
-            raise TypeError(f"pipeline must be a jaxpar.Pipeline; got {given!r}. Write jaxpar.Pipeline({schedule!r}).")
+            raise TypeError(
+                f"pipeline must be a jaxpar.Pipeline; got {given!r}. Write jaxpar.Pipeline({schedule!r})."
+            )
         return Pipeline(**keywords)
     for name, keyword in keywords.items():
         value, own = getattr(replace(given, **{name: keyword}), name), getattr(given, name)
@@ -306,9 +337,16 @@ def check_settings(model: Any, loss: Any, parallel: Parallel, pipeline: Pipeline
             "which is called in another way. Wrap it with jaxpar.adapters, or write lambda params, batch: "
             "module.apply(params, batch[...])."
         )
-    check_kind((Callable,), "a function of (outputs, batch)", "Return (loss_sum, weight_sum) from it.", loss=loss)
+    check_kind(
+        (Callable,),
+        "a function of (outputs, batch)",
+        "Return (loss_sum, weight_sum) from it.",
+        loss=loss,
+    )
     if not isinstance(parallel.mesh, Mesh):
-        raise TypeError("a step runs on devices; got a mesh without any. Make one with jaxpar.make_mesh.")
+        raise TypeError(
+            "a step runs on devices; got a mesh without any. Make one with jaxpar.make_mesh."
+        )
     num_stages, overlap = parallel.mesh.shape[STAGE], parallel.overlap_grad_reduce
     if overlap and not isinstance(model, LayeredModel):
         raise ValueError(

@@ -107,9 +107,13 @@ def trace_loss(
         if any(operation.primitive.name.startswith("custom_vjp_call") for operation in operations):
             operations += _of_gradients(forward, loss, params, microbatch)
         manual_axes = _check_operations(operations, mesh, executor)
-        weight = _of_batch_alone(lambda outputs, batch: loss(outputs, batch)[1], outputs, microbatch)
+        weight = _of_batch_alone(
+            lambda outputs, batch: loss(outputs, batch)[1], outputs, microbatch
+        )
         if weight is None:  # the model may return it unchanged from the batch
-            weight = _of_batch_alone(lambda params, batch: loss(forward(params, batch), batch)[1], params, microbatch)
+            weight = _of_batch_alone(
+                lambda params, batch: loss(forward(params, batch), batch)[1], params, microbatch
+            )
         if weight is None:
             raise ValueError(
                 "weight_sum must depend on the batch alone, since its total is needed before the backward pass; got a loss "
@@ -125,7 +129,9 @@ def trace_loss(
     if mesh.shape[CONTEXT] == 1:
         return of_part()
     found = []  # where sequences are split a model may ask for the axis
-    on_shards = manual_over_data_and_stage(lambda: found.append(of_part()), mesh, in_specs=(), out_specs=None)
+    on_shards = manual_over_data_and_stage(
+        lambda: found.append(of_part()), mesh, in_specs=(), out_specs=None
+    )
     jax.eval_shape(on_shards)
     return found[0]
 
@@ -137,7 +143,9 @@ def _unread_of_first(jaxpr: Any, count: int) -> tuple[int, ...]:
     return tuple(index for index in range(count) if not is_read[index])
 
 
-def _of_batch_alone(function: Callable[[PyTree, PyTree], Any], first: PyTree, batch: PyTree) -> Callable | None:
+def _of_batch_alone(
+    function: Callable[[PyTree, PyTree], Any], first: PyTree, batch: PyTree
+) -> Callable | None:
     """Returns ``function`` as a function of the batch alone; None if its value depends on the values of ``first``."""
     graph = trace(function, first, batch)
     count = len(jax.tree.leaves(first))
@@ -153,7 +161,9 @@ def _of_batch_alone(function: Callable[[PyTree, PyTree], Any], first: PyTree, ba
     return of_batch
 
 
-def _of_gradients(forward: Callable[[PyTree, PyTree], PyTree], loss: Loss, params: PyTree, batch: PyTree) -> list[Any]:
+def _of_gradients(
+    forward: Callable[[PyTree, PyTree], PyTree], loss: Loss, params: PyTree, batch: PyTree
+) -> list[Any]:
     """The equations of the loss and its gradients, which include the backward pass of each ``jax.custom_vjp``."""
 
     def gradients(params: PyTree, batch: PyTree) -> PyTree:
@@ -181,10 +191,14 @@ def _check_operations(operations: Collection[Any], mesh: Mesh, executor: str) ->
                 "operations."
             )
         manual |= {TENSOR}
-    constraints = (o.params["sharding"] for o in operations if o.primitive.name == "sharding_constraint")
+    constraints = (
+        o.params["sharding"] for o in operations if o.primitive.name == "sharding_constraint"
+    )
     for sharding in (each for each in constraints if isinstance(each, NamedSharding)):
         if {axis for entry in sharding.spec for axis in entry_axes(entry)} & manual:
-            taken = " or ".join(axis for axis in mesh.axis_names if axis in manual & shown_sizes(mesh.shape).keys())
+            taken = " or ".join(
+                axis for axis in mesh.axis_names if axis in manual & shown_sizes(mesh.shape).keys()
+            )
             raise ValueError(
                 f"with_sharding_constraint in a model must not name {taken}, over which a step is split "
                 f"already; got {sharding.spec}. Leave these axes out of the spec: a model sees its own rows alone."

@@ -74,12 +74,25 @@ class Run:
         """Starts a launcher; the run's own becomes ``launcher``."""
         self.starts += 1
         own = self.folder / f"{logs}-{self.starts}"
-        args = ("-n", 2, "--log-dir", own, "--max-restarts", 3, *RECIPE, "--keep", self.keep, "--out-dir", self.out)
+        args = (
+            "-n",
+            2,
+            "--log-dir",
+            own,
+            "--max-restarts",
+            3,
+            *RECIPE,
+            "--keep",
+            self.keep,
+            "--out-dir",
+            self.out,
+        )
         limit = (sys.executable, "-c", LIMIT_FILES) if self.files_are_limited else ()
         with (self.folder / f"{logs}-{self.starts}.txt").open("w") as log:
             return subprocess.Popen(
                 [*limit, sys.executable, "-m", "jaxpar", "launch", *map(str, args)],
-                env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAXPAR_RESUME": "if-any"},
+                env=os.environ
+                | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAXPAR_RESUME": "if-any"},
                 cwd=ROOT,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
@@ -106,8 +119,14 @@ class Run:
         """What must be equal in every run."""
         arrays = read_manifest(self.out / "checkpoints" / str(STEPS)).arrays
         lines = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
-        metrics = [json.dumps({name: line[name] for name in line if name not in TIMES}) for line in lines]
-        return {"arrays": arrays, "model": (self.out / "model.json").read_bytes(), "metrics": metrics}
+        metrics = [
+            json.dumps({name: line[name] for name in line if name not in TIMES}) for line in lines
+        ]
+        return {
+            "arrays": arrays,
+            "model": (self.out / "model.json").read_bytes(),
+            "metrics": metrics,
+        }
 
 
 def processes_of(out: Path) -> list[int]:
@@ -165,8 +184,12 @@ def signal_to_launcher(number: signal.Signals) -> Callable[[Run], str]:
         if not (told := send(run.launcher.pid, number)) or number != signal.SIGKILL:
             return told
         run.launcher.wait(WAIT_SECONDS)
-        wait_until(lambda: not run.workers(), f"workers must end with their launcher; see {run.folder}")
-        assert before > STEPS // 2 or run.num_steps() < STEPS, f"workers trained on without it; see {run.folder}"
+        wait_until(
+            lambda: not run.workers(), f"workers must end with their launcher; see {run.folder}"
+        )
+        assert before > STEPS // 2 or run.num_steps() < STEPS, (
+            f"workers trained on without it; see {run.folder}"
+        )
         return told
 
     return strike
@@ -206,7 +229,10 @@ def read_only(run: Run) -> str:
     subprocess.run(["mount", "--bind", folder, folder], check=True, timeout=WAIT_SECONDS)
     try:
         if subprocess.run(
-            ["mount", "-o", "remount,bind,ro", folder], capture_output=True, check=False, timeout=WAIT_SECONDS
+            ["mount", "-o", "remount,bind,ro", folder],
+            capture_output=True,
+            check=False,
+            timeout=WAIT_SECONDS,
         ).returncode:
             return ""  # a file is open for writing
         time.sleep(seconds)
@@ -221,7 +247,10 @@ def second_run(run: Run) -> str:
         return ""
     other = run.start(logs="second")
     code = other.wait(WAIT_SECONDS)
-    allowed = (ExitCode.BAD_CONFIG, ExitCode.DONE)  # it may find the folder free while the first is started again
+    allowed = (
+        ExitCode.BAD_CONFIG,
+        ExitCode.DONE,
+    )  # it may find the folder free while the first is started again
     assert code in allowed, f"a second run in the folder must be refused; it ended with {code}"
     run.was_overtaken |= code == ExitCode.DONE
     return f"a second run, which ended with {code}"
@@ -233,7 +262,11 @@ def flip_a_bit(run: Run) -> str:
     steps = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdigit())
     if run.launcher.poll() is None or sum(is_whole(checkpoints / str(step)) for step in steps) < 2:
         return ""
-    files = [path for path in (checkpoints / str(steps[-1])).rglob("*") if path.is_file() and path.stat().st_size]
+    files = [
+        path
+        for path in (checkpoints / str(steps[-1])).rglob("*")
+        if path.is_file() and path.stat().st_size
+    ]
     path = run.rng.choice(sorted(files))
     content = bytearray(path.read_bytes())
     at = run.rng.randrange(8 * len(content))
@@ -248,7 +281,9 @@ def is_whole(checkpoint: Path) -> bool:
         files = read_manifest(checkpoint).files
     except ValueError:
         return False
-    return not differences(checkpoint, files, ignored=[FILE_NAME]) and not damaged(checkpoint, files, files)
+    return not differences(checkpoint, files, ignored=[FILE_NAME]) and not damaged(
+        checkpoint, files, files
+    )
 
 
 FAULTS = {
@@ -293,7 +328,9 @@ class Beside:
     def check(self) -> None:
         """Fails if a program has ended by itself."""
         for name, program in self.programs.items():
-            assert program.poll() is None, f"{name} found a wrong value or ended; see {self.folder / name}.txt"
+            assert program.poll() is None, (
+                f"{name} found a wrong value or ended; see {self.folder / name}.txt"
+            )
 
     def end(self, name: str) -> None:
         """Kills a program, which must still run, and counts what it has done."""
@@ -302,7 +339,9 @@ class Beside:
         program.kill()
         program.wait(WAIT_SECONDS)
         lines = (self.folder / f"{name}.txt").read_text().splitlines()
-        last = next((line for line in reversed(lines) if line.startswith("{") and line.endswith("}")), "{}")
+        last = next(
+            (line for line in reversed(lines) if line.startswith("{") and line.endswith("}")), "{}"
+        )
         self.counts.update({f"{name}: {what}": count for what, count in json.loads(last).items()})
         (self.folder / f"{name}.txt").unlink()
 
@@ -338,11 +377,15 @@ def disturb(run: Run, counts: Counter, until: float, beside: Beside, live: Path)
                 )
         code = run.launcher.returncode
         counts[f"exit code {code}"] += 1
-        wait_until(lambda: not processes_of(run.out), f"nothing must be left running; see {run.folder}")
+        wait_until(
+            lambda: not processes_of(run.out), f"nothing must be left running; see {run.folder}"
+        )
         if code == 0:
             return
         refused = run.was_overtaken and code == ExitCode.BAD_CONFIG
-        assert refused or code not in NOT_TO_BE, f"exit code {code} of start {run.starts}; see {run.folder}"
+        assert refused or code not in NOT_TO_BE, (
+            f"exit code {code} of start {run.starts}; see {run.folder}"
+        )
         if time.monotonic() < until and run.rng.random() < 0.5:
             strike(run, BETWEEN_STARTS, counts)
         run.files_are_limited &= time.monotonic() < until
@@ -362,7 +405,9 @@ def disk():
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     if can_mount():
         subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", folder], check=True, timeout=WAIT_SECONDS
+            ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", folder],
+            check=True,
+            timeout=WAIT_SECONDS,
         )
     yield folder
     if can_mount():
@@ -376,7 +421,9 @@ def main(seconds: float, seed: int) -> Counter:
     rng, counts = random.Random(seed), Counter()
     with disk() as folder:
         undisturbed = Run(folder, rng, keep=STEPS // SAVE_EVERY)
-        assert undisturbed.start().wait() == 0, f"a run without faults must end with 0; see {folder}"
+        assert undisturbed.start().wait() == 0, (
+            f"a run without faults must end with 0; see {folder}"
+        )
         want, expected = undisturbed.result(), json.dumps(undisturbed.checksums())
     until = time.monotonic() + seconds
     place = Path(tempfile.mkdtemp(prefix="live-"))  # it stays where something failed
@@ -392,17 +439,28 @@ def main(seconds: float, seed: int) -> Counter:
                 disturb(run, counts, until, beside, live)
                 beside.end("follow")
                 for name, got in run.result().items():
-                    assert got == want[name], f"{name} of a disturbed run are not the undisturbed one's; see {folder}"
+                    assert got == want[name], (
+                        f"{name} of a disturbed run are not the undisturbed one's; see {folder}"
+                    )
             counts["runs that ended as the undisturbed one"] += 1
-            print(f"{counts['runs that ended as the undisturbed one']} runs ended as the undisturbed one", flush=True)
+            print(
+                f"{counts['runs that ended as the undisturbed one']} runs ended as the undisturbed one",
+                flush=True,
+            )
     shutil.rmtree(place)
     return counts
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=1200, help="how long faults strike (default: 1200)")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of the faults")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=1200, help="how long faults strike (default: 1200)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of the faults"
+    )
     args = parser.parse_args()
     for what, number in sorted(main(args.seconds, args.seed).items()):
         print(f"{number:6} {what}")

@@ -22,7 +22,9 @@ def _of_yaml_1_1(text: str) -> Any:
     if _is_word(text, OLD_BOOLS):
         return OLD_BOOLS[text.lower()]
     digits = text.replace("_", "")
-    if re.fullmatch(r"[-+]?0b_*[01][01_]*|[-+]?0x_*[\da-fA-F][\da-fA-F_]*|[-+]?(0|[1-9][\d_]*)", text):
+    if re.fullmatch(
+        r"[-+]?0b_*[01][01_]*|[-+]?0x_*[\da-fA-F][\da-fA-F_]*|[-+]?(0|[1-9][\d_]*)", text
+    ):
         return int(digits, 0)
     if re.fullmatch(r"[-+]?0_*[0-7][0-7_]*", text):
         return int(digits, 8)

@@ -18,7 +18,10 @@ from pathlib import Path
 
 import jax
 import pytest
-from jax._src import compiler, lru_cache  # which programs it keeps, and its entries, which must be whole, below
+from jax._src import (
+    compiler,
+    lru_cache,
+)  # which programs it keeps, and its entries, which must be whole, below
 from jax.experimental.compilation_cache import compilation_cache
 
 MOST_BYTES = 400 * 2**20  # of each folder; the programs of one run of all tests take about a fifth
@@ -45,10 +48,16 @@ def prune(folder: Path) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     compile_or_load = compiler.compile_or_get_cached
 
-    def load_programs_of_one_device(backend, computation, devices, options, callbacks, executable_devices, *more):
+    def load_programs_of_one_device(
+        backend, computation, devices, options, callbacks, executable_devices, *more
+    ):
         if devices.size == 1 and backend.platform == "cpu":
-            return compile_or_load(backend, computation, devices, options, callbacks, executable_devices, *more)
-        return compiler.backend_compile_and_load(backend, computation, executable_devices, options, callbacks)
+            return compile_or_load(
+                backend, computation, devices, options, callbacks, executable_devices, *more
+            )
+        return compiler.backend_compile_and_load(
+            backend, computation, executable_devices, options, callbacks
+        )
 
     compiler.compile_or_get_cached = load_programs_of_one_device
     if (cache := getattr(config, "cache", None)) is None:
@@ -58,7 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
         prune(folder)
     lru_cache.LRUCache.put = put_whole
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)  # tests read names of operations and lines
+    jax.config.update(
+        "jax_compilation_cache_include_metadata_in_key", True
+    )  # tests read names of operations and lines
     jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
 
 

@@ -35,7 +35,9 @@ def change_metadata(step, name, **changes):
 def replace_chunk(step, name, frame):
     """Replaces the chunk of an array that has one by the bytes of a zstd frame."""
     index = struct.pack("<QQ", 0, len(frame))
-    [key] = [key for key in open_store(step).list().result() if key.startswith(f"{name}/c".encode())]
+    [key] = [
+        key for key in open_store(step).list().result() if key.startswith(f"{name}/c".encode())
+    ]
     open_store(step).write(key, frame + index + struct.pack("<I", crc32c(index))).result()
     seal(step)
 
@@ -52,9 +54,13 @@ def lose_chunks(step, name):
 def bomb(num_blocks, *, says=None):
     """A zstd frame of a few bytes for each 128 KiB of zeros that it unpacks to, which ``says`` another size, or none."""
     frame = bytearray(MAGIC)
-    frame += bytes([0x00, (17 - 10) << 3]) if says is None else bytes([0xA0]) + struct.pack("<I", says)
+    frame += (
+        bytes([0x00, (17 - 10) << 3]) if says is None else bytes([0xA0]) + struct.pack("<I", says)
+    )
     for number in range(num_blocks):
-        frame += ((BLOCK_BYTES << 3) | (1 << 1) | (number + 1 == num_blocks)).to_bytes(3, "little") + b"\0"
+        frame += ((BLOCK_BYTES << 3) | (1 << 1) | (number + 1 == num_blocks)).to_bytes(
+            3, "little"
+        ) + b"\0"
     return bytes(frame)
 
 

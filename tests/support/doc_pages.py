@@ -54,7 +54,9 @@ def commands(page: Path) -> Iterator[Command]:
     for block, after in itertools.zip_longest(found, found[1:]):
         if block.language != "sh":
             continue
-        lines = [words for line in block.text.splitlines() if (words := shlex.split(line, comments=True))]
+        lines = [
+            words for line in block.text.splitlines() if (words := shlex.split(line, comments=True))
+        ]
         quoted = after.text if after and after.language == "text" else ""
         for words in lines:
             yield Command(tuple(words), quoted if words is lines[-1] else "")
@@ -82,7 +84,9 @@ def _begins(line: str, printed: str, within: float | None) -> bool:
     quoted, there = (" ".join(SECONDS.sub(r"some \1", each).split()) for each in (line, printed))
     if not NUMBER.sub("#", there).startswith(NUMBER.sub("#", quoted)):
         return False
-    pairs = zip(map(_value, NUMBER.finditer(quoted)), map(_value, NUMBER.finditer(there)), strict=False)
+    pairs = zip(
+        map(_value, NUMBER.finditer(quoted)), map(_value, NUMBER.finditer(there)), strict=False
+    )
     return within is None or all(math.isclose(one, other, rel_tol=within) for one, other in pairs)
 
 

@@ -51,8 +51,16 @@ def stand_in(monkeypatch, values=(), *, process=0, count=2, everyone_ends=False)
         monkeypatch.setattr(endings, name, [])
     monkeypatch.setattr(jax, "process_count", lambda: count)
     monkeypatch.setattr(jax, "process_index", lambda: process)
-    for name, seconds in (("SECONDS_OF_GRACE", 0), ("POLL_SECONDS", 0.01), ("SECONDS_TO_TELL", 0.02)):
+    for name, seconds in (
+        ("SECONDS_OF_GRACE", 0),
+        ("POLL_SECONDS", 0.01),
+        ("SECONDS_TO_TELL", 0.02),
+    ):
         monkeypatch.setattr(endings, name, seconds)
-    for name, seconds in (("POLL_SECONDS", 0.01), ("SECONDS_TO_ASK", 0.01), ("SECONDS_TO_LEAVE", 0.05)):
+    for name, seconds in (
+        ("POLL_SECONDS", 0.01),
+        ("SECONDS_TO_ASK", 0.01),
+        ("SECONDS_TO_LEAVE", 0.05),
+    ):
         monkeypatch.setattr(coordination, name, seconds)
     return service

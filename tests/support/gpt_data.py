@@ -37,7 +37,9 @@ def make_folder(path, **changes):
     """Writes a tiny Llama with its tokenizer, and data: conversations, lines, and rows of tokens; returns the folder."""
     shape, rng = transformer.TransformerConfig(**(TINY | changes)), np.random.default_rng(0)
     abstract = abstract_params(transformer.param_table(shape))
-    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) * 0.1, abstract)
+    params = jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) * 0.1, abstract
+    )
     huggingface.write_model(path / "llama", shape, params)
     write_tokenizer(path / "llama", template=CHATML, bos=True)
     ask = lambda i: {"role": "user", "content": "what is a cat?" if i % 3 else f"東京 {i}?"}
@@ -47,7 +49,9 @@ def make_folder(path, **changes):
     (path / "lines.jsonl").write_text(
         "".join(json.dumps({"text": f"the cat sat on the mat {i}"}) + "\n" for i in range(300))
     )
-    flags = gpt.Config.of(data=(path / "lines.jsonl",), tokenizer=path / "llama", seq=SEQ, token_cache=path / "cache")
+    flags = gpt.Config.of(
+        data=(path / "lines.jsonl",), tokenizer=path / "llama", seq=SEQ, token_cache=path / "cache"
+    )
     train, _ = language_data.make_rows(flags.data, language_data.load_data(flags.data), 352)
     write_rows(path / "rows.parquet", train)
     return path

@@ -53,10 +53,14 @@ def report(
     """
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor, devices=list(gpus))
     config = shape(num_layers)
-    made = make_schedule(schedule, stage, num_microbatches, form=lockstep_form(schedule, masks=True))
+    made = make_schedule(
+        schedule, stage, num_microbatches, form=lockstep_form(schedule, masks=True)
+    )
     layout = jaxpar.LayerLayout(num_layers, stage, made.num_chunks, placement=made.placement)
     table = transformer.param_table(config)
-    packed = table | {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
+    packed = table | {
+        "layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))
+    }
     shardings = jaxpar.shardings_from_dims(packed, mesh, TRANSFORMER_RULES)
     value_and_grad = jaxpar.value_and_grad(
         transformer.make_model(config, **({"constrain": constrain} if constrain else {})),
@@ -77,7 +81,9 @@ def report(
         shardings,
         zero=settings.get("zero", 0),
     )
-    tokens = jax.ShapeDtypeStruct((rows * data * num_microbatches, NUM_ROWS * SEQ // rows), jnp.int32)
+    tokens = jax.ShapeDtypeStruct(
+        (rows * data * num_microbatches, NUM_ROWS * SEQ // rows), jnp.int32
+    )
     batch = jaxpar.abstract_batch({"tokens": tokens, "targets": tokens}, mesh)
     step = jaxpar.make_train_step(value_and_grad, optimizer)
     compiled = step.lower(state, batch).compile()
@@ -107,7 +113,9 @@ def program(schedule, **settings):
 def compiles(*programs, slow=()):
     """The mark of a test of each of these programs, of which ``slow`` are left out unless slow tests are asked for."""
     return pytest.mark.parametrize(
-        "program", [*programs, *(pytest.param(each, marks=pytest.mark.slow) for each in slow)], ids=str
+        "program",
+        [*programs, *(pytest.param(each, marks=pytest.mark.slow) for each in slow)],
+        ids=str,
     )
 
 

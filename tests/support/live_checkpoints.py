@@ -56,7 +56,9 @@ def make_state(mesh: jax.sharding.Mesh, step: int) -> jaxpar.TrainState:
     scaled = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32) * factor(step), params)
     on_mesh = jaxpar.shard(scaled, jax.tree.map(lambda _: whole, scaled))
     zero = jaxpar.shard(np.int32(0), whole)
-    return jaxpar.TrainState(jaxpar.shard(np.int32(step), whole), on_mesh, OPTIMIZER.init(on_mesh), zero)
+    return jaxpar.TrainState(
+        jaxpar.shard(np.int32(step), whole), on_mesh, OPTIMIZER.init(on_mesh), zero
+    )
 
 
 def make_run(run: Path) -> Path:
@@ -137,7 +139,9 @@ def repeat(rounds: Callable[[Path], Iterator[str]], folder: Path, pause: float) 
         except BadCheckpointError as error:
             if "needs an intact checkpoint" in str(error):
                 raise
-            counts["a damaged value refused"] += 1  # of a file that was damaged after it was verified
+            counts["a damaged value refused"] += (
+                1  # of a file that was damaged after it was verified
+            )
             going = rounds(folder)
         print(json.dumps(counts), flush=True)
         time.sleep(pause)
@@ -145,4 +149,8 @@ def repeat(rounds: Callable[[Path], Iterator[str]], folder: Path, pause: float) 
 
 if __name__ == "__main__":
     name, place = sys.argv[1:]
-    repeat({"write": write, "restore": restore, "export": export, "follow": follow}[name], Path(place), SECONDS[name])
+    repeat(
+        {"write": write, "restore": restore, "export": export, "follow": follow}[name],
+        Path(place),
+        SECONDS[name],
+    )

@@ -23,7 +23,9 @@ from jaxpar.planner.kernels import kernels_of
 _DATA = json.loads((Path(__file__).parents[1] / "data" / "measured.json").read_text())
 ROWS, LINEAR = _DATA["rows"], _DATA["linear"]
 PAGE = Path(__file__).parents[2] / "docs" / "published.md"
-SECTION = re.compile(r"(?<=<!-- by tests/support/measured.py -->\n).*?(?=<!-- until here, measured -->)", re.DOTALL)
+SECTION = re.compile(
+    r"(?<=<!-- by tests/support/measured.py -->\n).*?(?=<!-- until here, measured -->)", re.DOTALL
+)
 
 
 @functools.cache
@@ -33,7 +35,9 @@ def planned(index):
     if "lora_rank" in row:  # whose frozen weights are in bfloat16
         given |= {"lora": Lora(row["lora_rank"], LAYER_WEIGHTS), "param_dtype": jnp.bfloat16}
     shape = transformer_shape(row["model"], **given)
-    return price(shape, cluster("h100", 1, 1), Choice(), batch_size=row["rows"], optimizer=optax.adamw(1e-4))
+    return price(
+        shape, cluster("h100", 1, 1), Choice(), batch_size=row["rows"], optimizer=optax.adamw(1e-4)
+    )
 
 
 def error(index):

@@ -10,7 +10,9 @@ from safetensors.numpy import load_file, save_file
 from jaxpar import huggingface
 from jaxpar.huggingface import read_params
 
-GOLDEN = Path(__file__).parents[1] / "data" / "huggingface"  # made by make.py there, with transformers
+GOLDEN = (
+    Path(__file__).parents[1] / "data" / "huggingface"
+)  # made by make.py there, with transformers
 ONE_FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 DROPOUTS = ("attn_pdrop", "embd_pdrop", "resid_pdrop")
 
@@ -36,7 +38,9 @@ def copy(family, tmp_path):
 def change(folder, changes=None, *, remove=()):
     """Changes a checkpoint of one file."""
     tensors = load_file(folder / ONE_FILE) | (changes or {})
-    save_file({name: tensor for name, tensor in tensors.items() if name not in remove}, folder / ONE_FILE)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name not in remove}, folder / ONE_FILE
+    )
 
 
 def change_config(folder, **changes):

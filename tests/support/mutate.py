@@ -35,7 +35,10 @@ class Mutation(NamedTuple):
 def read_mutations() -> list[Mutation]:
     lines = [line for line in LIST.read_text().splitlines() if not line.startswith("#")]
     fields = [line.split("  ::  ") for line in lines]
-    return [Mutation(f"jaxpar/{path}", old, new, tuple(tests.split())) for path, old, new, tests in fields]
+    return [
+        Mutation(f"jaxpar/{path}", old, new, tuple(tests.split()))
+        for path, old, new, tests in fields
+    ]
 
 
 def run_tests(root: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess:
@@ -51,12 +54,22 @@ def run_tests(root: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess
         *(f"tests/{name}" for name in tests),
     ]
     env = os.environ | {"PYTHONPATH": str(root)}
-    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False, timeout=WAIT_SECONDS)
+    return subprocess.run(
+        command,
+        cwd=root,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_SECONDS,
+    )
 
 
 def main(words: list[str]) -> int:
     """Returns the number of mutations that survive."""
-    chosen = [each for each in read_mutations() if not words or any(word in repr(each) for word in words)]
+    chosen = [
+        each for each in read_mutations() if not words or any(word in repr(each) for word in words)
+    ]
     survived = 0
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

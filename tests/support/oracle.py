@@ -32,7 +32,11 @@ def assert_same(got, want, *, within: float = 1e-12, floor: float = 0.0, message
 
     def told(got: np.ndarray, want: np.ndarray) -> str | None:
         far = _distance(got, want, floor)
-        return None if far <= within else f"relative L2 distance {far:.3g}, {_largest_difference(got, want)}"
+        return (
+            None
+            if far <= within
+            else f"relative L2 distance {far:.3g}, {_largest_difference(got, want)}"
+        )
 
     _check(f"must be the same within {within:g}", _comparable(got, want, message), told, message)
 
@@ -40,36 +44,56 @@ def assert_same(got, want, *, within: float = 1e-12, floor: float = 0.0, message
 def assert_same_bits(got, want, *, message: str = "") -> None:
     """Fails unless the two trees are the same to the last bit, and finite."""
     __tracebackhide__ = True
-    told = lambda got, want: None if got.tobytes() == want.tobytes() else _largest_difference(got, want)
+    told = lambda got, want: (
+        None if got.tobytes() == want.tobytes() else _largest_difference(got, want)
+    )
     _check("must be the same to the last bit", _comparable(got, want, message), told, message)
 
 
 def distance(got, want, *, floor: float = 0.0, message: str = "") -> float:
     """The largest relative L2 distance over the leaves, of trees that may differ in nothing else."""
     __tracebackhide__ = True
-    return float(np.max([_distance(pair.got, pair.want, floor) for pair in _comparable(got, want, message)]))
+    return float(
+        np.max([_distance(pair.got, pair.want, floor) for pair in _comparable(got, want, message)])
+    )
 
 
 def cast(tree, dtype):
     """The tree with its floats in another dtype: what a test wants of numbers that are kept so."""
-    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(dtype) if _is_float(leaf) else leaf, tree)
+    return jax.tree.map(
+        lambda leaf: np.asarray(leaf).astype(dtype) if _is_float(leaf) else leaf, tree
+    )
 
 
 def _comparable(got, want, message: str = "") -> list[Pair]:
     """The leaves of both trees on the host, once structure, shapes, dtypes and finiteness are checked."""
     __tracebackhide__ = True
     pairs = _paired(got, want, message)
-    _check("must have the same shapes", pairs, lambda got, want: _differing(np.shape(got), np.shape(want)), message)
-    _check("must have the same dtypes", pairs, lambda got, want: _differing(_dtype(got), _dtype(want)), message)
+    _check(
+        "must have the same shapes",
+        pairs,
+        lambda got, want: _differing(np.shape(got), np.shape(want)),
+        message,
+    )
+    _check(
+        "must have the same dtypes",
+        pairs,
+        lambda got, want: _differing(_dtype(got), _dtype(want)),
+        message,
+    )
     pairs = [Pair(path, _on_host(got), _on_host(want)) for path, got, want in pairs]
     _check("must be finite", pairs, _not_finite, message)
     return pairs
 
 
-def _check(rule: str, pairs: list[Pair], told: Callable[[Any, Any], str | None], message: str) -> None:
+def _check(
+    rule: str, pairs: list[Pair], told: Callable[[Any, Any], str | None], message: str
+) -> None:
     """Fails with every leaf about which there is something to tell."""
     __tracebackhide__ = True
-    _fail_with(rule, [f"{path}: {text}" for path, got, want in pairs if (text := told(got, want))], message)
+    _fail_with(
+        rule, [f"{path}: {text}" for path, got, want in pairs if (text := told(got, want))], message
+    )
 
 
 def _fail_with(rule: str, lines: list[str], message: str) -> None:
@@ -86,10 +110,16 @@ def _paired(got, want, message: str) -> list[Pair]:
         of_got, of_want = dict(of_got), dict(of_want)
         lines = [f"{path}: missing in got" for path in of_want if path not in of_got]
         lines += [f"{path}: in got alone" for path in of_got if path not in of_want]
-        _fail_with("must have the same tree structure", lines or [f"got {structure}", f"want {wanted}"], message)
+        _fail_with(
+            "must have the same tree structure",
+            lines or [f"got {structure}", f"want {wanted}"],
+            message,
+        )
     if not of_want:
         _fail_with("must have leaves, or nothing is compared", [f"got {structure}"], message)
-    return [Pair(path, leaf, wanted) for (path, leaf), (_, wanted) in zip(of_got, of_want, strict=True)]
+    return [
+        Pair(path, leaf, wanted) for (path, leaf), (_, wanted) in zip(of_got, of_want, strict=True)
+    ]
 
 
 def _flat(tree) -> tuple[list[tuple[str, Any]], Any]:
@@ -106,9 +136,13 @@ def _dtype(leaf) -> Any:
 
 
 def _on_host(leaf) -> np.ndarray:
-    array = np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(_dtype(leaf), jax.dtypes.prng_key) else leaf)
+    array = np.asarray(
+        jax.random.key_data(leaf) if jnp.issubdtype(_dtype(leaf), jax.dtypes.prng_key) else leaf
+    )
     if array.dtype == object:
-        raise TypeError(f"a leaf must be an array or a number; got {type(leaf).__name__}. Compare it by itself.")
+        raise TypeError(
+            f"a leaf must be an array or a number; got {type(leaf).__name__}. Compare it by itself."
+        )
     return array
 
 
@@ -117,14 +151,20 @@ def _is_float(leaf) -> bool:
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.complex128 if jnp.issubdtype(array.dtype, np.complexfloating) else np.float64)
+    return array.astype(
+        np.complex128 if jnp.issubdtype(array.dtype, np.complexfloating) else np.float64
+    )
 
 
 def _not_finite(got: np.ndarray, want: np.ndarray) -> str | None:
     if not _is_float(want):
         return None
     counts = {"got": np.sum(~np.isfinite(_wide(got))), "want": np.sum(~np.isfinite(_wide(want)))}
-    told = [f"{count} of {want.size} numbers of {which} are not" for which, count in counts.items() if count]
+    told = [
+        f"{count} of {want.size} numbers of {which} are not"
+        for which, count in counts.items()
+        if count
+    ]
     return ", ".join(told)
 
 

@@ -47,7 +47,13 @@ def read_steps(folder, mesh, steps):
         batch = jaxpar.fetch(jaxpar.shard_batch(own, mesh, num_rows=num_rows))
         read = [[i, row] for i, file in enumerate(files) for row in file.read]
         wanted = source.rows(BATCH, seed=0, step=step)[only[only < BATCH]].tolist()
-        found.append({"read": sorted(read), "own": sorted(wanted), "batch": jax.tree.map(np.ndarray.tolist, batch)})
+        found.append(
+            {
+                "read": sorted(read),
+                "own": sorted(wanted),
+                "batch": jax.tree.map(np.ndarray.tolist, batch),
+            }
+        )
     return found
 
 
@@ -55,16 +61,25 @@ def read_columns(mesh):
     """Returns the columns of two rows that this process reads, and the whole batch in the order of the devices."""
     rows, columns = jaxpar.local_rows(2, mesh, seq=2 * SEQ)
     place = np.arange(2 * SEQ) % 5  # in documents of five tokens
-    batch = {"tokens": np.arange(4 * SEQ).reshape(2, -1), "positions": np.stack([place, place]), "row": np.arange(2)}
+    batch = {
+        "tokens": np.arange(4 * SEQ).reshape(2, -1),
+        "positions": np.stack([place, place]),
+        "row": np.arange(2),
+    }
     batch["segments"] = np.stack([np.arange(2 * SEQ) // 5] * 2)
-    own = {name: column[rows][:, columns] if column.ndim > 1 else column[rows] for name, column in batch.items()}
+    own = {
+        name: column[rows][:, columns] if column.ndim > 1 else column[rows]
+        for name, column in batch.items()
+    }
     found = jaxpar.fetch(jaxpar.shard_batch(own, mesh, num_rows=2, seq=2 * SEQ))
     return {"columns": columns.tolist(), "batch": jax.tree.map(np.ndarray.tolist, found)}
 
 
 def main(folder, first, end, out):
     jaxpar.initialize()
-    found = read_steps(folder, jaxpar.make_mesh(data=jax.device_count()), range(int(first), int(end)))
+    found = read_steps(
+        folder, jaxpar.make_mesh(data=jax.device_count()), range(int(first), int(end))
+    )
     found.append(read_columns(jaxpar.make_mesh(context=jax.device_count())))
     Path(f"{out}-{jax.process_index()}.json").write_text(json.dumps(found))
 

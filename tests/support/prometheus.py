@@ -10,7 +10,14 @@ from tests.support.waiting import WAIT_SECONDS
 
 DURATION = re.compile(r"(?=\d)(\d+y)?(\d+w)?(\d+d)?(\d+h)?(\d+m)?(\d+s)?(\d+ms)?")
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
-GROUP = {"name": str, "interval": str, "query_offset": str, "limit": int, "labels": dict, "rules": list}
+GROUP = {
+    "name": str,
+    "interval": str,
+    "query_offset": str,
+    "limit": int,
+    "labels": dict,
+    "rules": list,
+}
 RULE = {
     "alert": str,
     "record": str,
@@ -55,8 +62,12 @@ def problems(text):
         seen = []
         for rule in group.get("rules", []):
             found += _rule(rule)
-            seen.append((rule.get("alert", rule.get("record")), sorted(rule.get("labels", {}).items())))
-        found += [f"rule {name} is there twice" for name, labels in seen if seen.count((name, labels)) > 1]
+            seen.append(
+                (rule.get("alert", rule.get("record")), sorted(rule.get("labels", {}).items()))
+            )
+        found += [
+            f"rule {name} is there twice" for name, labels in seen if seen.count((name, labels)) > 1
+        ]
     return found + [f"group {name} is there twice" for name in set(names) if names.count(name) > 1]
 
 
@@ -84,7 +95,9 @@ def _rule(rule):
         wrong.append(f"expr of {name}: {error}")
     for part in ("labels", "annotations"):
         for label, value in rule.get(part, {}).items():
-            if not LABEL.fullmatch(label) or (part == "labels" and label in ("__name__", "alertname")):
+            if not LABEL.fullmatch(label) or (
+                part == "labels" and label in ("__name__", "alertname")
+            ):
                 wrong.append(f"{label} is no name for one of the {part} of {name}")
             if not isinstance(value, str):
                 wrong.append(f"{label} of {name} is not text")

@@ -26,22 +26,30 @@ from jaxpar.schedule.simulate import structure_of
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published.json").read_text())
 ROWS, SOURCES = PUBLISHED["rows"], PUBLISHED["sources"]
 PAGE = Path(__file__).parents[2] / "docs" / "published.md"
-SECTION = re.compile(r"(?<=<!-- by tests/support/published.py -->\n).*?(?=<!-- until here -->)", re.DOTALL)
+SECTION = re.compile(
+    r"(?<=<!-- by tests/support/published.py -->\n).*?(?=<!-- until here -->)", re.DOTALL
+)
 
 
 def config_of(model):
     given = PUBLISHED["models"][model]
-    config = preset(given, vocab_multiple=128) if isinstance(given, str) else TransformerConfig(**given)
+    config = (
+        preset(given, vocab_multiple=128) if isinstance(given, str) else TransformerConfig(**given)
+    )
     return replace(config, compute_dtype=jnp.bfloat16)
 
 
 def shape_of(row):
-    return _shape_of(row["model"], row.get("attention", "xla"), row.get("seq"), row.get("experts", "tensor"))
+    return _shape_of(
+        row["model"], row.get("attention", "xla"), row.get("seq"), row.get("experts", "tensor")
+    )
 
 
 @functools.cache
 def _shape_of(model, attention, seq, experts):
-    config = replace(config_of(model), attention=planned_attention if attention == "flash" else "xla")
+    config = replace(
+        config_of(model), attention=planned_attention if attention == "flash" else "xla"
+    )
     if experts == "data":  # routing is forced to be even
         config = config.with_experts(buffer=1.0)
     return transformer_shape(config, seq=seq, experts=experts)
@@ -103,7 +111,13 @@ def seconds_of(row):
     layers, width, seq = config.num_layers, config.embed_dim, shape.tokens_per_row
     tokens = row["batch"] * seq
     # arXiv 2104.04473, section 5.1
-    recomputing = 96 * tokens * layers * width**2 * (1 + seq / (6 * width) + config.vocab_size / (16 * layers * width))
+    recomputing = (
+        96
+        * tokens
+        * layers
+        * width**2
+        * (1 + seq / (6 * width) + config.vocab_size / (16 * layers * width))
+    )
     of = lambda params: (6 * params + 12 * layers * width * seq) * tokens
     return {
         "seconds": value,
@@ -112,7 +126,9 @@ def seconds_of(row):
         "TFLOP/s with recompute": recomputing / (value * 1e12 * row["gpus"]),
         "TFLOP/s of 6N and attention": of(shape.num_params) / (value * 1e12 * row["gpus"]),
         # Without the lookup of embeddings.
-        "TFLOP/s of active 6N and attention": of(num_active_params(config) - config.vocab_rows * width)
+        "TFLOP/s of active 6N and attention": of(
+            num_active_params(config) - config.vocab_rows * width
+        )
         / (value * 1e12 * row["gpus"]),
     }[row["unit"]]
 
@@ -126,7 +142,9 @@ def planned(row, machines=None) -> Plan:
     if row.get("precision") == "fp8":
         software = replace(software, product_rate=machines.fp8_rate)
     unlimited = replace(machines, memory_bytes=float("inf"))
-    estimator = Estimator(shape_of(row), unlimited, row["batch"], optax.adam(1e-4), "mpmd", Assumptions(), software)
+    estimator = Estimator(
+        shape_of(row), unlimited, row["batch"], optax.adam(1e-4), "mpmd", Assumptions(), software
+    )
     plan = estimator.price(
         choice_of(row), quick=True
     )  # without the traffic of messages, for which schedules are compiled
@@ -169,7 +187,8 @@ def line(index):
     found, seconds = planned_seconds(index), seconds_of(row)
     cells = [
         row["model"] + (f", {row['seq']:,} tokens" if "seq" in row else ""),
-        f"{row['gpus']} {row['gpu'].removesuffix('-jeanzay')}" + (" FP8" if row.get("precision") == "fp8" else ""),
+        f"{row['gpus']} {row['gpu'].removesuffix('-jeanzay')}"
+        + (" FP8" if row.get("precision") == "fp8" else ""),
         ", ".join(str(row.get(axis, 1)) for axis in AXES),
         schedule,
         f"{microbatches_of(row)} x {row['microbatch']}",
@@ -184,9 +203,14 @@ def line(index):
 
 def render():
     """The summary and the table of docs/published.md."""
-    named = "| source | rows | median | 9 in 10 within | largest |\n| --- | --- | --- | --- | --- |\n"
+    named = (
+        "| source | rows | median | 9 in 10 within | largest |\n| --- | --- | --- | --- | --- |\n"
+    )
     sizes = lambda found: " | ".join(f"{size:.1%}" for size in summary(found))
-    lines = [f"| {name} | {len(errors(source))} | {sizes(errors(source))} |" for source, name in SOURCES.items()]
+    lines = [
+        f"| {name} | {len(errors(source))} | {sizes(errors(source))} |"
+        for source, name in SOURCES.items()
+    ]
     text = named + "\n".join([*lines, f"| all | {len(ROWS)} | {sizes(errors())} |"]) + "\n"
     for source, name in SOURCES.items():
         text += f"\n{name[0].upper()}{name[1:]}:\n\n"
@@ -194,7 +218,10 @@ def render():
             "| model | GPUs | replica, data, context, stage, tensor | schedule | microbatches x rows | recomputed | "
             "published | as seconds | planned | difference |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
         )
-        text += "\n".join(line(index) for index, row in enumerate(ROWS) if row["source"] == source) + "\n"
+        text += (
+            "\n".join(line(index) for index, row in enumerate(ROWS) if row["source"] == source)
+            + "\n"
+        )
     return text
 
 

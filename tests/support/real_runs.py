@@ -12,7 +12,9 @@ from tests.support.waiting import WAIT_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 RUN = str(ROOT / "tests" / "support" / "tiny_run.py")
-PLAIN = str(ROOT / "tests" / "support" / "plain_recipe.py")  # then the name of a recipe, and its flags
+PLAIN = str(
+    ROOT / "tests" / "support" / "plain_recipe.py"
+)  # then the name of a recipe, and its flags
 
 
 def environment():
@@ -22,7 +24,9 @@ def environment():
 
 def start(*args, variables=(), **options):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
-    return subprocess.Popen([sys.executable, *map(str, args)], env=environment() | dict(variables), cwd=ROOT, **options)
+    return subprocess.Popen(
+        [sys.executable, *map(str, args)], env=environment() | dict(variables), cwd=ROOT, **options
+    )
 
 
 def finish(process):
@@ -37,7 +41,16 @@ def run(*args, **options):
 
 def launched(folder, *flags, processes=2, restarts=0, devices=1):
     logs = folder.with_name(f"{folder.name}-logs")
-    gang = ("-n", processes, "--devices-per-process", devices, "--log-dir", logs, "--max-restarts", restarts)
+    gang = (
+        "-n",
+        processes,
+        "--devices-per-process",
+        devices,
+        "--log-dir",
+        logs,
+        "--max-restarts",
+        restarts,
+    )
     return ("-m", "jaxpar", "launch", *gang, RUN, folder, *flags)
 
 
@@ -47,17 +60,24 @@ def end_of(folder):
 
 def steps_of(folder):
     """The steps that are saved; a run that saved none leaves no folder."""
-    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit())
+    return sorted(
+        int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit()
+    )
 
 
 def wait_for(path, num_bytes=0):
     """Waits until a file is there, with so many bytes."""
-    wait_until(lambda: path.exists() and path.stat().st_size >= num_bytes, f"{path.name} must be written")
+    wait_until(
+        lambda: path.exists() and path.stat().st_size >= num_bytes, f"{path.name} must be written"
+    )
 
 
 def wait_for_a_step(folder):
     """Waits until a checkpoint is committed."""
-    wait_until(lambda: (folder / "checkpoints").is_dir() and steps_of(folder), "a checkpoint must be committed")
+    wait_until(
+        lambda: (folder / "checkpoints").is_dir() and steps_of(folder),
+        "a checkpoint must be committed",
+    )
 
 
 def lives(process):
@@ -72,7 +92,9 @@ def assert_all_end(processes):
     """Fails unless the processes end; kills those that do not."""
     left = lambda: [process for process in processes if lives(process)]
     try:
-        wait_until(lambda: not left(), lambda: f"{len(left())} of {len(processes)} processes are left")
+        wait_until(
+            lambda: not left(), lambda: f"{len(left())} of {len(processes)} processes are left"
+        )
     finally:
         for process in left():
             with contextlib.suppress(ProcessLookupError):

@@ -65,7 +65,9 @@ def sends_twice_one_way(schedule):
                     and 0 <= part < schedule.num_virtual_stages
                     and schedule.stage_and_chunk(part)[0] != stage
                 ):
-                    ways.append((op.kind == "F") == (schedule.placement == "loop" or op.chunk % 2 == 0))
+                    ways.append(
+                        (op.kind == "F") == (schedule.placement == "loop" or op.chunk % 2 == 0)
+                    )
             if len(ways) != len(set(ways)):
                 return True
     return False

@@ -80,7 +80,13 @@ class Client(NamedTuple):
     def send(self, method, path, body=b"", headers=None):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_SECONDS)
         with contextlib.closing(connection):
-            connection.request(method, path, body, headers or {}, encode_chunked="Transfer-Encoding" in (headers or {}))
+            connection.request(
+                method,
+                path,
+                body,
+                headers or {},
+                encode_chunked="Transfer-Encoding" in (headers or {}),
+            )
             response = connection.getresponse()
             return Response(response.status, response.headers, response.read().decode())
 
@@ -103,7 +109,10 @@ def answer(folder, body):
 def serving(folder, *, limits=None, **model):
     """Yields a client of a server of the model in a folder, which runs in a thread."""
     served = open_model(folder, ModelSettings(**model))
-    with listen("127.0.0.1", 0) as listening, serving_app(served, listening, limits or Settings()) as client:
+    with (
+        listen("127.0.0.1", 0) as listening,
+        serving_app(served, listening, limits or Settings()) as client,
+    ):
         yield client
 
 

@@ -9,7 +9,12 @@ from jaxpar.data.corpus import tokenise
 from jaxpar.data.packing import Documents
 from tests.support.tiny_transformer import VOCAB
 
-TEXT = ["the cat sat on the mat", "what is a cat? a small animal", "naïve café, 東京", "user assistant system"] * 20
+TEXT = [
+    "the cat sat on the mat",
+    "what is a cat? a small animal",
+    "naïve café, 東京",
+    "user assistant system",
+] * 20
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -29,10 +34,16 @@ class WordTokenizer:
         for text, begin in zip(texts, begins, strict=True):
             if "forbidden" in text:
                 raise ValueError("a word is forbidden.")
-            starts = [i for i, c in enumerate(text) if not c.isspace() and (i == 0 or text[i - 1].isspace())]
+            starts = [
+                i
+                for i, c in enumerate(text)
+                if not c.isspace() and (i == 0 or text[i - 1].isspace())
+            ]
             ids = [2 + zlib.crc32(text[s:].split()[0].encode()) % 60_000 for s in starts]
             ends = [start + len(text[start:].split()[0]) for start in starts]
-            found.append((np.array([0] * begin + ids, np.int64), np.array([-1] * begin + ends, np.int64)))
+            found.append(
+                (np.array([0] * begin + ids, np.int64), np.array([-1] * begin + ends, np.int64))
+            )
         return found
 
     def render(self, messages):
@@ -64,7 +75,9 @@ def documents_of(file, cache, tokenizer=None):
     parts = []
     for i in range(len(found.documents)):
         start, end = found.documents.starts[i], found.documents.ends[i]
-        marks = None if found.documents.learned is None else found.documents.learned[start:end].tolist()
+        marks = (
+            None if found.documents.learned is None else found.documents.learned[start:end].tolist()
+        )
         parts.append((found.documents.tokens[start:end].tolist(), marks))
     return found, parts
 
@@ -83,11 +96,19 @@ def write_tokenizer(folder, *, template=CHATML, bos=False, **settings):
         TEXT, trainers.BpeTrainer(vocab_size=340, special_tokens=special, initial_alphabet=alphabet)
     )
     if bos:
-        bpe.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+        bpe.post_processor = processors.TemplateProcessing(
+            single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+        )
     folder.mkdir(exist_ok=True)
     bpe.save(str(folder / "tokenizer.json"))
-    found = {"bos_token": "<|begin|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": template} | settings
-    (folder / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
+    found = {
+        "bos_token": "<|begin|>",
+        "eos_token": {"content": "<|im_end|>"},
+        "chat_template": template,
+    } | settings
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({k: v for k, v in found.items() if v is not None})
+    )
     return folder
 
 

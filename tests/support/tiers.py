@@ -59,7 +59,9 @@ def _places_of(some: Collection[Any], cases: list[Any]) -> set[int]:
 
 
 def _name_of(place: int, case: Any) -> Any:
-    values = case.values if isinstance(case, PARAM) else case if isinstance(case, tuple) else (case,)
+    values = (
+        case.values if isinstance(case, PARAM) else case if isinstance(case, tuple) else (case,)
+    )
     return place if len(values) > 1 else values[0]
 
 

@@ -40,7 +40,9 @@ def make_params(seed: int = 0) -> dict:
 def draw_params(num_layers: int, seed: int = 0, dtype=np.float64) -> dict:
     """Params of any number of layers, drawn on the host, where nothing is compiled; biases are not zero either."""
     rng = np.random.default_rng(seed)
-    shapes = abstract_params(mlp.param_table(NUM_FEATURES, NUM_CLASSES, width=8, num_hidden=2 * num_layers))
+    shapes = abstract_params(
+        mlp.param_table(NUM_FEATURES, NUM_CLASSES, width=8, num_hidden=2 * num_layers)
+    )
     return jax.tree.map(lambda leaf: (0.2 * rng.normal(size=leaf.shape)).astype(dtype), shapes)
 
 

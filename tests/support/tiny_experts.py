@@ -35,7 +35,12 @@ MOE = {
     "olmoe": {"experts": replace(EXPERTS, **NOT_NORMALIZED), "qk_norm": "width"},
     "deepseek": {"experts": SIGMOID, "num_layers": 5},
     "capacity": {"experts": replace(EXPERTS, capacity_factor=1.0, z_coefficient=0.01)},
-    "gelu": {"experts": replace(EXPERTS, num_shared=2), "mlp": "gelu", "norm": "layer", "positions": "learned"},
+    "gelu": {
+        "experts": replace(EXPERTS, num_shared=2),
+        "mlp": "gelu",
+        "norm": "layer",
+        "positions": "learned",
+    },
 }
 
 
@@ -48,7 +53,9 @@ def config_of(name, experts=None, **changes):
 
 def loss_of(config, *, metrics=False):
     """The cross-entropy, and the losses of the routers."""
-    cross_entropy = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(logits, batch["targets"], batch["weight"])
+    cross_entropy = lambda logits, batch: jaxpar.losses.softmax_cross_entropy(
+        logits, batch["targets"], batch["weight"]
+    )
     return transformer.add_routing_losses(config, cross_entropy, metrics=metrics)
 
 
@@ -89,7 +96,9 @@ def placed(config, mesh, rules, params, batch):
     return jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh), shardings
 
 
-def check_step(config, mesh, rules, *, seed, masks=None, constrain=None, num_microbatches=2, layers=None, **how):
+def check_step(
+    config, mesh, rules, *, seed, masks=None, constrain=None, num_microbatches=2, layers=None, **how
+):
     """Holds the loss and gradients of a step on a mesh, with so many layers a virtual stage, against those of one device."""
     config = on_mesh_of(config, mesh)
     params, batch = job(config, seed=seed)
@@ -97,7 +106,9 @@ def check_step(config, mesh, rules, *, seed, masks=None, constrain=None, num_mic
         *args, shardings = placed(config, mesh, rules, params, batch)
     else:
         chunks = len(layers) // mesh.shape["stage"]
-        layout = jaxpar.LayerLayout(config.num_stacked_layers, mesh.shape["stage"], chunks, "loop", layers)
+        layout = jaxpar.LayerLayout(
+            config.num_stacked_layers, mesh.shape["stage"], chunks, "loop", layers
+        )
         table = transformer.param_table(config)
         table |= {"layers": layout.as_packed(stack_layers(table["layers"], layout.num_positions))}
         shardings = shardings_from_dims(table, mesh, rules)

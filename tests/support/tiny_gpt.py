@@ -26,7 +26,9 @@ RULES = {
 KEEP = 0.8
 
 
-def make_params(*, num_layers, embed=8, heads=4, mlp=8, vocab=8, positions=4, seed=0, dtype=np.float64):
+def make_params(
+    *, num_layers, embed=8, heads=4, mlp=8, vocab=8, positions=4, seed=0, dtype=np.float64
+):
     """Params on the host, none of them zero or one, so that each gradient is there to be wrong."""
     rng = np.random.default_rng(seed)
     head_dim = embed // heads
@@ -82,7 +84,9 @@ def mlp(p, h):
 
 
 def embed(outer, batch):
-    position = jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32)[None], batch["tokens"].shape)
+    position = jnp.broadcast_to(
+        jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32)[None], batch["tokens"].shape
+    )
     h = outer["tokens"][batch["tokens"]] + outer["positions"][position]
     return {"h": h, "mask": batch["mask"], "position": position, "key": batch["key"]}
 

@@ -32,5 +32,9 @@ def make_params(config, how=LORA, *, seed=0):
     """Params with factors on the host, of which B is not zero."""
     params = how.init(jax.random.key(seed), tiny.make_params(config, seed=seed))
     rng = np.random.default_rng(seed)
-    draw = lambda path, leaf: 0.3 * rng.normal(size=leaf.shape) if path[-1].key == "lora_b" else np.asarray(leaf)
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: np.asarray(draw(path, leaf), leaf.dtype), params)
+    draw = lambda path, leaf: (
+        0.3 * rng.normal(size=leaf.shape) if path[-1].key == "lora_b" else np.asarray(leaf)
+    )
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: np.asarray(draw(path, leaf), leaf.dtype), params
+    )

@@ -38,7 +38,11 @@ def on_mesh(config, params, mesh, how=LORA):
 def make_value_and_grad(config, mesh, shardings, **settings):
     constrain = split_copied_heads
     model = transformer.make_model(config, constrain=constrain)
-    settings = {"num_microbatches": 2, "trainable": lora.ADAPTERS, "shardings": shardings} | settings
+    settings = {
+        "num_microbatches": 2,
+        "trainable": lora.ADAPTERS,
+        "shardings": shardings,
+    } | settings
     return jaxpar.value_and_grad(model, tiny.loss, mesh, **settings)
 
 

@@ -34,7 +34,10 @@ from tests.support.waiting import NEVER, wait_until
 
 NUM_ROWS, BATCH_SIZE, WIDTH = 48, 8, 64
 RNG = np.random.default_rng(0)
-X, Y = RNG.normal(size=(NUM_ROWS, WIDTH)).astype(np.float32), RNG.normal(size=(NUM_ROWS, WIDTH)).astype(np.float32)
+X, Y = (
+    RNG.normal(size=(NUM_ROWS, WIDTH)).astype(np.float32),
+    RNG.normal(size=(NUM_ROWS, WIDTH)).astype(np.float32),
+)
 
 
 FIRST = {"w": (0.1 * RNG.normal(size=(WIDTH, WIDTH))).astype(np.float32)}
@@ -73,7 +76,10 @@ def strike(faults, step, folder, every, guard):
         mark = folder / f"struck-{fault}"
         if step != at or process != jax.process_index() or mark.exists():
             continue
-        if kind in ("kill-saved", "fill-saved"):  # the newest save that is due, which a busy machine may take long over
+        if kind in (
+            "kill-saved",
+            "fill-saved",
+        ):  # the newest save that is due, which a busy machine may take long over
             wait_until((folder / "checkpoints" / str(step - step % every)).is_dir)
         mark.write_text(str(os.getpid()))
         if kind in ("kill", "kill-saved"):
@@ -150,10 +156,16 @@ def train(args):
     optimizer = optax.adam(1e-2)
     shardings = jaxpar.shardings_from_paths(FIRST, mesh, {"w": jaxpar.replicated()})
     first = (lambda _: FIRST, None, optimizer, mesh, shardings)
-    checkpoints = jaxpar.CheckpointManager(args.folder / "checkpoints", mesh, save_seconds=args.save_budget)
-    restarted = os.environ.get(RESUME_VARIABLE) == RESUME_IF_ANY and has_steps(checkpoints.directory)
+    checkpoints = jaxpar.CheckpointManager(
+        args.folder / "checkpoints", mesh, save_seconds=args.save_budget
+    )
+    restarted = os.environ.get(RESUME_VARIABLE) == RESUME_IF_ANY and has_steps(
+        checkpoints.directory
+    )
     if args.resume or restarted:
-        state = checkpoints.restore(jaxpar.abstract_state(*first), config={"batch_size": BATCH_SIZE})
+        state = checkpoints.restore(
+            jaxpar.abstract_state(*first), config={"batch_size": BATCH_SIZE}
+        )
     else:
         state = jaxpar.init_state(*first)
     start = int(jaxpar.fetch(state.step))

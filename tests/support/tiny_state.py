@@ -10,7 +10,11 @@ from jax.sharding import NamedSharding
 import jaxpar
 from jaxpar.train import TrainState, optimizer_shardings
 
-SPECS = {"w_up": jaxpar.column_parallel(), "w_down": jaxpar.row_parallel(), "bias": jaxpar.replicated()}
+SPECS = {
+    "w_up": jaxpar.column_parallel(),
+    "w_down": jaxpar.row_parallel(),
+    "bias": jaxpar.replicated(),
+}
 ADAM = optax.adam(1e-3)
 
 
@@ -20,7 +24,9 @@ def make_state(mesh, *, width=8, optimizer=ADAM, seed=0):
     shapes = {"w_up": (4, width), "w_down": (width, 4), "bias": (width,)}
     params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     state = TrainState(np.int32(0), params, optimizer.init(params), np.int32(2))
-    state = jax.tree.map(lambda x: random.normal(size=x.shape).astype(x.dtype) if x.ndim else np.asarray(x), state)
+    state = jax.tree.map(
+        lambda x: random.normal(size=x.shape).astype(x.dtype) if x.ndim else np.asarray(x), state
+    )
     whole = NamedSharding(mesh, jaxpar.replicated())
     shardings = jaxpar.shardings_from_paths(params, mesh, SPECS)
     moments = optimizer_shardings(optimizer, jax.eval_shape(lambda: params), shardings, whole)

@@ -15,7 +15,14 @@ from jaxpar.sharding import shardings_from_dims
 from jaxpar.tensor_parallel import TRANSFORMER_RULES
 
 VOCAB, SEQ, EMBED, ROWS = 16, 8, 16, 16
-SHAPE = {"vocab_size": VOCAB, "num_layers": 4, "embed_dim": EMBED, "num_heads": 8, "mlp_dim": 24, "max_positions": SEQ}
+SHAPE = {
+    "vocab_size": VOCAB,
+    "num_layers": 4,
+    "embed_dim": EMBED,
+    "num_heads": 8,
+    "mlp_dim": 24,
+    "max_positions": SEQ,
+}
 LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "num_kv_heads": 4}
 FAMILIES = {
     "gpt2": transformer.TransformerConfig(**SHAPE),
@@ -37,7 +44,9 @@ def on_mesh_of(config, mesh):
     """At most two layers where no stages part them: they are written out, and two take half the time to compile."""
     if mesh.shape["stage"] > 1:
         return config
-    return dataclasses.replace(config, num_layers=min(config.num_layers, config.num_leading_layers + 2))
+    return dataclasses.replace(
+        config, num_layers=min(config.num_layers, config.num_leading_layers + 2)
+    )
 
 
 def make_params(config, *, seed=0, dtype=None):
@@ -92,7 +101,12 @@ def check_twenty_steps(config, params, rows, losses):
     optimizer = optax.adamw(1e-3, b1=0.9, b2=0.95, eps=1e-6, weight_decay=0.1)
     of_logits = lambda outputs, batch: loss(transformer.logits_of(outputs), batch)
     value_and_grad = jaxpar.value_and_grad(
-        transformer.make_model(config), of_logits, mesh, schedule="zb-h1", num_microbatches=2, shardings=where
+        transformer.make_model(config),
+        of_logits,
+        mesh,
+        schedule="zb-h1",
+        num_microbatches=2,
+        shardings=where,
     )
     state = jaxpar.init_state(lambda _: params, jax.random.key(0), optimizer, mesh, where)
     step, found = jaxpar.make_train_step(value_and_grad, optimizer), []
@@ -103,7 +117,9 @@ def check_twenty_steps(config, params, rows, losses):
         found.append(float(metrics["loss"]))
     np.testing.assert_allclose(found, losses, rtol=0, atol=1e-5)
     untrained, weight_sum = of_logits(transformer.make_model(config).apply(params, batch), batch)
-    assert abs(found[-1] - untrained / weight_sum) > 1e-3, "a step that changes nothing tests nothing"
+    assert abs(found[-1] - untrained / weight_sum) > 1e-3, (
+        "a step that changes nothing tests nothing"
+    )
 
 
 def opaque(function):
@@ -114,7 +130,9 @@ def opaque(function):
 
     hidden = custom_partitioning(function)
     hidden.def_partition(
-        partition=refuse, infer_sharding_from_operands=refuse, sharding_rule="..., ..., ..., ... -> ..."
+        partition=refuse,
+        infer_sharding_from_operands=refuse,
+        sharding_rule="..., ..., ..., ... -> ...",
     )
     return hidden
 

@@ -51,7 +51,12 @@ def make_batch(seed=0, rows=ROWS, dtype=np.float64):
     rng = np.random.default_rng(seed)
     token, label = rng.integers(0, CLASSES, (2, rows)).astype(np.int32)
     weight = (rng.uniform(0, 2, rows) * (rng.uniform(size=rows) < 0.7) + 1e-3).astype(dtype)
-    return {"token": token, "label": label, "weight": weight, "row": np.arange(rows, dtype=np.int32)}
+    return {
+        "token": token,
+        "label": label,
+        "weight": weight,
+        "row": np.arange(rows, dtype=np.int32),
+    }
 
 
 def loss(outputs, batch):
@@ -68,7 +73,9 @@ def reference(model):
 
 
 def mpmd_value_and_grad(mesh, *, num_microbatches=4, model=MODEL, loss=loss, **settings):
-    return jaxpar.value_and_grad(model, loss, mesh, num_microbatches=num_microbatches, executor="mpmd", **settings)
+    return jaxpar.value_and_grad(
+        model, loss, mesh, num_microbatches=num_microbatches, executor="mpmd", **settings
+    )
 
 
 def on_mesh(mesh, params, batch, rules=RULES):
@@ -77,12 +84,16 @@ def on_mesh(mesh, params, batch, rules=RULES):
 
 
 def conv(p, x):
-    h = jax.lax.conv_general_dilated(x["h"], p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    h = jax.lax.conv_general_dilated(
+        x["h"], p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
     return x | {"h": jnp.tanh(h)}
 
 
 def pool(p, x):
-    return x | {"h": jax.lax.reduce_window(x["h"], 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")}
+    return x | {
+        "h": jax.lax.reduce_window(x["h"], 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    }
 
 
 def flatten(p, x):
@@ -112,5 +123,8 @@ def make_cnn(seed=0):
         {"w": draw(6, 4), "b": draw(4), "scale": draw()},
     ]
     batch = {"image": draw(ROWS, 4, 4, 1), "row": np.arange(ROWS, dtype=np.int32)}
-    batch |= {"label": rng.integers(0, CLASSES, ROWS).astype(np.int32), "weight": rng.uniform(0.5, 2, ROWS)}
+    batch |= {
+        "label": rng.integers(0, CLASSES, ROWS).astype(np.int32),
+        "weight": rng.uniform(0.5, 2, ROWS),
+    }
     return {"outer": {"gain": draw(), "w": draw(4, CLASSES)}, "layers": layers}, batch

@@ -10,12 +10,15 @@ from collections.abc import Callable
 WAIT_SECONDS = 900.0  # for a process, a thread, an answer, a file
 # For devices that wait for one another in a collective: XLA would end the process after 40 s.
 XLA_WAITS = " ".join(
-    f"--xla_cpu_collective_call_{what}_timeout_seconds={WAIT_SECONDS:.0f}" for what in ("warn_stuck", "terminate")
+    f"--xla_cpu_collective_call_{what}_timeout_seconds={WAIT_SECONDS:.0f}"
+    for what in ("warn_stuck", "terminate")
 )
 NEVER = 100 * WAIT_SECONDS  # for what must not end by itself while a test waits
 
 
-def wait_until(holds: Callable[[], object], what: str | Callable[[], str] = "the condition must hold by now") -> None:
+def wait_until(
+    holds: Callable[[], object], what: str | Callable[[], str] = "the condition must hold by now"
+) -> None:
     """Waits until a condition holds; fails with ``what`` after WAIT_SECONDS."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not holds():

@@ -10,16 +10,77 @@ import yaml
 from jaxpar.commands.manifest import main
 
 JOB = (
-    *("--image", "a:1", "--name", "gpt", "--mesh.data", "4", "--mesh.stage", "2", "--mesh.tensor", "2", "--queue", "q"),
-    *("--replica-topology", "example.com/rack", "--memory-gib", "800", "--cpus", "8", "--rdma", "rdma/ib=8"),
-    *("--checkpoint-claim", "runs", "--cache-claim", "programs", "--metrics-port", "9090", "--namespace", "lab"),
-    *("recipes/gpt.py", "--out-dir", "/checkpoints/gpt", "--data", "/checkpoints/rows", "--checkpoint-every", "9"),
+    *(
+        "--image",
+        "a:1",
+        "--name",
+        "gpt",
+        "--mesh.data",
+        "4",
+        "--mesh.stage",
+        "2",
+        "--mesh.tensor",
+        "2",
+        "--queue",
+        "q",
+    ),
+    *(
+        "--replica-topology",
+        "example.com/rack",
+        "--memory-gib",
+        "800",
+        "--cpus",
+        "8",
+        "--rdma",
+        "rdma/ib=8",
+    ),
+    *(
+        "--checkpoint-claim",
+        "runs",
+        "--cache-claim",
+        "programs",
+        "--metrics-port",
+        "9090",
+        "--namespace",
+        "lab",
+    ),
+    *(
+        "recipes/gpt.py",
+        "--out-dir",
+        "/checkpoints/gpt",
+        "--data",
+        "/checkpoints/rows",
+        "--checkpoint-every",
+        "9",
+    ),
 )
 FAKE = ("--image", "a:1", "--mesh.data", "8", "--fake-devices-per-node", "4", "recipes/gpt.py")
-SERVED = ("--kind", "service", "--image", "a:1", "--name", "gpt", "--namespace", "lab", "--checkpoint-claim", "runs")
+SERVED = (
+    "--kind",
+    "service",
+    "--image",
+    "a:1",
+    "--name",
+    "gpt",
+    "--namespace",
+    "lab",
+    "--checkpoint-claim",
+    "runs",
+)
 SERVED = (*SERVED, "--service.gpus", "1", "jaxpar", "serve", "/checkpoints/gpt")
 MONITOR = ("--kind", "podmonitor", "--name", "gpt", "--namespace", "lab", "--metrics-port", "9090")
-OWN = ("--image", "a:1", "--mesh.data", "8", "--checkpoint-claim", "runs", "mine", "/checkpoints/a", "--mesh.data", "3")
+OWN = (
+    "--image",
+    "a:1",
+    "--mesh.data",
+    "8",
+    "--checkpoint-claim",
+    "runs",
+    "mine",
+    "/checkpoints/a",
+    "--mesh.data",
+    "3",
+)
 WRITTEN = {
     "jobset": [JOB],
     "trainjob": [("--kind", "trainjob", *JOB)],
@@ -31,15 +92,28 @@ WRITTEN = {
 JOB_AT = "spec replicatedJobs 0 template spec"
 PATCH = "spec runtimePatches 0 trainingRuntimeSpec template spec replicatedJobs 0 template spec template"
 PLACES = {
-    "jobset": {"job": JOB_AT, "pod": f"{JOB_AT} template spec", "notes": f"{JOB_AT} template metadata annotations"},
-    "trainjob": {"main": "spec trainer", "pod": f"{PATCH} spec", "notes": f"{PATCH} metadata annotations"},
+    "jobset": {
+        "job": JOB_AT,
+        "pod": f"{JOB_AT} template spec",
+        "notes": f"{JOB_AT} template metadata annotations",
+    },
+    "trainjob": {
+        "main": "spec trainer",
+        "pod": f"{PATCH} spec",
+        "notes": f"{PATCH} metadata annotations",
+    },
     "service": {"pod": "spec template spec", "notes": "spec template metadata annotations"},
 }
 PLACES |= {"fake": PLACES["jobset"], "own": PLACES["jobset"], "monitor": {}}
-MAIN = {kind: {"main": f"{places.get('pod')} containers 0"} | places for kind, places in PLACES.items()}
+MAIN = {
+    kind: {"main": f"{places.get('pod')} containers 0"} | places for kind, places in PLACES.items()
+}
 SCRAPED, SLICE = "prometheus.io/port", "kueue.x-k8s.io/podset-slice-size"
 GPU, LIMITS, REQUESTS = "nvidia.com/gpu", "main resources limits", "main resources requests"
-COORDINATOR, BOUND = "main env JAX_COORDINATOR_ADDRESS value", "main env JAX_COORDINATOR_BIND_ADDRESS value"
+COORDINATOR, BOUND = (
+    "main env JAX_COORDINATOR_ADDRESS value",
+    "main env JAX_COORDINATOR_BIND_ADDRESS value",
+)
 
 
 @functools.cache

@@ -11,7 +11,9 @@ from jaxpar.documents import Documents
 from jaxpar.models.transformer.flash_chunks import Kernel
 
 
-def _written_out(q: Array, k: Array, v: Array, scale: float, lengths: tuple | None, bias: Array | None) -> tuple:
+def _written_out(
+    q: Array, k: Array, v: Array, scale: float, lengths: tuple | None, bias: Array | None
+) -> tuple:
     return _output(v, *_scores(q, k, scale, lengths, bias))
 
 
@@ -28,19 +30,31 @@ def _written_out_gradients(*arrays_and_how: Any) -> tuple:
 
 
 def _gradients(
-    q: Array, k: Array, v: Array, out: Array, lse: Array, ct: Array, scale: float, scores: Array, seen: Array
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    ct: Array,
+    scale: float,
+    scores: Array,
+    seen: Array,
 ) -> tuple[Array, Array, Array]:
     weights = _weights(scores, seen, lse.reshape(scores.shape[:4]))
     grouped_q, grouped_ct = (_grouped(each, k) for each in (q, ct))
     of_out = jnp.sum(grouped_ct * _grouped(out, k), axis=-1).transpose(0, 2, 3, 1)
-    of_scores = weights * (jnp.einsum("bthgk,bshk->bhgts", grouped_ct, v) - of_out[..., None]) * scale
+    of_scores = (
+        weights * (jnp.einsum("bthgk,bshk->bhgts", grouped_ct, v) - of_out[..., None]) * scale
+    )
     dq = jnp.einsum("bhgts,bshk->bthgk", of_scores, k).reshape(q.shape)
     dk = jnp.einsum("bhgts,bthgk->bshk", of_scores, grouped_q)
     dv = jnp.einsum("bhgts,bthgk->bshk", weights, grouped_ct)
     return dq.astype(q.dtype), dk.astype(q.dtype), dv.astype(q.dtype)
 
 
-def _scores(q: Array, k: Array, scale: float, lengths: tuple | None, bias: Array | None) -> tuple[Array, Array]:
+def _scores(
+    q: Array, k: Array, scale: float, lengths: tuple | None, bias: Array | None
+) -> tuple[Array, Array]:
     """Returns the scores ``[rows, kv_heads, heads of each, seq, keys]``, and which of the keys a query sees."""
     scores = jnp.einsum("bthgk,bshk->bhgts", _grouped(q, k), k) * scale
     scores = scores if bias is None else scores + bias[:, :, None]
@@ -61,7 +75,9 @@ def _grouped(array: Array, k: Array) -> Array:
     return wide.reshape(*array.shape[:2], k.shape[2], -1, array.shape[3])
 
 
-def _in_documents(q: Array, k: Array, v: Array, scale: float, documents: Documents, window: int | None) -> tuple:
+def _in_documents(
+    q: Array, k: Array, v: Array, scale: float, documents: Documents, window: int | None
+) -> tuple:
     return _output(v, _scores(q, k, scale, None, None)[0], _seen(documents, window))
 
 

@@ -23,23 +23,33 @@ from jaxpar.models.transformer.span import Span
 LAYERS_OF_A_TRIP = 4
 # The layers of a step of one row that are written out, without a loop. Where products add biases, XLA would copy all weights.
 MOST_OF_ONE_ROW = 24
-MOST_TRIPS = 16  # of which XLA keeps the products as it has recorded them (xla_cmd_buffer_trace_cache_size)
+MOST_TRIPS = (
+    16  # of which XLA keeps the products as it has recorded them (xla_cmd_buffer_trace_cache_size)
+)
 ROWS_OF_A_PRODUCT = 8  # of 16-bit floats: XLA pads fewer before each product
 
 Index = Int[Array, ""] | int
 
 
 def advance(
-    config: TransformerConfig, params: PyTree, tokens: Int[Array, "batch seq"], span: Span, cache: Cache
+    config: TransformerConfig,
+    params: PyTree,
+    tokens: Int[Array, "batch seq"],
+    span: Span,
+    cache: Cache,
 ) -> tuple[Float[Array, "batch seq embed"], Cache]:
     """Returns the output of the last block for the tokens of a span, and the cache with their keys and values."""
     is_step = on_gpus() and not span.is_start
     h = embed_tokens(config, params[OUTER], tokens, span, unconstrained)
     copies = _copies(len(tokens)) if is_step else 1
     if copies > 1:
-        h, positions, lengths = (jnp.repeat(each, copies, axis=0) for each in (h, span.positions, span.lengths))
+        h, positions, lengths = (
+            jnp.repeat(each, copies, axis=0) for each in (h, span.positions, span.lengths)
+        )
         span = span._replace(positions=positions, lengths=lengths)
-        h = jax.lax.optimization_barrier(h)  # XLA would take equal rows for a bias of the first product
+        h = jax.lax.optimization_barrier(
+            h
+        )  # XLA would take equal rows for a bias of the first product
     for index, own in enumerate(params[OUTER].get("dense_layers", ())):
         h, cache = _layer(config, own, span, h, cache, index)
     at_once = _layers_of_a_trip(config, params[LAYERS], len(tokens), is_step)
@@ -65,7 +75,9 @@ def _copies(rows: int) -> int:
 
     XLA also computes a product of one row without a library, if it is small, and reads a transposed copy of all its weights.
     """
-    return 1 if rows >= ROWS_OF_A_PRODUCT else ROWS_OF_A_PRODUCT // math.gcd(rows, ROWS_OF_A_PRODUCT)
+    return (
+        1 if rows >= ROWS_OF_A_PRODUCT else ROWS_OF_A_PRODUCT // math.gcd(rows, ROWS_OF_A_PRODUCT)
+    )
 
 
 def _layer(
@@ -94,7 +106,9 @@ def _stacked_layers(
         return some(0, h, cache, count)
     # A loop of JAX's over inputs would have a second counter, by which XLA does not know where a layer's weights begin.
     num_trips, left = divmod(count, at_once)
-    _, h, cache = jax.lax.while_loop(lambda carry: carry[0] < num_trips, trip, (jnp.int32(0), h, cache))
+    _, h, cache = jax.lax.while_loop(
+        lambda carry: carry[0] < num_trips, trip, (jnp.int32(0), h, cache)
+    )
     return some(count - left, h, cache, left) if left else (h, cache)
 
 
@@ -102,10 +116,14 @@ def _layers_at(params: PyTree, first: Index, count: int) -> Iterator[PyTree]:
     """Yields the params of ``count`` layers."""
     is_vector = lambda a: a.ndim == 2
     # Vectors together: a norm's kernel reads an array from its beginning, so each would first be cut out of the stack.
-    some = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, count) if is_vector(a) else a, params)
+    some = jax.tree.map(
+        lambda a: jax.lax.dynamic_slice_in_dim(a, first, count) if is_vector(a) else a, params
+    )
 
     def of_layer(j: int) -> PyTree:
-        at = lambda a: jax.lax.dynamic_index_in_dim(a, j if is_vector(a) else first + j, keepdims=False)
+        at = lambda a: jax.lax.dynamic_index_in_dim(
+            a, j if is_vector(a) else first + j, keepdims=False
+        )
         return jax.tree.map(at, some)
 
     return map(of_layer, range(count))

@@ -42,7 +42,9 @@ def unconstrained(x: jax.Array, where: str) -> jax.Array:
     return x
 
 
-def documents_of(config: TransformerConfig, segments: Int[Array, "batch seq"] | None) -> Documents | None:
+def documents_of(
+    config: TransformerConfig, segments: Int[Array, "batch seq"] | None
+) -> Documents | None:
     """Returns where the documents of rows lie, if the model's kernel takes them so; over ``context`` of each chunk as a row."""
     if segments is None or config.max_documents is None or _kernel_of_documents(config) is None:
         return None
@@ -57,7 +59,11 @@ def _kernel_of_documents(config: TransformerConfig) -> KernelOfDocuments | None:
     """
     if config.max_documents is None or config.positions == "alibi" or config.attention == "xla":
         return None
-    own = CUDNN.of_documents if config.attention == "cudnn" else getattr(config.attention, "kernel_of_documents", None)
+    own = (
+        CUDNN.of_documents
+        if config.attention == "cudnn"
+        else getattr(config.attention, "kernel_of_documents", None)
+    )
     mesh = jax.sharding.get_abstract_mesh()
     return own if own and mesh.manual_axes and own.runs(config.compute_dtype) else None
 
@@ -102,24 +108,42 @@ def attention(
 
 
 def project(
-    config: TransformerConfig, params: PyTree, x: Float[Array, "batch seq embed"], constrain: Constrain = unconstrained
+    config: TransformerConfig,
+    params: PyTree,
+    x: Float[Array, "batch seq embed"],
+    constrain: Constrain = unconstrained,
 ) -> tuple[Array, Array, Array]:
     """Returns queries ``[batch, seq, heads, head_dim]``, and keys and values ``[batch, seq, kv_heads, head_dim]``.
 
     With ``kv_copies`` there are that many of each key and value head, each for a part of its group of query heads.
     """
-    w_qkv, b_qkv = (_copied(config, params.get(name), x.dtype, constrain) for name in ("w_qkv", "b_qkv"))
+    w_qkv, b_qkv = (
+        _copied(config, params.get(name), x.dtype, constrain) for name in ("w_qkv", "b_qkv")
+    )
     qkv = _plus(product(config, "btd,dhgk->bthgk", x, w_qkv), b_qkv)
     q, k, v = jnp.split(qkv, (qkv.shape[3] - 2, qkv.shape[3] - 1), axis=3)
-    q, k, v = q.reshape(*x.shape[:2], config.num_heads, config.head_dim), k[:, :, :, 0], v[:, :, :, 0]
+    q, k, v = (
+        q.reshape(*x.shape[:2], config.num_heads, config.head_dim),
+        k[:, :, :, 0],
+        v[:, :, :, 0],
+    )
     if config.qk_norm is not None:
         of_k = params["norm_k"]["scale"]
-        of_k = jnp.repeat(of_k, config.kv_copies, 0) if config.qk_norm == "width" and config.kv_copies > 1 else of_k
-        q, k = rms_norm(q, params["norm_q"]["scale"], config.norm_epsilon), rms_norm(k, of_k, config.norm_epsilon)
+        of_k = (
+            jnp.repeat(of_k, config.kv_copies, 0)
+            if config.qk_norm == "width" and config.kv_copies > 1
+            else of_k
+        )
+        q, k = (
+            rms_norm(q, params["norm_q"]["scale"], config.norm_epsilon),
+            rms_norm(k, of_k, config.norm_epsilon),
+        )
     return q, k, v
 
 
-def _copied(config: TransformerConfig, param: PyTree, dtype: jnp.dtype, constrain: Constrain) -> PyTree:
+def _copied(
+    config: TransformerConfig, param: PyTree, dtype: jnp.dtype, constrain: Constrain
+) -> PyTree:
     """Returns ``[..., kv_heads, qkv, head_dim]`` with copies of keys and values, each with its part of the query heads."""
     if param is None or config.kv_copies == 1:
         return None if param is None else param.astype(dtype)
@@ -148,30 +172,49 @@ def _attend_over_context(
     parts = context_parallel.num_parts()
     segments_of_all = None if segments is None else gather_sequence(segments)
     if over_context(config, parts, segments) == "ulysses":
-        copies = parts // math.gcd(parts, k.shape[2] // context_parallel.num_shards_of_heads(k.shape[2]))
+        copies = parts // math.gcd(
+            parts, k.shape[2] // context_parallel.num_shards_of_heads(k.shape[2])
+        )
         k, v = (each if copies == 1 else jnp.repeat(each, copies, 2) for each in (k, v))
         q, k, v = (sequence_to_heads(each) for each in (q, k, v))
         slopes = own_slopes(config, parts) if config.positions == "alibi" else None
         places = jnp.arange(q.shape[1])[None]
         most = None if documents is None else config.max_documents
-        in_rows = None if segments_of_all is None or most is None else find_documents(segments_of_all, most)
-        return heads_to_sequence(attend(config, q, k, v, places, segments_of_all, slopes=slopes, documents=in_rows))
+        in_rows = (
+            None
+            if segments_of_all is None or most is None
+            else find_documents(segments_of_all, most)
+        )
+        return heads_to_sequence(
+            attend(config, q, k, v, places, segments_of_all, slopes=slopes, documents=in_rows)
+        )
     own = jnp.concatenate([k, v], axis=3)  # one collective, and one array to store
-    half = lambda both, at: jax.lax.slice_in_dim(both, at * k.shape[3], (at + 1) * k.shape[3], axis=3)
+    half = lambda both, at: jax.lax.slice_in_dim(
+        both, at * k.shape[3], (at + 1) * k.shape[3], axis=3
+    )
     own, whole = ((half(both, 0), half(both, 1)) for both in (own, gather_sequence(own)))
     kernel = _kernel_of_chunks(config, q.dtype)
     if kernel is None:
         places = context_parallel.places(q.shape[1])[None]
         return attend(config, q, whole[0], whole[1], places, segments, of_keys=segments_of_all)
 
-    def on_shard(q: Array, k: Array, v: Array, all_k: Array, all_v: Array, *numbers: Array) -> Array:
+    def on_shard(
+        q: Array, k: Array, v: Array, all_k: Array, all_v: Array, *numbers: Array
+    ) -> Array:
         at = jax.lax.axis_index(context_parallel.CONTEXT), parts
         how = {"chunk_of_context": at, "kernel": kernel}
         if numbers:
-            how |= {"segments": numbers[:2], "documents": Documents(*numbers[2:]) if numbers[2:] else None}
+            how |= {
+                "segments": numbers[:2],
+                "documents": Documents(*numbers[2:]) if numbers[2:] else None,
+            }
         return chunked_causal_attention(q, (k, v), (all_k, all_v), **how)
 
-    numbers = () if segments is None or segments_of_all is None else (segments, segments_of_all, *(documents or ()))
+    numbers = (
+        ()
+        if segments is None or segments_of_all is None
+        else (segments, segments_of_all, *(documents or ()))
+    )
     return context_parallel.on_shards_of_heads(on_shard, q, *own, *whole, *numbers)
 
 
@@ -180,15 +223,26 @@ def _kernel_of_chunks(config: TransformerConfig, dtype: jnp.dtype) -> Kernel | N
 
     It takes all keys of a document up to a query alike, without a window or penalties.
     """
-    if dtype == jnp.float64 or config.attention == "xla" or config.window is not None or config.positions == "alibi":
+    if (
+        dtype == jnp.float64
+        or config.attention == "xla"
+        or config.window is not None
+        or config.positions == "alibi"
+    ):
         return None
     if config.attention == "cudnn":
         return CUDNN
     own = getattr(config.attention, "kernel_of_chunks", None)
-    return None if own is None else Kernel(own[0], own[1], getattr(config.attention, "kernel_of_documents", None))
+    return (
+        None
+        if own is None
+        else Kernel(own[0], own[1], getattr(config.attention, "kernel_of_documents", None))
+    )
 
 
-def over_context(config: TransformerConfig, parts: int, segments: Any = None) -> Literal["gather", "ulysses"]:
+def over_context(
+    config: TransformerConfig, parts: int, segments: Any = None
+) -> Literal["gather", "ulysses"]:
     """Returns how attention exchanges keys and values where ``parts`` devices share a sequence: as asked, or by bytes.
 
     Args:
@@ -258,7 +312,11 @@ def attend(
         return _attend_in_documents(own, window, documents, q, k, v)
     kernel = config.attention if is_whole and q.dtype != jnp.float64 else "xla"
     of_keys = segments if of_keys is None else of_keys
-    together = None if segments is None or of_keys is None else (segments[:, :, None] == of_keys[:, None, :])[:, None]
+    together = (
+        None
+        if segments is None or of_keys is None
+        else (segments[:, :, None] == of_keys[:, None, :])[:, None]
+    )
     if callable(kernel):
         bias = bias if together is None else _masked(bias, together, q.dtype)
         return kernel(q, k, v, bias) if window is None else kernel(q, k, v, bias, window=window)
@@ -286,7 +344,9 @@ def _attend_in_documents(
 def _masked(bias: Array | None, seen: Bool[Array, "batch 1 seq seq"], dtype: jnp.dtype) -> Array:
     """Returns a bias that is so low where ``seen`` is false that the softmax gives 0, and no sum with a score overflows."""
     lowest = jnp.asarray(jnp.finfo(dtype).min / 2, dtype)
-    return jnp.where(seen, jnp.zeros((1, 1, 1, 1), dtype) if bias is None else bias.astype(dtype), lowest)
+    return jnp.where(
+        seen, jnp.zeros((1, 1, 1, 1), dtype) if bias is None else bias.astype(dtype), lowest
+    )
 
 
 def _check_can_be_split() -> None:
@@ -300,7 +360,10 @@ def _check_can_be_split() -> None:
 
 
 def _attend_to_cache(
-    config: TransformerConfig, q: Float[Array, "rows 1 heads head_dim"], cache: Cache, positions: Int[Array, "rows 1"]
+    config: TransformerConfig,
+    q: Float[Array, "rows 1 heads head_dim"],
+    cache: Cache,
+    positions: Int[Array, "rows 1"],
 ) -> Float[Array, "rows 1 heads head_dim"]:
     """Returns what ``attend`` does, of one position a row and the keys and values of a cache.
 
@@ -326,19 +389,25 @@ def _attend_to_cache(
     return _products(of_rows, k, v, bias, seen).reshape(q.shape)
 
 
-def _seen(config: TransformerConfig, ahead: Int[Array, "rows seq length"]) -> Bool[Array, "rows seq length"]:
+def _seen(
+    config: TransformerConfig, ahead: Int[Array, "rows seq length"]
+) -> Bool[Array, "rows seq length"]:
     """Returns which keys a query sees, of those that are so many positions ``ahead`` of it."""
     is_past, window = ahead <= 0, config.window
     return is_past if window is None or window >= ahead.shape[-1] else is_past & (ahead > -window)
 
 
-def _written_out(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "rows 1 seq length"]) -> Array:
+def _written_out(
+    q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "rows 1 seq length"]
+) -> Array:
     """Attention as matrix products, with scores and softmax in float32 at least."""
     k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
     return _products(q, k, v, bias, seen)
 
 
-def _products(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "rows 1 seq length"]) -> Array:
+def _products(
+    q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array, "rows 1 seq length"]
+) -> Array:
     """Attention to keys and values ``[batch, kv_heads, length, head_dim]``.
 
     Rows and heads are the leading dims of each array that a product reads, as matrix libraries require. Otherwise XLA would, in
@@ -347,10 +416,14 @@ def _products(q: Array, k: Array, v: Array, bias: Array | None, seen: Bool[Array
     batch, seq, num_heads, head_dim = q.shape
     grouped = q.reshape(batch, seq, k.shape[1], -1, head_dim).transpose(0, 2, 3, 1, 4)
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("bhgtk,bhsk->bhgts", grouped, k, preferred_element_type=wide) * head_dim**-0.5
+    scores = (
+        jnp.einsum("bhgtk,bhsk->bhgts", grouped, k, preferred_element_type=wide) * head_dim**-0.5
+    )
     if bias is not None:
         scores = scores + bias.reshape(len(bias), *scores.shape[1:3], *bias.shape[2:]).astype(wide)
-    weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, jnp.finfo(wide).min), axis=-1).astype(v.dtype)
+    weights = jax.nn.softmax(
+        jnp.where(seen[:, :, None], scores, jnp.finfo(wide).min), axis=-1
+    ).astype(v.dtype)
     mixed = jnp.einsum("bhgts,bhsk->bhgtk", weights, v)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, seq, num_heads, head_dim)
 

@@ -31,7 +31,10 @@ class Cache(NamedTuple):
         return self.both.shape[2]
 
     def write(
-        self, k: Float[Array, "rows seq kv_heads head_dim"], v: Float[Array, "rows seq kv_heads head_dim"], span: Span
+        self,
+        k: Float[Array, "rows seq kv_heads head_dim"],
+        v: Float[Array, "rows seq kv_heads head_dim"],
+        span: Span,
     ) -> "Cache":
         """Returns the cache with the keys and values of a span in the layer; of copies of a row the first is written."""
         new = jnp.stack([k, v]).astype(self.both.dtype)

@@ -78,14 +78,24 @@ class Experts:
         for each in fields(self):
             check_field(each, getattr(self, each.name))
         positive = ("count", "per_token", "mlp_dim", "num_groups", "groups_per_token")
-        others = ("num_shared", "num_dense_layers", "routed_scaling_factor", "balance_coefficient", "z_coefficient")
+        others = (
+            "num_shared",
+            "num_dense_layers",
+            "routed_scaling_factor",
+            "balance_coefficient",
+            "z_coefficient",
+        )
         check_at_least(1, **{name: getattr(self, name) for name in positive})
         check_at_least(0, **{name: getattr(self, name) for name in others})
         _check_divides(self, "num_groups", "count")
         self._check_per_token()
         # Replicas get as many rows as their tokens have on average.
-        check_at_least(1, "Choose such as 1.5, or leave it out for room for all rows.", buffer=self.buffer)
-        check_positive("Choose such as 1.25, or None to drop nothing.", capacity_factor=self.capacity_factor)
+        check_at_least(
+            1, "Choose such as 1.5, or leave it out for room for all rows.", buffer=self.buffer
+        )
+        check_positive(
+            "Choose such as 1.25, or None to drop nothing.", capacity_factor=self.capacity_factor
+        )
         for name, default in {"products": "auto", "buffer": None}.items():
             if self.capacity_factor is not None and getattr(self, name) != default:
                 raise ValueError(
@@ -216,7 +226,9 @@ class TransformerConfig:
         for each in fields(self):
             check_field(each, getattr(self, each.name))
         kinds = (Experts, None)
-        check_kind(kinds, "Experts or None", "Write experts=Experts(count=8), say.", experts=self.experts)
+        check_kind(
+            kinds, "Experts or None", "Write experts=Experts(count=8), say.", experts=self.experts
+        )
         check_kind((Rope,), "a Rope", "Write rope=Rope(theta=10_000), say.", rope=self.rope)
         check_at_least(1, **{name: getattr(self, name) for name in POSITIVE})
         for name, of in DIVIDES.items():
@@ -234,7 +246,9 @@ class TransformerConfig:
                 f'a "dynamic" rope scaling needs two pairs or more, so head_dim must be 4 or more; got {self.head_dim}. Choose '
                 "fewer num_heads, or another kind of rope scaling."
             )
-        check_at_least(2, "Leave it out where each row is one document.", max_documents=self.max_documents)
+        check_at_least(
+            2, "Leave it out where each row is one document.", max_documents=self.max_documents
+        )
         check_one_of(COMPUTE_DTYPES, compute_dtype=_name_of(self.compute_dtype))
         if self.attention == "cudnn" and jnp.dtype(self.compute_dtype).itemsize != 2:
             raise ValueError(
@@ -298,14 +312,18 @@ class TransformerConfig:
         own = self.experts
         if own is None:
             return False
-        return bool(own.router_bias or own.balance_coefficient or own.z_coefficient or own.capacity_factor)
+        return bool(
+            own.router_bias or own.balance_coefficient or own.z_coefficient or own.capacity_factor
+        )
 
     @property
     def router_aux_loss_coef(self) -> float:
         """``balance_coefficient`` as transformers has it: there the loss is of all layers together, and at least top-k."""
         if self.experts is None:
             return 0.0
-        return _rounded(self.experts.balance_coefficient * self.num_stacked_layers / self.experts.per_token)
+        return _rounded(
+            self.experts.balance_coefficient * self.num_stacked_layers / self.experts.per_token
+        )
 
     @property
     def vocab_rows(self) -> int:
@@ -314,7 +332,11 @@ class TransformerConfig:
 
     def has_biases(self, where: Literal["qkv", "out", "mlp"]) -> bool:
         """Returns whether the linear maps to queries, keys and values, out of attention, or of the MLP have biases."""
-        return self.biases is True or self.biases == where or (self.biases == "attention" and where != "mlp")
+        return (
+            self.biases is True
+            or self.biases == where
+            or (self.biases == "attention" and where != "mlp")
+        )
 
     def with_experts(self, **changes: Any) -> "TransformerConfig":
         """Returns the model with some fields of its ``experts`` changed.
@@ -327,7 +349,9 @@ class TransformerConfig:
         """
         if self.experts is None:
             got = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-            raise ValueError(f"{got} is for a model with experts; got one without. Give experts=Experts(count=8), say.")
+            raise ValueError(
+                f"{got} is for a model with experts; got one without. Give experts=Experts(count=8), say."
+            )
         return replace(self, experts=replace(self.experts, **changes))
 
     def for_tensor(self, tensor: int) -> "TransformerConfig":
@@ -353,7 +377,9 @@ class TransformerConfig:
         return replace(self, kv_copies=copies(tensor))
 
 
-def balance_of_aux_loss(router_aux_loss_coef: float, experts_per_token: int, num_layers: int) -> float:
+def balance_of_aux_loss(
+    router_aux_loss_coef: float, experts_per_token: int, num_layers: int
+) -> float:
     """Returns the ``balance_coefficient`` of the same strength as a coefficient of transformers.
 
     Its loss is the number of experts times the sum over experts of share of uses times mean score, both over all layers and
@@ -376,7 +402,9 @@ def _check_divides(config: Any, name: str, of: str) -> None:
     divisor, whole = getattr(config, name) or 1, getattr(config, of) or 0
     if whole % divisor:
         fits = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
-        raise ValueError(f"{name} must divide {of}; got {name}={divisor}, {of}={whole}. Choose {name} from {fits}.")
+        raise ValueError(
+            f"{name} must divide {of}; got {name}={divisor}, {of}={whole}. Choose {name} from {fits}."
+        )
 
 
 def _name_of(dtype: Any) -> Any:

@@ -169,7 +169,9 @@ def _check_held(held: int, num_experts: int, mesh: jax.sharding.AbstractMesh) ->
 # Slots ----------------------------------------------------------------------------------------------------------------------
 
 
-def dropless(chosen: Int[Array, " pairs"], num_experts: int, shards: Shards, *, tile: int, room: int) -> Slots:
+def dropless(
+    chosen: Int[Array, " pairs"], num_experts: int, shards: Shards, *, tile: int, room: int
+) -> Slots:
     """Returns slots for all pairs, in the order of the experts, each expert's beginning at a multiple of ``tile``.
 
     Args:
@@ -326,7 +328,9 @@ def _to_tokens(k: int, rows: Float[Array, "shards slots width"], slots: Slots) -
     return of_tokens.sum(2)
 
 
-def _take(x: Float[Array, "shards from width"], index: Array, is_there: Bool[Array, "shards to"]) -> Array:
+def _take(
+    x: Float[Array, "shards from width"], index: Array, is_there: Bool[Array, "shards to"]
+) -> Array:
     rows = jnp.take_along_axis(x, index[..., None], axis=1, mode="promise_in_bounds")
     return jnp.where(is_there[..., None], rows, 0)
 

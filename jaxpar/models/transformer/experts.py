@@ -155,9 +155,13 @@ class _Experts:
         """Returns the slots of pairs of this replica's tokens among some experts."""
         if self.capacity is not None:
             return within_capacity(chosen, num_experts, self.shards, capacity=self.capacity)
-        return dropless(chosen.reshape(-1), num_experts, self.shards, tile=self.tile, room=chosen.size)
+        return dropless(
+            chosen.reshape(-1), num_experts, self.shards, tile=self.tile, room=chosen.size
+        )
 
-    def of_rows(self, k: int, tokens: OnShards, weights: Float[Array, "*tokens k"], slots: Slots) -> OnShards:
+    def of_rows(
+        self, k: int, tokens: OnShards, weights: Float[Array, "*tokens k"], slots: Slots
+    ) -> OnShards:
         """Returns what the experts give to tokens of k pairs each; the sum over the shards is the output."""
         split, shards = self.shards.split, self.shards
         slots = Slots(*map(split, slots))
@@ -201,7 +205,9 @@ def _num_dropped(layer: _Experts, routing: Routing) -> Int[Array, " batch"]:
 # On one replica -------------------------------------------------------------------------------------------------------------
 
 
-def _on_this_replica(layer: _Experts, shared: PyTree, x: Hidden, routing: Routing) -> tuple[Hidden, bool]:
+def _on_this_replica(
+    layer: _Experts, shared: PyTree, x: Hidden, routing: Routing
+) -> tuple[Hidden, bool]:
     """Returns the output of experts that each replica has all of, and whether that of shared ones is in it."""
     config, shards = layer.config, layer.shards
     slots = layer.slots(routing.experts, layer.settings.count)
@@ -218,7 +224,9 @@ def _can_be_cut(params: PyTree, count: int) -> bool:
     return is_plain and len(params["w_down"]) % count == 0
 
 
-def _part_of_mlp(config: TransformerConfig, params: PyTree, z: OnShards, shards: Shards) -> OnShards:
+def _part_of_mlp(
+    config: TransformerConfig, params: PyTree, z: OnShards, shards: Shards
+) -> OnShards:
     """Returns each shard's part of the sum over the MLP's hidden width, so that one all-reduce adds it and the experts'."""
     w_up, w_down = params["w_up"].astype(z.dtype), params["w_down"].astype(z.dtype)
     w_up = shards.split(_cut(w_up, 2, shards.count))
@@ -279,11 +287,15 @@ def _sent(layer: _Experts, x: Hidden, routing: Routing) -> Float[Array, "tokens 
     return _or_nan(shards.sliced(combine(k, back, there))[0], is_over)
 
 
-def _slots_of_owners(layer: _Experts, routing: Routing, num_tokens: int) -> tuple[Slots, Array | None]:
+def _slots_of_owners(
+    layer: _Experts, routing: Routing, num_tokens: int
+) -> tuple[Slots, Array | None]:
     """Returns the slots of the rows that are sent, by owner, and whether there are more rows than slots, if that can be."""
     unsplit = dataclasses.replace(layer.shards, count=1)
     if layer.capacity is not None:
-        return within_capacity(routing.experts, layer.settings.count, unsplit, capacity=layer.capacity), None
+        return within_capacity(
+            routing.experts, layer.settings.count, unsplit, capacity=layer.capacity
+        ), None
     owners, own = layer.shards.owners, layer.num_own
     room, may_overflow = _room(layer, num_tokens, owners)
     to = (routing.experts // own).reshape(1, -1, layer.settings.per_token)

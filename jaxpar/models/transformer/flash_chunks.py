@@ -109,7 +109,9 @@ def chunked_causal_attention(
     else:
         within, of_keys = as_rows(segments[0]), segments[1]
         numbers = _chunks(within)
-        earlier = [_same_document_before(*each, of_keys) for each in zip(begins, numbers, strict=True)]
+        earlier = [
+            _same_document_before(*each, of_keys) for each in zip(begins, numbers, strict=True)
+        ]
     given = _Given(own, whole, within if documents is None else documents, tuple(earlier))
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return _attend(kernel, scale, q, given)
@@ -209,7 +211,9 @@ def _backward(kernel: Kernel, scale: float, kept: tuple, ct: Array) -> tuple[Arr
     q, given, out, lse = kept
     q_rows, out_rows, ct_rows = map(as_rows, (q, out, ct))
     own_k, own_v = map(as_rows, given.own)
-    own_dq, *of_own = _own_gradients(kernel, scale, given.within, q_rows, own_k, own_v, out_rows, lse, ct_rows)
+    own_dq, *of_own = _own_gradients(
+        kernel, scale, given.within, q_rows, own_k, own_v, out_rows, lse, ct_rows
+    )
     of_earlier = partial(_earlier_gradients, kernel, scale, given.whole)
     by_chunk = map(of_earlier, given.earlier, *map(_chunks, (q_rows, out_rows, lse, ct_rows)))
     dq, dk, dv = zip(*by_chunk, strict=True)
@@ -230,7 +234,9 @@ def _to_own(kernel: Kernel, scale: float, within: Array | Documents | None, *arr
     return kernel.forward(*arrays, scale, None, bias)
 
 
-def _own_gradients(kernel: Kernel, scale: float, within: Array | Documents | None, *arrays: Array) -> Gradients:
+def _own_gradients(
+    kernel: Kernel, scale: float, within: Array | Documents | None, *arrays: Array
+) -> Gradients:
     if isinstance(within, Documents):
         return _of_documents(kernel).backward(*arrays, scale, within, None)
     bias = _between(within, arrays[0].dtype)

@@ -100,7 +100,9 @@ def generate(
     state = _first(config, prompts.sizes, params, prompts.tokens, prompts.lengths, sampling)
     state = _extend(config, params, state, sampling, num_tokens)
     if prompts.rows is None:
-        tokens = jnp.concatenate([prompts.tokens[:, : prompts.lengths[0]], state.new[:, :num_tokens]], axis=1)
+        tokens = jnp.concatenate(
+            [prompts.tokens[:, : prompts.lengths[0]], state.new[:, :num_tokens]], axis=1
+        )
         check_drawn(tokens)
         return tokens
     new, counts = on_host(state.new), on_host(state.counts)
@@ -137,7 +139,9 @@ def _steps(
     for step in range(num_tokens):
         if step:
             state = _extend(config, params, state, sampling, step + 1)
-        tokens, is_in, is_done = (on_host(each) for each in (state.token, state.counts > step, state.done))
+        tokens, is_in, is_done = (
+            on_host(each) for each in (state.token, state.counts > step, state.done)
+        )
         check_drawn(tokens)
         yield [int(token) if drawn else None for token, drawn in zip(tokens, is_in, strict=True)]
         if is_done.all():
@@ -160,9 +164,13 @@ class JitForGpus(NamedTuple):
         return (self.for_gpus if on_gpus() and not is_traced else self.plain)(*args)
 
 
-def jit_for_gpus(for_gpus: dict[str, Any], **how: Any) -> Callable[[Callable[..., Any]], JitForGpus]:
+def jit_for_gpus(
+    for_gpus: dict[str, Any], **how: Any
+) -> Callable[[Callable[..., Any]], JitForGpus]:
     """Returns a decorator to compile a function; ``how`` are arguments of ``jax.jit``, ``for_gpus`` options of XLA."""
-    return lambda function: JitForGpus(jax.jit(function, **how), jax.jit(function, compiler_options=for_gpus, **how))
+    return lambda function: JitForGpus(
+        jax.jit(function, **how), jax.jit(function, compiler_options=for_gpus, **how)
+    )
 
 
 class _State(NamedTuple):
@@ -209,7 +217,11 @@ def _first(
 
 @jit_for_gpus(BY_CUBLAS, static_argnums=0, donate_argnums=2)
 def _extend(
-    config: TransformerConfig, params: PyTree, state: _State, sampling: Sampling, num_tokens: Int[Array, ""] | int
+    config: TransformerConfig,
+    params: PyTree,
+    state: _State,
+    sampling: Sampling,
+    num_tokens: Int[Array, ""] | int,
 ) -> _State:
     """Returns the rows after ``num_tokens`` tokens, or once all have ended."""
 
@@ -220,7 +232,9 @@ def _extend(
         scores = logits(config, params[OUTER], h, unconstrained)[:, 0]
         return _add(state._replace(cache=cache), sampling, scores)
 
-    return jax.lax.while_loop(lambda state: (state.num_new < num_tokens) & ~state.done.all(), one, state)
+    return jax.lax.while_loop(
+        lambda state: (state.num_new < num_tokens) & ~state.done.all(), one, state
+    )
 
 
 def _add(state: _State, sampling: Sampling, scores: Float[Array, "batch vocab"]) -> _State:
@@ -243,7 +257,11 @@ def with_all_layers(params: PyTree) -> PyTree:
 
     def gather(leaf: Any) -> Any:
         sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
-        if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.spec or sharding.spec[0] is None:
+        if (
+            not isinstance(sharding, jax.sharding.NamedSharding)
+            or not sharding.spec
+            or sharding.spec[0] is None
+        ):
             return leaf
         spec = jax.sharding.PartitionSpec(None, *sharding.spec[1:])
         return jax.device_put(leaf, jax.sharding.NamedSharding(sharding.mesh, spec))
@@ -277,7 +295,9 @@ def read_prompts(config: TransformerConfig, prompt: Any, num_tokens: int) -> Pro
             + (f", or ask for at most {room} tokens." if room > 0 else ".")
         )
     most = config.max_positions if config.positions == "learned" else None
-    padded = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, round_up(longest, most) - longest)))
+    padded = jnp.pad(
+        jnp.asarray(tokens, jnp.int32), ((0, 0), (0, round_up(longest, most) - longest))
+    )
     sizes = round_up(longest + num_tokens, most), round_up(num_tokens, None)
     return Prompts(padded, np.asarray(lengths, np.int32), sizes, rows)
 
@@ -302,7 +322,9 @@ def _unequal_rows(prompt: Any) -> list[np.ndarray] | None:
     if isinstance(prompt, (jax.Array, np.ndarray)) or not isinstance(prompt, Sequence):
         return None
     rows = [np.asarray(row) for row in prompt]
-    return rows if all(row.ndim == 1 for row in rows) and len({len(row) for row in rows}) > 1 else None
+    return (
+        rows if all(row.ndim == 1 for row in rows) and len({len(row) for row in rows}) > 1 else None
+    )
 
 
 def _check_shape(shape: tuple[int, ...]) -> None:
@@ -315,7 +337,9 @@ def _check_shape(shape: tuple[int, ...]) -> None:
 def check_tokens(config: TransformerConfig, prompt: jax.Array | np.ndarray) -> None:
     """Raises for tokens that are no integers, or outside the vocabulary."""
     if not jnp.issubdtype(prompt.dtype, jnp.integer):
-        raise TypeError(f"tokens must be integers; got {prompt.dtype}. Give those that the model's tokenizer makes.")
+        raise TypeError(
+            f"tokens must be integers; got {prompt.dtype}. Give those that the model's tokenizer makes."
+        )
     if isinstance(prompt, Tracer):
         return
     lowest, highest = int(prompt.min()), int(prompt.max())

@@ -116,7 +116,12 @@ def make_model(
             h = h + jnp.where(are_few, 0, jnp.nan).astype(h.dtype)[:, None, None]
         if context_parallel.num_parts() > 1 and positions is not None:
             # Added, so that the backward pass is that of a lookup alone (``pipeline/embed_and_head.py``).
-            h = h + jnp.where(_are_in_place(positions, segments), 0, jnp.nan).astype(h.dtype)[:, None, None]
+            h = (
+                h
+                + jnp.where(_are_in_place(positions, segments), 0, jnp.nan).astype(h.dtype)[
+                    :, None, None
+                ]
+            )
         for params in outer.get("dense_layers", ()):
             h, *_ = block(config, params, h, span, constrain)
         sums = RouterSums.zeros(config, h) if config.has_routing_losses else None
@@ -127,8 +132,12 @@ def make_model(
 
     def layer(params: PyTree, x: Activations) -> Activations:
         stream = x if isinstance(x, Stream) else Stream(x, None, None)
-        span = _span(stream.h, stream.segments, stream.positions)._replace(documents=stream.documents)
-        h, _, sums = block(config, params, stream.h, span, constrain, sums=stream.sums, real=stream.real)
+        span = _span(stream.h, stream.segments, stream.positions)._replace(
+            documents=stream.documents
+        )
+        h, _, sums = block(
+            config, params, stream.h, span, constrain, sums=stream.sums, real=stream.real
+        )
         return stream._replace(h=h, sums=sums) if isinstance(x, Stream) else h
 
     def head(outer: PyTree, x: Activations) -> Float[Array, "batch seq vocab"] | RoutedLogits:
@@ -167,7 +176,9 @@ def _are_in_place(
     """Returns whether the first token of each segment is where the order of ``shard_batch`` says, by each of its tokens."""
     starts = context_parallel.places(positions.shape[1])[None] - positions
     goes_on = starts[:, 1:] == starts[:, :-1]
-    return jnp.all(goes_on if segments is None else goes_on | (segments[:, 1:] != segments[:, :-1]), axis=1)
+    return jnp.all(
+        goes_on if segments is None else goes_on | (segments[:, 1:] != segments[:, :-1]), axis=1
+    )
 
 
 def _num_documents(
@@ -199,21 +210,27 @@ def embed_tokens(
             )
         is_table = span.is_start and span.is_in_order and span.segments is None
         first = outer["positions"][None, : tokens.shape[1]]
-        rows = first if is_table else jnp.take(outer["positions"], span.positions, axis=0, mode="clip")
+        rows = (
+            first if is_table else jnp.take(outer["positions"], span.positions, axis=0, mode="clip")
+        )
         h = h + rows.astype(h.dtype)
     h = constrain(h, "out")
     return norm(config, outer["norm_in"], h) if config.norm_embedding else h
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _look_up(table: Float[Array, "vocab embed"], rows: Int[Array, "batch seq"], dtype: Any) -> Array:
+def _look_up(
+    table: Float[Array, "vocab embed"], rows: Int[Array, "batch seq"], dtype: Any
+) -> Array:
     """Returns rows of a table, cast before XLA adds up what the shards of its vocabulary found; gradients are cast after."""
     return jnp.take(table.astype(dtype), rows, axis=0, mode="fill")
 
 
 @_look_up.defjvp
 def _(dtype: Any, inputs: tuple, tangents: tuple) -> tuple[Array, Array]:
-    return _look_up(*inputs, dtype), jnp.take(tangents[0], inputs[1], axis=0, mode="fill").astype(dtype)
+    return _look_up(*inputs, dtype), jnp.take(tangents[0], inputs[1], axis=0, mode="fill").astype(
+        dtype
+    )
 
 
 def block(
@@ -256,7 +273,12 @@ def block(
     return h + normed("norm_2", constrain(y, "out"), "post"), cache, sums
 
 
-def logits(config: TransformerConfig, outer: PyTree, h: Float[Array, "batch seq embed"], constrain: Constrain) -> Array:
+def logits(
+    config: TransformerConfig,
+    outer: PyTree,
+    h: Float[Array, "batch seq embed"],
+    constrain: Constrain,
+) -> Array:
     """Returns the scores ``[batch, seq, vocab]`` of each word of the vocabulary as the next one."""
     h = constrain(norm(config, outer["norm_out"], constrain(h, "stream")), "in")
     if config.tied:

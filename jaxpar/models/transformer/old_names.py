@@ -37,7 +37,9 @@ ROPE = {"rope_theta": "theta", "rope_scaling": "scaling"}
 # What may be between a user's line and this module; jaxtyping where a hook of its own checks types.
 OWN_MODULES = ("jaxpar", "dataclasses", "jaxtyping")
 # The group of each old name, and the name there.
-MOVED = {old: ("experts", new) for old, new in EXPERTS.items()} | {old: ("rope", new) for old, new in ROPE.items()}
+MOVED = {old: ("experts", new) for old, new in EXPERTS.items()} | {
+    old: ("rope", new) for old, new in ROPE.items()
+}
 
 
 def accepts_old_names(*, experts: type, rope: type) -> Callable[[type[Config]], type[Config]]:
@@ -106,14 +108,20 @@ def _shown(value: Any) -> str:
     if type(value).__name__ not in ("Experts", "Rope"):
         return repr(value)
     own = {each.name: getattr(value, each.name) for each in fields(value)}
-    changed = {each.name: own[each.name] for each in fields(value) if own[each.name] != each.default}
+    changed = {
+        each.name: own[each.name] for each in fields(value) if own[each.name] != each.default
+    }
     return f"{type(value).__name__}({_arguments(changed)})"
 
 
 def _warn(got: str, remedy: str) -> None:
     """Warns in the line of a user's that calls this package, also through ``dataclasses.replace``."""
     level, frame = 2, sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OWN_MODULES:
+    while (
+        frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OWN_MODULES
+    ):
         level, frame = level + 1, frame.f_back
     rule = "TransformerConfig has its experts as Experts and its rotary positions as Rope"
-    warnings.warn(f"{rule}; {got}. {remedy}. The next release drops the old names.", DeprecationWarning, level)
+    warnings.warn(
+        f"{rule}; {got}. {remedy}. The next release drops the old names.", DeprecationWarning, level
+    )

@@ -31,7 +31,9 @@ def token_weights(batch: PyTree) -> Array | None:
     if weight is None:
         return is_learned.astype(jnp.float32)
     weight = jnp.asarray(weight)
-    return jnp.where(is_learned, weight.reshape(*weight.shape, *(1,) * (is_learned.ndim - weight.ndim)), 0)
+    return jnp.where(
+        is_learned, weight.reshape(*weight.shape, *(1,) * (is_learned.ndim - weight.ndim)), 0
+    )
 
 
 def _are_labels(targets: Any, tokens: Any) -> bool:

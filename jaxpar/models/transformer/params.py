@@ -41,9 +41,14 @@ LAYER_WEIGHTS = {"w_qkv": 1, "w_out": 2, "w_up": 1, "w_down": 1}
 def param_table(config: TransformerConfig) -> PyTree:
     """Returns the table of a transformer's params, in a LayeredModel's tree."""
     vocab, embed = config.vocab_rows, config.embed_dim
-    outer = {"tokens": ParamSpec((vocab, embed), ("vocab", "embed"), _normal), "norm_out": _norm(config)}
+    outer = {
+        "tokens": ParamSpec((vocab, embed), ("vocab", "embed"), _normal),
+        "norm_out": _norm(config),
+    }
     if config.positions == "learned":
-        outer["positions"] = ParamSpec((config.max_positions, embed), ("positions", "embed"), _normal)
+        outer["positions"] = ParamSpec(
+            (config.max_positions, embed), ("positions", "embed"), _normal
+        )
     if config.norm_embedding:
         outer["norm_in"] = _norm(config)
     if not config.tied:
@@ -67,11 +72,20 @@ def num_active_params(config: TransformerConfig) -> int:
     if config.experts is None:
         return count_params(table)
     of_experts = count_params(table[LAYERS]["experts"])
-    return count_params(table) - of_experts + of_experts // config.experts.count * config.experts.per_token
+    return (
+        count_params(table)
+        - of_experts
+        + of_experts // config.experts.count * config.experts.per_token
+    )
 
 
 def _layer(config: TransformerConfig, own: PyTree) -> PyTree:
-    return {"norm_1": _norm(config), "attention": _attention(config), "norm_2": _norm(config), **own}
+    return {
+        "norm_1": _norm(config),
+        "attention": _attention(config),
+        "norm_2": _norm(config),
+        **own,
+    }
 
 
 def _norm(config: TransformerConfig) -> PyTree:
@@ -86,21 +100,31 @@ def _into_residual(config: TransformerConfig) -> jax.nn.initializers.Initializer
 
 def _attention(config: TransformerConfig) -> PyTree:
     embed, heads, width = config.embed_dim, config.num_heads, config.head_dim
-    qkv, copied = (config.kv_heads, config.group_size + 2, width), "copied_" if config.kv_copies > 1 else ""
+    qkv, copied = (
+        (config.kv_heads, config.group_size + 2, width),
+        "copied_" if config.kv_copies > 1 else "",
+    )
     dims = (f"{copied}kv_heads", "qkv", f"{copied}head_dim")
     table: dict[str, PyTree] = {
         "w_qkv": ParamSpec((embed, *qkv), ("embed", *dims), _normal),
-        "w_out": ParamSpec((heads, width, embed), ("heads", "head_dim", "embed"), _into_residual(config)),
+        "w_out": ParamSpec(
+            (heads, width, embed), ("heads", "head_dim", "embed"), _into_residual(config)
+        ),
     }
     if config.has_biases("qkv"):
         table["b_qkv"] = ParamSpec(qkv, dims, zeros)
     if config.has_biases("out"):
         table["b_out"] = ParamSpec((embed,), ("embed",), zeros)
     if config.qk_norm == "head":
-        table |= {name: {"scale": ParamSpec((width,), ("head_dim",), ones)} for name in ("norm_q", "norm_k")}
+        table |= {
+            name: {"scale": ParamSpec((width,), ("head_dim",), ones)}
+            for name in ("norm_q", "norm_k")
+        }
     if config.qk_norm == "width":
         table["norm_q"] = {"scale": ParamSpec((heads, width), ("heads", "head_dim"), ones)}
-        table["norm_k"] = {"scale": ParamSpec((config.kv_heads, width), (dims[0], "head_dim"), ones)}
+        table["norm_k"] = {
+            "scale": ParamSpec((config.kv_heads, width), (dims[0], "head_dim"), ones)
+        }
     return table
 
 
@@ -111,7 +135,9 @@ def _experts(config: TransformerConfig, own: Experts) -> PyTree:
         router["bias"] = ParamSpec((own.count,), ("router",), zeros)
     dims = ("experts", "embed", "expert_mlp")
     up = ParamSpec((own.count, config.embed_dim, config.expert_hidden_dim), dims, _normal)
-    down = ParamSpec((up.shape[0], *up.shape[:0:-1]), (dims[0], *dims[:0:-1]), _into_residual(config))
+    down = ParamSpec(
+        (up.shape[0], *up.shape[:0:-1]), (dims[0], *dims[:0:-1]), _into_residual(config)
+    )
     gate = {"w_expert_gate": up} if config.mlp == "swiglu" else {}
     table = {"router": router, "experts": gate | {"w_expert_up": up, "w_expert_down": down}}
     if own.num_shared:

@@ -55,7 +55,9 @@ def _experts(given: dict[str, Any], num_layers: int) -> Experts:
     experts = Experts(**own)
     if coefficient is None:
         return experts
-    balance = balance_of_aux_loss(coefficient, experts.per_token, num_layers - experts.num_dense_layers)
+    balance = balance_of_aux_loss(
+        coefficient, experts.per_token, num_layers - experts.num_dense_layers
+    )
     return replace(experts, balance_coefficient=balance)
 
 

@@ -60,10 +60,20 @@ class RopeScaling:
         check_one_of(KINDS, kind=self.kind)
         check_at_least(1, "It stretches wavelengths.", factor=self.factor)
         check_at_least(
-            1, "Give the length of the sequences before stretching.", original_positions=self.original_positions
+            1,
+            "Give the length of the sequences before stretching.",
+            original_positions=self.original_positions,
         )
-        others = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
-        check_positive("Correct it in the rope scaling.", **{name: getattr(self, name) for name in others})
+        others = (
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+        )
+        check_positive(
+            "Correct it in the rope scaling.", **{name: getattr(self, name) for name in others}
+        )
         self._check_own_fields()
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
@@ -74,8 +84,12 @@ class RopeScaling:
     def _check_own_fields(self) -> None:
         """Raises for a field that has no effect: the caller expects one, and transformers has no key to write it under."""
         own = ("kind", "factor", *_OWN[self.kind])
-        others = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
-        if wrong := {name: value for name, value in others.items() if value != getattr(type(self), name)}:
+        others = {
+            each.name: getattr(self, each.name) for each in fields(self) if each.name not in own
+        }
+        if wrong := {
+            name: value for name, value in others.items() if value != getattr(type(self), name)
+        }:
             raise ValueError(
                 f"a {self.kind!r} rope scaling must have its own fields alone, {', '.join(own[1:])}; got "
                 f"{', '.join(f'{name}={value!r}' for name, value in wrong.items())}. Leave out {', '.join(wrong)}."
@@ -98,7 +112,10 @@ class Rope:
         check_positive("Choose 10_000, say.", theta=self.theta)
         kinds = (RopeScaling, None)
         check_kind(
-            kinds, "a RopeScaling or None", 'Write RopeScaling(kind="linear", factor=2.0), say.', scaling=self.scaling
+            kinds,
+            "a RopeScaling or None",
+            'Write RopeScaling(kind="linear", factor=2.0), say.',
+            scaling=self.scaling,
         )
 
 
@@ -138,7 +155,9 @@ def _dynamic(
     exponents = -2 * np.arange(head_dim // 2) / (head_dim - 2)
     excess = lengths - scaling.original_positions
     if isinstance(lengths, int):
-        return plain * (1 + scaling.factor * max(excess, 0) / scaling.original_positions) ** exponents
+        return (
+            plain * (1 + scaling.factor * max(excess, 0) / scaling.original_positions) ** exponents
+        )
     stretch = 1 + scaling.factor * jnp.maximum(excess, 0) / scaling.original_positions
     return plain[None, None] * stretch[:, :, None] ** exponents[None, None]
 
@@ -147,7 +166,11 @@ def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
     """Returns for each pair how far it is from the last unchanged one, 0, to the first fully stretched one, 1."""
 
     def pair_of(rotations: float) -> float:
-        return head_dim * math.log(scaling.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            head_dim
+            * math.log(scaling.original_positions / (rotations * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
@@ -175,4 +198,6 @@ def rotate(
     angles = positions[:, :, None].astype(wide) * jnp.asarray(turns, wide)
     cos, sin = (scale * turn(angles)[:, :, None] for turn in (jnp.cos, jnp.sin))
     first, second = jnp.split(x.astype(wide), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)

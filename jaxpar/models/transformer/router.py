@@ -85,7 +85,9 @@ class RouterSums(NamedTuple):
         of_tokens = jnp.zeros(h.shape[:2], wide)
         num_experts = 0 if config.experts is None else config.experts.count
         loads = jnp.zeros((len(h), config.num_stacked_layers, num_experts), jnp.int32)
-        return cls(of_tokens, of_tokens, jnp.zeros(len(h), wide), loads, jnp.zeros(len(h), jnp.int32))
+        return cls(
+            of_tokens, of_tokens, jnp.zeros(len(h), wide), loads, jnp.zeros(len(h), jnp.int32)
+        )
 
     def plus(
         self,
@@ -191,11 +193,17 @@ def _one_hot(chosen: Chosen, count: int) -> Array:
     return chosen[..., None] == numbers[None, None, None]
 
 
-def balance_loss(settings: Experts, routing: Routing, segments: Int[Array, "batch seq"] | None = None) -> Tokens:
+def balance_loss(
+    settings: Experts, routing: Routing, segments: Int[Array, "batch seq"] | None = None
+) -> Tokens:
     """Returns the balance loss of each token's document, a row or a segment of it."""
     uses, shares = _uses_and_shares(settings, routing)
     both = jnp.stack([uses, shares], 2)
-    real = jnp.ones(both.shape[:2], both.dtype) if routing.real is None else routing.real.astype(both.dtype)
+    real = (
+        jnp.ones(both.shape[:2], both.dtype)
+        if routing.real is None
+        else routing.real.astype(both.dtype)
+    )
     if segments is None:
         f, p = _means_of_rows(both, real)
         of_rows = (f * p).sum(-1)
@@ -227,7 +235,9 @@ def _means_of_rows(both: Both, real: Tokens) -> tuple[Array, Array]:
     return means[:, 0], means[:, 1]
 
 
-def _means_of_segments(both: Both, real: Tokens, segments: Int[Array, "batch seq"]) -> tuple[Scores, Scores]:
+def _means_of_segments(
+    both: Both, real: Tokens, segments: Int[Array, "batch seq"]
+) -> tuple[Scores, Scores]:
     """Returns the means of both over the real tokens of each token's segment."""
     is_same = segments[:, :, None] == gather_sequence(segments)[:, None, :]
     weights = is_same.astype(both.dtype) * gather_sequence(real)[:, None, :]
@@ -260,7 +270,9 @@ def balance_experts(
         ValueError: The rate is negative.
     """
     if not rate >= 0:
-        raise ValueError(f"the rate of the biases must be 0 or more; got {rate}. Choose such as 0.001.")
+        raise ValueError(
+            f"the rate of the biases must be 0 or more; got {rate}. Choose such as 0.001."
+        )
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params

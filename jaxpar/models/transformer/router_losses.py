@@ -124,18 +124,25 @@ def _per_token(weights: Any, like: Float[Array, "batch seq"]) -> Array:
     return jnp.broadcast_to(weights.reshape(*weights.shape, *trailing), like.shape)
 
 
-def _as_loss_weighs(per_token: Float[Array, "batch seq"], loss: Callable, logits: PyTree, batch: PyTree) -> Array:
+def _as_loss_weighs(
+    per_token: Float[Array, "batch seq"], loss: Callable, logits: PyTree, batch: PyTree
+) -> Array:
     """Returns the weights of tokens, which add up to what ``loss`` weighs each row with."""
     try:
         wanted = weights_of_rows(loss, logits, batch).astype(per_token.dtype)
-    except (TypeError, ValueError):  # a number of rows is written into the loss, which then is not split
+    except (
+        TypeError,
+        ValueError,
+    ):  # a number of rows is written into the loss, which then is not split
         return per_token
     wanted, given = sum_over_sequence(jnp.stack([wanted, per_token.sum(-1)]))
     factors = jnp.where(given != 0, wanted / jnp.where(given != 0, given, 1), 0)
     return per_token * factors[:, None]
 
 
-def weights_of_rows(loss: Callable[..., tuple], outputs: PyTree, batch: PyTree) -> Float[Array, " batch"]:
+def weights_of_rows(
+    loss: Callable[..., tuple], outputs: PyTree, batch: PyTree
+) -> Float[Array, " batch"]:
     """Returns the weight_sum of each row alone, of which that of the batch is the sum.
 
     Only the operations of weight_sum are repeated, none of those of the loss.

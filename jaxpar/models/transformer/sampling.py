@@ -52,10 +52,14 @@ def make_sampling(
 ) -> Sampling:
     """Returns the arguments of ``generate`` that say how tokens are drawn; raises ValueError if one is out of range."""
     if not temperature >= 0:
-        raise ValueError(f"{arg('temperature')} must be 0 or more; got {temperature}. 0 takes the likeliest token.")
+        raise ValueError(
+            f"{arg('temperature')} must be 0 or more; got {temperature}. 0 takes the likeliest token."
+        )
     check_at_least(1, "Leave it out to draw from all tokens.", top_k=top_k)
     if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be from above 0 to 1; got {top_p}. Leave it out to draw from all tokens.")
+        raise ValueError(
+            f"top_p must be from above 0 to 1; got {top_p}. Leave it out to draw from all tokens."
+        )
     if temperature > 0 and key is None:
         raise ValueError(
             f"drawing tokens needs a key; got temperature={temperature}, key=None. Give jax.random.key(0)."
@@ -67,7 +71,9 @@ def make_sampling(
             "Give those of the model's tokenizer."
         )
     return Sampling(
-        temperature=jnp.float32(np.clip(temperature, _FLOAT32.tiny, _FLOAT32.max)) if temperature else None,
+        temperature=jnp.float32(np.clip(temperature, _FLOAT32.tiny, _FLOAT32.max))
+        if temperature
+        else None,
         top_k=top_k,
         top_p=None if top_p is None or math.isclose(top_p, 1.0) else jnp.float32(top_p),
         eos=jnp.asarray(ends, jnp.int32),
@@ -76,7 +82,9 @@ def make_sampling(
     )
 
 
-def draw(sampling: Sampling, scores: Float[Array, "batch vocab"], position: Int[Array, ""]) -> Int[Array, " batch"]:
+def draw(
+    sampling: Sampling, scores: Float[Array, "batch vocab"], position: Int[Array, ""]
+) -> Int[Array, " batch"]:
     """Returns a token a row; -1 where a score is not finite. Draws depend on the key and the position of the longest row."""
     if sampling.temperature is None:
         tokens = jnp.argmax(scores, axis=-1)
@@ -87,13 +95,17 @@ def draw(sampling: Sampling, scores: Float[Array, "batch vocab"], position: Int[
     return jnp.where(jnp.isfinite(scores).all(-1), tokens, NO_TOKEN).astype(jnp.int32)
 
 
-def _tempered(scores: Float[Array, "batch vocab"], temperature: Float[Array, ""]) -> Float[Array, "batch vocab"]:
+def _tempered(
+    scores: Float[Array, "batch vocab"], temperature: Float[Array, ""]
+) -> Float[Array, "batch vocab"]:
     """Returns scores divided by a temperature, shifted so that a row's highest is 0 and none overflows."""
     wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
     return (wide - wide.max(-1, keepdims=True)).astype(jnp.float32) / temperature
 
 
-def keep_highest(scores: Float[Array, "batch vocab"], top_k: int | None) -> Float[Array, "batch vocab"]:
+def keep_highest(
+    scores: Float[Array, "batch vocab"], top_k: int | None
+) -> Float[Array, "batch vocab"]:
     """Returns scores with minus infinity for all but the ``top_k`` highest of a row and those equal to the lowest of these."""
     if top_k is None:
         return scores
@@ -101,7 +113,9 @@ def keep_highest(scores: Float[Array, "batch vocab"], top_k: int | None) -> Floa
     return jnp.where(scores >= least, scores, -jnp.inf)
 
 
-def keep_likeliest(scores: Float[Array, "batch vocab"], top_p: Float[Array, ""]) -> Float[Array, "batch vocab"]:
+def keep_likeliest(
+    scores: Float[Array, "batch vocab"], top_p: Float[Array, ""]
+) -> Float[Array, "batch vocab"]:
     """Returns scores with minus infinity for all but the fewest highest of a row whose probabilities add up to ``top_p``.
 
     At least one is kept, and so are those equal to the lowest that is kept.
@@ -109,6 +123,8 @@ def keep_likeliest(scores: Float[Array, "batch vocab"], top_p: Float[Array, ""])
     ordered = jnp.sort(scores, axis=-1, descending=True)
     probabilities = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    is_kept = (before < top_p) | (jnp.arange(scores.shape[1]) == 0)[None]  # a tiny top_p is 0 in float32
+    is_kept = (before < top_p) | (jnp.arange(scores.shape[1]) == 0)[
+        None
+    ]  # a tiny top_p is 0 in float32
     least = jnp.where(is_kept, ordered, jnp.inf).min(-1, keepdims=True)
     return jnp.where(scores >= least, scores, -jnp.inf)

@@ -32,20 +32,26 @@ class Span(NamedTuple):
     @classmethod
     def packed(cls, segments: Int[Array, "batch seq"]) -> "Span":
         """Returns the span of whole rows of several segments (``runs_in``), in each of which positions begin anew."""
-        index = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
+        index = jnp.broadcast_to(
+            jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape
+        )
         begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
         firsts = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
         return cls.given(index - firsts, segments)._replace(is_in_order=True)
 
     @classmethod
-    def given(cls, positions: Int[Array, "batch seq"], segments: Int[Array, "batch seq"] | None) -> "Span":
+    def given(
+        cls, positions: Int[Array, "batch seq"], segments: Int[Array, "batch seq"] | None
+    ) -> "Span":
         """Returns the span of the tokens of whole rows in any order, and over ``context`` of a device's part of them.
 
         Args:
             positions: The position of each token in its segment, or row.
             segments: The segment of each token, a number below the tokens of a row.
         """
-        return cls(positions, max_of_segment(positions + 1, segments), segments=segments, is_in_order=False)
+        return cls(
+            positions, max_of_segment(positions + 1, segments), segments=segments, is_in_order=False
+        )
 
 
 def max_of_segment(

@@ -30,14 +30,30 @@ LLAMA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
 }
 ENDS = {"bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": PAD}
-LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 ROPE = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 3.0},
     "llama3": LLAMA_3 | {"original_max_position_embeddings": 6},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 8.0,
+    },
     "yarn-scaled": {
-        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "truncate": False},
+        **{
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "truncate": False,
+        },
         **{"mscale": 0.7, "mscale_all_dim": 1.4},
     },
 }
@@ -54,12 +70,20 @@ PUBLISHED_ROPE = {
     ),
     "yarn": (
         131_072,
-        {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32_768},
+        {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32_768,
+        },
     ),
 }
 # Each differs from LLAMA in what sets its family apart.
 FAMILIES = {
-    "llama3.1": ("Llama", {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": ROPE["llama3"]}),
+    "llama3.1": (
+        "Llama",
+        {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": ROPE["llama3"]},
+    ),
     "mistral": ("Mistral", {"sliding_window": 3}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 6}),
@@ -68,7 +92,12 @@ FAMILIES = {
 LATER = {  # made after the others, whose numbers stay as they are
     "smollm2": (  # with the keys of its own that its config.json has
         "Llama",
-        {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "is_llama_config": True, "rope_interleaved": False},
+        {
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-5,
+            "is_llama_config": True,
+            "rope_interleaved": False,
+        },
     ),
 }
 
@@ -76,15 +105,24 @@ LATER = {  # made after the others, whose numbers stay as they are
 def make_first() -> dict[str, PreTrainedModel]:
     return {
         "gpt2": make(
-            "GPT2", "LMHeadModel", {"vocab_size": VOCAB, "n_positions": 8, "n_embd": 12, "n_layer": 2, "n_head": 6}
+            "GPT2",
+            "LMHeadModel",
+            {"vocab_size": VOCAB, "n_positions": 8, "n_embd": 12, "n_layer": 2, "n_head": 6},
         ),
         "llama": make("Llama", "ForCausalLM", LLAMA),
-        "bloom": make("Bloom", "ForCausalLM", {"vocab_size": VOCAB, "hidden_size": 12, "n_layer": 2, "n_head": 6}),
+        "bloom": make(
+            "Bloom",
+            "ForCausalLM",
+            {"vocab_size": VOCAB, "hidden_size": 12, "n_layer": 2, "n_head": 6},
+        ),
     }
 
 
 def make_families(families: dict[str, tuple[str, dict]]) -> dict[str, PreTrainedModel]:
-    return {name: make(kind, "ForCausalLM", LLAMA | ENDS | own) for name, (kind, own) in families.items()}
+    return {
+        name: make(kind, "ForCausalLM", LLAMA | ENDS | own)
+        for name, (kind, own) in families.items()
+    }
 
 
 def make(kind: str, head: str, sizes: dict) -> PreTrainedModel:
@@ -93,7 +131,9 @@ def make(kind: str, head: str, sizes: dict) -> PreTrainedModel:
 
 def generate(model: PreTrainedModel) -> dict[str, np.ndarray]:
     """Returns prompts of unequal lengths, padded with -1 on the right, and their likeliest continuations up to the end."""
-    most, num_tokens = (4, 4) if model.config.model_type == "gpt2" else (7, 12)  # GPT-2 has 8 positions
+    most, num_tokens = (
+        (4, 4) if model.config.model_type == "gpt2" else (7, 12)
+    )  # GPT-2 has 8 positions
     rng = np.random.default_rng(7)
     rows = [rng.integers(4, VOCAB, length)[:most] for length in (2, 7, 1, 5, 4, 3)]
     left = np.stack([np.pad(row, (most - len(row), 0), constant_values=PAD) for row in rows])
@@ -115,12 +155,18 @@ def generate(model: PreTrainedModel) -> dict[str, np.ndarray]:
 def train(model: PreTrainedModel, seq: int = 8) -> dict[str, np.ndarray]:
     """Trains a model in evaluation mode; returns the rows of 20 steps, and the loss of each."""
     rng, vocab = np.random.default_rng(8), model.config.vocab_size
-    rows = rng.integers(1, vocab, (20, 8, seq + 1)).astype(np.int32)  # no PAD: torch gives its row no gradient
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+    rows = rng.integers(1, vocab, (20, 8, seq + 1)).astype(
+        np.int32
+    )  # no PAD: torch gives its row no gradient
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1
+    )
     losses = []
     for batch in torch.from_numpy(rows).long():
         logits = model(batch[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, vocab), batch[:, 1:].reshape(-1))
+        loss = torch.nn.functional.cross_entropy(
+            logits.reshape(-1, vocab), batch[:, 1:].reshape(-1)
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -133,7 +179,9 @@ def rope() -> dict[str, np.ndarray]:
     tokens = np.random.default_rng(9).integers(0, VOCAB, (2, 24))
     found: dict[str, np.ndarray] = {"tokens": tokens.astype(np.int32)}
     for name, scaling in ROPE.items():
-        config = transformers.LlamaConfig(**LLAMA | {"rope_parameters": {"rope_theta": 1000.0} | scaling})
+        config = transformers.LlamaConfig(
+            **LLAMA | {"rope_parameters": {"rope_theta": 1000.0} | scaling}
+        )
         model = transformers.LlamaForCausalLM.from_pretrained(HERE / "llama", config=config)
         with torch.no_grad():
             found[name] = model(torch.from_numpy(tokens)).logits.numpy()
@@ -169,7 +217,9 @@ def save(models: dict[str, PreTrainedModel]) -> None:
             logits = model(torch.from_numpy(tokens)).logits.numpy()
         shutil.rmtree(HERE / name, ignore_errors=True)
         model.save_pretrained(HERE / name, max_shard_size="8KB" if name == "llama" else "1GB")
-        expected = {"tokens": tokens.astype(np.int32), "logits": logits} | generate(model) | train(model)
+        expected = (
+            {"tokens": tokens.astype(np.int32), "logits": logits} | generate(model) | train(model)
+        )
         if name in ("gpt2", "llama", "bloom"):  # with the eos of their classes
             (HERE / name / "generation_config.json").unlink()
         np.savez(HERE / name / "expected.npz", **expected)

@@ -90,7 +90,9 @@ def params_of(nodes):
     """The names of all params that nodes read."""
     names = set()
     for name, *args in walk(nodes):
-        names |= {arg for letter, arg in zip(BLOCKS[name].args, args, strict=True) if letter in SHAPES}
+        names |= {
+            arg for letter, arg in zip(BLOCKS[name].args, args, strict=True) if letter in SHAPES
+        }
     return names
 
 
@@ -113,5 +115,7 @@ def draw_param(seed, path, shape, *, exact):
     rows = rng.integers(0, shape[-2], size=(*shape[:-2], 1, shape[-1]))
     is_on = np.arange(shape[-2]).reshape(-1, 1) == rows
     if len(shape) == 3:  # a kernel has one tap
-        is_on &= (np.arange(shape[0]) == rng.integers(shape[0])).reshape(-1, 1, 1) | (shape[0] == EXPERTS)
+        is_on &= (np.arange(shape[0]) == rng.integers(shape[0])).reshape(-1, 1, 1) | (
+            shape[0] == EXPERTS
+        )
     return signs * is_on

@@ -9,7 +9,9 @@ import numpy as np
 
 from tests.support.fuzz.block import block
 
-FLAG = jax.ShapeDtypeStruct((), np.int32)  # the threads that call the host do not see that float64 is enabled
+FLAG = jax.ShapeDtypeStruct(
+    (), np.int32
+)  # the threads that call the host do not see that float64 is enabled
 MOST_TRIPS = 1000
 ASKING = frozenset({"asks_host", "asks_host_back"})
 
@@ -44,7 +46,9 @@ def asking_back(h, alive):
     return h
 
 
-asking_back.defvjp(lambda h, alive: (h, alive), lambda alive, ct: (ct * ask_host(alive).astype(ct.dtype), None))
+asking_back.defvjp(
+    lambda h, alive: (h, alive), lambda alive, ct: (ct * ask_host(alive).astype(ct.dtype), None)
+)
 
 
 @block(exact=True, needs=["alive"])
@@ -74,5 +78,7 @@ def tells_host_back(p, x):
 def until_large(p, x):
     """Twice ``h``, after a loop that a 1 ends in three trips and a 0 never."""
     step = x["alive"].min()
-    state = jax.lax.while_loop(lambda s: (s[0] < 3) & (s[1] < MOST_TRIPS), lambda s: (s[0] + step, s[1] + 1), (0, 0))
+    state = jax.lax.while_loop(
+        lambda s: (s[0] < 3) & (s[1] < MOST_TRIPS), lambda s: (s[0] + step, s[1] + 1), (0, 0)
+    )
     return x | {"h": jnp.where(state[1] == 3, 2 * x["h"], jnp.asarray(jnp.nan, x["h"].dtype))}

@@ -105,14 +105,18 @@ def heads(p, h, q, k, v):
 
 @block_of_h("k", exact=True)
 def conv(p, h, k):
-    return jax.lax.conv_general_dilated(h, p[k].astype(h.dtype), (1,), "SAME", dimension_numbers=("NTC", "TIO", "NTC"))
+    return jax.lax.conv_general_dilated(
+        h, p[k].astype(h.dtype), (1,), "SAME", dimension_numbers=("NTC", "TIO", "NTC")
+    )
 
 
 @block_of_h("k", exact=True)
 def depthwise_conv(p, h, k):
     kernel = p[k][:, :1].astype(h.dtype)
     dims = ("NTC", "TIO", "NTC")
-    return jax.lax.conv_general_dilated(h, kernel, (1,), ((2, 0),), dimension_numbers=dims, feature_group_count=D)
+    return jax.lax.conv_general_dilated(
+        h, kernel, (1,), ((2, 0),), dimension_numbers=dims, feature_group_count=D
+    )
 
 
 @block_of_h("v")
@@ -171,7 +175,9 @@ def experts(p, h, w, e):
 def mixture(p, h, w, e, n):
     """The transformer's experts: dropless, or with room for a part of a row."""
     capacity = None if n == 3 else 0.5 * n
-    experts = Experts(count=EXPERTS, per_token=1, normalized_routing=False, capacity_factor=capacity)
+    experts = Experts(
+        count=EXPERTS, per_token=1, normalized_routing=False, capacity_factor=capacity
+    )
     config = TransformerConfig(
         vocab_size=1,
         num_layers=1,
@@ -190,12 +196,16 @@ def mixture(p, h, w, e, n):
 
 @block_of_h("v", exact=True)
 def pool(p, h, v):
-    return h + jax.lax.reduce_window(h * p[v][None, None], -jnp.inf, jax.lax.max, (1, 2, 1), (1, 1, 1), "SAME")
+    return h + jax.lax.reduce_window(
+        h * p[v][None, None], -jnp.inf, jax.lax.max, (1, 2, 1), (1, 1, 1), "SAME"
+    )
 
 
 @block_of_h("v", exact=True)
 def update_slice(p, h, v):
-    return jax.lax.dynamic_update_slice(h, (h[:, 1:2] * p[v][None, None]).astype(h.dtype), (0, 2, 0))
+    return jax.lax.dynamic_update_slice(
+        h, (h[:, 1:2] * p[v][None, None]).astype(h.dtype), (0, 2, 0)
+    )
 
 
 @block_of_h("ww")
@@ -217,7 +227,10 @@ def solve(p, h, w):
 @block_of_h("w")
 def cholesky(p, h, w):
     return jnp.einsum(
-        "btd,de->bte", h, jnp.linalg.cholesky(p[w] @ p[w].T + jnp.eye(D)), precision=("highest", "default")
+        "btd,de->bte",
+        h,
+        jnp.linalg.cholesky(p[w] @ p[w].T + jnp.eye(D)),
+        precision=("highest", "default"),
     )
 
 
@@ -251,4 +264,6 @@ def quantised(p, h, w, dtype):
 
 @block_of_h(exact=True)
 def constants(p, h):
-    return h[:, ::-1] * np.array([1.0, -1.0, 1.0, 2.0] * 2)[None, None] + jnp.arange(T)[None, :, None]
+    return (
+        h[:, ::-1] * np.array([1.0, -1.0, 1.0, 2.0] * 2)[None, None] + jnp.arange(T)[None, :, None]
+    )

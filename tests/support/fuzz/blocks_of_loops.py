@@ -32,7 +32,9 @@ def scan_over_params(p, h, a, b, unroll):
 @block_of_h()
 def halvings(p, h):
     """A while loop, each element its own number of trips; its result carries no gradient."""
-    steps = lambda a: jax.lax.while_loop(lambda s: s[0] > 0.1, lambda s: (s[0] / 2, s[1] + 1), (jnp.abs(a), 0))[1]
+    steps = lambda a: jax.lax.while_loop(
+        lambda s: s[0] > 0.1, lambda s: (s[0] / 2, s[1] + 1), (jnp.abs(a), 0)
+    )[1]
     return h * (1 + 0.1 * jax.vmap(steps)(jax.lax.stop_gradient(h).reshape(-1)).reshape(h.shape))
 
 
@@ -87,9 +89,9 @@ def reversal(p, h):
 
 @block_of_h(exact=True)
 def clipped_cotangent(p, h):
-    return changing_cotangent(lambda g: jax.lax.clamp(jnp.asarray(-(2**-7), g.dtype), g, jnp.asarray(2**-7, g.dtype)))(
-        h
-    )
+    return changing_cotangent(
+        lambda g: jax.lax.clamp(jnp.asarray(-(2**-7), g.dtype), g, jnp.asarray(2**-7, g.dtype))
+    )(h)
 
 
 @block_of_h()

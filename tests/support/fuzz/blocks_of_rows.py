@@ -41,7 +41,10 @@ def linear_attention(p, h, q, k):
 def rotary(p, h):
     angles = jnp.arange(T)[:, None] * 0.5 ** jnp.arange(D // 2)[None]
     pairs = h.reshape(*h.shape[:2], D // 2, 2)
-    turned = jax.lax.complex(*(pairs[..., i].astype(jnp.float64) for i in (0, 1))) * jnp.exp(1j * angles)[None]
+    turned = (
+        jax.lax.complex(*(pairs[..., i].astype(jnp.float64) for i in (0, 1)))
+        * jnp.exp(1j * angles)[None]
+    )
     return jnp.stack([turned.real, turned.imag], -1).reshape(h.shape)
 
 

@@ -46,7 +46,10 @@ def scatter(p, x):
 @block(exact=True, needs=["key"])
 def dropout(p, x):
     keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.7, (T, D)))(x["key"])
-    return x | {"h": jnp.where(keep, x["h"], 0), "key": jax.vmap(lambda key: jax.random.fold_in(key, 1))(x["key"])}
+    return x | {
+        "h": jnp.where(keep, x["h"], 0),
+        "key": jax.vmap(lambda key: jax.random.fold_in(key, 1))(x["key"]),
+    }
 
 
 @block("s", needs=["raw"])
@@ -82,7 +85,9 @@ def count(p, x, t):
 
 @block("w", exact=True, needs=["second"])
 def second(p, x, w):
-    new = jnp.where(x["second"] > 0, x["second"], 0) + x["h"].astype(x["second"].dtype) @ p[w].astype(x["second"].dtype)
+    new = jnp.where(x["second"] > 0, x["second"], 0) + x["h"].astype(x["second"].dtype) @ p[
+        w
+    ].astype(x["second"].dtype)
     return add_to_h(x, x["second"]) | {"second": new}
 
 
@@ -117,7 +122,10 @@ def zeros(p, x):
 @block("v", exact=True, needs=["aux"])
 def aux(p, x, v):
     """A sum over rows, which the loss adds to its own."""
-    return x | {"aux": x["aux"] + jnp.sum(x["h"].astype(x["aux"].dtype) * p[v].astype(x["aux"].dtype)[None, None])}
+    return x | {
+        "aux": x["aux"]
+        + jnp.sum(x["h"].astype(x["aux"].dtype) * p[v].astype(x["aux"].dtype)[None, None])
+    }
 
 
 @block("v", needs=["wave"])
@@ -136,17 +144,25 @@ LEAKS = (
 
 @block("v", needs=["aux"])
 def mean_of_rows(p, x, v):
-    return x | {"aux": x["aux"] + jnp.mean(x["h"].astype(x["aux"].dtype) * p[v].astype(x["aux"].dtype)[None, None])}
+    return x | {
+        "aux": x["aux"]
+        + jnp.mean(x["h"].astype(x["aux"].dtype) * p[v].astype(x["aux"].dtype)[None, None])
+    }
 
 
 @block("v", needs=["scalar"])
 def scalar_of_rows(p, x, v):
-    return x | {"scalar": x["scalar"] + jnp.max(x["h"] * p[v][None, None]).astype(x["scalar"].dtype)}
+    return x | {
+        "scalar": x["scalar"] + jnp.max(x["h"] * p[v][None, None]).astype(x["scalar"].dtype)
+    }
 
 
 @block("v", exact=True, needs=["counter"])
 def counter_of_rows(p, x, v):
-    return x | {"counter": x["counter"] + jnp.any(x["h"] * p[v].astype(x["h"].dtype)[None, None] > 1).astype(jnp.int32)}
+    return x | {
+        "counter": x["counter"]
+        + jnp.any(x["h"] * p[v].astype(x["h"].dtype)[None, None] > 1).astype(jnp.int32)
+    }
 
 
 @block("v", exact=True, needs=["aux"])
@@ -180,7 +196,11 @@ def checkpoint(p, x, policy, body):
 
 @block("PB", exact=True)
 def checkpoint_closing_over(p, x, policy, body):
-    return x | {"h": jax.checkpoint(lambda h: run(body, p, x | {"h": h})["h"], policy=POLICIES[policy])(x["h"])}
+    return x | {
+        "h": jax.checkpoint(lambda h: run(body, p, x | {"h": h})["h"], policy=POLICIES[policy])(
+            x["h"]
+        )
+    }
 
 
 @block("nB", exact=True)
@@ -200,7 +220,9 @@ def cond_on_param(p, x, v, yes, no):
 
 @block("BB", exact=True, needs=["counter"])
 def cond_on_counter(p, x, yes, no):
-    x = jax.lax.cond(x["counter"] % 2 == 0, lambda p, x: run(yes, p, x), lambda p, x: run(no, p, x), p, x)
+    x = jax.lax.cond(
+        x["counter"] % 2 == 0, lambda p, x: run(yes, p, x), lambda p, x: run(no, p, x), p, x
+    )
     return x | {"counter": x["counter"] + 1}
 
 
@@ -233,7 +255,9 @@ def vmap(p, x, body):
 
 @block("BB", exact=True)
 def cond_on_row(p, x, yes, no):
-    one = lambda x: jax.lax.cond(x["h"][0, 0, 0] > 0, lambda x: run(yes, p, x), lambda x: run(no, p, x), x)
+    one = lambda x: jax.lax.cond(
+        x["h"][0, 0, 0] > 0, lambda x: run(yes, p, x), lambda x: run(no, p, x), x
+    )
     of_row, rows, whole = of_each_row(one, x)
     return jax.lax.map(of_row, rows) | whole
 

@@ -15,15 +15,57 @@ from tests.support.fuzz.losses import LOSSES
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v")
 MESHES = (
-    *((1, 2, 1), (2, 1, 1), (1, 1, 1), (2, 2, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 4, 1), (1, 3, 1), (2, 2, 1)),
-    *((2, 2, 2), (4, 2, 1), (3, 2, 1), (2, 1, 2), (1, 2, 4), (2, 4, 1), (1, 4, 2), (1, 8, 1), (8, 1, 1)),
+    *(
+        (1, 2, 1),
+        (2, 1, 1),
+        (1, 1, 1),
+        (2, 2, 1),
+        (1, 2, 1),
+        (1, 1, 2),
+        (1, 2, 2),
+        (1, 4, 1),
+        (1, 3, 1),
+        (2, 2, 1),
+    ),
+    *(
+        (2, 2, 2),
+        (4, 2, 1),
+        (3, 2, 1),
+        (2, 1, 2),
+        (1, 2, 4),
+        (2, 4, 1),
+        (1, 4, 2),
+        (1, 8, 1),
+        (8, 1, 1),
+    ),
 )
-EXTRAS = ("second", "mask", "position", "key", "raw", *WITHOUT_ROWS, "wave", "empty", "none", "alive")
+EXTRAS = (
+    "second",
+    "mask",
+    "position",
+    "key",
+    "raw",
+    *WITHOUT_ROWS,
+    "wave",
+    "empty",
+    "none",
+    "alive",
+)
 INEXACT_EXTRAS = ("wave", "raw")
 COMPLEX = frozenset({"fft", "rfft", "wave"})
 # A mask that passes through these may depend on params or on h, as far as can be seen.
 OVER_MASKS = frozenset(
-    {"mask", "zeros", "cond_on_param", "cond_on_row", "cond_on_counter", "switch", "scan", "fori_loop", "vmap"}
+    {
+        "mask",
+        "zeros",
+        "cond_on_param",
+        "cond_on_row",
+        "cond_on_counter",
+        "switch",
+        "scan",
+        "fori_loop",
+        "vmap",
+    }
 )
 DTYPES = ("float64", *LOW_DTYPES)
 
@@ -131,10 +173,14 @@ def nodes(exact, depth):
     allowed = [
         (name, block.args)
         for name, block in BLOCKS.items()
-        if (block.is_exact or not exact) and (depth > 0 or "B" not in block.args) and name not in LEAKS
+        if (block.is_exact or not exact)
+        and (depth > 0 or "B" not in block.args)
+        and name not in LEAKS
         if exact or name not in ("low", "low_params")
     ]
-    node = st.sampled_from(allowed).flatmap(lambda pick: st.tuples(st.just(pick[0]), *_args(pick[1], exact, depth)))
+    node = st.sampled_from(allowed).flatmap(
+        lambda pick: st.tuples(st.just(pick[0]), *_args(pick[1], exact, depth))
+    )
     return st.lists(node, min_size=1, max_size=2).map(tuple)
 
 
@@ -143,10 +189,20 @@ def leaks(draw, exact):
     """Mostly nothing, else a last node that makes a leaf without rows of rows, or the loss of a number for no row."""
     if draw(st.integers(0, 7)) < 7:
         return ()
-    leak = (draw(st.sampled_from([name for name in LEAKS if BLOCKS[name].is_exact or not exact])), "v1")
+    leak = (
+        draw(st.sampled_from([name for name in LEAKS if BLOCKS[name].is_exact or not exact])),
+        "v1",
+    )
     wrap = draw(
         st.sampled_from(
-            [None, ("jit",), ("checkpoint", "dots"), ("scan", 2), ("fori_loop", 2), ("cond_on_param", "v1")]
+            [
+                None,
+                ("jit",),
+                ("checkpoint", "dots"),
+                ("scan", 2),
+                ("fori_loop", 2),
+                ("cond_on_param", "v1"),
+            ]
         )
     )
     return (leak if wrap is None else (*wrap, (leak,), *[()] * (wrap[0] == "cond_on_param")),)
@@ -154,12 +210,20 @@ def leaks(draw, exact):
 
 def words_of(layers):
     """All names in layers: of blocks, params and policies."""
-    return {word for layer in layers for node in walk(layer) for word in node if isinstance(word, str)}
+    return {
+        word for layer in layers for node in walk(layer) for word in node if isinstance(word, str)
+    }
 
 
 def with_dots(nodes):
     """Nodes with another policy than "everything", by which JAX cannot keep complex numbers."""
-    return tuple(map(with_dots, nodes)) if isinstance(nodes, tuple) else "dots" if nodes == "everything" else nodes
+    return (
+        tuple(map(with_dots, nodes))
+        if isinstance(nodes, tuple)
+        else "dots"
+        if nodes == "everything"
+        else nodes
+    )
 
 
 @st.composite
@@ -168,8 +232,12 @@ def models(draw, num_layers, is_listed):
     exact = draw(st.sampled_from([False, False, True]))
     num_kinds = draw(st.integers(1, min(num_layers, 3))) if is_listed else 1
     ends = st.sampled_from([(), (("matmul", "w0"),), (("bias", "v0"),)])
-    layers = tuple((*draw(nodes(exact, 2)), *draw(ends), *draw(leaks(exact))) for _ in range(num_kinds))
-    before, after = (draw(nodes(exact, 1)) if draw(st.integers(0, 4)) == 4 else () for _ in range(2))
+    layers = tuple(
+        (*draw(nodes(exact, 2)), *draw(ends), *draw(leaks(exact))) for _ in range(num_kinds)
+    )
+    before, after = (
+        draw(nodes(exact, 1)) if draw(st.integers(0, 4)) == 4 else () for _ in range(2)
+    )
     before = (*before, *draw(leaks(exact)))
     words = words_of((before, *layers, after))
     if not COMPLEX.isdisjoint(words):
@@ -226,7 +294,11 @@ def cases(draw):
     remat = draw(st.sampled_from([False, True, *POLICIES]))
     if remat == "everything" and not COMPLEX.isdisjoint(words_of(model.layers)):
         remat = False
-    context = draw(st.sampled_from([1, 2])) if cuts in (0, 1, 2, 3) and can_be_over_context(model, mesh, staged) else 1
+    context = (
+        draw(st.sampled_from([1, 2]))
+        if cuts in (0, 1, 2, 3) and can_be_over_context(model, mesh, staged)
+        else 1
+    )
     if context > 1:
         model = replace(model, loss="by position", has_aux=False)
     return Case(
@@ -241,7 +313,10 @@ def cases(draw):
         parts=parts,
         cuts=cuts,
         trains=trains,
-        is_traced=not trains and model.closes_over != "" and staged.get("executor") != "mpmd" and draw(st.booleans()),
+        is_traced=not trains
+        and model.closes_over != ""
+        and staged.get("executor") != "mpmd"
+        and draw(st.booleans()),
         **staged,
     )
 
@@ -251,7 +326,10 @@ def can_be_over_context(model, mesh, staged):
 
     Whole sequences are computed on each device, whose cotangents add up: a backward pass must be linear in them.
     """
-    words, leaves = words_of((model.before, *model.layers, model.after)), {"raw", "aux"}.intersection(model.extras)
+    words, leaves = (
+        words_of((model.before, *model.layers, model.after)),
+        {"raw", "aux"}.intersection(model.extras),
+    )
     alone = (
         words.isdisjoint({*LEAKS, *ASKING, "clipped_cotangent", "rounded_cotangent"})
         and not leaves
@@ -273,7 +351,10 @@ def pipelines(draw, mesh):
     """What is only asked of several stages."""
     executor = draw(st.sampled_from(["spmd", "spmd", "spmd", "mpmd"]))
     schedule = draw(st.sampled_from(SCHEDULES))
-    chunks = {"zb-v": 2, "interleaved": draw(st.sampled_from([2, 1, 3] if mesh[1] < 4 else [2, 1]))}.get(schedule, 1)
+    chunks = {
+        "zb-v": 2,
+        "interleaved": draw(st.sampled_from([2, 1, 3] if mesh[1] < 4 else [2, 1])),
+    }.get(schedule, 1)
     forms = [None, "published", "unit", *["fused"] * (schedule != "zb-v")]
     return {
         "executor": executor,
@@ -289,7 +370,9 @@ def pipelines(draw, mesh):
 @st.composite
 def one_stage(draw):
     """What is only asked of one stage."""
-    is_plain, overlap = draw(st.sampled_from([(False, False), (False, False), (False, True), (True, False)]))
+    is_plain, overlap = draw(
+        st.sampled_from([(False, False), (False, False), (False, True), (True, False)])
+    )
     is_listed = draw(st.booleans())
     return {
         "num_chunks": None,

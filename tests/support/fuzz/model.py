@@ -20,7 +20,11 @@ def dtype_of(model, number):
     """Of h (0), ``second`` (1), the loss (2), and params (from 3 on)."""
     if len(model.dtypes) < 3:
         return model.dtypes[0]
-    return model.dtypes[number] if number < 3 else model.dtypes[3 + (number - 3) % (len(model.dtypes) - 3)]
+    return (
+        model.dtypes[number]
+        if number < 3
+        else model.dtypes[3 + (number - 3) % (len(model.dtypes) - 3)]
+    )
 
 
 # --- functions ------------------------------------------------------------------------------------------------------
@@ -41,7 +45,9 @@ def make_model(model, closed_over=CLOSED_OVER):
 
         return layer
 
-    embed, head = (functools.partial(function, model, closed_over) for function in (run_embed, run_head))
+    embed, head = (
+        functools.partial(function, model, closed_over) for function in (run_embed, run_head)
+    )
     if len(model.layers) == 1 and not model.changes:
         return jaxpar.LayeredModel(embed, layer_of(model.layers[0], 0), head)
     layers = [layer_of(model.layers[i % len(model.layers)], i) for i in range(model.num_layers)]
@@ -53,7 +59,9 @@ def over_context(model):
 
     def whole(tree):
         size = T // num_parts()
-        return jax.tree.map(lambda a: gather_sequence(a) if a.ndim > 1 and a.shape[1] == size else a, tree)
+        return jax.tree.map(
+            lambda a: gather_sequence(a) if a.ndim > 1 and a.shape[1] == size else a, tree
+        )
 
     def own(tree):
         at = places(T // num_parts())
@@ -79,7 +87,9 @@ def from_x(model, number, x):
 
 
 def from_params(p):
-    return {name: leaf for group in p for name, leaf in group.items()} if isinstance(p, tuple) else p
+    return (
+        {name: leaf for group in p for name, leaf in group.items()} if isinstance(p, tuple) else p
+    )
 
 
 def run_embed(model, closed_over, outer, batch):
@@ -100,7 +110,9 @@ def run_embed(model, closed_over, outer, batch):
         "empty": jnp.zeros((len(h), 0)),
     }
     state |= {name: batch[name] for name in model.extras if name in batch}
-    return to_x(model, 0, run(model.before, outer, {name: state[name] for name in ("h", *model.extras)}))
+    return to_x(
+        model, 0, run(model.before, outer, {name: state[name] for name in ("h", *model.extras)})
+    )
 
 
 def run_head(model, closed_over, outer, x):
@@ -112,7 +124,11 @@ def run_head(model, closed_over, outer, x):
         h = h * state["scalar"]
     if model.embed == "dense":
         h = h * outer["both"][None, None]
-    out = {"none": lambda: h, "dense": lambda: h @ outer["w_out"], "tied": lambda: h @ outer["table"].T}[model.head]()
+    out = {
+        "none": lambda: h,
+        "dense": lambda: h @ outer["w_out"],
+        "tied": lambda: h @ outer["table"].T,
+    }[model.head]()
     beside = {name: state[name] for name in ("mask", "counter", "aux") if name in model.extras}
     return {"out": out.astype(dtype_of(model, 2))} | beside
 
@@ -132,8 +148,15 @@ def loss_of(model, closed_over=CLOSED_OVER):
     def loss(outputs, batch):
         loss_sum, weight_sum = loss_of_rows(outputs, batch)
         aux = jnp.asarray(outputs.get("aux", 0)).astype(loss_sum.dtype)
-        sums = {"square": jnp.sum(outputs["out"].astype(jnp.float64) ** 2), "rows": jnp.sum(batch["weight"] > 0)}
-        return times(model, "loss", loss_sum, closed_over) + aux, weight_sum, *[sums] * model.has_aux
+        sums = {
+            "square": jnp.sum(outputs["out"].astype(jnp.float64) ** 2),
+            "rows": jnp.sum(batch["weight"] > 0),
+        }
+        return (
+            times(model, "loss", loss_sum, closed_over) + aux,
+            weight_sum,
+            *[sums] * model.has_aux,
+        )
 
     def loss_of_rows(outputs, batch):
         out, weight = outputs["out"], batch["weight"].astype(outputs["out"].dtype)
@@ -143,7 +166,9 @@ def loss_of(model, closed_over=CLOSED_OVER):
         if model.loss in LOSSES:
             return jnp.sum(LOSSES[model.loss](out, y, batch["target"]) * weight), jnp.sum(weight)
         if model.loss == "by position":
-            return jnp.sum(out * y * weight[:, None, None]), jnp.sum(weight[:, None] * jnp.ones_like(out[..., 0]))
+            return jnp.sum(out * y * weight[:, None, None]), jnp.sum(
+                weight[:, None] * jnp.ones_like(out[..., 0])
+            )
         if model.loss in ("linear", "by mask"):
             return jnp.sum(out * y * weight[:, None, None]), jnp.sum(weight)
         if model.loss == "squared":
@@ -165,14 +190,20 @@ def make_params(model, seed):
     cast = lambda array: np.asarray(array, np.dtype(jnp.dtype(dtype_of(model, next(number)))))
 
     def one_layer(at):
-        names = params_of(model.layers[at % len(model.layers)]) | ({"v1", "w1"} if model.unread else set())
-        names = names or ({"v0"} if not model.is_listed else set())  # layers are stacked by their params
+        names = params_of(model.layers[at % len(model.layers)]) | (
+            {"v1", "w1"} if model.unread else set()
+        )
+        names = names or (
+            {"v0"} if not model.is_listed else set()
+        )  # layers are stacked by their params
         return {name: draw(seed, (at, name), SHAPES[name[0]]) for name in sorted(names)}
 
     layers = list(map(one_layer, range(model.num_layers)))
     if not model.is_listed:
         layers = [{name: np.stack([layer[name] for layer in layers]) for name in layers[0]}]
-    layers = [in_structure(model, {name: cast(leaf) for name, leaf in layer.items()}) for layer in layers]
+    layers = [
+        in_structure(model, {name: cast(leaf) for name, leaf in layer.items()}) for layer in layers
+    ]
     outer = {name: cast(draw(seed, name, shape)) for name, shape in outer_shapes(model).items()}
     return {"outer": outer, "layers": layers if model.is_listed else layers[0]}
 
@@ -184,7 +215,9 @@ def outer_shapes(model):
         "plain": {},
     }[model.embed]
     shapes |= {"w_out": (D, VOCAB)} if model.head == "dense" else {}
-    shapes |= {name: SHAPES[name[0]] for name in sorted(params_of(model.before) | params_of(model.after))}
+    shapes |= {
+        name: SHAPES[name[0]] for name in sorted(params_of(model.before) | params_of(model.after))
+    }
     shapes |= {"scalar": ()} if "scalar" in model.extras else {}
     return shapes | ({"unread": (D, D), "unread_number": ()} if model.unread else {})
 
@@ -202,7 +235,11 @@ def make_batch(model, seed, num_rows):
     rng = np.random.default_rng([seed, num_rows])
 
     def numbers(*shape):
-        return rng.integers(-1, 2, shape).astype(np.float64) if model.is_exact else rng.normal(size=shape)
+        return (
+            rng.integers(-1, 2, shape).astype(np.float64)
+            if model.is_exact
+            else rng.normal(size=shape)
+        )
 
     weight = rng.uniform(0, 2, num_rows) * (rng.uniform(size=num_rows) < 0.7)
     weight[rng.integers(num_rows)] += 1

@@ -19,7 +19,14 @@ from tests.support.fuzz.block import EXPERTS, LOW_DTYPES, POLICIES, seed_of
 from tests.support.fuzz.blocks_of_effects import ASKING, of_no_microbatch
 from tests.support.fuzz.blocks_of_x import LEAKS
 from tests.support.fuzz.grammar import Model, words_of
-from tests.support.fuzz.model import CLOSED_OVER, loss_of, make_batch, make_model, make_params, over_context
+from tests.support.fuzz.model import (
+    CLOSED_OVER,
+    loss_of,
+    make_batch,
+    make_model,
+    make_params,
+    over_context,
+)
 from tests.support.schedules import random_schedule, sends_twice_one_way
 
 LEAKS_OF_X = frozenset(LEAKS)
@@ -43,28 +50,41 @@ def check(case):
         )
         largest = float(np.max([np.abs(leaf).max(initial=0) for leaf in jax.tree.leaves(want)]))
         leave_out(not np.isfinite(largest), "numbers that are too large")
-        floor = 1e-3 * largest  # a gradient that is zero but for rounding is held against the others
+        floor = (
+            1e-3 * largest
+        )  # a gradient that is zero but for rounding is held against the others
         try:
             oracle.assert_same(got, want, floor=floor)
         except AssertionError as error:
             if case.trains:
                 check(replace(case, trains=False))  # which may be left out
-            leave_out(case.model.is_exact and not is_exact(case), "integers that a small dtype cannot hold")
+            leave_out(
+                case.model.is_exact and not is_exact(case),
+                "integers that a small dtype cannot hold",
+            )
             leave_out(
                 not case.trains and is_ill_conditioned(case, got, want, floor),
                 "numbers that rounding moves on one device too",
             )
-            raise AssertionError(f"{error}\nto run it again: tests.support.fuzz.run.check({case!r})") from None
+            raise AssertionError(
+                f"{error}\nto run it again: tests.support.fuzz.run.check({case!r})"
+            ) from None
 
 
 def run_or_refusal(case):
     """The numbers of a case, or None for one that is refused as it must be."""
     model = case.model
     leaks = (
-        not LEAKS_OF_X.isdisjoint(words_of((model.before, *model.layers))) and case.mesh[0] * case.num_microbatches > 1
+        not LEAKS_OF_X.isdisjoint(words_of((model.before, *model.layers)))
+        and case.mesh[0] * case.num_microbatches > 1
     )
     leave_out(leaks and case.is_plain, "a plain function, of which no leaf can be seen")
-    draws = case.trains and not model.is_listed and case.parts is not None and not layout_of(case).is_canonical
+    draws = (
+        case.trains
+        and not model.is_listed
+        and case.parts is not None
+        and not layout_of(case).is_canonical
+    )
     try:
         made = run_case(case)
     except ValueError as error:
@@ -75,7 +95,9 @@ def run_or_refusal(case):
             return None
         raise
     again = f"to run it again: tests.support.fuzz.run.check({case!r})"
-    assert not (leaks and depends_on_split(case)), f"rows that are mixed change the loss, and are taken; {again}"
+    assert not (leaks and depends_on_split(case)), (
+        f"rows that are mixed change the loss, and are taken; {again}"
+    )
     assert not draws, f"packed layers have noise in the order of the devices; {again}"
     return made
 
@@ -91,7 +113,10 @@ def depends_on_split(case):
     params, batch, _ = reference(case.model, case.seed, count * case.rows)
     apply, loss = make_model(case.model).apply, loss_of(case.model)
     run = jax.jit(lambda params, rows: loss(apply(params, rows), rows)[0])
-    parts = [jax.tree.map(lambda leaf, i=i: leaf[i * case.rows : (i + 1) * case.rows], batch) for i in range(count)]
+    parts = [
+        jax.tree.map(lambda leaf, i=i: leaf[i * case.rows : (i + 1) * case.rows], batch)
+        for i in range(count)
+    ]
     each, whole = [float(run(params, part)) for part in parts], float(run(params, batch))
     return abs(sum(each) - whole) > 1e-9 * max(map(abs, [*each, whole]))
 
@@ -123,9 +148,13 @@ def reference(model, seed, num_rows, *, moved=0):
 
     def mean(params, batch):
         total, weight, *sums = loss(apply(params, batch), batch)
-        return total / weight, jax.tree.map(lambda each: each / weight.astype(wide_dtype(weight.dtype)), sums)
+        return total / weight, jax.tree.map(
+            lambda each: each / weight.astype(wide_dtype(weight.dtype)), sums
+        )
 
-    (value, means), grads = jaxpar.fetch(jax.jit(jax.value_and_grad(mean, has_aux=True))(params, batch))
+    (value, means), grads = jaxpar.fetch(
+        jax.jit(jax.value_and_grad(mean, has_aux=True))(params, batch)
+    )
     return params, batch, ((value, *means) if means else value, grads)
 
 
@@ -140,7 +169,10 @@ def run_case(case):
     """Loss and gradients from the mesh, in canonical order, and those of one device."""
     data, stage, tensor = case.mesh
     names = words_of((case.model.before, *case.model.layers, case.model.after))
-    leave_out(tensor > 1 and not ASKING.isdisjoint(names), "values from the host beside tensor, which are refused")
+    leave_out(
+        tensor > 1 and not ASKING.isdisjoint(names),
+        "values from the host beside tensor, which are refused",
+    )
     mesh = jaxpar.make_mesh(data=data, context=case.context, stage=stage, tensor=tensor)
     params, batch, want = reference(case.model, case.seed, data * case.num_microbatches * case.rows)
     is_trained = any(np.any(grad != 0) for grad in jax.tree.leaves(want[1]))
@@ -156,7 +188,10 @@ def run_case(case):
     elif case.cuts is not None:
         shardings = jaxpar.shardings_from_paths(params, mesh, rules_of(params, case))
         sequences = [name for name, leaf in batch.items() if leaf.ndim > 1]
-        params, batch = jaxpar.shard(params, shardings), jaxpar.shard_batch(batch, mesh, sequences=sequences)
+        params, batch = (
+            jaxpar.shard(params, shardings),
+            jaxpar.shard_batch(batch, mesh, sequences=sequences),
+        )
         if case.zero or case.cuts % 2:
             options["shardings"] = shardings
 
@@ -180,7 +215,9 @@ def run_case(case):
         )
 
     if case.trains:
-        return trained(case, mesh, shardings, params, batch, on_mesh(CLOSED_OVER)), trained_on_one_device(case)
+        return trained(
+            case, mesh, shardings, params, batch, on_mesh(CLOSED_OVER)
+        ), trained_on_one_device(case)
     value_and_grad = lambda closed_over, params, batch: on_mesh(closed_over)(params, batch)
     given = jax.tree.map(jnp.asarray, CLOSED_OVER), params, batch
     if case.executor == "spmd" and (case.is_traced or (stage > 1 and tensor > 1)):
@@ -193,7 +230,9 @@ def run_case(case):
     try:
         value, grads = jaxpar.fetch(value_and_grad(*given))
     except jax.errors.JaxRuntimeError as error:
-        leave_out("fft_thunk" in str(error), "an FFT that XLA's CPU backend cannot lay out beside tensor")
+        leave_out(
+            "fft_thunk" in str(error), "an FFT that XLA's CPU backend cannot lay out beside tensor"
+        )
         raise
     if layout is not None and not case.model.is_listed:
         grads = layout.unpack_params(grads)
@@ -203,7 +242,9 @@ def run_case(case):
 def trained(case, mesh, shardings, params, batch, value_and_grad):
     """Params after a step with noise."""
     optimizer = optax.noisy_sgd(1e-2, key=jax.random.key(case.seed))
-    state = jaxpar.init_state(lambda key: params, jax.random.key(0), optimizer, mesh, shardings, zero=case.zero)
+    state = jaxpar.init_state(
+        lambda key: params, jax.random.key(0), optimizer, mesh, shardings, zero=case.zero
+    )
     try:
         state, metrics = jaxpar.make_train_step(value_and_grad, optimizer)(state, batch)
     except ValueError as error:
@@ -214,7 +255,9 @@ def trained(case, mesh, shardings, params, batch, value_and_grad):
 
 
 def trained_on_one_device(case):
-    params, _, (_, grads) = reference(case.model, case.seed, case.mesh[0] * case.num_microbatches * case.rows)
+    params, _, (_, grads) = reference(
+        case.model, case.seed, case.mesh[0] * case.num_microbatches * case.rows
+    )
     optimizer = optax.noisy_sgd(1e-2, key=jax.random.key(case.seed))
     updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
     return jaxpar.fetch(optax.apply_updates(params, updates))
@@ -225,7 +268,9 @@ def layout_of(case):
     if case.parts is None:
         return None
     placement = "v" if case.schedule == "zb-v" else "loop"
-    return jaxpar.LayerLayout(case.model.num_layers, case.mesh[1], case.num_chunks, placement, case.parts)
+    return jaxpar.LayerLayout(
+        case.model.num_layers, case.mesh[1], case.num_chunks, placement, case.parts
+    )
 
 
 def owned_of(case):
@@ -235,12 +280,23 @@ def owned_of(case):
     """
     layers = [nodes for nodes in case.model.layers if nodes]
     mixtures = {node[2] for nodes in layers for node in nodes if node[0] == "mixture"}
-    inside = [[arg for arg in node[1:] if isinstance(arg, tuple)] for nodes in layers for node in nodes]
+    inside = [
+        [arg for arg in node[1:] if isinstance(arg, tuple)] for nodes in layers for node in nodes
+    ]
     others = {word for bodies in inside for word in words_of(bodies)}
     others |= {
-        word for nodes in layers for node in nodes if node[0] != "mixture" for word in node if isinstance(word, str)
+        word
+        for nodes in layers
+        for node in nodes
+        if node[0] != "mixture"
+        for word in node
+        if isinstance(word, str)
     }
-    return mixtures - others if case.mesh[0] == EXPERTS and case.cuts % 2 and case.executor == "spmd" else set()
+    return (
+        mixtures - others
+        if case.mesh[0] == EXPERTS and case.cuts % 2 and case.executor == "spmd"
+        else set()
+    )
 
 
 def rules_of(params, case):
@@ -248,7 +304,11 @@ def rules_of(params, case):
     tensor, rules, owned = case.mesh[2], {}, owned_of(case)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jaxpar.sharding.path_string(path)
-        shape = leaf.shape[1:] if name.startswith("layers/") and not case.model.is_listed else leaf.shape
+        shape = (
+            leaf.shape[1:]
+            if name.startswith("layers/") and not case.model.is_listed
+            else leaf.shape
+        )
         fitting = [None, *(dim for dim, size in enumerate(shape) if size % tensor == 0)]
         dim = fitting[seed_of(case.cuts, name) % len(fitting)] if case.cuts else None
         entries = [None] * len(shape) if dim is None else [*(None,) * dim, "tensor"]
@@ -268,7 +328,9 @@ def schedule_of(case):
     rng, placement = random.Random(case.form), "v" if case.schedule == "zb-v" else "loop"
     kinds = "".join(["F", "R" * (case.remat is True), "B", "W" * rng.randint(0, 1)])
     sizes = {"num_stages": sizes[0], "num_microbatches": sizes[1], "num_chunks": sizes[2]}
-    while sends_twice_one_way(schedule := random_schedule(rng, **sizes, placement=placement, kinds=kinds)):
+    while sends_twice_one_way(
+        schedule := random_schedule(rng, **sizes, placement=placement, kinds=kinds)
+    ):
         pass
     return schedule
 
@@ -278,7 +340,13 @@ def promoted(value):
     if isinstance(value, Model):
         nodes = {name: promoted(getattr(value, name)) for name in ("before", "layers", "after")}
         return replace(value, dtypes=("float64",), **nodes)
-    return tuple(map(promoted, value)) if isinstance(value, tuple) else "float64" if value in LOW_DTYPES else value
+    return (
+        tuple(map(promoted, value))
+        if isinstance(value, tuple)
+        else "float64"
+        if value in LOW_DTYPES
+        else value
+    )
 
 
 def is_exact(case):
@@ -292,7 +360,10 @@ def is_exact(case):
         [gradients_of(model, case.seed, num_rows, part) for part in parts]
         for model in (case.model, promoted(case.model))
     )
-    return all(np.array_equal(a.astype(b.dtype), b) for a, b in zip(*map(jax.tree.leaves, (small, large)), strict=True))
+    return all(
+        np.array_equal(a.astype(b.dtype), b)
+        for a, b in zip(*map(jax.tree.leaves, (small, large)), strict=True)
+    )
 
 
 def gradients_of(model, seed, num_rows, part):
