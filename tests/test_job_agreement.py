@@ -12,6 +12,7 @@ from tests.support.written_manifests import (
     COORDINATOR,
     GPU,
     LIMITS,
+    PATCHED,
     REQUESTS,
     SCRAPED,
     SLICE,
@@ -19,6 +20,8 @@ from tests.support.written_manifests import (
     documents,
     edit,
 )
+
+PATTERNS = "spec failurePolicy rules 0 onJobFailureMessagePatterns"
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
@@ -33,24 +36,24 @@ def test_what_is_written_agrees_with_itself(kind):
          "got --mesh.data 32, --mesh.stage 2, --mesh.tensor 2, 128 devices, and 2 pods with nvidia.com/gpu 8, 16 devices"),
         ("jobset", "main command --mesh.data", "four", "--mesh.data must be a whole number; got 'four'. Write it in digits."),
         ("jobset", f"{LIMITS} {GPU}", 4, "nvidia.com/gpu of spec.replicatedJobs.0 must be the same in requests and limits"),
-        ("jobset", f"{LIMITS} rdma/ib", "4", "rdma/ib of spec.replicatedJobs.0 must be the same in requests and limits; got 8"),
+        ("jobset", f"{LIMITS} rdma/ib", "4", "rdma/ib of spec.replicatedJobs.0 must be the same in requests and limits; got"),
         ("jobset", "main resources", {"limits": {GPU: 4}}, "16 devices, and 2 pods with nvidia.com/gpu 4, 8 devices"),
-        ("jobset", f"{LIMITS} {GPU}", None, "nvidia.com/gpu of spec.replicatedJobs.0 must be the same in requests and limits"),
+        ("jobset", f"{LIMITS} {GPU}", None, "nvidia.com/gpu of spec.replicatedJobs.0 must be the same in requests and limit"),
         ("jobset", f"{REQUESTS} memory", "900Gi", "must be at most the limit in requests and limits; got 900Gi and 800Gi"),
         ("jobset", f"{LIMITS} memory", "much", "memory must be a quantity, such as 8 or 800Gi; got 'much'. Correct it."),
         ("jobset", "pod volumes shm emptyDir sizeLimit", "800Gi", "which counts towards it; got 800Gi and 800Gi"),
         ("jobset", f"notes {SLICE}", "2", "data x context x tensor devices; got 2 pods of 8, and 8 devices a stage"),
         ("jobset", f"notes {SLICE}", None, "need each other; got kueue.x-k8s.io/podset-slice-required-topology alone"),
         ("jobset", "main volumeMounts checkpoints mountPath", "/data",
-         "a folder in the command of spec.replicatedJobs.0 must be in a volume; got /checkpoints/gpt, and mounts at /compiled"),
+         "a folder in the command of spec.replicatedJobs.0 must be in a volume; got /checkpoints/gpt, and mounts at /compil"),
         ("jobset", "main command --out-dir", "/checkpoint/gpt",
-         "--out-dir of spec.replicatedJobs.0 must be in a volume; got /checkpoint/gpt, and mounts at /checkpoints, /compiled"),
-        ("jobset", "main command --out-dir", "/checkpoints/../gpt", "must be in a volume; got /checkpoints/../gpt, and mounts"),
+         "--out-dir of spec.replicatedJobs.0 must be in a volume; got /checkpoint/gpt, and mounts at /checkpoints, /compile"),
+        ("jobset", "main command --out-dir", "/checkpoints/../gpt", "must be in a volume; got /checkpoints/../gpt, and moun"),
         ("jobset", "main volumeMounts compiled mountPath", "/programs",
          "JAX_COMPILATION_CACHE_DIR of spec.replicatedJobs.0 must be in a volume; got /compiled, and mounts at /checkpoints"),
-        ("jobset", "main volumeMounts compiled mountPath", "/checkpoints", "a path may have one mount; got two at /checkpoint"),
+        ("jobset", "main volumeMounts compiled mountPath", "/checkpoints", "a path may have one mount; got two at /checkpoi"),
         ("jobset", "main volumeMounts checkpoints readOnly", True, "must be writable; got /checkpoints/gpt in a volume with"),
-        ("jobset", "main volumeMounts shm", None, "the volumes of spec.replicatedJobs.0 must be mounted; got 'shm', which no"),
+        ("jobset", "main volumeMounts shm", None, "the volumes of spec.replicatedJobs.0 must be mounted; got 'shm', which n"),
         ("jobset", "pod volumes compiled persistentVolumeClaim claimName", "runs", "must not be shared; got runs for two"),
         ("jobset", "main ports", [], "got prometheus.io/port 9090, containerPort metrics missing, --metrics-port 9090. Make"),
         ("jobset", f"notes {SCRAPED}", "1", "got prometheus.io/port 1, containerPort metrics 9090, --metrics-port 9090."),
@@ -59,37 +62,37 @@ def test_what_is_written_agrees_with_itself(kind):
         ("jobset", "main ports 0 containerPort", 6380, "must be a containerPort of spec.replicatedJobs.0; got 6379, and"),
         ("jobset", BOUND, "$(POD_IP):6380", "one port; got JAX_COORDINATOR_ADDRESS 6379, JAX_COORDINATOR_BIND_ADDRESS 6380."),
         ("jobset", COORDINATOR, "gpt-nodes-0-0.gpt-nodes:1", "one port; got JAX_COORDINATOR_ADDRESS 1, JAX_COORDINATOR_BIND"),
-        ("jobset", "job podFailurePolicy rules 0 onExitCodes values", [2, 65], "podFailurePolicy; got [2, 65, 74, 86] and [[2"),
-        ("jobset", "job completionMode", "NonIndexed", "completionMode must be Indexed, by which pods are numbered; got NonI"),
+        ("jobset", "job podFailurePolicy rules 0 onExitCodes values", [2, 65], "podFailurePolicy; got [2, 65, 74, 86] and ["),
+        ("jobset", "job completionMode", "NonIndexed", "completionMode must be Indexed, by which pods are numbered; got Non"),
         ("jobset", "job backoffLimit", 6, "are restarted together, not alone; got restartPolicy Never and backoffLimit 6."),
-        ("jobset", "pod restartPolicy", "OnFailure", "not alone; got restartPolicy OnFailure and backoffLimit 0. Write Never"),
+        ("jobset", "pod restartPolicy", "OnFailure", "not alone; got restartPolicy OnFailure and backoffLimit 0. Write Neve"),
         ("jobset", "main env", [], "must be told which process each is; got no JAX_COORDINATOR_ADDRESS, JAX"),
         ("jobset", "main image", "", "containers.0.image must name a container image; got none. Give one that has jaxpar."),
         ("jobset", "main command", "python x.py", "command must be a list of words; got 'python x.py'. Write each word in a"),
         ("jobset", "pod subdomain", "gpt", "must be that of spec.network; got 'gpt' and 'gpt-nodes'. Make them equal."),
         ("jobset", "metadata name", "a" * 50, "a pod's name must have at most 63 letters; got 'aaa"),
-        ("jobset", "pod volumes compiled persistentVolumeClaim claimName", "", "must name a PersistentVolumeClaim; got none."),
+        ("jobset", "pod volumes compiled persistentVolumeClaim claimName", "", "must name a PersistentVolumeClaim; got none"),
         ("jobset", "spec failurePolicy maxRestarts", -1, "spec.failurePolicy.maxRestarts must be at least 0; got -1. Corr"),
-        ("jobset", "spec failurePolicy maxRestarts", "ten", "maxRestarts must be a whole number; got 'ten'. Write it in digit"),
-        ("jobset", "pod securityContext runAsNonRoot", True, "must have another user than root, or its container never start"),
+        ("jobset", "spec failurePolicy maxRestarts", "ten", "maxRestarts must be a whole number; got 'ten'. Write it in dig"),
+        ("jobset", "pod securityContext runAsNonRoot", True, "must have another user than root, or its container never star"),
         ("jobset", "main securityContext runAsNonRoot", True, "never starts; got runAsUser 0 in spec.replicatedJobs.0. Give"),
-        ("jobset", "pod volumes shm emptyDir medium", "", "must be memory, through which the GPUs of a node communicate; got"),
-        ("jobset", "pod volumes shm emptyDir sizeLimit", "64Mi", "must have more than 64Mi, which is too little for NCCL; got"),
-        ("jobset", "spec network publishNotReadyAddresses", False, "publishNotReadyAddresses of spec.network must be true, si"),
+        ("jobset", "pod volumes shm emptyDir medium", "", "must be memory, through which the GPUs of a node communicate; go"),
+        ("jobset", "pod volumes shm emptyDir sizeLimit", "64Mi", "must have more than 64Mi, which is too little for NCCL; g"),
+        ("jobset", "spec network publishNotReadyAddresses", False, "publishNotReadyAddresses of spec.network must be true,"),
         ("jobset", "spec network enableDNSHostnames", False, "enableDNSHostnames of spec.network must be true, since pods"),
-        ("trainjob", "pod volumes shm emptyDir medium", None, "at /dev/shm of spec.trainer must be memory, through which the"),
+        ("trainjob", "pod volumes shm emptyDir medium", None, "at /dev/shm of spec.trainer must be memory, through which th"),
         ("trainjob", "main numNodes", 3, "16 devices, and 3 pods with nvidia.com/gpu 8, 24 devices. Make them equal."),
         ("trainjob", "pod containers node volumeMounts checkpoints mountPath", "/data",
          "a folder in the command of spec.trainer must be in a volume; got /checkpoints/gpt, and mounts at /compiled, /data"),
         ("trainjob", f"notes {SCRAPED}", "1", "got prometheus.io/port 1, --metrics-port 9090. Make them equal."),
         ("fake", "main env JAX_NUM_CPU_DEVICES value", "2", "8 devices, and 2 pods with JAX_NUM_CPU_DEVICES 2, 4 devices"),
         ("fake", "main env PJRT_NPROC value", "4", "PJRT_NPROC must be twice JAX_NUM_CPU_DEVICES, or collectives deadlock"),
-        ("fake", "main resources", {"limits": {GPU: 4}}, "pods have GPUs or fake devices; got nvidia.com/gpu and JAX_NUM_CPU"),
-        ("service", f"{LIMITS} {GPU}", 2, "nvidia.com/gpu of spec.template must be the same in requests and limits; got 1 and"),
+        ("fake", "main resources", {"limits": {GPU: 4}}, "pods have GPUs or fake devices; got nvidia.com/gpu and JAX_NUM_CP"),
+        ("service", f"{LIMITS} {GPU}", 2, "nvidia.com/gpu of spec.template must be the same in requests and limits; got 1 a"),
         ("service", "main volumeMounts checkpoints mountPath", "/data", "in a volume; got /checkpoints/gpt, and mounts at"),
-        ("service", "main ports http containerPort", 1, "got prometheus.io/port 8000, containerPort http 1, --port 8000. Make"),
+        ("service", "main ports http containerPort", 1, "got prometheus.io/port 8000, containerPort http 1, --port 8000. Ma"),
         ("service", "main command --port", "1", "got prometheus.io/port 8000, containerPort http 8000, --port 1. Make them"),
-        ("service", "main command --address", "localhost", "from other pods; got --address localhost. Give --address 0.0.0.0."),
+        ("service", "main command --address", "localhost", "from other pods; got --address localhost. Give --address 0.0.0."),
         ("service", "pod terminationGracePeriodSeconds", 30, "must be more than --timeout-seconds; got 30 and 60. Raise it."),
         ("service", "main livenessProbe httpGet port", 80, "livenessProbe must ask a named port of the container; got 80."),
         ("service", "main readinessProbe httpGet path", "/ready", "readinessProbe must ask for /readyz; got '/ready'. Corr"),
@@ -98,23 +101,32 @@ def test_what_is_written_agrees_with_itself(kind):
         ("jobset", "main command --out-dir", "/checkpoints/$(RUN)", "$(RUN) in spec.replicatedJobs.0 must be a variable of"),
         ("jobset", "main env JAX_NUM_PROCESSES", {"name": "JAX_COORDINATOR_ADDRESS", "value": "$(JAXPAR_RUN_TOKEN)"},
          "$(JAXPAR_RUN_TOKEN) in a value of env must be a variable before it, which alone Kubernetes puts in its place; got"),
-        ("trainjob", "main env 0", {"name": "A", "value": "$(JAXPAR_RUN_TOKEN)"}, "JAXPAR_RUN_TOKEN after $(JAXPAR_RUN_TOKEN)"),
+        ("trainjob", "main env 0", {"name": "A", "value": "$(JAXPAR_RUN_TOKEN)"}, "JAXPAR_RUN_TOKEN after $(JAXPAR_RUN_TOKE"),
         ("service", "main env", [{"name": "A", "value": "$(A)"}], "A after $(A) in spec.template.spec. Move it before."),
         ("service", "pod initContainers", [{"name": "a", "image": "a:1", "command": ["$(B)"]}], "$(B) in spec.template.spec"),
-        ("service", "main env", [{"name": "A", "value": "1"}] * 2, "must have each variable once; got A twice. Leave one out."),
-        ("jobset", "main ports metrics containerPort", 6379, "must differ; got containerPort 6379 (TCP) twice. Change one of"),
-        ("service", "pod containers +", {"name": "b", "image": "b:1", "ports": [{"containerPort": 8000}]}, "8000 (TCP) twice"),
+        ("service", "main env", [{"name": "A", "value": "1"}] * 2, "must have each variable once; got A twice. Leave one ou"),
+        ("jobset", "main ports metrics containerPort", 6379, "must differ; got containerPort 6379 (TCP) twice. Change one o"),
+        ("service", "pod containers +", {"name": "b", "image": "b:1", "ports": [{"containerPort": 8000}]}, "8000 (TCP) twic"),
         ("jobset", "main ports 0 name", "metrics", "must differ; got name metrics twice. Change one of them."),
         ("fake", "main command +", "--metrics-port=6379", "--metrics-port of spec.replicatedJobs.0 must be another"),
         ("fake", "main command +", "--metrics-port=80", "must be from 1024 to 65535, since lower ones are for root"),
-        ("monitor", "spec podMetricsEndpoints 0 portNumber", 6379, "must be the number of a named port of the pods; got 6379"),
+        ("monitor", "spec podMetricsEndpoints 0 portNumber", 6379, "must be the number of a named port of the pods; got 637"),
         ("jobset", "main image", None, "the container train of spec.replicatedJobs.0 must name an image; got none. Give one"),
-        ("service", "pod initContainers", [{"name": "a"}], "the container a of spec.template.spec must name an image; got non"),
-        ("fake", "main env PJRT_NPROC", None, "PJRT_NPROC must be twice JAX_NUM_CPU_DEVICES, or collectives deadlock; got non"),
-        ("jobset", "notes prometheus.io/path", "/metric", "prometheus.io/path of spec.replicatedJobs.0 must be /metrics, wher"),
-        ("service", "main livenessProbe httpGet", None, "livenessProbe must have one of exec, grpc, httpGet, tcpSocket; got n"),
+        ("service", "pod initContainers", [{"name": "a"}], "the container a of spec.template.spec must name an image; got n"),
+        ("fake", "main env PJRT_NPROC", None, "PJRT_NPROC must be twice JAX_NUM_CPU_DEVICES, or collectives deadlock; got n"),
+        ("jobset", "notes prometheus.io/path", "/metric", "prometheus.io/path of spec.replicatedJobs.0 must be /metrics, wh"),
+        ("service", "main livenessProbe httpGet", None, "livenessProbe must have one of exec, grpc, httpGet, tcpSocket; got"),
+        ("service", "main livenessProbe httpGet", {}, "livenessProbe.httpGet must have port; got none. Write it."),
+        ("service", "main lifecycle preStop", {}, "preStop must have one of exec, httpGet, sleep, tcpSocket; got none in sp"),
+        ("service", "main lifecycle preStop exec", {}, "exec of preStop in spec.template.spec must have a command; got none"),
+        ("jobset", "main livenessProbe", {"exec": {}}, "exec of livenessProbe in spec.replicatedJobs.0 must have a command"),
+        ("jobset", "main env POD_IP valueFrom fieldRef fieldPath", "status.hostIP",
+         "JAX_COORDINATOR_BIND_ADDRESS of spec.replicatedJobs.0 must be an address of its pod, status.podIP; got POD_IP fro"),
+        ("jobset", "main volumeMounts +", {"name": "a", "mountPath": "/a"}, "volumeMounts of spec.replicatedJobs.0 must be"),
+        ("service", "pod initContainers", [{"name": "a", "image": "a:1", "volumeMounts": [{"name": "b", "mountPath": "/b"}]}],
+         "volumeMounts of spec.template must be of its volumes; got 'b'. Add the volume, or leave it out."),
         ("jobset", "main env JAX_PROCESS_ID value", "0", "JAX_PROCESS_ID must be the pod's number, metadata.annotations['b"),
-        ("monitor", "spec podMetricsEndpoints 0 path", "/metric", "the path of a PodMonitor must be /metrics, where a run has"),
+        ("monitor", "spec podMetricsEndpoints 0 path", "/metric", "the path of a PodMonitor must be /metrics, where a run h"),
         ("monitor", "spec podMetricsEndpoints 0 port", "9090", "the port of a PodMonitor must be the name of one; got '90"),
         ("service", "metadata namespace", "b", "a Service and its Deployment must have one namespace; got lab and b. Make"),
         ("monitor", "metadata namespace", "b", "a PodMonitor and its JobSet must have one namespace; got b and lab. Make"),
@@ -123,7 +135,7 @@ def test_what_is_written_agrees_with_itself(kind):
         ("monitor", "spec podMetricsEndpoints 0 targetPort", "web", "the targetPort of a PodMonitor must be a named port of"),
         ("monitor", "spec", {"selector": {"matchLabels": {"batch.kubernetes.io/job-completion-index": "0"}},
                              "podMetricsEndpoints": [{"port": "web"}]}, "must be a named port of the pods; got 'web'"),
-        ("monitor", "spec selector matchLabels jobset.sigs.k8s.io/jobset-name", "b", "must select a job of its file, gpt; got"),
+        ("monitor", "spec selector matchLabels jobset.sigs.k8s.io/jobset-name", "b", "must select a job of its file, gpt; g"),
     ],
 )  # fmt: skip
 def test_what_was_edited_in_one_of_two_places_is_found(kind, place, value, message):
@@ -183,43 +195,62 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
 @pytest.mark.parametrize(
     ("kind", "place", "value", "line"),
     [
-        ("jobset", "main env JAXPAR_RESUME", None, "spec.replicatedJobs.0 has no JAXPAR_RESUME: a restarted run does not res"),
+        ("jobset", "main env JAXPAR_RESUME", None, "spec.replicatedJobs.0 has no JAXPAR_RESUME: a restarted run does not re"),
         ("jobset", "main env JAXPAR_RESUME value", "true", "spec.replicatedJobs.0 has JAXPAR_RESUME=true: a restarted run"),
         ("jobset", "pod terminationGracePeriodSeconds", 5, "terminationGracePeriodSeconds of spec.replicatedJobs.0 is 5: a"),
         ("jobset", "pod terminationGracePeriodSeconds", None, "terminationGracePeriodSeconds of spec.replicatedJobs.0 is 30"),
         ("jobset", "pod shareProcessNamespace", None, "spec.replicatedJobs.0 has no shareProcessNamespace: a pod that is"),
         ("jobset", "main securityContext capabilities add", [], "rdma/ib and no IPC_LOCK: without this right RDMA may"),
-        ("jobset", "job podFailurePolicy rules 1 onExitCodes values", [77], "after a run that was asked to stop and has saved"),
+        ("jobset", "job podFailurePolicy rules 1 onExitCodes values", [77], "after a run that was asked to stop and has sav"),
         ("jobset", "spec failurePolicy", None, "spec has no failurePolicy: the first failure, and the first drained node, e"),
-        ("jobset", "spec failurePolicy maxRestarts", None, "spec.failurePolicy has no maxRestarts: the first failure ends the"),
-        ("jobset", "spec failurePolicy rules 0", None, "exit codes 2, 65, 74, 86 restart the job, though a run that ends with"),
+        ("jobset", "spec failurePolicy maxRestarts", None, "spec.failurePolicy has no maxRestarts: the first failure ends t"),
+        ("jobset", "spec failurePolicy rules 0", None, "exit codes 2, 65, 74, 86 restart the job, though a run that ends wi"),
         ("jobset", "spec failurePolicy rules 0 action", "RestartJobSet", "exit codes 2, 65, 74, 86 restart the job, though"),
         ("jobset", "spec failurePolicy rules 1", None,
-         "after a run that was asked to stop and has saved (exit code 75) and after a drained node the restart counts toward"),
+         "after a run that was asked to stop and has saved (exit code 75) and after a drained node the restart counts towar"),
         ("jobset", "spec failurePolicy rules 1 action", "FailJobSet",
-         "after a run that was asked to stop and has saved (exit code 75) and after a drained node nothing restarts the job."),
+         "after a run that was asked to stop and has saved (exit code 75) and after a drained node nothing restarts the job"),
         ("jobset", "spec failurePolicy rules 0 onJobFailureReasons", [], ""),
-        ("jobset", "spec failurePolicy rules 0 onJobFailureMessagePatterns", ["exit code [0-9]"], ""),
+        ("jobset", PATTERNS, ["exit code [0-9]"], "spec.failurePolicy has the pattern 'exit code [0-9]': which exit codes i"),
+        ("jobset", PATTERNS, [""], "spec.failurePolicy has the pattern '': which exit codes it matches is not checked, and"),
+        ("jobset", PATTERNS, [".*failed with exit code () matching.*"], "spec.failurePolicy has the pattern '.*failed with"),
+        ("jobset", PATTERNS, [".*failed with exit code: (2|65|74|86) matching.*"], "spec.failurePolicy has the pattern '.*f"),
+        ("jobset", PATTERNS, ["x.*failed with exit code (2|65|74|86) matching.*"], "spec.failurePolicy has the pattern 'x.*"),
+        ("jobset", PATTERNS, [".*failed with exit code (86|74|65|2) matching.*"], ""),
         ("jobset", "spec failurePolicy rules +", {"name": "all", "action": "FailJobSet"},
          "after a failure such as a lost process (exit code 70) nothing restarts the job. Write failurePolicy and pod"),
-        ("jobset", "job podFailurePolicy rules 2", None, "after a drained node the restart counts towards maxRestarts. Write"),
-        ("jobset", "main command", ["--mesh.data", "4"], "spec.replicatedJobs.0 has no command: the image's own is run, of wh"),
-        ("trainjob", "main image", None, "spec.trainer has no image: that of the runtime is used, which may have neither jax"),
-        ("jobset", "main command +", "--overwrite", "the recipe has --overwrite: JAXPAR_RESUME=if-any, which a job sets, goes"),
-        ("jobset", "main command +", "--resume", "the recipe has --resume: in a folder without a checkpoint it ends with exit"),
+        ("jobset", "job podFailurePolicy rules 2", None, "after a drained node the restart counts towards maxRestarts. Writ"),
+        ("jobset", "main command", ["--mesh.data", "4"], "spec.replicatedJobs.0 has no command: the image's own is run, of"),
+        ("trainjob", "main image", None, "spec.trainer has no image: that of the runtime is used, which may have neither ja"),
+        ("jobset", "main command +", "--overwrite", "the recipe has --overwrite: JAXPAR_RESUME=if-any, which a job sets, go"),
+        ("jobset", "main command +", "--resume", "the recipe has --resume: in a folder without a checkpoint it ends with ex"),
         ("service", "main startupProbe", None, "the pods have no startupProbe: one that takes long to start is ended by its"),
         ("service", "main livenessProbe", None, "the pods have no livenessProbe: one that hangs is not started again. Write"),
         ("service", "main readinessProbe", None, "the pods have no readinessProbe: requests reach one that is still loading"),
-        ("service", "main startupProbe failureThreshold", None, "startupProbe ends a pod that has not loaded its model after "),
-        ("service", "main lifecycle", None, "the pods have no lifecycle.preStop: requests that arrive while a pod is stopped"),
-        ("service", "pod shareProcessNamespace", None, "spec.template has no shareProcessNamespace: a pod that is drained whi"),
+        ("service", "main startupProbe failureThreshold", None, "startupProbe ends a pod that has not loaded its model afte"),
+        ("service", "main lifecycle", None, "the pods have no lifecycle.preStop: requests that arrive while a pod is stoppe"),
+        ("service", "pod shareProcessNamespace", None, "spec.template has no shareProcessNamespace: a pod that is drained w"),
         ("jobset", "main env JAXPAR_RUN_TOKEN", None, "spec.replicatedJobs.0 has no JAXPAR_RUN_TOKEN: any program that reac"),
-        ("jobset", "main env JAXPAR_INITIALIZATION_TIMEOUT", None, "spec.replicatedJobs.0 has no JAXPAR_INITIALIZATION_TIMEOU"),
-        ("jobset", "main env JAX_COORDINATOR_BIND_ADDRESS", None, "spec.replicatedJobs.0 has no JAX_COORDINATOR_BIND_ADDRESS"),
+        ("jobset", "main env JAXPAR_INITIALIZATION_TIMEOUT", None, "spec.replicatedJobs.0 has no JAXPAR_INITIALIZATION_TIME"),
+        ("jobset", "main env JAX_COORDINATOR_BIND_ADDRESS", None, "spec.replicatedJobs.0 has no JAX_COORDINATOR_BIND_ADDRES"),
         ("jobset", "main env JAXPAR_RUN_TOKEN",
          {"name": "JAXPAR_RUN_TOKEN", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}, ""),
-        ("own", "pod securityContext fsGroup", None, "spec.replicatedJobs.0 has runAsUser 1000 and no fsGroup: its volumes m"),
-        ("jobset", "notes prometheus.io/scrape", None, "spec.replicatedJobs.0 has prometheus.io/port and not prometheus.io/sc"),
+        ("own", "pod securityContext fsGroup", None, "spec.replicatedJobs.0 has runAsUser 1000 and no fsGroup: its volumes"),
+        ("jobset", "notes prometheus.io/scrape", None, "spec.replicatedJobs.0 has prometheus.io/port and not prometheus.io/"),
+        ("service", "main startupProbe periodSeconds", 0, ""),
+        ("service", "main resources", None, "spec.template requests no resources: a pod gets no GPU, and neither cores nor"),
+        ("trainjob", "pod terminationGracePeriodSeconds", None,
+         "terminationGracePeriodSeconds of spec.trainer is 30, unless the runtime sets it: a drained pod has no longer to s"),
+        ("trainjob", "pod terminationGracePeriodSeconds", 5, "terminationGracePeriodSeconds of spec.trainer is 5: a drained"),
+        ("trainjob", "pod terminationGracePeriodSeconds", 0, "terminationGracePeriodSeconds of spec.trainer is 0: a drained"),
+        ("trainjob", f"{PATCHED} name", "nodes", "spec.runtimePatches changes the job nodes: in the runtimes of Trainer the"),
+        ("trainjob", "pod containers 0 name", "xnode", "spec.runtimePatches changes the container xnode: in the runtimes of"),
+        ("trainjob", "pod volumes", [], "spec.runtimePatches mounts checkpoints, compiled, shm and has no such volumes: wit"),
+        ("trainjob", "pod volumes shm", None, "spec.runtimePatches mounts shm and has no such volumes: without those of the"),
+        ("trainjob", "main env JAXPAR_RUN_TOKEN", None, "spec.trainer has no JAXPAR_RUN_TOKEN, unless the runtime sets it:"),
+        ("trainjob", "main env JAXPAR_RUN_TOKEN value", "", "spec.trainer has no JAXPAR_RUN_TOKEN, unless the runtime sets"),
+        ("jobset", "main env JAXPAR_RUN_TOKEN value", "", "spec.replicatedJobs.0 has no JAXPAR_RUN_TOKEN: any program that"),
+        ("trainjob", "main envFrom", [{"secretRef": {"name": "a"}}], ""),
         ("trainjob", "main numNodes", None, "spec.trainer has no numNodes: the runtime's number of nodes may not be that of"),
     ],
 )  # fmt: skip
@@ -231,6 +262,40 @@ def test_what_an_edit_takes_from_a_run_is_told(kind, place, value, line):
     said = remarks(job)
     assert len(said) == bool(line)
     assert all(each.startswith(line) for each in said)
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_an_empty_queue_is_none(kind):
+    (job,) = documents(kind)
+    edit(job, kind, "metadata labels kueue.x-k8s.io/queue-name", "")
+    check_manifests([job])
+    with_empty = remarks(job)
+    edit(job, kind, "metadata labels", {})
+    assert with_empty == remarks(job)
+    assert with_empty[0].startswith("--topology or --replica-topology, and no --queue")
+
+
+def test_a_variable_of_an_empty_value_hides_gpus():
+    (job,) = documents("jobset")
+    edit(job, "jobset", "main env +", {"name": "CUDA_VISIBLE_DEVICES", "value": ""})
+    (line,) = remarks(job)
+    assert line.startswith(
+        "spec.replicatedJobs.0 has CUDA_VISIBLE_DEVICES=, and the device plugin says which"
+    )
+
+
+def test_the_patch_of_the_job_that_trains_is_read_wherever_it_is():
+    (job,) = documents("trainjob")
+    other = {"name": "dataset-initializer", "template": {"spec": {"template": {"spec": {}}}}}
+    job["spec"]["runtimePatches"].insert(
+        0,
+        {
+            "manager": "a",
+            "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [other]}}},
+        },
+    )
+    check_manifests([job])
+    assert not remarks(job)
 
 
 def test_pods_with_no_memory_to_share_and_no_queue_are_told():

@@ -4,13 +4,15 @@ A manifest that was edited by hand in one of two places is one that its API acce
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
 from jaxpar.jobs.job import AXES, CHECKPOINTS, LEAST_PORT, ROOT
-from jaxpar.jobs.workload import FAKE_DEVICES, Workload, amount, fills, whole
+from jaxpar.jobs.manifests import PARTS
+from jaxpar.jobs.workload import FAKE_DEVICES, USUAL_GRACE, Workload, amount, fills, whole
 from jaxpar.runtime.output import printable
 
 CACHE, THREADS = "JAX_COMPILATION_CACHE_DIR", "PJRT_NPROC"
@@ -41,7 +43,8 @@ PROBES = {
     "livenessProbe": ("/healthz",),
     "readinessProbe": ("/readyz",),
 }
-HANDLERS = {"exec", "grpc", "httpGet", "tcpSocket"}  # of which a probe has one
+(PATTERN,) = PARTS["JobSet"]["spec"]["failurePolicy"]["rules"][0]["onJobFailureMessagePatterns"]
+BEFORE_CODES, AFTER_CODES = PATTERN.split("{final_pattern}")
 LOOPBACK = ("127.", "localhost", "::1", "[::1]")
 
 
@@ -345,15 +348,19 @@ def check_exit_codes(manifest: Mapping[str, Any]) -> None:
 
 
 def codes_in(pattern: str) -> list[int]:
-    """Returns the exit codes in a pattern as `manifest` writes it; the pattern itself is not run, since it may be hostile."""
-    after = pattern.partition("failed with exit code (")[2].partition(")")[0]
-    return sorted(int(code) for code in after.split("|") if code.isdigit())
+    """Returns the exit codes in a pattern as `manifest` writes it; of another, none: it may be hostile, and is not run."""
+    found = re.fullmatch(
+        rf"{re.escape(BEFORE_CODES)}(\d{{1,3}}(?:\|\d{{1,3}})*){re.escape(AFTER_CODES)}",
+        pattern,
+        re.ASCII,
+    )
+    return sorted(map(int, found[1].split("|"))) if found else []
 
 
-def check_grace(pods: Workload, spec: Mapping[str, Any]) -> None:
+def check_grace(pods: Workload) -> None:
     """Raises ValueError if pods that serve are ended before they have answered the requests that they have."""
     given = pods.flag("--timeout-seconds")
-    grace = spec.get("terminationGracePeriodSeconds", 30)
+    grace = USUAL_GRACE if pods.grace_seconds is None else pods.grace_seconds
     if given is not None and grace < amount(given, "--timeout-seconds"):
         raise ValueError(
             f"terminationGracePeriodSeconds of {pods.path} must be more than --timeout-seconds; got {grace} and {given}. Raise "
@@ -370,13 +377,6 @@ def check_probes(containers: Sequence[Mapping[str, Any]], *, is_served: bool) ->
     """
     ports = [port for each in containers for port in each.get("ports", [])]
     known = {port.get("name") for port in ports} | {port["containerPort"] for port in ports}
-    for probe, given in (
-        (probe, each[probe]) for each in containers for probe in PROBES if probe in each
-    ):
-        if not given.keys() & HANDLERS:
-            raise ValueError(
-                f"{probe} must have one of {', '.join(sorted(HANDLERS))}; got none. Write httpGet."
-            )
     asked = (
         (probe, each[probe]["httpGet"])
         for each in containers

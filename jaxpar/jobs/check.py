@@ -24,8 +24,9 @@ from jaxpar.jobs.forms import DNS_LABEL
 from jaxpar.jobs.job import MAX_NAME
 from jaxpar.jobs.manifests import API_VERSIONS, INDEX
 from jaxpar.jobs.pods import (
+    check_bound,
     check_container_ports,
-    check_mounts,
+    check_handlers,
     check_network,
     check_pods,
     check_references,
@@ -187,7 +188,7 @@ def check_rules(manifest: Mapping[str, Any]) -> None:
         check_pods(pods)
         check_agreement(pods)
         if kind == "Deployment":
-            check_grace(pods, manifest["spec"]["template"]["spec"])
+            check_grace(pods)
 
 
 def _check_deployment(manifest: Mapping[str, Any]) -> None:
@@ -199,7 +200,6 @@ def _check_deployment(manifest: Mapping[str, Any]) -> None:
             "equal."
         )
     pod = spec["template"]["spec"]
-    check_mounts(pod, "spec.template.spec")
     _check_containers(pod, "spec.template.spec")
     check_probes(pod["containers"], is_served=any(pods.served for pods in workloads(manifest)))
 
@@ -212,6 +212,7 @@ def _check_containers(pod: Mapping[str, Any], path: str) -> None:
             )
     check_references([*pod["containers"], *pod.get("initContainers", [])], path)
     check_container_ports(pod["containers"], path)
+    check_handlers([*pod["containers"], *pod.get("initContainers", [])], path)
 
 
 def _check_trainjob(manifest: Mapping[str, Any]) -> None:
@@ -282,13 +283,12 @@ def _check_jobset(manifest: Mapping[str, Any]) -> None:
                 f"{path}.parallelism must equal completions, the number of processes; got {count} and "
                 f"{spec.get('completions')}. Make them equal."
             )
-        if "volumeClaimPolicies" not in manifest["spec"]:  # those are volumes of all pods
-            check_mounts(spec["template"]["spec"], path)
         _check_containers(spec["template"]["spec"], path)
         _check_place_is_told(spec["template"]["spec"]["containers"], count, path)
         for container in spec["template"]["spec"]["containers"]:
             told = {variable["name"]: variable for variable in container.get("env", [])}
             _check_environment(told, count, f"{name}-{job['name']}-0-0.{subdomain}", path)
+            check_bound(spec["template"]["spec"], container, path)
 
 
 def _check_pods_of_job(

@@ -20,6 +20,7 @@ _TABLES: dict[str, dict[str, str]] = tomllib.loads(
 TYPES = {name: kind for kind, names in _TABLES["types"].items() for name in names.split()}
 REQUIRED = {name: fields.split() for name, fields in _TABLES["required"].items()}
 BESIDE_ITS_NAME = _TABLES["beside_its_name"]
+OF_PORTS = ("containerPort", "port", "portNumber")  # the numbers that are one
 BELOW_ZERO = ("priority", "tolerationSeconds")  # the numbers that may be
 QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)([KMGTPE]i|[numkMGTPE]|[eE][-+]?\d+)?")
 
@@ -34,7 +35,7 @@ def _is_quantity(value: Any) -> bool:
 
 
 def _is_port(value: Any) -> bool:
-    return isinstance(value, str) or _is_whole(value)
+    return value != "" if isinstance(value, str) else _is_whole(value) and 0 < value < 2**16
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ def _check_value(value: Any, kind: str, path: str) -> None:
     name = path.rpartition(".")[2]
     if kind == "integer" and value < 0 and name not in BELOW_ZERO:
         raise ValueError(f"{path} must be at least 0; got {value}. Correct it.")
+    if kind == "integer" and name in OF_PORTS and not 0 < value < 2**16:
+        raise ValueError(f"{path} must be from 1 to 65535; got {value}. Correct it.")
     inner = "object" if kind == "array" else kind.partition(" of ")[2]
     if not inner:
         return

@@ -5,25 +5,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpar.jobs.workload import SHARED_MEMORY, Workload, amount
+from jaxpar.runtime.output import printable
 
 REFERENCE = re.compile(r"(?<!\$)(?:\$\$)*\$\(([^)]+)\)")  # $(NAME); $$ is a dollar sign
+BIND_VARIABLE, POD_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS", "status.podIP"
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+HANDLERS = {  # what a probe, or a hook, does one of
+    **dict.fromkeys(PROBES, ("exec", "grpc", "httpGet", "tcpSocket")),
+    **dict.fromkeys(("preStop", "postStart"), ("exec", "httpGet", "sleep", "tcpSocket")),
+}
 USUAL_SHARED_BYTES = 64 * 2**20  # of a container runtime, which is too little for NCCL
 
 
 def labels_of(pod: Mapping[str, Any]) -> Mapping[str, str]:
     """Returns the labels of a pod's template."""
     return pod.get("metadata", {}).get("labels", {})
-
-
-def check_mounts(spec: Mapping[str, Any], path: str) -> None:
-    """Raises ValueError if a container mounts a volume that its pod does not have."""
-    volumes = {volume["name"] for volume in spec.get("volumes", [])}
-    for container in spec["containers"]:
-        for mount in container.get("volumeMounts", []):
-            if mount["name"] not in volumes:
-                raise ValueError(
-                    f"volumeMounts of {path} must be of its volumes; got {mount['name']!r}. Add the volume, or leave it out."
-                )
 
 
 def check_references(containers: Sequence[Mapping[str, Any]], path: str) -> None:
@@ -81,6 +77,39 @@ def check_container_ports(containers: Sequence[Mapping[str, Any]], path: str) ->
                 )
 
 
+def check_handlers(containers: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Raises ValueError if a probe or a hook of a container does nothing, which the API refuses."""
+    for container in containers:
+        given = {**container, **container.get("lifecycle", {})}
+        for name in (name for name in HANDLERS if name in given):
+            if not given[name].keys() & {*HANDLERS[name]}:
+                raise ValueError(
+                    f"{name} must have one of {', '.join(HANDLERS[name])}; got none in {path}. Write "
+                    f"{'httpGet' if name in PROBES else 'exec'}."
+                )
+            if "exec" in given[name] and not given[name]["exec"].get("command"):
+                raise ValueError(
+                    f"exec of {name} in {path} must have a command; got none. Write it, each word in a line with -."
+                )
+
+
+def check_bound(pod: Mapping[str, Any], container: Mapping[str, Any], path: str) -> None:
+    """Raises ValueError if process 0 would listen at an address that its pod does not have, such as that of its node."""
+    variables = {variable["name"]: variable for variable in container.get("env", [])}
+    for name in REFERENCE.findall(variables.get(BIND_VARIABLE, {}).get("value", "")):
+        of = (
+            variables.get(name, {})
+            .get("valueFrom", {})
+            .get("fieldRef", {})
+            .get("fieldPath", POD_ADDRESS)
+        )
+        if of != POD_ADDRESS and not pod.get("hostNetwork"):
+            raise ValueError(
+                f"{BIND_VARIABLE} of {path} must be an address of its pod, {POD_ADDRESS}; got {name} from {printable(of)}. "
+                "Correct it."
+            )
+
+
 def check_network(network: Mapping[str, Any]) -> None:
     """Raises ValueError if the pods of a JobSet would not find pod 0 while it starts."""
     for name in ("publishNotReadyAddresses", "enableDNSHostnames"):
@@ -93,8 +122,18 @@ def check_network(network: Mapping[str, Any]) -> None:
 
 def check_pods(pods: Workload) -> None:
     """Raises ValueError if the pods of a manifest could not start, or have too little memory to share."""
+    _check_mounts(pods)
     _check_user(pods)
     _check_shared_memory(pods)
+
+
+def _check_mounts(pods: Workload) -> None:
+    """Raises ValueError if a container mounts a volume that its pod does not have."""
+    if pods.has_all_volumes and pods.missing_volumes:
+        raise ValueError(
+            f"volumeMounts of {pods.path} must be of its volumes; got {pods.missing_volumes[0]!r}. Add the volume, or leave it "
+            "out."
+        )
 
 
 def _check_user(pods: Workload) -> None:

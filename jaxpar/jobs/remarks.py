@@ -6,8 +6,10 @@ from typing import Any
 
 from jaxpar.jobs.agreement import SCRAPED, SCRAPED_PORT, mesh_in, paths_in
 from jaxpar.jobs.job import CHECKPOINTS, GPUS, ROOT, flag_value, flag_values
+from jaxpar.jobs.pods import BIND_VARIABLE
 from jaxpar.jobs.restarts import restart_remarks
-from jaxpar.jobs.workload import FAKE_DEVICES, SHARED_MEMORY, USUAL_GRACE, Workload, workloads
+from jaxpar.jobs.serving_remarks import serving_remarks
+from jaxpar.jobs.workload import FAKE_DEVICES, NODE, SHARED_MEMORY, USUAL_GRACE, Workload, workloads
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.process_env import TIMEOUT_VARIABLE, TOKEN_VARIABLE
 from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
@@ -15,17 +17,11 @@ from jaxpar.runtime.supervise import RESUME_IF_ANY, RESUME_VARIABLE
 INPUTS = ("--init-from", "--tokenizer", "--data")
 INITS = ("tini", "dumb-init", "catatonit")  # which take signals as process 1, and pass them on
 LOCKS = "IPC_LOCK"
-UNPROBED = {  # what happens without a probe
-    "startupProbe": "one that takes long to start is ended by its livenessProbe",
-    "livenessProbe": "one that hangs is not started again",
-    "readinessProbe": "requests reach one that is still loading its model, and get 503",
-}
 UNTOLD = {  # what follows without a variable
     TOKEN_VARIABLE: "any program that reaches process 0 may join the run",
     TIMEOUT_VARIABLE: "processes wait 300 s for one another, with the time to pull the image",
-    "JAX_COORDINATOR_BIND_ADDRESS": "process 0 listens at all addresses of its pod",
+    BIND_VARIABLE: "process 0 listens at all addresses of its pod",
 }
-LEAST_START = 300  # seconds
 NO_PATHS = ("recall",)  # a task for --data
 PLATFORMS = "JAX_PLATFORMS"
 OF_GPUS = ("cuda", "gpu")  # in JAX_PLATFORMS
@@ -43,15 +39,32 @@ def remarks(manifest: Mapping[str, Any]) -> list[str]:
         *lines,
         *_of_runtime(manifest),
         *restart_remarks(manifest),
-        *_unprobed(manifest),
+        *serving_remarks(manifest),
         *_suspended(manifest),
     ]
 
 
 def _of_runtime(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line if a TrainJob leaves its image to its runtime."""
-    if manifest["kind"] == "TrainJob" and "image" not in manifest["spec"]["trainer"]:
+    """Yields a line for each part that a TrainJob leaves to its runtime, or changes where its runtime may have none."""
+    if manifest["kind"] != "TrainJob":
+        return
+    if "image" not in manifest["spec"]["trainer"]:
         yield "spec.trainer has no image: that of the runtime is used, which may have neither jaxpar nor the program. Name it"
+    for pods in workloads(manifest):
+        for kind, names in (
+            ("job", [pods.job] if pods.job else []),
+            ("container", pods.containers),
+        ):
+            if names and NODE not in names:
+                yield (
+                    f"spec.runtimePatches changes the {kind} {names[0]}: in the runtimes of Trainer the {kind} that trains is "
+                    f"{NODE}, which this does not change. Name it {NODE}"
+                )
+        if pods.missing_volumes:
+            yield (
+                f"spec.runtimePatches mounts {', '.join(pods.missing_volumes)} and has no such volumes: without those of the "
+                "runtime the pods are refused. Add them to the volumes of the patch"
+            )
 
 
 def _suspended(manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -62,33 +75,9 @@ def _suspended(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield "spec.suspend is true and there is no --queue: the job does not start. Leave it out, or name the queue"
 
 
-def _unprobed(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line for each probe that pods which serve do not have."""
-    if manifest["kind"] != "Deployment" or not any(pods.served for pods in workloads(manifest)):
-        return
-    containers = manifest["spec"]["template"]["spec"]["containers"]
-    missing = [probe for probe in UNPROBED if not any(probe in each for each in containers)]
-    for probe in missing:
-        yield f"the pods have no {probe}: {UNPROBED[probe]}. Write it as `manifest --kind service` does"
-    for probe in (each["startupProbe"] for each in containers if "startupProbe" in each):
-        seconds = probe.get("periodSeconds", 10) * probe.get(
-            "failureThreshold", 3
-        )  # the API's defaults
-        if seconds < LEAST_START:
-            yield (
-                f"startupProbe ends a pod that has not loaded its model after {seconds} s. Raise its failureThreshold, 180, say"
-            )
-    if not any("preStop" in each.get("lifecycle", {}) for each in containers):
-        yield (
-            "the pods have no lifecycle.preStop: requests that arrive while a pod is stopped are refused. Write it as "
-            "`manifest --kind service` does"
-        )
-
-
 def _of(pods: Workload) -> Iterator[str]:
     yield from _no_command(pods)
     if pods.kind == "Deployment":
-        yield from _unheld_folder(pods)
         yield from _deaf_to_signals(pods)
         return
     yield from _of_recipe(pods) if pods.recipe is not None else _unheld_paths(pods)
@@ -183,10 +172,15 @@ def _unscraped(pods: Workload) -> Iterator[str]:
 
 def _told_less(pods: Workload) -> Iterator[str]:
     """Yields a line for each variable that pods of a run lack, and could start without."""
-    if pods.kind != "JobSet" or (pods.num_pods or 1) == 1 or pods.told is None:
+    if (pods.num_pods or 1) == 1 or pods.told is None:
         return
-    for name in (name for name in UNTOLD if name not in pods.told):
-        yield f"{pods.path} has no {name}: {UNTOLD[name]}. Write it as `manifest` does"
+    of_runtime = {BIND_VARIABLE} if pods.is_of_runtime else set()
+    for name in (name for name in UNTOLD if name not in pods.told | of_runtime):
+        yield f"{pods.path} has no {name}{_unless(pods)}: {UNTOLD[name]}. Write it as `manifest` does"
+
+
+def _unless(pods: Workload) -> str:
+    return ", unless the runtime sets it" if pods.is_of_runtime else ""
 
 
 def _may_not_write(pods: Workload) -> Iterator[str]:
@@ -200,11 +194,13 @@ def _may_not_write(pods: Workload) -> Iterator[str]:
 
 def _no_time_to_save(pods: Workload) -> Iterator[str]:
     """Yields a line if pods are ended sooner than `manifest` would ever write."""
-    grace = pods.grace_seconds
-    if grace is not None and grace <= USUAL_GRACE:
+    stated = pods.grace_seconds
+    grace = USUAL_GRACE if stated is None else stated
+    if grace <= USUAL_GRACE:
+        unless = _unless(pods) if stated is None else ""
         yield (
-            f"terminationGracePeriodSeconds of {pods.path} is {grace}: a drained pod has no longer to save. Write twice the "
-            "seconds of a save, and 30 more"
+            f"terminationGracePeriodSeconds of {pods.path} is {grace}{unless}: a drained pod has no longer to save. Write "
+            "twice the seconds of a save, and 30 more"
         )
 
 
@@ -327,20 +323,6 @@ def _unheld_paths(pods: Workload) -> Iterator[str]:
             f"the command names {named[0]} and there is no --checkpoint-claim: what is written there is lost with the "
             "pods. Name a claim: --checkpoint-claim runs"
         )
-
-
-def _unheld_folder(pods: Workload) -> Iterator[str]:
-    """Yields a line if the folder that is served is in no volume."""
-    folder = pods.served or ""
-    if pods.folder_of(folder) is not None:
-        return
-    mounts = " and ".join(sorted(map(str, pods.folders)))
-    claim = f"the claim is mounted at {mounts}" if mounts else "there is no --checkpoint-claim"
-    name = PurePosixPath(folder).name
-    yield (
-        f"the folder to serve is {folder} and {claim}: it must be in the image. If it is on a volume, name its claim, and give "
-        f"the folder below {CHECKPOINTS}: --checkpoint-claim runs ... jaxpar serve {CHECKPOINTS}/{name}"
-    )
 
 
 def _no_devices(pods: Workload) -> Iterator[str]:

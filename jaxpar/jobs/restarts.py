@@ -1,13 +1,14 @@
 """What a JobSet does when a pod ends, by its failure policies, told where it is not what `manifest` writes.
 
-`manifests.py` has the table of what it writes. Where the text does not tell, as with another pattern, nothing is said.
+`manifests.py` has the table of what it writes. What another pattern matches is not known, and it is told.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxpar.jobs.agreement import codes_in
+from jaxpar.jobs.agreement import AFTER_CODES, BEFORE_CODES, codes_in
 from jaxpar.runtime.exit_codes import FINAL_CODES, ExitCode
+from jaxpar.runtime.output import printable
 
 FAILS, COUNTS, RESTARTS = "FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"
 LIKE = {"RestartJob": COUNTS, "RestartJobAndIgnoreMaxRestarts": RESTARTS}
@@ -43,8 +44,24 @@ def restart_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
         return
     if "maxRestarts" not in policy:
         yield "spec.failurePolicy has no maxRestarts: the first failure ends the job. Write such as 10"
+    yield from _unknown_patterns(policy)
     for job in manifest["spec"]["replicatedJobs"]:
         yield from _of_job(policy, job)
+
+
+def _unknown_patterns(policy: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line for each pattern of which it is not known what it matches."""
+    patterns = [
+        each
+        for rule in policy.get("rules", [])
+        for each in rule.get("onJobFailureMessagePatterns") or []
+    ]
+    written = f"{BEFORE_CODES}{'|'.join(str(int(code)) for code in FINAL_CODES)}{AFTER_CODES}"
+    for pattern in (each for each in patterns if not codes_in(each)):
+        yield (
+            f"spec.failurePolicy has the pattern {printable(repr(pattern))[:160]}: which exit codes it matches is not checked, "
+            f"and if it never matches, a run that would end the same way restarts for ever. Write {written!r}"
+        )
 
 
 def _of_job(policy: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:

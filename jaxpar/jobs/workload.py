@@ -28,6 +28,7 @@ UNITS = {
 }
 UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGTPE", 1)}
 USUAL_GRACE = 30  # seconds, of Kubernetes
+NODE = "node"  # the job, and the container, that trains in the runtimes of Kubeflow's Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +40,13 @@ class Workload:
         path: Where the manifest describes them, for messages.
         words: The command line of the program, as it arrives in its container.
         variables: Its environment variables that have a value.
-        told: The names of all its variables; None: not known, since more are on the cluster.
+        told: The names of all its variables that are given a value; None: not known, since more are on the cluster.
         num_pods: Their number; None: not stated.
         requests: What each requests.
         limits: What each may use.
         mounts: The volume mounts of the program's container.
         volumes: The volumes of a pod.
+        has_all_volumes: Whether a pod has no others.
         mounted: The names of the volumes that any of its containers mounts.
         ports: The container ports; None: this kind of manifest has none.
         annotations: Of a pod.
@@ -52,8 +54,9 @@ class Workload:
         is_queued: Whether it names a queue of Kueue.
         security: The security context of the program's container, with what that of its pod adds.
         shares_processes: Whether process 1 of a pod is Kubernetes' own; None: not stated, and the runtime's.
-        grace_seconds: From the signal to stop until the end; None: the runtime's, or not stated.
+        grace_seconds: From the signal to stop until the end; None: not stated.
         containers: The names of those of a pod that run together.
+        job: The name of the replicated job that has them.
     """
 
     kind: str
@@ -66,6 +69,7 @@ class Workload:
     limits: Mapping[str, Any] = field(default_factory=dict)
     mounts: Sequence[Mapping[str, Any]] = ()
     volumes: Sequence[Mapping[str, Any]] = ()
+    has_all_volumes: bool = True
     mounted: frozenset[str] = frozenset()
     ports: Sequence[Mapping[str, Any]] | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
@@ -75,6 +79,12 @@ class Workload:
     shares_processes: bool | None = None
     grace_seconds: int | None = None
     containers: tuple[str, ...] = ()
+    job: str = ""
+
+    @property
+    def is_of_runtime(self) -> bool:
+        """Whether the manifest only changes the pods of a runtime, which may have more than it says."""
+        return self.kind == "TrainJob"
 
     @property
     def recipe(self) -> Sequence[str] | None:
@@ -110,6 +120,11 @@ class Workload:
             if PurePosixPath(mount["mountPath"]) == SHARED_MEMORY
         ]
         return next((volume for volume in self.volumes if volume["name"] in names), None)
+
+    @property
+    def missing_volumes(self) -> list[str]:
+        """The names of the volumes that are mounted and that the manifest does not have."""
+        return sorted(self.mounted - {volume["name"] for volume in self.volumes})
 
     @property
     def devices(self) -> tuple[int, str] | None:
@@ -173,97 +188,104 @@ def fills(sizes: Mapping[str, int], num_devices: int) -> bool:
 
 
 def workloads(manifest: Mapping[str, Any]) -> Iterator[Workload]:
-    """Yields the pods of a manifest; of a kind without pods, none."""
-    metadata = manifest["metadata"]
+    """Yields the pods of a manifest; of a kind without pods, none. A field whose text is empty is one that is not there."""
+    given = _without_empty(manifest)
+    metadata = given["metadata"]
     of_manifest = {"name": metadata["name"], "is_queued": QUEUE in metadata.get("labels", {})}
-    for pods in _pods_of(manifest):
+    for pods in _pods_of(given):
         yield replace(pods, **of_manifest)
 
 
+def _without_empty(part: Any) -> Any:
+    """Returns a part of a manifest without the fields whose text is empty, as templates write what they have no value for."""
+    if isinstance(part, list):
+        return [_without_empty(each) for each in part]
+    if not isinstance(part, Mapping):
+        return part
+    return {name: _without_empty(value) for name, value in part.items() if value != ""}
+
+
 def _pods_of(manifest: Mapping[str, Any]) -> Iterator[Workload]:
-    spec = manifest["spec"]
-    if manifest["kind"] == "JobSet":
+    kind, spec = manifest["kind"], manifest["spec"]
+    if kind == "JobSet":
         for number, job in enumerate(spec["replicatedJobs"]):
             of_job = job["template"]["spec"]
-            yield _of_pods(
-                "JobSet",
-                of_job["template"],
-                f"spec.replicatedJobs.{number}",
-                of_job.get("parallelism"),
+            pods = _of_pods(kind, f"spec.replicatedJobs.{number}", of_job["template"])
+            yield replace(
+                pods,
+                num_pods=of_job.get("parallelism"),
+                has_all_volumes="volumeClaimPolicies" not in spec,  # those are volumes of all pods
+                job=job["name"],
             )
-    elif manifest["kind"] == "Deployment":
-        yield _of_pods("Deployment", spec["template"], "spec.template", None)
-    elif manifest["kind"] == "TrainJob":
+    elif kind == "Deployment":
+        yield _of_pods(kind, "spec.template", spec["template"])
+    elif kind == "TrainJob":
         yield _of_trainjob(spec)
 
 
-def _of_pods(kind: str, template: Mapping[str, Any], path: str, num_pods: int | None) -> Workload:
-    spec = template["spec"]
-    containers = spec["containers"]
-    program = next(
-        (each for each in containers if each["name"] in ("train", "serve")), containers[0]
+def _of_trainjob(spec: Mapping[str, Any]) -> Workload:
+    """Returns the pods of a TrainJob: those of a patch of its runtime, whose program its trainer describes."""
+    trainer = spec["trainer"]
+    jobs = [job for patch in spec.get("runtimePatches", []) for job in _patched_jobs(patch)]
+    job = _named(jobs or [{}], NODE)
+    template = job.get("template", {}).get("spec", {}).get("template", {})
+    pod = template.get("spec", {})
+    node = _named(pod.get("containers") or [{}], NODE)
+    program = {**node, **trainer, "resources": trainer.get("resourcesPerNode", {})}
+    return replace(
+        _of_program("TrainJob", "spec.trainer", template, program),
+        num_pods=trainer.get("numNodes"),
+        has_all_volumes=False,
+        ports=None,
+        shares_processes=None,
+        job=job.get("name", ""),
     )
+
+
+def _patched_jobs(patch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return (
+        patch.get("trainingRuntimeSpec", {})
+        .get("template", {})
+        .get("spec", {})
+        .get("replicatedJobs", [])
+    )
+
+
+def _named(parts: Sequence[Mapping[str, Any]], *names: str) -> Mapping[str, Any]:
+    """Returns the first part that has one of some names, or else the first."""
+    return next((each for each in parts if each.get("name") in names), parts[0])
+
+
+def _of_pods(kind: str, path: str, template: Mapping[str, Any]) -> Workload:
+    return _of_program(
+        kind, path, template, _named(template["spec"]["containers"], "train", "serve")
+    )
+
+
+def _of_program(
+    kind: str, path: str, template: Mapping[str, Any], program: Mapping[str, Any]
+) -> Workload:
+    """Returns pods by their template and the container of their program, whatever the kind of manifest."""
+    pod = template.get("spec", {})
     resources = program.get("resources", {})
     return Workload(
         kind=kind,
         path=path,
         words=_words(program),
         variables=_variables(program),
-        told=None
-        if "envFrom" in program
-        else frozenset(each["name"] for each in program.get("env", [])),
-        num_pods=num_pods,
+        told=_told(program),
         requests=resources.get("requests", {}),
         limits=resources.get("limits", {}),
         mounts=program.get("volumeMounts", []),
-        volumes=spec.get("volumes", []),
-        mounted=_mounted(spec),
-        ports=program.get("ports", []),
-        annotations=template.get("metadata", {}).get("annotations", {}),
-        grace_seconds=spec.get("terminationGracePeriodSeconds", USUAL_GRACE),
-        security=_security(spec, program),
-        shares_processes=bool(spec.get("shareProcessNamespace")),
-        containers=tuple(each["name"] for each in containers),
-    )
-
-
-def _security(spec: Mapping[str, Any], container: Mapping[str, Any]) -> dict[str, Any]:
-    return {**spec.get("securityContext", {}), **container.get("securityContext", {})}
-
-
-def _of_trainjob(spec: Mapping[str, Any]) -> Workload:
-    trainer, patched = spec["trainer"], _patched_pods(spec)
-    pod = patched.get("spec", {})
-    node = next((each for each in pod.get("containers", []) if each["name"] == "node"), {})
-    resources = trainer.get("resourcesPerNode", {})
-    return Workload(
-        kind="TrainJob",
-        path="spec.trainer",
-        words=_words(trainer),
-        variables=_variables(trainer),
-        num_pods=trainer.get("numNodes"),
-        requests=resources.get("requests", {}),
-        limits=resources.get("limits", {}),
-        mounts=node.get("volumeMounts", []),
         volumes=pod.get("volumes", []),
         mounted=_mounted(pod),
-        annotations=patched.get("metadata", {}).get("annotations", {}),
-        security=_security(pod, node),
+        ports=program.get("ports", []),
+        annotations=template.get("metadata", {}).get("annotations", {}),
+        security={**pod.get("securityContext", {}), **program.get("securityContext", {})},
+        shares_processes=bool(pod.get("shareProcessNamespace")),
+        grace_seconds=pod.get("terminationGracePeriodSeconds"),
+        containers=tuple(each["name"] for each in pod.get("containers", [])),
     )
-
-
-def _patched_pods(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the pods of the first patch of a TrainJob's runtime that has some."""
-    for patch in spec.get("runtimePatches", []):
-        jobs = (
-            patch.get("trainingRuntimeSpec", {})
-            .get("template", {})
-            .get("spec", {})
-            .get("replicatedJobs", [])
-        )
-        for job in jobs:
-            return job["template"]["spec"]["template"]
-    return {}
 
 
 def _words(container: Mapping[str, Any]) -> list[str]:
@@ -272,7 +294,20 @@ def _words(container: Mapping[str, Any]) -> list[str]:
 
 
 def _variables(container: Mapping[str, Any]) -> dict[str, str]:
-    return {each["name"]: each["value"] for each in container.get("env", []) if "value" in each}
+    """Returns the variables with their values; one of an empty value has it, such as the GPUs that a program may see."""
+    return {
+        each["name"]: each.get("value", "")
+        for each in container.get("env", [])
+        if "valueFrom" not in each
+    }
+
+
+def _told(container: Mapping[str, Any]) -> frozenset[str] | None:
+    if "envFrom" in container:
+        return None
+    return frozenset(
+        each["name"] for each in container.get("env", []) if each.keys() & {"value", "valueFrom"}
+    )
 
 
 def _mounted(spec: Mapping[str, Any]) -> frozenset[str]:

@@ -90,7 +90,8 @@ WRITTEN = {
     "monitor": [MONITOR, JOB],
 }
 JOB_AT = "spec replicatedJobs 0 template spec"
-PATCH = "spec runtimePatches 0 trainingRuntimeSpec template spec replicatedJobs 0 template spec template"
+PATCHED = "spec runtimePatches 0 trainingRuntimeSpec template spec replicatedJobs 0"
+PATCH = f"{PATCHED} template spec template"
 PLACES = {
     "jobset": {
         "job": JOB_AT,

@@ -1,0 +1,68 @@
+"""Remarks on pods that serve a model by `jaxpar serve`: what they lack to find it, to start and to end."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from jaxpar.jobs.job import CHECKPOINTS
+from jaxpar.jobs.workload import Workload, workloads
+
+UNPROBED = {  # what happens without a probe
+    "startupProbe": "one that takes long to start is ended by its livenessProbe",
+    "livenessProbe": "one that hangs is not started again",
+    "readinessProbe": "requests reach one that is still loading its model, and get 503",
+}
+LEAST_START = 300  # seconds
+
+
+def serving_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line for each way in which the pods of a Deployment may not serve as was meant."""
+    if manifest["kind"] != "Deployment":
+        return
+    for pods in workloads(manifest):
+        yield from _unheld_folder(pods)
+        yield from _unrequested(pods)
+        if pods.served:
+            yield from _unprobed(manifest["spec"]["template"]["spec"]["containers"])
+
+
+def _unheld_folder(pods: Workload) -> Iterator[str]:
+    """Yields a line if the folder that is served is in no volume."""
+    folder = pods.served or ""
+    if pods.folder_of(folder) is not None:
+        return
+    mounts = " and ".join(sorted(map(str, pods.folders)))
+    claim = f"the claim is mounted at {mounts}" if mounts else "there is no --checkpoint-claim"
+    name = PurePosixPath(folder).name
+    yield (
+        f"the folder to serve is {folder} and {claim}: it must be in the image. If it is on a volume, name its claim, and give "
+        f"the folder below {CHECKPOINTS}: --checkpoint-claim runs ... jaxpar serve {CHECKPOINTS}/{name}"
+    )
+
+
+def _unrequested(pods: Workload) -> Iterator[str]:
+    """Yields a line if nothing is kept for pods."""
+    if not {**pods.requests, **pods.limits}:
+        yield (
+            f"{pods.path} requests no resources: a pod gets no GPU, and neither cores nor memory are kept for it. Write them "
+            "as `manifest --kind service` does"
+        )
+
+
+def _unprobed(containers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a line for each probe or hook that pods which serve do not have, or that ends them while they start."""
+    missing = [probe for probe in UNPROBED if not any(probe in each for each in containers)]
+    for probe in missing:
+        yield f"the pods have no {probe}: {UNPROBED[probe]}. Write it as `manifest --kind service` does"
+    for probe in (each["startupProbe"] for each in containers if "startupProbe" in each):
+        period, failures = probe.get("periodSeconds") or 10, probe.get("failureThreshold") or 3
+        seconds = period * failures  # those of the API where there is none, or 0
+        if seconds < LEAST_START:
+            yield (
+                f"startupProbe ends a pod that has not loaded its model after {seconds} s. Raise its failureThreshold, 180, say"
+            )
+    if not any("preStop" in each.get("lifecycle", {}) for each in containers):
+        yield (
+            "the pods have no lifecycle.preStop: requests that arrive while a pod is stopped are refused. Write it as "
+            "`manifest --kind service` does"
+        )
