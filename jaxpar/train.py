@@ -365,7 +365,8 @@ class TrainStep:
         """Returns the step lowered for arrays or ShapeDtypeStructs, as ``jax.jit(step).lower`` does."""
         if self._before is not None:
             raise ValueError(
-                'only a step that is one program can be lowered; got one with executor="mpmd". Use executor="spmd".'
+                'only a step that is one program can be lowered; got one with executor="mpmd". Use executor="spmd", which a '
+                "Run needs, or write the loop yourself, with jaxpar.CheckpointManager for its checkpoints."
             )
         return self._for(state, batch).lower(state, batch)
 

@@ -173,7 +173,8 @@ def check_params(params: PyTree) -> None:
         if not is_frozen(node) and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
                 "params must be floating-point or complex arrays, since each is given a gradient; got "
-                f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Put it into the batch, or close over it."
+                f"{path_string(path)} of dtype {jnp.result_type(leaf)}. Put it into the batch, or "
+                "close over it; a number of each layer stays in the params, which trainable= then leaves out."
             )
         if EMPTY_ARRAYS_CRASH and jnp.size(leaf) == 0:
             raise ValueError(

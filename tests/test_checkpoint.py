@@ -57,6 +57,25 @@ def test_a_run_restores_without_making_a_first_state(tmp_path):
     assert_same_bits(manager.restore(abstract), state)
 
 
+@pytest.mark.parametrize(
+    "rate", [0.25, np.float32(0.25), jnp.float32(0.25)], ids=["float", "numpy", "jax"]
+)
+def test_a_number_that_a_script_puts_into_the_state_is_saved(tmp_path, rate):
+    mesh, optimizer = (
+        jaxpar.make_mesh(data=2),
+        optax.inject_hyperparams(optax.sgd)(learning_rate=0.5),
+    )
+    state = make_state(mesh, optimizer=optimizer)
+    changed = dataclasses.replace(
+        state, opt_state=optax.tree.set(state.opt_state, learning_rate=rate)
+    )
+    manager = jaxpar.CheckpointManager(tmp_path, mesh)
+    manager.save(changed)
+    restored = manager.restore(state)
+    assert float(optax.tree.get(restored.opt_state, "learning_rate")) == 0.25
+    assert_same_bits(restored.params, state.params)
+
+
 def test_the_newest_checkpoints_are_kept_and_any_can_be_restored(tmp_path):
     mesh = jaxpar.make_mesh(data=2)
     manager = jaxpar.CheckpointManager(tmp_path, mesh, keep=2)

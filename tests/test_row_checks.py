@@ -711,6 +711,22 @@ def running(h):
     return out.swapaxes(0, 1)
 
 
+def test_a_function_whose_forward_pass_calls_itself_is_read_a_few_times():
+    """The form of JAX's own documentation: each reading of its derivative has it again."""
+    traces = itertools.count()
+
+    def through(x):
+        next(traces)
+        return jnp.round(x)
+
+    straight = jax.custom_vjp(through)
+    straight.defvjp(lambda x: (straight(x), None), lambda _, ct: (ct,))
+    model = lambda params, batch: straight(straight(batch["x"] @ params["w"]))
+    loss = lambda out, batch: (jnp.sum(out**2), jnp.float32(out.shape[0]))
+    check_rows(model, loss, {"w": np.ones((3, 2))}, {"x": np.ones((16, 3))}, 2)
+    assert next(traces) < 20
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [

@@ -26,6 +26,7 @@ from jaxpar.checkpoint.state import (
     as_numbers,
     canonical_target,
     from_canonical,
+    on_mesh,
     plain_key,
     to_canonical,
 )
@@ -179,7 +180,7 @@ class CheckpointManager(Saver):
         self._check_layout(state)
         step = int(fetch(state.step))
         self.wait()
-        state = to_canonical(as_numbers(state))
+        state = to_canonical(on_mesh(as_numbers(state), self.mesh))
         manifest = Manifest(
             step=step,
             samples=samples,

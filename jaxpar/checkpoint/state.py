@@ -18,7 +18,7 @@ from jaxpar.dtypes import is_key
 from jaxpar.layered_model import is_packed, open_packed
 from jaxpar.mesh import entry_axes, shown_sizes
 from jaxpar.pipeline import LayerLayout
-from jaxpar.sharding import path_string
+from jaxpar.sharding import path_string, replicated
 from jaxpar.train import TrainState
 
 Layouts = list[LayerLayout | None]
@@ -174,3 +174,20 @@ def plain_key(key: jax.Array) -> PrngKey:
     return PrngKey(
         str(jax.random.key_impl(key)), tuple(map(int, np.ravel(jax.random.key_data(key))))
     )
+
+
+# -- numbers of a user's ------------------------------------------------------------------------------------------------
+
+
+def on_mesh(tree: PyTree, mesh: Mesh) -> PyTree:
+    """Returns a tree whose arrays are on the mesh: what a script has put into the state is replicated.
+
+    Such as ``state.opt_state.hyperparams["learning_rate"] = jnp.asarray(1e-3)``. Every process must call it.
+    """
+    whole = NamedSharding(mesh, replicated())
+
+    def placed(leaf: Any) -> Any:
+        is_on_mesh = isinstance(getattr(leaf, "sharding", None), NamedSharding)
+        return leaf if is_on_mesh else jax.device_put(np.asarray(leaf), whole)
+
+    return jax.tree.map(placed, tree)

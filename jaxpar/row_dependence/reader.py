@@ -81,6 +81,7 @@ class Reader:
         trips_vary: Whether it reads the body of a loop over rows.
         caller: The line that calls what it reads.
         axis: The mesh axis that splits the rows of these jaxprs, whose collectives join them; "" if none does.
+        is_backward: Whether it reads a backward pass, in which no function is differentiated again.
     """
 
     rows: int
@@ -88,6 +89,7 @@ class Reader:
     trips_vary: bool = False
     caller: str = ""
     axis: str = ""
+    is_backward: bool = False
 
     def read(self, few: Any, many: Any, given: Values) -> Results:
         """Returns the value of each output of a jaxpr, open or closed, from those of its inputs."""
@@ -153,7 +155,9 @@ class Reader:
         if (inner := inlined(op.few)) is not None:
             inside = replace(self, caller=op.line)
             made = inside.read(inner, inlined(op.many), given)
-            return in_doubt_by_gradient(inside.read, op, given, made)
+            if self.is_backward:
+                return made
+            return in_doubt_by_gradient(replace(inside, is_backward=True).read, op, given, made)
         if op.name in OF_NUMBERS and given and all(v.number for v in given):
             return [_computed(op, given)]
         if op.name in DRAWS and all(v.is_free for v in given):
