@@ -620,7 +620,7 @@ def test_a_model_of_its_own_number_of_rows_alone_is_taken_with_a_warning():
         return batch["x"]
 
     model = jaxpar.LayeredModel(embed, README_MODEL.layer, README_MODEL.head)
-    with pytest.warns(UserWarning, match="not known: model and loss take no 2 and no 64 rows"):
+    with pytest.warns(UserWarning, match="not known: model and loss take no 7 and no 64 rows"):
         check_rows(model, plus(lambda o, b: 0), README, README_BATCH, 64)
 
 
@@ -711,6 +711,18 @@ def running(h):
     return out.swapaxes(0, 1)
 
 
+def test_a_loss_of_pairs_of_rows_is_told_where_a_microbatch_has_one():
+    loss = lambda out, batch: (
+        -jnp.sum(jax.nn.log_sigmoid(out[::2] - out[1::2])),
+        jnp.float32(len(out) / 2),
+    )
+    model = lambda params, batch: batch["x"] @ params["w"]
+    arguments = model, loss, {"w": np.ones((3, 2))}, {"x": np.ones((16, 3))}
+    check_rows(*arguments, 4)
+    with pytest.warns(UserWarning, match="model and loss take no 7 and no 16 rows"):
+        check_rows(*arguments, 16)
+
+
 def test_a_function_whose_forward_pass_calls_itself_is_read_a_few_times():
     """The form of JAX's own documentation: each reading of its derivative has it again."""
     traces = itertools.count()
@@ -797,6 +809,17 @@ def test_a_loss_of_the_last_position_of_each_device_is_refused():
     with pytest.raises(
         ValueError, match="no sum over positions: a sum over some positions of each device"
     ):
+        check_positions(model, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
+
+
+@pytest.mark.parametrize(("size", "fits"), [(2, True), (4, False)], ids=["a chunk", "two chunks"])
+def test_groups_of_neighbouring_positions_must_be_in_one_of_the_chunks_of_a_device(size, fits):
+    """Of 8 positions each of two devices has two chunks of 2."""
+    model = gathering()
+    in_groups = lambda o, b: jnp.sum(each(o, b).reshape(len(o), -1, size).mean(-1) ** 2) * size
+    loss = lambda o, b: (in_groups(o, b), jnp.float32(each(o, b).size))
+    message = "it groups positions of two parts of a sequence"
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=message):
         check_positions(model, loss, GATHERED, SEQUENCES, abstract_mesh(context=2))
 
 

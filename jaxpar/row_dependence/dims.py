@@ -144,12 +144,20 @@ def reshaped(op: Operation, given: Values) -> Value:
     made = _span_of_reshaped(within, old, new)
     if made is None:
         return op.mixed(given, "it reads some rows of all")
+    if op.axis and _joins_chunks(op, made, op.out_shapes()[0]):
+        return op.mixed(given, "it groups rows of two parts of a sequence")
     if not is_in_loop:
         return replace(value, span=made)
     if made.first > 0:
         return op.unknown(given, op.told("a loop over rows reshapes them"))
     around = made._replace(first=-1, outer=span.outer)
     return replace(value, span=around)
+
+
+def _joins_chunks(op: Operation, span: Span, shape: Shape) -> bool:
+    """Whether groups of neighbouring positions reach from one to the other of the two parts that a device has."""
+    in_group = _size(shape[span.first + 1 : span.last + 1]) / span.inner
+    return in_group > 1 and Fraction(op.rows, 2) % in_group != 0
 
 
 def _span_of_reshaped(span: Span, old: Shape, new: Shape) -> Span | None:

@@ -115,10 +115,14 @@ def _of_devices(
     None if that is not known: a model sends positions from device to device, or takes no such numbers of devices.
     """
     parts = mesh.shape[CONTEXT]
-    pairs = [(2 * parts, parts)] + [(parts, parts // 2)] * (
-        parts > 2
-    )  # of devices; heads may divide by no more
-    each = (_of_so_many(model, loss, params, batch, mesh, shardings, counts) for counts in pairs)
+    seq = size_of(batch, 1)
+    # Numbers of devices, and the sequence: a device has as much of it as in the step, if the model takes twice its length.
+    cases = [((2 * parts, parts), 2 * seq)]
+    if seq % (4 * parts) == 0:
+        cases.append(((2 * parts, parts), seq))
+    if parts > 2:  # heads may divide by no more
+        cases.append(((parts, parts // 2), seq))
+    each = (_of_so_many(model, loss, params, batch, mesh, shardings, *case) for case in cases)
     return next((found for found in each if found is not None), None)
 
 
@@ -130,10 +134,9 @@ def _of_so_many(
     mesh: Mesh,
     shardings: PyTree,
     counts: tuple[int, int],
+    whole: int,
 ) -> Found | None:
     """Returns the same from two numbers of devices, the larger one first."""
-    seq = size_of(batch, 1)
-    whole = seq if seq % (2 * counts[0]) == 0 else 2 * seq
     sizes = whole // counts[0], whole // counts[1]
     axes = {axis: size for axis, size in mesh.shape.items() if axis != TENSOR}
     meshes = [abstract_mesh(**(axes | {CONTEXT: count})) for count in counts]

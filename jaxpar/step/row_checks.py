@@ -89,8 +89,12 @@ def check_rows(
 
 
 def _two_sizes(num_rows: int, num_parts: int) -> tuple[int, int]:
-    """Returns the rows of a microbatch and of the batch; one row is no number, since its dim may be another's."""
-    few = max(num_rows // num_parts, 2)
+    """Returns the rows of a microbatch and of the batch.
+
+    One row is no number, since its dim may be another's: seven are read in its place, which are no groups of rows either.
+    """
+    own = num_rows // num_parts
+    few = own if own > 1 else 7
     return few, num_rows if num_rows > few else 2 * few
 
 
