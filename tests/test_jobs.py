@@ -1243,7 +1243,7 @@ def test_a_plan_of_what_the_recipe_would_not_run_is_refused(tmp_path, capsys):
     path.write_text(json.dumps([plan | {"attention": "xla"}]))
     with pytest.raises(
         ValueError,
-        match=r"recipes in bfloat16 run flash attention .* attention=xla\. Plan again without",
+        match=r"recipes in bfloat16 run flash attention .* attention=xla\. Plan again with --attention flash",
     ):
         main(job)
     path.write_text(json.dumps([plan | {"init_from": "./llama", "seq": 512}]))

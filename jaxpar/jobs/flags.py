@@ -123,8 +123,8 @@ def check_recipe(plan: PlannedSettings, command: Sequence[str]) -> None:
         )
     if plan.attention not in (None, "flash"):
         raise ValueError(
-            f"recipes in bfloat16 run flash attention on GPUs; got a plan for attention={plan.attention}. Plan again without "
-            "--attention."
+            f"recipes in bfloat16 run flash attention on GPUs; got a plan for attention={plan.attention}. Plan again with "
+            "--attention flash."
         )
     if plan.init_from is not None and flag_value(command, "--init-from") is None:
         raise ValueError(
