@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from jaxpar._compat import Tracer
 from jaxpar.layered_model import check_unpacked
 from jaxpar.runtime.output import needing_extra
 from jaxpar.sharding import path_string
@@ -86,7 +87,7 @@ def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functio
 
     Raises:
         TypeError: Not a function that makes an NNX module.
-        ValueError: Variables that are not ``nnx.Param``, or not floats.
+        ValueError: Variables or arrays that are not ``nnx.Param``, or not floats.
     """
     nnx = _load("flax.nnx")
     checked = _making(
@@ -100,6 +101,13 @@ def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functio
             return checked(nnx.Rngs(key))
 
     module = nnx.eval_shape(lambda: make(jax.random.key(0)))
+    is_array = lambda node: isinstance(node, Tracer | jax.ShapeDtypeStruct)
+    arrays = [path for path, node in nnx.iter_graph(module) if is_array(node)]
+    if names := sorted(".".join(map(str, path)) for path in arrays):
+        raise ValueError(
+            "the arrays of a module must be nnx.Param, since a step gets no others; got attributes that are none: "
+            f"{', '.join(names)}. Compute a constant in __call__, or close over it."
+        )
     graph, state, others = nnx.split(module, nnx.Param, ...)
     if kinds := sorted({type(leaf).__name__ for _, leaf in nnx.to_flat_state(others)}):
         raise _impure(f"variables of the kinds {kinds}")

@@ -280,6 +280,19 @@ def noisy(x):
     return x + jax.random.normal(hk.next_rng_key(), x.shape)
 
 
+class NNXTable(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(3, 3, rngs=rngs)
+        self.slopes, self.mask = jnp.arange(3.0), np.ones(3)
+
+
+def test_arrays_of_an_nnx_module_that_are_no_params_are_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"must be nnx\.Param.* that are none: mask, slopes\. Compute"
+    ):
+        adapters.from_nnx(NNXTable)
+
+
 @pytest.mark.parametrize(
     ("adapt", "got"),
     [
