@@ -364,3 +364,9 @@ def test_a_copy_of_a_compiled_function_runs_and_tells_its_cost_as_it_does():
 
 def test_what_crashes_in_this_version_is_refused():
     assert (jax.__version_info__ >= (0, 11)) == _compat.EMPTY_ARRAYS_CRASH
+
+
+def test_a_function_that_sends_over_axes_is_traced_by_their_sizes():
+    with _compat.axes_named({"context": 4}):
+        traced = jax.make_jaxpr(lambda x: jax.lax.all_gather(x, "context", tiled=True))(jnp.ones(2))
+    assert [each.aval.shape for each in traced.jaxpr.outvars] == [(8,)]

@@ -5,9 +5,8 @@
 `effects.py`      what an equation does beside its outputs
 `forwarding.py`   which outputs of a jaxpr are inputs, unchanged
 `loops.py`        the trips of a loop, and what it carries
-`evaluation.py`   equations and jaxprs: bind, rewrite, evaluate
+`evaluation.py`   equations and jaxprs: bind, rewrite, evaluate; the mesh axes that a trace may name
 `primitives.py`   primitives of jaxpar's own
-`axes.py`         the names of mesh axes in a trace
 `memory.py`       the order of dims in memory; arrays without initial values
 `attention.py`    cuDNN's attention with what merges its parts
 `backends.py`     the client of a run of several processes; devices for the compiler alone
@@ -20,7 +19,6 @@ from jax.extend.core import Literal, Primitive
 from jax.interpreters import partial_eval
 
 from jaxpar._compat.attention import cudnn_attention, cudnn_attention_gradients
-from jaxpar._compat.axes import axes_named
 from jaxpar._compat.backends import (
     backend_errors,
     coordination,
@@ -30,6 +28,7 @@ from jaxpar._compat.backends import (
 from jaxpar._compat.calls import called, constraint_of, inlined, is_remat
 from jaxpar._compat.effects import has_reference_effects, has_side_effects
 from jaxpar._compat.evaluation import (
+    axes_named,
     bind,
     closure_converted,
     evaluate,

@@ -1,10 +1,12 @@
 """Equations and jaxprs: bound to other inputs, rewritten, evaluated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.core import extend_axis_env_nd
 from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.source_info_util import current_name_stack, user_context
@@ -101,3 +103,8 @@ def _evaluate(
     outputs = run(closed, jax.tree.leaves(args))
     arrays = map(jnp.asarray, outputs)  # constants are NumPy arrays
     return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+
+
+def axes_named(sizes: Mapping[str, int]) -> AbstractContextManager:
+    """Returns the context in which a function may be traced that sends over axes of these sizes, as in ``jax.shard_map``."""
+    return extend_axis_env_nd([*sizes.items()])

@@ -11,6 +11,7 @@ Collectives over other axes leave rows where they are. A value that a device sen
 
 from dataclasses import replace
 
+from jaxpar.row_dependence.elements import elementwise
 from jaxpar.row_dependence.operation import Operation, span_of_shape
 from jaxpar.row_dependence.values import Kind, Value, Values, product_of_growths
 
@@ -33,9 +34,9 @@ def _sum_of_devices(op: Operation, value: Value, at: int) -> Value:
 
 
 def largest(op: Operation, given: Values) -> list[Value]:
-    """Of the largest, or smallest, values of all devices."""
+    """Of the largest, or smallest, values of all devices; over another axis that of sums is no sum."""
     if not op.joins_rows:
-        return list(given)
+        return [elementwise(op, [value], at) for at, value in enumerate(given)]
     return [_largest_of_devices(op, value, at) for at, value in enumerate(given)]
 
 

@@ -177,15 +177,14 @@ def _of_loss(model: Model, loss: Callable, params: PyTree, batch: PyTree, seq: i
 
 def _refuse_parts(found: Found) -> None:
     """Raises if positions of a device that a part of the model mixes reach the loss."""
-    for value in found.sums:
-        part = found.part_of.get(value.why)
-        if value.kind is Kind.MIXED and part is not None:
-            raise ValueError(
-                f"{part} must treat each position of a sequence on its own, or read others by a collective, since a device has "
-                f"some of them; got one that mixes those of a device, on the way to the loss: {_of_positions(value.why)}. Read "
-                "the whole sequence by jaxpar.context_parallel.gather_sequence, add up over it by sum_over_sequence, or use "
-                f"{arg(context=1)}."
-            )
+    if mixed := found.mixed_on_the_way():
+        part, why = mixed
+        raise ValueError(
+            f"{part} must treat each position of a sequence on its own, or read others by a collective, since a device has "
+            f"some of them; got one that mixes those of a device, on the way to the loss: {_of_positions(why)}. Read "
+            "the whole sequence by jaxpar.context_parallel.gather_sequence, add up over it by sum_over_sequence, or use "
+            f"{arg(context=1)}."
+        )
 
 
 def _of_positions(why: str) -> str:

@@ -131,6 +131,11 @@ class Found:
             if value.place:
                 self.by_place += [each for each in new if each not in self.by_place]
 
+    def mixed_on_the_way(self) -> tuple[str, str] | None:
+        """Returns the part of the model that mixes rows which reach the loss, and how it does; None if none does."""
+        whys = (value.why for value in self.sums if value.kind is Kind.MIXED)
+        return next(((self.part_of[why], why) for why in whys if why in self.part_of), None)
+
     def settled(
         self,
         value: Value,
@@ -306,15 +311,14 @@ def _parts(model: Model, params: PyTree) -> Iterator[tuple[str, Callable, PyTree
 
 def _refuse_parts(found: Found) -> None:
     """Raises if rows that a part of the model mixes reach the loss."""
-    for value in found.sums:
-        part = found.part_of.get(value.why)
-        if value.kind is Kind.MIXED and part is not None:
-            raise ValueError(
-                f"{part} must treat each row of a batch on its own, since rows are split into microbatches and replicas; got "
-                f"one that mixes them, on the way to the loss: {value.why}. Normalize over other dims than rows, as LayerNorm "
-                "does; give a leaf of x a number for each row, of shape [rows], and sum it in the loss; or mark a function "
-                "that treats rows on their own after all with jaxpar.row_wise."
-            )
+    if mixed := found.mixed_on_the_way():
+        part, why = mixed
+        raise ValueError(
+            f"{part} must treat each row of a batch on its own, since rows are split into microbatches and replicas; got "
+            f"one that mixes them, on the way to the loss: {why}. Normalize over other dims than rows, as LayerNorm "
+            "does; give a leaf of x a number for each row, of shape [rows], and sum it in the loss; or mark a function "
+            "that treats rows on their own after all with jaxpar.row_wise."
+        )
 
 
 def _refuse_sums(found: Found) -> None:
