@@ -659,6 +659,20 @@ def test_a_loss_that_is_no_sum_over_positions_is_refused(loss, message):
             step(*args)
 
 
+def test_a_step_refuses_a_model_that_mixes_the_positions_of_a_device_beside_a_gather():
+    mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 8), np.float32)}
+    whole = lambda x: context_parallel.gather_sequence(x).sum(1)[:, None] * x
+    loss = lambda y, batch: (jnp.sum(y), jnp.float32(y.size))
+    args = {"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh)
+    model = lambda change: lambda params, batch: params["w"] * change(whole(batch["x"]))
+    jaxpar.value_and_grad(model(lambda x: x), loss, mesh)(*args)
+    mixing = jaxpar.value_and_grad(model(lambda x: jnp.tanh(jnp.cumsum(x, 1))), loss, mesh)
+    with pytest.raises(
+        ValueError, match=r"model must treat each position .* positions \(cumsum at .*test_context"
+    ):
+        mixing(*args)
+
+
 def with_the_mean_of_the_ring(x):
     """x and the mean of the sequence, whose parts go round the devices."""
     num_devices = context_parallel.num_parts()
