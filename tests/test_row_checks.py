@@ -568,7 +568,6 @@ def test_what_is_not_known_is_taken_with_one_warning_that_names_the_line():
 @pytest.mark.parametrize(
     ("term", "message"),
     [
-        (lambda o, b: jnp.median(o), "a maximum over rows .reduce_or at"),
         (lambda o, b: jnp.sum(o[b["part"][0]]), "reads one row|moves rows|not known"),
         (lambda o, b: jnp.sum(o) + 1e-6, "a small number is added"),
     ],
@@ -711,16 +710,79 @@ def running(h):
     return out.swapaxes(0, 1)
 
 
-def test_a_loss_of_pairs_of_rows_is_told_where_a_microbatch_has_one():
+def of_pairs(pairs):
+    """The arguments of a check whose loss is one of pairs of rows."""
     loss = lambda out, batch: (
-        -jnp.sum(jax.nn.log_sigmoid(out[::2] - out[1::2])),
+        -jnp.sum(jax.nn.log_sigmoid(jnp.subtract(*pairs(out)))),
         jnp.float32(len(out) / 2),
     )
     model = lambda params, batch: batch["x"] @ params["w"]
-    arguments = model, loss, {"w": np.ones((3, 2))}, {"x": np.ones((16, 3))}
+    return model, loss, {"w": np.ones((3, 2))}, {"x": np.ones((16, 3))}
+
+
+halves = lambda out: (out[: len(out) // 2], out[len(out) // 2 :])
+
+
+def in_pairs(out):
+    groups = out.reshape(-1, 2, out.shape[-1])
+    return groups[:, 0], groups[:, 1]
+
+
+neighbours = {
+    "every second": lambda out: (out[::2], out[1::2]),
+    "two of each group": lambda out: in_pairs(out),
+}
+
+
+@pytest.mark.parametrize("name", neighbours)
+def test_pairs_of_neighbouring_rows_are_refused_where_a_microbatch_has_one_row(name):
+    arguments = of_pairs(neighbours[name])
     check_rows(*arguments, 4)
-    with pytest.warns(UserWarning, match="model and loss take no 7 and no 16 rows"):
+    message = "microbatches of one row, and code that takes rows in groups: it .* at .*row_checks"
+    with pytest.raises(ValueError, match=message):
         check_rows(*arguments, 16)
+
+
+@pytest.mark.parametrize("num_parts", [8, 16])
+def test_pairs_of_rows_of_two_halves_are_refused_for_any_size_of_a_microbatch(num_parts):
+    with pytest.raises(ValueError, match="it makes one row of several"):
+        check_rows(*of_pairs(halves), num_parts)
+
+
+def test_a_model_that_takes_rows_apart_but_no_odd_number_of_them_is_taken():
+    model, loss, *trees = of_pairs(lambda out: (out, 0 * out))
+
+    def of_even(params, batch):
+        assert len(batch["x"]) == 1 or len(batch["x"]) % 2 == 0
+        return model(params, batch)
+
+    check_rows(of_even, loss, *trees, 16)
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        jnp.median,
+        jnp.nanmedian,
+        lambda e: jnp.quantile(e, 0.3),
+        lambda e: jnp.sort(e)[len(e) // 2],
+        lambda e: jnp.sum(jnp.sort(e)[: len(e) // 2]),
+        lambda e: jnp.sum(jnp.abs(e - jnp.median(e))),
+    ],
+)
+def test_a_middle_of_the_rows_is_refused(middle):
+    of_rows = lambda o, b: middle(jnp.mean((o - b["y"]) ** 2, axis=-1))
+    for loss in (plus(of_rows), lambda o, b: (of_rows(o, b), 1.0)):
+        with pytest.raises(ValueError, match=r"it orders or adds up rows .sort at"):
+            check_rows(README_MODEL, loss, README, README_BATCH, 8)
+
+
+def test_a_loss_that_says_that_it_is_wrong_by_being_nan_is_taken():
+    def loss(o, b):
+        loss_sum, weight_sum = jaxpar.losses.squared_error(o, b["y"])
+        return jnp.where(jnp.any(jnp.abs(o) > 9), jnp.nan, loss_sum), weight_sum
+
+    check_rows(README_MODEL, loss, README, README_BATCH, 8)
 
 
 def test_a_function_whose_forward_pass_calls_itself_is_read_a_few_times():

@@ -33,11 +33,16 @@ def _can_be_read(value: Any) -> bool:
     return is_here and np.size(value) <= _LARGEST
 
 
+def _is_one_number(array: np.ndarray) -> bool:
+    first = array.flat[0]
+    return bool(np.all((array == first) | ((array != array) & (first != first))))
+
+
 def _of_array(few: np.ndarray, many: np.ndarray) -> Value:
     """Returns the value of an array, of the same for any number of rows or of one made from it."""
     numbers = [array.flat[0] for array in (few, many)]
     is_real = jnp.issubdtype(few.dtype, jnp.floating) or few.dtype.kind in "biu"
-    if is_real and np.all(few == numbers[0]) and np.all(many == numbers[1]):
+    if is_real and all(map(_is_one_number, (few, many))):
         return of_number(*map(float, numbers))
     if few.shape != many.shape:
         counts = np.array_equal(few, np.arange(few.size))

@@ -144,8 +144,9 @@ def reshaped(op: Operation, given: Values) -> Value:
     made = _span_of_reshaped(within, old, new)
     if made is None:
         return op.mixed(given, "it reads some rows of all")
-    if op.axis and _joins_chunks(op, made, op.out_shapes()[0]):
-        return op.mixed(given, "it groups rows of two parts of a sequence")
+    if op.parts_groups(_in_group(made, op.out_shapes()[0])):
+        of = "a sequence" if op.axis else "a batch"
+        return op.mixed(given, f"it groups rows of two parts of {of}")
     if not is_in_loop:
         return replace(value, span=made)
     if made.first > 0:
@@ -154,10 +155,9 @@ def reshaped(op: Operation, given: Values) -> Value:
     return replace(value, span=around)
 
 
-def _joins_chunks(op: Operation, span: Span, shape: Shape) -> bool:
-    """Whether groups of neighbouring positions reach from one to the other of the two parts that a device has."""
-    in_group = _size(shape[span.first + 1 : span.last + 1]) / span.inner
-    return in_group > 1 and Fraction(op.rows, 2) % in_group != 0
+def _in_group(span: Span, shape: Shape) -> Fraction:
+    """Returns how many neighbouring rows each entry of the first dim of rows has."""
+    return _size(shape[span.first + 1 : span.last + 1]) / span.inner
 
 
 def _span_of_reshaped(span: Span, old: Shape, new: Shape) -> Span | None:
@@ -267,7 +267,8 @@ def _sliced_rows(op: Operation, value: Value, dim: int) -> Value:
     stride = (op.params["strides"] or {dim: 1})[dim]
     if stride > 1:
         is_from_start = starts[0] == starts[1] < stride
-        if not is_from_start or any(size % stride for size in sizes):
+        is_uneven = any(size % stride for size in sizes)
+        if not is_from_start or is_uneven or op.parts_groups(stride / span.inner):
             return op.mixed([value], "it takes some rows")
         return replace(value, span=span._replace(inner=span.inner / stride))
     block = Fraction(sizes[0], span.outer)

@@ -1,5 +1,6 @@
 """The rules of operations on each element: sums, products, choices and functions of numbers."""
 
+import math
 from dataclasses import replace
 
 from jaxpar.row_dependence.operation import Operation
@@ -173,6 +174,9 @@ def chosen(op: Operation, given: Values, at: int = 0) -> Value:
     condition, *cases = given
     if condition.kind is Kind.MIXED and not condition.is_bound:
         return condition
+    numbers = [v for v in cases if not _is_nan(v)]
+    if len(numbers) == 1 and condition.kind is not Kind.ROWS:
+        return numbers[0]  # a loss that is NaN tells itself; the median is, if any element is
     in_doubt = condition.why and condition.kind is not Kind.MIXED
     if in_doubt or condition.kind in (Kind.SUM, Kind.UNKNOWN):
         is_of_device = op.axis and condition.kind is Kind.UNKNOWN  # such as by its number
@@ -188,6 +192,10 @@ def chosen(op: Operation, given: Values, at: int = 0) -> Value:
     if both.kind is Kind.ROWS:
         return with_growth(both, made.growth)
     return both
+
+
+def _is_nan(value: Value) -> bool:
+    return value.number is not None and math.isnan(value.number[0])
 
 
 def _at_most_unknown(value: Value) -> Value:

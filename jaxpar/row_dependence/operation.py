@@ -35,6 +35,7 @@ class Operation:
         trips_vary: Whether the loop around is over rows.
         caller: The line that calls the function around.
         axis: The mesh axis that splits the rows; "" where none does in these jaxprs.
+        num_joined: How many neighbouring rows no split parts; 0: groups of rows are not looked for.
     """
 
     few: Any
@@ -44,6 +45,7 @@ class Operation:
     trips_vary: bool = False
     caller: str = ""
     axis: str = ""
+    num_joined: int = 0
 
     @property
     def name(self) -> str:
@@ -92,6 +94,10 @@ class Operation:
     def varying_out(self, at: int = 0) -> list[int]:
         """Returns the dims of a result whose sizes differ."""
         return _differing(*self.out_shapes(at))
+
+    def parts_groups(self, size: Fraction | int) -> bool:
+        """Whether a split parts some groups of so many neighbouring rows."""
+        return size > 1 and self.num_joined > 0 and self.num_joined % size != 0
 
     def changed_dims(self) -> list[int]:
         """Returns the dims of which the result has another size than the operand."""

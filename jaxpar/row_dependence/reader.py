@@ -82,6 +82,7 @@ class Reader:
         caller: The line that calls what it reads.
         axis: The mesh axis that splits the rows of these jaxprs, whose collectives join them; "" if none does.
         is_backward: Whether it reads a backward pass, in which no function is differentiated again.
+        num_joined: How many neighbouring rows no split parts, where groups of more are mixed; 0: groups are not looked for.
     """
 
     rows: int
@@ -90,6 +91,7 @@ class Reader:
     caller: str = ""
     axis: str = ""
     is_backward: bool = False
+    num_joined: int = 0
 
     def read(self, few: Any, many: Any, given: Values) -> Results:
         """Returns the value of each output of a jaxpr, open or closed, from those of its inputs."""
@@ -136,6 +138,7 @@ class Reader:
             self.trips_vary,
             self.caller,
             self.axis,
+            self.num_joined,
         )
 
     def _of_other_program(self, few: Any, many: Any, given: Values) -> Results:

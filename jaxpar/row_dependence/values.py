@@ -139,7 +139,8 @@ Values = Sequence[Value]
 def of_number(few: float, many: float) -> Value:
     """Returns the value of a constant, which may depend on the number of rows."""
     same_sign = few * many > 0
-    growth = 1.0 if few == many else many / few if same_sign else None
+    is_same = few == many or (math.isnan(few) and math.isnan(many))
+    growth = 1.0 if is_same else many / few if same_sign else None
     return Value(growth=growth, number=(float(few), float(many)))
 
 

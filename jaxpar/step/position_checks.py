@@ -147,7 +147,7 @@ def _of_so_many(
         if shardings is None
         else jax.tree.map(partial(_owned_shape, mesh=meshes[0]), params, shardings)
     )
-    reader = Reader(sizes[0], sizes[1] / sizes[0], axis=CONTEXT)
+    reader = Reader(sizes[0], sizes[1] / sizes[0], axis=CONTEXT, num_joined=sizes[0] // 2)
     try:
         with within[1]():
             traced_model = jax.make_jaxpr(_forward(model))(local, batches[1])

@@ -50,6 +50,9 @@ Model = LayeredModel | Callable[[PyTree, PyTree], PyTree]
 
 NO_SUMS = (Kind.MIXED, Kind.ROWS)
 
+_FOR_ONE = 7  # rows that are read in place of one
+_GROUPS = (2, 3, 4, 5, 8)  # rows in a group that a loss may take together
+
 
 def check_rows(
     model: Model,
@@ -71,15 +74,21 @@ def check_rows(
     """
     if num_parts == 1:
         return
-    sizes = _two_sizes(size_of(batch, 0), num_parts)
-    batches = [resized(shapes_of(batch), size) for size in sizes]
-    found = examine(model, loss, shapes_of(params), batches, Reader(sizes[0], sizes[1] / sizes[0]))
+    shapes = shapes_of(params), shapes_of(batch)
+    num_rows = size_of(batch, 0)
+    own = num_rows // num_parts
+    sizes = _two_sizes(own, num_rows)
+    found = _of_sizes(model, loss, *shapes, sizes)
+    by_row = None
+    if found is None and own == 1:
+        found, by_row = _of_groups(model, loss, *shapes)
     if found is None:
         doubts = [f"model and loss take no {sizes[0]} and no {sizes[1]} rows"]
     else:
         try:
             _refuse_parts(found)
             _refuse_sums(found)
+            _refuse_groups(by_row)
         except ValueError:
             check_pure(model, loss, params, batch)
             raise
@@ -88,14 +97,44 @@ def check_rows(
         warnings.warn(_warning(doubts), stacklevel=2)
 
 
-def _two_sizes(num_rows: int, num_parts: int) -> tuple[int, int]:
+def _two_sizes(own: int, num_rows: int) -> tuple[int, int]:
     """Returns the rows of a microbatch and of the batch.
 
     One row is no number, since its dim may be another's: seven are read in its place, which are no groups of rows either.
     """
-    own = num_rows // num_parts
-    few = own if own > 1 else 7
+    few = own if own > 1 else _FOR_ONE
     return few, num_rows if num_rows > few else 2 * few
+
+
+def _of_sizes(
+    model: Model,
+    loss: Callable,
+    params: PyTree,
+    batch: PyTree,
+    sizes: tuple[int, int],
+    num_joined: int = 0,
+) -> "Found | None":
+    """Returns how the loss depends on the rows, from two numbers of them; None if model and loss take no such numbers."""
+    few, many = sizes
+    batches = [resized(batch, size) for size in sizes]
+    reader = Reader(few, many / few, num_joined=num_joined)
+    return examine(model, loss, params, batches, reader)
+
+
+def _of_groups(
+    model: Model,
+    loss: Callable,
+    params: PyTree,
+    batch: PyTree,
+) -> "tuple[Found | None, Found | None]":
+    """Returns the same of a model that takes rows in groups, and of one whose groups are split into microbatches of a row."""
+    for size in _GROUPS:
+        few = size * _FOR_ONE
+        sizes = few, 2 * few
+        found = _of_sizes(model, loss, params, batch, sizes)
+        if found is not None:
+            return found, _of_sizes(model, loss, params, batch, sizes, num_joined=1)
+    return None, None
 
 
 # What is found --------------------------------------------------------------------------------
@@ -341,6 +380,19 @@ def _refuse_sums(found: Found) -> None:
                 f"replicas, and divided by weight_sum; got {name!r}, {found.described(each)}, and weight_sum, "
                 f"{found.described(weight_sum)}. Return jnp.sum of it over the rows, or leave it out."
             )
+
+
+def _refuse_groups(found: Found | None) -> None:
+    """Raises if groups of rows, such as pairs, are split into microbatches of one row."""
+    if found is None:
+        return
+    whys = [value.why for value in found.sums if value.kind is Kind.MIXED]
+    if whys:
+        raise ValueError(
+            "a microbatch must have all rows of a group that the loss takes together, such as the two of a pair; got "
+            f"microbatches of one row, and code that takes rows in groups: {whys[0]}. Use fewer microbatches or replicas, or "
+            "a batch of more rows, so that each microbatch has whole groups."
+        )
 
 
 def _warning(doubts: Sequence[str]) -> str:
