@@ -351,6 +351,18 @@ def test_a_resume_tells_what_differs_from_the_saved_run_and_what_it_cannot_compa
     )
 
 
+def test_a_schedule_of_another_number_of_steps_is_told_as_such(tmp_path):
+    flags = BasicFlags.of(out_dir=tmp_path, steps=2, checkpoint_every=1)
+    of_steps = lambda flags: optax.adam(optax.cosine_decay_schedule(0.1, flags.common.steps))
+    trained(flags, of_steps(flags), settings={"rows": 4})
+    more = flags.replace(resume=True, steps=3)
+    [told] = trained(more, of_steps(more), settings={"rows": 4})
+    assert told.endswith(
+        "its update has 3.0 where the saved one has 2.0. The run has steps=3 now, and had steps=2: a schedule of the learning "
+        "rate that is made of the number of steps has another length from here on. To go on with the saved one, make it of 2."
+    )
+
+
 @pytest.mark.parametrize(
     "around",
     [lambda inner: inner, lambda inner: optax.apply_if_finite(inner, 3)],
@@ -498,7 +510,7 @@ def test_processes_of_other_optimizers_and_programs_are_told_what_differs(monkey
         "jaxpar.run.traits.check_agreement",
         lambda what, values, remedy: asked.append((values, remedy)),
     )
-    traits = Traits({}, print)
+    traits = Traits({}, print, steps=2)
     traits.take_state(
         types.SimpleNamespace(params={"w": jnp.ones(2)}), None, None, optax.sgd(0.125), None
     )
@@ -511,7 +523,7 @@ def test_processes_of_other_optimizers_and_programs_are_told_what_differs(monkey
 
 def test_what_a_checkpoint_does_not_say_of_the_optimizer_is_told_as_not_compared():
     said = []
-    traits = Traits({}, said.append)
+    traits = Traits({}, said.append, steps=2)
     traits.take_state(
         types.SimpleNamespace(params={"w": jnp.ones(2)}), None, None, optax.sgd(0.1), None
     )
@@ -534,7 +546,7 @@ def test_what_a_checkpoint_does_not_say_of_the_optimizer_is_told_as_not_compared
 
 def test_an_optimizer_that_follows_a_changed_setting_is_told_with_the_setting():
     said = []
-    of = lambda steps: Traits({"steps": steps, "rows": 8}, said.append)
+    of = lambda steps: Traits({"steps": steps, "rows": 8}, said.append, steps=steps)
     state = types.SimpleNamespace(params={"w": jnp.ones(2)})
     traits = [of(4), of(6)]
     for each, steps in zip(traits, (4.0, 6.0), strict=True):
@@ -543,9 +555,11 @@ def test_an_optimizer_that_follows_a_changed_setting_is_told_with_the_setting():
         )
     traits[1].compare(traits[0].as_json(), {"steps": 4, "rows": 8})
     [line] = said
-    assert line.endswith(
-        "6.0 where the saved one has 4, 4.0, as may be since other settings are: steps."
-    )
+    assert "6.0 where the saved one has 4, 4.0. The run has steps=6 now, and had steps=4: a" in line
+    other = Traits({"steps": 4, "rows": 9}, said.append, steps=4)
+    other.take_state(state, None, None, optax.sgd(0.2), None)
+    other.compare(traits[0].as_json(), {"steps": 4, "rows": 8})
+    assert said[-1].endswith(", as may be since other settings are: rows.")
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

@@ -116,7 +116,7 @@ class Run(AbstractContextManager["Run"]):
         self.out_dir, self.is_dry = flags.common.out_dir, flags.common.dry_run
         self.origin, self.saved = Origin(), dict[str, Any]()
         self.target: Any = None
-        self._traits = Traits(settings or {}, say)
+        self._traits = Traits(settings or {}, say, steps=flags.common.steps)
         self._settings = self._traits.settings
         rate = (1, "steps") if items_per_step is None else (items_per_step, items)
         self._rate: dict[str, Any] = {"items_per_step": rate[0], "items": rate[1]}

@@ -9,6 +9,7 @@ model and the loss are compared by the settings of a run alone: a run without an
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -80,13 +81,17 @@ class Traits:
     Args:
         settings: The settings of the run, which are compared on their own.
         say: Prints a message.
+        steps: The number of steps of the run.
 
     Attributes:
         settings: The settings as plain JSON, as a checkpoint has them and processes compare them.
     """
 
-    def __init__(self, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], say: Callable[[str], None], *, steps: int
+    ) -> None:
         _check_settings(settings)
+        self._steps = steps
         self.settings, self._say = plain_json(settings), say
         self._saved: Mapping[str, Any] = {}
         self._optimizer: Callable[[], dict[str, Any] | None] = lambda: None
@@ -131,6 +136,7 @@ class Traits:
             self._found = {
                 "optimizer": self._optimizer(),
                 "batch": self._batch,
+                "steps": self._steps,
                 "versions": _versions(),
             }
         return self._found
@@ -164,13 +170,10 @@ class Traits:
             and is_apart
             and not _is_told(then, now, kept)
         ):
-            changed = [
-                name for name, value in self.settings.items() if settings.get(name, value) != value
-            ]
-            why = f", as may be since other settings are: {', '.join(changed)}" if changed else ""
             more = "" if self.settings else f" {REMEDY}"
             self._say(
-                f"the optimizer is not that of the saved run: {_other_numbers(then, now)}{why}.{more}"
+                "the optimizer is not that of the saved run: "
+                f"{_other_numbers(then, now)}{self._why(settings, then, now)}.{more}"
             )
         if not self.settings:
             numbers = "" if is_compared else "the numbers of the optimizer, "
@@ -178,6 +181,23 @@ class Traits:
                 f"not compared with the saved run, since Run has no settings: {numbers}the data, the model and the loss. "
                 f"{REMEDY}"
             )
+
+    def _why(
+        self, settings: Mapping[str, Any], then: Mapping[str, Any], now: Mapping[str, Any]
+    ) -> str:
+        """Returns why an optimizer may be another one: other settings, or a schedule made of the number of steps."""
+        steps = self._saved.get("steps")
+        is_length = isinstance(steps, int) and _follow_steps(*_apart(then, now), steps, self._steps)
+        own = {name: value for name, value in self.settings.items() if name != "steps"}
+        compared = own if is_length else self.settings
+        changed = [name for name, value in compared.items() if settings.get(name, value) != value]
+        others = f", as may be since other settings are: {', '.join(changed)}" if changed else ""
+        if not is_length:
+            return others
+        return (
+            f"{others}. The run has steps={self._steps} now, and had steps={steps}: a schedule of the learning rate that is "
+            f"made of the number of steps has another length from here on. To go on with the saved one, make it of {steps}"
+        )
 
     def _apart(self, saved: Mapping[str, Any], batch: Mapping[str, str]) -> str:
         """Returns the arrays of a batch that differ, without the number of rows where the settings have the size of a batch."""
@@ -227,16 +247,33 @@ def _text(value: np.ndarray) -> str:
 
 def _other_numbers(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns the numbers that only one of two optimizers has, those of the first one first."""
-    kept = saved.get("numbers")
-    then = list(map(str, kept)) if isinstance(kept, list) else []
-    new, old = (
-        [each for each in a if each not in b][:SHOWN]
-        for a, b in ((now["numbers"], then), (then, now["numbers"]))
-    )
+    new, old = (numbers[:SHOWN] for numbers in _apart(saved, now))
     if not new and not old:
         return "its update has the same numbers in other places"
     listed = lambda numbers: printable(brief(", ".join(numbers))) or "none"
     return f"its update has {listed(new)} where the saved one has {listed(old)}"
+
+
+def _apart(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Returns the numbers that only the optimizer of now has, and those that only the saved one has."""
+    kept = then.get("numbers")
+    old = list(map(str, kept)) if isinstance(kept, list) else []
+    new = now["numbers"]
+    return [each for each in new if each not in old], [each for each in old if each not in new]
+
+
+def _follow_steps(new: list[str], old: list[str], saved_steps: int, steps: int) -> bool:
+    """Returns whether numbers differ as the numbers of steps do: by as much, or by the same factor."""
+    is_so = lambda a, b: a - b == steps - saved_steps or a * saved_steps == b * steps
+    pairs = ((a, b) for a in map(_number, new) for b in map(_number, old) if b)
+    return steps != saved_steps and any(is_so(a, b) for a, b in pairs)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:  # the checksum of an array
+        return math.nan
 
 
 def _versions() -> dict[str, str | None]:
