@@ -13,6 +13,7 @@ import jaxpar
 from jaxpar.models import mlp
 from jaxpar.params import init_params
 from jaxpar.run import BasicFlags, Run
+from jaxpar.run.start import left_whole_lines
 from jaxpar.step.sharding import left_whole
 from tests.support import tiny
 from tests.support.covering import covering
@@ -255,6 +256,31 @@ def test_params_that_zero_leaves_whole_are_told_at_the_start_of_a_run(tmp_path):
         r"divides none of their free dims: layers/w_\w+ 512 B, layers/w_\w+ 512 B, outer/\S+ 160 B and 3 more$",
         said[0],
     )
+
+
+@pytest.mark.parametrize(
+    ("trainable", "told"),
+    [
+        (
+            ("layers/a", "outer/*"),
+            "whole on each device, with the optimizer state of those that are trained,",
+        ),
+        (("outer/w",), "params whole on each device, all frozen, since data times context, 3,"),
+        (("layers/*",), "whole on each device, with their optimizer state, since data times"),
+    ],
+)
+def test_what_zero_leaves_whole_says_what_has_optimizer_state_and_leaves_single_numbers_out(
+    trainable, told
+):
+    """As the scales of weights in FP8, one number a layer, which no number of replicas would shard."""
+    of_layers = {"a": jnp.ones((2, 5)), "b": jnp.ones((2, 7)), "scales": jnp.ones((2, 1))}
+    params = {"outer": {"w": jnp.ones(6), "scale": jnp.ones(())}, "layers": of_layers}
+    mesh = jaxpar.make_mesh(data=3)
+    shardings = jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()})
+    parallel = jaxpar.Parallel(mesh, shardings, zero=3, trainable=trainable)
+    [line] = left_whole_lines(params, [parallel])
+    assert told in line
+    assert "scale" not in line
 
 
 def test_what_is_whole_is_a_params_part_on_a_device():

@@ -24,7 +24,9 @@ from jaxpar.runtime.lease import Lease
 from jaxpar.runtime.output import write_whole
 from jaxpar.runtime.supervise import is_restarted
 from jaxpar.runtime.uncaught import FULL
+from jaxpar.sharding import path_string
 from jaxpar.step.sharding import left_whole
+from jaxpar.trainable import trained_part
 
 # Settings of JAX that change what a step computes, of which the message about different programs could not say.
 OF_PROGRAMS = (
@@ -130,11 +132,21 @@ def left_whole_lines(params: Any, init_state: Sequence[Any]) -> Iterator[str]:
             largest = sorted(whole, key=lambda path: -whole[path])
             named = ", ".join(f"{path} {bytes_text(whole[path])}" for path in largest[:3])
             more = f" and {len(whole) - 3} more" if len(whole) > 3 else ""
+            state = _state_of(whole, trained_part(params, parallel.trainable))
             yield (
-                f"{arg(zero=parallel.zero)} leaves {bytes_text(sum(whole.values()))} of params whole on each device, with "
-                f"their optimizer state, since data times context, "
+                f"{arg(zero=parallel.zero)} leaves {bytes_text(sum(whole.values()))} of params whole on each device, {state}, "
+                f"since data times context, "
                 f"{math.prod(parallel.mesh.shape[axis] for axis in OF_ZERO)}, divides none of their free dims: {named}{more}"
             )
+
+
+def _state_of(whole: Mapping[str, int], trained: Any) -> str:
+    """Returns what to say of the optimizer state of params, some of which may be frozen."""
+    paths = {path_string(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained)}
+    have_state = [path in paths for path in whole]
+    if all(have_state):
+        return "with their optimizer state"
+    return "with the optimizer state of those that are trained" if any(have_state) else "all frozen"
 
 
 def check_processes(

@@ -1,6 +1,7 @@
 """The shardings of params and gradients during a step."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -92,7 +93,8 @@ def shard_step(
 def left_whole(params: PyTree, parallel: Parallel) -> dict[str, int]:
     """Returns the bytes on a device of each param that ZeRO cannot shard, by path: its devices divide none of its free dims.
 
-    Its gradient and its optimizer state are whole too. Frozen params, which have neither, count at level 3 alone.
+    Its gradient and its optimizer state are whole too. Frozen params, which have neither, count at level 3 alone. A param of
+    one number, or of one for each layer, is left out: no number of devices would shard it.
 
     Args:
         params: Arrays or ShapeDtypeStructs.
@@ -106,10 +108,16 @@ def left_whole(params: PyTree, parallel: Parallel) -> dict[str, int]:
     found = {}
     for (path, param), sharding in zip(leaves, shardings, strict=True):
         shard = zero_shard(parallel.zero, param, sharding.spec, parallel.mesh)
-        if shard.axes and shard.dim is None:
+        if shard.axes and shard.dim is None and _has_dims(param.shape, sharding.spec):
             size = math.prod(sharding.shard_shape(param.shape))
             found[path_string(path)] = size * param.dtype.itemsize
     return found
+
+
+def _has_dims(shape: Sequence[int], spec: PartitionSpec) -> bool:
+    """Whether a param, or one layer of it, is more than one number."""
+    own = shape[1:] if spec[:1] == (STAGE,) else shape
+    return max(own, default=1) > 1
 
 
 def _where_at_rest(spec: PartitionSpec, sharding: NamedSharding) -> PartitionSpec:
