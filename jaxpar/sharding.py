@@ -224,11 +224,13 @@ def _check_layers_divide(path: str, shape: Sequence[int], mesh: Mesh | AbstractM
             f"{tuple(shape)}, {arg(stage=stage)}. Pack them, which adds padding: layout = jaxpar.LayerLayout({count}, "
             f"{stage}), with num_chunks and placement of the schedule; params = layout.pack_params(params), or of shapes alone "
             "jax.eval_shape(layout.pack_params, params); and value_and_grad(..., layout=layout). "
-            f"Or choose {arg('stage')} from {_divisors(count, mesh.size)}."
+            f"Or choose {arg('stage')} from {_divisors(count, mesh)}."
         )
 
 
-def _divisors(size: int, most: int) -> str:
+def _divisors(size: int, mesh: Mesh | AbstractMesh) -> str:
+    """Returns the sizes of an axis that divide a dim, as many as there are devices, of which a mesh may leave some idle."""
+    most = max(mesh.size, jax.device_count()) if isinstance(mesh, Mesh) else mesh.size
     return ", ".join(str(n) for n in range(1, min(size, most) + 1) if size % n == 0) or "1"
 
 
@@ -260,12 +262,12 @@ def check_spec(
             if name == STAGE and dim == 0 and shape[dim] < size:
                 raise ValueError(
                     f"a pipeline needs a layer for each stage; got {shape[dim]} layers in {path} of shape {tuple(shape)}, "
-                    f"{arg(stage=size)}. Choose {arg('stage')} from {_divisors(shape[dim], mesh.size)}, or add layers."
+                    f"{arg(stage=size)}. Choose {arg('stage')} from {_divisors(shape[dim], mesh)}, or add layers."
                 )
             raise ValueError(
                 f"dim {dim} of {path} must be divisible by the {name} axis; got {shape[dim]} of shape {tuple(shape)}, "
                 f"{arg(**{name: size})}. {_other_dim(path, shape, spec, dim, size)}"
-                f"Choose {arg(name)} from {_divisors(shape[dim], mesh.size)}."
+                f"Choose {arg(name)} from {_divisors(shape[dim], mesh)}."
             )
 
 

@@ -117,6 +117,12 @@ def test_without_strict_what_no_rule_matches_is_replicated(mesh):
     assert got["out"]["kernel"] == got["dense"]["bias"] == PartitionSpec()
 
 
+def test_the_sizes_that_an_axis_may_have_are_as_many_as_there_are_devices():
+    rule = {"w": PartitionSpec("data")}
+    with pytest.raises(ValueError, match=r"data=3. Choose data from 1, 2, 4, 8\.$"):
+        jaxpar.shardings_from_paths({"w": shape(8)}, jaxpar.make_mesh(data=3), rule)
+
+
 @pytest.mark.parametrize(
     ("params", "rules", "message"),
     [
