@@ -28,6 +28,7 @@ from jaxpar.commands import recipe
 from jaxpar.data.batches import round_up
 from jaxpar.data_parallel import check_sequences
 from jaxpar.fields import check_at_least
+from jaxpar.huggingface.config import beyond_positions
 from jaxpar.metrics.log import read_metrics
 from jaxpar.models import lora, transformer
 from jaxpar.pipeline import masks_idle_ops
@@ -320,10 +321,8 @@ def make_pipeline(config: Config, mesh: Mesh, num_rows: int) -> Schedule:
 
 def remark_on_positions(config: Config, shape: transformer.TransformerConfig) -> str:
     """Returns what to say where rows are longer than the sequences that the model in --init-from was made for; else ""."""
-    folder, seq, most = config.recipe.init_from, config.data.seq, shape.max_positions
-    if folder is None or shape.positions != "rope" or seq <= most:
-        return ""
-    return f"--seq {seq} is longer than the {most} positions that {folder} was trained for (max_position_embeddings)"
+    folder = config.recipe.init_from
+    return "" if folder is None else beyond_positions(shape, config.data.seq, folder, "--seq")
 
 
 def numbers_depend_on(config: Config, text: Data) -> dict[str, Any]:

@@ -1110,8 +1110,20 @@ def test_the_command_plans_for_the_config_of_a_folder(tmp_path, capsys):
     wanted = {"init_from": str(tmp_path), "seq": 8192, "attention": "flash", "batch_size": 8}
     assert plan | wanted == plan
     assert "model" not in plan
-    assert main(["plan", "--model", str(tmp_path / "elsewhere"), *HELD]) == 2
-    assert "--model must be a folder with a model; got" in capsys.readouterr().err
+    longer = ["plan", "--model", str(tmp_path), *HELD, "--seq"]
+    for seq, is_told in (("16384", False), ("32768", True)):
+        assert main([*longer, seq]) == 0
+        told = f"--seq {seq} is longer than the 16384 positions that {tmp_path} was trained for"
+        assert (told in capsys.readouterr().err) == is_told
+    for name, remedy in (
+        ("./nothing", "got ./nothing, which does not exist. Name the folder of a model."),
+        (str(tmp_path / "elsewhere"), "elsewhere, which does not exist. Name the folder of a"),
+        ("no-one/model", "download it: hf download no-one/model --local-dir model, and give"),
+    ):
+        assert main(["plan", "--model", name, *HELD]) == 2
+        printed = capsys.readouterr().err
+        assert "--model must be a folder with a model; got" in printed
+        assert remedy in printed
     assert main(["plan", "--model", "gpt2", "--ignore-config-keys", "attn_pdrop", *HELD]) == 2
     assert (
         "--ignore-config-keys are of the config.json in a folder; got attn_pdrop for gpt2"
@@ -1173,6 +1185,9 @@ def test_the_command_plans_for_the_model_of_a_module_as_the_page_has_it(
     ):
         assert main(["plan", "--model", *given, *HELD]) == 2
         assert message in capsys.readouterr().err
+    assert main(["plan", "--model", "my_model:SHAPE"]) == 2
+    told = "rows have one token each, and no --batch-size. Give it, over all replicas, such as --batch-size 256"
+    assert told in capsys.readouterr().err
     assert main(["plan", "--model", "talks:SHAPE", *HELD]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)[0]["own_model"] == "talks:SHAPE"

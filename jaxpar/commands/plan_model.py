@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.fields import arg
-from jaxpar.huggingface.config import read_config_for
+from jaxpar.huggingface.config import beyond_positions, read_config_for
 from jaxpar.huggingface.folder import check_model_folder
 from jaxpar.models.lora import Lora
 from jaxpar.models.transformer import (
@@ -26,7 +26,7 @@ from jaxpar.models.transformer import (
     preset,
 )
 from jaxpar.planner import ModelShape, transformer_shape
-from jaxpar.runtime.output import printable
+from jaxpar.runtime.output import printable, tell
 from jaxpar.tensor_parallel import flash_attention
 
 KERNELS = {"flash": flash_attention, "xla": "xla"}
@@ -76,7 +76,10 @@ def planned_model(flags: Any) -> PlannedModel:
             if flags.ignore_config_keys
             else {}
         )
-        return _of_config(flags, _read_folder(Path(named), flags.ignore_config_keys), "flash", run)
+        config = _read_folder(named, flags.ignore_config_keys)
+        if remark := beyond_positions(config, flags.seq or 0, named, "--seq"):
+            tell(remark)
+        return _of_config(flags, config, "flash", run)
     if flags.ignore_config_keys:
         raise ValueError(
             f"{arg('ignore_config_keys')} are of the config.json in a folder; got {' '.join(flags.ignore_config_keys)} for "
@@ -154,9 +157,9 @@ def _of_config(
     )
 
 
-def _read_folder(folder: Path, ignore: Sequence[str]) -> TransformerConfig:
-    check_model_folder(folder, "--model", needs_weights=False)
-    return read_config_for(folder, ignore, compute_dtype=DTYPE, vocab_multiple=128)
+def _read_folder(named: str, ignore: Sequence[str]) -> TransformerConfig:
+    check_model_folder(named, "--model", needs_weights=False)
+    return read_config_for(Path(named), ignore, compute_dtype=DTYPE, vocab_multiple=128)
 
 
 def _of_module(named: str) -> ModelShape | TransformerConfig:

@@ -335,6 +335,23 @@ def _read_relative(
     return found | {"rope": read_rope(read, sizes["max_positions"])}
 
 
+def beyond_positions(config: TransformerConfig, seq: int, folder: Path | str, flag: str) -> str:
+    """Returns what to say of rows that are longer than the sequences that a folder's model was trained for; "" if none are.
+
+    RoPE has no last position: such a model computes, and its numbers may be poor. A learned table is refused elsewhere.
+
+    Args:
+        config: The model.
+        seq: Tokens of a row.
+        folder: Its folder.
+        flag: The flag that gives ``seq``.
+    """
+    most = config.max_positions
+    if config.positions != "rope" or seq <= most:
+        return ""
+    return f"{flag} {seq} is longer than the {most} positions that {folder} was trained for (max_position_embeddings)"
+
+
 def _read_experts(family: Family, read: Reader, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the experts, and the keys that have no effect: with them the balance loss, where transformers adds none."""
     own: dict[str, Any] = {field: read.size(*keys) for field, keys in family.experts.items()}

@@ -243,11 +243,12 @@ def open_tensors(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def check_model_folder(folder: Path, flag: str, *, needs_weights: bool = True) -> None:
+def check_model_folder(given: Path | str, flag: str, *, needs_weights: bool = True) -> None:
     """Raises unless a folder has the config and the weights of a model; the message names what is missing.
 
     Args:
-        folder: The folder, which a user may have taken for the name of a model on the Hugging Face Hub.
+        given: The folder, which a user may have taken for the name of a model on the Hugging Face Hub. A text that begins with
+            ``./`` is the name of none.
         flag: The flag that names it, for messages.
         needs_weights: Whether the weights must be there.
 
@@ -255,11 +256,12 @@ def check_model_folder(folder: Path, flag: str, *, needs_weights: bool = True) -
         FileNotFoundError: The folder or one of its files does not exist.
         ValueError: The folder holds adapters without a model.
     """
+    folder = Path(given)
     if not folder.is_dir():
         why = "is a file" if folder.exists() else "does not exist"
-        remedy = download_remedy(folder, f"give {flag}") or "Name the folder of a model."
+        remedy = download_remedy(given, f"give {flag}") or "Name the folder of a model."
         raise FileNotFoundError(
-            f"{flag} must be a folder with a model; got {folder}, which {why}. {remedy}"
+            f"{flag} must be a folder with a model; got {given}, which {why}. {remedy}"
         )
     check_no_adapters(folder)
     has_weights = any((folder / name).exists() for name in (ONE_FILE, INDEX))
@@ -283,14 +285,15 @@ def check_model_folder(folder: Path, flag: str, *, needs_weights: bool = True) -
         )
 
 
-def download_remedy(folder: Path, use: str) -> str:
+def download_remedy(given: Path | str, use: str) -> str:
     """Returns what to do where a folder does not exist and may be the name of a model on the Hugging Face Hub; "" elsewhere.
 
     Args:
-        folder: The folder.
+        given: The folder; a text that begins with ``./`` names no model.
         use: What to do with the folder that is then there, such as "serve".
     """
-    if folder.exists() or not HUB_ID.fullmatch(str(folder)):
+    folder = Path(given)
+    if folder.exists() or not HUB_ID.fullmatch(str(given)):
         return ""
     return (
         "Name another; or, if it is the name of a model on the Hugging Face Hub, download it: "

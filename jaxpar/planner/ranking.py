@@ -44,7 +44,7 @@ def plan(
     Args:
         model_shape: A transformer preset's name, a TransformerConfig, or a ModelShape, of a model of your own.
         cluster: The machines: ``jaxpar.planner.cluster("a100-80gb", num_nodes=48)``, or a ``Cluster`` of your own.
-        batch_size: Rows of a step, over all replicas; by default 4 million tokens.
+        batch_size: Rows of a step, over all replicas; by default 4 million tokens. Needed where rows have one token each.
         optimizer: By default Adam.
         executor: "spmd": rank by the time in lock-step. "mpmd": rank by the time of free-running stages.
         assumed: Assumed efficiencies.
@@ -66,6 +66,12 @@ def plan(
     shape = model_shape if isinstance(model_shape, ModelShape) else transformer_shape(model_shape)
     check_kind((Cluster,), "a Cluster", 'Use jaxpar.planner.cluster("h100"), say.', cluster=cluster)
     _check_fp8(shape, cluster)
+    if batch_size is None and shape.tokens_per_row == 1:
+        raise ValueError(
+            f"a plan must know the rows of a step, by default {DEFAULT_TOKENS} tokens; got a model whose rows have one token "
+            f"each, and no {arg('batch_size')}. Give it, over all replicas, such as {arg(batch_size=256)}; or the tokens of a "
+            "row: ModelShape(tokens_per_row=...)."
+        )
     batch_size = (
         max(1, DEFAULT_TOKENS // shape.tokens_per_row) if batch_size is None else batch_size
     )
