@@ -385,3 +385,19 @@ def test_a_model_of_no_family_is_refused():
     ):
         with pytest.raises(ValueError, match="to be read or written; got"):
             family_of(dataclasses.replace(FAMILIES["llama"], **changes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithASwitch(transformer.TransformerConfig):
+    switch: float = 1.0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_new_field_is_refused_until_a_family_names_it(name):
+    """Else a model would be written as one that lacks the switch."""
+    fields = {
+        each.name: getattr(FAMILIES[name], each.name) for each in dataclasses.fields(FAMILIES[name])
+    }
+    assert family_of(WithASwitch(**fields)) == name
+    with pytest.raises(ValueError, match=r"got switch=2\.0\. Choose switch=1\.0, or keep it"):
+        family_of(WithASwitch(**fields, switch=2.0))

@@ -38,11 +38,15 @@ from jaxpar.models.transformer.config import balance_of_aux_loss
 from jaxpar.runtime.output import printable
 
 MAX_NAMED = 32  # keys that a message names
-# Fields of Experts that change no number of a forward pass in transformers, which have no key there.
+# Fields that change no number of a forward pass in transformers, which have no key there: of Experts, and of the model.
 NOT_IN_FOLDERS = (
     *("balance_coefficient", "z_coefficient", "capacity_factor"),
     *("split", "products", "exchange", "buffer"),
+    *("kv_copies", "vocab_multiple", "compute_dtype", "attention", "attention_over_context"),
+    "max_documents",
 )
+# Fields that a model of any family may have.
+OF_EVERY_FAMILY = ("tied", "rope", "tokens", "ignored")
 # With these BLOOM adds the products of each slice separately, as that many shards would, which rounds differently.
 SLICED_SUMS = ("pretraining_tp", "slow_but_exact")
 _WINDOW_KEYS = ("use_sliding_window", "layer_types")
@@ -86,13 +90,11 @@ def read_config(
     found: dict[str, Any] = {
         field: read.size(*keys) for field, keys in family.sizes.items()
     } | family.fixed
+    found |= {field: read.positive(key) for field, key in family.numbers.items()}
     if found.get("num_kv_heads") == found["num_heads"]:
         found["num_kv_heads"] = None
     found |= {
         "tied": read.flag("tie_word_embeddings"),
-        "norm_epsilon": read.positive(family.epsilon),
-    }
-    found |= {
         "tokens": given.get(TOKENS),
         "ignored": {key: given[key] for key in ignore if key in given},
     }
@@ -236,20 +238,23 @@ def family_of(config: TransformerConfig) -> str:
 
 
 def _mismatches(config: TransformerConfig, family: Family) -> dict[str, tuple[Any, Any]]:
-    """Returns the fields that differ from those of a family, with their values and those that they must have."""
-    wanted = dict(family.fixed)
-    if "head_dim" not in family.more and config.head_dim * config.num_heads != config.embed_dim:
-        wanted["explicit_head_dim"] = None
-    if "biases" not in wanted and config.biases not in (False, *family.biases):
-        wanted["biases"] = False
-    if "sliding_window" not in family.more:
-        wanted["window"] = None
-    if not family.experts:
-        wanted["experts"] = None
-    if "num_kv_heads" not in family.sizes and config.group_size > 1:
-        wanted["num_kv_heads"] = None
-    if "mlp_dim" not in family.sizes and config.hidden_dim != 4 * config.embed_dim:
-        wanted["mlp_dim"] = None
+    """Returns the fields that differ from those of a family, with their values and those that they must have.
+
+    A field that the family has no key for must have its default.
+    """
+    has_usual_head_dim = config.head_dim * config.num_heads == config.embed_dim
+    can_be_told = {
+        "biases": config.biases in (False, *family.biases),
+        "experts": bool(family.experts),
+        "explicit_head_dim": "head_dim" in family.more or has_usual_head_dim,
+        "mlp_dim": config.hidden_dim == 4 * config.embed_dim,
+        "num_kv_heads": config.group_size == 1,
+        "window": "sliding_window" in family.more,
+    }
+    told = {name for name, is_told in can_be_told.items() if is_told}
+    told.update(family.sizes, family.numbers, family.fixed, OF_EVERY_FAMILY, NOT_IN_FOLDERS)
+    defaults = {each.name: each.default for each in fields(config)} | {"biases": False}
+    wanted = {name: value for name, value in defaults.items() if name not in told} | family.fixed
     pairs = {name: (getattr(config, name), value) for name, value in wanted.items()}
     if family.experts and config.experts is not None:
         pairs |= _pairs_of_experts(config.experts, family)
@@ -280,7 +285,8 @@ def config_json(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     found |= dict.fromkeys(family.dropouts, 0.0)
     found |= {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
     found |= {keys[0]: getattr(config, field) for field, keys in family.sizes.items()}
-    found |= {family.epsilon: config.norm_epsilon, "tie_word_embeddings": config.tied}
+    found |= {key: getattr(config, field) for field, key in family.numbers.items()}
+    found["tie_word_embeddings"] = config.tied
     if config.tokens is not None:
         found |= {TOKENS: config.tokens}
     found |= {

@@ -46,7 +46,7 @@ class Family:
     Attributes:
         architecture: The class in transformers of the model with its head.
         sizes: The key of each field, followed by other keys with the same meaning.
-        epsilon: The key of ``norm_epsilon``.
+        numbers: The key of each field that is a positive number.
         defaults: The values of optional keys, as in transformers.
         fixed: Fields that are the same in every model of the family.
         only: Keys that may have only these values.
@@ -63,7 +63,7 @@ class Family:
 
     architecture: str
     sizes: dict[str, list[str]]
-    epsilon: str
+    numbers: dict[str, str]
     defaults: dict[str, Any]
     fixed: dict[str, Any]
     only: dict[str, list[Any]]
@@ -80,7 +80,8 @@ class Family:
     @property
     def keys(self) -> set[str]:
         """The keys that define a model."""
-        found = {"model_type", "tie_word_embeddings", self.epsilon, *self.only, *self.more}
+        found = {"model_type", "tie_word_embeddings", *self.numbers.values(), *self.only}
+        found |= self.more
         found |= {ROUTER_BIAS, AUX_LOSS, HAS_AUX_LOSS} if self.experts else set()
         of_biases = (f"{each}_bias" for each in self.biases if each is not True)
         return found.union(*self.sizes.values(), *self.experts.values(), of_biases)

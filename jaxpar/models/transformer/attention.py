@@ -26,7 +26,13 @@ from jaxpar.models.transformer import rope
 from jaxpar.models.transformer.alibi import alibi_bias, own_slopes
 from jaxpar.models.transformer.cache import Cache
 from jaxpar.models.transformer.config import TransformerConfig
-from jaxpar.models.transformer.flash_chunks import CUDNN, Kernel, as_rows, chunked_causal_attention
+from jaxpar.models.transformer.flash_chunks import (
+    CUDNN,
+    Kernel,
+    as_rows,
+    chunked_causal_attention,
+    scale_of,
+)
 from jaxpar.models.transformer.norms import rms_norm
 from jaxpar.models.transformer.products import product
 from jaxpar.models.transformer.span import Span
@@ -336,7 +342,7 @@ def _attend_in_documents(
     """Returns the attention of rows whose documents the kernel is told, from each shard of the heads."""
 
     def on_shard(q: Array, k: Array, v: Array, *places: Array) -> Array:
-        return attend_in_documents(kernel, q.shape[3] ** -0.5, window, q, k, v, Documents(*places))
+        return attend_in_documents(kernel, scale_of(q), window, q, k, v, Documents(*places))
 
     return context_parallel.on_shards_of_heads(on_shard, *arrays, *documents)
 
@@ -416,9 +422,7 @@ def _products(
     batch, seq, num_heads, head_dim = q.shape
     grouped = q.reshape(batch, seq, k.shape[1], -1, head_dim).transpose(0, 2, 3, 1, 4)
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = (
-        jnp.einsum("bhgtk,bhsk->bhgts", grouped, k, preferred_element_type=wide) * head_dim**-0.5
-    )
+    scores = scale_of(q) * jnp.einsum("bhgtk,bhsk->bhgts", grouped, k, preferred_element_type=wide)
     if bias is not None:
         scores = scores + bias.reshape(len(bias), *scores.shape[1:3], *bias.shape[2:]).astype(wide)
     weights = jax.nn.softmax(
@@ -442,8 +446,7 @@ def _sums(
     kv_heads, length, head_dim = k.shape
     wide = jnp.promote_types(q.dtype, jnp.float32)
     grouped = q.reshape(kv_heads, -1, 1, head_dim).astype(wide)
-    scores = jnp.sum(grouped * k[:, None].astype(wide), axis=-1)
-    scores = scores * head_dim**-0.5
+    scores = scale_of(q) * jnp.sum(grouped * k[:, None].astype(wide), axis=-1)
     if bias is not None:
         scores = scores + bias.reshape(kv_heads, -1, length).astype(wide)
     scores = jnp.where(seen[0], scores, jnp.finfo(wide).min)

@@ -92,7 +92,7 @@ def chunked_causal_attention(
             documents are masked. None: each row is one.
         documents: Those of ``segments`` in the two chunks, which are rows of their own (``as_rows``), for a kernel that has
             ``of_documents``. None: a bias parts them.
-        scale: Factor of the scores; None: one by the square root of head_dim.
+        scale: Factor of the scores; None: ``scale_of(q)``.
         kernel: By default ``CUDNN``, for 16-bit floats on NVIDIA GPUs.
 
     **Collectives**: none.
@@ -113,8 +113,13 @@ def chunked_causal_attention(
             _same_document_before(*each, of_keys) for each in zip(begins, numbers, strict=True)
         ]
     given = _Given(own, whole, within if documents is None else documents, tuple(earlier))
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scale = scale_of(q) if scale is None else scale
     return _attend(kernel, scale, q, given)
+
+
+def scale_of(q: Array) -> float:
+    """Returns the factor of the scores of queries, one by the square root of head_dim, which kernels of others have too."""
+    return q.shape[-1] ** -0.5
 
 
 def _check_shapes(q: Array, k: Array, size: int, kernel: Kernel) -> None:
