@@ -5,6 +5,9 @@
     init(key) -> params               nested dicts of floating-point arrays, for ``shardings_from_paths`` and checkpoints
     apply(params, inputs) -> outputs  pure, so ``lambda params, batch: apply(params, batch["x"])`` is a model
 
+Axes with which a module annotates its params, as by ``nn.with_partitioning``, have no effect: they are told with a warning
+that has them as rules for ``shardings_from_paths``.
+
 A module that is one layer of a pipeline goes into a LayeredModel: ``apply`` is its layer, and
 ``jax.vmap(init)(jax.random.split(key, num_layers))`` its params. An adapter refuses modules that it cannot make pure (running
 averages, dropout that draws its own keys). jaxpar takes any pure function of params and batch, so call the ``apply`` of such a
@@ -12,12 +15,16 @@ module from a function of your own.
 """
 
 import importlib
+import inspect
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxpar._compat import Tracer
@@ -60,10 +67,15 @@ def from_linen(module: Any, example_inputs: PyTree, *, call: Call = call) -> Fun
     linen = _load("flax.linen")
     _check_kind(module, linen.Module, "a flax.linen.Module", "from_linen(Model(), example_inputs)")
 
-    def variables(key: PyTree, inputs: PyTree) -> PyTree:
-        return linen.meta.unbox(module.init(key, inputs, method=call))
+    def boxed(key: PyTree, inputs: PyTree) -> PyTree:
+        return module.init(key, inputs, method=call)
 
-    shapes = jax.eval_shape(variables, jax.random.key(0), example_inputs)
+    def variables(key: PyTree, inputs: PyTree) -> PyTree:
+        return linen.meta.unbox(boxed(key, inputs))
+
+    in_boxes = jax.eval_shape(boxed, jax.random.key(0), example_inputs)
+    _tell_annotations(linen.get_partition_spec(in_boxes).get("params", {}))
+    shapes = linen.meta.unbox(in_boxes)
     if others := sorted(set(shapes) - {"params"}):
         raise _impure(f"the collections {others}")
     try:
@@ -81,8 +93,8 @@ def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functio
     """Returns the functions of a ``flax.nnx.Module``.
 
     Args:
-        make_module: ``make_module(rngs) -> module``, such as the module's class. The params of a module that is already made
-            would all be on one device.
+        make_module: ``make_module(rngs) -> module``, such as the module's class; ``rngs`` may be keyword-only. The params of a
+            module that is already made would all be on one device.
         call: ``call(module, inputs) -> outputs``; by default ``module(inputs)``.
 
     Raises:
@@ -91,7 +103,11 @@ def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functio
     """
     nnx = _load("flax.nnx")
     checked = _making(
-        make_module, nnx.Module, "a flax.nnx.Module", "from_nnx(lambda rngs: Model(..., rngs=rngs))"
+        make_module,
+        nnx.Module,
+        "a flax.nnx.Module",
+        "rngs",
+        "from_nnx(lambda rngs: Model(..., rngs=rngs))",
     )
 
     def make(key: PyTree) -> Any:
@@ -111,6 +127,8 @@ def from_nnx(make_module: Callable[[Any], Any], *, call: Call = call) -> Functio
     graph, state, others = nnx.split(module, nnx.Param, ...)
     if kinds := sorted({type(leaf).__name__ for _, leaf in nnx.to_flat_state(others)}):
         raise _impure(f"variables of the kinds {kinds}")
+
+    _tell_annotations(nnx.to_pure_dict(nnx.get_partition_spec(state)))
 
     def apply(params: PyTree, inputs: PyTree) -> PyTree:
         own = jax.tree.map(lambda leaf: leaf, state)  # a copy, since the next line writes into it
@@ -141,6 +159,7 @@ def from_equinox(make_module: Callable[[PyTree], Any], *, call: Call = call) -> 
         make_module,
         equinox.Module,
         "an equinox.Module",
+        "key",
         "from_equinox(lambda key: Model(..., key=key))",
     )
     module = equinox.filter_eval_shape(make, jax.random.key(0))
@@ -247,8 +266,38 @@ def _load(library: str) -> ModuleType:
         return importlib.import_module(library)
 
 
-def _making(make_module: Any, kind: type, wanted: str, example: str) -> Callable[[Any], Any]:
-    """Returns the function that makes a module, with a check of what it makes."""
+def _tell_annotations(specs: PyTree) -> None:
+    """Warns of the axes that a module's params are annotated with: ``shardings_from_paths`` is given them as rules."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        specs, is_leaf=lambda node: isinstance(node, PartitionSpec)
+    )
+    annotated = {
+        path_string(path): spec for path, spec in leaves if any(axis is not None for axis in spec)
+    }
+    if not annotated:
+        return
+    written = lambda spec: f"PartitionSpec({', '.join(map(repr, spec))})"
+    rules = ", ".join(f'"{path}": {written(spec)}' for path, spec in annotated.items())
+    warnings.warn(
+        "a step shards params by the rules of shardings_from_paths alone; got a module that annotates its params with axes, "
+        "which have no effect. Give them as rules, with the axes of a mesh (data, stage, tensor) in place of other names, and "
+        f"filter this warning: {{{rules}}}",
+        stacklevel=3,
+    )
+
+
+def _making(
+    make_module: Any, kind: type, wanted: str, argument: str, example: str
+) -> Callable[[Any], Any]:
+    """Returns the function that makes a module, of one argument, with a check of what it makes.
+
+    Args:
+        make_module: The function of the user, which may take the argument by its name alone.
+        kind: The class of modules.
+        wanted: What it makes, for messages.
+        argument: The name of the argument.
+        example: A call that is right.
+    """
     if isinstance(make_module, kind) or not callable(make_module):
         got = (
             f"a {type(make_module).__name__}, made already"
@@ -260,12 +309,33 @@ def _making(make_module: Any, kind: type, wanted: str, example: str) -> Callable
             f"Write {example}."
         )
 
+    by_name = _is_taken_by_name(make_module, argument, example)
+
     def make(key: Any) -> Any:
-        module = make_module(key)
+        module = make_module(**{argument: key}) if by_name else make_module(key)
         _check_kind(module, kind, f"a function that makes {wanted}", example)
         return module
 
     return make
+
+
+def _is_taken_by_name(make_module: Callable, argument: str, example: str) -> bool:
+    """Returns whether a function takes its only argument by name alone; raises TypeError if it takes others."""
+    is_class = isinstance(make_module, type)  # a metaclass may hide what the class takes
+    try:
+        signature = inspect.signature(make_module.__init__ if is_class else make_module)
+    except ValueError:  # of a function of C
+        return False
+    if is_class:
+        signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+    for args, named in (((None,), {}), ((), {argument: None})):
+        with suppress(TypeError):
+            signature.bind(*args, **named)
+            return bool(named)
+    raise TypeError(
+        f"a module must be made by a function of {argument} alone; got {getattr(make_module, '__name__', make_module)}"
+        f"{signature}. Write {example}."
+    )
 
 
 def _check_kind(module: Any, kind: type, wanted: str, example: str) -> None:

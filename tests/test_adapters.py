@@ -190,6 +190,63 @@ def test_params_are_nested_dicts_of_arrays(library):
     assert set(params) == {"up", "down"}
 
 
+class KeywordMLP(NNXMLP):
+    def __init__(self, *, rngs):
+        super().__init__(rngs)
+
+
+class SizedMLP(NNXMLP):
+    def __init__(self, hidden, rngs):
+        super().__init__(rngs)
+
+
+class KeywordEquinox(EquinoxMLP):
+    def __init__(self, *, key):
+        super().__init__(key)
+
+
+def test_a_class_may_take_its_random_numbers_by_name_alone():
+    pairs = (
+        (adapters.from_nnx, KeywordMLP, NNXMLP),
+        (adapters.from_equinox, KeywordEquinox, EquinoxMLP),
+    )
+    for adapter, by_name, plain in pairs:
+        got, want = (adapter(each).init(jax.random.key(0)) for each in (by_name, plain))
+        assert_same_bits(got, want)
+
+
+def test_a_class_that_takes_more_than_its_random_numbers_is_refused():
+    message = r"must be made by a function of rngs alone; got SizedMLP\(hidden, rngs\). Write from_nnx\(lambda rngs: Model"
+    with pytest.raises(TypeError, match=message):
+        adapters.from_nnx(SizedMLP)
+
+
+class Annotated(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        init, of = linen.initializers.lecun_normal(), linen.with_partitioning
+        hidden = linen.Dense(HIDDEN, name="up", kernel_init=of(init, (None, "tensor")))(x)
+        return linen.Dense(OUT, name="down", kernel_init=of(init, ("mlp", None)))(hidden)
+
+
+class AnnotatedNNX(NNXMLP):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "tensor"))
+        self.up = nnx.Linear(FEATURES, HIDDEN, kernel_init=init, rngs=rngs)
+
+
+def test_axes_that_a_module_annotates_its_params_with_are_told_as_rules():
+    of_up = r'"up/kernel": PartitionSpec\(None, \'tensor\'\)'
+    with pytest.warns(UserWarning, match=rf'which have no effect. .*"down/kernel": .*, {of_up}\}}'):
+        init, _ = adapters.from_linen(Annotated(), example())
+    with pytest.warns(UserWarning, match=rf"Give them as rules, .*: \{{{of_up}\}}$"):
+        adapters.from_nnx(AnnotatedNNX)
+    rules = {"up/kernel": COLUMN, "**": WHOLE}
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    jaxpar.shardings_from_paths(shapes, jaxpar.make_mesh(tensor=2), rules)
+
+
 def test_params_are_those_that_the_library_makes_itself():
     key = jax.random.key(0)
     from_library = LinenMLP().init(key, np.zeros((1, FEATURES), np.float32))["params"]
