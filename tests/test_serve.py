@@ -592,6 +592,13 @@ def test_a_model_without_a_template_takes_no_conversation(gpt):
     assert (found.status, "Ask /v1/completions." in found.message) == (400, True)
 
 
+@pytest.mark.parametrize(("value", "status"), [(None, 400), ([], 400)])
+def test_a_field_of_conversations_is_none_of_completions(gpt, value, status):
+    """As the page says: /v1/chat/completions takes the empty list of tools, which has no effect."""
+    found = gpt[1].post(GPT, ask(tools=value))
+    assert (found.status, "Leave it out" in found.message) == (status, True)
+
+
 def test_an_unknown_model_is_a_404_that_names_the_one_that_is_served(gpt):
     found = gpt[1].post(GPT, ask(model="gpt-4"))
     assert (found.status, found.json["error"]["code"]) == (404, "model_not_found")
@@ -616,6 +623,9 @@ def test_paths_methods_and_kinds_of_bodies_that_are_not_served(houses):
         "the path takes POST; got GET. Use POST.",
     )
     assert client.send("HEAD", "/healthz").status == 200, "as load balancers ask"
+    assert client.get("/healthz/").status == 200
+    assert client.post("/predict/", HOUSES).json == client.post("/predict", HOUSES).json
+    assert client.get("/nothing/").status == 404
     form = client.send(
         "POST", "/predict", b"{}", {"Content-Type": "application/x-www-form-urlencoded"}
     )

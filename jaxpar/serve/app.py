@@ -128,6 +128,7 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, ends its work, and counts it."""
+        scope = self._without_slash(scope)
         path = scope["path"] if scope["path"] in self._paths else "other"
         began, codes = time.monotonic(), [CLIENT_GONE]
 
@@ -147,6 +148,13 @@ class App:
             if ANSWER in scope:  # whose client may be gone
                 scope[ANSWER].close()
             self._metrics.answered(path, codes[0], time.monotonic() - began)
+
+    def _without_slash(self, scope: Scope) -> Scope:
+        """Returns a request of a path and a slash as one of the path: after a redirect many clients send no body."""
+        path = scope["path"].rstrip("/")
+        if path == scope["path"] or path not in self._paths:
+            return scope
+        return {**scope, "path": path, "raw_path": path.encode()}
 
     async def _post(self, endpoint: Endpoint, request: Request) -> Response:
         self._check_takes_requests()
