@@ -122,6 +122,9 @@ def test_what_is_written_agrees_with_itself(kind):
         ("jobset", "main livenessProbe", {"exec": {}}, "exec of livenessProbe in spec.replicatedJobs.0 must have a command"),
         ("jobset", "main env POD_IP valueFrom fieldRef fieldPath", "status.hostIP",
          "JAX_COORDINATOR_BIND_ADDRESS of spec.replicatedJobs.0 must be an address of its pod, status.podIP; got POD_IP fro"),
+        ("jobset", BOUND, "x$(POD_IP):6379", "an address of its pod, which gets one when it starts; got x$(POD_IP):6379. Wri"),
+        ("jobset", BOUND, "10.0.0.7:6379", "it starts; got 10.0.0.7:6379. Write $(POD_IP):PORT, and POD_IP from status.pod"),
+        ("jobset", BOUND, "$(POD_IP)$(POD_IP):6379", "an address of its pod, which gets one when it starts; got $(POD_IP)$(PO"),
         ("jobset", "main volumeMounts +", {"name": "a", "mountPath": "/a"}, "volumeMounts of spec.replicatedJobs.0 must be"),
         ("service", "pod initContainers", [{"name": "a", "image": "a:1", "volumeMounts": [{"name": "b", "mountPath": "/b"}]}],
          "volumeMounts of spec.template must be of its volumes; got 'b'. Add the volume, or leave it out."),
@@ -155,6 +158,16 @@ def test_ports_of_metrics_and_of_process_0_that_were_made_the_same_everywhere_ar
         match=r"must be another port than process 0's; got 6379, that of JAX_COORDINATOR_ADDRESS, ",
     ):
         check_manifests([job])
+
+
+@pytest.mark.parametrize("address", ["[$(POD_IP)]", "0.0.0.0", "[::]"])
+def test_process_0_may_listen_at_any_address_of_its_pod(address):
+    (job,) = documents("jobset")
+    edit(job, "jobset", BOUND, f"{address}:6379")
+    check_manifests([job])
+    edit(job, "jobset", "pod hostNetwork", True)
+    edit(job, "jobset", BOUND, "10.0.0.7:6379")
+    check_manifests([job])
 
 
 def test_a_flag_that_other_parts_depend_on_is_given_once():

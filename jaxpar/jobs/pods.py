@@ -8,6 +8,9 @@ from jaxpar.jobs.workload import SHARED_MEMORY, Workload, amount
 from jaxpar.runtime.output import printable
 
 REFERENCE = re.compile(r"(?<!\$)(?:\$\$)*\$\(([^)]+)\)")  # $(NAME); $$ is a dollar sign
+_OF_POD = re.compile(
+    r"\$\([^()]+\)|\[\$\([^()]+\)\]|0\.0\.0\.0|\[::\]"
+)  # one variable, or all addresses
 BIND_VARIABLE, POD_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS", "status.podIP"
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 HANDLERS = {  # what a probe, or a hook, does one of
@@ -96,7 +99,14 @@ def check_handlers(containers: Sequence[Mapping[str, Any]], path: str) -> None:
 def check_bound(pod: Mapping[str, Any], container: Mapping[str, Any], path: str) -> None:
     """Raises ValueError if process 0 would listen at an address that its pod does not have, such as that of its node."""
     variables = {variable["name"]: variable for variable in container.get("env", [])}
-    for name in REFERENCE.findall(variables.get(BIND_VARIABLE, {}).get("value", "")):
+    value = variables.get(BIND_VARIABLE, {}).get("value", "")
+    host = value.rpartition(":")[0]
+    if value and not pod.get("hostNetwork") and not _OF_POD.fullmatch(host):
+        raise ValueError(
+            f"{BIND_VARIABLE} of {path} must be an address of its pod, which gets one when it starts; got {printable(value)}. "
+            f"Write $(POD_IP):PORT, and POD_IP from {POD_ADDRESS} before it; or 0.0.0.0:PORT."
+        )
+    for name in REFERENCE.findall(value):
         of = (
             variables.get(name, {})
             .get("valueFrom", {})
