@@ -88,6 +88,19 @@ def test_a_block_that_leaves_the_end_out_is_told_with_the_remedy(read):
     assert learned.startswith("a small animal<|im_end|>a small animal<|im_end|>")
 
 
+def test_the_line_break_after_an_answers_end_is_learned_unless_the_template_marks_the_answer(read):
+    """As docs/text.md says of ChatML."""
+    _, learned = read(CHATML, eos_token="<|im_end|>", stops=2)
+    assert learned.startswith("a small animal<|im_end|>\na small animal<|im_end|>\n")
+    marked = CHATML.replace(
+        "{{ message['content'] }}<|im_end|>",
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>"
+        "{% endgeneration %}{% else %}{{ message['content'] }}<|im_end|>{% endif %}",
+    )
+    _, learned = read(marked, eos_token="<|im_end|>", stops=2)
+    assert learned.startswith("a small animal<|im_end|>a small animal<|im_end|>")
+
+
 def test_answers_that_end_with_a_token_at_which_the_model_does_not_stop_are_told_with_the_remedy(
     read, tmp_path
 ):
