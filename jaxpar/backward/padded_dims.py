@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import GatherScatterMode
 from jaxtyping import Array, Shaped
 
 from jaxpar._compat import Literal, bind, called, equations, evaluate, is_remat, literal_value
@@ -58,13 +59,16 @@ _MARK = "_without_padding"  # the name of that function, in the equations of a j
 
 def keep_padding(closed: Any, leaves: Sequence[Any]) -> list[Any]:
     """Returns the outputs of a closed jaxpr, with padding in place after ``without_padding``."""
-    pairs = [_sizes_at(each) for each in equations(closed) if _is_mark(each)]
-    if not pairs:
+    sizes: Sizes = {}
+    for mark in filter(_is_mark, equations(closed)):
+        count, padded = sorted(_sizes_at(mark))
+        if sizes.setdefault(count, padded) != padded:
+            # two vocabularies of as many words with other padding
+            return evaluate(closed, leaves)
+    if not sizes:
         return evaluate(closed, leaves)
-    sizes = {min(pair): max(pair) for pair in pairs}
-    if any(max(pair) != sizes[min(pair)] for pair in pairs):
-        return evaluate(closed, leaves)  # two vocabularies of as many words with other padding
-    return [value.plain for value in _run(closed, [Known(leaf) for leaf in leaves], sizes)]
+    values = _run(closed, [Known(leaf) for leaf in leaves], sizes)
+    return [value.plain for value in values]
 
 
 def _is_mark(equation: Any) -> bool:
@@ -82,46 +86,50 @@ def _sizes_at(mark: Any) -> tuple[int, int]:
 def _run(closed: Any, inputs: Sequence[Value], sizes: Sizes) -> list[Value]:
     jaxpr = closed.jaxpr
     constants = [Known(constant) for constant in closed.consts]
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *inputs], strict=True))
-    value = lambda atom: Known(literal_value(atom)) if isinstance(atom, Literal) else known[atom]
+    known: dict[Any, Value] = dict(zip(jaxpr.constvars, constants, strict=True))
+    known.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def value_of(atom: Any) -> Value:
+        return Known(literal_value(atom)) if isinstance(atom, Literal) else known[atom]
+
     for equation in jaxpr.eqns:
-        made = _made(equation, [value(atom) for atom in equation.invars], sizes)
+        values = [value_of(atom) for atom in equation.invars]
+        made = _made(equation, values, sizes)
         known.update(zip(equation.outvars, made, strict=True))
-    return [value(atom) for atom in jaxpr.outvars]
+    return [value_of(atom) for atom in jaxpr.outvars]
 
 
 def _made(equation: Any, values: Sequence[Value], sizes: Sizes) -> list[Value]:
     """Returns the outputs of an equation."""
     if _is_mark(equation):
         return [_at_mark(equation, values[0])]
-    name, inner = equation.primitive.name, None if is_remat(equation) else called(equation)
-    if name in _NEUTRAL and isinstance(values[0], Later):
+    name = equation.primitive.name
+    inner = None if is_remat(equation) else called(equation)
+    if name in _NEUTRAL:
         values = [_kept_for_reduction(values[0], equation.params["axes"], sizes)]
     is_kept = any(isinstance(value, Kept) for value in values)
     may_wait = any(sizes.keys() & v.aval.shape for v in equation.outvars)
     if inner is not None and (is_kept or may_wait or _has_mark(inner)):
         return _run(inner, values, sizes)
-    made = _RULES.get(name, _none)(equation, values) if is_kept else None
-    if (
-        made is None
-        and not is_kept
-        and may_wait
-        and name in LATER
-        and _waits(equation, values, sizes)
-    ):
+    made = None
+    if is_kept:
+        made = _RULES.get(name, _none)(equation, values)
+    elif may_wait and _waits(equation, values, sizes):
         made = Later(equation, values)
     if made is not None:
         return [made]
-    return [Known(array) for array in bind(equation, [value.plain for value in values])]
+    plain = [value.plain for value in values]
+    return [Known(array) for array in bind(equation, plain)]
 
 
-def _kept_for_reduction(value: Later, axes: Sequence[int], sizes: Sizes) -> Value:
-    """Returns a value with padding in a dim that is reduced, if it has one."""
+def _kept_for_reduction(value: Value, axes: Sequence[int], sizes: Sizes) -> Value:
+    """Returns a value that is made when needed with padding in a dim that is reduced, if it has one."""
     dims = [dim for dim in axes if value.shape[dim] in sizes]
-    if not dims:
+    if not isinstance(value, Later) or not dims:
         return value
-    count = value.shape[dims[-1]]
-    return Kept(value.wide(dims[-1], sizes[count]), dims[-1], count)
+    dim = dims[-1]
+    count = value.shape[dim]
+    return Kept(value.wide(dim, sizes[count]), dim, count)
 
 
 def _has_mark(jaxpr: Any) -> bool:
@@ -134,19 +142,31 @@ def _at_mark(equation: Any, value: Value) -> Value:
     dim = len(value.shape) - 1
     if after < before:
         return Kept(jnp.asarray(value.plain), dim, after)
-    return Known(Kept(value.wide(dim, after), dim, before).masked(0))
+    padded = Kept(value.wide(dim, after), dim, before)
+    return Known(padded.masked(0))
 
 
 def _waits(equation: Any, values: Sequence[Value], sizes: Sizes) -> bool:
     """Whether an output may be made later: what it is made of may be, up to numbers that are the same for all entries."""
-    name, shape = equation.primitive.name, equation.outvars[0].aval.shape
+    name = equation.primitive.name
+    if name not in LATER:
+        return False
     if name in ("broadcast_in_dim", "iota"):
         return True
     if name not in EACH:
         return isinstance(values[0], Later)
+    shape = equation.outvars[0].aval.shape
     dims = [dim for dim, size in enumerate(shape) if size in sizes]
-    is_one = lambda value: not value.shape or any(value.shape[dim] == 1 for dim in dims)
+
+    def is_one(value: Value) -> bool:
+        return not value.shape or any(value.shape[dim] == 1 for dim in dims)
+
     return all(isinstance(value, Later) or is_one(value) for value in values)
+
+
+def _again(equation: Any, kept: Kept, dim: int, **changes: Any) -> Value:
+    """Returns the output of an equation with one input, the padding of which is in a dim of the output."""
+    return Kept(again(equation, [kept.array], **changes), dim, kept.count)
 
 
 # Operations on kept padding -------------------------------------------------------------------------------------------------
@@ -155,7 +175,7 @@ def _waits(equation: Any, values: Sequence[Value], sizes: Sizes) -> bool:
 
 def _each_kept(equation: Any, values: Sequence[Value]) -> Value | None:
     kept = next(value for value in values if isinstance(value, Kept))
-    made = each_wide(equation, values, kept.dim, kept.array.shape[kept.dim])
+    made = each_wide(equation, values, kept.dim, kept.size)
     return None if made is None else Kept(made, kept.dim, kept.count)
 
 
@@ -163,60 +183,71 @@ def _broadcast(equation: Any, values: Sequence[Value]) -> Value | None:
     kept = _first_alone(values)
     if kept is None:
         return None
-    dim = int(equation.params["broadcast_dimensions"][kept.dim])
-    shape = with_entry(equation.params["shape"], dim, kept.array.shape[kept.dim])
-    return Kept(again(equation, [kept.array], shape=shape), dim, kept.count)
+    params = equation.params
+    dim = int(params["broadcast_dimensions"][kept.dim])
+    shape = with_entry(params["shape"], dim, kept.size)
+    return _again(equation, kept, dim, shape=shape)
 
 
 def _reduction(
     lowest: Callable[[Any], Any], equation: Any, values: Sequence[Value]
 ) -> Value | None:
-    (kept,) = values
-    assert isinstance(kept, Kept)
+    kept = _only(values)
     axes = equation.params["axes"]
     if kept.dim in axes:
         return Known(again(equation, [kept.masked(lowest(kept.array.dtype))]))
-    dim = kept.dim - sum(axis < kept.dim for axis in axes)
-    return Kept(again(equation, [kept.array]), dim, kept.count)
+    return _again(equation, kept, _without(axes, kept.dim))
+
+
+def _only(values: Sequence[Value]) -> Kept:
+    (kept,) = values
+    assert isinstance(kept, Kept)
+    return kept
+
+
+def _without(removed: Sequence[int], dim: int) -> int:
+    """Returns the place of a dim after some others were removed."""
+    return dim - sum(each < dim for each in removed)
 
 
 def _reshape(equation: Any, values: Sequence[Value]) -> Value | None:
-    (kept, *others), new = values, equation.params["new_sizes"]
+    kept, *others = values
+    new = equation.params["new_sizes"]
     if others or not isinstance(kept, Kept) or equation.params["dimensions"] is not None:
         return None
     before = math.prod(kept.shape[: kept.dim])
     places = [at for at, n in enumerate(new) if n == kept.count and math.prod(new[:at]) == before]
     if not places:
         return None
-    shape = with_entry(new, places[-1], kept.array.shape[kept.dim])
-    return Kept(again(equation, [kept.array], new_sizes=shape), places[-1], kept.count)
+    dim = places[-1]
+    return _again(equation, kept, dim, new_sizes=with_entry(new, dim, kept.size))
 
 
 def _transpose(equation: Any, values: Sequence[Value]) -> Value | None:
-    (kept,) = values
-    assert isinstance(kept, Kept)
-    dim = tuple(equation.params["permutation"]).index(kept.dim)
-    return Kept(again(equation, [kept.array]), dim, kept.count)
+    kept = _only(values)
+    permutation = tuple(equation.params["permutation"])
+    return _again(equation, kept, permutation.index(kept.dim))
 
 
 def _squeeze(equation: Any, values: Sequence[Value]) -> Value | None:
-    (kept,), dims = values, equation.params["dimensions"]
-    assert isinstance(kept, Kept)
-    dim = kept.dim - sum(each < kept.dim for each in dims)
-    return None if kept.dim in dims else Kept(again(equation, [kept.array]), dim, kept.count)
+    kept = _only(values)
+    dims = equation.params["dimensions"]
+    if kept.dim in dims:
+        return None
+    return _again(equation, kept, _without(dims, kept.dim))
 
 
 def _slice(equation: Any, values: Sequence[Value]) -> Value | None:
-    (kept,), params = values, equation.params
-    assert isinstance(kept, Kept)
-    strides = params["strides"] or (1,) * len(kept.shape)
-    own = tuple(
-        int(each[kept.dim]) for each in (params["start_indices"], params["limit_indices"], strides)
-    )
-    if own != (0, kept.count, 1):
+    kept = _only(values)
+    params = equation.params
+    dim = kept.dim
+    start = params["start_indices"][dim]
+    limit = params["limit_indices"][dim]
+    stride = params["strides"][dim] if params["strides"] else 1
+    if (start, limit, stride) != (0, kept.count, 1):
         return None
-    limits = with_entry(params["limit_indices"], kept.dim, kept.array.shape[kept.dim])
-    return Kept(again(equation, [kept.array], limit_indices=limits), kept.dim, kept.count)
+    limits = with_entry(params["limit_indices"], dim, kept.size)
+    return _again(equation, kept, dim, limit_indices=limits)
 
 
 def _pad(equation: Any, values: Sequence[Value]) -> Value | None:
@@ -228,37 +259,43 @@ def _pad(equation: Any, values: Sequence[Value]) -> Value | None:
 
 def _gather(equation: Any, values: Sequence[Value]) -> Value | None:
     """Looks entries up, as ``jnp.take_along_axis`` does; one in the padding is not there."""
-    kept, dims, params = _first_alone(values), equation.params["dimension_numbers"], equation.params
-    mode = jax.lax.GatherScatterMode.from_any(params["mode"])
-    if (
-        kept is None
-        or kept.dim not in dims.collapsed_slice_dims
-        or mode == jax.lax.GatherScatterMode.CLIP
-    ):
+    kept = _first_alone(values)
+    params = equation.params
+    mode = GatherScatterMode.from_any(params["mode"])
+    if kept is None or mode == GatherScatterMode.CLIP:
+        return None
+    if kept.dim not in params["dimension_numbers"].collapsed_slice_dims:
         return None
     is_float = jnp.issubdtype(kept.array.dtype, jnp.floating)
-    if mode != jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS and not is_float:
+    if mode != GatherScatterMode.PROMISE_IN_BOUNDS and not is_float:
         return None
     fill = jnp.nan if params["fill_value"] is None else params["fill_value"]
-    return Known(again(equation, [kept.masked(fill if is_float else 0), values[1].plain]))
+    masked = kept.masked(fill if is_float else 0)
+    return Known(again(equation, [masked, values[1].plain]))
 
 
 def _first_alone(values: Sequence[Value]) -> Kept | None:
     """Returns the first value, if it alone has kept padding."""
-    kept = [isinstance(value, Kept) for value in values]
-    return values[0] if isinstance(values[0], Kept) and kept.count(True) == 1 else None
+    first, *others = values
+    if not isinstance(first, Kept) or any(isinstance(value, Kept) for value in others):
+        return None
+    return first
 
 
 def _lowest(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.floating):
         return -jnp.inf
-    return False if jnp.issubdtype(dtype, jnp.bool_) else jnp.iinfo(dtype).min
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return False
+    return jnp.iinfo(dtype).min
 
 
 def _highest(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.inf
-    return True if jnp.issubdtype(dtype, jnp.bool_) else jnp.iinfo(dtype).max
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return True
+    return jnp.iinfo(dtype).max
 
 
 _NEUTRAL: dict[str, Callable[[Any], Any]] = {

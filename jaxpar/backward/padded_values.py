@@ -14,20 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from jaxpar._compat import bind
 
-# fmt: off
-EACH = frozenset({
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp",
-    "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
-    "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max",
-    "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pow", "reduce_precision", "rem", "round",
-    "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-})
-# fmt: on
+_EACH = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
+    convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor
+    ge gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter
+    not one_minus_square or pow reduce_precision rem round rsqrt select_n sign sin sinh sqrt
+    square stop_gradient sub tan tanh xor
+    """
+EACH = frozenset(_EACH.split())
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +46,10 @@ class Known:
 
     def wide(self, dim: int, size: int) -> Array:
         """Returns the array with padding after the entries of a dim, up to a size."""
-        config = [(0, size - n if at == dim else 0, 0) for at, n in enumerate(self.shape)]
         whole = _whole(jnp.asarray(self.plain))
-        return jax.lax.pad(whole, np.zeros((), whole.dtype), config)
+        config = [(0, 0, 0)] * whole.ndim
+        config[dim] = (0, size - whole.shape[dim], 0)
+        return lax.pad(whole, np.zeros((), whole.dtype), config)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,12 @@ class Kept:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape without padding."""
-        return tuple(self.count if at == self.dim else n for at, n in enumerate(self.array.shape))
+        return with_entry(self.array.shape, self.dim, self.count)
+
+    @property
+    def size(self) -> int:
+        """The entries and their padding."""
+        return self.array.shape[self.dim]
 
     @cached_property
     def plain(self) -> Array:
@@ -82,8 +87,9 @@ class Kept:
 
     def masked(self, value: Any) -> Array:
         """Returns the array, padded with a value."""
-        is_entry = jax.lax.broadcasted_iota(jnp.int32, self.array.shape, self.dim) < self.count
-        return jnp.where(is_entry, self.array, jnp.asarray(value, self.array.dtype))
+        place = lax.broadcasted_iota(jnp.int32, self.array.shape, self.dim)
+        padding = jnp.asarray(value, self.array.dtype)
+        return jnp.where(place < self.count, self.array, padding)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,34 +112,40 @@ class Later:
     @cached_property
     def plain(self) -> Array:
         """The array without padding."""
-        return bind(self.equation, [each.plain for each in self.inputs])[0]
+        inputs = [each.plain for each in self.inputs]
+        return bind(self.equation, inputs)[0]
 
     def wide(self, dim: int, size: int) -> Array:
         """Returns the array with padding in a dim."""
-        made = LATER[self.equation.primitive.name](self.equation, self.inputs, dim, size)
+        make = LATER[self.equation.primitive.name]
+        made = make(self.equation, self.inputs, dim, size)
         return Known(self.plain).wide(dim, size) if made is None else made
 
 
 Value = Known | Kept | Later
+Made = Array | None
 Sizes = dict[int, int]  # of a dim with its padding, by its size without
 
 
 def cut(x: Array, dim: int, count: int) -> Array:
     """Returns the first entries of a dim, on each shard of a step."""
-    return jax.lax.slice_in_dim(_whole(x), 0, count, axis=dim)
+    return lax.slice_in_dim(_whole(x), 0, count, axis=dim)
 
 
 def _whole(x: Array) -> Array:
     """Returns an array that every shard of a step has whole."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = mesh.auto_axes if mesh.manual_axes else ()
-    is_split = math.prod(mesh.shape[axis] for axis in axes) > 1
-    return jax.lax.with_sharding_constraint(x, PartitionSpec()) if is_split else x
+    num_shards = math.prod(mesh.shape[axis] for axis in axes)
+    if num_shards == 1:
+        return x
+    return lax.with_sharding_constraint(x, PartitionSpec())
 
 
 def again(equation: Any, inputs: Sequence[Any], **changes: Any) -> Array:
     """Returns the output of an equation for inputs with padding, with some parameters changed."""
-    return bind(equation.replace(params=equation.params | changes), inputs)[0]
+    changed = equation.replace(params=equation.params | changes)
+    return bind(changed, inputs)[0]
 
 
 def with_entry(entries: Sequence[int], at: int, entry: int) -> tuple[int, ...]:
@@ -144,46 +156,51 @@ def with_entry(entries: Sequence[int], at: int, entry: int) -> tuple[int, ...]:
 # Arrays made with padding ---------------------------------------------------------------------------------------------------
 
 
-def each_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Array | None:
+def each_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Made:
     """Returns the output of an operation on each entry, from inputs with padding."""
-    kept = [value for value in inputs if isinstance(value, Kept)]
-    if any(value.dim != dim for value in kept):
+
+    def wide(value: Value) -> Array:
+        is_kept = isinstance(value, Kept)
+        is_one = not value.shape or (value.shape[dim] == 1 and not is_kept)
+        return value.plain if is_one else value.wide(dim, size)
+
+    if any(isinstance(value, Kept) and value.dim != dim for value in inputs):
         return None
-
-    def is_one(value: Value) -> bool:  # a number for all entries
-        return not value.shape or (value.shape[dim] == 1 and not isinstance(value, Kept))
-
-    return bind(
-        equation, [value.plain if is_one(value) else value.wide(dim, size) for value in inputs]
-    )[0]
+    return bind(equation, [wide(value) for value in inputs])[0]
 
 
-def _broadcast_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Array | None:
-    of, places = inputs[0], [int(at) for at in equation.params["broadcast_dimensions"]]
-    is_mapped = dim in places and of.shape[places.index(dim)] != 1
-    array = of.wide(places.index(dim), size) if is_mapped else of.plain
-    return again(equation, [array], shape=with_entry(equation.params["shape"], dim, size))
+def _broadcast_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Made:
+    of = inputs[0]
+    targets = enumerate(equation.params["broadcast_dimensions"])
+    mapped = [place for place, to in targets if to == dim and of.shape[place] != 1]
+    array = of.wide(mapped[0], size) if mapped else of.plain
+    return _of_size(equation, [array], dim, size)
 
 
-def _iota_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Array | None:
-    return again(equation, [], shape=with_entry(equation.params["shape"], dim, size))
+def _of_size(equation: Any, inputs: Sequence[Array], dim: int, size: int) -> Made:
+    """Returns the output of an equation that has its shape as a parameter."""
+    shape = with_entry(equation.params["shape"], dim, size)
+    return again(equation, inputs, shape=shape)
 
 
-def _pad_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Array | None:
+def _pad_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Made:
+    of, padding = inputs
     if any(equation.params["padding_config"][dim]):
         return None
-    return again(equation, [inputs[0].wide(dim, size), inputs[1].plain])
+    return again(equation, [of.wide(dim, size), padding.plain])
 
 
-def _scatter_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Array | None:
+def _scatter_wide(equation: Any, inputs: Sequence[Value], dim: int, size: int) -> Made:
+    of, *others = inputs
     if dim not in equation.params["dimension_numbers"].inserted_window_dims:
         return None
-    return again(equation, [inputs[0].wide(dim, size), *(value.plain for value in inputs[1:])])
+    others = [value.plain for value in others]
+    return again(equation, [of.wide(dim, size), *others])
 
 
-LATER: dict[str, Callable[..., Array | None]] = {
+LATER: dict[str, Callable[..., Made]] = {
     "broadcast_in_dim": _broadcast_wide,
-    "iota": _iota_wide,
+    "iota": _of_size,
     "pad": _pad_wide,
     "scatter-add": _scatter_wide,
     **dict.fromkeys(EACH, each_wide),
