@@ -33,21 +33,22 @@ from jaxpar.dtypes import wide_dtype
 TILE = 128  # rows
 
 Form = Literal["mosaic", "triton", "plain"]
+Kernel = Callable[..., Array]
 
 
 def fits(dtype: Any, *widths: int) -> bool:
     """Returns whether a kernel takes weights of these widths, which 16 must divide, and of this dtype, of up to 32 bits."""
-    return all(width % 16 == 0 for width in widths) and jnp.dtype(dtype).itemsize <= 4
+    is_narrow = jnp.dtype(dtype).itemsize <= 4
+    return is_narrow and all(width % 16 == 0 for width in widths)
 
 
 def form_of(dtype: Any, *widths: int) -> Form:
     """Returns what products of this dtype with weights of these widths become where this is traced."""
     if not on_gpus():
         return "plain"
-    is_for_mosaic = (
-        on_hopper() and jnp.dtype(dtype).itemsize == 2 and all(width % 128 == 0 for width in widths)
-    )
-    return "mosaic" if is_for_mosaic else "triton"
+    is_narrow = jnp.dtype(dtype).itemsize == 2
+    has_tiles = all(width % 128 == 0 for width in widths)
+    return "mosaic" if on_hopper() and is_narrow and has_tiles else "triton"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -70,11 +71,9 @@ def grouped_product(
 
 def _backward(each: Callable[..., Array], given: tuple, ct: Array) -> tuple[Array, Array, None]:
     rows, weights, sizes = given
-    return (
-        each(partial(_multiply, transposed=True), ct, weights, sizes),
-        each(_contract, rows, ct, sizes),
-        None,
-    )
+    of_rows = each(partial(_multiply, transposed=True), ct, weights, sizes)
+    of_weights = each(_contract, rows, ct, sizes)
+    return of_rows, of_weights, None
 
 
 grouped_product.defvjp(lambda each, *given: (grouped_product(each, *given), given), _backward)
@@ -82,48 +81,63 @@ grouped_product.defvjp(lambda each, *given: (grouped_product(each, *given), give
 
 def _multiply(rows: Array, weights: Array, sizes: Array, *, transposed: bool) -> Array:
     return PRODUCT.bind(
-        sizes, rows, weights, transposed=transposed, **_settings(rows, weights.shape[2:])
+        sizes,
+        rows,
+        weights,
+        transposed=transposed,
+        **_settings(rows, weights.shape[2:]),
     )
 
 
 def _contract(rows: Array, ct: Array, sizes: Array) -> Array:
-    return OF_WEIGHTS.bind(sizes, rows, ct, **_settings(rows, (rows.shape[2], ct.shape[2])))
+    widths = rows.shape[2], ct.shape[2]
+    return OF_WEIGHTS.bind(sizes, rows, ct, **_settings(rows, widths))
 
 
 def _settings(rows: Array, widths: tuple[int, ...]) -> dict[str, Any]:
-    return {"form": form_of(rows.dtype, *widths), "blocks": num_multiprocessors()}
+    form = form_of(rows.dtype, *widths)
+    return {"form": form, "blocks": num_multiprocessors()}
 
 
 # Operations -----------------------------------------------------------------------------------------------------------------
 
 
 def _product(
-    sizes: Array, rows: Array, weights: Array, *, transposed: bool, form: Form, blocks: int
+    sizes: Array,
+    rows: Array,
+    weights: Array,
+    *,
+    transposed: bool,
+    form: Form,
+    blocks: int,
 ) -> Array:
     """Returns the products ``[1, rows, out]`` of rows ``[1, rows, in]`` with weights ``[1, experts, in, out]``."""
     # The group of each tile; for those after the last group there is none.
-    ends, tiles = jnp.cumsum(sizes[0]) // TILE, jnp.arange(rows.shape[1] // TILE)
+    ends = jnp.cumsum(sizes[0]) // TILE
+    tiles = jnp.arange(rows.shape[1] // TILE)
     owner = jnp.sum(ends[:, None] <= tiles[None], 0, dtype=jnp.int32)
-    return _kernels(form, blocks)[0](rows[0], weights[0], owner, transposed=transposed)[None]
+    run, _ = _kernels(form, blocks)
+    return run(rows[0], weights[0], owner, transposed=transposed)[None]
 
 
 def _of_weights(sizes: Array, rows: Array, ct: Array, *, form: Form, blocks: int) -> Array:
     """Returns the gradients ``[1, experts, in, out]`` of the weights."""
-    return _kernels(form, blocks)[1](rows[0], ct[0], sizes[0])[None]
+    _, run = _kernels(form, blocks)
+    return run(rows[0], ct[0], sizes[0])[None]
 
 
-def _kernels(form: Form, blocks: int) -> tuple[Callable[..., Array], Callable[..., Array]]:
-    # Imported here: few programs need them.
+def _kernels(form: Form, blocks: int) -> tuple[Kernel, Kernel]:
+    """Returns ``multiply`` and ``contract`` of a form, imported here: few programs need them."""
     if form == "mosaic":
-        from jaxpar.models import grouped_mosaic
+        from jaxpar.models import grouped_mosaic as mosaic
 
-        return partial(grouped_mosaic.multiply, blocks=blocks), partial(
-            grouped_mosaic.contract, blocks=blocks
-        )
+        of_rows = partial(mosaic.multiply, blocks=blocks)
+        of_weights = partial(mosaic.contract, blocks=blocks)
+        return of_rows, of_weights
     if form == "triton":
-        from jaxpar.models import grouped_triton
+        from jaxpar.models import grouped_triton as triton
 
-        return grouped_triton.multiply, grouped_triton.contract
+        return triton.multiply, triton.contract
     return multiply, contract
 
 
@@ -141,12 +155,17 @@ def multiply(
 
 
 def contract(
-    rows: Float[Array, "rows in"], ct: Float[Array, "rows out"], sizes: Int[Array, " experts"]
+    rows: Float[Array, "rows in"],
+    ct: Float[Array, "rows out"],
+    sizes: Int[Array, " experts"],
 ) -> Float[Array, "experts in out"]:
     """Returns for each group its rows, transposed, times their cotangents."""
-    ends, tiles = jnp.cumsum(sizes) // TILE, jnp.arange(len(rows) // TILE)
+    ends = jnp.cumsum(sizes) // TILE
+    tiles = jnp.arange(len(rows) // TILE)
     begins = ends - sizes // TILE
-    is_of = ((tiles[None] >= begins[:, None]) & (tiles[None] < ends[:, None])).astype(rows.dtype)
+    is_after = tiles[None] >= begins[:, None]
+    is_before = tiles[None] < ends[:, None]
+    is_of = (is_after & is_before).astype(rows.dtype)
     return _wide("em,mti,mto->eio", is_of, _in_tiles(rows), _in_tiles(ct))
 
 
@@ -156,16 +175,19 @@ def _in_tiles(rows: Array) -> Array:
 
 def _wide(legend: str, *arrays: Array) -> Array:
     dtype = arrays[-1].dtype
-    return jnp.einsum(legend, *arrays, preferred_element_type=wide_dtype(dtype)).astype(dtype)
+    total = jnp.einsum(legend, *arrays, preferred_element_type=wide_dtype(dtype))
+    return total.astype(dtype)
 
 
 def _product_shape(sizes: Any, rows: Any, weights: Any, *, transposed: bool, **_: Any) -> Any:
     del sizes
-    return rows.update(shape=(*rows.shape[:2], weights.shape[2 if transposed else 3]))
+    width = weights.shape[2 if transposed else 3]
+    return rows.update(shape=(*rows.shape[:2], width))
 
 
 def _weights_shape(sizes: Any, rows: Any, ct: Any, **_: Any) -> Any:
-    return rows.update(shape=(*sizes.shape, rows.shape[2], ct.shape[2]))
+    shape = (*sizes.shape, rows.shape[2], ct.shape[2])
+    return rows.update(shape=shape)
 
 
 PRODUCT = operation("grouped_product", _product, _product_shape)

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, ShapeDtypeStruct, tree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
@@ -42,43 +43,45 @@ Arrays = list[Any]
 
 def check_one_process(mesh: Mesh) -> None:
     """Raises for a mesh with devices of other processes."""
-    processes = sorted({device.process_index for device in mesh.devices.flat})
+    processes = {device.process_index for device in mesh.devices.flat}
     if len(processes) > 1:
         raise ValueError(
             'executor="mpmd" drives all devices from one process; got a mesh with devices of processes '
-            f'{processes}. Use executor="spmd".'
+            f'{sorted(processes)}. Use executor="spmd".'
         )
 
 
 @lru_cache(maxsize=64)
 def submeshes(mesh: Mesh) -> tuple[Mesh, ...]:
     """Returns the mesh of each stage: the same axes, ``stage`` of size 1."""
-    stages, at = range(mesh.shape[STAGE]), mesh.axis_names.index(STAGE)
-    return tuple(
-        Mesh(mesh.devices.take([s], at), mesh.axis_names, axis_types=mesh.axis_types)
-        for s in stages
-    )
+    names = mesh.axis_names
+    at = names.index(STAGE)
+    meshes = []
+    for devices in np.split(mesh.devices, mesh.shape[STAGE], axis=at):
+        meshes.append(Mesh(devices, names, axis_types=mesh.axis_types))
+    return tuple(meshes)
 
 
 def without(spec: PartitionSpec, *axes: str) -> PartitionSpec:
     """Returns a spec without some axes."""
+    entries = []
+    for entry in spec:
+        kept = [axis for axis in entry_axes(entry) if axis not in axes]
+        if len(kept) > 1:
+            entries.append(tuple(kept))
+        else:
+            entries.append(kept[0] if kept else None)
+    return PartitionSpec(*entries)
 
-    def left(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        kept = tuple(axis for axis in entry_axes(entry) if axis not in axes)
-        return kept if len(kept) > 1 else kept[0] if kept else None
 
-    return PartitionSpec(*map(left, spec))
-
-
-def move(array: Any, sharding: NamedSharding) -> jax.Array:
+def move(array: Any, sharding: NamedSharding) -> Array:
     """Returns an array from the host or any devices with the given sharding; XLA reshards it if the devices are the same."""
-    if (
-        isinstance(array, jax.Array)
-        and array.committed
-        and array.sharding.device_set == sharding.device_set
-    ):
-        return array if array.sharding == sharding else _mover(sharding)(array)
-    return jax.device_put(array, sharding)
+    is_placed = isinstance(array, Array) and array.committed
+    if not is_placed or array.sharding.device_set != sharding.device_set:
+        return jax.device_put(array, sharding)
+    if array.sharding == sharding:
+        return array
+    return _mover(sharding)(array)
 
 
 class RestSharding:
@@ -91,157 +94,195 @@ class RestSharding:
     """
 
     def __init__(self, given: NamedSharding) -> None:
+        mesh = given.mesh
+        assert isinstance(mesh, Mesh), "an array at rest lies on devices"
         leads = all(STAGE not in entry_axes(entry)[1:] for entry in given.spec)
         self.given = given
         self.spec = given.spec if leads else without(given.spec, STAGE)
-        self.stage_dim = next(
-            (dim for dim, entry in enumerate(self.spec) if STAGE in entry_axes(entry)), None
-        )
-        assert isinstance(given.mesh, Mesh), "an array at rest lies on devices"
-        self._submeshes = submeshes(given.mesh)
-        self._rest = NamedSharding(given.mesh, self.spec)
+        self.stage_dim = None
+        for dim, entry in enumerate(self.spec):
+            if STAGE in entry_axes(entry):
+                self.stage_dim = dim
+        self._submeshes = submeshes(mesh)
+        self._rest = NamedSharding(mesh, self.spec)
 
     def on(self, stage: int, *dropped: str) -> NamedSharding:
         """Returns its sharding on the devices of one stage, without the ``dropped`` axes."""
-        return NamedSharding(self._submeshes[stage], without(self.spec, STAGE, *dropped))
+        spec = without(self.spec, STAGE, *dropped)
+        return NamedSharding(self._submeshes[stage], spec)
 
-    def pieces(self, array: Any) -> list[jax.Array]:
+    def like(self, stage: int, shape: tuple[int, ...], dtype: Any) -> ShapeDtypeStruct:
+        """Returns an array on one stage, as a shape."""
+        return ShapeDtypeStruct(shape, dtype, sharding=self.on(stage))
+
+    def pieces(self, array: Any) -> Arrays:
         """Returns the piece of each stage, on its submesh, of an array from the host or any devices."""
         array = move(array, self._rest)
         shape = list(array.shape)
         if self.stage_dim is not None:
             shape[self.stage_dim] //= len(self._submeshes)
-        shards = {shard.device: shard.data for shard in array.addressable_shards}
-        return [
-            jax.make_array_from_single_device_arrays(
-                tuple(shape), self.on(s), [shards[d] for d in mesh.devices.flat]
-            )
-            for s, mesh in enumerate(self._submeshes)
-        ]
+        shards = {}
+        for shard in array.addressable_shards:
+            shards[shard.device] = shard.data
+        pieces = []
+        for stage, mesh in enumerate(self._submeshes):
+            own = [shards[device] for device in mesh.devices.flat]
+            piece = _of_shards(shape, self.on(stage), own)
+            pieces.append(piece)
+        return pieces
 
-    def join(self, pieces: Sequence[jax.Array]) -> jax.Array:
+    def join(self, pieces: Sequence[Array]) -> Array:
         """Returns the array at rest from its pieces, each on its submesh."""
         shape = list(pieces[0].shape)
         if self.stage_dim is not None:
             shape[self.stage_dim] *= len(pieces)
-        arrays = [
-            shard.data for piece in pieces for shard in piece.addressable_shards
-        ]  # JAX orders them by device
-        return move(
-            jax.make_array_from_single_device_arrays(tuple(shape), self._rest, arrays), self.given
-        )
+        shards = []
+        for piece in pieces:
+            # JAX orders them by device.
+            shards += [shard.data for shard in piece.addressable_shards]
+        joined = _of_shards(shape, self._rest, shards)
+        return move(joined, self.given)
 
-    def gather(self, array: Any, stage: int) -> jax.Array:
+    def gather(self, array: Any, stage: int) -> Array:
         """Returns the complete array on one stage, replicated over ``data``."""
-        pieces, whole = self.pieces(array), self.on(stage, DATA)
+        pieces = self.pieces(array)
+        whole = self.on(stage, DATA)
         if self.stage_dim is None:
             return move(pieces[stage], whole)
-        return _joiner(self.stage_dim, whole)(
-            [jax.device_put(piece, self.on(stage)) for piece in pieces]
-        )
+        here = jax.device_put(pieces, self.on(stage))
+        return _joiner(self.stage_dim, whole)(here)
 
-    def scatter(self, array: jax.Array) -> jax.Array:
+    def scatter(self, array: Array) -> Array:
         """Returns the array at rest from a complete array on one stage, with its sharding there (``on``)."""
         count = len(self._submeshes)
         pieces = [array] * count
         if self.stage_dim is not None:
-            pieces = _cutter(self.stage_dim, count, array.sharding)(array)
-        return self.join([jax.device_put(piece, self.on(s)) for s, piece in enumerate(pieces)])
+            cut = _cutter(self.stage_dim, count, array.sharding)
+            pieces = cut(array)
+        targets = [self.on(stage) for stage in range(count)]
+        return self.join(jax.device_put(pieces, targets))
 
 
 # Jitted functions are cached, so that later steps do not recompile them.
 
 
 @lru_cache(maxsize=4096)
-def _mover(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def _mover(sharding: NamedSharding) -> Callable[[Array], Array]:
     return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 @lru_cache(maxsize=4096)
-def _joiner(dim: int, sharding: NamedSharding) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    return jax.jit(lambda pieces: jnp.concatenate(pieces, axis=dim), out_shardings=sharding)
+def _joiner(dim: int, sharding: NamedSharding) -> Callable[[Arrays], Array]:
+    join = lambda pieces: jnp.concatenate(pieces, axis=dim)
+    return jax.jit(join, out_shardings=sharding)
 
 
 @lru_cache(maxsize=4096)
-def _cutter(dim: int, count: int, sharding: Sharding) -> Callable[[jax.Array], list[jax.Array]]:
-    return jax.jit(
-        lambda array: jnp.split(array, count, axis=dim), out_shardings=[sharding] * count
-    )
+def _cutter(dim: int, count: int, sharding: Sharding) -> Callable[[Array], Arrays]:
+    cut = lambda array: jnp.split(array, count, axis=dim)
+    return jax.jit(cut, out_shardings=[sharding] * count)
+
+
+def _of_shards(shape: list[int], sharding: NamedSharding, shards: Arrays) -> Array:
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, shards)
 
 
 class StackedLayers:
     """Layers stacked along a leading dim; on a stage, arrays ``[positions, ...]``."""
 
-    def __init__(self, layers: PyTree, mesh: Mesh, layout: LayerLayout, *, is_packed: bool) -> None:
-        leaves, self._tree = jax.tree.leaves(layers), jax.tree.structure(only_trained(layers))
-        own = trained_indices(layers)
-        self._layout = None if is_packed or layout.is_canonical else layout
-        self._stages = range(layout.num_stages)
-        divides = is_packed or layout.num_layers % layout.num_stages == 0
-        self._given = [_sharding(leaf, mesh, (STAGE,) if divides else ()) for leaf in leaves]
-        packed = [PartitionSpec(STAGE, *without(s.spec, STAGE)[1:]) for s in self._given]
-        self.shards = ParamShards.of_layers(packed, mesh.shape[TENSOR])
-        self._at_rest = [RestSharding(NamedSharding(mesh, spec)) for spec in packed]
-        self._pack = jax.jit(
-            layout.in_packed_order, out_shardings=[rest.given for rest in self._at_rest]
-        )
-        self._own = [(self._at_rest[i], self._given[i]) for i in own]
-        self._unpack = jax.jit(
-            layout.in_canonical_order, out_shardings=[given for _, given in self._own]
-        )
+    def __init__(
+        self,
+        layers: PyTree,
+        mesh: Mesh,
+        layout: LayerLayout,
+        *,
+        is_packed: bool,
+    ) -> None:
+        leaves = tree.leaves(layers)
+        self._tree = tree.structure(only_trained(layers))
         self._are_on_mesh = all(_is_on(leaf, mesh) for leaf in leaves)
-        self._is_layer = layout.packed_order.reshape(layout.num_stages, -1) >= 0
-        positions = self._is_layer.shape[1]
-        shapes = [
-            jax.ShapeDtypeStruct((positions, *leaf.shape[1:]), leaf.dtype)
-            for leaf in map(jax.typeof, leaves)
-        ]
-        self.like = [
-            [_like(shapes[i], self._at_rest[i], stage) for i in own] for stage in self._stages
-        ]
-        self.like_each = [
-            [[_like_one(leaf) for leaf in like]] * int(count)
-            for like, count in zip(self.like, self._is_layer.sum(axis=1), strict=True)
-        ]
+        self._layout = None if is_packed or layout.is_canonical else layout
+        self._is_layer = _by_stage(layout) >= 0
+        self._positions = self._is_layer.shape[1]
+
+        divides = is_packed or layout.num_layers % layout.num_stages == 0
+        default = (STAGE,) if divides else ()
+        given, at_rest = [], []
+        for leaf in leaves:
+            sharding = _sharding(leaf, mesh, default)
+            others = without(sharding.spec, STAGE)[1:]
+            packed = PartitionSpec(STAGE, *others)
+            given.append(sharding)
+            at_rest.append(NamedSharding(mesh, packed))
+        packed_specs = [sharding.spec for sharding in at_rest]
+        self.shards = ParamShards.of_layers(packed_specs, mesh.shape[TENSOR])
+        self._at_rest = [RestSharding(sharding) for sharding in at_rest]
+        self._pack = jax.jit(layout.in_packed_order, out_shardings=at_rest)
+
+        own = trained_indices(layers)
+        self._own_at_rest = [self._at_rest[i] for i in own]
+        self._own_given = [given[i] for i in own]
+        self._unpack = jax.jit(layout.in_canonical_order, out_shardings=self._own_given)
+
+        own_types = [jax.typeof(leaves[i]) for i in own]
+        self.like, self.like_each = [], []
+        for stage, is_layer in enumerate(self._is_layer):
+            like = self._like_on(stage, own_types)
+            one_layer = [_like_one(leaf) for leaf in like]
+            self.like.append(like)
+            self.like_each.append([one_layer] * int(is_layer.sum()))
+
+    def _like_on(self, stage: int, own_types: Arrays) -> Arrays:
+        like = []
+        for leaf, rest in zip(own_types, self._own_at_rest, strict=True):
+            shape = (self._positions, *leaf.shape[1:])
+            like.append(rest.like(stage, shape, leaf.dtype))
+        return like
 
     def enter(self, layers: PyTree) -> list[Arrays]:
         """Returns each stage's layers, on the stage."""
-        leaves = jax.tree.leaves(layers)
+        leaves = tree.leaves(layers)
         if self._layout is not None:
-            leaves = (
-                self._pack(leaves) if self._are_on_mesh else self._layout.in_packed_order(leaves)
-            )
-        pieces = [rest.pieces(leaf) for leaf, rest in zip(leaves, self._at_rest, strict=True)]
-        return [
-            [
-                move(piece[stage], rest.on(stage, DATA))
-                for piece, rest in zip(pieces, self._at_rest, strict=True)
-            ]
-            for stage in self._stages
-        ]
+            pack = self._pack if self._are_on_mesh else self._layout.in_packed_order
+            leaves = pack(leaves)
+        by_stage = [[] for _ in self.like]
+        for leaf, rest in zip(leaves, self._at_rest, strict=True):
+            for stage, piece in enumerate(rest.pieces(leaf)):
+                moved = move(piece, rest.on(stage, DATA))
+                by_stage[stage].append(moved)
+        return by_stage
 
     def split(self, stacked: Arrays, stage: int) -> list[Arrays]:
         """Returns the arrays of each layer of a stage, without padding."""
-        return [
-            [leaf[position] for leaf in stacked]
-            for position in np.flatnonzero(self._is_layer[stage])
-        ]
+        layers = []
+        for position in np.flatnonzero(self._is_layer[stage]):
+            layers.append([leaf[position] for leaf in stacked])
+        return layers
 
     def stack(self, sums: list[Arrays], stage: int) -> Arrays:
         """Returns the gradients of the layers of a stage stacked, with zeros as padding."""
-        padding = [jnp.zeros(leaf.shape[1:], wide_dtype(leaf.dtype)) for leaf in self.like[stage]]
+        padding = []
+        for leaf in self.like[stage]:
+            zeros = jnp.zeros(leaf.shape[1:], wide_dtype(leaf.dtype))
+            padding.append(zeros)
         each = iter(sums)
-        by_position = [next(each) if is_layer else padding for is_layer in self._is_layer[stage]]
-        return [jnp.stack(leaves) for leaves in zip(*by_position, strict=True)]
+        by_position = []
+        for is_layer in self._is_layer[stage]:
+            by_position.append(next(each) if is_layer else padding)
+        by_leaf = zip(*by_position, strict=True)
+        return [jnp.stack(leaves) for leaves in by_leaf]
 
     def leave(self, grads: Sequence[Arrays]) -> PyTree:
         """Returns the gradients of layers, from those of each stage."""
-        leaves = [rest.join(pieces) for (rest, _), *pieces in zip(self._own, *grads, strict=True)]
+        leaves = []
+        by_leaf = zip(*grads, strict=True)
+        for rest, pieces in zip(self._own_at_rest, by_leaf, strict=True):
+            leaves.append(rest.join(pieces))
         if self._layout is not None:
             leaves = self._unpack(leaves)
         else:
-            leaves = [move(leaf, given) for leaf, (_, given) in zip(leaves, self._own, strict=True)]
-        return jax.tree.unflatten(self._tree, leaves)
+            leaves = list(map(move, leaves, self._own_given))
+        return tree.unflatten(self._tree, leaves)
 
 
 class ListedLayers:
@@ -250,19 +291,23 @@ class ListedLayers:
     def __init__(self, layers: list[PyTree], mesh: Mesh, layout: LayerLayout) -> None:
         self._each = [OnOneStage(layer, mesh) for layer in layers]
         self.shards = [layer.shards for layer in self._each]
-        order = layout.packed_order.reshape(layout.num_stages, -1).tolist()
-        self._by_stage = [[layer for layer in stage if layer >= 0] for stage in order]
-        self.like = self.like_each = [
-            [list(self._each[i].like(self._each[i].trained, stage).values()) for i in own]
-            for stage, own in enumerate(self._by_stage)
-        ]
+        self._by_stage = []
+        self.like = self.like_each = []
+        for stage, order in enumerate(_by_stage(layout).tolist()):
+            own = [layer for layer in order if layer >= 0]
+            self._by_stage.append(own)
+            self.like.append([self._each[i].like_trained(stage) for i in own])
 
     def enter(self, layers: list[PyTree]) -> list[list[Arrays]]:
         """Returns each stage's layers, on the stage."""
-        return [
-            [list(self._each[i].enter(layers[i], None, stage).values()) for i in own]
-            for stage, own in enumerate(self._by_stage)
-        ]
+        by_stage = []
+        for stage, own in enumerate(self._by_stage):
+            entered = []
+            for i in own:
+                leaves = self._each[i].enter(layers[i], None, stage)
+                entered.append([*leaves.values()])
+            by_stage.append(entered)
+        return by_stage
 
     def split(self, layers: list[Arrays], stage: int) -> list[Arrays]:
         """Returns the arrays of each layer of a stage."""
@@ -274,15 +319,13 @@ class ListedLayers:
 
     def leave(self, grads: Sequence[list[Arrays]]) -> list[PyTree]:
         """Returns the gradients of layers, from those of each stage."""
-        each = {
-            i: layer
-            for own, layers in zip(self._by_stage, grads, strict=True)
-            for i, layer in zip(own, layers, strict=True)
-        }
-        return [
-            layer.leave(dict(zip(layer.trained, each[i], strict=True)))
-            for i, layer in enumerate(self._each)
-        ]
+        left: list[Any] = [None] * len(self._each)
+        for own, layers in zip(self._by_stage, grads, strict=True):
+            for i, arrays in zip(own, layers, strict=True):
+                layer = self._each[i]
+                by_number = zip(layer.trained, arrays, strict=True)
+                left[i] = layer.leave(dict(by_number))
+        return left
 
 
 class OnOneStage:
@@ -296,45 +339,70 @@ class OnOneStage:
     """
 
     def __init__(self, params: PyTree, mesh: Mesh) -> None:
-        leaves, self._tree = jax.tree.leaves(params), jax.tree.structure(only_trained(params))
+        leaves = tree.leaves(params)
+        self._tree = tree.structure(only_trained(params))
         self.trained = trained_indices(params)
         self._shapes = [jax.typeof(leaf) for leaf in leaves]
         self._at_rest = [_spread(leaf, mesh) for leaf in leaves]
-        cuts = tuple(cut_of(rest.given.spec, TENSOR) for rest in self._at_rest)
+        specs = [rest.given.spec for rest in self._at_rest]
+        cuts = tuple(cut_of(spec, TENSOR) for spec in specs)
         self.shards = ParamShards(cuts, mesh.shape[TENSOR])
 
     def like(self, numbers: Sequence[int], stage: int) -> dict[int, Any]:
         """Returns the shapes, dtypes and shardings of some leaves on a stage."""
-        return {i: _like(self._shapes[i], self._at_rest[i], stage) for i in numbers}
+        like = {}
+        for i in numbers:
+            leaf = self._shapes[i]
+            like[i] = self._at_rest[i].like(stage, leaf.shape, leaf.dtype)
+        return like
 
-    def enter(self, params: PyTree, numbers: Sequence[int] | None, stage: int) -> dict[int, Any]:
+    def like_trained(self, stage: int) -> Arrays:
+        """Returns those of the leaves that are trained, in their order."""
+        return [*self.like(self.trained, stage).values()]
+
+    def enter(
+        self,
+        params: PyTree,
+        numbers: Sequence[int] | None,
+        stage: int,
+    ) -> dict[int, Any]:
         """Returns some leaves, or all, on a stage."""
-        leaves = jax.tree.leaves(params)
-        numbers = range(len(leaves)) if numbers is None else numbers
-        return {i: self._at_rest[i].gather(leaves[i], stage) for i in numbers}
+        leaves = tree.leaves(params)
+        entered = {}
+        for i in range(len(leaves)) if numbers is None else numbers:
+            entered[i] = self._at_rest[i].gather(leaves[i], stage)
+        return entered
 
-    def leave(self, grads: Mapping[int, jax.Array]) -> PyTree:
+    def leave(self, grads: Mapping[int, Array]) -> PyTree:
         """Returns the gradients at rest, from those of some leaves on their stages; the gradients of the others are zero."""
-
-        def grad_of(i: int) -> jax.Array:
-            rest, shape = self._at_rest[i], self._shapes[i]
-            return (
-                rest.scatter(grads[i])
-                if i in grads
-                else jnp.zeros(shape.shape, shape.dtype, device=rest.given)
-            )
-
-        return jax.tree.unflatten(self._tree, [grad_of(i) for i in self.trained])
+        at_rest = []
+        for i in self.trained:
+            rest = self._at_rest[i]
+            leaf = self._shapes[i]
+            if i in grads:
+                at_rest.append(rest.scatter(grads[i]))
+            else:
+                zeros = jnp.zeros(leaf.shape, leaf.dtype, device=rest.given)
+                at_rest.append(zeros)
+        return tree.unflatten(self._tree, at_rest)
 
 
 def _spread(leaf: Any, mesh: Mesh) -> RestSharding:
     """The sharding at rest of a leaf that one stage uses, by default sharded over all stages."""
     dim = outer_stage_dim(jnp.shape(leaf), mesh.shape[STAGE])
-    return RestSharding(_sharding(leaf, mesh, () if dim is None else (*(None,) * dim, STAGE)))
+    default = () if dim is None else (*[None] * dim, STAGE)
+    return RestSharding(_sharding(leaf, mesh, default))
 
 
 def _sharding(leaf: Any, mesh: Mesh, default: tuple) -> NamedSharding:
-    return leaf.sharding if _is_on(leaf, mesh) else NamedSharding(mesh, PartitionSpec(*default))
+    if _is_on(leaf, mesh):
+        return leaf.sharding
+    return NamedSharding(mesh, PartitionSpec(*default))
+
+
+def _by_stage(layout: LayerLayout) -> np.ndarray:
+    """Returns the layer at each position of each stage, ``[stages, positions]``."""
+    return layout.packed_order.reshape(layout.num_stages, -1)
 
 
 def _is_on(leaf: Any, mesh: Mesh) -> bool:
@@ -342,12 +410,9 @@ def _is_on(leaf: Any, mesh: Mesh) -> bool:
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
-def _like(shape: Any, rest: RestSharding, stage: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=rest.on(stage))
-
-
-def _like_one(stacked: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _like_one(stacked: ShapeDtypeStruct) -> ShapeDtypeStruct:
     """One layer of stacked layers."""
     assert isinstance(stacked.sharding, NamedSharding)
-    sharding = NamedSharding(stacked.sharding.mesh, PartitionSpec(*stacked.sharding.spec[1:]))
-    return jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype, sharding=sharding)
+    spec = PartitionSpec(*stacked.sharding.spec[1:])
+    sharding = NamedSharding(stacked.sharding.mesh, spec)
+    return ShapeDtypeStruct(stacked.shape[1:], stacked.dtype, sharding=sharding)
