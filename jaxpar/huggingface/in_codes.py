@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jaxpar.models.quantized import Quantized, check_kind, quantize_weight
 
@@ -31,23 +32,22 @@ def in_codes(
         shardings: The shardings of codes and scales, and the kind of codes.
         block: Returns a part of the weights, on the host.
     """
-    kind, num_in = check_kind(shardings.kind), shardings.num_in
-    one = jax.eval_shape(
-        lambda w: quantize_weight(w, kind, num_in, 0, ""),
-        jax.ShapeDtypeStruct(shape[1:], "float32"),
-    )
+    num_layers, *of_layer = shape
+    kind = check_kind(shardings.kind)
+    quantize = lambda weight: quantize_weight(weight, kind, shardings.num_in, 0, "a layer")
+    one = jax.eval_shape(quantize, jax.ShapeDtypeStruct(of_layer, "float32"))
     each, treedef = jax.tree.flatten(shardings)
-    parts = [
-        _Parts((shape[0], *leaf.shape), leaf.dtype, sharding)
-        for leaf, sharding in zip(jax.tree.leaves(one), each, strict=True)
-    ]
-    of_layer = tuple(slice(0, size) for size in shape[1:])
-    for layer in range(shape[0]):
+    parts = []
+    for leaf, sharding in zip(jax.tree.leaves(one), each, strict=True):
+        stacked = (num_layers, *leaf.shape)
+        parts.append(_Parts(stacked, leaf.dtype, sharding))
+    whole = [slice(0, size) for size in of_layer]
+    for layer in range(num_layers):
         if not any(part.needs(layer) for part in parts):
             continue
-        weight = block((slice(layer, layer + 1), *of_layer))[0]
+        weight = block((slice(layer, layer + 1), *whole))[0]
         with jax.default_device(_host()):
-            made = quantize_weight(weight, kind, num_in, 0, "a layer")
+            made = quantize(weight)
         for part, array in zip(parts, jax.tree.leaves(made), strict=True):
             part.write(layer, np.asarray(array))
     return treedef.unflatten([part.on_devices() for part in parts])
@@ -56,34 +56,40 @@ def in_codes(
 class _Parts:
     """The parts of a stacked array that the devices of this process hold, on the host."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> None:
-        self.shape, self.sharding = shape, sharding
+    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> None:
+        self.shape = shape
+        self.sharding = sharding
         self.holders = holders_of(shape, sharding)
-        sizes = lambda ends: [stop - start for start, stop in ends]
-        self.arrays = {ends: np.empty(sizes(ends), dtype) for ends in self.holders}
+        self.arrays = {}
+        for ends in self.holders:
+            sizes = [stop - start for start, stop in ends]
+            self.arrays[ends] = np.empty(sizes, dtype)
 
     def needs(self, layer: int) -> bool:
         return any(start <= layer < stop for (start, stop), *_ in self.holders)
 
     def write(self, layer: int, array: np.ndarray) -> None:
         for ends, part in self.arrays.items():
-            (start, stop), *of_one = ends
+            (start, stop), *others = ends
+            of_one = tuple(slice(*each) for each in others)
             if start <= layer < stop:
-                part[layer - start] = array[tuple(slice(*each) for each in of_one)]
+                part[layer - start] = array[of_one]
 
     def on_devices(self) -> jax.Array:
         placed = []
         for ends, devices in self.holders.items():
             host = self.arrays.pop(ends)
-            placed += jax.block_until_ready([jax.device_put(host, device) for device in devices])
+            copies = [jax.device_put(host, device) for device in devices]
+            placed += jax.block_until_ready(copies)
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
 
 
-def holders_of(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Holders:
+def holders_of(shape: tuple[int, ...], sharding: Sharding) -> Holders:
     """Returns the devices of this process with each part of an array, by its ends along each dim."""
     holders: Holders = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        ends = tuple(at.indices(size)[:2] for at, size in zip(index or (), shape, strict=True))
+        places = zip(index or (), shape, strict=True)
+        ends = tuple(place.indices(size)[:2] for place, size in places)
         holders.setdefault(ends, []).append(device)
     return holders
 

@@ -19,10 +19,8 @@ from jaxtyping import Array, Float, Int
 from jaxpar.devices import on_gpus
 from jaxpar.dtypes import wide_dtype
 
-_COLUMNS, _DEPTH = (
-    128,
-    64,
-)  # of a tile of the result, and of the products that are added to it at a time
+_COLUMNS = 128  # of a tile of the result
+_DEPTH = 64  # of the products that are added to it at a time
 
 
 def multiply(
@@ -35,71 +33,76 @@ def multiply(
     """Returns each tile of rows times the weight of its owner, or times that transposed, and zeros where it has none."""
     experts, *widths = weights.shape
     depth, width = reversed(widths) if transposed else widths
-    num_tiles, step, columns = len(owner), _block(depth, _DEPTH), _block(width, _COLUMNS)
+    num_tiles = len(owner)
     size = len(rows) // num_tiles
+    step = _block(depth, _DEPTH)
+    columns = _block(width, _COLUMNS)
 
     def kernel(owner_ref: Any, rows_ref: Any, weights_ref: Any, out_ref: Any) -> None:
-        tile, column = pl.program_id(0) * size, pl.program_id(1) * columns
+        tile = pl.ds(pl.program_id(0) * size, size)
+        column = pl.ds(pl.program_id(1) * columns, columns)
         expert = owner_ref[pl.program_id(0)]
         known = jnp.minimum(expert, experts - 1)
 
         def add(i: Any, total: Array) -> Array:
-            here = rows_ref[pl.ds(tile, size), pl.ds(i * step, step)]
+            inner = pl.ds(i * step, step)
+            here = rows_ref[tile, inner]
             if transposed:
-                return total + _dot(
-                    here, weights_ref[known, pl.ds(column, columns), pl.ds(i * step, step)].T
-                )
-            return total + _dot(
-                here, weights_ref[known, pl.ds(i * step, step), pl.ds(column, columns)]
-            )
+                weight = weights_ref[known, column, inner].T
+            else:
+                weight = weights_ref[known, inner, column]
+            return total + _dot(here, weight)
 
         steps = (expert < experts).astype(jnp.int32) * (depth // step)
-        total = jax.lax.fori_loop(0, steps, add, jnp.zeros((size, columns), wide_dtype(rows.dtype)))
-        out_ref[pl.ds(tile, size), pl.ds(column, columns)] = total.astype(out_ref.dtype)
+        start = jnp.zeros((size, columns), wide_dtype(rows.dtype))
+        total = jax.lax.fori_loop(0, steps, add, start)
+        out_ref[tile, column] = total.astype(out_ref.dtype)
 
     out = jax.ShapeDtypeStruct((len(rows), width), rows.dtype)
-    return _call(kernel, (num_tiles, width // columns), out)(owner, rows, weights)
+    call = _call(kernel, (num_tiles, width // columns), out)
+    return call(owner, rows, weights)
 
 
 def contract(
     rows: Float[Array, "rows in"], ct: Float[Array, "rows out"], sizes: Int[Array, " experts"]
 ) -> Float[Array, "experts in out"]:
     """Returns for each group its rows, transposed, times their cotangents."""
-    experts, depth, width = len(sizes), rows.shape[1], ct.shape[1]
-    height, columns = _block(depth, _COLUMNS), _block(width, _COLUMNS)
+    experts = len(sizes)
+    depth, width = rows.shape[1], ct.shape[1]
+    height = _block(depth, _COLUMNS)
+    columns = _block(width, _COLUMNS)
     ends = jnp.cumsum(sizes).astype(jnp.int32) // _DEPTH
+    begins = ends - sizes.astype(jnp.int32) // _DEPTH
 
     def kernel(begins_ref: Any, ends_ref: Any, rows_ref: Any, ct_ref: Any, out_ref: Any) -> None:
-        row, column, expert = (
-            pl.program_id(0) * height,
-            pl.program_id(1) * columns,
-            pl.program_id(2),
-        )
+        row = pl.ds(pl.program_id(0) * height, height)
+        column = pl.ds(pl.program_id(1) * columns, columns)
+        expert = pl.program_id(2)
 
         def add(i: Any, total: Array) -> Array:
-            here = rows_ref[pl.ds(i * _DEPTH, _DEPTH), pl.ds(row, height)]
-            return total + _dot(here.T, ct_ref[pl.ds(i * _DEPTH, _DEPTH), pl.ds(column, columns)])
+            inner = pl.ds(i * _DEPTH, _DEPTH)
+            here = rows_ref[inner, row]
+            return total + _dot(here.T, ct_ref[inner, column])
 
         start = jnp.zeros((height, columns), wide_dtype(rows.dtype))
         total = jax.lax.fori_loop(begins_ref[expert], ends_ref[expert], add, start)
-        out_ref[expert, pl.ds(row, height), pl.ds(column, columns)] = total.astype(out_ref.dtype)
+        out_ref[expert, row, column] = total.astype(out_ref.dtype)
 
     out = jax.ShapeDtypeStruct((experts, depth, width), rows.dtype)
     call = _call(kernel, (depth // height, width // columns, experts), out)
-    return call(ends - sizes.astype(jnp.int32) // _DEPTH, ends, rows, ct)
+    return call(begins, ends, rows, ct)
 
 
-def _call(
-    kernel: Callable[..., None], grid: tuple[int, ...], out: jax.ShapeDtypeStruct
-) -> Callable[..., Array]:
+def _call(kernel: Callable[..., None], grid: tuple[int, ...], out: Any) -> Callable[..., Array]:
     interpret = not on_gpus()
+    params = triton.CompilerParams(num_warps=8, num_stages=3)
     return pl.pallas_call(
         kernel,
         grid=grid,
         out_shape=out,
         interpret=interpret,
         name="grouped_product",  # by which ``inspect/costs.py`` knows it in a compiled program
-        compiler_params=None if interpret else triton.CompilerParams(num_warps=8, num_stages=3),
+        compiler_params=None if interpret else params,
     )
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 from jaxpar.losses import softmax_cross_entropy
 from jaxpar.models import mlp
@@ -56,71 +57,86 @@ def sweep(
     """
     run = make_run(train, test, width, num_hidden, learning_rate)
     num_all = len(train["label"])
-    widths = tuple(sorted({max(1, width >> k) for k in range(6)}))
     few = min(FEW_ROWS, num_all)
-    counts = (*(n for n in ROWS if n < num_all), num_all)
+    widths = sorted({max(1, width >> k) for k in range(6)})
+    counts = [n for n in ROWS if n < num_all] + [num_all]
 
-    def errors(sizes: tuple[int, ...], runs: list[tuple[int, int]]) -> Errors:
-        of_train, of_test = np.array([run(*each) for each in runs]).swapaxes(0, 1)
-        params = [
-            count_params(mlp.param_table(64, 10, width=w, num_hidden=num_hidden)) for w, _ in runs
-        ]
-        return Errors(sizes, tuple(params), tuple(n for _, n in runs), of_train, of_test)
+    def errors(sizes: list[int], widths: list[int], counts: list[int]) -> Errors:
+        of_train, of_test, num_params = [], [], []
+        for units, rows in zip(widths, counts, strict=True):
+            wrong, wrong_of_test = run(units, rows)
+            of_train.append(wrong)
+            of_test.append(wrong_of_test)
+            table = mlp.param_table(64, 10, width=units, num_hidden=num_hidden)
+            num_params.append(count_params(table))
+        return Errors(
+            tuple(sizes),
+            tuple(num_params),
+            tuple(counts),
+            np.array(of_train),
+            np.array(of_test),
+        )
 
-    return errors(widths, [(w, few) for w in widths]), errors(counts, [(width, n) for n in counts])
+    by_width = errors(widths, widths, [few] * len(widths))
+    by_count = errors(counts, [width] * len(counts), counts)
+    return by_width, by_count
 
 
 def make_run(
     train: Rows, test: Rows, width: int, num_hidden: int, learning_rate: float
-) -> Callable[[int, int], tuple[jax.Array, jax.Array]]:
+) -> Callable[[int, int], tuple[Array, Array]]:
     """Returns a function ``(num_units, num_rows) -> (training errors, test errors)``, with one error of each for each run."""
     optimizer = optax.adam(learning_rate)
     table = mlp.param_table(train["features"].shape[1], 10, width=width, num_hidden=num_hidden)
 
-    def mean_loss(params: dict, batch: dict[str, jax.Array]) -> jax.Array:
-        loss_sum, weight_sum = softmax_cross_entropy(mlp.MODEL.apply(params, batch), batch["label"])
+    def mean_loss(params: dict, batch: dict[str, Array]) -> Array:
+        logits = mlp.MODEL.apply(params, batch)
+        loss_sum, weight_sum = softmax_cross_entropy(logits, batch["label"])
         return loss_sum / weight_sum
 
-    def one_run(
-        num_units: jax.Array, num_rows: jax.Array, seed: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        first = narrowed(init_params(table, jax.random.key(seed)), num_units)
+    def is_wrong(params: dict, rows: Rows) -> Array:
+        logits = mlp.MODEL.apply(params, rows)
+        return jnp.argmax(logits, -1) != rows["label"]
 
-        def step(state: tuple, key: jax.Array) -> tuple[tuple, None]:
+    def one_run(num_units: Array, num_rows: Array, seed: Array) -> tuple[Array, Array]:
+        first = init_params(table, jax.random.key(seed))
+        first = narrowed(first, num_units)
+
+        def step(state: tuple, key: Array) -> tuple[tuple, None]:
             params, opt_state = state
             rows = jax.random.randint(key, (BATCH_SIZE,), 0, num_rows)
-            grads = jax.grad(mean_loss)(
-                params, {name: jnp.asarray(column)[rows] for name, column in train.items()}
-            )
+            batch = {name: jnp.asarray(column)[rows] for name, column in train.items()}
+            grads = jax.grad(mean_loss)(params, batch)
             updates, opt_state = optimizer.update(grads, opt_state)
-            return (optax.apply_updates(params, updates), opt_state), None
+            params = optax.apply_updates(params, updates)
+            return (params, opt_state), None
 
         keys = jax.random.split(jax.random.key(seed + NUM_RUNS), NUM_STEPS)
-        (params, _), _ = jax.lax.scan(step, (first, optimizer.init(first)), keys)
-        of_train, of_test = (
-            jnp.argmax(mlp.MODEL.apply(params, r), -1) != r["label"] for r in (train, test)
-        )
-        return jnp.sum(of_train & (jnp.arange(len(of_train)) < num_rows)) / num_rows, jnp.mean(
-            of_test
-        )
+        start = first, optimizer.init(first)
+        (params, _), _ = jax.lax.scan(step, start, keys)
+        of_train, of_test = is_wrong(params, train), is_wrong(params, test)
+        is_learned = jnp.arange(len(of_train)) < num_rows
+        return jnp.sum(of_train & is_learned) / num_rows, jnp.mean(of_test)
 
     runs = jax.jit(jax.vmap(one_run, (None, None, 0)))
-    return lambda num_units, num_rows: jax.device_get(
-        runs(num_units, num_rows, jnp.arange(NUM_RUNS))
-    )
+    seeds = jnp.arange(NUM_RUNS)
+    return lambda num_units, num_rows: jax.device_get(runs(num_units, num_rows, seeds))
 
 
-def narrowed(params: dict, num_units: jax.Array) -> dict:
+def narrowed(params: dict, num_units: Array) -> dict:
     """Returns initial params of a model with ``num_units`` in a hidden layer, scaled as its own initializers would."""
-    width = params["outer"]["w_in"].shape[1]
-    kept = (jnp.arange(width) < num_units).astype(jnp.float32)
-    scale = jnp.sqrt(
-        width / num_units
-    )  # initializers divide by the square root of the number of inputs of a unit
     outer, layers = params["outer"], params["layers"]
+    width = outer["w_in"].shape[1]
+    kept = (jnp.arange(width) < num_units).astype(jnp.float32)
+    # Initializers divide by the square root of the number of inputs of a unit.
+    scale = jnp.sqrt(width / num_units)
     both = kept[None, :, None] * kept[None, None, :] * scale
-    return {
-        "outer": outer
-        | {"w_in": outer["w_in"] * kept[None], "w_out": outer["w_out"] * kept[:, None] * scale},
-        "layers": layers | {"w_up": layers["w_up"] * both, "w_down": layers["w_down"] * both},
+    outer = outer | {
+        "w_in": outer["w_in"] * kept[None],
+        "w_out": outer["w_out"] * kept[:, None] * scale,
     }
+    layers = layers | {
+        "w_up": layers["w_up"] * both,
+        "w_down": layers["w_down"] * both,
+    }
+    return {"outer": outer, "layers": layers}

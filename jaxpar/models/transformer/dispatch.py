@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxpar.models.transformer.config import Experts
 
+Move = Callable[..., Any]
 OWNERS = "data"  # the axis of replicas that may divide experts among them: models import no mesh
 
 
@@ -88,20 +90,20 @@ class Shards:
         """Returns an array whose leading dim, of the shards, is split over them."""
         if self.count == 1:
             return x
-        return jax.lax.with_sharding_constraint(x, self._spec)
+        return lax.with_sharding_constraint(x, self._spec)
 
     def whole(self, x: Array) -> Array:
         """Returns an array that every shard has whole: XLA would split it, as its readers are, and gather it again."""
         if self.size == 1:
             return x
-        return jax.lax.with_sharding_constraint(x, PartitionSpec())
+        return lax.with_sharding_constraint(x, PartitionSpec())
 
     def on_each(self, x: Shaped[Array, "*dims"]) -> Shaped[Array, "shards *dims"]:
         """Returns ``x`` on each shard."""
         if self.count == 1:  # not a broadcast, of which the derivative would be a sum
             return x.reshape(1, *x.shape)
-        copies = jnp.broadcast_to(x[None], (self.count, *x.shape))
-        return self.split(copies)
+        shape = (self.count, *x.shape)
+        return self.split(jnp.broadcast_to(x[None], shape))
 
     def total(self, x: Float[Array, "shards *dims"]) -> Float[Array, "*dims"]:
         """Returns the sum over the shards."""
@@ -132,7 +134,7 @@ class Shards:
         spec = self._of_width(rows)
         if spec is None:
             return rows
-        return jax.lax.with_sharding_constraint(rows, spec)
+        return lax.with_sharding_constraint(rows, spec)
 
     def _of_width(self, rows: Array) -> PartitionSpec | None:
         *others, width = rows.shape
@@ -174,6 +176,10 @@ def dropless(
 ) -> Slots:
     """Returns slots for all pairs, in the order of the experts, each expert's beginning at a multiple of ``tile``.
 
+    With experts of 3, 0 and 2 pairs and a tile of 2:
+
+        slots   0 0 0 . 2 2          begins 0 4 4      ends 4 4 6
+
     Args:
         chosen: The expert of each pair; ``num_experts`` for none.
         num_experts: The number of experts on this replica.
@@ -181,31 +187,37 @@ def dropless(
         tile: A number of rows.
         room: The most pairs that may have an expert. Those after them get no slot.
     """
-    count, (own, part) = shards.count, shards.own(num_experts)
+    count = shards.count
+    own, part = shards.own(num_experts)
     by_expert = _sorted(chosen[None], num_experts, shards)
     of_shard = lambda a: jnp.broadcast_to(a.reshape(-1, own), (count, own))
     num_slots = _num_slots(own, tile, room)
-    padded_sizes = -(-of_shard(by_expert.sizes) // tile) * tile
-    ends = jnp.minimum(jnp.cumsum(padded_sizes, 1), num_slots)
+    num_tiles = -(-of_shard(by_expert.sizes) // tile)
+    ends = jnp.cumsum(num_tiles * tile, 1)
+    ends = jnp.minimum(ends, num_slots)
     sizes = jnp.diff(ends, axis=1, prepend=0)
     begins = ends - sizes
 
     # The slot of a pair: that of its expert's first, and its place among the expert's.
-    expert = jnp.broadcast_to(chosen[None] % own, (count, len(chosen)))
+    pairs = chosen[None]
+    expert = jnp.broadcast_to(pairs % own, (count, len(chosen)))
     slot = at(begins, expert) + by_expert.rank
-    has_slot = (chosen[None] // own == part) & (slot < num_slots)
+    is_own = pairs // own == part
+    has_slot = is_own & (slot < num_slots)
     slot = jnp.where(has_slot, slot, num_slots)
 
     # The pair of a slot, the other way around.
-    here = jnp.arange(num_slots, dtype=ends.dtype)[None]
-    here = jnp.broadcast_to(here, (count, num_slots))
-    expert = jnp.sum(ends[:, :, None] <= here[:, None], 1)
+    here = jnp.arange(num_slots, dtype=ends.dtype)
+    here = jnp.broadcast_to(here[None], (count, num_slots))
+    is_past = ends[:, :, None] <= here[:, None]
+    expert = jnp.sum(is_past, 1)
     is_one = expert < own
     expert = jnp.minimum(expert, own - 1)
     within = here - at(begins, expert)
     is_taken = is_one & (within < at(of_shard(by_expert.sizes), expert))
     place = at(of_shard(by_expert.starts), expert) + within
-    pair = by_expert.order[0, jnp.where(is_taken, place, 0)]
+    place = jnp.where(is_taken, place, 0)
+    pair = by_expert.order[0, place]
     pair = jnp.where(is_taken, pair, len(chosen))
     return Slots(pair, slot, sizes)
 
@@ -223,22 +235,27 @@ def within_capacity(
 ) -> Slots:
     """Returns ``capacity`` slots for each expert and row, in this order, which the row's first tokens get.
 
+        slot = (expert * rows + row) * capacity + rank of the pair among the row's for this expert
+
     Args:
         chosen: The experts of each token; ``num_experts`` for none.
         num_experts: The number of experts on this replica.
         shards: The shards.
         capacity: The slots of an expert for a row.
     """
-    rows, (own, part) = len(chosen), shards.own(num_experts)
+    rows = len(chosen)
+    own, part = shards.own(num_experts)
     chosen = chosen.reshape(rows, -1)
     by_expert = _sorted(chosen, num_experts, shards)
     row = jnp.arange(rows)[:, None]
     num_slots = own * rows * capacity
 
-    # The slot of a pair: experts, then rows, then the places of a row.
-    slot = (chosen % own * rows + row) * capacity + by_expert.rank
+    # The slot of a pair.
+    block = chosen % own * rows + row
+    slot = block * capacity + by_expert.rank
     is_own = (chosen // own).reshape(1, -1) == part
-    has_slot = is_own & (by_expert.rank < capacity).reshape(1, -1)
+    fits = by_expert.rank < capacity
+    has_slot = is_own & fits.reshape(1, -1)
     slot = jnp.where(has_slot, slot.reshape(1, -1), num_slots)
 
     # The pair of a slot [experts, rows, capacity], the other way around.
@@ -246,10 +263,13 @@ def within_capacity(
     is_taken = here < by_expert.sizes.T[:, :, None]
     place = by_expert.starts.T[:, :, None] + here
     place = jnp.where(is_taken, place, 0)
-    pair = by_expert.order[row[None], place] + row[None] * chosen.shape[1]
+    row = row[None]
+    pair = by_expert.order[row, place] + row * chosen.shape[1]
     pair = jnp.where(is_taken, pair, chosen.size)
-    pair = jnp.broadcast_to(pair.reshape(-1, num_slots), (shards.count, num_slots))
-    sizes = jnp.full((shards.count, own), rows * capacity, by_expert.sizes.dtype)
+    pair = pair.reshape(-1, num_slots)
+    pair = jnp.broadcast_to(pair, (shards.count, num_slots))
+    of_each = rows * capacity
+    sizes = jnp.full((shards.count, own), of_each, by_expert.sizes.dtype)
     return Slots(pair, slot, sizes)
 
 
@@ -284,7 +304,8 @@ def by_expert_first(owners: int, num_experts: int, room: int, shards: Shards) ->
 
     def swapped(*sizes: int) -> Array:
         of_both = pairs.reshape(*sizes, room)
-        return shards.on_each(of_both.swapaxes(0, 1).reshape(-1))
+        in_order = of_both.swapaxes(0, 1).reshape(-1)
+        return shards.on_each(in_order)
 
     sizes = jnp.full((shards.count, num_experts), owners * room)
     return Slots(swapped(owners, num_experts), swapped(num_experts, owners), sizes)
@@ -297,7 +318,8 @@ def num_over(chosen: Int[Array, "rows seq chosen"], count: int, room: int) -> In
 
 
 def _counts(chosen: Int[Array, "rows pairs"], num_experts: int) -> Int[Array, "rows experts"]:
-    of_each = chosen[..., None] == jnp.arange(num_experts, dtype=chosen.dtype)[None, None]
+    numbers = jnp.arange(num_experts, dtype=chosen.dtype)
+    of_each = chosen[..., None] == numbers[None, None]
     return of_each.sum(1, dtype=jnp.int32)
 
 
@@ -321,21 +343,22 @@ def _to_tokens(k: int, rows: Float[Array, "shards slots width"], slots: Slots) -
     """Returns ``[shards, tokens, width]``, the sum of the rows of each token's k pairs."""
     num_slots = slots.pair.shape[1]
     has_slot = slots.slot < num_slots
-    picked = _take(rows, jnp.where(has_slot, slots.slot, 0), has_slot)
+    slot = jnp.where(has_slot, slots.slot, 0)
+    picked = _take(rows, slot, has_slot)
     if k == 1:
         return picked
-    of_tokens = picked.reshape(len(rows), -1, k, rows.shape[-1])
+    shards, _, width = rows.shape
+    of_tokens = picked.reshape(shards, -1, k, width)
     return of_tokens.sum(2)
 
 
-def _take(
-    x: Float[Array, "shards from width"], index: Array, is_there: Bool[Array, "shards to"]
-) -> Array:
-    rows = jnp.take_along_axis(x, index[..., None], axis=1, mode="promise_in_bounds")
+def _take(x: Array, index: Array, is_there: Bool[Array, "shards to"]) -> Array:
+    index = index[..., None]
+    rows = jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
     return jnp.where(is_there[..., None], rows, 0)
 
 
-def _with_transpose(move: Callable[..., Array], back: Callable[..., Array]) -> Callable[..., Any]:
+def _with_transpose(move: Move, back: Move) -> Move:
     """Returns a linear ``move(k, rows, slots)`` whose transpose is ``back``."""
 
     def forward(k: int, x: Array, slots: Slots) -> tuple[Array, Slots]:

@@ -29,11 +29,11 @@ width of rows and has a slice of the hidden width of each expert, whatever ``spl
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxpar.devices import on_gpus
@@ -85,10 +85,12 @@ def experts(
     reduce-scatter, and their transposes. Over the other axis the rows that a replica gets are then gathered, and what it gives
     is reduced, in slices.
     """
-    weights, shared, settings = params["experts"], params.get("shared"), config.experts
+    settings = config.experts
+    weights, shared = params["experts"], params.get("shared")
     assert settings is not None, "the params of experts are of a model with experts"
     _check_not_adapted(weights)
-    shards = Shards.of_experts(settings, config.expert_hidden_dim, len(weights["w_expert_down"]))
+    num_held = len(weights["w_expert_down"])
+    shards = Shards.of_experts(settings, config.expert_hidden_dim, num_held)
     capacity = capacity_of(settings, x.shape[1]) if drops else None
     layer = _Experts(config, settings, weights, shards, capacity, x.dtype)
     if shards.owners > 1:
@@ -118,6 +120,7 @@ def _check_not_adapted(weights: PyTree) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Experts:
     """The experts of a layer as this replica has them, and their products.
 
@@ -127,59 +130,68 @@ class _Experts:
         weights: The params of the experts.
         shards: How the layer is split.
         capacity: How many tokens of a row an expert has room for; None: for all.
-        tile: Where an expert's slots begin: at a multiple of it.
+        dtype: That of the products.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        settings: Experts,
-        weights: PyTree,
-        shards: Shards,
-        capacity: int | None,
-        dtype: Any,
-    ) -> None:
-        self.config, self.settings = config, settings
-        self.weights, self.shards, self.capacity = weights, shards, capacity
-        self._dtype = dtype
-        self._product, self.tile = _batched, 1
-        if capacity is None:
-            self._product, self.tile = _product(config, settings, shards, dtype)
+    config: TransformerConfig
+    settings: Experts
+    weights: PyTree
+    shards: Shards
+    capacity: int | None
+    dtype: Any
 
     @property
     def num_own(self) -> int:
         """The number of experts of this replica."""
         return self.settings.count // self.shards.owners
 
+    @cached_property
+    def product(self) -> tuple[Callable[..., Array], int]:
+        """The product of rows with the experts' weights, and of what the sizes of groups are multiples."""
+        if self.capacity is not None:
+            return _batched, 1
+        return _product(self.config, self.settings, self.shards, self.dtype)
+
+    @property
+    def tile(self) -> int:
+        """Where an expert's slots begin: at a multiple of it."""
+        return self.product[1]
+
     def slots(self, chosen: Int[Array, "batch seq chosen"], num_experts: int) -> Slots:
         """Returns the slots of pairs of this replica's tokens among some experts."""
         if self.capacity is not None:
             return within_capacity(chosen, num_experts, self.shards, capacity=self.capacity)
-        return dropless(
-            chosen.reshape(-1), num_experts, self.shards, tile=self.tile, room=chosen.size
-        )
+        pairs = chosen.reshape(-1)
+        return dropless(pairs, num_experts, self.shards, tile=self.tile, room=chosen.size)
 
     def of_rows(
-        self, k: int, tokens: OnShards, weights: Float[Array, "*tokens k"], slots: Slots
+        self,
+        k: int,
+        tokens: OnShards,
+        weights: Float[Array, "*tokens k"],
+        slots: Slots,
     ) -> OnShards:
         """Returns what the experts give to tokens of k pairs each; the sum over the shards is the output."""
-        split, shards = self.shards.split, self.shards
-        slots = Slots(*map(split, slots))
-        rows = split(dispatch(k, tokens, slots))
+        shards = self.shards
+        slots = Slots(*map(shards.split, slots))
+        rows = shards.split(dispatch(k, tokens, slots))
         of_pairs = shards.on_each(weights.reshape(-1, 1))
-        by = split(dispatch(1, of_pairs, slots))
+        by = shards.split(dispatch(1, of_pairs, slots))
         gate = None
         if self.config.mlp == "swiglu":
             gate = self._times(rows, "w_expert_gate", slots)
         up = self._times(rows, "w_expert_up", slots)
         hidden = activated(gate, up).astype(by.dtype) * by
-        down = self._times(hidden.astype(self._dtype), "w_expert_down", slots)
-        return split(combine(k, down, slots))
+        hidden = hidden.astype(self.dtype)
+        down = self._times(hidden, "w_expert_down", slots)
+        return shards.split(combine(k, down, slots))
 
     def _times(self, rows: Array, name: str, slots: Slots) -> Array:
-        weight = jnp.asarray(self.weights[name], self._dtype)
-        weight = self.shards.split(_of_shards(self.shards, weight, name))
-        return self.shards.split(self._product(rows, weight, slots.sizes))
+        shards = self.shards
+        multiply, _ = self.product
+        weight = jnp.asarray(self.weights[name], self.dtype)
+        weight = shards.split(_of_shards(shards, weight, name))
+        return shards.split(multiply(rows, weight, slots.sizes))
 
 
 def _of_shards(shards: Shards, weight: Array, name: str) -> Array:
@@ -192,14 +204,16 @@ def _of_shards(shards: Shards, weight: Array, name: str) -> Array:
 
 def _cut(weight: Array, dim: int, count: int) -> Array:
     """Returns ``[shards, ...]``, a slice of the weight along ``dim`` for each shard."""
-    shape = (*weight.shape[:dim], count, -1, *weight.shape[dim + 1 :])
-    return jnp.moveaxis(weight.reshape(shape), dim, 0)
+    before, after = weight.shape[:dim], weight.shape[dim + 1 :]
+    slices = weight.reshape(*before, count, -1, *after)
+    return jnp.moveaxis(slices, dim, 0)
 
 
 def _num_dropped(layer: _Experts, routing: Routing) -> Int[Array, " batch"]:
+    chosen = routing.experts
     if layer.capacity is None:
-        return jnp.zeros(len(routing.experts), jnp.int32)
-    return num_over(routing.experts, layer.settings.count, layer.capacity)
+        return jnp.zeros(len(chosen), jnp.int32)
+    return num_over(chosen, layer.settings.count, layer.capacity)
 
 
 # On one replica -------------------------------------------------------------------------------------------------------------
@@ -209,29 +223,40 @@ def _on_this_replica(
     layer: _Experts, shared: PyTree, x: Hidden, routing: Routing
 ) -> tuple[Hidden, bool]:
     """Returns the output of experts that each replica has all of, and whether that of shared ones is in it."""
-    config, shards = layer.config, layer.shards
-    slots = layer.slots(routing.experts, layer.settings.count)
-    tokens = shards.on_each(x.reshape(-1, x.shape[-1]))
-    y = layer.of_rows(layer.settings.per_token, tokens, routing.weights, slots)
-    is_cut = shared is not None and shards.count > 1 and _can_be_cut(shared, shards.count)
+    shards, settings = layer.shards, layer.settings
+    slots = layer.slots(routing.experts, settings.count)
+    tokens = shards.on_each(_tokens(x))
+    y = layer.of_rows(settings.per_token, tokens, routing.weights, slots)
+    is_cut = shards.count > 1 and _can_be_cut(shared, shards.count)
     if is_cut:
-        y = y + _part_of_mlp(config, shared, tokens, shards)
-    return shards.total(y.reshape(shards.count, *x.shape)), is_cut
+        y = y + _part_of_mlp(layer.config, shared, tokens, shards)
+    y = y.reshape(shards.count, *x.shape)
+    return shards.total(y), is_cut
+
+
+def _tokens(x: Hidden) -> Float[Array, "tokens embed"]:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _can_be_cut(params: PyTree, count: int) -> bool:
-    is_plain = not any(map(is_adapted, params.values()))
-    return is_plain and len(params["w_down"]) % count == 0
+    if params is None or any(map(is_adapted, params.values())):
+        return False
+    return len(params["w_down"]) % count == 0
 
 
 def _part_of_mlp(
     config: TransformerConfig, params: PyTree, z: OnShards, shards: Shards
 ) -> OnShards:
     """Returns each shard's part of the sum over the MLP's hidden width, so that one all-reduce adds it and the experts'."""
-    w_up, w_down = params["w_up"].astype(z.dtype), params["w_down"].astype(z.dtype)
+    w_up = params["w_up"].astype(z.dtype)
+    w_down = params["w_down"].astype(z.dtype)
     w_up = shards.split(_cut(w_up, 2, shards.count))
     up = jnp.einsum("snd,sdgf->sngf", z, w_up)
-    gate, up = (up[:, :, 0], up[:, :, 1]) if config.mlp == "swiglu" else (None, up[:, :, 0])
+    gate = None
+    if config.mlp == "swiglu":
+        gate, up = up[:, :, 0], up[:, :, 1]
+    else:
+        up = up[:, :, 0]
     w_down = shards.split(_cut(w_down, 0, shards.count))
     return jnp.einsum("snf,sfd->snd", activated(gate, up), w_down)
 
@@ -269,73 +294,84 @@ def _room(layer: _Experts, num_tokens: int, parts: int) -> tuple[int, bool]:
 def _sent(layer: _Experts, x: Hidden, routing: Routing) -> Float[Array, "tokens embed"]:
     """Returns the output of experts to whose owners rows are sent, and back."""
     shards, k = layer.shards, layer.settings.per_token
-    tokens = x.reshape(-1, x.shape[-1])
+    tokens = _tokens(x)
     there, is_over = _slots_of_owners(layer, routing, len(tokens))
-    move: Callable[[Any], Any] = lambda a: jax.lax.all_to_all(a, OWNERS, 1, 1, tiled=True)
+    move = lambda a: lax.all_to_all(a, OWNERS, 1, 1, tiled=True)
 
     # A slot without a pair has the expert 0 - 1, of no owner.
     expert = (routing.experts % layer.num_own + 1).astype(routing.weights.dtype)
-    marks = jnp.stack([routing.weights, expert], -1).reshape(1, -1, 2)
-    marks = move(dispatch(1, marks, there))[0]
+    marks = jnp.stack([routing.weights, expert], -1)
+    marks = dispatch(1, marks.reshape(1, -1, 2), there)
+    marks = move(marks)[0]
     sent = dispatch(k, shards.sliced(tokens)[None], there)
-    rows = shards.whole(shards.send(move, sent))[0]
+    rows = shards.send(move, sent)
+    rows = shards.whole(rows)[0]
     slots = _slots_of_sent(layer, marks[:, 1], len(x))
 
     y = layer.of_rows(1, shards.on_each(rows), marks[:, :1], slots)
     y = shards.sliced(shards.total(y))
     back = shards.send(move, y[None])
-    return _or_nan(shards.sliced(combine(k, back, there))[0], is_over)
+    y = shards.sliced(combine(k, back, there))
+    return _or_nan(y[0], is_over)
 
 
 def _slots_of_owners(
     layer: _Experts, routing: Routing, num_tokens: int
 ) -> tuple[Slots, Array | None]:
     """Returns the slots of the rows that are sent, by owner, and whether there are more rows than slots, if that can be."""
+    settings = layer.settings
     unsplit = dataclasses.replace(layer.shards, count=1)
     if layer.capacity is not None:
-        return within_capacity(
-            routing.experts, layer.settings.count, unsplit, capacity=layer.capacity
-        ), None
+        chosen, room = routing.experts, layer.capacity
+        return within_capacity(chosen, settings.count, unsplit, capacity=room), None
     owners, own = layer.shards.owners, layer.num_own
     room, may_overflow = _room(layer, num_tokens, owners)
-    to = (routing.experts // own).reshape(1, -1, layer.settings.per_token)
+    to = (routing.experts // own).reshape(1, -1, settings.per_token)
     slots = within_capacity(to, owners, unsplit, capacity=room)
-    is_over = num_over(to, owners, room)[0] > 0 if may_overflow else None
-    return slots, is_over
+    if not may_overflow:
+        return slots, None
+    return slots, num_over(to, owners, room)[0] > 0
 
 
 def _slots_of_sent(layer: _Experts, marks: Float[Array, " rows"], num_rows: int) -> Slots:
     """Returns the slots of the rows that came, whose experts are told by their marks."""
+    own, shards = layer.num_own, layer.shards
     if layer.capacity is not None:
         room = num_rows * layer.capacity
-        return by_expert_first(layer.shards.owners, layer.num_own, room, layer.shards)
-    own = layer.num_own
-    chosen = jax.lax.stop_gradient(marks).astype(jnp.int32) - 1
+        return by_expert_first(shards.owners, own, room, shards)
+    chosen = lax.stop_gradient(marks).astype(jnp.int32) - 1
     chosen = jnp.where(chosen < 0, own, chosen)
-    return dropless(chosen, own, layer.shards, tile=layer.tile, room=len(marks))
+    return dropless(chosen, own, shards, tile=layer.tile, room=len(marks))
 
 
 def _gathered(layer: _Experts, x: Hidden, routing: Routing) -> Float[Array, "tokens embed"]:
     """Returns the output of experts whose owners get all rows, and add up what they give."""
     shards, own = layer.shards, layer.num_own
-    tokens = x.reshape(-1, x.shape[-1])
-    gather = lambda a: jax.lax.all_gather(a, OWNERS, axis=0, tiled=True)
-    add = lambda a: jax.lax.psum_scatter(a, OWNERS, scatter_dimension=0, tiled=True)
+    tokens = _tokens(x)
+    gather = lambda a: lax.all_gather(a, OWNERS, axis=0, tiled=True)
+    add = lambda a: lax.psum_scatter(a, OWNERS, scatter_dimension=0, tiled=True)
 
     expert = routing.experts.astype(routing.weights.dtype)
-    marks = gather(jnp.stack([routing.weights, expert], -1))
-    rows = shards.whole(shards.send(gather, shards.sliced(tokens)))
-    chosen = jax.lax.stop_gradient(marks[..., 1]).astype(jnp.int32)
-    chosen = chosen - jax.lax.axis_index(OWNERS) * own
-    chosen = jnp.where((chosen >= 0) & (chosen < own), chosen, own)
+    marks = jnp.stack([routing.weights, expert], -1)
+    marks = gather(marks)
+    rows = shards.send(gather, shards.sliced(tokens))
+    rows = shards.whole(rows)
+    chosen = lax.stop_gradient(marks[..., 1]).astype(jnp.int32)
+    chosen = chosen - lax.axis_index(OWNERS) * own
+    is_own = (chosen >= 0) & (chosen < own)
+    chosen = jnp.where(is_own, chosen, own)
+    is_over = None
     if layer.capacity is not None:
-        slots, is_over = layer.slots(chosen, own), None
+        slots = layer.slots(chosen, own)
     else:
         room, may_overflow = _room(layer, len(tokens), 1)
-        slots = dropless(chosen.reshape(-1), own, shards, tile=layer.tile, room=room)
-        is_over = jnp.sum(chosen < own) > room if may_overflow else None
+        pairs = chosen.reshape(-1)
+        slots = dropless(pairs, own, shards, tile=layer.tile, room=room)
+        if may_overflow:
+            is_over = jnp.sum(chosen < own) > room
 
-    y = layer.of_rows(layer.settings.per_token, shards.on_each(rows), marks[..., 0], slots)
+    k = layer.settings.per_token
+    y = layer.of_rows(k, shards.on_each(rows), marks[..., 0], slots)
     y = shards.sliced(shards.total(y))
     return shards.send(add, _or_nan(y, is_over))
 
@@ -347,7 +383,7 @@ def _or_nan(y: Array, is_over: Array | None) -> Array:
 # Products -------------------------------------------------------------------------------------------------------------------
 
 
-_BATCHED = jax.lax.RaggedDotDimensionNumbers((([2], [2]), ([0], [0])), [1], [1])
+_BATCHED = lax.RaggedDotDimensionNumbers((([2], [2]), ([0], [0])), [1], [1])
 
 
 def _product(
@@ -370,13 +406,14 @@ def _product(
 def _ragged(rows: Array, weights: Array, sizes: Array) -> Array:
     if len(rows) == 1:
         first = lambda a: a.reshape(a.shape[1:])
-        y = jax.lax.ragged_dot(first(rows), first(weights), first(sizes))
+        y = lax.ragged_dot(first(rows), first(weights), first(sizes))
         return y.reshape(1, *y.shape)
-    return jax.lax.ragged_dot_general(rows, weights, sizes, _BATCHED)
+    return lax.ragged_dot_general(rows, weights, sizes, _BATCHED)
 
 
 def _batched(rows: Array, weights: Array, sizes: Array) -> Array:
     del sizes  # all the same
-    grouped = rows.reshape(*weights.shape[:2], -1, rows.shape[-1])
+    shards, num_rows, width = rows.shape
+    grouped = rows.reshape(*weights.shape[:2], -1, width)
     products = jnp.einsum("semd,sedf->semf", grouped, weights)
-    return products.reshape(*rows.shape[:2], -1)
+    return products.reshape(shards, num_rows, -1)

@@ -44,6 +44,7 @@ Gradients = tuple[Array, Array, Array]  # of queries, keys and values
 Queries = Float[Array, "rows two_chunks heads head_dim"]
 KeysOfChunks = Float[Array, "rows two_chunks kv_heads head_dim"]
 Keys = Float[Array, "rows seq kv_heads head_dim"]
+Lse = Float[Array, "rows heads seq"]
 
 
 class Kernel(NamedTuple):
@@ -103,17 +104,21 @@ def chunked_causal_attention(
     index, size = chunk_of_context
     _check_shapes(q, whole[0], size, kernel)
     chunk = q.shape[1] // 2
-    begins = [jnp.asarray(place * chunk, jnp.int32) for place in (index, 2 * size - 1 - index)]
+    places = index, 2 * size - 1 - index
+    begins = [jnp.asarray(place * chunk, jnp.int32) for place in places]
+    within = None
     if segments is None:
-        within, earlier = None, [_all_before(begin, q) for begin in begins]
+        earlier = [_all_before(begin, q) for begin in begins]
     else:
         within, of_keys = as_rows(segments[0]), segments[1]
-        numbers = _chunks(within)
-        earlier = [
-            _same_document_before(*each, of_keys) for each in zip(begins, numbers, strict=True)
-        ]
-    given = _Given(own, whole, within if documents is None else documents, tuple(earlier))
-    scale = scale_of(q) if scale is None else scale
+        earlier = []
+        for begin, of_chunk in zip(begins, _chunks(within), strict=True):
+            earlier.append(_same_document_before(begin, of_chunk, of_keys))
+    if documents is not None:
+        within = documents
+    if scale is None:
+        scale = scale_of(q)
+    given = _Given(own, whole, within, tuple(earlier))
     return _attend(kernel, scale, q, given)
 
 
@@ -123,14 +128,16 @@ def scale_of(q: Array) -> float:
 
 
 def _check_shapes(q: Array, k: Array, size: int, kernel: Kernel) -> None:
-    num_queries, num_keys, head_dim = q.shape[1], k.shape[1], q.shape[3]
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    head_dim = q.shape[3]
     if num_queries % 2 or num_keys != size * num_queries:
         raise ValueError(
             "each device must have two of the 2C chunks of a sequence; got "
             f"{num_queries} queries of {num_keys} positions, C={size}. Gather the keys of all devices, and choose a "
             f"sequence that {2 * size} divides."
         )
-    if kernel == CUDNN and (q.dtype.itemsize != 2 or head_dim % 8 or head_dim > 256):
+    is_taken = q.dtype.itemsize == 2 and head_dim % 8 == 0 and head_dim <= 256
+    if kernel == CUDNN and not is_taken:
         raise ValueError(
             "cuDNN's attention takes 16-bit floats and a head_dim that 8 divides, up to 256; got "
             f'{q.dtype}, head_dim={head_dim}. Use attention="xla", which stores all scores.'
@@ -155,7 +162,8 @@ class _Earlier(NamedTuple):
 
     def sees(self, q: Array) -> Array:
         """Returns whether each query sees any of them."""
-        is_first = jnp.arange(q.shape[1])[None] < self.num_queries[:, None]
+        place = jnp.arange(q.shape[1])[None]
+        is_first = place < self.num_queries[:, None]
         has_keys = self.num_keys > 0
         return is_first & has_keys[:, None]
 
@@ -197,60 +205,57 @@ def _attend(kernel: Kernel, scale: float, q: Array, given: _Given) -> Array:
 
 def _forward(kernel: Kernel, scale: float, q: Array, given: _Given) -> tuple[Array, tuple]:
     own_k, own_v = map(as_rows, given.own)
-    own_out, own_lse = _to_own(kernel, scale, given.within, as_rows(q), own_k, own_v)
+    rows = as_rows(q)
+    to_own, mask = _within(kernel, given, q.dtype)
+    own_out, own_lse = to_own.forward(rows, own_k, own_v, scale, *mask)
+
     to_earlier = partial(_to_earlier, kernel, scale, given.whole)
-    parts = map(to_earlier, given.earlier, _chunks(as_rows(q)))
+    parts = map(to_earlier, given.earlier, _chunks(rows))
     out, lse = map(_from_chunks, zip(*parts, strict=True))
+
     total = jnp.logaddexp(own_lse, lse)
-    merged = own_out * _weight(own_lse, total) + out * _weight(lse, total)
+    of_own = own_out * _weight(own_lse, total)
+    merged = of_own + out * _weight(lse, total)
     merged = merged.astype(q.dtype).reshape(q.shape)
     return merged, (q, given, merged, total)
 
 
-def _weight(lse: Float[Array, "rows heads seq"], total: Float[Array, "rows heads seq"]) -> Array:
+def _within(kernel: Kernel, given: _Given, dtype: Any) -> tuple[Kernel | documents.Kernel, tuple]:
+    """Returns the kernel of chunks' attention to themselves, and its arguments after ``scale``."""
+    if isinstance(given.within, Documents):
+        assert kernel.of_documents is not None, "documents are given to a kernel that takes them"
+        return kernel.of_documents, (given.within, None)
+    bias = _between(given.within, dtype)
+    return kernel, (None, bias)
+
+
+def _weight(lse: Lse, total: Lse) -> Array:
     """Returns exp(lse - total), a part's share of the whole softmax, for each query."""
-    return jnp.exp(lse - total).swapaxes(1, 2)[..., None]
+    shares = jnp.exp(lse - total)
+    return shares.swapaxes(1, 2)[..., None]
 
 
 def _backward(kernel: Kernel, scale: float, kept: tuple, ct: Array) -> tuple[Array, _Given]:
     q, given, out, lse = kept
-    q_rows, out_rows, ct_rows = map(as_rows, (q, out, ct))
+    rows, out_rows, ct_rows = map(as_rows, (q, out, ct))
     own_k, own_v = map(as_rows, given.own)
-    own_dq, *of_own = _own_gradients(
-        kernel, scale, given.within, q_rows, own_k, own_v, out_rows, lse, ct_rows
-    )
+    to_own, mask = _within(kernel, given, q.dtype)
+    own_dq, *of_own = to_own.backward(rows, own_k, own_v, out_rows, lse, ct_rows, scale, *mask)
+
     of_earlier = partial(_earlier_gradients, kernel, scale, given.whole)
-    by_chunk = map(of_earlier, given.earlier, *map(_chunks, (q_rows, out_rows, lse, ct_rows)))
-    dq, dk, dv = zip(*by_chunk, strict=True)
+    by_chunk = map(_chunks, (rows, out_rows, lse, ct_rows))
+    grads = map(of_earlier, given.earlier, *by_chunk)
+    dq, dk, dv = zip(*grads, strict=True)
+
     dq = own_dq + _from_chunks(dq)
-    own_dk, own_dv = (each.reshape(given.own[0].shape) for each in of_own)
-    grads = _Given((own_dk, own_dv), (sum(dk), sum(dv)), None, None)  # type: ignore[arg-type]
+    shape = given.own[0].shape
+    own_dk, own_dv = (each.reshape(shape) for each in of_own)
+    of_whole = sum(dk), sum(dv)
+    grads = _Given((own_dk, own_dv), of_whole, None, None)  # type: ignore[arg-type]
     return dq.reshape(q.shape), grads
 
 
 _attend.defvjp(_forward, _backward)
-
-
-def _to_own(kernel: Kernel, scale: float, within: Array | Documents | None, *arrays: Array) -> Pair:
-    """Returns the output and lse of chunks' attention to themselves."""
-    if isinstance(within, Documents):
-        return _of_documents(kernel).forward(*arrays, scale, within, None)
-    bias = _between(within, arrays[0].dtype)
-    return kernel.forward(*arrays, scale, None, bias)
-
-
-def _own_gradients(
-    kernel: Kernel, scale: float, within: Array | Documents | None, *arrays: Array
-) -> Gradients:
-    if isinstance(within, Documents):
-        return _of_documents(kernel).backward(*arrays, scale, within, None)
-    bias = _between(within, arrays[0].dtype)
-    return kernel.backward(*arrays, scale, None, bias)
-
-
-def _of_documents(kernel: Kernel) -> documents.Kernel:
-    assert kernel.of_documents is not None, "documents are given to a kernel that takes them"
-    return kernel.of_documents
 
 
 def _to_earlier(kernel: Kernel, scale: float, whole: Pair, earlier: _Earlier, q: Array) -> Pair:
@@ -258,25 +263,36 @@ def _to_earlier(kernel: Kernel, scale: float, whole: Pair, earlier: _Earlier, q:
     k, v = earlier.keys_of(whole)
     out, lse = kernel.forward(q, k, v, scale, earlier.lengths(), None)
     sees = earlier.sees(q)
-    out = jnp.where(sees[:, :, None, None], out, 0)
+    out = _only(sees, out)
     lse = jnp.where(sees[:, None], lse, -jnp.inf)
     return out, lse
 
 
+def _only(is_there: Array, array: Array) -> Array:
+    """Returns an array ``[rows, seq, heads, head_dim]`` with zeros at all other places."""
+    return jnp.where(is_there[:, :, None, None], array, 0)
+
+
 def _earlier_gradients(
-    kernel: Kernel, scale: float, whole: Pair, earlier: _Earlier, q: Array, *others: Array
+    kernel: Kernel,
+    scale: float,
+    whole: Pair,
+    earlier: _Earlier,
+    q: Array,
+    *others: Array,
 ) -> Gradients:
     """Returns the gradients of a chunk's queries and of all keys and values."""
     k, v = earlier.keys_of(whole)
-    dq, dk, dv = kernel.backward(q, k, v, *others, scale, earlier.lengths(), None)
+    lengths = earlier.lengths()
+    dq, dk, dv = kernel.backward(q, k, v, *others, scale, lengths, None)
     place = jnp.arange(whole[0].shape[1])[None]
     if earlier.first is not None:
         place = place - earlier.first[:, None]
         dk, dv = _from(dk, -earlier.first), _from(dv, -earlier.first)
-    is_seen = (place >= 0) & (place < earlier.num_keys[:, None])
-    of_seen = lambda grad: jnp.where(is_seen[:, :, None, None], grad, 0)
-    dq = jnp.where(earlier.sees(q)[:, :, None, None], dq, 0)
-    return dq, of_seen(dk), of_seen(dv)
+    is_from_first = place >= 0
+    is_seen = is_from_first & (place < earlier.num_keys[:, None])
+    dq = _only(earlier.sees(q), dq)
+    return dq, _only(is_seen, dk), _only(is_seen, dv)
 
 
 def _from(array: Array, first: Array) -> Array:

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
 from jaxpar import context_parallel
@@ -32,11 +32,10 @@ class Span(NamedTuple):
     @classmethod
     def packed(cls, segments: Int[Array, "batch seq"]) -> "Span":
         """Returns the span of whole rows of several segments (``runs_in``), in each of which positions begin anew."""
-        index = jnp.broadcast_to(
-            jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape
-        )
-        begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
-        firsts = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+        index = jnp.arange(segments.shape[1], dtype=jnp.int32)
+        index = jnp.broadcast_to(index[None], segments.shape)
+        begins = jnp.where(_changes(segments), index, 0)
+        firsts = lax.cummax(begins, axis=1)
         return cls.given(index - firsts, segments)._replace(is_in_order=True)
 
     @classmethod
@@ -49,9 +48,8 @@ class Span(NamedTuple):
             positions: The position of each token in its segment, or row.
             segments: The segment of each token, a number below the tokens of a row.
         """
-        return cls(
-            positions, max_of_segment(positions + 1, segments), segments=segments, is_in_order=False
-        )
+        lengths = max_of_segment(positions + 1, segments)
+        return cls(positions, lengths, segments=segments, is_in_order=False)
 
 
 def max_of_segment(
@@ -64,14 +62,22 @@ def max_of_segment(
         segments: The segment of each token, a number below the tokens of a row.
     """
     numbers = jnp.zeros_like(values) if segments is None else segments
-    rows, parts = jnp.arange(len(values))[:, None], context_parallel.num_parts()
-    largest = jnp.zeros((len(values), parts * values.shape[1]), values.dtype)
+    batch, seq = values.shape
+    parts = context_parallel.num_parts()
+    rows = jnp.arange(batch)[:, None]
+    largest = jnp.zeros((batch, parts * seq), values.dtype)
     largest = largest.at[rows, numbers].max(values)
-    largest = largest if parts == 1 else jax.lax.pmax(largest, context_parallel.CONTEXT)
+    if parts > 1:
+        largest = lax.pmax(largest, context_parallel.CONTEXT)
     return jnp.take_along_axis(largest, numbers, 1)
 
 
 def runs_in(segments: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
     """Returns the segments of each row numbered from 0, so that no two of them have the same number."""
-    changes = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
-    return jnp.cumsum(changes, axis=1, dtype=jnp.int32)
+    return jnp.cumsum(_changes(segments), axis=1, dtype=jnp.int32)
+
+
+def _changes(segments: Int[Array, "batch seq"]) -> Array:
+    """Returns whether a token is of another segment than the one before it."""
+    differ = segments[:, 1:] != segments[:, :-1]
+    return jnp.pad(differ, ((0, 0), (1, 0)))
