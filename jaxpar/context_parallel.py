@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
@@ -76,7 +77,8 @@ def check_are_there(shapes: Mapping[str, tuple[int, ...]], named: Collection[str
 def zig_zag(seq: int, parts: int) -> np.ndarray:
     """Returns the positions of a sequence in the order of the devices ``[seq]``: chunks 0 and 2C - 1, 1 and 2C - 2, ..."""
     chunks = np.arange(seq).reshape(2, parts, -1)
-    return np.stack([chunks[0], chunks[1, ::-1]], axis=1).reshape(seq)
+    pairs = np.stack([chunks[0], chunks[1, ::-1]], axis=1)
+    return pairs.reshape(seq)
 
 
 def places(length: int) -> Int[Array, " length"]:
@@ -84,8 +86,9 @@ def places(length: int) -> Int[Array, " length"]:
     parts = num_parts()
     if parts == 1:
         return jnp.arange(length)
-    own = jnp.asarray(zig_zag(parts * length, parts).reshape(parts, length), jnp.int32)
-    return jax.lax.dynamic_index_in_dim(own, jax.lax.axis_index(CONTEXT), keepdims=False)
+    by_device = zig_zag(parts * length, parts).reshape(parts, length)
+    by_device = jnp.asarray(by_device, jnp.int32)
+    return lax.dynamic_index_in_dim(by_device, lax.axis_index(CONTEXT), keepdims=False)
 
 
 def gather_sequence(x: Shaped[Array, "batch seq *dims"]) -> Shaped[Array, "batch all *dims"]:
@@ -100,8 +103,10 @@ def gather_sequence(x: Shaped[Array, "batch seq *dims"]) -> Shaped[Array, "batch
     parts = num_parts()
     if parts == 1:
         return x
-    gather = lambda x: jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True)
-    return _in_order(_on_shards(gather, x.astype(_reduced_in(x.dtype))).astype(x.dtype), parts)
+    gather = lambda x: lax.all_gather(x, CONTEXT, axis=1, tiled=True)
+    sent = x.astype(_reduced_in(x.dtype))
+    whole = _on_shards(gather, sent).astype(x.dtype)
+    return _in_order(whole, parts)
 
 
 def sequence_to_heads(
@@ -118,7 +123,7 @@ def sequence_to_heads(
     if parts == 1:
         return x
     _check_heads_divide(x.shape, parts)
-    exchange = lambda x: jax.lax.all_to_all(x, CONTEXT, 2, 1, tiled=True)
+    exchange = lambda x: lax.all_to_all(x, CONTEXT, 2, 1, tiled=True)
     return _in_order(_on_shards(exchange, x), parts)
 
 
@@ -127,11 +132,13 @@ def _check_heads_divide(shape: tuple[int, ...], parts: int) -> None:
         raise ValueError(
             f"sequence_to_heads takes an array [batch, seq, heads, ...]; got one of shape {shape}. Give it a dim of heads."
         )
-    heads, mesh = shape[2], jax.sharding.get_abstract_mesh()
-    others = {axis: mesh.shape[axis] for axis in mesh.auto_axes if mesh.shape[axis] > 1}
+    heads = shape[2]
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {CONTEXT: parts}
+    sizes |= {axis: mesh.shape[axis] for axis in mesh.auto_axes if mesh.shape[axis] > 1}
     count = parts * num_shards_of_heads(heads)
     if heads % count:
-        axes = ", ".join(f"{axis}={size}" for axis, size in ({CONTEXT: parts} | others).items())
+        axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise ValueError(
             f"the heads must be divisible by context times the axes that split them, for sequence_to_heads; got {heads} heads "
             f"in an array of shape {shape}, {axes}. Choose {math.lcm(heads, count)} heads or smaller axes, or gather keys and "
@@ -149,9 +156,12 @@ def heads_to_sequence(
     parts = num_parts()
     if parts == 1:
         return x
-    first, second = jnp.split(x.reshape(x.shape[0], 2, parts, -1, *x.shape[2:]), 2, axis=1)
-    by_device = jnp.concatenate([first, second[:, :, ::-1]], axis=1).swapaxes(1, 2).reshape(x.shape)
-    return _on_shards(lambda x: jax.lax.all_to_all(x, CONTEXT, 1, 2, tiled=True), by_device)
+    chunks = x.reshape(x.shape[0], 2, parts, -1, *x.shape[2:])
+    first, second = jnp.split(chunks, 2, axis=1)
+    pairs = jnp.concatenate([first, second[:, :, ::-1]], axis=1)
+    by_device = pairs.swapaxes(1, 2).reshape(x.shape)
+    exchange = lambda x: lax.all_to_all(x, CONTEXT, 1, 2, tiled=True)
+    return _on_shards(exchange, by_device)
 
 
 def sum_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
@@ -159,11 +169,10 @@ def sum_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 
     **Collectives**: an all-reduce over ``context``, and one of the gradient.
     """
-    return (
-        x
-        if num_parts() == 1
-        else jax.lax.psum(x.astype(_reduced_in(x.dtype)), CONTEXT).astype(x.dtype)
-    )
+    if num_parts() == 1:
+        return x
+    sent = x.astype(_reduced_in(x.dtype))
+    return lax.psum(sent, CONTEXT).astype(x.dtype)
 
 
 def max_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
@@ -171,13 +180,15 @@ def max_over_sequence(x: Shaped[Array, "*dims"]) -> Shaped[Array, "*dims"]:
 
     **Collectives**: an all-reduce over ``context``.
     """
-    return x if num_parts() == 1 else jax.lax.pmax(x, CONTEXT)
+    return x if num_parts() == 1 else lax.pmax(x, CONTEXT)
 
 
 def _reduced_in(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype in which arrays, or their gradients, are sent and added: XLA's CPU compiler ends the process on 16-bit sums."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return jnp.dtype(jnp.float32) if is_narrow and traced_platform() == "cpu" else dtype
+    if is_narrow and traced_platform() == "cpu":
+        return jnp.dtype(jnp.float32)
+    return dtype
 
 
 def num_shards_of_heads(num_heads: int) -> int:
@@ -189,8 +200,10 @@ def num_shards_of_heads(num_heads: int) -> int:
 
 def _in_order(by_device: Array, parts: int) -> Array:
     """Returns chunks 0 to 2C - 1 along dim 1, of an array with chunks c and 2C - 1 - c of each device c."""
-    pairs = by_device.reshape(by_device.shape[0], parts, 2, -1, *by_device.shape[2:])
-    return jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1).reshape(by_device.shape)
+    shape = by_device.shape
+    pairs = by_device.reshape(shape[0], parts, 2, -1, *shape[2:])
+    chunks = jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1)
+    return chunks.reshape(shape)
 
 
 def on_shards_of_heads(function: Callable[..., Array], *arrays: Array) -> Array:
@@ -206,10 +219,14 @@ def on_shards_of_heads(function: Callable[..., Array], *arrays: Array) -> Array:
     if not axes or any(x.shape[2] % count for x in arrays if x.ndim > 2):
         return function(*arrays)
     spec = PartitionSpec(None, None, axes)
-    specs = tuple(spec if x.ndim > 2 else PartitionSpec() for x in arrays)
-    return jax.shard_map(
-        function, in_specs=specs, out_specs=spec, axis_names=set(axes), check_vma=False
-    )(*arrays)
+    mapped = jax.shard_map(
+        function,
+        in_specs=tuple(spec if x.ndim > 2 else PartitionSpec() for x in arrays),
+        out_specs=spec,
+        axis_names=set(axes),
+        check_vma=False,
+    )
+    return mapped(*arrays)
 
 
 def _on_shards(function: Callable[[Array], Array], x: Array) -> Array:

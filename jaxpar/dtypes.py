@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, ShapeDtypeStruct
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
@@ -21,7 +22,8 @@ def wide_dtype(dtype: Any) -> np.dtype:
     >>> " ".join(wide_dtype(dtype).name for dtype in ("bfloat16", "float16", "float64", "complex64"))
     'float32 float32 float64 complex64'
     """
-    return np.dtype(dtype) if jnp.finfo(dtype).bits >= 32 else np.dtype(np.float32)
+    is_wide = jnp.finfo(dtype).bits >= 32
+    return np.dtype(dtype if is_wide else np.float32)
 
 
 def widen(tree: PyTree) -> PyTree:
@@ -29,7 +31,7 @@ def widen(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda a: a.astype(wide_dtype(a.dtype)), tree)
 
 
-def by_parts(reduce: Callable[[list[jax.Array]], list[jax.Array]], tree: PyTree) -> PyTree:
+def by_parts(reduce: Callable[[list[Array]], list[Array]], tree: PyTree) -> PyTree:
     """Returns a sum over devices of each leaf, that of complex ones by their real and imaginary parts.
 
     XLA ends the process where it reduces a complex constant. The gradient of a complex param that the loss does not use is one.
@@ -39,28 +41,35 @@ def by_parts(reduce: Callable[[list[jax.Array]], list[jax.Array]], tree: PyTree)
         tree: Arrays of float32 or wider, or complex; their sums have the same dtypes.
     """
 
-    def sent(leaf: jax.Array) -> jax.Array:
-        return to_floats(leaf, leaf.real.dtype) if jnp.iscomplexobj(leaf) else leaf
+    def sent(leaf: Array) -> Array:
+        if not jnp.iscomplexobj(leaf):
+            return leaf
+        return to_floats(leaf, leaf.real.dtype)
 
-    def received(total: jax.Array, leaf: jax.Array) -> jax.Array:
-        return from_floats(total, leaf) if jnp.iscomplexobj(leaf) else total
+    def received(total: Array, leaf: Array) -> Array:
+        if not jnp.iscomplexobj(leaf):
+            return total
+        return from_floats(total, leaf)
 
     leaves, treedef = jax.tree.flatten(tree)
-    totals = reduce([sent(leaf) for leaf in leaves])
+    parts = [sent(leaf) for leaf in leaves]
+    totals = reduce(parts)
     return treedef.unflatten(map(received, totals, leaves))
 
 
-def to_floats(value: jax.Array, dtype: Any) -> jax.Array:
+def to_floats(value: Array, dtype: Any) -> Array:
     """Returns an array in a floating-point dtype, complex numbers as their two parts along a new last dim."""
     if jnp.iscomplexobj(value):
         value = jnp.stack([value.real, value.imag], axis=-1)
     return value.astype(dtype)
 
 
-def from_floats(value: jax.Array, like: Any) -> jax.Array:
+def from_floats(value: Array, like: Any) -> Array:
     """Inverts ``to_floats`` in float32 or wider, given an array or ShapeDtypeStruct of the original dtype."""
     wide = widen(value)
-    return jax.lax.complex(wide[..., 0], wide[..., 1]) if jnp.iscomplexobj(like) else wide
+    if not jnp.iscomplexobj(like):
+        return wide
+    return jax.lax.complex(wide[..., 0], wide[..., 1])
 
 
 def float_indices(leaves: Iterable[Any]) -> list[int]:
@@ -91,34 +100,30 @@ def rewrap_key(value: Any, like: Any) -> Any:
     if not is_key(like):
         return value
     impls: list[Any] = []  # JAX reports the implementation of arrays and tracers only
-    jax.eval_shape(
-        lambda key: impls.append(jax.random.key_impl(key)),
-        jax.ShapeDtypeStruct(like.shape, like.dtype),
-    )
+    note = lambda key: impls.append(jax.random.key_impl(key))
+    jax.eval_shape(note, ShapeDtypeStruct(like.shape, like.dtype))
     return jax.random.wrap_key_data(value, impl=impls[0])
 
 
-def unwrapped_shape(like: Any) -> jax.ShapeDtypeStruct:
+def unwrapped_shape(like: Any) -> ShapeDtypeStruct:
     """Returns the shape of an array or ShapeDtypeStruct as it is stored: that of the data of PRNG keys."""
-    return (
-        jax.eval_shape(unwrap_key, like)
-        if is_key(like)
-        else jax.ShapeDtypeStruct(like.shape, like.dtype)
-    )
+    if is_key(like):
+        return jax.eval_shape(unwrap_key, like)
+    return ShapeDtypeStruct(like.shape, like.dtype)
 
 
 def is_spread(leaf: Any) -> bool:
     """Returns whether an array has parts that only other processes hold."""
     leaf = unwrap_key(leaf)
-    return isinstance(leaf, jax.Array) and not (
-        leaf.is_fully_addressable or leaf.is_fully_replicated
-    )
+    if not isinstance(leaf, Array):
+        return False
+    return not (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
 def on_host(leaf: Any) -> np.ndarray:
     """Returns a whole array on this host, PRNG keys as their data; every process must call it."""
     leaf = unwrap_key(leaf)
-    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+    if not isinstance(leaf, Array) or leaf.is_fully_addressable:
         return np.asarray(leaf)
     if leaf.is_fully_replicated:
         return np.asarray(leaf.addressable_data(0))
@@ -127,4 +132,5 @@ def on_host(leaf: Any) -> np.ndarray:
 
 def num_bytes(arrays: Iterable[Any]) -> int:
     """Returns the bytes of arrays or ShapeDtypeStructs, PRNG keys as their data."""
-    return sum(a.size * a.dtype.itemsize for a in map(unwrapped_shape, arrays))
+    stored = map(unwrapped_shape, arrays)
+    return sum(each.size * each.dtype.itemsize for each in stored)

@@ -20,14 +20,17 @@ Reference: MPI: A Message-Passing Interface Standard, version 4.1, chapter 6, wh
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import Array, lax
 from jaxtyping import PyTree
 
 from jaxpar.fields import check_one_of
 
 Groups = Sequence[Sequence[int]] | None
+OwnGroups = list[list[int]] | None
 
 
 def shift(
@@ -44,14 +47,14 @@ def shift(
 
     **Collectives**: one collective-permute.
     """
-    rings = _own_groups(axis, groups) or [range(jax.lax.axis_size(axis))]
-    pairs = [
-        (sender, ring[(position + by) % len(ring)])
-        for ring in rings
-        for position, sender in enumerate(ring)
-        if wrap or 0 <= position + by < len(ring)
-    ]
-    return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, pairs), tree)
+    pairs = []
+    for ring in _own_groups(axis, groups) or [range(lax.axis_size(axis))]:
+        size = len(ring)
+        for position, sender in enumerate(ring):
+            to = position + by
+            if wrap or 0 <= to < size:
+                pairs.append((sender, ring[to % size]))
+    return jax.tree.map(lambda x: lax.ppermute(x, axis, pairs), tree)
 
 
 def broadcast(tree: PyTree, axis: str, *, root: int = 0, groups: Groups = None) -> PyTree:
@@ -74,13 +77,16 @@ def all_reduce(tree: PyTree, axis: str, *, op: str = "sum", groups: Groups = Non
     **Collectives**: one all-reduce of all arrays together.
     """
     check_one_of(("sum", "mean", "max", "min"), op=op)
-    size, own = group_size(axis, groups), _own_groups(axis, groups)
+    own = _own_groups(axis, groups)
     if op == "max":
         return jax.tree.map(lambda x: _maximum(x, axis, own), tree)
     if op == "min":
         return jax.tree.map(lambda x: -_maximum(-x, axis, own), tree)
     total = _sum(tree, axis, own)
-    return total if op == "sum" else jax.tree.map(lambda x: x / size, total)
+    if op == "sum":
+        return total
+    size = group_size(axis, groups)
+    return jax.tree.map(lambda x: x / size, total)
 
 
 def gather(
@@ -94,9 +100,8 @@ def all_gather(tree: PyTree, axis: str, *, dim: int = 0, groups: Groups = None) 
     """Returns all arrays joined along ``dim``, on each device. **Collectives**: one all-gather per array."""
     own = _own_groups(axis, groups)
     _check_dims(tree, dim)
-    return jax.tree.map(
-        lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=own), tree
-    )
+    gathered = partial(lax.all_gather, axis=dim, tiled=True, axis_index_groups=own)
+    return jax.tree.map(lambda x: gathered(x, axis), tree)
 
 
 def scatter(
@@ -125,12 +130,17 @@ def reduce_scatter(
     **Collectives**: one reduce-scatter per array.
     """
     check_one_of(("sum", "mean"), op=op)
-    size, own = group_size(axis, groups), _own_groups(axis, groups)
+    size = group_size(axis, groups)
+    own = _own_groups(axis, groups)
     _check_dims(tree, dim, size)
 
-    def part(x: jax.Array) -> jax.Array:
-        total = jax.lax.psum_scatter(
-            x, axis, scatter_dimension=dim, tiled=True, axis_index_groups=own
+    def part(x: Array) -> Array:
+        total = lax.psum_scatter(
+            x,
+            axis,
+            scatter_dimension=dim,
+            tiled=True,
+            axis_index_groups=own,
         )
         return total if op == "sum" else total / size
 
@@ -147,13 +157,11 @@ def all_to_all(
 
     **Collectives**: one all-to-all per array.
     """
-    own, how = (
-        _own_groups(axis, groups),
-        {"split_axis": split_dim, "concat_axis": join_dim, "tiled": True},
-    )
+    own = _own_groups(axis, groups)
     _check_dims(tree, split_dim, group_size(axis, groups))
     _check_dims(tree, join_dim)
-    return jax.tree.map(lambda x: jax.lax.all_to_all(x, axis, **how, axis_index_groups=own), tree)
+    exchange = partial(lax.all_to_all, tiled=True, axis_index_groups=own)
+    return jax.tree.map(lambda x: exchange(x, axis, split_dim, join_dim), tree)
 
 
 def barrier(tree: PyTree, axis: str, *, groups: Groups = None) -> PyTree:
@@ -165,23 +173,27 @@ def barrier(tree: PyTree, axis: str, *, groups: Groups = None) -> PyTree:
     if not leaves:
         return tree
     # The sum depends on the arrays and the result on the sum: else XLA could run it early, or not at all.
-    one = jnp.isnan(jnp.ravel(leaves[0])[0].astype(jnp.float32)).astype(jnp.int32)
+    first = jnp.ravel(leaves[0])[0].astype(jnp.float32)
+    one = jnp.isnan(first).astype(jnp.int32)
     present = _sum(one, axis, _own_groups(axis, groups)) >= 0
-    return jax.tree.map(lambda x: jnp.where(present, x, jnp.zeros_like(x)), tree)
+    return _where(present, tree)
 
 
-def rank(axis: str, groups: Groups = None) -> jax.Array:
+def rank(axis: str, groups: Groups = None) -> Array:
     """Returns the index of this device in the axis, or in its group."""
-    index = jax.lax.axis_index(axis)
+    index = lax.axis_index(axis)
     if groups is None:
         return index
-    ranks = {member: place for group in groups for place, member in enumerate(group)}
+    ranks = {}
+    for group in groups:
+        for place, member in enumerate(group):
+            ranks[member] = place
     return jnp.array([ranks[member] for member in sorted(ranks)])[index]
 
 
 def group_size(axis: str, groups: Groups = None) -> int:
     """Returns the number of devices of the axis, or of each group; raises unless the groups partition the axis equally."""
-    size = jax.lax.axis_size(axis)
+    size = lax.axis_size(axis)
     if groups is None:
         return size
     sizes = sorted({len(group) for group in groups})
@@ -197,7 +209,7 @@ def group_size(axis: str, groups: Groups = None) -> int:
     return sizes[0]
 
 
-def _own_groups(axis: str, groups: Groups) -> list[list[int]] | None:
+def _own_groups(axis: str, groups: Groups) -> OwnGroups:
     group_size(axis, groups)
     return None if groups is None else [list(group) for group in groups]
 
@@ -209,38 +221,43 @@ def _only(tree: PyTree, axis: str, root: int, groups: Groups) -> PyTree:
         raise ValueError(
             f"root must be from 0 to {size - 1}, an index in the axis or group; got {root}. Choose another."
         )
-    is_root = rank(axis, groups) == root
-    return jax.tree.map(lambda x: jnp.where(is_root, x, jnp.zeros_like(x)), tree)
+    return _where(rank(axis, groups) == root, tree)
 
 
-def _sum(tree: PyTree, axis: str, groups: list[list[int]] | None) -> PyTree:
+def _where(condition: Array, tree: PyTree) -> PyTree:
+    """Returns the arrays where a condition holds, zeros elsewhere."""
+    return jax.tree.map(lambda x: jnp.where(condition, x, jnp.zeros_like(x)), tree)
+
+
+def _sum(tree: PyTree, axis: str, groups: OwnGroups) -> PyTree:
     try:
-        return jax.lax.psum(tree, axis, axis_index_groups=groups)
-    except (
-        NotImplementedError
-    ):  # groups under check_vma: an all-reduce is a reduce-scatter and an all-gather
+        return lax.psum(tree, axis, axis_index_groups=groups)
+    except NotImplementedError:
+        # Groups under check_vma: an all-reduce is a reduce-scatter and an all-gather.
         return jax.tree.map(lambda x: _sum_in_two_steps(x, axis, groups), tree)
 
 
-def _sum_in_two_steps(x: jax.Array, axis: str, groups: list[list[int]] | None) -> jax.Array:
-    size = group_size(axis, groups)
-    flat = jnp.pad(jnp.ravel(x), (0, -jnp.size(x) % size))
-    part = jax.lax.psum_scatter(flat, axis, tiled=True, axis_index_groups=groups)
-    return jax.lax.all_gather(part, axis, tiled=True, axis_index_groups=groups)[
-        : jnp.size(x)
-    ].reshape(jnp.shape(x))
+def _sum_in_two_steps(x: Array, axis: str, groups: OwnGroups) -> Array:
+    shape, count = jnp.shape(x), jnp.size(x)
+    padding = -count % group_size(axis, groups)
+    flat = jnp.pad(jnp.ravel(x), (0, padding))
+    part = lax.psum_scatter(flat, axis, tiled=True, axis_index_groups=groups)
+    whole = lax.all_gather(part, axis, tiled=True, axis_index_groups=groups)
+    return whole[:count].reshape(shape)
 
 
-def _maximum(x: jax.Array, axis: str, groups: list[list[int]] | None) -> jax.Array:
+def _maximum(x: Array, axis: str, groups: OwnGroups) -> Array:
     @jax.custom_jvp  # jax.lax.pmax has no differentiation rule
-    def maximum(x: jax.Array) -> jax.Array:
-        return jax.lax.pmax(x, axis, axis_index_groups=groups)
+    def maximum(x: Array) -> Array:
+        return lax.pmax(x, axis, axis_index_groups=groups)
 
     @maximum.defjvp
-    def share(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-        top = maximum(primals[0])
-        holds = (primals[0] == top).astype(tangents[0].dtype)
-        return top, _sum(tangents[0] * (holds / _sum(holds, axis, groups)), axis, groups)
+    def share(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+        (x,), (tangent,) = primals, tangents
+        top = maximum(x)
+        holds = (x == top).astype(tangent.dtype)
+        part = holds / _sum(holds, axis, groups)
+        return top, _sum(tangent * part, axis, groups)
 
     return maximum(x)
 

@@ -72,8 +72,10 @@ class Documents:
         """Returns the tokens that are learned, of the first documents up to about ``most`` tokens, in one part."""
         found, left = [], most
         for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
-            is_learned = slice(None) if self.learned is None else self.learned[start:end] != 0
-            found.append(self.tokens[start:end][is_learned][:left])
+            tokens = self.tokens[start:end]
+            if self.learned is not None:
+                tokens = tokens[self.learned[start:end] != 0]
+            found.append(tokens[:left])
             left -= len(found[-1])
             if left <= 0:
                 break
@@ -125,18 +127,24 @@ class PackedRows(RowSource):
         """
         found = empty_rows(len(rows), self._seq)
         for index, row in enumerate(rows.tolist()):
-            self._fill(row, *(column[index] for column in found.values()))
+            own = [column[index] for column in found.values()]
+            self._fill(row, *own)
         return found
 
     def _fill(
         self, row: int, tokens: np.ndarray, targets: np.ndarray, segments: np.ndarray
     ) -> None:
-        at, learned = 0, self._documents.learned
-        for segment, piece in enumerate(range(*self._row_starts[row : row + 2].tolist())):
-            start, count = int(self._starts[piece]), int(self._counts[piece])
-            whole = self._documents.tokens[start : start + count + 1].astype(np.int64)
+        documents = self._documents
+        first, last = self._row_starts[row : row + 2].tolist()
+        at = 0
+        for segment, piece in enumerate(range(first, last)):
+            start = int(self._starts[piece])
+            count = int(self._counts[piece])
+            whole = documents.tokens[start : start + count + 1].astype(np.int64)
             here = slice(at, at + count)
-            tokens[here], segments[here] = whole[:-1], segment
+            tokens[here] = whole[:-1]
+            segments[here] = segment
+            learned = documents.learned
             is_target = 1 if learned is None else learned[start + 1 : start + count + 1]
             targets[here] = np.where(is_target, whole[1:], IGNORED)
             at += count
@@ -156,28 +164,44 @@ class PackedRows(RowSource):
         """Returns how full the rows are, and how many documents were cut to fit into them."""
         filled = self._counts.sum() / (len(self) * self._seq)
         line = f"{len(self._documents):,} documents in {len(self):,} rows of {self._seq:,} tokens, {filled:.1%} filled"
-        cut = int((self._documents.ends - self._documents.starts > self._seq + 1).sum())
+        sizes = self._documents.ends - self._documents.starts
+        cut = int((sizes > self._seq + 1).sum())
         note = f"; {cut:,} are longer than a row and cut into pieces, each read without those before it"
         return line + (note if cut else "")
 
 
 def empty_rows(num_rows: int, seq: int) -> dict[str, np.ndarray]:
     """Returns rows in which nothing is learned: ``tokens``, ``targets`` and ``segments`` ``[num_rows, seq]``, int32."""
-    values = {"tokens": 0, "targets": IGNORED, "segments": 0}
-    return {name: np.full((num_rows, seq), value, np.int32) for name, value in values.items()}
+    shape = num_rows, seq
+    return {
+        "tokens": np.zeros(shape, np.int32),
+        "targets": np.full(shape, IGNORED, np.int32),
+        "segments": np.zeros(shape, np.int32),
+    }
 
 
 def _pieces(documents: Documents, seq: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the index of the first token of each piece, and its number of targets, of pieces that have one to learn."""
+    """Returns the index of the first token of each piece, and its number of targets, of pieces that have one to learn.
+
+    A document of 8 tokens, seq 3:
+
+        targets    1 2 3   4 5 6   7
+        pieces     number 0, 1 and 2, which start at tokens 0, 3 and 6
+    """
     num_targets = np.maximum(documents.ends - documents.starts - 1, 0)
     num_pieces = -(-num_targets // seq)
-    number = np.arange(num_pieces.sum()) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    starts = np.repeat(documents.starts, num_pieces) + number * seq
-    counts = np.minimum(np.repeat(documents.starts + num_targets, num_pieces) - starts, seq)
-    if documents.learned is None or len(starts) == 0:
+    of_pieces = lambda values: np.repeat(values, num_pieces)
+    first_piece = np.cumsum(num_pieces) - num_pieces
+    number = np.arange(num_pieces.sum()) - of_pieces(first_piece)
+    starts = of_pieces(documents.starts) + number * seq
+    ends = of_pieces(documents.starts + num_targets)
+    counts = np.minimum(ends - starts, seq)
+    learned = documents.learned
+    if learned is None or len(starts) == 0:
         return starts, counts
-    spans = zip((starts + 1).tolist(), (starts + counts + 1).tolist(), strict=True)
-    has_target = np.array([documents.learned[first:end].any() for first, end in spans])
+    firsts = starts + 1
+    spans = zip(firsts.tolist(), (firsts + counts).tolist(), strict=True)
+    has_target = np.array([learned[first:end].any() for first, end in spans])
     return starts[has_target], counts[has_target]
 
 
@@ -191,21 +215,25 @@ def pack(sizes: np.ndarray, capacity: int, most: int | None = None) -> np.ndarra
     """
     rows_by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit r: there is a row with room r
-    row_of, num_rows = np.empty(len(sizes), np.int64), 0
+    row_of = np.empty(len(sizes), np.int64)
+    num_rows = 0
     num_items = [0] * len(sizes)  # of each row
     of_item = sizes.tolist()
     for item in np.argsort(-sizes, kind="stable").tolist():
         size = of_item[item]
         fitting = rooms >> size
         if fitting:
-            room = size + (fitting & -fitting).bit_length() - 1
+            lowest_bit = fitting & -fitting
+            room = size + lowest_bit.bit_length() - 1
             row = rows_by_room[room].pop()
             rooms ^= 0 if rows_by_room[room] else 1 << room
         else:
-            room, row, num_rows = capacity, num_rows, num_rows + 1
+            room, row = capacity, num_rows
+            num_rows += 1
         row_of[item] = row
         num_items[row] += 1
-        if (left := room - size) and num_items[row] != most:
+        left = room - size
+        if left and num_items[row] != most:
             rows_by_room[left].append(row)
             rooms |= 1 << left
     return row_of
@@ -228,22 +256,22 @@ def fit(documents: Documents, seq: int, long_examples: str) -> tuple[Documents, 
     check_one_of(("refuse", "drop", "cut"), long_examples=long_examples)
     if documents.learned is None or long_examples == "cut":
         return documents, 0
-    learned = documents.learned
-    longer = np.flatnonzero(documents.ends - documents.starts > seq + 1)
-    has_prompt = [
-        not learned[documents.starts[i] + 1 : documents.ends[i]].all() for i in longer.tolist()
-    ]
+    starts, ends = documents.starts, documents.ends
+    sizes = ends - starts
+    longer = np.flatnonzero(sizes > seq + 1)
+    has_prompt = [not documents.learned[starts[i] + 1 : ends[i]].all() for i in longer.tolist()]
     too_long = longer[np.array(has_prompt, bool)]
     if long_examples == "drop" and 0 < len(too_long) == len(documents):
-        sizes = documents.ends - documents.starts
         raise ValueError(
             f"an example with a prompt must fit in a row of seq + 1 tokens; got {arg(seq=seq)} and {len(documents)} examples, "
             f"which are all longer, from {sizes.min()} tokens on. Choose {arg(seq=int(sizes.max()) - 1)}."
         )
     if long_examples == "drop" or len(too_long) == 0:
-        return documents.take(np.setdiff1d(np.arange(len(documents)), too_long)), len(too_long)
-    sizes = documents.ends[too_long] - documents.starts[too_long]
-    place, longest = documents.place(int(too_long[0])), int(sizes.max())
+        fitting = np.setdiff1d(np.arange(len(documents)), too_long)
+        return documents.take(fitting), len(too_long)
+    sizes = sizes[too_long]
+    place = documents.place(int(too_long[0]))
+    longest = int(sizes.max())
     raise ValueError(
         f"an example with a prompt must fit in a row of seq + 1 tokens; got {arg(seq=seq)} and {len(too_long)} longer "
         f"examples, the first of {int(sizes[0])} tokens in {place}. Choose {arg(seq=longest - 1)}, or "

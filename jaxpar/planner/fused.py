@@ -55,27 +55,25 @@ def planned_attention(
         bias: Added to the scores; no gradient is computed for it.
         window: Each position attends to this many, itself included; None: to all up to itself.
     """
-    return _attention(window, q, k, v, bias)
+    given = [q, k, v] if bias is None else [q, k, v, bias]
+    return _attention(window, *given)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(window: int | None, q: Array, k: Array, v: Array, bias: Array | None) -> Array:
-    return _forward.bind(q, k, v, *([] if bias is None else [bias]), window=window)[0]
+def _attention(window: int | None, *given: Array) -> Array:
+    return _run(window, *given)[0]
 
 
-def _run(
-    window: int | None, q: Array, k: Array, v: Array, bias: Array | None
-) -> tuple[Array, tuple]:
-    mixed, sums = _forward.bind(q, k, v, *([] if bias is None else [bias]), window=window)
-    return mixed, (q, k, v, bias, mixed, sums)
+def _run(window: int | None, *given: Array) -> tuple[Array, tuple]:
+    mixed, sums = _forward.bind(*given, window=window)
+    return mixed, (given, mixed, sums)
 
 
 def _run_backward(window: int | None, kept: tuple, ct: Array) -> tuple:
-    q, k, v, bias, mixed, sums = kept
-    grads = _backward.bind(
-        q, k, v, *([] if bias is None else [bias]), mixed, sums, ct, window=window
-    )
-    return (*grads, None if bias is None else jnp.zeros_like(bias))
+    given, mixed, sums = kept
+    grads = _backward.bind(*given, mixed, sums, ct, window=window)
+    bias = given[3:]
+    return (*grads, *map(jnp.zeros_like, bias))
 
 
 _attention.defvjp(_run, _run_backward)
@@ -88,11 +86,12 @@ def attention_flops(graph: Graph, node: Node) -> int:
     """
     q, k = (graph.avals[i].shape for i in node.inputs[:2])
     batch, seq, heads, head_dim = q
-    window = min(node.equation.params["window"] or k[1], k[1])
-    scores = (
-        seq * k[1] - (k[1] - window) ** 2
-    )  # twice as many as are below the diagonal and in the window
-    return (2 if node.name == BACKWARD else 1) * 2 * batch * heads * scores * head_dim
+    num_keys = k[1]
+    window = min(node.equation.params["window"] or num_keys, num_keys)
+    # Twice as many as are below the diagonal and in the window.
+    scores = seq * num_keys - (num_keys - window) ** 2
+    forward = 2 * batch * heads * scores * head_dim
+    return 2 * forward if node.name == BACKWARD else forward
 
 
 def shard_attention(op: Operation) -> Found | None:
@@ -104,7 +103,8 @@ def shard_attention(op: Operation) -> Found | None:
 
 def shard_rows(op: Operation) -> Found | None:
     """The rule for what carries rows to experts and back, or multiplies them: the shards are the leading dim of all arrays."""
-    leading = {shape[0] for shape in (*op.inputs, *op.outputs) if len(shape) > 1}
+    shapes = *op.inputs, *op.outputs
+    leading = {shape[0] for shape in shapes if len(shape) > 1}
     if set(op.cuts) <= {None, 0} and len(leading) == 1:
         return op.gives(0)
     return BUILT_IN["custom_vjp_call"](op)
@@ -112,7 +112,8 @@ def shard_rows(op: Operation) -> Found | None:
 
 def shard_look_up(op: Operation) -> Found | None:
     """The rule for a lookup with a derivative of its own: of a table whose rows are sharded the shards' finds are summed."""
-    looks_up = any(each.primitive.name == "gather" for each in with_inner(op.node.equation))
+    inner = with_inner(op.node.equation)
+    looks_up = any(each.primitive.name == "gather" for each in inner)
     if looks_up and set(op.cuts) <= {None, 0}:
         return op.gives(None, "all-reduce")
     return elementwise(op)
@@ -160,7 +161,9 @@ class Grouped(NamedTuple):
             imbalance: Rows of the busiest expert over the mean.
             own_share: The share of the pairs that the device's own experts have.
         """
-        rows = -(-round(self.pairs * own_share * imbalance) // (self.experts * TILE)) * TILE
+        pairs = round(self.pairs * own_share * imbalance)
+        num_tiles = -(-pairs // (self.experts * TILE))
+        rows = num_tiles * TILE
         if self.is_gradient:
             return self.experts, self.depth, self.columns, rows, self.num_bytes
         return self.experts, rows, self.columns, self.depth, self.num_bytes
@@ -171,16 +174,15 @@ def grouped_of(node: Node) -> Grouped | None:
     """Returns the grouped product that a node is, if it is one."""
     if node.name not in ("shard_map", "custom_vjp_call", *_GROUPED):
         return None
-    product = next(
-        (each for each in with_inner(node.equation) if each.primitive.name in _GROUPED), None
-    )
-    if product is None:
+    inner = with_inner(node.equation)
+    products = [each for each in inner if each.primitive.name in _GROUPED]
+    if not products:
         return None
-    _, left, right = (each.aval.shape for each in product.invars)
-    made = product.outvars[0].aval.shape
-    num_bytes = sum(
-        math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in (*product.invars, *product.outvars)
-    )
+    product = products[0]
+    avals = [each.aval for each in (*product.invars, *product.outvars)]
+    num_bytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+    _, left, right, made = (aval.shape for aval in avals)
+    slots = left[1]
     if product.primitive is OF_WEIGHTS:
-        return Grouped(left[1], made[1], left[2], right[2], num_bytes, is_gradient=True)
-    return Grouped(left[1], right[1], left[2], made[2], num_bytes, is_gradient=False)
+        return Grouped(slots, made[1], left[2], right[2], num_bytes, is_gradient=True)
+    return Grouped(slots, right[1], left[2], made[2], num_bytes, is_gradient=False)

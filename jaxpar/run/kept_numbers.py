@@ -6,7 +6,7 @@
 A number that updates change, such as a count or a scale, is none of these: it differs from its initial value in any case.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -37,12 +37,12 @@ def kept_numbers(optimizer: Any, params: PyTree, opt_state: PyTree) -> dict[str,
         initial = _initial(optimizer, params, kept)
     except Exception:  # of any kind: an optimizer is a function of the user
         return {}
-    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
-    saved = fetch(
-        {path_string(path): leaf for path, leaf in leaves if path_string(path) in initial}
-    )
-    pairs = {path: (saved[path], initial[path]) for path in initial if path in saved}
-    return {path: pair for path, pair in pairs.items() if not np.array_equal(*pair, equal_nan=True)}
+    saved = fetch(_at_paths(opt_state, initial))
+    differ = {}
+    for path, now in initial.items():
+        if path in saved and not np.array_equal(saved[path], now, equal_nan=True):
+            differ[path] = saved[path], now
+    return differ
 
 
 def describe(kept: dict[str, tuple[Any, Any]]) -> str:
@@ -58,6 +58,16 @@ def describe(kept: dict[str, tuple[Any, Any]]) -> str:
     )
 
 
+def _at_paths(tree: PyTree, paths: Collection[str]) -> dict[str, Any]:
+    """Returns the leaves at some paths of a tree."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = path_string(path)
+        if name in paths:
+            found[name] = leaf
+    return found
+
+
 def _kept(optimizer: Any, params: PyTree) -> list[str]:
     """Returns the paths of the single numbers of an optimizer's state that its update passes on unchanged."""
     state = jax.eval_shape(optimizer.init, params)
@@ -71,13 +81,12 @@ def _kept(optimizer: Any, params: PyTree) -> list[str]:
         return jax.tree.leaves(after)
 
     traced = jax.make_jaxpr(update)([leaf for _, leaf in leaves], params)
-    passed_on = [index == number for number, index in enumerate(forwarded(traced))]
-    is_number = lambda leaf: leaf.size == 1 and jnp.issubdtype(leaf.dtype, jnp.number)
-    return [
-        path_string(path)
-        for (path, leaf), kept in zip(leaves, passed_on, strict=True)
-        if kept and is_number(leaf)
-    ]
+    kept = []
+    for number, (origin, (path, leaf)) in enumerate(zip(forwarded(traced), leaves, strict=True)):
+        is_number = leaf.size == 1 and jnp.issubdtype(leaf.dtype, jnp.number)
+        if is_number and origin == number:
+            kept.append(path_string(path))
+    return kept
 
 
 def _initial(optimizer: Any, params: PyTree, paths: list[str]) -> dict[str, np.ndarray]:
@@ -86,7 +95,6 @@ def _initial(optimizer: Any, params: PyTree, paths: list[str]) -> dict[str, np.n
     @jax.jit
     def numbers() -> dict[str, jax.Array]:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
-        leaves = jax.tree_util.tree_leaves_with_path(optimizer.init(zeros))
-        return {path_string(path): leaf for path, leaf in leaves if path_string(path) in paths}
+        return _at_paths(optimizer.init(zeros), paths)
 
     return jax.tree.map(np.asarray, numbers()) if paths else {}
