@@ -36,7 +36,10 @@ class IntegerSum:
 
     def total(self) -> jax.Array:
         """Returns the integer."""
-        shifted = [part.astype(self.dtype) << (_BITS * at) for at, part in enumerate(self.parts)]
+        shifted = []
+        for at, part in enumerate(self.parts):
+            byte = part.astype(self.dtype)
+            shifted.append(byte << (_BITS * at))
         return sum(shifted[1:], shifted[0])
 
 
@@ -46,7 +49,8 @@ def with_float_sums(loss: Callable) -> Callable:
     def of_floats(outputs: PyTree, batch: PyTree) -> tuple:
         loss_sum, weight_sum, *sums = loss(outputs, batch)
         dtype = wide_dtype(jnp.result_type(loss_sum))
-        return loss_sum, weight_sum, *jax.tree.map(lambda value: _as_floats(value, dtype), sums)
+        floats = jax.tree.map(lambda value: _as_floats(value, dtype), sums)
+        return loss_sum, weight_sum, *floats
 
     return of_floats
 
@@ -61,16 +65,17 @@ def _as_floats(value: Any, dtype: np.dtype) -> PyTree:
     """Returns a sum in ``dtype``, in which the loss is reduced, or in its own if that is wider; an integer in parts."""
     value = jax.lax.stop_gradient(jnp.asarray(value))
     if jnp.issubdtype(value.dtype, jnp.floating):
-        return value.astype(np.promote_types(dtype, wide_dtype(value.dtype)))
-    narrow = jnp.uint32 if jnp.issubdtype(value.dtype, jnp.unsignedinteger) else jnp.int32
+        own = wide_dtype(value.dtype)
+        return value.astype(np.promote_types(dtype, own))
+    is_unsigned = jnp.issubdtype(value.dtype, jnp.unsignedinteger)
+    narrow = jnp.uint32 if is_unsigned else jnp.int32
     integer = value if value.dtype.itemsize > 4 else value.astype(narrow)
     starts = range(0, jnp.iinfo(integer.dtype).bits, _BITS)
-    shifted = [integer >> start for start in starts]
-    parts = [
-        *(part & (2**_BITS - 1) for part in shifted[:-1]),
-        shifted[-1],
-    ]  # the last one has the sign
-    return IntegerSum([part.astype(dtype) for part in parts], integer.dtype)
+    *lower, last = [integer >> start for start in starts]
+    # The last one has the sign.
+    parts = [*(part & (2**_BITS - 1) for part in lower), last]
+    floats = [part.astype(dtype) for part in parts]
+    return IntegerSum(floats, integer.dtype)
 
 
 def value_of(sums: tuple[jax.Array, list], total_weight: jax.Array, dtype: Any) -> PyTree:
@@ -95,6 +100,5 @@ def value_of(sums: tuple[jax.Array, list], total_weight: jax.Array, dtype: Any) 
 def totals_of(further: list) -> list:
     """Returns the totals of further sums, those of integers as integers."""
     is_integer = lambda node: isinstance(node, IntegerSum)
-    return jax.tree.map(
-        lambda each: each.total() if is_integer(each) else each, further, is_leaf=is_integer
-    )
+    total_of = lambda each: each.total() if is_integer(each) else each
+    return jax.tree.map(total_of, further, is_leaf=is_integer)

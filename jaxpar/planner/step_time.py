@@ -98,32 +98,37 @@ class Prices:
         *,
         ideal: bool,
     ) -> None:
-        self.choice, self.cluster, self.software, self.ideal = choice, cluster, software, ideal
-        self._analysis, self._assumed, self._message = analysis, assumed, num_bytes(analysis.x)
+        self.choice = choice
+        self.cluster = cluster
+        self.software = software
+        self.ideal = ideal
+        self._analysis = analysis
+        self._assumed = assumed
+        self._message = num_bytes(analysis.x)
         self.links = Links(cluster, choice.mesh.shape, assumed.network)
         works, ends = layer_works(choice, analysis), analysis.end_works
         part_of_head = None if ideal else analysis.part_of_head(choice)
-        head, self.shares_head = part_of_head or ends["head"], part_of_head is not None
-        self.head_computing, self.head_sending = self._computes(head), self._sends(head)
-        self.embed, self.embed_back = (
-            self._computes(ends[name]) + self._sends(ends[name]) for name in ("embed", "embed_back")
-        )
+        self.shares_head = part_of_head is not None
+        head = part_of_head or ends["head"]
+        self.head_computing = self._computes(head)
+        self.head_sending = self._sends(head)
+        self.embed = self._takes(ends["embed"])
+        self.embed_back = self._takes(ends["embed_back"])
         self.computing = {op: self._computes(work) for op, work in works.items()}
         self.sending = {op: self._sends(work) for op, work in works.items()}
         if "W" in works and software.products_alone_in_w:
-            alone = self._computes(
-                replace(works["W"], kernels=Kernels(works["W"].kernels.products))
-            )
-            self.computing |= {"B": self.computing["B"] + self.computing["W"] - alone, "W": alone}
+            products = Kernels(works["W"].kernels.products)
+            alone = self._computes(replace(works["W"], kernels=products))
+            self.computing["B"] += self.computing["W"] - alone
+            self.computing["W"] = alone
         forward = self._computes(analysis.works["forward"])
         again = self.computing.get("R", forward if choice.remat is True else 0.0)
         self.again = again + software.recompute * forward
         self.computing["B"] += software.recompute * forward
         if assumed.compute is None:
             self._move_params_and_sums(works)
-        self.counts: tuple[float, ...] = tuple(
-            choice.layout(analysis.shape.num_layers).layers_per_virtual_stage or ()
-        )
+        layout = choice.layout(analysis.shape.num_layers)
+        self.counts: tuple[float, ...] = tuple(layout.layers_per_virtual_stage or ())
         self._leading = 0.0 if analysis.ends.embed_is_lookup else self.embed + self.embed_back
         if self._leading and (ideal or choice.num_chunks > 1 or len(set(self.counts)) > 1):
             # The first stage alone runs the layers of the embedding, as if it had more of its own.
@@ -135,16 +140,29 @@ class Prices:
         if self._assumed.compute is not None:
             return work.flops / (self.cluster.peak_flops * self._assumed.compute)
         return seconds_of(
-            work.kernels, self.cluster, self.choice.tensor, self.software, self._analysis.own_share
+            work.kernels,
+            self.cluster,
+            self.choice.tensor,
+            self.software,
+            self._analysis.own_share,
         )
+
+    def _takes(self, work: Work) -> float:
+        """Returns the seconds of an op."""
+        return self._computes(work) + self._sends(work)
 
     def _sends(self, work: Work) -> float:
         """Returns the seconds of the collectives of an op."""
-        sent = [each for each in work.sent if not (each.of_rows and self.software.folds_experts)]
-        seconds = [(each.axis, collective_seconds(self.links, *each[:3])) for each in sent]
-        hides = lambda axis: (EXPERTS if axis == DATA else axis) in self.software.overlaps
-        hidden = min(sum(each for axis, each in seconds if hides(axis)), self._computes(work))
-        return sum(each for _, each in seconds) - (1 - INTERFERENCE) * hidden
+        seconds = hides = 0.0
+        for each in work.sent:
+            if each.of_rows and self.software.folds_experts:
+                continue
+            own = collective_seconds(self.links, *each[:3])
+            name = EXPERTS if each.axis == DATA else each.axis
+            seconds += own
+            hides += own if name in self.software.overlaps else 0.0
+        hidden = min(hides, self._computes(work))
+        return seconds - (1 - INTERFERENCE) * hidden
 
     def _move_params_and_sums(self, works: Mapping[str, Work]) -> None:
         """Adds what copies the params of a layer out of their stacks, and adds gradients to sums."""
@@ -178,31 +196,28 @@ class Prices:
             return 0.0
         of_backward = lambda seconds: sum(each for op, each in seconds.items() if op != "F")
         of_f = min(self.sending["F"], of_backward(self.computing))
-        return (of_f + min(of_backward(self.sending), self.computing["F"])) * (1 - INTERFERENCE)
+        of_others = min(of_backward(self.sending), self.computing["F"])
+        return (of_f + of_others) * (1 - INTERFERENCE)
 
     @property
     def head_seconds(self) -> int | float:
         """The seconds of the head and the loss for one microbatch, forward and backward, on the stage with the head."""
-        exchanged = (
-            ("reduce-scatter", "all-gather") if self.shares_head else ()
-        )  # y, and the gradient of y
-        exchange = sum(
-            collective_seconds(self.links, STAGE, kind, self._message) for kind in exchanged
-        )
+        exchange = 0.0
+        if self.shares_head:
+            for kind in ("reduce-scatter", "all-gather"):  # y, and the gradient of y
+                exchange += collective_seconds(self.links, STAGE, kind, self._message)
         return self.head_computing + self.head_sending + exchange
 
     @property
     def messages(self) -> list[int | float]:
         """The seconds of one message between each stage and the next, and between the last and the first."""
-        num_bytes, more = self._message, self.software.message_seconds
+        num_bytes = self._message
+        more = self.software.message_seconds
         if self.software.splits_messages:
             num_bytes /= self.choice.tensor
             more += collective_seconds(self.links, TENSOR, "all-gather", self._message)
-        one = {
-            crosses: self.links.message(num_bytes, STAGE, crosses=crosses) + more
-            for crosses in (False, True)
-        }
-        return [one[crosses] for crosses in self.links.crossings(STAGE)]
+        message = lambda crosses: self.links.message(num_bytes, STAGE, crosses=crosses) + more
+        return [message(crosses) for crosses in self.links.crossings(STAGE)]
 
     def exposed_message(self, kinds: Collection[str]) -> int | float:
         """The part of a message during which nothing is computed, in a tick of lock-step that runs some kinds of op."""
@@ -213,37 +228,32 @@ class Prices:
             meanwhile = self.head_computing
         elif self.choice.form == "fused" and "W" in kinds:
             meanwhile = max(self.counts) * self.op("W")
-        return max(
-            max(self.messages) - meanwhile,
-            self.cluster.latency(crosses_nodes=self.links.crosses(STAGE)),
-        )
+        latency = self.cluster.latency(crosses_nodes=self.links.crosses(STAGE))
+        return max(max(self.messages) - meanwhile, latency)
 
     def collectives(self, transfers: Iterable[Transfer], axis: str) -> int | float:
         """Returns the seconds of a step's collectives over an axis, without messages between stages.
 
         Collectives of the same kind and purpose are combined, those of the params of a layer for example.
         """
-        own = [
-            each for each in transfers if each.axis == axis and each.kind != "collective-permute"
-        ]
         times: dict[tuple, int] = {}
-        for each in own:
+        sent = 0.0
+        for each in transfers:
+            if each.axis != axis or each.kind == "collective-permute":
+                continue
             key = each.kind, each.what
             times[key] = max(each.times, times.get(key, 0))
-        latency = sum(
-            count * collective_seconds(self.links, axis, kind, 0)
-            for (kind, _), count in times.items()
-        )
-        return latency + sum(
-            each.bytes_moved * self._width(each) for each in own
-        ) / self.links.rate(axis)
+            sent += each.bytes_moved * self._width(each)
+        latency = 0.0
+        for (kind, _), count in times.items():
+            latency += count * collective_seconds(self.links, axis, kind, 0)
+        return latency + sent / self.links.rate(axis)
 
     def _width(self, transfer: Transfer) -> float:
         """Returns the bytes that the software sends for each that jaxpar sends."""
+        of_params = transfer.what.startswith("params")
         software = self.software
-        width = (
-            software.param_bytes if transfer.what.startswith("params") else software.gradient_bytes
-        )
+        width = software.param_bytes if of_params else software.gradient_bytes
         return 1.0 if width is None or "norm" in transfer.what else width / 4
 
     def exposed_data(self, transfers: Iterable[Transfer]) -> int | float:
@@ -261,48 +271,47 @@ class Prices:
 
     def busiest(self) -> int | float:
         """Returns the seconds of work of the busiest stage for one microbatch."""
-        one, counts = self.one_layer - self.beside, self.by_stage()
-        most = max(counts[:-1] or counts) if self.shares_head else counts[-1]
-        return self._leading + max(
-            max(counts) * one, max(most, counts[-1]) * one + self.head_seconds
-        )
+        one = self.one_layer - self.beside
+        *others, last = self.by_stage()
+        most = max([*others, last])
+        with_head = max(others or [last]) if self.shares_head else last
+        with_head = max(with_head, last) * one + self.head_seconds
+        return self._leading + max(most * one, with_head)
 
     def likely(self) -> int | float:
         """Returns an estimate of the seconds of the layers and the head in a step, without a schedule.
 
         Once the pipeline is full, free-running stages never wait, and those in lock-step wait for the busiest one.
         """
-        choice, counts = self.choice, self.by_stage()
+        choice = self.choice
         if choice.stage == 1:
             return choice.num_microbatches * self.busiest()
-        ops = {name: max(counts) * self.op(name) for name in self.computing}
-        w = ops.get("W", 0)
-        waits = {"zb-h1": sum(ops.values()) - 2 * w, "zb-v": (sum(ops.values()) - 2 * w) / 2}
-        fill = (choice.stage - 1) * waits.get(
-            choice.schedule, sum(ops.values()) / choice.num_chunks
-        )
+        most = max(self.by_stage())
+        ops = {name: most * self.op(name) for name in self.computing}
+        all_ops = sum(ops.values())
+        without_w = all_ops - 2 * ops.get("W", 0)
+        waits = {"zb-h1": without_w, "zb-v": without_w / 2}
+        wait = waits.get(choice.schedule, all_ops / choice.num_chunks)
+        fill = (choice.stage - 1) * wait
         if self.ideal:
             return choice.num_microbatches * self.busiest() + fill
         ticks = choice.num_chunks * (len(ops) if choice.form == "unit" else 1)
         steady = self.busiest() + ticks * self.exposed_message(ops)
-        return (
-            choice.num_microbatches * steady
-            + fill
-            + self.shares_head * (choice.stage - 1) * self.head_seconds
-        )
+        of_heads = self.shares_head * (choice.stage - 1) * self.head_seconds
+        return choice.num_microbatches * steady + fill + of_heads
 
     def by_stage(self) -> list[float]:
         """Returns the layers of each stage, the stage of the head last."""
         if self.choice.num_chunks == 1:
             return list(self.counts)
         placement = PLACEMENT[self.choice.schedule]
-        stages = [
-            stage_and_chunk(v, self.choice.stage, placement)[0] for v in range(len(self.counts))
-        ]
-        of = lambda stage: sum(
-            count for own, count in zip(stages, self.counts, strict=True) if own == stage
-        )
-        return [of(stage) for stage in (*sorted({*stages} - {stages[-1]}), stages[-1])]
+        counts: dict[int, float] = {}
+        last = 0
+        for v, count in enumerate(self.counts):
+            last, _ = stage_and_chunk(v, self.choice.stage, placement)
+            counts[last] = counts.get(last, 0) + count
+        of_head = counts.pop(last)
+        return [*(counts[stage] for stage in sorted(counts)), of_head]
 
 
 def step_time(prices: Prices, transfers: list[Transfer], state_bytes: int) -> StepTime:
@@ -314,19 +323,22 @@ def step_time(prices: Prices, transfers: list[Transfer], state_bytes: int) -> St
         state_bytes: Bytes of params, optimizer state and gradients that a device updates; it reads and writes them.
     """
     choice, layers = prices.choice, prices.by_stage()
-    busiest = max(range(len(layers)), key=lambda i: layers[i] * 1000 + (i == len(layers) - 1))
-    times = choice.num_microbatches * layers[busiest]
-    heads = choice.num_microbatches if busiest == len(layers) - 1 or prices.shares_head else 0
+    last = len(layers) - 1
+    busiest = max(range(len(layers)), key=lambda i: layers[i] * 1000 + (i == last))
+    microbatches = choice.num_microbatches
+    times = microbatches * layers[busiest]
+    heads = microbatches if busiest == last or prices.shares_head else 0
     # In lock-step every stage computes them.
-    ends = 0.0 if prices.ideal else choice.num_microbatches * (prices.embed + prices.embed_back)
+    ends = 0.0 if prices.ideal else microbatches * (prices.embed + prices.embed_back)
     compute = times * sum(prices.computing.values()) + heads * prices.head_computing + ends
     # The first F and the last B have nothing beside them.
-    beside = (choice.num_microbatches - 1) * layers[busiest] * prices.beside
+    beside = (microbatches - 1) * layers[busiest] * prices.beside
     tensor = times * sum(prices.sending.values()) + heads * prices.head_sending - beside
     pipeline = _pipeline(prices) if choice.stage > 1 else compute + tensor
+    again = times * prices.again
     return StepTime(
-        compute=compute - times * prices.again,
-        again=times * prices.again,
+        compute=compute - again,
+        again=again,
         tensor=tensor,
         bubble=pipeline - compute - tensor,
         data=prices.exposed_data(transfers),
@@ -341,56 +353,58 @@ def _pipeline(prices: Prices) -> int | float:
     It repeats after as many microbatches as there are stages, which is how long messages take to return to a stage, and no
     microbatch takes less time than its work on the busiest stage.
     """
-    choice, of_count = prices.choice, _makespan if prices.ideal else _ticks
-    simulated, fewer = choice.num_simulated, choice.num_simulated - choice.stage
+    choice = prices.choice
+    of_count = _makespan if prices.ideal else _ticks
+    simulated = choice.num_simulated
+    after = of_count(prices, simulated)
     if simulated == choice.num_microbatches:
-        return of_count(prices, simulated)
-    before, after = (of_count(prices, count) for count in (fewer, simulated))
-    return after + (choice.num_microbatches - simulated) * max(
-        (after - before) / choice.stage, prices.busiest()
-    )
+        return after
+    before = of_count(prices, simulated - choice.stage)
+    one = max((after - before) / choice.stage, prices.busiest())
+    return after + (choice.num_microbatches - simulated) * one
 
 
 def _ticks(prices: Prices, num_microbatches: int) -> int | float:
     """Returns the seconds of lock-step: a tick takes as long as the stage with the most to do, and its messages."""
-    last, is_cheap = (
-        len(prices.counts) - 1,
-        prices.choice.num_chunks == 1 and len(set(prices.counts)) == 1,
-    )
-    everywhere = (
-        prices.head_seconds if prices.shares_head or is_cheap else 0.0
-    )  # idle stages run it too
-    on_last = 0.0 if everywhere else prices.head_seconds
+    counts = prices.counts
+    on_last = (len(counts) - 1, "F")
+    is_cheap = prices.choice.num_chunks == 1 and len(set(counts)) == 1
+    runs_everywhere = prices.shares_head or is_cheap  # idle stages run it too
+    everywhere = prices.head_seconds if runs_everywhere else 0.0
+    of_head = 0.0 if everywhere else prices.head_seconds
 
     def of_row(row: Row) -> int | float:
-        seconds = sum(
-            prices.counts[v] * prices.op(kind) + on_last * ((v, kind) == (last, "F"))
-            for v, kind in row
-        )
-        common = min((prices.counts[v] for v, _ in row), default=0)
-        return seconds - common * prices.beside * ({"F", "B"} <= {kind for _, kind in row})
+        seconds = 0.0
+        for v, kind in row:
+            seconds += counts[v] * prices.op(kind) + of_head * ((v, kind) == on_last)
+        kinds = {kind for _, kind in row}
+        if not {"F", "B"} <= kinds:
+            return seconds
+        return seconds - min(counts[v] for v, _ in row) * prices.beside
 
     def of_tick(tick: frozenset[Row]) -> int | float:
         kinds = {kind for row in tick for _, kind in row}
-        ends = ("F" in kinds) * (everywhere + prices.embed) + ("B" in kinds) * prices.embed_back
+        ends = 0.0
+        if "F" in kinds:
+            ends += everywhere + prices.embed
+        if "B" in kinds:
+            ends += prices.embed_back
         return max(map(of_row, tick)) + ends + prices.exposed_message(kinds)
 
-    return sum(
-        count * of_tick(tick) for tick, count in prices.choice.structure(num_microbatches).ticks
-    )
+    ticks = prices.choice.structure(num_microbatches).ticks
+    return sum(count * of_tick(tick) for tick, count in ticks)
 
 
 def _makespan(prices: Prices, num_microbatches: int) -> int | float:
     """Returns the seconds of stages that run freely."""
     most = max(prices.counts)
-    scale = tuple(count / most for count in prices.counts)
-    ops: dict[str, Any] = {name.lower(): most * prices.op(name) for name in "FBWR"} | {
-        "stage_scale": scale
-    }
+    ops: dict[str, Any] = {name.lower(): most * prices.op(name) for name in "FBWR"}
+    ops["stage_scale"] = tuple(count / most for count in prices.counts)
     choice, software = prices.choice, prices.software
     in_pairs = software.exchanges_in_pairs and choice.schedule == "interleaved"
+    form = "fused" if in_pairs else "published"
     return makespan(
-        choice.structure(num_microbatches, "fused" if in_pairs else "published", by_tick=in_pairs),
+        choice.structure(num_microbatches, form, by_tick=in_pairs),
         Costs(head=prices.head_seconds / 3, **ops),
         prices.messages,
         blocks=software.blocks_on_messages or in_pairs,

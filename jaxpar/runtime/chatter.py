@@ -16,6 +16,10 @@ _LAST_PIECE = re.compile(re.escape(ENDS) + rb"[\d ]*\n?$")
 _NUMBERS = re.compile(rb"\d*\n?")
 
 
+def _is_numbers(line: bytes) -> bool:
+    return _NUMBERS.fullmatch(line) is not None
+
+
 class Quiet:
     r"""Output of a program without Gloo's lines.
 
@@ -43,21 +47,24 @@ class Quiet:
         return self._without(held)
 
     def _may_become_one(self, last: bytes) -> bool:
-        is_number = bool(self._open) and _NUMBERS.fullmatch(last) is not None
+        if not last:
+            return False
+        is_number = self._open > 0 and _is_numbers(last)
         begins = any(last.endswith(BEGINS[:count]) for count in range(1, len(BEGINS)))
-        return bool(last) and (BEGINS in last or ENDS in last or begins or is_number)
+        return BEGINS in last or ENDS in last or begins or is_number
 
     def _without(self, line: bytes) -> bytes:
-        if BEGINS not in line and ENDS not in line and not (self._open and MIDDLE in line):
-            is_rest = self._open > 0 and _NUMBERS.fullmatch(line) is not None
+        is_middle = self._open > 0 and MIDDLE in line
+        if BEGINS not in line and ENDS not in line and not is_middle:
+            is_rest = self._open > 0 and _is_numbers(line)
             self._open -= is_rest and line.endswith(b"\n")
             return b"" if is_rest else line
         self._open += line.count(BEGINS)
         rest = _PIECES.sub(b"", line)
-        if _NUMBERS.fullmatch(rest) or _LAST_PIECE.search(line):
+        if _is_numbers(rest) or _LAST_PIECE.search(line):
             self._open = max(0, self._open - 1)
             rest = rest.removesuffix(b"\n")
-        return b"" if _NUMBERS.fullmatch(rest) else rest
+        return b"" if _is_numbers(rest) else rest
 
 
 def without_chatter(output: bytes) -> bytes:

@@ -30,14 +30,20 @@ def token_weights(batch: PyTree) -> Array | None:
     is_learned = jnp.asarray(targets) != IGNORED
     if weight is None:
         return is_learned.astype(jnp.float32)
-    weight = jnp.asarray(weight)
-    return jnp.where(
-        is_learned, weight.reshape(*weight.shape, *(1,) * (is_learned.ndim - weight.ndim)), 0
-    )
+    weight = _with_dims(jnp.asarray(weight), is_learned.ndim)
+    return jnp.where(is_learned, weight, 0)
+
+
+def _with_dims(weights: Array, num_dims: int) -> Array:
+    """Returns weights with dims of 1 after their own."""
+    trailing = (1,) * (num_dims - weights.ndim)
+    return weights.reshape(*weights.shape, *trailing)
 
 
 def _are_labels(targets: Any, tokens: Any) -> bool:
-    if targets is None or not jnp.issubdtype(targets.dtype, jnp.signedinteger):
+    if targets is None:
+        return False
+    if not jnp.issubdtype(targets.dtype, jnp.signedinteger):
         return False  # no unsigned label is -100
     return tokens is None or targets.shape == tokens.shape
 
@@ -50,13 +56,12 @@ def real_tokens(weights: Any, span: Span, shape: tuple[int, ...]) -> Bool[Array,
         span: The positions and segments of the tokens.
         shape: The batch and seq of the tokens.
     """
-    weights = jnp.asarray(weights)
-    counts = weights.reshape(*weights.shape, *(1,) * (2 - weights.ndim)) != 0
+    counts = _with_dims(jnp.asarray(weights), 2) != 0
     counts = jnp.broadcast_to(counts, shape)
     if not span.is_in_order:
         positions = jnp.broadcast_to(span.positions, shape)
-        ends = max_of_segment(jnp.where(counts, positions + 1, 0), span.segments)
-        return positions < ends
+        ends = jnp.where(counts, positions + 1, 0)
+        return positions < max_of_segment(ends, span.segments)
     return _next_that_counts(counts, span.segments)
 
 
@@ -66,4 +71,5 @@ def _next_that_counts(
     """Returns whether the next token that counts, this one included, is of the same segment; their numbers rise in a row."""
     numbers = jnp.zeros(counts.shape, jnp.int32) if segments is None else segments
     nothing = counts.shape[1]  # above all numbers
-    return jax.lax.cummin(jnp.where(counts, numbers, nothing), axis=1, reverse=True) == numbers
+    of_those = jnp.where(counts, numbers, nothing)
+    return jax.lax.cummin(of_those, axis=1, reverse=True) == numbers

@@ -82,12 +82,13 @@ class RouterSums(NamedTuple):
     def zeros(cls, config: TransformerConfig, h: Float[Array, "batch seq embed"]) -> "RouterSums":
         """Returns those before the first layer."""
         wide = jnp.promote_types(h.dtype, jnp.float32)
-        of_tokens = jnp.zeros(h.shape[:2], wide)
+        batch, seq, _ = h.shape
+        of_tokens = jnp.zeros((batch, seq), wide)
         num_experts = 0 if config.experts is None else config.experts.count
-        loads = jnp.zeros((len(h), config.num_stacked_layers, num_experts), jnp.int32)
-        return cls(
-            of_tokens, of_tokens, jnp.zeros(len(h), wide), loads, jnp.zeros(len(h), jnp.int32)
-        )
+        loads = jnp.zeros((batch, config.num_stacked_layers, num_experts), jnp.int32)
+        tally = jnp.zeros(batch, wide)
+        dropped = jnp.zeros(batch, jnp.int32)
+        return cls(of_tokens, of_tokens, tally, loads, dropped)
 
     def plus(
         self,
@@ -133,8 +134,10 @@ def route(
     weight = params["w_router"].astype(wide)
     # A GPU's default for float32 products would round the inputs to 10 bits.
     logits = jnp.einsum("btd,de->bte", x.astype(wide), weight, precision="highest")
-    is_softmax = settings.router_score == "softmax"
-    scores = jax.nn.softmax(logits, -1) if is_softmax else jax.nn.sigmoid(logits)
+    if settings.router_score == "softmax":
+        scores = jax.nn.softmax(logits, -1)
+    else:
+        scores = jax.nn.sigmoid(logits)
     experts = _best_experts(settings, params, scores)
     weights = _weights_of(settings, experts, scores)
     if real is not None:
@@ -148,7 +151,8 @@ def _best_experts(settings: Experts, params: PyTree, scores: Scores) -> Chosen:
     """Returns the experts with the highest scores, to which the bias is added, if there is one."""
     appeal = scores
     if "bias" in params:
-        appeal = scores + params["bias"].astype(scores.dtype)[None, None]
+        bias = params["bias"].astype(scores.dtype)
+        appeal = scores + bias[None, None]
     appeal = _in_best_groups(settings, jax.lax.stop_gradient(appeal))
     _, experts = jax.lax.top_k(appeal, settings.per_token)
     return experts
@@ -176,13 +180,15 @@ def _of_real(values: Float[Array, "batch seq *dims"], routing: Routing) -> Array
 
 def _in_best_groups(settings: Experts, appeal: Scores) -> Array:
     """Returns how good each expert is, with minus infinity for those of groups that a token does not use."""
-    if settings.groups_per_token == settings.num_groups:
+    count = settings.num_groups
+    if settings.groups_per_token == count:
         return appeal
-    grouped = appeal.reshape(*appeal.shape[:2], settings.num_groups, -1)
-    best = 2 if settings.router_score == "sigmoid" and grouped.shape[-1] > 1 else 1
-    of_best, _ = jax.lax.top_k(grouped, best)
+    batch, seq, _ = appeal.shape
+    grouped = appeal.reshape(batch, seq, count, -1)
+    is_pair = settings.router_score == "sigmoid" and grouped.shape[-1] > 1
+    of_best, _ = jax.lax.top_k(grouped, 2 if is_pair else 1)
     _, groups = jax.lax.top_k(of_best.sum(-1), settings.groups_per_token)
-    is_used = _one_hot(groups, settings.num_groups).any(2)
+    is_used = _one_hot(groups, count).any(2)
     appeal_of_used = jnp.where(is_used[..., None], grouped, -jnp.inf)
     return appeal_of_used.reshape(appeal.shape)
 
@@ -199,15 +205,15 @@ def balance_loss(
     """Returns the balance loss of each token's document, a row or a segment of it."""
     uses, shares = _uses_and_shares(settings, routing)
     both = jnp.stack([uses, shares], 2)
-    real = (
-        jnp.ones(both.shape[:2], both.dtype)
-        if routing.real is None
-        else routing.real.astype(both.dtype)
-    )
+    tokens = both.shape[:2]
+    if routing.real is None:
+        real = jnp.ones(tokens, both.dtype)
+    else:
+        real = routing.real.astype(both.dtype)
     if segments is None:
         f, p = _means_of_rows(both, real)
         of_rows = (f * p).sum(-1)
-        of_tokens = jnp.broadcast_to(of_rows[:, None], both.shape[:2])
+        of_tokens = jnp.broadcast_to(of_rows[:, None], tokens)
     else:
         f, p = _means_of_segments(both, real, segments)
         of_tokens = (f * p).sum(-1)
@@ -216,7 +222,8 @@ def balance_loss(
 
 def _uses_and_shares(settings: Experts, routing: Routing) -> tuple[Scores, Scores]:
     """Returns for each token and expert what its f_e and P_e are the means of."""
-    scores, num_experts = routing.scores, routing.scores.shape[-1]
+    scores = routing.scores
+    num_experts = scores.shape[-1]
     is_chosen = _one_hot(routing.experts, num_experts).any(2)
     uses = is_chosen.astype(scores.dtype) * (num_experts / settings.per_token)
     if settings.router_score != "softmax":
@@ -229,9 +236,11 @@ def _means_of_rows(both: Both, real: Tokens) -> tuple[Array, Array]:
     rows, _, _, num_experts = both.shape
     sums = both.sum(1).reshape(rows, -1)
     counts = real.sum(1, keepdims=True)
-    all_sums = sum_over_sequence(jnp.concatenate([sums, counts], 1))
-    sums, counts = all_sums[:, :-1], all_sums[:, -1:]
-    means = (sums / jnp.maximum(counts, 1)).reshape(rows, 2, num_experts)
+    own = jnp.concatenate([sums, counts], 1)
+    whole = sum_over_sequence(own)
+    sums, counts = whole[:, :-1], whole[:, -1:]
+    means = sums / jnp.maximum(counts, 1)
+    means = means.reshape(rows, 2, num_experts)
     return means[:, 0], means[:, 1]
 
 
@@ -239,12 +248,14 @@ def _means_of_segments(
     both: Both, real: Tokens, segments: Int[Array, "batch seq"]
 ) -> tuple[Scores, Scores]:
     """Returns the means of both over the real tokens of each token's segment."""
+    batch, seq, *others = both.shape
     is_same = segments[:, :, None] == gather_sequence(segments)[:, None, :]
     weights = is_same.astype(both.dtype) * gather_sequence(real)[:, None, :]
-    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1)
+    total = weights.sum(-1, keepdims=True)
+    weights = weights / jnp.maximum(total, 1)
     # Experts are no heads, which a tensor axis may split.
-    as_one_head = both.reshape(*both.shape[:2], 1, -1)
-    whole = gather_sequence(as_one_head).reshape(len(both), -1, *both.shape[2:])
+    as_one_head = both.reshape(batch, seq, 1, -1)
+    whole = gather_sequence(as_one_head).reshape(batch, -1, *others)
     means = jnp.einsum("bts,bsie->btie", weights, whole, precision="highest")
     return means[:, :, 0], means[:, :, 1]
 
@@ -281,8 +292,10 @@ def balance_experts(
     def towards_mean(loads: Float[Array, "*layers experts"]) -> Array:
         mean = loads.mean(-1, keepdims=True)
         # A load that is the mean must not move its bias by the rounding of the sums, which depends on the mesh.
-        is_mean = jnp.abs(mean - loads) <= 1024 * jnp.finfo(loads.dtype).eps * mean
-        return jnp.where(is_mean, 0, rate * jnp.sign(mean - loads)).astype(loads.dtype)
+        distance = jnp.abs(mean - loads)
+        is_mean = distance <= 1024 * jnp.finfo(loads.dtype).eps * mean
+        change = jnp.where(is_mean, 0, rate * jnp.sign(mean - loads))
+        return change.astype(loads.dtype)
 
     biases = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     return optax.partition({_OTHERS: optimizer, _BIASES: biases}, _labels)
@@ -299,7 +312,7 @@ def expert_loads(grads: PyTree) -> PyTree:
 
 def _labels(params: PyTree) -> PyTree:
     def label(path: tuple, _: object) -> str:
-        names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+        names = [getattr(key, "key", getattr(key, "name", None)) for key in path]
         return _BIASES if names[-2:] == ["router", "bias"] else _OTHERS
 
     return jax.tree_util.tree_map_with_path(label, params)

@@ -42,8 +42,10 @@ def loads_of(outputs: PyTree, weights: Any) -> Int[Array, "layers experts"] | No
     """
     if not isinstance(outputs, RoutedLogits):
         return None
-    counts = _counts(_per_token(weights, outputs.sums.balance))
-    return jnp.sum(jnp.where(counts[:, None, None], outputs.sums.loads, 0), 0)
+    sums = outputs.sums
+    counts = _counts(_per_token(weights, sums.balance))
+    of_rows = jnp.where(counts[:, None, None], sums.loads, 0)
+    return jnp.sum(of_rows, 0)
 
 
 def add_routing_losses(
@@ -79,17 +81,18 @@ def add_routing_losses(
         per_token = _per_token(weights(batch), sums.balance)
         counts = _counts(per_token)
         per_token = _as_loss_weighs(per_token, loss, logits, batch)
-        balance, z = _weighed(per_token, sums.balance), _weighed(per_token, sums.z)
+        balance = _weighed(per_token, sums.balance)
+        z = _weighed(per_token, sums.z)
         tally = jnp.sum(jnp.where(counts, sums.tally, 0))
-        total = total + experts.balance_coefficient * balance + experts.z_coefficient * z + tally
+        total = total + experts.balance_coefficient * balance
+        total = total + experts.z_coefficient * z + tally
         if not metrics:
             return total, weight, *further
-        own = {
-            "balance_loss": balance / config.num_stacked_layers,
-            "router_z_loss": z / config.num_stacked_layers,
-            **_metrics_of_loads(sums, counts, per_token),
-        }
-        return total, weight, {**(further[0] if further else {}), **own}
+        own = _metrics_of_loads(sums, counts, per_token)
+        own["balance_loss"] = balance / config.num_stacked_layers
+        own["router_z_loss"] = z / config.num_stacked_layers
+        given = further[0] if further else {}
+        return total, weight, {**given, **own}
 
     return with_routing
 
@@ -104,9 +107,14 @@ def _metrics_of_loads(sums: RouterSums, counts: Array, per_token: Tokens) -> dic
     weights = per_token.sum(-1)
     loads = sum_over_sequence(sums.loads)
     num_chosen = jnp.maximum(loads.sum(-1), 1)  # of each layer; the experts of a token are several
-    imbalance = (loads.max(-1) * loads.shape[-1] / num_chosen).mean(-1)
+    imbalance = loads.max(-1) * loads.shape[-1] / num_chosen
+    imbalance = imbalance.mean(-1)
     dropped = sums.dropped / num_chosen.sum(-1)
-    of_rows = lambda each: jnp.sum(jnp.where(counts, each.astype(per_token.dtype) * weights, 0))
+
+    def of_rows(each: Array) -> Array:
+        weighed = each.astype(per_token.dtype) * weights
+        return jnp.sum(jnp.where(counts, weighed, 0))
+
     return {"expert_imbalance": of_rows(imbalance), "dropped_experts": of_rows(dropped)}
 
 
@@ -116,27 +124,26 @@ def _counts(per_token: Float[Array, "batch seq"]) -> Array:
     return sum_over_sequence(has_some.astype(jnp.int32)) > 0
 
 
-def _per_token(weights: Any, like: Float[Array, "batch seq"]) -> Array:
+def _per_token(weights: Any, like: Tokens) -> Array:
     if weights is None:
         return jnp.ones_like(like)
     weights = jnp.asarray(weights).astype(like.dtype)
     trailing = (1,) * (like.ndim - weights.ndim)
-    return jnp.broadcast_to(weights.reshape(*weights.shape, *trailing), like.shape)
+    weights = weights.reshape(*weights.shape, *trailing)
+    return jnp.broadcast_to(weights, like.shape)
 
 
-def _as_loss_weighs(
-    per_token: Float[Array, "batch seq"], loss: Callable, logits: PyTree, batch: PyTree
-) -> Array:
+def _as_loss_weighs(per_token: Tokens, loss: Callable, logits: PyTree, batch: PyTree) -> Array:
     """Returns the weights of tokens, which add up to what ``loss`` weighs each row with."""
     try:
         wanted = weights_of_rows(loss, logits, batch).astype(per_token.dtype)
-    except (
-        TypeError,
-        ValueError,
-    ):  # a number of rows is written into the loss, which then is not split
+    except (TypeError, ValueError):
+        # A number of rows is written into the loss, which then is not split.
         return per_token
-    wanted, given = sum_over_sequence(jnp.stack([wanted, per_token.sum(-1)]))
-    factors = jnp.where(given != 0, wanted / jnp.where(given != 0, given, 1), 0)
+    both = jnp.stack([wanted, per_token.sum(-1)])
+    wanted, given = sum_over_sequence(both)
+    has_some = given != 0
+    factors = jnp.where(has_some, wanted / jnp.where(has_some, given, 1), 0)
     return per_token * factors[:, None]
 
 
@@ -152,7 +159,8 @@ def weights_of_rows(
     has_rows = lambda a: jnp.shape(a)[:1] == rows
 
     def as_given(a: Any) -> Array:
-        return jnp.asarray(a)[:, None] if has_rows(a) else jnp.asarray(a)
+        array = jnp.asarray(a)
+        return array[:, None] if has_rows(a) else array
 
     def of_one_row(a: Array) -> jax.ShapeDtypeStruct:
         shape = a.shape[1:] if has_rows(a) else a.shape
@@ -165,7 +173,8 @@ def weights_of_rows(
 
     def of_row(leaves: list) -> Array:
         values = dict(zip(graph.inputs, leaves, strict=True))
-        return jnp.asarray(graph.run(nodes, values, graph.outputs)[0])
+        (weight,) = graph.run(nodes, values, graph.outputs)
+        return jnp.asarray(weight)
 
     leaves = jax.tree.leaves(given)
     in_axes = [0 if has_rows(leaf) else None for leaf in leaves]
