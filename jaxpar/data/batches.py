@@ -48,17 +48,19 @@ def batch_rows(
     num_rows: int, batch_size: int, *, seed: int, step: int, origin: Origin = BEGINNING
 ) -> np.ndarray:
     """Returns the row numbers of the batch of ``step``; each epoch has every row once, in its own order."""
-    epoch, start = divmod(samples_before(num_rows, batch_size, step, origin), num_rows)
-    return permuted(np.arange(start, min(start + batch_size, num_rows)), num_rows, (seed, epoch))
+    before = samples_before(num_rows, batch_size, step, origin)
+    epoch, start = divmod(before, num_rows)
+    end = min(start + batch_size, num_rows)
+    return permuted(np.arange(start, end), num_rows, (seed, epoch))
 
 
 def samples_before(num_rows: int, batch_size: int, step: int, origin: Origin = BEGINNING) -> int:
     """Returns the number of rows that the steps before ``step`` used: the position in the data."""
     epoch, start = divmod(origin.samples, num_rows)
-    ahead, per_epoch = step - origin.step, num_batches(num_rows, batch_size)
-    left = -(
-        -(num_rows - start) // batch_size
-    )  # batches left in the epoch at ``origin``, the last may be short
+    ahead = step - origin.step
+    per_epoch = num_batches(num_rows, batch_size)
+    # Batches left in the epoch at ``origin``, the last may be short.
+    left = -(-(num_rows - start) // batch_size)
     if ahead < left:
         return epoch * num_rows + start + ahead * batch_size
     epochs, batch = divmod(ahead - left, per_epoch)
@@ -88,8 +90,9 @@ def _encrypted(places: np.ndarray, num_rows: int, key: tuple[int, ...]) -> np.nd
 
     **Reference**: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", sections 4 and 5.
     """
-    half = np.uint64(-(-(num_rows - 1).bit_length() // 2))
-    low = np.uint64((1 << int(half)) - 1)
+    num_bits = -(-(num_rows - 1).bit_length() // 2)
+    half = np.uint64(num_bits)
+    low = np.uint64((1 << num_bits) - 1)
     round_keys = np.random.default_rng(key).integers(0, 2**64, 8, np.uint64)
     rows = places.astype(np.uint64)
     outside = np.arange(len(rows))
@@ -133,7 +136,8 @@ class RowSource(ABC):
 
     def checksum(self) -> str:
         """Returns a checksum of the rows, for processes to compare; by default of the first and the last one."""
-        return checksum([*self.take(np.array([0, len(self) - 1])).values()])
+        ends = np.array([0, len(self) - 1])
+        return checksum([*self.take(ends).values()])
 
     def describe(self) -> str:
         """Returns a line about the rows, and what becomes of a document longer than one; "" if there is nothing to say."""
@@ -172,7 +176,8 @@ class RowSource(ABC):
         rows = self.rows(batch_size, seed=seed, step=step, origin=origin)
         if only is None:
             return pad_rows(self.take(rows), round_up(batch_size, multiple))
-        return pad_rows(self.take(rows[only[only < len(rows)]]), len(only))
+        real = only[only < len(rows)]
+        return pad_rows(self.take(rows[real]), len(only))
 
 
 def check_vocabulary(parts: Iterable[np.ndarray], vocab_size: int) -> None:
@@ -196,9 +201,9 @@ def locate(starts: np.ndarray, index: int) -> tuple[int, int]:
 
 def check_columns(data: Mapping[str, np.ndarray], *, least: int = 1) -> None:
     """Raises ValueError unless all columns have the same number of rows, at least so many."""
-    rows = {
-        name: len(column) if np.ndim(column) else -1 for name, column in data.items()
-    }  # -1: it has no dims
+    rows = {}
+    for name, column in data.items():
+        rows[name] = len(column) if np.ndim(column) else -1  # it has no dims
     if len({*rows.values()}) == 1 and min(rows.values()) >= least:
         return
     got = ", ".join(f"{name} with {max(count, 0)}" for name, count in rows.items()) or "no columns"
@@ -255,11 +260,11 @@ def pad_rows(batch: Mapping[str, np.ndarray], num_rows: int) -> dict[str, np.nda
             f"padding must not drop rows; got {real} rows to pad to {num_rows}. Give {real} or more."
         )
     weight = np.asarray(batch.get(WEIGHT, np.ones(real, np.float32)))
-    columns = {**batch, WEIGHT: weight}
-    return {
-        name: np.concatenate([c, np.zeros((num_rows - real, *c.shape[1:]), c.dtype)])
-        for name, c in columns.items()
-    }
+    padded = {}
+    for name, column in {**batch, WEIGHT: weight}.items():
+        padding = np.zeros((num_rows - real, *column.shape[1:]), column.dtype)
+        padded[name] = np.concatenate([column, padding])
+    return padded
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -283,9 +288,11 @@ class Mixture(RowSource):
         self, sources: Sequence[RowSource], weights: Sequence[float] | None = None
     ) -> None:
         self.sources = tuple(sources)
-        known = [most for source in sources if (most := source.max_documents) is not None]
+        most = [source.max_documents for source in sources]
+        known = [each for each in most if each is not None]
         self.max_documents = max(known) if len(known) == len(sources) else None
-        weights = [len(source) for source in sources] if weights is None else weights
+        if weights is None:
+            weights = [len(source) for source in sources]
         self._counts = _samples_per_block(weights, len(sources))
 
     @property
@@ -303,41 +310,47 @@ class Mixture(RowSource):
         first = self.samples_before(batch_size, step, origin)
         samples = np.arange(first, first + batch_size)
         blocks = samples // SAMPLES_PER_BLOCK
-        return np.concatenate(
-            [self._of_block(int(b), samples[blocks == b], seed) for b in np.unique(blocks)]
-        )
+        found = []
+        for block in np.unique(blocks).tolist():
+            own = samples[blocks == block]
+            found.append(self._of_block(block, own, seed))
+        return np.concatenate(found)
 
     def samples_before(self, batch_size: int, step: int, origin: Origin = BEGINNING) -> int:
         """Returns the position in the data: all batches are full."""
         return origin.samples + (step - origin.step) * batch_size
 
     def _of_block(self, block: int, samples: np.ndarray, seed: int) -> np.ndarray:
-        in_order = np.repeat(np.arange(len(self.sources)), self._counts)
-        dealt = np.random.default_rng((seed, block, len(self.sources))).permutation(in_order)
+        num_sources = len(self.sources)
+        in_order = np.repeat(np.arange(num_sources), self._counts)
+        generator = np.random.default_rng((seed, block, num_sources))
+        dealt = generator.permutation(in_order)
         places = samples - block * SAMPLES_PER_BLOCK
         rows = np.empty((len(samples), 2), np.int64)
         rows[:, 0] = dealt[places]
         for number, source in enumerate(self.sources):
             own = rows[:, 0] == number
-            before = block * int(self._counts[number]) + np.cumsum(dealt == number)[places[own]] - 1
+            in_block = np.cumsum(dealt == number)[places[own]] - 1
+            before = block * int(self._counts[number]) + in_block
             rows[own, 1] = _in_epochs(before, len(source), seed, number)
         return rows
 
     def take(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the columns of rows, each a pair of a source and a row in it."""
-        taken = [
-            source.take(rows[rows[:, 0] == number, 1]) for number, source in enumerate(self.sources)
-        ]
-        order = np.argsort(np.argsort(rows[:, 0], kind="stable"), kind="stable")
-        # Rows without segments are one segment each.
-        column = lambda columns, name: (
-            columns[name] if name in columns else np.zeros_like(columns["tokens"])
-        )
-        names = sorted(set().union(*taken))
-        return {
-            name: np.concatenate([column(columns, name) for columns in taken])[order]
-            for name in names
-        }
+        of_rows, own_rows = rows[:, 0], rows[:, 1]
+        taken = []
+        for number, source in enumerate(self.sources):
+            taken.append(source.take(own_rows[of_rows == number]))
+        by_source = np.argsort(of_rows, kind="stable")
+        order = np.argsort(by_source, kind="stable")
+        found = {}
+        for name in sorted(set().union(*taken)):
+            # Rows without segments are one segment each.
+            parts = [
+                each[name] if name in each else np.zeros_like(each["tokens"]) for each in taken
+            ]
+            found[name] = np.concatenate(parts)[order]
+        return found
 
     def checksum(self) -> str:
         """Returns the checksums of the sources."""
@@ -353,7 +366,8 @@ def _in_epochs(draws: np.ndarray, num_rows: int, seed: int, number: int) -> np.n
     rows = np.empty_like(draws)
     epochs, places = np.divmod(draws, num_rows)
     for epoch in np.unique(epochs).tolist():
-        rows[epochs == epoch] = permuted(places[epochs == epoch], num_rows, (seed, epoch, number))
+        is_own = epochs == epoch
+        rows[is_own] = permuted(places[is_own], num_rows, (seed, epoch, number))
     return rows
 
 
@@ -366,7 +380,9 @@ def _samples_per_block(weights: Sequence[float], num_sources: int) -> np.ndarray
         )
     exact = np.asarray(weights, float) / math.fsum(weights) * SAMPLES_PER_BLOCK
     counts = np.floor(exact).astype(np.int64)
-    counts[np.argsort(counts - exact, kind="stable")[: SAMPLES_PER_BLOCK - counts.sum()]] += 1
+    by_remainder = np.argsort(counts - exact, kind="stable")
+    missing = SAMPLES_PER_BLOCK - counts.sum()
+    counts[by_remainder[:missing]] += 1
     if not counts.all():
         raise ValueError(
             f"each source of a mixture must have a weight of at least 1/{SAMPLES_PER_BLOCK} of all weights; got "

@@ -49,13 +49,15 @@ def parse_groups(text: str, num_devices: int) -> Groups:
         return _rows(_iota(iota), integers(shape)[-1])
     if "mesh" in text:
         return _mesh_groups(text)
-    groups = tuple(tuple(integers(group)) for group in re.findall(r"\{([\d, ]+)\}", text))
+    listed = re.findall(r"\{([\d, ]+)\}", text)
+    groups = tuple(tuple(integers(group)) for group in listed)
     return groups or (tuple(range(num_devices)),)
 
 
 def integers(text: str | None) -> list[int]:
     """Returns the integers in a text, in order; none if there is no text."""
-    return [int(number) for number in re.findall(r"\d+", text or "")]
+    numbers = re.findall(r"\d+", text or "")
+    return list(map(int, numbers))
 
 
 def _iota(text: str) -> np.ndarray:
@@ -66,41 +68,40 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _rows(devices: np.ndarray, row_size: int) -> Groups:
-    return tuple(tuple(int(device) for device in row) for row in devices.reshape(-1, row_size))
+    rows = devices.reshape(-1, row_size)
+    return tuple(map(tuple, rows.tolist()))
 
 
 def _mesh_groups(text: str) -> Groups:
-    sizes = {
-        name: int(size)
-        for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", text.split("device_ids")[0])
-    }
+    axes = re.findall(r"'?([\w.\-]+)'?=(\d+)", text.split("device_ids")[0])
+    sizes = {name: int(size) for name, size in axes}
     devices = np.arange(math.prod(sizes.values()))
     if listed := re.search(r"device_ids=\((.*?)\)(?: ?\{|$)", text):
         ids = listed.group(1)
         devices = _iota(ids) if ids.startswith("[") else np.array(integers(ids))
-    grouped = re.search(r"\{([^}]*)\}", text)
-    references = (
-        re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", grouped.group(1))
-        if grouped
-        else [(name, "", "") for name in sizes]
-    )
+    references = [(name, "", "") for name in sizes]
+    if grouped := re.search(r"\{([^}]*)\}", text):
+        references = re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", grouped.group(1))
     return _group_over(devices, sizes, references)
 
 
 def _group_over(
-    devices: np.ndarray, sizes: dict[str, int], references: Sequence[tuple[str, str, str]]
+    devices: np.ndarray,
+    sizes: dict[str, int],
+    references: Sequence[tuple[str, str, str]],
 ) -> Groups:
-    """Returns groups over axes or parts of them: `'b':(2)4` is the part of b of extent 4 that has extent 2 outside it."""
+    """Returns groups over axes or parts of them: `'b':(2)4` is the part of b of extent 4 that has extent 2 outside it.
+
+    An axis b of 16 is cut where such parts begin and end, into dims of which that part is one:
+
+        extents   1 | 2 | 8 | 16      dims 2, 4 and 2
+    """
     dims: list[int] = []
     grouped: list[int] = []
     for name, size in sizes.items():
-        cuts = {1, size}
-        spans = [
-            (1, size) if not pre else (int(pre), int(pre) * int(extent))
-            for axis, pre, extent in references
-            if axis == name
-        ]
-        cuts.update(cut for span in spans for cut in span)
+        own = [each for each in references if each[0] == name]
+        spans = [_span(outside, extent, size) for _, outside, extent in own]
+        cuts = {1, size}.union(*spans)
         for outer, inner in itertools.pairwise(sorted(cuts)):
             if any(low <= outer and inner <= high for low, high in spans):
                 grouped.append(len(dims))
@@ -111,6 +112,14 @@ def _group_over(
     return _rows(devices.transpose([*kept, *grouped]), row_size)
 
 
+def _span(outside: str, extent: str, size: int) -> tuple[int, int]:
+    """Returns the extents between which a part of an axis lies: all of the axis if there are none."""
+    if not outside:
+        return 1, size
+    low = int(outside)
+    return low, low * int(extent)
+
+
 @functools.lru_cache(maxsize=1024)
 def axes_of_groups(groups: Groups, axis_sizes: AxisSizes) -> tuple[tuple[str, ...], bool]:
     """Returns the axes over which the groups run, and whether they cover them completely.
@@ -118,20 +127,25 @@ def axes_of_groups(groups: Groups, axis_sizes: AxisSizes) -> tuple[tuple[str, ..
     For groups that are not a product of axes (a part of an axis, an irregular list) it returns every axis along which members
     of a group differ, and False.
     """
-    wanted = frozenset(frozenset(group) for group in groups)
+    wanted = _as_sets(groups)
     sizes = [size for _, size in axis_sizes]
     devices = np.arange(math.prod(sizes)).reshape(sizes)
-    split = [axis for axis, (_, size) in enumerate(axis_sizes) if size > 1]
+    split = [axis for axis, size in enumerate(sizes) if size > 1]
     for num_axes in range(1, len(split) + 1):
         for joined in itertools.combinations(split, num_axes):
             kept = [axis for axis in range(len(sizes)) if axis not in joined]
-            rows = _rows(
-                devices.transpose([*kept, *joined]), math.prod(sizes[axis] for axis in joined)
-            )
-            if frozenset(frozenset(row) for row in rows) == wanted:
+            row_size = math.prod(sizes[axis] for axis in joined)
+            rows = _rows(devices.transpose([*kept, *joined]), row_size)
+            if _as_sets(rows) == wanted:
                 return tuple(axis_sizes[axis][0] for axis in joined), True
-    pairs = tuple((group[0], other) for group in groups for other in group[1:])
-    return axes_of_pairs(pairs, axis_sizes), False
+    pairs = []
+    for first, *others in groups:
+        pairs += [(first, other) for other in others]
+    return axes_of_pairs(tuple(pairs), axis_sizes), False
+
+
+def _as_sets(groups: Groups) -> frozenset[frozenset[int]]:
+    return frozenset(map(frozenset, groups))
 
 
 def axes_of_pairs(pairs: Groups, axis_sizes: AxisSizes) -> tuple[str, ...]:
@@ -140,7 +154,8 @@ def axes_of_pairs(pairs: Groups, axis_sizes: AxisSizes) -> tuple[str, ...]:
         return ()
     source, target = _coordinates(pairs, axis_sizes)
     differs = (source != target).any(axis=1)
-    return tuple(name for (name, _), along in zip(axis_sizes, differs, strict=True) if along)
+    names = [name for name, _ in axis_sizes]
+    return tuple(itertools.compress(names, differs))
 
 
 def shift_of_pairs(pairs: Groups, axis_sizes: AxisSizes) -> int | None:
@@ -151,8 +166,9 @@ def shift_of_pairs(pairs: Groups, axis_sizes: AxisSizes) -> int | None:
     axes = axes_of_pairs(pairs, axis_sizes)
     if len(axes) != 1:
         return None
-    axis = [name for name, _ in axis_sizes].index(axes[0])
-    size = axis_sizes[axis][1]
+    names = [name for name, _ in axis_sizes]
+    axis = names.index(axes[0])
+    _, size = axis_sizes[axis]
     source, target = _coordinates(pairs, axis_sizes)
     steps = {int(step) for step in target[axis] - source[axis]}
     if len(steps) == 1:
@@ -166,12 +182,13 @@ def shift_of_pairs(pairs: Groups, axis_sizes: AxisSizes) -> int | None:
 
 def _coordinates(pairs: Groups, axis_sizes: AxisSizes) -> tuple[np.ndarray, np.ndarray]:
     sizes = [size for _, size in axis_sizes]
-    array = np.asarray(pairs)
-    return np.array(np.unravel_index(array[:, 0], sizes)), np.array(
-        np.unravel_index(array[:, 1], sizes)
-    )
+    sources, targets = np.asarray(pairs).T
+    source = np.unravel_index(sources, sizes)
+    target = np.unravel_index(targets, sizes)
+    return np.array(source), np.array(target)
 
 
 def crosses_nodes(groups: Groups, node_of: Sequence[int]) -> bool:
     """Returns whether any group (or pair) has members on different nodes."""
-    return any(len({node_of[device] for device in group}) > 1 for group in groups)
+    nodes = [{node_of[device] for device in group} for group in groups]
+    return any(len(each) > 1 for each in nodes)

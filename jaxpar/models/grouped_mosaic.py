@@ -81,21 +81,19 @@ def multiply(
     experts, *widths = weights.shape
     depth, width = reversed(widths) if transposed else widths
     tiles = tiles_of(depth, width, transposed=transposed)
-    num_tiles, half = (len(rows) // TILE, width // tiles.columns), tiles.columns // 2
+    num_tiles = len(rows) // TILE, width // tiles.columns
+    half = tiles.columns // 2
 
     def kernel(rows_gmem: Any, weights_gmem: Any, owner_gmem: Any, out_gmem: Any) -> None:
         run = _specialized(tiles, depth, rows.dtype, transposed=transposed)
-        first = (
-            rows_gmem.at[pl.ds(0, TILE), :],
-            _columns_of(weights_gmem.at[0], pl.ds(0, tiles.columns), transposed),
-        )
+        first_rows = rows_gmem.at[pl.ds(0, TILE), :]
+        first_weight = _columns_of(weights_gmem.at[0], pl.ds(0, tiles.columns), transposed)
+        out_form = _swizzled(_SWIZZLED, rows.dtype)
 
         @partial(
             pl.run_scoped,
-            buffers=run(_nothing, _nothing).get_allocations(*first),
-            out_smem=gpu.SMEM(
-                (2, 2, TILE, _SWIZZLED), rows.dtype, transforms=_swizzled(_SWIZZLED, rows.dtype)
-            ),
+            buffers=run(_nothing, _nothing).get_allocations(first_rows, first_weight),
+            out_smem=gpu.SMEM((2, 2, TILE, _SWIZZLED), rows.dtype, transforms=out_form),
             tile_read=gpu.Barrier(num_arrivals=2),
             collective_axes="warpgroup",
         )
@@ -106,17 +104,18 @@ def multiply(
             @gpu.nd_loop((num_tiles[0] * num_tiles[1],), collective_axes="block")
             def _each_tile(loop: Any) -> None:
                 m, n = gpu.planar_snake(loop.index[0], num_tiles, 0, tiles.strip)
-                tile, columns = pl.ds(m * TILE, TILE), pl.ds(n * tiles.columns, tiles.columns)
-                own = out_gmem.at[tile, columns].at[:, mine]
-                write = partial(_write, own, out_smem.at[warpgroup], half)
+                tile = pl.ds(m * TILE, TILE)
+                columns = pl.ds(n * tiles.columns, tiles.columns)
+                out = out_gmem.at[tile, columns].at[:, mine]
+                write = partial(_write, out, out_smem.at[warpgroup], half)
                 expert = owner_gmem[m]
 
                 def add(_: Any, left: Any, right: Any, total: Any) -> Any:
-                    gpu.wgmma(
-                        total,
-                        left,
-                        right.at[mine, :].transpose((1, 0)) if transposed else right.at[:, mine],
-                    )
+                    if transposed:
+                        own = right.at[mine, :].transpose((1, 0))
+                    else:
+                        own = right.at[:, mine]
+                    gpu.wgmma(total, left, own)
                     gpu.wgmma_wait(1)
                     return total
 
@@ -166,8 +165,10 @@ def contract(
         blocks: As many as the GPU has multiprocessors.
         interpret: Parameters of JAX's interpreter, to run without a GPU.
     """
-    experts, height, width, tiles = len(sizes), rows.shape[1], ct.shape[1], OF_WEIGHTS
-    num_tiles, form = (height // TILE, width // tiles.columns), _swizzled(_SWIZZLED, rows.dtype)
+    tiles = OF_WEIGHTS
+    experts, height, width = len(sizes), rows.shape[1], ct.shape[1]
+    num_tiles = height // TILE, width // tiles.columns
+    form = _swizzled(_SWIZZLED, rows.dtype)
     sizes = sizes.astype(jnp.int32)
     begins = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
 
@@ -179,7 +180,8 @@ def contract(
             expert = loop.index[0]
             m, n = gpu.planar_snake(loop.index[1], num_tiles, 1, tiles.strip)
             # It may go past the end, which no step reads.
-            group = pl.ds(pl.multiple_of(begins_gmem[expert], tiles.depth), len(rows))
+            begin = pl.multiple_of(begins_gmem[expert], tiles.depth)
+            group = pl.ds(begin, len(rows))
 
             def add(_: Any, left: Any, right: Any) -> None:
                 gpu.wgmma(total_of_tile[0], left.transpose((1, 0)), right)
@@ -206,14 +208,15 @@ def contract(
 
             total = pl.run_scoped(sum_steps, gpu.ACC((TILE, tiles.columns), jnp.float32))
 
-            @partial(
-                pl.run_scoped, out_smem=gpu.SMEM((TILE, tiles.columns), rows.dtype, transforms=form)
-            )
+            out_smem = gpu.SMEM((TILE, tiles.columns), rows.dtype, transforms=form)
+
+            @partial(pl.run_scoped, out_smem=out_smem)
             def _write_tile(out_smem: Any) -> None:
                 out_smem[...] = total.astype(rows.dtype)
                 gpu.commit_smem()
-                at = pl.ds(m * TILE, TILE), pl.ds(n * tiles.columns, tiles.columns)
-                gpu.copy_smem_to_gmem(out_smem, out_gmem.at[expert, *at])
+                tile = pl.ds(m * TILE, TILE)
+                columns = pl.ds(n * tiles.columns, tiles.columns)
+                gpu.copy_smem_to_gmem(out_smem, out_gmem.at[expert, tile, columns])
                 gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     out = jax.ShapeDtypeStruct((experts, height, width), rows.dtype)
@@ -222,7 +225,8 @@ def contract(
 
 def _specialized(tiles: Tiles, depth: int, dtype: Any, *, transposed: bool) -> Callable[..., Any]:
     """Returns ``(body, compute) -> pipeline`` over the depth of a tile of rows and the columns of a weight."""
-    by_depth, by_columns = _swizzled(tiles.depth, dtype), _swizzled(_SWIZZLED, dtype)
+    by_depth = _swizzled(tiles.depth, dtype)
+    by_columns = _swizzled(_SWIZZLED, dtype)
     spec = partial(gpu.BlockSpec, memory_space=gpu.SMEM, delay_release=1)
     of_rows = spec((TILE, tiles.depth), lambda k: (0, k), transforms=by_depth)
     if transposed:
@@ -250,9 +254,11 @@ def _write(own: Any, out_smem: Any, width: int, part: Callable[[int], Array]) ->
     num_parts = width // _SWIZZLED
     for i in range(num_parts):
         gpu.wait_smem_to_gmem(min(num_parts, 2) - 1, wait_read_only=True)
-        out_smem[i % 2] = part(i * _SWIZZLED)
+        begin = i * _SWIZZLED
+        buffer = i % 2
+        out_smem[buffer] = part(begin)
         gpu.commit_smem()
-        gpu.copy_smem_to_gmem(out_smem.at[i % 2], own.at[:, pl.ds(i * _SWIZZLED, _SWIZZLED)])
+        gpu.copy_smem_to_gmem(out_smem.at[buffer], own.at[:, pl.ds(begin, _SWIZZLED)])
 
 
 def _columns_of(weight: Any, columns: Any, transposed: bool) -> Any:
@@ -261,10 +267,10 @@ def _columns_of(weight: Any, columns: Any, transposed: bool) -> Any:
 
 def _swizzled(width: int, dtype: Any) -> tuple[Any, ...]:
     """Returns the order in shared memory in which rows of a matrix of this width can be multiplied."""
-    num_bytes = gpu.find_swizzle(width * jnp.dtype(dtype).itemsize * 8)
-    return gpu.TilingTransform((8, num_bytes // jnp.dtype(dtype).itemsize)), gpu.SwizzleTransform(
-        num_bytes
-    )
+    itemsize = jnp.dtype(dtype).itemsize
+    num_bytes = gpu.find_swizzle(width * itemsize * 8)
+    tiling = gpu.TilingTransform((8, num_bytes // itemsize))
+    return tiling, gpu.SwizzleTransform(num_bytes)
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
@@ -274,8 +280,14 @@ def _call(
     kernel: Callable[..., None], out: Any, blocks: int, interpret: Any, **threads: Any
 ) -> Callable[..., Array]:
     semantics = gpu.CompilerParams(lowering_semantics=gpu.LoweringSemantics.Warpgroup)
-    settings: dict[str, Any] = threads if interpret is None else threads | {"interpret": interpret}
-    grid = {"grid": (blocks,), "grid_names": ("block",)}
+    if interpret is not None:
+        threads["interpret"] = interpret
     return gpu.kernel(
-        kernel, out_type=out, compiler_params=semantics, kernel_name=_NAME, **grid, **settings
+        kernel,
+        out_type=out,
+        compiler_params=semantics,
+        kernel_name=_NAME,
+        grid=(blocks,),
+        grid_names=("block",),
+        **threads,
     )

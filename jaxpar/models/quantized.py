@@ -37,6 +37,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 Kind = Literal["nf4", "nf4-dq", "int8", "fp8"]
@@ -88,7 +89,8 @@ class Quantized:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight, with stacked layers."""
-        num_stacked = len(self.codes.shape) - 1 - len(self.of_one) + self.num_in
+        num_outs = len(self.of_one) - self.num_in
+        num_stacked = len(self.codes.shape) - 1 - num_outs
         return (*self.codes.shape[:num_stacked], *self.of_one)
 
     @property
@@ -106,7 +108,7 @@ class Quantized:
         """The dtype in which values are computed from codes."""
         return np.dtype(np.float32)
 
-    def astype(self, dtype: Any) -> jax.Array:
+    def astype(self, dtype: Any) -> Array:
         """Returns the weight itself, computed in float32 and rounded to a dtype."""
         at = len(self.shape) - len(self.of_one)
         scales = dense(self.scales)
@@ -115,7 +117,7 @@ class Quantized:
         values = blocks * jnp.expand_dims(scales, at + 1)
         return values.reshape(self.shape).astype(dtype)
 
-    def __rmatmul__(self, x: Any) -> jax.Array:
+    def __rmatmul__(self, x: Any) -> Array:
         return x @ self.astype(x.dtype)
 
     def shardings(self, sharding: NamedSharding, path: str) -> "Quantized":
@@ -143,7 +145,7 @@ class Quantized:
         elif self.kind == "nf4":
             scales = codes
         else:
-            scales = of(*stack, None, *(() if self.kind == "fp8" else outs))
+            scales = of(*stack, None) if self.kind == "fp8" else of(*stack, None, *outs)
         return replace(self, codes=codes, scales=scales)
 
 
@@ -190,7 +192,8 @@ def quantize_weight(weight: Any, kind: Kind, num_in: int, num_stacked: int, path
             f"{kind} has a scale for each {BLOCK} values along the dims that a product sums over; got "
             f"{path} of shape {weight.shape}, which sums over {size}. Use int8 or fp8."
         )
-    codes, scales = _encode(weight.reshape(*stack, size, *outs), kind, num_stacked)
+    joined = weight.reshape(*stack, size, *outs)
+    codes, scales = _encode(joined, kind, num_stacked)
     return Quantized(codes, scales, kind, num_in, tuple(of_one))
 
 
@@ -221,70 +224,78 @@ def _check_blocks(
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _encode(weight: jax.Array, kind: Kind, at: int) -> tuple[jax.Array, Any]:
+def _encode(weight: Array, kind: Kind, at: int) -> tuple[Array, Any]:
     return _ENCODE[kind](weight.astype(jnp.float32), at)
 
 
-def _encode_nf4(weight: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
+def _encode_nf4(weight: Array, at: int) -> tuple[Array, Array]:
     blocks = _split_dim(weight, at, weight.shape[at] // BLOCK)
     scales = jnp.max(jnp.abs(blocks), axis=at + 1)
     inverse = jnp.where(scales > 0, 1 / scales, 0)
-    units = (blocks * jnp.expand_dims(inverse, at + 1)).reshape(weight.shape)
+    units = blocks * jnp.expand_dims(inverse, at + 1)
+    units = units.reshape(weight.shape)
     values = np.asarray(NF4, np.float32)
     codes = jnp.zeros(weight.shape, jnp.uint8)
     for between in (values[1:] + values[:-1]) / 2:
-        codes = codes + (units > between).astype(jnp.uint8)
+        is_above = units > between
+        codes = codes + is_above.astype(jnp.uint8)
     pairs = _split_dim(codes, at, weight.shape[at] // 2)
-    first, second = (jax.lax.index_in_dim(pairs, i, at + 1, keepdims=False) for i in (0, 1))
+    first = lax.index_in_dim(pairs, 0, at + 1, keepdims=False)
+    second = lax.index_in_dim(pairs, 1, at + 1, keepdims=False)
     return (first << _BITS) | second, scales
 
 
-def _encode_nf4_dq(weight: jax.Array, at: int) -> tuple[jax.Array, Quantized]:
+def _encode_nf4_dq(weight: Array, at: int) -> tuple[Array, Quantized]:
     codes, scales = _encode_nf4(weight, at)
     units, of_scales = _in_units(scales, (at,), _LARGEST[OF_SCALES])
     bytes_ = jnp.round(units).astype(jnp.uint8)
     return codes, Quantized(bytes_, of_scales, OF_SCALES, 1, scales.shape[at:])
 
 
-def _decode_nf4(codes: jax.Array, at: int) -> jax.Array:
+def _decode_nf4(codes: Array, at: int) -> Array:
     """Selects the bits of a float32 by one bit of the code after another.
 
     Every operand is made of codes or is a scalar: where a loop over layers is differentiated, JAX
     makes other constants before the loop, in the shape of a weight.
     """
-    of_pair = [jnp.expand_dims(each, at + 1) for each in (codes >> _BITS, codes & (2**_BITS - 1))]
-    units = _join_dims(jnp.concatenate(of_pair, axis=at + 1), at).astype(jnp.uint32)
+    first, second = codes >> _BITS, codes & (2**_BITS - 1)
+    of_pair = [jnp.expand_dims(each, at + 1) for each in (first, second)]
+    pairs = jnp.concatenate(of_pair, axis=at + 1)
+    units = _join_dims(pairs, at).astype(jnp.uint32)
     values: list[Any] = list(np.asarray(NF4, np.float32).view(np.uint32))
     for bit in range(_BITS):
         is_set = -((units >> bit) & 1)  # all bits, or none
         evens_and_odds = zip(values[::2], values[1::2], strict=True)
         values = [(is_set & (even ^ odd)) ^ even for even, odd in evens_and_odds]
-    return jax.lax.bitcast_convert_type(values[0], jnp.float32)
+    return lax.bitcast_convert_type(values[0], jnp.float32)
 
 
-def _encode_int8(weight: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
+def _encode_int8(weight: Array, at: int) -> tuple[Array, Array]:
     units, scales = _in_units(weight, (at,), _LARGEST["int8"])
     return jnp.round(units).astype(jnp.int8), scales
 
 
-def _encode_fp8(weight: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
-    units, scales = _in_units(weight, tuple(range(at, weight.ndim)), _LARGEST["fp8"])
-    return jax.lax.bitcast_convert_type(units.astype(jnp.float8_e4m3fn), jnp.uint8), scales
+def _encode_fp8(weight: Array, at: int) -> tuple[Array, Array]:
+    of_one = tuple(range(at, weight.ndim))
+    units, scales = _in_units(weight, of_one, _LARGEST["fp8"])
+    floats = units.astype(jnp.float8_e4m3fn)
+    return lax.bitcast_convert_type(floats, jnp.uint8), scales
 
 
-def _decode_integers(codes: jax.Array, at: int) -> jax.Array:
+def _decode_integers(codes: Array, at: int) -> Array:
     return codes.astype(jnp.float32)
 
 
-def _decode_fp8(codes: jax.Array, at: int) -> jax.Array:
-    return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+def _decode_fp8(codes: Array, at: int) -> Array:
+    floats = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    return floats.astype(jnp.float32)
 
 
 def _in_units(
-    weight: jax.Array,
+    weight: Array,
     axes: tuple[int, ...],
     largest: float,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Returns a weight divided by its scales, with ``largest`` as its largest value, and the scales."""
     most = jnp.max(jnp.abs(weight), axis=axes, keepdims=True)
     scales = most / np.float32(largest)
@@ -292,24 +303,26 @@ def _in_units(
     return jnp.clip(units, -largest, largest), scales
 
 
-def _split_dim(array: jax.Array, at: int, size: int) -> jax.Array:
+def _split_dim(array: Array, at: int, size: int) -> Array:
     """Returns ``[..., size, rest, ...]`` of an array whose dim at ``at`` is size * rest."""
-    rest = array.shape[at] // size
-    return array.reshape(*array.shape[:at], size, rest, *array.shape[at + 1 :])
+    shape = array.shape
+    rest = shape[at] // size
+    return array.reshape(*shape[:at], size, rest, *shape[at + 1 :])
 
 
-def _join_dims(array: jax.Array, at: int) -> jax.Array:
-    first, second = array.shape[at : at + 2]
-    return array.reshape(*array.shape[:at], first * second, *array.shape[at + 2 :])
+def _join_dims(array: Array, at: int) -> Array:
+    shape = array.shape
+    joined = shape[at] * shape[at + 1]
+    return array.reshape(*shape[:at], joined, *shape[at + 2 :])
 
 
-_ENCODE: dict[str, Callable[[jax.Array, int], tuple[jax.Array, Any]]] = {
+_ENCODE: dict[str, Callable[[Array, int], Any]] = {
     "nf4": _encode_nf4,
     "nf4-dq": _encode_nf4_dq,
     "int8": _encode_int8,
     "fp8": _encode_fp8,
 }
-_DECODE: dict[str, Callable[[jax.Array, int], jax.Array]] = {
+_DECODE: dict[str, Callable[[Array, int], Array]] = {
     "nf4": _decode_nf4,
     "nf4-dq": _decode_nf4,
     "int8": _decode_integers,

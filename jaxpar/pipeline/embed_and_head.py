@@ -90,7 +90,9 @@ class Ends:
         num_shards: int = 1,
         is_forward: bool = False,
     ) -> None:
-        self._model, self._loss, self._is_forward = model, loss, is_forward
+        self._model = model
+        self._loss = loss
+        self._is_forward = is_forward
         self._shapes, self._outer_tree = jax.tree.flatten(outer)
         y_leaves, self._y_tree = jax.tree.flatten(y)
         shapes, trained = self._shapes, trained_indices(outer)
@@ -115,19 +117,17 @@ class Ends:
             "embed_back": [node.equation for node in embed_back],
             "head": opened(of_head).eqns,
         }
-        self.skips = frozenset(
-            end for end, equations in operations.items() if not is_maskable(equations)
-        )
-        self.permutes = frozenset(
-            end for end, equations in operations.items() if permutes(equations)
-        )
-        self.parts = (
-            self.parts_for(y, microbatch, num_stages, num_shards) if num_stages > 1 else None
-        )
+        ends_where = lambda holds: frozenset(end for end in operations if holds(operations[end]))
+        self.permutes = ends_where(permutes)
+        self.skips = frozenset(operations) - ends_where(is_maskable)
+        self.parts = None
+        if num_stages > 1:
+            self.parts = self.parts_for(y, microbatch, num_stages, num_shards)
 
     def _find_head_dtypes(self) -> Outer:
-        inputs = self._head_graph.inputs
-        avals = self._head_graph.narrow(inputs[: len(self._shapes)]).avals
+        graph, num_outer = self._head_graph, len(self._shapes)
+        inputs = graph.inputs
+        avals = graph.narrow(inputs[:num_outer]).avals
         return {i: avals[inputs[i]].dtype for i in self.head_reads}
 
     def _embed_back_nodes(self, microbatch: PyTree) -> list[Node]:
@@ -198,7 +198,8 @@ class Ends:
             x = self.embed(read | trained, microbatch)
             return [leaf for leaf in x if is_float(leaf)]
 
-        _, vjp = jax.vjp(of_floats, {i: read[i] for i in self.embed_trains})
+        trained = {i: read[i] for i in self.embed_trains}
+        _, vjp = jax.vjp(of_floats, trained)
         (grads,) = vjp(list(dx))
         return grads
 
@@ -240,7 +241,8 @@ class Ends:
         trained = {i: outer[i] for i in self.head_trains}
         y_floats = [y[i] for i in floats]
         loss_sum, vjp, further = jax.vjp(of_floats, trained, y_floats, has_aux=True)
-        grads, ct = vjp(jnp.reciprocal(total_weight).astype(loss_sum.dtype))
+        of_loss = jnp.reciprocal(total_weight).astype(loss_sum.dtype)
+        grads, ct = vjp(of_loss)
         return (loss_sum, further), grads, ct
 
     def _head(self, outer: Arrays, y: Arrays, microbatch: PyTree) -> tuple[jax.Array, PyTree]:
@@ -274,7 +276,9 @@ def stage_specs(params: PyTree, num_stages: int, *, spread: bool = True) -> tupl
     def of_grad(leaf: jax.Array | jax.ShapeDtypeStruct) -> PartitionSpec:
         is_spread = spread and num_stages > 1
         dim = outer_stage_dim(leaf.shape, num_stages) if is_spread else None
-        return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, STAGE)
+        if dim is None:
+            return PartitionSpec()
+        return PartitionSpec(*(None,) * dim, STAGE)
 
     outer, layers = params[OUTER], params[LAYERS]
     whole = jax.tree.map(lambda _: PartitionSpec(), outer)
@@ -304,7 +308,8 @@ def sum_over_stages(loss_sums: PyTree, grads: PyTree, specs: PyTree) -> tuple[Py
             return by_parts(lambda parts: jax.lax.psum(parts, STAGE), grad)
         dim = tuple(spec).index(STAGE)
         reduce = lambda g: jax.lax.psum_scatter(g, STAGE, scatter_dimension=dim, tiled=True)
-        each = lambda parts: [on_tensor_shards(reduce, part, tensor_part(spec)) for part in parts]
+        shards = tensor_part(spec)
+        each = lambda parts: [on_tensor_shards(reduce, part, shards) for part in parts]
         return by_parts(each, grad)
 
     outer = jax.tree.map(spread, outer, specs[OUTER])

@@ -84,20 +84,26 @@ def _masked_segments(timetable: Timetable) -> list[Segment]:
         here = Segment(ticks[0], ticks[-1] + 1, ops, masked)
         if segments and _belong_together(segments[-1], here):
             before = segments.pop()
-            either = tuple(name for name in names if name in {*before.ops, *ops})
+            in_either = {*before.ops, *ops}
+            either = tuple(name for name in names if name in in_either)
             here = Segment(before.start, here.stop, either, masked)
         segments.append(here)
     if len(segments) > MAX_SEGMENTS:
         return [_one_segment(timetable)]
     first_head = _tick_of_first_head(timetable)
-    return [part for each in segments for part in _by_head(each, first_head)]
+    parts: list[Segment] = []
+    for each in segments:
+        parts += _by_head(each, first_head)
+    return parts
 
 
 def _kinds_of_ticks(timetable: Timetable) -> list[tuple[tuple[str, ...], bool]]:
     """For each tick the ops that some stage runs, and whether some stage runs as much as all of them take."""
     schedule = timetable.schedule
     stages = range(schedule.num_stages)
-    in_tick: list[list[set[str]]] = [[set() for _ in stages] for _ in range(schedule.num_ticks)]
+    in_tick = []
+    for _ in range(schedule.num_ticks):
+        in_tick.append([set() for _ in stages])
     for (stage, _), (tick, name) in timetable.moments.items():
         in_tick[tick][stage].add(name)
     of_backward = 1 if schedule.splits_backward else 2
@@ -141,8 +147,11 @@ def _can_merge(schedule: Schedule, segment: Segment) -> bool:
     are_masked = all(name in segment.ops and segment.masks(name) for name in "FB")
     if not are_masked or schedule.splits_backward:
         return False
-    in_ticks = [ops for tick in segment.ticks for ops in schedule.ops[tick]]
-    return all(work_of("F", ops).isdisjoint(work_of("RB", ops)) for ops in in_ticks)
+    for tick in segment.ticks:
+        for ops in schedule.ops[tick]:
+            if work_of("F", ops) & work_of("RB", ops):
+                return False
+    return True
 
 
 def work_of(kinds: str, ops: Sequence[Op]) -> set[tuple[int, int]]:

@@ -83,7 +83,10 @@ class Analysis:
         data: int = 1,
         context: int = 1,
     ) -> None:
-        self.shape, self.num_rows, self.tensor, self.context = shape, num_rows, tensor, context
+        self.shape = shape
+        self.num_rows = num_rows
+        self.tensor = tensor
+        self.context = context
         self.data = data if shape.over_data else 1
         if (shape.experts or 1) % self.data:
             raise ValueError(
@@ -95,20 +98,16 @@ class Analysis:
         self._outer_cuts = jax.tree.leaves(cuts[OUTER], is_leaf=lambda cut: cut is None)
         specs = [sharding.spec for sharding in jax.tree.leaves(shardings[LAYERS])]
         shards = ParamShards.of_layers(specs, tensor)
-        self._traced = Traced(
-            shape, num_rows, abstract_mesh(data=self.data, context=context, tensor=tensor)
-        )
-        self.ends, self._end_graphs = self._traced.ends.ends, self._traced.ends.graphs
-        self.split = self._traced.split(remat == "dots", shards)
-        self.layer: Partition = shards.partition(
-            self.split.graph, self.split.values["params"], rules=RULES
-        )
-        # An activation between two layers, on a device.
-        cuts, y = (
-            self.layer.cuts,
-            zip(jax.tree.leaves(self._traced.ends.x), self.split.values["y"], strict=True),
-        )
-        self.x: list[Any] = [shard_shape(leaf, cuts.get(value), tensor) for leaf, value in y]
+        mesh = abstract_mesh(data=self.data, context=context, tensor=tensor)
+        self._traced = Traced(shape, num_rows, mesh)
+        ends = self._traced.ends
+        self.ends = ends.ends
+        self._end_graphs = ends.graphs
+        split = self.split = self._traced.split(remat == "dots", shards)
+        self.layer: Partition = shards.partition(split.graph, split.values["params"], rules=RULES)
+        self.x: list[Any] = []  # an activation between two layers, on a device
+        for leaf, value in zip(jax.tree.leaves(ends.x), split.values["y"], strict=True):
+            self.x.append(shard_shape(leaf, self.layer.cuts.get(value), tensor))
         if context > 1 and not any(node.name == FORWARD for node in self.layer.graph.nodes):
             raise ValueError(
                 f"sequences over context are planned with fused attention; got {arg(context=context)} and attention that "
@@ -118,14 +117,16 @@ class Analysis:
     @property
     def trained_params(self) -> list[Any]:
         """The shapes of the params of one layer on a device that are trained."""
-        in_use, shape = self.layer.shapes(self.split.values["params"]), self.shape
-        return [in_use[i] for i in trained_indices(shape.frozen(shape.params)[LAYERS])]
+        in_use = self.layer.shapes(self.split.values["params"])
+        frozen = self.shape.frozen(self.shape.params)
+        return [in_use[i] for i in trained_indices(frozen[LAYERS])]
 
     @property
     def head_grads(self) -> list[Any]:
         """The shapes of the gradients of the head's params on a device."""
         part, _ = self._head
-        return part.shapes(part.graph.outputs[1 : len(self.ends.head_trains) + 1])
+        _, *grads = part.graph.outputs
+        return part.shapes(grads[: len(self.ends.head_trains)])
 
     @cached_property
     def works(self) -> dict[str, Work]:
@@ -138,19 +139,16 @@ class Analysis:
     @cached_property
     def one_layer_bytes(self) -> int:
         """Peak bytes of live values while an op of a pipeline runs one layer."""
-        plans = (
-            self.split.plans[name]
-            for name in ("forward_and_store", "backward_input", "backward_weights")
-        )
-        return max(peak_bytes(self.layer.graph, *plan) for plan in plans) + self._gathered_bytes
+        names = ("forward_and_store", "backward_input", "backward_weights")
+        return max(map(self._peak_of_plan, names)) + self._gathered_bytes
 
     @cached_property
     def forward_bytes(self) -> int:
         """The same while F runs one layer."""
-        return (
-            peak_bytes(self.layer.graph, *self.split.plans["forward_and_store"])
-            + self._gathered_bytes
-        )
+        return self._peak_of_plan("forward_and_store") + self._gathered_bytes
+
+    def _peak_of_plan(self, name: str) -> int:
+        return peak_bytes(self.layer.graph, *self.split.plans[name])
 
     @cached_property
     def again_bytes(self) -> int:
@@ -160,20 +158,23 @@ class Analysis:
     @cached_property
     def backward_bytes(self) -> int:
         """Peak bytes of live values while one layer runs backward: its params too, but not their gradients."""
-        plan, graph, dx = self.split.plans["backward"], self.layer.graph, self.split.values["dx"]
-        forward = peak_bytes(graph, *self.split.plans["forward_and_store"])
-        return max(forward, peak_bytes(graph, graph.needed(dx, plan.known), plan.known, dx))
+        plan, graph = self.split.plans["backward"], self.layer.graph
+        dx = self.split.values["dx"]
+        backward = peak_bytes(graph, graph.needed(dx, plan.known), plan.known, dx)
+        return max(self._peak_of_plan("forward_and_store"), backward)
 
     @cached_property
     def remat_bytes(self) -> int:
         """The same where it first runs forward again, as JAX splits the two: what backward reads of that is in memory."""
-        plan, graph, values = self.split.plans["again"], self.layer.graph, self.split.values
+        plan = self.split.plans["again"]
+        graph, values = self.layer.graph, self.split.values
         params = set(values["params"])
         ct = [i for i in plan.known if i not in params][len(self.x) :]
         backward = graph.reached(ct)
-        reads = {
-            i for node in plan.nodes if not backward.isdisjoint(node.outputs) for i in node.inputs
-        }
+        reads: set[int] = set()
+        for node in plan.nodes:
+            if not backward.isdisjoint(node.outputs):
+                reads.update(node.inputs)
         kept = {_viewed(graph, i) for i in reads - backward} - params - set(graph.constants)
         nodes = graph.needed(values["dx"], [*kept, *ct, *params])
         of_params = num_bytes(self.layer.shapes(values["params"]))
@@ -187,7 +188,8 @@ class Analysis:
 
     @cached_property
     def _grouped(self) -> Grouped | None:
-        return next((each for node in self.layer.graph.nodes if (each := grouped_of(node))), None)
+        found = map(grouped_of, self.layer.graph.nodes)
+        return next(filter(None, found), None)
 
     @property
     def own_share(self) -> float:
@@ -197,18 +199,16 @@ class Analysis:
         """
         if self._grouped is None:
             return 1.0
-        tokens = self.num_rows * self.shape.tokens_per_row // self.context * self.data
-        pairs = (
-            tokens
-            * self.shape.experts_per_token
-            * self._grouped.experts
-            / (self.shape.experts or 1)
-        )
+        shape = self.shape
+        tokens = self.num_rows * shape.tokens_per_row // self.context * self.data
+        pairs = tokens * shape.experts_per_token * self._grouped.experts / (shape.experts or 1)
         return pairs / self._grouped.pairs
 
     def _over_data(self, nodes: Iterable[Node]) -> Iterator[Sent]:
         """Yields the collectives over ``data`` that carry rows to experts and back, in the form that the layer has."""
-        for node in nodes if self.data > 1 else ():
+        if self.data == 1:
+            return
+        for node in nodes:
             for each in with_inner(node.equation):
                 kind = EXCHANGES.get(each.primitive.name)
                 if kind and DATA in each.params["axis_name"]:
@@ -222,57 +222,56 @@ class Analysis:
         Either keys and values are gathered in F and again in B, and their gradients scattered; or queries, keys, values and the
         result are exchanged for those of fewer heads and complete sequences.
         """
+        if self.context == 1:
+            return
+        graph = self.layer.graph
         kernels = [node for node in nodes if node.name in (FORWARD, BACKWARD)]
-        for at, node in enumerate(kernels if self.context > 1 else ()):
-            of_q, of_kv = (
-                sum(map(self.layer.graph.num_bytes, node.inputs[a:b])) for a, b in ((0, 1), (1, 3))
-            )
-            heads, kv_heads = (self.layer.graph.avals[i].shape[2] for i in node.inputs[:2])
-            exchanged = 2 * of_q + of_kv * (
-                self.context // math.gcd(self.context, kv_heads)
-            )  # with copies of kv heads
-            if heads % self.context == 0 and 2 * exchanged <= 3 * self.context * of_kv:
+        for at, node in enumerate(kernels):
+            q, k, v = node.inputs[:3]
+            of_q = graph.num_bytes(q)
+            of_kv = graph.num_bytes(k) + graph.num_bytes(v)
+            heads = graph.avals[q].shape[2]
+            kv_heads = graph.avals[k].shape[2]
+            copies = self.context // math.gcd(self.context, kv_heads)  # of kv heads
+            exchanged = 2 * of_q + of_kv * copies
+            gathered = self.context * of_kv
+            if heads % self.context == 0 and 2 * exchanged <= 3 * gathered:
                 yield Sent(CONTEXT, "all-to-all", exchanged)
                 continue
             if at == 0:  # what is gathered for a recomputed F is there for B
-                yield Sent(CONTEXT, "all-gather", self.context * of_kv)
+                yield Sent(CONTEXT, "all-gather", gathered)
             if node.name == BACKWARD:
-                yield Sent(CONTEXT, "reduce-scatter", self.context * of_kv)
+                yield Sent(CONTEXT, "reduce-scatter", gathered)
 
     def _work(self, part: Partition, nodes: Iterable[Node], makes: Iterable[int]) -> Work:
         nodes = list(nodes)
         work = _work_of(part, nodes, makes)
-        if (
-            self.num_rows > 1
-        ):  # parts of the positions of several rows are not contiguous, and XLA transposes them
-            moved = sum(each.payload_bytes for each in work.sent if each.kind != "all-reduce")
-            work = replace(
-                work, kernels=replace(work.kernels, num_bytes=work.kernels.num_bytes + 2 * moved)
-            )
-        if work.kernels.grouped:
-            rows = sum(2 * each.pairs * each.depth * each.columns for each in work.kernels.grouped)
-            work = replace(work, flops=work.flops + round(rows * self.own_share))
+        kernels = work.kernels
+        flops = work.flops
+        sent = list(work.sent)
+        if self.num_rows > 1:
+            # Parts of the positions of several rows are not contiguous, and XLA transposes them.
+            moved = sum(each.payload_bytes for each in sent if each.kind != "all-reduce")
+            kernels = replace(kernels, num_bytes=kernels.num_bytes + 2 * moved)
+        if kernels.grouped:
+            rows = sum(2 * each.pairs * each.depth * each.columns for each in kernels.grouped)
+            flops += round(rows * self.own_share)
         if self.data > 1:
             # Larger than the activations that layers read and write.
-            stream = max(
-                leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._traced.ends.x)
-            )
-            is_of_rows = lambda each: each.payload_bytes > stream
-            over_tensor = (each._replace(of_rows=is_of_rows(each)) for each in work.sent)
-            work = replace(work, sent=(*over_tensor, *self._over_data(nodes)))
+            leaves = jax.tree.leaves(self._traced.ends.x)
+            stream = max(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+            sent = [each._replace(of_rows=each.payload_bytes > stream) for each in sent]
+            sent += self._over_data(nodes)
         if self.context > 1:  # to the keys of complete sequences
-            forward, backward = work.kernels.attention
-            kernels = replace(
-                work.kernels, attention=(self.context * forward, self.context * backward)
-            )
-            flops = work.flops + 2 * (self.context - 1) * (forward + backward)
-            work = replace(
-                work, flops=flops, sent=(*work.sent, *self._over_context(nodes)), kernels=kernels
-            )
+            forward, backward = kernels.attention
+            of_whole = self.context * forward, self.context * backward
+            kernels = replace(kernels, attention=of_whole)
+            flops += 2 * (self.context - 1) * (forward + backward)
+            sent += self._over_context(nodes)
         read = {i for node in nodes for i in node.inputs}
-        return replace(
-            work, reads=frozenset(n for n, i in enumerate(self.split.values["params"]) if i in read)
-        )
+        params = enumerate(self.split.values["params"])
+        reads = frozenset(number for number, i in params if i in read)
+        return Work(flops, tuple(sent), kernels, reads)
 
     @cached_property
     def end_works(self) -> dict[str, Work]:
@@ -285,9 +284,8 @@ class Analysis:
 
     def _end(self, graph: Graph, reads: Sequence[int]) -> tuple[Partition, list[Node]]:
         given = {graph.inputs[n]: self._outer_cuts[i] for n, i in enumerate(reads)}
-        return partition(graph, given, self.tensor, RULES), graph.needed(
-            graph.outputs, graph.inputs
-        )
+        part = partition(graph, given, self.tensor, RULES)
+        return part, graph.needed(graph.outputs, graph.inputs)
 
     @cached_property
     def _head(self) -> tuple[Partition, list[Node]]:
@@ -305,18 +303,20 @@ class Analysis:
 
         XLA computes gradients that are a product when the layers have run, from what is stored for them, even if that is more.
         """
-        graph, (own, _) = self._head[0].graph, self._added_in_op
+        graph = self._head[0].graph
+        own, _ = self._added_in_op
         products = {node.outputs[0]: node for node in graph.nodes if node.name == "dot_general"}
-        of_products = [products.get(_viewed(graph, grad)) for grad in own]
-        return sum(
-            sum(map(graph.num_bytes, product.inputs)) if product else num_bytes([like])
-            for product, like in zip(of_products, self.head_grads, strict=True)
-        )
+        total = 0
+        for grad, like in zip(own, self.head_grads, strict=True):
+            product = products.get(_viewed(graph, grad))
+            total += sum(map(graph.num_bytes, product.inputs)) if product else num_bytes([like])
+        return total
 
     @cached_property
     def head_bytes_of_op(self) -> int:
         """The same in an op of a pipeline: gradients of params come last, and are widened only as they are added to sums."""
-        graph, (own, outputs) = self._head[0].graph, self._added_in_op
+        graph = self._head[0].graph
+        own, outputs = self._added_in_op
         first = graph.needed([i for i in outputs if i not in own], graph.inputs)
         last = [node for node in graph.needed(outputs, graph.inputs) if node not in first]
         return self._head_bytes([*first, *last], outputs)
@@ -324,8 +324,10 @@ class Analysis:
     @cached_property
     def head_bytes_of_branch(self) -> int:
         """The same where a branch skips the op, in which XLA keeps the order of the trace: params are read to the end."""
-        graph, (_, outputs) = self._head[0].graph, self._added_in_op
-        return self._head_bytes(graph.needed(outputs, graph.inputs), outputs)
+        graph = self._head[0].graph
+        _, outputs = self._added_in_op
+        nodes = graph.needed(outputs, graph.inputs)
+        return self._head_bytes(nodes, outputs)
 
     def part_of_head(self, choice: Choice) -> Work | None:
         """The work of a stage that shares the head, if it is a sum over rows or positions (``executor.py``); else None."""
@@ -366,9 +368,10 @@ class Analysis:
 
 def _viewed(graph: Graph, value: int) -> int:
     """Returns the value in memory of which a value is a view."""
-    made_by = {
-        i: node for node in graph.nodes for i in node.outputs if node.name in VIEWS and node.inputs
-    }
+    made_by = {}
+    for node in graph.nodes:
+        if node.name in VIEWS and node.inputs:
+            made_by |= dict.fromkeys(node.outputs, node)
     while value in made_by:
         value = made_by[value].inputs[0]
     return value
@@ -379,23 +382,21 @@ def _work_of(part: Partition, nodes: list[Node], makes: Iterable[int]) -> Work:
     summed = {i for node in nodes if node.outputs[0] in part.collectives for i in node.outputs}
     kernels = kernels_of(part.graph, nodes, {*makes, *summed}, sharded)
     # Rates are published as if the scores above the diagonal were computed.
-    return Work(
-        part.flops_of(nodes) + 2 * sum(kernels.attention), tuple(_over_tensor(part, nodes)), kernels
-    )
+    flops = part.flops_of(nodes) + 2 * sum(kernels.attention)
+    return Work(flops, tuple(_over_tensor(part, nodes)), kernels)
 
 
 def _over_tensor(part: Partition, nodes: Iterable[Node]) -> Iterator[Sent]:
     """Yields the collectives over ``tensor`` of some nodes; a sum that is read only to be sharded is scattered at once."""
-    sharded = {
-        i
-        for node in part.graph.nodes
-        if constraint_of(node.equation) and part.cuts.get(node.outputs[0]) is not None
-        for i in node.inputs
-    }
+    sharded: set[int] = set()
+    for node in part.graph.nodes:
+        if constraint_of(node.equation) and part.cuts.get(node.outputs[0]) is not None:
+            sharded.update(node.inputs)
     for node in nodes:
         if each := part.collectives.get(node.outputs[0]):
             is_scattered = each.kind == "all-reduce" and node.outputs[0] in sharded
-            yield Sent(TENSOR, "reduce-scatter" if is_scattered else each.kind, each.payload_bytes)
+            kind = "reduce-scatter" if is_scattered else each.kind
+            yield Sent(TENSOR, kind, each.payload_bytes)
 
 
 def layer_works(choice: Choice, analysis: Analysis) -> dict[str, Work]:

@@ -39,38 +39,34 @@ class AtRest:
     """
 
     def __init__(self, shape: ModelShape, optimizer: Optimizer, choice: Choice) -> None:
-        num_positions = (
-            choice.layout(shape.num_layers).num_positions if choice.stage > 1 else shape.num_layers
-        )
+        num_positions = shape.num_layers
+        if choice.stage > 1:
+            num_positions = choice.layout(shape.num_layers).num_positions
         packed = shape.with_positions(num_positions)
         self.shardings = shardings_from_paths(packed, choice.mesh, shape.rules)
-        init = lambda key: jax.tree.map(
-            lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), packed
-        )
+        zeros = lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype)
+        init = lambda key: jax.tree.map(zeros, packed)
         parallel = Parallel(
             choice.mesh, self.shardings, zero=choice.zero, trainable=shape.trainable
         )
         self.state: TrainState = abstract_state(init, None, optimizer, parallel)
-        self.params, self._mesh = self.state.params, choice.mesh
-        self.step = shard_step(
-            shape.frozen(packed), parallel, shape.frozen(self.shardings), layered=True
-        )
-        self.trained_layers, self.trained_outer = (
-            trained_indices(shape.frozen(packed)[part]) for part in (LAYERS, OUTER)
-        )
-        self._packed, self._trained = packed, only_trained(shape.frozen(packed))
-        self.trained_bytes = local_bytes(
-            only_trained(shape.frozen(self.params))
-        )  # of params that are trained
+        self.params = self.state.params
+        self._mesh = choice.mesh
+        frozen = shape.frozen(packed)
+        self.step = shard_step(frozen, parallel, shape.frozen(self.shardings), layered=True)
+        self.trained_layers = trained_indices(frozen[LAYERS])
+        self.trained_outer = trained_indices(frozen[OUTER])
+        self._packed = packed
+        self._trained = only_trained(frozen)
+        # Of params that are trained.
+        self.trained_bytes = local_bytes(only_trained(shape.frozen(self.params)))
 
     @cached_property
     def bytes(self) -> dict[str, int]:
         """Bytes on one device: "params" and "optimizer", which includes the counters of steps and skipped steps."""
         state = self.state
-        return {
-            "params": local_bytes(state.params),
-            "optimizer": local_bytes((state.opt_state, state.step, state.num_skipped)),
-        }
+        counted = state.opt_state, state.step, state.num_skipped
+        return {"params": local_bytes(state.params), "optimizer": local_bytes(counted)}
 
     @cached_property
     def grads(self) -> list[jax.ShapeDtypeStruct]:
@@ -80,16 +76,16 @@ class AtRest:
     @cached_property
     def grad_specs(self) -> list[PartitionSpec]:
         """The specs of the gradients that ``value_and_grad`` returns."""
-        specs = jax.tree.leaves(
-            self.step.replica_grads, is_leaf=lambda spec: isinstance(spec, PartitionSpec)
-        )
+        is_spec = lambda spec: isinstance(spec, PartitionSpec)
+        specs = jax.tree.leaves(self.step.replica_grads, is_leaf=is_spec)
         pairs = zip(self.step.zero.of_grads, specs, strict=True)
         return [shard.at_rest(spec) for shard, spec in pairs]
 
     @cached_property
     def local_grads(self) -> list[jax.ShapeDtypeStruct]:
         """Gradients on one device before they are reduced over the replicas: sharded over ``stage`` and ``tensor``."""
-        return jax.tree.leaves(jax.tree.map(self._shard, self._trained, self.step.replica_grads))
+        local = jax.tree.map(self._shard, self._trained, self.step.replica_grads)
+        return jax.tree.leaves(local)
 
     def _shard(self, leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return _local(leaf, NamedSharding(self._mesh, spec))
@@ -97,16 +93,18 @@ class AtRest:
     @cached_property
     def one_layer(self) -> list[jax.ShapeDtypeStruct]:
         """The params of one layer on one device: sharded over ``tensor``."""
-        local = jax.tree.leaves(jax.tree.map(_local, self._packed[LAYERS], self.shardings[LAYERS]))
-        return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in local]
+        local = jax.tree.map(_local, self._packed[LAYERS], self.shardings[LAYERS])
+        leaves = jax.tree.leaves(local)
+        return [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves]
 
     @cached_property
     def outer_in_use(self) -> list[jax.ShapeDtypeStruct]:
         """The params of embedding and head on one device during a step: sharded over ``tensor`` only."""
-        over_tensor = lambda spec: PartitionSpec(
-            *(TENSOR if entry == TENSOR else None for entry in spec)
-        )
-        local = lambda leaf, sharding: self._shard(leaf, over_tensor(sharding.spec))
+
+        def local(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            entries = [TENSOR if entry == TENSOR else None for entry in sharding.spec]
+            return self._shard(leaf, PartitionSpec(*entries))
+
         return jax.tree.leaves(jax.tree.map(local, self._packed[OUTER], self.shardings[OUTER]))
 
     @cached_property
@@ -122,7 +120,8 @@ def local_bytes(tree: PyTree) -> int:
 
 def _local(leaf: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
     """Returns the shard of an array on one device, by default with the array's own sharding."""
-    return jax.ShapeDtypeStruct((sharding or leaf.sharding).shard_shape(leaf.shape), leaf.dtype)
+    own = sharding or leaf.sharding
+    return jax.ShapeDtypeStruct(own.shard_shape(leaf.shape), leaf.dtype)
 
 
 def step_memory(
@@ -147,12 +146,13 @@ def step_memory(
     if choice.stage == 1 and not (masks and choice.runs_pipeline):
         return at_rest.bytes | _accumulating(choice, analysis, at_rest, masks=masks)
     if masks:
-        slots, splits = choice.likely_slots if quick else choice.num_slots, choice.splits_backward
+        slots = choice.likely_slots if quick else choice.num_slots
+        splits = choice.splits_backward
     else:
-        joined = spmd_program(
-            choice.table(choice.num_microbatches, lockstep_form(choice.schedule)), masks=False
-        )
-        slots, splits = joined.num_slots, joined.schedule.splits_backward
+        table = choice.table(choice.num_microbatches, lockstep_form(choice.schedule))
+        joined = spmd_program(table, masks=False)
+        slots = joined.num_slots
+        splits = joined.schedule.splits_backward
     return at_rest.bytes | _pipelined(choice, analysis, at_rest, slots, masks=masks, splits=splits)
 
 
@@ -166,20 +166,23 @@ def _pipelined(
     splits: bool,
 ) -> dict[str, int]:
     layout = choice.layout(analysis.shape.num_layers)
-    split, layer = analysis.split, analysis.layer
-    of_slot = {name: num_bytes(layer.shapes(split.values[name])) for name in BUFFERS}
-    buffers = {
-        name: slots[name] * layout.positions_per_chunk * size for name, size in of_slot.items()
-    }
-    buffers["inbox"] = (slots["inbox"] + 1) * num_bytes(analysis.x)
+    split = analysis.split
+    layer = analysis.layer
+    message = num_bytes(analysis.x)
+    buffers = {}
+    for name in BUFFERS:
+        of_slot = num_bytes(layer.shapes(split.values[name]))
+        buffers[name] = slots[name] * layout.positions_per_chunk * of_slot
+    buffers["inbox"] = (slots["inbox"] + 1) * message
     of_op = lambda name: peak_bytes(layer.graph, *split.plans[name])
-    one_layer = (
-        analysis.one_layer_bytes if splits else max(map(of_op, ("forward_and_store", "backward")))
-    )
+    if splits:
+        one_layer = analysis.one_layer_bytes
+    else:
+        one_layer = max(of_op("forward_and_store"), of_op("backward"))
     rings = set(buffers)
     if choice.stage == 1 and choice.remat is True:  # a layer stores its input, and runs again in B
         positions = layout.positions_per_chunk * slots["residuals_w"]
-        buffers |= {"residuals_b": 0, "residuals_w": positions * num_bytes(analysis.x)}
+        buffers |= {"residuals_b": 0, "residuals_w": positions * message}
         one_layer = analysis.again_bytes
     elif masks and choice.remat is True:
         # R writes a ring of one slot and one position in the tick in which B reads it, and XLA passes the values on without it.
@@ -189,7 +192,7 @@ def _pipelined(
     if masks and choice.merges:
         one_layer += analysis.forward_bytes  # F of a microbatch runs beside B of another
     # Two messages travel while W or the head runs: what is sent and what arrives.
-    messages = 4 * num_bytes(analysis.x) if masks and choice.stage > 1 else 0
+    messages = 4 * message if masks and choice.stage > 1 else 0
     # A branch skips the head with several chunks or unequal layers (Ends.is_masked), and in the last ticks of zb-h1.
     skips_head = choice.schedule == "zb-h1" or layout.num_chunks > 1 or not layout.is_even
     head = analysis.head_bytes_of_branch if skips_head else analysis.head_bytes_of_op
@@ -201,12 +204,11 @@ def _pipelined(
     positions = layout.num_chunks * layout.positions_per_chunk
     # The op of a layer and that of the head do not run at the same time.
     working = max(one_layer + messages, head, analysis.embed_bytes) + late
+    working += _cast_layers(choice, analysis, at_rest, positions) + _gathered(at_rest)
     return {
         "gradients": _summed_layers(choice, at_rest, positions) + _summed_outer(at_rest),
         "activations": sum(buffers[name] for name in rings),
-        "working": working
-        + _cast_layers(choice, analysis, at_rest, positions)
-        + _gathered(at_rest),
+        "working": working,
     }
 
 
@@ -219,19 +221,22 @@ def _in_turn(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, i
     """
     slots = {"residuals_b": 1, "residuals_w": 1, "cotangents_w": 0, "inbox": -1}
     found = _pipelined(choice, analysis, at_rest, slots, masks=True, splits=False)
-    layers, kept = analysis.shape.num_layers, found["activations"]
+    layers = analysis.shape.num_layers
+    kept = found["activations"]
     waiting = min(_most_waiting(choice), layers)
     in_layer = _in_backward(choice, analysis, at_rest, kept // layers, waiting)
-    of_params = (
-        _cast_layers(choice, analysis, at_rest, layers)
-        + _gathered(at_rest)
-        + _cast_head(analysis, at_rest)
-    )
-    own = [wide_bytes([at_rest.one_layer[i]]) for i in at_rest.trained_layers]
-    at_end = layers * max(own, default=0) - kept
+    in_layer += _cast_layers(choice, analysis, at_rest, layers)
+    in_layer += _gathered(at_rest) + _cast_head(analysis, at_rest)
+    at_end = layers * max(_summed_one(at_rest), default=0) - kept
     # Gathered params lie between what comes and goes, where XLA leaves about as much free as the largest of them takes.
     gaps = max(_gathered_each(at_rest), default=0)
-    return found | {"working": max(found["working"] + gaps, in_layer + of_params + gaps, at_end)}
+    at_peak = max(found["working"], in_layer) + gaps
+    return found | {"working": max(at_peak, at_end)}
+
+
+def _summed_one(at_rest: AtRest) -> list[int]:
+    """The sums of the gradients of one layer, float32 or wider, for each of its params."""
+    return [wide_bytes([at_rest.one_layer[i]]) for i in at_rest.trained_layers]
 
 
 def _most_waiting(choice: Choice) -> int:
@@ -253,8 +258,17 @@ def _in_backward(
     one_layer = analysis.again_bytes if choice.remat is True else analysis.one_layer_bytes
     in_use = analysis.layer.shapes(analysis.split.values["params"])
     counted = num_bytes(in_use[i] for i in at_rest.trained_layers)  # by the op, as it computes them
-    own = wide_bytes(at_rest.one_layer[i] for i in at_rest.trained_layers)
+    own = sum(_summed_one(at_rest))
     return one_layer - counted + waiting * (own - stored)
+
+
+def _stored(choice: Choice, analysis: Analysis) -> int:
+    """What a layer stores for its backward pass: its residuals, or its input under remat."""
+    if choice.remat is True:
+        return num_bytes(analysis.x)
+    values = analysis.split.values
+    residuals = [*values["residuals_b"], *values["residuals_w"]]
+    return num_bytes(analysis.layer.shapes(residuals))
 
 
 def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, int]:
@@ -263,11 +277,10 @@ def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str,
     Returns the parts at the moment of the peak: where the head runs, in the backward pass of a layer, or at the end, where the
     embedding's gradients are there and the largest of the sums is stacked to be reduced. What waits is as in ``_in_turn``.
     """
-    layers, values = analysis.shape.num_layers, analysis.split.values
-    of_layer = analysis.layer.shapes([*values["residuals_b"], *values["residuals_w"]])
-    stored = num_bytes(analysis.x if choice.remat is True else of_layer)
-    kept, casts = layers * stored, _cast_layers(choice, analysis, at_rest, layers)
-    sums, of_outer = _summed_each(choice, at_rest, layers), _summed_outer(at_rest)
+    layers = analysis.shape.num_layers
+    stored = _stored(choice, analysis)
+    casts = _cast_layers(choice, analysis, at_rest, layers)
+    sums = _summed_each(choice, at_rest, layers)
     of_layers = sum(sums)
     in_head = (i for i in at_rest.trained_outer if i in analysis.ends.head_dtypes)
     of_head = wide_bytes(at_rest.outer_in_use[i] for i in in_head)
@@ -287,11 +300,11 @@ def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str,
 
     at_head = {
         "gradients": 0,
-        "activations": kept,
+        "activations": layers * stored,
         "working": casts + _cast_head(analysis, at_rest) + analysis.head_bytes_of_op,
     }
     at_end = {
-        "gradients": of_layers + of_outer,
+        "gradients": of_layers + _summed_outer(at_rest),
         "activations": 0,
         "working": max(analysis.embed_bytes, max(sums, default=0)),
     }
@@ -306,13 +319,12 @@ def _accumulating(
 
     The peak is where the head runs, in the backward pass of layers, or where what is left of the gradients is reduced.
     """
-    layers, values = analysis.shape.num_layers, analysis.split.values
-    bytes_of = lambda numbers: num_bytes(analysis.layer.shapes(numbers))
-    kept = bytes_of([*values["residuals_b"], *values["residuals_w"]])
-    kept = layers * (num_bytes(analysis.x) if choice.remat is True else kept)
+    layers = analysis.shape.num_layers
+    kept = layers * _stored(choice, analysis)
     one_layer = analysis.remat_bytes if choice.remat is True else analysis.backward_bytes
-    own = [wide_bytes([at_rest.one_layer[i]]) for i in at_rest.trained_layers]
-    outer, gathered = _summed_outer(at_rest), _gathered(at_rest)
+    own = _summed_one(at_rest)
+    outer = _summed_outer(at_rest)
+    gathered = _gathered(at_rest)
     # A scan scatters gradients of params that it gathers; those of others are whole until it ends.
     of_layers = _summed_layers(choice, at_rest, layers, scattered="is_param")
     # Under ZeRO 3 those of a layer are reduced while the next one computes its own, which take their place one by one.
@@ -320,30 +332,19 @@ def _accumulating(
     # Under ZeRO 1 and 2 the largest one of all layers is transposed to be scattered.
     sent = layers * max(own, default=0) if choice.zero in (1, 2) and choice.parts() > 1 else 0
     many = choice.num_microbatches > 1
-    peak = max(
-        kept + analysis.head_bytes + gathered,
-        kept
-        + of_layers
-        + analysis.head_waits_bytes
-        + one_layer
-        + sum(own)
-        + late * max(own, default=0),
-        of_layers
-        + outer
-        + late * sum(own)
-        + analysis.embed_bytes
-        + (0 if many and choice.zero == 1 else sent),
-    )
     gradients = of_layers + outer
+    in_head = kept + analysis.head_bytes + gathered
+    in_layers = kept + of_layers + analysis.head_waits_bytes + one_layer
+    in_layers += sum(own) + late * max(own, default=0)
+    at_end = gradients + late * sum(own) + analysis.embed_bytes
+    at_end += 0 if many and choice.zero == 1 else sent
+    peak = max(in_head, in_layers, at_end)
     if many:
         sums = _summed_layers(choice, at_rest, layers) + outer
         gradients += sums
         # Sums are reduced over replicas after the last use of an activation; XLA for CPU devices does not do it in place.
-        peak = max(
-            sums + gathered + peak,
-            sums + sent,
-            3 * sums if choice.parts(REPLICAS) > 1 and not masks else 0,
-        )
+        copied = 3 * sums if choice.parts(REPLICAS) > 1 and not masks else 0
+        peak = max(sums + gathered + peak, sums + sent, copied)
     return {"gradients": gradients, "activations": kept, "working": max(0, peak - gradients - kept)}
 
 
@@ -359,10 +360,11 @@ def _summed_each(
 ) -> list[int]:
     """The same for each of a layer's params."""
     shards = at_rest.step.zero[LAYERS].of_grads
-    part = lambda shard: choice.parts(shard.axes) if getattr(shard, scattered) else 1
-    trained = [at_rest.one_layer[i] for i in at_rest.trained_layers]
-    pairs = zip(trained, shards, strict=True)
-    return [positions * (wide_bytes([leaf]) // part(shard)) for leaf, shard in pairs]
+    sums = []
+    for one, shard in zip(_summed_one(at_rest), shards, strict=True):
+        parts = choice.parts(shard.axes) if getattr(shard, scattered) else 1
+        sums.append(positions * (one // parts))
+    return sums
 
 
 def _summed_outer(at_rest: AtRest) -> int:
@@ -380,7 +382,8 @@ def _cast_layers(choice: Choice, analysis: Analysis, at_rest: AtRest, positions:
     total = 0
     for own, new, shard in zip(at_rest.one_layer, in_use, shards, strict=True):
         times = (positions if new.dtype != own.dtype else 0) + shard.is_param
-        total += times * num_bytes([new]) // (choice.parts(shard.axes) if shard.is_param else 1)
+        parts = choice.parts(shard.axes) if shard.is_param else 1
+        total += times * num_bytes([new]) // parts
     return total
 
 
@@ -394,9 +397,12 @@ def _gathered_layer(analysis: Analysis, at_rest: AtRest) -> int:
 
 def _cast_head(analysis: Analysis, at_rest: AtRest) -> int:
     """The params of the head in the dtype of the computation, if it is not their own."""
-    reads = [(at_rest.outer_in_use[i], dtype) for i, dtype in analysis.ends.head_dtypes.items()]
-    cast = [(leaf, dtype) for leaf, dtype in reads if leaf.dtype != dtype]
-    return sum(leaf.size * dtype.itemsize for leaf, dtype in cast)
+    total = 0
+    for i, dtype in analysis.ends.head_dtypes.items():
+        leaf = at_rest.outer_in_use[i]
+        if leaf.dtype != dtype:
+            total += leaf.size * dtype.itemsize
+    return total
 
 
 def _gathered(at_rest: AtRest) -> int:

@@ -19,6 +19,7 @@ Of many GPUs the first stage is large, and all stages are small below it, joined
 from collections.abc import Iterator, Mapping
 from colorsys import hls_to_rgb
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, product
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = {"tensor": "#c0392b", "stage": "#1f4e9c", "data": "#2e7d32"}
+Point = tuple[float, float]
 GREY, PAPER = "0.35", {"fc": "white", "lw": 0, "pad": 0.6}
 DASHED = (0, (1.6, 0.9))  # from node to node
 MANY_DEVICES = 64
@@ -71,13 +73,16 @@ def plot_placement(
     """
     topology = Topology.of(axes, devices_per_node)
     stages = _small_stages(topology)
-    sheet = Sheet(
-        replace(topology, data=topology.in_group, stage=1, replica=1) if stages else topology
-    )
-    rows, (width, height) = -(-len(stages) // COLUMNS), sheet.size
+    shown = topology
+    if stages:
+        shown = replace(topology, data=topology.in_group, stage=1, replica=1)
+    sheet = Sheet(shown)
+    rows = -(-len(stages) // COLUMNS)
+    width, height = sheet.size
     heights = height - LEGEND, SMALL_HEIGHT * (rows * (1 + GAP_Y) + ABOVE)
     if stages:
-        width, height = max(width, COLUMNS * SMALL_WIDTH * (1 + GAP_X)), sum(heights) + LEGEND + 0.1
+        width = max(width, COLUMNS * SMALL_WIDTH * (1 + GAP_X))
+        height = sum(heights) + LEGEND + 0.1
     with figure_to(path, (width, height), asked_by="plot_placement") as figure:
         if stages:
             large, small = figure.subplots(2, height_ratios=heights)
@@ -86,10 +91,10 @@ def plot_placement(
         else:
             draw(figure.add_subplot(), sheet)
         summary = topology.summary()
-        figure.suptitle(f"{title}\n{summary}" if title else summary, x=0.01, ha="left", fontsize=11)
-        figure.legend(
-            handles=list(_legend(topology)), loc="outside lower left", frameon=False, fontsize=9
-        )
+        heading = f"{title}\n{summary}" if title else summary
+        figure.suptitle(heading, x=0.01, ha="left", fontsize=11)
+        handles = list(_legend(topology))
+        figure.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=9)
 
 
 def _legend(topology: Topology) -> Iterator:
@@ -101,9 +106,8 @@ def _legend(topology: Topology) -> Iterator:
     for axis, (inside, across) in hops.items():
         if inside + across:
             name = f"{axis}, {topology.links(axis)}: {MEANINGS[axis]}"
-            yield Line2D(
-                [], [], color=COLOURS[axis], lw=3, linestyle="-" if inside else DASHED, label=name
-            )
+            style = "-" if inside else DASHED
+            yield Line2D([], [], color=COLOURS[axis], lw=3, linestyle=style, label=name)
     if any(across for _, across in hops.values()):
         name = "dashed: from node to node; solid: inside a node"
         yield Line2D([], [], color=GREY, lw=3, linestyle=DASHED, label=name)
@@ -131,15 +135,16 @@ def _draw_nodes(panel: "Axes", sheet: Sheet) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     topology = sheet.topology
-    boxes: dict[tuple, list[tuple[float, float, float, float]]] = {}
+    boxes: dict[tuple, list[tuple[Point, Point]]] = {}
     for index, replica in enumerate(sheet.replicas):
-        for part, (node, stages, shards) in enumerate(
-            rectangles(topology, replica) if replica is not None else ()
-        ):
-            left, top = sheet.cell(index, stages[0], shards[0])
-            right, bottom = sheet.cell(index, stages[-1], shards[-1])
+        if replica is None:
+            continue
+        for part, (node, stages, shards) in enumerate(rectangles(topology, replica)):
+            first = sheet.cell(index, stages[0], shards[0])
+            x, y = sheet.cell(index, stages[-1], shards[-1])
+            end = x + 1, y + CELL_HEIGHT
             key = (node,) if sheet.together > 1 else (node, index, part)
-            boxes.setdefault(key, []).append((left, top, right + 1, bottom + CELL_HEIGHT))
+            boxes.setdefault(key, []).append((first, end))
     style = {
         "boxstyle": f"round,pad={NODE_MARGIN},rounding_size=0.08",
         "fc": "0.93",
@@ -147,13 +152,13 @@ def _draw_nodes(panel: "Axes", sheet: Sheet) -> None:
         "lw": 0.8,
     }
     for (node, *_), parts in boxes.items():
-        lefts, tops, rights, bottoms = zip(*parts, strict=True)
-        left, top, bottom = min(lefts), min(tops), max(bottoms)
-        panel.add_patch(FancyBboxPatch((left, top), max(rights) - left, bottom - top, **style))
-        corner = (
-            left - NODE_MARGIN,
-            bottom + NODE_MARGIN + 0.16,
-        )  # links over data pass on the right
+        firsts, ends = zip(*parts, strict=True)
+        left, top = map(min, zip(*firsts, strict=True))
+        right, bottom = map(max, zip(*ends, strict=True))
+        box = FancyBboxPatch((left, top), right - left, bottom - top, **style)
+        panel.add_patch(box)
+        # Links over data pass on the right.
+        corner = left - NODE_MARGIN, bottom + NODE_MARGIN + 0.16
         _write(panel, sheet, corner, f"node {node}", 0.8, color=GREY, ha="left", bbox=PAPER)
 
 
@@ -166,17 +171,9 @@ def _draw_links(panel: "Axes", sheet: Sheet) -> None:
             continue
         for axis in ("stage", "tensor"):
             for (_, *a), (_, *b) in of_one.hops(axis):
-                ends = [
-                    (x + 0.5, y + CELL_HEIGHT / 2)
-                    for x, y in (sheet.cell(index, *a), sheet.cell(index, *b))
-                ]
-                _draw_link(
-                    panel,
-                    sheet,
-                    axis,
-                    *ends,
-                    across=topology.node(replica, *a) != topology.node(replica, *b),
-                )
+                across = topology.node(replica, *a) != topology.node(replica, *b)
+                ends = _centre(sheet, index, *a), _centre(sheet, index, *b)
+                _draw_link(panel, sheet, axis, *ends, across=across)
         for to in _next_replicas(sheet, index):
             for start, end, across in _between(sheet, index, to):
                 _draw_link(panel, sheet, "data", start, end, across=across)
@@ -197,106 +194,107 @@ def _between(sheet: Sheet, index: int, to: int) -> Iterator[tuple[tuple, tuple, 
     A link stands for all pairs of GPUs at the same place of two replicas. It leads from the edge of a node to that of a node
     of the other replica, between stages (below) or shards (beside) that both of them hold.
     """
-    topology, last = sheet.topology, (sheet.topology.stage - 1, sheet.topology.tensor - 1)
-    (x, y), (to_x, to_y) = sheet.cell(index, *last), sheet.tile(to)
+    last_stage = sheet.topology.stage - 1
+    last_shard = sheet.topology.tensor - 1
+    x, y = sheet.cell(index, last_stage, last_shard)
+    to_x, to_y = sheet.tile(to)
     is_beside = sheet.tile(index)[1] == to_y
-    parts = (rectangles(topology, sheet.replicas[each] or 0) for each in (index, to))
+    parts = [rectangles(sheet.topology, sheet.replicas[each] or 0) for each in (index, to)]
     for (node, stages, shards), (to_node, to_stages, to_shards) in product(*parts):
-        margin = 0.0 if sheet.is_plain or node == to_node else NODE_MARGIN
-        if (
-            is_beside
-            and stages[-1] == last[0]
-            and to_stages[0] == 0
-            and (both := _both(shards, to_shards))
-        ):
-            middle = (
-                sum(sheet.cell(index, 0, shard)[1] for shard in (both[0], both[-1])) / 2
-                + CELL_HEIGHT / 2
-            )
-            yield (x + 1 + margin, middle), (to_x - margin, middle), node != to_node
-        elif (
-            not is_beside
-            and shards[-1] == last[1]
-            and to_shards[0] == 0
-            and (both := _both(stages, to_stages))
-        ):
-            middle = sum(sheet.cell(index, stage, 0)[0] for stage in (both[0], both[-1])) / 2 + 0.5
-            yield (middle, y + CELL_HEIGHT + margin), (middle, to_y - margin), node != to_node
+        across = node != to_node
+        margin = NODE_MARGIN if across and not sheet.is_plain else 0.0
+        if is_beside:
+            both = _both(shards, to_shards)
+            touch = stages[-1] == last_stage and to_stages[0] == 0
+        else:
+            both = _both(stages, to_stages)
+            touch = shards[-1] == last_shard and to_shards[0] == 0
+        if not both or not touch:
+            continue
+        ends = both[0], both[-1]
+        if is_beside:
+            middle = sum(_centre(sheet, index, 0, shard)[1] for shard in ends) / 2
+            yield (x + 1 + margin, middle), (to_x - margin, middle), across
+        else:
+            middle = sum(_centre(sheet, index, stage, 0)[0] for stage in ends) / 2
+            yield (middle, y + CELL_HEIGHT + margin), (middle, to_y - margin), across
+
+
+def _centre(sheet: Sheet, index: int, stage: int, shard: int) -> Point:
+    x, y = sheet.cell(index, stage, shard)
+    return x + 0.5, y + CELL_HEIGHT / 2
 
 
 def _both(a: range, b: range) -> range:
-    return range(max(a.start, b.start), min(a.stop, b.stop))
+    start = max(a.start, b.start)
+    return range(start, min(a.stop, b.stop))
 
 
-def _draw_link(
-    panel: "Axes", sheet: Sheet, axis: str, *points: tuple[float, float], across: bool
-) -> None:
+def _draw_link(panel: "Axes", sheet: Sheet, axis: str, *points: Point, across: bool) -> None:
     thick = max(1.0, 3.2 * sheet.inches / MAX_CELL)
     width = {"tensor": 1.6 * thick, "stage": thick, "data": 1.2 * thick}[axis]
-    style = {
-        "color": COLOURS[axis],
-        "lw": width,
-        "linestyle": DASHED if across else "-",
-        "zorder": 2,
-    }
-    panel.plot(*zip(*points, strict=True), solid_capstyle="butt", **style)
+    panel.plot(
+        *zip(*points, strict=True),
+        solid_capstyle="butt",
+        color=COLOURS[axis],
+        lw=width,
+        linestyle=DASHED if across else "-",
+        zorder=2,
+    )
 
 
 def _draw_replica(panel: "Axes", sheet: Sheet, index: int, replica: int) -> None:
     """Draws the cells of a replica and their names; stages are named above, shards on the left."""
     topology = sheet.topology
+    write = partial(_write, panel, sheet)
     for stage in range(topology.stage):
         left, top = sheet.cell(index, stage, 0)
         if topology.stage > 1 and index < sheet.columns:
-            _write(
-                panel,
-                sheet,
-                (left + 0.5, top - 0.24),
-                f"stage {stage}",
-                1.05,
-                color=COLOURS["stage"],
-                ha="center",
-            )
+            at = left + 0.5, top - 0.24
+            write(at, f"stage {stage}", 1.05, color=COLOURS["stage"], ha="center")
         for shard in range(topology.tensor):
             _draw_cell(panel, sheet, index, (replica, stage, shard))
     x, y = sheet.tile(index)
     if not sheet.is_plain:
-        _write(
-            panel,
-            sheet,
-            (x - 0.18, y - 0.24),
-            f"replica {replica}",
-            LEFT - 0.2,
-            weight="bold",
-            ha="right",
-        )
-    for shard in range(
-        topology.tensor if topology.tensor > 1 and index % sheet.columns == 0 else 0
-    ):
+        at = x - 0.18, y - 0.24
+        write(at, f"replica {replica}", LEFT - 0.2, weight="bold", ha="right")
+    if topology.tensor == 1 or index % sheet.columns:
+        return
+    for shard in range(topology.tensor):
         left, top = sheet.cell(index, 0, shard)
         at = left - 0.18, top + CELL_HEIGHT / 2
-        _write(panel, sheet, at, f"shard {shard}", LEFT - 0.2, color=COLOURS["tensor"], ha="right")
+        write(at, f"shard {shard}", LEFT - 0.2, color=COLOURS["tensor"], ha="right")
 
 
 def _draw_cell(panel: "Axes", sheet: Sheet, index: int, at: tuple[int, int, int]) -> None:
     from matplotlib.patches import Rectangle
 
-    x, y = sheet.cell(index, *at[1:])
-    colour = colour_of(sheet.topology, *at[1:])
-    panel.add_patch(Rectangle((x, y), 1, CELL_HEIGHT, fc=colour, ec="0.25", lw=0.5, zorder=3))
-    number = sheet.topology.device(*at)
+    topology = sheet.topology
+    replica, stage, shard = at
+    corner = sheet.cell(index, stage, shard)
+    colour = colour_of(topology, stage, shard)
+    box = Rectangle(corner, 1, CELL_HEIGHT, fc=colour, ec="0.25", lw=0.5, zorder=3)
+    panel.add_patch(box)
+    number = topology.device(*at)
     name = f"GPU {number}" if sheet.inches > 0.45 else f"{number}"
-    lines = f"{name}\nreplica {at[0]}" if sheet.is_plain else name
-    _write(panel, sheet, (x + 0.5, y + CELL_HEIGHT / 2), lines, 0.9, ha="center", zorder=4)
+    lines = f"{name}\nreplica {replica}" if sheet.is_plain else name
+    centre = _centre(sheet, index, stage, shard)
+    _write(panel, sheet, centre, lines, 0.9, ha="center", zorder=4)
 
 
 def _write(
-    panel: "Axes", sheet: Sheet, at: tuple[float, float], text: str, width: float, **style: Any
+    panel: "Axes",
+    sheet: Sheet,
+    at: Point,
+    text: str,
+    width: float,
+    **style: Any,
 ) -> None:
     """Writes text in a font small enough for ``width``, which is in widths of a cell."""
     longest = max(map(len, text.split("\n")))
     points = min(9.0, 72 * width * sheet.inches / (0.6 * longest))
-    panel.text(*at, text, fontsize=points, **{"va": "center", **style})
+    style.setdefault("va", "center")
+    panel.text(*at, text, fontsize=points, **style)
 
 
 def _draw_left_out(panel: "Axes", sheet: Sheet, index: int) -> None:
@@ -305,9 +303,11 @@ def _draw_left_out(panel: "Axes", sheet: Sheet, index: int) -> None:
         return
     width, height = sheet.tile_extent
     x, y = sheet.tile(index)
-    missing = sheet.topology.data - sum(replica is not None for replica in sheet.replicas)
+    shown = [replica for replica in sheet.replicas if replica is not None]
+    missing = sheet.topology.data - len(shown)
     name = f"... {missing} more replicas, alike ..."
-    _write(panel, sheet, (x + width / 2, y + height / 2), name, width, color=GREY, ha="center")
+    middle = x + width / 2, y + height / 2
+    _write(panel, sheet, middle, name, width, color=GREY, ha="center")
 
 
 def colour_of(topology: Topology, stage: int, shard: int) -> tuple[float, float, float]:
@@ -325,7 +325,9 @@ def _small_stages(topology: Topology) -> list[int | None]:
     if topology.num_devices <= MANY_DEVICES or topology.stage == 1 or topology.data == 1:
         return []
     count = topology.replica * topology.stage
-    return list(range(count)) if count <= MAX_SMALL else [*range(MAX_SMALL - 2), None, count - 1]
+    if count <= MAX_SMALL:
+        return list(range(count))
+    return [*range(MAX_SMALL - 2), None, count - 1]
 
 
 def _draw_stages(panel: "Axes", topology: Topology, stages: list[int | None], rows: int) -> None:
@@ -344,47 +346,53 @@ def _draw_stages(panel: "Axes", topology: Topology, stages: list[int | None], ro
     _draw_messages(panel, topology, corners)
 
 
-def _corner(index: int) -> tuple[float, float]:
+def _corner(index: int) -> Point:
     """Returns the top left corner of a small stage; every other row runs from right to left, so that neighbours touch."""
     row, column = divmod(index, COLUMNS)
-    return (COLUMNS - 1 - column if row % 2 else column) * (1 + GAP_X), row * (1 + GAP_Y)
+    if row % 2:
+        column = COLUMNS - 1 - column
+    return column * (1 + GAP_X), row * (1 + GAP_Y)
 
 
-def _draw_small(panel: "Axes", topology: Topology, index: int, corner: tuple[float, float]) -> None:
+def _draw_small(panel: "Axes", topology: Topology, index: int, corner: Point) -> None:
     """Draws a stage as a map: a column a replica, a row a shard; its number above, those of its GPUs and nodes below."""
     from matplotlib.patches import Rectangle
 
-    (x, y), (group, stage), count = corner, divmod(index, topology.stage), topology.in_group
+    x, y = corner
+    group, stage = divmod(index, topology.stage)
+    count = topology.in_group
     width, height = 1 / count, 1 / topology.tensor
     for replica, shard in product(range(count), range(topology.tensor)):
-        at, colour = (x + replica * width, y + shard * height), colour_of(topology, stage, shard)
-        panel.add_patch(Rectangle(at, width, height, fc=colour, ec="white", lw=0.4, zorder=2))
-    ends = (group * count, stage, 0), ((group + 1) * count - 1, stage, topology.tensor - 1)
-    devices = [topology.device(*end) for end in ends]
+        at = x + replica * width, y + shard * height
+        colour = colour_of(topology, stage, shard)
+        box = Rectangle(at, width, height, fc=colour, ec="white", lw=0.4, zorder=2)
+        panel.add_patch(box)
+    first = group * count, stage, 0
+    last = (group + 1) * count - 1, stage, topology.tensor - 1
+    ends = first, last
     nodes = sorted({topology.node(*end) for end in ends})
     where = f"node{'s' if len(nodes) > 1 else ''} {'-'.join(map(str, nodes))}"
     name = f"stage {stage}" if topology.replica == 1 else f"group {group}, stage {stage}"
     panel.text(x, y - 0.06, name, weight="bold", fontsize=8, va="bottom")
-    panel.text(
-        x, y + 1.06, f"GPUs {devices[0]}-{devices[1]}, {where}", fontsize=8, va="top", color=GREY
-    )
+    gpus = f"GPUs {topology.device(*first)}-{topology.device(*last)}, {where}"
+    panel.text(x, y + 1.06, gpus, fontsize=8, va="top", color=GREY)
 
 
-def _draw_messages(panel: "Axes", topology: Topology, corners: list[tuple[float, float]]) -> None:
+def _draw_messages(panel: "Axes", topology: Topology, corners: list[Point]) -> None:
     for (index, (x, y)), (to, (to_x, to_y)) in pairwise(enumerate(corners)):
-        if to % topology.stage == 0:
+        stage, to_stage = index % topology.stage, to % topology.stage
+        if to_stage == 0:
             continue
-        across = topology.node(0, index % topology.stage, 0) != topology.node(
-            0, to % topology.stage, 0
-        )
-        style = {
-            "color": COLOURS["stage"],
-            "lw": 2.2,
-            "linestyle": DASHED if across else "-",
-            "zorder": 1,
-        }
+        across = topology.node(0, stage, 0) != topology.node(0, to_stage, 0)
         if y == to_y:
-            left = min(x, to_x)
-            panel.plot((left + 1, left + 1 + GAP_X), (y + 0.5, y + 0.5), **style)
+            right = min(x, to_x) + 1
+            ends = (right, right + GAP_X), (y + 0.5, y + 0.5)
         else:  # clear of the labels, which are on the left
-            panel.plot((x + 0.93, x + 0.93), (y + 1, to_y), **style)
+            ends = (x + 0.93, x + 0.93), (y + 1, to_y)
+        panel.plot(
+            *ends,
+            color=COLOURS["stage"],
+            lw=2.2,
+            linestyle=DASHED if across else "-",
+            zorder=1,
+        )

@@ -16,16 +16,14 @@ from jaxpar.schedule.draw import op_colour
 
 ACROSS = "steps taken"
 GREY = "#808080"
+Cell = tuple[float, float, float, str]  # row, start, width and tip of a bar
 SHARD_COLOURS = ("#cfe0f3", "#8fca8b", "#f2b45c", "#b07fc7")
 LABELLED_TIME = 130  # up to which ops have the numbers of their microbatches, at 12 pixels for the time of a forward
 STAGE, ARRAY, BAR = 30, 24, 26  # pixels of a row
 MAX_NAMED_DEVICES = 16
 ROWS_PIXELS, MAX_NAMED_EXPERTS = 480, 16  # of all layers of the chart of experts
-LOW, EVEN, HIGH = (
-    "#3a6fb0",
-    "#e4e4e4",
-    "#c2462e",
-)  # an expert with few tokens, with its share, with many
+# An expert with few tokens, with its share, with many.
+LOW, EVEN, HIGH = "#3a6fb0", "#e4e4e4", "#c2462e"
 FAR = 4  # times the mean: loads beyond have one colour
 
 
@@ -38,15 +36,19 @@ def loss(found: Mapping[str, Any]) -> str | None:
 def rate(found: Mapping[str, Any]) -> str | None:
     """Returns the items per second by step, named as in the facts above the charts."""
     curves = _curves(found, lambda name: name.endswith("_per_second"))
-    items = curves[0].name.partition("_per_second")[0] if len(curves) == 1 else "items"
+    items = "items"
+    if len(curves) == 1:
+        items, *_ = curves[0].name.partition("_per_second")
     return chart(curves, title=f"{items}/s", across=ACROSS, from_zero=True, top=_usual(curves))
 
 
 def _usual(curves: list[Curve]) -> float | None:
     """Returns a value above which there are only single peaks, as after an evaluation; None if there are no such peaks."""
     values = sorted(value for curve in curves for value in curve.y if value is not None)
-    usual = values[int(0.95 * (len(values) - 1))] if values else 0
-    return 1.5 * usual if values and values[-1] > 2 * usual else None
+    if not values:
+        return None
+    usual = values[int(0.95 * (len(values) - 1))]
+    return 1.5 * usual if values[-1] > 2 * usual else None
 
 
 def grad_norm(found: Mapping[str, Any]) -> str | None:
@@ -66,27 +68,27 @@ def learning_rate(found: Mapping[str, Any]) -> str | None:
 
 
 def _curves(found: Mapping[str, Any], wanted: Callable[[str], bool]) -> list[Curve]:
-    mean = lambda curve: f", mean of {curve['mean_of']} steps" if curve["mean_of"] > 1 else ""
-    curves = {name: curve for name, curve in found["curves"].items() if wanted(name)}
-    return [
-        Curve(name + mean(curve), curve["steps"], curve["values"]) for name, curve in curves.items()
-    ]
+    curves = []
+    for name, curve in found["curves"].items():
+        if wanted(name):
+            mean = f", mean of {curve['mean_of']} steps" if curve["mean_of"] > 1 else ""
+            curves.append(Curve(name + mean, curve["steps"], curve["values"]))
+    return curves
 
 
 def timeline(found: Mapping[str, Any]) -> str | None:
     """Returns the ops of a pipeline: a row for each stage, a bar for each op."""
-    count, until, num_chunks = (
-        found["num_stages"],
-        max(end for *_, end in found["ops"]),
-        found["num_chunks"],
-    )
-    scale, has_labels = Scale(0.0, until), until <= LABELLED_TIME
-    ops: dict[tuple[str, int], list[tuple[float, float, float, str]]] = {}
+    count, num_chunks = found["num_stages"], found["num_chunks"]
+    until = max(end for *_, end in found["ops"])
+    scale = Scale(0.0, until)
+    has_labels = until <= LABELLED_TIME
+    ops: dict[tuple[str, int], list[Cell]] = {}
     labels = []
     for stage, kind, microbatch, chunk, start, end in found["ops"]:
         tip = f"stage {stage}, microbatch {microbatch}, from {start:.6g} to {end:.6g}"
         ops.setdefault((kind, chunk), []).append((stage, start, end - start, tip))
-        at = f'x="{percent(scale.share((start + end) / 2))}" y="{STAGE * (stage + 0.5) + 4:g}"'
+        middle = percent(scale.share((start + end) / 2))
+        at = f'x="{middle}" y="{STAGE * (stage + 0.5) + 4:g}"'
         labels.append(f'<text class="on" {at}>{escape(str(microbatch))}</text>')
     kinds = []
     for kind, chunk in sorted(ops, key=lambda group: ("FRBW".find(group[0]), group[1])):
@@ -122,39 +124,45 @@ def _rows(
         above: What is drawn above the rows, in pixels.
         **about: As for ``frame``.
     """
-    height = pixels * len(names)
-    left = [(1 - (row + 0.5) / len(names), name) for row, name in enumerate(names) if name]
-    return frame(
-        stretched(plot, width, len(names), height) + above, height, kind="rows", left=left, **about
-    )
+    count = len(names)
+    height = pixels * count
+    left = [(1 - (row + 0.5) / count, name) for row, name in enumerate(names) if name]
+    drawn = stretched(plot, width, count, height) + above
+    return frame(drawn, height, kind="rows", left=left, **about)
 
 
 def shards(found: Mapping[str, Any]) -> str | None:
     """Returns the shard of each array that each device holds: a row for each array, a column for each device."""
     arrays, devices = found["arrays"], found["devices"]
-    cells = [
-        (_shade(array, at), "", [(row, at + 0.03, 0.94, _cell(array, at, devices))])
-        for row, array in enumerate(arrays)
-        for at in range(len(devices))
-    ]
-    named = len(devices) <= MAX_NAMED_DEVICES
-    every = 1 if named else -(-len(devices) // 8)
+    count = len(devices)
+    cells = []
+    for row, array in enumerate(arrays):
+        for at in range(count):
+            cell = row, at + 0.03, 0.94, _cell(array, at, devices)
+            cells.append((_shade(array, at), "", [cell]))
+    named = count <= MAX_NAMED_DEVICES
+    every = 1 if named else -(-count // 8)
     return _rows(
         bars(cells),
         [array["name"] for array in arrays],
         ARRAY,
-        len(devices),
+        count,
         title="Parts of the arrays on the devices",
-        below=[((at + 0.5) / len(devices), str(at)) for at in range(0, len(devices), every)],
+        below=_columns(count, every),
         across=f"device; {_order(devices)}",
-        min_width=22 * len(devices) if named else 0,
+        min_width=22 * count if named else 0,
     )
+
+
+def _columns(count: int, every: int) -> list[tuple[float, str]]:
+    """Returns the numbers below some of the columns, at their shares of the width."""
+    return [((at + 0.5) / count, str(at)) for at in range(0, count, every)]
 
 
 def experts(found: Mapping[str, Any]) -> str | None:
     """Returns the load of each expert: a row for each layer, a column for each expert."""
     loads = found["loads"]
-    cells: dict[str, list[tuple[float, float, float, str]]] = {}
+    cells: dict[str, list[Cell]] = {}
     for layer, of_layer in enumerate(loads):
         for expert, load in enumerate(of_layer):
             of_colour = cells.setdefault(_load_colour(load), [])
@@ -162,14 +170,14 @@ def experts(found: Mapping[str, Any]) -> str | None:
             of_colour.append((layer, expert + 0.03, 0.94, tip))
     row = min(ARRAY, max(ROWS_PIXELS // len(loads), 4))
     count = len(loads[0])
-    every_layer, every = -(-14 // row), -(-count // MAX_NAMED_EXPERTS)
+    every_layer = -(-14 // row)
     return _rows(
         bars((colour, "", of_colour) for colour, of_colour in cells.items()),
         ["" if at % every_layer else f"layer {at}" for at in range(len(loads))],
         row,
         count,
         title="Load of each expert",
-        below=[((at + 0.5) / count, str(at)) for at in range(0, count, every)],
+        below=_columns(count, -(-count // MAX_NAMED_EXPERTS)),
         across=f"expert; after {found['steps']:,} steps",
         legend={
             f"1/{FAR} of the mean or less": LOW,
@@ -221,10 +229,9 @@ def memory(found: Mapping[str, Any]) -> str | None:
     """Returns the bytes of a device by kind, a bar for each stage, and the memory that it has."""
     limit = found["limit_bytes"]
     scale, unit = unit_of(found["total_bytes"])
-    sizes = {
-        name: {kind: size / scale for kind, size in parts.items()}
-        for name, parts in found["bars"].items()
-    }
+    sizes = {}
+    for name, parts in found["bars"].items():
+        sizes[name] = {kind: size / scale for kind, size in parts.items()}
     colour = lambda kind, at: MEMORY_COLOURS.get(kind) or OTHERS[at % len(OTHERS)]
     mark = (limit / scale, f"a device has {bytes_text(limit)}") if limit else None
     text = lambda size: bytes_text(size * scale)
@@ -234,9 +241,8 @@ def memory(found: Mapping[str, Any]) -> str | None:
 def step_time(found: Mapping[str, Any]) -> str | None:
     """Returns where the time of a step goes, a bar for each plan."""
     colour = lambda _, at: TIME_COLOURS[at % len(TIME_COLOURS)]
-    return _stacks(
-        found, colour, lambda value: f"{value:.3g} s", "Time by part", "seconds of a step"
-    )
+    text = lambda value: f"{value:.3g} s"
+    return _stacks(found, colour, text, "Time by part", "seconds of a step")
 
 
 def traffic(found: Mapping[str, Any]) -> str | None:
@@ -247,9 +253,9 @@ def traffic(found: Mapping[str, Any]) -> str | None:
     scale, unit = unit_of(max(axes.values()))
     sizes = {name: {"": size / scale} for name, size in axes.items()}
     across = f"{unit} that a device sends in a step"
-    return _stacks(
-        sizes, lambda *_: LINES[0], lambda size: bytes_text(size * scale), "Traffic by axis", across
-    )
+    colour = lambda *_: LINES[0]
+    text = lambda size: bytes_text(size * scale)
+    return _stacks(sizes, colour, text, "Traffic by axis", across)
 
 
 def _stacks(
@@ -275,17 +281,19 @@ def _stacks(
     scale = Scale.of([*sizes.sum(1), *(mark or ())[:1]], from_zero=True)
     shares = sizes / scale.high
     starts = shares.cumsum(1) - shares
-    row_bars = lambda at: [
-        (row, starts[row, at], shares[row, at], text(sizes[row, at])) for row in range(len(found))
-    ]
-    used = {kind: colour(kind, at) for at, kind in enumerate(kinds) if sizes[:, at].any()}
+    used, of_kinds = {}, []
+    for at, kind in enumerate(kinds):
+        if sizes[:, at].any():
+            used[kind] = colour(kind, at)
+            columns = starts[:, at], shares[:, at], map(text, sizes[:, at])
+            of_kinds.append((used[kind], kind, [*zip(range(len(found)), *columns, strict=True)]))
     above, height = "", BAR * len(found)
     if mark:
         at = percent(scale.share(mark[0]))
         above = f'<line class="mark" x1="{at}" x2="{at}" y1="0" y2="{height}"/>'
         across += f"; dashed: {mark[1]}"
     return _rows(
-        bars((of_kind, kind, row_bars(kinds.index(kind))) for kind, of_kind in used.items()),
+        bars(of_kinds),
         list(found),
         BAR,
         1,
@@ -310,20 +318,19 @@ def line_bytes(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 def way_seconds(rows: Sequence[Mapping[str, Any]]) -> str | None:
     """Returns the time of a step by number of devices, in the unit of the table."""
-    curves = _by_devices(rows, "seconds")
-    curves = [
-        replace(curve, y=[seconds * 1e3 for seconds in curve.y if seconds is not None])
-        for curve in curves
-    ]
+    curves = []
+    for curve in _by_devices(rows, "seconds"):
+        milliseconds = [seconds * 1e3 for seconds in curve.y if seconds is not None]
+        curves.append(replace(curve, y=milliseconds))
     return chart(curves, title="ms a step, the fastest", across="devices", from_zero=True)
 
 
 def staleness(runs: Mapping[str, Any]) -> str | None:
     """Returns the losses by simulated time of servers that do not wait."""
-    curves = [
-        Curve(f"{name}: mean staleness {run['mean']:.1f}", run["seconds"], run["losses"])
-        for name, run in runs.items()
-    ]
+    curves = []
+    for name, run in runs.items():
+        label = f"{name}: mean staleness {run['mean']:.1f}"
+        curves.append(Curve(label, run["seconds"], run["losses"]))
     return chart(curves, title="loss on all rows", across="simulated seconds", is_log=True)
 
 
@@ -331,10 +338,12 @@ def _by_devices(rows: Sequence[Mapping[str, Any]], column: str) -> list[Curve]:
     ways: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         ways.setdefault(row["way"], []).append(row)
-    return [
-        Curve(way, [row["devices"] for row in of], [row[column] for row in of])
-        for way, of in ways.items()
-    ]
+    curves = []
+    for way, of in ways.items():
+        devices = [row["devices"] for row in of]
+        values = [row[column] for row in of]
+        curves.append(Curve(way, devices, values))
+    return curves
 
 
 # The charts of each section of the data; their names in the page have hyphens.

@@ -6,8 +6,8 @@ would copy it whole for each token. Heads come before positions, as the products
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxpar.models.transformer.config import TransformerConfig
@@ -43,7 +43,8 @@ class Cache(NamedTuple):
             return self._with_slice(new, position=0)
         copies = new.shape[1] // self.batch
         new = new[:, ::copies]
-        positions = span.positions.reshape(self.batch, -1)[:, 0]
+        positions = span.positions.reshape(self.batch, -1)
+        positions = positions[:, 0]
         if self.batch == 1:
             return self._with_slice(new, positions[0])
         return self._with_one_of_each_row(new, positions)
@@ -51,7 +52,7 @@ class Cache(NamedTuple):
     def _with_slice(self, new: Array, position: Any) -> "Cache":
         """Returns the cache with keys and values of all rows from one position on."""
         at = _place(self.layer, position=position)
-        both = jax.lax.dynamic_update_slice(self.both, new[None], at)
+        both = lax.dynamic_update_slice(self.both, new[None], at)
         return self._replace(both=both)
 
     def _with_one_of_each_row(self, new: Array, positions: Int[Array, " batch"]) -> "Cache":
@@ -72,7 +73,8 @@ class Cache(NamedTuple):
 
     def _one_of_both(self, which: int) -> Array:
         sizes = (1, 1, *self.both.shape[2:])
-        found = jax.lax.dynamic_slice(self.both, _place(self.layer, which), sizes)
+        at = _place(self.layer, which)
+        found = lax.dynamic_slice(self.both, at, sizes)
         return found[0, 0]
 
 
