@@ -41,10 +41,11 @@ def _through(equation: Any, origins: Origins) -> Origins:
         branches = params_of(equation)["branches"]
         taken = [_inside(branch, origins[1:]) for branch in branches]
         return [_same(each) for each in zip(*taken, strict=True)]
+    num_outputs = len(equation.outvars)
     called = inlined(equation)
-    if called is not None and len(opened(called).outvars) == len(equation.outvars):
+    if called is not None and len(opened(called).outvars) == num_outputs:
         return _inside(called, origins)
-    return [None] * len(equation.outvars)
+    return [None] * num_outputs
 
 
 def _inside(jaxpr: Any, origins: Origins) -> Origins:

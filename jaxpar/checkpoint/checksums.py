@@ -128,7 +128,8 @@ def _axes(sharding: NamedSharding) -> tuple[Axes, Axes]:
 def _local_sum(part: Array, sharding: NamedSharding) -> Array:
     """Returns the sum of the mixed words of a shard."""
     words = _words(part)
-    mixed = _mix(words ^ _indices(part, sharding))
+    index = _indices(part, sharding)
+    mixed = _mix(words ^ index)
     return jnp.sum(mixed, dtype=jnp.uint32)
 
 

@@ -179,7 +179,8 @@ def grouped_of(node: Node) -> Grouped | None:
     if not products:
         return None
     product = products[0]
-    avals = [each.aval for each in (*product.invars, *product.outvars)]
+    values = *product.invars, *product.outvars
+    avals = [each.aval for each in values]
     num_bytes = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
     _, left, right, made = (aval.shape for aval in avals)
     slots = left[1]

@@ -253,7 +253,8 @@ def within_capacity(
     # The slot of a pair.
     block = chosen % own * rows + row
     slot = block * capacity + by_expert.rank
-    is_own = (chosen // own).reshape(1, -1) == part
+    owner = chosen // own
+    is_own = owner.reshape(1, -1) == part
     fits = by_expert.rank < capacity
     has_slot = is_own & fits.reshape(1, -1)
     slot = jnp.where(has_slot, slot.reshape(1, -1), num_slots)

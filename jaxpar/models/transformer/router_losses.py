@@ -115,7 +115,10 @@ def _metrics_of_loads(sums: RouterSums, counts: Array, per_token: Tokens) -> dic
         weighed = each.astype(per_token.dtype) * weights
         return jnp.sum(jnp.where(counts, weighed, 0))
 
-    return {"expert_imbalance": of_rows(imbalance), "dropped_experts": of_rows(dropped)}
+    return {
+        "expert_imbalance": of_rows(imbalance),
+        "dropped_experts": of_rows(dropped),
+    }
 
 
 def _counts(per_token: Float[Array, "batch seq"]) -> Array:
@@ -143,7 +146,8 @@ def _as_loss_weighs(per_token: Tokens, loss: Callable, logits: PyTree, batch: Py
     both = jnp.stack([wanted, per_token.sum(-1)])
     wanted, given = sum_over_sequence(both)
     has_some = given != 0
-    factors = jnp.where(has_some, wanted / jnp.where(has_some, given, 1), 0)
+    divisor = jnp.where(has_some, given, 1)
+    factors = jnp.where(has_some, wanted / divisor, 0)
     return per_token * factors[:, None]
 
 
