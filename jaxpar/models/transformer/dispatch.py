@@ -319,8 +319,9 @@ def num_over(chosen: Int[Array, "rows seq chosen"], count: int, room: int) -> In
 
 
 def _counts(chosen: Int[Array, "rows pairs"], num_experts: int) -> Int[Array, "rows experts"]:
+    chosen = chosen[..., None]
     numbers = jnp.arange(num_experts, dtype=chosen.dtype)
-    of_each = chosen[..., None] == numbers[None, None]
+    of_each = chosen == numbers[None, None]
     return of_each.sum(1, dtype=jnp.int32)
 
 
@@ -353,7 +354,11 @@ def _to_tokens(k: int, rows: Float[Array, "shards slots width"], slots: Slots) -
     return of_tokens.sum(2)
 
 
-def _take(x: Array, index: Array, is_there: Bool[Array, "shards to"]) -> Array:
+def _take(
+    x: Float[Array, "shards from width"],
+    index: Int[Array, "shards to"],
+    is_there: Bool[Array, "shards to"],
+) -> Float[Array, "shards to width"]:
     index = index[..., None]
     rows = jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
     return jnp.where(is_there[..., None], rows, 0)
