@@ -35,9 +35,10 @@ def _sum_of_devices(op: Operation, value: Value, at: int) -> Value:
 
 def largest(op: Operation, given: Values) -> list[Value]:
     """Of the largest, or smallest, values of all devices; over another axis that of sums is no sum."""
+    values = enumerate(given)
     if not op.joins_rows:
-        return [elementwise(op, [value], at) for at, value in enumerate(given)]
-    return [_largest_of_devices(op, value, at) for at, value in enumerate(given)]
+        return [elementwise(op, [value], at) for at, value in values]
+    return [_largest_of_devices(op, value, at) for at, value in values]
 
 
 def _largest_of_devices(op: Operation, value: Value, at: int) -> Value:
@@ -74,12 +75,18 @@ def exchanged(op: Operation, given: Values) -> Value:
     dims = op.varying_out()
     if not value.is_free or len(dims) != 1:
         return _NOT_KNOWN
-    span = span_of_shape(op.out_shapes()[0], dims, op.rows)
-    return op.rows_at([replace(value, growth=1.0)], span, value.growth)
+    shape, *_ = op.out_shapes()
+    span = span_of_shape(shape, dims, op.rows)
+    of_rows = replace(value, growth=1.0)
+    return op.rows_at([of_rows], span, value.growth)
 
 
 def sent(op: Operation, given: Values) -> list[Value]:
     """Of what other devices send, and of the number of the device."""
-    if not op.joins_rows and given:
-        return [op.unknown(given, op.told("it is not known"), at) for at in range(op.num_outputs)]
-    return [_NOT_KNOWN if op.joins_rows else Value()] * op.num_outputs
+    count = op.num_outputs
+    if op.joins_rows:
+        return [_NOT_KNOWN] * count
+    if not given:
+        return [Value()] * count
+    why = op.told("it is not known")
+    return [op.unknown(given, why, at) for at in range(count)]

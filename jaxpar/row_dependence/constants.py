@@ -15,10 +15,10 @@ _LARGEST = 4096  # elements; of larger ones only the shape is read
 def of_constant(few: Any, many: Any) -> Value:
     """Returns the value of an array, or of a number, that a function closes over or that is written in it."""
     pair = (few, many)
-    is_same_shape = np.shape(few) == np.shape(many)
     if not all(map(_can_be_read, pair)):
+        is_same_shape = np.shape(few) == np.shape(many)
         return Value(place=Place.NONE if is_same_shape else Place.OTHER)
-    dtypes = [jnp.result_type(each) for each in pair]
+    dtypes = map(jnp.result_type, pair)
     if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in dtypes):
         return Value()
     if not all(map(np.size, pair)):
@@ -35,15 +35,17 @@ def _can_be_read(value: Any) -> bool:
 
 def _is_one_number(array: np.ndarray) -> bool:
     first = array.flat[0]
-    return bool(np.all((array == first) | ((array != array) & (first != first))))
+    is_first = array == first
+    are_nan = (array != array) & (first != first)
+    return bool(np.all(is_first | are_nan))
 
 
 def _of_array(few: np.ndarray, many: np.ndarray) -> Value:
     """Returns the value of an array, of the same for any number of rows or of one made from it."""
-    numbers = [array.flat[0] for array in (few, many)]
     is_real = jnp.issubdtype(few.dtype, jnp.floating) or few.dtype.kind in "biu"
-    if is_real and all(map(_is_one_number, (few, many))):
-        return of_number(*map(float, numbers))
+    if is_real and _is_one_number(few) and _is_one_number(many):
+        first, second = few.flat[0], many.flat[0]
+        return of_number(float(first), float(second))
     if few.shape != many.shape:
         counts = np.array_equal(few, np.arange(few.size))
         return Value(place=Place.INDEX if counts else Place.OTHER)
