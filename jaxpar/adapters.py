@@ -292,7 +292,7 @@ def _making(
     """Returns the function that makes a module, of one argument, with a check of what it makes.
 
     Args:
-        make_module: The function of the user, which may take the argument by its name alone.
+        make_module: The function of the user, which takes the argument by its name or as its first.
         kind: The class of modules.
         wanted: What it makes, for messages.
         argument: The name of the argument.
@@ -320,7 +320,7 @@ def _making(
 
 
 def _is_taken_by_name(make_module: Callable, argument: str, example: str) -> bool:
-    """Returns whether a function takes its only argument by name alone; raises TypeError if it takes others."""
+    """Returns whether a function takes the argument by its name; raises TypeError if it needs others."""
     is_class = isinstance(make_module, type)  # a metaclass may hide what the class takes
     try:
         signature = inspect.signature(make_module.__init__ if is_class else make_module)
@@ -328,7 +328,7 @@ def _is_taken_by_name(make_module: Callable, argument: str, example: str) -> boo
         return False
     if is_class:
         signature = signature.replace(parameters=list(signature.parameters.values())[1:])
-    for args, named in (((None,), {}), ((), {argument: None})):
+    for args, named in (((), {argument: None}), ((None,), {})):
         with suppress(TypeError):
             signature.bind(*args, **named)
             return bool(named)

@@ -200,14 +200,21 @@ class SizedMLP(NNXMLP):
         super().__init__(rngs)
 
 
+class DefaultMLP(NNXMLP):
+    def __init__(self, hidden=HIDDEN, rngs=None):
+        assert hidden == HIDDEN
+        super().__init__(rngs)
+
+
 class KeywordEquinox(EquinoxMLP):
     def __init__(self, *, key):
         super().__init__(key)
 
 
-def test_a_class_may_take_its_random_numbers_by_name_alone():
+def test_a_class_may_take_its_random_numbers_by_name():
     pairs = (
         (adapters.from_nnx, KeywordMLP, NNXMLP),
+        (adapters.from_nnx, DefaultMLP, NNXMLP),
         (adapters.from_equinox, KeywordEquinox, EquinoxMLP),
     )
     for adapter, by_name, plain in pairs:

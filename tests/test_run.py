@@ -359,7 +359,7 @@ def test_a_schedule_of_another_number_of_steps_is_told_as_such(tmp_path):
     [told] = trained(more, of_steps(more), settings={"rows": 4})
     assert told.endswith(
         "its update has 3.0 where the saved one has 2.0. The run has steps=3 now, and had steps=2: a schedule of the learning "
-        "rate that is made of the number of steps has another length from here on. To go on with the saved one, make it of 2."
+        "rate that is made of the number of steps has another length from here on. To keep the saved one, make it of 2 steps."
     )
 
 

@@ -196,7 +196,7 @@ class Traits:
             return others
         return (
             f"{others}. The run has steps={self._steps} now, and had steps={steps}: a schedule of the learning rate that is "
-            f"made of the number of steps has another length from here on. To go on with the saved one, make it of {steps}"
+            f"made of the number of steps has another length from here on. To keep the saved one, make it of {steps} steps"
         )
 
     def _apart(self, saved: Mapping[str, Any], batch: Mapping[str, str]) -> str:
