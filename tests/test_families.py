@@ -28,14 +28,14 @@ from tests.support.tiny_transformer import (
 )
 
 FIRST = ("gpt2", "llama", "bloom")  # their logits and what is written: test_huggingface.py
-NEW = ("llama3.1", "mistral", "qwen2", "qwen3", "olmo2", "smollm2")
+NEW = ("llama3.1", "mistral", "qwen2", "qwen3", "olmo2", "smollm2", "granite")
 EOS, PAD = 3, 0
 
 
 # The numbers of transformers.
 
 
-@pytest.mark.parametrize("name", quick(NEW, "smollm2"))
+@pytest.mark.parametrize("name", quick(NEW, "smollm2", "granite"))
 def test_logits_equal_those_of_transformers(name):
     config, params, expected = golden(name)
     logits = transformer.make_model(config).apply(params, {"tokens": expected["tokens"]})
@@ -382,6 +382,7 @@ def test_a_model_of_no_family_is_refused():
         {"qk_norm": "head", "biases": "qkv"},
         {"norm_order": "post"},
         {"norm_order": "post", "window": 4},
+        {"residual_multiplier": 0.5, "qk_norm": "head"},
     ):
         with pytest.raises(ValueError, match="to be read or written; got"):
             family_of(dataclasses.replace(FAMILIES["llama"], **changes))

@@ -48,6 +48,12 @@ DYNAMIC = {
 }
 GROUPED = LLAMA | {"num_key_value_heads": 4}
 BLOOM = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 4, "n_head": 12} | ENDS
+MULTIPLIED = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.5,
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 MODELS = {
     "gpt2": ("GPT2", GPT2),
@@ -71,6 +77,8 @@ MODELS = {
     "smollm2": ("Llama", GROUPED | {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
     "olmo2": ("Olmo2", GROUPED),
     "olmo2-biases": ("Olmo2", GROUPED | {"attention_bias": True}),
+    "granite": ("Granite", GROUPED | MULTIPLIED | {"tie_word_embeddings": True}),
+    "granite-plain": ("Granite", GROUPED | {"attention_bias": True, "mlp_bias": True}),
     "mixtral": ("Mixtral", GROUPED | {"num_local_experts": 4}),
     "qwen3-moe": ("Qwen3Moe", GROUPED | EXPERTS | {"moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True}),
     "olmoe": ("Olmoe", GROUPED | EXPERTS),

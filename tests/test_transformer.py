@@ -61,6 +61,8 @@ PUBLISHED = {
     "smollm2-135m": 134_515_008,
     "smollm2-1.7b": 1_711_376_384,
     "olmo2-7b": 7_298_617_344,
+    "granite3-2b": 2_533_531_648,
+    "granite3-8b": 8_170_848_256,
     "olmoe-1b-7b": 6_919_161_856,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
@@ -114,7 +116,7 @@ def numpy_logits(config, params, tokens):
                 scores = np.array([turned(q[t], t) @ turned(k[s], s) for s in range(t + 1)])
             else:
                 scores = k[: t + 1] @ q[t]
-            scores = scores / np.sqrt(config.head_dim)
+            scores = scores * (config.attention_multiplier or config.head_dim**-0.5)
             if config.positions == "alibi":
                 scores = scores - 2.0 ** -(8 * (n + 1) / config.num_heads) * (t - np.arange(t + 1))
             weights = np.exp(scores - scores.max())
@@ -132,16 +134,18 @@ def numpy_logits(config, params, tokens):
         hidden = up[0] / (1 + np.exp(-up[0])) * up[1] if config.mlp == "swiglu" else gelu(up[0])
         return hidden @ p["w_down"] + p.get("b_down", 0)
 
-    h = outer["tokens"][tokens]
+    h = outer["tokens"][tokens] * config.embedding_multiplier
     if config.positions == "learned":
         h = h + outer["positions"][: len(tokens)]
     if config.norm_embedding:
         h = norm(outer["norm_in"], h)
     for i in range(config.num_layers):
         p = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
-        h = h + attention(p["attention"], norm(p["norm_1"], h))
-        h = h + mlp(p["mlp"], norm(p["norm_2"], h))
-    return norm(outer["norm_out"], h) @ (outer["tokens"].T if config.tied else outer["head"])
+        times = config.residual_multiplier
+        h = h + times * attention(p["attention"], norm(p["norm_1"], h))
+        h = h + times * mlp(p["mlp"], norm(p["norm_2"], h))
+    h = norm(outer["norm_out"], h) / config.logits_divisor
+    return h @ (outer["tokens"].T if config.tied else outer["head"])
 
 
 @pytest.mark.parametrize("family", quick(FAMILIES, "gpt2"))

@@ -1,7 +1,7 @@
 """Reads and writes models in the folder format of Hugging Face's transformers: config.json and safetensors.
 
-GPT-2, BLOOM, Llama 1 to 3.3, Mistral, Qwen2 and 2.5, Qwen3, SmolLM2 and OLMo 2, and others with the ``model_type`` of
-one of these.
+GPT-2, BLOOM, Llama 1 to 3.3, Mistral, Qwen2 and 2.5, Qwen3, SmolLM2, OLMo 2 and Granite 3, and others with the ``model_type``
+of one of these.
 
     config = huggingface.read_config("llama/", compute_dtype="bfloat16")           a TransformerConfig
     shardings = jaxpar.shardings_from_dims(transformer.param_table(config), mesh, TRANSFORMER_RULES)

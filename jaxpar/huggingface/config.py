@@ -431,5 +431,6 @@ def _relative_json(family: Family, config: TransformerConfig) -> dict[str, Any]:
         "sliding_window": config.window,
         "use_sliding_window": is_on,
         "max_window_layers": 0 if is_on else config.num_layers,
+        "attention_multiplier": config.attention_multiplier or config.head_dim**-0.5,
     }
     return found | {key: value for key, value in optional.items() if key in family.keys}

@@ -14,8 +14,8 @@ head against the second. Checkpoints do not have the rows that pad a vocabulary.
 of one function, computed in three ways.
 
 **Reference**: the configuration classes of transformers 4 and 5, and published config.json files; models/gpt2, bloom, llama,
-mistral, qwen2, qwen3, olmo2, mixtral, qwen3_moe and olmoe of transformers 5.23; tests/test_huggingface_live.py checks the
-tensors against them.
+mistral, qwen2, qwen3, olmo2, granite, mixtral, qwen3_moe and olmoe of transformers 5.23; tests/test_huggingface_live.py checks
+the tensors against them.
 """
 
 import json

@@ -44,7 +44,8 @@ class ModelFlags:
         model: A model by its name: llama-bytes, gpt2-bytes, bloom-bytes, moe-bytes and the tiny llama-tiny are small and read
             bytes; gpt2, llama-7b, mixtral-8x7b and others are the published models, for tokens in --data.
         init_from: A folder with a model as saved by transformers, to train further instead of --model: GPT-2, Llama, Mistral,
-            Qwen2, Qwen3, SmolLM2, OLMo 2, BLOOM, Mixtral, Qwen3-MoE or OLMoE; text in --data goes through its tokenizer.json.
+            Qwen2, Qwen3, SmolLM2, OLMo 2, Granite, BLOOM, Mixtral, Qwen3-MoE or OLMoE; text in --data goes through its
+            tokenizer.json.
         window: Each position attends to this many, itself included. None: as many as in the model named above.
         ignore_config_keys: Keys of the config.json in --init-from to ignore, such as attn_pdrop: jaxpar trains without dropout.
         dtype: Dtype of products and activations. Parameters, their updates, norms and the loss are float32.

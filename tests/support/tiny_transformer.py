@@ -24,12 +24,19 @@ SHAPE = {
     "max_positions": SEQ,
 }
 LLAMA = {"norm": "rms", "positions": "rope", "mlp": "swiglu", "biases": False, "num_kv_heads": 4}
+MULTIPLIED = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.6,
+    "logits_divisor": 2.5,
+}
 FAMILIES = {
     "gpt2": transformer.TransformerConfig(**SHAPE),
     "gpt2-untied": transformer.TransformerConfig(**SHAPE, tied=False),
     "llama": transformer.TransformerConfig(**SHAPE, **LLAMA, tied=False),
     "llama-tied": transformer.TransformerConfig(**SHAPE, **LLAMA),
     "bloom": transformer.TransformerConfig(**SHAPE, positions="alibi", norm_embedding=True),
+    "granite": transformer.TransformerConfig(**SHAPE, **LLAMA, **MULTIPLIED),
 }
 SWITCHES = {  # of other families of the Llama block
     "llama": {},

@@ -33,7 +33,7 @@ from jaxpar.models.transformer.flash_chunks import (
     chunked_causal_attention,
     scale_of,
 )
-from jaxpar.models.transformer.norms import rms_norm
+from jaxpar.models.transformer.norms import rms_norm, scaled
 from jaxpar.models.transformer.products import product
 from jaxpar.models.transformer.span import Span
 
@@ -97,6 +97,8 @@ def attention(
         turns = rope.frequencies(config.head_dim, config.rope, span.lengths)
         scale = 1.0 if config.rope.scaling is None else config.rope.scaling.attention_factor
         q, k = (rope.rotate(each, span.positions, turns, scale) for each in (q, k))
+    if config.attention_multiplier is not None:
+        q = scaled(q, config.attention_multiplier / scale_of(q))
     if cache is not None:
         cache = cache.write(k, v, span)
         config = replace(config, attention="xla")

@@ -118,7 +118,7 @@ class Experts:
             )
 
 
-# Fields of TransformerConfig that are 1 or more, and those that divide another.
+# Fields of TransformerConfig that are 1 or more, those that are positive numbers, and those that divide another.
 POSITIVE = (
     "vocab_size",
     "num_layers",
@@ -131,6 +131,12 @@ POSITIVE = (
     "window",
     "vocab_multiple",
     "kv_copies",
+)
+MULTIPLIERS = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_divisor",
 )
 DIVIDES = {"num_heads": "embed_dim", "num_kv_heads": "num_heads", "kv_copies": "group_size"}
 
@@ -164,6 +170,10 @@ class TransformerConfig:
             output of attention. "mlp": those of the MLP. False: none.
         tied: Whether the head uses the weights of the token embedding.
         norm_embedding: Whether the embedding is normalized before the first block.
+        embedding_multiplier: The embedding of the tokens is multiplied by this (Granite, and below).
+        attention_multiplier: The scores of attention are multiplied by this before the softmax; None: by ``head_dim**-0.5``.
+        residual_multiplier: The outputs of attention and MLP are multiplied by this before they are added.
+        logits_divisor: The logits are divided by this.
         norm_epsilon: The constant added to the variance.
         rope: The wavelengths of "rope"; ignored for other kinds of positions.
         kv_copies: Copies of each key and value head that a pass computes, so that a ``tensor`` axis divides them; see
@@ -209,6 +219,10 @@ class TransformerConfig:
     biases: Literal[True, False, "qkv", "attention", "mlp"] = True
     tied: bool = True
     norm_embedding: bool = False
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
     norm_epsilon: float = 1e-5
     rope: Rope = field(default_factory=Rope)
     kv_copies: int = 1
@@ -231,6 +245,10 @@ class TransformerConfig:
         )
         check_kind((Rope,), "a Rope", "Write rope=Rope(theta=10_000), say.", rope=self.rope)
         check_at_least(1, **{name: getattr(self, name) for name in POSITIVE})
+        check_positive(
+            "Leave it out for a model without it.",
+            **{name: getattr(self, name) for name in MULTIPLIERS},
+        )
         for name, of in DIVIDES.items():
             if name != "num_heads" or self.explicit_head_dim is None:
                 _check_divides(self, name, of)

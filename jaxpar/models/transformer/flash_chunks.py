@@ -123,7 +123,10 @@ def chunked_causal_attention(
 
 
 def scale_of(q: Array) -> float:
-    """Returns the factor of the scores of queries, one by the square root of head_dim, which kernels of others have too."""
+    """Returns the factor of the scores of queries, one by the square root of head_dim.
+
+    A caller's kernel has it too, so a model with another one multiplies its queries.
+    """
     return q.shape[-1] ** -0.5
 
 

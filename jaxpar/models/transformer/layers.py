@@ -5,6 +5,7 @@
     block:  h = h + attention(norm_1(h));  h = h + mlp(norm_2(h))      norm_order="pre"
             h = h + norm_1(attention(h));  h = h + norm_2(mlp(h))      norm_order="post"
 
+The looked up embeddings, what a block adds to h, and the logits may be multiplied by a number each (Granite).
 With experts these take the place of the MLP. Leading layers that have an MLP all the same run in the embedding.
 
 The model does not depend on a mesh. Sharding constraints on activations are passed as a function ``constrain(x, where)``, which
@@ -36,7 +37,7 @@ from jaxpar.models.transformer.attention import (
 from jaxpar.models.transformer.config import TransformerConfig
 from jaxpar.models.transformer.experts import experts
 from jaxpar.models.transformer.mlp import mlp
-from jaxpar.models.transformer.norms import norm
+from jaxpar.models.transformer.norms import norm, scaled
 from jaxpar.models.transformer.padding import real_tokens, token_weights
 from jaxpar.models.transformer.products import check_products
 from jaxpar.models.transformer.router import RouterSums, route
@@ -202,6 +203,7 @@ def embed_tokens(
     # Otherwise -1 would select the last row, and a token from vocab_size to vocab_rows - 1 a padding row.
     rows = jnp.where((tokens >= 0) & (tokens < config.vocab_size), tokens, config.vocab_rows)
     h: Array = _look_up(jnp.asarray(outer["tokens"]), rows, config.compute_dtype)
+    h = scaled(h, config.embedding_multiplier)
     if config.positions == "learned":
         if (seq := tokens.shape[1] * context_parallel.num_parts()) > config.max_positions:
             raise ValueError(
@@ -252,10 +254,13 @@ def block(
     def normed(name: str, x: Array, order: str) -> Array:
         return norm(config, params[name], x) if config.norm_order == order else x
 
+    def plus(h: Array, name: str, y: Array) -> Array:
+        return h + scaled(normed(name, constrain(y, "out"), "post"), config.residual_multiplier)
+
     h = constrain(h, "stream")
     x = constrain(normed("norm_1", h, "pre"), "in")
     mixed, cache = attention(config, params["attention"], x, span, cache, constrain)
-    h = h + normed("norm_1", constrain(mixed, "out"), "post")
+    h = plus(h, "norm_1", mixed)
     x = constrain(normed("norm_2", h, "pre"), "in")
     if config.experts is None or "mlp" in params:
         y = mlp(config, params["mlp"], x)
@@ -270,7 +275,7 @@ def block(
         if sums is not None:
             sums = sums.plus(config.experts, params["router"], routing, dropped, span.segments)
         y = jnp.repeat(y, copies, axis=0) if copies > 1 else y
-    return h + normed("norm_2", constrain(y, "out"), "post"), cache, sums
+    return plus(h, "norm_2", y), cache, sums
 
 
 def logits(
@@ -285,4 +290,4 @@ def logits(
         scores = jnp.einsum("btd,vd->btv", h, outer["tokens"].astype(h.dtype))
     else:
         scores = jnp.einsum("btd,dv->btv", h, outer["head"].astype(h.dtype))
-    return without_padding(scores, config.vocab_size)
+    return without_padding(scaled(scores, 1 / config.logits_divisor), config.vocab_size)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, with statistics in float32 or wider."""
+"""LayerNorm and RMSNorm, with statistics in float32 or wider, and products with a number."""
 
 from collections.abc import Sequence
 
@@ -26,6 +26,11 @@ def rms_norm(x: Float[Array, "batch seq heads head_dim"], scale: PyTree, epsilon
     dims = range(-scale.ndim, 0)
     normalized = _scaled_rms(_wide(x), scale, epsilon, dims)
     return normalized.astype(x.dtype)
+
+
+def scaled(x: Array, factor: float) -> Array:
+    """Returns ``x`` times a number, which is not rounded to 16 bits."""
+    return x if factor == 1 else (_wide(x) * factor).astype(x.dtype)
 
 
 def _wide(x: Array) -> Array:

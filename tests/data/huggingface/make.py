@@ -2,10 +2,10 @@
 
     python tests/data/huggingface/make.py
 
-Made with transformers 5.23.0, torch 2.13.0 and safetensors 0.8.0. All weights are drawn anew, none of them zero or one, so
-that each of them is seen in the logits. The Llama has grouped heads, a head of its own and several files. expected.npz has
-logits, texts that transformers continues, and the losses of 20 steps of torch's AdamW. rope.npz has the logits of the Llama
-with scaled positions, on more tokens than it has positions.
+Made with transformers 5.23.0 (granite: 5.24.0), torch 2.13.0 and safetensors 0.8.0. All weights are drawn anew, none of them
+zero or one, so that each of them is seen in the logits. The Llama has grouped heads, a head of its own and several files.
+expected.npz has logits, texts that transformers continues, and the losses of 20 steps of torch's AdamW. rope.npz has the logits
+of the Llama with scaled positions, on more tokens than it has positions.
 """
 
 import shutil
@@ -97,6 +97,17 @@ LATER = {  # made after the others, whose numbers stay as they are
             "rms_norm_eps": 1e-5,
             "is_llama_config": True,
             "rope_interleaved": False,
+        },
+    ),
+}
+LAST = {  # made after those
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.5,
         },
     ),
 }
@@ -205,6 +216,7 @@ def main() -> None:
     save(make_first())
     save(make_families(FAMILIES))
     save(make_families(LATER))
+    save(make_families(LAST))
     np.savez(HERE / "rope.npz", **rope())
 
 
