@@ -32,6 +32,7 @@ def main(config: Config) -> None:
     from compiled_steps import gpipe_step, jaxpar_step, plain_step
 
     import jaxpar
+    from jaxpar.schedule import SCHEDULES
 
     record = report.Record.start("memory", config)
     mesh = jaxpar.make_mesh(stage=config.num_stages)
@@ -42,7 +43,7 @@ def main(config: Config) -> None:
             f"jaxpar {name}{', remat' if remat else ''}": lambda *args, name=name, remat=remat: (
                 jaxpar_step(*args, name, remat=remat)
             )
-            for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+            for name in SCHEDULES
             for remat in (False, True)
         },
     }

@@ -14,13 +14,12 @@ from jaxpar.backward.split import split_layer
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params
 from jaxpar.pipeline import LayerLayout, spmd_program
-from jaxpar.schedule import make_schedule
+from jaxpar.schedule import SCHEDULES, make_schedule
 from tests.support import tiny, tiny_gpt
 from tests.support.covering import covering
 from tests.support.tiers import quick
 
 WIDTH, ROWS = 8, 2  # rows of a microbatch on a device
-CHUNKS = {"interleaved": 2, "zb-v": 2}
 
 
 def compiled(
@@ -34,9 +33,7 @@ def compiled(
 def _compiled(name, mesh, num_layers, num_microbatches, remat, form, masks):
     data, stage, tensor = mesh
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
-    schedule = make_schedule(
-        name, stage, num_microbatches, CHUNKS.get(name), form=form, remat=remat
-    )
+    schedule = make_schedule(name, stage, num_microbatches, form=form, remat=remat)
     layout = LayerLayout(num_layers, stage, schedule.num_chunks, schedule.placement)
     table = mlp.param_table(
         tiny.NUM_FEATURES, tiny.NUM_CLASSES, width=WIDTH, num_hidden=2 * layout.num_positions
@@ -71,9 +68,6 @@ def _compiled(name, mesh, num_layers, num_microbatches, remat, form, masks):
 
 
 ACTIVATION_BYTES = 4 * ROWS * WIDTH
-
-
-SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")
 
 
 # The programs of other tests: 24 layers are the shapes of buffers that nothing else has.

@@ -13,6 +13,7 @@ import pytest
 import jaxpar
 from jaxpar.inspect import inspect_step
 from jaxpar.loss_sums import with_float_sums
+from jaxpar.schedule import SCHEDULES
 from tests.support import tiny
 from tests.support.oracle import assert_same, assert_same_bits
 
@@ -121,7 +122,7 @@ def test_loss_means_and_gradients_equal_one_device_in_float64(x64, axes, options
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["skips", "masks", "mpmd"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_every_schedule_executor_and_zero_level_has_the_means_of_one_device(

@@ -14,15 +14,14 @@ from jaxpar import LayerLayout
 from jaxpar.models import mlp
 from jaxpar.pipeline import buffers, spmd_program
 from jaxpar.pipeline.stage import Stage
-from jaxpar.schedule import Op, Schedule, make_schedule
+from jaxpar.schedule import NUM_CHUNKS, SCHEDULES, Op, Schedule, make_schedule
 from tests.support import tiny, tiny_gpt
 from tests.support.oracle import assert_same, assert_same_bits, distance
-from tests.support.tiers import quick
+from tests.support.schedules import WITHOUT
+from tests.support.tiers import cases_of_make_test, quick
 
 SAVE_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 REMAT = {"no remat": False, "remat": True, "policy": SAVE_DOTS}
-CHUNKS = {"interleaved": 2, "zb-v": 2}
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 MESHES = ((1, 8, 1), (2, 4, 1), (4, 2, 1), (1, 4, 2), (2, 2, 2), (1, 2, 4))
 ONE_STAGE = ((8, 1, 1), (4, 1, 2), (2, 1, 4))  # tiny_gpt has 4 heads: test_parity.py has tensor=8
 NUM_ROWS = 16
@@ -115,7 +114,8 @@ COVERING = [
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("check", "mesh", "schedule", "remat", "num_layers", "num_microbatches"), quick(COVERING, 2, 3)
+    ("check", "mesh", "schedule", "remat", "num_layers", "num_microbatches"),
+    quick(COVERING, 0, 2, 3, 6),
 )
 def test_loss_and_gradients_equal_one_device_in_float64(
     x64, monkeypatch, check, mesh, schedule, remat, num_layers, num_microbatches
@@ -208,7 +208,7 @@ def test_slots_are_read_after_they_are_written_only(
 
 def sizes(mesh, schedule):
     """An even and an uneven number of layers, and what comes of microbatches of one row and of few."""
-    parts = mesh[1] * CHUNKS.get(schedule, 1)
+    parts = mesh[1] * NUM_CHUNKS[schedule]
     return [(parts, NUM_ROWS // mesh[0]), (parts + 1, 2)]
 
 
@@ -245,7 +245,7 @@ def test_the_mpmd_executor_equals_one_device_on_every_mesh_and_schedule_in_float
     x64, mesh, schedule, remat
 ):
     data, stage, tensor = mesh
-    num_layers = stage * CHUNKS.get(schedule, 1) + 1
+    num_layers = stage * NUM_CHUNKS[schedule] + 1
     params, batch, want = job(tiny_gpt, num_layers)
     mesh = jaxpar.make_mesh(data=data, stage=stage, tensor=tensor)
     value_and_grad = jaxpar.value_and_grad(
@@ -265,14 +265,14 @@ FORMS = [
     for name, form, remat in product(
         SCHEDULES, ("published", "unit", "fused", "merged"), (False, True)
     )
-    if (name, form) not in (("zb-v", "fused"), ("zb-v", "merged"), ("zb-h1", "merged"))
+    if (name, form) not in WITHOUT
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "form", "remat"), FORMS)
 def test_every_form_of_a_schedule_equals_one_device_in_float64(x64, name, form, remat):
-    schedule = make_schedule(name, 4, 4, CHUNKS.get(name), form=form, remat=remat)
+    schedule = make_schedule(name, 4, 4, form=form, remat=remat)
     for masks in (False, True):
         check_gpt((2, 4, 1), schedule, remat=remat, num_layers=9, num_microbatches=4, masks=masks)
 
@@ -294,7 +294,7 @@ def test_every_form_of_a_schedule_equals_one_device_in_float64(x64, name, form, 
 def test_f_and_b_in_one_loop_over_layers_equal_one_device_in_float64(
     x64, name, mesh, num_layers, remat
 ):
-    schedule = make_schedule(name, mesh[1], 4, CHUNKS.get(name), form="merged", remat=remat)
+    schedule = make_schedule(name, mesh[1], 4, form="merged", remat=remat)
     assert any(segment.merges for segment in spmd_program(schedule, masks=True).segments)
     check_mlp(mesh, schedule, num_layers=num_layers, num_microbatches=4, remat=remat, masks=True)
 
@@ -494,6 +494,16 @@ def test_a_microbatch_of_no_weight_adds_nothing(x64):
     mesh = jaxpar.make_mesh(stage=2, tensor=4)
     got = run(tiny, mesh, "1f1b", num_layers=5, num_microbatches=8, remat=False, weights=weights)
     assert_same(got, tiny.reference(params, batch | {"weight": weights}))
+
+
+def test_make_test_has_gradients_of_each_schedule():
+    """A new one takes a row of COVERING, and its number there in ``quick``."""
+    tests = (
+        test_loss_and_gradients_equal_one_device_in_float64,
+        test_f_and_b_in_one_loop_over_layers_equal_one_device_in_float64,
+    )
+    values = [value for test in tests for case in cases_of_make_test(test) for value in case]
+    assert [name for name in SCHEDULES if name not in values] == []
 
 
 # Training.

@@ -12,7 +12,7 @@ from jaxpar import LayerLayout
 from jaxpar.models import mlp
 from jaxpar.params import abstract_params
 from jaxpar.pipeline.program import NONE, spmd_program
-from jaxpar.schedule import Op, Schedule, make_schedule
+from jaxpar.schedule import SCHEDULES, Op, Schedule, make_schedule
 from tests.support import tiny
 from tests.support.oracle import distance
 
@@ -201,7 +201,7 @@ BAD = {
     ),
     "a schedule that there is none of": (
         {"schedule": "zb-h2"},
-        "schedule must be one of gpipe, 1f1b, interleaved, zb-h1, zb-v; got 'zb-h2'. Did you mean 'zb-h1'",
+        f"schedule must be one of {', '.join(SCHEDULES)}; got 'zb-h2'. Did you mean 'zb-h1'",
     ),
     "a plain function": (
         {"model": tiny.MODEL.apply},

@@ -1033,10 +1033,9 @@ def test_slots_and_times_of_many_microbatches_go_on_as_those_of_few(monkeypatch,
         found = price("gpt2", cluster("h100", 1), many, batch_size=40)
         return many.num_slots, [found.time.total, found.ideal_time.total]
 
-    schedules = (("1f1b", 1), ("zb-h1", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2))
-    extrapolated = [slots_and_times(*each) for each in schedules]
+    extrapolated = [slots_and_times(*each) for each in NUM_CHUNKS.items()]
     monkeypatch.setattr(Choice, "num_simulated", property(lambda self: self.num_microbatches))
-    for each, (slots, times) in zip(schedules, extrapolated, strict=True):
+    for each, (slots, times) in zip(NUM_CHUNKS.items(), extrapolated, strict=True):
         exact, exact_times = slots_and_times(*each)
         assert slots == exact, each
         assert times == pytest.approx(exact_times, rel=1e-9), each

@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import product, zip_longest
+from itertools import zip_longest
 
 import hypothesis.strategies as st
 import numpy as np
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from jaxpar.pipeline.program import NONE, compile_schedule, join_backward
-from jaxpar.schedule import Op, Schedule, make_schedule, simulate
-from tests.support.schedules import random_schedule, sends_twice_one_way
+from jaxpar.schedule import NAMED, SCHEDULES, Op, Schedule, make_schedule, simulate
+from tests.support.schedules import WITHOUT, random_schedule, sends_twice_one_way
 
 BUFFERS = ("inbox", "residuals_b", "residuals_w", "cotangents_w")
 
@@ -161,27 +161,28 @@ def check_program(schedule, *, masks=False):
 
 
 def named(name, num_stages, num_microbatches, form="published", remat=False):
-    chunks = {"interleaved": 2, "zb-v": 2}.get(name, 1)
-    return make_schedule(name, num_stages, num_microbatches, chunks, form=form, remat=remat)
+    return make_schedule(name, num_stages, num_microbatches, form=form, remat=remat)
 
 
-NAMED = [
+ALL = [
     (name, form, remat)
-    for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+    for name in SCHEDULES
     for form in ("published", "unit", "fused")
     for remat in (False, True)
-    if (name, form) != ("zb-v", "fused")
+    if (name, form) not in WITHOUT
 ]
 
 
-@pytest.mark.parametrize(("name", "form", "remat"), NAMED)
+@pytest.mark.parametrize(("name", "form", "remat"), ALL)
 def test_each_op_reads_its_own_values_from_as_few_slots_as_are_live_at_once(name, form, remat):
     for num_stages, num_microbatches in ((1, 2), (2, 1), (3, 2), (4, 9)):
         for masks in (False, True):
             check_program(named(name, num_stages, num_microbatches, form, remat), masks=masks)
 
 
-@pytest.mark.parametrize(("name", "form", "remat"), [case for case in NAMED if case[0] != "gpipe"])
+@pytest.mark.parametrize(
+    ("name", "form", "remat"), [case for case in ALL if not NAMED[case[0]].holds_all]
+)
 def test_slots_do_not_grow_with_the_number_of_microbatches(name, form, remat):
     few, many = (
         compile_schedule(named(name, 4, num_microbatches, form, remat))
@@ -190,7 +191,7 @@ def test_slots_do_not_grow_with_the_number_of_microbatches(name, form, remat):
     assert few.num_slots == many.num_slots
 
 
-@pytest.mark.parametrize(("name", "form", "remat"), NAMED)
+@pytest.mark.parametrize(("name", "form", "remat"), ALL)
 def test_stored_activations_have_the_slots_that_the_simulator_says(name, form, remat):
     schedule = named(name, 4, 8, form, remat)
     assert compile_schedule(schedule).num_slots["residuals_w"] == max(
@@ -198,7 +199,7 @@ def test_stored_activations_have_the_slots_that_the_simulator_says(name, form, r
     )
 
 
-@pytest.mark.parametrize(("name", "form", "remat"), NAMED)
+@pytest.mark.parametrize(("name", "form", "remat"), ALL)
 def test_segments_hold_each_tick_once_and_mask_only_where_that_takes_no_longer(name, form, remat):
     schedule = named(name, 4, 9, form, remat)
     (whole,) = compile_schedule(schedule).segments
@@ -219,18 +220,23 @@ def test_segments_hold_each_tick_once_and_mask_only_where_that_takes_no_longer(n
 
 
 @pytest.mark.parametrize(
-    ("name", "remat"), list(product(("gpipe", "1f1b", "interleaved", "zb-h1"), (False, True)))
+    ("name", "remat"), [(name, remat) for name, form, remat in ALL if form == "fused"]
 )
 def test_a_steady_state_in_fused_form_is_masked(name, remat):
     program = compile_schedule(named(name, 4, 12, "fused", remat), masks=True)
     longest = max(program.segments, key=lambda segment: segment.stop - segment.start)
     assert longest.masked
     assert len(program.segments) <= 5
-    assert all(segment.masked for segment in program.segments) == (name != "zb-h1")
+    assert all(segment.masked for segment in program.segments) != NAMED[name].splits_backward
 
 
 @pytest.mark.parametrize(
-    ("name", "remat"), list(product(("gpipe", "1f1b", "interleaved"), (False, True)))
+    ("name", "remat"),
+    [
+        (name, remat)
+        for name, form, remat in ALL
+        if form == "fused" and not NAMED[name].splits_backward
+    ],
 )
 def test_a_w_in_the_tick_of_its_b_is_joined_with_it(name, remat):
     schedule = named(name, 4, 12, "fused", remat)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from jaxpar import schedule as schedule_module
 from jaxpar.schedule import (
     FORMS,
+    NAMED,
+    NUM_CHUNKS,
     SCHEDULES,
     TIMINGS,
     Costs,
@@ -76,7 +78,7 @@ def test_any_number_of_microbatches_makes_a_schedule_with_every_op_once(
 @VARIANTS
 def test_kinds_say_what_the_backward_is_made_of(name, num_chunks, form, remat):
     schedule = make_schedule(name, 3, 4, num_chunks, form=form, remat=remat)
-    assert schedule.splits_backward == (name.startswith("zb") or form in ("unit", "fused"))
+    assert schedule.splits_backward == (NAMED[name].splits_backward or form in ("unit", "fused"))
     assert schedule.recomputes == remat
 
 
@@ -85,7 +87,9 @@ def test_only_fused_and_merged_ticks_hold_more_than_one_op(name, num_chunks, for
     schedule = make_schedule(name, 4, 9, num_chunks, form=form, remat=remat)
     most = max(len(ops) for tick in schedule.ops for ops in tick)
     assert (
-        most == 1 if form in ("published", "unit") else most > 1 or (name == "gpipe" and not remat)
+        most == 1
+        if form in ("published", "unit")
+        else most > 1 or (NAMED[name].holds_all and not remat)
     )
     for tick in schedule.ops:
         for ops in tick:
@@ -115,7 +119,8 @@ def test_1f1b_is_the_order_of_the_paper():
 
 def test_a_schedule_has_the_chunks_that_it_needs_unless_told_otherwise():
     chunks = {name: make_schedule(name, 2, 4).num_chunks for name in SCHEDULES}
-    assert chunks == {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+    told = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
+    assert chunks == NUM_CHUNKS == NUM_CHUNKS | told
     assert make_schedule("interleaved", 2, 4, 1).num_chunks == 1
 
 
@@ -296,12 +301,12 @@ def test_1f1b_keeps_no_more_microbatches_than_stages_that_follow():
         )
 
 
-def test_peak_live_does_not_grow_with_microbatches():
-    for name, form in itertools.product(("1f1b", "interleaved", "zb-h1", "zb-v"), FORMS):
+def test_peak_live_grows_with_microbatches_where_a_stage_holds_all_of_them():
+    for name, form in itertools.product(SCHEDULES, FORMS):
         if (name, form) in WITHOUT:
             continue
-        few, many = (simulate(make_schedule(name, 4, m, form=form)).peak_live for m in (8, 64))
-        assert few == many, f"{name} {form}"
+        few, many = (simulate(make_schedule(name, 4, m, form=form)).peak_live for m in (16, 64))
+        assert (few != many) == NAMED[name].holds_all, f"{name} {form}"
 
 
 def test_peak_live_of_each_schedule():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.schedule import (
+    SCHEDULES,
     Costs,
     Op,
     Schedule,
@@ -153,7 +154,7 @@ def test_check_passes_the_tables_whose_ops_find_their_inputs_and_no_other(varian
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: make_schedule("1F1B", 4, 8), ValueError, "schedule must be one of gpipe, 1f1b, interleaved, zb-h1, zb-v; "
+        (lambda: make_schedule("1F1B", 4, 8), ValueError, f"schedule must be one of {', '.join(SCHEDULES)}; "
          "got '1F1B'. Did you mean '1f1b'?"),
         (lambda: make_schedule("zbh1", 4, 8), ValueError, "Did you mean 'zb-h1'?"),
         (lambda: make_schedule("1f1b", 4, 8, form="fuse"), ValueError, "form must be one of published, unit, fused, "

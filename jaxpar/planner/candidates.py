@@ -10,7 +10,7 @@ from jaxpar.pipeline import LayerLayout
 from jaxpar.planner.cluster import Cluster
 from jaxpar.planner.job import Choice, divisors, fixed_or
 from jaxpar.planner.model_shape import ModelShape
-from jaxpar.schedule import NUM_CHUNKS, SCHEDULES
+from jaxpar.schedule import NAMED, NUM_CHUNKS
 
 ROWS_APART = 4  # each number of rows in a microbatch of the candidates is at least so many times the one before
 LONG = 2**14  # tokens below which no sequence is cut
@@ -132,12 +132,12 @@ def schedules_of(stage: int, num_layers: int, fixed: dict[str, Any]) -> list[tup
     names = (
         [fixed["schedule"]]
         if fixed.get("schedule")
-        else [name for name in SCHEDULES if name != "gpipe"]
+        else [name for name, each in NAMED.items() if not each.holds_all]
     )
     found = []
     for name in names:
         num_chunks = fixed.get("num_chunks") or NUM_CHUNKS[name]
-        is_possible = num_chunks == NUM_CHUNKS[name] or name == "interleaved"
+        is_possible = num_chunks == NUM_CHUNKS[name] or NAMED[name].takes_any_chunks
         if is_possible and num_chunks * stage <= num_layers:
             found.append((name, num_chunks))
     return found

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh
 from jaxpar.fields import arg
 from jaxpar.mesh import AXES, OF_ZERO, abstract_mesh, shown_sizes
 from jaxpar.pipeline import LayerLayout, Program, one_stage, spmd_program
-from jaxpar.schedule import PLACEMENT, Schedule, lockstep_form, make_schedule
+from jaxpar.schedule import NAMED, PLACEMENT, Schedule, lockstep_form, make_schedule
 from jaxpar.schedule.simulate import Structure, structure_of
 
 EXPERTS = "experts"
@@ -127,16 +127,16 @@ class Choice:
     @property
     def splits_backward(self) -> bool:
         """Whether B and W are ops of their own: the schedules without a bubble need it, the others have both in one tick."""
-        return self.stage > 1 and self.schedule.startswith("zb-")
+        return self.stage > 1 and NAMED[self.schedule].splits_backward
 
     @cached_property
     def num_slots(self) -> dict[str, int]:
-        """The slots of each buffer: those for the simulated microbatches, or in gpipe one more for each more microbatch."""
+        """The slots of each buffer: those for the simulated microbatches; gpipe needs one more for each more."""
         slots, more = (
             self.program(self.num_simulated).num_slots,
             self.num_microbatches - self.num_simulated,
         )
-        if not more or self.schedule != "gpipe":
+        if not more or not NAMED[self.schedule].holds_all:
             return slots
         return _extrapolate(self.program(self.num_simulated - 2).num_slots, slots, more, 2)
 
@@ -147,7 +147,7 @@ class Choice:
             return self.num_slots
         microbatches = (
             self.num_microbatches * 8 // self.stage
-            if self.schedule == "gpipe"
+            if NAMED[self.schedule].holds_all
             else self.num_microbatches
         )
         eight = replace(

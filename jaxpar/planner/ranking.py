@@ -20,7 +20,7 @@ from jaxpar.planner.job import JAXPAR, Assumptions, Choice, Software, divisors, 
 from jaxpar.planner.model_shape import MAX_SEQ, ModelShape, transformer_shape
 from jaxpar.planner.plans import Gain, Plan, remat_text, why_best, why_not
 from jaxpar.planner.search import Estimator, best_plans, check_fixed, fitting_plans
-from jaxpar.schedule import NUM_CHUNKS
+from jaxpar.schedule import NAMED, NUM_CHUNKS
 from jaxpar.step.optimizer_state import Optimizer
 
 DEFAULT_TOKENS = 2**22
@@ -202,7 +202,7 @@ def _changes(estimator: Estimator, choice: Choice) -> Iterator[tuple[str, Estima
             )
     if choice.stage > 1:
         for name, chunks in (*NUM_CHUNKS.items(), ("interleaved", 4)):
-            if name != "gpipe" and chunks * choice.stage <= estimator.shape.num_layers:
+            if not NAMED[name].holds_all and chunks * choice.stage <= estimator.shape.num_layers:
                 changed = replace(
                     choice, schedule=name, num_chunks=chunks, layers_per_virtual_stage=None
                 )

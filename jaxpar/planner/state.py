@@ -20,7 +20,7 @@ from jaxpar.pipeline.layer import BUFFERS
 from jaxpar.planner.job import Choice
 from jaxpar.planner.model_shape import ModelShape
 from jaxpar.planner.ops import Analysis
-from jaxpar.schedule import PLACEMENT, lockstep_form
+from jaxpar.schedule import NAMED, PLACEMENT, lockstep_form
 from jaxpar.sharding import shardings_from_paths
 from jaxpar.step.optimizer_state import Optimizer
 from jaxpar.step.settings import Parallel
@@ -193,8 +193,10 @@ def _pipelined(
         one_layer += analysis.forward_bytes  # F of a microbatch runs beside B of another
     # Two messages travel while W or the head runs: what is sent and what arrives.
     messages = 4 * message if masks and choice.stage > 1 else 0
-    # A branch skips the head with several chunks or unequal layers (Ends.is_masked), and in the last ticks of zb-h1.
-    skips_head = choice.schedule == "zb-h1" or layout.num_chunks > 1 or not layout.is_even
+    # A branch skips the head with several chunks or unequal layers (Ends.is_masked), and where W is apart from B.
+    skips_head = (
+        NAMED[choice.schedule].splits_backward or layout.num_chunks > 1 or not layout.is_even
+    )
     head = analysis.head_bytes_of_branch if skips_head else analysis.head_bytes_of_op
     if masks and analysis.part_of_head(choice):
         head = analysis.head_bytes_of_op // choice.stage

@@ -8,6 +8,7 @@ plain values for a report.
 from jaxpar.schedule.draw import plot_timeline, render, timeline_data, write_trace
 from jaxpar.schedule.orders import (
     FORMS,
+    NAMED,
     NUM_CHUNKS,
     PLACEMENT,
     SCHEDULES,
@@ -21,6 +22,7 @@ from jaxpar.schedule.table import KINDS, PLACEMENTS, Op, Schedule, check_sizes, 
 __all__ = [
     "FORMS",
     "KINDS",
+    "NAMED",
     "NUM_CHUNKS",
     "PLACEMENT",
     "PLACEMENTS",

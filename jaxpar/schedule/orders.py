@@ -84,7 +84,7 @@ def make_schedule(
     """
     check_schedule_name(name)
     check_one_of(FORMS, form=form)
-    named = _NAMED[name]
+    named = NAMED[name]
     num_chunks = named.num_chunks if num_chunks is None else num_chunks
     check_sizes(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
     _check_chunks(name, num_chunks)
@@ -107,7 +107,7 @@ def lockstep_form(name: str, *, masks: bool = False) -> str:
     It is fused, with ``masks`` (on GPUs) merged for 1f1b and interleaved. zb-v has neither; its form is unit.
     """
     check_schedule_name(name)
-    return _NAMED[name].masked_form if masks else _NAMED[name].form
+    return NAMED[name].masked_form if masks else NAMED[name].form
 
 
 def check_schedule_name(name: object) -> None:
@@ -116,8 +116,8 @@ def check_schedule_name(name: object) -> None:
 
 
 def _check_chunks(name: str, num_chunks: int) -> None:
-    count = _NAMED[name].num_chunks
-    if num_chunks != count and not _NAMED[name].takes_any_chunks:
+    count = NAMED[name].num_chunks
+    if num_chunks != count and not NAMED[name].takes_any_chunks:
         other = "zb-v" if (name, num_chunks) == ("zb-h1", 2) else "interleaved"
         others = f", or {other}, which runs {num_chunks} chunks" if count == 1 else ""
         raise ValueError(
@@ -278,7 +278,7 @@ def _number(kinds: Iterable[tuple[str, int]]) -> Iterable[Op]:
         count[kind, chunk] += 1
 
 
-class _Named(NamedTuple):
+class Named(NamedTuple):
     """A named schedule.
 
     Attributes:
@@ -288,6 +288,8 @@ class _Named(NamedTuple):
         num_chunks: The number of chunks on each stage, or the usual one.
         takes_any_chunks: Whether it takes any number of them.
         placement: Which virtual stage is which chunk of which stage.
+        splits_backward: Whether B and W are apart in each form, since W runs later; else they are joined where they can be.
+        holds_all: Whether a stage holds all microbatches at once, so that its memory grows with their number.
     """
 
     order: Callable[[int, int, int, int, str], Order]
@@ -296,17 +298,21 @@ class _Named(NamedTuple):
     num_chunks: int = 1
     takes_any_chunks: bool = False
     placement: str = "loop"
+    splits_backward: bool = False
+    holds_all: bool = False
 
 
-_NAMED = {
-    "gpipe": _Named(_gpipe),
-    "1f1b": _Named(_1f1b, masked_form="merged"),
-    "interleaved": _Named(_interleaved, masked_form="merged", num_chunks=2, takes_any_chunks=True),
-    "zb-h1": _Named(_zb_h1),
-    "zb-v": _Named(_zb_v, form="unit", masked_form="unit", num_chunks=2, placement="v"),
+NAMED = {
+    "gpipe": Named(_gpipe, holds_all=True),
+    "1f1b": Named(_1f1b, masked_form="merged"),
+    "interleaved": Named(_interleaved, masked_form="merged", num_chunks=2, takes_any_chunks=True),
+    "zb-h1": Named(_zb_h1, splits_backward=True),
+    "zb-v": Named(
+        _zb_v, form="unit", masked_form="unit", num_chunks=2, placement="v", splits_backward=True
+    ),
 }
-SCHEDULES = tuple(_NAMED)
+SCHEDULES = tuple(NAMED)
 NUM_CHUNKS = {
-    name: each.num_chunks for name, each in _NAMED.items()
+    name: each.num_chunks for name, each in NAMED.items()
 }  # the usual number on each stage
-PLACEMENT = {name: each.placement for name, each in _NAMED.items()}
+PLACEMENT = {name: each.placement for name, each in NAMED.items()}

@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import strategies as st
 
-from jaxpar.schedule import FORMS, Op, Schedule
+from jaxpar.schedule import FORMS, NAMED, Op, Schedule
 
 NAMES = [
-    *((name, 1) for name in ("gpipe", "1f1b", "zb-h1")),
-    *(("interleaved", chunks) for chunks in (1, 2, 3)),
-    ("zb-v", 2),
+    (name, num_chunks)
+    for name, each in NAMED.items()
+    for num_chunks in ((1, 2, 3) if each.takes_any_chunks else (each.num_chunks,))
 ]
 WITHOUT = {("zb-v", "fused"), ("zb-v", "merged"), ("zb-h1", "merged")}  # there are no such forms
 SMALL = [

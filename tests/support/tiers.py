@@ -37,6 +37,17 @@ def full(case: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
+def cases_of_make_test(test: Any) -> list[tuple[Any, ...]]:
+    """Returns the values of the cases of a parametrized test that are of `make test`."""
+    found: list[tuple[Any, ...]] = []
+    for mark in test.pytestmark:
+        for case in mark.args[1] if mark.name == "parametrize" else ():
+            case = case if isinstance(case, PARAM) else pytest.param(*case)
+            if {each.name for each in case.marks}.isdisjoint(("full", "slow")):
+                found.append(tuple(case.values))
+    return found
+
+
 def leave_to_slow(items: Iterable[pytest.Item]) -> None:
     """Marks ``slow`` what a test has of ``full`` cases beyond the first so many, where it is marked ``few(so_many)``."""
     left: dict[str, int] = {}

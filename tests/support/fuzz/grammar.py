@@ -8,12 +8,14 @@ import hypothesis.strategies as st
 import tests.support.fuzz.blocks_of_h
 import tests.support.fuzz.blocks_of_loops
 import tests.support.fuzz.blocks_of_rows  # noqa: F401
+from jaxpar.schedule import NAMED, NUM_CHUNKS, SCHEDULES
 from tests.support.fuzz.block import BLOCKS, LOW_DTYPES, POLICIES, SHAPES, needs_of, walk
 from tests.support.fuzz.blocks_of_effects import ASKING
 from tests.support.fuzz.blocks_of_x import LEAKS, WITHOUT_ROWS
 from tests.support.fuzz.losses import LOSSES
+from tests.support.schedules import WITHOUT
 
-SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v")
+SIMPLEST_FIRST = sorted(SCHEDULES, key=lambda name: name != "1f1b")
 MESHES = (
     *(
         (1, 2, 1),
@@ -350,12 +352,11 @@ def highest_zero(staged):
 def pipelines(draw, mesh):
     """What is only asked of several stages."""
     executor = draw(st.sampled_from(["spmd", "spmd", "spmd", "mpmd"]))
-    schedule = draw(st.sampled_from(SCHEDULES))
-    chunks = {
-        "zb-v": 2,
-        "interleaved": draw(st.sampled_from([2, 1, 3] if mesh[1] < 4 else [2, 1])),
-    }.get(schedule, 1)
-    forms = [None, "published", "unit", *["fused"] * (schedule != "zb-v")]
+    schedule = draw(st.sampled_from(SIMPLEST_FIRST))
+    counts = [2, 1, 3] if mesh[1] < 4 else [2, 1]
+    of_any = draw(st.sampled_from(counts))
+    chunks = of_any if NAMED[schedule].takes_any_chunks else NUM_CHUNKS[schedule]
+    forms = [None, "published", "unit", *["fused"] * ((schedule, "fused") not in WITHOUT)]
     return {
         "executor": executor,
         "schedule": schedule,

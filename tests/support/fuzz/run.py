@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 import jaxpar
 from jaxpar.dtypes import wide_dtype
 from jaxpar.pipeline import check_permutes
-from jaxpar.schedule import make_schedule
+from jaxpar.schedule import PLACEMENT, make_schedule
 from tests.support import oracle
 from tests.support.fuzz.block import EXPERTS, LOW_DTYPES, POLICIES, seed_of
 from tests.support.fuzz.blocks_of_effects import ASKING, of_no_microbatch
@@ -267,7 +267,7 @@ def layout_of(case):
     """The layout of params that come packed, or of a list of layers that are spread as asked."""
     if case.parts is None:
         return None
-    placement = "v" if case.schedule == "zb-v" else "loop"
+    placement = PLACEMENT[case.schedule]
     return jaxpar.LayerLayout(
         case.model.num_layers, case.mesh[1], case.num_chunks, placement, case.parts
     )
@@ -325,7 +325,7 @@ def schedule_of(case):
     sizes = case.mesh[1], case.num_microbatches, case.num_chunks
     if isinstance(case.form, str):
         return make_schedule(case.schedule, *sizes, form=case.form, remat=case.remat is True)
-    rng, placement = random.Random(case.form), "v" if case.schedule == "zb-v" else "loop"
+    rng, placement = random.Random(case.form), PLACEMENT[case.schedule]
     kinds = "".join(["F", "R" * (case.remat is True), "B", "W" * rng.randint(0, 1)])
     sizes = {"num_stages": sizes[0], "num_microbatches": sizes[1], "num_chunks": sizes[2]}
     while sends_twice_one_way(
