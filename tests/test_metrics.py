@@ -266,7 +266,7 @@ def full_disk():
         return real(handle, data[: room.pop()])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxpar.metrics.log.os.write", write)
+        patch.setattr("jaxpar.metrics.lines.os.write", write)
         yield
 
 
@@ -320,7 +320,7 @@ def test_a_resumed_run_that_cannot_write_leaves_the_old_lines(tmp_path, monkeypa
     def fail(handle):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr("jaxpar.metrics.log.os.fsync", fail)
+    monkeypatch.setattr("jaxpar.metrics.lines.os.fsync", fail)
     with pytest.raises(OSError, match="quota"):
         log_steps(tmp_path, [], first_step=4)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before

@@ -24,10 +24,10 @@ import jax
 
 from jaxpar.fields import arg
 from jaxpar.gpus import GPUS
+from jaxpar.metrics.lines import Number
 from jaxpar.runtime.output import needing_extra, tell
 from jaxpar.runtime.page_server import PageServer
 
-Number = int | float
 SECONDS_TO_FLUSH = 60.0  # after which TensorBoard sees new values
 COUNTED = {"skipped": "Steps that changed nothing, since their loss or gradients were not finite."}
 

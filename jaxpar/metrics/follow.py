@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxpar.metrics.log import Number, read_metrics
+from jaxpar.metrics.lines import Number
+from jaxpar.metrics.log import read_metrics
 from jaxpar.runtime.life import LifeWatch
 from jaxpar.runtime.output import tell
 

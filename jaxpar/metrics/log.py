@@ -6,11 +6,8 @@ writes and prints.
 
 import contextlib
 import json
-import math
-import os
 import sys
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +18,9 @@ import numpy as np
 
 from jaxpar.metrics.exporters import Watcher
 from jaxpar.metrics.jumps import Jumps
-from jaxpar.runtime.output import fsync, tell, write_atomically
+from jaxpar.metrics.lines import LineFile, Number, line_of, lines_before, values_of
+from jaxpar.runtime.output import tell
 
-Number = int | float
 # Names that further metrics must not have: those that a training step and the log set.
 OF_STEP = ("loss", "grad_norm", "skipped")
 OF_LOG = ("step", "step_seconds")  # and a rate
@@ -136,7 +133,7 @@ class MetricsLog:
             f"{self._items}_per_second": rate,
         }
         if self._file is not None:
-            self._file.write(_line(self.last))
+            self._file.write(line_of(self.last))
         if self._is_first_process:
             self._tell_jump(step + 1, values["loss"])
         for watcher in self._watchers:
@@ -192,94 +189,11 @@ class MetricsLog:
             tell(missing.strerror or str(missing))
 
 
-def _line(values: Mapping[str, Number]) -> str:
-    """Returns values as a line of JSON; NaN and infinity, which JSON does not have, become null."""
-    return (
-        json.dumps(
-            {name: value if math.isfinite(value) else None for name, value in values.items()}
-        )
-        + "\n"
-    )
-
-
-class LineFile:
-    """A file to which complete lines are appended in order; lines that cannot be written wait in memory.
-
-    Args:
-        path: The file. An existing one is replaced by a rename, once the first lines are on disk.
-        first: The lines that it begins with.
-
-    Raises:
-        OSError: The first lines cannot be written. An existing file is unchanged.
-    """
-
-    def __init__(self, path: Path, first: Iterator[bytes]) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-        def write(part: Path) -> None:
-            with part.open("wb") as file:
-                file.writelines(first)
-            fsync(part)
-
-        write_atomically(path, write)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
-        self._waiting: deque[bytes] = deque()  # the first may be the rest of a line
-        self._problem: OSError | None = None
-
-    def write(self, line: str) -> None:
-        """Appends a line after the waiting ones, as far as the disk accepts them."""
-        self._waiting.append(line.encode())
-        try:
-            while self._waiting:
-                rest = self._waiting[0][os.write(self._file, self._waiting[0]) :]
-                self._waiting.popleft()
-                if rest:
-                    self._waiting.appendleft(rest)
-        except OSError as error:
-            if self._problem is None:
-                tell(f"{self.path}: {error.strerror}; its lines wait in memory")
-            self._problem = error
-        else:
-            self._problem = None
-
-    def close(self) -> OSError | None:
-        """Closes the file; returns an error that names missing lines and the reason, None if there are none."""
-        try:
-            os.close(self._file)
-        except OSError as error:  # NFS reports failed writes here
-            self._problem = error
-        if self._problem is None:
-            return None
-        lines = f"its last {len(self._waiting)} lines" if self._waiting else "lines of its end"
-        return OSError(
-            self._problem.errno,
-            f"{self.path} must have a line for each step; got {self._problem.strerror}, so that {lines} may be missing",
-        )
-
-
 def _lines_before(path: Path, step: int, jumps: Jumps) -> Iterator[bytes]:
-    """Yields the lines of the steps before ``step``, unchanged; damaged or truncated lines are omitted.
-
-    ``jumps`` takes their losses, with which those of the following steps are compared.
-    """
-    if step and path.exists():
-        with path.open("rb") as file:
-            for text in file:
-                if (line := _parse(text)) and line["step"] < step:
-                    jumps.usual_before(line.get("loss"))
-                    yield text if text.endswith(b"\n") else text + b"\n"
-
-
-def _parse(text: bytes) -> dict[str, Number] | None:
-    """Returns a line's values by name, NaN for null; None if it is not the line of a step."""
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):  # of JSON or of UTF-8
-        return None
-    if not isinstance(line, dict) or type(line.get("step")) is not int:
-        return None
-    return {name: math.nan if value is None else value for name, value in line.items()}
+    """Yields ``lines_before``; ``jumps`` takes their losses, with which those of the following steps are compared."""
+    for text, line in lines_before(path, step):
+        jumps.usual_before(line.get("loss"))
+        yield text
 
 
 OF_A_MODEL = "that of a model"
@@ -304,7 +218,7 @@ def read_metrics(path: Path, *, before: int | None = None) -> list[dict[str, Num
     if not path.exists():
         return []
     with path.open("rb") as file:
-        lines = [line for text in file if (line := _parse(text))]
+        lines = [line for text in file if (line := values_of(text))]
     return [line for line in lines if before is None or line["step"] < before]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.fields import arg, near_name
+from jaxpar.metrics.lines import OF_EVALUATION
 from jaxpar.run.flags import RunFlags
 from jaxpar.runtime.coordination import check_agreement
 
@@ -69,12 +70,12 @@ def check_best_is_saved(flags: RunFlags, eval_every: int, names: Collection[str]
 
     Args:
         flags: The flags of the run.
-        eval_every: The steps between two evaluations, whose metrics have names that begin with "test_".
+        eval_every: The steps between two evaluations, whose metrics have names that begin with ``OF_EVALUATION``.
         names: These names.
     """
     best, every = flags.checkpoint.keep_best or "", flags.common.checkpoint_every
     name = best.removeprefix("-")
-    if not name.startswith("test"):
+    if not name.startswith(OF_EVALUATION):
         return
     if name not in names:
         near = near_name(name, names)
