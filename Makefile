@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 3
 
 .DELETE_ON_ERROR:
-.PHONY: help train installed test test-all lint check check-slow mutations gpu-compiler check-gpu check-on-gpu chaos docs bench
+.PHONY: help train installed test test-all lint check check-slow check-live mutations gpu-compiler check-gpu check-on-gpu chaos docs bench
 
 help:
 	@echo "make train       train the recipes on 8 fake devices: a GPT in three dimensions, digits, house prices; results in runs/train/"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint        formatting, lint, types, import contracts"
 	@echo "make check       lint, docs, test-all: what has to pass before a change lands"
 	@echo "make check-slow  run the tests that make test-all leaves out, every mesh, schedule and setting: 40 minutes on 2 cores"
+	@echo "make check-live  compare models with transformers and PyTorch themselves, which it installs (several GB)"
 	@echo "make mutations   break the package in one place after another, by tests/mutations.txt: make test must notice each"
 	@echo "make check-gpu   compile steps for GPUs that are not here, and count what they would do; installs CUDA's compiler (0.8 GB)"
 	@echo "make gpu-compiler  install only that compiler, as make check-gpu does first"
@@ -78,6 +79,10 @@ check: lint docs test-all
 
 check-slow: $(VENV)/for-tests
 	$(PYTEST) -q -m slow --durations=15
+
+check-live: $(VENV)/for-tests
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[live]'
+	$(BIN)/python -m pytest -q -m "not slow" tests/test_huggingface_live.py
 
 mutations: $(VENV)/for-tests
 	$(BIN)/python -m tests.support.mutate

@@ -1,6 +1,9 @@
 """Makes the small checkpoints in this folder, and what transformers and torch compute from them.
 
-    python tests/data/huggingface/make.py
+    python tests/data/huggingface/make.py              all of them, and rope.npz
+    python tests/data/huggingface/make.py granite      only these, with the numbers that they have among all
+
+A new family is the last of OTHERS: the numbers of those before it stay as they are.
 
 Made with transformers 5.23.0 (granite: 5.24.0), torch 2.13.0 and safetensors 0.8.0. All weights are drawn anew, none of them
 zero or one, so that each of them is seen in the logits. The Llama has grouped heads, a head of its own and several files.
@@ -9,6 +12,8 @@ of the Llama with scaled positions, on more tokens than it has positions.
 """
 
 import shutil
+import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 HERE = Path(__file__).parent
 VOCAB, EOS, PAD = 24, 3, 0
+FIRST = ("gpt2", "llama", "bloom")
 LLAMA = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
@@ -78,39 +84,41 @@ PUBLISHED_ROPE = {
         },
     ),
 }
-# Each differs from LLAMA in what sets its family apart.
-FAMILIES = {
-    "llama3.1": (
-        "Llama",
-        {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": ROPE["llama3"]},
-    ),
-    "mistral": ("Mistral", {"sliding_window": 3}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"head_dim": 6}),
-    "olmo2": ("Olmo2", {}),
-}
-LATER = {  # made after the others, whose numbers stay as they are
-    "smollm2": (  # with the keys of its own that its config.json has
-        "Llama",
-        {
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-5,
-            "is_llama_config": True,
-            "rope_interleaved": False,
-        },
-    ),
-}
-LAST = {  # made after those
-    "granite": (
-        "Granite",
-        {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.4,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 2.5,
-        },
-    ),
-}
+# Each differs from LLAMA in what sets its family apart. Those of a later table are made after the others.
+OTHERS = [
+    {
+        "llama3.1": (
+            "Llama",
+            {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": ROPE["llama3"]},
+        ),
+        "mistral": ("Mistral", {"sliding_window": 3}),
+        "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+        "qwen3": ("Qwen3", {"head_dim": 6}),
+        "olmo2": ("Olmo2", {}),
+    },
+    {
+        "smollm2": (  # with the keys of its own that its config.json has
+            "Llama",
+            {
+                "tie_word_embeddings": True,
+                "rms_norm_eps": 1e-5,
+                "is_llama_config": True,
+                "rope_interleaved": False,
+            },
+        ),
+    },
+    {
+        "granite": (
+            "Granite",
+            {
+                "embedding_multiplier": 3.0,
+                "attention_multiplier": 0.4,
+                "residual_multiplier": 0.6,
+                "logits_scaling": 2.5,
+            },
+        ),
+    },
+]
 
 
 def make_first() -> dict[str, PreTrainedModel]:
@@ -211,19 +219,24 @@ def draw(model: PreTrainedModel) -> None:
         param.data.normal_(mean=float(is_norm), std=0.3)
 
 
-def main() -> None:
+def main(names: Collection[str]) -> None:
+    known = [*FIRST, *(name for families in OTHERS for name in families)]
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"a name must be one of {', '.join(known)}; got {unknown[0]}")
     torch.manual_seed(0)
-    save(make_first())
-    save(make_families(FAMILIES))
-    save(make_families(LATER))
-    save(make_families(LAST))
-    np.savez(HERE / "rope.npz", **rope())
+    save(make_first(), names)
+    for families in OTHERS:
+        save(make_families(families), names)
+    if not names:
+        np.savez(HERE / "rope.npz", **rope())
 
 
-def save(models: dict[str, PreTrainedModel]) -> None:
-    """Draws the numbers of models, and writes them with what they compute."""
+def save(models: dict[str, PreTrainedModel], names: Collection[str]) -> None:
+    """Draws the numbers of all models, and writes those of the names, or all, with what they compute."""
     for name, model in models.items():
         draw(model.eval())
+        if names and name not in names:
+            continue
         tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 8))
         with torch.no_grad():
             logits = model(torch.from_numpy(tokens)).logits.numpy()
@@ -232,10 +245,10 @@ def save(models: dict[str, PreTrainedModel]) -> None:
         expected = (
             {"tokens": tokens.astype(np.int32), "logits": logits} | generate(model) | train(model)
         )
-        if name in ("gpt2", "llama", "bloom"):  # with the eos of their classes
+        if name in FIRST:  # with the eos of their classes
             (HERE / name / "generation_config.json").unlink()
         np.savez(HERE / name / "expected.npz", **expected)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
