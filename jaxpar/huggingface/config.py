@@ -245,7 +245,7 @@ def _mismatches(config: TransformerConfig, family: Family) -> dict[str, tuple[An
     has_usual_head_dim = config.head_dim * config.num_heads == config.embed_dim
     can_be_told = {
         "biases": config.biases in (False, *family.biases),
-        "experts": bool(family.experts),
+        "experts": family.experts,
         "explicit_head_dim": "head_dim" in family.more or has_usual_head_dim,
         "mlp_dim": config.hidden_dim == 4 * config.embed_dim,
         "num_kv_heads": config.group_size == 1,

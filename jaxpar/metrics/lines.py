@@ -87,7 +87,7 @@ class LineFile:
         )
 
 
-def lines_before(path: Path, step: int) -> Iterator[tuple[bytes, dict[str, Number]]]:
+def lines_before(path: Path, step: Number) -> Iterator[tuple[bytes, dict[str, Number]]]:
     """Yields the lines of the steps before ``step``, unchanged, and their values; damaged or truncated lines are omitted."""
     if step and path.exists():
         with path.open("rb") as file:

@@ -6,6 +6,7 @@ writes and prints.
 
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 
 from jaxpar.metrics.exporters import Watcher
 from jaxpar.metrics.jumps import Jumps
-from jaxpar.metrics.lines import LineFile, Number, line_of, lines_before, values_of
+from jaxpar.metrics.lines import LineFile, Number, line_of, lines_before
 from jaxpar.runtime.output import tell
 
 # Names that further metrics must not have: those that a training step and the log set.
@@ -215,11 +216,7 @@ def read_metrics(path: Path, *, before: int | None = None) -> list[dict[str, Num
 
     A value that was not finite is returned as NaN.
     """
-    if not path.exists():
-        return []
-    with path.open("rb") as file:
-        lines = [line for text in file if (line := values_of(text))]
-    return [line for line in lines if before is None or line["step"] < before]
+    return [line for _, line in lines_before(path, math.inf if before is None else before)]
 
 
 @contextlib.contextmanager
