@@ -36,7 +36,7 @@ from jaxpar.planner.plans import SETTINGS, Plan
 from jaxpar.planner.state import AtRest, step_memory, wide_bytes
 from jaxpar.planner.step_time import Prices, step_time
 from jaxpar.planner.traffic import Transfer, bytes_by_axis, step_traffic
-from jaxpar.schedule import NAMED, NUM_CHUNKS, SCHEDULES
+from jaxpar.schedule import NAMED, SCHEDULES
 from jaxpar.step.optimizer_state import Optimizer
 
 SURPLUS = 1.02  # a quick memory estimate up to this factor above the limit may still fit
@@ -86,9 +86,11 @@ def _check_pipeline(fixed: dict[str, Any]) -> None:
         raise ValueError(
             f"one stage is no pipeline, and has no schedule and no chunks; got {arg(stage=1)}, {arg(**given)}. Leave one out."
         )
-    usual = NUM_CHUNKS.get(schedule or "")
-    is_free = usual is None or NAMED[schedule].takes_any_chunks
-    if not is_free and fixed.get("num_chunks") not in (None, usual):
+    named = NAMED.get(schedule or "")
+    if named is None or named.takes_any_chunks:
+        return
+    usual = named.num_chunks
+    if fixed.get("num_chunks") not in (None, usual):
         raise ValueError(
             f"stages have {usual} {'chunk' if usual == 1 else 'chunks'} with {arg(schedule=schedule)}; got "
             f"{arg(num_chunks=chunks)}. Leave it out, or choose {arg(schedule='interleaved')}."
