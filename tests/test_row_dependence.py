@@ -253,6 +253,46 @@ def test_rows_that_depend_on_their_number_are_found_where_they_are_written_or_jo
     assert found.kind is Kind.MIXED, found
 
 
+def by_index(h):
+    return jnp.arange(len(h))
+
+
+def mask_of(h):
+    """A mask that is drawn from one key for all rows: those of each microbatch get the mask of the first."""
+    return jax.random.bernoulli(jax.random.key(3), 0.9, h.shape)
+
+
+def double_or_keep(is_first, row):
+    return jax.lax.cond(is_first, lambda row: row * 2, lambda row: row, row)
+
+
+BY_PLACE = {
+    "dropout": lambda p, h, y, t: jnp.where(mask_of(h), h / 0.9, 0),
+    "a product with a mask": lambda p, h, y, t: h * mask_of(h),
+    "weights chosen by a mask": lambda p, h, y, t: h * jnp.where(mask_of(h), 1.0, 0.5),
+    "a draw for each row": lambda p, h, y, t: jnp.where(mask_of(h[:, :1, :1]), h, 0),
+    "one of three cases": lambda p, h, y, t: jax.lax.select_n(
+        jnp.broadcast_to(by_index(h)[:, None, None] % 3, h.shape), h, h * 2, h * 3
+    ),
+    "a branch under vmap": lambda p, h, y, t: jax.vmap(double_or_keep)(by_index(h) == 0, h),
+    "a branch in a loop": lambda p, h, y, t: jax.lax.map(
+        lambda each: double_or_keep(each[0] == 0, each[1]), (by_index(h), h)
+    ),
+    "a mask of NumPy": lambda p, h, y, t: jnp.where((np.arange(len(h)) == 0)[:, None, None], h, 0),
+    "a triangle": lambda p, h, y, t: jnp.triu(h[:, 0]),
+    "the first row apart": lambda p, h, y, t: jnp.concatenate([h[:1] * 2, h[1:]]),
+}
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_rows_that_are_treated_by_their_places_are_a_doubt_with_its_line(name):
+    (found,) = read(BY_PLACE[name])
+    assert found.kind is Kind.ROWS
+    assert found.place
+    assert "place" in found.why
+    assert "test_row_dependence.py" in found.why
+
+
 def test_numbers_that_are_written_into_some_rows_are_a_doubt():
     write = lambda p, h, y, t: jax.lax.dynamic_update_slice(h, jnp.zeros((1, 5, 6)), (0, 0, 0))
     (found,) = read(write)

@@ -309,7 +309,18 @@ def concatenated(op: Operation, given: Values) -> Value:
     sizes = tuple(shape[axis] for shape in op.out_shapes())
     if not _are_in_order(parts, sizes):
         return op.mixed(given, "it moves rows")
-    return op.rows_at(given, first._replace(part=()), growth)
+    made = op.rows_at(given, first._replace(part=()), growth)
+    if made.why or _are_shares(parts, sizes):
+        return made
+    why = op.told("some rows are treated otherwise than others, by their places")
+    return replace(made, place=Place.OTHER, why=why)
+
+
+def _are_shares(parts: Sequence[tuple], sizes: tuple[int, ...]) -> bool:
+    """Whether each part is the same share of few rows and of many."""
+    few, many = sizes
+    stops = [(stop, stop_of_many) for (_, stop), (_, stop_of_many) in parts]
+    return all(stop * many == stop_of_many * few for stop, stop_of_many in stops)
 
 
 def _are_in_order(parts: Sequence[tuple], sizes: tuple[int, ...]) -> bool:

@@ -185,13 +185,26 @@ def chosen(op: Operation, given: Values, at: int = 0) -> Value:
         return op.unknown(values, why, at)
     made = joined(op, cases, at)
     if condition.is_free:
-        return made
+        return _by_place(op, made, given) if condition.place else made
     if condition.kind is Kind.ROWS and made.is_running:
         return made
     both = elementwise(op, [condition, with_growth(made, 1.0)], at)
     if both.kind is Kind.ROWS:
         return with_growth(both, made.growth)
     return both
+
+
+def _by_place(op: Operation, made: Value, given: Values) -> Value:
+    """Of a case that is chosen by the place of each row, such as by a mask that is drawn from one key."""
+    condition, *cases = given
+    if made.kind is Kind.ROWS:
+        return op.rows_at([condition, made], made.span, made.growth)
+    if made.kind is Kind.SUM:
+        why = made.why or op.told("each row has a weight by its place")
+        return replace(made, why=why)
+    # An index below 0 counts from the end: JAX chooses between it and its sum with the number of rows.
+    is_index = all(case.place is Place.INDEX for case in cases)
+    return replace(made, place=Place.INDEX if is_index else Place.OTHER) if made.is_free else made
 
 
 def _is_nan(value: Value) -> bool:

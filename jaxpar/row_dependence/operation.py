@@ -140,7 +140,8 @@ class Operation:
 
     def free(self, given: Values, at: int = 0) -> Value:
         """Returns a result of values that do not depend on rows."""
-        place = max(v.place for v in given) if self.varying_out(at) else Place.NONE
+        has_rows = self.varying_out(at) or self.trips_vary
+        place = max(v.place for v in given) if has_rows else Place.NONE
         is_same = place or all(v.growth == 1 for v in given)
         return Value(
             growth=1.0 if is_same else None,
