@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.runtime.host_names import allowed_hosts, is_allowed, is_loopback
+from jaxpar.runtime.host_names import allowed_hosts, is_allowed, is_by_address, is_loopback
 
 LOCAL = ("localhost", "localhost:8000", "LOCALHOST:1", "127.0.0.1:80", "[::1]", "[::1]:8000")
 OTHERS = (
@@ -36,6 +36,20 @@ def test_names_that_are_given_are_allowed_beside_those_of_this_machine():
     assert not is_allowed("elsewhere.example", allowed)
     assert not is_allowed("localhost", allowed_hosts("0.0.0.0", ["gpu-box.example"]))
     assert is_allowed("elsewhere.example", allowed_hosts("127.0.0.1", ["*"]))
+
+
+def test_a_full_name_may_end_with_a_dot():
+    for name in ("gpu-box.example", "gpu-box.example."):
+        allowed = allowed_hosts("0.0.0.0", [name])
+        assert is_allowed("gpu-box.example.", allowed)
+        assert is_allowed("gpu-box.example.:8000", allowed)
+        assert is_allowed("gpu-box.example", allowed)
+
+
+def test_an_address_in_place_of_a_name_is_known():
+    hosts = ("10.0.0.1", "10.0.0.1:8000", "[fd00::1]", "[fd00::1]:8000")
+    assert all(map(is_by_address, hosts))
+    assert not any(map(is_by_address, ("", "localhost", "10.0.0.1.example:80", "10:80", "0x7f.1")))
 
 
 @pytest.mark.parametrize("name", ["", "http://localhost", "localhost:8000", "a b"])

@@ -128,7 +128,22 @@ def test_requests_that_do_not_name_this_machine_are_refused_unless_their_name_is
     )
     with serving.serving(folder, limits=Settings(allowed_hosts=("gpu-box.example",))) as other:
         assert other.send("GET", "/docs", headers={"Host": "gpu-box.example"}).status == 200
-        assert other.send("GET", "/docs", headers={"Host": "elsewhere.example"}).status == 421
+        refused = other.send("GET", "/docs", headers={"Host": "elsewhere.example"})
+        assert refused.status == 421
+        assert "Ask it by a name of --allowed-hosts, or start it with this name in" in (
+            refused.message
+        )
+
+
+def test_probes_that_ask_a_pod_by_its_address_are_answered_whatever_names_are_allowed(houses):
+    """As the kubelet and Prometheus do; no page of another site can ask by an address."""
+    folder, _ = houses
+    with serving.serving(folder, limits=Settings(allowed_hosts=("gpt.example",))) as pod:
+        status = lambda path, host: pod.send("GET", path, headers={"Host": host}).status
+        for path in ("/healthz", "/readyz", "/metrics", "/readyz/"):
+            assert status(path, "10.0.0.1:8000") == status(path, "[fd00::1]:8000") == 200
+            assert status(path, "elsewhere.example") == 421
+        assert status("/docs", "10.0.0.1:8000") == 421
 
 
 @pytest.mark.full

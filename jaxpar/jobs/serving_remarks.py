@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from jaxpar.jobs.job import CHECKPOINTS
+from jaxpar.jobs.job import CHECKPOINTS, flag_values
 from jaxpar.jobs.workload import Workload, workloads
+from jaxpar.runtime.host_names import ANY
 
 UNPROBED = {  # what happens without a probe
     "startupProbe": "one that takes long to start is ended by its livenessProbe",
@@ -23,6 +24,7 @@ def serving_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield from _unheld_folder(pods)
         yield from _unrequested(pods)
         if pods.served:
+            yield from _unnamed(pods)
             yield from _unprobed(manifest["spec"]["template"]["spec"]["containers"])
 
 
@@ -38,6 +40,17 @@ def _unheld_folder(pods: Workload) -> Iterator[str]:
         f"the folder to serve is {folder} and {claim}: it must be in the image. If it is on a volume, name its claim, and give "
         f"the folder below {CHECKPOINTS}: --checkpoint-claim runs ... jaxpar serve {CHECKPOINTS}/{name}"
     )
+
+
+def _unnamed(pods: Workload) -> Iterator[str]:
+    """Yields a line if pods refuse the requests that other pods of their cluster send to the Service."""
+    given = flag_values(pods.words, "--allowed-hosts")
+    own = [name for name in given if name.partition(".")[0] == pods.name]
+    if given and not own and ANY not in given:
+        yield (
+            f"--allowed-hosts has {', '.join(given)} and not {pods.name}, the name of the Service: requests from inside the "
+            f"cluster get 421. If there are any, add --allowed-hosts {pods.name}"
+        )
 
 
 def _unrequested(pods: Workload) -> Iterator[str]:

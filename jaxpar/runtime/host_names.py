@@ -42,11 +42,29 @@ def allowed_hosts(address: str, given: Sequence[str] = ()) -> frozenset[str] | N
         return None
     own = f"[{address}]" if ":" in address else address
     return frozenset(
-        name.lower() for name in (*given, *(LOCAL if is_loopback(address) else ()), own)
+        name.lower().removesuffix(".")
+        for name in (*given, *(LOCAL if is_loopback(address) else ()), own)
     )
 
 
 def is_allowed(host: str, allowed: Collection[str] | None) -> bool:
     """Returns whether a request with this Host header is to be answered."""
+    return allowed is None or _name_in(host) in allowed
+
+
+def is_by_address(host: str) -> bool:
+    """Returns whether a Host header has an IP address in place of a name, by which no page of another site can ask.
+
+    The probes of Kubernetes, and Prometheus, ask a pod by its address.
+    """
+    try:
+        ipaddress.ip_address(_name_in(host).removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _name_in(host: str) -> str:
+    """Returns the name in a Host header, without its port and the dot that may end a full name."""
     name, _, port = host.lower().rpartition(":")
-    return allowed is None or (name if port.isdecimal() else host.lower()) in allowed
+    return (name if port.isdecimal() else host.lower()).removesuffix(".")

@@ -29,7 +29,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxpar import fields
 from jaxpar.runtime.connections import Connections
-from jaxpar.runtime.host_names import allowed_hosts, is_allowed
+from jaxpar.runtime.host_names import allowed_hosts, is_allowed, is_by_address
 from jaxpar.serve.openai_api import check_name
 from jaxpar.serve.pages import ServerMetrics, describe, docs_page
 from jaxpar.serve.requests import (
@@ -53,6 +53,7 @@ ANSWER = "answer"  # of a request, in its ASGI scope
 INTERNAL = (
     "a request must not fail; got an error in the server, which its log shows. Tell who runs it."
 )
+PROBED = ("/healthz", "/readyz", "/metrics")  # what Kubernetes and Prometheus ask of a pod
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 REMEDIES = {
     "extra_forbidden": "Leave it out, or correct its name.",
@@ -141,7 +142,8 @@ class App:
         try:
             host = Request(scope).headers.get("host", "")
             # A Host that is no name of this server: DNS rebinding.
-            answer = self._api if is_allowed(host, self._hosts) else _misdirected(host)
+            is_named = is_allowed(host, self._hosts) or (path in PROBED and is_by_address(host))
+            answer = self._api if is_named else self._misdirected(host)
             await answer(scope, receive, counted)
         finally:
             self.num_open -= 1
@@ -224,6 +226,14 @@ class App:
             page, headers={"Content-Security-Policy": CONTENT_POLICY}, media_type="text/html"
         )
 
+    def _misdirected(self, host: str) -> Response:
+        names = "a name of --allowed-hosts" if self.settings.allowed_hosts else "localhost"
+        message = (
+            f"a request must name this server in its Host; got {ascii(host)[:80]}. Ask it by {names}, or start it with this "
+            "name in --allowed-hosts."
+        )
+        return _refused(RequestError(421, message, code="misdirected"))
+
     def _no_route(self, request: Request, error: HTTPException) -> Response:
         posts = [endpoint.path for endpoint in self.served.endpoints]
         if error.status_code == 405:
@@ -235,14 +245,6 @@ class App:
         response = _refused(RequestError(error.status_code, message))
         response.headers.update(error.headers or {})
         return response
-
-
-def _misdirected(host: str) -> Response:
-    message = (
-        f"a request must name this server in its Host; got {ascii(host)[:80]}. Ask localhost, or start it with "
-        "--allowed-hosts."
-    )
-    return _refused(RequestError(421, message, code="misdirected"))
 
 
 def _refused(error: RequestError) -> Response:
