@@ -237,15 +237,14 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt_state, state.num_skipped + skipped), metrics
 
     if isinstance(value_and_grad, MpmdExecutor):
-        return TrainStep(
-            lambda state, both: update(state, *both, value_fn=no_value_fn), before=value_and_grad
-        )
+        of_both = lambda state, both: update(state, *both, value_fn=no_value_fn)
+        return TrainStep(of_both, max_grad_norm, before=value_and_grad)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         of_trained = lambda trained: value_and_grad(update_trained(state.params, trained), batch)
         return update(state, *pair_of(value_and_grad(state.params, batch)), value_fn_of(of_trained))
 
-    return TrainStep(step)
+    return TrainStep(step, max_grad_norm)
 
 
 def norm_and_finite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
@@ -334,11 +333,18 @@ class TrainStep:
 
     Args:
         step: ``(state, batch) -> (state, metrics)``, to be jitted.
+        max_grad_norm: As for ``make_train_step``, for a run that resumes to compare.
         before: ``(params, batch) -> the second argument of step``, called before each step without ``jax.jit``.
     """
 
-    def __init__(self, step: Callable, before: MpmdExecutor | None = None) -> None:
+    def __init__(
+        self,
+        step: Callable,
+        max_grad_norm: float | None = None,
+        before: MpmdExecutor | None = None,
+    ) -> None:
         self._step = step
+        self.max_grad_norm = max_grad_norm
         self._before = before
         self._jitted: dict = {}
         self._checked: set = set()

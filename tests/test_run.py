@@ -544,6 +544,40 @@ def test_what_a_checkpoint_does_not_say_of_the_optimizer_is_told_as_not_compared
     )
 
 
+def test_a_step_that_clips_or_reduces_otherwise_than_the_saved_one_is_told():
+    said, mesh = [], jaxpar.make_mesh()
+    state = types.SimpleNamespace(params={"w": jnp.ones(2)})
+
+    def of(dtype=None, saved=None, **clip):
+        traits = Traits({"rows": 8}, said.append, steps=4)
+        parallel = jaxpar.Parallel(mesh, grad_reduce_dtype=dtype)
+        traits.take_state(state, None, None, optax.sgd(0.1), parallel)
+        traits.compare(saved, {"rows": 8})
+        traits.take_step(jaxpar.make_train_step(lambda params, batch: None, optax.sgd(0.1), **clip))
+        return traits.as_json()
+
+    saved = of(max_grad_norm=1.0)
+    of(saved=saved, max_grad_norm=jnp.float32(1))
+    of(saved={name: value for name, value in saved.items() if name != "step"})
+    assert not said, "the same, and a checkpoint that does not say"
+    of(jnp.float32, saved)
+    [line] = said
+    assert line.startswith(
+        "the step is not that of the saved run: grad_reduce_dtype=float32, saved None, max_grad_norm=None, saved 1.0. Give"
+    )
+
+
+def test_positions_that_a_context_axis_adds_to_a_batch_are_not_told():
+    said, batch = [], {"tokens": np.zeros((4, 8), np.int32)}
+    meshes = [jaxpar.make_mesh(), jaxpar.make_mesh(context=2)]
+    for first, second in (meshes, meshes[::-1]):
+        then, now = (Traits({"rows": 4}, said.append, steps=2) for _ in range(2))
+        then.take_batch(jaxpar.shard_batch(batch, first))
+        now.compare(then.as_json(), {"rows": 4})
+        now.take_batch(jaxpar.shard_batch(batch, second))
+    assert not said
+
+
 def test_an_optimizer_that_follows_a_changed_setting_is_told_with_the_setting():
     said = []
     of = lambda steps: Traits({"steps": steps, "rows": 8}, said.append, steps=steps)

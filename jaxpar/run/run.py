@@ -70,8 +70,8 @@ class Run(AbstractContextManager["Run"]):
         settings: The settings that the results depend on: with --resume they must equal the saved ones, except for names in
             ``--allow-change``, and ``steps``: a run may be made longer or shorter. Beside them a resume compares the params
             and the optimizer's state by structure, shapes and dtypes, which must be the saved ones, and the numbers in the
-            optimizer's update and the shapes of a batch, of which it prints those that differ. It cannot compare the data, the
-            model and the loss: without settings it says so. Give a name or a checksum of the data here.
+            optimizer's update, max_grad_norm and the shapes of a batch, of which it prints those that differ. It cannot compare
+            the data, the model and the loss: without settings it says so. Give a name or a checksum of the data here.
         items_per_step: The items that a step processes, for the rate in metrics.jsonl; None: the rate is that of steps.
         items: Their name, as in ``rows_per_second``.
         flops_per_step: Useful operations of a step on all devices together, for the MFU.
@@ -210,6 +210,7 @@ class Run(AbstractContextManager["Run"]):
             num_saves=lambda: self.checkpoints.num_saved,
             flops_per_step=self._flops_per_step,
         )
+        self._traits.take_step(train_step)
         self._traits.take_batch(batch)
         start = time.perf_counter()
         with (

@@ -1,6 +1,7 @@
 """What a run knows of itself beside its settings, by which one that resumes is compared with the saved one.
 
     optimizer    the numbers in its init and update, as they are traced: rates, decays, the steps of a schedule
+    step         what else a step does with gradients: max_grad_norm, grad_reduce_dtype
     batch        shapes and dtypes of the batch that the step is compiled for
     versions     of JAX and optax: another version may write the same update with other numbers
 
@@ -97,6 +98,7 @@ class Traits:
         self._optimizer: Callable[[], dict[str, Any] | None] = lambda: None
         self._kept: Callable[[PyTree], dict[str, tuple[Any, Any]]] = lambda opt_state: {}
         self._batch: dict[str, str] | None = None
+        self._step: dict[str, Any] = {}
         self._found: dict[str, Any] | None = None
 
     def take_state(self, target: PyTree, *init_state: Any, **where: Any) -> None:
@@ -104,9 +106,26 @@ class Traits:
         given = dict(zip(("init_fn", "key", "optimizer", "mesh"), init_state, strict=False)) | where
         parallel = given["mesh"]
         trainable = parallel.trainable if isinstance(parallel, Parallel) else given.get("trainable")
+        dtype = getattr(parallel, "grad_reduce_dtype", None)
+        self._step["grad_reduce_dtype"] = None if dtype is None else np.dtype(dtype).name
         params = trained_part(target.params, trainable)
         self._optimizer = lambda: numbers_of(given["optimizer"], params)
         self._kept = lambda opt_state: kept_numbers(given["optimizer"], params, opt_state)
+
+    def take_step(self, train_step: Any) -> None:
+        """Takes the training step; prints how it differs from that of the saved run, if it does."""
+        norm = getattr(train_step, "max_grad_norm", None)
+        self._step["max_grad_norm"] = None if norm is None else float(norm)
+        saved = self._saved.get("step")
+        if isinstance(saved, Mapping):
+            apart = [
+                f"{name}={value}, saved {saved.get(name)}"
+                for name, value in self._step.items()
+                if value != saved.get(name)
+            ]
+            if apart:
+                told = printable(", ".join(apart))
+                self._say(f"the step is not that of the saved run: {told}. {REMEDY}")
 
     def take_batch(self, batch: PyTree) -> None:
         """Takes the batch that the step is compiled for; prints how it differs from that of the saved run, if it does."""
@@ -135,6 +154,7 @@ class Traits:
         if self._found is None:
             self._found = {
                 "optimizer": self._optimizer(),
+                "step": self._step,
                 "batch": self._batch,
                 "steps": self._steps,
                 "versions": _versions(),
@@ -200,7 +220,10 @@ class Traits:
         )
 
     def _apart(self, saved: Mapping[str, Any], batch: Mapping[str, str]) -> str:
-        """Returns the arrays of a batch that differ, without the number of rows where the settings have the size of a batch."""
+        """Returns the arrays of a batch that differ, without the number of rows where the settings have the size of a batch.
+
+        ``positions`` that one of the runs alone has are no difference: with a context axis ``shard_batch`` adds them.
+        """
         of_row = lambda text: (
             "".join(text.partition("[")[:2]) + text.partition("[")[2].partition(", ")[2]
         )
@@ -208,6 +231,7 @@ class Traits:
         apart = [
             f"{name} {batch.get(name, 'none')}, saved {saved.get(name, 'none')}"
             for name in {**batch, **saved}
+            if name != "positions" or (name in batch and name in saved)
             if shown(batch.get(name, "")) != shown(str(saved.get(name, "")))
         ]
         return printable(", ".join(apart[:SHOWN]))
