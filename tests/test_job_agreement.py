@@ -21,6 +21,12 @@ from tests.support.written_manifests import (
     edit,
 )
 
+CLAIM = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+VOLUMES = (
+    ("emptyDir", {}, "deleted with its pod, and no other"),
+    ("ephemeral", {"volumeClaimTemplate": {"spec": CLAIM}}, "deleted with its pod, and no other"),
+    ("hostPath", {"path": "/data"}, "a folder of a node: a pod on another"),
+)
 PATTERNS = "spec failurePolicy rules 0 onJobFailureMessagePatterns"
 
 
@@ -53,6 +59,7 @@ def test_what_is_written_agrees_with_itself(kind):
          "JAX_COMPILATION_CACHE_DIR of spec.replicatedJobs.0 must be in a volume; got /compiled, and mounts at /checkpoints"),
         ("jobset", "main volumeMounts compiled mountPath", "/checkpoints", "a path may have one mount; got two at /checkpoi"),
         ("jobset", "main volumeMounts checkpoints readOnly", True, "must be writable; got /checkpoints/gpt in a volume with"),
+        ("jobset", "pod volumes checkpoints persistentVolumeClaim readOnly", True, "must be writable; got /checkpoints/gpt in"),
         ("jobset", "main volumeMounts shm", None, "the volumes of spec.replicatedJobs.0 must be mounted; got 'shm', which n"),
         ("jobset", "pod volumes compiled persistentVolumeClaim claimName", "runs", "must not be shared; got runs for two"),
         ("jobset", "main ports", [], "got prometheus.io/port 9090, containerPort metrics missing, --metrics-port 9090. Make"),
@@ -93,7 +100,11 @@ def test_what_is_written_agrees_with_itself(kind):
         ("service", "main ports http containerPort", 1, "got prometheus.io/port 8000, containerPort http 1, --port 8000. Ma"),
         ("service", "main command --port", "1", "got prometheus.io/port 8000, containerPort http 8000, --port 1. Make them"),
         ("service", "main command --address", "localhost", "from other pods; got --address localhost. Give --address 0.0.0."),
-        ("service", "pod terminationGracePeriodSeconds", 30, "must be more than --timeout-seconds; got 30 and 60. Raise it."),
+        ("service", "pod terminationGracePeriodSeconds", 30, "more than --timeout-seconds, after 5 s of preStop; got 30 and"),
+        ("service", "main lifecycle preStop exec command 1", "20", "after 20 s of preStop; got 75 and 60. Raise it."),
+        ("service", "main lifecycle preStop", {"sleep": {"seconds": 20}}, "after 20 s of preStop; got 75 and 60. Raise it."),
+        ("monitor", "spec selector matchLabels batch.kubernetes.io/job-completion-index", "1",
+         "a PodMonitor must select process 0, which alone serves metrics; got batch.kubernetes.io/job-completion-index '1'"),
         ("service", "main livenessProbe httpGet port", 80, "livenessProbe must ask a named port of the container; got 80."),
         ("service", "main readinessProbe httpGet path", "/ready", "readinessProbe must ask for /readyz; got '/ready'. Corr"),
         ("service", "main livenessProbe httpGet path", "/readyz", "livenessProbe must ask for /healthz; got '/readyz'. Corr"),
@@ -251,6 +262,21 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
         ("own", "pod securityContext fsGroup", None, "spec.replicatedJobs.0 has runAsUser 1000 and no fsGroup: its volumes"),
         ("jobset", "notes prometheus.io/scrape", None, "spec.replicatedJobs.0 has prometheus.io/port and not prometheus.io/"),
         ("service", "main startupProbe periodSeconds", 0, ""),
+        *(("jobset", "pod volumes checkpoints", {"name": "checkpoints", kind: source},
+           f"--out-dir /checkpoints/gpt is in the volume checkpoints, whose {kind} is {why}")
+          for kind, source, why in VOLUMES),
+        *(("jobset", f"main {probe}", {"httpGet": {"port": 9090, "path": "/metrics"}},
+           f"spec.replicatedJobs.0 has a {probe}: a run answers none but requests for metrics, on process 0 and once it tra")
+          for probe in ("startupProbe", "livenessProbe", "readinessProbe")),
+        ("jobset", "main livenessProbe", {"exec": {"command": ["true"]}}, ""),
+        ("jobset", "main lifecycle", {"preStop": {"exec": {"command": ["sleep", "300"]}}},
+         "spec.replicatedJobs.0 has lifecycle.preStop: SIGTERM, at which a run saves, comes after it, and its 300 s are part"),
+        ("jobset", "main lifecycle", {"preStop": {"sleep": {"seconds": 9}}}, "spec.replicatedJobs.0 has lifecycle.preStop:"),
+        ("jobset", "main lifecycle", {"preStop": {"exec": {"command": ["./flush"]}}},
+         "spec.replicatedJobs.0 has lifecycle.preStop: SIGTERM, at which a run saves, comes after it, and its time is part"),
+        ("service", "pod volumes checkpoints", {"name": "checkpoints", "emptyDir": {}},
+         "the folder to serve is /checkpoints/gpt, in the volume checkpoints, which is empty when a pod starts, and no other"),
+        ("service", "pod volumes checkpoints", {"name": "checkpoints", "hostPath": {"path": "/data"}}, ""),
         ("service", "main command +", "--allowed-hosts=models.example",
          "--allowed-hosts has models.example and not gpt, the name of the Service: requests from inside the cluster get 421"),
         ("service", "main command +", "--allowed-hosts=gpt.example", ""),
@@ -279,6 +305,16 @@ def test_what_an_edit_takes_from_a_run_is_told(kind, place, value, line):
     said = remarks(job)
     assert len(said) == bool(line)
     assert all(each.startswith(line) for each in said)
+
+
+def test_a_volume_that_an_init_container_fills_may_be_empty():
+    deployment = next(iter(documents("service")))
+    edit(deployment, "service", "pod volumes checkpoints", {"name": "checkpoints", "emptyDir": {}})
+    mounts = [{"name": "checkpoints", "mountPath": "/checkpoints"}]
+    init = {"name": "fetch", "image": "a:1", "command": ["fetch"], "volumeMounts": mounts}
+    edit(deployment, "service", "pod initContainers", [init])
+    check_manifests([deployment])
+    assert not remarks(deployment)
 
 
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])

@@ -6,8 +6,9 @@ answers requests), `plain_scalars.py` (writes them as YAML that all programs rea
 API's own schema, and by rules that no schema has), `field_types.py` with `field_types.toml` (the types of fields),
 `choices.py` (fields that take one of a few values, or a text of a form), `workload.py` (reads the pods of a manifest),
 `pods.py` (what they need to start and to communicate), `agreement.py` (compares what a manifest says twice), `selectors.py`
-(what of a file leads to its pods), `restarts.py` (what follows the end of a pod), `serving_remarks.py` (what pods that serve
-lack), `remarks.py` (what else may not be meant), and `flags.py` (those that a plan sets, and those that have no effect).
+(what of a file leads to its pods), `restarts.py` (what follows the end of a pod), `shells.py` (a shell around its program),
+`serving_remarks.py` (what pods that serve lack), `remarks.py` (what else may not be meant), and `flags.py` (those that a
+plan sets, and those that have no effect).
 """
 
 from jaxpar.jobs.check import check_manifest, check_manifests

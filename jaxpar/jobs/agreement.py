@@ -212,7 +212,9 @@ def _check_folders(pods: Workload) -> None:
                 f"{what} of {pods.path} must be in a volume; got {printable(path)}, and {_mounts(pods)}. Make them equal."
             )
     mount = None if out_dir is None else pods.folder_of(out_dir)
-    if mount is not None and mount.get("readOnly"):
+    sources = () if out_dir is None else pods.volume_of(out_dir).values()
+    parts = [mount, *(each for each in sources if isinstance(each, Mapping))]
+    if mount is not None and any(each.get("readOnly") for each in parts):
         raise ValueError(
             f"--out-dir of {pods.path} must be writable; got {out_dir} in a volume with readOnly. Remove it."
         )
@@ -361,10 +363,12 @@ def check_grace(pods: Workload) -> None:
     """Raises ValueError if pods that serve are ended before they have answered the requests that they have."""
     given = pods.flag("--timeout-seconds")
     grace = USUAL_GRACE if pods.grace_seconds is None else pods.grace_seconds
-    if given is not None and grace < amount(given, "--timeout-seconds"):
+    first = pods.pre_stop_seconds
+    if given is not None and grace < first + amount(given, "--timeout-seconds"):
+        beside = f", after {first} s of preStop" if first else ""
         raise ValueError(
-            f"terminationGracePeriodSeconds of {pods.path} must be more than --timeout-seconds; got {grace} and {given}. Raise "
-            "it."
+            f"terminationGracePeriodSeconds of {pods.path} must be more than --timeout-seconds{beside}; got {grace} and "
+            f"{given}. Raise it."
         )
 
 

@@ -39,6 +39,7 @@ from jaxpar.runtime.process_env import NAMES
 
 INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
 PORTS_OF_MONITOR = ("port", "portNumber", "targetPort")
+NUMBER_LABEL = "batch.kubernetes.io/job-completion-index"
 LETTER_FIRST = (
     "JobSet",
     "TrainJob",
@@ -236,6 +237,12 @@ def _check_podmonitor(manifest: Mapping[str, Any]) -> None:
     ):
         raise ValueError(
             "a PodMonitor must have labels to select and an endpoint; got none. Write it with `manifest --kind podmonitor`."
+        )
+    number = spec["selector"].get("matchLabels", {}).get(NUMBER_LABEL, "0")
+    if number != "0":
+        raise ValueError(
+            f"a PodMonitor must select process 0, which alone serves metrics; got {NUMBER_LABEL} {printable(number)!r}. Write "
+            '"0".'
         )
     for endpoint in spec["podMetricsEndpoints"]:
         _check_endpoint(endpoint)

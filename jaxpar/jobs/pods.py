@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxpar.jobs.workload import SHARED_MEMORY, Workload, amount
+from jaxpar.jobs.workload import PROBES, SHARED_MEMORY, Workload, amount
 from jaxpar.runtime.output import printable
 
 REFERENCE = re.compile(r"(?<!\$)(?:\$\$)*\$\(([^)]+)\)")  # $(NAME); $$ is a dollar sign
@@ -12,7 +12,6 @@ _OF_POD = re.compile(
     r"\$\([^()]+\)|\[\$\([^()]+\)\]|0\.0\.0\.0|\[::\]"
 )  # one variable, or all addresses
 BIND_VARIABLE, POD_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS", "status.podIP"
-PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 HANDLERS = {  # what a probe, or a hook, does one of
     **dict.fromkeys(PROBES, ("exec", "grpc", "httpGet", "tcpSocket")),
     **dict.fromkeys(("preStop", "postStart"), ("exec", "httpGet", "sleep", "tcpSocket")),

@@ -9,6 +9,7 @@ from jaxpar.jobs.job import CHECKPOINTS, GPUS, ROOT, flag_value, flag_values
 from jaxpar.jobs.pods import BIND_VARIABLE
 from jaxpar.jobs.restarts import restart_remarks
 from jaxpar.jobs.serving_remarks import serving_remarks
+from jaxpar.jobs.shells import shell_remarks
 from jaxpar.jobs.workload import FAKE_DEVICES, NODE, SHARED_MEMORY, USUAL_GRACE, Workload, workloads
 from jaxpar.runtime.exit_codes import ExitCode
 from jaxpar.runtime.process_env import TIMEOUT_VARIABLE, TOKEN_VARIABLE
@@ -21,6 +22,17 @@ UNTOLD = {  # what follows without a variable
     TOKEN_VARIABLE: "any program that reaches process 0 may join the run",
     TIMEOUT_VARIABLE: "processes wait 300 s for one another, with the time to pull the image",
     BIND_VARIABLE: "process 0 listens at all addresses of its pod",
+}
+OF_POD = "is deleted with its pod, and no other pod has it: a restarted run does not find its checkpoints"
+NOT_KEPT = {  # volumes that are no place for results, and why
+    "emptyDir": OF_POD,
+    "ephemeral": OF_POD,
+    "hostPath": "is a folder of a node: a pod on another node has another, unless all nodes mount one file system there",
+}
+UNANSWERED = {  # what follows where a probe asks a run, of which process 0 alone answers, and only once it trains
+    "startupProbe": "pods are ended while they start",
+    "livenessProbe": "pods are ended while they start, and all but that of process 0 later",
+    "readinessProbe": "all pods but that of process 0 are never ready",
 }
 NO_PATHS = ("recall",)  # a task for --data
 PLATFORMS = "JAX_PLATFORMS"
@@ -77,6 +89,7 @@ def _suspended(manifest: Mapping[str, Any]) -> Iterator[str]:
 
 def _of(pods: Workload) -> Iterator[str]:
     yield from _no_command(pods)
+    yield from shell_remarks(pods)
     if pods.kind == "Deployment":
         yield from _deaf_to_signals(pods)
         return
@@ -84,6 +97,7 @@ def _of(pods: Workload) -> Iterator[str]:
     yield from _told_less(pods)
     yield from _may_not_write(pods)
     yield from _no_time_to_save(pods)
+    yield from _time_of_hook(pods)
     yield from _deaf_to_signals(pods)
     yield from _unknown_number(pods)
     yield from _no_devices(pods)
@@ -112,6 +126,7 @@ def _of_recipe(pods: Workload) -> Iterator[str]:
         yield from beside_resume(pods.words)
     yield from _unheld_inputs(pods)
     yield from _unscraped(pods)
+    yield from _unanswered(pods)
 
 
 def trains_nothing(command: Sequence[str]) -> Iterator[str]:
@@ -170,6 +185,16 @@ def _unscraped(pods: Workload) -> Iterator[str]:
         )
 
 
+def _unanswered(pods: Workload) -> Iterator[str]:
+    """Yields a line for each probe by the network of a recipe: it answers at the port of metrics alone, on process 0."""
+    for probe, what_follows in UNANSWERED.items():
+        if probe in pods.handlers and "exec" not in pods.handlers[probe]:
+            yield (
+                f"{pods.path} has a {probe}: a run answers none but requests for metrics, on process 0 and once it trains, so "
+                f"{what_follows}. Leave it out: a run that is stuck ends by itself, with exit code {int(ExitCode.STUCK)}"
+            )
+
+
 def _told_less(pods: Workload) -> Iterator[str]:
     """Yields a line for each variable that pods of a run lack, and could start without."""
     if (pods.num_pods or 1) == 1 or pods.told is None:
@@ -201,6 +226,17 @@ def _no_time_to_save(pods: Workload) -> Iterator[str]:
         yield (
             f"terminationGracePeriodSeconds of {pods.path} is {grace}{unless}: a drained pod has no longer to save. Write "
             "twice the seconds of a save, and 30 more"
+        )
+
+
+def _time_of_hook(pods: Workload) -> Iterator[str]:
+    """Yields a line if a hook takes its time from that in which a run saves."""
+    if "preStop" in pods.handlers:
+        seconds = pods.pre_stop_seconds
+        takes = f"its {seconds} s are" if seconds else "its time is"
+        yield (
+            f"{pods.path} has lifecycle.preStop: SIGTERM, at which a run saves, comes after it, and {takes} part of "
+            "terminationGracePeriodSeconds. Leave it out"
         )
 
 
@@ -277,6 +313,12 @@ def _lost_results(pods: Workload) -> Iterator[str]:
         yield (
             f"the recipe has {given} and the claim is mounted at {mounts}: results and checkpoints are lost with the pods. "
             f"Give it a folder there, such as --out-dir {place}"
+        )
+    volume = {} if folder is None else pods.volume_of(folder)
+    for kind in NOT_KEPT.keys() & volume.keys():
+        yield (
+            f"--out-dir {folder} is in the volume {volume['name']}, whose {kind} {NOT_KEPT[kind]}. Name a claim that all pods "
+            "can write to, as --checkpoint-claim does"
         )
     model = pods.flag("--save-hf")
     if model is not None and pods.folder_of(model) is None:

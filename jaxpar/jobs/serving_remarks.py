@@ -13,6 +13,7 @@ UNPROBED = {  # what happens without a probe
     "livenessProbe": "one that hangs is not started again",
     "readinessProbe": "requests reach one that is still loading its model, and get 503",
 }
+EMPTY = frozenset({"emptyDir", "ephemeral"})  # volumes that are made with their pod
 LEAST_START = 300  # seconds
 
 
@@ -31,6 +32,12 @@ def serving_remarks(manifest: Mapping[str, Any]) -> Iterator[str]:
 def _unheld_folder(pods: Workload) -> Iterator[str]:
     """Yields a line if the folder that is served is in no volume."""
     folder = pods.served or ""
+    volume = pods.volume_of(folder)
+    if EMPTY.intersection(volume) and volume["name"] not in pods.filled:
+        yield (
+            f"the folder to serve is {folder}, in the volume {volume['name']}, which is empty when a pod starts, and no other "
+            "container writes to it. Name a claim, or add an init container that fills it"
+        )
     if pods.folder_of(folder) is not None:
         return
     mounts = " and ".join(sorted(map(str, pods.folders)))

@@ -28,6 +28,8 @@ UNITS = {
 }
 UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("KMGTPE", 1)}
 USUAL_GRACE = 30  # seconds, of Kubernetes
+SLEEP = re.compile(r"\bsleep (\d{1,6})\b")
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 NODE = "node"  # the job, and the container, that trains in the runtimes of Kubeflow's Trainer
 
 
@@ -57,6 +59,8 @@ class Workload:
         grace_seconds: From the signal to stop until the end; None: not stated.
         containers: The names of those of a pod that run together.
         job: The name of the replicated job that has them.
+        handlers: The probes and the hooks of the program's container.
+        filled: The names of the volumes that other containers of a pod mount, which may write what the program reads.
     """
 
     kind: str
@@ -80,6 +84,8 @@ class Workload:
     grace_seconds: int | None = None
     containers: tuple[str, ...] = ()
     job: str = ""
+    handlers: Mapping[str, Any] = field(default_factory=dict)
+    filled: frozenset[str] = frozenset()
 
     @property
     def is_of_runtime(self) -> bool:
@@ -151,6 +157,20 @@ class Workload:
         place = PurePosixPath(normpath(path))  # without ..
         inside = [folder for folder in self.folders if place.is_relative_to(folder)]
         return self.folders[max(inside, key=lambda folder: len(folder.parts))] if inside else None
+
+    def volume_of(self, path: str) -> Mapping[str, Any]:
+        """Returns the volume that holds a path; an empty one if there is none, or the manifest does not have it."""
+        name = (self.folder_of(path) or {}).get("name")
+        return next((each for each in self.volumes if each["name"] == name), {})
+
+    @property
+    def pre_stop_seconds(self) -> int:
+        """The seconds for which the preStop hook sleeps, before SIGTERM; 0: there is none, or what it does is not known."""
+        hook = self.handlers.get("preStop", {})
+        if "sleep" in hook:
+            return whole(hook["sleep"]["seconds"], "the seconds of preStop")
+        found = SLEEP.search(" ".join(hook.get("exec", {}).get("command", [])))
+        return int(found[1]) if found else 0
 
 
 def served_folder(words: Sequence[str]) -> str | None:
@@ -285,6 +305,9 @@ def _of_program(
         shares_processes=bool(pod.get("shareProcessNamespace")),
         grace_seconds=pod.get("terminationGracePeriodSeconds"),
         containers=tuple(each["name"] for each in pod.get("containers", [])),
+        handlers={name: program[name] for name in PROBES if name in program}
+        | program.get("lifecycle", {}),
+        filled=_mounted(pod, without=program),
     )
 
 
@@ -310,9 +333,16 @@ def _told(container: Mapping[str, Any]) -> frozenset[str] | None:
     )
 
 
-def _mounted(spec: Mapping[str, Any]) -> frozenset[str]:
+def _mounted(
+    spec: Mapping[str, Any], *, without: Mapping[str, Any] | None = None
+) -> frozenset[str]:
     containers = [*spec.get("containers", []), *spec.get("initContainers", [])]
-    return frozenset(mount["name"] for each in containers for mount in each.get("volumeMounts", []))
+    return frozenset(
+        mount["name"]
+        for each in containers
+        if each is not without
+        for mount in each.get("volumeMounts", [])
+    )
 
 
 def whole(value: Any, name: str) -> int:
