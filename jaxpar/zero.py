@@ -68,6 +68,11 @@ class ZeroShard:
     owned: int | None = None
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each device of a group has a part of its gradient."""
+        return self.dim is not None
+
+    @property
     def is_replicated(self) -> bool:
         """Whether every device of a group has its whole gradient."""
         return self.dim is None and self.owned is None

@@ -64,10 +64,13 @@ def accumulate_in_turn(stage: Stage) -> State:
     last = stage.program.schedule.num_ticks - 1
     reduces = stage.program.reduces
     tick = partial(_tick, stage, layers, reduces=False)
-    state = jax.lax.fori_loop(0, last if reduces else last + 1, tick, layers.first_state())
+    state, number = layers.first_state(), jnp.int32(last)
+    if last or not reduces:
+        state = jax.lax.fori_loop(0, last if reduces else last + 1, tick, state)
     if reduces:
-        # XLA may otherwise run this F before the loop, and keep its residuals beside those of the loop.
-        number, state = jax.lax.optimization_barrier((jnp.int32(last), state))
+        if last:
+            # XLA may otherwise run this F before the loop, and keep its residuals beside those of the loop.
+            number, state = jax.lax.optimization_barrier((number, state))
         state = _tick(stage, layers, number, state, reduces=True)
     return layers.with_stacked_sums(state)
 
@@ -90,6 +93,10 @@ def _tick(
     with jax.named_scope("head"):
         loss_sums, grads, ct = ends.head(stage.head, y, microbatch, stage.total_weight)
         state = stage.add_head(True, state, row, loss_sums, grads, [])
+        # XLA would leave the gradients of the head to the end, and keep those of the logits.
+        of_head = {i: state.outer_grads[i] for i in grads}
+        ct, of_head = jax.lax.optimization_barrier((ct, of_head))
+        state = state._replace(outer_grads=state.outer_grads | of_head)
     with jax.named_scope("B"):
         state, dx = layers.backward(state, row, ct, stored)
         if ends.embed_trains:
@@ -102,7 +109,7 @@ class _WrittenOut:
 
     def __init__(self, stage: Stage) -> None:
         self.layer, self.layers = stage.layer, stage.layers
-        self.sums = stage.sums
+        self.sums, self.reduces = stage.sums, stage.program.reduces
         self.params = _unstacked(stage.layers.params, stage.layers.layout.num_layers)
         whole = jax.eval_shape(self.layer.fetch, self.params[0])
         shapes = lambda arrays: [each.shape for each in arrays]
@@ -215,8 +222,9 @@ class _WrittenOut:
         return [[total[0] for total in reduced], *above]
 
     def with_stacked_sums(self, state: State) -> State:
-        by_array = zip(*state.layer_grads, strict=True)
-        return state._replace(layer_grads=[jnp.stack(each) for each in by_array])
+        by_array = [list(each) for each in zip(*state.layer_grads, strict=True)]
+        stacks = _stacked_in_turn(by_array) if self.reduces else list(map(jnp.stack, by_array))
+        return state._replace(layer_grads=stacks)
 
 
 class _Loop:
@@ -253,6 +261,19 @@ def _after(ct: Arrays, arrays: Arrays, which: list[bool]) -> tuple[Arrays, Array
     chosen = [i for i, waits in enumerate(which) if waits]
     ct, waited = jax.lax.optimization_barrier((ct, [arrays[i] for i in chosen]))
     return ct, merge(arrays, chosen, waited)
+
+
+def _stacked_in_turn(by_array: list[Arrays]) -> Arrays:
+    """Returns stacks of arrays that are there at once, of one list after another.
+
+    XLA would make all stacks first, beside all the arrays.
+    """
+    stacks: Arrays = []
+    while by_array:
+        arrays, *rest = by_array
+        stack, by_array = jax.lax.optimization_barrier((jnp.stack(arrays), rest))
+        stacks.append(stack)
+    return stacks
 
 
 def _unstacked(stacks: Arrays, count: int) -> list[Arrays]:

@@ -91,6 +91,11 @@ class Choice:
             return False
         return one_stage.takes(self.zero, num_layers, self.num_microbatches)
 
+    def reduces_beside(self, num_layers: int) -> bool:
+        """Returns whether GPUs reduce the gradients of each layer over the replicas in the backward pass of one stage."""
+        once = self.zero >= 2 or self.num_microbatches == 1
+        return once and self.is_in_turn(num_layers)
+
     @property
     def form(self) -> str:
         """The form of its schedule's table on GPUs, where stages run in lock-step."""

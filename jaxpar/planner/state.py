@@ -225,7 +225,7 @@ def _in_turn(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, i
     found = _pipelined(choice, analysis, at_rest, slots, masks=True, splits=False)
     layers = analysis.shape.num_layers
     kept = found["activations"]
-    waiting = min(_most_waiting(choice), layers)
+    waiting = min(_most_waiting(choice, layers), layers)
     in_layer = _in_backward(choice, analysis, at_rest, kept // layers, waiting)
     in_layer += _cast_layers(choice, analysis, at_rest, layers)
     in_layer += _gathered(at_rest) + _cast_head(analysis, at_rest)
@@ -241,9 +241,10 @@ def _summed_one(at_rest: AtRest) -> list[int]:
     return [wide_bytes([at_rest.one_layer[i]]) for i in at_rest.trained_layers]
 
 
-def _most_waiting(choice: Choice) -> int:
-    """How many layers' gradients are whole at once: at ZeRO 2 and 3 also those of the layer above, which are under way."""
-    return 2 if choice.zero >= 2 and choice.parts() > 1 else 1
+def _most_waiting(choice: Choice, num_layers: int) -> int:
+    """How many layers' gradients are whole at once: also those of the layer above, if they are scattered meanwhile."""
+    scatters = choice.zero > 0 and choice.parts() > 1
+    return 2 if scatters and choice.reduces_beside(num_layers) else 1
 
 
 def _in_backward(
@@ -277,12 +278,13 @@ def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str,
     """One microbatch whose layers are written out: a layer's gradients take the place of what it stored.
 
     Returns the parts at the moment of the peak: where the head runs, in the backward pass of a layer, or at the end, where the
-    embedding's gradients are there and the largest of the sums is stacked to be reduced. What waits is as in ``_in_turn``.
+    embedding's gradients are there and the largest of those of layers is stacked. What waits is as in ``_in_turn``.
     """
     layers = analysis.shape.num_layers
     stored = _stored(choice, analysis)
     casts = _cast_layers(choice, analysis, at_rest, layers)
-    sums = _summed_each(choice, at_rest, layers)
+    # Of a gradient that is sharded a device keeps its part.
+    sums = _summed_each(choice, at_rest, layers, scattered="is_sharded")
     of_layers = sum(sums)
     in_head = (i for i in at_rest.trained_outer if i in analysis.ends.head_dtypes)
     of_head = wide_bytes(at_rest.outer_in_use[i] for i in in_head)
@@ -291,7 +293,7 @@ def _one_batch(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str,
 
     def in_backward(done: int) -> dict[str, int]:
         """In the backward pass of a layer, after that of ``done`` layers."""
-        waiting = min(_most_waiting(choice), done + 1)
+        waiting = min(_most_waiting(choice, layers), done + 1)
         rest = layers - done
         in_layer = _in_backward(choice, analysis, at_rest, stored, waiting)
         return {

@@ -155,8 +155,13 @@ class Step:
         return "fused" if takes else None
 
     def _has_reductions_left(self) -> bool:
-        """Whether the last microbatch is asked to reduce the layers' gradients beside its backward pass, and there is need."""
+        """Whether the last microbatch is to reduce the layers' gradients beside its backward pass, and there is need.
+
+        If it is the only one, it does so unasked: layers are compiled once, as they are otherwise.
+        """
+        zero, axes = self.parallel.zero, self.mesh.shape
         # At ZeRO 2 every microbatch has reduced them, but for those over replica.
-        left = REPLICAS if self.parallel.zero < 2 else (REPLICA,)
-        is_split = any(self.mesh.shape[axis] > 1 for axis in left)
-        return self.parallel.overlap_grad_reduce and is_split
+        left = REPLICAS if zero < 2 else (REPLICA,)
+        if not any(axes[axis] > 1 for axis in left):
+            return False
+        return self.parallel.overlap_grad_reduce or (zero < 2 and self.pipeline.num_microbatches == 1)
