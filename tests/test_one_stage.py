@@ -216,6 +216,25 @@ def test_at_zero_2_no_microbatch_is_apart_since_each_has_reduced_its_gradients()
     )
 
 
+@pytest.mark.parametrize(("zero", "reduction"), [(0, "psum"), (1, "reduce_scatter")])
+def test_the_only_microbatch_reduces_each_layer_by_itself_unasked(zero, reduction):
+    params = params_of(5, lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32))
+    batch = jax.ShapeDtypeStruct((12, 5), jnp.int32)
+    shapes = {}
+    for num_microbatches in (1, 3):
+        step = step_of_16_bits(
+            mesh=jaxpar.make_mesh(data=2), zero=zero, num_microbatches=num_microbatches
+        )
+        traced = equations(jax.make_jaxpr(step)(params, batch))
+        sums = [each for each in traced if each.primitive.name.startswith(reduction)]
+        shapes[num_microbatches] = [
+            leaf.aval.shape for each in sums for leaf in each.invars if leaf.aval.ndim > 1
+        ]
+    for shape in SHAPES.values():
+        assert shapes[1].count((1, *shape)) == shapes[1].count((5, *shape)) + 5
+        assert (1, *shape) not in shapes[3]
+
+
 def test_more_layers_have_a_loop_so_that_the_time_to_compile_does_not_grow(monkeypatch):
     monkeypatch.setattr("jaxpar.pipeline.one_stage.MOST_WRITTEN_OUT", 36)
     count = {num_layers: len(body_of_microbatches(num_layers)) for num_layers in (36, 37, 100)}

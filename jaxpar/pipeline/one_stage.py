@@ -9,8 +9,8 @@ Layers written out take less time: nothing is sliced out of a stack or written i
 longer they take to compile, so there may be ``MOST_WRITTEN_OUT``.
 
 In a program that ``reduces``, the last microbatch is not in the loop over microbatches. Its B completes the sums of one layer
-after another, and reduces each over the replicas while the next layer runs. At ZeRO 2 and 3 every microbatch does so with the
-gradients of a layer, and has no need of it.
+after another, and reduces each over the replicas while the next layer runs. That of a single microbatch always does: it is
+compiled once in either case. At ZeRO 2 and 3 every microbatch reduces the gradients of a layer, and has no need of it.
 """
 
 from functools import partial

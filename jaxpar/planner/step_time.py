@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpar.dtypes import num_bytes
-from jaxpar.mesh import DATA, OF_ZERO, REPLICAS, STAGE, TENSOR
+from jaxpar.mesh import DATA, REPLICAS, STAGE, TENSOR
 from jaxpar.planner.cluster import Cluster, Links, collective_seconds
 from jaxpar.planner.job import EXPERTS, Assumptions, Choice, Software
 from jaxpar.planner.kernel_seconds import memory_rate, seconds_of
 from jaxpar.planner.kernels import Kernels
 from jaxpar.planner.ops import Analysis, Work, layer_works
 from jaxpar.planner.state import wide_bytes
-from jaxpar.planner.traffic import Transfer
+from jaxpar.planner.traffic import GRADIENTS_OF_LAYERS, Transfer
 from jaxpar.schedule import PLACEMENT, Costs, stage_and_chunk
 from jaxpar.schedule.simulate import Row, makespan
 
@@ -261,10 +261,18 @@ class Prices:
         transfers, choice, layers = list(transfers), self.choice, max(self.by_stage())
         reduced = [each for each in transfers if not each.what.startswith("a layer's")]
         seconds = beside = sum(self.collectives(reduced, axis) for axis in REPLICAS)
+        # Layers written out reduce their gradients beside one another.
+        reduces = not self.ideal and choice.reduces_beside(self._analysis.shape.num_layers)
         if DATA not in self.software.overlaps:
-            of_layers = [each for each in transfers if "of a layer" in each.what]
-            beside = (choice.zero == 3) * sum(self.collectives(of_layers, axis) for axis in OF_ZERO)
-        microbatches = choice.num_microbatches if choice.zero == 3 else 1
+            names = GRADIENTS_OF_LAYERS if reduces else ()
+            of_layers = [
+                each
+                for each in transfers
+                if each.what in names or (choice.zero == 3 and "of a layer" in each.what)
+            ]
+            beside = sum(self.collectives(of_layers, axis) for axis in REPLICAS)
+        in_each = choice.zero == 3 or (reduces and choice.zero == 2)
+        microbatches = choice.num_microbatches if in_each else 1
         backward = self.one_layer if choice.zero == 3 else self.one_layer - self.op("F")
         hidden = min(beside * (1 - 1 / layers), microbatches * layers * backward)
         return seconds - hidden + INTERFERENCE * hidden

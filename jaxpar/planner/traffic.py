@@ -22,6 +22,10 @@ from jaxpar.planner.ops import Analysis, layer_works
 from jaxpar.planner.state import AtRest, wide_bytes
 from jaxpar.schedule import PLACEMENT
 
+GRADIENTS = "gradients"
+# Reduced in the backward pass: once a step, or at ZeRO 2 and 3 with each microbatch.
+ONCE, IN_EACH = "gradients of layers", "gradients of a layer"
+GRADIENTS_OF_LAYERS = ONCE, IN_EACH
 SCALAR = 4  # float32: the loss, the weight, or a gradient's sum of squares or count of values that are not finite
 
 
@@ -98,30 +102,39 @@ def _whole_gradients(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
     """Yields the sums of the loss, its weight, and of gradients that no replica has a part of."""
     over = partial(_over, choice)
     shards = at_rest.step.zero.of_grads
-    whole = owned = 0
-    for leaf, shard in zip(at_rest.local_grads, shards, strict=True):
-        if shard.dim is None:
-            size = num_bytes([leaf])
-            whole += size if shard.owned is None else 0
-            owned += size if shard.owned is not None else 0
+    whole, owned = Counter({GRADIENTS: SCALAR}), 0  # that of the loss
+    for leaf, shard, name in zip(at_rest.local_grads, shards, _names(choice, at_rest), strict=True):
+        size = num_bytes([leaf])
+        if shard.is_replicated:
+            whole[name] += size
+        elif shard.dim is None:
+            owned += size
     in_one = all(shard.is_replicated for shard in shards)
     yield from over(REPLICAS, "all-reduce", SCALAR, 1, "weight")
-    yield from over(REPLICAS if in_one else OF_ZERO, "all-reduce", whole + SCALAR, 1, "gradients")
-    yield from over((CONTEXT,), "all-reduce", owned, 1, "gradients")
+    for name, size in whole.items():
+        yield from over(REPLICAS if in_one else OF_ZERO, "all-reduce", size, 1, name)
+    yield from over((CONTEXT,), "all-reduce", owned, 1, GRADIENTS)
     if not in_one:  # groups of replicas sum what each member has after its own group
-        yield from over(
-            (REPLICA,), "all-reduce", wide_bytes(at_rest.grads) + SCALAR, 1, "gradients"
-        )
+        yield from over((REPLICA,), "all-reduce", wide_bytes(at_rest.grads) + SCALAR, 1, GRADIENTS)
 
 
 def _sharded_gradients(choice: Choice, at_rest: AtRest) -> Iterator[Transfer]:
     """Yields the sums of gradients of which each replica keeps a part, and the gathers of what it updates by it."""
-    for leaf, shard in zip(at_rest.local_grads, at_rest.step.zero.of_grads, strict=True):
+    shards, names = at_rest.step.zero.of_grads, _names(choice, at_rest)
+    for leaf, shard, name in zip(at_rest.local_grads, shards, names, strict=True):
         size = num_bytes([leaf])
         if shard.dim is not None and not shard.is_early:
-            yield from _over(choice, shard.axes, "reduce-scatter", size, 1, "gradients")
+            yield from _over(choice, shard.axes, "reduce-scatter", size, 1, name)
         if shard.dim is not None and not shard.is_param:
             yield from _over(choice, shard.axes, "all-gather", size, 1, "params after the update")
+
+
+def _names(choice: Choice, at_rest: AtRest) -> list[str]:
+    """Returns what each gradient is part of where it is reduced, in the order of ``at_rest.local_grads``."""
+    num_of_layers = len(at_rest.trained_layers)  # which are stacked, and come first
+    num_layers = at_rest.local_grads[0].shape[0] if num_of_layers else 0
+    of_layer = ONCE if choice.reduces_beside(num_layers) else GRADIENTS
+    return [of_layer if i < num_of_layers else GRADIENTS for i in range(len(at_rest.local_grads))]
 
 
 def _of_layers(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[Transfer]:
@@ -134,9 +147,7 @@ def _of_layers(choice: Choice, analysis: Analysis, at_rest: AtRest) -> Iterator[
     for index, (leaf, read, shard) in enumerate(leaves):
         if shard.is_early and index in at_rest.trained_layers:
             size = num_bytes([leaf])
-            yield from _over(
-                choice, shard.axes, "reduce-scatter", size, times, "gradients of a layer"
-            )
+            yield from _over(choice, shard.axes, "reduce-scatter", size, times, IN_EACH)
         if shard.is_param:
             num_ops = sum(index in work.reads for work in works)
             size = num_bytes([read])

@@ -164,4 +164,6 @@ class Step:
         left = REPLICAS if zero < 2 else (REPLICA,)
         if not any(axes[axis] > 1 for axis in left):
             return False
-        return self.parallel.overlap_grad_reduce or (zero < 2 and self.pipeline.num_microbatches == 1)
+        return self.parallel.overlap_grad_reduce or (
+            zero < 2 and self.pipeline.num_microbatches == 1
+        )
