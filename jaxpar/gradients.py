@@ -90,10 +90,10 @@ def value_and_grad(
 
     **Collectives**: over the replicas one all-reduce a step, of gradients and sums together, for any number of microbatches
     (apart with ``grad_reduce_dtype``; one a stage with the mpmd executor; on GPUs one a layer where the batch is not split;
-    with ZeRO reduce-scatters over ``data`` and ``context``, and then one over ``replica``), and before it one of the weight, a
-    single number; over ``tensor`` what XLA inserts for the shardings of the params; over ``context`` what the layers send (``context_parallel.py``); over ``stage`` one
-    activation and one gradient for each boundary and microbatch, and the reduction of the gradients of ``outer``, a
-    reduce-scatter if they are sharded over ``stage``.
+    with ZeRO reduce-scatters over ``data`` and ``context``, and then one over ``replica``), and before it one of the
+    weight, a single number; over ``tensor`` what XLA inserts for the shardings of the params; over ``context`` what the
+    layers send (``context_parallel.py``); over ``stage`` one activation and one gradient for each boundary and microbatch,
+    and the reduction of the gradients of ``outer``, a reduce-scatter if they are sharded over ``stage``.
     """
     assert isinstance(mesh, Parallel), "made of a mesh and its settings"
     assert isinstance(pipeline, Pipeline), "made of its settings"

@@ -61,17 +61,18 @@ def accumulate_in_turn(stage: Stage) -> State:
     """Returns the sums over all microbatches, of a program that ``is_in_turn``."""
     is_written_out = writes_out(stage.program, stage.layers.layout)
     layers = _WrittenOut(stage) if is_written_out else _Loop(stage)
-    last = stage.program.schedule.num_ticks - 1
+    tick = partial(_tick, stage, layers)
     reduces = stage.program.reduces
-    tick = partial(_tick, stage, layers, reduces=False)
-    state, number = layers.first_state(), jnp.int32(last)
-    if last or not reduces:
-        state = jax.lax.fori_loop(0, last if reduces else last + 1, tick, state)
+    num_looped = stage.program.schedule.num_ticks - reduces
+    state = layers.first_state()
+    if num_looped:
+        state = jax.lax.fori_loop(0, num_looped, tick, state)
     if reduces:
-        if last:
+        last = jnp.int32(num_looped)
+        if num_looped:
             # XLA may otherwise run this F before the loop, and keep its residuals beside those of the loop.
-            number, state = jax.lax.optimization_barrier((number, state))
-        state = _tick(stage, layers, number, state, reduces=True)
+            last, state = jax.lax.optimization_barrier((last, state))
+        state = tick(last, state, reduces=True)
     return layers.with_stacked_sums(state)
 
 
@@ -81,12 +82,13 @@ def _tick(
     number: jax.Array,
     state: State,
     *,
-    reduces: bool,
+    reduces: bool = False,
 ) -> State:
     """F and B of one microbatch; ``reduces`` says whether B reduces the sums of layers."""
     row = OpRow(True, number, chunk=jnp.int32(0), residuals_b=0, residuals_w=0)
     row = row._replace(reduces=reduces)
-    ends, microbatch = stage.ends, stage.microbatch(number)
+    ends = stage.ends
+    microbatch = stage.microbatch(number)
     with jax.named_scope("F"):
         x = ends.embed(stage.embed, microbatch)
         state, y, stored = layers.forward(state, row, x)
@@ -108,8 +110,10 @@ class _WrittenOut:
     """Layers one after another; ``layer_grads`` of a State are then a list of arrays for each layer."""
 
     def __init__(self, stage: Stage) -> None:
-        self.layer, self.layers = stage.layer, stage.layers
-        self.sums, self.reduces = stage.sums, stage.program.reduces
+        self.layer = stage.layer
+        self.layers = stage.layers
+        self.sums = stage.sums
+        self.reduces = stage.program.reduces
         self.params = _unstacked(stage.layers.params, stage.layers.layout.num_layers)
         whole = jax.eval_shape(self.layer.fetch, self.params[0])
         shapes = lambda arrays: [each.shape for each in arrays]
@@ -223,7 +227,10 @@ class _WrittenOut:
 
     def with_stacked_sums(self, state: State) -> State:
         by_array = [list(each) for each in zip(*state.layer_grads, strict=True)]
-        stacks = _stacked_in_turn(by_array) if self.reduces else list(map(jnp.stack, by_array))
+        if self.reduces:
+            stacks = _stacked_in_turn(by_array)
+        else:
+            stacks = [jnp.stack(each) for each in by_array]
         return state._replace(layer_grads=stacks)
 
 
