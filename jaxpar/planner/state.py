@@ -228,7 +228,8 @@ def _in_turn(choice: Choice, analysis: Analysis, at_rest: AtRest) -> dict[str, i
     waiting = min(_most_waiting(choice, layers), layers)
     in_layer = _in_backward(choice, analysis, at_rest, kept // layers, waiting)
     in_layer += _cast_layers(choice, analysis, at_rest, layers)
-    in_layer += _gathered(at_rest) + _cast_head(analysis, at_rest)
+    in_layer += _gathered(at_rest) - _gathered_to_cast(analysis, at_rest)
+    in_layer += _cast_head(analysis, at_rest)
     at_end = layers * max(_summed_one(at_rest), default=0) - kept
     # Gathered params lie between what comes and goes, where XLA leaves about as much free as the largest of them takes.
     gaps = max(_gathered_each(at_rest), default=0)
@@ -406,6 +407,17 @@ def _cast_head(analysis: Analysis, at_rest: AtRest) -> int:
         leaf = at_rest.outer_in_use[i]
         if leaf.dtype != dtype:
             total += leaf.size * dtype.itemsize
+    return total
+
+
+def _gathered_to_cast(analysis: Analysis, at_rest: AtRest) -> int:
+    """The gathered params that the head alone reads, in another dtype: they are cast once, and free after that."""
+    ends, total = analysis.ends, 0
+    for i, dtype in ends.head_dtypes.items():
+        whole, own = at_rest.outer_in_use[i], at_rest.outer_at_rest[i]
+        is_cast = whole.dtype != dtype and i not in ends.embed_reads
+        if is_cast and whole.shape != own.shape:
+            total += num_bytes([whole])
     return total
 
 
