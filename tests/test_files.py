@@ -38,6 +38,16 @@ def test_a_file_that_a_library_creates_for_its_owner_has_the_permissions_of_the_
     }
 
 
+def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")  # as /dev/stdout is
+    for name in ("pipe", "link"):
+        with pytest.raises(FileExistsError, match="exists and is no regular file"):
+            write_whole(tmp_path / name, "new")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
+
+
 def make_private(path):
     """Makes a file as tempfile does."""
     path.touch(0o600)

@@ -83,6 +83,8 @@ def write_atomically(path: Path, write: Callable[[Path], Any], *, sync: bool = F
     """
     if path.is_dir():  # else the error would name the part
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():  # a rename would replace a device such as /dev/null
+        raise FileExistsError(errno.EEXIST, "exists and is no regular file", str(path))
     part = path.with_name(f"{path.name}.part")
     try:
         part.unlink(missing_ok=True)
