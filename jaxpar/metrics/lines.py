@@ -55,6 +55,7 @@ class LineFile:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
         self._waiting: deque[bytes] = deque()  # the first may be the rest of a line
         self._problem: OSError | None = None
+        self._is_deleted = False
 
     def write(self, line: str) -> None:
         """Appends a line after the waiting ones, as far as the disk accepts them."""
@@ -71,6 +72,16 @@ class LineFile:
             self._problem = error
         else:
             self._problem = None
+            self._tell_if_deleted()
+
+    def _tell_if_deleted(self) -> None:
+        """Tells once that the file has no name any more, so that what is written to it is lost."""
+        if not self._is_deleted and os.fstat(self._file).st_nlink == 0:
+            self._is_deleted = True
+            tell(
+                f"{self.path} was deleted while the run writes to it: its lines, also those of later steps, are lost. Stop the "
+                "run and resume it for a new one"
+            )
 
     def close(self) -> OSError | None:
         """Closes the file; returns an error that names missing lines and the reason, None if there are none."""
