@@ -1,5 +1,7 @@
 """A step that would wait for ever is refused once it is compiled, before it runs."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,3 +108,13 @@ def test_a_step_is_checked_once(x64, monkeypatch):
     for _ in range(3):
         state, _ = step(state, batch)
     assert len(checks) == 1
+
+
+def test_a_permutation_of_a_line_search_is_not_told_as_one_of_a_layer():
+    name = "jit(step)/while/body/cond/branch_0_fun/add"
+    line = f'%permute = f32[4] collective-permute(%sum), metadata={{op_name="{name}"}}'
+    with pytest.raises(ValueError, match=r"a line search, must not .* got add\. Use stage=1 or"):
+        check_permutes(types.SimpleNamespace(as_text=lambda: line))
+    inner = line.replace("branch_0_fun", "branch_0_fun/shard_map/while/cond")
+    with pytest.raises(ValueError, match=r"a layer, head or loss must not .* got add\. Cut"):
+        check_permutes(types.SimpleNamespace(as_text=lambda: f"{line}\n{inner}"))

@@ -211,7 +211,7 @@ def test_factors_are_zero_at_first_and_a_plain_model_takes_them():
         ),
         (
             lambda: Lora(3, {"w": 1}).init(jax.random.key(0), {"w": jnp.ones((8, 2))}),
-            r"A B has no higher rank; got 3, w of 8 inputs and 2 outputs. Choose 2 or less",
+            r"^rank must .* A B has no higher rank; got 3, w of 8 inputs and 2 outputs. Choose 2 or less",
         ),
         (
             lambda: lora.einsum(
@@ -221,11 +221,40 @@ def test_factors_are_zero_at_first_and_a_plain_model_takes_them():
             ),
             r"summed over must come first",
         ),
+        (
+            lambda: lora.einsum("ab,bc", jnp.ones((2, 2)), adapted(2, 3)),
+            r"spec must name the dims .* got 'ab,bc'\. Write",
+        ),
     ],
 )
 def test_factors_that_cannot_be_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def adapted(num_in, num_out):
+    return Lora(1, {"w": 1}).init(jax.random.key(0), {"w": jnp.ones((num_in, num_out))})["w"]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda w: jnp.einsum("ab,bc->ac", jnp.ones((4, 2)), w),
+        lambda w: w.T,
+    ],
+)
+def test_what_cannot_read_factors_says_what_can(read):
+    w = adapted(2, 3)
+    message = r"a weight \(2, 3\) with factors of LoRA \(write x @ weight .* lora\.merge\(params\)"
+    with pytest.raises((TypeError, ValueError, AttributeError), match=message):
+        read(w)
+
+
+def test_a_layer_that_merges_its_params_has_the_gradients_of_the_factors():
+    w, x = dataclasses.replace(adapted(2, 3), lora_b=jnp.ones((1, 3))), jnp.ones((4, 2))
+    read = jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)))
+    merged = jax.grad(lambda w: jnp.sum(jnp.sin(jnp.einsum("ab,bc->ac", x, lora.merge(w)))))
+    assert_same(merged(w), read(w), within=1e-5)
 
 
 def test_stored_factors_are_merged_a_layer_at_a_time_or_all_at_once():

@@ -32,12 +32,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 from jaxtyping import PyTree
 
-from jaxpar.fields import arg
+from jaxpar.fields import arg, is_flag
 from jaxpar.layered_model import LAYERS, is_layered, is_stacked, path_string
 from jaxpar.models.quantized import check_kind, dense, is_quantized, quantize_weight
 
 ADAPTERS = ("**/lora_a", "**/lora_b")
 FIELDS = ("weight", "lora_a", "lora_b")
+REMEDY = (
+    "write x @ weight or lora.einsum(spec, x, weight); for others, such as jnp.einsum, weight.T or a Flax layer, call "
+    "lora.merge(params) in the layer"
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,16 @@ class Adapted:
     scale: float
 
     __array_ufunc__ = None  # a NumPy array, too, leaves ``x @ weight`` to __rmatmul__
+
+    def __repr__(self) -> str:
+        """Returns a line without the values: JAX and Flax put it into their errors where they cannot read the weight."""
+        shape = getattr(self.weight, "shape", None)
+        return f"a weight {shape} with factors of LoRA ({REMEDY})"
+
+    @property
+    def T(self) -> Any:  # noqa: N802
+        """Raises AttributeError: factors have no transpose."""
+        raise AttributeError(f"{self!r} has no transpose")
 
     def astype(self, dtype: Any) -> "Adapted":
         """Returns the weight and its factors in another dtype."""
@@ -115,7 +129,11 @@ def einsum(
     """
     if not is_adapted(weight):
         return product(spec, x, dense(weight, x.dtype))
-    inputs, y_dims = spec.replace(" ", "").split("->")
+    inputs, arrow, y_dims = spec.replace(" ", "").partition("->")
+    if not arrow or inputs.count(",") != 1:
+        raise ValueError(
+            f'spec must name the dims of x, the weight and the result; got {spec!r}. Write such as "btd,df->btf".'
+        )
     x_dims, w_dims = inputs.split(",")
     ins = "".join(dim for dim in w_dims if dim not in y_dims)
     outs, rank = (
@@ -157,6 +175,10 @@ class Lora:
             raise ValueError(
                 f"alpha must be positive; got {self.alpha!r}. Choose the rank, {self.rank}, or twice that."
             )
+        if not isinstance(self.targets, Mapping):
+            raise TypeError(
+                f'targets must be a dict by name; got {self.targets!r}. Choose such as {{"w_up": 1}}.'
+            )
         if not self.targets:
             raise ValueError('targets must name weights; got none. Choose such as {"w_up": 1}.')
 
@@ -185,9 +207,10 @@ class Lora:
                     f"a weight must have dims that a product sums over, and others; got {path} of shape {weight.shape} and "
                     f"{num_in} to sum over. Correct the number in targets, or leave it out."
                 )
+            rank = arg("lora_rank") if is_flag("lora_rank") else "rank"
             if self.rank > (most := min(math.prod(ins), math.prod(outs))):
                 raise ValueError(
-                    f"{arg('lora_rank')} must be at most the number of inputs and of outputs of each weight, since A B has "
+                    f"{rank} must be at most the number of inputs and of outputs of each weight, since A B has "
                     f"no higher rank; got {self.rank}, {path} of {math.prod(ins)} inputs and {math.prod(outs)} "
                     f"outputs. Choose {most} or less; 8, say."
                 )

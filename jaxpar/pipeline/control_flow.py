@@ -108,6 +108,10 @@ def for_range(
         return jax.lax.fori_loop(start, stop, at, carry)
 
 
+def _is_stuck(name: str) -> bool:
+    return bool(_OF_SOME_STAGES.search(name)) and not _MESSAGE.search(name)
+
+
 def check_permutes(compiled: jax.stages.Compiled) -> None:
     """Raises if a compiled step of a pipeline would never end.
 
@@ -120,15 +124,18 @@ def check_permutes(compiled: jax.stages.Compiled) -> None:
     names = [
         found[1] for found in map(_PERMUTE.search, (compiled.as_text() or "").splitlines()) if found
     ]
-    stuck = {
-        name.rpartition("/")[2]
-        for name in names
-        if _OF_SOME_STAGES.search(name) and not _MESSAGE.search(name)
-    }
+    stuck = {name.rpartition("/")[2] for name in names if _is_stuck(name)}
+    if stuck and not any("shard_map" in name for name in names if _is_stuck(name)):
+        raise ValueError(
+            "a branch around the step, such as one of a line search, must not need a permutation over a mesh with several "
+            f"stages and tensor shards, since the step might not end; got {', '.join(sorted(stuck))}. Use stage=1 or tensor=1, "
+            "or an optimizer without a line search (optax.lbfgs(linesearch=None))."
+        )
     if stuck:
         raise ValueError(
             "a layer, head or loss must not slice, split, pad or flip a dim that the tensor axis cuts: the devices would "
             "exchange the parts in a permutation that other stages never join, and the step would not end; got "
             f"{', '.join(sorted(stuck))}. Cut another dim over tensor, such as heads of a fused projection [embed, 3, heads] "
-            'rather than [embed, 3 * heads], or use executor="mpmd".'
+            'rather than [embed, 3 * heads], or use executor="mpmd". XLA may also cut a dim that no rule cuts, where it is '
+            "added to or multiplied by one that is: then replicate that weight too."
         )
