@@ -30,20 +30,30 @@ class DeviceError(ValueError):
     """JAX cannot use the devices of this machine."""
 
 
-def started_devices() -> list[jax.Device]:
+def found_devices() -> list[jax.Device]:
     """Returns ``jax.devices()``, all devices of this run.
+
+    Raises:
+        DeviceError: JAX cannot start on the platform that it is told to use.
+    """
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # what JAX_PLATFORMS names is not there
+        why = str(error) or f"no plugin of JAX for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}"
+        raise DeviceError(
+            f"JAX must be able to use the devices that it is told to use; got: {why}. "
+            f"{_remedy(why, os.environ)}, or {ON_CPU}."
+        ) from error
+
+
+def started_devices() -> list[jax.Device]:
+    """Returns ``found_devices()``, on which a run is to train.
 
     Raises:
         DeviceError: JAX cannot start on the platform that it is told to use, or runs on the CPU of a machine with a GPU
             though neither JAX_PLATFORMS nor fake devices ask for it.
     """
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:  # a GPU that JAX_PLATFORMS names
-        raise DeviceError(
-            f"JAX must be able to use the devices that it is told to use; got: {error}. "
-            f"{_remedy(str(error), os.environ)}, or {ON_CPU}."
-        ) from error
+    devices = found_devices()
     if found := unused_gpus(devices[0].platform, gpu_nodes(), os.environ):
         why, remedy = found
         raise DeviceError(

@@ -11,7 +11,7 @@ others, or ends its program, is named by them, and all end within seconds.
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any, NoReturn
 
 import jax
@@ -128,6 +128,8 @@ class Guard:
                 if self._num_skipped and self._max_skipped:
                     self._end_not_finite()
                 self._close()
+            elif issubclass(kind, Exception):
+                self._finish_save()
         finally:
             self._resources.__exit__(kind, error, trace)
         if error is not None and is_peer_lost(error):
@@ -297,6 +299,13 @@ class Guard:
                 self._end(ExitCode.PEER_LOST, f"error: {error}")
         self._watchdog.beside("save", f"of step {step}", lambda: checkpoints.saving is None)
         self._saved_at = time.monotonic()
+
+    def _finish_save(self) -> None:
+        """Waits for the save in progress of a run that an error ends; one of several processes would wait for the others."""
+        if self._saves is None or jax.process_count() > 1:
+            return
+        with suppress(Exception), self._watchdog.phase("save"):
+            self._saves.wait()
 
     def _close(self) -> None:
         """Waits for the last save; ends the run if it failed."""

@@ -95,14 +95,23 @@ def test_the_cpu_is_used_where_it_is_asked_for(monkeypatch):
     assert devices.cpu_is_asked_for({})
 
 
-def test_a_platform_that_cannot_start_is_an_error_with_a_remedy(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (
+            RuntimeError("Unable to initialize backend 'cuda'"),
+            "Unable to initialize backend 'cuda'",
+        ),
+        (AssertionError(), "no plugin of JAX for JAX_PLATFORMS=cuda"),  # of JAX, without its plugin
+    ],
+)
+def test_a_platform_that_cannot_start_is_an_error_with_a_remedy(monkeypatch, error, why):
     def refuse():
-        raise RuntimeError("Unable to initialize backend 'cuda': no such platform")
+        raise error
 
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(devices.jax, "devices", refuse)
-    with pytest.raises(
-        DeviceError, match=r"got: Unable to initialize backend 'cuda'.*set JAX_PLATFORMS=cpu"
-    ):
+    with pytest.raises(DeviceError, match=f"got: {why}.*set JAX_PLATFORMS=cpu"):
         make_mesh(data=2)
 
 

@@ -275,6 +275,18 @@ def test_an_error_in_the_loop_is_not_swallowed_and_ends_the_threads(manager):
         raise KeyError("mine")
 
 
+def test_a_save_in_progress_is_finished_where_an_error_ends_the_loop(manager):
+    def steps():
+        yield 2
+        raise KeyError("mine")
+
+    guard = Guard(manager, num_steps=4, save_every=2)
+    with pytest.raises(KeyError, match="mine"):
+        train(guard, make_state(manager.mesh), steps())
+    assert manager.saving is None
+    assert manager.steps() == (2,)
+
+
 def test_only_what_a_collective_says_of_a_lost_process_is_taken_for_that(monkeypatch):
     lost = jax.errors.JaxRuntimeError("Gloo all-reduce failed: Connection closed by peer")
     assert not is_peer_lost(lost), "with one process there is no other"

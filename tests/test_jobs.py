@@ -279,6 +279,7 @@ def test_a_batch_script_is_one_that_bash_reads_and_slurm_obeys(tmp_path):
             tensor=8,
             hours=30.5,
             partition="gpu",
+            max_restarts=2,
         )
     )
     for line in (
@@ -297,29 +298,34 @@ def test_a_batch_script_is_one_that_bash_reads_and_slurm_obeys(tmp_path):
         program = tmp_path / "bin" / name
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
-    for code, restarts, requeued in (
-        (0, 0, False),
-        (2, 0, False),
-        (86, 0, False),
-        (75, 99, True),
-        (70, 0, True),
-        (70, 10, False),
+    log = tmp_path / "log"
+    env = {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "LOG": str(log),
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": "99",  # of which those after 75 are no failures
+    }
+    drained, failed = (75, True), (70, True)
+    for code, requeued in (
+        (0, False),
+        (2, False),
+        (86, False),
+        drained,
+        failed,
+        failed,
+        (70, False),
     ):
-        log = tmp_path / f"log-{code}-{restarts}"
-        env = {
-            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-            "CODE": str(code),
-            "LOG": str(log),
-            "SLURM_JOB_ID": "7",
-        }
+        log.unlink(missing_ok=True)
         done = subprocess.run(
             ["bash", script],
-            env=env | {"SLURM_RESTART_COUNT": str(restarts)},
+            env=env | {"CODE": str(code)},
+            cwd=tmp_path,
             check=False,
             timeout=WAIT_SECONDS,
         )
         assert done.returncode == code
-        assert log.exists() == requeued, f"exit code {code} after {restarts} restarts"
+        assert log.exists() == requeued, f"exit code {code}"
+    assert (tmp_path / "slurm-7.failures").read_text().count("exit code 70") == 3
 
 
 def written(capsys, *args):

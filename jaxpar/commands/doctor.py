@@ -16,7 +16,7 @@ import jax
 
 import jaxpar
 from jaxpar.commands.cli import call
-from jaxpar.devices import unused_gpus
+from jaxpar.devices import DeviceError, found_devices, unused_gpus
 from jaxpar.gpus import gpu_nodes
 from jaxpar.runtime.distributed import GPU_FLAGS
 from jaxpar.runtime.output import printable, version_of
@@ -45,9 +45,10 @@ def report(environment: Mapping[str, str]) -> str:
         environment: The environment variables to read.
     """
     try:
+        found_devices()
         backend, local = jax.default_backend(), jax.local_devices()
         devices = _devices(local)
-    except RuntimeError as error:  # a driver that is too old, a GPU in use
+    except (DeviceError, RuntimeError) as error:  # a driver that is too old, a GPU in use
         backend, local, devices = "none", [], [f"none: {error}"]
     sections = {
         "versions": _versions(),

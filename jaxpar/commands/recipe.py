@@ -36,6 +36,7 @@ from jaxpar.commands.cli import (
     wrapped,
 )
 from jaxpar.compile_only import start_on_cpu
+from jaxpar.devices import found_devices
 from jaxpar.fields import given_by
 from jaxpar.run.flags import RunFlags, check_run_flags, check_run_numbers
 from jaxpar.run.folder import CHECKPOINTS, has_run, resumed_if_restarted
@@ -201,6 +202,7 @@ def _set_up(flags: RunFlags) -> RunFlags:
         jaxpar.use_fake_devices(flags.common.fake_devices)
     with phase("connecting to the other processes", then="setting up"):
         join_run()
+    found_devices()
     only_on_first_process()
     if flags.trains:
         say_devices(compile_for=flags.gpu.compile_for)
