@@ -4,8 +4,9 @@
                                                          replica 1: rows 8-15: microbatch 0 = rows 8-11, 1 = rows 12-15
 
 A replica splits its own rows, so no row moves. It adds gradients over its microbatches, and only the sum is reduced over the
-replicas: one all-reduce per step, together with the loss. With ``replica`` there are as many groups of ``data`` replicas, the
-first rows in the first group. The total weight of the batch, a single number, is reduced before it.
+replicas: one all-reduce per step, together with the loss, or on GPUs one a layer where a batch is not split. With ``replica``
+there are as many groups of ``data`` replicas, the first rows in the first group. The total weight of the batch, a single
+number, is reduced before it.
 
 With ``context`` the sequences of a batch are split too, dim 1 of every array that has one (``context_parallel.py``). Gradients
 are then summed over all devices that share a row, in the same all-reduce.
