@@ -265,6 +265,10 @@ def test_pods_without_gpus_or_a_command_are_told_or_taken():
         *(("jobset", "pod volumes checkpoints", {"name": "checkpoints", kind: source},
            f"--out-dir /checkpoints/gpt is in the volume checkpoints, whose {kind} is {why}")
           for kind, source, why in VOLUMES),
+        *(("trainjob", "pod volumes checkpoints", {"name": "checkpoints", kind: source},
+           f"--out-dir /checkpoints/gpt is in the volume checkpoints, whose {kind} is {why}")
+          for kind, source, why in VOLUMES),
+        ("jobset", f"{LIMITS} cpu", "96", "spec.replicatedJobs.0 has a limit of 96 CPU cores: once they are used up"),
         *(("jobset", f"main {probe}", {"httpGet": {"port": 9090, "path": "/metrics"}},
            f"spec.replicatedJobs.0 has a {probe}: a run answers none but requests for metrics, on process 0 and once it tra")
           for probe in ("startupProbe", "livenessProbe", "readinessProbe")),
@@ -305,6 +309,51 @@ def test_what_an_edit_takes_from_a_run_is_told(kind, place, value, line):
     said = remarks(job)
     assert len(said) == bool(line)
     assert all(each.startswith(line) for each in said)
+
+
+def test_a_file_may_have_lists_and_documents_of_other_kinds(tmp_path, capsys):
+    (job,) = documents("jobset")
+    other = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}, "data": {"a": "b"}}
+    path = tmp_path / "job.yaml"
+    for found in ([other, job], [{"apiVersion": "v1", "kind": "List", "items": [job, other]}]):
+        path.write_text(yaml.safe_dump_all(found))
+        main(["--check", str(path)])
+        assert capsys.readouterr().err == "of kind ConfigMap nothing is checked\n"
+    edit(job, "jobset", "metadata name", "A")
+    path.write_text(yaml.safe_dump_all([other, job]))
+    with pytest.raises(ValueError, match=r"document 2: metadata\.name must be a host name's label"):
+        main(["--check", str(path)])
+    path.write_text(yaml.safe_dump_all([other, {**other, "kind": "JobSets"}]))
+    with pytest.raises(
+        ValueError, match=r"document 2: .* got kind JobSets\. Did you mean JobSet\?"
+    ):
+        main(["--check", str(path)])
+    path.write_text(yaml.safe_dump(other))
+    with pytest.raises(
+        ValueError, match=r"got kind ConfigMap\. Check a file that has one of these"
+    ):
+        main(["--check", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "is_right"),
+    [
+        *(("interval", value, True) for value in ("30s", "1m30s", "0")),
+        *(("interval", value, False) for value in ("30", "", "30S")),
+        ("scrapeTimeout", "10ms", True),
+        ("scrapeTimeout", "10 s", False),
+    ],
+)
+def test_the_times_of_a_monitor_have_units(field, value, is_right):
+    monitor = next(
+        each for kind in WRITTEN for each in documents(kind) if each["kind"] == "PodMonitor"
+    )
+    monitor["spec"]["podMetricsEndpoints"][0][field] = value
+    if is_right:
+        check_manifests([monitor])
+        return
+    with pytest.raises(ValueError, match=f"{field} must be a number with its unit, as in 30s"):
+        check_manifests([monitor])
 
 
 def test_a_volume_that_an_init_container_fills_may_be_empty():

@@ -325,7 +325,17 @@ def test_a_batch_script_is_one_that_bash_reads_and_slurm_obeys(tmp_path):
         )
         assert done.returncode == code
         assert log.exists() == requeued, f"exit code {code}"
-    assert (tmp_path / "slurm-7.failures").read_text().count("exit code 70") == 3
+    failures = tmp_path / "slurm-7.failures"
+    assert failures.read_text().count("exit code 70") == 3
+    failures.unlink()
+    failures.mkdir()  # the folder takes no file: SLURM's own count of all restarts is used
+    for restarts, requeued in ((1, True), (2, False)):
+        log.unlink(missing_ok=True)
+        told = {"CODE": "70", "SLURM_RESTART_COUNT": str(restarts)}
+        done = subprocess.run(
+            ["bash", script], env=env | told, cwd=tmp_path, check=False, timeout=WAIT_SECONDS
+        )
+        assert (done.returncode, log.exists()) == (70, requeued)
 
 
 def written(capsys, *args):
@@ -542,7 +552,7 @@ def test_a_manifest_edited_by_hand_is_checked(capsys, tmp_path):
         (
             'kind: "JobSet"',
             'kind: "Pod"',
-            "PodMonitor, Deployment, Service; got kind Pod. Leave its document out.",
+            "PodMonitor, Deployment, Service; got kind Pod. Check a file that has one of these.",
         ),
         (
             'apiVersion: "jobset.x-k8s.io/v1alpha2"',
@@ -590,7 +600,7 @@ def test_every_kind_that_is_written_passes_its_own_check(capsys, tmp_path):
         "all in one": [
             (
                 'kind: "PodMonitor"',
-                'kind: "PrometheusRule"',
+                'kind: "PodMonitors"',
                 "document 3: a manifest must be of a kind that `manifest` writes",
             ),
             (

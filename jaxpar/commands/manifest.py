@@ -30,6 +30,7 @@ from jaxpar.jobs import (
     trains_nothing,
     unsaved,
 )
+from jaxpar.jobs.check import in_lists, kind_of
 from jaxpar.jobs.field_types import without_nulls
 from jaxpar.jobs.flags import (
     OF_SERVICE,
@@ -121,11 +122,13 @@ def _print(flags: Flags, command: tuple[str, ...], given: Collection[str]) -> No
     )
     if flags.check is not None:
         _check_alone(command, given)
-        found = read_yaml(read_file(flags.check, "--check"), "--check")
-        check_manifests(found, schema)
-        _check_programs(found)
+        found = in_lists(read_yaml(read_file(flags.check, "--check"), "--check"))
+        checked = check_manifests(found, schema)
+        _check_programs(checked)
         print(f"{printable(str(flags.check))}: nothing wrong found", flush=True)
-        _tell([line for manifest in found for line in remarks(manifest)])
+        others = sorted({kind_of(each) for each in found} - {kind_of(each) for each in checked})
+        _tell([f"of kind {', '.join(others)} nothing is checked"] if others else [])
+        _tell([line for manifest in checked for line in remarks(manifest)])
         return
     _tell(unused_flags(flags.kind, _given(flags)))
     # All flags of the job are taken, and checked if the command is there; of a PodMonitor its name and port alone are needed.

@@ -60,13 +60,12 @@ def check_manifest(manifest: Any, schema: Any = None) -> None:
         ValueError: The manifest is not valid; the message names the field.
         ImportError: A schema is given, and jsonschema is not installed.
     """
-    kind = manifest.get("kind") if isinstance(manifest, Mapping) else type(manifest).__name__
-    if not isinstance(manifest, Mapping) or not isinstance(kind, str) or kind not in API_VERSIONS:
-        named = {each.lower(): each for each in API_VERSIONS}
-        near = get_close_matches(str(kind).lower(), named, 1, cutoff=0.8)
+    kind = kind_of(manifest)
+    if kind not in API_VERSIONS:
+        near = _near_kind(kind)
         raise ValueError(
-            f"a manifest must be of a kind that `manifest` writes, {', '.join(API_VERSIONS)}; got kind "
-            f"{printable(str(kind))[:80]}. {f'Did you mean {named[near[0]]}?' if near else 'Leave its document out.'}"
+            f"a manifest must be of a kind that `manifest` writes, {', '.join(API_VERSIONS)}; got kind {kind}. "
+            f"{f'Did you mean {near}?' if near else 'Check a file that has one of these.'}"
         )
     if schema is not None:
         if not isinstance(schema, Mapping):
@@ -76,6 +75,24 @@ def check_manifest(manifest: Any, schema: Any = None) -> None:
         _check_schema(manifest, schema)
     with _fields_as_in_the_api(kind):
         check_rules(manifest)
+
+
+def kind_of(manifest: Any) -> str:
+    """Returns the kind of a manifest, or the type of what is none."""
+    kind = manifest.get("kind") if isinstance(manifest, Mapping) else type(manifest).__name__
+    return printable(str(kind))[:80]
+
+
+def _near_kind(kind: str) -> str | None:
+    named = {each.lower(): each for each in API_VERSIONS}
+    near = get_close_matches(kind.lower(), named, 1, cutoff=0.8)
+    return named[near[0]] if near else None
+
+
+def _is_of_others(manifest: Any) -> bool:
+    """Returns whether a manifest is of a kind that is not checked, such as a ConfigMap."""
+    kind = manifest.get("kind") if isinstance(manifest, Mapping) else None
+    return isinstance(kind, str) and kind not in API_VERSIONS and _near_kind(kind) is None
 
 
 @contextmanager
@@ -94,8 +111,21 @@ def _fields_as_in_the_api(kind: str) -> Iterator[None]:
         ) from error
 
 
-def check_manifests(manifests: Sequence[Any], schema: Any = None) -> None:
-    """Raises unless each manifest of a file is one that ``check_manifest`` takes, and they fit one another.
+def in_lists(documents: Sequence[Any]) -> list[Any]:
+    """Returns the documents of a YAML file with the items of a List, as ``kubectl get -o yaml`` writes it, in its place."""
+    found = []
+    for each in documents:
+        is_list = isinstance(each, Mapping) and each.get("kind") == "List"
+        items = each.get("items") if is_list else None
+        found += items if isinstance(items, list) else [each]
+    return found
+
+
+def check_manifests(manifests: Sequence[Any], schema: Any = None) -> list[Mapping[str, Any]]:
+    """Returns the manifests of a file of the kinds that are checked; raises unless ``check_manifest`` takes each.
+
+    So it does unless they fit one another, and if all are of other kinds. Those of other kinds beside them, such as a
+    ConfigMap, are passed over.
 
     Args:
         manifests: The manifests, as read from the documents of a YAML file.
@@ -107,12 +137,18 @@ def check_manifests(manifests: Sequence[Any], schema: Any = None) -> None:
     """
     if not manifests:
         raise ValueError("a manifest must hold a document; got none. Write one with `manifest`.")
-    kinds = sorted({str(each.get("kind"))[:80] for each in manifests if isinstance(each, Mapping)})
+    are_checked = [not _is_of_others(each) for each in manifests]
+    if not any(are_checked):
+        are_checked[0] = True  # whose error names the kinds
+    checked = [each for each, is_checked in zip(manifests, are_checked, strict=True) if is_checked]
+    kinds = sorted({kind_of(each) for each in checked})
     if schema is not None and len(kinds) > 1:
         raise ValueError(
             f"a schema is that of one kind; got a file of {', '.join(kinds)}. Check them in files of their own."
         )
     for number, manifest in enumerate(manifests, 1):
+        if not are_checked[number - 1]:
+            continue
         try:
             check_manifest(manifest, schema)
         except ValueError as error:
@@ -120,7 +156,8 @@ def check_manifests(manifests: Sequence[Any], schema: Any = None) -> None:
                 raise
             raise ValueError(f"document {number}: {error}") from error
     with _fields_as_in_the_api("Service"):
-        check_together(manifests)
+        check_together(checked)
+    return checked
 
 
 def _check_schema(manifest: Mapping[str, Any], schema: Mapping[str, Any]) -> None:

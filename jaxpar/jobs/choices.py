@@ -66,6 +66,8 @@ FORMS: Mapping[tuple[str, ...], str] = {
     ("initContainers", "image"): "image",
     ("trainer", "image"): "image",
     ("runtimeRef", "name"): "named_host",
+    ("podMetricsEndpoints", "interval"): "duration",
+    ("podMetricsEndpoints", "scrapeTimeout"): "duration",
     ("subdomain",): "label",
     ("claimName",): "host_name",
     ("serviceAccountName",): "host_name",

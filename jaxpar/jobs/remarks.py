@@ -102,6 +102,7 @@ def _of(pods: Workload) -> Iterator[str]:
     yield from _unknown_number(pods)
     yield from _no_devices(pods)
     yield from _hidden_devices(pods)
+    yield from _slowed(pods)
     yield from _endless(pods)
     yield from _no_shared_memory(pods)
     yield from _slow_network(pods)
@@ -389,6 +390,16 @@ def _hidden_devices(pods: Workload) -> Iterator[str]:
                 f"{pods.path} has {name}={value}, and the device plugin says which of the {each[0]} GPUs a pod sees: the mesh "
                 "may not find its devices. Leave the variable out"
             )
+
+
+def _slowed(pods: Workload) -> Iterator[str]:
+    """Yields a line if the kernel holds a process to a number of CPU cores."""
+    if limit := pods.limits.get("cpu"):
+        yield (
+            f"{pods.path} has a limit of {limit} CPU cores: once they are used up the kernel stops the process for the rest of "
+            "each tenth of a second, unless its node reserves cores for it (the static policy of the CPU manager), and all "
+            "others wait for it. Leave the limit out, and request the cores"
+        )
 
 
 def _endless(pods: Workload) -> Iterator[str]:
