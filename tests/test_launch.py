@@ -102,6 +102,19 @@ def test_the_cause_is_named_not_its_consequences(launch, monkeypatch):
     assert "Gloo" not in told
 
 
+@pytest.mark.parametrize("code", [74, 75, 86])
+def test_where_all_agree_to_end_the_first_process_which_says_why_is_named(launch, code):
+    work = launch(
+        f"time.sleep(0.3 * (me == 0)); print('why', flush=True) if me == 0 else None; sys.exit({code})"
+    )
+    gang = Gang(work)
+    gang.start()
+    assert (gang.wait(), gang.first_failed) == (code, 0)
+    assert explain(gang, code).startswith("launch: process 0 of 3 ended first"), (
+        "it is on the screen"
+    )
+
+
 def test_lines_of_gloo_are_hidden_wherever_they_are_cut_and_no_others():
     line = b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
     output = (

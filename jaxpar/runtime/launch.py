@@ -50,6 +50,11 @@ LINES_SHOWN = 40
 ON_A_LINE = 'read -r _ && exec "$@" < /dev/null'
 # Exit codes of processes that end because another one did: JAX aborts, jaxpar returns PEER_LOST.
 CONSEQUENCES = (-signal.SIGABRT, ExitCode.PEER_LOST)
+AGREED = (
+    {ExitCode.NOT_SAVED},
+    {ExitCode.PREEMPTED},
+    {ExitCode.NOT_FINITE},
+)  # all processes end with it
 
 
 @dataclass(frozen=True)
@@ -271,7 +276,10 @@ class Gang:
         early = list(self._ended)[: list(self._ended).index(failed[0])]
         if not causes and early:
             self.still_running = sorted({*running, *failed})
-        return [*causes, *early, *failed][0]
+        first = [*causes, *early, *failed][0]
+        # Process 0 says why where all agreed to end, and whichever process is the first of them says nothing.
+        agree = {self.processes[number].returncode for number in (0, first)}
+        return 0 if 0 in causes and agree in AGREED else first
 
     def _code(self) -> int:
         if self.still_running:

@@ -127,11 +127,12 @@ class Start:
 
 
 def supervise(launch: Launch, max_restarts: int) -> int:
-    """Runs a group of processes until it is done, restarting it at most ``max_restarts`` times; returns its last exit code.
+    """Runs a group of processes until it is done, restarting it after at most ``max_restarts`` failures; returns its last code.
 
-    A restarted run has ``JAXPAR_RESUME=if-any`` in its environment, so it resumes from the newest intact checkpoint, or
-    starts from the beginning if none was saved. It is not restarted after an exit code that a restart cannot fix, after two
-    consecutive starts without a step, or when the supervisor was asked to stop.
+    A run that was asked to stop and has saved, exit code 75, is restarted too and is no failure, as on a cluster. A restarted
+    run has ``JAXPAR_RESUME=if-any`` in its environment, so it resumes from the newest intact checkpoint, or starts from the
+    beginning if none was saved. It is not restarted after an exit code that a restart cannot fix, after two consecutive starts
+    without a step, or when the supervisor was asked to stop.
     """
     if max_restarts < 0:
         raise ValueError(
@@ -139,9 +140,7 @@ def supervise(launch: Launch, max_restarts: int) -> int:
         )
     starts = [_start(launch, 0)]
     while (why_not := _why_no_restart(starts, max_restarts)) is None:
-        say(
-            f"restart {len(starts)} of at most {max_restarts}: {starts[-1].ending}, {_where(starts[-1])}"
-        )
+        say(f"{_which(starts, max_restarts)}: {starts[-1].ending}, {_where(starts[-1])}")
         try:
             starts.append(_start(launch, len(starts)))
         except OSError as error:  # such as a full disk, which may be why the start before it failed
@@ -187,9 +186,19 @@ def _why_no_restart(starts: Sequence[Start], max_restarts: int) -> str | None:
         return f"{describe_exit(last.code)}, which a restart cannot fix"
     if len(starts) > 1 and all(start.reached is None for start in starts[-2:]):
         return "two consecutive starts completed no step"
-    if len(starts) > max_restarts:
+    if _num_failures(starts) > max_restarts:
         return f"--max-restarts {max_restarts} is used up"
     return None
+
+
+def _num_failures(starts: Sequence[Start]) -> int:
+    return sum(start.code not in (ExitCode.DONE, ExitCode.PREEMPTED) for start in starts)
+
+
+def _which(starts: Sequence[Start], max_restarts: int) -> str:
+    if starts[-1].code == ExitCode.PREEMPTED:
+        return "a restart that does not count"
+    return f"restart {_num_failures(starts)} of at most {max_restarts}"
 
 
 def _where(start: Start) -> str:
