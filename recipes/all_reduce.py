@@ -34,7 +34,7 @@ from jaxpar.report import reductions
 from jaxpar.report.reductions import NUM_SERVERS
 from jaxpar.run import checks, folder, phase, say
 from jaxpar.run.flags import check_seed
-from jaxpar.run.messages import stop
+from jaxpar.run.messages import say_written, stop
 from jaxpar.runtime.exit_codes import ExitCode
 
 ZERO = "ZeRO-1"
@@ -126,7 +126,7 @@ def main(config: Config) -> None:
         folder.make_new(config.out_dir, overwrite=config.overwrite)
         reductions.write_report(config.out_dir, rows, curves, settings=dataclasses.asdict(config))
     say("\n" + "\n".join(reductions.describe_stale(curves)))
-    say(f"written: {config.out_dir}/ with report.html, traffic.png, staleness.png")
+    say_written(config.out_dir, "report.html", "traffic.png", "staleness.png")
 
 
 def check_finite(config: Config, found: Any) -> None:

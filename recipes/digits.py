@@ -35,6 +35,7 @@ from jaxpar.run import Run, checks, make_mesh, say
 from jaxpar.run.batches import Batches, check_microbatches, check_no_sequences
 from jaxpar.run.early_stop import check_best_is_saved
 from jaxpar.run.flags import BasicFlags, CommonFlags, OwnFlags
+from jaxpar.run.messages import say_written
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule
 
 COLUMN, ROW, WHOLE = jaxpar.column_parallel(), jaxpar.row_parallel(), jaxpar.replicated()
@@ -181,9 +182,10 @@ def draw(config: Config, run: Run, train: Rows, test: Rows, read: np.ndarray) ->
     if own.sweep:
         sizes, rows = sweep(train, test, own.width, own.hidden_layers, config.common.learning_rate)
         classification.plot_errors(run.out_dir / "errors.png", sizes, rows)
-    pictures = "report.html, loss.png, predictions.png" + (", errors.png" if own.sweep else "")
-    pictures += ", timeline.png" if run.mesh.shape["stage"] > 1 else ""
-    say(f"written: {run.out_dir}/ with {pictures}, metrics.jsonl, config.json")
+    pictures = ["loss.png", "predictions.png"]
+    pictures += ["errors.png"] if own.sweep else []
+    pictures += ["timeline.png"] if run.mesh.shape["stage"] > 1 else []
+    say_written(run.out_dir, "report.html", *pictures, "metrics.jsonl", "config.json")
 
 
 def predict(params: dict, batch: dict[str, jax.Array]) -> jax.Array:

@@ -58,6 +58,7 @@ from jaxpar.run.flags import (
     check_out_dir,
 )
 from jaxpar.run.language_data import Data, DataFlags
+from jaxpar.run.messages import say_written
 from jaxpar.run.start import saved_settings
 from jaxpar.runtime.watchdog import Budgets
 from jaxpar.schedule import Schedule, lockstep_form, make_schedule, plot_timeline
@@ -238,9 +239,9 @@ def conclude(
     if jax.process_index() == 0:
         (run.out_dir / "sample.txt").write_text(sample + "\n")
     draw(run, text)
-    say(
-        f"written: {run.out_dir}/ with report.html, loss.png, timeline.svg, sample.txt, metrics.jsonl, config.json"
-    )
+    pictures = ["loss.png", "timeline.svg"]
+    texts = ["sample.txt", "metrics.jsonl", "config.json"]
+    say_written(run.out_dir, "report.html", *pictures, *texts)
 
 
 def draw(run: Run, text: Data) -> None:

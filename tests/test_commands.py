@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import subprocess
 import sys
 from typing import Annotated
 
@@ -13,6 +15,7 @@ from jaxpar.__main__ import COMMANDS, main
 from jaxpar.commands.cli import call
 from jaxpar.commands.doctor import advice, report
 from jaxpar.runtime.distributed import GPU_FLAGS
+from tests.support import doc_pages
 
 
 def write_run(folder, losses, **others):
@@ -33,6 +36,17 @@ def test_plot_puts_runs_side_by_side(tmp_path, capsys):
     )
     assert wrote == f"wrote {tmp_path / 'loss.png'}"
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_link_to_write_to_stays_one(tmp_path, capsys):
+    run, link = tmp_path / "run", tmp_path / "newest.svg"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    link.symlink_to(tmp_path / "loss.svg")
+    for _ in range(2):  # the second time it is there
+        assert main(["plot", str(run), "--out", str(link)]) == 0
+        assert link.is_symlink()
+        assert "<svg" in (tmp_path / "loss.svg").read_text()
 
 
 def test_plot_names_runs_apart(tmp_path, capsys):
@@ -192,6 +206,17 @@ def test_doctor_fits_a_page_and_tells_what_was_found(capsys):
         assert f"\n{section}\n" in f"\n{page}"
     assert "backend cpu: 8 of 8 devices are here, each a cpu\n" in page
     assert len(page.splitlines()) < 70
+
+
+def test_doctor_shows_the_settings_by_which_xla_ends_the_process():
+    words = [sys.executable, "-m", "jaxpar", "doctor"]
+    env = os.environ | {"XLA_FLAGS": "--xla_none_such=1"}
+    done = subprocess.run(
+        words, env=env, capture_output=True, text=True, check=False, cwd=doc_pages.ROOT
+    )
+    assert done.returncode
+    assert "  XLA_FLAGS=--xla_none_such=1\n" in done.stdout
+    assert "Unknown flag in XLA_FLAGS" in done.stderr
 
 
 def test_doctor_shows_the_cluster_and_no_secret():

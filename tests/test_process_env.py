@@ -92,6 +92,10 @@ def test_each_launcher_is_understood(environ, place):
             "JAX_COORDINATOR_ADDRESS must be host:port; got '10.0.0.1'",
         ),
         ({**OWN, "JAX_COORDINATOR_ADDRESS": "a:99999"}, "must be host:port; got 'a:99999'"),
+        (
+            {"JAXPAR_INITIALIZATION_TIMEOUT": "abc"},
+            "must be a number of seconds above 0; got 'abc'",
+        ),
         ({**OWN, "JAX_LOCAL_DEVICE_IDS": "a"}, "JAX_LOCAL_DEVICE_IDS must be numbers; got 'a'"),
     ],
 )

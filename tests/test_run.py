@@ -25,7 +25,7 @@ from jaxpar.run.call_order import CallOrderError
 from jaxpar.run.early_stop import EarlyStop, check_best_is_saved
 from jaxpar.run.evaluation import say_best
 from jaxpar.run.learning_rate import remark_on_rate
-from jaxpar.run.messages import remark_on_first_step
+from jaxpar.run.messages import remark_on_first_step, say_written
 from jaxpar.run.start import advice_on_finite_steps, check_processes, first_state
 from jaxpar.run.traits import Traits, numbers_of
 from jaxpar.runtime.lease import this_process
@@ -868,3 +868,13 @@ def test_checkpoints_without_the_metric_that_chooses_the_best_are_refused(given,
         check_best_is_saved(
             BasicFlags.of(keep_best="-test_los", checkpoint_every=50), 50, ("test_loss",)
         )
+
+
+def test_the_end_of_a_run_names_the_files_that_are_there(tmp_path, capsys):
+    (tmp_path / "loss.png").touch()
+    say_written(tmp_path, "report.html", "loss.png")
+    say_written(tmp_path / "deleted", "report.html")
+    assert capsys.readouterr().out.splitlines() == [
+        f"written: {tmp_path}/ with loss.png",
+        f"written: {tmp_path}/deleted/ with nothing, or it was deleted since",
+    ]

@@ -31,7 +31,7 @@ from jaxpar.checkpoint.restore import DeletedError
 from jaxpar.data.text import ByteTokenizer
 from jaxpar.models import mlp, trained_linear, transformer
 from jaxpar.models.least_squares import least_squares, read_table
-from jaxpar.serve import open_run
+from jaxpar.serve import open_run, server
 from jaxpar.serve.app import App
 from jaxpar.serve.language_model import GenerationRequest, LanguageModel, TextStream
 from jaxpar.serve.requests import RequestError, Settings, Worker, parse
@@ -620,6 +620,7 @@ def test_an_unknown_model_is_a_404_that_names_the_one_that_is_served(gpt):
     assert "got 'gpt-4'. Give 'gpt'." in found.message
     (model,) = gpt[1].get("/v1/models").json["data"]
     assert model["id"] == "gpt"
+    assert model["description"] == "step 0 of gpt"
     assert gpt[1].get("/v1/models/gpt").json == model
     other = gpt[1].get("/v1/models/org/gpt-4")
     assert (other.status, other.json["error"]["code"]) == (404, "model_not_found")
@@ -1056,6 +1057,16 @@ def test_pieces_of_random_bytes_add_up_to_their_text_up_to_a_stop_string():
 
 
 # The process ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_is_loaded_ends_with_0(capsys, number):
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as end, server.ending_on_signals():
+        signal.raise_signal(number)
+    assert end.value.code == 0
+    assert f"{number.name}: stopping before the model is loaded" in capsys.readouterr().err
+    assert signal.getsignal(number) is before
 
 
 @pytest.mark.full

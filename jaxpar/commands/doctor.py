@@ -8,7 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxpar.devices import DeviceError, found_devices, unused_gpus
 from jaxpar.gpus import gpu_nodes
 from jaxpar.runtime.distributed import GPU_FLAGS
 from jaxpar.runtime.output import printable, version_of
+from jaxpar.runtime.process_env import check_own_variables
 
 # What is shown of packages, environment variables, and those of each kind of cluster.
 PACKAGES, SETTINGS, CLUSTERS = json.loads(
@@ -30,7 +31,8 @@ GIB = 2**30
 
 def doctor() -> None:
     """Prints a report on this machine: versions, devices, collectives, settings, disk and shared memory, cluster variables."""
-    print(report(os.environ))
+    for section in sections(os.environ):  # each at once, since a wrong XLA_FLAGS ends the process
+        print(section, flush=True)
 
 
 def main(args: Sequence[str]) -> None:
@@ -44,25 +46,29 @@ def report(environment: Mapping[str, str]) -> str:
     Args:
         environment: The environment variables to read.
     """
+    return "\n".join(sections(environment))
+
+
+def sections(environment: Mapping[str, str]) -> Iterator[str]:
+    """Yields the sections of the report, those first for which JAX need not start."""
+    yield _section("versions", _versions())
+    yield _section("machine", _machine())
+    yield _section("set", _set(SETTINGS, environment) or ["none of the relevant variables"])
     try:
         found_devices()
         backend, local = jax.default_backend(), jax.local_devices()
         devices = _devices(local)
     except (DeviceError, RuntimeError) as error:  # a driver that is too old, a GPU in use
         backend, local, devices = "none", [], [f"none: {error}"]
-    sections = {
-        "versions": _versions(),
-        "machine": _machine(),
-        "devices": devices + _driver(),
-        "collectives": _collectives(),
-        "set": _set(SETTINGS, environment) or ["none of the relevant variables"],
-        "to look at": advice(environment, backend, len(local)) or ["nothing"],
-        "disk": _disk(),
-        "cluster": _cluster(environment),
-    }
-    return "\n".join(
-        f"{name}\n" + "\n".join(f"  {line}" for line in lines) for name, lines in sections.items()
-    )
+    yield _section("devices", devices + _driver())
+    yield _section("collectives", _collectives())
+    yield _section("to look at", advice(environment, backend, len(local)) or ["nothing"])
+    yield _section("disk", _disk())
+    yield _section("cluster", _cluster(environment))
+
+
+def _section(name: str, lines: Iterable[str]) -> str:
+    return "\n".join([name, *(f"  {line}" for line in lines)])
 
 
 def _set(names: Iterable[str], environment: Mapping[str, str]) -> list[str]:
@@ -145,6 +151,10 @@ def _collectives() -> list[str]:
 def advice(environment: Mapping[str, str], backend: str, num_devices: int) -> list[str]:
     """Returns warnings about the settings, for a backend and the number of its devices in this process."""
     flags, found = environment.get("XLA_FLAGS", ""), []
+    try:
+        check_own_variables(environment)
+    except ValueError as error:
+        found.append(str(error))
     given = environment.get("PJRT_NPROC", "")
     threads = int(given) if given.isdecimal() else 0
     unset = [flag for flag in GPU_FLAGS if flag.split("=")[0] not in flags]

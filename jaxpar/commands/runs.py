@@ -12,7 +12,7 @@ import tyro
 from jaxpar.commands.cli import call, foreign_flags_told, make_folder
 from jaxpar.fields import check_at_least, check_from
 from jaxpar.runtime.host_names import allowed_hosts
-from jaxpar.runtime.output import needing_extra, printable, printable_lines, tell
+from jaxpar.runtime.output import followed, needing_extra, printable, printable_lines, tell
 
 if TYPE_CHECKING:
     from jaxpar.plot.charts import Curve
@@ -142,7 +142,7 @@ def watch_run(
     with readable(run):
         data = read_run(run)
         make_folder(out.absolute().parent, "--out's folder")
-        write_page(out, data)
+        write_page(followed(out), data)
     print(f"wrote {out}")
 
 
@@ -224,7 +224,8 @@ def _serve_model(
     with server.listen(
         address, port
     ) as listening:  # before the model is loaded, which may take long
-        served = open_model(run, model)
+        with server.ending_on_signals():
+            served = open_model(run, model)
         host, port = listening.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         tell(f"{printable(served.name)}: {printable(served.about)}; {url}/docs")
@@ -253,7 +254,7 @@ def plot_runs(
     print(printable_lines(render_curves(curves, name=metric)))
     if out is not None:
         make_folder(out.absolute().parent, "--out's folder")
-        plot_curves(curves, out, name=metric)
+        plot_curves(curves, followed(out), name=metric)
         print(f"wrote {out}")
 
 

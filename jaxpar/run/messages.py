@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -59,6 +60,12 @@ def say(text: str) -> None:
     """Prints a line, on the first process only."""
     if jax.process_index() == 0:
         print(printable_lines(text), flush=True)
+
+
+def say_written(folder: Path, *names: str) -> None:
+    """Prints which of these files are in a folder; of one that could not be written there is an earlier line."""
+    there = [name for name in names if (folder / name).exists()]
+    say(f"written: {folder}/ with {', '.join(there) or 'nothing, or it was deleted since'}")
 
 
 def say_devices(say: Callable[[str], None] = say, *, compile_for: str | None = None) -> None:

@@ -101,6 +101,11 @@ def write_atomically(path: Path, write: Callable[[Path], Any], *, sync: bool = F
         raise
 
 
+def followed(path: Path) -> Path:
+    """Returns where a symbolic link leads to, at which a file is written in place of the link; any other path as it is."""
+    return path.resolve() if path.is_symlink() else path
+
+
 def fsync(path: Path) -> None:
     """Flushes a file's contents, or a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -95,7 +95,8 @@ def read_process_env(environ: Mapping[str, str]) -> ProcessEnv | None:
 
 
 def check_own_variables(environ: Mapping[str, str]) -> None:
-    """Raises ValueError for a misspelt variable of jaxpar's, and tells once of others that begin as these do."""
+    """Raises ValueError for a variable of jaxpar's that is misspelt or no number, and tells once of others that begin so."""
+    timeout_of(environ)
     by_name = {name.lower(): name for name in OWN_VARIABLES}
     others = {*environ} - {*OWN_VARIABLES, *_told}
     for name in sorted(

@@ -218,6 +218,7 @@ class App:
             "object": "model",
             "created": self._began,
             "owned_by": "jaxpar",
+            "description": self.served.about,
         }
 
     async def _docs(self, request: Request) -> Response:

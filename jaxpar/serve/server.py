@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,22 @@ def listen(address: str, port: int) -> socket.socket:
             f"--address and --port must be free to listen on; got {address} port {port}: {error.strerror}. Choose "
             "an address of this machine, or another port; 0 takes one that is free."
         ) from error
+
+
+@contextlib.contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """Lets SIGTERM and Ctrl-C end the process with 0 inside, where no request has been taken yet."""
+
+    def end(number: int, frame: object) -> None:
+        tell(f"{signal.Signals(number).name}: stopping before the model is loaded")
+        raise SystemExit(ExitCode.DONE)
+
+    before = {number: signal.signal(number, end) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run(served: Served, settings: Settings, listening: socket.socket) -> int:
