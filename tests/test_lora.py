@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 
 import jaxpar
 from jaxpar.huggingface import write_adapters
@@ -236,11 +237,30 @@ def adapted(num_in, num_out):
     return Lora(1, {"w": 1}).init(jax.random.key(0), {"w": jnp.ones((num_in, num_out))})["w"]
 
 
+def in_nnx(w):
+    graph, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    nnx.replace_by_pure_dict(state, {"kernel": w, "bias": jnp.ones(3)})
+    return nnx.merge(graph, state)(jnp.ones((4, 2)))
+
+
 @pytest.mark.parametrize(
     "read",
     [
         lambda w: jnp.einsum("ab,bc->ac", jnp.ones((4, 2)), w),
+        lambda w: jnp.dot(jnp.ones((4, 2)), w),
+        lambda w: jax.jit(jnp.matmul)(jnp.ones((4, 2)), w),
+        lambda w: jax.lax.dot(jnp.ones((4, 2)), w),
+        lambda w: jnp.sum(w),
+        lambda w: np.asarray(w),
         lambda w: w.T,
+        lambda w: w.shape,
+        lambda w: w[0],
+        lambda w: w @ jnp.ones((3, 4)),
+        lambda w: 2 * w,
+        lambda w: linen.Dense(3).apply(
+            {"params": {"kernel": w, "bias": jnp.ones(3)}}, jnp.ones((4, 2))
+        ),
+        in_nnx,
     ],
 )
 def test_what_cannot_read_factors_says_what_can(read):

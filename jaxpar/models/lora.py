@@ -24,7 +24,7 @@ import string
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ from jaxpar.models.quantized import check_kind, dense, is_quantized, quantize_we
 ADAPTERS = ("**/lora_a", "**/lora_b")
 FIELDS = ("weight", "lora_a", "lora_b")
 REMEDY = (
-    "write x @ weight or lora.einsum(spec, x, weight); for others, such as jnp.einsum, weight.T or a Flax layer, call "
+    "write x @ weight or lora.einsum(spec, x, weight); for others, such as jnp.dot, weight.T or a Flax layer, call "
     "lora.merge(params) in the layer"
 )
 
@@ -68,10 +68,19 @@ class Adapted:
         shape = getattr(self.weight, "shape", None)
         return f"a weight {shape} with factors of LoRA ({REMEDY})"
 
-    @property
-    def T(self) -> Any:  # noqa: N802
-        """Raises AttributeError: factors have no transpose."""
-        raise AttributeError(f"{self!r} has no transpose")
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError, with what can be done for an attribute of arrays."""
+        of_arrays = not name.startswith("_") and hasattr(jax.Array, name)
+        raise AttributeError(f"{self!r} has no {name}" if of_arrays else name)
+
+    def __jax_array__(self) -> "Adapted":
+        """Returns itself, which is no array: ``x @ weight`` is left to __rmatmul__, and JAX's other errors show __repr__."""
+        return self
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"an operation on arrays must be given an array; got {self!r}")
+
+    __array__ = __getitem__ = __matmul__ = __mul__ = __rmul__ = _refuse
 
     def astype(self, dtype: Any) -> "Adapted":
         """Returns the weight and its factors in another dtype."""
