@@ -98,7 +98,10 @@ def value_and_grad(
     assert isinstance(mesh, Parallel), "made of a mesh and its settings"
     assert isinstance(pipeline, Pipeline), "made of its settings"
     check_kind((bool,), "a bool", "Use True for a loss that returns further sums.", has_aux=has_aux)
-    return with_settings(model, loss, mesh, pipeline, has_aux=has_aux)
+    of_settings = with_settings(model, loss, mesh, pipeline, has_aux=has_aux)
+    if not isinstance(of_settings, MpmdExecutor):
+        vars(of_settings)["parallel"] = mesh  # for the checks of a step
+    return of_settings
 
 
 def with_settings(

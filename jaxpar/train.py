@@ -40,6 +40,7 @@ from jaxpar.step.optimizer_state import (
 )
 from jaxpar.step.settings import Parallel, Pipeline, accepts_settings
 from jaxpar.step.traced_loss import once_for_shapes
+from jaxpar.step.zero_checks import check_zero
 from jaxpar.trainable import Trainable, only_trained, trained_part, update_trained, where_grads
 from jaxpar.zero import shardings_at_rest
 
@@ -244,7 +245,11 @@ def make_train_step(
         of_trained = lambda trained: value_and_grad(update_trained(state.params, trained), batch)
         return update(state, *pair_of(value_and_grad(state.params, batch)), value_fn_of(of_trained))
 
-    return TrainStep(step, max_grad_norm)
+    parallel = getattr(value_and_grad, "parallel", None)
+    if parallel is None:
+        return TrainStep(step, max_grad_norm)
+    check = lambda state: check_zero(parallel, optimizer, state.params, state.opt_state)
+    return TrainStep(step, max_grad_norm, parallel=parallel, check=check)
 
 
 def norm_and_finite(grads: PyTree) -> tuple[jax.Array, jax.Array]:
@@ -335,6 +340,8 @@ class TrainStep:
         step: ``(state, batch) -> (state, metrics)``, to be jitted.
         max_grad_norm: As for ``make_train_step``, for a run that resumes to compare.
         before: ``(params, batch) -> the second argument of step``, called before each step without ``jax.jit``.
+        parallel: That of ``value_and_grad``, if it is known; likewise for a run that resumes.
+        check: Raises for a state that does not fit the step; called once for each new set of shardings.
     """
 
     def __init__(
@@ -342,9 +349,14 @@ class TrainStep:
         step: Callable,
         max_grad_norm: float | None = None,
         before: MpmdExecutor | None = None,
+        *,
+        parallel: Parallel | None = None,
+        check: Callable[[TrainState], None] = lambda state: None,
     ) -> None:
         self._step = step
         self.max_grad_norm = max_grad_norm
+        self.parallel = parallel
+        self._check = check
         self._before = before
         self._jitted: dict = {}
         self._checked: set = set()
@@ -392,6 +404,7 @@ class TrainStep:
         ):
             check_batch_on(batch, on.mesh)
         if (treedef, shardings) not in self._jitted:
+            self._check(state)
             # Errors in the step are raised before the programs that run before it are compiled.
             if self._before is not None:
                 grads = only_trained(self._before.frozen(state.params))

@@ -567,6 +567,29 @@ def test_a_step_that_clips_or_reduces_otherwise_than_the_saved_one_is_told():
     )
 
 
+def test_a_dtype_of_reductions_beside_a_plain_mesh_is_told_too():
+    """``value_and_grad`` has it as a keyword, which the state does not know."""
+    said, mesh = [], jaxpar.make_mesh()
+    state = types.SimpleNamespace(params={"w": jnp.ones(2)})
+
+    def of(saved=None, **settings):
+        traits = Traits({"rows": 8}, said.append, steps=4)
+        traits.take_state(state, None, None, optax.sgd(0.1), mesh)
+        traits.compare(saved, {"rows": 8})
+        grad = jaxpar.value_and_grad(
+            lambda params, batch: batch, lambda x, batch: x, mesh, **settings
+        )
+        traits.take_step(jaxpar.make_train_step(grad, optax.sgd(0.1)))
+        return traits.as_json()
+
+    saved = of()
+    of(saved)
+    assert not said
+    of(saved, grad_reduce_dtype=jnp.float32)
+    [line] = said
+    assert "the saved run: grad_reduce_dtype=float32, saved None. Give" in line
+
+
 def test_positions_that_a_context_axis_adds_to_a_batch_are_not_told():
     said, batch = [], {"tokens": np.zeros((4, 8), np.int32)}
     meshes = [jaxpar.make_mesh(), jaxpar.make_mesh(context=2)]

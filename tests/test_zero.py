@@ -297,3 +297,31 @@ def test_what_is_whole_is_a_params_part_on_a_device():
     assert left_whole(
         shapes, jaxpar.Parallel(on_four, tiny.shardings(on_four, shapes), zero=3)
     ) == {"outer/b_out": 20}
+
+
+@pytest.mark.parametrize(
+    ("zero", "of_state", "whole"),
+    [(3, 0, "w"), (3, 1, "w"), (2, 0, "0/mu/w"), (1, 1, None), (3, 3, None), (0, 3, None)],
+)
+def test_a_state_that_is_whole_where_its_step_shards_is_refused(zero, of_state, whole):
+    mesh, optimizer = jaxpar.make_mesh(data=4, tensor=2), optax.adam(1e-2)
+    params = {"w": jnp.ones((8, 4)), "b": jnp.ones(3)}
+    shardings = jaxpar.shardings_from_paths(params, mesh, {"**": jaxpar.replicated()})
+    parallel = [jaxpar.Parallel(mesh, shardings, zero=level) for level in (zero, of_state)]
+    value_and_grad = jaxpar.value_and_grad(
+        lambda params, batch: batch["x"] @ params["w"] + params["b"][0],
+        lambda outputs, batch: (jnp.sum(outputs**2), jnp.float32(len(outputs))),
+        parallel[0],
+    )
+    step = jaxpar.make_train_step(value_and_grad, optimizer)
+    first = lambda key: jax.tree.map(jnp.copy, params)
+    state = jaxpar.init_state(first, jax.random.key(0), optimizer, parallel[1])
+    batch = jaxpar.shard_batch({"x": np.ones((8, 8), np.float32)}, mesh)
+    if whole is None:
+        step(state, batch)
+        return
+    message = rf"got zero={zero} for value_and_grad, and a state whose {whole} is whole .* the same jaxpar\.Parallel"
+    with pytest.raises(ValueError, match=message):
+        step(state, batch)
+    with pytest.raises(ValueError, match=message):
+        step.lower(state, batch)

@@ -106,16 +106,21 @@ class Traits:
         given = dict(zip(("init_fn", "key", "optimizer", "mesh"), init_state, strict=False)) | where
         parallel = given["mesh"]
         trainable = parallel.trainable if isinstance(parallel, Parallel) else given.get("trainable")
-        dtype = getattr(parallel, "grad_reduce_dtype", None)
-        self._step["grad_reduce_dtype"] = None if dtype is None else np.dtype(dtype).name
+        self._take_reduction(parallel)
         params = trained_part(target.params, trainable)
         self._optimizer = lambda: numbers_of(given["optimizer"], params)
         self._kept = lambda opt_state: kept_numbers(given["optimizer"], params, opt_state)
+
+    def _take_reduction(self, parallel: Any) -> None:
+        dtype = getattr(parallel, "grad_reduce_dtype", None)
+        self._step["grad_reduce_dtype"] = None if dtype is None else np.dtype(dtype).name
 
     def take_step(self, train_step: Any) -> None:
         """Takes the training step; prints how it differs from that of the saved run, if it does."""
         norm = getattr(train_step, "max_grad_norm", None)
         self._step["max_grad_norm"] = None if norm is None else float(norm)
+        if parallel := getattr(train_step, "parallel", None):
+            self._take_reduction(parallel)  # value_and_grad may have it as a keyword
         saved = self._saved.get("step")
         if isinstance(saved, Mapping):
             apart = [

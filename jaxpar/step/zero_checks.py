@@ -1,0 +1,70 @@
+"""Whether a state is sharded as the step that updates it computes its gradients: by ZeRO, or whole on each replica."""
+
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+import jax
+from jax.sharding import NamedSharding
+from jaxtyping import PyTree
+
+from jaxpar.fields import arg
+from jaxpar.layered_model import path_string
+from jaxpar.mesh import OF_ZERO, entry_axes
+from jaxpar.sharding import replicated
+from jaxpar.step.optimizer_state import Optimizer, optimizer_shardings
+from jaxpar.step.settings import Parallel
+from jaxpar.trainable import trained_part
+from jaxpar.zero import shardings_at_rest
+
+
+def check_zero(parallel: Parallel, optimizer: Optimizer, params: PyTree, opt_state: PyTree) -> None:
+    """Raises ValueError for a state with arrays that are whole on each replica where the ZeRO level shards them.
+
+    Args:
+        parallel: That of ``value_and_grad``.
+        optimizer: The optimizer.
+        params: The params of the state: arrays or ShapeDtypeStructs.
+        opt_state: The optimizer's state, likewise.
+    """
+    zero = parallel.zero
+    own = jax.tree.map(lambda leaf: getattr(leaf, "sharding", None), params)
+    if not zero or not all(map(_is_named, jax.tree.leaves(own, is_leaf=lambda x: x is None))):
+        return
+    at_rest = jax.tree.map(
+        lambda sharding, sharded: sharding if _names_zero(sharding) else sharded,
+        own,
+        shardings_at_rest(params, own),
+    )
+    trained = lambda tree: trained_part(tree, parallel.trainable)
+    otherwise = NamedSharding(jax.tree.leaves(own)[0].mesh, replicated())
+    of_state = optimizer_shardings(optimizer, trained(params), trained(at_rest), otherwise)
+    if jax.tree.structure(of_state) != jax.tree.structure(opt_state):
+        return  # of another optimizer, as the step says when it is traced
+    whole = [*_left_whole(opt_state, of_state)]
+    if zero == 3:
+        whole = [*_left_whole(params, at_rest), *whole]
+    if whole:
+        raise ValueError(
+            f"a state must be sharded as the gradients of its step are; got {arg(zero=zero)} for value_and_grad, and a state "
+            f"whose {whole[0]} is whole on each replica. Give init_state, or the restore of a Run, and value_and_grad the same "
+            "jaxpar.Parallel."
+        )
+
+
+def _left_whole(arrays: PyTree, shardings: PyTree) -> Iterator[str]:
+    """Yields the paths of arrays that ZeRO does not shard, where their shardings say so."""
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(arrays), jax.tree.leaves(shardings), strict=True
+    )
+    for (path, array), sharding in pairs:
+        own = getattr(array, "sharding", None)
+        if _names_zero(sharding) and _is_named(own) and not _names_zero(own):
+            yield path_string(path)
+
+
+def _is_named(sharding: Any) -> TypeGuard[NamedSharding]:
+    return isinstance(sharding, NamedSharding)
+
+
+def _names_zero(sharding: NamedSharding) -> bool:
+    return any(axis in OF_ZERO for entry in sharding.spec for axis in entry_axes(entry))
