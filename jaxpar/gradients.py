@@ -1,20 +1,28 @@
 """The entry point: ``value_and_grad`` on a mesh, from data, pipeline and tensor parallelism."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jaxpar._compat import is_compile_only
+from jaxpar._compat import Tracer, is_compile_only
+from jaxpar.data_parallel import batch_specs
 from jaxpar.fields import check_kind
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import STAGE
-from jaxpar.pipeline import LayerLayout, MpmdExecutor, close_params, open_params, spmd_program
+from jaxpar.pipeline import (
+    LayerLayout,
+    MpmdExecutor,
+    check_permutes,
+    close_params,
+    open_params,
+    spmd_program,
+)
 from jaxpar.runtime.distributed import check_joined
 from jaxpar.schedule import Schedule
 from jaxpar.sharding import check_batch_on
@@ -86,7 +94,8 @@ def value_and_grad(
         NotJoinedError: A launcher or cluster has started this process as one of several, and ``initialize`` was not called.
         TypeError: An argument of the wrong kind.
         ValueError: An argument out of range, or one that contradicts the objects; or, at a call and before anything is
-            compiled, params or a batch that do not fit.
+            compiled, params or a batch that do not fit; or once it is compiled, a step that would not end
+            (``pipeline.check_permutes``).
 
     **Collectives**: over the replicas one all-reduce a step, of gradients and sums together, for any number of microbatches
     (apart with ``grad_reduce_dtype``; one a stage with the mpmd executor; on GPUs one a layer where the batch is not split;
@@ -98,10 +107,7 @@ def value_and_grad(
     assert isinstance(mesh, Parallel), "made of a mesh and its settings"
     assert isinstance(pipeline, Pipeline), "made of its settings"
     check_kind((bool,), "a bool", "Use True for a loss that returns further sums.", has_aux=has_aux)
-    of_settings = with_settings(model, loss, mesh, pipeline, has_aux=has_aux)
-    if not isinstance(of_settings, MpmdExecutor):
-        vars(of_settings)["parallel"] = mesh  # for the checks of a step
-    return of_settings
+    return with_settings(model, loss, mesh, pipeline, has_aux=has_aux)
 
 
 def with_settings(
@@ -125,7 +131,6 @@ def with_settings(
     if shardings is not None:
         shardings = frozen(open_params(shardings, layout))
     step = Step(model, loss, parallel, pipeline, shardings, has_aux)
-    check = once_for_shapes(partial(check_call, step))
     if step.mesh.shape[STAGE] > 1:
         masks = pipeline.masks(step.mesh)
         schedule = pipeline.table(step.mesh.shape[STAGE], masks=masks)
@@ -138,18 +143,72 @@ def with_settings(
                 layout,
                 reduce_dtype=parallel.grad_reduce_dtype,
                 traced_loss=step.traced_loss,
-                check=check,
+                check=once_for_shapes(partial(check_call, step)),
                 frozen=frozen,
             )
         step = replace(step, program=spmd_program(schedule, masks=masks))
     run = jax.jit(partial(run_step, step))
 
-    def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the loss over the whole batch and its gradients, which have the structure of params."""
+    def prepared(params: PyTree, batch: PyTree) -> PyTree:
         params = frozen(open_params(params, layout))
         check(params, batch)
         check_batch_on(batch, step.mesh)
-        value, grads = run(params, batch)
+        return params
+
+    def value_and_grad_on_mesh(params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        value, grads = run(prepared(params, batch), batch)
         return value, close_params(grads, layout)
 
-    return value_and_grad_on_mesh
+    check = once_for_shapes(partial(check_call, step))
+    check_ends = once_for_shapes(
+        lambda params, batch: _check_ends(step, run, prepared(params, batch), batch)
+    )
+    of_call = check_ends if step.may_wait else None
+    return GradientsOnMesh(value_and_grad_on_mesh, of_call, parallel)
+
+
+@dataclass(frozen=True, eq=False)
+class GradientsOnMesh:
+    """``value_and_grad`` on a mesh: a call returns the loss over the whole batch, and gradients of the structure of params.
+
+    Attributes:
+        within_step: The same for a step that is checked as a whole, once it is compiled.
+        check_ends: Raises for params and a batch whose step would not end; None: there are none.
+        parallel: Its settings.
+    """
+
+    within_step: ValueAndGrad
+    check_ends: Callable[[PyTree, PyTree], None] | None
+    parallel: Parallel
+
+    __name__ = "value_and_grad_on_mesh"
+
+    def __call__(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns them."""
+        if self.check_ends is not None:
+            self.check_ends(params, batch)
+        return self.within_step(params, batch)
+
+
+def within_step(value_and_grad: ValueAndGrad) -> ValueAndGrad:
+    """Returns ``value_and_grad`` for a step that is checked as a whole, once it is compiled."""
+    is_ours = isinstance(value_and_grad, GradientsOnMesh)
+    return value_and_grad.within_step if is_ours else value_and_grad
+
+
+# Of XLA for CPUs, which then takes half as long: it inserts permutations before it optimizes.
+_UNOPTIMIZED: dict[str, bool | str | int] = {"xla_backend_optimization_level": "0"}
+
+
+def _check_ends(step: Step, run: jax.stages.Wrapped, params: PyTree, batch: PyTree) -> None:
+    """Raises ValueError if compiled gradients would not end. Those of traced params are compiled for it alone."""
+    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, batch))):
+        check_permutes(run.lower(params, batch).compile())  # which the call reuses
+        return
+    if step.shardings is None:
+        return
+    of_batch = batch_specs(batch, step.mesh)
+    of_batch = jax.tree.map(lambda spec: NamedSharding(step.mesh, spec), of_batch)
+    shape = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    given = jax.tree.map(shape, (params, batch), (step.shardings, of_batch))
+    check_permutes(run.lower(*given).compile(_UNOPTIMIZED))

@@ -15,7 +15,7 @@ from jaxpar.devices import are_gpus
 from jaxpar.dtypes import widen
 from jaxpar.fields import arg, check_kind
 from jaxpar.fp8 import check_products
-from jaxpar.gradients import with_settings
+from jaxpar.gradients import with_settings, within_step
 from jaxpar.layered_model import LayeredModel
 from jaxpar.mesh import OF_ZERO, STAGE, TENSOR
 from jaxpar.metrics.log import check_further
@@ -242,8 +242,9 @@ def make_train_step(
         return TrainStep(of_both, max_grad_norm, before=value_and_grad)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
-        of_trained = lambda trained: value_and_grad(update_trained(state.params, trained), batch)
-        return update(state, *pair_of(value_and_grad(state.params, batch)), value_fn_of(of_trained))
+        compute = within_step(value_and_grad)
+        of_trained = lambda trained: compute(update_trained(state.params, trained), batch)
+        return update(state, *pair_of(compute(state.params, batch)), value_fn_of(of_trained))
 
     parallel = getattr(value_and_grad, "parallel", None)
     if parallel is None:
@@ -317,7 +318,7 @@ def make_eval_step(
     of_settings = with_settings(
         model, loss, replace(parallel, overlap_grad_reduce=False), pipeline, has_aux=None
     )
-    jitted = jax.jit(lambda params, batch: of_settings(params, batch)[0])
+    jitted = jax.jit(lambda params, batch: within_step(of_settings)(params, batch)[0])
     check = once_for_shapes(
         lambda params, batch: check_permutes(jitted.lower(params, batch).compile())
     )

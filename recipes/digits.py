@@ -220,7 +220,7 @@ def make_pipeline(config: Config, num_rows: int, mesh: jax.sharding.Mesh) -> Sch
     """Returns the pipeline's schedule; raises unless each chunk of each stage has a pair of hidden layers, and rows."""
     own = config.recipe
     count = check_microbatches(config, own.num_microbatches, num_rows, mesh, unit="digit")
-    form = lockstep_form(own.schedule, masks=masks_idle_ops(mesh))
+    form = lockstep_form(own.schedule, masks=masks_idle_ops(mesh, own.schedule))
     schedule = make_schedule(own.schedule, mesh.shape["stage"], count, form=form)
     pairs, chunks = own.hidden_layers // 2, schedule.num_virtual_stages
     if schedule.num_stages > 1 and pairs < chunks:

@@ -314,7 +314,10 @@ def make_pipeline(config: Config, mesh: Mesh, num_rows: int) -> Schedule:
     """Returns the pipeline's schedule; raises where a step has too few rows for its microbatches."""
     own, stage = config.recipe, mesh.shape["stage"]
     num_microbatches = language_data.check_rows(config, num_rows, mesh)
-    form, remat = lockstep_form(own.schedule, masks=masks_idle_ops(mesh)), own.remat == "full"
+    form, remat = (
+        lockstep_form(own.schedule, masks=masks_idle_ops(mesh, own.schedule)),
+        own.remat == "full",
+    )
     return make_schedule(
         own.schedule, stage, num_microbatches, own.num_chunks, form=form, remat=remat
     )

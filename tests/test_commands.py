@@ -16,6 +16,7 @@ from jaxpar.commands.cli import call
 from jaxpar.commands.doctor import advice, report
 from jaxpar.runtime.distributed import GPU_FLAGS
 from tests.support import doc_pages
+from tests.support.waiting import WAIT_SECONDS
 
 
 def write_run(folder, losses, **others):
@@ -212,7 +213,13 @@ def test_doctor_shows_the_settings_by_which_xla_ends_the_process():
     words = [sys.executable, "-m", "jaxpar", "doctor"]
     env = os.environ | {"XLA_FLAGS": "--xla_none_such=1"}
     done = subprocess.run(
-        words, env=env, capture_output=True, text=True, check=False, cwd=doc_pages.ROOT
+        words,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=doc_pages.ROOT,
+        timeout=WAIT_SECONDS,
     )
     assert done.returncode
     assert "  XLA_FLAGS=--xla_none_such=1\n" in done.stdout

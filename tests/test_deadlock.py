@@ -15,9 +15,9 @@ from tests.support import oracle
 
 WIDTH = 4
 KEY = jax.random.key(0)
-REFUSED = (
-    r"must not slice, split, pad or flip a dim that the tensor axis cuts: .* got (split|slice)"
-)
+OPTIMIZER = optax.sgd(1e-2)
+FULL = pytest.mark.full
+REFUSED = r"must not slice, split, pad or flip a dim that is cut over tensor, .* got (split|slice)"
 
 
 def in_one_dim(params, h):
@@ -43,50 +43,79 @@ def model_of(layer):
     return jaxpar.LayeredModel(lambda outer, batch: batch["x"], layer, lambda outer, h: h)
 
 
-def make_step(layer, shape, spec, executor="spmd", num_layers=2, **options):
-    """A step on two stages of two shards, its state, and a batch."""
-    mesh, optimizer, layout = (
-        jaxpar.make_mesh(stage=2, tensor=2),
-        optax.sgd(1e-2),
-        jaxpar.LayerLayout(num_layers, 2),
-    )
+def make_gradients(
+    layer,
+    shape,
+    spec,
+    executor="spmd",
+    *,
+    num_layers=2,
+    optimizer=OPTIMIZER,
+    num_chunks=1,
+    **options,
+):
+    """The gradients on two stages of two shards, a state, and a batch."""
+    mesh = jaxpar.make_mesh(stage=2, tensor=2)
+    layout = jaxpar.LayerLayout(num_layers, 2, num_chunks)
     first = init(shape, layout)
     shardings = jaxpar.shardings_from_paths(jax.eval_shape(first, KEY), mesh, {"layers/qkv": spec})
-    state = jaxpar.init_state(first, KEY, optimizer, mesh, shardings)
-    options |= {"num_microbatches": 2, "executor": executor, "layout": layout}
-    value_and_grad = jaxpar.value_and_grad(model_of(layer), loss, mesh, **options)
+    parallel = jaxpar.Parallel(mesh, shardings, layout=layout)
+    state = jaxpar.init_state(first, KEY, optimizer, parallel)
+    options |= {"num_microbatches": 2, "executor": executor}
+    pipeline = jaxpar.Pipeline(num_chunks=num_chunks if num_chunks > 1 else None, **options)
+    value_and_grad = jaxpar.value_and_grad(model_of(layer), loss, parallel, pipeline)
     batch = {"x": np.random.default_rng(0).normal(size=(4, WIDTH))}
-    return jaxpar.make_train_step(value_and_grad, optimizer), state, jaxpar.shard_batch(batch, mesh)
+    return value_and_grad, state, jaxpar.shard_batch(batch, mesh)
+
+
+def make_step(*given, **options):
+    """A step of them, its state, and a batch."""
+    value_and_grad, state, batch = make_gradients(*given, **options)
+    return jaxpar.make_train_step(value_and_grad, OPTIMIZER), state, batch
 
 
 FUSED = (in_one_dim, (WIDTH, 3 * WIDTH), PartitionSpec(None, "tensor"))
 APART = (in_two_dims, (WIDTH, 3, WIDTH), PartitionSpec(None, None, "tensor"))
+SKIPPING = {"schedule": "zb-h1"}  # in which a stage computes gradients of weights while others wait
 
 
 @pytest.mark.full
-def test_a_fused_projection_that_is_split_over_tensor_is_refused(x64):
-    step, state, batch = make_step(*FUSED)
+def test_a_fused_projection_that_is_split_over_tensor_is_refused_where_stages_skip_ops(x64):
+    step, state, batch = make_step(*FUSED, **SKIPPING)
     with pytest.raises(ValueError, match=REFUSED):
         step(state, batch)
     with pytest.raises(ValueError, match=REFUSED):
         check_permutes(step.lower(state, batch).compile())
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.full)])
+def test_so_it_is_in_a_step_of_ones_own(x64, wrap):
+    value_and_grad, state, batch = make_gradients(*FUSED, **SKIPPING)
+    with pytest.raises(ValueError, match=REFUSED):
+        wrap(value_and_grad)(state.params, batch)
+
+
 @pytest.mark.full
 def test_so_is_one_in_a_layer_that_one_stage_alone_has(x64):
     """Masked ticks have no branches, but the loop over the third layer is one that the other stage leaves earlier."""
-    step, state, batch = make_step(*FUSED, num_layers=3, mask_idle_ops=True)
+    value_and_grad, state, batch = make_gradients(*FUSED, num_layers=3)
+    with pytest.raises(ValueError, match=REFUSED):
+        jax.jit(value_and_grad)(state.params, batch)
+    step = jaxpar.make_train_step(value_and_grad, OPTIMIZER)
     with pytest.raises(ValueError, match=REFUSED):
         step(state, batch)
 
 
-@pytest.mark.full
-def test_where_all_stages_take_part_it_is_no_fault(x64):
-    step, state, batch = make_step(*FUSED, mask_idle_ops=True)
-    other, same, _ = make_step(*FUSED, executor="mpmd")
-    oracle.assert_same(
-        float(step(state, batch)[1]["loss"]), float(other(same, batch)[1]["loss"]), within=1e-6
-    )
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(each, marks=FULL) for each in ("gpipe", "interleaved"))]
+)
+def test_where_all_stages_take_part_it_is_no_fault(x64, schedule):
+    chunks = 2 if schedule == "interleaved" else 1
+    given = {"num_layers": 4, "num_chunks": chunks}
+    step, state, batch = make_step(*FUSED, schedule=schedule, **given)
+    params, rows = init(FUSED[1], jaxpar.LayerLayout(4, 1))(KEY), jaxpar.fetch(batch)
+    want = loss(model_of(in_one_dim).apply(params, rows), rows)[0] / 4
+    oracle.assert_same(float(step(state, batch)[1]["loss"]), float(want), within=1e-6)
 
 
 @pytest.mark.full
@@ -110,11 +139,29 @@ def test_a_step_is_checked_once(x64, monkeypatch):
     assert len(checks) == 1
 
 
-def test_a_permutation_of_a_line_search_is_not_told_as_one_of_a_layer():
+@pytest.mark.full
+def test_a_line_search_has_the_params_of_one_device(x64):
+    """Its branches permute too: those of optax.lbfgs around the pipeline, which all devices take together."""
+    optimizer = optax.lbfgs(memory_size=2)
+    value_and_grad, state, batch = make_gradients(*APART, optimizer=optimizer)
+    step = jaxpar.make_train_step(value_and_grad, optimizer)
+    rows, alone = jaxpar.fetch(batch), init(APART[1], jaxpar.LayerLayout(2, 1))(KEY)
+    mean = lambda params: loss(model_of(in_two_dims).apply(params, rows), rows)[0] / 4
+    opt_state = optimizer.init(alone)
+    for _ in range(3):
+        state, _ = step(state, batch)
+        value, grads = jax.value_and_grad(mean)(alone)
+        further = {"value": value, "grad": grads, "value_fn": mean}
+        updates, opt_state = optimizer.update(grads, opt_state, alone, **further)
+        alone = optax.apply_updates(alone, updates)
+    oracle.assert_same(jaxpar.fetch(state.params)["layers"], alone["layers"], within=1e-12)
+
+
+def test_a_branch_around_the_pipeline_is_not_one_that_stages_skip():
     name = "jit(step)/while/body/cond/branch_0_fun/add"
     line = f'%permute = f32[4] collective-permute(%sum), metadata={{op_name="{name}"}}'
-    with pytest.raises(ValueError, match=r"a line search, must not .* got add\. Use stage=1 or"):
-        check_permutes(types.SimpleNamespace(as_text=lambda: line))
-    inner = line.replace("branch_0_fun", "branch_0_fun/shard_map/while/cond")
-    with pytest.raises(ValueError, match=r"a layer, head or loss must not .* got add\. Cut"):
-        check_permutes(types.SimpleNamespace(as_text=lambda: f"{line}\n{inner}"))
+    check_permutes(types.SimpleNamespace(as_text=lambda: line))
+    for inside in ("jit(step)/cond/shard_map/while/cond/add", "while/body/cond/add"):
+        stuck = line.replace(name, inside)
+        with pytest.raises(ValueError, match=r"a layer, head or loss must not .* got add\. Use"):
+            check_permutes(types.SimpleNamespace(as_text=lambda stuck=stuck: stuck))

@@ -182,7 +182,7 @@ def real_pipelines(
     rows = on(batch, mesh)
     for name in ON_MANY:
         chunks = 2 if name == "interleaved" else 1
-        form = lockstep_form(name, masks=masks_idle_ops(mesh))
+        form = lockstep_form(name, masks=masks_idle_ops(mesh, name))
         schedule = make_schedule(name, stages, NUM_MICROBATCHES, chunks, form=form)
         layout = jaxpar.LayerLayout(shape.num_layers, stages, chunks)
         packed = jaxpar.shard(layout.pack_params(params), packed_shardings(layout, model, params))

@@ -20,7 +20,7 @@ from jaxpar.backward.split import SplitLayer, split_layer
 from jaxpar.devices import on_gpus
 from jaxpar.dtypes import wide_dtype
 from jaxpar.layered_model import LAYERS, OUTER, LayeredModel
-from jaxpar.mesh import TENSOR
+from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.pipeline.buffers import State
 from jaxpar.pipeline.control_flow import is_maskable, permutes, stage_index
 from jaxpar.pipeline.embed_and_head import Ends, Outer
@@ -31,14 +31,23 @@ from jaxpar.pipeline.one_stage import accumulate_in_turn, writes_out
 from jaxpar.pipeline.program import Program, Row, spmd_program
 from jaxpar.pipeline.segments import Segment
 from jaxpar.pipeline.stage import Stage
+from jaxpar.schedule import NAMED, Schedule
 from jaxpar.shard_map import on_tensor_shards
 from jaxpar.trainable import only_trained, trained_indices
 from jaxpar.zero import Zero
 
 
-def masks_idle_ops(mesh: Mesh) -> bool:
-    """Returns whether programs for a mesh mask the ops of idle stages: on GPUs, where a branch makes the host wait."""
-    return mesh.devices.flat[0].platform == "gpu"
+def masks_idle_ops(mesh: Mesh, schedule: str | Schedule) -> bool:
+    """Returns whether programs of a schedule for a mesh mask the ops of idle stages.
+
+    On GPUs, where a branch makes the host wait; and with several stages and tensor shards, since XLA may exchange what it
+    cuts over ``tensor`` in a permutation, for which all devices of the mesh must meet (``check_permutes``). So they do if
+    every tick is masked, as without W.
+    """
+    if mesh.devices.flat[0].platform == "gpu":
+        return True
+    splits_backward = (NAMED[schedule] if isinstance(schedule, str) else schedule).splits_backward
+    return mesh.shape[STAGE] > 1 and mesh.shape[TENSOR] > 1 and not splits_backward
 
 
 def accumulate_pipelined(stage: Stage, params: PyTree) -> tuple[PyTree, PyTree]:

@@ -12,7 +12,7 @@ Collectives take as long as their bytes at the bandwidth of the link, and the la
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ def step_of_choice(
     batch_size: int,
     *,
     max_grad_norm: float | None = None,
+    mask_idle_ops: bool | Literal["auto"] = "auto",
 ) -> tuple[TrainStep, TrainState, PyTree]:
     """Returns the training step of a choice, with its state and a batch as ShapeDtypeStructs. Nothing is run or compiled.
 
@@ -54,6 +55,7 @@ def step_of_choice(
         optimizer: The optimizer.
         batch_size: Rows of a step, over all replicas.
         max_grad_norm: As for ``make_train_step``.
+        mask_idle_ops: As for ``Pipeline``.
     """
     shape, layout = shape.placed(choice.experts), choice.layout(shape.num_layers)
     packed = shape.with_positions(layout.num_positions)
@@ -63,7 +65,8 @@ def step_of_choice(
     held = layout if choice.stage > 1 else None
     parallel = Parallel(mesh, shardings, zero=choice.zero, trainable=shape.trainable, layout=held)
     state = abstract_state(zeros, jax.random.key(0), optimizer, parallel)
-    of_mesh = value_and_grad(shape.model, shape.loss, parallel, _pipeline(choice))
+    pipeline = _pipeline(choice, mask_idle_ops)
+    of_mesh = value_and_grad(shape.model, shape.loss, parallel, pipeline)
     step = make_train_step(of_mesh, optimizer, max_grad_norm=max_grad_norm)
     leaves = jax.tree_util.tree_leaves_with_path(
         shape.row
@@ -72,29 +75,35 @@ def step_of_choice(
     return step, state, abstract_batch(shape.batch(batch_size), mesh, sequences=sequences)
 
 
-def _pipeline(choice: Choice) -> Pipeline:
+def _pipeline(choice: Choice, mask_idle_ops: bool | Literal["auto"]) -> Pipeline:
     settings: dict[str, Any] = {
         name: getattr(choice, name) for name in ("num_microbatches", "num_chunks", "remat")
     }
-    return Pipeline(choice.schedule, **settings)
+    return Pipeline(choice.schedule, **settings, mask_idle_ops=mask_idle_ops)
 
 
 def compile_choice(
-    shape: ModelShape, choice: Choice, mesh: Mesh, optimizer: Optimizer, batch_size: int
+    shape: ModelShape,
+    choice: Choice,
+    mesh: Mesh,
+    optimizer: Optimizer,
+    batch_size: int,
+    *,
+    mask_idle_ops: bool | Literal["auto"] = "auto",
 ) -> tuple[TrainState, StepReport]:
     """Returns the state of a training step, as ShapeDtypeStructs, and the report of the compiled step.
 
     Nothing is run. Arguments are those of ``step_of_choice``.
     """
-    step, state, batch = step_of_choice(shape, choice, mesh, optimizer, batch_size)
-    schedule = (
-        _pipeline(choice).table(choice.stage, masks=masks_idle_ops(mesh))
-        if choice.stage > 1
-        else None
-    )
+    given = shape, choice, mesh, optimizer, batch_size
+    step, state, batch = step_of_choice(*given, mask_idle_ops=mask_idle_ops)
+    pipeline, schedule = _pipeline(choice, mask_idle_ops), None
+    masks = pipeline.masks(mesh)
+    if choice.stage > 1:
+        schedule = pipeline.table(choice.stage, masks=masks)
     with jax.numpy_rank_promotion("allow"):
         compiled = step.lower(state, batch).compile()
-    return state, inspect_pipeline(compiled, mesh, schedule)
+    return state, inspect_pipeline(compiled, mesh, schedule, masks=masks)
 
 
 def inspect_pipeline(
@@ -102,6 +111,7 @@ def inspect_pipeline(
     mesh: Mesh,
     schedule: Schedule | None = None,
     *,
+    masks: bool | None = None,
     loop_trips: int | None = None,
 ) -> StepReport:
     """Returns the cost of a compiled step whose pipeline, if it has one, takes its branches as often as a schedule says.
@@ -110,13 +120,13 @@ def inspect_pipeline(
         compiled: The training step.
         mesh: Its mesh.
         schedule: The schedule of its pipeline; None for none.
+        masks: Whether it masks idle ops; None: as it does by default.
         loop_trips: The trips of a loop whose number the program does not tell.
     """
-    shares = (
-        None
-        if schedule is None
-        else spmd_program(schedule, masks=masks_idle_ops(mesh)).branch_shares()
-    )
+    shares = None
+    if schedule is not None:
+        masks = masks_idle_ops(mesh, schedule) if masks is None else masks
+        shares = spmd_program(schedule, masks=masks).branch_shares()
     return inspect_step(compiled, mesh=mesh, branch_shares=shares, loop_trips=loop_trips)
 
 

@@ -17,7 +17,7 @@ from jaxpar.inspect.text import bytes_text, table
 from jaxpar.mesh import make_mesh
 from jaxpar.models import transformer
 from jaxpar.params import count_params
-from jaxpar.pipeline import LayerLayout, masks_idle_ops
+from jaxpar.pipeline import LayerLayout
 from jaxpar.planner import Choice, Cluster, Plan, cluster, price, roofline
 from jaxpar.planner.cluster import GPUS
 from jaxpar.planner.compiled import inspect_pipeline, step_of_choice
@@ -142,7 +142,8 @@ def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, A
     count = job.num_microbatches
     check_schedule_name(flags.schedule)  # before devices are made
     mesh, remat = mesh_of(job, flags), flags.remat == "full"
-    form = lockstep_form(flags.schedule, masks=masks_idle_ops(mesh))
+    masks = bool(flags.compile_for)  # idle ops, as a run on GPUs does
+    form = lockstep_form(flags.schedule, masks=masks)
     schedule = make_schedule(flags.schedule, job.mesh["stage"], count, form=form, remat=remat)
     ends, sizes = (
         job.end_layers if schedule.num_stages > 1 else (0, 0),
@@ -150,7 +151,8 @@ def make_step(job: Job, flags: Any) -> tuple[Schedule, LayerLayout, TrainStep, A
     )
     layout = LayerLayout(job.model.num_layers, *sizes, schedule.placement, end_layers=ends)
     shape, choice = transformer_shape(job.model, seq=job.seq), choice_of(job, flags, layout)
-    step = step_of_choice(shape, choice, mesh, optax.adamw(1e-4), job.batch_size, max_grad_norm=1.0)
+    given = shape, choice, mesh, optax.adamw(1e-4), job.batch_size
+    step = step_of_choice(*given, max_grad_norm=1.0, mask_idle_ops=masks)
     return schedule, layout, *step
 
 
@@ -205,12 +207,10 @@ def step_cost(
 ) -> tuple[str, dict, dict]:
     """Returns the cost of a step as text and as figures, and its memory and traffic as a report's page shows them."""
     mesh, counts = mesh_of(job, flags), layout.layer_counts
-    own_loop = (
-        int(counts.min()) if masks_idle_ops(mesh) else 0
-    )  # a loop whose number of trips is known
-    step = inspect_pipeline(
-        compiled, mesh, schedule, loop_trips=max(1, layout.positions_per_chunk - own_loop)
-    )
+    masks = bool(flags.compile_for)
+    own_loop = int(counts.min()) if masks else 0  # a loop whose number of trips is known
+    trips = max(1, layout.positions_per_chunk - own_loop)
+    step = inspect_pipeline(compiled, mesh, schedule, masks=masks, loop_trips=trips)
     memory = {
         "parameters, float32": local_bytes(state.params),
         "optimizer state, float32": local_bytes(state.opt_state),

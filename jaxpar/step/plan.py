@@ -95,6 +95,14 @@ class Step:
         """Whether gradients are computed."""
         return self.has_aux is not None
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether some stages may run ops that others skip, in which XLA may put a permutation over ``tensor``."""
+        if self.program is None or self.mesh.shape[TENSOR] == 1:
+            return False
+        is_even = self.parallel.layout is None or self.parallel.layout.is_even
+        return not (is_even and all(segment.masked for segment in self.program.segments))
+
     @cached_property
     def float_loss(self) -> Loss:
         """The loss, whose sums are floats."""

@@ -166,8 +166,9 @@ class Pipeline:
             attention scores too (``backward/remat.py``). Or a ``jax.checkpoint`` policy, which says what else may be
             recomputed.
         mask_idle_ops: Whether an idle stage computes an op and discards the result, where that takes no longer, instead of
-            skipping it. "auto", or None: on GPUs, where skipping makes the host wait. Ops with side effects, calls of the host
-            or loops of unknown length are always skipped (``pipeline/control_flow.py``). For the spmd executor alone.
+            skipping it. "auto", or None: on GPUs, where skipping makes the host wait, and with several stages and ``tensor``
+            in schedules that do not split the backward pass. Ops with side effects, calls of the host or loops of unknown
+            length are always skipped (``pipeline/control_flow.py``). For the spmd executor alone.
 
     Raises:
         TypeError: A setting of the wrong kind.
@@ -216,7 +217,9 @@ class Pipeline:
 
     def masks(self, mesh: Mesh) -> bool:
         """Returns whether idle stages of a mesh mask ops."""
-        return masks_idle_ops(mesh) if self.mask_idle_ops == "auto" else bool(self.mask_idle_ops)
+        if self.mask_idle_ops == "auto":
+            return masks_idle_ops(mesh, self.schedule)
+        return bool(self.mask_idle_ops)
 
     def table(self, num_stages: int, *, masks: bool = False) -> Schedule:
         """Returns the schedule for a number of stages, in the form for the executor; ``masks`` as from the method.
