@@ -434,19 +434,23 @@ def test_house_prices_learn_from_another_table(tmp_path, features):
         ),
         (
             "a,b,c\n1,2,3\n4,lots,6\n",
-            "must be a finite number, such as 1650 or 2.5e3; got 'lots' for b in line 3 of TABLE.",
+            "must be a number below 1e+18, such as 1650 or 2.5e3; got 'lots' for b in line 3 of TABLE.",
         ),
         (
             "a,b,c\n1,2,3\n4,,6\n",
-            "must be a finite number, such as 1650 or 2.5e3; got '' for b in line 3 of TABLE.",
+            "must be a number below 1e+18, such as 1650 or 2.5e3; got '' for b in line 3 of TABLE.",
         ),
         (
             "a,b,c\n1,2,nan\n",
-            "must be a finite number, such as 1650 or 2.5e3; got 'nan' for c in line 2 of TABLE.",
+            "must be a number below 1e+18, such as 1650 or 2.5e3; got 'nan' for c in line 2 of TABLE.",
         ),
         (
             "a,b,c\n1,2,3\n-inf,2,3\n",
-            "must be a finite number, such as 1650 or 2.5e3; got '-inf' for a in line 3 of TABLE.",
+            "must be a number below 1e+18, such as 1650 or 2.5e3; got '-inf' for a in line 3 of TABLE.",
+        ),
+        (
+            "a,b,c\n1,2,3\n1e300,2,3\n",
+            "must be a number below 1e+18, such as 1650 or 2.5e3; got '1e300' for a in line 3 of TABLE.",
         ),
         (
             "a,b,c\n1,2,3\n4,5,6\n",

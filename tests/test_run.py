@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import logging
 import re
@@ -25,7 +26,7 @@ from jaxpar.run.call_order import CallOrderError
 from jaxpar.run.early_stop import EarlyStop, check_best_is_saved
 from jaxpar.run.evaluation import say_best
 from jaxpar.run.learning_rate import remark_on_rate
-from jaxpar.run.messages import remark_on_first_step, say_written
+from jaxpar.run.messages import remark_on_first_step, say, say_written
 from jaxpar.run.start import advice_on_finite_steps, check_processes, first_state
 from jaxpar.run.traits import Traits, numbers_of
 from jaxpar.runtime.lease import this_process
@@ -901,3 +902,14 @@ def test_the_end_of_a_run_names_the_files_that_are_there(tmp_path, capsys):
         f"written: {tmp_path}/ with loss.png",
         f"written: {tmp_path}/deleted/ with nothing, or it was deleted since",
     ]
+
+
+def test_a_run_goes_on_where_nothing_reads_what_it_prints(monkeypatch, capsys):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    say("lost")
+    say("lost too")
+    assert capsys.readouterr().err.count("nothing reads standard output any more") == 1

@@ -12,6 +12,7 @@ import numpy as np
 from jaxpar.fields import arg
 from jaxpar.runtime.output import printable, refusing
 
+LARGEST = 1e18  # whose square is finite in float32
 MOST_NAMED = 20  # columns in a message
 MOST_LETTERS = 60  # of a name or a cell in a message
 MOST_IN_A_LINE = 2**20
@@ -24,7 +25,7 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
 
     Raises:
         ValueError: The file cannot be read, has no rows, lacks a column or has one twice, or a line of it has too many or too
-            few cells, or a value that is not a finite number in a named column.
+            few cells, or a value that is no number below 1e18 in a named column.
     """
     lines = _lines(path)
     header = next(lines, (0, []))[1]
@@ -116,9 +117,10 @@ def _number(cells: list[str], header: list[str], index: int, where: str) -> floa
         number = float(cells[index])
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) < LARGEST:
         raise ValueError(
-            f"each cell of a column in use must be a finite number, such as 1650 or 2.5e3; got {_quoted(cells[index])} for "
-            f"{printable(header[index][:MOST_LETTERS])} in {where}. Correct the cell or remove its row."
+            f"each cell of a column in use must be a number below {LARGEST:g}, such as 1650 or 2.5e3; got "
+            f"{_quoted(cells[index])} for {printable(header[index][:MOST_LETTERS])} in {where}. Correct the cell or remove its "
+            "row."
         )
     return number

@@ -57,9 +57,14 @@ def spared(what: str) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Prints a line, on the first process only."""
-    if jax.process_index() == 0:
+    """Prints a line, on the first process only. A run goes on where the reader of what it prints, such as head, has ended."""
+    if jax.process_index() != 0:
+        return
+    try:
         print(printable_lines(text), flush=True)
+    except BrokenPipeError:
+        sys.stdout = None  # print then does nothing
+        tell("nothing reads standard output any more: the run goes on without it")
 
 
 def say_written(folder: Path, *names: str) -> None:
