@@ -14,7 +14,7 @@ from jaxpar._compat import Tracer, is_compile_only
 from jaxpar.data_parallel import batch_specs
 from jaxpar.fields import check_kind
 from jaxpar.layered_model import LayeredModel
-from jaxpar.mesh import STAGE
+from jaxpar.mesh import STAGE, TENSOR
 from jaxpar.pipeline import (
     LayerLayout,
     MpmdExecutor,
@@ -163,8 +163,8 @@ def with_settings(
     check_ends = once_for_shapes(
         lambda params, batch: _check_ends(step, run, prepared(params, batch), batch)
     )
-    of_call = check_ends if step.may_wait else None
-    return GradientsOnMesh(value_and_grad_on_mesh, of_call, parallel)
+    has_both = step.program is not None and step.mesh.shape[TENSOR] > 1
+    return GradientsOnMesh(value_and_grad_on_mesh, check_ends if has_both else None, parallel)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +173,7 @@ class GradientsOnMesh:
 
     Attributes:
         within_step: The same for a step that is checked as a whole, once it is compiled.
-        check_ends: Raises for params and a batch whose step would not end; None: there are none.
+        check_ends: Raises for params and a batch whose step would not end; None without both ``stage`` and ``tensor``.
         parallel: Its settings.
     """
 
@@ -202,6 +202,8 @@ _UNOPTIMIZED: dict[str, bool | str | int] = {"xla_backend_optimization_level": "
 
 def _check_ends(step: Step, run: jax.stages.Wrapped, params: PyTree, batch: PyTree) -> None:
     """Raises ValueError if compiled gradients would not end. Those of traced params are compiled for it alone."""
+    if not step.plan(params, batch).skips_ops:
+        return
     if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, batch))):
         check_permutes(run.lower(params, batch).compile())  # which the call reuses
         return

@@ -96,6 +96,17 @@ def test_so_it_is_in_a_step_of_ones_own(x64, wrap):
 
 
 @pytest.mark.full
+def test_so_it_is_beside_a_side_effect_which_idle_stages_skip(x64):
+    def layer(params, h):
+        jax.debug.callback(lambda row: None, h[0])
+        return in_one_dim(params, h)
+
+    value_and_grad, state, batch = make_gradients(layer, *FUSED[1:])
+    with pytest.raises(ValueError, match=REFUSED):
+        jax.jit(value_and_grad)(state.params, batch)
+
+
+@pytest.mark.full
 def test_so_is_one_in_a_layer_that_one_stage_alone_has(x64):
     """Masked ticks have no branches, but the loop over the third layer is one that the other stage leaves earlier."""
     value_and_grad, state, batch = make_gradients(*FUSED, num_layers=3)

@@ -49,6 +49,14 @@ class StepPlan:
     sharding: StepSharding
     traced: TracedLoss
 
+    @property
+    def skips_ops(self) -> bool:
+        """Whether some stages may run ops that others skip."""
+        if self.program is None or self.layout is None:
+            return False
+        is_masked = all(segment.masked for segment in self.program.segments)
+        return not (is_masked and self.layout.is_even and self.traced.is_maskable)
+
     def pack(self, params: PyTree) -> PyTree:
         """Returns params with layers in the order of the program's stages."""
         if self.layout is None or self.is_packed:
@@ -94,14 +102,6 @@ class Step:
     def trains(self) -> bool:
         """Whether gradients are computed."""
         return self.has_aux is not None
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether some stages may run ops that others skip, in which XLA may put a permutation over ``tensor``."""
-        if self.program is None or self.mesh.shape[TENSOR] == 1:
-            return False
-        is_even = self.parallel.layout is None or self.parallel.layout.is_even
-        return not (is_even and all(segment.masked for segment in self.program.segments))
 
     @cached_property
     def float_loss(self) -> Loss:

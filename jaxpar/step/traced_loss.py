@@ -21,6 +21,7 @@ from jaxpar.fields import arg
 from jaxpar.layered_model import LayeredModel
 from jaxpar.loss_sums import totals_of, value_of
 from jaxpar.mesh import CONTEXT, MANUAL, TENSOR, entry_axes, shown_sizes
+from jaxpar.pipeline.control_flow import is_maskable
 from jaxpar.shard_map import manual_over_data_and_stage
 from jaxpar.trainable import only_trained, with_trained
 
@@ -39,6 +40,7 @@ class TracedLoss:
         manual_axes: The mesh axes over which a step is manual.
         unread: The indices of the params on which the outputs do not depend.
         is_mean: Whether the value is that of ``value_and_grad``; otherwise it is that of an evaluation, the sums.
+        is_maskable: Whether an idle stage may run all of it on any values (``control_flow.is_maskable``).
     """
 
     weight_of_rows: Callable[[PyTree], jax.Array]
@@ -46,6 +48,7 @@ class TracedLoss:
     manual_axes: frozenset[str]
     unread: tuple[int, ...] = ()
     is_mean: bool = True
+    is_maskable: bool = True
 
     def value(self, sums: PyTree, total_weight: jax.Array) -> PyTree:
         """Returns the loss, or with ``has_aux`` the loss and the means of the further sums (``loss_sums.py``)."""
@@ -124,7 +127,13 @@ def trace_loss(
             mean = jax.eval_shape(lambda *given: jnp.divide(*loss(*given)[:2]), outputs, microbatch)
         count = len(jax.tree.leaves(params))
         of_rows = lambda rows: accumulate(weight, rows, num_microbatches)
-        return TracedLoss(of_rows, mean.dtype, manual_axes, _unread_of_first(traced, count))
+        return TracedLoss(
+            of_rows,
+            mean.dtype,
+            manual_axes,
+            _unread_of_first(traced, count),
+            is_maskable=is_maskable(operations),
+        )
 
     if mesh.shape[CONTEXT] == 1:
         return of_part()
