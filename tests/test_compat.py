@@ -201,6 +201,14 @@ def test_dims_are_kept_in_order_in_memory():
     np.testing.assert_array_equal(lowered.compile()(x), x.T * 2)
 
 
+def test_values_that_a_policy_offloads_are_known_by_their_memory():
+    offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    function = jax.checkpoint(lambda x: jnp.tanh(x @ x), policy=offload)
+    traced = jax.make_jaxpr(lambda x: jax.vjp(function, x)[1](x))(jnp.ones((3, 3)))
+    places = [_compat.is_on_host(v.aval) for eqn in traced.eqns for v in eqn.outvars]
+    assert places.count(True) == 1
+
+
 def test_an_empty_array_is_written_on_devices_other_than_cpus_only():
     traced = jax.jit(lambda: _compat.empty((1 << 20,), np.float32, 0)).trace()
     lowered = {

@@ -414,6 +414,16 @@ def mixed_layer(params, x):
     )
 
 
+def test_a_policy_that_offloads_is_refused():
+    offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    layer = jax.checkpoint(lambda p, x: jnp.tanh(jnp.tanh(x @ p) @ p), policy=offload)
+    shape = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    with pytest.raises(
+        ValueError, match=r"a layer must keep on the device .* offloads to the host"
+    ):
+        split_layer(layer, shape, shape)
+
+
 def test_params_that_are_only_cast_to_a_smaller_dtype_are_taken_cast():
     rng = np.random.default_rng(tiny.fresh_seed())
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)

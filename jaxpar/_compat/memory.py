@@ -1,4 +1,4 @@
-"""Arrays in memory: the order of their dims, and arrays without initial values."""
+"""Arrays in memory: whose it is, the order of their dims, and arrays without initial values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +13,12 @@ def row_major(array: jax.Array) -> jax.Array:
     """Returns an array whose last dim XLA must keep contiguous in memory, then the one before it, and so on."""
     dims = tuple(range(array.ndim))
     return with_layout_constraint(array, Layout(dims))
+
+
+def is_on_host(aval: Any) -> bool:
+    """Returns whether a traced array is in the memory of the host, where a policy of ``jax.checkpoint`` may put it."""
+    space = getattr(aval, "memory_space", None)
+    return getattr(space, "name", "") == "Host"
 
 
 def empty(shape: Sequence[int], dtype: Any, number: int) -> jax.Array:

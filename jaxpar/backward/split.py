@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import PyTree
 
+from jaxpar._compat import is_on_host
 from jaxpar.backward.graph import Graph, Node, trace
 from jaxpar.backward.min_cut import cheapest_to_store
 from jaxpar.backward.partition import ParamShards
@@ -212,6 +213,11 @@ def trace_layer(
 
     of_floats = [y_leaves[i] for i in y_floats]
     graph = trace(joint, p_leaves, x_leaves, of_floats)
+    if any(map(is_on_host, graph.avals.values())):
+        raise ValueError(
+            "a layer must keep on the device what it saves for its backward pass; got a policy of jax.checkpoint that offloads "
+            "to the host. Use one that saves or recomputes, such as jax.checkpoint_policies.dots_saveable."
+        )
     p, x, ct = _divide(graph.inputs, len(p_leaves), len(x_leaves), len(y_floats))
     graph = graph.narrow(p)
     y, dx, dp = _divide(graph.outputs, len(y_leaves), len(floats), len(own))

@@ -31,7 +31,7 @@ from jaxpar.pipeline.one_stage import accumulate_in_turn, writes_out
 from jaxpar.pipeline.program import Program, Row, spmd_program
 from jaxpar.pipeline.segments import Segment
 from jaxpar.pipeline.stage import Stage
-from jaxpar.schedule import NAMED, Schedule
+from jaxpar.schedule import NAMED, Schedule, check_schedule_name
 from jaxpar.shard_map import on_tensor_shards
 from jaxpar.trainable import only_trained, trained_indices
 from jaxpar.zero import Zero
@@ -44,6 +44,8 @@ def masks_idle_ops(mesh: Mesh, schedule: str | Schedule) -> bool:
     cuts over ``tensor`` in a permutation, for which all devices of the mesh must meet (``check_permutes``). So they do if
     every tick is masked, as without W.
     """
+    if isinstance(schedule, str):
+        check_schedule_name(schedule)
     if mesh.devices.flat[0].platform == "gpu":
         return True
     splits_backward = (NAMED[schedule] if isinstance(schedule, str) else schedule).splits_backward
