@@ -671,6 +671,22 @@ def test_a_step_refuses_a_model_that_mixes_the_positions_of_a_device_beside_a_ga
         ValueError, match=r"model must treat each position .* positions \(cumsum at .*test_context"
     ):
         mixing(*args)
+    placed = jax.device_put(args[0], NamedSharding(mesh, P()))
+    with pytest.raises(ValueError, match="model must treat each position"):
+        jax.jit(mixing)(placed, args[1])
+
+
+def test_a_softmax_of_the_positions_of_a_device_that_is_added_up_is_told():
+    mesh, batch = jaxpar.make_mesh(context=2), {"x": np.ones((2, 8), np.float32)}
+    loss = lambda y, batch: (jnp.sum(y), jnp.float32(y.size))
+
+    def model(params, batch):
+        shares = jax.nn.softmax(params["w"] * batch["x"], 1)
+        return batch["x"] * context_parallel.sum_over_sequence(jnp.sum(shares, 1))[:, None]
+
+    value_and_grad = jaxpar.value_and_grad(model, loss, mesh)
+    with pytest.warns(UserWarning, match=r"depends on which a device has: .* what mixes the pos"):
+        value_and_grad({"w": np.float32(1)}, jaxpar.shard_batch(batch, mesh))
 
 
 def with_the_mean_of_the_ring(x):

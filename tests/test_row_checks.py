@@ -283,6 +283,23 @@ def test_a_leaf_that_only_later_layers_have_is_checked():
         check_rows(in_layers_of_its_own(lambda aux, h: aux + jnp.mean(h)), loss, params, BATCH, 2)
 
 
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_keys_that_draw_the_numbers_of_all_rows_at_once_are_told(kind):
+    """JAX draws those of a batch of keys of XLA's generator from the first of them."""
+    keys = jax.random.key_data(jax.random.split(jax.random.key(1, impl=kind), 64))
+
+    def dropped(outer, batch):
+        keys = jax.random.wrap_key_data(batch["keys"], impl=kind)
+        own = jax.vmap(jax.random.split)(keys)[:, 1]
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (8,)))(own)
+        return jnp.where(kept, batch["x"], 0)
+
+    model = jaxpar.LayeredModel(dropped, README_MODEL.layer, README_MODEL.head)
+    told = pytest.warns(UserWarning, match=r"the numbers of a row depend on .* key<u?rbg>")
+    with contextlib.nullcontext() if kind == "threefry2x32" else told:
+        check_rows(model, plus(lambda o, b: 0), README, README_BATCH | {"keys": keys}, 8)
+
+
 @pytest.mark.parametrize("reduce", [jnp.sum, jnp.mean])
 def test_a_model_that_takes_two_numbers_of_rows_only_is_checked_with_these(reduce):
     def of_known_rows(w, aux, h):
@@ -891,7 +908,7 @@ def test_positions_that_are_counted_on_a_device_are_told():
     )
     with pytest.warns(
         UserWarning,
-        match="those of a device: embed: it depends on the place of a position in its device",
+        match="on which a device has: embed: it depends on the place of a position in its device",
     ):
         check_positions(model, OF_TOKENS, GATHERED, SEQUENCES, abstract_mesh(context=2))
 

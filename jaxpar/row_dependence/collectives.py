@@ -15,6 +15,7 @@ from jaxpar.row_dependence.elements import elementwise
 from jaxpar.row_dependence.operation import Operation, span_of_shape
 from jaxpar.row_dependence.values import Kind, Value, Values, product_of_growths
 
+JOINS_MIXED = "it joins over the devices what mixes the rows of each"
 _NOT_KNOWN = Value(Kind.UNKNOWN, None)
 
 
@@ -52,6 +53,13 @@ def _largest_of_devices(op: Operation, value: Value, at: int) -> Value:
 def _of_all_devices(op: Operation, value: Value, at: int) -> Value:
     if value.kind is Kind.ROWS:
         return op.mixed([value], "it joins rows of one device and others of another", at)
+    return _joined(op, value)
+
+
+def _joined(op: Operation, value: Value) -> Value:
+    """Of what mixes the rows of a device: it may be made right later, as parts of a softmax are."""
+    if value.kind is Kind.MIXED:
+        return Value(Kind.UNKNOWN, None, why=op.told(JOINS_MIXED))
     return _NOT_KNOWN
 
 
@@ -62,7 +70,7 @@ def gathered(op: Operation, given: Values) -> Value:
         return op.unknown(given, op.told("it is not known"))
     if value.kind is Kind.ROWS:
         return Value(growth=value.growth)
-    return value if value.is_free else _NOT_KNOWN
+    return value if value.is_free else _joined(op, value)
 
 
 def exchanged(op: Operation, given: Values) -> Value:

@@ -42,6 +42,22 @@ def elementwise(op: Operation, given: Values, at: int = 0) -> Value:
     return op.rows_at(given, spans.pop())
 
 
+def drawn(op: Operation, given: Values) -> Value:
+    """Of random numbers by keys of rows.
+
+    With keys of XLA's generator JAX draws those of all rows at once, from the key of the first. Only unsafe_rbg splits by it.
+    """
+    made = elementwise(op, given)
+    kind = str(op.few.invars[0].aval.dtype)
+    draws = op.name in ("random_bits", "random_gamma")
+    if made.kind is not Kind.ROWS or not ("urbg" in kind or (draws and "rbg" in kind)):
+        return made
+    why = op.told(
+        f"the numbers of a row depend on its microbatch, since its {kind} does not give them alone"
+    )
+    return replace(made, place=Place.OTHER, why=made.why or why)
+
+
 def _is_spread(op: Operation, given: Values, at: int) -> bool:
     """Whether one row meets many: JAX broadcasts dims of size 1."""
     varying = set(op.varying_out(at))

@@ -33,9 +33,10 @@ _RULES: dict[str, Rule] = {
     "population_count clz logistic erf erfc erf_inv lgamma digamma polygamma": elements.elementwise,
     "pow min rem and or xor eq ne lt le gt ge eq_to lt_to le_to nextafter": elements.elementwise,
     "atan2 shift_left shift_right_logical shift_right_arithmetic clamp zeta": elements.elementwise,
-    "mulhi bitcast_convert_type threefry2x32 random_bits random_seed": elements.elementwise,
-    "random_wrap random_unwrap random_fold_in random_split random_clone": elements.elementwise,
-    "random_gamma log2 one_minus_square polynomial igamma_grad_a": elements.elementwise,
+    "mulhi bitcast_convert_type threefry2x32 random_seed": elements.elementwise,
+    "random_bits random_gamma random_split random_fold_in": elements.drawn,
+    "random_wrap random_unwrap random_clone": elements.elementwise,
+    "log2 one_minus_square polynomial igamma_grad_a": elements.elementwise,
     "to_edtype from_edtype threefry4x32 philox2x32 philox4x32": elements.elementwise,
     # dims
     "reduce_sum reduce_max reduce_min reduce_prod": dims.reduced,

@@ -20,6 +20,7 @@ from jaxpar.fields import arg
 from jaxpar.layered_model import OUTER, LayeredModel
 from jaxpar.mesh import CONTEXT, DATA, TENSOR, abstract_mesh, cut_of, entry_axes
 from jaxpar.row_dependence import Kind, Reader, Value, traced
+from jaxpar.row_dependence.collectives import JOINS_MIXED
 from jaxpar.shard_map import as_on_a_device, manual_over_data_and_stage
 from jaxpar.sharding import path_string
 from jaxpar.step.row_checks import (
@@ -68,7 +69,8 @@ def check_positions(
             f"a batch whose sequences are split must have positions; got {arg(context=num_parts)} and none. Make it with "
             "jaxpar.shard_batch, which adds them."
         )
-    shapes = shapes_of(batch)
+    # Without shardings: arrays that are placed have that of the whole mesh, which a device does not see.
+    params, shapes = shapes_of(params), shapes_of(batch)
     seq = size_of(batch, 1)
     try:
         outputs = jax.eval_shape(_forward(model), params, shapes)
@@ -82,11 +84,12 @@ def check_positions(
         return
     loss_sum, weight_sum, *_ = found.sums
     _refuse_parts(found)
-    if found.by_place and jax.process_index() == 0:
+    joined = [each for each in found.doubts if JOINS_MIXED in each]
+    if (doubts := [*found.by_place, *joined]) and jax.process_index() == 0:
         warnings.warn(
             "a device has some positions of a sequence, of which batch['positions'] and jaxpar.context_parallel.places say the "
-            f"numbers; got code that counts those of a device: {_of_positions('; '.join(found.by_place))}. Use these numbers, "
-            "and random keys that differ by position.",
+            f"numbers; got code that depends on which a device has: {_of_positions('; '.join(doubts))}. Use these numbers, "
+            "random keys that differ by position, and sums over the whole sequence (sum_over_sequence, max_over_sequence).",
             stacklevel=2,
         )
     is_wrong = any(value.kind in NO_SUMS for value in (loss_sum, weight_sum))
