@@ -67,6 +67,15 @@ def test_each_phase_of_a_run_is_named_with_its_time():
         assert status.values()["phase"] == "finishing"
 
 
+def test_a_step_that_is_timed_late_does_not_make_the_rate_of_a_line():
+    """Its time is missing in the next one, which looks many times as fast."""
+    status = lines(Clock(), [])
+    status.open(0)
+    for seconds in (0.75, 0.25):
+        status.written(LINE | {"step_seconds": seconds, "tokens_per_second": 1024 / seconds})
+    assert status.values()["tokens_per_second"] == 2048.0
+
+
 def test_before_it_trains_a_run_returns_to_no_earlier_phase():
     clock, phases = Clock(), []
     status = lines(clock, [])

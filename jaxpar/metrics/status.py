@@ -18,6 +18,7 @@ import json
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
@@ -26,6 +27,7 @@ from jaxpar.runtime.output import tell
 
 Number = int | float
 STARTING, TRAINING, FINISHING = "starting", "training", "finishing"
+MOST_STEPS = 1000  # whose rates a line is the mean of
 LINES, STEPS = (
     2,
     3,
@@ -60,6 +62,7 @@ class StatusLines(Watcher):
         self._phases = [(STARTING, self._began)]
         self._line: Mapping[str, Number] = {}
         self._first_step, self._written_at = 0, self._began
+        self._since_last = deque[tuple[float, dict[str, Number]]](maxlen=MOST_STEPS)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="jaxpar-status", daemon=True)
 
@@ -107,6 +110,7 @@ class StatusLines(Watcher):
         """Takes the values of a step."""
         self._written_at = self._clock()  # before the line: the thread that prints may run between
         self._line = line
+        self._since_last.append((line.get("step_seconds", 0.0), _rates(line)))
 
     def close(self) -> None:
         """Ends the phase of training."""
@@ -115,7 +119,8 @@ class StatusLines(Watcher):
     def values(self) -> dict[str, Any]:
         """Returns the values of a line: ``phase``, seconds of the run and of the phase, and while it trains the last step's.
 
-        While no step comes for long, ``seconds_without_step`` replaces the rate.
+        Its rate is the mean of the steps since the line before. While no step comes for long, ``seconds_without_step``
+        replaces it.
         """
         now = self._clock()
         name, began = self._phases[-1]
@@ -134,13 +139,28 @@ class StatusLines(Watcher):
             if waited > max(LINES * self._seconds, STEPS * line.get("step_seconds", 0.0)):
                 found["seconds_without_step"] = round(waited, 1)
             else:
-                found |= {key: value for key, value in line.items() if "_per_second" in key}
+                found |= self._mean_rates() or _rates(line)
             found["seconds_left"] = round(each * max(self._num_steps - done, 0), 1)
         return found
+
+    def _mean_rates(self) -> dict[str, float]:
+        """The rates of all steps since the last line: one alone may be timed late, at the cost of the next."""
+        steps = [*self._since_last]
+        total = sum(seconds for seconds, _ in steps)
+        if not total:
+            return {}
+        names = steps[-1][1]
+        done = {name: sum(seconds * rates[name] for seconds, rates in steps) for name in names}
+        return {name: count / total for name, count in done.items()}
 
     def _repeat(self) -> None:
         while not self._over.wait(self._seconds):
             self._say(self.values())
+            self._since_last.clear()
+
+
+def _rates(line: Mapping[str, Number]) -> dict[str, Number]:
+    return {name: value for name, value in line.items() if "_per_second" in name}
 
 
 def render_status(values: Mapping[str, Any]) -> str:
