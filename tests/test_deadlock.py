@@ -120,13 +120,17 @@ def test_so_is_one_in_a_layer_that_one_stage_alone_has(x64):
 @pytest.mark.parametrize(
     "schedule", ["1f1b", *(pytest.param(each, marks=FULL) for each in ("gpipe", "interleaved"))]
 )
-def test_where_all_stages_take_part_it_is_no_fault(x64, schedule):
+def test_where_all_stages_take_part_gradients_are_those_of_one_device(x64, schedule):
     chunks = 2 if schedule == "interleaved" else 1
     given = {"num_layers": 4, "num_chunks": chunks}
-    step, state, batch = make_step(*FUSED, schedule=schedule, **given)
-    params, rows = init(FUSED[1], jaxpar.LayerLayout(4, 1))(KEY), jaxpar.fetch(batch)
-    want = loss(model_of(in_one_dim).apply(params, rows), rows)[0] / 4
-    oracle.assert_same(float(step(state, batch)[1]["loss"]), float(want), within=1e-6)
+    value_and_grad, state, batch = make_gradients(*FUSED, schedule=schedule, **given)
+    alone, rows = init(FUSED[1], jaxpar.LayerLayout(4, 1))(KEY), jaxpar.fetch(batch)
+    mean = lambda params: loss(model_of(in_one_dim).apply(params, rows), rows)[0] / 4
+    want, want_grads = jax.value_and_grad(mean)(alone)
+    value, grads = jax.jit(value_and_grad)(state.params, batch)
+    oracle.assert_same(float(value), float(want), within=1e-12)
+    packed = jaxpar.LayerLayout(4, 2, chunks).pack_params(want_grads)
+    oracle.assert_same(jaxpar.fetch(grads), jaxpar.fetch(packed), within=1e-12)
 
 
 @pytest.mark.full
